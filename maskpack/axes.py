@@ -1,0 +1,142 @@
+"""Axes of one batch: the layout behind each mask that the registry names, computed at most once.
+
+A mask is looked for beside the field first, then in the TensorDicts around it. Where the mask itself is not in the
+batch (it was nested before, or stayed on the driver), a known layout of that name stands in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDictBase
+
+from maskpack.errors import LayoutError
+from maskpack.layout import RowLayout
+from maskpack.registry import Key, MaskAxis, MaskNestingRegistry, Path, path_of, show
+from maskpack.tree import dense_at, number_at
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A layout under its name; `flat` where its fields are [T, *F] with `cu_seqlens`."""
+
+    name: str
+    layout: RowLayout
+    flat: bool = False
+
+    def __str__(self) -> str:
+        size = f"{self.layout.total} tokens" if self.flat else (self.layout.num_rows, self.layout.width)
+        return f'mask "{self.name}" is {size}'
+
+
+class Axes:
+    """Computes the axes of one batch on demand. `call` is the public function that errors name."""
+
+    def __init__(
+        self, batch: TensorDictBase, registry: MaskNestingRegistry, known: Mapping[str, RowLayout], call: str
+    ) -> None:
+        self._batch = batch
+        self._registry = registry
+        self._known = known
+        self._call = call
+        self._found: dict[str, Axis | None] = {}
+        self._masks: dict[Path, RowLayout] = {}
+
+    def find(self, mask: Key, field: Path) -> Axis | None:
+        """The axis that `mask` means for the field at path `field`; None if nothing in the batch gives it."""
+        for depth in range(len(field) - 1, -1, -1):
+            scope = field[:depth]
+            name = "/".join((*scope, show(mask)))
+            if name not in self._found:
+                self._found[name] = self._compute(name, mask, scope)
+            axis = self._found[name]
+            if axis is not None:
+                return axis
+        return None
+
+    def on(self, axis: Axis, device: torch.device) -> RowLayout:
+        """The axis' layout on a field's device, one object for all fields there."""
+        if axis.layout.device == device:
+            return axis.layout
+        name = f"{axis.name}@{device}"
+        moved = self._found.get(name)
+        if moved is None:
+            moved = self._found[name] = Axis(axis.name, axis.layout.to(device), axis.flat)
+        return moved.layout
+
+    def _compute(self, name: str, mask: Key, scope: Path) -> Axis | None:
+        for way in self._registry.ways(mask):
+            source = (*scope, *path_of(way.source))
+            tensor = dense_at(self._batch, source)
+            if tensor is None:
+                continue
+            if way.form == "cu_seqlens":
+                return Axis(name, RowLayout.from_cu_seqlens(tensor), flat=True)
+            if way.form == "lengths":
+                return Axis(name, RowLayout.from_lengths(tensor, self._first_width(scope, way.head)))
+            layout = self._cut(self._mask(source), way, scope, name)
+            if layout is not None:
+                return Axis(name, layout)
+        return Axis(name, self._known[name]) if name in self._known else None
+
+    def _mask(self, source: Path) -> RowLayout:
+        """One scan a mask, however many axes are cut from it."""
+        if source not in self._masks:
+            tensor = dense_at(self._batch, source)
+            assert tensor is not None
+            if tensor.dim() != 2:
+                raise LayoutError(
+                    f'{self._call}: mask field "{show(source)}" is {tuple(tensor.shape)}; expected (B, width). '
+                    "Give one entry per row and position, or name another mask in the registry."
+                )
+            self._masks[source] = RowLayout.from_mask(tensor)
+        return self._masks[source]
+
+    def _cut(self, layout: RowLayout, way: MaskAxis, scope: Path, name: str) -> RowLayout | None:
+        if way.part == "all":
+            return layout
+        if way.part == "prefix":
+            return layout.prefix()
+        head, tail = self._first_width(scope, way.head), self._first_width(scope, way.tail)
+        if head is not None and tail is not None and head + tail != layout.width and not self._from_number(scope, way):
+            raise LayoutError(
+                f'{self._call}: axis "{name}" splits mask "{show(way.source)}" of width {layout.width}, but '
+                f"{self._named(scope, way.head)} is {head} wide and {self._named(scope, way.tail)} {tail}; expected "
+                "the two to make up the mask. Fix the producer, or give the axis other head and tail fields."
+            )
+        split = head if head is not None else None if tail is None else layout.width - tail
+        if split is None:
+            return None
+        if not 0 <= split <= layout.width:
+            raise LayoutError(
+                f'{self._call}: axis "{name}" splits mask "{show(way.source)}" of width {layout.width} at {split}; '
+                "expected a split inside the mask. Fix the widths of its head and tail fields."
+            )
+        return layout.narrow(0, split) if way.part == "head" else layout.narrow(split, layout.width)
+
+    def _first(self, scope: Path, keys: tuple[Key, ...]) -> tuple[Key, int] | None:
+        for key in keys:
+            path = (*scope, *path_of(key))
+            tensor = dense_at(self._batch, path)
+            if tensor is not None and tensor.dim() >= 2:
+                return key, tensor.shape[1]
+            number = number_at(self._batch, path)
+            if number is not None:
+                return key, number
+        return None
+
+    def _first_width(self, scope: Path, keys: tuple[Key, ...]) -> int | None:
+        found = self._first(scope, keys)
+        return None if found is None else found[1]
+
+    def _from_number(self, scope: Path, way: MaskAxis) -> bool:
+        """Whether the tail width is a configured limit, which a batch may fall short of."""
+        found = self._first(scope, way.tail)
+        return found is not None and dense_at(self._batch, (*scope, *path_of(found[0]))) is None
+
+    def _named(self, scope: Path, keys: tuple[Key, ...]) -> str:
+        found = self._first(scope, keys)
+        assert found is not None
+        return f'"{show((*scope, *path_of(found[0])))}"'

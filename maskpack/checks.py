@@ -1,0 +1,112 @@
+"""Exactness checks: does a padded field hold nothing but its pad where its mask says there is nothing?
+
+One streaming read of the field answers it, without its mask: the elements whose bits differ from the pad must be as
+many in the padded field as among its real values. For EDGE pads the same count is taken of neighbours that differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from maskpack.errors import RegistryError
+from maskpack.layout import RowLayout
+from maskpack.ops import _torch as ops
+from maskpack.registry import EDGE, PadValue
+
+_BLOCK_BYTES = 1 << 18
+
+
+def pad_tensor(pad: complex, dtype: torch.dtype) -> Tensor | None:
+    """The pad as a tensor () of `dtype`; None if the dtype cannot hold it (a fraction in an integer, -100 in uint8)."""
+    if dtype.is_complex:
+        return torch.tensor(pad, dtype=torch.complex128).to(dtype)
+    if isinstance(pad, complex):
+        return None
+    if dtype.is_floating_point:
+        held = torch.tensor(float(pad), dtype=torch.float64).to(dtype)
+        return held if math.isfinite(held.to(torch.float64).item()) == math.isfinite(pad) else None
+    if pad != int(pad) if math.isfinite(pad) else True:
+        return None
+    low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return torch.tensor(int(pad), dtype=dtype) if low <= pad <= high else None
+
+
+def held_pads(field: str, pads: Sequence[PadValue], dtype: torch.dtype, call: str) -> tuple[PadValue, ...]:
+    """The pads of `pads` that the dtype can hold. Raises RegistryError if there is none."""
+    held = tuple(pad for pad in pads if pad is EDGE or pad_tensor(pad, dtype) is not None)  # type: ignore[arg-type]
+    if not held:
+        raise RegistryError(
+            f'{call}: field "{field}" is {str(dtype).removeprefix("torch.")}; its pad {list(pads)} does not fit that '
+            "dtype. Give the field a pad that its dtype can hold."
+        )
+    return held
+
+
+def strays(x: Tensor, values: Tensor, layout: RowLayout, pad: PadValue) -> Tensor:
+    """How many elements under the mask are not the pad: an int64 (), 0 where the field is exact.
+
+    `x` is [B, S, *F] with any strides, `values` its real elements [T, *F]. No synchronisation for a constant pad.
+    """
+    padded, real = ops.words(x), ops.words(values)
+    if pad is EDGE:
+        return _edge_strays(padded, real, layout)
+    held = pad_tensor(pad, x.dtype)  # type: ignore[arg-type]
+    assert held is not None
+    bits = ops.words(held.to(x.device))
+    zero = not bool(np.any(ops.words(held).numpy()))
+    return _differing(padded, bits, zero) - _differing(real, bits, zero)
+
+
+def first_stray(x: Tensor, layout: RowLayout, pad: PadValue) -> tuple[tuple[int, ...], str]:
+    """Index and value of one element that is not the pad, for a message."""
+    expected = ops.words(ops.unpack(ops.pack(x.detach(), layout), layout, pad))
+    where = torch.nonzero(expected != ops.words(x))[0].tolist()[: x.dim()]
+    return tuple(where), str(x[tuple(where)].item() if x.dtype.itemsize > 1 or not x.is_floating_point() else "?")
+
+
+def _differing(x: Tensor, bits: Tensor, zero: bool) -> Tensor:
+    if zero:
+        return torch.count_nonzero(x)
+    count = torch.zeros((), dtype=torch.int64, device=x.device)
+    for block in _blocks(x):
+        count += torch.count_nonzero(torch.ne(block, bits))
+    return count
+
+
+def _blocks(x: Tensor) -> Sequence[Tensor]:
+    """On the host, blocks of rows whose comparison stays in the cache; on a device the whole."""
+    if x.device.type != "cpu" or x.shape[0] == 0:
+        return (x,)
+    return x.split(max(1, _BLOCK_BYTES // max(1, x.element_size() * x[0].numel())))
+
+
+def _edge_strays(x: Tensor, values: Tensor, layout: RowLayout) -> Tensor:
+    """Between one real element and the next, the padded field may change once if the two differ and not at all if
+    they are equal; a row changes nowhere else. That fixes every pad of a row with one run. Between two runs the one
+    change must come at the second, so the element before it still equals the last of the first. An empty row is 0."""
+    if layout.width == 0 or layout.num_rows == 0:
+        return torch.zeros((), dtype=torch.int64, device=x.device)
+    inner = torch.ones(values.shape[0] + 1, dtype=torch.bool, device=x.device)
+    inner[layout.offsets] = False  # the first element of a row has no neighbour before it
+    steps = torch.ne(values[1:], values[:-1])
+    steps &= inner[1:-1].view(-1, *[1] * (values.dim() - 1))
+    count = -torch.count_nonzero(steps)
+    for block in _blocks(x):
+        count += torch.count_nonzero(torch.ne(block[:, 1:], block[:, :-1]))
+    table = layout.table
+    empty = torch.from_numpy(np.flatnonzero(np.diff(table.splits) == 0)).to(x.device)
+    count = count + torch.count_nonzero(x[empty])
+    first = np.zeros(layout.num_runs + 1, np.bool_)
+    first[table.splits] = True
+    later = np.flatnonzero(~first[:-1])
+    if later.size:
+        rows = torch.from_numpy(np.searchsorted(table.splits, later, side="right") - 1).to(x.device)
+        before = torch.from_numpy(table.starts[later] - 1).to(x.device)
+        last = torch.from_numpy((table.starts + table.counts)[later - 1] - 1).to(x.device)
+        count = count + torch.count_nonzero(torch.ne(x[rows, before], x[rows, last]))
+    return count

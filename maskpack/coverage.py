@@ -1,0 +1,85 @@
+"""The coverage check: which tensors of a batch are still dense, wherever they hide."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase, is_tensor_collection
+from torch import Tensor
+
+from maskpack.errors import CoverageError
+from maskpack.registry import Path, show
+from maskpack.tree import Objects
+
+_LEAVES = (str, bytes, int, float, complex, bool, type(None), np.generic, torch.dtype, torch.device)
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseField:
+    """A tensor that would travel dense.
+
+    Attributes:
+        path: its place; inside a Python object the path goes on as the object would be read, as in `extra/[3]/tokens`.
+        shape, dtype, nbytes: of the tensor.
+        reason: why it is dense.
+    """
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    reason: str
+
+    @classmethod
+    def of(cls, path: Path, tensor: Tensor, reason: str) -> DenseField:
+        return cls(path, tuple(tensor.shape), tensor.dtype, tensor.numel() * tensor.element_size(), reason)
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f'"{show(self.path)}" {self.shape} {dtype}, {self.nbytes:,} bytes: {self.reason}'
+
+
+def hidden_tensors(path: Path, value: Any) -> Iterator[DenseField]:
+    """Tensors of one dim or more inside a Python object, each once; mappings, sequences, object arrays, dataclasses
+    and plain attributes are searched."""
+    data = Objects.of(value).data
+    seen: set[int] = set()
+    stack: list[tuple[Path, Any]] = [(path, data)]
+    while stack:
+        place, item = stack.pop()
+        if isinstance(item, _LEAVES) or id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            if item.dim() and not item.is_nested:
+                yield DenseField.of(place, item, "a tensor inside a Python object")
+            continue
+        stack.extend((((*place, name)), child) for name, child in reversed(list(_children(item))))
+
+
+def _children(item: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(item, TensorDictBase) or is_tensor_collection(item) or isinstance(item, Mapping):
+        yield from ((str(name), child) for name, child in item.items())
+    elif isinstance(item, (list, tuple, set, frozenset)) or (isinstance(item, np.ndarray) and item.dtype == object):
+        yield from ((f"[{index}]", child) for index, child in enumerate(item))
+    elif isinstance(item, np.ndarray):
+        return
+    elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+        yield from ((field.name, getattr(item, field.name)) for field in dataclasses.fields(item))
+    elif not isinstance(item, type) and hasattr(item, "__dict__"):
+        yield from vars(item).items()
+
+
+def check_strict(call: str, dense: Iterable[DenseField]) -> None:
+    """Raises CoverageError if anything is dense."""
+    found = list(dense)
+    if found:
+        lines = "\n".join(f"  {field}" for field in found)
+        raise CoverageError(
+            f"{call}: {len(found)} field(s) would travel dense, expected none in strict mode:\n{lines}\n"
+            "Give each a MaskNestingSpec in the registry, or declare it dense with ignore_dense_fields."
+        )

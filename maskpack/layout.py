@@ -1,0 +1,439 @@
+"""RowLayout: a mask in computed form, and the only place that turns masks, runs, lengths and indices into each other.
+
+    mask [B=3, width=6]       runs (start, length)    lengths   cu_seqlens     indices into the flat [B * width]
+    . . # # # .               (2, 3)                  3         0 3 5 5        2 3 4 | 6 11 |
+    # . . . . #               (0, 1) (5, 1)           2
+    . . . . . .               none                    0
+
+The run table lives on the device of the mask; its host copy, from which rows are planned and selected, is read once.
+Shape letters: B rows, N runs, T real tokens in all, S the width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from maskpack.errors import LayoutError
+
+IntArray = npt.NDArray[np.int64]
+Rows = slice | Sequence[int] | IntArray | npt.NDArray[np.bool_] | Tensor
+
+_BLOCK_BYTES = 1 << 19  # one scan block stays inside the second-level cache
+
+
+class RunTable(NamedTuple):
+    """The run table on the host: `starts` int64 [N], `counts` int64 [N], `splits` int64 [B + 1] (the runs of each row)."""
+
+    starts: IntArray
+    counts: IntArray
+    splits: IntArray
+
+
+@dataclass(frozen=True, eq=False)
+class RowLayout:
+    """Which positions of each row are real. Immutable; build one with a `from_...` constructor.
+
+    Attributes:
+        width: padded size of the row dimension, S.
+        starts: int32 [N], first position of each run inside its row.
+        counts: int32 [N], length of each run, never 0.
+        splits: int64 [B + 1]; the runs of row b are `splits[b]` to `splits[b + 1]`.
+        total: number of real positions in all rows, T.
+    """
+
+    width: int
+    starts: Tensor
+    counts: Tensor
+    splits: Tensor
+    total: int
+
+    # ---------------------------------------------------------------- constructors
+
+    @classmethod
+    def from_mask(cls, mask: Tensor) -> RowLayout:
+        """From a mask [B, S] of any dtype: a position is real where the mask is not zero.
+
+        On CUDA: one synchronisation. Raises LayoutError if the mask is not two-dimensional.
+        """
+        if mask.is_nested or mask.dim() != 2:
+            shape = "jagged" if mask.is_nested else tuple(mask.shape)
+            raise LayoutError(
+                f"RowLayout.from_mask: mask is {shape}; expected a dense mask (B, width). "
+                "Reshape the mask to one entry per row and position."
+            )
+        mask = _comparable(mask.detach())
+        return _scan_host(mask) if mask.device.type == "cpu" else _scan_device(mask)
+
+    @classmethod
+    def from_lengths(
+        cls,
+        lengths: Tensor | Sequence[int] | IntArray,
+        width: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> RowLayout:
+        """Rows padded on the right: row b is real at positions 0 to `lengths[b]`.
+
+        `lengths` is an integer [B]; `width` is the longest row where it is not given. One synchronisation if
+        `lengths` is on CUDA. Raises LayoutError for negative lengths, fractions, and lengths beyond `width`.
+        """
+        if device is None:
+            device = lengths.device if isinstance(lengths, Tensor) else "cpu"
+        host = np.asarray(lengths.detach().cpu() if isinstance(lengths, Tensor) else lengths)
+        if host.ndim != 1 or (host.size and host.dtype.kind not in "iu"):
+            raise LayoutError(
+                f"RowLayout.from_lengths: lengths are {host.dtype} {host.shape}; expected integers (B,). "
+                "Pass one whole number for each row."
+            )
+        host = host.astype(np.int64)
+        longest = int(host.max(initial=0))
+        width = longest if width is None else width
+        if host.size and (int(host.min()) < 0 or longest > width):
+            raise LayoutError(
+                f"RowLayout.from_lengths: lengths run from {int(host.min())} to {longest}; expected 0 to the width, "
+                f"{width}. Clip the lengths or give the true width."
+            )
+        real = host > 0
+        splits = _cumulated(real.astype(np.int64))
+        return cls._from_host(width, RunTable(np.zeros(int(splits[-1]), np.int64), host[real], splits), device)
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Tensor, width: int | None = None) -> RowLayout:
+        """From cumulated lengths, an integer [B + 1] that starts at 0 and never falls. One synchronisation on CUDA."""
+        host = np.asarray(cu_seqlens.detach().cpu())
+        if host.ndim != 1 or host.size == 0 or host.dtype.kind not in "iu" or int(host[0]) != 0:
+            raise LayoutError(
+                f"RowLayout.from_cu_seqlens: cu_seqlens is {host.dtype} {host.shape}; expected integers (B + 1,) "
+                "that start at 0. Pass the cumulated row lengths with their leading 0."
+            )
+        return cls.from_lengths(np.diff(host.astype(np.int64)), width, device=cu_seqlens.device)
+
+    @classmethod
+    def from_runs(
+        cls,
+        starts: Sequence[int] | IntArray,
+        counts: Sequence[int] | IntArray,
+        runs_per_row: Sequence[int] | IntArray,
+        width: int,
+        *,
+        device: torch.device | str = "cpu",
+    ) -> RowLayout:
+        """From a run table: `starts` and `counts` [N], `runs_per_row` [B] that sums to N.
+
+        Runs of a row are in order and do not touch (they are maximal). Raises LayoutError otherwise.
+        """
+        table = RunTable(
+            np.asarray(starts, np.int64), np.asarray(counts, np.int64), _cumulated(np.asarray(runs_per_row, np.int64))
+        )
+        complaint = _complaint(table, width)
+        if complaint:
+            raise LayoutError(
+                f"RowLayout.from_runs: {complaint}. Expected maximal runs, in order, inside the width {width}."
+            )
+        return cls._from_host(width, table, device)
+
+    @classmethod
+    def _from_host(cls, width: int, table: RunTable, device: torch.device | str) -> RowLayout:
+        layout = cls(
+            width,
+            torch.from_numpy(table.starts.astype(np.int32)).to(device, non_blocking=True),
+            torch.from_numpy(table.counts.astype(np.int32)).to(device, non_blocking=True),
+            torch.from_numpy(table.splits).to(device, non_blocking=True),
+            int(table.counts.sum()),
+        )
+        layout.__dict__["table"] = table
+        return layout
+
+    # ---------------------------------------------------------------- sizes, on the host
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return self.splits.shape[0] - 1
+
+    @property
+    def num_runs(self) -> int:
+        """N."""
+        return self.starts.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.starts.device
+
+    @cached_property
+    def table(self) -> RunTable:
+        """The run table on the host. One synchronisation the first time, where the layout is on CUDA and unread."""
+        packed = torch.cat([self.starts.to(torch.int64), self.counts.to(torch.int64), self.splits]).cpu().numpy()
+        n = self.num_runs
+        return RunTable(packed[:n], packed[n : 2 * n], packed[2 * n :])
+
+    @cached_property
+    def lengths(self) -> IntArray:
+        """int64 [B] on the host: real positions of each row."""
+        ends = _cumulated(self.table.counts)
+        return ends[self.table.splits[1:]] - ends[self.table.splits[:-1]]
+
+    @cached_property
+    def row_offsets(self) -> IntArray:
+        """int64 [B + 1] on the host: `cu_seqlens` for numpy."""
+        return _cumulated(self.lengths)
+
+    @property
+    def min_length(self) -> int:
+        """Length of the shortest row, 0 without rows."""
+        return int(self.lengths.min()) if self.num_rows else 0
+
+    @property
+    def max_length(self) -> int:
+        """Length of the longest row, 0 without rows."""
+        return int(self.lengths.max(initial=0))
+
+    @property
+    def long_runs(self) -> bool:
+        """Whether copying run by run beats an index per element, on the host."""
+        return self.total >= 64 * self.num_runs
+
+    # ---------------------------------------------------------------- derived tensors, on the device
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """int64 [B + 1]: the one offsets tensor that every jagged field of this layout shares."""
+        if self.device.type == "cpu":
+            return torch.from_numpy(self.row_offsets)
+        ends = torch.nn.functional.pad(self.counts.to(torch.int64).cumsum(0), (1, 0))
+        return ends[self.splits]
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """int32 [B + 1]: cumulated row lengths, as varlen attention takes them."""
+        return self.offsets.to(torch.int32)
+
+    @cached_property
+    def indices(self) -> Tensor:
+        """int64 [T]: position of each real element in the flattened [B * S]. No synchronisation."""
+        counts = self.counts.to(torch.int64)
+        rows = torch.repeat_interleave(
+            torch.arange(self.num_rows, device=self.device), self.splits.diff(), output_size=self.num_runs
+        )
+        shift = rows * self.width + self.starts - (counts.cumsum(0) - counts)
+        return torch.repeat_interleave(shift, counts, output_size=self.total).add_(
+            torch.arange(self.total, device=self.device)
+        )
+
+    def to_mask(self, dtype: torch.dtype = torch.bool) -> Tensor:
+        """The mask [B, S]: 1 at real positions, 0 elsewhere."""
+        mask = torch.zeros(self.num_rows * self.width, dtype=dtype, device=self.device)
+        return mask.index_fill_(0, self.indices, 1).view(self.num_rows, self.width)
+
+    # ---------------------------------------------------------------- new layouts from old ones
+
+    def to(self, device: torch.device | str) -> RowLayout:
+        """The same layout on another device."""
+        device = torch.empty(0, device=device).device
+        if device == self.device:
+            return self
+        if "table" in self.__dict__ or device.type == "cpu":
+            return RowLayout._from_host(self.width, self.table, device)
+        return RowLayout(self.width, self.starts.to(device), self.counts.to(device), self.splits.to(device), self.total)
+
+    def select(self, rows: Rows) -> RowLayout:
+        """The layout of some rows: a slice, indices (repeats allowed, negative from the end), or a bool mask [B]."""
+        index = row_index(rows, self.num_rows, "RowLayout.select")
+        table = self.table
+        first, runs = table.splits[index], table.splits[index + 1] - table.splits[index]
+        take = ranges(first, runs)
+        return RowLayout._from_host(
+            self.width, RunTable(table.starts[take], table.counts[take], _cumulated(runs)), self.device
+        )
+
+    def narrow(self, start: int, stop: int) -> RowLayout:
+        """The layout of the columns `start` to `stop`: the mask's `[:, start:stop]`, without reading the mask again."""
+        table = self.table
+        begin = table.starts.clip(start, stop)
+        counts = (table.starts + table.counts).clip(start, stop) - begin
+        keep = counts > 0
+        splits = _cumulated(keep.astype(np.int64))[table.splits]
+        return RowLayout._from_host(stop - start, RunTable((begin - start)[keep], counts[keep], splits), self.device)
+
+    def prefix(self) -> RowLayout:
+        """One run a row, from position 0 up to and with the last real position: holes become real."""
+        table = self.table
+        lengths = np.zeros(self.num_rows, np.int64)
+        real = np.diff(table.splits) > 0
+        last = table.splits[1:][real] - 1
+        lengths[real] = table.starts[last] + table.counts[last]
+        return RowLayout.from_lengths(lengths, self.width, device=self.device)
+
+    @staticmethod
+    def cat(layouts: Sequence[RowLayout]) -> RowLayout:
+        """The rows of several layouts of one width, one after the other."""
+        widths = sorted({layout.width for layout in layouts})
+        if len(widths) != 1:
+            raise LayoutError(
+                f"RowLayout.cat: widths are {widths}; expected at least one layout, all of one width. "
+                "Bring the layouts to one width first."
+            )
+        tables = [layout.table for layout in layouts]
+        runs = np.concatenate([np.diff(table.splits) for table in tables])
+        table = RunTable(
+            np.concatenate([table.starts for table in tables]),
+            np.concatenate([table.counts for table in tables]),
+            _cumulated(runs),
+        )
+        return RowLayout._from_host(widths[0], table, layouts[0].device)
+
+    def compact(self) -> tuple[npt.NDArray[Any], ...]:
+        """The run table as it travels: starts, counts and runs of each row, in unsigned integers as narrow as fit."""
+        parts = self.table.starts, self.table.counts, np.diff(self.table.splits)
+        return tuple(part.astype(np.min_scalar_type(int(part.max(initial=0)))) for part in parts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self.width, *self.compact(), str(self.device))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RowLayout):
+            return NotImplemented
+        return self.width == other.width and all(
+            np.array_equal(a, b) for a, b in zip(self.table, other.table, strict=True)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return (
+            f"RowLayout(rows={self.num_rows}, width={self.width}, tokens={self.total}, "
+            f"runs={self.num_runs}, device={str(self.device)!r})"
+        )
+
+
+def _restored(
+    width: int, starts: npt.NDArray[Any], counts: npt.NDArray[Any], runs: npt.NDArray[Any], device: str
+) -> RowLayout:
+    table = RunTable(starts.astype(np.int64), counts.astype(np.int64), _cumulated(runs.astype(np.int64)))
+    return RowLayout._from_host(width, table, device)  # type: ignore[reportPrivateUsage]
+
+
+# -------------------------------------------------------------------- row indices
+
+
+def row_index(rows: Rows, num_rows: int, call: str) -> IntArray:
+    """Any way to name rows as int64 indices 0 to B. A bool mask must have B entries; indices must be in range."""
+    if isinstance(rows, slice):
+        return np.arange(num_rows, dtype=np.int64)[rows]
+    index = np.asarray(rows.detach().cpu() if isinstance(rows, Tensor) else rows)
+    if index.dtype == np.bool_:
+        if index.shape != (num_rows,):
+            raise LayoutError(
+                f"{call}: row mask is {index.shape}; expected ({num_rows},). Give one true or false for each row."
+            )
+        return np.flatnonzero(index)
+    if index.ndim != 1 or (index.size and index.dtype.kind not in "iu"):
+        raise LayoutError(
+            f"{call}: rows are {index.dtype} {index.shape}; expected whole numbers (n,). "
+            "Pass a slice, a list of row numbers, or a bool mask."
+        )
+    index = index.astype(np.int64)
+    if index.size and (int(index.min()) < -num_rows or int(index.max()) >= num_rows):
+        raise LayoutError(
+            f"{call}: rows run from {int(index.min())} to {int(index.max())}; the batch has {num_rows} rows. "
+            "Choose rows inside the batch."
+        )
+    return np.where(index < 0, index + num_rows, index)
+
+
+def ranges(begins: IntArray, counts: IntArray) -> IntArray:
+    """The indices of consecutive ranges, one after the other: int64 [sum(counts)]."""
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if ends.size else 0
+    return np.repeat(begins - (ends - counts), counts) + np.arange(total, dtype=np.int64)
+
+
+def _cumulated(counts: IntArray) -> IntArray:
+    out = np.zeros(counts.size + 1, np.int64)
+    np.cumsum(counts, out=out[1:])
+    return out
+
+
+def _complaint(table: RunTable, width: int) -> str | None:
+    starts, counts, splits = table
+    if (
+        starts.ndim != 1
+        or starts.shape != counts.shape
+        or int(splits[-1]) != starts.size
+        or (np.diff(splits) < 0).any()
+    ):
+        return f"{starts.size} starts, {counts.size} counts, {int(splits[-1])} runs in the rows"
+    if (counts <= 0).any():
+        return f"a run has length {int(counts.min())}"
+    if starts.size and (int(starts.min()) < 0 or int((starts + counts).max()) > width):
+        return f"runs reach from {int(starts.min())} to {int((starts + counts).max())}"
+    row = np.repeat(np.arange(splits.size - 1), np.diff(splits))
+    if ((row[1:] == row[:-1]) & (starts[1:] <= (starts + counts)[:-1])).any():
+        return "two runs of a row touch, overlap or are out of order"
+    return None
+
+
+# -------------------------------------------------------------------- mask to runs
+
+
+def _comparable(mask: Tensor) -> Tensor:
+    """The mask in a dtype that torch can compare with 0, with the same zeros."""
+    if mask.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        return mask.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[mask.element_size()])
+    return mask.to(torch.float32) if mask.dtype.is_floating_point and mask.element_size() == 1 else mask
+
+
+def _scan_host(mask: Tensor) -> RowLayout:
+    """Each block of rows is laid out with a false column behind every row, so that runs begin and end inside their
+    row; places where neighbours differ are then begin, end, begin, end, ..."""
+    rows, width = mask.shape
+    step = max(1, _BLOCK_BYTES // (width + 1))
+    line = np.zeros(min(step, rows) * (width + 1) + 1, np.bool_)
+    grid = torch.from_numpy(line[1:]).view(-1, width + 1)
+    changes: list[IntArray] = []
+    for top in range(0, rows, step):
+        block = mask[top : top + step]
+        torch.ne(block, 0, out=grid[: block.shape[0], :width])
+        cells = line[: block.shape[0] * (width + 1) + 1]
+        changes.append(np.flatnonzero(cells[1:] != cells[:-1]) + top * (width + 1))
+    edges = np.concatenate(changes) if changes else np.zeros(0, np.int64)
+    begin, end = edges[0::2], edges[1::2]
+    row = begin // (width + 1)
+    splits = np.searchsorted(row, np.arange(rows + 1)).astype(np.int64)
+    return RowLayout._from_host(width, RunTable(begin - row * (width + 1), end - begin, splits), mask.device)
+
+
+def _scan_device(mask: Tensor) -> RowLayout:
+    """One synchronisation brings the counts of every row, and with at most one run a row the whole table, to the host."""
+    rows, width = mask.shape
+    if rows == 0 or width == 0:
+        return RowLayout.from_lengths(np.zeros(rows, np.int64), width, device=mask.device)
+    real = mask != 0
+    begin, end = real.clone(), real.clone()
+    begin[:, 1:] &= ~real[:, :-1]
+    end[:, :-1] &= ~real[:, 1:]
+    lengths, runs, first = torch.stack([real.sum(1), begin.sum(1), begin.to(torch.uint8).argmax(1)]).cpu().numpy()
+    splits = _cumulated(runs)
+    if int(runs.max()) <= 1:
+        some = runs > 0
+        return RowLayout._from_host(width, RunTable(first[some], lengths[some], splits), mask.device)
+    n = int(splits[-1])
+    begins = torch.nonzero_static(begin.view(-1), size=n).view(-1)
+    ends = torch.nonzero_static(end.view(-1), size=n).view(-1)
+    layout = RowLayout(
+        width,
+        (begins % width).to(torch.int32),
+        (ends - begins + 1).to(torch.int32),
+        torch.from_numpy(splits).to(mask.device, non_blocking=True),
+        int(lengths.sum()),
+    )
+    layout.__dict__["lengths"] = lengths
+    return layout

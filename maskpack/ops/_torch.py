@@ -1,0 +1,127 @@
+"""Pack and unpack in plain torch and numpy: the specification of both operations, and the path of every CPU tensor.
+
+pack(x, layout)   == x[layout.to_mask()]
+unpack(v, layout) == torch.full((B, S, *F), pad).masked_scatter(layout.to_mask(), v)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from maskpack.layout import RowLayout
+from maskpack.registry import EDGE
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def words(x: Tensor) -> Tensor:
+    """The bits of `x` as integers of its item size, in the same memory (16-byte items: a last dim of two)."""
+    x = x.detach().resolve_conj().resolve_neg()
+    if x.element_size() == 16:
+        return torch.view_as_real(x).view(torch.int64)
+    return x.view(_WORDS[x.element_size()])
+
+
+def from_words(array: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
+    """The inverse of `words`, in the same memory. Of a read-only array it is a source to read and nothing else."""
+    if not array.flags.writeable:
+        array = np.asarray(_Readable(array))
+    tensor = torch.from_numpy(array)
+    if dtype.itemsize == 16:
+        return torch.view_as_complex(tensor.view(torch.float64))
+    return tensor.view(dtype)
+
+
+class _Readable:
+    """A read-only array under a writable description: torch warns of read-only memory even where it is only read."""
+
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        self._array = array
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+
+
+def pack(x: Tensor, layout: RowLayout, out: Tensor | None = None) -> Tensor:
+    if x.requires_grad and torch.is_grad_enabled():
+        return x.flatten(0, 1).index_select(0, layout.indices)
+    out = torch.empty((layout.total, *x.shape[2:]), dtype=x.dtype, device=x.device) if out is None else out
+    source, target = words(x), words(out)
+    if x.device.type == "cpu" and layout.long_runs:
+        rows = row_pieces(source.numpy(), layout)
+        if rows:
+            np.concatenate(rows, out=target.numpy())
+    elif source.is_contiguous():
+        torch.index_select(source.flatten(0, 1), 0, layout.indices, out=target)
+    else:
+        width = max(layout.width, 1)
+        target.copy_(source[layout.indices // width, layout.indices % width])
+    return out
+
+
+def unpack(values: Tensor, layout: RowLayout, pad_value: Any = 0) -> Tensor:
+    if pad_value is EDGE:
+        return _unpack_edge(values, layout)
+    shape = (layout.num_rows, layout.width, *values.shape[1:])
+    out = torch.full(shape, pad_value, dtype=values.dtype, device=values.device)
+    if values.requires_grad and torch.is_grad_enabled():
+        return out.flatten(0, 1).index_copy(0, layout.indices, values).view(shape)
+    source, target = words(values), words(out)
+    if values.device.type == "cpu" and layout.long_runs:
+        array, begin = source.numpy(), 0
+        for piece in row_pieces(target.numpy(), layout):
+            piece[...] = array[begin : begin + len(piece)]
+            begin += len(piece)
+    else:
+        target.flatten(0, 1).index_copy_(0, layout.indices, source)
+    return out
+
+
+def _unpack_edge(values: Tensor, layout: RowLayout) -> Tensor:
+    if values.device.type == "cpu" and layout.long_runs and not values.requires_grad:
+        return _unpack_edge_by_run(values, layout)
+    seen = layout.to_mask().cumsum(1)
+    nearest = (seen - 1).clamp_(min=0).add_(layout.offsets[:-1, None])
+    if layout.total == 0:
+        return values.new_zeros((*nearest.shape, *values.shape[1:]))
+    out = torch.zeros((*nearest.shape, *values.shape[1:]), dtype=values.dtype, device=values.device)
+    filled = (layout.offsets.diff() > 0).view(-1, *[1] * (out.dim() - 1))
+    edges = values.index_select(0, nearest.clamp_(max=layout.total - 1).view(-1)).view(out.shape)
+    return torch.where(filled, edges, out)
+
+
+def _unpack_edge_by_run(values: Tensor, layout: RowLayout) -> Tensor:
+    out = torch.empty((layout.num_rows, layout.width, *values.shape[1:]), dtype=values.dtype)
+    target, source, table = words(out).numpy(), words(values).numpy(), layout.table
+    starts, counts, splits = table.starts.tolist(), table.counts.tolist(), table.splits.tolist()
+    begin = 0
+    for row in range(layout.num_rows):
+        line, first, after = target[row], splits[row], splits[row + 1]
+        if first == after:
+            line[...] = 0
+            continue
+        line[: starts[first]] = source[begin]
+        for run in range(first, after):
+            end = begin + counts[run]
+            stop = starts[run] + counts[run]
+            line[starts[run] : stop] = source[begin:end]
+            line[stop : starts[run + 1] if run + 1 < after else layout.width] = source[end - 1]
+            begin = end
+    return out
+
+
+def row_pieces(array: npt.NDArray[Any], layout: RowLayout) -> list[npt.NDArray[Any]]:
+    """Views of the runs of `array` [B, S, *F], in order."""
+    table = layout.table
+    rows = np.repeat(np.arange(layout.num_rows), np.diff(table.splits))
+    ends = table.starts + table.counts
+    if array.flags.c_contiguous:
+        flat = array.reshape(-1, *array.shape[2:])
+        base = rows * layout.width
+        bounds = zip((base + table.starts).tolist(), (base + ends).tolist(), strict=True)
+        return [flat[begin:end] for begin, end in bounds]
+    bounds = zip(rows.tolist(), table.starts.tolist(), ends.tolist(), strict=True)
+    return [array[row, begin:end] for row, begin, end in bounds]

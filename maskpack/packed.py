@@ -1,0 +1,419 @@
+"""PackedBatch: a batch encoded field by field, ready for the wire; rows move without being decoded.
+
+    compress(padded or nested batch) -> PackedBatch -> select, slices, split, chunk, cat -> decompress -> padded or nested
+
+All of its bytes lie in numpy arrays, which pickle (protocol 5) and Ray carry out of band; a slice of rows is a view
+and carries its own bytes only. Nothing of a PackedBatch is ever changed, and what it gives out is a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from maskpack import encodings
+from maskpack.encodings import Encoding, Plain, Words
+from maskpack.errors import LayoutError
+from maskpack.layout import IntArray, RowLayout, Rows, row_index
+from maskpack.nesting import rows_only, to_padded
+from maskpack.ops import _torch as ops
+from maskpack.registry import RL_FIELDS, Key, Path, show
+from maskpack.schema import LAYOUTS, FieldForm, Schema, jagged, read_layouts, write_layouts
+from maskpack.survey import OnLoss, Options, Registry, Survey, Verify, survey
+from maskpack.tree import Node, Objects, build, chosen
+
+Target = Literal["padded", "nested"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PackedBatch:
+    """Encoded rows. Build one with `compress`.
+
+    Attributes:
+        num_rows: B.
+        schema: the forms of the fields, in key order.
+        layouts: by name, on the host.
+        fields: the encoded values of every tensor.
+        objects: the Python objects.
+    """
+
+    num_rows: int
+    schema: Schema
+    layouts: Mapping[str, RowLayout]
+    fields: Mapping[Path, Encoding]
+    objects: Mapping[Path, Objects]
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __repr__(self) -> str:
+        return f"PackedBatch(rows={self.num_rows}, fields={len(self.fields)}, nbytes={self.nbytes:,})"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the encoded tensors and of the layouts; Python objects are not counted."""
+        tables = sum(part.nbytes for layout in self.layouts.values() for part in layout.compact())
+        return tables + sum(field.nbytes for field in self.fields.values())
+
+    def lengths(self, layout: str) -> IntArray:
+        """int64 [B]: row lengths of one of the layouts, for planning."""
+        if layout not in self.layouts:
+            raise LayoutError(
+                f'PackedBatch.lengths: no layout "{layout}"; the batch has {sorted(self.layouts)}. Name one of these.'
+            )
+        return self.layouts[layout].lengths
+
+    # ---------------------------------------------------------------- rows
+
+    def select(self, rows: Rows) -> PackedBatch:
+        """Some rows, in the order given: a slice, indices (repeats allowed, negative from the end), or a bool mask [B].
+
+        Rows that follow each other are views of this batch; others are copied, still encoded.
+        """
+        index = row_index(rows, self.num_rows, "PackedBatch.select")
+        self._need_rows("select")
+        if index.size == 0 or bool((np.diff(index) == 1).all()):
+            start = int(index[0]) if index.size else 0
+            return self._slice(start, start + index.size)
+        layouts = {name: layout.select(index) for name, layout in self.layouts.items()}
+        fields = {path: field.take(index, self._offsets(path)) for path, field in self.fields.items()}
+        objects = {path: entry.select(index.tolist()) for path, entry in self.objects.items()}
+        return replace(self, num_rows=index.size, layouts=layouts, fields=fields, objects=objects)
+
+    def __getitem__(self, rows: Rows) -> PackedBatch:
+        if isinstance(rows, int | np.integer):
+            raise LayoutError(
+                f"PackedBatch: the index is the whole number {rows}; expected rows. Take one row as a slice: "
+                f"packed[{rows} : {rows} + 1]."
+            )
+        return self.select(rows)
+
+    def split(self, sizes: int | Sequence[int]) -> tuple[PackedBatch, ...]:
+        """Consecutive parts of `sizes` rows: a list that sums to B, or one size (the last part may be smaller)."""
+        if isinstance(sizes, int):
+            if sizes < 1:
+                raise LayoutError(f"PackedBatch.split: size is {sizes}; expected at least 1. Give a positive size.")
+            sizes = [min(sizes, self.num_rows - start) for start in range(0, self.num_rows, sizes)]
+        if sum(sizes) != self.num_rows or min(sizes, default=0) < 0:
+            raise LayoutError(
+                f"PackedBatch.split: sizes {list(sizes)} sum to {sum(sizes)}; the batch has {self.num_rows} rows. "
+                "Give sizes that sum to the rows."
+            )
+        self._need_rows("split")
+        ends = np.cumsum(sizes, dtype=np.int64).tolist()
+        return tuple(self._slice(end - size, end) for end, size in zip(ends, sizes, strict=True))
+
+    def chunk(self, parts: int) -> tuple[PackedBatch, ...]:
+        """`parts` consecutive parts whose sizes differ by one at most; parts beyond the rows are empty."""
+        if parts < 1:
+            raise LayoutError(f"PackedBatch.chunk: parts is {parts}; expected at least 1. Give a positive number.")
+        least, more = divmod(self.num_rows, parts)
+        return self.split([least + (part < more) for part in range(parts)])
+
+    @staticmethod
+    def cat(batches: Sequence[PackedBatch]) -> PackedBatch:
+        """The rows of several batches with the same fields and widths, one after the other.
+
+        A field that is encoded under a layout in one batch and dense in another, or has other pads there, is dense in
+        the result. Raises LayoutError if fields, dtypes or widths differ.
+        """
+        if not batches:
+            raise LayoutError("PackedBatch.cat: no batches; expected at least one. Pass a list of packed batches.")
+        for batch in batches:
+            batch._need_rows("cat")
+        return batches[0] if len(batches) == 1 else _cat(batches)
+
+    def _slice(self, start: int, stop: int) -> PackedBatch:
+        rows = slice(start, stop)
+        return replace(
+            self,
+            num_rows=stop - start,
+            layouts={name: layout.select(rows) for name, layout in self.layouts.items()},
+            fields={path: field.slice(start, stop, self._offsets(path)) for path, field in self.fields.items()},
+            objects={path: entry.select(range(start, stop)) for path, entry in self.objects.items()},
+        )
+
+    def _need_rows(self, call: str) -> None:
+        if self.schema.root.more_dims is None:
+            raise LayoutError(
+                f"PackedBatch.{call}: the batch was packed from a TensorDict with batch_size [], whose rows are no "
+                "batch dim. Give the TensorDict batch_size=[rows] before packing."
+            )
+
+    def _offsets(self, path: Path) -> IntArray | None:
+        layout = self._forms[path].layout
+        return None if layout is None else self.layouts[layout].row_offsets
+
+    @property
+    def _forms(self) -> dict[Path, FieldForm]:
+        return {form.path: form for form in self.schema.forms}
+
+
+# -------------------------------------------------------------------- in and out
+
+
+def compress(
+    batch: TensorDictBase,
+    *,
+    registry: Registry = RL_FIELDS,
+    pad_token_id: int | None = None,
+    strict_mask_nesting: bool = False,
+    ignore_dense_fields: Iterable[Key] = (),
+    verify: Verify = "always",
+    on_loss: OnLoss = "keep",
+    like: PackedBatch | TensorDictBase | None = None,
+) -> PackedBatch:
+    """Encodes a padded, nested or mixed batch.
+
+    Args:
+        batch: as for `nest_batch_by_mask`, as are the other arguments; it is not changed.
+        strict_mask_nesting: `strict` of `nest_batch_by_mask`.
+        like: a packed or nested batch with the same rows. Its layouts stand in for masks that `batch` has not, as
+            with the outputs of a worker.
+
+    Raises:
+        CoverageError, LossyPadError, LayoutError, RegistryError: as `nest_batch_by_mask`.
+    """
+    options = Options.of("compress", registry, pad_token_id, strict_mask_nesting, ignore_dense_fields, verify, on_loss)
+    known: Mapping[str, RowLayout] = {}
+    if isinstance(like, PackedBatch):
+        known = like.layouts
+    elif like is not None:
+        known = read_layouts(like, "compress")[1]
+    return _encoded(survey(batch, options, known))
+
+
+def decompress(
+    packed: PackedBatch, *fields: Key, layout: Target = "padded", device: torch.device | str | None = None
+) -> TensorDict:
+    """The batch that was packed, bit for bit, with the rows it has now.
+
+    Args:
+        packed: it is not changed; the tensors returned share no memory with it.
+        fields: the fields to decode; all if none is named.
+        layout: `padded`, or `nested`, as `nest_batch_by_mask` would give it.
+        device: where to; the device that each field came from where it is not given.
+
+    Raises:
+        LayoutError: a field that is not in the batch, an unknown layout, or a device that this process does not have.
+    """
+    if layout not in ("padded", "nested"):
+        raise LayoutError(f'decompress: layout is {layout!r}; expected "padded" or "nested". Choose one of these.')
+    forms = [form for _, form in chosen([(form.path, form) for form in packed.schema.forms], fields, "decompress")]
+    decoder = _Decoder(packed, layout == "nested", device)
+    entries = [(form.path, decoder.entry(form)) for form in forms]
+    root = packed.schema.root
+    if not decoder.nested:
+        return build(_on(root, device), entries, packed.num_rows)
+    out = build(_on(rows_only(root), device), entries, packed.num_rows)
+    schema = replace(packed.schema, forms=tuple(forms))
+    return out.set(LAYOUTS, write_layouts(schema, decoder.table_layouts(), packed.num_rows))
+
+
+def _encoded(found: Survey) -> PackedBatch:
+    tensors = {
+        form.path: found.values.get(form.path, found.entries[form.path])
+        for form in found.forms
+        if form.kind not in ("object", "node")
+    }
+    fresh = {
+        path
+        for path in found.values
+        if not found.entries[path].is_nested and found.values[path] is not found.entries[path]
+    }
+    words = _host_words(tensors, fresh)
+    layouts = {name: layout.to("cpu") for name, layout in found.layouts.items()}
+    fields = {
+        form.path: encodings.encode(
+            words[form.path], None if form.layout is None else layouts[form.layout].row_offsets, form.hints
+        )
+        for form in found.forms
+        if form.path in words
+    }
+    objects = {form.path: Objects.of(found.entries[form.path]) for form in found.forms if form.kind == "object"}
+    forms = tuple(
+        replace(form, device=str(tensors[form.path].device)) if form.path in tensors else form for form in found.forms
+    )
+    return PackedBatch(found.rows, replace(found.schema(), forms=forms), layouts, fields, objects)
+
+
+def _host_words(tensors: Mapping[Path, Tensor], fresh: Collection[Path]) -> dict[Path, Words]:
+    """The words of all tensors on the host; those of one device come in one copy. What is not `fresh` belongs to the
+    caller, who may go on to change it, and is copied."""
+    out: dict[Path, Words] = {}
+    away: dict[torch.device, list[Path]] = {}
+    for path, tensor in tensors.items():
+        if tensor.device.type == "cpu":
+            array = ops.words(tensor).numpy()
+            out[path] = array if path in fresh else array.copy()
+        else:
+            away.setdefault(tensor.device, []).append(path)
+    for paths in away.values():
+        words = [ops.words(tensors[path]).contiguous() for path in paths]
+        line = torch.cat([part.view(-1).view(torch.uint8) for part in words]).cpu().numpy()
+        ends = np.cumsum([part.numel() * part.element_size() for part in words])
+        for path, part, piece in zip(paths, words, np.split(line, ends[:-1]), strict=True):
+            dtype = torch.empty(0, dtype=part.dtype).numpy().dtype
+            out[path] = (
+                piece.view(dtype).reshape(tuple(part.shape)) if piece.size else np.empty(tuple(part.shape), dtype)
+            )
+    return out
+
+
+class _Decoder:
+    """Decodes the fields of one packed batch to one device and layout; each layout goes there once."""
+
+    def __init__(self, packed: PackedBatch, nested: bool, device: torch.device | str | None) -> None:
+        self.nested = nested
+        self._packed = packed
+        self._device = device
+        self._moved: dict[tuple[str, str], RowLayout] = {}
+
+    def entry(self, form: FieldForm) -> Any:
+        if form.node is not None:
+            return _on(rows_only(form.node) if self.nested else form.node, self._device)
+        if form.kind == "object":
+            batch_size = self._node_above(form.path).batch_size(self._packed.num_rows)
+            return self._packed.objects[form.path].entry(batch_size)
+        values = self._values(form)
+        if form.layout is None:
+            return values
+        layout = self._layout(form.layout, values.device)
+        if form.kind == "jagged" or (self.nested and form.kind in ("padded", "flat")):
+            return jagged(values, layout)
+        return values if form.kind == "flat" else to_padded(values, form, layout)
+
+    def table_layouts(self) -> dict[str, RowLayout]:
+        return (
+            dict(self._packed.layouts)
+            if self._device is None
+            else {name: self._layout(name, torch.device(self._device)) for name in self._packed.layouts}
+        )
+
+    def _values(self, form: FieldForm) -> Tensor:
+        """The values on their device. What stays on the host is a copy, unless it is the source of a padded form."""
+        encoded = self._packed.fields[form.path]
+        words = encoded.decode(self._packed._offsets(form.path))  # type: ignore[reportPrivateUsage]
+        device = torch.device(self._device or form.device or "cpu")
+        assert form.dtype is not None
+        tensor = ops.from_words(words, form.dtype)
+        if device.type != "cpu":
+            return tensor.to(device)
+        padded_later = form.kind == "padded" and not self.nested
+        return tensor.clone() if isinstance(encoded, Plain) and not padded_later else tensor
+
+    def _layout(self, name: str, device: torch.device) -> RowLayout:
+        place = name, str(device)
+        if place not in self._moved:
+            self._moved[place] = self._packed.layouts[name].to(device)
+        return self._moved[place]
+
+    def _node_above(self, path: Path) -> Node:
+        if len(path) == 1:
+            return self._packed.schema.root
+        node = self._packed._forms[path[:-1]].node  # type: ignore[reportPrivateUsage]
+        assert node is not None
+        return node
+
+
+def _on(node: Node, device: torch.device | str | None) -> Node:
+    return node if device is None else Node(node.more_dims, str(device))
+
+
+# -------------------------------------------------------------------- cat
+
+
+def _cat(batches: Sequence[PackedBatch]) -> PackedBatch:
+    first = batches[0].schema
+    paths = [form.path for form in first.forms]
+    for batch in batches[1:]:
+        other = [form.path for form in batch.schema.forms]
+        if set(other) != set(paths):
+            odd = sorted(show(path) for path in set(other) ^ set(paths))
+            raise LayoutError(
+                f"PackedBatch.cat: fields {odd} are not in every batch; expected the same fields. Pack the same "
+                "fields, or decode and drop the others."
+            )
+    columns = [[batch._forms[path] for batch in batches] for path in paths]  # type: ignore[reportPrivateUsage]
+    return _joined(batches, columns)
+
+
+def _joined(batches: Sequence[PackedBatch], columns: Sequence[Sequence[FieldForm]]) -> PackedBatch:
+    forms: list[FieldForm] = []
+    fields: dict[Path, Encoding] = {}
+    objects: dict[Path, Objects] = {}
+    for column in columns:
+        form = column[0]
+        path = form.path
+        if any(other.dtype != form.dtype for other in column):
+            dtypes = [str(other.dtype).removeprefix("torch.") for other in column]
+            raise LayoutError(
+                f'PackedBatch.cat: field "{show(path)}" has dtypes {dtypes}; expected one. Cast before packing.'
+            )
+        if form.kind == "object":
+            objects[path] = _cat_objects([batch.objects[path] for batch in batches], [len(batch) for batch in batches])
+        elif form.kind != "node":
+            form, fields[path] = _cat_field(batches, column)
+        forms.append(form)
+    names = dict.fromkeys(form.layout for form in forms if form.layout is not None)
+    layouts = {name: _cat_layout(name, [batch.layouts[name] for batch in batches]) for name in names}
+    needed = dict.fromkeys(form.layout for form in forms if form.kind == "padded" and form.layout is not None)
+    schema = Schema(batches[0].schema.root, tuple(forms), tuple((name, layouts[name].width) for name in needed))
+    return PackedBatch(sum(map(len, batches)), schema, layouts, fields, objects)
+
+
+def _cat_field(batches: Sequence[PackedBatch], column: Sequence[FieldForm]) -> tuple[FieldForm, Encoding]:
+    form = column[0]
+    path = form.path
+    if all(
+        (f.kind, f.layout, f.pads, f.ragged_dim) == (form.kind, form.layout, form.pads, form.ragged_dim) for f in column
+    ):
+        parts = [batch.fields[path] for batch in batches]
+        return form, encodings.join(parts, [batch._offsets(path) for batch in batches])  # type: ignore[reportPrivateUsage]
+    whole = [decompress(batch, path, device="cpu").get(path) for batch in batches]
+    if any(part.is_nested or part.shape[1:] != whole[0].shape[1:] for part in whole):
+        seen = ["jagged" if part.is_nested else tuple(part.shape) for part in whole]
+        raise LayoutError(
+            f'PackedBatch.cat: field "{show(path)}" is {seen}; expected one width. Bring it to one width.'
+        )
+    dense = FieldForm(path, "dense", dtype=form.dtype, device=form.device, reason="its pads differ between batches")
+    return dense, Plain(ops.words(torch.cat(whole)).numpy())
+
+
+def _cat_layout(name: str, layouts: Sequence[RowLayout]) -> RowLayout:
+    if name.endswith("(jagged)"):
+        widest = max(layout.width for layout in layouts)
+        layouts = [RowLayout.from_lengths(layout.lengths, widest) for layout in layouts]
+    widths = [layout.width for layout in layouts]
+    if len(set(widths)) > 1:
+        raise LayoutError(
+            f'PackedBatch.cat: layout "{name}" is {widths} wide; expected one width. Pad the batches to one width '
+            "before packing."
+        )
+    return RowLayout.cat(layouts)
+
+
+def _cat_objects(parts: Sequence[Objects], rows: Sequence[int]) -> Objects:
+    if all(part.depth for part in parts):
+        return Objects([item for part in parts for item in part.data], parts[0].depth)
+    if not any(part.depth for part in parts) and all(_equal(part.data, parts[0].data) for part in parts):
+        return parts[0]
+    spread = [part.data if part.depth else [part.data] * count for part, count in zip(parts, rows, strict=True)]
+    return Objects([item for data in spread for item in data], 1)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Equality of batch-wide objects that may be arrays or tensors."""
+    if a is b:
+        return True
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and bool(torch.equal(a, b))
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and np.array_equal(a, b)
+    return type(a) is type(b) and bool(a == b)

@@ -1,0 +1,347 @@
+"""The registry: for every batch field the axis it is padded along and what it is padded with.
+
+    field      -> MaskNestingSpec(mask, pad, ragged_dim, hints)
+    axis name  -> MaskAxis, ...  how a layout is computed from a field of the batch; the first that can be is used
+
+A spec's `mask` names an axis of the registry, or a mask field of the batch. A registry is a value: `|` gives a new one.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from maskpack.errors import RegistryError
+
+Key = str | tuple[str, ...]
+Path = tuple[str, ...]
+
+
+class Pad(enum.Enum):
+    """Pads that are not a constant."""
+
+    PAD_TOKEN_ID = "PAD_TOKEN_ID"
+    EDGE = "EDGE"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+PAD_TOKEN_ID = Pad.PAD_TOKEN_ID
+"""The tokenizer's pad id, given at the call as `pad_token_id`."""
+EDGE = Pad.EDGE
+"""Repeat the nearest real value: the first real value before it, the last real value so far after it; 0 in an empty row."""
+
+PadValue = int | float | bool | complex | Pad
+
+
+@dataclass(frozen=True)
+class MaskAxis:
+    """One way to compute a layout.
+
+    Attributes:
+        source: the batch field to read.
+        form: what the source is: a `mask` [B, width], integer `lengths` [B] of right-padded rows, or `cu_seqlens`
+            [B + 1] of fields that are already packed as [T, *F].
+        part: of a mask, `all` columns, the `head` or the `tail` of a split (below), or the `prefix`: every row up to
+            its last real position.
+        head, tail: fields that tell where the columns split, the first present one counts: P is the width of a `head`
+            field, S - P the width of a `tail` field. A whole number kept in the batch (`max_response_length`) counts
+            as a width too. For lengths, `head` names the fields that give the width.
+    """
+
+    source: Key
+    form: Literal["mask", "lengths", "cu_seqlens"] = "mask"
+    part: Literal["all", "head", "tail", "prefix"] = "all"
+    head: tuple[Key, ...] = ()
+    tail: tuple[Key, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "head", tuple(self.head))
+        object.__setattr__(self, "tail", tuple(self.tail))
+        _one_of("MaskAxis", "form", self.form, ("mask", "lengths", "cu_seqlens"))
+        _one_of("MaskAxis", "part", self.part, ("all", "head", "tail", "prefix"))
+        if self.part in ("head", "tail") and not (self.head or self.tail):
+            raise RegistryError(
+                f'MaskAxis: part {self.part!r} of "{show(self.source)}" names no field that tells where the columns '
+                "split. Give `head` or `tail` fields."
+            )
+
+
+@dataclass(frozen=True)
+class MaskNestingSpec:
+    """How one field is padded.
+
+    Attributes:
+        mask: an axis name or a mask field (a tuple is the key of a field in a sub-TensorDict); a list of these is
+            tried in order, the first whose shape fits is taken. None declares the field dense by design.
+        pad: the constant under the mask, `PAD_TOKEN_ID` or `EDGE`; a list of constants is tried in order.
+        ragged_dim: the dim that the mask's width runs along, 1 for [B, S, *F], -1 for [B, S] and [B, 4, S] alike.
+        hints: encodings to try first, best first.
+    """
+
+    mask: Key | list[Key] | None
+    pad: PadValue | list[PadValue] = 0
+    ragged_dim: int = 1
+    hints: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("mask", "pad"):
+            value = getattr(self, name)
+            if isinstance(value, list):
+                if not value:
+                    raise RegistryError(f"MaskNestingSpec: {name} is an empty list. Name at least one {name}.")
+                object.__setattr__(self, name, list(value))
+        object.__setattr__(self, "hints", tuple(self.hints))
+        if self.ragged_dim == 0:
+            raise RegistryError(
+                "MaskNestingSpec: ragged_dim is 0, the rows. Give the dim of the width: 1, 2, ... or -1."
+            )
+
+    def __hash__(self) -> int:
+        return hash((self.mask is None, self.masks, self.pads, self.ragged_dim, self.hints))
+
+    @property
+    def masks(self) -> tuple[Key, ...]:
+        """The masks to try, in order; empty for a field that is dense by design."""
+        if self.mask is None:
+            return ()
+        return tuple(self.mask) if isinstance(self.mask, list) else (self.mask,)
+
+    @property
+    def pads(self) -> tuple[PadValue, ...]:
+        """The pads to try, in order."""
+        return tuple(self.pad) if isinstance(self.pad, list) else (self.pad,)
+
+
+DENSE = MaskNestingSpec(mask=None)
+"""A field that is dense by design, and no coverage failure."""
+
+
+@dataclass(frozen=True)
+class MaskNestingRegistry(Mapping[Key, MaskNestingSpec]):
+    """Fields and axes. Look-up goes by the full path of a field first, then by its last name.
+
+    `registry | other` merges; `other` (a registry, or a dict of specs) wins. Nothing is changed in place.
+    """
+
+    fields: Mapping[Key, MaskNestingSpec]
+    axes: Mapping[str, tuple[MaskAxis, ...]] = field(default_factory=dict[str, tuple[MaskAxis, ...]])
+
+    def __post_init__(self) -> None:
+        fields: dict[Key, MaskNestingSpec] = {}
+        for key, spec in self.fields.items():
+            if not isinstance(spec, MaskNestingSpec):
+                raise RegistryError(
+                    f'MaskNestingRegistry: field "{show(key)}" is {spec!r}; expected a MaskNestingSpec. '
+                    "Use MaskNestingRegistry.from_dict for plain dicts."
+                )
+            fields[_plain(key)] = spec
+        object.__setattr__(self, "fields", fields)
+        axes = {name: (ways,) if isinstance(ways, MaskAxis) else tuple(ways) for name, ways in self.axes.items()}
+        object.__setattr__(self, "axes", axes)
+
+    def __getitem__(self, key: Key) -> MaskNestingSpec:
+        return self.fields[_plain(key)]
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self.fields)
+
+    def __len__(self) -> int:
+        return len(self.fields)
+
+    def __hash__(self) -> int:
+        return hash((tuple(self.fields.items()), tuple(self.axes.items())))
+
+    def find(self, path: Path) -> MaskNestingSpec | None:
+        """The spec of the field at `path`, or None."""
+        return self.fields.get(_plain(path)) or self.fields.get(path[-1])
+
+    def ways(self, mask: Key) -> tuple[MaskAxis, ...]:
+        """How to compute the layout that a spec calls `mask`, in order of preference."""
+        if isinstance(mask, str) and mask in self.axes:
+            return self.axes[mask]
+        return (MaskAxis(mask),)
+
+    def __or__(self, other: MaskNestingRegistry | Mapping[Key, MaskNestingSpec]) -> MaskNestingRegistry:
+        axes = {**self.axes, **other.axes} if isinstance(other, MaskNestingRegistry) else self.axes
+        return MaskNestingRegistry({**self.fields, **{_plain(key): other[key] for key in other}}, axes)
+
+    def __ror__(self, other: Mapping[Key, MaskNestingSpec]) -> MaskNestingRegistry:
+        return MaskNestingRegistry(other) | self
+
+    # ------------------------------------------------------------ plain dicts, for YAML and hydra
+
+    def to_dict(self) -> dict[str, Any]:
+        """The registry in strings, numbers, lists and dicts; a tuple key is joined with "/"."""
+        return {
+            "axes": {name: [_axis_to_dict(way) for way in ways] for name, ways in self.axes.items()},
+            "fields": {_joined(key): _spec_to_dict(spec) for key, spec in self.fields.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> MaskNestingRegistry:
+        """The inverse of `to_dict`. Unknown entries are errors that name them."""
+        _known("MaskNestingRegistry.from_dict", data, ("axes", "fields"))
+        axes = {
+            name: tuple(_axis_from_dict(name, way) for way in ([ways] if isinstance(ways, Mapping) else ways))
+            for name, ways in data.get("axes", {}).items()
+        }
+        return cls({_split(key): _spec_from_dict(key, spec) for key, spec in data.get("fields", {}).items()}, axes)
+
+
+# -------------------------------------------------------------------- keys
+
+
+def show(key: Key) -> str:
+    """A key as errors print it."""
+    return key if isinstance(key, str) else "/".join(key)
+
+
+def path_of(key: Key) -> Path:
+    """A key as a tuple of names."""
+    return (key,) if isinstance(key, str) else key
+
+
+def _plain(key: Key) -> Key:
+    return key[0] if isinstance(key, tuple) and len(key) == 1 else key
+
+
+def _joined(key: Key) -> str:
+    if any("/" in name for name in path_of(key)):
+        raise RegistryError(
+            f'MaskNestingRegistry.to_dict: key {key!r} contains "/", which separates the names of a nested key. '
+            "Rename the field, or keep this registry in Python."
+        )
+    return show(key)
+
+
+def _split(key: str) -> Key:
+    return _plain(tuple(key.split("/")))
+
+
+def _one_of(call: str, name: str, seen: object, allowed: tuple[str, ...]) -> None:
+    if seen not in allowed:
+        raise RegistryError(f"{call}: {name} is {seen!r}; expected one of {', '.join(allowed)}. Choose one of these.")
+
+
+def _known(call: str, data: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
+    unknown = sorted(set(data) - set(allowed))
+    if unknown:
+        raise RegistryError(f"{call}: unknown entries {unknown}; expected {list(allowed)}. Remove or rename them.")
+
+
+# -------------------------------------------------------------------- plain forms
+
+
+def _axis_to_dict(axis: MaskAxis) -> dict[str, Any]:
+    out: dict[str, Any] = {"source": _joined(axis.source)}
+    if axis.form != "mask":
+        out["form"] = axis.form
+    if axis.part != "all":
+        out["part"] = axis.part
+    for name in ("head", "tail"):
+        if getattr(axis, name):
+            out[name] = [_joined(key) for key in getattr(axis, name)]
+    return out
+
+
+def _axis_from_dict(name: str, data: Mapping[str, Any]) -> MaskAxis:
+    _known(f'MaskNestingRegistry.from_dict: axis "{name}"', data, ("source", "form", "part", "head", "tail"))
+    keys = {side: tuple(_split(key) for key in data.get(side, ())) for side in ("head", "tail")}
+    return MaskAxis(_split(data["source"]), data.get("form", "mask"), data.get("part", "all"), **keys)
+
+
+def _spec_to_dict(spec: MaskNestingSpec) -> dict[str, Any]:
+    masks = [_joined(mask) for mask in spec.masks]
+    pads = [pad.value if isinstance(pad, Pad) else pad for pad in spec.pads]
+    out: dict[str, Any] = {
+        "mask": None if spec.mask is None else masks if isinstance(spec.mask, list) else masks[0],
+        "pad": pads if isinstance(spec.pad, list) else pads[0],
+    }
+    if spec.ragged_dim != 1:
+        out["ragged_dim"] = spec.ragged_dim
+    if spec.hints:
+        out["hints"] = list(spec.hints)
+    return out
+
+
+def _spec_from_dict(key: str, data: Mapping[str, Any]) -> MaskNestingSpec:
+    call = f'MaskNestingRegistry.from_dict: field "{key}"'
+    _known(call, data, ("mask", "pad", "ragged_dim", "hints"))
+    if "mask" not in data:
+        raise RegistryError(f"{call}: no mask; expected the name of an axis or mask field, or null for a dense field.")
+
+    def listed(value: Any, convert: Any) -> Any:
+        if isinstance(value, str) or not hasattr(value, "__iter__"):
+            return convert(value)
+        return [convert(item) for item in value]
+
+    def pad(value: Any) -> PadValue:
+        if not isinstance(value, str):
+            return value
+        _one_of(call, "pad", value, tuple(name.value for name in Pad))
+        return Pad(value)
+
+    mask = None if data["mask"] is None else listed(data["mask"], _split)
+    return MaskNestingSpec(mask, listed(data.get("pad", 0), pad), data.get("ragged_dim", 1), data.get("hints", ()))
+
+
+# -------------------------------------------------------------------- the fields of RL batches
+
+_SPLIT: dict[str, Any] = {
+    "head": ("prompts",),
+    "tail": ("responses", "response_mask", "loss_mask", "max_response_length"),
+}
+_RESPONSE_OR_SEQUENCE: list[Key] = ["response", "sequence"]
+
+
+def _field(mask: Key | list[Key], pad: PadValue | list[PadValue] = 0, **more: Any) -> MaskNestingSpec:
+    return MaskNestingSpec(mask, pad, **more)
+
+
+RL_FIELDS = MaskNestingRegistry(
+    axes={
+        "sequence": (MaskAxis("attention_mask"),),
+        "prompt": (MaskAxis("attention_mask", part="head", **_SPLIT),),
+        "response": (
+            MaskAxis("attention_mask", part="tail", **_SPLIT),
+            MaskAxis("response_mask", part="prefix"),
+        ),
+    },
+    fields={
+        "prompts": _field("prompt", PAD_TOKEN_ID),
+        "responses": _field("response", PAD_TOKEN_ID),
+        "input_ids": _field("sequence", PAD_TOKEN_ID),
+        "attention_mask": _field("sequence", hints=("runs",)),
+        "position_ids": _field("sequence", EDGE, ragged_dim=-1),
+        "response_mask": _field("response", hints=("runs",)),
+        "loss_mask": _field(_RESPONSE_OR_SEQUENCE, hints=("runs",)),
+        **{
+            name: _field(_RESPONSE_OR_SEQUENCE)
+            for name in (
+                "rollout_log_probs",
+                "old_log_probs",
+                "ref_log_prob",
+                "entropys",
+                "values",
+                "sum_pi_squared",
+                "advantages",
+                "returns",
+                "token_level_scores",
+                "token_level_rewards",
+                "rm_scores",
+                "rollout_is_weights",
+            )
+        },
+        "routed_experts": _field("sequence", [0, -1]),
+        "teacher_ids": _field("sequence", PAD_TOKEN_ID),
+        "teacher_logprobs": _field("sequence"),
+        "reward_baselines": DENSE,
+        "dummy_tensor": DENSE,
+        "multi_modal_inputs": DENSE,
+    },
+)
+"""Every field of a PPO, GRPO or DAPO batch; docs/fields.md has the table."""

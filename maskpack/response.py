@@ -1,0 +1,212 @@
+"""The response axis for losses: fields at the canonical response width, model outputs cut to the response tokens, and
+THE one-token shift.
+
+    packed row      p p p r r r r        p prompt, r response tokens
+    model output    . . o o o o .        the output at a token scores the token after it
+    response        o o o o              so response token k is scored one place before its own
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from maskpack.axes import Axes
+from maskpack.errors import LayoutError
+from maskpack.layout import RowLayout, ranges
+from maskpack.nesting import to_padded
+from maskpack.ops import _torch as ops
+from maskpack.registry import RL_FIELDS, Key, MaskNestingRegistry, Pad, Path, show
+from maskpack.schema import LAYOUTS, FieldForm, jagged, read_layouts
+from maskpack.tree import chosen, walk
+
+RESPONSE = "response"
+SEQUENCE = "sequence"
+
+
+def select_and_pad_to_response(
+    batch: TensorDictBase, *fields: Key, registry: MaskNestingRegistry = RL_FIELDS
+) -> TensorDict:
+    """Fields on the response axis at the canonical width R of the batch: the same R on every chunk and micro-batch.
+
+    Args:
+        batch: nested or padded. A jagged field may lie under the response or the sequence layout; of the latter, and
+            of a dense [B, S, *F], the response columns are taken. Fields of one dim come as they are.
+        fields: the fields wanted; all on the response axis if none is named.
+        registry: where the axes `response` and `sequence`, and pads of jagged fields added after nesting, come from.
+
+    Returns:
+        TensorDict of [B, R, *F] tensors, padded on the right with each field's own pad; real tokens keep their places,
+        holes of a mask stay where they are. Dtypes are those of the batch.
+
+    Raises:
+        LayoutError: no response axis, a field that is not on it, a row longer than R.
+    """
+    call = "select_and_pad_to_response"
+    axis = _ResponseAxis.of(batch, registry, call)
+    entries = {path: value for path, value in walk(batch) if path[0] != LAYOUTS and isinstance(value, Tensor)}
+    wanted = [path for path, _ in chosen(list(entries.items()), fields, call)]
+    if not fields:
+        wanted = [path for path in wanted if axis.holds(path, entries[path])]
+    out = TensorDict({}, batch_size=[axis.response.num_rows], device=batch.device)
+    for path in wanted:
+        out.set(path, axis.padded(path, entries[path], registry, call))
+    return out
+
+
+def extract_response(batch: TensorDictBase, values: Tensor, *, registry: MaskNestingRegistry = RL_FIELDS) -> Tensor:
+    """Model outputs at the places that score the response tokens: entry k of a row belongs to response token k.
+
+    Args:
+        batch: the nested or padded batch that the model ran on.
+        values: what the model gave at every token of the sequence axis: jagged [B, j, *F], packed [T, *F] or
+            [1, T, *F], or padded [B, S, *F].
+
+    Returns:
+        Jagged [B, j, *F] on the response layout for jagged and packed values; [B, R, *F] with 0 behind each response
+        for padded ones. Differentiable.
+
+    Raises:
+        LayoutError: a response without a prompt before it (its first token is scored by nothing), values of another
+            shape, or a batch without sequence and response axes.
+    """
+    call = "extract_response"
+    axis = _ResponseAxis.of(batch, registry, call)
+    sequence = axis.need_sequence(call)
+    packed, padded = _packed_values(values, sequence, call)
+    scored = packed.index_select(0, axis.predict_index(call).to(packed.device))
+    response = axis.response.to(packed.device)
+    return ops.unpack(scored, response, 0) if padded else jagged(scored, response)
+
+
+def _packed_values(values: Tensor, sequence: RowLayout, call: str) -> tuple[Tensor, bool]:
+    if values.is_nested:
+        packed = values.values()
+        if packed.shape[0] == sequence.total and np.array_equal(values.offsets().cpu().numpy(), sequence.row_offsets):
+            return packed, False
+        seen = f"jagged with {packed.shape[0]} tokens"
+    elif tuple(values.shape[:2]) == (sequence.num_rows, sequence.width):
+        return ops.pack(values, sequence.to(values.device)), True
+    elif values.dim() >= 1 and values.shape[0] == sequence.total:
+        return values, False
+    elif values.dim() >= 2 and values.shape[0] == 1 and values.shape[1] == sequence.total:
+        return values[0], False
+    else:
+        seen = str(tuple(values.shape))
+    raise LayoutError(
+        f"{call}: values are {seen}; expected jagged or packed with {sequence.total} tokens, or padded "
+        f"({sequence.num_rows}, {sequence.width}, ...). Pass the model's output for every token of this batch."
+    )
+
+
+@dataclass(frozen=True)
+class _ResponseAxis:
+    """The response layout of a batch, the sequence layout around it if there is one, and the forms of its fields."""
+
+    response: RowLayout
+    sequence: RowLayout | None
+    forms: dict[Path, FieldForm]
+
+    @classmethod
+    def of(cls, batch: TensorDictBase, registry: MaskNestingRegistry, call: str) -> _ResponseAxis:
+        known: dict[str, RowLayout] = {}
+        forms: dict[Path, FieldForm] = {}
+        if LAYOUTS in batch.keys():
+            schema, known = read_layouts(batch, call)
+            forms = {form.path: form for form in schema.forms}
+            _share_offsets(batch, forms, known)
+        axes = Axes(batch, registry, known, call)
+        response, sequence = axes.find(RESPONSE, (RESPONSE,)), axes.find(SEQUENCE, (SEQUENCE,))
+        if response is None:
+            raise LayoutError(
+                f'{call}: the batch gives no response axis; expected the layout "response" of a nested batch, or '
+                "attention_mask with responses, or response_mask. Keep one of these in the batch."
+            )
+        return cls(response.layout, None if sequence is None else sequence.layout, forms)
+
+    def need_sequence(self, call: str) -> RowLayout:
+        if self.sequence is None:
+            raise LayoutError(
+                f'{call}: the batch gives no sequence axis; expected the layout "sequence" of a nested batch, or '
+                "attention_mask. Keep input_ids or attention_mask in the batch."
+            )
+        return self.sequence
+
+    def predict_index(self, call: str) -> Tensor:
+        """int64 [tokens of the responses]: packed place of the output that scores each response token. The shift."""
+        sequence = self.need_sequence(call)
+        bare = np.flatnonzero((self.response.lengths >= sequence.lengths) & (self.response.lengths > 0))
+        if bare.size:
+            raise LayoutError(
+                f"{call}: rows {bare[:8].tolist()} have a response and a prompt of zero tokens; expected at least one "
+                "prompt token, whose output scores the first response token. Drop these rows or give them a prompt."
+            )
+        return torch.from_numpy(self._tail(sequence) - 1)
+
+    def holds(self, path: Path, value: Tensor) -> bool:
+        """Whether an unnamed field is on the response axis."""
+        form = self.forms.get(path)
+        if form is not None and form.layout is not None:
+            return form.kind == "padded" and form.layout == RESPONSE
+        if value.is_nested:
+            return np.array_equal(value.offsets().cpu().numpy(), self.response.row_offsets)
+        return tuple(value.shape[:2]) == (self.response.num_rows, self.response.width)
+
+    def padded(self, path: Path, value: Tensor, registry: MaskNestingRegistry, call: str) -> Tensor:
+        rows, width = self.response.num_rows, self.response.width
+        if not value.is_nested:
+            if value.dim() <= 1 or tuple(value.shape[:2]) == (rows, width):
+                return value
+            if self.sequence is not None and tuple(value.shape[:2]) == (rows, self.sequence.width):
+                return value[:, self.sequence.width - width :]
+            raise LayoutError(
+                f'{call}: field "{show(path)}" is {tuple(value.shape)}; the response axis is ({rows}, {width}). '
+                "Name fields of the response or the sequence axis."
+            )
+        form = self.forms.get(path) or self._form_of_new(path, value, registry, call)
+        offsets = value.offsets().cpu().numpy()
+        values = value.values()
+        if self.sequence is not None and form.layout == SEQUENCE and offsets[-1] == self.sequence.total:
+            values = values.index_select(0, torch.from_numpy(self._tail(self.sequence)).to(values.device))
+            offsets = self.response.row_offsets
+        lengths = np.diff(offsets)
+        long = np.flatnonzero(lengths > width)
+        if long.size:
+            raise LayoutError(
+                f'{call}: field "{show(path)}" has {int(lengths[long[0]])} tokens in row {int(long[0])}; the canonical '
+                f"response width is {width}. Cut the response, or nest the batch with a wider response axis."
+            )
+        if not np.array_equal(offsets, self.response.row_offsets):
+            raise LayoutError(
+                f'{call}: field "{show(path)}" has {int(offsets[-1])} tokens in {lengths.size} rows; the responses '
+                f"have {self.response.total} in {rows}. Name fields of the response or the sequence axis."
+            )
+        return to_padded(values, form, self.response)
+
+    def _form_of_new(self, path: Path, value: Tensor, registry: MaskNestingRegistry, call: str) -> FieldForm:
+        spec = registry.find(path)
+        pad = spec.pads[0] if spec is not None and spec.pads else 0
+        if isinstance(pad, Pad):
+            raise LayoutError(
+                f'{call}: field "{show(path)}" was added after nesting and is padded with {pad!r}; its pad is not known. '
+                "Nest the batch again with pad_token_id, which gives new fields their pad."
+            )
+        whole = self.sequence is not None and value.values().shape[0] == self.sequence.total
+        layout = SEQUENCE if whole and self.response.total != value.values().shape[0] else RESPONSE
+        return FieldForm(path, "padded", layout, (pad,), dtype=value.dtype)
+
+    def _tail(self, sequence: RowLayout) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Packed places of the response tokens: the last of each row."""
+        return ranges(sequence.row_offsets[1:] - self.response.lengths, self.response.lengths)
+
+
+def _share_offsets(batch: TensorDictBase, forms: dict[Path, FieldForm], layouts: dict[str, RowLayout]) -> None:
+    """Results share the offsets tensor of the batch's own fields, so that jagged arithmetic between them works."""
+    for path, value in walk(batch):
+        form = forms.get(path)
+        if isinstance(value, Tensor) and value.is_nested and form is not None and form.layout in layouts:
+            layouts[form.layout].__dict__.setdefault("offsets", value.offsets())

@@ -1,0 +1,168 @@
+"""What a batch is made of, apart from its values: the form of every entry, and how a nested batch carries them.
+
+A nested batch has one entry more than the padded one, LAYOUTS: for each layout a jagged table of its runs, one row of
+the table for each row of the batch, so that it follows the rows through indexing, chunk, split and cat; and the schema.
+The tables are bytes, because bytes survive the casts that `float()` and `to(dtype)` apply to every entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase
+from torch import Tensor
+
+from maskpack.errors import LayoutError
+from maskpack.layout import IntArray, RowLayout
+from maskpack.registry import PadValue, Path
+from maskpack.tree import Node
+
+LAYOUTS = "_maskpack"
+"""The entry of a nested batch that leads back to the padded one. `select` must name it to keep it."""
+
+INTACT = "Restore from the batch as nest_batch_by_mask returned it; index, chunk, cat and casts are fine."
+
+
+@dataclass(frozen=True)
+class FieldForm:
+    """The form that one entry has at home, before nesting and after restoring.
+
+    Attributes:
+        path: its place in the batch.
+        kind: `padded` [B, S, *F] under a layout, `flat` [T, *F] under a layout, `jagged` under its own layout,
+            `dense`, `object` (no tensor) or `node` (a sub-TensorDict).
+        layout: name of the layout, for the first three.
+        pads: what the field is padded with: the candidates before they are verified, then the one.
+        ragged_dim: dim of the padded field that the width runs along.
+        dtype: of the field.
+        node: batch dims and device of a sub-TensorDict.
+        device: where a packed field came from; None while it is not packed.
+        hints: encodings to try first.
+        reason: why a dense field is dense; None where that is by design.
+    """
+
+    path: Path
+    kind: Literal["padded", "flat", "jagged", "dense", "object", "node"]
+    layout: str | None = None
+    pads: tuple[PadValue, ...] = ()
+    ragged_dim: int = 1
+    dtype: torch.dtype | None = None
+    node: Node | None = None
+    device: str | None = None
+    hints: tuple[str, ...] = ()
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The forms of a batch's entries in key order, its root, and the width of each layout."""
+
+    root: Node
+    forms: tuple[FieldForm, ...]
+    widths: tuple[tuple[str, int], ...]
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[IntArray]:
+    """Integer tensors [n] as int64 arrays on the host, with one synchronisation in all."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return [tensor.to(torch.int64).numpy() for tensor in tensors]
+    ends = np.cumsum([tensor.numel() for tensor in tensors])
+    return np.split(torch.cat([tensor.to(torch.int64) for tensor in tensors]).cpu().numpy(), ends[:-1])
+
+
+def jagged(values: Tensor, layout: RowLayout) -> Tensor:
+    """Packed values [T, *F] as a jagged tensor [B, j, *F] on the layout's shared offsets, min and max length set."""
+    return torch.nested.nested_tensor_from_jagged(
+        values, layout.offsets, min_seqlen=layout.min_length, max_seqlen=layout.max_length
+    )
+
+
+def write_layouts(schema: Schema, layouts: Mapping[str, RowLayout], rows: int) -> TensorDict:
+    """The LAYOUTS entry."""
+    entry = TensorDict({}, batch_size=schema.root.batch_size(rows)[:1])
+    entry["schema"] = NonTensorData(schema, batch_size=entry.batch_size)
+    tables: dict[str, Tensor] = {}
+    for name, _ in schema.widths:
+        layout = layouts[name]
+        runs = np.diff(layout.table.splits)
+        tables[name] = torch.nested.nested_tensor_from_jagged(
+            torch.stack([layout.starts, layout.counts], 1).view(torch.uint8),
+            layout.splits,
+            min_seqlen=int(runs.min(initial=0)),
+            max_seqlen=int(runs.max(initial=0)),
+        )
+    entry["runs"] = TensorDict(tables, batch_size=entry.batch_size)
+    return entry
+
+
+def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, RowLayout]]:
+    """The schema and the layouts of a nested batch, checked against the rows it has now. One synchronisation on CUDA.
+
+    Raises LayoutError, named after what an operation did to the batch.
+    """
+    if LAYOUTS not in batch.keys():
+        raise LayoutError(
+            f'{call}: the batch has no entry "{LAYOUTS}", so it was not nested by nest_batch_by_mask, or select() '
+            f'dropped the entry. Nest it first, or select it too: batch.select("responses", "{LAYOUTS}").'
+        )
+    entry = batch.get(LAYOUTS)
+    held: Any = entry.get("schema", None)
+    schema: Any = held.data if isinstance(held, NonTensorData) else None
+    if not isinstance(schema, Schema):
+        raise LayoutError(
+            f"{call}: the batch was put together from batches of different widths or fields; expected one schema. "
+            "Restore each part before torch.cat, or cat them as packed batches."
+        )
+    tables: dict[str, Tensor] = {name: entry.get(("runs", name), None) for name, _ in schema.widths}
+    for name, table in tables.items():
+        if table is None or not table.is_nested:  # type: ignore[redundant-expr]
+            raise LayoutError(
+                f'{call}: the run table of layout "{name}" is no jagged tensor any more; a single row was taken by '
+                "an integer index, or the entry was replaced. Take one row as a slice: batch[i : i + 1]."
+            )
+    widths = dict(schema.widths)
+    layouts: dict[str, RowLayout] = {}
+    plain = [_bytes(table.values(), call, name).view(torch.int32) for name, table in tables.items()]
+    read = to_host(
+        [part for runs, table in zip(plain, tables.values(), strict=True) for part in (*runs.T, table.offsets())]
+    )
+    for index, name in enumerate(tables):
+        starts, counts, splits = read[3 * index : 3 * index + 3]
+        layouts[name] = _layout(starts, counts, splits, widths[name], plain[index].device, call, name)
+    return schema, layouts
+
+
+def _bytes(table: Tensor, call: str, name: str) -> Tensor:
+    if table.dtype == torch.uint8:
+        return table.contiguous()
+    cast = table.to(torch.uint8)
+    if table.device.type == "cpu" and not torch.equal(cast.to(table.dtype), table):
+        raise LayoutError(f'{call}: the run table of layout "{name}" was changed by arithmetic. {INTACT}')
+    return cast.contiguous()
+
+
+def _layout(
+    starts: IntArray, counts: IntArray, splits: IntArray, width: int, device: torch.device, call: str, name: str
+) -> RowLayout:
+    try:
+        return RowLayout.from_runs(starts, counts, np.diff(splits), width, device=device)
+    except LayoutError as error:
+        raise LayoutError(f'{call}: the run table of layout "{name}" was changed: {error} {INTACT}') from error
+
+
+def check_lengths(fields: Mapping[str, tuple[Tensor, RowLayout]], call: str) -> None:
+    """That each jagged field, with the layout it lies under, still has that layout's row lengths."""
+    shared = {id(field.offsets()): field.offsets() for field, _ in fields.values()}
+    read = dict(zip(shared, to_host(list(shared.values())), strict=True))
+    for name, (field, layout) in fields.items():
+        offsets = read[id(field.offsets())]
+        if field.lengths() is not None or field._ragged_idx != 1 or not np.array_equal(offsets, layout.row_offsets):  # type: ignore[attr-defined]
+            seen = np.diff(offsets)
+            raise LayoutError(
+                f'{call}: field "{name}" has {seen.size} rows of {int(seen.sum())} tokens; its layout has '
+                f"{layout.num_rows} rows of {layout.total} tokens, or the rows differ in length. {INTACT}"
+            )

@@ -1,0 +1,370 @@
+"""The planning step that nesting and packing share: what becomes of every entry of a batch, decided once.
+
+    registry -> mask and pad of each field -> layouts -> values gathered -> pads verified -> coverage
+
+Nothing of the batch is changed, and nothing is built before every check has passed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDictBase, is_non_tensor
+from torch import Tensor
+
+from maskpack import checks
+from maskpack.axes import Axes, Axis
+from maskpack.coverage import DenseField, check_strict, hidden_tensors
+from maskpack.errors import LayoutError, LossyPadError, MaskpackWarning, RegistryError
+from maskpack.layout import RowLayout
+from maskpack.ops import _torch as ops
+from maskpack.registry import PAD_TOKEN_ID, Key, MaskNestingRegistry, MaskNestingSpec, PadValue, Path, path_of, show
+from maskpack.schema import LAYOUTS, FieldForm, Schema, check_lengths, read_layouts, to_host
+from maskpack.tree import Node, walk
+
+Verify = Literal["always", "first", "never"]
+OnLoss = Literal["keep", "error", "drop"]
+Registry = MaskNestingRegistry | Mapping[Key, MaskNestingSpec]
+"""What functions take as a registry; a plain dict of specs has no axes but the masks it names."""
+
+_KEPT = "values other than its pad lie under its mask"
+_TRUSTED_FIELD_SETS = 256
+_trusted: OrderedDict[Any, dict[Path, tuple[PadValue, ...]]] = OrderedDict()  # the pads that verify="first" found
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keyword arguments that `nest_batch_by_mask` and `compress` share, checked."""
+
+    call: str
+    registry: MaskNestingRegistry
+    pad_token_id: int | None
+    strict: bool
+    ignore: frozenset[Path]
+    verify: Verify
+    on_loss: OnLoss
+
+    @classmethod
+    def of(
+        cls,
+        call: str,
+        registry: Registry,
+        pad_token_id: int | None,
+        strict: bool,
+        ignore_dense_fields: Iterable[Key],
+        verify: Verify,
+        on_loss: OnLoss,
+    ) -> Options:
+        for name, value, allowed in (
+            ("verify", verify, ("always", "first", "never")),
+            ("on_loss", on_loss, ("keep", "error", "drop")),
+        ):
+            if value not in allowed:
+                raise RegistryError(f"{call}: {name} is {value!r}; expected one of {', '.join(allowed)}. Choose one.")
+        if isinstance(ignore_dense_fields, str):
+            raise RegistryError(
+                f"{call}: ignore_dense_fields is the string {ignore_dense_fields!r}; expected a collection of field "
+                f"names. Write [{ignore_dense_fields!r}]."
+            )
+        if pad_token_id is not None and (isinstance(pad_token_id, bool) or not isinstance(pad_token_id, int)):
+            raise RegistryError(
+                f"{call}: pad_token_id is {pad_token_id!r}; expected a whole number. Pass tokenizer.pad_token_id."
+            )
+        if not isinstance(registry, MaskNestingRegistry):
+            registry = MaskNestingRegistry(registry)
+        ignore = frozenset(path_of(key) for key in ignore_dense_fields)
+        if strict and on_loss == "keep":
+            on_loss = "error"
+        return cls(call, registry, pad_token_id, strict, ignore, verify, on_loss)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A batch, understood.
+
+    Attributes:
+        root, forms: of the batch at home.
+        rows: B.
+        entries: the entry behind each form, as it is in the batch.
+        layouts: by name, those that a form lies under.
+        values: packed values [T, *F] of every padded, flat and jagged form.
+    """
+
+    root: Node
+    forms: tuple[FieldForm, ...]
+    rows: int
+    entries: Mapping[Path, Any]
+    layouts: Mapping[str, RowLayout]
+    values: Mapping[Path, Tensor]
+
+    def schema(self) -> Schema:
+        """The schema; its widths are those of the layouts that a padded form needs."""
+        needed = dict.fromkeys(form.layout for form in self.forms if form.kind == "padded" and form.layout is not None)
+        return Schema(self.root, self.forms, tuple((name, self.layouts[name].width) for name in needed))
+
+
+def survey(batch: TensorDictBase, options: Options, known: Mapping[str, RowLayout]) -> Survey:
+    """Decides every entry and gathers the values. `known` are layouts for masks that are not in the batch."""
+    if not isinstance(batch, TensorDictBase):
+        raise LayoutError(
+            f"{options.call}: the batch is a {type(batch).__name__}; expected a TensorDict. "
+            "Wrap it: TensorDict(fields, batch_size=[rows])."
+        )
+    root, before = Node.of(batch), dict[Path, FieldForm]()
+    if LAYOUTS in batch.keys():
+        schema, layouts = read_layouts(batch, options.call)
+        root = schema.root
+        before = {form.path: form for form in schema.forms}
+        known = {**known, **layouts}
+    planner = _Planner(batch, options, known, before)
+    entries = {path: value for path, value in walk(batch) if path[0] != LAYOUTS}
+    forms = [planner.form(path, value) for path, value in entries.items()]
+    rows = planner.rows(forms)
+    values = {form.path: planner.values(form, entries[form.path]) for form in forms if form.layout is not None}
+    forms = _verified(forms, entries, values, planner.layouts, options)
+    _check_coverage(forms, entries, options)
+    used = dict.fromkeys(form.layout for form in forms if form.layout is not None)
+    return Survey(root, tuple(forms), rows, entries, {name: planner.layouts[name] for name in used}, values)
+
+
+class _Planner:
+    """Gives every entry of one batch its form; collects the layouts they lie under."""
+
+    def __init__(
+        self,
+        batch: TensorDictBase,
+        options: Options,
+        known: Mapping[str, RowLayout],
+        before: Mapping[Path, FieldForm],
+    ) -> None:
+        self._batch = batch
+        self._options = options
+        self._known = known
+        self._before = before
+        self._axes = Axes(batch, options.registry, known, options.call)
+        self._own: dict[int, str] = {}
+        self.layouts: dict[str, RowLayout] = {}
+
+    def form(self, path: Path, value: Any) -> FieldForm:
+        if isinstance(value, Node):
+            before = self._before.get(path)
+            return before if before is not None and before.kind == "node" else FieldForm(path, "node", node=value)
+        if is_non_tensor(value) or not isinstance(value, Tensor):
+            return FieldForm(path, "object")
+        spec = self._options.registry.find(path)
+        return self._jagged(path, value, spec) if value.is_nested else self._dense(path, value, spec)
+
+    def rows(self, forms: Iterable[FieldForm]) -> int:
+        """B: of the batch, or where the rows are no batch dim, of its layouts, which must agree."""
+        if self._batch.batch_dims:
+            return self._batch.batch_size[0]
+        counts = {form.layout: self.layouts[form.layout].num_rows for form in forms if form.layout is not None}
+        if len(set(counts.values())) > 1:
+            raise LayoutError(
+                f"{self._options.call}: the layouts have different numbers of rows: {counts}; expected one. "
+                "Give the TensorDict a batch_size, or split it."
+            )
+        return next(iter(counts.values()), 0)
+
+    def values(self, form: FieldForm, value: Tensor) -> Tensor:
+        """The packed values [T, *F] of a field."""
+        if value.is_nested:
+            return value.values()
+        if form.kind == "flat":
+            return value
+        assert form.layout is not None
+        layout = self.layouts[form.layout]
+        if value.device != layout.device:
+            layout = layout.to(value.device)
+        return ops.pack(value.movedim(form.ragged_dim, 1), layout)
+
+    # ---------------------------------------------------------------- tensors
+
+    def _dense(self, path: Path, value: Tensor, spec: MaskNestingSpec | None) -> FieldForm:
+        dense = FieldForm(path, "dense", dtype=value.dtype)
+        if value.is_sparse or value.layout != torch.strided:
+            return replace(dense, reason=f"its memory layout is {value.layout}")
+        ignored = path in self._options.ignore or path[-1:] in self._options.ignore
+        if ignored or (spec is not None and spec.mask is None):
+            return dense
+        if spec is None:
+            return dense if value.dim() <= 1 else replace(dense, reason="the registry does not know it")
+        axes = self._candidates(path, spec)
+        for axis in axes:
+            if axis.flat and value.dim() >= 1 and value.shape[0] == axis.layout.total:
+                return FieldForm(path, "flat", self._use(axis), dtype=value.dtype)
+            dim = spec.ragged_dim + value.dim() if spec.ragged_dim < 0 else spec.ragged_dim
+            shape = (axis.layout.num_rows, axis.layout.width)
+            if not axis.flat and 1 <= dim < value.dim() and (value.shape[0], value.shape[dim]) == shape:
+                pads = self._pads(path, spec, value.dtype)
+                return FieldForm(path, "padded", self._use(axis), pads, dim, value.dtype, hints=spec.hints)
+        if value.dim() <= 1:
+            return dense
+        if not axes:
+            names = " or ".join(f'"{show(mask)}"' for mask in spec.masks)
+            return replace(dense, reason=f"nothing in the batch gives its mask {names}")
+        raise LayoutError(
+            f'{self._options.call}: field "{show(path)}" is {tuple(value.shape)}; '
+            f"{'; '.join(map(str, axes))}. Fix the producer, or give the field another mask in the registry."
+        )
+
+    def _jagged(self, path: Path, value: Tensor, spec: MaskNestingSpec | None) -> FieldForm:
+        """A field nested before keeps its form. In a batch with known layouts, a new one lies under the layout that
+        its spec names. Any other is jagged at home."""
+        if value.layout != torch.jagged or value._ragged_idx != 1 or value.lengths() is not None:  # type: ignore[attr-defined]
+            raise LayoutError(
+                f'{self._options.call}: field "{show(path)}" is a nested tensor with gaps, another ragged dim or the '
+                "strided layout; expected torch.jagged with its ragged dim 1, contiguous. Rebuild it with "
+                "torch.nested.nested_tensor(rows, layout=torch.jagged)."
+            )
+        before = self._before.get(path)
+        if before is not None and before.kind in ("padded", "flat"):
+            assert before.layout is not None
+            self.layouts[before.layout] = layout = self._known[before.layout]
+            check_lengths({show(path): (value, layout)}, self._options.call)
+            return before
+        if spec is not None and self._known and before is None:
+            for axis in self._candidates(path, spec):
+                if not axis.flat and axis.layout.total == value.values().shape[0]:
+                    check_lengths({show(path): (value, axis.layout)}, self._options.call)
+                    dim = spec.ragged_dim + value.dim() if spec.ragged_dim < 0 else spec.ragged_dim
+                    pads = self._pads(path, spec, value.dtype)[:1]
+                    return FieldForm(path, "padded", self._use(axis), pads, dim, value.dtype, hints=spec.hints)
+        return FieldForm(path, "jagged", self._own_layout(path, value), dtype=value.dtype)
+
+    def _own_layout(self, path: Path, value: Tensor) -> str:
+        """Fields that share their offsets share a layout, named after the first of them."""
+        offsets = value.offsets()
+        name = self._own.setdefault(id(offsets), f"{show(path)} (jagged)")
+        if name not in self.layouts:
+            self.layouts[name] = RowLayout.from_cu_seqlens(offsets)
+        return name
+
+    def _candidates(self, path: Path, spec: MaskNestingSpec) -> list[Axis]:
+        return [axis for mask in spec.masks if (axis := self._axes.find(mask, path)) is not None]
+
+    def _use(self, axis: Axis) -> str:
+        self.layouts[axis.name] = axis.layout
+        return axis.name
+
+    def _pads(self, path: Path, spec: MaskNestingSpec, dtype: torch.dtype) -> tuple[PadValue, ...]:
+        call, token = self._options.call, self._options.pad_token_id
+        if PAD_TOKEN_ID in spec.pads and token is None:
+            raise RegistryError(
+                f'{call}: field "{show(path)}" is padded with PAD_TOKEN_ID, and no pad_token_id was given. '
+                "Pass pad_token_id=tokenizer.pad_token_id."
+            )
+        pads = [token if pad is PAD_TOKEN_ID and token is not None else pad for pad in spec.pads]
+        return checks.held_pads(show(path), pads, dtype, call)
+
+
+# -------------------------------------------------------------------- exactness and coverage
+
+
+def _verified(
+    forms: list[FieldForm],
+    entries: Mapping[Path, Any],
+    values: Mapping[Path, Tensor],
+    layouts: Mapping[str, RowLayout],
+    options: Options,
+) -> list[FieldForm]:
+    """The forms with the one pad that each field was found to have; a field with other values under its mask becomes
+    dense, or raises. One synchronisation in all, one more for each further pad that a field may have."""
+    open_forms = {form.path: form for form in forms if form.kind == "padded" and not entries[form.path].is_nested}
+    key = (options.registry, options.pad_token_id, tuple((f.path, f.dtype, f.layout) for f in open_forms.values()))
+    found: dict[Path, tuple[PadValue, ...]] = {}
+    if options.verify == "never" or options.on_loss == "drop":
+        found = {path: form.pads[:1] for path, form in open_forms.items()}
+    elif options.verify == "first" and key in _trusted:
+        found = _trusted[key]
+    else:
+        rounds = max((len(form.pads) for form in open_forms.values()), default=0)
+        for attempt in range(rounds):
+            trials = {
+                path: form.pads[attempt]
+                for path, form in open_forms.items()
+                if not found.get(path) and attempt < len(form.pads)
+            }
+            counts = to_host(
+                [
+                    checks.strays(
+                        entries[path].movedim(open_forms[path].ragged_dim, 1),
+                        values[path],
+                        layouts[open_forms[path].layout or ""],
+                        pad,
+                    ).view(1)
+                    for path, pad in trials.items()
+                ]
+            )
+            for (path, pad), count in zip(trials.items(), counts, strict=True):
+                found[path] = () if count[0] else (pad,)
+        if options.verify == "first":
+            _trusted[key] = found
+            while len(_trusted) > _TRUSTED_FIELD_SETS:
+                _trusted.popitem(last=False)
+    lossy = [form for path, form in open_forms.items() if not found[path]]
+    if lossy and options.on_loss == "error":
+        raise LossyPadError("\n".join(_lossy_message(form, entries, layouts, options) for form in lossy))
+    return [
+        form
+        if form.path not in open_forms
+        else replace(form, pads=found[form.path])
+        if found[form.path]
+        else FieldForm(form.path, "dense", dtype=form.dtype, reason=_KEPT)
+        for form in forms
+    ]
+
+
+def _lossy_message(
+    form: FieldForm, entries: Mapping[Path, Any], layouts: Mapping[str, RowLayout], options: Options
+) -> str:
+    x = entries[form.path].movedim(form.ragged_dim, 1)
+    layout = layouts[form.layout or ""].to(x.device)
+    place, seen = checks.first_stray(x, layout, form.pads[0])
+    return (
+        f'{options.call}: field "{show(form.path)}" holds {seen} at {place} (row, position, ...), where mask '
+        f'"{form.layout}" is empty; expected its pad {form.pads[0]!r}. Fix the producer, give the field its true pad '
+        'or mask in the registry, or let it travel whole with on_loss="keep".'
+    )
+
+
+def _check_coverage(forms: Iterable[FieldForm], entries: Mapping[Path, Any], options: Options) -> None:
+    dense = [DenseField.of(form.path, entries[form.path], form.reason) for form in forms if form.reason]
+    if options.strict:
+        check_strict(options.call, [*dense, *_hidden(forms, entries, options)])
+    elif dense:
+        fields = "; ".join(str(field) for field in dense)
+        warnings.warn(f"{options.call}: travelling dense: {fields}", MaskpackWarning, stacklevel=4)
+
+
+def _hidden(forms: Iterable[FieldForm], entries: Mapping[Path, Any], options: Options) -> Iterable[DenseField]:
+    for form in forms:
+        spec = options.registry.find(form.path)
+        ignored = form.path in options.ignore or form.path[-1:] in options.ignore
+        if form.kind == "object" and not ignored and not (spec is not None and spec.mask is None):
+            yield from hidden_tensors(form.path, entries[form.path])
+
+
+def dense_fields(
+    batch: TensorDictBase,
+    registry: Registry,
+    *,
+    pad_token_id: int | None = None,
+    ignore_dense_fields: Iterable[Key] = (),
+) -> tuple[DenseField, ...]:
+    """Every tensor of `batch` that would travel dense: unknown to the registry, without a mask in the batch, with
+    values under its mask, or inside a Python object. Tensors of at most one dim, and declared ones, do not count.
+
+    Raises LayoutError and RegistryError as `nest_batch_by_mask` does.
+    """
+    options = Options.of("dense_fields", registry, pad_token_id, False, ignore_dense_fields, "always", "keep")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MaskpackWarning)
+        found = survey(batch, options, {})
+    dense = [DenseField.of(form.path, found.entries[form.path], form.reason) for form in found.forms if form.reason]
+    return (*dense, *_hidden(found.forms, found.entries, options))

@@ -1,0 +1,142 @@
+"""The entries of a TensorDict as a flat list, and back: the only place that walks or builds one.
+
+{a: tensor, s: {b: tensor}, uid: [...]}  <->  [(a,) tensor, (s,) Node, (s, b) tensor, (uid,) object]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_non_tensor
+from torch import Tensor
+
+from maskpack.errors import LayoutError
+from maskpack.registry import Key, Path, path_of, show
+
+
+@dataclass(frozen=True)
+class Node:
+    """A TensorDict without its entries: the batch dims after the rows, None where the rows are no batch dim."""
+
+    more_dims: tuple[int, ...] | None
+    device: str | None
+
+    @classmethod
+    def of(cls, batch: TensorDictBase) -> Node:
+        dims = tuple(batch.batch_size)
+        return cls(dims[1:] if dims else None, None if batch.device is None else str(batch.device))
+
+    def batch_size(self, rows: int) -> tuple[int, ...]:
+        return () if self.more_dims is None else (rows, *self.more_dims)
+
+
+def walk(batch: TensorDictBase, prefix: Path = ()) -> list[tuple[Path, Any]]:
+    """Every entry in key order; a sub-TensorDict gives a Node, then its entries."""
+    entries: list[tuple[Path, Any]] = []
+    for name, value in batch.items():
+        path = (*prefix, name)
+        if isinstance(value, TensorDictBase) and not is_non_tensor(value):
+            entries.append((path, Node.of(value)))
+            entries.extend(walk(value, path))
+        else:
+            entries.append((path, value))
+    return entries
+
+
+def build(
+    root: Node, entries: Iterable[tuple[Path, Any]], rows: int, device: torch.device | str | None = None
+) -> TensorDict:
+    """The inverse of `walk`. `device` replaces every node's own device."""
+    nodes: dict[Path, Node] = {(): root}
+    children: dict[Path, dict[str, Any]] = {(): {}}
+    for path, value in entries:
+        if isinstance(value, Node):
+            nodes[path] = value
+            children[path] = children[path[:-1]][path[-1]] = {}
+        else:
+            children[path[:-1]][path[-1]] = value
+    for path in sorted(nodes, key=len, reverse=True):
+        node = nodes[path]
+        made = TensorDict(children[path], batch_size=node.batch_size(rows), device=device or node.device)
+        if not path:
+            return made
+        children[path[:-1]][path[-1]] = made
+    raise AssertionError("the root is always a node")
+
+
+def chosen(entries: list[tuple[Path, Any]], keys: Sequence[Key], call: str) -> list[tuple[Path, Any]]:
+    """The entries that `keys` name, what lies below them, and the nodes above them; all if there are no keys."""
+    if not keys:
+        return entries
+    wanted = [path_of(key) for key in keys]
+    paths = {path for path, _ in entries}
+    for path in wanted:
+        if path not in paths:
+            names = ", ".join(show(known) for known in sorted(paths))
+            raise LayoutError(f'{call}: no field "{show(path)}" in the batch; it has {names}. Name one of these.')
+    return [
+        (path, value)
+        for path, value in entries
+        if any(path[: len(name)] == name or (isinstance(value, Node) and name[: len(path)] == path) for name in wanted)
+    ]
+
+
+def dense_at(batch: TensorDictBase, path: Path) -> Tensor | None:
+    """The strided tensor at `path`, or None."""
+    value: Any = batch
+    for name in path:
+        if not isinstance(value, TensorDictBase) or name not in value.keys():
+            return None
+        value = value.get(name)
+    return value if isinstance(value, Tensor) and not value.is_nested else None
+
+
+def number_at(batch: TensorDictBase, path: Path) -> int | None:
+    """The whole number kept as a non-tensor entry at `path`, or None."""
+    value: Any = batch
+    for name in path:
+        if not isinstance(value, TensorDictBase) or name not in value.keys():
+            return None
+        value = value.get(name)
+    data = value.data if isinstance(value, NonTensorData) else None
+    return data if isinstance(data, int) and not isinstance(data, bool) else None
+
+
+# -------------------------------------------------------------------- Python objects of a batch
+
+
+@dataclass(frozen=True)
+class Objects:
+    """A non-tensor entry in plain Python: one object for the batch, or one for each row.
+
+    Attributes:
+        data: the object, or the list of the rows' objects (lists of lists below further batch dims).
+        depth: batch dims that `data` is a list along; 0 for one object of the whole batch.
+    """
+
+    data: Any
+    depth: int
+
+    @classmethod
+    def of(cls, value: Any) -> Objects:
+        if isinstance(value, NonTensorStack):
+            return cls(value.tolist(), len(value.batch_size))
+        return cls(value.data if isinstance(value, NonTensorData) else value, 0)
+
+    def entry(self, batch_size: tuple[int, ...]) -> Any:
+        """The entry as a TensorDict holds it."""
+        if self.depth == 0:
+            return NonTensorData(self.data, batch_size=batch_size)
+        return _stacked(self.data, self.depth)
+
+    def select(self, rows: Iterable[int]) -> Objects:
+        return Objects([self.data[row] for row in rows], self.depth) if self.depth else self
+
+
+def _stacked(data: list[Any], depth: int) -> Any:
+    if depth == 1:
+        return NonTensorStack(*[NonTensorData(item) for item in data])
+    return NonTensorStack(*[_stacked(item, depth - 1) for item in data])
