@@ -65,7 +65,7 @@ def strays(x: Tensor, values: Tensor, layout: RowLayout, pad: PadValue) -> Tenso
 def first_stray(x: Tensor, layout: RowLayout, pad: PadValue) -> tuple[tuple[int, ...], str]:
     """Index and value of one element that is not the pad, for a message."""
     expected = ops.words(ops.unpack(ops.pack(x.detach(), layout), layout, pad))
-    where = torch.nonzero(expected != ops.words(x))[0].tolist()[: x.dim()]
+    where: list[int] = [int(i) for i in torch.nonzero(expected != ops.words(x))[0][: x.dim()]]
     return tuple(where), str(x[tuple(where)].item() if x.dtype.itemsize > 1 or not x.is_floating_point() else "?")
 
 
@@ -82,7 +82,8 @@ def _blocks(x: Tensor) -> Sequence[Tensor]:
     """On the host, blocks of rows whose comparison stays in the cache; on a device the whole."""
     if x.device.type != "cpu" or x.shape[0] == 0:
         return (x,)
-    return x.split(max(1, _BLOCK_BYTES // max(1, x.element_size() * x[0].numel())))
+    rows = max(1, _BLOCK_BYTES // max(1, x.element_size() * x[0].numel()))
+    return torch.split(x, rows)
 
 
 def _edge_strays(x: Tensor, values: Tensor, layout: RowLayout) -> Tensor:

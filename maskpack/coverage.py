@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase, is_tensor_collection
+from tensordict import is_tensor_collection
 from torch import Tensor
 
 from maskpack.errors import CoverageError
@@ -62,10 +62,10 @@ def hidden_tensors(path: Path, value: Any) -> Iterator[DenseField]:
 
 
 def _children(item: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(item, TensorDictBase) or is_tensor_collection(item) or isinstance(item, Mapping):
-        yield from ((str(name), child) for name, child in item.items())
+    if is_tensor_collection(item) or isinstance(item, Mapping):
+        yield from ((str(name), child) for name, child in cast("Mapping[Any, Any]", item).items())
     elif isinstance(item, (list, tuple, set, frozenset)) or (isinstance(item, np.ndarray) and item.dtype == object):
-        yield from ((f"[{index}]", child) for index, child in enumerate(item))
+        yield from ((f"[{index}]", child) for index, child in enumerate(cast("Iterable[Any]", item)))
     elif isinstance(item, np.ndarray):
         return
     elif dataclasses.is_dataclass(item) and not isinstance(item, type):

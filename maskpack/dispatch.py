@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar, cast, overload
 
 import ray
 import torch
@@ -106,7 +106,7 @@ class WorkerGroup:
         """
         if not ray.is_initialized():
             ray.init(num_cpus=num_cpus or ranks, include_dashboard=False, log_to_driver=False)
-        remote: Any = ray.remote(worker)
+        remote = cast("Any", ray.remote)(worker)
         return cls([remote.remote(*args) for _ in range(ranks)], **options)
 
     def call(

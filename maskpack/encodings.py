@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from maskpack.layout import IntArray, ranges
+from maskpack.rows import IntArray, cumulated, ranges
 
 Words = npt.NDArray[Any]
 
@@ -66,12 +66,12 @@ class Runs:
         return self.starts.nbytes + self.counts.nbytes + self.per_row.nbytes + self.value.nbytes
 
     def slice(self, start: int, stop: int, offsets: IntArray | None) -> Runs:
-        splits = _bounds(self.per_row)
+        splits = cumulated(self.per_row)
         part = slice(int(splits[start]), int(splits[stop]))
         return Runs(self.starts[part], self.counts[part], self.per_row[start:stop], self.value)
 
     def take(self, rows: IntArray, offsets: IntArray | None) -> Runs:
-        splits = _bounds(self.per_row)
+        splits = cumulated(self.per_row)
         index = ranges(splits[rows], splits[rows + 1] - splits[rows])
         return Runs(self.starts[index], self.counts[index], self.per_row[rows], self.value)
 
@@ -125,16 +125,12 @@ def join(parts: Sequence[Encoding], offsets: Sequence[IntArray | None]) -> Encod
     if isinstance(first, Runs) and all(isinstance(part, Runs) and part.value == first.value for part in parts):
         runs = [part for part in parts if isinstance(part, Runs)]
         return Runs(
-            *(np.concatenate([getattr(part, name) for part in runs]) for name in ("starts", "counts", "per_row")),
+            np.concatenate([part.starts for part in runs]),
+            np.concatenate([part.counts for part in runs]),
+            np.concatenate([part.per_row for part in runs]),
             first.value,
         )
     return Plain(np.concatenate([part.decode(bounds) for part, bounds in zip(parts, offsets, strict=True)]))
-
-
-def _bounds(per_row: Words) -> IntArray:
-    splits = np.zeros(per_row.size + 1, np.int64)
-    np.cumsum(per_row, out=splits[1:])
-    return splits
 
 
 def _narrow(values: npt.NDArray[Any]) -> Words:

@@ -22,15 +22,13 @@ import torch
 from torch import Tensor
 
 from maskpack.errors import LayoutError
-
-IntArray = npt.NDArray[np.int64]
-Rows = slice | Sequence[int] | IntArray | npt.NDArray[np.bool_] | Tensor
+from maskpack.rows import IntArray, Rows, cumulated, ranges, row_index
 
 _BLOCK_BYTES = 1 << 19  # one scan block stays inside the second-level cache
 
 
 class RunTable(NamedTuple):
-    """The run table on the host: `starts` int64 [N], `counts` int64 [N], `splits` int64 [B + 1] (the runs of each row)."""
+    """The run table on the host, all int64: `starts` [N], `counts` [N], `splits` [B + 1] (the runs of each row)."""
 
     starts: IntArray
     counts: IntArray
@@ -102,8 +100,8 @@ class RowLayout:
                 f"{width}. Clip the lengths or give the true width."
             )
         real = host > 0
-        splits = _cumulated(real.astype(np.int64))
-        return cls._from_host(width, RunTable(np.zeros(int(splits[-1]), np.int64), host[real], splits), device)
+        splits = cumulated(real.astype(np.int64))
+        return cls.from_table(width, RunTable(np.zeros(int(splits[-1]), np.int64), host[real], splits), device)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, width: int | None = None) -> RowLayout:
@@ -131,17 +129,18 @@ class RowLayout:
         Runs of a row are in order and do not touch (they are maximal). Raises LayoutError otherwise.
         """
         table = RunTable(
-            np.asarray(starts, np.int64), np.asarray(counts, np.int64), _cumulated(np.asarray(runs_per_row, np.int64))
+            np.asarray(starts, np.int64), np.asarray(counts, np.int64), cumulated(np.asarray(runs_per_row, np.int64))
         )
         complaint = _complaint(table, width)
         if complaint:
             raise LayoutError(
                 f"RowLayout.from_runs: {complaint}. Expected maximal runs, in order, inside the width {width}."
             )
-        return cls._from_host(width, table, device)
+        return cls.from_table(width, table, device)
 
     @classmethod
-    def _from_host(cls, width: int, table: RunTable, device: torch.device | str) -> RowLayout:
+    def from_table(cls, width: int, table: RunTable, device: torch.device | str) -> RowLayout:
+        """From a table that is known to be sound."""
         layout = cls(
             width,
             torch.from_numpy(table.starts.astype(np.int32)).to(device, non_blocking=True),
@@ -178,13 +177,13 @@ class RowLayout:
     @cached_property
     def lengths(self) -> IntArray:
         """int64 [B] on the host: real positions of each row."""
-        ends = _cumulated(self.table.counts)
+        ends = cumulated(self.table.counts)
         return ends[self.table.splits[1:]] - ends[self.table.splits[:-1]]
 
     @cached_property
     def row_offsets(self) -> IntArray:
         """int64 [B + 1] on the host: `cu_seqlens` for numpy."""
-        return _cumulated(self.lengths)
+        return cumulated(self.lengths)
 
     @property
     def min_length(self) -> int:
@@ -241,7 +240,7 @@ class RowLayout:
         if device == self.device:
             return self
         if "table" in self.__dict__ or device.type == "cpu":
-            return RowLayout._from_host(self.width, self.table, device)
+            return RowLayout.from_table(self.width, self.table, device)
         return RowLayout(self.width, self.starts.to(device), self.counts.to(device), self.splits.to(device), self.total)
 
     def select(self, rows: Rows) -> RowLayout:
@@ -250,8 +249,8 @@ class RowLayout:
         table = self.table
         first, runs = table.splits[index], table.splits[index + 1] - table.splits[index]
         take = ranges(first, runs)
-        return RowLayout._from_host(
-            self.width, RunTable(table.starts[take], table.counts[take], _cumulated(runs)), self.device
+        return RowLayout.from_table(
+            self.width, RunTable(table.starts[take], table.counts[take], cumulated(runs)), self.device
         )
 
     def narrow(self, start: int, stop: int) -> RowLayout:
@@ -260,8 +259,8 @@ class RowLayout:
         begin = table.starts.clip(start, stop)
         counts = (table.starts + table.counts).clip(start, stop) - begin
         keep = counts > 0
-        splits = _cumulated(keep.astype(np.int64))[table.splits]
-        return RowLayout._from_host(stop - start, RunTable((begin - start)[keep], counts[keep], splits), self.device)
+        splits = cumulated(keep.astype(np.int64))[table.splits]
+        return RowLayout.from_table(stop - start, RunTable((begin - start)[keep], counts[keep], splits), self.device)
 
     def prefix(self) -> RowLayout:
         """One run a row, from position 0 up to and with the last real position: holes become real."""
@@ -286,9 +285,9 @@ class RowLayout:
         table = RunTable(
             np.concatenate([table.starts for table in tables]),
             np.concatenate([table.counts for table in tables]),
-            _cumulated(runs),
+            cumulated(runs),
         )
-        return RowLayout._from_host(widths[0], table, layouts[0].device)
+        return RowLayout.from_table(widths[0], table, layouts[0].device)
 
     def compact(self) -> tuple[npt.NDArray[Any], ...]:
         """The run table as it travels: starts, counts and runs of each row, in unsigned integers as narrow as fit."""
@@ -317,49 +316,8 @@ class RowLayout:
 def _restored(
     width: int, starts: npt.NDArray[Any], counts: npt.NDArray[Any], runs: npt.NDArray[Any], device: str
 ) -> RowLayout:
-    table = RunTable(starts.astype(np.int64), counts.astype(np.int64), _cumulated(runs.astype(np.int64)))
-    return RowLayout._from_host(width, table, device)  # type: ignore[reportPrivateUsage]
-
-
-# -------------------------------------------------------------------- row indices
-
-
-def row_index(rows: Rows, num_rows: int, call: str) -> IntArray:
-    """Any way to name rows as int64 indices 0 to B. A bool mask must have B entries; indices must be in range."""
-    if isinstance(rows, slice):
-        return np.arange(num_rows, dtype=np.int64)[rows]
-    index = np.asarray(rows.detach().cpu() if isinstance(rows, Tensor) else rows)
-    if index.dtype == np.bool_:
-        if index.shape != (num_rows,):
-            raise LayoutError(
-                f"{call}: row mask is {index.shape}; expected ({num_rows},). Give one true or false for each row."
-            )
-        return np.flatnonzero(index)
-    if index.ndim != 1 or (index.size and index.dtype.kind not in "iu"):
-        raise LayoutError(
-            f"{call}: rows are {index.dtype} {index.shape}; expected whole numbers (n,). "
-            "Pass a slice, a list of row numbers, or a bool mask."
-        )
-    index = index.astype(np.int64)
-    if index.size and (int(index.min()) < -num_rows or int(index.max()) >= num_rows):
-        raise LayoutError(
-            f"{call}: rows run from {int(index.min())} to {int(index.max())}; the batch has {num_rows} rows. "
-            "Choose rows inside the batch."
-        )
-    return np.where(index < 0, index + num_rows, index)
-
-
-def ranges(begins: IntArray, counts: IntArray) -> IntArray:
-    """The indices of consecutive ranges, one after the other: int64 [sum(counts)]."""
-    ends = np.cumsum(counts)
-    total = int(ends[-1]) if ends.size else 0
-    return np.repeat(begins - (ends - counts), counts) + np.arange(total, dtype=np.int64)
-
-
-def _cumulated(counts: IntArray) -> IntArray:
-    out = np.zeros(counts.size + 1, np.int64)
-    np.cumsum(counts, out=out[1:])
-    return out
+    table = RunTable(starts.astype(np.int64), counts.astype(np.int64), cumulated(runs.astype(np.int64)))
+    return RowLayout.from_table(width, table, device)
 
 
 def _complaint(table: RunTable, width: int) -> str | None:
@@ -408,11 +366,11 @@ def _scan_host(mask: Tensor) -> RowLayout:
     begin, end = edges[0::2], edges[1::2]
     row = begin // (width + 1)
     splits = np.searchsorted(row, np.arange(rows + 1)).astype(np.int64)
-    return RowLayout._from_host(width, RunTable(begin - row * (width + 1), end - begin, splits), mask.device)
+    return RowLayout.from_table(width, RunTable(begin - row * (width + 1), end - begin, splits), mask.device)
 
 
 def _scan_device(mask: Tensor) -> RowLayout:
-    """One synchronisation brings the counts of every row, and with at most one run a row the whole table, to the host."""
+    """One synchronisation brings the counts of every row to the host; where no row has two runs, the whole table."""
     rows, width = mask.shape
     if rows == 0 or width == 0:
         return RowLayout.from_lengths(np.zeros(rows, np.int64), width, device=mask.device)
@@ -421,10 +379,10 @@ def _scan_device(mask: Tensor) -> RowLayout:
     begin[:, 1:] &= ~real[:, :-1]
     end[:, :-1] &= ~real[:, 1:]
     lengths, runs, first = torch.stack([real.sum(1), begin.sum(1), begin.to(torch.uint8).argmax(1)]).cpu().numpy()
-    splits = _cumulated(runs)
+    splits = cumulated(runs)
     if int(runs.max()) <= 1:
         some = runs > 0
-        return RowLayout._from_host(width, RunTable(first[some], lengths[some], splits), mask.device)
+        return RowLayout.from_table(width, RunTable(first[some], lengths[some], splits), mask.device)
     n = int(splits[-1])
     begins = torch.nonzero_static(begin.view(-1), size=n).view(-1)
     ends = torch.nonzero_static(end.view(-1), size=n).view(-1)

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from maskpack import checks
 from maskpack.errors import LayoutError
+from maskpack.jagged import check_lengths, jagged
 from maskpack.layout import RowLayout
 from maskpack.ops import _torch as ops
 from maskpack.registry import RL_FIELDS, Key, Pad, Path, show
-from maskpack.schema import INTACT, LAYOUTS, FieldForm, check_lengths, jagged, read_layouts, write_layouts
+from maskpack.schema import INTACT, LAYOUTS, FieldForm, read_layouts, write_layouts
 from maskpack.survey import OnLoss, Options, Registry, Verify, survey
 from maskpack.tree import Node, build, chosen, walk
 
@@ -147,7 +148,7 @@ def _nested_fields(
             )
         if form.kind == "padded" and form.layout is not None:
             nested[path] = value, layouts[form.layout]
-    check_lengths({show(path): pair for path, pair in nested.items()}, call)
+    check_lengths({show(path): pair for path, pair in nested.items()}, call, INTACT)
     return nested
 
 

@@ -1,6 +1,6 @@
 """PackedBatch: a batch encoded field by field, ready for the wire; rows move without being decoded.
 
-    compress(padded or nested batch) -> PackedBatch -> select, slices, split, chunk, cat -> decompress -> padded or nested
+    compress(padded or nested) -> PackedBatch -> select, slices, split, chunk, cat -> decompress(padded or nested)
 
 All of its bytes lie in numpy arrays, which pickle (protocol 5) and Ray carry out of band; a slice of rows is a view
 and carries its own bytes only. Nothing of a PackedBatch is ever changed, and what it gives out is a copy.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -20,11 +20,13 @@ from torch import Tensor
 from maskpack import encodings
 from maskpack.encodings import Encoding, Plain, Words
 from maskpack.errors import LayoutError
-from maskpack.layout import IntArray, RowLayout, Rows, row_index
+from maskpack.jagged import jagged
+from maskpack.layout import RowLayout
 from maskpack.nesting import rows_only, to_padded
 from maskpack.ops import _torch as ops
 from maskpack.registry import RL_FIELDS, Key, Path, show
-from maskpack.schema import LAYOUTS, FieldForm, Schema, jagged, read_layouts, write_layouts
+from maskpack.rows import IntArray, Rows, row_index
+from maskpack.schema import LAYOUTS, FieldForm, Schema, read_layouts, write_layouts
 from maskpack.survey import OnLoss, Options, Registry, Survey, Verify, survey
 from maskpack.tree import Node, Objects, build, chosen
 
@@ -181,12 +183,7 @@ def compress(
         CoverageError, LossyPadError, LayoutError, RegistryError: as `nest_batch_by_mask`.
     """
     options = Options.of("compress", registry, pad_token_id, strict_mask_nesting, ignore_dense_fields, verify, on_loss)
-    known: Mapping[str, RowLayout] = {}
-    if isinstance(like, PackedBatch):
-        known = like.layouts
-    elif like is not None:
-        known = read_layouts(like, "compress")[1]
-    return _encoded(survey(batch, options, known))
+    return _encoded(survey(batch, options, _layouts_of(like)))
 
 
 def decompress(
@@ -214,6 +211,12 @@ def decompress(
     out = build(_on(rows_only(root), device), entries, packed.num_rows)
     schema = replace(packed.schema, forms=tuple(forms))
     return out.set(LAYOUTS, write_layouts(schema, decoder.table_layouts(), packed.num_rows))
+
+
+def _layouts_of(like: Any) -> dict[str, RowLayout]:
+    if like is None:
+        return {}
+    return dict(like.layouts) if isinstance(like, PackedBatch) else read_layouts(like, "compress")[1]
 
 
 def _encoded(found: Survey) -> PackedBatch:
@@ -376,7 +379,7 @@ def _cat_field(batches: Sequence[PackedBatch], column: Sequence[FieldForm]) -> t
     ):
         parts = [batch.fields[path] for batch in batches]
         return form, encodings.join(parts, [batch._offsets(path) for batch in batches])  # type: ignore[reportPrivateUsage]
-    whole = [decompress(batch, path, device="cpu").get(path) for batch in batches]
+    whole = [cast("Tensor", decompress(batch, path, device="cpu").get(path)) for batch in batches]
     if any(part.is_nested or part.shape[1:] != whole[0].shape[1:] for part in whole):
         seen = ["jagged" if part.is_nested else tuple(part.shape) for part in whole]
         raise LayoutError(
@@ -412,8 +415,9 @@ def _equal(a: Any, b: Any) -> bool:
     """Equality of batch-wide objects that may be arrays or tensors."""
     if a is b:
         return True
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and bool(torch.equal(a, b))
-    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-        return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and np.array_equal(a, b)
-    return type(a) is type(b) and bool(a == b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    same = a == b
+    return bool(same.all()) and a.shape == b.shape if isinstance(same, np.ndarray) else bool(same)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from maskpack.errors import RegistryError
 
@@ -32,7 +32,7 @@ class Pad(enum.Enum):
 PAD_TOKEN_ID = Pad.PAD_TOKEN_ID
 """The tokenizer's pad id, given at the call as `pad_token_id`."""
 EDGE = Pad.EDGE
-"""Repeat the nearest real value: the first real value before it, the last real value so far after it; 0 in an empty row."""
+"""Repeat the nearest real value: before the first the first, then always the last one seen; 0 in an empty row."""
 
 PadValue = int | float | bool | complex | Pad
 
@@ -93,7 +93,7 @@ class MaskNestingSpec:
             if isinstance(value, list):
                 if not value:
                     raise RegistryError(f"MaskNestingSpec: {name} is an empty list. Name at least one {name}.")
-                object.__setattr__(self, name, list(value))
+                object.__setattr__(self, name, [*cast("list[Any]", value)])
         object.__setattr__(self, "hints", tuple(self.hints))
         if self.ragged_dim == 0:
             raise RegistryError(
@@ -186,7 +186,7 @@ class MaskNestingRegistry(Mapping[Key, MaskNestingSpec]):
         """The inverse of `to_dict`. Unknown entries are errors that name them."""
         _known("MaskNestingRegistry.from_dict", data, ("axes", "fields"))
         axes = {
-            name: tuple(_axis_from_dict(name, way) for way in ([ways] if isinstance(ways, Mapping) else ways))
+            name: tuple(_axis_from_dict(name, way) for way in _ways(ways))
             for name, ways in data.get("axes", {}).items()
         }
         return cls({_split(key): _spec_from_dict(key, spec) for key, spec in data.get("fields", {}).items()}, axes)
@@ -234,6 +234,10 @@ def _known(call: str, data: Mapping[str, Any], allowed: tuple[str, ...]) -> None
 
 
 # -------------------------------------------------------------------- plain forms
+
+
+def _ways(value: Any) -> list[Mapping[str, Any]]:
+    return [cast("Mapping[str, Any]", value)] if isinstance(value, Mapping) else list(value)
 
 
 def _axis_to_dict(axis: MaskAxis) -> dict[str, Any]:

@@ -17,12 +17,14 @@ from torch import Tensor
 
 from maskpack.axes import Axes
 from maskpack.errors import LayoutError
-from maskpack.layout import RowLayout, ranges
+from maskpack.jagged import jagged, offsets_of, to_host
+from maskpack.layout import RowLayout
 from maskpack.nesting import to_padded
 from maskpack.ops import _torch as ops
 from maskpack.registry import RL_FIELDS, Key, MaskNestingRegistry, Pad, Path, show
-from maskpack.schema import LAYOUTS, FieldForm, jagged, read_layouts
-from maskpack.tree import chosen, walk
+from maskpack.rows import IntArray, ranges
+from maskpack.schema import LAYOUTS, FieldForm, read_layouts
+from maskpack.tree import chosen, has, walk
 
 RESPONSE = "response"
 SEQUENCE = "sequence"
@@ -86,7 +88,7 @@ def extract_response(batch: TensorDictBase, values: Tensor, *, registry: MaskNes
 def _packed_values(values: Tensor, sequence: RowLayout, call: str) -> tuple[Tensor, bool]:
     if values.is_nested:
         packed = values.values()
-        if packed.shape[0] == sequence.total and np.array_equal(values.offsets().cpu().numpy(), sequence.row_offsets):
+        if packed.shape[0] == sequence.total and np.array_equal(_host_offsets(values), sequence.row_offsets):
             return packed, False
         seen = f"jagged with {packed.shape[0]} tokens"
     elif tuple(values.shape[:2]) == (sequence.num_rows, sequence.width):
@@ -115,7 +117,7 @@ class _ResponseAxis:
     def of(cls, batch: TensorDictBase, registry: MaskNestingRegistry, call: str) -> _ResponseAxis:
         known: dict[str, RowLayout] = {}
         forms: dict[Path, FieldForm] = {}
-        if LAYOUTS in batch.keys():
+        if has(batch, LAYOUTS):
             schema, known = read_layouts(batch, call)
             forms = {form.path: form for form in schema.forms}
             _share_offsets(batch, forms, known)
@@ -153,7 +155,7 @@ class _ResponseAxis:
         if form is not None and form.layout is not None:
             return form.kind == "padded" and form.layout == RESPONSE
         if value.is_nested:
-            return np.array_equal(value.offsets().cpu().numpy(), self.response.row_offsets)
+            return np.array_equal(_host_offsets(value), self.response.row_offsets)
         return tuple(value.shape[:2]) == (self.response.num_rows, self.response.width)
 
     def padded(self, path: Path, value: Tensor, registry: MaskNestingRegistry, call: str) -> Tensor:
@@ -168,7 +170,7 @@ class _ResponseAxis:
                 "Name fields of the response or the sequence axis."
             )
         form = self.forms.get(path) or self._form_of_new(path, value, registry, call)
-        offsets = value.offsets().cpu().numpy()
+        offsets = _host_offsets(value)
         values = value.values()
         if self.sequence is not None and form.layout == SEQUENCE and offsets[-1] == self.sequence.total:
             values = values.index_select(0, torch.from_numpy(self._tail(self.sequence)).to(values.device))
@@ -192,16 +194,20 @@ class _ResponseAxis:
         pad = spec.pads[0] if spec is not None and spec.pads else 0
         if isinstance(pad, Pad):
             raise LayoutError(
-                f'{call}: field "{show(path)}" was added after nesting and is padded with {pad!r}; its pad is not known. '
+                f'{call}: field "{show(path)}" was added after nesting; its pad {pad!r} is not known. '
                 "Nest the batch again with pad_token_id, which gives new fields their pad."
             )
         whole = self.sequence is not None and value.values().shape[0] == self.sequence.total
         layout = SEQUENCE if whole and self.response.total != value.values().shape[0] else RESPONSE
         return FieldForm(path, "padded", layout, (pad,), dtype=value.dtype)
 
-    def _tail(self, sequence: RowLayout) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def _tail(self, sequence: RowLayout) -> IntArray:
         """Packed places of the response tokens: the last of each row."""
         return ranges(sequence.row_offsets[1:] - self.response.lengths, self.response.lengths)
+
+
+def _host_offsets(field: Tensor) -> IntArray:
+    return to_host([offsets_of(field)])[0]
 
 
 def _share_offsets(batch: TensorDictBase, forms: dict[Path, FieldForm], layouts: dict[str, RowLayout]) -> None:
@@ -209,4 +215,4 @@ def _share_offsets(batch: TensorDictBase, forms: dict[Path, FieldForm], layouts:
     for path, value in walk(batch):
         form = forms.get(path)
         if isinstance(value, Tensor) and value.is_nested and form is not None and form.layout in layouts:
-            layouts[form.layout].__dict__.setdefault("offsets", value.offsets())
+            layouts[form.layout].__dict__.setdefault("offsets", offsets_of(value))

@@ -7,7 +7,7 @@ The tables are bytes, because bytes survive the casts that `float()` and `to(dty
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,9 +17,11 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack.errors import LayoutError
-from maskpack.layout import IntArray, RowLayout
+from maskpack.jagged import offsets_of, to_host
+from maskpack.layout import RowLayout
 from maskpack.registry import PadValue, Path
-from maskpack.tree import Node
+from maskpack.rows import IntArray
+from maskpack.tree import Node, entry_at, has
 
 LAYOUTS = "_maskpack"
 """The entry of a nested batch that leads back to the padded one. `select` must name it to keep it."""
@@ -66,21 +68,6 @@ class Schema:
     widths: tuple[tuple[str, int], ...]
 
 
-def to_host(tensors: Sequence[Tensor]) -> list[IntArray]:
-    """Integer tensors [n] as int64 arrays on the host, with one synchronisation in all."""
-    if all(tensor.device.type == "cpu" for tensor in tensors):
-        return [tensor.to(torch.int64).numpy() for tensor in tensors]
-    ends = np.cumsum([tensor.numel() for tensor in tensors])
-    return np.split(torch.cat([tensor.to(torch.int64) for tensor in tensors]).cpu().numpy(), ends[:-1])
-
-
-def jagged(values: Tensor, layout: RowLayout) -> Tensor:
-    """Packed values [T, *F] as a jagged tensor [B, j, *F] on the layout's shared offsets, min and max length set."""
-    return torch.nested.nested_tensor_from_jagged(
-        values, layout.offsets, min_seqlen=layout.min_length, max_seqlen=layout.max_length
-    )
-
-
 def write_layouts(schema: Schema, layouts: Mapping[str, RowLayout], rows: int) -> TensorDict:
     """The LAYOUTS entry."""
     entry = TensorDict({}, batch_size=schema.root.batch_size(rows)[:1])
@@ -104,32 +91,32 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
 
     Raises LayoutError, named after what an operation did to the batch.
     """
-    if LAYOUTS not in batch.keys():
+    if not has(batch, LAYOUTS):
         raise LayoutError(
             f'{call}: the batch has no entry "{LAYOUTS}", so it was not nested by nest_batch_by_mask, or select() '
             f'dropped the entry. Nest it first, or select it too: batch.select("responses", "{LAYOUTS}").'
         )
-    entry = batch.get(LAYOUTS)
-    held: Any = entry.get("schema", None)
+    held = entry_at(batch, (LAYOUTS, "schema"))
     schema: Any = held.data if isinstance(held, NonTensorData) else None
     if not isinstance(schema, Schema):
         raise LayoutError(
             f"{call}: the batch was put together from batches of different widths or fields; expected one schema. "
             "Restore each part before torch.cat, or cat them as packed batches."
         )
-    tables: dict[str, Tensor] = {name: entry.get(("runs", name), None) for name, _ in schema.widths}
-    for name, table in tables.items():
-        if table is None or not table.is_nested:  # type: ignore[redundant-expr]
+    tables: dict[str, Tensor] = {}
+    for name, _ in schema.widths:
+        table = entry_at(batch, (LAYOUTS, "runs", name))
+        if not isinstance(table, Tensor) or not table.is_nested:
             raise LayoutError(
                 f'{call}: the run table of layout "{name}" is no jagged tensor any more; a single row was taken by '
                 "an integer index, or the entry was replaced. Take one row as a slice: batch[i : i + 1]."
             )
+        tables[name] = table
     widths = dict(schema.widths)
     layouts: dict[str, RowLayout] = {}
     plain = [_bytes(table.values(), call, name).view(torch.int32) for name, table in tables.items()]
-    read = to_host(
-        [part for runs, table in zip(plain, tables.values(), strict=True) for part in (*runs.T, table.offsets())]
-    )
+    parts = [(*runs.T, offsets_of(table)) for runs, table in zip(plain, tables.values(), strict=True)]
+    read = to_host([tensor for part in parts for tensor in part])
     for index, name in enumerate(tables):
         starts, counts, splits = read[3 * index : 3 * index + 3]
         layouts[name] = _layout(starts, counts, splits, widths[name], plain[index].device, call, name)
@@ -152,17 +139,3 @@ def _layout(
         return RowLayout.from_runs(starts, counts, np.diff(splits), width, device=device)
     except LayoutError as error:
         raise LayoutError(f'{call}: the run table of layout "{name}" was changed: {error} {INTACT}') from error
-
-
-def check_lengths(fields: Mapping[str, tuple[Tensor, RowLayout]], call: str) -> None:
-    """That each jagged field, with the layout it lies under, still has that layout's row lengths."""
-    shared = {id(field.offsets()): field.offsets() for field, _ in fields.values()}
-    read = dict(zip(shared, to_host(list(shared.values())), strict=True))
-    for name, (field, layout) in fields.items():
-        offsets = read[id(field.offsets())]
-        if field.lengths() is not None or field._ragged_idx != 1 or not np.array_equal(offsets, layout.row_offsets):  # type: ignore[attr-defined]
-            seen = np.diff(offsets)
-            raise LayoutError(
-                f'{call}: field "{name}" has {seen.size} rows of {int(seen.sum())} tokens; its layout has '
-                f"{layout.num_rows} rows of {layout.total} tokens, or the rows differ in length. {INTACT}"
-            )

@@ -14,18 +14,19 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from tensordict import TensorDictBase, is_non_tensor
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from maskpack import checks
 from maskpack.axes import Axes, Axis
 from maskpack.coverage import DenseField, check_strict, hidden_tensors
 from maskpack.errors import LayoutError, LossyPadError, MaskpackWarning, RegistryError
+from maskpack.jagged import check_lengths, is_regular, offsets_of, to_host
 from maskpack.layout import RowLayout
 from maskpack.ops import _torch as ops
 from maskpack.registry import PAD_TOKEN_ID, Key, MaskNestingRegistry, MaskNestingSpec, PadValue, Path, path_of, show
-from maskpack.schema import LAYOUTS, FieldForm, Schema, check_lengths, read_layouts, to_host
-from maskpack.tree import Node, walk
+from maskpack.schema import INTACT, LAYOUTS, FieldForm, Schema, read_layouts
+from maskpack.tree import Node, has, is_object, walk
 
 Verify = Literal["always", "first", "never"]
 OnLoss = Literal["keep", "error", "drop"]
@@ -116,7 +117,7 @@ def survey(batch: TensorDictBase, options: Options, known: Mapping[str, RowLayou
             "Wrap it: TensorDict(fields, batch_size=[rows])."
         )
     root, before = Node.of(batch), dict[Path, FieldForm]()
-    if LAYOUTS in batch.keys():
+    if has(batch, LAYOUTS):
         schema, layouts = read_layouts(batch, options.call)
         root = schema.root
         before = {form.path: form for form in schema.forms}
@@ -154,7 +155,7 @@ class _Planner:
         if isinstance(value, Node):
             before = self._before.get(path)
             return before if before is not None and before.kind == "node" else FieldForm(path, "node", node=value)
-        if is_non_tensor(value) or not isinstance(value, Tensor):
+        if is_object(value) or not isinstance(value, Tensor):
             return FieldForm(path, "object")
         spec = self._options.registry.find(path)
         return self._jagged(path, value, spec) if value.is_nested else self._dense(path, value, spec)
@@ -216,7 +217,7 @@ class _Planner:
     def _jagged(self, path: Path, value: Tensor, spec: MaskNestingSpec | None) -> FieldForm:
         """A field nested before keeps its form. In a batch with known layouts, a new one lies under the layout that
         its spec names. Any other is jagged at home."""
-        if value.layout != torch.jagged or value._ragged_idx != 1 or value.lengths() is not None:  # type: ignore[attr-defined]
+        if not is_regular(value):
             raise LayoutError(
                 f'{self._options.call}: field "{show(path)}" is a nested tensor with gaps, another ragged dim or the '
                 "strided layout; expected torch.jagged with its ragged dim 1, contiguous. Rebuild it with "
@@ -226,12 +227,12 @@ class _Planner:
         if before is not None and before.kind in ("padded", "flat"):
             assert before.layout is not None
             self.layouts[before.layout] = layout = self._known[before.layout]
-            check_lengths({show(path): (value, layout)}, self._options.call)
+            check_lengths({show(path): (value, layout)}, self._options.call, INTACT)
             return before
         if spec is not None and self._known and before is None:
             for axis in self._candidates(path, spec):
                 if not axis.flat and axis.layout.total == value.values().shape[0]:
-                    check_lengths({show(path): (value, axis.layout)}, self._options.call)
+                    check_lengths({show(path): (value, axis.layout)}, self._options.call, INTACT)
                     dim = spec.ragged_dim + value.dim() if spec.ragged_dim < 0 else spec.ragged_dim
                     pads = self._pads(path, spec, value.dtype)[:1]
                     return FieldForm(path, "padded", self._use(axis), pads, dim, value.dtype, hints=spec.hints)
@@ -239,7 +240,7 @@ class _Planner:
 
     def _own_layout(self, path: Path, value: Tensor) -> str:
         """Fields that share their offsets share a layout, named after the first of them."""
-        offsets = value.offsets()
+        offsets = offsets_of(value)
         name = self._own.setdefault(id(offsets), f"{show(path)} (jagged)")
         if name not in self.layouts:
             self.layouts[name] = RowLayout.from_cu_seqlens(offsets)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_non_tensor
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from tensordict import is_non_tensor as _is_non_tensor  # type: ignore[reportUnknownVariableType]
 from torch import Tensor
 
 from maskpack.errors import LayoutError
@@ -33,12 +33,17 @@ class Node:
         return () if self.more_dims is None else (rows, *self.more_dims)
 
 
+def is_object(value: Any) -> bool:
+    """Whether an entry is a Python object rather than a tensor or a TensorDict."""
+    return bool(_is_non_tensor(value))
+
+
 def walk(batch: TensorDictBase, prefix: Path = ()) -> list[tuple[Path, Any]]:
     """Every entry in key order; a sub-TensorDict gives a Node, then its entries."""
     entries: list[tuple[Path, Any]] = []
     for name, value in batch.items():
         path = (*prefix, name)
-        if isinstance(value, TensorDictBase) and not is_non_tensor(value):
+        if isinstance(value, TensorDictBase) and not is_object(value):
             entries.append((path, Node.of(value)))
             entries.extend(walk(value, path))
         else:
@@ -46,10 +51,8 @@ def walk(batch: TensorDictBase, prefix: Path = ()) -> list[tuple[Path, Any]]:
     return entries
 
 
-def build(
-    root: Node, entries: Iterable[tuple[Path, Any]], rows: int, device: torch.device | str | None = None
-) -> TensorDict:
-    """The inverse of `walk`. `device` replaces every node's own device."""
+def build(root: Node, entries: Iterable[tuple[Path, Any]], rows: int) -> TensorDict:
+    """The inverse of `walk`."""
     nodes: dict[Path, Node] = {(): root}
     children: dict[Path, dict[str, Any]] = {(): {}}
     for path, value in entries:
@@ -60,7 +63,7 @@ def build(
             children[path[:-1]][path[-1]] = value
     for path in sorted(nodes, key=len, reverse=True):
         node = nodes[path]
-        made = TensorDict(children[path], batch_size=node.batch_size(rows), device=device or node.device)
+        made = TensorDict(children[path], batch_size=node.batch_size(rows), device=node.device)
         if not path:
             return made
         children[path[:-1]][path[-1]] = made
@@ -84,23 +87,30 @@ def chosen(entries: list[tuple[Path, Any]], keys: Sequence[Key], call: str) -> l
     ]
 
 
-def dense_at(batch: TensorDictBase, path: Path) -> Tensor | None:
-    """The strided tensor at `path`, or None."""
+def has(batch: TensorDictBase, name: str) -> bool:
+    """Whether the batch has an entry of that name."""
+    return name in batch.keys()  # noqa: SIM118 (`in` asks a TensorDict for more than its keys)
+
+
+def entry_at(batch: TensorDictBase, path: Path) -> Any:
+    """The entry at `path` as the batch holds it, or None."""
     value: Any = batch
     for name in path:
-        if not isinstance(value, TensorDictBase) or name not in value.keys():
+        if not isinstance(value, TensorDictBase) or not has(value, name):
             return None
-        value = value.get(name)
+        value = cast("Any", value.get(name))
+    return value
+
+
+def dense_at(batch: TensorDictBase, path: Path) -> Tensor | None:
+    """The strided tensor at `path`, or None."""
+    value = entry_at(batch, path)
     return value if isinstance(value, Tensor) and not value.is_nested else None
 
 
 def number_at(batch: TensorDictBase, path: Path) -> int | None:
     """The whole number kept as a non-tensor entry at `path`, or None."""
-    value: Any = batch
-    for name in path:
-        if not isinstance(value, TensorDictBase) or name not in value.keys():
-            return None
-        value = value.get(name)
+    value = entry_at(batch, path)
     data = value.data if isinstance(value, NonTensorData) else None
     return data if isinstance(data, int) and not isinstance(data, bool) else None
 

@@ -1,0 +1,53 @@
+"""torch.jagged tensors [B, j, *F]: built with everything set that torch would otherwise guess, and read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from maskpack.errors import LayoutError
+from maskpack.layout import RowLayout
+from maskpack.rows import IntArray
+
+
+def jagged(values: Tensor, layout: RowLayout) -> Tensor:
+    """Packed values [T, *F] as a jagged tensor on the layout's shared offsets, min and max length set."""
+    return torch.nested.nested_tensor_from_jagged(
+        values, layout.offsets, min_seqlen=layout.min_length, max_seqlen=layout.max_length
+    )
+
+
+def offsets_of(field: Any) -> Tensor:
+    """int64 [B + 1]: the row bounds of a jagged tensor."""
+    return field.offsets()
+
+
+def is_regular(field: Any) -> bool:
+    """Whether a nested tensor is jagged along dim 1 without gaps, so that its values and offsets say all."""
+    return field.layout == torch.jagged and field._ragged_idx == 1 and field.lengths() is None
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[IntArray]:
+    """Integer tensors [n] as int64 arrays on the host, with one synchronisation in all."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return [tensor.to(torch.int64).numpy() for tensor in tensors]
+    ends = np.cumsum([tensor.numel() for tensor in tensors])
+    return np.split(torch.cat([tensor.to(torch.int64) for tensor in tensors]).cpu().numpy(), ends[:-1])
+
+
+def check_lengths(fields: Mapping[str, tuple[Tensor, RowLayout]], call: str, remedy: str) -> None:
+    """That each jagged field has the row lengths of the layout beside it. One synchronisation on CUDA."""
+    shared = {id(offsets_of(field)): offsets_of(field) for field, _ in fields.values()}
+    read = dict(zip(shared, to_host(list(shared.values())), strict=True))
+    for name, (field, layout) in fields.items():
+        offsets = read[id(offsets_of(field))]
+        if not is_regular(field) or not np.array_equal(offsets, layout.row_offsets):
+            seen = np.diff(offsets)
+            raise LayoutError(
+                f'{call}: field "{name}" has {seen.size} rows of {int(seen.sum())} tokens; its layout has '
+                f"{layout.num_rows} rows of {layout.total} tokens, or the rows differ in length. {remedy}"
+            )
