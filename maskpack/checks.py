@@ -16,7 +16,9 @@ from torch import Tensor
 from maskpack.errors import RegistryError
 from maskpack.layout import RowLayout
 from maskpack.ops import _torch as ops
-from maskpack.registry import EDGE, PadValue
+from maskpack.registry import EDGE, Pad, PadValue
+from maskpack.schema import FieldForm
+from maskpack.words import words
 
 _BLOCK_BYTES = 1 << 18
 
@@ -47,25 +49,35 @@ def held_pads(field: str, pads: Sequence[PadValue], dtype: torch.dtype, call: st
     return held
 
 
+def cast_pad(form: FieldForm, dtype: torch.dtype) -> PadValue:
+    """The pad of a field after its values were cast to `dtype`, cast alike."""
+    pad = form.pads[0]
+    if isinstance(pad, Pad) or form.dtype is None or dtype == form.dtype:
+        return pad
+    held = pad_tensor(pad, form.dtype)
+    assert held is not None
+    return held.to(dtype).item()
+
+
 def strays(x: Tensor, values: Tensor, layout: RowLayout, pad: PadValue) -> Tensor:
     """How many elements under the mask are not the pad: an int64 (), 0 where the field is exact.
 
     `x` is [B, S, *F] with any strides, `values` its real elements [T, *F]. No synchronisation for a constant pad.
     """
-    padded, real = ops.words(x), ops.words(values)
+    padded, real = words(x), words(values)
     if pad is EDGE:
         return _edge_strays(padded, real, layout)
     held = pad_tensor(pad, x.dtype)  # type: ignore[arg-type]
     assert held is not None
-    bits = ops.words(held.to(x.device))
-    zero = not bool(np.any(ops.words(held).numpy()))
+    bits = words(held.to(x.device))
+    zero = not bool(np.any(words(held).numpy()))
     return _differing(padded, bits, zero) - _differing(real, bits, zero)
 
 
 def first_stray(x: Tensor, layout: RowLayout, pad: PadValue) -> tuple[tuple[int, ...], str]:
     """Index and value of one element that is not the pad, for a message."""
-    expected = ops.words(ops.unpack(ops.pack(x.detach(), layout), layout, pad))
-    where: list[int] = [int(i) for i in torch.nonzero(expected != ops.words(x))[0][: x.dim()]]
+    expected = words(ops.unpack(ops.pack(x.detach(), layout), layout, pad))
+    where: list[int] = [int(i) for i in torch.nonzero(expected != words(x))[0][: x.dim()]]
     return tuple(where), str(x[tuple(where)].item() if x.dtype.itemsize > 1 or not x.is_floating_point() else "?")
 
 

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from maskpack.rows import IntArray, cumulated, ranges
-
-Words = npt.NDArray[Any]
+from maskpack.words import Words
 
 
 @dataclass(frozen=True)

@@ -14,25 +14,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from maskpack import scan
 from maskpack.errors import LayoutError
-from maskpack.rows import IntArray, Rows, cumulated, ranges, row_index
-
-_BLOCK_BYTES = 1 << 19  # one scan block stays inside the second-level cache
-
-
-class RunTable(NamedTuple):
-    """The run table on the host, all int64: `starts` [N], `counts` [N], `splits` [B + 1] (the runs of each row)."""
-
-    starts: IntArray
-    counts: IntArray
-    splits: IntArray
+from maskpack.rows import IntArray, Rows, RunTable, cumulated, ranges, row_index
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +58,14 @@ class RowLayout:
                 f"RowLayout.from_mask: mask is {shape}; expected a dense mask (B, width). "
                 "Reshape the mask to one entry per row and position."
             )
-        mask = _comparable(mask.detach())
-        return _scan_host(mask) if mask.device.type == "cpu" else _scan_device(mask)
+        if mask.device.type == "cpu":
+            return cls.from_table(mask.shape[1], scan.on_host(mask.detach()), mask.device)
+        found = scan.on_device(mask.detach())
+        if isinstance(found, RunTable):
+            return cls.from_table(mask.shape[1], found, mask.device)
+        layout = cls(mask.shape[1], found.starts, found.counts, found.splits, int(found.lengths.sum()))
+        layout.__dict__["lengths"] = found.lengths
+        return layout
 
     @classmethod
     def from_lengths(
@@ -194,6 +191,12 @@ class RowLayout:
     def max_length(self) -> int:
         """Length of the longest row, 0 without rows."""
         return int(self.lengths.max(initial=0))
+
+    @cached_property
+    def run_bounds(self) -> list[tuple[int, int]]:
+        """Begin and end of each run in the flattened [B * S], on the host."""
+        begins = np.repeat(np.arange(self.num_rows) * self.width, np.diff(self.table.splits)) + self.table.starts
+        return list(zip(begins.tolist(), (begins + self.table.counts).tolist(), strict=True))
 
     @property
     def long_runs(self) -> bool:
@@ -337,61 +340,3 @@ def _complaint(table: RunTable, width: int) -> str | None:
     if ((row[1:] == row[:-1]) & (starts[1:] <= (starts + counts)[:-1])).any():
         return "two runs of a row touch, overlap or are out of order"
     return None
-
-
-# -------------------------------------------------------------------- mask to runs
-
-
-def _comparable(mask: Tensor) -> Tensor:
-    """The mask in a dtype that torch can compare with 0, with the same zeros."""
-    if mask.dtype in (torch.uint16, torch.uint32, torch.uint64):
-        return mask.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[mask.element_size()])
-    return mask.to(torch.float32) if mask.dtype.is_floating_point and mask.element_size() == 1 else mask
-
-
-def _scan_host(mask: Tensor) -> RowLayout:
-    """Each block of rows is laid out with a false column behind every row, so that runs begin and end inside their
-    row; places where neighbours differ are then begin, end, begin, end, ..."""
-    rows, width = mask.shape
-    step = max(1, _BLOCK_BYTES // (width + 1))
-    line = np.zeros(min(step, rows) * (width + 1) + 1, np.bool_)
-    grid = torch.from_numpy(line[1:]).view(-1, width + 1)
-    changes: list[IntArray] = []
-    for top in range(0, rows, step):
-        block = mask[top : top + step]
-        torch.ne(block, 0, out=grid[: block.shape[0], :width])
-        cells = line[: block.shape[0] * (width + 1) + 1]
-        changes.append(np.flatnonzero(cells[1:] != cells[:-1]) + top * (width + 1))
-    edges = np.concatenate(changes) if changes else np.zeros(0, np.int64)
-    begin, end = edges[0::2], edges[1::2]
-    row = begin // (width + 1)
-    splits = np.searchsorted(row, np.arange(rows + 1)).astype(np.int64)
-    return RowLayout.from_table(width, RunTable(begin - row * (width + 1), end - begin, splits), mask.device)
-
-
-def _scan_device(mask: Tensor) -> RowLayout:
-    """One synchronisation brings the counts of every row to the host; where no row has two runs, the whole table."""
-    rows, width = mask.shape
-    if rows == 0 or width == 0:
-        return RowLayout.from_lengths(np.zeros(rows, np.int64), width, device=mask.device)
-    real = mask != 0
-    begin, end = real.clone(), real.clone()
-    begin[:, 1:] &= ~real[:, :-1]
-    end[:, :-1] &= ~real[:, 1:]
-    lengths, runs, first = torch.stack([real.sum(1), begin.sum(1), begin.to(torch.uint8).argmax(1)]).cpu().numpy()
-    splits = cumulated(runs)
-    if int(runs.max()) <= 1:
-        some = runs > 0
-        return RowLayout.from_table(width, RunTable(first[some], lengths[some], splits), mask.device)
-    n = int(splits[-1])
-    begins = torch.nonzero_static(begin.view(-1), size=n).view(-1)
-    ends = torch.nonzero_static(end.view(-1), size=n).view(-1)
-    layout = RowLayout(
-        width,
-        (begins % width).to(torch.int32),
-        (ends - begins + 1).to(torch.int32),
-        torch.from_numpy(splits).to(mask.device, non_blocking=True),
-        int(lengths.sum()),
-    )
-    layout.__dict__["lengths"] = lengths
-    return layout

@@ -15,7 +15,7 @@ from maskpack.errors import LayoutError
 from maskpack.jagged import check_lengths, jagged
 from maskpack.layout import RowLayout
 from maskpack.ops import _torch as ops
-from maskpack.registry import RL_FIELDS, Key, Pad, Path, show
+from maskpack.registry import RL_FIELDS, Key, Path, show
 from maskpack.schema import INTACT, LAYOUTS, FieldForm, read_layouts, write_layouts
 from maskpack.survey import OnLoss, Options, Registry, Verify, survey
 from maskpack.tree import Node, build, chosen, walk
@@ -121,12 +121,7 @@ unnest = unnest_batch_by_mask
 
 def to_padded(values: Tensor, form: FieldForm, layout: RowLayout) -> Tensor:
     """Packed values [T, *F] in the padded form of their field."""
-    pad = form.pads[0]
-    if not isinstance(pad, Pad) and form.dtype is not None and values.dtype != form.dtype:
-        held = checks.pad_tensor(pad, form.dtype)
-        assert held is not None
-        pad = held.to(values.dtype).item()
-    out = ops.unpack(values, layout.to(values.device), pad)
+    out = ops.unpack(values, layout.to(values.device), checks.cast_pad(form, values.dtype))
     return out if form.ragged_dim == 1 else out.movedim(1, form.ragged_dim).contiguous()
 
 

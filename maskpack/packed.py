@@ -8,7 +8,7 @@ and carries its own bytes only. Nothing of a PackedBatch is ever changed, and wh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -18,17 +18,18 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack import encodings
-from maskpack.encodings import Encoding, Plain, Words
+from maskpack.encodings import Encoding, Plain
 from maskpack.errors import LayoutError
 from maskpack.jagged import jagged
+from maskpack.joining import join_layouts, join_objects
 from maskpack.layout import RowLayout
 from maskpack.nesting import rows_only, to_padded
-from maskpack.ops import _torch as ops
 from maskpack.registry import RL_FIELDS, Key, Path, show
 from maskpack.rows import IntArray, Rows, row_index
 from maskpack.schema import LAYOUTS, FieldForm, Schema, read_layouts, write_layouts
 from maskpack.survey import OnLoss, Options, Registry, Survey, Verify, survey
 from maskpack.tree import Node, Objects, build, chosen
+from maskpack.words import from_words, host_words, words
 
 Target = Literal["padded", "nested"]
 
@@ -230,43 +231,20 @@ def _encoded(found: Survey) -> PackedBatch:
         for path in found.values
         if not found.entries[path].is_nested and found.values[path] is not found.entries[path]
     }
-    words = _host_words(tensors, fresh)
+    bits = host_words(tensors, fresh)
     layouts = {name: layout.to("cpu") for name, layout in found.layouts.items()}
     fields = {
         form.path: encodings.encode(
-            words[form.path], None if form.layout is None else layouts[form.layout].row_offsets, form.hints
+            bits[form.path], None if form.layout is None else layouts[form.layout].row_offsets, form.hints
         )
         for form in found.forms
-        if form.path in words
+        if form.path in bits
     }
     objects = {form.path: Objects.of(found.entries[form.path]) for form in found.forms if form.kind == "object"}
     forms = tuple(
         replace(form, device=str(tensors[form.path].device)) if form.path in tensors else form for form in found.forms
     )
     return PackedBatch(found.rows, replace(found.schema(), forms=forms), layouts, fields, objects)
-
-
-def _host_words(tensors: Mapping[Path, Tensor], fresh: Collection[Path]) -> dict[Path, Words]:
-    """The words of all tensors on the host; those of one device come in one copy. What is not `fresh` belongs to the
-    caller, who may go on to change it, and is copied."""
-    out: dict[Path, Words] = {}
-    away: dict[torch.device, list[Path]] = {}
-    for path, tensor in tensors.items():
-        if tensor.device.type == "cpu":
-            array = ops.words(tensor).numpy()
-            out[path] = array if path in fresh else array.copy()
-        else:
-            away.setdefault(tensor.device, []).append(path)
-    for paths in away.values():
-        words = [ops.words(tensors[path]).contiguous() for path in paths]
-        line = torch.cat([part.view(-1).view(torch.uint8) for part in words]).cpu().numpy()
-        ends = np.cumsum([part.numel() * part.element_size() for part in words])
-        for path, part, piece in zip(paths, words, np.split(line, ends[:-1]), strict=True):
-            dtype = torch.empty(0, dtype=part.dtype).numpy().dtype
-            out[path] = (
-                piece.view(dtype).reshape(tuple(part.shape)) if piece.size else np.empty(tuple(part.shape), dtype)
-            )
-    return out
 
 
 class _Decoder:
@@ -302,10 +280,10 @@ class _Decoder:
     def _values(self, form: FieldForm) -> Tensor:
         """The values on their device. What stays on the host is a copy, unless it is the source of a padded form."""
         encoded = self._packed.fields[form.path]
-        words = encoded.decode(self._packed._offsets(form.path))  # type: ignore[reportPrivateUsage]
+        bits = encoded.decode(self._packed._offsets(form.path))  # type: ignore[reportPrivateUsage]
         device = torch.device(self._device or form.device or "cpu")
         assert form.dtype is not None
-        tensor = ops.from_words(words, form.dtype)
+        tensor = from_words(bits, form.dtype)
         if device.type != "cpu":
             return tensor.to(device)
         padded_later = form.kind == "padded" and not self.nested
@@ -360,12 +338,12 @@ def _joined(batches: Sequence[PackedBatch], columns: Sequence[Sequence[FieldForm
                 f'PackedBatch.cat: field "{show(path)}" has dtypes {dtypes}; expected one. Cast before packing.'
             )
         if form.kind == "object":
-            objects[path] = _cat_objects([batch.objects[path] for batch in batches], [len(batch) for batch in batches])
+            objects[path] = join_objects([batch.objects[path] for batch in batches], [len(batch) for batch in batches])
         elif form.kind != "node":
             form, fields[path] = _cat_field(batches, column)
         forms.append(form)
     names = dict.fromkeys(form.layout for form in forms if form.layout is not None)
-    layouts = {name: _cat_layout(name, [batch.layouts[name] for batch in batches]) for name in names}
+    layouts = {name: join_layouts(name, [batch.layouts[name] for batch in batches]) for name in names}
     needed = dict.fromkeys(form.layout for form in forms if form.kind == "padded" and form.layout is not None)
     schema = Schema(batches[0].schema.root, tuple(forms), tuple((name, layouts[name].width) for name in needed))
     return PackedBatch(sum(map(len, batches)), schema, layouts, fields, objects)
@@ -386,38 +364,4 @@ def _cat_field(batches: Sequence[PackedBatch], column: Sequence[FieldForm]) -> t
             f'PackedBatch.cat: field "{show(path)}" is {seen}; expected one width. Bring it to one width.'
         )
     dense = FieldForm(path, "dense", dtype=form.dtype, device=form.device, reason="its pads differ between batches")
-    return dense, Plain(ops.words(torch.cat(whole)).numpy())
-
-
-def _cat_layout(name: str, layouts: Sequence[RowLayout]) -> RowLayout:
-    if name.endswith("(jagged)"):
-        widest = max(layout.width for layout in layouts)
-        layouts = [RowLayout.from_lengths(layout.lengths, widest) for layout in layouts]
-    widths = [layout.width for layout in layouts]
-    if len(set(widths)) > 1:
-        raise LayoutError(
-            f'PackedBatch.cat: layout "{name}" is {widths} wide; expected one width. Pad the batches to one width '
-            "before packing."
-        )
-    return RowLayout.cat(layouts)
-
-
-def _cat_objects(parts: Sequence[Objects], rows: Sequence[int]) -> Objects:
-    if all(part.depth for part in parts):
-        return Objects([item for part in parts for item in part.data], parts[0].depth)
-    if not any(part.depth for part in parts) and all(_equal(part.data, parts[0].data) for part in parts):
-        return parts[0]
-    spread = [part.data if part.depth else [part.data] * count for part, count in zip(parts, rows, strict=True)]
-    return Objects([item for data in spread for item in data], 1)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Equality of batch-wide objects that may be arrays or tensors."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    same = a == b
-    return bool(same.all()) and a.shape == b.shape if isinstance(same, np.ndarray) else bool(same)
+    return dense, Plain(words(torch.cat(whole)).numpy())

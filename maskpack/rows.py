@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,14 @@ from maskpack.errors import LayoutError
 
 IntArray = npt.NDArray[np.int64]
 Rows = slice | Sequence[int] | IntArray | npt.NDArray[np.bool_] | Tensor
+
+
+class RunTable(NamedTuple):
+    """The run table on the host, all int64: `starts` [N], `counts` [N], `splits` [B + 1] (the runs of each row)."""
+
+    starts: IntArray
+    counts: IntArray
+    splits: IntArray
 
 
 def row_index(rows: Rows, num_rows: int, call: str) -> IntArray:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -224,19 +225,25 @@ class _Planner:
                 "torch.nested.nested_tensor(rows, layout=torch.jagged)."
             )
         before = self._before.get(path)
-        if before is not None and before.kind in ("padded", "flat"):
-            assert before.layout is not None
-            self.layouts[before.layout] = layout = self._known[before.layout]
-            check_lengths({show(path): (value, layout)}, self._options.call, INTACT)
-            return before
-        if spec is not None and self._known and before is None:
+        if before is not None and before.layout is not None:
+            return self._again(path, value, before)
+        if spec is not None and self._known:
+            offsets = to_host([offsets_of(value)])[0]
             for axis in self._candidates(path, spec):
-                if not axis.flat and axis.layout.total == value.values().shape[0]:
-                    check_lengths({show(path): (value, axis.layout)}, self._options.call, INTACT)
+                if not axis.flat and np.array_equal(offsets, axis.layout.row_offsets):
                     dim = spec.ragged_dim + value.dim() if spec.ragged_dim < 0 else spec.ragged_dim
                     pads = self._pads(path, spec, value.dtype)[:1]
                     return FieldForm(path, "padded", self._use(axis), pads, dim, value.dtype, hints=spec.hints)
         return FieldForm(path, "jagged", self._own_layout(path, value), dtype=value.dtype)
+
+    def _again(self, path: Path, value: Tensor, before: FieldForm) -> FieldForm:
+        """The form of a field that was nested before, in the dtype that it has now."""
+        if before.kind == "padded":
+            assert before.layout is not None
+            self.layouts[before.layout] = layout = self._known[before.layout]
+            check_lengths({show(path): (value, layout)}, self._options.call, INTACT)
+            return replace(before, pads=(checks.cast_pad(before, value.dtype),), dtype=value.dtype)
+        return replace(before, layout=self._own_layout(path, value), dtype=value.dtype)
 
     def _own_layout(self, path: Path, value: Tensor) -> str:
         """Fields that share their offsets share a layout, named after the first of them."""

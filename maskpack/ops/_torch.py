@@ -15,34 +15,7 @@ from torch import Tensor
 
 from maskpack.layout import RowLayout
 from maskpack.registry import EDGE
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-
-
-def words(x: Tensor) -> Tensor:
-    """The bits of `x` as integers of its item size, in the same memory (16-byte items: a last dim of two)."""
-    x = x.detach().resolve_conj().resolve_neg()
-    if x.element_size() == 16:
-        return torch.view_as_real(x).view(torch.int64)
-    return x.view(_WORDS[x.element_size()])
-
-
-def from_words(array: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
-    """The inverse of `words`, in the same memory. Of a read-only array it is a source to read and nothing else."""
-    if not array.flags.writeable:
-        array = np.asarray(_Readable(array))
-    tensor = torch.from_numpy(array)
-    if dtype.itemsize == 16:
-        return torch.view_as_complex(tensor.view(torch.float64))
-    return tensor.view(dtype)
-
-
-class _Readable:
-    """A read-only array under a writable description: torch warns of read-only memory even where it is only read."""
-
-    def __init__(self, array: npt.NDArray[Any]) -> None:
-        self._array = array
-        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+from maskpack.words import words
 
 
 def pack(x: Tensor, layout: RowLayout, out: Tensor | None = None) -> Tensor:
@@ -115,13 +88,9 @@ def _unpack_edge_by_run(values: Tensor, layout: RowLayout) -> Tensor:
 
 def row_pieces(array: npt.NDArray[Any], layout: RowLayout) -> list[npt.NDArray[Any]]:
     """Views of the runs of `array` [B, S, *F], in order."""
-    table = layout.table
-    rows = np.repeat(np.arange(layout.num_rows), np.diff(table.splits))
-    ends = table.starts + table.counts
     if array.flags.c_contiguous:
         flat = array.reshape(-1, *array.shape[2:])
-        base = rows * layout.width
-        bounds = zip((base + table.starts).tolist(), (base + ends).tolist(), strict=True)
-        return [flat[begin:end] for begin, end in bounds]
-    bounds = zip(rows.tolist(), table.starts.tolist(), ends.tolist(), strict=True)
-    return [array[row, begin:end] for row, begin, end in bounds]
+        return [flat[begin:end] for begin, end in layout.run_bounds]
+    width = layout.width
+    rows = [(begin // width, begin % width, end - begin) for begin, end in layout.run_bounds]
+    return [array[row, begin : begin + count] for row, begin, count in rows]

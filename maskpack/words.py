@@ -1,0 +1,66 @@
+"""Words: the bits of a tensor as integers of its item size. Moves and comparisons of words are exact for every dtype,
+for -0.0 and NaN, and work where torch has few operations (float8, unsigned integers)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from maskpack.registry import Path
+
+Words = npt.NDArray[Any]
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def words(x: Tensor) -> Tensor:
+    """The bits of `x` as integers of its item size, in the same memory (16-byte items: a last dim of two)."""
+    x = x.detach().resolve_conj().resolve_neg()
+    if x.element_size() == 16:
+        return torch.view_as_real(x).view(torch.int64)
+    return x.view(_WORDS[x.element_size()])
+
+
+def from_words(array: Words, dtype: torch.dtype) -> Tensor:
+    """The inverse of `words`, in the same memory. Of a read-only array it is a source to read and nothing else."""
+    if not array.flags.writeable:
+        array = np.asarray(_Readable(array))
+    tensor = torch.from_numpy(array)
+    if dtype.itemsize == 16:
+        return torch.view_as_complex(tensor.view(torch.float64))
+    return tensor.view(dtype)
+
+
+class _Readable:
+    """A read-only array under a writable description: torch warns of read-only memory even where it is only read."""
+
+    def __init__(self, array: Words) -> None:
+        self._array = array
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+
+
+def host_words(tensors: Mapping[Path, Tensor], fresh: Collection[Path]) -> dict[Path, Words]:
+    """The words of all tensors on the host; those of one device come in one copy. What is not `fresh` belongs to the
+    caller, who may go on to change it, and is copied."""
+    out: dict[Path, Words] = {}
+    away: dict[torch.device, list[Path]] = {}
+    for path, tensor in tensors.items():
+        if tensor.device.type == "cpu":
+            array = words(tensor).numpy()
+            out[path] = array if path in fresh else array.copy()
+        else:
+            away.setdefault(tensor.device, []).append(path)
+    for paths in away.values():
+        parts = [words(tensors[path]).contiguous() for path in paths]
+        line = torch.cat([part.view(-1).view(torch.uint8) for part in parts]).cpu().numpy()
+        ends = np.cumsum([part.numel() * part.element_size() for part in parts])
+        for path, part, piece in zip(paths, parts, np.split(line, ends[:-1]), strict=True):
+            dtype = torch.empty(0, dtype=part.dtype).numpy().dtype
+            out[path] = (
+                piece.view(dtype).reshape(tuple(part.shape)) if piece.size else np.empty(tuple(part.shape), dtype)
+            )
+    return out
