@@ -40,7 +40,7 @@ def pad_tensor(pad: complex, dtype: torch.dtype) -> Tensor | None:
 
 def held_pads(field: str, pads: Sequence[PadValue], dtype: torch.dtype, call: str) -> tuple[PadValue, ...]:
     """The pads of `pads` that the dtype can hold. Raises RegistryError if there is none."""
-    held = tuple(pad for pad in pads if pad is EDGE or pad_tensor(pad, dtype) is not None)  # type: ignore[arg-type]
+    held = tuple(pad for pad in pads if isinstance(pad, Pad) or pad_tensor(pad, dtype) is not None)
     if not held:
         raise RegistryError(
             f'{call}: field "{field}" is {str(dtype).removeprefix("torch.")}; its pad {list(pads)} does not fit that '
@@ -59,22 +59,41 @@ def cast_pad(form: FieldForm, dtype: torch.dtype) -> PadValue:
     return held.to(dtype).item()
 
 
-def strays(x: Tensor, values: Tensor, layout: RowLayout, pad: PadValue) -> Tensor:
+def strays(x: Tensor, values: Tensor, layout: RowLayout, pad: PadValue | Tensor) -> Tensor:
     """How many elements under the mask are not the pad: an int64 (), 0 where the field is exact.
 
-    `x` is [B, S, *F] with any strides, `values` its real elements [T, *F]. No synchronisation for a constant pad.
+    `x` is [B, S, *F] with any strides, `values` its real elements [T, *F], `pad` a constant, EDGE or a tensor [B] of
+    one pad a row. No synchronisation for a constant pad.
     """
     padded, real = words(x), words(values)
     if pad is EDGE:
         return _edge_strays(padded, real, layout)
-    held = pad_tensor(pad, x.dtype)  # type: ignore[arg-type]
+    if isinstance(pad, Tensor):
+        return _row_strays(padded, real, words(pad), layout)
+    held = None if isinstance(pad, Pad) else pad_tensor(pad, x.dtype)
     assert held is not None
     bits = words(held.to(x.device))
     zero = not bool(np.any(words(held).numpy()))
     return _differing(padded, bits, zero) - _differing(real, bits, zero)
 
 
-def first_stray(x: Tensor, layout: RowLayout, pad: PadValue) -> tuple[tuple[int, ...], str]:
+def row_pads(x: Tensor, layout: RowLayout) -> Tensor:
+    """The pad of each row, if it has one pad for all: [B], the first element under the mask; 0 for a full row."""
+    table, width = layout.table, layout.width
+    place = np.zeros(layout.num_rows, np.int64)
+    real = np.flatnonzero(np.diff(table.splits) > 0)
+    first = table.splits[real]
+    place[real] = np.where(table.starts[first] > 0, 0, table.counts[first])
+    open_rows = np.flatnonzero(place < width)
+    pads = torch.zeros(layout.num_rows, dtype=x.dtype, device=x.device)
+    rows, places = (torch.from_numpy(index).to(x.device) for index in (open_rows, place[open_rows]))
+    source = words(x)
+    target = words(pads)
+    target[rows] = source[rows, places].reshape(len(open_rows), -1, *target.shape[1:])[:, 0]
+    return pads
+
+
+def first_stray(x: Tensor, layout: RowLayout, pad: PadValue | Tensor) -> tuple[tuple[int, ...], str]:
     """Index and value of one element that is not the pad, for a message."""
     expected = words(ops.unpack(ops.pack(x.detach(), layout), layout, pad))
     where: list[int] = [int(i) for i in torch.nonzero(expected != words(x))[0][: x.dim()]]
@@ -87,6 +106,22 @@ def _differing(x: Tensor, bits: Tensor, zero: bool) -> Tensor:
     count = torch.zeros((), dtype=torch.int64, device=x.device)
     for block in _blocks(x):
         count += torch.count_nonzero(torch.ne(block, bits))
+    return count
+
+
+def _row_strays(x: Tensor, values: Tensor, pads: Tensor, layout: RowLayout) -> Tensor:
+    if x.numel() == 0:
+        return torch.zeros((), dtype=torch.int64, device=x.device)
+    more = [1] * (values.dim() - pads.dim())
+    pads = pads.view(pads.shape[0], *more, *pads.shape[1:])
+    lengths = layout.offsets.diff().to(x.device)
+    of_values = pads.repeat_interleave(lengths, 0, output_size=values.shape[0])
+    count = -torch.count_nonzero(torch.ne(values, of_values))
+    pads = pads.unsqueeze(1)
+    begin = 0
+    for block in _blocks(x):
+        count += torch.count_nonzero(torch.ne(block, pads[begin : begin + block.shape[0]]))
+        begin += block.shape[0]
     return count
 
 

@@ -19,9 +19,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from maskpack.errors import LayoutError, MaskpackError
+from maskpack.options import Registry
 from maskpack.packed import PackedBatch, Target, compress, decompress
 from maskpack.registry import RL_FIELDS
-from maskpack.survey import Registry
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

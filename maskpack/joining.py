@@ -1,9 +1,9 @@
-"""What rows of several packed batches have in common, apart from their encoded values: layouts and Python objects, one
-after the other."""
+"""Several packed batches as one, apart from their encoded values: forms, layouts and Python objects."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,22 @@ from torch import Tensor
 
 from maskpack.errors import LayoutError
 from maskpack.layout import RowLayout
+from maskpack.registry import EDGE, PER_ROW
+from maskpack.schema import FieldForm
 from maskpack.tree import Objects
+
+
+def joined_form(column: Sequence[FieldForm]) -> FieldForm:
+    """One form for the parts' forms. Constant pads that differ become one pad a row; other differences make the field
+    dense."""
+    form = column[0]
+    if any((f.kind, f.layout, f.ragged_dim) != (form.kind, form.layout, form.ragged_dim) for f in column):
+        return FieldForm(form.path, "dense", dtype=form.dtype, device=form.device, reason="its batches hold it apart")
+    if all(f.pads == form.pads for f in column):
+        return form
+    if any(f.pads == (EDGE,) for f in column):
+        return FieldForm(form.path, "dense", dtype=form.dtype, device=form.device, reason="its pads differ")
+    return replace(form, pads=(PER_ROW,))
 
 
 def join_layouts(name: str, layouts: Sequence[RowLayout]) -> RowLayout:

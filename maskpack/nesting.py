@@ -15,9 +15,10 @@ from maskpack.errors import LayoutError
 from maskpack.jagged import check_lengths, jagged
 from maskpack.layout import RowLayout
 from maskpack.ops import _torch as ops
+from maskpack.options import OnLoss, Options, Registry, Verify
 from maskpack.registry import RL_FIELDS, Key, Path, show
-from maskpack.schema import INTACT, LAYOUTS, FieldForm, read_layouts, write_layouts
-from maskpack.survey import OnLoss, Options, Registry, Verify, survey
+from maskpack.schema import INTACT, LAYOUTS, FieldForm, read_layouts, read_pads, write_layouts
+from maskpack.survey import survey
 from maskpack.tree import Node, build, chosen, walk
 
 
@@ -75,7 +76,7 @@ def nest_batch_by_mask(
 
     schema = found.schema()
     out = build(rows_only(found.root), [(form.path, nested(form)) for form in found.forms], found.rows)
-    return out.set(LAYOUTS, write_layouts(schema, found.layouts, found.rows))
+    return out.set(LAYOUTS, write_layouts(schema, found.layouts, found.row_pads, found.rows))
 
 
 def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:
@@ -105,7 +106,7 @@ def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:
     def restored(path: Path, value: Any) -> Any:
         if path in nested:
             field, layout = nested[path]
-            return to_padded(field.values(), forms[path], layout)
+            return to_padded(field.values(), forms[path], layout, read_pads(batch, forms[path], call))
         if isinstance(value, Node):
             return _at_home(value, forms[path].node if path in forms else None)
         return value.values() if path in forms and forms[path].kind == "flat" else value
@@ -119,9 +120,10 @@ def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:
 unnest = unnest_batch_by_mask
 
 
-def to_padded(values: Tensor, form: FieldForm, layout: RowLayout) -> Tensor:
-    """Packed values [T, *F] in the padded form of their field."""
-    out = ops.unpack(values, layout.to(values.device), checks.cast_pad(form, values.dtype))
+def to_padded(values: Tensor, form: FieldForm, layout: RowLayout, row_pads: Tensor | None) -> Tensor:
+    """Packed values [T, *F] in the padded form of their field; `row_pads` [B] where its pad is PER_ROW."""
+    pad = checks.cast_pad(form, values.dtype) if row_pads is None else row_pads.to(values.device)
+    out = ops.unpack(values, layout.to(values.device), pad)
     return out if form.ragged_dim == 1 else out.movedim(1, form.ragged_dim).contiguous()
 
 

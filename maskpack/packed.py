@@ -18,18 +18,20 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack import encodings
+from maskpack.checks import pad_tensor
 from maskpack.encodings import Encoding, Plain
 from maskpack.errors import LayoutError
 from maskpack.jagged import jagged
-from maskpack.joining import join_layouts, join_objects
+from maskpack.joining import join_layouts, join_objects, joined_form
 from maskpack.layout import RowLayout
 from maskpack.nesting import rows_only, to_padded
-from maskpack.registry import RL_FIELDS, Key, Path, show
+from maskpack.options import OnLoss, Options, Registry, Verify
+from maskpack.registry import PER_ROW, RL_FIELDS, Key, Pad, Path, show
 from maskpack.rows import IntArray, Rows, row_index
 from maskpack.schema import LAYOUTS, FieldForm, Schema, read_layouts, write_layouts
-from maskpack.survey import OnLoss, Options, Registry, Survey, Verify, survey
+from maskpack.survey import Survey, survey
 from maskpack.tree import Node, Objects, build, chosen
-from maskpack.words import from_words, host_words, words
+from maskpack.words import Words, from_words, host_words, words
 
 Target = Literal["padded", "nested"]
 
@@ -44,6 +46,7 @@ class PackedBatch:
         layouts: by name, on the host.
         fields: the encoded values of every tensor.
         objects: the Python objects.
+        row_pads: words [B], of the fields whose pad is PER_ROW.
     """
 
     num_rows: int
@@ -51,6 +54,7 @@ class PackedBatch:
     layouts: Mapping[str, RowLayout]
     fields: Mapping[Path, Encoding]
     objects: Mapping[Path, Objects]
+    row_pads: Mapping[Path, Words]
 
     def __len__(self) -> int:
         return self.num_rows
@@ -62,7 +66,8 @@ class PackedBatch:
     def nbytes(self) -> int:
         """Bytes of the encoded tensors and of the layouts; Python objects are not counted."""
         tables = sum(part.nbytes for layout in self.layouts.values() for part in layout.compact())
-        return tables + sum(field.nbytes for field in self.fields.values())
+        pads = sum(pad.nbytes for pad in self.row_pads.values())
+        return tables + pads + sum(field.nbytes for field in self.fields.values())
 
     def lengths(self, layout: str) -> IntArray:
         """int64 [B]: row lengths of one of the layouts, for planning."""
@@ -87,7 +92,8 @@ class PackedBatch:
         layouts = {name: layout.select(index) for name, layout in self.layouts.items()}
         fields = {path: field.take(index, self._offsets(path)) for path, field in self.fields.items()}
         objects = {path: entry.select(index.tolist()) for path, entry in self.objects.items()}
-        return replace(self, num_rows=index.size, layouts=layouts, fields=fields, objects=objects)
+        row_pads = {path: pads[index] for path, pads in self.row_pads.items()}
+        return PackedBatch(index.size, self.schema, layouts, fields, objects, row_pads)
 
     def __getitem__(self, rows: Rows) -> PackedBatch:
         if isinstance(rows, int | np.integer):
@@ -123,8 +129,8 @@ class PackedBatch:
     def cat(batches: Sequence[PackedBatch]) -> PackedBatch:
         """The rows of several batches with the same fields and widths, one after the other.
 
-        A field that is encoded under a layout in one batch and dense in another, or has other pads there, is dense in
-        the result. Raises LayoutError if fields, dtypes or widths differ.
+        A field that is encoded under a layout in one batch and dense in another is dense in the result. Raises
+        LayoutError if fields, dtypes or widths differ.
         """
         if not batches:
             raise LayoutError("PackedBatch.cat: no batches; expected at least one. Pass a list of packed batches.")
@@ -140,6 +146,7 @@ class PackedBatch:
             layouts={name: layout.select(rows) for name, layout in self.layouts.items()},
             fields={path: field.slice(start, stop, self._offsets(path)) for path, field in self.fields.items()},
             objects={path: entry.select(range(start, stop)) for path, entry in self.objects.items()},
+            row_pads={path: pads[rows] for path, pads in self.row_pads.items()},
         )
 
     def _need_rows(self, call: str) -> None:
@@ -211,7 +218,8 @@ def decompress(
         return build(_on(root, device), entries, packed.num_rows)
     out = build(_on(rows_only(root), device), entries, packed.num_rows)
     schema = replace(packed.schema, forms=tuple(forms))
-    return out.set(LAYOUTS, write_layouts(schema, decoder.table_layouts(), packed.num_rows))
+    pads = {form.path: pad for form in forms if (pad := decoder.row_pads(form)) is not None}
+    return out.set(LAYOUTS, write_layouts(schema, decoder.table_layouts(), pads, packed.num_rows))
 
 
 def _layouts_of(like: Any) -> dict[str, RowLayout]:
@@ -244,7 +252,8 @@ def _encoded(found: Survey) -> PackedBatch:
     forms = tuple(
         replace(form, device=str(tensors[form.path].device)) if form.path in tensors else form for form in found.forms
     )
-    return PackedBatch(found.rows, replace(found.schema(), forms=forms), layouts, fields, objects)
+    row_pads = host_words(found.row_pads, ())
+    return PackedBatch(found.rows, replace(found.schema(), forms=forms), layouts, fields, objects, row_pads)
 
 
 class _Decoder:
@@ -268,7 +277,15 @@ class _Decoder:
         layout = self._layout(form.layout, values.device)
         if form.kind == "jagged" or (self.nested and form.kind in ("padded", "flat")):
             return jagged(values, layout)
-        return values if form.kind == "flat" else to_padded(values, form, layout)
+        return values if form.kind == "flat" else to_padded(values, form, layout, self.row_pads(form))
+
+    def row_pads(self, form: FieldForm) -> Tensor | None:
+        """[B], a copy, of a field whose pad is PER_ROW."""
+        if form.path not in self._packed.row_pads:
+            return None
+        assert form.dtype is not None
+        pads = from_words(self._packed.row_pads[form.path], form.dtype).clone()
+        return pads.to(self._device or form.device or "cpu")
 
     def table_layouts(self) -> dict[str, RowLayout]:
         return (
@@ -329,6 +346,7 @@ def _joined(batches: Sequence[PackedBatch], columns: Sequence[Sequence[FieldForm
     forms: list[FieldForm] = []
     fields: dict[Path, Encoding] = {}
     objects: dict[Path, Objects] = {}
+    row_pads: dict[Path, Words] = {}
     for column in columns:
         form = column[0]
         path = form.path
@@ -340,28 +358,38 @@ def _joined(batches: Sequence[PackedBatch], columns: Sequence[Sequence[FieldForm
         if form.kind == "object":
             objects[path] = join_objects([batch.objects[path] for batch in batches], [len(batch) for batch in batches])
         elif form.kind != "node":
-            form, fields[path] = _cat_field(batches, column)
+            form = joined_form(column)
+            fields[path] = _cat_whole(batches, form) if form.kind == "dense" else _cat_packed(batches, path)
+            if form.pads == (PER_ROW,):
+                row_pads[path] = np.concatenate([_row_pads(batch, path) for batch in batches])
         forms.append(form)
     names = dict.fromkeys(form.layout for form in forms if form.layout is not None)
     layouts = {name: join_layouts(name, [batch.layouts[name] for batch in batches]) for name in names}
     needed = dict.fromkeys(form.layout for form in forms if form.kind == "padded" and form.layout is not None)
     schema = Schema(batches[0].schema.root, tuple(forms), tuple((name, layouts[name].width) for name in needed))
-    return PackedBatch(sum(map(len, batches)), schema, layouts, fields, objects)
+    return PackedBatch(sum(map(len, batches)), schema, layouts, fields, objects, row_pads)
 
 
-def _cat_field(batches: Sequence[PackedBatch], column: Sequence[FieldForm]) -> tuple[FieldForm, Encoding]:
-    form = column[0]
-    path = form.path
-    if all(
-        (f.kind, f.layout, f.pads, f.ragged_dim) == (form.kind, form.layout, form.pads, form.ragged_dim) for f in column
-    ):
-        parts = [batch.fields[path] for batch in batches]
-        return form, encodings.join(parts, [batch._offsets(path) for batch in batches])  # type: ignore[reportPrivateUsage]
-    whole = [cast("Tensor", decompress(batch, path, device="cpu").get(path)) for batch in batches]
-    if any(part.is_nested or part.shape[1:] != whole[0].shape[1:] for part in whole):
-        seen = ["jagged" if part.is_nested else tuple(part.shape) for part in whole]
+def _cat_packed(batches: Sequence[PackedBatch], path: Path) -> Encoding:
+    bounds = [batch._offsets(path) for batch in batches]  # type: ignore[reportPrivateUsage]
+    return encodings.join([batch.fields[path] for batch in batches], bounds)
+
+
+def _cat_whole(batches: Sequence[PackedBatch], form: FieldForm) -> Encoding:
+    parts = [cast("Tensor", decompress(batch, form.path, device="cpu").get(form.path)) for batch in batches]
+    if any(part.is_nested or part.shape[1:] != parts[0].shape[1:] for part in parts):
+        seen = ["jagged" if part.is_nested else tuple(part.shape) for part in parts]
         raise LayoutError(
-            f'PackedBatch.cat: field "{show(path)}" is {seen}; expected one width. Bring it to one width.'
+            f'PackedBatch.cat: field "{show(form.path)}" is {seen}; expected one width. Bring it to one width.'
         )
-    dense = FieldForm(path, "dense", dtype=form.dtype, device=form.device, reason="its pads differ between batches")
-    return dense, Plain(words(torch.cat(whole)).numpy())
+    return Plain(words(torch.cat(parts)).numpy())
+
+
+def _row_pads(batch: PackedBatch, path: Path) -> Words:
+    if path in batch.row_pads:
+        return batch.row_pads[path]
+    form = batch._forms[path]  # type: ignore[reportPrivateUsage]
+    pad = form.pads[0]
+    held = None if isinstance(pad, Pad) or form.dtype is None else pad_tensor(pad, form.dtype)
+    assert held is not None
+    return words(held.repeat(len(batch))).numpy()

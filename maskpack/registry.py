@@ -24,6 +24,7 @@ class Pad(enum.Enum):
 
     PAD_TOKEN_ID = "PAD_TOKEN_ID"
     EDGE = "EDGE"
+    PER_ROW = "PER_ROW"
 
     def __repr__(self) -> str:
         return self.name
@@ -33,6 +34,9 @@ PAD_TOKEN_ID = Pad.PAD_TOKEN_ID
 """The tokenizer's pad id, given at the call as `pad_token_id`."""
 EDGE = Pad.EDGE
 """Repeat the nearest real value: before the first the first, then always the last one seen; 0 in an empty row."""
+
+PER_ROW = Pad.PER_ROW
+"""One value a row, whatever it is: `advantages * mask` leaves 0.0 in some rows and -0.0 in others."""
 
 PadValue = int | float | bool | complex | Pad
 
@@ -77,7 +81,7 @@ class MaskNestingSpec:
     Attributes:
         mask: an axis name or a mask field (a tuple is the key of a field in a sub-TensorDict); a list of these is
             tried in order, the first whose shape fits is taken. None declares the field dense by design.
-        pad: the constant under the mask, `PAD_TOKEN_ID` or `EDGE`; a list of constants is tried in order.
+        pad: the constant under the mask, `PAD_TOKEN_ID`, `EDGE` or `PER_ROW`; a list is tried in order.
         ragged_dim: the dim that the mask's width runs along, 1 for [B, S, *F], -1 for [B, S] and [B, 4, S] alike.
         hints: encodings to try first, best first.
     """
@@ -300,6 +304,7 @@ _SPLIT: dict[str, Any] = {
     "tail": ("responses", "response_mask", "loss_mask", "max_response_length"),
 }
 _RESPONSE_OR_SEQUENCE: list[Key] = ["response", "sequence"]
+_ZERO: list[PadValue] = [0, PER_ROW]
 
 
 def _field(mask: Key | list[Key], pad: PadValue | list[PadValue] = 0, **more: Any) -> MaskNestingSpec:
@@ -320,11 +325,11 @@ RL_FIELDS = MaskNestingRegistry(
         "responses": _field("response", PAD_TOKEN_ID),
         "input_ids": _field("sequence", PAD_TOKEN_ID),
         "attention_mask": _field("sequence", hints=("runs",)),
-        "position_ids": _field("sequence", EDGE, ragged_dim=-1),
+        "position_ids": _field("sequence", [EDGE, 0, 1], ragged_dim=-1),
         "response_mask": _field("response", hints=("runs",)),
         "loss_mask": _field(_RESPONSE_OR_SEQUENCE, hints=("runs",)),
         **{
-            name: _field(_RESPONSE_OR_SEQUENCE)
+            name: _field(_RESPONSE_OR_SEQUENCE, _ZERO)
             for name in (
                 "rollout_log_probs",
                 "old_log_probs",
@@ -342,7 +347,7 @@ RL_FIELDS = MaskNestingRegistry(
         },
         "routed_experts": _field("sequence", [0, -1]),
         "teacher_ids": _field("sequence", PAD_TOKEN_ID),
-        "teacher_logprobs": _field("sequence"),
+        "teacher_logprobs": _field("sequence", _ZERO),
         "reward_baselines": DENSE,
         "dummy_tensor": DENSE,
         "multi_modal_inputs": DENSE,

@@ -23,7 +23,7 @@ from maskpack.nesting import to_padded
 from maskpack.ops import _torch as ops
 from maskpack.registry import RL_FIELDS, Key, MaskNestingRegistry, Pad, Path, show
 from maskpack.rows import IntArray, ranges
-from maskpack.schema import LAYOUTS, FieldForm, read_layouts
+from maskpack.schema import LAYOUTS, FieldForm, read_layouts, read_pads
 from maskpack.tree import chosen, has, walk
 
 RESPONSE = "response"
@@ -56,7 +56,7 @@ def select_and_pad_to_response(
         wanted = [path for path in wanted if axis.holds(path, entries[path])]
     out = TensorDict({}, batch_size=[axis.response.num_rows], device=batch.device)
     for path in wanted:
-        out.set(path, axis.padded(path, entries[path], registry, call))
+        out.set(path, axis.padded(path, entries[path], registry, call, batch))
     return out
 
 
@@ -158,7 +158,9 @@ class _ResponseAxis:
             return np.array_equal(_host_offsets(value), self.response.row_offsets)
         return tuple(value.shape[:2]) == (self.response.num_rows, self.response.width)
 
-    def padded(self, path: Path, value: Tensor, registry: MaskNestingRegistry, call: str) -> Tensor:
+    def padded(
+        self, path: Path, value: Tensor, registry: MaskNestingRegistry, call: str, batch: TensorDictBase
+    ) -> Tensor:
         rows, width = self.response.num_rows, self.response.width
         if not value.is_nested:
             if value.dim() <= 1 or tuple(value.shape[:2]) == (rows, width):
@@ -170,6 +172,7 @@ class _ResponseAxis:
                 "Name fields of the response or the sequence axis."
             )
         form = self.forms.get(path) or self._form_of_new(path, value, registry, call)
+        row_pads = read_pads(batch, form, call)
         offsets = _host_offsets(value)
         values = value.values()
         if self.sequence is not None and form.layout == SEQUENCE and offsets[-1] == self.sequence.total:
@@ -187,7 +190,7 @@ class _ResponseAxis:
                 f'{call}: field "{show(path)}" has {int(offsets[-1])} tokens in {lengths.size} rows; the responses '
                 f"have {self.response.total} in {rows}. Name fields of the response or the sequence axis."
             )
-        return to_padded(values, form, self.response)
+        return to_padded(values, form, self.response, row_pads)
 
     def _form_of_new(self, path: Path, value: Tensor, registry: MaskNestingRegistry, call: str) -> FieldForm:
         spec = registry.find(path)

@@ -1,7 +1,8 @@
 """What a batch is made of, apart from its values: the form of every entry, and how a nested batch carries them.
 
 A nested batch has one entry more than the padded one, LAYOUTS: for each layout a jagged table of its runs, one row of
-the table for each row of the batch, so that it follows the rows through indexing, chunk, split and cat; and the schema.
+the table for each row of the batch, so that it follows the rows through indexing, chunk, split and cat; the pads of
+fields that have one a row; and the schema.
 The tables are bytes, because bytes survive the casts that `float()` and `to(dtype)` apply to every entry.
 """
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from maskpack.errors import LayoutError
 from maskpack.jagged import offsets_of, to_host
 from maskpack.layout import RowLayout
-from maskpack.registry import PadValue, Path
+from maskpack.registry import PER_ROW, PadValue, Path, show
 from maskpack.rows import IntArray
 from maskpack.tree import Node, entry_at, has
 
@@ -68,7 +69,9 @@ class Schema:
     widths: tuple[tuple[str, int], ...]
 
 
-def write_layouts(schema: Schema, layouts: Mapping[str, RowLayout], rows: int) -> TensorDict:
+def write_layouts(
+    schema: Schema, layouts: Mapping[str, RowLayout], row_pads: Mapping[Path, Tensor], rows: int
+) -> TensorDict:
     """The LAYOUTS entry."""
     entry = TensorDict({}, batch_size=schema.root.batch_size(rows)[:1])
     entry["schema"] = NonTensorData(schema, batch_size=entry.batch_size)
@@ -83,7 +86,20 @@ def write_layouts(schema: Schema, layouts: Mapping[str, RowLayout], rows: int) -
             max_seqlen=int(runs.max(initial=0)),
         )
     entry["runs"] = TensorDict(tables, batch_size=entry.batch_size)
+    if row_pads:
+        pads = {show(path): pad for path, pad in row_pads.items()}
+        entry["pads"] = TensorDict(pads, batch_size=entry.batch_size)
     return entry
+
+
+def read_pads(batch: TensorDictBase, form: FieldForm, call: str) -> Tensor | None:
+    """The pads [B] of a field whose pad is PER_ROW; None for any other."""
+    if form.pads != (PER_ROW,):
+        return None
+    pads = entry_at(batch, (LAYOUTS, "pads", show(form.path)))
+    if not isinstance(pads, Tensor):
+        raise LayoutError(f'{call}: the row pads of field "{show(form.path)}" are gone. {INTACT}')
+    return pads
 
 
 def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, RowLayout]]:

@@ -8,10 +8,9 @@ Nothing of the batch is changed, and nothing is built before every check has pas
 from __future__ import annotations
 
 import warnings
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,68 +20,23 @@ from torch import Tensor
 from maskpack import checks
 from maskpack.axes import Axes, Axis
 from maskpack.coverage import DenseField, check_strict, hidden_tensors
-from maskpack.errors import LayoutError, LossyPadError, MaskpackWarning, RegistryError
+from maskpack.errors import LayoutError, MaskpackWarning, RegistryError
 from maskpack.jagged import check_lengths, is_regular, offsets_of, to_host
 from maskpack.layout import RowLayout
 from maskpack.ops import _torch as ops
-from maskpack.registry import PAD_TOKEN_ID, Key, MaskNestingRegistry, MaskNestingSpec, PadValue, Path, path_of, show
-from maskpack.schema import INTACT, LAYOUTS, FieldForm, Schema, read_layouts
+from maskpack.options import Options, Registry
+from maskpack.registry import (
+    PAD_TOKEN_ID,
+    PER_ROW,
+    Key,
+    MaskNestingSpec,
+    PadValue,
+    Path,
+    show,
+)
+from maskpack.schema import INTACT, LAYOUTS, FieldForm, Schema, read_layouts, read_pads
 from maskpack.tree import Node, has, is_object, walk
-
-Verify = Literal["always", "first", "never"]
-OnLoss = Literal["keep", "error", "drop"]
-Registry = MaskNestingRegistry | Mapping[Key, MaskNestingSpec]
-"""What functions take as a registry; a plain dict of specs has no axes but the masks it names."""
-
-_KEPT = "values other than its pad lie under its mask"
-_TRUSTED_FIELD_SETS = 256
-_trusted: OrderedDict[Any, dict[Path, tuple[PadValue, ...]]] = OrderedDict()  # the pads that verify="first" found
-
-
-@dataclass(frozen=True)
-class Options:
-    """The keyword arguments that `nest_batch_by_mask` and `compress` share, checked."""
-
-    call: str
-    registry: MaskNestingRegistry
-    pad_token_id: int | None
-    strict: bool
-    ignore: frozenset[Path]
-    verify: Verify
-    on_loss: OnLoss
-
-    @classmethod
-    def of(
-        cls,
-        call: str,
-        registry: Registry,
-        pad_token_id: int | None,
-        strict: bool,
-        ignore_dense_fields: Iterable[Key],
-        verify: Verify,
-        on_loss: OnLoss,
-    ) -> Options:
-        for name, value, allowed in (
-            ("verify", verify, ("always", "first", "never")),
-            ("on_loss", on_loss, ("keep", "error", "drop")),
-        ):
-            if value not in allowed:
-                raise RegistryError(f"{call}: {name} is {value!r}; expected one of {', '.join(allowed)}. Choose one.")
-        if isinstance(ignore_dense_fields, str):
-            raise RegistryError(
-                f"{call}: ignore_dense_fields is the string {ignore_dense_fields!r}; expected a collection of field "
-                f"names. Write [{ignore_dense_fields!r}]."
-            )
-        if pad_token_id is not None and (isinstance(pad_token_id, bool) or not isinstance(pad_token_id, int)):
-            raise RegistryError(
-                f"{call}: pad_token_id is {pad_token_id!r}; expected a whole number. Pass tokenizer.pad_token_id."
-            )
-        if not isinstance(registry, MaskNestingRegistry):
-            registry = MaskNestingRegistry(registry)
-        ignore = frozenset(path_of(key) for key in ignore_dense_fields)
-        if strict and on_loss == "keep":
-            on_loss = "error"
-        return cls(call, registry, pad_token_id, strict, ignore, verify, on_loss)
+from maskpack.verify import Verifier
 
 
 @dataclass(frozen=True)
@@ -95,6 +49,7 @@ class Survey:
         entries: the entry behind each form, as it is in the batch.
         layouts: by name, those that a form lies under.
         values: packed values [T, *F] of every padded, flat and jagged form.
+        row_pads: [B], of every field whose pad is PER_ROW.
     """
 
     root: Node
@@ -103,6 +58,7 @@ class Survey:
     entries: Mapping[Path, Any]
     layouts: Mapping[str, RowLayout]
     values: Mapping[Path, Tensor]
+    row_pads: Mapping[Path, Tensor]
 
     def schema(self) -> Schema:
         """The schema; its widths are those of the layouts that a padded form needs."""
@@ -128,10 +84,18 @@ def survey(batch: TensorDictBase, options: Options, known: Mapping[str, RowLayou
     forms = [planner.form(path, value) for path, value in entries.items()]
     rows = planner.rows(forms)
     values = {form.path: planner.values(form, entries[form.path]) for form in forms if form.layout is not None}
-    forms = _verified(forms, entries, values, planner.layouts, options)
+    forms, row_pads = Verifier(entries, values, planner.layouts, options).verified(forms)
+    for form in forms:
+        if form.layout is None:
+            values.pop(form.path, None)
+        elif form.pads == (PER_ROW,) and form.path not in row_pads:
+            pads = read_pads(batch, form, options.call)
+            assert pads is not None
+            row_pads[form.path] = pads.to(form.dtype)
     _check_coverage(forms, entries, options)
     used = dict.fromkeys(form.layout for form in forms if form.layout is not None)
-    return Survey(root, tuple(forms), rows, entries, {name: planner.layouts[name] for name in used}, values)
+    layouts = {name: planner.layouts[name] for name in used}
+    return Survey(root, tuple(forms), rows, entries, layouts, values, row_pads)
 
 
 class _Planner:
@@ -272,73 +236,6 @@ class _Planner:
 
 
 # -------------------------------------------------------------------- exactness and coverage
-
-
-def _verified(
-    forms: list[FieldForm],
-    entries: Mapping[Path, Any],
-    values: Mapping[Path, Tensor],
-    layouts: Mapping[str, RowLayout],
-    options: Options,
-) -> list[FieldForm]:
-    """The forms with the one pad that each field was found to have; a field with other values under its mask becomes
-    dense, or raises. One synchronisation in all, one more for each further pad that a field may have."""
-    open_forms = {form.path: form for form in forms if form.kind == "padded" and not entries[form.path].is_nested}
-    key = (options.registry, options.pad_token_id, tuple((f.path, f.dtype, f.layout) for f in open_forms.values()))
-    found: dict[Path, tuple[PadValue, ...]] = {}
-    if options.verify == "never" or options.on_loss == "drop":
-        found = {path: form.pads[:1] for path, form in open_forms.items()}
-    elif options.verify == "first" and key in _trusted:
-        found = _trusted[key]
-    else:
-        rounds = max((len(form.pads) for form in open_forms.values()), default=0)
-        for attempt in range(rounds):
-            trials = {
-                path: form.pads[attempt]
-                for path, form in open_forms.items()
-                if not found.get(path) and attempt < len(form.pads)
-            }
-            counts = to_host(
-                [
-                    checks.strays(
-                        entries[path].movedim(open_forms[path].ragged_dim, 1),
-                        values[path],
-                        layouts[open_forms[path].layout or ""],
-                        pad,
-                    ).view(1)
-                    for path, pad in trials.items()
-                ]
-            )
-            for (path, pad), count in zip(trials.items(), counts, strict=True):
-                found[path] = () if count[0] else (pad,)
-        if options.verify == "first":
-            _trusted[key] = found
-            while len(_trusted) > _TRUSTED_FIELD_SETS:
-                _trusted.popitem(last=False)
-    lossy = [form for path, form in open_forms.items() if not found[path]]
-    if lossy and options.on_loss == "error":
-        raise LossyPadError("\n".join(_lossy_message(form, entries, layouts, options) for form in lossy))
-    return [
-        form
-        if form.path not in open_forms
-        else replace(form, pads=found[form.path])
-        if found[form.path]
-        else FieldForm(form.path, "dense", dtype=form.dtype, reason=_KEPT)
-        for form in forms
-    ]
-
-
-def _lossy_message(
-    form: FieldForm, entries: Mapping[Path, Any], layouts: Mapping[str, RowLayout], options: Options
-) -> str:
-    x = entries[form.path].movedim(form.ragged_dim, 1)
-    layout = layouts[form.layout or ""].to(x.device)
-    place, seen = checks.first_stray(x, layout, form.pads[0])
-    return (
-        f'{options.call}: field "{show(form.path)}" holds {seen} at {place} (row, position, ...), where mask '
-        f'"{form.layout}" is empty; expected its pad {form.pads[0]!r}. Fix the producer, give the field its true pad '
-        'or mask in the registry, or let it travel whole with on_loss="keep".'
-    )
 
 
 def _check_coverage(forms: Iterable[FieldForm], entries: Mapping[Path, Any], options: Options) -> None:

@@ -83,7 +83,7 @@ def chosen(entries: list[tuple[Path, Any]], keys: Sequence[Key], call: str) -> l
     return [
         (path, value)
         for path, value in entries
-        if any(path[: len(name)] == name or (isinstance(value, Node) and name[: len(path)] == path) for name in wanted)
+        if any(path[: len(name)] == name or name[: len(path)] == path for name in wanted)
     ]
 
 

@@ -38,7 +38,7 @@ def unpack(values: Tensor, layout: RowLayout, pad_value: Any = 0) -> Tensor:
     Args:
         values: [T, *F], any dtype, on the layout's device.
         layout: a layout of T real positions.
-        pad_value: a number that the dtype of `values` can hold, or EDGE.
+        pad_value: a number that the dtype of `values` can hold, EDGE, or a tensor [B] of one pad a row.
 
     Returns:
         [B, S, *F] in the dtype of `values`; differentiable.

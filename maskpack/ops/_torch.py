@@ -39,7 +39,11 @@ def unpack(values: Tensor, layout: RowLayout, pad_value: Any = 0) -> Tensor:
     if pad_value is EDGE:
         return _unpack_edge(values, layout)
     shape = (layout.num_rows, layout.width, *values.shape[1:])
-    out = torch.full(shape, pad_value, dtype=values.dtype, device=values.device)
+    if isinstance(pad_value, Tensor):
+        pads = pad_value.to(values.dtype).view(-1, *[1] * (len(shape) - 1))
+        out = pads.expand(shape).clone(memory_format=torch.contiguous_format)
+    else:
+        out = torch.full(shape, pad_value, dtype=values.dtype, device=values.device)
     if values.requires_grad and torch.is_grad_enabled():
         return out.flatten(0, 1).index_copy(0, layout.indices, values).view(shape)
     source, target = words(values), words(out)

@@ -1,0 +1,104 @@
+"""Verification: which pad each padded field of a batch really has, and what becomes of a field that has none."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from maskpack import checks
+from maskpack.errors import LossyPadError
+from maskpack.jagged import to_host
+from maskpack.layout import RowLayout
+from maskpack.options import Options
+from maskpack.registry import PER_ROW, PadValue, Path, show
+from maskpack.schema import FieldForm
+
+_KEPT = "values other than its pad lie under its mask"
+_TRUSTED_FIELD_SETS = 256
+_trusted: OrderedDict[Any, dict[Path, tuple[PadValue, ...]]] = OrderedDict()  # the pads that verify="first" found
+
+
+class Verifier:
+    """Finds the one pad that each padded field of a batch really has."""
+
+    def __init__(
+        self,
+        entries: Mapping[Path, Any],
+        values: Mapping[Path, Tensor],
+        layouts: Mapping[str, RowLayout],
+        options: Options,
+    ) -> None:
+        self._entries = entries
+        self._values = values
+        self._layouts = layouts
+        self._options = options
+        self._row_pads: dict[Path, Tensor] = {}
+
+    def verified(self, forms: list[FieldForm]) -> tuple[list[FieldForm], dict[Path, Tensor]]:
+        """The forms with one pad each; a field with other values under its mask becomes dense, or raises. And the pads
+        [B] of the fields whose pad is PER_ROW."""
+        unsure = {f.path: f for f in forms if f.kind == "padded" and not self._entries[f.path].is_nested}
+        found = self._pads(unsure)
+        lossy = [form for path, form in unsure.items() if not found[path]]
+        if lossy and self._options.on_loss == "error":
+            raise LossyPadError("\n".join(map(self._message, lossy)))
+        row_pads = {path: self._pad(unsure[path], PER_ROW) for path, pads in found.items() if pads == (PER_ROW,)}
+        sure = [_with_pads(form, found[form.path]) if form.path in unsure else form for form in forms]
+        return sure, {path: pad for path, pad in row_pads.items() if isinstance(pad, Tensor)}
+
+    def _pads(self, unsure: Mapping[Path, FieldForm]) -> dict[Path, tuple[PadValue, ...]]:
+        options = self._options
+        if options.verify == "never" or options.on_loss == "drop":
+            return {path: form.pads[:1] for path, form in unsure.items()}
+        key = (options.registry, options.pad_token_id, tuple((f.path, f.dtype, f.layout) for f in unsure.values()))
+        if options.verify == "first" and key in _trusted:
+            return _trusted[key]
+        found = self._tried(unsure)
+        if options.verify == "first":
+            _trusted[key] = found
+            while len(_trusted) > _TRUSTED_FIELD_SETS:
+                _trusted.popitem(last=False)
+        return found
+
+    def _tried(self, unsure: Mapping[Path, FieldForm]) -> dict[Path, tuple[PadValue, ...]]:
+        """One synchronisation for the first pads of all fields, one more for the second of those that failed, ..."""
+        found: dict[Path, tuple[PadValue, ...]] = dict.fromkeys(unsure, ())
+        for attempt in range(max((len(form.pads) for form in unsure.values()), default=0)):
+            trials = [form for path, form in unsure.items() if not found[path] and attempt < len(form.pads)]
+            counts = to_host([self._strays(form, form.pads[attempt]).view(1) for form in trials])
+            for form, count in zip(trials, counts, strict=True):
+                found[form.path] = () if count[0] else (form.pads[attempt],)
+        return found
+
+    def _strays(self, form: FieldForm, pad: PadValue) -> Tensor:
+        x, layout = self._padded(form)
+        return checks.strays(x, self._values[form.path], layout, self._pad(form, pad))
+
+    def _pad(self, form: FieldForm, pad: PadValue) -> PadValue | Tensor:
+        if pad is not PER_ROW:
+            return pad
+        if form.path not in self._row_pads:
+            self._row_pads[form.path] = checks.row_pads(*self._padded(form))
+        return self._row_pads[form.path]
+
+    def _padded(self, form: FieldForm) -> tuple[Tensor, RowLayout]:
+        x = self._entries[form.path].movedim(form.ragged_dim, 1)
+        return x, self._layouts[form.layout or ""].to(x.device)
+
+    def _message(self, form: FieldForm) -> str:
+        x, layout = self._padded(form)
+        place, seen = checks.first_stray(x, layout, self._pad(form, form.pads[0]))
+        pads = " or ".join(map(repr, form.pads))
+        return (
+            f'{self._options.call}: field "{show(form.path)}" holds {seen} at {place} (row, position, ...), where mask '
+            f'"{form.layout}" is empty; expected its pad {pads}. Fix the producer, give the field its true pad or mask '
+            'in the registry, or let it travel whole with on_loss="keep".'
+        )
+
+
+def _with_pads(form: FieldForm, pads: tuple[PadValue, ...]) -> FieldForm:
+    return replace(form, pads=pads) if pads else FieldForm(form.path, "dense", dtype=form.dtype, reason=_KEPT)
