@@ -1,7 +1,7 @@
 """Axes of one batch: the layout behind each mask that the registry names, computed at most once.
 
-A mask is looked for beside the field first, then in the TensorDicts around it. Where the mask itself is not in the
-batch (it was nested before, or stayed on the driver), a known layout of that name stands in.
+A mask is looked for beside the field first, then in the TensorDicts around it. Layouts that a nested batch carries
+count before its fields; where nothing in the batch gives an axis, the layout of another batch may stand in.
 """
 
 from __future__ import annotations
@@ -35,11 +35,17 @@ class Axes:
     """Computes the axes of one batch on demand. `call` is the public function that errors name."""
 
     def __init__(
-        self, batch: TensorDictBase, registry: MaskNestingRegistry, known: Mapping[str, RowLayout], call: str
+        self,
+        batch: TensorDictBase,
+        registry: MaskNestingRegistry,
+        carried: Mapping[str, RowLayout],
+        stand_in: Mapping[str, RowLayout],
+        call: str,
     ) -> None:
         self._batch = batch
         self._registry = registry
-        self._known = known
+        self._carried = carried
+        self._stand_in = stand_in
         self._call = call
         self._found: dict[str, Axis | None] = {}
         self._masks: dict[Path, RowLayout] = {}
@@ -67,6 +73,8 @@ class Axes:
         return moved.layout
 
     def _compute(self, name: str, mask: Key, scope: Path) -> Axis | None:
+        if name in self._carried:
+            return Axis(name, self._carried[name])
         for way in self._registry.ways(mask):
             source = (*scope, *path_of(way.source))
             tensor = dense_at(self._batch, source)
@@ -79,7 +87,7 @@ class Axes:
             layout = self._cut(self._mask(source), way, scope, name)
             if layout is not None:
                 return Axis(name, layout)
-        return Axis(name, self._known[name]) if name in self._known else None
+        return Axis(name, self._stand_in[name]) if name in self._stand_in else None
 
     def _mask(self, source: Path) -> RowLayout:
         """One scan a mask, however many axes are cut from it."""

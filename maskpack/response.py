@@ -121,7 +121,7 @@ class _ResponseAxis:
             schema, known = read_layouts(batch, call)
             forms = {form.path: form for form in schema.forms}
             _share_offsets(batch, forms, known)
-        axes = Axes(batch, registry, known, call)
+        axes = Axes(batch, registry, known, {}, call)
         response, sequence = axes.find(RESPONSE, (RESPONSE,)), axes.find(SEQUENCE, (SEQUENCE,))
         if response is None:
             raise LayoutError(

@@ -66,20 +66,19 @@ class Survey:
         return Schema(self.root, self.forms, tuple((name, self.layouts[name].width) for name in needed))
 
 
-def survey(batch: TensorDictBase, options: Options, known: Mapping[str, RowLayout]) -> Survey:
-    """Decides every entry and gathers the values. `known` are layouts for masks that are not in the batch."""
+def survey(batch: TensorDictBase, options: Options, stand_in: Mapping[str, RowLayout]) -> Survey:
+    """Decides every entry and gathers the values. `stand_in` are layouts for masks that are not in the batch."""
     if not isinstance(batch, TensorDictBase):
         raise LayoutError(
             f"{options.call}: the batch is a {type(batch).__name__}; expected a TensorDict. "
             "Wrap it: TensorDict(fields, batch_size=[rows])."
         )
-    root, before = Node.of(batch), dict[Path, FieldForm]()
+    root, before, layouts = Node.of(batch), dict[Path, FieldForm](), dict[str, RowLayout]()
     if has(batch, LAYOUTS):
         schema, layouts = read_layouts(batch, options.call)
         root = schema.root
         before = {form.path: form for form in schema.forms}
-        known = {**known, **layouts}
-    planner = _Planner(batch, options, known, before)
+    planner = _Planner(batch, options, layouts, stand_in, before)
     entries = {path: value for path, value in walk(batch) if path[0] != LAYOUTS}
     forms = [planner.form(path, value) for path, value in entries.items()]
     rows = planner.rows(forms)
@@ -105,14 +104,16 @@ class _Planner:
         self,
         batch: TensorDictBase,
         options: Options,
-        known: Mapping[str, RowLayout],
+        carried: Mapping[str, RowLayout],
+        stand_in: Mapping[str, RowLayout],
         before: Mapping[Path, FieldForm],
     ) -> None:
         self._batch = batch
         self._options = options
-        self._known = known
+        self._carried = carried
+        self._has_layouts = bool(carried or stand_in)
         self._before = before
-        self._axes = Axes(batch, options.registry, known, options.call)
+        self._axes = Axes(batch, options.registry, carried, stand_in, options.call)
         self._own: dict[int, str] = {}
         self.layouts: dict[str, RowLayout] = {}
 
@@ -191,7 +192,7 @@ class _Planner:
         before = self._before.get(path)
         if before is not None and before.layout is not None:
             return self._again(path, value, before)
-        if spec is not None and self._known:
+        if spec is not None and self._has_layouts:
             offsets = to_host([offsets_of(value)])[0]
             for axis in self._candidates(path, spec):
                 if not axis.flat and np.array_equal(offsets, axis.layout.row_offsets):
@@ -204,7 +205,7 @@ class _Planner:
         """The form of a field that was nested before, in the dtype that it has now."""
         if before.kind == "padded":
             assert before.layout is not None
-            self.layouts[before.layout] = layout = self._known[before.layout]
+            self.layouts[before.layout] = layout = self._carried[before.layout]
             check_lengths({show(path): (value, layout)}, self._options.call, INTACT)
             return replace(before, pads=(checks.cast_pad(before, value.dtype),), dtype=value.dtype)
         return replace(before, layout=self._own_layout(path, value), dtype=value.dtype)
