@@ -23,7 +23,7 @@ def joined_form(column: Sequence[FieldForm]) -> FieldForm:
     form = column[0]
     if any((f.kind, f.layout, f.ragged_dim) != (form.kind, form.layout, form.ragged_dim) for f in column):
         return FieldForm(form.path, "dense", dtype=form.dtype, device=form.device, reason="its batches hold it apart")
-    if all(f.pads == form.pads for f in column):
+    if all(f.pads_by_bits == form.pads_by_bits for f in column):
         return form
     if any(f.pads == (EDGE,) for f in column):
         return FieldForm(form.path, "dense", dtype=form.dtype, device=form.device, reason="its pads differ")

@@ -301,7 +301,7 @@ def _spec_from_dict(key: str, data: Mapping[str, Any]) -> MaskNestingSpec:
 
 _SPLIT: dict[str, Any] = {
     "head": ("prompts",),
-    "tail": ("responses", "response_mask", "loss_mask", "max_response_length"),
+    "tail": ("responses", "response_mask", "max_response_length"),
 }
 _RESPONSE_OR_SEQUENCE: list[Key] = ["response", "sequence"]
 _ZERO: list[PadValue] = [0, PER_ROW]

@@ -3,14 +3,15 @@
 A nested batch has one entry more than the padded one, LAYOUTS: for each layout a jagged table of its runs, one row of
 the table for each row of the batch, so that it follows the rows through indexing, chunk, split and cat; the pads of
 fields that have one a row; and the schema.
-The tables are bytes, because bytes survive the casts that `float()` and `to(dtype)` apply to every entry.
+A run is its start, its length and a checksum, int32 each, as bytes: bytes survive the casts that `float()` and
+`to(dtype)` apply to every entry, and the checksum finds any other arithmetic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -51,13 +52,18 @@ class FieldForm:
     path: Path
     kind: Literal["padded", "flat", "jagged", "dense", "object", "node"]
     layout: str | None = None
-    pads: tuple[PadValue, ...] = ()
+    pads: tuple[PadValue, ...] = field(default=(), compare=False)
     ragged_dim: int = 1
     dtype: torch.dtype | None = None
     node: Node | None = None
     device: str | None = None
     hints: tuple[str, ...] = ()
     reason: str | None = None
+    pads_by_bits: str = field(init=False)
+    """`pads` as forms compare them: 0.0 is not -0.0, and NaN is NaN."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pads_by_bits", repr(self.pads))
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ def write_layouts(
         layout = layouts[name]
         runs = np.diff(layout.table.splits)
         tables[name] = torch.nested.nested_tensor_from_jagged(
-            torch.stack([layout.starts, layout.counts], 1).view(torch.uint8),
+            torch.stack([layout.starts, layout.counts, _check(layout.starts, layout.counts)], 1).view(torch.uint8),
             layout.splits,
             min_seqlen=int(runs.min(initial=0)),
             max_seqlen=int(runs.max(initial=0)),
@@ -130,22 +136,23 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
         tables[name] = table
     widths = dict(schema.widths)
     layouts: dict[str, RowLayout] = {}
-    plain = [_bytes(table.values(), call, name).view(torch.int32) for name, table in tables.items()]
+    plain = [table.values().to(torch.uint8).contiguous().view(torch.int32) for name, table in tables.items()]
     parts = [(*runs.T, offsets_of(table)) for runs, table in zip(plain, tables.values(), strict=True)]
     read = to_host([tensor for part in parts for tensor in part])
     for index, name in enumerate(tables):
-        starts, counts, splits = read[3 * index : 3 * index + 3]
+        starts, counts, check, splits = read[4 * index : 4 * index + 4]
+        if not np.array_equal(_check(starts, counts), check):
+            raise LayoutError(f'{call}: the run table of layout "{name}" was changed by arithmetic. {INTACT}')
         layouts[name] = _layout(starts, counts, splits, widths[name], plain[index].device, call, name)
     return schema, layouts
 
 
-def _bytes(table: Tensor, call: str, name: str) -> Tensor:
-    if table.dtype == torch.uint8:
-        return table.contiguous()
-    cast = table.to(torch.uint8)
-    if table.device.type == "cpu" and not torch.equal(cast.to(table.dtype), table):
-        raise LayoutError(f'{call}: the run table of layout "{name}" was changed by arithmetic. {INTACT}')
-    return cast.contiguous()
+_Runs = TypeVar("_Runs", Tensor, IntArray)
+
+
+def _check(starts: _Runs, counts: _Runs) -> _Runs:
+    """A checksum of each run, below 2^31."""
+    return starts % 32749 * 30011 + counts % 32719 * 20011 + 12345
 
 
 def _layout(

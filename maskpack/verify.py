@@ -54,7 +54,7 @@ class Verifier:
         options = self._options
         if options.verify == "never" or options.on_loss == "drop":
             return {path: form.pads[:1] for path, form in unsure.items()}
-        key = (options.registry, options.pad_token_id, tuple((f.path, f.dtype, f.layout) for f in unsure.values()))
+        key = tuple((f.path, f.dtype, f.layout, f.ragged_dim, f.pads_by_bits) for f in unsure.values())
         if options.verify == "first" and key in _trusted:
             return _trusted[key]
         found = self._tried(unsure)

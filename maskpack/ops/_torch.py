@@ -93,7 +93,7 @@ def _unpack_edge_by_run(values: Tensor, layout: RowLayout) -> Tensor:
 def row_pieces(array: npt.NDArray[Any], layout: RowLayout) -> list[npt.NDArray[Any]]:
     """Views of the runs of `array` [B, S, *F], in order."""
     if array.flags.c_contiguous:
-        flat = array.reshape(-1, *array.shape[2:])
+        flat = array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
         return [flat[begin:end] for begin, end in layout.run_bounds]
     width = layout.width
     rows = [(begin // width, begin % width, end - begin) for begin, end in layout.run_bounds]

@@ -1,0 +1,104 @@
+"""How things are timed and counted: interleaved rounds with medians, bytes on the wire, and the check that two batches
+hold the same bits. Nothing here knows what is measured.
+"""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from tensordict import TensorDictBase, is_non_tensor
+from torch import Tensor
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class NotExact(Exception):
+    """A result does not hold the bits that it should."""
+
+
+def progress(text: str) -> None:
+    """A line on stderr; stdout is for the table."""
+    print(text, file=sys.stderr, flush=True)
+
+
+# -------------------------------------------------------------------- time
+
+
+def interleaved(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median milliseconds of every work.
+
+    Each round runs all works once, beginning with another one each time, so that a slow spell of the machine meets
+    all alike and none always follows the same neighbour. One round before the first warms up and does not count.
+    Freeing a result is not timed; the collector of cycles stays off meanwhile.
+    """
+    names = list(works)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for turn in range(rounds + 1):
+            progress(f"  round {turn} of {rounds}")
+            gc.collect()
+            shift = turn % len(names)
+            for name in names[shift:] + names[:shift]:
+                begin = time.perf_counter()
+                result = works[name]()
+                seconds[name].append(time.perf_counter() - begin)
+                del result
+    finally:
+        if collecting:
+            gc.enable()
+    return {name: 1e3 * statistics.median(taken[1:]) for name, taken in seconds.items()}
+
+
+# -------------------------------------------------------------------- bytes
+
+
+def wire_bytes(thing: object) -> int:
+    """Bytes of the pickle (protocol 5) of `thing`: the stream and its out-of-band buffers."""
+    buffers: list[pickle.PickleBuffer] = []
+    stream = pickle.dumps(thing, protocol=5, buffer_callback=buffers.append)
+    return len(stream) + sum(buffer.raw().nbytes for buffer in buffers)
+
+
+def tensors(batch: TensorDictBase) -> list[Tensor]:
+    """The strided tensor of every field; of a jagged field, its values."""
+    return [field.values() if field.is_nested else field for field in batch.values()]
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bits of `x` as integers, in the same memory."""
+    return x.view(_BITS[x.element_size()])
+
+
+# -------------------------------------------------------------------- exactness
+
+
+def require_same(call: str, seen: TensorDictBase, expected: TensorDictBase) -> None:
+    """Raises NotExact unless both batches have the same rows, keys in the same order, dtypes, shapes and bits."""
+    if seen.batch_size != expected.batch_size or list(seen.keys()) != list(expected.keys()):
+        raise NotExact(
+            f"{call}: batch {tuple(seen.batch_size)} of {list(seen.keys())}; "
+            f"expected {tuple(expected.batch_size)} of {list(expected.keys())}."
+        )
+    for name, field in expected.items():
+        if is_non_tensor(field):
+            raise NotExact(f'{call}: field "{name}" is no tensor; this check compares tensors only.')
+        require_same_tensor(f'{call}: field "{name}"', seen.get(name), field)
+
+
+def require_same_tensor(what: str, seen: Tensor, expected: Tensor) -> None:
+    """Raises NotExact unless both tensors have one dtype, shape and bits; jagged ones also their offsets."""
+    if (seen.is_nested, seen.dtype, seen.dim()) != (expected.is_nested, expected.dtype, expected.dim()):
+        raise NotExact(f"{what} is {seen.dtype}, {seen.dim()} dims; expected {expected.dtype}, {expected.dim()} dims.")
+    if expected.is_nested:
+        require_same_tensor(f"{what}, offsets", seen.offsets(), expected.offsets())
+        seen, expected = seen.values(), expected.values()
+    if seen.shape != expected.shape or not torch.equal(bits(seen), bits(expected)):
+        raise NotExact(f"{what}: {tuple(seen.shape)} has other bits than the expected {tuple(expected.shape)}.")

@@ -1,0 +1,80 @@
+"""Time to nest a padded batch and to restore it, on the reference workload.
+
+Whole public calls are timed: scan of the masks, planning, gather, jagged tensors, TensorDict. The usual code checks no
+pad, so verify="never" is what stands against it; verify="always" has a row of its own. memcpy copies exactly the bytes
+that nesting returns (the values of all jagged fields), into newly allocated memory. x[mask] and index_select get their
+masks and indices for nothing and return bare values.
+
+The usual code is timed whole and in its two parts. Whole over parts is about 1 on a quiet machine; where it is far from
+1, other processes held up the threads of torch, and no ratio of that run counts.
+"""
+
+from __future__ import annotations
+
+import maskpack
+from bench import baselines
+from bench.measure import bits, interleaved, progress, require_same, require_same_tensor
+from bench.report import Row
+from bench.workloads import PAD_ID, PROMPT_WIDTH, RESPONSE_WIDTH, make_batch
+
+_NEVER, _ALWAYS = "nest, verify=never", "nest, verify=always"
+_USUAL, _FIELDS, _TABLES = "nest, usual code", "nest, usual code, fields alone", "nest, usual code, run tables alone"
+_MASK, _INDEX, _MEMCPY = "x[mask]", "index_select", "memcpy of the nested values"
+_UNNEST, _SCATTER, _WRITE = "unnest", "unnest, full and boolean scatter", "one write of the padded bytes"
+
+_RATIOS = (
+    (_USUAL, _NEVER, ">= 15"),
+    (_NEVER, _MEMCPY, "<= 4"),
+    (_FIELDS, _NEVER, None),
+    (_USUAL, _ALWAYS, None),
+    (_MASK, _NEVER, None),
+    (_INDEX, _NEVER, None),
+    (_ALWAYS, _MEMCPY, None),
+    (_USUAL, _MEMCPY, None),
+    (_INDEX, _MEMCPY, None),
+    (_SCATTER, _UNNEST, None),
+    (_UNNEST, _WRITE, None),
+)
+
+
+def run(
+    rows: int = 256, rounds: int = 9, *, prompt_width: int = PROMPT_WIDTH, response_width: int = RESPONSE_WIDTH
+) -> list[Row]:
+    """The rows of the report. Raises NotExact if ours and the usual code give other values, or not the batch again."""
+    progress(f"nest: {rows} rows")
+    batch = make_batch("reference", rows, prompt_width=prompt_width, response_width=response_width)
+    order = tuple(batch.keys())
+    masks = baselines.masks_of(batch)
+    indices = {axis: mask.flatten().nonzero().view(-1) for axis, mask in masks.items()}
+    padded = [bits(field) for field in batch.values()]
+    usual = baselines.nest(batch)
+    ours = maskpack.nest_batch_by_mask(batch, pad_token_id=PAD_ID, verify="never")
+    for name in order:
+        if name != "attention_mask":
+            require_same_tensor(f'nest: field "{name}"', ours[name], usual[name])
+    require_same("unnest", maskpack.unnest(ours), batch)
+    require_same("unnest, usual code", baselines.unnest(usual, masks, order), batch)
+    values = [ours[name].values() for name in order]
+
+    works = {
+        _NEVER: lambda: maskpack.nest_batch_by_mask(batch, pad_token_id=PAD_ID, verify="never"),
+        _ALWAYS: lambda: maskpack.nest_batch_by_mask(batch, pad_token_id=PAD_ID),
+        _USUAL: lambda: baselines.nest(batch),
+        _FIELDS: lambda: baselines.nest_fields(batch, masks),
+        _TABLES: lambda: baselines.run_tables(masks),
+        _MASK: lambda: baselines.gather_by_mask(batch, masks),
+        _INDEX: lambda: baselines.gather_by_index(batch, indices),
+        _MEMCPY: lambda: baselines.copy_values(values),
+        _UNNEST: lambda: maskpack.unnest(ours),
+        _SCATTER: lambda: baselines.unnest(usual, masks, order),
+        _WRITE: lambda: baselines.write_all(padded),
+    }
+    ms = interleaved(works, rounds)
+    case = "nest reference"
+    return [
+        Row(case, "tensors, padded", sum(field.nbytes for field in padded), "bytes"),
+        Row(case, "tensors, nested", sum(value.nbytes for value in values), "bytes"),
+        *(Row(case, name, value, "ms") for name, value in ms.items()),
+        Row(case, "nest, usual code / its parts", ms[_USUAL] / (ms[_FIELDS] + ms[_TABLES]), "x"),
+        *(Row(case, f"{above} / {below}", ms[above] / ms[below], "x", target) for above, below, target in _RATIOS),
+    ]

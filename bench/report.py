@@ -1,0 +1,118 @@
+"""Rows of figures, the table and the JSON made of them, and where they were measured.
+
+    {machine: {cpu, cores, memory_gib}, versions: {...}, commit, rows: [{case, name, value, unit, target, met}]}
+
+A target is text, ">= 15" or "<= 4"; `target` and `met` are null where a figure has none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import tensordict
+import torch
+
+import maskpack
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure. `unit` is "bytes", "bytes/row", "fields", "ms" or "x", a ratio."""
+
+    case: str
+    name: str
+    value: float
+    unit: str
+    target: str | None = None
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the value reaches the target; None without one."""
+        if self.target is None:
+            return None
+        direction, bound = self.target.split()
+        return {">=": self.value >= float(bound), "<=": self.value <= float(bound)}[direction]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "case": self.case,
+            "name": self.name,
+            "value": self.value,
+            "unit": self.unit,
+            "target": self.target,
+            "met": self.met,
+        }
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as text, a heading for each case."""
+    width = max((len(row.name) for row in rows), default=0)
+    lines: list[str] = []
+    for before, row in zip((None, *rows), rows, strict=False):
+        if before is None or before.case != row.case:
+            lines += ["", row.case]
+        digits = {"ms": 2, "x": 2}.get(row.unit, 0)
+        line = f"  {row.name:<{width}}  {row.value:>14,.{digits}f} {row.unit:<9}"
+        if row.target is not None:
+            line += f"  target {row.target}: {'met' if row.met else 'MISSED'}"
+        lines.append(line.rstrip())
+    return "\n".join(lines[1:])
+
+
+def record(rows: Sequence[Row]) -> dict[str, Any]:
+    """Everything that a results file holds."""
+    return {
+        "machine": machine(),
+        "versions": versions(),
+        "commit": commit(),
+        "rows": [row.to_dict() for row in rows],
+    }
+
+
+def write_json(rows: Sequence[Row], path: Path) -> None:
+    """Writes `record(rows)`."""
+    path.write_text(json.dumps(record(rows), indent=1) + "\n")
+
+
+def machine() -> dict[str, Any]:
+    """CPU model, cores of this process and memory; nothing that tells one machine from another of its kind."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "memory_gib": round(memory / 2**30, 1)}
+
+
+def versions() -> dict[str, str]:
+    """Of everything that a figure depends on."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "tensordict": tensordict.__version__,
+        "numpy": numpy.__version__,
+        "maskpack": maskpack.__version__,
+    }
+
+
+def commit() -> str:
+    """The commit that was measured, "-dirty" behind it if files differ from it."""
+    changed = _git("status", "--porcelain")
+    return _git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=_ROOT, check=True, capture_output=True, text=True).stdout.strip()

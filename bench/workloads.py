@@ -1,0 +1,255 @@
+"""The batches that every benchmark runs on, made from a seed: the fields of an `update_actor` call, padded.
+
+    prompts  . . . # # | # # # # # . . . . . .  responses      # real, . pad; 16 rows (a group) share one prompt
+             P columns   R columns, S = P + R
+
+The reference workload has P = 2048, R = 14336 and log-normal lengths with 8.4 % of S real: 1 097 728 bytes a row.
+Values have the redundancy of GRPO batches: equal prompts in a group, one advantage a row, scores at the last token
+only, log-probs of three policies close to each other.
+
+Shape letters: B rows, S P R widths, T real tokens in all, F trailing feature dims.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tensordict import TensorDict
+
+PAD_ID = 151_643
+PROMPT_WIDTH, RESPONSE_WIDTH = 2048, 14_336
+VARIANTS = (
+    "reference",  # GRPO, one turn
+    "multi-turn",  # response_mask is 0 at tool output, attention_mask is 1 there
+    "negative-zeros",  # advantages multiplied by the mask: the pad of a negative advantage is -0.0
+    "m-rope",  # position_ids (B, 4, S): text and vision rows, all padded with 1
+    "m-rope-edge",  # position_ids (B, 3, S): vision rows, padded with the nearest real value
+    "routed-experts",  # int16 (B, S, 4, 8); models have about 48 layers, 4 keep the batch in memory
+    "ppo",  # with values; advantages and returns differ from token to token
+    "jagged-prompts",  # prompts are a jagged tensor already
+)
+
+_GROUP = 16
+_END_OF_TURN = 151_645
+_FILL = 0.084  # real share of S
+_PROMPT_FILL = 0.074  # real share of P: together with _FILL this gives the 72 kB a row that jagged values take
+_LAYERS, _TOP_K, _EXPERTS = 4, 8, 128
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Which positions are real.
+
+    Attributes:
+        rng: the source of all values.
+        prompt, response: int64 [B], lengths.
+        mask: bool [B, S].
+        prompt_width: P.
+    """
+
+    rng: np.random.Generator
+    prompt: Array
+    response: Array
+    mask: Array
+    prompt_width: int
+
+    @property
+    def on_response(self) -> Array:
+        """bool [B, R]."""
+        return self.mask[:, self.prompt_width :]
+
+    @property
+    def response_tokens(self) -> int:
+        return int(self.response.sum())
+
+
+def make_batch(
+    variant: str = "reference",
+    rows: int = 256,
+    *,
+    prompt_width: int = PROMPT_WIDTH,
+    response_width: int = RESPONSE_WIDTH,
+    seed: int = 0,
+) -> TensorDict:
+    """One padded batch [rows]; the same arguments give the same bits.
+
+    Raises ValueError for a variant that is not in VARIANTS.
+    """
+    if variant not in VARIANTS:
+        raise ValueError(f"make_batch: variant is {variant!r}; expected one of {', '.join(VARIANTS)}.")
+    shape = _rows(np.random.default_rng(seed), rows, prompt_width, response_width)
+    fields = _tokens(shape)
+    fields["response_mask"] = fields["attention_mask"][:, prompt_width:].copy()
+    if variant == "multi-turn":
+        fields["response_mask"] *= ~_tool_spans(shape)
+    fields |= _log_probs(shape, fields["response_mask"])
+    fields |= _rewards(shape, fields["response_mask"])
+    if variant == "negative-zeros":
+        for name in ("advantages", "returns"):
+            fields[name] = np.where(shape.on_response, fields[name], np.copysign(np.float32(0), fields[name][:, :1]))
+    if variant == "ppo":
+        fields |= _critic(shape)
+    if variant.startswith("m-rope"):
+        fields["position_ids"] = _m_rope(shape, edge=variant == "m-rope-edge")
+    if variant == "routed-experts":
+        choices = shape.rng.integers(0, _EXPERTS, (int(shape.mask.sum()), _LAYERS, _TOP_K), dtype=np.int16)
+        fields["routed_experts"] = _padded(choices, shape.mask, 0)
+    batch = TensorDict({name: torch.from_numpy(array) for name, array in fields.items()}, batch_size=[rows])
+    if variant == "jagged-prompts":
+        batch["prompts"] = _jagged_prompts(shape, batch["prompts"])
+    return batch
+
+
+# -------------------------------------------------------------------- lengths and tokens
+
+
+def _rows(rng: np.random.Generator, rows: int, prompt_width: int, response_width: int) -> _Rows:
+    groups = -(-rows // _GROUP)
+    width = prompt_width + response_width
+    prompt = np.repeat(_lengths(rng, groups, 0.5, _PROMPT_FILL * prompt_width, prompt_width), _GROUP)[:rows]
+    mean = _FILL * width - (prompt.mean() if rows else 0)
+    response = _lengths(rng, rows, 1.0, mean, response_width)
+    column = np.arange(width)
+    mask = (column >= prompt_width - prompt[:, None]) & (column < prompt_width + response[:, None])
+    return _Rows(rng, prompt, response, mask, prompt_width)
+
+
+def _lengths(rng: np.random.Generator, count: int, sigma: float, mean: float, most: int) -> Array:
+    """Log-normal lengths, clipped to [1, most] and scaled so that their mean after clipping is `mean`."""
+    shape = np.exp(sigma * rng.standard_normal(count))
+
+    def scaled(scale: float) -> Array:
+        return np.clip(np.rint(scale * shape), 1, most).astype(np.int64)
+
+    low, high = 0.0, 100.0 * most
+    for _ in range(60 if count else 0):
+        middle = (low + high) / 2
+        low, high = (middle, high) if scaled(middle).mean() < mean else (low, middle)
+    return scaled(high)
+
+
+def _tokens(shape: _Rows) -> dict[str, Array]:
+    rng, p = shape.rng, shape.prompt_width
+    first = slice(None, None, _GROUP)
+    group_prompts = _padded(_token_ids(rng, int(shape.prompt[first].sum())), shape.mask[first, :p], PAD_ID)
+    prompts = np.repeat(group_prompts, _GROUP, axis=0)[: len(shape.prompt)]
+    ids = _token_ids(rng, shape.response_tokens)
+    finished = shape.response < shape.on_response.shape[1]
+    ids[np.cumsum(shape.response)[finished] - 1] = _END_OF_TURN
+    responses = _padded(ids, shape.on_response, PAD_ID)
+    return {
+        "prompts": prompts,
+        "responses": responses,
+        "input_ids": np.concatenate([prompts, responses], axis=1),
+        "attention_mask": shape.mask.astype(np.int64),
+        "position_ids": np.clip(np.cumsum(shape.mask, axis=1, dtype=np.int64) - 1, 0, None),
+    }
+
+
+def _token_ids(rng: np.random.Generator, count: int) -> Array:
+    """Zipf-like ids below PAD_ID: small ids are frequent, as with byte-pair vocabularies."""
+    return np.exp(rng.random(count) * np.log(PAD_ID)).astype(np.int64) - 1
+
+
+def _padded(values: Array, mask: Array, pad: float) -> Array:
+    """Packed values [T, *F] at the real positions of the mask [B, width]."""
+    out = np.full((*mask.shape, *values.shape[1:]), pad, dtype=values.dtype)
+    out[mask] = values
+    return out
+
+
+# -------------------------------------------------------------------- fields of the response
+
+
+def _log_probs(shape: _Rows, response_mask: Array) -> dict[str, Array]:
+    """The engine reports no log-prob for tool output, which it did not sample; the trainer's policies score it."""
+    rng, count = shape.rng, shape.response_tokens
+
+    def moved(log_probs: Array, spread: float) -> Array:
+        return log_probs * np.exp(spread * rng.standard_normal(count, dtype=np.float32))
+
+    rollout = -rng.standard_gamma(0.35, count).astype(np.float32) - np.float32(1e-6)
+    old = moved(rollout, 0.02)
+    sampled = response_mask[shape.on_response] != 0
+    packed = {
+        "rollout_log_probs": np.where(sampled, rollout, np.float32(0)),
+        "old_log_probs": old,
+        "ref_log_prob": moved(old, 0.05),
+        "entropys": rng.standard_gamma(0.5, count).astype(np.float32),
+    }
+    return {name: _padded(values, shape.on_response, 0) for name, values in packed.items()}
+
+
+def _rewards(shape: _Rows, response_mask: Array) -> dict[str, Array]:
+    """GRPO: a reward of 0 or 1 at the last token; every sampled token has the row's advantage over its group."""
+    rows = len(shape.response)
+    group = np.arange(rows) // _GROUP
+    solved = shape.rng.random(group.max(initial=-1) + 1)[group]
+    reward = (shape.rng.random(rows) < solved).astype(np.float32)
+    size = np.maximum(np.bincount(group), 1)
+    mean = (np.bincount(group, reward) / size)[group]
+    spread = np.sqrt((np.bincount(group, (reward - mean) ** 2) / size)[group])
+    advantage = ((reward - mean) / (spread + 1e-6)).astype(np.float32)
+    scores = np.zeros(response_mask.shape, np.float32)
+    scores[np.arange(rows), shape.response - 1] = reward
+    advantages = np.where(response_mask != 0, advantage[:, None], np.float32(0))
+    return {
+        "advantages": advantages,
+        "returns": advantages.copy(),
+        "token_level_scores": scores,
+        "token_level_rewards": scores.copy(),
+    }
+
+
+def _critic(shape: _Rows) -> dict[str, Array]:
+    values, advantages = shape.rng.standard_normal((2, shape.response_tokens), dtype=np.float32)
+    packed = {"advantages": advantages, "returns": advantages + values, "values": values}
+    return {name: _padded(column, shape.on_response, 0) for name, column in packed.items()}
+
+
+# -------------------------------------------------------------------- variants
+
+
+def _tool_spans(shape: _Rows) -> Array:
+    """bool [B, R]: up to four spans of tool output a row; the first and the last token are the model's own."""
+    rng, length = shape.rng, shape.response
+    rows, width = shape.on_response.shape
+    steps = np.zeros((rows, width + 1), np.int8)
+    for _ in range(4):
+        span = np.minimum(rng.geometric(min(1.0, 8 / width), rows), length // 6)
+        start = 1 + (rng.random(rows) * (length - 1 - span)).astype(np.int64)
+        used = (span > 0) & (rng.random(rows) < 0.6)
+        row = np.flatnonzero(used)
+        steps[row, start[row]] += 1
+        steps[row, (start + span)[row]] -= 1
+    return np.cumsum(steps, axis=1, dtype=np.int8)[:, :width] > 0
+
+
+def _m_rope(shape: _Rows, *, edge: bool) -> Array:
+    """Multimodal positions. An image takes the second and third quarter of the prompt: one time step, a grid of rows
+    and columns; the text after it goes on behind the larger side of the grid. Processors fill pads with 1; with `edge`
+    the pads repeat the nearest real value, and the text row is left out."""
+    text = np.clip(np.cumsum(shape.mask, axis=1, dtype=np.int64) - 1, 0, None)
+    begin, count = (shape.prompt // 4)[:, None], (shape.prompt // 2)[:, None]
+    side = np.maximum(np.sqrt(count).astype(np.int64), 1)
+    inside = np.clip(text - begin, 0, count - 1)
+    after = text - count + np.maximum(side, -(-count // side))
+    image = (text >= begin) & (text < begin + count)
+    behind = np.where(text < begin, text, after)
+    vision = [np.where(image, begin + part, behind) for part in (np.zeros_like(inside), inside // side, inside % side)]
+    if edge:
+        return np.stack(vision, axis=1)
+    return np.where(shape.mask[:, None], np.stack([text, *vision], axis=1), 1)
+
+
+def _jagged_prompts(shape: _Rows, prompts: torch.Tensor) -> torch.Tensor:
+    values = prompts[torch.from_numpy(shape.mask[:, : shape.prompt_width])]
+    offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(shape.prompt)]))
+    low, high = int(shape.prompt.min()), int(shape.prompt.max())
+    return torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=low, max_seqlen=high)

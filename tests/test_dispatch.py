@@ -1,0 +1,318 @@
+"""Dispatch over a local Ray: every row once, in order, bit for bit, and what goes wrong on a rank is raised here."""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+
+import pytest
+import ray
+import samples
+import torch
+from ray import cloudpickle
+from samples import PAD, ROWS, assert_same, freeze, per_row, rollout
+from tensordict import NonTensorData, TensorDict
+
+import maskpack as mp
+from maskpack.dispatch import Parcel, WorkerGroup, endpoint
+
+RANKS = 3
+B = len(ROWS)
+
+for module in (sys.modules[__name__], samples):  # the ranks cannot import the tests
+    cloudpickle.register_pickle_by_value(module)
+
+
+class Worker:
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor = factor
+
+    @endpoint
+    def echo(self, batch):
+        return batch
+
+    @endpoint(layout="nested")
+    def echo_nested(self, batch):
+        return batch
+
+    @endpoint
+    def scale(self, batch, factor, *, less=0.0):
+        return TensorDict({"values": batch["old_log_probs"] * factor * self.factor - less}, batch_size=batch.batch_size)
+
+    @endpoint(layout="nested")
+    def scale_nested(self, batch, factor):
+        out = TensorDict({}, batch_size=batch.batch_size)
+        return out.set("values", batch["old_log_probs"] * factor * self.factor)
+
+    @endpoint(layout="nested")
+    def score_every_token(self, batch):
+        return TensorDict({"entropys": batch["input_ids"].to(torch.float32)}, batch_size=batch.batch_size)
+
+    @endpoint
+    def response_outputs(self, batch):
+        return batch.select("response_mask", "old_log_probs")
+
+    @endpoint
+    def metrics(self, batch, *args, **kwargs):
+        kinds = sorted({type(value).__name__ for value in batch.values() if isinstance(value, torch.Tensor)})
+        return {"rows": len(batch), "kinds": kinds, "args": args, "kwargs": kwargs, "uid": list(batch["uid"])}
+
+    @endpoint
+    def nothing(self, batch):
+        return None
+
+    @endpoint
+    def objects(self, batch):
+        out = TensorDict({}, batch_size=batch.batch_size)
+        out.set("answer", per_row([f"to {uid}" for uid in batch["uid"]])) if len(batch) else None
+        return out.set("model", NonTensorData("one", batch_size=batch.batch_size))
+
+    @endpoint
+    def lose_a_row(self, batch):
+        return batch[:-1]
+
+    @endpoint
+    def no_rows(self, batch):
+        return TensorDict({"loss": torch.tensor(1.0)}, batch_size=[])
+
+    @endpoint
+    def fail(self, batch):
+        if batch["uid"][0] == "row-1":
+            raise ValueError("this rank failed")
+
+    @endpoint
+    def sleep(self, batch, seconds):
+        time.sleep(seconds)
+
+    @endpoint
+    def scribble(self, batch):
+        return _scribbled(batch)
+
+    @endpoint(layout="nested")
+    def scribble_nested(self, batch):
+        return _scribbled(batch)
+
+
+def _scribbled(batch):
+    """What was in the batch; then every tensor of it is overwritten."""
+    before = batch.clone()
+    for value in batch.exclude(mp.LAYOUTS).values(include_nested=True, leaves_only=True):
+        if isinstance(value, torch.Tensor):
+            (value.values() if value.is_nested else value).fill_(1)
+    return before
+
+
+@pytest.fixture(scope="module")
+def local_ray():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=200 * 2**20, log_to_driver=False)
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def group(local_ray):
+    return WorkerGroup.launch(Worker, RANKS, pad_token_id=PAD)
+
+
+@pytest.fixture(autouse=True)
+def untouched_batch(request):
+    """The batch on the driver is after every test what it was before."""
+    if "batch" not in request.fixturenames:
+        yield
+        return
+    batch = request.getfixturevalue("batch")
+    before = freeze(batch)
+    yield
+    assert freeze(batch) == before
+
+
+@pytest.fixture
+def batch():
+    return rollout(holes=True)
+
+
+# -------------------------------------------------------------------- what comes back
+
+
+@pytest.mark.parametrize("method", ["echo", "echo_nested"])
+def test_rows_there_and_back(group, batch, method):
+    assert_same(group.call(method, batch), batch)
+    assert_same(mp.unnest(group.call(method, batch, layout="nested")), batch)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 0])
+def test_rows_that_do_not_divide(group, rows):
+    batch = rollout(ROWS[:rows], objects=False)
+    assert_same(group.call("echo", batch), batch)
+    assert_same(group.call("echo_nested", batch), batch)
+    assert_same(group.call("scale", batch, 1.0)["values"], batch["old_log_probs"])
+
+
+def test_parts_differ_by_one_row_and_keep_their_order(group, batch):
+    results = group.call("metrics", batch, 1, "two", three=[3])
+    assert [result["rows"] for result in results] == [3, 2, 2]
+    assert [uid for result in results for uid in result["uid"]] == list(batch["uid"])
+    for result in results:
+        assert (result["args"], result["kwargs"]) == ((1, "two"), {"three": [3]})
+        assert result["kinds"] == ["Tensor"]  # padded: no jagged tensor
+    few = group.call("metrics", batch[:2])
+    assert [result["rows"] for result in few] == [1, 1, 0]
+
+
+@pytest.mark.parametrize("method", ["scale", "scale_nested"])
+@pytest.mark.parametrize("rows", [B, 2])
+def test_new_fields_come_back_padded_or_nested(group, batch, method, rows):
+    part = batch[:rows]
+    factor = 2.0
+    expected = part["old_log_probs"] * factor
+    out = group.call(method, part, factor)
+    assert list(out.keys()) == ["values"]
+    assert out.batch_size == (rows,)
+    assert_same(out["values"], expected)
+    nested = group.call(method, part, factor, layout="nested")
+    assert nested["values"].is_nested
+    assert_same(mp.unnest(nested)["values"], expected)
+
+
+@pytest.mark.parametrize("rows", [B, 2, 1])
+def test_outputs_on_the_sequence_axis(group, batch, rows):
+    """Also where some ranks have no rows."""
+    part = batch[:rows]
+    expected = part["input_ids"].to(torch.float32) * part["attention_mask"]
+    out = group.call("score_every_token", part)
+    assert_same(out["entropys"], expected)
+
+
+def test_outputs_with_a_response_mask_lie_under_the_axis_of_the_batch(group):
+    """The mask of the responses is data; the layout is that of the batch, as on the way there."""
+    batch = rollout(((2, 4), (3, 2), (1, 4)), 3, 4, holes=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = group.call("response_outputs", batch, layout="nested")
+    assert out["old_log_probs"].is_nested
+    assert [len(row) for row in samples.row_list(out["old_log_probs"])] == [4, 2, 4]
+    assert_same(mp.unnest(out), batch.select("response_mask", "old_log_probs"))
+
+
+def test_none_comes_back_as_none(group, batch):
+    assert group.call("nothing", batch) is None
+
+
+def test_objects_come_back(group, batch):
+    out = group.call("objects", batch)
+    assert list(out["answer"]) == [f"to {uid}" for uid in batch["uid"]]
+    assert out["model"] == "one"
+
+
+def test_a_packed_batch_is_taken_too(group, batch):
+    packed = group.pack(batch)
+    assert isinstance(packed, mp.PackedBatch)
+    assert_same(group.call("echo", packed), batch)
+    assert_same(group.call("echo", packed[2:5]), batch[2:5])
+
+
+def test_what_the_driver_gets_is_its_own(group, batch):
+    out = group.call("echo", batch)
+    for value in out.values():
+        if isinstance(value, torch.Tensor):
+            value.fill_(1)
+    assert_same(group.call("echo", batch), batch)
+
+
+# -------------------------------------------------------------------- what a worker may write
+
+
+@pytest.mark.parametrize("method", ["scribble", "scribble_nested"])
+def test_writing_on_a_rank_does_not_reach_the_store(group, batch, method):
+    packed = group.pack(batch.exclude("uid", "extra_info"))
+    ref = ray.put(Parcel(packed, mp.RL_FIELDS, PAD))
+    results = [ray.get(getattr(actor, method).remote(ref)) for actor in (group.actors[0], *group.actors[:2])]
+    for result in results:
+        assert_same(mp.decompress(result), mp.decompress(packed))
+    assert_same(mp.decompress(ray.get(ref).rows), mp.decompress(packed))
+
+
+# -------------------------------------------------------------------- what goes wrong
+
+
+def test_a_wrong_number_of_rows_is_an_error(group, batch):
+    with pytest.raises(mp.LayoutError, match=r"lose_a_row: returned a TensorDict of (2|1) rows for a batch of (3|2)"):
+        group.call("lose_a_row", batch)
+    with pytest.raises(mp.LayoutError, match="no_rows: returned a TensorDict of None rows"):
+        group.call("no_rows", batch)
+
+
+def test_an_exception_on_a_rank_is_raised_here(group, batch):
+    with pytest.raises(ValueError, match="this rank failed"):
+        group.call("fail", batch)
+    assert_same(group.call("echo", batch), batch)  # the ranks are still there
+
+
+def test_a_timeout(group, batch):
+    with pytest.raises(ray.exceptions.GetTimeoutError):
+        group.call("sleep", batch, 1.0, timeout=0.1)
+
+
+def test_a_group_without_actors():
+    with pytest.raises(mp.MaskpackError, match="no actors"):
+        WorkerGroup([])
+
+
+def test_errors_of_packing_are_raised_before_anything_is_sent(group, batch):
+    strict = WorkerGroup(group.actors, pad_token_id=PAD, strict_mask_nesting=True)
+    dense = batch.copy().set("secret", torch.ones(B, 3))
+    with pytest.raises(mp.CoverageError, match="secret"):
+        strict.call("echo", dense)
+    with pytest.raises(mp.RegistryError, match="pad_token_id"):
+        WorkerGroup(group.actors).call("echo", batch)
+    assert_same(strict.call("echo", batch), batch)
+
+
+def test_a_field_that_is_kept_whole(group, batch):
+    batch = batch.clone()
+    batch["old_log_probs"][0, 5] = 3.0
+    with pytest.warns(mp.MaskpackWarning, match="old_log_probs"):
+        assert_same(group.call("echo", batch), batch)
+
+
+# -------------------------------------------------------------------- without Ray, and launching
+
+
+def test_a_method_called_with_a_batch_runs_undecorated(batch):
+    worker = Worker(3.0)
+    assert worker.echo(batch) is batch
+    assert worker.echo_nested(batch) is batch
+    assert_same(worker.scale(batch, 2.0, less=1.0)["values"], batch["old_log_probs"] * 2.0 * 3.0 - 1.0)
+    assert worker.lose_a_row(batch).batch_size == (B - 1,)
+    with pytest.raises(ValueError, match="this rank failed"):
+        worker.fail(batch[2:])
+    assert Worker.scale.__name__ == "scale"
+
+
+def test_launch_takes_the_arguments_of_the_class(local_ray, batch):
+    group = WorkerGroup.launch(Worker, 1, 4.0, pad_token_id=PAD)
+    assert len(group.actors) == 1
+    out = group.call("scale", batch, 2.0)
+    assert_same(out["values"], batch["old_log_probs"] * 8.0)
+
+
+def test_launch_starts_a_local_ray(local_ray, monkeypatch):
+    started = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **options: started.append(options))
+    monkeypatch.setattr(ray, "remote", lambda kind: Remote)
+    WorkerGroup.launch(Worker, 2)
+    WorkerGroup.launch(Worker, 2, num_cpus=5)
+    assert [options["num_cpus"] for options in started] == [2, 5]
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    WorkerGroup.launch(Worker, 2)
+    assert len(started) == 2
+
+
+class Remote:
+    @staticmethod
+    def remote(*args):
+        return args

@@ -1,0 +1,772 @@
+"""The cases that broke other systems, a test or more for each: exact, or a named error that leaves the input alone."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from samples import (
+    PAD,
+    PROMPT,
+    RESPONSE,
+    ROWS,
+    assert_same,
+    field,
+    freeze,
+    jagged,
+    of,
+    per_row,
+    positions,
+    real_positions,
+    response_mask,
+    rollout,
+    row_list,
+    tokens,
+)
+from tensordict import TensorDict, TensorDictBase
+
+import maskpack as mp
+
+B = len(ROWS)
+ON_RESPONSE = real_positions("response", ROWS, PROMPT, RESPONSE)
+DTYPES = [
+    torch.bool,
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.complex128),
+]
+
+
+def nest(batch, **options):
+    return mp.nest_batch_by_mask(batch, **{"pad_token_id": PAD, **options})
+
+
+def compress(batch, **options):
+    return mp.compress(batch, **{"pad_token_id": PAD, **options})
+
+
+def both_ways(batch, **options):
+    """The batch after each way there and back."""
+    return {
+        "nest": mp.unnest(nest(batch, **options)),
+        "compress": mp.decompress(compress(batch, **options)),
+        "compress, nested": mp.unnest(mp.decompress(compress(batch, **options), layout="nested")),
+    }
+
+
+def assert_exact(batch, **options):
+    """Exact both ways, without a warning, and the batch is not changed."""
+    before = freeze(batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", mp.MaskpackWarning)
+        for restored in both_ways(batch, **options).values():
+            assert_same(restored, batch)
+    assert freeze(batch) == before
+
+
+def assert_kept(batch, name, **options):
+    """Exact both ways, with a warning that names the field."""
+    before = freeze(batch)
+    with pytest.warns(mp.MaskpackWarning, match=f'"{name}"'):
+        restored = both_ways(batch, **options)
+    for out in restored.values():
+        assert_same(out, batch)
+    assert freeze(batch) == before
+
+
+def assert_refused(batch, error, match, **options):
+    """Both ways raise the named error, and the batch is not changed."""
+    before = freeze(batch)
+    with pytest.raises(error, match=match):
+        nest(batch, **options)
+    with pytest.raises(error, match=match):
+        compress(batch, **options)
+    assert freeze(batch) == before
+
+
+# -------------------------------------------------------------------- values
+
+
+def test_01_holes_in_the_response_mask():
+    batch = rollout(holes=True)
+    assert_exact(batch)
+    nested = nest(batch)
+    for name in ("responses", "response_mask", "old_log_probs", "token_level_scores"):
+        for b, row in enumerate(row_list(nested[name])):
+            assert freeze(row) == freeze(batch[name][b, : ROWS[b][1]])
+    final = [row[-1].item() for row in row_list(nested["token_level_scores"]) if len(row)]
+    assert final == [1.0] * len(final)  # the reward lies under a hole, and is there
+
+
+def test_01_holes_without_an_attention_mask():
+    mask = torch.tensor([[1, 0, 1, 1, 0], [0, 0, 1, 0, 0], [0, 0, 0, 0, 0]])
+    lengths = [4, 3, 0]
+    prefix = [[s < n for s in range(5)] for n in lengths]
+    batch = TensorDict({"response_mask": mask, "old_log_probs": field(prefix, torch.float32)}, batch_size=[3])
+    assert_exact(batch)
+    assert [len(row) for row in row_list(nest(batch)["old_log_probs"])] == lengths
+    batch["rm_scores"] = torch.zeros(3, 5)
+    batch["rm_scores"][1, 4] = 1.0  # behind the last token that the mask names
+    assert_kept(batch, "rm_scores")
+
+
+def test_01_trailing_holes_do_not_move_a_response_whose_mask_stays_dense():
+    batch = rollout(holes=True, objects=False)
+    nested = nest(batch, ignore_dense_fields=["response_mask"])
+    out = mp.select_and_pad_to_response(nested, "responses", "old_log_probs")
+    assert freeze(out["responses"]) == freeze(batch["responses"])
+    assert freeze(out["old_log_probs"]) == freeze(batch["old_log_probs"])
+
+
+def test_01_trailing_holes_do_not_shift_extract_response():
+    rows = ((2, 3), (3, 1), (1, 2))
+    batch = rollout(rows, 3, 3, holes=True, objects=False)
+    values = torch.arange(18.0).view(3, 6)
+    nested = nest(batch, ignore_dense_fields=["response_mask"])
+    out = mp.extract_response(nested, values)
+    for b, (_, r) in enumerate(rows):
+        assert out[b].tolist() == [*values[b, 2 : 2 + r].tolist(), *[0.0] * (3 - r)]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.int32, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["attention_mask", "response_mask", "loss_mask"])
+def test_02_masks_keep_their_dtype(name, dtype):
+    batch = rollout(holes=True)
+    batch["loss_mask"] = batch["response_mask"].clone()
+    batch[name] = batch[name].to(dtype)
+    assert_exact(batch)
+    assert nest(batch)[name].dtype == dtype
+
+
+@pytest.mark.parametrize("weights", [[0.5, 2.0, 0.0], [1, 2, 0]], ids=str)
+@pytest.mark.parametrize("name", ["attention_mask", "response_mask", "loss_mask"])
+def test_02_masks_keep_their_weights(name, weights):
+    data = tokens(((0, 3), (0, 3)), 0, 4)
+    data.setdefault(name, torch.zeros(2, 4, dtype=torch.int64))
+    data[name] = torch.tensor([[*weights, 0], [*reversed(weights), 0]])
+    if name == "attention_mask":  # what it weighs with 0 is no token
+        for other in ("responses", "input_ids"):
+            data[other][data[name] == 0] = PAD
+    assert_exact(TensorDict(data, batch_size=[2]))
+
+
+STRAYS = [
+    ("old_log_probs", (0, 5), 1e-30),
+    ("old_log_probs", (0, 5), -0.0),
+    ("old_log_probs", (4, 0), float("nan")),
+    ("responses", (2, 0), 0),
+    ("prompts", (0, 0), PAD - 1),
+    ("position_ids", (0, 10), 0),
+    ("position_ids", (0, 0), 1),
+    ("position_ids", (4, 3), 1),
+    ("response_mask", (2, 3), 1),
+    ("routed_experts", (0, 0, 2, 1), 7),
+]
+
+
+@pytest.mark.parametrize(("name", "place", "value"), STRAYS)
+def test_03_a_value_under_the_mask_is_kept_or_named(name, place, value):
+    batch = rollout()
+    batch["routed_experts"] = of("sequence", torch.int16, 0, (3, 2))
+    batch[name][place] = value
+    assert_kept(batch, name)
+    assert_refused(batch, mp.LossyPadError, rf'"{name}" holds .* at \({place[0]}, {place[1]}', on_loss="error")
+    with pytest.raises(mp.LossyPadError, match=name):
+        nest(batch, strict=True)
+    with pytest.raises(mp.LossyPadError, match=name):
+        compress(batch, strict_mask_nesting=True)
+
+
+def test_03_a_value_under_the_mask_is_dropped_only_when_asked():
+    batch = rollout()
+    clean = batch.clone()
+    batch["old_log_probs"][0, 5] = 3.0
+    for restored in both_ways(batch, on_loss="drop").values():
+        assert_same(restored, clean)
+
+
+def test_03_every_value_under_the_mask_is_seen():
+    data = tokens()
+    for b, line in enumerate(real_positions("sequence", ROWS, PROMPT, RESPONSE)):
+        for s, on in enumerate(line):
+            if on:
+                continue
+            data["input_ids"][b, s] += 1
+            with pytest.raises(mp.LossyPadError, match=rf"\({b}, {s}\)"):
+                nest(TensorDict(data, batch_size=[B]), on_loss="error")
+            data["input_ids"][b, s] -= 1
+
+
+def test_03_a_swap_of_pad_and_value_is_seen():
+    """As many pads as before, but one of them is a token and one token is a pad."""
+    batch = rollout(objects=False)
+    batch["responses"][0, 0] = PAD
+    batch["responses"][0, 5] = 5
+    assert_kept(batch, "responses")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["advantages", "old_log_probs"])
+def test_03_signed_zeros_under_the_mask(name, dtype):
+    """What `x * mask` leaves is 0.0 in some rows and -0.0 in others."""
+    batch = rollout(objects=False)
+    batch[name] = of("response", dtype)
+    for b, (_, r) in enumerate(ROWS):
+        batch[name][b, r:] = -0.0 if b % 2 == 0 else 0.0
+    assert_exact(batch)
+    nested, packed = nest(batch), compress(batch)
+    assert nested[name].is_nested
+    assert_same(mp.unnest(nest(nested)), batch)
+    assert_same(mp.unnest(pickle.loads(pickle.dumps(nested))), batch)
+    assert_same(mp.unnest(nested[1:4]), batch[1:4])
+    assert_same(mp.unnest(nested[torch.tensor([5, 0, 0])]), batch[torch.tensor([5, 0, 0])])
+    assert_same(mp.unnest(torch.cat([nested, nested])), torch.cat([batch, batch]))
+    assert_same(mp.unnest(nested.to(torch.float16)), batch.to(torch.float16))
+    assert_same(mp.decompress(packed[[5, 0, 0]]), batch[[5, 0, 0]])
+    assert_same(mp.decompress(pickle.loads(pickle.dumps(packed[2:]))), batch[2:])
+    assert_same(mp.decompress(mp.PackedBatch.cat(packed.chunk(3))), batch)
+    out = mp.select_and_pad_to_response(nested[1:5], name)[name]
+    assert freeze(out) == freeze(batch[name][1:5])
+
+
+def test_03_cat_of_parts_with_other_zeros():
+    batch = rollout(objects=False)
+    for b, (_, r) in enumerate(ROWS):
+        batch["returns"][b, r:] = -0.0 if b < 3 else 0.0
+    parts = [compress(batch[:3]), compress(batch[3:5]), compress(batch[5:])]
+    assert_same(mp.decompress(mp.PackedBatch.cat(parts)), batch)
+    nested = mp.decompress(mp.PackedBatch.cat(parts), layout="nested")
+    assert nested["returns"].is_nested
+    assert_same(mp.unnest(nested), batch)
+
+
+def test_03_position_ids_repeat_their_last_number():
+    batch = rollout()
+    assert batch["position_ids"][0].tolist() == [0, 0, 0, 0, 1, 2, 3, 4, 4, 4, 4]
+    assert_exact(batch, on_loss="error")
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int64, torch.uint8], ids=str)
+def test_04_routed_experts_keep_their_dtype(dtype):
+    batch = rollout()
+    batch["routed_experts"] = of("sequence", dtype, 0, (3, 2))
+    assert_exact(batch)
+    for restored in both_ways(batch).values():
+        assert restored["routed_experts"].dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pad"), [(torch.uint8, -100), (torch.int64, 0.5), (torch.bool, 2), (torch.int8, 128), (torch.int64, 1j)]
+)
+def test_04_a_pad_that_does_not_fit_is_an_error(dtype, pad):
+    batch = TensorDict({"mask": torch.ones(2, 3), "x": torch.ones(2, 3).to(dtype)}, batch_size=[2])
+    registry = {"x": mp.MaskNestingSpec("mask", pad)}
+    assert_refused(batch, mp.RegistryError, '"x".*does not fit', registry=registry)
+
+
+def test_05_key_order_stays_and_no_helper_key_is_left():
+    batch = rollout()
+    names = sorted(batch.keys(), key=lambda name: name[::-1])
+    batch = TensorDict({name: batch.get(name) for name in names}, batch_size=[B])
+    for restored in both_ways(batch).values():
+        assert list(restored.keys()) == names
+    assert list(nest(batch).keys()) == [*names, mp.LAYOUTS]
+    assert list(mp.unnest(nest(batch), "responses", "advantages").keys()) == [
+        name for name in names if name in ("responses", "advantages")
+    ]
+
+
+@pytest.mark.parametrize(("rows", "prompt", "response"), [(4, 2, 2), (4, 5, 3), (2, 2, 2), (1, 2, 2)])
+def test_06_mrope_with_equal_lengths(rows, prompt, response):
+    data = tokens(((prompt, response),) * rows, prompt, response)
+    text = positions(data["attention_mask"])
+    data["position_ids"] = torch.stack([text, text * 2, text * 3, text * 5 + 1], 1)
+    batch = TensorDict(data, batch_size=[rows])
+    assert_exact(batch)
+    ids = nest(batch)["position_ids"]
+    assert [tuple(row.shape) for row in row_list(ids)] == [(prompt + response, 4)] * rows
+    assert freeze(row_list(ids)[0]) == freeze(data["position_ids"][0].T.contiguous())
+
+
+# -------------------------------------------------------------------- shapes and edges
+
+SHAPES = {
+    "no rows": ((), 3, 4),
+    "no columns": (((0, 0), (0, 0)), 0, 0),
+    "no rows, no columns": ((), 0, 0),
+    "an empty row": (((1, 2), (0, 0), (3, 4)), 3, 4),
+    "all rows empty": (((0, 0),) * 3, 3, 4),
+    "one row": (((2, 1),), 3, 4),
+    "one full row": (((3, 4),), 3, 4),
+    "no prompts": (((0, 2), (0, 4)), 0, 4),
+    "no responses": (((2, 0), (3, 0)), 3, 0),
+    "one token": (((0, 1),), 0, 1),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_07_sizes(shape):
+    rows, prompt, response = shape
+    batch = rollout(rows, prompt, response, objects=False)
+    assert_exact(batch)
+    assert_exact(batch.lock_())
+
+
+@pytest.mark.parametrize("mask", [torch.ones(3), torch.ones(3, 4, 2)], ids=["1-D", "3-D"])
+def test_07_a_mask_of_other_dims_is_an_error(mask):
+    batch = TensorDict({"mask": mask, "x": torch.ones(3, 4)}, batch_size=[3])
+    assert_refused(batch, mp.LayoutError, '"mask" is ', registry={"x": mp.MaskNestingSpec("mask")})
+
+
+def test_07_two_batch_dims():
+    mask = [[True, True, False], [True, False, False]]
+    batch = TensorDict({"mask": torch.tensor(mask), "x": field(mask, torch.float32, 0, (4,))}, batch_size=[2, 3])
+    batch["sub", "y"] = field(mask, torch.int64, 9)
+    registry = {"mask": mp.MaskNestingSpec("mask"), "x": mp.MaskNestingSpec("mask"), "y": mp.MaskNestingSpec("mask", 9)}
+    assert_exact(batch, registry=registry)
+    assert nest(batch, registry=registry)["sub", "y"].is_nested
+
+
+def test_07_a_locked_batch():
+    batch = rollout().lock_()
+    assert_exact(batch)
+    assert batch.is_locked
+    assert not mp.unnest(nest(batch)).is_locked
+
+
+@pytest.mark.parametrize("trailing", [(), (3,)], ids=["(B, S)", "(B, S, 3)"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_07_every_dtype(dtype, trailing):
+    mask = [[False, True, True, False], [False] * 4, [True] * 4, [True, False, True, False]]
+    data = {"mask": torch.tensor(mask)}
+    source = torch.randint(0, 2, (4, 4, *trailing)) if dtype == torch.bool else torch.randn(4, 4, *trailing) * 50
+    source[~data["mask"]] = 0
+    data["x"] = source.abs().to(dtype)
+    batch = TensorDict(data, batch_size=[4])
+    registry = {name: mp.MaskNestingSpec("mask") for name in data}
+    assert_exact(batch, registry=registry)
+    assert nest(batch, registry=registry)["x"].dtype == dtype
+
+
+def test_08_dense_prompts_without_a_prompt_mask():
+    batch = TensorDict(
+        {"prompts": tokens()["prompts"], "responses": tokens()["responses"], "response_mask": response_mask()},
+        batch_size=[B],
+    )
+    assert_kept(batch, "prompts")
+
+
+def test_08_prompts_already_jagged():
+    data = tokens(((2, 3), (4, 1)), 4, 3)
+    data["prompts"] = jagged([torch.tensor([5, 6]), torch.tensor([7, 8, 9, 10])])
+    batch = TensorDict(data, batch_size=[2])
+    assert_exact(batch)
+    assert nest(batch)["responses"].is_nested
+
+
+def test_08_fields_in_a_sub_batch():
+    batch = rollout()
+    batch["ref", "old_log_probs"] = of("response", torch.float32, seed=3)
+    batch["ref", "deeper", "teacher_ids"] = of("sequence", torch.int32, PAD, (2,))
+    mask = [[True, False], [True, True]] * 3 + [[False, False]]
+    batch["own"] = TensorDict({"attention_mask": torch.tensor(mask), "input_ids": field(mask, torch.int64, PAD)}, [B])
+    assert_exact(batch)
+    nested = nest(batch)
+    assert nested["ref", "old_log_probs"].offsets() is nested["old_log_probs"].offsets()
+    assert [len(row) for row in row_list(nested["own", "input_ids"])] == [sum(line) for line in mask]
+
+
+# -------------------------------------------------------------------- state
+
+
+@pytest.mark.parametrize("last", [True, False], ids=["last", "first"])
+def test_09_an_error_leaves_the_batch_as_it_was(last):
+    batch = rollout()
+    batch["returns"] = torch.zeros(B, RESPONSE + 1)
+    if not last:
+        batch = TensorDict({name: batch.get(name) for name in reversed(list(batch.keys()))}, batch_size=[B])
+    storages = {name: value.data_ptr() for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    assert_refused(batch, mp.LayoutError, r'"returns" is \(7, 7\)')
+    assert_refused(batch.exclude("returns"), mp.RegistryError, "pad_token_id", pad_token_id=None)
+    assert storages == {name: value.data_ptr() for name, value in batch.items() if isinstance(value, torch.Tensor)}
+
+
+def test_09_nesting_twice_keeps_the_way_back():
+    batch = rollout(holes=True)
+    twice = nest(nest(batch))
+    assert_same(mp.unnest(twice), batch)
+    assert_same(mp.decompress(compress(twice)), batch)
+
+
+def test_09_a_field_kept_whole_stays_whole_through_nesting_twice():
+    batch = rollout()
+    batch["old_log_probs"][0, 5] = 3.0
+    with pytest.warns(mp.MaskpackWarning, match="old_log_probs"):
+        twice = nest(nest(batch))
+    with pytest.warns(mp.MaskpackWarning, match="old_log_probs"):
+        packed = compress(twice)
+    assert_same(mp.unnest(twice), batch)
+    assert_same(mp.decompress(packed), batch)
+
+
+def test_10_select_of_some_fields():
+    batch = rollout()
+    nested = nest(batch)
+    with pytest.raises(mp.LayoutError, match=r"select\(\)"):
+        mp.unnest(nested.select("responses", "advantages"))
+    some = nested.select("responses", "advantages", mp.LAYOUTS)
+    assert_same(mp.unnest(some), batch.select("responses", "advantages"))
+    assert_same(mp.unnest(nested, "advantages"), batch.select("advantages"))
+
+
+CASTS = {
+    "float": lambda batch: batch.float(),
+    "to(bfloat16)": lambda batch: batch.to(torch.bfloat16),
+    "half": lambda batch: batch.half(),
+    "apply": lambda batch: batch.apply(lambda x: x.to(torch.float64)),
+    "apply to floats": lambda batch: batch.apply(lambda x: x * 2 if x.is_floating_point() else x),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
+def test_10_casts_then_restore(cast):
+    batch = rollout(holes=True, objects=False)
+    nested = nest(batch)
+    before = freeze(nested)
+    assert_same(mp.unnest(cast(nested)), cast(batch))
+    assert freeze(nested) == before
+
+
+def test_10_arithmetic_on_the_run_table_is_refused():
+    nested = nest(rollout(objects=False))
+    for change in (lambda x: x + 1, lambda x: x.to(torch.float32) * 1.5, lambda x: x.to(torch.float32) - 1):
+        changed = nested.apply(change)
+        with pytest.raises(mp.LayoutError, match="run table"):
+            mp.unnest(changed)
+
+
+def test_10_cat_of_equal_widths():
+    batch = rollout(objects=False)
+    nested = nest(batch)
+    assert_same(mp.unnest(torch.cat([nested, nested])), torch.cat([batch, batch]))
+    parts = [mp.decompress(compress(part), layout="nested") for part in batch.split([3, 4])]
+    assert_same(mp.unnest(torch.cat(parts)), batch)
+
+
+def test_10_cat_of_unequal_width_is_refused():
+    wide = rollout(((1, 1), (2, 3)), 5, 6, objects=False)
+    narrow = rollout(((1, 1), (2, 3)), 5, 4, objects=False)
+    joined = torch.cat([nest(wide), nest(narrow)])
+    with pytest.raises(mp.LayoutError, match="different widths"):
+        mp.unnest(joined)
+    with pytest.raises(mp.LayoutError, match="width"):
+        mp.PackedBatch.cat([compress(wide), compress(narrow)])
+
+
+def test_10_cat_of_packed_batches():
+    batch = rollout(holes=True)
+    parts = compress(batch).split([2, 0, 4, 1])
+    assert_same(mp.decompress(mp.PackedBatch.cat(parts)), batch)
+
+
+def test_10_cat_where_one_part_was_kept_whole():
+    batch = rollout()
+    batch["old_log_probs"][0, 5] = 3.0
+    with pytest.warns(mp.MaskpackWarning, match="old_log_probs"):
+        parts = [compress(batch[:3]), compress(batch[3:])]
+    assert_same(mp.decompress(mp.PackedBatch.cat(parts)), batch)
+
+
+@pytest.mark.parametrize("rows", [slice(1, 3), [3, 0], slice(None, None, -1), torch.tensor([True, False] * 3 + [True])])
+def test_10_rows_then_restore(rows):
+    batch = rollout(holes=True, objects=False)
+    index = torch.arange(B).numpy()[::-1].copy() if rows == slice(None, None, -1) else rows
+    assert_same(mp.decompress(compress(batch)[rows]), batch[index])
+    if not isinstance(rows, slice) or rows.step is None:
+        assert_same(mp.unnest(nest(batch)[rows]), batch[rows])
+
+
+# -------------------------------------------------------------------- torch, tensordict, Ray
+
+
+@pytest.mark.parametrize("rows", [ROWS, ((2, 3),) * 4], ids=["ragged", "equal"])
+def test_11_max_length_is_set(rows):
+    batch = rollout(rows, objects=False)
+    longest = {"prompts": max(p for p, _ in rows), "responses": max(r for _, r in rows)}
+    for nested in (nest(batch), mp.decompress(compress(batch), layout="nested"), nest(batch)[1:4]):
+        for name in longest:
+            lengths = [len(row) for row in row_list(nested[name])]
+            assert nested[name]._get_max_seqlen() == max(lengths)
+            assert nested[name]._get_min_seqlen() == min(lengths)
+            assert nested[name].to_padded_tensor(0).shape[1] == max(lengths)
+
+
+def test_11_restored_after_pickle():
+    batch = rollout(holes=True)
+    for protocol in (2, 4, 5):
+        nested = pickle.loads(pickle.dumps(nest(batch), protocol=protocol))
+        assert_same(mp.unnest(nested), batch)
+        assert_same(mp.decompress(compress(nested)), batch)
+        packed = pickle.loads(pickle.dumps(compress(batch), protocol=protocol))
+        assert_same(mp.decompress(packed), batch)
+
+
+def test_11_restored_after_consolidate():
+    batch = rollout(holes=True, objects=False)
+    consolidated = nest(batch).consolidate()
+    assert_same(mp.unnest(consolidated), batch)
+    assert_same(mp.decompress(compress(consolidated)), batch)
+    assert_same(mp.unnest(pickle.loads(pickle.dumps(consolidated))), batch)
+
+
+def test_11_nesting_again_sets_the_max_length():
+    batch = rollout(objects=False)
+    for form in (pickle.loads(pickle.dumps(nest(batch))), nest(batch).consolidate()):
+        again = nest(form)
+        assert again["responses"]._get_max_seqlen() == max(r for _, r in ROWS)
+        assert again["responses"].to_padded_tensor(PAD).shape == (B, max(r for _, r in ROWS))
+
+
+def test_12_a_slice_carries_its_own_bytes_only():
+    rows = ((20, 30),) * 64
+    packed = compress(rollout(rows, 40, 60, objects=False))
+    whole = len(pickle.dumps(packed, protocol=5))
+    parts = [len(pickle.dumps(part, protocol=5)) for part in packed.chunk(8)]
+    header = len(pickle.dumps(packed[0:0], protocol=5))
+    for size in parts:
+        assert size - header < (whole - header) / 8 + 512
+
+
+def test_12_fields_share_their_offsets_again_after_consolidate():
+    batch = rollout(objects=False)
+    nested = nest(nest(batch).consolidate())
+    difference = nested["old_log_probs"] - nested["ref_log_prob"]
+    expected = batch["old_log_probs"] - batch["ref_log_prob"]
+    for b, row in enumerate(row_list(difference)):
+        assert freeze(row) == freeze(expected[b, : ROWS[b][1]])
+    assert nested["old_log_probs"].offsets() is nested["responses"].offsets()
+
+
+def test_12_fields_share_their_offsets_after_every_row_operation():
+    packed = compress(rollout(objects=False))
+    for rows in (packed, packed[2:5], packed.select([4, 1, 1]), mp.PackedBatch.cat(packed.chunk(3))):
+        nested = mp.decompress(rows, layout="nested")
+        assert (nested["old_log_probs"] - nested["returns"]).shape[0] == len(rows)
+        assert nested["old_log_probs"].offsets() is nested["returns"].offsets()
+
+
+def test_12a_packed_rows_never_index_a_jagged_leaf(monkeypatch):
+    batch = rollout(holes=True)
+    batch["prompts"] = jagged([torch.arange(p) for p, _ in ROWS])
+    expected = {name: mp.decompress(part) for name, part in _row_operations(compress(batch)).items()}
+    packed = compress(batch)
+    jagged_rows = jagged([torch.arange(2), torch.arange(3)])
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a TensorDict or a jagged leaf was indexed")
+
+    for name in ("__getitem__", "split", "chunk", "unbind", "gather", "_index_tensordict"):
+        for kind in (TensorDictBase, TensorDict):
+            if name in vars(kind):
+                monkeypatch.setattr(kind, name, refuse)
+    kind = type(jagged_rows)
+    for name in ("__getitem__", "unbind", "split", "chunk", "narrow", "select", "index_select"):
+        monkeypatch.setattr(kind, name, refuse, raising=False)
+    with pytest.raises(AssertionError, match="indexed"):
+        batch[0:2]
+    with pytest.raises(AssertionError, match="indexed"):
+        jagged_rows[0]
+    restored = {
+        name: (mp.decompress(part), mp.decompress(part, layout="nested"))
+        for name, part in _row_operations(packed).items()
+    }
+    monkeypatch.undo()
+    for name, (padded, nested) in restored.items():
+        assert_same(padded, expected[name])
+        assert_same(mp.unnest(nested), expected[name])
+
+
+def _row_operations(packed):
+    return {
+        "slice": packed[1:4],
+        "select": packed.select([3, 0, 0]),
+        "mask": packed[torch.tensor([True, False, True, False, True, False, True])],
+        "split": packed.split([2, 5])[1],
+        "chunk": packed.chunk(3)[0],
+        "cat": mp.PackedBatch.cat([packed[4:], packed[:4]]),
+    }
+
+
+def out_of_band(value):
+    buffers: list[pickle.PickleBuffer] = []
+    return pickle.dumps(value, protocol=5, buffer_callback=buffers.append), buffers
+
+
+def test_13_values_leave_out_of_band():
+    rows = ((100, 400),) * 32
+    batch = rollout(rows, 128, 512, objects=False)
+    packed = compress(batch)
+    for part in (packed, packed[3:11], mp.PackedBatch.cat(packed.chunk(4))):
+        stream, buffers = out_of_band(part)
+        carried = sum(buffer.raw().nbytes for buffer in buffers)
+        assert carried == part.nbytes
+        assert len(stream) < 16_384
+        assert_same(mp.decompress(pickle.loads(stream, buffers=buffers)), mp.decompress(part))
+
+
+def test_14_run_tables_are_narrow():
+    """What costs 525 KB as int64 costs a fraction in integers as narrow as they fit."""
+    rows, width = 16, 4096
+    mask = (torch.arange(width) % 2 == 0).long().repeat(rows, 1)
+    batch = TensorDict({"attention_mask": mask}, batch_size=[rows])
+    packed = compress(batch)
+    assert packed.nbytes <= rows * width * 3  # an eighth of the mask's own bytes, run by run
+    assert_exact(batch)
+
+
+def test_14_an_all_ones_loss_mask_costs_next_to_nothing():
+    rows, width = 16, 4096
+    ones = torch.ones(rows, width, dtype=torch.int64)
+    batch = TensorDict({"attention_mask": ones, "loss_mask": ones.clone()}, batch_size=[rows])
+    assert compress(batch).nbytes < 1024
+    assert_exact(batch)
+
+
+def test_15_layouts_stay_on_the_device_of_the_mask():
+    layout = mp.RowLayout.from_mask(torch.tensor([[1, 1, 0], [0, 1, 0]])).to("meta")
+    for tensor in (layout.starts, layout.splits, layout.offsets, layout.cu_seqlens, layout.indices, layout.to_mask()):
+        assert tensor.device.type == "meta"
+    assert layout.select([1]).device.type == "meta"
+    assert layout.narrow(0, 2).to_mask().device.type == "meta"
+    packed = mp.ops.pack(torch.empty(2, 3, 5, device="meta"), layout)
+    assert packed.device.type == "meta"
+    assert packed.shape == (3, 5)
+    assert mp.ops.unpack(packed, layout, 1).device.type == "meta"
+    with pytest.raises(mp.LayoutError, match="meta"):
+        mp.ops.pack(torch.empty(2, 3), layout)
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_15_the_device_of_the_batch_stays(device):
+    batch = rollout(objects=False)
+    batch = TensorDict(dict(batch.items()), batch_size=[B], device=device)
+    for restored in both_ways(batch).values():
+        assert restored.device == batch.device
+    assert nest(batch).device == batch.device
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_15_masks_come_back_on_the_device_of_the_batch():
+    batch = rollout(holes=True).to("cuda")
+    assert_exact(batch)
+    nested = nest(batch)
+    assert all(value.is_cuda for value in nested.values() if isinstance(value, torch.Tensor))
+    mixed = rollout(objects=False)
+    mixed["old_log_probs"] = mixed["old_log_probs"].cuda()
+    assert_exact(mixed)
+
+
+def writable_tensors(batch):
+    for value in batch.values(include_nested=True, leaves_only=True):
+        if isinstance(value, torch.Tensor):
+            yield value.values() if value.is_nested else value
+
+
+def test_16_what_comes_from_read_only_buffers_is_a_copy():
+    batch = rollout(holes=True, objects=False)
+    batch["attention_mask"] = batch["attention_mask"].bool()
+    batch["unknown"] = torch.randn(B, 2)
+    with pytest.warns(mp.MaskpackWarning, match="unknown"):
+        stream, buffers = out_of_band(compress(batch))
+    stored = [bytes(buffer.raw()) for buffer in buffers]
+    for layout in ("padded", "nested"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # torch warns of a tensor on read-only memory
+            received = pickle.loads(stream, buffers=stored)
+            for part in (received, received[1:4], received.select([2, 0]), mp.PackedBatch.cat(received.chunk(2))):
+                out = mp.decompress(part, layout=layout)
+                expected = freeze(mp.decompress(part, layout=layout))
+                for tensor in writable_tensors(out.exclude(mp.LAYOUTS)):
+                    tensor.fill_(1)
+                assert freeze(mp.decompress(part, layout=layout)) == expected
+    assert stored == [bytes(buffer.raw()) for buffer in buffers]
+    assert_same(mp.decompress(pickle.loads(stream, buffers=stored)), batch)
+
+
+def test_16_writing_to_either_side_does_not_reach_the_other():
+    batch = rollout(objects=False)
+    expected = batch.clone()
+    packed = compress(batch)
+    for tensor in writable_tensors(batch):
+        tensor.fill_(1)
+    assert_same(mp.decompress(packed), expected)
+    for layout in ("padded", "nested"):
+        for tensor in writable_tensors(mp.decompress(packed, layout=layout).exclude(mp.LAYOUTS)):
+            tensor.fill_(1)
+    assert_same(mp.decompress(packed), expected)
+
+
+def test_16_writing_to_a_nested_batch_does_not_reach_the_padded_one():
+    """What nesting gathers is new memory; what it leaves dense is the caller's tensor, as in any TensorDict."""
+    batch = rollout(objects=False)
+    before = freeze(batch)
+    for tensor in nest(batch).exclude(mp.LAYOUTS).values():
+        if tensor.is_nested:
+            tensor.values().fill_(1)
+    assert freeze(batch) == before
+
+
+# -------------------------------------------------------------------- coverage
+
+
+def test_17_strict_finds_tensors_wherever_they_hide():
+    batch = rollout()
+    nest(batch, strict=True)
+    compress(batch, strict_mask_nesting=True)
+    batch["sub", "secret"] = torch.ones(B, 3)
+    batch.set("extra_info", per_row([{"deep": [torch.ones(b + 1)]} for b in range(B)]))
+    before = freeze(batch)
+    for call in (lambda: nest(batch, strict=True), lambda: compress(batch, strict_mask_nesting=True)):
+        with pytest.raises(mp.CoverageError) as caught:
+            call()
+        assert '"sub/secret" (7, 3) float32, 84 bytes' in str(caught.value)
+        assert '"extra_info/[6]/deep/[0]" (7,) float32, 28 bytes' in str(caught.value)
+        assert "8 field(s)" in str(caught.value)
+    assert freeze(batch) == before
+
+
+def test_17_one_entry_a_row_is_no_failure():
+    batch = TensorDict({"score": torch.ones(4), "rewards_per_row": torch.ones(4, dtype=torch.int32)}, batch_size=[4])
+    assert_same(mp.unnest(nest(batch, strict=True)), batch)
+    assert mp.dense_fields(batch, mp.RL_FIELDS) == ()
+
+
+def test_18_restored_tokens_are_padded_with_the_pad_token():
+    batch = rollout()
+    for name, restored in both_ways(batch).items():
+        for column in ("input_ids", "responses", "prompts"):
+            assert (restored[column][4] == PAD).all(), (name, column)  # the empty row is pad tokens throughout
+    rows = mp.decompress(compress(batch)[4:5], "input_ids")
+    assert (rows["input_ids"] == PAD).all()
+    chunk = nest(batch)[4:5]
+    assert (mp.select_and_pad_to_response(chunk, "responses")["responses"] == PAD).all()
+
+
+def test_18_pad_0_is_a_pad_like_any_other():
+    batch = rollout(objects=False)
+    for name in ("input_ids", "prompts", "responses"):
+        batch[name][batch[name] == PAD] = 0
+    assert_exact(batch, pad_token_id=0)
+    assert_kept(batch, "input_ids", pad_token_id=1)
+
+
+def test_18_numpy_objects_of_the_batch_are_untouched():
+    batch = rollout(objects=False)
+    arrays = [np.arange(b + 1) for b in range(B)]
+    batch.set("raw_prompt", per_row(arrays))
+    assert_exact(batch)
