@@ -75,19 +75,27 @@ class Axes:
     def _compute(self, name: str, mask: Key, scope: Path) -> Axis | None:
         if name in self._carried:
             return Axis(name, self._carried[name])
-        for way in self._registry.ways(mask):
-            source = (*scope, *path_of(way.source))
-            tensor = dense_at(self._batch, source)
-            if tensor is None:
-                continue
-            if way.form == "cu_seqlens":
-                return Axis(name, RowLayout.from_cu_seqlens(tensor), flat=True)
-            if way.form == "lengths":
-                return Axis(name, RowLayout.from_lengths(tensor, self._first_width(scope, way.head)))
-            layout = self._cut(self._mask(source), way, scope, name)
-            if layout is not None:
-                return Axis(name, layout)
-        return Axis(name, self._stand_in[name]) if name in self._stand_in else None
+        ways = self._registry.ways(mask)
+        guesses = [way for way in ways if way.part == "prefix"]  # a prefix knows less than another batch's layout
+        for way in ways:
+            axis = None if way in guesses else self._by(way, name, scope)
+            if axis is not None:
+                return axis
+        if name in self._stand_in:
+            return Axis(name, self._stand_in[name])
+        return next((axis for way in guesses if (axis := self._by(way, name, scope)) is not None), None)
+
+    def _by(self, way: MaskAxis, name: str, scope: Path) -> Axis | None:
+        source = (*scope, *path_of(way.source))
+        tensor = dense_at(self._batch, source)
+        if tensor is None:
+            return None
+        if way.form == "cu_seqlens":
+            return Axis(name, RowLayout.from_cu_seqlens(tensor), flat=True)
+        if way.form == "lengths":
+            return Axis(name, RowLayout.from_lengths(tensor, self._first_width(scope, way.head)))
+        layout = self._cut(self._mask(source), way, scope, name)
+        return None if layout is None else Axis(name, layout)
 
     def _mask(self, source: Path) -> RowLayout:
         """One scan a mask, however many axes are cut from it."""

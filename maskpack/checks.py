@@ -6,7 +6,6 @@ many in the padded field as among its real values. For EDGE pads the same count 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,24 +17,9 @@ from maskpack.layout import RowLayout
 from maskpack.ops import _torch as ops
 from maskpack.registry import EDGE, Pad, PadValue
 from maskpack.schema import FieldForm
-from maskpack.words import words
+from maskpack.words import pad_tensor, words
 
 _BLOCK_BYTES = 1 << 18
-
-
-def pad_tensor(pad: complex, dtype: torch.dtype) -> Tensor | None:
-    """The pad as a tensor () of `dtype`; None if the dtype cannot hold it (a fraction in an integer, -100 in uint8)."""
-    if dtype.is_complex:
-        return torch.tensor(pad, dtype=torch.complex128).to(dtype)
-    if isinstance(pad, complex):
-        return None
-    if dtype.is_floating_point:
-        held = torch.tensor(float(pad), dtype=torch.float64).to(dtype)
-        return held if math.isfinite(held.to(torch.float64).item()) == math.isfinite(pad) else None
-    if pad != int(pad) if math.isfinite(pad) else True:
-        return None
-    low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    return torch.tensor(int(pad), dtype=dtype) if low <= pad <= high else None
 
 
 def held_pads(field: str, pads: Sequence[PadValue], dtype: torch.dtype, call: str) -> tuple[PadValue, ...]:
@@ -91,6 +75,13 @@ def row_pads(x: Tensor, layout: RowLayout) -> Tensor:
     target = words(pads)
     target[rows] = source[rows, places].reshape(len(open_rows), -1, *target.shape[1:])[:, 0]
     return pads
+
+
+def zeros_of(pads: Tensor) -> Tensor:
+    """The zeros among `pads` with their signs, 0.0 for all others."""
+    if pads.dtype.is_floating_point and pads.dtype.itemsize > 1:
+        return torch.where(pads == 0, pads, torch.zeros_like(pads))
+    return torch.zeros_like(pads)
 
 
 def first_stray(x: Tensor, layout: RowLayout, pad: PadValue | Tensor) -> tuple[tuple[int, ...], str]:

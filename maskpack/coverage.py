@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -47,13 +47,13 @@ def hidden_tensors(path: Path, value: Any) -> Iterator[DenseField]:
     """Tensors of one dim or more inside a Python object, each once; mappings, sequences, object arrays, dataclasses
     and plain attributes are searched."""
     data = Objects.of(value).data
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}  # keeps what it has seen alive, so that no id comes twice
     stack: list[tuple[Path, Any]] = [(path, data)]
     while stack:
         place, item = stack.pop()
         if isinstance(item, _LEAVES) or id(item) in seen:
             continue
-        seen.add(id(item))
+        seen[id(item)] = item
         if isinstance(item, Tensor):
             if item.dim() and not item.is_nested:
                 yield DenseField.of(place, item, "a tensor inside a Python object")
@@ -64,14 +64,17 @@ def hidden_tensors(path: Path, value: Any) -> Iterator[DenseField]:
 def _children(item: Any) -> Iterator[tuple[str, Any]]:
     if is_tensor_collection(item) or isinstance(item, Mapping):
         yield from ((str(name), child) for name, child in cast("Mapping[Any, Any]", item).items())
-    elif isinstance(item, (list, tuple, set, frozenset)) or (isinstance(item, np.ndarray) and item.dtype == object):
-        yield from ((f"[{index}]", child) for index, child in enumerate(cast("Iterable[Any]", item)))
     elif isinstance(item, np.ndarray):
-        return
+        array = cast("Any", item)
+        yield from ((f"[{index}]", child) for index, child in enumerate(array.flat if array.dtype == object else ()))
+    elif isinstance(item, Collection):
+        yield from ((f"[{index}]", child) for index, child in enumerate(cast("Collection[Any]", item)))
     elif dataclasses.is_dataclass(item) and not isinstance(item, type):
         yield from ((field.name, getattr(item, field.name)) for field in dataclasses.fields(item))
-    elif not isinstance(item, type) and hasattr(item, "__dict__"):
-        yield from vars(item).items()
+    elif not isinstance(item, type):
+        slots = [name for kind in type(item).__mro__ for name in getattr(kind, "__slots__", ())]
+        yield from ((name, getattr(item, name)) for name in slots if hasattr(item, name))
+        yield from getattr(item, "__dict__", {}).items()
 
 
 def check_strict(call: str, dense: Iterable[DenseField]) -> None:

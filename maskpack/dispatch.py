@@ -10,6 +10,7 @@ Ray is imported here and nowhere else in the core.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, cast, overload
@@ -59,7 +60,9 @@ def endpoint(
         if not isinstance(batch, Parcel):
             return method(self, batch, *args, **kwargs)
         rows = batch.rows
-        result = method(self, decompress(rows, layout=layout, device=device), *args, **kwargs)
+        seen = decompress(rows, layout=layout, device=device)
+        like = seen.clone(recurse=False) if layout == "nested" else rows  # the method may take entries out of its batch
+        result = method(self, seen, *args, **kwargs)
         if not isinstance(result, TensorDictBase):
             return result
         returned = result.batch_size[0] if result.batch_dims else None
@@ -68,7 +71,7 @@ def endpoint(
                 f"{method.__name__}: returned a TensorDict of {returned} rows for a batch of {rows.num_rows}; expected "
                 "as many. Return one entry for each row, or a plain dict of metrics."
             )
-        return compress(result, registry=batch.registry, pad_token_id=batch.pad_token_id, like=rows)
+        return compress(result, registry=batch.registry, pad_token_id=batch.pad_token_id, like=like)
 
     return served
 
@@ -100,12 +103,16 @@ class WorkerGroup:
     def launch(
         cls, worker: type, ranks: int, /, *args: Any, num_cpus: int | None = None, **options: Any
     ) -> WorkerGroup:
-        """`ranks` new actors of the plain class `worker`, built with `args`; starts a local Ray if none runs.
+        """`ranks` new actors of the plain class `worker`, built with `args`.
 
-        `num_cpus` sizes the local Ray (default: one for each rank); `options` go to the WorkerGroup.
+        Where Ray is not initialised, this joins the cluster of RAY_ADDRESS, or starts a local Ray of `num_cpus`
+        (default: one for each rank). `options` go to the WorkerGroup.
         """
         if not ray.is_initialized():
-            ray.init(num_cpus=num_cpus or ranks, include_dashboard=False, log_to_driver=False)
+            if os.environ.get("RAY_ADDRESS"):
+                ray.init()
+            else:
+                ray.init(address="local", num_cpus=num_cpus or ranks, include_dashboard=False, log_to_driver=False)
         remote = cast("Any", ray.remote)(worker)
         return cls([remote.remote(*args) for _ in range(ranks)], **options)
 
@@ -146,4 +153,6 @@ class WorkerGroup:
 def _gathered(results: list[Any], layout: Target) -> TensorDict | list[Any] | None:
     if all(isinstance(result, PackedBatch) for result in results):
         return decompress(PackedBatch.cat(results), layout=layout)
-    return None if all(result is None for result in results) else results
+    if all(result is None for result in results):
+        return None
+    return [decompress(result, layout=layout) if isinstance(result, PackedBatch) else result for result in results]

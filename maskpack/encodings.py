@@ -28,6 +28,11 @@ class Plain:
     def nbytes(self) -> int:
         return self.words.nbytes
 
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of one element, F."""
+        return self.words.shape[1:]
+
     def slice(self, start: int, stop: int, offsets: IntArray | None) -> Plain:
         """Rows `start` to `stop`, a view."""
         if offsets is not None:
@@ -59,6 +64,10 @@ class Runs:
     counts: Words
     per_row: Words
     value: Words
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return ()
 
     @property
     def nbytes(self) -> int:

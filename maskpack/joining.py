@@ -15,6 +15,7 @@ from maskpack.layout import RowLayout
 from maskpack.registry import EDGE, PER_ROW
 from maskpack.schema import FieldForm
 from maskpack.tree import Objects
+from maskpack.words import words
 
 
 def joined_form(column: Sequence[FieldForm]) -> FieldForm:
@@ -53,12 +54,21 @@ def join_objects(parts: Sequence[Objects], rows: Sequence[int]) -> Objects:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Equality of batch-wide objects that may be arrays or tensors."""
+    """Whether two batch-wide objects are the same to the bit; what cannot be told counts as different."""
     if a is b:
         return True
     if type(a) is not type(b):
         return False
+    x, y = a, b
     if isinstance(a, Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    same = a == b
-    return bool(same.all()) and a.shape == b.shape if isinstance(same, np.ndarray) else bool(same)
+        return x.dtype == y.dtype and x.shape == y.shape and not x.is_nested and torch.equal(words(x), words(y))
+    if isinstance(a, np.ndarray):
+        alike: bool = x.dtype == y.dtype and x.shape == y.shape
+        return alike and (_equal(x.tolist(), y.tolist()) if x.dtype == object else x.tobytes() == y.tobytes())
+    if isinstance(a, dict):
+        return list(x) == list(y) and all(_equal(x[key], y[key]) for key in x)
+    if isinstance(a, list | tuple):
+        return len(x) == len(y) and all(map(_equal, x, y))
+    if isinstance(a, float | complex):
+        return repr(a) == repr(b)
+    return isinstance(a, int | str | bytes) and a == b

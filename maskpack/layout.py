@@ -82,34 +82,33 @@ class RowLayout:
         """
         if device is None:
             device = lengths.device if isinstance(lengths, Tensor) else "cpu"
-        host = np.asarray(lengths.detach().cpu() if isinstance(lengths, Tensor) else lengths)
-        if host.ndim != 1 or (host.size and host.dtype.kind not in "iu"):
-            raise LayoutError(
-                f"RowLayout.from_lengths: lengths are {host.dtype} {host.shape}; expected integers (B,). "
-                "Pass one whole number for each row."
-            )
-        host = host.astype(np.int64)
-        longest = int(host.max(initial=0))
-        width = longest if width is None else width
-        if host.size and (int(host.min()) < 0 or longest > width):
-            raise LayoutError(
-                f"RowLayout.from_lengths: lengths run from {int(host.min())} to {longest}; expected 0 to the width, "
-                f"{width}. Clip the lengths or give the true width."
-            )
-        real = host > 0
-        splits = cumulated(real.astype(np.int64))
-        return cls.from_table(width, RunTable(np.zeros(int(splits[-1]), np.int64), host[real], splits), device)
+        host = _whole(lengths, "RowLayout.from_lengths", "lengths", "(B,)")
+        return cls._from_lengths(host, width, device, "RowLayout.from_lengths")
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, width: int | None = None) -> RowLayout:
         """From cumulated lengths, an integer [B + 1] that starts at 0 and never falls. One synchronisation on CUDA."""
-        host = np.asarray(cu_seqlens.detach().cpu())
-        if host.ndim != 1 or host.size == 0 or host.dtype.kind not in "iu" or int(host[0]) != 0:
+        call = "RowLayout.from_cu_seqlens"
+        host = _whole(cu_seqlens, call, "cu_seqlens", "(B + 1,)")
+        if host.size == 0 or int(host[0]) != 0:
             raise LayoutError(
-                f"RowLayout.from_cu_seqlens: cu_seqlens is {host.dtype} {host.shape}; expected integers (B + 1,) "
-                "that start at 0. Pass the cumulated row lengths with their leading 0."
+                f"{call}: cu_seqlens begins with {host[:1].tolist()}; expected 0. Pass the cumulated row lengths with "
+                "their leading 0."
             )
-        return cls.from_lengths(np.diff(host.astype(np.int64)), width, device=cu_seqlens.device)
+        return cls._from_lengths(np.diff(host), width, cu_seqlens.device, call)
+
+    @classmethod
+    def _from_lengths(cls, host: IntArray, width: int | None, device: torch.device | str, call: str) -> RowLayout:
+        longest = int(host.max(initial=0))
+        width = longest if width is None else width
+        if width < 0 or (host.size and (int(host.min()) < 0 or longest > width)):
+            raise LayoutError(
+                f"{call}: lengths run from {int(host.min(initial=0))} to {longest}; expected 0 to the width, {width}. "
+                "Clip the lengths or give the true width."
+            )
+        real = host > 0
+        splits = cumulated(real.astype(np.int64))
+        return cls.from_table(width, RunTable(np.zeros(int(splits[-1]), np.int64), host[real], splits), device)
 
     @classmethod
     def from_runs(
@@ -125,13 +124,16 @@ class RowLayout:
 
         Runs of a row are in order and do not touch (they are maximal). Raises LayoutError otherwise.
         """
+        call = "RowLayout.from_runs"
         table = RunTable(
-            np.asarray(starts, np.int64), np.asarray(counts, np.int64), cumulated(np.asarray(runs_per_row, np.int64))
+            _whole(starts, call, "starts", "(N,)"),
+            _whole(counts, call, "counts", "(N,)"),
+            cumulated(_whole(runs_per_row, call, "runs_per_row", "(B,)")),
         )
         complaint = _complaint(table, width)
         if complaint:
             raise LayoutError(
-                f"RowLayout.from_runs: {complaint}. Expected maximal runs, in order, inside the width {width}."
+                f"{call}: {complaint}; expected maximal runs, in order, inside the width {width}. Sort and join them."
             )
         return cls.from_table(width, table, device)
 
@@ -142,7 +144,7 @@ class RowLayout:
             width,
             torch.from_numpy(table.starts.astype(np.int32)).to(device, non_blocking=True),
             torch.from_numpy(table.counts.astype(np.int32)).to(device, non_blocking=True),
-            torch.from_numpy(table.splits).to(device, non_blocking=True),
+            torch.from_numpy(np.array(table.splits)).to(device, non_blocking=True),
             int(table.counts.sum()),
         )
         layout.__dict__["table"] = table
@@ -209,7 +211,7 @@ class RowLayout:
     def offsets(self) -> Tensor:
         """int64 [B + 1]: the one offsets tensor that every jagged field of this layout shares."""
         if self.device.type == "cpu":
-            return torch.from_numpy(self.row_offsets)
+            return torch.from_numpy(np.array(self.row_offsets))
         ends = torch.nn.functional.pad(self.counts.to(torch.int64).cumsum(0), (1, 0))
         return ends[self.splits]
 
@@ -232,8 +234,8 @@ class RowLayout:
 
     def to_mask(self, dtype: torch.dtype = torch.bool) -> Tensor:
         """The mask [B, S]: 1 at real positions, 0 elsewhere."""
-        mask = torch.zeros(self.num_rows * self.width, dtype=dtype, device=self.device)
-        return mask.index_fill_(0, self.indices, 1).view(self.num_rows, self.width)
+        mask = torch.zeros(self.num_rows * self.width, dtype=torch.bool, device=self.device)
+        return mask.index_fill_(0, self.indices, True).view(self.num_rows, self.width).to(dtype)
 
     # ---------------------------------------------------------------- new layouts from old ones
 
@@ -258,6 +260,11 @@ class RowLayout:
 
     def narrow(self, start: int, stop: int) -> RowLayout:
         """The layout of the columns `start` to `stop`: the mask's `[:, start:stop]`, without reading the mask again."""
+        if not 0 <= start <= stop <= self.width:
+            raise LayoutError(
+                f"RowLayout.narrow: columns {start} to {stop}; expected 0 <= start <= stop <= {self.width}. Choose "
+                "columns inside the width."
+            )
         table = self.table
         begin = table.starts.clip(start, stop)
         counts = (table.starts + table.counts).clip(start, stop) - begin
@@ -323,8 +330,20 @@ def _restored(
     return RowLayout.from_table(width, table, device)
 
 
+def _whole(values: Any, call: str, name: str, shape: str) -> IntArray:
+    """A copy of whole numbers [n] on the host."""
+    array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise LayoutError(
+            f"{call}: {name} is {array.dtype} {array.shape}; expected whole numbers {shape}. Pass integers."
+        )
+    return array.astype(np.int64)
+
+
 def _complaint(table: RunTable, width: int) -> str | None:
     starts, counts, splits = table
+    if width < 0:
+        return "the width is negative"
     if (
         starts.ndim != 1
         or starts.shape != counts.shape

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from maskpack.errors import RegistryError
 from maskpack.registry import Key, MaskNestingRegistry, MaskNestingSpec, Path, path_of
 
@@ -49,6 +51,8 @@ class Options:
                 f"{call}: ignore_dense_fields is the string {ignore_dense_fields!r}; expected a collection of field "
                 f"names. Write [{ignore_dense_fields!r}]."
             )
+        if isinstance(pad_token_id, np.integer):
+            pad_token_id = int(pad_token_id)
         if pad_token_id is not None and (isinstance(pad_token_id, bool) or not isinstance(pad_token_id, int)):
             raise RegistryError(
                 f"{call}: pad_token_id is {pad_token_id!r}; expected a whole number. Pass tokenizer.pad_token_id."

@@ -18,7 +18,6 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack import encodings
-from maskpack.checks import pad_tensor
 from maskpack.encodings import Encoding, Plain
 from maskpack.errors import LayoutError
 from maskpack.jagged import jagged
@@ -31,7 +30,7 @@ from maskpack.rows import IntArray, Rows, row_index
 from maskpack.schema import LAYOUTS, FieldForm, Schema, read_layouts, write_layouts
 from maskpack.survey import Survey, survey
 from maskpack.tree import Node, Objects, build, chosen
-from maskpack.words import Words, from_words, host_words, words
+from maskpack.words import Words, from_words, host_words, pad_tensor, words
 
 Target = Literal["padded", "nested"]
 
@@ -75,7 +74,7 @@ class PackedBatch:
             raise LayoutError(
                 f'PackedBatch.lengths: no layout "{layout}"; the batch has {sorted(self.layouts)}. Name one of these.'
             )
-        return self.layouts[layout].lengths
+        return self.layouts[layout].lengths + 0
 
     # ---------------------------------------------------------------- rows
 
@@ -210,6 +209,7 @@ def decompress(
     """
     if layout not in ("padded", "nested"):
         raise LayoutError(f'decompress: layout is {layout!r}; expected "padded" or "nested". Choose one of these.')
+    _check_device(device)
     forms = [form for _, form in chosen([(form.path, form) for form in packed.schema.forms], fields, "decompress")]
     decoder = _Decoder(packed, layout == "nested", device)
     entries = [(form.path, decoder.entry(form)) for form in forms]
@@ -234,6 +234,12 @@ def _encoded(found: Survey) -> PackedBatch:
         for form in found.forms
         if form.kind not in ("object", "node")
     }
+    for path, tensor in tensors.items():
+        if tensor.layout != torch.strided:
+            raise LayoutError(
+                f'compress: field "{show(path)}" has the memory layout {tensor.layout}; expected strided or jagged. '
+                "Convert it with to_dense(), or leave it out."
+            )
     fresh = {
         path
         for path in found.values
@@ -309,7 +315,8 @@ class _Decoder:
     def _layout(self, name: str, device: torch.device) -> RowLayout:
         place = name, str(device)
         if place not in self._moved:
-            self._moved[place] = self._packed.layouts[name].to(device)
+            layout = self._packed.layouts[name]
+            self._moved[place] = RowLayout.from_table(layout.width, layout.table, device)
         return self._moved[place]
 
     def _node_above(self, path: Path) -> Node:
@@ -318,6 +325,11 @@ class _Decoder:
         node = self._packed._forms[path[:-1]].node  # type: ignore[reportPrivateUsage]
         assert node is not None
         return node
+
+
+def _check_device(device: torch.device | str | None) -> None:
+    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise LayoutError(f'decompress: device is "{device}"; this process has no CUDA device. Pass device="cpu".')
 
 
 def _on(node: Node, device: torch.device | str | None) -> Node:
@@ -371,8 +383,14 @@ def _joined(batches: Sequence[PackedBatch], columns: Sequence[Sequence[FieldForm
 
 
 def _cat_packed(batches: Sequence[PackedBatch], path: Path) -> Encoding:
-    bounds = [batch._offsets(path) for batch in batches]  # type: ignore[reportPrivateUsage]
-    return encodings.join([batch.fields[path] for batch in batches], bounds)
+    parts = [batch.fields[path] for batch in batches]
+    shapes = [part.row_shape for part in parts]
+    if len(set(shapes)) > 1:
+        raise LayoutError(
+            f'PackedBatch.cat: field "{show(path)}" has {shapes} elements at each position; expected one shape. '
+            "Bring the batches to one shape before packing."
+        )
+    return encodings.join(parts, [batch._offsets(path) for batch in batches])  # type: ignore[reportPrivateUsage]
 
 
 def _cat_whole(batches: Sequence[PackedBatch], form: FieldForm) -> Encoding:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, cast
 
 from maskpack.errors import RegistryError
@@ -25,6 +26,7 @@ class Pad(enum.Enum):
     PAD_TOKEN_ID = "PAD_TOKEN_ID"
     EDGE = "EDGE"
     PER_ROW = "PER_ROW"
+    SIGNED_ZERO = "SIGNED_ZERO"
 
     def __repr__(self) -> str:
         return self.name
@@ -36,7 +38,9 @@ EDGE = Pad.EDGE
 """Repeat the nearest real value: before the first the first, then always the last one seen; 0 in an empty row."""
 
 PER_ROW = Pad.PER_ROW
-"""One value a row, whatever it is: `advantages * mask` leaves 0.0 in some rows and -0.0 in others."""
+"""One value a row, whatever it is."""
+SIGNED_ZERO = Pad.SIGNED_ZERO
+"""0.0 in some rows and -0.0 in others: what `advantages * mask` leaves."""
 
 PadValue = int | float | bool | complex | Pad
 
@@ -81,7 +85,8 @@ class MaskNestingSpec:
     Attributes:
         mask: an axis name or a mask field (a tuple is the key of a field in a sub-TensorDict); a list of these is
             tried in order, the first whose shape fits is taken. None declares the field dense by design.
-        pad: the constant under the mask, `PAD_TOKEN_ID`, `EDGE` or `PER_ROW`; a list is tried in order.
+        pad: what stands under the mask, a number or one of `PAD_TOKEN_ID`, `EDGE`, `SIGNED_ZERO`,
+            `PER_ROW`; a list is tried in order.
         ragged_dim: the dim that the mask's width runs along, 1 for [B, S, *F], -1 for [B, S] and [B, 4, S] alike.
         hints: encodings to try first, best first.
     """
@@ -99,6 +104,12 @@ class MaskNestingSpec:
                     raise RegistryError(f"MaskNestingSpec: {name} is an empty list. Name at least one {name}.")
                 object.__setattr__(self, name, [*cast("list[Any]", value)])
         object.__setattr__(self, "hints", tuple(self.hints))
+        for pad in self.pads:
+            if not isinstance(pad, int | float | complex | Pad):
+                raise RegistryError(
+                    f"MaskNestingSpec: pad is {pad!r}; expected a number, PAD_TOKEN_ID, EDGE, PER_ROW or SIGNED_ZERO, "
+                    "or a list of these. Give the value that stands under the mask."
+                )
         if self.ragged_dim == 0:
             raise RegistryError(
                 "MaskNestingSpec: ragged_dim is 0, the rows. Give the dim of the width: 1, 2, ... or -1."
@@ -113,6 +124,10 @@ class MaskNestingSpec:
         if self.mask is None:
             return ()
         return tuple(self.mask) if isinstance(self.mask, list) else (self.mask,)
+
+    def dim_of(self, field: Any) -> int:
+        """The dim of a padded tensor that the width runs along, counted from the front."""
+        return self.ragged_dim + field.dim() if self.ragged_dim < 0 else self.ragged_dim
 
     @property
     def pads(self) -> tuple[PadValue, ...]:
@@ -143,9 +158,9 @@ class MaskNestingRegistry(Mapping[Key, MaskNestingSpec]):
                     "Use MaskNestingRegistry.from_dict for plain dicts."
                 )
             fields[_plain(key)] = spec
-        object.__setattr__(self, "fields", fields)
+        object.__setattr__(self, "fields", MappingProxyType(fields))
         axes = {name: (ways,) if isinstance(ways, MaskAxis) else tuple(ways) for name, ways in self.axes.items()}
-        object.__setattr__(self, "axes", axes)
+        object.__setattr__(self, "axes", MappingProxyType(axes))
 
     def __getitem__(self, key: Key) -> MaskNestingSpec:
         return self.fields[_plain(key)]
@@ -157,7 +172,10 @@ class MaskNestingRegistry(Mapping[Key, MaskNestingSpec]):
         return len(self.fields)
 
     def __hash__(self) -> int:
-        return hash((tuple(self.fields.items()), tuple(self.axes.items())))
+        return hash((frozenset(self.fields.items()), frozenset(self.axes.items())))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MaskNestingRegistry, (dict(self.fields), dict(self.axes))
 
     def find(self, path: Path) -> MaskNestingSpec | None:
         """The spec of the field at `path`, or None."""
@@ -170,6 +188,8 @@ class MaskNestingRegistry(Mapping[Key, MaskNestingSpec]):
         return (MaskAxis(mask),)
 
     def __or__(self, other: MaskNestingRegistry | Mapping[Key, MaskNestingSpec]) -> MaskNestingRegistry:
+        if not isinstance(other, Mapping):
+            return NotImplemented
         axes = {**self.axes, **other.axes} if isinstance(other, MaskNestingRegistry) else self.axes
         return MaskNestingRegistry({**self.fields, **{_plain(key): other[key] for key in other}}, axes)
 
@@ -231,8 +251,10 @@ def _one_of(call: str, name: str, seen: object, allowed: tuple[str, ...]) -> Non
         raise RegistryError(f"{call}: {name} is {seen!r}; expected one of {', '.join(allowed)}. Choose one of these.")
 
 
-def _known(call: str, data: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
-    unknown = sorted(set(data) - set(allowed))
+def _known(call: str, data: Any, allowed: tuple[str, ...]) -> None:
+    if not isinstance(data, Mapping):
+        raise RegistryError(f"{call}: {data!r}; expected a dict with {list(allowed)}. Write one.")
+    unknown = sorted(str(key) for key in cast("Mapping[Any, Any]", data) if key not in allowed)
     if unknown:
         raise RegistryError(f"{call}: unknown entries {unknown}; expected {list(allowed)}. Remove or rename them.")
 
@@ -257,7 +279,10 @@ def _axis_to_dict(axis: MaskAxis) -> dict[str, Any]:
 
 
 def _axis_from_dict(name: str, data: Mapping[str, Any]) -> MaskAxis:
-    _known(f'MaskNestingRegistry.from_dict: axis "{name}"', data, ("source", "form", "part", "head", "tail"))
+    call = f'MaskNestingRegistry.from_dict: axis "{name}"'
+    _known(call, data, ("source", "form", "part", "head", "tail"))
+    if "source" not in data:
+        raise RegistryError(f"{call}: no source; expected the name of the field that the axis is computed from.")
     keys = {side: tuple(_split(key) for key in data.get(side, ())) for side in ("head", "tail")}
     return MaskAxis(_split(data["source"]), data.get("form", "mask"), data.get("part", "all"), **keys)
 
@@ -304,7 +329,7 @@ _SPLIT: dict[str, Any] = {
     "tail": ("responses", "response_mask", "max_response_length"),
 }
 _RESPONSE_OR_SEQUENCE: list[Key] = ["response", "sequence"]
-_ZERO: list[PadValue] = [0, PER_ROW]
+_ZERO: list[PadValue] = [0, SIGNED_ZERO]
 
 
 def _field(mask: Key | list[Key], pad: PadValue | list[PadValue] = 0, **more: Any) -> MaskNestingSpec:

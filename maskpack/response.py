@@ -120,7 +120,6 @@ class _ResponseAxis:
         if has(batch, LAYOUTS):
             schema, known = read_layouts(batch, call)
             forms = {form.path: form for form in schema.forms}
-            _share_offsets(batch, forms, known)
         axes = Axes(batch, registry, known, {}, call)
         response, sequence = axes.find(RESPONSE, (RESPONSE,)), axes.find(SEQUENCE, (SEQUENCE,))
         if response is None:
@@ -161,36 +160,41 @@ class _ResponseAxis:
     def padded(
         self, path: Path, value: Tensor, registry: MaskNestingRegistry, call: str, batch: TensorDictBase
     ) -> Tensor:
-        rows, width = self.response.num_rows, self.response.width
         if not value.is_nested:
-            if value.dim() <= 1 or tuple(value.shape[:2]) == (rows, width):
-                return value
-            if self.sequence is not None and tuple(value.shape[:2]) == (rows, self.sequence.width):
-                return value[:, self.sequence.width - width :]
-            raise LayoutError(
-                f'{call}: field "{show(path)}" is {tuple(value.shape)}; the response axis is ({rows}, {width}). '
-                "Name fields of the response or the sequence axis."
-            )
+            return self._columns(path, value, _ragged_dim(path, value, registry), call)
         form = self.forms.get(path) or self._form_of_new(path, value, registry, call)
-        row_pads = read_pads(batch, form, call)
         offsets = _host_offsets(value)
-        values = value.values()
-        if self.sequence is not None and form.layout == SEQUENCE and offsets[-1] == self.sequence.total:
-            values = values.index_select(0, torch.from_numpy(self._tail(self.sequence)).to(values.device))
-            offsets = self.response.row_offsets
+        layout = self.need_sequence(call) if form.layout == SEQUENCE else self.response
         lengths = np.diff(offsets)
-        long = np.flatnonzero(lengths > width)
+        long = np.flatnonzero(lengths > layout.width)
         if long.size:
             raise LayoutError(
                 f'{call}: field "{show(path)}" has {int(lengths[long[0]])} tokens in row {int(long[0])}; the canonical '
-                f"response width is {width}. Cut the response, or nest the batch with a wider response axis."
+                f"{form.layout} width is {layout.width}. Cut the row, or nest the batch with a wider axis."
             )
-        if not np.array_equal(offsets, self.response.row_offsets):
+        if form.layout not in (SEQUENCE, RESPONSE) or not np.array_equal(offsets, layout.row_offsets):
             raise LayoutError(
                 f'{call}: field "{show(path)}" has {int(offsets[-1])} tokens in {lengths.size} rows; the responses '
-                f"have {self.response.total} in {rows}. Name fields of the response or the sequence axis."
+                f"have {self.response.total} in {self.response.num_rows}. Name fields of the response or the sequence "
+                "axis."
             )
-        return to_padded(values, form, self.response, row_pads)
+        whole = to_padded(value.values(), form, layout, read_pads(batch, form, call))
+        return self._columns(path, whole, form.ragged_dim, call)
+
+    def _columns(self, path: Path, value: Tensor, dim: int, call: str) -> Tensor:
+        """The response columns of a padded field, whose width runs along `dim`."""
+        rows, width = self.response.num_rows, self.response.width
+        if value.dim() <= 1:
+            return value
+        if value.shape[0] == rows and dim < value.dim():
+            if value.shape[dim] == width:
+                return value
+            if self.sequence is not None and value.shape[dim] == self.sequence.width:
+                return value.narrow(dim, self.sequence.width - width, width)
+        raise LayoutError(
+            f'{call}: field "{show(path)}" is {tuple(value.shape)}; the response axis is ({rows}, {width}). '
+            "Name fields of the response or the sequence axis."
+        )
 
     def _form_of_new(self, path: Path, value: Tensor, registry: MaskNestingRegistry, call: str) -> FieldForm:
         spec = registry.find(path)
@@ -209,13 +213,10 @@ class _ResponseAxis:
         return ranges(sequence.row_offsets[1:] - self.response.lengths, self.response.lengths)
 
 
+def _ragged_dim(path: Path, value: Tensor, registry: MaskNestingRegistry) -> int:
+    spec = registry.find(path)
+    return 1 if spec is None else spec.dim_of(value)
+
+
 def _host_offsets(field: Tensor) -> IntArray:
     return to_host([offsets_of(field)])[0]
-
-
-def _share_offsets(batch: TensorDictBase, forms: dict[Path, FieldForm], layouts: dict[str, RowLayout]) -> None:
-    """Results share the offsets tensor of the batch's own fields, so that jagged arithmetic between them works."""
-    for path, value in walk(batch):
-        form = forms.get(path)
-        if isinstance(value, Tensor) and value.is_nested and form is not None and form.layout in layouts:
-            layouts[form.layout].__dict__.setdefault("offsets", offsets_of(value))

@@ -136,7 +136,7 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
         tables[name] = table
     widths = dict(schema.widths)
     layouts: dict[str, RowLayout] = {}
-    plain = [table.values().to(torch.uint8).contiguous().view(torch.int32) for name, table in tables.items()]
+    plain = [table.values().to(torch.uint8).contiguous().view(torch.int32) for table in tables.values()]
     parts = [(*runs.T, offsets_of(table)) for runs, table in zip(plain, tables.values(), strict=True)]
     read = to_host([tensor for part in parts for tensor in part])
     for index, name in enumerate(tables):
@@ -144,7 +144,19 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
         if not np.array_equal(_check(starts, counts), check):
             raise LayoutError(f'{call}: the run table of layout "{name}" was changed by arithmetic. {INTACT}')
         layouts[name] = _layout(starts, counts, splits, widths[name], plain[index].device, call, name)
+    _share_offsets(batch, schema, layouts)
     return schema, layouts
+
+
+def _share_offsets(batch: TensorDictBase, schema: Schema, layouts: Mapping[str, RowLayout]) -> None:
+    """The layouts take over the offsets of the batch's own fields, so that arithmetic with new fields works."""
+    for form in schema.forms:
+        value = entry_at(batch, form.path) if form.kind == "padded" else None
+        if form.layout is None or not isinstance(value, Tensor) or not value.is_nested:
+            continue
+        known = layouts[form.layout].__dict__
+        if "offsets" not in known and np.array_equal(to_host([offsets_of(value)])[0], layouts[form.layout].row_offsets):
+            known["offsets"] = offsets_of(value)
 
 
 _Runs = TypeVar("_Runs", Tensor, IntArray)

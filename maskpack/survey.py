@@ -28,6 +28,7 @@ from maskpack.options import Options, Registry
 from maskpack.registry import (
     PAD_TOKEN_ID,
     PER_ROW,
+    SIGNED_ZERO,
     Key,
     MaskNestingSpec,
     PadValue,
@@ -165,7 +166,7 @@ class _Planner:
         for axis in axes:
             if axis.flat and value.dim() >= 1 and value.shape[0] == axis.layout.total:
                 return FieldForm(path, "flat", self._use(axis), dtype=value.dtype)
-            dim = spec.ragged_dim + value.dim() if spec.ragged_dim < 0 else spec.ragged_dim
+            dim = spec.dim_of(value)
             shape = (axis.layout.num_rows, axis.layout.width)
             if not axis.flat and 1 <= dim < value.dim() and (value.shape[0], value.shape[dim]) == shape:
                 pads = self._pads(path, spec, value.dtype)
@@ -194,11 +195,16 @@ class _Planner:
             return self._again(path, value, before)
         if spec is not None and self._has_layouts:
             offsets = to_host([offsets_of(value)])[0]
-            for axis in self._candidates(path, spec):
-                if not axis.flat and np.array_equal(offsets, axis.layout.row_offsets):
-                    dim = spec.ragged_dim + value.dim() if spec.ragged_dim < 0 else spec.ragged_dim
-                    pads = self._pads(path, spec, value.dtype)[:1]
-                    return FieldForm(path, "padded", self._use(axis), pads, dim, value.dtype, hints=spec.hints)
+            fitting = [
+                axis
+                for axis in self._candidates(path, spec)
+                if not axis.flat and np.array_equal(offsets, axis.layout.row_offsets)
+            ]
+            fitting.sort(key=lambda axis: axis.layout.offsets is not offsets_of(value))  # equal lengths may be chance
+            if fitting:
+                pads = [pad for pad in self._pads(path, spec, value.dtype) if pad not in (PER_ROW, SIGNED_ZERO)]
+                layout, dim, pad = self._use(fitting[0]), spec.dim_of(value), pads[0] if pads else 0
+                return FieldForm(path, "padded", layout, (pad,), dim, value.dtype, hints=spec.hints)
         return FieldForm(path, "jagged", self._own_layout(path, value), dtype=value.dtype)
 
     def _again(self, path: Path, value: Tensor, before: FieldForm) -> FieldForm:

@@ -14,7 +14,7 @@ from maskpack.errors import LossyPadError
 from maskpack.jagged import to_host
 from maskpack.layout import RowLayout
 from maskpack.options import Options
-from maskpack.registry import PER_ROW, PadValue, Path, show
+from maskpack.registry import PER_ROW, SIGNED_ZERO, PadValue, Path, show
 from maskpack.schema import FieldForm
 
 _KEPT = "values other than its pad lie under its mask"
@@ -53,7 +53,7 @@ class Verifier:
     def _pads(self, unsure: Mapping[Path, FieldForm]) -> dict[Path, tuple[PadValue, ...]]:
         options = self._options
         if options.verify == "never" or options.on_loss == "drop":
-            return {path: form.pads[:1] for path, form in unsure.items()}
+            return {path: (_settled(self._pad(form, form.pads[0]), form.pads[0]),) for path, form in unsure.items()}
         key = tuple((f.path, f.dtype, f.layout, f.ragged_dim, f.pads_by_bits) for f in unsure.values())
         if options.verify == "first" and key in _trusted:
             return _trusted[key]
@@ -71,7 +71,8 @@ class Verifier:
             trials = [form for path, form in unsure.items() if not found[path] and attempt < len(form.pads)]
             counts = to_host([self._strays(form, form.pads[attempt]).view(1) for form in trials])
             for form, count in zip(trials, counts, strict=True):
-                found[form.path] = () if count[0] else (form.pads[attempt],)
+                pad = form.pads[attempt]
+                found[form.path] = () if count[0] else (_settled(self._pad(form, pad), pad),)
         return found
 
     def _strays(self, form: FieldForm, pad: PadValue) -> Tensor:
@@ -79,10 +80,11 @@ class Verifier:
         return checks.strays(x, self._values[form.path], layout, self._pad(form, pad))
 
     def _pad(self, form: FieldForm, pad: PadValue) -> PadValue | Tensor:
-        if pad is not PER_ROW:
+        if pad is not PER_ROW and pad is not SIGNED_ZERO:
             return pad
         if form.path not in self._row_pads:
-            self._row_pads[form.path] = checks.row_pads(*self._padded(form))
+            pads = checks.row_pads(*self._padded(form))
+            self._row_pads[form.path] = checks.zeros_of(pads) if pad is SIGNED_ZERO else pads
         return self._row_pads[form.path]
 
     def _padded(self, form: FieldForm) -> tuple[Tensor, RowLayout]:
@@ -98,6 +100,10 @@ class Verifier:
             f'"{form.layout}" is empty; expected its pad {pads}. Fix the producer, give the field its true pad or mask '
             'in the registry, or let it travel whole with on_loss="keep".'
         )
+
+
+def _settled(pad: PadValue | Tensor, named: PadValue) -> PadValue:
+    return PER_ROW if isinstance(pad, Tensor) else named
 
 
 def _with_pads(form: FieldForm, pads: tuple[PadValue, ...]) -> FieldForm:

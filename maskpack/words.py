@@ -3,17 +3,17 @@ for -0.0 and NaN, and work where torch has few operations (float8, unsigned inte
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from maskpack.registry import Path
-
 Words = npt.NDArray[Any]
+_Key = TypeVar("_Key")
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
@@ -43,11 +43,26 @@ class _Readable:
         self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
 
 
-def host_words(tensors: Mapping[Path, Tensor], fresh: Collection[Path]) -> dict[Path, Words]:
+def pad_tensor(pad: complex, dtype: torch.dtype) -> Tensor | None:
+    """The pad as a tensor () of `dtype`; None if the dtype cannot hold it (a fraction in an integer, -100 in uint8)."""
+    if dtype.is_complex:
+        return torch.tensor(pad, dtype=torch.complex128).to(dtype)
+    if isinstance(pad, complex):
+        return None
+    if dtype.is_floating_point:
+        held = torch.tensor(float(pad), dtype=torch.float64).to(dtype)
+        return held if math.isfinite(held.to(torch.float64).item()) == math.isfinite(pad) else None
+    if pad != int(pad) if math.isfinite(pad) else True:
+        return None
+    low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return torch.tensor(int(pad), dtype=dtype) if low <= pad <= high else None
+
+
+def host_words(tensors: Mapping[_Key, Tensor], fresh: Collection[_Key]) -> dict[_Key, Words]:
     """The words of all tensors on the host; those of one device come in one copy. What is not `fresh` belongs to the
     caller, who may go on to change it, and is copied."""
-    out: dict[Path, Words] = {}
-    away: dict[torch.device, list[Path]] = {}
+    out: dict[_Key, Words] = {}
+    away: dict[torch.device, list[_Key]] = {}
     for path, tensor in tensors.items():
         if tensor.device.type == "cpu":
             array = words(tensor).numpy()

@@ -6,9 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from maskpack.errors import LayoutError
+from maskpack.errors import LayoutError, RegistryError
 from maskpack.layout import RowLayout
 from maskpack.ops import _torch
+from maskpack.registry import Pad
+from maskpack.words import pad_tensor
 
 
 def pack(x: Tensor, layout: RowLayout) -> Tensor:
@@ -45,11 +47,17 @@ def unpack(values: Tensor, layout: RowLayout, pad_value: Any = 0) -> Tensor:
 
     Raises:
         LayoutError: `values` has not T entries, or lies on another device.
+        RegistryError: a pad that the dtype of `values` cannot hold.
     """
     if values.is_nested or values.dim() < 1 or values.shape[0] != layout.total or values.device != layout.device:
         seen = "jagged" if values.is_nested else f"{tuple(values.shape)} on {values.device}"
         raise LayoutError(
             f"unpack: values are {seen}; the layout has {layout.total} real positions on {layout.device}. "
             "Pass the packed values of this layout, on its device."
+        )
+    if not isinstance(pad_value, Tensor | Pad) and pad_tensor(pad_value, values.dtype) is None:
+        raise RegistryError(
+            f"unpack: pad_value is {pad_value!r}; values are {str(values.dtype).removeprefix('torch.')}, which cannot "
+            "hold it. Give a pad that the dtype can hold."
         )
     return _torch.unpack(values, layout, pad_value)

@@ -58,16 +58,22 @@ def unpack(values: Tensor, layout: RowLayout, pad_value: Any = 0) -> Tensor:
 
 
 def _unpack_edge(values: Tensor, layout: RowLayout) -> Tensor:
-    if values.device.type == "cpu" and layout.long_runs and not values.requires_grad:
+    differentiable = values.requires_grad and torch.is_grad_enabled()
+    if values.device.type == "cpu" and layout.long_runs and not differentiable:
         return _unpack_edge_by_run(values, layout)
-    seen = layout.to_mask().cumsum(1)
-    nearest = (seen - 1).clamp_(min=0).add_(layout.offsets[:-1, None])
+    shape = (layout.num_rows, layout.width, *values.shape[1:])
+    out = torch.zeros(shape, dtype=values.dtype, device=values.device)
     if layout.total == 0:
-        return values.new_zeros((*nearest.shape, *values.shape[1:]))
-    out = torch.zeros((*nearest.shape, *values.shape[1:]), dtype=values.dtype, device=values.device)
-    filled = (layout.offsets.diff() > 0).view(-1, *[1] * (out.dim() - 1))
-    edges = values.index_select(0, nearest.clamp_(max=layout.total - 1).view(-1)).view(out.shape)
-    return torch.where(filled, edges, out)
+        return out
+    seen = layout.to_mask().cumsum(1)
+    nearest = (seen - 1).clamp_(min=0).add_(layout.offsets[:-1, None]).clamp_(max=layout.total - 1).view(-1)
+    empty = (layout.offsets.diff() == 0).view(-1, *[1] * (len(shape) - 1))
+    if differentiable:
+        return torch.where(empty, out, values.index_select(0, nearest).view(shape))
+    target = words(out)
+    edges = words(values).index_select(0, nearest).view(target.shape)
+    target.copy_(edges.masked_fill_(empty.view(-1, *[1] * (edges.dim() - 1)), 0))
+    return out
 
 
 def _unpack_edge_by_run(values: Tensor, layout: RowLayout) -> Tensor:
