@@ -73,7 +73,9 @@ def row_pads(x: Tensor, layout: RowLayout) -> Tensor:
     rows, places = (torch.from_numpy(index).to(x.device) for index in (open_rows, place[open_rows]))
     source = words(x)
     target = words(pads)
-    target[rows] = source[rows, places].reshape(len(open_rows), -1, *target.shape[1:])[:, 0]
+    if x[0:1].numel():
+        first_of = source[(slice(None), slice(None), *[0] * (x.dim() - 2))]
+        target[rows] = first_of[rows, places]
     return pads
 
 

@@ -19,7 +19,7 @@ from maskpack.schema import FieldForm
 
 _KEPT = "values other than its pad lie under its mask"
 _TRUSTED_FIELD_SETS = 256
-_trusted: OrderedDict[Any, dict[Path, tuple[PadValue, ...]]] = OrderedDict()  # the pads that verify="first" found
+_trusted: OrderedDict[Any, dict[Path, PadValue | None]] = OrderedDict()  # the pads that verify="first" found
 
 
 class Verifier:
@@ -36,24 +36,36 @@ class Verifier:
         self._values = values
         self._layouts = layouts
         self._options = options
-        self._row_pads: dict[Path, Tensor] = {}
+        self._row_pads: dict[tuple[Path, PadValue], Tensor] = {}
 
     def verified(self, forms: list[FieldForm]) -> tuple[list[FieldForm], dict[Path, Tensor]]:
         """The forms with one pad each; a field with other values under its mask becomes dense, or raises. And the pads
         [B] of the fields whose pad is PER_ROW."""
         unsure = {f.path: f for f in forms if f.kind == "padded" and not self._entries[f.path].is_nested}
         found = self._pads(unsure)
-        lossy = [form for path, form in unsure.items() if not found[path]]
+        lossy = [form for path, form in unsure.items() if found[path] is None]
         if lossy and self._options.on_loss == "error":
             raise LossyPadError("\n".join(map(self._message, lossy)))
-        row_pads = {path: self._pad(unsure[path], PER_ROW) for path, pads in found.items() if pads == (PER_ROW,)}
-        sure = [_with_pads(form, found[form.path]) if form.path in unsure else form for form in forms]
-        return sure, {path: pad for path, pad in row_pads.items() if isinstance(pad, Tensor)}
+        row_pads: dict[Path, Tensor] = {}
+        sure: list[FieldForm] = []
+        for form in forms:
+            pad = found.get(form.path)
+            if form.path not in unsure:
+                sure.append(form)
+            elif pad is None:
+                sure.append(FieldForm(form.path, "dense", dtype=form.dtype, reason=_KEPT))
+            else:
+                held = self._pad(form, pad)
+                if isinstance(held, Tensor):
+                    row_pads[form.path], held = held, PER_ROW
+                sure.append(replace(form, pads=(held,)))
+        return sure, row_pads
 
-    def _pads(self, unsure: Mapping[Path, FieldForm]) -> dict[Path, tuple[PadValue, ...]]:
+    def _pads(self, unsure: Mapping[Path, FieldForm]) -> dict[Path, PadValue | None]:
+        """The pad that each field has; None if it has none of those that it may have."""
         options = self._options
         if options.verify == "never" or options.on_loss == "drop":
-            return {path: (_settled(self._pad(form, form.pads[0]), form.pads[0]),) for path, form in unsure.items()}
+            return {path: form.pads[0] for path, form in unsure.items()}
         key = tuple((f.path, f.dtype, f.layout, f.ragged_dim, f.pads_by_bits) for f in unsure.values())
         if options.verify == "first" and key in _trusted:
             return _trusted[key]
@@ -64,15 +76,14 @@ class Verifier:
                 _trusted.popitem(last=False)
         return found
 
-    def _tried(self, unsure: Mapping[Path, FieldForm]) -> dict[Path, tuple[PadValue, ...]]:
+    def _tried(self, unsure: Mapping[Path, FieldForm]) -> dict[Path, PadValue | None]:
         """One synchronisation for the first pads of all fields, one more for the second of those that failed, ..."""
-        found: dict[Path, tuple[PadValue, ...]] = dict.fromkeys(unsure, ())
+        found: dict[Path, PadValue | None] = dict.fromkeys(unsure)
         for attempt in range(max((len(form.pads) for form in unsure.values()), default=0)):
-            trials = [form for path, form in unsure.items() if not found[path] and attempt < len(form.pads)]
+            trials = [form for path, form in unsure.items() if found[path] is None and attempt < len(form.pads)]
             counts = to_host([self._strays(form, form.pads[attempt]).view(1) for form in trials])
             for form, count in zip(trials, counts, strict=True):
-                pad = form.pads[attempt]
-                found[form.path] = () if count[0] else (_settled(self._pad(form, pad), pad),)
+                found[form.path] = None if count[0] else form.pads[attempt]
         return found
 
     def _strays(self, form: FieldForm, pad: PadValue) -> Tensor:
@@ -82,10 +93,10 @@ class Verifier:
     def _pad(self, form: FieldForm, pad: PadValue) -> PadValue | Tensor:
         if pad is not PER_ROW and pad is not SIGNED_ZERO:
             return pad
-        if form.path not in self._row_pads:
+        if (form.path, pad) not in self._row_pads:
             pads = checks.row_pads(*self._padded(form))
-            self._row_pads[form.path] = checks.zeros_of(pads) if pad is SIGNED_ZERO else pads
-        return self._row_pads[form.path]
+            self._row_pads[form.path, pad] = checks.zeros_of(pads) if pad is SIGNED_ZERO else pads
+        return self._row_pads[form.path, pad]
 
     def _padded(self, form: FieldForm) -> tuple[Tensor, RowLayout]:
         x = self._entries[form.path].movedim(form.ragged_dim, 1)
@@ -100,11 +111,3 @@ class Verifier:
             f'"{form.layout}" is empty; expected its pad {pads}. Fix the producer, give the field its true pad or mask '
             'in the registry, or let it travel whole with on_loss="keep".'
         )
-
-
-def _settled(pad: PadValue | Tensor, named: PadValue) -> PadValue:
-    return PER_ROW if isinstance(pad, Tensor) else named
-
-
-def _with_pads(form: FieldForm, pads: tuple[PadValue, ...]) -> FieldForm:
-    return replace(form, pads=pads) if pads else FieldForm(form.path, "dense", dtype=form.dtype, reason=_KEPT)

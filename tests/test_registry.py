@@ -74,7 +74,7 @@ def test_merge_with_a_dict_on_either_side():
 
 def test_merge_changes_neither_side():
     left, right, plain = MaskNestingRegistry({"x": A}), MaskNestingRegistry({"x": B, "y": B}), {"x": C}
-    states = copy.deepcopy((left.fields, right.fields, plain))
+    states = copy.deepcopy((dict(left.fields), dict(right.fields), plain))
     _ = left | right, left | plain, plain | left
     assert states == (left.fields, right.fields, plain)
     merged = left
