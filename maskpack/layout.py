@@ -99,11 +99,11 @@ class RowLayout:
 
     @classmethod
     def _from_lengths(cls, host: IntArray, width: int | None, device: torch.device | str, call: str) -> RowLayout:
-        longest = int(host.max(initial=0))
+        shortest, longest = (int(host.min()), int(host.max())) if host.size else (0, 0)
         width = longest if width is None else width
-        if width < 0 or (host.size and (int(host.min()) < 0 or longest > width)):
+        if width < 0 or shortest < 0 or longest > width:
             raise LayoutError(
-                f"{call}: lengths run from {int(host.min(initial=0))} to {longest}; expected 0 to the width, {width}. "
+                f"{call}: lengths run from {shortest} to {longest}; expected 0 to the width, {width}. "
                 "Clip the lengths or give the true width."
             )
         real = host > 0

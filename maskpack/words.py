@@ -31,6 +31,8 @@ def from_words(array: Words, dtype: torch.dtype) -> Tensor:
         array = np.asarray(_Readable(array))
     tensor = torch.from_numpy(array)
     if dtype.itemsize == 16:
+        if not array.size:  # an empty array may have any strides
+            return torch.empty(array.shape[:-1], dtype=dtype)
         return torch.view_as_complex(tensor.view(torch.float64))
     return tensor.view(dtype)
 

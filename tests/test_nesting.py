@@ -1,0 +1,952 @@
+"""nest_batch_by_mask and unnest_batch_by_mask, against naive row loops."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import warnings
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import strategies
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from oracle import assert_same_batch, assert_same_object, assert_same_tensor
+from strategies import Case, batches, row_ops, rows_after
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+
+from maskpack import (
+    EDGE,
+    LAYOUTS,
+    PAD_TOKEN_ID,
+    PER_ROW,
+    RL_FIELDS,
+    SIGNED_ZERO,
+    CoverageError,
+    LayoutError,
+    LossyPadError,
+    MaskAxis,
+    MaskNestingRegistry,
+    MaskNestingSpec,
+    MaskpackError,
+    MaskpackWarning,
+    RegistryError,
+    dense_fields,
+    nest_batch_by_mask,
+    unnest,
+    unnest_batch_by_mask,
+)
+
+quiet = pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+PROMPT, RESPONSE = 3, 5
+
+
+def rollout(rows: int = 4, prompt: int = PROMPT, response: int = RESPONSE, seed: int = 0) -> TensorDict:
+    """A batch whose every field nests: left-padded prompts, right-padded responses, EDGE positions."""
+    rng = np.random.default_rng(seed)
+    p, r = rng.integers(1, prompt + 1, rows), rng.integers(1, response + 1, rows)
+    places = torch.arange(prompt + response)
+    mask = (places >= torch.tensor(prompt - p)[:, None]) & (places < torch.tensor(prompt + r)[:, None])
+    answer = mask[:, prompt:]
+    ids = torch.from_numpy(rng.integers(1, 100, (rows, prompt + response))) * mask
+    return TensorDict(
+        {
+            "input_ids": ids,
+            "prompts": ids[:, :prompt].clone(),
+            "attention_mask": mask.long(),
+            "responses": ids[:, prompt:].clone(),
+            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+            "response_mask": answer.long(),
+            "old_log_probs": torch.from_numpy(rng.normal(size=(rows, response)).astype(np.float32)) * answer,
+            "advantages": torch.from_numpy(rng.normal(size=(rows, response)).astype(np.float32)) * answer,
+            "uid": NonTensorStack(*[NonTensorData(f"u{row}") for row in range(rows)]),
+            "reward_baselines": torch.arange(rows, dtype=torch.float32),
+        },
+        batch_size=[rows],
+    )
+
+
+def exact_zero(batch: TensorDict) -> TensorDict:
+    """A product with a mask leaves -0.0 where it is 0: make these 0.0."""
+    for name in ("old_log_probs", "advantages"):
+        batch[name] = batch[name] + 0.0
+    return batch
+
+
+def nested_rollout(**more: Any) -> TensorDict:
+    return nest_batch_by_mask(exact_zero(rollout(**more)), pad_token_id=0)
+
+
+def entry(batch: TensorDictBase, path: tuple[str, ...]) -> Any:
+    for name in path:
+        batch = batch.get(name)
+    return batch
+
+
+def entries(batch: TensorDictBase, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    """Every tensor and object of a batch but LAYOUTS, by path."""
+    found: dict[tuple[str, ...], Any] = {}
+    for name, value in batch.items():
+        path = (*prefix, name)
+        if path == (LAYOUTS,):
+            continue
+        if isinstance(value, TensorDictBase) and not isinstance(value, NonTensorStack | NonTensorData):
+            found.update(entries(value, path))
+        else:
+            found[path] = value
+    return found
+
+
+def cached_bounds(x: torch.Tensor) -> tuple[int, int]:
+    """Min and max row length as the tensor itself holds them: set, not computed when asked."""
+    held = x._metadata_cache
+    assert {"min_seqlen", "max_seqlen"} <= set(held), f"cached: {sorted(held)}"
+    return x._get_min_seqlen(), x._get_max_seqlen()
+
+
+# -------------------------------------------------------------------- there and back
+
+
+@quiet
+@given(batches())
+def test_round_trip_bit_for_bit(case: Case) -> None:
+    nested = nest_batch_by_mask(case.batch, **case.options)
+    assert_same_batch(unnest_batch_by_mask(nested), case.batch)
+
+
+@quiet
+@given(batches())
+def test_input_untouched(case: Case) -> None:
+    before, tree = oracle.map_tensors(case.batch, oracle.copy), oracle.snapshot(case.batch)
+    nested = nest_batch_by_mask(case.batch, **case.options)
+    assert oracle.snapshot(case.batch) == tree
+    assert_same_batch(case.batch, before)
+    held, tree = oracle.map_tensors(nested, oracle.copy), oracle.snapshot(nested)
+    unnest_batch_by_mask(nested)
+    assert oracle.snapshot(nested) == tree
+    assert_same_batch(nested, held)
+
+
+@quiet
+@given(batches())
+def test_input_untouched_by_an_error(case: Case) -> None:
+    tree = oracle.snapshot(case.batch)
+    for options in ({"strict": True}, {"on_loss": "error"}, {"pad_token_id": None}, {"verify": "sometimes"}):
+        with contextlib.suppress(MaskpackError):
+            nest_batch_by_mask(case.batch, **{**case.options, **options})
+        assert oracle.snapshot(case.batch) == tree
+
+
+@quiet
+@given(batches())
+def test_nested_values_are_the_oracle_rows(case: Case) -> None:
+    nested = nest_batch_by_mask(case.batch, **case.options)
+    assert [name for name in nested.keys() if name != LAYOUTS] == list(case.batch.keys())  # noqa: SIM118
+    for path, x in entries(case.batch).items():
+        now = entry(nested, path)
+        field = case.nested.get(path)
+        if field is None:
+            if isinstance(x, torch.Tensor):
+                assert_same_tensor(now, x, "/".join(path))
+            else:
+                assert now.tolist() is not None
+                assert_same_object(now.tolist(), x.tolist())
+            continue
+        assert now.is_nested, f"{path} stayed dense"
+        assert now.layout == torch.jagged
+        assert now.dtype == x.dtype
+        assert now.device == x.device
+        rows = oracle.pack_rows(x.movedim(field.ragged_dim, 1), field.mask)
+        assert now.offsets().tolist() == oracle.offsets(field.mask)
+        for number, (got, want) in enumerate(zip(oracle.jagged_rows(now), rows, strict=True)):
+            assert_same_tensor(got, want, f"{path} row {number}")
+
+
+@quiet
+@given(batches())
+def test_shared_offsets_and_cached_bounds(case: Case) -> None:
+    nested = nest_batch_by_mask(case.batch, **case.options)
+    shared: dict[tuple[Any, ...], torch.Tensor] = {}
+    for path, field in case.nested.items():
+        x = entry(nested, path)
+        scope = path[:1] if path[0] == "own" else ()
+        assert x.offsets() is shared.setdefault((scope, field.axis), x.offsets())
+        lengths = oracle.lengths(field.mask)
+        assert cached_bounds(x) == (min(lengths, default=0), max(lengths, default=0))
+        assert x.offsets().dtype == torch.int64
+
+
+@quiet
+@given(batches())
+def test_nesting_twice(case: Case) -> None:
+    once = nest_batch_by_mask(case.batch, **case.options)
+    twice = nest_batch_by_mask(once, **case.options)
+    assert_same_batch(unnest(twice), case.batch)
+    assert_same_batch(unnest(once), case.batch)
+
+
+@quiet
+def test_nesting_twice_where_every_field_of_an_axis_was_kept_dense() -> None:
+    """The layout of the dense field is then still the one that the mask gave."""
+    batch = TensorDict(
+        {
+            "attention_mask": torch.tensor([[0, 1, 1, 0, 0], [1, 1, 1, 0, 0]]),
+            "response_mask": torch.tensor([[1, 5, 5], [1, 5, 0]]),
+        },
+        batch_size=[2],
+    )
+    once = nest_batch_by_mask(batch)
+    assert not once["response_mask"].is_nested
+    assert_same_batch(unnest(nest_batch_by_mask(once)), batch)
+
+
+@quiet
+def test_nesting_twice_where_a_mask_was_kept_dense() -> None:
+    """attention_mask is jagged by then: the dense response_mask must not become the response axis instead."""
+    batch = TensorDict(
+        {
+            "attention_mask": torch.tensor([[0, 1]]),
+            "prompts": torch.zeros(1, 0, dtype=torch.int64),
+            "responses": torch.tensor([[0, 9]]),
+            "response_mask": torch.tensor([[1, 0]]),
+        },
+        batch_size=[1],
+    )
+    once = nest_batch_by_mask(batch, pad_token_id=0)
+    assert not once["response_mask"].is_nested
+    assert_same_batch(unnest(nest_batch_by_mask(once, pad_token_id=0)), batch)
+
+
+@quiet
+@given(batches(), st.data())
+def test_unnest_of_named_fields(case: Case, data: st.DataObject) -> None:
+    names = list(case.batch.keys())
+    wanted = data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True)) if names else []
+    got = unnest_batch_by_mask(nest_batch_by_mask(case.batch, **case.options), *wanted)
+    chosen = {name: case.batch.get(name) for name in names if name in wanted or not wanted}
+    assert_same_batch(got, TensorDict(chosen, batch_size=case.batch.batch_size, device=case.batch.device))
+
+
+@quiet
+@given(batches())
+def test_verify_never_and_first_are_exact_without_strays(case: Case) -> None:
+    if case.lossy:
+        return
+    assert_same_batch(unnest(nest_batch_by_mask(case.batch, **case.options, verify="first")), case.batch)
+    got = unnest(nest_batch_by_mask(case.batch, **case.options, verify="never"))
+    for path, field in case.nested.items():
+        if field.trusted:
+            assert_same_tensor(entry(got, path), entry(case.batch, path), "/".join(path))
+
+
+def test_round_trip_keeps_gradients() -> None:
+    batch = exact_zero(rollout())
+    batch["advantages"] = batch["advantages"].requires_grad_()
+    padded = unnest(nest_batch_by_mask(batch, pad_token_id=0))["advantages"]
+    weight = torch.arange(padded.numel(), dtype=torch.float32).view_as(padded)
+    (padded * weight).sum().backward()
+    assert_same_tensor(batch["advantages"].grad, weight * (batch["response_mask"] != 0))
+
+
+@pytest.mark.parametrize("more", [(), (8,)], ids=["[]", "[B, S]"])
+def test_other_batch_sizes(more: tuple[int, ...]) -> None:
+    source = exact_zero(rollout(4)).select("input_ids", "attention_mask", "position_ids")
+    size = [4, *more] if more else []
+    batch = TensorDict(dict(source.items()), batch_size=size)
+    nested = nest_batch_by_mask(batch, pad_token_id=0)
+    assert nested["input_ids"].is_nested
+    assert_same_batch(unnest(nested), batch)
+
+
+def test_locked_and_non_contiguous() -> None:
+    batch = exact_zero(rollout())
+    batch["advantages"] = batch["advantages"].t().contiguous().t()
+    batch.lock_()
+    nested = nest_batch_by_mask(batch, pad_token_id=0)
+    assert batch.is_locked
+    assert_same_batch(unnest(nested.lock_()), batch)
+
+
+@pytest.mark.parametrize("dtype", strategies.DTYPES, ids=str)
+@pytest.mark.parametrize("wide", [False, True])
+def test_every_dtype(dtype: torch.dtype, wide: bool) -> None:
+    rng = np.random.default_rng(3)
+    width = 150 if wide else 6
+    mask = [[False] * width, [place > 1 for place in range(width)], [place != 3 for place in range(width)]]
+    for pad in (0, 1):
+        values = strategies.values(rng, (oracle.offsets(mask)[-1], 2), dtype)
+        x = oracle.unpack(values, mask, width, pad)
+        batch = TensorDict({"m": oracle.mask_tensor(mask, width), "x": x}, batch_size=[3])
+        nested = nest_batch_by_mask(batch, {"x": MaskNestingSpec("m", pad)}, ignore_dense_fields=["m"], strict=True)
+        assert_same_tensor(nested["x"].values(), values)
+        assert_same_batch(unnest(nested), batch)
+
+
+# -------------------------------------------------------------------- jagged arithmetic
+
+
+def test_arithmetic_between_fields_of_a_layout() -> None:
+    batch = exact_zero(rollout())
+    nested = nest_batch_by_mask(batch, pad_token_id=0)
+    want = oracle.pack(
+        batch["old_log_probs"] - batch["advantages"], oracle.mask_rows(batch["attention_mask"][:, PROMPT:])
+    )
+    assert_same_tensor((nested["old_log_probs"] - nested["advantages"]).values(), want)
+    ratio = (nested["old_log_probs"] - nested["advantages"]) * nested["response_mask"]
+    assert ratio.offsets() is nested["responses"].offsets()
+
+
+def test_to_padded_tensor_pads_to_the_longest_row() -> None:
+    batch = exact_zero(rollout())
+    nested = nest_batch_by_mask(batch, pad_token_id=0)
+    longest = int(batch["attention_mask"].sum(1).max())
+    assert nested["input_ids"].to_padded_tensor(0).shape == (4, longest)
+
+
+def test_equal_lengths_stay_jagged() -> None:
+    batch = TensorDict(
+        {"attention_mask": torch.ones(4, 4, dtype=torch.long), "position_ids": torch.arange(64).view(4, 4, 4)}, [4]
+    )
+    nested = nest_batch_by_mask(batch)
+    assert nested["position_ids"].is_nested
+    assert nested["position_ids"]._ragged_idx == 1
+    first = oracle.jagged_rows(nested["position_ids"])[0]
+    assert_same_tensor(first, batch["position_ids"][0].t())
+    assert_same_batch(unnest(nested), batch)
+
+
+def test_nesting_again_restores_shared_offsets_and_nests_new_fields() -> None:
+    batch = exact_zero(rollout())
+    nested = pickle.loads(pickle.dumps(nest_batch_by_mask(batch, pad_token_id=0)))
+    nested["values"] = batch["advantages"].clone()
+    nested["returns"] = torch.nested.nested_tensor_from_jagged(
+        nested["advantages"].values().clone(), nested["advantages"].offsets().clone()
+    )
+    again = nest_batch_by_mask(nested, pad_token_id=0)
+    assert again["values"].is_nested
+    assert again["values"].offsets() is again["advantages"].offsets()
+    assert again["returns"].offsets() is again["advantages"].offsets()
+    assert (again["values"] - again["advantages"]).values().abs().sum() == 0
+    batch["values"] = batch["advantages"].clone()
+    batch["returns"] = batch["advantages"].clone()
+    assert_same_batch(unnest(again), batch)
+
+
+# -------------------------------------------------------------------- operations commute
+
+
+@quiet
+@given(batches(home_jagged=False, dtypes=strategies.PLAIN_DTYPES), st.data())
+def test_row_operations_commute(case: Case, data: st.DataObject) -> None:
+    ops = data.draw(row_ops(case.rows))
+    nested: TensorDictBase = nest_batch_by_mask(case.batch, **case.options)
+    for op in ops:
+        nested = op.on_batch(nested)
+    want = oracle.take_rows(case.batch, rows_after(ops, case.rows, even_chunks=False))
+    got = unnest(nested)
+    assert got.batch_size == want.batch_size
+    for path, value in entries(want).items():
+        if isinstance(value, torch.Tensor):
+            assert_same_tensor(entry(got, path), value, "/".join(path))
+        else:
+            assert_same_object(entry(got, path).tolist(), value.tolist(), "/".join(path))
+    assert list(got.keys()) == list(want.keys())
+
+
+CASTS = {
+    "float": lambda batch: batch.float(),
+    "double": lambda batch: batch.double(),
+    "half": lambda batch: batch.half(),
+    "bfloat16": lambda batch: batch.to(torch.bfloat16),
+    "cpu": lambda batch: batch.to("cpu"),
+}
+
+
+@quiet
+@pytest.mark.parametrize("name", CASTS)
+@given(case=batches(finite=True, home_jagged=False, generic=False))
+def test_casts_commute(name: str, case: Case) -> None:
+    cast = CASTS[name]
+    assert_same_batch(unnest(cast(nest_batch_by_mask(case.batch, **case.options))), cast(case.batch))
+
+
+COPIES = {
+    "clone": lambda batch: batch.clone(),
+    "clone, not recursive": lambda batch: batch.clone(False),
+    "pickle": lambda batch: pickle.loads(pickle.dumps(batch)),
+    "consolidate": lambda batch: batch.consolidate(),
+    "lock_": lambda batch: batch.clone(False).lock_(),
+    "contiguous": lambda batch: batch.contiguous(),
+}
+
+
+@quiet
+@pytest.mark.parametrize("name", COPIES)
+@given(case=batches(home_jagged=False, min_rows=1, dtypes=strategies.PLAIN_DTYPES, device=False))
+def test_copies_restore(name: str, case: Case) -> None:
+    assert_same_batch(unnest(COPIES[name](nest_batch_by_mask(case.batch, **case.options))), case.batch)
+
+
+def test_cat_of_equal_widths() -> None:
+    parts = [exact_zero(rollout(rows, seed=rows)) for rows in (3, 1, 4)]
+    nested = torch.cat([nest_batch_by_mask(part, pad_token_id=0) for part in parts])
+    assert_same_batch(unnest(nested), torch.cat(parts))
+
+
+def test_empty_rows_everywhere() -> None:
+    for mask in (torch.zeros(3, 4), torch.zeros(0, 4), torch.zeros(3, 0), torch.zeros(0, 0), torch.zeros(1, 4)):
+        batch = TensorDict(
+            {
+                "attention_mask": mask,
+                "position_ids": torch.zeros(mask.shape, dtype=torch.int64),
+                "old_log_probs": torch.zeros(mask.shape),
+                "responses": torch.zeros((mask.shape[0], 0), dtype=torch.int64),
+            },
+            batch_size=[mask.shape[0]],
+        )
+        nested = nest_batch_by_mask(batch, pad_token_id=0, strict=True)
+        assert nested["old_log_probs"].is_nested
+        assert cached_bounds(nested["old_log_probs"]) == (0, 0)
+        assert_same_batch(unnest(nested), batch)
+
+
+# -------------------------------------------------------------------- never in silence
+
+
+def clamped(batch: TensorDict) -> TensorDict:
+    return batch.apply(lambda x: x.clamp(max=1))
+
+
+def replaced(batch: TensorDict) -> TensorDict:
+    batch = batch.clone()
+    rows = [torch.zeros(length) for length in (1, 2, 3, 1)]
+    batch["advantages"] = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    return batch
+
+
+def added(batch: TensorDict) -> TensorDict:
+    batch = batch.clone()
+    batch["new"] = torch.nested.nested_tensor_from_jagged(
+        batch["advantages"].values(), batch["advantages"].offsets().clone()
+    )
+    return batch
+
+
+def reordered(batch: TensorDict) -> TensorDict:
+    """One field follows a new order of rows, the others and LAYOUTS do not."""
+    batch = batch.clone()
+    batch["advantages"] = batch[[3, 2, 1, 0]]["advantages"]
+    return batch
+
+
+def without_schema(batch: TensorDict) -> TensorDict:
+    batch = batch.clone()
+    batch[LAYOUTS] = batch[LAYOUTS].exclude("schema")
+    return batch
+
+
+def without_runs(batch: TensorDict) -> TensorDict:
+    batch = batch.clone()
+    batch[LAYOUTS] = batch[LAYOUTS].exclude("runs")
+    return batch
+
+
+def wider(batch: TensorDict) -> TensorDict:
+    return torch.cat([batch, nested_rollout(rows=4, response=RESPONSE + 1)])
+
+
+NOT_RESTORABLE = {
+    "select drops LAYOUTS": (lambda batch: batch.select("responses"), LAYOUTS),
+    "exclude drops LAYOUTS": (lambda batch: batch.exclude(LAYOUTS), LAYOUTS),
+    "never nested": (lambda batch: exact_zero(rollout()), "not nested"),
+    "integer index": (lambda batch: batch[0], "batch[i : i + 1]"),
+    "unbind": (lambda batch: batch.unbind(0)[1], "batch[i : i + 1]"),
+    "cat of different widths": (wider, "different widths"),
+    "add": (lambda batch: batch.apply(lambda x: x + 1), "changed"),
+    "multiply": (lambda batch: batch.apply(lambda x: x * 2), "changed"),
+    "zeros_like": (lambda batch: batch.apply(torch.zeros_like), "changed"),
+    "negate": (lambda batch: batch.apply(lambda x: -x), "changed"),
+    "clamp": (clamped, "changed"),
+    "sign": (lambda batch: batch.apply(torch.sign), "changed"),
+    "bool": (lambda batch: batch.bool(), "changed"),
+    "other row lengths": (replaced, '"advantages"'),
+    "other row order": (reordered, '"advantages"'),
+    "jagged field added later": (added, '"new"'),
+    "schema lost": (without_schema, "schema"),
+    "run tables lost": (without_runs, "run table"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_RESTORABLE)
+def test_what_cannot_be_restored_is_named(name: str) -> None:
+    change, part = NOT_RESTORABLE[name]
+    batch = change(nested_rollout(prompt=6, response=6))
+    tree = oracle.snapshot(batch)
+    with pytest.raises(LayoutError) as caught:
+        unnest_batch_by_mask(batch)
+    message = str(caught.value)
+    assert message.startswith("unnest_batch_by_mask: ")
+    assert part in message
+    assert oracle.snapshot(batch) == tree
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: x.clamp(max=2), torch.sign, lambda x: x.bool(), lambda x: x.to(torch.float8_e4m3fn)]
+)
+def test_a_changed_run_table_never_moves_values(change: Any) -> None:
+    """One token a row: the row lengths alone cannot tell that the starts were changed."""
+    mask = torch.zeros(3, 40, dtype=torch.int64)
+    mask[0, 17] = mask[1, 19] = mask[2, 37] = 1
+    batch = TensorDict({"attention_mask": mask, "old_log_probs": mask * 1.0}, batch_size=[3])
+    nested = nest_batch_by_mask(batch).apply(change)
+    try:
+        got = unnest(nested)
+    except LayoutError:
+        return
+    for name in batch.keys():  # noqa: SIM118
+        assert got[name].bool().tolist() == mask.bool().tolist(), f"{name} moved"
+
+
+def test_select_with_layouts_restores() -> None:
+    batch = exact_zero(rollout())
+    nested = nest_batch_by_mask(batch, pad_token_id=0).select("responses", "uid", LAYOUTS)
+    assert_same_batch(unnest(nested), batch.select("responses", "uid"))
+
+
+def test_named_field_that_is_not_there() -> None:
+    with pytest.raises(LayoutError, match=r'^unnest_batch_by_mask: no field "gone" in the batch; it has .*advantages'):
+        unnest(nested_rollout(), "gone")
+
+
+def test_added_dense_field_comes_back_as_it_is() -> None:
+    batch = exact_zero(rollout())
+    nested = nest_batch_by_mask(batch, pad_token_id=0)
+    batch["new"] = nested["new"] = torch.arange(8.0).view(4, 2)
+    assert_same_batch(unnest(nested).select(*batch.keys()), batch)
+
+
+def test_named_fields_skip_what_cannot_be_restored() -> None:
+    batch = exact_zero(rollout())
+    got = unnest(added(nest_batch_by_mask(batch, pad_token_id=0)), "advantages", "uid")
+    assert_same_batch(got, batch.select("advantages", "uid"))
+
+
+def test_field_that_became_an_object_is_an_error() -> None:
+    nested = nested_rollout()
+    nested.set("advantages", NonTensorData("gone", batch_size=[4]))
+    with pytest.raises(LayoutError, match='"advantages" is no tensor any more'):
+        unnest(nested)
+
+
+# -------------------------------------------------------------------- values under the mask
+
+
+def stray_batch() -> TensorDict:
+    """One advantage under the mask of the shortest row, with pads beside it."""
+    batch = exact_zero(rollout(prompt=6, response=6))
+    mask = batch["attention_mask"][:, 6:]
+    row = int(mask.sum(1).argmin())
+    assert mask[row].sum() <= 3
+    batch["advantages"][row, 4] = 7.5
+    return batch
+
+
+def test_on_loss_keep_ships_the_field_whole_and_warns() -> None:
+    batch = stray_batch()
+    with pytest.warns(MaskpackWarning, match=r'^nest_batch_by_mask: travelling dense: "advantages" \(4, 6\) float32'):
+        nested = nest_batch_by_mask(batch, pad_token_id=0)
+    assert not nested["advantages"].is_nested
+    assert nested["old_log_probs"].is_nested
+    assert_same_batch(unnest(nested), batch)
+
+
+def test_on_loss_error_names_the_place() -> None:
+    batch = stray_batch()
+    tree = oracle.snapshot(batch)
+    row, place = torch.nonzero(batch["advantages"] == 7.5)[0].tolist()
+    for options in ({"on_loss": "error"}, {"strict": True}, {"strict": True, "on_loss": "error"}):
+        with pytest.raises(LossyPadError) as caught:
+            nest_batch_by_mask(batch, pad_token_id=0, **options)
+        message = str(caught.value)
+        assert message.startswith(f'nest_batch_by_mask: field "advantages" holds 7.5 at ({row}, {place})')
+        assert 'mask "response" is empty; expected its pad 0' in message
+        assert "Fix the producer" in message
+        assert oracle.snapshot(batch) == tree
+
+
+@pytest.mark.filterwarnings("error")
+def test_on_loss_drop_restores_the_pad() -> None:
+    batch = stray_batch()
+    nested = nest_batch_by_mask(batch, pad_token_id=0, on_loss="drop")
+    want = batch.clone()
+    want["advantages"][batch["advantages"] == 7.5] = 0.0
+    assert_same_batch(unnest(nested), want)
+    assert (batch["advantages"] == 7.5).sum() == 1
+
+
+@pytest.mark.parametrize("stray", [-0.0, float("nan"), 1e-45])
+def test_no_stray_is_too_small(stray: float) -> None:
+    batch = stray_batch()
+    batch["advantages"][batch["advantages"] == 7.5] = stray
+    with pytest.warns(MaskpackWarning):
+        nested = nest_batch_by_mask(batch, pad_token_id=0)
+    assert_same_batch(unnest(nested), batch)
+
+
+@quiet
+@given(batches())
+def test_strays_are_found_exactly(case: Case) -> None:
+    reported = {field.path for field in dense_fields(case.batch, case.registry, pad_token_id=case.pad_token_id)}
+    tensors = {path for path, value in entries(case.batch).items() if isinstance(value, torch.Tensor)}
+    assert reported & tensors == case.loose
+    if case.lossy:
+        with pytest.raises(LossyPadError) as caught:
+            nest_batch_by_mask(case.batch, **case.options, on_loss="error")
+        named = {line.split('"')[1] for line in str(caught.value).splitlines()}
+        assert named == {"/".join(path) for path in case.lossy}
+
+
+def test_verify_always_first_never() -> None:
+    clean = exact_zero(rollout(prompt=6, response=6))
+    registry = RL_FIELDS | {"only_here": MaskNestingSpec("response")}
+    options: dict[str, Any] = {"registry": registry, "pad_token_id": 0}
+    dirty = stray_batch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert nest_batch_by_mask(dirty, **options, verify="never")["advantages"].is_nested
+    with pytest.warns(MaskpackWarning):
+        assert not nest_batch_by_mask(dirty, **options, verify="always")["advantages"].is_nested
+    assert nest_batch_by_mask(clean, **options, verify="first")["advantages"].is_nested
+    assert nest_batch_by_mask(dirty, **options, verify="first")["advantages"].is_nested
+    assert not _quietly(dirty, **options, verify="always")["advantages"].is_nested
+    other = {**options, "pad_token_id": 1}
+    fresh = _quietly(dirty.exclude("input_ids", "prompts", "responses"), **other, verify="first")
+    assert not fresh["advantages"].is_nested
+
+
+def _quietly(batch: TensorDict, **options: Any) -> TensorDict:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MaskpackWarning)
+        return nest_batch_by_mask(batch, **options)
+
+
+def test_verify_first_keeps_registries_apart_by_the_bits_of_their_pads() -> None:
+    mask = torch.tensor([[1, 0, 0]])
+    for pad in (0.0, -0.0):
+        batch = TensorDict({"m": mask, "x": torch.full((1, 3), pad)}, batch_size=[1])
+        registry = {"x": MaskNestingSpec("m", pad), "m": MaskNestingSpec(None), "tag": MaskNestingSpec("bits")}
+        assert_same_batch(unnest(nest_batch_by_mask(batch, registry, verify="first")), batch)
+
+
+def test_cat_keeps_pads_apart_by_their_bits() -> None:
+    registry = {"x": MaskNestingSpec("m", [0.0, -0.0]), "m": MaskNestingSpec("m")}
+    parts = [
+        TensorDict({"m": torch.tensor([[1, 0, 0]]), "x": torch.full((1, 3), pad)}, batch_size=[1])
+        for pad in (0.0, -0.0)
+    ]
+    nested = [nest_batch_by_mask(part, registry) for part in parts]
+    assert nested[1]["x"].is_nested
+    try:
+        got = unnest(torch.cat(nested))
+    except LayoutError:
+        return
+    assert_same_batch(got, torch.cat(parts))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pad"), [(torch.uint8, -100), (torch.int64, 0.5), (torch.bool, 2), (torch.int8, 200), (torch.float32, 1j)]
+)
+def test_pad_that_the_dtype_cannot_hold(dtype: torch.dtype, pad: Any) -> None:
+    batch = TensorDict({"m": torch.tensor([[1, 0]]), "x": torch.zeros(1, 2, dtype=dtype)}, batch_size=[1])
+    with pytest.raises(RegistryError, match=r'^nest_batch_by_mask: field "x" is \w+; its pad .* does not fit'):
+        nest_batch_by_mask(batch, {"x": MaskNestingSpec("m", pad)})
+
+
+def test_pads_are_tried_in_order() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    spec = {"x": MaskNestingSpec("m", [0, -1, float("nan")])}
+    for pad in (0.0, -1.0, float("nan")):
+        batch = TensorDict({"m": mask, "x": torch.where(mask != 0, 3.0, pad)}, batch_size=[2])
+        nested = nest_batch_by_mask(batch, spec, ignore_dense_fields=["m"], strict=True)
+        assert_same_batch(unnest(nested), batch)
+    unsigned = TensorDict({"m": mask, "x": (mask * 9).to(torch.uint8)}, batch_size=[2])
+    assert_same_batch(unnest(nest_batch_by_mask(unsigned, spec, ignore_dense_fields=["m"])), unsigned)
+
+
+# -------------------------------------------------------------------- coverage
+
+
+@quiet
+@given(batches(objects=False))
+def test_strict_reports_every_dense_field(case: Case) -> None:
+    dense = case.loose - case.lossy
+    if case.lossy:
+        with pytest.raises(LossyPadError):
+            nest_batch_by_mask(case.batch, **case.options, strict=True)
+    elif dense:
+        with pytest.raises(CoverageError) as caught:
+            nest_batch_by_mask(case.batch, **case.options, strict=True)
+        message = str(caught.value)
+        assert message.startswith(f"nest_batch_by_mask: {len(dense)} field(s) would travel dense")
+        for path in dense:
+            assert f'"{"/".join(path)}"' in message
+    else:
+        nest_batch_by_mask(case.batch, **case.options, strict=True)
+    nest_batch_by_mask(case.batch, **case.options, strict=True, on_loss="drop", ignore_dense_fields=sorted(case.loose))
+
+
+def test_strict_looks_inside_sub_batches_and_objects() -> None:
+    batch = exact_zero(rollout())
+    batch["meta"] = TensorDict({"deep": torch.zeros(4, 9)}, batch_size=[4])
+    batch.set("info", NonTensorData({"a": [{"tokens": torch.zeros(5)}]}, batch_size=[4]))
+    with pytest.raises(CoverageError) as caught:
+        nest_batch_by_mask(batch, pad_token_id=0, strict=True)
+    message = str(caught.value)
+    assert '"meta/deep" (4, 9) float32, 144 bytes: the registry does not know it' in message
+    assert "info/a/[0]/tokens" in message
+    assert "ignore_dense_fields" in message
+    nest_batch_by_mask(batch, pad_token_id=0, strict=True, ignore_dense_fields=[("meta", "deep"), "info"])
+    nest_batch_by_mask(batch, pad_token_id=0, strict=True, ignore_dense_fields=["deep", "info"])
+
+
+def test_missing_mask_is_reported() -> None:
+    batch = TensorDict({"input_ids": torch.zeros(2, 3, dtype=torch.int64)}, batch_size=[2])
+    with pytest.raises(CoverageError, match='nothing in the batch gives its mask "sequence"'):
+        nest_batch_by_mask(batch, pad_token_id=0, strict=True)
+    with pytest.warns(MaskpackWarning, match='nothing in the batch gives its mask "sequence"'):
+        assert_same_batch(unnest(nest_batch_by_mask(batch, pad_token_id=0)), batch)
+
+
+# -------------------------------------------------------------------- axes
+
+
+def test_response_mask_is_data_on_the_response_axis() -> None:
+    batch = exact_zero(rollout(prompt=2, response=6))
+    batch["response_mask"][:, 1] = 0
+    batch["response_mask"] = batch["response_mask"] * torch.tensor([1, 1, 2, 0, 1, 1])
+    nested = nest_batch_by_mask(batch, pad_token_id=0)
+    assert nested["responses"].offsets() is nested["response_mask"].offsets()
+    assert nested["responses"].offsets().tolist() == oracle.offsets(oracle.mask_rows(batch["attention_mask"][:, 2:]))
+    assert_same_batch(unnest(nested), batch)
+
+
+@pytest.mark.parametrize("weights", [[0.5, 2.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.25]])
+def test_float_response_mask_without_attention(weights: list[float]) -> None:
+    batch = TensorDict(
+        {
+            "response_mask": torch.tensor([weights, [0.0, 0.0, 0.0, 0.0], [0.0, 3.0, 0.0, 0.0]]),
+            "advantages": torch.tensor([[1.0, 2.0, 3.0, 4.0], [0.0] * 4, [5.0, 6.0, 0.0, 0.0]]),
+        },
+        batch_size=[3],
+    )
+    nested = nest_batch_by_mask(batch, strict=True)
+    assert nested["advantages"].offsets().tolist() == [0, 4, 4, 6]
+    assert_same_batch(unnest(nested), batch)
+
+
+def test_loss_mask_of_the_whole_sequence() -> None:
+    """The registry lets loss_mask lie on the sequence; its width then says nothing about the responses."""
+    batch = exact_zero(rollout()).select("input_ids", "attention_mask", "prompts", "position_ids")
+    batch["loss_mask"] = batch["attention_mask"].clone()
+    nested = nest_batch_by_mask(batch, pad_token_id=0, strict=True)
+    assert_same_batch(unnest(nested), batch)
+
+
+def test_lengths_and_cu_seqlens_axes() -> None:
+    registry = MaskNestingRegistry(
+        {"ids": MaskNestingSpec("tokens", PAD_TOKEN_ID), "flat": MaskNestingSpec("packed")},
+        {
+            "tokens": (MaskAxis("input_lengths", form="lengths", head=("ids",)),),
+            "packed": (MaskAxis("cu", form="cu_seqlens"),),
+        },
+    )
+    batch = TensorDict(
+        {"ids": torch.tensor([[5, 6, 9], [9, 9, 9]]), "input_lengths": torch.tensor([2, 0])}, batch_size=[2]
+    )
+    nested = nest_batch_by_mask(batch, registry, pad_token_id=9, strict=True)
+    assert nested["ids"].values().tolist() == [5, 6]
+    assert_same_batch(unnest(nested), batch)
+    flat = TensorDict({"flat": torch.arange(5.0), "cu": torch.tensor([0, 2, 2, 5])}, batch_size=[])
+    nested = nest_batch_by_mask(flat, registry)
+    assert [row.tolist() for row in oracle.jagged_rows(nested["flat"])] == [[0.0, 1.0], [], [2.0, 3.0, 4.0]]
+    assert_same_batch(unnest(nested), flat)
+
+
+def test_edge_positions_left_zero_right_last() -> None:
+    mask = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
+    batch = TensorDict({"m": mask, "p": torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0], [0, 1, 2, 3]])}, batch_size=[3])
+    registry = {"p": MaskNestingSpec("m", EDGE), "m": MaskNestingSpec("m")}
+    nested = nest_batch_by_mask(batch, registry, strict=True)
+    assert nested["p"].values().tolist() == [0, 1, 0, 1, 2, 3]
+    assert_same_batch(unnest(nested), batch)
+
+
+@example(mask=[[True, False, True, False, False, True, False]], seed=1)
+@given(mask=strategies.patterns(), seed=st.integers(0, 999))
+def test_edge_strays_are_found_wherever_they_are(mask: oracle.Mask, seed: int) -> None:
+    """Every single change under the mask is seen, also between two runs and in empty rows."""
+    rng = np.random.default_rng(seed)
+    width = len(mask[0]) if mask else 0
+    values = torch.from_numpy(rng.integers(0, 2, oracle.offsets(mask)[-1]))
+    clean = oracle.unpack(values, mask, width, oracle.EDGE)
+    registry = {"p": MaskNestingSpec("m", EDGE), "m": MaskNestingSpec("m")}
+    batch = TensorDict({"m": oracle.mask_tensor(mask, width), "p": clean}, batch_size=[len(mask)])
+    assert nest_batch_by_mask(batch, registry, strict=True)["p"].is_nested
+    for row, line in enumerate(mask):
+        for place, real in enumerate(line):
+            if real:
+                continue
+            dirty = batch.clone()
+            dirty["p"][row, place] ^= 1
+            with pytest.raises(LossyPadError, match=rf'"p" holds {int(dirty["p"][row, place])} at \({row}, {place}\)'):
+                nest_batch_by_mask(dirty, registry, strict=True)
+
+
+# -------------------------------------------------------------------- the errors
+
+
+def test_field_that_fits_none_of_its_masks() -> None:
+    batch = exact_zero(rollout())
+    batch["advantages"] = torch.zeros(4, RESPONSE + 1)
+    with pytest.raises(LayoutError) as caught:
+        nest_batch_by_mask(batch, pad_token_id=0)
+    assert str(caught.value) == (
+        'nest_batch_by_mask: field "advantages" is (4, 6); mask "response" is (4, 5); mask "sequence" is (4, 8). '
+        "Fix the producer, or give the field another mask in the registry."
+    )
+
+
+def test_pad_token_id_missing_or_wrong() -> None:
+    batch = exact_zero(rollout())
+    with pytest.raises(RegistryError, match=r'"input_ids" is padded with PAD_TOKEN_ID.*Pass pad_token_id=tokenizer'):
+        nest_batch_by_mask(batch)
+    for wrong in (True, "0", 1.0):
+        with pytest.raises(RegistryError, match=r"nest_batch_by_mask: pad_token_id is .*expected a whole number"):
+            nest_batch_by_mask(batch, pad_token_id=wrong)
+
+
+@pytest.mark.parametrize(("name", "value"), [("verify", "sometimes"), ("on_loss", "ignore")])
+def test_unknown_modes(name: str, value: str) -> None:
+    with pytest.raises(RegistryError, match=f"^nest_batch_by_mask: {name} is '{value}'; expected one of"):
+        nest_batch_by_mask(exact_zero(rollout()), pad_token_id=0, **{name: value})
+
+
+def test_other_wrong_arguments() -> None:
+    with pytest.raises(LayoutError, match="the batch is a dict; expected a TensorDict"):
+        nest_batch_by_mask({"a": torch.zeros(2)})  # type: ignore[arg-type]
+    with pytest.raises(RegistryError, match="ignore_dense_fields is the string 'uid'"):
+        nest_batch_by_mask(exact_zero(rollout()), pad_token_id=0, ignore_dense_fields="uid")
+
+
+def test_mask_that_is_not_two_dimensional() -> None:
+    for shape in ((2,), (2, 3, 1)):
+        batch = TensorDict({"attention_mask": torch.ones(shape), "input_ids": torch.zeros(2, 3)}, batch_size=[2])
+        with pytest.raises(LayoutError, match=r'nest_batch_by_mask: mask field "attention_mask" is .*expected \(B'):
+            nest_batch_by_mask(batch, pad_token_id=0)
+
+
+def test_split_that_does_not_make_up_the_mask() -> None:
+    batch = exact_zero(rollout())
+    batch["prompts"] = batch["prompts"][:, 1:]
+    with pytest.raises(LayoutError, match=r'axis "\w+" splits mask "attention_mask" of width 8, but "prompts" is 2'):
+        nest_batch_by_mask(batch, pad_token_id=0)
+
+
+def test_nested_tensors_of_another_kind() -> None:
+    batch = TensorDict(
+        {"rows": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.strided)}, batch_size=[]
+    )
+    with pytest.raises(LayoutError, match=r'field "rows" is a nested tensor with gaps.*expected torch\.jagged'):
+        nest_batch_by_mask(batch)
+
+
+# -------------------------------------------------------------------- one pad a row
+
+
+def signed_zeros() -> TensorDict:
+    """`advantages * mask`: 0.0 under the mask of some rows, -0.0 in others."""
+    batch = exact_zero(rollout(prompt=6, response=6))
+    answer = batch["attention_mask"][:, 6:]
+    batch["advantages"] = torch.tensor([1.5, -2.5, 0.5, -1.0])[:, None] * answer
+    assert torch.signbit(batch["advantages"][answer == 0]).any()
+    return batch
+
+
+@pytest.mark.filterwarnings("error::maskpack.MaskpackWarning")
+def test_signed_zeros_under_the_mask_nest() -> None:
+    batch = signed_zeros()
+    nested = nest_batch_by_mask(batch, pad_token_id=0)
+    assert nested["advantages"].is_nested
+    assert_same_batch(unnest(nested), batch)
+    for rows in ([3, 1, 1, 0], [-1], slice(1, 3), torch.tensor([True, False, True, False])):
+        want = oracle.take_rows(batch, np.arange(4)[rows].tolist())
+        assert_same_batch(unnest(nested[rows]), want)
+    assert_same_batch(unnest(torch.cat(nested.split(1))), batch)
+    assert_same_batch(unnest(nest_batch_by_mask(nested, pad_token_id=0)), batch)
+    assert_same_batch(unnest(pickle.loads(pickle.dumps(nested))), batch)
+    for cast in CASTS.values():
+        assert_same_batch(unnest(cast(nested)), cast(batch))
+
+
+@pytest.mark.parametrize("dtype", strategies.DTYPES, ids=str)
+def test_one_pad_a_row_in_every_dtype(dtype: torch.dtype) -> None:
+    mask = [[True, False, True, False], [False] * 4, [True] * 4, [False, True, False, False]]
+    rng = np.random.default_rng(11)
+    registry = {"x": MaskNestingSpec("m", PER_ROW), "m": MaskNestingSpec("m")}
+    for trailing in ((), (2,)):
+        values = strategies.values(rng, (oracle.offsets(mask)[-1], *trailing), dtype)
+        x = oracle.unpack(values, mask, 4, strategies.values(rng, (4,), dtype))
+        batch = TensorDict({"m": oracle.mask_tensor(mask, 4), "x": x}, batch_size=[4])
+        nested = nest_batch_by_mask(batch, registry, strict=True)
+        assert_same_tensor(nested["x"].values(), values)
+        assert_same_batch(unnest(nested), batch)
+
+
+@pytest.mark.parametrize("pads", [[SIGNED_ZERO, PER_ROW], [PER_ROW, SIGNED_ZERO], [0, SIGNED_ZERO, PER_ROW]], ids=str)
+def test_pads_of_one_a_row_are_tried_in_order(pads: list[Any]) -> None:
+    mask = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 0]])
+    registry = {"x": MaskNestingSpec("m", pads), "m": MaskNestingSpec("m")}
+    for filler in ([0.0, -0.0, 0.0], [2.0, -0.0, float("nan")], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0]):
+        x = torch.where(mask != 0, 5.0, torch.tensor(filler)[:, None])
+        batch = TensorDict({"m": mask, "x": x}, batch_size=[3])
+        nested = nest_batch_by_mask(batch, registry, strict=True)
+        assert nested["x"].is_nested
+        assert_same_batch(unnest(nested), batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint16, torch.float8_e5m2, torch.complex64], ids=str)
+def test_signed_zero_of_every_kind_of_dtype(dtype: torch.dtype) -> None:
+    mask = torch.tensor([[1, 0, 0], [1, 1, 0]])
+    batch = TensorDict({"m": mask, "x": mask.to(dtype)}, batch_size=[2])
+    registry = {"x": MaskNestingSpec("m", SIGNED_ZERO), "m": MaskNestingSpec("m")}
+    nested = nest_batch_by_mask(batch, registry, strict=True)
+    assert_same_batch(unnest(nested), batch)
+
+
+def test_two_pads_in_a_row_are_a_loss() -> None:
+    batch = signed_zeros()
+    row = int((batch["attention_mask"][:, 6:].sum(1)).argmin())
+    batch["advantages"][row, 5] *= -1
+    with pytest.raises(LossyPadError, match='"advantages"'):
+        nest_batch_by_mask(batch, pad_token_id=0, strict=True)
+    assert_same_batch(unnest(_quietly(batch, pad_token_id=0)), batch)
+
+
+def test_row_pads_that_are_gone() -> None:
+    nested = nest_batch_by_mask(signed_zeros(), pad_token_id=0)
+    nested[LAYOUTS] = nested[LAYOUTS].exclude("pads")
+    with pytest.raises(LayoutError, match=r'^unnest_batch_by_mask: the row pads of field "advantages" are gone'):
+        unnest(nested)
+
+
+def test_cat_of_one_pad_a_row_and_one_pad_for_all() -> None:
+    """What cannot be concatenated nested is a named error, never another pad."""
+    parts = [signed_zeros(), exact_zero(signed_zeros())]
+    try:
+        got = unnest(torch.cat([nest_batch_by_mask(part, pad_token_id=0) for part in parts]))
+    except (LayoutError, KeyError, RuntimeError):
+        return
+    assert_same_batch(got, torch.cat(parts))
