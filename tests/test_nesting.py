@@ -34,6 +34,8 @@ from maskpack import (
     MaskpackError,
     MaskpackWarning,
     RegistryError,
+    compress,
+    decompress,
     dense_fields,
     nest_batch_by_mask,
     unnest,
@@ -189,18 +191,23 @@ def test_nesting_twice(case: Case) -> None:
 
 
 @quiet
-def test_nesting_twice_where_every_field_of_an_axis_was_kept_dense() -> None:
+@pytest.mark.parametrize("splitter", ["response_mask", "max_response_length"])
+def test_nesting_twice_where_every_field_of_an_axis_was_kept_dense(splitter: str) -> None:
     """The layout of the dense field is then still the one that the mask gave."""
     batch = TensorDict(
         {
             "attention_mask": torch.tensor([[0, 1, 1, 0, 0], [1, 1, 1, 0, 0]]),
             "response_mask": torch.tensor([[1, 5, 5], [1, 5, 0]]),
+            "values": torch.tensor([[1.0, 5.0, 6.0], [1.0, 5.0, 6.0]]),
+            "max_response_length": NonTensorData(3, batch_size=[2]),
         },
         batch_size=[2],
-    )
+    ).select("attention_mask", "values", splitter)
     once = nest_batch_by_mask(batch)
-    assert not once["response_mask"].is_nested
+    assert not once["values"].is_nested
+    assert_same_batch(unnest(once), batch)
     assert_same_batch(unnest(nest_batch_by_mask(once)), batch)
+    assert_same_batch(decompress(compress(once)), batch)
 
 
 @quiet

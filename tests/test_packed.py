@@ -281,6 +281,17 @@ def test_every_dtype_padded_and_dense(dtype: torch.dtype, pad: int) -> None:
         assert_same_batch(decompress(packed[[2, 0, 2]]), oracle.take_rows(batch, [2, 0, 2]))
 
 
+@pytest.mark.parametrize("dtype", strategies.DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0), (2, 0, 3), (0, 0)])
+def test_every_dtype_without_elements(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    batch = TensorDict({"dense": torch.zeros(shape, dtype=dtype)}, batch_size=[shape[0]])
+    packed = compress(batch, ignore_dense_fields=["dense"])
+    for there in (packed, travelled(packed)[0]):
+        assert_same_batch(decompress(there), batch)
+        assert_same_batch(decompress(there[0:0]), oracle.take_rows(batch, []))
+        assert_same_batch(decompress(there[[]]), oracle.take_rows(batch, []))
+
+
 # -------------------------------------------------------------------- values under the mask
 
 
