@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nested._internal.nested_tensor import NestedTensor  # no public name
 
 from maskpack.errors import LayoutError
 from maskpack.layout import RowLayout
@@ -16,9 +17,16 @@ from maskpack.rows import IntArray
 
 def jagged(values: Tensor, layout: RowLayout) -> Tensor:
     """Packed values [T, *F] as a jagged tensor on the layout's shared offsets, min and max length set."""
-    return torch.nested.nested_tensor_from_jagged(
-        values, layout.offsets, min_seqlen=layout.min_length, max_seqlen=layout.max_length
-    )
+    return jagged_from(values, layout.offsets, layout.min_length, layout.max_length)
+
+
+def jagged_from(values: Tensor, offsets: Tensor, min_length: int, max_length: int) -> Tensor:
+    """Values [T, *F] and offsets int64 [B + 1] as a jagged tensor [B, j, *F]."""
+    if values.requires_grad and torch.is_grad_enabled():
+        return torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=min_length, max_seqlen=max_length)
+    # What torch does inside its own nested operations, at a quarter of the time of the function above.
+    bounds = {"min_seqlen": torch.zeros(min_length, 0), "max_seqlen": torch.zeros(max_length, 0)}
+    return NestedTensor(values.detach(), offsets, _metadata_cache=bounds)
 
 
 def offsets_of(field: Any) -> Tensor:

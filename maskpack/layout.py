@@ -195,10 +195,10 @@ class RowLayout:
         return int(self.lengths.max(initial=0))
 
     @cached_property
-    def run_bounds(self) -> list[tuple[int, int]]:
-        """Begin and end of each run in the flattened [B * S], on the host."""
+    def run_slices(self) -> list[slice]:
+        """The place of each run in the flattened [B * S], on the host."""
         begins = np.repeat(np.arange(self.num_rows) * self.width, np.diff(self.table.splits)) + self.table.starts
-        return list(zip(begins.tolist(), (begins + self.table.counts).tolist(), strict=True))
+        return list(map(slice, begins.tolist(), (begins + self.table.counts).tolist()))
 
     @property
     def long_runs(self) -> bool:

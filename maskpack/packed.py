@@ -375,10 +375,10 @@ def _joined(batches: Sequence[PackedBatch], columns: Sequence[Sequence[FieldForm
             if form.pads == (PER_ROW,):
                 row_pads[path] = np.concatenate([_row_pads(batch, path) for batch in batches])
         forms.append(form)
-    names = dict.fromkeys(form.layout for form in forms if form.layout is not None)
+    axes = [name for name, _ in batches[0].schema.widths if all(name in batch.layouts for batch in batches)]
+    names = dict.fromkeys([*axes, *(form.layout for form in forms if form.layout is not None)])
     layouts = {name: join_layouts(name, [batch.layouts[name] for batch in batches]) for name in names}
-    needed = dict.fromkeys(form.layout for form in forms if form.kind == "padded" and form.layout is not None)
-    schema = Schema(batches[0].schema.root, tuple(forms), tuple((name, layouts[name].width) for name in needed))
+    schema = Schema(batches[0].schema.root, tuple(forms), tuple((name, layouts[name].width) for name in axes))
     return PackedBatch(sum(map(len, batches)), schema, layouts, fields, objects, row_pads)
 
 

@@ -19,7 +19,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack.errors import LayoutError
-from maskpack.jagged import offsets_of, to_host
+from maskpack.jagged import jagged_from, offsets_of, to_host
 from maskpack.layout import RowLayout
 from maskpack.registry import PER_ROW, PadValue, Path, show
 from maskpack.rows import IntArray
@@ -85,12 +85,8 @@ def write_layouts(
     for name, _ in schema.widths:
         layout = layouts[name]
         runs = np.diff(layout.table.splits)
-        tables[name] = torch.nested.nested_tensor_from_jagged(
-            torch.stack([layout.starts, layout.counts, _check(layout.starts, layout.counts)], 1).view(torch.uint8),
-            layout.splits,
-            min_seqlen=int(runs.min(initial=0)),
-            max_seqlen=int(runs.max(initial=0)),
-        )
+        table = torch.stack([layout.starts, layout.counts, _check(layout.starts, layout.counts)], 1).view(torch.uint8)
+        tables[name] = jagged_from(table, layout.splits, int(runs.min(initial=0)), int(runs.max(initial=0)))
     entry["runs"] = TensorDict(tables, batch_size=entry.batch_size)
     if row_pads:
         pads = {show(path): pad for path, pad in row_pads.items()}

@@ -48,7 +48,8 @@ class Survey:
         root, forms: of the batch at home.
         rows: B.
         entries: the entry behind each form, as it is in the batch.
-        layouts: by name, those that a form lies under.
+        layouts: by name, those that a form lies under, and the axes.
+        axes: names of the layouts that padded fields lie under, or would, had they no values under their mask.
         values: packed values [T, *F] of every padded, flat and jagged form.
         row_pads: [B], of every field whose pad is PER_ROW.
     """
@@ -58,13 +59,13 @@ class Survey:
     rows: int
     entries: Mapping[Path, Any]
     layouts: Mapping[str, RowLayout]
+    axes: tuple[str, ...]
     values: Mapping[Path, Tensor]
     row_pads: Mapping[Path, Tensor]
 
     def schema(self) -> Schema:
-        """The schema; its widths are those of the layouts that a padded form needs."""
-        needed = dict.fromkeys(form.layout for form in self.forms if form.kind == "padded" and form.layout is not None)
-        return Schema(self.root, self.forms, tuple((name, self.layouts[name].width) for name in needed))
+        """The schema; its widths are those of the axes."""
+        return Schema(self.root, self.forms, tuple((name, self.layouts[name].width) for name in self.axes))
 
 
 def survey(batch: TensorDictBase, options: Options, stand_in: Mapping[str, RowLayout]) -> Survey:
@@ -84,6 +85,7 @@ def survey(batch: TensorDictBase, options: Options, stand_in: Mapping[str, RowLa
     forms = [planner.form(path, value) for path, value in entries.items()]
     rows = planner.rows(forms)
     values = {form.path: planner.values(form, entries[form.path]) for form in forms if form.layout is not None}
+    axes = tuple(dict.fromkeys(form.layout for form in forms if form.kind == "padded" and form.layout is not None))
     forms, row_pads = Verifier(entries, values, planner.layouts, options).verified(forms)
     for form in forms:
         if form.layout is None:
@@ -93,9 +95,7 @@ def survey(batch: TensorDictBase, options: Options, stand_in: Mapping[str, RowLa
             assert pads is not None
             row_pads[form.path] = pads.to(form.dtype)
     _check_coverage(forms, entries, options)
-    used = dict.fromkeys(form.layout for form in forms if form.layout is not None)
-    layouts = {name: planner.layouts[name] for name in used}
-    return Survey(root, tuple(forms), rows, entries, layouts, values, row_pads)
+    return Survey(root, tuple(forms), rows, entries, planner.layouts, axes, values, row_pads)
 
 
 class _Planner:

@@ -100,7 +100,6 @@ def row_pieces(array: npt.NDArray[Any], layout: RowLayout) -> list[npt.NDArray[A
     """Views of the runs of `array` [B, S, *F], in order."""
     if array.flags.c_contiguous:
         flat = array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
-        return [flat[begin:end] for begin, end in layout.run_bounds]
+        return list(map(flat.__getitem__, layout.run_slices))
     width = layout.width
-    rows = [(begin // width, begin % width, end - begin) for begin, end in layout.run_bounds]
-    return [array[row, begin : begin + count] for row, begin, count in rows]
+    return [array[run.start // width, run.start % width :][: run.stop - run.start] for run in layout.run_slices]
