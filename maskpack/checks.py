@@ -19,7 +19,7 @@ from maskpack.registry import EDGE, Pad, PadValue
 from maskpack.schema import FieldForm
 from maskpack.words import pad_tensor, words
 
-_BLOCK_BYTES = 1 << 18
+_BLOCK_FLAGS = 1 << 18
 
 
 def held_pads(field: str, pads: Sequence[PadValue], dtype: torch.dtype, call: str) -> tuple[PadValue, ...]:
@@ -57,8 +57,7 @@ def strays(x: Tensor, values: Tensor, layout: RowLayout, pad: PadValue | Tensor)
     held = None if isinstance(pad, Pad) else pad_tensor(pad, x.dtype)
     assert held is not None
     bits = words(held.to(x.device))
-    zero = not bool(np.any(words(held).numpy()))
-    return _differing(padded, bits, zero) - _differing(real, bits, zero)
+    return _differing(padded, bits) - _differing(real, bits)
 
 
 def row_pads(x: Tensor, layout: RowLayout) -> Tensor:
@@ -93,52 +92,22 @@ def first_stray(x: Tensor, layout: RowLayout, pad: PadValue | Tensor) -> tuple[t
     return tuple(where), str(x[tuple(where)].item() if x.dtype.itemsize > 1 or not x.is_floating_point() else "?")
 
 
-def _differing(x: Tensor, bits: Tensor, zero: bool) -> Tensor:
-    if zero:
-        return torch.count_nonzero(x)
-    count = torch.zeros((), dtype=torch.int64, device=x.device)
-    for block in _blocks(x):
-        count += torch.count_nonzero(torch.ne(block, bits))
-    return count
-
-
 def _row_strays(x: Tensor, values: Tensor, pads: Tensor, layout: RowLayout) -> Tensor:
-    if x.numel() == 0:
-        return torch.zeros((), dtype=torch.int64, device=x.device)
     more = [1] * (values.dim() - pads.dim())
     pads = pads.view(pads.shape[0], *more, *pads.shape[1:])
-    lengths = layout.offsets.diff().to(x.device)
-    of_values = pads.repeat_interleave(lengths, 0, output_size=values.shape[0])
-    count = -torch.count_nonzero(torch.ne(values, of_values))
-    pads = pads.unsqueeze(1)
-    begin = 0
-    for block in _blocks(x):
-        count += torch.count_nonzero(torch.ne(block, pads[begin : begin + block.shape[0]]))
-        begin += block.shape[0]
-    return count
-
-
-def _blocks(x: Tensor) -> Sequence[Tensor]:
-    """On the host, blocks of rows whose comparison stays in the cache; on a device the whole."""
-    if x.device.type != "cpu" or x.shape[0] == 0:
-        return (x,)
-    rows = max(1, _BLOCK_BYTES // max(1, x.element_size() * x[0].numel()))
-    return torch.split(x, rows)
+    of_values = pads.repeat_interleave(layout.offsets.diff(), 0, output_size=values.shape[0])
+    return _differing(x, pads.unsqueeze(1)) - _differing(values, of_values)
 
 
 def _edge_strays(x: Tensor, values: Tensor, layout: RowLayout) -> Tensor:
     """Between one real element and the next, the padded field may change once if the two differ and not at all if
     they are equal; a row changes nowhere else. That fixes every pad of a row with one run. Between two runs the one
     change must come at the second, so the element before it still equals the last of the first. An empty row is 0."""
-    if layout.width == 0 or layout.num_rows == 0:
-        return torch.zeros((), dtype=torch.int64, device=x.device)
     inner = torch.ones(values.shape[0] + 1, dtype=torch.bool, device=x.device)
     inner[layout.offsets] = False  # the first element of a row has no neighbour before it
     steps = torch.ne(values[1:], values[:-1])
     steps &= inner[1:-1].view(-1, *[1] * (values.dim() - 1))
-    count = -torch.count_nonzero(steps)
-    for block in _blocks(x):
-        count += torch.count_nonzero(torch.ne(block[:, 1:], block[:, :-1]))
+    count = _differing(x[:, 1:], x[:, :-1]) - torch.count_nonzero(steps)
     table = layout.table
     empty = torch.from_numpy(np.flatnonzero(np.diff(table.splits) == 0)).to(x.device)
     count = count + torch.count_nonzero(x[empty])
@@ -151,3 +120,21 @@ def _edge_strays(x: Tensor, values: Tensor, layout: RowLayout) -> Tensor:
         last = torch.from_numpy((table.starts + table.counts)[later - 1] - 1).to(x.device)
         count = count + torch.count_nonzero(torch.ne(x[rows, before], x[rows, last]))
     return count
+
+
+def _differing(x: Tensor, other: Tensor) -> Tensor:
+    """How many elements of `x` [n, ...] differ from `other`: (), one entry for each of the n, or one for all. On the
+    host, blocks of rows are compared whose flags stay in the cache; numpy does that without holding other threads."""
+    if x.device.type != "cpu" or x.numel() == 0:
+        return torch.count_nonzero(torch.ne(x, other))
+    left, right = x.numpy(), other.numpy()
+    one_each = right.ndim == left.ndim and len(right) == len(left)
+    step = max(1, _BLOCK_FLAGS // (left.size // len(left)))
+    flags = np.empty((min(step, len(left)), *left.shape[1:]), np.bool_)
+    count = 0
+    for top in range(0, len(left), step):
+        block = left[top : top + step]
+        changed = flags[: len(block)]
+        np.not_equal(block, right[top : top + step] if one_each else right, out=changed)
+        count += int(np.count_nonzero(changed))
+    return torch.tensor(count)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from maskpack import checks
@@ -19,6 +21,7 @@ from maskpack.schema import FieldForm
 
 _KEPT = "values other than its pad lie under its mask"
 _TRUSTED_FIELD_SETS = 256
+_THREADED_BYTES = 1 << 24
 _trusted: OrderedDict[Any, dict[Path, PadValue | None]] = OrderedDict()  # the pads that verify="first" found
 
 
@@ -81,10 +84,20 @@ class Verifier:
         found: dict[Path, PadValue | None] = dict.fromkeys(unsure)
         for attempt in range(max((len(form.pads) for form in unsure.values()), default=0)):
             trials = [form for path, form in unsure.items() if found[path] is None and attempt < len(form.pads)]
-            counts = to_host([self._strays(form, form.pads[attempt]).view(1) for form in trials])
+            counts = to_host(self._counts([(form, form.pads[attempt]) for form in trials]))
             for form, count in zip(trials, counts, strict=True):
                 found[form.path] = None if count[0] else form.pads[attempt]
         return found
+
+    def _counts(self, trials: Sequence[tuple[FieldForm, PadValue]]) -> list[Tensor]:
+        """The strays of each field, int64 [1]. Large batches on the host are read by as many threads as torch uses."""
+        size = sum(self._entries[form.path].nbytes for form, _ in trials)
+        on_host = all(self._entries[form.path].device.type == "cpu" for form, _ in trials)
+        if not on_host or size < _THREADED_BYTES:
+            return [self._strays(form, pad).view(1) for form, pad in trials]
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            counts = threads.map(self._strays, [form for form, _ in trials], [pad for _, pad in trials])
+            return [count.view(1) for count in counts]
 
     def _strays(self, form: FieldForm, pad: PadValue) -> Tensor:
         x, layout = self._padded(form)
