@@ -7,6 +7,7 @@ many in the padded field as among its real values. For EDGE pads the same count 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +17,9 @@ from maskpack.errors import RegistryError
 from maskpack.layout import RowLayout
 from maskpack.ops import _torch as ops
 from maskpack.registry import EDGE, Pad, PadValue
+from maskpack.rows import IntArray
 from maskpack.schema import FieldForm
-from maskpack.words import pad_tensor, words
+from maskpack.words import Words, pad_tensor, words
 
 _BLOCK_FLAGS = 1 << 18
 
@@ -56,7 +58,8 @@ def strays(x: Tensor, values: Tensor, layout: RowLayout, pad: PadValue | Tensor)
         return _row_strays(padded, real, words(pad), layout)
     held = None if isinstance(pad, Pad) else pad_tensor(pad, x.dtype)
     assert held is not None
-    bits = words(held.to(x.device))
+    word = words(held)
+    bits = word.item() if word.dim() == 0 else word.to(x.device, non_blocking=True)
     return _differing(padded, bits) - _differing(real, bits)
 
 
@@ -69,7 +72,7 @@ def row_pads(x: Tensor, layout: RowLayout) -> Tensor:
     place[real] = np.where(table.starts[first] > 0, 0, table.counts[first])
     open_rows = np.flatnonzero(place < width)
     pads = torch.zeros(layout.num_rows, dtype=x.dtype, device=x.device)
-    rows, places = (torch.from_numpy(index).to(x.device) for index in (open_rows, place[open_rows]))
+    rows, places = _to(open_rows, x.device), _to(place[open_rows], x.device)
     source = words(x)
     target = words(pads)
     if x[0:1].numel():
@@ -104,31 +107,36 @@ def _edge_strays(x: Tensor, values: Tensor, layout: RowLayout) -> Tensor:
     they are equal; a row changes nowhere else. That fixes every pad of a row with one run. Between two runs the one
     change must come at the second, so the element before it still equals the last of the first. An empty row is 0."""
     inner = torch.ones(values.shape[0] + 1, dtype=torch.bool, device=x.device)
-    inner[layout.offsets] = False  # the first element of a row has no neighbour before it
+    inner.index_fill_(0, layout.offsets, False)  # the first element of a row has no neighbour before it
     steps = torch.ne(values[1:], values[:-1])
     steps &= inner[1:-1].view(-1, *[1] * (values.dim() - 1))
     count = _differing(x[:, 1:], x[:, :-1]) - torch.count_nonzero(steps)
     table = layout.table
-    empty = torch.from_numpy(np.flatnonzero(np.diff(table.splits) == 0)).to(x.device)
+    empty = _to(np.flatnonzero(np.diff(table.splits) == 0), x.device)
     count = count + torch.count_nonzero(x[empty])
     first = np.zeros(layout.num_runs + 1, np.bool_)
     first[table.splits] = True
     later = np.flatnonzero(~first[:-1])
     if later.size:
-        rows = torch.from_numpy(np.searchsorted(table.splits, later, side="right") - 1).to(x.device)
-        before = torch.from_numpy(table.starts[later] - 1).to(x.device)
-        last = torch.from_numpy((table.starts + table.counts)[later - 1] - 1).to(x.device)
+        rows = _to(np.searchsorted(table.splits, later, side="right") - 1, x.device)
+        before = _to(table.starts[later] - 1, x.device)
+        last = _to((table.starts + table.counts)[later - 1] - 1, x.device)
         count = count + torch.count_nonzero(torch.ne(x[rows, before], x[rows, last]))
     return count
 
 
-def _differing(x: Tensor, other: Tensor) -> Tensor:
+def _to(index: IntArray, device: torch.device) -> Tensor:
+    return torch.from_numpy(index).to(device, non_blocking=True)
+
+
+def _differing(x: Tensor, other: Tensor | int) -> Tensor:
     """How many elements of `x` [n, ...] differ from `other`: (), one entry for each of the n, or one for all. On the
     host, blocks of rows are compared whose flags stay in the cache; numpy does that without holding other threads."""
     if x.device.type != "cpu" or x.numel() == 0:
         return torch.count_nonzero(torch.ne(x, other))
-    left, right = x.numpy(), other.numpy()
-    one_each = right.ndim == left.ndim and len(right) == len(left)
+    left: Words = x.numpy()
+    right: Any = other if isinstance(other, int) else other.numpy()
+    one_each = np.ndim(right) == left.ndim and len(right) == len(left)
     step = max(1, _BLOCK_FLAGS // (left.size // len(left)))
     flags = np.empty((min(step, len(left)), *left.shape[1:]), np.bool_)
     count = 0

@@ -41,18 +41,23 @@ def is_regular(field: Any) -> bool:
 
 def to_host(tensors: Sequence[Tensor]) -> list[IntArray]:
     """Integer tensors [n] as int64 arrays on the host, with one synchronisation in all."""
-    if all(tensor.device.type == "cpu" for tensor in tensors):
+    if all(tensor.device.type == "cpu" for tensor in tensors):  # also where there is none
         return [tensor.to(torch.int64).numpy() for tensor in tensors]
     ends = np.cumsum([tensor.numel() for tensor in tensors])
     return np.split(torch.cat([tensor.to(torch.int64) for tensor in tensors]).cpu().numpy(), ends[:-1])
 
 
+def _shares(field: Tensor, layout: RowLayout) -> bool:
+    return layout.__dict__.get("offsets") is offsets_of(field)
+
+
 def check_lengths(fields: Mapping[str, tuple[Tensor, RowLayout]], call: str, remedy: str) -> None:
-    """That each jagged field has the row lengths of the layout beside it. One synchronisation on CUDA."""
-    shared = {id(offsets_of(field)): offsets_of(field) for field, _ in fields.values()}
-    read = dict(zip(shared, to_host(list(shared.values())), strict=True))
+    """That each jagged field has the row lengths of the layout beside it. A field on the layout's own offsets has
+    them. One synchronisation on CUDA, if there is any other."""
+    own = {id(offsets_of(field)): offsets_of(field) for field, layout in fields.values() if not _shares(field, layout)}
+    read = dict(zip(own, to_host(list(own.values())), strict=True))
     for name, (field, layout) in fields.items():
-        offsets = read[id(offsets_of(field))]
+        offsets = read.get(id(offsets_of(field)), layout.row_offsets)
         if not is_regular(field) or not np.array_equal(offsets, layout.row_offsets):
             seen = np.diff(offsets)
             raise LayoutError(

@@ -9,7 +9,7 @@ A run is its start, its length and a checksum, int32 each, as bytes: bytes survi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -133,26 +133,28 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
     widths = dict(schema.widths)
     layouts: dict[str, RowLayout] = {}
     plain = [table.values().to(torch.uint8).contiguous().view(torch.int32) for table in tables.values()]
-    parts = [(*runs.T, offsets_of(table)) for runs, table in zip(plain, tables.values(), strict=True)]
-    read = to_host([tensor for part in parts for tensor in part])
+    first = _first_fields(batch, schema, tables)
+    parts = [(*runs.T, offsets_of(tables[name])) for name, runs in zip(tables, plain, strict=True)]
+    read = to_host([tensor for part in parts for tensor in part] + [offsets_of(value) for value in first.values()])
     for index, name in enumerate(tables):
         starts, counts, check, splits = read[4 * index : 4 * index + 4]
         if not np.array_equal(_check(starts, counts), check):
             raise LayoutError(f'{call}: the run table of layout "{name}" was changed by arithmetic. {INTACT}')
         layouts[name] = _layout(starts, counts, splits, widths[name], plain[index].device, call, name)
-    _share_offsets(batch, schema, layouts)
+    for (name, value), offsets in zip(first.items(), read[4 * len(tables) :], strict=True):
+        if np.array_equal(offsets, layouts[name].row_offsets):
+            layouts[name].__dict__["offsets"] = offsets_of(value)  # arithmetic between old and new fields works
     return schema, layouts
 
 
-def _share_offsets(batch: TensorDictBase, schema: Schema, layouts: Mapping[str, RowLayout]) -> None:
-    """The layouts take over the offsets of the batch's own fields, so that arithmetic with new fields works."""
+def _first_fields(batch: TensorDictBase, schema: Schema, layouts: Collection[str]) -> dict[str, Tensor]:
+    """The first jagged field of each layout."""
+    fields: dict[str, Tensor] = {}
     for form in schema.forms:
         value = entry_at(batch, form.path) if form.kind == "padded" else None
-        if form.layout is None or not isinstance(value, Tensor) or not value.is_nested:
-            continue
-        known = layouts[form.layout].__dict__
-        if "offsets" not in known and np.array_equal(to_host([offsets_of(value)])[0], layouts[form.layout].row_offsets):
-            known["offsets"] = offsets_of(value)
+        if form.layout is not None and form.layout in layouts and isinstance(value, Tensor) and value.is_nested:
+            fields.setdefault(form.layout, value)
+    return fields
 
 
 _Runs = TypeVar("_Runs", Tensor, IntArray)
