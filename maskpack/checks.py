@@ -59,7 +59,7 @@ def strays(x: Tensor, values: Tensor, layout: RowLayout, pad: PadValue | Tensor)
     held = None if isinstance(pad, Pad) else pad_tensor(pad, x.dtype)
     assert held is not None
     word = words(held)
-    bits = word.item() if word.dim() == 0 else word.to(x.device, non_blocking=True)
+    bits = int(word.item()) if word.dim() == 0 else word.to(x.device, non_blocking=True)
     return _differing(padded, bits) - _differing(real, bits)
 
 
