@@ -2,8 +2,8 @@
 
 Whole public calls are timed: scan of the masks, planning, gather, jagged tensors, TensorDict. The usual code checks no
 pad, so verify="never" is what stands against it; verify="always" has a row of its own. memcpy copies exactly the bytes
-that nesting returns (the values of all jagged fields), into newly allocated memory. x[mask] and index_select get their
-masks and indices for nothing and return bare values.
+that nesting returns (the values of all jagged fields), into newly allocated memory. x[mask], index_select and ops.pack
+get their masks, indices and layouts for nothing and return bare values.
 
 The usual code is timed whole and in its two parts. Whole over parts is about 1 on a quiet machine; where it is far from
 1, other processes held up the threads of torch, and no ratio of that run counts.
@@ -16,10 +16,12 @@ from bench import baselines
 from bench.measure import bits, interleaved, progress, require_same, require_same_tensor
 from bench.report import Row
 from bench.workloads import PAD_ID, PROMPT_WIDTH, RESPONSE_WIDTH, make_batch
+from maskpack import RowLayout, ops
 
 _NEVER, _ALWAYS = "nest, verify=never", "nest, verify=always"
 _USUAL, _FIELDS, _TABLES = "nest, usual code", "nest, usual code, fields alone", "nest, usual code, run tables alone"
 _MASK, _INDEX, _MEMCPY = "x[mask]", "index_select", "memcpy of the nested values"
+_PACK = "ops.pack, layouts given"
 _UNNEST, _SCATTER, _WRITE = "unnest", "unnest, full and boolean scatter", "one write of the padded bytes"
 
 _RATIOS = (
@@ -32,6 +34,8 @@ _RATIOS = (
     (_ALWAYS, _MEMCPY, None),
     (_USUAL, _MEMCPY, None),
     (_INDEX, _MEMCPY, None),
+    (_PACK, _MEMCPY, None),
+    (_FIELDS, _PACK, None),
     (_SCATTER, _UNNEST, None),
     (_UNNEST, _WRITE, None),
 )
@@ -55,6 +59,7 @@ def run(
     require_same("unnest", maskpack.unnest(ours), batch)
     require_same("unnest, usual code", baselines.unnest(usual, masks, order), batch)
     values = [ours[name].values() for name in order]
+    layouts = {mask.shape[1]: RowLayout.from_mask(mask) for mask in masks.values()}
 
     works = {
         _NEVER: lambda: maskpack.nest_batch_by_mask(batch, pad_token_id=PAD_ID, verify="never"),
@@ -64,6 +69,7 @@ def run(
         _TABLES: lambda: baselines.run_tables(masks),
         _MASK: lambda: baselines.gather_by_mask(batch, masks),
         _INDEX: lambda: baselines.gather_by_index(batch, indices),
+        _PACK: lambda: [ops.pack(field, layouts[field.shape[1]]) for field in batch.values()],
         _MEMCPY: lambda: baselines.copy_values(values),
         _UNNEST: lambda: maskpack.unnest(ours),
         _SCATTER: lambda: baselines.unnest(usual, masks, order),
