@@ -40,6 +40,7 @@ from maskpack import (
     nest_batch_by_mask,
     unnest,
     unnest_batch_by_mask,
+    verify,
 )
 
 quiet = pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
@@ -957,3 +958,14 @@ def test_cat_of_one_pad_a_row_and_one_pad_for_all() -> None:
     except (LayoutError, KeyError, RuntimeError):
         return
     assert_same_batch(got, torch.cat(parts))
+
+
+def test_threads_verify_the_same_pads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "_THREADED_BYTES", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    batch = exact_zero(rollout())
+    assert_same_batch(unnest(nest_batch_by_mask(batch, pad_token_id=0, strict=True)), batch)
+    under = (batch["attention_mask"] == 0).nonzero()[0].tolist()
+    batch["input_ids"][under[0], under[1]] = 3
+    with pytest.raises(LossyPadError, match='field "input_ids" holds 3'):
+        nest_batch_by_mask(batch, pad_token_id=0, strict=True)
