@@ -151,6 +151,11 @@ class WorkerGroup:
 
 
 def _gathered(results: list[Any], layout: Target) -> TensorDict | list[Any] | None:
+    if any(isinstance(result, Parcel) for result in results):
+        raise MaskpackError(
+            "WorkerGroup.call: a rank returned the packed rows that it was sent; expected a method that decodes them. "
+            "Decorate the method with @endpoint."
+        )
     if all(isinstance(result, PackedBatch) for result in results):
         return decompress(PackedBatch.cat(results), layout=layout)
     if all(result is None for result in results):

@@ -57,6 +57,11 @@ class Options:
             raise RegistryError(
                 f"{call}: pad_token_id is {pad_token_id!r}; expected a whole number. Pass tokenizer.pad_token_id."
             )
+        if not isinstance(registry, Mapping):
+            raise RegistryError(
+                f"{call}: registry is {registry!r}; expected a MaskNestingRegistry or a dict of MaskNestingSpecs. "
+                "Pass RL_FIELDS, or RL_FIELDS | {...}."
+            )
         if not isinstance(registry, MaskNestingRegistry):
             registry = MaskNestingRegistry(registry)
         ignore = frozenset(path_of(key) for key in ignore_dense_fields)

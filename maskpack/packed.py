@@ -100,6 +100,11 @@ class PackedBatch:
                 f"PackedBatch: the index is the whole number {rows}; expected rows. Take one row as a slice: "
                 f"packed[{rows} : {rows} + 1]."
             )
+        if isinstance(rows, str):
+            raise LayoutError(
+                f'PackedBatch: the index is the name "{rows}"; expected rows. Decode a field by '
+                f'decompress(packed, "{rows}").'
+            )
         return self.select(rows)
 
     def split(self, sizes: int | Sequence[int]) -> tuple[PackedBatch, ...]:
@@ -207,6 +212,11 @@ def decompress(
     Raises:
         LayoutError: a field that is not in the batch, an unknown layout, or a device that this process does not have.
     """
+    if not isinstance(packed, PackedBatch):
+        raise LayoutError(
+            f"decompress: got a {type(packed).__name__}; expected a PackedBatch. Pass what compress returned; a nested "
+            "TensorDict is restored by unnest."
+        )
     if layout not in ("padded", "nested"):
         raise LayoutError(f'decompress: layout is {layout!r}; expected "padded" or "nested". Choose one of these.')
     _check_device(device)

@@ -177,6 +177,9 @@ class MaskNestingRegistry(Mapping[Key, MaskNestingSpec]):
     def __reduce__(self) -> tuple[Any, ...]:
         return MaskNestingRegistry, (dict(self.fields), dict(self.axes))
 
+    def __repr__(self) -> str:
+        return f"MaskNestingRegistry({len(self.fields)} fields, axes {', '.join(self.axes) or 'none'})"
+
     def find(self, path: Path) -> MaskNestingSpec | None:
         """The spec of the field at `path`, or None."""
         return self.fields.get(_plain(path)) or self.fields.get(path[-1])

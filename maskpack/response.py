@@ -24,7 +24,7 @@ from maskpack.ops import _torch as ops
 from maskpack.registry import RL_FIELDS, Key, MaskNestingRegistry, Pad, Path, show
 from maskpack.rows import IntArray, ranges
 from maskpack.schema import LAYOUTS, FieldForm, read_layouts, read_pads
-from maskpack.tree import chosen, has, walk
+from maskpack.tree import Node, chosen, has, walk
 
 RESPONSE = "response"
 SEQUENCE = "sequence"
@@ -50,10 +50,16 @@ def select_and_pad_to_response(
     """
     call = "select_and_pad_to_response"
     axis = _ResponseAxis.of(batch, registry, call)
-    entries = {path: value for path, value in walk(batch) if path[0] != LAYOUTS and isinstance(value, Tensor)}
-    wanted = [path for path, _ in chosen(list(entries.items()), fields, call)]
+    entries = {path: value for path, value in walk(batch) if path[0] != LAYOUTS}
+    wanted = [path for path, value in chosen(list(entries.items()), fields, call) if not isinstance(value, Node)]
+    for path in wanted if fields else ():
+        if not isinstance(entries[path], Tensor):
+            raise LayoutError(
+                f'{call}: field "{show(path)}" is a Python object; expected a tensor. Read it from the batch itself.'
+            )
     if not fields:
-        wanted = [path for path in wanted if axis.holds(path, entries[path])]
+        tensors = [path for path in wanted if isinstance(entries[path], Tensor)]
+        wanted = [path for path in tensors if axis.holds(path, entries[path], registry)]
     out = TensorDict({}, batch_size=[axis.response.num_rows], device=batch.device)
     for path in wanted:
         out.set(path, axis.padded(path, entries[path], registry, call, batch))
@@ -148,18 +154,27 @@ class _ResponseAxis:
             )
         return torch.from_numpy(self._tail(sequence) - 1)
 
-    def holds(self, path: Path, value: Tensor) -> bool:
+    def holds(self, path: Path, value: Tensor, registry: MaskNestingRegistry) -> bool:
         """Whether an unnamed field is on the response axis."""
         form = self.forms.get(path)
         if form is not None and form.layout is not None:
             return form.kind == "padded" and form.layout == RESPONSE
         if value.is_nested:
             return np.array_equal(_host_offsets(value), self.response.row_offsets)
+        spec = registry.find(path)
+        if spec is None or RESPONSE not in spec.masks:
+            return False
         return tuple(value.shape[:2]) == (self.response.num_rows, self.response.width)
 
     def padded(
         self, path: Path, value: Tensor, registry: MaskNestingRegistry, call: str, batch: TensorDictBase
     ) -> Tensor:
+        spec = registry.find(path)
+        if path not in self.forms and spec is not None and spec.masks and not {RESPONSE, SEQUENCE} & set(spec.masks):
+            raise LayoutError(
+                f'{call}: field "{show(path)}" lies under mask "{show(spec.masks[0])}"; expected a field of the '
+                "response or the sequence axis. Name one of these."
+            )
         if not value.is_nested:
             return self._columns(path, value, _ragged_dim(path, value, registry), call)
         form = self.forms.get(path) or self._form_of_new(path, value, registry, call)
@@ -174,9 +189,9 @@ class _ResponseAxis:
             )
         if form.layout not in (SEQUENCE, RESPONSE) or not np.array_equal(offsets, layout.row_offsets):
             raise LayoutError(
-                f'{call}: field "{show(path)}" has {int(offsets[-1])} tokens in {lengths.size} rows; the responses '
-                f"have {self.response.total} in {self.response.num_rows}. Name fields of the response or the sequence "
-                "axis."
+                f'{call}: field "{show(path)}" has {int(offsets[-1])} tokens in {lengths.size} rows under layout '
+                f'"{form.layout}"; the responses have {self.response.total} in {self.response.num_rows}. Name '
+                "fields of the response or the sequence axis."
             )
         whole = to_padded(value.values(), form, layout, read_pads(batch, form, call))
         return self._columns(path, whole, form.ragged_dim, call)

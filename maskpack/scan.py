@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,54 +10,37 @@ import torch
 from torch import Tensor
 
 from maskpack.rows import IntArray, RunTable, cumulated
-from maskpack.words import Words, from_words, words
+from maskpack.words import from_words, words
 
 _BLOCK_BYTES = 1 << 19  # the flags of one block stay inside the second-level cache
-_THREADED_BYTES = 1 << 24
 
 
 def on_host(mask: Tensor) -> RunTable:
-    """The runs of a mask [B, S] on the CPU. Large masks are read by as many threads as torch uses.
+    """The runs of a mask [B, S] on the CPU.
 
     Neighbours are compared as bits, which one pass over the memory does for any dtype; only where they differ, and in
-    the first column, is a value looked at.
+    the first column, is a value looked at. Flags are read eight at a time, because few are set.
     """
     mask = mask != 0 if mask.is_complex() else mask
     bits = words(mask).numpy()
     rows, width = bits.shape
-    if width == 0:
-        return RunTable(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(rows + 1, np.int64))
-    threads = torch.get_num_threads() if bits.nbytes >= _THREADED_BYTES else 1
-    share = max(1, -(-rows // threads))
-    parts = [bits[top : top + share] for top in range(0, rows, share)]
-    if len(parts) <= 1:
-        found = [_stretches(part) for part in parts]
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            found = list(pool.map(_stretches, parts))
-    row = np.concatenate([part[0] + index * share for index, part in enumerate(found)] or [np.zeros(0, np.int64)])
-    column = np.concatenate([part[1] for part in found] or [np.zeros(0, np.int64)])
-    on = _not_zero(from_words(bits[row, column], mask.dtype)).numpy()
-    return _runs(row, column, on, rows, width)
-
-
-def _stretches(bits: Words) -> tuple[IntArray, IntArray]:
-    """Row and column where each stretch of equal words begins. Flags are read eight at a time, because few are set."""
-    rows, width = bits.shape
     stride = -(-width // 8) * 8
-    step = max(1, _BLOCK_BYTES // stride)
+    step = max(1, _BLOCK_BYTES // max(stride, 1))
     flags = np.zeros((min(step, rows), stride), np.bool_)
-    cells = [np.zeros(0, np.int64)]
-    for top in range(0, rows, step):
+    found: list[tuple[IntArray, IntArray]] = []
+    for top in range(0, rows if width else 0, step):
         block = bits[top : top + step]
         changed = flags[: len(block)]
         np.not_equal(block[:, 1:], block[:, :-1], out=changed[:, 1:width])
         changed[:, 0] = True
         some = np.flatnonzero(changed.reshape(-1).view(np.uint64) != 0)
         word, byte = np.nonzero(changed.reshape(-1, 8)[some])
-        cells.append(top * stride + some[word] * 8 + byte)
-    row, column = np.divmod(np.concatenate(cells), stride)
-    return row, column
+        row, column = np.divmod(some[word] * 8 + byte, stride)
+        found.append((row + top, column))
+    row = np.concatenate([part for part, _ in found]) if found else np.zeros(0, np.int64)
+    column = np.concatenate([part for _, part in found]) if found else np.zeros(0, np.int64)
+    on = _not_zero(from_words(bits[row, column], mask.dtype)).numpy()
+    return _runs(row, column, on, rows, width)
 
 
 def _runs(row: IntArray, column: IntArray, on: npt.NDArray[np.bool_], rows: int, width: int) -> RunTable:

@@ -109,17 +109,21 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
 
     Raises LayoutError, named after what an operation did to the batch.
     """
+    if not isinstance(batch, TensorDictBase):
+        raise LayoutError(
+            f"{call}: got a {type(batch).__name__}; expected a nested TensorDict. decompress decodes a PackedBatch."
+        )
     if not has(batch, LAYOUTS):
         raise LayoutError(
             f'{call}: the batch has no entry "{LAYOUTS}", so it was not nested by nest_batch_by_mask, or select() '
-            f'dropped the entry. Nest it first, or select it too: batch.select("responses", "{LAYOUTS}").'
+            f'dropped the entry. Nest it first, or select it too: batch.select("responses", maskpack.LAYOUTS).'
         )
     held = entry_at(batch, (LAYOUTS, "schema"))
     schema: Any = held.data if isinstance(held, NonTensorData) else None
     if not isinstance(schema, Schema):
         raise LayoutError(
             f"{call}: the batch was put together from batches of different widths or fields; expected one schema. "
-            "Restore each part before torch.cat, or cat them as packed batches."
+            "Pad the batches to one width and nest them again, or restore each part before torch.cat."
         )
     tables: dict[str, Tensor] = {}
     for name, _ in schema.widths:

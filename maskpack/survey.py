@@ -175,7 +175,8 @@ class _Planner:
             return dense
         if not axes:
             names = " or ".join(f'"{show(mask)}"' for mask in spec.masks)
-            return replace(dense, reason=f"nothing in the batch gives its mask {names}")
+            known = ", ".join(self._options.registry.axes) or "none"
+            return replace(dense, reason=f"nothing in the batch gives its mask {names} (axes of the registry: {known})")
         raise LayoutError(
             f'{self._options.call}: field "{show(path)}" is {tuple(value.shape)}; '
             f"{'; '.join(map(str, axes))}. Fix the producer, or give the field another mask in the registry."

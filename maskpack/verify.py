@@ -121,6 +121,13 @@ class Verifier:
         pads = " or ".join(map(repr, form.pads))
         return (
             f'{self._options.call}: field "{show(form.path)}" holds {seen} at {place} (row, position, ...), where mask '
-            f'"{form.layout}" is empty; expected its pad {pads}. Fix the producer, give the field its true pad or mask '
-            'in the registry, or let it travel whole with on_loss="keep".'
+            f'"{form.layout}" is empty; expected its pad {pads}. {_zero_hint(seen)}Fix the producer, check '
+            "pad_token_id, give the field its true pad or mask in the registry, or let it travel whole: without strict, "
+            "or named in ignore_dense_fields."
         )
+
+
+def _zero_hint(seen: str) -> str:
+    if seen not in ("-0.0", "0.0"):
+        return ""
+    return "A row mixes 0.0 and -0.0, as x * mask leaves them; x.masked_fill(mask == 0, 0) does not. "

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from oracle import assert_same_tensor
 from strategies import MaskCase, masks, patterns
 
-from maskpack import LayoutError, RowLayout, scan
+from maskpack import LayoutError, RowLayout
 
 
 def width_of(mask: oracle.Mask) -> int:
@@ -433,13 +433,3 @@ def test_errors(name: str) -> None:
 def test_errors_name_the_call(use: Callable[[], Any], call: str) -> None:
     with pytest.raises(LayoutError, match=rf"^RowLayout\.{call}: "):
         use()
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3, 64, 131])
-def test_threads_find_the_same_runs(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    mask = torch.rand(rows, 77, generator=torch.Generator().manual_seed(rows)) < 0.4
-    alone = RowLayout.from_mask(mask)
-    monkeypatch.setattr(scan, "_THREADED_BYTES", 0)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert RowLayout.from_mask(mask) == alone
-    assert torch.equal(alone.to_mask(), mask)

@@ -192,7 +192,7 @@ def test_select_errors():
     before = freeze(nested)
     for name, message in (
         ("long", r'"long" has 7 tokens in row 0; the canonical response width is 6'),
-        ("other", r'"other" has 7 tokens in 7 rows; the responses have 20'),
+        ("other", r'"other" has 7 tokens in 7 rows under layout "response"; the responses have 20'),
         ("dense", r'"dense" is \(7, 3\); the response axis is \(7, 6\)'),
         ("missing", 'no field "missing"'),
     ):
@@ -382,3 +382,13 @@ def test_no_warning_on_the_way():
         warnings.simplefilter("error", mp.MaskpackWarning)
         mp.extract_response(batch, torch.randn(len(PROMPTED), S))
         mp.select_and_pad_to_response(batch)
+
+
+def test_prompts_as_wide_as_responses_are_not_responses():
+    ids = torch.tensor([[0, 4, 5, 6], [3, 4, 5, 0]])
+    batch = TensorDict({"attention_mask": (ids != 0).long(), "prompts": ids[:, :2], "responses": ids[:, 2:]}, [2])
+    batch["unknown"] = torch.zeros(2, 2)
+    for form in (batch, mp.nest_batch_by_mask(batch, pad_token_id=0, ignore_dense_fields=["unknown"])):
+        assert list(mp.select_and_pad_to_response(form).keys()) == ["responses"]
+        with pytest.raises(mp.LayoutError, match='"prompts"'):
+            mp.select_and_pad_to_response(form, "prompts")
