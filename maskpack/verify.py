@@ -122,8 +122,8 @@ class Verifier:
         return (
             f'{self._options.call}: field "{show(form.path)}" holds {seen} at {place} (row, position, ...), where mask '
             f'"{form.layout}" is empty; expected its pad {pads}. {_zero_hint(seen)}Fix the producer, check '
-            "pad_token_id, give the field its true pad or mask in the registry, or let it travel whole: without strict, "
-            "or named in ignore_dense_fields."
+            "pad_token_id, give the field its true pad or mask in the registry, or let it travel whole: without "
+            "strict, or named in ignore_dense_fields."
         )
 
 
