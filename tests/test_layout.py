@@ -433,3 +433,10 @@ def test_errors(name: str) -> None:
 def test_errors_name_the_call(use: Callable[[], Any], call: str) -> None:
     with pytest.raises(LayoutError, match=rf"^RowLayout\.{call}: "):
         use()
+
+
+def test_the_offsets_tensor_shares_nothing_with_the_host_bounds() -> None:
+    layout = RowLayout.from_lengths([2, 3], 4)
+    layout.offsets.fill_(9)
+    assert layout.row_offsets.tolist() == [0, 2, 5]
+    assert layout.lengths.tolist() == [2, 3]
