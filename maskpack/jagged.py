@@ -51,6 +51,14 @@ def _shares(field: Tensor, layout: RowLayout) -> bool:
     return layout.__dict__.get("offsets") is offsets_of(field)
 
 
+def host_offsets(field: Tensor, *layouts: RowLayout | None) -> IntArray:
+    """int64 [B + 1] on the host: the row bounds of a field. No synchronisation if it is on a layout's own offsets."""
+    for layout in layouts:
+        if layout is not None and _shares(field, layout):
+            return layout.row_offsets
+    return to_host([offsets_of(field)])[0]
+
+
 def check_lengths(fields: Mapping[str, tuple[Tensor, RowLayout]], call: str, remedy: str) -> None:
     """That each jagged field has the row lengths of the layout beside it. A field on the layout's own offsets has
     them. One synchronisation on CUDA, if there is any other."""

@@ -304,11 +304,8 @@ class _Decoder:
         return pads.to(self._device or form.device or "cpu")
 
     def table_layouts(self) -> dict[str, RowLayout]:
-        return (
-            dict(self._packed.layouts)
-            if self._device is None
-            else {name: self._layout(name, torch.device(self._device)) for name in self._packed.layouts}
-        )
+        """Fresh layouts for the LAYOUTS entry; it shares nothing with the packed batch."""
+        return {name: self._layout(name, torch.device(self._device or "cpu")) for name in self._packed.layouts}
 
     def _values(self, form: FieldForm) -> Tensor:
         """The values on their device. What stays on the host is a copy, unless it is the source of a padded form."""

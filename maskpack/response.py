@@ -17,7 +17,7 @@ from torch import Tensor
 
 from maskpack.axes import Axes
 from maskpack.errors import LayoutError
-from maskpack.jagged import jagged, offsets_of, to_host
+from maskpack.jagged import host_offsets, jagged
 from maskpack.layout import RowLayout
 from maskpack.nesting import to_padded
 from maskpack.ops import _torch as ops
@@ -86,7 +86,7 @@ def extract_response(batch: TensorDictBase, values: Tensor, *, registry: MaskNes
     axis = _ResponseAxis.of(batch, registry, call)
     sequence = axis.need_sequence(call)
     packed, padded = _packed_values(values, sequence, call)
-    scored = packed.index_select(0, axis.predict_index(call).to(packed.device))
+    scored = packed.index_select(0, axis.predict_index(call).to(packed.device, non_blocking=True))
     response = axis.response.to(packed.device)
     return ops.unpack(scored, response, 0) if padded else jagged(scored, response)
 
@@ -94,7 +94,7 @@ def extract_response(batch: TensorDictBase, values: Tensor, *, registry: MaskNes
 def _packed_values(values: Tensor, sequence: RowLayout, call: str) -> tuple[Tensor, bool]:
     if values.is_nested:
         packed = values.values()
-        if packed.shape[0] == sequence.total and np.array_equal(_host_offsets(values), sequence.row_offsets):
+        if packed.shape[0] == sequence.total and np.array_equal(host_offsets(values, sequence), sequence.row_offsets):
             return packed, False
         seen = f"jagged with {packed.shape[0]} tokens"
     elif tuple(values.shape[:2]) == (sequence.num_rows, sequence.width):
@@ -160,7 +160,7 @@ class _ResponseAxis:
         if form is not None and form.layout is not None:
             return form.kind == "padded" and form.layout == RESPONSE
         if value.is_nested:
-            return np.array_equal(_host_offsets(value), self.response.row_offsets)
+            return np.array_equal(host_offsets(value, self.response, self.sequence), self.response.row_offsets)
         spec = registry.find(path)
         if spec is None or RESPONSE not in spec.masks:
             return False
@@ -178,7 +178,7 @@ class _ResponseAxis:
         if not value.is_nested:
             return self._columns(path, value, _ragged_dim(path, value, registry), call)
         form = self.forms.get(path) or self._form_of_new(path, value, registry, call)
-        offsets = _host_offsets(value)
+        offsets = host_offsets(value, self.response, self.sequence)
         layout = self.need_sequence(call) if form.layout == SEQUENCE else self.response
         lengths = np.diff(offsets)
         long = np.flatnonzero(lengths > layout.width)
@@ -231,7 +231,3 @@ class _ResponseAxis:
 def _ragged_dim(path: Path, value: Tensor, registry: MaskNestingRegistry) -> int:
     spec = registry.find(path)
     return 1 if spec is None else spec.dim_of(value)
-
-
-def _host_offsets(field: Tensor) -> IntArray:
-    return to_host([offsets_of(field)])[0]

@@ -20,6 +20,7 @@ from maskpack.registry import PER_ROW, SIGNED_ZERO, PadValue, Path, show
 from maskpack.schema import FieldForm
 
 _KEPT = "values other than its pad lie under its mask"
+_MIXED_ZEROS = "A row mixes 0.0 and -0.0, as x * mask leaves them; x.masked_fill(mask == 0, 0) does not. "
 _TRUSTED_FIELD_SETS = 256
 _THREADED_BYTES = 1 << 24
 _trusted: OrderedDict[Any, dict[Path, PadValue | None]] = OrderedDict()  # the pads that verify="first" found
@@ -70,9 +71,9 @@ class Verifier:
         if options.verify == "never" or options.on_loss == "drop":
             return {path: form.pads[0] for path, form in unsure.items()}
         key = tuple((f.path, f.dtype, f.layout, f.ragged_dim, f.pads_by_bits) for f in unsure.values())
-        if options.verify == "first" and key in _trusted:
-            return _trusted[key]
-        found = self._tried(unsure)
+        trusted = _trusted.get(key, {}) if options.verify == "first" else {}
+        doubtful = {path: form for path, form in unsure.items() if trusted.get(path) is None}  # lossy before, or new
+        found = {**trusted, **self._tried(doubtful)}
         if options.verify == "first":
             _trusted[key] = found
             while len(_trusted) > _TRUSTED_FIELD_SETS:
@@ -117,17 +118,13 @@ class Verifier:
 
     def _message(self, form: FieldForm) -> str:
         x, layout = self._padded(form)
-        place, seen = checks.first_stray(x, layout, self._pad(form, form.pads[0]))
+        pad = SIGNED_ZERO if SIGNED_ZERO in form.pads else form.pads[0]
+        place, seen = checks.first_stray(x, layout, self._pad(form, pad))
+        mixed = pad is SIGNED_ZERO and seen in ("0.0", "-0.0")
         pads = " or ".join(map(repr, form.pads))
         return (
             f'{self._options.call}: field "{show(form.path)}" holds {seen} at {place} (row, position, ...), where mask '
-            f'"{form.layout}" is empty; expected its pad {pads}. {_zero_hint(seen)}Fix the producer, check '
+            f'"{form.layout}" is empty; expected its pad {pads}. {_MIXED_ZEROS if mixed else ""}Fix the producer,  '
             "pad_token_id, give the field its true pad or mask in the registry, or let it travel whole: without "
             "strict, or named in ignore_dense_fields."
         )
-
-
-def _zero_hint(seen: str) -> str:
-    if seen not in ("-0.0", "0.0"):
-        return ""
-    return "A row mixes 0.0 and -0.0, as x * mask leaves them; x.masked_fill(mask == 0, 0) does not. "

@@ -969,3 +969,28 @@ def test_threads_verify_the_same_pads(monkeypatch: pytest.MonkeyPatch) -> None:
     batch["input_ids"][under[0], under[1]] = 3
     with pytest.raises(LossyPadError, match='field "input_ids" holds 3'):
         nest_batch_by_mask(batch, pad_token_id=0, strict=True)
+
+
+def test_a_field_that_was_lossy_is_not_trusted_to_be_so() -> None:
+    registry = {"mask": MaskNestingSpec("mask"), "first_lossy": MaskNestingSpec("mask", 0)}
+    clean = TensorDict({"mask": torch.tensor([[1, 0]]), "first_lossy": torch.tensor([[5, 0]])}, batch_size=[1])
+    stray = clean.clone()
+    stray["first_lossy"][0, 1] = 7
+    with pytest.warns(MaskpackWarning):
+        nest_batch_by_mask(stray, registry, verify="first")
+    nested = nest_batch_by_mask(clean, registry, verify="first", on_loss="error")
+    assert nested["first_lossy"].is_nested
+    assert_same_batch(unnest(nested), clean)
+
+
+@pytest.mark.parametrize(
+    ("pads", "place", "mixed"), [([0.0, -0.0], "-0.0", True), ([-0.0, 0.0], "0.0", True), ([-0.0, 1.0], "1.0", False)]
+)
+def test_the_message_tells_mixed_zeros_from_strays(pads: list[float], place: str, mixed: bool) -> None:
+    batch = TensorDict(
+        {"response_mask": torch.tensor([[1, 0, 0]]), "advantages": torch.tensor([[2.0, *pads]])}, batch_size=[1]
+    )
+    with pytest.raises(LossyPadError) as caught:
+        nest_batch_by_mask(batch, strict=True)
+    assert f"holds {place} at (0, 2)" in str(caught.value)
+    assert ("masked_fill" in str(caught.value)) == mixed
