@@ -124,7 +124,7 @@ class Verifier:
         pads = " or ".join(map(repr, form.pads))
         return (
             f'{self._options.call}: field "{show(form.path)}" holds {seen} at {place} (row, position, ...), where mask '
-            f'"{form.layout}" is empty; expected its pad {pads}. {_MIXED_ZEROS if mixed else ""}Fix the producer,  '
-            "pad_token_id, give the field its true pad or mask in the registry, or let it travel whole: without "
+            f'"{form.layout}" is empty; expected its pad {pads}. {_MIXED_ZEROS if mixed else ""}Fix the producer, '
+            "check pad_token_id, give the field its true pad or mask in the registry, or let it travel whole: without "
             "strict, or named in ignore_dense_fields."
         )
