@@ -4,12 +4,14 @@ hold the same bits. Nothing here knows what is measured.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import pickle
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 from tensordict import TensorDictBase, is_non_tensor
@@ -58,6 +60,30 @@ def interleaved(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[
 
 
 # -------------------------------------------------------------------- bytes
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """How far the resident memory of this process rises above where it is now, while `work` runs. Linux only."""
+    work()  # what stays for good is there before
+    gc.collect()
+    _give_back_memory()
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins again here
+    before = _memory("VmRSS")
+    result = work()
+    after = _memory("VmHWM")
+    del result
+    return after - before
+
+
+def _give_back_memory() -> None:
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def _memory(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return 1024 * int(line.split()[1])
+    raise OSError(f"/proc/self/status has no {name}")
 
 
 def wire_bytes(thing: object) -> int:

@@ -3,6 +3,7 @@
 compress / decompress        between a batch and its wire form, a PackedBatch
 nest_batch_by_mask / unnest  between padded and jagged fields
 select_and_pad_to_response, extract_response   the response axis for losses
+report                       where the bytes of a packed batch went
 maskpack.ops                 pack and unpack single tensors
 maskpack.dispatch            WorkerGroup and endpoint, over Ray
 """
@@ -16,6 +17,7 @@ from maskpack.errors import (
     MaskpackError,
     MaskpackWarning,
     RegistryError,
+    WireFormatError,
 )
 from maskpack.layout import RowLayout
 from maskpack.nesting import nest_batch_by_mask, unnest, unnest_batch_by_mask
@@ -31,6 +33,7 @@ from maskpack.registry import (
     MaskNestingRegistry,
     MaskNestingSpec,
 )
+from maskpack.report import report
 from maskpack.response import extract_response, select_and_pad_to_response
 from maskpack.schema import LAYOUTS
 from maskpack.survey import dense_fields
@@ -57,12 +60,14 @@ __all__ = [
     "PackedBatch",
     "RegistryError",
     "RowLayout",
+    "WireFormatError",
     "compress",
     "decompress",
     "dense_fields",
     "extract_response",
     "nest_batch_by_mask",
     "ops",
+    "report",
     "select_and_pad_to_response",
     "unnest",
     "unnest_batch_by_mask",

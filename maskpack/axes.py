@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from tensordict import TensorDictBase
+from torch import Tensor
 
 from maskpack.errors import LayoutError
 from maskpack.layout import RowLayout
@@ -49,6 +49,7 @@ class Axes:
         self._call = call
         self._found: dict[str, Axis | None] = {}
         self._masks: dict[Path, RowLayout] = {}
+        self._values: dict[Path, Tensor] = {}
 
     def find(self, mask: Key, field: Path) -> Axis | None:
         """The axis that `mask` means for the field at path `field`; None if nothing in the batch gives it."""
@@ -62,15 +63,9 @@ class Axes:
                 return axis
         return None
 
-    def on(self, axis: Axis, device: torch.device) -> RowLayout:
-        """The axis' layout on a field's device, one object for all fields there."""
-        if axis.layout.device == device:
-            return axis.layout
-        name = f"{axis.name}@{device}"
-        moved = self._found.get(name)
-        if moved is None:
-            moved = self._found[name] = Axis(axis.name, axis.layout.to(device), axis.flat)
-        return moved.layout
+    def value_of(self, mask: Path, layout: RowLayout) -> Tensor | None:
+        """The value () of every real position of a mask field, if `layout` came from it and told so."""
+        return self._values.get(mask) if self._masks.get(mask) is layout else None
 
     def _compute(self, name: str, mask: Key, scope: Path) -> Axis | None:
         if name in self._carried:
@@ -107,8 +102,24 @@ class Axes:
                     f'{self._call}: mask field "{show(source)}" is {tuple(tensor.shape)}; expected (B, width). '
                     "Give one entry per row and position, or name another mask in the registry."
                 )
-            self._masks[source] = RowLayout.from_mask(tensor)
+            layout, value = RowLayout.scanned(tensor)
+            if value is not None:
+                self._values[source] = value
+            self._masks[source] = layout.anchored(self._anchor(source, layout.width))
         return self._masks[source]
+
+    def _anchor(self, source: Path, width: int) -> int:
+        """Where some axis splits the mask, or the side that its rows are not padded on."""
+        for way in (way for ways in self._registry.axes.values() for way in ways):
+            path = path_of(way.source)
+            scope = source[: len(source) - len(path)]
+            if source == (*scope, *path) and way.part in ("head", "tail"):
+                split = self._split(way, scope, width)
+                if split is not None:
+                    return min(max(split, 0), width)
+            elif source == (*scope, *path) and way.padded == "left":
+                return width
+        return 0
 
     def _cut(self, layout: RowLayout, way: MaskAxis, scope: Path, name: str) -> RowLayout | None:
         if way.part == "all":
@@ -122,7 +133,7 @@ class Axes:
                 f"{self._named(scope, way.head)} is {head} wide and {self._named(scope, way.tail)} {tail}; expected "
                 "the two to make up the mask. Fix the producer, or give the axis other head and tail fields."
             )
-        split = head if head is not None else None if tail is None else layout.width - tail
+        split = self._split(way, scope, layout.width)
         if split is None:
             return None
         if not 0 <= split <= layout.width:
@@ -131,6 +142,10 @@ class Axes:
                 "expected a split inside the mask. Fix the widths of its head and tail fields."
             )
         return layout.narrow(0, split) if way.part == "head" else layout.narrow(split, layout.width)
+
+    def _split(self, way: MaskAxis, scope: Path, width: int) -> int | None:
+        head, tail = self._first_width(scope, way.head), self._first_width(scope, way.tail)
+        return head if head is not None else None if tail is None else width - tail
 
     def _first(self, scope: Path, keys: tuple[Key, ...]) -> tuple[Key, int] | None:
         for key in keys:

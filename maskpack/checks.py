@@ -26,13 +26,18 @@ _BLOCK_FLAGS = 1 << 18
 
 def held_pads(field: str, pads: Sequence[PadValue], dtype: torch.dtype, call: str) -> tuple[PadValue, ...]:
     """The pads of `pads` that the dtype can hold. Raises RegistryError if there is none."""
-    held = tuple(pad for pad in pads if isinstance(pad, Pad) or pad_tensor(pad, dtype) is not None)
+    held = tuple(pad for pad in pads if holds(pad, dtype))
     if not held:
         raise RegistryError(
             f'{call}: field "{field}" is {str(dtype).removeprefix("torch.")}; its pad {list(pads)} does not fit that '
             "dtype. Give the field a pad that its dtype can hold."
         )
     return held
+
+
+def holds(pad: PadValue, dtype: torch.dtype) -> bool:
+    """Whether a dtype can hold a pad."""
+    return isinstance(pad, Pad) or pad_tensor(pad, dtype) is not None
 
 
 def cast_pad(form: FieldForm, dtype: torch.dtype) -> PadValue:
@@ -45,22 +50,39 @@ def cast_pad(form: FieldForm, dtype: torch.dtype) -> PadValue:
     return held.to(dtype).item()
 
 
-def strays(x: Tensor, values: Tensor, layout: RowLayout, pad: PadValue | Tensor) -> Tensor:
-    """How many elements under the mask are not the pad: an int64 (), 0 where the field is exact.
+def not_pad(x: Tensor, pad: PadValue) -> Tensor | int:
+    """How many elements of `x` [B, S, *F] are not the pad, a constant; for EDGE, how many differ from the one before
+    them in their row: an int on the host, else int64 (). It needs no layout."""
+    padded = words(x)
+    if pad is EDGE:
+        return _differing(padded[:, 1:], padded[:, :-1])
+    return _differing(padded, _word(pad, x))
+
+
+def strays(
+    x: Tensor, values: Tensor, layout: RowLayout, pad: PadValue | Tensor, seen: Tensor | int | None = None
+) -> Tensor | int:
+    """How many elements under the mask are not the pad, 0 where the field is exact: an int on the host, else int64 ().
 
     `x` is [B, S, *F] with any strides, `values` its real elements [T, *F], `pad` a constant, EDGE or a tensor [B] of
-    one pad a row. No synchronisation for a constant pad.
+    one pad a row, `seen` what `not_pad` gave, if it was asked before. No synchronisation for a constant pad.
     """
     padded, real = words(x), words(values)
-    if pad is EDGE:
-        return _edge_strays(padded, real, layout)
     if isinstance(pad, Tensor):
         return _row_strays(padded, real, words(pad), layout)
+    seen = not_pad(x, pad) if seen is None else seen
+    if pad is not EDGE:
+        return seen - _differing(real, _word(pad, x))
+    if x.device.type == "cpu":
+        return seen - _edge_steps_on_host(padded.numpy(), real.numpy(), layout)
+    return seen - _edge_steps(padded, real, layout)
+
+
+def _word(pad: PadValue, x: Tensor) -> Tensor | int:
     held = None if isinstance(pad, Pad) else pad_tensor(pad, x.dtype)
     assert held is not None
     word = words(held)
-    bits = int(word.item()) if word.dim() == 0 else word.to(x.device, non_blocking=True)
-    return _differing(padded, bits) - _differing(real, bits)
+    return int(word.item()) if word.dim() == 0 else word.to(x.device, non_blocking=True)
 
 
 def row_pads(x: Tensor, layout: RowLayout) -> Tensor:
@@ -95,54 +117,76 @@ def first_stray(x: Tensor, layout: RowLayout, pad: PadValue | Tensor) -> tuple[t
     return tuple(where), str(x[tuple(where)].item() if x.dtype.itemsize > 1 or not x.is_floating_point() else "?")
 
 
-def _row_strays(x: Tensor, values: Tensor, pads: Tensor, layout: RowLayout) -> Tensor:
+def _row_strays(x: Tensor, values: Tensor, pads: Tensor, layout: RowLayout) -> Tensor | int:
     more = [1] * (values.dim() - pads.dim())
     pads = pads.view(pads.shape[0], *more, *pads.shape[1:])
     of_values = pads.repeat_interleave(layout.offsets.diff(), 0, output_size=values.shape[0])
     return _differing(x, pads.unsqueeze(1)) - _differing(values, of_values)
 
 
-def _edge_strays(x: Tensor, values: Tensor, layout: RowLayout) -> Tensor:
-    """Between one real element and the next, the padded field may change once if the two differ and not at all if
-    they are equal; a row changes nowhere else. That fixes every pad of a row with one run. Between two runs the one
-    change must come at the second, so the element before it still equals the last of the first. An empty row is 0."""
+def _edge_steps(x: Tensor, values: Tensor, layout: RowLayout) -> Tensor:
+    """How often a field with exact EDGE pads differs from the element before. Between one real element and the next it
+    changes once if the two differ and not at all if they are equal, and nowhere else; that fixes every pad of a row
+    with one run. Between two runs the one change must come at the second, so the element before it still equals the
+    last of the first; an empty row is 0. What breaks the last two rules is taken off; a field never changes less often
+    than its values say, so the counts cannot agree then."""
     inner = torch.ones(values.shape[0] + 1, dtype=torch.bool, device=x.device)
     inner.index_fill_(0, layout.offsets, False)  # the first element of a row has no neighbour before it
     steps = torch.ne(values[1:], values[:-1])
     steps &= inner[1:-1].view(-1, *[1] * (values.dim() - 1))
-    count = _differing(x[:, 1:], x[:, :-1]) - torch.count_nonzero(steps)
+    count = torch.count_nonzero(steps)
     table = layout.table
     empty = _to(np.flatnonzero(np.diff(table.splits) == 0), x.device)
-    count = count + torch.count_nonzero(x[empty])
+    count = count - torch.count_nonzero(x[empty])
+    rows, before, last = (_to(index, x.device) for index in _gaps(layout))
+    return count - torch.count_nonzero(torch.ne(x[rows, before], x[rows, last]))
+
+
+def _edge_steps_on_host(x: Words, values: Words, layout: RowLayout) -> int:
+    """`_edge_steps` in numpy, which holds up no other thread."""
+    starts = layout.row_offsets[1:-1]
+    steps = values[1:] != values[:-1]
+    steps[starts[(starts > 0) & (starts < len(values))] - 1] = False
+    count = int(np.count_nonzero(steps)) - int(np.count_nonzero(x[np.diff(layout.table.splits) == 0]))
+    rows, before, last = _gaps(layout)
+    return count - int(np.count_nonzero(x[rows, before] != x[rows, last]))
+
+
+def _gaps(layout: RowLayout) -> tuple[IntArray, IntArray, IntArray]:
+    """The gaps between two runs of a row: the row, the last position of the gap, and the last position before it."""
+    table = layout.table
     first = np.zeros(layout.num_runs + 1, np.bool_)
     first[table.splits] = True
     later = np.flatnonzero(~first[:-1])
-    if later.size:
-        rows = _to(np.searchsorted(table.splits, later, side="right") - 1, x.device)
-        before = _to(table.starts[later] - 1, x.device)
-        last = _to((table.starts + table.counts)[later - 1] - 1, x.device)
-        count = count + torch.count_nonzero(torch.ne(x[rows, before], x[rows, last]))
-    return count
+    rows = np.searchsorted(table.splits, later, side="right") - 1
+    return rows, table.starts[later] - 1, (table.starts + table.counts)[later - 1] - 1
 
 
 def _to(index: IntArray, device: torch.device) -> Tensor:
     return torch.from_numpy(index).to(device, non_blocking=True)
 
 
-def _differing(x: Tensor, other: Tensor | int) -> Tensor:
-    """How many elements of `x` [n, ...] differ from `other`: (), one entry for each of the n, or one for all. On the
-    host, blocks of rows are compared whose flags stay in the cache; numpy does that without holding other threads."""
-    if x.device.type != "cpu" or x.numel() == 0:
+def _differing(x: Tensor, other: Tensor | int) -> Tensor | int:
+    """How many elements of `x` [n, ...] differ from `other`: (), one entry for each of the n, or one for all."""
+    if x.device.type != "cpu":
         return torch.count_nonzero(torch.ne(x, other))
-    left: Words = x.numpy()
-    right: Any = other if isinstance(other, int) else other.numpy()
-    one_each = np.ndim(right) == left.ndim and len(right) == len(left)
+    return _count_differing(x.numpy(), other if isinstance(other, int) else other.numpy())
+
+
+def _count_differing(left: Words, right: Any) -> int:
+    """`_differing` in numpy, which holds up no other thread: blocks of rows, whose flags stay in the cache."""
+    if not left.size:
+        return 0
+    whole: Any = right
+    if isinstance(right, int) and right == 0 and left.flags.c_contiguous:
+        return int(np.count_nonzero(left))
+    one_each = np.ndim(whole) == left.ndim and len(whole) == len(left)
     step = max(1, _BLOCK_FLAGS // (left.size // len(left)))
     flags = np.empty((min(step, len(left)), *left.shape[1:]), np.bool_)
     count = 0
     for top in range(0, len(left), step):
         block = left[top : top + step]
         changed = flags[: len(block)]
-        np.not_equal(block, right[top : top + step] if one_each else right, out=changed)
+        np.not_equal(block, whole[top : top + step] if one_each else whole, out=changed)
         count += int(np.count_nonzero(changed))
-    return torch.tensor(count)
+    return count

@@ -12,8 +12,8 @@ from tensordict import is_tensor_collection
 from torch import Tensor
 
 from maskpack.errors import CoverageError
+from maskpack.objects import Objects
 from maskpack.registry import Path, show
-from maskpack.tree import Objects
 
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), np.generic, torch.dtype, torch.device)
 

@@ -22,5 +22,9 @@ class LossyPadError(MaskpackError):
     """A field holds values other than its pad where its mask says there is nothing."""
 
 
+class WireFormatError(MaskpackError):
+    """Bytes that are no packed batch: cut off, changed, of another version, or made to mislead."""
+
+
 class MaskpackWarning(UserWarning):
     """Something stayed exact but travels larger than it could."""

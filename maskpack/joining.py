@@ -1,50 +1,164 @@
-"""Several packed batches as one, apart from their encoded values: forms, layouts and Python objects."""
+"""Several packed batches as one: forms, layouts, encoded values and Python objects."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from maskpack.choice import Candidate, encode_alone
+from maskpack.contents import Contents, Decoder, words_of_one
 from maskpack.errors import LayoutError
 from maskpack.layout import RowLayout
-from maskpack.registry import EDGE, PER_ROW
-from maskpack.schema import FieldForm
-from maskpack.tree import Objects
-from maskpack.words import words
+from maskpack.objects import Objects, Stowed
+from maskpack.registry import EDGE, PER_ROW, Pad, Path, show
+from maskpack.rows import cumulated
+from maskpack.schema import FieldForm, Schema
+from maskpack.sharing import Encoding, Joined, Same
+from maskpack.words import Words, pad_tensor, words
+
+_APART = "its batches hold it in different forms"
 
 
-def joined_form(column: Sequence[FieldForm]) -> FieldForm:
+def joined(batches: Sequence[Contents]) -> Contents:
+    """The rows of several batches with the same fields, one after the other. Fields of different widths meet at the
+    anchors of their layouts. Raises LayoutError if fields, dtypes or shapes of elements differ."""
+    paths = [form.path for form in batches[0].schema.forms]
+    for batch in batches[1:]:
+        if set(batch.forms) != set(paths):
+            odd = sorted(show(path) for path in set(batch.forms) ^ set(paths))
+            raise LayoutError(
+                f"PackedBatch.cat: fields {odd} are not in every batch; expected the same fields. Pack the same "
+                "fields, or decode and drop the others."
+            )
+    decoders = [Decoder(batch, False, "cpu") for batch in batches]
+    forms = [_form([batch.forms[path] for batch in batches], _padded_somewhere(batches, path)) for path in paths]
+    apart = {form.path: _padded(form, decoders) for form in forms if form.reason == _APART}
+    forms = [replace(f, shape=tuple(apart[f.path].shape[1:])) if f.path in apart else f for f in forms]
+    axes = [name for name, _, _ in batches[0].schema.axes if all(name in batch.layouts for batch in batches)]
+    names = dict.fromkeys([*axes, *(form.layout for form in forms if form.layout is not None)])
+    layouts = {name: RowLayout.cat([batch.layouts[name] for batch in batches]) for name in names}
+    schema = Schema(
+        batches[0].schema.root,
+        tuple(forms),
+        tuple((name, layouts[name].width, layouts[name].anchor) for name in axes),
+    )
+    rows = sum(batch.num_rows for batch in batches)
+    fields: dict[Path, Encoding] = {}
+    row_pads: dict[Path, Words] = {}
+    objects = {
+        form.path: _objects([batch.objects[form.path] for batch in batches], [batch.num_rows for batch in batches])
+        for form in forms
+        if form.kind == "object"
+    }
+    for form in forms:
+        if form.pads == (PER_ROW,):
+            row_pads[form.path] = np.concatenate([_row_pads(batch, form.path) for batch in batches])
+    whole = Contents(rows, schema, layouts, fields, objects, row_pads, batches[0].codec)
+    for form in forms:
+        if form.path in apart:
+            fields[form.path] = _chosen(form, words(apart[form.path]).numpy().reshape(-1), whole.bounds(form.path))
+        elif form.kind not in ("object", "node"):
+            fields[form.path] = _encoding(whole, form, batches, decoders)
+    return whole
+
+
+def _padded_somewhere(batches: Sequence[Contents], path: Path) -> list[bool]:
+    """Whether any row of a field is padded, in each batch; where none is, the pad was never seen."""
+    layouts = [batch.layouts.get(batch.forms[path].layout or "") for batch in batches]
+    return [layout is not None and layout.total < layout.num_rows * layout.width for layout in layouts]
+
+
+def _form(column: Sequence[FieldForm], padded: Sequence[bool]) -> FieldForm:
     """One form for the parts' forms. Constant pads that differ become one pad a row; other differences make the field
     dense."""
     form = column[0]
-    if any((f.kind, f.layout, f.ragged_dim) != (form.kind, form.layout, form.ragged_dim) for f in column):
-        return FieldForm(form.path, "dense", dtype=form.dtype, device=form.device, reason="its batches hold it apart")
-    if all(f.pads_by_bits == form.pads_by_bits for f in column):
+    if any(other.dtype != form.dtype for other in column):
+        dtypes = [str(other.dtype).removeprefix("torch.") for other in column]
+        raise LayoutError(
+            f'PackedBatch.cat: field "{show(form.path)}" has dtypes {dtypes}; expected one. Cast before packing.'
+        )
+    if form.kind in ("object", "node"):
         return form
-    if any(f.pads == (EDGE,) for f in column):
-        return FieldForm(form.path, "dense", dtype=form.dtype, device=form.device, reason="its pads differ")
+    dense = FieldForm(form.path, "dense", dtype=form.dtype, device=form.device, hints=form.hints)
+    if any((f.kind, f.layout, f.ragged_dim) != (form.kind, form.layout, form.ragged_dim) for f in column):
+        return replace(dense, reason=_APART)
+    if any(f.shape != form.shape for f in column):
+        raise LayoutError(
+            f'PackedBatch.cat: field "{show(form.path)}" has elements of shape {[f.shape for f in column]}; expected '
+            "one. Bring the batches to one shape before packing."
+        )
+    seen = [f for f, is_padded in zip(column, padded, strict=True) if is_padded] or [form]
+    if all(f.pads_by_bits == seen[0].pads_by_bits for f in seen):
+        return replace(form, pads=seen[0].pads)
+    if any(f.pads == (EDGE,) for f in seen):
+        return replace(dense, reason=_APART)
     return replace(form, pads=(PER_ROW,))
 
 
-def join_layouts(name: str, layouts: Sequence[RowLayout]) -> RowLayout:
-    if name.endswith("(jagged)"):
-        widest = max(layout.width for layout in layouts)
-        layouts = [RowLayout.from_lengths(layout.lengths, widest) for layout in layouts]
-    widths = [layout.width for layout in layouts]
-    if len(set(widths)) > 1:
+# -------------------------------------------------------------------- values
+
+
+def _encoding(whole: Contents, form: FieldForm, batches: Sequence[Contents], decoders: Sequence[Decoder]) -> Encoding:
+    """The rows of one field in one encoding: that of the parts where they agree, else a new one."""
+    path = form.path
+    parts = [batch.fields[path] for batch in batches]
+    first = parts[0]
+    if isinstance(first, Same | Joined) and all(part == first for part in parts) and _stands(whole, first):
+        return first
+    bounds = [batch.bounds(path) for batch in batches]
+    if type(first) not in (Same, Joined) and all(type(part) is type(first) for part in parts):
+        made = cast("Any", type(first)).join(parts, bounds)
+        if made is not None:
+            return made
+    line = np.concatenate([decoder.source(path).words for decoder in decoders])
+    return _chosen(form, line, cumulated(np.concatenate([np.diff(own) for own in bounds])))
+
+
+def _stands(whole: Contents, encoding: Same | Joined) -> bool:
+    """Whether the fields that an encoding takes its words from keep their rows: none of them became dense."""
+    others = [encoding.field] if isinstance(encoding, Same) else [encoding.head, encoding.tail]
+    return all(whole.forms[other].layout is not None for other in others)
+
+
+def _chosen(form: FieldForm, line: Words, bounds: Any) -> Encoding:
+    assert form.dtype is not None
+    integers = not (form.dtype.is_floating_point or form.dtype.is_complex)
+    return encode_alone(Candidate(line, bounds, form.layout, integers, words_of_one(form), form.hints))
+
+
+def _padded(form: FieldForm, decoders: Sequence[Decoder]) -> Tensor:
+    """A field that the batches hold in different forms: its padded forms, one after the other."""
+    parts = [decoder.padded(form.path) for decoder in decoders]
+    if any(part.is_nested or part.shape[1:] != parts[0].shape[1:] for part in parts):
+        seen = ["jagged" if part.is_nested else tuple(part.shape) for part in parts]
         raise LayoutError(
-            f'PackedBatch.cat: layout "{name}" is {widths} wide; expected one width. Pad the batches to one width '
-            "before packing."
+            f'PackedBatch.cat: field "{show(form.path)}" is {seen}; expected one width. Bring it to one width.'
         )
-    return RowLayout.cat(layouts)
+    return torch.cat(parts)
 
 
-def join_objects(parts: Sequence[Objects], rows: Sequence[int]) -> Objects:
+def _row_pads(batch: Contents, path: Path) -> Words:
+    if path in batch.row_pads:
+        return batch.row_pads[path]
+    form = batch.forms[path]
+    pad = form.pads[0]
+    pad = 0 if isinstance(pad, Pad) else pad  # EDGE of rows that have no padding
+    held = None if form.dtype is None else pad_tensor(pad, form.dtype)
+    assert held is not None
+    return words(held.repeat(batch.num_rows)).numpy()
+
+
+# -------------------------------------------------------------------- objects
+
+
+def _objects(parts: Sequence[Objects], rows: Sequence[int]) -> Objects:
+    if all(part.listed for part in parts):
+        return Objects([item for part in parts for item in part.data], 0, True)
     if all(part.depth for part in parts):
         return Objects([item for part in parts for item in part.data], parts[0].depth)
     if not any(part.depth for part in parts) and all(_equal(part.data, parts[0].data) for part in parts):
@@ -60,10 +174,13 @@ def _equal(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     x, y = a, b
+    if isinstance(a, Stowed):
+        alike: bool = (x.dtype, x.shape, x.tensor) == (y.dtype, y.shape, y.tensor)
+        return alike and np.array_equal(x.words, y.words)
     if isinstance(a, Tensor):
         return x.dtype == y.dtype and x.shape == y.shape and not x.is_nested and torch.equal(words(x), words(y))
     if isinstance(a, np.ndarray):
-        alike: bool = x.dtype == y.dtype and x.shape == y.shape
+        alike = x.dtype == y.dtype and x.shape == y.shape
         return alike and (_equal(x.tolist(), y.tolist()) if x.dtype == object else x.tobytes() == y.tobytes())
     if isinstance(a, dict):
         return list(x) == list(y) and all(_equal(x[key], y[key]) for key in x)

@@ -36,6 +36,8 @@ class RowLayout:
         counts: int32 [N], length of each run, never 0.
         splits: int64 [B + 1]; the runs of row b are `splits[b]` to `splits[b + 1]`.
         total: number of real positions in all rows, T.
+        anchor: the column that stays in place when batches of different widths are joined: padding grows on both
+            sides of it. 0 for rows padded on the right, the width for rows padded on the left.
     """
 
     width: int
@@ -43,6 +45,7 @@ class RowLayout:
     counts: Tensor
     splits: Tensor
     total: int
+    anchor: int = 0
 
     # ---------------------------------------------------------------- constructors
 
@@ -52,6 +55,12 @@ class RowLayout:
 
         On CUDA: one synchronisation. Raises LayoutError if the mask is not two-dimensional.
         """
+        return cls.scanned(mask)[0]
+
+    @classmethod
+    def scanned(cls, mask: Tensor) -> tuple[RowLayout, Tensor | None]:
+        """As `from_mask`, and the value of all real positions, where the scan has seen that they have one and that all
+        others are 0 bits (never on CUDA)."""
         if mask.is_nested or mask.dim() != 2:
             shape = "jagged" if mask.is_nested else tuple(mask.shape)
             raise LayoutError(
@@ -59,13 +68,14 @@ class RowLayout:
                 "Reshape the mask to one entry per row and position."
             )
         if mask.device.type == "cpu":
-            return cls.from_table(mask.shape[1], scan.on_host(mask.detach()), mask.device)
+            table, value = scan.on_host(mask.detach())
+            return cls.from_table(mask.shape[1], table, mask.device), value
         found = scan.on_device(mask.detach())
         if isinstance(found, RunTable):
-            return cls.from_table(mask.shape[1], found, mask.device)
+            return cls.from_table(mask.shape[1], found, mask.device), None
         layout = cls(mask.shape[1], found.starts, found.counts, found.splits, int(found.lengths.sum()))
         layout.__dict__["lengths"] = found.lengths
-        return layout
+        return layout, None
 
     @classmethod
     def from_lengths(
@@ -119,6 +129,7 @@ class RowLayout:
         width: int,
         *,
         device: torch.device | str = "cpu",
+        anchor: int = 0,
     ) -> RowLayout:
         """From a run table: `starts` and `counts` [N], `runs_per_row` [B] that sums to N.
 
@@ -130,15 +141,15 @@ class RowLayout:
             _whole(counts, call, "counts", "(N,)"),
             cumulated(_whole(runs_per_row, call, "runs_per_row", "(B,)")),
         )
-        complaint = _complaint(table, width)
+        complaint = _complaint(table, width) or (None if 0 <= anchor <= width else f"the anchor is column {anchor}")
         if complaint:
             raise LayoutError(
                 f"{call}: {complaint}; expected maximal runs, in order, inside the width {width}. Sort and join them."
             )
-        return cls.from_table(width, table, device)
+        return cls.from_table(width, table, device, anchor)
 
     @classmethod
-    def from_table(cls, width: int, table: RunTable, device: torch.device | str) -> RowLayout:
+    def from_table(cls, width: int, table: RunTable, device: torch.device | str, anchor: int = 0) -> RowLayout:
         """From a table that is known to be sound."""
         layout = cls(
             width,
@@ -146,6 +157,7 @@ class RowLayout:
             torch.from_numpy(table.counts.astype(np.int32)).to(device, non_blocking=True),
             torch.from_numpy(np.array(table.splits)).to(device, non_blocking=True),
             int(table.counts.sum()),
+            anchor,
         )
         layout.__dict__["table"] = table
         return layout
@@ -223,6 +235,9 @@ class RowLayout:
     @cached_property
     def indices(self) -> Tensor:
         """int64 [T]: position of each real element in the flattened [B * S]. No synchronisation."""
+        if self.device.type == "cpu":
+            rows = np.repeat(np.arange(self.num_rows), np.diff(self.table.splits))
+            return torch.from_numpy(ranges(rows * self.width + self.table.starts, self.table.counts))
         counts = self.counts.to(torch.int64)
         rows = torch.repeat_interleave(
             torch.arange(self.num_rows, device=self.device), self.splits.diff(), output_size=self.num_runs
@@ -245,8 +260,9 @@ class RowLayout:
         if device == self.device:
             return self
         if "table" in self.__dict__ or device.type == "cpu":
-            return RowLayout.from_table(self.width, self.table, device)
-        return RowLayout(self.width, self.starts.to(device), self.counts.to(device), self.splits.to(device), self.total)
+            return RowLayout.from_table(self.width, self.table, device, self.anchor)
+        tensors = self.starts.to(device), self.counts.to(device), self.splits.to(device)
+        return RowLayout(self.width, *tensors, self.total, self.anchor)
 
     def select(self, rows: Rows) -> RowLayout:
         """The layout of some rows: a slice, indices (repeats allowed, negative from the end), or a bool mask [B]."""
@@ -254,9 +270,8 @@ class RowLayout:
         table = self.table
         first, runs = table.splits[index], table.splits[index + 1] - table.splits[index]
         take = ranges(first, runs)
-        return RowLayout.from_table(
-            self.width, RunTable(table.starts[take], table.counts[take], cumulated(runs)), self.device
-        )
+        table = RunTable(table.starts[take], table.counts[take], cumulated(runs))
+        return RowLayout.from_table(self.width, table, self.device, self.anchor)
 
     def narrow(self, start: int, stop: int) -> RowLayout:
         """The layout of the columns `start` to `stop`: the mask's `[:, start:stop]`, without reading the mask again."""
@@ -270,7 +285,21 @@ class RowLayout:
         counts = (table.starts + table.counts).clip(start, stop) - begin
         keep = counts > 0
         splits = cumulated(keep.astype(np.int64))[table.splits]
-        return RowLayout.from_table(stop - start, RunTable((begin - start)[keep], counts[keep], splits), self.device)
+        table = RunTable((begin - start)[keep], counts[keep], splits)
+        anchor = min(max(self.anchor - start, 0), stop - start)
+        return RowLayout.from_table(stop - start, table, self.device, anchor)
+
+    def anchored(self, anchor: int) -> RowLayout:
+        """The same rows with another anchor."""
+        layout = RowLayout(self.width, self.starts, self.counts, self.splits, self.total, anchor)
+        layout.__dict__.update({name: self.__dict__[name] for name in ("table", "lengths") if name in self.__dict__})
+        return layout
+
+    def widened(self, left: int, right: int) -> RowLayout:
+        """The same rows with as many columns of padding more on each side."""
+        table = self.table
+        table = RunTable(table.starts + left, table.counts, table.splits)
+        return RowLayout.from_table(left + self.width + right, table, self.device, left + self.anchor)
 
     def prefix(self) -> RowLayout:
         """One run a row, from position 0 up to and with the last real position: holes become real."""
@@ -283,13 +312,17 @@ class RowLayout:
 
     @staticmethod
     def cat(layouts: Sequence[RowLayout]) -> RowLayout:
-        """The rows of several layouts of one width, one after the other."""
-        widths = sorted({layout.width for layout in layouts})
-        if len(widths) != 1:
-            raise LayoutError(
-                f"RowLayout.cat: widths are {widths}; expected at least one layout, all of one width. "
-                "Bring the layouts to one width first."
-            )
+        """The rows of several layouts, one after the other. Narrower ones are widened: their anchors meet."""
+        if not layouts:
+            raise LayoutError("RowLayout.cat: no layouts; expected at least one. Pass a list of layouts.")
+        left = max(layout.anchor for layout in layouts)
+        right = max(layout.width - layout.anchor for layout in layouts)
+        layouts = [
+            layout
+            if (layout.anchor, layout.width) == (left, left + right)
+            else layout.widened(left - layout.anchor, right - (layout.width - layout.anchor))
+            for layout in layouts
+        ]
         tables = [layout.table for layout in layouts]
         runs = np.concatenate([np.diff(table.splits) for table in tables])
         table = RunTable(
@@ -297,7 +330,7 @@ class RowLayout:
             np.concatenate([table.counts for table in tables]),
             cumulated(runs),
         )
-        return RowLayout.from_table(widths[0], table, layouts[0].device)
+        return RowLayout.from_table(left + right, table, layouts[0].device, left)
 
     def compact(self) -> tuple[npt.NDArray[Any], ...]:
         """The run table as it travels: starts, counts and runs of each row, in unsigned integers as narrow as fit."""
@@ -305,7 +338,7 @@ class RowLayout:
         return tuple(part.astype(np.min_scalar_type(int(part.max(initial=0)))) for part in parts)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self.width, *self.compact(), str(self.device))
+        return _restored, (self.width, *self.compact(), str(self.device), self.anchor)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RowLayout):
@@ -324,10 +357,10 @@ class RowLayout:
 
 
 def _restored(
-    width: int, starts: npt.NDArray[Any], counts: npt.NDArray[Any], runs: npt.NDArray[Any], device: str
+    width: int, starts: npt.NDArray[Any], counts: npt.NDArray[Any], runs: npt.NDArray[Any], device: str, anchor: int
 ) -> RowLayout:
     table = RunTable(starts.astype(np.int64), counts.astype(np.int64), cumulated(runs.astype(np.int64)))
-    return RowLayout.from_table(width, table, device)
+    return RowLayout.from_table(width, table, device, anchor)
 
 
 def _whole(values: Any, call: str, name: str, shape: str) -> IntArray:

@@ -68,7 +68,7 @@ def nest_batch_by_mask(
             return rows_only(form.node)
         if form.layout is None:
             return found.entries[form.path]
-        values = found.values[form.path]
+        values = found.values[form.path].contiguous()
         place = form.layout, values.device
         if place not in moved:
             moved[place] = found.layouts[form.layout].to(values.device)

@@ -1,59 +1,53 @@
 """PackedBatch: a batch encoded field by field, ready for the wire; rows move without being decoded.
 
     compress(padded or nested) -> PackedBatch -> select, slices, split, chunk, cat -> decompress(padded or nested)
+                                     |  ^
+                       pickle, to_bytes, save  from_bytes, load
 
-All of its bytes lie in numpy arrays, which pickle (protocol 5) and Ray carry out of band; a slice of rows is a view
-and carries its own bytes only. Nothing of a PackedBatch is ever changed, and what it gives out is a copy.
+Nothing of a PackedBatch is ever changed, and what it gives out is a copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+import mmap
+import os
+import pickle
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path as FilePath
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from maskpack import encodings
-from maskpack.encodings import Encoding, Plain
+from maskpack import codec as codecs
+from maskpack import manifest, reading, wire
+from maskpack.choice import Candidate, encode, encode_alone
+from maskpack.contents import Contents, Decoder, on, words_of_one
 from maskpack.errors import LayoutError
-from maskpack.jagged import jagged
-from maskpack.joining import join_layouts, join_objects, joined_form
+from maskpack.joining import joined
 from maskpack.layout import RowLayout
-from maskpack.nesting import rows_only, to_padded
+from maskpack.nesting import rows_only
+from maskpack.objects import Objects
 from maskpack.options import OnLoss, Options, Registry, Verify
-from maskpack.registry import PER_ROW, RL_FIELDS, Key, Pad, Path, show
+from maskpack.registry import RL_FIELDS, Key, show
 from maskpack.rows import IntArray, Rows, row_index
-from maskpack.schema import LAYOUTS, FieldForm, Schema, read_layouts, write_layouts
+from maskpack.schema import LAYOUTS, FieldForm, read_layouts, write_layouts
+from maskpack.sharing import Joined, Own, Same, arrays_of
 from maskpack.survey import Survey, survey
-from maskpack.tree import Node, Objects, build, chosen
-from maskpack.words import Words, from_words, host_words, pad_tensor, words
+from maskpack.tasks import Tasks
+from maskpack.tree import build, chosen
+from maskpack.words import Words, host_words, words
 
 Target = Literal["padded", "nested"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PackedBatch:
-    """Encoded rows. Build one with `compress`.
-
-    Attributes:
-        num_rows: B.
-        schema: the forms of the fields, in key order.
-        layouts: by name, on the host.
-        fields: the encoded values of every tensor.
-        objects: the Python objects.
-        row_pads: words [B], of the fields whose pad is PER_ROW.
-    """
-
-    num_rows: int
-    schema: Schema
-    layouts: Mapping[str, RowLayout]
-    fields: Mapping[Path, Encoding]
-    objects: Mapping[Path, Objects]
-    row_pads: Mapping[Path, Words]
+class PackedBatch(Contents):
+    """Encoded rows. Build one with `compress`. Its attributes are those of `Contents`."""
 
     def __len__(self) -> int:
         return self.num_rows
@@ -63,10 +57,11 @@ class PackedBatch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the encoded tensors and of the layouts; Python objects are not counted."""
-        tables = sum(part.nbytes for layout in self.layouts.values() for part in layout.compact())
-        pads = sum(pad.nbytes for pad in self.row_pads.values())
-        return tables + pads + sum(field.nbytes for field in self.fields.values())
+        """Bytes of the encoded tensors, of those inside Python objects and of the layouts, before any codec."""
+        arrays = [part for layout in self.layouts.values() for part in layout.compact()]
+        arrays += [array for field in self.fields.values() for array in arrays_of(field)]
+        arrays += [array for entry in self.objects.values() for array in entry.arrays()]
+        return sum(array.nbytes for array in [*arrays, *self.row_pads.values()])
 
     def lengths(self, layout: str) -> IntArray:
         """int64 [B]: row lengths of one of the layouts, for planning."""
@@ -88,11 +83,17 @@ class PackedBatch:
         if index.size == 0 or bool((np.diff(index) == 1).all()):
             start = int(index[0]) if index.size else 0
             return self._slice(start, start + index.size)
-        layouts = {name: layout.select(index) for name, layout in self.layouts.items()}
-        fields = {path: field.take(index, self._offsets(path)) for path, field in self.fields.items()}
-        objects = {path: entry.select(index.tolist()) for path, entry in self.objects.items()}
-        row_pads = {path: pads[index] for path, pads in self.row_pads.items()}
-        return PackedBatch(index.size, self.schema, layouts, fields, objects, row_pads)
+        return replace(
+            self,
+            num_rows=index.size,
+            layouts={name: layout.select(index) for name, layout in self.layouts.items()},
+            fields={
+                path: field if isinstance(field, Same | Joined) else field.take(index, self.bounds(path))
+                for path, field in self.fields.items()
+            },
+            objects={path: entry.select(index.tolist()) for path, entry in self.objects.items()},
+            row_pads={path: pads[index] for path, pads in self.row_pads.items()},
+        )
 
     def __getitem__(self, rows: Rows) -> PackedBatch:
         if isinstance(rows, int | np.integer):
@@ -131,16 +132,18 @@ class PackedBatch:
 
     @staticmethod
     def cat(batches: Sequence[PackedBatch]) -> PackedBatch:
-        """The rows of several batches with the same fields and widths, one after the other.
+        """The rows of several batches with the same fields, one after the other.
 
-        A field that is encoded under a layout in one batch and dense in another is dense in the result. Raises
-        LayoutError if fields, dtypes or widths differ.
+        Batches of different widths meet at the widest: the padding of prompts grows on the left, that of responses on
+        the right. A field that is encoded under a layout in one batch and dense in another is dense in the result.
+        Fields that the batches encode differently are encoded again. Raises LayoutError if fields, dtypes or the
+        shapes of their elements differ, or the widths of a dense field.
         """
         if not batches:
             raise LayoutError("PackedBatch.cat: no batches; expected at least one. Pass a list of packed batches.")
         for batch in batches:
             batch._need_rows("cat")
-        return batches[0] if len(batches) == 1 else _cat(batches)
+        return batches[0] if len(batches) == 1 else PackedBatch._of(joined(batches))
 
     def _slice(self, start: int, stop: int) -> PackedBatch:
         rows = slice(start, stop)
@@ -148,7 +151,10 @@ class PackedBatch:
             self,
             num_rows=stop - start,
             layouts={name: layout.select(rows) for name, layout in self.layouts.items()},
-            fields={path: field.slice(start, stop, self._offsets(path)) for path, field in self.fields.items()},
+            fields={
+                path: field if isinstance(field, Same | Joined) else field.slice(start, stop, self.bounds(path))
+                for path, field in self.fields.items()
+            },
             objects={path: entry.select(range(start, stop)) for path, entry in self.objects.items()},
             row_pads={path: pads[rows] for path, pads in self.row_pads.items()},
         )
@@ -160,13 +166,79 @@ class PackedBatch:
                 "batch dim. Give the TensorDict batch_size=[rows] before packing."
             )
 
-    def _offsets(self, path: Path) -> IntArray | None:
-        layout = self._forms[path].layout
-        return None if layout is None else self.layouts[layout].row_offsets
+    @classmethod
+    def _of(cls, contents: Contents) -> PackedBatch:
+        return cls(**{field.name: getattr(contents, field.name) for field in fields(contents)})
 
-    @property
-    def _forms(self) -> dict[Path, FieldForm]:
-        return {form.path: form for form in self.schema.forms}
+    # ---------------------------------------------------------------- decoding
+
+    def to_nested(self, *names: Key, device: torch.device | str | None = None) -> TensorDict:
+        """`decompress(self, *names, layout="nested", device=device)`."""
+        return decompress(self, *names, layout="nested", device=device)
+
+    # ---------------------------------------------------------------- bytes
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """A header and one buffer, which protocol 5 carries out of band; Python objects are pickled beside them."""
+        pieces = wire.Pieces(*manifest.write(self, True, with_objects=False))
+        body: Any = pieces.body()
+        body = pickle.PickleBuffer(body) if protocol >= 5 else body.tobytes()
+        return _unpickled, (pieces.header[8:], body, self.objects)
+
+    def to_bytes(self, *, allow_pickle: bool = False, checksum: bool = False) -> bytes:
+        """The batch as bytes that are a legal safetensors file (docs/wire-format.md).
+
+        Args:
+            allow_pickle: pickle Python objects that JSON cannot say, instead of raising MaskpackError. Who reads them
+                must allow it too.
+            checksum: add one, which `from_bytes` checks.
+        """
+        return self._pieces(allow_pickle, checksum).joined()
+
+    def save(self, file: str | os.PathLike[str], *, allow_pickle: bool = False, checksum: bool = False) -> None:
+        """Writes `to_bytes` to a file; one that is there is replaced when the new one is whole."""
+        pieces = self._pieces(allow_pickle, checksum)
+        target = FilePath(file)
+        part = target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
+        try:
+            with part.open("wb") as out:
+                out.write(pieces.header)
+                for array in pieces.arrays:
+                    out.write(array.data)
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
+
+    @classmethod
+    def from_bytes(cls, data: Any, *, allow_pickle: bool = False) -> PackedBatch:
+        """The batch in `data`, bytes or another object with a buffer, which must not be changed any more: the batch
+        reads from it. Nothing in it is executed unless `allow_pickle` is true.
+
+        Raises WireFormatError for bytes that `to_bytes` does not write.
+        """
+        call = "PackedBatch.from_bytes"
+        return cls._of(reading.read(wire.read(data, call), call, allow_pickle))
+
+    @classmethod
+    def load(cls, file: str | os.PathLike[str], *, allow_pickle: bool = False) -> PackedBatch:
+        """The batch in a file that `save` wrote, memory-mapped: rows are read when they are decoded.
+
+        Raises WireFormatError as `from_bytes`.
+        """
+        call = f"PackedBatch.load({os.fspath(file)!r})"
+        with open(file, "rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            data: Any = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+        return cls._of(reading.read(wire.read(data, call), call, allow_pickle))
+
+    def _pieces(self, allow_pickle: bool, checksum: bool) -> wire.Pieces:
+        return wire.Pieces(*manifest.write(self, allow_pickle), checksum=checksum)
+
+
+def _unpickled(header: bytes, body: Any, objects: Any) -> PackedBatch:
+    call = "PackedBatch"
+    message = wire.read_parts(header, memoryview(body).toreadonly(), call)
+    return PackedBatch._of(reading.read(message, call, True, objects))  # type: ignore[reportPrivateUsage]
 
 
 # -------------------------------------------------------------------- in and out
@@ -182,6 +254,7 @@ def compress(
     verify: Verify = "always",
     on_loss: OnLoss = "keep",
     like: PackedBatch | TensorDictBase | None = None,
+    codec: str | None = None,
 ) -> PackedBatch:
     """Encodes a padded, nested or mixed batch.
 
@@ -190,12 +263,16 @@ def compress(
         strict_mask_nesting: `strict` of `nest_batch_by_mask`.
         like: a packed or nested batch with the same rows. Its layouts stand in for masks that `batch` has not, as
             with the outputs of a worker.
+        codec: `zstd` compresses the bytes when the batch is pickled, saved or turned into bytes, for slow networks
+            (docs/decisions.md says where it pays); needs maskpack[zstd]. Rows move uncompressed.
 
     Raises:
         CoverageError, LossyPadError, LayoutError, RegistryError: as `nest_batch_by_mask`.
+        MaskpackError: an unknown codec, or its package is missing.
     """
+    codecs.check(codec, "compress")
     options = Options.of("compress", registry, pad_token_id, strict_mask_nesting, ignore_dense_fields, verify, on_loss)
-    return _encoded(survey(batch, options, _layouts_of(like)))
+    return _encoded(survey(batch, options, _layouts_of(like), _begun), codec)
 
 
 def decompress(
@@ -221,12 +298,15 @@ def decompress(
         raise LayoutError(f'decompress: layout is {layout!r}; expected "padded" or "nested". Choose one of these.')
     _check_device(device)
     forms = [form for _, form in chosen([(form.path, form) for form in packed.schema.forms], fields, "decompress")]
-    decoder = _Decoder(packed, layout == "nested", device)
+    decoder = Decoder(packed, layout == "nested", device)
+    with Tasks(sum(packed.words_nbytes(form.path) for form in forms if form.path in packed.fields)) as tasks:
+        if tasks.threaded:
+            decoder.read_ahead(forms, tasks)
     entries = [(form.path, decoder.entry(form)) for form in forms]
     root = packed.schema.root
     if not decoder.nested:
-        return build(_on(root, device), entries, packed.num_rows)
-    out = build(_on(rows_only(root), device), entries, packed.num_rows)
+        return build(on(root, device), entries, packed.num_rows)
+    out = build(on(rows_only(root), device), entries, packed.num_rows)
     schema = replace(packed.schema, forms=tuple(forms))
     pads = {form.path: pad for form in forms if (pad := decoder.row_pads(form)) is not None}
     return out.set(LAYOUTS, write_layouts(schema, decoder.table_layouts(), pads, packed.num_rows))
@@ -238,7 +318,7 @@ def _layouts_of(like: Any) -> dict[str, RowLayout]:
     return dict(like.layouts) if isinstance(like, PackedBatch) else read_layouts(like, "compress")[1]
 
 
-def _encoded(found: Survey) -> PackedBatch:
+def _encoded(found: Survey, codec: str | None) -> PackedBatch:
     tensors = {
         form.path: found.values.get(form.path, found.entries[form.path])
         for form in found.forms
@@ -256,165 +336,49 @@ def _encoded(found: Survey) -> PackedBatch:
         if not found.entries[path].is_nested and found.values[path] is not found.entries[path]
     }
     bits = host_words(tensors, fresh)
-    layouts = {name: layout.to("cpu") for name, layout in found.layouts.items()}
-    fields = {
-        form.path: encodings.encode(
-            bits[form.path], None if form.layout is None else layouts[form.layout].row_offsets, form.hints
-        )
-        for form in found.forms
-        if form.path in bits
-    }
-    objects = {form.path: Objects.of(found.entries[form.path]) for form in found.forms if form.kind == "object"}
+    rootless = found.root.more_dims is None
     forms = tuple(
-        replace(form, device=str(tensors[form.path].device)) if form.path in tensors else form for form in found.forms
+        replace(form, device=str(tensors[form.path].device), shape=_element(tensors[form.path], form.layout, rootless))
+        if form.path in tensors
+        else form
+        for form in found.forms
     )
+    objects = {
+        form.path: Objects.of(found.entries[form.path]).stowed(found.rows, "row-list" in form.hints)
+        for form in forms
+        if form.kind == "object"
+    }
+    layouts = {name: layout.to("cpu") for name, layout in found.layouts.items()}
     row_pads = host_words(found.row_pads, ())
-    return PackedBatch(found.rows, replace(found.schema(), forms=forms), layouts, fields, objects, row_pads)
+    schema = replace(found.schema(), forms=forms)
+    packed = PackedBatch(found.rows, schema, layouts, {}, objects, row_pads, codec)
+    candidates = {
+        form.path: _candidate(form, bits[form.path], packed.bounds(form.path)) for form in forms if form.path in bits
+    }
+    return replace(packed, fields=encode(candidates, found.made))
 
 
-class _Decoder:
-    """Decodes the fields of one packed batch to one device and layout; each layout goes there once."""
+def _candidate(form: FieldForm, line: Words, bounds: IntArray) -> Candidate:
+    assert form.dtype is not None
+    integers = not (form.dtype.is_floating_point or form.dtype.is_complex)
+    return Candidate(line.reshape(-1), bounds, form.layout, integers, words_of_one(form), form.hints)
 
-    def __init__(self, packed: PackedBatch, nested: bool, device: torch.device | str | None) -> None:
-        self.nested = nested
-        self._packed = packed
-        self._device = device
-        self._moved: dict[tuple[str, str], RowLayout] = {}
 
-    def entry(self, form: FieldForm) -> Any:
-        if form.node is not None:
-            return _on(rows_only(form.node) if self.nested else form.node, self._device)
-        if form.kind == "object":
-            batch_size = self._node_above(form.path).batch_size(self._packed.num_rows)
-            return self._packed.objects[form.path].entry(batch_size)
-        values = self._values(form)
-        if form.layout is None:
-            return values
-        layout = self._layout(form.layout, values.device)
-        if form.kind == "jagged" or (self.nested and form.kind in ("padded", "flat")):
-            return jagged(values, layout)
-        return values if form.kind == "flat" else to_padded(values, form, layout, self.row_pads(form))
+def _begun(form: FieldForm, values: Tensor, layout: RowLayout) -> Own | None:
+    """The encoding of a padded field by itself, while others are still being read; None for one that may follow from
+    other fields, or is better left until its words are on the host."""
+    if form.kind != "padded" or values.device.type != "cpu" or any(hint.startswith("join:") for hint in form.hints):
+        return None
+    shaped = replace(form, shape=tuple(values.shape[1:]))
+    items = words_of_one(shaped)
+    return encode_alone(_candidate(shaped, words(values).numpy(), layout.row_offsets * items))
 
-    def row_pads(self, form: FieldForm) -> Tensor | None:
-        """[B], a copy, of a field whose pad is PER_ROW."""
-        if form.path not in self._packed.row_pads:
-            return None
-        assert form.dtype is not None
-        pads = from_words(self._packed.row_pads[form.path], form.dtype).clone()
-        return pads.to(self._device or form.device or "cpu")
 
-    def table_layouts(self) -> dict[str, RowLayout]:
-        """Fresh layouts for the LAYOUTS entry; it shares nothing with the packed batch."""
-        return {name: self._layout(name, torch.device(self._device or "cpu")) for name in self._packed.layouts}
-
-    def _values(self, form: FieldForm) -> Tensor:
-        """The values on their device. What stays on the host is a copy, unless it is the source of a padded form."""
-        encoded = self._packed.fields[form.path]
-        bits = encoded.decode(self._packed._offsets(form.path))  # type: ignore[reportPrivateUsage]
-        device = torch.device(self._device or form.device or "cpu")
-        assert form.dtype is not None
-        tensor = from_words(bits, form.dtype)
-        if device.type != "cpu":
-            return tensor.to(device)
-        padded_later = form.kind == "padded" and not self.nested
-        return tensor.clone() if isinstance(encoded, Plain) and not padded_later else tensor
-
-    def _layout(self, name: str, device: torch.device) -> RowLayout:
-        place = name, str(device)
-        if place not in self._moved:
-            layout = self._packed.layouts[name]
-            self._moved[place] = RowLayout.from_table(layout.width, layout.table, device)
-        return self._moved[place]
-
-    def _node_above(self, path: Path) -> Node:
-        if len(path) == 1:
-            return self._packed.schema.root
-        node = self._packed._forms[path[:-1]].node  # type: ignore[reportPrivateUsage]
-        assert node is not None
-        return node
+def _element(tensor: Tensor, layout: str | None, rootless: bool) -> tuple[int, ...]:
+    """The shape of one element; without rows, a dense field is one element."""
+    return tuple(tensor.shape if layout is None and rootless else tensor.shape[1:])
 
 
 def _check_device(device: torch.device | str | None) -> None:
     if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise LayoutError(f'decompress: device is "{device}"; this process has no CUDA device. Pass device="cpu".')
-
-
-def _on(node: Node, device: torch.device | str | None) -> Node:
-    return node if device is None else Node(node.more_dims, str(device))
-
-
-# -------------------------------------------------------------------- cat
-
-
-def _cat(batches: Sequence[PackedBatch]) -> PackedBatch:
-    first = batches[0].schema
-    paths = [form.path for form in first.forms]
-    for batch in batches[1:]:
-        other = [form.path for form in batch.schema.forms]
-        if set(other) != set(paths):
-            odd = sorted(show(path) for path in set(other) ^ set(paths))
-            raise LayoutError(
-                f"PackedBatch.cat: fields {odd} are not in every batch; expected the same fields. Pack the same "
-                "fields, or decode and drop the others."
-            )
-    columns = [[batch._forms[path] for batch in batches] for path in paths]  # type: ignore[reportPrivateUsage]
-    return _joined(batches, columns)
-
-
-def _joined(batches: Sequence[PackedBatch], columns: Sequence[Sequence[FieldForm]]) -> PackedBatch:
-    forms: list[FieldForm] = []
-    fields: dict[Path, Encoding] = {}
-    objects: dict[Path, Objects] = {}
-    row_pads: dict[Path, Words] = {}
-    for column in columns:
-        form = column[0]
-        path = form.path
-        if any(other.dtype != form.dtype for other in column):
-            dtypes = [str(other.dtype).removeprefix("torch.") for other in column]
-            raise LayoutError(
-                f'PackedBatch.cat: field "{show(path)}" has dtypes {dtypes}; expected one. Cast before packing.'
-            )
-        if form.kind == "object":
-            objects[path] = join_objects([batch.objects[path] for batch in batches], [len(batch) for batch in batches])
-        elif form.kind != "node":
-            form = joined_form(column)
-            fields[path] = _cat_whole(batches, form) if form.kind == "dense" else _cat_packed(batches, path)
-            if form.pads == (PER_ROW,):
-                row_pads[path] = np.concatenate([_row_pads(batch, path) for batch in batches])
-        forms.append(form)
-    axes = [name for name, _ in batches[0].schema.widths if all(name in batch.layouts for batch in batches)]
-    names = dict.fromkeys([*axes, *(form.layout for form in forms if form.layout is not None)])
-    layouts = {name: join_layouts(name, [batch.layouts[name] for batch in batches]) for name in names}
-    schema = Schema(batches[0].schema.root, tuple(forms), tuple((name, layouts[name].width) for name in axes))
-    return PackedBatch(sum(map(len, batches)), schema, layouts, fields, objects, row_pads)
-
-
-def _cat_packed(batches: Sequence[PackedBatch], path: Path) -> Encoding:
-    parts = [batch.fields[path] for batch in batches]
-    shapes = [part.row_shape for part in parts]
-    if len(set(shapes)) > 1:
-        raise LayoutError(
-            f'PackedBatch.cat: field "{show(path)}" has {shapes} elements at each position; expected one shape. '
-            "Bring the batches to one shape before packing."
-        )
-    return encodings.join(parts, [batch._offsets(path) for batch in batches])  # type: ignore[reportPrivateUsage]
-
-
-def _cat_whole(batches: Sequence[PackedBatch], form: FieldForm) -> Encoding:
-    parts = [cast("Tensor", decompress(batch, form.path, device="cpu").get(form.path)) for batch in batches]
-    if any(part.is_nested or part.shape[1:] != parts[0].shape[1:] for part in parts):
-        seen = ["jagged" if part.is_nested else tuple(part.shape) for part in parts]
-        raise LayoutError(
-            f'PackedBatch.cat: field "{show(form.path)}" is {seen}; expected one width. Bring it to one width.'
-        )
-    return Plain(words(torch.cat(parts)).numpy())
-
-
-def _row_pads(batch: PackedBatch, path: Path) -> Words:
-    if path in batch.row_pads:
-        return batch.row_pads[path]
-    form = batch._forms[path]  # type: ignore[reportPrivateUsage]
-    pad = form.pads[0]
-    held = None if isinstance(pad, Pad) or form.dtype is None else pad_tensor(pad, form.dtype)
-    assert held is not None
-    return words(held.repeat(len(batch))).numpy()

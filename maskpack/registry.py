@@ -44,6 +44,9 @@ SIGNED_ZERO = Pad.SIGNED_ZERO
 
 PadValue = int | float | bool | complex | Pad
 
+HINTS = ("runs", "bits", "ramp", "steps", "sparse", "narrow", "repeated", "columns", "row-list")
+"""Encodings that a spec may hint at; `row-list` is for a Python list with one item a row."""
+
 
 @dataclass(frozen=True)
 class MaskAxis:
@@ -58,6 +61,8 @@ class MaskAxis:
         head, tail: fields that tell where the columns split, the first present one counts: P is the width of a `head`
             field, S - P the width of a `tail` field. A whole number kept in the batch (`max_response_length`) counts
             as a width too. For lengths, `head` names the fields that give the width.
+        padded: the side that the rows of a mask are padded on. It tells which side grows where batches of different
+            widths are joined; a mask that is split into head and tail grows on both.
     """
 
     source: Key
@@ -65,12 +70,14 @@ class MaskAxis:
     part: Literal["all", "head", "tail", "prefix"] = "all"
     head: tuple[Key, ...] = ()
     tail: tuple[Key, ...] = ()
+    padded: Literal["right", "left"] = "right"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "head", tuple(self.head))
         object.__setattr__(self, "tail", tuple(self.tail))
         _one_of("MaskAxis", "form", self.form, ("mask", "lengths", "cu_seqlens"))
         _one_of("MaskAxis", "part", self.part, ("all", "head", "tail", "prefix"))
+        _one_of("MaskAxis", "padded", self.padded, ("right", "left"))
         if self.part in ("head", "tail") and not (self.head or self.tail):
             raise RegistryError(
                 f'MaskAxis: part {self.part!r} of "{show(self.source)}" names no field that tells where the columns '
@@ -88,7 +95,9 @@ class MaskNestingSpec:
         pad: what stands under the mask, a number or one of `PAD_TOKEN_ID`, `EDGE`, `SIGNED_ZERO`,
             `PER_ROW`; a list is tried in order.
         ragged_dim: the dim that the mask's width runs along, 1 for [B, S, *F], -1 for [B, S] and [B, 4, S] alike.
-        hints: encodings to try first, best first.
+        hints: what `compress` tries first; a wrong one costs time, never a bit. Names of HINTS, or `join:head,tail`
+            for a field whose rows are those of two other fields, one behind the other, or `delta:field` for one that is
+            close to another field (codecs only).
     """
 
     mask: Key | list[Key] | None
@@ -103,7 +112,18 @@ class MaskNestingSpec:
                 if not value:
                     raise RegistryError(f"MaskNestingSpec: {name} is an empty list. Name at least one {name}.")
                 object.__setattr__(self, name, [*cast("list[Any]", value)])
-        object.__setattr__(self, "hints", tuple(self.hints))
+        if isinstance(self.hints, list):
+            object.__setattr__(self, "hints", (*self.hints,))
+        if not isinstance(self.hints, tuple):
+            raise RegistryError(
+                f"MaskNestingSpec: hints is {self.hints!r}; expected names in a tuple. Write ('runs',) or nothing."
+            )
+        for hint in self.hints:
+            if not _is_hint(hint):
+                raise RegistryError(
+                    f"MaskNestingSpec: hint is {hint!r}; expected one of {', '.join(HINTS)}, join:head,tail or "
+                    "delta:field. Choose one, or leave the hints out."
+                )
         for pad in self.pads:
             if not isinstance(pad, int | float | complex | Pad):
                 raise RegistryError(
@@ -249,6 +269,14 @@ def _split(key: str) -> Key:
     return _plain(tuple(key.split("/")))
 
 
+def _is_hint(hint: object) -> bool:
+    if not isinstance(hint, str):
+        return False
+    name, colon, rest = hint.partition(":")
+    fields = rest.split(",") if colon else []
+    return hint in HINTS or (name == "delta" and len(fields) == 1) or (name == "join" and len(fields) == 2)
+
+
 def _one_of(call: str, name: str, seen: object, allowed: tuple[str, ...]) -> None:
     if seen not in allowed:
         raise RegistryError(f"{call}: {name} is {seen!r}; expected one of {', '.join(allowed)}. Choose one of these.")
@@ -278,16 +306,19 @@ def _axis_to_dict(axis: MaskAxis) -> dict[str, Any]:
     for name in ("head", "tail"):
         if getattr(axis, name):
             out[name] = [_joined(key) for key in getattr(axis, name)]
+    if axis.padded != "right":
+        out["padded"] = axis.padded
     return out
 
 
 def _axis_from_dict(name: str, data: Mapping[str, Any]) -> MaskAxis:
     call = f'MaskNestingRegistry.from_dict: axis "{name}"'
-    _known(call, data, ("source", "form", "part", "head", "tail"))
+    _known(call, data, ("source", "form", "part", "head", "tail", "padded"))
     if "source" not in data:
         raise RegistryError(f"{call}: no source; expected the name of the field that the axis is computed from.")
     keys = {side: tuple(_split(key) for key in data.get(side, ())) for side in ("head", "tail")}
-    return MaskAxis(_split(data["source"]), data.get("form", "mask"), data.get("part", "all"), **keys)
+    form, part, padded = data.get("form", "mask"), data.get("part", "all"), data.get("padded", "right")
+    return MaskAxis(_split(data["source"]), form, part, padded=padded, **keys)
 
 
 def _spec_to_dict(spec: MaskNestingSpec) -> dict[str, Any]:
@@ -349,29 +380,29 @@ RL_FIELDS = MaskNestingRegistry(
         ),
     },
     fields={
-        "prompts": _field("prompt", PAD_TOKEN_ID),
+        "prompts": _field("prompt", PAD_TOKEN_ID, hints=("repeated",)),
         "responses": _field("response", PAD_TOKEN_ID),
-        "input_ids": _field("sequence", PAD_TOKEN_ID),
-        "attention_mask": _field("sequence", hints=("runs",)),
-        "position_ids": _field("sequence", [EDGE, 0, 1], ragged_dim=-1),
-        "response_mask": _field("response", hints=("runs",)),
-        "loss_mask": _field(_RESPONSE_OR_SEQUENCE, hints=("runs",)),
+        "input_ids": _field("sequence", PAD_TOKEN_ID, hints=("join:prompts,responses",)),
+        "attention_mask": _field("sequence", hints=("runs", "bits")),
+        "position_ids": _field("sequence", [EDGE, 0, 1], ragged_dim=-1, hints=("columns", "ramp")),
+        "response_mask": _field("response", hints=("runs", "bits")),
+        "loss_mask": _field(_RESPONSE_OR_SEQUENCE, hints=("runs", "bits")),
         **{
-            name: _field(_RESPONSE_OR_SEQUENCE, _ZERO)
-            for name in (
-                "rollout_log_probs",
-                "old_log_probs",
-                "ref_log_prob",
-                "entropys",
-                "values",
-                "sum_pi_squared",
-                "advantages",
-                "returns",
-                "token_level_scores",
-                "token_level_rewards",
-                "rm_scores",
-                "rollout_is_weights",
-            )
+            name: _field(_RESPONSE_OR_SEQUENCE, _ZERO, hints=hints)
+            for name, hints in {
+                "rollout_log_probs": (),
+                "old_log_probs": ("delta:rollout_log_probs",),
+                "ref_log_prob": ("delta:old_log_probs",),
+                "entropys": (),
+                "values": (),
+                "sum_pi_squared": (),
+                "advantages": ("runs",),
+                "returns": (),
+                "token_level_scores": (),
+                "token_level_rewards": (),
+                "rm_scores": (),
+                "rollout_is_weights": (),
+            }.items()
         },
         "routed_experts": _field("sequence", [0, -1]),
         "teacher_ids": _field("sequence", PAD_TOKEN_ID),
@@ -379,6 +410,7 @@ RL_FIELDS = MaskNestingRegistry(
         "reward_baselines": DENSE,
         "dummy_tensor": DENSE,
         "multi_modal_inputs": DENSE,
+        "global_token_num": MaskNestingSpec(None, hints=("row-list",)),
     },
 )
 """Every field of a PPO, GRPO or DAPO batch; docs/fields.md has the table."""

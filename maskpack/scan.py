@@ -15,13 +15,15 @@ from maskpack.words import from_words, words
 _BLOCK_BYTES = 1 << 19  # the flags of one block stay inside the second-level cache
 
 
-def on_host(mask: Tensor) -> RunTable:
-    """The runs of a mask [B, S] on the CPU.
+def on_host(mask: Tensor) -> tuple[RunTable, Tensor | None]:
+    """The runs of a mask [B, S] on the CPU; and where all real positions have one value and all others are 0 bits, that
+    value, a tensor () of its dtype.
 
     Neighbours are compared as bits, which one pass over the memory does for any dtype; only where they differ, and in
     the first column, is a value looked at. Flags are read eight at a time, because few are set.
     """
-    mask = mask != 0 if mask.is_complex() else mask
+    complex_mask = mask.is_complex()
+    mask = mask != 0 if complex_mask else mask
     bits = words(mask).numpy()
     rows, width = bits.shape
     stride = -(-width // 8) * 8
@@ -39,8 +41,12 @@ def on_host(mask: Tensor) -> RunTable:
         found.append((row + top, column))
     row = np.concatenate([part for part, _ in found]) if found else np.zeros(0, np.int64)
     column = np.concatenate([part for _, part in found]) if found else np.zeros(0, np.int64)
-    on = _not_zero(from_words(bits[row, column], mask.dtype)).numpy()
-    return _runs(row, column, on, rows, width)
+    stretches = bits[row, column]
+    values = from_words(stretches, mask.dtype)
+    on = _not_zero(values).numpy()
+    real = np.flatnonzero(stretches)
+    alike = real.size > 0 and bool((stretches[real] == stretches[real[0]]).all()) and bool(on[real].all())
+    return _runs(row, column, on, rows, width), values[int(real[0])] if alike and not complex_mask else None
 
 
 def _runs(row: IntArray, column: IntArray, on: npt.NDArray[np.bool_], rows: int, width: int) -> RunTable:

@@ -44,7 +44,8 @@ class FieldForm:
         ragged_dim: dim of the padded field that the width runs along.
         dtype: of the field.
         node: batch dims and device of a sub-TensorDict.
-        device: where a packed field came from; None while it is not packed.
+        device, shape: where a packed field came from, and the shape of one element, F; None and () while it is not
+            packed.
         hints: encodings to try first.
         reason: why a dense field is dense; None where that is by design.
     """
@@ -57,6 +58,7 @@ class FieldForm:
     dtype: torch.dtype | None = None
     node: Node | None = None
     device: str | None = None
+    shape: tuple[int, ...] = ()
     hints: tuple[str, ...] = ()
     reason: str | None = None
     pads_by_bits: str = field(init=False)
@@ -68,11 +70,11 @@ class FieldForm:
 
 @dataclass(frozen=True)
 class Schema:
-    """The forms of a batch's entries in key order, its root, and the width of each layout."""
+    """The forms of a batch's entries in key order, its root, and the name, width and anchor of each axis."""
 
     root: Node
     forms: tuple[FieldForm, ...]
-    widths: tuple[tuple[str, int], ...]
+    axes: tuple[tuple[str, int, int], ...]
 
 
 def write_layouts(
@@ -82,14 +84,14 @@ def write_layouts(
     entry = TensorDict({}, batch_size=schema.root.batch_size(rows)[:1])
     entry["schema"] = NonTensorData(schema, batch_size=entry.batch_size)
     tables: dict[str, Tensor] = {}
-    for name, _ in schema.widths:
+    for name, _, _ in schema.axes:
         layout = layouts[name]
         runs = np.diff(layout.table.splits)
         table = torch.stack([layout.starts, layout.counts, _check(layout.starts, layout.counts)], 1).view(torch.uint8)
         tables[name] = jagged_from(table, layout.splits, int(runs.min(initial=0)), int(runs.max(initial=0)))
     entry["runs"] = TensorDict(tables, batch_size=entry.batch_size)
     if row_pads:
-        pads = {show(path): pad for path, pad in row_pads.items()}
+        pads = {repr(path): pad for path, pad in row_pads.items()}  # ("a/b",) is not ("a", "b")
         entry["pads"] = TensorDict(pads, batch_size=entry.batch_size)
     return entry
 
@@ -98,7 +100,7 @@ def read_pads(batch: TensorDictBase, form: FieldForm, call: str) -> Tensor | Non
     """The pads [B] of a field whose pad is PER_ROW; None for any other."""
     if form.pads != (PER_ROW,):
         return None
-    pads = entry_at(batch, (LAYOUTS, "pads", show(form.path)))
+    pads = entry_at(batch, (LAYOUTS, "pads", repr(form.path)))
     if not isinstance(pads, Tensor):
         raise LayoutError(f'{call}: the row pads of field "{show(form.path)}" are gone. {INTACT}')
     return pads
@@ -126,7 +128,7 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
             "Pad the batches to one width and nest them again, or restore each part before torch.cat."
         )
     tables: dict[str, Tensor] = {}
-    for name, _ in schema.widths:
+    for name, _, _ in schema.axes:
         table = entry_at(batch, (LAYOUTS, "runs", name))
         if not isinstance(table, Tensor) or not table.is_nested:
             raise LayoutError(
@@ -134,7 +136,7 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
                 "an integer index, or the entry was replaced. Take one row as a slice: batch[i : i + 1]."
             )
         tables[name] = table
-    widths = dict(schema.widths)
+    sizes = {name: (width, anchor) for name, width, anchor in schema.axes}
     layouts: dict[str, RowLayout] = {}
     plain = [table.values().to(torch.uint8).contiguous().view(torch.int32) for table in tables.values()]
     first = _first_fields(batch, schema, tables)
@@ -144,7 +146,7 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
         starts, counts, check, splits = read[4 * index : 4 * index + 4]
         if not np.array_equal(_check(starts, counts), check):
             raise LayoutError(f'{call}: the run table of layout "{name}" was changed by arithmetic. {INTACT}')
-        layouts[name] = _layout(starts, counts, splits, widths[name], plain[index].device, call, name)
+        layouts[name] = _layout(starts, counts, splits, sizes[name], plain[index].device, call, name)
     for (name, value), offsets in zip(first.items(), read[4 * len(tables) :], strict=True):
         if np.array_equal(offsets, layouts[name].row_offsets):
             layouts[name].__dict__["offsets"] = offsets_of(value)  # arithmetic between old and new fields works
@@ -170,9 +172,16 @@ def _check(starts: _Runs, counts: _Runs) -> _Runs:
 
 
 def _layout(
-    starts: IntArray, counts: IntArray, splits: IntArray, width: int, device: torch.device, call: str, name: str
+    starts: IntArray,
+    counts: IntArray,
+    splits: IntArray,
+    size: tuple[int, int],
+    device: torch.device,
+    call: str,
+    name: str,
 ) -> RowLayout:
+    width, anchor = size
     try:
-        return RowLayout.from_runs(starts, counts, np.diff(splits), width, device=device)
+        return RowLayout.from_runs(starts, counts, np.diff(splits), width, device=device, anchor=anchor)
     except LayoutError as error:
         raise LayoutError(f'{call}: the run table of layout "{name}" was changed: {error} {INTACT}') from error

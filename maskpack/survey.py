@@ -36,8 +36,10 @@ from maskpack.registry import (
     show,
 )
 from maskpack.schema import INTACT, LAYOUTS, FieldForm, Schema, read_layouts, read_pads
-from maskpack.tree import Node, has, is_object, walk
-from maskpack.verify import Verifier
+from maskpack.tasks import Tasks
+from maskpack.tree import Node, entry_at, has, is_object, walk
+from maskpack.verify import Then, Verifier
+from maskpack.words import DTYPES
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Survey:
         axes: names of the layouts that padded fields lie under, or would, had they no values under their mask.
         values: packed values [T, *F] of every padded, flat and jagged form.
         row_pads: [B], of every field whose pad is PER_ROW.
+        made: what `then` gave for the values of a field.
     """
 
     root: Node
@@ -62,14 +65,22 @@ class Survey:
     axes: tuple[str, ...]
     values: Mapping[Path, Tensor]
     row_pads: Mapping[Path, Tensor]
+    made: Mapping[Path, Any]
 
     def schema(self) -> Schema:
-        """The schema; its widths are those of the axes."""
-        return Schema(self.root, self.forms, tuple((name, self.layouts[name].width) for name in self.axes))
+        """The schema of the batch as it is nested or packed."""
+        axes = [(name, self.layouts[name].width, self.layouts[name].anchor) for name in self.axes]
+        return Schema(self.root, self.forms, tuple(axes))
 
 
-def survey(batch: TensorDictBase, options: Options, stand_in: Mapping[str, RowLayout]) -> Survey:
-    """Decides every entry and gathers the values. `stand_in` are layouts for masks that are not in the batch."""
+def survey(
+    batch: TensorDictBase,
+    options: Options,
+    stand_in: Mapping[str, RowLayout],
+    then: Then | None = None,
+) -> Survey:
+    """Decides every entry and gathers the values. `stand_in` are layouts for masks that are not in the batch; `then` is
+    done with the values of each field that keeps its layout, while other fields are still being read."""
     if not isinstance(batch, TensorDictBase):
         raise LayoutError(
             f"{options.call}: the batch is a {type(batch).__name__}; expected a TensorDict. "
@@ -82,20 +93,34 @@ def survey(batch: TensorDictBase, options: Options, stand_in: Mapping[str, RowLa
         before = {form.path: form for form in schema.forms}
     planner = _Planner(batch, options, layouts, stand_in, before)
     entries = {path: value for path, value in walk(batch) if path[0] != LAYOUTS}
-    forms = [planner.form(path, value) for path, value in entries.items()]
-    rows = planner.rows(forms)
-    values = {form.path: planner.values(form, entries[form.path]) for form in forms if form.layout is not None}
-    axes = tuple(dict.fromkeys(form.layout for form in forms if form.kind == "padded" and form.layout is not None))
-    forms, row_pads = Verifier(entries, values, planner.layouts, options).verified(forms)
+    with Tasks(_bytes_on_host(entries.values())) as tasks:
+        forms = [planner.form(path, value) for path, value in entries.items()]
+        rows = planner.rows(forms)
+        axes = tuple(dict.fromkeys(form.layout for form in forms if form.kind == "padded" and form.layout is not None))
+        masks = planner.masks(forms)
+
+        def gather(form: FieldForm, one_call: bool) -> Tensor:
+            held = masks.get(form.path)
+            return planner.values(form, entries[form.path], one_call) if held is None else held
+
+        known = dict.fromkeys(masks, 0)
+        verifier = Verifier(entries, gather, planner.layouts, options, known, then, tasks)
+        forms, row_pads = verifier.verified(forms)
     for form in forms:
-        if form.layout is None:
-            values.pop(form.path, None)
-        elif form.pads == (PER_ROW,) and form.path not in row_pads:
+        if form.layout is not None and form.pads == (PER_ROW,) and form.path not in row_pads:
             pads = read_pads(batch, form, options.call)
             assert pads is not None
             row_pads[form.path] = pads.to(form.dtype)
     _check_coverage(forms, entries, options)
-    return Survey(root, tuple(forms), rows, entries, planner.layouts, axes, values, row_pads)
+    return Survey(root, tuple(forms), rows, entries, planner.layouts, axes, verifier.values, row_pads, verifier.made)
+
+
+def _bytes_on_host(entries: Iterable[Any]) -> int:
+    """Bytes of the padded tensors; 0 if any tensor is elsewhere."""
+    tensors = [entry for entry in entries if isinstance(entry, Tensor)]
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        return 0
+    return sum(tensor.nbytes for tensor in tensors if tensor.layout == torch.strided)
 
 
 class _Planner:
@@ -123,23 +148,42 @@ class _Planner:
             before = self._before.get(path)
             return before if before is not None and before.kind == "node" else FieldForm(path, "node", node=value)
         if is_object(value) or not isinstance(value, Tensor):
-            return FieldForm(path, "object")
+            spec = self._options.registry.find(path)
+            return FieldForm(path, "object", hints=() if spec is None else spec.hints)
         spec = self._options.registry.find(path)
+        if value.dtype not in DTYPES.values() or value.device.type == "meta":
+            raise LayoutError(
+                f'{self._options.call}: field "{show(path)}" is {value.dtype} on {value.device}, without plain bits; '
+                "expected numbers in memory. Dequantize it, or leave it out."
+            )
         return self._jagged(path, value, spec) if value.is_nested else self._dense(path, value, spec)
 
     def rows(self, forms: Iterable[FieldForm]) -> int:
         """B: of the batch, or where the rows are no batch dim, of its layouts, which must agree."""
         if self._batch.batch_dims:
             return self._batch.batch_size[0]
-        counts = {form.layout: self.layouts[form.layout].num_rows for form in forms if form.layout is not None}
+        counts = {f"layout {form.layout}": self.layouts[form.layout].num_rows for form in forms if form.layout}
+        nodes = [(form.path, entry_at(self._batch, form.path)) for form in forms if form.kind == "node"]
+        counts |= {f"batch {show(path)}": node.batch_size[0] for path, node in nodes if node.batch_dims}
         if len(set(counts.values())) > 1:
             raise LayoutError(
-                f"{self._options.call}: the layouts have different numbers of rows: {counts}; expected one. "
-                "Give the TensorDict a batch_size, or split it."
+                f"{self._options.call}: a batch without batch dims has parts with different numbers of rows: {counts}; "
+                "expected one. Give the TensorDict a batch_size, or split it."
             )
         return next(iter(counts.values()), 0)
 
-    def values(self, form: FieldForm, value: Tensor) -> Tensor:
+    def masks(self, forms: Iterable[FieldForm]) -> dict[Path, Tensor]:
+        """The packed values [T] of masks whose layout has told them already."""
+        found: dict[Path, Tensor] = {}
+        for form in forms:
+            if form.kind == "padded" and form.layout is not None and form.pads[0] == 0:
+                layout = self.layouts[form.layout]
+                value = self._axes.value_of(form.path, layout)
+                if value is not None:
+                    found[form.path] = value.expand(layout.total)
+        return found
+
+    def values(self, form: FieldForm, value: Tensor, one_call: bool) -> Tensor:
         """The packed values [T, *F] of a field."""
         if value.is_nested:
             return value.values()
@@ -149,7 +193,7 @@ class _Planner:
         layout = self.layouts[form.layout]
         if value.device != layout.device:
             layout = layout.to(value.device)
-        return ops.pack(value.movedim(form.ragged_dim, 1), layout)
+        return ops.pack(value.movedim(form.ragged_dim, 1), layout, one_call=one_call)
 
     # ---------------------------------------------------------------- tensors
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from tensordict import NonTensorData, TensorDict, TensorDictBase
 from tensordict import is_non_tensor as _is_non_tensor  # type: ignore[reportUnknownVariableType]
 from torch import Tensor
 
@@ -113,40 +113,3 @@ def number_at(batch: TensorDictBase, path: Path) -> int | None:
     value = entry_at(batch, path)
     data = value.data if isinstance(value, NonTensorData) else None
     return data if isinstance(data, int) and not isinstance(data, bool) else None
-
-
-# -------------------------------------------------------------------- Python objects of a batch
-
-
-@dataclass(frozen=True)
-class Objects:
-    """A non-tensor entry in plain Python: one object for the batch, or one for each row.
-
-    Attributes:
-        data: the object, or the list of the rows' objects (lists of lists below further batch dims).
-        depth: batch dims that `data` is a list along; 0 for one object of the whole batch.
-    """
-
-    data: Any
-    depth: int
-
-    @classmethod
-    def of(cls, value: Any) -> Objects:
-        if isinstance(value, NonTensorStack):
-            return cls(value.tolist(), len(value.batch_size))
-        return cls(value.data if isinstance(value, NonTensorData) else value, 0)
-
-    def entry(self, batch_size: tuple[int, ...]) -> Any:
-        """The entry as a TensorDict holds it."""
-        if self.depth == 0:
-            return NonTensorData(self.data, batch_size=batch_size)
-        return _stacked(self.data, self.depth)
-
-    def select(self, rows: Iterable[int]) -> Objects:
-        return Objects([self.data[row] for row in rows], self.depth) if self.depth else self
-
-
-def _stacked(data: list[Any], depth: int) -> Any:
-    if depth == 1:
-        return NonTensorStack(*[NonTensorData(item) for item in data])
-    return NonTensorStack(*[_stacked(item, depth - 1) for item in data])

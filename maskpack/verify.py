@@ -1,14 +1,13 @@
-"""Verification: which pad each padded field of a batch really has, and what becomes of a field that has none."""
+"""Gathering and verification: the values of each field, which pad it really has, and what becomes of a field that has
+none."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from maskpack import checks
@@ -18,35 +17,50 @@ from maskpack.layout import RowLayout
 from maskpack.options import Options
 from maskpack.registry import PER_ROW, SIGNED_ZERO, PadValue, Path, show
 from maskpack.schema import FieldForm
+from maskpack.tasks import Tasks
 
 _KEPT = "values other than its pad lie under its mask"
 _MIXED_ZEROS = "A row mixes 0.0 and -0.0, as x * mask leaves them; x.masked_fill(mask == 0, 0) does not. "
 _TRUSTED_FIELD_SETS = 256
-_THREADED_BYTES = 1 << 24
 _trusted: OrderedDict[Any, dict[Path, PadValue | None]] = OrderedDict()  # the pads that verify="first" found
 
 
+Then = Callable[[FieldForm, Tensor, RowLayout], Any]
+
+
 class Verifier:
-    """Finds the one pad that each padded field of a batch really has."""
+    """Gathers the values of every field that lies under a layout, and finds the one pad that each padded field has.
+
+    `gather(form, one_call)` gives the values [T, *F] of a field, and `then` is done with them if the field keeps its
+    layout; `known` are pads that need no look.
+    """
 
     def __init__(
         self,
         entries: Mapping[Path, Any],
-        values: Mapping[Path, Tensor],
+        gather: Callable[[FieldForm, bool], Tensor],
         layouts: Mapping[str, RowLayout],
         options: Options,
+        known: Mapping[Path, PadValue],
+        then: Then | None,
+        tasks: Tasks,
     ) -> None:
         self._entries = entries
-        self._values = values
+        self._gather = gather
         self._layouts = layouts
         self._options = options
+        self._known = known
+        self._then = then
+        self._tasks = tasks
         self._row_pads: dict[tuple[Path, PadValue], Tensor] = {}
+        self.values: dict[Path, Tensor] = {}
+        self.made: dict[Path, Any] = {}
 
     def verified(self, forms: list[FieldForm]) -> tuple[list[FieldForm], dict[Path, Tensor]]:
         """The forms with one pad each; a field with other values under its mask becomes dense, or raises. And the pads
         [B] of the fields whose pad is PER_ROW."""
         unsure = {f.path: f for f in forms if f.kind == "padded" and not self._entries[f.path].is_nested}
-        found = self._pads(unsure)
+        found = self._pads(unsure, [form for form in forms if form.layout is not None])
         lossy = [form for path, form in unsure.items() if found[path] is None]
         if lossy and self._options.on_loss == "error":
             raise LossyPadError("\n".join(map(self._message, lossy)))
@@ -57,6 +71,7 @@ class Verifier:
             if form.path not in unsure:
                 sure.append(form)
             elif pad is None:
+                del self.values[form.path]
                 sure.append(FieldForm(form.path, "dense", dtype=form.dtype, reason=_KEPT))
             else:
                 held = self._pad(form, pad)
@@ -65,44 +80,71 @@ class Verifier:
                 sure.append(replace(form, pads=(held,)))
         return sure, row_pads
 
-    def _pads(self, unsure: Mapping[Path, FieldForm]) -> dict[Path, PadValue | None]:
-        """The pad that each field has; None if it has none of those that it may have."""
+    def _pads(self, unsure: Mapping[Path, FieldForm], gathered: Sequence[FieldForm]) -> dict[Path, PadValue | None]:
+        """The pad that each field has; None if it has none of those that it may have. Gathers on the way."""
         options = self._options
         if options.verify == "never" or options.on_loss == "drop":
-            return {path: form.pads[0] for path, form in unsure.items()}
+            return self._read(gathered, {}) | {path: form.pads[0] for path, form in unsure.items()}
         key = tuple((f.path, f.dtype, f.layout, f.ragged_dim, f.pads_by_bits) for f in unsure.values())
         trusted = _trusted.get(key, {}) if options.verify == "first" else {}
-        doubtful = {path: form for path, form in unsure.items() if trusted.get(path) is None}  # lossy before, or new
-        found = {**trusted, **self._tried(doubtful)}
+        sure = {path: pad for path, pad in {**trusted, **self._known}.items() if pad is not None}
+        doubtful = {path: form for path, form in unsure.items() if path not in sure}  # lossy before, or new
+        found = {**sure, **self._read(gathered, doubtful)}
         if options.verify == "first":
-            _trusted[key] = found
+            _trusted[key] = {path: found[path] for path in unsure}
             while len(_trusted) > _TRUSTED_FIELD_SETS:
                 _trusted.popitem(last=False)
         return found
+
+    def _read(self, gathered: Sequence[FieldForm], doubtful: Mapping[Path, FieldForm]) -> dict[Path, PadValue | None]:
+        """Gathers all fields; the pads of the doubtful ones."""
+        if not self._tasks.threaded or not doubtful:
+            self.values |= {form.path: self._gather(form, False) for form in gathered}
+            found = self._tried(doubtful)
+            for form in gathered if self._then else ():
+                self._done(form, found.get(form.path) is not None or form.path not in doubtful)
+            return found
+
+        def index(layout: RowLayout) -> Tensor:
+            return layout.indices
+
+        # every layout's once, before several threads ask for it
+        indices = {name: self._tasks.start(index, layout) for name, layout in self._layouts.items()}
+
+        def read(form: FieldForm) -> PadValue | None:
+            trials = form.pads if form.path in doubtful else ()
+            by_row = PER_ROW in trials[:1] or SIGNED_ZERO in trials[:1]
+            seen = checks.not_pad(self._padded(form)[0], trials[0]) if trials and not by_row else None
+            indices[form.layout or ""].result()
+            self.values[form.path] = self._gather(form, True)  # now, while the field is in the cache
+            counts = (self._strays(form, pad, None if place else seen) for place, pad in enumerate(trials))
+            pad = next((pad for pad, count in zip(trials, counts, strict=True) if not count), None)
+            self._done(form, pad is not None or not trials)
+            return pad
+
+        pads = {form.path: self._tasks.start(read, form) for form in gathered}
+        found = {path: pad.result() for path, pad in pads.items()}
+        return {path: found[path] for path in doubtful}
+
+    def _done(self, form: FieldForm, kept: bool) -> None:
+        if self._then is not None and kept and not self._entries[form.path].is_nested:  # those values are the caller's
+            self.made[form.path] = self._then(form, self.values[form.path], self._layouts[form.layout or ""])
 
     def _tried(self, unsure: Mapping[Path, FieldForm]) -> dict[Path, PadValue | None]:
         """One synchronisation for the first pads of all fields, one more for the second of those that failed, ..."""
         found: dict[Path, PadValue | None] = dict.fromkeys(unsure)
         for attempt in range(max((len(form.pads) for form in unsure.values()), default=0)):
             trials = [form for path, form in unsure.items() if found[path] is None and attempt < len(form.pads)]
-            counts = to_host(self._counts([(form, form.pads[attempt]) for form in trials]))
+            counts = [self._strays(form, form.pads[attempt]) for form in trials]
+            read = iter(to_host([count.view(1) for count in counts if isinstance(count, Tensor)]))
             for form, count in zip(trials, counts, strict=True):
-                found[form.path] = None if count[0] else form.pads[attempt]
+                strays = next(read)[0] if isinstance(count, Tensor) else count
+                found[form.path] = None if strays else form.pads[attempt]
         return found
 
-    def _counts(self, trials: Sequence[tuple[FieldForm, PadValue]]) -> list[Tensor]:
-        """The strays of each field, int64 [1]. Large batches on the host are read by as many threads as torch uses."""
-        size = sum(self._entries[form.path].nbytes for form, _ in trials)
-        on_host = all(self._entries[form.path].device.type == "cpu" for form, _ in trials)
-        if not on_host or size < _THREADED_BYTES:
-            return [self._strays(form, pad).view(1) for form, pad in trials]
-        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-            counts = threads.map(self._strays, [form for form, _ in trials], [pad for _, pad in trials])
-            return [count.view(1) for count in counts]
-
-    def _strays(self, form: FieldForm, pad: PadValue) -> Tensor:
+    def _strays(self, form: FieldForm, pad: PadValue, seen: Tensor | int | None = None) -> Tensor | int:
         x, layout = self._padded(form)
-        return checks.strays(x, self._values[form.path], layout, self._pad(form, pad))
+        return checks.strays(x, self.values[form.path], layout, self._pad(form, pad), seen)
 
     def _pad(self, form: FieldForm, pad: PadValue) -> PadValue | Tensor:
         if pad is not PER_ROW and pad is not SIGNED_ZERO:

@@ -15,6 +15,23 @@ from torch import Tensor
 Words = npt.NDArray[Any]
 _Key = TypeVar("_Key")
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+_NUMPY_WORDS: dict[int, np.dtype[Any]] = {
+    size: np.dtype(name) for size, name in ((1, "u1"), (2, "<i2"), (4, "<i4"), (8, "<i8"), (16, "<i8"))
+}
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    )
+}
+"""Every dtype of a batch, by its name."""
+
+
+def word_dtype(itemsize: int) -> np.dtype[Any]:
+    """The numpy dtype of the words of items of this size."""
+    return _NUMPY_WORDS[itemsize]
 
 
 def words(x: Tensor) -> Tensor:
@@ -26,7 +43,10 @@ def words(x: Tensor) -> Tensor:
 
 
 def from_words(array: Words, dtype: torch.dtype) -> Tensor:
-    """The inverse of `words`, in the same memory. Of a read-only array it is a source to read and nothing else."""
+    """The inverse of `words`, in the same memory unless torch cannot read it there. Of a read-only array it is a source
+    to read and nothing else."""
+    if dtype.itemsize == 16 and array.ctypes.data % 16:  # torch's loads of complex128 crash on the places of int64
+        array = np.array(array)
     if not array.flags.writeable:
         array = np.asarray(_Readable(array))
     tensor = torch.from_numpy(array)

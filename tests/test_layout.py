@@ -23,12 +23,16 @@ def width_of(mask: oracle.Mask) -> int:
     return len(mask[0]) if mask else 0
 
 
-def layout_of(mask: oracle.Mask, width: int) -> RowLayout:
+def layout_of(mask: oracle.Mask, width: int, anchor: int = 0) -> RowLayout:
     """By the run table, so that no mask is scanned."""
     table = oracle.mask_to_runs(mask)
     runs = [run for row in table for run in row]
     return RowLayout.from_runs(
-        [start for start, _ in runs], [count for _, count in runs], [len(row) for row in table], width
+        [start for start, _ in runs],
+        [count for _, count in runs],
+        [len(row) for row in table],
+        width,
+        anchor=anchor,
     )
 
 
@@ -180,6 +184,90 @@ def test_cat(width: int, data: st.DataObject) -> None:
     parts = data.draw(st.lists(patterns(width=width), min_size=1, max_size=4))
     got = RowLayout.cat([layout_of(part, width) for part in parts])
     assert_is(got, [row for part in parts for row in part], width)
+
+
+# -------------------------------------------------------------------- anchors
+
+
+def grown(mask: oracle.Mask, left: int, right: int) -> oracle.Mask:
+    """The mask with more columns of padding."""
+    return [[False] * left + row + [False] * right for row in mask]
+
+
+@given(patterns(), st.integers(0, 3), st.integers(0, 3), st.data())
+def test_widened(mask: oracle.Mask, left: int, right: int, data: st.DataObject) -> None:
+    width = width_of(mask)
+    anchor = data.draw(st.integers(0, width))
+    layout = layout_of(mask, width, anchor)
+    got = layout.widened(left, right)
+    assert_is(got, grown(mask, left, right), left + width + right)
+    assert got.anchor == left + anchor
+    assert_is(layout, mask, width)
+
+
+@given(st.data())
+def test_cat_lets_the_anchors_meet(data: st.DataObject) -> None:
+    """Any widths, any anchors, also parts without rows, whose width counts too."""
+    parts: list[tuple[oracle.Mask, int, int]] = []
+    for _ in range(data.draw(st.integers(1, 4))):
+        width = data.draw(st.integers(0, 6))
+        parts.append((data.draw(patterns(width=width)), width, data.draw(st.integers(0, width))))
+    got = RowLayout.cat([layout_of(*part) for part in parts])
+    most_left = max(anchor for _, _, anchor in parts)
+    most_right = max(width - anchor for _, width, anchor in parts)
+    want = [
+        row for mask, width, anchor in parts for row in grown(mask, most_left - anchor, most_right - (width - anchor))
+    ]
+    assert_is(got, want, most_left + most_right)
+    assert got.anchor == most_left
+
+
+def test_cat_by_hand() -> None:
+    """Right-padded rows grow on the right, left-padded ones on the left, split ones on both sides."""
+    ones, two = [[True]], [[True, False, True]]
+    assert RowLayout.cat([layout_of(ones, 1), layout_of(two, 3)]).to_mask().int().tolist() == [[1, 0, 0], [1, 0, 1]]
+    left = RowLayout.cat([layout_of(ones, 1, 1), layout_of(two, 3, 3)])
+    assert left.to_mask().int().tolist() == [[0, 0, 1], [1, 0, 1]]
+    both = RowLayout.cat([layout_of(ones, 1, 1), layout_of(two, 3, 1)])
+    assert both.to_mask().int().tolist() == [[1, 0, 0], [1, 0, 1]]
+    apart = RowLayout.cat([layout_of(ones, 1, 0), layout_of(two, 3, 2)])
+    assert apart.to_mask().int().tolist() == [[0, 0, 1], [1, 0, 1]]
+    assert (left.anchor, both.anchor, apart.anchor) == (3, 1, 2)
+
+
+@given(patterns(), st.data())
+def test_anchors_stay_in_place(mask: oracle.Mask, data: st.DataObject) -> None:
+    width, rows = width_of(mask), len(mask)
+    anchor = data.draw(st.integers(0, width))
+    layout = layout_of(mask, width).anchored(anchor)
+    assert_is(layout, mask, width)
+    picked = data.draw(st.lists(st.integers(0, rows - 1), max_size=4)) if rows else []
+    same = [
+        layout,
+        layout_of(mask, width, anchor),
+        layout.select(picked),
+        layout.select(slice(0, 0)),
+        layout.to("cpu"),
+        RowLayout.cat([layout]),
+        RowLayout.cat([layout, layout.select([])]),
+        *[pickle.loads(pickle.dumps(layout, protocol=protocol)) for protocol in range(2, 6)],
+    ]
+    assert [one.anchor for one in same] == [anchor] * len(same)
+    start, stop = sorted((data.draw(st.integers(0, width)), data.draw(st.integers(0, width))))
+    columns = list(range(start, stop))
+    assert layout.narrow(start, stop).anchor == sum(column < anchor for column in columns)
+
+
+def test_rows_are_padded_on_the_right_where_nothing_is_said() -> None:
+    mask = torch.tensor([[0, 1], [1, 1]])
+    made = [
+        RowLayout.from_mask(mask),
+        RowLayout.from_lengths([1, 2], 4),
+        RowLayout.from_cu_seqlens(torch.tensor([0, 2])),
+        RowLayout.from_runs([1], [1], [1], 3),
+        RowLayout.from_mask(mask).prefix(),
+    ]
+    assert [layout.anchor for layout in made] == [0] * len(made)
 
 
 @given(patterns(width=150, rows=3))
@@ -386,15 +474,9 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         "RowLayout.select: rows are int64 (); expected whole numbers (n,). "
         "Pass a slice, a list of row numbers, or a bool mask.",
     ),
-    "cat of two widths": (
-        lambda: RowLayout.cat([RowLayout.from_lengths([1], 2), RowLayout.from_lengths([1], 3)]),
-        "RowLayout.cat: widths are [2, 3]; expected at least one layout, all of one width. "
-        "Bring the layouts to one width first.",
-    ),
     "cat of nothing": (
         lambda: RowLayout.cat([]),
-        "RowLayout.cat: widths are []; expected at least one layout, all of one width. "
-        "Bring the layouts to one width first.",
+        "RowLayout.cat: no layouts; expected at least one. Pass a list of layouts.",
     ),
 }
 

@@ -38,9 +38,9 @@ from maskpack import (
     decompress,
     dense_fields,
     nest_batch_by_mask,
+    tasks,
     unnest,
     unnest_batch_by_mask,
-    verify,
 )
 
 quiet = pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
@@ -961,7 +961,7 @@ def test_cat_of_one_pad_a_row_and_one_pad_for_all() -> None:
 
 
 def test_threads_verify_the_same_pads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "_THREADED_BYTES", 0)
+    monkeypatch.setattr(tasks, "_LARGE", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     batch = exact_zero(rollout())
     assert_same_batch(unnest(nest_batch_by_mask(batch, pad_token_id=0, strict=True)), batch)

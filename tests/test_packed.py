@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from maskpack import (
     CoverageError,
     LayoutError,
     LossyPadError,
+    MaskAxis,
+    MaskNestingRegistry,
     MaskNestingSpec,
     MaskpackError,
     MaskpackWarning,
@@ -113,18 +116,37 @@ def size(packed: PackedBatch) -> tuple[int, int]:
 
 
 def assert_same_rows(got: TensorDictBase, want: TensorDictBase) -> None:
-    """As assert_same_batch, where per-row objects may have become per-row in one of the two only."""
+    """As assert_same_batch, where batch-wide objects may have become per-row in one of the two only."""
     assert got.batch_size == want.batch_size
     assert got.device == want.device
     assert list(got.keys()) == list(want.keys())
     for name in want.keys():  # noqa: SIM118
         a, b = got.get(name), want.get(name)
-        if is_non_tensor(b):
+        if name == "global_token_num":
+            assert_same_object(a.data, b.data, name)
+        elif is_non_tensor(b):
             assert_same_object(a.tolist(), b.tolist(), name)
         elif isinstance(b, TensorDictBase):
             assert_same_rows(a, b)
         else:
             assert_same_tensor(a, b, name)
+
+
+def take_rows(batch: TensorDictBase, rows: Any) -> TensorDict:
+    """As `oracle.take_rows`; the items of `global_token_num`, a list with one for each row, go with the rows."""
+    rows = [int(row) for row in rows]
+    out = oracle.take_rows(batch, rows)
+    _follow(out, batch, rows)
+    return out
+
+
+def _follow(out: TensorDictBase, batch: TensorDictBase, rows: list[int]) -> None:
+    for name, value in batch.items():
+        if name == "global_token_num":
+            items = [value.data[row] for row in rows]
+            out.set(name, NonTensorData(items, batch_size=out.batch_size))
+        elif isinstance(value, TensorDictBase) and not is_non_tensor(value):
+            _follow(out.get(name), value, rows)
 
 
 # -------------------------------------------------------------------- there and back
@@ -278,7 +300,7 @@ def test_every_dtype_padded_and_dense(dtype: torch.dtype, pad: int) -> None:
         packed, _ = travelled(compress(batch, registry=registry, ignore_dense_fields=["dense"]))
         assert_same_batch(decompress(packed), batch)
         assert_same_batch(unnest(decompress(packed, layout="nested")), batch)
-        assert_same_batch(decompress(packed[[2, 0, 2]]), oracle.take_rows(batch, [2, 0, 2]))
+        assert_same_batch(decompress(packed[[2, 0, 2]]), take_rows(batch, [2, 0, 2]))
 
 
 @pytest.mark.parametrize("dtype", strategies.DTYPES, ids=str)
@@ -288,8 +310,8 @@ def test_every_dtype_without_elements(dtype: torch.dtype, shape: tuple[int, ...]
     packed = compress(batch, ignore_dense_fields=["dense"])
     for there in (packed, travelled(packed)[0]):
         assert_same_batch(decompress(there), batch)
-        assert_same_batch(decompress(there[0:0]), oracle.take_rows(batch, []))
-        assert_same_batch(decompress(there[[]]), oracle.take_rows(batch, []))
+        assert_same_batch(decompress(there[0:0]), take_rows(batch, []))
+        assert_same_batch(decompress(there[[]]), take_rows(batch, []))
 
 
 # -------------------------------------------------------------------- values under the mask
@@ -300,7 +322,7 @@ def test_stray_values_travel_dense() -> None:
     with pytest.warns(MaskpackWarning, match=r'^compress: travelling dense: "advantages" \(6, 8\) float32'):
         packed = compress(batch, pad_token_id=0)
     assert_same_batch(decompress(packed), batch)
-    assert_same_batch(decompress(packed[1:4]), oracle.take_rows(batch, [1, 2, 3]))
+    assert_same_batch(decompress(packed[1:4]), take_rows(batch, [1, 2, 3]))
 
 
 @quiet
@@ -341,7 +363,7 @@ def test_row_operations(case: Case, data: st.DataObject) -> None:
     packed = compress(case.batch, **case.options)
     for op in ops:
         packed = op.on_packed(packed)
-    want = oracle.take_rows(case.batch, rows_after(ops, case.rows, even_chunks=True))
+    want = take_rows(case.batch, rows_after(ops, case.rows, even_chunks=True))
     assert len(packed) == want.batch_size[0]
     assert_same_rows(decompress(packed), want)
     assert_same_rows(unnest(decompress(packed, layout="nested")), want)
@@ -353,10 +375,10 @@ def test_row_operations(case: Case, data: st.DataObject) -> None:
 def test_select_any_rows(case: Case, data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.integers(-case.rows, case.rows - 1), max_size=8))
     packed = compress(case.batch, **case.options)
-    want = oracle.take_rows(case.batch, rows)
+    want = take_rows(case.batch, rows)
     for form in (rows, np.array(rows, np.int64), torch.tensor(rows, dtype=torch.int32), tuple(rows)):
         assert_same_batch(decompress(packed.select(form)), want)
-    assert_same_batch(decompress(packed[::-1]), oracle.take_rows(case.batch, range(case.rows)[::-1]))
+    assert_same_batch(decompress(packed[::-1]), take_rows(case.batch, range(case.rows)[::-1]))
 
 
 @quiet
@@ -373,7 +395,7 @@ def test_split_and_chunk(case: Case, number: int, data: st.DataObject) -> None:
     for some in (chunks, parts):
         begin = 0
         for part in some:
-            assert_same_batch(decompress(part), oracle.take_rows(case.batch, rows[begin : begin + len(part)]))
+            assert_same_batch(decompress(part), take_rows(case.batch, rows[begin : begin + len(part)]))
             begin += len(part)
         assert begin == case.rows
 
@@ -387,9 +409,9 @@ def test_cat_of_parts(case: Case, data: st.DataObject) -> None:
         if (case.rows)
         else [[], []]
     )
-    parts = [compress(oracle.take_rows(case.batch, rows), **case.options) for rows in groups]
+    parts = [compress(take_rows(case.batch, rows), **case.options) for rows in groups]
     packed = PackedBatch.cat(parts)
-    want = oracle.take_rows(case.batch, [row for rows in groups for row in rows])
+    want = take_rows(case.batch, [row for rows in groups for row in rows])
     assert_same_rows(decompress(packed), want)
     assert_same_rows(unnest(decompress(packed, layout="nested")), want)
 
@@ -401,7 +423,7 @@ def test_cat_where_a_field_is_dense_in_one_part() -> None:
         packed = PackedBatch.cat([compress(parts[place], pad_token_id=0) for place in order])
         want = torch.cat([parts[place] for place in order])
         assert_same_rows(decompress(packed), want)
-        assert_same_rows(decompress(packed[[8, 0, 4]]), oracle.take_rows(want, [8, 0, 4]))
+        assert_same_rows(decompress(packed[[8, 0, 4]]), take_rows(want, [8, 0, 4]))
 
 
 @quiet
@@ -428,18 +450,325 @@ def test_one_pad_a_row() -> None:
     packed, _ = travelled(compress(batch, pad_token_id=0, strict_mask_nesting=True))
     assert_same_batch(decompress(packed), batch)
     assert_same_batch(unnest(decompress(packed, layout="nested")), batch)
-    assert_same_batch(decompress(packed[1:4]), oracle.take_rows(batch, [1, 2, 3]))
-    assert_same_batch(decompress(packed[[5, 1, 1]]), oracle.take_rows(batch, [5, 1, 1]))
+    assert_same_batch(decompress(packed[1:4]), take_rows(batch, [1, 2, 3]))
+    assert_same_batch(decompress(packed[[5, 1, 1]]), take_rows(batch, [5, 1, 1]))
     clean = rollout(seed=3)
     for order in ([0, 1], [1, 0], [0, 0], [1, 1]):
         parts = [(batch, clean)[place] for place in order]
         joined = PackedBatch.cat([compress(part, pad_token_id=0, strict_mask_nesting=True) for part in parts])
         assert_same_rows(decompress(joined), torch.cat(parts))
         assert_same_rows(unnest(decompress(joined, layout="nested")), torch.cat(parts))
-        assert_same_rows(decompress(joined[[11, 1, 7]]), oracle.take_rows(torch.cat(parts), [11, 1, 7]))
+        assert_same_rows(decompress(joined[[11, 1, 7]]), take_rows(torch.cat(parts), [11, 1, 7]))
         assert len(decompress(joined[0:0])) == 0
     like = compress(TensorDict({"values": batch["advantages"]}, [6]), like=packed, strict_mask_nesting=True)
     assert_same_tensor(decompress(like)["values"], batch["advantages"])
+
+
+# -------------------------------------------------------------------- parts of different widths
+
+FLOATS = ("rollout_log_probs", "old_log_probs", "ref_log_prob", "entropys", "values", "sum_pi_squared", "returns")
+SCORES = ("token_level_scores", "token_level_rewards", "rm_scores", "rollout_is_weights")
+TOKEN = 7
+
+
+@dataclass
+class Part:
+    """A padded batch of one width, and the axis, the dim of the width and the pad of its padded fields."""
+
+    batch: TensorDict
+    prompt: int
+    response: int
+    padded: dict[str, tuple[str, int, Any]]
+
+
+def lengths(most: int) -> st.SearchStrategy[int]:
+    return st.one_of(st.just(most), st.integers(0, most))
+
+
+@st.composite
+def parts_of_widths(draw: st.DrawFn) -> list[Part]:
+    """Parts of one run: the same fields and dtypes, other widths, other rows; also none."""
+    rope, text_pad = draw(st.sampled_from([(0, oracle.EDGE), (3, oracle.EDGE), (4, oracle.EDGE), (4, 1)]))
+    forms = {
+        "mask": draw(st.sampled_from([torch.int64, torch.bool, torch.float32])),
+        "float": draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        "rope": rope,
+        "text_pad": text_pad,
+        "experts": draw(st.sampled_from([0, -1])),
+        "whole": draw(st.sets(st.sampled_from(FLOATS))),
+    }
+    visible = text_pad == 1 or forms["experts"] == -1  # a part without padding cannot tell which of its pads it has
+    return [draw(_part(forms, visible)) for _ in range(draw(st.integers(1, 4)))]
+
+
+@st.composite
+def _part(draw: st.DrawFn, forms: dict[str, Any], visible: bool) -> Part:
+    prompt, response = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    rows = draw(st.lists(st.tuples(lengths(prompt), lengths(response)), min_size=int(visible), max_size=3))
+    if visible:
+        rows.append((0, 0))
+    return _filled(np.random.default_rng(draw(st.integers(0, 2**32 - 1))), rows, prompt, response, forms)
+
+
+def _filled(
+    rng: np.random.Generator, rows: list[tuple[int, int]], prompt: int, response: int, forms: dict[str, Any]
+) -> Part:
+    """All fields of docs/fields.md: real values anywhere on their axis, the pad elsewhere."""
+    count, width = len(rows), {"prompt": prompt, "response": response, "sequence": prompt + response}
+    head = [[place >= prompt - p for place in range(prompt)] for p, _ in rows]
+    tail = [[place < r for place in range(response)] for _, r in rows]
+    masks = {"prompt": head, "response": tail, "sequence": [a + b for a, b in zip(head, tail, strict=True)]}
+    data: dict[str, Any] = {}
+    padded: dict[str, tuple[str, int, Any]] = {}
+
+    def put(name: str, axis: str, dtype: torch.dtype, pad: Any = 0, more: tuple[int, ...] = (), dim: int = 1) -> None:
+        made = strategies.values(rng, (oracle.offsets(masks[axis])[-1], *more), dtype)
+        data[name] = oracle.unpack(made, masks[axis], width[axis], pad).movedim(1, dim).contiguous()
+        padded[name] = axis, dim, pad
+
+    put("prompts", "prompt", torch.int64, TOKEN)
+    put("responses", "response", torch.int64, TOKEN)
+    data["input_ids"] = torch.cat([data["prompts"], data["responses"]], 1)
+    data["attention_mask"] = oracle.mask_tensor(masks["sequence"], prompt + response).to(forms["mask"])
+    padded |= {"input_ids": ("sequence", 1, TOKEN), "attention_mask": ("sequence", 1, 0)}
+    rope = forms["rope"]
+    put("position_ids", "sequence", torch.int64, forms["text_pad"], (rope,) if rope else (), 2 if rope else 1)
+    ones = rng.integers(0, 2, (count, response))
+    data["response_mask"] = torch.from_numpy(ones) * oracle.mask_tensor(tail, response)
+    data["loss_mask"] = data["response_mask"] * 0.5
+    padded |= {"response_mask": ("response", 1, 0), "loss_mask": ("response", 1, 0)}
+    for name in FLOATS:
+        put(name, "sequence" if name in forms["whole"] else "response", forms["float"])
+    for name in SCORES:
+        put(name, "response", torch.float32)
+    zeros = [0.0 if r == response else rng.choice([0.0, -0.0]) for _, r in rows]
+    put("advantages", "response", torch.float32, torch.tensor(zeros, dtype=torch.float32))
+    put("routed_experts", "sequence", torch.int16, forms["experts"], (2, 2))
+    put("teacher_ids", "sequence", torch.int32, TOKEN, (2,))
+    put("teacher_logprobs", "sequence", torch.float32, 0, (2,))
+    data["reward_baselines"] = strategies.values(rng, (count,), torch.float32)
+    data["dummy_tensor"] = strategies.values(rng, (count, 1), torch.uint8)
+    data["temperature"] = NonTensorData(0.7, batch_size=[count])
+    data["global_token_num"] = NonTensorData([p + r for p, r in rows], batch_size=[count])
+    order = sorted(data)  # every part has the same keys in the same order
+    return Part(TensorDict({name: data[name] for name in order}, [count]), prompt, response, padded)
+
+
+def widened(x: Tensor, left: int, right: int, dim: int, pad: Any) -> Tensor:
+    """The rows of `x` with more columns of their own pad on both sides of their dim `dim`."""
+    old = oracle.cells(x.movedim(dim, 1))
+    out = np.zeros((old.shape[0], left + old.shape[1] + right, *old.shape[2:]), old.dtype)
+    for row in range(old.shape[0]):
+        for place in range(out.shape[1]):
+            if left <= place < left + old.shape[1]:
+                out[row, place] = old[row, place - left]
+            elif pad is oracle.EDGE:
+                out[row, place] = old[row, 0 if place < left else -1]
+            else:
+                out[row, place] = oracle.cells(pad)[row] if isinstance(pad, Tensor) else oracle.pad_cell(pad, x.dtype)
+    return oracle.from_cells(out, x.dtype).movedim(1, dim).contiguous()
+
+
+def joined_by_hand(parts: list[Part]) -> TensorDict:
+    """Every part padded to the widest prompt on the left and to the widest response on the right, then torch.cat."""
+    prompt, response = max(part.prompt for part in parts), max(part.response for part in parts)
+    even: list[TensorDict] = []
+    for part in parts:
+        fields = {name: part.batch[name] for name in part.batch.keys() if name != "global_token_num"}  # noqa: SIM118
+        left, right = prompt - part.prompt, response - part.response
+        for name, (axis, dim, pad) in part.padded.items():
+            sides = {"prompt": (left, 0), "response": (0, right), "sequence": (left, right)}[axis]
+            fields[name] = widened(part.batch[name], *sides, dim, pad)
+        fields["temperature"] = part.batch.get("temperature")
+        even.append(TensorDict(fields, part.batch.batch_size))
+    joined = torch.cat(even)
+    tokens = [number for part in parts for number in part.batch.get("global_token_num").data]
+    joined.set("global_token_num", NonTensorData(tokens, batch_size=joined.batch_size))
+    return joined.select(*parts[0].batch.keys())
+
+
+@quiet
+@given(parts_of_widths(), st.data())
+def test_cat_of_any_widths(parts: list[Part], data: st.DataObject) -> None:
+    options = {"pad_token_id": TOKEN, "strict_mask_nesting": True}
+    packs = [compress(part.batch, **options) for part in parts]
+    for part, packed in zip(parts, packs, strict=True):
+        assert_same_batch(decompress(packed), part.batch)
+    want = joined_by_hand(parts)
+    joined = PackedBatch.cat(packs)
+    for there in (joined, travelled(joined)[0]):
+        assert_same_rows(decompress(there), want)
+        assert_same_rows(unnest(decompress(there, layout="nested")), want)
+    assert_same_rows(decompress(compress(want, **options)), want)
+    rows = data.draw(st.lists(st.integers(0, len(joined) - 1), max_size=4)) if len(joined) else []
+    assert_same_rows(decompress(joined[rows]), take_rows(want, rows))
+    twice = PackedBatch.cat([PackedBatch.cat(packs[:1]), PackedBatch.cat([*packs[1:], packs[0]])])
+    assert_same_rows(decompress(twice), joined_by_hand([*parts, parts[0]]))
+    layouts = {name: (layout.width, layout.anchor) for name, layout in joined.layouts.items()}
+    prompt, response = max(part.prompt for part in parts), max(part.response for part in parts)
+    sizes = {"prompt": (prompt, prompt), "response": (response, 0), "sequence": (prompt + response, prompt)}
+    assert layouts == sizes
+
+
+def test_cat_of_widths_by_hand() -> None:
+    def part(ids: list[list[int]], mask: list[list[int]], prompt: int) -> PackedBatch:
+        ids_, mask_ = torch.tensor(ids), torch.tensor(mask)
+        fields = {"input_ids": ids_, "attention_mask": mask_, "prompts": ids_[:, :prompt].clone()}
+        return compress(TensorDict(fields, [len(ids)]), pad_token_id=9, strict_mask_nesting=True)
+
+    one = part([[9, 9, 4, 5, 9]], [[0, 0, 1, 1, 0]], 3)
+    two = part([[6, 7, 8, 8]], [[1, 1, 1, 1]], 1)
+    out = decompress(PackedBatch.cat([one, two]))
+    assert out["input_ids"].tolist() == [[9, 9, 4, 5, 9, 9], [9, 9, 6, 7, 8, 8]]
+    assert out["attention_mask"].tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]]
+    assert out["prompts"].tolist() == [[9, 9, 4], [9, 9, 6]]
+
+
+@pytest.mark.parametrize("padded", ["right", "left"])
+def test_cat_of_widths_under_a_mask_of_its_own(padded: Any) -> None:
+    """An axis that nothing splits grows on the side that it is padded on."""
+    registry = MaskNestingRegistry(
+        {"x": MaskNestingSpec("a", -1), "m": MaskNestingSpec("a")}, {"a": MaskAxis("m", padded=padded)}
+    )
+    rows = [[5, 6, 7], [8, -1, -1]], [[4, 4, 4, 4, -1]], [[3]]
+    if padded == "left":
+        rows = tuple([row[::-1] for row in part] for part in rows)
+    parts = [torch.tensor(part) for part in rows]
+    packs = [
+        compress(TensorDict({"m": part != -1, "x": part}, [len(part)]), registry=registry, strict_mask_nesting=True)
+        for part in parts
+    ]
+    sides = [(5 - part.shape[1], 0) if padded == "left" else (0, 5 - part.shape[1]) for part in parts]
+    want = torch.cat([widened(part, *side, 1, -1) for part, side in zip(parts, sides, strict=True)])
+    out = decompress(PackedBatch.cat(packs))
+    assert out["x"].tolist() == want.tolist()
+    assert out["m"].tolist() == (want != -1).tolist()
+    assert PackedBatch.cat(packs).layouts["a"].anchor == (5 if padded == "left" else 0)
+
+
+@quiet
+def test_cat_of_widths_keeps_numbers_that_differ_by_row() -> None:
+    """A limit that a batch carries tells the width of its rows; where parts differ, every row has its own."""
+    parts = [rollout(2, response=width) for width in (8, 5)]
+    for part, width in zip(parts, (8, 5), strict=True):
+        part.set("max_response_length", NonTensorData(width, batch_size=[2]))
+    out = decompress(PackedBatch.cat([compress(part, pad_token_id=0) for part in parts]))
+    assert out.get("max_response_length").tolist() == [8, 8, 5, 5]
+
+
+# -------------------------------------------------------------------- lists with one item a row
+
+
+def listed(items: Any, rows: int = 6, name: str = "global_token_num") -> TensorDict:
+    return TensorDict({"x": torch.arange(rows), name: NonTensorData(items, batch_size=[rows])}, [rows])
+
+
+@pytest.mark.parametrize("name", [("global_token_num",), ("meta", "global_token_num")])
+def test_a_list_with_one_item_a_row_follows_the_rows(name: Any) -> None:
+    items = [5, "b", None, [4], 2.5, 0]
+    batch = listed(items) if len(name) == 1 else TensorDict({"meta": listed(items)}, [6])
+
+    def held(packed: PackedBatch) -> Any:
+        found = decompress(packed).get(name)
+        assert isinstance(found, NonTensorData)
+        assert found.batch_size == (len(packed),)
+        assert_same_object(decompress(packed, layout="nested").get(name).data, found.data)
+        return found.data
+
+    packed = compress(batch)
+    assert held(packed) == items
+    assert held(packed[2:5]) == [None, [4], 2.5]
+    assert held(packed[[5, 0, 0]]) == [0, 5, 5]
+    assert held(packed[0:0]) == held(packed[[]]) == []
+    assert held(packed[torch.tensor([True, False, False, False, False, True])]) == [5, 0]
+    assert [held(part) for part in packed.split([1, 0, 5])] == [[5], [], items[1:]]
+    assert [held(part) for part in packed.chunk(2)] == [items[:3], items[3:]]
+    assert held(PackedBatch.cat([packed[4:], packed[:1], packed[0:0]])) == [2.5, 0, 5]
+    assert held(pickle.loads(pickle.dumps(packed[1:3]))) == ["b", None]
+    assert held(packed[1:5][1:3]) == [None, [4]]
+
+
+@pytest.mark.parametrize(
+    ("items", "name"),
+    [
+        ([1, 2, 3], "global_token_num"),
+        ([], "global_token_num"),
+        ((1, 2, 3, 4, 5, 6), "global_token_num"),
+        ({"a": 1}, "global_token_num"),
+        (6, "global_token_num"),
+        ([1, 2, 3, 4, 5, 6], "something"),
+        ([1, 2, 3, 4, 5, 6], "uid"),
+    ],
+    ids=str,
+)
+def test_other_lists_stay_whole(items: Any, name: str) -> None:
+    packed = compress(listed(items, name=name))
+    for part in (packed, packed[2:5], packed[[1, 1]], packed[0:0], packed.chunk(2)[1]):
+        assert_same_object(decompress(part).get(name).data, items)
+    assert_same_object(decompress(PackedBatch.cat([packed[:2], packed[3:]])).get(name).data, items)
+
+
+def test_a_registry_may_name_other_lists() -> None:
+    registry = {"seen": MaskNestingSpec(None, hints=("row-list",))}
+    packed = compress(listed([6, 5, 4, 3, 2, 1], name="seen"), registry=registry)
+    assert decompress(packed[1:3]).get("seen").data == [5, 4]
+    plain = compress(listed([6, 5, 4, 3, 2, 1]), registry=registry)
+    assert decompress(plain[1:3]).get("global_token_num").data == [6, 5, 4, 3, 2, 1]
+
+
+# -------------------------------------------------------------------- tensors inside Python objects
+
+
+def images(rows: int = 4, pixels: int = 3000) -> tuple[TensorDict, list[dict[str, Any]]]:
+    """Two rows share a tensor, one has an equal one of its own."""
+    shared = torch.arange(pixels, dtype=torch.float32)
+    items = [
+        {"pixel_values": shared, "grid": np.arange(row)} if row < 2 else {"pixel_values": shared.clone() + (row > 2)}
+        for row in range(rows)
+    ]
+    return TensorDict({"multi_modal_inputs": NonTensorStack(*map(NonTensorData, items))}, [rows]), items
+
+
+def test_tensors_inside_objects_travel_as_arrays() -> None:
+    batch, items = images()
+    packed = compress(batch)
+    assert 2 * 12_000 <= packed.nbytes < 2 * 12_000 + 64
+    in_band, out_of_band = size(packed)
+    assert in_band + out_of_band < 2 * 12_000 + 4096
+    for there in (packed, pickle.loads(pickle.dumps(packed)), travelled(packed)[0]):
+        got = decompress(there).get("multi_modal_inputs").tolist()
+        assert_same_object(got, items)
+        assert got[0]["pixel_values"] is got[1]["pixel_values"]
+        assert got[2]["pixel_values"] is not got[0]["pixel_values"]
+        for number in (2, 0):
+            got[number]["pixel_values"].fill_(-1.0)
+        assert_same_object(decompress(there).get("multi_modal_inputs").tolist(), items)
+    part = packed[3:]
+    assert part.nbytes == 12_000
+    assert_same_object(decompress(part).get("multi_modal_inputs").tolist(), items[3:])
+    again = decompress(PackedBatch.cat([packed[[1, 0]], part])).get("multi_modal_inputs").tolist()
+    assert_same_object(again, [items[1], items[0], items[3]])
+    assert again[0]["pixel_values"] is again[1]["pixel_values"]
+
+
+def test_tensors_inside_objects_belong_to_the_packed_batch() -> None:
+    batch, items = images()
+    packed = compress(batch)
+    want = decompress(packed).get("multi_modal_inputs").tolist()
+    items[0]["pixel_values"].fill_(-1.0)
+    items[1]["grid"][...] = 77
+    assert_same_object(decompress(packed).get("multi_modal_inputs").tolist(), want)
+    assert want[0]["pixel_values"][5] == 5.0
+
+
+@pytest.mark.parametrize("dtype", strategies.DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0, 2), (3,), (2, 3)])
+def test_tensors_of_every_dtype_inside_objects(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x = strategies.values(np.random.default_rng(3), shape, dtype)
+    held = {"deep": [{"x": x, "t": x.movedim(0, -1) if shape else x}, (x,)], "n": 1}
+    batch = TensorDict({"extra_info": NonTensorStack(NonTensorData(held), NonTensorData(None))}, [2])
+    for there in (compress(batch), travelled(compress(batch))[0]):
+        assert_same_object(decompress(there).get("extra_info").tolist(), [held, None])
 
 
 def test_cat_of_batch_wide_objects() -> None:
@@ -492,7 +821,7 @@ def test_empty_selections() -> None:
 def test_ways_to_name_rows(rows: Any) -> None:
     batch = rollout()
     want = np.arange(6)[rows].tolist()
-    assert_same_batch(decompress(compress(batch, pad_token_id=0)[rows]), oracle.take_rows(batch, want))
+    assert_same_batch(decompress(compress(batch, pad_token_id=0)[rows]), take_rows(batch, want))
 
 
 def test_lengths() -> None:
@@ -512,7 +841,7 @@ def test_what_lengths_gives_is_a_copy() -> None:
         packed.lengths("sequence")[...] = 1
     assert packed.lengths("sequence").tolist() == oracle.lengths(oracle.mask_rows(batch["attention_mask"]))
     assert_same_batch(decompress(packed), batch)
-    assert_same_batch(decompress(packed[[1, 0]]), oracle.take_rows(batch, [1, 0]))
+    assert_same_batch(decompress(packed[[1, 0]]), take_rows(batch, [1, 0]))
 
 
 # -------------------------------------------------------------------- outputs of a worker
@@ -709,8 +1038,10 @@ def test_what_cannot_be_joined() -> None:
         PackedBatch.cat([])
     with pytest.raises(LayoutError, match=r"^PackedBatch\.cat: fields \['advantages'\] are not in every batch"):
         PackedBatch.cat([packed, compress(rollout().exclude("advantages"), pad_token_id=0)])
-    with pytest.raises(LayoutError, match=r'layout "sequence" is \[12, 13\] wide; expected one width. Pad the'):
-        PackedBatch.cat([packed, compress(rollout(response=9), pad_token_id=0)])
+    stray = compress(with_stray(rollout(response=9)), pad_token_id=0)
+    message = r'field "advantages" is \[\(6, 8\), \(6, 9\)\]; expected one width. Bring it to one width'
+    with pytest.raises(LayoutError, match=rf"^PackedBatch\.cat: {message}"):
+        PackedBatch.cat([packed, stray])
     half = rollout()
     half["advantages"] = half["advantages"].half()
     with pytest.raises(LayoutError, match=r"\"advantages\" has dtypes \['float32', 'float16'\]; expected one. Cast"):

@@ -457,14 +457,16 @@ def test_10_cat_of_equal_widths():
     assert_same(mp.unnest(torch.cat(parts)), batch)
 
 
-def test_10_cat_of_unequal_width_is_refused():
-    wide = rollout(((1, 1), (2, 3)), 5, 6, objects=False)
-    narrow = rollout(((1, 1), (2, 3)), 5, 4, objects=False)
+def test_10_cat_of_unequal_width():
+    """Nested batches of unequal width cannot be restored together, and say so; packed ones meet at the widest."""
+    rows = ((1, 1), (2, 3)), ((3, 4), (0, 2))
+    wide, narrow = rollout(rows[0], 5, 6, objects=False), rollout(rows[1], 3, 4, objects=False)
     joined = torch.cat([nest(wide), nest(narrow)])
     with pytest.raises(mp.LayoutError, match="different widths"):
         mp.unnest(joined)
-    with pytest.raises(mp.LayoutError, match="width"):
-        mp.PackedBatch.cat([compress(wide), compress(narrow)])
+    for parts, order in (([wide, narrow], rows), ([narrow, wide], rows[::-1])):
+        whole = torch.cat([rollout(part, 5, 6, objects=False) for part in order])
+        assert_same(mp.decompress(mp.PackedBatch.cat([compress(part) for part in parts])), whole)
 
 
 def test_10_cat_of_packed_batches():

@@ -15,6 +15,7 @@ from tensordict import TensorDict
 
 import maskpack as mp
 from maskpack import DENSE, EDGE, PAD_TOKEN_ID, RL_FIELDS, MaskAxis, MaskNestingRegistry, MaskNestingSpec, RegistryError
+from maskpack.registry import HINTS
 
 A, B, C = MaskNestingSpec("a"), MaskNestingSpec("b", 1), MaskNestingSpec(["c", "d"], [0, -1], -1, ("runs",))
 EVERYTHING = MaskNestingRegistry(
@@ -34,6 +35,7 @@ EVERYTHING = MaskNestingRegistry(
             MaskAxis("other", part="prefix"),
         ),
         "tail": MaskAxis("mask", part="tail", tail=("one",)),
+        "left": MaskAxis("prompt_mask", padded="left"),
         "lengths": MaskAxis("input_lengths", form="lengths", head=("input_ids",)),
         "flat": MaskAxis("cu_seqlens", form="cu_seqlens"),
     },
@@ -158,15 +160,25 @@ def test_plain_round_trip(registry, through):
 def test_plain_form():
     data = MaskNestingRegistry(
         {"x": MaskNestingSpec("axis", PAD_TOKEN_ID), ("s", "y"): MaskNestingSpec(["m", "n"], -1, -1, ("runs",))},
-        {"axis": MaskAxis("mask", part="head", head=("x",))},
+        {"axis": MaskAxis("mask", part="head", head=("x",)), "left": MaskAxis("prompt_mask", padded="left")},
     ).to_dict()
     assert data == {
-        "axes": {"axis": [{"source": "mask", "part": "head", "head": ["x"]}]},
+        "axes": {
+            "axis": [{"source": "mask", "part": "head", "head": ["x"]}],
+            "left": [{"source": "prompt_mask", "padded": "left"}],
+        },
         "fields": {
             "x": {"mask": "axis", "pad": "PAD_TOKEN_ID"},
             "s/y": {"mask": ["m", "n"], "pad": -1, "ragged_dim": -1, "hints": ["runs"]},
         },
     }
+
+
+def test_masks_are_padded_on_the_right_where_nothing_is_said():
+    assert MaskAxis("m").padded == "right"
+    data = {"axes": {"a": {"source": "m"}, "b": {"source": "m", "padded": "right"}}}
+    assert MaskNestingRegistry.from_dict(data).axes == {"a": (MaskAxis("m"),), "b": (MaskAxis("m"),)}
+    assert MaskAxis("m", padded="left") != MaskAxis("m")
 
 
 def test_from_dict_takes_one_axis_or_a_list():
@@ -184,6 +196,9 @@ UNKNOWN = {
     "pads": ({"fields": {"x": {"mask": "m", "pad": [0, "eos"]}}}, 'field "x".*eos'),
     "form": ({"axes": {"a": {"source": "m", "form": "length"}}}, "form is 'length'"),
     "part": ({"axes": {"a": {"source": "m", "part": "middle"}}}, "part is 'middle'"),
+    "padded": ({"axes": {"a": {"source": "m", "padded": "both"}}}, "padded is 'both'; expected one of right, left"),
+    "hint": ({"fields": {"x": {"mask": "m", "hints": ["runs", "run"]}}}, "hint is 'run'"),
+    "hints as one text": ({"fields": {"x": {"mask": "m", "hints": "runs"}}}, "hints is 'runs'"),
     "no mask": ({"fields": {"x": {"pad": 0}}}, 'field "x": no mask'),
     "no split": ({"axes": {"a": {"source": "m", "part": "head"}}}, '"m" names no field'),
     "no masks": ({"fields": {"x": {"mask": []}}}, "mask is an empty list"),
@@ -270,6 +285,15 @@ def test_pads_0_and_minus_0_are_told_apart():
         assert_same(mp.unnest(mp.nest_batch_by_mask(batch, registry, strict=True)), batch)
 
 
+@pytest.mark.parametrize("hint", [*HINTS, "join:a,b", "join:a/b,c", "delta:a", "delta:a/b"])
+def test_hints_that_are_known(hint):
+    spec = MaskNestingSpec("m", hints=["runs", hint])
+    assert spec.hints == ("runs", hint)
+    registry = MaskNestingRegistry({"x": spec})
+    assert MaskNestingRegistry.from_dict(registry.to_dict()) == registry
+    assert registry != MaskNestingRegistry({"x": MaskNestingSpec("m")})
+
+
 # -------------------------------------------------------------------- what it refuses
 
 
@@ -348,6 +372,14 @@ def test_whole_floats_fit_integers():
         (lambda: MaskAxis("m", form="length"), "form is 'length'"),
         (lambda: MaskAxis("m", part="first"), "part is 'first'"),
         (lambda: MaskAxis("m", part="tail"), '"m" names no field'),
+        (lambda: MaskAxis("m", padded="top"), "padded is 'top'; expected one of right, left"),
+        *[
+            (
+                lambda hint=hint: MaskNestingSpec("m", hints=("runs", hint)),
+                rf"hint is '{hint}'; expected one of runs, .*",
+            )
+            for hint in ("", "run", "RUNS", "runs:x", "join", "join:", "join:a", "join:a,b,c", "delta", "delta:a,b")
+        ],
         (lambda: MaskNestingRegistry({"x": "response"}), "field \"x\" is 'response'"),
         (lambda: RL_FIELDS | {"x": {"mask": "response"}}, 'field "x"'),
     ],
@@ -409,12 +441,14 @@ EXPECTED = {
 
 
 def test_rl_fields_cover_every_field():
-    assert set(RL_FIELDS) == {*EXPECTED, "reward_baselines", "dummy_tensor", "multi_modal_inputs"}
+    dense = {"reward_baselines", "dummy_tensor", "multi_modal_inputs", "global_token_num"}
+    assert set(RL_FIELDS) == {*EXPECTED, *dense}
     for name, (mask, pad) in EXPECTED.items():
         assert RL_FIELDS[name].masks[0] == mask, name
         assert RL_FIELDS[name].pads[0] == pad, name
-    for name in ("reward_baselines", "dummy_tensor", "multi_modal_inputs"):
+    for name in dense:
         assert RL_FIELDS[name].masks == (), name
+    assert RL_FIELDS["global_token_num"].hints == ("row-list",)
     assert set(RL_FIELDS.axes) == {"sequence", "prompt", "response"}
 
 
@@ -425,5 +459,5 @@ def test_rl_fields_leave_nothing_of_a_whole_batch_dense():
     batch["teacher_ids"] = of("sequence", torch.int32, PAD, (2,))
     batch["teacher_logprobs"] = of("sequence", torch.float32, 0, (2,))
     tensors = {name for name, value in batch.items() if isinstance(value, torch.Tensor)}
-    assert tensors == set(RL_FIELDS) - {"multi_modal_inputs"}
+    assert tensors == set(RL_FIELDS) - {"multi_modal_inputs", "global_token_num"}
     assert mp.dense_fields(batch, RL_FIELDS, pad_token_id=PAD) == ()

@@ -15,15 +15,18 @@ from torch import Tensor
 
 from maskpack.layout import RowLayout
 from maskpack.registry import EDGE
-from maskpack.words import words
+from maskpack.words import pad_tensor, words
 
 
-def pack(x: Tensor, layout: RowLayout, out: Tensor | None = None) -> Tensor:
+def pack(x: Tensor, layout: RowLayout, *, one_call: bool = False) -> Tensor:
+    """`one_call`: prefer one call into numpy, during which other threads run, to one for each run."""
     if x.requires_grad and torch.is_grad_enabled():
         return x.flatten(0, 1).index_select(0, layout.indices)
-    out = torch.empty((layout.total, *x.shape[2:]), dtype=x.dtype, device=x.device) if out is None else out
+    out = torch.empty((layout.total, *x.shape[2:]), dtype=x.dtype, device=x.device)
     source, target = words(x), words(out)
-    if x.device.type == "cpu" and layout.long_runs:
+    if one_call and x.device.type == "cpu" and source.is_contiguous() and out.numel():
+        np.take(source.flatten(0, 1).numpy(), layout.indices.numpy(), axis=0, out=target.numpy(), mode="clip")
+    elif x.device.type == "cpu" and layout.long_runs:
         rows = row_pieces(source.numpy(), layout)
         if rows:
             np.concatenate(rows, out=target.numpy())
@@ -43,7 +46,7 @@ def unpack(values: Tensor, layout: RowLayout, pad_value: Any = 0) -> Tensor:
         pads = pad_value.to(values.dtype).view(-1, *[1] * (len(shape) - 1))
         out = pads.expand(shape).clone(memory_format=torch.contiguous_format)
     else:
-        out = torch.full(shape, pad_value, dtype=values.dtype, device=values.device)
+        out = _filled(shape, pad_value, values)
     if values.requires_grad and torch.is_grad_enabled():
         return out.flatten(0, 1).index_copy(0, layout.indices, values).view(shape)
     source, target = words(values), words(out)
@@ -55,6 +58,16 @@ def unpack(values: Tensor, layout: RowLayout, pad_value: Any = 0) -> Tensor:
     else:
         target.flatten(0, 1).index_copy_(0, layout.indices, source)
     return out
+
+
+def _filled(shape: tuple[int, ...], pad: Any, like: Tensor) -> Tensor:
+    """The bits of the pad everywhere: torch.full keeps no NaN payload of a half, and refuses some complex numbers."""
+    held = pad_tensor(pad, like.dtype)
+    assert held is not None
+    word = words(held)
+    if word.dim():
+        return held.to(like.device).expand(shape).clone(memory_format=torch.contiguous_format)
+    return torch.full(shape, int(word.item()), dtype=word.dtype, device=like.device).view(like.dtype)
 
 
 def _unpack_edge(values: Tensor, layout: RowLayout) -> Tensor:

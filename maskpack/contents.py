@@ -1,0 +1,190 @@
+"""What a packed batch holds, and how its fields are decoded: the words of every field, then the tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from maskpack.encodings import Plain
+from maskpack.jagged import jagged
+from maskpack.layout import RowLayout
+from maskpack.nesting import rows_only, to_padded
+from maskpack.objects import Objects
+from maskpack.registry import Path
+from maskpack.rows import IntArray
+from maskpack.schema import FieldForm, Schema
+from maskpack.sharing import Encoding, Field, Joined, Same
+from maskpack.tasks import Tasks
+from maskpack.tree import Node
+from maskpack.words import Words, from_words, word_dtype
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Contents:
+    """Encoded rows. Nothing of it is ever changed.
+
+    Attributes:
+        num_rows: B.
+        schema: the forms of the fields, in key order.
+        layouts: by name, on the host.
+        fields: the encoded values of every tensor.
+        objects: the Python objects.
+        row_pads: words [B], of the fields whose pad is PER_ROW.
+        codec: what compresses the bytes when the batch travels; None for nothing.
+    """
+
+    num_rows: int
+    schema: Schema
+    layouts: Mapping[str, RowLayout]
+    fields: Mapping[Path, Encoding]
+    objects: Mapping[Path, Objects]
+    row_pads: Mapping[Path, Words]
+    codec: str | None = None
+
+    @cached_property
+    def forms(self) -> dict[Path, FieldForm]:
+        """The form of each entry, by its place."""
+        return {form.path: form for form in self.schema.forms}
+
+    @cached_property
+    def _rows_alone(self) -> IntArray:
+        """Bounds of the rows of a dense field; a batch without rows is one row."""
+        return np.arange((1 if self.schema.root.more_dims is None else self.num_rows) + 1)
+
+    def words_nbytes(self, path: Path) -> int:
+        """Bytes of the words of a field, decoded."""
+        return int(self.bounds(path)[-1]) * word_dtype_of(self.forms[path]).itemsize
+
+    def bounds(self, path: Path) -> IntArray:
+        """int64 [B + 1]: where the rows of a field begin and end among its words."""
+        form = self.forms[path]
+        rows = self._rows_alone if form.layout is None else self.layouts[form.layout].row_offsets
+        items = words_of_one(form)
+        return rows if items == 1 else rows * items
+
+
+def word_dtype_of(form: FieldForm) -> np.dtype[Any]:
+    """The dtype of a field's words."""
+    assert form.dtype is not None
+    return word_dtype(form.dtype.itemsize)
+
+
+def words_of_one(form: FieldForm) -> int:
+    """Words of one element of a field."""
+    assert form.dtype is not None
+    return math.prod(form.shape) * (2 if form.dtype.itemsize == 16 else 1)
+
+
+class Decoder:
+    """Decodes fields of one packed batch to one device and layout; each field is decoded once, and each layout goes to
+    a device once."""
+
+    def __init__(self, packed: Contents, nested: bool, device: torch.device | str | None) -> None:
+        self.nested = nested
+        self._packed = packed
+        self._device = device
+        self._moved: dict[tuple[str, str], RowLayout] = {}
+        self._words: dict[Path, Words] = {}
+
+    def read_ahead(self, forms: Iterable[FieldForm], tasks: Tasks) -> None:
+        """Decodes the words of fields in several threads, before they are asked for one by one."""
+        wanted = dict.fromkeys(
+            path for form in forms if form.path in self._packed.fields for path in self._own(form.path)
+        )
+        decoded = {path: tasks.start(self._decoded, path) for path in wanted}
+        self._words.update({path: words.result() for path, words in decoded.items()})
+
+    def _own(self, path: Path) -> list[Path]:
+        """The fields that store the words of a field."""
+        encoding = self._packed.fields[path]
+        if isinstance(encoding, Same):
+            return self._own(encoding.field)
+        if isinstance(encoding, Joined):
+            return [*self._own(encoding.head), *self._own(encoding.tail)]
+        return [path]
+
+    def entry(self, form: FieldForm) -> Any:
+        """An entry of the batch, in memory of its own."""
+        if form.node is not None:
+            return on(rows_only(form.node) if self.nested else form.node, self._device)
+        if form.kind == "object":
+            return self._packed.objects[form.path].entry(self._node_above(form.path).batch_size(self._packed.num_rows))
+        values = self._values(form)
+        if form.layout is None:
+            return values
+        layout = self._layout(form.layout, values.device)
+        if form.kind == "jagged" or (self.nested and form.kind in ("padded", "flat")):
+            return jagged(values, layout)
+        return values if form.kind == "flat" else to_padded(values, form, layout, self.row_pads(form))
+
+    def padded(self, path: Path) -> Tensor:
+        """A field in its padded form."""
+        return self.entry(self._packed.forms[path])
+
+    def row_pads(self, form: FieldForm) -> Tensor | None:
+        """[B], a copy, of a field whose pad is PER_ROW."""
+        if form.path not in self._packed.row_pads:
+            return None
+        assert form.dtype is not None
+        pads = from_words(self._packed.row_pads[form.path], form.dtype).clone()
+        return pads.to(self._device or form.device or "cpu")
+
+    def table_layouts(self) -> dict[str, RowLayout]:
+        """Fresh layouts for the LAYOUTS entry; it shares nothing with the packed batch."""
+        return {name: self._layout(name, torch.device(self._device or "cpu")) for name in self._packed.layouts}
+
+    def source(self, path: Path) -> Field:
+        """The words of a whole field, kept for the next who asks."""
+        if path not in self._words:
+            self._words[path] = self._decoded(path)
+        return Field(self._words[path], self._packed.bounds(path))
+
+    def _decoded(self, path: Path) -> Words:
+        encoded = self._packed.fields[path]
+        if isinstance(encoded, Same | Joined):
+            return encoded.decode(self.source)
+        return encoded.decode(word_dtype_of(self._packed.forms[path]), self._packed.bounds(path))
+
+    def _values(self, form: FieldForm) -> Tensor:
+        """The values on their device. What stays on the host is a copy, unless it is the source of a padded form."""
+        words, _ = self.source(form.path)
+        assert form.dtype is not None
+        more = (2,) if form.dtype.itemsize == 16 else ()
+        tensor = from_words(words.reshape((*self._first_dim(form), *form.shape, *more)), form.dtype)
+        device = torch.device(self._device or form.device or "cpu")
+        if device.type != "cpu":
+            return tensor.to(device)
+        padded_later = form.kind == "padded" and not self.nested
+        shared = isinstance(self._packed.fields[form.path], Plain | Same)
+        return tensor.clone() if shared and not padded_later else tensor
+
+    def _first_dim(self, form: FieldForm) -> tuple[int, ...]:
+        if form.layout is not None:
+            return (self._packed.layouts[form.layout].total,)
+        return () if self._packed.schema.root.more_dims is None else (self._packed.num_rows,)
+
+    def _layout(self, name: str, device: torch.device) -> RowLayout:
+        place = name, str(device)
+        if place not in self._moved:
+            layout = self._packed.layouts[name]
+            self._moved[place] = RowLayout.from_table(layout.width, layout.table, device, layout.anchor)
+        return self._moved[place]
+
+    def _node_above(self, path: Path) -> Node:
+        if len(path) == 1:
+            return self._packed.schema.root
+        node = self._packed.forms[path[:-1]].node
+        assert node is not None
+        return node
+
+
+def on(node: Node, device: torch.device | str | None) -> Node:
+    """A node of a batch that goes to `device`, if one is given."""
+    return node if device is None else Node(node.more_dims, str(device))

@@ -1,0 +1,184 @@
+"""Writing: what a packed batch says of itself in JSON, with its arrays by their numbers.
+
+Contents --manifest.py--> manifest, arrays --wire.py--> bytes --wire.py--> manifest, arrays --reading.py--> Contents
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import fields as fields_of
+from typing import Any, cast
+
+import numpy as np
+
+from maskpack import codec, objects
+from maskpack.contents import Contents
+from maskpack.encodings import Plain
+from maskpack.errors import MaskpackError
+from maskpack.registry import Pad, PadValue, Path, path_of, show
+from maskpack.schema import FieldForm
+from maskpack.tree import Node
+from maskpack.wire import FREE_ROWS, Message
+from maskpack.words import Words
+
+
+def write(packed: Contents, pickled: bool, with_objects: bool = True) -> tuple[Message, list[str]]:
+    """The message of a packed batch, and a name for each array. `pickled` allows objects that JSON cannot say;
+    without `with_objects` they are left out. Raises MaskpackError for an object that can't be said."""
+    writer = _Writer()
+    layouts = [
+        {
+            "name": name,
+            "width": layout.width,
+            "anchor": layout.anchor,
+            "runs": [writer.add(part, f"layout {name}") for part in layout.compact()],
+        }
+        for name, layout in packed.layouts.items()
+    ]
+    manifest: dict[str, Any] = {
+        "rows": packed.num_rows,
+        "root": _node_out(packed.schema.root),
+        "axes": [name for name, _, _ in packed.schema.axes],
+        "layouts": layouts,
+        "fields": [writer.field(packed, form, pickled, with_objects) for form in packed.schema.forms],
+    }
+    writer.pay(packed.num_rows)
+    arrays = writer.arrays
+    if packed.codec is not None:
+        arrays, records = codec.compressed(arrays, writer.near(packed))
+        manifest["codec"] = {"name": packed.codec, "arrays": records}
+    return Message(manifest, arrays), writer.names
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.arrays: list[Words] = []
+        self.names: list[str] = []
+        self._numbers: dict[int, int] = {}
+        self._alive: list[Words] = []  # so that no id comes twice
+        self._plain: dict[Path, int] = {}
+
+    def pay(self, rows: int) -> None:
+        """Bytes for the rows, where constant fields took fewer than the reader wants to see (wire.FREE_ROWS)."""
+        missing = rows - sum(array.nbytes for array in self.arrays)
+        if rows > FREE_ROWS and missing > 0:
+            self.add(np.zeros(missing, np.uint8), "rows")
+
+    def add(self, array: Words, name: str) -> int:
+        """The number of an array; the same array comes once."""
+        if id(array) not in self._numbers:
+            self._numbers[id(array)] = len(self.arrays)
+            self.arrays.append(array.reshape(-1))
+            self._alive.append(array)
+            self.names.append(name)
+        return self._numbers[id(array)]
+
+    def _forget(self, count: int) -> None:
+        """All arrays but the first `count`."""
+        del self.arrays[count:], self.names[count:]
+        self._numbers = {key: number for key, number in self._numbers.items() if number < count}
+
+    def field(self, packed: Contents, form: FieldForm, pickled: bool, with_objects: bool) -> dict[str, Any]:
+        if not all(map(objects.is_text, [*form.path, form.layout or ""])):
+            raise MaskpackError(
+                f"PackedBatch: field {form.path!r} has a name with half a surrogate pair, which is no Unicode text. "
+                "Rename it."
+            )
+        if len(form.shape) > objects.MOST_DIMS:
+            raise MaskpackError(
+                f'PackedBatch: field "{show(form.path)}" has elements of {len(form.shape)} dims; expected at most '
+                f"{objects.MOST_DIMS}. Flatten some of them."
+            )
+        out: dict[str, Any] = {"path": list(form.path), "kind": form.kind}
+        if form.node is not None:
+            return out | {"node": _node_out(form.node)}
+        if form.kind == "object":
+            return out | (self._object(packed, form, pickled) if with_objects else {})
+        out["dtype"] = str(form.dtype).removeprefix("torch.")
+        out |= {"device": form.device, "shape": list(form.shape)}
+        if form.layout is not None:
+            out["layout"] = form.layout
+        if form.kind == "padded":
+            out |= {"dim": form.ragged_dim, "pad": _pad_out(form.pads[0])}
+        if form.hints:
+            out["hints"] = list(form.hints)
+        if form.reason is not None:
+            out["reason"] = form.reason
+        if form.path in packed.row_pads:
+            out["row_pads"] = self.add(packed.row_pads[form.path], f"{show(form.path)} pads")
+        encoding = packed.fields[form.path]
+        out["encoding"] = self._encoding(encoding, show(form.path))
+        if isinstance(encoding, Plain):
+            self._plain[form.path] = out["encoding"]["words"]
+        return out
+
+    def near(self, packed: Contents) -> dict[int, int]:
+        """For arrays whose field has a `delta` hint, the array of the other field, if it has the same layout.
+        Hints that lead back to where they began are not followed."""
+        found: dict[int, int] = {}
+        for path, number in self._plain.items():
+            form = packed.forms[path]
+            for hint in form.hints:
+                name, _, other = hint.partition(":")
+                beside = (*path[:-1], *path_of(tuple(other.split("/"))))
+                if name == "delta" and beside in self._plain:
+                    twin = packed.forms[beside]
+                    alike = (twin.layout, twin.dtype, twin.shape) == (form.layout, form.dtype, form.shape)
+                    if alike and not _leads(found, self._plain[beside], number):
+                        found[number] = self._plain[beside]
+        return found
+
+    def _encoding(self, encoding: Any, name: str) -> dict[str, Any]:
+        out: dict[str, Any] = {"kind": type(encoding).__name__.lower()}
+        for field in fields_of(encoding):
+            value: Any = getattr(encoding, field.name)
+            if isinstance(value, np.ndarray):
+                out[field.name] = self.add(cast("Words", value), f"{name} {field.name}")
+            elif field.type == "Path":
+                out[field.name] = list(value)
+            elif field.type == "int":
+                out[field.name] = value
+            elif isinstance(value, tuple):
+                out[field.name] = [self._encoding(part, name) for part in cast("tuple[Any, ...]", value)]
+            else:
+                out[field.name] = self._encoding(value, name)
+        return out
+
+    def _object(self, packed: Contents, form: FieldForm, pickled: bool) -> dict[str, Any]:
+        held = packed.objects[form.path]
+        out: dict[str, Any] = {"depth": held.depth, "listed": held.listed}
+        if form.hints:
+            out["hints"] = list(form.hints)
+        before = len(self.arrays)
+        try:
+            return out | {"json": objects.to_json(held.data, lambda line: self.add(line, show(form.path)))}
+        except objects.Unsayable as error:
+            self._forget(before)
+            if not pickled:
+                raise MaskpackError(
+                    f'PackedBatch: field "{show(form.path)}" holds {error}; expected what JSON can say (numbers, '
+                    "text, lists, tuples, dicts, tensors), because pickles run code when they are read. Leave it out, "
+                    "or pass allow_pickle=True here and where it is read."
+                ) from error
+        buffers: list[pickle.PickleBuffer] = []
+        stream = pickle.dumps(held.data, protocol=5, buffer_callback=buffers.append)
+        lines = [stream, *[buffer.raw() for buffer in buffers]]
+        return out | {"pickle": [self.add(np.frombuffer(line, np.uint8), show(form.path)) for line in lines]}
+
+
+def _leads(found: dict[int, int], begin: int, end: int) -> bool:
+    while begin != end and begin in found:
+        begin = found[begin]
+    return begin == end
+
+
+def _node_out(node: Node) -> dict[str, Any]:
+    return {"dims": None if node.more_dims is None else list(node.more_dims), "device": node.device}
+
+
+def _pad_out(pad: PadValue) -> Any:
+    if isinstance(pad, Pad):
+        return {"pad": pad.name}
+    if isinstance(pad, complex):
+        return {"complex": [_pad_out(pad.real), _pad_out(pad.imag)]}
+    return objects.to_json(pad, lambda _: 0)

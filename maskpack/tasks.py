@@ -1,0 +1,39 @@
+"""Work on the fields of a large batch on the host, in as many threads as torch uses. numpy lets other threads run while
+it reads and copies; torch's own pool is left alone, since its threads stall where cores are busy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+import torch
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_LARGE = 1 << 24
+
+
+class Tasks:
+    """Threads, if `nbytes` are many. A context: leaving it drops what has not begun and waits for what has."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.count = torch.get_num_threads()
+        self._pool = ThreadPoolExecutor(self.count) if nbytes >= _LARGE and self.count > 1 else None
+
+    def __enter__(self) -> Tasks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    @property
+    def threaded(self) -> bool:
+        """Whether there are threads."""
+        return self._pool is not None
+
+    def start(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+        """Begins some work when a thread is free; only where there are threads."""
+        assert self._pool is not None
+        return self._pool.submit(work, *args, **kwargs)
