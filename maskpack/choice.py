@@ -7,9 +7,11 @@ A glance may pass over an encoding that would have fitted; that costs bytes, nev
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, cast
 
 import numpy as np
 
@@ -48,51 +50,77 @@ class Candidate:
     """A field that is to be encoded.
 
     Attributes:
-        words: flat, with the bounds of its rows.
-        bounds: int64 [B + 1].
+        words: flat; None where the field has an encoding already.
+        bounds: int64 [B + 1], of the rows.
         layout: the name of its layout; None for a dense field.
         integers: whether its dtype is one of whole numbers.
         columns: words of one element, the product of F.
         hints: of its spec.
+        encoding, dtype: that of the field by itself and that of its words, where the words are None.
     """
 
-    words: Words
+    words: Words | None
     bounds: IntArray
     layout: str | None
     integers: bool
     columns: int
     hints: Sequence[str]
+    encoding: Own | None = None
+    dtype: np.dtype[Any] | None = None
+
+    def word_dtype(self) -> np.dtype[Any]:
+        """The dtype of the words."""
+        dtype = self.dtype if self.words is None else self.words.dtype
+        assert dtype is not None
+        return dtype
+
+    def line(self) -> Words:
+        """The words, decoded if need be."""
+        if self.words is not None:
+            return self.words
+        assert self.encoding is not None
+        return self.encoding.decode(self.word_dtype(), self.bounds)
 
 
-def encode(fields: Mapping[Path, Candidate], begun: Mapping[Path, Own | None]) -> dict[Path, Encoding]:
-    """An encoding for every field; `begun` are those of fields by themselves that are known already."""
-    derived = _derived(fields)
-    return {
-        path: derived[path] if path in derived else begun.get(path) or encode_alone(field)
-        for path, field in fields.items()
-    }
+def encode(fields: Mapping[Path, Candidate]) -> dict[Path, Encoding]:
+    """An encoding for every field. `Joined` takes words from fields that are not joined themselves, `Same` from a field
+    that stores its own; so no field leads back to itself."""
+    found: dict[Path, Encoding] = dict(_joined(fields))
+    stored: dict[tuple[object, ...], list[tuple[Path, Own]]] = {}
+    for path, field in fields.items():
+        if path in found:
+            continue
+        own = encode_alone(field)
+        alike = stored.setdefault((field.layout, field.word_dtype(), int(field.bounds[-1])), [])
+        candidates = alike if field.layout is not None and int(field.bounds[-1]) else []
+        same = next((other for other, encoding in candidates if _equal(own, encoding)), None)
+        alike.append((path, own))
+        found[path] = own if same is None else Same(same)
+    return {path: found[path] for path in fields}
 
 
 def encode_alone(field: Candidate) -> Own:
     """The encoding of a field that takes no words from other fields."""
-    columns = _columns(field) if field.columns > 1 and "columns" in field.hints and field.words.size else None
-    if columns is not None and nbytes(columns) * _ENOUGH <= field.words.nbytes:
+    words, bounds = field.words, field.bounds
+    if words is None:
+        assert field.encoding is not None
+        return field.encoding
+    columns = _columns(field, words) if field.columns > 1 and "columns" in field.hints and words.size else None
+    if columns is not None and nbytes(columns) * _ENOUGH <= words.nbytes:
         return columns
-    best: Own = _best(field.words, field.bounds, field.integers, field.hints)
+    best: Own = _best(words, bounds, field.integers, field.hints)
     if columns is not None and nbytes(columns) < nbytes(best):
         best = columns
-    if nbytes(best) * _ENOUGH > field.words.nbytes and (
-        "repeated" in field.hints or likely_repeated(field.words, field.bounds)
-    ):
-        made = repeated(field.words, field.bounds, lambda words, bounds: _best(words, bounds, field.integers, ()))
+    if nbytes(best) * _ENOUGH > words.nbytes and ("repeated" in field.hints or likely_repeated(words, bounds)):
+        made = repeated(words, bounds, lambda words, bounds: _best(words, bounds, field.integers, ()))
         if made is not None and nbytes(made) < nbytes(best):
             best = made
     return best
 
 
-def _columns(field: Candidate) -> Columns:
+def _columns(field: Candidate, words: Words) -> Columns:
     bounds = field.bounds // field.columns
-    table = field.words.reshape(-1, field.columns)
+    table = words.reshape(-1, field.columns)
     columns = [np.ascontiguousarray(table[:, place]) for place in range(field.columns)]
     return Columns(tuple(_best(column, bounds, field.integers, ()) for column in columns))
 
@@ -151,10 +179,8 @@ def _most(flags: Words) -> bool:
 # -------------------------------------------------------------------- fields that follow from other fields
 
 
-def _derived(fields: Mapping[Path, Candidate]) -> dict[Path, Same | Joined]:
-    """`Joined` takes words from fields that are not joined themselves, `Same` from a field that stores its own; so no
-    field leads back to itself."""
-    found: dict[Path, Same | Joined] = {}
+def _joined(fields: Mapping[Path, Candidate]) -> dict[Path, Joined]:
+    found: dict[Path, Joined] = {}
     used: set[Path] = set()
     for path, field in fields.items():
         parts = _parts(path, field, fields)
@@ -163,15 +189,6 @@ def _derived(fields: Mapping[Path, Candidate]) -> dict[Path, Same | Joined]:
             if _is_joined(field, fields[head], fields[tail]):
                 found[path] = Joined(head, tail)
                 used.update(parts)
-    sizes: dict[tuple[object, ...], list[Path]] = {}
-    for path, field in fields.items():
-        if path not in found and field.layout is not None and field.words.size:
-            alike = sizes.setdefault((field.layout, field.words.dtype, field.words.size), [])
-            same = next((other for other in alike if _equal(field.words, fields[other].words)), None)
-            if same is None:
-                alike.append(path)
-            else:
-                found[path] = Same(same)
     return found
 
 
@@ -188,12 +205,24 @@ def _parts(path: Path, field: Candidate, fields: Mapping[Path, Candidate]) -> tu
 
 
 def _is_joined(field: Candidate, head: Candidate, tail: Candidate) -> bool:
-    if not head.words.dtype == tail.words.dtype == field.words.dtype or not field.words.size:
+    if not head.word_dtype() == tail.word_dtype() == field.word_dtype() or not int(field.bounds[-1]):
         return False
     if not np.array_equal(np.diff(head.bounds) + np.diff(tail.bounds), np.diff(field.bounds)):
         return False
-    return np.array_equal(alternating(Field(head.words, head.bounds), Field(tail.words, tail.bounds)), field.words)
+    return np.array_equal(alternating(Field(head.line(), head.bounds), Field(tail.line(), tail.bounds)), field.line())
 
 
-def _equal(words: Words, other: Words) -> bool:
-    return np.array_equal(words[:64], other[:64]) and np.array_equal(words, other)
+def _equal(own: Any, other: Any) -> bool:
+    """Whether two encodings are the same to the bit, and so give the same words."""
+    if type(own) is not type(other):
+        return False
+    if isinstance(own, np.ndarray):
+        a, b = cast("Words", own), cast("Words", other)
+        alike = a.shape == b.shape and a.dtype == b.dtype
+        return alike and np.array_equal(a[:64], b[:64]) and np.array_equal(a, b)
+    if isinstance(own, tuple):
+        parts, others = cast("tuple[Own, ...]", own), cast("tuple[Own, ...]", other)
+        return len(parts) == len(others) and all(map(_equal, parts, others))
+    if isinstance(own, int):
+        return own == other
+    return all(_equal(getattr(own, field.name), getattr(other, field.name)) for field in dataclasses.fields(own))

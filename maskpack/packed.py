@@ -26,7 +26,7 @@ from torch import Tensor
 from maskpack import codec as codecs
 from maskpack import manifest, reading, wire
 from maskpack.choice import Candidate, encode, encode_alone
-from maskpack.contents import Contents, Decoder, on, words_of_one
+from maskpack.contents import Contents, Decoder, on, word_dtype_of, words_of_one
 from maskpack.errors import LayoutError
 from maskpack.joining import joined
 from maskpack.layout import RowLayout
@@ -319,30 +319,18 @@ def _layouts_of(like: Any) -> dict[str, RowLayout]:
 
 
 def _encoded(found: Survey, codec: str | None) -> PackedBatch:
+    forms = tuple(_packed_form(form, found) for form in found.forms)
     tensors = {
         form.path: found.values.get(form.path, found.entries[form.path])
-        for form in found.forms
-        if form.kind not in ("object", "node")
+        for form in forms
+        if form.kind not in ("object", "node") and form.path not in found.made
     }
-    for path, tensor in tensors.items():
-        if tensor.layout != torch.strided:
-            raise LayoutError(
-                f'compress: field "{show(path)}" has the memory layout {tensor.layout}; expected strided or jagged. '
-                "Convert it with to_dense(), or leave it out."
-            )
     fresh = {
         path
-        for path in found.values
-        if not found.entries[path].is_nested and found.values[path] is not found.entries[path]
+        for path in tensors
+        if path in found.values and not found.entries[path].is_nested and tensors[path] is not found.entries[path]
     }
     bits = host_words(tensors, fresh)
-    rootless = found.root.more_dims is None
-    forms = tuple(
-        replace(form, device=str(tensors[form.path].device), shape=_element(tensors[form.path], form.layout, rootless))
-        if form.path in tensors
-        else form
-        for form in found.forms
-    )
     objects = {
         form.path: Objects.of(found.entries[form.path]).stowed(found.rows, "row-list" in form.hints)
         for form in forms
@@ -353,30 +341,44 @@ def _encoded(found: Survey, codec: str | None) -> PackedBatch:
     schema = replace(found.schema(), forms=forms)
     packed = PackedBatch(found.rows, schema, layouts, {}, objects, row_pads, codec)
     candidates = {
-        form.path: _candidate(form, bits[form.path], packed.bounds(form.path)) for form in forms if form.path in bits
+        form.path: _candidate(form, bits.get(form.path), packed.bounds(form.path), found.made.get(form.path))
+        for form in forms
+        if form.kind not in ("object", "node")
     }
-    return replace(packed, fields=encode(candidates, found.made))
+    return replace(packed, fields=encode(candidates))
 
 
-def _candidate(form: FieldForm, line: Words, bounds: IntArray) -> Candidate:
+def _packed_form(form: FieldForm, found: Survey) -> FieldForm:
+    """A form with the device and the shape of one element; without rows, a dense field is one element."""
+    if form.kind in ("object", "node"):
+        return form
+    tensor = found.values.get(form.path, found.entries[form.path])
+    if tensor.layout != torch.strided:
+        raise LayoutError(
+            f'compress: field "{show(form.path)}" has the memory layout {tensor.layout}; expected strided or jagged. '
+            "Convert it with to_dense(), or leave it out."
+        )
+    shape = tensor.shape[0 if form.layout is None and found.root.more_dims is None else 1 :]
+    if form.path in found.made:
+        shape = tensor.movedim(form.ragged_dim, 1).shape[2:]
+    return replace(form, device=str(tensor.device), shape=tuple(shape))
+
+
+def _candidate(form: FieldForm, line: Words | None, bounds: IntArray, encoding: Own | None = None) -> Candidate:
     assert form.dtype is not None
     integers = not (form.dtype.is_floating_point or form.dtype.is_complex)
-    return Candidate(line.reshape(-1), bounds, form.layout, integers, words_of_one(form), form.hints)
+    flat = None if line is None else line.reshape(-1)
+    items, dtype = words_of_one(form), word_dtype_of(form)
+    return Candidate(flat, bounds, form.layout, integers, items, form.hints, encoding, dtype)
 
 
 def _begun(form: FieldForm, values: Tensor, layout: RowLayout) -> Own | None:
-    """The encoding of a padded field by itself, while others are still being read; None for one that may follow from
-    other fields, or is better left until its words are on the host."""
-    if form.kind != "padded" or values.device.type != "cpu" or any(hint.startswith("join:") for hint in form.hints):
+    """The encoding of a padded field by itself; None for one that may follow from other fields."""
+    if form.kind != "padded" or any(hint.startswith("join:") for hint in form.hints):
         return None
     shaped = replace(form, shape=tuple(values.shape[1:]))
-    items = words_of_one(shaped)
-    return encode_alone(_candidate(shaped, words(values).numpy(), layout.row_offsets * items))
-
-
-def _element(tensor: Tensor, layout: str | None, rootless: bool) -> tuple[int, ...]:
-    """The shape of one element; without rows, a dense field is one element."""
-    return tuple(tensor.shape if layout is None and rootless else tensor.shape[1:])
+    bounds = layout.row_offsets * words_of_one(shaped)
+    return encode_alone(_candidate(shaped, words(values).numpy(), bounds))
 
 
 def _check_device(device: torch.device | str | None) -> None:

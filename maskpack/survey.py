@@ -52,9 +52,9 @@ class Survey:
         entries: the entry behind each form, as it is in the batch.
         layouts: by name, those that a form lies under, and the axes.
         axes: names of the layouts that padded fields lie under, or would, had they no values under their mask.
-        values: packed values [T, *F] of every padded, flat and jagged form.
+        values: packed values [T, *F] of every padded, flat and jagged form, unless something was made of them.
         row_pads: [B], of every field whose pad is PER_ROW.
-        made: what `then` gave for the values of a field.
+        made: what `then` made of the values of a field.
     """
 
     root: Node
@@ -79,8 +79,8 @@ def survey(
     stand_in: Mapping[str, RowLayout],
     then: Then | None = None,
 ) -> Survey:
-    """Decides every entry and gathers the values. `stand_in` are layouts for masks that are not in the batch; `then` is
-    done with the values of each field that keeps its layout, while other fields are still being read."""
+    """Decides every entry and gathers the values. `stand_in` are layouts for masks that are not in the batch; what
+    `then` makes of the values of a field takes their place."""
     if not isinstance(batch, TensorDictBase):
         raise LayoutError(
             f"{options.call}: the batch is a {type(batch).__name__}; expected a TensorDict. "

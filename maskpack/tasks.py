@@ -11,7 +11,7 @@ import torch
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_LARGE = 1 << 24
+_LARGE = 1 << 26
 
 
 class Tasks:

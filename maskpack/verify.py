@@ -31,8 +31,8 @@ Then = Callable[[FieldForm, Tensor, RowLayout], Any]
 class Verifier:
     """Gathers the values of every field that lies under a layout, and finds the one pad that each padded field has.
 
-    `gather(form, one_call)` gives the values [T, *F] of a field, and `then` is done with them if the field keeps its
-    layout; `known` are pads that need no look.
+    `gather(form, one_call)` gives the values [T, *F] of a field, and `then` makes something else of those of
+    a padded field on the host; `known` are pads that need no look.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Verifier:
             if form.path not in unsure:
                 sure.append(form)
             elif pad is None:
-                del self.values[form.path]
+                self.values.pop(form.path)
                 sure.append(FieldForm(form.path, "dense", dtype=form.dtype, reason=_KEPT))
             else:
                 held = self._pad(form, pad)
@@ -98,37 +98,37 @@ class Verifier:
 
     def _read(self, gathered: Sequence[FieldForm], doubtful: Mapping[Path, FieldForm]) -> dict[Path, PadValue | None]:
         """Gathers all fields; the pads of the doubtful ones."""
-        if not self._tasks.threaded or not doubtful:
+        if any(self._entries[form.path].device.type != "cpu" for form in gathered):
             self.values |= {form.path: self._gather(form, False) for form in gathered}
-            found = self._tried(doubtful)
-            for form in gathered if self._then else ():
-                self._done(form, found.get(form.path) is not None or form.path not in doubtful)
-            return found
+            return self._tried(doubtful)
 
-        def index(layout: RowLayout) -> Tensor:
-            return layout.indices
-
-        # every layout's once, before several threads ask for it
-        indices = {name: self._tasks.start(index, layout) for name, layout in self._layouts.items()}
-
-        def read(form: FieldForm) -> PadValue | None:
+        def read(form: FieldForm, one_call: bool) -> PadValue | None:
             trials = form.pads if form.path in doubtful else ()
             by_row = PER_ROW in trials[:1] or SIGNED_ZERO in trials[:1]
             seen = checks.not_pad(self._padded(form)[0], trials[0]) if trials and not by_row else None
-            indices[form.layout or ""].result()
-            self.values[form.path] = self._gather(form, True)  # now, while the field is in the cache
+            self.values[form.path] = self._gather(form, one_call)  # now, while the field is in the cache
             counts = (self._strays(form, pad, None if place else seen) for place, pad in enumerate(trials))
             pad = next((pad for pad, count in zip(trials, counts, strict=True) if not count), None)
-            self._done(form, pad is not None or not trials)
+            if pad is not None or not trials:
+                self._finish(form)
             return pad
 
-        pads = {form.path: self._tasks.start(read, form) for form in gathered}
-        found = {path: pad.result() for path, pad in pads.items()}
+        if not self._tasks.threaded or not doubtful:
+            found = {form.path: read(form, False) for form in gathered}
+        else:
+            for index in [self._tasks.start(RowLayout.index, layout) for layout in self._layouts.values()]:
+                index.result()  # computed once, before several threads ask for it
+            pads = {form.path: self._tasks.start(read, form, True) for form in gathered}
+            found = {path: pad.result() for path, pad in pads.items()}
         return {path: found[path] for path in doubtful}
 
-    def _done(self, form: FieldForm, kept: bool) -> None:
-        if self._then is not None and kept and not self._entries[form.path].is_nested:  # those values are the caller's
-            self.made[form.path] = self._then(form, self.values[form.path], self._layouts[form.layout or ""])
+    def _finish(self, form: FieldForm) -> None:
+        """Lets `then` make what it wants of the values, which are dropped in exchange: their memory serves the next."""
+        if self._then is not None and not self._entries[form.path].is_nested:  # those values are the caller's
+            made = self._then(form, self.values[form.path], self._layouts[form.layout or ""])
+            if made is not None:
+                self.made[form.path] = made
+                del self.values[form.path]
 
     def _tried(self, unsure: Mapping[Path, FieldForm]) -> dict[Path, PadValue | None]:
         """One synchronisation for the first pads of all fields, one more for the second of those that failed, ..."""

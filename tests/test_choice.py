@@ -248,7 +248,7 @@ def test_no_field_leads_back_to_itself(data: st.DataObject) -> None:
         hints = tuple(f"join:{data.draw(one)},{data.draw(one)}" for _ in range(data.draw(st.integers(0, 2))))
         field = One(held, dtype, 1, hints, True)
         candidates[(name,)] = field.candidate(data.draw(st.sampled_from(["k", "l", "m", "n", None])))
-    found = encode(candidates, {})
+    found = encode(candidates)
     assert list(found) == list(candidates)
     followed(found)
     for path, field in candidates.items():
@@ -265,7 +265,7 @@ def test_a_circle_of_joins(order: tuple[str, ...]) -> None:
         "c": Candidate(words[:0], none, "m", True, 1, ("join:a,b", "join:b,a")),
     }
     candidates = {(name,): of[name] for name in order}
-    found = encode(candidates, {})
+    found = encode(candidates)
     assert sum(isinstance(encoding, Joined) for encoding in found.values()) == 1
     followed(found)
     for path, field in candidates.items():
@@ -283,7 +283,7 @@ def test_a_joined_field_is_no_source_of_a_joined_field(order: tuple[str, ...]) -
         "abc": Candidate(np.array([7, 800, 6, 70, 5, 600]), np.array([0, 3, 6]), "o", True, 1, ("join:ab,c",)),
     }
     candidates = {(name,): of[name] for name in dict.fromkeys([*order, *of])}
-    found = encode(candidates, {})
+    found = encode(candidates)
     assert sum(isinstance(encoding, Joined) for encoding in found.values()) == 1
     followed(found)
     for path, field in candidates.items():
@@ -301,7 +301,7 @@ def test_one_word_makes_a_difference(place: int) -> None:
         ("b",): Candidate(other, bounds, "m", True, 1, ()),
         ("c",): Candidate(other.copy(), bounds, "m", True, 1, ()),
     }
-    found = encode(fields, {})
+    found = encode(fields)
     assert found[("c",)] == Same(("b",))
     assert found[("b",)].decode(words.dtype, bounds).tolist() == other.tolist()
 
@@ -315,7 +315,7 @@ def test_joined_of_a_field_that_is_the_same_as_another() -> None:
         ("tail",): Candidate(tail, np.array([0, 1, 2]), "t", True, 1, ()),
         ("whole",): Candidate(whole, np.array([0, 3, 5]), "w", True, 1, ("join:head,tail",)),
     }
-    found = encode(candidates, {})
+    found = encode(candidates)
     assert found[("head",)] == Same(("first",))
     assert found[("whole",)] == Joined(("head",), ("tail",))
     assert decoded(found, candidates, ("whole",)) == whole.tolist()
@@ -342,9 +342,9 @@ def test_what_is_not_joined(change: dict[str, Any]) -> None:
         ("head",): Candidate(np.array([7, 70, 5]), np.array([0, 2, 3]), "h", True, 1, ()),
         ("tail",): Candidate(np.array([1, 2]), np.array([0, 1, 2]), "t", True, 1, ()),
     }
-    assert isinstance(encode({**candidates, ("whole",): whole}, {})[("whole",)], Joined)
+    assert isinstance(encode({**candidates, ("whole",): whole})[("whole",)], Joined)
     candidates[("whole",)] = dataclasses.replace(whole, **change)
-    found = encode(candidates, {})
+    found = encode(candidates)
     assert not isinstance(found[("whole",)], Joined)
     assert decoded(found, candidates, ("whole",)) == candidates[("whole",)].words.tolist()
 
@@ -362,13 +362,13 @@ def test_what_is_not_joined(change: dict[str, Any]) -> None:
 )
 def test_what_is_not_the_same(change: dict[str, Any]) -> None:
     one = Candidate(np.array([7, 70, 5]), np.array([0, 2, 3]), "h", True, 1, ())
-    assert encode({("a",): one, ("b",): one}, {})[("b",)] == Same(("a",))
+    assert encode({("a",): one, ("b",): one})[("b",)] == Same(("a",))
     other = dataclasses.replace(one, **change)
-    found = encode({("a",): one, ("b",): other}, {})
+    found = encode({("a",): one, ("b",): other})
     assert not isinstance(found[("b",)], Same)
     assert found[("b",)].decode(other.words.dtype, other.bounds).tolist() == other.words.tolist()
     dense = dataclasses.replace(one, layout=None)
-    assert not isinstance(encode({("a",): dense, ("b",): dense}, {})[("b",)], Same)
+    assert not isinstance(encode({("a",): dense, ("b",): dense})[("b",)], Same)
 
 
 def test_a_joined_field_in_a_sub_batch_takes_its_neighbours() -> None:
@@ -376,21 +376,22 @@ def test_a_joined_field_in_a_sub_batch_takes_its_neighbours() -> None:
     tail = Candidate(np.array([1, 2]), np.array([0, 1, 2]), "t", True, 1, ())
     whole = Candidate(np.array([7, 70, 1, 5, 2]), np.array([0, 3, 5]), "w", True, 1, ("join:head,more/tail",))
     near = {("sub", "head"): head, ("sub", "more", "tail"): tail, ("sub", "whole"): whole, ("head",): tail}
-    assert encode(near, {})[("sub", "whole")] == Joined(("sub", "head"), ("sub", "more", "tail"))
+    assert encode(near)[("sub", "whole")] == Joined(("sub", "head"), ("sub", "more", "tail"))
     far = {("head",): head, ("more", "tail"): tail, ("sub", "whole"): whole}
-    assert not isinstance(encode(far, {})[("sub", "whole")], Joined)
+    assert not isinstance(encode(far)[("sub", "whole")], Joined)
 
 
 def test_encodings_that_are_known_are_taken() -> None:
-    """For fields that do not follow from others; None stands for one that is not known."""
-    words, bounds = np.array([7, 70, 5]), np.array([0, 2, 3])
-    one = Candidate(words, bounds, "h", True, 1, ())
-    known = Plain(words)
-    found = encode({("a",): one, ("b",): one, ("c",): one}, {("a",): known, ("b",): known})
+    bounds, known = np.array([0, 2, 3]), Plain(np.array([7, 70, 5]))
+    one = Candidate(None, bounds, "h", True, 1, (), known, np.dtype(np.int64))
+    tail = Candidate(np.array([1, 2]), np.array([0, 1, 2]), "t", True, 1, ())
+    whole = Candidate(np.array([7, 70, 1, 5, 2]), np.array([0, 3, 5]), "w", True, 1, ("join:a,t",))
+    found = encode({("w",): whole, ("a",): one, ("b",): one, ("t",): tail})
     assert found[("a",)] is known
-    assert found[("b",)] == found[("c",)] == Same(("a",))
-    assert isinstance(encode({("a",): one}, {("a",): None})[("a",)], Narrow)
-    assert isinstance(encode({("a",): one}, {("other",): known})[("a",)], Narrow)
+    assert found[("b",)] == Same(("a",))
+    assert found[("w",)] == Joined(("a",), ("t",))
+    other = dataclasses.replace(one, dtype=np.dtype(np.int32), encoding=Plain(np.array([7, 70, 5], np.int32)))
+    assert not isinstance(encode({("a",): one, ("b",): other})[("b",)], Same)
 
 
 # -------------------------------------------------------------------- whole batches, any registry
