@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import nest, payload
+from bench.measure import keep_memory
 from bench.report import table, write_json
 
 CASES = {"payload": payload.run, "nest": nest.run}
@@ -19,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=_positive, default=9, help="timed rounds, medians are shown (default 9)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     given = parser.parse_args(arguments)
+    keep_memory()
     rows = CASES[given.case](given.rows, given.rounds)
     print(table(rows))
     if given.json is not None:

@@ -17,6 +17,7 @@ import torch
 from tensordict import TensorDictBase, is_non_tensor
 from torch import Tensor
 
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -30,6 +31,14 @@ def progress(text: str) -> None:
 
 
 # -------------------------------------------------------------------- time
+
+
+def keep_memory() -> None:
+    """Tells glibc to keep freed memory for the rest of the process. By default it gives some back, depending on what
+    was freed before, and then one work or another, ours or a baseline, pays for fresh pages by accident."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_TRIM_THRESHOLD, -1)
+    libc.mallopt(_MMAP_THRESHOLD, 1 << 25)  # the most that glibc takes
 
 
 def interleaved(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:

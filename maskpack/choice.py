@@ -1,4 +1,4 @@
-"""The choice of an encoding: field by field and batch by batch, whatever is smallest and exact.
+"""The choice of an encoding: field by field and batch by batch, a small one that is exact.
 
     hints of the registry first -> what a glance at the words suggests -> narrow integers -> plain
 
@@ -111,7 +111,8 @@ def encode_alone(field: Candidate) -> Own:
     best: Own = _best(words, bounds, field.integers, field.hints)
     if columns is not None and nbytes(columns) < nbytes(best):
         best = columns
-    if nbytes(best) * _ENOUGH > words.nbytes and ("repeated" in field.hints or likely_repeated(words, bounds)):
+    large = nbytes(best) * _ENOUGH > words.nbytes
+    if "repeated" in field.hints or (large and likely_repeated(words, bounds)):
         made = repeated(words, bounds, lambda words, bounds: _best(words, bounds, field.integers, ()))
         if made is not None and nbytes(made) < nbytes(best):
             best = made

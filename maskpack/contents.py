@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from maskpack.choice import Candidate
 from maskpack.encodings import Plain
 from maskpack.jagged import jagged
 from maskpack.layout import RowLayout
@@ -20,7 +21,7 @@ from maskpack.objects import Objects
 from maskpack.registry import Path
 from maskpack.rows import IntArray
 from maskpack.schema import FieldForm, Schema
-from maskpack.sharing import Encoding, Field, Joined, Same
+from maskpack.sharing import Encoding, Field, Joined, Own, Same
 from maskpack.tasks import Tasks
 from maskpack.tree import Node
 from maskpack.words import Words, from_words, word_dtype
@@ -80,6 +81,15 @@ def words_of_one(form: FieldForm) -> int:
     """Words of one element of a field."""
     assert form.dtype is not None
     return math.prod(form.shape) * (2 if form.dtype.itemsize == 16 else 1)
+
+
+def candidate(form: FieldForm, line: Words | None, bounds: IntArray, encoding: Own | None = None) -> Candidate:
+    """A field with its words, or its encoding, for the choice of an encoding."""
+    assert form.dtype is not None
+    integers = not (form.dtype.is_floating_point or form.dtype.is_complex)
+    flat = None if line is None else line.reshape(-1)
+    items, dtype = words_of_one(form), word_dtype_of(form)
+    return Candidate(flat, bounds, form.layout, integers, items, form.hints, encoding, dtype)
 
 
 class Decoder:

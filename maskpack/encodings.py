@@ -197,11 +197,10 @@ class Runs:
         if not words.size:
             return None
         real = np.diff(bounds) > 0
-        change = np.empty(words.size, np.bool_)
         if words.strides == (0,):  # one word, many times
-            change[:] = False
-        else:
-            np.not_equal(words[1:], words[:-1], out=change[1:])
+            return cls(one(real.astype(np.uint8)), np.zeros(0, np.uint8), trimmed(words[:1]))
+        change = np.empty(words.size, np.bool_)
+        np.not_equal(words[1:], words[:-1], out=change[1:])
         change[bounds[:-1][real]] = True
         if 2 * int(np.count_nonzero(change)) > words.size + 2 * len(real):
             return None

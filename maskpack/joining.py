@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maskpack.choice import Candidate, encode_alone
-from maskpack.contents import Contents, Decoder, words_of_one
+from maskpack.choice import encode_alone
+from maskpack.contents import Contents, Decoder, candidate
 from maskpack.errors import LayoutError
 from maskpack.layout import RowLayout
 from maskpack.objects import Objects, Stowed
@@ -19,6 +19,7 @@ from maskpack.registry import EDGE, PER_ROW, Pad, Path, show
 from maskpack.rows import cumulated
 from maskpack.schema import FieldForm, Schema
 from maskpack.sharing import Encoding, Joined, Same
+from maskpack.tree import Node
 from maskpack.words import Words, pad_tensor, words
 
 _APART = "its batches hold it in different forms"
@@ -35,6 +36,7 @@ def joined(batches: Sequence[Contents]) -> Contents:
                 f"PackedBatch.cat: fields {odd} are not in every batch; expected the same fields. Pack the same "
                 "fields, or decode and drop the others."
             )
+    _check_dims([batch.schema.root for batch in batches], "the batch")
     decoders = [Decoder(batch, False, "cpu") for batch in batches]
     forms = [_form([batch.forms[path] for batch in batches], _padded_somewhere(batches, path)) for path in paths]
     apart = {form.path: _padded(form, decoders) for form in forms if form.reason == _APART}
@@ -51,7 +53,9 @@ def joined(batches: Sequence[Contents]) -> Contents:
     fields: dict[Path, Encoding] = {}
     row_pads: dict[Path, Words] = {}
     objects = {
-        form.path: _objects([batch.objects[form.path] for batch in batches], [batch.num_rows for batch in batches])
+        form.path: _objects(
+            [batch.objects[form.path] for batch in batches], [_dims(batch, form.path) for batch in batches]
+        )
         for form in forms
         if form.kind == "object"
     }
@@ -61,7 +65,7 @@ def joined(batches: Sequence[Contents]) -> Contents:
     whole = Contents(rows, schema, layouts, fields, objects, row_pads, batches[0].codec)
     for form in forms:
         if form.path in apart:
-            fields[form.path] = _chosen(form, words(apart[form.path]).numpy().reshape(-1), whole.bounds(form.path))
+            fields[form.path] = encode_alone(candidate(form, words(apart[form.path]).numpy(), whole.bounds(form.path)))
         elif form.kind not in ("object", "node"):
             fields[form.path] = _encoding(whole, form, batches, decoders)
     return whole
@@ -77,27 +81,42 @@ def _form(column: Sequence[FieldForm], padded: Sequence[bool]) -> FieldForm:
     """One form for the parts' forms. Constant pads that differ become one pad a row; other differences make the field
     dense."""
     form = column[0]
-    if any(other.dtype != form.dtype for other in column):
-        dtypes = [str(other.dtype).removeprefix("torch.") for other in column]
+    name = show(form.path)
+    kinds = {other.kind if other.kind in ("object", "node") else "tensor" for other in column}
+    if len(kinds) > 1:
         raise LayoutError(
-            f'PackedBatch.cat: field "{show(form.path)}" has dtypes {dtypes}; expected one. Cast before packing.'
+            f'PackedBatch.cat: field "{name}" is {" and ".join(sorted(kinds))}; expected one kind. '
+            "Pack the same fields."
         )
+    _check_dims([other.node for other in column if other.node is not None], f'the sub-batch "{name}"')
     if form.kind in ("object", "node"):
         return form
-    dense = FieldForm(form.path, "dense", dtype=form.dtype, device=form.device, hints=form.hints)
+    if any(other.dtype != form.dtype for other in column):
+        dtypes = [str(other.dtype).removeprefix("torch.") for other in column]
+        raise LayoutError(f'PackedBatch.cat: field "{name}" has dtypes {dtypes}; expected one. Cast before packing.')
+    dense = FieldForm(form.path, "dense", dtype=form.dtype, device=form.device, reason=_APART)
     if any((f.kind, f.layout, f.ragged_dim) != (form.kind, form.layout, form.ragged_dim) for f in column):
-        return replace(dense, reason=_APART)
+        return dense
     if any(f.shape != form.shape for f in column):
         raise LayoutError(
-            f'PackedBatch.cat: field "{show(form.path)}" has elements of shape {[f.shape for f in column]}; expected '
-            "one. Bring the batches to one shape before packing."
+            f'PackedBatch.cat: field "{name}" has elements of shape {[f.shape for f in column]}; expected one. Bring '
+            "the batches to one shape before packing."
         )
     seen = [f for f, is_padded in zip(column, padded, strict=True) if is_padded] or [form]
     if all(f.pads_by_bits == seen[0].pads_by_bits for f in seen):
         return replace(form, pads=seen[0].pads)
     if any(f.pads == (EDGE,) for f in seen):
-        return replace(dense, reason=_APART)
+        return dense
     return replace(form, pads=(PER_ROW,))
+
+
+def _check_dims(nodes: Sequence[Node], name: str) -> None:
+    dims = [node.more_dims for node in nodes]
+    if len(set(dims)) > 1:
+        raise LayoutError(
+            f"PackedBatch.cat: {name} has batch dims {dims} behind its rows; expected the same. Pad the batches to one "
+            "width, or give the TensorDict batch_size=[rows], before packing."
+        )
 
 
 # -------------------------------------------------------------------- values
@@ -116,19 +135,13 @@ def _encoding(whole: Contents, form: FieldForm, batches: Sequence[Contents], dec
         if made is not None:
             return made
     line = np.concatenate([decoder.source(path).words for decoder in decoders])
-    return _chosen(form, line, cumulated(np.concatenate([np.diff(own) for own in bounds])))
+    return encode_alone(candidate(form, line, cumulated(np.concatenate([np.diff(own) for own in bounds]))))
 
 
 def _stands(whole: Contents, encoding: Same | Joined) -> bool:
     """Whether the fields that an encoding takes its words from keep their rows: none of them became dense."""
     others = [encoding.field] if isinstance(encoding, Same) else [encoding.head, encoding.tail]
     return all(whole.forms[other].layout is not None for other in others)
-
-
-def _chosen(form: FieldForm, line: Words, bounds: Any) -> Encoding:
-    assert form.dtype is not None
-    integers = not (form.dtype.is_floating_point or form.dtype.is_complex)
-    return encode_alone(Candidate(line, bounds, form.layout, integers, words_of_one(form), form.hints))
 
 
 def _padded(form: FieldForm, decoders: Sequence[Decoder]) -> Tensor:
@@ -156,15 +169,33 @@ def _row_pads(batch: Contents, path: Path) -> Words:
 # -------------------------------------------------------------------- objects
 
 
-def _objects(parts: Sequence[Objects], rows: Sequence[int]) -> Objects:
+def _dims(batch: Contents, path: Path) -> tuple[int, ...]:
+    """The batch dims that an object of the batch stands for."""
+    node = batch.schema.root if len(path) == 1 else batch.forms[path[:-1]].node
+    assert node is not None
+    return node.batch_size(batch.num_rows)
+
+
+def _objects(parts: Sequence[Objects], dims: Sequence[tuple[int, ...]]) -> Objects:
     if all(part.listed for part in parts):
         return Objects([item for part in parts for item in part.data], 0, True)
-    if all(part.depth for part in parts):
-        return Objects([item for part in parts for item in part.data], parts[0].depth)
     if not any(part.depth for part in parts) and all(_equal(part.data, parts[0].data) for part in parts):
         return parts[0]
-    spread = [part.data if part.depth else [part.data] * count for part, count in zip(parts, rows, strict=True)]
-    return Objects([item for data in spread for item in data], 1)
+    depth = max(part.depth for part in parts) or len(dims[0])
+    spread = [_spread(part, sizes, depth) for part, sizes in zip(parts, dims, strict=True)]
+    return Objects([item for data in spread for item in data], depth)
+
+
+def _spread(part: Objects, dims: tuple[int, ...], depth: int) -> list[Any]:
+    """Lists of lists, one object at each place of the first `depth` batch dims."""
+
+    def below(data: Any, at: int) -> Any:
+        if at == depth:
+            return data
+        items = data if at < part.depth else [data] * dims[at]
+        return [below(item, at + 1) for item in items]
+
+    return below(part.data, 0)
 
 
 def _equal(a: Any, b: Any) -> bool:

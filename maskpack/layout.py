@@ -247,10 +247,6 @@ class RowLayout:
             torch.arange(self.total, device=self.device)
         )
 
-    def index(self) -> Tensor:
-        """`indices`, as a call."""
-        return self.indices
-
     def to_mask(self, dtype: torch.dtype = torch.bool) -> Tensor:
         """The mask [B, S]: 1 at real positions, 0 elsewhere."""
         mask = torch.zeros(self.num_rows * self.width, dtype=torch.bool, device=self.device)

@@ -160,8 +160,8 @@ class _Cycle(Exception):
 
 
 def _mapped(data: Any, leaf: Callable[[Any], Any]) -> Any:
-    """`data` with every item of its dicts, lists and tuples put through `leaf`. Containers are rebuilt where an item
-    changed, and stay shared where they were; what contains itself, or is too deep, is left as it is."""
+    """`data` with every item of its dicts, lists and tuples put through `leaf`. Dicts and lists are copied, those that
+    were shared stay shared; what contains itself, or is too deep, is left as it is."""
     done: dict[int, Any] = {}
     alive: list[Any] = []  # so that no id comes twice
 
@@ -183,7 +183,7 @@ def _mapped(data: Any, leaf: Callable[[Any], Any]) -> Any:
         done[id(item)] = _Cycle
         old = list(item.values()) if kind is dict else list(item)
         new = [walk(child, depth + 1) for child in old]
-        if all(a is b for a, b in zip(old, new, strict=True)):
+        if kind is tuple and all(a is b for a, b in zip(old, new, strict=True)):
             done[id(item)] = item
         else:
             done[id(item)] = dict(zip(item, new, strict=True)) if kind is dict else kind(new)

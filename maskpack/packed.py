@@ -4,7 +4,7 @@
                                      |  ^
                        pickle, to_bytes, save  from_bytes, load
 
-Nothing of a PackedBatch is ever changed, and what it gives out is a copy.
+Nothing of a PackedBatch is ever changed, and the tensors that it gives out are copies.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch import Tensor
 
 from maskpack import codec as codecs
 from maskpack import manifest, reading, wire
-from maskpack.choice import Candidate, encode, encode_alone
-from maskpack.contents import Contents, Decoder, on, word_dtype_of, words_of_one
+from maskpack.choice import encode, encode_alone
+from maskpack.contents import Contents, Decoder, candidate, on, words_of_one
 from maskpack.errors import LayoutError
 from maskpack.joining import joined
 from maskpack.layout import RowLayout
@@ -40,7 +40,7 @@ from maskpack.sharing import Joined, Own, Same, arrays_of
 from maskpack.survey import Survey, survey
 from maskpack.tasks import Tasks
 from maskpack.tree import build, chosen
-from maskpack.words import Words, host_words, words
+from maskpack.words import host_words, words
 
 Target = Literal["padded", "nested"]
 
@@ -110,6 +110,7 @@ class PackedBatch(Contents):
 
     def split(self, sizes: int | Sequence[int]) -> tuple[PackedBatch, ...]:
         """Consecutive parts of `sizes` rows: a list that sums to B, or one size (the last part may be smaller)."""
+        sizes = _whole_numbers(sizes)
         if isinstance(sizes, int):
             if sizes < 1:
                 raise LayoutError(f"PackedBatch.split: size is {sizes}; expected at least 1. Give a positive size.")
@@ -125,8 +126,8 @@ class PackedBatch(Contents):
 
     def chunk(self, parts: int) -> tuple[PackedBatch, ...]:
         """`parts` consecutive parts whose sizes differ by one at most; parts beyond the rows are empty."""
-        if parts < 1:
-            raise LayoutError(f"PackedBatch.chunk: parts is {parts}; expected at least 1. Give a positive number.")
+        if isinstance(parts, bool) or not isinstance(parts, int | np.integer) or parts < 1:
+            raise LayoutError(f"PackedBatch.chunk: parts is {parts!r}; expected at least 1. Give a positive number.")
         least, more = divmod(self.num_rows, parts)
         return self.split([least + (part < more) for part in range(parts)])
 
@@ -139,6 +140,12 @@ class PackedBatch(Contents):
         Fields that the batches encode differently are encoded again. Raises LayoutError if fields, dtypes or the
         shapes of their elements differ, or the widths of a dense field.
         """
+        batches = list(batches)
+        if not all(isinstance(batch, PackedBatch) for batch in batches):
+            seen = sorted({type(batch).__name__ for batch in batches})
+            raise LayoutError(
+                f"PackedBatch.cat: got {', '.join(seen)}; expected PackedBatches. Compress the others first."
+            )
         if not batches:
             raise LayoutError("PackedBatch.cat: no batches; expected at least one. Pass a list of packed batches.")
         for batch in batches:
@@ -264,7 +271,7 @@ def compress(
         like: a packed or nested batch with the same rows. Its layouts stand in for masks that `batch` has not, as
             with the outputs of a worker.
         codec: `zstd` compresses the bytes when the batch is pickled, saved or turned into bytes, for slow networks
-            (docs/decisions.md says where it pays); needs maskpack[zstd]. Rows move uncompressed.
+            (docs/benchmarks.md says where it pays); needs maskpack[zstd]. Rows move uncompressed.
 
     Raises:
         CoverageError, LossyPadError, LayoutError, RegistryError: as `nest_batch_by_mask`.
@@ -296,8 +303,8 @@ def decompress(
         )
     if layout not in ("padded", "nested"):
         raise LayoutError(f'decompress: layout is {layout!r}; expected "padded" or "nested". Choose one of these.')
-    _check_device(device)
     forms = [form for _, form in chosen([(form.path, form) for form in packed.schema.forms], fields, "decompress")]
+    _check_devices([form.device or "cpu" for form in forms] if device is None else [device])
     decoder = Decoder(packed, layout == "nested", device)
     with Tasks(sum(packed.words_nbytes(form.path) for form in forms if form.path in packed.fields)) as tasks:
         if tasks.threaded:
@@ -310,6 +317,15 @@ def decompress(
     schema = replace(packed.schema, forms=tuple(forms))
     pads = {form.path: pad for form in forms if (pad := decoder.row_pads(form)) is not None}
     return out.set(LAYOUTS, write_layouts(schema, decoder.table_layouts(), pads, packed.num_rows))
+
+
+def _whole_numbers(sizes: Any) -> int | list[int]:
+    items: list[Any] = [sizes] if np.ndim(sizes) == 0 else list(sizes)
+    if any(isinstance(item, bool) or not isinstance(item, int | np.integer) for item in items):
+        raise LayoutError(
+            f"PackedBatch.split: sizes are {sizes!r}; expected whole numbers. Give one size, or a list of sizes."
+        )
+    return int(sizes) if np.ndim(sizes) == 0 else [int(item) for item in items]
 
 
 def _layouts_of(like: Any) -> dict[str, RowLayout]:
@@ -341,7 +357,7 @@ def _encoded(found: Survey, codec: str | None) -> PackedBatch:
     schema = replace(found.schema(), forms=forms)
     packed = PackedBatch(found.rows, schema, layouts, {}, objects, row_pads, codec)
     candidates = {
-        form.path: _candidate(form, bits.get(form.path), packed.bounds(form.path), found.made.get(form.path))
+        form.path: candidate(form, bits.get(form.path), packed.bounds(form.path), found.made.get(form.path))
         for form in forms
         if form.kind not in ("object", "node")
     }
@@ -364,23 +380,21 @@ def _packed_form(form: FieldForm, found: Survey) -> FieldForm:
     return replace(form, device=str(tensor.device), shape=tuple(shape))
 
 
-def _candidate(form: FieldForm, line: Words | None, bounds: IntArray, encoding: Own | None = None) -> Candidate:
-    assert form.dtype is not None
-    integers = not (form.dtype.is_floating_point or form.dtype.is_complex)
-    flat = None if line is None else line.reshape(-1)
-    items, dtype = words_of_one(form), word_dtype_of(form)
-    return Candidate(flat, bounds, form.layout, integers, items, form.hints, encoding, dtype)
-
-
 def _begun(form: FieldForm, values: Tensor, layout: RowLayout) -> Own | None:
     """The encoding of a padded field by itself; None for one that may follow from other fields."""
     if form.kind != "padded" or any(hint.startswith("join:") for hint in form.hints):
         return None
     shaped = replace(form, shape=tuple(values.shape[1:]))
     bounds = layout.row_offsets * words_of_one(shaped)
-    return encode_alone(_candidate(shaped, words(values).numpy(), bounds))
+    return encode_alone(candidate(shaped, words(values).numpy(), bounds))
 
 
-def _check_device(device: torch.device | str | None) -> None:
-    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise LayoutError(f'decompress: device is "{device}"; this process has no CUDA device. Pass device="cpu".')
+def _check_devices(devices: Iterable[torch.device | str]) -> None:
+    for device in dict.fromkeys(devices):
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            raise LayoutError(
+                f'decompress: device is "{device}", which this process does not have ({str(error)[:80]}); expected one '
+                'that it has. Pass device="cpu".'
+            ) from error

@@ -1,5 +1,5 @@
-"""Work on the fields of a large batch on the host, in as many threads as torch uses. numpy lets other threads run while
-it reads and copies; torch's own pool is left alone, since its threads stall where cores are busy."""
+"""Work on the fields of a large batch on the host, in as many threads as torch uses, up to eight. numpy lets other
+threads run while it reads and copies; torch's own pool is left alone, since its threads stall where cores are busy."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import torch
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _LARGE = 1 << 26
+_MOST = 8  # more wait for the interpreter longer than they work
 
 
 class Tasks:
     """Threads, if `nbytes` are many. A context: leaving it drops what has not begun and waits for what has."""
 
     def __init__(self, nbytes: int) -> None:
-        self.count = torch.get_num_threads()
-        self._pool = ThreadPoolExecutor(self.count) if nbytes >= _LARGE and self.count > 1 else None
+        count = min(torch.get_num_threads(), _MOST)
+        self._pool = ThreadPoolExecutor(count) if nbytes >= _LARGE and count > 1 else None
 
     def __enter__(self) -> Tasks:
         return self

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -83,7 +84,7 @@ class Verifier:
     def _pads(self, unsure: Mapping[Path, FieldForm], gathered: Sequence[FieldForm]) -> dict[Path, PadValue | None]:
         """The pad that each field has; None if it has none of those that it may have. Gathers on the way."""
         options = self._options
-        if options.verify == "never" or options.on_loss == "drop":
+        if options.verify == "never":
             return self._read(gathered, {}) | {path: form.pads[0] for path, form in unsure.items()}
         key = tuple((f.path, f.dtype, f.layout, f.ragged_dim, f.pads_by_bits) for f in unsure.values())
         trusted = _trusted.get(key, {}) if options.verify == "first" else {}
@@ -91,10 +92,17 @@ class Verifier:
         doubtful = {path: form for path, form in unsure.items() if path not in sure}  # lossy before, or new
         found = {**sure, **self._read(gathered, doubtful)}
         if options.verify == "first":
-            _trusted[key] = {path: found[path] for path in unsure}
+            _trusted[key] = {path: found[path] for path, form in unsure.items() if self._has_padding(form)}
             while len(_trusted) > _TRUSTED_FIELD_SETS:
                 _trusted.popitem(last=False)
+        if options.on_loss == "drop":
+            return {path: unsure[path].pads[0] if pad is None else pad for path, pad in found.items()}
         return found
+
+    def _has_padding(self, form: FieldForm) -> bool:
+        """Whether any position of a field is padded; else its pad was not seen."""
+        layout = self._layouts[form.layout or ""]
+        return layout.total < layout.num_rows * layout.width
 
     def _read(self, gathered: Sequence[FieldForm], doubtful: Mapping[Path, FieldForm]) -> dict[Path, PadValue | None]:
         """Gathers all fields; the pads of the doubtful ones."""
@@ -116,7 +124,7 @@ class Verifier:
         if not self._tasks.threaded or not doubtful:
             found = {form.path: read(form, False) for form in gathered}
         else:
-            for index in [self._tasks.start(RowLayout.index, layout) for layout in self._layouts.values()]:
+            for index in [self._tasks.start(attrgetter("indices"), layout) for layout in self._layouts.values()]:
                 index.result()  # computed once, before several threads ask for it
             pads = {form.path: self._tasks.start(read, form, True) for form in gathered}
             found = {path: pad.result() for path, pad in pads.items()}

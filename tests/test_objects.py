@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import json
 import math
+import operator
 import pickle
 import struct
 from typing import Any, NamedTuple
@@ -162,12 +163,15 @@ def test_bits_that_are_equal_by_value_only_are_two() -> None:
     assert math.copysign(1, restored(held)[1].item()) == -1
 
 
-def test_untouched_objects_are_the_same_objects() -> None:
-    data = {"a": [1, (2, "x")], "b": {"c": None}}
-    assert stow(data).data is data
+def test_dicts_and_lists_are_copies() -> None:
+    shared = {"c": None}
+    data = {"a": [1, (2, "x")], "b": shared, "again": shared}
     mixed = {"a": data, "x": torch.ones(1)}
-    held = stow(mixed)
-    assert held.data["a"] is data
+    held = stow(mixed).data
+    assert held["a"] == data
+    assert held["a"] is not data
+    assert held["a"]["a"] is not data["a"]
+    assert held["a"]["b"] is held["a"]["again"] is not shared, "what was shared is shared"
     assert type(mixed["x"]) is Tensor, "the caller's dict is not changed"
 
 
@@ -220,7 +224,10 @@ def test_lists_that_hold_one_list_often_do_not_grow_without_end() -> None:
     data: Any = []
     for _ in range(60):
         data = [data, data]
-    assert stow(data).data is data
+    held = stow(data).data
+    for _ in range(60):
+        assert held[0] is held[1]
+        held = held[0]
     with pytest.raises(objects.Unsayable, match="more than 4194304 items"):
         objects.to_json(data, lambda _: 0)
 
@@ -263,7 +270,7 @@ def test_subclasses_are_left_alone() -> None:
         1j,
     ]
     held = stow(items)
-    assert held.data is items
+    assert all(map(operator.is_, held.data, items))
     for item in items:
         with pytest.raises(objects.Unsayable, match=f"a {type(item).__name__}"):
             objects.to_json([item], lambda _: 0)

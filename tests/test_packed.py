@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -1083,14 +1084,6 @@ def test_wrong_arguments() -> None:
         compress(rollout(), pad_token_id=0, verify="often")  # type: ignore[arg-type]
 
 
-def test_a_device_that_is_not_there() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("has a CUDA device")
-    packed = compress(rollout(), pad_token_id=0)
-    with pytest.raises(LayoutError, match=r"decompress: .*cuda"):
-        decompress(packed, device="cuda")
-
-
 def test_immutable() -> None:
     packed = compress(rollout(), pad_token_id=0)
     with pytest.raises(AttributeError):
@@ -1104,3 +1097,104 @@ def test_registry_of_the_caller() -> None:
     batch["extra"] = batch["advantages"] * 3 + 0.0
     registry = RL_FIELDS | {"extra": MaskNestingSpec("response")}
     assert_same_batch(decompress(compress(batch, registry=registry, pad_token_id=0, strict_mask_nesting=True)), batch)
+
+
+# -------------------------------------------------------------------- parts that do not fit, and lessons not to learn
+
+
+def _node(value: Any) -> TensorDict:
+    return TensorDict({"x": value}, batch_size=[1])
+
+
+@pytest.mark.parametrize("turn", [False, True])
+def test_an_object_and_a_sub_batch_do_not_join(turn: bool) -> None:
+    parts = [
+        compress(_node(NonTensorData("precious", batch_size=[1]))),
+        compress(_node(TensorDict({}, batch_size=[1]))),
+    ]
+    with pytest.raises(LayoutError, match=r'field "x" is node and object|field "x" is object and node'):
+        PackedBatch.cat(parts[::-1] if turn else parts)
+
+
+def test_batch_dims_behind_the_rows_must_agree() -> None:
+    def part(width: int) -> PackedBatch:
+        mask = torch.zeros(2, width, dtype=torch.bool)
+        mask[:, :2] = True
+        registry = {"action": MaskNestingSpec("mask"), "mask": MaskNestingSpec("mask")}
+        return compress(TensorDict({"action": mask.float(), "mask": mask}, batch_size=[2, width]), registry=registry)
+
+    with pytest.raises(LayoutError, match=r"the batch has batch dims \[\(5,\), \(7,\)\]"):
+        PackedBatch.cat([part(5), part(7)])
+
+
+def test_batch_wide_objects_of_two_batch_dims() -> None:
+    def batch(value: Any) -> TensorDict:
+        return TensorDict({"t": NonTensorData(value, batch_size=[2, 3])}, batch_size=[2, 3])
+
+    got = decompress(PackedBatch.cat([compress(batch("a")), compress(batch("b"))]))
+    assert got.batch_size == (4, 3)
+    assert got.get("t").tolist() == [["a"] * 3] * 2 + [["b"] * 3] * 2
+
+
+def test_objects_are_copies() -> None:
+    held = {"k": [1, [2]], "t": (3, [4])}
+    batch = TensorDict({"e": NonTensorStack(NonTensorData(held))}, batch_size=[1])
+    packed = compress(batch)
+    held["k"].append(99)
+    first = decompress(packed).get("e").tolist()[0]
+    assert first == {"k": [1, [2]], "t": (3, [4])}
+    first["k"][1].append(5)
+    first["t"][1].append(6)
+    assert decompress(packed).get("e").tolist()[0] == {"k": [1, [2]], "t": (3, [4])}
+
+
+def test_a_batch_without_padding_teaches_nothing() -> None:
+    registry = {"m": MaskNestingSpec("m"), "taught": MaskNestingSpec("m", [0, 1])}
+    full = TensorDict({"m": torch.ones(2, 3), "taught": torch.ones(2, 3)}, batch_size=[2])
+    padded = TensorDict({"m": torch.tensor([[1.0, 0, 0]]), "taught": torch.tensor([[5.0, 1, 1]])}, batch_size=[1])
+    for batch in (full[:0], full, padded, padded):
+        got = decompress(compress(batch, registry=registry, verify="first"))
+        assert_same_batch(got, batch)
+
+
+def test_dropping_values_keeps_pads_that_fit() -> None:
+    registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", [0, 1]), "y": MaskNestingSpec("m", [0, 1])}
+    mask = torch.tensor([[1.0, 0, 0]])
+    batch = TensorDict({"m": mask, "x": torch.tensor([[5.0, 1, 1]]), "y": torch.tensor([[5.0, 7, 1]])}, batch_size=[1])
+    got = decompress(compress(batch, registry=registry, on_loss="drop"))
+    assert got["x"].tolist() == [[5.0, 1, 1]]
+    assert got["y"].tolist() == [[5.0, 0, 0]]
+
+
+def test_a_field_that_becomes_dense_keeps_no_hints() -> None:
+    mask = torch.ones(2, 40, dtype=torch.int64)
+    mask[:, 30:] = 0
+    positions = torch.arange(40).clamp(max=29).expand(2, 40).contiguous()
+    stray = positions.clone()
+    stray[0, 35] = 7
+    parts = [TensorDict({"attention_mask": mask, "position_ids": x}, batch_size=[2]) for x in (positions, stray)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        joined = PackedBatch.cat([compress(part) for part in parts])
+    assert type(joined.fields["position_ids",]).__name__ != "Columns"
+    assert_same_batch(decompress(joined), torch.cat(parts))
+
+
+@pytest.mark.parametrize("device", ["xpu", "mps", "foo", "cuda:99"])
+def test_a_device_that_is_not_there(device: str) -> None:
+    packed = compress(TensorDict({"x": torch.zeros(2)}, batch_size=[2]))
+    with pytest.raises(LayoutError, match=f'device is "{device}"'):
+        decompress(packed, device=device)
+
+
+def test_row_counts_of_other_types() -> None:
+    packed = compress(TensorDict({"x": torch.zeros(4)}, batch_size=[4]))
+    assert [len(part) for part in packed.split(np.int64(2))] == [2, 2]
+    assert [len(part) for part in PackedBatch.cat(part for part in packed.split(2)).chunk(np.int64(2))] == [2, 2]
+    for wrong in ([2.0, 2.0], True, 2.0):
+        with pytest.raises(LayoutError, match=r"PackedBatch\.split: sizes"):
+            packed.split(wrong)
+    with pytest.raises(LayoutError, match=r"PackedBatch\.chunk: parts is 2\.0"):
+        packed.chunk(2.0)
+    with pytest.raises(LayoutError, match=r"PackedBatch\.cat: got PackedBatch, int"):
+        PackedBatch.cat([packed, 1])

@@ -403,3 +403,8 @@ def test_chart_of_sizes_that_no_memory_holds():
     found = figures(pack(samples.rollout(objects=False)))
     huge = tuple(dataclasses.replace(field, padded_bytes=1 << 100) for field in found.fields)
     assert len(bars_of(chart(dataclasses.replace(found, fields=huge), "huge"))) == len(huge)
+
+
+def test_rows_that_take_no_bytes_are_paid_for() -> None:
+    packed = mp.compress(TensorDict({"s": torch.zeros(10_000)}, batch_size=[10_000]))
+    assert report(None, packed)["maskpack/wire_bytes"] == len(packed.to_bytes())
