@@ -312,7 +312,7 @@ class Ramp:
     def decode(self, dtype: np.dtype[Any], bounds: IntArray) -> Words:
         kind, rows = UNSIGNED[dtype.itemsize], np.diff(bounds)
         step = np.asarray(self.step, np.int64).astype(kind)
-        words = np.arange(int(bounds[-1])).astype(kind, copy=False)
+        words = np.arange(int(bounds[-1]), dtype=kind)
         if self.step != 1:
             words *= step
         shift = spread(self.firsts, rows.size).astype(np.int64).astype(kind) - bounds[:-1].astype(kind) * step
