@@ -6,16 +6,16 @@ unpack(v, layout) == torch.full((B, S, *F), pad).masked_scatter(layout.to_mask()
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from maskpack.layout import RowLayout
 from maskpack.registry import EDGE
-from maskpack.words import pad_tensor, words
+from maskpack.words import Words, from_words, pad_tensor, words
 
 
 def pack(x: Tensor, layout: RowLayout, *, one_call: bool = False) -> Tensor:
@@ -27,9 +27,10 @@ def pack(x: Tensor, layout: RowLayout, *, one_call: bool = False) -> Tensor:
     if one_call and x.device.type == "cpu" and source.is_contiguous() and out.numel():
         np.take(source.flatten(0, 1).numpy(), layout.indices.numpy(), axis=0, out=target.numpy(), mode="clip")
     elif x.device.type == "cpu" and layout.long_runs:
-        rows = row_pieces(source.numpy(), layout)
-        if rows:
-            np.concatenate(rows, out=target.numpy())
+        if source.is_contiguous():
+            _copy_runs(target.numpy(), source.numpy(), layout, back=True)
+        elif layout.num_runs:
+            np.concatenate(_run_views(source.numpy(), layout), out=target.numpy())
     elif source.is_contiguous():
         torch.index_select(source.flatten(0, 1), 0, layout.indices, out=target)
     else:
@@ -51,10 +52,7 @@ def unpack(values: Tensor, layout: RowLayout, pad_value: Any = 0) -> Tensor:
         return out.flatten(0, 1).index_copy(0, layout.indices, values).view(shape)
     source, target = words(values), words(out)
     if values.device.type == "cpu" and layout.long_runs:
-        array, begin = source.numpy(), 0
-        for piece in row_pieces(target.numpy(), layout):
-            piece[...] = array[begin : begin + len(piece)]
-            begin += len(piece)
+        _copy_runs(np.ascontiguousarray(source.numpy()), target.numpy(), layout)
     else:
         target.flatten(0, 1).index_copy_(0, layout.indices, source)
     return out
@@ -90,29 +88,43 @@ def _unpack_edge(values: Tensor, layout: RowLayout) -> Tensor:
 
 
 def _unpack_edge_by_run(values: Tensor, layout: RowLayout) -> Tensor:
-    out = torch.empty((layout.num_rows, layout.width, *values.shape[1:]), dtype=values.dtype)
-    target, source, table = words(out).numpy(), words(values).numpy(), layout.table
+    """Every row whole with what follows its last real element, then what comes before."""
+    source, table = words(values), layout.table
+    ends = torch.zeros((layout.num_rows, *source.shape[1:]), dtype=source.dtype)
+    real = torch.from_numpy(np.flatnonzero(layout.lengths))
+    ends[real] = source[layout.offsets[1:][real] - 1]
+    shape = (layout.num_rows, layout.width, *source.shape[1:])
+    out = ends.unsqueeze(1).expand(shape).clone(memory_format=torch.contiguous_format)
+    target, array = out.numpy(), source.numpy()
     starts, counts, splits = table.starts.tolist(), table.counts.tolist(), table.splits.tolist()
     begin = 0
     for row in range(layout.num_rows):
-        line, first, after = target[row], splits[row], splits[row + 1]
-        if first == after:
-            line[...] = 0
-            continue
-        line[: starts[first]] = source[begin]
-        for run in range(first, after):
-            end = begin + counts[run]
-            stop = starts[run] + counts[run]
-            line[starts[run] : stop] = source[begin:end]
-            line[stop : starts[run + 1] if run + 1 < after else layout.width] = source[end - 1]
-            begin = end
-    return out
+        line, filled = target[row], 0
+        for run in range(splits[row], splits[row + 1]):
+            end, stop = begin + counts[run], starts[run] + counts[run]
+            line[filled : starts[run]] = array[begin - 1 if filled else begin]
+            line[starts[run] : stop] = array[begin:end]
+            begin, filled = end, stop
+    return from_words(target, values.dtype)
 
 
-def row_pieces(array: npt.NDArray[Any], layout: RowLayout) -> list[npt.NDArray[Any]]:
+def _copy_runs(packed: Words, padded: Words, layout: RowLayout, *, back: bool = False) -> None:
+    """Packed values [T, *F] into their runs of `padded` [B, S, *F], or `back`; both contiguous. Slices of memoryviews
+    take less time than slices of arrays."""
+    size = math.prod(packed.shape[1:])
+    line, runs = packed.reshape(-1).data, padded.reshape(-1).data
+    begin = 0
+    for place in layout.run_slices if size else ():
+        end = begin + (place.stop - place.start) * size
+        run = slice(place.start * size, place.stop * size)
+        if back:
+            line[begin:end] = runs[run]
+        else:
+            runs[run] = line[begin:end]
+        begin = end
+
+
+def _run_views(array: Words, layout: RowLayout) -> list[Words]:
     """Views of the runs of `array` [B, S, *F], in order."""
-    if array.flags.c_contiguous:
-        flat = array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
-        return list(map(flat.__getitem__, layout.run_slices))
     width = layout.width
     return [array[run.start // width, run.start % width :][: run.stop - run.start] for run in layout.run_slices]
