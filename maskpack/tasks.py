@@ -12,6 +12,7 @@ import torch
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _LARGE = 1 << 26
+_LEAST = 3  # two take as long as one, which reads nearly as fast as the memory gives
 _MOST = 8  # more wait for the interpreter longer than they work
 
 
@@ -20,7 +21,7 @@ class Tasks:
 
     def __init__(self, nbytes: int) -> None:
         count = min(torch.get_num_threads(), _MOST)
-        self._pool = ThreadPoolExecutor(count) if nbytes >= _LARGE and count > 1 else None
+        self._pool = ThreadPoolExecutor(count) if nbytes >= _LARGE and count >= _LEAST else None
 
     def __enter__(self) -> Tasks:
         return self
