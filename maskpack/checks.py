@@ -54,9 +54,14 @@ def not_pad(x: Tensor, pad: PadValue) -> Tensor | int:
     """How many elements of `x` [B, S, *F] are not the pad, a constant; for EDGE, how many differ from the one before
     them in their row: an int on the host, else int64 (). It needs no layout."""
     padded = words(x)
+    order = sorted(range(padded.dim()), key=lambda dim: -padded.stride(dim))  # as it lies in memory
+    lying, along = padded.permute(order), order.index(1)
     if pad is EDGE:
-        return _differing(padded[:, 1:], padded[:, :-1])
-    return _differing(padded, _word(pad, x))
+        steps = max(lying.shape[along] - 1, 0)
+        first = min(1, lying.shape[along])
+        return _differing(lying.narrow(along, first, steps), lying.narrow(along, 0, steps))
+    word = _word(pad, x)
+    return _differing(padded if isinstance(word, Tensor) else lying, word)  # a word of two lies along the last dim
 
 
 def strays(

@@ -994,3 +994,26 @@ def test_the_message_tells_mixed_zeros_from_strays(pads: list[float], place: str
         nest_batch_by_mask(batch, strict=True)
     assert f"holds {place} at (0, 2)" in str(caught.value)
     assert ("masked_fill" in str(caught.value)) == mixed
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex128])
+def test_pads_of_fields_in_any_memory_order(dtype: torch.dtype) -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", 0, ragged_dim=2), "y": MaskNestingSpec("m", 0)}
+    wide = (torch.arange(1, 13).view(2, 2, 3) * mask[:, None]).to(dtype)
+    forms = {
+        "as it is": wide,
+        "turned": wide.permute(2, 1, 0).contiguous().permute(2, 1, 0),
+        "expanded": wide[:, :1].expand(2, 2, 3),
+    }
+    for x in forms.values():
+        for y in (x[:, 0], x[:, 0].t().contiguous().t()):
+            batch = TensorDict({"m": mask, "x": x, "y": y}, batch_size=[2])
+            nested = nest_batch_by_mask(batch, registry, strict=True)
+            assert nested["x"].is_nested
+            assert_same_batch(unnest(nested), TensorDict({"m": mask, "x": x.clone(), "y": y.clone()}, batch_size=[2]))
+            stray = batch.clone()
+            stray["x"] = x.clone()
+            stray["x"][1, 1, 2] = 5
+            with pytest.raises(LossyPadError, match=r'"x" holds \(?5.* at \(1, 2, 1'):
+                nest_batch_by_mask(stray, registry, strict=True)
