@@ -196,12 +196,12 @@ class RowLayout:
         """int64 [B + 1] on the host: `cu_seqlens` for numpy."""
         return cumulated(self.lengths)
 
-    @property
+    @cached_property
     def min_length(self) -> int:
         """Length of the shortest row, 0 without rows."""
         return int(self.lengths.min()) if self.num_rows else 0
 
-    @property
+    @cached_property
     def max_length(self) -> int:
         """Length of the longest row, 0 without rows."""
         return int(self.lengths.max(initial=0))
