@@ -16,7 +16,7 @@ import torch
 
 from maskpack import codec, objects
 from maskpack.contents import Contents, word_dtype_of, words_of_one
-from maskpack.errors import LayoutError
+from maskpack.errors import LayoutError, WireFormatError
 from maskpack.layout import RowLayout
 from maskpack.objects import Objects
 from maskpack.registry import HINTS, PER_ROW, Pad, PadValue, Path, show
@@ -248,10 +248,9 @@ class _Reader:
                 continue
             depth, listed = _get(entry, "depth", int, self._call), _get(entry, "listed", bool, self._call)
             if "pickle" in entry and not self._pickled:
-                fail(
-                    self._call,
-                    f'field "{show(form.path)}" is a pickle, which runs code when it is read',
-                    "allow_pickle=True for bytes that you trust",
+                raise WireFormatError(
+                    f'{self._call}: field "{show(form.path)}" is a pickle, which runs code when it is read; expected '
+                    "JSON. Pass allow_pickle=True if you trust who wrote it."
                 )
             if ("pickle" in entry) == ("json" in entry):
                 fail(self._call, f'field "{show(form.path)}" with {brief(entry)}', "either json or pickle")

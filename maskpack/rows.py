@@ -43,7 +43,7 @@ def row_index(rows: Rows, num_rows: int, call: str) -> IntArray:
     if index.size and (int(index.min()) < -num_rows or int(index.max()) >= num_rows):
         raise LayoutError(
             f"{call}: rows run from {int(index.min())} to {int(index.max())}; the batch has {num_rows} rows. "
-            "Choose rows inside the batch."
+            f"Choose rows from 0 to {num_rows - 1}."
         )
     return np.where(index < 0, index + num_rows, index)
 

@@ -20,7 +20,7 @@ from maskpack.registry import PER_ROW, SIGNED_ZERO, PadValue, Path, show
 from maskpack.schema import FieldForm
 from maskpack.tasks import Tasks
 
-_KEPT = "values other than its pad lie under its mask"
+_KEPT = "it holds values other than its pad where its mask is empty (strict mode shows one, and what to do)"
 _MIXED_ZEROS = "A row mixes 0.0 and -0.0, as x * mask leaves them; x.masked_fill(mask == 0, 0) does not. "
 _TRUSTED_FIELD_SETS = 256
 _trusted: OrderedDict[Any, dict[Path, PadValue | None]] = OrderedDict()  # the pads that verify="first" found

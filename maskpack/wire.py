@@ -125,7 +125,11 @@ def _arrays(entries: dict[str, Any], body: Any, call: str) -> list[Words]:
         if dtype is None or not isinstance(shape, list) or set(entry) != {"dtype", "shape", "data_offsets"}:
             fail(call, f"entry {brief(name)} is {brief(entry)}", "dtype, shape and data_offsets of integers")
         if begin != end or after < begin or after > len(body):
-            fail(call, f"entry {brief(name)} at {begin} to {after}", f"it to begin at {end}, inside {len(body)} bytes")
+            fail(
+                call,
+                f"entry {brief(name)} at {begin} to {after}",
+                f"it to begin at {end} and to end inside {len(body)} bytes",
+            )
         end = after
         sizes = cast("list[Any]", shape)
         if len(sizes) != 1 or type(sizes[0]) is not int or sizes[0] * dtype.itemsize != after - begin:

@@ -443,7 +443,7 @@ def test_inspect_trusts_no_load_memmap_that_cannot_refuse_pickles(tmp_path, caps
 def test_inspect_reads_pickles_of_a_packed_batch_only_when_told(tmp_path, capsys):
     batch = TensorDict({"x": torch.zeros(2), "o": NonTensorData(Own(), batch_size=[2])}, [2])
     maskpack.compress(batch).save(tmp_path / "b", allow_pickle=True)
-    assert "expected --allow-pickle for bytes that you trust" in refused([tmp_path / "b"], capsys)
+    assert "Pass --allow-pickle if you trust who wrote it" in refused([tmp_path / "b"], capsys)
     inspected([tmp_path / "b", "--allow-pickle"], capsys)
 
 

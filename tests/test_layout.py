@@ -454,11 +454,11 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "row out of range": (
         lambda: RowLayout.from_lengths([1, 1]).select([0, 2]),
-        "RowLayout.select: rows run from 0 to 2; the batch has 2 rows. Choose rows inside the batch.",
+        "RowLayout.select: rows run from 0 to 2; the batch has 2 rows. Choose rows from 0 to 1.",
     ),
     "row out of range, from the end": (
         lambda: RowLayout.from_lengths([1, 1]).select([-3]),
-        "RowLayout.select: rows run from -3 to -3; the batch has 2 rows. Choose rows inside the batch.",
+        "RowLayout.select: rows run from -3 to -3; the batch has 2 rows. Choose rows from 0 to 1.",
     ),
     "row mask of another length": (
         lambda: RowLayout.from_lengths([1, 1]).select([True]),

@@ -1004,7 +1004,7 @@ def test_an_integer_is_no_row_selection() -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([6], "rows run from 6 to 6; the batch has 6 rows. Choose rows inside the batch"),
+        ([6], "rows run from 6 to 6; the batch has 6 rows. Choose rows from 0 to 5"),
         ([-7, 0], "rows run from -7 to 0; the batch has 6 rows"),
         ([0.5], r"rows are float64 \(1,\); expected whole numbers"),
         ([[0, 1]], r"rows are int64 \(1, 2\); expected whole numbers"),
