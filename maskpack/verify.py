@@ -92,7 +92,8 @@ class Verifier:
         doubtful = {path: form for path, form in unsure.items() if path not in sure}  # lossy before, or new
         found = {**sure, **self._read(gathered, doubtful)}
         if options.verify == "first":
-            _trusted[key] = {path: found[path] for path, form in unsure.items() if self._has_padding(form)}
+            learnt = {path: found[path] for path, form in unsure.items() if self._has_padding(form)}
+            _trusted[key] = {**trusted, **learnt}
             while len(_trusted) > _TRUSTED_FIELD_SETS:
                 _trusted.popitem(last=False)
         if options.on_loss == "drop":

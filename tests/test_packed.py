@@ -20,6 +20,7 @@ from strategies import Case, batches, row_ops, rows_after
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 
+from bench import workloads
 from maskpack import (
     LAYOUTS,
     RL_FIELDS,
@@ -33,9 +34,11 @@ from maskpack import (
     MaskpackWarning,
     PackedBatch,
     RegistryError,
+    checks,
     compress,
     decompress,
     nest_batch_by_mask,
+    tasks,
     unnest,
 )
 
@@ -1198,3 +1201,28 @@ def test_row_counts_of_other_types() -> None:
         packed.chunk(2.0)
     with pytest.raises(LayoutError, match=r"PackedBatch\.cat: got PackedBatch, int"):
         PackedBatch.cat([packed, 1])
+
+
+@pytest.mark.parametrize("variant", workloads.VARIANTS)
+def test_threads_give_the_same_bytes(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = workloads.make_batch(variant, 20, prompt_width=40, response_width=200)
+    alone = compress(batch, pad_token_id=workloads.PAD_ID).to_bytes()
+    stray = batch.clone()
+    stray["old_log_probs"][3, -1] = 7.0
+    monkeypatch.setattr(tasks, "_LARGE", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    packed = compress(batch, pad_token_id=workloads.PAD_ID)
+    assert packed.to_bytes() == alone
+    assert_same_batch(decompress(packed), batch)
+    with pytest.warns(MaskpackWarning, match='"old_log_probs"'):
+        assert_same_batch(decompress(compress(stray, pad_token_id=workloads.PAD_ID)), stray)
+
+
+def test_a_lesson_is_not_forgotten_over_a_batch_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = {"m": MaskNestingSpec("m"), "remembered": MaskNestingSpec("m", [0, 1])}
+    padded = TensorDict({"m": torch.tensor([[1.0, 0, 0]]), "remembered": torch.tensor([[5.0, 1, 1]])}, batch_size=[1])
+    full = TensorDict({"m": torch.ones(2, 3), "remembered": torch.ones(2, 3)}, batch_size=[2])
+    for batch in (padded, full):
+        compress(batch, registry=registry, verify="first")
+    monkeypatch.setattr(checks, "strays", None)  # nothing is verified any more
+    assert_same_batch(decompress(compress(padded, registry=registry, verify="first")), padded)
