@@ -320,3 +320,21 @@ def test_another_device_is_an_error() -> None:
         ops.pack(torch.zeros(2, 3, device="meta"), layout)
     with pytest.raises(LayoutError, match=r"^unpack: values are \(3,\) on meta; the layout has 3 real positions"):
         ops.unpack(torch.zeros(3, device="meta"), layout)
+
+
+def test_edges_between_long_runs() -> None:
+    """Gaps repeat the last element before them; runs are long enough to be copied one by one."""
+    mask = torch.zeros(3, 700, dtype=torch.bool)
+    mask[0, 20:200] = mask[0, 300:500] = mask[1, :250] = mask[1, 400:] = True
+    layout = RowLayout.from_mask(mask)
+    assert layout.long_runs
+    values = torch.arange(1, layout.total + 1)
+    got = ops.unpack(values, layout, EDGE).tolist()
+    place = 0
+    for row, real in enumerate(mask.tolist()):
+        own = values[place : place + sum(real)].tolist()
+        place += len(own)
+        seen = 0
+        for column, here in enumerate(real):
+            seen += here
+            assert got[row][column] == (own[max(seen - 1, 0)] if own else 0)

@@ -1226,3 +1226,44 @@ def test_a_lesson_is_not_forgotten_over_a_batch_without_padding(monkeypatch: pyt
         compress(batch, registry=registry, verify="first")
     monkeypatch.setattr(checks, "strays", None)  # nothing is verified any more
     assert_same_batch(decompress(compress(padded, registry=registry, verify="first")), padded)
+
+
+def test_a_part_without_padding_takes_the_pad_of_the_others() -> None:
+    def part(mask: list[list[int]], positions: list[list[int]]) -> TensorDict:
+        fields = {"attention_mask": torch.tensor(mask), "position_ids": torch.tensor(positions)}
+        return TensorDict(fields, batch_size=[len(mask)])
+
+    full, padded = part([[1, 1, 1]], [[0, 1, 2]]), part([[1, 1, 1, 0]], [[0, 1, 2, 0]])
+    for parts in ([full, padded], [padded, full]):
+        joined = PackedBatch.cat([compress(batch) for batch in parts])
+        assert joined.forms["position_ids",].kind == "padded"
+        assert decompress(joined)["position_ids"].tolist() == [[0, 1, 2, 0], [0, 1, 2, 0]]
+
+
+def test_a_field_joined_of_one_that_becomes_dense() -> None:
+    registry = {
+        "head": MaskNestingSpec(["a", "b"]),
+        "tail": MaskNestingSpec("t"),
+        "whole": MaskNestingSpec("w", hints=("join:head,tail",)),
+        **{name: MaskNestingSpec(name) for name in "abtw"},
+    }
+
+    def part(wide: str, narrow: str) -> TensorDict:
+        fields = {
+            wide: torch.ones(1, 4, dtype=torch.int64),
+            narrow: torch.tensor([[1, 1, 0]]),
+            "t": torch.tensor([[1, 0]]),
+            "w": torch.tensor([[1, 1, 1, 0]]),
+            "head": torch.tensor([[7, 300, 0]]),
+            "tail": torch.tensor([[70_000, 0]]),
+            "whole": torch.tensor([[7, 300, 70_000, 0]]),
+        }
+        return TensorDict({name: fields[name] for name in sorted(fields)}, batch_size=[1])
+
+    parts = [part("b", "a"), part("a", "b")]
+    packed = [compress(batch, registry=registry) for batch in parts]
+    assert all(type(batch.fields["whole",]).__name__ == "Joined" for batch in packed)
+    joined = PackedBatch.cat(packed)
+    assert joined.forms["head",].kind == "dense"
+    for name in ("head", "tail", "whole"):
+        assert torch.equal(decompress(joined)[name], torch.cat([batch[name] for batch in parts]))
