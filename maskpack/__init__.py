@@ -4,6 +4,7 @@ compress / decompress        between a batch and its wire form, a PackedBatch
 nest_batch_by_mask / unnest  between padded and jagged fields
 select_and_pad_to_response, extract_response   the response axis for losses
 report                       where the bytes of a packed batch went
+BatchView                    rows of packed batches that lie elsewhere
 maskpack.ops                 pack and unpack single tensors
 maskpack.dispatch            WorkerGroup and endpoint, over Ray
 """
@@ -18,6 +19,7 @@ from maskpack.errors import (
     MaskpackWarning,
     RegistryError,
     WireFormatError,
+    WorkerError,
 )
 from maskpack.layout import RowLayout
 from maskpack.nesting import nest_batch_by_mask, unnest, unnest_batch_by_mask
@@ -36,7 +38,9 @@ from maskpack.registry import (
 from maskpack.report import report
 from maskpack.response import extract_response, select_and_pad_to_response
 from maskpack.schema import LAYOUTS
+from maskpack.strands import Outline
 from maskpack.survey import dense_fields
+from maskpack.views import BatchView
 
 __version__ = "0.1.0"
 
@@ -48,6 +52,7 @@ __all__ = [
     "PER_ROW",
     "RL_FIELDS",
     "SIGNED_ZERO",
+    "BatchView",
     "CoverageError",
     "DenseField",
     "LayoutError",
@@ -57,10 +62,12 @@ __all__ = [
     "MaskNestingSpec",
     "MaskpackError",
     "MaskpackWarning",
+    "Outline",
     "PackedBatch",
     "RegistryError",
     "RowLayout",
     "WireFormatError",
+    "WorkerError",
     "compress",
     "decompress",
     "dense_fields",

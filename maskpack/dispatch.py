@@ -1,163 +1,361 @@
-"""Dispatch over Ray actors: rows go out packed, one object a rank, and results come back packed, in row order.
+"""Dispatch over Ray actors: rows go out packed, one object for the ranks of a node, and results come back in row order.
 
-    driver  compress -> chunk -> ray.put (one a rank)         cat <- decompress  driver
-                                    |                          |
-    rank    @endpoint: decompress -> method(TensorDict) -> compress like the input
+    driver                       object store                      ranks
+    compress --put once-->       rows of ranks 0 1 2 3    ------>  each reads its slice, decodes, runs the method
+    lengths, segments            rows that they returned  <------  compress
+      BatchView                                                    or rows go from rank to rank
 
-Ray is imported here and nowhere else in the core.
+Ray is imported here, in calls.py, in placement.py and nowhere else in the core.
 """
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar, cast, overload
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
+import numpy as np
 import ray
-import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
-from maskpack.errors import LayoutError, MaskpackError
-from maskpack.options import Registry
-from maskpack.packed import PackedBatch, Target, compress, decompress
+from maskpack.calls import Call, Part, Request, Results
+from maskpack.division import Balance, divided, ranks_of, rows_of, shares
+from maskpack.errors import LayoutError
+from maskpack.options import Registry, Verify
+from maskpack.packed import PackedBatch, compress
+from maskpack.parcels import At, Packing, Parcel, RowsAt, endpoint
+from maskpack.placement import Placement, Site
 from maskpack.registry import RL_FIELDS
+from maskpack.rows import IntArray, even_sizes
+from maskpack.views import BatchView
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+__all__ = ["Broadcast", "Call", "WorkerGroup", "endpoint"]
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """What a rank is sent: its rows, and how to pack what it returns."""
+class Broadcast:
+    """An argument that every rank gets whole: a batch that is not divided."""
 
-    rows: PackedBatch
-    registry: Registry
-    pad_token_id: int | None
+    value: Any
 
 
-@overload
-def endpoint(method: Callable[_P, _R], /) -> Callable[_P, _R]: ...
-@overload
-def endpoint(
-    *, layout: Target = "padded", device: torch.device | str | None = None
-) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]: ...
-def endpoint(
-    method: Callable[..., Any] | None = None, /, *, layout: Target = "padded", device: torch.device | str | None = None
-) -> Any:
-    """Makes an actor method `method(self, batch, ...)` take packed rows and return packed rows.
-
-    The method sees a TensorDict in `layout` on `device` (by default that of the driver). A TensorDict that it returns,
-    padded or nested, must have the rows of its batch, and goes back packed under the batch's layouts; anything else
-    goes back as it is. Called with a TensorDict, the method runs as if it were not decorated.
-    """
-    if method is None:
-        return functools.partial(endpoint, layout=layout, device=device)
-
-    @functools.wraps(method)
-    def served(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(batch, Parcel):
-            return method(self, batch, *args, **kwargs)
-        rows = batch.rows
-        seen = decompress(rows, layout=layout, device=device)
-        like = seen.clone(recurse=False) if layout == "nested" else rows  # the method may take entries out of its batch
-        result = method(self, seen, *args, **kwargs)
-        if not isinstance(result, TensorDictBase):
-            return result
-        returned = result.batch_size[0] if result.batch_dims else None
-        if returned != rows.num_rows:
-            raise LayoutError(
-                f"{method.__name__}: returned a TensorDict of {returned} rows for a batch of {rows.num_rows}; expected "
-                "as many. Return one entry for each row, or a plain dict of metrics."
-            )
-        return compress(result, registry=batch.registry, pad_token_id=batch.pad_token_id, like=like)
-
-    return served
+_SMALL = (bool, int, float, str, type(None), ray.ObjectRef, BatchView, Broadcast)
+"""What is no large argument, to be put once for all ranks."""
 
 
 class WorkerGroup:
-    """Ray actors that each take their share of the rows: the data-parallel ranks, in order.
+    """Ray actors that each take their share of the rows: data-parallel ranks of one or more actors.
 
     Args:
         actors: actor handles whose methods carry `@endpoint`.
-        registry, pad_token_id, strict_mask_nesting: for `compress`, here and on the ranks' way back.
+        dp_ranks: for each actor its data-parallel rank, 0, 1, ...; actors with one rank (tensor, pipeline or sequence
+            parallel peers) get the same rows. By default each actor is a rank of its own.
+        collect: for each actor whether its result counts, one a rank; by default the first of each rank.
+        registry, pad_token_id, strict_mask_nesting, verify, codec: for `compress`, here and on the ranks' way back.
     """
 
     def __init__(
         self,
         actors: Sequence[Any],
         *,
+        dp_ranks: Sequence[int] | None = None,
+        collect: Sequence[bool] | None = None,
         registry: Registry = RL_FIELDS,
         pad_token_id: int | None = None,
         strict_mask_nesting: bool = False,
+        verify: Verify = "always",
+        codec: str | None = None,
     ) -> None:
-        if not actors:
-            raise MaskpackError("WorkerGroup: no actors; expected at least one. Pass a list of actor handles.")
         self.actors = tuple(actors)
-        self._registry = registry
-        self._pad_token_id = pad_token_id
-        self._strict = strict_mask_nesting
+        self._ranks, self._speakers = ranks_of(len(self.actors), dp_ranks, collect)
+        self._packing = Packing(None if registry is RL_FIELDS else registry, pad_token_id, codec)
+        self._options: dict[str, Any] = {
+            "registry": registry,
+            "pad_token_id": pad_token_id,
+            "strict_mask_nesting": strict_mask_nesting,
+            "verify": verify,
+            "codec": codec,
+        }
+        self._store = Placement([[self.actors[actor] for actor in own] for own in self._ranks])
+        self.metrics: dict[str, float] = {}
+        """Those of the last call that returned, flat."""
 
     @classmethod
     def launch(
-        cls, worker: type, ranks: int, /, *args: Any, num_cpus: int | None = None, **options: Any
+        cls,
+        worker: type,
+        ranks: int,
+        /,
+        *args: Any,
+        peers: int = 1,
+        num_cpus: int | None = None,
+        actor_options: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> WorkerGroup:
-        """`ranks` new actors of the plain class `worker`, built with `args`.
+        """New actors of the plain class `worker`, built with `args`: `peers` for each of `ranks`.
 
         Where Ray is not initialised, this joins the cluster of RAY_ADDRESS, or starts a local Ray of `num_cpus`
-        (default: one for each rank). `options` go to the WorkerGroup.
+        (default: one for each actor). `actor_options` are those of Ray (num_gpus, runtime_env, ...); `options` go to
+        the WorkerGroup.
         """
         if not ray.is_initialized():
             if os.environ.get("RAY_ADDRESS"):
                 ray.init()
             else:
-                ray.init(address="local", num_cpus=num_cpus or ranks, include_dashboard=False, log_to_driver=False)
+                cpus = num_cpus or ranks * peers
+                ray.init(address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False)
         remote = cast("Any", ray.remote)(worker)
-        return cls([remote.remote(*args) for _ in range(ranks)], **options)
+        if actor_options:
+            remote = remote.options(**actor_options)
+        dp_ranks = [actor // peers for actor in range(ranks * peers)]
+        return cls([remote.remote(*args) for _ in dp_ranks], dp_ranks=dp_ranks, **options)
+
+    @property
+    def num_ranks(self) -> int:
+        """Data-parallel ranks."""
+        return len(self._ranks)
+
+    # ---------------------------------------------------------------- calls
 
     def call(
         self,
         method: str,
-        batch: TensorDictBase | PackedBatch,
+        batch: TensorDictBase | PackedBatch | BatchView,
         /,
         *args: Any,
-        layout: Target = "padded",
+        layout: Results = "padded",
+        balance: Balance = "rows",
+        pipelined: bool = False,
         timeout: float | None = None,
+        grace: float = 60.0,
         **kwargs: Any,
     ) -> Any:
-        """Runs `method` on every rank with its rows of `batch`, and the same further arguments.
+        """Runs `method` on every rank with its rows of `batch`, and waits for the results.
 
-        Rows are split in order into parts that differ by one row at most; with fewer rows than ranks, the last ranks
-        get none. Returns a TensorDict in row order, in `layout`, where the ranks returned TensorDicts; None where all
-        returned None; else the list of the ranks' results. An exception in a rank is raised here, by Ray.
+        Args:
+            method: name of an actor method that carries `@endpoint`.
+            batch: padded, nested, packed, or a view.
+            args, kwargs: further arguments. Batches among them are divided like `batch`, whose number of rows they
+                must have; a `Broadcast` and everything else goes whole to every rank, large things as one object.
+            layout: of a TensorDict result; `view` leaves the rows where they are and gives a BatchView.
+            balance: parts in row order, `rows` that differ by one row at most or `tokens` of equal sums as far as rows
+                allow; or the row numbers of each rank. With fewer rows than ranks, some ranks are called with none.
+            pipelined: encode and send rank by rank, so that the first rank begins while the next rows are encoded; for
+                a padded or nested batch in parts of equal rows.
+            timeout: seconds to wait for the ranks.
+            grace: seconds that the other ranks have once one has failed.
+
+        Returns:
+            A TensorDict in row order where the ranks returned TensorDicts; a tuple of it and lists of the ranks' other
+            results where they returned tuples that begin with one; None where all returned None; else the list of the
+            ranks' results.
+
+        Raises:
+            WorkerError: ranks failed, died or were late; it names them and their rows, and can send these again.
+            LayoutError: batches of different numbers of rows, or a `balance` that is no partition of the rows.
         """
-        packed = batch if isinstance(batch, PackedBatch) else self.pack(batch)
-        parts = packed.chunk(len(self.actors))
-        refs = [ray.put(Parcel(part, self._registry, self._pad_token_id)) for part in parts]
-        pending = [
-            getattr(actor, method).remote(ref, *args, **kwargs) for actor, ref in zip(self.actors, refs, strict=True)
+        sent = self.submit(
+            method, batch, *args, layout=layout, balance=balance, pipelined=pipelined, grace=grace, **kwargs
+        )
+        result = sent.result(timeout)
+        self.metrics = sent.metrics
+        return result
+
+    def submit(
+        self,
+        method: str,
+        batch: TensorDictBase | PackedBatch | BatchView,
+        /,
+        *args: Any,
+        layout: Results = "padded",
+        balance: Balance = "rows",
+        pipelined: bool = False,
+        grace: float = 60.0,
+        **kwargs: Any,
+    ) -> Call:
+        """As `call`, without waiting: the rows are encoded and sent, and the ranks are at work."""
+        if layout not in ("padded", "nested", "view"):
+            raise LayoutError(f'WorkerGroup: layout is {layout!r}; expected "padded", "nested" or "view". Choose one.')
+        if pipelined:
+            return self._pipelined(method, batch, args, layout, balance, grace, kwargs)
+        begun = time.perf_counter()
+        given = [self._argument(value) for value in (batch, *args)]
+        named = {key: self._argument(value) for key, value in kwargs.items()}
+        view = given[0]
+        if not isinstance(view, BatchView):
+            raise LayoutError(
+                f"WorkerGroup: the batch is a {type(batch).__name__}; expected a TensorDict, a PackedBatch or a "
+                "BatchView. Give the batch first, other arguments after it."
+            )
+        for value in (*given, *named.values()):
+            if isinstance(value, BatchView) and value.num_rows != view.num_rows:
+                raise LayoutError(
+                    f"WorkerGroup: a batch of {value.num_rows} rows beside one of {view.num_rows}; expected as many. "
+                    "Wrap what every rank should get whole: Broadcast(batch)."
+                )
+        request = Request(method, tuple(given), named, layout, grace)
+        rows = divided(view, balance, self.num_ranks)
+        encoded = time.perf_counter()
+        parts, metrics = self.send(request, dict(enumerate(rows)))
+        return Call(
+            self, request, parts, {"dispatch/encode_ms": 1e3 * (encoded - begun)} | shares(view, rows) | metrics
+        )
+
+    def _pipelined(
+        self, method: str, batch: Any, args: tuple[Any, ...], layout: Results, balance: Any, grace: float, kwargs: Any
+    ) -> Call:
+        others = [
+            value for value in (*args, *kwargs.values()) if isinstance(value, TensorDictBase | PackedBatch | BatchView)
         ]
-        return _gathered(ray.get(pending, timeout=timeout), layout)
+        if not isinstance(batch, TensorDictBase) or not batch.batch_dims or balance != "rows" or others:
+            raise LayoutError(
+                f"WorkerGroup: pipelined with a {type(batch).__name__}, balance {balance!r} and {len(others)} further "
+                'batches; expected one padded or nested TensorDict, balance="rows". Leave pipelined out.'
+            )
+        sizes = even_sizes(batch.batch_size[0], self.num_ranks, "WorkerGroup")
+        put_args: list[Any] = [_put(value) for value in args]
+        put_kwargs = {key: _put(value) for key, value in kwargs.items()}
+        views: list[BatchView] = []
+        rows: list[IntArray] = []
+        parts: list[Part] = []
+        metrics: dict[str, float] = {}
+        encode_ms, end = 0.0, 0
+        for rank, size in enumerate(sizes):
+            begun = time.perf_counter()
+            view = BatchView.of(self.pack(rows_of(batch, self._options["registry"], end, end + size)))
+            encode_ms += 1e3 * (time.perf_counter() - begun)
+            request = Request(method, (view, *put_args), put_kwargs, layout, grace)
+            sent, counts = self.send(request, {rank: np.arange(size)})
+            metrics = {key: metrics.get(key, 0.0) + value for key, value in counts.items()}
+            rows.append(np.arange(end, end + size))
+            views.append(view)
+            parts += [replace(part, rows=rows[-1]) for part in sent]
+            end += size
+        whole = BatchView.cat(views)
+        request = Request(method, (whole, *args), kwargs, layout, grace)
+        return Call(self, request, parts, metrics | {"dispatch/encode_ms": encode_ms, **shares(whole, rows)})
+
+    def put(
+        self,
+        batch: TensorDictBase | PackedBatch | BatchView,
+        *,
+        onto: BatchView | None = None,
+        balance: Balance = "rows",
+    ) -> BatchView:
+        """Encodes a batch, puts it into the object store and gives a view of it, which calls take as often as they like
+        without sending it again; the store releases it with the last view.
+
+        Args:
+            batch: padded, nested or packed; or a view with rows that are here.
+            onto: a view with the same rows. The fields of `batch` are put under its layouts, and the view that is
+                returned has the fields of both, those of `batch` in the place of old ones.
+            balance: how calls will divide the rows: each node is sent its own.
+        """
+        if onto is not None and isinstance(batch, TensorDictBase):
+            batch = compress(batch, **self._options, like=onto.layouts_alone())
+        view = self._argument(batch)
+        if not isinstance(view, BatchView):
+            raise LayoutError(
+                f"WorkerGroup.put: got a {type(batch).__name__}; expected a TensorDict, a PackedBatch or a BatchView. "
+                "Pass the batch."
+            )
+        rows = dict(enumerate(divided(view, balance, self.num_ranks)))
+        sites = self._by_site(rows)
+        there = BatchView.cat([self._store.settled(view.select(index), site)[0] for site, _, index in sites])
+        there = there.select(np.argsort(np.concatenate([index for _, _, index in sites]), kind="stable"))
+        return there if onto is None else onto.with_fields(there)
 
     def pack(self, batch: TensorDictBase) -> PackedBatch:
-        """`compress` with the group's registry, pad token id and strictness."""
-        return compress(
-            batch,
-            registry=self._registry,
-            pad_token_id=self._pad_token_id,
-            strict_mask_nesting=self._strict,
-        )
+        """`compress` with the group's options."""
+        return compress(batch, **self._options)
+
+    # ---------------------------------------------------------------- sending
+
+    def send(
+        self, request: Request, rows: Mapping[int, IntArray], *, again: bool = False
+    ) -> tuple[list[Part], dict[str, float]]:
+        """Starts a request on some ranks, each with rows of its batches; `again` where objects may have been lost."""
+        begun = time.perf_counter()
+        arguments = [*request.args, *request.kwargs.values()]
+        large = {id(value): ray.put(value) for value in arguments if not isinstance(value, _SMALL)}
+        parts: dict[int, Part] = {}
+        nbytes = 0
+        for site, ranks, index in self._by_site(rows):
+            placed: dict[int, BatchView] = {}
+            for value in arguments:
+                if isinstance(value, BatchView | Broadcast):
+                    view = value.value if isinstance(value, Broadcast) else value.select(index)
+                    placed[id(value)], sent = self._store.settled(view, site, again)
+                    nbytes += sent
+            end = 0
+            for rank in ranks:
+                begin, end = end, end + rows[rank].size
+                parts[rank] = self._start(request, rank, rows[rank], placed, slice(begin, end), large)
+        metrics = {"dispatch/bytes_sent": float(nbytes), "dispatch/put_ms": 1e3 * (time.perf_counter() - begun)}
+        return [parts[rank] for rank in rows], metrics
+
+    def _start(
+        self,
+        request: Request,
+        rank: int,
+        rows: IntArray,
+        placed: Mapping[int, BatchView],
+        own: slice,
+        large: Mapping[int, Any],
+    ) -> Part:
+        """Calls the actors of one rank; `own` are its rows among those of its site."""
+        objects: list[Any] = []
+        places: dict[Any, int] = {}
+
+        def add(reference: Any) -> int:
+            if reference not in places:
+                places[reference] = len(objects)
+                objects.append(reference)
+            return places[reference]
+
+        def travelling(value: Any) -> Any:
+            if isinstance(value, Broadcast):
+                return RowsAt.of(placed[id(value)], add)
+            if isinstance(value, BatchView):
+                return RowsAt.of(placed[id(value)].select(own), add)
+            if isinstance(value, ray.ObjectRef):
+                return At(add(value))
+            return At(add(large[id(value)])) if id(value) in large else value
+
+        args = tuple(map(travelling, request.args))
+        kwargs = {key: travelling(value) for key, value in request.kwargs.items()}
+        receipts: list[Any] = []
+        packed: Any = None
+        for actor in self._ranks[rank]:
+            speaks = actor == self._speakers[rank]
+            parcel = Parcel(args, kwargs, self._packing, speaks, request.layout == "view")
+            method = getattr(self.actors[actor], request.method)
+            receipt, returned = method.options(num_returns=2).remote(parcel, *objects)
+            receipts.append(receipt)
+            packed = returned if speaks else packed
+        return Part(rank, rows, receipts, self._ranks[rank].index(self._speakers[rank]), packed)
+
+    def _by_site(self, rows: Mapping[int, IntArray]) -> list[tuple[Site, list[int], IntArray]]:
+        """The sites, their ranks, and the rows of all of these."""
+        sites = self._store.sites()
+        ranks: dict[Site, list[int]] = {}
+        for rank in rows:
+            ranks.setdefault(sites[rank], []).append(rank)
+        return [(site, own, np.concatenate([rows[rank] for rank in own])) for site, own in ranks.items()]
+
+    def _argument(self, value: Any) -> Any:
+        """An argument as calls hold it: batches as views."""
+        if isinstance(value, TensorDictBase):
+            return BatchView.of(self.pack(value))
+        if isinstance(value, PackedBatch):
+            return BatchView.of(value)
+        if isinstance(value, Broadcast):
+            inner = self._argument(value.value)
+            return Broadcast(inner) if isinstance(inner, BatchView) else inner
+        return value
 
 
-def _gathered(results: list[Any], layout: Target) -> TensorDict | list[Any] | None:
-    if any(isinstance(result, Parcel) for result in results):
-        raise MaskpackError(
-            "WorkerGroup.call: a rank returned the packed rows that it was sent; expected a method that decodes them. "
-            "Decorate the method with @endpoint."
-        )
-    if all(isinstance(result, PackedBatch) for result in results):
-        return decompress(PackedBatch.cat(results), layout=layout)
-    if all(result is None for result in results):
-        return None
-    return [decompress(result, layout=layout) if isinstance(result, PackedBatch) else result for result in results]
+def _put(value: Any) -> Any:
+    return cast("Any", value) if isinstance(value, _SMALL) else ray.put(value)

@@ -1,6 +1,10 @@
 """The errors of maskpack. Every message names the call, the field, what was seen, what was expected
 and what to do; an error leaves its input as it was."""
 
+from __future__ import annotations
+
+from typing import Any
+
 
 class MaskpackError(Exception):
     """Base of every error that maskpack raises on purpose."""
@@ -24,6 +28,22 @@ class LossyPadError(MaskpackError):
 
 class WireFormatError(MaskpackError):
     """Bytes that are no packed batch: cut off, changed, of another version, or made to mislead."""
+
+
+class WorkerError(MaskpackError):
+    """Ranks of a WorkerGroup did not do their part of a call.
+
+    Attributes:
+        method: that was called.
+        failures: one for each rank: `rank`, `rows` (their numbers in the batch) and `error`.
+        call: the call; it keeps the results of the other ranks, and `retry` sends the missing rows again.
+    """
+
+    def __init__(self, message: str, method: str = "", failures: tuple[Any, ...] = (), call: Any = None) -> None:
+        super().__init__(message)
+        self.method = method
+        self.failures = failures
+        self.call = call
 
 
 class MaskpackWarning(UserWarning):

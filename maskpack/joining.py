@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Any, cast
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from maskpack.choice import encode_alone
 from maskpack.contents import Contents, Decoder, candidate
+from maskpack.encodings import Plain
 from maskpack.errors import LayoutError
 from maskpack.layout import RowLayout
 from maskpack.objects import Objects, Stowed
@@ -25,21 +27,22 @@ from maskpack.words import Words, pad_tensor, words
 _APART = "its batches hold it in different forms"
 
 
-def joined(batches: Sequence[Contents]) -> Contents:
+def joined(batches: Sequence[Contents], call: str) -> Contents:
     """The rows of several batches with the same fields, one after the other. Fields of different widths meet at the
-    anchors of their layouts. Raises LayoutError if fields, dtypes or shapes of elements differ."""
+    anchors of their layouts. Raises LayoutError, in the name of `call`, if fields, dtypes or shapes of elements
+    differ."""
     paths = [form.path for form in batches[0].schema.forms]
     for batch in batches[1:]:
         if set(batch.forms) != set(paths):
             odd = sorted(show(path) for path in set(batch.forms) ^ set(paths))
             raise LayoutError(
-                f"PackedBatch.cat: fields {odd} are not in every batch; expected the same fields. Pack the same "
+                f"{call}: fields {odd} are not in every batch; expected the same fields. Pack the same "
                 "fields, or decode and drop the others."
             )
-    _check_dims([batch.schema.root for batch in batches], "the batch")
+    _check_dims([batch.schema.root for batch in batches], "the batch", call)
     decoders = [Decoder(batch, False, "cpu") for batch in batches]
-    forms = [_form([batch.forms[path] for batch in batches], _padded_somewhere(batches, path)) for path in paths]
-    apart = {form.path: _padded(form, decoders) for form in forms if form.reason == _APART}
+    forms = [_form([batch.forms[path] for batch in batches], _padded_somewhere(batches, path), call) for path in paths]
+    apart = {form.path: _padded(form, decoders, call) for form in forms if form.reason == _APART}
     forms = [replace(f, shape=tuple(apart[f.path].shape[1:])) if f.path in apart else f for f in forms]
     axes = [name for name, _, _ in batches[0].schema.axes if all(name in batch.layouts for batch in batches)]
     names = dict.fromkeys([*axes, *(form.layout for form in forms if form.layout is not None)])
@@ -77,7 +80,7 @@ def _padded_somewhere(batches: Sequence[Contents], path: Path) -> list[bool]:
     return [layout is not None and layout.total < layout.num_rows * layout.width for layout in layouts]
 
 
-def _form(column: Sequence[FieldForm], padded: Sequence[bool]) -> FieldForm:
+def _form(column: Sequence[FieldForm], padded: Sequence[bool], call: str) -> FieldForm:
     """One form for the parts' forms. Constant pads that differ become one pad a row; other differences make the field
     dense."""
     form = column[0]
@@ -85,21 +88,20 @@ def _form(column: Sequence[FieldForm], padded: Sequence[bool]) -> FieldForm:
     kinds = {other.kind if other.kind in ("object", "node") else "tensor" for other in column}
     if len(kinds) > 1:
         raise LayoutError(
-            f'PackedBatch.cat: field "{name}" is {" and ".join(sorted(kinds))}; expected one kind. '
-            "Pack the same fields."
+            f'{call}: field "{name}" is {" and ".join(sorted(kinds))}; expected one kind. Pack the same fields.'
         )
-    _check_dims([other.node for other in column if other.node is not None], f'the sub-batch "{name}"')
+    _check_dims([other.node for other in column if other.node is not None], f'the sub-batch "{name}"', call)
     if form.kind in ("object", "node"):
         return form
     if any(other.dtype != form.dtype for other in column):
         dtypes = [str(other.dtype).removeprefix("torch.") for other in column]
-        raise LayoutError(f'PackedBatch.cat: field "{name}" has dtypes {dtypes}; expected one. Cast before packing.')
+        raise LayoutError(f'{call}: field "{name}" has dtypes {dtypes}; expected one. Cast before packing.')
     dense = FieldForm(form.path, "dense", dtype=form.dtype, device=form.device, reason=_APART)
     if any((f.kind, f.layout, f.ragged_dim) != (form.kind, form.layout, form.ragged_dim) for f in column):
         return dense
     if any(f.shape != form.shape for f in column):
         raise LayoutError(
-            f'PackedBatch.cat: field "{name}" has elements of shape {[f.shape for f in column]}; expected one. Bring '
+            f'{call}: field "{name}" has elements of shape {[f.shape for f in column]}; expected one. Bring '
             "the batches to one shape before packing."
         )
     seen = [f for f, is_padded in zip(column, padded, strict=True) if is_padded] or [form]
@@ -110,13 +112,58 @@ def _form(column: Sequence[FieldForm], padded: Sequence[bool]) -> FieldForm:
     return replace(form, pads=(PER_ROW,))
 
 
-def _check_dims(nodes: Sequence[Node], name: str) -> None:
+def _check_dims(nodes: Sequence[Node], name: str, call: str) -> None:
     dims = [node.more_dims for node in nodes]
     if len(set(dims)) > 1:
         raise LayoutError(
-            f"PackedBatch.cat: {name} has batch dims {dims} behind its rows; expected the same. Pad the batches to one "
+            f"{call}: {name} has batch dims {dims} behind its rows; expected the same. Pad the batches to one "
             "width, or give the TensorDict batch_size=[rows], before packing."
         )
+
+
+# -------------------------------------------------------------------- fields of a batch, and of several
+
+
+def restricted(batch: Contents, paths: Collection[Path]) -> Contents:
+    """The batch with some of its fields. Those that took their words from others that are left out have their own."""
+    above = {path[:n] for path in paths for n in range(1, len(path))}
+    forms = [form for form in batch.schema.forms if form.path in paths or (form.kind == "node" and form.path in above)]
+    kept = {form.path for form in forms}
+    used = {form.layout for form in forms} | {name for name, _, _ in batch.schema.axes}
+    decoder = Decoder(batch, False, None)
+
+    def own(path: Path) -> Encoding:
+        encoding = batch.fields[path]
+        if isinstance(encoding, Same) and encoding.field not in kept:
+            return batch.fields[encoding.field]
+        if isinstance(encoding, Joined) and not {encoding.head, encoding.tail} <= kept:
+            return Plain(decoder.source(path).words)
+        return encoding
+
+    return replace(
+        batch,
+        schema=replace(batch.schema, forms=tuple(forms)),
+        layouts={name: layout for name, layout in batch.layouts.items() if name in used},
+        fields={path: own(path) for path in batch.fields if path in kept},
+        objects={path: held for path, held in batch.objects.items() if path in kept},
+        row_pads={path: pads for path, pads in batch.row_pads.items() if path in kept},
+    )
+
+
+def merged(parts: Sequence[Contents], order: Sequence[Path]) -> Contents:
+    """The fields of several batches with the same rows and layouts, in the order given; no field is in two of them."""
+    forms = {form.path: form for part in reversed(parts) for form in part.schema.forms}
+    axes = {axis[0]: axis for part in reversed(parts) for axis in part.schema.axes}
+    first = parts[0]
+    return Contents(
+        first.num_rows,
+        Schema(first.schema.root, tuple(forms[path] for path in order), tuple(axes.values())),
+        {name: layout for part in reversed(parts) for name, layout in part.layouts.items()},
+        {path: encoding for part in parts for path, encoding in part.fields.items()},
+        {path: held for part in parts for path, held in part.objects.items()},
+        {path: pads for part in parts for path, pads in part.row_pads.items()},
+        first.codec,
+    )
 
 
 # -------------------------------------------------------------------- values
@@ -125,6 +172,10 @@ def _check_dims(nodes: Sequence[Node], name: str) -> None:
 def _encoding(whole: Contents, form: FieldForm, batches: Sequence[Contents], decoders: Sequence[Decoder]) -> Encoding:
     """The rows of one field in one encoding: that of the parts where they agree, else a new one."""
     path = form.path
+    with_rows = [batch.num_rows > 0 for batch in batches]
+    if any(with_rows):  # how nothing is encoded says nothing
+        batches = list(compress(batches, with_rows))
+        decoders = list(compress(decoders, with_rows))
     parts = [batch.fields[path] for batch in batches]
     first = parts[0]
     if isinstance(first, Same | Joined) and all(part == first for part in parts) and _stands(whole, first):
@@ -144,14 +195,12 @@ def _stands(whole: Contents, encoding: Same | Joined) -> bool:
     return all(whole.forms[other].layout is not None for other in others)
 
 
-def _padded(form: FieldForm, decoders: Sequence[Decoder]) -> Tensor:
+def _padded(form: FieldForm, decoders: Sequence[Decoder], call: str) -> Tensor:
     """A field that the batches hold in different forms: its padded forms, one after the other."""
     parts = [decoder.padded(form.path) for decoder in decoders]
     if any(part.is_nested or part.shape[1:] != parts[0].shape[1:] for part in parts):
         seen = ["jagged" if part.is_nested else tuple(part.shape) for part in parts]
-        raise LayoutError(
-            f'PackedBatch.cat: field "{show(form.path)}" is {seen}; expected one width. Bring it to one width.'
-        )
+        raise LayoutError(f'{call}: field "{show(form.path)}" is {seen}; expected one width. Bring it to one width.')
     return torch.cat(parts)
 
 

@@ -6,6 +6,7 @@ Contents --manifest.py--> manifest, arrays --wire.py--> bytes --wire.py--> manif
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 from dataclasses import fields as fields_of
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from maskpack import codec, objects
 from maskpack.contents import Contents
 from maskpack.encodings import Plain
 from maskpack.errors import MaskpackError
-from maskpack.registry import Pad, PadValue, Path, path_of, show
+from maskpack.registry import Pad, PadValue, path_of, show
 from maskpack.schema import FieldForm
 from maskpack.tree import Node
 from maskpack.wire import FREE_ROWS, Message
@@ -24,7 +25,7 @@ from maskpack.words import Words
 
 def write(packed: Contents, pickled: bool, with_objects: bool = True) -> tuple[Message, list[str]]:
     """The message of a packed batch, and a name for each array. `pickled` allows objects that JSON cannot say;
-    without `with_objects` they are left out. Raises MaskpackError for an object that can't be said."""
+    without `with_objects` they are left out, to count bytes. Raises MaskpackError for an object that can't be said."""
     writer = _Writer()
     layouts = [
         {
@@ -45,18 +46,37 @@ def write(packed: Contents, pickled: bool, with_objects: bool = True) -> tuple[M
     writer.pay(packed.num_rows)
     arrays = writer.arrays
     if packed.codec is not None:
-        arrays, records = codec.compressed(arrays, writer.near(packed))
+        arrays, records = codec.compressed(arrays, near(packed, writer.numbers))
         manifest["codec"] = {"name": packed.codec, "arrays": records}
     return Message(manifest, arrays), writer.names
+
+
+def near(packed: Contents, numbers: Mapping[int, int]) -> dict[int, int]:
+    """For arrays whose field has a `delta` hint, the array of the other field, if it has the same layout. `numbers` are
+    those of the arrays, by id. Hints that lead back to where they began are not followed."""
+    found: dict[int, int] = {}
+    plain = {
+        path: numbers[id(encoding.words)] for path, encoding in packed.fields.items() if isinstance(encoding, Plain)
+    }
+    for path, number in plain.items():
+        form = packed.forms[path]
+        for hint in form.hints:
+            name, _, other = hint.partition(":")
+            beside = (*path[:-1], *path_of(tuple(other.split("/"))))
+            if name == "delta" and beside in plain:
+                twin = packed.forms[beside]
+                alike = (twin.layout, twin.dtype, twin.shape) == (form.layout, form.dtype, form.shape)
+                if alike and not _leads(found, plain[beside], number):
+                    found[number] = plain[beside]
+    return found
 
 
 class _Writer:
     def __init__(self) -> None:
         self.arrays: list[Words] = []
         self.names: list[str] = []
-        self._numbers: dict[int, int] = {}
+        self.numbers: dict[int, int] = {}
         self._alive: list[Words] = []  # so that no id comes twice
-        self._plain: dict[Path, int] = {}
 
     def pay(self, rows: int) -> None:
         """Bytes for the rows, where constant fields took fewer than the reader wants to see (wire.FREE_ROWS)."""
@@ -66,17 +86,17 @@ class _Writer:
 
     def add(self, array: Words, name: str) -> int:
         """The number of an array; the same array comes once."""
-        if id(array) not in self._numbers:
-            self._numbers[id(array)] = len(self.arrays)
+        if id(array) not in self.numbers:
+            self.numbers[id(array)] = len(self.arrays)
             self.arrays.append(array.reshape(-1))
             self._alive.append(array)
             self.names.append(name)
-        return self._numbers[id(array)]
+        return self.numbers[id(array)]
 
     def _forget(self, count: int) -> None:
         """All arrays but the first `count`."""
         del self.arrays[count:], self.names[count:]
-        self._numbers = {key: number for key, number in self._numbers.items() if number < count}
+        self.numbers = {key: number for key, number in self.numbers.items() if number < count}
 
     def field(self, packed: Contents, form: FieldForm, pickled: bool, with_objects: bool) -> dict[str, Any]:
         if not all(map(objects.is_text, [*form.path, form.layout or ""])):
@@ -106,27 +126,8 @@ class _Writer:
             out["reason"] = form.reason
         if form.path in packed.row_pads:
             out["row_pads"] = self.add(packed.row_pads[form.path], f"{show(form.path)} pads")
-        encoding = packed.fields[form.path]
-        out["encoding"] = self._encoding(encoding, show(form.path))
-        if isinstance(encoding, Plain):
-            self._plain[form.path] = out["encoding"]["words"]
+        out["encoding"] = self._encoding(packed.fields[form.path], show(form.path))
         return out
-
-    def near(self, packed: Contents) -> dict[int, int]:
-        """For arrays whose field has a `delta` hint, the array of the other field, if it has the same layout.
-        Hints that lead back to where they began are not followed."""
-        found: dict[int, int] = {}
-        for path, number in self._plain.items():
-            form = packed.forms[path]
-            for hint in form.hints:
-                name, _, other = hint.partition(":")
-                beside = (*path[:-1], *path_of(tuple(other.split("/"))))
-                if name == "delta" and beside in self._plain:
-                    twin = packed.forms[beside]
-                    alike = (twin.layout, twin.dtype, twin.shape) == (form.layout, form.dtype, form.shape)
-                    if alike and not _leads(found, self._plain[beside], number):
-                        found[number] = self._plain[beside]
-        return found
 
     def _encoding(self, encoding: Any, name: str) -> dict[str, Any]:
         out: dict[str, Any] = {"kind": type(encoding).__name__.lower()}

@@ -24,7 +24,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack import codec as codecs
-from maskpack import manifest, reading, wire
+from maskpack import manifest, pickles, reading, wire
 from maskpack.choice import encode, encode_alone
 from maskpack.contents import Contents, Decoder, candidate, on, words_of_one
 from maskpack.errors import LayoutError
@@ -34,7 +34,7 @@ from maskpack.nesting import rows_only
 from maskpack.objects import Objects
 from maskpack.options import OnLoss, Options, Registry, Verify
 from maskpack.registry import RL_FIELDS, Key, show
-from maskpack.rows import IntArray, Rows, row_index
+from maskpack.rows import IntArray, Rows, even_sizes, no_single_row, part_sizes, row_index
 from maskpack.schema import LAYOUTS, FieldForm, read_layouts, write_layouts
 from maskpack.sharing import Joined, Own, Same, arrays_of
 from maskpack.survey import Survey, survey
@@ -96,40 +96,19 @@ class PackedBatch(Contents):
         )
 
     def __getitem__(self, rows: Rows) -> PackedBatch:
-        if isinstance(rows, int | np.integer):
-            raise LayoutError(
-                f"PackedBatch: the index is the whole number {rows}; expected rows. Take one row as a slice: "
-                f"packed[{rows} : {rows} + 1]."
-            )
-        if isinstance(rows, str):
-            raise LayoutError(
-                f'PackedBatch: the index is the name "{rows}"; expected rows. Decode a field by '
-                f'decompress(packed, "{rows}").'
-            )
+        no_single_row(rows, "PackedBatch")
         return self.select(rows)
 
     def split(self, sizes: int | Sequence[int]) -> tuple[PackedBatch, ...]:
         """Consecutive parts of `sizes` rows: a list that sums to B, or one size (the last part may be smaller)."""
-        sizes = _whole_numbers(sizes)
-        if isinstance(sizes, int):
-            if sizes < 1:
-                raise LayoutError(f"PackedBatch.split: size is {sizes}; expected at least 1. Give a positive size.")
-            sizes = [min(sizes, self.num_rows - start) for start in range(0, self.num_rows, sizes)]
-        if sum(sizes) != self.num_rows or min(sizes, default=0) < 0:
-            raise LayoutError(
-                f"PackedBatch.split: sizes {list(sizes)} sum to {sum(sizes)}; the batch has {self.num_rows} rows. "
-                "Give sizes that sum to the rows."
-            )
+        sizes = part_sizes(sizes, self.num_rows, "PackedBatch.split")
         self._need_rows("split")
         ends = np.cumsum(sizes, dtype=np.int64).tolist()
         return tuple(self._slice(end - size, end) for end, size in zip(ends, sizes, strict=True))
 
     def chunk(self, parts: int) -> tuple[PackedBatch, ...]:
         """`parts` consecutive parts whose sizes differ by one at most; parts beyond the rows are empty."""
-        if isinstance(parts, bool) or not isinstance(parts, int | np.integer) or parts < 1:
-            raise LayoutError(f"PackedBatch.chunk: parts is {parts!r}; expected at least 1. Give a positive number.")
-        least, more = divmod(self.num_rows, parts)
-        return self.split([least + (part < more) for part in range(parts)])
+        return self.split(even_sizes(self.num_rows, parts, "PackedBatch.chunk"))
 
     @staticmethod
     def cat(batches: Sequence[PackedBatch]) -> PackedBatch:
@@ -150,7 +129,7 @@ class PackedBatch(Contents):
             raise LayoutError("PackedBatch.cat: no batches; expected at least one. Pass a list of packed batches.")
         for batch in batches:
             batch._need_rows("cat")
-        return batches[0] if len(batches) == 1 else PackedBatch._of(joined(batches))
+        return batches[0] if len(batches) == 1 else PackedBatch._of(joined(batches, "PackedBatch.cat"))
 
     def _slice(self, start: int, stop: int) -> PackedBatch:
         rows = slice(start, stop)
@@ -186,11 +165,10 @@ class PackedBatch(Contents):
     # ---------------------------------------------------------------- bytes
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """A header and one buffer, which protocol 5 carries out of band; Python objects are pickled beside them."""
-        pieces = wire.Pieces(*manifest.write(self, True, with_objects=False))
-        body: Any = pieces.body()
-        body = pickle.PickleBuffer(body) if protocol >= 5 else body.tobytes()
-        return _unpickled, (pieces.header[8:], body, self.objects)
+        """A stream and one or two buffers, which protocol 5 carries out of band; Python objects are pickled beside."""
+        stream, places, records, buffers = pickles.write(self)
+        bodies: list[Any] = [pickle.PickleBuffer(body.data) if protocol >= 5 else body.tobytes() for body in buffers]
+        return _unpickled, (stream, places, records, bodies, self.objects)
 
     def to_bytes(self, *, allow_pickle: bool = False, checksum: bool = False) -> bytes:
         """The batch as bytes that are a legal safetensors file (docs/wire-format.md).
@@ -242,10 +220,8 @@ class PackedBatch(Contents):
         return wire.Pieces(*manifest.write(self, allow_pickle), checksum=checksum)
 
 
-def _unpickled(header: bytes, body: Any, objects: Any) -> PackedBatch:
-    call = "PackedBatch"
-    message = wire.read_parts(header, memoryview(body).toreadonly(), call)
-    return PackedBatch._of(reading.read(message, call, True, objects))  # type: ignore[reportPrivateUsage]
+def _unpickled(*parts: Any) -> PackedBatch:
+    return PackedBatch._of(pickles.read(*parts))  # type: ignore[reportPrivateUsage]
 
 
 # -------------------------------------------------------------------- in and out
@@ -319,15 +295,6 @@ def decompress(
     return out.set(LAYOUTS, write_layouts(schema, decoder.table_layouts(), pads, packed.num_rows))
 
 
-def _whole_numbers(sizes: Any) -> int | list[int]:
-    items: list[Any] = [sizes] if np.ndim(sizes) == 0 else list(sizes)
-    if any(isinstance(item, bool) or not isinstance(item, int | np.integer) for item in items):
-        raise LayoutError(
-            f"PackedBatch.split: sizes are {sizes!r}; expected whole numbers. Give one size, or a list of sizes."
-        )
-    return int(sizes) if np.ndim(sizes) == 0 else [int(item) for item in items]
-
-
 def _layouts_of(like: Any) -> dict[str, RowLayout]:
     if like is None:
         return {}
@@ -361,7 +328,8 @@ def _encoded(found: Survey, codec: str | None) -> PackedBatch:
         for form in forms
         if form.kind not in ("object", "node")
     }
-    return replace(packed, fields=encode(candidates))
+    fields, row_pads = pickles.together((encode(candidates), row_pads))
+    return replace(packed, fields=fields, row_pads=row_pads)
 
 
 def _packed_form(form: FieldForm, found: Survey) -> FieldForm:

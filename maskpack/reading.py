@@ -20,7 +20,6 @@ from maskpack.errors import LayoutError, WireFormatError
 from maskpack.layout import RowLayout
 from maskpack.objects import Objects
 from maskpack.registry import HINTS, PER_ROW, Pad, PadValue, Path, show
-from maskpack.rows import RunTable, cumulated
 from maskpack.schema import LAYOUTS, FieldForm, Schema
 from maskpack.sharing import KINDS, WHOLE, Columns, Encoding, Joined, Same
 from maskpack.tree import Node
@@ -41,9 +40,8 @@ _MEMBERS = {
 }
 
 
-def read(message: Message, call: str, pickled: bool, held: Mapping[Path, Objects] | None = None) -> Contents:
-    """The batch that a message says. `held` are its objects, where they travelled beside it; a message that brings them
-    comes from this process' own pickles, and is believed. Raises WireFormatError."""
+def read(message: Message, call: str, pickled: bool) -> Contents:
+    """The batch that a message says. Raises WireFormatError."""
     manifest, arrays = message.manifest, message.arrays
     _only(manifest, ("rows", "root", "axes", "layouts", "fields", "codec"), call)
     squeezed = manifest.get("codec")
@@ -55,23 +53,15 @@ def read(message: Message, call: str, pickled: bool, held: Mapping[Path, Objects
             fail(call, f"codec {brief(name)}", f"one of {', '.join(codec.CODECS)}")
         codec.check(name, call)
         arrays = codec.restored(arrays, squeezed.get("arrays"), call)
-    return _Reader(manifest, arrays, call, pickled, held).contents(name)
+    return _Reader(manifest, arrays, call, pickled).contents(name)
 
 
 class _Reader:
-    def __init__(
-        self,
-        manifest: dict[str, Any],
-        arrays: Any,
-        call: str,
-        pickled: bool,
-        held: Mapping[Path, Objects] | None,
-    ) -> None:
+    def __init__(self, manifest: dict[str, Any], arrays: Any, call: str, pickled: bool) -> None:
         self._manifest = manifest
         self._arrays = arrays
         self._call = call
         self._pickled = pickled
-        self._held = held
         self._row_pads: dict[Path, Words] = {}
         self._run_arrays: set[int] = set()
 
@@ -104,11 +94,10 @@ class _Reader:
             for form, entry in zip(forms, entries, strict=True)
             if form.kind not in ("object", "node")
         }
-        found = self._objects(forms, entries, rows, root) if self._held is None else self._held
+        found = self._objects(forms, entries, rows, root)
         schema = Schema(root, tuple(forms), tuple(axes))
         out = Contents(rows, schema, layouts, encoded, found, self._row_pads, name)
-        if self._held is None:
-            self._check(out)
+        self._check(out)
         return out
 
     # ---------------------------------------------------------------- parts
@@ -138,9 +127,6 @@ class _Reader:
         if any(part.dtype.kind != "u" or int(part.max(initial=0)) >= _MOST for part in parts):
             seen = f"layout {brief(name)} with runs of {[str(part.dtype) for part in parts]}"
             fail(call, seen, f"unsigned integers below {_MOST}")
-        if self._held is not None:
-            table = RunTable(starts.astype(np.int64), counts.astype(np.int64), cumulated(runs.astype(np.int64)))
-            return name, RowLayout.from_table(width, table, "cpu", anchor)
         try:
             return name, RowLayout.from_runs(starts, counts, runs, width, anchor=anchor)
         except LayoutError as error:

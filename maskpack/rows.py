@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,47 @@ def row_index(rows: Rows, num_rows: int, call: str) -> IntArray:
             f"Choose rows from 0 to {num_rows - 1}."
         )
     return np.where(index < 0, index + num_rows, index)
+
+
+def no_single_row(rows: Any, call: str) -> None:
+    """Raises LayoutError for an index that is a whole number or a name."""
+    if isinstance(rows, int | np.integer):
+        raise LayoutError(
+            f"{call}: the index is the whole number {rows}; expected rows. Take one row as a slice: "
+            f"[{rows} : {rows} + 1]."
+        )
+    if isinstance(rows, str):
+        raise LayoutError(
+            f'{call}: the index is the name "{rows}"; expected rows. Name a field where it is decoded: '
+            f'decompress(packed, "{rows}").'
+        )
+
+
+def part_sizes(sizes: int | Sequence[int], num_rows: int, call: str) -> list[int]:
+    """The sizes of consecutive parts: a list that sums to the rows, or one size (the last part may be smaller)."""
+    items: list[Any] = [sizes] if np.ndim(sizes) == 0 else list(cast("Sequence[int]", sizes))
+    if any(isinstance(item, bool) or not isinstance(item, int | np.integer) for item in items):
+        raise LayoutError(f"{call}: sizes are {sizes!r}; expected whole numbers. Give one size, or a list of sizes.")
+    found = [int(item) for item in items]
+    if np.ndim(sizes) == 0:
+        size = found[0]
+        if size < 1:
+            raise LayoutError(f"{call}: size is {size}; expected at least 1. Give a positive size.")
+        found = [min(size, num_rows - start) for start in range(0, num_rows, size)]
+    if sum(found) != num_rows or min(found, default=0) < 0:
+        raise LayoutError(
+            f"{call}: sizes {found} sum to {sum(found)}; the batch has {num_rows} rows. Give sizes that sum to the "
+            "rows."
+        )
+    return found
+
+
+def even_sizes(num_rows: int, parts: int, call: str) -> list[int]:
+    """The sizes of `parts` consecutive parts that differ by one row at most."""
+    if isinstance(parts, bool) or not isinstance(parts, int | np.integer) or parts < 1:
+        raise LayoutError(f"{call}: parts is {parts!r}; expected at least 1. Give a positive number.")
+    least, more = divmod(num_rows, int(parts))
+    return [least + (part < more) for part in range(parts)]
 
 
 def ranges(begins: IntArray, counts: IntArray) -> IntArray:

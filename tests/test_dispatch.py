@@ -15,7 +15,7 @@ from samples import PAD, ROWS, assert_same, freeze, per_row, rollout
 from tensordict import NonTensorData, TensorDict
 
 import maskpack as mp
-from maskpack.dispatch import Parcel, WorkerGroup, endpoint
+from maskpack.dispatch import WorkerGroup, endpoint
 
 RANKS = 3
 B = len(ROWS)
@@ -228,32 +228,31 @@ def test_what_the_driver_gets_is_its_own(group, batch):
 
 @pytest.mark.parametrize("method", ["scribble", "scribble_nested"])
 def test_writing_on_a_rank_does_not_reach_the_store(group, batch, method):
-    packed = group.pack(batch.exclude("uid", "extra_info"))
-    ref = ray.put(Parcel(packed, mp.RL_FIELDS, PAD))
-    results = [ray.get(getattr(actor, method).remote(ref)) for actor in (group.actors[0], *group.actors[:2])]
-    for result in results:
-        assert_same(mp.decompress(result), mp.decompress(packed))
-    assert_same(mp.decompress(ray.get(ref).rows), mp.decompress(packed))
+    view = group.put(batch.exclude("uid", "extra_info"))
+    for _ in range(3):
+        assert_same(group.call(method, view), batch.exclude("uid", "extra_info"))
+    assert_same(view.materialize(get=ray.get), batch.exclude("uid", "extra_info"))
 
 
 # -------------------------------------------------------------------- what goes wrong
 
 
 def test_a_wrong_number_of_rows_is_an_error(group, batch):
-    with pytest.raises(mp.LayoutError, match=r"lose_a_row: returned a TensorDict of (2|1) rows for a batch of (3|2)"):
+    with pytest.raises(mp.WorkerError, match=r"lose_a_row: returned a TensorDict of (2|1) rows for a batch of (3|2)"):
         group.call("lose_a_row", batch)
-    with pytest.raises(mp.LayoutError, match="no_rows: returned a TensorDict of None rows"):
+    with pytest.raises(mp.WorkerError, match="no_rows: returned a TensorDict of None rows") as caught:
         group.call("no_rows", batch)
+    assert isinstance(caught.value.__cause__, mp.LayoutError)
 
 
 def test_an_exception_on_a_rank_is_raised_here(group, batch):
-    with pytest.raises(ValueError, match="this rank failed"):
+    with pytest.raises(mp.WorkerError, match=r"on 1 of 3 ranks: rank 1 \(rows 3 to 4\): ValueError: this rank failed"):
         group.call("fail", batch)
     assert_same(group.call("echo", batch), batch)  # the ranks are still there
 
 
 def test_a_timeout(group, batch):
-    with pytest.raises(ray.exceptions.GetTimeoutError):
+    with pytest.raises(mp.WorkerError, match="TimeoutError: no answer in 0"):
         group.call("sleep", batch, 1.0, timeout=0.1)
 
 

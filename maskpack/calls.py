@@ -1,0 +1,281 @@
+"""A call on its way: its parts, what came back, what failed, and its metrics.
+
+    Part  rank 0  rows 0 1 2   receipts of its actors, rows that it returned   answered | failed | open
+    Part  rank 1  rows 3 4 5
+
+The rows of parts without an answer can be sent again; the others keep theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, cast
+
+import numpy as np
+import ray
+from tensordict import TensorDict
+
+from maskpack.errors import LayoutError, MaskpackError, WorkerError
+from maskpack.packed import PackedBatch, decompress
+from maskpack.parcels import Receipt
+from maskpack.rows import IntArray
+from maskpack.views import BatchView
+
+Results = Literal["padded", "nested", "view"]
+"""How rows come back: decoded, or as a BatchView of rows that stay in the object store."""
+
+_ray: Any = ray
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for, apart from who does which rows.
+
+    Attributes:
+        method: of the actors.
+        args, kwargs: a BatchView stands for rows that are divided, a Broadcast for what every rank gets.
+        layout: of the result.
+        grace: seconds that the other ranks have once one has failed.
+    """
+
+    method: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    layout: Results
+    grace: float
+
+
+@dataclass
+class Part:
+    """The rows of one rank, and what became of them.
+
+    Attributes:
+        rank: of the group that has it.
+        rows: int64 [n], their numbers in the batch.
+        receipts: a reference for each actor of the rank.
+        speaker: the number of the actor whose result counts.
+        packed: a reference to the rows that the speaker returns.
+        receipt, result: of the speaker, once all actors have answered; `result` is a PackedBatch, or a BatchView.
+        error: why there is none.
+    """
+
+    rank: int
+    rows: IntArray
+    receipts: list[Any]
+    speaker: int
+    packed: Any
+    receipt: Receipt | None = None
+    result: Any = None
+    error: BaseException | None = None
+
+    @property
+    def open(self) -> bool:
+        return self.receipt is None and (self.error is None or isinstance(self.error, TimeoutError))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank that did not do its part: its number, the numbers of its rows, and why."""
+
+    rank: int
+    rows: IntArray
+    error: BaseException
+
+    def __str__(self) -> str:
+        lines = str(self.error).strip().splitlines() or [""]
+        reason = next((line for line in reversed(lines) if line.strip()), "") if len(lines) > 1 else lines[0]
+        return f"rank {self.rank} ({_said(self.rows)}): {type(self.error).__name__}: {reason[:300]}"
+
+
+class Sender(Protocol):
+    """A WorkerGroup, as far as calls know it."""
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    def send(
+        self, request: Request, rows: Mapping[int, IntArray], *, again: bool
+    ) -> tuple[list[Part], dict[str, float]]:
+        """Starts the request on some ranks; `again` where objects may have been lost."""
+        ...
+
+
+@dataclass
+class Call:
+    """A call that was sent. `result` waits for it; it can be awaited too."""
+
+    group: Sender
+    request: Request
+    parts: list[Part]
+    metrics: dict[str, float]
+    """Flat, for a logger; whole once `result` has returned."""
+    _begun: float = field(default_factory=time.perf_counter)
+    _done: bool = False
+    _value: Any = None
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.get_running_loop().run_in_executor(None, self.result).__await__()
+
+    def done(self) -> bool:
+        """Whether every rank has answered or failed."""
+        refs = [ref for part in self.parts if part.open for ref in part.receipts]
+        return not refs or not _ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[1]
+
+    def result(self, timeout: float | None = None) -> Any:
+        """What `WorkerGroup.call` returns.
+
+        Args:
+            timeout: seconds to wait, at most; None to wait until every rank has answered or failed.
+
+        Raises:
+            WorkerError: ranks failed, or did not answer in time. Of the latter, a later `result` may still have what
+                they return.
+        """
+        if not self._done:
+            self._collect(timeout)
+            self._check()
+            begun = time.perf_counter()
+            self._value = _gathered(self.parts, self.request)
+            self._count(begun)
+            self._done = True
+            self.request = Request(self.request.method, (), {}, self.request.layout, self.request.grace)
+        return self._value
+
+    def retry(self, group: Sender | None = None) -> Call:
+        """Sends the rows again that have no result: to the ranks that are alive, or to those of another group.
+
+        The results that are there are kept; the call that is returned has them and those of the rows sent again.
+        Raises MaskpackError if every rank was lost and no group is given.
+        """
+        failed = [part for part in self.parts if part.receipt is None]
+        if not failed:
+            return self
+        lost = {part.rank for part in failed if isinstance(part.error, _ray.exceptions.RayActorError | TimeoutError)}
+        lost |= {part.rank for part in failed if part.error is None}
+        to = self.group if group is None else group
+        ranks = [rank for rank in range(to.num_ranks) if group is not None or rank not in lost]
+        if not ranks:
+            raise MaskpackError(
+                f'WorkerGroup: every rank that "{self.request.method}" was sent to is lost or late; expected one that '
+                "is alive. Start actors and pass their group: call.retry(group)."
+            )
+        missing = np.sort(np.concatenate([part.rows for part in failed]))
+        shares = np.array_split(missing, len(ranks))
+        rows = {rank: share for rank, share in zip(ranks, shares, strict=True) if share.size or len(ranks) == 1}
+        parts, metrics = to.send(self.request, rows, again=True)
+        kept = [part for part in self.parts if part.receipt is not None]
+        return Call(to, self.request, [*kept, *parts], metrics)
+
+    # ---------------------------------------------------------------- waiting
+
+    def _collect(self, timeout: float | None) -> None:
+        """Takes what is there until all parts are settled, the time is up, or the grace after a failure is over."""
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        graced = math.inf
+        owner = {ref: part for part in self.parts if part.open for ref in part.receipts}
+        waiting = list(owner)
+        while waiting:
+            end = min(until, graced)
+            left = None if end == math.inf else max(0.0, end - time.monotonic())
+            ready, waiting = _ray.wait(waiting, num_returns=1, timeout=left, fetch_local=False)
+            if not ready:
+                break
+            for part in (owner[ref] for ref in ready):
+                if all(ref not in waiting for ref in part.receipts):
+                    part.error = None
+                    self._settle(part, None if until == math.inf else max(0.0, until - time.monotonic()))
+                    if part.error is not None:
+                        graced = min(graced, time.monotonic() + self.request.grace)
+        for part in {id(owner[ref]): owner[ref] for ref in waiting}.values():
+            part.error = TimeoutError(f"no answer in {time.perf_counter() - self._begun:.1f} s")
+
+    def _settle(self, part: Part, timeout: float | None) -> None:
+        try:
+            receipts: list[Any] = ray.get(part.receipts, timeout=timeout)
+            receipt = receipts[part.speaker]
+            if receipt.has_rows:
+                if self.request.layout == "view":
+                    part.result = BatchView.at(part.packed, receipt.outline)
+                else:
+                    part.result = ray.get(part.packed, timeout=timeout)
+            part.receipt = receipt
+        except _ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None)
+            part.error = cause if isinstance(error, _ray.exceptions.RayTaskError) and cause is not None else error
+            for reference in (*part.receipts, part.packed):  # Ray logs errors that nobody has taken
+                with contextlib.suppress(_ray.exceptions.RayError):
+                    _ray.get(reference, timeout=0)
+
+    def _check(self) -> None:
+        failures = tuple(
+            Failure(part.rank, part.rows, part.error or TimeoutError("no answer"))
+            for part in self.parts
+            if part.receipt is None
+        )
+        if failures:
+            raise WorkerError(
+                f'WorkerGroup: method "{self.request.method}" failed on {len(failures)} of {len(self.parts)} ranks: '
+                f"{'; '.join(map(str, failures))}. The results of the others are kept: error.call.retry() sends the "
+                "missing rows again.",
+                self.request.method,
+                failures,
+                self,
+            ) from failures[0].error
+
+    def _count(self, gathering: float) -> None:
+        now = time.perf_counter()
+        receipts = [part.receipt for part in self.parts if part.receipt is not None]
+        self.metrics["dispatch/wait_ms"] = 1e3 * (gathering - self._begun)
+        self.metrics["dispatch/gather_ms"] = 1e3 * (now - gathering)
+        self.metrics["dispatch/bytes_returned"] = sum(receipt.nbytes for receipt in receipts)
+        for phase in ("decode", "run", "encode"):
+            self.metrics[f"dispatch/rank_{phase}_ms"] = max((receipt.ms[phase] for receipt in receipts), default=0.0)
+
+
+# -------------------------------------------------------------------- results
+
+
+def _gathered(parts: Sequence[Part], request: Request) -> Any:
+    """Rows in the order of the batch; beside them, or in their place, what the ranks returned else."""
+    receipts = [cast("Receipt", part.receipt) for part in parts]
+    if not any(receipt.has_rows for receipt in receipts):
+        rest = [receipt.rest for receipt in receipts]
+        return None if all(value is None for value in rest) else rest
+    if not all(receipt.has_rows for receipt in receipts):
+        seen = [part.rank for part in parts if cast("Receipt", part.receipt).has_rows]
+        raise LayoutError(
+            f'WorkerGroup: method "{request.method}" returned a TensorDict on ranks {seen} and none on the others; '
+            "expected one kind of result. Return a TensorDict on every rank, also on one without rows."
+        )
+    batch = _in_order(parts, request)
+    more = [receipt.rest for receipt in receipts]
+    if all(rest is None for rest in more):
+        return batch
+    return (batch, *map(list, zip(*more, strict=True)))
+
+
+def _in_order(parts: Sequence[Part], request: Request) -> BatchView | TensorDict:
+    rows = np.concatenate([part.rows for part in parts])
+    back = np.argsort(rows, kind="stable")
+    results = [part.result for part in parts]
+    if request.layout == "view":
+        return BatchView.cat(results).select(back)
+    packed = PackedBatch.cat(results)
+    if not np.array_equal(back, np.arange(back.size)):
+        packed = packed.select(back)
+    return decompress(packed, layout=request.layout)
+
+
+def _said(rows: IntArray) -> str:
+    if not rows.size:
+        return "no rows"
+    if rows.size == 1:
+        return f"row {rows[0]}"
+    if rows[-1] - rows[0] == rows.size - 1:
+        return f"rows {rows[0]} to {rows[-1]}"
+    return f"{rows.size} rows from {rows.min()} to {rows.max()}"

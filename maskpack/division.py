@@ -1,0 +1,91 @@
+"""Who does what: the actors of each data-parallel rank, and the rows of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import numpy as np
+from tensordict import NonTensorData, TensorDictBase
+
+from maskpack.errors import LayoutError, MaskpackError
+from maskpack.options import Registry
+from maskpack.registry import MaskNestingRegistry
+from maskpack.rows import IntArray, even_sizes
+from maskpack.tree import walk
+from maskpack.views import BatchView
+
+Balance = Literal["rows", "tokens"] | Sequence[Sequence[int]]
+"""How rows are divided: parts in row order of equal rows or equal tokens, or the rows of each rank."""
+
+
+def ranks_of(
+    actors: int, dp_ranks: Sequence[int] | None, collect: Sequence[bool] | None
+) -> tuple[list[list[int]], list[int]]:
+    """The actors of each rank, and the one of them whose result counts."""
+    if not actors:
+        raise MaskpackError("WorkerGroup: no actors; expected at least one. Pass a list of actor handles.")
+    given = list(range(actors)) if dp_ranks is None else list(dp_ranks)
+    if len(given) != actors or set(given) != set(range(max(given, default=0) + 1)):
+        raise MaskpackError(
+            f"WorkerGroup: dp_ranks are {given} for {actors} actors; expected one for each, from 0 without a gap. Give "
+            "each actor its data-parallel rank."
+        )
+    ranks = [[actor for actor in range(actors) if given[actor] == rank] for rank in range(max(given) + 1)]
+    speaks = [own[0] == actor for actor in range(actors) for own in [ranks[given[actor]]]]
+    speaks = speaks if collect is None else [bool(value) for value in collect]
+    if len(speaks) != actors or any(sum(speaks[actor] for actor in own) != 1 for own in ranks):
+        raise MaskpackError(
+            f"WorkerGroup: collect is {speaks} for ranks {given}; expected one for each actor, and exactly one true in "
+            "each rank. Mark the actor whose result counts."
+        )
+    return ranks, [next(actor for actor in own if speaks[actor]) for own in ranks]
+
+
+def rows_of(batch: TensorDictBase, registry: Registry, begin: int, end: int) -> TensorDictBase:
+    """Consecutive rows of a batch, its row lists among them."""
+    part = batch[begin:end]
+    specs = registry if isinstance(registry, MaskNestingRegistry) else MaskNestingRegistry(registry)
+    for path, value in walk(batch):
+        spec = specs.find(path)
+        listed = spec is not None and "row-list" in spec.hints and isinstance(value, NonTensorData)
+        if listed and isinstance(value.data, list) and len(cast("Any", value.data)) == batch.batch_size[0]:
+            held: Any = NonTensorData(value.data[begin:end], batch_size=[end - begin, *value.batch_size[1:]])
+            part.set(path, held)
+    return part
+
+
+def divided(view: BatchView, balance: Balance, ranks: int) -> list[IntArray]:
+    """The rows of each rank."""
+    if isinstance(balance, str):
+        if balance not in ("rows", "tokens"):
+            raise LayoutError(
+                f'WorkerGroup: balance is {balance!r}; expected "rows", "tokens" or the rows of each rank. Choose one.'
+            )
+        if balance == "rows":
+            ends = np.cumsum(even_sizes(view.num_rows, ranks, "WorkerGroup"))
+        else:
+            sums = np.cumsum(view.tokens())
+            wanted = (sums[-1] if sums.size else 0) * np.arange(1, ranks + 1) / ranks
+            ends = np.searchsorted(sums, wanted - np.median(view.tokens()) / 2 if sums.size else wanted)
+            ends[-1] = view.num_rows
+        return np.split(np.arange(view.num_rows), ends[:-1])
+    rows = [np.asarray(own, np.int64) for own in balance]
+    together = np.sort(np.concatenate(rows)) if rows else np.arange(0)
+    if len(rows) != ranks or not np.array_equal(together, np.arange(view.num_rows)):
+        raise LayoutError(
+            f"WorkerGroup: balance names {together.size} rows for {len(rows)} ranks; expected each of {view.num_rows} "
+            f"rows once, for {ranks} ranks. Give a list of row numbers for each rank."
+        )
+    return rows
+
+
+def shares(view: BatchView, rows: Sequence[IntArray]) -> dict[str, float]:
+    """Metrics of how the rows are divided."""
+    tokens = view.tokens()
+    sums = [int(tokens[own].sum()) for own in rows]
+    out = {"dispatch/bytes_padded": float(view.padded_nbytes), "dispatch/rows": float(view.num_rows)}
+    out["dispatch/imbalance"] = max(sums) * len(sums) / sum(sums) if sum(sums) else 1.0
+    for rank, (own, total) in enumerate(zip(rows, sums, strict=True)):
+        out |= {f"dispatch/rows/rank_{rank}": float(own.size), f"dispatch/tokens/rank_{rank}": float(total)}
+    return out

@@ -1,0 +1,180 @@
+"""Pickling a packed batch, for Ray and between processes: its structure as a small stream, its arrays as buffers.
+
+    Contents --apart--> stream, arrays --gathered--> one buffer, or one that is there and one for the rest
+
+Arrays that lie together in one buffer, as `compress` lays them, travel without a copy. Such pickles are for processes
+with one version of maskpack that trust each other; wire.py has the form of bytes for all others.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from maskpack import codec
+from maskpack.contents import Contents
+from maskpack.manifest import near
+from maskpack.objects import Objects
+from maskpack.registry import Path
+from maskpack.words import Words
+
+_T = TypeVar("_T")
+_SLACK = 1.1
+"""Bytes of a buffer that travels whole, over those of the arrays in it."""
+
+
+class Place(NamedTuple):
+    """Where an array lies: the number of the buffer, the first byte, the dtype and the shape."""
+
+    buffer: int
+    begin: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+# -------------------------------------------------------------------- structure and arrays
+
+
+class _Writer(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, 5)
+        self.arrays: list[Words] = []
+        self._numbers: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if type(obj) is not np.ndarray:
+            return None
+        if id(obj) not in self._numbers:
+            self._numbers[id(obj)] = len(self.arrays)
+            self.arrays.append(obj)
+        return self._numbers[id(obj)]
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, stream: bytes, arrays: Sequence[Words]) -> None:
+        super().__init__(io.BytesIO(stream))
+        self._arrays = arrays
+
+    def persistent_load(self, pid: int) -> Words:
+        return self._arrays[pid]
+
+
+def apart(thing: object) -> tuple[bytes, list[Words]]:
+    """The structure of `thing` as a stream, and the arrays in it, each once."""
+    stream = io.BytesIO()
+    writer = _Writer(stream)
+    writer.dump(thing)
+    return stream.getvalue(), writer.arrays
+
+
+def together(thing: _T) -> _T:
+    """A copy whose arrays lie in one new buffer."""
+    stream, arrays = apart(thing)
+    body, begins = _joined(arrays)
+    return _Reader(
+        stream, [_view(body, begin, a.dtype, a.shape) for begin, a in zip(begins, arrays, strict=True)]
+    ).load()
+
+
+# -------------------------------------------------------------------- buffers
+
+
+def _joined(arrays: Sequence[Words]) -> tuple[Words, list[int]]:
+    """The bytes of all arrays, uint8, and where each begins: the widest items first, so that all are aligned."""
+    begins, end = [0] * len(arrays), 0
+    for number in sorted(range(len(arrays)), key=lambda number: -arrays[number].itemsize):
+        begins[number], end = end, end + arrays[number].nbytes
+    body: Words = np.empty(end, np.uint8)
+    for begin, array in zip(begins, arrays, strict=True):
+        _view(body, begin, array.dtype, array.shape)[...] = array
+    return body, begins
+
+
+def gathered(arrays: Sequence[Words]) -> tuple[list[Words], list[Place]]:
+    """Buffers that hold the arrays, and where in them: the buffer that most of them lie in already, if they fill it
+    well, and a new one for the others."""
+    whole, begins = _shared(arrays)
+    rest = [number for number in range(len(arrays)) if number not in begins]
+    buffers = [] if whole is None else [whole]
+    places = {number: (0, begin) for number, begin in begins.items()}
+    if rest:
+        body, others = _joined([arrays[number] for number in rest])
+        places |= {number: (len(buffers), begin) for number, begin in zip(rest, others, strict=True)}
+        buffers.append(body)
+    return buffers, [Place(*places[number], array.dtype.str, array.shape) for number, array in enumerate(arrays)]
+
+
+def _shared(arrays: Sequence[Words]) -> tuple[Words | None, dict[int, int]]:
+    """The stretch of a buffer that holds most of the bytes, uint8, and where in it the arrays begin that it holds."""
+    inside: dict[int, list[int]] = {}
+    roots: dict[int, Words] = {}
+    for number, array in enumerate(arrays):
+        root = _root(array)
+        if root.dtype == np.uint8 and root.ndim == 1 and array.flags.c_contiguous and array.size:
+            roots[id(root)] = root
+            inside.setdefault(id(root), []).append(number)
+    if not inside:
+        return None, {}
+    most = max(inside, key=lambda key: sum(arrays[number].nbytes for number in inside[key]))
+    root, numbers = roots[most], inside[most]
+    first = _address(root)
+    begins = {number: _address(arrays[number]) - first for number in numbers}
+    low = min(begins.values()) // 8 * 8
+    high = max(begin + arrays[number].nbytes for number, begin in begins.items())
+    if len(numbers) < 2 or high - low > _SLACK * sum(arrays[number].nbytes for number in numbers):
+        return None, {}
+    return root[low:high], {number: begin - low for number, begin in begins.items()}
+
+
+def _root(array: Words) -> Words:
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+def _address(array: Words) -> int:
+    return array.__array_interface__["data"][0]
+
+
+def _view(body: Words, begin: int, dtype: Any, shape: tuple[int, ...]) -> Words:
+    dtype = np.dtype(dtype)
+    size = dtype.itemsize
+    for length in shape:
+        size *= length
+    return body[begin : begin + size].view(dtype).reshape(shape)
+
+
+# -------------------------------------------------------------------- a packed batch
+
+
+def write(packed: Contents) -> tuple[bytes, list[Place], Any, list[Words]]:
+    """The structure without the Python objects, where its arrays lie, the records of the codec, and the buffers."""
+    stream, arrays = apart(
+        (packed.num_rows, packed.schema, packed.layouts, packed.fields, packed.row_pads, packed.codec)
+    )
+    records = None
+    if packed.codec is not None:
+        shapes = [array.shape for array in arrays]
+        numbers = {id(array): number for number, array in enumerate(arrays)}
+        arrays, squeezed = codec.compressed([array.reshape(-1) for array in arrays], near(packed, numbers))
+        records = squeezed, shapes
+    buffers, places = gathered(arrays)
+    return stream, places, records, buffers
+
+
+def read(
+    stream: bytes, places: Sequence[Place], records: Any, buffers: Sequence[Any], objects: Mapping[Path, Objects]
+) -> Contents:
+    """The inverse of `write`; the arrays are views of the buffers, read-only as these are."""
+    bodies: list[Words] = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
+    arrays: list[Words] = [_view(bodies[number], begin, dtype, shape) for number, begin, dtype, shape in places]
+    if records is not None:
+        squeezed, shapes = records
+        lines = codec.restored(arrays, squeezed, "PackedBatch")
+        arrays = [line.reshape(shape) for line, shape in zip(lines, shapes, strict=True)]
+    rows, schema, layouts, fields, row_pads, name = _Reader(stream, arrays).load()
+    return Contents(rows, schema, layouts, fields, objects, row_pads, name)

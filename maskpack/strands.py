@@ -1,0 +1,203 @@
+"""Strands: some fields of a view, and where their rows come from.
+
+Source    a packed batch, here or elsewhere, and its Outline: schema and lengths
+Strand    fields, the sources of their rows, and segments that number these
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from maskpack.contents import Contents
+from maskpack.errors import LayoutError
+from maskpack.joining import joined, merged, restricted
+from maskpack.layout import RowLayout
+from maskpack.packed import PackedBatch
+from maskpack.pickles import together
+from maskpack.registry import Key, Path
+from maskpack.rows import IntArray
+from maskpack.segments import Segments
+from maskpack.tree import chosen
+
+
+@dataclass(frozen=True, eq=False)
+class Outline:
+    """What is known of a packed batch that lies elsewhere.
+
+    Attributes:
+        head: the batch without its rows: the schema, and Python objects that stand for all rows.
+        layouts: those of all its rows.
+        num_rows: B.
+        nbytes: of its encoded rows.
+    """
+
+    head: PackedBatch
+    layouts: Mapping[str, RowLayout]
+    num_rows: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, packed: PackedBatch) -> Outline:
+        """It keeps no memory of the batch alive. Raises LayoutError for a batch packed with batch_size []."""
+        head = packed.select(slice(0, 0))
+        fields, row_pads = together((head.fields, head.row_pads))
+        return cls(replace(head, fields=fields, row_pads=row_pads), packed.layouts, packed.num_rows, packed.nbytes)
+
+    def select(self, rows: IntArray) -> Outline:
+        """That of some rows of the batch."""
+        layouts = {name: layout.select(rows) for name, layout in self.layouts.items()}
+        return Outline(self.head, layouts, rows.size, self.nbytes_of(rows.size))
+
+    def nbytes_of(self, rows: int) -> int:
+        """An equal share of the encoded bytes for each row."""
+        return round(self.nbytes * rows / self.num_rows) if self.num_rows else 0
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A packed batch, here or elsewhere.
+
+    Attributes:
+        held: a PackedBatch, or anything that `get` makes one of.
+        outline: what is known of it.
+    """
+
+    held: Any
+    outline: Outline
+
+    def same(self, other: Source) -> bool:
+        return self is other or self.held is other.held
+
+    def checked(self, packed: Any) -> PackedBatch:
+        """What was fetched. Raises LayoutError unless it is the batch that the outline tells of."""
+        if not isinstance(packed, PackedBatch):
+            raise LayoutError(
+                f"BatchView.materialize: a reference led to a {type(packed).__name__}; expected a PackedBatch. Put "
+                "what compress returned."
+            )
+        known = self.outline
+        fits = packed.num_rows == known.num_rows and packed.schema == known.head.schema
+        if not fits or dict(packed.layouts) != dict(known.layouts):
+            raise LayoutError(
+                f"BatchView.materialize: a reference led to {packed!r}; expected {known.num_rows} rows with the "
+                "fields and lengths of its outline. Give BatchView.at the outline of the batch that lies there."
+            )
+        return packed
+
+
+@dataclass(frozen=True, eq=False)
+class Strand:
+    """Some fields, and where their rows come from.
+
+    Attributes:
+        paths: the fields.
+        sources: what the segments number: Sources, or where batches lie that were fetched.
+        segments: of all rows.
+        head: the fields as they are declared, without rows; None where it is that of the only source, and need not
+            travel.
+    """
+
+    paths: tuple[Path, ...]
+    sources: tuple[Any, ...]
+    segments: Segments
+    head: PackedBatch | None
+
+    def declared(self) -> PackedBatch:
+        """Its fields without rows."""
+        assert self.head is not None
+        return only(self.head, self.paths)
+
+    def select(self, index: IntArray) -> Strand:
+        return replace(self, segments=self.segments.select(index)).trimmed()
+
+    def trimmed(self) -> Strand:
+        """Without the sources that give no row."""
+        used = np.unique(self.segments.source)
+        if used.size == len(self.sources):
+            return self
+        numbers = np.zeros(len(self.sources), np.int64)
+        numbers[used] = np.arange(used.size)
+        sources = tuple(self.sources[number] for number in used)
+        return replace(self, sources=sources, segments=self.segments.renumbered(numbers))
+
+    def layout(self, name: str) -> RowLayout:
+        shares, order = self.segments.shares()
+        parts = [self.sources[share.source].outline.layouts[name].select(share.rows) for share in shares]
+        layout = RowLayout.cat([self.declared().layouts[name], *parts])
+        return layout if order is None else layout.select(order)
+
+    def assembled(self, fetch: Callable[[Any], PackedBatch]) -> PackedBatch:
+        """The rows of its fields, from the sources that `fetch` gives."""
+        shares, order = self.segments.shares()
+        parts = [only(fetch(self.sources[share.source]).select(share.rows), self.paths) for share in shares]
+        if self.head is None or (len(parts) == 1 and _alike(parts[0], self.declared())):
+            whole = parts[0]
+        else:
+            whole = _packed(joined([self.declared(), *parts], "BatchView.materialize"))
+        return whole if order is None else whole.select(order)
+
+
+# -------------------------------------------------------------------- batches of some fields
+
+
+def assembled(strands: Sequence[Strand], order: Sequence[Path], fetch: Callable[[Any], PackedBatch]) -> PackedBatch:
+    """The rows of all strands as one packed batch; `fetch` gives the batch of a source."""
+    return parts_merged([strand.assembled(fetch) for strand in strands], order)
+
+
+def strands_joined(strands: Sequence[Strand], paths: Sequence[Path]) -> Strand:
+    sources: list[Source] = []
+    numbered: list[Segments] = []
+    for strand in strands:
+        numbers: list[int] = []
+        for source in strand.sources:
+            known = next((n for n, other in enumerate(sources) if other.same(source)), len(sources))
+            if known == len(sources):
+                sources.append(source)
+            numbers.append(known)
+        numbered.append(strand.segments.renumbered(np.array(numbers, np.int64)))
+    heads = list({id(strand.head): only(strand.declared(), paths) for strand in strands}.values())
+    head = heads[0] if len(heads) == 1 else _packed(joined(heads, "BatchView.cat"))
+    return Strand(tuple(paths), tuple(sources), Segments.cat(numbered), head)
+
+
+def narrowed(
+    strands: Sequence[Strand], order: Sequence[Path], fields: Sequence[Key], call: str
+) -> tuple[list[Strand], tuple[Path, ...]]:
+    """The strands with the fields named (all if none is), and these in their order. Raises LayoutError for others."""
+    kept = tuple(path for path, _ in chosen([(path, None) for path in order], fields, call))
+    left = [without(strand, set(order) - set(kept)) for strand in strands]
+    return [strand for strand in left if strand.paths] or left[:1], kept  # one that tells how many rows there are
+
+
+def without(strand: Strand, paths: Collection[Path]) -> Strand:
+    kept = tuple(path for path in strand.paths if path not in paths)
+    return strand if len(kept) == len(strand.paths) else replace(strand, paths=kept)
+
+
+def parts_merged(parts: Sequence[PackedBatch], order: Sequence[Path]) -> PackedBatch:
+    if len(parts) == 1 and tuple(form.path for form in parts[0].schema.forms) == tuple(order):
+        return parts[0]
+    return _packed(merged(parts, order))
+
+
+def only(packed: PackedBatch, paths: Sequence[Path]) -> PackedBatch:
+    if len(paths) == len(packed.schema.forms):
+        return packed
+    return _packed(restricted(packed, set(paths)))
+
+
+def _packed(contents: Contents) -> PackedBatch:
+    return PackedBatch(**{name: getattr(contents, name) for name in Contents.__dataclass_fields__})
+
+
+def _alike(part: PackedBatch, head: PackedBatch) -> bool:
+    """Whether rows that come in one part come in the form that is declared."""
+    return part.schema == head.schema and all(
+        (part.objects[path].depth, part.objects[path].listed) == (held.depth, held.listed)
+        for path, held in head.objects.items()
+    )
