@@ -15,7 +15,7 @@ from torch import Tensor
 
 from maskpack.layout import RowLayout
 from maskpack.registry import EDGE
-from maskpack.words import Words, from_words, pad_tensor, words
+from maskpack.words import Words, empty, from_words, pad_tensor, words
 
 
 def pack(x: Tensor, layout: RowLayout, *, one_call: bool = False) -> Tensor:
@@ -44,8 +44,7 @@ def unpack(values: Tensor, layout: RowLayout, pad_value: Any = 0) -> Tensor:
         return _unpack_edge(values, layout)
     shape = (layout.num_rows, layout.width, *values.shape[1:])
     if isinstance(pad_value, Tensor):
-        pads = pad_value.to(values.dtype).view(-1, *[1] * (len(shape) - 1))
-        out = pads.expand(shape).clone(memory_format=torch.contiguous_format)
+        out = _spread(pad_value.to(values.dtype).view(-1, *[1] * (len(shape) - 1)), shape)
     else:
         out = _filled(shape, pad_value, values)
     if values.requires_grad and torch.is_grad_enabled():
@@ -62,10 +61,18 @@ def _filled(shape: tuple[int, ...], pad: Any, like: Tensor) -> Tensor:
     """The bits of the pad everywhere: torch.full keeps no NaN payload of a half, and refuses some complex numbers."""
     held = pad_tensor(pad, like.dtype)
     assert held is not None
-    word = words(held)
+    word = words(held).to(like.device)
     if word.dim():
-        return held.to(like.device).expand(shape).clone(memory_format=torch.contiguous_format)
-    return torch.full(shape, int(word.item()), dtype=word.dtype, device=like.device).view(like.dtype)
+        return _spread(held.to(like.device), shape)
+    return empty(shape, word).fill_(int(word.item())).view(like.dtype)
+
+
+def _spread(pads: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of that shape with the pads in it, which expand to it."""
+    source = words(pads)
+    more = source.shape[pads.dim() :]
+    out = empty((*shape, *more), source).copy_(source.expand(*shape, *more))
+    return torch.view_as_complex(out.view(torch.float64)) if more else out.view(pads.dtype)
 
 
 def _unpack_edge(values: Tensor, layout: RowLayout) -> Tensor:
@@ -94,7 +101,7 @@ def _unpack_edge_by_run(values: Tensor, layout: RowLayout) -> Tensor:
     real = torch.from_numpy(np.flatnonzero(layout.lengths))
     ends[real] = source[layout.offsets[1:][real] - 1]
     shape = (layout.num_rows, layout.width, *source.shape[1:])
-    out = ends.unsqueeze(1).expand(shape).clone(memory_format=torch.contiguous_format)
+    out = empty(shape, source).copy_(ends.unsqueeze(1).expand(shape))
     target, array = out.numpy(), source.numpy()
     starts, counts, splits = table.starts.tolist(), table.counts.tolist(), table.splits.tolist()
     begin = 0
