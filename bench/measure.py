@@ -77,9 +77,9 @@ def peak_bytes(work: Callable[[], object]) -> int:
     gc.collect()
     _give_back_memory()
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins again here
-    before = _memory("VmRSS")
+    before = memory("VmRSS")
     result = work()
-    after = _memory("VmHWM")
+    after = memory("VmHWM")
     del result
     return after - before
 
@@ -88,7 +88,7 @@ def _give_back_memory() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
-def _memory(name: str) -> int:
+def memory(name: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return 1024 * int(line.split()[1])

@@ -80,7 +80,7 @@ class WorkerGroup:
         }
         self._store = Placement([[self.actors[actor] for actor in own] for own in self._ranks])
         self.metrics: dict[str, float] = {}
-        """Those of the last call that returned, flat."""
+        """Those of the last `call` or `put` that returned, flat."""
 
     @classmethod
     def launch(
@@ -143,7 +143,7 @@ class WorkerGroup:
             balance: parts in row order, `rows` that differ by one row at most or `tokens` of equal sums as far as rows
                 allow; or the row numbers of each rank. With fewer rows than ranks, some ranks are called with none.
             pipelined: encode and send rank by rank, so that the first rank begins while the next rows are encoded; for
-                a padded or nested batch in parts of equal rows.
+                a padded or nested batch in parts of equal rows. An error of encoding is raised when ranks are at work.
             timeout: seconds to wait for the ranks.
             grace: seconds that the other ranks have once one has failed.
 
@@ -253,6 +253,7 @@ class WorkerGroup:
                 returned has the fields of both, those of `batch` in the place of old ones.
             balance: how calls will divide the rows: each node is sent its own.
         """
+        begun = time.perf_counter()
         if onto is not None and isinstance(batch, TensorDictBase):
             batch = compress(batch, **self._options, like=onto.layouts_alone())
         view = self._argument(batch)
@@ -261,10 +262,16 @@ class WorkerGroup:
                 f"WorkerGroup.put: got a {type(batch).__name__}; expected a TensorDict, a PackedBatch or a BatchView. "
                 "Pass the batch."
             )
-        rows = dict(enumerate(divided(view, balance, self.num_ranks)))
-        sites = self._by_site(rows)
-        there = BatchView.cat([self._store.settled(view.select(index), site)[0] for site, _, index in sites])
-        there = there.select(np.argsort(np.concatenate([index for _, _, index in sites]), kind="stable"))
+        encoded = time.perf_counter()
+        sites = self._by_site(dict(enumerate(divided(view, balance, self.num_ranks))))
+        settled = [self._store.settled(view.select(index), site) for site, _, index in sites]
+        back = np.argsort(np.concatenate([index for _, _, index in sites]), kind="stable")
+        there = BatchView.cat([part for part, _ in settled]).select(back)
+        self.metrics = {
+            "dispatch/bytes_sent": float(sum(nbytes for _, nbytes in settled)),
+            "dispatch/encode_ms": 1e3 * (encoded - begun),
+            "dispatch/put_ms": 1e3 * (time.perf_counter() - encoded),
+        }
         return there if onto is None else onto.with_fields(there)
 
     def pack(self, batch: TensorDictBase) -> PackedBatch:

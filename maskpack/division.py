@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import numpy as np
+import numpy.typing as npt
 from tensordict import NonTensorData, TensorDictBase
 
 from maskpack.errors import LayoutError, MaskpackError
 from maskpack.options import Registry
 from maskpack.registry import MaskNestingRegistry
-from maskpack.rows import IntArray, even_sizes
+from maskpack.rows import IntArray, cumulated, even_sizes, row_index
 from maskpack.tree import walk
 from maskpack.views import BatchView
 
@@ -62,15 +63,13 @@ def divided(view: BatchView, balance: Balance, ranks: int) -> list[IntArray]:
             raise LayoutError(
                 f'WorkerGroup: balance is {balance!r}; expected "rows", "tokens" or the rows of each rank. Choose one.'
             )
-        if balance == "rows":
-            ends = np.cumsum(even_sizes(view.num_rows, ranks, "WorkerGroup"))
+        sums = cumulated(view.tokens())
+        if balance == "rows" or not sums[-1]:
+            ends: IntArray = cumulated(np.array(even_sizes(view.num_rows, ranks, "WorkerGroup")))[1:-1]
         else:
-            sums = np.cumsum(view.tokens())
-            wanted = (sums[-1] if sums.size else 0) * np.arange(1, ranks + 1) / ranks
-            ends = np.searchsorted(sums, wanted - np.median(view.tokens()) / 2 if sums.size else wanted)
-            ends[-1] = view.num_rows
-        return np.split(np.arange(view.num_rows), ends[:-1])
-    rows = [np.asarray(own, np.int64) for own in balance]
+            ends = _nearest(sums, sums[-1] * np.arange(1, ranks) / ranks)
+        return np.split(np.arange(view.num_rows), ends.tolist())
+    rows = [row_index(own, view.num_rows, "WorkerGroup: balance") for own in balance]
     together = np.sort(np.concatenate(rows)) if rows else np.arange(0)
     if len(rows) != ranks or not np.array_equal(together, np.arange(view.num_rows)):
         raise LayoutError(
@@ -78,6 +77,13 @@ def divided(view: BatchView, balance: Balance, ranks: int) -> list[IntArray]:
             f"rows once, for {ranks} ranks. Give a list of row numbers for each rank."
         )
     return rows
+
+
+def _nearest(sums: IntArray, wanted: npt.NDArray[np.float64]) -> IntArray:
+    """For each number, where in the sums, which never fall and begin with 0, the one nearest to it is."""
+    middles = (sums[1:] + sums[:-1]) / 2
+    found: IntArray = np.searchsorted(middles, wanted)
+    return found
 
 
 def shares(view: BatchView, rows: Sequence[IntArray]) -> dict[str, float]:

@@ -13,6 +13,7 @@ import torch
 from ray import cloudpickle
 from samples import PAD, ROWS, assert_same, freeze, per_row, rollout
 from tensordict import NonTensorData, TensorDict
+from test_docs import BLOCK, DOCS
 
 import maskpack as mp
 from maskpack.dispatch import WorkerGroup, endpoint
@@ -276,6 +277,20 @@ def test_a_field_that_is_kept_whole(group, batch):
     batch["old_log_probs"][0, 5] = 3.0
     with pytest.warns(mp.MaskpackWarning, match="old_log_probs"):
         assert_same(group.call("echo", batch), batch)
+
+
+# -------------------------------------------------------------------- the docs
+
+
+def test_the_page_runs(local_ray):
+    blocks = BLOCK.findall((DOCS / "dispatch.md").read_text())
+    names = {"__name__": "__main__"}
+    for block in blocks:
+        exec(compile(block, "dispatch.md", "exec"), names)
+    assert_same(names["again"], names["log_probs"])
+    assert_same(names["result"], names["log_probs"])
+    assert_same(names["here"]["advantages"], torch.zeros(4, 6))
+    assert [found["clip"] for found in names["metrics"]] == [0.2, 0.2]
 
 
 # -------------------------------------------------------------------- without Ray, and launching
