@@ -1,8 +1,8 @@
 """Memory of the driver and of a worker over many dispatches of a small batch in one process.
 
-Of three dispatches one has its result back padded, one as a view, and one sends that view. Resident memory is read after
-a tenth of the dispatches, when pools and caches of Python, torch and Ray have their size, and at the end: between the
-two nothing may grow but noise, for which 8 MB are allowed, less than a kilobyte a dispatch.
+Of three dispatches one has its result back padded, one as a view, and one sends that view. Resident memory is read
+after a tenth of the dispatches, when pools and caches of Python, torch and Ray have their size, and at the end: between
+the two nothing may grow but noise, for which 8 MB are allowed, less than a kilobyte a dispatch.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ The rows of parts without an answer can be sent again; the others keep theirs.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -24,6 +23,7 @@ from maskpack.errors import LayoutError, MaskpackError, WorkerError
 from maskpack.packed import PackedBatch, decompress
 from maskpack.parcels import Receipt
 from maskpack.rows import IntArray
+from maskpack.strands import Outline
 from maskpack.views import BatchView
 
 Results = Literal["padded", "nested", "view"]
@@ -74,8 +74,15 @@ class Part:
     error: BaseException | None = None
 
     @property
-    def open(self) -> bool:
+    def late(self) -> bool:
+        """Whether nothing is known of it, or no more than that it did not answer in time."""
         return self.receipt is None and (self.error is None or isinstance(self.error, TimeoutError))
+
+    @property
+    def lost(self) -> bool:
+        """Whether one of its actors is dead, or has not answered yet: it may wait for a peer that failed."""
+        open = _ray.wait(self.receipts, num_returns=len(self.receipts), timeout=0, fetch_local=False)[1]
+        return bool(open) or isinstance(self.error, _ray.exceptions.RayActorError)
 
 
 @dataclass(frozen=True)
@@ -114,6 +121,8 @@ class Call:
     parts: list[Part]
     metrics: dict[str, float]
     """Flat, for a logger; whole once `result` has returned."""
+    lost: frozenset[int] = frozenset()
+    """Ranks of the group that failed calls before this one left out."""
     _begun: float = field(default_factory=time.perf_counter)
     _done: bool = False
     _value: Any = None
@@ -123,7 +132,7 @@ class Call:
 
     def done(self) -> bool:
         """Whether every rank has answered or failed."""
-        refs = [ref for part in self.parts if part.open for ref in part.receipts]
+        refs = [ref for part in self.parts if part.late for ref in part.receipts]
         return not refs or not _ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[1]
 
     def result(self, timeout: float | None = None) -> Any:
@@ -155,21 +164,21 @@ class Call:
         failed = [part for part in self.parts if part.receipt is None]
         if not failed:
             return self
-        lost = {part.rank for part in failed if isinstance(part.error, _ray.exceptions.RayActorError | TimeoutError)}
-        lost |= {part.rank for part in failed if part.error is None}
         to = self.group if group is None else group
-        ranks = [rank for rank in range(to.num_ranks) if group is not None or rank not in lost]
+        lost = self.lost.union(part.rank for part in failed if part.lost) if group is None else frozenset[int]()
+        ranks = [rank for rank in range(to.num_ranks) if rank not in lost]
         if not ranks:
             raise MaskpackError(
                 f'WorkerGroup: every rank that "{self.request.method}" was sent to is lost or late; expected one that '
                 "is alive. Start actors and pass their group: call.retry(group)."
             )
         missing = np.sort(np.concatenate([part.rows for part in failed]))
-        shares = np.array_split(missing, len(ranks))
-        rows = {rank: share for rank, share in zip(ranks, shares, strict=True) if share.size or len(ranks) == 1}
+        ranks = ranks[: max(1, missing.size)]  # one is called where there are no rows, for an empty result
+        rows = dict(zip(ranks, np.array_split(missing, len(ranks)), strict=True))
         parts, metrics = to.send(self.request, rows, again=True)
-        kept = [part for part in self.parts if part.receipt is not None]
-        return Call(to, self.request, [*kept, *parts], metrics)
+        parts += [part for part in self.parts if part.receipt is not None]
+        parts.sort(key=lambda part: part.rows[:1].tolist())  # what is no TensorDict comes as a list in this order
+        return Call(to, self.request, parts, metrics, lost)
 
     # ---------------------------------------------------------------- waiting
 
@@ -177,7 +186,11 @@ class Call:
         """Takes what is there until all parts are settled, the time is up, or the grace after a failure is over."""
         until = math.inf if timeout is None else time.monotonic() + timeout
         graced = math.inf
-        owner = {ref: part for part in self.parts if part.open for ref in part.receipts}
+        if any(part.receipt is None and not part.late for part in self.parts):  # known from a `result` before
+            graced = time.monotonic() + self.request.grace
+        owner = {ref: part for part in self.parts if part.late for ref in part.receipts}
+        for part in owner.values():
+            part.error = None
         waiting = list(owner)
         while waiting:
             end = min(until, graced)
@@ -185,31 +198,32 @@ class Call:
             ready, waiting = _ray.wait(waiting, num_returns=1, timeout=left, fetch_local=False)
             if not ready:
                 break
-            for part in (owner[ref] for ref in ready):
-                if all(ref not in waiting for ref in part.receipts):
-                    part.error = None
-                    self._settle(part, None if until == math.inf else max(0.0, until - time.monotonic()))
-                    if part.error is not None:
-                        graced = min(graced, time.monotonic() + self.request.grace)
-        for part in {id(owner[ref]): owner[ref] for ref in waiting}.values():
-            part.error = TimeoutError(f"no answer in {time.perf_counter() - self._begun:.1f} s")
+            left = None if until == math.inf else max(0.0, until - time.monotonic())
+            for ref in ready:
+                part = owner[ref]
+                if all(peer not in waiting for peer in part.receipts):
+                    self._settle(part, left)
+                elif part.error is None:
+                    part.error = _got([ref], left)[1]  # its peers may wait for it for ever
+                if part.error is not None:
+                    graced = min(graced, time.monotonic() + self.request.grace)
+        for part in (owner[ref] for ref in waiting):
+            if part.late:
+                part.error = TimeoutError(f"no answer in {time.perf_counter() - self._begun:.1f} s")
 
     def _settle(self, part: Part, timeout: float | None) -> None:
-        try:
-            receipts: list[Any] = ray.get(part.receipts, timeout=timeout)
-            receipt = receipts[part.speaker]
-            if receipt.has_rows:
-                if self.request.layout == "view":
-                    part.result = BatchView.at(part.packed, receipt.outline)
-                else:
-                    part.result = ray.get(part.packed, timeout=timeout)
-            part.receipt = receipt
-        except _ray.exceptions.RayError as error:
-            cause = getattr(error, "cause", None)
-            part.error = cause if isinstance(error, _ray.exceptions.RayTaskError) and cause is not None else error
+        """Takes what all actors of a part have answered."""
+        receipts, part.error = _got(part.receipts, timeout)
+        if part.error is None:
+            receipt: Receipt = receipts[part.speaker]
+            if receipt.has_rows and self.request.layout == "view":
+                part.result = BatchView.at(part.packed, cast("Outline", receipt.outline))
+            elif receipt.has_rows:
+                (part.result,), part.error = _got([part.packed], timeout)
+            part.receipt = receipt if part.error is None else None
+        if part.error is not None:
             for reference in (*part.receipts, part.packed):  # Ray logs errors that nobody has taken
-                with contextlib.suppress(_ray.exceptions.RayError):
-                    _ray.get(reference, timeout=0)
+                _got([reference], 0)
 
     def _check(self) -> None:
         failures = tuple(
@@ -218,8 +232,9 @@ class Call:
             if part.receipt is None
         )
         if failures:
+            ranks = self.group.num_ranks
             raise WorkerError(
-                f'WorkerGroup: method "{self.request.method}" failed on {len(failures)} of {len(self.parts)} ranks: '
+                f'WorkerGroup: method "{self.request.method}" failed on {len(failures)} of {ranks} ranks: '
                 f"{'; '.join(map(str, failures))}. The results of the others are kept: error.call.retry() sends the "
                 "missing rows again.",
                 self.request.method,
@@ -235,6 +250,16 @@ class Call:
         self.metrics["dispatch/bytes_returned"] = sum(receipt.nbytes for receipt in receipts)
         for phase in ("decode", "run", "encode"):
             self.metrics[f"dispatch/rank_{phase}_ms"] = max((receipt.ms[phase] for receipt in receipts), default=0.0)
+
+
+def _got(references: Sequence[Any], timeout: float | None) -> tuple[Sequence[Any], BaseException | None]:
+    """What the references stand for; or None for each, and the error."""
+    try:
+        return _ray.get(list(references), timeout=timeout), None
+    except _ray.exceptions.RayError as error:
+        cause = getattr(error, "cause", None)
+        of_task = isinstance(error, _ray.exceptions.RayTaskError) and cause is not None
+        return [None] * len(references), cause if of_task else error
 
 
 # -------------------------------------------------------------------- results
@@ -276,6 +301,6 @@ def _said(rows: IntArray) -> str:
         return "no rows"
     if rows.size == 1:
         return f"row {rows[0]}"
-    if rows[-1] - rows[0] == rows.size - 1:
-        return f"rows {rows[0]} to {rows[-1]}"
+    if rows.max() - rows.min() == rows.size - 1:
+        return f"rows {rows.min()} to {rows.max()}"
     return f"{rows.size} rows from {rows.min()} to {rows.max()}"

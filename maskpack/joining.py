@@ -24,7 +24,8 @@ from maskpack.sharing import Encoding, Joined, Same
 from maskpack.tree import Node
 from maskpack.words import Words, pad_tensor, words
 
-_APART = "its batches hold it in different forms"
+APART = "its batches hold it in different forms"
+"""Why a field that the batches hold in different forms is dense."""
 
 
 def joined(batches: Sequence[Contents], call: str) -> Contents:
@@ -42,7 +43,7 @@ def joined(batches: Sequence[Contents], call: str) -> Contents:
     _check_dims([batch.schema.root for batch in batches], "the batch", call)
     decoders = [Decoder(batch, False, "cpu") for batch in batches]
     forms = [_form([batch.forms[path] for batch in batches], _padded_somewhere(batches, path), call) for path in paths]
-    apart = {form.path: _padded(form, decoders, call) for form in forms if form.reason == _APART}
+    apart = {form.path: _padded(form, decoders, call) for form in forms if form.reason == APART}
     forms = [replace(f, shape=tuple(apart[f.path].shape[1:])) if f.path in apart else f for f in forms]
     axes = [name for name, _, _ in batches[0].schema.axes if all(name in batch.layouts for batch in batches)]
     names = dict.fromkeys([*axes, *(form.layout for form in forms if form.layout is not None)])
@@ -96,7 +97,7 @@ def _form(column: Sequence[FieldForm], padded: Sequence[bool], call: str) -> Fie
     if any(other.dtype != form.dtype for other in column):
         dtypes = [str(other.dtype).removeprefix("torch.") for other in column]
         raise LayoutError(f'{call}: field "{name}" has dtypes {dtypes}; expected one. Cast before packing.')
-    dense = FieldForm(form.path, "dense", dtype=form.dtype, device=form.device, reason=_APART)
+    dense = FieldForm(form.path, "dense", dtype=form.dtype, device=form.device, reason=APART)
     if any((f.kind, f.layout, f.ragged_dim) != (form.kind, form.layout, form.ragged_dim) for f in column):
         return dense
     if any(f.shape != form.shape for f in column):

@@ -14,7 +14,7 @@ import numpy as np
 
 from maskpack.contents import Contents
 from maskpack.errors import LayoutError
-from maskpack.joining import joined, merged, restricted
+from maskpack.joining import APART, joined, merged, restricted
 from maskpack.layout import RowLayout
 from maskpack.packed import PackedBatch
 from maskpack.pickles import together
@@ -162,6 +162,8 @@ def strands_joined(strands: Sequence[Strand], paths: Sequence[Path]) -> Strand:
         numbered.append(strand.segments.renumbered(np.array(numbers, np.int64)))
     heads = list({id(strand.head): only(strand.declared(), paths) for strand in strands}.values())
     head = heads[0] if len(heads) == 1 else _packed(joined(heads, "BatchView.cat"))
+    if any(form.reason == APART for form in head.schema.forms):  # its parts are not widened: do they fit as they are?
+        joined([head, *(only(source.outline.head, paths) for source in sources)], "BatchView.cat")
     return Strand(tuple(paths), tuple(sources), Segments.cat(numbered), head)
 
 

@@ -175,6 +175,8 @@ class BatchView:
         groups: dict[tuple[int, ...], list[Path]] = {}
         for path in views[0].order:
             groups.setdefault(tuple(view._strand_number(path) for view in views), []).append(path)
+        if not groups:  # views without fields have rows all the same
+            groups[(0,) * len(views)] = []
         strands = [
             strands_joined([view.strands[number] for view, number in zip(views, numbers, strict=True)], paths)
             for numbers, paths in groups.items()

@@ -1000,7 +1000,7 @@ def test_an_integer_is_no_row_selection() -> None:
         with pytest.raises(LayoutError) as caught:
             packed[row]  # type: ignore[index]
         assert str(caught.value) == (
-            "PackedBatch: the index is the whole number 2; expected rows. Take one row as a slice: packed[2 : 2 + 1]."
+            "PackedBatch: the index is the whole number 2; expected rows. Take one row as a slice: [2 : 2 + 1]."
         )
 
 

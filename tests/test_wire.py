@@ -188,18 +188,19 @@ def test_selected_rows_of_a_file_write_their_own_bytes_only(tmp_path: Path) -> N
     assert_same(decompress(PackedBatch.from_bytes(part)), batch[1:2])
 
 
-def test_pickle_protocol_5_has_one_buffer_which_comes_back_read_only() -> None:
+def test_pickle_protocol_5_has_two_buffers_which_come_back_read_only() -> None:
+    """One holds the arrays as `compress` laid them, the other those of the layouts."""
     batch = make.rollout().batch
     packed = compress(batch, pad_token_id=99)
     buffers: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(packed, protocol=5, buffer_callback=buffers.append)
-    assert len(buffers) == 1
-    body = bytearray(buffers[0].raw())
-    back = pickle.loads(stream, buffers=[body])
+    assert len(buffers) == 2
+    bodies = [bytearray(buffer.raw()) for buffer in buffers]
+    back = pickle.loads(stream, buffers=[memoryview(body).toreadonly() for body in bodies])
     assert_same(decompress(back), batch)
     words = back.fields[("reward_baselines",)].words
     assert not words.flags.writeable
-    assert np.shares_memory(words, np.frombuffer(body, np.uint8)), "no copy"
+    assert np.shares_memory(words, np.frombuffer(bodies[0], np.uint8)), "no copy"
     with pytest.raises(ValueError, match="read-only"):
         words[0] = 1
 

@@ -1,0 +1,358 @@
+"""The forms in which a batch goes from a driver to a Ray actor, and the two ends that time them.
+
+    driver: padded batch -- encode --> value -- put --> object store | actor: get --> value -- restore --> usable
+
+A form is usable in the actor when its tensors hold the values and lie in memory that is mapped. What was decoded or
+unpickled has been written already. What arrives as views of the object store is read once, and that read counts as its
+restoring; a second read is never asked of it.
+
+Ray's flag for zero-copy torch tensors (RAY_ENABLE_ZERO_COPY_TORCH_TENSORS=1). Ray reads the variable once, when
+`ray._private.ray_constants` is imported, and looks at it again when a process' serialisation context is made. All that
+it then does is to register one reducer for torch.Tensor in the dispatch table of Ray's pickler, which is read at every
+pickling. It concerns the sender only: the object names an importable function that rebuilds the tensor, whatever the
+flag of the receiver. So the flag is switched here by setting and removing that reducer, in one driver, call by call:
+all forms share the process, the object store and the actor. A test starts a Ray with the variable and holds that its
+reducer is this one.
+
+The jagged rival is the usual code of `baselines`. Restored to padded, it gets its bool masks for nothing: the actor has
+them from the start. Reads are `count_nonzero` on all threads.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from ray._private.tensor_serialization_utils import ZeroCopyTensorsWarning, zero_copy_tensors_reducer
+from ray.cloudpickle import CloudPickler
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+import maskpack
+from bench import baselines
+from bench.measure import NotExact, bits, interleaved, keep_memory, wire_bytes
+from bench.workloads import PAD_ID
+
+Digest = list[tuple[str, str, str, str]]
+
+_STORES = 3  # sizes of the padded batch that the object store holds
+_SMALL_STORE = 2**27
+WARM = 4  # rounds, until every form has had its pages of the object store and of the actor
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the actor has before anything is timed.
+
+    Attributes:
+        masks: bool [B, S], [B, P], [B, R] by axis, for the jagged rival.
+        order: the keys of the batch, in order.
+        log_probs: float32 [B, R], what the actor "computes" in the round trip.
+    """
+
+    masks: dict[str, Tensor]
+    order: tuple[str, ...]
+    log_probs: Tensor
+
+    @classmethod
+    def of(cls, batch: TensorDictBase) -> Given:
+        return cls(baselines.masks_of(batch), tuple(batch.keys()), batch["old_log_probs"].clone())
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to send a batch.
+
+    Attributes:
+        encode: padded batch -> what is put; None for the floor, which is put as it is.
+        restore: what the actor got -> TensorDict.
+        to_padded: what was restored -> padded batch, for the check of its bits; None for the floor.
+        nested: whether what is restored must be jagged.
+        zero_copy: whether Ray's flag is on for it.
+        view: whether it arrives as views of the object store.
+    """
+
+    encode: Callable[[TensorDict], Any] | None = lambda batch: batch
+    restore: Callable[[Any, Given], Any] = lambda value, given: value
+    to_padded: Callable[[Any, Given], TensorDict] | None = lambda value, given: value
+    nested: bool = False
+    zero_copy: bool = False
+    view: bool = False
+
+
+def _unnest_usual(value: TensorDict, given: Given) -> TensorDict:
+    return baselines.unnest(value, given.masks, given.order)
+
+
+def _verified(batch: TensorDict) -> maskpack.PackedBatch:
+    return maskpack.compress(batch, pad_token_id=PAD_ID, verify="always")
+
+
+def _trusted(batch: TensorDict) -> maskpack.PackedBatch:
+    return maskpack.compress(batch, pad_token_id=PAD_ID, verify="never")
+
+
+def _ours(encode: Callable[[TensorDict], maskpack.PackedBatch], layout: str) -> Form:
+    nested = layout == "nested"
+    return Form(
+        encode,
+        lambda value, given: maskpack.decompress(value, layout=layout),
+        lambda value, given: maskpack.unnest(value) if nested else value,
+        nested=nested,
+    )
+
+
+PADDED, ZERO_COPY, FLOOR = "padded", "padded, zero-copy flag", "flat buffer of our bytes"
+JAGGED, JAGGED_PADDED, JAGGED_ZERO_COPY = "jagged", "jagged to padded", "jagged, zero-copy flag"
+VERIFIED, VERIFIED_PADDED = "maskpack verified, nested", "maskpack verified, padded"
+TRUSTED, TRUSTED_PADDED = "maskpack trusted, nested", "maskpack trusted, padded"
+
+FORMS: dict[str, Form] = {
+    PADDED: Form(),
+    ZERO_COPY: Form(zero_copy=True, view=True),
+    JAGGED: Form(baselines.nest, to_padded=_unnest_usual, nested=True),
+    JAGGED_ZERO_COPY: Form(baselines.nest, to_padded=_unnest_usual, nested=True, zero_copy=True, view=True),
+    JAGGED_PADDED: Form(baselines.nest, _unnest_usual),
+    VERIFIED: _ours(_verified, "nested"),
+    VERIFIED_PADDED: _ours(_verified, "padded"),
+    TRUSTED: _ours(_trusted, "nested"),
+    TRUSTED_PADDED: _ours(_trusted, "padded"),
+    FLOOR: Form(encode=None, to_padded=None, view=True),
+}
+
+
+def cores() -> int:
+    """Of this process. An actor gets as many CPUs: Ray gives torch in an actor as many threads as it has CPUs."""
+    return len(os.sched_getaffinity(0))
+
+
+def set_zero_copy(on: bool) -> None:
+    """Switches Ray's zero-copy flag for what this process pickles from now on."""
+    if on:
+        warnings.simplefilter("ignore", ZeroCopyTensorsWarning)
+        CloudPickler.dispatch[Tensor] = zero_copy_tensors_reducer
+    else:
+        CloudPickler.dispatch.pop(Tensor, None)
+
+
+def read(value: TensorDictBase | np.ndarray) -> None:
+    """Reads every byte of the tensors once; of jagged ones, their values."""
+    if isinstance(value, np.ndarray):
+        value.max()
+        return
+    fields = [field for field in _leaves(value) if isinstance(field, Tensor)]
+    baselines.read_all([bits(field.values() if field.is_nested else field) for field in fields])
+
+
+def digest(batch: TensorDictBase) -> Digest:
+    """Name, dtype, shape and a hash of the bits of every field of a padded batch, in key order."""
+    return [(name, str(x.dtype), str(tuple(x.shape)), _hash(x)) for name, x in batch.items()]
+
+
+def _hash(x: Tensor) -> str:
+    return hashlib.blake2b(bits(x.contiguous()).view(-1).numpy().data).hexdigest()
+
+
+def _leaves(batch: TensorDictBase) -> list[Any]:
+    return list(batch.values(include_nested=True, leaves_only=True))
+
+
+# -------------------------------------------------------------------- the actor
+
+
+class Receiver:
+    """The actor. What a call got stays until `drop`, so that freeing it is not timed, as on the driver. With `keep`,
+    it keeps freed memory, as the driver does (`keep_memory`)."""
+
+    def __init__(self, given: Given, keep: bool) -> None:
+        if keep:
+            keep_memory()
+        gc.disable()
+        warnings.simplefilter("ignore")  # that views of the object store cannot be written
+        # tensors that came with the call lie in the object store
+        masks = {axis: mask.clone() for axis, mask in given.masks.items()}
+        self._given = Given(masks, given.order, given.log_probs.clone())
+        self._held: list[Any] = []
+
+    def take(self, refs: list[ray.ObjectRef], name: str, then_read: bool) -> dict[str, float]:
+        """Seconds of `get` and `restore`, and of one more `read` where it is asked for."""
+        form = FORMS[name]
+        begin = time.perf_counter()
+        value = ray.get(refs[0])
+        got = time.perf_counter()
+        usable = form.restore(value, self._given)
+        if form.view:
+            read(usable)
+        restored = time.perf_counter()
+        seconds = {"get": got - begin, "restore": restored - got}
+        if then_read:
+            read(usable)
+            seconds["read"] = time.perf_counter() - restored
+        self._held += [value, usable]
+        return seconds
+
+    def score(self, refs: list[ray.ObjectRef], name: str) -> Any:
+        """The log-probs of the batch, in the form in which the batch came."""
+        form = FORMS[name]
+        set_zero_copy(form.zero_copy)
+        value = ray.get(refs[0])
+        usable = form.restore(value, self._given)
+        if form.view:
+            read(usable)
+        self._held += [value, usable]
+        rows = len(self._given.log_probs)
+        out = TensorDict({"old_log_probs": self._given.log_probs}, batch_size=[rows])
+        if not isinstance(value, maskpack.PackedBatch):
+            return out
+        verify = "always" if form.encode is _verified else "never"
+        return maskpack.compress(out, pad_token_id=PAD_ID, like=value, verify=verify)
+
+    def digest(self, refs: list[ray.ObjectRef], name: str) -> Digest:
+        """Of the padded batch that the form stands for. Raises NotExact where a jagged form is not jagged."""
+        form = FORMS[name]
+        usable = form.restore(ray.get(refs[0]), self._given)
+        tensors = [field for field in _leaves(usable) if isinstance(field, Tensor)]
+        if not all(field.is_nested == form.nested for field in tensors):
+            raise NotExact(f"dispatch: {name} came to the actor with fields that are {'not ' * form.nested}jagged.")
+        return digest(form.to_padded(usable, self._given))
+
+    def threads(self) -> int:
+        """Threads of torch in the actor."""
+        return torch.get_num_threads()
+
+    def drop(self) -> None:
+        """Frees what the calls have got."""
+        self._held.clear()
+        gc.collect(0)  # with the collector off, all that is new is young
+
+
+# -------------------------------------------------------------------- the driver
+
+
+class Sender:
+    """The driver of one batch and one actor.
+
+    Args:
+        batch: padded.
+        keep: whether the actor calls `keep_memory`.
+        resources: Ray resources that the actor needs beside the CPUs of this process.
+    """
+
+    def __init__(self, batch: TensorDict, *, keep: bool, resources: dict[str, float] | None = None) -> None:
+        self.batch = batch
+        self.packed = _verified(batch)
+        self.flat = np.zeros(wire_bytes(self.packed), np.uint8)
+        self._actor: Any = (
+            ray.remote(Receiver).options(num_cpus=cores(), resources=resources).remote(Given.of(batch), keep)
+        )
+        threads = ray.get(self._actor.threads.remote())
+        if threads != torch.get_num_threads():
+            raise RuntimeError(f"dispatch: torch has {threads} threads in the actor, here {torch.get_num_threads()}.")
+
+    def send(self, name: str, *, then_read: bool = False) -> dict[str, float]:
+        """Seconds of one call: `encode`, `put`, `get`, `restore`, `read` if asked for, and `end to end`, from the
+        padded batch to the actor's small answer."""
+        form = FORMS[name]
+        set_zero_copy(form.zero_copy)
+        begin = time.perf_counter()
+        value = self._encoded(form)
+        encoded = time.perf_counter()
+        ref = ray.put(value)
+        stored = time.perf_counter()
+        there = ray.get(self._actor.take.remote([ref], name, then_read))
+        end = time.perf_counter()
+        set_zero_copy(False)
+        ray.get(self._actor.drop.remote())
+        return {"encode": encoded - begin, "put": stored - encoded, **there, "end to end": end - begin}
+
+    def round_trip(self, name: str) -> dict[str, float]:
+        """Seconds until the log-probs that the actor returns lie padded on the driver. Raises NotExact."""
+        form = FORMS[name]
+        set_zero_copy(form.zero_copy)
+        begin = time.perf_counter()
+        value = self._encoded(form)
+        back = ray.get(self._actor.score.remote([ray.put(value)], name))
+        if isinstance(back, maskpack.PackedBatch):
+            back = maskpack.decompress(back)
+        if form.view:
+            read(back)
+        end = time.perf_counter()
+        set_zero_copy(False)
+        if digest(back) != digest(self.batch.select("old_log_probs")):
+            raise NotExact(f"dispatch: {name}: the log-probs that came back are not those of the batch.")
+        ray.get(self._actor.drop.remote())
+        return {"end to end": end - begin}
+
+    def check(self, name: str, expected: Digest) -> None:
+        """Raises NotExact unless the actor sees the bits of the batch."""
+        form = FORMS[name]
+        if form.to_padded is None:
+            return
+        set_zero_copy(form.zero_copy)
+        ref = ray.put(self._encoded(form))
+        set_zero_copy(False)
+        seen = ray.get(self._actor.digest.remote([ref], name))
+        wrong = [field[0] for field, same in zip(expected, seen, strict=False) if field != same]
+        if seen != expected:
+            raise NotExact(f"dispatch: {name}: the actor sees other fields, or other bits in {wrong}.")
+
+    def stored_bytes(self, name: str) -> int:
+        """Bytes of the object in the object store."""
+        form = FORMS[name]
+        set_zero_copy(form.zero_copy)
+        ref = ray.put(self._encoded(form))
+        set_zero_copy(False)
+        return ray.experimental.get_object_locations([ref])[ref]["object_size"]
+
+    def close(self) -> None:
+        """Ends the actor."""
+        ray.kill(self._actor)
+
+    def _encoded(self, form: Form) -> Any:
+        return self.flat if form.encode is None else form.encode(self.batch)
+
+
+@contextmanager
+def local_ray(batch: TensorDict, **more: Any) -> Iterator[None]:
+    """A Ray of this machine alone, with room for a few such batches in its object store; shut down at the end."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(
+        address="local",
+        num_cpus=2 * cores(),  # each actor has all cores, and one that ends gives them back a little later
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=store_bytes(batch),
+        **more,
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def store_bytes(batch: TensorDict) -> int:
+    """Of the object store."""
+    return _SMALL_STORE + _STORES * sum(field.nbytes for field in batch.values())
+
+
+def medians(works: Mapping[str, Callable[[], Mapping[str, float]]], rounds: int) -> dict[str, dict[str, float]]:
+    """Median milliseconds of every phase of works that time themselves, in `interleaved` rounds; WARM of them do not
+    count. What `interleaved` times itself is not used: it holds the freeing in the actor."""
+    taken: dict[str, list[Mapping[str, float]]] = {name: [] for name in works}
+    interleaved({name: lambda name=name: taken[name].append(works[name]()) for name in works}, rounds + WARM - 1)
+    return {
+        name: {phase: 1e3 * statistics.median(call[phase] for call in calls[WARM:]) for phase in calls[0]}
+        for name, calls in taken.items()
+    }
