@@ -75,7 +75,8 @@ class Axes:
         for way in ways:
             axis = None if way in guesses else self._by(way, name, scope)
             if axis is not None:
-                return axis
+                other = self._stand_in.get(name)  # the same rows, whose anchor is known
+                return axis if other is None or other != axis.layout else Axis(name, other, axis.flat)
         if name in self._stand_in:
             return Axis(name, self._stand_in[name])
         return next((axis for way in guesses if (axis := self._by(way, name, scope)) is not None), None)

@@ -23,6 +23,7 @@ from maskpack.options import Registry
 from maskpack.packed import PackedBatch, Target, compress, decompress
 from maskpack.registry import RL_FIELDS, Key, Path
 from maskpack.strands import Outline, Strand, assembled, narrowed
+from maskpack.tree import Node
 from maskpack.views import BatchView
 
 _P = ParamSpec("_P")
@@ -42,6 +43,7 @@ class RowsAt:
 
     strands: tuple[Strand, ...]
     order: tuple[Path, ...]
+    root: Node
 
     @classmethod
     def of(cls, view: BatchView, add: Callable[[Any], int]) -> RowsAt:
@@ -52,11 +54,11 @@ class RowsAt:
             sources = tuple(add(source.held) for source in strand.sources)
             return replace(strand, sources=sources, head=None if alone else strand.head)
 
-        return cls(tuple(map(travelling, view.strands)), view.order)
+        return cls(tuple(map(travelling, view.strands)), view.order, view.head.schema.root)
 
     def packed(self, objects: Sequence[Any], fields: Sequence[Key], call: str) -> PackedBatch:
         strands, order = narrowed(self.strands, self.order, fields, call)
-        return assembled(strands, order, objects.__getitem__)
+        return assembled(strands, order, self.root, objects.__getitem__)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from maskpack.pickles import together
 from maskpack.registry import Key, Path
 from maskpack.rows import IntArray
 from maskpack.segments import Segments
-from maskpack.tree import chosen
+from maskpack.tree import Node, chosen
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,9 @@ class Source:
     outline: Outline
 
     def same(self, other: Source) -> bool:
-        return self is other or self.held is other.held
+        """Whether both are one batch: the same object, or references that are equal."""
+        here = isinstance(self.held, PackedBatch) or isinstance(other.held, PackedBatch)
+        return self.held is other.held or (not here and bool(self.held == other.held))
 
     def checked(self, packed: Any) -> PackedBatch:
         """What was fetched. Raises LayoutError unless it is the batch that the outline tells of."""
@@ -144,9 +146,12 @@ class Strand:
 # -------------------------------------------------------------------- batches of some fields
 
 
-def assembled(strands: Sequence[Strand], order: Sequence[Path], fetch: Callable[[Any], PackedBatch]) -> PackedBatch:
-    """The rows of all strands as one packed batch; `fetch` gives the batch of a source."""
-    return parts_merged([strand.assembled(fetch) for strand in strands], order)
+def assembled(
+    strands: Sequence[Strand], order: Sequence[Path], root: Node, fetch: Callable[[Any], PackedBatch]
+) -> PackedBatch:
+    """The rows of all strands as one packed batch with that root; `fetch` gives the batch of a source."""
+    packed = parts_merged([strand.assembled(fetch) for strand in strands], order)
+    return replace(packed, schema=replace(packed.schema, root=root))
 
 
 def strands_joined(strands: Sequence[Strand], paths: Sequence[Path]) -> Strand:

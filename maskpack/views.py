@@ -253,8 +253,8 @@ class BatchView:
         """The rows, still encoded, as one packed batch that is here. Arguments and errors as for `materialize`."""
         strands, order = narrowed(self.strands, self.order, fields, "BatchView.materialize")
         fetched = _fetched([source for strand in strands for source in strand.sources], get)
-        packed = assembled(strands, order, lambda source: fetched[id(source)])
-        return replace(packed, schema=replace(packed.schema, root=self.head.schema.root))
+        root = self.head.schema.root
+        return assembled(strands, order, root, lambda source: fetched[id(source)])
 
 
 def _dims(view: BatchView) -> dict[Path, tuple[int, ...] | None]:
