@@ -35,8 +35,8 @@ class Worker:
         self._ran: list[int] = []
 
     def arm(self, fault: str, folder: str = "") -> None:
-        """For the next call: to raise something, `exit`, or `wait`: it says in the folder that it began, and goes on
-        when the folder is gone."""
+        """For the next call: `exit`, to raise something, or `wait`: it says in the folder that it began, and goes on
+        when the folder is gone; `wait, raise` does both."""
         self._fault, self._folder = fault, Path(folder)
 
     def ran(self) -> list[int]:
@@ -64,18 +64,18 @@ class Worker:
     def _begin(self, batch: TensorDict) -> None:
         """Whatever it was armed with; then the rows count as run."""
         fault, self._fault = self._fault, ""
-        if fault == "raise":
+        if fault == "exit":
+            os._exit(1)
+        if fault.startswith("wait"):
+            (self._folder / "began").touch()
+            while self._folder.exists():
+                time.sleep(0.005)
+        if fault.endswith("raise"):
             raise ValueError("this rank failed")
         if fault == "raise timeout":
             raise TimeoutError("what it called did not answer")
         if fault == "raise oddly":
             raise Odd("this rank", "failed")
-        if fault == "exit":
-            os._exit(1)
-        if fault == "wait":
-            (self._folder / "began").touch()
-            while self._folder.exists():
-                time.sleep(0.005)
         self._ran += batch["row"].tolist()
 
 

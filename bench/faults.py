@@ -35,7 +35,7 @@ from bench.fault_ranks import FACTOR, MANY, RANKS, RemoteDoomed, RemoteKeeper, S
 from bench.measure import bits, progress, require_same
 from bench.report import Row
 from bench.workloads import PAD_ID
-from maskpack.dispatch import WorkerGroup
+from maskpack.dispatch import Call, WorkerGroup
 from maskpack.views import BatchView
 
 CASE = "faults"
@@ -212,7 +212,7 @@ def _late(team: Team, sample: Sample, tally: Tally) -> None:
     def run() -> TensorDictBase:
         with waiting(team, 0):
             call = team.group().submit("score", sample.batch, FACTOR)
-            until(lambda: len(ray.wait([ref for part in call.parts for ref in part.receipts], num_returns=3)[0]) == 3)
+            until_answered(call, (1, 2, 3))
             error = failure(lambda: call.result(0.02))
             check_error(error, {0: (sample.rows(0), TimeoutError)})
         result = error.call.result()
@@ -224,16 +224,18 @@ def _late(team: Team, sample: Sample, tally: Tally) -> None:
 
 def _hang(team: Team, sample: Sample, tally: Tally) -> None:
     """It goes on after the repair, so that there is no death."""
+    failed = {1: (sample.rows(1), ValueError), 2: (sample.rows(2), TimeoutError)}
 
     def run() -> TensorDictBase:
         with waiting(team, 2):
-            ray.get(team.actors[1].arm.remote("raise"))
-            error = failure(lambda: team.group().call("score", sample.batch, FACTOR, grace=0.5))
-            check_error(error, {1: (sample.rows(1), ValueError), 2: (sample.rows(2), TimeoutError)})
+            with waiting(team, 1, "wait, raise"):
+                call = team.group().submit("score", sample.batch, FACTOR, grace=0.2)
+                until_answered(call, (0, 3))
+            check_error(failure(call.result), failed)
             check_ran(team.ran([2]), sample.rows(0) + sample.rows(3))
-            again = failure(error.call.result)  # it waits for no more than the grace again
-            check_error(again, {1: (sample.rows(1), ValueError), 2: (sample.rows(2), TimeoutError)})
-            result = again.call.retry().result()
+            error = failure(call.result)  # it waits for no more than the grace again
+            check_error(error, failed)
+            result = error.call.retry().result()
             check_ran(team.ran([2]), sample.rows(1) + sample.rows(2))
         check_ran(ray.get(team.actors[2].ran.remote()), sample.rows(2))
         return result
@@ -248,8 +250,10 @@ def _peer(team: Team, sample: Sample, tally: Tally) -> None:
     def run() -> TensorDictBase:
         group = WorkerGroup(team.actors[:RANKS], dp_ranks=[0, 0, 1, 1], pad_token_id=PAD_ID)
         with waiting(team, 0):
-            ray.get(team.actors[1].arm.remote("raise"))
-            error = failure(lambda: group.call("score", sample.batch, FACTOR, grace=0.5))
+            with waiting(team, 1, "wait, raise"):
+                call = group.submit("score", sample.batch, FACTOR, grace=0.2)
+                until_answered(call, (1,))
+            error = failure(call.result)
             check_error(error, {0: (range(half), ValueError)})
             check_ran(team.ran([0]), sorted([*range(half, 2 * half)] * 2))
             result = error.call.retry().result()  # not by the rank that still waits
@@ -328,12 +332,18 @@ def repaired(
 
 
 @contextmanager
-def waiting(team: Team, rank: int) -> Iterator[Path]:
+def waiting(team: Team, rank: int, fault: str = "wait") -> Iterator[Path]:
     """The rank will wait in its next call, until the end; the folder is where it says that it began."""
     with tempfile.TemporaryDirectory() as name:
-        ray.get(team.actors[rank].arm.remote("wait", name))
+        ray.get(team.actors[rank].arm.remote(fault, name))
         yield Path(name)
         until((Path(name) / "began").exists)
+
+
+def until_answered(call: Call, ranks: Sequence[int]) -> None:
+    """Waits for some ranks of a call."""
+    receipts = [receipt for part in call.parts if part.rank in ranks for receipt in part.receipts]
+    until(lambda: not ray.wait(receipts, num_returns=len(receipts), timeout=0)[1])
 
 
 def until(condition: Callable[[], bool]) -> None:

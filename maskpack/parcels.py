@@ -21,11 +21,14 @@ from tensordict import TensorDictBase
 from maskpack.errors import LayoutError, MaskpackError
 from maskpack.options import Registry
 from maskpack.packed import PackedBatch, Target, compress, decompress
+from maskpack.pool import Pool
 from maskpack.registry import RL_FIELDS, Key, Path
 from maskpack.strands import Outline, Strand, assembled, narrowed
 from maskpack.tree import Node
 from maskpack.views import BatchView
 
+_MEMORY = Pool()
+"""Of the padded tensors that methods see in this process; they die with the call, most of the time."""
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -179,7 +182,8 @@ def _served(
             return value
         packed = value.packed(objects, () if rows else fields, name)
         rows.append(packed)
-        return decompress(packed, layout=layout, device=device)
+        with _MEMORY.used():
+            return decompress(packed, layout=layout, device=device)
 
     args = [decoded(value) for value in parcel.args]
     kwargs = {key: decoded(value) for key, value in parcel.kwargs.items()}

@@ -19,7 +19,7 @@ HEAVY = {"ray", "transformers", "triton", "rich"}
 
 FLOORS = [
     ["errors"],
-    ["registry", "rows"],
+    ["pool", "registry", "rows"],
     ["words", "tree", "options"],
     ["scan", "compact", "objects", "segments", "wire"],
     ["coverage", "encodings", "codec", "tasks"],
