@@ -18,6 +18,7 @@ each would carry the whole storage through Ray.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -181,16 +182,28 @@ def _through_worker_group(batch: TensorDict, rounds: int) -> list[Row]:
     """The same through `maskpack.dispatch.WorkerGroup`, with one rank."""
     progress("dispatch: through WorkerGroup")
     actor = ray.remote(_Worker).options(num_cpus=cores()).remote()
-    works: dict[str, Callable[[], object]] = {}
+    works: dict[str, Callable[[], Mapping[str, float]]] = {}
     for name, verify in (("verified", "always"), ("trusted", "never")):
         group = WorkerGroup([actor], pad_token_id=PAD_ID, verify=verify)
         for layout in ("nested", "padded"):
-            works[f"{name}, {layout}"] = lambda group=group, layout=layout: group.call(layout, batch)
-    for work in works.values():
-        work()
-    ms = interleaved(works, rounds)
+            works[f"{name}, {layout}"] = lambda group=group, layout=layout: _called(group, layout, batch)
+    ms = medians(works, rounds)
     ray.kill(actor)
-    return [Row(CASE, f"end to end, WorkerGroup.call, {name}", value, "ms") for name, value in ms.items()]
+    return [
+        Row(CASE, f"{phase}, WorkerGroup.call, {name}", value, "ms")
+        for name, phases in ms.items()
+        for phase, value in phases.items()
+    ]
+
+
+def _called(group: WorkerGroup, layout: str, batch: TensorDict) -> dict[str, float]:
+    """Seconds of a call, and what the group says of its phases."""
+    begin = time.perf_counter()
+    group.call(layout, batch)
+    end = time.perf_counter()
+    phases = {"encode": "encode_ms", "put": "put_ms", "rank decodes": "rank_decode_ms"}
+    seconds = {phase: 1e-3 * group.metrics[f"dispatch/{name}"] for phase, name in phases.items()}
+    return {"end to end": end - begin, **seconds}
 
 
 def _kept_memory(batch: TensorDict, rounds: int) -> list[Row]:

@@ -24,6 +24,8 @@ from maskpack.views import BatchView
 
 Site = frozenset[str]
 """The nodes that the actors of a rank are on; empty in a cluster of one node."""
+_PATIENCE = 60.0
+"""Seconds for actors to say where they are; who does not is taken to be on the driver's node, until asked again."""
 
 _ray: Any = ray
 
@@ -33,8 +35,17 @@ def _cut(packed: PackedBatch, rows: IntArray) -> PackedBatch:
     return packed.select(rows)
 
 
-def _node() -> str:
+def _node(actor: Any = None) -> str:
+    """The node that this runs on."""
     return ray.get_runtime_context().get_node_id()
+
+
+def _answer(reference: Any) -> str | None:
+    """The node that an actor says it is on; None where it is dead, as its call will tell."""
+    try:
+        return str(ray.get(reference))
+    except _ray.exceptions.RayError:
+        return None
 
 
 class Placement:
@@ -46,20 +57,20 @@ class Placement:
         self._put: WeakKeyDictionary[PackedBatch, dict[bytes, Source]] = WeakKeyDictionary()
 
     def sites(self) -> list[Site]:
-        """The site of each rank. The first time this waits until the actors are up."""
-        if self._known is None:
-            if sum(bool(node["Alive"]) for node in _ray.nodes()) == 1:
-                self._known = [Site()] * len(self._ranks)
-            else:
-                self._known = [Site(map(self._node_of, actors)) for actors in self._ranks]
-        return self._known
-
-    def _node_of(self, actor: Any) -> str:
-        """The node of an actor; that of the driver for one that is dead, whose call will tell."""
-        try:
-            return ray.get(actor.__ray_call__.remote(lambda _: _node()))  # type: ignore[reportUnknownLambdaType]
-        except _ray.exceptions.RayActorError:
-            return _node()
+        """The site of each rank. The first time this waits until the actors are up, and have time to answer."""
+        if self._known is not None:
+            return self._known
+        if sum(bool(node["Alive"]) for node in _ray.nodes()) == 1:
+            self._known = [Site()] * len(self._ranks)
+            return self._known
+        asked = [[actor.__ray_call__.remote(_node) for actor in actors] for actors in self._ranks]
+        refs = [ref for rank in asked for ref in rank]
+        answered = set(_ray.wait(refs, num_returns=len(refs), timeout=_PATIENCE)[0])
+        nodes = {ref: _answer(ref) for ref in refs if ref in answered}
+        sites = [Site(nodes.get(ref) or _node() for ref in rank) for rank in asked]
+        if len(nodes) == len(refs) and None not in nodes.values():
+            self._known = sites
+        return sites
 
     def settled(self, view: BatchView, site: Site, again: bool = False) -> tuple[BatchView, int]:
         """The view over objects in the store that the nodes of `site` need whole, and the encoded bytes that were put

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -68,8 +69,9 @@ class Worker:
         return before
 
     @endpoint
-    def sleep_in_the_last_rank(self, batch):
+    def sleep_in_the_last_rank(self, batch, began):
         if self.name == "gone":
+            Path(began).touch()
             time.sleep(3600)
         return batch
 
@@ -376,11 +378,13 @@ def test_actors_with_a_runtime_env(nodes, batch, tmp_path):
 
 
 @pytest.mark.parametrize("graceful", [True, False], ids=["drained", "killed"])
-def test_a_node_is_removed_while_rows_lie_on_it(cluster, actors, batch, graceful):
+def test_a_node_is_removed_while_rows_lie_on_it(cluster, actors, batch, tmp_path, graceful):
     node = cluster.add_node(num_cpus=1, **NODE)
     group = WorkerGroup([*actors[:3], on(node.node_id, "gone")], pad_token_id=PAD_ID)
     kept = group.call("echo", batch, layout="view")
-    running = group.submit("sleep_in_the_last_rank", batch)
+    running = group.submit("sleep_in_the_last_rank", batch, str(tmp_path / "began"))
+    while not (tmp_path / "began").exists():
+        time.sleep(0.01)
     cluster.remove_node(node, allow_graceful=graceful)
     for attempt in (running.result, lambda: group.call("echo", batch)):
         with pytest.raises(mp.WorkerError, match=r" on 1 of 4 ranks: rank 3 \(rows 144 to 191\)") as caught:
