@@ -43,9 +43,10 @@ def _node(actor: Any = None) -> str:
 def _answer(reference: Any) -> str | None:
     """The node that an actor says it is on; None where it is dead, as its call will tell."""
     try:
-        return str(ray.get(reference))
+        node: str = _ray.get(reference)
     except _ray.exceptions.RayError:
         return None
+    return node
 
 
 class Placement:
