@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, cast
 
 import numpy as np
@@ -38,7 +40,8 @@ class Request:
 
     Attributes:
         method: of the actors.
-        args, kwargs: a BatchView stands for rows that are divided, a Broadcast for what every rank gets.
+        args, kwargs: a BatchView stands for rows that are divided, a Broadcast for rows that every rank gets, an
+            ObjectRef for what is large.
         layout: of the result.
         grace: seconds that the other ranks have once one has failed.
     """
@@ -96,7 +99,7 @@ class Failure:
     def __str__(self) -> str:
         lines = str(self.error).strip().splitlines() or [""]
         reason = next((line for line in reversed(lines) if line.strip()), "") if len(lines) > 1 else lines[0]
-        return f"rank {self.rank} ({_said(self.rows)}): {type(self.error).__name__}: {reason[:300]}"
+        return f"rank {self.rank} ({_said(self.rows)}): {type(self.error).__name__}: {reason[:300].rstrip('.')}"
 
 
 class Sender(Protocol):
@@ -112,7 +115,7 @@ class Sender(Protocol):
         ...
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Call:
     """A call that was sent. `result` waits for it; it can be awaited too."""
 
@@ -128,7 +131,17 @@ class Call:
     _value: Any = None
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return asyncio.get_running_loop().run_in_executor(None, self.result).__await__()
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()
+
+        def wait() -> None:
+            try:
+                future.set_result(self.result())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=wait, daemon=True).start()  # asyncio would join a thread of its own at its end
+        return asyncio.wrap_future(future).__await__()
 
     def done(self) -> bool:
         """Whether every rank has answered or failed."""
@@ -142,17 +155,27 @@ class Call:
             timeout: seconds to wait, at most; None to wait until every rank has answered or failed.
 
         Raises:
-            WorkerError: ranks failed, or did not answer in time. Of the latter, a later `result` may still have what
-                they return.
+            WorkerError: ranks failed, or did not answer in time, or their results do not fit together. A later
+                `result` may still have what late ranks return.
         """
         if not self._done:
             self._collect(timeout)
             self._check()
             begun = time.perf_counter()
-            self._value = _gathered(self.parts, self.request)
+            try:
+                self._value = _gathered(self.parts, self.request)
+            except LayoutError as error:
+                method = self.request.method
+                raise WorkerError(
+                    f'WorkerGroup: what the ranks returned from "{method}" does not fit together: {error}',
+                    method,
+                    (),
+                    self,
+                ) from error
             self._count(begun)
             self._done = True
-            self.request = Request(self.request.method, (), {}, self.request.layout, self.request.grace)
+            self.parts = []
+            self.request = replace(self.request, args=(), kwargs={})
         return self._value
 
     def retry(self, group: Sender | None = None) -> Call:
@@ -209,7 +232,9 @@ class Call:
                     graced = min(graced, time.monotonic() + self.request.grace)
         for part in (owner[ref] for ref in waiting):
             if part.late:
-                part.error = TimeoutError(f"no answer in {time.perf_counter() - self._begun:.1f} s")
+                waited = f"no answer in {time.perf_counter() - self._begun:.1f} s"
+                grace = f", {self.request.grace} s of grace after another rank failed" if graced < until else ""
+                part.error = TimeoutError(waited + grace)
 
     def _settle(self, part: Part, timeout: float | None) -> None:
         """Takes what all actors of a part have answered."""
@@ -233,10 +258,10 @@ class Call:
         )
         if failures:
             ranks = self.group.num_ranks
+            kept = "The results of the others are kept: " if len(failures) < len(self.parts) else ""
             raise WorkerError(
                 f'WorkerGroup: method "{self.request.method}" failed on {len(failures)} of {ranks} ranks: '
-                f"{'; '.join(map(str, failures))}. The results of the others are kept: error.call.retry() sends the "
-                "missing rows again.",
+                f"{'; '.join(map(str, failures))}. {kept}error.call.retry() sends the missing rows again.",
                 self.request.method,
                 failures,
                 self,
@@ -247,7 +272,7 @@ class Call:
         receipts = [part.receipt for part in self.parts if part.receipt is not None]
         self.metrics["dispatch/wait_ms"] = 1e3 * (gathering - self._begun)
         self.metrics["dispatch/gather_ms"] = 1e3 * (now - gathering)
-        self.metrics["dispatch/bytes_returned"] = sum(receipt.nbytes for receipt in receipts)
+        self.metrics["dispatch/bytes_returned"] = float(sum(receipt.nbytes for receipt in receipts))
         for phase in ("decode", "run", "encode"):
             self.metrics[f"dispatch/rank_{phase}_ms"] = max((receipt.ms[phase] for receipt in receipts), default=0.0)
 
@@ -274,14 +299,18 @@ def _gathered(parts: Sequence[Part], request: Request) -> Any:
     if not all(receipt.has_rows for receipt in receipts):
         seen = [part.rank for part in parts if cast("Receipt", part.receipt).has_rows]
         raise LayoutError(
-            f'WorkerGroup: method "{request.method}" returned a TensorDict on ranks {seen} and none on the others; '
-            "expected one kind of result. Return a TensorDict on every rank, also on one without rows."
+            f"ranks {seen} returned a TensorDict and the others none; expected one kind of result. Return a TensorDict "
+            "on every rank, also on one without rows."
+        )
+    more = [receipt.rest for receipt in receipts]
+    sizes = [None if rest is None else len(rest) + 1 for rest in more]
+    if len(set(sizes)) > 1:
+        raise LayoutError(
+            f"the ranks returned tuples of {sizes} (None: no tuple); expected one kind of result. Return tuples of one "
+            "length on every rank."
         )
     batch = _in_order(parts, request)
-    more = [receipt.rest for receipt in receipts]
-    if all(rest is None for rest in more):
-        return batch
-    return (batch, *map(list, zip(*more, strict=True)))
+    return batch if sizes[0] is None else (batch, *map(list, zip(*more, strict=True)))
 
 
 def _in_order(parts: Sequence[Part], request: Request) -> BatchView | TensorDict:

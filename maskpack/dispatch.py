@@ -22,7 +22,7 @@ from tensordict import TensorDictBase
 
 from maskpack.calls import Call, Part, Request, Results
 from maskpack.division import Balance, divided, ranks_of, rows_of, shares
-from maskpack.errors import LayoutError
+from maskpack.errors import LayoutError, MaskpackError
 from maskpack.options import Registry, Verify
 from maskpack.packed import PackedBatch, compress
 from maskpack.parcels import At, Packing, Parcel, RowsAt, endpoint
@@ -53,7 +53,9 @@ class WorkerGroup:
         dp_ranks: for each actor its data-parallel rank, 0, 1, ...; actors with one rank (tensor, pipeline or sequence
             parallel peers) get the same rows. By default each actor is a rank of its own.
         collect: for each actor whether its result counts, one a rank; by default the first of each rank.
-        registry, pad_token_id, strict_mask_nesting, verify, codec: for `compress`, here and on the ranks' way back.
+        registry, pad_token_id, codec: for `compress`, here and on the ranks' way back.
+        strict_mask_nesting, verify: for `compress` here; ranks verify what they return, and ship whole what no mask
+            covers.
     """
 
     def __init__(
@@ -215,8 +217,8 @@ class WorkerGroup:
                 'batches; expected one padded or nested TensorDict, balance="rows". Leave pipelined out.'
             )
         sizes = even_sizes(batch.batch_size[0], self.num_ranks, "WorkerGroup")
-        put_args: list[Any] = [_put(value) for value in args]
-        put_kwargs = {key: _put(value) for key, value in kwargs.items()}
+        given = tuple(map(self._argument, args))
+        named = {key: self._argument(value) for key, value in kwargs.items()}
         views: list[BatchView] = []
         rows: list[IntArray] = []
         parts: list[Part] = []
@@ -226,7 +228,7 @@ class WorkerGroup:
             begun = time.perf_counter()
             view = BatchView.of(self.pack(rows_of(batch, self._options["registry"], end, end + size)))
             encode_ms += 1e3 * (time.perf_counter() - begun)
-            request = Request(method, (view, *put_args), put_kwargs, layout, grace)
+            request = Request(method, (view, *given), named, layout, grace)
             sent, counts = self.send(request, {rank: np.arange(size)})
             metrics = {key: metrics.get(key, 0.0) + value for key, value in counts.items()}
             rows.append(np.arange(end, end + size))
@@ -234,7 +236,7 @@ class WorkerGroup:
             parts += [replace(part, rows=rows[-1]) for part in sent]
             end += size
         whole = BatchView.cat(views)
-        request = Request(method, (whole, *args), kwargs, layout, grace)
+        request = Request(method, (whole, *given), named, layout, grace)
         return Call(self, request, parts, metrics | {"dispatch/encode_ms": encode_ms, **shares(whole, rows)})
 
     def put(
@@ -286,7 +288,6 @@ class WorkerGroup:
         """Starts a request on some ranks, each with rows of its batches; `again` where objects may have been lost."""
         begun = time.perf_counter()
         arguments = [*request.args, *request.kwargs.values()]
-        large = {id(value): ray.put(value) for value in arguments if not isinstance(value, _SMALL)}
         parts: dict[int, Part] = {}
         nbytes = 0
         for site, ranks, index in self._by_site(rows):
@@ -299,7 +300,7 @@ class WorkerGroup:
             end = 0
             for rank in ranks:
                 begin, end = end, end + rows[rank].size
-                parts[rank] = self._start(request, rank, rows[rank], placed, slice(begin, end), large)
+                parts[rank] = self._start(request, rank, rows[rank], placed, slice(begin, end))
         metrics = {"dispatch/bytes_sent": float(nbytes), "dispatch/put_ms": 1e3 * (time.perf_counter() - begun)}
         return [parts[rank] for rank in rows], metrics
 
@@ -310,7 +311,6 @@ class WorkerGroup:
         rows: IntArray,
         placed: Mapping[int, BatchView],
         own: slice,
-        large: Mapping[int, Any],
     ) -> Part:
         """Calls the actors of one rank; `own` are its rows among those of its site."""
         objects: list[Any] = []
@@ -327,9 +327,7 @@ class WorkerGroup:
                 return RowsAt.of(placed[id(value)], add)
             if isinstance(value, BatchView):
                 return RowsAt.of(placed[id(value)].select(own), add)
-            if isinstance(value, ray.ObjectRef):
-                return At(add(value))
-            return At(add(large[id(value)])) if id(value) in large else value
+            return At(add(value)) if isinstance(value, ray.ObjectRef) else value
 
         args = tuple(map(travelling, request.args))
         kwargs = {key: travelling(value) for key, value in request.kwargs.items()}
@@ -338,8 +336,7 @@ class WorkerGroup:
         for actor in self._ranks[rank]:
             speaks = actor == self._speakers[rank]
             parcel = Parcel(args, kwargs, self._packing, speaks, request.layout == "view")
-            method = getattr(self.actors[actor], request.method)
-            receipt, returned = method.options(num_returns=2).remote(parcel, *objects)
+            receipt, returned = _started(self.actors[actor], request.method, parcel, objects)
             receipts.append(receipt)
             packed = returned if speaks else packed
         return Part(rank, rows, receipts, self._ranks[rank].index(self._speakers[rank]), packed)
@@ -353,7 +350,7 @@ class WorkerGroup:
         return [(site, own, np.concatenate([rows[rank] for rank in own])) for site, own in ranks.items()]
 
     def _argument(self, value: Any) -> Any:
-        """An argument as calls hold it: batches as views."""
+        """An argument as calls hold it: batches as views, what is large as one object."""
         if isinstance(value, TensorDictBase):
             return BatchView.of(self.pack(value))
         if isinstance(value, PackedBatch):
@@ -361,8 +358,15 @@ class WorkerGroup:
         if isinstance(value, Broadcast):
             inner = self._argument(value.value)
             return Broadcast(inner) if isinstance(inner, BatchView) else inner
-        return value
+        return cast("Any", value) if isinstance(value, _SMALL) else ray.put(value)
 
 
-def _put(value: Any) -> Any:
-    return cast("Any", value) if isinstance(value, _SMALL) else ray.put(value)
+def _started(actor: Any, method: str, parcel: Parcel, objects: Sequence[Any]) -> tuple[Any, Any]:
+    """References to the receipt and the rows of a call that has begun."""
+    try:
+        return getattr(actor, method).options(num_returns=2).remote(parcel, *objects)
+    except (AttributeError, TypeError) as error:
+        raise MaskpackError(
+            f'WorkerGroup: the actors cannot be called by "{method}": {error}; expected a method that takes packed '
+            "rows. Give its name, and decorate the method with @endpoint."
+        ) from error

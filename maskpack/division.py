@@ -69,6 +69,10 @@ def divided(view: BatchView, balance: Balance, ranks: int) -> list[IntArray]:
         else:
             ends = _nearest(sums, sums[-1] * np.arange(1, ranks) / ranks)
         return np.split(np.arange(view.num_rows), ends.tolist())
+    if not isinstance(balance, list | tuple | np.ndarray):
+        raise LayoutError(
+            f'WorkerGroup: balance is {balance!r}; expected "rows", "tokens" or the rows of each rank. Choose one.'
+        )
     rows = [row_index(own, view.num_rows, "WorkerGroup: balance") for own in balance]
     together = np.sort(np.concatenate(rows)) if rows else np.arange(0)
     if len(rows) != ranks or not np.array_equal(together, np.arange(view.num_rows)):

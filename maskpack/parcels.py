@@ -10,6 +10,7 @@ the method is called.
 from __future__ import annotations
 
 import functools
+import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -150,6 +151,11 @@ def endpoint(
         return functools.partial(endpoint, layout=layout, device=device, fields=fields)
     if isinstance(fields, str):
         raise LayoutError(f"endpoint: fields is the string {fields!r}; expected names. Write [{fields!r}].")
+    if inspect.iscoroutinefunction(method):
+        raise MaskpackError(
+            f"endpoint: {method.__name__} is an async method; expected a plain one, whose result can be packed. Run "
+            "the coroutine inside a plain method."
+        )
 
     @functools.wraps(method)
     def served(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -199,8 +205,9 @@ def _served(
 
 
 def _packed(result: Any, name: str, parcel: Parcel, rows: int, like: Any) -> tuple[PackedBatch | None, Any]:
-    items: tuple[Any, ...] = cast("tuple[Any, ...]", result) if isinstance(result, tuple) else (result,)
-    batch, rest = (items[0], items[1:] or None) if items else (None, None)
+    items: tuple[Any, ...] = cast("tuple[Any, ...]", result) if isinstance(result, tuple) else ()
+    rest = items[1:] if items else None
+    batch: Any = items[0] if items else cast("Any", result)
     if not isinstance(batch, TensorDictBase):
         return None, cast("Any", result)
     returned = batch.batch_size[0] if batch.batch_dims else None

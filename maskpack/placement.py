@@ -1,6 +1,6 @@
 """Where rows lie in the object store: what is put, once; what is cut, so that a node gets only its rows.
 
-a packed batch here            put, the rows of a site as one object, remembered while the batch lives
+a packed batch here            put, the rows of a site as one object, remembered until others are put, or the batch dies
 a reference, on the site       as it is: its ranks read their rows out of shared memory
 a reference, on another node   cut there, where only some of its rows are wanted; then Ray moves the cut
 """
@@ -55,7 +55,7 @@ class Placement:
     def __init__(self, ranks: Sequence[Sequence[Any]]) -> None:
         self._ranks = ranks
         self._known: list[Site] | None = None
-        self._put: WeakKeyDictionary[PackedBatch, dict[bytes, Source]] = WeakKeyDictionary()
+        self._put: WeakKeyDictionary[PackedBatch, dict[Site | None, tuple[bytes, Source]]] = WeakKeyDictionary()
 
     def sites(self) -> list[Site]:
         """The site of each rank. The first time this waits until the actors are up, and have time to answer."""
@@ -96,31 +96,29 @@ class Placement:
         """A source in the store with the rows that are needed, at least, and the bytes that are new in it."""
         whole = rows.size == source.outline.num_rows
         if isinstance(source.held, PackedBatch):
-            return self._put_once(source, rows, whole, again)
-        if whole or not site or self._is_on(source.held, site):
+            return self._put_once(source, rows, None if whole else site, again)
+        nodes = _nodes_of(source.held) if site and not whole else []
+        if not nodes or site.issubset(nodes):  # on the site already, or so small that it travels with the call
             return source, 0
-        (node, *_) = self._nodes(source.held)
-        task = cast("Any", _cut).options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True))
+        task = cast("Any", _cut).options(scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[0], soft=True))
         outline = source.outline.select(rows)
         return Source(task.remote(source.held, rows), outline), outline.nbytes
 
-    def _put_once(self, source: Source, rows: IntArray, whole: bool, again: bool) -> tuple[Source, int]:
+    def _put_once(self, source: Source, rows: IntArray, site: Site | None, again: bool) -> tuple[Source, int]:
+        """The batch whole (`site` None), or the rows of a site. Of each, what was put last is remembered."""
         packed: PackedBatch = source.held
         if again:
             self._put.pop(packed, None)
         known = self._put.setdefault(packed, {})
-        key = b"" if whole else rows.tobytes()
-        if key in known:
-            return known[key], 0
-        outline = source.outline if whole else source.outline.select(rows)
-        known[key] = Source(ray.put(packed if whole else packed.select(rows)), outline)
-        return known[key], outline.nbytes
+        key = rows.tobytes()
+        if site in known and known[site][0] == key:
+            return known[site][1], 0
+        outline = source.outline if site is None else source.outline.select(rows)
+        known[site] = key, Source(ray.put(packed if site is None else packed.select(rows)), outline)
+        return known[site][1], outline.nbytes
 
-    def _is_on(self, reference: Any, site: Site) -> bool:
-        """Whether an object is on all nodes of a site already, or so small that it travels with the call."""
-        nodes = self._nodes(reference)
-        return not nodes or site.issubset(nodes)
 
-    def _nodes(self, reference: Any) -> list[str]:
-        found: dict[Any, Any] = _ray.experimental.get_object_locations([reference])
-        return found[reference]["node_ids"]
+def _nodes_of(reference: Any) -> list[str]:
+    """Where an object lies; nowhere if it is small, or gone."""
+    found: dict[Any, Any] = _ray.experimental.get_object_locations([reference])
+    return found[reference]["node_ids"]

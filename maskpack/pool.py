@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ class Pool:
 
     def __init__(self) -> None:
         self._free: list[_Block] = []
+        self._lock = Lock()  # leases end without it: they only append
 
     @contextmanager
     def used(self) -> Generator[None]:
@@ -39,9 +41,11 @@ class Pool:
             yield
         finally:
             _current.reset(token)
-            for block in self._free:
-                block.idle += 1
-            self._free[:] = [block for block in self._free if block.idle <= _IDLE]
+            with self._lock:
+                for block in list(self._free):
+                    block.idle += 1
+                    if block.idle > _IDLE:
+                        self._free.remove(block)
 
     @property
     def nbytes(self) -> int:
@@ -50,12 +54,12 @@ class Pool:
 
     def take(self, nbytes: int) -> Bytes:
         """uint8 [nbytes], not yet written."""
-        fitting = [block for block in self._free if nbytes <= block.data.nbytes <= nbytes + nbytes // 8]
-        block = min(fitting, key=lambda block: block.data.nbytes, default=None)
-        if block is None:
-            block = _Block(np.empty(nbytes, np.uint8))
-        else:
-            self._free.remove(block)
+        with self._lock:
+            fitting = [block for block in self._free if nbytes <= block.data.nbytes <= nbytes + nbytes // 8]
+            block = min(fitting, key=lambda block: block.data.nbytes, default=None)
+            if block is not None:
+                self._free.remove(block)
+        block = _Block(np.empty(nbytes, np.uint8)) if block is None else block
         block.idle = 0
         return np.asarray(_Lease(block, self._free, nbytes))
 

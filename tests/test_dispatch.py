@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 import warnings
@@ -16,7 +17,7 @@ from tensordict import NonTensorData, TensorDict
 from test_docs import BLOCK, DOCS
 
 import maskpack as mp
-from maskpack.dispatch import WorkerGroup, endpoint
+from maskpack.dispatch import Broadcast, WorkerGroup, endpoint
 
 RANKS = 3
 B = len(ROWS)
@@ -68,6 +69,43 @@ class Worker:
         out = TensorDict({}, batch_size=batch.batch_size)
         out.set("answer", per_row([f"to {uid}" for uid in batch["uid"]])) if len(batch) else None
         return out.set("model", NonTensorData("one", batch_size=batch.batch_size))
+
+    @endpoint
+    def scores_and_metrics(self, batch, *more):
+        values = TensorDict({"values": batch["old_log_probs"] * self.factor}, batch_size=batch.batch_size)
+        return values, {"rows": len(batch)}, *more
+
+    @endpoint
+    def rows_alone_in_a_tuple(self, batch):
+        return (batch.select("old_log_probs", "attention_mask"),)
+
+    @endpoint
+    def differ(self, batch, how):
+        out, first = batch.select("old_log_probs"), batch["uid"][0] == "row-0"
+        if how == "tuples":
+            return (out, {}) if first else out
+        if how == "lengths":
+            return (out, {}) if first else (out, {}, {})
+        if how == "kinds":
+            return out if first else {}
+        return out if first else out.apply(lambda x: x.double())
+
+    @endpoint
+    def add(self, batch, other, *, more=None):
+        assert other.batch_size == (B,)
+        return [len(batch), other["responses"].sum().item(), None if more is None else list(more["uid"])]
+
+    @endpoint
+    def fail_once(self, batch, held):
+        if len(batch) == 3:  # the first rank of the first call
+            raise ValueError("once")
+        return held["step"]
+
+    def undecorated(self, batch):
+        return batch["responses"]
+
+    def undecorated_with_any_arguments(self, *args):
+        return args[0]["responses"]
 
     @endpoint
     def lose_a_row(self, batch):
@@ -224,6 +262,107 @@ def test_what_the_driver_gets_is_its_own(group, batch):
     assert_same(group.call("echo", batch), batch)
 
 
+def test_rows_and_more_come_back_as_a_tuple(group, batch):
+    values, metrics, more = group.call("scores_and_metrics", batch, "x")
+    assert_same(values["values"], batch["old_log_probs"])
+    assert (metrics, more) == ([{"rows": 3}, {"rows": 2}, {"rows": 2}], ["x"] * 3)
+    (alone,) = group.call("rows_alone_in_a_tuple", batch)
+    assert_same(alone, batch.select("old_log_probs", "attention_mask"))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("tuples", r'"differ" does not fit together: the ranks returned tuples of \[2, None, None\]'),
+        ("lengths", r"tuples of \[2, 3, 3\]"),
+        ("kinds", r"ranks \[0\] returned a TensorDict and the others none"),
+        ("dtypes", r"old_log_probs.* has dtypes \['float32', 'float64'"),
+    ],
+)
+def test_results_that_do_not_fit_together(group, batch, how, message):
+    with pytest.raises(mp.WorkerError, match=message) as caught:
+        group.call("differ", batch, how)
+    assert caught.value.method == "differ"
+    assert [len(part.rows) for part in caught.value.call.parts] == [3, 2, 2]  # they are kept
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_what_every_rank_gets_whole(group, batch, pipelined):
+    total = batch["responses"].sum().item()
+    results = group.call("add", batch, Broadcast(batch), pipelined=pipelined)
+    assert results == [[3, total, None], [2, total, None], [2, total, None]]
+    given = group.call("metrics", batch, Broadcast({"a": 1}), [1, 2], pipelined=pipelined)
+    assert [found["args"] for found in given] == [({"a": 1}, [1, 2])] * 3
+
+
+def test_several_batches_are_divided_alike(group, batch):
+    rows = [[6, 0], [3, 1, 2], [5, 4]]
+    results = group.call("add", batch, Broadcast(batch), more=batch.select("uid"), balance=rows)
+    assert [found[2] for found in results] == [[list(batch["uid"])[row] for row in own] for own in rows]
+    with pytest.raises(mp.LayoutError, match="a batch of 3 rows beside one of 7"):
+        group.call("metrics", batch, batch[:3])
+
+
+def test_equal_tokens(group, batch):
+    assert_same(group.call("echo", batch, balance="tokens"), batch)
+    tokens = [p + r for p, r in ROWS]
+    sums = [group.metrics[f"dispatch/tokens/rank_{rank}"] for rank in range(RANKS)]
+    assert sum(sums) == sum(tokens)
+    assert max(sums) - min(sums) <= max(tokens)
+    assert group.metrics["dispatch/imbalance"] == max(sums) * RANKS / sum(sums)
+
+
+def test_pipelined_gives_the_same(group, batch):
+    assert_same(group.call("echo", batch, pipelined=True), batch)
+    assert_same(group.call("echo", group.pack(batch).to_nested(), pipelined=True), batch)
+    view = group.call("echo", batch, layout="view", pipelined=True)
+    assert_same(view.materialize(get=ray.get), batch)
+    for wrong in ({"balance": "tokens"}, {"more": batch}):
+        with pytest.raises(mp.LayoutError, match="pipelined"):
+            group.call("echo", batch, pipelined=True, **wrong)
+
+
+def test_calls_are_awaited_together(group, batch):
+    async def both():
+        return await asyncio.gather(group.submit("scale", batch, 2.0), group.submit("echo", batch))
+
+    scaled, same = asyncio.run(both())
+    assert_same(scaled["values"], batch["old_log_probs"] * 2.0)
+    assert_same(same, batch)
+
+
+def test_an_await_that_is_cancelled_lets_go(group, batch):
+    async def impatient():
+        await asyncio.wait_for(group.submit("sleep", batch, 2.0), 0.1)
+
+    begun = time.monotonic()
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(impatient())
+    assert time.monotonic() - begun < 1.5
+    assert group.call("nothing", batch) is None
+
+
+def test_a_call_that_is_done_keeps_only_its_result(group, batch):
+    call = group.submit("echo", batch)
+    first = call.result()
+    assert call.done()
+    assert call.parts == []
+    assert call.result() is first
+    assert call.retry() is call
+
+
+def test_of_the_rows_of_a_packed_batch_the_last_are_remembered(group, batch):
+    packed = group.pack(batch)
+    view = mp.BatchView.of(packed)
+    for rows in ([1, 2], [3], [0, 6], [0, 6]):
+        group.call("nothing", view.select(rows))
+    group.call("nothing", packed)
+    assert len(group._store._put[packed]) == 2
+    assert group.metrics["dispatch/bytes_sent"] > 0
+    group.call("nothing", packed)
+    assert group.metrics["dispatch/bytes_sent"] == 0
+
+
 # -------------------------------------------------------------------- what a worker may write
 
 
@@ -250,6 +389,53 @@ def test_an_exception_on_a_rank_is_raised_here(group, batch):
     with pytest.raises(mp.WorkerError, match=r"on 1 of 3 ranks: rank 1 \(rows 3 to 4\): ValueError: this rank failed"):
         group.call("fail", batch)
     assert_same(group.call("echo", batch), batch)  # the ranks are still there
+
+
+def test_a_retry_has_the_arguments_of_the_call(group, batch):
+    held = {"step": 1}
+    with pytest.raises(mp.WorkerError) as caught:
+        group.call("fail_once", batch, held)
+    held["step"] = 2
+    assert set(caught.value.call.retry().result()) == {1}
+
+
+def test_methods_that_do_not_take_packed_rows(group, batch):
+    with pytest.raises(mp.MaskpackError, match=r'cannot be called by "nope".*@endpoint'):
+        group.call("nope", batch)
+    with pytest.raises(mp.MaskpackError, match=r'cannot be called by "undecorated".*@endpoint'):
+        group.call("undecorated", batch)
+    with pytest.raises(mp.WorkerError, match="Decorate the method with @endpoint"):
+        group.call("undecorated_with_any_arguments", batch)
+    with pytest.raises(mp.MaskpackError, match="coroutine is an async method"):
+
+        @endpoint
+        async def coroutine(self, batch):
+            return None
+
+    with pytest.raises(mp.LayoutError, match="fields is the string 'values'"):
+        endpoint(fields="values")(Worker.undecorated)
+
+
+@pytest.mark.parametrize("balance", [3, "token", [[0, 1], [2]], [[0, 1, 2], [3, 4, 5], [6, 6]], [[0.5], [], []]])
+def test_a_balance_that_divides_nothing(group, batch, balance):
+    with pytest.raises(mp.LayoutError, match="WorkerGroup: balance"):
+        group.call("echo", batch, balance=balance)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dp_ranks": [0, 2, 1, 3]},
+        {"dp_ranks": [0, 2, 2]},
+        {"collect": [True, True, False]},
+        {"collect": [True]},
+        {"dp_ranks": [0, 0, 1], "collect": [True, True, True]},
+        {"dp_ranks": [0, 0, 1], "collect": [False, False, True]},
+    ],
+)
+def test_ranks_that_make_no_sense(options):
+    with pytest.raises(mp.MaskpackError, match=r"WorkerGroup: (dp_ranks|collect)"):
+        WorkerGroup([None] * 3, **options)
 
 
 def test_a_timeout(group, batch):

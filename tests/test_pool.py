@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 
 import numpy as np
 import pytest
@@ -137,3 +139,29 @@ def test_decoding_into_what_was_used_before_is_exact(monkeypatch):
                 value.view(torch.uint8).fill_(0xA5)
         del out, value
     assert len(places[0] & places[1] & places[2]) >= 10
+
+
+def test_threads_share_a_pool():
+    pool, wrong = Pool(), []
+
+    def work(number):
+        for _ in range(300):
+            block = pool.take(MB)
+            block[::65536] = number
+            if not (block[::65536] == number).all():
+                wrong.append(number)
+            with pool.used():
+                pass
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong
+    assert pool.nbytes <= 8 * MB
