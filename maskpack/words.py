@@ -67,12 +67,12 @@ class _Readable:
         self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
 
 
-def empty(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Memory for words of the dtype and device of `like`, not yet written."""
-    if like.device.type != "cpu" or not math.prod(shape):  # an empty array may have any strides
-        return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
-    nbytes = math.prod(shape) * like.dtype.itemsize
-    return torch.from_numpy(pool.memory(nbytes).view(word_dtype(like.dtype.itemsize)).reshape(tuple(shape)))
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for words of a dtype, not yet written."""
+    if device.type != "cpu" or not math.prod(shape):  # an empty array may have any strides
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    nbytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(pool.memory(nbytes).view(word_dtype(dtype.itemsize)).reshape(tuple(shape)))
 
 
 def pad_tensor(pad: complex, dtype: torch.dtype) -> Tensor | None:

@@ -61,17 +61,17 @@ def _filled(shape: tuple[int, ...], pad: Any, like: Tensor) -> Tensor:
     """The bits of the pad everywhere: torch.full keeps no NaN payload of a half, and refuses some complex numbers."""
     held = pad_tensor(pad, like.dtype)
     assert held is not None
-    word = words(held).to(like.device)
+    word = words(held)
     if word.dim():
         return _spread(held.to(like.device), shape)
-    return empty(shape, word).fill_(int(word.item())).view(like.dtype)
+    return empty(shape, word.dtype, like.device).fill_(int(word.item())).view(like.dtype)
 
 
 def _spread(pads: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A tensor of that shape with the pads in it, which expand to it."""
     source = words(pads)
     more = source.shape[pads.dim() :]
-    out = empty((*shape, *more), source).copy_(source.expand(*shape, *more))
+    out = empty((*shape, *more), source.dtype, source.device).copy_(source.expand(*shape, *more))
     return torch.view_as_complex(out.view(torch.float64)) if more else out.view(pads.dtype)
 
 
@@ -101,7 +101,7 @@ def _unpack_edge_by_run(values: Tensor, layout: RowLayout) -> Tensor:
     real = torch.from_numpy(np.flatnonzero(layout.lengths))
     ends[real] = source[layout.offsets[1:][real] - 1]
     shape = (layout.num_rows, layout.width, *source.shape[1:])
-    out = empty(shape, source).copy_(ends.unsqueeze(1).expand(shape))
+    out = empty(shape, source.dtype, source.device).copy_(ends.unsqueeze(1).expand(shape))
     target, array = out.numpy(), source.numpy()
     starts, counts, splits = table.starts.tolist(), table.counts.tolist(), table.splits.tolist()
     begin = 0
