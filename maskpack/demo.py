@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import ray
 import torch
@@ -76,18 +76,22 @@ class _Tap:
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
-        self.argument: Any = None
-        self.result: Any = None
+        self.arguments: tuple[Any, ...] = ()
+        self.results: list[Any] = []
         self.submitted = 0.0
 
     def __getattr__(self, method: str) -> Any:
-        return SimpleNamespace(remote=functools.partial(self._submit, method))
+        def tapped(**options: Any) -> SimpleNamespace:
+            return SimpleNamespace(remote=functools.partial(self._submit, method, options), options=tapped)
 
-    def _submit(self, method: str, argument: Any) -> Any:
-        self.argument = argument
-        self.result = getattr(self.actor, method).remote(argument)
+        return tapped()
+
+    def _submit(self, method: str, options: dict[str, Any], *arguments: Any) -> Any:
+        found = getattr(self.actor, method).options(**options).remote(*arguments)
+        self.arguments = arguments
+        self.results = list(cast("list[Any]", found)) if isinstance(found, list) else [found]
         self.submitted = time.monotonic()
-        return self.result
+        return found
 
 
 def _trip(way: Way, taps: Sequence[_Tap], method: str, batch: TensorDict) -> Trip:
@@ -121,8 +125,12 @@ def _named(output: Any) -> dict[str, Tensor]:
 
 
 def _bytes(taps: Sequence[_Tap]) -> tuple[int, int]:
-    sent, returned = ([getattr(tap, end) for tap in taps] for end in ("argument", "result"))
-    return sum(map(wire_bytes, ray.get(sent))), sum(map(wire_bytes, ray.get(returned)))
+    """Both ways; an object that several ranks read is sent once."""
+    arguments: list[Any] = [argument for tap in taps for argument in tap.arguments]
+    sent: list[Any] = list(dict.fromkeys(value for value in arguments if isinstance(value, ray.ObjectRef)))
+    inline = [value for value in arguments if not isinstance(value, ray.ObjectRef)]
+    returned = [result for tap in taps for result in tap.results]
+    return sum(map(wire_bytes, [*ray.get(sent), *inline])), sum(map(wire_bytes, ray.get(returned)))
 
 
 def wire_bytes(value: Any) -> int:
