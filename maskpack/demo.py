@@ -87,9 +87,9 @@ class _Tap:
         return tapped()
 
     def _submit(self, method: str, options: dict[str, Any], *arguments: Any) -> Any:
-        found = getattr(self.actor, method).options(**options).remote(*arguments)
+        found: Any = getattr(self.actor, method).options(**options).remote(*arguments)
         self.arguments = arguments
-        self.results = list(cast("list[Any]", found)) if isinstance(found, list) else [found]
+        self.results = found if type(found) is list else [found]
         self.submitted = time.monotonic()
         return found
 
@@ -127,7 +127,7 @@ def _named(output: Any) -> dict[str, Tensor]:
 def _bytes(taps: Sequence[_Tap]) -> tuple[int, int]:
     """Both ways; an object that several ranks read is sent once."""
     arguments: list[Any] = [argument for tap in taps for argument in tap.arguments]
-    sent: list[Any] = list(dict.fromkeys(value for value in arguments if isinstance(value, ray.ObjectRef)))
+    sent = list(dict.fromkeys(value for value in arguments if isinstance(value, cast("Any", ray.ObjectRef))))
     inline = [value for value in arguments if not isinstance(value, ray.ObjectRef)]
     returned = [result for tap in taps for result in tap.results]
     return sum(map(wire_bytes, [*ray.get(sent), *inline])), sum(map(wire_bytes, ray.get(returned)))
