@@ -89,9 +89,9 @@ class _Tap:
     def _submit(self, method: str, options: dict[str, Any], *arguments: Any) -> Any:
         found: Any = getattr(self.actor, method).options(**options).remote(*arguments)
         self.arguments = arguments
-        self.results = found if type(found) is list else [found]
+        self.results = cast("list[Any]", found) if isinstance(found, list) else [found]
         self.submitted = time.monotonic()
-        return found
+        return cast("Any", found)
 
 
 def _trip(way: Way, taps: Sequence[_Tap], method: str, batch: TensorDict) -> Trip:
