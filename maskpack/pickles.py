@@ -173,8 +173,8 @@ def write(packed: Contents) -> tuple[bytes, list[Place], Any, list[Words]]:
 def read(
     stream: bytes, places: Sequence[Place], records: Any, buffers: Sequence[Any], objects: Mapping[Path, Objects]
 ) -> Contents:
-    """The inverse of `write`; the arrays are views of the buffers, read-only as these are."""
-    bodies: list[Words] = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
+    """The inverse of `write`; the arrays are read-only views of the buffers."""
+    bodies = [_body(buffer) for buffer in buffers]
     arrays: list[Words] = [_view(bodies[number], begin, dtype, shape) for number, begin, dtype, shape in places]
     if records is not None:
         squeezed, shapes = records
@@ -182,3 +182,12 @@ def read(
         arrays = [line.reshape(shape) for line, shape in zip(lines, shapes, strict=True)]
     rows, schema, layouts, fields, row_pads, name = _Reader(stream, arrays).load()
     return Contents(rows, schema, layouts, fields, objects, row_pads, name)
+
+
+def _body(buffer: Any) -> Words:
+    """A buffer as bytes, in memory where arrays of every item size may begin."""
+    body: Words = np.frombuffer(buffer, np.uint8)
+    if _address(body) % 8:
+        body = np.array(body)
+    body.flags.writeable = False
+    return body

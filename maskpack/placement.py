@@ -1,8 +1,10 @@
 """Where rows lie in the object store: what is put, once; what is cut, so that a node gets only its rows.
 
-a packed batch here            put, the rows of a site as one object, remembered until others are put, or the batch dies
-a reference, on the site       as it is: its ranks read their rows out of shared memory
-a reference, on another node   cut there, where only some of its rows are wanted; then Ray moves the cut
+    a packed batch here            put, the rows of a site as one object
+    a reference, on the site       as it is: its ranks read their rows out of shared memory
+    a reference, on another node   cut there, where only some of its rows are wanted; then Ray moves the cut
+
+What was put is remembered until other rows of the batch are put, or the batch dies.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Strands: some fields of a view, and where their rows come from.
 
-Source    a packed batch, here or elsewhere, and its Outline: schema and lengths
-Strand    fields, the sources of their rows, and segments that number these
+    Source    a packed batch, here or elsewhere, and its Outline: schema and lengths
+    Strand    fields, the sources of their rows, and segments that number these
+
+A view has one strand or more; they hold the same rows.
 """
 
 from __future__ import annotations

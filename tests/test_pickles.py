@@ -502,3 +502,24 @@ def test_nothing_is_kept_by_pickling() -> None:
     gc.collect()
     assert alive() is None
     assert len(pickle.loads(stream, buffers=held)) == 10
+
+
+@pytest.mark.parametrize("shift", [0, 1, 3, 8])
+def test_buffers_that_begin_anywhere_and_may_be_written(shift):
+    batch = samples.rollout(objects=False)
+    packed = pack(batch)
+    buffers = []
+    stream = pickle.dumps(packed, protocol=5, buffer_callback=buffers.append)
+    lines = []
+    for buffer in buffers:
+        raw = buffer.raw()
+        line = np.zeros(raw.nbytes + 16, np.uint8)
+        begin = -line.ctypes.data % 8 + shift
+        line[begin : begin + raw.nbytes] = np.frombuffer(raw, np.uint8)
+        lines.append(line[begin : begin + raw.nbytes])
+    there = pickle.loads(stream, buffers=lines)
+    for field in there.fields.values():
+        for array in arrays_of(field):
+            assert array.ctypes.data % array.itemsize == 0
+            assert not array.flags.writeable
+    assert_same(decompress(there), batch)
