@@ -2,11 +2,13 @@
 
     {machine: {cpu, cores, memory_gib}, versions: {...}, commit, rows: [{case, name, value, unit, target, met}]}
 
-A target is text, ">= 15" or "<= 4"; `target` and `met` are null where a figure has none.
+A target is text, ">= 15" or "<= 4"; `target` and `met` are null where a figure has none. Where torch sees a GPU, the
+machine has its name, `gpu`, and the versions have that of triton.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import platform
@@ -22,12 +24,14 @@ import torch
 
 import maskpack
 
+_DIGITS = {"ms": 2, "us": 1, "x": 2, "GB/s": 1, "TB/s": 2, "GiB": 2, "nats": 5}
 _ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure. `unit` is "bytes", "bytes/row", "fields", "ms" or "x", a ratio."""
+    """One figure. `unit` is a count of something ("bytes", "bytes/row", "fields", "syncs"), a time ("ms", "us"), a rate
+    ("GB/s", "TB/s") or "x", a ratio."""
 
     case: str
     name: str
@@ -61,7 +65,7 @@ def table(rows: Sequence[Row]) -> str:
     for before, row in zip((None, *rows), rows, strict=False):
         if before is None or before.case != row.case:
             lines += ["", row.case]
-        digits = {"ms": 2, "x": 2}.get(row.unit, 0)
+        digits = _DIGITS.get(row.unit, 0)
         line = f"  {row.name:<{width}}  {row.value:>14,.{digits}f} {row.unit:<9}"
         if row.target is not None:
             line += f"  target {row.target}: {'met' if row.met else 'MISSED'}"
@@ -85,24 +89,30 @@ def write_json(rows: Sequence[Row], path: Path) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """CPU model, cores of this process and memory; nothing that tells one machine from another of its kind."""
+    """CPU model, cores of this process, memory and GPU; nothing that tells one machine from another of its kind."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "memory_gib": round(memory / 2**30, 1)}
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    return {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "memory_gib": round(memory / 2**30, 1), **gpu}
 
 
 def versions() -> dict[str, str]:
     """Of everything that a figure depends on."""
+    kernels = {"triton": importlib.import_module("triton").__version__} if torch.cuda.is_available() else {}
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "tensordict": tensordict.__version__,
         "numpy": numpy.__version__,
         "maskpack": maskpack.__version__,
+        **kernels,
     }
 
 
 def commit() -> str:
-    """The commit that was measured, "-dirty" behind it if files differ from it."""
+    """The commit that was measured, "-dirty" behind it if files differ from it; MASKPACK_COMMIT says it where the tree
+    was copied without its history."""
+    if told := os.environ.get("MASKPACK_COMMIT"):
+        return told
     changed = _git("status", "--porcelain")
     return _git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
 

@@ -12,7 +12,7 @@ Shape letters: B rows, N runs, T real tokens in all, S the width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from maskpack import scan
 from maskpack.errors import LayoutError
 from maskpack.rows import IntArray, Rows, RunTable, cumulated, ranges, row_index
+from maskpack.runs import RunIndex, index_of, table_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,34 +32,43 @@ class RowLayout:
     """Which positions of each row are real. Immutable; build one with a `from_...` constructor.
 
     Attributes:
+        num_rows: B.
         width: padded size of the row dimension, S.
-        starts: int32 [N], first position of each run inside its row.
-        counts: int32 [N], length of each run, never 0.
-        splits: int64 [B + 1]; the runs of row b are `splits[b]` to `splits[b + 1]`.
         total: number of real positions in all rows, T.
+        device: where masks, indices and offsets of this layout lie.
         anchor: the column that stays in place when batches of different widths are joined: padding grows on both
             sides of it. 0 for rows padded on the right, the width for rows padded on the left.
     """
 
+    num_rows: int
     width: int
-    starts: Tensor
-    counts: Tensor
-    splits: Tensor
     total: int
+    device: torch.device
     anchor: int = 0
+
+    def _knowing(self, **known: Any) -> RowLayout:
+        """This layout with its `table`, its `index` or both, what was `scanned`, and what else follows from them."""
+        self.__dict__.update(known)
+        return self
 
     # ---------------------------------------------------------------- constructors
 
     @classmethod
-    def from_mask(cls, mask: Tensor) -> RowLayout:
+    def from_mask(cls, mask: Tensor, *, total: int | None = None) -> RowLayout:
         """From a mask [B, S] of any dtype: a position is real where the mask is not zero.
 
-        On CUDA: one synchronisation. Raises LayoutError if the mask is not two-dimensional.
+        Args:
+            mask: on CUDA, it is scanned there, with one synchronisation.
+            total: a promise that saves this synchronisation: the mask has `total` real positions, and no row has two
+                runs. A broken promise gives wrong elements, never memory that is not theirs; it raises LayoutError when
+                the layout is first read on the host. On the CPU it is checked at once.
+
+        Raises LayoutError if the mask is not two-dimensional, or does not keep the promise.
         """
-        return cls.scanned(mask)[0]
+        return cls.scanned(mask, total)[0]
 
     @classmethod
-    def scanned(cls, mask: Tensor) -> tuple[RowLayout, Tensor | None]:
+    def scanned(cls, mask: Tensor, total: int | None = None) -> tuple[RowLayout, Tensor | None]:
         """As `from_mask`, and the value of all real positions, where the scan has seen that they have one and that all
         others are 0 bits (never on CUDA)."""
         if mask.is_nested or mask.dim() != 2:
@@ -67,15 +77,13 @@ class RowLayout:
                 f"RowLayout.from_mask: mask is {shape}; expected a dense mask (B, width). "
                 "Reshape the mask to one entry per row and position."
             )
+        rows, width = mask.shape
         if mask.device.type == "cpu":
             table, value = scan.on_host(mask.detach())
-            return cls.from_table(mask.shape[1], table, mask.device), value
-        found = scan.on_device(mask.detach())
-        if isinstance(found, RunTable):
-            return cls.from_table(mask.shape[1], found, mask.device), None
-        layout = cls(mask.shape[1], found.starts, found.counts, found.splits, int(found.lengths.sum()))
-        layout.__dict__["lengths"] = found.lengths
-        return layout, None
+            _keep_promise(table, total)
+            return cls.from_table(width, table, mask.device), value
+        found = scan.on_device(mask.detach(), total)
+        return cls(rows, width, found.total, mask.device)._knowing(**found.known), None
 
     @classmethod
     def from_lengths(
@@ -151,43 +159,40 @@ class RowLayout:
     @classmethod
     def from_table(cls, width: int, table: RunTable, device: torch.device | str, anchor: int = 0) -> RowLayout:
         """From a table that is known to be sound."""
-        layout = cls(
-            width,
-            torch.from_numpy(table.starts.astype(np.int32)).to(device, non_blocking=True),
-            torch.from_numpy(table.counts.astype(np.int32)).to(device, non_blocking=True),
-            torch.from_numpy(np.array(table.splits)).to(device, non_blocking=True),
-            int(table.counts.sum()),
-            anchor,
-        )
-        layout.__dict__["table"] = table
-        return layout
+        layout = cls(table.splits.size - 1, width, int(table.counts.sum()), _whole_device(device), anchor)
+        if layout.device.type == "cpu":
+            return layout._knowing(table=table)
+        return layout._knowing(table=table, index=index_of(table, width, layout.device))
 
     # ---------------------------------------------------------------- sizes, on the host
 
-    @property
-    def num_rows(self) -> int:
-        """B."""
-        return self.splits.shape[0] - 1
+    @cached_property
+    def table(self) -> RunTable:
+        """The run table on the host. One synchronisation the first time, where the layout is on CUDA and unread.
+
+        Raises LayoutError if the mask did not keep the promise that `from_mask` was given.
+        """
+        if "scanned" in self.__dict__:
+            return scan.table_of_rows(self.__dict__["scanned"])
+        table = table_of(self.index)
+        _keep_promise(table, self.total if self.index.rows is None else None)
+        return table
+
+    @cached_property
+    def index(self) -> RunIndex:
+        """The runs as kernels look them up, on the device."""
+        return index_of(self.table, self.width, self.device)
 
     @property
     def num_runs(self) -> int:
         """N."""
-        return self.starts.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        return self.starts.device
-
-    @cached_property
-    def table(self) -> RunTable:
-        """The run table on the host. One synchronisation the first time, where the layout is on CUDA and unread."""
-        packed = torch.cat([self.starts.to(torch.int64), self.counts.to(torch.int64), self.splits]).cpu().numpy()
-        n = self.num_runs
-        return RunTable(packed[:n], packed[n : 2 * n], packed[2 * n :])
+        return self.table.starts.size
 
     @cached_property
     def lengths(self) -> IntArray:
         """int64 [B] on the host: real positions of each row."""
+        if "scanned" in self.__dict__:
+            return self.__dict__["scanned"][0].astype(np.int64)
         ends = cumulated(self.table.counts)
         return ends[self.table.splits[1:]] - ends[self.table.splits[:-1]]
 
@@ -220,17 +225,36 @@ class RowLayout:
     # ---------------------------------------------------------------- derived tensors, on the device
 
     @cached_property
+    def starts(self) -> Tensor:
+        """int32 [N]: the first position of each run in its row."""
+        return self._moved(self.table.starts.astype(np.int32))
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """int32 [N]: the length of each run, never 0."""
+        return self._moved(self.table.counts.astype(np.int32))
+
+    @cached_property
+    def splits(self) -> Tensor:
+        """int64 [B + 1]; the runs of row b are `splits[b]` to `splits[b + 1]`."""
+        return self._moved(np.array(self.table.splits))
+
+    @cached_property
     def offsets(self) -> Tensor:
         """int64 [B + 1]: the one offsets tensor that every jagged field of this layout shares."""
-        if self.device.type == "cpu":
-            return torch.from_numpy(np.array(self.row_offsets))
-        ends = torch.nn.functional.pad(self.counts.to(torch.int64).cumsum(0), (1, 0))
-        return ends[self.splits]
+        if "index" in self.__dict__:
+            return self.cu_seqlens.to(torch.int64)
+        return self._moved(np.array(self.row_offsets))
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
         """int32 [B + 1]: cumulated row lengths, as varlen attention takes them."""
+        if "index" in self.__dict__:
+            return self.index.begins if self.index.cu_seqlens is None else self.index.cu_seqlens
         return self.offsets.to(torch.int32)
+
+    def _moved(self, array: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
 
     @cached_property
     def indices(self) -> Tensor:
@@ -238,14 +262,11 @@ class RowLayout:
         if self.device.type == "cpu":
             rows = np.repeat(np.arange(self.num_rows), np.diff(self.table.splits))
             return torch.from_numpy(ranges(rows * self.width + self.table.starts, self.table.counts))
-        counts = self.counts.to(torch.int64)
-        rows = torch.repeat_interleave(
-            torch.arange(self.num_rows, device=self.device), self.splits.diff(), output_size=self.num_runs
-        )
-        shift = rows * self.width + self.starts - (counts.cumsum(0) - counts)
-        return torch.repeat_interleave(shift, counts, output_size=self.total).add_(
-            torch.arange(self.total, device=self.device)
-        )
+        index = self.index
+        rows = torch.arange(self.num_rows, device=self.device) if index.rows is None else index.rows.to(torch.int64)
+        shift = rows * self.width + index.starts - index.begins[:-1]
+        places = torch.arange(self.total, device=self.device)
+        return torch.repeat_interleave(shift, index.begins.diff(), output_size=self.total).add_(places)
 
     def to_mask(self, dtype: torch.dtype = torch.bool) -> Tensor:
         """The mask [B, S]: 1 at real positions, 0 elsewhere."""
@@ -256,13 +277,10 @@ class RowLayout:
 
     def to(self, device: torch.device | str) -> RowLayout:
         """The same layout on another device."""
-        device = torch.empty(0, device=device).device
+        device = _whole_device(device)
         if device == self.device:
             return self
-        if "table" in self.__dict__ or device.type == "cpu":
-            return RowLayout.from_table(self.width, self.table, device, self.anchor)
-        tensors = self.starts.to(device), self.counts.to(device), self.splits.to(device)
-        return RowLayout(self.width, *tensors, self.total, self.anchor)
+        return RowLayout.from_table(self.width, self.table, device, self.anchor)
 
     def select(self, rows: Rows) -> RowLayout:
         """The layout of some rows: a slice, indices (repeats allowed, negative from the end), or a bool mask [B]."""
@@ -291,9 +309,7 @@ class RowLayout:
 
     def anchored(self, anchor: int) -> RowLayout:
         """The same rows with another anchor."""
-        layout = RowLayout(self.width, self.starts, self.counts, self.splits, self.total, anchor)
-        layout.__dict__.update({name: self.__dict__[name] for name in ("table", "lengths") if name in self.__dict__})
-        return layout
+        return replace(self, anchor=anchor)._knowing(**self.__dict__ | {"anchor": anchor})
 
     def widened(self, left: int, right: int) -> RowLayout:
         """The same rows with as many columns of padding more on each side."""
@@ -361,6 +377,23 @@ def _restored(
 ) -> RowLayout:
     table = RunTable(starts.astype(np.int64), counts.astype(np.int64), cumulated(runs.astype(np.int64)))
     return RowLayout.from_table(width, table, device, anchor)
+
+
+def _whole_device(device: torch.device | str) -> torch.device:
+    """With the number of the device, as tensors on it have it."""
+    device = torch.device(device)
+    return torch.empty(0, device=device).device if str(device) == device.type != "cpu" else device
+
+
+def _keep_promise(table: RunTable, total: int | None) -> None:
+    if total is None:
+        return
+    seen, most = int(table.counts.sum()), int(np.diff(table.splits).max(initial=0))
+    if seen != total or most > 1:
+        raise LayoutError(
+            f"RowLayout.from_mask: the mask has {seen} real positions and up to {most} runs in a row; {total} and at "
+            "most one were promised. Give the true total, or none where rows have several runs."
+        )
 
 
 def _whole(values: Any, call: str, name: str, shape: str) -> IntArray:

@@ -9,7 +9,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from maskpack.backends import uses_triton
 from maskpack.rows import IntArray, RunTable, cumulated
+from maskpack.runs import BLOCK, RunIndex, blocks_of
 from maskpack.words import from_words, words
 
 _BLOCK_BYTES = 1 << 19  # the flags of one block stay inside the second-level cache
@@ -62,40 +64,93 @@ def _runs(row: IntArray, column: IntArray, on: npt.NDArray[np.bool_], rows: int,
     return RunTable(column[begin], ends - column[begin], splits)
 
 
-class DeviceRuns(NamedTuple):
-    """A run table on the device, with the row lengths int64 [B] that came to the host on the way."""
+class Found(NamedTuple):
+    """What a scan on a device knows of a layout: T, and attributes of RowLayout that follow from the runs."""
 
-    starts: Tensor
-    counts: Tensor
-    splits: Tensor
-    lengths: IntArray
+    total: int
+    known: dict[str, Any]
 
 
-def on_device(mask: Tensor) -> RunTable | DeviceRuns:
-    """The runs of a mask [B, S] with one synchronisation, which brings the counts of every row to the host; where no
-    row has two runs, that is the whole table."""
+def on_device(mask: Tensor, promised: int | None) -> Found:
+    """The runs of a mask [B, S]. One synchronisation, which brings the counts of every row to the host; where no row
+    has two runs, that is the whole table. None where T is promised, and at most one run a row with it."""
     rows, width = mask.shape
     if rows == 0 or width == 0:
-        return RunTable(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(rows + 1, np.int64))
-    real = _not_zero(mask)
-    begin, end = real.clone(), real.clone()
+        return Found(0, {"table": RunTable(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(rows + 1, np.int64))})
+    if uses_triton(mask.device):
+        from maskpack.scan_kernels import count, cumulate, list_runs
+
+        real = mask if mask.dtype in _LOADED and mask.stride(1) == 1 else _not_zero(mask).contiguous()
+    else:
+        count, cumulate, list_runs = _count, _cumulate, _list_runs
+        real = _not_zero(mask).contiguous()
+    counts = count(real)
+    cu_seqlens, splits, blocks = cumulate(counts, blocks_of(rows * width if promised is None else promised))
+    index = RunIndex(counts[2], cu_seqlens, blocks)
+    if promised is not None:
+        return Found(promised, {"index": index})
+    scanned = counts.cpu().numpy()
+    total = int(scanned[0].sum(dtype=np.int64))
+    if int(scanned[1].max()) <= 1:
+        return Found(total, {"scanned": scanned, "index": index})
+    index = list_runs(real, cu_seqlens, splits, total, int(scanned[1].sum(dtype=np.int64)))
+    return Found(total, {"lengths": scanned[0].astype(np.int64), "index": index})
+
+
+def table_of_rows(scanned: npt.NDArray[np.int32]) -> RunTable:
+    """The table of rows of one run at most, from [3, B]: real positions, runs and first real position of each row."""
+    lengths, runs, first = scanned.astype(np.int64)
+    some = runs > 0
+    return RunTable(first[some], lengths[some], cumulated(runs))
+
+
+_LOADED = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+)
+"""The dtypes that kernels load as they are."""
+
+
+def _count(real: Tensor) -> Tensor:
+    """int32 [3, B]: real positions, runs and first real position of each row."""
+    begin = _begins(real)
+    return torch.stack([real.sum(1), begin.sum(1), begin.to(torch.uint8).argmax(1)]).to(torch.int32)
+
+
+def _begins(real: Tensor) -> Tensor:
+    begin = real.clone()
     begin[:, 1:] &= ~real[:, :-1]
+    return begin
+
+
+def _cumulate(counts: Tensor, entries: int) -> tuple[Tensor, Tensor, Tensor]:
+    """int32 [B + 1], where rows begin among the packed tokens and among the runs; and the blocks of rows of one run."""
+    ends = torch.nn.functional.pad(counts[:2].cumsum(1, dtype=torch.int32), (1, 0))
+    return ends[0], ends[1], _blocks(ends[0], entries)
+
+
+def _list_runs(real: Tensor, cu_seqlens: Tensor, splits: Tensor, total: int, runs: int) -> RunIndex:
+    """The index of rows of several runs."""
+    width = real.shape[1]
+    end = real.clone()
     end[:, :-1] &= ~real[:, 1:]
-    counts: Any = torch.stack([real.sum(1), begin.sum(1), begin.to(torch.uint8).argmax(1)]).cpu().numpy()
-    lengths, runs, first = counts
-    splits = cumulated(runs)
-    if int(runs.max()) <= 1:
-        some = runs > 0
-        return RunTable(first[some], lengths[some], splits)
-    n = int(splits[-1])
-    begins = torch.nonzero_static(begin.view(-1), size=n).view(-1)
-    ends = torch.nonzero_static(end.view(-1), size=n).view(-1)
-    return DeviceRuns(
-        (begins % width).to(torch.int32),
-        (ends - begins + 1).to(torch.int32),
-        torch.from_numpy(splits).to(mask.device, non_blocking=True),
-        lengths,
-    )
+    first = torch.nonzero_static(_begins(real).view(-1), size=runs).view(-1)
+    last = torch.nonzero_static(end.view(-1), size=runs).view(-1)
+    begins = torch.nn.functional.pad((last - first + 1).cumsum(0, dtype=torch.int32), (1, 0))
+    starts, rows = (first % width).to(torch.int32), (first // width).to(torch.int32)
+    words = torch.nn.functional.pad(real, (0, -width % 32)).view(real.shape[0], -1, 32)
+    bits = (words.to(torch.int64) << torch.arange(32, device=real.device)).sum(2).to(torch.int32)
+    sums = words.sum(2).view(-1).cumsum(0, dtype=torch.int32).view(bits.shape)
+    before = sums - words.sum(2)
+    blocks = _blocks(begins, blocks_of(total))
+    return RunIndex(starts, begins, blocks, rows, splits, cu_seqlens, bits, before.to(torch.int32))
+
+
+def _blocks(begins: Tensor, entries: int) -> Tensor:
+    """`RunIndex.blocks`; beyond the last token, the last run."""
+    tokens = torch.arange(0, BLOCK * entries, BLOCK, device=begins.device)
+    found = torch.searchsorted(begins, tokens, right=True, out_int32=True) - 1
+    return found.clamp_(max=begins.shape[0] - 2)
 
 
 def _not_zero(mask: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -69,7 +70,7 @@ class _Readable:
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory for words of a dtype, not yet written."""
-    if device.type != "cpu" or not math.prod(shape):  # an empty array may have any strides
+    if device.type != "cpu" or not math.prod(shape) or torch.compiler.is_compiling():  # an empty array has any strides
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     nbytes = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(pool.memory(nbytes).view(word_dtype(dtype.itemsize)).reshape(tuple(shape)))
@@ -88,6 +89,18 @@ def pad_tensor(pad: complex, dtype: torch.dtype) -> Tensor | None:
         return None
     low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     return torch.tensor(int(pad), dtype=dtype) if low <= pad <= high else None
+
+
+def pad_words(pad: complex, dtype: torch.dtype) -> tuple[int, ...] | None:
+    """The words of the pad in `dtype`, one, or two of a complex128; None if the dtype cannot hold it."""
+    find = _pad_words.__wrapped__ if torch.compiler.is_compiling() else _pad_words
+    return find(pad, str(pad), dtype)  # 0.0 equals -0.0
+
+
+@lru_cache(maxsize=1024)
+def _pad_words(pad: complex, text: str, dtype: torch.dtype) -> tuple[int, ...] | None:
+    held = pad_tensor(pad, dtype)
+    return None if held is None else tuple(cast("list[int]", words(held).view(-1).tolist()))
 
 
 def host_words(tensors: Mapping[_Key, Tensor], fresh: Collection[_Key]) -> dict[_Key, Words]:

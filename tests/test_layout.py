@@ -522,3 +522,15 @@ def test_the_offsets_tensor_shares_nothing_with_the_host_bounds() -> None:
     layout.offsets.fill_(9)
     assert layout.row_offsets.tolist() == [0, 2, 5]
     assert layout.lengths.tolist() == [2, 3]
+
+
+# -------------------------------------------------------------------- promised totals
+
+
+def test_a_promise_on_the_host_is_checked_at_once() -> None:
+    mask = torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 0]])
+    assert RowLayout.from_mask(mask, total=3) == RowLayout.from_mask(mask)
+    with pytest.raises(LayoutError, match=r"^RowLayout.from_mask: the mask has 3 real positions and up to 1 runs"):
+        RowLayout.from_mask(mask, total=4)
+    with pytest.raises(LayoutError, match=r"2 real positions and up to 2 runs in a row; 2 and at most one"):
+        RowLayout.from_mask(torch.tensor([[1, 0, 1]]), total=2)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from oracle import assert_same_tensor
 from strategies import generators, patterns
 
-from maskpack import EDGE, LayoutError, MaskpackError, RowLayout, ops
+from maskpack import EDGE, LayoutError, MaskpackError, RowLayout, backends, ops
 
 TRAILING = ((), (1,), (3,), (2, 2), (0,))
 MANY_RUNS = [[place % 2 == 0 for place in range(9)], [False] * 9, [place % 3 == 1 for place in range(9)]]
@@ -338,3 +338,67 @@ def test_edges_between_long_runs() -> None:
         for column, here in enumerate(real):
             seen += here
             assert got[row][column] == (own[max(seen - 1, 0)] if own else 0)
+
+
+# -------------------------------------------------------------------- several at once, backends
+
+
+def test_several_fields_are_each_as_alone() -> None:
+    layout = layout_of(MANY_RUNS, 9)
+    x, y = torch.arange(27).view(3, 9), torch.rand(3, 9, 2)
+    packed = ops.pack([x, y], layout)
+    assert isinstance(packed, list)
+    for values, alone in zip(packed, (x, y), strict=True):
+        assert_same_tensor(values, ops.pack(alone, layout))
+    for pads, each in ((7, (7, 7)), ([7, EDGE], (7, EDGE)), ((0, torch.tensor([1.0, 2.0, 3.0])), None)):
+        padded = ops.unpack(tuple(packed), layout, pads)
+        for values, out, pad in zip(packed, padded, each or pads, strict=True):
+            assert_same_tensor(out, ops.unpack(values, layout, pad))
+    assert ops.pack([], layout) == []
+    assert ops.unpack([], layout) == []
+
+
+def test_pads_that_are_not_as_many() -> None:
+    layout = layout_of(MANY_RUNS, 9)
+    values = ops.pack([torch.zeros(3, 9)] * 2, layout)
+    with pytest.raises(LayoutError, match=r"^unpack: 3 pads for 2 values; expected one for each\."):
+        ops.unpack(values, layout, [0, 0, 0])
+
+
+def test_backends() -> None:
+    layout = layout_of(MANY_RUNS, 9)
+    x = torch.zeros(3, 9)
+    assert_same_tensor(ops.pack(x, layout, backend="torch"), ops.pack(x, layout))
+    with pytest.raises(LayoutError, match=r'^pack: backend is "triton", but the tensors are on cpu; .*backend="auto"'):
+        ops.pack(x, layout, backend="triton")
+    with pytest.raises(LayoutError, match=r"^unpack: backend is 'cuda'; expected "):
+        ops.unpack(ops.pack(x, layout), layout, backend="cuda")  # type: ignore[arg-type]
+
+
+def test_the_switch_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_INSTALLED", True)
+    cuda = torch.device("cuda", 0)
+    assert backends.uses_triton(cuda)
+    assert not backends.uses_triton(torch.device("cpu"))
+    monkeypatch.setenv("MASKPACK_TRITON", "0")
+    assert not backends.uses_triton(cuda)
+    assert backends.uses_triton(cuda, "triton")
+    monkeypatch.setattr(backends, "_INSTALLED", False)
+    monkeypatch.delenv("MASKPACK_TRITON")
+    assert not backends.uses_triton(cuda)
+    with pytest.raises(LayoutError, match=r"but Triton is not installed"):
+        backends.uses_triton(cuda, "triton")
+
+
+def test_one_graph_for_a_compiler_on_the_host() -> None:
+    def there_and_back(x: torch.Tensor, layout: RowLayout) -> torch.Tensor:
+        return ops.unpack(ops.pack(x * 2, layout) + 1, layout, 3.0)
+
+    compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
+    for mask in (MANY_RUNS, [[True] * 9, [False] * 9, [True] * 4 + [False] * 5]):
+        layout = layout_of(mask, 9)
+        assert layout.indices.numel() == layout.total  # read once before
+        x = torch.rand(3, 9, requires_grad=True)
+        assert_same_tensor(compiled(x, layout).detach(), there_and_back(x, layout).detach())
+        (gradient,) = torch.autograd.grad(compiled(x, layout).sum(), x)
+        assert_same_tensor(gradient, 2.0 * torch.tensor(mask))

@@ -1,63 +1,122 @@
-"""pack and unpack: between padded [B, S, *F] and packed [T, *F], for any dtype and device, with gradients."""
+"""Operations on packed tokens, for any device, with gradients.
+
+pack, unpack      between padded [B, S, *F] and packed [T, *F], for any dtype
+packed_log_probs  the log-prob of each token from packed hidden states, without the logits
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, overload
 
+import torch
 from torch import Tensor
 
+from maskpack.backends import Backend, uses_triton
 from maskpack.errors import LayoutError, RegistryError
 from maskpack.layout import RowLayout
 from maskpack.ops import _torch
+from maskpack.ops.log_probs import packed_log_probs
 from maskpack.registry import Pad
-from maskpack.words import pad_tensor
+from maskpack.words import pad_words
+
+__all__ = ["pack", "packed_log_probs", "unpack"]
 
 
-def pack(x: Tensor, layout: RowLayout) -> Tensor:
+@overload
+def pack(x: Tensor, layout: RowLayout, *, backend: Backend = "auto") -> Tensor: ...
+@overload
+def pack(x: Sequence[Tensor], layout: RowLayout, *, backend: Backend = "auto") -> list[Tensor]: ...
+def pack(x: Tensor | Sequence[Tensor], layout: RowLayout, *, backend: Backend = "auto") -> Tensor | list[Tensor]:
     """The real elements of `x`, row after row.
 
     Args:
-        x: [B, S, *F], any dtype and strides, on the layout's device.
+        x: [B, S, *F], any dtype and strides, on the layout's device; or several, which one kernel packs together.
         layout: the layout of B rows of width S.
+        backend: `triton` on GPUs and `torch` elsewhere, if it is not given.
 
     Returns:
-        [T, *F] in the dtype of `x`; differentiable.
+        [T, *F] in the dtype of `x`, or one for each; differentiable, twice. No synchronisation.
 
     Raises:
         LayoutError: `x` does not begin with the layout's (B, S), or lies on another device.
     """
-    if tuple(x.shape[:2]) != (layout.num_rows, layout.width) or x.device != layout.device:
-        raise LayoutError(
-            f"pack: x is {tuple(x.shape)} on {x.device}; the layout is ({layout.num_rows}, {layout.width}) on "
-            f"{layout.device}. Use the layout of x's own mask, on x's device."
-        )
-    return _torch.pack(x, layout)
+    fields = [x] if isinstance(x, Tensor) else list(x)
+    for field in fields:
+        if field.shape[:2] != (layout.num_rows, layout.width) or field.device != layout.device:
+            raise LayoutError(
+                f"pack: x is {tuple(field.shape)} on {field.device}; the layout is ({layout.num_rows}, {layout.width}) "
+                f"on {layout.device}. Use the layout of x's own mask, on x's device."
+            )
+    if uses_triton(layout.device, backend, "pack"):
+        from maskpack.ops import _autograd
+
+        outs = _autograd.pack(fields, layout)
+    else:
+        outs = [_torch.pack(field, layout) for field in fields]
+    return outs[0] if isinstance(x, Tensor) else outs
 
 
-def unpack(values: Tensor, layout: RowLayout, pad_value: Any = 0) -> Tensor:
+@overload
+def unpack(values: Tensor, layout: RowLayout, pad_value: Any = 0, *, backend: Backend = "auto") -> Tensor: ...
+@overload
+def unpack(
+    values: Sequence[Tensor], layout: RowLayout, pad_value: Any = 0, *, backend: Backend = "auto"
+) -> list[Tensor]: ...
+def unpack(
+    values: Tensor | Sequence[Tensor], layout: RowLayout, pad_value: Any = 0, *, backend: Backend = "auto"
+) -> Tensor | list[Tensor]:
     """The inverse of `pack`: real elements in their places, `pad_value` everywhere else.
 
     Args:
-        values: [T, *F], any dtype, on the layout's device.
+        values: [T, *F], any dtype, on the layout's device; or several, which one kernel unpacks together.
         layout: a layout of T real positions.
-        pad_value: a number that the dtype of `values` can hold, EDGE, or a tensor [B] of one pad a row.
+        pad_value: a number that the dtype of `values` can hold, EDGE, or a tensor [B] of one pad a row; for several
+            values also a list, one for each.
+        backend: as for `pack`.
 
     Returns:
-        [B, S, *F] in the dtype of `values`; differentiable.
+        [B, S, *F] in the dtype of `values`, or one for each; differentiable, twice. No synchronisation.
 
     Raises:
-        LayoutError: `values` has not T entries, or lies on another device.
+        LayoutError: `values` has not T entries, or lies on another device; pads that are not as many as values.
         RegistryError: a pad that the dtype of `values` cannot hold.
     """
+    fields = [values] if isinstance(values, Tensor) else list(values)
+    pads: list[Any] = [*pad_value] if isinstance(pad_value, list | tuple) else [pad_value] * len(fields)  # type: ignore[reportUnknownArgumentType]
+    if len(pads) != len(fields):
+        raise LayoutError(
+            f"unpack: {len(pads)} pads for {len(fields)} values; expected one for each. Give one pad, or as many."
+        )
+    for field in fields:
+        _check(field, layout)
+    words = [_words(pad, field.dtype) for field, pad in zip(fields, pads, strict=True)]
+    if uses_triton(layout.device, backend, "unpack"):
+        from maskpack.ops import _autograd
+
+        outs = _autograd.unpack(fields, layout, pads, words)
+    else:
+        outs = [_torch.unpack(field, layout, pad) for field, pad in zip(fields, pads, strict=True)]
+    return outs[0] if isinstance(values, Tensor) else outs
+
+
+def _check(values: Tensor, layout: RowLayout) -> None:
     if values.is_nested or values.dim() < 1 or values.shape[0] != layout.total or values.device != layout.device:
         seen = "jagged" if values.is_nested else f"{tuple(values.shape)} on {values.device}"
         raise LayoutError(
             f"unpack: values are {seen}; the layout has {layout.total} real positions on {layout.device}. "
             "Pass the packed values of this layout, on its device."
         )
-    if not isinstance(pad_value, Tensor | Pad) and pad_tensor(pad_value, values.dtype) is None:
+
+
+def _words(pad: Any, dtype: torch.dtype) -> tuple[int, ...]:
+    """Those of a constant; none of another pad."""
+    if isinstance(pad, Tensor | Pad):
+        return ()
+    held = pad_words(pad, dtype)
+    if held is None:
         raise RegistryError(
-            f"unpack: pad_value is {pad_value!r}; values are {str(values.dtype).removeprefix('torch.')}, which cannot "
-            "hold it. Give a pad that the dtype can hold."
+            f"unpack: pad_value is {pad!r}; values are {str(dtype).removeprefix('torch.')}, which cannot hold it. Give "
+            "a pad that the dtype can hold."
         )
-    return _torch.unpack(values, layout, pad_value)
+    return held

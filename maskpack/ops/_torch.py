@@ -20,7 +20,7 @@ from maskpack.words import Words, empty, from_words, pad_tensor, words
 
 def pack(x: Tensor, layout: RowLayout, *, one_call: bool = False) -> Tensor:
     """`one_call`: prefer one call into numpy, during which other threads run, to one for each run."""
-    if x.requires_grad and torch.is_grad_enabled():
+    if _traced(x):
         return x.flatten(0, 1).index_select(0, layout.indices)
     out = torch.empty((layout.total, *x.shape[2:]), dtype=x.dtype, device=x.device)
     source, target = words(x), words(out)
@@ -47,7 +47,7 @@ def unpack(values: Tensor, layout: RowLayout, pad_value: Any = 0) -> Tensor:
         out = _spread(pad_value.to(values.dtype).view(-1, *[1] * (len(shape) - 1)), shape)
     else:
         out = _filled(shape, pad_value, values)
-    if values.requires_grad and torch.is_grad_enabled():
+    if _traced(values):
         return out.flatten(0, 1).index_copy(0, layout.indices, values).view(shape)
     source, target = words(values), words(out)
     if values.device.type == "cpu" and layout.long_runs:
@@ -55,6 +55,11 @@ def unpack(values: Tensor, layout: RowLayout, pad_value: Any = 0) -> Tensor:
     else:
         target.flatten(0, 1).index_copy_(0, layout.indices, source)
     return out
+
+
+def _traced(x: Tensor) -> bool:
+    """Whether operations have to be those of torch, for its gradients or its compiler."""
+    return (x.requires_grad and torch.is_grad_enabled()) or torch.compiler.is_compiling()
 
 
 def _filled(shape: tuple[int, ...], pad: Any, like: Tensor) -> Tensor:
@@ -76,7 +81,7 @@ def _spread(pads: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _unpack_edge(values: Tensor, layout: RowLayout) -> Tensor:
-    differentiable = values.requires_grad and torch.is_grad_enabled()
+    differentiable = _traced(values)
     if values.device.type == "cpu" and layout.long_runs and not differentiable:
         return _unpack_edge_by_run(values, layout)
     shape = (layout.num_rows, layout.width, *values.shape[1:])

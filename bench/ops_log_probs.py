@@ -1,0 +1,217 @@
+"""Log-probs of packed hidden states: time, memory and error of ours, and of the logits that people make.
+
+    full logits             logits of all positions, padding too, in the dtype of hidden; log_softmax, gather
+    pack, then full logits  the same of the real positions only
+    ours                    ops.pack, then packed_log_probs
+
+Each begins with padded hidden [B, S, H], and the backward pass ends with its gradient and that of the weight. The peak
+counts everything from there on: weight, padded and packed hidden, gradients. The error is the largest against float64
+on a sample of rows. CUDA events around interleaved runs, medians; without a GPU the host's clock and memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bench.measure import NotExact, peak_bytes, progress
+from bench.report import Row
+from maskpack import RowLayout, ops
+from maskpack.ops.log_probs import packed_log_probs
+
+_FULL, _PACKED, _OURS = "full logits", "pack, then full logits", "ours"
+_WARM_UPS = 2
+_SLICE = 8192  # tokens of the vocabulary that are cast to float64 at once
+_PEAKS = {0.05: 1.7, 0.3: 1.85, 1.0: 2.0}
+_PEAK_WITH_BACKWARD = 3.3
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the problem. The targets are those of the default sizes."""
+
+    rows: int = 32
+    width: int = 1024
+    hidden: int = 4096
+    vocabulary: int = 131_072
+    sample: int = 512
+
+
+@dataclass(frozen=True)
+class Problem:
+    """hidden [B, S, H] and weight [V, H], bfloat16 leaves that want gradients; ids and slopes (float32), packed [T]."""
+
+    layout: RowLayout
+    hidden: Tensor
+    weight: Tensor
+    ids: Tensor
+    slopes: Tensor
+
+
+def rows(
+    sizes: Sizes | None = None,
+    densities: tuple[float, ...] = (0.05, 0.3, 1.0),
+    rounds: int = 5,
+    device: torch.device | str | None = None,
+) -> list[Row]:
+    """The rows of the report. Raises NotExact if ours is further from the truth than plain torch."""
+    sizes = Sizes() if sizes is None else sizes
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    report: list[Row] = []
+    for density in densities:
+        progress(f"log-probs, density {density:g}")
+        report += _density(sizes, density, rounds, device)
+    return report
+
+
+def _density(sizes: Sizes, density: float, rounds: int, device: torch.device) -> list[Row]:
+    held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    problem = make(sizes, density, device)
+    forward = {name: _without_graph(work, problem) for name, work in WORKS.items()}
+    backward = {name: _with_backward(work, problem) for name, work in WORKS.items()}
+    errors = _errors(problem, sizes.sample)
+    ms = _interleaved({**_named("forward", forward), **_named("both", backward)}, rounds, device)
+    peaks = {
+        f"{step} {name}": _peak(work, device, held)
+        for step, works in (("forward", forward), ("both", backward))
+        for name, work in works.items()
+    }
+    case = f"logprobs density {density:g}, {problem.layout.total} rows"
+    report: list[Row] = []
+    aimed = sizes == Sizes() and device.type == "cuda"
+    for step, text, most, peak in (
+        ("forward", "forward", "<= 1", _PEAKS.get(density)),
+        ("both", "forward + backward", "<= 1.05", _PEAK_WITH_BACKWARD),
+    ):
+        report += [Row(case, f"{text}, {name}", ms[f"{step} {name}"], "ms") for name in WORKS]
+        ratio = ms[f"{step} {_OURS}"] / ms[f"{step} {_PACKED}"]
+        report.append(Row(case, f"{text}, {_OURS} / {_PACKED}", ratio, "x", most if aimed else None))
+        for name in WORKS:
+            target = f"<= {peak}" if aimed and peak is not None and name == _OURS else None
+            report.append(Row(case, f"{text}, peak, {name}", peaks[f"{step} {name}"] / 2**30, "GiB", target))
+    report += [Row(case, f"largest error, {name}", error, "nats") for name, error in errors.items()]
+    ratio = errors[_PACKED] / max(errors[_OURS], 1e-30)
+    report.append(Row(case, f"largest error, {_PACKED} / {_OURS}", ratio, "x", ">= 10" if aimed else None))
+    return report
+
+
+# -------------------------------------------------------------------- the problem and the works
+
+
+def make(sizes: Sizes, density: float, device: torch.device) -> Problem:
+    """Rows as even as they can be, real at their beginning; hidden ~ N(0, 1), weight ~ N(0, 1 / H)."""
+    random = torch.Generator(device).manual_seed(0)
+    total = int(density * sizes.rows * sizes.width)
+    lengths = [total // sizes.rows + (row < total % sizes.rows) for row in range(sizes.rows)]
+    shape = (sizes.rows, sizes.width, sizes.hidden)
+    hidden = torch.randn(shape, generator=random, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(sizes.vocabulary, sizes.hidden, generator=random, device=device, dtype=torch.bfloat16)
+    return Problem(
+        RowLayout.from_lengths(lengths, sizes.width, device=device),
+        hidden.requires_grad_(),
+        weight.mul_(sizes.hidden**-0.5).requires_grad_(),
+        torch.randint(sizes.vocabulary, (total,), generator=random, device=device),
+        torch.randn(total, generator=random, device=device),
+    )
+
+
+def full(problem: Problem) -> Tensor:
+    """Log-probs [T] from the logits of all positions, padding too."""
+    ids = ops.unpack(problem.ids, problem.layout)
+    log_p = (problem.hidden @ problem.weight.T).log_softmax(-1)
+    return ops.pack(log_p.gather(-1, ids.unsqueeze(-1)).squeeze(-1), problem.layout)
+
+
+def packed(problem: Problem) -> Tensor:
+    """Log-probs [T] from the logits of the real positions."""
+    log_p = (ops.pack(problem.hidden, problem.layout) @ problem.weight.T).log_softmax(-1)
+    return log_p.gather(-1, problem.ids.unsqueeze(-1)).squeeze(-1)
+
+
+def ours(problem: Problem) -> Tensor:
+    return packed_log_probs(ops.pack(problem.hidden, problem.layout), problem.weight, problem.ids)
+
+
+WORKS: dict[str, Callable[[Problem], Tensor]] = {_FULL: full, _PACKED: packed, _OURS: ours}
+
+
+def _without_graph(work: Callable[[Problem], Tensor], problem: Problem) -> Callable[[], object]:
+    def run() -> object:
+        with torch.no_grad():
+            return work(problem)
+
+    return run
+
+
+def _with_backward(work: Callable[[Problem], Tensor], problem: Problem) -> Callable[[], object]:
+    def run() -> object:
+        log_probs = work(problem)
+        return torch.autograd.grad(log_probs, (problem.hidden, problem.weight), problem.slopes.to(log_probs.dtype))
+
+    return run
+
+
+def _named(step: str, works: dict[str, Callable[[], object]]) -> dict[str, Callable[[], object]]:
+    return {f"{step} {name}": work for name, work in works.items()}
+
+
+# -------------------------------------------------------------------- error, time, memory
+
+
+@torch.no_grad()
+def _errors(problem: Problem, sample: int) -> dict[str, float]:
+    total = problem.layout.total
+    chosen = torch.linspace(0, total - 1, min(sample, total), device=problem.ids.device).long()
+    hidden = ops.pack(problem.hidden, problem.layout)[chosen].double()
+    logits = torch.cat([hidden @ part.double().T for part in problem.weight.split(_SLICE)], 1)
+    truth = logits.log_softmax(1).gather(1, problem.ids[chosen].unsqueeze(1)).squeeze(1)
+    errors = {name: float((work(problem)[chosen] - truth).abs().max()) for name, work in WORKS.items()}
+    if not errors[_OURS] <= errors[_PACKED]:
+        raise NotExact(
+            f"logprobs: ours is {errors[_OURS]:.2g} off the truth; plain torch is {errors[_PACKED]:.2g} off."
+        )
+    return errors
+
+
+def _interleaved(works: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, float]:
+    """Median milliseconds of each, after the warm-ups; every round begins with another work."""
+    names = list(works)
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(_WARM_UPS + rounds):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            taken[name].append(_milliseconds(works[name], device))
+    return {name: statistics.median(times[_WARM_UPS:]) for name, times in taken.items()}
+
+
+def _milliseconds(work: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        start = time.perf_counter()
+        work()
+        return 1e3 * (time.perf_counter() - start)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def _peak(work: Callable[[], object], device: torch.device, held: int) -> float:
+    """Bytes at the highest point of `work`, without the `held` ones that were there before the problem. On the CPU, how
+    far the memory of the process rises above the problem."""
+    if device.type != "cuda":
+        return peak_bytes(work)
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    work()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - held

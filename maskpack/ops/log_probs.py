@@ -1,0 +1,400 @@
+"""packed_log_probs: log-probs of given tokens from hidden states, without the logits of all of them.
+
+    forward   hidden [T, H]:  rows at a time     logits [chunk, V] -> log-prob, log-sum-exp, entropy of each row
+    backward  weight [V, H]:  slices at a time   logits [T, slice] -> their gradient, in place -> both products
+
+One buffer holds the logits of every chunk, one those of every slice; neither is kept for the backward pass, which
+computes the logits again. Slices of the vocabulary let each row of the weight's gradient be one sum over all tokens.
+What happens to logits between products is a Triton kernel, or the plain torch below, which is its specification.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, cast, overload
+
+import torch
+from torch import Tensor
+
+from maskpack.backends import Backend, uses_triton
+from maskpack.errors import LayoutError, MaskpackError
+
+_CHUNK_BYTES = 3 << 27  # of the logits of a chunk
+_SLICE_BYTES = 1 << 28  # of the logits of a slice
+_TILE = 128  # rows that matrix products work on at once
+_ALIGN = 256  # columns; rows of a buffer begin at multiples, or products take a slow path
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@overload
+def packed_log_probs(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    token_ids: Tensor,
+    *,
+    temperature: float = ...,
+    chunk: int | None = ...,
+    entropy: Literal[False] = ...,
+    backend: Backend = ...,
+) -> Tensor: ...
+@overload
+def packed_log_probs(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    token_ids: Tensor,
+    *,
+    temperature: float = ...,
+    chunk: int | None = ...,
+    entropy: Literal[True],
+    backend: Backend = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def packed_log_probs(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    token_ids: Tensor,
+    *,
+    temperature: float = ...,
+    chunk: int | None = ...,
+    entropy: bool,
+    backend: Backend = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@torch.compiler.disable
+def packed_log_probs(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    token_ids: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    entropy: bool = False,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The log-prob of a token for each hidden state, and on request the entropy of all tokens.
+
+        log_p = (hidden.float() @ lm_head_weight.float().T / temperature).log_softmax(-1)        # [T, V], never made
+        log_probs[t] = log_p[t, token_ids[t]]
+        entropy[t]   = -(log_p[t].exp() * log_p[t]).sum()
+
+    Logits are summed and reduced in float32, so the result is closer to this than plain torch in half precision. The
+    backward pass computes logits again, in the dtype of `hidden`. Beside its results, the forward pass takes the
+    logits of one chunk (about 0.4 GiB), the backward pass 0.25 GiB and a float32 [T, H]. Tensor-parallel vocabularies
+    are out of scope: `lm_head_weight` is the whole head, and `hidden` and ids are on its device. Under torch.compile
+    the call is a graph break.
+
+    Args:
+        hidden: [T, H] float16, bfloat16, float32 or float64, any strides; packed hidden states.
+        lm_head_weight: [V, H] in the dtype of `hidden`, V >= 1.
+        token_ids: [T] int64 or int32, in [0, V): the token that each hidden state scores. For a causal model that is
+            the next one; this function shifts nothing.
+        temperature: divides the logits; above 0.
+        chunk: rows whose logits exist at once in the forward pass; by default as many as fit 0.375 GiB.
+        entropy: whether the entropy is returned too.
+        backend: "auto" takes Triton kernels on a GPU; "torch", "triton" insist.
+
+    Returns:
+        log_probs [T], or (log_probs [T], entropy [T]): float32, of float64 inputs float64; differentiable in `hidden`
+        and `lm_head_weight`. An id outside [0, V) cannot be looked for on a GPU without waiting for it: there its
+        log-prob is NaN, and so is a loss that counts it; its entropy is right.
+
+    Raises:
+        LayoutError: shapes, dtypes or devices that do not fit each other; an id outside [0, V) on the CPU; a
+            temperature, chunk or backend that cannot be.
+        MaskpackError: in the backward pass, if its own graph is asked for (create_graph=True).
+    """
+    _check_tensors(hidden, lm_head_weight, token_ids)
+    _check_options(temperature, chunk)
+    kernels = uses_triton(hidden.device, backend, "packed_log_probs")
+    if hidden.dtype == torch.float64:
+        if backend == "triton":
+            raise LayoutError(
+                'packed_log_probs: backend is "triton", but hidden is torch.float64; its kernels compute in float32. '
+                'Use backend="auto".'
+            )
+        kernels = False
+    ids = token_ids.long().contiguous()
+    apply = cast(Callable[..., Any], _LogProbs.apply)
+    return apply(hidden, lm_head_weight, ids, 1 / temperature, chunk, entropy, kernels)
+
+
+def _check_tensors(hidden: Tensor, weight: Tensor, ids: Tensor) -> None:
+    seen = f"packed_log_probs: hidden is {_form(hidden)}; lm_head_weight is {_form(weight)}; token_ids are {_form(ids)}"
+    if any(x.is_nested or x.layout != torch.strided for x in (hidden, weight, ids)):
+        raise LayoutError(f"{seen}; expected strided tensors. Pass the values of jagged ones.")
+    if (hidden.dim(), weight.dim(), ids.dim()) != (2, 2, 1):
+        raise LayoutError(f"{seen}; expected [T, H], [V, H] and [T]. Pack the padded dims first (ops.pack).")
+    if hidden.shape[1] != weight.shape[1] or hidden.shape[0] != ids.shape[0] or weight.shape[0] == 0:
+        raise LayoutError(
+            f"{seen}; expected [T, H], [V, H] and [T] with one H, one T and V >= 1. "
+            "Pass the whole head, and one token id for each hidden state."
+        )
+    if hidden.dtype != weight.dtype or hidden.dtype not in _DTYPES:
+        raise LayoutError(f"{seen}; expected hidden and lm_head_weight of one floating dtype. Cast one of them.")
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise LayoutError(f"{seen}; expected token_ids of int64 or int32. Cast them.")
+    if not hidden.device == weight.device == ids.device:
+        raise LayoutError(f"{seen}; expected one device. Move them to the device of the weight.")
+    if ids.device.type == "cpu" and ids.numel():
+        low, high = (int(bound) for bound in ids.aminmax())
+        if low < 0 or high >= weight.shape[0]:
+            raise LayoutError(
+                f"packed_log_probs: token_ids lie in [{low}, {high}]; expected [0, {weight.shape[0]}), the rows of "
+                "lm_head_weight. Where no token is scored, pass 0 and mask the result."
+            )
+
+
+def _check_options(temperature: float, chunk: int | None) -> None:
+    if isinstance(temperature, bool) or not isinstance(temperature, float | int) or not 0 < temperature < math.inf:
+        raise LayoutError(
+            f"packed_log_probs: temperature is {temperature!r}; expected a finite number above 0. "
+            "Take the argmax where you mean a temperature of 0."
+        )
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+        raise LayoutError(
+            f"packed_log_probs: chunk is {chunk!r}; expected a number of rows, at least 1. "
+            "Leave it out for a chunk that fits the vocabulary."
+        )
+
+
+def _form(x: Tensor) -> str:
+    shape = "jagged" if x.is_nested else tuple(x.shape)
+    return f"{shape} {str(x.dtype).removeprefix('torch.')} on {x.device}"
+
+
+# -------------------------------------------------------------------- the loops
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        scale: float,
+        chunk: int | None,
+        with_entropy: bool,
+        kernels: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        log_probs, lse, entropy = _forward(hidden, weight, ids, scale, chunk, with_entropy, _program(kernels))
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, ids, lse, entropy)
+        ctx.scale, ctx.kernels = scale, kernels
+        return log_probs if entropy is None else (log_probs, entropy)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        # once_differentiable would let a second derivative vanish where the gradient of the output is a constant.
+        if torch.is_grad_enabled():
+            raise MaskpackError(
+                "packed_log_probs: its gradient is asked for with create_graph=True; it can be differentiated once. "
+                "Take second derivatives of the plain program in its docstring."
+            )
+        hidden, weight, ids, lse, entropy = ctx.saved_tensors
+        grad_log_probs, grad_entropy = (*grads, None)[:2]
+        if grad_log_probs is None and grad_entropy is None:
+            return (None,) * 7
+        slopes = _Slopes(
+            ids,
+            lse,
+            entropy,
+            None if grad_log_probs is None else grad_log_probs.contiguous(),
+            None if grad_entropy is None else grad_entropy.contiguous(),
+            ctx.scale,
+        )
+        return (*_backward(hidden, weight, slopes, ctx.needs_input_grad[:2], _program(ctx.kernels)), *(None,) * 5)
+
+
+class _Slopes(NamedTuple):
+    """What the gradient of the logits is made of: per row, and the scale of all."""
+
+    ids: Tensor
+    lse: Tensor
+    entropy: Tensor | None
+    grad_log_probs: Tensor | None
+    grad_entropy: Tensor | None
+    scale: float
+
+
+class _Program(NamedTuple):
+    """The two works between products: `reduce_rows` and `differentiate`."""
+
+    reduce_rows: Callable[[Tensor, Tensor, float, Tensor, Tensor, Tensor | None], None]
+    differentiate: Callable[..., None]
+
+
+def _program(kernels: bool) -> _Program:
+    if not kernels:
+        return _Program(reduce_rows, differentiate)
+    from maskpack.ops import _log_prob_kernels  # Triton is imported on first use
+
+    return _Program(_log_prob_kernels.reduce_rows, _log_prob_kernels.differentiate)
+
+
+def _forward(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    scale: float,
+    chunk: int | None,
+    with_entropy: bool,
+    program: _Program,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """log_probs, log-sum-exp and entropy, each [T]."""
+    tokens, vocabulary = hidden.shape[0], weight.shape[0]
+    hidden, weight = _matrix(hidden), _matrix(weight)
+    wide = _wide(hidden.dtype)
+    log_probs, lse = (torch.empty(tokens, dtype=wide, device=hidden.device) for _ in range(2))
+    entropy = torch.empty_like(lse) if with_entropy else None
+    if chunk is None:
+        chunk = _piece(tokens, _CHUNK_BYTES // (wide.itemsize * _aligned(vocabulary)), _TILE)
+    buffer = _buffer(min(chunk, tokens), vocabulary, wide, hidden.device)
+    columns = _cast_columns(weight)
+    for begin in range(0, tokens, chunk):
+        rows = slice(begin, min(begin + chunk, tokens))
+        logits = buffer[: rows.stop - begin]
+        for first in range(0, vocabulary, columns):
+            part = slice(first, first + columns)
+            _product(hidden[rows], weight[part].t(), logits[:, part])
+        rows_entropy = None if entropy is None else entropy[rows]
+        program.reduce_rows(logits, ids[rows], scale, log_probs[rows], lse[rows], rows_entropy)
+    return log_probs, lse, entropy
+
+
+def _backward(
+    hidden: Tensor, weight: Tensor, slopes: _Slopes, needed: tuple[bool, bool], program: _Program
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of hidden and weight, None for one that is not needed."""
+    tokens, vocabulary = hidden.shape[0], weight.shape[0]
+    hidden, weight = _matrix(hidden), _matrix(weight)
+    wide = _wide(hidden.dtype)
+    dtype = hidden.dtype if _has_wide_products(hidden) else wide
+    columns = _piece(vocabulary, _SLICE_BYTES // (dtype.itemsize * max(tokens, 1)), _ALIGN)
+    buffer = _buffer(tokens, min(columns, vocabulary), dtype, hidden.device)
+    # Half-precision logits of a sure token would be far off: its probability is near 1, its logit large. What a product
+    # adds to this is close to the log-prob instead, and near 0 the same format is precise.
+    minus_lse = (slopes.lse / -slopes.scale).to(dtype).unsqueeze(1)
+    slopes = slopes._replace(lse=(slopes.lse / slopes.scale + minus_lse.squeeze(1)).mul_(slopes.scale))
+    grad_hidden = torch.empty(hidden.shape, dtype=wide, device=hidden.device) if needed[0] else None
+    grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if needed[1] else None
+    for first in range(0, vocabulary, columns):
+        part = weight[first : first + columns]
+        logits = buffer[:, : part.shape[0]]
+        _product(hidden, part.t(), logits, plus=minus_lse)
+        program.differentiate(logits, first, *slopes)
+        if grad_weight is not None:
+            _product(logits.t(), hidden, grad_weight[first : first + columns])
+        if grad_hidden is not None:
+            _product(logits, part, grad_hidden, plus=grad_hidden if first else None)
+        del logits
+    del buffer  # before the rounded gradient is allocated
+    return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight
+
+
+# -------------------------------------------------------------------- products and their buffers
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor, *, plus: Tensor | None = None) -> None:
+    """Writes a @ b + plus into `out`, summed in float32 (float64) and rounded once. `plus` broadcasts, in the dtype of
+    `out`, which it may be. Always by `out=`, which autocast leaves alone."""
+    wide = _wide(a.dtype)
+    if not _has_wide_products(a):
+        a, b = a.to(wide), b.to(wide)
+        if out.dtype != wide:
+            assert plus is None
+            out.copy_(torch.mm(a, b, out=torch.empty(out.shape, dtype=wide, device=out.device)))
+            return
+    more: dict[str, Any] = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
+    if plus is None:
+        torch.mm(a, b, **more, out=out)
+    else:
+        torch.addmm(plus, a, b, **more, out=out)
+
+
+def _has_wide_products(x: Tensor) -> bool:
+    """Whether half-precision products sum in float32 and can return it; elsewhere their factors are cast."""
+    return x.device.type == "cuda" and torch.version.hip is None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _cast_columns(weight: Tensor) -> int:
+    """Rows of the weight in one product of the forward pass: all, or what may be cast at once."""
+    wide = _wide(weight.dtype)
+    if weight.dtype == wide or _has_wide_products(weight):
+        return weight.shape[0]
+    return _piece(weight.shape[0], _SLICE_BYTES // (wide.itemsize * max(weight.shape[1], 1)), _ALIGN)
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """`x`, contiguous if products would copy it each time."""
+    return x if 1 in x.stride() else x.contiguous()
+
+
+def _buffer(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty((rows, _aligned(columns)), dtype=dtype, device=device)[:, :columns]
+
+
+def _aligned(columns: int) -> int:
+    return -(-columns // _ALIGN) * _ALIGN
+
+
+def _piece(length: int, most: int, multiple: int) -> int:
+    """The size of even pieces of `length`, of about `most`: a multiple of `multiple`, and at least that."""
+    most = max(most // multiple, 1) * multiple
+    pieces = max(-(-length // most), 1)
+    return max(-(-length // (pieces * multiple)), 1) * multiple
+
+
+# -------------------------------------------------------------------- the specification of the kernels
+
+
+def reduce_rows(
+    logits: Tensor, ids: Tensor, scale: float, log_probs: Tensor, lse: Tensor, entropy: Tensor | None
+) -> None:
+    """Writes log_probs, log-sum-exp and entropy [N] of softmax(logits * scale); logits [N, V] are lost, the rest are
+    outputs. The log-prob of an id outside [0, V) is NaN."""
+    known = (ids >= 0) & (ids < logits.shape[1])
+    logits.mul_(scale)
+    top = logits.amax(1, keepdim=True)
+    logits.sub_(top)  # differences of large logits are exact, differences of their sums are not
+    token = logits.gather(1, ids.where(known, 0).unsqueeze(1)).squeeze(1)
+    powers = logits.exp_() if entropy is None else logits.exp()
+    total = powers.sum(1)
+    log_sum = total.log()
+    log_probs.copy_((token - log_sum).where(known, math.nan))
+    lse.copy_(log_sum + top.squeeze(1))
+    if entropy is not None:
+        entropy.copy_(log_sum - powers.mul_(logits).sum(1) / total)
+
+
+def differentiate(
+    logits: Tensor,
+    first: int,
+    ids: Tensor,
+    lse: Tensor,
+    entropy: Tensor | None,
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+    scale: float,
+) -> None:
+    """Makes logits [T, N] of the tokens from `first` on into their gradient:
+
+    scale * (grad_log_probs * ([token == id] - p) - grad_entropy * p * (log p + entropy)),  log p = logits * scale - lse
+    """
+    log_p = (logits.to(lse.dtype) * scale).sub_(lse.unsqueeze(1))
+    grad = log_p.exp().neg_()
+    if grad_entropy is not None:
+        assert entropy is not None
+        log_p.add_(entropy.unsqueeze(1)).mul_(grad_entropy.unsqueeze(1))
+        grad.mul_(log_p if grad_log_probs is None else log_p.add_(grad_log_probs.unsqueeze(1)))
+    elif grad_log_probs is not None:
+        grad.mul_(grad_log_probs.unsqueeze(1))
+    if grad_log_probs is not None:
+        place = ids - first
+        here = (place >= 0) & (place < logits.shape[1])
+        grad.scatter_add_(1, place.where(here, 0).unsqueeze(1), grad_log_probs.where(here, 0).unsqueeze(1))
+    logits.copy_(grad.mul_(scale))

@@ -1,0 +1,101 @@
+"""RunIndex: the runs of a layout on their device, as kernels look them up.
+
+    packed tokens   0 1 2 3 | 4 5 6 7 | 8          blocks of BLOCK tokens (512; 4 in this picture)
+    runs            a a a b   b b b c   c
+    begins          0 3 7 9                        where each run begins, and the end
+    blocks          0         1         2 2        the run of each block's first token, and the last run
+
+The run of a token lies between two entries of `blocks`. Where no row has two runs, run r is row r: an empty row is a
+run of length 0. Where rows have several, a padded position finds its token by rank:
+
+    mask            # # . # | . # # .              words of 32 columns (4 in this picture), a bit each
+    before          0         3                    tokens before each word; the bits before a position are counted
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from maskpack.rows import RunTable, cumulated, ranges
+
+BLOCK = 512
+
+
+class RunIndex(NamedTuple):
+    """Tensors int32 on the layout's device. Row by row, M is the number of rows and there are only the first three;
+    else M is the number of runs.
+
+    Attributes:
+        starts: [M], the first position of each run in its row.
+        begins: [M + 1], its first packed token; then T.
+        blocks: [ceil(T / BLOCK) + 1], runs; there may be more entries, of no meaning.
+        rows: [M], the row of each run.
+        splits: [B + 1], the runs of each row.
+        cu_seqlens: [B + 1], the tokens of each row.
+        bits: [B, ceil(S / 32)], the mask; the first column of a word is its lowest bit.
+        before: [B, ceil(S / 32)], the packed tokens before each word.
+    """
+
+    starts: Tensor
+    begins: Tensor
+    blocks: Tensor
+    rows: Tensor | None = None
+    splits: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    bits: Tensor | None = None
+    before: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """Those that there are; `RunIndex(*tensors)` is the index again."""
+        return [part for part in self if part is not None]
+
+
+def blocks_of(total: int) -> int:
+    """Entries of `RunIndex.blocks`."""
+    return -(-total // BLOCK) + 1
+
+
+def words_of(width: int) -> int:
+    """Words of a row of `RunIndex.bits`."""
+    return -(-width // 32)
+
+
+def index_of(table: RunTable, width: int, device: torch.device) -> RunIndex:
+    """From the host, in one copy that nobody waits for."""
+    runs = np.diff(table.splits)
+    several = int(runs.max(initial=0)) > 1
+    starts, counts = table.starts, table.counts
+    if not several:
+        starts, counts = np.zeros((2, runs.size), np.int64)
+        some = runs > 0
+        starts[some], counts[some] = table.starts, table.counts
+    begins = cumulated(counts)
+    firsts = np.searchsorted(begins, np.arange(0, int(begins[-1]), BLOCK), side="right") - 1
+    parts: list[Any] = [starts, begins, np.append(firsts, max(counts.size - 1, 0))]
+    if several:
+        rows = np.repeat(np.arange(runs.size), runs)
+        mask = np.zeros((runs.size, 32 * words_of(width)), np.bool_)
+        mask.reshape(-1)[ranges(rows * mask.shape[1] + starts, counts)] = True
+        bits = np.packbits(mask, axis=1, bitorder="little").view("<i4")
+        real: Any = mask.reshape(-1, 32).sum(1)
+        parts += [rows, table.splits, begins[table.splits], bits.reshape(-1), cumulated(real)[:-1]]
+    line = np.concatenate(parts, dtype=np.int32, casting="unsafe")  # type: ignore[reportUnknownArgumentType]
+    moved = torch.from_numpy(line).to(device, non_blocking=True)
+    found = cast("tuple[Tensor, ...]", moved.split([part.size for part in parts]))
+    return RunIndex(*found[:6], *(part.view(runs.size, -1) for part in found[6:]))
+
+
+def table_of(index: RunIndex) -> RunTable:
+    """The run table on the host, with one synchronisation on CUDA."""
+    parts = [index.starts, index.begins] + ([] if index.splits is None else [index.splits])
+    line = torch.cat(parts).cpu().numpy().astype(np.int64)
+    runs = index.starts.numel()
+    starts, counts = line[:runs], np.diff(line[runs : 2 * runs + 1])
+    if index.splits is not None:
+        return RunTable(starts, counts, line[2 * runs + 1 :])
+    some = counts > 0
+    return RunTable(starts[some], counts[some], cumulated(some))

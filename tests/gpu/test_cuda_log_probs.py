@@ -1,0 +1,211 @@
+"""packed_log_probs on CUDA: kernels and plain torch against float64, peak memory, no synchronisation, no bad read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from maskpack import LayoutError
+from maskpack.ops import log_probs as module
+from maskpack.ops.log_probs import packed_log_probs
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+SIZES = [(0, 8, 5), (1, 1, 1), (37, 65, 515), (129, 64, 4096), (1000, 128, 32001), (3, 256, 131072)]
+WORKSPACE = 64 << 20  # at most, of cuBLAS
+
+
+def inputs(tokens: int, width: int, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    source = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(tokens, width, generator=source, device="cuda").to(dtype)
+    weight = (torch.randn(vocabulary, width, generator=source, device="cuda") * width**-0.5).to(dtype)
+    return hidden, weight, torch.randint(vocabulary, (tokens,), generator=source, device="cuda")
+
+
+def plain(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    log_p = (hidden @ weight.T / temperature).log_softmax(-1)
+    return log_p.gather(1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def results(call: Callable[..., tuple[Tensor, Tensor]], hidden: Tensor, weight: Tensor, *more: Any) -> list[Tensor]:
+    """Both outputs, and the gradients of a sum weighted by what every dtype can hold."""
+    hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    log_probs, entropy = call(hidden, weight, *more)
+    slopes = torch.arange(hidden.shape[0], device="cuda") % 5 - 1.5
+    loss = (log_probs.double() * slopes).sum() - (entropy.double() * slopes * 0.25).sum()
+    return [log_probs.detach(), entropy.detach(), *torch.autograd.grad(loss, (hidden, weight))]
+
+
+def rms(seen: Tensor, truth: Tensor) -> float:
+    return float((seen.double() - truth).square().mean().sqrt()) if truth.numel() else 0.0
+
+
+@contextmanager
+def never_waiting() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+@pytest.mark.parametrize("size", SIZES)
+def test_half_precision_is_closer_to_the_truth_than_plain_torch(
+    monkeypatch: pytest.MonkeyPatch, size: tuple[int, int, int], temperature: float, dtype: torch.dtype, backend: Any
+) -> None:
+    monkeypatch.setattr(module, "_SLICE_BYTES", 1 << 22)  # several slices of most sizes
+    given = inputs(*size, dtype)
+
+    def ours(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return packed_log_probs(*tensors, temperature=temperature, chunk=100, entropy=True, backend=backend)
+
+    seen = results(ours, *given)
+    theirs = results(plain, *given, temperature)
+    truth = results(plain, given[0].double(), given[1].double(), given[2], temperature)
+    assert [x.dtype for x in seen] == [torch.float32, torch.float32, dtype, dtype]
+    for number, (x, y, z) in enumerate(zip(seen, theirs, truth, strict=True)):
+        assert x.shape == z.shape
+        assert rms(x, z) <= rms(y, z) / (10 if number < 2 else 1) + 1e-6
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("size", SIZES)
+def test_float32_is_near_the_truth(size: tuple[int, int, int], backend: Any) -> None:
+    given = inputs(*size, torch.float32)
+    seen = results(lambda *x: packed_log_probs(*x, entropy=True, backend=backend), *given)
+    truth = results(plain, given[0].double(), given[1].double(), given[2], 1.0)
+    for x, z in zip(seen, truth, strict=True):
+        assert torch.allclose(x.double(), z, rtol=1e-4, atol=1e-4)
+
+
+def test_float64_is_computed_in_float64() -> None:
+    given = inputs(37, 65, 515, torch.float64)
+    seen = results(lambda *x: packed_log_probs(*x, entropy=True), *given)
+    for x, z in zip(seen, results(plain, *given, 1.0), strict=True):
+        assert x.dtype == torch.float64
+        assert torch.allclose(x, z, rtol=1e-10, atol=1e-10)
+    with pytest.raises(LayoutError, match=r"hidden is torch\.float64"):
+        packed_log_probs(*given, backend="triton")
+
+
+def test_strides_chunks_and_one_output_change_nothing() -> None:
+    hidden, weight, ids = inputs(300, 128, 1001, torch.bfloat16)
+    want, want_entropy = packed_log_probs(hidden, weight, ids, entropy=True)
+    assert torch.allclose(packed_log_probs(hidden, weight, ids), want, rtol=1e-6, atol=1e-6)
+    wide = torch.stack([hidden, -hidden], 2)[:, :, 0]
+    turned = weight.T.contiguous().T
+    for chunk in (1, 7, 300, 999):
+        seen, entropy = packed_log_probs(wide, turned, ids.int(), chunk=chunk, entropy=True)
+        assert torch.allclose(seen, want, rtol=1e-5, atol=1e-5)
+        assert torch.allclose(entropy, want_entropy, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_an_unknown_id_gives_nan_and_no_gradient_where_it_does_not_count(backend: Any) -> None:
+    hidden, weight, ids = inputs(5, 16, 40, torch.bfloat16)
+    ids[1], ids[2], ids[3] = 40, -100, 2**60
+    hidden.requires_grad_()
+    log_probs, entropy = packed_log_probs(hidden, weight, ids, entropy=True, backend=backend)
+    assert log_probs.isnan().tolist() == [False, True, True, True, False]
+    assert not entropy.isnan().any()
+    (grad,) = torch.autograd.grad(log_probs.where(~log_probs.isnan(), 0).sum(), hidden)
+    assert not grad.isnan().any()
+    assert grad[1:4].count_nonzero() == 0
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_the_host_never_waits(backend: Any) -> None:
+    hidden, weight, ids = inputs(777, 64, 5003, torch.bfloat16)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+
+    def work() -> None:
+        log_probs, entropy = packed_log_probs(hidden, weight, ids, chunk=128, entropy=True, backend=backend)
+        torch.autograd.grad(log_probs.mean() + entropy.mean(), (hidden, weight))
+
+    work()  # compiles
+    with never_waiting():
+        work()
+
+
+def test_waiting_would_be_seen() -> None:
+    with pytest.raises(RuntimeError, match="synchronizing"), never_waiting():
+        torch.ones(1, device="cuda").item()
+
+
+@pytest.mark.parametrize("tokens", [1500, 16_000])
+def test_peak_memory_is_one_buffer_and_the_results(tokens: int) -> None:
+    """All logits would be 0.4 and 3.9 GiB in float32."""
+    hidden, weight, ids = inputs(tokens, 1024, 65_536, torch.bfloat16)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    packed_log_probs(hidden, weight, ids, entropy=True)[0].sum().backward()
+    hidden.grad = weight.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    log_probs = packed_log_probs(hidden, weight, ids)
+    assert torch.cuda.max_memory_allocated() - before <= module._CHUNK_BYTES + (4 << 20)
+    torch.cuda.reset_peak_memory_stats()
+    log_probs.sum().backward()
+    results = weight.nbytes + 2 * hidden.nbytes  # the gradient of hidden in float32, before it is rounded
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak <= module._SLICE_BYTES + results + (4 << 20)
+    assert peak >= results
+
+
+def test_several_streams_do_not_meet() -> None:
+    hidden, weight, ids = inputs(500, 64, 9001, torch.bfloat16)
+    want = packed_log_probs(hidden, weight, ids)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    seen = []
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            seen.append(packed_log_probs(hidden, weight, ids, chunk=128))
+    torch.cuda.synchronize()
+    for x in seen:
+        assert torch.allclose(x, want, rtol=1e-5, atol=1e-5)
+
+
+def test_it_runs_inside_compiled_code() -> None:
+    hidden, weight, ids = inputs(50, 32, 300, torch.bfloat16)
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        log_probs, entropy = packed_log_probs(hidden * 2, weight, ids, entropy=True)
+        return (log_probs + entropy).square().sum()
+
+    compiled: Any = torch.compile(loss)
+    values = []
+    for call in (loss, compiled):
+        x, y = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        value = call(x, y)
+        values.append((value.detach(), *torch.autograd.grad(value, (x, y))))
+    for seen, want in zip(*values, strict=True):
+        assert torch.allclose(seen, want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_tensors_may_lie_on_another_than_the_current_device() -> None:
+    hidden, weight, ids = (x.to("cuda:1") for x in inputs(50, 32, 300, torch.bfloat16))
+    seen = results_on(hidden, weight, ids)
+    for x, y in zip(seen, results_on(hidden.to("cuda:0"), weight.to("cuda:0"), ids.to("cuda:0")), strict=True):
+        assert torch.allclose(x.cpu(), y.cpu(), rtol=1e-2, atol=1e-2)
+
+
+def results_on(hidden: Tensor, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    hidden = hidden.detach().requires_grad_()
+    log_probs = packed_log_probs(hidden, weight, ids)
+    log_probs.sum().backward()
+    assert hidden.grad is not None
+    return log_probs.detach(), hidden.grad
