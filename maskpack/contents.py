@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +20,7 @@ from maskpack.nesting import rows_only, to_padded
 from maskpack.objects import Objects
 from maskpack.registry import Path
 from maskpack.rows import IntArray
-from maskpack.schema import FieldForm, Schema
+from maskpack.schema import FieldForm, Schema, run_tables
 from maskpack.sharing import Encoding, Field, Joined, Own, Same
 from maskpack.tasks import Tasks
 from maskpack.tree import Node
@@ -92,14 +92,34 @@ def candidate(form: FieldForm, line: Words | None, bounds: IntArray, encoding: O
     return Candidate(flat, bounds, form.layout, integers, items, form.hints, encoding, dtype)
 
 
+@dataclass(frozen=True)
+class Decoded:
+    """What is decoded on a device already.
+
+    Attributes:
+        entries: tensors by their place, jagged where the batch is nested.
+        offsets: those of jagged tensors, by layout and device.
+        tables: the run tables of LAYOUTS, by layout; none if they are not there.
+        row_pads: those of LAYOUTS.
+    """
+
+    entries: dict[Path, Tensor] = field(default_factory=dict[Path, Tensor])
+    offsets: dict[tuple[str, str], Tensor] = field(default_factory=dict[tuple[str, str], Tensor])
+    tables: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    row_pads: dict[Path, Tensor] = field(default_factory=dict[Path, Tensor])
+
+
 class Decoder:
     """Decodes fields of one packed batch to one device and layout; each field is decoded once, and each layout goes to
-    a device once."""
+    a device once. `made` is there already."""
 
-    def __init__(self, packed: Contents, nested: bool, device: torch.device | str | None) -> None:
+    def __init__(
+        self, packed: Contents, nested: bool, device: torch.device | str | None, made: Decoded | None = None
+    ) -> None:
         self.nested = nested
         self._packed = packed
         self._device = device
+        self._made = made or Decoded()
         self._moved: dict[tuple[str, str], RowLayout] = {}
         self._words: dict[Path, Words] = {}
 
@@ -122,6 +142,8 @@ class Decoder:
 
     def entry(self, form: FieldForm) -> Any:
         """An entry of the batch, in memory of its own."""
+        if form.path in self._made.entries:
+            return self._made.entries[form.path]
         if form.node is not None:
             return on(rows_only(form.node) if self.nested else form.node, self._device)
         if form.kind == "object":
@@ -142,13 +164,19 @@ class Decoder:
         """[B], a copy, of a field whose pad is PER_ROW."""
         if form.path not in self._packed.row_pads:
             return None
+        if form.path in self._made.row_pads:
+            return self._made.row_pads[form.path]
         assert form.dtype is not None
         pads = from_words(self._packed.row_pads[form.path], form.dtype).clone()
         return pads.to(self._device or form.device or "cpu")
 
-    def table_layouts(self) -> dict[str, RowLayout]:
-        """Fresh layouts for the LAYOUTS entry; it shares nothing with the packed batch."""
-        return {name: self._layout(name, torch.device(self._device or "cpu")) for name in self._packed.layouts}
+    def tables(self) -> dict[str, Tensor]:
+        """The run tables of the LAYOUTS entry; it shares nothing with the packed batch."""
+        if self._made.tables:
+            return self._made.tables
+        return run_tables(
+            {name: self._layout(name, torch.device(self._device or "cpu")) for name in self._packed.layouts}
+        )
 
     def source(self, path: Path) -> Field:
         """The words of a whole field, kept for the next who asks."""
@@ -184,7 +212,9 @@ class Decoder:
         place = name, str(device)
         if place not in self._moved:
             layout = self._packed.layouts[name]
-            self._moved[place] = RowLayout.from_table(layout.width, layout.table, device, layout.anchor)
+            moved = self._moved[place] = RowLayout.from_table(layout.width, layout.table, device, layout.anchor)
+            if place in self._made.offsets:
+                moved.__dict__["offsets"] = self._made.offsets[place]
         return self._moved[place]
 
     def _node_above(self, path: Path) -> Node:

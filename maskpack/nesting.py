@@ -17,7 +17,7 @@ from maskpack.layout import RowLayout
 from maskpack.ops import _torch as ops
 from maskpack.options import OnLoss, Options, Registry, Verify
 from maskpack.registry import RL_FIELDS, Key, Path, show
-from maskpack.schema import INTACT, LAYOUTS, FieldForm, read_layouts, read_pads, write_layouts
+from maskpack.schema import INTACT, LAYOUTS, FieldForm, read_layouts, read_pads, run_tables, write_layouts
 from maskpack.survey import survey
 from maskpack.tree import Node, build, chosen, walk
 
@@ -76,7 +76,8 @@ def nest_batch_by_mask(
 
     schema = found.schema()
     out = build(rows_only(found.root), [(form.path, nested(form)) for form in found.forms], found.rows)
-    return out.set(LAYOUTS, write_layouts(schema, found.layouts, found.row_pads, found.rows))
+    tables = run_tables(found.layouts)
+    return out.set(LAYOUTS, write_layouts(schema, tables, found.row_pads, found.rows, found.root.device))
 
 
 def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:

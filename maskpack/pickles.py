@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -75,10 +75,14 @@ def apart(thing: object) -> tuple[bytes, list[Words]]:
     return stream.getvalue(), writer.arrays
 
 
-def together(thing: _T) -> _T:
-    """A copy whose arrays lie in one new buffer."""
+def _memory(nbytes: int) -> Words:
+    return np.empty(nbytes, np.uint8)
+
+
+def together(thing: _T, memory: Callable[[int], Words] = _memory) -> _T:
+    """A copy whose arrays lie in one new buffer; `memory` gives it, uint8."""
     stream, arrays = apart(thing)
-    body, begins = _joined(arrays)
+    body, begins = _joined(arrays, memory)
     return _Reader(
         stream, [_view(body, begin, a.dtype, a.shape) for begin, a in zip(begins, arrays, strict=True)]
     ).load()
@@ -87,12 +91,12 @@ def together(thing: _T) -> _T:
 # -------------------------------------------------------------------- buffers
 
 
-def _joined(arrays: Sequence[Words]) -> tuple[Words, list[int]]:
+def _joined(arrays: Sequence[Words], memory: Callable[[int], Words] = _memory) -> tuple[Words, list[int]]:
     """The bytes of all arrays, uint8, and where each begins: the widest items first, so that all are aligned."""
     begins, end = [0] * len(arrays), 0
     for number in sorted(range(len(arrays)), key=lambda number: -arrays[number].itemsize):
         begins[number], end = end, end + arrays[number].nbytes
-    body: Words = np.empty(end, np.uint8)
+    body = memory(end)
     for begin, array in zip(begins, arrays, strict=True):
         _view(body, begin, array.dtype, array.shape)[...] = array
     return body, begins

@@ -9,11 +9,12 @@ A run is its start, its length and a checksum, int32 each, as bytes: bytes survi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torch import Tensor
@@ -22,8 +23,8 @@ from maskpack.errors import LayoutError
 from maskpack.jagged import jagged_from, offsets_of, to_host
 from maskpack.layout import RowLayout
 from maskpack.registry import PER_ROW, PadValue, Path, show
-from maskpack.rows import IntArray
-from maskpack.tree import Node, entry_at, has
+from maskpack.rows import IntArray, RunTable
+from maskpack.tree import Node, build, entry_at, has
 
 LAYOUTS = "_maskpack"
 """The entry of a nested batch that leads back to the padded one. `select` must name it to keep it."""
@@ -78,22 +79,41 @@ class Schema:
 
 
 def write_layouts(
-    schema: Schema, layouts: Mapping[str, RowLayout], row_pads: Mapping[Path, Tensor], rows: int
+    schema: Schema, tables: Mapping[str, Tensor], row_pads: Mapping[Path, Tensor], rows: int, device: str | None
 ) -> TensorDict:
-    """The LAYOUTS entry."""
-    entry = TensorDict({}, batch_size=schema.root.batch_size(rows)[:1])
-    entry["schema"] = NonTensorData(schema, batch_size=entry.batch_size)
-    tables: dict[str, Tensor] = {}
-    for name, _, _ in schema.axes:
-        layout = layouts[name]
-        runs = np.diff(layout.table.splits)
-        table = torch.stack([layout.starts, layout.counts, _check(layout.starts, layout.counts)], 1).view(torch.uint8)
-        tables[name] = jagged_from(table, layout.splits, int(runs.min(initial=0)), int(runs.max(initial=0)))
-    entry["runs"] = TensorDict(tables, batch_size=entry.batch_size)
+    """The LAYOUTS entry of a batch on `device`, from the run table of each layout, and the pads [B] of each field whose
+    pad is PER_ROW."""
+    batch = schema.root.batch_size(rows)[:1]
+    here = Node(() if batch else None, device)
+    held: Any = NonTensorData(schema, batch_size=batch, device=device)
+    entries: list[tuple[Path, Any]] = [(("schema",), held), (("runs",), here)]
+    entries += [(("runs", name), tables[name]) for name, _, _ in schema.axes]
     if row_pads:
-        pads = {repr(path): pad for path, pad in row_pads.items()}  # ("a/b",) is not ("a", "b")
-        entry["pads"] = TensorDict(pads, batch_size=entry.batch_size)
-    return entry
+        entries.append((("pads",), here))
+        entries += [(("pads", repr(path)), pad) for path, pad in row_pads.items()]  # ("a/b",) is not ("a", "b")
+    return build(here, entries, rows)
+
+
+def run_tables(layouts: Mapping[str, RowLayout]) -> dict[str, Tensor]:
+    """The run table of each layout, on its device."""
+    made: dict[str, Tensor] = {}
+    for name, layout in layouts.items():
+        runs = torch.stack([layout.starts, layout.counts, _check(layout.starts, layout.counts)], 1)
+        made[name] = jagged_from(runs.view(torch.uint8), layout.splits, 0, most_runs(layout.table))
+    return made
+
+
+def run_lines(tables: Sequence[RunTable]) -> npt.NDArray[np.int32]:
+    """int32 [N, 3]: the runs of some layouts as LAYOUTS holds them, one layout after the other."""
+    starts, counts = (np.concatenate([table[part] for table in tables]) for part in (0, 1))
+    lines = np.empty((starts.size, 3), np.int32)
+    lines[:, 0], lines[:, 1], lines[:, 2] = starts, counts, _check(starts, counts)
+    return lines
+
+
+def most_runs(table: RunTable) -> int:
+    """Of a row."""
+    return int((table.splits[1:] - table.splits[:-1]).max(initial=0))
 
 
 def read_pads(batch: TensorDictBase, form: FieldForm, call: str) -> Tensor | None:

@@ -1,0 +1,106 @@
+"""What the decode kernel is told: jobs, one for each tensor (or column of one) that it writes.
+
+A job is a row of int64: its first program, then a Target, then a Source. Tables are int64 arrays that lie one behind
+the other; a job names one by the place of its first entry, -1 for none. Encoded arrays lie in the body; a job names one
+by its first byte there, -1 for none.
+
+    row b of the target --(layout)--> place in the row, in words --(encoding)--> the word
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+FLAT, LINEAR, BITS, SPARSE, TABLE = range(5)
+HEAD, TAIL = 1, 2
+CHUNK = 1024
+"""Words that a program writes at once."""
+SPAN = 16 * CHUNK
+"""Words of a row that one program writes: what it has read of its job and its row serves for all of them."""
+
+
+class Target(NamedTuple):
+    """Where the words of a job go.
+
+    Attributes:
+        spans, span: programs for each row, and words that each of them writes.
+        out, size: address of the tensor, and bytes of its words.
+        items: words of an element that this job writes.
+        stride, offset: places of the job's words in the tensor, beyond the begin of the row.
+        row_words: words of the tensor for each element before the row (nested), or for each row before it (padded).
+        bounds, unit: table [B + 1] of the first element of each row; without it, row b begins at `b * unit`.
+        width: columns of a row; -1 for a nested tensor.
+        inner: words that one column has next to each other; the others are `width * inner` further on.
+        splits, starts, ends: of a padded tensor, tables of the runs of each row [B + 1], the column where each begins
+            [N], and the elements before each [N + 1].
+        pads, pad_row, pad_items: table of pads, entries for each row, and 1 where the words of an element take turns in
+            two of them.
+        edge: 1 where the pad is the nearest real value; 0 bits in an empty row.
+        part: HEAD or TAIL if the job writes one part of each row; 0 if it writes all of it.
+        head_bounds, head_unit: of the heads of rows, as `bounds` and `unit` but both at once.
+    """
+
+    spans: int
+    span: int
+    out: int
+    size: int
+    items: int
+    stride: int
+    offset: int
+    row_words: int
+    bounds: int
+    unit: int
+    width: int = -1
+    inner: int = 1
+    splits: int = -1
+    starts: int = -1
+    ends: int = -1
+    pads: int = -1
+    pad_row: int = 0
+    pad_items: int = 0
+    edge: int = 0
+    part: int = 0
+    head_bounds: int = -1
+    head_unit: int = 1
+
+
+class Source(NamedTuple):
+    """How a word is found.
+
+    FLAT    data[begin + place], + more[...] << 16, + number
+    LINEAR  piece p at the place: data[p] + number * place; with `sums`, what the pieces before add up to, and data[p]
+            once for each place in the piece
+    BITS    more[bit]
+    SPARSE  more[...] where data, the places of a row, has this one; 0 elsewhere
+    TABLE   the table itself
+
+    Attributes:
+        kind: one of these.
+        rows, row_size: array [B] of the stored row of each row, and bytes of an entry; without it, the row itself.
+        begins, begin_unit: table of the first entry of each stored row, times `begin_unit`: words, pieces, bytes or
+            places; without it, row b begins at `b * begin_unit`.
+        data, data_size: array, and bytes of an entry.
+        more: a second array: a third byte, or words.
+        number: a base, or a step.
+        single: 1 where `data` has one entry for all.
+        pieces, counts, sums: of rows with several pieces: table [B + 1] of the first entry of each row in the other
+            two; words before each piece but the last of a row, cumulated over all rows; and what they add up to.
+    """
+
+    kind: int
+    rows: int = -1
+    row_size: int = 1
+    begins: int = -1
+    begin_unit: int = 1
+    data: int = -1
+    data_size: int = 8
+    more: int = -1
+    number: int = 0
+    single: int = 0
+    pieces: int = -1
+    counts: int = -1
+    sums: int = -1
+
+
+JOB = 1 + len(Target._fields) + len(Source._fields)
+"""Entries of a job."""

@@ -1,0 +1,37 @@
+"""The tests marked `interpreter` once more, in a process of their own where Triton interprets its kernels."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+FILES = ["test_kernels.py", "test_log_probs.py", "test_staging.py"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves run here")
+@pytest.mark.parametrize("file", FILES)
+def test_kernels_interpreted_on_the_host(file: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-m", "interpreter", "-p", "no:cacheprovider", str(HERE / file)],
+        env={"HYPOTHESIS_PROFILE": "slow", **os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=HERE.parent,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None, done.stdout
+    assert int(passed[1]) > 10
+
+
+def test_no_marked_file_is_forgotten() -> None:
+    marked = {path.name for path in HERE.glob("test_*.py") if "mark.interpreter" in path.read_text()}
+    assert marked - {Path(__file__).name} == set(FILES)
