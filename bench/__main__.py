@@ -1,29 +1,37 @@
 """`python -m bench CASE [--rows N] [--rounds K] [--json FILE]`: a table on stdout, progress on stderr.
 
-`python -m bench dispatch --plot FILE` draws a chart too.
+`python -m bench dispatch --plot FILE` draws a chart too; `python -m bench ops --only GROUP,GROUP` measures in part.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import dispatch, endurance, faults, nest, payload
 from bench.measure import keep_memory
-from bench.report import table, write_json
+from bench.report import Row, commit, table, write_json
+
+
+def _case(module: str) -> Callable[..., list[Row]]:
+    """The `run` of a module of this package, which is imported when it runs: dispatch needs Ray, ops does not."""
+    return lambda *given, **more: importlib.import_module(f"bench.{module}").run(*given, **more)
+
 
 CASES = {
-    "payload": payload.run,
-    "nest": nest.run,
-    "dispatch": dispatch.run,
-    "endurance": lambda rows, rounds: endurance.run(1000 * rounds),
-    "faults": lambda rows, rounds: faults.run(rounds),
+    "payload": _case("payload"),
+    "nest": _case("nest"),
+    "dispatch": _case("dispatch"),
+    "ops": _case("ops"),
+    "endurance": lambda rows, rounds: _case("endurance")(1000 * rounds),
+    "faults": lambda rows, rounds: _case("faults")(rounds),
 }
 AS_IT_COMES = {"dispatch", "endurance", "faults"}
 """Cases whose memory is what trainers have: glibc is not told to keep what is freed."""
 _HELP = """payload: bytes on the wire; nest: time to nest and restore; dispatch: time to a Ray actor, and over a link;
-endurance: memory over 1000 dispatches a round; faults: rounds of actors that die, objects that get lost"""
+ops: kernels on a GPU, ten times in a round; endurance: memory over 1000 dispatches a round; faults: rounds of actors
+that die, objects that get lost"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -33,12 +41,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=_positive, default=9, help="timed rounds, medians are shown (default 9)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="dispatch: also draw the times there, as SVG")
+    parser.add_argument("--only", type=_names, metavar="GROUPS", help="ops: layout,pack,unpack,wide,decode,logprobs")
     given = parser.parse_args(arguments)
     if given.plot is not None and given.case != "dispatch":
         parser.error(f"--plot is for dispatch; {given.case} has no chart")
+    if given.only is not None and given.case != "ops":
+        parser.error(f"--only is for ops; {given.case} has no groups")
+    if given.json is not None:
+        commit()  # without one, fail before the measurement
     if given.case not in AS_IT_COMES:
         keep_memory()
-    more = {} if given.plot is None else {"plot": given.plot}
+    more = {name: getattr(given, name) for name in ("plot", "only") if getattr(given, name) is not None}
     rows = CASES[given.case](given.rows, given.rounds, **more)
     print(table(rows))
     if given.json is not None:
@@ -50,6 +63,10 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return number
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
 
 
 if __name__ == "__main__":
