@@ -78,14 +78,14 @@ def on_device(mask: Tensor, promised: int | None) -> Found:
     if rows == 0 or width == 0:
         return Found(0, {"table": RunTable(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(rows + 1, np.int64))})
     if uses_triton(mask.device):
-        from maskpack.scan_kernels import count, cumulate, list_runs
+        from maskpack.scan_kernels import list_runs, scan_rows
 
         real = mask if mask.dtype in _LOADED and mask.stride(1) == 1 else _not_zero(mask).contiguous()
     else:
-        count, cumulate, list_runs = _count, _cumulate, _list_runs
+        list_runs, scan_rows = _list_runs, _scan_rows
         real = _not_zero(mask).contiguous()
-    counts = count(real)
-    cu_seqlens, splits, blocks = cumulate(counts, blocks_of(rows * width if promised is None else promised))
+    entries = blocks_of(rows * width if promised is None else promised)
+    counts, cu_seqlens, splits, blocks = scan_rows(real, entries)
     index = RunIndex(counts[2], cu_seqlens, blocks)
     if promised is not None:
         return Found(promised, {"index": index})
@@ -111,22 +111,19 @@ _LOADED = (
 """The dtypes that kernels load as they are."""
 
 
-def _count(real: Tensor) -> Tensor:
-    """int32 [3, B]: real positions, runs and first real position of each row."""
+def _scan_rows(real: Tensor, entries: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """int32 [3, B]: real positions, runs and first real position of each row; [B + 1]: where rows begin among the
+    packed tokens, and among the runs; and the blocks of rows of one run."""
     begin = _begins(real)
-    return torch.stack([real.sum(1), begin.sum(1), begin.to(torch.uint8).argmax(1)]).to(torch.int32)
+    counts = torch.stack([real.sum(1), begin.sum(1), begin.to(torch.uint8).argmax(1)]).to(torch.int32)
+    ends = torch.nn.functional.pad(counts[:2].cumsum(1, dtype=torch.int32), (1, 0))
+    return counts, ends[0], ends[1], _blocks(ends[0], entries)
 
 
 def _begins(real: Tensor) -> Tensor:
     begin = real.clone()
     begin[:, 1:] &= ~real[:, :-1]
     return begin
-
-
-def _cumulate(counts: Tensor, entries: int) -> tuple[Tensor, Tensor, Tensor]:
-    """int32 [B + 1], where rows begin among the packed tokens and among the runs; and the blocks of rows of one run."""
-    ends = torch.nn.functional.pad(counts[:2].cumsum(1, dtype=torch.int32), (1, 0))
-    return ends[0], ends[1], _blocks(ends[0], entries)
 
 
 def _list_runs(real: Tensor, cu_seqlens: Tensor, splits: Tensor, total: int, runs: int) -> RunIndex:

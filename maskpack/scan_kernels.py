@@ -1,7 +1,7 @@
 """Triton kernels that turn a mask on a device into runs.
 
-    count      a program for each row: real positions, runs, the first real position
-    cumulate   one program: where rows begin among the packed tokens and runs, and the blocks of rows of one run
+    scan_rows  a program for each row: real positions, runs, the first real position; the last one to end sums them up:
+               where rows begin among the packed tokens and runs, and the blocks of rows of one run
     list_runs  a program for each row: every run, for rows of several
 
 A bool mask is read eight positions at a time: the bytes of a 64-bit word are 0 or 1, so a multiplication sums them.
@@ -33,9 +33,8 @@ def _ones(words):
 
 
 @triton.jit
-def _count(mask, counts, rows, items, stride, LANES: tl.constexpr, ITEMS: tl.constexpr):
-    row = tl.program_id(0)
-    line = mask + row.to(tl.int64) * stride
+def _count(line, items, LANES: tl.constexpr, ITEMS: tl.constexpr):
+    """Of a row: real positions, runs, and the first real position, 0 if there is none."""
     real = tl.zeros((ITEMS,), tl.int64)
     runs = tl.zeros((ITEMS,), tl.int64)
     first = tl.full((ITEMS,), 0x7FFFFFFF, tl.int64)
@@ -58,14 +57,13 @@ def _count(mask, counts, rows, items, stride, LANES: tl.constexpr, ITEMS: tl.con
             first = tl.minimum(first, tl.where(starts, at, first))
         at += ITEMS
         begin += ITEMS
-    tl.store(counts + row, tl.sum(real).to(tl.int32))
-    tl.store(counts + rows + row, tl.sum(runs).to(tl.int32))
     earliest = tl.min(first)
-    tl.store(counts + 2 * rows + row, tl.where(earliest == 0x7FFFFFFF, 0, earliest).to(tl.int32))
+    earliest = tl.where(earliest == 0x7FFFFFFF, 0, earliest)
+    return tl.sum(real).to(tl.int32), tl.sum(runs).to(tl.int32), earliest.to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["entries"])
-def _cumulate(counts, rows, cu_seqlens, splits, blocks, entries, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+@triton.jit
+def _sum_up(counts, rows, cu_seqlens, splits, blocks, entries, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     tokens = tl.zeros((), tl.int32)
     runs = tl.zeros((), tl.int32)
     tl.store(cu_seqlens, 0)
@@ -73,8 +71,9 @@ def _cumulate(counts, rows, cu_seqlens, splits, blocks, entries, BLOCK: tl.const
     begin = 0
     while begin < rows:
         row = begin + tl.arange(0, ROWS)
-        length = tl.load(counts + row, mask=row < rows, other=0)
-        count = tl.load(counts + rows + row, mask=row < rows, other=0)
+        # Other programs wrote them: not from this one's first-level cache.
+        length = tl.load(counts + row, mask=row < rows, other=0, volatile=True)
+        count = tl.load(counts + rows + row, mask=row < rows, other=0, volatile=True)
         ends = tokens + tl.cumsum(length, 0)
         tl.store(cu_seqlens + row + 1, ends, mask=row < rows)
         tl.store(splits + row + 1, runs + tl.cumsum(count, 0), mask=row < rows)
@@ -89,6 +88,22 @@ def _cumulate(counts, rows, cu_seqlens, splits, blocks, entries, BLOCK: tl.const
         runs += tl.sum(count)
         begin += ROWS
     tl.store(blocks + tl.minimum((tokens + BLOCK - 1) // BLOCK, entries - 1), rows - 1)
+
+
+@triton.jit(do_not_specialize=["entries"])
+def _scan_rows(
+    mask, counts, done, rows, items, stride, entries,
+    LANES: tl.constexpr, ITEMS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0)
+    real, runs, first = _count(mask + row.to(tl.int64) * stride, items, LANES, ITEMS)
+    tl.store(counts + row, real)
+    tl.store(counts + rows + row, runs)
+    tl.store(counts + 2 * rows + row, first)
+    tl.debug_barrier()  # the stores of all threads, then the one that says so
+    if tl.atomic_add(done, 1, sem="acq_rel") == rows - 1:
+        cu_seqlens = counts + 3 * rows
+        _sum_up(counts, rows, cu_seqlens, cu_seqlens + rows + 1, cu_seqlens + 2 * rows + 2, entries, BLOCK, ROWS)
 
 
 @triton.jit(do_not_specialize=["entries", "total", "runs"])
@@ -126,31 +141,23 @@ def _list_runs(
         tl.store(blocks + entries - 1, runs - 1)
 
 
-def count(mask: Tensor) -> Tensor:
-    """int32 [3, B]: real positions, runs and first real position (0 in an empty row) of each row of a mask [B, S] with
-    neighbours in memory along S; B and S are not 0."""
+def scan_rows(mask: Tensor, entries: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of a mask [B, S] with neighbours in memory along S, B and S not 0, int32: [3, B], real positions, runs and first
+    real position (0 in an empty row) of each row; [B + 1], where rows begin among the packed tokens, and among the
+    runs; and for rows of one run `RunIndex.blocks`, of `entries` entries or less."""
     rows, width = mask.shape
     stride = mask.stride(0)
     source: Any = mask
     lanes = 1
-    if mask.dtype == torch.bool and width % 8 == 0 and (rows == 1 or stride % 8 == 0) and mask.data_ptr() % 8 == 0:
-        source, lanes = triton.reinterpret(mask, tl.int64), 8
-    elif mask.dtype == torch.bool:
-        source = triton.reinterpret(mask, tl.int8)
-    items = width // lanes
-    counts = torch.empty((3, rows), dtype=torch.int32, device=mask.device)
-    _count[(rows,)](source, counts, rows, items, stride // lanes, lanes, _ITEMS)
-    return counts
-
-
-def cumulate(counts: Tensor, entries: int) -> tuple[Tensor, Tensor, Tensor]:
-    """From what `count` gave: int32 [B + 1], where rows begin among the packed tokens and among the runs, and for rows
-    of one run `RunIndex.blocks`, of `entries` entries or less."""
-    rows = counts.shape[1]
-    line = torch.empty(2 * (rows + 1) + entries, dtype=torch.int32, device=counts.device)
-    cu_seqlens, splits, blocks = line.split([rows + 1, rows + 1, entries])
-    _cumulate[(1,)](counts, rows, cu_seqlens, splits, blocks, entries, BLOCK, _ROWS, num_warps=8)
-    return cu_seqlens, splits, blocks
+    if mask.dtype == torch.bool:
+        whole_words = width % 8 == 0 and (rows == 1 or stride % 8 == 0) and mask.data_ptr() % 8 == 0
+        lanes = 8 if whole_words else 1
+        source = triton.reinterpret(mask, tl.int64 if whole_words else tl.int8)
+    line = torch.empty(5 * rows + 2 + entries, dtype=torch.int32, device=mask.device)
+    done = torch.zeros(1, dtype=torch.int32, device=mask.device)
+    _scan_rows[(rows,)](source, line, done, rows, width // lanes, stride // lanes, entries, lanes, _ITEMS, BLOCK, _ROWS)
+    counts, cu_seqlens, splits, blocks = line.split([3 * rows, rows + 1, rows + 1, entries])
+    return counts.view(3, rows), cu_seqlens, splits, blocks
 
 
 def list_runs(mask: Tensor, cu_seqlens: Tensor, splits: Tensor, total: int, runs: int) -> RunIndex:

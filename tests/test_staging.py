@@ -320,8 +320,13 @@ def small(variant: str, rows: int = 6) -> PackedBatch:
 def test_workloads(variant: str) -> None:
     packed = small(variant)
     assert_decodes(packed, chunk=64)
-    assert_decodes(packed[1:4])
     assert_decodes(packed[[5, 0, 0, 2]])
+
+
+@kernel_test
+def test_rows_of_a_workload_that_moved() -> None:
+    packed = small("m-rope")
+    assert_decodes(packed[1:4])
     assert_decodes(PackedBatch.cat([packed[4:], packed[:2]]))
     assert_decodes(packed[:0])
     assert_decodes(pickle.loads(pickle.dumps(packed)))

@@ -265,7 +265,7 @@ def _chunk(body, tables, job, row, at, begin, length, items, width, CHUNK: tl.co
         place = place * items + item
         pad = tl.load(job + PADS) + row * tl.load(job + PAD_ROW) + (item & tl.load(job + PAD_ITEMS))
         words = tl.load(tables + pad, mask=live & (taken == 0), other=0)
-        taken = taken | (live & (length > 0) & (tl.load(job + EDGE) != 0))
+        taken = taken | (live & (out >= tl.where((length > 0) & (tl.load(job + EDGE) != 0), 0, width * items)))
         base = row * row_words
     place, own = _part(tables, job, row, place)
     live = live & own

@@ -118,13 +118,11 @@ def _pad(pad, row, mode: tl.constexpr, kind: tl.constexpr):
 
 
 @triton.jit
-def _value_or_pad(values, place, there, real, pad, row, mode: tl.constexpr):
-    """Words at `place` where they are `real`, else the pad; for EDGE those `there`, which are the nearest, else 0."""
-    if mode == 1:
-        words = tl.load(values + place, mask=there, other=0)
-    else:
-        found = tl.load(values + place, mask=there & real, other=0)
-        words = tl.where(real, found, _pad(pad, row, mode, found.dtype))
+def _value_or_pad(values, place, taken, real, pad, row, mode: tl.constexpr):
+    """The words `taken` from the values, 0 for others; but the pad where they are not real, unless the pad is EDGE."""
+    words = tl.load(values + place, mask=taken, other=0)
+    if mode != 1:
+        words = tl.where(real, words, _pad(pad, row, mode, words.dtype))
     return words
 
 
@@ -141,12 +139,13 @@ def _unpack(
     real = real & inside
     out = row.to(tl.int64) * (width * ITEMS) + at
     if EDGES or tl.max(real.to(tl.int32)) > 0:
-        there = inside & (count > 0) & (token < total)
+        there = inside & (token < tl.where(count > 0, total, -1))  # -1 in an empty row at the front
         place = token.to(tl.int64)
         if ITEMS > 1:
             place = place * ITEMS + at % ITEMS
         for field in tl.static_range(len(ins)):
-            words = _value_or_pad(ins[field], place, there, real, pads[field], row, MODES[field])
+            taken = there if MODES[field] == 1 else there & real
+            words = _value_or_pad(ins[field], place, taken, real, pads[field], row, MODES[field])
             tl.store(outs[field] + out, words, mask=inside)
     else:
         for field in tl.static_range(len(ins)):
@@ -162,8 +161,8 @@ def _pack_wide(
     token = tl.program_id(0) // parts
     at = (tl.program_id(0) % parts) * CHUNK + tl.arange(0, CHUNK)
     place = _source(starts, begins, blocks, of_rows, token, token, token, row_stride, col_stride, BLOCK)
-    real = token < tl.load(begins + runs)
-    words = tl.load(source + place + at, mask=(at < items) & real, other=0)
+    held = tl.where(token < tl.load(begins + runs), items, 0)  # none where a promise was broken
+    words = tl.load(source + place + at, mask=at < held, other=0)
     tl.store(out + token.to(tl.int64) * items + at, words, mask=at < items)
 
 
@@ -176,8 +175,11 @@ def _unpack_wide(
     at = (tl.program_id(0) % parts) * CHUNK + tl.arange(0, CHUNK)
     row = position // width
     real, token, count = _token(starts, begins, cu_seqlens, bits, before, row, position % width, width)
-    there = (at < items) & (count > 0) & (token < total)
-    words = _value_or_pad(values, token.to(tl.int64) * items + at, there, real, pad, row, MODE)
+    there = (count > 0) & (token < total)
+    if MODE != 1:
+        there = there & real
+    taken = at < tl.where(there, items, 0)
+    words = _value_or_pad(values, token.to(tl.int64) * items + at, taken, real, pad, row, MODE)
     tl.store(out + position.to(tl.int64) * items + at, words, mask=at < items)
 
 
