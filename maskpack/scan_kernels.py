@@ -9,6 +9,7 @@ A bool mask is read eight positions at a time: the bytes of a 64-bit word are 0 
 
 # Kernels have no Python types, and a launch takes more than the kernel has.
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
+# pyright: reportOperatorIssue=false
 
 from __future__ import annotations
 

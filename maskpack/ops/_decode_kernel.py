@@ -7,6 +7,7 @@ arithmetic is int64 and wraps; what is stored is cut to the size of the words.
 
 # Kernels have no Python types, and a launch takes more than the kernel has.
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
+# pyright: reportOperatorIssue=false
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ Both compute in float32, and do what the functions of the same names in log_prob
 
 # Kernel parameters have no Python type, and a launch takes more than the kernel has.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportCallIssue=false
+# pyright: reportUnknownArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 

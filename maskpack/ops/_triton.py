@@ -10,6 +10,7 @@ launch. Shape letters: B rows, S the width, T real tokens in all, F trailing dim
 
 # Kernels have no Python types, and a launch takes more than the kernel has.
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
+# pyright: reportOperatorIssue=false
 
 from __future__ import annotations
 
