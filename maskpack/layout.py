@@ -83,6 +83,8 @@ class RowLayout:
             _keep_promise(table, total)
             return cls.from_table(width, table, mask.device), value
         found = scan.on_device(mask.detach(), total)
+        if "table" in found.known:
+            _keep_promise(found.known["table"], total)
         return cls(rows, width, found.total, mask.device)._knowing(**found.known), None
 
     @classmethod

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ FILES = ["test_kernels.py", "test_log_probs.py", "test_staging.py"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves run here")
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 @pytest.mark.parametrize("file", FILES)
 def test_kernels_interpreted_on_the_host(file: str) -> None:
     done = subprocess.run(
