@@ -20,7 +20,7 @@ from maskpack.contents import Contents
 from maskpack.manifest import near
 from maskpack.objects import Objects
 from maskpack.registry import Path
-from maskpack.words import Words
+from maskpack.words import Words, address, root_of
 
 _T = TypeVar("_T")
 _SLACK = 1.1
@@ -121,7 +121,7 @@ def _shared(arrays: Sequence[Words]) -> tuple[Words | None, dict[int, int]]:
     inside: dict[int, list[int]] = {}
     roots: dict[int, Words] = {}
     for number, array in enumerate(arrays):
-        root = _root(array)
+        root = root_of(array)
         if root.dtype == np.uint8 and root.ndim == 1 and array.flags.c_contiguous and array.size:
             roots[id(root)] = root
             inside.setdefault(id(root), []).append(number)
@@ -129,23 +129,13 @@ def _shared(arrays: Sequence[Words]) -> tuple[Words | None, dict[int, int]]:
         return None, {}
     most = max(inside, key=lambda key: sum(arrays[number].nbytes for number in inside[key]))
     root, numbers = roots[most], inside[most]
-    first = _address(root)
-    begins = {number: _address(arrays[number]) - first for number in numbers}
+    first = address(root)
+    begins = {number: address(arrays[number]) - first for number in numbers}
     low = min(begins.values()) // 8 * 8
     high = max(begin + arrays[number].nbytes for number, begin in begins.items())
     if len(numbers) < 2 or high - low > _SLACK * sum(arrays[number].nbytes for number in numbers):
         return None, {}
     return root[low:high], {number: begin - low for number, begin in begins.items()}
-
-
-def _root(array: Words) -> Words:
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    return array
-
-
-def _address(array: Words) -> int:
-    return array.__array_interface__["data"][0]
 
 
 def _view(body: Words, begin: int, dtype: Any, shape: tuple[int, ...]) -> Words:
@@ -191,7 +181,7 @@ def read(
 def _body(buffer: Any) -> Words:
     """A buffer as bytes, in memory where arrays of every item size may begin."""
     body: Words = np.frombuffer(buffer, np.uint8)
-    if _address(body) % 8:
+    if address(body) % 8:
         body = np.array(body)
     body.flags.writeable = False
     return body

@@ -27,7 +27,7 @@ from maskpack.registry import Path
 from maskpack.rows import IntArray
 from maskpack.schema import FieldForm, most_runs, run_lines
 from maskpack.sources import arrays_of
-from maskpack.words import Words, from_words
+from maskpack.words import Words, address, from_words, root_of
 
 _SLACK = 1.1
 """Bytes of a stretch of memory that is copied whole, over those of the arrays in it."""
@@ -255,15 +255,15 @@ def _stretch(arrays: Sequence[Words]) -> _Body | None:
         if not nbytes:
             places[id(array)] = -1
             continue
-        root = _root(array) if root is None else root
-        begin = places[id(array)] = _address(array)
-        if _root(array) is not root or begin % array.itemsize or not array.flags.c_contiguous:
+        root = root_of(array) if root is None else root
+        begin = places[id(array)] = address(array)
+        if root_of(array) is not root or begin % array.itemsize or not array.flags.c_contiguous:
             return None
         high = max(high, begin + nbytes)
         total += nbytes
     if root is None or root.dtype != np.uint8:
         return None
-    first = _address(root)
+    first = address(root)
     low = min(place for place in places.values() if place >= 0) // _LINE * _LINE
     if low < first or high - low > _SLACK * total + _LITTLE:
         return None
@@ -280,19 +280,9 @@ def _pinned(stretch: Words | None) -> Tensor | None:
     """The stretch as a tensor, if it is memory that a device reads by itself."""
     if stretch is None:
         return None
-    root = _root(stretch)
+    root = root_of(stretch)
     whole: Any = root.base
     if not isinstance(whole, Tensor) or not whole.is_pinned():
         return None
-    begin = _address(stretch) - whole.data_ptr()
+    begin = address(stretch) - whole.data_ptr()
     return whole[begin : begin + stretch.nbytes]
-
-
-def _root(array: Words) -> Words:
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    return array
-
-
-def _address(array: Words) -> int:
-    return array.__array_interface__["data"][0]

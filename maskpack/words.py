@@ -60,6 +60,18 @@ def from_words(array: Words, dtype: torch.dtype) -> Tensor:
     return tensor.view(dtype)
 
 
+def root_of(array: Words) -> Words:
+    """The array whose memory it is a view of."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+def address(array: Words) -> int:
+    """Of its first entry."""
+    return array.__array_interface__["data"][0]
+
+
 class _Readable:
     """A read-only array under a writable description: torch warns of read-only memory even where it is only read."""
 

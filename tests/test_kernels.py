@@ -181,6 +181,20 @@ def _moved(x: Tensor) -> Tensor:
     return base.copy_(x.to(DEVICE))
 
 
+def test_edges_of_rows_of_several_runs() -> None:
+    mask = [
+        [False, False, True, False, True],
+        [False] * 5,
+        [False, True, True, False, True],
+        [True, False, True, False, False],
+    ]
+    values = torch.arange(10, 17)
+    got = ops.unpack(values.to(DEVICE), layout_of(mask), EDGE, backend="triton")
+    assert got.tolist() == [[10, 10, 10, 10, 11], [0] * 5, [12, 12, 13, 13, 14], [15, 15, 16, 16, 16]]
+    got = ops.unpack(values.to(DEVICE)[:, None].expand(7, 300), layout_of(mask), EDGE, backend="triton")
+    assert got[:, :, 299].tolist() == [[10, 10, 10, 10, 11], [0] * 5, [12, 12, 13, 13, 14], [15, 15, 16, 16, 16]]
+
+
 @given(masks(), generators())
 def test_pads_of_rows(mask: oracle.Mask, rng: np.random.Generator) -> None:
     values = strategies.values(rng, (oracle.offsets(mask)[-1], 2), torch.float32)

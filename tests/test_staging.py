@@ -47,6 +47,7 @@ from maskpack.registry import RL_FIELDS
 from maskpack.schema import FieldForm, Schema
 from maskpack.sharing import Columns, Joined, Same
 from maskpack.tree import Node
+from maskpack.words import root_of
 
 quiet = pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
 
@@ -464,7 +465,7 @@ def test_batches_from_bytes(large: int, monkeypatch: pytest.MonkeyPatch, tmp_pat
 @kernel_test
 def test_pinned_batches_are_copied_from_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = in_tensor(small("reference"))
-    memory = staging._root(arrays_in(packed)[0]).base
+    memory = root_of(arrays_in(packed)[0]).base
     assert isinstance(memory, Tensor)
     seen: list[Tensor] = []
     launch = _launch()
