@@ -5,11 +5,16 @@ nest_batch_by_mask / unnest  between padded and jagged fields
 select_and_pad_to_response, extract_response   the response axis for losses
 report                       where the bytes of a packed batch went
 BatchView                    rows of packed batches that lie elsewhere
+plan_micro_batches, balance_rows, plan_ranks   which rows run together, and where; agree_on_count, LoopRecorder
 maskpack.ops                 pack and unpack single tensors
 maskpack.dispatch            WorkerGroup and endpoint, over Ray
 """
 
+from maskpack import micro_batches as micro_batches  # registers what a plan does to batches
 from maskpack import ops
+from maskpack.agreement import agree_on_count
+from maskpack.balance import balance_rows
+from maskpack.costs import FlopsModel
 from maskpack.coverage import DenseField
 from maskpack.errors import (
     CoverageError,
@@ -17,6 +22,7 @@ from maskpack.errors import (
     LossyPadError,
     MaskpackError,
     MaskpackWarning,
+    PlanError,
     RegistryError,
     WireFormatError,
     WorkerError,
@@ -24,6 +30,9 @@ from maskpack.errors import (
 from maskpack.layout import RowLayout
 from maskpack.nesting import nest_batch_by_mask, unnest, unnest_batch_by_mask
 from maskpack.packed import PackedBatch, compress, decompress
+from maskpack.plan import MicroBatchPlan, plan_micro_batches
+from maskpack.rank_plans import RankPlans, plan_ranks
+from maskpack.recorder import LoopRecorder
 from maskpack.registry import (
     DENSE,
     EDGE,
@@ -55,25 +64,34 @@ __all__ = [
     "BatchView",
     "CoverageError",
     "DenseField",
+    "FlopsModel",
     "LayoutError",
+    "LoopRecorder",
     "LossyPadError",
     "MaskAxis",
     "MaskNestingRegistry",
     "MaskNestingSpec",
     "MaskpackError",
     "MaskpackWarning",
+    "MicroBatchPlan",
     "Outline",
     "PackedBatch",
+    "PlanError",
+    "RankPlans",
     "RegistryError",
     "RowLayout",
     "WireFormatError",
     "WorkerError",
+    "agree_on_count",
+    "balance_rows",
     "compress",
     "decompress",
     "dense_fields",
     "extract_response",
     "nest_batch_by_mask",
     "ops",
+    "plan_micro_batches",
+    "plan_ranks",
     "report",
     "select_and_pad_to_response",
     "unnest",

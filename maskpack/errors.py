@@ -26,6 +26,10 @@ class LossyPadError(MaskpackError):
     """A field holds values other than its pad where its mask says there is nothing."""
 
 
+class PlanError(MaskpackError):
+    """Lengths, budgets and counts that no plan fits, or ranks whose plans do not fit each other."""
+
+
 class WireFormatError(MaskpackError):
     """Bytes that are no packed batch: cut off, changed, of another version, or made to mislead."""
 

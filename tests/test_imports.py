@@ -19,6 +19,10 @@ HEAVY = {"ray", "transformers", "triton", "rich"}
 
 FLOORS = [
     ["errors"],
+    ["bins", "costs"],
+    ["balance", "budget", "loss_weights"],
+    ["plan"],
+    ["rank_plans"],
     ["backends", "pool", "registry", "rows"],
     ["runs"],
     ["words", "tree", "options", "scan_kernels"],
@@ -38,6 +42,7 @@ FLOORS = [
     ["packed"],
     ["report", "strands"],
     ["views"],
+    ["micro_batches", "agreement", "recorder"],
     ["division", "parcels", "placement"],
     ["calls"],
     ["dispatch"],
@@ -45,6 +50,8 @@ FLOORS = [
 ]
 """Lowest first; a module imports from lower floors only."""
 TOP = len(FLOORS) - 1
+PLANNERS = {"bins", "costs", "loss_weights", "balance", "budget", "plan", "rank_plans"}
+"""Modules that work with numbers alone: they import no torch."""
 KERNELS = {"scan_kernels", "ops._triton", "ops._decode_kernel", "ops._log_prob_kernels"}
 """The modules that import Triton; they are imported inside functions."""
 MAY_IMPORT_RAY = {"calls", "placement", "dispatch", "demo", "cli", "__main__"}
@@ -101,9 +108,17 @@ def forbidden(module, source):
                     wrong.append("maskpack")
             elif room(other) != room(module) and floor(other) >= floor(module) and floor(module) < TOP:
                 wrong.append(name)
-        elif name in HEAVY and not (module in KERNELS if name == "triton" else room(module) in MAY_IMPORT_RAY):
+        elif not may_import(module, name):
             wrong.append(name)
     return wrong
+
+
+def may_import(module, package):
+    if package in {"torch", "tensordict"}:
+        return module not in PLANNERS
+    if package == "triton":
+        return module in KERNELS
+    return package not in HEAVY or room(module) in MAY_IMPORT_RAY
 
 
 def loaded(statement):
@@ -152,6 +167,8 @@ def test_imports_go_down(module):
         ("nesting", "def late():\n    from maskpack import packed", [".packed"]),
         ("nesting", "if TYPE_CHECKING:\n    from maskpack.packed import PackedBatch", [".packed"]),
         ("packed", "import ray", ["ray"]),
+        ("plan", "import torch\nimport numpy", ["torch"]),
+        ("costs", "def late():\n    from tensordict import TensorDict", ["tensordict"]),
         ("packed", "def late():\n    from ray.util import x", ["ray"]),
         ("ops._torch", "import triton.language as tl", ["triton"]),
         ("ops._triton", "import triton.language as tl", []),

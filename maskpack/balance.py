@@ -1,0 +1,131 @@
+"""Rows to data-parallel ranks: like sums of cost, rows of each rank in an order whose every stretch is like the whole.
+
+costs, largest first   9 8 | 7 6 | 3 1       a block of rows for each round, the largest to the rank with least
+rank 0                 9     6     1   16    then pairs of rows change places between the heaviest and the
+rank 1                 8     7     3   18    lightest rank, as long as that evens them out
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any
+
+import numpy as np
+
+from maskpack.costs import Cost, FloatArray, IntArray, Units, check_cost, checked_lengths, row_costs, whole_number
+
+_CALL = "balance_rows"
+_PATIENCE = 8
+"""Exchanges for each rank, at most."""
+
+
+def balance_rows(
+    lengths: Any, ranks: int, *, equal_rows: bool = True, cost: Cost = "tokens", groups: Any = None, seed: int = 0
+) -> list[list[int]]:
+    """The rows of each data-parallel rank, such that the sums of their costs are alike.
+
+    Args:
+        lengths: [B], real tokens of each row, prompt plus response; whole numbers on the host.
+        ranks: data-parallel ranks.
+        equal_rows: as many rows on every rank; where B does not divide, one more on some. Otherwise as costs want it.
+        cost: "tokens", or a function of lengths int64 [B] that gives costs [B], such as a FlopsModel.
+        groups: [B], labels; rows of one label go to one rank, one after the other, in the order given. `equal_rows` is
+            then as many groups on every rank.
+        seed: of the order of a rank's rows. They are shuffled so that long and short rows lie evenly: consecutive parts
+            of equal size, such as the optimizer updates of a plan, have like lengths.
+
+    Returns:
+        A list of row numbers for each rank; each row is in one of them. Empty ones where there are fewer rows.
+
+    Raises:
+        PlanError: lengths, costs or groups that are none, or ranks below 1.
+    """
+    found = checked_lengths(lengths, _CALL)
+    ranks = whole_number(ranks, 1, _CALL, "ranks")
+    check_cost(cost, ["tokens"], _CALL)
+    units = Units.of(found.size, groups, _CALL)
+    weights = units.sums(row_costs(cost, found, _CALL)).astype(np.float64)
+    order = np.argsort(-weights, kind="stable")
+    ranks_of = (_dealt if equal_rows else _to_the_lightest)(weights, order, ranks)
+    parts = [order[ranks_of[order] == rank] for rank in range(ranks)]  # largest first
+    _exchange(weights, parts, moves=not equal_rows)
+    return [units.members(part.tolist()) for part in _mixed(parts, np.random.default_rng(seed))]
+
+
+def _dealt(weights: FloatArray, order: IntArray, ranks: int) -> IntArray:
+    """The rank of each unit: of every `ranks` units, the largest goes to the rank that has least so far."""
+    out = np.empty(order.size, np.int64)
+    loads = np.zeros(ranks)
+    for begin in range(0, order.size, ranks):
+        block = order[begin : begin + ranks]
+        to = np.argsort(loads, kind="stable")[: block.size]
+        out[block] = to
+        loads[to] += weights[block]
+    return out
+
+
+def _to_the_lightest(weights: FloatArray, order: IntArray, ranks: int) -> IntArray:
+    """The rank of each unit: each goes to the rank that has least so far (Graham, 1969: largest processing time)."""
+    out = np.empty(order.size, np.int64)
+    loads: list[tuple[float, int, int]] = [(0, 0, rank) for rank in range(ranks)]
+    for unit, weight in zip(order.tolist(), weights[order].tolist(), strict=True):
+        load, count, rank = loads[0]
+        out[unit] = rank
+        heapq.heapreplace(loads, (load + weight, count + 1, rank))
+    return out
+
+
+def _exchange(weights: FloatArray, parts: list[IntArray], *, moves: bool) -> None:
+    """Evens the heaviest rank out with the lightest: two units change places, or one moves, whatever comes nearest to
+    half of the difference. The units of a part stay sorted, largest first."""
+    loads = np.array([weights[part].sum() for part in parts])
+    whole = bool((weights == np.floor(weights)).all())
+    best = np.ceil(loads.mean()) if whole else loads.mean()
+    for _ in range(_PATIENCE * len(parts)):
+        heavy, light = int(loads.argmax()), int(loads.argmin())
+        gap = loads[heavy] - loads[light]
+        if loads[heavy] <= best or not gap:
+            break
+        mine, theirs = weights[parts[heavy]], weights[parts[light]]
+        if moves:
+            theirs = np.append(theirs, 0)
+        if not theirs.size:
+            break
+        wanted: FloatArray = gap / 2 - mine
+        after: IntArray = np.searchsorted(-theirs, wanted)
+        near: IntArray = np.stack([after - 1, after]).clip(0, theirs.size - 1)
+        change = mine - theirs[near]
+        score = np.where((change > 0) & (change < gap), abs(change - gap / 2), np.inf)
+        which, give = np.unravel_index(int(score.argmin()), score.shape)
+        if not np.isfinite(score[which, give]):
+            break
+        take = int(near[which, give])
+        given, taken = parts[heavy][give], parts[light][take : take + 1]
+        parts[heavy] = _sorted(weights, np.concatenate([np.delete(parts[heavy], give), taken]))
+        parts[light] = _sorted(weights, np.append(np.delete(parts[light], slice(take, take + 1)), given))
+        loads[heavy] -= change[which, give]
+        loads[light] += change[which, give]
+
+
+def _sorted(weights: FloatArray, part: IntArray) -> IntArray:
+    return part[np.argsort(-weights[part], kind="stable")]
+
+
+def _mixed(parts: list[IntArray], rng: np.random.Generator) -> list[IntArray]:
+    """A shuffle of each part, whose units are sorted by size: each half of it, each quarter, and so on, has like sizes.
+
+    Of two neighbours one goes into the first half and the other into the second, by chance; within the halves likewise.
+    A unit may come to lie anywhere.
+    """
+    units = np.concatenate(parts)
+    sizes = np.array([part.size for part in parts])
+    stretch = np.repeat(np.arange(sizes.size), sizes)  # then its halves, quarters, ...
+    place = np.arange(units.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # within the stretch
+    for _ in range(int(sizes.max() - 1).bit_length() if units.size else 0):
+        coins = rng.integers(0, 2, units.size)
+        second = (place & 1).astype(np.bool_)
+        coins[second] = coins[np.flatnonzero(second) - 1]  # one coin for both
+        stretch = 2 * stretch + ((place + coins) & 1)
+        order = np.argsort(stretch, kind="stable")
+        units, stretch, place = units[order], stretch[order], place[order] // 2
+    return np.split(units, np.cumsum(sizes)[:-1])

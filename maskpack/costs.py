@@ -1,0 +1,176 @@
+"""What plans are made of: checked lengths, what rows cost, and rows that stay together.
+
+    lengths  [3 5 2 7]  groups [a a b b]   ->   units  {0 1}  {2 3}      costs of units  8  9
+
+No torch here, nor in the planners above: lengths come in, indices go out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from maskpack.errors import PlanError
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+RowCost = Callable[[IntArray], Any]
+"""Lengths int64 [B] -> costs [B], of which a micro-batch has the sum."""
+Cost = Literal["tokens", "padded"] | RowCost
+
+
+@dataclass(frozen=True)
+class FlopsModel:
+    """Floating-point operations of a row of n tokens: linear * n + quadratic * n^2. It is a cost of rows."""
+
+    linear: float
+    quadratic: float
+
+    @classmethod
+    def of_transformer(cls, parameters: float, layers: int, hidden: int) -> FlopsModel:
+        """Forward and backward of a decoder: 6 operations a parameter and token, and 12 * layers * hidden for each pair
+        of tokens, half of which a causal mask leaves (Chowdhery et al., PaLM, 2022, appendix B). `hidden` is heads
+        times head size; embeddings do not count as parameters, an output layer does."""
+        return cls(6.0 * parameters, 6.0 * layers * hidden)
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.linear < math.inf and 0 <= self.quadratic < math.inf and self.linear + self.quadratic > 0):
+            raise PlanError(
+                f"FlopsModel: linear is {self.linear!r} and quadratic {self.quadratic!r}; expected finite numbers from "
+                "0, one of them above. Take them from the model's sizes: FlopsModel.of_transformer."
+            )
+
+    def __call__(self, lengths: IntArray) -> FloatArray:
+        n = lengths.astype(np.float64)
+        return self.linear * n + self.quadratic * n * n
+
+
+def checked_lengths(lengths: Any, call: str) -> IntArray:
+    """int64 [B]. Raises PlanError for anything but whole numbers from 0."""
+    found = _array(lengths, call, "lengths", "the real tokens of each row, prompt plus response")
+    if found.dtype.kind not in "iu" and found.size:
+        raise PlanError(
+            f"{call}: lengths are {found.dtype}; expected whole numbers [B]. Give the real tokens of each row, prompt "
+            "plus response."
+        )
+    if found.size and int(found.min()) < 0:
+        raise PlanError(f"{call}: a length is {int(found.min())}; expected whole numbers from 0. Count real tokens.")
+    return found.astype(np.int64)
+
+
+def checked_amounts(amounts: Any, rows: int, call: str, name: str, meaning: str) -> FloatArray:
+    """float64 [B]. Raises PlanError for anything but finite numbers from 0, one a row."""
+    found = _array(amounts, call, name, meaning)
+    if found.dtype.kind not in "iufb" or found.shape != (rows,):
+        raise PlanError(f"{call}: {name} are {found.dtype} {found.shape}; expected numbers ({rows},): {meaning}.")
+    out = found.astype(np.float64)
+    if out.size and not (np.isfinite(out).all() and out.min() >= 0):
+        raise PlanError(
+            f"{call}: {name} run from {out.min()} to {out.max()}; expected finite numbers from 0: {meaning}."
+        )
+    return out
+
+
+def whole_number(value: Any, least: int, call: str, name: str) -> int:
+    """Raises PlanError for what is no whole number, or below `least`; nothing is rounded."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or int(cast("Any", value)) < least:
+        raise PlanError(f"{call}: {name} is {value!r}; expected a whole number from {least}. Give one.")
+    return int(cast("Any", value))
+
+
+def row_costs(cost: Any, lengths: IntArray, call: str) -> npt.NDArray[Any]:
+    """[B]: the lengths themselves for "tokens" and "padded", or what a callable makes of them."""
+    if isinstance(cost, str):
+        return lengths
+    return checked_amounts(cost(lengths + 0), lengths.size, call, "costs", "what the callable gives for each row")
+
+
+def check_cost(cost: Any, names: Sequence[str], call: str) -> None:
+    """Raises PlanError for what is neither a known name nor callable."""
+    if not (callable(cost) or (isinstance(cost, str) and cost in names)):
+        known = " or ".join(f'"{name}"' for name in names)
+        raise PlanError(f"{call}: cost is {cost!r}; expected {known}, or a function of the lengths [B]. Choose one.")
+
+
+def in_parts(costs: npt.NDArray[Any], budget: float) -> tuple[IntArray, int]:
+    """Costs and their budget as whole numbers, so that sums are exact: as they are, or times a power of two that makes
+    the budget one, rounded up."""
+    if costs.dtype.kind in "iu":
+        return costs.astype(np.int64), int(budget)
+    power = 53 - math.frexp(budget)[1]  # all digits of the budget stand before the point
+    over = np.minimum(costs, 2.0 * budget)  # what is over the budget stays over it
+    return np.ceil(np.ldexp(over, power)).astype(np.int64), int(math.ldexp(budget, power))
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """Rows that stay together, in the order of their first rows.
+
+    Attributes:
+        rows: the row numbers of each unit; None where each row is one.
+        of_row: int64 [B], the unit of each row.
+        sizes: int64 [units], how many rows each has.
+    """
+
+    rows: list[list[int]] | None
+    of_row: IntArray
+    sizes: IntArray
+
+    @classmethod
+    def of(cls, num_rows: int, groups: Any, call: str) -> Units:
+        """`groups` [B] are labels of any kind (uids); rows of one label are a unit. None: each row is one."""
+        if groups is None:
+            return cls(None, np.arange(num_rows), np.ones(num_rows, np.int64))
+        labels: list[Any] = groups.tolist() if hasattr(groups, "tolist") else list(groups)
+        if len(labels) != num_rows:
+            raise PlanError(
+                f"{call}: groups are {len(labels)} labels for {num_rows} rows; expected one for each. Give the "
+                "group of every row."
+            )
+        numbers: dict[Any, int] = {}
+        of_row = [numbers.setdefault(label, len(numbers)) for label in labels]
+        rows: list[list[int]] = [[] for _ in numbers]
+        for row, unit in enumerate(of_row):
+            rows[unit].append(row)
+        return cls(rows, np.array(of_row, np.int64), np.array([len(own) for own in rows], np.int64))
+
+    def __len__(self) -> int:
+        return self.sizes.size
+
+    def members(self, units: list[int]) -> list[int]:
+        """The rows of some units, one unit after the other."""
+        return units if self.rows is None else [row for unit in units for row in self.rows[unit]]
+
+    def sums(self, of_rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The sum of each unit."""
+        if self.rows is None:
+            return of_rows
+        out = np.zeros(len(self), of_rows.dtype)
+        np.add.at(out, self.of_row, of_rows)
+        return out
+
+    def longest(self, of_rows: IntArray) -> IntArray:
+        """The largest of each unit."""
+        if self.rows is None:
+            return of_rows
+        out = np.zeros(len(self), np.int64)
+        np.maximum.at(out, self.of_row, of_rows)
+        return out
+
+
+def _array(values: Any, call: str, name: str, meaning: str) -> npt.NDArray[Any]:
+    try:
+        found: npt.NDArray[Any] = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:  # a tensor on another device, rows of several sizes
+        raise PlanError(
+            f"{call}: {name} are no array: {error}; expected numbers [B] on the host: {meaning}. Copy them there."
+        ) from error
+    if found.ndim != 1 or found.dtype == object:
+        seen = f"a {type(values).__name__}" if found.ndim == 0 else f"{found.dtype} {found.shape}"
+        raise PlanError(f"{call}: {name} are {seen}; expected numbers [B]: {meaning}. Give one a row.")
+    return found

@@ -1,0 +1,135 @@
+"""A plan for all data-parallel ranks, made on the driver from lengths alone: no collective is needed.
+
+lengths [B] -> balance_rows -> rows of each rank -> a MicroBatchPlan each -> equal counts, global denominators
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from maskpack.balance import balance_rows
+from maskpack.budget import Budget, Oversize
+from maskpack.costs import Cost, IntArray, RowCost, checked_amounts, checked_lengths
+from maskpack.errors import PlanError
+from maskpack.plan import MicroBatchPlan, planned
+
+_CALL = "plan_ranks"
+
+
+def plan_ranks(
+    lengths: Any,
+    ranks: int,
+    token_budget: float | None,
+    *,
+    cost: Cost = "tokens",
+    num_updates: int = 1,
+    groups: Any = None,
+    multiple_of: int = 1,
+    min_count: int | None = None,
+    max_rows: int | None = None,
+    oversize: Oversize = "alone",
+    work: RowCost | None = None,
+    loss_tokens: Any = None,
+    equal_rows: bool = True,
+    seed: int = 0,
+) -> RankPlans:
+    """Rows to ranks by `balance_rows`, and on each rank into micro-batches by `plan_micro_batches`: the same number in
+    the same update of every rank.
+
+    Args:
+        lengths: [B], real tokens of each row of the whole batch, prompt plus response.
+        ranks: data-parallel ranks.
+        equal_rows, seed: for `balance_rows`, which evens out `work`, or else tokens.
+        token_budget and the others: for `plan_micro_batches`, of each rank. `groups` and `loss_tokens` are [B]; loss
+            weights count the rows of all ranks.
+
+    Raises:
+        PlanError: as these two; or a rank would have no row to run.
+    """
+    found = checked_lengths(lengths, _CALL)
+    rule = Budget(token_budget, cost, num_updates, multiple_of, min_count, max_rows, oversize, work)
+    rows = balance_rows(
+        found, ranks, equal_rows=equal_rows, cost="tokens" if work is None else work, groups=groups, seed=seed
+    )
+    labels = None if groups is None else list(groups.tolist() if hasattr(groups, "tolist") else groups)
+    tokens = None
+    if loss_tokens is not None:
+        tokens = checked_amounts(loss_tokens, found.size, _CALL, "loss_tokens", "the sum of each row's loss mask")
+    return RankPlans(rows, found, rule, labels, tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class RankPlans:
+    """The rows of each rank, and its plan.
+
+    Attributes:
+        rows: for each rank a list of row numbers of the whole batch.
+        lengths: int64 [B], of the whole batch.
+    """
+
+    rows: list[list[int]]
+    lengths: IntArray
+    _rule: Budget
+    _groups: Sequence[Any] | None
+    _loss_tokens: Any
+
+    @cached_property
+    def plans(self) -> list[MicroBatchPlan]:
+        """For each rank; their row indices count the rank's own rows, in the order of `rows`."""
+        return equalized([self._plan(own) for own in self.rows])
+
+    @property
+    def num_ranks(self) -> int:
+        """Data-parallel ranks."""
+        return len(self.rows)
+
+    @property
+    def divisible(self) -> bool:
+        """Whether its rows may be run in other parts than planned: one update, without loss weights."""
+        return self._rule.num_updates == 1 and self._loss_tokens is None
+
+    def for_rows(self, rows: Mapping[int, IntArray]) -> dict[int, MicroBatchPlan]:
+        """Plans for some rows on some ranks, by the same rule: what is left of a call that failed."""
+        plans = equalized([self._plan(own.tolist()) for own in rows.values()])
+        return dict(zip(rows, plans, strict=True))
+
+    def _plan(self, rows: list[int]) -> MicroBatchPlan:
+        groups = None if self._groups is None else [self._groups[row] for row in rows]
+        tokens = None if self._loss_tokens is None else self._loss_tokens[rows]
+        return planned(self._rule, self.lengths[rows], groups, tokens)
+
+    def metrics(self) -> dict[str, float]:
+        """Flat, for a logger: the sums over ranks of their plans' counts and the means of their ratios;
+        `plan/rank_imbalance`: the most work of a rank over the mean, micro-batch by micro-batch, because ranks wait
+        for each other in each."""
+        of_ranks = [plan.metrics() for plan in self.plans]
+        ratios = {"plan/fill", "plan/budget_use", "plan/imbalance"}
+        out = {
+            key: float(
+                np.mean([own[key] for own in of_ranks]) if key in ratios else np.sum([own[key] for own in of_ranks])
+            )
+            for key in of_ranks[0]
+        }
+        loads = np.array([plan.loads() for plan in self.plans])
+        out["plan/updates"] = of_ranks[0]["plan/updates"]
+        out["plan/rank_imbalance"] = float(loads.max(0).sum() / loads.mean(0).sum()) if loads.any() else 1.0
+        return out
+
+
+def equalized(plans: Sequence[MicroBatchPlan]) -> list[MicroBatchPlan]:
+    """The plans of all ranks with equal counts, and with loss weights that count the rows of all of them."""
+    counts = [max(own) for own in zip(*(plan.counts for plan in plans), strict=True)]
+    empty = [rank for rank, plan in enumerate(plans) if not plan.num_rows]
+    if empty and any(counts):
+        raise PlanError(
+            f"{_CALL}: ranks {empty[:8]} have no row to run, others have; expected at least one on each. Use fewer "
+            "ranks, or more rows."
+        )
+    out = [plan.with_count(counts) for plan in plans]
+    losses = [plan.loss for plan in out if plan.loss is not None]
+    return out if not losses else [replace(plan, loss=plan.loss.over(losses)) for plan in out if plan.loss is not None]
