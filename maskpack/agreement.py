@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from maskpack.costs import FloatArray
+from maskpack.costs import FloatArray, IntArray
 from maskpack.errors import PlanError
 from maskpack.loss_weights import Loss
 from maskpack.plan import MicroBatchPlan
@@ -43,7 +43,7 @@ def agree_on_count(
     Raises:
         PlanError: on all ranks alike, if one of them has no plan or no row to run, if they planned different numbers of
             updates or multiples, or some with loss tokens and some without. On the rank whose function raised, the
-            error is that one.
+            error is that one. Ranks are named as in the default group.
     """
     own: Any = None
     cause: Exception | None = None
@@ -54,7 +54,7 @@ def agree_on_count(
     said = _gathered(_message(own), process_group)
     if cause is not None:
         raise cause
-    _check(said)
+    _check(said, np.array(dist.get_process_group_ranks(process_group)))
     assert isinstance(own, MicroBatchPlan)
     updates = len(own.updates)
     counts, rows, tokens = (said[:, _HEAD + part * _MOST_UPDATES :][:, :updates] for part in range(3))
@@ -71,16 +71,24 @@ def _message(plan: Any) -> FloatArray:
     if isinstance(plan, MicroBatchPlan) and len(plan.updates) <= _MOST_UPDATES:
         parts: list[Any] = [plan.counts]
         if plan.loss is not None:
-            parts += [plan.loss.rows_of, plan.loss.tokens_of]
+            loss = Loss.of(plan.loss.tokens, _rows(plan))  # its own rows alone, also if it was agreed on before
+            parts += [loss.rows_of, loss.tokens_of]
         out[:_HEAD] = 1 + (plan.num_rows > 0), len(plan.updates), plan.rule.multiple_of, plan.loss is not None
         for part, values in enumerate(parts):
             out[_HEAD + part * _MOST_UPDATES :][: len(values)] = values
     return out
 
 
+def _rows(plan: MicroBatchPlan) -> list[list[int]]:
+    """The rows of each update."""
+    updates = zip(plan.updates, plan.dummies, strict=True)
+    return [[row for rows in update[: len(update) - dummies] for row in rows] for update, dummies in updates]
+
+
 def _gathered(message: FloatArray, group: dist.ProcessGroup | None) -> FloatArray:
     """[ranks, ...]: the messages of all ranks."""
-    device = "cpu" if "gloo" in str(dist.get_backend(group)) else torch.device("cuda", torch.cuda.current_device())
+    on_cpu = "cpu:" in dist.get_backend_config(group)  # such as cpu:gloo,cuda:nccl
+    device = "cpu" if on_cpu else torch.device("cuda", torch.cuda.current_device())
     out = torch.zeros(dist.get_world_size(group), message.size, dtype=torch.float64)
     out[dist.get_rank(group)] = torch.from_numpy(message)
     out = out.to(device)
@@ -88,21 +96,21 @@ def _gathered(message: FloatArray, group: dist.ProcessGroup | None) -> FloatArra
     return out.cpu().numpy()
 
 
-def _check(said: FloatArray) -> None:
+def _check(said: FloatArray, ranks: IntArray) -> None:
     states = said[:, 0]
     if (states == 0).any():
         raise PlanError(
-            f"{_CALL}: ranks {np.flatnonzero(states == 0).tolist()} have no plan of at most {_MOST_UPDATES} updates; "
+            f"{_CALL}: ranks {ranks[states == 0].tolist()} have no plan of at most {_MOST_UPDATES} updates; "
             "expected one on every rank. Look for the error on these ranks."
         )
     for at, what in ((1, "num_updates"), (2, "multiple_of"), (3, "loss_tokens given")):
         if len(set(said[:, at].tolist())) > 1:
             raise PlanError(
-                f"{_CALL}: {what} is {said[:, at].astype(np.int64).tolist()} on the ranks; expected the same on all. "
-                "Plan alike on every rank."
+                f"{_CALL}: {what} is {said[:, at].astype(np.int64).tolist()} on ranks {ranks.tolist()}; expected "
+                "the same on all. Plan alike on every rank."
             )
     if (states == 1).any() and said[:, _HEAD : _HEAD + _MOST_UPDATES].any():
         raise PlanError(
-            f"{_CALL}: ranks {np.flatnonzero(states == 1).tolist()} have no row to run, others have; expected at least "
+            f"{_CALL}: ranks {ranks[states == 1].tolist()} have no row to run, others have; expected at least "
             "one on each. Give every rank a row, of weight zero if it must be."
         )

@@ -24,6 +24,7 @@ from tensordict import TensorDict
 from maskpack.errors import LayoutError, MaskpackError, WorkerError
 from maskpack.packed import PackedBatch, decompress
 from maskpack.parcels import Receipt
+from maskpack.rank_plans import RankPlans
 from maskpack.rows import IntArray
 from maskpack.strands import Outline
 from maskpack.views import BatchView
@@ -44,6 +45,7 @@ class Request:
             ObjectRef for what is large.
         layout: of the result.
         grace: seconds that the other ranks have once one has failed.
+        plan: of the rows, for every rank.
     """
 
     method: str
@@ -51,6 +53,7 @@ class Request:
     kwargs: Mapping[str, Any]
     layout: Results
     grace: float
+    plan: RankPlans | None = None
 
 
 @dataclass
@@ -182,11 +185,17 @@ class Call:
         """Sends the rows again that have no result: to the ranks that are alive, or to those of another group.
 
         The results that are there are kept; the call that is returned has them and those of the rows sent again.
-        Raises MaskpackError if every rank was lost and no group is given.
+        A plan is made anew for them. Raises MaskpackError if every rank was lost and no group is given, or if the plan
+        has several updates or loss weights: then a part of it is another step than the whole.
         """
         failed = [part for part in self.parts if part.receipt is None]
         if not failed:
             return self
+        if self.request.plan is not None and not self.request.plan.divisible:
+            raise MaskpackError(
+                f'WorkerGroup: "{self.request.method}" was called with a plan of several updates, or with loss tokens; '
+                "expected one whose rows may be sent in other parts. Run the whole call again, from a checkpoint."
+            )
         to = self.group if group is None else group
         lost = self.lost.union(part.rank for part in failed if part.lost) if group is None else frozenset[int]()
         ranks = [rank for rank in range(to.num_ranks) if rank not in lost]

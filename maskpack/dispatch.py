@@ -21,12 +21,14 @@ import ray
 from tensordict import TensorDictBase
 
 from maskpack.calls import Call, Part, Request, Results
-from maskpack.division import Balance, divided, ranks_of, rows_of, shares
+from maskpack.division import Balance, divided, of_plan, planned_lengths, ranks_of, rows_of, shares
 from maskpack.errors import LayoutError, MaskpackError
 from maskpack.options import Registry, Verify
 from maskpack.packed import PackedBatch, compress
 from maskpack.parcels import At, Packing, Parcel, RowsAt, endpoint
 from maskpack.placement import Placement, Site
+from maskpack.plan import MicroBatchPlan
+from maskpack.rank_plans import RankPlans, plan_ranks
 from maskpack.registry import RL_FIELDS
 from maskpack.rows import IntArray, even_sizes
 from maskpack.views import BatchView
@@ -129,6 +131,7 @@ class WorkerGroup:
         *args: Any,
         layout: Results = "padded",
         balance: Balance = "rows",
+        plan: RankPlans | None = None,
         pipelined: bool = False,
         timeout: float | None = None,
         grace: float = 60.0,
@@ -144,6 +147,8 @@ class WorkerGroup:
             layout: of a TensorDict result; `view` leaves the rows where they are and gives a BatchView.
             balance: parts in row order, `rows` that differ by one row at most or `tokens` of equal sums as far as rows
                 allow; or the row numbers of each rank. With fewer rows than ranks, some ranks are called with none.
+            plan: who does which rows instead of `balance`, and in which micro-batches (see `plan`): each rank's method
+                gets its MicroBatchPlan.
             pipelined: encode and send rank by rank, so that the first rank begins while the next rows are encoded; for
                 a padded or nested batch in parts of equal rows. An error of encoding is raised when ranks are at work.
             timeout: seconds to wait for the ranks.
@@ -159,7 +164,7 @@ class WorkerGroup:
             LayoutError: batches of different numbers of rows, or a `balance` that is no partition of the rows.
         """
         sent = self.submit(
-            method, batch, *args, layout=layout, balance=balance, pipelined=pipelined, grace=grace, **kwargs
+            method, batch, *args, layout=layout, balance=balance, plan=plan, pipelined=pipelined, grace=grace, **kwargs
         )
         result = sent.result(timeout)
         self.metrics = sent.metrics
@@ -173,6 +178,7 @@ class WorkerGroup:
         *args: Any,
         layout: Results = "padded",
         balance: Balance = "rows",
+        plan: RankPlans | None = None,
         pipelined: bool = False,
         grace: float = 60.0,
         **kwargs: Any,
@@ -180,6 +186,8 @@ class WorkerGroup:
         """As `call`, without waiting: the rows are encoded and sent, and the ranks are at work."""
         if layout not in ("padded", "nested", "view"):
             raise LayoutError(f'WorkerGroup: layout is {layout!r}; expected "padded", "nested" or "view". Choose one.')
+        if pipelined and plan is not None:
+            raise LayoutError("WorkerGroup: pipelined with a plan; expected one of them. Leave pipelined out.")
         if pipelined:
             return self._pipelined(method, batch, args, layout, balance, grace, kwargs)
         begun = time.perf_counter()
@@ -197,13 +205,13 @@ class WorkerGroup:
                     f"WorkerGroup: a batch of {value.num_rows} rows beside one of {view.num_rows}; expected as many. "
                     "Wrap what every rank should get whole: Broadcast(batch)."
                 )
-        request = Request(method, tuple(given), named, layout, grace)
-        rows = divided(view, balance, self.num_ranks)
+        request = Request(method, tuple(given), named, layout, grace, plan)
+        ranks = self.num_ranks
+        rows = divided(view, balance, ranks) if plan is None else of_plan(plan, view, balance, ranks)
         encoded = time.perf_counter()
         parts, metrics = self.send(request, dict(enumerate(rows)))
-        return Call(
-            self, request, parts, {"dispatch/encode_ms": 1e3 * (encoded - begun)} | shares(view, rows) | metrics
-        )
+        metrics |= {"dispatch/encode_ms": 1e3 * (encoded - begun)} | shares(view, rows)
+        return Call(self, request, parts, metrics | ({} if plan is None else plan.metrics()))
 
     def _pipelined(
         self, method: str, batch: Any, args: tuple[Any, ...], layout: Results, balance: Any, grace: float, kwargs: Any
@@ -276,6 +284,31 @@ class WorkerGroup:
         }
         return there if onto is None else onto.with_fields(there)
 
+    def plan(
+        self, batch: PackedBatch | BatchView, token_budget: float | None, *, lengths: Any = None, **options: Any
+    ) -> RankPlans:
+        """Rows for each rank, and their micro-batches, planned here from lengths alone: `plan_ranks` for the ranks of
+        the group. Give it to `call`, and to `put` (`balance=plan.rows`) for where the rows will go.
+
+        Args:
+            batch: packed, or a view.
+            token_budget: the most real tokens of a micro-batch.
+            lengths: [B], real tokens of each row, prompt plus response; by default those of the sequence layout, or of
+                the prompt and the response.
+            options: of `plan_ranks`.
+
+        Raises:
+            PlanError: as `plan_ranks`; or the layouts of the batch do not say how long its rows are.
+        """
+        view = self._argument(batch)
+        if isinstance(batch, TensorDictBase) or not isinstance(view, BatchView):
+            raise LayoutError(
+                f"WorkerGroup.plan: got a {type(batch).__name__}; expected a PackedBatch or a BatchView, whose lengths "
+                "are known. Put the batch first: rows = group.put(batch)."
+            )
+        known = planned_lengths(view) if lengths is None else lengths
+        return plan_ranks(known, self.num_ranks, token_budget, **options)
+
     def pack(self, batch: TensorDictBase) -> PackedBatch:
         """`compress` with the group's options."""
         return compress(batch, **self._options)
@@ -289,6 +322,7 @@ class WorkerGroup:
         begun = time.perf_counter()
         arguments = [*request.args, *request.kwargs.values()]
         parts: dict[int, Part] = {}
+        plans = {} if request.plan is None else request.plan.for_rows(rows)
         nbytes = 0
         for site, ranks, index in self._by_site(rows):
             placed: dict[int, BatchView] = {}
@@ -300,7 +334,7 @@ class WorkerGroup:
             end = 0
             for rank in ranks:
                 begin, end = end, end + rows[rank].size
-                parts[rank] = self._start(request, rank, rows[rank], placed, slice(begin, end))
+                parts[rank] = self._start(request, rank, rows[rank], placed, slice(begin, end), plans.get(rank))
         metrics = {"dispatch/bytes_sent": float(nbytes), "dispatch/put_ms": 1e3 * (time.perf_counter() - begun)}
         return [parts[rank] for rank in rows], metrics
 
@@ -311,8 +345,9 @@ class WorkerGroup:
         rows: IntArray,
         placed: Mapping[int, BatchView],
         own: slice,
+        plan: MicroBatchPlan | None,
     ) -> Part:
-        """Calls the actors of one rank; `own` are its rows among those of its site."""
+        """Calls the actors of one rank; `own` are its rows among those of its site, and `plan` their micro-batches."""
         objects: list[Any] = []
         places: dict[Any, int] = {}
 
@@ -324,7 +359,7 @@ class WorkerGroup:
 
         def travelling(value: Any) -> Any:
             if isinstance(value, Broadcast):
-                return RowsAt.of(placed[id(value)], add)
+                return RowsAt.of(placed[id(value)], add, whole=True)
             if isinstance(value, BatchView):
                 return RowsAt.of(placed[id(value)].select(own), add)
             return At(add(value)) if isinstance(value, ray.ObjectRef) else value
@@ -335,7 +370,7 @@ class WorkerGroup:
         packed: Any = None
         for actor in self._ranks[rank]:
             speaks = actor == self._speakers[rank]
-            parcel = Parcel(args, kwargs, self._packing, speaks, request.layout == "view")
+            parcel = Parcel(args, kwargs, self._packing, speaks, request.layout == "view", plan)
             receipt, returned = _started(self.actors[actor], request.method, parcel, objects)
             receipts.append(receipt)
             packed = returned if speaks else packed

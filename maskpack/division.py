@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 from tensordict import NonTensorData, TensorDictBase
 
-from maskpack.errors import LayoutError, MaskpackError
+from maskpack.errors import LayoutError, MaskpackError, PlanError
 from maskpack.options import Registry
+from maskpack.rank_plans import RankPlans
 from maskpack.registry import MaskNestingRegistry
 from maskpack.rows import IntArray, cumulated, even_sizes, row_index
 from maskpack.tree import walk
@@ -81,6 +82,29 @@ def divided(view: BatchView, balance: Balance, ranks: int) -> list[IntArray]:
             f"rows once, for {ranks} ranks. Give a list of row numbers for each rank."
         )
     return rows
+
+
+def planned_lengths(view: BatchView) -> IntArray:
+    """int64 [B]: the real tokens of each row, prompt plus response. Raises PlanError where layouts do not say."""
+    known = view.layouts
+    if "sequence" in known:
+        return view.lengths("sequence")
+    if {"prompt", "response"} <= set(known):
+        return view.lengths("prompt") + view.lengths("response")
+    raise PlanError(
+        f"WorkerGroup.plan: the batch has layouts {sorted(known)}; expected the sequence, or the prompt and the "
+        "response, because a response alone is not what a row costs. Pass lengths=, a sum of view.lengths(name)."
+    )
+
+
+def of_plan(plan: RankPlans, view: BatchView, balance: Balance, ranks: int) -> list[IntArray]:
+    """The rows of each rank by a plan."""
+    if balance != "rows" or plan.num_ranks != ranks or plan.lengths.size != view.num_rows:
+        raise PlanError(
+            f"WorkerGroup: plan of {plan.lengths.size} rows on {plan.num_ranks} ranks with balance {balance!r}; "
+            f"expected {view.num_rows} rows on {ranks} ranks, and no balance. Make it with group.plan."
+        )
+    return divided(view, plan.rows, ranks)
 
 
 def _nearest(sums: IntArray, wanted: npt.NDArray[np.float64]) -> IntArray:

@@ -94,7 +94,10 @@ class RankPlans:
         return self._rule.num_updates == 1 and self._loss_tokens is None
 
     def for_rows(self, rows: Mapping[int, IntArray]) -> dict[int, MicroBatchPlan]:
-        """Plans for some rows on some ranks, by the same rule: what is left of a call that failed."""
+        """Plans for some rows on some ranks, by the same rule: those that are there, or for what is left of a call that
+        failed."""
+        if [own.tolist() for own in rows.values()] == self.rows:
+            return dict(zip(rows, self.plans, strict=True))
         plans = equalized([self._plan(own.tolist()) for own in rows.values()])
         return dict(zip(rows, plans, strict=True))
 

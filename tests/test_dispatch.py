@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 import warnings
@@ -63,6 +64,46 @@ class Worker:
     @endpoint
     def nothing(self, batch):
         return None
+
+    @endpoint(micro_batches=True)
+    def scale_in_parts(self, batch, factor, other=None, *, whole=None):
+        if other is not None:
+            assert same_bits(other["old_log_probs"], batch["old_log_probs"])
+        assert whole is None or len(whole) == B
+        values = TensorDict({"values": batch["old_log_probs"] * factor}, batch_size=batch.batch_size)
+        return values, len(batch), batch["attention_mask"].sum().item()
+
+    @endpoint(layout="nested", micro_batches=True)
+    def scale_nested_in_parts(self, batch):
+        assert batch["old_log_probs"].offsets() is batch["responses"].offsets()
+        out = TensorDict({}, batch_size=batch.batch_size)
+        return out.set("values", batch["old_log_probs"] * 2)
+
+    @endpoint(micro_batches=True)
+    def count_in_parts(self, batch):
+        return len(batch)
+
+    @endpoint(micro_batches=True)
+    def differ_in_parts(self, batch):
+        return batch.select("responses") if len(batch) > 1 else {}
+
+    @endpoint
+    def planned(self, batch, plan):
+        parts = [part["attention_mask"].sum().item() for part in plan.apply(batch)]
+        return {
+            "uid": list(batch["uid"]),
+            "micro_batches": plan.micro_batches,
+            "tokens": parts,
+            "counts": plan.counts,
+            "weights": plan.loss_weights("token-mean", gradients="sum") if plan.loss else None,
+        }
+
+    @endpoint(micro_batches=True)
+    def fail_once_in_parts(self, batch, path):
+        if batch["uid"][0] == "row-0" and not os.path.exists(path):
+            open(path, "w").close()
+            raise ValueError("once")
+        return batch.select("old_log_probs")
 
     @endpoint
     def objects(self, batch):
@@ -310,6 +351,113 @@ def test_equal_tokens(group, batch):
     assert sum(sums) == sum(tokens)
     assert max(sums) - min(sums) <= max(tokens)
     assert group.metrics["dispatch/imbalance"] == max(sums) * RANKS / sum(sums)
+
+
+# -------------------------------------------------------------------- plans
+
+
+def test_micro_batches_planned_on_the_driver(group, batch):
+    rows = group.put(batch)
+    lengths = batch["attention_mask"].sum(-1)
+    budget = int(lengths.max()) + 3
+    plan = group.plan(rows, budget, num_updates=2, loss_tokens=batch["response_mask"].sum(-1))
+    told = group.call("planned", rows, plan=plan)
+    assert [each["uid"] for each in told] == [[batch["uid"][row] for row in own] for own in plan.rows]
+    assert sorted(row for own in plan.rows for row in own) == list(range(B))
+    assert len({tuple(each["counts"]) for each in told}) == 1
+    assert max(tokens for each in told for tokens in each["tokens"]) <= budget
+    total = batch["response_mask"].sum().item()
+    per_update = [{weight for each in told for part in update(each) for weight in part} for update in (_first, _second)]
+    assert all(len(weights - {0.0}) == 1 for weights in per_update)
+    assert sum(1 / max(weights) for weights in per_update) == pytest.approx(total)
+    assert group.metrics["plan/micro_batches"] == sum(len(each["micro_batches"]) for each in told)
+    assert group.metrics["plan/rank_imbalance"] >= 1
+
+
+def same_bits(x, y):
+    return torch.equal(x.view(torch.int32), y.view(torch.int32))
+
+
+def _first(told):
+    return told["weights"][: told["counts"][0]]
+
+
+def _second(told):
+    return told["weights"][told["counts"][0] :]
+
+
+@pytest.mark.parametrize("count", [None, 1, 5])
+def test_a_method_for_micro_batches(group, batch, count):
+    rows = group.put(batch)
+    plan = group.plan(rows, int(batch["attention_mask"].sum(-1).max()), min_count=count)
+    values, sizes, tokens = group.call("scale_in_parts", rows, 3.0, plan=plan)
+    assert same_bits(values["values"], batch["old_log_probs"] * 3.0)
+    assert [len(own) for own in sizes] == [own.counts[0] - sum(own.dummies) for own in plan.plans]
+    assert sum(map(sum, sizes)) == B
+    assert sum(map(sum, tokens)) == batch["attention_mask"].sum().item()
+    assert max(max(own) for own in tokens) <= int(batch["attention_mask"].sum(-1).max())
+
+
+def test_several_batches_for_micro_batches(group, batch):
+    plan = group.plan(group.pack(batch), None, max_rows=2)
+    result = group.call("scale_in_parts", batch, 2.0, group.pack(batch), plan=plan, whole=Broadcast(batch))[0]
+    assert same_bits(result["values"], batch["old_log_probs"] * 2.0)
+
+
+def test_nested_micro_batches(group, batch):
+    plan = group.plan(group.pack(batch), 40, oversize="alone")
+    for layout in ("padded", "nested"):
+        result = group.call("scale_nested_in_parts", batch, plan=plan, layout=layout)
+        result = result if layout == "padded" else mp.unnest(result)
+        assert same_bits(result["values"], batch["old_log_probs"] * 2)
+
+
+def test_a_method_for_micro_batches_without_a_plan(group, batch):
+    assert sum(group.call("count_in_parts", batch)) == B
+    values, sizes, _ = group.call("scale_in_parts", batch, 3.0)
+    assert same_bits(values["values"], batch["old_log_probs"] * 3.0)
+    assert sum(sizes) == B
+
+
+def test_results_of_micro_batches_that_do_not_fit(group, batch):
+    plan = group.plan(group.pack(batch), None, max_rows=2)
+    with pytest.raises(mp.WorkerError, match=r"returned a TensorDict, something else for its micro-batches"):
+        group.call("differ_in_parts", batch, plan=plan)
+
+
+def test_a_call_with_a_plan_is_retried(group, batch, tmp_path):
+    plan = group.plan(group.pack(batch), None, max_rows=1)
+    with pytest.raises(mp.WorkerError, match="once") as caught:
+        group.call("fail_once_in_parts", batch, str(tmp_path / "failed"), plan=plan)
+    result = caught.value.call.retry().result()
+    assert same_bits(result["old_log_probs"], batch["old_log_probs"])
+
+
+def test_an_update_is_not_retried_in_part(group, batch, tmp_path):
+    plan = group.plan(group.pack(batch), None, max_rows=1, loss_tokens=batch["response_mask"].sum(-1))
+    with pytest.raises(mp.WorkerError, match="once") as caught:
+        group.call("fail_once_in_parts", batch, str(tmp_path / "failed"), plan=plan)
+    with pytest.raises(mp.MaskpackError, match="Run the whole call again"):
+        caught.value.call.retry()
+
+
+@pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+def test_plans_that_do_not_fit_the_call(group, batch):
+    rows = group.put(batch)
+    plan = group.plan(rows, 100)
+    with pytest.raises(mp.PlanError, match=rf"plan of {B} rows on {RANKS} ranks with balance 'rows'; expected {B - 1}"):
+        group.call("planned", rows[1:], plan=plan)
+    with pytest.raises(mp.PlanError, match="and no balance"):
+        group.call("planned", rows, plan=plan, balance="tokens")
+    with pytest.raises(mp.LayoutError, match="pipelined with a plan"):
+        group.call("planned", batch, plan=plan, pipelined=True)
+    with pytest.raises(mp.LayoutError, match=r"got a TensorDict; expected a PackedBatch or a BatchView"):
+        group.plan(batch, 100)
+    alone = group.pack(batch.select("response_mask", "old_log_probs"))
+    with pytest.raises(mp.PlanError, match=r"has layouts \['response'\]; expected the sequence, or the prompt and"):
+        group.plan(alone, 100)
+    given = group.plan(alone, 100, lengths=batch["attention_mask"].sum(-1))
+    assert given.lengths.tolist() == plan.lengths.tolist() == batch["attention_mask"].sum(-1).tolist()
 
 
 def test_pipelined_gives_the_same(group, batch):
