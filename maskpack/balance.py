@@ -17,6 +17,8 @@ from maskpack.costs import Cost, FloatArray, IntArray, Units, check_cost, checke
 _CALL = "balance_rows"
 _PATIENCE = 8
 """Exchanges for each rank, at most."""
+_WEIGHED = 256
+"""Pairs whose places even out the updates; chance places the others."""
 
 
 def balance_rows(
@@ -31,8 +33,8 @@ def balance_rows(
         cost: "tokens", or a function of lengths int64 [B] that gives costs [B], such as a FlopsModel.
         groups: [B], labels; rows of one label go to one rank, one after the other, in the order given. `equal_rows` is
             then as many groups on every rank.
-        seed: of the order of a rank's rows. They are shuffled so that long and short rows lie evenly: consecutive parts
-            of equal size, such as the optimizer updates of a plan, have like lengths.
+        seed: of the order of a rank's rows. They are shuffled so that long and short rows lie evenly: halves, quarters
+            and so on, such as the optimizer updates of a plan, have like sums over all ranks.
 
     Returns:
         A list of row numbers for each rank; each row is in one of them. Empty ones where there are fewer rows.
@@ -49,7 +51,7 @@ def balance_rows(
     ranks_of = (_dealt if equal_rows else _to_the_lightest)(weights, order, ranks)
     parts = [order[ranks_of[order] == rank] for rank in range(ranks)]  # largest first
     _exchange(weights, parts, moves=not equal_rows)
-    return [units.members(part.tolist()) for part in _mixed(parts, np.random.default_rng(seed))]
+    return [units.members(part.tolist()) for part in _mixed(weights, parts, np.random.default_rng(seed))]
 
 
 def _dealt(weights: FloatArray, order: IntArray, ranks: int) -> IntArray:
@@ -111,21 +113,44 @@ def _sorted(weights: FloatArray, part: IntArray) -> IntArray:
     return part[np.argsort(-weights[part], kind="stable")]
 
 
-def _mixed(parts: list[IntArray], rng: np.random.Generator) -> list[IntArray]:
-    """A shuffle of each part, whose units are sorted by size: each half of it, each quarter, and so on, has like sizes.
+def _mixed(weights: FloatArray, parts: list[IntArray], rng: np.random.Generator) -> list[IntArray]:
+    """A shuffle of each part, whose units are sorted by weight: each half of it, each quarter, and so on, has like
+    weights, and those of all parts together have like sums.
 
-    Of two neighbours one goes into the first half and the other into the second, by chance; within the halves likewise.
-    A unit may come to lie anywhere.
+    Of two neighbours one goes into the first half and the other into the second, by chance, and within the halves
+    likewise. The pairs that differ most, of all parts, do not leave it to chance: they even the sums out.
     """
     units = np.concatenate(parts)
     sizes = np.array([part.size for part in parts])
-    stretch = np.repeat(np.arange(sizes.size), sizes)  # then its halves, quarters, ...
-    place = np.arange(units.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # within the stretch
+    part = np.repeat(np.arange(sizes.size), sizes)
+    path = np.zeros(units.size, np.int64)  # which half, quarter, ... of its part
+    place = np.arange(units.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # within that
     for _ in range(int(sizes.max() - 1).bit_length() if units.size else 0):
-        coins = rng.integers(0, 2, units.size)
         second = (place & 1).astype(np.bool_)
+        heads = np.flatnonzero(~second)
+        alone = np.append(heads[1:] == heads[:-1] + 1, heads[-1:] == units.size - 1)
+        differences = weights[units[heads]] - np.where(alone, 0.0, weights[units[(heads + 1) % units.size]])
+        coins = np.zeros(units.size, np.int64)
+        coins[heads] = _tossed(differences, path[heads], rng)
         coins[second] = coins[np.flatnonzero(second) - 1]  # one coin for both
-        stretch = 2 * stretch + ((place + coins) & 1)
-        order = np.argsort(stretch, kind="stable")
-        units, stretch, place = units[order], stretch[order], place[order] // 2
+        path = 2 * path + ((place + coins) & 1)
+        order = np.lexsort((path, part))
+        units, path, place = units[order], path[order], place[order] // 2
     return np.split(units, np.cumsum(sizes)[:-1])
+
+
+def _tossed(differences: FloatArray, path: IntArray, rng: np.random.Generator) -> IntArray:
+    """[pairs] 0 where the larger of a pair goes into the first half. The sums of the halves of each path are evened
+    out by the pairs that differ most, the largest first, wherever one would not tip the scales."""
+    coins = rng.integers(0, 2, differences.size)
+    largest = np.argsort(-differences, kind="stable")[:_WEIGHED]
+    signed = np.where(coins == 0, differences, -differences)
+    signed[largest] = 0.0
+    sums = np.bincount(path, signed, minlength=1).tolist()
+    for pair, where, difference in zip(
+        largest.tolist(), path[largest].tolist(), differences[largest].tolist(), strict=True
+    ):
+        if abs(sums[where]) >= difference:
+            coins[pair] = sums[where] > 0
+        sums[where] += -difference if coins[pair] else difference
+    return coins

@@ -119,7 +119,7 @@ class Ground:
 
     def loads(self, bins: Sequence[Sequence[int]]) -> FloatArray:
         """[bins]: their work, or their costs."""
-        return self.costs(bins) if self.rule.work is None else _sums(self.work, bins)
+        return self.costs(bins) if self.rule.work is None and self.limit.padded else _sums(self.work, bins)
 
     # ---------------------------------------------------------------- bins
 

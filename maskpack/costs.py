@@ -101,7 +101,10 @@ def in_parts(costs: npt.NDArray[Any], budget: float) -> tuple[IntArray, int]:
     """Costs and their budget as whole numbers, so that sums are exact: as they are, or times a power of two that makes
     the budget one, rounded up."""
     if costs.dtype.kind in "iu":
-        return costs.astype(np.int64), int(budget)
+        return costs.astype(np.int64), min(int(budget), 2**62)  # above any sum of lengths
+    exact, budget = budget, float(budget)
+    if budget > exact:  # it was a whole number of more than 53 bits
+        budget = math.nextafter(budget, 0.0)
     power = 53 - math.frexp(budget)[1]  # all digits of the budget stand before the point
     over = np.minimum(costs, 2.0 * budget)  # what is over the budget stays over it
     return np.ceil(np.ldexp(over, power)).astype(np.int64), int(math.ldexp(budget, power))
@@ -147,9 +150,12 @@ class Units:
         return units if self.rows is None else [row for unit in units for row in self.rows[unit]]
 
     def sums(self, of_rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The sum of each unit."""
+        """The sum of each unit; of floats the next number that is not below it."""
         if self.rows is None:
             return of_rows
+        if of_rows.dtype.kind == "f":
+            items = of_rows.tolist()
+            return np.array([_sum_upwards([items[row] for row in own]) for own in self.rows], np.float64)
         out = np.zeros(len(self), of_rows.dtype)
         np.add.at(out, self.of_row, of_rows)
         return out
@@ -161,6 +167,14 @@ class Units:
         out = np.zeros(len(self), np.int64)
         np.maximum.at(out, self.of_row, of_rows)
         return out
+
+
+def _sum_upwards(items: list[float]) -> float:
+    try:
+        total = math.fsum(items)  # the nearest number to the sum
+    except OverflowError:
+        return math.inf
+    return math.nextafter(total, math.inf) if math.fsum([*items, -total]) > 0 else total
 
 
 def _array(values: Any, call: str, name: str, meaning: str) -> npt.NDArray[Any]:

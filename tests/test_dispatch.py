@@ -627,6 +627,11 @@ def test_the_page_runs(local_ray):
     assert [found["clip"] for found in names["metrics"]] == [0.2, 0.2]
 
 
+def test_the_page_of_plans_runs(local_ray):
+    for block in BLOCK.findall((DOCS / "planning.md").read_text()):
+        exec(compile(block, "planning.md", "exec"), {"__name__": "__main__"})
+
+
 # -------------------------------------------------------------------- without Ray, and launching
 
 
