@@ -1,0 +1,123 @@
+"""Some processes with a torch.distributed group, a function in each, and a hard deadline.
+
+    rank 0   ready  works  -> its result
+    rank 1   ready  works  -> its exception
+    rank 2   ready  works ...  deadline: killed, and reported
+
+A function that runs in ranks lies in a module that can be imported. The deadline counts from when all ranks are ready.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+START = 120.0  # seconds to import torch and to find each other
+PATIENCE = timedelta(seconds=30)  # of one collective
+_NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+"""NVLink multicast can put GPUs that others share out of service."""
+_READY = "ready"
+
+
+class Outcome(NamedTuple):
+    """What became of a rank: the value of its function, or the text of its error."""
+
+    value: Any = None
+    error: str | None = None
+
+
+def run_ranks(work: Callable[..., Any], count: int, *args: Any, seconds: float, backend: str = "gloo") -> list[Outcome]:
+    """`work(*args)` in `count` processes of one group; what became of each. None of them is left afterwards.
+
+    On NCCL, rank r has device r as the current one. Every rank has one thread.
+    """
+    context = multiprocessing.get_context("spawn")
+    processes: list[BaseProcess] = []
+    pipes: list[Connection] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for rank in range(count):
+                pipe, far = context.Pipe(duplex=False)
+                place = rank, count, backend, Path(folder, "store").as_uri()
+                process = context.Process(target=_rank, args=(far, place, work, args), daemon=True)
+                process.start()
+                far.close()  # so that the death of the process ends the pipe
+                processes.append(process)
+                pipes.append(pipe)
+            return _collected(pipes, processes, seconds)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def values(outcomes: list[Outcome]) -> list[Any]:
+    """Those of all ranks; raises what went wrong on any."""
+    errors = [f"rank {rank}: {own.error}" for rank, own in enumerate(outcomes) if own.error is not None]
+    if errors:
+        raise RuntimeError("\n".join(errors))
+    return [own.value for own in outcomes]
+
+
+def _collected(pipes: list[Connection], processes: list[BaseProcess], seconds: float) -> list[Outcome]:
+    waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
+    outcomes = [Outcome(error="was not ready in time")] * len(pipes)
+    unready = len(pipes)
+    deadline = time.monotonic() + START
+    while waiting and (found := wait(list(waiting), max(deadline - time.monotonic(), 0))):
+        for pipe in found:
+            rank = waiting[pipe]
+            said = _read(pipe, processes[rank])
+            if said != _READY:
+                outcomes[rank] = said
+                del waiting[pipe]
+                continue
+            outcomes[rank] = Outcome(error=f"did not finish in {seconds} s")
+            unready -= 1
+            if not unready:
+                deadline = time.monotonic() + seconds
+    late = time.monotonic() + 5
+    for rank in {*range(len(pipes))} - {*waiting.values()}:  # these are about to leave the group
+        processes[rank].join(max(late - time.monotonic(), 0))
+    return outcomes
+
+
+def _read(pipe: Any, process: BaseProcess) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:
+        process.join()
+        return Outcome(error=f"ended with exit code {process.exitcode}")
+
+
+def _rank(pipe: Any, place: tuple[int, int, str, str], work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    rank, count, backend, store = place
+    try:
+        torch.set_num_threads(1)
+        _join(rank, count, backend, store)
+        pipe.send(_READY)
+        pipe.send(Outcome(work(*args)))
+    except Exception:
+        pipe.send(Outcome(error=traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+def _join(rank: int, count: int, backend: str, store: str) -> None:
+    device = None
+    if backend == "nccl":
+        os.environ.update(_NO_MULTICAST)
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=count, timeout=PATIENCE, device_id=device)
