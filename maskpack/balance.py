@@ -40,16 +40,17 @@ def balance_rows(
         A list of row numbers for each rank; each row is in one of them. Empty ones where there are fewer rows.
 
     Raises:
-        PlanError: lengths, costs or groups that are none, or ranks below 1.
+        PlanError: lengths, costs or groups that are none, ranks below 1, or a seed below 0.
     """
     found = checked_lengths(lengths, _CALL)
-    ranks = whole_number(ranks, 1, _CALL, "ranks")
+    ranks, seed = whole_number(ranks, 1, _CALL, "ranks"), whole_number(seed, 0, _CALL, "seed")
     check_cost(cost, ["tokens"], _CALL)
     units = Units.of(found.size, groups, _CALL)
     weights = units.sums(row_costs(cost, found, _CALL)).astype(np.float64)
     order = np.argsort(-weights, kind="stable")
     ranks_of = (_dealt if equal_rows else _to_the_lightest)(weights, order, ranks)
-    parts = [order[ranks_of[order] == rank] for rank in range(ranks)]  # largest first
+    by_rank = order[np.argsort(ranks_of[order], kind="stable")]  # of each rank, the largest first
+    parts = np.split(by_rank, np.cumsum(np.bincount(ranks_of, minlength=ranks))[:-1])
     _exchange(weights, parts, moves=not equal_rows)
     return [units.members(part.tolist()) for part in _mixed(weights, parts, np.random.default_rng(seed))]
 
@@ -88,25 +89,28 @@ def _exchange(weights: FloatArray, parts: list[IntArray], *, moves: bool) -> Non
         gap = loads[heavy] - loads[light]
         if loads[heavy] <= best or not gap:
             break
-        mine, theirs = weights[parts[heavy]], weights[parts[light]]
+        ours, theirs = parts[heavy], parts[light]
+        mine, others = weights[ours], weights[theirs]
         if moves:
-            theirs = np.append(theirs, 0)
-        if not theirs.size:
+            others = np.append(others, 0)
+        if not others.size:
             break
         wanted: FloatArray = gap / 2 - mine
-        after: IntArray = np.searchsorted(-theirs, wanted)
-        near: IntArray = np.stack([after - 1, after]).clip(0, theirs.size - 1)
-        change = mine - theirs[near]
-        score = np.where((change > 0) & (change < gap), abs(change - gap / 2), np.inf)
-        which, give = np.unravel_index(int(score.argmin()), score.shape)
-        if not np.isfinite(score[which, give]):
+        after: IntArray = np.searchsorted(-others, wanted)
+        near: IntArray = np.stack([after - 1, after]).clip(0, others.size - 1)
+        change: FloatArray = mine - others[near]
+        off: FloatArray = abs(change - gap / 2)
+        which, give = np.unravel_index(int(off.argmin()), off.shape)
+        if off[which, give] >= gap / 2:  # no change between 0 and the gap
             break
         take = int(near[which, give])
-        given, taken = parts[heavy][give], parts[light][take : take + 1]
-        parts[heavy] = _sorted(weights, np.concatenate([np.delete(parts[heavy], give), taken]))
-        parts[light] = _sorted(weights, np.append(np.delete(parts[light], slice(take, take + 1)), given))
         loads[heavy] -= change[which, give]
         loads[light] += change[which, give]
+        if take < theirs.size:
+            ours[give], theirs[take] = theirs[take], ours[give]
+        else:
+            ours, theirs = np.delete(ours, give), np.append(theirs, ours[give])
+        parts[heavy], parts[light] = _sorted(weights, ours), _sorted(weights, theirs)
 
 
 def _sorted(weights: FloatArray, part: IntArray) -> IntArray:
@@ -122,7 +126,6 @@ def _mixed(weights: FloatArray, parts: list[IntArray], rng: np.random.Generator)
     """
     units = np.concatenate(parts)
     sizes = np.array([part.size for part in parts])
-    part = np.repeat(np.arange(sizes.size), sizes)
     path = np.zeros(units.size, np.int64)  # which half, quarter, ... of its part
     place = np.arange(units.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # within that
     for _ in range(int(sizes.max() - 1).bit_length() if units.size else 0):
@@ -133,9 +136,13 @@ def _mixed(weights: FloatArray, parts: list[IntArray], rng: np.random.Generator)
         coins = np.zeros(units.size, np.int64)
         coins[heads] = _tossed(differences, path[heads], rng)
         coins[second] = coins[np.flatnonzero(second) - 1]  # one coin for both
-        path = 2 * path + ((place + coins) & 1)
-        order = np.lexsort((path, part))
-        units, path, place = units[order], path[order], place[order] // 2
+        half = (place + coins) & 1
+        begins = np.flatnonzero(place == 0)
+        stretch = np.cumsum(place == 0) - 1
+        middles = begins + np.add.reduceat(1 - half, begins)
+        order = np.empty(units.size, np.int64)
+        order[np.where(half, middles[stretch], begins[stretch]) + place // 2] = np.arange(units.size)
+        units, path, place = units[order], 2 * path[order] + half[order], place[order] // 2
     return np.split(units, np.cumsum(sizes)[:-1])
 
 
@@ -143,14 +150,15 @@ def _tossed(differences: FloatArray, path: IntArray, rng: np.random.Generator) -
     """[pairs] 0 where the larger of a pair goes into the first half. The sums of the halves of each path are evened
     out by the pairs that differ most, the largest first, wherever one would not tip the scales."""
     coins = rng.integers(0, 2, differences.size)
-    largest = np.argsort(-differences, kind="stable")[:_WEIGHED]
+    largest = np.argpartition(-differences, min(_WEIGHED, differences.size) - 1)[:_WEIGHED]
+    largest = largest[np.argsort(-differences[largest], kind="stable")]
     signed = np.where(coins == 0, differences, -differences)
     signed[largest] = 0.0
     sums = np.bincount(path, signed, minlength=1).tolist()
     for pair, where, difference in zip(
         largest.tolist(), path[largest].tolist(), differences[largest].tolist(), strict=True
     ):
-        if abs(sums[where]) >= difference:
+        if difference and abs(sums[where]) >= difference:
             coins[pair] = sums[where] > 0
         sums[where] += -difference if coins[pair] else difference
     return coins

@@ -31,58 +31,52 @@ def best_fit(order: Array, sizes: Array, capacities: Array, rows: Array, max_row
         rows: int64 [items], how many each counts against `max_rows`.
 
     Each item goes into the open bin with the least room that is enough (Johnson, 1974: best fit; of equal room, the
-    last bin that came to have it). Equal items are placed as many at a time as fit.
+    last bin that came to have it).
     """
-    items, size_of, room_of, rows_of = order.tolist(), sizes.tolist(), capacities.tolist(), rows.tolist()
     bins: list[list[int]] = []
     filled: list[int] = []  # rows of each bin
     rooms: list[int] = []  # sorted, each once
-    stacks: dict[int, list[int]] = {}  # the bins of each room
-    most = max_rows or sum(rows_of) + 1
-    at = 0
-    while at < len(items):
-        size, count = size_of[items[at]], rows_of[items[at]]
-        end = at + 1
-        while end < len(items) and size_of[items[end]] == size and rows_of[items[end]] == count:
-            end += 1
-        while at < end:
-            first = items[at]
-            found = _opened(rooms, stacks, filled, size, most - count)
-            if found is None:
-                room, bin = room_of[first], len(bins)
-                bins.append([])
-                filled.append(0)
-            else:
-                room, bin = found
-            take = min(end - at, room // size if size else end, (most - filled[bin]) // count if count else end)
-            alone = take < 1
-            take = max(take, 1)
-            bins[bin] += items[at : at + take]
-            filled[bin] += take * count
-            at += take
-            room -= take * size
-            if not alone and filled[bin] < most:
-                if room in stacks:
-                    stacks[room].append(bin)
-                else:
-                    stacks[room] = [bin]
-                    insort(rooms, room)
+    stacks: dict[int, list[int]] = {}  # the bins of each room; full ones are in none
+    most = int(rows.sum()) if max_rows is None else max_rows
+    grouped = max_rows is not None and bool((rows > 1).any())
+    columns = (order, sizes[order], rows[order], capacities[order])
+    for item, size, count, room in zip(*(column.tolist() for column in columns), strict=True):
+        at, place = bisect_left(rooms, size), -1
+        if grouped:
+            at, place = _not_full(rooms, stacks, filled, at, most - count)
+        if at < len(rooms):
+            room = rooms[at]
+            stack = stacks[room]
+            bin = stack.pop(place)
+            if not stack:
+                del stacks[room], rooms[at]
+            bins[bin].append(item)
+            filled[bin] += count
+        else:
+            bin = len(bins)
+            bins.append([item])
+            filled.append(count)
+        room -= size
+        if room < 0 or filled[bin] >= most:
+            continue
+        if room in stacks:
+            stacks[room].append(bin)
+        else:
+            stacks[room] = [bin]
+            insort(rooms, room)
     return bins
 
 
-def _opened(
-    rooms: list[int], stacks: dict[int, list[int]], filled: Sequence[int], size: int, most: int
-) -> tuple[int, int] | None:
-    """The least room that is enough, and its bin, taken out: one that holds at most `most` rows so far."""
-    for at in range(bisect_left(rooms, size), len(rooms)):
-        stack = stacks[rooms[at]]
+def _not_full(
+    rooms: Sequence[int], stacks: dict[int, list[int]], filled: Sequence[int], at: int, most: int
+) -> tuple[int, int]:
+    """From the room `at` on, the first with a bin of at most `most` rows, and the place of that bin."""
+    for number in range(at, len(rooms)):
+        stack = stacks[rooms[number]]
         for place in range(len(stack) - 1, -1, -1):
             if filled[stack[place]] <= most:
-                room, bin = rooms[at], stack.pop(place)
-                if not stack:
-                    del stacks[room], rooms[at]
-                return room, bin
-    return None
+                return number, place
+    return len(rooms), -1
 
 
 def halved(items: Sequence[int], weights: Sequence[float]) -> tuple[list[int], list[int]]:

@@ -129,14 +129,20 @@ class Units:
         """`groups` [B] are labels of any kind (uids); rows of one label are a unit. None: each row is one."""
         if groups is None:
             return cls(None, np.arange(num_rows), np.ones(num_rows, np.int64))
-        labels: list[Any] = groups.tolist() if hasattr(groups, "tolist") else list(groups)
-        if len(labels) != num_rows:
+        numbers: dict[Any, int] = {}
+        try:
+            labels = groups.tolist() if hasattr(groups, "tolist") else groups
+            of_row = [numbers.setdefault(label, len(numbers)) for label in labels]
+        except TypeError as error:  # one thing, or lists: no labels
             raise PlanError(
-                f"{call}: groups are {len(labels)} labels for {num_rows} rows; expected one for each. Give the "
+                f"{call}: groups are a {type(groups).__name__}: {error}; expected one label for each row, such as its "
+                "uid. Give these."
+            ) from error
+        if len(of_row) != num_rows:
+            raise PlanError(
+                f"{call}: groups are {len(of_row)} labels for {num_rows} rows; expected one for each. Give the "
                 "group of every row."
             )
-        numbers: dict[Any, int] = {}
-        of_row = [numbers.setdefault(label, len(numbers)) for label in labels]
         rows: list[list[int]] = [[] for _ in numbers]
         for row, unit in enumerate(of_row):
             rows[unit].append(row)

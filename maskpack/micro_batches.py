@@ -26,6 +26,7 @@ from maskpack.registry import Path, show
 from maskpack.rows import cumulated, ranges
 from maskpack.tree import Node, build, walk
 from maskpack.views import BatchView
+from maskpack.words import words
 
 _APPLY, _RESTORE = "MicroBatchPlan.apply", "MicroBatchPlan.restore"
 _Parts = Sequence[Sequence[int]]
@@ -44,9 +45,9 @@ def _(batch: PackedBatch | BatchView, parts: _Parts, num_rows: int) -> Iterator[
 
 @take_rows.register(Tensor)
 def _(batch: Tensor, parts: _Parts, num_rows: int) -> Iterator[Tensor]:
-    _check_rows(batch.shape[0] if batch.dim() else None, num_rows)
+    _check_rows(batch.size(0) if batch.dim() else None, num_rows)
     if not batch.is_nested:
-        return (batch.index_select(0, _index(rows, batch.device)) for rows in parts)
+        return (_picked(batch, _index(rows, batch.device)) for rows in parts)
     return (fields[()] for fields in _jagged_parts({(): batch}, parts))
 
 
@@ -84,7 +85,7 @@ def _jagged_rows(fields: _Jagged, bounds: dict[Path, IntArray], rows: IntArray) 
         lengths = (offsets[1:] - offsets[:-1])[rows]
         device = fields[paths[0]].device
         index = torch.from_numpy(ranges(offsets[rows], lengths)).to(device, non_blocking=True)
-        values = [fields[path].values().index_select(0, index) for path in paths]
+        values = [_picked(fields[path].values(), index) for path in paths]
         ends = torch.from_numpy(cumulated(lengths)).to(device, non_blocking=True)
         least, most = int(lengths.min(initial=0 if not lengths.size else lengths[0])), int(lengths.max(initial=0))
         out |= dict(zip(paths, jagged_all(values, ends, least, most), strict=True))
@@ -116,11 +117,15 @@ def _alike(fields: _Jagged, bounds: dict[Path, IntArray]) -> list[list[Path]]:
 
 
 @join_rows.register(PackedBatch)
-@join_rows.register(BatchView)
-def _(first: Any, outputs: Sequence[Any], parts: _Parts, lengths: IntArray | None) -> Any:
+def _(first: PackedBatch, outputs: Sequence[PackedBatch], parts: _Parts, lengths: IntArray | None) -> PackedBatch:
     _check_outputs(outputs, [out.num_rows for out in outputs], parts, lengths)
-    kind = cast("Any", type(first))
-    return kind.cat(outputs).select(_back(parts))
+    return PackedBatch.cat(outputs).select(_back(parts))
+
+
+@join_rows.register(BatchView)
+def _(first: BatchView, outputs: Sequence[BatchView], parts: _Parts, lengths: IntArray | None) -> BatchView:
+    _check_outputs(outputs, [out.num_rows for out in outputs], parts, lengths)
+    return BatchView.cat(outputs).select(_back(parts))
 
 
 @join_rows.register(list)
@@ -135,10 +140,10 @@ def _(first: Tensor, outputs: Sequence[Tensor], parts: _Parts, lengths: IntArray
     _check_alike(outputs)
     if lengths is not None:
         return _packed_joined(outputs, parts, lengths)
-    _check_outputs(outputs, [out.shape[0] if out.dim() else None for out in outputs], parts, lengths)
+    _check_outputs(outputs, [out.size(0) if out.dim() else None for out in outputs], parts, lengths)
     if first.is_nested:
         return _jagged_joined([{(): out} for out in outputs], parts)[()]
-    return torch.cat(list(outputs)).index_select(0, _index(_back(parts), first.device))
+    return _picked(torch.cat(list(outputs)), _index(_back(parts), first.device))
 
 
 @join_rows.register(TensorDictBase)
@@ -191,6 +196,8 @@ def _check_alike(outputs: Sequence[Any], what: str = "") -> None:
 def _said(out: Any) -> str:
     if not isinstance(out, Tensor):
         return f"a {type(out).__name__}"
+    if out.is_nested and not is_regular(out):  # strided nested tensors have no shape
+        return "nested, but not jagged along dim 1 without gaps"
     kind, shape = ("jagged", out.shape[2:]) if out.is_nested else ("padded", out.shape[1:])
     return f"{kind} {out.dtype} [..., {', '.join(map(str, shape))}] on {out.device}"
 
@@ -207,7 +214,7 @@ def _packed_joined(outputs: Sequence[Tensor], parts: _Parts, lengths: IntArray) 
     order = np.concatenate([np.array(rows, np.int64) for rows in parts])
     begins = np.empty(lengths.size, np.int64)
     begins[order] = cumulated(lengths[order])[:-1]
-    return torch.cat(list(outputs)).index_select(0, _index(ranges(begins, lengths), outputs[0].device))
+    return _picked(torch.cat(list(outputs)), _index(ranges(begins, lengths), outputs[0].device))
 
 
 def _jagged_joined(outputs: Sequence[_Jagged], parts: _Parts) -> _Jagged:
@@ -237,6 +244,13 @@ def _back(parts: _Parts) -> IntArray:
 
 def _index(rows: Any, device: torch.device) -> Tensor:
     return torch.as_tensor(np.asarray(rows, np.int64)).to(device, non_blocking=True)
+
+
+def _picked(x: Tensor, index: Tensor) -> Tensor:
+    """Some entries along dim 0. Unsigned words are read as signed ones: torch does not select among them everywhere."""
+    if x.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        return words(x).index_select(0, index).view(x.dtype)
+    return x.index_select(0, index)
 
 
 def _is_jagged(value: Any) -> bool:

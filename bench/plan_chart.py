@@ -1,0 +1,173 @@
+"""The chart of micro-batches before and after: one bar each, its rows piled up, against one token budget.
+
+before   so many rows each, in the order given; every row is padded to the longest of its micro-batch
+after    by token budget: rows are as long as they are
+
+All bars are equally wide, so that areas are tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from xml.sax.saxutils import escape
+
+_LEFT, _TOP, _WIDTH, _HEIGHT, _BELOW, _AFTER, _BETWEEN = 64, 150, 826, 290, 46, 24, 44
+_REAL, _PADDING = ("#1d4ed8", "#7aa5ff"), ("#c2410c", "#fb923c")  # on white, on dark
+_INK, _FAINT, _PAPER = ("#1f2328", "#e6e8eb"), ("#d5d9de", "#3b424b"), ("#ffffff", "#14181d")
+_BOLD = 'font-weight="bold"'
+
+Bars = Sequence[Sequence[int]]
+"""Micro-batches, as the lengths of their rows."""
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """`step` and `high` are tokens between lines and at the top, `pitch` from bar to bar, `middle` where those after
+    begin."""
+
+    step: int
+    high: int
+    pitch: float
+    middle: float
+
+    @classmethod
+    def of(cls, before: Bars, after: Bars, budget: int) -> _Scale:
+        most = max(budget, *map(_padded, before), *map(sum, after))
+        step = _round(most / 5)
+        pitch = (_WIDTH - _BETWEEN) / (len(before) + len(after))
+        return cls(step, -(-most // step) * step, pitch, _LEFT + pitch * len(before) + _BETWEEN)
+
+    def y(self, tokens: float) -> float:
+        return _TOP + _HEIGHT * (1 - tokens / self.high)
+
+
+def chart(before: Bars, after: Bars, budget: int, width: int) -> str:
+    """An SVG.
+
+    Args:
+        before, after: the same rows; at least one micro-batch each, none without rows.
+        budget: in tokens.
+        width: S, what the batch is padded to.
+    """
+    scale = _Scale.of(before, after, budget)
+    wide, high = _LEFT + _WIDTH + _AFTER, _TOP + _HEIGHT + _BELOW
+    rows, tokens = sum(map(len, after)), sum(map(sum, after))
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" viewBox="0 0 {wide} {high}" '
+        'font-family="sans-serif" font-size="12" class="ink">',
+        _style(),
+        '<rect width="100%" height="100%" rx="6" class="paper"/>',
+        _text(24, 28, "Tokens of each micro-batch, before and after", f'font-size="16" {_BOLD}'),
+        _text(
+            24, 48, f"{rows:,} rows of the reference workload, {tokens:,} tokens; a bar is a micro-batch, a box a row"
+        ),
+        *_axes(scale, len(before), len(after)),
+        *_heading(_LEFT, _words_before(before, tokens, budget, width)),
+        *_heading(scale.middle, _words_after(after, tokens, budget)),
+    ]
+    for place, lengths in enumerate(before):
+        out += _bar(_LEFT + place * scale.pitch, lengths, _padded(lengths), scale)
+    for place, lengths in enumerate(after):
+        out += _bar(scale.middle + place * scale.pitch, lengths, sum(lengths), scale)
+    out += _budget_line(scale, budget)
+    return "\n".join([*out, *_legend(), "</svg>", ""])
+
+
+def _padded(lengths: Sequence[int]) -> int:
+    return len(lengths) * max(lengths)
+
+
+def _words_before(bars: Bars, tokens: int, budget: int, width: int) -> list[str]:
+    each = max(map(len, bars))
+    over = sum(_padded(lengths) > budget for lengths in bars)
+    real = _percent(tokens / sum(map(_padded, bars)))
+    return [
+        f"by count: {each} rows each, in the order given",
+        f"{len(bars)} micro-batches, padded to the longest row of each: {real} real",
+        f"{over} of them over the budget; padded to S = {width:,}, each would be {each * width:,} tokens",
+    ]
+
+
+def _words_after(bars: Bars, tokens: int, budget: int) -> list[str]:
+    use = _percent(tokens / budget / len(bars))
+    return ["by token budget", f"{len(bars)} micro-batches, not padded:", f"{use} of the budget used"]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _heading(x: float, lines: Sequence[str]) -> Iterator[str]:
+    for place, line in enumerate(lines):
+        yield _text(x, 82 + 17 * place, line, "" if place else _BOLD)
+
+
+def _axes(scale: _Scale, before: int, after: int) -> Iterator[str]:
+    bottom = _TOP + _HEIGHT
+    for tokens in range(0, scale.high + 1, scale.step):
+        yield _line(_LEFT, scale.y(tokens), _LEFT + _WIDTH, scale.y(tokens), "grid")
+        yield _text(_LEFT - 8, scale.y(tokens) + 4, f"{tokens:,}", 'text-anchor="end"')
+    yield _text(_LEFT - 8, _TOP - 14, "tokens", 'text-anchor="end"')
+    for x, count in ((_LEFT, before), (scale.middle, after)):
+        yield _text(x + scale.pitch / 2, bottom + 18, "1", 'text-anchor="middle"')
+        if count > 1:
+            yield _text(x + scale.pitch * (count - 0.5), bottom + 18, str(count), 'text-anchor="middle"')
+        yield _text(x + scale.pitch * count / 2, bottom + 34, "micro-batch", 'text-anchor="middle"')
+
+
+def _round(least: float) -> int:
+    """1, 2 or 5 times a power of ten, at least that."""
+    power = 10 ** max(math.floor(math.log10(least)), 0)
+    return next(times * power for times in (1, 2, 5, 10) if times * power >= least)
+
+
+def _bar(x: float, lengths: Sequence[int], drawn: int, scale: _Scale) -> Iterator[str]:
+    """The rows of a micro-batch from the bottom up, and the padding above them."""
+    at, boxes = 0, ""
+    for length in lengths:
+        boxes += _box(x, at, length, scale)
+        at += length
+    yield f'<path d="{boxes}" class="real"/>'
+    if drawn > at:
+        yield f'<path d="{_box(x, at, drawn - at, scale)}" class="padding"/>'
+
+
+def _box(x: float, below: int, tokens: int, scale: _Scale) -> str:
+    wide, high = 0.84 * scale.pitch, _HEIGHT * tokens / scale.high
+    return f"M{x + 0.08 * scale.pitch:.1f} {scale.y(below):.1f}v{-high:.1f}h{wide:.1f}v{high:.1f}z"
+
+
+def _budget_line(scale: _Scale, budget: int) -> Iterator[str]:
+    y = scale.y(budget)
+    yield _line(_LEFT, y, _LEFT + _WIDTH, y, "budget")
+    yield _text(_LEFT + _WIDTH, y - 5, f"token budget {budget:,}", f'text-anchor="end" {_BOLD}')
+
+
+def _legend() -> Iterator[str]:
+    for x, name, kind in ((_LEFT + _WIDTH - 176, "real tokens", "real"), (_LEFT + _WIDTH - 72, "padding", "padding")):
+        yield f'<rect x="{x}" y="39" width="10" height="10" class="{kind}"/>'
+        yield _text(x + 16, 48, name)
+
+
+def _style() -> str:
+    """Colours for white, and for dark where the reader's system asks for them."""
+
+    def rules(which: int) -> str:
+        return (
+            f".ink{{fill:{_INK[which]}}}.paper{{fill:{_PAPER[which]}}}.grid{{stroke:{_FAINT[which]}}}"
+            f".real{{fill:{_REAL[which]}}}.padding{{fill:{_PADDING[which]}}}"
+            f"path{{stroke:{_PAPER[which]};stroke-width:.6}}"
+            f".budget{{stroke:{_INK[which]};stroke-width:1.5;stroke-dasharray:6 4}}"
+        )
+
+    return f"<style>{rules(0)}@media (prefers-color-scheme:dark){{{rules(1)}}}</style>"
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>'
+
+
+def _text(x: float, y: float, text: str, more: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(text)}</text>'
