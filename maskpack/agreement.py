@@ -46,14 +46,12 @@ def agree_on_count(
             error is that one. Ranks are named as in the default group.
     """
     own: Any = None
-    cause: Exception | None = None
     try:
         own = plan if isinstance(plan, MicroBatchPlan) or plan is None else plan()
-    except Exception as error:  # raised again below, once the other ranks know
-        cause = error
+    except Exception:
+        _gathered(_message(None), process_group)  # the other ranks learn of it
+        raise
     said = _gathered(_message(own), process_group)
-    if cause is not None:
-        raise cause
     _check(said, np.array(dist.get_process_group_ranks(process_group)))
     assert isinstance(own, MicroBatchPlan)
     updates = len(own.updates)
@@ -73,7 +71,7 @@ def _message(plan: Any) -> FloatArray:
         if plan.loss is not None:
             loss = Loss.of(plan.loss.tokens, _rows(plan))  # its own rows alone, also if it was agreed on before
             parts += [loss.rows_of, loss.tokens_of]
-        out[:_HEAD] = 1 + (plan.num_rows > 0), len(plan.updates), plan.rule.multiple_of, plan.loss is not None
+        out[:_HEAD] = 1 + (plan.num_rows > 0), len(plan.updates), plan.multiple_of, plan.loss is not None
         for part, values in enumerate(parts):
             out[_HEAD + part * _MOST_UPDATES :][: len(values)] = values
     return out

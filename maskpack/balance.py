@@ -150,8 +150,10 @@ def _tossed(differences: FloatArray, path: IntArray, rng: np.random.Generator) -
     """[pairs] 0 where the larger of a pair goes into the first half. The sums of the halves of each path are evened
     out by the pairs that differ most, the largest first, wherever one would not tip the scales."""
     coins = rng.integers(0, 2, differences.size)
-    largest = np.argpartition(-differences, min(_WEIGHED, differences.size) - 1)[:_WEIGHED]
-    largest = largest[np.argsort(-differences[largest], kind="stable")]
+    most = min(_WEIGHED, differences.size)
+    least = np.partition(differences, differences.size - most)[differences.size - most]
+    largest = np.flatnonzero(differences >= least)  # whatever order a partition leaves equal ones in
+    largest = largest[np.argsort(-differences[largest], kind="stable")][:most]
     signed = np.where(coins == 0, differences, -differences)
     signed[largest] = 0.0
     sums = np.bincount(path, signed, minlength=1).tolist()

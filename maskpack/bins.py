@@ -39,6 +39,7 @@ def best_fit(order: Array, sizes: Array, capacities: Array, rows: Array, max_row
     stacks: dict[int, list[int]] = {}  # the bins of each room; full ones are in none
     most = int(rows.sum()) if max_rows is None else max_rows
     grouped = max_rows is not None and bool((rows > 1).any())
+    least = int(rows.min(initial=most))  # a bin that has not even these left is closed
     columns = (order, sizes[order], rows[order], capacities[order])
     for item, size, count, room in zip(*(column.tolist() for column in columns), strict=True):
         at, place = bisect_left(rooms, size), -1
@@ -57,7 +58,7 @@ def best_fit(order: Array, sizes: Array, capacities: Array, rows: Array, max_row
             bins.append([item])
             filled.append(count)
         room -= size
-        if room < 0 or filled[bin] >= most:
+        if room < 0 or filled[bin] + least > most:
             continue
         if room in stacks:
             stacks[room].append(bin)

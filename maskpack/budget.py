@@ -71,9 +71,15 @@ class Ground:
         sizes: [units], their costs in whole parts of the budget; the longest row where the cost is padded.
         budget: in the same parts.
         work: [units].
+        padded, even: whether rows are padded to the longest of their micro-batch; whether work is evened out.
+        num_updates, multiple_of, max_rows: of the rule. Its functions are left behind: a plan travels.
     """
 
-    rule: Budget
+    num_updates: int
+    multiple_of: int
+    max_rows: int | None
+    padded: bool
+    even: bool
     lengths: IntArray
     units: Units
     sizes: IntArray
@@ -90,15 +96,15 @@ class Ground:
             sizes, budget = in_parts(whole, rule.token_budget)
         work = (whole * units.sizes if padded else whole).astype(np.float64)
         if rule.work is not None:
-            work = units.sums(row_costs(rule.work, lengths, CALL).astype(np.float64))
-        return cls(rule, lengths, units, sizes, budget, work)
+            work = units.sums(row_costs(rule.work, lengths, CALL, "amounts of work").astype(np.float64))
+        even = rule.work is not None
+        return cls(rule.num_updates, rule.multiple_of, rule.max_rows, padded, even, lengths, units, sizes, budget, work)
 
     @cached_property
     def limit(self) -> Limit:
-        rule = self.rule
-        most, rows = rule.max_rows or self.lengths.size, self.units.sizes.tolist()
+        most, rows = self.max_rows or self.lengths.size, self.units.sizes.tolist()
         budget = int(self.lengths.sum()) if self.budget is None else self.budget
-        return Limit(budget, most, self.sizes.tolist(), rows, rule.cost == "padded")
+        return Limit(budget, most, self.sizes.tolist(), rows, self.padded)
 
     @cached_property
     def _work(self) -> list[float]:
@@ -107,19 +113,19 @@ class Ground:
     def too_large(self) -> list[int]:
         """Units that are over the limit alone."""
         rows, limit = self.units.sizes, self.limit
-        over = (rows * self.sizes if limit.padded else self.sizes) > limit.budget
+        over = (rows * self.sizes if self.padded else self.sizes) > limit.budget
         return np.flatnonzero(over | (rows > limit.most_rows)).tolist()
 
     def costs(self, bins: Sequence[Sequence[int]]) -> FloatArray:
         """[bins]: in parts of the budget."""
-        if not self.limit.padded:
+        if not self.padded:
             return _sums(self.sizes, bins)
         longest = _reduced(np.maximum, self.sizes, bins)
         return _sums(self.units.sizes, bins) * longest
 
     def loads(self, bins: Sequence[Sequence[int]]) -> FloatArray:
         """[bins]: their work, or their costs."""
-        return self.costs(bins) if self.rule.work is None and self.limit.padded else _sums(self.work, bins)
+        return self.costs(bins) if not self.even and self.padded else _sums(self.work, bins)
 
     # ---------------------------------------------------------------- bins
 
@@ -127,7 +133,7 @@ class Ground:
         """The units of each update: consecutive, as near to equal rows as units allow."""
         ends = np.cumsum(self.units.sizes)
         total = int(ends[-1]) if ends.size else 0
-        count = self.rule.num_updates
+        count = self.num_updates
         wanted = [total * update // count for update in range(1, count)]
         # the end of a unit that is nearest
         cuts = np.searchsorted(np.concatenate([[0], ends[:-1]]) + ends, 2 * np.array(wanted, np.int64))
@@ -140,12 +146,12 @@ class Ground:
             return self._counted(part, limit.most_rows)
         units = np.array(part, np.int64)
         rows = self.units.sizes
-        if not limit.padded:
+        if not self.padded:
             order = units[np.argsort(-self.sizes[units], kind="stable")]
-            return best_fit(order, self.sizes, np.full(rows.size, self.budget), rows, self.rule.max_rows)
+            return best_fit(order, self.sizes, np.full(rows.size, self.budget), rows, self.max_rows)
         # a bin has room for rows as long as its first, which is the longest
         order = units[np.lexsort((-rows[units], -self.sizes[units]))]
-        return best_fit(order, rows, self.budget // np.maximum(self.sizes, 1), rows, self.rule.max_rows)
+        return best_fit(order, rows, self.budget // np.maximum(self.sizes, 1), rows, self.max_rows)
 
     def _counted(self, part: list[int], most: int) -> list[list[int]]:
         bins: list[list[int]] = []
@@ -176,7 +182,7 @@ class Ground:
         return bins
 
     def _halves(self, items: list[int]) -> tuple[list[int], list[int]]:
-        if self.budget is not None and not self.limit.padded:
+        if self.budget is not None and not self.padded:
             return halved(items, self._work)
         if self.budget is not None:  # long rows, and short ones, which then need less padding
             items = sorted(items, key=self.sizes.__getitem__, reverse=True)
@@ -187,7 +193,7 @@ class Ground:
         """Evened out and sorted: the most work first; without a budget, in the order given."""
         if self.budget is None:
             return sorted(bins, key=lambda items: items[0])
-        if self.rule.work is not None:
+        if self.even:
             bins = evened(bins, self.limit, self._work)
         return [bins[at] for at in np.argsort(-self.loads(bins), kind="stable").tolist()]
 

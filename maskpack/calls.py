@@ -186,15 +186,15 @@ class Call:
 
         The results that are there are kept; the call that is returned has them and those of the rows sent again.
         A plan is made anew for them. Raises MaskpackError if every rank was lost and no group is given, or if the plan
-        has several updates or loss weights: then a part of it is another step than the whole.
+        has several updates, loss tokens or groups: then a part of it is not a part of the whole.
         """
         failed = [part for part in self.parts if part.receipt is None]
         if not failed:
             return self
-        if self.request.plan is not None and not self.request.plan.divisible:
+        if not self._divisible():
             raise MaskpackError(
-                f'WorkerGroup: "{self.request.method}" was called with a plan of several updates, or with loss tokens; '
-                "expected one whose rows may be sent in other parts. Run the whole call again, from a checkpoint."
+                f'WorkerGroup: "{self.request.method}" was called with a plan of several updates, loss tokens or '
+                "groups; expected one whose rows may be sent in other parts. Run the whole call again."
             )
         to = self.group if group is None else group
         lost = self.lost.union(part.rank for part in failed if part.lost) if group is None else frozenset[int]()
@@ -270,11 +270,19 @@ class Call:
             kept = "The results of the others are kept: " if len(failures) < len(self.parts) else ""
             raise WorkerError(
                 f'WorkerGroup: method "{self.request.method}" failed on {len(failures)} of {ranks} ranks: '
-                f"{'; '.join(map(str, failures))}. {kept}error.call.retry() sends the missing rows again.",
+                f"{'; '.join(map(str, failures))}. {kept}{self._remedy()}",
                 self.request.method,
                 failures,
                 self,
             ) from failures[0].error
+
+    def _remedy(self) -> str:
+        if self._divisible():
+            return "error.call.retry() sends the missing rows again."
+        return "Run the whole call again, from a checkpoint: by its plan no part can be sent again."
+
+    def _divisible(self) -> bool:
+        return self.request.plan is None or self.request.plan.divisible
 
     def _count(self, gathering: float) -> None:
         now = time.perf_counter()

@@ -22,6 +22,7 @@ FloatArray = npt.NDArray[np.float64]
 RowCost = Callable[[IntArray], Any]
 """Lengths int64 [B] -> costs [B], of which a micro-batch has the sum."""
 Cost = Literal["tokens", "padded"] | RowCost
+_NO_ORDER: Any = (set, frozenset, dict)
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ def checked_lengths(lengths: Any, call: str) -> IntArray:
         )
     if found.size and int(found.min()) < 0:
         raise PlanError(f"{call}: a length is {int(found.min())}; expected whole numbers from 0. Count real tokens.")
+    if found.size and float(found.sum(dtype=np.float64)) >= 2**62:
+        raise PlanError(f"{call}: lengths sum to more than 2^62; expected real tokens of rows. Look for bad ones.")
     return found.astype(np.int64)
 
 
@@ -83,11 +86,11 @@ def whole_number(value: Any, least: int, call: str, name: str) -> int:
     return int(cast("Any", value))
 
 
-def row_costs(cost: Any, lengths: IntArray, call: str) -> npt.NDArray[Any]:
+def row_costs(cost: Any, lengths: IntArray, call: str, name: str = "costs") -> npt.NDArray[Any]:
     """[B]: the lengths themselves for "tokens" and "padded", or what a callable makes of them."""
     if isinstance(cost, str):
         return lengths
-    return checked_amounts(cost(lengths + 0), lengths.size, call, "costs", "what the callable gives for each row")
+    return checked_amounts(cost(lengths + 0), lengths.size, call, name, "what the callable gives for each row")
 
 
 def check_cost(cost: Any, names: Sequence[str], call: str) -> None:
@@ -106,7 +109,7 @@ def in_parts(costs: npt.NDArray[Any], budget: float) -> tuple[IntArray, int]:
     if budget > exact:  # it was a whole number of more than 53 bits
         budget = math.nextafter(budget, 0.0)
     power = 53 - math.frexp(budget)[1]  # all digits of the budget stand before the point
-    over = np.minimum(costs, 2.0 * budget)  # what is over the budget stays over it
+    over = np.minimum(costs, 256.0 * budget)  # what is over the budget stays over it
     return np.ceil(np.ldexp(over, power)).astype(np.int64), int(math.ldexp(budget, power))
 
 
@@ -131,6 +134,8 @@ class Units:
             return cls(None, np.arange(num_rows), np.ones(num_rows, np.int64))
         numbers: dict[Any, int] = {}
         try:
+            if isinstance(groups, _NO_ORDER):
+                raise TypeError("it has no order")
             labels = groups.tolist() if hasattr(groups, "tolist") else groups
             of_row = [numbers.setdefault(label, len(numbers)) for label in labels]
         except TypeError as error:  # one thing, or lists: no labels

@@ -22,15 +22,16 @@ from tensordict import TensorDictBase
 
 from maskpack.calls import Call, Part, Request, Results
 from maskpack.division import Balance, divided, of_plan, planned_lengths, ranks_of, rows_of, shares
-from maskpack.errors import LayoutError, MaskpackError
+from maskpack.errors import LayoutError, MaskpackError, PlanError
 from maskpack.options import Registry, Verify
 from maskpack.packed import PackedBatch, compress
-from maskpack.parcels import At, Packing, Parcel, RowsAt, endpoint
+from maskpack.parcels import At, Packing, Parcel, RowsAt
 from maskpack.placement import Placement, Site
 from maskpack.plan import MicroBatchPlan
 from maskpack.rank_plans import RankPlans, plan_ranks
 from maskpack.registry import RL_FIELDS
 from maskpack.rows import IntArray, even_sizes
+from maskpack.serving import endpoint
 from maskpack.views import BatchView
 
 __all__ = ["Broadcast", "Call", "WorkerGroup", "endpoint"]
@@ -186,6 +187,10 @@ class WorkerGroup:
         """As `call`, without waiting: the rows are encoded and sent, and the ranks are at work."""
         if layout not in ("padded", "nested", "view"):
             raise LayoutError(f'WorkerGroup: layout is {layout!r}; expected "padded", "nested" or "view". Choose one.')
+        if any(isinstance(value, RankPlans) for value in (*args, *kwargs.values())):
+            raise PlanError(
+                f'WorkerGroup: a plan among the arguments of "{method}"; expected it by name. Pass plan=plan.'
+            )
         if pipelined and plan is not None:
             raise LayoutError("WorkerGroup: pipelined with a plan; expected one of them. Leave pipelined out.")
         if pipelined:
@@ -307,7 +312,7 @@ class WorkerGroup:
                 "are known. Put the batch first: rows = group.put(batch)."
             )
         known = planned_lengths(view) if lengths is None else lengths
-        return plan_ranks(known, self.num_ranks, token_budget, **options)
+        return plan_ranks(known, self.num_ranks, token_budget, own_lengths=lengths is not None, **options)
 
     def pack(self, batch: TensorDictBase) -> PackedBatch:
         """`compress` with the group's options."""

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-from tensordict import NonTensorData, TensorDictBase
+from tensordict import TensorDictBase
 
 from maskpack.errors import LayoutError, MaskpackError, PlanError
 from maskpack.options import Registry
 from maskpack.rank_plans import RankPlans
 from maskpack.registry import MaskNestingRegistry
 from maskpack.rows import IntArray, cumulated, even_sizes, row_index
-from maskpack.tree import walk
+from maskpack.tree import row_list, walk, with_rows
 from maskpack.views import BatchView
 
 Balance = Literal["rows", "tokens"] | Sequence[Sequence[int]]
@@ -50,10 +50,9 @@ def rows_of(batch: TensorDictBase, registry: Registry, begin: int, end: int) -> 
     specs = registry if isinstance(registry, MaskNestingRegistry) else MaskNestingRegistry(registry)
     for path, value in walk(batch):
         spec = specs.find(path)
-        listed = spec is not None and "row-list" in spec.hints and isinstance(value, NonTensorData)
-        if listed and isinstance(value.data, list) and len(cast("Any", value.data)) == batch.batch_size[0]:
-            held: Any = NonTensorData(value.data[begin:end], batch_size=[end - begin, *value.batch_size[1:]])
-            part.set(path, held)
+        items = row_list(value, batch.batch_size[0]) if spec is not None and "row-list" in spec.hints else None
+        if items is not None:
+            part.set(path, with_rows(value, items[begin:end]))
     return part
 
 
@@ -86,23 +85,44 @@ def divided(view: BatchView, balance: Balance, ranks: int) -> list[IntArray]:
 
 def planned_lengths(view: BatchView) -> IntArray:
     """int64 [B]: the real tokens of each row, prompt plus response. Raises PlanError where layouts do not say."""
-    known = view.layouts
-    if "sequence" in known:
+    lengths = _row_lengths(view)
+    if lengths is None:
+        raise PlanError(
+            f"WorkerGroup.plan: the batch has layouts {sorted(view.layouts)}; expected the sequence, or the prompt "
+            "and the response, because a response alone is not what a row costs. Pass lengths=, a sum of "
+            "view.lengths(name)."
+        )
+    return lengths
+
+
+def _row_lengths(view: BatchView) -> IntArray | None:
+    if "sequence" in view.layouts:
         return view.lengths("sequence")
-    if {"prompt", "response"} <= set(known):
+    if {"prompt", "response"} <= set(view.layouts):
         return view.lengths("prompt") + view.lengths("response")
-    raise PlanError(
-        f"WorkerGroup.plan: the batch has layouts {sorted(known)}; expected the sequence, or the prompt and the "
-        "response, because a response alone is not what a row costs. Pass lengths=, a sum of view.lengths(name)."
-    )
+    return None
 
 
 def of_plan(plan: RankPlans, view: BatchView, balance: Balance, ranks: int) -> list[IntArray]:
-    """The rows of each rank by a plan."""
-    if balance != "rows" or plan.num_ranks != ranks or plan.lengths.size != view.num_rows:
+    """The rows of each rank by a plan, which must be one of these rows."""
+    if not isinstance(plan, RankPlans):
+        raise PlanError(
+            f"WorkerGroup: plan is a {type(plan).__name__}; expected RankPlans, which have the rows of each rank. Make "
+            "it with group.plan or plan_ranks."
+        )
+    given = not isinstance(balance, str) or balance != "rows"
+    if given or plan.num_ranks != ranks or plan.lengths.size != view.num_rows:
         raise PlanError(
             f"WorkerGroup: plan of {plan.lengths.size} rows on {plan.num_ranks} ranks with balance {balance!r}; "
             f"expected {view.num_rows} rows on {ranks} ranks, and no balance. Make it with group.plan."
+        )
+    lengths = None if plan.own_lengths else _row_lengths(view)
+    if lengths is not None and not np.array_equal(lengths, plan.lengths):
+        row = int(np.flatnonzero(lengths != plan.lengths)[0])
+        raise PlanError(
+            f"WorkerGroup: row {row} has {lengths[row]} tokens, in the plan {plan.lengths[row]}; expected the plan of "
+            "these rows in this order. Plan again after sorting or selecting; for lengths of your own, pass "
+            "lengths= to group.plan."
         )
     return divided(view, plan.rows, ranks)
 

@@ -35,12 +35,6 @@ class Loss:
         own = [tokens[list(rows)] for rows in updates]
         return cls(tokens, tuple(float((x > 0).sum()) for x in own), tuple(float(x.sum()) for x in own))
 
-    def over(self, ranks: Sequence[Loss]) -> Loss:
-        """The same rows, beside those of all ranks."""
-        rows = tuple(map(sum, zip(*(rank.rows_of for rank in ranks), strict=True)))
-        tokens = tuple(map(sum, zip(*(rank.tokens_of for rank in ranks), strict=True)))
-        return Loss(self.tokens, rows, tokens, len(ranks))
-
     def row_weights(self, mode: str, update: int) -> FloatArray:
         """[B]: what a row's sum of token losses counts in the loss of an update; 0 if that has no loss tokens."""
         rows, tokens = self.rows_of[update], self.tokens_of[update]
@@ -52,3 +46,9 @@ class Loss:
             return np.full_like(self.tokens, self.ranks / rows)
         real = self.tokens > 0
         return np.where(real, self.ranks / rows / np.where(real, self.tokens, 1.0), 0.0)
+
+
+def totals(ranks: Sequence[Loss]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """`rows_of` and `tokens_of` of all ranks together, given those of each."""
+    rows = tuple(map(sum, zip(*(rank.rows_of for rank in ranks), strict=True)))
+    return rows, tuple(map(sum, zip(*(rank.tokens_of for rank in ranks), strict=True)))

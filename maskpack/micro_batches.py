@@ -9,7 +9,7 @@ Bounds of jagged fields are read once a call; jagged fields with equal bounds sh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -22,9 +22,9 @@ from maskpack.errors import PlanError
 from maskpack.jagged import is_regular, jagged_all, offsets_of, to_host
 from maskpack.packed import PackedBatch
 from maskpack.plan import join_rows, take_rows
-from maskpack.registry import Path, show
+from maskpack.registry import RL_FIELDS, Path, show
 from maskpack.rows import cumulated, ranges
-from maskpack.tree import Node, build, walk
+from maskpack.tree import Node, build, row_list, walk, with_rows
 from maskpack.views import BatchView
 from maskpack.words import words
 
@@ -56,10 +56,26 @@ def _(batch: TensorDictBase, parts: _Parts, num_rows: int) -> Iterator[TensorDic
     _check_rows(batch.batch_size[0] if batch.batch_dims else None, num_rows)
     entries = walk(batch)
     fields = {path: value for path, value in entries if _is_jagged(value)}
-    dense = _without(batch, fields)
+    lists = _row_lists(entries, num_rows)
+    dense = _without(batch, fields | lists)
     order = [path for path, _ in entries]
-    taken = zip(parts, _jagged_parts(fields, parts), strict=True)
-    return (_merged(cast("Any", dense[list(rows)]), own, order, len(rows)) for rows, own in taken)
+
+    def taken(rows: Sequence[int], own: _Jagged) -> TensorDict:
+        own |= {path: with_rows(entry, [items[row] for row in rows]) for path, (entry, items) in lists.items()}
+        return _merged(cast("Any", dense[list(rows)]), own, order, len(rows))
+
+    return (taken(rows, own) for rows, own in zip(parts, _jagged_parts(fields, parts), strict=True))
+
+
+def _row_lists(entries: Sequence[tuple[Path, Any]], rows: int) -> dict[Path, tuple[Any, list[Any]]]:
+    """Lists with one item a row, which a field of RL_FIELDS keeps for the whole batch, and their entries."""
+    found: dict[Path, tuple[Any, list[Any]]] = {}
+    for path, value in entries:
+        spec = RL_FIELDS.find(path)
+        items = row_list(value, rows) if spec is not None and "row-list" in spec.hints else None
+        if items is not None:
+            found[path] = value, items
+    return found
 
 
 def _check_rows(seen: int | None, expected: int) -> None:
@@ -164,9 +180,14 @@ def _(
         if isinstance(value, Tensor):
             _check_alike([own[path] for own in entries], f'field "{show(path)}" of ')
     jagged = [{path: value for path, value in own.items() if _is_jagged(value)} for own in entries]
-    dense: Any = torch.cat([_without(out, fields) for out, fields in zip(outputs, jagged, strict=True)])
     back = _back(parts)
-    return _merged(dense[back.tolist()], _jagged_joined(jagged, parts), list(entries[0]), back.size)
+    lists = [_row_lists(list(own.items()), len(rows)) for own, rows in zip(entries, parts, strict=True)]
+    whole: _Jagged = {}
+    for path in [path for path in lists[0] if all(path in own for own in lists)]:
+        items = [item for own in lists for item in own[path][1]]
+        whole[path] = with_rows(lists[0][path][0], [items[at] for at in back.tolist()])
+    dense: Any = torch.cat([cast("Any", _without(out, own | whole)) for out, own in zip(outputs, jagged, strict=True)])
+    return _merged(dense[back.tolist()], _jagged_joined(jagged, parts) | whole, list(entries[0]), back.size)
 
 
 def _check_outputs(outputs: Sequence[Any], seen: Sequence[int | None], parts: _Parts, lengths: IntArray | None) -> None:
@@ -177,7 +198,8 @@ def _check_outputs(outputs: Sequence[Any], seen: Sequence[int | None], parts: _P
     if list(seen) != wanted:
         at = next(at for at, (has, should) in enumerate(zip(seen, wanted, strict=True)) if has != should)
         raise PlanError(
-            f"{_RESTORE}: output {at} ({kinds[0]}) has {seen[at]} rows; its micro-batch has {wanted[at]}. Return an "
+            f"{_RESTORE}: output {at} ({kinds[0]}) has {'no' if seen[at] is None else seen[at]} rows; its micro-batch "
+            f"has {wanted[at]}. Return an "
             "entry for each row; for packed tensors, pass lengths."
         )
 
@@ -188,8 +210,9 @@ def _check_alike(outputs: Sequence[Any], what: str = "") -> None:
     if len(set(seen)) > 1:
         at = next(at for at, said in enumerate(seen) if said != seen[0])
         raise PlanError(
-            f"{_RESTORE}: {what}output {at} is {seen[at]}, and of the first {seen[0]}; expected the same. Pad outputs "
-            "to one width (select_and_pad_to_response does), or return jagged ones."
+            f"{_RESTORE}: {what}output {at} is {seen[at]}, and of the first {seen[0]}; expected the same. Give "
+            "outputs one dtype and device, and pad them to one width (select_and_pad_to_response does) or return "
+            "jagged ones."
         )
 
 
@@ -209,7 +232,7 @@ def _packed_joined(outputs: Sequence[Tensor], parts: _Parts, lengths: IntArray) 
     if outputs[0].is_nested or any(shape[:1] != (total,) for shape, total in zip(seen, wanted, strict=True)):
         raise PlanError(
             f"{_RESTORE}: packed outputs are {seen[:4]}; by lengths the micro-batches have {wanted[:4]} tokens. Give "
-            "the tokens of each row in these outputs."
+            "the tokens of each row in these outputs; leave lengths out where outputs have an entry for each row."
         )
     order = np.concatenate([np.array(rows, np.int64) for rows in parts])
     begins = np.empty(lengths.size, np.int64)
@@ -257,8 +280,8 @@ def _is_jagged(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_nested
 
 
-def _without(batch: TensorDictBase, fields: _Jagged) -> TensorDict:
-    """The batch without its jagged fields, which tensordict does not index in every version."""
+def _without(batch: TensorDictBase, fields: Mapping[Path, Any]) -> TensorDict:
+    """The batch without some fields: tensordict does not index jagged ones in every version, and lists in none."""
     entries = [(path, value) for path, value in walk(batch) if path not in fields]
     return build(Node.of(batch), entries, batch.batch_size[0])
 

@@ -13,7 +13,7 @@ A MicroBatchPlan holds:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, singledispatch
 from typing import Any, Literal
@@ -46,8 +46,9 @@ def plan_micro_batches(
         lengths: [B], real tokens of each row, prompt plus response; whole numbers on the host.
         token_budget: the most that a micro-batch may cost; a whole number of tokens, any number for a cost of your own.
             None: micro-batches of `max_rows` rows in the order given.
-        cost: "tokens", the sum of the real tokens (packed replay); "padded", rows times the longest; or a function of
-            lengths int64 [B] that gives costs [B], which add up.
+        cost: "tokens", the sum of the real tokens (packed replay); "padded", rows times the longest, where rows are
+            padded on one side; or a function of lengths int64 [B] that gives costs [B], which add up. Its numbers and
+            the budget's have one unit.
         num_updates: optimizer updates; consecutive parts of the rows, as equal as groups allow. One without rows has no
             micro-batches.
         groups: [B], labels; rows of one label stay in one micro-batch.
@@ -72,12 +73,7 @@ def plan_micro_batches(
 def planned(rule: Budget, lengths: IntArray, groups: Any = None, loss_tokens: Any = None) -> MicroBatchPlan:
     """The plan of these rows."""
     ground = Ground.of(rule, lengths, Units.of(lengths.size, groups, CALL))
-    oversized = sorted(ground.units.members(ground.too_large()))
-    if oversized and rule.oversize == "error":
-        raise PlanError(
-            f"{CALL}: rows {oversized[:8]} alone, or their groups, are over token_budget {rule.token_budget} or "
-            f'max_rows {rule.max_rows}; expected less. Raise these, cut the rows, or pass oversize="alone".'
-        )
+    oversized = oversized_rows(rule, ground)
     parts = ground.updates()
     loss = None
     if loss_tokens is not None:
@@ -88,6 +84,17 @@ def planned(rule: Budget, lengths: IntArray, groups: Any = None, loss_tokens: An
     counts = [-(-max(len(own), rule.min_count or 0) // rule.multiple_of) * rule.multiple_of for own in bins]
     counts = [count if part else 0 for count, part in zip(counts, parts, strict=True)]
     return _made(bins, counts, ground, oversized, loss)
+
+
+def oversized_rows(rule: Budget, ground: Ground) -> list[int]:
+    """Rows that alone, or in their group, are over the budget or `max_rows`; an error if the rule says so."""
+    rows = sorted(ground.units.members(ground.too_large()))
+    if rows and rule.oversize == "error":
+        raise PlanError(
+            f"{CALL}: rows {rows[:8]} alone, or their groups, are over token_budget {rule.token_budget} or max_rows "
+            f'{rule.max_rows}; expected less. Raise these, cut the rows, or pass oversize="alone".'
+        )
+    return rows
 
 
 def _made(
@@ -125,7 +132,7 @@ class MicroBatchPlan:
     _ground: Ground = field(repr=False)
     _bins: list[list[list[int]]] = field(repr=False)  # as updates, but units, and without dummies
 
-    @cached_property
+    @property
     def micro_batches(self) -> list[list[int]]:
         """Those of all updates, one after the other."""
         return [rows for update in self.updates for rows in update]
@@ -150,9 +157,9 @@ class MicroBatchPlan:
         return self.lengths.size
 
     @property
-    def rule(self) -> Budget:
-        """How it was planned."""
-        return self._ground.rule
+    def multiple_of(self) -> int:
+        """Of which the micro-batches of an update are a multiple."""
+        return self._ground.multiple_of
 
     def with_count(self, count: int | Sequence[int]) -> MicroBatchPlan:
         """Exactly `count` micro-batches in each update, or as many as the list says for each.
@@ -161,8 +168,8 @@ class MicroBatchPlan:
         added: the shortest row of the plan, which counts nothing.
 
         Raises:
-            PlanError: fewer than there are, which the budget does not allow; no multiple of `multiple_of`; or a plan
-                without rows, which has nothing to run.
+            PlanError: fewer than there are, because micro-batches are not joined; no multiple of `multiple_of`; or a
+                plan without rows, which has nothing to run.
         """
         call = "MicroBatchPlan.with_count"
         several = isinstance(count, list | tuple | np.ndarray)
@@ -174,12 +181,11 @@ class MicroBatchPlan:
             if wanted < len(own):
                 raise PlanError(
                     f"{call}: update {update} has {len(own)} micro-batches, and count is {wanted}; expected at least "
-                    "as many, because fewer would break the budget. Raise token_budget, or the count."
+                    "as many, because they are split and never joined. Plan with a larger budget, or raise the count."
                 )
-            if wanted % self.rule.multiple_of:
+            if wanted % self.multiple_of:
                 raise PlanError(
-                    f"{call}: count is {wanted}; expected a multiple of {self.rule.multiple_of}, as planned. Round "
-                    "it up."
+                    f"{call}: count is {wanted}; expected a multiple of {self.multiple_of}, as planned. Round it up."
                 )
         if any(counts) and not self.num_rows:
             raise PlanError(
@@ -204,10 +210,18 @@ class MicroBatchPlan:
         Raises:
             PlanError: another number of rows, or something without rows.
         """
-        chosen = self.micro_batches if update is None else self.updates[update]
+        chosen = self.micro_batches if update is None else self.updates[self._number(update, "MicroBatchPlan.apply")]
         return take_rows(batch, chosen, self.num_rows)
 
-    def restore(self, outputs: Sequence[Any], *, lengths: Any = None) -> Any:
+    def _number(self, update: Any, call: str) -> int:
+        number = whole_number(update, 0, call, "update")
+        if number >= len(self.updates):
+            raise PlanError(
+                f"{call}: update is {number}; the plan has {len(self.updates)}, from 0. Choose one of these."
+            )
+        return number
+
+    def restore(self, outputs: Iterable[Any], *, lengths: Any = None) -> Any:
         """What the micro-batches gave, as one, in the order of the rows; outputs of dummies are dropped.
 
         Args:
@@ -220,6 +234,7 @@ class MicroBatchPlan:
             PlanError: outputs of other numbers, or that do not fit each other.
         """
         call = "MicroBatchPlan.restore"
+        outputs = list(outputs)
         if len(outputs) != len(self.micro_batches):
             raise PlanError(
                 f"{call}: {len(outputs)} outputs for {len(self.micro_batches)} micro-batches; expected one for each, "
@@ -240,11 +255,13 @@ class MicroBatchPlan:
 
     # ---------------------------------------------------------------- losses
 
-    def loss_weights(self, mode: LossMode, *, gradients: Literal["mean", "sum"] = "mean") -> list[FloatArray]:
+    def loss_weights(
+        self, mode: LossMode, update: int | None = None, *, gradients: Literal["mean", "sum"] = "mean"
+    ) -> list[FloatArray]:
         """For each micro-batch float64 [b]: what each row's sum of token losses counts.
 
         The loss of a micro-batch is `(weights * (token_loss * mask).sum(-1)).sum()`. Added up over the micro-batches of
-        an update and its ranks, it is the loss of the whole update at once:
+        an update and its ranks, it is the loss of the whole update at once, so nothing else divides it:
 
             token-mean            sum over tokens / loss tokens
             seq-mean-token-sum    sum over rows of (sum over tokens) / rows with a loss token
@@ -252,6 +269,7 @@ class MicroBatchPlan:
 
         Args:
             mode: one of these.
+            update: its number, as for `apply`; all updates, one after the other, if None.
             gradients: what becomes of the gradients of several ranks: "mean" (DDP, FSDP) or "sum".
 
         Raises:
@@ -269,10 +287,11 @@ class MicroBatchPlan:
             )
         loss = self.loss if gradients == "mean" else replace(self.loss, ranks=1)
         out: list[FloatArray] = []
-        for number, (update, dummies) in enumerate(zip(self.updates, self.dummies, strict=True)):
+        for number in range(len(self.updates)) if update is None else [self._number(update, call)]:
             weights = loss.row_weights(mode, number)
-            real = len(update) - dummies
-            out += [weights[rows] for rows in update[:real]] + [np.zeros(len(rows)) for rows in update[real:]]
+            own = self.updates[number]
+            real = len(own) - self.dummies[number]
+            out += [weights[rows] for rows in own[:real]] + [np.zeros(len(rows)) for rows in own[real:]]
         return out
 
     def loads(self) -> list[float]:
@@ -326,5 +345,5 @@ def join_rows(first: Any, outputs: Sequence[Any], parts: Sequence[Sequence[int]]
     """The inverse: `outputs`, of which `first` is the first, as one in the order of the rows."""
     raise PlanError(
         f"MicroBatchPlan.restore: outputs are of type {type(first).__name__}; expected tensors, TensorDicts, "
-        "PackedBatches, BatchViews or lists. Restore their parts one by one."
+        "PackedBatches, BatchViews or lists. Return one of these, and restore several things one by one."
     )

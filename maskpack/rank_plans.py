@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from maskpack.balance import balance_rows
-from maskpack.budget import Budget, Oversize
-from maskpack.costs import Cost, IntArray, RowCost, checked_amounts, checked_lengths
+from maskpack.budget import Budget, Ground, Oversize
+from maskpack.costs import Cost, IntArray, RowCost, Units, checked_amounts, checked_lengths
 from maskpack.errors import PlanError
-from maskpack.plan import MicroBatchPlan, planned
+from maskpack.loss_weights import Loss, totals
+from maskpack.plan import MicroBatchPlan, oversized_rows, planned
 
 _CALL = "plan_ranks"
 
@@ -37,6 +38,7 @@ def plan_ranks(
     loss_tokens: Any = None,
     equal_rows: bool = True,
     seed: int = 0,
+    own_lengths: bool = False,
 ) -> RankPlans:
     """Rows to ranks by `balance_rows`, and on each rank into micro-batches by `plan_micro_batches`: the same number in
     the same update of every rank.
@@ -45,6 +47,7 @@ def plan_ranks(
         lengths: [B], real tokens of each row of the whole batch, prompt plus response.
         ranks: data-parallel ranks.
         equal_rows, seed: for `balance_rows`, which evens out `work`, or else tokens.
+        own_lengths: whether lengths may be other ones than the layouts of the batch say; a WorkerGroup compares them.
         token_budget and the others: for `plan_micro_batches`, of each rank. `groups` and `loss_tokens` are [B]; loss
             weights count the rows of all ranks.
 
@@ -53,14 +56,17 @@ def plan_ranks(
     """
     found = checked_lengths(lengths, _CALL)
     rule = Budget(token_budget, cost, num_updates, multiple_of, min_count, max_rows, oversize, work)
-    rows = balance_rows(
-        found, ranks, equal_rows=equal_rows, cost="tokens" if work is None else work, groups=groups, seed=seed
-    )
-    labels = None if groups is None else list(groups.tolist() if hasattr(groups, "tolist") else groups)
+    units = Units.of(found.size, groups, _CALL)
+    labels = None if units.rows is None else units.of_row.tolist()
+    oversized_rows(rule, Ground.of(rule, found, units))  # here, where rows have the caller's numbers
+    even = "tokens" if work is None else work
+    rows = balance_rows(found, ranks, equal_rows=equal_rows, cost=even, groups=labels, seed=seed)
     tokens = None
     if loss_tokens is not None:
         tokens = checked_amounts(loss_tokens, found.size, _CALL, "loss_tokens", "the sum of each row's loss mask")
-    return RankPlans(rows, found, rule, labels, tokens)
+    plan = RankPlans(rows, found, rule, labels, tokens, own_lengths)
+    _ = plan.plans  # errors belong to this call
+    return plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +76,7 @@ class RankPlans:
     Attributes:
         rows: for each rank a list of row numbers of the whole batch.
         lengths: int64 [B], of the whole batch.
+        own_lengths: whether these may be other ones than the layouts of the batch say.
     """
 
     rows: list[list[int]]
@@ -77,6 +84,7 @@ class RankPlans:
     _rule: Budget
     _groups: Sequence[Any] | None
     _loss_tokens: Any
+    own_lengths: bool
 
     @cached_property
     def plans(self) -> list[MicroBatchPlan]:
@@ -90,8 +98,8 @@ class RankPlans:
 
     @property
     def divisible(self) -> bool:
-        """Whether its rows may be run in other parts than planned: one update, without loss weights."""
-        return self._rule.num_updates == 1 and self._loss_tokens is None
+        """Whether its rows may be run in other parts than planned: one update, no loss weights, no groups."""
+        return self._rule.num_updates == 1 and self._loss_tokens is None and self._groups is None
 
     def for_rows(self, rows: Mapping[int, IntArray]) -> dict[int, MicroBatchPlan]:
         """Plans for some rows on some ranks, by the same rule: those that are there, or for what is left of a call that
@@ -110,14 +118,16 @@ class RankPlans:
         """Flat, for a logger: the sums over ranks of their plans' counts and the means of their ratios;
         `plan/rank_imbalance`: the most work of a rank over the mean, micro-batch by micro-batch, because ranks wait
         for each other in each."""
+        return dict(self._metrics)
+
+    @cached_property
+    def _metrics(self) -> dict[str, float]:
         of_ranks = [plan.metrics() for plan in self.plans]
         ratios = {"plan/fill", "plan/budget_use", "plan/imbalance"}
-        out = {
-            key: float(
-                np.mean([own[key] for own in of_ranks]) if key in ratios else np.sum([own[key] for own in of_ranks])
-            )
-            for key in of_ranks[0]
-        }
+        out: dict[str, float] = {}
+        for key in of_ranks[0]:
+            values = [own[key] for own in of_ranks]
+            out[key] = sum(values) / len(values) if key in ratios else sum(values)
         loads = np.array([plan.loads() for plan in self.plans])
         out["plan/updates"] = of_ranks[0]["plan/updates"]
         out["plan/rank_imbalance"] = float(loads.max(0).sum() / loads.mean(0).sum()) if loads.any() else 1.0
@@ -135,4 +145,9 @@ def equalized(plans: Sequence[MicroBatchPlan]) -> list[MicroBatchPlan]:
         )
     out = [plan.with_count(counts) for plan in plans]
     losses = [plan.loss for plan in out if plan.loss is not None]
-    return out if not losses else [replace(plan, loss=plan.loss.over(losses)) for plan in out if plan.loss is not None]
+    if not losses:
+        return out
+    rows, tokens = totals(losses)
+    return [
+        replace(plan, loss=Loss(own.tokens, rows, tokens, len(losses))) for plan, own in zip(out, losses, strict=True)
+    ]

@@ -43,15 +43,15 @@ class LoopRecorder:
     @contextmanager
     def update(self) -> Generator[None]:
         """Around one optimizer update."""
-        self._updates += 1
-        with self._span(_UPDATE, f"update_{self._updates - 1}"):
+        with self._span(_UPDATE, f"update_{self._updates}"):
+            self._updates += 1
             yield
 
     @contextmanager
     def micro_batch(self) -> Generator[None]:
         """Around one micro-batch. They are counted through all updates, as in `plan.micro_batches`."""
-        self._micro_batches += 1
-        with self._span(_MICRO_BATCH, f"micro_batch_{self._micro_batches - 1}"):
+        with self._span(_MICRO_BATCH, f"micro_batch_{self._micro_batches}"):
+            self._micro_batches += 1
             yield
 
     @contextmanager

@@ -124,6 +124,18 @@ def dense_at(batch: TensorDictBase, path: Path) -> Tensor | None:
     return value if isinstance(value, Tensor) and not value.is_nested else None
 
 
+def row_list(value: Any, rows: int) -> list[Any] | None:
+    """The list that an entry keeps for the whole batch, if it has one item a row; or None."""
+    data: Any = value.data if isinstance(value, NonTensorData) else None
+    return cast("list[Any]", data) if isinstance(data, list) and len(cast("list[Any]", data)) == rows else None
+
+
+def with_rows(value: Any, items: list[Any]) -> Any:
+    """An entry like `value`, with another row list."""
+    held: Any = NonTensorData(items, batch_size=[len(items), *value.batch_size[1:]])
+    return held
+
+
 def number_at(batch: TensorDictBase, path: Path) -> int | None:
     """The whole number kept as a non-tensor entry at `path`, or None."""
     value = entry_at(batch, path)

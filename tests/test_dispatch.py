@@ -87,6 +87,18 @@ class Worker:
     def differ_in_parts(self, batch):
         return batch.select("responses") if len(batch) > 1 else {}
 
+    @endpoint(micro_batches=True)
+    def echo_in_parts(self, batch):
+        return batch
+
+    @endpoint(micro_batches=True)
+    def differ_on_a_peer(self, batch):
+        return None if self.factor == 2.0 and "row-0" in list(batch["uid"]) else {}
+
+    @endpoint(micro_batches=True)
+    def tensors_in_parts(self, batch):
+        return batch["old_log_probs"], 1
+
     @endpoint
     def planned(self, batch, plan):
         parts = [part["attention_mask"].sum().item() for part in plan.apply(batch)]
@@ -413,16 +425,49 @@ def test_nested_micro_batches(group, batch):
 
 
 def test_a_method_for_micro_batches_without_a_plan(group, batch):
-    assert sum(group.call("count_in_parts", batch)) == B
+    assert sorted(group.call("count_in_parts", batch)) == [[2], [2], [3]]
     values, sizes, _ = group.call("scale_in_parts", batch, 3.0)
     assert same_bits(values["values"], batch["old_log_probs"] * 3.0)
-    assert sum(sizes) == B
+    assert sum(map(sum, sizes)) == B
 
 
 def test_results_of_micro_batches_that_do_not_fit(group, batch):
     plan = group.plan(group.pack(batch), None, max_rows=2)
     with pytest.raises(mp.WorkerError, match=r"returned a TensorDict, something else for its micro-batches"):
         group.call("differ_in_parts", batch, plan=plan)
+
+
+def test_everything_comes_back_from_micro_batches(group, batch):
+    packed = group.pack(batch)
+    for plan in (group.plan(packed, None, max_rows=1), group.plan(packed, 1000, min_count=4)):
+        assert_same(group.call("echo_in_parts", packed, plan=plan), batch)
+
+
+@pytest.mark.parametrize("speaker", [0, 1])
+def test_only_results_that_are_wanted_are_joined(local_ray, batch, speaker):
+    actors = [ray.remote(num_cpus=0)(Worker).remote(factor) for factor in (1.0, 2.0)]
+    collect = [speaker == actor for actor in range(2)]
+    peers = WorkerGroup(actors, dp_ranks=[0, 0], collect=collect, pad_token_id=PAD)
+    plan = peers.plan(peers.pack(batch), None, max_rows=4)
+    if speaker == 0:
+        assert peers.call("differ_on_a_peer", batch, plan=plan) == [[{}, {}]]
+    else:
+        with pytest.raises(mp.WorkerError, match=r"returned None, something else for its micro-batches"):
+            peers.call("differ_on_a_peer", batch, plan=plan)
+
+
+def test_groups_are_not_divided_by_a_retry(group, batch, tmp_path):
+    plan = group.plan(group.pack(batch), 1000, groups=list(batch["uid"]))
+    with pytest.raises(mp.WorkerError, match="once") as caught:
+        group.call("fail_once_in_parts", batch, str(tmp_path / "failed"), plan=plan)
+    with pytest.raises(mp.MaskpackError, match="loss tokens or groups; expected one whose rows"):
+        caught.value.call.retry()
+
+
+def test_tensors_of_micro_batches_have_no_order(group, batch):
+    plan = group.plan(group.pack(batch), None, max_rows=2)
+    with pytest.raises(mp.WorkerError, match=r"returned a tensor for its micro-batches; expected a TensorDict"):
+        group.call("tensors_in_parts", batch, plan=plan)
 
 
 def test_a_call_with_a_plan_is_retried(group, batch, tmp_path):
@@ -437,6 +482,7 @@ def test_an_update_is_not_retried_in_part(group, batch, tmp_path):
     plan = group.plan(group.pack(batch), None, max_rows=1, loss_tokens=batch["response_mask"].sum(-1))
     with pytest.raises(mp.WorkerError, match="once") as caught:
         group.call("fail_once_in_parts", batch, str(tmp_path / "failed"), plan=plan)
+    assert "Run the whole call again" in str(caught.value)
     with pytest.raises(mp.MaskpackError, match="Run the whole call again"):
         caught.value.call.retry()
 
@@ -456,6 +502,18 @@ def test_plans_that_do_not_fit_the_call(group, batch):
     alone = group.pack(batch.select("response_mask", "old_log_probs"))
     with pytest.raises(mp.PlanError, match=r"has layouts \['response'\]; expected the sequence, or the prompt and"):
         group.plan(alone, 100)
+    with pytest.raises(mp.PlanError, match=r"row \d has \d+ tokens, in the plan \d+; expected the plan of these rows"):
+        group.call("planned", rows.sort_by_length("sequence"), plan=plan)
+    with pytest.raises(mp.PlanError, match=r"plan is a MicroBatchPlan; expected RankPlans"):
+        group.call("planned", rows, plan=plan.plans[0])
+    with pytest.raises(mp.PlanError, match=r"Pass plan=plan"):
+        group.call("planned", rows, plan)
+    with pytest.raises(mp.WorkerError, match=r"echo: called with a plan, and takes none; expected a parameter `plan`"):
+        group.call("echo", rows, plan=plan)
+    with pytest.raises(mp.PlanError, match=r"ranks \[2\] have no row to run"):
+        group.plan(rows[:2], 100)
+    longer = group.plan(rows, 100, lengths=plan.lengths + 1)
+    assert sum(len(told["uid"]) for told in group.call("planned", rows, plan=longer)) == B
     given = group.plan(alone, 100, lengths=batch["attention_mask"].sum(-1))
     assert given.lengths.tolist() == plan.lengths.tolist() == batch["attention_mask"].sum(-1).tolist()
 

@@ -44,6 +44,7 @@ FLOORS = [
     ["views"],
     ["micro_batches", "agreement", "recorder"],
     ["division", "parcels", "placement"],
+    ["serving"],
     ["calls"],
     ["dispatch"],
     ["demo", "cli", "__main__"],

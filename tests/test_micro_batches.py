@@ -175,6 +175,22 @@ def test_order_restored_of_jagged_tensors(rows: int, dtype: torch.dtype, trailin
     check_bounds(whole, [line.shape[0] for line in lines])
 
 
+@pytest.mark.parametrize("dtype", strategies.DTYPES, ids=str)
+@pytest.mark.parametrize("trailing", [(), (2,)])
+def test_every_dtype(dtype: torch.dtype, trailing: tuple[int, ...]) -> None:
+    """torch selects among some of them only with more than one dim."""
+    rng = np.random.default_rng(0)
+    dense, jagged = strategies.values(rng, (7, *trailing), dtype), strategies.jagged(rng, 7, dtype, trailing)
+    for x in (dense, jagged):
+        assert_same_tensor(THREE.restore(list(THREE.apply(x))), x)
+    lines = oracle.jagged_rows(jagged)
+    outputs = [oracle.make_jagged([lines[row] for row in rows], jagged).values() for rows in THREE.micro_batches]
+    lengths = [line.shape[0] for line in lines]
+    assert_same_tensor(THREE.restore(outputs, lengths=lengths), jagged.values())
+    batch = TensorDict({"dense": dense, "jagged": jagged}, [7])
+    assert_same_batch(THREE.restore(list(THREE.apply(batch))), batch)
+
+
 @many
 @given(st.integers(1, 7), st.data())
 def test_order_restored_of_lists(rows: int, data: st.DataObject) -> None:
@@ -254,9 +270,26 @@ def test_one_update_of_several() -> None:
     plan = plan_micro_batches([4, 4, 4, 4, 4], 8, num_updates=2).with_count(3)
     assert plan.dummies == [1, 0]
     x = torch.arange(5)
-    for update in (0, 1, -1):
+    for update in (0, 1, np.int64(1)):
         assert [part.tolist() for part in plan.apply(x, update)] == plan.updates[update]
     assert [part.tolist() for part in plan.apply(x)] == plan.micro_batches
+
+
+@pytest.mark.parametrize(
+    ("update", "words"),
+    [
+        (2, "update is 2; the plan has 2, from 0. Choose one of these."),
+        (-1, "update is -1; expected a whole number from 0."),
+        (True, "update is True; expected a whole number from 0."),
+        (0.0, "update is 0.0; expected a whole number from 0."),
+    ],
+)
+def test_updates_that_are_none(update: Any, words: str) -> None:
+    plan = plan_micro_batches([4, 4, 4], 8, num_updates=2, loss_tokens=[1, 1, 1])
+    for use, call in ((plan.apply, torch.zeros(3)), (plan.loss_weights, "token-mean")):
+        with pytest.raises(PlanError) as caught:
+            use(call, update)
+        assert str(caught.value).startswith(f"MicroBatchPlan.{use.__name__}: {words}")
 
 
 def test_rows_are_taken_when_they_are_asked_for() -> None:
@@ -270,8 +303,11 @@ def test_rows_are_taken_when_they_are_asked_for() -> None:
         THREE.apply(torch.zeros(8))
 
 
-def test_outputs_may_be_a_tuple() -> None:
-    assert THREE.restore(tuple(THREE.apply(torch.arange(7)))).tolist() == list(range(7))
+def test_outputs_may_be_a_tuple_or_come_one_by_one() -> None:
+    x = torch.arange(7)
+    assert THREE.restore(tuple(THREE.apply(x))).tolist() == x.tolist()
+    assert THREE.restore(THREE.apply(x)).tolist() == x.tolist()
+    assert THREE.restore(2 * part for part in THREE.apply(x)).tolist() == (2 * x).tolist()
 
 
 def test_a_plan_travels() -> None:
@@ -483,7 +519,10 @@ def packed(rows: int) -> Any:
     return compress(TensorDict({"x": torch.zeros(rows)}, [rows]))
 
 
-SAME = "expected the same. Pad outputs to one width (select_and_pad_to_response does), or return jagged ones."
+SAME = (
+    "expected the same. Give outputs one dtype and device, and pad them to one width (select_and_pad_to_response does) "
+    "or return jagged ones."
+)
 
 
 @pytest.mark.parametrize(
@@ -506,12 +545,14 @@ SAME = "expected the same. Pad outputs to one width (select_and_pad_to_response 
             odd(ones(), lambda n: torch.zeros(n + 1)),
             "output 2 (Tensor) has 3 rows; its micro-batch has 2. Return an ent",
         ),
-        (rows_like(lambda _, n: torch.tensor(0.0)), "output 0 (Tensor) has None rows; its micro-batch has 3."),
+        (rows_like(lambda _, n: torch.tensor(0.0)), "output 0 (Tensor) has no rows; its micro-batch has 3."),
         (odd(td(x=ones()), lambda n: TensorDict({"x": torch.zeros(1)}, [1])), "output 2 (TensorDict) has 1 rows; its"),
         (
             odd(td(x=ones()), lambda n: TensorDict({"x": torch.zeros(n)}, [])),
-            "output 2 (TensorDict) has None rows; its",
+            "output 2 (TensorDict) has no rows; its",
         ),
+        ([torch.zeros(2), torch.zeros(3), torch.zeros(2)], "output 0 (Tensor) has 2 rows; its micro-batch has 3."),
+        ([[0] * 3, [0] * 1, [0] * 3], "output 1 (list) has 1 rows; its micro-batch has 2."),
         (odd(lambda n: [0] * n, lambda n: [0]), "output 2 (list) has 1 rows; its micro-batch has 2."),
         (odd(packed, lambda n: packed(5)), "output 2 (PackedBatch) has 5 rows; its micro-batch has 2."),
         (odd(ragged(), lambda n: ragged()(3)), "output 2 (NestedTensor) has 3 rows; its micro-batch has 2."),
@@ -605,11 +646,15 @@ def test_an_error_leaves_the_outputs_as_they_were() -> None:
     assert [oracle.snapshot(out) for out in outputs] == trees
 
 
-def test_objects_that_follow_the_rows_by_name() -> None:
-    """A list of one item a row is one object to TensorDict, and stays whole; packed, it follows the rows."""
+def test_lists_with_an_item_a_row_follow_the_rows() -> None:
     batch = samples.rollout()
-    for part in THREE.apply(batch):
-        assert part.get("global_token_num").data == batch.get("global_token_num").data
-    for part, rows in zip(THREE.apply(compress(batch, pad_token_id=samples.PAD)), THREE.micro_batches, strict=True):
-        want = [sum(samples.ROWS[row]) for row in rows]
-        assert decompress(part).get("global_token_num").data == want
+    items = batch.get("global_token_num").data
+    packed = compress(batch, pad_token_id=samples.PAD)
+    for whole in (batch, nest_batch_by_mask(batch, pad_token_id=samples.PAD), packed):
+        parts = list(THREE.apply(whole))
+        for part, rows in zip(parts, THREE.micro_batches, strict=True):
+            part = decompress(part) if whole is packed else part
+            assert part.get("global_token_num").data == [items[row] for row in rows]
+        decoded = [decompress(part) for part in parts] if whole is packed else parts
+        assert THREE.restore(decoded).get("global_token_num").data == items
+    assert batch.get("global_token_num").data == items

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_plan import Case, cases, real
+from test_plan import KINDS, Case, cases, for_cases, real
 
 from maskpack import FlopsModel, MicroBatchPlan, PlanError, RankPlans, balance_rows, plan_micro_batches, plan_ranks
 
@@ -23,7 +23,7 @@ MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 @st.composite
 def rank_cases(draw: st.DrawFn) -> tuple[Case, int, dict[str, Any]]:
     """A case of which every rank gets a row, its ranks, and the options of balance_rows."""
-    case = draw(cases())
+    case = draw(st.one_of(*map(cases, KINDS)))
     units = len(case.groups)
     ranks = draw(st.integers(1, min(units, 5))) if units else draw(st.integers(1, 5))
     return case, ranks, {"seed": draw(st.integers(0, 2)), "equal_rows": draw(st.booleans())}
@@ -46,7 +46,7 @@ def test_rows_of_ranks_are_those_of_balance_rows(given_: tuple[Case, int, dict[s
     assert sorted(itertools.chain(*plans.rows)) == list(range(len(case.lengths)))
     assert plans.num_ranks == len(plans.plans) == len(plans.rows) == ranks
     assert plans.lengths.tolist() == case.lengths
-    assert plans.divisible is (case.option("num_updates") == 1)
+    assert plans.divisible is (case.option("num_updates") == 1 and groups is None)
     for rows, plan in zip(plans.rows, plans.plans, strict=True):
         assert plan.lengths.tolist() == [case.lengths[row] for row in rows]
 
@@ -131,9 +131,9 @@ def test_a_failed_rank_is_planned_alone() -> None:
 
 def test_a_rank_without_rows_raises() -> None:
     with pytest.raises(PlanError, match=r"^plan_ranks: ranks \[2\] have no row to run, others have; expected at least"):
-        assert plan_ranks([5, 4], 3, 8).plans
+        plan_ranks([5, 4], 3, 8)
     with pytest.raises(PlanError, match=r"ranks \[1, 2, 3, 4, 5, 6, 7, 8\] have no row.*Use fewer ranks, or more rows"):
-        assert plan_ranks([5, 4], 20, 8, groups=["a", "a"]).plans
+        plan_ranks([5, 4], 20, 8, groups=["a", "a"])
     with pytest.raises(PlanError, match="have no row to run"):
         plan_ranks([5, 4], 2, 8).for_rows({0: np.array([0]), 1: np.array([], np.int64)})
 
@@ -166,7 +166,7 @@ def test_kinds_of_input(made: Any) -> None:
         (([1, 2], 0, 5), {}, "balance_rows: ranks is 0; expected a whole number from 1."),
         (([1, 2], 1, 1.9), {}, "plan_micro_batches: token_budget is 1.9; expected a whole number from 1."),
         (([1, 2], 1, 5), {"cost": "tokenz"}, "plan_micro_batches: cost is 'tokenz';"),
-        (([1, 2], 1, 5), {"groups": [1]}, "balance_rows: groups are 1 labels for 2 rows;"),
+        (([1, 2], 1, 5), {"groups": [1]}, "plan_ranks: groups are 1 labels for 2 rows;"),
         (([1, 2], 1, 5), {"seed": -1}, "balance_rows: seed is -1;"),
         (([1, 2], 1, 5), {"loss_tokens": [1]}, "plan_ranks: loss_tokens are int64 (1,); expected numbers (2,): the su"),
         (([1, 2], 1, 5), {"loss_tokens": [1, -1]}, "plan_ranks: loss_tokens run from -1.0 to 1.0;"),
@@ -175,7 +175,7 @@ def test_kinds_of_input(made: Any) -> None:
 )
 def test_arguments_that_are_none(arguments: tuple[Any, Any, Any], options: dict[str, Any], words: str) -> None:
     with pytest.raises(PlanError) as caught:
-        assert plan_ranks(*arguments, **options).plans
+        plan_ranks(*arguments, **options)
     assert str(caught.value).startswith(words)
 
 
@@ -255,7 +255,7 @@ def split_loss(plan: MicroBatchPlan, rows: Sequence[int], losses: Any, mask: Any
     return total
 
 
-KINDS = {
+MASKS = {
     "ones": lambda rng, shape: np.ones(shape),
     "zeros and ones": lambda rng, shape: rng.integers(0, 2, shape).astype(float),
     "few rows": lambda rng, shape: (rng.random((shape[0], 1)) < 0.3) * rng.integers(0, 2, shape).astype(float),
@@ -265,14 +265,14 @@ KINDS = {
 
 
 @many
-@given(rank_cases(), st.sampled_from(sorted(KINDS)), st.sampled_from(MODES), st.integers(0, 99), st.booleans())
+@given(rank_cases(), st.sampled_from(sorted(MASKS)), st.sampled_from(MODES), st.integers(0, 99), st.booleans())
 def test_losses_of_all_ranks_add_up_to_the_loss_of_the_unsplit_batch(
     given_: tuple[Case, int, dict[str, Any]], kind: str, mode: Any, seed: int, more_dummies: bool
 ) -> None:
     case, ranks, more = given_
     rng = np.random.default_rng(seed)
     shape = (len(case.lengths), 5)
-    losses, mask = rng.normal(size=shape), KINDS[kind](rng, shape)
+    losses, mask = rng.normal(size=shape), MASKS[kind](rng, shape)
     plans = plan_ranks(
         case.lengths, ranks, case.token_budget, **case.options, **more, loss_tokens=mask.sum(-1).tolist()
     )
@@ -281,6 +281,10 @@ def test_losses_of_all_ranks_add_up_to_the_loss_of_the_unsplit_batch(
         own = [plan.with_count(max(plan.counts) + 2 * case.option("multiple_of")) for plan in own]
     for gradients, share in (("mean", 1 / ranks), ("sum", 1.0)):
         weights = [plan.loss_weights(mode, gradients=gradients) for plan in own]  # type: ignore[arg-type]
+        for plan, whole in zip(own, weights, strict=True):
+            parts = [plan.loss_weights(mode, number, gradients=gradients) for number in range(len(plan.updates))]  # type: ignore[arg-type]
+            assert [some.tolist() for part in parts for some in part] == [some.tolist() for some in whole]
+            assert [len(part) for part in parts] == plan.counts
         assert [len(some) for some in weights] == [len(plan.micro_batches) for plan in own]
         assert all(np.isfinite(factors).all() for some in weights for factors in some)
         for update in range(case.option("num_updates")):
@@ -298,8 +302,7 @@ def test_losses_of_all_ranks_add_up_to_the_loss_of_the_unsplit_batch(
             assert math.isclose(found, want, rel_tol=1e-12, abs_tol=1e-12), (found, want)
 
 
-@many
-@given(cases(), st.sampled_from(MODES), st.integers(0, 99))
+@for_cases(st.sampled_from(MODES), st.integers(0, 99), kinds=["tokens", "counted"])
 def test_losses_of_one_rank(case: Case, mode: Any, seed: int) -> None:
     """Of a plan that no one has told about ranks, "mean" and "sum" are the same."""
     rng = np.random.default_rng(seed)
@@ -334,6 +337,13 @@ def test_loss_weights_of_two_ranks_by_hand() -> None:
                 weights = {m: plan.loss_weights(m, gradients=gradients)[number].tolist() for m in MODES}  # type: ignore
                 assert weights["token-mean"] == [ranks / total]
                 assert weights["seq-mean-token-sum"] == [ranks / real_rows]
+
+
+def test_rows_without_loss_tokens_are_divided_by_nothing() -> None:
+    plan = plan_micro_batches([4, 3, 2], 5, loss_tokens=[3, 0, 1])
+    with np.errstate(all="raise"):
+        for mode in MODES:
+            assert all(np.isfinite(some).all() for some in plan.loss_weights(mode))
 
 
 def test_an_update_without_loss_tokens_weighs_nothing() -> None:
