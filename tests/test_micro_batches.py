@@ -317,6 +317,15 @@ def test_a_plan_travels() -> None:
     assert plan.loss_weights("token-mean")[0].tolist() == [1 / 6]
 
 
+def test_a_plan_travels_without_its_functions() -> None:
+    """Which pickle could not say."""
+    plan = plan_micro_batches([4, 2, 4], 2.5, cost=lambda n: n / 2, work=lambda n: n * n, multiple_of=2)
+    there = pickle.loads(pickle.dumps(plan))
+    assert (there.updates, there.dummies, there.loads()) == (plan.updates, plan.dummies, plan.loads())
+    assert there.with_count(4).updates == plan.with_count(4).updates
+    assert there.metrics() == plan.metrics()
+
+
 # -------------------------------------------------------------------- jagged fields
 
 

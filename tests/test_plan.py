@@ -799,6 +799,8 @@ def test_metrics_by_hand() -> None:
         ([1, None], "lengths are object (2,); expected numbers [B]"),
         ([[1], [2, 3]], "lengths are no array: "),
         (torch.ones(2, requires_grad=True), "lengths are no array: "),
+        ([2**61] * 3, "lengths sum to more than 2^62; expected real tokens of rows."),
+        (np.array([2**63 + 5], np.uint64), "lengths sum to more than 2^62;"),
     ],
 )
 def test_lengths_that_are_none(lengths: Any, words: str) -> None:
@@ -877,6 +879,8 @@ MODEL = FlopsModel(1.0, 1.0)
             {"groups": np.zeros((2, 1))},
             "groups are a ndarray: unhashable type: 'list'; expected one label for each row",
         ),
+        ({"groups": {4, 5}}, "groups are a set: it has no order; expected one label for each row"),
+        ({"groups": {4: 0, 5: 0}}, "groups are a dict: it has no order; expected one label for each row"),
         ({"groups": torch.tensor(3)}, "groups are a Tensor: 'int' object is not iterable; expected one label"),
         ({"loss_tokens": [1]}, "loss_tokens are int64 (1,); expected numbers (2,): the sum of each row's loss mask."),
         ({"loss_tokens": [1, -1]}, "loss_tokens run from -1.0 to 1.0; expected finite numbers from 0: the sum of each"),

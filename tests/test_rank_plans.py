@@ -138,6 +138,14 @@ def test_a_rank_without_rows_raises() -> None:
         plan_ranks([5, 4], 2, 8).for_rows({0: np.array([0]), 1: np.array([], np.int64)})
 
 
+def test_oversized_rows_are_named_as_the_caller_numbers_them() -> None:
+    for row in range(4):
+        lengths = [9 if number == row else 2 for number in range(4)]
+        with pytest.raises(PlanError, match=rf"^plan_micro_batches: rows \[{row}\] alone, or their groups, are over"):
+            plan_ranks(lengths, 2, 5, oversize="error")
+    assert plan_ranks([5, 2, 2, 2], 2, 5, oversize="error").num_ranks == 2
+
+
 def test_no_rows_at_all() -> None:
     plans = plan_ranks([], 3, 8, num_updates=2, loss_tokens=[])
     assert plans.rows == [[], [], []]

@@ -145,8 +145,12 @@ def test_wrong_nesting_raises(outer: list[str], inner: str, words: str) -> None:
     for each in reversed(entered):
         each.__exit__(None, None, None)
     assert len(times.metrics()) >= len(outer), "the outer ones are whole"
-    with times.update(), times.micro_batch(), times.phase("forward"):
+    before = set(times.metrics())
+    with times.update(), times.micro_batch():
         pass
+    numbers = outer.count("update"), outer.count("micro_batch")
+    new = {f"time/update_{numbers[0]}_ms", f"time/micro_batch_{numbers[1]}_ms"}
+    assert set(times.metrics()) - before == new, "what was not entered does not count"
 
 
 def test_an_exception_closes_what_is_open(clock: None) -> None:
