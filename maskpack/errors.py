@@ -30,6 +30,10 @@ class PlanError(MaskpackError):
     """Lengths, budgets and counts that no plan fits, or ranks whose plans do not fit each other."""
 
 
+class ReplayError(MaskpackError):
+    """A model that cannot replay packed rows, or does not give what it gives for a row alone."""
+
+
 class WireFormatError(MaskpackError):
     """Bytes that are no packed batch: cut off, changed, of another version, or made to mislead."""
 

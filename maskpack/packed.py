@@ -43,6 +43,7 @@ from maskpack.tree import build, chosen
 from maskpack.words import host_words, words
 
 Target = Literal["padded", "nested"]
+Widths = Literal["canonical", "trim"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -273,7 +274,11 @@ def compress(
 
 
 def decompress(
-    packed: PackedBatch, *fields: Key, layout: Target = "padded", device: torch.device | str | None = None
+    packed: PackedBatch,
+    *fields: Key,
+    layout: Target = "padded",
+    device: torch.device | str | None = None,
+    widths: Widths = "canonical",
 ) -> TensorDict:
     """The batch that was packed, bit for bit, with the rows it has now.
 
@@ -284,6 +289,8 @@ def decompress(
         device: where to; the device that each field came from where it is not given. On CUDA with Triton one kernel
             decodes there, what crosses to it are the encoded bytes, and nothing waits (`pin_memory` saves the host a
             copy); otherwise the fields are decoded on the host.
+        widths: `canonical`, those of the batch that was packed; or `trim`, of each axis the columns from the first to
+            the last that is real in any of these rows: for padded micro-batches. Dense fields keep theirs.
 
     Raises:
         LayoutError: a field that is not in the batch, an unknown layout, or a device that this process does not have.
@@ -295,6 +302,10 @@ def decompress(
         )
     if layout not in ("padded", "nested"):
         raise LayoutError(f'decompress: layout is {layout!r}; expected "padded" or "nested". Choose one of these.')
+    if widths not in ("canonical", "trim"):
+        raise LayoutError(f'decompress: widths is {widths!r}; expected "canonical" or "trim". Choose one of these.')
+    if widths == "trim":
+        packed = _trimmed(packed)
     forms = [form for _, form in chosen([(form.path, form) for form in packed.schema.forms], fields, "decompress")]
     _check_devices([form.device or "cpu" for form in forms] if device is None else [device])
     made = staging.decoded(packed, forms, layout == "nested", device)
@@ -312,6 +323,18 @@ def decompress(
     pads = {form.path: pad for form in forms if (pad := decoder.row_pads(form)) is not None}
     home = on(root, device).device
     return out.set(LAYOUTS, write_layouts(schema, decoder.tables(), pads, packed.num_rows, home))
+
+
+def _trimmed(packed: PackedBatch) -> PackedBatch:
+    """The same rows in narrower layouts. Their values lie row by row, so that none moves."""
+    layouts: dict[str, RowLayout] = {}
+    for name, layout in packed.layouts.items():
+        table = layout.table
+        end = int((table.starts + table.counts).max(initial=0))
+        begin = int(table.starts.min(initial=end))
+        layouts[name] = layout.narrow(begin, end)
+    axes = tuple((name, layouts[name].width, layouts[name].anchor) for name, _, _ in packed.schema.axes)
+    return replace(packed, layouts=layouts, schema=replace(packed.schema, axes=axes))
 
 
 def _layouts_of(like: Any) -> dict[str, RowLayout]:

@@ -49,7 +49,7 @@ def select_and_pad_to_response(
         LayoutError: no response axis, a field that is not on it, a row longer than R.
     """
     call = "select_and_pad_to_response"
-    axis = _ResponseAxis.of(batch, registry, call)
+    axis = ResponseAxis.of(batch, registry, call)
     entries = {path: value for path, value in walk(batch) if path[0] != LAYOUTS}
     wanted = [path for path, value in chosen(list(entries.items()), fields, call) if not isinstance(value, Node)]
     for path in wanted if fields else ():
@@ -83,7 +83,7 @@ def extract_response(batch: TensorDictBase, values: Tensor, *, registry: MaskNes
             shape, or a batch without sequence and response axes.
     """
     call = "extract_response"
-    axis = _ResponseAxis.of(batch, registry, call)
+    axis = ResponseAxis.of(batch, registry, call)
     sequence = axis.need_sequence(call)
     packed, padded = _packed_values(values, sequence, call)
     scored = packed.index_select(0, axis.predict_index(call).to(packed.device, non_blocking=True))
@@ -112,7 +112,7 @@ def _packed_values(values: Tensor, sequence: RowLayout, call: str) -> tuple[Tens
 
 
 @dataclass(frozen=True)
-class _ResponseAxis:
+class ResponseAxis:
     """The response layout of a batch, the sequence layout around it if there is one, and the forms of its fields."""
 
     response: RowLayout
@@ -120,7 +120,7 @@ class _ResponseAxis:
     forms: dict[Path, FieldForm]
 
     @classmethod
-    def of(cls, batch: TensorDictBase, registry: MaskNestingRegistry, call: str) -> _ResponseAxis:
+    def of(cls, batch: TensorDictBase, registry: MaskNestingRegistry, call: str) -> ResponseAxis:
         known: dict[str, RowLayout] = {}
         forms: dict[Path, FieldForm] = {}
         if has(batch, LAYOUTS):
@@ -152,7 +152,7 @@ class _ResponseAxis:
                 f"{call}: rows {bare[:8].tolist()} have a response and a prompt of zero tokens; expected at least one "
                 "prompt token, whose output scores the first response token. Drop these rows or give them a prompt."
             )
-        return torch.from_numpy(self._tail(sequence) - 1)
+        return torch.from_numpy(self.tail(sequence) - 1)
 
     def holds(self, path: Path, value: Tensor, registry: MaskNestingRegistry) -> bool:
         """Whether an unnamed field is on the response axis."""
@@ -223,7 +223,7 @@ class _ResponseAxis:
         layout = SEQUENCE if whole and self.response.total != value.values().shape[0] else RESPONSE
         return FieldForm(path, "padded", layout, (pad,), dtype=value.dtype)
 
-    def _tail(self, sequence: RowLayout) -> IntArray:
+    def tail(self, sequence: RowLayout) -> IntArray:
         """Packed places of the response tokens: the last of each row."""
         return ranges(sequence.row_offsets[1:] - self.response.lengths, self.response.lengths)
 

@@ -526,6 +526,16 @@ def test_work_is_evened_out_on_many_rows(budget: int, cost: Any, bound: float) -
         assert after.metrics()["plan/imbalance"] == pytest.approx(ratios[1])
 
 
+def test_work_is_evened_out_within_a_padded_budget() -> None:
+    """Short rows are the work here: [8 8 4 4] [4 4 1 1] becomes twice [8 4 4 1], which costs 32 as well."""
+    work = Table((0.0, 10.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 5.0))
+    lengths = [8, 8, 4, 4, 4, 4, 1, 1]
+    assert sorted(plan_micro_batches(lengths, 32, cost="padded").loads()) == [16, 32]
+    plan = plan_micro_batches(lengths, 32, cost="padded", work=work)
+    assert [sorted(plan.lengths[rows].tolist()) for rows in plan.micro_batches] == [[1, 4, 4, 8]] * 2
+    assert plan.loads() == [17, 17]
+
+
 def test_micro_batches_over_the_limit_are_left_alone() -> None:
     limit = Limit(10, 2, [20, 3, 3, 3, 3, 1], [1, 1, 1, 1, 1, 3], False)
     work = [1.0, 9.0, 9.0, 1.0, 1.0, 50.0]
@@ -602,22 +612,24 @@ def test_evened_bins_hold_the_same_within_the_limit(data: st.DataObject) -> None
     rows = data.draw(st.lists(st.integers(1, 3), min_size=count, max_size=count))
     padded = data.draw(st.booleans())
     limit = Limit(data.draw(st.integers(4, 30)), data.draw(st.integers(2, 9)), sizes, rows, padded)
+
+    def fits(items: list[int]) -> bool:
+        total = sum(rows[item] for item in items)
+        size = total * max(sizes[item] for item in items) if padded else sum(sizes[item] for item in items)
+        return total <= limit.most_rows and size <= limit.budget
+
     bins: list[list[int]] = []
     for item in range(count):
-        found = next((items for items in bins if limit.holds([*items, item])), None)
+        found = next((items for items in bins if fits([*items, item])), None)
         if found is None:
             bins.append([item])
         else:
             found.append(item)
+    assert [limit.holds(items) for items in bins] == [fits(items) for items in bins]
     out = evened([list(items) for items in bins], limit, work)
     assert len(out) == len(bins)
     assert sorted(itertools.chain(*out)) == list(range(count))
-    for items in out:
-        total = sum(rows[item] for item in items)
-        size = total * max(sizes[item] for item in items) if padded else sum(sizes[item] for item in items)
-        fits = total <= limit.most_rows and size <= limit.budget
-        assert limit.holds(items) is fits
-        assert fits or items in bins
+    assert all(fits(items) or items in bins for items in out)
     heaviest = [max(sum(work[item] for item in items) for items in some) for some in (bins, out)]
     assert heaviest[1] <= heaviest[0]
 

@@ -1,0 +1,259 @@
+"""transformers: causal language models that replay packed rows.
+
+    model -> replayable(model): its layers are looked at, its attention becomes maskpack's -> response_log_probs
+
+The attention takes bounds from `cu_seq_lens_q`, which travels through the model as a keyword argument; without it, it
+raises. So does everything that it would have to guess: a mask, a cache, dropout, a feature that it does not know.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from maskpack.attention import packed_attention
+from maskpack.errors import ReplayError
+from maskpack.ops import packed_log_probs
+from maskpack.replay import PackedInputs
+from maskpack.rows import IntArray
+
+NAME = "maskpack"
+"""Of the attention, in `config._attn_implementation`."""
+
+_LAYERS = {"full_attention", "sliding_attention"}
+_SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""What models do to logits, if it is not 1."""
+_KNOWN = ("cu_seq_lens_q", "cu_seq_lens_k", "position_ids", "cache_position")
+"""Tensors that an attention may be given; others change what it should compute (sinks, biases, sparse indices)."""
+_TRUST = {torch.float32: 1e-4, torch.float64: 1e-8, torch.bfloat16: 0.25, torch.float16: 0.05}
+"""How far the log-prob of a token may be off its dense forward, by dtype: more is another model, not other rounding."""
+_own: WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = WeakKeyDictionary()
+"""The attention of each model and its parts before it became maskpack's."""
+_calls = 0
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention of a layer: query [1, H, T, D], key and value [1, KV, T, D] -> [1, T, H, D]."""
+    global _calls
+    bounds, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
+    who = type(module).__name__
+    if not isinstance(bounds, Tensor) or longest is None:
+        raise ReplayError(
+            f"{who}: the attention did not receive cu_seq_lens_q and max_length_q; expected the bounds of packed rows. "
+            "Run the model on PackedInputs, or give it its own attention back: replayable(model).release()."
+        )
+    odd = sorted(name for name, given in kwargs.items() if isinstance(given, Tensor) and name not in _KNOWN)
+    causal = getattr(module, "is_causal", True) if kwargs.get("is_causal") is None else kwargs["is_causal"]
+    if attention_mask is not None or dropout or not causal or query.shape[0] != 1 or odd:
+        raise ReplayError(
+            f"{who}: packed attention with a mask ({attention_mask is not None}), dropout {dropout}, causal {causal}, "
+            f"{query.shape[0]} batch rows and {odd or 'nothing else'}; expected causal attention of one batch row "
+            "without any of these. Pass no mask, set attention_dropout to 0, or replay without packing."
+        )
+    hidden_window = _window(module) if sliding_window is None else None
+    if hidden_window is not None and longest > hidden_window:
+        raise ReplayError(
+            f"{who}: the layer has a window of {hidden_window} tokens that it does not tell its attention, and a row "
+            f"has {longest}; expected sliding_window. Replay it padded: MASKPACK_PACKED_REPLAY=0."
+        )
+    if key.shape[2] != query.shape[2]:
+        raise ReplayError(
+            f"{who}: {key.shape[2]} keys for {query.shape[2]} queries; expected as many: a cache was in use. Pass "
+            "use_cache=False."
+        )
+    _calls += 1
+    dtype = value.dtype  # rotary tables widen queries and keys under autocast
+    out = packed_attention(
+        query[0].transpose(0, 1).to(dtype),
+        key[0].transpose(0, 1).to(dtype),
+        value[0].transpose(0, 1),
+        bounds,
+        int(longest),
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+    )
+    return out[None], None
+
+
+AttentionInterface.register(NAME, attention)
+
+
+def _window(module: nn.Module) -> int | None:
+    """The sliding window of an attention layer as its configuration says it: some models only put it into masks."""
+    config: Any = getattr(module, "config", None)
+    kinds = list(getattr(config, "layer_types", None) or ["sliding_attention"])
+    index = getattr(module, "layer_idx", None)
+    if "sliding_attention" not in (kinds if index is None or len(kinds) == 1 else kinds[index : index + 1]):
+        return None
+    return getattr(config, "sliding_window", None) or None
+
+
+def replayable(model: PreTrainedModel) -> Replayable:
+    """The model, ready for `response_log_probs`: its attention is maskpack's from now on, also in backward passes that
+    run its layers again (gradient checkpointing), until `release()`.
+
+    Raises:
+        ReplayError: layers that carry state from token to token, or that attend in a way that packed rows cannot, by
+            name (not with MASKPACK_PACKED_REPLAY=0); an output layer with a bias, logits that are scaled or capped.
+    """
+    return Replayable(model)
+
+
+class Replayable:
+    """A causal language model of transformers, as replay knows it."""
+
+    _trusted: ClassVar[set[tuple[type, torch.dtype, bool]]] = set()
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self._base: Any = getattr(model, model.base_model_prefix, None) or model.get_decoder()
+        self._config: Any = model.config.get_text_config()
+        self._check_head()
+        if os.environ.get("MASKPACK_PACKED_REPLAY") != "0":
+            self._check_layers()
+        self._take()
+
+    def _check_layers(self) -> None:
+        kinds = sorted(set(getattr(self._config, "layer_types", None) or ()) - _LAYERS)
+        if kinds:
+            raise ReplayError(
+                f"replayable: {type(self.model).__name__} has layers of kind {', '.join(kinds)}; expected full or "
+                "sliding attention. Such layers carry tokens of one row into the next; replay it padded: "
+                "MASKPACK_PACKED_REPLAY=0."
+            )
+
+    def _check_head(self) -> None:
+        who = type(self.model).__name__
+        scales = [name for name in _SCALES if getattr(self._config, name, None) not in (None, 1)]
+        if scales:
+            raise ReplayError(
+                f"replayable: {who} scales or caps its logits ({', '.join(scales)}); expected plain logits. Its "
+                "log-probs have to come from its own forward."
+            )
+        head = cast("Any", self.model).get_output_embeddings()
+        if head is None or getattr(head, "bias", None) is not None:
+            raise ReplayError(
+                f"replayable: {who} has an output layer with a bias, or none; expected one weight [V, H]. Its "
+                "log-probs have to come from its own forward."
+            )
+
+    def release(self) -> PreTrainedModel:
+        """Gives the model its own attention back, for padded rows and generation; the next replay takes it again. Not
+        between a forward pass and its backward pass, which may run layers again (gradient checkpointing)."""
+        if self._config._attn_implementation == NAME:
+            self.model.set_attn_implementation(_own.get(self.model, "sdpa"))
+        return self.model
+
+    def _take(self) -> None:
+        if self._config._attn_implementation != NAME:
+            _own[self.model] = _implementations(self.model.config)
+            self.model.set_attn_implementation(NAME)
+
+    # ---------------------------------------------------------------- what replay asks for
+
+    @property
+    def head(self) -> Tensor:
+        """[V, H]: the weight of the output layer."""
+        return cast("Any", self.model).get_output_embeddings().weight
+
+    def hidden(self, inputs: PackedInputs) -> Tensor:
+        """[T, H]: the last hidden states of packed rows."""
+        self._check_layers()
+        self._take()
+        before = _calls
+        out: Any = self._base(
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            use_cache=False,
+            cu_seq_lens_q=inputs.cu_seqlens,
+            cu_seq_lens_k=inputs.cu_seqlens,
+            max_length_q=inputs.max_seqlen,
+            max_length_k=inputs.max_seqlen,
+        )
+        if _calls - before < self._config.num_hidden_layers:
+            raise ReplayError(
+                f"replayable: {type(self.model).__name__} attended {_calls - before} times in "
+                f"{self._config.num_hidden_layers} layers; expected every layer to attend through transformers' "
+                "attention interface. Replay it padded: MASKPACK_PACKED_REPLAY=0."
+            )
+        return out.last_hidden_state[0]
+
+    def dense_hidden(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+        """[B, S, H]: those of padded rows, by the model's own attention."""
+        self.release()
+        out: Any = self._base(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+        )
+        return out.last_hidden_state
+
+    def trust(self, inputs: PackedInputs, hidden: Tensor, again: bool = False) -> None:
+        """Compares the log-probs of one packed row with those of the whole model run on this row alone, by its own
+        attention; once for each class of model and dtype, or `again`. A first row alone shows little: the next batch
+        with two is compared too."""
+        dtype = _precision(hidden)
+        row = _row_to_compare(inputs.bounds)
+        kind = type(self.model), dtype, row > 0
+        if (kind in self._trusted or (*kind[:2], True) in self._trusted) and not again:
+            return
+        begin, end = inputs.bounds[row : row + 2].tolist() if inputs.num_tokens else (0, 0)
+        if end - begin < 2:
+            return
+        ids = inputs.input_ids[:, begin:end]
+        with torch.no_grad():
+            seen = packed_log_probs(hidden[begin : end - 1].detach(), self.head, ids[0, 1:])
+            self.release()
+            try:
+                out: Any = self.model(
+                    input_ids=ids,
+                    attention_mask=torch.ones_like(ids),  # without it, positions that jump would begin a row
+                    position_ids=inputs.position_ids[..., begin:end],
+                    use_cache=False,
+                )
+            finally:
+                self._take()
+            logits = out.logits[0, :-1]
+            truth = logits.to(seen.dtype).log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+            off = float((seen - truth).abs().max())
+        if not off <= _TRUST[dtype]:
+            raise ReplayError(
+                f"replayable: packed log-probs of {type(self.model).__name__} are off by {off:.3g} from its own "
+                f"forward of the same row; expected at most {_TRUST[dtype]}. Packed replay of this model is not right "
+                "(or dropout is on): replay it padded, MASKPACK_PACKED_REPLAY=0."
+            )
+        self._trusted.add(kind)
+
+
+def _implementations(config: Any) -> dict[str, Any]:
+    """The attention of a model and of its parts, as `set_attn_implementation` takes it."""
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    own = {name: _implementations(part) for name, part in parts.items() if part is not None}
+    return {"": config._attn_implementation, **own}
+
+
+def _precision(hidden: Tensor) -> torch.dtype:
+    """In which the model computed."""
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+
+def _row_to_compare(bounds: IntArray) -> int:
+    """The longest row but the first, whose tokens a wrong bound would show others; the first if there is no other."""
+    lengths = bounds[1:] - bounds[:-1]
+    return 1 + int(lengths[1:].argmax()) if lengths.size > 1 and lengths[1:].max() > 1 else 0

@@ -1,0 +1,286 @@
+"""Replay: packed rows through a model, and what it says of their response tokens. Nothing is padded.
+
+    rows          p p r r r | p r | p p p r r        p prompt, r response tokens: input_ids [1, T]
+    position_ids  0 1 2 3 4 | 0 1 | 0 1 2 3 4        begin anew in every row
+    cu_seqlens    0          5     7           12    attention takes its bounds from here alone
+    predict         ^ ^ ^     ^         ^ ^          the places whose outputs score response tokens: one before each
+
+A tail that rounds T up is a row of its own, so no token sees it, and no place of `predict` is in it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from maskpack.errors import ReplayError
+from maskpack.jagged import host_offsets, jagged
+from maskpack.layout import RowLayout
+from maskpack.ops import _torch as plain
+from maskpack.ops import packed_log_probs
+from maskpack.packed import PackedBatch, decompress
+from maskpack.plan import MicroBatchPlan
+from maskpack.registry import RL_FIELDS, MaskNestingRegistry
+from maskpack.response import ResponseAxis
+from maskpack.rows import IntArray
+from maskpack.tree import entry_at
+
+NoPrompt = Literal["error", "skip"]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedInputs:
+    """What a model needs to run packed rows, all on one device.
+
+    Attributes:
+        input_ids: int64 [1, T].
+        position_ids: int64 [1, T]; [n, 1, T] for M-RoPE.
+        cu_seqlens: int32 [rows + 1]; rows without tokens are left out, a tail counts as a row.
+        max_seqlen: tokens of the longest row.
+        predict: int64 [scored response tokens]: places in T whose outputs score them.
+        targets: int64 [scored response tokens]: their ids.
+        scored: where these lie among all response tokens, int64; None if all are scored.
+        response: the response layout of the rows.
+        bounds: int64 [rows + 1] on the host: those of `cu_seqlens`, without the tail.
+        num_tokens: T without the tail.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    predict: Tensor
+    targets: Tensor
+    scored: Tensor | None
+    response: RowLayout
+    bounds: IntArray
+    num_tokens: int
+
+    @classmethod
+    def of(
+        cls,
+        batch: TensorDictBase | PackedBatch,
+        *,
+        registry: MaskNestingRegistry = RL_FIELDS,
+        multiple_of: int = 1,
+        no_prompt: NoPrompt = "error",
+        device: torch.device | str | None = None,
+    ) -> PackedInputs:
+        """The rows of a batch.
+
+        Args:
+            batch: `input_ids` and what gives the sequence and the response axis (`attention_mask` and `responses`, or
+                the layouts of a nested or packed batch); `position_ids` if there are any, else they count the real
+                tokens of each row. Padded on the left, on the right or on both sides.
+            multiple_of: T is rounded up to a multiple, by a tail. A batch without tokens becomes a tail alone, because
+                models do not run without any.
+            no_prompt: what to do with a row whose response has no token before it: its first response token is scored
+                by nothing. "error", or "skip" that token.
+            device: that of the batch by default.
+
+        Raises:
+            ReplayError: no `input_ids`, fields of another shape, responses without prompt, or options that cannot be.
+            LayoutError: a batch without sequence and response axes.
+        """
+        call = "PackedInputs.of"
+        if isinstance(batch, PackedBatch):
+            fields = [name for name in ("input_ids", "position_ids") if (name,) in batch.fields]
+            batch = decompress(batch, *fields, layout="nested", device=device)
+        elif device is not None:
+            batch = batch.to(device)
+        if isinstance(multiple_of, bool) or not isinstance(multiple_of, int) or multiple_of < 1:
+            raise ReplayError(
+                f"{call}: multiple_of is {multiple_of!r}; expected a whole number, at least 1. Choose one."
+            )
+        axis = ResponseAxis.of(batch, registry, call)
+        sequence = axis.need_sequence(call)
+        ids = _packed(batch, "input_ids", sequence, call)
+        if ids is None:
+            raise ReplayError(f'{call}: the batch has no field "input_ids"; expected token ids. Keep it in the batch.')
+        ids = ids.long()
+        tail = -sequence.total % multiple_of or (0 if sequence.total else multiple_of)
+        where = ids.device
+        predict, scored = _predict(axis, sequence, no_prompt, call)
+        here = torch.from_numpy(predict).to(where, non_blocking=True)
+        rows = np.unique(sequence.row_offsets)  # of those with tokens
+        bounds = np.append(rows, sequence.total + tail).astype(np.int32) if tail else rows.astype(np.int32)
+        positions = _packed(batch, "position_ids", sequence, call)
+        if positions is None:
+            starts = np.repeat(sequence.row_offsets[:-1], sequence.lengths)
+            positions = torch.from_numpy(np.arange(sequence.total) - starts).to(where, non_blocking=True)
+        extra = torch.arange(tail, device=where).view(-1, *[1] * (positions.dim() - 1))
+        positions = torch.cat([positions, extra.expand(tail, *positions.shape[1:])])
+        return cls(
+            input_ids=torch.cat([ids, ids.new_zeros(tail)])[None],
+            position_ids=positions[None] if positions.dim() == 1 else positions.T[:, None],
+            cu_seqlens=torch.from_numpy(bounds).to(where, non_blocking=True),
+            max_seqlen=int(np.diff(bounds).max(initial=0)),
+            predict=here,
+            targets=ids.index_select(0, here + 1),
+            scored=None if scored is None else torch.from_numpy(scored).to(where, non_blocking=True),
+            response=axis.response.to(where),
+            bounds=rows,
+            num_tokens=sequence.total,
+        )
+
+
+def _packed(batch: TensorDictBase, name: str, sequence: RowLayout, call: str) -> Tensor | None:
+    """A field of the sequence axis as packed tokens [T], or [T, n] with n rows of positions; None without it."""
+    value = entry_at(batch, (name,))
+    if not isinstance(value, Tensor):
+        return None
+    if value.is_nested:
+        packed = value.values()
+        if not np.array_equal(host_offsets(value, sequence), sequence.row_offsets):
+            raise ReplayError(
+                f'{call}: field "{name}" has {packed.shape[0]} tokens in rows of other lengths than the sequence axis, '
+                f"which has {sequence.total} tokens. Nest it under the sequence axis."
+            )
+    else:
+        if value.dim() == 3 and value.shape[2] == sequence.width:  # M-RoPE, [B, n, S]
+            value = value.movedim(2, 1)
+        if tuple(value.shape[:2]) != (sequence.num_rows, sequence.width):
+            raise ReplayError(
+                f'{call}: field "{name}" is {tuple(value.shape)}; the sequence axis is ({sequence.num_rows}, '
+                f"{sequence.width}). Fix the producer."
+            )
+        packed = plain.pack(value, sequence.to(value.device))
+    if packed.dim() > (1 if name == "input_ids" else 2):
+        raise ReplayError(
+            f'{call}: field "{name}" is {tuple(packed.shape)} packed; expected one number for each token, or of '
+            "position ids a few. Fix the producer."
+        )
+    return packed
+
+
+def _predict(
+    axis: ResponseAxis, sequence: RowLayout, no_prompt: NoPrompt, call: str
+) -> tuple[IntArray, IntArray | None]:
+    """Places whose outputs score the response tokens; and which of these are scored, if not all."""
+    if no_prompt not in ("error", "skip"):
+        raise ReplayError(f'{call}: no_prompt is {no_prompt!r}; expected "error" or "skip". Choose one.')
+    tail = axis.tail(sequence)
+    rows = np.repeat(np.arange(sequence.num_rows), axis.response.lengths)
+    alone = tail <= sequence.row_offsets[rows]
+    if not alone.any():
+        return axis.predict_index(call).numpy(), None
+    if no_prompt == "error":
+        raise ReplayError(
+            f"{call}: rows {rows[alone][:8].tolist()} have a response and a prompt of zero tokens; expected at least "
+            "one prompt token, whose output scores the first response token. Drop these rows, or pass "
+            'no_prompt="skip".'
+        )
+    scored = np.flatnonzero(~alone)
+    return tail[scored] - 1, scored
+
+
+# -------------------------------------------------------------------- log-probs
+
+
+class ReplayModel(Protocol):
+    """A causal language model as replay knows it; `adapters.transformers.replayable` makes one."""
+
+    @property
+    def head(self) -> Tensor:
+        """[V, H]: the weight that makes logits of hidden states."""
+        ...
+
+    def hidden(self, inputs: PackedInputs) -> Tensor:
+        """[T, H]: hidden states of packed rows, by an attention that is told their bounds."""
+        ...
+
+    def dense_hidden(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+        """[B, S, H]: hidden states of padded rows, by the model's own attention."""
+        ...
+
+    def trust(self, inputs: PackedInputs, hidden: Tensor, again: bool) -> None:
+        """Compares a row with its own dense forward, once for each kind of model, or `again`; raises ReplayError."""
+        ...
+
+
+def response_log_probs(
+    model: ReplayModel,
+    batch: TensorDictBase | PackedBatch,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    chunk: int | None = None,
+    plan: MicroBatchPlan | None = None,
+    canary: bool | None = None,
+    multiple_of: int = 1,
+    no_prompt: NoPrompt = "error",
+    registry: MaskNestingRegistry = RL_FIELDS,
+) -> Any:
+    """Log-probs of the response tokens, from a forward pass over packed rows.
+
+    Args:
+        model: of `adapters.transformers.replayable`, or anything that does what a ReplayModel does.
+        batch: as for `PackedInputs.of`.
+        temperature, entropy, chunk: as for `ops.packed_log_probs`: logits are reduced in float32, a chunk of tokens at
+            a time, and never exist for all tokens.
+        plan: micro-batches of the rows, run one after the other. Without gradients: a loop that trains takes the
+            micro-batches itself.
+        canary: compare a row with its dense forward before trusting the rest: True always, False never, None the first
+            time for each kind of model.
+        multiple_of, no_prompt, registry: as for `PackedInputs.of`.
+
+    Returns:
+        float32 jagged [B, j] on the response layout, or with `entropy` a pair of these; differentiable. The first token
+        of a response without prompt is 0 with no_prompt="skip".
+
+    With MASKPACK_PACKED_REPLAY=0 in the environment rows are padded to the longest, and run by the model's own
+    attention.
+
+    Raises:
+        ReplayError: the model cannot replay packed rows, or does not give what it gives for a row alone.
+    """
+    if plan is not None:
+        with torch.no_grad():
+            parts = [
+                response_log_probs(
+                    model, part, temperature=temperature, entropy=entropy, chunk=chunk, canary=canary,
+                    multiple_of=multiple_of, no_prompt=no_prompt, registry=registry,
+                )
+                for part in plan.apply(batch)
+            ]  # fmt: skip
+        if entropy:
+            return tuple(plan.restore([part[which] for part in parts]) for which in range(2))
+        return plan.restore(parts)
+    packing = os.environ.get("MASKPACK_PACKED_REPLAY", "1")
+    if packing not in ("0", "1"):
+        raise ReplayError(f"response_log_probs: MASKPACK_PACKED_REPLAY is {packing!r}; expected 0 or 1. Unset it.")
+    inputs = PackedInputs.of(batch, registry=registry, multiple_of=multiple_of, no_prompt=no_prompt)
+    if packing == "1":
+        hidden = model.hidden(inputs)
+        if canary is not False:
+            model.trust(inputs, hidden, canary is True)
+    else:
+        hidden = _dense(model, inputs)
+    rows = hidden.index_select(0, inputs.predict)
+    out: Any = packed_log_probs(rows, model.head, inputs.targets, temperature=temperature, chunk=chunk, entropy=entropy)
+    return tuple(_nested(part, inputs) for part in out) if entropy else _nested(out, inputs)
+
+
+def _nested(values: Tensor, inputs: PackedInputs) -> Tensor:
+    if inputs.scored is not None:
+        values = values.new_zeros(inputs.response.total).index_copy(0, inputs.scored, values)
+    return jagged(values, inputs.response)
+
+
+def _dense(model: ReplayModel, inputs: PackedInputs) -> Tensor:
+    """[T, H]: hidden states of the same tokens, from rows padded on the right to the longest."""
+    bounds = inputs.bounds if inputs.num_tokens else np.array([0, inputs.input_ids.shape[1]])  # the tail, if alone
+    layout = RowLayout.from_lengths(np.diff(bounds).tolist(), device=inputs.input_ids.device)
+    real = layout.total
+    ids = plain.unpack(inputs.input_ids[0, :real], layout, 0)
+    places = inputs.position_ids[..., :real].movedim(-1, 0).reshape(real, -1)
+    positions = plain.unpack(places, layout, 0).movedim(-1, 0)
+    mask = layout.to_mask(torch.int64)
+    hidden = model.dense_hidden(ids, mask, positions[0] if positions.shape[0] == 1 else positions)
+    return plain.pack(hidden, layout)
