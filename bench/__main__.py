@@ -1,6 +1,7 @@
 """`python -m bench CASE [--rows N] [--rounds K] [--json FILE]`: a table on stdout, progress on stderr.
 
-`python -m bench dispatch --plot FILE` draws a chart too, so does `plan`; `ops --only GROUP,GROUP` measures in part.
+`python -m bench dispatch --plot FILE` draws a chart too, so does `plan`; `ops --only GROUP,GROUP` measures in part, so
+does `replay`.
 """
 
 from __future__ import annotations
@@ -25,16 +26,20 @@ CASES = {
     "dispatch": _case("dispatch"),
     "ops": _case("ops"),
     "plan": _case("plan"),
+    "replay": _case("replay"),
     "endurance": lambda rows, rounds: _case("endurance")(1000 * rounds),
     "faults": lambda rows, rounds: _case("faults")(rounds),
 }
 AS_IT_COMES = {"dispatch", "endurance", "faults"}
 """Cases whose memory is what trainers have: glibc is not told to keep what is freed."""
 CHARTS = ("dispatch", "plan")
+GROUPED = ("ops", "replay")
 _HELP = """payload: bytes on the wire; nest: time to nest and restore; dispatch: time to a Ray actor, and over a link;
 ops: kernels on a GPU, ten times in a round; plan: micro-batches and ranks of 8,192 and 65,536 lengths, and those of the
-batch; endurance: memory over 1000 dispatches a round; faults: rounds of actors that die, objects that get lost"""
+batch; replay: log-probs by models on a GPU, a round for three; endurance: memory over 1000 dispatches a round; faults:
+rounds of actors that die, objects that get lost"""
 _PLOT_HELP = "also draw a chart there, as SVG; dispatch: times against the link; plan: tokens of each micro-batch"
+_ONLY = "ops: layout,pack,unpack,wide,decode,logprobs; replay: small,large"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -44,12 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=_positive, default=9, help="timed rounds, medians are shown (default 9)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help=_PLOT_HELP)
-    parser.add_argument("--only", type=_names, metavar="GROUPS", help="ops: layout,pack,unpack,wide,decode,logprobs")
+    parser.add_argument("--only", type=_names, metavar="GROUPS", help=_ONLY)
     given = parser.parse_args(arguments)
     if given.plot is not None and given.case not in CHARTS:
         parser.error(f"--plot is for {' and '.join(CHARTS)}; {given.case} has no chart")
-    if given.only is not None and given.case != "ops":
-        parser.error(f"--only is for ops; {given.case} has no groups")
+    if given.only is not None and given.case not in GROUPED:
+        parser.error(f"--only is for {' and '.join(GROUPED)}; {given.case} has no groups")
     if given.json is not None:
         commit()  # without one, fail before the measurement
     if given.case not in AS_IT_COMES:

@@ -115,7 +115,7 @@ def backend_for(query: Tensor, softcap: float | None) -> str:
     if query.dtype in _HALF:
         if _has_flash():
             return "flash"
-        if softcap is None:
+        if softcap is None and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256:  # what its kernels take
             return "varlen"
     return "flex"
 
@@ -163,9 +163,9 @@ def _flex(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, window: Any, softcap: Any
 ) -> Tensor:
     flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
-    attend = _compiled_flex() if query.is_cuda else flex.flex_attention
+    attend = _compiled_flex(softcap is None) if query.is_cuda else flex.flex_attention
 
-    def capped(score: Tensor, *_: Tensor) -> Tensor:
+    def capped(score: Tensor, _b: Tensor, _h: Tensor, _i: Tensor, _j: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
 
     out = attend(
@@ -179,9 +179,10 @@ def _flex(
 
 
 @functools.cache
-def _compiled_flex() -> Callable[..., Tensor]:
+def _compiled_flex(dynamic: bool) -> Callable[..., Tensor]:
+    """For all sizes, or for each anew: torch 2.11 has no dynamic sizes where scores are changed."""
     flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
-    return cast("Any", torch.compile(flex.flex_attention, dynamic=True))
+    return cast("Any", torch.compile(flex.flex_attention, dynamic=dynamic))
 
 
 _masks: list[tuple[Tensor, int, Any, Any]] = []
@@ -199,7 +200,7 @@ def _block_mask(bounds: Tensor, tokens: int, window: int | None) -> Any:
         causal = (row[i] == row[j]) & (i >= j)
         return causal if window is None else causal & (i - j < window)
 
-    mask = flex.create_block_mask(visible, None, None, tokens, tokens, device=bounds.device)
+    mask = flex.create_block_mask(visible, None, None, tokens, tokens, device=bounds.device, _compile=bounds.is_cuda)
     _masks[:] = [*_masks[-1:], (bounds, tokens, window, mask)]
     return mask
 

@@ -1,0 +1,313 @@
+"""Replay on CUDA: every attention backend against naive loops, models against each row alone, counted synchronisations.
+
+Against a wide truth, our error may be twice that of plain torch in the same dtype, row by row; the largest four times,
+because that is one rounding.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from maskpack import compress, nest_batch_by_mask, plan_micro_batches
+from maskpack.attention import backend_for, packed_attention
+from maskpack.replay import PackedInputs, response_log_probs
+
+transformers = pytest.importorskip("transformers")
+
+from maskpack.adapters.transformers import replayable  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+DEVICE = torch.device("cuda")
+LENGTHS = [[1], [1, 1, 1], [7, 1, 130, 64, 33], [300, 5]]
+PAD = 210
+
+
+# -------------------------------------------------------------------- attention
+
+
+def naive(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int | None, softcap: float | None) -> Tensor:
+    """Each head of each row on its own, in the dtype of the inputs."""
+    out, begin = torch.empty_like(q), 0
+    for length in lengths:
+        row = slice(begin, begin + length)
+        place = torch.arange(length, device=q.device)
+        apart = place[:, None] - place[None]
+        hidden = (apart < 0) | (apart >= (window or length))
+        for head in range(q.shape[1]):
+            group = head * k.shape[1] // q.shape[1]
+            scores = q[row, head] @ k[row, group].T * q.shape[2] ** -0.5
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            out[row, head] = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v[row, group]
+        begin += length
+    return out
+
+
+def inputs(lengths: list[int], heads: tuple[int, int], size: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    """q, k, v, and what the gradient of the output is."""
+    source = torch.Generator(DEVICE).manual_seed(0)
+
+    def drawn(number: int) -> Tensor:
+        return torch.randn(sum(lengths), number, size, generator=source, device=DEVICE).mul_(1.5).to(dtype)
+
+    return [drawn(heads[0]), drawn(heads[1]), drawn(heads[1])], drawn(heads[0])
+
+
+def bounds_of(lengths: list[int]) -> Tensor:
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    return ends.to(torch.int32).to(DEVICE)
+
+
+def with_gradients(call: Callable[..., Tensor], tensors: list[Tensor], slope: Tensor) -> list[Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    out = call(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, slope.to(out.dtype))]
+
+
+def assert_as_good(seen: list[Tensor], plain: list[Tensor], truth: list[Tensor], least: float) -> None:
+    for number, (x, y, z) in enumerate(zip(seen, plain, truth, strict=True)):
+        assert x.shape == z.shape
+        ours, theirs = ((one.double() - z).abs() for one in (x, y))
+        for times, of in ((2, lambda off: off.square().mean().sqrt()), (4, torch.max)):
+            error, allowed = float(of(ours)), float(of(theirs))
+            assert error <= times * allowed + least, f"output {number}: {error} off, plain torch {allowed}"
+
+
+def check_attention(
+    backend: Any,
+    lengths: list[int],
+    heads: tuple[int, int],
+    size: int,
+    dtype: torch.dtype,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> None:
+    tensors, slope = inputs(lengths, heads, size, dtype)
+    bounds = bounds_of(lengths)
+
+    def ours(*given: Tensor) -> Tensor:
+        return packed_attention(
+            *given, bounds, max(lengths), scale=size**-0.5, window=window, softcap=softcap, backend=backend
+        )
+
+    seen = with_gradients(ours, tensors, slope)
+    assert seen[0].dtype == dtype
+    plain = with_gradients(lambda *given: naive(*given, lengths, window, softcap), tensors, slope)
+    wide = [x.double() for x in tensors]
+    truth = with_gradients(lambda *given: naive(*given, lengths, window, softcap), wide, slope)
+    assert_as_good(seen, plain, truth, 1e-4 if dtype == torch.float32 else 1e-3)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 64, 1000])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (3, 1)])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("backend", ["varlen", "rows"])
+def test_attention_is_as_good_as_each_row_alone(
+    backend: str, lengths: list[int], heads: tuple[int, int], window: int | None
+) -> None:
+    check_attention(backend, lengths, heads, 64, torch.bfloat16, window)
+
+
+@pytest.mark.parametrize("size", [16, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", ["varlen", "rows"])
+def test_attention_of_other_sizes_and_dtypes(backend: str, dtype: torch.dtype, size: int) -> None:
+    check_attention(backend, [33, 1, 140], (4, 2), size, dtype)
+
+
+@pytest.mark.parametrize(
+    ("heads", "window", "softcap", "dtype"),
+    [
+        ((4, 4), None, None, torch.bfloat16),
+        ((8, 2), 5, None, torch.bfloat16),
+        ((8, 2), None, 20.0, torch.bfloat16),
+        ((4, 2), 64, 20.0, torch.float32),
+    ],
+)
+def test_flex_attention_is_as_good_as_each_row_alone(
+    heads: tuple[int, int], window: int | None, softcap: float | None, dtype: torch.dtype
+) -> None:
+    for lengths in LENGTHS[1:]:
+        check_attention("flex", lengths, heads, 64, dtype, window, softcap)
+
+
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_attention_of_rows_in_float32(softcap: float | None) -> None:
+    check_attention("rows", [7, 1, 130], (4, 2), 64, torch.float32, 5, softcap)
+
+
+def test_the_backends_that_are_taken() -> None:
+    half, single = (torch.empty(3, 2, 16, device=DEVICE, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    assert backend_for(half, None) in ("flash", "varlen")
+    assert backend_for(half, 20.0) in ("flash", "flex")
+    assert backend_for(single, None) == "flex"
+
+
+@pytest.mark.parametrize("backend", ["varlen", "flex", "rows"])
+def test_a_row_does_not_see_another(backend: Any) -> None:
+    lengths = [60, 7, 70]
+    (q, k, v), _ = inputs(lengths, (4, 2), 64, torch.bfloat16)
+    bounds = bounds_of(lengths)
+    before = packed_attention(q, k, v, bounds, 70, scale=0.125, backend=backend)
+    for x in (q, k, v):
+        x[60:67] = 100 * x[60:67] + 7
+    after = packed_attention(q, k, v, bounds, 70, scale=0.125, backend=backend)
+    assert torch.equal(before[:60], after[:60])
+    assert torch.equal(before[67:], after[67:])
+    assert not torch.equal(before[60:67], after[60:67])
+
+
+# -------------------------------------------------------------------- models
+
+
+def tiny(kind: str, dtype: torch.dtype) -> Any:
+    """Two layers with weights so large that attention matters."""
+    sizes: dict[str, Any] = {
+        "vocab_size": PAD + 1,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "initializer_range": 0.15,
+        "attn_implementation": "sdpa",
+    }
+    if kind == "gemma3":
+        config = transformers.Gemma3TextConfig(
+            **sizes, sliding_window=6, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=16
+        )
+    else:
+        config = {"qwen3": transformers.Qwen3Config, "llama": transformers.LlamaConfig}[kind](**sizes)
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).to(DEVICE).eval()
+
+
+def batch_of(prompts: list[int], responses: list[int]) -> TensorDict:
+    """Padded on both sides, on the device."""
+    rows, width, tall = len(prompts), max(prompts) + 1, max(responses) + 2
+    source = torch.Generator().manual_seed(1)
+    ids, mask = torch.full((rows, width + tall), PAD), torch.zeros(rows, width + tall, dtype=torch.int64)
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        real = slice(width - prompt, width + response)
+        ids[row, real] = torch.randint(PAD, (prompt + response,), generator=source)
+        mask[row, real] = 1
+    fields = {
+        "prompts": ids[:, :width],
+        "responses": ids[:, width:],
+        "input_ids": ids,
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+    }
+    return TensorDict({name: x.clone() for name, x in fields.items()}, [rows]).to(DEVICE)
+
+
+def each_alone(model: nn.Module, batch: TensorDict) -> Tensor:
+    """Packed log-probs of the responses, from a forward pass of each row without a pad."""
+    found = []
+    for ids, mask, response in zip(batch["input_ids"], batch["attention_mask"], batch["responses"], strict=True):
+        real, count = ids[mask.bool()], int(mask[-response.numel() :].sum())
+        logits = model(input_ids=real[None], use_cache=False).logits[0]
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        found += [wide[at].log_softmax(0)[real[at + 1]] for at in range(len(real) - count - 1, len(real) - 1)]
+    return torch.stack(found)
+
+
+def packed(replay: Any, batch: TensorDict) -> Tensor:
+    out: Any = response_log_probs(replay, batch, canary=True)
+    return out.values()
+
+
+def slopes_of(count: int) -> Tensor:
+    return torch.linspace(-1, 1.5, count, device=DEVICE, dtype=torch.float64)
+
+
+def gradients(model: nn.Module, log_probs: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    (log_probs.double() * slopes_of(log_probs.numel())).sum().backward()
+    return {name: weight.grad.detach().clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma3"])
+def test_log_probs_and_gradients_are_as_good_as_of_each_row_alone(
+    kind: str, dtype: torch.dtype, checkpointed: bool
+) -> None:
+    batch = batch_of([3, 1, 9, 4, 2], [30, 1, 6, 75, 12])
+    model = tiny(kind, dtype)
+    exact = tiny(kind, dtype).double()
+    if checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+    truth = each_alone(exact, batch)
+    wanted = gradients(exact, truth)
+    plain = each_alone(model, batch)
+    theirs = gradients(model, plain)
+    replay = replayable(model)
+    nested = nest_batch_by_mask(batch, pad_token_id=PAD)
+    for given in (batch, nested):
+        seen = packed(replay, given)
+        ours = gradients(model, seen)
+        assert seen.dtype == torch.float32
+        assert ours.keys() == theirs.keys() == wanted.keys()
+        assert_as_good([seen.detach()], [plain.detach()], [truth.detach()], 5e-5)
+        for name, gradient in ours.items():
+            error = float((gradient.double() - wanted[name]).norm() / wanted[name].norm())
+            allowed = float((theirs[name].double() - wanted[name]).norm() / wanted[name].norm())
+            assert error <= 2 * allowed + 1e-5, f"{name}: {error} off, each row alone {allowed}"
+
+
+def test_padded_replay_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, model = batch_of([3, 1, 9], [30, 1, 6]), tiny("qwen3", torch.bfloat16)
+    exact = tiny("qwen3", torch.bfloat16).double()
+    with torch.no_grad():
+        truth, plain = each_alone(exact, batch), each_alone(model, batch)
+        monkeypatch.setenv("MASKPACK_PACKED_REPLAY", "0")
+        assert_as_good([packed(replayable(model), batch)], [plain], [truth], 5e-5)
+
+
+# -------------------------------------------------------------------- synchronisations
+
+
+def syncs(call: Callable[[], object]) -> list[str]:
+    call()  # imports, compiles
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return [str(item.message) for item in caught if "called a synchronizing" in str(item.message)]
+
+
+@pytest.mark.parametrize("form", ["padded", "nested", "packed", "of a plan"])
+def test_inputs_wait_for_the_gpu_once_at_most(form: str) -> None:
+    batch = batch_of([3, 1, 9, 4], [30, 1, 6, 75])
+    given: Any = batch
+    if form == "packed":
+        given = compress(batch.to("cpu"), pad_token_id=PAD)
+    elif form != "padded":
+        given = nest_batch_by_mask(batch, pad_token_id=PAD)
+    if form == "of a plan":
+        given = next(plan_micro_batches([33, 2, 15, 79], 129).apply(given))
+    device = DEVICE if form == "packed" else None
+    seen = syncs(lambda: PackedInputs.of(given, device=device, multiple_of=8))
+    assert len(seen) <= 1, seen
+    made = PackedInputs.of(given, device=device, multiple_of=8)
+    assert {x.device.type for x in (made.input_ids, made.cu_seqlens, made.predict, made.targets)} == {DEVICE.type}
+    assert made.cu_seqlens.tolist() == [0, 33, 35, 50, 129, 136]
+
+
+def test_waiting_would_be_seen() -> None:
+    assert len(syncs(lambda: torch.ones(1, device=DEVICE).item())) == 1

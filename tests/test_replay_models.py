@@ -1,0 +1,838 @@
+"""response_log_probs over tiny models of transformers, against each row alone in the same model with its own attention;
+and everything that must raise instead of giving other numbers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torch import Tensor
+
+import maskpack as mp
+from maskpack.errors import ReplayError
+from maskpack.jagged import jagged
+from maskpack.replay import PackedInputs, response_log_probs
+
+tf = pytest.importorskip("transformers")
+adapter = pytest.importorskip("maskpack.adapters.transformers")
+Replayable, replayable = adapter.Replayable, adapter.replayable
+
+PROMPT, RESPONSE, VOCABULARY = 6, 9, 97
+LIMIT, GRADIENT_LIMIT = 5e-6, 1e-5
+ROWS = ((2, 3), (6, 9), (1, 0), (3, 4), (0, 0), (5, 1), (1, 1), (4, 7))
+TINY = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32}
+MROPE = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}, "rope_theta": 10000.0}
+SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+def qwen3(**more: Any) -> Any:
+    return tf.Qwen3ForCausalLM(tf.Qwen3Config(**TINY | {"head_dim": 8} | more))
+
+
+def llama(**more: Any) -> Any:
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**TINY | more))
+
+
+def gemma3(**more: Any) -> Any:
+    """Its sliding layers see 4 tokens of rows of up to 15."""
+    return tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**TINY | {"head_dim": 8} | SLIDING | more))
+
+
+def qwen25_vl(**more: Any) -> Any:
+    config = tf.Qwen2_5_VLConfig(text_config=TINY | MROPE | more, vision_config=VISION)
+    return tf.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def gpt2(**more: Any) -> Any:
+    """Its positions are learned and absolute, so that it also shows wrong ones."""
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return tf.GPT2LMHeadModel(
+        tf.GPT2Config(**sizes | {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0} | more)
+    )
+
+
+MODELS = {make.__name__: make for make in (qwen3, llama, gemma3, qwen25_vl, gpt2)}
+all_models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+
+
+@functools.cache
+def _made(make: Callable[..., Any], dtype: torch.dtype, options: tuple[tuple[str, Any], ...]) -> Any:
+    torch.manual_seed(1)
+    model = make(**dict(options)).to(dtype).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(10 if weight.dim() > 1 else 1)  # so that log-probs differ
+    return model
+
+
+def pair(make: Callable[..., Any], dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
+    """Two copies of a model: one to be made replayable, one that keeps its own attention for the truth."""
+    made = _made(make, dtype, tuple(sorted(options.items())))
+    return copy.deepcopy(made), copy.deepcopy(made)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No model is trusted from before, and transformers keeps its advice to itself."""
+    monkeypatch.setattr(Replayable, "_trusted", set())
+    level = logging.getLogger("transformers").level
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    yield
+    logging.getLogger("transformers").setLevel(level)
+
+
+def batch_of(
+    rows: Any = ROWS,
+    prompt: int = PROMPT,
+    response: int = RESPONSE,
+    *,
+    ids: str = "edge",
+    side: str = "both",
+    seed: int = 0,
+) -> TensorDict:
+    """Prompts padded on the left and responses on the right, or both on one side. `ids`: "edge", "none", or for M-RoPE
+    "mrope3" and "mrope4", whose sections differ."""
+    source = torch.Generator().manual_seed(seed)
+    mask = torch.zeros(len(rows), prompt + response, dtype=torch.int64)
+    for b, (p, r) in enumerate(rows):
+        begin = 0 if side == "right" else prompt - p
+        mask[b, begin : begin + p] = 1
+        begin = prompt + response - r if side == "left" else prompt
+        mask[b, begin : begin + r] = 1
+    tokens = torch.randint(3, VOCABULARY, mask.shape, generator=source) * mask
+    text = (mask.cumsum(1) - 1).clamp(min=0)
+    batch = TensorDict(
+        {"prompts": tokens[:, :prompt], "responses": tokens[:, prompt:], "input_ids": tokens, "attention_mask": mask},
+        batch_size=[len(rows)],
+    )
+    if ids == "edge":
+        batch["position_ids"] = text
+    elif ids.startswith("mrope"):
+        sections = [text, text // 2, (text - 3).clamp(min=0)]
+        batch["position_ids"] = torch.stack([text] * (ids == "mrope4") + sections, 1)
+    return batch
+
+
+def for_model(make: Callable[..., Any], *more: Any, **options: Any) -> TensorDict:
+    return batch_of(*more, **options | ({"ids": "mrope3"} if make is qwen25_vl else {}))
+
+
+def alone(model: Any, batch: TensorDict) -> Iterator[tuple[Tensor, list[int], list[int]]]:
+    """For each row with tokens: what the model gives for them without padding, the tokens, and which are responses."""
+    width = batch["attention_mask"].shape[1]
+    prompt = width - batch["responses"].shape[1]
+    for b in range(batch.batch_size[0]):
+        real = [s for s in range(width) if batch["attention_mask"][b, s]]
+        if not real:
+            continue
+        tokens = batch["input_ids"][b, real][None]
+        where = torch.arange(len(real))[None]
+        if "position_ids" in batch:
+            where = batch["position_ids"][b, ..., real]
+            where = where[None] if where.dim() == 1 else where[:, None]
+        out = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), position_ids=where, use_cache=False)
+        yield out.logits[0], tokens[0].tolist(), [nth for nth, s in enumerate(real) if s >= prompt]
+
+
+def truth_of(model: Any, batch: TensorDict, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of all response tokens, row after row."""
+    log_probs, entropies = [torch.zeros(0)], [torch.zeros(0)]
+    for logits, tokens, responses in alone(model, batch):
+        scores = (logits.float() / temperature).log_softmax(-1)
+        for nth in responses:
+            log_probs.append(scores[nth - 1, tokens[nth]][None])
+            entropies.append(-(scores[nth - 1].exp() * scores[nth - 1]).sum()[None])
+    return torch.cat(log_probs), torch.cat(entropies)
+
+
+def gradients(model: Any, values: Tensor) -> list[Tensor]:
+    """Of a sum of values with weights of their own."""
+    model.zero_grad()
+    (values * torch.linspace(0.3, 1.3, values.numel())).sum().backward()
+    return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+
+
+def off(seen: Tensor, truth: Tensor) -> float:
+    values = seen.values() if seen.is_nested else seen
+    assert values.shape == truth.shape
+    return float((values.detach() - truth.detach()).abs().max()) if truth.numel() else 0.0
+
+
+def close_gradients(seen: list[Tensor], truth: list[Tensor]) -> None:
+    assert len(seen) == len(truth) > 0
+    for got, want in zip(seen, truth, strict=True):
+        assert float((got - want).norm()) <= GRADIENT_LIMIT * float(want.norm()) + 1e-12
+
+
+# -------------------------------------------------------------------- right numbers
+
+
+@all_models
+def test_log_probs_and_gradients_are_those_of_each_row_alone(make: Any) -> None:
+    model, plain = pair(make)
+    batch = for_model(make)
+    seen = response_log_probs(replayable(model), batch)
+    truth, _ = truth_of(plain, batch)
+    assert seen.size(0) == len(ROWS)
+    assert [len(row) for row in seen.unbind()] == [r for _, r in ROWS]
+    assert truth.min().item() < -3
+    assert off(seen, truth) <= LIMIT
+    close_gradients(gradients(model, seen.values()), gradients(plain, truth))
+
+
+@all_models
+def test_temperature_entropy_and_a_tail(make: Any) -> None:
+    model, plain = pair(make)
+    batch = for_model(make, seed=1)
+    seen = response_log_probs(replayable(model), batch, temperature=0.6, entropy=True, multiple_of=64, chunk=5)
+    truth = truth_of(plain, batch, 0.6)
+    assert max(map(off, seen, truth)) <= LIMIT
+    total = seen[0].values() + 0.5 * seen[1].values()
+    close_gradients(gradients(model, total), gradients(plain, truth[0] + 0.5 * truth[1]))
+
+
+@pytest.mark.parametrize("make", [gemma3, qwen25_vl, gpt2], ids=["gemma3", "qwen25_vl", "gpt2"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_on_one_side(make: Any, side: str) -> None:
+    model, plain = pair(make)
+    batch = for_model(make, side=side)
+    assert off(response_log_probs(replayable(model), batch), truth_of(plain, batch)[0]) <= LIMIT
+
+
+def test_sections_of_positions_matter() -> None:
+    """The same text with other positions is another text to M-RoPE; three sections and four say the same."""
+    model, plain = pair(qwen25_vl)
+    three, four, text = (batch_of(ids=ids) for ids in ("mrope3", "mrope4", "edge"))
+    ready = replayable(model)
+    seen = [response_log_probs(ready, batch, canary=True) for batch in (three, four, text)]
+    assert torch.equal(seen[0].values(), seen[1].values())
+    assert off(seen[2], seen[0].values()) > 0.01
+    assert off(seen[2], truth_of(plain, text)[0]) <= LIMIT
+
+
+@all_models
+def test_forms_of_a_batch_are_equal_bit_for_bit(make: Any) -> None:
+    batch = for_model(make)
+    ready = replayable(pair(make)[0])
+    seen = response_log_probs(ready, batch).values()
+    for other in (mp.nest_batch_by_mask(batch, pad_token_id=0), mp.compress(batch, pad_token_id=0)):
+        assert torch.equal(response_log_probs(ready, other).values(), seen)
+    if make is not qwen25_vl:
+        assert torch.equal(response_log_probs(ready, batch.exclude("position_ids")).values(), seen)
+
+
+def checkpoint(model: Any, reentrant: bool) -> None:
+    """As `gradient_checkpointing_enable`, whose name changed."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
+    assert any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the canary's
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("make", [qwen3, gemma3, gpt2], ids=["qwen3", "gemma3", "gpt2"])
+def test_gradient_checkpointing_in_train_mode(make: Any, reentrant: bool) -> None:
+    """The backward pass runs layers again, and their attention is told the bounds again. The canary of the forward
+    pass, which gives the model its own attention for a moment, is over by then."""
+    model, plain = pair(make)
+    model.train()
+    checkpoint(model, reentrant)
+    batch = batch_of()
+    seen = response_log_probs(replayable(model), batch, canary=True)
+    truth, _ = truth_of(plain, batch)
+    assert off(seen, truth) <= LIMIT
+    close_gradients(gradients(model, seen.values()), gradients(plain, truth))
+
+
+def test_the_cache_of_the_configuration_is_not_used() -> None:
+    model, plain = pair(llama, use_cache=True)
+    batch = batch_of()
+    ready = replayable(model)
+    for _ in range(2):
+        assert off(response_log_probs(ready, batch, canary=True), truth_of(plain, batch)[0]) <= LIMIT
+    assert model.config.use_cache
+
+
+@all_models
+def test_a_plan_with_dummies(make: Any) -> None:
+    model, plain = pair(make)
+    batch = for_model(make)
+    plan = mp.plan_micro_batches(batch["attention_mask"].sum(1).numpy(), 16).with_count(len(ROWS) + 1)
+    assert sum(plan.is_dummy) > 0
+    seen = response_log_probs(replayable(model), mp.compress(batch, pad_token_id=0), plan=plan, entropy=True)
+    assert max(map(off, seen, truth_of(plain, batch))) <= LIMIT
+    assert not seen[0].requires_grad
+
+
+@all_models
+def test_without_packing_the_numbers_are_the_same(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASKPACK_PACKED_REPLAY", "0")
+    model, plain = pair(make)
+    own = model.config._attn_implementation
+    batch = for_model(make)
+    calls = adapter._calls
+    seen = response_log_probs(replayable(model), batch, multiple_of=64)
+    truth, _ = truth_of(plain, batch)
+    assert off(seen, truth) <= LIMIT
+    assert (model.config._attn_implementation, adapter._calls) == (own, calls)
+    close_gradients(gradients(model, seen.values()), gradients(plain, truth))
+
+
+def test_many_rows() -> None:
+    model, plain = pair(llama, num_hidden_layers=1)
+    batch = batch_of([(1 + b % 5, b % 4) for b in range(512)], 5, 3)
+    rows = response_log_probs(replayable(model), batch).unbind()
+    assert [len(row) for row in rows] == [b % 4 for b in range(512)]
+    some = list(range(7, 512, 13))  # of all sizes; each alone takes its time
+    assert off(torch.cat([rows[b] for b in some]), truth_of(plain, batch[some])[0]) <= LIMIT
+
+
+@all_models
+@pytest.mark.parametrize(
+    "rows",
+    [[(1, 1)], [(1, 0), (1, 1), (0, 0), (1, 0)], [(6, 9)], [(2, 0), (3, 0)], [(0, 0), (0, 0)]],
+    ids=["two tokens", "lengths 0 and 1", "one row", "no responses", "no tokens"],
+)
+def test_small_batches(make: Any, rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = pair(make)
+    batch = for_model(make, rows)
+    for packing in ("1", "0"):
+        monkeypatch.setenv("MASKPACK_PACKED_REPLAY", packing)
+        seen = response_log_probs(replayable(model), batch)
+        assert seen.size(0) == len(rows)
+        assert off(seen, truth_of(plain, batch)[0]) <= LIMIT
+        seen.values().sum().backward()
+
+
+@pytest.mark.parametrize("packing", ["1", "0"])
+def test_a_response_without_prompt(packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASKPACK_PACKED_REPLAY", packing)
+    model, plain = pair(qwen3)
+    batch = batch_of(((2, 3), (0, 4), (1, 2), (0, 1)))
+    ready = replayable(model)
+    with pytest.raises(ReplayError, match=r"rows \[1, 3\]"):
+        response_log_probs(ready, batch)
+    seen = response_log_probs(ready, batch, no_prompt="skip").values()
+    unscored = torch.tensor([3, 9])
+    truth, _ = truth_of(plain, batch)  # where it takes the last token of the row for the one before the first
+    truth[unscored] = 0.0
+    assert seen[unscored].tolist() == [0.0, 0.0]
+    assert off(seen, truth) <= LIMIT
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9)), min_size=1, max_size=7),
+    st.sampled_from([gemma3, qwen25_vl]),
+    st.sampled_from([1, 8, 33]),
+    st.integers(0, 9),
+)
+@settings(max_examples=6)
+def test_any_rows(rows: list[tuple[int, int]], make: Any, multiple_of: int, seed: int) -> None:
+    model, plain = pair(make)
+    batch = for_model(make, rows, seed=seed)
+    seen = response_log_probs(replayable(model), batch, multiple_of=multiple_of, canary=True)
+    assert off(seen, truth_of(plain, batch)[0]) <= LIMIT
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_dtypes_pass_the_canary(dtype: torch.dtype) -> None:
+    model, plain = pair(qwen3, dtype)
+    batch = batch_of()
+    seen = response_log_probs(replayable(model), batch, canary=True)
+    assert seen.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert off(seen.float(), truth_of(plain, batch)[0]) <= {torch.float64: LIMIT}.get(dtype, 0.2)
+    assert adapter.Replayable._trusted == {(type(model), dtype, True)}
+
+
+def test_autocast_passes_the_canary() -> None:
+    """Hidden states are float32, and as precise as bfloat16; queries and keys are wider than values."""
+    model, plain = pair(llama)
+    batch = batch_of()
+    with torch.autocast("cpu", torch.bfloat16):
+        seen = response_log_probs(replayable(model), batch, canary=True)
+        truth, _ = truth_of(plain, batch)
+    assert 1e-4 < off(seen, truth_of(plain, batch)[0]) < 0.2
+    assert off(seen, truth) < 0.2
+    assert adapter.Replayable._trusted == {(type(model), torch.bfloat16, True)}
+
+
+def test_positions_that_jump_pass_the_canary() -> None:
+    """transformers takes a jump for the begin of a row, if it is given no mask; packed replay takes bounds alone."""
+    model, plain = pair(llama)
+    batch = batch_of()
+    batch["position_ids"] = batch["position_ids"] + 2 * (batch["position_ids"] > 2).long()
+    seen = response_log_probs(replayable(model), batch, canary=True)
+    assert off(seen, truth_of(plain, batch)[0]) <= LIMIT
+
+
+# -------------------------------------------------------------------- it raises instead
+
+
+def packed_call(model: Any, **more: Any) -> Any:
+    """The model itself on packed ids, with everything that it needs unless `more` says otherwise."""
+    inputs = PackedInputs.of(batch_of())
+    given_to = {
+        "input_ids": inputs.input_ids,
+        "position_ids": inputs.position_ids,
+        "use_cache": False,
+        "cu_seq_lens_q": inputs.cu_seqlens,
+        "max_length_q": inputs.max_seqlen,
+    }
+    return model(**{name: value for name, value in (given_to | more).items() if value is not None})
+
+
+@all_models
+def test_without_bounds_the_attention_raises(make: Any) -> None:
+    model, _ = pair(make)
+    replayable(model)
+    for missing in ("cu_seq_lens_q", "max_length_q"):
+        with pytest.raises(ReplayError, match="did not receive cu_seq_lens_q and max_length_q; expected the bounds"):
+            packed_call(model, **{missing: None})
+    with pytest.raises(ReplayError, match="did not receive"):
+        model(input_ids=torch.ones(1, 3, dtype=torch.long))
+
+
+def test_generation_without_bounds_raises() -> None:
+    model, _ = pair(llama)
+    replayable(model)
+    with pytest.raises(ReplayError, match="did not receive"):
+        model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2)
+
+
+def test_everything_else_that_it_would_have_to_guess_raises() -> None:
+    model, _ = pair(llama)
+    replayable(model)
+    total = sum(map(sum, ROWS))
+    assert packed_call(model).logits.shape == (1, total, VOCABULARY)
+    with pytest.raises(ReplayError, match=r"packed attention with a mask \(True\)"):
+        packed_call(model, attention_mask=torch.zeros(1, 1, total, total))
+    with pytest.raises(ReplayError, match=r"and \['s_aux'\]; expected causal attention"):
+        packed_call(model, s_aux=torch.zeros(4))
+    with pytest.raises(ReplayError, match=r"and \['block_indices', 'indices'\]; expected causal attention"):
+        packed_call(model, indices=torch.zeros(4), block_indices=torch.zeros(4))
+    with pytest.raises(ReplayError, match="causal False"):
+        packed_call(model, is_causal=False)
+    with pytest.raises(ReplayError, match="2 batch rows"):
+        packed_call(
+            model,
+            input_ids=torch.ones(2, total, dtype=torch.long),
+            position_ids=torch.arange(total).expand(2, total),
+        )
+    with pytest.raises(ReplayError, match="cu_seqlens run from"):
+        packed_call(model, cu_seq_lens_q=torch.tensor([0, 3], dtype=torch.int32))
+
+
+def test_a_mask_of_ones_is_dropped_before_it_comes_to_the_attention() -> None:
+    """transformers makes no mask for an attention that it does not know, so that bounds still say all."""
+    model, _ = pair(llama)
+    replayable(model)
+    ones = torch.ones(1, sum(map(sum, ROWS)), dtype=torch.long)
+    assert torch.equal(packed_call(model, attention_mask=ones).logits, packed_call(model).logits)
+
+
+def test_a_cache_with_tokens_raises() -> None:
+    model, plain = pair(llama)
+    cache = plain(input_ids=torch.ones(1, 3, dtype=torch.long), use_cache=True).past_key_values
+    replayable(model)
+    total = sum(map(sum, ROWS))
+    with pytest.raises(ReplayError, match=f"{total + 3} keys for {total} queries; expected as many: a cache was in"):
+        packed_call(model, use_cache=True, past_key_values=cache)
+
+
+def test_dropout_raises_in_train_mode() -> None:
+    model, plain = pair(llama, attention_dropout=0.1)
+    ready = replayable(model)
+    assert off(response_log_probs(ready, batch_of()), truth_of(plain, batch_of())[0]) <= LIMIT
+    model.train()
+    with pytest.raises(ReplayError, match=r"dropout 0\.1"):
+        response_log_probs(ready, batch_of())
+
+
+def test_an_attention_that_is_not_causal_raises() -> None:
+    model, _ = pair(llama)
+    ready = replayable(model)
+    model.model.layers[1].self_attn.is_causal = False
+    with pytest.raises(ReplayError, match=r"LlamaAttention: packed attention .* causal False"):
+        response_log_probs(ready, batch_of())
+
+
+def test_sinks_raise() -> None:
+    model = tf.GptOssForCausalLM(tf.GptOssConfig(**TINY, head_dim=8, num_local_experts=2)).eval()
+    with pytest.raises(ReplayError, match=r"GptOssAttention: .* \['s_aux'\]"):
+        response_log_probs(replayable(model), batch_of())
+
+
+def qwen2_moe(**more: Any) -> Any:
+    sizes = {
+        "num_experts": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "max_window_layers": 2,
+    }
+    sizes["num_experts_per_tok"] = 1
+    return tf.Qwen2MoeForCausalLM(tf.Qwen2MoeConfig(**TINY | sizes | more))
+
+
+def test_a_window_that_the_attention_is_not_told_raises() -> None:
+    """Qwen2-MoE puts it into its masks only."""
+    batch = batch_of()
+    model, _ = pair(qwen2_moe, use_sliding_window=True, sliding_window=5)
+    assert set(model.config.layer_types) == {"sliding_attention", "full_attention"}
+    with pytest.raises(ReplayError, match=r"Qwen2MoeAttention: the layer has a window of 5 tokens .* a row has 15"):
+        response_log_probs(replayable(model), batch)
+    for options in ({"use_sliding_window": True, "sliding_window": 15}, {}):
+        model, plain = pair(qwen2_moe, **options)
+        assert off(response_log_probs(replayable(model), batch), truth_of(plain, batch)[0]) <= LIMIT
+
+
+LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+EXPERTS = {"num_experts": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "head_dim": 8}
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "linear attention": (
+        lambda: tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**TINY, **LINEAR, **EXPERTS)),
+        "Qwen3NextForCausalLM has layers of kind linear_attention; expected full or sliding attention.",
+    ),
+    "convolutions": (
+        lambda: tf.Lfm2ForCausalLM(tf.Lfm2Config(**TINY, full_attn_idxs=[1])),
+        "Lfm2ForCausalLM has layers of kind conv; expected full or sliding attention.",
+    ),
+    "mamba": (
+        lambda: tf.MambaForCausalLM(tf.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)),
+        "MambaForCausalLM has layers of kind linear_attention; expected full or sliding attention.",
+    ),
+    "chunks": (
+        lambda: llama(layer_types=["full_attention", "chunked_attention"]),
+        "LlamaForCausalLM has layers of kind chunked_attention; expected full or sliding attention.",
+    ),
+    "capped logits": (
+        lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**TINY, head_dim=8)),
+        "Gemma2ForCausalLM scales or caps its logits (final_logit_softcapping); expected plain logits.",
+    ),
+    "scaled logits": (
+        lambda: tf.GraniteForCausalLM(tf.GraniteConfig(**TINY, logits_scaling=4.0)),
+        "GraniteForCausalLM scales or caps its logits (logits_scaling); expected plain logits.",
+    ),
+    "scaled logits of Cohere": (
+        lambda: tf.CohereForCausalLM(tf.CohereConfig(**TINY)),
+        "CohereForCausalLM scales or caps its logits (logit_scale); expected plain logits.",
+    ),
+    "a head with a bias": (
+        lambda: tf.PhiForCausalLM(tf.PhiConfig(**TINY)),
+        "PhiForCausalLM has an output layer with a bias, or none; expected one weight [V, H].",
+    ),
+    "no head": (
+        lambda: tf.LlamaForTokenClassification(tf.LlamaConfig(**TINY)),
+        "LlamaForTokenClassification has an output layer with a bias, or none; expected one weight [V, H].",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
+def test_models_that_cannot_replay_are_refused_by_name(make: Callable[[], Any], message: str) -> None:
+    model = make()
+    own = model.config._attn_implementation
+    with pytest.raises(ReplayError, match=re.escape(message)) as caught:
+        replayable(model)
+    assert str(caught.value).startswith("replayable: ")
+    assert model.config._attn_implementation == own
+
+
+def test_scales_of_one_are_none() -> None:
+    model = tf.GraniteForCausalLM(tf.GraniteConfig(**TINY, logits_scaling=1.0)).eval()
+    plain = copy.deepcopy(model)
+    assert off(response_log_probs(replayable(model), batch_of()), truth_of(plain, batch_of())[0]) <= LIMIT
+
+
+def rwkv() -> Any:
+    return tf.RwkvForCausalLM(tf.RwkvConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)).eval()
+
+
+def test_layers_that_never_attend_through_the_interface_are_found() -> None:
+    """No configuration says so of this one; it would carry the state of a row into the next."""
+    for model in (rwkv(), tf.BloomForCausalLM(tf.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_head=4)).eval()):
+        with pytest.raises(ReplayError, match=f"{type(model).__name__} attended 0 times in 2 layers; expected every"):
+            response_log_probs(replayable(model), batch_of())
+
+
+def test_models_with_other_layers_replay_without_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As their errors say. Packing is refused for the same object as well."""
+    model = tf.Lfm2ForCausalLM(tf.Lfm2Config(**TINY, full_attn_idxs=[1])).eval()
+    plain = copy.deepcopy(model)
+    monkeypatch.setenv("MASKPACK_PACKED_REPLAY", "0")
+    ready = replayable(model)
+    assert off(response_log_probs(ready, batch_of()), truth_of(plain, batch_of())[0]) <= LIMIT
+    monkeypatch.delenv("MASKPACK_PACKED_REPLAY")
+    with pytest.raises(ReplayError, match="has layers of kind conv"):
+        response_log_probs(ready, batch_of())
+
+
+# -------------------------------------------------------------------- the canary
+
+
+def merged(module: Any, *tensors: Any, cu_seq_lens_q: Tensor, max_length_q: int, **more: Any) -> Any:
+    """An attention that ignores the bounds, as one does that takes them by another name."""
+    total = tensors[0].shape[2]
+    whole = torch.tensor([0, total], dtype=torch.int32)
+    return adapter.attention(module, *tensors, cu_seq_lens_q=whole, max_length_q=total, **more)
+
+
+@pytest.fixture
+def merging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tf.AttentionInterface._global_mapping, adapter.NAME, merged)
+
+
+def dense_calls(model: Any) -> list[int]:
+    """Tokens of each forward pass of the whole model from now on: the canary's, as packed replay needs no logits."""
+    seen: list[int] = []
+
+    def note(_: Any, __: Any, given_to: Any) -> None:
+        seen.append(given_to["input_ids"].numel())
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    return seen
+
+
+@all_models
+def test_the_canary_finds_an_attention_that_ignores_bounds(make: Any, merging: None) -> None:
+    model, plain = pair(make)
+    batch = for_model(make)
+    ready = replayable(model)
+    for canary in (None, True):
+        with pytest.raises(ReplayError, match=r"packed log-probs of .* are off by .* expected at most 0\.0001"):
+            response_log_probs(ready, batch, canary=canary)
+    assert not Replayable._trusted
+    assert model.config.get_text_config()._attn_implementation == adapter.NAME
+    assert off(response_log_probs(ready, batch, canary=False), truth_of(plain, batch)[0]) > 0.1
+
+
+def test_the_canary_finds_positions_that_are_not_taken() -> None:
+    """Rotary positions are relative, so they may begin anywhere; learned ones may not."""
+    model, plain = pair(gpt2)
+    ready = replayable(model)
+    forward = model.transformer.forward
+    model.transformer.forward = lambda *ids, **given_to: forward(*ids, **given_to | {"position_ids": None})
+    with pytest.raises(ReplayError, match="packed log-probs of GPT2LMHeadModel are off by"):
+        response_log_probs(ready, batch_of())
+    assert off(response_log_probs(ready, batch_of(), canary=False), truth_of(plain, batch_of())[0]) > 0.1
+
+
+def test_the_canary_finds_rotary_positions_that_depend_on_the_rest() -> None:
+    model, _ = pair(llama)
+    ready = replayable(model)
+    rotary = model.model.rotary_emb
+    forward = rotary.forward
+    rotary.forward = lambda x, position_ids: forward(x, position_ids * x.shape[1] / 16)
+    with pytest.raises(ReplayError, match="packed log-probs of LlamaForCausalLM are off by"):
+        response_log_probs(ready, batch_of())
+
+
+def test_nan_does_not_pass_the_canary() -> None:
+    model, _ = pair(llama)
+    ready = replayable(model)
+    model.lm_head.weight.data[0, 0] = torch.nan
+    with pytest.raises(ReplayError, match="are off by nan"):
+        response_log_probs(ready, batch_of())
+
+
+def test_the_canary_runs_once_for_each_class_and_dtype() -> None:
+    """On the longest row but the first."""
+    ready = {name: replayable(pair(make)[0]) for name, make in (("qwen3", qwen3), ("llama", llama))}
+    ready["again"] = replayable(pair(llama)[0])
+    ready["wide"] = replayable(pair(llama, torch.float64)[0])
+    calls = {name: dense_calls(one.model) for name, one in ready.items()}
+    batch = batch_of(((6, 8), (2, 3), (3, 4), (1, 1)))
+    for _ in range(3):
+        for one in ready.values():
+            response_log_probs(one, batch)
+    assert calls == {"qwen3": [7], "llama": [7], "again": [], "wide": [7]}
+    for canary in (True, False, True):
+        response_log_probs(ready["llama"], batch, canary=canary)
+    assert calls["llama"] == [7] * 3
+
+
+def test_a_row_alone_does_not_earn_trust_for_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first row of all sees nothing of others, however wrong the bounds are."""
+    model, _ = pair(llama)
+    ready = replayable(model)
+    calls = dense_calls(model)
+    with monkeypatch.context() as patch:
+        patch.setitem(tf.AttentionInterface._global_mapping, adapter.NAME, merged)
+        for _ in range(3):
+            response_log_probs(ready, batch_of([(2, 3)]))
+        assert calls == [5]
+        with pytest.raises(ReplayError, match="are off by"):
+            response_log_probs(ready, batch_of())
+    response_log_probs(ready, batch_of())
+    assert len(calls) == 3
+    for rows in (ROWS, [(2, 3)]):
+        response_log_probs(ready, batch_of(rows))
+    assert len(calls) == 3
+
+
+def test_rows_too_short_to_compare_earn_no_trust() -> None:
+    model, _ = pair(llama)
+    ready = replayable(model)
+    calls = dense_calls(model)
+    response_log_probs(ready, batch_of([(1, 0), (1, 0), (0, 0)]))
+    response_log_probs(ready, batch_of([(0, 0)]))
+    assert (calls, Replayable._trusted) == ([], set())
+    response_log_probs(ready, batch_of([(2, 3), (1, 0)]))  # the first is the only one that scores a token
+    assert (calls, Replayable._trusted) == ([5], {(type(model), torch.float32, False)})
+
+
+def test_the_canary_leaves_no_gradient_behind() -> None:
+    model, _ = pair(llama)
+    ready = replayable(model)
+    outputs = [response_log_probs(ready, batch_of(), canary=canary).values() for canary in (True, False)]
+    assert all(map(torch.equal, *[gradients(model, values) for values in outputs]))
+
+
+# -------------------------------------------------------------------- the attention that a model has
+
+
+@all_models
+def test_release_gives_the_model_back(make: Any) -> None:
+    model, plain = pair(make)
+    batch = for_model(make)
+    prompt = torch.arange(3, 9)[None]
+    ready = replayable(model)
+    first = response_log_probs(ready, batch)
+    with pytest.raises(ReplayError):
+        model(input_ids=prompt)
+    assert ready.release() is model
+    assert model.config._attn_implementation == plain.config._attn_implementation
+    assert torch.equal(model(input_ids=prompt).logits, plain(input_ids=prompt).logits)
+    if make is llama:
+        options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+        assert torch.equal(model.generate(prompt, **options), plain.generate(prompt, **options))
+    assert torch.equal(response_log_probs(ready, batch).values(), first.values())
+    with pytest.raises(ReplayError):
+        model(input_ids=prompt)
+    ready.release()
+    ready.release()
+    assert torch.equal(model(input_ids=prompt).logits, plain(input_ids=prompt).logits)
+
+
+def test_a_model_made_replayable_again_keeps_its_own_attention() -> None:
+    model, _ = pair(llama)
+    model.set_attn_implementation("eager")
+    first = replayable(model)
+    second = replayable(model)
+    assert model.config._attn_implementation == adapter.NAME
+    second.release()
+    assert model.config._attn_implementation == "eager"
+    model.set_attn_implementation("sdpa")
+    response_log_probs(first, batch_of())
+    second.release()
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_copy_of_a_replayable_model_is_released_to_the_default() -> None:
+    model, plain = pair(llama)
+    replayable(model)
+    other = replayable(copy.deepcopy(model)).release()
+    assert other.config._attn_implementation == "sdpa"
+    assert torch.equal(other(input_ids=torch.ones(1, 3).long()).logits, plain(torch.ones(1, 3).long()).logits)
+
+
+def test_parts_of_a_model_keep_their_own_attention() -> None:
+    model, _ = pair(qwen25_vl)
+    model.set_attn_implementation({"": "sdpa", "text_config": "sdpa", "vision_config": "eager"})
+
+    def seen() -> list[str]:
+        config = model.config
+        return [part._attn_implementation for part in (config, config.text_config, config.vision_config)]
+
+    ready = replayable(model)
+    assert adapter.NAME in seen()
+    ready.release()
+    assert seen() == ["sdpa", "sdpa", "eager"]
+
+
+def test_the_padded_path_gives_way_to_the_packed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = pair(llama)
+    ready = replayable(model)
+    packed = response_log_probs(ready, batch_of())
+    monkeypatch.setenv("MASKPACK_PACKED_REPLAY", "0")
+    assert off(response_log_probs(ready, batch_of()), packed.values()) <= LIMIT
+    monkeypatch.setenv("MASKPACK_PACKED_REPLAY", "1")
+    assert torch.equal(response_log_probs(ready, batch_of()).values(), packed.values())
+
+
+def test_released_layers_do_not_run_again_unnoticed() -> None:
+    """Checkpointed layers that run again with another attention: torch counts what they save."""
+    model, _ = pair(llama)
+    model.train()
+    checkpoint(model, False)
+    ready = replayable(model)
+    seen = response_log_probs(ready, batch_of())
+    ready.release()
+    with pytest.raises(torch.utils.checkpoint.CheckpointError):
+        seen.values().sum().backward()
+
+
+# -------------------------------------------------------------------- values of a critic
+
+
+@pytest.mark.parametrize("tail", [1, 64])
+def test_values_of_a_critic(tail: int) -> None:
+    """A head of one number for each token, over packed rows: `extract_response` takes those that score response tokens,
+    one place before each, as the padded path of PPO does."""
+    torch.manual_seed(2)
+    model = tf.Qwen3ForTokenClassification(tf.Qwen3Config(**TINY, head_dim=8, num_labels=1)).eval()
+    plain = copy.deepcopy(model)
+    batch = batch_of()
+    nested = mp.nest_batch_by_mask(batch, pad_token_id=0)
+
+    model.set_attn_implementation(adapter.NAME)
+    inputs = PackedInputs.of(nested, multiple_of=tail)
+    out = model(
+        input_ids=inputs.input_ids,
+        position_ids=inputs.position_ids,
+        use_cache=False,
+        cu_seq_lens_q=inputs.cu_seqlens,
+        max_length_q=inputs.max_seqlen,
+    ).logits[0, : inputs.num_tokens, 0]
+    values = mp.extract_response(nested, out)
+
+    rows = [
+        torch.stack([given[nth - 1, 0] for nth in responses])
+        for given, _, responses in alone(plain, batch)
+        if responses
+    ]
+    truth = torch.cat(rows)
+    assert [len(row) for row in values.unbind()] == [r for _, r in ROWS]
+    assert off(values, truth) <= LIMIT
+    assert torch.equal(jagged(out.index_select(0, inputs.predict), inputs.response).values(), values.values())
+    padded = mp.select_and_pad_to_response(nested.clone(False).set("values", values.detach()), "values")["values"]
+    assert tuple(padded.shape) == (len(ROWS), RESPONSE)
+    close_gradients(gradients(model, values.values()), gradients(plain, truth))
+
+
+def test_a_critic_without_bounds_raises() -> None:
+    model = tf.Qwen3ForTokenClassification(tf.Qwen3Config(**TINY, head_dim=8, num_labels=1)).eval()
+    model.set_attn_implementation(adapter.NAME)
+    with pytest.raises(ReplayError, match="did not receive cu_seq_lens_q"):
+        model(input_ids=PackedInputs.of(batch_of()).input_ids)
