@@ -93,6 +93,15 @@ def pair(make: Callable[..., Any], dtype: torch.dtype = torch.float32, **options
     return copy.deepcopy(made), copy.deepcopy(made)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Such small models wait longer for threads than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No model is trusted from before, and transformers keeps its advice to itself."""
