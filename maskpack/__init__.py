@@ -5,7 +5,7 @@ nest_batch_by_mask / unnest  between padded and jagged fields
 select_and_pad_to_response, extract_response   the response axis for losses
 report                       where the bytes of a packed batch went
 BatchView                    rows of packed batches that lie elsewhere
-PackedInputs, response_log_probs   packed rows through a model (maskpack.adapters.transformers)
+PackedInputs, response_log_probs, response_values   packed rows through a model (maskpack.adapters.transformers)
 plan_micro_batches, balance_rows, plan_ranks   which rows run together, and where; agree_on_count, LoopRecorder
 maskpack.ops                 pack and unpack single tensors
 maskpack.dispatch            WorkerGroup and endpoint, over Ray
@@ -46,7 +46,7 @@ from maskpack.registry import (
     MaskNestingRegistry,
     MaskNestingSpec,
 )
-from maskpack.replay import PackedInputs, response_log_probs
+from maskpack.replay import PackedInputs, response_log_probs, response_values
 from maskpack.report import report
 from maskpack.response import extract_response, select_and_pad_to_response
 from maskpack.schema import LAYOUTS
@@ -99,6 +99,7 @@ __all__ = [
     "plan_ranks",
     "report",
     "response_log_probs",
+    "response_values",
     "select_and_pad_to_response",
     "unnest",
     "unnest_batch_by_mask",

@@ -185,6 +185,13 @@ def _compiled_flex(dynamic: bool) -> Callable[..., Tensor]:
     return cast("Any", torch.compile(flex.flex_attention, dynamic=dynamic))
 
 
+@functools.cache
+def _compiled_block_mask() -> Callable[..., Any]:
+    """Not compiled, it would write out the mask of all pairs of tokens."""
+    flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
+    return cast("Any", torch.compile(flex.create_block_mask))
+
+
 _masks: list[tuple[Tensor, int, Any, Any]] = []
 """The last block masks: all layers of a forward pass ask for the same one or two."""
 
@@ -200,7 +207,8 @@ def _block_mask(bounds: Tensor, tokens: int, window: int | None) -> Any:
         causal = (row[i] == row[j]) & (i >= j)
         return causal if window is None else causal & (i - j < window)
 
-    mask = flex.create_block_mask(visible, None, None, tokens, tokens, device=bounds.device, _compile=bounds.is_cuda)
+    create = _compiled_block_mask() if bounds.is_cuda else flex.create_block_mask
+    mask = create(visible, None, None, tokens, tokens, device=bounds.device)
     _masks[:] = [*_masks[-1:], (bounds, tokens, window, mask)]
     return mask
 

@@ -11,6 +11,7 @@ A tail that rounds T up is a row of its own, so no token sees it, and no place o
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -188,7 +189,7 @@ class ReplayModel(Protocol):
 
     @property
     def head(self) -> Tensor:
-        """[V, H]: the weight that makes logits of hidden states."""
+        """[V, H]: the weight that makes logits of hidden states; only log-probs ask for it."""
         ...
 
     def hidden(self, inputs: PackedInputs) -> Tensor:
@@ -241,30 +242,90 @@ def response_log_probs(
         ReplayError: the model cannot replay packed rows, or does not give what it gives for a row alone.
     """
     if plan is not None:
-        with torch.no_grad():
-            parts = [
-                response_log_probs(
-                    model, part, temperature=temperature, entropy=entropy, chunk=chunk, canary=canary,
-                    multiple_of=multiple_of, no_prompt=no_prompt, registry=registry,
-                )
-                for part in plan.apply(batch)
-            ]  # fmt: skip
+        parts = _of_each(
+            plan, batch, response_log_probs, model, temperature=temperature, entropy=entropy, chunk=chunk,
+            canary=canary, multiple_of=multiple_of, no_prompt=no_prompt, registry=registry,
+        )  # fmt: skip
         if entropy:
             return tuple(plan.restore([part[which] for part in parts]) for which in range(2))
         return plan.restore(parts)
+    head = model.head  # before anything is run: a model of values has none
+    inputs = PackedInputs.of(batch, registry=registry, multiple_of=multiple_of, no_prompt=no_prompt)
+    rows = _scoring_rows("response_log_probs", model, inputs, canary)
+    out: Any = packed_log_probs(rows, head, inputs.targets, temperature=temperature, chunk=chunk, entropy=entropy)
+    return tuple(_nested(part, inputs) for part in out) if entropy else _nested(out, inputs)
+
+
+def response_values(
+    model: ReplayModel,
+    batch: TensorDictBase | PackedBatch,
+    value_head: Callable[[Tensor], Tensor],
+    *,
+    plan: MicroBatchPlan | None = None,
+    canary: bool | None = None,
+    multiple_of: int = 1,
+    no_prompt: NoPrompt = "error",
+    registry: MaskNestingRegistry = RL_FIELDS,
+) -> Any:
+    """Values of the states in which response tokens were chosen, from a forward pass over packed rows.
+
+    The value of a token is read where its log-prob is: at the place before it, which has seen all but the token.
+
+    Args:
+        model: as for `response_log_probs`; a model without an output layer will do.
+        batch: as for `PackedInputs.of`.
+        value_head: hidden states [N, H] -> values [N] or [N, 1]: a linear layer, or a module of several.
+        plan, canary, multiple_of, no_prompt, registry: as for `response_log_probs`.
+
+    Returns:
+        float32 (float64 if the head gives that) jagged [B, j] on the response layout, differentiable. The first token
+        of a response without prompt is 0 with no_prompt="skip".
+
+    Raises:
+        ReplayError: as `response_log_probs`, and a head that gives another shape.
+    """
+    if plan is not None:
+        options: dict[str, Any] = {
+            "canary": canary, "multiple_of": multiple_of, "no_prompt": no_prompt, "registry": registry,
+        }  # fmt: skip
+        return plan.restore(_of_each(plan, batch, response_values, model, value_head, **options))
+    inputs = PackedInputs.of(batch, registry=registry, multiple_of=multiple_of, no_prompt=no_prompt)
+    rows = _scoring_rows("response_values", model, inputs, canary)
+    values = value_head(rows)
+    if tuple(values.shape) not in ((rows.shape[0],), (rows.shape[0], 1)):
+        raise ReplayError(
+            f"response_values: value_head made {tuple(values.shape)} of hidden states {tuple(rows.shape)}; expected "
+            f"({rows.shape[0]},) or ({rows.shape[0]}, 1). Give a head with one output."
+        )
+    values = values.reshape(-1)
+    return _nested(values.to(torch.promote_types(values.dtype, torch.float32)), inputs)
+
+
+def _of_each(
+    plan: MicroBatchPlan,
+    batch: TensorDictBase | PackedBatch,
+    call: Callable[..., Any],
+    model: ReplayModel,
+    *more: Any,
+    **options: Any,
+) -> list[Any]:
+    """A call without gradients for each micro-batch, one after the other. `call(model, part, *more, **options)`."""
+    with torch.no_grad():
+        return [call(model, part, *more, **options) for part in plan.apply(batch)]
+
+
+def _scoring_rows(call: str, model: ReplayModel, inputs: PackedInputs, canary: bool | None) -> Tensor:
+    """[scored response tokens, H]: the hidden states that score them, packed or, if packing is off, padded."""
     packing = os.environ.get("MASKPACK_PACKED_REPLAY", "1")
     if packing not in ("0", "1"):
-        raise ReplayError(f"response_log_probs: MASKPACK_PACKED_REPLAY is {packing!r}; expected 0 or 1. Unset it.")
-    inputs = PackedInputs.of(batch, registry=registry, multiple_of=multiple_of, no_prompt=no_prompt)
+        raise ReplayError(f"{call}: MASKPACK_PACKED_REPLAY is {packing!r}; expected 0 or 1. Unset it.")
     if packing == "1":
         hidden = model.hidden(inputs)
         if canary is not False:
             model.trust(inputs, hidden, canary is True)
     else:
         hidden = _dense(model, inputs)
-    rows = hidden.index_select(0, inputs.predict)
-    out: Any = packed_log_probs(rows, model.head, inputs.targets, temperature=temperature, chunk=chunk, entropy=entropy)
-    return tuple(_nested(part, inputs) for part in out) if entropy else _nested(out, inputs)
+    return hidden.index_select(0, inputs.predict)
 
 
 def _nested(values: Tensor, inputs: PackedInputs) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import maskpack as mp
 from maskpack.errors import LayoutError, ReplayError
-from maskpack.replay import PackedInputs, response_log_probs
+from maskpack.replay import PackedInputs, response_log_probs, response_values
 
 VOCABULARY = 23
 Lines = Sequence[Sequence[bool]]
@@ -545,3 +545,61 @@ def test_outputs_lie_on_the_response_layout() -> None:
     padded = mp.select_and_pad_to_response(nested.clone(False).set("log_probs", out), "log_probs")
     assert tuple(padded["log_probs"].shape) == (7, 6)
     assert [int((row != 0).sum()) for row in padded["log_probs"]] == [3, 6, 0, 4, 0, 1, 6]
+
+
+# -------------------------------------------------------------------- response_values
+
+
+def values_of(model: Sums, batch: TensorDict, weight: Tensor, bias: float) -> list[Tensor]:
+    """Of each row: for a response token, the value of what was seen before it; 0 where nothing was."""
+    prompt = batch["attention_mask"].shape[1] - batch["responses"].shape[1]
+    out = []
+    for b in range(batch.batch_size[0]):
+        real = [s for s, on in enumerate(batch["attention_mask"][b].tolist()) if on]
+        states = model.row(batch["input_ids"][b, real], batch["position_ids"][b, ..., real]) if real else None
+        zero = torch.zeros((), dtype=torch.float64)
+        own = [sum(states[nth - 1] * weight) + bias if nth else zero for nth, s in enumerate(real) if s >= prompt]
+        out.append(torch.stack(own) if own else torch.zeros(0, dtype=torch.float64))
+    return out
+
+
+WEIGHT = torch.tensor([0.5, -1.0, 2.0, 0.25], dtype=torch.float64)
+VALUE_HEADS = {"[N]": lambda hidden: hidden @ WEIGHT + 3, "[N, 1]": lambda hidden: hidden @ WEIGHT[:, None] + 3}
+
+
+@all_forms
+@pytest.mark.parametrize("head", VALUE_HEADS.values(), ids=VALUE_HEADS)
+def test_values_are_those_of_each_row_alone(form: Any, head: Any, packing: str) -> None:
+    batch = batch_of(*CASES["both"], ids="mrope3")
+    model = Sums()
+    truth = values_of(model, batch, WEIGHT, 3)
+    same_rows(response_values(model, form(batch), head, multiple_of=16), truth)
+    assert model.seen == (["hidden", "trust False"] if packing == "packed" else ["dense"])
+    plan = mp.plan_micro_batches(batch["attention_mask"].sum(1).numpy(), 14)
+    seen = response_values(model, form(batch), head, plan=plan, canary=True, no_prompt="skip")
+    assert not seen.requires_grad
+    same_rows(seen, truth)
+
+
+def test_values_of_responses_without_prompt_begin_with_zero(packing: str) -> None:
+    batch = batch_of(lines_of(((2, 3), (0, 4), (0, 0), (0, 1), (1, 1)), 3, 4), 4)
+    model = Sums()
+    with pytest.raises(ReplayError, match=r"rows \[1, 3\] have a response"):
+        response_values(model, batch, VALUE_HEADS["[N]"])
+    seen = response_values(model, batch, VALUE_HEADS["[N]"], no_prompt="skip")
+    same_rows(seen, values_of(model, batch, WEIGHT, 3))
+    (truth,) = torch.autograd.grad(torch.cat(values_of(model, batch, WEIGHT, 3)).sum(), model.table)
+    assert torch.allclose(torch.autograd.grad(seen.values().sum(), model.table)[0], truth, rtol=0, atol=1e-12)
+
+
+def test_values_are_float32_at_least() -> None:
+    batch = batch_of(*CASES["both"])
+    for given_dtype, dtype in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        seen = response_values(Sums(), batch, lambda hidden, to=given_dtype: hidden[:, 0].to(to))
+        assert seen.dtype is dtype
+
+
+def test_a_value_head_has_one_output() -> None:
+    batch = batch_of(*CASES["both"])
+    with pytest.raises(ReplayError, match=r"value_head made \(20, 2\) of hidden states \(20, 4\); expected \(20,\) or"):
+        response_values(Sums(), batch, lambda hidden: hidden[:, :2])

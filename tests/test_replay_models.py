@@ -20,7 +20,7 @@ from torch import Tensor
 import maskpack as mp
 from maskpack.errors import ReplayError
 from maskpack.jagged import jagged
-from maskpack.replay import PackedInputs, response_log_probs
+from maskpack.replay import PackedInputs, response_log_probs, response_values
 
 tf = pytest.importorskip("transformers")
 adapter = pytest.importorskip("maskpack.adapters.transformers")
@@ -549,11 +549,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a head with a bias": (
         lambda: tf.PhiForCausalLM(tf.PhiConfig(**TINY)),
-        "PhiForCausalLM has an output layer with a bias, or none; expected one weight [V, H].",
-    ),
-    "no head": (
-        lambda: tf.LlamaForTokenClassification(tf.LlamaConfig(**TINY)),
-        "LlamaForTokenClassification has an output layer with a bias, or none; expected one weight [V, H].",
+        "PhiForCausalLM has an output layer with a bias; expected one weight [V, H].",
     ),
 }
 
@@ -566,6 +562,89 @@ def test_models_that_cannot_replay_are_refused_by_name(make: Callable[[], Any], 
         replayable(model)
     assert str(caught.value).startswith("replayable: ")
     assert model.config._attn_implementation == own
+
+
+# -------------------------------------------------------------------- values
+
+
+def critic(**more: Any) -> Any:
+    """One number for each token, from a layer with a bias."""
+    return tf.Qwen3ForTokenClassification(tf.Qwen3Config(**TINY | {"head_dim": 8, "num_labels": 1} | more))
+
+
+def bare(**more: Any) -> Any:
+    return tf.Gemma3TextModel(tf.Gemma3TextConfig(**TINY | {"head_dim": 8} | SLIDING | more))
+
+
+def critic_truth(model: Any, batch: TensorDict) -> Tensor:
+    """Values of all response tokens, row after row: what the model says at the token before."""
+    out = [logits[nth - 1] for logits, _, responses in alone(model, batch) for nth in responses]
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("side", ["both", "left"])
+def test_values_of_a_critic_and_their_gradients(side: str) -> None:
+    model, plain = pair(critic)
+    batch = batch_of(side=side)
+    seen = response_values(replayable(model), batch, model.score, canary=True, multiple_of=32)
+    truth = critic_truth(plain, batch)
+    assert truth.std().item() > 0.1
+    assert off(seen, truth) <= LIMIT * truth.abs().max().item()
+    close_gradients(gradients(model, seen.values()), gradients(plain, truth))
+
+
+def test_values_of_a_model_without_any_head() -> None:
+    model, plain = pair(bare)
+    head = torch.nn.Linear(32, 1)
+    batch = batch_of()
+    seen = response_values(replayable(model), batch, head, canary=True)
+    truth = []
+    for b in range(len(ROWS)):
+        tokens = batch["input_ids"][b][batch["attention_mask"][b].bool()][None]
+        if tokens.numel():
+            states = plain(input_ids=tokens, use_cache=False).last_hidden_state[0]
+            truth.append(head(states)[ROWS[b][0] - 1 : sum(ROWS[b]) - 1, 0])
+    assert off(seen, torch.cat(truth)) <= LIMIT
+
+
+def test_values_of_a_causal_language_model() -> None:
+    """A policy with a value head beside its own."""
+    model, plain = pair(llama)
+    head = torch.nn.Linear(32, 1)
+    batch = batch_of()
+    seen = response_values(replayable(model), batch, head, canary=True)
+    states = [
+        plain.model(input_ids=batch["input_ids"][b][batch["attention_mask"][b].bool()][None]).last_hidden_state[0]
+        for b in range(len(ROWS))
+        if sum(ROWS[b])
+    ]
+    lengths = [row for row in ROWS if sum(row)]
+    truth = torch.cat([head(rows)[p - 1 : p + r - 1, 0] for rows, (p, r) in zip(states, lengths, strict=True)])
+    assert off(seen, truth) <= LIMIT
+
+
+def test_a_model_of_values_has_no_log_probs() -> None:
+    ready = replayable(pair(critic)[0])
+    with pytest.raises(ReplayError, match="Qwen3ForTokenClassification has no output layer that scores tokens"):
+        response_log_probs(ready, batch_of())
+
+
+def test_the_canary_of_a_model_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds that are off by one show in hidden states."""
+    monkeypatch.setattr(adapter, "packed_attention", wrong_bounds(adapter.packed_attention))
+    model, _ = pair(critic)
+    with pytest.raises(ReplayError, match="packed hidden states of Qwen3ForTokenClassification are off by"):
+        response_values(replayable(model), batch_of(), model.score)
+    response_values(replayable(model), batch_of(), model.score, canary=False)
+
+
+def wrong_bounds(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def moved(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, **more: Any) -> Tensor:
+        bounds = bounds.clone()
+        bounds[1:-1] -= 1
+        return attend(query, key, value, bounds, longest + 1, **more)
+
+    return moved
 
 
 def test_scales_of_one_are_none() -> None:

@@ -31,7 +31,8 @@ _SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 _KNOWN = ("cu_seq_lens_q", "cu_seq_lens_k", "position_ids", "cache_position")
 """Tensors that an attention may be given; others change what it should compute (sinks, biases, sparse indices)."""
 _TRUST = {torch.float32: 1e-4, torch.float64: 1e-8, torch.bfloat16: 0.25, torch.float16: 0.05}
-"""How far the log-prob of a token may be off its dense forward, by dtype: more is another model, not other rounding."""
+"""How far the log-prob of a token may be off its dense forward, by dtype: more is another model, not other rounding.
+Hidden states, in units of their root mean square, are as exact."""
 _own: WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = WeakKeyDictionary()
 """The attention of each model and its parts before it became maskpack's."""
 _calls = 0
@@ -112,6 +113,8 @@ def replayable(model: PreTrainedModel) -> Replayable:
     Raises:
         ReplayError: layers that carry state from token to token, or that attend in a way that packed rows cannot, by
             name (not with MASKPACK_PACKED_REPLAY=0); an output layer with a bias, logits that are scaled or capped.
+
+    A model without an output layer (AutoModel, AutoModelForTokenClassification) is one for `response_values`.
     """
     return Replayable(model)
 
@@ -124,6 +127,7 @@ class Replayable:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self._base: Any = getattr(model, model.base_model_prefix, None) or model.get_decoder()
+        self._output: Any = cast("Any", model).get_output_embeddings()
         self._config: Any = model.config.get_text_config()
         self._check_head()
         if os.environ.get("MASKPACK_PACKED_REPLAY") != "0":
@@ -140,6 +144,8 @@ class Replayable:
             )
 
     def _check_head(self) -> None:
+        if self._output is None:  # of a model of values
+            return
         who = type(self.model).__name__
         scales = [name for name in _SCALES if getattr(self._config, name, None) not in (None, 1)]
         if scales:
@@ -147,11 +153,10 @@ class Replayable:
                 f"replayable: {who} scales or caps its logits ({', '.join(scales)}); expected plain logits. Its "
                 "log-probs have to come from its own forward."
             )
-        head = cast("Any", self.model).get_output_embeddings()
-        if head is None or getattr(head, "bias", None) is not None:
+        if getattr(self._output, "bias", None) is not None:
             raise ReplayError(
-                f"replayable: {who} has an output layer with a bias, or none; expected one weight [V, H]. Its "
-                "log-probs have to come from its own forward."
+                f"replayable: {who} has an output layer with a bias; expected one weight [V, H]. Its log-probs have to "
+                "come from its own forward."
             )
 
     def release(self) -> PreTrainedModel:
@@ -171,7 +176,12 @@ class Replayable:
     @property
     def head(self) -> Tensor:
         """[V, H]: the weight of the output layer."""
-        return cast("Any", self.model).get_output_embeddings().weight
+        if self._output is None:
+            raise ReplayError(
+                f"replayable: {type(self.model).__name__} has no output layer that scores tokens; expected one for "
+                "log-probs. Ask it for response_values, or load it as a causal language model."
+            )
+        return self._output.weight
 
     def hidden(self, inputs: PackedInputs) -> Tensor:
         """[T, H]: the last hidden states of packed rows."""
@@ -205,8 +215,9 @@ class Replayable:
 
     def trust(self, inputs: PackedInputs, hidden: Tensor, again: bool = False) -> None:
         """Compares the log-probs of one packed row with those of the whole model run on this row alone, by its own
-        attention; once for each class of model and dtype, or `again`. A first row alone shows little: the next batch
-        with two is compared too."""
+        attention; of a model that scores no tokens, its hidden states, in units of their root mean square. Once for
+        each class of model and dtype, or `again`. A first row alone shows little: the next batch with two is compared
+        too."""
         dtype = _precision(hidden)
         row = _row_to_compare(inputs.bounds)
         kind = type(self.model), dtype, row > 0
@@ -215,12 +226,12 @@ class Replayable:
         begin, end = inputs.bounds[row : row + 2].tolist() if inputs.num_tokens else (0, 0)
         if end - begin < 2:
             return
+        alone = self._base if self._output is None else self.model
         ids = inputs.input_ids[:, begin:end]
         with torch.no_grad():
-            seen = packed_log_probs(hidden[begin : end - 1].detach(), self.head, ids[0, 1:])
             self.release()
             try:
-                out: Any = self.model(
+                out: Any = alone(
                     input_ids=ids,
                     attention_mask=torch.ones_like(ids),  # without it, positions that jump would begin a row
                     position_ids=inputs.position_ids[..., begin:end],
@@ -228,12 +239,17 @@ class Replayable:
                 )
             finally:
                 self._take()
-            logits = out.logits[0, :-1]
-            truth = logits.to(seen.dtype).log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-            off = float((seen - truth).abs().max())
-        if not off <= _TRUST[dtype]:
+            packed = hidden[begin:end].detach()
+            if self._output is None:
+                truth = out.last_hidden_state[0]
+                what, off = "hidden states", (packed - truth).float().abs().max() / truth.float().square().mean().sqrt()
+            else:
+                seen = packed_log_probs(packed[:-1], self.head, ids[0, 1:])
+                truth = out.logits[0, :-1].to(seen.dtype).log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+                what, off = "log-probs", (seen - truth).abs().max()
+        if not float(off) <= _TRUST[dtype]:
             raise ReplayError(
-                f"replayable: packed log-probs of {type(self.model).__name__} are off by {off:.3g} from its own "
+                f"replayable: packed {what} of {type(self.model).__name__} are off by {float(off):.3g} from its own "
                 f"forward of the same row; expected at most {_TRUST[dtype]}. Packed replay of this model is not right "
                 "(or dropout is on): replay it padded, MASKPACK_PACKED_REPLAY=0."
             )

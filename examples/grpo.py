@@ -1,0 +1,430 @@
+"""GRPO twice from one seed, and the curves of both: padded, as it is usually written, and packed from end to end.
+
+    sums "7+5+9="  -->  sample 8 responses each  -->  padded batch [64, 12 + 20]  -->  2 optimizer updates
+                                                         |
+      Padded   micro-batches of 8 rows, logits at every position, losses [b, R]
+      Packed   compress -> WorkerGroup -> plan -> replay -> losses on nested rows -> gradients of ranks, added up
+
+    python examples/grpo.py          writes tests/golden/grpo.json and docs/grpo.svg; a few minutes on two cores
+
+Both paths share the sampler, the batch and the optimizer, and nothing else. Each samples from the weights that it has
+trained itself: from noise that a step's number seeds, so equal weights give equal tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from grpo_chart import chart
+from grpo_losses import kl_losses, policy_losses, weighted_sum
+from tensordict import TensorDict
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from maskpack.adapters.transformers import replayable
+from maskpack.dispatch import WorkerGroup, endpoint
+from maskpack.replay import response_log_probs
+
+STEPS, UPDATES = 60, 2
+QUESTIONS, SAMPLES = 8, 8
+ROWS = QUESTIONS * SAMPLES
+CLIP_LOW, CLIP_HIGH, KL = 0.2, 0.28, 0.02
+LEARNING_RATE, LARGEST_NORM = 5e-4, 1.0
+MODE = "token-mean"
+
+ROOT = Path(__file__).parents[1]
+GOLDEN, START, CHART = ROOT / "tests/golden/grpo.json", ROOT / "tests/golden/grpo_start.npy", ROOT / "docs/grpo.svg"
+
+# -------------------------------------------------------------------- the task
+
+SIGNS = "_$0123456789+="
+PAD, EOS = 0, 1
+PROMPT, RESPONSE = 12, 20  # widths
+RIGHT, ENDED = 1.0, 0.125  # their sums are exact, so a group of equal rewards has no advantages at all
+POOL = 16  # questions that the run asks again and again
+
+
+def encoded(text: str) -> list[int]:
+    return [SIGNS.index(sign) for sign in text]
+
+
+def question(rng: random.Random) -> list[int]:
+    """Two to four numbers to be added."""
+    return [rng.randrange(10) for _ in range(rng.choice([2, 3, 3, 4]))]
+
+
+def prompt_of(numbers: Sequence[int]) -> str:
+    return "+".join(map(str, numbers)) + "="
+
+
+def demonstration(numbers: Sequence[int], rng: random.Random) -> str:
+    """One addition after the other, "12+9=21$" for "7+5+9=". A tenth of the additions are wrong, a tenth of the
+    endings are missing: there is something left to learn from rewards."""
+    total, rest, out = numbers[0], numbers[1:], []
+    while rest:
+        total = max(0, total + rest[0] + (rng.choice([-2, -1, 1, 2]) if rng.random() < 0.1 else 0))
+        rest = rest[1:]
+        out.append("+".join(map(str, [total, *rest])))
+    return "=".join(out) + ("$" if rng.random() < 0.9 else "=")
+
+
+def reward(numbers: Sequence[int], response: Sequence[int]) -> float:
+    """What follows the last "=" of a response that ends is its answer."""
+    if EOS not in response:
+        return 0.0
+    text = "".join(SIGNS[token] for token in response[: response.index(EOS)])
+    return ENDED + RIGHT * (text.split("=")[-1] == str(sum(numbers)))
+
+
+# -------------------------------------------------------------------- the model
+
+
+def tiny_model() -> Any:
+    """A Qwen3ForCausalLM of 76 000 float32 weights."""
+    config = Qwen3Config(
+        vocab_size=len(SIGNS),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=PROMPT + RESPONSE,
+        tie_word_embeddings=False,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+        bos_token_id=None,
+    )
+    model: Any = Qwen3ForCausalLM(config).eval()
+    rng = np.random.default_rng(0)  # torch draws other numbers on other processors
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights.copy_(
+                torch.from_numpy(rng.normal(0, 0.05, weights.shape) if weights.dim() > 1 else np.ones(weights.shape))
+            )
+    return model
+
+
+def weights_of(model: Any) -> np.ndarray:
+    """All of them, float32 [parameters]."""
+    return torch.cat([weights.detach().flatten() for weights in model.parameters()]).numpy()
+
+
+def load(model: Any, flat: np.ndarray) -> Any:
+    with torch.no_grad():
+        for weights, part in zip(model.parameters(), parts(model, flat), strict=True):
+            weights.copy_(part)
+    return model
+
+
+def parts(model: Any, flat: np.ndarray) -> Iterator[Tensor]:
+    """A flat vector in the shapes of the parameters."""
+    sizes = [weights.numel() for weights in model.parameters()]
+    for weights, part in zip(model.parameters(), torch.tensor(flat).split(sizes), strict=True):
+        yield part.view_as(weights)
+
+
+def warm_start(steps: int = 150, rows: int = 64) -> np.ndarray:
+    """Weights float32 [parameters] that have seen demonstrations: they add, and make mistakes.
+
+    They are kept as a file, in float16: on another processor float noise, grown over the steps, would give others.
+    """
+    model, rng = tiny_model(), random.Random(1)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    slower = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
+    for _ in range(steps):
+        ids, labels = torch.full((rows, PROMPT + RESPONSE), PAD), torch.full((rows, PROMPT + RESPONSE), -100)
+        longest = 0
+        for row in range(rows):
+            numbers = question(rng)
+            prompt = encoded(prompt_of(numbers))
+            text = torch.tensor(prompt + encoded(demonstration(numbers, rng)))
+            ids[row, : len(text)] = labels[row, : len(text)] = text
+            labels[row, : len(prompt)] = -100
+            longest = max(longest, len(text))
+        logits = model(input_ids=ids[:, :longest], use_cache=False).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:longest].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        slower.step()
+    return weights_of(model)
+
+
+# -------------------------------------------------------------------- rollouts
+
+
+@torch.no_grad()
+def sample(model: Any, prompts: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """Responses int64 [B, R] at temperature 1, PAD behind EOS, and which of their tokens are real, bool [B, R].
+
+    A token is the largest of its logits plus Gumbel noise of the seed: logits that are off by float noise give the same
+    one, unless two of these sums are as good as equal.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    uniform = torch.rand(RESPONSE, prompts.shape[0], len(SIGNS), generator=rng, dtype=torch.float64)
+    noise = -(-uniform.clamp(1e-300).log()).log()
+    ids, mask = prompts, (prompts != PAD).long()
+    going = torch.ones(prompts.shape[0], dtype=torch.bool)
+    for place in range(RESPONSE):
+        logits = model(
+            input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False, logits_to_keep=1
+        ).logits[:, -1]
+        token = (logits.double() + noise[place]).argmax(-1).where(going, PAD)
+        ids, mask = torch.cat([ids, token[:, None]], 1), torch.cat([mask, going[:, None].long()], 1)
+        going = going & (token != EOS)
+        if not going.any():
+            break
+    missing = PROMPT + RESPONSE - ids.shape[1]
+    ids, mask = (torch.nn.functional.pad(x, (0, missing)) for x in (ids, mask))
+    return ids[:, PROMPT:], mask[:, PROMPT:].bool()
+
+
+def positions(mask: Tensor) -> Tensor:
+    return (mask.cumsum(1) - 1).clamp(min=0)
+
+
+def rollouts(model: Any, step: int) -> tuple[TensorDict, float]:
+    """The padded batch of a step, and its mean reward."""
+    rng = random.Random(10_000 + step)
+    pool = [question(random.Random(place)) for place in range(POOL)]
+    asked = [numbers for numbers in rng.sample(pool, QUESTIONS) for _ in range(SAMPLES)]
+    prompts = torch.full((ROWS, PROMPT), PAD)
+    for row, numbers in enumerate(asked):
+        text = torch.tensor(encoded(prompt_of(numbers)))
+        prompts[row, -len(text) :] = text
+    responses, real = sample(model, prompts, step)
+    rewards = torch.tensor([reward(numbers, row) for numbers, row in zip(asked, responses.tolist(), strict=True)])
+    mask = torch.cat([prompts != PAD, real], 1).long()
+    groups = rewards.view(QUESTIONS, SAMPLES)
+    centred = groups - groups.mean(1, keepdim=True)
+    advantages = (centred / (groups.std(1, keepdim=True) + 1e-6)).view(-1, 1)
+    batch = TensorDict(
+        {
+            "prompts": prompts,
+            "responses": responses,
+            "input_ids": torch.cat([prompts, responses], 1),
+            "attention_mask": mask,
+            "position_ids": positions(mask),
+            "response_mask": real.long(),
+            "advantages": advantages.expand(-1, RESPONSE).where(real, 0),
+        },
+        batch_size=[ROWS],
+    )
+    return batch, float(rewards.mean())
+
+
+# -------------------------------------------------------------------- padded
+
+
+class Padded:
+    """The usual code: rows at full width, micro-batches by count, log-probs of the vocabulary at every position."""
+
+    rows_at_once = 8
+
+    def __init__(self, start: np.ndarray) -> None:
+        self._reference = load(tiny_model(), start)
+
+    def begin(self, model: Any, batch: TensorDict) -> None:
+        """Takes the batch of a step, and log-probs of the policy and the reference, which stay as they are in it."""
+        with torch.no_grad():
+            split = batch.split(self.rows_at_once)
+            old = torch.cat([self._log_probs(model, rows) for rows in split])
+            ref = torch.cat([self._log_probs(self._reference, rows) for rows in split])
+        self._batch = batch.clone(False).update({"old_log_probs": old, "ref_log_prob": ref})
+
+    def accumulate(self, model: Any, rows: slice) -> float:
+        """Adds the gradient of the loss of some rows to the model's; gives the loss."""
+        update, total = self._batch[rows], 0.0
+        tokens = update["response_mask"].sum()  # of the whole update
+        for part in update.split(self.rows_at_once):
+            loss = self._loss(self._log_probs(model, part), part) / tokens
+            loss.backward()
+            total += loss.item()
+        return total
+
+    @staticmethod
+    def _log_probs(model: Any, rows: TensorDict) -> Tensor:
+        """[b, R], of the response tokens."""
+        names = "input_ids", "attention_mask", "position_ids"
+        logits = model(**{name: rows[name] for name in names}, use_cache=False).logits
+        scores = logits[:, :-1].log_softmax(-1).gather(-1, rows["input_ids"][:, 1:, None])[..., 0]
+        return scores[:, -RESPONSE:]
+
+    @staticmethod
+    def _loss(log_probs: Tensor, rows: TensorDict) -> Tensor:
+        """The sum over tokens."""
+        ratio = (log_probs - rows["old_log_probs"]).exp()
+        gain = rows["advantages"]
+        policy = torch.maximum(-gain * ratio, -gain * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH))
+        log_ratio = rows["ref_log_prob"] - log_probs
+        kl = log_ratio.exp() - 1 - log_ratio
+        return ((policy + KL * kl) * rows["response_mask"]).sum()
+
+
+# -------------------------------------------------------------------- packed
+
+
+class Worker:
+    """A data-parallel rank. It keeps nothing from call to call but the reference."""
+
+    def __init__(self, start: np.ndarray) -> None:
+        torch.set_num_threads(1)
+        self._policy = replayable(tiny_model())
+        self._reference = replayable(load(tiny_model(), start))
+
+    @endpoint(layout="nested", micro_batches=True)
+    def log_probs(self, batch: TensorDict, weights: np.ndarray) -> TensorDict:
+        load(self._policy.model, weights)
+        out = TensorDict({}, batch_size=batch.batch_size)
+        with torch.no_grad():
+            out["old_log_probs"] = response_log_probs(self._policy, batch)
+            out["ref_log_prob"] = response_log_probs(self._reference, batch)
+        return out
+
+    @endpoint(layout="nested")
+    def gradient(self, batch: TensorDict, weights: np.ndarray, plan: Any) -> tuple[float, np.ndarray]:
+        """The rank's share of the loss, and its gradient, float32 [parameters]."""
+        model, total = load(self._policy.model, weights), 0.0
+        model.zero_grad()
+        for part, share in zip(plan.apply(batch), plan.loss_weights(MODE, gradients="sum"), strict=True):
+            log_probs = response_log_probs(self._policy, part)
+            losses = policy_losses(
+                log_probs, part["old_log_probs"], part["advantages"], clip_low=CLIP_LOW, clip_high=CLIP_HIGH
+            )
+            losses = losses + KL * kl_losses(log_probs, part["ref_log_prob"])
+            loss = weighted_sum(losses, part["response_mask"], share)
+            loss.backward()
+            total += loss.item()
+        return total, torch.cat([weights.grad.flatten() for weights in model.parameters()]).numpy()
+
+
+class Packed:
+    """maskpack from end to end: rows travel packed, old log-probs come back packed, nothing is padded on the ranks."""
+
+    token_budget = 128
+
+    def __init__(self, start: np.ndarray, ranks: int = 2) -> None:
+        self._group = WorkerGroup.launch(Worker, ranks, start, num_cpus=ranks, pad_token_id=PAD)
+
+    def begin(self, model: Any, batch: TensorDict) -> None:
+        """As Padded.begin. The log-probs stay where they were computed; the driver knows their places."""
+        rows = self._group.put(batch)
+        plan = self._group.plan(rows, self.token_budget)
+        log_probs = self._group.call("log_probs", rows, weights_of(model), plan=plan, layout="view")
+        self._rows = rows.with_fields(log_probs)
+        self._loss_tokens = batch["response_mask"].sum(1)
+
+    def accumulate(self, model: Any, rows: slice) -> float:
+        """As Padded.accumulate: the ranks' gradients are added up here."""
+        update = self._rows[rows]
+        plan = self._group.plan(update, self.token_budget, loss_tokens=self._loss_tokens[rows])
+        shares = self._group.call("gradient", update, weights_of(model), plan=plan)
+        for _, gradient in shares:
+            for weights, part in zip(model.parameters(), parts(model, gradient), strict=True):
+                weights.grad = part if weights.grad is None else weights.grad + part
+        return sum(loss for loss, _ in shares)
+
+
+# -------------------------------------------------------------------- the run
+
+
+@dataclass
+class Curve:
+    """What a run was like.
+
+    Attributes:
+        rewards: of each step, the mean over its samples.
+        losses, norms: of each update, and of its gradient before it is clipped; a list for each step.
+        tokens: of each step, the CRC-32 of its responses.
+    """
+
+    rewards: list[float] = field(default_factory=list)
+    losses: list[list[float]] = field(default_factory=list)
+    norms: list[list[float]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+
+def train(path: Padded | Packed, start: np.ndarray, steps: int = STEPS) -> Curve:
+    """GRPO from some weights."""
+    model, curve = load(tiny_model(), start), Curve()
+    optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE)
+    for step in range(steps):
+        batch, mean = rollouts(model, step)
+        curve.rewards.append(mean)
+        curve.tokens.append(zlib.crc32(batch["responses"].numpy().tobytes()))
+        path.begin(model, batch)
+        losses, norms = [], []
+        for update in range(UPDATES):
+            optimizer.zero_grad()
+            losses.append(path.accumulate(model, slice(update * ROWS // UPDATES, (update + 1) * ROWS // UPDATES)))
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM).item())
+            optimizer.step()
+        curve.losses.append(losses)
+        curve.norms.append(norms)
+    return curve
+
+
+def starting_weights() -> np.ndarray:
+    """float32 [parameters], as the recorded runs began."""
+    return np.load(START).astype(np.float32)
+
+
+def recorded() -> dict[str, Curve]:
+    """The curves of `padded` and `maskpack` that were written last."""
+    curves = json.loads(GOLDEN.read_text())
+    return {name: Curve(**curves[name]) for name in ("padded", "maskpack")}
+
+
+def drawn(curves: dict[str, Curve]) -> str:
+    """The chart of the curves."""
+    padded, packed = curves["padded"], curves["maskpack"]
+    losses = [[loss for step in curve.losses for loss in step] for curve in (padded, packed)]
+    same = sum(a == b for a, b in zip(padded.tokens, packed.tokens, strict=True))
+    apart = max(abs(a - b) for a, b in zip(*losses, strict=True))
+    note = (
+        f"{len(losses[0])} optimizer updates on {ROWS // UPDATES} rows each; the same tokens in {same} of "
+        f"{len(padded.tokens)} steps, losses at most {apart:.1e} apart"
+    )
+    return chart((padded.rewards, packed.rewards), (losses[0], losses[1]), note)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Runs GRPO padded and packed, and writes the golden file and the chart."
+    )
+    parser.add_argument("--warm-start", action="store_true", help="make other starting weights first")
+    torch.set_num_threads(1)
+    if parser.parse_args().warm_start:
+        np.save(START, warm_start().astype(np.float16))
+    curves: dict[str, Curve] = {}
+    for name, path in (("padded", Padded), ("maskpack", Packed)):
+        begun = time.perf_counter()
+        start = starting_weights()
+        curves[name] = train(path(start), start)
+        tenths = [f"{np.mean(part):.2f}" for part in np.array_split(curves[name].rewards, 6)]
+        print(f"{name}: {time.perf_counter() - begun:.0f} s, rewards {' '.join(tenths)}")
+    lines = [
+        f' "{name}": {{\n'
+        + ",\n".join(f'  "{key}": {json.dumps(value)}' for key, value in asdict(curve).items())
+        + "\n }"
+        for name, curve in curves.items()
+    ]
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    GOLDEN.write_text("{\n" + ",\n".join([f' "versions": {json.dumps(versions)}', *lines]) + "\n}\n")
+    CHART.write_text(drawn(curves))
+
+
+if __name__ == "__main__":
+    main()
