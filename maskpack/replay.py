@@ -173,8 +173,8 @@ def _predict(
         return axis.predict_index(call).numpy(), None
     if no_prompt == "error":
         raise ReplayError(
-            f"{call}: rows {rows[alone][:8].tolist()} have a response and a prompt of zero tokens; expected at least "
-            "one prompt token, whose output scores the first response token. Drop these rows, or pass "
+            f"{call}: rows {rows[alone][:8].tolist()} have a response but no prompt token; expected at least one, whose "
+            "output scores the first response token. Drop these rows, or pass "
             'no_prompt="skip".'
         )
     scored = np.flatnonzero(~alone)
@@ -249,6 +249,7 @@ def response_log_probs(
         if entropy:
             return tuple(plan.restore([part[which] for part in parts]) for which in range(2))
         return plan.restore(parts)
+    _need_replay_model("response_log_probs", model)
     head = model.head  # before anything is run: a model of values has none
     inputs = PackedInputs.of(batch, registry=registry, multiple_of=multiple_of, no_prompt=no_prompt)
     rows = _scoring_rows("response_log_probs", model, inputs, canary)
@@ -289,6 +290,7 @@ def response_values(
             "canary": canary, "multiple_of": multiple_of, "no_prompt": no_prompt, "registry": registry,
         }  # fmt: skip
         return plan.restore(_of_each(plan, batch, response_values, model, value_head, **options))
+    _need_replay_model("response_values", model)
     inputs = PackedInputs.of(batch, registry=registry, multiple_of=multiple_of, no_prompt=no_prompt)
     rows = _scoring_rows("response_values", model, inputs, canary)
     values = value_head(rows)
@@ -301,6 +303,15 @@ def response_values(
     return _nested(values.to(torch.promote_types(values.dtype, torch.float32)), inputs)
 
 
+def _need_replay_model(call: str, model: Any) -> None:
+    missing = [name for name in ("hidden", "dense_hidden", "trust") if not callable(getattr(model, name, None))]
+    if missing:
+        raise ReplayError(
+            f"{call}: model is a {type(model).__name__}; expected a ReplayModel. Pass what "
+            "maskpack.adapters.transformers.replayable(model) returns."
+        )
+
+
 def _of_each(
     plan: MicroBatchPlan,
     batch: TensorDictBase | PackedBatch,
@@ -309,9 +320,16 @@ def _of_each(
     *more: Any,
     **options: Any,
 ) -> list[Any]:
-    """A call without gradients for each micro-batch, one after the other. `call(model, part, *more, **options)`."""
+    """`call(model, part, *more, **options)` for each micro-batch, one after the other, without gradients."""
+    out: list[Any] = []
     with torch.no_grad():
-        return [call(model, part, *more, **options) for part in plan.apply(batch)]
+        for rows, part in zip(plan.micro_batches, plan.apply(batch), strict=True):
+            try:
+                out.append(call(model, part, *more, **options))
+            except ReplayError as error:
+                named = f"{rows[:8]}{' and more' if len(rows) > 8 else ''}"
+                raise ReplayError(f"in the micro-batch of rows {named} of the batch: {error}") from error
+    return out
 
 
 def _scoring_rows(call: str, model: ReplayModel, inputs: PackedInputs, canary: bool | None) -> Tensor:

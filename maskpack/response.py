@@ -131,7 +131,8 @@ class ResponseAxis:
         if response is None:
             raise LayoutError(
                 f'{call}: the batch gives no response axis; expected the layout "response" of a nested batch, or '
-                "attention_mask with responses, or response_mask. Keep one of these in the batch."
+                "attention_mask with responses, or response_mask. Keep attention_mask in the batch, or nest before it "
+                "is dropped."
             )
         return cls(response.layout, None if sequence is None else sequence.layout, forms)
 
@@ -139,7 +140,7 @@ class ResponseAxis:
         if self.sequence is None:
             raise LayoutError(
                 f'{call}: the batch gives no sequence axis; expected the layout "sequence" of a nested batch, or '
-                "attention_mask. Keep input_ids or attention_mask in the batch."
+                "attention_mask. Keep attention_mask in the batch, or nest before it is dropped."
             )
         return self.sequence
 
@@ -149,7 +150,7 @@ class ResponseAxis:
         bare = np.flatnonzero((self.response.lengths >= sequence.lengths) & (self.response.lengths > 0))
         if bare.size:
             raise LayoutError(
-                f"{call}: rows {bare[:8].tolist()} have a response and a prompt of zero tokens; expected at least one "
+                f"{call}: rows {bare[:8].tolist()} have a response but no prompt token; expected at least one "
                 "prompt token, whose output scores the first response token. Drop these rows or give them a prompt."
             )
         return torch.from_numpy(self.tail(sequence) - 1)

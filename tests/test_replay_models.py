@@ -435,13 +435,11 @@ def test_everything_else_that_it_would_have_to_guess_raises() -> None:
     replayable(model)
     total = sum(map(sum, ROWS))
     assert packed_call(model).logits.shape == (1, total, VOCABULARY)
-    with pytest.raises(ReplayError, match=r"packed attention with a mask \(True\)"):
-        packed_call(model, attention_mask=torch.zeros(1, 1, total, total))
-    with pytest.raises(ReplayError, match=r"and \['s_aux'\]; expected causal attention"):
+    with pytest.raises(ReplayError, match="packed attention with s_aux; expected causal attention"):
         packed_call(model, s_aux=torch.zeros(4))
-    with pytest.raises(ReplayError, match=r"and \['block_indices', 'indices'\]; expected causal attention"):
+    with pytest.raises(ReplayError, match="with block_indices, indices; expected causal attention"):
         packed_call(model, indices=torch.zeros(4), block_indices=torch.zeros(4))
-    with pytest.raises(ReplayError, match="causal False"):
+    with pytest.raises(ReplayError, match="with attention that is not causal; expected"):
         packed_call(model, is_causal=False)
     with pytest.raises(ReplayError, match="2 batch rows"):
         packed_call(
@@ -453,12 +451,46 @@ def test_everything_else_that_it_would_have_to_guess_raises() -> None:
         packed_call(model, cu_seq_lens_q=torch.tensor([0, 3], dtype=torch.int32))
 
 
-def test_a_mask_of_ones_is_dropped_before_it_comes_to_the_attention() -> None:
-    """transformers makes no mask for an attention that it does not know, so that bounds still say all."""
+@pytest.mark.parametrize("shape", [(1, 40), (1, 1, 40, 40)])
+@pytest.mark.parametrize("fill", [torch.ones, torch.zeros])
+def test_a_mask_raises(fill: Any, shape: tuple[int, ...]) -> None:
+    """transformers would drop a 2-D mask on the way to an attention that it does not know."""
+    model, _ = pair(llama)
+    ready = replayable(model)
+    for call in (packed_call, lambda model, **more: packed_call(model.model, **more)):
+        with pytest.raises(ReplayError, match="LlamaModel: an attention_mask came with packed attention; expected bou"):
+            call(model, attention_mask=fill(*shape))
+    own = ready.release()
+    assert own(input_ids=torch.ones(1, 40, dtype=torch.long), attention_mask=torch.ones(1, 40)).logits.shape[1] == 40
+
+
+def test_a_mask_that_comes_to_a_layer_raises() -> None:
     model, _ = pair(llama)
     replayable(model)
-    ones = torch.ones(1, sum(map(sum, ROWS)), dtype=torch.long)
-    assert torch.equal(packed_call(model, attention_mask=ones).logits, packed_call(model).logits)
+    layer, states = model.model.layers[0].self_attn, torch.zeros(1, 5, 32)
+    bounds = {"cu_seq_lens_q": torch.tensor([0, 5], dtype=torch.int32), "max_length_q": 5}
+    places = torch.arange(5)[None]
+    turns = model.model.rotary_emb(states, places)
+    assert layer(states, position_embeddings=turns, attention_mask=None, **bounds)[0].shape == (1, 5, 32)
+    with pytest.raises(ReplayError, match="LlamaAttention: packed attention with a mask; expected causal attention"):
+        layer(states, position_embeddings=turns, attention_mask=torch.zeros(1, 1, 5, 5), **bounds)
+
+
+@pytest.mark.parametrize("call", [response_log_probs, lambda *given: response_values(*given, torch.nn.Linear(32, 1))])
+def test_a_model_that_was_not_made_replayable_is_named(call: Any) -> None:
+    model, _ = pair(llama)
+    with pytest.raises(ReplayError, match=r"model is a LlamaForCausalLM; expected a ReplayModel. Pass what maskpack"):
+        call(model, batch_of())
+    with pytest.raises(ReplayError, match="replayable: got a Replayable; expected a model of transformers"):
+        replayable(replayable(model))
+
+
+def test_rows_of_an_error_in_a_plan_are_those_of_the_batch() -> None:
+    model, _ = pair(llama)
+    batch = batch_of(((2, 3), (3, 4), (0, 2)))
+    plan = mp.plan_micro_batches([5, 7, 2], token_budget=7)
+    with pytest.raises(ReplayError, match=r"in the micro-batch of rows \[.*2\] of the batch: PackedInputs.of: rows"):
+        response_log_probs(replayable(model), batch, plan=plan)
 
 
 def test_a_cache_with_tokens_raises() -> None:
@@ -483,13 +515,13 @@ def test_an_attention_that_is_not_causal_raises() -> None:
     model, _ = pair(llama)
     ready = replayable(model)
     model.model.layers[1].self_attn.is_causal = False
-    with pytest.raises(ReplayError, match=r"LlamaAttention: packed attention .* causal False"):
+    with pytest.raises(ReplayError, match="LlamaAttention: packed attention with attention that is not causal"):
         response_log_probs(ready, batch_of())
 
 
 def test_sinks_raise() -> None:
     model = tf.GptOssForCausalLM(tf.GptOssConfig(**TINY, head_dim=8, num_local_experts=2)).eval()
-    with pytest.raises(ReplayError, match=r"GptOssAttention: .* \['s_aux'\]"):
+    with pytest.raises(ReplayError, match="GptOssAttention: packed attention with s_aux; "):
         response_log_probs(replayable(model), batch_of())
 
 

@@ -349,7 +349,7 @@ def test_results_can_be_padded_to_the_response_width():
 def test_a_response_without_a_prompt_is_an_error(form):
     batch = form(rollout(objects=False))  # row 3 has four response tokens and no prompt; row 4 has neither
     before = freeze(batch)
-    with pytest.raises(mp.LayoutError, match=r"extract_response: rows \[3\] have a response and a prompt of zero"):
+    with pytest.raises(mp.LayoutError, match=r"extract_response: rows \[3\] have a response but no prompt token"):
         mp.extract_response(batch, torch.randn(B, S))
     assert freeze(batch) == before
     keep = [0, 1, 2, 4, 5, 6]

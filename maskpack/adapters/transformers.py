@@ -8,6 +8,7 @@ raises. So does everything that it would have to guess: a mask, a cache, dropout
 
 from __future__ import annotations
 
+import inspect
 import os
 from typing import Any, ClassVar, cast
 from weakref import WeakKeyDictionary
@@ -57,15 +58,19 @@ def attention(
     if not isinstance(bounds, Tensor) or longest is None:
         raise ReplayError(
             f"{who}: the attention did not receive cu_seq_lens_q and max_length_q; expected the bounds of packed rows. "
-            "Run the model on PackedInputs, or give it its own attention back: replayable(model).release()."
+            "Call response_log_probs or response_values, or give the model its own attention back before it runs on "
+            "padded rows or generates: replayable(model).release()."
         )
-    odd = sorted(name for name, given in kwargs.items() if isinstance(given, Tensor) and name not in _KNOWN)
     causal = getattr(module, "is_causal", True) if kwargs.get("is_causal") is None else kwargs["is_causal"]
-    if attention_mask is not None or dropout or not causal or query.shape[0] != 1 or odd:
+    odd = sorted(name for name, given in kwargs.items() if isinstance(given, Tensor) and name not in _KNOWN)
+    odd += ["a mask"] if attention_mask is not None else []
+    odd += [f"dropout {dropout}"] if dropout else []
+    odd += ["attention that is not causal"] if not causal else []
+    odd += [f"{query.shape[0]} batch rows"] if query.shape[0] != 1 else []
+    if odd:
         raise ReplayError(
-            f"{who}: packed attention with a mask ({attention_mask is not None}), dropout {dropout}, causal {causal}, "
-            f"{query.shape[0]} batch rows and {odd or 'nothing else'}; expected causal attention of one batch row "
-            "without any of these. Pass no mask, set attention_dropout to 0, or replay without packing."
+            f"{who}: packed attention with {', '.join(odd)}; expected causal attention of one batch row of packed rows "
+            "and nothing else. Pass no mask, set attention_dropout to 0, or replay padded: MASKPACK_PACKED_REPLAY=0."
         )
     hidden_window = _window(module) if sliding_window is None else None
     if hidden_window is not None and longest > hidden_window:
@@ -96,6 +101,20 @@ def attention(
 AttentionInterface.register(NAME, attention)
 
 
+def _only_bounds(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a model with this attention runs: a 2-D mask would be dropped on the way to the layers, without a word."""
+    config: Any = module.config
+    if config.get_text_config()._attn_implementation != NAME:
+        return
+    given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+    given = {**given, **given.get("kwargs", {})}
+    if given.get("attention_mask") is not None:
+        raise ReplayError(
+            f"{type(module).__name__}: an attention_mask came with packed attention; expected bounds alone. Pass none, "
+            "or give the model its own attention back for padded rows: replayable(model).release()."
+        )
+
+
 def _window(module: nn.Module) -> int | None:
     """The sliding window of an attention layer as its configuration says it: some models only put it into masks."""
     config: Any = getattr(module, "config", None)
@@ -107,8 +126,8 @@ def _window(module: nn.Module) -> int | None:
 
 
 def replayable(model: PreTrainedModel) -> Replayable:
-    """The model, ready for `response_log_probs`: its attention is maskpack's from now on, also in backward passes that
-    run its layers again (gradient checkpointing), until `release()`.
+    """What `response_log_probs` and `response_values` take. The model's own attention becomes maskpack's, also in backward
+    passes that run its layers again (gradient checkpointing), until `release()`; the next replay takes it again.
 
     Raises:
         ReplayError: layers that carry state from token to token, or that attend in a way that packed rows cannot, by
@@ -120,11 +139,20 @@ def replayable(model: PreTrainedModel) -> Replayable:
 
 
 class Replayable:
-    """A causal language model of transformers, as replay knows it."""
+    """What `response_log_probs` and `response_values` take: a model of transformers, which stays as it is in `model`.
+
+    Attributes:
+        model: for its parameters, its modes, and after `release()` for padded rows and generation.
+    """
 
     _trusted: ClassVar[set[tuple[type, torch.dtype, bool]]] = set()
 
     def __init__(self, model: PreTrainedModel) -> None:
+        if not isinstance(model, PreTrainedModel):
+            raise ReplayError(
+                f"replayable: got a {type(model).__name__}; expected a model of transformers. Pass the model itself, "
+                "without what wraps it."
+            )
         self.model = model
         self._base: Any = getattr(model, model.base_model_prefix, None) or model.get_decoder()
         self._output: Any = cast("Any", model).get_output_embeddings()
@@ -132,6 +160,8 @@ class Replayable:
         self._check_head()
         if os.environ.get("MASKPACK_PACKED_REPLAY") != "0":
             self._check_layers()
+        if _only_bounds not in self._base._forward_pre_hooks.values():
+            self._base.register_forward_pre_hook(_only_bounds, with_kwargs=True)
         self._take()
 
     def _check_layers(self) -> None:
