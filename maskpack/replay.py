@@ -35,6 +35,10 @@ from maskpack.tree import entry_at
 NoPrompt = Literal["error", "skip"]
 
 
+_NOT_TEXT = ("pixel_values", "pixel_values_videos", "input_features", "image_grid_thw", "video_grid_thw")
+"""Fields that a model of more than text is given beside its ids."""
+
+
 @dataclass(frozen=True, eq=False)
 class PackedInputs:
     """What a model needs to run packed rows, all on one device.
@@ -91,10 +95,16 @@ class PackedInputs:
         """
         call = "PackedInputs.of"
         if isinstance(batch, PackedBatch):
-            fields = [name for name in ("input_ids", "position_ids") if (name,) in batch.fields]
+            fields = [name for name in ("input_ids", "position_ids", *_NOT_TEXT) if (name,) in batch.fields]
             batch = decompress(batch, *fields, layout="nested", device=device)
         elif device is not None:
             batch = batch.to(device)
+        for name in _NOT_TEXT:
+            if entry_at(batch, (name,)) is not None:
+                raise ReplayError(
+                    f'{call}: the batch has a field "{name}"; expected text alone, which is all that the model is '
+                    "given. Replay these rows by the model's own forward; without images, drop the field."
+                )
         if isinstance(multiple_of, bool) or not isinstance(multiple_of, int) or multiple_of < 1:
             raise ReplayError(
                 f"{call}: multiple_of is {multiple_of!r}; expected a whole number, at least 1. Choose one."
@@ -104,6 +114,8 @@ class PackedInputs:
         ids = _packed(batch, "input_ids", sequence, call)
         if ids is None:
             raise ReplayError(f'{call}: the batch has no field "input_ids"; expected token ids. Keep it in the batch.')
+        if ids.is_floating_point():
+            raise ReplayError(f'{call}: field "input_ids" is {ids.dtype}; expected integers. Fix the producer.')
         ids = ids.long()
         tail = -sequence.total % multiple_of or (0 if sequence.total else multiple_of)
         where = ids.device
@@ -173,9 +185,8 @@ def _predict(
         return axis.predict_index(call).numpy(), None
     if no_prompt == "error":
         raise ReplayError(
-            f"{call}: rows {rows[alone][:8].tolist()} have a response but no prompt token; expected at least one, whose "
-            "output scores the first response token. Drop these rows, or pass "
-            'no_prompt="skip".'
+            f"{call}: rows {rows[alone][:8].tolist()} have a response but no prompt token; expected at least one, "
+            'whose output scores the first response token. Drop these rows, or pass no_prompt="skip".'
         )
     scored = np.flatnonzero(~alone)
     return tail[scored] - 1, scored
@@ -246,9 +257,7 @@ def response_log_probs(
             plan, batch, response_log_probs, model, temperature=temperature, entropy=entropy, chunk=chunk,
             canary=canary, multiple_of=multiple_of, no_prompt=no_prompt, registry=registry,
         )  # fmt: skip
-        if entropy:
-            return tuple(plan.restore([part[which] for part in parts]) for which in range(2))
-        return plan.restore(parts)
+        return _joined(plan, parts if entropy else [(part,) for part in parts], batch, registry, entropy)
     _need_replay_model("response_log_probs", model)
     head = model.head  # before anything is run: a model of values has none
     inputs = PackedInputs.of(batch, registry=registry, multiple_of=multiple_of, no_prompt=no_prompt)
@@ -289,7 +298,8 @@ def response_values(
         options: dict[str, Any] = {
             "canary": canary, "multiple_of": multiple_of, "no_prompt": no_prompt, "registry": registry,
         }  # fmt: skip
-        return plan.restore(_of_each(plan, batch, response_values, model, value_head, **options))
+        parts = _of_each(plan, batch, response_values, model, value_head, **options)
+        return _joined(plan, [(part,) for part in parts], batch, registry)
     _need_replay_model("response_values", model)
     inputs = PackedInputs.of(batch, registry=registry, multiple_of=multiple_of, no_prompt=no_prompt)
     rows = _scoring_rows("response_values", model, inputs, canary)
@@ -321,6 +331,11 @@ def _of_each(
     **options: Any,
 ) -> list[Any]:
     """`call(model, part, *more, **options)` for each micro-batch, one after the other, without gradients."""
+    if not isinstance(plan, MicroBatchPlan):
+        raise ReplayError(
+            f"{call.__name__}: plan is a {type(plan).__name__}; expected a MicroBatchPlan. Make one with "
+            "plan_micro_batches."
+        )
     out: list[Any] = []
     with torch.no_grad():
         for rows, part in zip(plan.micro_batches, plan.apply(batch), strict=True):
@@ -332,17 +347,27 @@ def _of_each(
     return out
 
 
+def _joined(
+    plan: MicroBatchPlan, parts: list[Any], batch: Any, registry: MaskNestingRegistry, several: bool = False
+) -> Any:
+    """Tuples of jagged tensors of micro-batches, in the order of rows, on the offsets of the batch if it has any."""
+    restored: list[Any] = [plan.restore(list(which)) for which in zip(*parts, strict=True)]
+    if isinstance(batch, PackedBatch):
+        response = RowLayout.from_lengths(restored[0].offsets().diff().tolist(), device=restored[0].device)
+    else:
+        response = ResponseAxis.of(batch, registry, "response_log_probs").response.to(restored[0].device)
+    out = tuple(jagged(one.values(), response) for one in restored)
+    return out if several else out[0]
+
+
 def _scoring_rows(call: str, model: ReplayModel, inputs: PackedInputs, canary: bool | None) -> Tensor:
     """[scored response tokens, H]: the hidden states that score them, packed or, if packing is off, padded."""
     packing = os.environ.get("MASKPACK_PACKED_REPLAY", "1")
     if packing not in ("0", "1"):
         raise ReplayError(f"{call}: MASKPACK_PACKED_REPLAY is {packing!r}; expected 0 or 1. Unset it.")
-    if packing == "1":
-        hidden = model.hidden(inputs)
-        if canary is not False:
-            model.trust(inputs, hidden, canary is True)
-    else:
-        hidden = _dense(model, inputs)
+    hidden = model.hidden(inputs) if packing == "1" else _dense(model, inputs)
+    if canary is not False:
+        model.trust(inputs, hidden, canary is True)
     return hidden.index_select(0, inputs.predict)
 
 

@@ -221,7 +221,7 @@ def test_the_command_prints_a_table_and_writes_json(case, tmp_path, capsys, monk
     written = json.loads(file.read_text())
     assert list(written) == ["machine", "versions", "commit", "rows"]
     assert list(written["machine"]) == ["cpu", "cores", "memory_gib"]
-    assert list(written["versions"]) == ["python", "torch", "tensordict", "numpy", "maskpack"]
+    assert [*written["versions"]][:5] == ["python", "torch", "tensordict", "numpy", "maskpack"]
     assert f"{case} reference" in shown.out
     assert f"{case}" in shown.err
     for row in written["rows"]:

@@ -199,7 +199,9 @@ def _scribbled(batch):
 def local_ray():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=200 * 2**20, log_to_driver=False)
+        ray.init(
+            address="local", num_cpus=2, include_dashboard=False, object_store_memory=200 * 2**20, log_to_driver=False
+        )
         yield
         ray.shutdown()
 

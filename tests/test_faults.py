@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(240)
 def team():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=STORE, log_to_driver=False)
+        ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=STORE, log_to_driver=False)
         yield Team(RANKS, spares=1)
         ray.shutdown()
 

@@ -31,6 +31,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
     ray.init(
+        address="local",
         num_cpus=2,
         include_dashboard=False,
         object_store_memory=100 * 2**20,

@@ -21,7 +21,7 @@ FILES = ["test_kernels.py", "test_log_probs.py", "test_staging.py"]
 @pytest.mark.parametrize("file", FILES)
 def test_kernels_interpreted_on_the_host(file: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-m", "interpreter", "-p", "no:cacheprovider", str(HERE / file)],
+        [sys.executable, "-m", "pytest", "-n", "0", "-m", "interpreter", "-p", "no:cacheprovider", str(HERE / file)],
         env={"HYPOTHESIS_PROFILE": "slow", **os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

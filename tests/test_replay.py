@@ -282,6 +282,18 @@ def test_a_device_is_where_everything_lies() -> None:
         check(inputs, naive(batch, 64))
 
 
+def test_fields_beside_text_and_ids_that_are_not_whole_raise() -> None:
+    batch = batch_of(*CASES["both"])
+    images = batch.clone().set("pixel_values", torch.zeros(7, 3))
+    for source in (images, mp.compress(images, pad_token_id=PAD)):
+        with pytest.raises(ReplayError, match='the batch has a field "pixel_values"; expected text alone'):
+            PackedInputs.of(source)
+    with pytest.raises(ReplayError, match=r'field "input_ids" is torch\.float32; expected integers'):
+        PackedInputs.of(batch.clone().set("input_ids", batch["input_ids"].float()))
+    with pytest.raises(ReplayError, match="response_log_probs: plan is a list; expected a MicroBatchPlan"):
+        response_log_probs(Sums(), batch, plan=[[0, 1]])  # type: ignore[arg-type]
+
+
 def without(batch: TensorDict, *names: str) -> TensorDict:
     return batch.exclude(*names)
 
@@ -399,7 +411,10 @@ class Sums:
         return torch.stack(rows)
 
     def trust(self, inputs: PackedInputs, hidden: Tensor, again: bool) -> None:
-        assert hidden.shape[:1] == inputs.input_ids.shape[1:]
+        tokens = (
+            inputs.input_ids.shape[1] if self.seen[-1] == "hidden" else inputs.num_tokens or inputs.input_ids.shape[1]
+        )
+        assert hidden.shape[0] == tokens
         self.seen.append(f"trust {again}")
 
 
@@ -448,7 +463,7 @@ def test_log_probs_are_those_of_each_row_alone(case: str, ids: str, packing: str
     log_probs, entropies = response_log_probs(model, form(batch), temperature=0.7, entropy=True, multiple_of=16)
     for seen, truth in zip((log_probs, entropies), truth_of(model, batch, 0.7), strict=True):
         same_rows(seen, truth)
-    assert model.seen == (["hidden", "trust False"] if packing == "packed" else ["dense"])
+    assert model.seen == (["hidden" if packing == "packed" else "dense", "trust False"])
     same_rows(response_log_probs(model, form(batch), chunk=2), truth_of(model, batch)[0])
 
 
@@ -503,7 +518,7 @@ def test_a_plan_puts_rows_back(form: Any, packing: str) -> None:
     model = Sums()
     options = {"entropy": True, "temperature": 0.5, "multiple_of": 8, "canary": True, "no_prompt": "skip"}
     seen = response_log_probs(model, form(batch), plan=plan, **options)
-    assert model.seen == (["hidden", "trust True"] * 8 if packing == "packed" else ["dense"] * 8)
+    assert model.seen == (["hidden" if packing == "packed" else "dense", "trust True"] * 8)
     for got, truth in zip(seen, truth_of(model, batch, 0.5), strict=True):
         same_rows(got, truth)
         assert not got.requires_grad
@@ -574,7 +589,7 @@ def test_values_are_those_of_each_row_alone(form: Any, head: Any, packing: str) 
     model = Sums()
     truth = values_of(model, batch, WEIGHT, 3)
     same_rows(response_values(model, form(batch), head, multiple_of=16), truth)
-    assert model.seen == (["hidden", "trust False"] if packing == "packed" else ["dense"])
+    assert model.seen == (["hidden" if packing == "packed" else "dense", "trust False"])
     plan = mp.plan_micro_batches(batch["attention_mask"].sum(1).numpy(), 14)
     seen = response_values(model, form(batch), head, plan=plan, canary=True, no_prompt="skip")
     assert not seen.requires_grad

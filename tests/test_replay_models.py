@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import pickle
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -103,9 +104,8 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No model is trusted from before, and transformers keeps its advice to itself."""
-    monkeypatch.setattr(Replayable, "_trusted", set())
+def quiet() -> Iterator[None]:
+    """transformers keeps its advice to itself."""
     level = logging.getLogger("transformers").level
     logging.getLogger("transformers").setLevel(logging.ERROR)
     yield
@@ -369,22 +369,23 @@ def test_any_rows(rows: list[tuple[int, int]], make: Any, multiple_of: int, seed
 def test_other_dtypes_pass_the_canary(dtype: torch.dtype) -> None:
     model, plain = pair(qwen3, dtype)
     batch = batch_of()
-    seen = response_log_probs(replayable(model), batch, canary=True)
+    ready = replayable(model)
+    seen = response_log_probs(ready, batch, canary=True)
     assert seen.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert off(seen.float(), truth_of(plain, batch)[0]) <= {torch.float64: LIMIT}.get(dtype, 0.2)
-    assert adapter.Replayable._trusted == {(type(model), dtype, True)}
+    assert ready._trusted == {(dtype, True, True)}
 
 
 def test_autocast_passes_the_canary() -> None:
     """Hidden states are float32, and as precise as bfloat16; queries and keys are wider than values."""
     model, plain = pair(llama)
-    batch = batch_of()
+    batch, ready = batch_of(), replayable(model)
     with torch.autocast("cpu", torch.bfloat16):
-        seen = response_log_probs(replayable(model), batch, canary=True)
+        seen = response_log_probs(ready, batch, canary=True)
         truth, _ = truth_of(plain, batch)
     assert 1e-4 < off(seen, truth_of(plain, batch)[0]) < 0.2
     assert off(seen, truth) < 0.2
-    assert adapter.Replayable._trusted == {(type(model), torch.bfloat16, True)}
+    assert ready._trusted == {(torch.bfloat16, True, True)}
 
 
 def test_positions_that_jump_pass_the_canary() -> None:
@@ -462,6 +463,143 @@ def test_a_mask_raises(fill: Any, shape: tuple[int, ...]) -> None:
             call(model, attention_mask=fill(*shape))
     own = ready.release()
     assert own(input_ids=torch.ones(1, 40, dtype=torch.long), attention_mask=torch.ones(1, 40)).logits.shape[1] == 40
+
+
+def test_models_that_share_a_configuration_share_its_attention() -> None:
+    config = tf.LlamaConfig(**TINY)
+    config._attn_implementation = "eager"
+    first, second = (tf.LlamaForCausalLM(config).eval() for _ in range(2))
+    ready = [replayable(model) for model in (first, second)]
+    for one in ready:
+        response_log_probs(one, batch_of(), canary=True)
+    assert ready[1].release().config._attn_implementation == "eager"
+
+
+def with_more(output: Any) -> Any:
+    class More(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    output.__class__ = More
+    return output
+
+
+def test_an_output_layer_that_is_more_than_a_weight_raises() -> None:
+    """An adapter, or a hook, that came after the model was trusted."""
+    model, _ = pair(llama)
+    ready = replayable(model)
+    response_log_probs(ready, batch_of())
+    hook = model.lm_head.register_forward_hook(lambda *given: given[2] * 2)
+    with pytest.raises(ReplayError, match=r"output layer of LlamaForCausalLM is a torch.nn.modules.linear.Linear, or"):
+        response_log_probs(ready, batch_of())
+    hook.remove()
+    response_log_probs(ready, batch_of())
+    with_more(model.lm_head)
+    with pytest.raises(ReplayError, match=r"is a .*More, or has hooks; expected torch.nn.Linear, whose"):
+        response_log_probs(ready, batch_of())
+
+
+def phi3_long() -> Any:
+    turns = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4, "rope_theta": 1e4}
+    turns |= {"original_max_position_embeddings": 8}
+    return tf.Phi3ForCausalLM(tf.Phi3Config(**TINY | {"rope_parameters": turns, "original_max_position_embeddings": 8}))
+
+
+def llama_dynamic() -> Any:
+    turns = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    return llama(rope_parameters=turns, max_position_embeddings=8)
+
+
+@pytest.mark.parametrize("packing", ["0", "1"])
+@pytest.mark.parametrize("make", [phi3_long, llama_dynamic])
+def test_rotary_positions_that_depend_on_the_longest_row_raise(
+    make: Any, packing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASKPACK_PACKED_REPLAY", packing)
+    torch.manual_seed(0)
+    model = make().eval()
+    plain = copy.deepcopy(model)
+    ready = replayable(model)
+    short = batch_of(((2, 3), (4, 4), (1, 2)))
+    assert off(response_log_probs(ready, short, canary=True), truth_of(plain, short)[0]) <= LIMIT
+    with pytest.raises(ReplayError, match=r"change for all rows where one is longer than 8 tokens; a row, .* has 15"):
+        response_log_probs(ready, batch_of())
+    if packing == "1":
+        with pytest.raises(ReplayError, match="or the tail of multiple_of, has 48"):
+            response_log_probs(ready, short, multiple_of=64)
+
+
+@pytest.mark.parametrize("packing", ["0", "1"])
+def test_places_of_images_raise(packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASKPACK_PACKED_REPLAY", packing)
+    model, _ = pair(qwen25_vl)
+    model.config.image_token_id = 90
+    batch = batch_of(ids="mrope3")
+    batch["input_ids"] = batch["input_ids"].masked_fill(batch["input_ids"] == 90, 3)
+    ready = replayable(model)
+    response_log_probs(ready, batch)
+    batch["input_ids"][1, PROMPT - 2] = 90
+    with pytest.raises(ReplayError, match="places of images, video or audio of Qwen2_5_VLForConditionalGeneration"):
+        response_log_probs(ready, batch)
+
+
+def test_an_encoder_and_a_decoder_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = tf.BartConfig(vocab_size=VOCABULARY, d_model=32, encoder_ffn_dim=32, decoder_ffn_dim=32, **sizes)
+    for packing in "01":
+        monkeypatch.setenv("MASKPACK_PACKED_REPLAY", packing)
+        with pytest.raises(ReplayError, match="BartForConditionalGeneration has an encoder and a decoder"):
+            replayable(tf.BartForConditionalGeneration(config))
+
+
+def test_the_padded_path_has_its_canary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASKPACK_PACKED_REPLAY", "0")
+    model, plain = pair(llama)
+    ready = replayable(model)
+    forward = model.forward
+    model.forward = lambda *ids, **given_to: _halved(forward(*ids, **given_to))
+    with pytest.raises(ReplayError, match=r"padded log-probs of LlamaForCausalLM are off by .* Use its own forward"):
+        response_log_probs(ready, batch_of())
+    model.forward = forward
+    assert off(response_log_probs(ready, batch_of()), truth_of(plain, batch_of())[0]) <= LIMIT
+
+
+def _halved(out: Any) -> Any:
+    out.logits = out.logits / 2
+    return out
+
+
+def test_layers_that_run_again_after_a_release_raise() -> None:
+    """Reentrant checkpoints do not notice what they run."""
+    model, _ = pair(llama)
+    model.train()
+    model.enable_input_require_grads()
+    checkpoint(model, True)
+    ready = replayable(model)
+    seen = response_log_probs(ready, batch_of(), canary=False)
+    ready.release()
+    with pytest.raises(ReplayError, match="LlamaAttention: packed rows came to the model's own attention; expected"):
+        seen.values().sum().backward()
+
+
+def test_compiled_models_are_unwrapped() -> None:
+    model, plain = pair(llama)
+    seen = response_log_probs(replayable(torch.compile(model, backend="eager")), batch_of(), canary=True)
+    assert off(seen, truth_of(plain, batch_of())[0]) <= LIMIT
+
+
+@pytest.mark.parametrize("form", ["padded", "nested", "packed"])
+def test_what_a_plan_gives_lies_on_the_offsets_of_the_batch(form: str) -> None:
+    ready = replayable(pair(llama)[0])
+    batch = batch_of().set("old_log_probs", torch.zeros(len(ROWS), RESPONSE))
+    forms = {"padded": lambda x: x, "nested": mp.nest_batch_by_mask, "packed": mp.compress}
+    given_to = forms[form](batch) if form == "padded" else forms[form](batch, pad_token_id=0)
+    plan = mp.plan_micro_batches(batch["attention_mask"].sum(1), token_budget=20)
+    log_probs, entropies = response_log_probs(ready, given_to, plan=plan, entropy=True)
+    assert torch.equal((log_probs - entropies).values(), log_probs.values() - entropies.values())
+    if form == "nested":
+        assert torch.equal((log_probs - given_to["old_log_probs"]).values(), log_probs.values())
+    assert off(log_probs, response_log_probs(ready, given_to).values()) <= LIMIT
 
 
 def test_a_mask_that_comes_to_a_layer_raises() -> None:
@@ -692,8 +830,12 @@ def rwkv() -> Any:
 def test_layers_that_never_attend_through_the_interface_are_found() -> None:
     """No configuration says so of this one; it would carry the state of a row into the next."""
     for model in (rwkv(), tf.BloomForCausalLM(tf.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_head=4)).eval()):
-        with pytest.raises(ReplayError, match=f"{type(model).__name__} attended 0 times in 2 layers; expected every"):
-            response_log_probs(replayable(model), batch_of())
+        with pytest.raises(ReplayError, match="Model takes no position_ids; expected"):
+            replayable(model)
+    model, _ = pair(llama)
+    model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    with pytest.raises(ReplayError, match="LlamaForCausalLM attended 1 times in 2 layers; expected every layer"):
+        response_log_probs(replayable(model), batch_of())
 
 
 def test_models_with_other_layers_replay_without_packing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -742,7 +884,7 @@ def test_the_canary_finds_an_attention_that_ignores_bounds(make: Any, merging: N
     for canary in (None, True):
         with pytest.raises(ReplayError, match=r"packed log-probs of .* are off by .* expected at most 0\.0001"):
             response_log_probs(ready, batch, canary=canary)
-    assert not Replayable._trusted
+    assert not ready._trusted
     assert model.config.get_text_config()._attn_implementation == adapter.NAME
     assert off(response_log_probs(ready, batch, canary=False), truth_of(plain, batch)[0]) > 0.1
 
@@ -752,7 +894,12 @@ def test_the_canary_finds_positions_that_are_not_taken() -> None:
     model, plain = pair(gpt2)
     ready = replayable(model)
     forward = model.transformer.forward
-    model.transformer.forward = lambda *ids, **given_to: forward(*ids, **given_to | {"position_ids": None})
+
+    @functools.wraps(forward)
+    def without(*ids: Any, **given_to: Any) -> Any:
+        return forward(*ids, **given_to | {"position_ids": None})
+
+    model.transformer.forward = without
     with pytest.raises(ReplayError, match="packed log-probs of GPT2LMHeadModel are off by"):
         response_log_probs(ready, batch_of())
     assert off(response_log_probs(ready, batch_of(), canary=False), truth_of(plain, batch_of())[0]) > 0.1
@@ -776,8 +923,8 @@ def test_nan_does_not_pass_the_canary() -> None:
         response_log_probs(ready, batch_of())
 
 
-def test_the_canary_runs_once_for_each_class_and_dtype() -> None:
-    """On the longest row but the first."""
+def test_the_canary_runs_once_for_each_replayable() -> None:
+    """On the longest row but the first. A second model of a class may have another configuration."""
     ready = {name: replayable(pair(make)[0]) for name, make in (("qwen3", qwen3), ("llama", llama))}
     ready["again"] = replayable(pair(llama)[0])
     ready["wide"] = replayable(pair(llama, torch.float64)[0])
@@ -786,7 +933,7 @@ def test_the_canary_runs_once_for_each_class_and_dtype() -> None:
     for _ in range(3):
         for one in ready.values():
             response_log_probs(one, batch)
-    assert calls == {"qwen3": [7], "llama": [7], "again": [], "wide": [7]}
+    assert calls == {"qwen3": [7], "llama": [7], "again": [7], "wide": [7]}
     for canary in (True, False, True):
         response_log_probs(ready["llama"], batch, canary=canary)
     assert calls["llama"] == [7] * 3
@@ -817,9 +964,9 @@ def test_rows_too_short_to_compare_earn_no_trust() -> None:
     calls = dense_calls(model)
     response_log_probs(ready, batch_of([(1, 0), (1, 0), (0, 0)]))
     response_log_probs(ready, batch_of([(0, 0)]))
-    assert (calls, Replayable._trusted) == ([], set())
+    assert (calls, ready._trusted) == ([], set())
     response_log_probs(ready, batch_of([(2, 3), (1, 0)]))  # the first is the only one that scores a token
-    assert (calls, Replayable._trusted) == ([5], {(type(model), torch.float32, False)})
+    assert (calls, ready._trusted) == ([5], {(torch.float32, True, False)})
 
 
 def test_the_canary_leaves_no_gradient_behind() -> None:
@@ -869,11 +1016,17 @@ def test_a_model_made_replayable_again_keeps_its_own_attention() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_copy_of_a_replayable_model_is_released_to_the_default() -> None:
+@pytest.mark.parametrize("own", ["sdpa", "eager"])
+def test_copies_of_a_replayable_model_know_its_own_attention(own: str) -> None:
     model, plain = pair(llama)
+    for one in (model, plain):
+        one.set_attn_implementation(own)
     replayable(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert replayable(other).release().config._attn_implementation == own
+    assert replayable(model.model).release().config._attn_implementation == own
+    assert "maskpack" not in replayable(model).model.config.to_json_string()
     other = replayable(copy.deepcopy(model)).release()
-    assert other.config._attn_implementation == "sdpa"
     assert torch.equal(other(input_ids=torch.ones(1, 3).long()).logits, plain(torch.ones(1, 3).long()).logits)
 
 
@@ -902,14 +1055,13 @@ def test_the_padded_path_gives_way_to_the_packed_one(monkeypatch: pytest.MonkeyP
 
 
 def test_released_layers_do_not_run_again_unnoticed() -> None:
-    """Checkpointed layers that run again with another attention: torch counts what they save."""
     model, _ = pair(llama)
     model.train()
     checkpoint(model, False)
     ready = replayable(model)
     seen = response_log_probs(ready, batch_of())
     ready.release()
-    with pytest.raises(torch.utils.checkpoint.CheckpointError):
+    with pytest.raises(ReplayError, match="packed rows came to the model's own attention"):
         seen.values().sum().backward()
 
 

@@ -10,13 +10,21 @@ from __future__ import annotations
 
 import inspect
 import os
-from typing import Any, ClassVar, cast
-from weakref import WeakKeyDictionary
+from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from maskpack.adapters.transformers_limits import (
+    PADDED,
+    check_kind,
+    check_layers,
+    check_output,
+    check_rows,
+    plain_weight,
+)
 from maskpack.attention import packed_attention
 from maskpack.errors import ReplayError
 from maskpack.ops import packed_log_probs
@@ -26,17 +34,20 @@ from maskpack.rows import IntArray
 NAME = "maskpack"
 """Of the attention, in `config._attn_implementation`."""
 
-_LAYERS = {"full_attention", "sliding_attention"}
-_SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""What models do to logits, if it is not 1."""
 _KNOWN = ("cu_seq_lens_q", "cu_seq_lens_k", "position_ids", "cache_position")
 """Tensors that an attention may be given; others change what it should compute (sinks, biases, sparse indices)."""
 _TRUST = {torch.float32: 1e-4, torch.float64: 1e-8, torch.bfloat16: 0.25, torch.float16: 0.05}
 """How far the log-prob of a token may be off its dense forward, by dtype: more is another model, not other rounding.
 Hidden states, in units of their root mean square, are as exact."""
-_own: WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = WeakKeyDictionary()
-"""The attention of each model and its parts before it became maskpack's."""
 _calls = 0
+_replaying = False
+
+
+class _Taken(str):
+    """NAME, which knows the attention that it stands in for. It lies in the configuration, so that copies of a model
+    know it, and models that share a configuration agree."""
+
+    own: str | None = None
 
 
 def attention(
@@ -55,6 +66,8 @@ def attention(
     global _calls
     bounds, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
     who = type(module).__name__
+    if _replaying and (not isinstance(bounds, Tensor) or longest is None):
+        raise ReplayError(f"{who}: the model does not pass the bounds of rows on to its attention. {PADDED}")
     if not isinstance(bounds, Tensor) or longest is None:
         raise ReplayError(
             f"{who}: the attention did not receive cu_seq_lens_q and max_length_q; expected the bounds of packed rows. "
@@ -76,7 +89,11 @@ def attention(
     if hidden_window is not None and longest > hidden_window:
         raise ReplayError(
             f"{who}: the layer has a window of {hidden_window} tokens that it does not tell its attention, and a row "
-            f"has {longest}; expected sliding_window. Replay it padded: MASKPACK_PACKED_REPLAY=0."
+            f"has {longest}; expected sliding_window. {PADDED}"
+        )
+    if value.shape[-1] != query.shape[-1]:
+        raise ReplayError(
+            f"{who}: values have heads of {value.shape[-1]}, queries of {query.shape[-1]}; expected one size. {PADDED}"
         )
     if key.shape[2] != query.shape[2]:
         raise ReplayError(
@@ -95,7 +112,7 @@ def attention(
         window=sliding_window,
         softcap=softcap,
     )
-    return out[None], None
+    return out[None].contiguous(), None  # some models take a view of it
 
 
 AttentionInterface.register(NAME, attention)
@@ -115,6 +132,17 @@ def _only_bounds(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         )
 
 
+def _own_without_bounds(module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before an attention layer runs: the model's own would not know what bounds are. Layers that run again in a
+    backward pass, after the model was given its own attention back, come here."""
+    config: Any = getattr(module, "config", None)
+    if "cu_seq_lens_q" in kwargs and getattr(config, "_attn_implementation", NAME) != NAME:
+        raise ReplayError(
+            f"{type(module).__name__}: packed rows came to the model's own attention; expected maskpack's. Run the "
+            "backward pass before release(), and before MASKPACK_PACKED_REPLAY=0."
+        )
+
+
 def _window(module: nn.Module) -> int | None:
     """The sliding window of an attention layer as its configuration says it: some models only put it into masks."""
     config: Any = getattr(module, "config", None)
@@ -126,12 +154,12 @@ def _window(module: nn.Module) -> int | None:
 
 
 def replayable(model: PreTrainedModel) -> Replayable:
-    """What `response_log_probs` and `response_values` take. The model's own attention becomes maskpack's, also in backward
-    passes that run its layers again (gradient checkpointing), until `release()`; the next replay takes it again.
+    """What `response_log_probs` and `response_values` take. The model's own attention becomes maskpack's, also in
+    backward passes that run its layers again (gradient checkpointing), until `release()`; the next replay takes it
+    again.
 
     Raises:
-        ReplayError: layers that carry state from token to token, or that attend in a way that packed rows cannot, by
-            name (not with MASKPACK_PACKED_REPLAY=0); an output layer with a bias, logits that are scaled or capped.
+        ReplayError: a model that replay would get wrong, by name; see `transformers_limits`.
 
     A model without an output layer (AutoModel, AutoModelForTokenClassification) is one for `response_values`.
     """
@@ -145,61 +173,51 @@ class Replayable:
         model: for its parameters, its modes, and after `release()` for padded rows and generation.
     """
 
-    _trusted: ClassVar[set[tuple[type, torch.dtype, bool]]] = set()
-
     def __init__(self, model: PreTrainedModel) -> None:
+        model = getattr(model, "_orig_mod", model)  # of torch.compile
         if not isinstance(model, PreTrainedModel):
             raise ReplayError(
-                f"replayable: got a {type(model).__name__}; expected a model of transformers. Pass the model itself, "
-                "without what wraps it."
+                f"replayable: got a {type(model).__name__}; expected a model of transformers. Pass the model itself; "
+                "of PEFT with adapters in its layers, get_base_model()."
             )
         self.model = model
         self._base: Any = getattr(model, model.base_model_prefix, None) or model.get_decoder()
         self._output: Any = cast("Any", model).get_output_embeddings()
         self._config: Any = model.config.get_text_config()
-        self._check_head()
+        self._trusted: set[tuple[torch.dtype, bool, bool]] = set()
+        check_kind(model, self._base, self._output)
+        if self._output is not None:
+            check_output(model, self._config, self._output)
         if os.environ.get("MASKPACK_PACKED_REPLAY") != "0":
-            self._check_layers()
-        if _only_bounds not in self._base._forward_pre_hooks.values():
-            self._base.register_forward_pre_hook(_only_bounds, with_kwargs=True)
+            check_layers(model, self._base, self._config)
+        self._watch()
         self._take()
 
-    def _check_layers(self) -> None:
-        kinds = sorted(set(getattr(self._config, "layer_types", None) or ()) - _LAYERS)
-        if kinds:
-            raise ReplayError(
-                f"replayable: {type(self.model).__name__} has layers of kind {', '.join(kinds)}; expected full or "
-                "sliding attention. Such layers carry tokens of one row into the next; replay it padded: "
-                "MASKPACK_PACKED_REPLAY=0."
-            )
-
-    def _check_head(self) -> None:
-        if self._output is None:  # of a model of values
-            return
-        who = type(self.model).__name__
-        scales = [name for name in _SCALES if getattr(self._config, name, None) not in (None, 1)]
-        if scales:
-            raise ReplayError(
-                f"replayable: {who} scales or caps its logits ({', '.join(scales)}); expected plain logits. Its "
-                "log-probs have to come from its own forward."
-            )
-        if getattr(self._output, "bias", None) is not None:
-            raise ReplayError(
-                f"replayable: {who} has an output layer with a bias; expected one weight [V, H]. Its log-probs have to "
-                "come from its own forward."
-            )
+    def _watch(self) -> None:
+        """Two checks that stay with the model."""
+        if _only_bounds not in self._base._forward_pre_hooks.values():
+            self._base.register_forward_pre_hook(_only_bounds, with_kwargs=True)
+        for layer in self._base.modules():
+            watched = _own_without_bounds in layer._forward_pre_hooks.values()
+            if "Attention" in type(layer).__name__ and not watched:
+                layer.register_forward_pre_hook(_own_without_bounds, with_kwargs=True)
 
     def release(self) -> PreTrainedModel:
         """Gives the model its own attention back, for padded rows and generation; the next replay takes it again. Not
         between a forward pass and its backward pass, which may run layers again (gradient checkpointing)."""
         if self._config._attn_implementation == NAME:
-            self.model.set_attn_implementation(_own.get(self.model, "sdpa"))
+            self.model.set_attn_implementation(_implementations(self.model.config))
         return self.model
 
     def _take(self) -> None:
         if self._config._attn_implementation != NAME:
-            _own[self.model] = _implementations(self.model.config)
+            own = [(config, config._attn_implementation) for config in _parts(self.model.config)]
             self.model.set_attn_implementation(NAME)
+            for config, name in own:
+                if config._attn_implementation == NAME:
+                    taken = _Taken(NAME)
+                    taken.own = getattr(name, "own", None) or name
+                    config._attn_implementation_internal = taken
 
     # ---------------------------------------------------------------- what replay asks for
 
@@ -211,32 +229,38 @@ class Replayable:
                 f"replayable: {type(self.model).__name__} has no output layer that scores tokens; expected one for "
                 "log-probs. Ask it for response_values, or load it as a causal language model."
             )
-        return self._output.weight
+        return plain_weight(self.model, self._output)
 
     def hidden(self, inputs: PackedInputs) -> Tensor:
         """[T, H]: the last hidden states of packed rows."""
-        self._check_layers()
+        check_layers(self.model, self._base, self._config)
+        check_rows(self.model, self._config, inputs.input_ids, inputs.max_seqlen)
         self._take()
-        before = _calls
-        out: Any = self._base(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            use_cache=False,
-            cu_seq_lens_q=inputs.cu_seqlens,
-            cu_seq_lens_k=inputs.cu_seqlens,
-            max_length_q=inputs.max_seqlen,
-            max_length_k=inputs.max_seqlen,
-        )
+        global _replaying
+        before, _replaying = _calls, True
+        try:
+            out: Any = self._base(
+                input_ids=inputs.input_ids,
+                position_ids=inputs.position_ids,
+                use_cache=False,
+                cu_seq_lens_q=inputs.cu_seqlens,
+                cu_seq_lens_k=inputs.cu_seqlens,
+                max_length_q=inputs.max_seqlen,
+                max_length_k=inputs.max_seqlen,
+            )
+        finally:
+            _replaying = False
         if _calls - before < self._config.num_hidden_layers:
             raise ReplayError(
                 f"replayable: {type(self.model).__name__} attended {_calls - before} times in "
                 f"{self._config.num_hidden_layers} layers; expected every layer to attend through transformers' "
-                "attention interface. Replay it padded: MASKPACK_PACKED_REPLAY=0."
+                f"attention interface. {PADDED}"
             )
         return out.last_hidden_state[0]
 
     def dense_hidden(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
         """[B, S, H]: those of padded rows, by the model's own attention."""
+        check_rows(self.model, self._config, input_ids, input_ids.shape[1])
         self.release()
         out: Any = self._base(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
@@ -244,14 +268,15 @@ class Replayable:
         return out.last_hidden_state
 
     def trust(self, inputs: PackedInputs, hidden: Tensor, again: bool = False) -> None:
-        """Compares the log-probs of one packed row with those of the whole model run on this row alone, by its own
-        attention; of a model that scores no tokens, its hidden states, in units of their root mean square. Once for
-        each class of model and dtype, or `again`. A first row alone shows little: the next batch with two is compared
-        too."""
+        """Compares the log-probs of one row with those of the whole model run on this row alone, by its own attention;
+        of a model that scores no tokens, its hidden states, in units of their root mean square. Once for each
+        Replayable, dtype, and packed or padded, or `again`. A first row alone shows little: the next batch with two is
+        compared too."""
         dtype = _precision(hidden)
         row = _row_to_compare(inputs.bounds)
-        kind = type(self.model), dtype, row > 0
-        if (kind in self._trusted or (*kind[:2], True) in self._trusted) and not again:
+        packed = self._config._attn_implementation == NAME
+        kind = dtype, packed, row > 0
+        if (kind in self._trusted or (dtype, packed, True) in self._trusted) and not again:
             return
         begin, end = inputs.bounds[row : row + 2].tolist() if inputs.num_tokens else (0, 0)
         if end - begin < 2:
@@ -268,29 +293,39 @@ class Replayable:
                     use_cache=False,
                 )
             finally:
-                self._take()
-            packed = hidden[begin:end].detach()
+                if packed:
+                    self._take()
+            states = hidden[begin:end].detach()
             if self._output is None:
                 truth = out.last_hidden_state[0]
-                what, off = "hidden states", (packed - truth).float().abs().max() / truth.float().square().mean().sqrt()
+                what, off = "hidden states", (states - truth).float().abs().max() / truth.float().square().mean().sqrt()
             else:
-                seen = packed_log_probs(packed[:-1], self.head, ids[0, 1:])
+                seen = packed_log_probs(states[:-1], self.head, ids[0, 1:])
                 truth = out.logits[0, :-1].to(seen.dtype).log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
                 what, off = "log-probs", (seen - truth).abs().max()
         if not float(off) <= _TRUST[dtype]:
             raise ReplayError(
-                f"replayable: packed {what} of {type(self.model).__name__} are off by {float(off):.3g} from its own "
-                f"forward of the same row; expected at most {_TRUST[dtype]}. Packed replay of this model is not right "
-                "(or dropout is on): replay it padded, MASKPACK_PACKED_REPLAY=0."
+                f"replayable: {'packed' if packed else 'padded'} {what} of {type(self.model).__name__} are off by "
+                f"{float(off):.3g} from its own forward of the same row; expected at most {_TRUST[dtype]}. Replay of "
+                f"this model is not right, or dropout is on. {PADDED if packed else 'Use its own forward.'}"
             )
         self._trusted.add(kind)
 
 
+def _parts(config: Any) -> Iterator[Any]:
+    """A configuration and those within it."""
+    yield config
+    for name in config.sub_configs:
+        if getattr(config, name, None) is not None:
+            yield from _parts(getattr(config, name))
+
+
 def _implementations(config: Any) -> dict[str, Any]:
-    """The attention of a model and of its parts, as `set_attn_implementation` takes it."""
+    """The own attention of a model and of its parts, as `set_attn_implementation` takes it."""
     parts = {name: getattr(config, name, None) for name in config.sub_configs}
-    own = {name: _implementations(part) for name, part in parts.items() if part is not None}
-    return {"": config._attn_implementation, **own}
+    within = {name: _implementations(part) for name, part in parts.items() if part is not None}
+    name = config._attn_implementation
+    return {"": "sdpa" if name == NAME and not isinstance(name, _Taken) else getattr(name, "own", name), **within}
 
 
 def _precision(hidden: Tensor) -> torch.dtype:
