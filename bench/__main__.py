@@ -1,5 +1,7 @@
 """`python -m bench CASE [--rows N] [--rounds K] [--json FILE]`: a table on stdout, progress on stderr.
 
+`python -m bench all --report FILE.md` measures all that runs on this machine and writes one page of it, a chart and the
+figures beside it; with `--recorded FOLDER` it measures nothing and shows the figures there.
 `python -m bench dispatch --plot FILE` draws a chart too, so does `plan`; `ops --only GROUP,GROUP` measures in part, so
 does `replay`.
 """
@@ -8,10 +10,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from bench.measure import keep_memory
+from bench.page import recorded, write_page
 from bench.report import Row, commit, table, write_json
 
 
@@ -32,25 +39,33 @@ CASES = {
 }
 AS_IT_COMES = {"dispatch", "endurance", "faults"}
 """Cases whose memory is what trainers have: glibc is not told to keep what is freed."""
+ON_THE_CPU, ON_A_GPU = ("payload", "nest", "dispatch", "plan"), ("ops", "replay")
 CHARTS = ("dispatch", "plan")
 GROUPED = ("ops", "replay")
 _HELP = """payload: bytes on the wire; nest: time to nest and restore; dispatch: time to a Ray actor, and over a link;
 ops: kernels on a GPU, ten times in a round; plan: micro-batches and ranks of 8,192 and 65,536 lengths, and those of the
 batch; replay: log-probs by models on a GPU, a round for three; endurance: memory over 1000 dispatches a round; faults:
-rounds of actors that die, objects that get lost"""
+rounds of actors that die, objects that get lost; all: what runs on this machine, as a page"""
 _PLOT_HELP = "also draw a chart there, as SVG; dispatch: times against the link; plan: tokens of each micro-batch"
 _ONLY = "ops: layout,pack,unpack,wide,decode,logprobs; replay: small,large"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Benchmarks of maskpack.")
-    parser.add_argument("case", choices=CASES, help=_HELP)
+    parser.add_argument("case", choices=[*CASES, "all"], help=_HELP)
     parser.add_argument("--rows", type=_positive, default=256, help="rows of the batch (default 256)")
     parser.add_argument("--rounds", type=_positive, default=9, help="timed rounds, medians are shown (default 9)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help=_PLOT_HELP)
     parser.add_argument("--only", type=_names, metavar="GROUPS", help=_ONLY)
+    parser.add_argument("--report", type=Path, metavar="FILE.md", help="all: the page to write")
+    parser.add_argument("--recorded", type=Path, metavar="FOLDER", help="all: show the figures there instead")
     given = parser.parse_args(arguments)
+    if (given.case == "all") != (given.report is not None) or (given.recorded and given.case != "all"):
+        parser.error("all needs --report, and no other case takes --report or --recorded")
+    if given.case == "all":
+        _all(given)
+        return
     if given.plot is not None and given.case not in CHARTS:
         parser.error(f"--plot is for {' and '.join(CHARTS)}; {given.case} has no chart")
     if given.only is not None and given.case not in GROUPED:
@@ -64,6 +79,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(table(rows))
     if given.json is not None:
         write_json(rows, given.json)
+
+
+def _all(given: argparse.Namespace) -> None:
+    """Each case in a process of its own: what one leaves behind would be in the figures of the next."""
+    if given.recorded is None:
+        commit()
+        given.report.parent.mkdir(parents=True, exist_ok=True)
+        for case in (*ON_THE_CPU, *(ON_A_GPU if torch.cuda.is_available() else ())):
+            sizes = ["--rows", str(given.rows), "--rounds", str(given.rounds)]
+            file = given.report.with_name(f"{case}.json")
+            subprocess.run([sys.executable, "-m", "bench", case, *sizes, "--json", str(file)], check=True)
+    write_page(recorded(given.recorded or given.report.parent), given.report)
 
 
 def _positive(text: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -13,8 +13,9 @@ from maskpack.registry import Key, MaskNestingRegistry, MaskNestingSpec, Path, p
 
 Verify = Literal["always", "first", "never"]
 OnLoss = Literal["keep", "error", "drop"]
-Registry = MaskNestingRegistry | Mapping[Key, MaskNestingSpec]
-"""What functions take as a registry; a plain dict of specs has no axes but the masks it names."""
+Registry = MaskNestingRegistry | Mapping[Any, MaskNestingSpec]
+"""What functions take as a registry; a plain dict of specs has no axes but the masks it names. Its keys are of type Key,
+of which a dict of strings is no Mapping to a type checker."""
 
 
 @dataclass(frozen=True)

@@ -210,13 +210,13 @@ class MaskNestingRegistry(Mapping[Key, MaskNestingSpec]):
             return self.axes[mask]
         return (MaskAxis(mask),)
 
-    def __or__(self, other: MaskNestingRegistry | Mapping[Key, MaskNestingSpec]) -> MaskNestingRegistry:
+    def __or__(self, other: Mapping[Any, MaskNestingSpec]) -> MaskNestingRegistry:
         if not isinstance(other, Mapping):
             return NotImplemented
         axes = {**self.axes, **other.axes} if isinstance(other, MaskNestingRegistry) else self.axes
         return MaskNestingRegistry({**self.fields, **{_plain(key): other[key] for key in other}}, axes)
 
-    def __ror__(self, other: Mapping[Key, MaskNestingSpec]) -> MaskNestingRegistry:
+    def __ror__(self, other: Mapping[Any, MaskNestingSpec]) -> MaskNestingRegistry:
         return MaskNestingRegistry(other) | self
 
     # ------------------------------------------------------------ plain dicts, for YAML and hydra

@@ -1,0 +1,80 @@
+"""One page of all comparisons, Markdown and a chart: `python -m bench all --report FILE.md`.
+
+    records        {name: what a results file holds}     measured now, or read from a folder with --recorded
+      page         for each: machine, versions, commit, and its comparisons
+      page_chart   how far each ratio is from its target
+
+A comparison is a figure that has a target, or is a ratio. The other figures stand in the results files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.page_chart import chart
+
+Record = Mapping[str, Any]
+_DIGITS = {"ms": 1, "us": 1, "x": 2, "GiB": 2}
+
+
+def recorded(folder: Path) -> dict[str, Record]:
+    """The results files of a folder, by name. Raises FileNotFoundError if there is none."""
+    files = sorted(folder.glob("*.json"))
+    if not files:
+        raise FileNotFoundError(f"{folder} has no results (*.json)")
+    return {file.stem: json.loads(file.read_text()) for file in files}
+
+
+def write_page(records: Mapping[str, Record], path: Path) -> None:
+    """Writes the page, and its chart beside it with the suffix .svg."""
+    path.write_text(page(records, path.with_suffix(".svg").name))
+    path.with_suffix(".svg").write_text(chart({name: comparisons(one) for name, one in records.items()}))
+
+
+def comparisons(record: Record) -> list[Mapping[str, Any]]:
+    return [row for row in record["rows"] if row["target"] is not None or row["unit"] == "x"]
+
+
+def page(records: Mapping[str, Record], picture: str) -> str:
+    """The Markdown."""
+    rows = [row for record in records.values() for row in comparisons(record) if row["target"] is not None]
+    met = sum(bool(row["met"]) for row in rows)
+    lines = [
+        "# All figures",
+        "",
+        f"{len(rows)} figures have a target, {met} reach it. Ratios and floors are explained in",
+        "[Benchmarks](benchmarks.md). Made by `python -m bench all --report`.",
+        "",
+        f"![Ratios over their targets]({picture})",
+    ]
+    for name, record in records.items():
+        lines += ["", f"## {name}", "", _where(record), *_table(comparisons(record))]
+    return "\n".join(lines) + "\n"
+
+
+def _where(record: Record) -> str:
+    machine = record["machine"]
+    gpu = f"{machine['gpu']}, " if "gpu" in machine else ""
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return (
+        f"{gpu}{machine['cores']} cores of {machine['cpu']}, {machine['memory_gib']} GiB; {versions}; commit "
+        f"{record['commit']}."
+    )
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    case = None
+    for row in rows:
+        if row["case"] != case:
+            case = row["case"]
+            yield from ("", f"| {_cell(case)} | | target | |", "|---|---:|---:|---|")
+        verdict = "" if row["met"] is None else "met" if row["met"] else "**missed**"
+        value = f"{row['value']:,.{_DIGITS.get(row['unit'], 0)}f} {row['unit']}"
+        yield f"| {_cell(row['name'])} | {value} | {row['target'] or ''} | {verdict} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

@@ -1,0 +1,66 @@
+"""What a type checker sees of the public surface from outside: pyright reads this file in strict mode, nothing runs it.
+
+An `assert_type` that is wrong, or a name whose type is unknown, is an error there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from typing_extensions import assert_type
+
+import maskpack as mp
+from maskpack import ops
+
+
+def wire(batch: TensorDict, path: Path) -> None:
+    packed = mp.compress(batch, pad_token_id=0, strict_mask_nesting=True)
+    assert_type(packed, mp.PackedBatch)
+    assert_type(packed[2:5], mp.PackedBatch)
+    assert_type(packed.select([0, 3]), mp.PackedBatch)
+    assert_type(mp.PackedBatch.cat([packed, packed]), mp.PackedBatch)
+    assert_type(len(packed), int)
+    packed.save(path)
+    assert_type(mp.PackedBatch.load(path), mp.PackedBatch)
+    assert_type(mp.decompress(packed), TensorDict)
+    assert_type(mp.decompress(packed, "responses", layout="nested", device="cpu"), TensorDict)
+
+
+def nesting(batch: TensorDict) -> None:
+    registry = mp.RL_FIELDS | {"score": mp.MaskNestingSpec("response", pad=0.0)}
+    assert_type(registry, mp.MaskNestingRegistry)
+    plain = {"score": mp.MaskNestingSpec("response", pad=0.0)}
+    assert_type(mp.nest_batch_by_mask(batch, plain, verify="never"), TensorDict)
+    nested = mp.nest_batch_by_mask(batch, registry, pad_token_id=0, strict=True)
+    assert_type(nested, TensorDict)
+    assert_type(mp.unnest(nested), TensorDict)
+    assert_type(mp.select_and_pad_to_response(nested, "score"), TensorDict)
+    assert_type(mp.extract_response(nested, torch.zeros(3, 8)), Tensor)
+
+
+def layouts(mask: Tensor) -> None:
+    layout = mp.RowLayout.from_mask(mask)
+    assert_type(layout, mp.RowLayout)
+    assert_type(layout.cu_seqlens, Tensor)
+    assert_type(layout.total, int)
+    values: Tensor = ops.pack(mask, layout)
+    padded: Tensor = ops.unpack(values, layout, 0)
+    print(padded)
+
+
+def plans(lengths: Sequence[int]) -> None:
+    plan = mp.plan_micro_batches(lengths, token_budget=4096, num_updates=2)
+    assert_type(plan, mp.MicroBatchPlan)
+    for rows in plan.micro_batches:
+        print([row + 1 for row in rows])
+
+
+def errors() -> None:
+    try:
+        mp.PackedBatch.from_bytes(b"")
+    except mp.WireFormatError as error:
+        print(str(error))
