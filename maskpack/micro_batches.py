@@ -9,12 +9,12 @@ Bounds of jagged fields are read once a call; jagged fields with equal bounds sh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack.costs import IntArray
@@ -186,7 +186,10 @@ def _(
     for path in [path for path in lists[0] if all(path in own for own in lists)]:
         items = [item for own in lists for item in own[path][1]]
         whole[path] = with_rows(lists[0][path][0], [items[at] for at in back.tolist()])
-    dense: Any = torch.cat([cast("Any", _without(out, own | whole)) for out, own in zip(outputs, jagged, strict=True)])
+    single = _differing_objects(entries)
+    dense: Any = torch.cat(
+        [cast("Any", _without(out, own | whole, single)) for out, own in zip(outputs, jagged, strict=True)]
+    )
     return _merged(dense[back.tolist()], _jagged_joined(jagged, parts) | whole, list(entries[0]), back.size)
 
 
@@ -280,9 +283,39 @@ def _is_jagged(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_nested
 
 
-def _without(batch: TensorDictBase, fields: Mapping[Path, Any]) -> TensorDict:
-    """The batch without some fields: tensordict does not index jagged ones in every version, and lists in none."""
-    entries = [(path, value) for path, value in walk(batch) if path not in fields]
+def _differing_objects(entries: Sequence[dict[Path, Any]]) -> set[Path]:
+    """Paths of objects that hold for all rows of an output, and differ between outputs: tensordict 0.10 would keep
+    the first."""
+    first = entries[0]
+    single = {path for path in first if all(_is_single(own[path]) for own in entries)}
+    return {path for path in single if not all(_same(own[path].data, first[path].data) for own in entries)}
+
+
+def _is_single(value: Any) -> bool:
+    return isinstance(value, NonTensorData) and bool(value.batch_size)
+
+
+def _same(one: Any, other: Any) -> bool:
+    try:
+        return one is other or (type(one) is type(other) and bool(one == other))
+    except (ValueError, RuntimeError):  # arrays have no single truth
+        return False
+
+
+def _of_rows(value: Any) -> Any:
+    """The object of all rows as one a row."""
+    rows, *rest = value.batch_size
+    return NonTensorStack(*[NonTensorData(value.data, batch_size=rest) for _ in range(rows)])
+
+
+def _without(batch: TensorDictBase, fields: Mapping[Path, Any], single: Collection[Path] = ()) -> TensorDict:
+    """The batch without some fields: tensordict does not index jagged ones in every version, and lists in none. Objects
+    in `single` become those of rows."""
+    entries = [
+        (path, _of_rows(value) if path in single and batch.batch_size[0] else value)
+        for path, value in walk(batch)
+        if path not in fields
+    ]
     return build(Node.of(batch), entries, batch.batch_size[0])
 
 

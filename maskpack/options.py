@@ -14,8 +14,8 @@ from maskpack.registry import Key, MaskNestingRegistry, MaskNestingSpec, Path, p
 Verify = Literal["always", "first", "never"]
 OnLoss = Literal["keep", "error", "drop"]
 Registry = MaskNestingRegistry | Mapping[Any, MaskNestingSpec]
-"""What functions take as a registry; a plain dict of specs has no axes but the masks it names. Its keys are of type Key,
-of which a dict of strings is no Mapping to a type checker."""
+"""What functions take as a registry; a plain dict of specs has no axes but the masks it names. Its keys are of type Key, of
+which a dict of strings is no Mapping to a type checker."""
 
 
 @dataclass(frozen=True)

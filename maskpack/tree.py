@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from tensordict import NonTensorData, TensorDict, TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from tensordict import is_non_tensor as _is_non_tensor  # type: ignore[reportUnknownVariableType]
 from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor  # no public name
@@ -73,17 +73,23 @@ def build(root: Node, entries: Iterable[tuple[Path, Any]], rows: int) -> TensorD
 
 def _made(node: Node, entries: dict[str, Any], rows: int) -> TensorDict:
     """One TensorDict. It checks each jagged tensor by calls that take most of the time of a nested batch; those that
-    are on its device, and have its rows by the way they were built, it need not check."""
+    are on its device, and have its rows by the way they were built, it need not check. Nor can tensordict 0.10 check a
+    stack of no objects."""
     batch_size = node.batch_size(rows)
-    if not any(isinstance(value, NestedTensor) for value in entries.values()):
+    if not any(isinstance(value, NestedTensor) or _is_empty_stack(value) for value in entries.values()):
         return TensorDict(entries, batch_size=batch_size, device=node.device)
     made: Any = TensorDict({}, batch_size=batch_size, device=node.device)
     for name, value in entries.items():
-        if isinstance(value, NestedTensor) and made.device in (None, vars(value)["_values"].device):
+        checked = isinstance(value, NestedTensor) and made.device in (None, vars(value)["_values"].device)
+        if checked or (_is_empty_stack(value) and cast("Any", value).batch_size == batch_size):
             made._set_str(name, value, inplace=False, validated=True)
         else:
             made.set(name, value)
     return made
+
+
+def _is_empty_stack(value: Any) -> bool:
+    return isinstance(value, NonTensorStack) and not value.tensordicts
 
 
 def chosen(entries: list[tuple[Path, Any]], keys: Sequence[Key], call: str) -> list[tuple[Path, Any]]:

@@ -206,7 +206,10 @@ class Replayable:
         """Gives the model its own attention back, for padded rows and generation; the next replay takes it again. Not
         between a forward pass and its backward pass, which may run layers again (gradient checkpointing)."""
         if self._config._attn_implementation == NAME:
-            self.model.set_attn_implementation(_implementations(self.model.config))
+            for config in _parts(self.model.config):
+                name = config._attn_implementation
+                if name == NAME:
+                    config._attn_implementation_internal = name.own if isinstance(name, _Taken) else "sdpa"
         return self.model
 
     def _take(self) -> None:
@@ -318,14 +321,6 @@ def _parts(config: Any) -> Iterator[Any]:
     for name in config.sub_configs:
         if getattr(config, name, None) is not None:
             yield from _parts(getattr(config, name))
-
-
-def _implementations(config: Any) -> dict[str, Any]:
-    """The own attention of a model and of its parts, as `set_attn_implementation` takes it."""
-    parts = {name: getattr(config, name, None) for name in config.sub_configs}
-    within = {name: _implementations(part) for name, part in parts.items() if part is not None}
-    name = config._attn_implementation
-    return {"": "sdpa" if name == NAME and not isinstance(name, _Taken) else getattr(name, "own", name), **within}
 
 
 def _precision(hidden: Tensor) -> torch.dtype:
