@@ -1,30 +1,24 @@
-"""The command `maskpack`: `demo` shows maskpack at work on this machine, `inspect` where the bytes of a batch go."""
+"""The command `maskpack`: `demo` shows maskpack at work on this machine, `inspect` where the bytes of a batch go, and
+`doctor` what to do about them."""
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
-import pickle
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any
 
-import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase
-from torch import Tensor
-
-from maskpack.errors import MaskpackError, MaskpackWarning
+from maskpack import doctor
+from maskpack.errors import MaskpackWarning
 from maskpack.packed import PackedBatch, compress
-from maskpack.registry import RL_FIELDS, MaskNestingRegistry, show
+from maskpack.registry import show
 from maskpack.report import Figures, chart, dtype_name, figures, printable, to_json
-from maskpack.tree import is_object
+from maskpack.saved import FAULTS, Unusable, one_line, saved_batch, saved_registry
 
 _DEMO_NEEDS = ("ray", "rich", "transformers")
-_TORCH_FILE = (b"PK\x03\x04", b"\x80")
-"""How files of torch.save begin. In a packed batch these bytes would be the size of a header that cannot be."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo.add_argument("--ranks", type=_positive, default=2, help="Ray workers (default: %(default)s)")
     demo.add_argument("--seed", type=int, default=0, help="of the weights and the samples (default: %(default)s)")
     _add_inspect(commands)
+    doctor.add_arguments(commands)
     args = parser.parse_args(argv)
+    if args.command == "doctor":
+        return doctor.run(args)
     if args.command == "inspect":
         return _inspect(args)
     if args.prompts * args.responses < args.ranks:
@@ -67,10 +64,6 @@ def _demo(args: argparse.Namespace) -> int:
 # -------------------------------------------------------------------- inspect
 
 
-class _Unusable(Exception):
-    """An argument or a file that cannot be used; the message says why."""
-
-
 def _add_inspect(commands: Any) -> None:
     parser = commands.add_parser(
         "inspect",
@@ -90,15 +83,12 @@ def _add_inspect(commands: Any) -> None:
 def _inspect(args: argparse.Namespace) -> int:
     try:
         if args.plot is not None and not args.plot.lower().endswith(".svg"):
-            raise _Unusable(
-                f"--plot is {args.plot!r}; expected a file that ends in .svg, the only kind that is written"
-            )
-        registry = RL_FIELDS if args.registry is None else RL_FIELDS | _registry(Path(args.registry))
-        found = figures(_packed(Path(args.file), registry, args.pad_token_id, args.allow_pickle))
+            raise Unusable(f"--plot is {args.plot!r}; expected a file that ends in .svg, the only kind that is written")
+        found = figures(_packed(args))
         if args.plot is not None:
             Path(args.plot).write_text(chart(found, Path(args.file).name), encoding="utf-8")
-    except (_Unusable, MaskpackError, OSError) as error:
-        print(f"maskpack inspect: {_one_line(error)}", file=sys.stderr)
+    except FAULTS as error:
+        print(f"maskpack inspect: {one_line(error)}", file=sys.stderr)
         return 2
     if args.json:
         print(json.dumps({"file": args.file, **to_json(found)}, indent=2))
@@ -158,137 +148,14 @@ def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join(cells).rstrip()
 
 
-def _one_line(error: Exception) -> str:
-    """The message, which names arguments of functions, in the words of the command."""
-    text = str(error)
-    if isinstance(error, OSError) and error.filename is not None:
-        text = f"{error.filename}: {error.strerror}"
-    for argument, option in (
-        ("pad_token_id=tokenizer.pad_token_id", "--pad-token-id N, that of the tokenizer"),
-        ("allow_pickle=True", "--allow-pickle"),
-    ):
-        text = text.replace(argument, option)
-    return printable(" ".join(text.split()))
-
-
-def _packed(file: Path, registry: MaskNestingRegistry, pad_token_id: int | None, allow_pickle: bool) -> PackedBatch:
-    if file.is_dir():
-        batch = _memory_mapped(file, allow_pickle)
-    else:
-        with file.open("rb") as opened:
-            start = opened.read(9)
-        if not start.startswith(_TORCH_FILE) or start.endswith(b"{"):
-            return PackedBatch.load(file, allow_pickle=allow_pickle)
-        batch = _torch_file(file, allow_pickle)
+def _packed(args: argparse.Namespace) -> PackedBatch:
+    registry = saved_registry(args.registry)
+    batch = saved_batch(Path(args.file), args.allow_pickle)
     if isinstance(batch, PackedBatch):
         return batch
-    if isinstance(batch, Mapping) and not isinstance(batch, TensorDictBase):
-        batch = _tensordict(cast("Mapping[Any, Any]", batch), file)
-    if not isinstance(batch, TensorDictBase) or is_object(batch):
-        raise _Unusable(f"{file} holds a {type(batch).__name__}; expected a TensorDict or a dict of tensors")
-    if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in batch.values(True, True)):
-        raise _Unusable(f"{file} holds tensors on the meta device, which have no bytes; expected a batch with its data")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MaskpackWarning)  # the table lists the dense fields
-        return compress(batch, registry=registry, pad_token_id=pad_token_id)
-
-
-def _torch_file(file: Path, allow_pickle: bool) -> Any:
-    try:
-        return torch.load(file, map_location="cpu", weights_only=not allow_pickle)
-    except OSError:
-        raise
-    except Exception as error:  # a pickle raises whatever it likes
-        if isinstance(error, pickle.UnpicklingError) and not allow_pickle:
-            raise _Unusable(
-                f"{file} holds more than plain tensors, or is damaged; reading it means running a pickle, and a pickle "
-                "runs code. Give --allow-pickle if you trust the file"
-            ) from error
-        _unreadable(file, "torch.load", error)
-
-
-def _memory_mapped(directory: Path, allow_pickle: bool) -> Any:
-    if not (directory / "meta.json").is_file():
-        raise _Unusable(f"{directory} is a directory without meta.json; expected a memory-mapped TensorDict")
-    load: Any = TensorDict.load_memmap
-    known = inspect.signature(load).parameters
-    if not allow_pickle and "allow_pickle" not in known:
-        raise _Unusable(
-            f"{directory}: this tensordict may run pickles that lie in the directory, and a pickle runs code. Give "
-            "--allow-pickle if you trust it, or install a tensordict whose load_memmap takes allow_pickle"
-        )
-    # Opened for writing, a file that was cut off would be filled up with zeros.
-    wanted = {"allow_pickle": allow_pickle, "mode": "r"}
-    said = {name: value for name, value in wanted.items() if name in known}
-    try:
-        return load(directory, **said)
-    except Exception as error:  # a pickle raises whatever it likes, and load_memmap believes what it reads
-        if not allow_pickle and any(path.suffix in (".pickle", ".pkl") for path in directory.rglob("*")):
-            raise _Unusable(
-                f"{directory} holds pickles, and a pickle runs code. Give --allow-pickle if you trust them"
-            ) from error
-        _unreadable(directory, "TensorDict.load_memmap", error)
-
-
-def _unreadable(file: Path, call: str, error: Exception) -> NoReturn:
-    first = (str(error).splitlines() or [""])[0]
-    raise _Unusable(f"{file} cannot be read by {call}: {type(error).__name__}: {first:.300}") from error
-
-
-def _tensordict(data: Mapping[Any, Any], file: Path) -> TensorDict:
-    """A dict as a TensorDict; its rows are a batch dim where all tensors have as many."""
-    found: list[Tensor] = []
-
-    def entries(part: Mapping[Any, Any]) -> dict[str, Any]:
-        out: dict[str, Any] = {}
-        for name, value in part.items():
-            if not isinstance(name, str):
-                raise _Unusable(f"{file} holds a dict with the key {name!r:.80}; expected names of fields")
-            if isinstance(value, Tensor):
-                found.append(value)
-            inner = isinstance(value, Mapping) and not isinstance(value, TensorDictBase)
-            out[name] = entries(cast("Mapping[Any, Any]", value)) if inner else value
-        return out
-
-    def built(part: dict[str, Any], size: list[int]) -> TensorDict:
-        kept = {
-            name: built(cast("dict[str, Any]", value), size)
-            if isinstance(value, dict)
-            else value
-            if isinstance(value, Tensor | TensorDictBase)
-            else NonTensorData(value, batch_size=size)
-            for name, value in part.items()
-        }
-        return TensorDict(kept, batch_size=size)
-
-    tree = entries(data)
-    if not found:
-        raise _Unusable(f"{file} holds a dict without tensors; expected a batch")
-    rows = {tensor.shape[0] if tensor.dim() else None for tensor in found}
-    first = rows.pop()
-    return built(tree, [] if rows or first is None else [int(first)])
-
-
-def _registry(file: Path) -> MaskNestingRegistry:
-    text = file.read_bytes()
-    kind = file.suffix.lower()
-    if kind not in (".json", ".yaml", ".yml"):
-        raise _Unusable(f"--registry is {file}; expected a file that ends in .json, .yaml or .yml")
-    try:
-        return MaskNestingRegistry.from_dict(json.loads(text) if kind == ".json" else _from_yaml(text))
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:  # from_dict takes parts as they come
-        raise _Unusable(f"--registry {file}: {error}; expected what MaskNestingRegistry.to_dict gives") from error
-
-
-def _from_yaml(text: bytes) -> Any:
-    try:
-        import yaml
-    except ModuleNotFoundError as error:
-        raise _Unusable("PyYAML is not installed; run: pip install pyyaml, or give the registry as JSON") from error
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
+        return compress(batch, registry=registry, pad_token_id=args.pad_token_id)
 
 
 def _positive(text: str) -> int:

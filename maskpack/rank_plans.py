@@ -48,7 +48,7 @@ def plan_ranks(
         ranks: data-parallel ranks.
         equal_rows, seed: for `balance_rows`, which evens out `work`, or else tokens.
         own_lengths: whether lengths may be other ones than the layouts of the batch say; a WorkerGroup compares them.
-        token_budget and the others: for `plan_micro_batches`, of each rank. `groups` and `loss_tokens` are [B]; loss
+        token_budget: as the others, for `plan_micro_batches`, of each rank. `groups` and `loss_tokens` are [B]; loss
             weights count the rows of all ranks.
 
     Raises:

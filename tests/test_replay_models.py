@@ -427,7 +427,7 @@ def test_without_bounds_the_attention_raises(make: Any) -> None:
 def test_generation_without_bounds_raises() -> None:
     model, _ = pair(llama)
     replayable(model)
-    with pytest.raises(ReplayError, match="did not receive|an attention_mask came"):
+    with pytest.raises(ReplayError, match=r"did not receive|an attention_mask came"):
         model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2)
 
 

@@ -1,0 +1,122 @@
+"""The site: `pip install -e '.[docs]' && sphinx-build -W -b html docs build/docs`.
+
+pages of docs/*.md and docstrings  ->  build/docs; nothing is fetched from elsewhere
+
+Frameworks that are not installed are stood in for by mocks, so that the reference of the adapters is whole everywhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
+from sphinx.util.docstrings import prepare_docstring
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import maskpack
+
+project = "maskpack"
+copyright = "the maskpack authors"
+version = release = maskpack.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"maskpack {release}"
+html_show_sphinx = False
+pygments_style, pygments_dark_style = "friendly", "monokai"
+
+myst_heading_anchors = 3
+
+FRAMEWORKS = ("ray", "transformers", "verl", "transfer_queue", "torchrl")
+autodoc_mock_imports = [name for name in FRAMEWORKS if importlib.util.find_spec(name) is None]
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True}
+autodoc_class_signature = "separated"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 100
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+default_role = "code"
+ARRAY = re.compile(r"[~\w.]*ndarray\[tuple\[[~\w.]*Any, \.\.\.\], [~\w.]*dtype\[[~\w.]*?(\w+)\]\]")
+SHAPE = re.compile(r"(?<![\w`])\[[A-Z1n][\w ,.*+]*\]")
+
+
+def _constants() -> dict[int, list[str]]:
+    """The strings below the constants of all modules, by the identity of the constant."""
+    found: dict[int, list[str]] = {}
+    for info in pkgutil.walk_packages(maskpack.__path__, "maskpack."):
+        if info.name in sys.modules:
+            module = sys.modules[info.name]
+            for (owner, name), lines in ModuleAnalyzer.for_module(info.name).find_attr_docs().items():
+                if not owner and hasattr(module, name):
+                    found[id(getattr(module, name))] = lines
+    return found
+
+
+def _readable(lines: list[str]) -> list[str]:
+    """Drawings, which stand indented between blank lines, as literal blocks; and shapes as code, because the star of
+    [B, S, *F] is no emphasis."""
+    out: list[str] = []
+    drawn = False
+    for line in lines:
+        indented = line.startswith("    ")
+        if indented and not drawn and out and not out[-1]:
+            out += ["::", ""]
+            drawn = True
+        drawn = drawn and (indented or not line)
+        out.append(line if drawn else SHAPE.sub(r"``\g<0>``", line))
+    return out
+
+
+def _document(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """Constants are documented where they are made, and listed where they are public."""
+    lines[:] = _readable(_constants().get(id(value), lines) if what == "data" else lines)
+
+
+def _restore(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """napoleon takes "The rows: their schema" of a property for the name of a type and its description."""
+    if what == "property":
+        lines[:] = _readable(prepare_docstring(value.__doc__ or ""))
+
+
+def _sign(
+    app: Sphinx, what: str, name: str, value: Any, options: Any, arguments: str | None, returned: str | None
+) -> tuple[str | None, str | None]:
+    """Arrays by their dtype: numpy spells an array of integers in three types."""
+    short = [None if text is None else ARRAY.sub(r"NDArray[\1]", text) for text in (arguments, returned)]
+    return short[0], short[1]
+
+
+PENDING = {"verl", "transferqueue", "torchrl", "transformers", "doctor"} - {
+    file.stem for file in Path(__file__).parent.glob("*.md")
+}
+
+
+def _without_pending(app: Sphinx, page: str, source: list[str]) -> None:
+    """Lines of pages that are not written yet are left out."""
+    wanted = [
+        line
+        for line in source[0].split("\n")
+        if line not in PENDING and not any(f"({name}.md)" in line for name in PENDING)
+    ]
+    source[0] = "\n".join(wanted)
+
+
+def setup(app: Sphinx) -> None:
+    importlib.import_module("maskpack.report")
+    app.connect("source-read", _without_pending)
+    app.connect("autodoc-process-signature", _sign)
+    app.connect("autodoc-process-docstring", _document, priority=400)
+    app.connect("autodoc-process-docstring", _restore, priority=600)  # napoleon has 500
