@@ -259,10 +259,9 @@ def response_log_probs(
         )  # fmt: skip
         return _joined(plan, parts if entropy else [(part,) for part in parts], batch, registry, entropy)
     _need_replay_model("response_log_probs", model)
-    head = model.head  # before anything is run: a model of values has none
     inputs = PackedInputs.of(batch, registry=registry, multiple_of=multiple_of, no_prompt=no_prompt)
     rows = _scoring_rows("response_log_probs", model, inputs, canary)
-    out: Any = packed_log_probs(rows, head, inputs.targets, temperature=temperature, chunk=chunk, entropy=entropy)
+    out: Any = packed_log_probs(rows, model.head, inputs.targets, temperature=temperature, chunk=chunk, entropy=entropy)
     return tuple(_nested(part, inputs) for part in out) if entropy else _nested(out, inputs)
 
 

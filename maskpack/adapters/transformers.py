@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, PreTrainedModel
 
 from maskpack.adapters.transformers_limits import (
@@ -242,10 +243,9 @@ class Replayable:
         global _replaying
         before, _replaying = _calls, True
         try:
-            out: Any = self._base(
+            states = self._states(
                 input_ids=inputs.input_ids,
                 position_ids=inputs.position_ids,
-                use_cache=False,
                 cu_seq_lens_q=inputs.cu_seqlens,
                 cu_seq_lens_k=inputs.cu_seqlens,
                 max_length_q=inputs.max_seqlen,
@@ -259,22 +259,37 @@ class Replayable:
                 f"{self._config.num_hidden_layers} layers; expected every layer to attend through transformers' "
                 f"attention interface. {PADDED}"
             )
-        return out.last_hidden_state[0]
+        return states[0]
 
     def dense_hidden(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
         """[B, S, H]: those of padded rows, by the model's own attention."""
         check_rows(self.model, self._config, input_ids, input_ids.shape[1])
         self.release()
-        out: Any = self._base(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
-        )
-        return out.last_hidden_state
+        return self._states(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids)
+
+    def _states(self, **given: Any) -> Tensor:
+        """The last hidden states. A model that FSDP shards runs whole, without its output layer: only the forward pass
+        of the root gathers what is in no layer of its own."""
+        if not isinstance(self.model, FSDPModule) or self._base is self.model:
+            return self._base(**given, use_cache=False).last_hidden_state
+        if self._output is None:
+            raise ReplayError(
+                f"replayable: {type(self.model).__name__} is sharded, with a head that replay does not know; expected its "
+                "base model as the root of the sharding. Shard and replay the base model, and its head apart."
+            )
+        self._output.forward = _as_it_is
+        try:
+            return cast("Any", self.model)(**given, use_cache=False).logits
+        finally:
+            del self._output.forward
 
     def trust(self, inputs: PackedInputs, hidden: Tensor, again: bool = False) -> None:
         """Compares the log-probs of one row with those of the whole model run on this row alone, by its own attention;
         of a model that scores no tokens, its hidden states, in units of their root mean square. Once for each
-        Replayable, dtype, and packed or padded, or `again`. A first row alone shows little: the next batch with two is
-        compared too."""
+        Replayable, dtype, and packed or padded, or `again`; of a sharded model only `again`, on all ranks at once. A
+        first row alone shows little: the next batch with two is compared too."""
+        if isinstance(self.model, FSDPModule) and not again:
+            return  # every rank would have to compare in the same call
         dtype = _precision(hidden)
         row = _row_to_compare(inputs.bounds)
         packed = self._config._attn_implementation == NAME
@@ -321,6 +336,10 @@ def _parts(config: Any) -> Iterator[Any]:
     for name in config.sub_configs:
         if getattr(config, name, None) is not None:
             yield from _parts(getattr(config, name))
+
+
+def _as_it_is(hidden: Tensor) -> Tensor:
+    return hidden
 
 
 def _precision(hidden: Tensor) -> torch.dtype:

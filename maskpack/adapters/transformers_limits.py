@@ -67,8 +67,8 @@ def plain_weight(model: Any, output: Any) -> Tensor:
         )
     if isinstance(output.weight, DTensor):
         raise ReplayError(
-            f"replayable: the output layer of {who} is sharded; expected its whole weight. Leave it out of the "
-            "sharding, or gather it before replay."
+            f"replayable: the output layer of {who} is sharded; expected its whole weight after a forward "
+            "pass. Leave it to the root of the sharding: fully_shard of the layers, then of the model."
         )
     return output.weight
 
