@@ -274,8 +274,8 @@ class Replayable:
             return self._base(**given, use_cache=False).last_hidden_state
         if self._output is None:
             raise ReplayError(
-                f"replayable: {type(self.model).__name__} is sharded, with a head that replay does not know; expected its "
-                "base model as the root of the sharding. Shard and replay the base model, and its head apart."
+                f"replayable: {type(self.model).__name__} is sharded, with a head that replay does not know; expected "
+                "its base model as the root of the sharding. Shard and replay that, and its head apart."
             )
         self._output.forward = _as_it_is
         try:
