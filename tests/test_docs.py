@@ -72,7 +72,9 @@ PAGES = {
     "docs/inspect.md": Page(),
     "docs/nesting.md": Page(),
     "docs/replay.md": Page(needs=("transformers",)),
+    "docs/torchrl.md": Page(needs=("torchrl",)),
     "docs/tour.md": Page(needs=("ray", "transformers"), script=True, shown=True),
+    "docs/transferqueue.md": Page(needs=("transfer_queue",), script=True),
     "docs/transformers.md": Page(needs=("transformers",), also={1: ("accelerate",)}),
 }
 ELSEWHERE = {

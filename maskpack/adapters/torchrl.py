@@ -1,0 +1,305 @@
+"""TorchRL: replay buffers that keep packed rows.
+
+    extend, add --compress--> segments of packed rows <--slot table-- samplers, writers     PackedStorage
+    sample <--decompress-- the rows of the slots, at their canonical widths, padded or nested
+
+    extend --inv--> one PackedBatch a row, in the list of any storage --forward--> sample   MaskNesting
+
+What is sampled is bit for bit what a storage of padded tensors gives.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from torch import Tensor
+
+from maskpack import pickles
+from maskpack.errors import LayoutError
+from maskpack.packed import PackedBatch, Target, compress, decompress
+from maskpack.rows import IntArray
+from maskpack.views import BatchView
+
+_ListStorage: Any = import_module("torchrl.data.replay_buffers").LazyStackStorage
+_Checkpointer: Any = import_module("torchrl.data.replay_buffers.checkpointers").StorageCheckpointerBase
+_Transform: Any = import_module("torchrl.envs.transforms").Transform
+
+_FEW = 64
+"""Segments of fewer rows than this are joined when there are as many."""
+_FILE = "rows.safetensors"
+
+
+class PackedCheckpointer(_Checkpointer):
+    """Writes the rows of a PackedStorage to one file, and maps it to memory again."""
+
+    def dumps(self, storage: PackedStorage, path: Any) -> None:
+        """Writes `rows.safetensors` into the folder `path`."""
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        if len(storage):
+            storage.rows.to_packed().save(folder / _FILE, allow_pickle=storage.allow_pickle)
+        else:
+            (folder / _FILE).unlink(missing_ok=True)
+
+    def loads(self, storage: PackedStorage, path: Any) -> None:
+        """Rows are read from the file when they are sampled. An empty storage has no file."""
+        file = Path(path) / _FILE
+        if not Path(path).is_dir():
+            raise LayoutError(
+                f"PackedStorage.loads: {path} is no folder; expected one that dumps wrote. Check the path."
+            )
+        packed = PackedBatch.load(file, allow_pickle=storage.allow_pickle) if file.is_file() else None
+        storage.restore(packed)
+
+
+class PackedStorage(_ListStorage):
+    """A storage of a replay buffer that keeps its rows packed.
+
+    Args:
+        max_size: slots.
+        layout: of what is sampled, `padded` or `nested`.
+        fields: what is sampled of each row; everything where none is named.
+        device: where samples go; where the rows came from if it is not given.
+        allow_pickle: for `state_dict` and `dumps`, and their inverse, as for `PackedBatch.to_bytes`.
+        options: those of `compress`.
+
+    Rows go in as TensorDicts, padded or nested, or as a PackedBatch. All have the same fields and dtypes; rows of
+    different widths come out at the widest. A row that does not fit raises LayoutError, and nothing is stored.
+    """
+
+    _default_checkpointer = PackedCheckpointer
+
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        layout: Target = "padded",
+        fields: Sequence[Any] = (),
+        device: torch.device | str | None = None,
+        allow_pickle: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(max_size)
+        inspect.signature(compress).bind_partial(**options)
+        if layout not in ("padded", "nested"):
+            raise LayoutError(f'PackedStorage: layout is {layout!r}; expected "padded" or "nested". Choose one.')
+        self.allow_pickle = allow_pickle
+        self._layout: Target = layout
+        self._fields = tuple(fields)
+        self._to = device
+        self._options = options
+        self._rows: BatchView | None = None
+
+    @property
+    def rows(self) -> BatchView:
+        """The rows of all slots, still packed. Raises LayoutError while there are none."""
+        if self._rows is None:
+            raise LayoutError("PackedStorage: there are no rows; expected some. Extend the buffer first.")
+        return self._rows
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows that are kept, those included that were overwritten but lie among others."""
+        sources = [] if self._rows is None else [source for strand in self._rows.strands for source in strand.sources]
+        return sum(source.held.nbytes for source in sources)
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """Puts rows into slots. A slot that is named twice has the later row.
+
+        Raises LayoutError for slots beyond `max_size`, or that leave others empty; and as `compress`, or as
+        `PackedBatch.cat` where rows do not fit those that are there.
+        """
+        slots, packed = self._slots(cursor), self._packed(data)
+        if len(packed) != slots.size:
+            raise LayoutError(
+                f"PackedStorage.set: {len(packed)} rows for {slots.size} slots; expected one for each. Give a "
+                "TensorDict with batch_size [rows], or one row for one slot."
+            )
+        if not slots.size:
+            return
+        before = len(self)
+        table = np.full(max(before, int(slots.max()) + 1), -1, np.int64)
+        table[:before] = np.arange(before)
+        table[slots] = before + np.arange(slots.size)
+        if int(slots.min()) < 0 or table.size > self.max_size or int(table.min()) < 0:
+            raise LayoutError(
+                f"PackedStorage.set: slots from {int(slots.min())} to {int(slots.max())} with {before} in use; "
+                f"expected slots below {self.max_size} that leave none empty. Let the writer choose them."
+            )
+        new = BatchView.of(packed)
+        rows = new if self._rows is None else BatchView.cat([self._rows, new])
+        self._rows = _tidied(rows.select(table))
+        if set_cursor:
+            self._set_last_cursor(cursor)
+        self._bump_mutation_revision()
+
+    def get(self, index: Any) -> Any:
+        """The rows of some slots as a TensorDict [n]; of one slot, where it is named by a whole number, without the
+        batch dim."""
+        one = isinstance(index, int | np.integer) or (isinstance(index, Tensor | np.ndarray) and index.ndim == 0)
+        picked = self.rows.select(self._index(index))
+        made = picked.materialize(*self._fields, layout=self._layout, device=self._to)
+        return made[0] if one else made
+
+    def __len__(self) -> int:
+        return 0 if self._rows is None else len(self._rows)
+
+    def __repr__(self) -> str:
+        return f"PackedStorage(rows={len(self)}, max_size={self.max_size}, nbytes={self.nbytes:,})"
+
+    def contains(self, item: Any) -> Any:
+        """Whether slots are in use: a bool, or a bool tensor of the shape of `item`."""
+        if isinstance(item, Tensor):
+            return ((item >= -len(self)) & (item < len(self))).bool()
+        return -len(self) <= int(item) < len(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rows as bytes: `packed`, uint8; None without rows."""
+        if self._rows is None:
+            return {"packed": None}
+        data = self._rows.to_packed().to_bytes(allow_pickle=self.allow_pickle)
+        return {"packed": torch.frombuffer(bytearray(data), dtype=torch.uint8)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the place of all rows. Raises WireFormatError for bytes that were changed."""
+        data = state_dict["packed"]
+        packed = None
+        if data is not None:
+            packed = PackedBatch.from_bytes(data.cpu().numpy().tobytes(), allow_pickle=self.allow_pickle)
+        self.restore(packed)
+
+    def restore(self, packed: PackedBatch | None) -> None:
+        """These rows, and no others. Raises LayoutError if they are more than the slots."""
+        if packed is not None and len(packed) > self.max_size:
+            raise LayoutError(
+                f"PackedStorage: {len(packed)} rows for {self.max_size} slots; expected no more than slots. Give the "
+                "storage the max_size that it was saved with."
+            )
+        self._rows = None if packed is None else BatchView.of(packed)
+        self._bump_mutation_revision()
+
+    def _empty(self) -> None:
+        self.restore(None)
+
+    # ---------------------------------------------------------------- rows and slots
+
+    def _packed(self, data: Any) -> PackedBatch:
+        if isinstance(data, PackedBatch):
+            return data
+        batch: Any = torch.stack(data) if _is_rows(data) else data
+        if not isinstance(batch, TensorDictBase):
+            raise LayoutError(
+                f"PackedStorage.set: got a {type(batch).__name__}; expected a TensorDict or a PackedBatch. Put "
+                "tensors into a TensorDict."
+            )
+        return compress(batch if batch.batch_dims else batch.unsqueeze(0), **self._options)
+
+    def _slots(self, cursor: Any) -> IntArray:
+        if isinstance(cursor, slice):
+            return np.arange(self.max_size, dtype=np.int64)[cursor]
+        return _numbers(cursor)
+
+    def _index(self, index: Any) -> Any:
+        parts = cast("tuple[Any, ...]", index if isinstance(index, tuple) else (index,))
+        if len(parts) != 1:
+            raise LayoutError(
+                f"PackedStorage.get: the index has {len(parts)} parts; expected one, of rows. Index the sample further."
+            )
+        return parts[0] if type(parts[0]) is slice else _numbers(parts[0])
+
+
+def _is_rows(data: Any) -> bool:
+    return type(data) is list and all(isinstance(row, TensorDictBase) for row in cast("list[Any]", data))
+
+
+def _numbers(index: Any) -> IntArray:
+    """Whole numbers or a bool mask, in any form, as a line."""
+    index = index.detach().cpu().numpy() if isinstance(index, Tensor) else index
+    line = np.asarray(list(index) if isinstance(index, range) else index)
+    return np.atleast_1d(line)
+
+
+def _tidied(rows: BatchView) -> BatchView:
+    """The same rows, those of segments that are mostly overwritten, or of many small ones, in one new segment."""
+    (strand,) = rows.strands
+    source, _ = strand.segments.by_row()
+    used = np.bincount(source, minlength=len(strand.sources))
+    held = np.array([source.outline.num_rows for source in strand.sources])
+    small = held < _FEW
+    again = (2 * used < held) | (small & (np.count_nonzero(small) >= _FEW))
+    moved = np.flatnonzero(again[source])
+    if not moved.size:
+        return rows
+    table = np.arange(len(rows))
+    table[moved] = len(rows) + np.arange(moved.size)
+    return BatchView.cat([rows, BatchView.of(_copied(rows.select(moved).to_packed()))]).select(table)
+
+
+def _copied(packed: PackedBatch) -> PackedBatch:
+    """With memory of its own, so that what it was cut from can go."""
+    fields, row_pads = pickles.together((packed.fields, packed.row_pads))
+    return replace(packed, fields=fields, row_pads=row_pads)
+
+
+# -------------------------------------------------------------------- transform
+
+
+class MaskNesting(_Transform):
+    """A transform for replay buffers whose storage is a list: rows are packed on the way in, and restored on the way
+    out, padded or nested.
+
+    Args:
+        layout: of what comes out, `padded` or `nested`.
+        key: the entry of the rows in the storage, which holds one PackedBatch each.
+        keep: entries that stay beside it as they are, such as priorities.
+        options: those of `compress`.
+    """
+
+    def __init__(
+        self, *, layout: Target = "padded", key: str = "packed", keep: Sequence[str] = (), **options: Any
+    ) -> None:
+        super().__init__(in_keys=[key], out_keys=[])
+        inspect.signature(compress).bind_partial(**options)
+        self.layout: Target = layout
+        self.key, self.keep, self.options = key, tuple(keep), options
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDict:
+        """A batch [B] as B rows with a PackedBatch of one row each; of a batch [], one. Errors are those of
+        `compress`. The batch is not changed."""
+        single = not tensordict.batch_dims
+        batch = tensordict.unsqueeze(0) if single else tensordict
+        beside = batch.select(*self.keep)
+        packed = compress(batch.exclude(*self.keep), **self.options)
+        rows: list[Any] = [NonTensorData(_copied(packed[row : row + 1])) for row in range(len(packed))]
+        out = TensorDict({self.key: NonTensorStack(*rows)}, batch_size=[len(rows)])
+        out.update(beside)
+        return out[0] if single else out
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDict:
+        """The rows [n] as they were, at their canonical widths, with what stayed beside them at the end; of a batch
+        [], one row.
+
+        Raises LayoutError if the entry is missing, or the rows do not fit each other.
+        """
+        single = not tensordict.batch_dims
+        samples = tensordict.unsqueeze(0) if single else tensordict
+        held = cast("Any", samples.get(self.key, None))
+        rows: list[Any] = held.tolist() if isinstance(held, NonTensorStack) else [held] * len(samples)
+        if not rows or not all(isinstance(row, PackedBatch) for row in rows):
+            raise LayoutError(
+                f'MaskNesting: entry "{self.key}" holds {sorted({type(row).__name__ for row in rows})}; expected a '
+                "PackedBatch in each row. Extend the buffer through the transform, with a ListStorage."
+            )
+        out = decompress(PackedBatch.cat(rows), layout=self.layout)
+        for name, beside in samples.items():
+            if name != self.key:
+                out.set(name, beside)
+        return out[0] if single else out

@@ -1,0 +1,237 @@
+"""TransferQueue: samples of a packed batch, as columns that it stores and fetches one by one.
+
+    PackedBatch [B] --to_samples--> TensorDict of jagged uint8 --put--> queue, one entry a sample and column
+    PackedBatch [n] <-from_samples- TensorDict of jagged uint8 <--get-- any samples, in any order, any columns
+
+An entry is one row of the fields of its column: a manifest as in docs/wire-format.md, deflated, and its arrays. It
+needs no other entry, so that samples and columns come and go by themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from maskpack import manifest, reading, wire
+from maskpack.choice import encode_alone
+from maskpack.contents import Contents, candidate
+from maskpack.encodings import Plain
+from maskpack.errors import LayoutError
+from maskpack.joining import joined, restricted
+from maskpack.packed import PackedBatch
+from maskpack.sharing import Joined
+from maskpack.views import BatchView
+from maskpack.words import Words
+
+_HEAD = struct.Struct("<4sHHI")
+"""Magic, the place of the column among its batch's, the number of arrays, bytes of the deflated manifest."""
+_ARRAY = struct.Struct("<BI")
+"""What an array holds (`_CODES`), and how many."""
+_MAGIC = b"mpq1"
+_CODES = {np.dtype(f"<{kind}{size}"): size + 16 * (kind == "i") for kind in "iu" for size in (1, 2, 4, 8)}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_MOST_MANIFEST = wire.MAX_HEADER
+_USUAL = (
+    b'"shape":[],"encoding":{"kind":"columns","columns":[{"kind":"bits","words":6}{"kind":"sparse","per_row":3,'
+    b'"places":4,"words":5}{"kind":"steps","steps":{"kind":"runs"{"json":"pickle":[{"rows":1,"root":{"dims":[],'
+    b'"device":null},"axes":["prompt","sequence"],"layouts":[{"name":"sequence","width":16384,"anchor":2048,"runs":'
+    b'[0,1,2]}],"fields":[{"path":["attention_mask"],"kind":"dense","dtype":"float32","kind":"padded","dtype":"int64",'
+    b'"device":"cpu","shape":[],"layout":"sequence","dim":1,"pad":{"pad":"EDGE"},"hints":["ramp"],"encoding":{"kind":'
+    b'"repeated","index":3,"rows":{"kind":"narrow","low":4,"high":5}}{"kind":"ramp","firsts":3,"step":1}'
+    b'{"rows":1,"root":{"dims":[],"device":null},"axes":["response"],"layouts":[{"name":"response","width":14336,'
+    b'"anchor":0,"runs":[0,1,2]}],"fields":[{"path":["token_level_scores"],"kind":"padded","dtype":"float32","device":'
+    b'"cpu","shape":[],"layout":"response","dim":1,"pad":0,"hints":["sparse","runs"],"encoding":{"kind":"runs",'
+    b'"pieces":3,"counts":4,"values":5}}]}"encoding":{"kind":"plain","words":3}}]}'
+)
+"""What manifests are deflated against: they are short, and say much the same."""
+_REMEDY = "Fetch columns that were put as to_samples made them, and name only these."
+
+
+def to_samples(
+    packed: PackedBatch,
+    *,
+    columns: Mapping[str, Sequence[str]] | None = None,
+    after: int = 0,
+    allow_pickle: bool = False,
+) -> TensorDict:
+    """The rows of a packed batch as samples that a TransferQueue can put.
+
+    Args:
+        packed: B rows, B > 0; it is not changed.
+        columns: which entries of the batch lie in which column, each entry in one; every entry in a column of its own
+            name where it is not given. Fewer columns take fewer bytes, but are fetched whole.
+        after: the number of columns that the samples have already, which new ones come after.
+        allow_pickle: as for `PackedBatch.to_bytes`.
+
+    Returns:
+        A TensorDict [B] with one jagged uint8 tensor a column.
+
+    Raises:
+        LayoutError: no rows, an unknown entry, or one that lies in no column or in two.
+        MaskpackError: as `PackedBatch.to_bytes`.
+    """
+    call = "to_samples"
+    if not isinstance(packed, PackedBatch):
+        raise LayoutError(f"{call}: got a {type(packed).__name__}; expected a PackedBatch. Compress the batch first.")
+    if len(packed) == 0:
+        raise LayoutError(f"{call}: the batch has no rows; expected at least one. Put nothing where nothing is.")
+    entries = list(dict.fromkeys(form.path[0] for form in packed.schema.forms))
+    columns = {name: [name] for name in entries} if columns is None else columns
+    _check_columns(columns, entries, call)
+    out: dict[str, Tensor] = {}
+    for place, (name, members) in enumerate(columns.items(), after):
+        part = _part(packed, members)
+        out[name] = _jagged([_entry(part[row : row + 1], place, allow_pickle) for row in range(len(packed))])
+    return TensorDict(out, batch_size=[len(packed)])
+
+
+def from_samples(samples: TensorDictBase, *columns: str, allow_pickle: bool = False) -> PackedBatch:
+    """The samples that a TransferQueue gave, in the order that it gave them, as one packed batch.
+
+    Args:
+        samples: [n], columns that `to_samples` made, in any order.
+        columns: those to read; all if none is named. Their entries come in the order of the batch that was put.
+        allow_pickle: as for `PackedBatch.from_bytes`.
+
+    Raises:
+        LayoutError: a column that is not there or that `to_samples` did not make, no samples, or columns whose rows do
+            not fit each other.
+        WireFormatError: an entry that was changed, or is a pickle and `allow_pickle` is false.
+    """
+    call = "from_samples"
+    if not isinstance(samples, TensorDictBase) or not samples.batch_dims or not samples.batch_size[0]:
+        seen = f"batch_size {list(samples.batch_size)}" if isinstance(samples, TensorDictBase) else type(samples)
+        raise LayoutError(f"{call}: got {seen}; expected a TensorDict of at least one sample. Fetch some first.")
+    names = list(columns) or [str(name) for name, _ in samples.items()]
+    parts: list[tuple[int, str, PackedBatch]] = []
+    for name in names:
+        place, part = _column(samples.get(name, None), f'{call}: column "{name}"', allow_pickle)
+        parts.append((place, name, part))
+    if not parts:
+        raise LayoutError(f"{call}: the samples have no columns; expected some. {_REMEDY}")
+    parts.sort(key=lambda part: part[:2])
+    view = BatchView.of(parts[0][2])
+    for _, _, part in parts[1:]:
+        view = view.with_fields(part)
+    return view.to_packed()
+
+
+# -------------------------------------------------------------------- columns
+
+
+def _check_columns(columns: Mapping[str, Sequence[str]], entries: Sequence[str], call: str) -> None:
+    named = [entry for members in columns.values() for entry in members]
+    if sorted(named) != sorted(entries) or not all(columns.values()):
+        odd = sorted({entry for entry in [*named, *entries] if named.count(entry) != 1 or entry not in entries})
+        raise LayoutError(
+            f"{call}: columns name {odd or 'no entries'} never, twice, or without that the batch has them; expected "
+            f"each of {list(entries)} once. Leave out of the batch what is not to be put."
+        )
+
+
+def _part(packed: PackedBatch, entries: Iterable[str]) -> PackedBatch:
+    """The batch with some of its top entries, and the layouts that they lie under."""
+    kept = set(entries)
+    part = restricted(packed, {form.path for form in packed.schema.forms if form.path[0] in kept})
+    used = {form.layout for form in part.schema.forms}
+    axes = tuple(axis for axis in part.schema.axes if axis[0] in used)
+    layouts = {name: layout for name, layout in part.layouts.items() if name in used}
+    alone = {
+        path: encode_alone(candidate(part.forms[path], encoding.words, part.bounds(path)))
+        for path, encoding in part.fields.items()
+        if isinstance(encoding, Plain) and isinstance(packed.fields[path], Joined)
+    }
+    schema = replace(part.schema, axes=axes)
+    return _packed(replace(part, schema=schema, layouts=layouts, fields={**part.fields, **alone}))
+
+
+def _column(held: Any, call: str, allow_pickle: bool) -> tuple[int, PackedBatch]:
+    """The place of a column, and its rows as one batch."""
+    rows = _rows(held)
+    if rows is None:
+        seen = "missing" if held is None else f"a {type(held).__name__}"
+        raise LayoutError(f"{call} is {seen}; expected jagged uint8, one entry a sample. {_REMEDY}")
+    read = [_read(row, call, allow_pickle) for row in rows]
+    return read[0][0], _packed(joined([contents for _, contents in read], call))
+
+
+def _rows(held: Any) -> list[Words] | None:
+    """The bytes of each sample; None for what is no column of bytes."""
+    if not isinstance(held, Tensor) or held.dtype != torch.uint8 or held.dim() != 2:
+        return None
+    return [row.contiguous().cpu().numpy() for row in held.unbind()]
+
+
+def _jagged(entries: Sequence[bytes]) -> Tensor:
+    offsets = torch.zeros(len(entries) + 1, dtype=torch.int64)
+    torch.cumsum(torch.tensor([len(entry) for entry in entries]), 0, out=offsets[1:])
+    values = torch.frombuffer(bytearray().join(entries), dtype=torch.uint8)
+    return torch.nested.nested_tensor_from_jagged(values, offsets)
+
+
+def _packed(contents: Contents) -> PackedBatch:
+    return PackedBatch._of(contents)  # type: ignore[reportPrivateUsage]
+
+
+# -------------------------------------------------------------------- one row
+
+
+def _entry(row: Contents, place: int, allow_pickle: bool) -> bytes:
+    message, _ = manifest.write(row, allow_pickle)
+    text = _deflated(json.dumps(message.manifest, separators=(",", ":"), allow_nan=False))
+    arrays = [np.ascontiguousarray(array) for array in message.arrays]
+    table = [_ARRAY.pack(_CODES[array.dtype], array.size) for array in arrays]
+    head = _HEAD.pack(_MAGIC, place, len(arrays), len(text))
+    return b"".join([head, *table, text, *[array.tobytes() for array in arrays]])
+
+
+def _read(row: Words, call: str, allow_pickle: bool) -> tuple[int, Contents]:
+    data = row.data
+    if len(data) < _HEAD.size or bytes(data[:4]) != _MAGIC:
+        raise LayoutError(f"{call} holds other bytes than to_samples writes. {_REMEDY}")
+    _, place, count, size = _HEAD.unpack_from(data)
+    begin = _HEAD.size + count * _ARRAY.size
+    if begin + size > len(data):
+        wire.fail(call, f"an entry of {len(data)} bytes", f"at least {begin + size}")
+    text = bytes(data[begin : begin + size])
+    arrays: list[Words] = []
+    end = begin + size
+    for code, items in _ARRAY.iter_unpack(data[_HEAD.size : begin]):
+        dtype = _DTYPES.get(code)
+        if dtype is None or end + items * dtype.itemsize > len(data):
+            wire.fail(call, f"an array of code {code} and {items} items", "one that the entry holds")
+        arrays.append(np.array(row[end : end + items * dtype.itemsize]).view(dtype))
+        end += items * dtype.itemsize
+    if end != len(data):
+        wire.fail(call, f"an entry of {len(data)} bytes", f"{end}")
+    return place, reading.read(wire.Message(_manifest(text, call), arrays), call, allow_pickle)
+
+
+@lru_cache(maxsize=64)
+def _deflated(text: str) -> bytes:
+    squeezer = zlib.compressobj(9, zdict=_USUAL)
+    return squeezer.compress(text.encode("utf-8", "surrogatepass")) + squeezer.flush()
+
+
+@lru_cache(maxsize=64)
+def _manifest(text: bytes, call: str) -> dict[str, Any]:
+    """Rows of a column have one manifest, as a rule, and so it is read once; few are kept, because those with Python
+    objects may be long."""
+    reader = zlib.decompressobj(zdict=_USUAL)
+    try:
+        told = reader.decompress(text, _MOST_MANIFEST)
+    except zlib.error as error:
+        wire.fail(call, f"a manifest that cannot be inflated ({error})", "one that to_samples wrote")
+    if not reader.eof or reader.unused_data:
+        wire.fail(call, "a manifest that does not end where it should", f"one of at most {_MOST_MANIFEST} bytes")
+    return wire.loads(told, call)

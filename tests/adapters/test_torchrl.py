@@ -1,0 +1,519 @@
+"""Replay buffers of TorchRL: what is sampled from packed rows has the bits that padded storages give."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import random
+import weakref
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+pytest.importorskip("torchrl")
+
+from samples import PAD, ROWS, assert_same, per_row, rollout
+from torchrl.data import (
+    LazyStackStorage,
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedSampler,
+    ReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
+from torchrl.data.replay_buffers import RandomSampler, SamplerWithoutReplacement
+from torchrl.data.replay_buffers.samplers import prioritized
+
+import maskpack as mp
+from maskpack.adapters.torchrl import MaskNesting, PackedStorage
+
+OPTIONS = {"pad_token_id": PAD}
+
+
+def batch(seed: int, rows: int = 7, *, prompt: int = 5, response: int = 6) -> TensorDict:
+    """A padded batch whose rows have lengths and values of their own."""
+    torch.manual_seed(seed)
+    shapes = [(int(torch.randint(prompt + 1, ())), int(torch.randint(response + 1, ()))) for _ in range(rows)]
+    made = rollout(shapes, prompt, response, objects=False)
+    made["old_log_probs"] += seed * (made["old_log_probs"] != 0)
+    made["reward_baselines"] = torch.arange(rows) + 100.0 * seed
+    return made.to("cpu")  # a device of its own, which padded storages give to every sample
+
+
+class Tree:
+    """A segment tree by hand, for a torch that the compiled trees of TorchRL do not load with."""
+
+    def __init__(self, size: int, fold, empty: float) -> None:
+        self.fold, self.held = fold, np.full(size, empty, np.float32)
+
+    def __getitem__(self, index):
+        return torch.from_numpy(self.held)[index]
+
+    def __setitem__(self, index, value) -> None:
+        self.held[np.asarray(index)] = np.asarray(value)
+
+    def query(self, begin: int, end: int) -> float:
+        return float(self.fold(self.held[begin:end]))
+
+    def scan_lower_bound(self, masses):
+        sums = np.cumsum(self.held.astype(np.float64))
+        return np.array([next((i for i, total in enumerate(sums) if total > mass), len(sums)) for mass in masses])
+
+
+@pytest.fixture(autouse=True)
+def trees(monkeypatch):
+    """The compiled ones where they load: the samplers themselves are those of TorchRL either way."""
+    for name, fold, empty in (("Sum", np.sum, 0.0), ("Min", np.min, np.inf)):
+        for kind in ("Fp32", "Fp64"):
+            if getattr(prioritized, f"{name}SegmentTree{kind}") is None:
+                monkeypatch.setattr(prioritized, f"{name}SegmentTree{kind}", partial(Tree, fold=fold, empty=empty))
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)  # noqa: NPY002  (prioritized samplers draw from here)
+
+
+def storage(size: int = 16, **options) -> PackedStorage:
+    return PackedStorage(size, **OPTIONS, **options)
+
+
+def both(size: int, make=ReplayBuffer, **options) -> tuple[ReplayBuffer, ReplayBuffer]:
+    """The same buffer over padded tensors and over packed rows."""
+    options = {name: value() if callable(value) else value for name, value in options.items()}
+    twin = copy.deepcopy(options)
+    return make(storage=LazyTensorStorage(size), **options), make(storage=storage(size), **twin)
+
+
+def same_samples(padded: ReplayBuffer, packed: ReplayBuffer, times: int = 6) -> None:
+    for seed in range(times):
+        seed_all(seed)
+        expected, there = padded.sample(return_info=True)
+        seed_all(seed)
+        seen, here = packed.sample(return_info=True)
+        assert_same(torch.as_tensor(here["index"]), torch.as_tensor(there["index"]))
+        assert_same(seen.to_tensordict(), expected.to_tensordict())
+
+
+SAMPLERS = {
+    "random": RandomSampler,
+    "without replacement": SamplerWithoutReplacement,
+    "prioritized": lambda: PrioritizedSampler(16, 0.7, 0.9),
+}
+
+
+@pytest.mark.parametrize("make", [ReplayBuffer, TensorDictReplayBuffer])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_samples_are_those_of_padded_tensors(make, sampler):
+    padded, packed = both(16, make, sampler=SAMPLERS[sampler], batch_size=5)
+    for seed, rows in enumerate([7, 3, 5, 9]):  # the fourth goes around the ring
+        for buffer in (padded, packed):
+            buffer.extend(batch(seed, rows))
+        assert len(padded) == len(packed)
+        same_samples(padded, packed)
+
+
+def test_rows_are_added_one_by_one_and_go_around_the_ring():
+    padded, packed = both(6, batch_size=4)
+    rows = batch(1, 20)
+    for number in range(20):
+        for buffer in (padded, packed):
+            assert buffer.add(rows[number]) == number % 6
+        assert len(padded) == len(packed) == min(number + 1, 6)
+    same_samples(padded, packed)
+    for number in range(6):
+        assert_same(packed[number], padded[number])
+        assert packed[number].batch_size == ()
+
+
+def test_priorities_are_kept_and_updated():
+    torch.manual_seed(0)
+    options = {"alpha": 0.8, "beta": 0.9, "batch_size": 6, "priority_key": "td_error"}
+    padded, packed = both(16, TensorDictPrioritizedReplayBuffer, **options)
+    for buffer in (padded, packed):
+        buffer.extend(batch(1, 16).set("td_error", torch.linspace(0.1, 5, 16)))
+    for seed in range(8):
+        for buffer in (padded, packed):
+            seed_all(seed)
+            sample = buffer.sample()
+            buffer.update_tensordict_priority(sample.set("td_error", sample["reward_baselines"] % 7 + 0.1))
+        same_samples(padded, packed, 2)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [slice(2, 9, 3), [5, 0, 5], torch.tensor([9, 1, 1, 4]), range(3, 6), torch.tensor([True] * 3 + [False] * 7), 4, -1],
+    ids=str,
+)
+def test_any_index_gives_the_rows_of_padded_tensors(index):
+    padded, packed = both(10)
+    for buffer in (padded, packed):
+        buffer.extend(batch(3, 6))
+        buffer.extend(batch(4, 4))
+    expected = padded[torch.tensor(list(index))] if isinstance(index, range) else padded[index]
+    assert_same(packed[index], expected)
+    if isinstance(index, Tensor):
+        assert_same(packed.storage.get((index,)), expected)
+
+
+def test_slots_are_written_and_read_by_hand():
+    packed = storage(8)
+    packed.set(range(5), batch(1, 5))
+    new = batch(2, 3)
+    packed[[4, 1, 4]] = new  # the later row stays
+    expected = torch.stack([batch(1, 5)[0], new[1], batch(1, 5)[2], batch(1, 5)[3], new[2]])
+    assert_same(packed.get(slice(None)), expected)
+    revision = packed._mutation_revision  # by which samplers know that what they remember is old
+    packed.set(5, new[0])
+    assert packed._mutation_revision > revision
+    assert_same(packed[5], new[0])
+    packed.set(slice(0, 2), [new[2], new[0]])
+    assert_same(packed[[1, 0]], torch.stack([new[0], new[2]]))
+    assert [index in packed for index in (0, 5, 6, -6, -7)] == [True, True, False, True, False]
+    assert packed.contains(torch.tensor([0, 6])).tolist() == [True, False]
+    assert [row["reward_baselines"].item() for row in packed][3:] == [103.0, 202.0, 200.0]
+
+
+def test_any_order_of_writes_gives_what_a_list_of_rows_gives():
+    rng = random.Random(0)
+    for _ in range(8):
+        size = rng.randint(1, 40)
+        kept, rows = storage(size), []
+        for step in range(12):
+            new = batch(step, rng.randint(1, size))
+            first = rng.randint(0, len(rows))
+            slots = [(first + number) % size for number in range(len(new))]
+            kept.set(torch.tensor(slots), new)
+            for slot, row in zip(slots, new, strict=True):
+                rows[slot : slot + 1] = [row]
+            index = [rng.randrange(len(rows)) for _ in range(5)]
+            assert len(kept) == len(rows)
+            assert_same(kept.get(index), torch.stack([rows[slot] for slot in index]))
+
+
+# -------------------------------------------------------------------- forms
+
+
+def test_samples_come_nested_and_restore_to_the_padded_rows():
+    packed = storage(layout="nested")
+    packed.set(range(7), batch(1))
+    picked = packed.get([6, 0, 3])
+    assert picked["responses"].is_nested
+    assert picked["responses"].offsets() is picked["old_log_probs"].offsets()
+    assert_same(mp.unnest(picked), batch(1)[[6, 0, 3]])
+
+
+def test_nested_and_packed_batches_go_in():
+    packed = storage()
+    packed.set(range(7), mp.nest_batch_by_mask(batch(1), **OPTIONS))
+    buffer = ReplayBuffer(storage=packed, batch_size=2)
+    buffer.writer._cursor = 7
+    buffer.extend(mp.compress(batch(2), **OPTIONS))
+    assert_same(buffer[:], torch.cat([batch(1), batch(2)]))
+
+
+def test_only_the_fields_named_are_decoded():
+    packed = storage(fields=["responses", "advantages"])
+    packed.set(range(7), batch(1))
+    assert_same(packed.get([2, 2]), batch(1)[[2, 2]].select("responses", "advantages"))
+
+
+def test_rows_of_several_widths_meet_at_the_widest_for_good():
+    packed = storage(5)
+    packed.set(range(2), batch(1, 2, prompt=3, response=4))
+    packed.set(range(2, 4), batch(2, 2, prompt=5, response=9))
+    seen = packed.get([0])
+    assert seen["responses"].shape == (1, 9)
+    assert_same(seen["responses"][:, :4], batch(1, 2, prompt=3, response=4)[:1]["responses"])
+    assert_same(seen["prompts"][:, 2:], batch(1, 2, prompt=3, response=4)[:1]["prompts"])
+    assert bool((seen["responses"][:, 4:] == PAD).all())
+    assert bool((seen["prompts"][:, :2] == PAD).all())
+    assert_same(packed.get([3, 2]), batch(2, 2, prompt=5, response=9)[[1, 0]])
+    packed.set(range(2, 4), batch(1, 2, prompt=3, response=4))
+    assert packed.get([0])["responses"].shape == (1, 9)
+
+
+def test_python_objects_follow_their_rows():
+    whole = rollout()
+    buffer = ReplayBuffer(storage=storage(), batch_size=3)
+    buffer.extend(whole)
+    sample, info = buffer.sample(return_info=True)
+    index = torch.as_tensor(info["index"]).tolist()
+    assert sample["uid"] == [f"row-{number // 2}" for number in index]
+    assert [extra["index"] for extra in sample["extra_info"]] == index
+    assert sample["temperature"] == 0.7
+    assert sample["global_token_num"] == [sum(ROWS[number]) for number in index]
+    one = whole.exclude("temperature", "global_token_num")
+    buffer = ReplayBuffer(storage=storage(), batch_size=3)
+    buffer.add(one[3])
+    buffer.add(one[5])
+    assert_same(buffer[:], one[[3, 5]])
+
+
+def test_dtypes_and_sub_batches_are_kept():
+    torch.manual_seed(0)
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
+    steps = ("collector", "mask")
+    made = TensorDict(
+        {
+            "action": torch.randn(3, 4, 2, dtype=torch.bfloat16).masked_fill(~mask[..., None], 0),
+            "reward": torch.where(mask, torch.tensor(float("nan"), dtype=torch.float64), -0.0),
+            "collector": TensorDict({"mask": mask, "step": torch.arange(3, dtype=torch.int16)}, batch_size=[3]),
+        },
+        batch_size=[3],
+        device="cpu",
+    )
+    specs = {
+        "action": mp.MaskNestingSpec(steps, 0, ragged_dim=1),
+        "reward": mp.MaskNestingSpec(steps, -0.0),
+        steps: mp.MaskNestingSpec(steps),
+    }
+    packed = PackedStorage(8, registry=mp.MaskNestingRegistry(specs), on_loss="error")
+    padded = LazyTensorStorage(8)
+    for kept in (packed, padded):
+        kept.set(range(3), made)
+    index = torch.tensor([2, 0, 0, 1])
+    assert_same(packed.get(index).get("action"), padded.get(index).get("action"))
+    assert_same(packed.get(index), made[index])
+
+
+# -------------------------------------------------------------------- memory
+
+
+def test_rows_are_kept_small_and_what_is_overwritten_goes():
+    wide = {"prompt": 40, "response": 400}
+    rows = rollout([(4, 30)] * 64, **wide, objects=False)
+    packed, padded = storage(64), LazyTensorStorage(64)
+    for kept in (packed, padded):
+        kept.set(range(64), rows)
+    one = packed.nbytes
+    assert one * 8 < padded._storage.bytes()
+    for start in range(0, 640, 24):
+        packed.set([(start + step) % 64 for step in range(24)], rows[:24])
+        assert packed.nbytes < 2.6 * one
+    held = {id(source.held) for strand in packed.rows.strands for source in strand.sources}
+    assert len(held) < 8
+
+
+def test_overwritten_rows_are_released():
+    packed = storage(400)
+    first = mp.compress(batch(1, 300), **OPTIONS)
+    body = first.fields["entropys",].words
+    while body.base is not None:
+        body = body.base
+    gone = weakref.ref(body)
+    packed.set(range(300), first)
+    del first, body
+    packed.set(range(200), batch(2, 200))
+    gc.collect()
+    assert gone() is None
+    assert_same(packed.get(range(200, 300)), batch(1, 300)[200:])
+
+
+def test_many_small_segments_are_joined():
+    packed = storage(1000)
+    rows = batch(1, 300)
+    for number in range(300):
+        packed.set(number, rows[number])
+    (strand,) = packed.rows.strands
+    assert len(strand.sources) < 80
+    assert_same(packed.get(slice(None)), rows)
+
+
+# -------------------------------------------------------------------- states
+
+
+def filled(**options) -> PackedStorage:
+    kept = storage(12, **options)
+    kept.set(range(7), batch(1))
+    kept.set([5, 6, 7, 8], batch(2, 4))
+    return kept
+
+
+def test_the_state_comes_back(tmp_path):
+    kept = filled()
+    expected = kept.get(slice(None))
+    torch.save(kept.state_dict(), tmp_path / "state.pt")
+    again = storage(12)
+    again.load_state_dict(torch.load(tmp_path / "state.pt"))
+    assert_same(again.get(slice(None)), expected)
+    assert_same(pickle.loads(pickle.dumps(kept)).get(slice(None)), expected)
+    again.load_state_dict(storage(12).state_dict())
+    assert len(again) == 0
+
+
+def test_buffers_are_saved_and_go_on(tmp_path):
+    padded, packed = both(16, TensorDictReplayBuffer, sampler=lambda: PrioritizedSampler(16, 0.7, 0.9), batch_size=5)
+    for buffer in (padded, packed):
+        buffer.extend(batch(1, 12))
+    packed.dumps(tmp_path / "buffer")
+    again = TensorDictReplayBuffer(storage=storage(16), sampler=PrioritizedSampler(16, 0.7, 0.9), batch_size=5)
+    again.loads(tmp_path / "buffer")
+    for buffer in (padded, again):
+        buffer.extend(batch(2, 7))
+    same_samples(padded, again)
+    again.dumps(tmp_path / "buffer")  # over the file that rows are read from
+    third = TensorDictReplayBuffer(storage=storage(16), sampler=PrioritizedSampler(16, 0.7, 0.9), batch_size=5)
+    third.load_state_dict(again.state_dict())
+    same_samples(padded, third)
+
+
+def test_empty_storages_are_saved_and_loaded(tmp_path):
+    kept = filled()
+    kept.dumps(tmp_path / "s")
+    storage(12).dumps(tmp_path / "s")
+    kept.loads(tmp_path / "s")
+    assert len(kept) == 0
+    with pytest.raises(mp.LayoutError, match="is no folder"):
+        kept.loads(tmp_path / "nowhere")
+
+
+def test_a_buffer_is_emptied():
+    buffer = ReplayBuffer(storage=storage(), batch_size=2)
+    buffer.extend(batch(1))
+    buffer.empty()
+    assert len(buffer) == 0
+    buffer.extend(batch(2))
+    assert_same(buffer[:], batch(2))
+
+
+def test_python_objects_that_json_cannot_say_need_leave():
+    rows = rollout(objects=False).set("made", per_row([complex(number, 1) for number in range(7)]))
+    kept = storage()
+    kept.set(range(7), rows)
+    assert_same(kept.get(slice(None)), rows)
+    with pytest.raises(mp.MaskpackError, match="allow_pickle"):
+        kept.state_dict()
+    kept, again = storage(allow_pickle=True), storage(allow_pickle=True)
+    kept.set(range(7), rows)
+    again.load_state_dict(kept.state_dict())
+    assert_same(again.get(slice(None)), rows)
+
+
+# -------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("slots", "rows", "message"),
+    [
+        (range(3), batch(1, 4), "4 rows for 3 slots"),
+        ([9, 11], batch(1, 2), "leave none empty"),
+        ([12], batch(1, 1), "slots below 12"),
+        ([-1], batch(1, 1), "slots from -1"),
+        (range(2), batch(1, 2).exclude("advantages"), r"advantages.* not in every view"),
+        (range(2), batch(1, 2).set("values", torch.zeros(2, 6)), r"values.* not in every view"),
+        (range(2), torch.zeros(2, 3), "got a Tensor; expected a TensorDict"),
+    ],
+    ids=str,
+)
+def test_rows_that_do_not_fit_are_not_stored(slots, rows, message):
+    kept = filled()
+    before = kept.get(slice(None))
+    with pytest.raises(mp.LayoutError, match=message):
+        kept.set(slots, rows)
+    assert_same(kept.get(slice(None)), before)
+
+
+def test_other_shapes_are_not_stored():
+    kept = PackedStorage(4)
+    kept.set(range(2), TensorDict({"x": torch.ones(2, 3)}, batch_size=[2]))
+    with pytest.raises(mp.LayoutError, match='"x" has elements of shape'):
+        kept.set(range(2), TensorDict({"x": torch.zeros(2, 4)}, batch_size=[2]))
+    assert_same(kept.get(slice(None)), TensorDict({"x": torch.ones(2, 3)}, batch_size=[2]))
+
+
+def test_other_dtypes_are_not_stored():
+    kept = filled()
+    rows = batch(1, 2)
+    rows["advantages"] = rows["advantages"].double()
+    with pytest.raises(mp.LayoutError, match=r'"advantages" has dtypes'):
+        kept.set(range(2), rows)
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(mp.LayoutError, match="layout is 'jagged'"):
+        PackedStorage(4, layout="jagged")
+    with pytest.raises(TypeError, match="pad_id"):
+        PackedStorage(4, pad_id=0)
+    with pytest.raises(TypeError, match="pad_id"):
+        MaskNesting(pad_id=0)
+    with pytest.raises(mp.LayoutError, match="the index has 2 parts"):
+        filled().get((0, 1))
+    with pytest.raises(mp.LayoutError, match="a list; expected a TensorDict"):
+        filled().set([0], [torch.zeros(3)])
+    with pytest.raises(mp.LayoutError, match="there are no rows"):
+        storage().get([0])
+    with pytest.raises(mp.LayoutError, match="9 rows for 4 slots"):
+        PackedStorage(4).load_state_dict(filled().state_dict())
+
+
+def test_the_batch_is_not_changed():
+    rows = batch(1)
+    storage().set(range(7), rows)
+    MaskNesting(**OPTIONS).inv(rows)
+    assert_same(rows, batch(1))  # not a clone, which may lose the sign of -0.0
+
+
+# -------------------------------------------------------------------- the transform
+
+
+@pytest.mark.parametrize("kept", [ListStorage, LazyStackStorage])
+@pytest.mark.parametrize("make", [ReplayBuffer, TensorDictReplayBuffer])
+def test_lists_keep_packed_rows(kept, make):
+    padded = make(storage=LazyTensorStorage(9), batch_size=4)
+    packed = make(storage=kept(9), transform=MaskNesting(**OPTIONS), batch_size=4)
+    for seed in (1, 2):
+        for buffer in (padded, packed):
+            buffer.extend(batch(seed))
+    for buffer in (padded, packed):
+        buffer.add(batch(3)[4])
+    for seed in range(5):
+        torch.manual_seed(seed)
+        expected = padded.sample()
+        torch.manual_seed(seed)
+        seen = packed.sample()
+        names = [name for name in expected.keys() if name != "index"]  # noqa: SIM118
+        assert_same(seen.select(*names).to_tensordict(), expected.select(*names).to_tensordict())
+        if make is TensorDictReplayBuffer:
+            assert_same(seen["index"], expected["index"])
+    assert all(len(row["packed"]) == 1 for row in packed.storage._storage)
+
+
+def test_a_transform_restores_rows_nested_and_objects():
+    whole = rollout()
+    rows = MaskNesting(**OPTIONS).inv(whole)
+    assert list(rows.keys()) == ["packed"]
+    assert_same(MaskNesting(layout="nested")(rows[[4, 1]]).get("uid"), per_row(["row-2", "row-0"]))
+    assert_same(
+        mp.unnest(MaskNesting(layout="nested")(rows[[4, 1]])), mp.decompress(mp.compress(whole, **OPTIONS)[[4, 1]])
+    )
+    one = MaskNesting()(rows[2])
+    assert isinstance(one, TensorDictBase)
+    assert one.batch_size == ()
+    assert_same(one["responses"], whole["responses"][2])
+
+
+def test_priorities_stay_beside_packed_rows():
+    nesting = MaskNesting(keep=["td_error"], **OPTIONS)
+    rows = batch(1).set("td_error", torch.arange(7) + 0.5)
+    packed = nesting.inv(rows)
+    assert_same(packed["td_error"], rows["td_error"])
+    assert_same(nesting(packed), rows)
+    buffer = TensorDictPrioritizedReplayBuffer(
+        alpha=1.0, beta=1.0, storage=ListStorage(7), transform=nesting, batch_size=200
+    )
+    buffer.extend(rows)
+    seed_all(0)
+    counts = torch.bincount(buffer.sample()["index"], minlength=7)
+    assert int(counts[6]) > 2 * int(counts[0])
+
+
+def test_rows_that_were_not_packed_are_named():
+    with pytest.raises(mp.LayoutError, match=r'entry "packed" holds'):
+        MaskNesting()(batch(1))
