@@ -99,24 +99,8 @@ def _sign(
     return short[0], short[1]
 
 
-PENDING = {"verl", "transferqueue", "torchrl", "transformers", "doctor"} - {
-    file.stem for file in Path(__file__).parent.glob("*.md")
-}
-
-
-def _without_pending(app: Sphinx, page: str, source: list[str]) -> None:
-    """Lines of pages that are not written yet are left out."""
-    wanted = [
-        line
-        for line in source[0].split("\n")
-        if line not in PENDING and not any(f"({name}.md)" in line for name in PENDING)
-    ]
-    source[0] = "\n".join(wanted)
-
-
 def setup(app: Sphinx) -> None:
     importlib.import_module("maskpack.report")
-    app.connect("source-read", _without_pending)
     app.connect("autodoc-process-signature", _sign)
     app.connect("autodoc-process-docstring", _document, priority=400)
     app.connect("autodoc-process-docstring", _restore, priority=600)  # napoleon has 500

@@ -14,7 +14,7 @@ from maskpack.registry import Key, MaskNestingRegistry, MaskNestingSpec, Path, p
 Verify = Literal["always", "first", "never"]
 OnLoss = Literal["keep", "error", "drop"]
 Registry = MaskNestingRegistry | Mapping[Any, MaskNestingSpec]
-"""What functions take as a registry; a plain dict of specs has no axes but the masks it names. Its keys are of type Key, of
+"""What functions take as a registry; a plain dict of specs has no axes but the masks it names. Its keys are Keys, of
 which a dict of strings is no Mapping to a type checker."""
 
 

@@ -80,6 +80,7 @@ PAGES = {
 ELSEWHERE = {
     "docs/dispatch.md": "test_dispatch.py",
     "docs/planning.md": "test_dispatch.py",
+    "docs/verl.md": "adapters/test_verl.py",
     "docs/wire-format.md": "test_wire.py",
 }
 """Pages that other files run, which look at more than that they run."""

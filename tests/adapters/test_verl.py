@@ -1,0 +1,802 @@
+"""verl: batches of its trainers packed and as they were, its losses on nested batches, and its own worker groups on a
+local Ray with packed batches beside plain ones."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl")
+
+import numpy as np
+import ray
+import torch
+import verl_workers
+from omegaconf import OmegaConf
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+from verl import DataProto
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.ray import (
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    create_colocated_worker_cls,
+)
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import ActorConfig, CriticConfig
+from verl.workers.utils.losses import ppo_loss, value_loss
+from verl.workers.utils.padding import left_right_2_no_padding
+
+import maskpack as mp
+from maskpack.adapters import verl
+from maskpack.adapters.verl_dispatch import Parcel
+
+PAD = 7
+P, R = 5, 6
+
+
+# -------------------------------------------------------------------- batches
+
+
+def rollouts(rows=4, seed=0, prompt_width=P, response_width=R, critic=False, m_rope=False):
+    """A padded DataProto with everything that a trainer puts into one; row by row, token by token."""
+    rng = random.Random(seed)
+    width = prompt_width + response_width
+    names = ["prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask"]
+    floats = ["rollout_log_probs", "old_log_probs", "ref_log_prob", "advantages", "token_level_rewards"]
+    floats += ["values", "returns"] if critic else []
+    columns = {name: [] for name in names + floats}
+    for _ in range(rows):
+        prompt = [rng.randrange(8, 100) for _ in range(rng.randrange(1, prompt_width + 1))]
+        answer = [rng.randrange(8, 100) for _ in range(rng.randrange(1, response_width + 1))]
+        left, right = prompt_width - len(prompt), response_width - len(answer)
+        tokens = len(prompt) + len(answer)
+        columns["prompts"].append([PAD] * left + prompt)
+        columns["responses"].append(answer + [PAD] * right)
+        columns["input_ids"].append([PAD] * left + prompt + answer + [PAD] * right)
+        columns["attention_mask"].append([0] * left + [1] * tokens + [0] * right)
+        columns["position_ids"].append([0] * left + list(range(tokens)) + [tokens - 1] * right)
+        columns["response_mask"].append([int(k == 0 or rng.random() < 0.7) for k in range(len(answer))] + [0] * right)
+        for name in floats:
+            columns[name].append([rng.uniform(-2, 1) for _ in answer] + [0.0] * right)
+    shapes = {"prompts": prompt_width, "input_ids": width, "attention_mask": width, "position_ids": width}
+    tensors = {
+        name: torch.tensor(lines, dtype=torch.float32 if name in floats else torch.int64).reshape(
+            rows, shapes.get(name, response_width)
+        )
+        for name, lines in columns.items()
+    }
+    if rows:
+        tensors["old_log_probs"][0, 0] = float("nan")
+        tensors["ref_log_prob"][0, 0] = -0.0
+    if m_rope:
+        text = tensors["position_ids"]
+        tensors["position_ids"] = torch.stack([text, text * 2, text * 3, text + (text > 0)], dim=1)
+    images = [{"pixel_values": torch.randn(3, 2), "n": i} if i % 2 else {} for i in range(rows)]
+    objects = {
+        "uid": [f"u{i // 2}" for i in range(rows)],
+        "raw_prompt": [[{"role": "user", "content": "x" * i}] for i in range(rows)],
+        "multi_modal_inputs": images,
+    }
+    arrays = {name: np.empty(rows, dtype=object) for name in objects}
+    for name, items in objects.items():
+        for row, item in enumerate(items):
+            arrays[name][row] = item
+    arrays["index"] = np.arange(rows, dtype=np.int32)
+    arrays["source"] = np.array(["gsm8k"] * rows)
+    meta = {"temperature": 0.7, "global_token_num": list(range(rows)), "metrics": {"a": [1.0]}}
+    return DataProto(TensorDict(tensors, batch_size=[rows]), arrays, meta)
+
+
+def no_padding(proto):
+    """What the padded trainer of verl sends: some fields jagged, some padded."""
+    return left_right_2_no_padding(copy.deepcopy(proto).to_tensordict())
+
+
+def all_jagged(proto, rope=None):
+    """What the newer trainer of verl holds: every field jagged, each on offsets of its own."""
+    batch, fields = proto.batch, {}
+    for name, value in batch.items():
+        mask = batch["attention_mask"].bool()
+        if name == "prompts":
+            mask = mask[:, :P]
+        elif value.shape[-1] == R:
+            mask = mask[:, P:]
+        rows = [row[..., kept] for row, kept in zip(value, mask, strict=True)]
+        jagged = torch.nested.as_nested_tensor
+        fields[name] = rope(rows) if value.dim() == 3 else jagged(rows, layout=torch.jagged)
+    objects = {name: list(proto.non_tensor_batch[name]) for name in ("uid", "raw_prompt")}
+    return tu.get_tensordict(fields | objects, {"temperature": 1.0, "global_token_num": [5, 6]})
+
+
+def by_hand(rows):
+    return tu.nested_tensor_from_tensor_list(rows, ragged_idx=2)
+
+
+def by_torch(rows):
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def bits(x):
+    return x.reshape(-1).contiguous().view(torch.uint8)
+
+
+def assert_same(a, b, path="it"):
+    """The same types, key orders, shapes, dtypes and bits, all the way down."""
+    assert type(a) is type(b), path
+    if isinstance(a, DataProto):
+        for name in ("batch", "non_tensor_batch", "meta_info"):
+            assert_same(getattr(a, name), getattr(b, name), f"{path}.{name}")
+    elif isinstance(a, NonTensorData | NonTensorStack):
+        assert a.batch_size == b.batch_size, path
+        inside = "data" if isinstance(a, NonTensorData) else "tolist"
+        left, right = (getattr(x, inside) for x in (a, b))
+        assert_same(left if inside == "data" else left(), right if inside == "data" else right(), path)
+    elif isinstance(a, TensorDict):
+        assert (a.batch_size, a.device) == (b.batch_size, b.device), path
+        assert_same({k: a.get(k) for k in a.keys()}, {k: b.get(k) for k in b.keys()}, path)  # noqa: SIM118
+    elif isinstance(a, torch.Tensor):
+        assert a.is_nested == b.is_nested, path
+        if a.is_nested:
+            ragged = [[isinstance(size, int) for size in x.shape] for x in (a, b)]
+            assert (a._ragged_idx, ragged[0]) == (b._ragged_idx, ragged[1]), path
+            assert_same(a.offsets(), b.offsets(), f"{path} offsets")
+            assert_same(a.values(), b.values(), f"{path} values")
+        else:
+            assert (a.dtype, a.shape) == (b.dtype, b.shape), path
+            assert torch.equal(bits(a), bits(b)), path
+    elif isinstance(a, np.ndarray):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), path
+        assert_same(a.tolist(), b.tolist(), path)
+    elif isinstance(a, dict):
+        assert list(a) == list(b), path
+        for name in a:
+            assert_same(a[name], b[name], f"{path}.{name}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), path
+        for row, (left, right) in enumerate(zip(a, b, strict=True)):
+            assert_same(left, right, f"{path}[{row}]")
+    else:
+        assert repr(a) == repr(b), path
+
+
+def odd_arrays():
+    """A DataProto whose arrays are of more dims and kinds than verl's."""
+    wide = np.empty((2, 2), dtype=object)
+    wide[:] = [[1, [2]], [None, {"x": np.arange(2)}]]
+    arrays = {"wide": wide, "numbers": np.array([[1.5], [-0.0]]), "flags": np.array([True, False])}
+    return DataProto(TensorDict({"x": torch.ones(2, 3, dtype=torch.bfloat16)}, batch_size=[2]), arrays, {})
+
+
+def inside():
+    """A TensorDict inside a TensorDict, with a batch-wide line of integers in it."""
+    batch = no_padding(rollouts())
+    lower = TensorDict({"mine": torch.ones(4, 2)}, batch_size=[4])
+    lower["indices"] = NonTensorData(torch.arange(9))
+    return batch.set("lower", lower)
+
+
+BATCHES = {
+    "proto": rollouts,
+    "proto of one row": lambda: rollouts(1),
+    "proto, wide": lambda: rollouts(9, 1, critic=True),
+    "proto, m-rope": lambda: rollouts(m_rope=True),
+    "proto without rows": lambda: rollouts(0),
+    "proto without batch": lambda: DataProto(non_tensor_batch={"uid": np.array(["a", [1]], dtype=object)}),
+    "proto of metrics": lambda: DataProto(meta_info={"metrics": [{"loss": 1.0}], "tensor": torch.ones(2)}),
+    "proto of odd arrays": odd_arrays,
+    "proto with jagged fields": lambda: DataProto(all_jagged(rollouts()).select("input_ids", "old_log_probs")),
+    "tensordict": lambda: rollouts().to_tensordict(),
+    "tensordict, some jagged": lambda: no_padding(rollouts()),
+    "tensordict, some jagged, m-rope": lambda: no_padding(rollouts(m_rope=True)),
+    "tensordict, jagged": lambda: all_jagged(rollouts(m_rope=False)),
+    "tensordict, jagged m-rope as verl makes it": lambda: all_jagged(rollouts(m_rope=True), by_hand),
+    "tensordict, jagged m-rope as torch makes it": lambda: all_jagged(rollouts(m_rope=True), by_torch),
+    "tensordict in tensordict": inside,
+    "tensordict of metrics": lambda: tu.get_tensordict({}, {"metrics": {"loss": 1.0}}),
+}
+
+
+@pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_comes_back_as_it_was(name):
+    torch.manual_seed(0)
+    data = BATCHES[name]()
+    torch.manual_seed(0)
+    before = BATCHES[name]()
+    packed = verl.pack(data, pad_token_id=PAD)
+    assert_same(data, before)
+    assert_same(verl.unpack(packed), before)
+    assert_same(verl.unpack(pickle.loads(pickle.dumps(packed, protocol=5))), before)
+    assert len(packed) == (len(data) if isinstance(data, DataProto) or data.batch_dims else 0)
+
+
+def test_a_nested_batch_comes_back_nested():
+    data = rollouts()
+    nested = verl.nest_batch_by_mask(data, pad_token_id=PAD)
+    back = verl.unpack(verl.pack(nested, pad_token_id=PAD))
+    assert_same(back.batch.exclude(mp.LAYOUTS), nested.batch.exclude(mp.LAYOUTS))
+    assert_same(verl.unnest_batch_by_mask(back), data)
+    assert_same(verl.unpack(verl.pack(nested, pad_token_id=PAD), layout="padded"), data)
+
+
+def test_two_equal_rows_are_regular_although_they_are_m_rope():
+    rows = [torch.arange(8).reshape(4, 2), torch.arange(8, 16).reshape(4, 2)]
+    batch = TensorDict({"position_ids": by_torch(rows)}, batch_size=[2])
+    assert_same(verl.unpack(verl.pack(batch)), TensorDict({"position_ids": by_torch(rows)}, batch_size=[2]))
+
+
+@pytest.mark.parametrize("rows", [[2, 0, 2], slice(1, 3), torch.tensor([True, False, False, True])])
+def test_rows_are_those_that_verl_selects(rows):
+    data = rollouts()
+    index = list(range(4))[rows] if isinstance(rows, slice) else rows
+    index = index.nonzero().flatten().tolist() if isinstance(index, torch.Tensor) else index
+    assert_same(verl.unpack(verl.pack(data, pad_token_id=PAD).select(rows)), data.select_idxs(index))
+    mixed = no_padding(data)
+    chosen = tu.index_select_tensor_dict(mixed, index)
+    back = verl.unpack(verl.pack(mixed, pad_token_id=PAD).select(rows))
+    for name in mixed.keys():  # noqa: SIM118
+        if isinstance(mixed[name], torch.Tensor):
+            seen, wanted = back[name], chosen[name]
+            for left, right in zip(seen.unbind(), wanted.unbind(), strict=True):
+                assert torch.equal(bits(left), bits(right))
+        elif isinstance(mixed.get(name), NonTensorStack):
+            assert_same(back.get(name).tolist(), chosen.get(name).tolist())
+        else:
+            assert_same(back.get(name).data, mixed.get(name).data)
+
+
+def test_what_is_packed_does_not_change_with_the_batch():
+    data, before = rollouts(), rollouts()
+    packed = verl.pack(data, pad_token_id=PAD)
+    before.non_tensor_batch["multi_modal_inputs"] = copy.deepcopy(data.non_tensor_batch["multi_modal_inputs"])
+    data.batch["responses"].zero_()
+    data.non_tensor_batch["index"][:] = 9
+    data.non_tensor_batch["raw_prompt"][0].append(1)
+    data.non_tensor_batch["multi_modal_inputs"][1]["pixel_values"].zero_()
+    data.meta_info["metrics"]["a"].append(2.0)
+    assert_same(verl.unpack(packed), before)
+
+
+def test_fields_that_share_their_lengths_are_sent_once():
+    batch = all_jagged(rollouts(64))
+    batch["returns"] = batch["advantages"].clone()
+    packed = verl.pack(batch)
+    with_one_more = packed.nbytes
+    assert len(packed.rows.layouts) == 3
+    assert with_one_more == verl.pack(batch.exclude("returns")).nbytes
+
+
+def test_indices_of_the_whole_batch_stay_small():
+    packed = verl.pack(no_padding(rollouts(200)), pad_token_id=PAD)
+    assert packed.select([0]).wide["indices",].nbytes < 8 * 200
+    assert_same(verl.unpack(packed.select([0]))["indices"], no_padding(rollouts(200))["indices"])
+
+
+def test_every_part_has_the_lists_of_the_whole_batch():
+    proto = verl.pack(rollouts(), pad_token_id=PAD)
+    batch = rollouts().to_tensordict()
+    td = verl.pack(batch, pad_token_id=PAD)
+    for rows in ([0, 1], [3]):
+        assert verl.unpack(proto.select(rows)).meta_info["global_token_num"] == [0, 1, 2, 3]
+        assert tu.get(verl.unpack(td.select(rows)), "global_token_num") == [0, 1, 2, 3]
+
+
+def test_every_field_of_the_trainers_is_known():
+    batch = rollouts(critic=True).batch
+    for name in ("entropy", "log_probs", "entropys", "sum_pi_squared", "rm_scores", "token_level_scores", "returns"):
+        batch[name] = batch["advantages"].clone()
+    for name in ("rollout_is_weights", "loss_mask", "student_mass", "teacher_mass", "distillation_losses"):
+        batch[name] = batch["response_mask"].clone()
+    mask = batch["attention_mask"]
+    batch["routed_experts"] = mask[..., None, None].expand(-1, -1, 2, 3).contiguous().to(torch.int16)
+    batch["teacher_ids"] = torch.where(mask[..., None].expand(-1, -1, 2) == 1, 3, PAD).to(torch.int32)
+    batch["teacher_logprobs"] = -0.5 * mask[..., None].expand(-1, -1, 2)
+    batch["prompt_embeds_mask"] = (torch.arange(3) < torch.tensor([[1], [2], [3], [0]])).long()
+    batch["prompt_embeds"] = torch.rand(4, 3, 2) * batch["prompt_embeds_mask"][..., None]
+    assert mp.dense_fields(batch, verl.VERL_FIELDS, pad_token_id=PAD) == ()
+    packed = verl.pack(DataProto(batch), pad_token_id=PAD, strict_mask_nesting=True)
+    assert_same(verl.unpack(packed), DataProto(batch))
+
+
+# -------------------------------------------------------------------- errors
+
+
+def test_strict_mode_looks_into_arrays_and_meta_info():
+    data = rollouts()
+    verl.pack(data, pad_token_id=PAD, strict_mask_nesting=True)  # multi_modal_inputs are dense by design
+    data.non_tensor_batch["mine"] = np.array([torch.ones(2)] + [None] * 3, dtype=object)
+    with pytest.raises(mp.CoverageError, match=r"mine/\[0\]"):
+        verl.pack(data, pad_token_id=PAD, strict_mask_nesting=True)
+    verl.pack(data, pad_token_id=PAD, strict_mask_nesting=True, ignore_dense_fields=["mine"])
+    data.meta_info["kept"] = {"x": torch.ones(2)}
+    with pytest.raises(mp.CoverageError, match="meta_info/kept/x"):
+        verl.pack(data, pad_token_id=PAD, strict_mask_nesting=True, ignore_dense_fields=["mine"])
+
+
+def test_errors_say_what_to_do():
+    with pytest.raises(mp.LayoutError, match="pack: got a dict; expected a DataProto"):
+        verl.pack({})
+    with pytest.raises(mp.LayoutError, match="unpack: got a DataProto; expected a PackedProto"):
+        verl.unpack(rollouts())
+    with pytest.raises(mp.RegistryError, match=r"Pass pad_token_id=tokenizer\.pad_token_id"):
+        verl.pack(rollouts())
+    with pytest.raises(mp.RegistryError, match="verify is 'sometimes'"):
+        verl.pack(rollouts(), verify="sometimes")
+    with pytest.raises(mp.LayoutError, match="select_and_pad_to_response: got a DataProto; expected a DataProto with"):
+        verl.select_and_pad_to_response(DataProto())
+
+
+# -------------------------------------------------------------------- nesting
+
+
+def test_old_names_take_both_kinds_of_batches():
+    data = rollouts()
+    for given, batch in ((data, data.batch), (data.batch, data.batch)):
+        nested = verl.nest_batch_by_mask(given, pad_token_id=PAD, strict=True)
+        inner = nested.batch if given is data else nested
+        assert inner["responses"].is_nested
+        assert not batch["responses"].is_nested
+        assert_same(verl.unnest_batch_by_mask(nested), given)
+        assert_same(verl.decompress(verl.compress(given, pad_token_id=PAD)), given)
+        wide = verl.select_and_pad_to_response(nested, "old_log_probs", "input_ids")
+        assert_same(wide["old_log_probs"], batch["old_log_probs"])
+        assert_same(wide["input_ids"], batch["responses"])
+    assert verl.MaskNestingSpec is mp.MaskNestingSpec
+
+
+@pytest.mark.parametrize("kind", ["proto", "tensordict"])
+def test_in_place_changes_the_batch_that_was_given(kind):
+    data, before = (x if kind == "proto" else x.batch for x in (rollouts(), rollouts()))
+    if kind == "proto":
+        before.non_tensor_batch["multi_modal_inputs"] = data.non_tensor_batch["multi_modal_inputs"]
+    assert verl.nest_batch_by_mask_(data, pad_token_id=PAD) is data
+    assert (data.batch if kind == "proto" else data)["input_ids"].is_nested
+    assert verl.unnest_batch_by_mask_(data) is data
+    assert_same(data, before)
+
+
+@pytest.mark.parametrize("kind", ["proto", "tensordict"])
+def test_in_place_leaves_the_batch_as_it_was_after_an_error(kind):
+    def spoilt():
+        proto = rollouts()
+        proto.batch["advantages"][:, -1] = 3.0
+        return proto if kind == "proto" else proto.batch
+
+    data, before = spoilt(), spoilt()
+    if kind == "proto":
+        before.non_tensor_batch["multi_modal_inputs"] = data.non_tensor_batch["multi_modal_inputs"]
+    with pytest.raises(mp.LossyPadError, match="advantages"):
+        verl.nest_batch_by_mask_(data, pad_token_id=PAD, strict=True)
+    assert_same(data, before)
+    with pytest.raises(mp.LayoutError, match="unnest_batch_by_mask"):
+        verl.unnest_batch_by_mask_(data)
+    assert_same(data, before)
+
+
+def test_a_locked_batch_is_not_changed_in_place():
+    batch = rollouts().batch.lock_()
+    with pytest.raises(mp.LayoutError, match="locked; expected an unlocked TensorDict"):
+        verl.nest_batch_by_mask_(batch, pad_token_id=PAD)
+
+
+# -------------------------------------------------------------------- verl's own losses
+
+
+def loss_inputs(seed):
+    """A padded batch with what verl's losses read, and jagged outputs of a model over the whole sequence."""
+    proto = rollouts(5, seed, critic=True)
+    proto.batch["old_log_probs"][0, 0] = -0.5
+    proto.batch["rollout_is_weights"] = torch.rand(5, R) * proto.batch["response_mask"]
+    data = proto.batch
+    numbers = {"dp_size": 2, "batch_num_tokens": int(data["response_mask"].sum()), "global_batch_size": 5}
+    lengths = data["attention_mask"].sum(1).tolist()
+    outputs = {
+        name: torch.nested.as_nested_tensor([torch.randn(length) for length in lengths], layout=torch.jagged)
+        for name in ("log_probs", "entropy", "values")
+    }
+    return data, numbers, outputs
+
+
+def with_numbers(batch, numbers):
+    out = batch.clone(recurse=False)
+    for name, value in numbers.items():
+        tu.assign_non_tensor_data(out, name, value)
+    return out
+
+
+def restored(nested, *fields):
+    """Fields at the canonical response width, beside the prompts, responses and mask that verl reads lengths from."""
+    wide = verl.select_and_pad_to_response(nested, *fields)
+    for name, value in mp.unnest(nested, "prompts", "responses", "attention_mask").items():
+        wide.set(name, value)
+    return wide
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum"])
+@pytest.mark.parametrize("rows", [slice(0, 5), slice(1, 3)])
+def test_the_policy_loss_of_verl_is_the_same_number(mode, rows):
+    data, numbers, outputs = loss_inputs(3)
+    packed = verl.pack(DataProto(data), pad_token_id=PAD).select(rows)
+    nested = verl.unpack(packed, layout="nested").batch
+    part = {
+        name: torch.nested.as_nested_tensor(list(x.unbind())[rows], layout=torch.jagged) for name, x in outputs.items()
+    }
+    fields = ["response_mask", "old_log_probs", "advantages", "rollout_is_weights", "ref_log_prob"]
+    results = []
+    for batch in (data[rows], restored(nested, *fields)):
+        config = ActorConfig(
+            strategy="fsdp",
+            rollout_n=1,
+            ppo_micro_batch_size_per_gpu=1,
+            use_kl_loss=True,
+            entropy_coeff=0.1,
+            loss_agg_mode=mode,
+        )
+        loss, metrics = ppo_loss(config, dict(part), with_numbers(batch, numbers))
+        results.append((loss, {name: getattr(value, "values", value) for name, value in metrics.items()}))
+    assert_same(results[0][0], results[1][0])
+    assert repr(results[0][1]) == repr(results[1][1])
+    assert torch.isfinite(results[0][0])
+
+
+def test_the_value_loss_of_verl_is_the_same_number():
+    data, numbers, outputs = loss_inputs(4)
+    nested = verl.nest_batch_by_mask(data, pad_token_id=PAD)
+    config = CriticConfig(strategy="fsdp", ppo_micro_batch_size_per_gpu=1)
+    results = []
+    for batch in (data, restored(nested, "values", "returns", "response_mask")):
+        loss, metrics = value_loss(config, outputs, with_numbers(batch, numbers))
+        results.append((loss, {name: getattr(value, "values", value) for name, value in metrics.items()}))
+    assert_same(results[0][0], results[1][0])
+    assert repr(results[0][1]) == repr(results[1][1])
+
+
+# -------------------------------------------------------------------- switches
+
+
+@pytest.mark.parametrize("struct", [False, True])
+def test_switches_are_read_from_a_configuration(struct):
+    config = OmegaConf.create({"trainer": {"use_mask_nesting": True, "strict_mask_nesting": True}, "actor": {"a": 1}})
+    OmegaConf.set_struct(config, struct)
+    assert verl.MaskNestingConfig.of(config.trainer, pad_token_id=3) == verl.MaskNestingConfig(True, True, 3)
+    assert verl.MaskNestingConfig.of(config.actor) == verl.MaskNestingConfig()
+    assert not verl.MaskNestingConfig.of({"use_mask_nesting": None}).use_mask_nesting
+    assert verl.MaskNestingConfig.of(CriticConfig(strategy="fsdp", ppo_micro_batch_size_per_gpu=1)).pad_token_id is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"use_mask_nesting": "yes"}, "use_mask_nesting is 'yes'; expected true or false"),
+        ({"use_mask_nesting": 1}, "use_mask_nesting is 1"),
+        ({"strict_mask_nesting": True}, "strict_mask_nesting without use_mask_nesting"),
+    ],
+)
+def test_a_wrong_switch_raises(given, message):
+    with pytest.raises(mp.RegistryError, match=message):
+        verl.MaskNestingConfig.of(OmegaConf.create(given))
+    with pytest.raises(mp.RegistryError, match=r"got a bool; expected a node of a configuration"):
+        verl.MaskNestingConfig.of(True)
+    with pytest.raises(mp.RegistryError, match="pad_token_id is '3'"):
+        verl.MaskNestingConfig(pad_token_id="3")
+
+
+# -------------------------------------------------------------------- pickles
+
+
+def test_pickles_of_data_protos_are_packed_until_it_is_undone():
+    data = rollouts(64, prompt_width=40, response_width=120)
+    usual = len(pickle.dumps(data))
+    outer = verl.pickle_data_protos(pad_token_id=PAD)
+    inner = verl.pickle_data_protos(pad_token_id=PAD, codec=None)
+    try:
+        small = pickle.dumps({"data": data}, protocol=5)
+        assert_same(pickle.loads(small)["data"], data)
+        assert len(small) < usual / 4
+        inner()
+        assert len(pickle.dumps(data, protocol=5)) < usual / 4
+    finally:
+        outer()
+    assert len(pickle.dumps(data)) == usual
+    buffer = io.BytesIO(small)
+    assert_same(pickle.load(buffer)["data"], data)  # the reader needs no call
+    with pytest.raises(mp.RegistryError, match="on_loss"):
+        verl.pickle_data_protos(on_loss="maybe")
+
+
+# -------------------------------------------------------------------- dispatch, without workers
+
+
+class Group:
+    """What a dispatch function asks of a worker group."""
+
+    def __init__(self, dp_ranks):
+        self.world_size = len(dp_ranks)
+        self._dispatch_info = {"actor": dp_ranks}
+
+
+def to_all(*args, ranks=2, config=None, **kwargs):
+    config = config or verl.MaskNestingConfig(True, pad_token_id=PAD)
+    return verl.mask_nesting_dispatch(None, config)["dispatch_fn"](Group([0] * ranks), *args, **kwargs)
+
+
+def test_arguments_that_verl_would_not_cut_raise_by_name():
+    with pytest.raises(mp.LayoutError, match="an argument is a int; expected a DataProto or a DataProtoFuture"):
+        to_all(rollouts(), 3)
+    with pytest.raises(mp.LayoutError, match="an argument is a TensorDict"):
+        to_all(rollouts().batch)
+    with pytest.raises(mp.LayoutError, match="4 rows for 3 ranks; expected rows that verl divides"):
+        to_all(rollouts(), ranks=3)
+    first, second = rollouts(4), rollouts(5)
+    first.meta_info["_verl_auto_padding"] = second.meta_info["_verl_auto_padding"] = True
+    with pytest.raises(mp.LayoutError, match="a padded batch of 5 rows beside one of 4"):
+        to_all(first, second)
+    with pytest.raises(mp.LayoutError, match="mesh_name is 3"):
+        verl.mask_nesting_dispatch(3)
+    with pytest.raises(mp.RegistryError, match="config is a dict"):
+        verl.configure(Group([0]), {})
+
+
+def test_auto_padding_leaves_the_batch_alone_and_counts_as_verl_does():
+    data = rollouts(5)
+    data.meta_info["_verl_auto_padding"] = True
+    positional, named = to_all(data, ranks=4, other=data)
+    assert len(data) == 5
+    assert named.pop("_padding_size_key_x123d") == 3
+    parts = [part for parts in (positional[0], named["other"]) for part in parts]
+    rows = [verl.unpack(part._packed).non_tensor_batch["index"].tolist() for part in parts]
+    assert rows == [[0, 1], [2, 3], [4, 4], [4, 4]] * 2
+
+
+def test_a_parcel_refuses_to_be_taken_for_a_batch():
+    parcel = to_all(rollouts())[0][0][0]
+    assert isinstance(parcel, Parcel)
+    uses = [
+        lambda: parcel["input_ids"],
+        lambda: parcel.batch,
+        lambda: len(parcel),
+        lambda: bool(parcel),
+        lambda: list(parcel),
+        lambda: "input_ids" in parcel,
+        lambda: parcel.select("x"),
+        lambda: parcel == parcel,
+        lambda: parcel.__setitem__("x", 1),
+    ]
+    for use in uses:
+        with pytest.raises(mp.MaskpackError, match="Put @packed_endpoint between @register and the method"):
+            use()
+
+
+def test_decorators_in_the_wrong_order_raise():
+    def method(self, data):
+        return data
+
+    with pytest.raises(mp.MaskpackError, match="Put @register above @packed_endpoint"):
+        verl.packed_endpoint(register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)(method))
+    with pytest.raises(mp.LayoutError, match="layout is 'flat'"):
+        verl.packed_endpoint(layout="flat")(method)
+
+
+def wire_bytes(things):
+    """Bytes of the pickles, protocol 5, with their out-of-band buffers; of objects that are the same once."""
+    total = 0
+    for thing in {id(thing): thing for thing in things}.values():
+        buffers = []
+        total += len(pickle.dumps(thing, protocol=5, buffer_callback=buffers.append))
+        total += sum(buffer.raw().nbytes for buffer in buffers)
+    return total
+
+
+def test_twelve_times_fewer_bytes_than_verl_sends():
+    from verl.protocol import BatchData
+
+    # the fill of the reference workload of the benchmarks: 8 % of the columns are real
+    data = rollouts(32, prompt_width=200, response_width=200)
+    keep = torch.cat([torch.arange(200) >= 180, torch.arange(200) < 12])
+    fields = {}
+    for name, value in data.batch.items():
+        cut = keep[-value.shape[1] :] if value.shape[1] == 400 or name != "prompts" else keep[:200]
+        pad = PAD if name in ("prompts", "responses", "input_ids") else 0
+        fields[name] = torch.where(cut, value, torch.tensor(pad, dtype=value.dtype))
+    mask = fields["attention_mask"]
+    fields["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    batch = TensorDict(fields, batch_size=[32])
+    for given in (DataProto(batch), batch):
+        packed = verl.pack(given, pad_token_id=PAD, strict_mask_nesting=True)
+        parts = [packed.select(slice(begin, begin + 8)) for begin in range(0, 32, 8)]
+        assert 12 * wire_bytes(parts) <= wire_bytes(BatchData(given).chunk(chunks=4))
+
+
+# -------------------------------------------------------------------- verl's worker groups
+
+
+def workers(kind, count, **options):
+    """A group of workers, colocated and spawned as verl's trainers do."""
+    pool = RayResourcePool([count], use_gpu=False, max_colocate_count=1)
+    worker = create_colocated_worker_cls({"actor": RayClassWithInitArgs(ray.remote(kind), **options)})
+    made = RayWorkerGroup(pool, worker, use_gpu=False, device_name="cpu").spawn(prefix_set={"actor"})["actor"]
+    return verl.configure(made, verl.MaskNestingConfig(True, pad_token_id=PAD))
+
+
+@pytest.fixture(scope="module")
+def local_ray():
+    path = os.pathsep.join([str(Path(verl_workers.__file__).parent), os.environ.get("PYTHONPATH", "")])
+    ray.init(
+        address="local",
+        num_cpus=5,
+        object_store_memory=150 * 2**20,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": path}},
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def group(local_ray):
+    """Two DP ranks of two peers, the second of which speaks."""
+    return workers(verl_workers.Trainer, 4)
+
+
+@pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "proto",
+        "proto, m-rope",
+        "proto without batch",
+        "tensordict",
+        "tensordict, some jagged",
+        "tensordict, jagged m-rope as verl makes it",
+    ],
+)
+def test_workers_see_what_verl_gives_them(group, name):
+    data = BATCHES[name]()
+    plain, packed = group.plain_seen(data), group.packed_seen(data)
+    assert_same(packed, plain)
+    digests = packed.non_tensor_batch["digest"] if isinstance(packed, DataProto) else tu.get(packed, "digest")
+    assert len(set(digests)) == 2  # one a DP rank
+
+
+def test_a_batch_that_was_packed_before_can_be_sent_again(group):
+    data = rollouts(8)
+    packed = verl.pack(data, pad_token_id=PAD)
+    assert_same(group.packed_seen(packed), group.plain_seen(data))
+    assert_same(group.packed_score(data=packed), group.plain_score(data))
+
+
+@pytest.mark.parametrize("method", ["score", "all_score"])
+def test_results_are_those_of_verl(group, method):
+    data = rollouts(8, critic=True)
+    assert_same(getattr(group, f"packed_{method}")(data), getattr(group, f"plain_{method}")(data))
+
+
+def test_async_methods_give_the_same(local_ray):
+    group, data = workers(verl_workers.AsyncTrainer, 1, peers=1), rollouts(8, critic=True)
+    assert_same(group.packed_later(data), group.plain_later(data))
+    assert_same(group.packed_score(data), group.plain_later(data))
+
+
+def test_jagged_outputs_and_metrics_are_those_of_verl(group):
+    data = no_padding(rollouts(8))
+    before = no_padding(rollouts(8))
+    before["multi_modal_inputs"] = data.get("multi_modal_inputs")
+    assert_same(group.packed_infer(data), group.plain_infer(data))
+    assert_same(data, before)
+    assert_same(group.packed_update(data), group.plain_update(data))
+
+
+def test_uneven_rows_are_padded_as_verl_pads_them(group):
+    for rows in (3, 5, 8):
+        data, again = rollouts(rows), rollouts(rows)
+        again.non_tensor_batch["multi_modal_inputs"] = data.non_tensor_batch["multi_modal_inputs"]
+        for batch in (data, again):
+            batch.meta_info["_verl_auto_padding"] = True
+        packed = group.packed_all_seen(data)
+        assert len(data) == rows
+        assert_same(packed, group.plain_all_seen(again))
+        assert len(packed) == rows
+
+
+def test_uneven_rows_of_a_mesh_are_cut_as_verl_cuts_them(group):
+    data = rollouts(5)
+    data.meta_info["_verl_auto_padding"] = True
+    assert_same(group.packed_seen(data), group.plain_seen(data))
+    with pytest.raises(mp.LayoutError, match="5 rows for 2 ranks"):
+        group.packed_seen(rollouts(5))
+
+
+def test_futures_are_those_of_verl(group):
+    data = rollouts(8)
+    future = group.packed_score_later(data)
+    assert isinstance(future, verl.PackedFuture)
+    assert all(isinstance(result, verl.PackedProto) for result in ray.get(future.futures))
+    assert_same(future.get(), group.plain_score_later(data).get())
+    mixed = no_padding(data)
+    assert_same(group.packed_infer_later(mixed).get(), group.plain_infer_later(mixed).get())
+
+
+def test_a_future_is_an_argument(group):
+    data = rollouts(8)
+    plain = group.plain_seen(group.plain_score_later(data))
+    assert_same(group.packed_seen(group.packed_score_later(data)), plain)
+    assert_same(group.plain_seen(group.packed_score_later(data)), plain)
+    with pytest.raises(mp.LayoutError, match=r"PackedFuture\.get: a worker returned a dict"):
+        group.wrong_kind(data).get()
+
+
+def test_a_method_that_decodes_nothing_fails_by_name(group):
+    for method in ("bare_score", "bare_seen"):
+        with pytest.raises(mp.MaskpackError, match="Put @packed_endpoint between @register and the method"):
+            getattr(group, method)(rollouts())
+
+
+def test_the_switch_is_off_where_it_says_so(group):
+    data = rollouts(8)
+    assert_same(group.off_score(data), group.plain_score(data))
+    assert not isinstance(group.off_score(data), verl.PackedProto)
+
+
+def test_strict_workers_raise_on_the_driver(group):
+    data = rollouts()
+    data.batch["mine"] = torch.ones(4, 9)
+    with pytest.warns(mp.MaskpackWarning, match="mine"):
+        group.packed_seen(data)
+    strict = verl.MaskNestingConfig(True, True, pad_token_id=PAD)
+    before = group._maskpack_config
+    try:
+        verl.configure(group, strict)
+        with pytest.raises(mp.CoverageError, match="mine"):
+            group.packed_seen(data)
+    finally:
+        verl.configure(group, before)
+
+
+def test_a_method_can_ask_for_nested_fields(group):
+    kinds = group.nested_kinds(rollouts()).non_tensor_batch["kinds"][0].split()
+    assert "input_ids:True" in kinds
+    assert "old_log_probs:True" in kinds
+
+
+def test_only_those_who_speak_send_rows_back(group):
+    sent, _ = verl.mask_nesting_dispatch("actor")["dispatch_fn"](group, rollouts(8))
+    results = ray.get(group.execute_all("actor_packed_score", *sent))
+    assert [type(result) for result in results] == [type(None), verl.PackedProto] * 2
+
+
+def test_peers_share_one_object(group):
+    sent, _ = verl.mask_nesting_dispatch("actor")["dispatch_fn"](group, rollouts())
+    first, second, third, fourth = sent[0]
+    assert first == second
+    assert third == fourth
+    assert first != third
+
+
+def test_ray_carries_packed_data_protos(group):
+    data = rollouts()
+    undo = verl.pickle_data_protos(pad_token_id=PAD)
+    try:
+        assert set(group.echo(data)) == {verl_workers.digest(data)}
+    finally:
+        undo()
+
+
+# -------------------------------------------------------------------- docs
+
+PAGE = Path(__file__).parents[2] / "docs" / "verl.md"
+
+
+def test_blocks_of_the_page_run():
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, PAGE.name, "exec"), {})

@@ -1,0 +1,154 @@
+"""Workers for test_verl.py, with every method twice: as verl sends its batches, and packed. Ray imports this module."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, TensorDict
+from verl import DataProto
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils import tensordict_utils as tu
+
+from maskpack.adapters.verl import MaskNestingConfig, mask_nesting_dispatch, packed_endpoint
+
+OFF = MaskNestingConfig()
+
+
+def flat(value, out):
+    """Everything that a worker can see of a value, as bytes."""
+    if isinstance(value, torch.Tensor):
+        if value.is_nested:
+            out.append(repr((value._ragged_idx, value.dim())).encode())
+            flat(value.offsets().to(torch.int64), out)  # verl sends int32 ones as int64
+            value = value.values()
+        out.append(repr((value.dtype, tuple(value.shape))).encode())
+        out.append(value.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, np.ndarray):
+        out.append(repr((value.dtype, value.shape)).encode())
+        for item in value.ravel().tolist() if value.dtype == object else [value.tobytes()]:
+            flat(item, out)
+    elif isinstance(value, DataProto):
+        out.append(b"proto")
+        for part in (value.batch, value.non_tensor_batch, value.meta_info):
+            flat(part, out)
+    elif isinstance(value, TensorDict):
+        out.append(repr(tuple(value.batch_size)).encode())
+        flat({name: value.get(name) for name in sorted(value.keys())}, out)
+    elif isinstance(value, NonTensorData):
+        flat(value.data, out)
+    elif type(value).__name__ == "NonTensorStack":
+        flat(value.tolist(), out)
+    elif isinstance(value, dict):
+        for name in sorted(value):
+            out.append(name.encode())
+            flat(value[name], out)
+    elif isinstance(value, list | tuple):
+        out.append(f"{type(value).__name__} {len(value)}".encode())
+        for item in value:
+            flat(item, out)
+    else:
+        out.append(repr(value).encode())
+
+
+def digest(value):
+    out = []
+    flat(value, out)
+    return hashlib.sha256(b"|".join(out)).hexdigest()
+
+
+def seen(self, data):
+    """One digest a row of what this rank was given."""
+    rows = len(data)
+    if isinstance(data, TensorDict):
+        tu.maybe_fix_3d_position_ids(data)  # as verl's workers do: its wire loses which dim is ragged
+    if isinstance(data, DataProto):
+        return DataProto(non_tensor_batch={"digest": np.array([digest(data)] * rows, dtype=object)})
+    return tu.get_tensordict({"digest": [digest(data)] * rows, "rank": torch.full((rows,), self.rank)})
+
+
+def score(self, data):
+    """A DataProto of [B, R] fields on the response axis, with rows of their own and metrics."""
+    mask = data.batch["response_mask"]
+    log_probs = (data.batch["responses"].float().sin() - 1) * mask
+    advantages = (data.batch["old_log_probs"].sum(1, keepdim=True) * mask).float()
+    return DataProto(
+        batch=TensorDict({"log_probs": log_probs, "advantages": advantages}, batch_size=[len(data)]),
+        non_tensor_batch={"again": data.non_tensor_batch["uid"]},
+        meta_info={"metrics": [{"loss": float(log_probs.sum())}], "temperature": data.meta_info["temperature"]},
+    )
+
+
+def infer(self, data):
+    """As verl's engines: jagged outputs over the whole sequence, and metrics."""
+    ids = data["input_ids"]
+    log_probs = torch.nested.nested_tensor_from_jagged(ids.values().float().cos(), ids.offsets())
+    data["input_ids"].values().zero_()  # a worker may write to what it was given
+    return tu.get_tensordict({"log_probs": log_probs}, {"metrics": {"tokens": ids.values().numel()}})
+
+
+def update(self, data):
+    """As verl's train_mini_batch: metrics from those who speak, nothing from the others."""
+    if not self.query_collect_info("actor"):
+        return None
+    return tu.get_tensordict({}, {"metrics": {"loss": float(data["old_log_probs"].double().sum())}})
+
+
+async def later(self, data):
+    return score(self, data)
+
+
+def pair(method, **options):
+    """The method under verl's own dispatch mode and under ours."""
+    plain = register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), **options)(method)
+    packed = register(dispatch_mode=mask_nesting_dispatch("actor"), **options)(packed_endpoint(method))
+    return plain, packed
+
+
+class Trainer(Worker):
+    """Tensor-parallel peers for each data-parallel rank; the last of them speaks."""
+
+    def __init__(self, peers=2):
+        super().__init__()
+        self._register_dispatch_collect_info(
+            "actor", dp_rank=self.rank // peers, is_collect=self.rank % peers == peers - 1
+        )
+
+    plain_seen, packed_seen = pair(seen)
+    plain_score, packed_score = pair(score)
+    plain_infer, packed_infer = pair(infer)
+    plain_update, packed_update = pair(update)
+    plain_score_later, packed_score_later = pair(score, blocking=False)
+    plain_infer_later, packed_infer_later = pair(infer, blocking=False)
+    off_score = register(dispatch_mode=mask_nesting_dispatch("actor", OFF))(packed_endpoint(score))
+
+    plain_all_seen = register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)(seen)
+    packed_all_seen = register(dispatch_mode=mask_nesting_dispatch())(packed_endpoint(seen))
+    plain_all_score = register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)(score)
+    packed_all_score = register(dispatch_mode=mask_nesting_dispatch())(packed_endpoint(score))
+
+    bare_score = register(dispatch_mode=mask_nesting_dispatch("actor"))(score)
+    bare_seen = register(dispatch_mode=mask_nesting_dispatch("actor"))(seen)
+
+    @register(dispatch_mode=mask_nesting_dispatch("actor"))
+    @packed_endpoint(layout="nested")
+    def nested_kinds(self, data):
+        kinds = [f"{name}:{value.is_nested}" for name, value in data.batch.items() if isinstance(value, torch.Tensor)]
+        return DataProto(non_tensor_batch={"kinds": np.array([" ".join(kinds)] * len(data), dtype=object)})
+
+    @register(dispatch_mode=mask_nesting_dispatch("actor"), blocking=False)
+    @packed_endpoint
+    def wrong_kind(self, data):
+        return {"loss": 1.0}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def echo(self, data):
+        return digest(data)
+
+
+class AsyncTrainer(Trainer):
+    """With a coroutine among its methods, Ray runs all of them in an event loop."""
+
+    plain_later, packed_later = pair(later)
