@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from maskpack import doctor
+from maskpack import __version__, doctor
 from maskpack.errors import MaskpackWarning
 from maskpack.packed import PackedBatch, compress
 from maskpack.registry import show
@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="maskpack", description="Moves the padded batches of RL post-training without the padding."
     )
+    parser.add_argument("--version", action="version", version=f"maskpack {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser(
         "demo",

@@ -530,3 +530,10 @@ def test_inspect_shows_names_without_control_signs(tmp_path, capsys):
     assert "red\\x1b[31m\\n" in inspected([tmp_path / "b"], capsys)
     torch.save({"a": torch.zeros(2, 2), 1.5: "\x1b"}, tmp_path / "b")
     assert "\x1b" not in refused([tmp_path / "b"], capsys)
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as done:
+        cli.main(["--version"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out == f"maskpack {maskpack.__version__}\n"
