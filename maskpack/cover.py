@@ -242,7 +242,8 @@ def _pad_of(x: Tensor, layout: RowLayout, pad_token_id: int | None) -> PadValue 
     trials: list[PadValue] = [first] if usual or token or x.dtype == torch.bool else []
     trials += [EDGE] if integers else []
     trials += [SIGNED_ZERO] if x.is_floating_point() and first == 0 else []
-    for pad in [*trials, first, PER_ROW]:
+    plain = float("nan") if first != first else first  # a NaN of other bits can be no constant
+    for pad in [*trials, plain, PER_ROW]:
         if pad is SIGNED_ZERO or pad is PER_ROW:
             rows = checks.row_pads(x, layout)
             held: Any = checks.zeros_of(rows) if pad is SIGNED_ZERO else rows

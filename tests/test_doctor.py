@@ -585,3 +585,19 @@ def test_the_command_in_a_process_of_its_own(tmp_path):
 def test_names_without_control_signs(tmp_path, capsys):
     torch.save({"attention_mask": torch.ones(2, 3), "red\x1b[31m": torch.ones(2, 2)}, tmp_path / "b")
     assert "\x1b" not in doctor([tmp_path / "b"], capsys, 1)
+
+
+def test_a_nan_of_other_bits_is_a_pad_of_rows():
+    """0 / 0 is no float("nan") on every processor."""
+    batch = rollout()
+    pad, mask = samples.PAD, batch["response_mask"].bool()
+    for bits in (0x7FC00000, -0x400000):  # that of float("nan"), and its negative
+        nan = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+        batch["odd"] = torch.where(mask, 1.0, nan)
+        (line,) = [one.line for one in diagnose(batch, pad_token_id=pad).findings if one.key == ("odd",)]
+        scope: dict = {}
+        exec("from maskpack import *\nfound = {" + line + "}", scope)
+        registry = RL_FIELDS | scope["found"]
+        packed = maskpack.compress(batch, registry=registry, pad_token_id=pad, strict_mask_nesting=True)
+        back = maskpack.decompress(packed)["odd"]
+        assert torch.equal(back.view(torch.int32), batch["odd"].view(torch.int32))

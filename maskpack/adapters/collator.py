@@ -170,6 +170,13 @@ class PackedCollator:
                     "samples the same labels and masks."
                 )
             read.append(self._sample(number, sample))
+        for place, name in enumerate(self.extras):
+            dtypes = {sample.extras[place].dtype for sample in read if sample.extras[place].numel()}
+            if len(dtypes) > 1:
+                raise LayoutError(
+                    f'{_CALL}: field "{name}" is {", ".join(sorted(map(str, dtypes)))} in different samples; expected '
+                    "one dtype. Make it one in the dataset: [0.0, 0.0] is not [0, 0]."
+                )
         return read
 
     def _sample(self, number: int, sample: Mapping[str, Any]) -> _Sample:
@@ -227,10 +234,10 @@ def _positions(bounds: IntArray, lengths: IntArray) -> Tensor:
 
 
 def _joined(parts: Iterable[Tensor], tail: int, filler: int, dtype: torch.dtype | None) -> Tensor:
-    """[1, T] of parts [n]; without parts, the tail alone."""
-    lines = list(parts)
+    """[1, T] of parts [n]; without tokens, the tail alone. An empty list has no dtype that counts."""
+    lines = [line for line in parts if line.numel()]
     dtype = dtype or (lines[0].dtype if lines else torch.float32)
-    return torch.cat([*lines, torch.full((tail,), filler, dtype=dtype)]).to(dtype)[None]
+    return torch.cat([*lines, torch.full((tail,), filler, dtype=dtype)])[None]
 
 
 def _line(number: int, sample: Mapping[str, Any], name: str, tokens: int | None) -> Tensor:
@@ -257,5 +264,10 @@ def _integers(number: int, sample: Mapping[str, Any], name: str, tokens: int | N
     if line.numel() and (line.is_floating_point() or line.is_complex() or line.dtype == torch.bool):
         raise LayoutError(
             f'{_CALL}: sample {number} has a field "{name}" of {line.dtype}; expected integers. Fix the dataset.'
+        )
+    if line.dtype == torch.uint64 and line.numel() and bool((line.view(torch.int64) < 0).any()):
+        raise LayoutError(
+            f'{_CALL}: sample {number} has a field "{name}" with numbers above those of int64; expected token ids. Fix '
+            "the dataset."
         )
     return line.long()

@@ -117,7 +117,26 @@ class PackedStorage(_ListStorage):
         Raises LayoutError for slots beyond `max_size`, or that leave others empty; and as `compress`, or as
         `PackedBatch.cat` where rows do not fit those that are there.
         """
-        slots, packed = self._slots(cursor), self._packed(data)
+        slots = self._slots(cursor)
+        try:
+            self._put(slots, data)
+        except Exception:
+            self._rewind(slots)
+            raise
+        if slots.size:
+            if set_cursor:
+                self._set_last_cursor(cursor)
+            self._bump_mutation_revision()
+
+    def _rewind(self, slots: IntArray) -> None:
+        """Sets writers back to the first of slots that were not filled: they go on before they store."""
+        for buffer in self._attached_entities:
+            writer: Any = getattr(buffer, "_writer", None)
+            if slots.size and hasattr(writer, "_cursor"):
+                writer._cursor = int(slots[0])
+
+    def _put(self, slots: IntArray, data: Any) -> None:
+        packed = self._packed(data)
         if len(packed) != slots.size:
             raise LayoutError(
                 f"PackedStorage.set: {len(packed)} rows for {slots.size} slots; expected one for each. Give a "
@@ -126,10 +145,15 @@ class PackedStorage(_ListStorage):
         if not slots.size:
             return
         before = len(self)
+        if slots.dtype.kind not in "iu" or int(slots.min()) < 0:
+            raise LayoutError(
+                f"PackedStorage.set: slots are {slots[:8].tolist()}; expected whole numbers from 0. Let the writer "
+                "choose them."
+            )
         table = np.full(max(before, int(slots.max()) + 1), -1, np.int64)
         table[:before] = np.arange(before)
         table[slots] = before + np.arange(slots.size)
-        if int(slots.min()) < 0 or table.size > self.max_size or int(table.min()) < 0:
+        if table.size > self.max_size or int(table.min()) < 0:
             raise LayoutError(
                 f"PackedStorage.set: slots from {int(slots.min())} to {int(slots.max())} with {before} in use; "
                 f"expected slots below {self.max_size} that leave none empty. Let the writer choose them."
@@ -137,9 +161,6 @@ class PackedStorage(_ListStorage):
         new = BatchView.of(packed)
         rows = new if self._rows is None else BatchView.cat([self._rows, new])
         self._rows = _tidied(rows.select(table))
-        if set_cursor:
-            self._set_last_cursor(cursor)
-        self._bump_mutation_revision()
 
     def get(self, index: Any) -> Any:
         """The rows of some slots as a TensorDict [n]; of one slot, where it is named by a whole number, without the
@@ -268,6 +289,8 @@ class MaskNesting(_Transform):
     ) -> None:
         super().__init__(in_keys=[key], out_keys=[])
         inspect.signature(compress).bind_partial(**options)
+        if layout not in ("padded", "nested"):
+            raise LayoutError(f'MaskNesting: layout is {layout!r}; expected "padded" or "nested". Choose one.')
         self.layout: Target = layout
         self.key, self.keep, self.options = key, tuple(keep), options
 
@@ -276,6 +299,10 @@ class MaskNesting(_Transform):
         `compress`. The batch is not changed."""
         single = not tensordict.batch_dims
         batch = tensordict.unsqueeze(0) if single else tensordict
+        if not batch.batch_size[0]:
+            raise LayoutError(
+                "MaskNesting: the batch has no rows; expected at least one. Store nothing where none are."
+            )
         beside = batch.select(*self.keep)
         packed = compress(batch.exclude(*self.keep), **self.options)
         rows: list[Any] = [NonTensorData(_copied(packed[row : row + 1])) for row in range(len(packed))]

@@ -57,6 +57,9 @@ _USUAL = (
 _REMEDY = "Fetch columns that were put as to_samples made them, and name only these."
 
 
+_MOST_COLUMNS = 1 << 16
+
+
 def to_samples(
     packed: PackedBatch,
     *,
@@ -88,6 +91,11 @@ def to_samples(
     entries = list(dict.fromkeys(form.path[0] for form in packed.schema.forms))
     columns = {name: [name] for name in entries} if columns is None else columns
     _check_columns(columns, entries, call)
+    if isinstance(after, bool) or not isinstance(after, int) or not 0 <= after < _MOST_COLUMNS - len(columns):
+        raise LayoutError(
+            f"{call}: after is {after!r} with {len(columns)} columns; expected a whole number from 0, below "
+            f"{_MOST_COLUMNS:,} with them. Pass the number of columns that the samples have."
+        )
     out: dict[str, Tensor] = {}
     for place, (name, members) in enumerate(columns.items(), after):
         part = _part(packed, members)
@@ -100,7 +108,8 @@ def from_samples(samples: TensorDictBase, *columns: str, allow_pickle: bool = Fa
 
     Args:
         samples: [n], columns that `to_samples` made, in any order.
-        columns: those to read; all if none is named. Their entries come in the order of the batch that was put.
+        columns: those to read; all if none is named. Columns come in the order in which they were put, the entries of
+            one in the order of the batch.
         allow_pickle: as for `PackedBatch.from_bytes`.
 
     Raises:

@@ -93,8 +93,14 @@ class MaskNestingConfig:
         )
 
     def pack_result(self, data: Any, like: PackedProto) -> PackedProto:
-        """`pack` of what a worker returns for the rows of `like`."""
-        return pack(data, registry=self._fields(), pad_token_id=self.pad_token_id, codec=self.codec, like=like)
+        """`pack` of what a worker returns for the rows of `like`; without their masks, if a field has another width."""
+        options: dict[str, Any] = {
+            "registry": self._fields(), "pad_token_id": self.pad_token_id, "codec": self.codec,
+        }  # fmt: skip
+        try:
+            return pack(data, like=like, **options)
+        except LayoutError:
+            return pack(data, **options)
 
 
 _ON = MaskNestingConfig(use_mask_nesting=True)

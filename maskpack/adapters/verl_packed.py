@@ -68,9 +68,15 @@ class Column:
 
     @classmethod
     def of(cls, array: Any) -> Column:
+        if type(array) is not np.ndarray:
+            raise LayoutError(
+                f"pack: a column of non_tensor_batch is a {type(array).__name__}; expected numpy.ndarray. Convert it: "
+                "what it is beyond an array would be lost."
+            )
         if array.dtype != object:
             return cls(np.array(array), array.shape[1:])
-        return cls(Objects(list(array), 0).stowed(len(array), True), array.shape[1:])
+        cells = [list(row.flat) for row in array] if array.ndim > 1 else list(array)
+        return cls(Objects(cells, 0).stowed(len(array), True), array.shape[1:])
 
     def select(self, rows: list[int]) -> Column:
         return replace(self, values=self.values.select(rows) if isinstance(self.values, Objects) else self.values[rows])
@@ -82,8 +88,19 @@ class Column:
         items = self.values.entry((len(self.values.data),)).data
         made: Any = np.empty((len(items), *self.shape), dtype=object)
         for row, item in enumerate(items):
-            made[row] = item
+            if self.shape:
+                made[row] = _cells(item).reshape(self.shape)
+            else:
+                made[row] = item
         return made
+
+
+def _cells(items: list[Any]) -> Any:
+    """A line of objects, none of them opened."""
+    made: Any = np.empty(len(items), dtype=object)
+    for place, item in enumerate(items):
+        made[place] = item
+    return made
 
 
 @dataclass(frozen=True)

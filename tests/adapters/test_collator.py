@@ -330,3 +330,23 @@ def test_real_tokens_alone_may_have_an_attention_mask():
     assert PackedCollator(extras=["token_type_ids"])([{**one, "token_type_ids": [0, 1]}])[
         "token_type_ids"
     ].tolist() == [[0, 1]]
+
+
+def test_extras_of_several_dtypes_raise_and_empty_lists_have_none() -> None:
+    """A value that fits one dtype may not fit the other."""
+    for one, other in (([0, 0], [0.5, -0.5]), ([True, False], [0.5, 1.0])):
+        samples = [{"input_ids": [1, 2], "more": one}, {"input_ids": [3, 4], "more": other}]
+        for order in (samples, samples[::-1]):
+            with pytest.raises(
+                LayoutError, match=r'field "more" is torch\..* in different samples; expected one dtype'
+            ):
+                PackedCollator(extras=("more",))(order)
+    big = 16_777_217  # no float32
+    samples = [{"input_ids": [1], "more": [big]}, {"input_ids": [], "more": []}]
+    for order in (samples, samples[::-1]):
+        assert PackedCollator(extras=("more",))(order)["more"].tolist() == [[big]]
+
+
+def test_ids_above_int64_raise() -> None:
+    with pytest.raises(LayoutError, match="numbers above those of int64"):
+        PackedCollator()([{"input_ids": torch.tensor([2**63 + 1], dtype=torch.uint64)}])

@@ -405,7 +405,7 @@ def test_python_objects_that_json_cannot_say_need_leave():
         (range(3), batch(1, 4), "4 rows for 3 slots"),
         ([9, 11], batch(1, 2), "leave none empty"),
         ([12], batch(1, 1), "slots below 12"),
-        ([-1], batch(1, 1), "slots from -1"),
+        ([-1], batch(1, 1), r"slots are \[-1\]"),
         (range(2), batch(1, 2).exclude("advantages"), r"advantages.* not in every view"),
         (range(2), batch(1, 2).set("values", torch.zeros(2, 6)), r"values.* not in every view"),
         (range(2), torch.zeros(2, 3), "got a Tensor; expected a TensorDict"),
@@ -517,3 +517,31 @@ def test_priorities_stay_beside_packed_rows():
 def test_rows_that_were_not_packed_are_named():
     with pytest.raises(mp.LayoutError, match=r'entry "packed" holds'):
         MaskNesting()(batch(1))
+
+
+def test_a_rejected_extend_leaves_the_buffer_as_it_was():
+    """TorchRL's writer moves on before it stores; it is set back."""
+    buffer = ReplayBuffer(storage=storage(6))
+    rows = batch(1, rows=4)
+    buffer.extend(rows)
+    wrong = batch(2, rows=4)
+    wrong["old_log_probs"] = wrong["old_log_probs"].double()
+    for _ in range(3):
+        with pytest.raises(mp.LayoutError):
+            buffer.extend(wrong)
+    assert len(buffer) == 4
+    more = batch(3, rows=2)
+    buffer.extend(more)
+    assert len(buffer) == 6
+    assert_same(buffer[torch.arange(4)]["input_ids"], rows["input_ids"])
+    assert_same(buffer[torch.arange(4, 6)]["input_ids"], more["input_ids"])
+
+
+def test_slots_and_layouts_that_cannot_be_are_named():
+    for slot in (-1, [1.0]):
+        with pytest.raises(mp.LayoutError, match="expected whole numbers from 0"):
+            storage(6).set(slot, batch(1, rows=1))
+    with pytest.raises(mp.LayoutError, match="MaskNesting: layout is 'x'"):
+        MaskNesting(layout="x")  # type: ignore[arg-type]
+    with pytest.raises(mp.LayoutError, match="MaskNesting: the batch has no rows"):
+        MaskNesting(pad_token_id=PAD).inv(batch(1)[:0])

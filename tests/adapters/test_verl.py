@@ -800,3 +800,37 @@ def test_blocks_of_the_page_run():
     assert blocks
     for block in blocks:
         exec(compile(block, PAGE.name, "exec"), {})
+
+
+def test_a_result_of_another_width_goes_whole():
+    """As with the switch off: a method may return the longest response of its rows, or one value a row."""
+    config = verl.MaskNestingConfig(use_mask_nesting=True, pad_token_id=0)
+    like = config.pack(rollouts())
+    for shape in ((4, R + 2), (4, 1)):
+        result = TensorDict({"old_log_probs": torch.randn(shape), "values": torch.randn(4)}, [4])
+        back = verl.unpack(config.pack_result(result, like))
+        assert torch.equal(back["old_log_probs"], result["old_log_probs"])
+        assert torch.equal(back["values"], result["values"])
+
+
+def test_object_columns_of_two_dims_are_copies():
+    held = np.empty((4, 2), dtype=object)
+    for row in range(4):
+        held[row, 0], held[row, 1] = torch.full((2,), float(row)), [row]
+    data = rollouts()
+    data.non_tensor_batch["held"] = held
+    packed = verl.pack(data, pad_token_id=0)
+    held[1, 1].append("later")
+    back = verl.unpack(packed).non_tensor_batch["held"]
+    assert (back.shape, back.dtype) == ((4, 2), object)
+    assert [cell.tolist() for cell in back[:, 0]] == [[row, row] for row in range(4)]
+    assert [*back[:, 1]] == [[0], [1], [2], [3]]
+    back[0, 0].add_(9)
+    assert held[0, 0].tolist() == [0, 0]
+
+
+def test_arrays_that_are_more_than_arrays_raise():
+    data = rollouts()
+    data.non_tensor_batch["some"] = np.ma.masked_array([1, 2, 3, 4], mask=[0, 1, 0, 0])
+    with pytest.raises(mp.LayoutError, match=r"a MaskedArray; expected numpy.ndarray"):
+        verl.pack(data, pad_token_id=0)
