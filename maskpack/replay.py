@@ -212,7 +212,7 @@ class ReplayModel(Protocol):
         ...
 
     def trust(self, inputs: PackedInputs, hidden: Tensor, again: bool) -> None:
-        """Compares a row with its own dense forward, once for each kind of model, or `again`; raises ReplayError."""
+        """Compares a row with its own dense forward, the first time or `again`; raises ReplayError."""
         ...
 
 
@@ -239,7 +239,7 @@ def response_log_probs(
         plan: micro-batches of the rows, run one after the other. Without gradients: a loop that trains takes the
             micro-batches itself.
         canary: compare a row with its dense forward before trusting the rest: True always, False never, None the first
-            time for each kind of model.
+            time for each model.
         multiple_of, no_prompt, registry: as for `PackedInputs.of`.
 
     Returns:

@@ -493,6 +493,15 @@ def test_an_output_layer_that_is_more_than_a_weight_raises() -> None:
     with pytest.raises(ReplayError, match=r"output layer of LlamaForCausalLM is a torch.nn.modules.linear.Linear, or"):
         response_log_probs(ready, batch_of())
     hook.remove()
+    hook = model.lm_head.register_forward_pre_hook(lambda *given: (given[1][0] * 2,))
+    with pytest.raises(ReplayError, match="or has hooks"):
+        response_log_probs(ready, batch_of())
+    hook.remove()
+    forward = model.lm_head.forward
+    model.lm_head.forward = lambda x: 2 * forward(x)  # as libraries that move layers between devices do
+    with pytest.raises(ReplayError, match="or has hooks"):
+        response_log_probs(ready, batch_of())
+    del model.lm_head.forward
     response_log_probs(ready, batch_of())
     with_more(model.lm_head)
     with pytest.raises(ReplayError, match=r"is a .*More, or has hooks; expected torch.nn.Linear, whose"):

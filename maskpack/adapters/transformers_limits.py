@@ -59,16 +59,17 @@ def check_output(model: Any, config: Any, output: Any) -> None:
 def plain_weight(model: Any, output: Any) -> Tensor:
     """[V, H]: the weight of an output layer that does nothing else. Looked at in every call: adapters come and go."""
     who, layer = type(model).__name__, cast("Any", type(output))
-    hooks = getattr(output, "_forward_hooks", None)
-    if not isinstance(output, nn.Linear) or layer.forward is not nn.Linear.forward or hooks:
-        raise ReplayError(
-            f"replayable: the output layer of {who} is a {layer.__module__}.{layer.__name__}, or has hooks; expected "
-            "torch.nn.Linear, whose weight says all. Merge adapters of the output layer, or leave it without one."
-        )
-    if isinstance(output.weight, DTensor):
+    if isinstance(getattr(output, "weight", None), DTensor):
         raise ReplayError(
             f"replayable: the output layer of {who} is sharded; expected its whole weight after a forward "
             "pass. Leave it to the root of the sharding: fully_shard of the layers, then of the model."
+        )
+    hooked = [name for name in ("_forward_hooks", "_forward_pre_hooks") if getattr(output, name, None)]
+    plain = isinstance(output, nn.Linear) and layer.forward is nn.Linear.forward and "forward" not in vars(output)
+    if not plain or hooked:
+        raise ReplayError(
+            f"replayable: the output layer of {who} is a {layer.__module__}.{layer.__name__}, or has hooks; expected "
+            "torch.nn.Linear, whose weight says all. Merge adapters of the output layer, or leave it without one."
         )
     return output.weight
 
