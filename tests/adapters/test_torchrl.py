@@ -519,14 +519,15 @@ def test_rows_that_were_not_packed_are_named():
         MaskNesting()(batch(1))
 
 
-def test_a_rejected_extend_leaves_the_buffer_as_it_was():
-    """TorchRL's writer moves on before it stores; it is set back."""
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_rejected_extend_leaves_the_buffer_as_it_was(times):
+    """TorchRL's writer moves on before it stores; it is set back. (After three times it would be in place by chance.)"""
     buffer = ReplayBuffer(storage=storage(6))
     rows = batch(1, rows=4)
     buffer.extend(rows)
     wrong = batch(2, rows=4)
     wrong["old_log_probs"] = wrong["old_log_probs"].double()
-    for _ in range(3):
+    for _ in range(times):
         with pytest.raises(mp.LayoutError):
             buffer.extend(wrong)
     assert len(buffer) == 4
