@@ -521,7 +521,7 @@ def test_rows_that_were_not_packed_are_named():
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_rejected_extend_leaves_the_buffer_as_it_was(times):
-    """TorchRL's writer moves on before it stores; it is set back. (After three times it would be in place by chance.)"""
+    """The writer moves on before it stores; it is set back. (After three times it would be in place by chance.)"""
     buffer = ReplayBuffer(storage=storage(6))
     rows = batch(1, rows=4)
     buffer.extend(rows)
