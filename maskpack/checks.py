@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from maskpack.errors import RegistryError
 from maskpack.layout import RowLayout
 from maskpack.ops import _torch as ops
 from maskpack.registry import EDGE, Pad, PadValue
-from maskpack.rows import IntArray
+from maskpack.rows import IntArray, cumulated
 from maskpack.schema import FieldForm
 from maskpack.words import Words, pad_tensor, words
 
@@ -106,6 +107,31 @@ def row_pads(x: Tensor, layout: RowLayout) -> Tensor:
         first_of = source[(slice(None), slice(None), *[0] * (x.dim() - 2))]
         target[rows] = first_of[rows, places]
     return pads
+
+
+def edge_pads(values: Words, layout: RowLayout) -> tuple[Words, npt.NDArray[np.bool_]]:
+    """What EDGE puts into the rows of a field, as constants.
+
+    Args:
+        values: its words [T, n, k]: n words of k parts in each element, k 2 for items of 16 bytes and 1 for all others.
+
+    Returns:
+        For each row the word at its padded places [B, k], and bool [B]: whether it is the one word at all of them.
+    """
+    table = layout.table
+    begins = cumulated(table.counts)[:-1]
+    row_of_run = np.repeat(np.arange(layout.num_rows), np.diff(table.splits))
+    first = table.splits[:-1][np.diff(table.splits) > 0]
+    first = first[table.starts[first] > 0]
+    gaps = table.starts + table.counts < layout.width
+    rows = np.concatenate([row_of_run[first], row_of_run[gaps]])
+    held = values[np.concatenate([begins[first], (begins + table.counts)[gaps] - 1])]
+    pads = np.zeros((layout.num_rows, values.shape[2]), values.dtype)  # of empty rows
+    single = np.ones(layout.num_rows, np.bool_)
+    if held.size:
+        pads[rows] = held[:, 0]
+        single[rows[(held != pads[rows][:, None]).any((1, 2))]] = False
+    return pads, single
 
 
 def zeros_of(pads: Tensor) -> Tensor:

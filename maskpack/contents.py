@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -160,6 +160,16 @@ class Decoder:
         """A field in its padded form."""
         return self.entry(self._packed.forms[path])
 
+    def form(self, path: Path) -> FieldForm:
+        """The form of a field."""
+        return self._packed.forms[path]
+
+    def widened(self, form: FieldForm, left: int, right: int) -> Tensor:
+        """A padded field with as many columns of padding more on each side."""
+        layout = self._packed.layouts[form.layout or ""].widened(left, right)
+        values = self._values(form)
+        return to_padded(values, form, layout.to(values.device), self.row_pads(form))
+
     def row_pads(self, form: FieldForm) -> Tensor | None:
         """[B], a copy, of a field whose pad is PER_ROW."""
         if form.path not in self._packed.row_pads:
@@ -227,4 +237,4 @@ class Decoder:
 
 def on(node: Node, device: torch.device | str | None) -> Node:
     """A node of a batch that goes to `device`, if one is given."""
-    return node if device is None else Node(node.more_dims, str(device))
+    return node if device is None else replace(node, device=str(device))

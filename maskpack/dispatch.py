@@ -21,7 +21,7 @@ import ray
 from tensordict import TensorDictBase
 
 from maskpack.calls import Call, Part, Request, Results
-from maskpack.division import Balance, divided, of_plan, planned_lengths, ranks_of, rows_of, shares
+from maskpack.division import Balance, divided, of_plan, planned_lengths, ranks_of, shares
 from maskpack.errors import LayoutError, MaskpackError, PlanError
 from maskpack.options import Registry, Verify
 from maskpack.packed import PackedBatch, compress
@@ -239,7 +239,7 @@ class WorkerGroup:
         encode_ms, end = 0.0, 0
         for rank, size in enumerate(sizes):
             begun = time.perf_counter()
-            view = BatchView.of(self.pack(rows_of(batch, self._options["registry"], end, end + size)))
+            view = BatchView.of(self.pack(batch[end : end + size]))
             encode_ms += 1e3 * (time.perf_counter() - begun)
             request = Request(method, (view, *given), named, layout, grace)
             sent, counts = self.send(request, {rank: np.arange(size)})

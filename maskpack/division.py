@@ -7,14 +7,10 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-from tensordict import TensorDictBase
 
 from maskpack.errors import LayoutError, MaskpackError, PlanError
-from maskpack.options import Registry
 from maskpack.rank_plans import RankPlans
-from maskpack.registry import MaskNestingRegistry
 from maskpack.rows import IntArray, cumulated, even_sizes, row_index
-from maskpack.tree import row_list, walk, with_rows
 from maskpack.views import BatchView
 
 Balance = Literal["rows", "tokens"] | Sequence[Sequence[int]]
@@ -42,18 +38,6 @@ def ranks_of(
             "each rank. Mark the actor whose result counts."
         )
     return ranks, [next(actor for actor in own if speaks[actor]) for own in ranks]
-
-
-def rows_of(batch: TensorDictBase, registry: Registry, begin: int, end: int) -> TensorDictBase:
-    """Consecutive rows of a batch, its row lists among them."""
-    part = batch[begin:end]
-    specs = registry if isinstance(registry, MaskNestingRegistry) else MaskNestingRegistry(registry)
-    for path, value in walk(batch):
-        spec = specs.find(path)
-        items = row_list(value, batch.batch_size[0]) if spec is not None and "row-list" in spec.hints else None
-        if items is not None:
-            part.set(path, with_rows(value, items[begin:end]))
-    return part
 
 
 def divided(view: BatchView, balance: Balance, ranks: int) -> list[IntArray]:

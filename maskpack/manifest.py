@@ -124,6 +124,8 @@ class _Writer:
             out["hints"] = list(form.hints)
         if form.reason is not None:
             out["reason"] = form.reason
+        if form.axis is not None:
+            out["axis"] = form.axis
         if form.path in packed.row_pads:
             out["row_pads"] = self.add(packed.row_pads[form.path], f"{show(form.path)} pads")
         out["encoding"] = self._encoding(packed.fields[form.path], show(form.path))
@@ -147,7 +149,9 @@ class _Writer:
 
     def _object(self, packed: Contents, form: FieldForm, pickled: bool) -> dict[str, Any]:
         held = packed.objects[form.path]
-        out: dict[str, Any] = {"depth": held.depth, "listed": held.listed}
+        out: dict[str, Any] = {"depth": held.depth}
+        if held.stacked:
+            out["stacked"] = True
         if form.hints:
             out["hints"] = list(form.hints)
         before = len(self.arrays)
@@ -174,7 +178,8 @@ def _leads(found: dict[int, int], begin: int, end: int) -> bool:
 
 
 def _node_out(node: Node) -> dict[str, Any]:
-    return {"dims": None if node.more_dims is None else list(node.more_dims), "device": node.device}
+    out = {"dims": None if node.more_dims is None else list(node.more_dims), "device": node.device}
+    return out if node.kind is None else out | {"kind": f"{node.kind.__module__}:{node.kind.__qualname__}"}
 
 
 def _pad_out(pad: PadValue) -> Any:

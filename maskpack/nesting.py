@@ -4,6 +4,7 @@ is its exact inverse."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -152,8 +153,8 @@ def _nested_fields(
 
 def rows_only(node: Node) -> Node:
     """A nested batch has its rows as its only batch dim: a jagged width cannot be one."""
-    return Node(None if node.more_dims is None else (), node.device)
+    return replace(node, more_dims=None if node.more_dims is None else ())
 
 
 def _at_home(now: Node, home: Node | None) -> Node:
-    return now if home is None else Node(home.more_dims, now.device)
+    return now if home is None else replace(now, more_dims=home.more_dims)

@@ -12,12 +12,13 @@ import math
 import struct
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack
+from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection, lazy_stack
+from tensordict import is_non_tensor as is_non_tensor  # type: ignore[reportUnknownVariableType]
 from torch import Tensor
 
 from maskpack.words import DTYPES, Words, from_words, word_dtype, words
@@ -61,36 +62,37 @@ class Objects:
     Attributes:
         data: one object for the batch, or the list of the rows' objects (lists of lists below further batch dims).
         depth: batch dims that `data` is a list along; 0 for one object of the whole batch.
-        listed: whether the one object is a list of one item a row, which follows the rows.
+        stacked: whether `data` holds the rows of a lazy stack, a TensorDict or tensorclass each.
     """
 
     data: Any
     depth: int
-    listed: bool = False
+    stacked: bool = False
 
     @classmethod
     def of(cls, value: Any) -> Objects:
         """The entry of a TensorDict."""
         if isinstance(value, NonTensorStack):
             return cls(value.tolist(), len(value.batch_size))
+        if is_tensor_collection(value) and not is_non_tensor(value):
+            return cls(list(value.unbind(0)), 1, True)
         return cls(value.data if isinstance(value, NonTensorData) else value, 0)
 
-    def stowed(self, rows: int, row_list: bool) -> Objects:
-        """With its tensors as words. `row_list`: a batch-wide list of as many items as there are rows follows them."""
-        data: Any = self.data
-        listed = row_list and self.depth == 0 and type(data) is list and len(cast("list[Any]", data)) == rows
-        return Objects(_mapped(self.data, _Stowing().leaf), self.depth, listed)
+    def stowed(self) -> Objects:
+        """With its tensors as words; the rows of a lazy stack are copied."""
+        data = [row.clone() for row in self.data] if self.stacked else _mapped(self.data, _Stowing().leaf)
+        return replace(self, data=data)
 
     def entry(self, batch_size: tuple[int, ...]) -> Any:
         """The entry as a TensorDict holds it, with tensors of its own."""
+        if self.stacked:
+            return lazy_stack([row.clone() for row in self.data]) if self.data else TensorDict({}, batch_size)
         data = _mapped(self.data, lambda item: item.restored() if isinstance(item, Stowed) else item)
         return NonTensorData(data, batch_size=batch_size) if self.depth == 0 else _stacked(data, self.depth, batch_size)
 
     def select(self, rows: Iterable[int]) -> Objects:
         """Of some rows."""
-        if self.depth or self.listed:
-            return Objects([self.data[row] for row in rows], self.depth, self.listed)
-        return self
+        return replace(self, data=[self.data[row] for row in rows]) if self.depth else self
 
     def arrays(self) -> list[Words]:
         """The words of its stowed tensors, each array once."""

@@ -181,9 +181,9 @@ class PackedBatch(Contents):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """A stream and one or two buffers, which protocol 5 carries out of band; Python objects are pickled beside."""
-        stream, places, records, buffers = pickles.write(self)
+        stream, kinds, places, records, buffers = pickles.write(self)
         bodies: list[Any] = [pickle.PickleBuffer(body.data) if protocol >= 5 else body.tobytes() for body in buffers]
-        return _unpickled, (stream, places, records, bodies, self.objects)
+        return _unpickled, (stream, kinds, places, records, bodies, self.objects)
 
     def to_bytes(self, *, allow_pickle: bool = False, checksum: bool = False) -> bytes:
         """The batch as bytes that are a legal safetensors file (docs/wire-format.md).
@@ -357,7 +357,7 @@ def _encoded(found: Survey, codec: str | None) -> PackedBatch:
     }
     bits = host_words(tensors, fresh)
     objects = {
-        form.path: Objects.of(found.entries[form.path]).stowed(found.rows, "row-list" in form.hints)
+        form.path: Objects.of(found.entries[form.path]).stowed()
         for form in forms
         if form.kind == "object"
     }

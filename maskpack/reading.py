@@ -6,13 +6,16 @@ from __future__ import annotations
 import math
 import pickle
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields as fields_of
 from dataclasses import replace
+from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
 import torch
+from tensordict import NonTensorDataBase, is_tensorclass
 
 from maskpack import codec, objects
 from maskpack.contents import Contents, word_dtype_of, words_of_one
@@ -34,8 +37,8 @@ _MEMBERS = {
     "padded": (*_FIELD, "layout", "dim", "pad"),
     "flat": (*_FIELD, "layout"),
     "jagged": (*_FIELD, "layout"),
-    "dense": _FIELD,
-    "object": ("path", "kind", "hints", "depth", "listed", "json", "pickle"),
+    "dense": (*_FIELD, "axis"),
+    "object": ("path", "kind", "hints", "depth", "stacked", "json", "pickle"),
     "node": ("path", "kind", "node"),
 }
 
@@ -152,8 +155,10 @@ class _Reader:
             fail(call, f'field "{show(path)}" of dtype {brief(dtype)} on {brief(device)}', "those of torch")
         if len(shape) > objects.MOST_DIMS or any(type(size) is not int or not 0 <= size < _MOST for size in shape):
             fail(call, f'field "{show(path)}" of element shape {brief(shape)}', f"at most {objects.MOST_DIMS} sizes")
-        layout = entry.get("layout")
-        form = FieldForm(path, kind, layout, (), 1, DTYPES[dtype], None, device, tuple(shape), hints, reason)
+        layout, axis = entry.get("layout"), entry.get("axis")
+        form = FieldForm(path, kind, layout, (), 1, DTYPES[dtype], None, device, tuple(shape), hints, reason, axis)
+        if "axis" in entry and not objects.is_text(axis):
+            fail(call, f'field "{show(path)}" on axis {brief(axis)}', "the name of a layout")
         if (layout is None) != (kind == "dense") or not isinstance(layout, str | None):
             fail(call, f'field "{show(path)}" of kind {kind} on layout {brief(layout)}', "a layout, unless it is dense")
         if kind == "padded":
@@ -173,8 +178,9 @@ class _Reader:
         return form
 
     def _node(self, node: Any) -> Node:
-        held = cast("dict[str, Any]", node) if isinstance(node, dict) else {}
+        held = dict(cast("dict[str, Any]", node)) if isinstance(node, dict) else {}
         dims, device = held.get("dims"), held.get("device")
+        kind = self._kind(held.pop("kind")) if "kind" in held else None
         if set(held) != {"dims", "device"} or not isinstance(dims, list | None) or not isinstance(device, str | None):
             fail(self._call, f"node {brief(node)}", "dims and device")
         sizes = None if dims is None else tuple(cast("list[Any]", dims))
@@ -182,7 +188,18 @@ class _Reader:
             fail(self._call, f"node of dims {brief(sizes)}", "whole numbers")
         if device is not None and not _DEVICE.fullmatch(device):
             fail(self._call, f"node on device {brief(device)}", "one of torch")
-        return Node(sizes, device)
+        return Node(sizes, device, kind)
+
+    def _kind(self, name: Any) -> Any:
+        """The tensorclass of that name, if this process has imported it; reading imports nothing."""
+        module, colon, names = name.partition(":") if objects.is_text(name) else ("", "", "")
+        kind: Any = sys.modules.get(module) if colon else None
+        for part in names.split("."):
+            kind = vars(kind).get(part) if isinstance(kind, type | ModuleType) else None
+        if not (isinstance(kind, type) and is_tensorclass(kind) and not issubclass(kind, NonTensorDataBase)):
+            seen = f"a sub-batch of class {brief(name)}"
+            fail(self._call, seen, "a tensorclass that this process has; import its module first")
+        return kind
 
     def _path(self, names: list[Any]) -> Path:
         if not names or not all(map(objects.is_text, names)) or names[0] == LAYOUTS:
@@ -232,7 +249,7 @@ class _Reader:
         for form, entry in zip(forms, entries, strict=True):
             if form.kind != "object":
                 continue
-            depth, listed = _get(entry, "depth", int, self._call), _get(entry, "listed", bool, self._call)
+            depth, stacked = _get(entry, "depth", int, self._call), "stacked" in entry
             if "pickle" in entry and not self._pickled:
                 raise WireFormatError(
                     f'{self._call}: field "{show(form.path)}" is a pickle, which runs code when it is read; expected '
@@ -242,11 +259,13 @@ class _Reader:
                 fail(self._call, f'field "{show(form.path)}" with {brief(entry)}', "either json or pickle")
             data = self._unpickled(entry["pickle"]) if "pickle" in entry else self._said(entry["json"])
             dims = above.get(form.path[:-1], root).batch_size(rows)
-            if depth and (listed or not len(dims) <= depth <= objects.MOST_DIMS):
+            if stacked and not (entry["stacked"] is True and depth == 1 and "pickle" in entry):
+                fail(self._call, f'field "{show(form.path)}", stacked, of depth {depth}', "pickled rows of depth 1")
+            if depth and not stacked and not len(dims) <= depth <= objects.MOST_DIMS:
                 fail(self._call, f'field "{show(form.path)}" of depth {depth}', f"0, or at least {len(dims)}")
-            if not _is_list(data, (rows,) if listed else (*dims, *[None] * depth)[:depth]):
+            if not _is_list(data, (*dims, *[None] * depth)[:depth]):
                 fail(self._call, f'field "{show(form.path)}" of depth {depth}', f"lists of {dims} items")
-            found[form.path] = Objects(data, depth, listed)
+            found[form.path] = Objects(data, depth, stacked)
         return found
 
     def _unpickled(self, numbers: Any) -> Any:

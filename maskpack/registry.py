@@ -44,8 +44,8 @@ SIGNED_ZERO = Pad.SIGNED_ZERO
 
 PadValue = int | float | bool | complex | Pad
 
-HINTS = ("runs", "bits", "ramp", "steps", "sparse", "narrow", "repeated", "columns", "row-list")
-"""Encodings that a spec may hint at; `row-list` is for a Python list with one item a row."""
+HINTS = ("runs", "bits", "ramp", "steps", "sparse", "narrow", "repeated", "columns")
+"""Encodings that a spec may hint at."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,8 @@ class MaskNestingSpec:
     @property
     def masks(self) -> tuple[Key, ...]:
         """The masks to try, in order; empty for a field that is dense by design."""
-        if self.mask is None:
-            return ()
-        return tuple(self.mask) if isinstance(self.mask, list) else (self.mask,)
+        masks = self.mask if isinstance(self.mask, list) else [self.mask]
+        return tuple(_plain(mask) for mask in masks if mask is not None)
 
     def dim_of(self, field: Any) -> int:
         """The dim of a padded tensor that the width runs along, counted from the front."""
@@ -243,8 +242,8 @@ class MaskNestingRegistry(Mapping[Key, MaskNestingSpec]):
 
 
 def show(key: Key) -> str:
-    """A key as errors print it."""
-    return key if isinstance(key, str) else "/".join(key)
+    """A key as text, no two alike: names joined by "/", with a backslash before a "/" or a backslash in a name."""
+    return "/".join(name.replace("\\", "\\\\").replace("/", "\\/") for name in path_of(key))
 
 
 def path_of(key: Key) -> Path:
@@ -262,7 +261,7 @@ def _joined(key: Key) -> str:
             f'MaskNestingRegistry.to_dict: key {key!r} contains "/", which separates the names of a nested key. '
             "Rename the field, or keep this registry in Python."
         )
-    return show(key)
+    return "/".join(path_of(key))
 
 
 def _split(key: str) -> Key:
@@ -410,7 +409,7 @@ RL_FIELDS = MaskNestingRegistry(
         "reward_baselines": DENSE,
         "dummy_tensor": DENSE,
         "multi_modal_inputs": DENSE,
-        "global_token_num": MaskNestingSpec(None, hints=("row-list",)),
+        "global_token_num": DENSE,
     },
 )
 """Every field of a PPO, GRPO or DAPO batch; docs/fields.md has the table."""

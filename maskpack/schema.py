@@ -49,6 +49,7 @@ class FieldForm:
             packed.
         hints: encodings to try first.
         reason: why a dense field is dense; None where that is by design.
+        axis: of a dense field, the layout that it would lie under if its masked-out elements were its pad.
     """
 
     path: Path
@@ -62,6 +63,7 @@ class FieldForm:
     shape: tuple[int, ...] = ()
     hints: tuple[str, ...] = ()
     reason: str | None = None
+    axis: str | None = None
     pads_by_bits: str = field(init=False)
     """`pads` as forms compare them: 0.0 is not -0.0, and NaN is NaN."""
 

@@ -207,6 +207,6 @@ def _packed(contents: Contents) -> PackedBatch:
 def _alike(part: PackedBatch, head: PackedBatch) -> bool:
     """Whether rows that come in one part come in the form that is declared."""
     return part.schema == head.schema and all(
-        (part.objects[path].depth, part.objects[path].listed) == (held.depth, held.listed)
+        (part.objects[path].depth, part.objects[path].stacked) == (held.depth, held.stacked)
         for path, held in head.objects.items()
     )

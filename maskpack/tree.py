@@ -1,6 +1,9 @@
 """The entries of a TensorDict as a flat list, and back: the only place that walks or builds one.
 
 {a: tensor, s: {b: tensor}, uid: [...]}  <->  [(a,) tensor, (s,) Node, (s, b) tensor, (uid,) object]
+
+A sub-batch is a TensorDict or a tensorclass. A lazy stack whose rows differ in shape has no tensors to walk: it is one
+object a row.
 """
 
 from __future__ import annotations
@@ -9,7 +12,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    is_tensor_collection,
+    is_tensorclass,
+)
 from tensordict import is_non_tensor as _is_non_tensor  # type: ignore[reportUnknownVariableType]
 from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor  # no public name
@@ -20,31 +31,71 @@ from maskpack.registry import Key, Path, path_of, show
 
 @dataclass(frozen=True)
 class Node:
-    """A TensorDict without its entries: the batch dims after the rows, None where the rows are no batch dim."""
+    """A sub-batch without its entries.
+
+    Attributes:
+        more_dims: the batch dims after the rows; None where the rows are no batch dim.
+        device: of the sub-batch; None if it has none.
+        kind: its tensorclass; None for a TensorDict.
+    """
 
     more_dims: tuple[int, ...] | None
     device: str | None
+    kind: type[Any] | None = None
 
     @classmethod
-    def of(cls, batch: TensorDictBase) -> Node:
-        dims = tuple(batch.batch_size)
-        return cls(dims[1:] if dims else None, None if batch.device is None else str(batch.device))
+    def of(cls, batch: Any) -> Node:
+        fields = fields_of(batch)
+        dims = tuple(fields.batch_size)
+        device = None if fields.device is None else str(fields.device)
+        return cls(dims[1:] if dims else None, device, None if fields is batch else type(batch))
 
     def batch_size(self, rows: int) -> tuple[int, ...]:
         return () if self.more_dims is None else (rows, *self.more_dims)
 
 
 def is_object(value: Any) -> bool:
-    """Whether an entry is a Python object rather than a tensor or a TensorDict."""
-    return bool(_is_non_tensor(value))
+    """Whether an entry is a Python object, or one a row, rather than a tensor or a sub-batch."""
+    return bool(_is_non_tensor(value)) or (is_tensor_collection(value) and _is_ragged(fields_of(value)))
 
 
-def walk(batch: TensorDictBase, prefix: Path = ()) -> list[tuple[Path, Any]]:
-    """Every entry in key order; a sub-TensorDict gives a Node, then its entries."""
+def is_sub_batch(value: Any) -> bool:
+    """Whether an entry is a TensorDict or a tensorclass whose entries can be walked."""
+    return is_tensor_collection(value) and not is_object(value)
+
+
+def fields_of(batch: Any) -> TensorDictBase:
+    """The TensorDict with the entries of a sub-batch: of a tensorclass the one inside it, whose methods no field hides."""
+    return batch if isinstance(batch, TensorDictBase) else batch._tensordict
+
+
+def _is_ragged(batch: TensorDictBase) -> bool:
+    """Whether it is a lazy stack whose rows do not have the same entries with the same shapes."""
+    if not isinstance(batch, LazyStackedTensorDict):
+        return False
+    forms = [_form_of(row) for row in batch.tensordicts]
+    return any(size < 0 for size in batch.batch_size) or any(form is None or form != forms[0] for form in forms)
+
+
+def _form_of(row: Any) -> list[Any] | None:
+    """The entries of a row of a lazy stack by path and shape; None if they cannot be stacked."""
+    form: list[Any] = []
+    for path, value in walk(row):
+        if isinstance(value, Tensor):
+            if value.is_nested:
+                return None
+            form.append((path, value.shape, value.dtype, value.device))
+        else:
+            form.append((path, value if isinstance(value, Node) else None))
+    return [Node.of(row), sorted(form, key=lambda entry: entry[0])]
+
+
+def walk(batch: Any, prefix: Path = ()) -> list[tuple[Path, Any]]:
+    """Every entry in key order; a sub-batch gives a Node, then its entries."""
     entries: list[tuple[Path, Any]] = []
-    for name, value in batch.items():
+    for name, value in fields_of(batch).items():
         path = (*prefix, name)
-        if isinstance(value, TensorDictBase) and not is_object(value):
+        if not isinstance(value, Tensor) and is_sub_batch(value):
             entries.append((path, Node.of(value)))
             entries.extend(walk(value, path))
         else:
@@ -71,13 +122,13 @@ def build(root: Node, entries: Iterable[tuple[Path, Any]], rows: int) -> TensorD
     raise AssertionError("the root is always a node")
 
 
-def _made(node: Node, entries: dict[str, Any], rows: int) -> TensorDict:
-    """One TensorDict. It checks each jagged tensor by calls that take most of the time of a nested batch; those that
+def _made(node: Node, entries: dict[str, Any], rows: int) -> Any:
+    """One TensorDict or tensorclass. It checks each jagged tensor by calls that take most of the time of a nested batch; those that
     are on its device, and have its rows by the way they were built, it need not check. Nor can tensordict 0.10 check a
     stack of no objects."""
     batch_size = node.batch_size(rows)
     if not any(isinstance(value, NestedTensor) or _is_empty_stack(value) for value in entries.values()):
-        return TensorDict(entries, batch_size=batch_size, device=node.device)
+        return _of_kind(TensorDict(entries, batch_size=batch_size, device=node.device), node)
     made: Any = TensorDict({}, batch_size=batch_size, device=node.device)
     for name, value in entries.items():
         checked = isinstance(value, NestedTensor) and made.device in (None, vars(value)["_values"].device)
@@ -85,7 +136,11 @@ def _made(node: Node, entries: dict[str, Any], rows: int) -> TensorDict:
             made._set_str(name, value, inplace=False, validated=True)
         else:
             made.set(name, value)
-    return made
+    return _of_kind(made, node)
+
+
+def _of_kind(batch: TensorDict, node: Node) -> Any:
+    return batch if node.kind is None else node.kind.from_tensordict(batch)
 
 
 def _is_empty_stack(value: Any) -> bool:
@@ -109,18 +164,18 @@ def chosen(entries: list[tuple[Path, Any]], keys: Sequence[Key], call: str) -> l
     ]
 
 
-def has(batch: TensorDictBase, name: str) -> bool:
+def has(batch: Any, name: str) -> bool:
     """Whether the batch has an entry of that name."""
-    return name in batch.keys()  # noqa: SIM118 (`in` asks a TensorDict for more than its keys)
+    return name in fields_of(batch).keys()  # noqa: SIM118 (`in` asks a TensorDict for more than its keys)
 
 
 def entry_at(batch: TensorDictBase, path: Path) -> Any:
     """The entry at `path` as the batch holds it, or None."""
     value: Any = batch
     for name in path:
-        if not isinstance(value, TensorDictBase) or not has(value, name):
+        if not is_sub_batch(value) or not has(value, name):
             return None
-        value = cast("Any", value.get(name))
+        value = cast("Any", fields_of(value).get(name))
     return value
 
 
@@ -128,18 +183,6 @@ def dense_at(batch: TensorDictBase, path: Path) -> Tensor | None:
     """The strided tensor at `path`, or None."""
     value = entry_at(batch, path)
     return value if isinstance(value, Tensor) and not value.is_nested else None
-
-
-def row_list(value: Any, rows: int) -> list[Any] | None:
-    """The list that an entry keeps for the whole batch, if it has one item a row; or None."""
-    data: Any = value.data if isinstance(value, NonTensorData) else None
-    return cast("list[Any]", data) if isinstance(data, list) and len(cast("list[Any]", data)) == rows else None
-
-
-def with_rows(value: Any, items: list[Any]) -> Any:
-    """An entry like `value`, with another row list."""
-    held: Any = NonTensorData(items, batch_size=[len(items), *value.batch_size[1:]])
-    return held
 
 
 def number_at(batch: TensorDictBase, path: Path) -> int | None:

@@ -73,7 +73,7 @@ class Verifier:
                 sure.append(form)
             elif pad is None:
                 self.values.pop(form.path)
-                sure.append(FieldForm(form.path, "dense", dtype=form.dtype, reason=_KEPT))
+                sure.append(FieldForm(form.path, "dense", dtype=form.dtype, reason=_KEPT, axis=form.layout))
             else:
                 held = self._pad(form, pad)
                 if isinstance(held, Tensor):

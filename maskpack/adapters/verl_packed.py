@@ -46,7 +46,6 @@ VERL_FIELDS = RL_FIELDS | {
         for side in ("", "negative_")
         for name in (f"{side}prompt_embeds", f"{side}prompt_embeds_mask")
     },
-    "global_token_num": DENSE,  # verl gives every rank the list of the whole batch
 }
 """`RL_FIELDS`, and what else the trainers and engines of verl put into batches and results."""
 
@@ -235,7 +234,7 @@ def pack(
     if strict_mask_nesting:
         _check_objects(data, options)
     columns = {name: Column.of(array) for name, array in data.non_tensor_batch.items()}
-    meta_info = Objects(data.meta_info, 0).stowed(0, False)
+    meta_info = Objects(data.meta_info, 0).stowed()
     if data.batch is None:
         return PackedProto(type(data), None, columns, meta_info, {}, {}, False, len(data))
     parts = _Parts.of(data.batch)
