@@ -19,7 +19,7 @@ from maskpack.layout import RowLayout
 from maskpack.ops import _torch as ops
 from maskpack.registry import EDGE, Pad, PadValue
 from maskpack.rows import IntArray, cumulated
-from maskpack.schema import FieldForm
+from maskpack.schema import FieldForm, RowPads
 from maskpack.words import Words, pad_tensor, words
 
 _BLOCK_FLAGS = 1 << 18
@@ -49,6 +49,42 @@ def cast_pad(form: FieldForm, dtype: torch.dtype) -> PadValue:
     held = pad_tensor(pad, form.dtype)
     assert held is not None
     return held.to(dtype).item()
+
+
+def to_padded(values: Tensor, form: FieldForm, layout: RowLayout, row_pads: RowPads | None) -> Tensor:
+    """Packed values [T, *F] in the padded form of their field; `row_pads` where its pad is PER_ROW."""
+    layout = layout.to(values.device)
+    if row_pads is None:
+        out = ops.unpack(values, layout, cast_pad(form, values.dtype))
+    else:
+        out = ops.unpack(values, layout, row_pads.pads.to(values))
+        if row_pads.edge is not None:
+            edges = ops.unpack(values, layout, EDGE)
+            by_edge = row_pads.edge.tolist()
+            out = torch.cat([(edges if by_edge[row] else out)[row : row + 1] for row in range(layout.num_rows)])
+    return out if form.ragged_dim == 1 else out.movedim(1, form.ragged_dim).contiguous()
+
+
+def one_rule(
+    by_edge: npt.NDArray[np.bool_],
+    own: Words,
+    edges: Words,
+    single: npt.NDArray[np.bool_],
+    unpadded: npt.NDArray[np.bool_],
+) -> Words | Pad | None:
+    """One rule for rows of which some are padded by EDGE, the others by a word each: words [B, k], EDGE, or None where
+    neither gives every row what it has.
+
+    Args:
+        by_edge: [B], which rows these are.
+        own: [B, k], the words of the others.
+        edges, single: of `edge_pads`.
+        unpadded: [B], rows without padding.
+    """
+    pads = np.where(by_edge[:, None], edges, own)
+    if (single | unpadded)[by_edge].all():
+        return pads
+    return EDGE if (unpadded | (single & (pads == edges).all(1)))[~by_edge].all() else None
 
 
 def not_pad(x: Tensor, pad: PadValue) -> Tensor | int:

@@ -12,15 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from maskpack.checks import to_padded
 from maskpack.choice import Candidate
 from maskpack.encodings import Plain
 from maskpack.jagged import jagged
 from maskpack.layout import RowLayout
-from maskpack.nesting import rows_only, to_padded
+from maskpack.nesting import rows_only
 from maskpack.objects import Objects
 from maskpack.registry import Path
 from maskpack.rows import IntArray
-from maskpack.schema import FieldForm, Schema, run_tables
+from maskpack.schema import FieldForm, RowPads, Schema, run_tables
 from maskpack.sharing import Encoding, Field, Joined, Own, Same
 from maskpack.tasks import Tasks
 from maskpack.tree import Node
@@ -154,7 +155,7 @@ class Decoder:
         layout = self._layout(form.layout, values.device)
         if form.kind == "jagged" or (self.nested and form.kind in ("padded", "flat")):
             return jagged(values, layout)
-        return values if form.kind == "flat" else to_padded(values, form, layout, self.row_pads(form))
+        return values if form.kind == "flat" else to_padded(values, form, layout, self._row_pads(form))
 
     def padded(self, path: Path) -> Tensor:
         """A field in its padded form."""
@@ -168,7 +169,11 @@ class Decoder:
         """A padded field with as many columns of padding more on each side."""
         layout = self._packed.layouts[form.layout or ""].widened(left, right)
         values = self._values(form)
-        return to_padded(values, form, layout.to(values.device), self.row_pads(form))
+        return to_padded(values, form, layout.to(values.device), self._row_pads(form))
+
+    def _row_pads(self, form: FieldForm) -> RowPads | None:
+        pads = self.row_pads(form)
+        return None if pads is None else RowPads(pads)
 
     def row_pads(self, form: FieldForm) -> Tensor | None:
         """[B], a copy, of a field whose pad is PER_ROW."""

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from maskpack.checks import edge_pads
+from maskpack.checks import edge_pads, one_rule
 from maskpack.choice import encode_alone
-from maskpack.contents import Contents, Decoder, candidate
+from maskpack.contents import Contents, Decoder, candidate, words_of_one
 from maskpack.encodings import Plain
 from maskpack.errors import LayoutError
 from maskpack.layout import RowLayout
@@ -57,12 +57,12 @@ def joined(batches: Sequence[Contents], call: str) -> Contents:
         form = _form(column, call)
         if form.kind == "padded":
             pads = _pads(column, batches, decoders)
-            form = _apart(form) if pads is None else replace(form, pads=pads[0])
+            form = _apart(column) if pads is None else replace(form, pads=pads[0])
             row_pads |= {} if pads is None or pads[1] is None else {form.path: pads[1]}
         if form.kind == "dense":
             _check_axis(form.path, column, batches, layouts, call)
         if form.reason == APART:
-            apart[form.path] = _padded(column, batches, decoders, layouts, call)
+            apart[form.path] = _padded(form, column, batches, decoders, layouts, call)
             form = replace(form, shape=tuple(apart[form.path].shape[1:]))
         forms.append(form)
     kept = dict.fromkeys([*axes, *(name for form in forms for name in (form.layout, form.axis))])
@@ -112,7 +112,7 @@ def _form(column: Sequence[FieldForm], call: str) -> FieldForm:
         dtypes = [str(other.dtype).removeprefix("torch.") for other in column]
         raise LayoutError(f'{call}: field "{name}" has dtypes {dtypes}; expected one. Cast before packing.')
     if any((f.kind, f.layout, f.ragged_dim) != (form.kind, form.layout, form.ragged_dim) for f in column):
-        return _apart(next((other for other in column if other.axis), form))
+        return _apart(column)
     if any(f.shape != form.shape for f in column):
         raise LayoutError(
             f'{call}: field "{name}" has elements of shape {[f.shape for f in column]}; expected one. Bring '
@@ -121,9 +121,10 @@ def _form(column: Sequence[FieldForm], call: str) -> FieldForm:
     return form
 
 
-def _apart(form: FieldForm) -> FieldForm:
+def _apart(column: Sequence[FieldForm]) -> FieldForm:
     """The form of a field that the batches hold in different forms."""
-    axis = form.axis or form.layout
+    form, axes = column[0], {form.axis or form.layout for form in column}
+    axis = axes.pop() if len(axes) == 1 else None
     return FieldForm(form.path, "dense", dtype=form.dtype, device=form.device, reason=APART, axis=axis)
 
 
@@ -146,22 +147,20 @@ def _pads(
     by_edge = np.repeat([form.pads == (EDGE,) for form in column], rows)
     unpadded = np.concatenate([layout.lengths == layout.width for layout in layouts])
     edges, single = map(np.concatenate, zip(*map(_edges, [path] * len(rows), decoders, layouts), strict=True))
-    pads = np.where(by_edge[:, None], edges, own.reshape(edges.shape))
-    if (single | unpadded)[by_edge].all():
-        for form in seen:
-            constant = None if isinstance(form.pads[0], Pad) else _pad_words(form, 1).reshape(1, -1)
-            if constant is not None and (pads == constant)[~unpadded].all():
-                return form.pads, None
-        return (PER_ROW,), pads.reshape(own.shape)
-    if (unpadded | (single & (pads == edges).all(1)))[~by_edge].all():
-        return (EDGE,), None
-    return None
+    pads = one_rule(by_edge, own.reshape(edges.shape), edges, single, unpadded)
+    if pads is None or isinstance(pads, Pad):
+        return None if pads is None else ((pads,), None)
+    for form in seen:
+        constant = None if isinstance(form.pads[0], Pad) else _pad_words(form, 1).reshape(1, -1)
+        if constant is not None and (pads == constant)[~unpadded].all():
+            return form.pads, None
+    return (PER_ROW,), pads.reshape(own.shape)
 
 
 def _edges(path: Path, decoder: Decoder, layout: RowLayout) -> tuple[Words, npt.NDArray[np.bool_]]:
-    line = decoder.source(path).words.reshape(layout.total, -1)
-    parts = 2 if decoder.form(path).dtype == torch.complex128 else 1
-    return edge_pads(line.reshape(layout.total, line.shape[1] // parts, parts), layout)
+    form = decoder.form(path)
+    parts = 2 if form.dtype == torch.complex128 else 1
+    return edge_pads(decoder.source(path).words.reshape(layout.total, words_of_one(form) // parts, parts), layout)
 
 
 def _check_axis(
@@ -177,9 +176,9 @@ def _check_axis(
         own = batch.layouts.get(form.axis or "")
         if whole is not None and own is not None and (own.width, own.anchor) != (whole.width, whole.anchor):
             raise LayoutError(
-                f'{call}: field "{show(path)}" travels whole, because {form.reason}, and its axis "{form.axis}" becomes '
-                f"{whole.width} wide, split at {whole.anchor}, out of {own.width}, split at {own.anchor}; expected one "
-                "width and split. Bring the batches to one prompt and response width, or fix the field."
+                f'{call}: field "{show(path)}" stays padded, because {form.reason}, and its axis "{form.axis}" grows '
+                f"from width {own.width}, split at {own.anchor}, to {whole.width}, split at {whole.anchor}; expected "
+                "one width and split. Bring the batches to one prompt and response width, or fix the field."
             )
 
 
@@ -267,6 +266,7 @@ def _stands(whole: Contents, encoding: Same | Joined) -> bool:
 
 
 def _padded(
+    form: FieldForm,
     column: Sequence[FieldForm],
     batches: Sequence[Contents],
     decoders: Sequence[Decoder],
@@ -275,9 +275,9 @@ def _padded(
 ) -> Tensor:
     """A field that the batches hold in different forms: its padded forms, one after the other, each as wide as its axis
     becomes, by its own pad."""
-    form, parts = column[0], list[Tensor]()
+    parts: list[Tensor] = []
     for own, batch, decoder in zip(column, batches, decoders, strict=True):
-        if own.kind == "padded" and own.layout in layouts:
+        if own.kind == "padded" and own.layout is not None and own.layout == form.axis:
             layout, whole = batch.layouts[own.layout], layouts[own.layout]
             left = whole.anchor - layout.anchor
             parts.append(decoder.widened(own, left, whole.width - layout.width - left))

@@ -54,7 +54,7 @@ def _(batch: Tensor, parts: _Parts, num_rows: int) -> Iterator[Tensor]:
 @take_rows.register(TensorDictBase)
 def _(batch: TensorDictBase, parts: _Parts, num_rows: int) -> Iterator[TensorDict]:
     _check_rows(batch.batch_size[0] if batch.batch_dims else None, num_rows)
-    entries = walk(batch)
+    entries = walk(batch, into_stacks=False)
     fields = {path: value for path, value in entries if _is_jagged(value)}
     dense = _without(batch, fields)
     order = [path for path, _ in entries]
@@ -155,7 +155,7 @@ def _(
 ) -> TensorDictBase:
     rows = [out.batch_size[0] if out.batch_dims else None for out in outputs]
     _check_outputs(outputs, rows, parts, lengths)
-    entries = [dict(walk(out)) for out in outputs]
+    entries = [dict(walk(out, into_stacks=False)) for out in outputs]
     for own in entries[1:]:
         odd = set(own) ^ set(entries[0])
         if odd:
@@ -169,9 +169,7 @@ def _(
     jagged = [{path: value for path, value in own.items() if _is_jagged(value)} for own in entries]
     back = _back(parts)
     single = _differing_objects(entries)
-    dense: Any = torch.cat(
-        [cast("Any", _without(out, own, single)) for out, own in zip(outputs, jagged, strict=True)]
-    )
+    dense: Any = torch.cat([cast("Any", _without(out, own, single)) for out, own in zip(outputs, jagged, strict=True)])
     return _merged(dense[back.tolist()], _jagged_joined(jagged, parts), list(entries[0]), back.size)
 
 
@@ -295,7 +293,7 @@ def _without(batch: TensorDictBase, fields: Mapping[Path, Any], single: Collecti
     in `single` become those of rows."""
     entries = [
         (path, _of_rows(value) if path in single and batch.batch_size[0] else value)
-        for path, value in walk(batch)
+        for path, value in walk(batch, into_stacks=False)
         if path not in fields
     ]
     return build(Node.of(batch), entries, batch.batch_size[0])
@@ -303,5 +301,5 @@ def _without(batch: TensorDictBase, fields: Mapping[Path, Any], single: Collecti
 
 def _merged(dense: TensorDictBase, fields: _Jagged, order: Sequence[Path], rows: int) -> TensorDict:
     """Dense and jagged fields in their old order."""
-    found = dict(walk(dense)) | fields
+    found = dict(walk(dense, into_stacks=False)) | fields
     return build(Node.of(dense), [(path, found[path]) for path in order], rows)

@@ -15,7 +15,6 @@ from maskpack import checks
 from maskpack.errors import LayoutError
 from maskpack.jagged import check_lengths, jagged
 from maskpack.layout import RowLayout
-from maskpack.ops import _torch as ops
 from maskpack.options import OnLoss, Options, Registry, Verify
 from maskpack.registry import RL_FIELDS, Key, Path, show
 from maskpack.schema import INTACT, LAYOUTS, FieldForm, read_layouts, read_pads, run_tables, write_layouts
@@ -108,25 +107,18 @@ def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:
     def restored(path: Path, value: Any) -> Any:
         if path in nested:
             field, layout = nested[path]
-            return to_padded(field.values(), forms[path], layout, read_pads(batch, forms[path], call))
+            return checks.to_padded(field.values(), forms[path], layout, read_pads(batch, forms, path, call))
         if isinstance(value, Node):
             return _at_home(value, forms[path].node if path in forms else None)
         return value.values() if path in forms and forms[path].kind == "flat" else value
 
-    rows = batch.batch_size[0] if batch.batch_dims else 0
+    rows = next((layout.num_rows for layout in layouts.values()), batch.batch_size[0] if batch.batch_dims else 0)
     return build(
         _at_home(Node.of(batch), schema.root), [(path, restored(path, value)) for path, value in entries], rows
     )
 
 
 unnest = unnest_batch_by_mask
-
-
-def to_padded(values: Tensor, form: FieldForm, layout: RowLayout, row_pads: Tensor | None) -> Tensor:
-    """Packed values [T, *F] in the padded form of their field; `row_pads` [B] where its pad is PER_ROW."""
-    pad = checks.cast_pad(form, values.dtype) if row_pads is None else row_pads.to(values.device)
-    out = ops.unpack(values, layout.to(values.device), pad)
-    return out if form.ragged_dim == 1 else out.movedim(1, form.ragged_dim).contiguous()
 
 
 def _nested_fields(

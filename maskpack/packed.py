@@ -356,11 +356,7 @@ def _encoded(found: Survey, codec: str | None) -> PackedBatch:
         if path in found.values and not found.entries[path].is_nested and tensors[path] is not found.entries[path]
     }
     bits = host_words(tensors, fresh)
-    objects = {
-        form.path: Objects.of(found.entries[form.path]).stowed()
-        for form in forms
-        if form.kind == "object"
-    }
+    objects = {form.path: Objects.of(found.entries[form.path]).stowed() for form in forms if form.kind == "object"}
     layouts = {name: layout.to("cpu") for name, layout in found.layouts.items()}
     row_pads = host_words(found.row_pads, ())
     schema = replace(found.schema(), forms=forms)

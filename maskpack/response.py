@@ -16,10 +16,10 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack.axes import Axes
+from maskpack.checks import to_padded
 from maskpack.errors import LayoutError
 from maskpack.jagged import host_offsets, jagged
 from maskpack.layout import RowLayout
-from maskpack.nesting import to_padded
 from maskpack.ops import _torch as ops
 from maskpack.registry import RL_FIELDS, Key, MaskNestingRegistry, Pad, Path, show
 from maskpack.rows import IntArray, ranges
@@ -194,7 +194,7 @@ class ResponseAxis:
                 f'"{form.layout}"; the responses have {self.response.total} in {self.response.num_rows}. Name '
                 "fields of the response or the sequence axis."
             )
-        whole = to_padded(value.values(), form, layout, read_pads(batch, form, call))
+        whole = to_padded(value.values(), form, layout, read_pads(batch, self.forms, path, call))
         return self._columns(path, whole, form.ragged_dim, call)
 
     def _columns(self, path: Path, value: Tensor, dim: int, call: str) -> Tensor:

@@ -26,20 +26,24 @@ from maskpack.layout import RowLayout
 from maskpack.ops import _torch as ops
 from maskpack.options import Options, Registry
 from maskpack.registry import (
+    EDGE,
     PAD_TOKEN_ID,
     PER_ROW,
     SIGNED_ZERO,
     Key,
     MaskNestingSpec,
+    Pad,
     PadValue,
     Path,
     show,
 )
-from maskpack.schema import INTACT, LAYOUTS, FieldForm, Schema, read_layouts, read_pads
+from maskpack.schema import INTACT, LAYOUTS, FieldForm, RowPads, Schema, read_layouts, read_pads
 from maskpack.tasks import Tasks
 from maskpack.tree import Node, entry_at, has, is_object, walk
 from maskpack.verify import Then, Verifier
-from maskpack.words import DTYPES
+from maskpack.words import DTYPES, from_words, words
+
+_APART = "its rows were nested with pads that no one rule gives"
 
 
 @dataclass(frozen=True)
@@ -92,11 +96,10 @@ def survey(
             "one shape. Pad them (tensordict.pad_sequence), or put the stack into a TensorDict, which keeps its rows "
             "as objects."
         )
-    root, before, layouts = Node.of(batch), dict[Path, FieldForm](), dict[str, RowLayout]()
+    schema, layouts = Schema(Node.of(batch), (), ()), dict[str, RowLayout]()
     if has(batch, LAYOUTS):
         schema, layouts = read_layouts(batch, options.call)
-        root = schema.root
-        before = {form.path: form for form in schema.forms}
+    before = {form.path: form for form in schema.forms}
     planner = _Planner(batch, options, layouts, stand_in, before)
     entries = {path: value for path, value in walk(batch) if path[0] != LAYOUTS}
     with Tasks(_bytes_on_host(entries.values())) as tasks:
@@ -112,13 +115,37 @@ def survey(
         known = dict.fromkeys(masks, 0)
         verifier = Verifier(entries, gather, planner.layouts, options, known, then, tasks)
         forms, row_pads = verifier.verified(forms)
-    for form in forms:
-        if form.layout is not None and form.pads == (PER_ROW,) and form.path not in row_pads:
-            pads = read_pads(batch, form, options.call)
-            assert pads is not None
-            row_pads[form.path] = pads.to(form.dtype)
+    for place, form in enumerate(forms):
+        pads = None if form.path in row_pads else read_pads(batch, before, form.path, options.call)
+        if pads is not None and form.kind == "padded":
+            values, layout = verifier.values[form.path], planner.layouts[form.layout or ""]
+            forms[place], own = _with_one_rule(form, pads, values, layout)
+            row_pads |= {} if own is None else {form.path: own}
+            if forms[place].kind == "dense":
+                entries[form.path] = checks.to_padded(verifier.values.pop(form.path), form, layout, pads)
     _check_coverage(forms, entries, options)
-    return Survey(root, tuple(forms), rows, entries, planner.layouts, axes, verifier.values, row_pads, verifier.made)
+    return Survey(
+        schema.root, tuple(forms), rows, entries, planner.layouts, axes, verifier.values, row_pads, verifier.made
+    )
+
+
+def _with_one_rule(
+    form: FieldForm, pads: RowPads, values: Tensor, layout: RowLayout
+) -> tuple[FieldForm, Tensor | None]:
+    """A field that was nested with a pad in each row, and the pads [B] of PER_ROW. Where rows padded by EDGE meet
+    constants that EDGE does not give, the field becomes dense."""
+    own = pads.pads.to(values)
+    if pads.edge is None:
+        return replace(form, pads=(PER_ROW,)), own
+    bits = words(own).cpu().numpy().reshape(own.shape[0], -1)
+    line = words(values).cpu().numpy().reshape(values.shape[0], -1, bits.shape[1])
+    edges, single = checks.edge_pads(line, layout)
+    rule = checks.one_rule(pads.edge.cpu().numpy(), bits, edges, single, layout.lengths == layout.width)
+    if rule is EDGE:
+        return replace(form, pads=(EDGE,)), None
+    if rule is None or isinstance(rule, Pad):
+        return FieldForm(form.path, "dense", dtype=form.dtype, reason=_APART, axis=form.layout), None
+    return replace(form, pads=(PER_ROW,)), from_words(rule.reshape(words(own).shape), own.dtype).to(own.device)
 
 
 def _bytes_on_host(entries: Iterable[Any]) -> int:
@@ -288,7 +315,8 @@ class _Planner:
             assert before.layout is not None
             self.layouts[before.layout] = layout = self._carried[before.layout]
             check_lengths({show(path): (value, layout)}, self._options.call, INTACT)
-            return replace(before, pads=(checks.cast_pad(before, value.dtype),), dtype=value.dtype)
+            pads = before.pads if PER_ROW in before.pads else (checks.cast_pad(before, value.dtype),)
+            return replace(before, pads=pads, dtype=value.dtype)
         return replace(before, layout=self._own_layout(path, value), dtype=value.dtype)
 
     def _own_layout(self, path: Path, value: Tensor) -> str:

@@ -19,7 +19,6 @@ from tensordict import (
     TensorDict,
     TensorDictBase,
     is_tensor_collection,
-    is_tensorclass,
 )
 from tensordict import is_non_tensor as _is_non_tensor  # type: ignore[reportUnknownVariableType]
 from torch import Tensor
@@ -65,7 +64,8 @@ def is_sub_batch(value: Any) -> bool:
 
 
 def fields_of(batch: Any) -> TensorDictBase:
-    """The TensorDict with the entries of a sub-batch: of a tensorclass the one inside it, whose methods no field hides."""
+    """The TensorDict with the entries of a sub-batch; of a tensorclass the one inside it, whose methods are there even
+    where fields of the class have their names."""
     return batch if isinstance(batch, TensorDictBase) else batch._tensordict
 
 
@@ -90,16 +90,18 @@ def _form_of(row: Any) -> list[Any] | None:
     return [Node.of(row), sorted(form, key=lambda entry: entry[0])]
 
 
-def walk(batch: Any, prefix: Path = ()) -> list[tuple[Path, Any]]:
-    """Every entry in key order; a sub-batch gives a Node, then its entries."""
+def walk(batch: Any, prefix: Path = (), *, into_stacks: bool = True) -> list[tuple[Path, Any]]:
+    """Every entry in key order; a sub-batch gives a Node, then its entries. Lazy stacks in the batch are entries
+    themselves without `into_stacks`, as those with different rows always are."""
     entries: list[tuple[Path, Any]] = []
     for name, value in fields_of(batch).items():
         path = (*prefix, name)
-        if not isinstance(value, Tensor) and is_sub_batch(value):
-            entries.append((path, Node.of(value)))
-            entries.extend(walk(value, path))
-        else:
+        whole = isinstance(value, Tensor) or not is_sub_batch(value)
+        if whole or (not into_stacks and isinstance(fields_of(value), LazyStackedTensorDict)):
             entries.append((path, value))
+        else:
+            entries.append((path, Node.of(value)))
+            entries.extend(walk(value, path, into_stacks=into_stacks))
     return entries
 
 
@@ -123,9 +125,9 @@ def build(root: Node, entries: Iterable[tuple[Path, Any]], rows: int) -> TensorD
 
 
 def _made(node: Node, entries: dict[str, Any], rows: int) -> Any:
-    """One TensorDict or tensorclass. It checks each jagged tensor by calls that take most of the time of a nested batch; those that
-    are on its device, and have its rows by the way they were built, it need not check. Nor can tensordict 0.10 check a
-    stack of no objects."""
+    """One TensorDict or tensorclass. It checks each jagged tensor by calls that take most of the time of a nested one;
+    those that are on its device, and have its rows by the way they were built, it need not check. Nor can tensordict
+    0.10 check a stack of no objects."""
     batch_size = node.batch_size(rows)
     if not any(isinstance(value, NestedTensor) or _is_empty_stack(value) for value in entries.values()):
         return _of_kind(TensorDict(entries, batch_size=batch_size, device=node.device), node)

@@ -24,6 +24,7 @@ from bench import workloads
 from maskpack import (
     LAYOUTS,
     RL_FIELDS,
+    BatchView,
     CoverageError,
     LayoutError,
     LossyPadError,
@@ -38,6 +39,7 @@ from maskpack import (
     compress,
     decompress,
     nest_batch_by_mask,
+    plan_micro_batches,
     tasks,
     unnest,
 )
@@ -126,31 +128,12 @@ def assert_same_rows(got: TensorDictBase, want: TensorDictBase) -> None:
     assert list(got.keys()) == list(want.keys())
     for name in want.keys():  # noqa: SIM118
         a, b = got.get(name), want.get(name)
-        if name == "global_token_num":
-            assert_same_object(a.data, b.data, name)
-        elif is_non_tensor(b):
+        if is_non_tensor(b):
             assert_same_object(a.tolist(), b.tolist(), name)
         elif isinstance(b, TensorDictBase):
             assert_same_rows(a, b)
         else:
             assert_same_tensor(a, b, name)
-
-
-def take_rows(batch: TensorDictBase, rows: Any) -> TensorDict:
-    """As `oracle.take_rows`; the items of `global_token_num`, a list with one for each row, go with the rows."""
-    rows = [int(row) for row in rows]
-    out = oracle.take_rows(batch, rows)
-    _follow(out, batch, rows)
-    return out
-
-
-def _follow(out: TensorDictBase, batch: TensorDictBase, rows: list[int]) -> None:
-    for name, value in batch.items():
-        if name == "global_token_num":
-            items = [value.data[row] for row in rows]
-            out.set(name, NonTensorData(items, batch_size=out.batch_size))
-        elif isinstance(value, TensorDictBase) and not is_non_tensor(value):
-            _follow(out.get(name), value, rows)
 
 
 # -------------------------------------------------------------------- there and back
@@ -304,7 +287,7 @@ def test_every_dtype_padded_and_dense(dtype: torch.dtype, pad: int) -> None:
         packed, _ = travelled(compress(batch, registry=registry, ignore_dense_fields=["dense"]))
         assert_same_batch(decompress(packed), batch)
         assert_same_batch(unnest(decompress(packed, layout="nested")), batch)
-        assert_same_batch(decompress(packed[[2, 0, 2]]), take_rows(batch, [2, 0, 2]))
+        assert_same_batch(decompress(packed[[2, 0, 2]]), oracle.take_rows(batch, [2, 0, 2]))
 
 
 @pytest.mark.parametrize("dtype", strategies.DTYPES, ids=str)
@@ -314,8 +297,8 @@ def test_every_dtype_without_elements(dtype: torch.dtype, shape: tuple[int, ...]
     packed = compress(batch, ignore_dense_fields=["dense"])
     for there in (packed, travelled(packed)[0]):
         assert_same_batch(decompress(there), batch)
-        assert_same_batch(decompress(there[0:0]), take_rows(batch, []))
-        assert_same_batch(decompress(there[[]]), take_rows(batch, []))
+        assert_same_batch(decompress(there[0:0]), oracle.take_rows(batch, []))
+        assert_same_batch(decompress(there[[]]), oracle.take_rows(batch, []))
 
 
 # -------------------------------------------------------------------- values under the mask
@@ -326,7 +309,7 @@ def test_stray_values_travel_dense() -> None:
     with pytest.warns(MaskpackWarning, match=r'^compress: travelling dense: "advantages" \(6, 8\) float32'):
         packed = compress(batch, pad_token_id=0)
     assert_same_batch(decompress(packed), batch)
-    assert_same_batch(decompress(packed[1:4]), take_rows(batch, [1, 2, 3]))
+    assert_same_batch(decompress(packed[1:4]), oracle.take_rows(batch, [1, 2, 3]))
 
 
 @quiet
@@ -367,7 +350,7 @@ def test_row_operations(case: Case, data: st.DataObject) -> None:
     packed = compress(case.batch, **case.options)
     for op in ops:
         packed = op.on_packed(packed)
-    want = take_rows(case.batch, rows_after(ops, case.rows, even_chunks=True))
+    want = oracle.take_rows(case.batch, rows_after(ops, case.rows, even_chunks=True))
     assert len(packed) == want.batch_size[0]
     assert_same_rows(decompress(packed), want)
     assert_same_rows(unnest(decompress(packed, layout="nested")), want)
@@ -379,10 +362,10 @@ def test_row_operations(case: Case, data: st.DataObject) -> None:
 def test_select_any_rows(case: Case, data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.integers(-case.rows, case.rows - 1), max_size=8))
     packed = compress(case.batch, **case.options)
-    want = take_rows(case.batch, rows)
+    want = oracle.take_rows(case.batch, rows)
     for form in (rows, np.array(rows, np.int64), torch.tensor(rows, dtype=torch.int32), tuple(rows)):
         assert_same_batch(decompress(packed.select(form)), want)
-    assert_same_batch(decompress(packed[::-1]), take_rows(case.batch, range(case.rows)[::-1]))
+    assert_same_batch(decompress(packed[::-1]), oracle.take_rows(case.batch, range(case.rows)[::-1]))
 
 
 @quiet
@@ -399,7 +382,7 @@ def test_split_and_chunk(case: Case, number: int, data: st.DataObject) -> None:
     for some in (chunks, parts):
         begin = 0
         for part in some:
-            assert_same_batch(decompress(part), take_rows(case.batch, rows[begin : begin + len(part)]))
+            assert_same_batch(decompress(part), oracle.take_rows(case.batch, rows[begin : begin + len(part)]))
             begin += len(part)
         assert begin == case.rows
 
@@ -413,9 +396,9 @@ def test_cat_of_parts(case: Case, data: st.DataObject) -> None:
         if (case.rows)
         else [[], []]
     )
-    parts = [compress(take_rows(case.batch, rows), **case.options) for rows in groups]
+    parts = [compress(oracle.take_rows(case.batch, rows), **case.options) for rows in groups]
     packed = PackedBatch.cat(parts)
-    want = take_rows(case.batch, [row for rows in groups for row in rows])
+    want = oracle.take_rows(case.batch, [row for rows in groups for row in rows])
     assert_same_rows(decompress(packed), want)
     assert_same_rows(unnest(decompress(packed, layout="nested")), want)
 
@@ -427,7 +410,7 @@ def test_cat_where_a_field_is_dense_in_one_part() -> None:
         packed = PackedBatch.cat([compress(parts[place], pad_token_id=0) for place in order])
         want = torch.cat([parts[place] for place in order])
         assert_same_rows(decompress(packed), want)
-        assert_same_rows(decompress(packed[[8, 0, 4]]), take_rows(want, [8, 0, 4]))
+        assert_same_rows(decompress(packed[[8, 0, 4]]), oracle.take_rows(want, [8, 0, 4]))
 
 
 @quiet
@@ -454,15 +437,15 @@ def test_one_pad_a_row() -> None:
     packed, _ = travelled(compress(batch, pad_token_id=0, strict_mask_nesting=True))
     assert_same_batch(decompress(packed), batch)
     assert_same_batch(unnest(decompress(packed, layout="nested")), batch)
-    assert_same_batch(decompress(packed[1:4]), take_rows(batch, [1, 2, 3]))
-    assert_same_batch(decompress(packed[[5, 1, 1]]), take_rows(batch, [5, 1, 1]))
+    assert_same_batch(decompress(packed[1:4]), oracle.take_rows(batch, [1, 2, 3]))
+    assert_same_batch(decompress(packed[[5, 1, 1]]), oracle.take_rows(batch, [5, 1, 1]))
     clean = rollout(seed=3)
     for order in ([0, 1], [1, 0], [0, 0], [1, 1]):
         parts = [(batch, clean)[place] for place in order]
         joined = PackedBatch.cat([compress(part, pad_token_id=0, strict_mask_nesting=True) for part in parts])
         assert_same_rows(decompress(joined), torch.cat(parts))
         assert_same_rows(unnest(decompress(joined, layout="nested")), torch.cat(parts))
-        assert_same_rows(decompress(joined[[11, 1, 7]]), take_rows(torch.cat(parts), [11, 1, 7]))
+        assert_same_rows(decompress(joined[[11, 1, 7]]), oracle.take_rows(torch.cat(parts), [11, 1, 7]))
         assert len(decompress(joined[0:0])) == 0
     like = compress(TensorDict({"values": batch["advantages"]}, [6]), like=packed, strict_mask_nesting=True)
     assert_same_tensor(decompress(like)["values"], batch["advantages"])
@@ -578,17 +561,14 @@ def joined_by_hand(parts: list[Part]) -> TensorDict:
     prompt, response = max(part.prompt for part in parts), max(part.response for part in parts)
     even: list[TensorDict] = []
     for part in parts:
-        fields = {name: part.batch[name] for name in part.batch.keys() if name != "global_token_num"}  # noqa: SIM118
+        fields = {name: part.batch[name] for name in part.batch.keys()}  # noqa: SIM118
         left, right = prompt - part.prompt, response - part.response
         for name, (axis, dim, pad) in part.padded.items():
             sides = {"prompt": (left, 0), "response": (0, right), "sequence": (left, right)}[axis]
             fields[name] = widened(part.batch[name], *sides, dim, pad)
-        fields["temperature"] = part.batch.get("temperature")
+        fields |= {name: part.batch.get(name) for name in ("temperature", "global_token_num")}
         even.append(TensorDict(fields, part.batch.batch_size))
-    joined = torch.cat(even)
-    tokens = [number for part in parts for number in part.batch.get("global_token_num").data]
-    joined.set("global_token_num", NonTensorData(tokens, batch_size=joined.batch_size))
-    return joined.select(*parts[0].batch.keys())
+    return torch.cat(even)
 
 
 @quiet
@@ -605,7 +585,7 @@ def test_cat_of_any_widths(parts: list[Part], data: st.DataObject) -> None:
         assert_same_rows(unnest(decompress(there, layout="nested")), want)
     assert_same_rows(decompress(compress(want, **options)), want)
     rows = data.draw(st.lists(st.integers(0, len(joined) - 1), max_size=4)) if len(joined) else []
-    assert_same_rows(decompress(joined[rows]), take_rows(want, rows))
+    assert_same_rows(decompress(joined[rows]), oracle.take_rows(want, rows))
     twice = PackedBatch.cat([PackedBatch.cat(packs[:1]), PackedBatch.cat([*packs[1:], packs[0]])])
     assert_same_rows(decompress(twice), joined_by_hand([*parts, parts[0]]))
     layouts = {name: (layout.width, layout.anchor) for name, layout in joined.layouts.items()}
@@ -660,64 +640,27 @@ def test_cat_of_widths_keeps_numbers_that_differ_by_row() -> None:
     assert out.get("max_response_length").tolist() == [8, 8, 5, 5]
 
 
-# -------------------------------------------------------------------- lists with one item a row
+# -------------------------------------------------------------------- objects of the whole batch
 
 
-def listed(items: Any, rows: int = 6, name: str = "global_token_num") -> TensorDict:
-    return TensorDict({"x": torch.arange(rows), name: NonTensorData(items, batch_size=[rows])}, [rows])
-
-
-@pytest.mark.parametrize("name", [("global_token_num",), ("meta", "global_token_num")])
-def test_a_list_with_one_item_a_row_follows_the_rows(name: Any) -> None:
-    items = [5, "b", None, [4], 2.5, 0]
-    batch = listed(items) if len(name) == 1 else TensorDict({"meta": listed(items)}, [6])
-
-    def held(packed: PackedBatch) -> Any:
-        found = decompress(packed).get(name)
-        assert isinstance(found, NonTensorData)
-        assert found.batch_size == (len(packed),)
-        assert_same_object(decompress(packed, layout="nested").get(name).data, found.data)
-        return found.data
-
-    packed = compress(batch)
-    assert held(packed) == items
-    assert held(packed[2:5]) == [None, [4], 2.5]
-    assert held(packed[[5, 0, 0]]) == [0, 5, 5]
-    assert held(packed[0:0]) == held(packed[[]]) == []
-    assert held(packed[torch.tensor([True, False, False, False, False, True])]) == [5, 0]
-    assert [held(part) for part in packed.split([1, 0, 5])] == [[5], [], items[1:]]
-    assert [held(part) for part in packed.chunk(2)] == [items[:3], items[3:]]
-    assert held(PackedBatch.cat([packed[4:], packed[:1], packed[0:0]])) == [2.5, 0, 5]
-    assert held(pickle.loads(pickle.dumps(packed[1:3]))) == ["b", None]
-    assert held(packed[1:5][1:3]) == [None, [4]]
-
-
-@pytest.mark.parametrize(
-    ("items", "name"),
-    [
-        ([1, 2, 3], "global_token_num"),
-        ([], "global_token_num"),
-        ((1, 2, 3, 4, 5, 6), "global_token_num"),
-        ({"a": 1}, "global_token_num"),
-        (6, "global_token_num"),
-        ([1, 2, 3, 4, 5, 6], "something"),
-        ([1, 2, 3, 4, 5, 6], "uid"),
-    ],
-    ids=str,
-)
-def test_other_lists_stay_whole(items: Any, name: str) -> None:
-    packed = compress(listed(items, name=name))
-    for part in (packed, packed[2:5], packed[[1, 1]], packed[0:0], packed.chunk(2)[1]):
-        assert_same_object(decompress(part).get(name).data, items)
+@pytest.mark.parametrize("items", [[1, 2, 3, 4, 5, 6], [1, 2, 3], [], (1, 2, 3, 4, 5, 6), {"a": 1}, 6], ids=str)
+@pytest.mark.parametrize("name", ["global_token_num", "something"])
+def test_an_object_of_the_batch_stays_whole_as_tensordict_keeps_it(items: Any, name: str) -> None:
+    """A list with one item a row, too, on every path."""
+    batch = TensorDict({"x": torch.arange(6), name: NonTensorData(items, batch_size=[6])}, [6])
+    packed, nested = compress(batch), nest_batch_by_mask(batch)
+    plan = plan_micro_batches([1, 2, 3, 4, 5, 6], 8)
+    parts = [packed, packed[2:5], packed[[1, 1]], packed[0:0], packed.chunk(2)[1]]
+    found = [decompress(part) for part in parts] + [batch[2:5], unnest(nested[2:5])]
+    for whole in (batch, nested, packed, BatchView.of(packed)):
+        taken = list(plan.apply(whole))
+        found += [decompress(part) for part in taken] if whole is packed else []
+        found += [part.materialize() for part in taken] if isinstance(whole, BatchView) else []
+        found += taken if isinstance(whole, TensorDict) else []
+        found.append(plan.restore(found[-len(taken) :]))
+    for part in found:
+        assert_same_object(part.get(name).data, items)
     assert_same_object(decompress(PackedBatch.cat([packed[:2], packed[3:]])).get(name).data, items)
-
-
-def test_a_registry_may_name_other_lists() -> None:
-    registry = {"seen": MaskNestingSpec(None, hints=("row-list",))}
-    packed = compress(listed([6, 5, 4, 3, 2, 1], name="seen"), registry=registry)
-    assert decompress(packed[1:3]).get("seen").data == [5, 4]
-    plain = compress(listed([6, 5, 4, 3, 2, 1]), registry=registry)
-    assert decompress(plain[1:3]).get("global_token_num").data == [6, 5, 4, 3, 2, 1]
 
 
 # -------------------------------------------------------------------- tensors inside Python objects
@@ -825,7 +768,7 @@ def test_empty_selections() -> None:
 def test_ways_to_name_rows(rows: Any) -> None:
     batch = rollout()
     want = np.arange(6)[rows].tolist()
-    assert_same_batch(decompress(compress(batch, pad_token_id=0)[rows]), take_rows(batch, want))
+    assert_same_batch(decompress(compress(batch, pad_token_id=0)[rows]), oracle.take_rows(batch, want))
 
 
 def test_lengths() -> None:
@@ -845,7 +788,7 @@ def test_what_lengths_gives_is_a_copy() -> None:
         packed.lengths("sequence")[...] = 1
     assert packed.lengths("sequence").tolist() == oracle.lengths(oracle.mask_rows(batch["attention_mask"]))
     assert_same_batch(decompress(packed), batch)
-    assert_same_batch(decompress(packed[[1, 0]]), take_rows(batch, [1, 0]))
+    assert_same_batch(decompress(packed[[1, 0]]), oracle.take_rows(batch, [1, 0]))
 
 
 # -------------------------------------------------------------------- outputs of a worker
@@ -1042,10 +985,11 @@ def test_what_cannot_be_joined() -> None:
         PackedBatch.cat([])
     with pytest.raises(LayoutError, match=r"^PackedBatch\.cat: fields \['advantages'\] are not in every batch"):
         PackedBatch.cat([packed, compress(rollout().exclude("advantages"), pad_token_id=0)])
-    stray = compress(with_stray(rollout(response=9)), pad_token_id=0)
-    message = r'field "advantages" is \[\(6, 8\), \(6, 9\)\]; expected one width. Bring it to one width'
-    with pytest.raises(LayoutError, match=rf"^PackedBatch\.cat: {message}"):
-        PackedBatch.cat([packed, stray])
+    stray = compress(with_stray(rollout()), pad_token_id=0)
+    wide = compress(rollout(response=9), pad_token_id=0)
+    message = r'field "advantages" stays padded, because it holds values .*, and its axis "response" grows from width 8'
+    with pytest.raises(LayoutError, match=rf"^PackedBatch\.cat: {message}, split at 0, to 9"):
+        PackedBatch.cat([wide, stray])
     half = rollout()
     half["advantages"] = half["advantages"].half()
     with pytest.raises(LayoutError, match=r"\"advantages\" has dtypes \['float32', 'float16'\]; expected one. Cast"):

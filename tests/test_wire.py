@@ -1053,8 +1053,7 @@ def test_objects_of_other_rows() -> None:
     refused(field("uid", depth=-1), "depth -1")
     refused(field("uid", depth=10**9), "depth")
     refused(field("uid", depth=2), "lists of (3,) items")
-    refused(field("uid", listed=True), "depth 1")
-    refused(field("global_token_num", json=[1]), "lists of (3,) items")
+    refused(field("uid", stacked=True), "stacked")
     refused(field("uid", pickle=[0]), "pickle")
     refused(field("uid", pickle=[0]), "either json or pickle", allow_pickle=True)
 

@@ -26,7 +26,7 @@ from maskpack.jagged import jagged_from, to_host
 from maskpack.objects import Objects
 from maskpack.options import OnLoss, Options, Registry, Verify
 from maskpack.packed import PackedBatch, Target
-from maskpack.registry import DENSE, RL_FIELDS, SIGNED_ZERO, Key, MaskNestingSpec, PadValue, Path, path_of
+from maskpack.registry import RL_FIELDS, SIGNED_ZERO, Key, MaskNestingSpec, PadValue, Path, path_of
 from maskpack.rows import Rows, row_index
 from maskpack.schema import LAYOUTS
 from maskpack.tree import Node, build, has, is_object, walk
