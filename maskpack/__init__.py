@@ -31,6 +31,7 @@ from maskpack.errors import (
 )
 from maskpack.layout import RowLayout
 from maskpack.nesting import nest_batch_by_mask, unnest, unnest_batch_by_mask
+from maskpack.options import VerifyFirst
 from maskpack.packed import PackedBatch, compress, decompress
 from maskpack.plan import MicroBatchPlan, plan_micro_batches
 from maskpack.rank_plans import RankPlans, plan_ranks
@@ -85,6 +86,7 @@ __all__ = [
     "RegistryError",
     "ReplayError",
     "RowLayout",
+    "VerifyFirst",
     "WireFormatError",
     "WorkerError",
     "agree_on_count",

@@ -23,7 +23,7 @@ from tensordict import TensorDictBase
 from maskpack.calls import Call, Part, Request, Results
 from maskpack.division import Balance, divided, of_plan, planned_lengths, ranks_of, shares
 from maskpack.errors import LayoutError, MaskpackError, PlanError
-from maskpack.options import Registry, Verify
+from maskpack.options import Registry, Verify, kept_verify
 from maskpack.packed import PackedBatch, compress
 from maskpack.parcels import At, Packing, Parcel, RowsAt
 from maskpack.placement import Placement, Site
@@ -80,7 +80,7 @@ class WorkerGroup:
             "registry": registry,
             "pad_token_id": pad_token_id,
             "strict_mask_nesting": strict_mask_nesting,
-            "verify": verify,
+            "verify": kept_verify(verify),
             "codec": codec,
         }
         self._store = Placement([[self.actors[actor] for actor in own] for own in self._ranks])

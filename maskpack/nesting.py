@@ -42,8 +42,8 @@ def nest_batch_by_mask(
         pad_token_id: the tokenizer's pad id, for fields padded with PAD_TOKEN_ID.
         strict: raise instead of leaving a field dense.
         ignore_dense_fields: fields (paths or last names) that stay dense and count as covered.
-        verify: check that masked-out elements are the pad: `always`; `first`, for the first batch with these fields
-            only; or `never`, which trusts the registry.
+        verify: check that masked-out elements are the pad: `always`; only in the first batch with these fields that
+            a `VerifyFirst` is given; or `never`, which trusts the registry.
         on_loss: what to do with a field that has other values under its mask: `keep` it dense and warn, raise an
             `error` (as `strict` does), or `drop` those values.
 

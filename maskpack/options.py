@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,9 +10,38 @@ from typing import Any, Literal
 import numpy as np
 
 from maskpack.errors import RegistryError
-from maskpack.registry import Key, MaskNestingRegistry, MaskNestingSpec, Path, path_of
+from maskpack.registry import Key, MaskNestingRegistry, MaskNestingSpec, PadValue, Path, path_of
 
-Verify = Literal["always", "first", "never"]
+_MOST_FIELD_SETS = 256
+
+
+class VerifyFirst:
+    """`verify=` of a loop: the first batch with the same fields is checked, later ones are trusted.
+
+    An object of this class belongs to one producer of batches. What it has learnt of one is not true of another, even
+    where their fields are alike. A pickle of it has learnt nothing.
+    """
+
+    def __init__(self) -> None:
+        self._pads: OrderedDict[Any, dict[Path, PadValue | None]] = OrderedDict()
+
+    def known(self, fields: Any) -> Mapping[Path, PadValue | None]:
+        """The pad of each field of a set of fields; None where a field had none."""
+        return self._pads.get(fields, {})
+
+    def learn(self, fields: Any, pads: Mapping[Path, PadValue | None]) -> None:
+        """Remembers these pads beside what is known of other fields of the set."""
+        self._pads[fields] = {**self.known(fields), **pads}
+        while len(self._pads) > _MOST_FIELD_SETS:
+            self._pads.popitem(last=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return VerifyFirst, ()
+
+
+Verify = Literal["always", "first", "never"] | VerifyFirst
+"""`first` asks who takes it to keep a VerifyFirst: a WorkerGroup, a storage. A function by itself has no batch before
+this one, and checks it."""
 OnLoss = Literal["keep", "error", "drop"]
 Registry = MaskNestingRegistry | Mapping[Any, MaskNestingSpec]
 """What functions take as a registry; a plain dict of specs has no axes but the masks it names. Its keys are Keys, of
@@ -27,7 +57,7 @@ class Options:
     pad_token_id: int | None
     strict: bool
     ignore: frozenset[Path]
-    verify: Verify
+    verify: Literal["always", "never"] | VerifyFirst
     on_loss: OnLoss
 
     @classmethod
@@ -42,10 +72,10 @@ class Options:
         on_loss: OnLoss,
     ) -> Options:
         for name, value, allowed in (
-            ("verify", verify, ("always", "first", "never")),
+            ("verify", verify, ("always", "first", "never", "a VerifyFirst")),
             ("on_loss", on_loss, ("keep", "error", "drop")),
         ):
-            if value not in allowed:
+            if not isinstance(value, VerifyFirst if name == "verify" else ()) and value not in allowed:
                 raise RegistryError(f"{call}: {name} is {value!r}; expected one of {', '.join(allowed)}. Choose one.")
         if isinstance(ignore_dense_fields, str):
             raise RegistryError(
@@ -68,4 +98,10 @@ class Options:
         ignore = frozenset(path_of(key) for key in ignore_dense_fields)
         if strict and on_loss == "keep":
             on_loss = "error"
-        return cls(call, registry, pad_token_id, strict, ignore, verify, on_loss)
+        kept: Any = kept_verify(verify)
+        return cls(call, registry, pad_token_id, strict, ignore, kept, on_loss)
+
+
+def kept_verify(verify: Verify) -> Verify:
+    """`verify` as who keeps it over several batches passes it on."""
+    return VerifyFirst() if verify == "first" else verify

@@ -3,7 +3,6 @@ none."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -15,15 +14,13 @@ from maskpack import checks
 from maskpack.errors import LossyPadError
 from maskpack.jagged import to_host
 from maskpack.layout import RowLayout
-from maskpack.options import Options
+from maskpack.options import Options, VerifyFirst
 from maskpack.registry import PER_ROW, SIGNED_ZERO, PadValue, Path, show
 from maskpack.schema import FieldForm
 from maskpack.tasks import Tasks
 
 _KEPT = "it holds values other than its pad where its mask is empty (strict mode shows one, and what to do)"
 _MIXED_ZEROS = "A row mixes 0.0 and -0.0, as x * mask leaves them; x.masked_fill(mask == 0, 0) does not. "
-_TRUSTED_FIELD_SETS = 256
-_trusted: OrderedDict[Any, dict[Path, PadValue | None]] = OrderedDict()  # the pads that verify="first" found
 
 
 Then = Callable[[FieldForm, Tensor, RowLayout], Any]
@@ -87,15 +84,12 @@ class Verifier:
         if options.verify == "never":
             return self._read(gathered, {}) | {path: form.pads[0] for path, form in unsure.items()}
         key = tuple((f.path, f.dtype, f.layout, f.ragged_dim, f.pads_by_bits) for f in unsure.values())
-        trusted = _trusted.get(key, {}) if options.verify == "first" else {}
+        trusted = options.verify.known(key) if isinstance(options.verify, VerifyFirst) else {}
         sure = {path: pad for path, pad in {**trusted, **self._known}.items() if pad is not None}
         doubtful = {path: form for path, form in unsure.items() if path not in sure}  # lossy before, or new
         found = {**sure, **self._read(gathered, doubtful)}
-        if options.verify == "first":
-            learnt = {path: found[path] for path, form in unsure.items() if self._has_padding(form)}
-            _trusted[key] = {**trusted, **learnt}
-            while len(_trusted) > _TRUSTED_FIELD_SETS:
-                _trusted.popitem(last=False)
+        if isinstance(options.verify, VerifyFirst):
+            options.verify.learn(key, {path: found[path] for path, form in unsure.items() if self._has_padding(form)})
         if options.on_loss == "drop":
             return {path: unsure[path].pads[0] if pad is None else pad for path, pad in found.items()}
         return found

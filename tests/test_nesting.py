@@ -33,7 +33,9 @@ from maskpack import (
     MaskNestingSpec,
     MaskpackError,
     MaskpackWarning,
+    PackedBatch,
     RegistryError,
+    VerifyFirst,
     compress,
     decompress,
     dense_fields,
@@ -627,12 +629,27 @@ def test_verify_always_first_never() -> None:
         assert nest_batch_by_mask(dirty, **options, verify="never")["advantages"].is_nested
     with pytest.warns(MaskpackWarning):
         assert not nest_batch_by_mask(dirty, **options, verify="always")["advantages"].is_nested
-    assert nest_batch_by_mask(clean, **options, verify="first")["advantages"].is_nested
-    assert nest_batch_by_mask(dirty, **options, verify="first")["advantages"].is_nested
+    first = VerifyFirst()
+    assert nest_batch_by_mask(clean, **options, verify=first)["advantages"].is_nested
+    assert nest_batch_by_mask(dirty, **options, verify=first)["advantages"].is_nested
     assert not _quietly(dirty, **options, verify="always")["advantages"].is_nested
     other = {**options, "pad_token_id": 1}
-    fresh = _quietly(dirty.exclude("input_ids", "prompts", "responses"), **other, verify="first")
+    fresh = _quietly(dirty.exclude("input_ids", "prompts", "responses"), **other, verify=first)
     assert not fresh["advantages"].is_nested
+
+
+def test_what_verify_first_learns_belongs_to_its_caller() -> None:
+    """Two producers of batches with the same fields share nothing: the second is checked, by itself or by its own."""
+    clean, dirty = exact_zero(rollout(prompt=6, response=6)), stray_batch()
+    mine, pickled = VerifyFirst(), None
+    for verify in ("first", mine):
+        assert nest_batch_by_mask(clean, pad_token_id=0, verify=verify)["advantages"].is_nested
+    pickled = pickle.loads(pickle.dumps(mine))
+    for verify in ("first", VerifyFirst(), pickled):
+        assert not _quietly(dirty, pad_token_id=0, verify=verify)["advantages"].is_nested
+        packed = _quietly_packed(dirty, pad_token_id=0, verify=verify)
+        assert_same_batch(decompress(packed), dirty)
+    assert nest_batch_by_mask(dirty, pad_token_id=0, verify=mine)["advantages"].is_nested
 
 
 def _quietly(batch: TensorDict, **options: Any) -> TensorDict:
@@ -641,12 +658,19 @@ def _quietly(batch: TensorDict, **options: Any) -> TensorDict:
         return nest_batch_by_mask(batch, **options)
 
 
+def _quietly_packed(batch: TensorDict, **options: Any) -> PackedBatch:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MaskpackWarning)
+        return compress(batch, **options)
+
+
 def test_verify_first_keeps_registries_apart_by_the_bits_of_their_pads() -> None:
     mask = torch.tensor([[1, 0, 0]])
+    first = VerifyFirst()
     for pad in (0.0, -0.0):
         batch = TensorDict({"m": mask, "x": torch.full((1, 3), pad)}, batch_size=[1])
         registry = {"x": MaskNestingSpec("m", pad), "m": MaskNestingSpec(None), "tag": MaskNestingSpec("bits")}
-        assert_same_batch(unnest(nest_batch_by_mask(batch, registry, verify="first")), batch)
+        assert_same_batch(unnest(nest_batch_by_mask(batch, registry, verify=first)), batch)
 
 
 def test_cat_keeps_pads_apart_by_their_bits() -> None:
@@ -976,9 +1000,10 @@ def test_a_field_that_was_lossy_is_not_trusted_to_be_so() -> None:
     clean = TensorDict({"mask": torch.tensor([[1, 0]]), "first_lossy": torch.tensor([[5, 0]])}, batch_size=[1])
     stray = clean.clone()
     stray["first_lossy"][0, 1] = 7
+    first = VerifyFirst()
     with pytest.warns(MaskpackWarning):
-        nest_batch_by_mask(stray, registry, verify="first")
-    nested = nest_batch_by_mask(clean, registry, verify="first", on_loss="error")
+        nest_batch_by_mask(stray, registry, verify=first)
+    nested = nest_batch_by_mask(clean, registry, verify=first, on_loss="error")
     assert nested["first_lossy"].is_nested
     assert_same_batch(unnest(nested), clean)
 

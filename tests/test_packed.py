@@ -35,6 +35,7 @@ from maskpack import (
     MaskpackWarning,
     PackedBatch,
     RegistryError,
+    VerifyFirst,
     checks,
     compress,
     decompress,
@@ -1099,8 +1100,9 @@ def test_a_batch_without_padding_teaches_nothing() -> None:
     registry = {"m": MaskNestingSpec("m"), "taught": MaskNestingSpec("m", [0, 1])}
     full = TensorDict({"m": torch.ones(2, 3), "taught": torch.ones(2, 3)}, batch_size=[2])
     padded = TensorDict({"m": torch.tensor([[1.0, 0, 0]]), "taught": torch.tensor([[5.0, 1, 1]])}, batch_size=[1])
+    first = VerifyFirst()
     for batch in (full[:0], full, padded, padded):
-        got = decompress(compress(batch, registry=registry, verify="first"))
+        got = decompress(compress(batch, registry=registry, verify=first))
         assert_same_batch(got, batch)
 
 
@@ -1166,10 +1168,11 @@ def test_a_lesson_is_not_forgotten_over_a_batch_without_padding(monkeypatch: pyt
     registry = {"m": MaskNestingSpec("m"), "remembered": MaskNestingSpec("m", [0, 1])}
     padded = TensorDict({"m": torch.tensor([[1.0, 0, 0]]), "remembered": torch.tensor([[5.0, 1, 1]])}, batch_size=[1])
     full = TensorDict({"m": torch.ones(2, 3), "remembered": torch.ones(2, 3)}, batch_size=[2])
+    first = VerifyFirst()
     for batch in (padded, full):
-        compress(batch, registry=registry, verify="first")
+        compress(batch, registry=registry, verify=first)
     monkeypatch.setattr(checks, "strays", None)  # nothing is verified any more
-    assert_same_batch(decompress(compress(padded, registry=registry, verify="first")), padded)
+    assert_same_batch(decompress(compress(padded, registry=registry, verify=first)), padded)
 
 
 def test_a_part_without_padding_takes_the_pad_of_the_others() -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from maskpack import pickles
 from maskpack.errors import LayoutError
+from maskpack.options import kept_verify
 from maskpack.packed import PackedBatch, Target, compress, decompress
 from maskpack.rows import IntArray
 from maskpack.views import BatchView
@@ -95,7 +96,7 @@ class PackedStorage(_ListStorage):
         self._layout: Target = layout
         self._fields = tuple(fields)
         self._to = device
-        self._options = options
+        self._options = _kept(options)
         self._rows: BatchView | None = None
 
     @property
@@ -237,6 +238,10 @@ class PackedStorage(_ListStorage):
         return parts[0] if type(parts[0]) is slice else _numbers(parts[0])
 
 
+def _kept(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: kept_verify(value) if name == "verify" else value for name, value in options.items()}
+
+
 def _is_rows(data: Any) -> bool:
     return type(data) is list and all(isinstance(row, TensorDictBase) for row in cast("list[Any]", data))
 
@@ -292,7 +297,7 @@ class MaskNesting(_Transform):
         if layout not in ("padded", "nested"):
             raise LayoutError(f'MaskNesting: layout is {layout!r}; expected "padded" or "nested". Choose one.')
         self.layout: Target = layout
-        self.key, self.keep, self.options = key, tuple(keep), options
+        self.key, self.keep, self.options = key, tuple(keep), _kept(options)
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDict:
         """A batch [B] as B rows with a PackedBatch of one row each; of a batch [], one. Errors are those of
