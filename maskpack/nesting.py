@@ -101,7 +101,7 @@ def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:
     call = "unnest_batch_by_mask"
     schema, layouts = read_layouts(batch, call)
     forms = {form.path: form for form in schema.forms}
-    entries = chosen([entry for entry in walk(batch) if entry[0][0] != LAYOUTS], fields, call)
+    entries = chosen([entry for entry in walk(batch, into_stacks=False) if entry[0][0] != LAYOUTS], fields, call)
     nested = _nested_fields(entries, forms, layouts, call)
 
     def restored(path: Path, value: Any) -> Any:
