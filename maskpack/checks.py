@@ -72,8 +72,8 @@ def one_rule(
     single: npt.NDArray[np.bool_],
     unpadded: npt.NDArray[np.bool_],
 ) -> Words | Pad | None:
-    """One rule for rows of which some are padded by EDGE, the others by a word each: words [B, k], EDGE, or None where
-    neither gives every row what it has.
+    """One rule for rows of which some were found padded by EDGE, the others by a constant each: the constants [B, k]
+    where EDGE put nothing but these, EDGE where it puts the constants, None where neither holds.
 
     Args:
         by_edge: [B], which rows these are.
@@ -81,10 +81,11 @@ def one_rule(
         edges, single: of `edge_pads`.
         unpadded: [B], rows without padding.
     """
-    pads = np.where(by_edge[:, None], edges, own)
-    if (single | unpadded)[by_edge].all():
-        return pads
-    return EDGE if (unpadded | (single & (pads == edges).all(1)))[~by_edge].all() else None
+    constants = np.unique(own[~by_edge & ~unpadded], axis=0)
+    among = (edges[:, None] == constants[None]).all(2).any(1)
+    if len(constants) and (unpadded | (single & among))[by_edge].all():
+        return np.where((by_edge & ~unpadded)[:, None], edges, np.where(by_edge[:, None], constants[:1], own))
+    return EDGE if (unpadded | (single & (own == edges).all(1)))[~by_edge].all() else None
 
 
 def not_pad(x: Tensor, pad: PadValue) -> Tensor | int:

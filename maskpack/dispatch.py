@@ -18,7 +18,8 @@ from typing import Any, cast
 
 import numpy as np
 import ray
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_tensorclass
+from tensordict import is_non_tensor as is_non_tensor  # type: ignore[reportUnknownVariableType]
 
 from maskpack.calls import Call, Part, Request, Results
 from maskpack.division import Balance, divided, of_plan, planned_lengths, ranks_of, shares
@@ -395,10 +396,20 @@ class WorkerGroup:
             return BatchView.of(self.pack(value))
         if isinstance(value, PackedBatch):
             return BatchView.of(value)
+        if _is_tensorclass(value):
+            raise LayoutError(
+                f"WorkerGroup: an argument is the tensorclass {type(value).__name__}, whose rows would not be divided; "
+                "expected a TensorDict. Put it into one, or give it whole to every rank: Broadcast(value)."
+            )
         if isinstance(value, Broadcast):
-            inner = self._argument(value.value)
+            whole = _is_tensorclass(value.value)
+            inner = ray.put(value.value) if whole else self._argument(value.value)
             return Broadcast(inner) if isinstance(inner, BatchView) else inner
         return cast("Any", value) if isinstance(value, _SMALL) else ray.put(value)
+
+
+def _is_tensorclass(value: Any) -> bool:
+    return is_tensorclass(value) and not is_non_tensor(value)
 
 
 def _started(actor: Any, method: str, parcel: Parcel, objects: Sequence[Any]) -> tuple[Any, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,8 @@ from maskpack.sharing import Encoding, Joined, Same
 from maskpack.tree import Node, build
 from maskpack.words import Words, pad_tensor, words
 
+_Batch = TypeVar("_Batch", bound=Contents)
+
 APART = "its batches hold it in different forms"
 """Why a field that the batches hold in different forms is dense."""
 
@@ -34,7 +36,7 @@ def joined(batches: Sequence[Contents], call: str) -> Contents:
     """The rows of several batches with the same fields, one after the other. Fields of different widths meet at the
     anchors of their layouts. Raises LayoutError, in the name of `call`, if fields, dtypes or shapes of elements
     differ."""
-    batches = _with_stacks(batches)
+    batches = with_stacks(batches)
     paths = [form.path for form in batches[0].schema.forms]
     for batch in batches[1:]:
         if set(batch.forms) != set(paths):
@@ -194,7 +196,7 @@ def _check_dims(nodes: Sequence[Node], name: str, call: str) -> None:
 # -------------------------------------------------------------------- fields of a batch, and of several
 
 
-def restricted(batch: Contents, paths: Collection[Path]) -> Contents:
+def restricted(batch: _Batch, paths: Collection[Path]) -> _Batch:
     """The batch with some of its fields. Those that took their words from others that are left out have their own."""
     above = {path[:n] for path in paths for n in range(1, len(path))}
     forms = [form for form in batch.schema.forms if form.path in paths or (form.kind == "node" and form.path in above)]
@@ -313,13 +315,13 @@ def _dims(batch: Contents, path: Path) -> tuple[int, ...]:
     return node.batch_size(batch.num_rows)
 
 
-def _with_stacks(batches: Sequence[Contents]) -> list[Contents]:
+def with_stacks(batches: Sequence[_Batch]) -> list[_Batch]:
     """The batches, with each sub-batch that one of them holds as a lazy stack held so by all."""
     stacks = {path for batch in batches for path, held in batch.objects.items() if held.stacked}
     return [_with_stack(batch, stacks & {f.path for f in batch.schema.forms if f.kind == "node"}) for batch in batches]
 
 
-def _with_stack(batch: Contents, paths: set[Path]) -> Contents:
+def _with_stack(batch: _Batch, paths: set[Path]) -> _Batch:
     """The batch with some of its sub-batches as objects, one a row."""
     for path in paths:
         below = [form for form in batch.schema.forms if form.path[: len(path)] == path]

@@ -54,7 +54,7 @@ def _(batch: Tensor, parts: _Parts, num_rows: int) -> Iterator[Tensor]:
 @take_rows.register(TensorDictBase)
 def _(batch: TensorDictBase, parts: _Parts, num_rows: int) -> Iterator[TensorDict]:
     _check_rows(batch.batch_size[0] if batch.batch_dims else None, num_rows)
-    entries = walk(batch, into_stacks=False)
+    entries = walk(batch)
     fields = {path: value for path, value in entries if _is_jagged(value)}
     dense = _without(batch, fields)
     order = [path for path, _ in entries]
@@ -155,7 +155,7 @@ def _(
 ) -> TensorDictBase:
     rows = [out.batch_size[0] if out.batch_dims else None for out in outputs]
     _check_outputs(outputs, rows, parts, lengths)
-    entries = [dict(walk(out, into_stacks=False)) for out in outputs]
+    entries = [dict(walk(out)) for out in outputs]
     for own in entries[1:]:
         odd = set(own) ^ set(entries[0])
         if odd:
@@ -293,7 +293,7 @@ def _without(batch: TensorDictBase, fields: Mapping[Path, Any], single: Collecti
     in `single` become those of rows."""
     entries = [
         (path, _of_rows(value) if path in single and batch.batch_size[0] else value)
-        for path, value in walk(batch, into_stacks=False)
+        for path, value in walk(batch)
         if path not in fields
     ]
     return build(Node.of(batch), entries, batch.batch_size[0])
@@ -301,5 +301,5 @@ def _without(batch: TensorDictBase, fields: Mapping[Path, Any], single: Collecti
 
 def _merged(dense: TensorDictBase, fields: _Jagged, order: Sequence[Path], rows: int) -> TensorDict:
     """Dense and jagged fields in their old order."""
-    found = dict(walk(dense, into_stacks=False)) | fields
+    found = dict(walk(dense)) | fields
     return build(Node.of(dense), [(path, found[path]) for path in order], rows)

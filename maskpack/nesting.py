@@ -19,7 +19,7 @@ from maskpack.options import OnLoss, Options, Registry, Verify
 from maskpack.registry import RL_FIELDS, Key, Path, show
 from maskpack.schema import INTACT, LAYOUTS, FieldForm, read_layouts, read_pads, run_tables, write_layouts
 from maskpack.survey import survey
-from maskpack.tree import Node, build, chosen, walk
+from maskpack.tree import Node, build, chosen, rows_in, walk
 
 
 def nest_batch_by_mask(
@@ -101,7 +101,7 @@ def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:
     call = "unnest_batch_by_mask"
     schema, layouts = read_layouts(batch, call)
     forms = {form.path: form for form in schema.forms}
-    entries = chosen([entry for entry in walk(batch, into_stacks=False) if entry[0][0] != LAYOUTS], fields, call)
+    entries = chosen([entry for entry in walk(batch) if entry[0][0] != LAYOUTS], fields, call)
     nested = _nested_fields(entries, forms, layouts, call)
 
     def restored(path: Path, value: Any) -> Any:
@@ -112,9 +112,10 @@ def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:
             return _at_home(value, forms[path].node if path in forms else None)
         return value.values() if path in forms and forms[path].kind == "flat" else value
 
-    rows = next((layout.num_rows for layout in layouts.values()), batch.batch_size[0] if batch.batch_dims else 0)
     return build(
-        _at_home(Node.of(batch), schema.root), [(path, restored(path, value)) for path, value in entries], rows
+        _at_home(Node.of(batch), schema.root),
+        [(path, restored(path, value)) for path, value in entries],
+        rows_in(batch),
     )
 
 

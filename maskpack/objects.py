@@ -74,7 +74,7 @@ class Objects:
         """The entry of a TensorDict."""
         if isinstance(value, NonTensorStack):
             return cls(value.tolist(), len(value.batch_size))
-        if is_tensor_collection(value) and not is_non_tensor(value):
+        if is_tensor_collection(value) and not is_non_tensor(value):  # a lazy stack
             return cls(list(value.unbind(0)), 1, True)
         return cls(value.data if isinstance(value, NonTensorData) else value, 0)
 

@@ -19,7 +19,8 @@ class VerifyFirst:
     """`verify=` of a loop: the first batch with the same fields is checked, later ones are trusted.
 
     An object of this class belongs to one producer of batches. What it has learnt of one is not true of another, even
-    where their fields are alike. A pickle of it has learnt nothing.
+    where their fields are alike. It learns a pad only where no other of the registry would give later batches other
+    values. A pickle of it has learnt nothing.
     """
 
     def __init__(self) -> None:

@@ -259,7 +259,7 @@ class _Reader:
                 fail(self._call, f'field "{show(form.path)}" with {brief(entry)}', "either json or pickle")
             data = self._unpickled(entry["pickle"]) if "pickle" in entry else self._said(entry["json"])
             dims = above.get(form.path[:-1], root).batch_size(rows)
-            if stacked and not (entry["stacked"] is True and depth == 1 and "pickle" in entry):
+            if stacked and not (entry["stacked"] is True and depth == 1 and ("pickle" in entry or data == [])):
                 fail(self._call, f'field "{show(form.path)}", stacked, of depth {depth}', "pickled rows of depth 1")
             if depth and not stacked and not len(dims) <= depth <= objects.MOST_DIMS:
                 fail(self._call, f'field "{show(form.path)}" of depth {depth}', f"0, or at least {len(dims)}")

@@ -39,7 +39,7 @@ from maskpack.registry import (
 )
 from maskpack.schema import INTACT, LAYOUTS, FieldForm, RowPads, Schema, read_layouts, read_pads
 from maskpack.tasks import Tasks
-from maskpack.tree import Node, entry_at, has, is_object, walk
+from maskpack.tree import Node, dense_stack, entry_at, has, is_object, walk
 from maskpack.verify import Then, Verifier
 from maskpack.words import DTYPES, from_words, words
 
@@ -90,12 +90,7 @@ def survey(
             f"{options.call}: the batch is a {type(batch).__name__}; expected a TensorDict. "
             "Wrap it: TensorDict(fields, batch_size=[rows])."
         )
-    if is_object(batch):
-        raise LayoutError(
-            f"{options.call}: the batch is a lazy stack whose rows differ in their entries or shapes; expected rows of "
-            "one shape. Pad them (tensordict.pad_sequence), or put the stack into a TensorDict, which keeps its rows "
-            "as objects."
-        )
+    batch = dense_stack(batch, options.call)
     schema, layouts = Schema(Node.of(batch), (), ()), dict[str, RowLayout]()
     if has(batch, LAYOUTS):
         schema, layouts = read_layouts(batch, options.call)

@@ -2,8 +2,8 @@
 
 {a: tensor, s: {b: tensor}, uid: [...]}  <->  [(a,) tensor, (s,) Node, (s, b) tensor, (uid,) object]
 
-A sub-batch is a TensorDict or a tensorclass. A lazy stack whose rows differ in shape has no tensors to walk: it is one
-object a row.
+A sub-batch is a TensorDict or a tensorclass. A lazy stack in a batch is no sub-batch but one object a row: whether its
+rows happen to have one shape decides nothing.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Node:
 
 
 def is_object(value: Any) -> bool:
-    """Whether an entry is a Python object, or one a row, rather than a tensor or a sub-batch."""
-    return bool(_is_non_tensor(value)) or (is_tensor_collection(value) and _is_ragged(fields_of(value)))
+    """Whether an entry is a Python object, or a lazy stack, rather than a tensor or a sub-batch."""
+    return bool(_is_non_tensor(value)) or (is_tensor_collection(value) and is_lazy(value))
 
 
 def is_sub_batch(value: Any) -> bool:
@@ -63,18 +63,50 @@ def is_sub_batch(value: Any) -> bool:
     return is_tensor_collection(value) and not is_object(value)
 
 
+def is_lazy(batch: Any) -> bool:
+    """Whether a TensorDict or tensorclass is a stack of its rows, which may differ in their entries and shapes."""
+    return isinstance(fields_of(batch), LazyStackedTensorDict)
+
+
 def fields_of(batch: Any) -> TensorDictBase:
-    """The TensorDict with the entries of a sub-batch; of a tensorclass the one inside it, whose methods are there even
+    """The TensorDict with the entries of a sub-batch: of a tensorclass the one inside it, whose methods are there even
     where fields of the class have their names."""
     return batch if isinstance(batch, TensorDictBase) else batch._tensordict
 
 
-def _is_ragged(batch: TensorDictBase) -> bool:
-    """Whether it is a lazy stack whose rows do not have the same entries with the same shapes."""
-    if not isinstance(batch, LazyStackedTensorDict):
-        return False
-    forms = [_form_of(row) for row in batch.tensordicts]
-    return any(size < 0 for size in batch.batch_size) or any(form is None or form != forms[0] for form in forms)
+def walk(batch: Any, prefix: Path = ()) -> list[tuple[Path, Any]]:
+    """Every entry in key order; a sub-batch gives a Node, then its entries."""
+    entries: list[tuple[Path, Any]] = []
+    for name, value in fields_of(batch).items():
+        path = (*prefix, name)
+        if isinstance(value, Tensor) or not is_sub_batch(value):
+            entries.append((path, value))
+        else:
+            entries.append((path, Node.of(value)))
+            entries.extend(walk(value, path))
+    return entries
+
+
+def rows_in(batch: Any) -> int:
+    """B: the rows of a batch; of one without batch dims, those of the first sub-batch that has any."""
+    fields = fields_of(batch)
+    if fields.batch_dims:
+        return fields.batch_size[0]
+    return next((rows for value in fields.values() if is_sub_batch(value) and (rows := rows_in(value))), 0)
+
+
+def dense_stack(batch: Any, call: str) -> Any:
+    """A batch that is a lazy stack as one that is not. Raises LayoutError if its rows differ in entries or shapes."""
+    if not is_lazy(batch):
+        return batch
+    rows: list[Any] = batch.unbind(0)
+    forms = [_form_of(row) for row in rows]
+    if any(size < 0 for size in batch.batch_size) or any(form is None or form != forms[0] for form in forms):
+        raise LayoutError(
+            f"{call}: the batch is a lazy stack whose rows differ in their entries or shapes; expected rows of "
+            "one form. Pad them (tensordict.pad_sequence), or put the stack into a TensorDict, which keeps its rows as objects."
+        )
+    return batch.contiguous()
 
 
 def _form_of(row: Any) -> list[Any] | None:
@@ -88,21 +120,6 @@ def _form_of(row: Any) -> list[Any] | None:
         else:
             form.append((path, value if isinstance(value, Node) else None))
     return [Node.of(row), sorted(form, key=lambda entry: entry[0])]
-
-
-def walk(batch: Any, prefix: Path = (), *, into_stacks: bool = True) -> list[tuple[Path, Any]]:
-    """Every entry in key order; a sub-batch gives a Node, then its entries. Lazy stacks in the batch are entries
-    themselves without `into_stacks`, as those with different rows always are."""
-    entries: list[tuple[Path, Any]] = []
-    for name, value in fields_of(batch).items():
-        path = (*prefix, name)
-        whole = isinstance(value, Tensor) or not is_sub_batch(value)
-        if whole or (not into_stacks and isinstance(fields_of(value), LazyStackedTensorDict)):
-            entries.append((path, value))
-        else:
-            entries.append((path, Node.of(value)))
-            entries.extend(walk(value, path, into_stacks=into_stacks))
-    return entries
 
 
 def build(root: Node, entries: Iterable[tuple[Path, Any]], rows: int) -> TensorDict:

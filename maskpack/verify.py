@@ -15,9 +15,10 @@ from maskpack.errors import LossyPadError
 from maskpack.jagged import to_host
 from maskpack.layout import RowLayout
 from maskpack.options import Options, VerifyFirst
-from maskpack.registry import PER_ROW, SIGNED_ZERO, PadValue, Path, show
+from maskpack.registry import EDGE, PER_ROW, SIGNED_ZERO, PadValue, Path, show
 from maskpack.schema import FieldForm
 from maskpack.tasks import Tasks
+from maskpack.words import words
 
 _KEPT = "it holds values other than its pad where its mask is empty (strict mode shows one, and what to do)"
 _MIXED_ZEROS = "A row mixes 0.0 and -0.0, as x * mask leaves them; x.masked_fill(mask == 0, 0) does not. "
@@ -51,6 +52,7 @@ class Verifier:
         self._then = then
         self._tasks = tasks
         self._row_pads: dict[tuple[Path, PadValue], Tensor] = {}
+        self._ambiguous: set[Path] = set()
         self.values: dict[Path, Tensor] = {}
         self.made: dict[Path, Any] = {}
 
@@ -73,7 +75,9 @@ class Verifier:
                 sure.append(FieldForm(form.path, "dense", dtype=form.dtype, reason=_KEPT, axis=form.layout))
             else:
                 held = self._pad(form, pad)
-                if isinstance(held, Tensor):
+                if isinstance(held, Tensor) and pad is SIGNED_ZERO and not held.is_cuda and not words(held).any():
+                    held = 0
+                elif isinstance(held, Tensor):
                     row_pads[form.path], held = held, PER_ROW
                 sure.append(replace(form, pads=(held,)))
         return sure, row_pads
@@ -89,7 +93,10 @@ class Verifier:
         doubtful = {path: form for path, form in unsure.items() if path not in sure}  # lossy before, or new
         found = {**sure, **self._read(gathered, doubtful)}
         if isinstance(options.verify, VerifyFirst):
-            options.verify.learn(key, {path: found[path] for path, form in unsure.items() if self._has_padding(form)})
+            sure_of = {path: form for path, form in unsure.items() if self._has_padding(form)} if doubtful else {}
+            learnt = {path: found[path] for path in sure_of if path not in self._ambiguous}
+            signed = [path for path, pad in learnt.items() if pad == 0 and SIGNED_ZERO in unsure[path].pads]
+            options.verify.learn(key, learnt | dict.fromkeys(signed, SIGNED_ZERO))
         if options.on_loss == "drop":
             return {path: unsure[path].pads[0] if pad is None else pad for path, pad in found.items()}
         return found
@@ -112,6 +119,8 @@ class Verifier:
             self.values[form.path] = self._gather(form, one_call)  # now, while the field is in the cache
             counts = (self._strays(form, pad, None if place else seen) for place, pad in enumerate(trials))
             pad = next((pad for pad, count in zip(trials, counts, strict=True) if not count), None)
+            if any(not self._strays(form, other) for other in self._rivals(form, pad)):
+                self._ambiguous.add(form.path)
             if pad is not None or not trials:
                 self._finish(form)
             return pad
@@ -143,7 +152,20 @@ class Verifier:
             for form, count in zip(trials, counts, strict=True):
                 strays = next(read)[0] if isinstance(count, Tensor) else count
                 found[form.path] = None if strays else form.pads[attempt]
+        rivals = [(path, other) for path, pad in found.items() for other in self._rivals(unsure[path], pad)]
+        counts = [self._strays(unsure[path], other) for path, other in rivals]
+        read = iter(to_host([count.view(1) for count in counts if isinstance(count, Tensor)]))
+        for (path, _), count in zip(rivals, counts, strict=True):
+            if not (next(read)[0] if isinstance(count, Tensor) else count):
+                self._ambiguous.add(path)
         return found
+
+    def _rivals(self, form: FieldForm, pad: PadValue | None) -> list[PadValue]:
+        """Pads that a field may have as well as the one that was found, and that give later batches other values: EDGE
+        beside constants. Only who remembers the pad must know."""
+        if pad is None or EDGE not in form.pads or not isinstance(self._options.verify, VerifyFirst):
+            return []
+        return [other for other in form.pads if other is not pad and EDGE in (pad, other)]
 
     def _strays(self, form: FieldForm, pad: PadValue, seen: Tensor | int | None = None) -> Tensor | int:
         x, layout = self._padded(form)

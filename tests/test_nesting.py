@@ -40,6 +40,7 @@ from maskpack import (
     decompress,
     dense_fields,
     nest_batch_by_mask,
+    select_and_pad_to_response,
     tasks,
     unnest,
     unnest_batch_by_mask,
@@ -671,6 +672,94 @@ def test_verify_first_keeps_registries_apart_by_the_bits_of_their_pads() -> None
         batch = TensorDict({"m": mask, "x": torch.full((1, 3), pad)}, batch_size=[1])
         registry = {"x": MaskNestingSpec("m", pad), "m": MaskNestingSpec(None), "tag": MaskNestingSpec("bits")}
         assert_same_batch(unnest(nest_batch_by_mask(batch, registry, verify=first)), batch)
+
+
+def advantages_of(sign: float, edge: bool, response: int = 4) -> TensorDict:
+    """What one rollout of GRPO gives: signed zeros by the sign of a row, positions padded either way."""
+    mask = torch.tensor([[0, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0]])
+    count = (mask.cumsum(1) - 1).clamp(min=0)
+    tail = mask[:, 2:]
+    advantages = torch.tensor([[sign], [-sign]]) * tail.float()
+    fields = {"attention_mask": mask, "responses": tail * 5, "advantages": advantages}
+    return TensorDict(fields | {"position_ids": count if edge else count * mask}, [2])
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [3, 1], [2], [1, 1, 2]], ids=str)
+@pytest.mark.parametrize("edges", [(False, False), (False, True), (True, True)])
+def test_nested_batches_join_whatever_pads_they_found(edges: tuple[bool, bool], rows: list[int]) -> None:
+    parts = [advantages_of(1.0, edges[0]), advantages_of(0.0, edges[1])]
+    whole = torch.cat([nest_batch_by_mask(part, pad_token_id=0) for part in parts])[torch.tensor(rows)]
+    want = oracle.take_rows(torch.cat(parts), rows)
+    assert_same_batch(unnest(whole), want)
+    for again in (pickle.loads(pickle.dumps(whole)), nest_batch_by_mask(whole, pad_token_id=0)):
+        assert_same_batch(unnest(again), want)
+    out = select_and_pad_to_response(whole)
+    assert_same_tensor(out["advantages"], want["advantages"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MaskpackWarning)
+        assert_same_batch(decompress(compress(whole, pad_token_id=0)), want)
+    halved = unnest(whole.to(torch.float16))
+    assert_same_tensor(halved["advantages"], want["advantages"].half())
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e5m2, torch.int16, torch.complex128, torch.bool, torch.bfloat16], ids=str
+)
+def test_pads_of_every_size_join(dtype: torch.dtype) -> None:
+    registry = {"x": MaskNestingSpec("m", [0, 1, PER_ROW]), "m": MaskNestingSpec("m")}
+    parts = [
+        TensorDict({"m": torch.tensor([[1, 0, 0]]), "x": torch.tensor([[1, pad, pad]]).to(dtype)}, batch_size=[1])
+        for pad in (0, 1)
+    ]
+    whole = torch.cat([nest_batch_by_mask(part, registry) for part in parts])
+    assert_same_batch(unnest(whole[torch.tensor([1, 0])]), oracle.take_rows(torch.cat(parts), [1, 0]))
+
+
+def test_a_sub_batch_of_a_batch_without_batch_dims() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m")}
+    batch = TensorDict({"sub": TensorDict({"m": mask, "x": mask * 1.5}, batch_size=[2])}, batch_size=[])
+    for nested in (nest_batch_by_mask(batch, registry), compress(batch, registry=registry).to_nested()):
+        assert_same_batch(unnest(nested), batch)
+    plain = TensorDict({"sub": TensorDict({"x": torch.ones(2, 3)}, batch_size=[2])}, batch_size=[])
+    assert_same_batch(unnest(nest_batch_by_mask(plain, {"x": MaskNestingSpec(None)})), plain)
+
+
+def test_names_with_a_slash_are_not_paths() -> None:
+    """A field "a/b" and a field "b" of "a" have masks of their own, axes of their own, and rows of their own."""
+    registry = {
+        "a/b": MaskNestingSpec("a/m"),
+        "a/m": MaskNestingSpec(None),
+        ("a", "b"): MaskNestingSpec(("a", "m")),
+        ("a", "m"): MaskNestingSpec(None),
+    }
+    one, two = torch.tensor([[1, 1, 0], [1, 0, 0]]), torch.tensor([[0, 0, 1], [1, 1, 1]])
+    sub = TensorDict({"m": two, "b": two * 7}, [2])
+    batch = TensorDict({"a/m": one, "a/b": one * 5, "a": sub}, [2])
+    nested = nest_batch_by_mask(batch, registry)
+    assert nested["a/b"].values().tolist() == [5] * 3
+    assert nested["a", "b"].values().tolist() == [7] * 4
+    assert_same_batch(unnest(nested), batch)
+    packed = compress(batch, registry=registry)
+    assert len(packed.layouts) == 2
+    assert_same_batch(decompress(packed[[1, 0]]), oracle.take_rows(batch, [1, 0]))
+    rows = [torch.ones(1), torch.ones(3)]
+    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    other = torch.nested.nested_tensor(rows[::-1], layout=torch.jagged)
+    batch = TensorDict({"a/b": jagged, "a": TensorDict({"b": other}, [2])}, [2])
+    assert_same_batch(decompress(compress(batch)), batch)
+
+
+def test_an_axis_and_a_mask_of_one_name_are_refused() -> None:
+    mask = torch.tensor([[1, 1, 0]])
+    registry = MaskNestingRegistry(
+        {"x": MaskNestingSpec("m"), "y": MaskNestingSpec(("s", "m")), "m": MaskNestingSpec(None)},
+        {"m": MaskAxis("m", part="tail", tail=("x",))},
+    )
+    sub = TensorDict({"m": mask, "x": torch.ones(1, 2)}, [1])
+    batch = TensorDict({"s": sub, "y": mask * 2}, [1])
+    with pytest.raises(RegistryError, match='two masks of the batch are both called "s/m"'):
+        nest_batch_by_mask(batch, registry)
 
 
 def test_cat_keeps_pads_apart_by_their_bits() -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from bench import workloads
 from maskpack import (
+    EDGE,
     LAYOUTS,
     RL_FIELDS,
     BatchView,
@@ -977,6 +978,73 @@ def test_wrong_parts() -> None:
             packed.split(wrong)
     with pytest.raises(LayoutError, match=r"^PackedBatch\.chunk: parts is 0; expected at least 1. Give a positive"):
         packed.chunk(0)
+
+
+def positions_of(lengths: list[tuple[int, int]], prompt: int, response: int, edge: bool) -> TensorDict:
+    """A batch whose positions are padded with 0 or by EDGE."""
+    mask = torch.zeros(len(lengths), prompt + response, dtype=torch.int64)
+    for row, (before, after) in enumerate(lengths):
+        mask[row, prompt - before : prompt + after] = 1
+    count = (mask.cumsum(1) - 1).clamp(min=0)
+    ids = mask * 5
+    fields = {"attention_mask": mask, "input_ids": ids, "prompts": ids[:, :prompt], "responses": ids[:, prompt:]}
+    return TensorDict(fields | {"position_ids": count if edge else count * mask}, [len(lengths)])
+
+
+@pytest.mark.parametrize("edge", [False, True])
+@pytest.mark.parametrize("other", [False, True])
+def test_every_field_of_an_axis_grows_alike(edge: bool, other: bool) -> None:
+    """Equal widths of the sequence, other splits: the positions of each part grow by the pad of that part."""
+    parts = [positions_of([(2, 3), (1, 2)], 2, 6, edge), positions_of([(4, 1), (5, 2)], 5, 3, other)]
+    packed = [compress(part, pad_token_id=0) for part in parts]
+    grown = [widened(parts[0]["position_ids"], 3, 0, 1, oracle.EDGE if edge else 0)]
+    grown.append(widened(parts[1]["position_ids"], 0, 3, 1, oracle.EDGE if other else 0))
+    joined = PackedBatch.cat(packed)
+    views = BatchView.cat([BatchView.of(part) for part in packed])
+    for out in (decompress(joined), views.materialize(), unnest(decompress(joined, layout="nested"))):
+        assert {name: out[name].shape[1] for name in ("input_ids", "attention_mask", "position_ids")} == {
+            "input_ids": 11,
+            "attention_mask": 11,
+            "position_ids": 11,
+        }
+        assert_same_tensor(out["position_ids"], torch.cat(grown))
+    assert (joined.forms["position_ids",].kind == "padded") == (edge == other)
+
+
+def test_a_field_without_a_pad_does_not_lose_its_columns() -> None:
+    """It cannot grow with its axis, in a batch that was read from bytes either."""
+    one, two = positions_of([(2, 3)], 2, 6, False), positions_of([(5, 1)], 5, 3, False)
+    one["position_ids"][0, 7] = 9
+    with pytest.warns(MaskpackWarning):
+        packed = [compress(one, pad_token_id=0), compress(two, pad_token_id=0)]
+    for parts in (packed, packed[::-1], [PackedBatch.from_bytes(part.to_bytes()) for part in packed]):
+        with pytest.raises(LayoutError, match=r'"position_ids" stays padded, .* axis "sequence" grows from width 8'):
+            PackedBatch.cat(parts)
+        with pytest.raises(LayoutError, match='"position_ids" stays padded'):
+            BatchView.cat([BatchView.of(part) for part in parts])
+    same = [compress(one, pad_token_id=0, on_loss="drop"), *packed[:1]]
+    assert decompress(PackedBatch.cat(same))["position_ids"].shape == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("sure", "unsure", "edge"),
+    [
+        ([(3, 2), (1, 3)], [(0, 1)], False),
+        ([(3, 3), (2, 1)], [(2, 0), (3, 4)], False),
+        ([(2, 2)], [(0, 1), (3, 4)], True),
+    ],
+)
+def test_pads_that_were_one_of_several_join(sure: Any, unsure: Any, edge: bool) -> None:
+    """Rows without right padding, or of one token, are padded with 0 and by EDGE alike."""
+    parts = [positions_of(sure, 3, 4, edge), positions_of(unsure, 3, 4, edge)]
+    for order in ([0, 1], [1, 0], [1, 0, 1]):
+        packed = [compress(parts[part], pad_token_id=0) for part in order]
+        joined = PackedBatch.cat(packed)
+        assert joined.forms["position_ids",].pads == ((EDGE,) if edge else (0,))
+        assert_same_batch(decompress(joined), torch.cat([parts[part] for part in order]))
+        wide = compress(positions_of([(1, 1)], 4, 6, edge), pad_token_id=0)
+        pads = PackedBatch.cat([*packed, wide]).forms["position_ids",].pads
+        assert pads == ((EDGE,) if edge else (0,))
 
 
 @quiet

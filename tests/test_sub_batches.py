@@ -150,14 +150,35 @@ def test_a_class_whose_fields_hide_methods() -> None:
 
 
 @quiet
-def test_stacks_of_one_shape_join_those_of_many() -> None:
-    """Whether the rows of a stack happen to be alike decides nothing."""
+def test_whether_the_rows_of_a_stack_are_alike_decides_nothing() -> None:
     batch = ragged()
-    whole = mp.compress(batch)
-    alike = mp.compress(batch[1:2])
+    parts = [mp.compress(batch[row : row + 1]) for row in (1, 2, 1)]
+    assert_same_batch(mp.decompress(parts[0]), oracle.take_rows(batch, [1]))
+    assert_same_batch(
+        mp.decompress(mp.PackedBatch.cat([*parts, mp.compress(batch)])), oracle.take_rows(batch, [1, 2, 1, 0, 1, 2, 3])
+    )
+
+
+@quiet
+def test_dense_sub_batches_join_lazy_stacks() -> None:
+    """As torch.stack and lazy_stack leave them where a framework takes whichever it can."""
+    batch = ragged()
+    dense = TensorDict({name: torch.stack([batch[name][2]] * 2) for name in ("plain", "classes")}, [2])
+    dense["row"] = torch.tensor([2, 2])
+    lazy, alike = mp.compress(batch), mp.compress(dense)
     assert alike.forms["plain",].kind == "node"
-    assert_same_batch(mp.decompress(mp.PackedBatch.cat([alike, whole])), oracle.take_rows(batch, [1, 0, 1, 2, 3]))
-    assert_same_batch(mp.decompress(mp.PackedBatch.cat([whole, alike])[-1:]), oracle.take_rows(batch, [1]))
+    assert_same_batch(mp.decompress(mp.PackedBatch.cat([alike, lazy])), oracle.take_rows(batch, [2, 2, 0, 1, 2, 3]))
+    assert_same_batch(mp.decompress(mp.PackedBatch.cat([lazy, alike])[-1:]), oracle.take_rows(batch, [2]))
+
+
+@quiet
+def test_a_batch_that_is_a_stack_of_alike_rows_is_stacked() -> None:
+    batch = batch_of().exclude(("sub", "same", "text"))
+    stack = lazy_stack(list(batch.unbind(0)))
+    assert isinstance(stack, LazyStackedTensorDict)
+    packed = mp.compress(stack)
+    assert packed.forms["turn", "tokens", "ids"].kind == "dense"
+    assert_same_batch(mp.decompress(packed), batch.select(*mp.decompress(packed).keys()))
 
 
 @quiet

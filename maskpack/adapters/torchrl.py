@@ -19,11 +19,12 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from maskpack import pickles
 from maskpack.errors import LayoutError
+from maskpack.joining import with_stacks
 from maskpack.options import kept_verify
 from maskpack.packed import PackedBatch, Target, compress, decompress
 from maskpack.rows import IntArray
@@ -159,8 +160,7 @@ class PackedStorage(_ListStorage):
                 f"PackedStorage.set: slots from {int(slots.min())} to {int(slots.max())} with {before} in use; "
                 f"expected slots below {self.max_size} that leave none empty. Let the writer choose them."
             )
-        new = BatchView.of(packed)
-        rows = new if self._rows is None else BatchView.cat([self._rows, new])
+        rows = BatchView.of(packed) if self._rows is None else _appended(self._rows, packed)
         self._rows = _tidied(rows.select(table))
 
     def get(self, index: Any) -> Any:
@@ -216,7 +216,7 @@ class PackedStorage(_ListStorage):
     def _packed(self, data: Any) -> PackedBatch:
         if isinstance(data, PackedBatch):
             return data
-        batch: Any = torch.stack(data) if _is_rows(data) else data
+        batch: Any = lazy_stack(data) if _is_rows(data) else data
         if not isinstance(batch, TensorDictBase):
             raise LayoutError(
                 f"PackedStorage.set: got a {type(batch).__name__}; expected a TensorDict or a PackedBatch. Put "
@@ -251,6 +251,15 @@ def _numbers(index: Any) -> IntArray:
     index = index.detach().cpu().numpy() if isinstance(index, Tensor) else index
     line = np.asarray(list(index) if isinstance(index, range) else index)
     return np.atleast_1d(line)
+
+
+def _appended(rows: BatchView, packed: PackedBatch) -> BatchView:
+    """The rows with others behind them. Where rows of a sub-batch differ in shape for the first time, all are kept as
+    objects from then on."""
+    head, new = with_stacks([rows.head, packed])
+    if head is not rows.head:
+        rows = BatchView.of(with_stacks([rows.to_packed(), new])[0])
+    return BatchView.cat([rows, BatchView.of(new)])
 
 
 def _tidied(rows: BatchView) -> BatchView:
