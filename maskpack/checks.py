@@ -60,7 +60,7 @@ def to_padded(values: Tensor, form: FieldForm, layout: RowLayout, row_pads: RowP
         out = ops.unpack(values, layout, row_pads.pads.to(values))
         if row_pads.edge is not None:
             edges = ops.unpack(values, layout, EDGE)
-            by_edge = row_pads.edge.tolist()
+            by_edge: Any = row_pads.edge.tolist()
             out = torch.cat([(edges if by_edge[row] else out)[row : row + 1] for row in range(layout.num_rows)])
     return out if form.ragged_dim == 1 else out.movedim(1, form.ragged_dim).contiguous()
 

@@ -17,8 +17,9 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection, lazy_stack
+from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection
 from tensordict import is_non_tensor as is_non_tensor  # type: ignore[reportUnknownVariableType]
+from tensordict import lazy_stack as lazy_stack  # type: ignore[reportUnknownVariableType]
 from torch import Tensor
 
 from maskpack.words import DTYPES, Words, from_words, word_dtype, words
@@ -87,8 +88,12 @@ class Objects:
         """The entry as a TensorDict holds it, with tensors of its own."""
         if self.stacked:
             return lazy_stack([row.clone() for row in self.data]) if self.data else TensorDict({}, batch_size)
-        data = _mapped(self.data, lambda item: item.restored() if isinstance(item, Stowed) else item)
+        data = self.restored()
         return NonTensorData(data, batch_size=batch_size) if self.depth == 0 else _stacked(data, self.depth, batch_size)
+
+    def restored(self) -> Any:
+        """`data` with tensors of its own."""
+        return _mapped(self.data, lambda item: item.restored() if isinstance(item, Stowed) else item)
 
     def select(self, rows: Iterable[int]) -> Objects:
         """Of some rows."""

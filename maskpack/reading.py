@@ -199,7 +199,7 @@ class _Reader:
         if not (isinstance(kind, type) and is_tensorclass(kind) and not issubclass(kind, NonTensorDataBase)):
             seen = f"a sub-batch of class {brief(name)}"
             fail(self._call, seen, "a tensorclass that this process has; import its module first")
-        return kind
+        return cast("Any", kind)
 
     def _path(self, names: list[Any]) -> Path:
         if not names or not all(map(objects.is_text, names)) or names[0] == LAYOUTS:

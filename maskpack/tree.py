@@ -47,7 +47,7 @@ class Node:
         fields = fields_of(batch)
         dims = tuple(fields.batch_size)
         device = None if fields.device is None else str(fields.device)
-        return cls(dims[1:] if dims else None, device, None if fields is batch else type(batch))
+        return cls(dims[1:] if dims else None, device, None if fields is batch else cast("Any", type(batch)))
 
     def batch_size(self, rows: int) -> tuple[int, ...]:
         return () if self.more_dims is None else (rows, *self.more_dims)
@@ -103,8 +103,9 @@ def dense_stack(batch: Any, call: str) -> Any:
     forms = [_form_of(row) for row in rows]
     if any(size < 0 for size in batch.batch_size) or any(form is None or form != forms[0] for form in forms):
         raise LayoutError(
-            f"{call}: the batch is a lazy stack whose rows differ in their entries or shapes; expected rows of "
-            "one form. Pad them (tensordict.pad_sequence), or put the stack into a TensorDict, which keeps its rows as objects."
+            f"{call}: the batch is a lazy stack whose rows differ in their entries or shapes; expected rows of one "
+            "form. Pad them (tensordict.pad_sequence), or put the stack into a TensorDict, which keeps its rows as "
+            "objects."
         )
     return batch.contiguous()
 

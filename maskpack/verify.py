@@ -88,7 +88,9 @@ class Verifier:
         if options.verify == "never":
             return self._read(gathered, {}) | {path: form.pads[0] for path, form in unsure.items()}
         key = tuple((f.path, f.dtype, f.layout, f.ragged_dim, f.pads_by_bits) for f in unsure.values())
-        trusted = options.verify.known(key) if isinstance(options.verify, VerifyFirst) else {}
+        trusted = (
+            options.verify.known(key) if isinstance(options.verify, VerifyFirst) else dict[Path, PadValue | None]()
+        )
         sure = {path: pad for path, pad in {**trusted, **self._known}.items() if pad is not None}
         doubtful = {path: form for path, form in unsure.items() if path not in sure}  # lossy before, or new
         found = {**sure, **self._read(gathered, doubtful)}

@@ -19,7 +19,8 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from tensordict import lazy_stack as lazy_stack  # type: ignore[reportUnknownVariableType]
 from torch import Tensor
 
 from maskpack import pickles

@@ -75,7 +75,7 @@ class Column:
         if array.dtype != object:
             return cls(np.array(array), array.shape[1:])
         cells = [list(row.flat) for row in array] if array.ndim > 1 else list(array)
-        return cls(Objects(cells, 0).stowed(len(array), True), array.shape[1:])
+        return cls(Objects(cells, 1).stowed(), array.shape[1:])
 
     def select(self, rows: list[int]) -> Column:
         return replace(self, values=self.values.select(rows) if isinstance(self.values, Objects) else self.values[rows])
@@ -84,7 +84,7 @@ class Column:
         """A copy of the array."""
         if not isinstance(self.values, Objects):
             return np.array(self.values)
-        items = self.values.entry((len(self.values.data),)).data
+        items = self.values.restored()
         made: Any = np.empty((len(items), *self.shape), dtype=object)
         for row, item in enumerate(items):
             if self.shape:
@@ -261,7 +261,7 @@ def unpack(packed: PackedProto, *, layout: Target | None = None, device: torch.d
     if packed.kind is None:
         return batch
     columns = {name: column.array() for name, column in packed.columns.items()}
-    return packed.kind(batch=batch, non_tensor_batch=columns, meta_info=packed.meta_info.entry(()).data)
+    return packed.kind(batch=batch, non_tensor_batch=columns, meta_info=packed.meta_info.restored())
 
 
 def _decoded(
