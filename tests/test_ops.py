@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -363,6 +365,16 @@ def test_pads_that_are_not_as_many() -> None:
     values = ops.pack([torch.zeros(3, 9)] * 2, layout)
     with pytest.raises(LayoutError, match=r"^unpack: 3 pads for 2 values; expected one for each\."):
         ops.unpack(values, layout, [0, 0, 0])
+
+
+def test_a_folder_is_no_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kernels_of_a_test").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not backends._installed("kernels_of_a_test")
+    (tmp_path / "kernels_of_a_test" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    assert backends._installed("kernels_of_a_test")
+    assert not backends._installed("no_package_of_this_name")
 
 
 def test_backends() -> None:
