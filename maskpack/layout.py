@@ -24,7 +24,7 @@ from torch import Tensor
 from maskpack import scan
 from maskpack.errors import LayoutError
 from maskpack.rows import IntArray, Rows, RunTable, cumulated, ranges, row_index
-from maskpack.runs import RunIndex, index_of, table_of
+from maskpack.runs import RunIndex, index_of, need_int32, places_of, table_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,8 @@ class RowLayout:
     anchor: int = 0
 
     def _knowing(self, **known: Any) -> RowLayout:
-        """This layout with its `table`, its `index` or both, what was `scanned`, and what else follows from them."""
+        """This layout with its `table` or `index`, the counts of its rows (`scanned` on the host or `promised` on the
+        device), and what else follows from them."""
         self.__dict__.update(known)
         return self
 
@@ -63,7 +64,8 @@ class RowLayout:
                 runs. A broken promise gives wrong elements, never memory that is not theirs; it raises LayoutError when
                 the layout is first read on the host. On the CPU it is checked at once.
 
-        Raises LayoutError if the mask is not two-dimensional, or does not keep the promise.
+        Raises LayoutError if the mask is not two-dimensional, or does not keep the promise; on CUDA also for more than
+        2^31 - 1 real positions, which int32 does not count.
         """
         return cls.scanned(mask, total)[0]
 
@@ -160,8 +162,14 @@ class RowLayout:
 
     @classmethod
     def from_table(cls, width: int, table: RunTable, device: torch.device | str, anchor: int = 0) -> RowLayout:
-        """From a table that is known to be sound."""
-        layout = cls(table.splits.size - 1, width, int(table.counts.sum()), _whole_device(device), anchor)
+        """From a table that is known to be sound. Raises LayoutError for more than 2^63 - 1 positions."""
+        rows = table.splits.size - 1
+        if rows * width >= 1 << 63:
+            raise LayoutError(
+                f"RowLayout: {rows} rows of width {width}; expected at most {(1 << 63) - 1} positions, which int64 "
+                "counts. Give the true width."
+            )
+        layout = cls(rows, width, int(table.counts.sum()), _whole_device(device), anchor)
         if layout.device.type == "cpu":
             return layout._knowing(table=table)
         return layout._knowing(table=table, index=index_of(table, width, layout.device))
@@ -176,13 +184,15 @@ class RowLayout:
         """
         if "scanned" in self.__dict__:
             return scan.table_of_rows(self.__dict__["scanned"])
-        table = table_of(self.index)
-        _keep_promise(table, self.total if self.index.rows is None else None)
-        return table
+        if "promised" in self.__dict__:
+            table = scan.table_of_rows(self.__dict__["promised"].cpu().numpy())
+            _keep_promise(table, self.total)
+            return table
+        return table_of(self.index)
 
     @cached_property
     def index(self) -> RunIndex:
-        """The runs as kernels look them up, on the device."""
+        """The runs as kernels look them up, on the device. Raises LayoutError for what int32 does not count."""
         return index_of(self.table, self.width, self.device)
 
     @property
@@ -228,12 +238,14 @@ class RowLayout:
 
     @cached_property
     def starts(self) -> Tensor:
-        """int32 [N]: the first position of each run in its row."""
+        """int32 [N]: the first position of each run in its row. Raises LayoutError for rows too wide for int32."""
+        need_int32("RowLayout.starts", width=self.width)
         return self._moved(self.table.starts.astype(np.int32))
 
     @cached_property
     def counts(self) -> Tensor:
-        """int32 [N]: the length of each run, never 0."""
+        """int32 [N]: the length of each run, never 0. Raises LayoutError for rows too wide for int32."""
+        need_int32("RowLayout.counts", width=self.width)
         return self._moved(self.table.counts.astype(np.int32))
 
     @cached_property
@@ -250,7 +262,9 @@ class RowLayout:
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """int32 [B + 1]: cumulated row lengths, as varlen attention takes them."""
+        """int32 [B + 1]: cumulated row lengths, as varlen attention takes them. Raises LayoutError for more than
+        2^31 - 1 real positions. Where a promise was broken, those of the mask, not of the promise."""
+        need_int32("RowLayout.cu_seqlens", total=self.total)
         if "index" in self.__dict__:
             return self.index.begins if self.index.cu_seqlens is None else self.index.cu_seqlens
         return self.offsets.to(torch.int32)
@@ -264,11 +278,7 @@ class RowLayout:
         if self.device.type == "cpu":
             rows = np.repeat(np.arange(self.num_rows), np.diff(self.table.splits))
             return torch.from_numpy(ranges(rows * self.width + self.table.starts, self.table.counts))
-        index = self.index
-        rows = torch.arange(self.num_rows, device=self.device) if index.rows is None else index.rows.to(torch.int64)
-        shift = rows * self.width + index.starts - index.begins[:-1]
-        places = torch.arange(self.total, device=self.device)
-        return torch.repeat_interleave(shift, index.begins.diff(), output_size=self.total).add_(places)
+        return places_of(self.index, self.num_rows, self.width, self.total)
 
     def to_mask(self, dtype: torch.dtype = torch.bool) -> Tensor:
         """The mask [B, S]: 1 at real positions, 0 elsewhere."""
@@ -412,18 +422,15 @@ def _complaint(table: RunTable, width: int) -> str | None:
     starts, counts, splits = table
     if width < 0:
         return "the width is negative"
-    if (
-        starts.ndim != 1
-        or starts.shape != counts.shape
-        or int(splits[-1]) != starts.size
-        or (np.diff(splits) < 0).any()
-    ):
+    runs = np.diff(splits)  # each of them checked, because a sum may overflow
+    if starts.shape != counts.shape or splits[-1] != starts.size or ((runs < 0) | (runs > starts.size)).any():
         return f"{starts.size} starts, {counts.size} counts, {int(splits[-1])} runs in the rows"
     if (counts <= 0).any():
         return f"a run has length {int(counts.min())}"
-    if starts.size and (int(starts.min()) < 0 or int((starts + counts).max()) > width):
-        return f"runs reach from {int(starts.min())} to {int((starts + counts).max())}"
-    row = np.repeat(np.arange(splits.size - 1), np.diff(splits))
+    if ((starts < 0) | (starts > width) | (counts > width - starts)).any():
+        ends = [start + count for start, count in zip(starts.tolist(), counts.tolist(), strict=True)]
+        return f"runs reach from {int(starts.min())} to {max(ends)}"
+    row = np.repeat(np.arange(splits.size - 1), runs)
     if ((row[1:] == row[:-1]) & (starts[1:] <= (starts + counts)[:-1])).any():
         return "two runs of a row touch, overlap or are out of order"
     return None

@@ -79,7 +79,8 @@ def unpack(
         [B, S, *F] in the dtype of `values`, or one for each; differentiable, twice. No synchronisation.
 
     Raises:
-        LayoutError: `values` has not T entries, or lies on another device; pads that are not as many as values.
+        LayoutError: `values` has not T entries, or lies on another device; pads that are not as many as values; a
+            tensor of pads that are not as many as rows, or lie on another device.
         RegistryError: a pad that the dtype of `values` cannot hold.
     """
     fields = [values] if isinstance(values, Tensor) else list(values)
@@ -88,8 +89,9 @@ def unpack(
         raise LayoutError(
             f"unpack: {len(pads)} pads for {len(fields)} values; expected one for each. Give one pad, or as many."
         )
-    for field in fields:
+    for field, pad in zip(fields, pads, strict=True):
         _check(field, layout)
+        _check_pad(pad, layout)
     words = [_words(pad, field.dtype) for field, pad in zip(fields, pads, strict=True)]
     if uses_triton(layout.device, backend, "unpack"):
         from maskpack.ops import _autograd
@@ -106,6 +108,14 @@ def _check(values: Tensor, layout: RowLayout) -> None:
         raise LayoutError(
             f"unpack: values are {seen}; the layout has {layout.total} real positions on {layout.device}. "
             "Pass the packed values of this layout, on its device."
+        )
+
+
+def _check_pad(pad: Any, layout: RowLayout) -> None:
+    if isinstance(pad, Tensor) and (pad.shape != (layout.num_rows,) or pad.device != layout.device):
+        raise LayoutError(
+            f"unpack: pad_value is a tensor {tuple(pad.shape)} on {pad.device}; expected one pad for each row, "
+            f"({layout.num_rows},) on {layout.device}. Pass the pads of this layout's rows, on its device."
         )
 
 
