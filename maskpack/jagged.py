@@ -31,7 +31,10 @@ def jagged_from(values: Tensor, offsets: Tensor, min_length: int, max_length: in
 def jagged_all(fields: Sequence[Tensor], offsets: Tensor, min_length: int, max_length: int) -> list[Tensor]:
     """As `jagged_from`, of several values."""
     # What torch does inside its own nested operations, at a quarter of the time of its public function.
-    bounds = {"min_seqlen": torch.zeros(min_length, 0), "max_seqlen": torch.zeros(max_length, 0)}
+    bounds = {
+        "min_seqlen": torch.zeros(min_length, 0, device="cpu"),
+        "max_seqlen": torch.zeros(max_length, 0, device="cpu"),
+    }
     made: list[Tensor] = []
     first: Any = None
     for values in fields:

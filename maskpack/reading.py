@@ -351,7 +351,8 @@ def _holds(dtype: torch.dtype, pad: PadValue) -> bool:
     if isinstance(pad, Pad):
         return True
     try:
-        torch.full((), pad, dtype=dtype)  # as it will be decoded: a complex dtype may refuse what pad_tensor makes inf
+        # as it will be decoded: a complex dtype may refuse what pad_tensor makes inf
+        torch.full((), pad, dtype=dtype, device="cpu")
         return pad_tensor(pad, dtype) is not None
     except (OverflowError, RuntimeError, TypeError):
         return False

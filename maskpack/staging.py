@@ -107,7 +107,7 @@ def _run(recipe: Recipe, staged: Tensor) -> None:
     from maskpack.ops import _decode_kernel
 
     tables, jobs = recipe.tables.size, recipe.line()
-    staging = torch.empty(tables + jobs.size, dtype=torch.int64, pin_memory=staged.is_cuda)
+    staging = torch.empty(tables + jobs.size, dtype=torch.int64, device="cpu", pin_memory=staged.is_cuda)
     line = staging.numpy()
     recipe.tables.write(line)
     line[tables:] = jobs
@@ -224,7 +224,7 @@ class _Body(NamedTuple):
         """The bytes, uint8, on their way to the device."""
         source = _pinned(self.stretch)
         if source is None:
-            source = torch.empty(self.size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            source = torch.empty(self.size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
             self._write(source, source.numpy())
         return source.to(device, non_blocking=True)
 
@@ -273,7 +273,7 @@ def _stretch(arrays: Sequence[Words]) -> _Body | None:
 
 def pinned_memory(nbytes: int) -> Words:
     """uint8 [nbytes] that a device reads by itself; views of it show whose memory it is."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
 
 
 def _pinned(stretch: Words | None) -> Tensor | None:
