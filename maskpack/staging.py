@@ -25,7 +25,8 @@ from maskpack.jagged import jagged_all
 from maskpack.recipes import Recipe, parts_of
 from maskpack.registry import Path
 from maskpack.rows import IntArray
-from maskpack.schema import FieldForm, most_runs, run_lines
+from maskpack.run_lines import LINE, lines_of
+from maskpack.schema import FieldForm, most_lines
 from maskpack.sources import arrays_of
 from maskpack.words import Words, address, from_words, root_of
 
@@ -130,17 +131,20 @@ class _Kept:
         self._recipe = recipe
         self._sizes: dict[Any, int] = {}
         self._pads = pads or ()
+        self._lines = {
+            name: lines_of(layout.table, layout.width) for name, layout in packed.layouts.items() if pads is not None
+        }
         alike: dict[bytes, list[str]] = {}
-        for name, layout in packed.layouts.items() if pads is not None else ():
-            alike.setdefault(layout.table.splits.tobytes(), []).append(name)
+        for name, (_, splits) in self._lines.items():
+            alike.setdefault(splits.tobytes(), []).append(name)
         self._alike = list(alike.values())
         for name in jagged:
             recipe.bounds(name)
             self._sizes["offsets", name] = packed.num_rows + 1
         for names in self._alike:
-            self._add(("splits", names[0]), packed.layouts[names[0]].table.splits)
+            self._add(("splits", names[0]), self._lines[names[0]][1])
         if self._alike:
-            lines = run_lines([packed.layouts[name].table for names in self._alike for name in names])
+            lines = np.concatenate([self._lines[name][0] for names in self._alike for name in names])
             self._add("lines", _as_table(lines))
         for form in self._pads:
             self._add(("pads", form.path), _as_table(packed.row_pads[form.path]))
@@ -161,11 +165,11 @@ class _Kept:
         """Of LAYOUTS."""
         if not self._alike:
             return {}
-        layouts, made = self._packed.layouts, dict[str, Tensor]()
-        runs = [layouts[name].num_runs for names in self._alike for name in names]
-        lines = iter(sent["lines"].view(torch.uint8)[: 12 * sum(runs)].view(-1, 12).split_with_sizes(runs))
+        made: dict[str, Tensor] = {}
+        sizes = [len(self._lines[name][0]) for names in self._alike for name in names]
+        lines = iter(sent["lines"].view(torch.uint8)[: LINE * sum(sizes)].view(-1, LINE).split_with_sizes(sizes))
         for names in self._alike:
-            most = most_runs(layouts[names[0]].table)
+            most = most_lines(self._lines[names[0]][1])
             tables = jagged_all([next(lines) for _ in names], sent["splits", names[0]], 0, most)
             made.update(zip(names, tables, strict=True))
         return made

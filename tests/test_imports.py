@@ -27,7 +27,7 @@ FLOORS = [
     ["runs"],
     ["words", "tree", "options", "scan_kernels", "attention"],
     ["scan", "compact", "objects", "segments", "wire"],
-    ["coverage", "encodings", "codec", "tasks"],
+    ["coverage", "encodings", "codec", "run_lines", "tasks"],
     ["layout", "sharing"],
     ["choice"],
     ["ops", "jagged", "axes"],

@@ -622,13 +622,17 @@ def test_13_values_leave_out_of_band():
         assert_same(mp.decompress(pickle.loads(stream, buffers=buffers)), mp.decompress(part))
 
 
-def test_14_run_tables_are_narrow():
-    """What costs 525 KB as int64 costs a fraction in integers as narrow as they fit."""
+def test_14_run_tables_are_no_larger_than_bits():
+    """What costs 525 KB as int64, and 98 KB in integers as narrow as they fit, costs its 8 KB of bits."""
     rows, width = 16, 4096
     mask = (torch.arange(width) % 2 == 0).long().repeat(rows, 1)
     batch = TensorDict({"attention_mask": mask}, batch_size=[rows])
     packed = compress(batch)
-    assert packed.nbytes <= rows * width * 3  # an eighth of the mask's own bytes, run by run
+    bits = rows * width // 8
+    assert packed.nbytes <= bits + 64
+    assert len(packed.to_bytes()) <= bits + 2048
+    assert len(pickle.dumps(packed)) <= bits + 2048
+    assert nest(batch)[mp.LAYOUTS, "runs", "sequence"].values().numel() <= bits + 20 * rows
     assert_exact(batch)
 
 
