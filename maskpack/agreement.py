@@ -87,7 +87,7 @@ def _gathered(message: FloatArray, group: dist.ProcessGroup | None) -> FloatArra
     """[ranks, ...]: the messages of all ranks."""
     on_cpu = "cpu:" in dist.get_backend_config(group)  # such as cpu:gloo,cuda:nccl
     device = "cpu" if on_cpu else torch.device("cuda", torch.cuda.current_device())
-    out = torch.zeros(dist.get_world_size(group), message.size, dtype=torch.float64)
+    out = torch.zeros(dist.get_world_size(group), message.size, dtype=torch.float64, device="cpu")
     out[dist.get_rank(group)] = torch.from_numpy(message)
     out = out.to(device)
     dist.all_reduce(out, group=group)  # every other rank has zeros there

@@ -23,8 +23,11 @@ from torch import Tensor
 
 from maskpack import scan
 from maskpack.errors import LayoutError
-from maskpack.rows import IntArray, Rows, RunTable, cumulated, ranges, row_index
+from maskpack.rows import IntArray, Rows, RunTable, bits_of, cumulated, ranges, row_index, table_of_bits, table_rows
 from maskpack.runs import RunIndex, index_of, need_int32, places_of, table_of
+
+_FEW_BYTES = 256
+"""What bits must save, or a layout travels as its runs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -297,11 +300,7 @@ class RowLayout:
     def select(self, rows: Rows) -> RowLayout:
         """The layout of some rows: a slice, indices (repeats allowed, negative from the end), or a bool mask [B]."""
         index = row_index(rows, self.num_rows, "RowLayout.select")
-        table = self.table
-        first, runs = table.splits[index], table.splits[index + 1] - table.splits[index]
-        take = ranges(first, runs)
-        table = RunTable(table.starts[take], table.counts[take], cumulated(runs))
-        return RowLayout.from_table(self.width, table, self.device, self.anchor)
+        return RowLayout.from_table(self.width, table_rows(self.table, index), self.device, self.anchor)
 
     def narrow(self, start: int, stop: int) -> RowLayout:
         """The layout of the columns `start` to `stop`: the mask's `[:, start:stop]`, without reading the mask again."""
@@ -361,12 +360,16 @@ class RowLayout:
         return RowLayout.from_table(left + right, table, layouts[0].device, left)
 
     def compact(self) -> tuple[npt.NDArray[Any], ...]:
-        """The run table as it travels: starts, counts and runs of each row, in unsigned integers as narrow as fit."""
-        parts = self.table.starts, self.table.counts, np.diff(self.table.splits)
-        return tuple(part.astype(np.min_scalar_type(int(part.max(initial=0)))) for part in parts)
+        """The runs as they travel: starts, counts and runs of each row, in unsigned integers as narrow as fit; or where
+        that saves more than a few bytes, the mask alone, in bits (uint8 [B, ceil(width / 8)])."""
+        numbers = self.table.starts, self.table.counts, np.diff(self.table.splits)
+        parts = tuple(part.astype(np.min_scalar_type(int(part.max(initial=0)))) for part in numbers)
+        if sum(part.nbytes for part in parts) <= self.num_rows * -(-self.width // 8) + _FEW_BYTES:
+            return parts
+        return (bits_of(self.table, self.width),)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self.width, *self.compact(), str(self.device), self.anchor)
+        return _restored, (self.width, str(self.device), self.anchor, *self.compact())
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RowLayout):
@@ -384,10 +387,13 @@ class RowLayout:
         )
 
 
-def _restored(
-    width: int, starts: npt.NDArray[Any], counts: npt.NDArray[Any], runs: npt.NDArray[Any], device: str, anchor: int
-) -> RowLayout:
-    table = RunTable(starts.astype(np.int64), counts.astype(np.int64), cumulated(runs.astype(np.int64)))
+def _restored(width: int, device: str, anchor: int, *compact: npt.NDArray[Any]) -> RowLayout:
+    if len(compact) == 1:
+        table = table_of_bits(compact[0], width)
+        assert table is not None
+    else:
+        starts, counts, runs = (part.astype(np.int64) for part in compact)
+        table = RunTable(starts, counts, cumulated(runs))
     return RowLayout.from_table(width, table, device, anchor)
 
 

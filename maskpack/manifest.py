@@ -16,6 +16,7 @@ from maskpack import codec, objects
 from maskpack.contents import Contents
 from maskpack.encodings import Plain
 from maskpack.errors import MaskpackError
+from maskpack.layout import RowLayout
 from maskpack.registry import Pad, PadValue, path_of, show
 from maskpack.schema import FieldForm
 from maskpack.tree import Node
@@ -32,7 +33,7 @@ def write(packed: Contents, pickled: bool, with_objects: bool = True) -> tuple[M
             "name": name,
             "width": layout.width,
             "anchor": layout.anchor,
-            "runs": [writer.add(part, f"layout {name}") for part in layout.compact()],
+            **writer.layout(layout, name),
         }
         for name, layout in packed.layouts.items()
     ]
@@ -92,6 +93,11 @@ class _Writer:
             self._alive.append(array)
             self.names.append(name)
         return self.numbers[id(array)]
+
+    def layout(self, layout: RowLayout, name: str) -> dict[str, Any]:
+        """Its arrays."""
+        numbers = [self.add(part, f"layout {name}") for part in layout.compact()]
+        return {"bits": numbers[0]} if len(numbers) == 1 else {"runs": numbers}
 
     def _forget(self, count: int) -> None:
         """All arrays but the first `count`."""

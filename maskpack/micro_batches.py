@@ -29,6 +29,7 @@ from maskpack.views import BatchView
 from maskpack.words import words
 
 _APPLY, _RESTORE = "MicroBatchPlan.apply", "MicroBatchPlan.restore"
+_HOST = torch.device("cpu")
 _Parts = Sequence[Sequence[int]]
 _Jagged = dict[Path, Any]
 
@@ -60,7 +61,7 @@ def _(batch: TensorDictBase, parts: _Parts, num_rows: int) -> Iterator[TensorDic
     order = [path for path, _ in entries]
 
     return (
-        _merged(cast("Any", dense[list(rows)]), own, order, len(rows))
+        _merged(_rows_of(dense, list(rows)), own, order, len(rows))
         for rows, own in zip(parts, _jagged_parts(fields, parts), strict=True)
     )
 
@@ -170,7 +171,7 @@ def _(
     back = _back(parts)
     single = _differing_objects(entries)
     dense: Any = torch.cat([cast("Any", _without(out, own, single)) for out, own in zip(outputs, jagged, strict=True)])
-    return _merged(dense[back.tolist()], _jagged_joined(jagged, parts), list(entries[0]), back.size)
+    return _merged(_rows_of(dense, back.tolist()), _jagged_joined(jagged, parts), list(entries[0]), back.size)
 
 
 def _check_outputs(outputs: Sequence[Any], seen: Sequence[int | None], parts: _Parts, lengths: IntArray | None) -> None:
@@ -248,8 +249,14 @@ def _back(parts: _Parts) -> IntArray:
 # -------------------------------------------------------------------- both
 
 
+def _rows_of(batch: Any, rows: list[int]) -> TensorDictBase:
+    """Some rows of a TensorDict, which makes indices of its objects on torch's default device."""
+    with _HOST:
+        return batch[rows]
+
+
 def _index(rows: Any, device: torch.device) -> Tensor:
-    return torch.as_tensor(np.asarray(rows, np.int64)).to(device, non_blocking=True)
+    return torch.from_numpy(np.asarray(rows, np.int64)).to(device, non_blocking=True)
 
 
 def _picked(x: Tensor, index: Tensor) -> Tensor:

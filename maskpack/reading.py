@@ -23,6 +23,7 @@ from maskpack.errors import LayoutError, WireFormatError
 from maskpack.layout import RowLayout
 from maskpack.objects import Objects
 from maskpack.registry import HINTS, PER_ROW, Pad, PadValue, Path, show
+from maskpack.rows import table_of_bits
 from maskpack.schema import LAYOUTS, FieldForm, Schema
 from maskpack.sharing import KINDS, WHOLE, Columns, Encoding, Joined, Same
 from maskpack.tree import Node
@@ -31,6 +32,7 @@ from maskpack.words import DTYPES, Words, pad_tensor
 
 _DEVICE = re.compile(r"(cpu|cuda|hpu|mps|npu|xla|xpu)(:(0|[1-9][0-9]?))?")
 _MOST = 1 << 31
+_ARRAYS = {"runs": 3, "bits": 1}
 _MOST_BYTES = 1 << 62
 _FIELD = ("path", "kind", "dtype", "device", "shape", "hints", "reason", "row_pads", "encoding")
 _MEMBERS = {
@@ -77,7 +79,7 @@ class _Reader:
             fail(call, f"{rows} rows in fewer bytes", f"at least a byte of arrays for each, beyond {FREE_ROWS}")
         layouts: dict[str, RowLayout] = {}
         for entry in _get(manifest, "layouts", list, call):
-            layout_name, layout = self._layout(entry)
+            layout_name, layout = self._layout(entry, rows)
             if layout_name in layouts or layout.num_rows != rows:
                 fail(call, f"layout {brief(layout_name)} of {layout.num_rows} rows", f"each once, of {rows}")
             layouts[layout_name] = layout
@@ -110,23 +112,26 @@ class _Reader:
             fail(self._call, f"array number {brief(number)}", f"one of {len(self._arrays)}")
         return self._arrays[number]
 
-    def _layout(self, entry: Any) -> tuple[str, RowLayout]:
+    def _layout(self, entry: Any, rows: int) -> tuple[str, RowLayout]:
         call = self._call
         name, width, anchor = (
             _get(entry, "name", str, call),
             _get(entry, "width", int, call),
             _get(entry, "anchor", int, call),
         )
-        numbers = _get(entry, "runs", list, call)
-        _only(entry, ("name", "width", "anchor", "runs"), call)
-        if not 0 <= anchor <= width < _MOST or len(numbers) != 3 or not objects.is_text(name):
-            seen = f"layout {brief(name)} {width} wide, anchor {anchor}"
-            fail(call, seen, f"0 <= anchor <= width < {_MOST}, three arrays")
-        starts, counts, runs = (self._array(number) for number in numbers)
-        if len(self._run_arrays.union(numbers)) != len(self._run_arrays) + 3:
+        form = "bits" if "bits" in entry else "runs"
+        numbers = [entry["bits"]] if form == "bits" else _get(entry, "runs", list, call)
+        _only(entry, ("name", "width", "anchor", form), call)
+        if not 0 <= anchor <= width < _MOST or len(numbers) != _ARRAYS[form] or not objects.is_text(name):
+            seen = f"layout {brief(name)} {width} wide, anchor {anchor}, with {len(numbers)} arrays of {form}"
+            fail(call, seen, f"0 <= anchor <= width < {_MOST}, {_ARRAYS[form]} arrays")
+        parts = [self._array(number) for number in numbers]
+        if len(self._run_arrays.union(numbers)) != len(self._run_arrays) + len(numbers):
             fail(call, f"layout {brief(name)} with arrays {numbers}", "arrays of its own")
         self._run_arrays.update(numbers)
-        parts = starts, counts, runs
+        if form == "bits":
+            return name, self._layout_of_bits(name, parts[0], rows, width, anchor)
+        starts, counts, runs = parts
         if any(part.dtype.kind != "u" or int(part.max(initial=0)) >= _MOST for part in parts):
             seen = f"layout {brief(name)} with runs of {[str(part.dtype) for part in parts]}"
             fail(call, seen, f"unsigned integers below {_MOST}")
@@ -134,6 +139,16 @@ class _Reader:
             return name, RowLayout.from_runs(starts, counts, runs, width, anchor=anchor)
         except LayoutError as error:
             fail(call, f"layout {brief(name)}: {error}", "sound runs")
+
+    def _layout_of_bits(self, name: str, bits: Words, rows: int, width: int, anchor: int) -> RowLayout:
+        size = -(-width // 8)
+        table = None
+        if bits.dtype == np.uint8 and bits.size == rows * size:
+            table = table_of_bits(bits.reshape(rows, size), width)
+        if table is None:
+            seen = f"layout {brief(name)} {width} wide with bits {bits.dtype} {bits.shape}"
+            fail(self._call, seen, f"{size} bytes for each of {rows} rows, and 0 behind the width")
+        return RowLayout.from_table(width, table, "cpu", anchor)
 
     def _form(self, entry: Any) -> FieldForm:
         call = self._call
@@ -370,7 +385,8 @@ def _holds(dtype: torch.dtype, pad: PadValue) -> bool:
     if isinstance(pad, Pad):
         return True
     try:
-        torch.full((), pad, dtype=dtype)  # as it will be decoded: a complex dtype may refuse what pad_tensor makes inf
+        # as it will be decoded: a complex dtype may refuse what pad_tensor makes inf
+        torch.full((), pad, dtype=dtype, device="cpu")
         return pad_tensor(pad, dtype) is not None
     except (OverflowError, RuntimeError, TypeError):
         return False

@@ -71,7 +71,7 @@ class Figures:
         rows: B.
         codec: of the batch.
         fields: its tensors, in key order.
-        layouts, objects, header: bytes of the run tables, of the pickled Python objects and of the header, as they
+        layouts, objects, header: bytes of the layouts, of the pickled Python objects and of the header, as they
             travel.
     """
 
@@ -230,7 +230,7 @@ def _wire_bytes(message: wire.Message) -> tuple[dict[Path, int], int]:
     def taken(numbers: Iterable[int]) -> int:
         return sum(sizes.pop(number, 0) for number in numbers)
 
-    layouts = sum(taken(layout["runs"]) for layout in message.manifest["layouts"])
+    layouts = sum(taken(layout.get("runs", [layout.get("bits")])) for layout in message.manifest["layouts"])
     own: dict[Path, int] = {}
     for entry in message.manifest["fields"]:
         if "encoding" in entry:

@@ -23,6 +23,39 @@ class RunTable(NamedTuple):
     splits: IntArray
 
 
+def table_rows(table: RunTable, rows: IntArray) -> RunTable:
+    """The run table of some rows, by their numbers."""
+    first, runs = table.splits[rows], table.splits[rows + 1] - table.splits[rows]
+    take = ranges(first, runs)
+    return RunTable(table.starts[take], table.counts[take], cumulated(runs))
+
+
+def bits_of(table: RunTable, width: int) -> npt.NDArray[np.uint8]:
+    """uint8 [B, ceil(width / 8)]: 1 at real positions, the first of a row in the highest bit of its first byte. Bits
+    behind the last are 0."""
+    rows, size = table.splits.size - 1, -(-width // 8)
+    begins = np.repeat(np.arange(rows) * 8 * size, np.diff(table.splits)) + table.starts
+    steps = np.zeros(rows * 8 * size + 1, np.int8)
+    steps[begins] += 1
+    steps[begins + table.counts] -= 1
+    np.cumsum(steps, dtype=np.int8, out=steps)
+    return np.packbits(steps[:-1].view(np.bool_)).reshape(rows, size)
+
+
+def table_of_bits(bits: npt.NDArray[np.uint8], width: int) -> RunTable | None:
+    """The inverse of `bits_of`; None where a bit behind the last position of a row is set."""
+    real = np.unpackbits(bits, axis=1).view(np.bool_)
+    if real[:, width:].any():
+        return None
+    edges = np.zeros((len(bits), width + 1), np.bool_)
+    edges[:, :width] = real[:, :width]
+    edges[:, 1:] ^= real[:, :width]
+    places = np.flatnonzero(edges)
+    begins, ends = places[::2], places[1::2]
+    splits = np.searchsorted(begins, np.arange(len(bits) + 1) * (width + 1))
+    return RunTable(begins % (width + 1), ends - begins, splits)
+
+
 def row_index(rows: Rows, num_rows: int, call: str) -> IntArray:
     """Any way to name rows as int64 indices 0 to B. A bool mask must have B entries; indices must be in range."""
     if isinstance(rows, slice):

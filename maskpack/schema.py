@@ -3,9 +3,9 @@
 A nested batch has one entry more than the padded one, LAYOUTS: for each layout a jagged table of its runs, one row of
 the table for each row of the batch, so that it follows the rows through indexing, chunk, split and cat; the pads of
 all padded fields in each row; and the schema.
-A run is its start, its length and a checksum, int32 each, as bytes: bytes survive the casts that `float()` and
-`to(dtype)` apply to every entry, and the checksum finds any other arithmetic. So are the pads: of each field in each
-row one byte, 1 for EDGE, and the bytes of the pad. Batches that found different pads have the same entries, so that
+A row of the table is lines of three int32 (run_lines.py), as bytes: bytes survive the casts that `float()` and
+`to(dtype)` apply to every entry, and checksums find any other arithmetic. So are the pads: of each field in each row
+one byte, 1 for EDGE, and the bytes of the pad. Batches that found different pads have the same entries, so that
 torch.cat joins them.
 """
 
@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
@@ -25,7 +24,8 @@ from maskpack.errors import LayoutError
 from maskpack.jagged import jagged_from, offsets_of, to_host
 from maskpack.layout import RowLayout
 from maskpack.registry import EDGE, PER_ROW, Pad, PadValue, Path, show
-from maskpack.rows import IntArray, RunTable
+from maskpack.rows import IntArray
+from maskpack.run_lines import lines_of, table_of_lines
 from maskpack.tree import Node, build, entry_at, has
 from maskpack.words import pad_words, word_dtype, words
 
@@ -146,22 +146,16 @@ def run_tables(layouts: Mapping[str, RowLayout]) -> dict[str, Tensor]:
     """The run table of each layout, on its device."""
     made: dict[str, Tensor] = {}
     for name, layout in layouts.items():
-        runs = torch.stack([layout.starts, layout.counts, _check(layout.starts, layout.counts)], 1)
-        made[name] = jagged_from(runs.view(torch.uint8), layout.splits, 0, most_runs(layout.table))
+        lines, splits = lines_of(layout.table, layout.width)
+        values = torch.from_numpy(lines).clone(memory_format=torch.contiguous_format)  # no lines may have any strides
+        values, offsets = (part.to(layout.device, non_blocking=True) for part in (values, torch.from_numpy(splits)))
+        made[name] = jagged_from(values.view(torch.uint8), offsets, 0, most_lines(splits))
     return made
 
 
-def run_lines(tables: Sequence[RunTable]) -> npt.NDArray[np.int32]:
-    """int32 [N, 3]: the runs of some layouts as LAYOUTS holds them, one layout after the other."""
-    starts, counts = (np.concatenate([table[part] for table in tables]) for part in (0, 1))
-    lines = np.empty((starts.size, 3), np.int32)
-    lines[:, 0], lines[:, 1], lines[:, 2] = starts, counts, _check(starts, counts)
-    return lines
-
-
-def most_runs(table: RunTable) -> int:
+def most_lines(splits: IntArray) -> int:
     """Of a row."""
-    return int((table.splits[1:] - table.splits[:-1]).max(initial=0))
+    return int((splits[1:] - splits[:-1]).max(initial=0))
 
 
 def read_pads(batch: TensorDictBase, forms: Mapping[Path, FieldForm], path: Path, call: str) -> RowPads | None:
@@ -210,16 +204,14 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
         tables[name] = table
     sizes = {name: (width, anchor) for name, width, anchor in schema.axes}
     layouts: dict[str, RowLayout] = {}
-    plain = [table.values().to(torch.uint8).contiguous().view(torch.int32) for table in tables.values()]
+    lines = {
+        name: table.values().to(torch.uint8).contiguous().view(torch.int32).view(-1) for name, table in tables.items()
+    }
     first = _first_fields(batch, schema, tables)
-    parts = [(*runs.T, offsets_of(tables[name])) for name, runs in zip(tables, plain, strict=True)]
-    read = to_host([tensor for part in parts for tensor in part] + [offsets_of(value) for value in first.values()])
-    for index, name in enumerate(tables):
-        starts, counts, check, splits = read[4 * index : 4 * index + 4]
-        if not np.array_equal(_check(starts, counts), check):
-            raise LayoutError(f'{call}: the run table of layout "{name}" was changed by arithmetic. {INTACT}')
-        layouts[name] = _layout(starts, counts, splits, sizes[name], plain[index].device, call, name)
-    for (name, value), offsets in zip(first.items(), read[4 * len(tables) :], strict=True):
+    read = to_host([*lines.values(), *[offsets_of(value) for value in (*tables.values(), *first.values())]])
+    for (name, own), numbers, splits in zip(lines.items(), read, read[len(lines) :], strict=False):
+        layouts[name] = _layout(numbers.reshape(-1, 3), splits, sizes[name], own.device, call, name)
+    for (name, value), offsets in zip(first.items(), read[2 * len(tables) :], strict=True):
         if np.array_equal(offsets, layouts[name].row_offsets):
             layouts[name].__dict__["offsets"] = offsets_of(value)  # arithmetic between old and new fields works
     return schema, layouts
@@ -261,25 +253,14 @@ def _first_fields(batch: TensorDictBase, schema: Schema, layouts: Collection[str
     return fields
 
 
-_Runs = TypeVar("_Runs", Tensor, IntArray)
-
-
-def _check(starts: _Runs, counts: _Runs) -> _Runs:
-    """A checksum of each run, below 2^31."""
-    return starts % 32749 * 30011 + counts % 32719 * 20011 + 12345
-
-
 def _layout(
-    starts: IntArray,
-    counts: IntArray,
-    splits: IntArray,
-    size: tuple[int, int],
-    device: torch.device,
-    call: str,
-    name: str,
+    lines: IntArray, splits: IntArray, size: tuple[int, int], device: torch.device, call: str, name: str
 ) -> RowLayout:
     width, anchor = size
+    table = table_of_lines(lines, splits, width)
+    if table is None:
+        raise LayoutError(f'{call}: the run table of layout "{name}" was changed by arithmetic. {INTACT}')
     try:
-        return RowLayout.from_runs(starts, counts, np.diff(splits), width, device=device, anchor=anchor)
+        return RowLayout.from_runs(*table[:2], np.diff(table.splits), width, device=device, anchor=anchor)
     except LayoutError as error:
         raise LayoutError(f'{call}: the run table of layout "{name}" was changed: {error} {INTACT}') from error

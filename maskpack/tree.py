@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
+import torch
 from tensordict import (
     LazyStackedTensorDict,
     NonTensorData,
@@ -22,7 +24,6 @@ from tensordict import (
 )
 from tensordict import is_non_tensor as _is_non_tensor  # type: ignore[reportUnknownVariableType]
 from torch import Tensor
-from torch.nested._internal.nested_tensor import NestedTensor  # no public name
 
 from maskpack.errors import LayoutError
 from maskpack.registry import Key, Path, path_of, show
@@ -147,12 +148,13 @@ def _made(node: Node, entries: dict[str, Any], rows: int) -> Any:
     those that are on its device, and have its rows by the way they were built, it need not check. Nor can tensordict
     0.10 check a stack of no objects."""
     batch_size = node.batch_size(rows)
-    if not any(isinstance(value, NestedTensor) or _is_empty_stack(value) for value in entries.values()):
+    if not any(_is_jagged(value) or _is_empty_stack(value) for value in entries.values()):
         return _of_kind(TensorDict(entries, batch_size=batch_size, device=node.device), node)
     made: Any = TensorDict({}, batch_size=batch_size, device=node.device)
+    known = () if torch.compiler.is_compiling() else _put_unchecked()
     for name, value in entries.items():
-        checked = isinstance(value, NestedTensor) and made.device in (None, vars(value)["_values"].device)
-        if checked or (_is_empty_stack(value) and cast("Any", value).batch_size == batch_size):
+        checked = isinstance(value, known) and made.device in (None, vars(value)["_values"].device)
+        if checked or (known and _is_empty_stack(value) and value.batch_size == batch_size):
             made._set_str(name, value, inplace=False, validated=True)
         else:
             made.set(name, value)
@@ -161,6 +163,28 @@ def _made(node: Node, entries: dict[str, Any], rows: int) -> Any:
 
 def _of_kind(batch: TensorDict, node: Node) -> Any:
     return batch if node.kind is None else node.kind.from_tensordict(batch)
+
+
+@cache
+def _put_unchecked() -> tuple[type, ...]:
+    """The type of jagged tensors, if private names put one into a TensorDict as `set` does, and tell its device; else
+    none."""
+    try:
+        field = torch.nested.nested_tensor([torch.ones(2, device="cpu")], layout=torch.jagged, device="cpu")
+        seen: Any = TensorDict({}, batch_size=[1])
+        want: Any = TensorDict({}, batch_size=[1])
+        seen._set_str("x", field, inplace=False, validated=True)
+        want.set("x", field)
+        same = [*seen.keys()] == ["x"] and seen.get("x") is want.get("x")
+        if same and vars(field)["_values"].device == field.device:
+            return (type(field),)
+    except Exception:  # whatever comes of a private name in another version of tensordict
+        pass
+    return ()
+
+
+def _is_jagged(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_nested
 
 
 def _is_empty_stack(value: Any) -> bool:

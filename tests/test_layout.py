@@ -17,6 +17,7 @@ from oracle import assert_same_tensor
 from strategies import MaskCase, masks, patterns
 
 from maskpack import LayoutError, RowLayout, runs, scan
+from maskpack.rows import bits_of, table_of_bits
 
 
 def width_of(mask: oracle.Mask) -> int:
@@ -288,6 +289,78 @@ def test_compact_holds_the_table_in_few_bytes(mask: oracle.Mask) -> None:
     assert counts.tolist() == layout.counts.tolist()
     assert runs.tolist() == [len(row) for row in oracle.mask_to_runs(mask)]
     assert {part.dtype for part in (starts, counts, runs)} == {np.dtype(np.uint8)}
+
+
+def bits_by_hand(mask: oracle.Mask) -> list[list[int]]:
+    """For each row its bytes, the first position in the highest bit."""
+    rows = []
+    for line in mask:
+        row = [0] * ((len(line) + 7) // 8)
+        for place, real in enumerate(line):
+            row[place // 8] += real << (7 - place % 8)
+        rows.append(row)
+    return rows
+
+
+def bytes_as_runs(mask: oracle.Mask) -> int:
+    """Of three lists of the narrowest unsigned integers that hold them."""
+    table = oracle.mask_to_runs(mask)
+    parts = [[start for row in table for start, _ in row], [count for row in table for _, count in row]]
+    parts.append([len(row) for row in table])
+    return sum(len(part) * (1 if max(part, default=0) < 256 else 2) for part in parts)
+
+
+@pytest.mark.parametrize("name", strategies.MANY_RUNS)
+def test_masks_of_many_runs_travel_as_bits(name: str) -> None:
+    mask, width = strategies.MANY_RUNS[name]
+    layout = layout_of(mask, width, anchor=width // 3)
+    (bits,) = layout.compact()
+    assert (bits.dtype, bits.shape) == (np.dtype(np.uint8), (len(mask), (width + 7) // 8))
+    assert bits.tolist() == bits_by_hand(mask)
+    assert bits.nbytes + 256 < bytes_as_runs(mask)
+    for protocol in range(2, 6):
+        again = pickle.loads(pickle.dumps(layout, protocol=protocol))
+        assert_is(again, mask, width)
+        assert again.anchor == layout.anchor
+    assert len(pickle.dumps(layout)) < bits.nbytes + 512
+
+
+@pytest.mark.parametrize("name", strategies.FEW_RUNS)
+def test_masks_of_few_runs_travel_as_runs(name: str) -> None:
+    mask, width = strategies.FEW_RUNS[name]
+    parts = layout_of(mask, width).compact()
+    table = oracle.mask_to_runs(mask)
+    assert [part.tolist() for part in parts] == [
+        [start for row in table for start, _ in row],
+        [count for row in table for _, count in row],
+        [len(row) for row in table],
+    ]
+    assert sum(part.nbytes for part in parts) == bytes_as_runs(mask)
+
+
+@given(patterns(wide=True), st.integers(-(10**6), 300))
+def test_the_smaller_form_is_taken(mask: oracle.Mask, few: int) -> None:
+    """Whatever the least gain is, the layout comes back."""
+    width = width_of(mask)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("maskpack.layout._FEW_BYTES", few)
+        layout = layout_of(mask, width, anchor=width // 2)
+        bits = len(mask) * ((width + 7) // 8)
+        assert len(layout.compact()) == (1 if bytes_as_runs(mask) > bits + few else 3)
+        again = pickle.loads(pickle.dumps(layout))
+    assert_is(again, mask, width)
+    assert again.anchor == layout.anchor
+
+
+@given(patterns(width=20), st.integers(1, 4))
+def test_bits_behind_the_width_are_refused(mask: oracle.Mask, place: int) -> None:
+    bits = bits_of(layout_of(mask, 20).table, 20)
+    found = table_of_bits(bits, 20)
+    assert found is not None
+    assert all(map(np.array_equal, found, layout_of(mask, 20).table))
+    if mask:
+        bits[-1, -1] |= 1 << place - 1
+        assert table_of_bits(bits, 20) is None
 
 
 def test_to_the_same_device_is_the_same_layout() -> None:

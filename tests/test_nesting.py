@@ -35,6 +35,7 @@ from maskpack import (
     MaskpackWarning,
     PackedBatch,
     RegistryError,
+    RowLayout,
     VerifyFirst,
     compress,
     decompress,
@@ -45,6 +46,7 @@ from maskpack import (
     unnest,
     unnest_batch_by_mask,
 )
+from maskpack.run_lines import lines_of, table_of_lines
 
 quiet = pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
 PROMPT, RESPONSE = 3, 5
@@ -405,6 +407,123 @@ def test_cat_of_equal_widths() -> None:
     parts = [exact_zero(rollout(rows, seed=rows)) for rows in (3, 1, 4)]
     nested = torch.cat([nest_batch_by_mask(part, pad_token_id=0) for part in parts])
     assert_same_batch(unnest(nested), torch.cat(parts))
+
+
+# -------------------------------------------------------------------- run tables
+
+
+def nest_under(name: str) -> tuple[TensorDict, TensorDict]:
+    mask, width = (strategies.MANY_RUNS | strategies.FEW_RUNS)[name]
+    batch, registry = strategies.batch_under(mask, width)
+    return batch, nest_batch_by_mask(batch, registry)
+
+
+def lines_by_hand(mask: oracle.Mask) -> list[list[int]]:
+    """For each row the bytes of its runs: start, count and checksum."""
+    rows = []
+    for runs in oracle.mask_to_runs(mask):
+        numbers = [(start, count, start % 32749 * 30011 + count % 32719 * 20011 + 12345) for start, count in runs]
+        rows.append([byte for run in numbers for number in run for byte in number.to_bytes(4, "little")])
+    return rows
+
+
+@pytest.mark.parametrize("name", strategies.FEW_RUNS)
+def test_run_tables_of_few_runs(name: str) -> None:
+    mask, _ = strategies.FEW_RUNS[name]
+    _, nested = nest_under(name)
+    table = nested[LAYOUTS, "runs", "mask"]
+    assert table.dtype == torch.uint8
+    assert [row.reshape(-1).tolist() for row in table.unbind()] == lines_by_hand(mask)
+    assert cached_bounds(table) == (0, max((len(runs) for runs in oracle.mask_to_runs(mask)), default=0))
+
+
+@pytest.mark.parametrize("name", strategies.MANY_RUNS)
+def test_run_tables_of_many_runs_take_their_bits_and_little_more(name: str) -> None:
+    mask, width = strategies.MANY_RUNS[name]
+    batch, nested = nest_under(name)
+    table = nested[LAYOUTS, "runs", "mask"]
+    wanted = [min(12 * len(runs), (width + 7) // 8 + 8 + 11) for runs in oracle.mask_to_runs(mask)]
+    assert all(row.numel() <= most for row, most in zip(table.unbind(), wanted, strict=True))
+    assert cached_bounds(table) == (0, max((row.shape[0] for row in table.unbind()), default=0))
+    assert_same_batch(unnest(nested), batch)
+
+
+@pytest.mark.parametrize("name", [*strategies.MANY_RUNS, "holes", "right"])
+def test_row_operations_on_masks_of_many_runs(name: str) -> None:
+    batch, nested = nest_under(name)
+    rows = len(batch)
+    order = torch.from_numpy(np.random.default_rng(0).permutation(rows))
+    parts = {
+        "slice": (nested[1:3], batch[1:3]),
+        "index": (nested[order], batch[order]),
+        "mask": (nested[order > 1], batch[order > 1]),
+        "chunk": (nested.chunk(3)[1], batch.chunk(3)[1]),
+        "cat": (torch.cat([nested[2:], nested[:2]]), torch.cat([batch[2:], batch[:2]])),
+        "again": (nest_batch_by_mask(nested[order]), batch[order]),
+        "decoded": (decompress(compress(nested[order]), layout="nested"), batch[order]),
+        "consolidate": (nested.consolidate(), batch),
+        "pickle": (pickle.loads(pickle.dumps(nested[3:7])), batch[3:7]),
+    }
+    for way, (seen, want) in parts.items():
+        assert_same_batch(unnest(seen), want), way
+    doubled = unnest(nested.double())
+    assert all(torch.equal(doubled[key], batch[key].double()) for key in batch.keys())  # noqa: SIM118
+    halved = unnest(nested.to(torch.bfloat16))
+    assert torch.equal(halved["log_probs"], batch["log_probs"].to(torch.bfloat16))
+
+
+def test_rows_in_bits_and_rows_in_runs_are_joined() -> None:
+    """Batches of one width, of which one has rows of many runs."""
+    parts = []
+    for mask, width in (strategies.MANY_RUNS["alternating"], strategies.FEW_RUNS["right"]):
+        parts.append(strategies.batch_under(mask, width))
+    nested = torch.cat([nest_batch_by_mask(batch, registry) for batch, registry in parts])
+    batch = torch.cat([batch for batch, _ in parts])
+    assert_same_batch(unnest(nested), batch)
+    assert_same_batch(unnest(nested[torch.tensor([30, 3, 17, 8])]), batch[torch.tensor([30, 3, 17, 8])])
+    sizes = [row.numel() for row in nested[LAYOUTS, "runs", "mask"].unbind()]
+    assert sizes == [72] * 16 + [12 * (row > 0) for row in range(40)]
+
+
+@pytest.mark.parametrize("name", ["alternating", "random", "some rows", "three wide", "odd width"])
+def test_a_changed_table_of_many_runs_is_refused(name: str) -> None:
+    """Every byte of it, and every operation on all entries that is more than a cast."""
+    _, nested = nest_under(name)
+    nested = nested[3:6]
+    table = nested[LAYOUTS, "runs", "mask"]
+    changes = [lambda x: x + 1, lambda x: x * 2, torch.zeros_like, torch.ones_like, lambda x: x.clamp(max=1)]
+    changes += [lambda x: x.clamp(min=3), lambda x: x.clamp(max=254), torch.sign, lambda x: -x, lambda x: x.bool()]
+    changed = [torch.nested.nested_tensor_from_jagged(change(table.values()), table.offsets()) for change in changes]
+    raw = table.values().clone()
+    for place in range(0, raw.numel(), 1 + raw.numel() // 300):
+        for bit in (0, 7):
+            flipped = raw.clone()
+            flipped.view(-1)[place] ^= 1 << bit
+            changed.append(torch.nested.nested_tensor_from_jagged(flipped, table.offsets()))
+    bounds = table.offsets()
+    for other in (bounds.flip(0), bounds.clamp(max=int(bounds[1])), bounds + 1, torch.zeros_like(bounds)):
+        changed.append(torch.nested.nested_tensor_from_jagged(raw, other))
+    for odd in changed:
+        again = nested.clone(False)
+        again[LAYOUTS] = again[LAYOUTS].clone(False)
+        again[LAYOUTS]["runs"] = again[LAYOUTS]["runs"].clone(False)
+        again[LAYOUTS]["runs"].set("mask", odd)
+        with pytest.raises(LayoutError, match=r'^unnest_batch_by_mask: the run table of layout "mask" was changed'):
+            unnest_batch_by_mask(again)
+
+
+@given(strategies.patterns(width=100), st.data())
+def test_lines_there_and_back(mask: oracle.Mask, data: st.DataObject) -> None:
+    table = RowLayout.from_mask(oracle.mask_tensor(mask, 100)).table
+    lines, splits = lines_of(table, 100)
+    found = table_of_lines(lines.astype(np.int64), splits, 100)
+    assert found is not None
+    assert all(map(np.array_equal, found, table))
+    assert lines.nbytes <= sum(min(12 * len(runs), 24) for runs in oracle.mask_to_runs(mask))
+    if lines.size:
+        row, column = data.draw(st.integers(0, len(lines) - 1)), data.draw(st.integers(0, 2))
+        lines[row, column] ^= 1 << data.draw(st.integers(0, 30))
+        assert table_of_lines(lines.astype(np.int64), splits, 100) is None
 
 
 def test_empty_rows_everywhere() -> None:

@@ -933,7 +933,7 @@ def test_masks_of_many_runs_stay_small() -> None:
     batch["response_mask"] = mask
     packed = compress(batch.exclude("responses"))
     assert_same_batch(decompress(packed), batch.exclude("responses"))
-    assert packed.nbytes < mask.numel() * 8
+    assert packed.nbytes < 2 * mask.numel() // 8 + 64  # of two axes
 
 
 # -------------------------------------------------------------------- the errors

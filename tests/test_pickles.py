@@ -245,6 +245,26 @@ def test_structure_is_small_and_arrays_are_out_of_band() -> None:
     assert carried == packed.nbytes
 
 
+@pytest.mark.parametrize("name", strategies.MANY_RUNS)
+def test_layouts_of_many_runs_travel_as_bits(name: str) -> None:
+    mask, width = strategies.MANY_RUNS[name]
+    batch, registry = strategies.batch_under(mask, width)
+    packed = compress(batch, registry=registry)
+    size = (width + 7) // 8
+    order = [row for row in range(len(mask)) if row % 3][::-1]
+    forms = {"whole": packed, "slice": packed[2:9], "rows": packed.select(order), "chunk": packed.chunk(4)[2]}
+    forms["cat"] = PackedBatch.cat([packed[4:], packed[:4]])
+    for form in forms.values():
+        back = received(form)
+        assert_same(decompress(back), decompress(form))
+        assert back.layouts["mask"] == form.layouts["mask"]
+        assert back.layouts["mask"].anchor == form.layouts["mask"].anchor
+        fields = sum(array.nbytes for encoding in form.fields.values() for array in arrays_of(encoding))
+        pads = sum(array.nbytes for array in form.row_pads.values())
+        assert form.nbytes <= fields + pads + len(form) * size + 256
+        assert carried(form) <= 1.1 * form.nbytes + 64
+
+
 def unique(packed: PackedBatch) -> list[tuple[str, np.ndarray]]:
     return list({id(array): (name, array) for name, array in arrays(packed)}.values())
 

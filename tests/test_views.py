@@ -121,6 +121,24 @@ def after(view: BatchView, steps: Sequence[Callable[[Any], Any]]) -> BatchView:
     return view
 
 
+@pytest.mark.parametrize("name", strategies.MANY_RUNS)
+def test_views_of_masks_of_many_runs(name: str) -> None:
+    """Their outlines travel with the bits of the masks; what they materialize is exact."""
+    mask, width = strategies.MANY_RUNS[name]
+    batch, registry = strategies.batch_under(mask, width)
+    packed = compress(batch, registry=registry)
+    bits = len(mask) * ((width + 7) // 8)
+    head = len(pickle.dumps(BatchView.of(packed[:0]).head))
+    assert len(pickle.dumps(Outline.of(packed))) <= bits + 2 * head + 1024
+    store = Store()
+    view = store.put(packed)
+    order = np.arange(len(mask))[::-2]
+    assert_same_batch(view.select(order).materialize(get=store.get), batch[torch.from_numpy(order.copy())])
+    part = pickle.loads(pickle.dumps(BatchView.of(packed)[1:6]))
+    assert_same_batch(part.materialize(), batch[1:6])
+    assert view[1:6].layouts["mask"] == packed[1:6].layouts["mask"]
+
+
 @quiet
 @given(parts_of_widths(), st.data())
 def test_row_operations_over_sources_of_any_widths(parts: list[Part], data: st.DataObject) -> None:

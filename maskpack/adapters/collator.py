@@ -221,7 +221,7 @@ class PackedCollator:
         out["cu_seq_lens_q"] = out["cu_seq_lens_k"] = torch.from_numpy(bounds.astype(np.int32))
         out["max_length_q"] = out["max_length_k"] = int(lengths.max())
         if self.seq_idx:
-            numbers = torch.arange(lengths.size, dtype=torch.int32)
+            numbers = torch.arange(lengths.size, dtype=torch.int32, device="cpu")
             out["seq_idx"] = numbers.repeat_interleave(torch.from_numpy(lengths))[None]
         for place, name in enumerate(self.extras):
             out[name] = _joined((sample.extras[place] for sample in samples), tail, 0, None)
@@ -237,14 +237,14 @@ def _joined(parts: Iterable[Tensor], tail: int, filler: int, dtype: torch.dtype 
     """[1, T] of parts [n]; without tokens, the tail alone. An empty list has no dtype that counts."""
     lines = [line for line in parts if line.numel()]
     dtype = dtype or (lines[0].dtype if lines else torch.float32)
-    return torch.cat([*lines, torch.full((tail,), filler, dtype=dtype)])[None]
+    return torch.cat([*lines, torch.full((tail,), filler, dtype=dtype, device="cpu")])[None]
 
 
 def _line(number: int, sample: Mapping[str, Any], name: str, tokens: int | None) -> Tensor:
     """A field of a sample as [n] on the CPU."""
     given = sample[name]
     try:
-        line = given.detach().cpu() if isinstance(given, Tensor) else torch.tensor(given)
+        line = given.detach().cpu() if isinstance(given, Tensor) else torch.tensor(given, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise LayoutError(
             f'{_CALL}: sample {number} has a field "{name}" that is no list of numbers ({error}); expected one for '

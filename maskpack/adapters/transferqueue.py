@@ -182,8 +182,8 @@ def _rows(held: Any) -> list[Words] | None:
 
 
 def _jagged(entries: Sequence[bytes]) -> Tensor:
-    offsets = torch.zeros(len(entries) + 1, dtype=torch.int64)
-    torch.cumsum(torch.tensor([len(entry) for entry in entries]), 0, out=offsets[1:])
+    offsets = torch.zeros(len(entries) + 1, dtype=torch.int64, device="cpu")
+    torch.cumsum(torch.tensor([len(entry) for entry in entries], device="cpu"), 0, out=offsets[1:])
     values = torch.frombuffer(bytearray().join(entries), dtype=torch.uint8)
     return torch.nested.nested_tensor_from_jagged(values, offsets)
 

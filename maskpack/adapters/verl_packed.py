@@ -22,7 +22,7 @@ from torch import Tensor
 from maskpack import packed as packing
 from maskpack.coverage import check_strict, hidden_tensors
 from maskpack.errors import LayoutError
-from maskpack.jagged import jagged_from, to_host
+from maskpack.jagged import jagged_from, ragged_dim, stated_dim, to_host
 from maskpack.objects import Objects
 from maskpack.options import OnLoss, Options, Registry, Verify
 from maskpack.packed import PackedBatch, Target
@@ -119,8 +119,7 @@ class OddJagged:
     @classmethod
     def of(cls, field: Any) -> OddJagged | None:
         """None for a regular one."""
-        stated = next(dim for dim, size in enumerate(field.shape) if not isinstance(size, int))
-        odd = cls(field._ragged_idx, stated, field.offsets().dtype)
+        odd = cls(ragged_dim(field), stated_dim(field), field.offsets().dtype)
         return None if (odd.ragged, odd.offsets) == (1, torch.int64) else odd
 
     def again(self, field: Tensor) -> Any:

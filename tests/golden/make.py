@@ -318,6 +318,30 @@ def no_width() -> Golden:
     return Golden(batch, {"registry": under_mask("x")})
 
 
+def many_runs() -> Golden:
+    """Masks that bits make smaller than runs: one of a width that fills no whole byte; beside it one of few runs."""
+    width, state, mask = 131, 12345, [[place % 2 for place in range(131)], [1 - place % 2 for place in range(131)]]
+    for _ in range(4):
+        line = []
+        for _ in range(width):
+            state = (1103515245 * state + 12345) % 2**31
+            line.append(state >> 16 & 1)
+        mask.append(line)
+    mask += [[0] * width, [1] * width]
+    values = [[(place * place + 100 * row) % 251 for place in range(sum(line))] for row, line in enumerate(mask)]
+    few = [[int(place < 20 * row) for place in range(width)] for row in range(len(mask))]
+    batch = TensorDict(
+        {
+            "mask": torch.tensor(mask, dtype=torch.bool),
+            "ids": rows_under(mask, values, torch.int32, 999),
+            "few": torch.tensor(few),
+        },
+        [len(mask)],
+    )
+    specs = {"mask": MaskNestingSpec("mask"), "ids": MaskNestingSpec("mask", 999), "few": MaskNestingSpec("few")}
+    return Golden(batch, {"registry": specs})
+
+
 def zstd() -> Golden:
     """A noisy field, one close to it, one that compresses, and small ones that travel as they are."""
     mask = [[int(s < 200 - 40 * b) for s in range(200)] for b in range(4)]
@@ -363,6 +387,7 @@ GOLDEN: dict[str, Callable[[], Golden]] = {
         rootless,
         no_rows,
         no_width,
+        many_runs,
         zstd,
         checksum,
     )
