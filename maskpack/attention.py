@@ -22,6 +22,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from maskpack.errors import ReplayError
 
@@ -229,14 +230,19 @@ def _compiled_block_mask() -> Callable[..., Any]:
     return cast("Any", torch.compile(flex.create_block_mask))
 
 
-_masks: list[tuple[Tensor, int, Any, Any]] = []
-"""The last block masks: all layers of a forward pass ask for the same one or two."""
+_masks: Any = WeakTensorKeyDictionary()
+"""The block masks of each bounds tensor, by tokens and window. All layers of a forward pass come with the same tensor
+and ask for the same mask or two, which are released with it."""
 
 
 def _block_mask(bounds: Tensor, tokens: int, window: int | None) -> Any:
-    for known, length, own, mask in _masks:
-        if known is bounds and length == tokens and own == window:
-            return mask
+    known: dict[tuple[int, int | None], Any] = _masks.setdefault(bounds, {})
+    if (tokens, window) not in known:
+        known[tokens, window] = _new_block_mask(bounds, tokens, window)
+    return known[tokens, window]
+
+
+def _new_block_mask(bounds: Tensor, tokens: int, window: int | None) -> Any:
     flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
     row = torch.bucketize(torch.arange(tokens, device=bounds.device, dtype=torch.int32), bounds, right=True)
 
@@ -245,9 +251,7 @@ def _block_mask(bounds: Tensor, tokens: int, window: int | None) -> Any:
         return causal if window is None else causal & (i - j < window)
 
     create = _compiled_block_mask() if bounds.is_cuda else flex.create_block_mask
-    mask = create(visible, None, None, tokens, tokens, device=bounds.device)
-    _masks[:] = [*_masks[-1:], (bounds, tokens, window, mask)]
-    return mask
+    return create(visible, None, None, tokens, tokens, device=bounds.device)
 
 
 def _rows(

@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import ray
+import torch
 from tensordict import TensorDict
 
 from maskpack.errors import LayoutError, MaskpackError, WorkerError
@@ -43,7 +44,7 @@ class Request:
         method: of the actors.
         args, kwargs: a BatchView stands for rows that are divided, a Broadcast for rows that every rank gets, an
             ObjectRef for what is large.
-        layout: of the result.
+        layout, device: of the result.
         grace: seconds that the other ranks have once one has failed.
         plan: of the rows, for every rank.
     """
@@ -52,6 +53,7 @@ class Request:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     layout: Results
+    device: torch.device | str | None
     grace: float
     plan: RankPlans | None = None
 
@@ -185,8 +187,10 @@ class Call:
         """Sends the rows again that have no result: to the ranks that are alive, or to those of another group.
 
         The results that are there are kept; the call that is returned has them and those of the rows sent again.
-        A plan is made anew for them. Raises MaskpackError if every rank was lost and no group is given, or if the plan
-        has several updates, loss tokens or groups: then a part of it is not a part of the whole.
+        A plan is made anew for them. The result has the layout and the device of this call's.
+
+        Raises MaskpackError if every rank was lost and no group is given, or if the plan has several updates, loss
+        tokens or groups: then a part of it is not a part of the whole.
         """
         failed = [part for part in self.parts if part.receipt is None]
         if not failed:
@@ -339,7 +343,7 @@ def _in_order(parts: Sequence[Part], request: Request) -> BatchView | TensorDict
     packed = PackedBatch.cat(results)
     if not np.array_equal(back, np.arange(back.size)):
         packed = packed.select(back)
-    return decompress(packed, layout=request.layout)
+    return decompress(packed, layout=request.layout, device=request.device)
 
 
 def _said(rows: IntArray) -> str:

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import numpy as np
 import ray
+import torch
 from tensordict import TensorDictBase, is_tensorclass
 from tensordict import is_non_tensor as is_non_tensor  # type: ignore[reportUnknownVariableType]
 
@@ -25,7 +26,7 @@ from maskpack.calls import Call, Part, Request, Results
 from maskpack.division import Balance, divided, of_plan, planned_lengths, ranks_of, shares
 from maskpack.errors import LayoutError, MaskpackError, PlanError
 from maskpack.options import Registry, Verify, kept_verify
-from maskpack.packed import PackedBatch, compress
+from maskpack.packed import PackedBatch, check_devices, compress
 from maskpack.parcels import At, Packing, Parcel, RowsAt
 from maskpack.placement import Placement, Site
 from maskpack.plan import MicroBatchPlan
@@ -132,6 +133,7 @@ class WorkerGroup:
         /,
         *args: Any,
         layout: Results = "padded",
+        device: torch.device | str | None = None,
         balance: Balance = "rows",
         plan: RankPlans | None = None,
         pipelined: bool = False,
@@ -147,6 +149,8 @@ class WorkerGroup:
             args, kwargs: further arguments. Batches among them are divided like `batch`, whose number of rows they
                 must have; a `Broadcast` and everything else goes whole to every rank, large things as one object.
             layout: of a TensorDict result; `view` leaves the rows where they are and gives a BatchView.
+            device: where a TensorDict result lies; the host where none is given, whatever device it had on its rank.
+                Not for a `view`: its `materialize` takes one.
             balance: parts in row order, `rows` that differ by one row at most or `tokens` of equal sums as far as rows
                 allow; or the row numbers of each rank. With fewer rows than ranks, some ranks are called with none.
             plan: who does which rows instead of `balance`, and in which micro-batches (see `plan`): each rank's method
@@ -166,8 +170,9 @@ class WorkerGroup:
             LayoutError: batches of different numbers of rows, or a `balance` that is no partition of the rows.
         """
         sent = self.submit(
-            method, batch, *args, layout=layout, balance=balance, plan=plan, pipelined=pipelined, grace=grace, **kwargs
-        )
+            method, batch, *args, layout=layout, device=device, balance=balance, plan=plan, pipelined=pipelined,
+            grace=grace, **kwargs,
+        )  # fmt: skip
         result = sent.result(timeout)
         self.metrics = sent.metrics
         return result
@@ -179,6 +184,7 @@ class WorkerGroup:
         /,
         *args: Any,
         layout: Results = "padded",
+        device: torch.device | str | None = None,
         balance: Balance = "rows",
         plan: RankPlans | None = None,
         pipelined: bool = False,
@@ -188,6 +194,13 @@ class WorkerGroup:
         """As `call`, without waiting: the rows are encoded and sent, and the ranks are at work."""
         if layout not in ("padded", "nested", "view"):
             raise LayoutError(f'WorkerGroup: layout is {layout!r}; expected "padded", "nested" or "view". Choose one.')
+        if device is not None and layout == "view":
+            raise LayoutError(
+                f'WorkerGroup: device is "{device}" with layout="view", whose rows stay where they are; expected none. '
+                "Pass it to materialize."
+            )
+        if device is not None:
+            check_devices([device], "WorkerGroup")  # before the ranks work for nothing
         if any(isinstance(value, RankPlans) for value in (*args, *kwargs.values())):
             raise PlanError(
                 f'WorkerGroup: a plan among the arguments of "{method}"; expected it by name. Pass plan=plan.'
@@ -195,7 +208,7 @@ class WorkerGroup:
         if pipelined and plan is not None:
             raise LayoutError("WorkerGroup: pipelined with a plan; expected one of them. Leave pipelined out.")
         if pipelined:
-            return self._pipelined(method, batch, args, layout, balance, grace, kwargs)
+            return self._pipelined(Request(method, args, kwargs, layout, device, grace), batch, balance)
         begun = time.perf_counter()
         given = [self._argument(value) for value in (batch, *args)]
         named = {key: self._argument(value) for key, value in kwargs.items()}
@@ -211,7 +224,7 @@ class WorkerGroup:
                     f"WorkerGroup: a batch of {value.num_rows} rows beside one of {view.num_rows}; expected as many. "
                     "Wrap what every rank should get whole: Broadcast(batch)."
                 )
-        request = Request(method, tuple(given), named, layout, grace, plan)
+        request = Request(method, tuple(given), named, layout, device, grace, plan)
         ranks = self.num_ranks
         rows = divided(view, balance, ranks) if plan is None else of_plan(plan, view, balance, ranks)
         encoded = time.perf_counter()
@@ -219,20 +232,18 @@ class WorkerGroup:
         metrics |= {"dispatch/encode_ms": 1e3 * (encoded - begun)} | shares(view, rows)
         return Call(self, request, parts, metrics | ({} if plan is None else plan.metrics()))
 
-    def _pipelined(
-        self, method: str, batch: Any, args: tuple[Any, ...], layout: Results, balance: Any, grace: float, kwargs: Any
-    ) -> Call:
-        others = [
-            value for value in (*args, *kwargs.values()) if isinstance(value, TensorDictBase | PackedBatch | BatchView)
-        ]
+    def _pipelined(self, asked: Request, batch: Any, balance: Any) -> Call:
+        """`asked` has the arguments as they were given, without the batch."""
+        more = (*asked.args, *asked.kwargs.values())
+        others = [value for value in more if isinstance(value, TensorDictBase | PackedBatch | BatchView)]
         if not isinstance(batch, TensorDictBase) or not batch.batch_dims or balance != "rows" or others:
             raise LayoutError(
                 f"WorkerGroup: pipelined with a {type(batch).__name__}, balance {balance!r} and {len(others)} further "
                 'batches; expected one padded or nested TensorDict, balance="rows". Leave pipelined out.'
             )
         sizes = even_sizes(batch.batch_size[0], self.num_ranks, "WorkerGroup")
-        given = tuple(map(self._argument, args))
-        named = {key: self._argument(value) for key, value in kwargs.items()}
+        given = tuple(map(self._argument, asked.args))
+        asked = replace(asked, kwargs={key: self._argument(value) for key, value in asked.kwargs.items()})
         views: list[BatchView] = []
         rows: list[IntArray] = []
         parts: list[Part] = []
@@ -242,16 +253,15 @@ class WorkerGroup:
             begun = time.perf_counter()
             view = BatchView.of(self.pack(batch[end : end + size]))
             encode_ms += 1e3 * (time.perf_counter() - begun)
-            request = Request(method, (view, *given), named, layout, grace)
-            sent, counts = self.send(request, {rank: np.arange(size)})
+            sent, counts = self.send(replace(asked, args=(view, *given)), {rank: np.arange(size)})
             metrics = {key: metrics.get(key, 0.0) + value for key, value in counts.items()}
             rows.append(np.arange(end, end + size))
             views.append(view)
             parts += [replace(part, rows=rows[-1]) for part in sent]
             end += size
         whole = BatchView.cat(views)
-        request = Request(method, (whole, *given), named, layout, grace)
-        return Call(self, request, parts, metrics | {"dispatch/encode_ms": encode_ms, **shares(whole, rows)})
+        metrics |= {"dispatch/encode_ms": encode_ms, **shares(whole, rows)}
+        return Call(self, replace(asked, args=(whole, *given)), parts, metrics)
 
     def put(
         self,

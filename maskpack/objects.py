@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from maskpack.words import DTYPES, Words, from_words, word_dtype, words
 
 _DEEPEST = 64
 _MOST_ITEMS = 1 << 22
+_ATOMS = {int, float, str, bool, bytes, type(None)}
 MOST_DIMS = 28
 """Dims of an element, or of a tensor in a Python object: numpy has 32 at least, and rows and width come on top."""
 
@@ -160,6 +161,37 @@ def _is_plain(x: Tensor) -> bool:
     named = DTYPES.get(str(x.dtype).removeprefix("torch.")) is x.dtype
     strided = x.layout == torch.strided and not x.is_nested
     return named and strided and x.device.type == "cpu" and not x.requires_grad and x.dim() <= MOST_DIMS
+
+
+def on_host(data: Any) -> Any:
+    """`data` with the tensors and TensorDicts in its dicts, lists and tuples on the host; `data` itself if all are."""
+    return _mapped(data, lambda item: item.to("cpu") if _is_away(item) else item) if _holds_away(data) else data
+
+
+def _holds_away(data: Any) -> bool:
+    seen: set[int] = set()
+    left = [data]
+    while left:
+        item = left.pop()
+        if type(item) not in (dict, list, tuple):
+            if _is_away(item):
+                return True
+        elif id(item) not in seen:
+            seen.add(id(item))
+            children: Iterable[Any] = cast("Any", item).values() if type(item) is dict else item
+            left += [child for child in children if type(child) not in _ATOMS]
+    return False
+
+
+def _is_away(item: Any) -> bool:
+    """Whether it is a tensor on a device, or a TensorDict that holds one. The meta device holds nothing to move."""
+    if isinstance(item, Tensor):
+        return item.device.type not in ("cpu", "meta")
+    return is_tensor_collection(item) and any(_is_away(leaf) for leaf in _tensors(item))
+
+
+def _tensors(batch: Any) -> Iterator[Any]:
+    yield from batch.values(include_nested=True, leaves_only=True)
 
 
 class _Cycle(Exception):

@@ -307,7 +307,7 @@ def decompress(
     if widths == "trim":
         packed = _trimmed(packed)
     forms = [form for _, form in chosen([(form.path, form) for form in packed.schema.forms], fields, "decompress")]
-    _check_devices([form.device or "cpu" for form in forms] if device is None else [device])
+    check_devices([form.device or "cpu" for form in forms] if device is None else [device], "decompress")
     made = staging.decoded(packed, forms, layout == "nested", device)
     decoder = Decoder(packed, layout == "nested", device, made)
     left = [form for form in forms if form.path in packed.fields and form.path not in made.entries]
@@ -395,12 +395,13 @@ def _begun(form: FieldForm, values: Tensor, layout: RowLayout) -> Own | None:
     return encode_alone(candidate(shaped, words(values).numpy(), bounds))
 
 
-def _check_devices(devices: Iterable[torch.device | str]) -> None:
+def check_devices(devices: Iterable[torch.device | str], call: str) -> None:
+    """Raises LayoutError for a device that this process does not have."""
     for device in dict.fromkeys(devices):
         try:
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:
             raise LayoutError(
-                f'decompress: device is "{device}", which this process does not have ({str(error)[:80]}); expected one '
+                f'{call}: device is "{device}", which this process does not have ({str(error)[:80]}); expected one '
                 'that it has. Pass device="cpu".'
             ) from error

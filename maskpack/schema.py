@@ -115,7 +115,8 @@ def _pad_table(schema: Schema, row_pads: Mapping[Path, Tensor], rows: int, devic
     """uint8 [B, K]: the pads of all padded fields, those that are PER_ROW from `row_pads`."""
     places = _pad_places(schema.forms)
     line = b"".join(_pad_bytes(form.pads[0], form.dtype) for form in schema.forms if form.path in places)
-    table = torch.tensor(list(line), dtype=torch.uint8, device=device).expand(rows, -1).clone()
+    row = torch.tensor(list(line), dtype=torch.uint8, device="cpu").to(device, non_blocking=True)
+    table = row.expand(rows, -1).clone()
     for path in row_pads.keys() & places.keys():
         bits = words(row_pads[path]).to(device).clone(memory_format=torch.contiguous_format).view(torch.uint8)
         table[:, places[path].start + 1 : places[path].stop] = bits.view(

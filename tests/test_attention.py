@@ -3,11 +3,13 @@ attention runs uncompiled here: slowly, and without gradients."""
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import itertools
 import re
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -154,6 +156,31 @@ def test_flex_makes_a_mask_for_each_rows_and_window() -> None:
         seen = packed_attention(*qkv, ends[tuple(lengths)], 4, scale=0.4, window=window, backend="flex")
         assert error(seen, naive(*qkv, lengths, 0.4, window, None)) < 1e-5
     assert len(module._masks) <= 2
+
+
+def test_masks_are_released_with_their_bounds() -> None:
+    lengths = [3, 4]
+    ends = bounds(lengths)
+    for window in (None, 2):
+        packed_attention(*tensors(lengths), ends, 4, scale=0.4, window=window, backend="flex")
+    held = weakref.ref(ends)
+    del ends
+    gc.collect()
+    assert held() is None
+
+
+def test_a_pass_keeps_its_masks_whatever_another_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layers ask for two in turn; another thread may be in between."""
+    flex = importlib.import_module("torch.nn.attention.flex_attention")
+    make, made = flex.create_block_mask, []
+    monkeypatch.setattr(flex, "create_block_mask", lambda *given, **more: made.append(1) or make(*given, **more))
+    passes = {tuple(lengths): bounds(lengths) for lengths in ([3, 4], [4, 3])}
+    qkv = tensors([3, 4])
+    for window in (None, 2, None, 2):
+        for lengths, ends in passes.items():
+            seen = packed_attention(*qkv, ends, 4, scale=0.4, window=window, backend="flex")
+            assert error(seen, naive(*qkv, list(lengths), 0.4, window, None)) < 1e-5
+    assert len(made) == 4
 
 
 def test_auto_on_the_cpu_is_rows() -> None:

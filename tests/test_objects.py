@@ -21,7 +21,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
 from maskpack import objects
-from maskpack.objects import Objects, Stowed
+from maskpack.objects import Objects, Stowed, on_host
 
 TORCH_DTYPES = [
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
@@ -420,3 +420,35 @@ def test_only_the_arrays_of_the_rows_that_are_left() -> None:
     assert [array.nbytes for array in held.select([1]).arrays()] == [80]
     assert [array.nbytes for array in held.select([0, 2]).arrays()] == [40]
     assert held.select([]).arrays() == []
+
+
+# -------------------------------------------------------------------- on the host
+
+
+class Far(Tensor):
+    """A tensor that says it is on a device."""
+
+    device = property(lambda self: torch.device("cuda:0"))  # type: ignore[assignment]
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        assert (args, kwargs) == (("cpu",), {})
+        return self.as_subclass(Tensor).clone()
+
+
+def test_tensors_come_to_the_host() -> None:
+    far, here = torch.arange(3).as_subclass(Far), torch.ones(2)
+    data = {"a": [far, here, (far, "x")], "b": far, "c": {1, 2}, "meta": torch.empty(2, device="meta")}
+    seen = on_host(data)
+    assert [type(x) for x in (seen["b"], seen["a"][0], seen["a"][2][0])] == [Tensor] * 3
+    assert seen["b"].tolist() == [0, 1, 2]
+    assert seen["a"][0] is seen["b"] is seen["a"][2][0]  # as before
+    assert seen["a"][1] is here
+    assert (seen["a"][2][1], seen["c"], seen["meta"]) == ("x", {1, 2}, data["meta"])
+    assert type(data["b"]) is type(data["a"][0]) is Far
+
+
+def test_what_is_on_the_host_is_left_alone() -> None:
+    loop: list[Any] = [torch.ones(2), 3, "x", None, {"y": (1.0, torch.empty(2, device="meta"))}]
+    loop.append(loop)
+    for data in (loop, None, 5, torch.ones(1), TensorDict({"x": torch.ones(2)}, batch_size=[2])):
+        assert on_host(data) is data
