@@ -1272,7 +1272,7 @@ def test_claims_are_added_up_before_memory_is_taken(name: str) -> None:
     assert peak < 60 * len(data) + (1 << 20)
     packed = PackedBatch.from_bytes(data, max_bytes=size + (1 << 20))
     if name != "batch dims":  # what an object is worth for all of them, it is worth once
-        with pytest.raises(LayoutError, match=rf"decompress: these fields take \d+ bytes padded; expected at most"):
+        with pytest.raises(LayoutError, match=r"decompress: these fields take \d+ bytes padded; expected at most"):
             decompress(packed, max_bytes=size - 1)
 
 
@@ -1313,7 +1313,7 @@ def test_the_limit_of_decompress_counts_what_it_would_give() -> None:
     decompress(packed, widths="trim", max_bytes=whole // 50)
     decompress(packed, layout="nested", max_bytes=whole // 10)
     packed.to_nested("a", max_bytes=one // 10)
-    for names, given, most in (
+    for names, form, most in (
         ((), {}, whole - 1),
         (("a",), {}, one - 1),
         ((), {"widths": "trim"}, whole // 50 - 1),
@@ -1321,7 +1321,7 @@ def test_the_limit_of_decompress_counts_what_it_would_give() -> None:
         ((), {"device": "cpu"}, whole - 1),
     ):
         with pytest.raises(LayoutError, match=r"decompress: these fields take (\d+) bytes .*pass max_bytes=\1\."):
-            decompress(packed, *names, max_bytes=most, **given)
+            decompress(packed, *names, max_bytes=most, **form)
     with pytest.raises(LayoutError, match="nested"):
         packed.to_nested(max_bytes=1)
     many = packed.select([0] * 1000)
@@ -1352,10 +1352,10 @@ def test_depth_without_content() -> None:
 
 def test_stacks_without_items_take_no_memory_for_their_sizes() -> None:
     dims = [1 << 20, 1 << 10]
-    for rows, json in ((0, []), (1, [[[] for _ in range(3)]])):
+    for rows, data in ((0, []), (1, [[[] for _ in range(3)]])):
         node = {"dims": dims if rows == 0 else [3, 0, 1 << 29], "device": None}
-        data = said(rows=rows, root=node, fields=[obj(json, 1 + len(node["dims"]))]).joined()
-        packed = PackedBatch.from_bytes(data)
+        parts = said(rows=rows, root=node, fields=[obj(data, 1 + len(node["dims"]))])
+        packed = PackedBatch.from_bytes(parts.joined())
         tracemalloc.start()
         try:
             entry = decompress(packed).get("o")
