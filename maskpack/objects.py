@@ -105,7 +105,7 @@ class Objects:
         todo, seen = [items], {id(items)}
         while todo:
             for item in todo.pop():
-                kind = type(item)
+                kind: Any = type(item)  # type: ignore[reportUnknownVariableType]
                 if kind is Stowed:
                     tensors[id(item)] = item.words.nbytes
                 elif kind in (dict, list, tuple) and id(item) not in seen:

@@ -29,7 +29,7 @@ from maskpack.words import DTYPES, Words, pad_tensor
 _DEVICE = re.compile(r"(cpu|cuda|hpu|mps|npu|xla|xpu)(:(0|[1-9][0-9]?))?")
 _MOST = 1 << 31
 _MOST_BYTES = 1 << 62
-_TABLE_BYTES = 48
+TABLE_BYTES = 48
 """Bytes that one run, or one row, of a layout is taken to need."""
 _ARRAYS: dict[str, int | None] = {
     **{field.name: 1 for kind in KINDS.values() for field in fields_of(kind) if field.type == "Words"},
@@ -156,7 +156,7 @@ class _Reader:
         if len(set(numbers)) != 3 or not self._run_arrays.isdisjoint(numbers):
             fail(call, f"layout {brief(name)} with arrays {numbers}", "arrays of its own")
         self._run_arrays.update(numbers)
-        self._claim(_TABLE_BYTES * (starts.size + runs.size), f"layout {brief(name)}")
+        self._claim(TABLE_BYTES * (starts.size + runs.size), f"layout {brief(name)}")
         parts = starts, counts, runs
         if any(part.dtype.kind != "u" or int(part.max(initial=0)) >= _MOST for part in parts):
             seen = f"layout {brief(name)} with runs of {[str(part.dtype) for part in parts]}"

@@ -12,7 +12,7 @@ import inspect
 import json
 import pickle
 from argparse import ArgumentParser
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -110,7 +110,7 @@ def _nbytes(batch: TensorDictBase) -> int:
 
 
 @contextmanager
-def enough_memory() -> Iterator[None]:
+def enough_memory() -> Generator[None]:
     """Raises Unusable where memory does not suffice; torch says it by RuntimeError."""
     try:
         yield

@@ -44,9 +44,11 @@ from maskpack import (
     WireFormatError,
     codec,
     compress,
+    contents,
     decompress,
     encodings,
     objects,
+    reading,
     registry,
     sharing,
     wire,
@@ -1477,7 +1479,7 @@ def test_reading_changes_nothing() -> None:
 
 
 def test_a_short_run_of_the_fuzzer() -> None:
-    counts, failures = fuzz_wire.run(2000, seed=7)
+    counts, failures, _ = fuzz_wire.run(2000, seed=7)
     assert not failures, "\n".join(failures)
     deep = sum(counts.values()) - counts["refused as a container"]
     assert deep > 0.4 * sum(counts.values()), counts
@@ -1487,7 +1489,7 @@ def test_a_short_run_of_the_fuzzer() -> None:
 @pytest.mark.parametrize("kind", ["Plain", "Sparse", "Runs"])
 def test_the_fuzzer_finds_a_check_that_is_missing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(getattr(encodings, kind), "problem", lambda *_: None)
-    _, failures = fuzz_wire.run(600, seed=8)
+    _, failures, _ = fuzz_wire.run(600, seed=8)
     assert failures
 
 
@@ -1598,8 +1600,18 @@ def test_the_codec_of_the_norm(norm: dict[str, Any]) -> None:
 def test_the_norm_names_every_constant() -> None:
     text = NORM.read_text()
     assert f"at most 2^{wire.MAX_HEADER.bit_length() - 1}," in text
-    assert f"Beyond 2^{wire.FREE_ROWS.bit_length() - 1} there" in text
+    assert f"Beyond 2^{wire.FREE_ROWS.bit_length() - 1} the body" in text
     assert f"at most {codec.MOST} times as long" in text
     assert f"at most {objects.MOST_DIMS} sizes" in text
+    assert f"at most {objects.MOST_DIMS} `dims`" in text
+    assert f"and at most {objects.MOST_DEPTH};" in text
+    assert f"a list of 1 to {wire.MOST_PATH} names" in text
+    assert f"more than {objects.MOST_KEYS} keys" in text
+    assert f"more than {objects.MOST_COLLIDING} such keys" in text
+    assert f"and {objects.ITEM_BYTES} bytes for each entry of a" in text
+    assert f"{contents.MAX_BYTES >> 30} GiB unless it" in text
+    assert f"{reading.TABLE_BYTES} bytes for each run" in text
+    assert f"{fuzz_wire.PARSED} bytes for\neach byte of the header" in text
+    assert f"{fuzz_wire.WIDE} bytes for each byte of the arrays" in text
     for name in [*words.DTYPES, *sharing.KINDS, *registry.HINTS]:
         assert name in text
