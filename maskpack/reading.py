@@ -229,7 +229,7 @@ class _Reader:
             if name == "pad" and value in ("EDGE", "PER_ROW"):
                 return Pad[value]
             if name == "complex" and isinstance(value, list) and len(cast("list[Any]", value)) == 2:
-                real, imag = (self._pad(part) for part in cast("list[Any]", value))
+                real, imag = (self._said(part) for part in cast("list[Any]", value))
                 if isinstance(real, float) and isinstance(imag, float):
                     return complex(real, imag)
         value = self._said(pad)

@@ -1442,6 +1442,14 @@ def test_keys_that_cannot_be_compared(dtype: str) -> None:
         refused(keys(pair), "one as to_bytes writes it")
 
 
+def test_pads_inside_each_other() -> None:
+    for depth in (1, 2, *range(400, 500)):
+        pad: Any = 0.0
+        for _ in range(depth):
+            pad = {"complex": [pad, 0.0]}
+        refused(field("advantages", pad=pad))
+
+
 def test_integers_of_many_digits_are_shown_as_such() -> None:
     refused(field("advantages", pad={"int": hex(10**5000)}), "too long to be shown")
 
