@@ -343,7 +343,7 @@ def _in_order(parts: Sequence[Part], request: Request) -> BatchView | TensorDict
     packed = PackedBatch.cat(results)
     if not np.array_equal(back, np.arange(back.size)):
         packed = packed.select(back)
-    return decompress(packed, layout=request.layout, device=request.device)
+    return decompress(packed, layout=request.layout, device=request.device, max_bytes=None)
 
 
 def _said(rows: IntArray) -> str:

@@ -27,6 +27,9 @@ from maskpack.tasks import Tasks
 from maskpack.tree import Node
 from maskpack.words import Words, from_words, word_dtype
 
+MAX_BYTES = 64 << 30
+"""Bytes that a batch may take decoded, unless the caller says otherwise."""
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Contents:
@@ -82,6 +85,33 @@ def words_of_one(form: FieldForm) -> int:
     """Words of one element of a field."""
     assert form.dtype is not None
     return math.prod(form.shape) * (2 if form.dtype.itemsize == 16 else 1)
+
+
+def shape_of(form: FieldForm, layout: RowLayout | None, rows: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a tensor at home; of a jagged one, that of its values. `rows` are those of a dense field: (B,), or () where
+    the rows are no batch dim."""
+    if layout is None:
+        return (*rows, *form.shape)
+    if form.kind != "padded":
+        return (layout.total, *form.shape)
+    before = form.ragged_dim - 1
+    return (layout.num_rows, *form.shape[:before], layout.width, *form.shape[before:])
+
+
+def decoded_nbytes(packed: Contents, forms: Iterable[FieldForm], nested: bool) -> int:
+    """Bytes that some fields take decoded, without decoding them: tensors, Python objects, and what LAYOUTS holds."""
+    rows = () if packed.schema.root.more_dims is None else (packed.num_rows,)
+    total = 0
+    for form in forms:
+        if form.kind == "object":
+            total += packed.objects[form.path].decoded_nbytes
+        elif form.dtype is not None:
+            layout = None if form.layout is None else packed.layouts[form.layout]
+            shape = shape_of(form, layout, rows) if layout is None or not nested else (layout.total, *form.shape)
+            total += math.prod(shape) * form.dtype.itemsize
+    if nested:
+        total += sum(12 * layout.num_runs + 16 * (layout.num_rows + 1) for layout in packed.layouts.values())
+    return total
 
 
 def candidate(form: FieldForm, line: Words | None, bounds: IntArray, encoding: Own | None = None) -> Candidate:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -29,6 +30,13 @@ _MOST_ITEMS = 1 << 22
 _ATOMS = {int, float, str, bool, bytes, type(None)}
 MOST_DIMS = 28
 """Dims of an element, or of a tensor in a Python object: numpy has 32 at least, and rows and width come on top."""
+MOST_DEPTH = 8
+"""Depth of a stack of objects that comes from a file: tensordict takes 2^depth steps to ask a stack for its device."""
+MOST_COLLIDING, MOST_KEYS = 16, 1 << 15
+"""Keys of a dict in JSON: those with one hash, and those that are no text. A dict compares a key with each one of its
+hash, and ints, floats and tuples of any hash are easily made; Python salts the hashes of texts alone."""
+ITEM_BYTES = 1 << 10
+"""Bytes that one entry of a NonTensorStack is taken to need."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +104,25 @@ class Objects:
         """`data` with tensors of its own."""
         return _mapped(self.data, lambda item: item.restored() if isinstance(item, Stowed) else item)
 
+    @property
+    def decoded_nbytes(self) -> int:
+        """Bytes that `entry` takes: those of its tensors, and ITEM_BYTES for each entry of a stack."""
+        count, items = 0, [self.data]
+        for _ in range(self.depth):
+            items = [part for item in items for part in item]
+            count += len(items)
+        tensors: dict[int, int] = {}
+        todo, seen = [items], {id(items)}
+        while todo:
+            for item in todo.pop():
+                kind: Any = type(item)  # type: ignore[reportUnknownVariableType]
+                if kind is Stowed:
+                    tensors[id(item)] = item.words.nbytes
+                elif kind in (dict, list, tuple) and id(item) not in seen:
+                    seen.add(id(item))
+                    todo.append(item.values() if kind is dict else item)
+        return ITEM_BYTES * count + sum(tensors.values())
+
     def select(self, rows: Iterable[int]) -> Objects:
         """Of some rows."""
         return replace(self, data=[self.data[row] for row in rows]) if self.depth else self
@@ -117,10 +144,8 @@ def _stacked(data: list[Any], depth: int, sizes: tuple[int, ...]) -> Any:
     if depth == 1:
         return NonTensorStack(*[NonTensorData(item) for item in data])
     if not data:  # only a slice of a stack that is not empty knows its other sizes
-        item: Any = None
-        for size in reversed(sizes[1:]):
-            item = [item] * size
-        return _stacked([item], depth, sizes)[:0] if len(sizes) >= depth else NonTensorStack()
+        inner: Any = NonTensorData(None, batch_size=sizes[1:])
+        return NonTensorStack(inner)[:0] if len(sizes) >= depth else NonTensorStack()
     return NonTensorStack(*[_stacked(item, depth - 1, sizes[1:]) for item in data])
 
 
@@ -268,6 +293,8 @@ def to_json(data: Any, store: Callable[[Words], int]) -> Any:
         if kind is tuple:
             return {"tuple": [said(part, depth + 1) for part in item]}
         if kind is dict:
+            if problem := _wrong_keys(item):
+                raise Unsayable(problem)
             return {"dict": [[said(key, depth + 1), said(value, depth + 1)] for key, value in item.items()]}
         if kind is Stowed:
             return {"tensor" if item.tensor else "array": [store(item.words), item.dtype, list(item.shape)]}
@@ -330,10 +357,21 @@ def _dict(items: list[Any], arrays: Callable[[Any], Words], depth: int) -> dict[
     if any(not isinstance(item, list) or len(cast("list[Any]", item)) != 2 for item in items):
         raise ValueError("a dict entry without key and value")
     keys = _parts([item[0] for item in items], _no_array, depth)
+    if problem := _wrong_keys(keys):
+        raise ValueError(problem)
     found = dict(zip(keys, _parts([item[1] for item in items], arrays, depth), strict=True))
     if len(found) != len(items):
         raise ValueError("a dict with one key twice")
     return found
+
+
+def _wrong_keys(keys: Iterable[Any]) -> str | None:
+    """What makes a dict of these keys slow, if anything does."""
+    odd = [key for key in keys if type(key) is not str]
+    if len(odd) > MOST_KEYS:
+        return f"a dict with {len(odd)} keys that are no text, more than {MOST_KEYS}"
+    most = max(Counter(map(hash, odd)).values(), default=0)
+    return f"a dict with {most} keys of one hash, more than {MOST_COLLIDING}" if most > MOST_COLLIDING else None
 
 
 def _no_array(number: Any) -> Words:

@@ -9,13 +9,10 @@ Nothing of a PackedBatch is ever changed, and the tensors that it gives out are 
 
 from __future__ import annotations
 
-import mmap
 import os
 import pickle
-import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path as FilePath
 from typing import Any, Literal
 
 import numpy as np
@@ -26,7 +23,7 @@ from torch import Tensor
 from maskpack import codec as codecs
 from maskpack import manifest, pickles, reading, staging, wire
 from maskpack.choice import encode, encode_alone
-from maskpack.contents import Contents, Decoder, candidate, on, words_of_one
+from maskpack.contents import MAX_BYTES, Contents, Decoder, candidate, decoded_nbytes, on, words_of_one
 from maskpack.errors import LayoutError
 from maskpack.joining import joined
 from maskpack.layout import RowLayout
@@ -159,9 +156,11 @@ class PackedBatch(Contents):
 
     # ---------------------------------------------------------------- decoding
 
-    def to_nested(self, *names: Key, device: torch.device | str | None = None) -> TensorDict:
-        """`decompress(self, *names, layout="nested", device=device)`."""
-        return decompress(self, *names, layout="nested", device=device)
+    def to_nested(
+        self, *names: Key, device: torch.device | str | None = None, max_bytes: int | None = MAX_BYTES
+    ) -> TensorDict:
+        """`decompress(self, *names, layout="nested", device=device, max_bytes=max_bytes)`."""
+        return decompress(self, *names, layout="nested", device=device, max_bytes=max_bytes)
 
     def pin_memory(self) -> PackedBatch:
         """The same batch with its encoded values in pinned memory, from where a GPU reads them by itself: `decompress`
@@ -196,40 +195,44 @@ class PackedBatch(Contents):
         return self._pieces(allow_pickle, checksum).joined()
 
     def save(self, file: str | os.PathLike[str], *, allow_pickle: bool = False, checksum: bool = False) -> None:
-        """Writes `to_bytes` to a file; one that is there is replaced when the new one is whole."""
-        pieces = self._pieces(allow_pickle, checksum)
-        target = FilePath(file)
-        part = target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
-        try:
-            with part.open("wb") as out:
-                out.write(pieces.header)
-                for array in pieces.arrays:
-                    out.write(array.data)
-            part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
+        """Writes `to_bytes` to a file. One that is there is replaced when all of the new one is on the disk."""
+        self._pieces(allow_pickle, checksum).save(file)
 
     @classmethod
-    def from_bytes(cls, data: Any, *, allow_pickle: bool = False) -> PackedBatch:
+    def from_bytes(cls, data: Any, *, allow_pickle: bool = False, max_bytes: int | None = MAX_BYTES) -> PackedBatch:
         """The batch in `data`, bytes or another object with a buffer, which must not be changed any more: the batch
         reads from it. Nothing in it is executed unless `allow_pickle` is true.
 
-        Raises WireFormatError for bytes that `to_bytes` does not write.
+        Args:
+            max_bytes: the most bytes that the whole batch may take padded; None for any. Few bytes may claim many: the
+                claims are added up before memory is taken for them.
+
+        Raises WireFormatError for bytes that `to_bytes` does not write, and for a batch beyond `max_bytes`.
         """
         call = "PackedBatch.from_bytes"
-        return cls._of(reading.read(wire.read(data, call), call, allow_pickle))
+        return cls._of(reading.read(wire.read(data, call), call, allow_pickle, max_bytes))
 
     @classmethod
-    def load(cls, file: str | os.PathLike[str], *, allow_pickle: bool = False) -> PackedBatch:
-        """The batch in a file that `save` wrote, memory-mapped: rows are read when they are decoded.
+    def load(
+        cls,
+        file: str | os.PathLike[str],
+        *,
+        allow_pickle: bool = False,
+        mmap: bool = True,
+        max_bytes: int | None = MAX_BYTES,
+    ) -> PackedBatch:
+        """The batch in a file that `save` wrote.
+
+        Args:
+            mmap: map the file to memory: rows are read when they are decoded. If the file is then cut off or written
+                to in place, reading a lost part ends the process with SIGBUS, which no error handler catches; `save`
+                never does that to a file. False reads the file into memory first.
+            max_bytes: as for `from_bytes`.
 
         Raises WireFormatError as `from_bytes`.
         """
         call = f"PackedBatch.load({os.fspath(file)!r})"
-        with open(file, "rb") as opened:
-            size = os.fstat(opened.fileno()).st_size
-            data: Any = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-        return cls._of(reading.read(wire.read(data, call), call, allow_pickle))
+        return cls._of(reading.read(wire.read(wire.loaded(file, mmap), call), call, allow_pickle, max_bytes))
 
     def _pieces(self, allow_pickle: bool, checksum: bool) -> wire.Pieces:
         return wire.Pieces(*manifest.write(self, allow_pickle), checksum=checksum)
@@ -279,6 +282,7 @@ def decompress(
     layout: Target = "padded",
     device: torch.device | str | None = None,
     widths: Widths = "canonical",
+    max_bytes: int | None = MAX_BYTES,
 ) -> TensorDict:
     """The batch that was packed, bit for bit, with the rows it has now.
 
@@ -291,9 +295,11 @@ def decompress(
             copy); otherwise the fields are decoded on the host.
         widths: `canonical`, those of the batch that was packed; or `trim`, of each axis the columns from the first to
             the last that is real in any of these rows: for padded micro-batches. Dense fields keep theirs.
+        max_bytes: the most bytes that these fields may take decoded; None for any. Nothing is decoded beyond it.
 
     Raises:
-        LayoutError: a field that is not in the batch, an unknown layout, or a device that this process does not have.
+        LayoutError: a field that is not in the batch, an unknown layout, a device that this process does not have, or
+            more than `max_bytes`.
     """
     if not isinstance(packed, PackedBatch):
         raise LayoutError(
@@ -307,6 +313,12 @@ def decompress(
     if widths == "trim":
         packed = _trimmed(packed)
     forms = [form for _, form in chosen([(form.path, form) for form in packed.schema.forms], fields, "decompress")]
+    size = decoded_nbytes(packed, forms, layout == "nested")
+    if max_bytes is not None and size > max_bytes:
+        raise LayoutError(
+            f"decompress: these fields take {size} bytes {layout}; expected at most {max_bytes}. Decode fewer rows or "
+            f"fields, or pass max_bytes={size}."
+        )
     check_devices([form.device or "cpu" for form in forms] if device is None else [device], "decompress")
     made = staging.decoded(packed, forms, layout == "nested", device)
     decoder = Decoder(packed, layout == "nested", device, made)

@@ -179,7 +179,7 @@ class _Given:
             if id(value) not in rows:
                 return value
             with _MEMORY.used():
-                return decompress(rows[id(value)], layout=self._layout, device=self._device)
+                return decompress(rows[id(value)], layout=self._layout, device=self._device, max_bytes=None)
 
         return [one(value) for value in self._args], {key: one(value) for key, value in self._kwargs.items()}
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from maskpack.contents import MAX_BYTES
 from maskpack.errors import LayoutError
 from maskpack.layout import RowLayout
 from maskpack.packed import PackedBatch, Target, decompress
@@ -236,18 +237,19 @@ class BatchView:
         get: Get | None = None,
         layout: Target = "padded",
         device: torch.device | str | None = None,
+        max_bytes: int | None = MAX_BYTES,
     ) -> TensorDict:
         """The rows, decoded as by `decompress`.
 
         Args:
             fields: the fields to decode; all if none is named.
             get: what fetches references, `ray.get`; each one is fetched once. Not needed where all batches are here.
-            layout, device: as for `decompress`.
+            layout, device, max_bytes: as for `decompress`.
 
         Raises:
             LayoutError: as `decompress`; or a reference leads to something other than its outline says.
         """
-        return decompress(self.to_packed(*fields, get=get), layout=layout, device=device)
+        return decompress(self.to_packed(*fields, get=get), layout=layout, device=device, max_bytes=max_bytes)
 
     def to_packed(self, *fields: Key, get: Get | None = None) -> PackedBatch:
         """The rows, still encoded, as one packed batch that is here. Arguments and errors as for `materialize`."""

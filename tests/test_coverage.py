@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 import warnings
 from collections import OrderedDict, deque, namedtuple
 
@@ -154,6 +155,19 @@ def test_many_short_lived_containers_hide_nothing():
             cube[place] = torch.ones(2)
         cubes.append(cube)
     assert len(paths(with_object(cubes))) == 8 * 54
+
+
+def test_a_range_is_not_counted_out():
+    """A pickle of a few bytes makes one of any length; nor are single bytes looked at."""
+    batch = rollout()
+    batch.set("meta", NonTensorData([range(1 << 20), bytearray(1 << 20)]))
+    tracemalloc.start()
+    try:
+        assert mp.dense_fields(batch, mp.RL_FIELDS, pad_token_id=PAD) == ()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 << 20
 
 
 def test_deep_nesting_does_not_overflow():

@@ -1025,3 +1025,11 @@ def test_rows_that_are_no_batch_dim() -> None:
         LayoutError, match=r"batch_size \[\], whose rows are no batch dim\. Give the TensorDict batch_size"
     ):
         BatchView.of(packed)
+
+
+def test_the_limit_of_what_is_materialized() -> None:
+    batch = TensorDict({"x": torch.arange(600).view(6, 100)}, [6])
+    view = BatchView.of(compress(batch))[1:3]
+    assert_same(view.materialize(max_bytes=2 * 100 * 8), batch[1:3])
+    with pytest.raises(LayoutError, match=r"decompress: these fields take 1600 bytes padded; expected at most 1599"):
+        view.materialize(max_bytes=1599)

@@ -59,7 +59,7 @@ class PackedCheckpointer(_Checkpointer):
             raise LayoutError(
                 f"PackedStorage.loads: {path} is no folder; expected one that dumps wrote. Check the path."
             )
-        packed = PackedBatch.load(file, allow_pickle=storage.allow_pickle) if file.is_file() else None
+        packed = PackedBatch.load(file, allow_pickle=storage.allow_pickle, max_bytes=None) if file.is_file() else None
         storage.restore(packed)
 
 
@@ -196,7 +196,8 @@ class PackedStorage(_ListStorage):
         data = state_dict["packed"]
         packed = None
         if data is not None:
-            packed = PackedBatch.from_bytes(data.cpu().numpy().tobytes(), allow_pickle=self.allow_pickle)
+            line = data.cpu().numpy().tobytes()
+            packed = PackedBatch.from_bytes(line, allow_pickle=self.allow_pickle, max_bytes=None)
         self.restore(packed)
 
     def restore(self, packed: PackedBatch | None) -> None:

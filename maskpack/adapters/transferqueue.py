@@ -40,7 +40,10 @@ _ARRAY = struct.Struct("<BI")
 _MAGIC = b"mpq1"
 _CODES = {np.dtype(f"<{kind}{size}"): size + 16 * (kind == "i") for kind in "iu" for size in (1, 2, 4, 8)}
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
-_MOST_MANIFEST = wire.MAX_HEADER
+_MOST_RATIO, _FREE = 1 << 6, 1 << 16
+"""Bytes of a manifest for each one deflated, and bytes that any manifest may have."""
+_SHORT = 1 << 10
+"""Bytes of a deflated manifest that is remembered."""
 _USUAL = (
     b'"shape":[],"encoding":{"kind":"columns","columns":[{"kind":"bits","words":6}{"kind":"sparse","per_row":3,'
     b'"places":4,"words":5}{"kind":"steps","steps":{"kind":"runs"{"json":"pickle":[{"rows":1,"root":{"dims":[],'
@@ -228,19 +231,38 @@ def _read(row: Words, call: str, allow_pickle: bool) -> tuple[int, Contents]:
 
 @lru_cache(maxsize=64)
 def _deflated(text: str) -> bytes:
-    squeezer = zlib.compressobj(9, zdict=_USUAL)
-    return squeezer.compress(text.encode("utf-8", "surrogatepass")) + squeezer.flush()
+    line = text.encode("utf-8", "surrogatepass")
+    small = _squeezed(line, 9)
+    return small if len(line) <= _most(small) else _squeezed(line, 0)
+
+
+def _squeezed(line: bytes, level: int) -> bytes:
+    squeezer = zlib.compressobj(level, zdict=_USUAL)
+    return squeezer.compress(line) + squeezer.flush()
+
+
+def _most(text: bytes) -> int:
+    """Bytes that a manifest may have, from its deflated form: few bytes must not make a reader parse many."""
+    return min(wire.MAX_HEADER, _FREE + _MOST_RATIO * len(text))
+
+
+def _manifest(text: bytes, call: str) -> dict[str, Any]:
+    """Rows of a column have one manifest, as a rule, and so it is read once; unless it is long, with the Python objects
+    of one row."""
+    return _known(text, call) if len(text) <= _SHORT else _inflated(text, call)
 
 
 @lru_cache(maxsize=64)
-def _manifest(text: bytes, call: str) -> dict[str, Any]:
-    """Rows of a column have one manifest, as a rule, and so it is read once; few are kept, because those with Python
-    objects may be long."""
+def _known(text: bytes, call: str) -> dict[str, Any]:
+    return _inflated(text, call)
+
+
+def _inflated(text: bytes, call: str) -> dict[str, Any]:
     reader = zlib.decompressobj(zdict=_USUAL)
     try:
-        told = reader.decompress(text, _MOST_MANIFEST)
+        told = reader.decompress(text, _most(text))
     except zlib.error as error:
         wire.fail(call, f"a manifest that cannot be inflated ({error})", "one that to_samples wrote")
     if not reader.eof or reader.unused_data:
-        wire.fail(call, "a manifest that does not end where it should", f"one of at most {_MOST_MANIFEST} bytes")
+        wire.fail(call, "a manifest that does not end where it should", f"one of at most {_most(text)} bytes")
     return wire.loads(told, call)

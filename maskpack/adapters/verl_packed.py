@@ -270,12 +270,12 @@ def _decoded(
     if device is None and away and not torch.cuda.is_available():
         device = "cpu"
     kept: Target = "nested" if packed.nested else "padded"
-    batch: Any = packing.decompress(rows, layout=kept if layout is None else layout, device=device)
+    batch: Any = packing.decompress(rows, layout=kept if layout is None else layout, device=device, max_bytes=None)
     for path, odd in packed.odd.items():
         batch.set(path, odd.again(batch.get(path)))
     for path, whole in packed.wide.items():
         above = batch.get(path[:-1]) if path[1:] else batch
-        value = packing.decompress(whole, device=device)["value"]
+        value = packing.decompress(whole, device=device, max_bytes=None)["value"]
         above.set(path[-1], NonTensorData(value, batch_size=above.batch_size))
     return batch
 
