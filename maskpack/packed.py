@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path as FilePath
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from maskpack import codec as codecs
 from maskpack import manifest, pickles, reading, staging, wire
+from maskpack.arguments import flag, list_of, named, said
 from maskpack.choice import encode, encode_alone
 from maskpack.contents import Contents, Decoder, candidate, on, words_of_one
 from maskpack.errors import LayoutError
@@ -39,6 +40,7 @@ from maskpack.schema import LAYOUTS, FieldForm, read_layouts, write_layouts
 from maskpack.sharing import Joined, Own, Same, arrays_of
 from maskpack.survey import Survey, survey
 from maskpack.tasks import Tasks
+from maskpack.tensors import device_here
 from maskpack.tree import build, chosen
 from maskpack.words import host_words, words
 
@@ -66,11 +68,7 @@ class PackedBatch(Contents):
 
     def lengths(self, layout: str) -> IntArray:
         """int64 [B]: row lengths of one of the layouts, for planning."""
-        if layout not in self.layouts:
-            raise LayoutError(
-                f'PackedBatch.lengths: no layout "{layout}"; the batch has {sorted(self.layouts)}. Name one of these.'
-            )
-        return self.layouts[layout].lengths + 0
+        return named(self.layouts, layout, "PackedBatch.lengths").lengths + 0
 
     # ---------------------------------------------------------------- rows
 
@@ -79,8 +77,8 @@ class PackedBatch(Contents):
 
         Rows that follow each other are views of this batch; others are copied, still encoded.
         """
-        index = row_index(rows, self.num_rows, "PackedBatch.select")
         self._need_rows("select")
+        index = row_index(rows, self.num_rows, "PackedBatch.select")
         if index.size == 0 or bool((np.diff(index) == 1).all()):
             start = int(index[0]) if index.size else 0
             return self._slice(start, start + index.size)
@@ -97,13 +95,13 @@ class PackedBatch(Contents):
         )
 
     def __getitem__(self, rows: Rows) -> PackedBatch:
-        no_single_row(rows, "PackedBatch")
+        no_single_row(rows, self.num_rows, "PackedBatch")
         return self.select(rows)
 
     def split(self, sizes: int | Sequence[int]) -> tuple[PackedBatch, ...]:
         """Consecutive parts of `sizes` rows: a list that sums to B, or one size (the last part may be smaller)."""
-        sizes = part_sizes(sizes, self.num_rows, "PackedBatch.split")
         self._need_rows("split")
+        sizes = part_sizes(sizes, self.num_rows, "PackedBatch.split")
         ends = np.cumsum(sizes, dtype=np.int64).tolist()
         return tuple(self._slice(end - size, end) for end, size in zip(ends, sizes, strict=True))
 
@@ -120,14 +118,7 @@ class PackedBatch(Contents):
         Fields that the batches encode differently are encoded again. Raises LayoutError if fields, dtypes or the
         shapes of their elements differ, or the widths of a dense field.
         """
-        batches = list(batches)
-        if not all(isinstance(batch, PackedBatch) for batch in batches):
-            seen = sorted({type(batch).__name__ for batch in batches})
-            raise LayoutError(
-                f"PackedBatch.cat: got {', '.join(seen)}; expected PackedBatches. Compress the others first."
-            )
-        if not batches:
-            raise LayoutError("PackedBatch.cat: no batches; expected at least one. Pass a list of packed batches.")
+        batches = list_of(batches, PackedBatch, "PackedBatch.cat", "Compress what is not packed.")
         for batch in batches:
             batch._need_rows("cat")
         return batches[0] if len(batches) == 1 else PackedBatch._of(joined(batches, "PackedBatch.cat"))
@@ -193,12 +184,12 @@ class PackedBatch(Contents):
                 must allow it too.
             checksum: add one, which `from_bytes` checks.
         """
-        return self._pieces(allow_pickle, checksum).joined()
+        return self._pieces(allow_pickle, checksum, "PackedBatch.to_bytes").joined()
 
     def save(self, file: str | os.PathLike[str], *, allow_pickle: bool = False, checksum: bool = False) -> None:
         """Writes `to_bytes` to a file; one that is there is replaced when the new one is whole."""
-        pieces = self._pieces(allow_pickle, checksum)
-        target = FilePath(file)
+        target = FilePath(_path(file, "PackedBatch.save"))
+        pieces = self._pieces(allow_pickle, checksum, "PackedBatch.save")
         part = target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
         try:
             with part.open("wb") as out:
@@ -217,6 +208,7 @@ class PackedBatch(Contents):
         Raises WireFormatError for bytes that `to_bytes` does not write.
         """
         call = "PackedBatch.from_bytes"
+        flag(allow_pickle, "allow_pickle", call)
         return cls._of(reading.read(wire.read(data, call), call, allow_pickle))
 
     @classmethod
@@ -225,14 +217,25 @@ class PackedBatch(Contents):
 
         Raises WireFormatError as `from_bytes`.
         """
-        call = f"PackedBatch.load({os.fspath(file)!r})"
+        call = f"PackedBatch.load({_path(file, 'PackedBatch.load')!r})"
+        flag(allow_pickle, "allow_pickle", "PackedBatch.load")
         with open(file, "rb") as opened:
             size = os.fstat(opened.fileno()).st_size
             data: Any = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
         return cls._of(reading.read(wire.read(data, call), call, allow_pickle))
 
-    def _pieces(self, allow_pickle: bool, checksum: bool) -> wire.Pieces:
+    def _pieces(self, allow_pickle: bool, checksum: bool, call: str) -> wire.Pieces:
+        flag(allow_pickle, "allow_pickle", call)
+        flag(checksum, "checksum", call)
         return wire.Pieces(*manifest.write(self, allow_pickle), checksum=checksum)
+
+
+def _path(file: Any, call: str) -> str:
+    if not isinstance(file, str | os.PathLike):
+        raise LayoutError(
+            f"{call}: file is {said(file)}; expected a path. Pass one; from_bytes and to_bytes take bytes."
+        )
+    return os.fspath(cast("str", file))
 
 
 def _unpickled(*parts: Any) -> PackedBatch:
@@ -268,6 +271,10 @@ def compress(
         CoverageError, LossyPadError, LayoutError, RegistryError: as `nest_batch_by_mask`.
         MaskpackError: an unknown codec, or its package is missing.
     """
+    if isinstance(batch, PackedBatch):
+        raise LayoutError(
+            "compress: the batch is a PackedBatch; expected a TensorDict. Use it as it is, or decompress it first."
+        )
     codecs.check(codec, "compress")
     options = Options.of("compress", registry, pad_token_id, strict_mask_nesting, ignore_dense_fields, verify, on_loss)
     return _encoded(survey(batch, options, _layouts_of(like), _begun), codec)
@@ -297,8 +304,8 @@ def decompress(
     """
     if not isinstance(packed, PackedBatch):
         raise LayoutError(
-            f"decompress: got a {type(packed).__name__}; expected a PackedBatch. Pass what compress returned; a nested "
-            "TensorDict is restored by unnest."
+            f"decompress: got {said(packed)}; expected a PackedBatch. Pass what compress returned; unnest "
+            "restores a nested TensorDict, and materialize decodes a BatchView."
         )
     if layout not in ("padded", "nested"):
         raise LayoutError(f'decompress: layout is {layout!r}; expected "padded" or "nested". Choose one of these.')
@@ -307,7 +314,12 @@ def decompress(
     if widths == "trim":
         packed = _trimmed(packed)
     forms = [form for _, form in chosen([(form.path, form) for form in packed.schema.forms], fields, "decompress")]
-    _check_devices([form.device or "cpu" for form in forms] if device is None else [device])
+    homes = dict.fromkeys(form.device or "cpu" for form in forms)
+    for home in homes if device is None else [device]:
+        if device_here(home, "decompress").type == "meta":
+            raise LayoutError(
+                'decompress: device is "meta", which holds no values; expected one that does. Pass device="cpu".'
+            )
     made = staging.decoded(packed, forms, layout == "nested", device)
     decoder = Decoder(packed, layout == "nested", device, made)
     left = [form for form in forms if form.path in packed.fields and form.path not in made.entries]
@@ -340,7 +352,14 @@ def _trimmed(packed: PackedBatch) -> PackedBatch:
 def _layouts_of(like: Any) -> dict[str, RowLayout]:
     if like is None:
         return {}
-    return dict(like.layouts) if isinstance(like, PackedBatch) else read_layouts(like, "compress")[1]
+    if isinstance(like, PackedBatch):
+        return dict(like.layouts)
+    if not isinstance(like, TensorDictBase):
+        raise LayoutError(
+            f"compress: like is {said(like)}; expected a PackedBatch or a nested TensorDict. Pass the batch that has "
+            "the layouts; of a BatchView, view.layouts_alone()."
+        )
+    return read_layouts(like, "compress: like")[1]
 
 
 def _encoded(found: Survey, codec: str | None) -> PackedBatch:
@@ -397,14 +416,3 @@ def _begun(form: FieldForm, values: Tensor, layout: RowLayout) -> Own | None:
     shaped = replace(form, shape=tuple(values.shape[1:]))
     bounds = layout.row_offsets * words_of_one(shaped)
     return encode_alone(candidate(shaped, words(values).numpy(), bounds))
-
-
-def _check_devices(devices: Iterable[torch.device | str]) -> None:
-    for device in dict.fromkeys(devices):
-        try:
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:
-            raise LayoutError(
-                f'decompress: device is "{device}", which this process does not have ({str(error)[:80]}); expected one '
-                'that it has. Pass device="cpu".'
-            ) from error

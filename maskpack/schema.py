@@ -24,6 +24,7 @@ from maskpack.jagged import jagged_from, offsets_of, to_host
 from maskpack.layout import RowLayout
 from maskpack.registry import PER_ROW, PadValue, Path, show
 from maskpack.rows import IntArray, RunTable
+from maskpack.tensors import need_batch
 from maskpack.tree import Node, build, entry_at, has
 
 LAYOUTS = "_maskpack"
@@ -131,10 +132,7 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
 
     Raises LayoutError, named after what an operation did to the batch.
     """
-    if not isinstance(batch, TensorDictBase):
-        raise LayoutError(
-            f"{call}: got a {type(batch).__name__}; expected a nested TensorDict. decompress decodes a PackedBatch."
-        )
+    need_batch(batch, call)
     if not has(batch, LAYOUTS):
         raise LayoutError(
             f'{call}: the batch has no entry "{LAYOUTS}", so it was not nested by nest_batch_by_mask, or select() '

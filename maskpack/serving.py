@@ -15,7 +15,9 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from maskpack.arguments import flag, said
 from maskpack.errors import LayoutError, MaskpackError, PlanError
+from maskpack.keys import need_keys
 from maskpack.packed import PackedBatch, Target, compress, decompress
 from maskpack.parcels import At, Packing, Parcel, Receipt, RowsAt
 from maskpack.plan import join_rows
@@ -63,10 +65,16 @@ def endpoint(
     micro-batch. Dummies run too, for their collectives; what is returned for them is dropped, what else the method does
     is not: one that trains takes `plan`. Batches that every rank gets whole are decoded for each micro-batch.
     """
+    need_keys(fields, "fields", "endpoint", LayoutError)
+    flag(micro_batches, "micro_batches", "endpoint")
+    if layout not in ("padded", "nested"):
+        raise LayoutError(f'endpoint: layout is {layout!r}; expected "padded" or "nested". Choose one of these.')
+    if device is not None and not isinstance(device, str | torch.device):
+        raise LayoutError(f'endpoint: device is {said(device)}; expected one of torch. Pass "cuda" or "cpu".')
     if method is None:
         return functools.partial(endpoint, layout=layout, device=device, fields=fields, micro_batches=micro_batches)
-    if isinstance(fields, str):
-        raise LayoutError(f"endpoint: fields is the string {fields!r}; expected names. Write [{fields!r}].")
+    if not callable(method):
+        raise MaskpackError(f"endpoint: got {said(method)}; expected a method. Write @endpoint above it.")
     if inspect.iscoroutinefunction(method):
         raise MaskpackError(
             f"endpoint: {method.__name__} is an async method; expected a plain one, whose result can be packed. Run "

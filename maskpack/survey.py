@@ -37,6 +37,7 @@ from maskpack.registry import (
 )
 from maskpack.schema import INTACT, LAYOUTS, FieldForm, Schema, read_layouts, read_pads
 from maskpack.tasks import Tasks
+from maskpack.tensors import need_batch
 from maskpack.tree import Node, entry_at, has, is_object, walk
 from maskpack.verify import Then, Verifier
 from maskpack.words import DTYPES
@@ -81,11 +82,7 @@ def survey(
 ) -> Survey:
     """Decides every entry and gathers the values. `stand_in` are layouts for masks that are not in the batch; what
     `then` makes of the values of a field takes their place."""
-    if not isinstance(batch, TensorDictBase):
-        raise LayoutError(
-            f"{options.call}: the batch is a {type(batch).__name__}; expected a TensorDict. "
-            "Wrap it: TensorDict(fields, batch_size=[rows])."
-        )
+    need_batch(batch, options.call)
     root, before, layouts = Node.of(batch), dict[Path, FieldForm](), dict[str, RowLayout]()
     if has(batch, LAYOUTS):
         schema, layouts = read_layouts(batch, options.call)

@@ -23,6 +23,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack import pickles
+from maskpack.arguments import said
 from maskpack.errors import LayoutError
 from maskpack.packed import PackedBatch, Target, compress, decompress
 from maskpack.rows import IntArray
@@ -218,7 +219,7 @@ class PackedStorage(_ListStorage):
         batch: Any = torch.stack(data) if _is_rows(data) else data
         if not isinstance(batch, TensorDictBase):
             raise LayoutError(
-                f"PackedStorage.set: got a {type(batch).__name__}; expected a TensorDict or a PackedBatch. Put "
+                f"PackedStorage.set: got {said(batch)}; expected a TensorDict or a PackedBatch. Put "
                 "tensors into a TensorDict."
             )
         return compress(batch if batch.batch_dims else batch.unsqueeze(0), **self._options)
