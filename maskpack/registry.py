@@ -37,7 +37,7 @@ EDGE = Pad.EDGE
 """Repeat the nearest real value: before the first the first, then always the last one seen; 0 in an empty row."""
 
 PER_ROW = Pad.PER_ROW
-"""One value a row, whatever it is."""
+"""Constant within a row: every masked-out element of a row has one value, which may be another in the next row."""
 SIGNED_ZERO = Pad.SIGNED_ZERO
 """0.0 in some rows and -0.0 in others: what `advantages * mask` leaves."""
 
