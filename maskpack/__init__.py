@@ -19,10 +19,12 @@ from maskpack.costs import FlopsModel
 from maskpack.coverage import DenseField
 from maskpack.errors import (
     CoverageError,
+    FieldError,
     LayoutError,
     LossyPadError,
     MaskpackError,
     MaskpackWarning,
+    MethodError,
     PlanError,
     RegistryError,
     ReplayError,
@@ -68,6 +70,7 @@ __all__ = [
     "BatchView",
     "CoverageError",
     "DenseField",
+    "FieldError",
     "FlopsModel",
     "LayoutError",
     "LoopRecorder",
@@ -77,6 +80,7 @@ __all__ = [
     "MaskNestingSpec",
     "MaskpackError",
     "MaskpackWarning",
+    "MethodError",
     "MicroBatchPlan",
     "Outline",
     "PackedBatch",

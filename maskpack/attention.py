@@ -19,16 +19,20 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from maskpack.arguments import said
 from maskpack.errors import ReplayError
 
 AttentionBackend = Literal["auto", "flash", "varlen", "flex", "rows"]
 BACKENDS = ("auto", "flash", "varlen", "flex", "rows")
 _CALL = "packed_attention"
+_WHOLE: Any = int | np.integer
+_NUMBER: Any = int | float | np.number
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_4, _FLASH_2 = "flash_attn.cute", "flash_attn"
 
@@ -64,6 +68,14 @@ def packed_attention(
     Raises:
         ReplayError: a backend that is not there or cannot do it; shapes that do not fit.
     """
+    for name, x in (("query", query), ("key", key), ("value", value), ("cu_seqlens", cu_seqlens)):
+        if not isinstance(x, Tensor):
+            raise ReplayError(f"{_CALL}: {name} is {said(x)}; expected a tensor. Pass one.")
+    for name, number in (("max_seqlen", max_seqlen), ("scale", scale), ("window", window), ("softcap", softcap)):
+        kind, known = ("a whole number", _WHOLE) if name in ("max_seqlen", "window") else ("a number", _NUMBER)
+        missing = number is None and name in ("window", "softcap")
+        if not missing and (isinstance(number, bool) or not isinstance(number, known)):
+            raise ReplayError(f"{_CALL}: {name} is {said(number)}; expected {kind}. Pass one.")
     _check_tensors(query, key, value)
     _check_bounds(cu_seqlens, max_seqlen, query)
     if (window is not None and window < 1) or (softcap is not None and not softcap > 0):
@@ -72,7 +84,7 @@ def packed_attention(
             "0. Pass None for none."
         )
     chosen = backend_for(query, softcap) if backend == "auto" else backend
-    run = _RUN.get(chosen)
+    run = _RUN.get(chosen) if isinstance(chosen, str) else None
     if run is None:
         raise ReplayError(f"{_CALL}: backend is {backend!r}; expected one of {', '.join(BACKENDS)}. Choose one.")
     if not query.shape[0]:  # what kernels do not run

@@ -22,6 +22,7 @@ import ray
 import torch
 from tensordict import TensorDict
 
+from maskpack.arguments import said
 from maskpack.errors import LayoutError, MaskpackError, WorkerError
 from maskpack.packed import PackedBatch, decompress
 from maskpack.parcels import Receipt
@@ -163,6 +164,8 @@ class Call:
             WorkerError: ranks failed, or did not answer in time, or their results do not fit together. A later
                 `result` may still have what late ranks return.
         """
+        if timeout is not None:
+            seconds(timeout, "timeout", "Call.result")
         if not self._done:
             self._collect(timeout)
             self._check()
@@ -296,6 +299,13 @@ class Call:
         self.metrics["dispatch/bytes_returned"] = float(sum(receipt.nbytes for receipt in receipts))
         for phase in ("decode", "run", "encode"):
             self.metrics[f"dispatch/rank_{phase}_ms"] = max((receipt.ms[phase] for receipt in receipts), default=0.0)
+
+
+def seconds(value: Any, name: str, call: str) -> None:
+    """Raises MaskpackError for what is no time to wait."""
+    known = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not known or not cast("Any", value) >= 0:
+        raise MaskpackError(f"{call}: {name} is {said(value)}; expected seconds, from 0. Give a number.")
 
 
 def _got(references: Sequence[Any], timeout: float | None) -> tuple[Sequence[Any], BaseException | None]:

@@ -7,7 +7,7 @@ many in the padded field as among its real values. For EDGE pads the same count 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +60,7 @@ def to_padded(values: Tensor, form: FieldForm, layout: RowLayout, row_pads: RowP
         out = ops.unpack(values, layout, row_pads.pads.to(values))
         if row_pads.edge is not None:
             edges = ops.unpack(values, layout, EDGE)
-            by_edge: Any = row_pads.edge.tolist()
+            by_edge = cast("list[bool]", row_pads.edge.tolist())
             out = torch.cat([(edges if by_edge[row] else out)[row : row + 1] for row in range(layout.num_rows)])
     return out if form.ragged_dim == 1 else out.movedim(1, form.ragged_dim).contiguous()
 

@@ -100,8 +100,9 @@ def _bounds(fields: _Jagged, call: str) -> dict[Path, IntArray]:
     """The row bounds of jagged fields, on the host. One synchronisation on CUDA."""
     for path, value in fields.items():
         if not is_regular(value):
+            what = f'field "{show(path)}"' if path else "the tensor"
             raise PlanError(
-                f'{call}: field "{show(path)}" is nested, but not jagged along dim 1 without gaps; expected that. '
+                f"{call}: {what} is nested, but not jagged along dim 1 without gaps; expected that. "
                 "Build it with maskpack, or with nested_tensor_from_jagged."
             )
     own = {id(offsets_of(value)): offsets_of(value) for value in fields.values()}

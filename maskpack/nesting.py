@@ -19,6 +19,7 @@ from maskpack.options import OnLoss, Options, Registry, Verify
 from maskpack.registry import RL_FIELDS, Key, Path, show
 from maskpack.schema import INTACT, LAYOUTS, FieldForm, read_layouts, read_pads, run_tables, write_layouts
 from maskpack.survey import survey
+from maskpack.tensors import need_gradients
 from maskpack.tree import Node, build, chosen, rows_in, walk
 
 
@@ -69,6 +70,7 @@ def nest_batch_by_mask(
         if form.layout is None:
             return found.entries[form.path]
         values = found.values[form.path].contiguous()
+        need_gradients(values, f'field "{show(form.path)}"', options.call, nested=True)
         place = form.layout, values.device
         if place not in moved:
             moved[place] = found.layouts[form.layout].to(values.device)
@@ -139,6 +141,7 @@ def _nested_fields(
                 "Nest the batch again, which gives new fields their layout, or name the fields to restore."
             )
         if form.kind == "padded" and form.layout is not None:
+            need_gradients(value, f'field "{show(path)}"', call)
             nested[path] = value, layouts[form.layout]
     check_lengths({show(path): pair for path, pair in nested.items()}, call, INTACT)
     return nested

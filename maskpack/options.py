@@ -9,8 +9,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from maskpack.arguments import flag, said
 from maskpack.errors import RegistryError
-from maskpack.registry import Key, MaskNestingRegistry, MaskNestingSpec, PadValue, Path, path_of
+from maskpack.keys import Key, Path, need_keys, path_of
+from maskpack.registry import MaskNestingRegistry, MaskNestingSpec, PadValue
 
 _MOST_FIELD_SETS = 256
 
@@ -49,6 +51,16 @@ Registry = MaskNestingRegistry | Mapping[Any, MaskNestingSpec]
 which a dict of strings is no Mapping to a type checker."""
 
 
+def registry_of(registry: Registry, call: str) -> MaskNestingRegistry:
+    """The registry, or that of a plain dict of specs."""
+    if not isinstance(registry, Mapping):
+        raise RegistryError(
+            f"{call}: registry is {said(registry)}; expected a MaskNestingRegistry or a dict of MaskNestingSpecs. "
+            "Pass RL_FIELDS, or RL_FIELDS | {...}."
+        )
+    return registry if isinstance(registry, MaskNestingRegistry) else MaskNestingRegistry(registry)
+
+
 @dataclass(frozen=True)
 class Options:
     """The keyword arguments that `nest_batch_by_mask` and `compress` share, checked."""
@@ -78,25 +90,15 @@ class Options:
         ):
             if not isinstance(value, VerifyFirst if name == "verify" else ()) and value not in allowed:
                 raise RegistryError(f"{call}: {name} is {value!r}; expected one of {', '.join(allowed)}. Choose one.")
-        if isinstance(ignore_dense_fields, str):
-            raise RegistryError(
-                f"{call}: ignore_dense_fields is the string {ignore_dense_fields!r}; expected a collection of field "
-                f"names. Write [{ignore_dense_fields!r}]."
-            )
         if isinstance(pad_token_id, np.integer):
             pad_token_id = int(pad_token_id)
         if pad_token_id is not None and (isinstance(pad_token_id, bool) or not isinstance(pad_token_id, int)):
             raise RegistryError(
-                f"{call}: pad_token_id is {pad_token_id!r}; expected a whole number. Pass tokenizer.pad_token_id."
+                f"{call}: pad_token_id is {said(pad_token_id)}; expected a whole number. Pass tokenizer.pad_token_id."
             )
-        if not isinstance(registry, Mapping):
-            raise RegistryError(
-                f"{call}: registry is {registry!r}; expected a MaskNestingRegistry or a dict of MaskNestingSpecs. "
-                "Pass RL_FIELDS, or RL_FIELDS | {...}."
-            )
-        if not isinstance(registry, MaskNestingRegistry):
-            registry = MaskNestingRegistry(registry)
-        ignore = frozenset(path_of(key) for key in ignore_dense_fields)
+        registry = registry_of(registry, call)
+        strict = flag(strict, "strict" if call == "nest_batch_by_mask" else "strict_mask_nesting", call, RegistryError)
+        ignore = frozenset(map(path_of, need_keys(ignore_dense_fields, "ignore_dense_fields", call)))
         if strict and on_loss == "keep":
             on_loss = "error"
         kept: Any = kept_verify(verify)

@@ -26,6 +26,7 @@ from maskpack.layout import RowLayout
 from maskpack.registry import EDGE, PER_ROW, Pad, PadValue, Path, show
 from maskpack.rows import IntArray
 from maskpack.run_lines import lines_of, table_of_lines
+from maskpack.tensors import need_batch
 from maskpack.tree import Node, build, entry_at, has
 from maskpack.words import pad_words, word_dtype, words
 
@@ -179,10 +180,7 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
 
     Raises LayoutError, named after what an operation did to the batch.
     """
-    if not isinstance(batch, TensorDictBase):
-        raise LayoutError(
-            f"{call}: got a {type(batch).__name__}; expected a nested TensorDict. decompress decodes a PackedBatch."
-        )
+    need_batch(batch, call)
     if not has(batch, LAYOUTS):
         raise LayoutError(
             f'{call}: the batch has no entry "{LAYOUTS}", so it was not nested by nest_batch_by_mask, or select() '

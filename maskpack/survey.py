@@ -39,6 +39,7 @@ from maskpack.registry import (
 )
 from maskpack.schema import INTACT, LAYOUTS, FieldForm, RowPads, Schema, read_layouts, read_pads
 from maskpack.tasks import Tasks
+from maskpack.tensors import need_batch
 from maskpack.tree import Node, dense_stack, entry_at, has, is_object, walk
 from maskpack.verify import Then, Verifier
 from maskpack.words import DTYPES, from_words, words
@@ -85,11 +86,7 @@ def survey(
 ) -> Survey:
     """Decides every entry and gathers the values. `stand_in` are layouts for masks that are not in the batch; what
     `then` makes of the values of a field takes their place."""
-    if not isinstance(batch, TensorDictBase):
-        raise LayoutError(
-            f"{options.call}: the batch is a {type(batch).__name__}; expected a TensorDict. "
-            "Wrap it: TensorDict(fields, batch_size=[rows])."
-        )
+    need_batch(batch, options.call)
     batch = dense_stack(batch, options.call)
     schema, layouts = Schema(Node.of(batch), (), ()), dict[str, RowLayout]()
     if has(batch, LAYOUTS):

@@ -25,8 +25,8 @@ from tensordict import (
 from tensordict import is_non_tensor as _is_non_tensor  # type: ignore[reportUnknownVariableType]
 from torch import Tensor
 
-from maskpack.errors import LayoutError
-from maskpack.registry import Key, Path, path_of, show
+from maskpack.errors import FieldError, LayoutError
+from maskpack.keys import Key, Path, path_given, show
 
 
 @dataclass(frozen=True)
@@ -195,12 +195,15 @@ def chosen(entries: list[tuple[Path, Any]], keys: Sequence[Key], call: str) -> l
     """The entries that `keys` name, what lies below them, and the nodes above them; all if there are no keys."""
     if not keys:
         return entries
-    wanted = [path_of(key) for key in keys]
+    wanted = [path_given(key, call) for key in keys]
     paths = {path for path, _ in entries}
     for path in wanted:
         if path not in paths:
-            names = ", ".join(show(known) for known in sorted(paths))
-            raise LayoutError(f'{call}: no field "{show(path)}" in the batch; it has {names}. Name one of these.')
+            names = ", ".join(show(known) for known in sorted(paths)) or "none"
+            remedy = "Name one of these."
+            if all((name,) in paths for name in path):
+                remedy = "A tuple names one field in a sub-TensorDict: give the names of several one by one."
+            raise FieldError(f'{call}: no field "{show(path)}" in the batch; it has {names}. {remedy}')
     return [
         (path, value)
         for path, value in entries

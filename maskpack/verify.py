@@ -20,8 +20,9 @@ from maskpack.schema import FieldForm
 from maskpack.tasks import Tasks
 from maskpack.words import words
 
-_KEPT = "it holds values other than its pad where its mask is empty (strict mode shows one, and what to do)"
+_KEPT = 'it holds values other than its pad at masked-out positions (on_loss="error" names one, and what to do)'
 _MIXED_ZEROS = "A row mixes 0.0 and -0.0, as x * mask leaves them; x.masked_fill(mask == 0, 0) does not. "
+_OTHER_ZERO = "0.0 and -0.0 differ in their bits: the pads [0, SIGNED_ZERO] take either, one sign a row. "
 
 
 Then = Callable[[FieldForm, Tensor, RowLayout], Any]
@@ -189,11 +190,13 @@ class Verifier:
         x, layout = self._padded(form)
         pad = SIGNED_ZERO if SIGNED_ZERO in form.pads else form.pads[0]
         place, seen = checks.first_stray(x, layout, self._pad(form, pad))
-        mixed = pad is SIGNED_ZERO and seen in ("0.0", "-0.0")
+        zero = ""
+        if seen in ("0.0", "-0.0"):
+            zero = _MIXED_ZEROS if pad is SIGNED_ZERO else _OTHER_ZERO if pad == 0 else ""
         pads = " or ".join(map(repr, form.pads))
         return (
-            f'{self._options.call}: field "{show(form.path)}" holds {seen} at {place} (row, position, ...), where mask '
-            f'"{form.layout}" is empty; expected its pad {pads}. {_MIXED_ZEROS if mixed else ""}Fix the producer, '
-            "check pad_token_id, give the field its true pad or mask in the registry, or let it travel whole: without "
-            "strict, or named in ignore_dense_fields."
+            f'{self._options.call}: field "{show(form.path)}" holds {seen} at {place} (row, position, ...), which '
+            f'mask "{form.layout}" masks out; expected its pad {pads} there. {zero}Fix the producer, check '
+            "pad_token_id, give the field its true pad or mask in the registry, or let it travel whole: named in "
+            'ignore_dense_fields, or with on_loss="keep" and without strict mode.'
         )

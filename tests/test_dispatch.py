@@ -765,8 +765,9 @@ def test_a_retry_has_the_arguments_of_the_call(group, batch):
 
 
 def test_methods_that_do_not_take_packed_rows(group, batch):
-    with pytest.raises(mp.MaskpackError, match=r'cannot be called by "nope".*@endpoint'):
+    with pytest.raises(mp.MethodError, match=r'have no method "nope".*@endpoint') as caught:
         group.call("nope", batch)
+    assert isinstance(caught.value, AttributeError)
     with pytest.raises(mp.MaskpackError, match=r'cannot be called by "undecorated".*@endpoint'):
         group.call("undecorated", batch)
     with pytest.raises(mp.WorkerError, match="Decorate the method with @endpoint"):

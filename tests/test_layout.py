@@ -589,12 +589,13 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "one row by its number": (
         lambda: RowLayout.from_lengths([1, 1]).select(1),  # type: ignore[arg-type]
-        "RowLayout.select: rows are int64 (); expected whole numbers (n,). "
+        "RowLayout.select: rows are 1; expected whole numbers (n,). "
         "Pass a slice, a list of row numbers, or a bool mask.",
     ),
     "cat of nothing": (
         lambda: RowLayout.cat([]),
-        "RowLayout.cat: no layouts; expected at least one. Pass a list of layouts.",
+        "RowLayout.cat: got an empty list; expected a list of at least one RowLayout, and of nothing else. "
+        "Pass a list of layouts.",
     ),
 }
 

@@ -702,9 +702,46 @@ def test_on_loss_error_names_the_place() -> None:
             nest_batch_by_mask(batch, pad_token_id=0, **options)
         message = str(caught.value)
         assert message.startswith(f'nest_batch_by_mask: field "advantages" holds 7.5 at ({row}, {place})')
-        assert 'mask "response" is empty; expected its pad 0' in message
+        assert '(row, position, ...), which mask "response" masks out; expected its pad 0 or SIGNED_ZERO' in message
         assert "Fix the producer" in message
         assert oracle.snapshot(batch) == tree
+
+
+def test_what_the_warning_says_to_do_is_done_in_strict_mode_too() -> None:
+    batch = stray_batch()
+    with pytest.warns(MaskpackWarning) as caught:
+        nest_batch_by_mask(batch, pad_token_id=0)
+    text = str(caught[0].message)
+    assert 'at masked-out positions (on_loss="error" names one, and what to do)' in text
+    assert "strict" not in text
+    for strict in (False, True):
+        with pytest.raises(LossyPadError, match="advantages"):
+            nest_batch_by_mask(batch, pad_token_id=0, strict=strict, on_loss="error")
+
+
+@pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+def test_a_lossy_field_travels_whole_as_the_error_says() -> None:
+    batch = stray_batch()
+    with pytest.raises(LossyPadError, match='named in ignore_dense_fields, or with on_loss="keep" and without strict'):
+        nest_batch_by_mask(batch, pad_token_id=0, on_loss="error")
+    for options in ({"strict": True, "ignore_dense_fields": ["advantages"]}, {"on_loss": "keep"}):
+        assert_same_batch(unnest(nest_batch_by_mask(batch, pad_token_id=0, **options)), batch)
+
+
+@pytest.mark.parametrize(("pad", "stray"), [(0, -0.0), (0.0, -0.0), (-0.0, 0.0)])
+def test_a_zero_of_the_other_sign_is_told_from_the_pad(pad: float, stray: float) -> None:
+    value = torch.tensor([[1.0, 2.0, pad, pad], [3.0, pad, pad, pad]])
+    value[1, 1:] = stray
+    batch = TensorDict({"mask": torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]]), "x": value}, batch_size=[2])
+    registry = {"x": MaskNestingSpec("mask", pad), "mask": MaskNestingSpec("mask")}
+    with pytest.raises(LossyPadError, match=r"0\.0 and -0\.0 differ in their bits: the pads \[0, SIGNED_ZERO\] take"):
+        nest_batch_by_mask(batch, registry, strict=True)
+    registry["x"] = MaskNestingSpec("mask", [0, SIGNED_ZERO])
+    assert_same_batch(unnest(nest_batch_by_mask(batch, registry, strict=True)), batch)
+    value[1, 1:] = 7.0
+    with pytest.raises(LossyPadError) as caught:
+        nest_batch_by_mask(batch, {"x": MaskNestingSpec("mask", pad), "mask": registry["mask"]}, strict=True)
+    assert "SIGNED_ZERO" not in str(caught.value)
 
 
 @pytest.mark.filterwarnings("error")

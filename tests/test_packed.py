@@ -940,13 +940,36 @@ def test_masks_of_many_runs_stay_small() -> None:
 
 
 def test_an_integer_is_no_row_selection() -> None:
-    packed = compress(rollout(), pad_token_id=0)
+    batch = rollout()
+    packed = compress(batch, pad_token_id=0)
     for row in (2, np.int64(2)):
         with pytest.raises(LayoutError) as caught:
             packed[row]  # type: ignore[index]
         assert str(caught.value) == (
-            "PackedBatch: the index is the whole number 2; expected rows. Take one row as a slice: [2 : 2 + 1]."
+            "PackedBatch: the index is the whole number 2; expected rows. Take one row as a slice: [2:3]."
         )
+
+
+@pytest.mark.parametrize("row", range(-6, 6))
+def test_the_slice_that_the_error_names_has_that_row(row: int) -> None:
+    batch = rollout()
+    packed = compress(batch, pad_token_id=0)
+    for source in (packed, BatchView.of(packed)):
+        with pytest.raises(LayoutError) as caught:
+            source[row]  # type: ignore[index]
+        named = str(caught.value).partition("as a slice: ")[2].removesuffix(".")
+        taken = eval(f"source{named}", {"source": source})
+        rows = taken.materialize() if isinstance(taken, BatchView) else decompress(taken)
+        assert_same_batch(rows, batch[range(6)[row] : range(6)[row] + 1])
+
+
+@pytest.mark.parametrize("row", [6, -7, 100])
+def test_a_row_that_is_not_there_is_no_slice(row: int) -> None:
+    packed = compress(rollout(), pad_token_id=0)
+    with pytest.raises(LayoutError, match=f"the whole number {row}; the batch has rows 0 to 5. Take rows it has"):
+        packed[row]  # type: ignore[index]
+    with pytest.raises(LayoutError, match=r"the batch has no rows"):
+        packed[:0][row]  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -976,7 +999,7 @@ def test_wrong_parts() -> None:
     ):
         with pytest.raises(LayoutError, match=rf"^PackedBatch\.split: {message}"):
             packed.split(wrong)
-    with pytest.raises(LayoutError, match=r"^PackedBatch\.chunk: parts is 0; expected at least 1. Give a positive"):
+    with pytest.raises(LayoutError, match=r"^PackedBatch\.chunk: parts is 0; expected a whole number from 1. Give one"):
         packed.chunk(0)
 
 
@@ -1050,7 +1073,7 @@ def test_pads_that_were_one_of_several_join(sure: Any, unsure: Any, edge: bool) 
 @quiet
 def test_what_cannot_be_joined() -> None:
     packed = compress(rollout(), pad_token_id=0)
-    with pytest.raises(LayoutError, match=r"^PackedBatch\.cat: no batches; expected at least one"):
+    with pytest.raises(LayoutError, match=r"^PackedBatch\.cat: got an empty list; expected a list of at least one"):
         PackedBatch.cat([])
     with pytest.raises(LayoutError, match=r"^PackedBatch\.cat: fields \['advantages'\] are not in every batch"):
         PackedBatch.cat([packed, compress(rollout().exclude("advantages"), pad_token_id=0)])
@@ -1213,7 +1236,7 @@ def test_row_counts_of_other_types() -> None:
             packed.split(wrong)
     with pytest.raises(LayoutError, match=r"PackedBatch\.chunk: parts is 2\.0"):
         packed.chunk(2.0)
-    with pytest.raises(LayoutError, match=r"PackedBatch\.cat: got PackedBatch, int"):
+    with pytest.raises(LayoutError, match=r"PackedBatch\.cat: got a list with int; expected"):
         PackedBatch.cat([packed, 1])
 
 

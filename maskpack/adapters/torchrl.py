@@ -24,6 +24,7 @@ from tensordict import lazy_stack as lazy_stack  # type: ignore[reportUnknownVar
 from torch import Tensor
 
 from maskpack import pickles
+from maskpack.arguments import said
 from maskpack.errors import LayoutError
 from maskpack.joining import with_stacks
 from maskpack.options import kept_verify
@@ -221,7 +222,7 @@ class PackedStorage(_ListStorage):
         batch: Any = lazy_stack(data) if _is_rows(data) else data
         if not isinstance(batch, TensorDictBase):
             raise LayoutError(
-                f"PackedStorage.set: got a {type(batch).__name__}; expected a TensorDict or a PackedBatch. Put "
+                f"PackedStorage.set: got {said(batch)}; expected a TensorDict or a PackedBatch. Put "
                 "tensors into a TensorDict."
             )
         return compress(batch if batch.batch_dims else batch.unsqueeze(0), **self._options)

@@ -31,6 +31,7 @@ from maskpack.adapters.transformers_limits import (
     check_rows,
     plain_weight,
 )
+from maskpack.arguments import said
 from maskpack.attention import packed_attention
 from maskpack.errors import ReplayError
 from maskpack.ops import packed_log_probs
@@ -233,7 +234,7 @@ class Replayable:
         model = getattr(model, "_orig_mod", model)  # of torch.compile
         if not isinstance(model, PreTrainedModel):
             raise ReplayError(
-                f"replayable: got a {type(model).__name__}; expected a model of transformers. Pass the model itself; "
+                f"replayable: got {said(model)}; expected a model of transformers. Pass the model itself; "
                 "of PEFT with adapters in its layers, get_base_model()."
             )
         self.model = model

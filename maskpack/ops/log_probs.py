@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, cast, overload
 import torch
 from torch import Tensor
 
+from maskpack.arguments import flag, said
 from maskpack.backends import Backend, uses_triton
 from maskpack.errors import LayoutError, MaskpackError
 
@@ -107,6 +108,7 @@ def packed_log_probs(
     """
     _check_tensors(hidden, lm_head_weight, token_ids)
     _check_options(temperature, chunk)
+    entropy = flag(entropy, "entropy", "packed_log_probs")
     kernels = uses_triton(hidden.device, backend, "packed_log_probs")
     if hidden.dtype == torch.float64:
         if backend == "triton":
@@ -121,6 +123,9 @@ def packed_log_probs(
 
 
 def _check_tensors(hidden: Tensor, weight: Tensor, ids: Tensor) -> None:
+    for name, x in (("hidden", hidden), ("lm_head_weight", weight), ("token_ids", ids)):
+        if not isinstance(x, Tensor):
+            raise LayoutError(f"packed_log_probs: {name} is {said(x)}; expected a tensor. Pass one.")
     seen = f"packed_log_probs: hidden is {_form(hidden)}; lm_head_weight is {_form(weight)}; token_ids are {_form(ids)}"
     if any(x.is_nested or x.layout != torch.strided for x in (hidden, weight, ids)):
         raise LayoutError(f"{seen}; expected strided tensors. Pass the values of jagged ones.")
@@ -149,12 +154,12 @@ def _check_tensors(hidden: Tensor, weight: Tensor, ids: Tensor) -> None:
 def _check_options(temperature: float, chunk: int | None) -> None:
     if isinstance(temperature, bool) or not isinstance(temperature, float | int) or not 0 < temperature < math.inf:
         raise LayoutError(
-            f"packed_log_probs: temperature is {temperature!r}; expected a finite number above 0. "
+            f"packed_log_probs: temperature is {temperature!r:.60}; expected a finite number above 0. "
             "Take the argmax where you mean a temperature of 0."
         )
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
         raise LayoutError(
-            f"packed_log_probs: chunk is {chunk!r}; expected a number of rows, at least 1. "
+            f"packed_log_probs: chunk is {said(chunk)}; expected a number of rows, at least 1. "
             "Leave it out for a chunk that fits the vocabulary."
         )
 
