@@ -274,8 +274,10 @@ class RowLayout:
     @cached_property
     def cu_seqlens(self) -> Tensor:
         """int32 [B + 1]: cumulated row lengths, as varlen attention takes them. Raises LayoutError for more than
-        2^31 - 1 real positions. Where a promise was broken, those of the mask, not of the promise."""
+        2^31 - 1 real positions. Never above T, because others read as many tokens as these say."""
         need_int32("RowLayout.cu_seqlens", total=self.total)
+        if "promised" in self.__dict__:
+            return self.index.begins.clamp(max=self.total)
         if "index" in self.__dict__:
             return self.index.begins if self.index.cu_seqlens is None else self.index.cu_seqlens
         return self.offsets.to(torch.int32)

@@ -664,6 +664,9 @@ def promised(mask: torch.Tensor, total: int) -> RowLayout:
 def test_a_promise_on_a_device_is_checked_when_the_layout_is_read() -> None:
     mask = torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 0]])
     assert promised(mask, 3) == RowLayout.from_mask(mask)
+    assert promised(mask, 3).cu_seqlens.tolist() == [0, 2, 2, 3]
+    assert promised(mask, 1).cu_seqlens.tolist() == promised(mask, 1).offsets.tolist() == [0, 1, 1, 1]
+    assert promised(mask, 9).cu_seqlens.tolist() == [0, 2, 2, 3]
     assert promised(mask, 3).anchored(1).lengths.tolist() == [2, 0, 1]
     for total in (0, 2, 4, 9):
         with pytest.raises(LayoutError, match=rf"has 3 real positions and up to 1 runs in a row; {total} and at most"):
