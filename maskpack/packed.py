@@ -327,7 +327,7 @@ def decompress(
             f"decompress: these fields take {size} bytes {layout}; expected at most {max_bytes}. Decode fewer rows or "
             f"fields, or pass max_bytes={size}."
         )
-    check_devices([form.device or "cpu" for form in forms] if device is None else [device], "decompress")
+    check_devices({form.device or "cpu" for form in forms} if device is None else [device], "decompress")
     made = staging.decoded(packed, forms, layout == "nested", device)
     decoder = Decoder(packed, layout == "nested", device, made)
     left = [form for form in forms if form.path in packed.fields and form.path not in made.entries]
@@ -424,7 +424,7 @@ def _begun(form: FieldForm, values: Tensor, layout: RowLayout) -> Own | None:
 
 def check_devices(devices: Iterable[torch.device | str], call: str) -> None:
     """Raises LayoutError for a device that this process does not have, or that holds no values."""
-    for device in dict.fromkeys(devices):
+    for device in devices:
         if device_here(device, call).type == "meta":
             raise LayoutError(
                 f'{call}: device is "meta", which holds no values; expected one that does. Pass device="cpu".'

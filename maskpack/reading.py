@@ -97,6 +97,8 @@ class _Reader:
                 fail(call, f'field "{show(form.path)}" on layout {brief(form.layout)}', "one that is there, or an axis")
         axes = [(axis, layouts[axis].width, layouts[axis].anchor) for axis in axes]
         root = self._node(manifest.get("root"))
+        if root.kind is not None:
+            fail(call, f"a root of class {root.kind.__name__}", "a TensorDict")
         self._check_tree(forms, layouts, rows, root)
         encoded = {
             form.path: self._encoding(entry.get("encoding"), tuple(KINDS), form)

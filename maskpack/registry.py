@@ -145,8 +145,9 @@ class MaskNestingSpec:
     @property
     def masks(self) -> tuple[Key, ...]:
         """The masks to try, in order; empty for a field that is dense by design."""
-        masks = self.mask if isinstance(self.mask, list) else [self.mask]
-        return tuple(plain(mask) for mask in masks if mask is not None)
+        if self.mask is None:
+            return ()
+        return tuple(map(plain, self.mask if isinstance(self.mask, list) else [self.mask]))
 
     def dim_of(self, field: Any) -> int:
         """The dim of a padded tensor that the width runs along, counted from the front."""

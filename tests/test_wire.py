@@ -1319,7 +1319,7 @@ def zeros(name: str, **members: Any) -> dict[str, Any]:
 
 
 def obj(json: Any, depth: int = 0, **members: Any) -> dict[str, Any]:
-    return {"path": ["o"], "kind": "object", "depth": depth, "listed": False, "json": json, **members}
+    return {"path": ["o"], "kind": "object", "depth": depth, "json": json, **members}
 
 
 def empty(parts: Pieces) -> bytes:
