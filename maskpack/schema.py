@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -116,14 +117,19 @@ def _pad_table(schema: Schema, row_pads: Mapping[Path, Tensor], rows: int, devic
     """uint8 [B, K]: the pads of all padded fields, those that are PER_ROW from `row_pads`."""
     places = _pad_places(schema.forms)
     line = b"".join(_pad_bytes(form.pads[0], form.dtype) for form in schema.forms if form.path in places)
-    row = torch.tensor(list(line), dtype=torch.uint8, device="cpu").to(device, non_blocking=True)
-    table = row.expand(rows, -1).clone()
+    table = _row_of_pads(line, device).expand(rows, -1).clone()
     for path in row_pads.keys() & places.keys():
         bits = words(row_pads[path]).to(device).clone(memory_format=torch.contiguous_format).view(torch.uint8)
         table[:, places[path].start + 1 : places[path].stop] = bits.view(
             rows, places[path].stop - places[path].start - 1
         )
     return table
+
+
+@lru_cache(maxsize=256)
+def _row_of_pads(line: bytes, device: torch.device) -> Tensor:
+    """The bytes on a device: the same for all batches of a loop, so that they are copied once."""
+    return torch.tensor(list(line), dtype=torch.uint8, device="cpu").to(device, non_blocking=True)
 
 
 def _pad_bytes(pad: PadValue, dtype: torch.dtype | None) -> bytes:

