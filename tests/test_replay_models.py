@@ -555,6 +555,13 @@ def test_places_of_images_raise(packing: str, monkeypatch: pytest.MonkeyPatch) -
         response_log_probs(ready, batch)
 
 
+def test_a_model_without_weights_is_named() -> None:
+    with torch.device("meta"):
+        model = llama()
+    with pytest.raises(ReplayError, match="the weights of LlamaForCausalLM are on the meta device; expected weights"):
+        response_log_probs(replayable(model), batch_of())
+
+
 def test_an_encoder_and_a_decoder_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
     config = tf.BartConfig(vocab_size=VOCABULARY, d_model=32, encoder_ffn_dim=32, decoder_ffn_dim=32, **sizes)
@@ -925,6 +932,29 @@ def test_the_canary_finds_rotary_positions_that_depend_on_the_rest() -> None:
     rotary.forward = lambda x, position_ids: forward(x, position_ids * x.shape[1] / 16)
     with pytest.raises(ReplayError, match="packed log-probs of LlamaForCausalLM are off by"):
         response_log_probs(ready, batch_of())
+
+
+@all_models
+def test_of_a_long_row_both_ends_are_compared(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits of the tokens between them are not made, where the model can leave them out."""
+    monkeypatch.setattr(adapter, "_COMPARED", 2)
+    model, plain = pair(make)
+    ready = replayable(model)
+    shapes: list[Any] = []
+    model.register_forward_hook(lambda _, __, out: shapes.append(tuple(out.logits.shape)))
+    batch = for_model(make)
+    assert off(response_log_probs(ready, batch, canary=True), truth_of(plain, batch)[0]) <= LIMIT
+    assert shapes == [(1, 4, VOCABULARY)]  # of 15 tokens
+    forward = model.forward
+    model.forward = lambda *ids, **given_to: forward(*ids, **given_to)  # who wraps it does not say what it takes
+    response_log_probs(ready, batch, canary=True)
+    assert shapes[1:] == [(1, 15, VOCABULARY)]
+    del model.forward
+    for lengths in ([(2, 3), (4, 7)], [(2, 3), (1, 2)]):
+        with monkeypatch.context() as patch:
+            patch.setattr(adapter, "packed_attention", wrong_bounds(adapter.packed_attention))
+            with pytest.raises(ReplayError, match="are off by"):
+                response_log_probs(ready, for_model(make, lengths), canary=True)
 
 
 def test_nan_does_not_pass_the_canary() -> None:
