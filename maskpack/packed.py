@@ -26,7 +26,7 @@ from torch import Tensor
 from maskpack import codec as codecs
 from maskpack import manifest, pickles, reading, staging, wire
 from maskpack.choice import encode, encode_alone
-from maskpack.contents import Contents, Decoder, candidate, on, words_of_one
+from maskpack.contents import Contents, Decoder, candidate, on, trimmed, words_of_one
 from maskpack.errors import LayoutError
 from maskpack.joining import joined
 from maskpack.layout import RowLayout
@@ -290,10 +290,12 @@ def decompress(
             decodes there, what crosses to it are the encoded bytes, and nothing waits (`pin_memory` saves the host a
             copy); otherwise the fields are decoded on the host.
         widths: `canonical`, those of the batch that was packed; or `trim`, of each axis the columns from the first to
-            the last that is real in any of these rows: for padded micro-batches. Dense fields keep theirs.
+            the last that is real in any of these rows: for padded micro-batches. Dense fields keep theirs. Batch dims
+            behind the rows follow the fields.
 
     Raises:
-        LayoutError: a field that is not in the batch, an unknown layout, or a device that this process does not have.
+        LayoutError: a field that is not in the batch, an unknown layout, a device that this process does not have, or
+            widths="trim" of fields that share a batch dim and would differ in it.
     """
     if not isinstance(packed, PackedBatch):
         raise LayoutError(
@@ -304,9 +306,10 @@ def decompress(
         raise LayoutError(f'decompress: layout is {layout!r}; expected "padded" or "nested". Choose one of these.')
     if widths not in ("canonical", "trim"):
         raise LayoutError(f'decompress: widths is {widths!r}; expected "canonical" or "trim". Choose one of these.')
-    if widths == "trim":
-        packed = _trimmed(packed)
     forms = [form for _, form in chosen([(form.path, form) for form in packed.schema.forms], fields, "decompress")]
+    if widths == "trim":
+        packed = trimmed(packed, forms, "decompress")
+        forms = [packed.forms[form.path] for form in forms]
     check_devices([form.device or "cpu" for form in forms] if device is None else [device], "decompress")
     made = staging.decoded(packed, forms, layout == "nested", device)
     decoder = Decoder(packed, layout == "nested", device, made)
@@ -323,18 +326,6 @@ def decompress(
     pads = {form.path: pad for form in forms if (pad := decoder.row_pads(form)) is not None}
     home = on(root, device).device
     return out.set(LAYOUTS, write_layouts(schema, decoder.tables(), pads, packed.num_rows, home))
-
-
-def _trimmed(packed: PackedBatch) -> PackedBatch:
-    """The same rows in narrower layouts. Their values lie row by row, so that none moves."""
-    layouts: dict[str, RowLayout] = {}
-    for name, layout in packed.layouts.items():
-        table = layout.table
-        end = int((table.starts + table.counts).max(initial=0))
-        begin = int(table.starts.min(initial=end))
-        layouts[name] = layout.narrow(begin, end)
-    axes = tuple((name, layouts[name].width, layouts[name].anchor) for name, _, _ in packed.schema.axes)
-    return replace(packed, layouts=layouts, schema=replace(packed.schema, axes=axes))
 
 
 def _layouts_of(like: Any) -> dict[str, RowLayout]:
