@@ -527,6 +527,18 @@ def test_a_plan_puts_rows_back(form: Any, packing: str) -> None:
     same_rows(response_log_probs(model, form(batch), plan=plan), truth_of(model, batch)[0])
 
 
+@all_forms
+def test_a_plan_of_empty_rows_has_empty_dummies_that_run(form: Any, packing: str) -> None:
+    """Other ranks wait for them."""
+    batch = batch_of(*CASES["no tokens"])
+    plan = mp.plan_micro_batches([0, 0], 8, min_count=3)
+    assert (plan.micro_batches, plan.is_dummy) == ([[0], [1], [0]], [False, False, True])
+    model = Sums()
+    seen = response_log_probs(model, form(batch), plan=plan)
+    assert model.seen == ["hidden" if packing == "packed" else "dense", "trust False"] * 3
+    same_rows(seen, truth_of(model, batch)[0])
+
+
 def test_a_plan_takes_the_registry_and_the_chunk() -> None:
     batch = batch_of(*CASES["both"])
     plan = mp.plan_micro_batches(batch["attention_mask"].sum(1).numpy(), 20)

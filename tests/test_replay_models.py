@@ -298,6 +298,19 @@ def test_a_plan_with_dummies(make: Any) -> None:
     assert not seen[0].requires_grad
 
 
+@pytest.mark.parametrize("packing", ["1", "0"])
+@all_models
+def test_a_plan_of_empty_rows(make: Any, packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each runs as a token, dummies too."""
+    monkeypatch.setenv("MASKPACK_PACKED_REPLAY", packing)
+    model, _ = pair(make)
+    runs: list[int] = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, given_to: runs.append(given_to[0].numel()))
+    plan = mp.plan_micro_batches([0, 0], 8, min_count=3)
+    seen = response_log_probs(replayable(model), for_model(make, [(0, 0), (0, 0)]), plan=plan)
+    assert (seen.size(0), seen.values().numel(), runs) == (2, 0, [1, 1, 1])
+
+
 @all_models
 def test_without_packing_the_numbers_are_the_same(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASKPACK_PACKED_REPLAY", "0")
