@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,11 +15,12 @@ from torch import Tensor
 from maskpack.checks import to_padded
 from maskpack.choice import Candidate
 from maskpack.encodings import Plain
+from maskpack.errors import LayoutError
 from maskpack.jagged import jagged
 from maskpack.layout import RowLayout
 from maskpack.nesting import rows_only
 from maskpack.objects import Objects
-from maskpack.registry import Path
+from maskpack.registry import Path, show
 from maskpack.rows import IntArray
 from maskpack.schema import FieldForm, RowPads, Schema, run_tables
 from maskpack.sharing import Encoding, Field, Joined, Own, Same
@@ -73,6 +74,9 @@ class Contents:
         rows = self._rows_alone if form.layout is None else self.layouts[form.layout].row_offsets
         items = words_of_one(form)
         return rows if items == 1 else rows * items
+
+
+_Packed = TypeVar("_Packed", bound=Contents)
 
 
 def word_dtype_of(form: FieldForm) -> np.dtype[Any]:
@@ -273,3 +277,63 @@ class Decoder:
 def on(node: Node, device: torch.device | str | None) -> Node:
     """A node of a batch that goes to `device`, if one is given."""
     return node if device is None else replace(node, device=str(device))
+
+
+# -------------------------------------------------------------------- narrower rows
+
+
+def trimmed(packed: _Packed, forms: Sequence[FieldForm], call: str) -> _Packed:
+    """The same rows in layouts that end with the columns which are real in any of them. Values lie row by row, so that
+    none moves. Batch dims behind the rows follow the fields of `forms`."""
+    layouts: dict[str, RowLayout] = {}
+    for name, layout in packed.layouts.items():
+        table = layout.table
+        end = int((table.starts + table.counts).max(initial=0))
+        begin = int(table.starts.min(initial=end))
+        layouts[name] = layout.narrow(begin, end)
+    axes = tuple((name, layouts[name].width, layouts[name].anchor) for name, _, _ in packed.schema.axes)
+    narrow = replace(packed, layouts=layouts, schema=replace(packed.schema, axes=axes))
+    nodes = _fitted(narrow, forms, call)
+    all_forms = [
+        replace(form, node=nodes.get(form.path)) if form.path in nodes else form for form in packed.schema.forms
+    ]
+    return replace(narrow, schema=replace(narrow.schema, root=nodes[()], forms=tuple(all_forms)))
+
+
+def _fitted(packed: Contents, forms: Sequence[FieldForm], call: str) -> dict[Path, Node]:
+    """The batch and its sub-batches, with the batch dims that the tensors in them have now."""
+    nodes: dict[Path, Node] = {(): packed.schema.root}
+    nodes |= {form.path: form.node for form in forms if form.node is not None}  # after the one that it is in
+    for path, node in nodes.items():
+        if not node.more_dims:
+            continue
+        dims = node.more_dims
+        within = [form for form in forms if form.path[: len(path)] == path]
+        seen = {
+            form.path: _dims_behind_rows(form, packed)[: len(dims)]
+            for form in within
+            if form.kind in ("padded", "dense")
+        }
+        above = nodes[path[:-1]].more_dims or () if path else ()
+        fits = next(iter(seen.values()), (*above, *dims[len(above) :]))
+        lists = [form for form in within if form.kind == "object" and packed.objects[form.path].depth > 1]
+        if any(own != fits for own in seen.values()) or (lists and fits != dims):
+            where = f'sub-batch "{show(path)}"' if path else "batch"
+            cut = ", ".join(f'"{show(name)}" {own}' for name, own in seen.items())
+            cut += "".join(f', the items of "{show(form.path)}" {dims}' for form in lists)
+            raise LayoutError(
+                f'{call}: widths="trim" in a {where} with batch dims {dims} behind its rows, of which its fields would '
+                f"keep {cut}; expected the same of each. Name fields of one axis, leave the widths canonical, or give "
+                "the TensorDict batch_size=[rows] before packing."
+            )
+        nodes[path] = node if fits == dims else replace(node, more_dims=fits)
+    return nodes
+
+
+def _dims_behind_rows(form: FieldForm, packed: Contents) -> tuple[int, ...]:
+    """The shape of a dense or padded field without its rows."""
+    if form.kind == "dense":
+        return form.shape[0 if packed.schema.root.more_dims is not None else 1 :]
+    assert form.layout is not None
+    ahead = form.ragged_dim - 1
+    return (*form.shape[:ahead], packed.layouts[form.layout].width, *form.shape[ahead:])

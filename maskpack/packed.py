@@ -24,7 +24,7 @@ from maskpack import codec as codecs
 from maskpack import manifest, pickles, reading, staging, wire
 from maskpack.arguments import flag, list_of, named, said
 from maskpack.choice import encode, encode_alone
-from maskpack.contents import MAX_BYTES, Contents, Decoder, candidate, decoded_nbytes, on, words_of_one
+from maskpack.contents import MAX_BYTES, Contents, Decoder, candidate, decoded_nbytes, on, trimmed, words_of_one
 from maskpack.errors import LayoutError
 from maskpack.joining import joined
 from maskpack.layout import RowLayout
@@ -302,12 +302,13 @@ def decompress(
             decodes there, what crosses to it are the encoded bytes, and nothing waits (`pin_memory` saves the host a
             copy); otherwise the fields are decoded on the host.
         widths: `canonical`, those of the batch that was packed; or `trim`, of each axis the columns from the first to
-            the last that is real in any of these rows: for padded micro-batches. Dense fields keep theirs.
+            the last that is real in any of these rows: for padded micro-batches. Dense fields keep theirs. Batch dims
+            behind the rows follow the fields.
         max_bytes: the most bytes that these fields may take decoded; None for any. Nothing is decoded beyond it.
 
     Raises:
-        LayoutError: a field that is not in the batch, an unknown layout, a device that this process does not have, or
-            more than `max_bytes`.
+        LayoutError: a field that is not in the batch, an unknown layout, a device that this process does not have,
+            widths="trim" of fields that share a batch dim and would differ in it, or more than `max_bytes`.
     """
     if not isinstance(packed, PackedBatch):
         raise LayoutError(
@@ -318,9 +319,10 @@ def decompress(
         raise LayoutError(f'decompress: layout is {layout!r}; expected "padded" or "nested". Choose one of these.')
     if widths not in ("canonical", "trim"):
         raise LayoutError(f'decompress: widths is {widths!r}; expected "canonical" or "trim". Choose one of these.')
-    if widths == "trim":
-        packed = _trimmed(packed)
     forms = [form for _, form in chosen([(form.path, form) for form in packed.schema.forms], fields, "decompress")]
+    if widths == "trim":
+        packed = trimmed(packed, forms, "decompress")
+        forms = [packed.forms[form.path] for form in forms]
     size = decoded_nbytes(packed, forms, layout == "nested")
     if max_bytes is not None and size > max_bytes:
         raise LayoutError(
@@ -343,18 +345,6 @@ def decompress(
     pads = {form.path: pad for form in forms if (pad := decoder.row_pads(form)) is not None}
     home = on(root, device).device
     return out.set(LAYOUTS, write_layouts(schema, decoder.tables(), pads, packed.num_rows, home))
-
-
-def _trimmed(packed: PackedBatch) -> PackedBatch:
-    """The same rows in narrower layouts. Their values lie row by row, so that none moves."""
-    layouts: dict[str, RowLayout] = {}
-    for name, layout in packed.layouts.items():
-        table = layout.table
-        end = int((table.starts + table.counts).max(initial=0))
-        begin = int(table.starts.min(initial=end))
-        layouts[name] = layout.narrow(begin, end)
-    axes = tuple((name, layouts[name].width, layouts[name].anchor) for name, _, _ in packed.schema.axes)
-    return replace(packed, layouts=layouts, schema=replace(packed.schema, axes=axes))
 
 
 def _layouts_of(like: Any) -> dict[str, RowLayout]:

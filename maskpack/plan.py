@@ -107,7 +107,7 @@ def _made(
     dummies = [count - len(own) for count, own in zip(counts, bins, strict=True)]
     if any(dummies):
         lengths = ground.lengths
-        shortest = int(np.argmin(np.where(lengths > 0, lengths, lengths.max() + 1)))  # one that a model can run
+        shortest = int(np.argmin(np.where(lengths > 0, lengths, lengths.max() + 1)))  # an empty row if all are empty
         updates = [own + [[shortest]] * count for own, count in zip(updates, dummies, strict=True)]
     return MicroBatchPlan(updates, dummies, ground.lengths, oversized, loss, ground, bins)
 
@@ -166,7 +166,8 @@ class MicroBatchPlan:
         """Exactly `count` micro-batches in each update, or as many as the list says for each.
 
         The largest are split, so none gets larger; groups stay whole. Where all hold one row (group), dummies are
-        added: the shortest row of the plan, which counts nothing.
+        added: the shortest row of the plan that has a token, which counts nothing. Where no row has one, a dummy is an
+        empty row, as are the other micro-batches: replay runs these as one token, so that all ranks run.
 
         Raises:
             PlanError: fewer than there are, because micro-batches are not joined; no multiple of `multiple_of`; or a

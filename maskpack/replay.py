@@ -11,13 +11,13 @@ A tail that rounds T up is a row of its own, so no token sees it, and no place o
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack.arguments import said
@@ -29,7 +29,7 @@ from maskpack.ops import packed_log_probs
 from maskpack.options import Registry, registry_of
 from maskpack.packed import PackedBatch, decompress
 from maskpack.plan import MicroBatchPlan
-from maskpack.registry import RL_FIELDS
+from maskpack.registry import RL_FIELDS, MaskNestingRegistry
 from maskpack.response import ResponseAxis
 from maskpack.rows import IntArray
 from maskpack.tensors import device_here, need_batch
@@ -90,7 +90,7 @@ class PackedInputs:
                 models do not run without any.
             no_prompt: what to do with a row whose response has no token before it: its first response token is scored
                 by nothing. "error", or "skip" that token.
-            device: that of the batch by default.
+            device: where the inputs lie; that of the batch by default. Only they move, not the batch.
 
         Raises:
             ReplayError: no `input_ids`, fields of another shape, responses without prompt, or options that cannot be.
@@ -101,13 +101,8 @@ class PackedInputs:
         device = None if device is None else device_here(device, call)
         if not isinstance(batch, PackedBatch):
             need_batch(batch, call)
-        if isinstance(batch, PackedBatch):
-            fields = [name for name in ("input_ids", "position_ids", *_NOT_TEXT) if (name,) in batch.fields]
-            batch = decompress(batch, *fields, layout="nested", device=device)
-        elif device is not None:
-            batch = batch.to(device)
         for name in _NOT_TEXT:
-            if entry_at(batch, (name,)) is not None:
+            if (name,) in batch.forms if isinstance(batch, PackedBatch) else entry_at(batch, (name,)) is not None:
                 raise ReplayError(
                     f'{call}: the batch has a field "{name}"; expected text alone, which is all that the model is '
                     "given. Replay these rows by the model's own forward; without images, drop the field."
@@ -116,52 +111,79 @@ class PackedInputs:
             raise ReplayError(
                 f"{call}: multiple_of is {multiple_of!r}; expected a whole number, at least 1. Choose one."
             )
-        axis = ResponseAxis.of(batch, registry, call)
+        if isinstance(batch, PackedBatch):
+            axis, fields = _decoded(batch, device, registry, call)
+        else:
+            axis = ResponseAxis.of(batch, registry, call)
+            found = {name: entry_at(batch, (name,)) for name in ("input_ids", "position_ids")}
+            fields = {name: _Field(value) for name, value in found.items() if isinstance(value, Tensor)}
         sequence = axis.need_sequence(call)
-        ids = _packed(batch, "input_ids", sequence, call)
+        ids = _packed(fields, "input_ids", sequence, call)
         if ids is None:
             raise ReplayError(f'{call}: the batch has no field "input_ids"; expected token ids. Keep it in the batch.')
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise ReplayError(f'{call}: field "input_ids" is {ids.dtype}; expected integers. Fix the producer.')
-        ids = ids.long()
+        where = ids.device if device is None else torch.device(device)
+        ids = _sent(ids, where).long()
         tail = -sequence.total % multiple_of or (0 if sequence.total else multiple_of)
-        where = ids.device
         predict, scored = _predict(axis, sequence, no_prompt, call)
-        here = torch.from_numpy(predict).to(where, non_blocking=True)
+        here = _sent(torch.from_numpy(predict), where)
         rows = np.unique(sequence.row_offsets)  # of those with tokens
         bounds = np.append(rows, sequence.total + tail).astype(np.int32) if tail else rows.astype(np.int32)
-        positions = _packed(batch, "position_ids", sequence, call)
+        positions = _packed(fields, "position_ids", sequence, call)
         if positions is None:
             starts = np.repeat(sequence.row_offsets[:-1], sequence.lengths)
-            positions = torch.from_numpy(np.arange(sequence.total) - starts).to(where, non_blocking=True)
+            positions = torch.from_numpy(np.arange(sequence.total) - starts)
         elif positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
             raise ReplayError(
                 f'{call}: field "position_ids" is {positions.dtype}; expected integers. Fix the producer, or drop it.'
             )
+        positions = _sent(positions, where)
         extra = torch.arange(tail, device=where).view(-1, *[1] * (positions.dim() - 1))
         positions = torch.cat([positions, extra.expand(tail, *positions.shape[1:])])
         return cls(
             input_ids=torch.cat([ids, ids.new_zeros(tail)])[None],
             position_ids=positions[None] if positions.dim() == 1 else positions.T[:, None],
-            cu_seqlens=torch.from_numpy(bounds).to(where, non_blocking=True),
+            cu_seqlens=_sent(torch.from_numpy(bounds), where),
             max_seqlen=int(np.diff(bounds).max(initial=0)),
             predict=here,
             targets=ids.index_select(0, here + 1),
-            scored=None if scored is None else torch.from_numpy(scored).to(where, non_blocking=True),
+            scored=None if scored is None else _sent(torch.from_numpy(scored), where),
             response=axis.response.to(where),
             bounds=rows,
             num_tokens=sequence.total,
         )
 
 
-def _packed(batch: TensorDictBase, name: str, sequence: RowLayout, call: str) -> Tensor | None:
+class _Field(NamedTuple):
+    """A field, and the bounds of its rows where the host knows them."""
+
+    value: Tensor
+    offsets: IntArray | None = None
+
+
+def _decoded(
+    packed: PackedBatch, device: torch.device | str | None, registry: MaskNestingRegistry, call: str
+) -> tuple[ResponseAxis, dict[str, _Field]]:
+    """The axes of a packed batch, which the host knows, and its ids and positions on a device."""
+    layouts = {name: packed.forms[(name,)].layout for name in ("input_ids", "position_ids") if (name,) in packed.fields}
+    nested = decompress(packed, *layouts, layout="nested", device=device) if layouts else TensorDict()
+    fields = {
+        name: _Field(entry_at(nested, (name,)), None if layout is None else packed.layouts[layout].row_offsets)
+        for name, layout in layouts.items()
+    }
+    return ResponseAxis.among(packed.layouts, registry, call), fields
+
+
+def _packed(fields: Mapping[str, _Field], name: str, sequence: RowLayout, call: str) -> Tensor | None:
     """A field of the sequence axis as packed tokens [T], or [T, n] with n rows of positions; None without it."""
-    value = entry_at(batch, (name,))
-    if not isinstance(value, Tensor):
+    if name not in fields:
         return None
+    value, offsets = fields[name]
     if value.is_nested:
         packed = value.values()
-        if not np.array_equal(host_offsets(value, sequence), sequence.row_offsets):
+        offsets = host_offsets(value, sequence) if offsets is None else offsets
+        if not np.array_equal(offsets, sequence.row_offsets):
             raise ReplayError(
                 f'{call}: field "{name}" has {packed.shape[0]} tokens in rows of other lengths than the sequence axis, '
                 f"which has {sequence.total} tokens. Nest it under the sequence axis."
@@ -181,6 +203,11 @@ def _packed(batch: TensorDictBase, name: str, sequence: RowLayout, call: str) ->
             "position ids a few. Fix the producer."
         )
     return packed
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    """On a device. The host does not wait for what it sends, only for what comes to it."""
+    return x.to(device, non_blocking=x.device.type == "cpu")
 
 
 def _predict(
@@ -208,6 +235,11 @@ def _predict(
 
 class ReplayModel(Protocol):
     """A causal language model as replay knows it; `adapters.transformers.replayable` makes one."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it takes its inputs: each batch, or each micro-batch of a plan, is sent there."""
+        ...
 
     @property
     def head(self) -> Tensor:
@@ -244,7 +276,8 @@ def response_log_probs(
 
     Args:
         model: of `adapters.transformers.replayable`, or anything that does what a ReplayModel does.
-        batch: as for `PackedInputs.of`.
+        batch: as for `PackedInputs.of`, on any device: what the model needs of it is sent to the model's, a micro-batch
+            of a plan at a time.
         temperature, entropy, chunk: as for `ops.packed_log_probs`: logits are reduced in float32, a chunk of tokens at
             a time, and never exist for all tokens.
         plan: micro-batches of the rows, run one after the other. Without gradients: a loop that trains takes the
@@ -254,8 +287,8 @@ def response_log_probs(
         multiple_of, no_prompt, registry: as for `PackedInputs.of`.
 
     Returns:
-        float32 jagged [B, j] on the response layout, or with `entropy` a pair of these; differentiable. The first token
-        of a response without prompt is 0 with no_prompt="skip".
+        float32 jagged [B, j] on the response layout, or with `entropy` a pair of these; differentiable, on the model's
+        device. The first token of a response without prompt is 0 with no_prompt="skip".
 
     With MASKPACK_PACKED_REPLAY=0 in the environment rows are padded to the longest, and run by the model's own
     attention.
@@ -269,8 +302,7 @@ def response_log_probs(
             canary=canary, multiple_of=multiple_of, no_prompt=no_prompt, registry=registry,
         )  # fmt: skip
         return _joined(plan, parts if entropy else [(part,) for part in parts], batch, registry, entropy)
-    _need_replay_model("response_log_probs", model)
-    inputs = PackedInputs.of(batch, registry=registry, multiple_of=multiple_of, no_prompt=no_prompt)
+    inputs = _inputs("response_log_probs", model, batch, registry, multiple_of, no_prompt)
     rows = _scoring_rows("response_log_probs", model, inputs, canary)
     out: Any = packed_log_probs(rows, model.head, inputs.targets, temperature=temperature, chunk=chunk, entropy=entropy)
     return tuple(_nested(part, inputs) for part in out) if entropy else _nested(out, inputs)
@@ -293,13 +325,14 @@ def response_values(
 
     Args:
         model: as for `response_log_probs`; a model without an output layer will do.
-        batch: as for `PackedInputs.of`.
-        value_head: hidden states [N, H] -> values [N] or [N, 1]: a linear layer, or a module of several.
+        batch: as for `response_log_probs`.
+        value_head: hidden states [N, H] -> values [N] or [N, 1]: a linear layer, or a module of several; on the device
+            of the hidden states.
         plan, canary, multiple_of, no_prompt, registry: as for `response_log_probs`.
 
     Returns:
-        float32 (float64 if the head gives that) jagged [B, j] on the response layout, differentiable. The first token
-        of a response without prompt is 0 with no_prompt="skip".
+        float32 (float64 if the head gives that) jagged [B, j] on the response layout, differentiable, on the model's
+        device. The first token of a response without prompt is 0 with no_prompt="skip".
 
     Raises:
         ReplayError: as `response_log_probs`, and a head that gives another shape.
@@ -310,12 +343,11 @@ def response_values(
         }  # fmt: skip
         parts = _of_each(plan, batch, response_values, model, value_head, **options)
         return _joined(plan, [(part,) for part in parts], batch, registry)
-    _need_replay_model("response_values", model)
     if not callable(value_head):
         raise ReplayError(
             f"response_values: value_head is {said(value_head)}; expected a layer. Pass one that is called."
         )
-    inputs = PackedInputs.of(batch, registry=registry, multiple_of=multiple_of, no_prompt=no_prompt)
+    inputs = _inputs("response_values", model, batch, registry, multiple_of, no_prompt)
     rows = _scoring_rows("response_values", model, inputs, canary)
     values = value_head(rows)
     if tuple(values.shape) not in ((rows.shape[0],), (rows.shape[0], 1)):
@@ -327,13 +359,23 @@ def response_values(
     return _nested(values.to(torch.promote_types(values.dtype, torch.float32)), inputs)
 
 
-def _need_replay_model(call: str, model: Any) -> None:
+def _inputs(
+    call: str,
+    model: Any,
+    batch: TensorDictBase | PackedBatch,
+    registry: Registry,
+    multiple_of: int,
+    no_prompt: NoPrompt,
+) -> PackedInputs:
+    """Those of a batch, on the device of the model."""
     missing = [name for name in ("hidden", "dense_hidden", "trust") if not callable(getattr(model, name, None))]
-    if missing:
+    device = None if missing else getattr(model, "device", None)
+    if device is None:
         raise ReplayError(
             f"{call}: model is {said(model)}; expected a ReplayModel. Pass what "
             "maskpack.adapters.transformers.replayable(model) returns."
         )
+    return PackedInputs.of(batch, registry=registry, multiple_of=multiple_of, no_prompt=no_prompt, device=device)
 
 
 def _of_each(
@@ -361,15 +403,14 @@ def _of_each(
 
 
 def _joined(plan: MicroBatchPlan, parts: list[Any], batch: Any, registry: Registry, several: bool = False) -> Any:
-    """Tuples of jagged tensors of micro-batches, in the order of rows, on the offsets of the batch if it has any."""
-    restored: list[Any] = [plan.restore(list(which)) for which in zip(*parts, strict=True)]
-    if isinstance(batch, PackedBatch):
-        response = RowLayout.from_lengths(restored[0].offsets().diff().tolist(), device=restored[0].device)
-    else:
-        response = ResponseAxis.of(
-            batch, registry_of(registry, "response_log_probs"), "response_log_probs"
-        ).response.to(restored[0].device)
-    out = tuple(jagged(one.values(), response) for one in restored)
+    """Tuples of jagged tensors of micro-batches, in the order of rows; on the offsets of the batch if it lies there."""
+    call = "response_log_probs"
+    registry, packed = registry_of(registry, call), isinstance(batch, PackedBatch)
+    axis = ResponseAxis.among(batch.layouts, registry, call) if packed else ResponseAxis.of(batch, registry, call)
+    lengths = axis.response.lengths
+    restored = [plan.restore([one.values() for one in which], lengths=lengths) for which in zip(*parts, strict=True)]
+    response = axis.response.to(restored[0].device)
+    out = tuple(jagged(one, response) for one in restored)
     return out if several else out[0]
 
 

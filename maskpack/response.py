@@ -8,6 +8,7 @@ THE one-token shift.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -132,6 +133,22 @@ class ResponseAxis:
         if has(batch, LAYOUTS):
             schema, known = read_layouts(batch, call)
             forms = {form.path: form for form in schema.forms}
+        return cls._found(batch, registry, known, forms, call)
+
+    @classmethod
+    def among(cls, layouts: Mapping[str, RowLayout], registry: MaskNestingRegistry, call: str) -> ResponseAxis:
+        """That of a packed batch, whose layouts are all that gives an axis."""
+        return cls._found(TensorDict({}, batch_size=[]), registry, layouts, {}, call)
+
+    @classmethod
+    def _found(
+        cls,
+        batch: TensorDictBase,
+        registry: MaskNestingRegistry,
+        known: Mapping[str, RowLayout],
+        forms: dict[Path, FieldForm],
+        call: str,
+    ) -> ResponseAxis:
         axes = Axes(batch, registry, known, {}, call)
         response, sequence = axes.find(RESPONSE, (RESPONSE,)), axes.find(SEQUENCE, (SEQUENCE,))
         if response is None:

@@ -1,4 +1,4 @@
-"""What a rank does in the test of sharded replay: its rows through a model that FSDP2 shards, and each row alone
+"""What a rank does in the tests of sharded replay: its rows through a model that FSDP shards, and each row alone
 through the whole model."""
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import transformers
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import maskpack as mp
+from maskpack.adapters import transformers as adapter
 from maskpack.adapters.transformers import replayable
 
 ROWS = ((2, 3), (4, 5), (1, 1), (3, 2), (4, 1), (2, 5))
@@ -44,13 +45,15 @@ def batch_of(rows: Any) -> TensorDict:
 
 
 def alone(model: Any, batch: TensorDict) -> Tensor:
-    out = []
+    out = [torch.zeros(0)]
     for ids, real in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
         row = ids[real]
         prompt = int(real[:PROMPT].sum())
+        if not row.numel():
+            continue
         scores = model(input_ids=row[None], use_cache=False).logits[0].log_softmax(-1)
-        out += [scores[place - 1, row[place]] for place in range(prompt, len(row))]
-    return torch.stack(out)
+        out += [scores[place - 1, row[place]][None] for place in range(prompt, len(row))]
+    return torch.cat(out)
 
 
 def sharded(tied: bool) -> dict[str, float]:
@@ -86,7 +89,7 @@ def sharded(tied: bool) -> dict[str, float]:
 
 def _apart(seen: Tensor, truth: Tensor) -> float:
     assert seen.shape == truth.shape
-    return float((seen - truth).abs().max().detach())
+    return float((seen - truth).abs().max().detach()) if truth.numel() else 0.0
 
 
 def head_of_its_own() -> str:
@@ -100,3 +103,161 @@ def head_of_its_own() -> str:
     except mp.ReplayError as error:
         return str(error)
     return "no error"
+
+
+# -------------------------------------------------------------------- the comparison of a row
+
+
+def _mesh(*sizes: int) -> Any:
+    names = ("replicate", "shard")[-len(sizes or (1,)) :]
+    return init_device_mesh("cpu", sizes or (dist.get_world_size(),), mesh_dim_names=names)
+
+
+def _fsdp2(model: Any, *sizes: int) -> Any:
+    mesh = _mesh(*sizes)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _fsdp2_kept(model: Any) -> Any:
+    """Gathered weights stay after a forward pass: then no parameter says that it is sharded."""
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=_mesh(), reshard_after_forward=False)
+    return fully_shard(model, mesh=_mesh(), reshard_after_forward=False)
+
+
+def _fsdp2_layers(model: Any) -> Any:
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=_mesh())
+    return model
+
+
+def _fsdp2_base(model: Any) -> Any:
+    fully_shard(model.model, mesh=_mesh())
+    return model
+
+
+def _fsdp1_layers(model: Any, **options: Any) -> Any:
+    for number, layer in enumerate(model.model.layers):
+        model.model.layers[number] = FullyShardedDataParallel(layer, device_id=torch.device("cpu"), **options)
+    return model
+
+
+SHARDED = {
+    "fsdp2": _fsdp2,
+    "fsdp2 whole": lambda model: fully_shard(model, mesh=_mesh()),
+    "fsdp2 kept": _fsdp2_kept,
+    "fsdp2 layers": _fsdp2_layers,
+    "fsdp2 base": _fsdp2_base,
+    "hybrid": lambda model: _fsdp2(model, 1, dist.get_world_size()),
+    "copied": lambda model: _fsdp2(model, dist.get_world_size(), 1),
+    "fsdp1 layers": _fsdp1_layers,
+    "fsdp1 layers, own parameters": lambda model: _fsdp1_layers(model, use_orig_params=True),
+}
+UNEQUAL = {  # the rows of rank 0, and of all others
+    "several": (((2, 3), (4, 5), (1, 1)), ((3, 2), (4, 1))),
+    "one row": (((2, 3), (4, 5), (1, 1)), ((4, 5),)),
+    "the other has one row": (((4, 5),), ((2, 3), (4, 5))),
+    "no responses": (((2, 3), (4, 5)), ((2, 0), (1, 0))),
+    "no tokens": (((2, 3), (4, 5)), ((0, 0), (0, 0))),
+    "a token": (((2, 3), (4, 5)), ((1, 0),)),
+    "no rows": (((2, 3), (4, 5)), ()),
+    "nobody has a row": (((1, 0),), ((0, 0),)),
+}
+
+
+def _rows_of(case: str) -> TensorDict:
+    rows = UNEQUAL[case][min(dist.get_rank(), 1)]
+    return batch_of(rows) if rows else batch_of(ROWS[:1])[:0]
+
+
+def _compared_tokens(model: Any) -> list[int]:
+    """Tokens of each run by the model's own attention, from now on: these are the rows that are compared."""
+    seen: list[int] = []
+
+    def note(_: Any, __: Any, given: Any) -> None:
+        if "cu_seq_lens_q" not in given:
+            seen.append(given["input_ids"].numel())
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    return seen
+
+
+def _of_merged_rows(attend: Any) -> Any:
+    """An attention for which all rows are one."""
+
+    def merged(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, **more: Any) -> Tensor:
+        whole = torch.tensor([0, query.shape[0]], dtype=torch.int32)
+        return attend(query, key, value, whole, query.shape[0], **more)
+
+    return merged
+
+
+def _tried(replay: Any, batch: TensorDict, **options: Any) -> Any:
+    try:
+        return mp.response_log_probs(replay, batch, **options).values().detach()
+    except mp.ReplayError as error:
+        return str(error)
+
+
+def compared(kinds: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
+    """By kind of sharding and by rows: what the comparison says, of a right attention and of a wrong one."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    plain, attend = tiny(False), adapter.packed_attention
+    out: dict[tuple[str, str], dict[str, Any]] = {}
+    for kind in kinds:
+        for case in UNEQUAL if kind == "fsdp2" else ("several", "no tokens"):
+            batch = _rows_of(case)
+            replay = replayable(SHARDED[kind](tiny(False)))
+            calls = _compared_tokens(replay.model)
+            seen: dict[str, Any] = {}
+            adapter.packed_attention = _of_merged_rows(attend)
+            seen["wrong"] = [_tried(replay, batch, canary=canary) for canary in (None, True, None)]
+            adapter.packed_attention = attend
+            seen["calls when wrong"] = calls[:]
+            values = [_tried(replay, batch) for _ in range(3)]
+            seen["calls"] = calls[len(seen["calls when wrong"]) :]
+            values += [_tried(replay, batch, canary=canary) for canary in (True, False)]
+            seen["calls when asked"] = len(calls) - len(seen["calls"]) - len(seen["calls when wrong"])
+            truth = alone(plain, batch)
+            seen["off"] = [one if isinstance(one, str) else _apart(one, truth) for one in values]
+            out[kind, case] = seen
+    return out
+
+
+def values_compared() -> list[Any]:
+    """Of a model without output layer: what a wrong attention gives, and how far a right one is off."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    plain, attend = tiny(False).model, adapter.packed_attention
+    replay = replayable(fully_shard(tiny(False).model, mesh=_mesh()))
+    batch = _rows_of("no tokens")
+    said: list[Any] = []
+    for attention in (_of_merged_rows(attend), attend):
+        adapter.packed_attention = attention
+        try:
+            seen = mp.response_values(replay, batch, lambda hidden: hidden[:, 0]).values()
+        except mp.ReplayError as error:
+            said.append(str(error))
+    truth = [torch.zeros(0)]
+    for ids, real in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
+        prompt = int(real[:PROMPT].sum())
+        if real.any():
+            truth.append(plain(input_ids=ids[real][None]).last_hidden_state[0, prompt - 1 : -1, 0])
+    return [*said, _apart(seen, torch.cat(truth))]
+
+
+def inside_a_sharded_module() -> list[str]:
+    """Models that something around them shards."""
+    inner = [
+        FullyShardedDataParallel(tiny(False), device_id=torch.device("cpu"), use_orig_params=own).module
+        for own in (False, True)
+    ]
+    inner.append(_fsdp2(tiny(False)).model)
+    said: list[str] = []
+    for model in inner:
+        try:
+            replayable(model)
+        except mp.ReplayError as error:
+            said.append(str(error))
+    return said

@@ -383,6 +383,8 @@ class Sums:
     """A model: the hidden state of a token is the mean of the embeddings of its row up to it, each turned by its
     position. `seen` are the calls."""
 
+    device = torch.device("cpu")
+
     def __init__(self) -> None:
         source = torch.Generator().manual_seed(5)
         self.table = torch.randn(PAD + 1, 4, generator=source, dtype=torch.float64)[:VOCABULARY].clone()
@@ -525,6 +527,18 @@ def test_a_plan_puts_rows_back(form: Any, packing: str) -> None:
     same_rows(response_log_probs(model, form(batch), plan=plan), truth_of(model, batch)[0])
 
 
+@all_forms
+def test_a_plan_of_empty_rows_has_empty_dummies_that_run(form: Any, packing: str) -> None:
+    """Other ranks wait for them."""
+    batch = batch_of(*CASES["no tokens"])
+    plan = mp.plan_micro_batches([0, 0], 8, min_count=3)
+    assert (plan.micro_batches, plan.is_dummy) == ([[0], [1], [0]], [False, False, True])
+    model = Sums()
+    seen = response_log_probs(model, form(batch), plan=plan)
+    assert model.seen == ["hidden" if packing == "packed" else "dense", "trust False"] * 3
+    same_rows(seen, truth_of(model, batch)[0])
+
+
 def test_a_plan_takes_the_registry_and_the_chunk() -> None:
     batch = batch_of(*CASES["both"])
     plan = mp.plan_micro_batches(batch["attention_mask"].sum(1).numpy(), 20)
@@ -560,6 +574,110 @@ def test_outputs_lie_on_the_response_layout() -> None:
     padded = mp.select_and_pad_to_response(nested.clone(False).set("log_probs", out), "log_probs")
     assert tuple(padded["log_probs"].shape) == (7, 6)
     assert [int((row != 0).sum()) for row in padded["log_probs"]] == [3, 6, 0, 4, 0, 1, 6]
+
+
+# -------------------------------------------------------------------- devices
+
+
+class Elsewhere(Sums):
+    """A model on the meta device, which knows shapes and no numbers; `given` are the tokens of each call."""
+
+    device = torch.device("meta")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = (weight.detach().to("meta").requires_grad_() for weight in (self.table, self.head))
+        self.given: list[int] = []
+
+    def hidden(self, inputs: PackedInputs) -> Tensor:
+        self.given.append(inputs.input_ids.shape[1])
+        self.check(inputs)
+        return self.table.index_select(0, inputs.input_ids[0])
+
+    def dense_hidden(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+        self.given.append(input_ids.numel())
+        assert {x.device.type for x in (input_ids, attention_mask, position_ids)} == {"meta"}
+        return torch.empty(*input_ids.shape, 4, dtype=torch.float64, device="meta")
+
+    def trust(self, inputs: PackedInputs, hidden: Tensor, again: bool) -> None:
+        assert hidden.device.type == "meta"
+
+    @staticmethod
+    def check(inputs: PackedInputs) -> None:
+        tensors = (inputs.input_ids, inputs.position_ids, inputs.cu_seqlens, inputs.predict, inputs.targets)
+        assert {x.device.type for x in tensors} == {"meta"}
+        assert inputs.response.device.type == "meta"
+        assert inputs.scored is None or inputs.scored.device.type == "meta"
+
+
+def sent_to_meta(seen: Tensor, lengths: list[int]) -> None:
+    assert {seen.device.type, seen.values().device.type, seen.offsets().device.type} == {"meta"}
+    assert (seen.size(0), seen.values().shape) == (len(lengths), (sum(lengths),))
+
+
+@all_forms
+@pytest.mark.parametrize("ids", ["edge", "none", "mrope4"])
+def test_rows_go_to_the_device_of_the_model(form: Any, ids: str, packing: str) -> None:
+    batch = form(batch_of(*CASES["both"], ids=ids))
+    before = freeze(batch) if isinstance(batch, TensorDict) else freeze(mp.decompress(batch))
+    model = Elsewhere()
+    log_probs, entropies = response_log_probs(model, batch, entropy=True, multiple_of=16)
+    values = response_values(model, batch, lambda hidden: hidden[:, :1])
+    for seen in (log_probs, entropies, values):
+        sent_to_meta(seen, [r for _, r in BOTH])
+        assert seen.requires_grad or packing == "padded"
+    assert before == (freeze(batch) if isinstance(batch, TensorDict) else freeze(mp.decompress(batch)))
+
+
+@all_forms
+def test_of_a_plan_a_micro_batch_goes_at_a_time(form: Any, packing: str) -> None:
+    """Never the batch: what the model is given, and what is on its way, are the rows of one."""
+    batch = batch_of(*CASES["both"])
+    plan = mp.plan_micro_batches(batch["attention_mask"].sum(1).numpy(), 14)
+    model = Elsewhere()
+    source = form(batch)
+    log_probs = response_log_probs(model, source, plan=plan)
+    values = response_values(model, source, lambda hidden: hidden[:, 0], plan=plan)
+    for seen in (log_probs, values):
+        sent_to_meta(seen, [r for _, r in BOTH])
+    tokens = [int(batch["attention_mask"][rows].sum()) for rows in plan.micro_batches]
+    assert len(tokens) > 2
+    if packing == "packed":
+        assert model.given == tokens * 2
+
+
+def test_only_what_the_model_needs_goes_to_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the other fields, and nothing padded."""
+    sent: list[tuple[int, ...]] = []
+    to = Tensor.to
+
+    def noted(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out = to(self, *args, **kwargs)
+        if out.device.type == "meta" != self.device.type:
+            sent.append(tuple(self.shape))
+        return out
+
+    batch = batch_of(*CASES["both"])
+    batch["advantages"] = torch.randn(7, 6)
+    batch["pixels"] = torch.randn(7, 3, 8, 8)
+    for source in (batch, mp.nest_batch_by_mask(batch.exclude("advantages", "pixels"), pad_token_id=PAD)):
+        model = Elsewhere()
+        sent.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(Tensor, "to", noted)
+            response_log_probs(model, source)
+        assert sent
+        assert {len(shape) for shape in sent} == {1}  # 40 tokens, the 20 of responses, bounds of rows
+        assert max(shape[0] for shape in sent) == 40
+
+
+def test_a_model_that_does_not_say_its_device_is_named() -> None:
+    class Silent(Sums):
+        device = None  # type: ignore[assignment]
+
+    for call in (response_log_probs, lambda *given: response_values(*given, VALUE_HEADS["[N]"])):
+        with pytest.raises(ReplayError, match=r"model is a Silent; expected a ReplayModel"):
+            call(Silent(), batch_of(*CASES["both"]))
 
 
 # -------------------------------------------------------------------- response_values

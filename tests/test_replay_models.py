@@ -298,6 +298,19 @@ def test_a_plan_with_dummies(make: Any) -> None:
     assert not seen[0].requires_grad
 
 
+@pytest.mark.parametrize("packing", ["1", "0"])
+@all_models
+def test_a_plan_of_empty_rows(make: Any, packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each runs as a token, dummies too."""
+    monkeypatch.setenv("MASKPACK_PACKED_REPLAY", packing)
+    model, _ = pair(make)
+    runs: list[int] = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, given_to: runs.append(given_to[0].numel()))
+    plan = mp.plan_micro_batches([0, 0], 8, min_count=3)
+    seen = response_log_probs(replayable(model), for_model(make, [(0, 0), (0, 0)]), plan=plan)
+    assert (seen.size(0), seen.values().numel(), runs) == (2, 0, [1, 1, 1])
+
+
 @all_models
 def test_without_packing_the_numbers_are_the_same(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASKPACK_PACKED_REPLAY", "0")
@@ -553,6 +566,13 @@ def test_places_of_images_raise(packing: str, monkeypatch: pytest.MonkeyPatch) -
     batch["input_ids"][1, PROMPT - 2] = 90
     with pytest.raises(ReplayError, match="places of images, video or audio of Qwen2_5_VLForConditionalGeneration"):
         response_log_probs(ready, batch)
+
+
+def test_a_model_without_weights_is_named() -> None:
+    with torch.device("meta"):
+        model = llama()
+    with pytest.raises(ReplayError, match="the weights of LlamaForCausalLM are on the meta device; expected weights"):
+        response_log_probs(replayable(model), batch_of())
 
 
 def test_an_encoder_and_a_decoder_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -925,6 +945,29 @@ def test_the_canary_finds_rotary_positions_that_depend_on_the_rest() -> None:
     rotary.forward = lambda x, position_ids: forward(x, position_ids * x.shape[1] / 16)
     with pytest.raises(ReplayError, match="packed log-probs of LlamaForCausalLM are off by"):
         response_log_probs(ready, batch_of())
+
+
+@all_models
+def test_of_a_long_row_both_ends_are_compared(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits of the tokens between them are not made, where the model can leave them out."""
+    monkeypatch.setattr(adapter, "_COMPARED", 2)
+    model, plain = pair(make)
+    ready = replayable(model)
+    shapes: list[Any] = []
+    model.register_forward_hook(lambda _, __, out: shapes.append(tuple(out.logits.shape)))
+    batch = for_model(make)
+    assert off(response_log_probs(ready, batch, canary=True), truth_of(plain, batch)[0]) <= LIMIT
+    assert shapes == [(1, 4, VOCABULARY)]  # of 15 tokens
+    forward = model.forward
+    model.forward = lambda *ids, **given_to: forward(*ids, **given_to)  # who wraps it does not say what it takes
+    response_log_probs(ready, batch, canary=True)
+    assert shapes[1:] == [(1, 15, VOCABULARY)]
+    del model.forward
+    for lengths in ([(2, 3), (4, 7)], [(2, 3), (1, 2)]):
+        with monkeypatch.context() as patch:
+            patch.setattr(adapter, "packed_attention", wrong_bounds(adapter.packed_attention))
+            with pytest.raises(ReplayError, match="are off by"):
+                response_log_probs(ready, for_model(make, lengths), canary=True)
 
 
 def test_nan_does_not_pass_the_canary() -> None:

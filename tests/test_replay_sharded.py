@@ -1,6 +1,10 @@
-"""Replay of a model that FSDP2 shards over two ranks: the numbers of each row alone, and gradients of all ranks."""
+"""Replay of a model that FSDP shards over two ranks: the numbers of each row alone, gradients of all ranks, and the
+comparison of a row, which the ranks make together."""
 
 from __future__ import annotations
+
+import re
+from typing import Any
 
 import pytest
 
@@ -8,6 +12,7 @@ pytest.importorskip("transformers")
 
 import replay_work
 from ranks import run_ranks, values
+from replay_work import UNEQUAL
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -21,3 +26,51 @@ def test_sharded_replay_is_that_of_each_row_alone(tied: bool) -> None:
 def test_an_output_layer_in_shards_of_its_own_is_named() -> None:
     for said in values(run_ranks(replay_work.head_of_its_own, 2, seconds=100)):
         assert said.startswith("replayable: the output layer of FSDPLlamaForCausalLM is sharded; expected its whole")
+
+
+# -------------------------------------------------------------------- the comparison of a row
+
+
+def check_compared(found: list[dict[tuple[str, str], dict[str, Any]]]) -> None:
+    for kind, case in found[0]:
+        ranks = [own[kind, case] for own in found]
+        where = f"{kind}, {case}: {ranks}"
+        assert max(off for own in ranks for off in own["off"]) < 2e-6, where
+        calls = [len(own["calls"]) for own in ranks]
+        if case == "nobody has a row":
+            assert calls == [0, 0], where
+            continue
+        assert calls == [1, 1], where  # of three replays, and the ranks together
+        assert [own["calls when asked"] for own in ranks] == [1, 1], where
+        assert [len(own["calls when wrong"]) for own in ranks] == [3, 3], where
+        wrong = [sum(map(sum, rows)) and len(rows) > 1 for rows in UNEQUAL[case]]  # who sees that rows are merged
+        for own, sees in zip(ranks, wrong, strict=True):
+            for said in own["wrong"]:
+                assert isinstance(said, str), where
+                assert re.match("replayable: packed log-probs of (FSDP)?LlamaForCausalLM are off by", said), where
+                assert sees or "on another rank" in said, where
+
+
+def test_ranks_compare_a_row_together() -> None:
+    """Whatever rows they have: where one of them is wrong all of them raise."""
+    check_compared(values(run_ranks(replay_work.compared, 2, ["fsdp2"], seconds=200)))
+
+
+def test_models_are_compared_however_they_are_sharded() -> None:
+    kinds = [kind for kind in replay_work.SHARDED if kind != "fsdp2"]
+    check_compared(values(run_ranks(replay_work.compared, 2, kinds, seconds=200)))
+
+
+def test_a_sharded_model_of_values_is_compared() -> None:
+    ranks = values(run_ranks(replay_work.values_compared, 2, seconds=120))
+    for (said, off), where in zip(ranks, ("", " on another rank"), strict=True):
+        assert re.match(
+            f"replayable: packed hidden states of (FSDP)?LlamaModel are off by [0-9.e]*{where} from its", said
+        )
+        assert off < 5e-6
+
+
+def test_a_model_inside_what_is_sharded_is_refused() -> None:
+    for said in values(run_ranks(replay_work.inside_a_sharded_module, 2, seconds=120)):
+        assert len(said) == 3
+        assert all("lies inside a module that FSDP shards; expected the root" in message for message in said)

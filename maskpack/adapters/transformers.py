@@ -8,14 +8,8 @@ raises. So does everything that it would have to guess: a mask, a cache, dropout
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
-import threading
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -23,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, PreTrainedModel
 
+from maskpack.adapters import transformers_passes as passes
 from maskpack.adapters.transformers_limits import (
     PADDED,
     check_kind,
@@ -31,55 +26,21 @@ from maskpack.adapters.transformers_limits import (
     check_rows,
     plain_weight,
 )
+from maskpack.adapters.transformers_passes import NAME
+from maskpack.adapters.transformers_shards import check_root, device_of, groups_of, most_of
 from maskpack.arguments import said
 from maskpack.attention import packed_attention
 from maskpack.errors import ReplayError
 from maskpack.ops import packed_log_probs
 from maskpack.replay import PackedInputs
-from maskpack.rows import IntArray
-
-NAME = "maskpack"
-"""Of the attention, in `config._attn_implementation`."""
 
 _KNOWN = ("cu_seq_lens_q", "cu_seq_lens_k", "position_ids", "cache_position")
 """Tensors that an attention may be given; others change what it should compute (sinks, biases, sparse indices)."""
 _TRUST = {torch.float32: 1e-4, torch.float64: 1e-8, torch.bfloat16: 0.25, torch.float16: 0.05}
 """How far the log-prob of a token may be off its dense forward, by dtype: more is another model, not other rounding.
 Hidden states, in units of their root mean square, are as exact."""
-_switching = threading.Lock()
-"""Held while the attention of a model is changed; no forward pass runs under it."""
-
-
-@dataclass
-class _Pass:
-    """A forward pass that replay runs. It stays in one thread, which is in one pass at a time. Layers that a backward
-    pass runs again belong to no pass, in whatever thread they are.
-
-    Attributes:
-        own: whether the model attends by its own attention.
-        attended: calls of `attention` so far.
-    """
-
-    own: bool = False
-    attended: int = 0
-
-    @contextmanager
-    def running(self) -> Generator[_Pass]:
-        token = _pass.set(self)
-        try:
-            yield self
-        finally:
-            _pass.reset(token)
-
-
-_pass: ContextVar[_Pass | None] = ContextVar("_pass", default=None)
-
-
-class _Taken(str):
-    """NAME, which knows the attention that it stands in for. It lies in the configuration, so that copies of a model
-    know it, and models that share a configuration agree."""
-
-    own: str | None = None
+_COMPARED = 512
+"""Tokens at either end of a row whose log-probs are compared. The logits of all tokens of a long row may fill a GPU."""
 
 
 def attention(
@@ -97,7 +58,7 @@ def attention(
     """The attention of a layer: query [1, H, T, D], key and value [1, KV, T, D] -> [1, T, H, D]."""
     bounds, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
     who = type(module).__name__
-    running = _pass.get()
+    running = passes.current()
     if running is not None and not running.own and (not isinstance(bounds, Tensor) or longest is None):
         raise ReplayError(f"{who}: the model does not pass the bounds of rows on to its attention. {PADDED}")
     if not isinstance(bounds, Tensor) or longest is None:
@@ -176,30 +137,6 @@ def _own_without_bounds(module: nn.Module, _args: tuple[Any, ...], kwargs: dict[
         )
 
 
-def _own_of(name: str) -> str:
-    """The attention that NAME stands in for."""
-    return name.own if isinstance(name, _Taken) and name.own else "sdpa"
-
-
-def _follow_passes(config: Any) -> None:
-    """Lets `_attn_implementation` of a configuration, which layers read in every forward pass, say the model's own
-    attention in a pass that has it. The configuration itself stays as it is, because other threads read it too."""
-    kind = next(kind for kind in type(config).__mro__ if "_attn_implementation" in vars(kind))
-    known: property = vars(kind)["_attn_implementation"]
-    getter: Any = known.fget
-    if hasattr(getter, "follows_passes"):
-        return
-
-    @functools.wraps(getter)
-    def of_this_pass(config: Any) -> Any:
-        name = getter(config)
-        running = _pass.get() if name == NAME else None
-        return name if running is None or not running.own else _own_of(name)
-
-    cast("Any", of_this_pass).follows_passes = True
-    cast("Any", kind)._attn_implementation = property(of_this_pass, known.fset, known.fdel, known.__doc__)
-
-
 def _window(module: nn.Module) -> int | None:
     """The sliding window of an attention layer as its configuration says it: some models only put it into masks."""
     config: Any = getattr(module, "config", None)
@@ -235,7 +172,7 @@ class Replayable:
         if not isinstance(model, PreTrainedModel):
             raise ReplayError(
                 f"replayable: got {said(model)}; expected a model of transformers. Pass the model itself; "
-                "of PEFT with adapters in its layers, get_base_model()."
+                "of PEFT with adapters in its layers, get_base_model(); shard with fully_shard, which wraps nothing."
             )
         self.model = model
         self._base: Any = getattr(model, model.base_model_prefix, None) or model.get_decoder()
@@ -247,8 +184,10 @@ class Replayable:
             check_output(model, self._config, self._output)
         if os.environ.get("MASKPACK_PACKED_REPLAY") != "0":
             check_layers(model, self._base, self._config)
+        check_root(model)
+        self._groups = groups_of(model)
         self._watch()
-        self._take()
+        passes.take(self.model, self._config)
 
     def _watch(self) -> None:
         """Two checks that stay with the model."""
@@ -263,26 +202,21 @@ class Replayable:
         """Gives the model its own attention back, for padded rows and generation; the next replay takes it again. Not
         between a forward pass and its backward pass, which may run layers again (gradient checkpointing), and not while
         another thread replays the model."""
-        with _switching:
-            if self._config._attn_implementation == NAME:
-                for config in _parts(self.model.config):
-                    name = config._attn_implementation
-                    if name == NAME:
-                        config._attn_implementation_internal = _own_of(name)
+        passes.release(self.model, self._config)
         return self.model
 
-    def _take(self) -> None:
-        with _switching:
-            if self._config._attn_implementation != NAME:
-                own = [(config, config._attn_implementation) for config in _parts(self.model.config)]
-                self.model.set_attn_implementation(NAME)
-                for config, name in own:
-                    if config._attn_implementation == NAME:
-                        taken = _Taken(NAME)
-                        taken.own = getattr(name, "own", None) or name
-                        config._attn_implementation_internal = taken
-
     # ---------------------------------------------------------------- what replay asks for
+
+    @property
+    def device(self) -> torch.device:
+        """Where its first layer, which takes the ids, runs."""
+        weight = next(self.model.get_input_embeddings().parameters())
+        if weight.is_meta:
+            raise ReplayError(
+                f"replayable: the weights of {type(self.model).__name__} are on the meta device; expected weights. "
+                "Load the model first."
+            )
+        return device_of(weight)
 
     @property
     def head(self) -> Tensor:
@@ -298,8 +232,9 @@ class Replayable:
         """[T, H]: the last hidden states of packed rows."""
         check_layers(self.model, self._base, self._config)
         check_rows(self.model, self._config, inputs.input_ids, inputs.max_seqlen)
-        self._take()
-        with _Pass().running() as packed:
+        self._find_ranks()
+        passes.take(self.model, self._config)
+        with passes.Pass().running() as packed:
             states = self._states(
                 input_ids=inputs.input_ids,
                 position_ids=inputs.position_ids,
@@ -319,8 +254,14 @@ class Replayable:
     def dense_hidden(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
         """[B, S, H]: those of padded rows, by the model's own attention."""
         check_rows(self.model, self._config, input_ids, input_ids.shape[1])
+        self._find_ranks()
         self.release()
         return self._states(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids)
+
+    def _find_ranks(self) -> None:
+        """Those of a model that was sharded after it was made replayable."""
+        if not self._groups and (not self._trusted or isinstance(self.model, FSDPModule)):
+            self._groups = groups_of(self.model)
 
     def _states(self, **given: Any) -> Tensor:
         """The last hidden states. A model that FSDP shards runs whole, without its output layer: only the forward pass
@@ -341,54 +282,63 @@ class Replayable:
     def trust(self, inputs: PackedInputs, hidden: Tensor, again: bool = False) -> None:
         """Compares the log-probs of one row with those of the whole model run on this row alone, by its own attention;
         of a model that scores no tokens, its hidden states, in units of their root mean square. Once for each
-        Replayable, dtype, and packed or padded, or `again`; of a sharded model only `again`, on all ranks at once. A
-        first row alone shows little: the next batch with two is compared too."""
-        if isinstance(self.model, FSDPModule) and not again:
-            return  # every rank would have to compare in the same call
-        dtype = _precision(hidden)
-        row = _row_to_compare(inputs.bounds)
-        packed = self._config._attn_implementation == NAME
-        kind = dtype, packed, row > 0
-        if (kind in self._trusted or (dtype, packed, True) in self._trusted) and not again:
+        Replayable, dtype, and packed or padded, or `again`. A first row alone shows little: the next batch with two is
+        compared too. The ranks of a sharded model compare in the same call, because all of them must run the model; one
+        without a row to compare runs a token. Where a rank is wrong all of them raise."""
+        dtype, packed = _precision(hidden), self._config._attn_implementation == NAME
+        if (dtype, packed, True) in self._trusted and not again:
             return
-        begin, end = inputs.bounds[row : row + 2].tolist() if inputs.num_tokens else (0, 0)
-        if end - begin < 2:
+        begin, end = _row_to_compare(inputs)
+        most = most_of(self._groups, 0 if end - begin < 2 else 1 if begin == 0 else 2, hidden.device)
+        kind = dtype, packed, most == 2
+        if most == 0 or (kind in self._trusted and not again):
             return
-        alone = self._base if self._output is None else self.model
-        ids = inputs.input_ids[:, begin:end]
-        for config in _parts(self.model.config):
-            _follow_passes(config)
-        with torch.no_grad():
-            with _Pass(own=True).running():
-                out: Any = alone(
-                    input_ids=ids,
-                    attention_mask=torch.ones_like(ids),  # without it, positions that jump would begin a row
-                    position_ids=inputs.position_ids[..., begin:end],
-                    use_cache=False,
-                )
-            states = hidden[begin:end].detach()
-            if self._output is None:
-                truth = out.last_hidden_state[0]
-                what, off = "hidden states", (states - truth).float().abs().max() / truth.float().square().mean().sqrt()
-            else:
-                seen = packed_log_probs(states[:-1], self.head, ids[0, 1:])
-                truth = out.logits[0, :-1].to(seen.dtype).log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-                what, off = "log-probs", (seen - truth).abs().max()
-        if not float(off) <= _TRUST[dtype]:
+        off = self._distance(inputs, hidden, begin, end)
+        worst = most_of(self._groups, off, hidden.device)
+        if not worst <= _TRUST[dtype]:
+            what = "hidden states" if self._output is None else "log-probs"
+            seen = f"{worst:.3g} on another rank" if off <= _TRUST[dtype] else f"{off:.3g}"
             raise ReplayError(
                 f"replayable: {'packed' if packed else 'padded'} {what} of {type(self.model).__name__} are off by "
-                f"{float(off):.3g} from its own forward of the same row; expected at most {_TRUST[dtype]}. Replay of "
+                f"{seen} from its own forward of the same row; expected at most {_TRUST[dtype]}. Replay of "
                 f"this model is not right, or dropout is on. {PADDED if packed else 'Use its own forward.'}"
             )
         self._trusted.add(kind)
 
-
-def _parts(config: Any) -> Iterator[Any]:
-    """A configuration and those within it."""
-    yield config
-    for name in config.sub_configs:
-        if getattr(config, name, None) is not None:
-            yield from _parts(getattr(config, name))
+    def _distance(self, inputs: PackedInputs, hidden: Tensor, begin: int, end: int) -> float:
+        """How far the row from `begin` to `end` is off the model's own forward; 0 of a row that scores no token."""
+        tokens = slice(begin, max(end, begin + 1))
+        ids = inputs.input_ids[:, tokens]
+        places = torch.arange(ids.shape[1] - 1, device=ids.device)
+        more: dict[str, Any] = {}
+        if self._output is not None and places.numel() > 2 * _COMPARED:
+            places = torch.cat([places[:_COMPARED], places[-_COMPARED:]])
+            if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+                more["logits_to_keep"] = places
+        passes.follow_passes(self.model)
+        alone = self._base if self._output is None else self.model
+        with torch.no_grad():
+            with passes.Pass(own=True).running():
+                out: Any = alone(
+                    input_ids=ids,
+                    attention_mask=torch.ones_like(ids),  # without it, positions that jump would begin a row
+                    position_ids=inputs.position_ids[..., tokens],
+                    use_cache=False,
+                    **more,
+                )
+            if end - begin < 2:
+                return 0.0
+            states = hidden[begin:end].detach()
+            if self._output is None:
+                truth = out.last_hidden_state[0]
+                off = (states - truth).float().abs().max() / truth.float().square().mean().sqrt()
+            else:
+                scored = ids[0, places + 1]
+                seen = packed_log_probs(states[places], self.head, scored)
+                logits = out.logits[0] if more else out.logits[0, places]
+                truth = logits.to(seen.dtype).log_softmax(-1).gather(-1, scored[:, None])[:, 0]
+                off = (seen - truth).abs().max()
+        return float(off)
 
 
 def _as_it_is(hidden: Tensor) -> Tensor:
@@ -401,7 +351,12 @@ def _precision(hidden: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
-def _row_to_compare(bounds: IntArray) -> int:
-    """The longest row but the first, whose tokens a wrong bound would show others; the first if there is no other."""
-    lengths = bounds[1:] - bounds[:-1]
-    return 1 + int(lengths[1:].argmax()) if lengths.size > 1 and lengths[1:].max() > 1 else 0
+def _row_to_compare(inputs: PackedInputs) -> tuple[int, int]:
+    """The bounds of the longest row but the first, whose tokens a wrong bound would show others; of the first if no
+    other has two tokens."""
+    if not inputs.num_tokens:
+        return 0, 0
+    lengths = inputs.bounds[1:] - inputs.bounds[:-1]
+    row = 1 + int(lengths[1:].argmax()) if lengths.size > 1 and lengths[1:].max() > 1 else 0
+    begin, end = inputs.bounds[row : row + 2].tolist()
+    return begin, end
