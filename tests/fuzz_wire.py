@@ -66,6 +66,8 @@ STUCK = 20
 LIMIT = 1 << 20
 MARGIN = 64 << 20
 PARSED, WIDE = 64, 48
+"""Bytes for each one of the header, and of the arrays, that reading may take."""
+MEASURED = "seconds", "bytes of resident memory", "share of the memory for reading"
 
 # -------------------------------------------------------------------- a message in pieces
 
@@ -563,7 +565,7 @@ def mutant(golden: dict[str, bytes], seed: str) -> Mutant:
     rng = random.Random(seed)
     if rng.random() < 0.1:
         name = rng.choice(sorted(BOMBS))
-        return Mutant(f"bomb {name}", BOMBS[name](rng).joined(), False, LIMIT)
+        return Mutant(f"bomb {name}", BOMBS[name](rng).joined(), False, rng.choice((LIMIT, 64 * LIMIT)))
     source, limit = rng.choice(sorted(golden)), rng.choice((LIMIT, 64 << 30, None))
     if rng.random() < 0.25:
         data = byte_mutation(golden[source], golden[rng.choice(sorted(golden))], rng)
@@ -705,9 +707,7 @@ def run(
             decompress(PackedBatch.from_bytes(data))
     counts: Counter[str] = Counter()
     failures: list[str] = []
-    worst: dict[str, float] = dict.fromkeys(
-        ("seconds", "bytes of resident memory", "share of the memory for reading"), 0.0
-    )
+    worst = dict.fromkeys(MEASURED, 0.0)
     before = signal.signal(signal.SIGALRM, _alarm)
     begin = time.monotonic()
     for name in [only] if only else [f"{seed}:{number}" for number in range(count)]:
