@@ -1503,9 +1503,9 @@ def test_the_fuzzer_finds_a_check_that_is_missing(kind: str, monkeypatch: pytest
 
 def test_the_fuzzer_finds_what_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "_wrong_keys", lambda _: None)
-    made = fuzz_wire.Mutant("keys", keys(whole((2**61 - 1) * (n + 10)) for n in range(20_000)), False, None)
+    made = fuzz_wire.Mutant("", "keys", keys(whole((2**61 - 1) * (n + 10)) for n in range(20_000)), False, None)
     with pytest.raises(AssertionError, match=r"the case took \d+\.\d+ s"):
-        fuzz_wire.tried(made, {}, dict.fromkeys(fuzz_wire.MEASURED, 0.0))
+        fuzz_wire.tried(made, {}, {})
 
 
 @pytest.mark.skipif(not fuzz_wire.peak_of_process(), reason="this system does not tell")
@@ -1514,9 +1514,9 @@ def test_the_fuzzer_finds_what_takes_memory(monkeypatch: pytest.MonkeyPatch) -> 
         return decompress(batch, **{**options, "max_bytes": None})
 
     monkeypatch.setattr(fuzz_wire, "decompress", unlimited)
-    made = fuzz_wire.Mutant("sizes", empty(said(fields=[zeros("x", shape=[200 << 20])])), False, None)
+    made = fuzz_wire.Mutant("", "sizes", empty(said(fields=[zeros("x", shape=[200 << 20])])), False, None)
     with pytest.raises(AssertionError, match=r"the case took \d+ MiB of memory"):
-        fuzz_wire.tried(made, {}, dict.fromkeys(fuzz_wire.MEASURED, 0.0))
+        fuzz_wire.tried(made, {}, {})
 
 
 def test_registry_pads_that_json_does_not_know() -> None:
