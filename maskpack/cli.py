@@ -18,6 +18,7 @@ from maskpack.registry import show
 from maskpack.report import Figures, chart, dtype_name, figures, printable, to_json
 from maskpack.saved import FAULTS, Unusable, add_limit, enough_memory, one_line, saved_batch, saved_registry
 
+_LONGEST = 80
 _DEMO_NEEDS = ("ray", "rich", "transformers")
 
 
@@ -106,9 +107,9 @@ def _table(found: Figures) -> str:
     head = ("field", "dtype", "encoding", "padded", "real", "wire", "padded/wire", "left to gain")
     lines = [
         (
-            printable(show(field.path)),
+            _cell(show(field.path)),
             dtype_name(field),
-            printable(field.encoding),
+            _cell(field.encoding),
             *_amounts(field.padded_bytes, field.real_bytes, field.wire_bytes),
             _left(field.left),
         )
@@ -132,6 +133,12 @@ def _table(found: Figures) -> str:
             for field in dense
         ]
     return "\n".join(out)
+
+
+def _cell(name: str) -> str:
+    """A name in a column, which is as wide as the longest."""
+    text = printable(name)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _amounts(padded: int, real: int, on_wire: int) -> tuple[str, str, str, str]:

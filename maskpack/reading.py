@@ -34,7 +34,7 @@ _DEVICE = re.compile(r"(cpu|cuda|hpu|mps|npu|xla|xpu)(:(0|[1-9][0-9]?))?")
 _MOST = 1 << 31
 _MOST_BYTES = 1 << 62
 TABLE_BYTES = 48
-"""Bytes that one run, or one row, of a layout is taken to need."""
+"""Bytes that one run of a layout, and one row of a layout or an encoding, is taken to need."""
 _ARRAYS: dict[str, int | None] = {
     **{field.name: 1 for kind in KINDS.values() for field in fields_of(kind) if field.type == "Words"},
     "row_pads": 1,
@@ -68,6 +68,7 @@ class _Reader:
         self._pickled = pickled
         self._most = max_bytes
         self._claimed = 0
+        self._rows = 0
         self._row_pads: dict[Path, Words] = {}
         self._run_arrays: set[int] = set()
 
@@ -79,6 +80,7 @@ class _Reader:
             fail(call, f"{rows} rows", f"0 to {_MOST}")
         if rows > FREE_ROWS and rows > sum(array.nbytes for array in self._arrays):
             fail(call, f"{rows} rows in fewer bytes", f"at least a byte of arrays for each, beyond {FREE_ROWS}")
+        self._rows = rows
         name = self._restore()
         layouts: dict[str, RowLayout] = {}
         for entry in _get(manifest, "layouts", list, call):
@@ -278,6 +280,7 @@ class _Reader:
         if kind not in allowed:
             fail(self._call, f'field "{show(form.path)}" encoded as {brief(kind)}', f"one of {', '.join(allowed)}")
         values: dict[str, Any] = {}
+        self._claim(TABLE_BYTES * self._rows, f'an encoding of field "{show(form.path)}"')
         _only(entry, ("kind", *(field.name for field in fields_of(KINDS[kind]))), self._call)
         for field in fields_of(KINDS[kind]):
             value = entry.get(field.name)

@@ -1,6 +1,6 @@
 """A fuzz target for the byte form: `python -m tests.fuzz_wire --count N --seed S`.
 
-Every golden file is taken apart with plain loops and put together wrong; and one case in ten is a bomb, a small message
+Every golden file is taken apart with plain loops and put together wrong; and one case in 25 is a bomb, a small message
 that is made to cost much: depth, claimed sizes, keys that collide, frames of zstd, arrays that are named often. Reading
 must give a batch or raise WireFormatError; a batch that was read must decode and be written again. A file with a
 checksum must give an equal batch or none.
@@ -65,7 +65,9 @@ SECONDS = 0.5
 STUCK = 20
 LIMIT = 1 << 20
 MARGIN = 64 << 20
+BOMBED = 1 / 25
 PARSED, WIDE = 64, 48
+"""Bytes for each one of the header, and of the arrays, that reading may take."""
 
 # -------------------------------------------------------------------- a message in pieces
 
@@ -553,6 +555,7 @@ BOMBS: dict[str, Callable[[random.Random], Bomb]] = {
 
 @dataclass
 class Mutant:
+    name: str  # the seed that makes it again
     source: str
     data: bytes
     resealed: bool  # a checksum that was made to fit the change
@@ -561,13 +564,13 @@ class Mutant:
 
 def mutant(golden: dict[str, bytes], seed: str) -> Mutant:
     rng = random.Random(seed)
-    if rng.random() < 0.1:
+    if rng.random() < BOMBED:
         name = rng.choice(sorted(BOMBS))
-        return Mutant(f"bomb {name}", BOMBS[name](rng).joined(), False, LIMIT)
+        return Mutant(seed, f"bomb {name}", BOMBS[name](rng).joined(), False, rng.choice((LIMIT, 64 * LIMIT)))
     source, limit = rng.choice(sorted(golden)), rng.choice((LIMIT, 64 << 30, None))
     if rng.random() < 0.25:
         data = byte_mutation(golden[source], golden[rng.choice(sorted(golden))], rng)
-        return Mutant(source, data, False, limit)
+        return Mutant(seed, source, data, False, limit)
     pieces = Pieces.of(golden[source])
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         way = rng.randrange(8)
@@ -588,7 +591,7 @@ def mutant(golden: dict[str, bytes], seed: str) -> Mutant:
     def text(whole: str) -> str:
         return doubled(deepened(whole), rng) if rng.random() < 0.03 else deepened(whole)
 
-    return Mutant(source, pieces.joined(resealed, header, text, deepened), resealed, limit)
+    return Mutant(seed, source, pieces.joined(resealed, header, text, deepened), resealed, limit)
 
 
 # -------------------------------------------------------------------- what must hold
@@ -602,7 +605,15 @@ def _alarm(*_: Any) -> None:
     raise Late
 
 
-def outcome(made: Mutant, originals: dict[str, bytes], worst: dict[str, float]) -> str:
+Worst = dict[str, tuple[float, str]]
+"""What a case took at most, and which one did."""
+
+
+def note(worst: Worst, name: str, made: Mutant, value: float) -> None:
+    worst[name] = max(worst.get(name, (0.0, "")), (value, made.name))
+
+
+def outcome(made: Mutant, originals: dict[str, bytes], worst: Worst) -> str:
     """The name of what came of it; anything but a good end is raised. Notes in `worst` what it took at most."""
     tracemalloc.start()
     try:
@@ -614,7 +625,7 @@ def outcome(made: Mutant, originals: dict[str, bytes], worst: dict[str, float]) 
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     most = allowed(made)
-    worst["share of the memory for reading"] = max(worst["share of the memory for reading"], peak / most)
+    note(worst, "share of the memory for reading", made, peak / most)
     assert peak <= most, f"from_bytes took {peak} bytes of {most} for {len(made.data)}"
     if batch is None:
         assert str(reason).startswith("PackedBatch"), str(reason)
@@ -674,7 +685,7 @@ def forget_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def tried(made: Mutant, golden: dict[str, bytes], worst: dict[str, float]) -> str:
+def tried(made: Mutant, golden: dict[str, bytes], worst: Worst) -> str:
     """`outcome`, within time and memory."""
     forget_peak()
     before = peak_of_process()
@@ -682,20 +693,18 @@ def tried(made: Mutant, golden: dict[str, bytes], worst: dict[str, float]) -> st
     found = outcome(made, golden, worst)
     seconds = time.process_time() - begin
     grown = peak_of_process() - before
-    worst["bytes of resident memory"] = max(worst["bytes of resident memory"], grown)
+    note(worst, "bytes of resident memory", made, grown)
     assert grown <= LIMIT + MARGIN, f"the case took {grown >> 20} MiB of memory"
     if seconds > SECONDS:
         begin = time.process_time()
         outcome(made, golden, worst)
         seconds = min(seconds, time.process_time() - begin)
-    worst["seconds"] = max(worst["seconds"], seconds)
+    note(worst, "seconds", made, seconds)
     assert seconds <= SECONDS, f"the case took {seconds:.2f} s"
     return found
 
 
-def run(
-    count: int, seed: int, only: str | None = None, talk: bool = False
-) -> tuple[Counter[str], list[str], dict[str, float]]:
+def run(count: int, seed: int, only: str | None = None, talk: bool = False) -> tuple[Counter[str], list[str], Worst]:
     """Counts of outcomes, the failures, and what a case took at most."""
     warnings.simplefilter("ignore")
     golden = {file.stem: file.read_bytes() for file in sorted(GOLDEN.glob("*.maskpack"))}
@@ -705,9 +714,7 @@ def run(
             decompress(PackedBatch.from_bytes(data))
     counts: Counter[str] = Counter()
     failures: list[str] = []
-    worst: dict[str, float] = dict.fromkeys(
-        ("seconds", "bytes of resident memory", "share of the memory for reading"), 0.0
-    )
+    worst: Worst = {}
     before = signal.signal(signal.SIGALRM, _alarm)
     begin = time.monotonic()
     for name in [only] if only else [f"{seed}:{number}" for number in range(count)]:
@@ -742,8 +749,8 @@ def main() -> None:
     counts, failures, worst = run(given.count, given.seed, given.only, talk=True)
     for name, number in counts.most_common():
         print(f"{number:8d}  {name}")
-    for name, most in worst.items():
-        print(f"{most:12.3f}  {name}, at most")
+    for name, (most, case) in worst.items():
+        print(f"{most:12.3f}  {name}, at most, in {case}")
     for failure in failures[:50]:
         print(failure)
     sys.exit(1 if failures else 0)

@@ -1619,6 +1619,24 @@ def test_the_fuzzer_finds_a_check_that_is_missing(kind: str, monkeypatch: pytest
     assert failures
 
 
+def test_the_fuzzer_finds_what_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "_wrong_keys", lambda _: None)
+    made = fuzz_wire.Mutant("", "keys", keys(whole((2**61 - 1) * (n + 10)) for n in range(20_000)), False, None)
+    with pytest.raises(AssertionError, match=r"the case took \d+\.\d+ s"):
+        fuzz_wire.tried(made, {}, {})
+
+
+@pytest.mark.skipif(not fuzz_wire.peak_of_process(), reason="this system does not tell")
+def test_the_fuzzer_finds_what_takes_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unlimited(batch: PackedBatch, **options: Any) -> TensorDict:
+        return decompress(batch, **{**options, "max_bytes": None})
+
+    monkeypatch.setattr(fuzz_wire, "decompress", unlimited)
+    made = fuzz_wire.Mutant("", "sizes", empty(said(fields=[zeros("x", shape=[200 << 20])])), False, None)
+    with pytest.raises(AssertionError, match=r"the case took \d+ MiB of memory"):
+        fuzz_wire.tried(made, {}, {})
+
+
 def test_registry_pads_that_json_does_not_know() -> None:
     batch = TensorDict({"m": torch.tensor([[1, 0]]), "x": torch.tensor([[5, 2**64 - 1]], dtype=torch.uint64)}, [1])
     packed = compress(batch, registry={"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", 2**64 - 1)})
