@@ -47,6 +47,7 @@ from maskpack import (
     wire,
     words,
 )
+from maskpack import layout as mp_layout
 
 GOLDEN = sorted(make.GOLDEN)
 
@@ -1331,5 +1332,6 @@ def test_the_norm_names_every_constant() -> None:
     assert f"Beyond 2^{wire.FREE_ROWS.bit_length() - 1} there" in text
     assert f"at most {codec.MOST} times as long" in text
     assert f"at most {objects.MOST_DIMS} sizes" in text
+    assert re.search(rf"save more than {mp_layout._FEW_BYTES}\s+bytes", text)
     for name in [*words.DTYPES, *sharing.KINDS, *registry.HINTS]:
         assert name in text
