@@ -16,7 +16,7 @@ from maskpack.errors import MaskpackWarning
 from maskpack.packed import PackedBatch, compress
 from maskpack.registry import show
 from maskpack.report import Figures, chart, dtype_name, figures, printable, to_json
-from maskpack.saved import FAULTS, Unusable, one_line, saved_batch, saved_registry
+from maskpack.saved import FAULTS, Unusable, add_limit, enough_memory, one_line, saved_batch, saved_registry
 
 _DEMO_NEEDS = ("ray", "rich", "transformers")
 
@@ -77,6 +77,7 @@ def _add_inspect(commands: Any) -> None:
     parser.add_argument("--pad-token-id", type=int, metavar="N", help="the tokenizer's pad id, for batches not packed")
     parser.add_argument("--registry", metavar="FILE", help="YAML or JSON of fields and axes, on top of RL_FIELDS")
     parser.add_argument("--allow-pickle", action="store_true", help="read pickles, which run code: only what you trust")
+    add_limit(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--plot", metavar="FILE.svg", help="write a bar chart of the fields")
 
@@ -85,7 +86,8 @@ def _inspect(args: argparse.Namespace) -> int:
     try:
         if args.plot is not None and not args.plot.lower().endswith(".svg"):
             raise Unusable(f"--plot is {args.plot!r}; expected a file that ends in .svg, the only kind that is written")
-        found = figures(_packed(args))
+        with enough_memory():
+            found = figures(_packed(args))
         if args.plot is not None:
             Path(args.plot).write_text(chart(found, Path(args.file).name), encoding="utf-8")
     except FAULTS as error:
@@ -151,7 +153,7 @@ def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
 
 def _packed(args: argparse.Namespace) -> PackedBatch:
     registry = saved_registry(args.registry)
-    batch = saved_batch(Path(args.file), args.allow_pickle)
+    batch = saved_batch(Path(args.file), args.allow_pickle, args.max_bytes)
     if isinstance(batch, PackedBatch):
         return batch
     with warnings.catch_warnings():

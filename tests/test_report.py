@@ -70,7 +70,7 @@ def objects_only(packed):
 
 def pickled_arrays(packed):
     """Bytes of the buffers of a pickle, which has no others than those of the arrays of fields and layouts."""
-    return sum(body.raw().nbytes for body in packed.__reduce_ex__(5)[1][3])
+    return sum(body.raw().nbytes for body in packed.__reduce_ex__(5)[1][4])
 
 
 # -------------------------------------------------------------------- figures against naive sums

@@ -276,7 +276,7 @@ def objects() -> Golden:
     outer.set("per_row", stack({"pixels": tensors}, (tensors["a"], [])))
     outer.set("listed", NonTensorData([torch.tensor([1]), 2]))
     outer.set("below", batch)
-    return Golden(outer, {"registry": {"listed": MaskNestingSpec(None, hints=("row-list",)), "x": DENSE}})
+    return Golden(outer, {"registry": {"listed": MaskNestingSpec(None), "x": DENSE}})
 
 
 def pickled() -> Golden:
