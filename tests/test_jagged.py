@@ -197,6 +197,26 @@ def test_gradients_flow_through_jagged_tensors(name: str, monkeypatch: pytest.Mo
     assert torch.equal(leaf.grad.values(), values)
 
 
+@pytest.mark.parametrize("name", ["as it is", "other arguments"])
+def test_lengths_are_kept_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    OTHER_TORCHS.get(name, lambda monkeypatch: None)(monkeypatch)
+    values = torch.zeros(7)
+    with torch.device("meta"):
+        fields = jagged.jagged_all([values, values], OFFSETS, 0, 4)
+        fields += jagged.jagged_all([values.requires_grad_()], OFFSETS, 0, 4)
+    for field in fields:
+        assert {str(held.device) for held in field._metadata_cache.values()} == {"cpu"}
+        assert (field._get_min_seqlen(), field._get_max_seqlen(), str(field.device)) == (0, 4, "cpu")
+
+
+def test_the_ways_are_told_apart_without_a_backward_pass() -> None:
+    """It would start threads, after which a process must not fork."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.autograd, "backward", None)
+        patch.setattr(torch.Tensor, "backward", None)
+        assert jagged._fast_way() is not None
+
+
 def test_compiled_code_makes_and_takes_jagged_tensors() -> None:
     def made(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         one, other = jagged.jagged_all([values, values * 2], offsets, 0, 4)

@@ -55,6 +55,7 @@ from maskpack import (
     wire,
     words,
 )
+from maskpack import layout as mp_layout
 
 GOLDEN = sorted(make.GOLDEN)
 
@@ -1747,6 +1748,7 @@ def test_the_norm_names_every_constant() -> None:
     assert f"Beyond 2^{wire.FREE_ROWS.bit_length() - 1} the body" in text
     assert f"at most {codec.MOST} times as long" in text
     assert f"at most {objects.MOST_DIMS} sizes" in text
+    assert re.search(rf"save more than {mp_layout._FEW_BYTES}\s+bytes", text)
     assert f"at most {objects.MOST_DIMS} `dims`" in text
     assert f"and at most {objects.MOST_DEPTH};" in text
     assert f"a list of 1 to {wire.MOST_PATH} names" in text
