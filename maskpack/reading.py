@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from maskpack import codec, objects
+from maskpack.bools import odd_field
 from maskpack.contents import Contents, word_dtype_of, words_of_one
 from maskpack.errors import LayoutError, WireFormatError
 from maskpack.layout import RowLayout
@@ -24,11 +25,12 @@ from maskpack.schema import LAYOUTS, FieldForm, Schema
 from maskpack.sharing import KINDS, WHOLE, Columns, Encoding, Joined, Same
 from maskpack.tree import Node
 from maskpack.wire import FREE_ROWS, Message, brief, fail
-from maskpack.words import DTYPES, Words, pad_tensor
+from maskpack.words import DTYPES, Words, odd_bools, pad_tensor
 
 _DEVICE = re.compile(r"(cpu|cuda|hpu|mps|npu|xla|xpu)(:(0|[1-9][0-9]?))?")
 _MOST = 1 << 31
 _MOST_BYTES = 1 << 62
+_NO_BYTES = np.zeros(0, np.uint8)
 _FIELD = ("path", "kind", "dtype", "device", "shape", "hints", "reason", "row_pads", "encoding")
 _MEMBERS = {
     "padded": (*_FIELD, "layout", "dim", "pad"),
@@ -307,6 +309,12 @@ class _Reader:
                     problem = f"row pads {pads.dtype} {pads.shape}"
             if problem is not None:
                 fail(self._call, f'field "{show(path)}": {problem}', "an encoding that gives its words")
+        for path in packed.fields:  # only now: they may take their words from any other
+            pads = self._row_pads.get(path, _NO_BYTES)
+            if packed.forms[path].dtype is torch.bool and (
+                odd_bools(pads) or odd_field(path, packed.fields, packed.bounds)
+            ):
+                fail(self._call, f'field "{show(path)}" of bools with other bytes', "0 and 1 alone")
 
     def _reference(self, packed: Contents, path: Path, encoding: Encoding) -> str | None:
         form = packed.forms[path]
