@@ -342,9 +342,8 @@ def decompress(
         return build(on(root, device), entries, packed.num_rows)
     out = build(on(rows_only(root), device), entries, packed.num_rows)
     schema = replace(packed.schema, forms=tuple(forms))
-    pads = {form.path: pad for form in forms if (pad := decoder.row_pads(form)) is not None}
     home = on(root, device).device
-    return out.set(LAYOUTS, write_layouts(schema, decoder.tables(), pads, packed.num_rows, home))
+    return out.set(LAYOUTS, write_layouts(schema, decoder.tables(), decoder.pads(forms), packed.num_rows, home))
 
 
 def _layouts_of(like: Any) -> dict[str, RowLayout]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -99,37 +98,30 @@ class RowPads:
 
 
 def write_layouts(
-    schema: Schema, tables: Mapping[str, Tensor], row_pads: Mapping[Path, Tensor], rows: int, device: str | None
+    schema: Schema, tables: Mapping[str, Tensor], pads: Tensor, rows: int, device: str | None
 ) -> TensorDict:
-    """The LAYOUTS entry of a batch on `device`, from the run table of each layout, and the pads [B] of each field whose
-    pad is PER_ROW."""
+    """The LAYOUTS entry of a batch on `device`, from the run table of each layout and what `pad_table` makes."""
     batch = schema.root.batch_size(rows)[:1]
     here = Node(() if batch else None, device)
     held: Any = NonTensorData(schema, batch_size=batch, device=device)
     entries: list[tuple[Path, Any]] = [(("schema",), held), (("runs",), here)]
     entries += [(("runs", name), tables[name]) for name, _, _ in schema.axes]
-    where = next((table.device for table in tables.values()), torch.device(device or "cpu"))
-    entries.append((("pads",), _pad_table(schema, row_pads, rows, where)))
+    entries.append((("pads",), pads))
     return build(here, entries, rows)
 
 
-def _pad_table(schema: Schema, row_pads: Mapping[Path, Tensor], rows: int, device: torch.device) -> Tensor:
-    """uint8 [B, K]: the pads of all padded fields, those that are PER_ROW from `row_pads`."""
-    places = _pad_places(schema.forms)
-    line = b"".join(_pad_bytes(form.pads[0], form.dtype) for form in schema.forms if form.path in places)
-    table = _row_of_pads(line, device).expand(rows, -1).clone()
+def pad_table(
+    forms: Iterable[FieldForm], row_pads: Mapping[Path, Tensor], rows: int, device: torch.device | str
+) -> Tensor:
+    """uint8 [B, K] on a device: the pads of all padded fields, those that are PER_ROW from `row_pads`, [B] each."""
+    places = _pad_places(forms := list(forms))
+    line = b"".join(_pad_bytes(form.pads[0], form.dtype) for form in forms if form.path in places)
+    table = torch.tensor(list(line), dtype=torch.uint8, device=device).expand(rows, -1).clone()
     for path in row_pads.keys() & places.keys():
-        bits = words(row_pads[path]).to(device).clone(memory_format=torch.contiguous_format).view(torch.uint8)
-        table[:, places[path].start + 1 : places[path].stop] = bits.view(
-            rows, places[path].stop - places[path].start - 1
-        )
+        begin, end = places[path].start + 1, places[path].stop
+        bits = words(row_pads[path]).to(device).clone(memory_format=torch.contiguous_format)
+        table[:, begin:end] = bits.view(torch.uint8).view(rows, end - begin)
     return table
-
-
-@lru_cache(maxsize=256)
-def _row_of_pads(line: bytes, device: torch.device) -> Tensor:
-    """The bytes on a device: the same for all batches of a loop, so that they are copied once."""
-    return torch.tensor(list(line), dtype=torch.uint8, device="cpu").to(device, non_blocking=True)
 
 
 def _pad_bytes(pad: PadValue, dtype: torch.dtype | None) -> bytes:
