@@ -361,8 +361,8 @@ def test_threads_replay_as_one(reentrant: bool) -> None:
     batches = [batch_of([3, 1, 9, 4, 2][:rows], [30, 1, 6, 75, 12][:rows]) for rows in (5, 4, 3)]
     kinds = ["qwen3", "llama", "gemma3", "qwen3"]
 
-    def of_own(kind: str) -> list[Any]:
-        model = tiny(kind, dtype).train()
+    def of_own(model: Any) -> list[Any]:
+        model.train()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         if reentrant:
             model.enable_input_require_grads()
@@ -377,17 +377,17 @@ def test_threads_replay_as_one(reentrant: bool) -> None:
         with torch.no_grad():
             return [response_log_probs(replay, batch, canary=True).values() for batch in batches]
 
-    wanted = [of_own(kind) for kind in kinds]
+    wanted = [of_own(tiny(kind, dtype)) for kind in kinds]
     shared_wanted = of_shared(replayable(tiny("qwen3", dtype)))
     shared = replayable(tiny("qwen3", dtype))
     ready = threading.Barrier(len(kinds))
 
-    def work(kind: str) -> tuple[list[Any], list[Tensor]]:
+    def work(model: Any) -> tuple[list[Any], list[Tensor]]:
         ready.wait(60)
-        return of_own(kind), of_shared(shared)
+        return of_own(model), of_shared(shared)
 
     with ThreadPoolExecutor(len(kinds)) as threads:
-        seen = list(threads.map(work, kinds))
+        seen = list(threads.map(work, [tiny(kind, dtype) for kind in kinds]))
     for (own, common), want in zip(seen, wanted, strict=True):
         assert all(map(torch.equal, common, shared_wanted))
         for (log_probs, grads), (wanted_log_probs, wanted_grads) in zip(own, want, strict=True):
