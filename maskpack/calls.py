@@ -22,6 +22,7 @@ import ray
 import torch
 from tensordict import TensorDict
 
+from maskpack.arguments import said
 from maskpack.errors import LayoutError, MaskpackError, WorkerError
 from maskpack.packed import PackedBatch, decompress
 from maskpack.parcels import Receipt
@@ -163,6 +164,8 @@ class Call:
             WorkerError: ranks failed, or did not answer in time, or their results do not fit together. A later
                 `result` may still have what late ranks return.
         """
+        if timeout is not None:
+            seconds(timeout, "timeout", "Call.result")
         if not self._done:
             self._collect(timeout)
             self._check()
@@ -298,6 +301,13 @@ class Call:
             self.metrics[f"dispatch/rank_{phase}_ms"] = max((receipt.ms[phase] for receipt in receipts), default=0.0)
 
 
+def seconds(value: Any, name: str, call: str) -> None:
+    """Raises MaskpackError for what is no time to wait."""
+    known = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not known or not cast("Any", value) >= 0:
+        raise MaskpackError(f"{call}: {name} is {said(value)}; expected seconds, from 0. Give a number.")
+
+
 def _got(references: Sequence[Any], timeout: float | None) -> tuple[Sequence[Any], BaseException | None]:
     """What the references stand for; or None for each, and the error."""
     try:
@@ -343,7 +353,7 @@ def _in_order(parts: Sequence[Part], request: Request) -> BatchView | TensorDict
     packed = PackedBatch.cat(results)
     if not np.array_equal(back, np.arange(back.size)):
         packed = packed.select(back)
-    return decompress(packed, layout=request.layout, device=request.device)
+    return decompress(packed, layout=request.layout, device=request.device, max_bytes=None)
 
 
 def _said(rows: IntArray) -> str:

@@ -33,7 +33,10 @@ from maskpack.sharing import (
 from maskpack.words import Words
 
 _ENOUGH = 8
-"""An encoding this many times smaller than plain ends the search."""
+"""An encoding this many times smaller than plain ends the search, unless a bit for each word, as a mask may take, is
+less than half of it."""
+_LITTLE = 64
+"""Bytes, or words, that are not worth a longer search."""
 
 _ENCODERS: dict[str, Callable[[Words, IntArray], Whole | None]] = {
     "runs": Runs.encode,
@@ -137,7 +140,7 @@ def _best(words: Words, bounds: IntArray, integers: bool, hints: Sequence[str]) 
         made = _ENCODERS[name](words, bounds)
         if made is not None and nbytes(made) < size:
             best, size = made, nbytes(made)
-            if size * _ENOUGH <= words.nbytes:
+            if size * _ENOUGH <= words.nbytes and size <= words.size // 4 + _LITTLE:
                 break
     return best
 
@@ -161,7 +164,10 @@ class _Glance:
         if name == "sparse":
             return _most(self._seen == 0)
         if name == "bits":
-            return integers and int(self._seen.min()) >= 0 and int(self._seen.max()) <= 1
+            low, high = self._seen.min(), self._seen.max()
+            if self._all.size > _LITTLE:
+                return bool(((self._seen == low) | (self._seen == high)).all())
+            return integers and int(low) >= 0 and int(high) <= 1
         return integers and self._all.itemsize > 1
 
     @cached_property

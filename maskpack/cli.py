@@ -16,8 +16,9 @@ from maskpack.errors import MaskpackWarning
 from maskpack.packed import PackedBatch, compress
 from maskpack.registry import show
 from maskpack.report import Figures, chart, dtype_name, figures, printable, to_json
-from maskpack.saved import FAULTS, Unusable, one_line, saved_batch, saved_registry
+from maskpack.saved import FAULTS, Unusable, add_limit, enough_memory, one_line, saved_batch, saved_registry
 
+_LONGEST = 80
 _DEMO_NEEDS = ("ray", "rich", "transformers")
 
 
@@ -77,6 +78,7 @@ def _add_inspect(commands: Any) -> None:
     parser.add_argument("--pad-token-id", type=int, metavar="N", help="the tokenizer's pad id, for batches not packed")
     parser.add_argument("--registry", metavar="FILE", help="YAML or JSON of fields and axes, on top of RL_FIELDS")
     parser.add_argument("--allow-pickle", action="store_true", help="read pickles, which run code: only what you trust")
+    add_limit(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--plot", metavar="FILE.svg", help="write a bar chart of the fields")
 
@@ -85,7 +87,8 @@ def _inspect(args: argparse.Namespace) -> int:
     try:
         if args.plot is not None and not args.plot.lower().endswith(".svg"):
             raise Unusable(f"--plot is {args.plot!r}; expected a file that ends in .svg, the only kind that is written")
-        found = figures(_packed(args))
+        with enough_memory():
+            found = figures(_packed(args))
         if args.plot is not None:
             Path(args.plot).write_text(chart(found, Path(args.file).name), encoding="utf-8")
     except FAULTS as error:
@@ -104,9 +107,9 @@ def _table(found: Figures) -> str:
     head = ("field", "dtype", "encoding", "padded", "real", "wire", "padded/wire", "left to gain")
     lines = [
         (
-            printable(show(field.path)),
+            _cell(show(field.path)),
             dtype_name(field),
-            printable(field.encoding),
+            _cell(field.encoding),
             *_amounts(field.padded_bytes, field.real_bytes, field.wire_bytes),
             _left(field.left),
         )
@@ -132,6 +135,12 @@ def _table(found: Figures) -> str:
     return "\n".join(out)
 
 
+def _cell(name: str) -> str:
+    """A name in a column, which is as wide as the longest."""
+    text = printable(name)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
 def _amounts(padded: int, real: int, on_wire: int) -> tuple[str, str, str, str]:
     return f"{padded:,}", f"{real:,}", f"{on_wire:,}", f"{padded / on_wire:,.1f}" if on_wire else "-"
 
@@ -151,7 +160,7 @@ def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
 
 def _packed(args: argparse.Namespace) -> PackedBatch:
     registry = saved_registry(args.registry)
-    batch = saved_batch(Path(args.file), args.allow_pickle)
+    batch = saved_batch(Path(args.file), args.allow_pickle, args.max_bytes)
     if isinstance(batch, PackedBatch):
         return batch
     with warnings.catch_warnings():

@@ -7,7 +7,7 @@ An array that this does not make smaller stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -22,8 +22,8 @@ CODECS = ("zstd",)
 _LEVEL = 1
 _LEAST = 512
 _SAMPLE = 1 << 14
-MOST = 1 << 12
-"""Bytes that one compressed byte may stand for; what would be smaller still is left as it is."""
+MOST = 1 << 8
+"""Bytes that the arrays of a message may stand for, for each one that travels."""
 
 
 def check(codec: str | None, call: str) -> None:
@@ -62,7 +62,7 @@ def compressed(arrays: Sequence[Words], near: Mapping[int, int]) -> tuple[list[W
         if other is not None:
             line = _apart(array, arrays[other])
         small = np.frombuffer(squeeze(line), np.uint8)
-        if small.nbytes >= array.nbytes or small.nbytes * MOST < array.nbytes:
+        if small.nbytes >= array.nbytes:
             return array, None
         return small, [f"{array.dtype.kind}{array.itemsize}", array.size, other]
 
@@ -70,16 +70,27 @@ def compressed(arrays: Sequence[Words], near: Mapping[int, int]) -> tuple[list[W
     return [array for array, _ in pairs], [record for _, record in pairs]
 
 
-def restored(arrays: Sequence[Words], records: Any, call: str) -> list[Words]:
-    """The inverse of `compressed`. Raises WireFormatError for records that do not fit the arrays."""
+def size_of(records: Iterable[Any]) -> int:
+    """Bytes of the arrays that were compressed."""
+    return sum(record[1] * np.dtype(record[0]).itemsize for record in records if record is not None)
+
+
+def check_records(arrays: Sequence[Words], records: Any, call: str) -> None:
+    """Raises WireFormatError for records that do not fit the arrays, or that claim too many bytes for them."""
     if not isinstance(records, list) or len(cast("list[Any]", records)) != len(arrays):
         fail(call, "codec records that are not one for each array", "one for each")
-    known = cast("list[Any]", records)
-    for record in known:
+    for record in cast("list[Any]", records):
         _check(record, len(arrays), call)
-    lines: list[Words] = _each(lambda number: _expanded(arrays[number], known[number], call), range(len(arrays)))
+    claimed, nbytes = size_of(cast("list[Any]", records)), sum(array.nbytes for array in arrays)
+    if claimed > MOST * nbytes:
+        fail(call, f"{nbytes} bytes of arrays that stand for {claimed}", f"at most {MOST} times as many")
+
+
+def restored(arrays: Sequence[Words], records: Sequence[Any], call: str) -> list[Words]:
+    """The inverse of `compressed`. Raises WireFormatError for arrays that are not as the records say."""
+    lines: list[Words] = _each(lambda number: _expanded(arrays[number], records[number], call), range(len(arrays)))
     others: dict[int, int] = {
-        number: record[2] for number, record in enumerate(known) if record is not None and record[2] is not None
+        number: record[2] for number, record in enumerate(records) if record is not None and record[2] is not None
     }
     for first in list(others):
         chain: dict[int, None] = {}  # in order; each array waits for the next
@@ -101,7 +112,7 @@ def _check(record: Any, count: int, call: str) -> None:
     if record is None:
         return
     parts: list[Any] = cast("list[Any]", record) if isinstance(record, list) else []
-    if len(parts) != 3 or parts[0] not in _SIZES or type(parts[1]) is not int:
+    if len(parts) != 3 or parts[0] not in _SIZES or type(parts[1]) is not int or parts[1] < 0:
         fail(call, f"codec record {brief(record)}", f"[dtype, size, array], a dtype of {', '.join(_SIZES)}")
     if parts[2] is not None and (type(parts[2]) is not int or not 0 <= parts[2] < count):
         fail(call, f"codec record {brief(record)}", f"the number of one of {count} arrays, or null")
@@ -116,8 +127,6 @@ def _expanded(array: Words, record: Any, call: str) -> Words:
     if array.dtype != np.uint8:
         fail(call, f"a zstd frame in {array.dtype}", "one in uint8")
     nbytes = size * np.dtype(name).itemsize
-    if not 0 <= nbytes <= array.size * MOST:
-        fail(call, f"{array.size} bytes that stand for {nbytes}", f"at most {MOST} times as many")
     try:
         frame = zstandard.get_frame_parameters(array.data)
         if frame.content_size != nbytes:
@@ -145,8 +154,11 @@ def _apart(words: Words, other: Words) -> Words:
 def _together(apart: Words, other: Words) -> Words:
     unsigned = np.dtype(f"u{apart.itemsize}")
     zigzag = apart.view(unsigned)
-    back: Words = (zigzag >> 1) ^ (unsigned.type(0) - (zigzag & 1))
-    return (other.view(unsigned) + back).view(apart.dtype)
+    back: Words = zigzag & 1
+    np.negative(back, out=back)
+    back ^= zigzag >> 1
+    back += other.view(unsigned)
+    return back.view(apart.dtype)
 
 
 def _copy(line: Words) -> Words:
@@ -160,6 +172,8 @@ def _shuffled(line: Words) -> bytes:
 
 
 def _unshuffled(line: Words, dtype: np.dtype[Any]) -> Words:
+    if dtype.itemsize == 1:
+        return line.view(dtype)
     out: Words = np.empty((line.size // dtype.itemsize, dtype.itemsize), np.uint8)
     out[...] = line.reshape(dtype.itemsize, -1).T
     return out.reshape(-1).view(dtype)

@@ -12,20 +12,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from maskpack.checks import to_padded
 from maskpack.choice import Candidate
 from maskpack.encodings import Plain
 from maskpack.errors import LayoutError
 from maskpack.jagged import jagged
 from maskpack.layout import RowLayout
-from maskpack.nesting import rows_only, to_padded
+from maskpack.nesting import rows_only
 from maskpack.objects import Objects
 from maskpack.registry import Path, show
 from maskpack.rows import IntArray
-from maskpack.schema import FieldForm, Schema, run_tables
+from maskpack.schema import FieldForm, RowPads, Schema, run_tables
 from maskpack.sharing import Encoding, Field, Joined, Own, Same
 from maskpack.tasks import Tasks
 from maskpack.tree import Node
 from maskpack.words import Words, from_words, word_dtype
+
+MAX_BYTES = 64 << 30
+"""Bytes that a batch may take decoded, unless the caller says otherwise."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -85,6 +89,33 @@ def words_of_one(form: FieldForm) -> int:
     """Words of one element of a field."""
     assert form.dtype is not None
     return math.prod(form.shape) * (2 if form.dtype.itemsize == 16 else 1)
+
+
+def shape_of(form: FieldForm, layout: RowLayout | None, rows: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a tensor at home; of a jagged one, that of its values. `rows` are those of a dense field: (B,), or () where
+    the rows are no batch dim."""
+    if layout is None:
+        return (*rows, *form.shape)
+    if form.kind != "padded":
+        return (layout.total, *form.shape)
+    before = form.ragged_dim - 1
+    return (layout.num_rows, *form.shape[:before], layout.width, *form.shape[before:])
+
+
+def decoded_nbytes(packed: Contents, forms: Iterable[FieldForm], nested: bool) -> int:
+    """Bytes that some fields take decoded, without decoding them: tensors, Python objects, and what LAYOUTS holds."""
+    rows = () if packed.schema.root.more_dims is None else (packed.num_rows,)
+    total = 0
+    for form in forms:
+        if form.kind == "object":
+            total += packed.objects[form.path].decoded_nbytes
+        elif form.dtype is not None:
+            layout = None if form.layout is None else packed.layouts[form.layout]
+            shape = shape_of(form, layout, rows) if layout is None or not nested else (layout.total, *form.shape)
+            total += math.prod(shape) * form.dtype.itemsize
+    if nested:
+        total += sum(12 * layout.num_runs + 16 * (layout.num_rows + 1) for layout in packed.layouts.values())
+    return total
 
 
 def candidate(form: FieldForm, line: Words | None, bounds: IntArray, encoding: Own | None = None) -> Candidate:
@@ -158,11 +189,25 @@ class Decoder:
         layout = self._layout(form.layout, values.device)
         if form.kind == "jagged" or (self.nested and form.kind in ("padded", "flat")):
             return jagged(values, layout)
-        return values if form.kind == "flat" else to_padded(values, form, layout, self.row_pads(form))
+        return values if form.kind == "flat" else to_padded(values, form, layout, self._row_pads(form))
 
     def padded(self, path: Path) -> Tensor:
         """A field in its padded form."""
         return self.entry(self._packed.forms[path])
+
+    def form(self, path: Path) -> FieldForm:
+        """The form of a field."""
+        return self._packed.forms[path]
+
+    def widened(self, form: FieldForm, left: int, right: int) -> Tensor:
+        """A padded field with as many columns of padding more on each side."""
+        layout = self._packed.layouts[form.layout or ""].widened(left, right)
+        values = self._values(form)
+        return to_padded(values, form, layout.to(values.device), self._row_pads(form))
+
+    def _row_pads(self, form: FieldForm) -> RowPads | None:
+        pads = self.row_pads(form)
+        return None if pads is None else RowPads(pads)
 
     def row_pads(self, form: FieldForm) -> Tensor | None:
         """[B], a copy, of a field whose pad is PER_ROW."""
@@ -231,7 +276,7 @@ class Decoder:
 
 def on(node: Node, device: torch.device | str | None) -> Node:
     """A node of a batch that goes to `device`, if one is given."""
-    return node if device is None else Node(node.more_dims, str(device))
+    return node if device is None else replace(node, device=str(device))
 
 
 # -------------------------------------------------------------------- narrower rows

@@ -15,7 +15,8 @@ from maskpack.errors import CoverageError
 from maskpack.objects import Objects
 from maskpack.registry import Path, show
 
-_LEAVES = (str, bytes, int, float, complex, bool, type(None), np.generic, torch.dtype, torch.device)
+_PLAIN = (str, bytes, bytearray, range, int, float, complex, bool, type(None))
+_LEAVES = (*_PLAIN, np.generic, torch.dtype, torch.device)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,13 +19,14 @@ from typing import Any, cast
 import torch
 from tensordict import TensorDictBase
 
+from maskpack.contents import MAX_BYTES
 from maskpack.cover import Cover, Covers, names_in, spec_text
 from maskpack.coverage import DenseField
 from maskpack.errors import MaskpackWarning
 from maskpack.packed import PackedBatch, compress, decompress
 from maskpack.registry import DENSE, RL_FIELDS, MaskNestingRegistry, Path, show
 from maskpack.report import Figures, figures, printable, to_json
-from maskpack.saved import FAULTS, Unusable, one_line, saved_batch, saved_registry
+from maskpack.saved import FAULTS, Unusable, add_limit, enough_memory, one_line, saved_batch, saved_registry
 from maskpack.survey import dense_fields
 from maskpack.words import from_words
 
@@ -94,6 +95,7 @@ def diagnose(
     batch: TensorDictBase | PackedBatch,
     registry: MaskNestingRegistry = RL_FIELDS,
     pad_token_id: int | None = None,
+    max_bytes: int | None = MAX_BYTES,
 ) -> Diagnosis:
     """Looks at a batch.
 
@@ -101,12 +103,13 @@ def diagnose(
         batch: padded, nested or packed. It is not changed.
         registry: what is known of its fields.
         pad_token_id: the tokenizer's; looked for under the masks if it is not given.
+        max_bytes: of a packed batch, which is decoded: as for `decompress`.
 
     Raises:
-        LayoutError: masks that are none, or fields without plain bits.
+        LayoutError: masks that are none, fields without plain bits, or more than `max_bytes`.
     """
     saved = cast("PackedBatch | None", batch if isinstance(batch, PackedBatch) else None)
-    plain: Any = batch if saved is None else decompress(saved)
+    plain: Any = batch if saved is None else decompress(saved, max_bytes=max_bytes)
     covers = Covers(plain, registry, pad_token_id)
     token = covers.pad_token_id or 0
     misfits = covers.misfits() if saved is None else {}
@@ -344,6 +347,7 @@ def add_arguments(commands: Any) -> None:
         "--gbit", type=float, default=10.0, metavar="N", help="speed of the link (default: %(default)g)"
     )
     parser.add_argument("--allow-pickle", action="store_true", help="read pickles, which run code: only what you trust")
+    add_limit(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of words")
 
 
@@ -353,8 +357,9 @@ def run(args: argparse.Namespace) -> int:
         if not 0 < args.gbit < float("inf"):
             raise Unusable(f"--gbit is {args.gbit}; expected the speed of a link, above 0")
         registry = saved_registry(args.registry)
-        batch = saved_batch(FilePath(args.file), args.allow_pickle)
-        found = diagnose(batch, registry, args.pad_token_id)
+        with enough_memory():
+            batch = saved_batch(FilePath(args.file), args.allow_pickle, args.max_bytes)
+            found = diagnose(batch, registry, args.pad_token_id, max_bytes=None)
     except FAULTS as error:
         print(f"maskpack doctor: {one_line(error)}", file=sys.stderr)
         return 2

@@ -6,7 +6,7 @@ Contents --manifest.py--> manifest, arrays --wire.py--> bytes --wire.py--> manif
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields as fields_of
 from typing import Any, cast
 
@@ -16,10 +16,11 @@ from maskpack import codec, objects
 from maskpack.contents import Contents
 from maskpack.encodings import Plain
 from maskpack.errors import MaskpackError
+from maskpack.layout import RowLayout
 from maskpack.registry import Pad, PadValue, path_of, show
 from maskpack.schema import FieldForm
 from maskpack.tree import Node
-from maskpack.wire import FREE_ROWS, Message
+from maskpack.wire import FREE_ROWS, MOST_PATH, Message
 from maskpack.words import Words
 
 
@@ -32,23 +33,34 @@ def write(packed: Contents, pickled: bool, with_objects: bool = True) -> tuple[M
             "name": name,
             "width": layout.width,
             "anchor": layout.anchor,
-            "runs": [writer.add(part, f"layout {name}") for part in layout.compact()],
+            **writer.layout(layout, name),
         }
         for name, layout in packed.layouts.items()
     ]
     manifest: dict[str, Any] = {
         "rows": packed.num_rows,
-        "root": _node_out(packed.schema.root),
+        "root": _node_out(packed.schema.root, "the batch"),
         "axes": [name for name, _, _ in packed.schema.axes],
         "layouts": layouts,
         "fields": [writer.field(packed, form, pickled, with_objects) for form in packed.schema.forms],
     }
-    writer.pay(packed.num_rows)
     arrays = writer.arrays
+    records: list[Any] = []
     if packed.codec is not None:
         arrays, records = codec.compressed(arrays, near(packed, writer.numbers))
         manifest["codec"] = {"name": packed.codec, "arrays": records}
+    missing = _unpaid(packed.num_rows, arrays, records)
+    if missing > 0:
+        arrays = [*arrays, np.zeros(missing, np.uint8)]
+        records.append(None)
+        writer.names.append("claims")
     return Message(manifest, arrays), writer.names
+
+
+def _unpaid(rows: int, arrays: Iterable[Words], records: Iterable[Any]) -> int:
+    """Bytes that the arrays lack for what the message claims: its rows (wire.FREE_ROWS) and what the codec restores."""
+    wanted = max(rows if rows > FREE_ROWS else 0, -(-codec.size_of(records) // codec.MOST))
+    return wanted - sum(array.nbytes for array in arrays)
 
 
 def near(packed: Contents, numbers: Mapping[int, int]) -> dict[int, int]:
@@ -78,12 +90,6 @@ class _Writer:
         self.numbers: dict[int, int] = {}
         self._alive: list[Words] = []  # so that no id comes twice
 
-    def pay(self, rows: int) -> None:
-        """Bytes for the rows, where constant fields took fewer than the reader wants to see (wire.FREE_ROWS)."""
-        missing = rows - sum(array.nbytes for array in self.arrays)
-        if rows > FREE_ROWS and missing > 0:
-            self.add(np.zeros(missing, np.uint8), "rows")
-
     def add(self, array: Words, name: str) -> int:
         """The number of an array; the same array comes once."""
         if id(array) not in self.numbers:
@@ -92,6 +98,11 @@ class _Writer:
             self._alive.append(array)
             self.names.append(name)
         return self.numbers[id(array)]
+
+    def layout(self, layout: RowLayout, name: str) -> dict[str, Any]:
+        """Its arrays."""
+        numbers = [self.add(part, f"layout {name}") for part in layout.compact()]
+        return {"bits": numbers[0]} if len(numbers) == 1 else {"runs": numbers}
 
     def _forget(self, count: int) -> None:
         """All arrays but the first `count`."""
@@ -104,14 +115,12 @@ class _Writer:
                 f"PackedBatch: field {form.path!r} has a name with half a surrogate pair, which is no Unicode text. "
                 "Rename it."
             )
-        if len(form.shape) > objects.MOST_DIMS:
-            raise MaskpackError(
-                f'PackedBatch: field "{show(form.path)}" has elements of {len(form.shape)} dims; expected at most '
-                f"{objects.MOST_DIMS}. Flatten some of them."
-            )
+        name = f'field "{show(form.path)}"'
+        _bound(name, "a path of {} names", len(form.path), MOST_PATH)
+        _bound(name, "elements of {} dims", len(form.shape), objects.MOST_DIMS)
         out: dict[str, Any] = {"path": list(form.path), "kind": form.kind}
         if form.node is not None:
-            return out | {"node": _node_out(form.node)}
+            return out | {"node": _node_out(form.node, name)}
         if form.kind == "object":
             return out | (self._object(packed, form, pickled) if with_objects else {})
         out["dtype"] = str(form.dtype).removeprefix("torch.")
@@ -124,6 +133,8 @@ class _Writer:
             out["hints"] = list(form.hints)
         if form.reason is not None:
             out["reason"] = form.reason
+        if form.axis is not None:
+            out["axis"] = form.axis
         if form.path in packed.row_pads:
             out["row_pads"] = self.add(packed.row_pads[form.path], f"{show(form.path)} pads")
         out["encoding"] = self._encoding(packed.fields[form.path], show(form.path))
@@ -147,7 +158,10 @@ class _Writer:
 
     def _object(self, packed: Contents, form: FieldForm, pickled: bool) -> dict[str, Any]:
         held = packed.objects[form.path]
-        out: dict[str, Any] = {"depth": held.depth, "listed": held.listed}
+        _bound(f'field "{show(form.path)}"', "stacks of {} dims", held.depth, objects.MOST_DEPTH)
+        out: dict[str, Any] = {"depth": held.depth}
+        if held.stacked:
+            out["stacked"] = True
         if form.hints:
             out["hints"] = list(form.hints)
         before = len(self.arrays)
@@ -173,8 +187,18 @@ def _leads(found: dict[int, int], begin: int, end: int) -> bool:
     return begin == end
 
 
-def _node_out(node: Node) -> dict[str, Any]:
-    return {"dims": None if node.more_dims is None else list(node.more_dims), "device": node.device}
+def _bound(name: str, seen: str, count: int, most: int) -> None:
+    if count > most:
+        raise MaskpackError(
+            f"PackedBatch: {name} has {seen.format(count)}; expected at most {most}, which is what a reader takes. "
+            "Flatten some of them."
+        )
+
+
+def _node_out(node: Node, name: str) -> dict[str, Any]:
+    _bound(name, "{} batch dims behind its rows", len(node.more_dims or ()), objects.MOST_DIMS)
+    out = {"dims": None if node.more_dims is None else list(node.more_dims), "device": node.device}
+    return out if node.kind is None else out | {"kind": f"{node.kind.__module__}:{node.kind.__qualname__}"}
 
 
 def _pad_out(pad: PadValue) -> Any:

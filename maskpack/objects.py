@@ -11,13 +11,16 @@ from __future__ import annotations
 import math
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, is_tensor_collection
+from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection
+from tensordict import is_non_tensor as is_non_tensor  # type: ignore[reportUnknownVariableType]
+from tensordict import lazy_stack as lazy_stack  # type: ignore[reportUnknownVariableType]
 from torch import Tensor
 
 from maskpack.words import DTYPES, Words, from_words, word_dtype, words
@@ -27,6 +30,13 @@ _MOST_ITEMS = 1 << 22
 _ATOMS = {int, float, str, bool, bytes, type(None)}
 MOST_DIMS = 28
 """Dims of an element, or of a tensor in a Python object: numpy has 32 at least, and rows and width come on top."""
+MOST_DEPTH = 8
+"""Depth of a stack of objects that comes from a file: tensordict takes 2^depth steps to ask a stack for its device."""
+MOST_COLLIDING, MOST_KEYS = 16, 1 << 15
+"""Keys of a dict in JSON: those with one hash, and those that are no text. A dict compares a key with each one of its
+hash, and ints, floats and tuples of any hash are easily made; Python salts the hashes of texts alone."""
+ITEM_BYTES = 1 << 10
+"""Bytes that one entry of a NonTensorStack is taken to need."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,36 +72,60 @@ class Objects:
     Attributes:
         data: one object for the batch, or the list of the rows' objects (lists of lists below further batch dims).
         depth: batch dims that `data` is a list along; 0 for one object of the whole batch.
-        listed: whether the one object is a list of one item a row, which follows the rows.
+        stacked: whether `data` holds the rows of a lazy stack, a TensorDict or tensorclass each.
     """
 
     data: Any
     depth: int
-    listed: bool = False
+    stacked: bool = False
 
     @classmethod
     def of(cls, value: Any) -> Objects:
         """The entry of a TensorDict."""
         if isinstance(value, NonTensorStack):
             return cls(value.tolist(), len(value.batch_size))
+        if is_tensor_collection(value) and not is_non_tensor(value):  # a lazy stack
+            return cls(list(value.unbind(0)), 1, True)
         return cls(value.data if isinstance(value, NonTensorData) else value, 0)
 
-    def stowed(self, rows: int, row_list: bool) -> Objects:
-        """With its tensors as words. `row_list`: a batch-wide list of as many items as there are rows follows them."""
-        data: Any = self.data
-        listed = row_list and self.depth == 0 and type(data) is list and len(cast("list[Any]", data)) == rows
-        return Objects(_mapped(self.data, _Stowing().leaf), self.depth, listed)
+    def stowed(self) -> Objects:
+        """With its tensors as words; the rows of a lazy stack are copied."""
+        data = [row.clone() for row in self.data] if self.stacked else _mapped(self.data, _Stowing().leaf)
+        return replace(self, data=data)
 
     def entry(self, batch_size: tuple[int, ...]) -> Any:
         """The entry as a TensorDict holds it, with tensors of its own."""
-        data = _mapped(self.data, lambda item: item.restored() if isinstance(item, Stowed) else item)
+        if self.stacked:
+            return lazy_stack([row.clone() for row in self.data]) if self.data else TensorDict({}, batch_size)
+        data = self.restored()
         return NonTensorData(data, batch_size=batch_size) if self.depth == 0 else _stacked(data, self.depth, batch_size)
+
+    def restored(self) -> Any:
+        """`data` with tensors of its own."""
+        return _mapped(self.data, lambda item: item.restored() if isinstance(item, Stowed) else item)
+
+    @property
+    def decoded_nbytes(self) -> int:
+        """Bytes that `entry` takes: those of its tensors, and ITEM_BYTES for each entry of a stack."""
+        count, items = 0, [self.data]
+        for _ in range(self.depth):
+            items = [part for item in items for part in item]
+            count += len(items)
+        tensors: dict[int, int] = {}
+        todo, seen = [items], {id(items)}
+        while todo:
+            for item in todo.pop():
+                kind: Any = type(item)  # type: ignore[reportUnknownVariableType]
+                if kind is Stowed:
+                    tensors[id(item)] = item.words.nbytes
+                elif kind in (dict, list, tuple) and id(item) not in seen:
+                    seen.add(id(item))
+                    todo.append(item.values() if kind is dict else item)
+        return ITEM_BYTES * count + sum(tensors.values())
 
     def select(self, rows: Iterable[int]) -> Objects:
         """Of some rows."""
-        if self.depth or self.listed:
-            return Objects([self.data[row] for row in rows], self.depth, self.listed)
-        return self
+        return replace(self, data=[self.data[row] for row in rows]) if self.depth else self
 
     def arrays(self) -> list[Words]:
         """The words of its stowed tensors, each array once."""
@@ -110,10 +144,8 @@ def _stacked(data: list[Any], depth: int, sizes: tuple[int, ...]) -> Any:
     if depth == 1:
         return NonTensorStack(*[NonTensorData(item) for item in data])
     if not data:  # only a slice of a stack that is not empty knows its other sizes
-        item: Any = None
-        for size in reversed(sizes[1:]):
-            item = [item] * size
-        return _stacked([item], depth, sizes)[:0] if len(sizes) >= depth else NonTensorStack()
+        inner: Any = NonTensorData(None, batch_size=sizes[1:])
+        return NonTensorStack(inner)[:0] if len(sizes) >= depth else NonTensorStack()
     return NonTensorStack(*[_stacked(item, depth - 1, sizes[1:]) for item in data])
 
 
@@ -261,6 +293,8 @@ def to_json(data: Any, store: Callable[[Words], int]) -> Any:
         if kind is tuple:
             return {"tuple": [said(part, depth + 1) for part in item]}
         if kind is dict:
+            if problem := _wrong_keys(item):
+                raise Unsayable(problem)
             return {"dict": [[said(key, depth + 1), said(value, depth + 1)] for key, value in item.items()]}
         if kind is Stowed:
             return {"tensor" if item.tensor else "array": [store(item.words), item.dtype, list(item.shape)]}
@@ -323,10 +357,21 @@ def _dict(items: list[Any], arrays: Callable[[Any], Words], depth: int) -> dict[
     if any(not isinstance(item, list) or len(cast("list[Any]", item)) != 2 for item in items):
         raise ValueError("a dict entry without key and value")
     keys = _parts([item[0] for item in items], _no_array, depth)
+    if problem := _wrong_keys(keys):
+        raise ValueError(problem)
     found = dict(zip(keys, _parts([item[1] for item in items], arrays, depth), strict=True))
     if len(found) != len(items):
         raise ValueError("a dict with one key twice")
     return found
+
+
+def _wrong_keys(keys: Iterable[Any]) -> str | None:
+    """What makes a dict of these keys slow, if anything does."""
+    odd = [key for key in keys if type(key) is not str]
+    if len(odd) > MOST_KEYS:
+        return f"a dict with {len(odd)} keys that are no text, more than {MOST_KEYS}"
+    most = max(Counter(map(hash, odd)).values(), default=0)
+    return f"a dict with {most} keys of one hash, more than {MOST_COLLIDING}" if most > MOST_COLLIDING else None
 
 
 def _no_array(number: Any) -> Words:

@@ -9,14 +9,11 @@ Nothing of a PackedBatch is ever changed, and the tensors that it gives out are 
 
 from __future__ import annotations
 
-import mmap
 import os
 import pickle
-import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path as FilePath
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -25,8 +22,9 @@ from torch import Tensor
 
 from maskpack import codec as codecs
 from maskpack import manifest, pickles, reading, staging, wire
+from maskpack.arguments import flag, list_of, named, said
 from maskpack.choice import encode, encode_alone
-from maskpack.contents import Contents, Decoder, candidate, on, trimmed, words_of_one
+from maskpack.contents import MAX_BYTES, Contents, Decoder, candidate, decoded_nbytes, on, trimmed, words_of_one
 from maskpack.errors import LayoutError
 from maskpack.joining import joined
 from maskpack.layout import RowLayout
@@ -39,6 +37,7 @@ from maskpack.schema import LAYOUTS, FieldForm, read_layouts, write_layouts
 from maskpack.sharing import Joined, Own, Same, arrays_of
 from maskpack.survey import Survey, survey
 from maskpack.tasks import Tasks
+from maskpack.tensors import device_here
 from maskpack.tree import build, chosen
 from maskpack.words import host_words, words
 
@@ -66,11 +65,7 @@ class PackedBatch(Contents):
 
     def lengths(self, layout: str) -> IntArray:
         """int64 [B]: row lengths of one of the layouts, for planning."""
-        if layout not in self.layouts:
-            raise LayoutError(
-                f'PackedBatch.lengths: no layout "{layout}"; the batch has {sorted(self.layouts)}. Name one of these.'
-            )
-        return self.layouts[layout].lengths + 0
+        return named(self.layouts, layout, "PackedBatch.lengths").lengths + 0
 
     # ---------------------------------------------------------------- rows
 
@@ -79,8 +74,8 @@ class PackedBatch(Contents):
 
         Rows that follow each other are views of this batch; others are copied, still encoded.
         """
-        index = row_index(rows, self.num_rows, "PackedBatch.select")
         self._need_rows("select")
+        index = row_index(rows, self.num_rows, "PackedBatch.select")
         if index.size == 0 or bool((np.diff(index) == 1).all()):
             start = int(index[0]) if index.size else 0
             return self._slice(start, start + index.size)
@@ -97,13 +92,13 @@ class PackedBatch(Contents):
         )
 
     def __getitem__(self, rows: Rows) -> PackedBatch:
-        no_single_row(rows, "PackedBatch")
+        no_single_row(rows, self.num_rows, "PackedBatch")
         return self.select(rows)
 
     def split(self, sizes: int | Sequence[int]) -> tuple[PackedBatch, ...]:
         """Consecutive parts of `sizes` rows: a list that sums to B, or one size (the last part may be smaller)."""
-        sizes = part_sizes(sizes, self.num_rows, "PackedBatch.split")
         self._need_rows("split")
+        sizes = part_sizes(sizes, self.num_rows, "PackedBatch.split")
         ends = np.cumsum(sizes, dtype=np.int64).tolist()
         return tuple(self._slice(end - size, end) for end, size in zip(ends, sizes, strict=True))
 
@@ -120,14 +115,7 @@ class PackedBatch(Contents):
         Fields that the batches encode differently are encoded again. Raises LayoutError if fields, dtypes or the
         shapes of their elements differ, or the widths of a dense field.
         """
-        batches = list(batches)
-        if not all(isinstance(batch, PackedBatch) for batch in batches):
-            seen = sorted({type(batch).__name__ for batch in batches})
-            raise LayoutError(
-                f"PackedBatch.cat: got {', '.join(seen)}; expected PackedBatches. Compress the others first."
-            )
-        if not batches:
-            raise LayoutError("PackedBatch.cat: no batches; expected at least one. Pass a list of packed batches.")
+        batches = list_of(batches, PackedBatch, "PackedBatch.cat", "Compress what is not packed.")
         for batch in batches:
             batch._need_rows("cat")
         return batches[0] if len(batches) == 1 else PackedBatch._of(joined(batches, "PackedBatch.cat"))
@@ -159,9 +147,11 @@ class PackedBatch(Contents):
 
     # ---------------------------------------------------------------- decoding
 
-    def to_nested(self, *names: Key, device: torch.device | str | None = None) -> TensorDict:
-        """`decompress(self, *names, layout="nested", device=device)`."""
-        return decompress(self, *names, layout="nested", device=device)
+    def to_nested(
+        self, *names: Key, device: torch.device | str | None = None, max_bytes: int | None = MAX_BYTES
+    ) -> TensorDict:
+        """`decompress(self, *names, layout="nested", device=device, max_bytes=max_bytes)`."""
+        return decompress(self, *names, layout="nested", device=device, max_bytes=max_bytes)
 
     def pin_memory(self) -> PackedBatch:
         """The same batch with its encoded values in pinned memory, from where a GPU reads them by itself: `decompress`
@@ -181,9 +171,9 @@ class PackedBatch(Contents):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """A stream and one or two buffers, which protocol 5 carries out of band; Python objects are pickled beside."""
-        stream, places, records, buffers = pickles.write(self)
+        stream, kinds, places, records, buffers = pickles.write(self)
         bodies: list[Any] = [pickle.PickleBuffer(body.data) if protocol >= 5 else body.tobytes() for body in buffers]
-        return _unpickled, (stream, places, records, bodies, self.objects)
+        return _unpickled, (stream, kinds, places, records, bodies, self.objects)
 
     def to_bytes(self, *, allow_pickle: bool = False, checksum: bool = False) -> bytes:
         """The batch as bytes that are a legal safetensors file (docs/wire-format.md).
@@ -193,46 +183,63 @@ class PackedBatch(Contents):
                 must allow it too.
             checksum: add one, which `from_bytes` checks.
         """
-        return self._pieces(allow_pickle, checksum).joined()
+        return self._pieces(allow_pickle, checksum, "PackedBatch.to_bytes").joined()
 
     def save(self, file: str | os.PathLike[str], *, allow_pickle: bool = False, checksum: bool = False) -> None:
-        """Writes `to_bytes` to a file; one that is there is replaced when the new one is whole."""
-        pieces = self._pieces(allow_pickle, checksum)
-        target = FilePath(file)
-        part = target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
-        try:
-            with part.open("wb") as out:
-                out.write(pieces.header)
-                for array in pieces.arrays:
-                    out.write(array.data)
-            part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
+        """Writes `to_bytes` to a file. One that is there is replaced when all of the new one is on the disk."""
+        target = _path(file, "PackedBatch.save")
+        self._pieces(allow_pickle, checksum, "PackedBatch.save").save(target)
 
     @classmethod
-    def from_bytes(cls, data: Any, *, allow_pickle: bool = False) -> PackedBatch:
+    def from_bytes(cls, data: Any, *, allow_pickle: bool = False, max_bytes: int | None = MAX_BYTES) -> PackedBatch:
         """The batch in `data`, bytes or another object with a buffer, which must not be changed any more: the batch
         reads from it. Nothing in it is executed unless `allow_pickle` is true.
 
-        Raises WireFormatError for bytes that `to_bytes` does not write.
+        Args:
+            max_bytes: the most bytes that the whole batch may take padded; None for any. Few bytes may claim many: the
+                claims are added up before memory is taken for them.
+
+        Raises WireFormatError for bytes that `to_bytes` does not write, and for a batch beyond `max_bytes`.
         """
         call = "PackedBatch.from_bytes"
-        return cls._of(reading.read(wire.read(data, call), call, allow_pickle))
+        flag(allow_pickle, "allow_pickle", call)
+        return cls._of(reading.read(wire.read(data, call), call, allow_pickle, max_bytes))
 
     @classmethod
-    def load(cls, file: str | os.PathLike[str], *, allow_pickle: bool = False) -> PackedBatch:
-        """The batch in a file that `save` wrote, memory-mapped: rows are read when they are decoded.
+    def load(
+        cls,
+        file: str | os.PathLike[str],
+        *,
+        allow_pickle: bool = False,
+        mmap: bool = True,
+        max_bytes: int | None = MAX_BYTES,
+    ) -> PackedBatch:
+        """The batch in a file that `save` wrote.
+
+        Args:
+            mmap: map the file to memory: rows are read when they are decoded. If the file is then cut off or written
+                to in place, reading a lost part ends the process with SIGBUS, which no error handler catches; `save`
+                never does that to a file. False reads the file into memory first.
+            max_bytes: as for `from_bytes`.
 
         Raises WireFormatError as `from_bytes`.
         """
-        call = f"PackedBatch.load({os.fspath(file)!r})"
-        with open(file, "rb") as opened:
-            size = os.fstat(opened.fileno()).st_size
-            data: Any = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-        return cls._of(reading.read(wire.read(data, call), call, allow_pickle))
+        call = f"PackedBatch.load({_path(file, 'PackedBatch.load')!r})"
+        flag(allow_pickle, "allow_pickle", "PackedBatch.load")
+        return cls._of(reading.read(wire.read(wire.loaded(file, mmap), call), call, allow_pickle, max_bytes))
 
-    def _pieces(self, allow_pickle: bool, checksum: bool) -> wire.Pieces:
+    def _pieces(self, allow_pickle: bool, checksum: bool, call: str) -> wire.Pieces:
+        flag(allow_pickle, "allow_pickle", call)
+        flag(checksum, "checksum", call)
         return wire.Pieces(*manifest.write(self, allow_pickle), checksum=checksum)
+
+
+def _path(file: Any, call: str) -> str:
+    if not isinstance(file, str | os.PathLike):
+        raise LayoutError(
+            f"{call}: file is {said(file)}; expected a path. Pass one; from_bytes and to_bytes take bytes."
+        )
+    return os.fspath(cast("str", file))
 
 
 def _unpickled(*parts: Any) -> PackedBatch:
@@ -268,6 +275,10 @@ def compress(
         CoverageError, LossyPadError, LayoutError, RegistryError: as `nest_batch_by_mask`.
         MaskpackError: an unknown codec, or its package is missing.
     """
+    if isinstance(batch, PackedBatch):
+        raise LayoutError(
+            "compress: the batch is a PackedBatch; expected a TensorDict. Use it as it is, or decompress it first."
+        )
     codecs.check(codec, "compress")
     options = Options.of("compress", registry, pad_token_id, strict_mask_nesting, ignore_dense_fields, verify, on_loss)
     return _encoded(survey(batch, options, _layouts_of(like), _begun), codec)
@@ -279,6 +290,7 @@ def decompress(
     layout: Target = "padded",
     device: torch.device | str | None = None,
     widths: Widths = "canonical",
+    max_bytes: int | None = MAX_BYTES,
 ) -> TensorDict:
     """The batch that was packed, bit for bit, with the rows it has now.
 
@@ -292,15 +304,16 @@ def decompress(
         widths: `canonical`, those of the batch that was packed; or `trim`, of each axis the columns from the first to
             the last that is real in any of these rows: for padded micro-batches. Dense fields keep theirs. Batch dims
             behind the rows follow the fields.
+        max_bytes: the most bytes that these fields may take decoded; None for any. Nothing is decoded beyond it.
 
     Raises:
-        LayoutError: a field that is not in the batch, an unknown layout, a device that this process does not have, or
-            widths="trim" of fields that share a batch dim and would differ in it.
+        LayoutError: a field that is not in the batch, an unknown layout, a device that this process does not have,
+            widths="trim" of fields that share a batch dim and would differ in it, or more than `max_bytes`.
     """
     if not isinstance(packed, PackedBatch):
         raise LayoutError(
-            f"decompress: got a {type(packed).__name__}; expected a PackedBatch. Pass what compress returned; a nested "
-            "TensorDict is restored by unnest."
+            f"decompress: got {said(packed)}; expected a PackedBatch. Pass what compress returned; unnest "
+            "restores a nested TensorDict, and materialize decodes a BatchView."
         )
     if layout not in ("padded", "nested"):
         raise LayoutError(f'decompress: layout is {layout!r}; expected "padded" or "nested". Choose one of these.')
@@ -310,7 +323,13 @@ def decompress(
     if widths == "trim":
         packed = trimmed(packed, forms, "decompress")
         forms = [packed.forms[form.path] for form in forms]
-    check_devices([form.device or "cpu" for form in forms] if device is None else [device], "decompress")
+    size = decoded_nbytes(packed, forms, layout == "nested")
+    if max_bytes is not None and size > max_bytes:
+        raise LayoutError(
+            f"decompress: these fields take {size} bytes {layout}; expected at most {max_bytes}. Decode fewer rows or "
+            f"fields, or pass max_bytes={size}."
+        )
+    check_devices({form.device or "cpu" for form in forms} if device is None else [device], "decompress")
     made = staging.decoded(packed, forms, layout == "nested", device)
     decoder = Decoder(packed, layout == "nested", device, made)
     left = [form for form in forms if form.path in packed.fields and form.path not in made.entries]
@@ -331,7 +350,14 @@ def decompress(
 def _layouts_of(like: Any) -> dict[str, RowLayout]:
     if like is None:
         return {}
-    return dict(like.layouts) if isinstance(like, PackedBatch) else read_layouts(like, "compress")[1]
+    if isinstance(like, PackedBatch):
+        return dict(like.layouts)
+    if not isinstance(like, TensorDictBase):
+        raise LayoutError(
+            f"compress: like is {said(like)}; expected a PackedBatch or a nested TensorDict. Pass the batch that has "
+            "the layouts; of a BatchView, view.layouts_alone()."
+        )
+    return read_layouts(like, "compress: like")[1]
 
 
 def _encoded(found: Survey, codec: str | None) -> PackedBatch:
@@ -347,11 +373,7 @@ def _encoded(found: Survey, codec: str | None) -> PackedBatch:
         if path in found.values and not found.entries[path].is_nested and tensors[path] is not found.entries[path]
     }
     bits = host_words(tensors, fresh)
-    objects = {
-        form.path: Objects.of(found.entries[form.path]).stowed(found.rows, "row-list" in form.hints)
-        for form in forms
-        if form.kind == "object"
-    }
+    objects = {form.path: Objects.of(found.entries[form.path]).stowed() for form in forms if form.kind == "object"}
     layouts = {name: layout.to("cpu") for name, layout in found.layouts.items()}
     row_pads = host_words(found.row_pads, ())
     schema = replace(found.schema(), forms=forms)
@@ -391,12 +413,9 @@ def _begun(form: FieldForm, values: Tensor, layout: RowLayout) -> Own | None:
 
 
 def check_devices(devices: Iterable[torch.device | str], call: str) -> None:
-    """Raises LayoutError for a device that this process does not have."""
-    for device in dict.fromkeys(devices):
-        try:
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:
+    """Raises LayoutError for a device that this process does not have, or that holds no values."""
+    for device in devices:
+        if device_here(device, call).type == "meta":
             raise LayoutError(
-                f'{call}: device is "{device}", which this process does not have ({str(error)[:80]}); expected one '
-                'that it has. Pass device="cpu".'
-            ) from error
+                f'{call}: device is "meta", which holds no values; expected one that does. Pass device="cpu".'
+            )

@@ -6,75 +6,85 @@ from __future__ import annotations
 import math
 import pickle
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields as fields_of
 from dataclasses import replace
+from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
 import torch
+from tensordict import NonTensorDataBase, is_tensorclass
 
 from maskpack import codec, objects
-from maskpack.contents import Contents, word_dtype_of, words_of_one
+from maskpack.contents import MAX_BYTES, Contents, shape_of, word_dtype_of, words_of_one
 from maskpack.errors import LayoutError, WireFormatError
 from maskpack.layout import RowLayout
 from maskpack.objects import Objects
 from maskpack.registry import HINTS, PER_ROW, Pad, PadValue, Path, show
+from maskpack.rows import table_of_bits
 from maskpack.schema import LAYOUTS, FieldForm, Schema
 from maskpack.sharing import KINDS, WHOLE, Columns, Encoding, Joined, Same
 from maskpack.tree import Node
-from maskpack.wire import FREE_ROWS, Message, brief, fail
+from maskpack.wire import FREE_ROWS, MOST_PATH, Message, brief, fail
 from maskpack.words import DTYPES, Words, pad_tensor
 
 _DEVICE = re.compile(r"(cpu|cuda|hpu|mps|npu|xla|xpu)(:(0|[1-9][0-9]?))?")
 _MOST = 1 << 31
 _MOST_BYTES = 1 << 62
+TABLE_BYTES = 48
+"""Bytes that one run of a layout, and one row of a layout or an encoding, is taken to need."""
+_ARRAYS: dict[str, int | None] = {
+    **{field.name: 1 for kind in KINDS.values() for field in fields_of(kind) if field.type == "Words"},
+    "row_pads": 1,
+    "runs": 3,
+    "tensor": 1,
+    "array": 1,
+    "pickle": None,
+}
+"""The members of a manifest that name arrays, and how many; None for a list of any length."""
 _FIELD = ("path", "kind", "dtype", "device", "shape", "hints", "reason", "row_pads", "encoding")
 _MEMBERS = {
     "padded": (*_FIELD, "layout", "dim", "pad"),
     "flat": (*_FIELD, "layout"),
     "jagged": (*_FIELD, "layout"),
-    "dense": _FIELD,
-    "object": ("path", "kind", "hints", "depth", "listed", "json", "pickle"),
+    "dense": (*_FIELD, "axis"),
+    "object": ("path", "kind", "hints", "depth", "stacked", "json", "pickle"),
     "node": ("path", "kind", "node"),
 }
 
 
-def read(message: Message, call: str, pickled: bool) -> Contents:
-    """The batch that a message says. Raises WireFormatError."""
-    manifest, arrays = message.manifest, message.arrays
-    _only(manifest, ("rows", "root", "axes", "layouts", "fields", "codec"), call)
-    squeezed = manifest.get("codec")
-    name = None
-    if squeezed is not None:
-        _only(squeezed, ("name", "arrays"), call)
-        name = _get(squeezed, "name", str, call)
-        if name not in codec.CODECS:
-            fail(call, f"codec {brief(name)}", f"one of {', '.join(codec.CODECS)}")
-        codec.check(name, call)
-        arrays = codec.restored(arrays, squeezed.get("arrays"), call)
-    return _Reader(manifest, arrays, call, pickled).contents(name)
+def read(message: Message, call: str, pickled: bool, max_bytes: int | None = MAX_BYTES) -> Contents:
+    """The batch that a message says. Raises WireFormatError, also if the batch would take more than `max_bytes`."""
+    return _Reader(message, call, pickled, max_bytes).contents()
 
 
 class _Reader:
-    def __init__(self, manifest: dict[str, Any], arrays: Any, call: str, pickled: bool) -> None:
-        self._manifest = manifest
-        self._arrays = arrays
+    def __init__(self, message: Message, call: str, pickled: bool, max_bytes: int | None) -> None:
+        self._manifest = message.manifest
+        self._arrays = message.arrays
         self._call = call
         self._pickled = pickled
+        self._most = max_bytes
+        self._claimed = 0
+        self._rows = 0
         self._row_pads: dict[Path, Words] = {}
         self._run_arrays: set[int] = set()
 
-    def contents(self, name: str | None) -> Contents:
+    def contents(self) -> Contents:
         manifest, call = self._manifest, self._call
+        _only(manifest, ("rows", "root", "axes", "layouts", "fields", "codec"), call)
         rows = _get(manifest, "rows", int, call)
         if not 0 <= rows < _MOST:
             fail(call, f"{rows} rows", f"0 to {_MOST}")
         if rows > FREE_ROWS and rows > sum(array.nbytes for array in self._arrays):
             fail(call, f"{rows} rows in fewer bytes", f"at least a byte of arrays for each, beyond {FREE_ROWS}")
+        self._rows = rows
+        name = self._restore()
         layouts: dict[str, RowLayout] = {}
         for entry in _get(manifest, "layouts", list, call):
-            layout_name, layout = self._layout(entry)
+            layout_name, layout = self._layout(entry, rows)
             if layout_name in layouts or layout.num_rows != rows:
                 fail(call, f"layout {brief(layout_name)} of {layout.num_rows} rows", f"each once, of {rows}")
             layouts[layout_name] = layout
@@ -83,11 +93,14 @@ class _Reader:
         axes = _get(manifest, "axes", list, call)
         if any(type(axis) is not str or axis not in layouts for axis in axes) or len(set(axes)) != len(axes):
             fail(call, f"axes {brief(axes)}", "names of layouts")
+        known = {"padded": set(axes)}
         for form in forms:
-            if form.layout is not None and form.layout not in (axes if form.kind == "padded" else layouts):
+            if form.layout is not None and form.layout not in known.get(form.kind, layouts):
                 fail(call, f'field "{show(form.path)}" on layout {brief(form.layout)}', "one that is there, or an axis")
         axes = [(axis, layouts[axis].width, layouts[axis].anchor) for axis in axes]
         root = self._node(manifest.get("root"))
+        if root.kind is not None:
+            fail(call, f"a root of class {root.kind.__name__}", "a TensorDict")
         self._check_tree(forms, layouts, rows, root)
         encoded = {
             form.path: self._encoding(entry.get("encoding"), tuple(KINDS), form)
@@ -100,6 +113,34 @@ class _Reader:
         self._check(out)
         return out
 
+    def _restore(self) -> str | None:
+        """Puts the arrays of the codec in the place of what travels; its name, None without one."""
+        squeezed, call = self._manifest.get("codec"), self._call
+        if squeezed is None:
+            return None
+        _only(squeezed, ("name", "arrays"), call)
+        name = _get(squeezed, "name", str, call)
+        if name not in codec.CODECS:
+            fail(call, f"codec {brief(name)}", f"one of {', '.join(codec.CODECS)}")
+        codec.check(name, call)
+        records = squeezed.get("arrays")
+        codec.check_records(self._arrays, records, call)
+        self._claim(codec.size_of(records), "the compressed arrays")
+        idle = {number for number, record in enumerate(records) if record is not None} - _named(self._manifest)
+        if idle:
+            fail(call, f"compressed arrays {brief(sorted(idle))} that nothing refers to", "none")
+        self._arrays = codec.restored(self._arrays, records, call)
+        return name
+
+    def _claim(self, nbytes: int, what: str) -> None:
+        """Takes from the bytes that the batch may need."""
+        self._claimed += nbytes
+        if self._most is not None and self._claimed > self._most:
+            raise WireFormatError(
+                f"{self._call}: with {what}, the batch takes {self._claimed} bytes in memory, padded; expected at most "
+                f"{self._most}. Pass a larger max_bytes, or None, if you trust who wrote it."
+            )
+
     # ---------------------------------------------------------------- parts
 
     def _array(self, number: Any) -> Words:
@@ -107,23 +148,30 @@ class _Reader:
             fail(self._call, f"array number {brief(number)}", f"one of {len(self._arrays)}")
         return self._arrays[number]
 
-    def _layout(self, entry: Any) -> tuple[str, RowLayout]:
+    def _layout(self, entry: Any, rows: int) -> tuple[str, RowLayout]:
         call = self._call
         name, width, anchor = (
             _get(entry, "name", str, call),
             _get(entry, "width", int, call),
             _get(entry, "anchor", int, call),
         )
-        numbers = _get(entry, "runs", list, call)
-        _only(entry, ("name", "width", "anchor", "runs"), call)
-        if not 0 <= anchor <= width < _MOST or len(numbers) != 3 or not objects.is_text(name):
-            seen = f"layout {brief(name)} {width} wide, anchor {anchor}"
-            fail(call, seen, f"0 <= anchor <= width < {_MOST}, three arrays")
-        starts, counts, runs = (self._array(number) for number in numbers)
-        if len(self._run_arrays.union(numbers)) != len(self._run_arrays) + 3:
+        form = "bits" if "bits" in entry else "runs"
+        numbers = [entry["bits"]] if form == "bits" else _get(entry, "runs", list, call)
+        _only(entry, ("name", "width", "anchor", form), call)
+        if not 0 <= anchor <= width < _MOST or len(numbers) != _ARRAYS[form] or not objects.is_text(name):
+            seen = f"layout {brief(name)} {width} wide, anchor {anchor}, with {len(numbers)} arrays of {form}"
+            fail(call, seen, f"0 <= anchor <= width < {_MOST}, {_ARRAYS[form]} arrays")
+        parts = [self._array(number) for number in numbers]
+        if len(set(numbers)) != len(numbers) or not self._run_arrays.isdisjoint(numbers):
             fail(call, f"layout {brief(name)} with arrays {numbers}", "arrays of its own")
         self._run_arrays.update(numbers)
-        parts = starts, counts, runs
+        if form == "bits":
+            self._claim(
+                TABLE_BYTES * (4 * parts[0].nbytes + rows), f"layout {brief(name)}"
+            )  # at most a run for two bits
+            return name, self._layout_of_bits(name, parts[0], rows, width, anchor)
+        starts, counts, runs = parts
+        self._claim(TABLE_BYTES * (starts.size + runs.size), f"layout {brief(name)}")
         if any(part.dtype.kind != "u" or int(part.max(initial=0)) >= _MOST for part in parts):
             seen = f"layout {brief(name)} with runs of {[str(part.dtype) for part in parts]}"
             fail(call, seen, f"unsigned integers below {_MOST}")
@@ -131,6 +179,16 @@ class _Reader:
             return name, RowLayout.from_runs(starts, counts, runs, width, anchor=anchor)
         except LayoutError as error:
             fail(call, f"layout {brief(name)}: {error}", "sound runs")
+
+    def _layout_of_bits(self, name: str, bits: Words, rows: int, width: int, anchor: int) -> RowLayout:
+        size = -(-width // 8)
+        table = None
+        if bits.dtype == np.uint8 and bits.size == rows * size:
+            table = table_of_bits(bits.reshape(rows, size), width)
+        if table is None:
+            seen = f"layout {brief(name)} {width} wide with bits {bits.dtype} {bits.shape}"
+            fail(self._call, seen, f"{size} bytes for each of {rows} rows, and 0 behind the width")
+        return RowLayout.from_table(width, table, "cpu", anchor)
 
     def _form(self, entry: Any) -> FieldForm:
         call = self._call
@@ -152,8 +210,10 @@ class _Reader:
             fail(call, f'field "{show(path)}" of dtype {brief(dtype)} on {brief(device)}', "those of torch")
         if len(shape) > objects.MOST_DIMS or any(type(size) is not int or not 0 <= size < _MOST for size in shape):
             fail(call, f'field "{show(path)}" of element shape {brief(shape)}', f"at most {objects.MOST_DIMS} sizes")
-        layout = entry.get("layout")
-        form = FieldForm(path, kind, layout, (), 1, DTYPES[dtype], None, device, tuple(shape), hints, reason)
+        layout, axis = entry.get("layout"), entry.get("axis")
+        form = FieldForm(path, kind, layout, (), 1, DTYPES[dtype], None, device, tuple(shape), hints, reason, axis)
+        if "axis" in entry and not objects.is_text(axis):
+            fail(call, f'field "{show(path)}" on axis {brief(axis)}', "the name of a layout")
         if (layout is None) != (kind == "dense") or not isinstance(layout, str | None):
             fail(call, f'field "{show(path)}" of kind {kind} on layout {brief(layout)}', "a layout, unless it is dense")
         if kind == "padded":
@@ -173,20 +233,32 @@ class _Reader:
         return form
 
     def _node(self, node: Any) -> Node:
-        held = cast("dict[str, Any]", node) if isinstance(node, dict) else {}
+        held = dict(cast("dict[str, Any]", node)) if isinstance(node, dict) else {}
         dims, device = held.get("dims"), held.get("device")
+        kind = self._kind(held.pop("kind")) if "kind" in held else None
         if set(held) != {"dims", "device"} or not isinstance(dims, list | None) or not isinstance(device, str | None):
             fail(self._call, f"node {brief(node)}", "dims and device")
         sizes = None if dims is None else tuple(cast("list[Any]", dims))
-        if any(type(size) is not int or not 0 <= size < _MOST for size in sizes or ()):
-            fail(self._call, f"node of dims {brief(sizes)}", "whole numbers")
+        if len(sizes or ()) > objects.MOST_DIMS or any(type(n) is not int or not 0 <= n < _MOST for n in sizes or ()):
+            fail(self._call, f"node of dims {brief(sizes)}", f"at most {objects.MOST_DIMS} whole numbers below {_MOST}")
         if device is not None and not _DEVICE.fullmatch(device):
             fail(self._call, f"node on device {brief(device)}", "one of torch")
-        return Node(sizes, device)
+        return Node(sizes, device, kind)
+
+    def _kind(self, name: Any) -> Any:
+        """The tensorclass of that name, if this process has imported it; reading imports nothing."""
+        module, colon, names = name.partition(":") if objects.is_text(name) else ("", "", "")
+        kind: Any = sys.modules.get(module) if colon else None
+        for part in names.split("."):
+            kind = vars(kind).get(part) if isinstance(kind, type | ModuleType) else None
+        if not (isinstance(kind, type) and is_tensorclass(kind) and not issubclass(kind, NonTensorDataBase)):
+            seen = f"a sub-batch of class {brief(name)}"
+            fail(self._call, seen, "a tensorclass that this process has; import its module first")
+        return cast("Any", kind)
 
     def _path(self, names: list[Any]) -> Path:
-        if not names or not all(map(objects.is_text, names)) or names[0] == LAYOUTS:
-            fail(self._call, f"path {brief(names)}", f'names, the first not "{LAYOUTS}"')
+        if not 0 < len(names) <= MOST_PATH or not all(map(objects.is_text, names)) or names[0] == LAYOUTS:
+            fail(self._call, f"path {brief(names)}", f'1 to {MOST_PATH} names, the first not "{LAYOUTS}"')
         return tuple(names)
 
     def _pad(self, pad: Any) -> PadValue:
@@ -195,7 +267,7 @@ class _Reader:
             if name == "pad" and value in ("EDGE", "PER_ROW"):
                 return Pad[value]
             if name == "complex" and isinstance(value, list) and len(cast("list[Any]", value)) == 2:
-                real, imag = (self._pad(part) for part in cast("list[Any]", value))
+                real, imag = (self._said(part) for part in cast("list[Any]", value))
                 if isinstance(real, float) and isinstance(imag, float):
                     return complex(real, imag)
         value = self._said(pad)
@@ -208,6 +280,7 @@ class _Reader:
         if kind not in allowed:
             fail(self._call, f'field "{show(form.path)}" encoded as {brief(kind)}', f"one of {', '.join(allowed)}")
         values: dict[str, Any] = {}
+        self._claim(TABLE_BYTES * self._rows, f'an encoding of field "{show(form.path)}"')
         _only(entry, ("kind", *(field.name for field in fields_of(KINDS[kind]))), self._call)
         for field in fields_of(KINDS[kind]):
             value = entry.get(field.name)
@@ -232,7 +305,7 @@ class _Reader:
         for form, entry in zip(forms, entries, strict=True):
             if form.kind != "object":
                 continue
-            depth, listed = _get(entry, "depth", int, self._call), _get(entry, "listed", bool, self._call)
+            depth, stacked = _get(entry, "depth", int, self._call), "stacked" in entry
             if "pickle" in entry and not self._pickled:
                 raise WireFormatError(
                     f'{self._call}: field "{show(form.path)}" is a pickle, which runs code when it is read; expected '
@@ -242,11 +315,15 @@ class _Reader:
                 fail(self._call, f'field "{show(form.path)}" with {brief(entry)}', "either json or pickle")
             data = self._unpickled(entry["pickle"]) if "pickle" in entry else self._said(entry["json"])
             dims = above.get(form.path[:-1], root).batch_size(rows)
-            if depth and (listed or not len(dims) <= depth <= objects.MOST_DIMS):
-                fail(self._call, f'field "{show(form.path)}" of depth {depth}', f"0, or at least {len(dims)}")
-            if not _is_list(data, (rows,) if listed else (*dims, *[None] * depth)[:depth]):
+            if stacked and not (entry["stacked"] is True and depth == 1 and ("pickle" in entry or data == [])):
+                fail(self._call, f'field "{show(form.path)}", stacked, of depth {depth}', "pickled rows of depth 1")
+            if depth and not stacked and not len(dims) <= depth <= objects.MOST_DEPTH:
+                seen = f'field "{show(form.path)}" of depth {depth}'
+                fail(self._call, seen, f"0, or at least {len(dims)} and at most {objects.MOST_DEPTH}")
+            if not _is_list(data, (*dims, *[None] * depth)[:depth]):
                 fail(self._call, f'field "{show(form.path)}" of depth {depth}', f"lists of {dims} items")
-            found[form.path] = Objects(data, depth, listed)
+            found[form.path] = Objects(data, depth, stacked)
+            self._claim(found[form.path].decoded_nbytes, f'field "{show(form.path)}"')
         return found
 
     def _unpickled(self, numbers: Any) -> Any:
@@ -259,8 +336,8 @@ class _Reader:
     def _said(self, data: Any) -> Any:
         try:
             return objects.from_json(data, self._array)
-        except (ValueError, TypeError) as error:  # TypeError: a list as the key of a dict
-            fail(self._call, f"an object {brief(data)} ({error})", "one as to_bytes writes it")
+        except (ValueError, TypeError, ArithmeticError) as error:  # of keys: a list; numbers that cannot be compared
+            fail(self._call, f"{error}, in the object {brief(data)}", "one as to_bytes writes it")
 
     # ---------------------------------------------------------------- what must fit together
 
@@ -269,9 +346,10 @@ class _Reader:
         nodes: dict[Path, Node] = {(): root}
         seen: set[Path] = set()
         for form in forms:
+            name = f'field "{show(form.path)}"'
             above = nodes.get(form.path[:-1])
             if form.path in seen or above is None:
-                fail(self._call, f'field "{show(form.path)}" twice, or without what it lies in', "each once")
+                fail(self._call, f"{name} twice, or without what it lies in", "each once")
             seen.add(form.path)
             dims = above.batch_size(rows)
             shape: tuple[int, ...] = dims
@@ -280,14 +358,15 @@ class _Reader:
                 shape = form.node.batch_size(rows)
             elif form.dtype is not None:
                 layout = None if form.layout is None else layouts[form.layout]
-                shape = _shape(form, layout, () if root.more_dims is None else (rows,))
-                most = math.prod(max(size, 1) for size in shape) * form.dtype.itemsize
-                if most >= _MOST_BYTES:
-                    fail(self._call, f'field "{show(form.path)}" of shape {brief(shape)}', "one that memory can hold")
-                if form.kind == "jagged":  # its second dim is no number
-                    dims, shape = dims if len(dims) > 1 else (), ()
-            if shape[: len(dims)] != dims:
-                fail(self._call, f'"{show(form.path)}" of shape {brief(shape)}', f"{dims}, ... as the node it lies in")
+                shape = shape_of(form, layout, () if root.more_dims is None else (rows,))
+            if shape[: len(dims)] != dims and form.kind != "jagged":
+                fail(self._call, f"{name} of shape {brief(shape)}", f"{dims}, ... as the node it lies in")
+            if form.kind == "jagged" and len(dims) > 1:  # its second dim is no number
+                fail(self._call, f"{name}, which is jagged", f"no such field in a node of {dims}")
+            size = math.prod(max(size, 1) for size in shape) * (1 if form.dtype is None else form.dtype.itemsize)
+            if size >= _MOST_BYTES:
+                fail(self._call, f"{name} of shape {brief(shape)}", "one that memory can hold")
+            self._claim(size, name)
 
     def _check(self, packed: Contents) -> None:
         """That every field can be decoded."""
@@ -351,20 +430,28 @@ def _holds(dtype: torch.dtype, pad: PadValue) -> bool:
     if isinstance(pad, Pad):
         return True
     try:
-        torch.full((), pad, dtype=dtype)  # as it will be decoded: a complex dtype may refuse what pad_tensor makes inf
+        # as it will be decoded: a complex dtype may refuse what pad_tensor makes inf
+        torch.full((), pad, dtype=dtype, device="cpu")
         return pad_tensor(pad, dtype) is not None
     except (OverflowError, RuntimeError, TypeError):
         return False
 
 
-def _shape(form: FieldForm, layout: RowLayout | None, rows: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a tensor at home; of a jagged one, that of its values."""
-    if layout is None:
-        return (*rows, *form.shape)
-    if form.kind != "padded":
-        return (layout.total, *form.shape)
-    before = form.ragged_dim - 1
-    return (layout.num_rows, *form.shape[:before], layout.width, *form.shape[before:])
+def _named(manifest: dict[str, Any]) -> set[Any]:
+    """The numbers of all arrays that layouts and entries name; whether they fit is checked elsewhere."""
+    found: set[Any] = set()
+    todo: list[Any] = [manifest.get("layouts"), manifest.get("fields")]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, list):
+            todo += cast("list[Any]", item)
+        elif isinstance(item, dict):
+            for name, part in cast("dict[str, Any]", item).items():
+                if name in _ARRAYS:
+                    parts = cast("list[Any]", part) if isinstance(part, list) else [part]
+                    found.update(number for number in parts[: _ARRAYS[name]] if type(number) is int)
+                todo.append(part)
+    return found
 
 
 def _is_list(data: Any, sizes: tuple[int | None, ...]) -> bool:

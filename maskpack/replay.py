@@ -20,16 +20,19 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from maskpack.arguments import said
 from maskpack.errors import ReplayError
 from maskpack.jagged import host_offsets, jagged
 from maskpack.layout import RowLayout
 from maskpack.ops import _torch as plain
 from maskpack.ops import packed_log_probs
+from maskpack.options import Registry, registry_of
 from maskpack.packed import PackedBatch, decompress
 from maskpack.plan import MicroBatchPlan
 from maskpack.registry import RL_FIELDS, MaskNestingRegistry
 from maskpack.response import ResponseAxis
 from maskpack.rows import IntArray
+from maskpack.tensors import device_here, need_batch
 from maskpack.tree import entry_at
 
 NoPrompt = Literal["error", "skip"]
@@ -72,7 +75,7 @@ class PackedInputs:
         cls,
         batch: TensorDictBase | PackedBatch,
         *,
-        registry: MaskNestingRegistry = RL_FIELDS,
+        registry: Registry = RL_FIELDS,
         multiple_of: int = 1,
         no_prompt: NoPrompt = "error",
         device: torch.device | str | None = None,
@@ -94,6 +97,10 @@ class PackedInputs:
             LayoutError: a batch without sequence and response axes.
         """
         call = "PackedInputs.of"
+        registry = registry_of(registry, call)
+        device = None if device is None else device_here(device, call)
+        if not isinstance(batch, PackedBatch):
+            need_batch(batch, call)
         for name in _NOT_TEXT:
             if (name,) in batch.forms if isinstance(batch, PackedBatch) else entry_at(batch, (name,)) is not None:
                 raise ReplayError(
@@ -114,7 +121,7 @@ class PackedInputs:
         ids = _packed(fields, "input_ids", sequence, call)
         if ids is None:
             raise ReplayError(f'{call}: the batch has no field "input_ids"; expected token ids. Keep it in the batch.')
-        if ids.is_floating_point():
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise ReplayError(f'{call}: field "input_ids" is {ids.dtype}; expected integers. Fix the producer.')
         where = ids.device if device is None else torch.device(device)
         ids = _sent(ids, where).long()
@@ -127,6 +134,10 @@ class PackedInputs:
         if positions is None:
             starts = np.repeat(sequence.row_offsets[:-1], sequence.lengths)
             positions = torch.from_numpy(np.arange(sequence.total) - starts)
+        elif positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
+            raise ReplayError(
+                f'{call}: field "position_ids" is {positions.dtype}; expected integers. Fix the producer, or drop it.'
+            )
         positions = _sent(positions, where)
         extra = torch.arange(tail, device=where).view(-1, *[1] * (positions.dim() - 1))
         positions = torch.cat([positions, extra.expand(tail, *positions.shape[1:])])
@@ -259,7 +270,7 @@ def response_log_probs(
     canary: bool | None = None,
     multiple_of: int = 1,
     no_prompt: NoPrompt = "error",
-    registry: MaskNestingRegistry = RL_FIELDS,
+    registry: Registry = RL_FIELDS,
 ) -> Any:
     """Log-probs of the response tokens, from a forward pass over packed rows.
 
@@ -306,7 +317,7 @@ def response_values(
     canary: bool | None = None,
     multiple_of: int = 1,
     no_prompt: NoPrompt = "error",
-    registry: MaskNestingRegistry = RL_FIELDS,
+    registry: Registry = RL_FIELDS,
 ) -> Any:
     """Values of the states in which response tokens were chosen, from a forward pass over packed rows.
 
@@ -332,6 +343,10 @@ def response_values(
         }  # fmt: skip
         parts = _of_each(plan, batch, response_values, model, value_head, **options)
         return _joined(plan, [(part,) for part in parts], batch, registry)
+    if not callable(value_head):
+        raise ReplayError(
+            f"response_values: value_head is {said(value_head)}; expected a layer. Pass one that is called."
+        )
     inputs = _inputs("response_values", model, batch, registry, multiple_of, no_prompt)
     rows = _scoring_rows("response_values", model, inputs, canary)
     values = value_head(rows)
@@ -348,7 +363,7 @@ def _inputs(
     call: str,
     model: Any,
     batch: TensorDictBase | PackedBatch,
-    registry: MaskNestingRegistry,
+    registry: Registry,
     multiple_of: int,
     no_prompt: NoPrompt,
 ) -> PackedInputs:
@@ -357,7 +372,7 @@ def _inputs(
     device = None if missing else getattr(model, "device", None)
     if device is None:
         raise ReplayError(
-            f"{call}: model is a {type(model).__name__}; expected a ReplayModel. Pass what "
+            f"{call}: model is {said(model)}; expected a ReplayModel. Pass what "
             "maskpack.adapters.transformers.replayable(model) returns."
         )
     return PackedInputs.of(batch, registry=registry, multiple_of=multiple_of, no_prompt=no_prompt, device=device)
@@ -374,8 +389,7 @@ def _of_each(
     """`call(model, part, *more, **options)` for each micro-batch, one after the other, without gradients."""
     if not isinstance(plan, MicroBatchPlan):
         raise ReplayError(
-            f"{call.__name__}: plan is a {type(plan).__name__}; expected a MicroBatchPlan. Make one with "
-            "plan_micro_batches."
+            f"{call.__name__}: plan is {said(plan)}; expected a MicroBatchPlan. Make one with plan_micro_batches."
         )
     out: list[Any] = []
     with torch.no_grad():
@@ -388,12 +402,10 @@ def _of_each(
     return out
 
 
-def _joined(
-    plan: MicroBatchPlan, parts: list[Any], batch: Any, registry: MaskNestingRegistry, several: bool = False
-) -> Any:
+def _joined(plan: MicroBatchPlan, parts: list[Any], batch: Any, registry: Registry, several: bool = False) -> Any:
     """Tuples of jagged tensors of micro-batches, in the order of rows; on the offsets of the batch if it lies there."""
     call = "response_log_probs"
-    packed = isinstance(batch, PackedBatch)
+    registry, packed = registry_of(registry, call), isinstance(batch, PackedBatch)
     axis = ResponseAxis.among(batch.layouts, registry, call) if packed else ResponseAxis.of(batch, registry, call)
     lengths = axis.response.lengths
     restored = [plan.restore([one.values() for one in which], lengths=lengths) for which in zip(*parts, strict=True)]

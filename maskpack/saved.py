@@ -11,42 +11,57 @@ from __future__ import annotations
 import inspect
 import json
 import pickle
-from collections.abc import Mapping
+from argparse import ArgumentParser
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+import numpy as np
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack.adapters.verl_files import holds_data_proto, read_data_proto
+from maskpack.contents import MAX_BYTES
 from maskpack.errors import MaskpackError
+from maskpack.objects import Objects
 from maskpack.packed import PackedBatch
 from maskpack.registry import RL_FIELDS, MaskNestingRegistry
 from maskpack.report import printable
-from maskpack.tree import is_object
+from maskpack.tree import is_object, walk
 
 _TORCH_FILE = (b"PK\x03\x04", b"\x80")
 """How files of torch.save begin. In a packed batch these bytes would be the size of a header that cannot be."""
+
+
+_SMALL, _MOST_RATIO = 1 << 30, 1 << 10
+"""Bytes that any file may hold, and bytes for each one of a file, where no limit is given."""
 
 
 class Unusable(Exception):
     """An argument or a file that cannot be used; the message says why."""
 
 
-def saved_batch(file: Path, allow_pickle: bool) -> PackedBatch | TensorDictBase:
+def saved_batch(file: Path, allow_pickle: bool, max_bytes: int | None = None) -> PackedBatch | TensorDictBase:
     """The batch in a file, or in the directory of a memory-mapped TensorDict.
 
+    Args:
+        max_bytes: the most bytes that it may take padded; `_usual_limit` where it is None.
+
     Raises:
-        Unusable, MaskpackError, OSError: it cannot be read, holds no batch, or would run code.
+        Unusable, MaskpackError, OSError: it cannot be read, holds no batch, would run code, or takes too many bytes.
     """
+    if max_bytes is not None and max_bytes < 1:
+        raise Unusable(f"--max-bytes is {max_bytes}; expected at least 1")
+    max_bytes = _usual_limit(file) if max_bytes is None else max_bytes
     if file.is_dir():
         batch = _memory_mapped(file, allow_pickle)
     else:
         with file.open("rb") as opened:
             start = opened.read(9)
         if not start.startswith(_TORCH_FILE) or start.endswith(b"{"):
-            return PackedBatch.load(file, allow_pickle=allow_pickle)
+            return PackedBatch.load(file, allow_pickle=allow_pickle, max_bytes=max_bytes)
         batch = _data_proto(file, allow_pickle) if holds_data_proto(file) else _torch_file(file, allow_pickle)
     if isinstance(batch, PackedBatch):
         return batch
@@ -56,7 +71,64 @@ def saved_batch(file: Path, allow_pickle: bool) -> PackedBatch | TensorDictBase:
         raise Unusable(f"{file} holds a {type(batch).__name__}; expected a TensorDict or a dict of tensors")
     if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in batch.values(True, True)):
         raise Unusable(f"{file} holds tensors on the meta device, which have no bytes; expected a batch with its data")
+    size = _nbytes(batch)
+    if size > max_bytes:  # a tensor may say one value many times
+        raise Unusable(
+            f"{file} holds {size} bytes padded; expected at most {max_bytes}. Give a larger --max-bytes if you trust "
+            "who wrote it"
+        )
     return batch
+
+
+def _usual_limit(file: Path) -> int:
+    """A real batch is some hundred times its packed file, or is small."""
+    parts = file.rglob("*") if file.is_dir() else [file]
+    size = sum(part.stat().st_size for part in parts if part.is_file())
+    return min(MAX_BYTES, max(_SMALL, _MOST_RATIO * size))
+
+
+def _nbytes(batch: TensorDictBase) -> int:
+    """Bytes of its tensors and of what lies in its Python objects, as far as plain Python goes."""
+    total, seen = 0, {}
+    todo: list[Any] = [Objects.of(value).data if is_object(value) else value for _, value in walk(batch)]
+    while todo:
+        item: Any = todo.pop()
+        if id(item) in seen:
+            continue
+        seen[id(item)] = item
+        if isinstance(item, Tensor):
+            total += item.numel() * item.element_size()
+        elif isinstance(item, np.ndarray):
+            total += item.size * max(item.itemsize, 1)
+        elif isinstance(item, str | bytes | bytearray):
+            total += len(item)
+        elif isinstance(item, Mapping):
+            todo += [*item.keys(), *item.values()]
+        elif isinstance(item, list | tuple | set | frozenset):
+            todo += item
+    return total
+
+
+@contextmanager
+def enough_memory() -> Generator[None]:
+    """Raises Unusable where memory does not suffice; torch says it by RuntimeError."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+            raise
+        raise Unusable(f"it does not fit into the memory of this machine ({error})") from error
+
+
+def add_limit(parser: ArgumentParser) -> None:
+    """The option `--max-bytes` of `saved_batch`."""
+    parser.add_argument(
+        "--max-bytes",
+        type=int,
+        metavar="N",
+        help=f"the most bytes that the batch may take padded (default: {_SMALL:,}, or {_MOST_RATIO:,} times the file "
+        f"where that is more, and at most {MAX_BYTES:,})",
+    )
 
 
 def saved_registry(file: str | None) -> MaskNestingRegistry:
@@ -72,6 +144,7 @@ def one_line(error: Exception) -> str:
     for argument, option in (
         ("pad_token_id=tokenizer.pad_token_id", "--pad-token-id N, that of the tokenizer"),
         ("allow_pickle=True", "--allow-pickle"),
+        ("Pass a larger max_bytes, or None,", "Give a larger --max-bytes"),
     ):
         text = text.replace(argument, option)
     return printable(" ".join(text.split()))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,6 +50,11 @@ class Segments:
         source = np.concatenate([part.by_row()[0] for part in parts])
         return Segments.of_rows(source, np.concatenate([part.by_row()[1] for part in parts]))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In unsigned integers as narrow as fit: a shuffled view has a segment for each row."""
+        parts = self.source, self.start, self.count
+        return _restored, tuple(part.astype(np.min_scalar_type(int(part.max(initial=0)))) for part in parts)
+
     @property
     def num_rows(self) -> int:
         return int(self.count.sum())
@@ -83,3 +88,7 @@ class Segments:
         back = np.empty(order.size, np.int64)
         back[order] = np.arange(order.size)
         return shares, back
+
+
+def _restored(*parts: Any) -> Segments:
+    return Segments(*(part.astype(np.int64) for part in parts))

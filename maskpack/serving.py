@@ -16,8 +16,10 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from maskpack.arguments import flag, said
 from maskpack.errors import LayoutError, MaskpackError, PlanError
-from maskpack.objects import Objects, on_host
+from maskpack.keys import need_keys
+from maskpack.objects import on_host
 from maskpack.packed import PackedBatch, Target, compress, decompress
 from maskpack.parcels import At, Packing, Parcel, Receipt, RowsAt
 from maskpack.plan import join_rows
@@ -68,10 +70,16 @@ def endpoint(
     micro-batch. Dummies run too, for their collectives; what is returned for them is dropped, what else the method does
     is not: one that trains takes `plan`. Batches that every rank gets whole are decoded for each micro-batch.
     """
+    need_keys(fields, "fields", "endpoint", LayoutError)
+    flag(micro_batches, "micro_batches", "endpoint")
+    if layout not in ("padded", "nested"):
+        raise LayoutError(f'endpoint: layout is {layout!r}; expected "padded" or "nested". Choose one of these.')
+    if device is not None and not isinstance(device, str | torch.device):
+        raise LayoutError(f'endpoint: device is {said(device)}; expected one of torch. Pass "cuda" or "cpu".')
     if method is None:
         return functools.partial(endpoint, layout=layout, device=device, fields=fields, micro_batches=micro_batches)
-    if isinstance(fields, str):
-        raise LayoutError(f"endpoint: fields is the string {fields!r}; expected names. Write [{fields!r}].")
+    if not callable(method):
+        raise MaskpackError(f"endpoint: got {said(method)}; expected a method. Write @endpoint above it.")
     if inspect.iscoroutinefunction(method):
         raise MaskpackError(
             f"endpoint: {method.__name__} is an async method; expected a plain one, whose result can be packed. Run "
@@ -179,7 +187,7 @@ class _Given:
             if id(value) not in rows:
                 return value
             with _MEMORY.used():
-                return decompress(rows[id(value)], layout=self._layout, device=self._device)
+                return decompress(rows[id(value)], layout=self._layout, device=self._device, max_bytes=None)
 
         return [one(value) for value in self._args], {key: one(value) for key, value in self._kwargs.items()}
 
@@ -284,5 +292,5 @@ def _homed(packed: PackedBatch) -> PackedBatch:
 
     schema = packed.schema
     schema = replace(schema, root=home(schema.root), forms=tuple(map(form_at_home, schema.forms)))
-    objects = {path: Objects(on_host(held.data), held.depth, held.listed) for path, held in packed.objects.items()}
+    objects = {path: replace(held, data=on_host(held.data)) for path, held in packed.objects.items()}
     return replace(packed, schema=schema, objects=objects)

@@ -9,13 +9,18 @@ docs/wire-format.md is the norm. What the manifest says is the business of manif
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import mmap
+import os
 import re
 import reprlib
+import uuid
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import numpy as np
@@ -30,9 +35,12 @@ ALIGNMENT = 64
 FREE_ROWS = 1 << 13
 """Rows that a message may claim whatever its size; each further one needs a byte of arrays, so that a few bytes cannot
 make a reader set up tables for 2^31 rows."""
+MOST_PATH = 64
+"""Names in the path of an entry: sub-batches inside each other are walked by recursion."""
 _DTYPES = {f"{kind.upper()}{8 * size}": np.dtype(f"<{kind}{size}") for kind in "iu" for size in (1, 2, 4, 8)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _NUMBER = re.compile(r"(0|[1-9][0-9]{0,8})\.")
+_LONGEST = 500
 _REMEDY = "Read a file or bytes that PackedBatch.save or to_bytes wrote, whole and unchanged."
 
 
@@ -73,14 +81,34 @@ class Pieces:
         """All of them as bytes."""
         return b"".join([self.header, *map(_raw, self.arrays)])
 
-    def body(self) -> Words:
-        """The arrays as one, uint8."""
-        body = np.empty(self.nbytes, np.uint8)
-        end = 0
-        for array in self.arrays:
-            begin, end = end, end + array.nbytes
-            body[begin:end] = array.view(np.uint8)
-        return body
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Writes them to a file, which takes the place of an old one when all of it is on the disk."""
+        target = Path(file)
+        part = target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
+        try:
+            with part.open("wb") as out:
+                out.write(self.header)
+                for array in self.arrays:
+                    out.write(array.data)
+                out.flush()
+                os.fsync(out.fileno())
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not every system can open a directory or sync it
+            folder = os.open(target.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+
+
+def loaded(file: str | os.PathLike[str], mapped: bool) -> Any:
+    """The bytes of a file: mapped to memory, or read into it."""
+    with open(file, "rb") as opened:
+        if mapped and os.fstat(opened.fileno()).st_size:
+            return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        return opened.read()
 
 
 def read(data: Any, call: str) -> Message:
@@ -185,13 +213,17 @@ def loads(text: bytes, call: str) -> dict[str, Any]:
 
 
 def fail(call: str, seen: str, expected: str) -> NoReturn:
-    """Raises WireFormatError."""
+    """Raises WireFormatError. `seen` is cut: it may hold names of any length."""
+    seen = seen if len(seen) <= _LONGEST else f"{seen[:_LONGEST]}..."
     raise WireFormatError(f"{call}: {seen}; expected {expected}. {_REMEDY}")
 
 
 def brief(value: Any) -> str:
-    """`repr`, cut to a line; it does not fail for deep nesting."""
-    return reprlib.repr(value)
+    """`repr`, cut to a line; it does not fail for deep nesting and for integers of many digits."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:
+        return f"a {type(value).__name__} that is too long to be shown"
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,8 +1,18 @@
 """A fuzz target for the byte form: `python -m tests.fuzz_wire --count N --seed S`.
 
-Every golden file is taken apart with plain loops and put together wrong. Reading the result must give a batch or raise
-WireFormatError, within time and memory; a batch that was read must decode and be written again. A file with a checksum
-must give an equal batch or none. A failure is printed with the seed that makes it again: `--only SEED:NUMBER`.
+Every golden file is taken apart with plain loops and put together wrong; and one case in 25 is a bomb, a small message
+that is made to cost much: depth, claimed sizes, keys that collide, frames of zstd, arrays that are named often. Reading
+must give a batch or raise WireFormatError; a batch that was read must decode and be written again. A file with a
+checksum must give an equal batch or none.
+
+Limits of each case, as docs/wire-format.md says them:
+- 0.5 s of processor time, of all threads of this process (`time.process_time`). What takes longer is tried again, and
+  fails if it takes longer again.
+- reading: `allowed` bytes, the peak that `tracemalloc` sees, which numpy and bytes objects report to.
+- reading, writing and decoding together: MARGIN above the limit of decoded bytes, as the kernel's peak of resident
+  memory (VmHWM, set back before each case through /proc/self/clear_refs; Linux only), which counts torch and zstd too.
+
+A failure is printed with the seed that makes it again: `--only SEED:NUMBER`.
 """
 
 from __future__ import annotations
@@ -11,7 +21,6 @@ import argparse
 import contextlib
 import copy
 import json
-import math
 import random
 import signal
 import sys
@@ -52,8 +61,13 @@ ODD = (
     "U8",
 )
 DEEP = (60, 64, 70, 400, 2000, 100000)
-SECONDS = 5
-DECODED = 64 << 20
+SECONDS = 0.5
+STUCK = 20
+LIMIT = 1 << 20
+MARGIN = 64 << 20
+BOMBED = 1 / 25
+PARSED, WIDE = 64, 48
+"""Bytes for each one of the header, and of the arrays, that reading may take."""
 
 # -------------------------------------------------------------------- a message in pieces
 
@@ -263,18 +277,300 @@ def renumber(pieces: Pieces, rng: random.Random) -> None:
         a[0], b[0] = b[0], a[0]
 
 
+# -------------------------------------------------------------------- bombs
+
+
+class Bomb:
+    """A message that is put together from nothing."""
+
+    def __init__(self, rows: int = 1, dims: Any = ()) -> None:
+        root = {"dims": None if dims is None else list(dims), "device": None}
+        self.manifest: dict[str, Any] = {"rows": rows, "root": root, "axes": [], "layouts": [], "fields": []}
+        self.arrays: list[list[Any]] = []
+
+    def array(self, raw: bytes = b"", dtype: str = "U8") -> int:
+        self.arrays.append([f"{len(self.arrays)}.x", dtype, raw])
+        return len(self.arrays) - 1
+
+    def layout(self, name: str, width: int, rows: int = 1, runs: bytes = b"", starts: bytes = b"") -> None:
+        counts = b"\1" * len(starts)
+        numbers = [self.array(starts), self.array(counts), self.array(runs or bytes(rows))]
+        self.manifest["layouts"].append({"name": name, "width": width, "anchor": 0, "runs": numbers})
+
+    def tensor(self, name: Any, encoding: Any, kind: str = "dense", dtype: str = "uint8", **more: Any) -> None:
+        path = name if isinstance(name, list) else [name]
+        entry = {"path": path, "kind": kind, "dtype": dtype, "device": "cpu", "shape": [], "encoding": encoding}
+        self.manifest["fields"].append({**entry, **more})
+
+    def object(self, json: Any, depth: int = 0, name: Any = "o") -> None:
+        path = name if isinstance(name, list) else [name]
+        self.manifest["fields"].append({"path": path, "kind": "object", "depth": depth, "json": json})
+
+    def node(self, path: list[str], dims: Any = ()) -> None:
+        node = {"dims": list(dims), "device": None}
+        self.manifest["fields"].append({"path": path, "kind": "node", "node": node})
+
+    def constant(self) -> dict[str, Any]:
+        """An encoding of any words, all 0, in rows that are not empty."""
+        return {"kind": "runs", "pieces": self.array(b"\1"), "counts": self.array(), "values": self.array(b"\0")}
+
+    def joined(self) -> bytes:
+        self.arrays.sort(key=lambda array: -SIZES[array[1]])
+        return Pieces({"format": "maskpack", "version": "1"}, self.manifest, self.arrays).joined()
+
+
+def nest(depth: int, leaf: Any = 1) -> Any:
+    for _ in range(depth):
+        leaf = [leaf]
+    return leaf
+
+
+def size_of(rng: random.Random, most: int) -> int:
+    """Small and large ones alike."""
+    return int(most ** rng.random())
+
+
+def bomb_depth(rng: random.Random) -> Bomb:
+    depth, rows = rng.choice((1, 3, 7, 8, 9, 12, 20, 28, 40, 60)), size_of(rng, 300)
+    bomb = Bomb(rows)
+    way = rng.randrange(3)
+    leaf: Any = [] if way == 0 else 1 if way == 1 else {"tuple": [{"dict": [["k", None]]}]}
+    bomb.object([nest(depth - 1, leaf) for _ in range(rows)], depth - (way == 0 and depth > 1))
+    return bomb
+
+
+def bomb_paths(rng: random.Random) -> Bomb:
+    depth, dims = rng.choice((10, 40, 63, 64, 64, 65, 66, 200)), [1] * rng.choice((0, 0, 1, 28, 29))
+    bomb = Bomb()
+    for chain in range(size_of(rng, 10)):
+        for length in range(1, depth + 1):
+            bomb.node([f"a{chain}", *["a"] * (length - 1)], dims)
+        bomb.object(1, 0, [f"a{chain}", *["a"] * (depth - 1), "o"])
+    return bomb
+
+
+def bomb_sizes(rng: random.Random) -> Bomb:
+    """Large rows, widths, dims and elements, in no bytes."""
+    modest = rng.random() < 0.5
+    huge = lambda: size_of(rng, 1 << 18 if modest else 1 << 31) - rng.choice((0, 0, 0, 1))  # noqa: E731
+    rows = rng.choice((0, 1, 1, 2) if modest else (0, 1, 2, 100, 8191, 8192))
+    dims = rng.choice((None, [], [], [huge()], [huge(), huge()], [0, huge(), huge()]))
+    bomb = Bomb(rows, dims)
+    bomb.layout("m", huge(), rows, bytes(rows))
+    full = bytes([1]) * rows
+    bomb.layout("n", huge(), rows, full, bytes(rows))
+    bomb.manifest["axes"] = ["m", "n"]
+    constant = bomb.constant()
+    nothing = {"kind": "plain", "words": bomb.array()}
+    for number in range(size_of(rng, 10)):
+        shape = [*(dims or []), *rng.choices((1, 2, huge()), k=rng.randrange(3))]
+        way = rng.randrange(6)
+        name = f"x{number}"
+        dtype = rng.choice(("uint8", "bool", "uint8", "float8_e5m2"))
+        if way == 0:
+            bomb.tensor(name, rng.choice((constant, nothing)), dtype=dtype, shape=shape)
+        elif way <= 2:
+            kind = {"kind": "padded", "dim": rng.randrange(1, 3), "pad": 0, "shape": rng.choice(([1], [huge()]))}
+            layout = rng.choice(("m", "n"))
+            bomb.tensor(name, nothing if layout == "m" else constant, dtype=dtype, layout=layout, **kind)
+        elif way == 3:
+            bomb.tensor(name, rng.choice((constant, nothing)), dtype=dtype, kind="jagged", layout=rng.choice("mn"))
+        elif way == 4:
+            data: Any = None
+            sizes = [rows, *(dims or [])]
+            if 0 in sizes and dims is not None:
+                data = []
+                for size in reversed(sizes[: sizes.index(0)]):
+                    data = [copy.deepcopy(data) for _ in range(min(size, 9000))]
+            bomb.object(data, 0 if data is None else len(sizes), name)
+        else:
+            bomb.node([name], [*(dims or []), *rng.choice(([], [huge()]))])
+            bomb.object(None, 0, [name, "o"])
+    return bomb
+
+
+def bomb_keys(rng: random.Random) -> Bomb:
+    """Keys of one hash, and keys that walk far in a table."""
+    way, count = rng.randrange(8), size_of(rng, 5000)
+    prime = 2**61 - 1
+    numbers = [prime * (n + 10) for n in range(count)]
+    keys: list[Any] = [{"int": hex(number)} for number in numbers]
+    if way == 1:
+        keys = [2.0 ** (61 * (n % 33) - 1000) * (1 + n // 33) for n in range(count)]
+    elif way == 2:
+        keys = [{"tuple": [key]} for key in keys]
+    elif way == 3:
+        keys = [{"tuple": ["a", {"tuple": [key, 1]}]} for key in keys]
+    elif way == 4:
+        keys = [n << 40 for n in range(count)]
+    elif way == 5:
+        keys = [{"scalar": ["float64", (n + 1).to_bytes(8, "little").hex()]} for n in range(count)]
+    elif way == 6:
+        keys = [str(n) for n in range(count)]
+    elif way == 7:
+        keys = [nest(rng.randrange(40), {"tuple": [key]}) if n % 50 == 0 else key for n, key in enumerate(keys)]
+    bomb = Bomb()
+    bomb.object({"dict": [[key, None] for key in keys]})
+    return bomb
+
+
+def bomb_zstd(rng: random.Random) -> Bomb:
+    """Frames that stand for much, that nothing refers to, or that are differences to each other."""
+    bomb = Bomb()
+    records: list[Any] = []
+    frames, loose = size_of(rng, 60), rng.random() < 0.5
+    count, item = size_of(rng, (1 << 19) // frames), rng.choice((1, 2, 4, 8))
+    for number in range(frames):
+        count = size_of(rng, 1 << 22) if rng.random() < 0.1 else count
+        bomb.array(run_length(count * item))
+        lie = rng.choice((1, -1, 2**40)) if loose and rng.random() < 0.1 else 0
+        other = rng.choice((None, number, frames - 1)) if loose else rng.choice((None, min(number + 1, frames - 1)))
+        records.append([f"i{item}" if item > 1 else "u1", count + lie, None if number == frames - 1 else other])
+    claimed = sum(record[1] * item for record in records)
+    bomb.array(bytes(rng.choice((0, min(claimed // 256 + 1, 1 << 20), size_of(rng, 100_000)))))
+    records.append(None)
+    for number, record in enumerate(records):
+        if record is not None and (not loose or rng.random() < 0.9):
+            dtype = {"u1": "uint8", "i2": "int16", "i4": "int32", "i8": "int64"}[record[0]]
+            bomb.object([{"tensor": [number, dtype, [record[1]]]}], 0, f"o{number}")
+    bomb.manifest["codec"] = {"name": "zstd", "arrays": records}
+    return bomb
+
+
+def run_length(size: int) -> bytes:
+    """A zstd frame for as many zeros, by hand: one block for each 128 KiB."""
+    out = b"\x28\xb5\x2f\xfd\xe0" + size.to_bytes(8, "little")
+    while True:
+        block = min(size, 131072)
+        size -= block
+        out += (block << 3 | 2 | (size == 0)).to_bytes(3, "little") + b"\0"
+        if not size:
+            return out
+
+
+def bomb_rows(rng: random.Random) -> Bomb:
+    """Rows and fields that take no bytes each."""
+    rows = rng.choice((8192, 8193, 20_000, 100_000))
+    bomb = Bomb(rows)
+    if rng.random() < 0.9:
+        bomb.array(bytes(rows))
+    constant = bomb.constant()
+    for number in range(size_of(rng, 600)):
+        bomb.tensor(f"x{number}", rng.choice((constant, {"kind": "repeated", "index": 0, "rows": constant})))
+    return bomb
+
+
+def bomb_references(rng: random.Random) -> Bomb:
+    """One array, or one field, for many."""
+    size, count = size_of(rng, 100_000), size_of(rng, 2000)
+    bomb = Bomb()
+    number = bomb.array(bytes(size))
+    way = rng.randrange(4)
+    tensors = [{"tensor": [number, "uint8", [size]]} for _ in range(count)]
+    if way == 0:
+        bomb.object(tensors)
+    elif way == 1:
+        bomb.tensor("x", {"kind": "columns", "columns": [bomb.constant() for _ in range(1)] * count}, shape=[count])
+    else:
+        bomb.tensor("x", {"kind": "plain", "words": number}, shape=[size])
+        for other in range(count):
+            plain = {"kind": "plain", "words": number}
+            bomb.tensor(f"y{other}", plain if way == 2 else {"kind": "same", "field": ["x"]}, shape=[size])
+    return bomb
+
+
+def bomb_names(rng: random.Random) -> Bomb:
+    """Many layouts, axes, entries and hints; entries twice; long names."""
+    bomb = Bomb()
+    count, twice = size_of(rng, 250), rng.random() < 0.3
+    long = "n" * size_of(rng, 100_000)
+    for number in range(count):
+        bomb.layout(f"l{number % 9 if twice else number}", rng.choice((0, 3)), 1)
+    bomb.manifest["axes"] = [layout["name"] for layout in bomb.manifest["layouts"]]
+    nothing = {"kind": "plain", "words": bomb.array()}
+    for number in range(count):
+        kind = {"kind": "padded", "layout": f"l{number}", "dim": 1, "pad": 0, "hints": ["delta:x"] * size_of(rng, 20)}
+        bomb.tensor(rng.choice(("x", long)) if twice and rng.random() < 0.1 else f"x{number}", nothing, **kind)
+    return bomb
+
+
+def bomb_arrays(rng: random.Random) -> Bomb:
+    """Large arrays of small numbers, which are checked in wider ones."""
+    size = size_of(rng, 200_000)
+    bomb = Bomb()
+    ones, rising = b"\1" * size, b"".join(n.to_bytes(4, "little") for n in range(size))
+    whole = bomb.array(size.to_bytes(4, "little"), "U32")
+    way, more = rng.randrange(6), rng.choice((0, 0, 0, 1, -1))
+    encoding: Any = {"kind": "plain", "words": bomb.array(ones)}
+    total, dtype = size, "uint8"
+    if way == 0:
+        total = 8 * size
+        encoding = {"kind": "bits", "bits": bomb.array(ones), "words": bomb.array(b"\0\1")}
+    elif way == 1:
+        counts = bomb.array(ones[1:] if rng.random() < 0.9 else bytes(size - 1))
+        encoding = {"kind": "runs", "pieces": whole, "counts": counts, "values": bomb.array(rng.choice((ones, b"\0")))}
+        encoding = encoding if rng.random() < 0.7 else {"kind": "steps", "steps": encoding}
+    elif way == 2:
+        total = 2 * size
+        encoding = {"kind": "sparse", "per_row": whole, "places": bomb.array(rising, "U32"), "words": bomb.array(ones)}
+    elif way == 3:
+        dtype = rng.choice(("int16", "int32", "int64"))
+        encoding = {"kind": "narrow", "low": bomb.array(ones), "high": bomb.array(), "base": 5}
+    elif way == 4:
+        starts = b"".join((2 * n).to_bytes(4, "little") for n in range(size))
+        runs = [bomb.array(starts, "U32"), bomb.array(ones), whole]
+        bomb.manifest["layouts"] = [{"name": "m", "width": 2 * size + more, "anchor": 0, "runs": runs}]
+        bomb.manifest["axes"] = ["m"]
+        words = {"kind": "plain", "words": bomb.array(ones)}
+        bomb.tensor("y", words, kind="padded", layout="m", dim=1, pad=0)
+    bomb.tensor("x", encoding, shape=[total + more], dtype=dtype)
+    return bomb
+
+
+def bomb_numbers(rng: random.Random) -> Bomb:
+    """Numbers of many digits, in pads and objects."""
+    digits = size_of(rng, 50_000)
+    number = {"int": hex(16**digits - 1)}
+    bomb = Bomb()
+    bomb.layout("m", 1)
+    bomb.manifest["axes"] = ["m"]
+    scalar = {"scalar": ["float32", (1).to_bytes(4, "little").hex()]}
+    way = rng.randrange(4)
+    if way == 0:
+        words = {"kind": "plain", "words": bomb.array()}
+        bomb.tensor("x", words, kind="padded", layout="m", dim=1, pad=number, dtype=rng.choice(("int64", "float64")))
+    elif way == 1:
+        bomb.object({"dict": [[number, scalar], [scalar, 1], [{"int": hex((2**61 - 1) * 16**digits + 1)}, 1]]})
+    elif way == 2:
+        bomb.object([number] * rng.randrange(5))
+    else:
+        bomb.object([{"float": "f" * digits}, {"text": "ed" * digits}, "\\u0000" * digits])
+    return bomb
+
+
+BOMBS: dict[str, Callable[[random.Random], Bomb]] = {
+    name.removeprefix("bomb_"): make for name, make in list(globals().items()) if name.startswith("bomb_")
+}
+
+
 @dataclass
 class Mutant:
+    name: str  # the seed that makes it again
     source: str
     data: bytes
     resealed: bool  # a checksum that was made to fit the change
+    limit: int | None  # of the bytes that it may claim
 
 
 def mutant(golden: dict[str, bytes], seed: str) -> Mutant:
     rng = random.Random(seed)
-    source = rng.choice(sorted(golden))
+    if rng.random() < BOMBED:
+        name = rng.choice(sorted(BOMBS))
+        return Mutant(seed, f"bomb {name}", BOMBS[name](rng).joined(), False, rng.choice((LIMIT, 64 * LIMIT)))
+    source, limit = rng.choice(sorted(golden)), rng.choice((LIMIT, 64 << 30, None))
     if rng.random() < 0.25:
-        return Mutant(source, byte_mutation(golden[source], golden[rng.choice(sorted(golden))], rng), False)
+        data = byte_mutation(golden[source], golden[rng.choice(sorted(golden))], rng)
+        return Mutant(seed, source, data, False, limit)
     pieces = Pieces.of(golden[source])
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         way = rng.randrange(8)
@@ -295,7 +591,7 @@ def mutant(golden: dict[str, bytes], seed: str) -> Mutant:
     def text(whole: str) -> str:
         return doubled(deepened(whole), rng) if rng.random() < 0.03 else deepened(whole)
 
-    return Mutant(source, pieces.joined(resealed, header, text, deepened), resealed)
+    return Mutant(seed, source, pieces.joined(resealed, header, text, deepened), resealed, limit)
 
 
 # -------------------------------------------------------------------- what must hold
@@ -309,19 +605,28 @@ def _alarm(*_: Any) -> None:
     raise Late
 
 
-def outcome(made: Mutant, originals: dict[str, bytes]) -> str:
-    """The name of what came of it; anything but a good end is raised."""
-    allowed = 2 * len(made.data) + (1 << 20) + 2 * _squeezed(made.data)
+Worst = dict[str, tuple[float, str]]
+"""What a case took at most, and which one did."""
+
+
+def note(worst: Worst, name: str, made: Mutant, value: float) -> None:
+    worst[name] = max(worst.get(name, (0.0, "")), (value, made.name))
+
+
+def outcome(made: Mutant, originals: dict[str, bytes], worst: Worst) -> str:
+    """The name of what came of it; anything but a good end is raised. Notes in `worst` what it took at most."""
     tracemalloc.start()
     try:
-        batch = PackedBatch.from_bytes(made.data)
+        batch = PackedBatch.from_bytes(made.data, max_bytes=made.limit)
     except WireFormatError as error:
         batch = None
         reason = error
     finally:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    assert peak <= allowed, f"from_bytes took {peak} bytes for {len(made.data)}"
+    most = allowed(made)
+    note(worst, "share of the memory for reading", made, peak / most)
+    assert peak <= most, f"from_bytes took {peak} bytes of {most} for {len(made.data)}"
     if batch is None:
         assert str(reason).startswith("PackedBatch"), str(reason)
         assert len(str(reason)) < 2000, f"a message of {len(str(reason))} letters"
@@ -331,49 +636,76 @@ def outcome(made: Mutant, originals: dict[str, bytes]) -> str:
             return "refused as a container"
         return "refused behind the container"
     written = batch.to_bytes()
-    if "crc32" in json.loads(originals[made.source][8:][: int.from_bytes(originals[made.source][:8], "little")])[
-        "__metadata__"
-    ] and (not made.resealed):
+    if made.source in originals and sealed(originals[made.source]) and not made.resealed:
         assert written == PackedBatch.from_bytes(originals[made.source]).to_bytes(), "a change behind its checksum"
-    again = PackedBatch.from_bytes(written)
+    again = PackedBatch.from_bytes(written, max_bytes=made.limit)
     assert batch.codec or again.to_bytes() == written, "written twice, and different"
-    if decoded_size(batch) > DECODED:
-        return "accepted, too large to decode here"
     for layout in ("padded", "nested"):
         try:
-            decompress(batch, layout=layout, device="cpu")
+            decompress(batch, layout=layout, device="cpu", max_bytes=LIMIT)
         except MaskpackError:
             return "accepted, not decoded"
     return "accepted and decoded"
 
 
-def _squeezed(data: bytes) -> int:
-    """Bytes that the codec records stand for, as far as a reader may believe them."""
+def sealed(data: bytes) -> bool:
+    """Whether a file has a checksum."""
+    return "crc32" in json.loads(data[8:][: int.from_bytes(data[:8], "little")])["__metadata__"]
+
+
+def allowed(made: Mutant) -> int:
+    """Bytes that reading may take, as docs/wire-format.md says."""
+    size = len(made.data)
+    header = min(int.from_bytes(made.data[:8], "little"), size)
+    wide = 0
     try:
-        pieces = Pieces.of(data)
-        records = pieces.manifest["codec"]["arrays"]
-        total = sum(record[1] * 8 for record in records if record is not None)
-        return min(max(total, 0), 4096 * len(data))
+        pieces = Pieces.of(made.data)
+        records = (pieces.manifest.get("codec") or {}).get("arrays") or []
+        body = sum(len(array[2]) for array in pieces.arrays)
+        claimed = sum(record[1] * int(record[0][1]) for record in records if record is not None)
+        restored = claimed if 0 <= claimed <= min(256 * body, made.limit or claimed) else 0
+        body = max(restored, body)
+        wide = 3 * restored + WIDE * body
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-        return 0
+        pass
+    return (1 << 20) + 2 * size + PARSED * header + wide
 
 
-def decoded_size(batch: PackedBatch) -> int:
-    """Bytes of the padded and nested form with their helpers; sizes of 0 count as 1."""
-    total = 0
-    for form in batch.schema.forms:
-        if form.dtype is None:
-            continue
-        element = math.prod(max(size, 1) for size in form.shape) * max(form.dtype.itemsize, 8)
-        layout = batch.layouts[form.layout] if form.layout is not None else None
-        total += element * (max(batch.num_rows, 1) if layout is None else layout.num_rows * layout.width + layout.total)
-    for layout in batch.layouts.values():
-        total += 16 * (layout.total + layout.num_rows)
-    return total
+def peak_of_process() -> int:
+    """Bytes of resident memory at most since `forget_peak`; 0 where the system does not tell."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) << 10
+    return 0
 
 
-def run(count: int, seed: int, only: str | None = None, talk: bool = False) -> tuple[Counter[str], list[str]]:
-    """Counts of outcomes, and the failures."""
+def forget_peak() -> None:
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def tried(made: Mutant, golden: dict[str, bytes], worst: Worst) -> str:
+    """`outcome`, within time and memory."""
+    forget_peak()
+    before = peak_of_process()
+    begin = time.process_time()
+    found = outcome(made, golden, worst)
+    seconds = time.process_time() - begin
+    grown = peak_of_process() - before
+    note(worst, "bytes of resident memory", made, grown)
+    assert grown <= LIMIT + MARGIN, f"the case took {grown >> 20} MiB of memory"
+    if seconds > SECONDS:
+        begin = time.process_time()
+        outcome(made, golden, worst)
+        seconds = min(seconds, time.process_time() - begin)
+    note(worst, "seconds", made, seconds)
+    assert seconds <= SECONDS, f"the case took {seconds:.2f} s"
+    return found
+
+
+def run(count: int, seed: int, only: str | None = None, talk: bool = False) -> tuple[Counter[str], list[str], Worst]:
+    """Counts of outcomes, the failures, and what a case took at most."""
     warnings.simplefilter("ignore")
     golden = {file.stem: file.read_bytes() for file in sorted(GOLDEN.glob("*.maskpack"))}
     assert golden, "no golden files"
@@ -382,13 +714,14 @@ def run(count: int, seed: int, only: str | None = None, talk: bool = False) -> t
             decompress(PackedBatch.from_bytes(data))
     counts: Counter[str] = Counter()
     failures: list[str] = []
+    worst: Worst = {}
     before = signal.signal(signal.SIGALRM, _alarm)
     begin = time.monotonic()
     for name in [only] if only else [f"{seed}:{number}" for number in range(count)]:
         made = mutant(golden, name)
-        signal.setitimer(signal.ITIMER_REAL, SECONDS)
+        signal.setitimer(signal.ITIMER_REAL, STUCK)
         try:
-            counts[outcome(made, golden)] += 1
+            counts[tried(made, golden, worst)] += 1
         except (Exception, Late) as error:
             signal.setitimer(signal.ITIMER_REAL, 0)
             counts["FAILED"] += 1
@@ -402,20 +735,22 @@ def run(count: int, seed: int, only: str | None = None, talk: bool = False) -> t
             signal.setitimer(signal.ITIMER_REAL, 0)
         done = sum(counts.values())
         if talk and done % 5000 == 0:
-            print(f"{done} in {time.monotonic() - begin:.0f} s: {dict(counts)}", flush=True)
+            print(f"{done} in {time.monotonic() - begin:.0f} s: {dict(counts)}, at most {worst}", flush=True)
     signal.signal(signal.SIGALRM, before)
-    return counts, failures
+    return counts, failures, worst
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Mutates the golden files and reads them.")
+    parser = argparse.ArgumentParser(description="Mutates the golden files, makes bombs, and reads them.")
     parser.add_argument("--count", type=int, default=20000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="SEED:NUMBER of one mutant")
     given = parser.parse_args()
-    counts, failures = run(given.count, given.seed, given.only, talk=True)
+    counts, failures, worst = run(given.count, given.seed, given.only, talk=True)
     for name, number in counts.most_common():
         print(f"{number:8d}  {name}")
+    for name, (most, case) in worst.items():
+        print(f"{most:12.3f}  {name}, at most, in {case}")
     for failure in failures[:50]:
         print(failure)
     sys.exit(1 if failures else 0)

@@ -188,6 +188,20 @@ def test_what_the_words_suggest() -> None:
     assert kind(np.arange(4000) * 3, np.int64, hints=("narrow",)) is Ramp  # a quarter is not small enough to stop
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64])
+@pytest.mark.parametrize("hints", [(), ("runs", "bits"), ("sparse", "runs"), ("runs",)])
+@pytest.mark.parametrize("name", [name for name in strategies.MANY_RUNS if name != "no width"])
+def test_a_field_of_two_words_takes_its_bits_and_little_more(name: str, hints: tuple[str, ...], dtype: Any) -> None:
+    mask, width = strategies.MANY_RUNS[name]
+    for high, low in ((1, 0), (0, 200), (9, 100)):
+        words = np.where(np.array(mask), high, low).astype(dtype).reshape(-1)
+        bounds = np.arange(len(mask) + 1) * width
+        for integers in (False, True):
+            made = encode_alone(Candidate(words, bounds, "m", integers, 1, hints))
+            assert np.array_equal(made.decode(words.dtype, bounds), words)
+            assert nbytes(made) <= 2 * len(mask) * ((width + 7) // 8) + 128
+
+
 def test_a_wrong_hint_costs_time_only() -> None:
     noise = np.random.default_rng(0).integers(-(2**62), 2**62, 4000)
     bounds = np.linspace(0, 4000, 5).astype(np.int64)

@@ -532,6 +532,16 @@ def test_inspect_shows_names_without_control_signs(tmp_path, capsys):
     assert "\x1b" not in refused([tmp_path / "b"], capsys)
 
 
+def test_inspect_cuts_long_names(tmp_path, capsys):
+    """Every line is as wide as the longest name."""
+    fields = {"x" * 50_000: torch.zeros(2), **{f"y{n}": torch.zeros(2) for n in range(40)}}
+    maskpack.compress(TensorDict(fields, [2])).save(tmp_path / "b")
+    assert cli.main(["inspect", str(tmp_path / "b")]) == 0
+    shown = capsys.readouterr().out
+    assert "\n" + "x" * 80 + "...  float32" in shown
+    assert len(shown) < 80_000
+
+
 def test_the_version(capsys):
     with pytest.raises(SystemExit) as done:
         cli.main(["--version"])

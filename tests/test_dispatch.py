@@ -374,8 +374,7 @@ def test_a_packed_batch_is_taken_too(group, batch):
     packed = group.pack(batch)
     assert isinstance(packed, mp.PackedBatch)
     assert_same(group.call("echo", packed), batch)
-    some = batch[2:5].set("global_token_num", NonTensorData(batch["global_token_num"][2:5], batch_size=[3]))
-    assert_same(group.call("echo", packed[2:5]), some)
+    assert_same(group.call("echo", packed[2:5]), batch[2:5])
 
 
 def test_what_the_driver_gets_is_its_own(group, batch):
@@ -766,8 +765,9 @@ def test_a_retry_has_the_arguments_of_the_call(group, batch):
 
 
 def test_methods_that_do_not_take_packed_rows(group, batch):
-    with pytest.raises(mp.MaskpackError, match=r'cannot be called by "nope".*@endpoint'):
+    with pytest.raises(mp.MethodError, match=r'have no method "nope".*@endpoint') as caught:
         group.call("nope", batch)
+    assert isinstance(caught.value, AttributeError)
     with pytest.raises(mp.MaskpackError, match=r'cannot be called by "undecorated".*@endpoint'):
         group.call("undecorated", batch)
     with pytest.raises(mp.WorkerError, match="Decorate the method with @endpoint"):

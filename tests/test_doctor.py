@@ -3,6 +3,8 @@ are read without verl, and run no code."""
 
 from __future__ import annotations
 
+import _codecs
+import collections
 import io
 import json
 import math
@@ -18,6 +20,7 @@ import numpy as np
 import pytest
 import samples
 import torch
+from fuzz_wire import Pieces
 from tensordict import TensorDict
 
 import maskpack
@@ -276,7 +279,7 @@ def test_several_values_under_a_mask_are_counted(tmp_path, capsys):
     held = f"{masked} positions hold 0.0 ({masked - 4} times), 2.5 (3 times), -7.0 (1 times). No pad covers that"
     assert shown.count(f'under mask "response", {held}') == 2
     assert "'mine': DENSE,  # travels whole\n" in shown
-    assert "it holds values other than its pad where its mask is empty" in shown
+    assert "it holds values other than its pad at masked-out positions" in shown
     packed = maskpack.compress(batch, registry=executed(shown), pad_token_id=samples.PAD, strict_mask_nesting=True)
     samples.assert_same(maskpack.decompress(packed), batch)
 
@@ -561,6 +564,67 @@ def test_damaged_files_are_one_line(data_proto, tmp_path, capsys):
             refused([tmp_path / "b"], capsys)
 
 
+class Calls:
+    """A pickle that makes a call."""
+
+    def __init__(self, call, *args):
+        self.call = call, args
+
+    def __reduce__(self):
+        return self.call
+
+
+SCALAR = np.float32(0).__reduce__()[0]
+MANY = 1 << 16
+BOMBS = {
+    "bytes by number": (Calls(bytearray, MANY), "it makes a bytearray of ['int']"),
+    "bytes of a range": (Calls(bytearray, range(100)), "it makes a bytearray of ['range']"),
+    "set": (Calls(set, range(MANY)), "it makes a set of ['range']"),
+    "frozenset": (Calls(frozenset, range(MANY)), "it makes a frozenset of ['range']"),
+    "size": (Calls(torch.Size, range(MANY)), "it makes a Size of ['range']"),
+    "scalar": (Calls(SCALAR, np.dtype(("V", MANY))), "TypeError"),
+    "text": (Calls(_codecs.encode, "x", "utf-16"), "it encodes a text as 'utf-16'"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_pickle_makes_nothing_larger_than_itself(name, data_proto, tmp_path, capsys):
+    bomb, message = BOMBS[name]
+    file = data_proto(tmp_path / "b", rollout(), {}, {"bomb": bomb}, form="4")
+    assert message in refused([file], capsys)
+
+
+@pytest.mark.parametrize(("form", "trusted"), [("4", False), ("2", True), ("4", True), ("torch", True)])
+def test_plain_values_of_every_kind_are_read(form, trusted, data_proto, tmp_path):
+    from maskpack.saved import saved_batch
+
+    info = {
+        "bytes": [b"abc", bytearray(b"abc"), bytearray(), b""],
+        "sets": [{1, 2}, set(), frozenset({3}), frozenset()],
+        "others": [1j, torch.Size([2, 3]), np.float32(1.5), np.bool_(True), np.arange(3), (1, None, "x")],
+        "more": [range(3), slice(1, 2), collections.OrderedDict(a=1)],
+    }
+    file = data_proto(tmp_path / "b", rollout(), {}, info, form=form)
+    read = saved_batch(file, trusted)
+    for name, value in info.items():
+        assert list(map(repr, read[name])) == list(map(repr, value))
+
+
+def test_the_memo_of_a_pickle_is_no_longer_than_the_file(data_proto, tmp_path, capsys):
+    data = data_proto(tmp_path / "b", rollout(), {}, {}, form="2").read_bytes()
+    for put, number in ((b"r\xff\xff\x0f\x00", 0xFFFFF), (b"p99999999\n", 99999999)):
+        (tmp_path / "b").write_bytes(data[:2] + b"N" + put + b"0" + data[2:])
+        assert f"it remembers thing number {number}" in refused([tmp_path / "b"], capsys)
+
+
+def test_tensors_and_arrays_of_no_bytes(data_proto, tmp_path, capsys):
+    nothing = np.zeros(1 << 14, "V0")
+    file = data_proto(tmp_path / "a", None, {"x": nothing}, {}, form="4")
+    assert "'x' has 16384 items" in refused([file], capsys)
+    file = data_proto(tmp_path / "b", rollout(), {"x": np.zeros(B + 1)}, {}, form="4")
+    assert f"'x' has {B + 1} items for rows [{B}]" in refused([file], capsys)
+
+
 def test_verls_own_files(tmp_path, capsys):
     protocol = pytest.importorskip("verl.protocol")
     tensors = {name: rollout()[name] for name in rollout().keys()}  # noqa: SIM118
@@ -572,6 +636,97 @@ def test_verls_own_files(tmp_path, capsys):
 
 
 # -------------------------------------------------------------------- the command
+
+
+# -------------------------------------------------------------------- files that claim more than they hold
+
+
+def wide(path, width):
+    """A packed file of a few bytes, whose response fields are `width` wide."""
+    parts = Pieces.of(maskpack.compress(rollout().select("response_mask", "old_log_probs")).to_bytes())
+    parts.manifest["layouts"][0]["width"] = width
+    path.write_bytes(parts.joined())
+    return path
+
+
+@pytest.mark.parametrize("command", ["doctor", "inspect"])
+@pytest.mark.parametrize("width", [1 << 26, 2**31 - 1])
+def test_a_packed_file_is_not_decoded_before_its_widths_are_looked_at(command, width, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(maskpack.doctor, "decompress", lambda *_, **__: pytest.fail("decoded"))
+    assert cli.main([command, str(wide(tmp_path / "b.mp", width))]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1
+    assert re.search(rf"maskpack {command}: .* expected at most {1 << 30}. Give a larger --max-bytes if", shown.err)
+
+
+@pytest.mark.parametrize("command", ["doctor", "inspect"])
+def test_the_limit_can_be_given(command, tmp_path, capsys):
+    file = wide(tmp_path / "b.mp", 1000)
+    size = sum(array.nbytes for _, array in maskpack.decompress(maskpack.PackedBatch.load(file)).items())
+    for limit, status in ((size // 2, 2), (2 * size, 0)):
+        assert cli.main([command, str(file), "--max-bytes", str(limit)]) == status
+        shown = capsys.readouterr()
+        assert (f"expected at most {limit}" in shown.err) == (status == 2)
+    for wrong in ("0", "-5"):
+        assert cli.main([command, str(file), "--max-bytes", wrong]) == 2
+        assert f"--max-bytes is {wrong}; expected at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["doctor", "inspect"])
+def test_a_tensor_that_says_one_value_many_times(command, tmp_path, capsys):
+    """Its file holds the value once."""
+    many = torch.zeros(1, 1).expand(1 << 20, 1 << 10)
+    held = {
+        "entry": {"x": many},
+        "object": {"x": torch.zeros(1), "meta": [{"inside": (many,)}]},
+        "batch": TensorDict({"x": many}, [1 << 20]),
+    }
+    for name, value in held.items():
+        torch.save(value, tmp_path / name)
+        assert (tmp_path / name).stat().st_size < 10_000
+        assert cli.main([command, str(tmp_path / name)]) == 2, name
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert re.search(
+            rf"holds {1 << 32}\d* bytes padded|holds \d+ bytes padded; expected at most {1 << 30}", shown.err
+        )
+        assert shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["doctor", "inspect"])
+def test_too_little_memory_is_one_line(command, tmp_path, capsys, monkeypatch):
+    file = saved(rollout(), tmp_path / "b.pt")
+    home, name = (maskpack.doctor, "diagnose") if command == "doctor" else (cli, "figures")
+    for error in (
+        MemoryError("Unable to allocate 16.0 GiB"),
+        MemoryError(),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ):
+
+        def fails(*_, error=error, **__):
+            raise error
+
+        monkeypatch.setattr(home, name, fails)
+        assert cli.main([command, str(file), "--pad-token-id", "7"]) == 2
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert shown.err.startswith(f"maskpack {command}: it does not fit into the memory of this machine")
+        assert shown.err.count("\n") == 1
+
+    def wrong(*_, **__):
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(home, name, wrong)
+    with pytest.raises(RuntimeError, match="something else"):
+        cli.main([command, str(file), "--pad-token-id", "7"])
+
+
+def test_the_limit_of_diagnose():
+    packed = maskpack.compress(rollout(), pad_token_id=samples.PAD)
+    assert diagnose(packed, max_bytes=1 << 20).now.rows == B
+    with pytest.raises(maskpack.LayoutError, match="decompress: these fields take"):
+        diagnose(packed, max_bytes=10)
 
 
 def test_the_command_in_a_process_of_its_own(tmp_path):

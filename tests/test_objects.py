@@ -33,7 +33,7 @@ NUMPY_DTYPES += [f"{sign}int{size}" for sign in ("", "u") for size in (8, 16, 32
 
 
 def stow(data: Any) -> Objects:
-    return Objects(data, 0).stowed(0, False)
+    return Objects(data, 0).stowed()
 
 
 def restored(held: Objects) -> Any:
@@ -288,15 +288,6 @@ def test_bools_and_ints_of_subclasses_are_not_said() -> None:
             objects.to_json(item, lambda _: 0)
 
 
-def test_row_lists() -> None:
-    held = Objects([torch.ones(1), 2], 0)
-    assert held.stowed(2, True).listed
-    assert not held.stowed(2, False).listed
-    assert not held.stowed(3, True).listed
-    assert not Objects((1, 2), 0).stowed(2, True).listed
-    assert not Objects([1, 2], 1).stowed(2, True).listed
-
-
 # -------------------------------------------------------------------- JSON
 
 
@@ -387,8 +378,8 @@ def stack(*items: Any) -> NonTensorStack:
 
 
 def test_rows_follow() -> None:
-    held = Objects.of(stack("a", [torch.ones(1)], "c")).stowed(3, False)
-    assert (held.depth, held.listed) == (1, False)
+    held = Objects.of(stack("a", [torch.ones(1)], "c")).stowed()
+    assert (held.depth, held.stacked) == (1, False)
     back = held.select([2, 0, 2]).entry((3,))
     assert isinstance(back, NonTensorStack)
     assert back.tolist() == ["c", "a", "c"]
@@ -397,19 +388,10 @@ def test_rows_follow() -> None:
 
 
 def test_batch_wide_objects_stay() -> None:
-    held = Objects.of(NonTensorData({"a": 1}, batch_size=[3])).stowed(3, False)
+    held = Objects.of(NonTensorData({"a": 1}, batch_size=[3])).stowed()
     assert held.select([0]) is held
     assert held.select([]).entry((0,)).batch_size == (0,)
     assert Objects.of("plain").data == "plain"
-
-
-def test_row_lists_follow() -> None:
-    held = Objects([torch.tensor([1]), "b", 3], 0).stowed(3, True)
-    part = held.select([1, 0])
-    assert part.listed
-    entry = part.entry((2,))
-    assert isinstance(entry, NonTensorData)
-    assert exact(entry.data) == exact(["b", torch.tensor([1])])
 
 
 def test_stacks_below_further_batch_dims() -> None:
@@ -433,7 +415,7 @@ def test_stacks_without_items_fit_their_batch(sizes: tuple[int, ...]) -> None:
 
 
 def test_only_the_arrays_of_the_rows_that_are_left() -> None:
-    held = Objects.of(stack(torch.zeros(10), torch.ones(20), torch.zeros(10))).stowed(3, False)
+    held = Objects.of(stack(torch.zeros(10), torch.ones(20), torch.zeros(10))).stowed()
     assert sorted(array.nbytes for array in held.arrays()) == [40, 80]
     assert [array.nbytes for array in held.select([1]).arrays()] == [80]
     assert [array.nbytes for array in held.select([0, 2]).arrays()] == [40]

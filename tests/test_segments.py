@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -108,3 +110,18 @@ def test_what_is_given_is_not_changed(pairs: list[Pair]) -> None:
     Segments.cat([segments, segments])
     for column, old in zip((segments.source, segments.start, segments.count), before, strict=True):
         assert column.tolist() == old.tolist()
+
+
+@given(PAIRS)
+def test_pickles(pairs: list[Pair]) -> None:
+    again = pickle.loads(pickle.dumps(made(pairs)))
+    assert pairs_of(again) == pairs
+    assert {part.dtype for part in (again.source, again.start, again.count)} == {np.dtype(np.int64)}
+
+
+def test_a_pickle_takes_few_bytes_a_segment() -> None:
+    row = np.random.default_rng(0).permutation(5000)
+    shuffled = Segments.of_rows(np.zeros(5000, np.int64), row)
+    again = pickle.loads(pickle.dumps(shuffled))
+    assert pairs_of(again) == [(0, int(number)) for number in row]
+    assert len(pickle.dumps(shuffled)) < 4 * 5000 + 512

@@ -12,10 +12,15 @@ import mmap
 import os
 import pickle
 import re
+import signal
+import stat
 import struct
+import subprocess
+import sys
+import tracemalloc
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +32,30 @@ import torch
 from fuzz_wire import Pieces
 from golden import make
 from hypothesis import given
+from hypothesis import strategies as st
 from oracle import assert_same_batch
 from samples import assert_same
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from maskpack import (
+    LayoutError,
     MaskNestingSpec,
     MaskpackError,
     PackedBatch,
     WireFormatError,
     codec,
     compress,
+    contents,
     decompress,
     encodings,
     objects,
+    reading,
     registry,
     sharing,
     wire,
     words,
 )
+from maskpack import layout as mp_layout
 
 GOLDEN = sorted(make.GOLDEN)
 
@@ -132,6 +142,9 @@ def test_golden_files_are_small_and_cover_every_encoding() -> None:
     records = [record for record in pieces("zstd").manifest["codec"]["arrays"] if record is not None]
     assert any(record[2] is not None for record in records)
     assert any(record[2] is None for record in records)
+    forms = [set(layout) & {"runs", "bits"} for name in GOLDEN for layout in pieces(name).manifest["layouts"]]
+    assert {"runs"} in forms
+    assert {"bits"} in forms
 
 
 # -------------------------------------------------------------------- round trips
@@ -166,6 +179,53 @@ def test_with_a_codec(case: strategies.Case) -> None:
     assert back.codec == "zstd"
     assert_same_batch(decompress(back), case.batch)
     assert_same_batch(decompress(pickle.loads(pickle.dumps(packed))), case.batch)
+
+
+@pytest.mark.parametrize("name", [*strategies.MANY_RUNS, *strategies.FEW_RUNS])
+def test_masks_of_any_number_of_runs(name: str) -> None:
+    mask, width = (strategies.MANY_RUNS | strategies.FEW_RUNS)[name]
+    batch, options = strategies.batch_under(mask, width)
+    packed = compress(batch, registry=options)
+    data = packed.to_bytes(checksum=True)
+    (layout,) = Pieces.of(data).manifest["layouts"]
+    assert ("bits" in layout) == (name in strategies.MANY_RUNS)
+    assert ("runs" in layout) == (name in strategies.FEW_RUNS)
+    again = PackedBatch.from_bytes(data)
+    assert again.to_bytes(checksum=True) == data
+    for form in (again, pickle.loads(pickle.dumps(packed)), pickle.loads(pickle.dumps(again, protocol=2))):
+        seen, want = form.layouts["mask"], packed.layouts["mask"]
+        assert (seen.width, seen.anchor, seen.num_rows) == (width, want.anchor, len(mask))
+        assert all(map(np.array_equal, seen.table, want.table))
+        assert {part.dtype for part in seen.table} == {np.dtype(np.int64)}
+        assert_same(decompress(form), batch)
+        assert_same_batch(decompress(form, layout="nested"), decompress(packed, layout="nested"))
+        assert_same(decompress(form.select([-1, 0])), batch[[-1, 0]]) if len(mask) else None
+
+
+@pytest.mark.parametrize("name", strategies.MANY_RUNS)
+def test_masks_of_many_runs_take_their_bits_and_little_more(name: str) -> None:
+    mask, width = strategies.MANY_RUNS[name]
+    bits = len(mask) * ((width + 7) // 8)
+    real = torch.tensor(mask, dtype=torch.bool).view(len(mask), width)
+    packed = compress(TensorDict({"mask": real}, [len(mask)]), registry={"mask": MaskNestingSpec("mask")})
+    free = max(len(mask) - wire.FREE_ROWS, 0)
+    assert packed.nbytes <= bits + len(mask) + 16  # and which rows are not empty
+    assert len(packed.to_bytes()) <= bits + len(mask) + free + 1500
+    assert len(pickle.dumps(packed)) <= bits + len(mask) + 2000
+
+
+@given(strategies.batches(), st.sampled_from([-(10**6), 0, 256]))
+def test_every_way_in_bits(case: strategies.Case, few: int) -> None:
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore")
+        patch.setattr("maskpack.layout._FEW_BYTES", few)
+        packed = compress(case.batch, **case.options)
+        data = packed.to_bytes(allow_pickle=True)
+        assert few >= 0 or "runs" not in {key for layout in Pieces.of(data).manifest["layouts"] for key in layout}
+        for back in (PackedBatch.from_bytes(data, allow_pickle=True), pickle.loads(pickle.dumps(packed))):
+            assert_same_batch(decompress(back), case.batch)
+            assert dict(back.layouts) == dict(packed.layouts)
+            assert [x.anchor for x in back.layouts.values()] == [x.anchor for x in packed.layouts.values()]
 
 
 @pytest.mark.parametrize("codec", [None, "zstd"])
@@ -299,6 +359,64 @@ def test_load_maps_the_file(tmp_path: Path) -> None:
     assert isinstance(base.obj, mmap.mmap)
     file.unlink()
     assert_same(decompress(back), batch)
+
+
+def test_load_without_a_map_survives_what_happens_to_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "batch.maskpack"
+    batch = TensorDict({"x": torch.arange(50_000.0).sqrt()}, [50_000])
+    compress(batch).save(file)
+    back = PackedBatch.load(file, mmap=False)
+    os.truncate(file, 100)
+    assert_same(decompress(back), batch)
+
+
+def test_a_map_of_a_file_that_is_cut_off_kills_the_process(tmp_path: Path) -> None:
+    """As the docstring of `load` says: no error can be raised for it."""
+    file = tmp_path / "batch.maskpack"
+    compress(TensorDict({"x": torch.arange(50_000.0).sqrt()}, [50_000])).save(file)
+    code = "import os, sys, maskpack\npacked = maskpack.PackedBatch.load(sys.argv[1])\n"
+    code += "os.truncate(sys.argv[1], 4096)\nmaskpack.decompress(packed)\n"
+    done = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, timeout=120, check=False)
+    assert done.returncode == -signal.SIGBUS
+
+
+def test_save_syncs_the_file_before_it_takes_its_place_and_the_folder_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "batch.maskpack"
+    steps: list[tuple[str, Any]] = []
+    sync, replace = os.fsync, Path.replace
+
+    def synced(handle: int) -> None:
+        held = os.fstat(handle)
+        steps.append(("folder" if stat.S_ISDIR(held.st_mode) else "file", held.st_size))
+        sync(handle)
+
+    def replaced(self: Path, target: Any) -> Any:
+        steps.append(("replaced", self.stat().st_size))
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", replaced)
+    packed = compress(TensorDict({"x": torch.arange(50_000.0).sqrt()}, [50_000]))
+    packed.save(file)
+    size = len(packed.to_bytes())
+    assert steps[:2] == [("file", size), ("replaced", size)], "all bytes are on the disk when the name changes"
+    assert [name for name, _ in steps[2:]] == ["folder"]
+
+
+def test_a_folder_that_cannot_be_synced_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync = os.fsync
+
+    def synced(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError("not here")
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    batch = TensorDict({"x": torch.arange(3.0)}, [3])
+    compress(batch).save(tmp_path / "batch.maskpack")
+    assert_same(decompress(PackedBatch.load(tmp_path / "batch.maskpack")), batch)
 
 
 def test_load_names_the_file(tmp_path: Path) -> None:
@@ -645,6 +763,74 @@ def test_runs_of_a_layout(name: str) -> None:
     refused(parts.joined(), "layout 'prompt'", "sound runs")
 
 
+def test_bits_of_a_layout() -> None:
+    def changed(dtype: str, items: list[int]) -> bytes:
+        parts = pieces("many_runs")
+        put(parts, parts.manifest["layouts"][0]["bits"], dtype, items)
+        return parts.joined()
+
+    bits = list(array(pieces("many_runs"), 0)[2])  # 8 rows of 131 positions, 17 bytes each
+    assert len(bits) == 8 * 17
+    PackedBatch.from_bytes(changed("U8", bits))
+    wanted = "17 bytes for each of 8 rows, and 0 behind the width"
+    for dtype, items in (("U8", bits[:-1]), ("U8", [*bits, 0]), ("U8", []), ("I8", bits), ("U16", bits[::2])):
+        refused(changed(dtype, items), "layout 'mask' 131 wide", wanted)
+    for row in (0, 7):
+        for place in range(131, 17 * 8):
+            behind = list(bits)
+            behind[17 * row + place // 8] |= 1 << 7 - place % 8
+            refused(changed("U8", behind), "layout 'mask' 131 wide", wanted)
+    less = list(bits)
+    less[-1] = 0
+    refused(changed("U8", less), '"ids"')  # another mask: a field has other lengths
+
+
+def test_layouts_have_runs_or_bits() -> None:
+    def changed(change: Callable[[Any], Any]) -> bytes:
+        parts = pieces("many_runs")
+        change(parts.manifest["layouts"])
+        return parts.joined()
+
+    refused(changed(lambda layouts: layouts[0].update(runs=[0, 1, 2])), "members ['runs']")
+    refused(changed(lambda layouts: layouts[1].update(bits=0)), "members ['runs']")
+    refused(changed(lambda layouts: layouts[1].pop("runs")), '"runs" is None')
+    refused(changed(lambda layouts: layouts[0].update(bits=1)), "17 bytes for each of 8 rows")
+    refused(changed(lambda layouts: layouts[1].update(runs=[0, 2, 3])), "arrays of its own")
+    for number in (-1, 10**6, 1.0, True, None, "0", [0], {}):
+        refused(changed(lambda layouts, number=number: layouts[0].update(bits=number)))
+    for width in (0, 1, 128, 137, 2**31 - 1):
+        refused(changed(lambda layouts, width=width: layouts[0].update(width=width)))
+
+
+def test_a_writer_of_another_kind_may_take_bits_for_any_layout() -> None:
+    """The smaller form is the writer's choice: every golden file is read alike with its layouts as bits."""
+    for name in GOLDEN:
+        if name == "zstd":  # its arrays are compressed
+            continue
+        parts = pieces(name)
+        runs = [layout for layout in parts.manifest["layouts"] if "runs" in layout]
+        for layout in runs:
+            starts, counts, per_row = (list(as_integers(array(parts, number))) for number in layout.pop("runs"))
+            left = iter(zip(starts, counts, strict=True))
+            size = (layout["width"] + 7) // 8
+            lines = [[0] * size for _ in per_row]
+            for line, number in zip(lines, per_row, strict=True):
+                for start, count in [next(left) for _ in range(number)]:
+                    for place in range(start, start + count):
+                        line[place // 8] |= 1 << 7 - place % 8
+            layout["bits"] = len(parts.arrays)
+            parts.arrays.append([f"{layout['bits']}.bits", "U8", bytes(byte for line in lines for byte in line)])
+        back = PackedBatch.from_bytes(parts.joined(), allow_pickle=name == "pickled")
+        assert_same(decompress(back), make.GOLDEN[name]().batch)
+        if name != "pickled":
+            assert back.to_bytes() == PackedBatch.from_bytes(golden(name)).to_bytes()
+
+
+def as_integers(entry: list[Any]) -> list[int]:
+    size = fuzz_wire.SIZES[entry[1]]
+    return [int.from_bytes(entry[2][at : at + size], "little") for at in range(0, len(entry[2]), size)]
+
+
 def test_runs_of_a_wrong_dtype() -> None:
     parts = pieces()
     put(parts, parts.manifest["layouts"][0]["runs"][0], "I8", [1, 0])
@@ -868,8 +1054,8 @@ def record(change: Callable[[list[Any]], Any], nth: int = 0) -> bytes:
 
 def test_zstd_bombs() -> None:
     for size in (2**40, 2**31, 5000 * 2000):
-        refused(record(lambda record, size=size: record.__setitem__(1, size)), "that stand for", "4096 times")
-    refused(record(lambda record: record.__setitem__(1, -1)), "that stand for")
+        refused(record(lambda record, size=size: record.__setitem__(1, size)), "that stand for", "256 times")
+    refused(record(lambda record: record.__setitem__(1, -1)), "codec record")
     refused(record(lambda record: record.__setitem__(1, record[1] + 1)), "a zstd frame of")
     zstandard = pytest.importorskip("zstandard")
     frame = zstandard.ZstdCompressor(level=19).compress(bytes(1 << 28))
@@ -877,7 +1063,59 @@ def test_zstd_bombs() -> None:
     number = next(n for n, record in enumerate(parts.manifest["codec"]["arrays"]) if record is not None)
     parts.manifest["codec"]["arrays"][number][1] = (1 << 28) // 4
     array(parts, number)[1:] = ["U8", frame]
-    refused(parts.joined(), "that stand for 268435456")
+    refused(parts.joined(), "that stand for 2684", "256 times")
+
+
+def frames(*arrays: tuple[bytes, list[Any] | None], fields: Iterable[Any] = (), rows: int = 1) -> bytes:
+    """A message with a codec: each array is zstd of the bytes given, or plain where it has no record."""
+    zstandard = pytest.importorskip("zstandard")
+    held = [raw if record is None else zstandard.compress(raw) for raw, record in arrays]
+    records = [record for _, record in arrays]
+    parts = said(rows=rows, fields=list(fields), codec={"name": "zstd", "arrays": records})
+    parts.arrays = [[f"{number}.x", "U8", raw] for number, raw in enumerate(held)]
+    return parts.joined()
+
+
+def test_what_zstd_restores_is_bounded_for_all_arrays_together() -> None:
+    noise = np.random.default_rng(0).bytes(5000)
+    tensors = [obj([{"tensor": [number, "uint8", [1 << 20]]} for number in range(2)])]
+    blank = bytes(1 << 20), ["u1", 1 << 20, None]
+    refused(frames(blank, blank, fields=tensors), f"that stand for {2 << 20}; expected at most 256 times as many")
+    refused(frames(blank, blank, (noise, None), fields=tensors), f"stand for {2 << 20}")
+    PackedBatch.from_bytes(frames(blank, blank, (noise * 2, None), fields=tensors))
+    more = frames(blank, blank, (noise * 2, None), fields=tensors)
+    refused(more, "with the compressed arrays, the batch takes", max_bytes=(2 << 20) - 1)
+
+
+def test_zstd_restores_nothing_that_is_not_used() -> None:
+    blank, noise = (bytes(5000), ["u1", 5000, None]), (bytes(100), None)
+    used = [obj([{"tensor": [1, "uint8", [5000]]}])]
+    PackedBatch.from_bytes(frames(noise, blank, fields=used))
+    refused(frames(blank, blank, noise, fields=used), "compressed arrays [0] that nothing refers to")
+    refused(frames(noise, blank), "compressed arrays [1] that nothing refers to")
+
+
+def test_rows_are_paid_for_in_bytes_that_travel() -> None:
+    """Else a few bytes of zstd would pay for many."""
+    rows = 1 << 20
+    blank = bytes(rows), ["u1", rows, None]
+    used = [obj([{"tensor": [0, "uint8", [rows]]}])]
+    refused(frames(blank, (bytes(8000), None), fields=used, rows=rows), f"{rows} rows in fewer bytes")
+
+
+def test_the_writer_pays_for_what_shrinks_much() -> None:
+    """A message stands for at most 256 times its bytes; what zstd makes smaller than that is padded."""
+    pytest.importorskip("zstandard")
+    period = torch.randint(0, 99, (512,), generator=torch.Generator().manual_seed(0)).repeat(4096)
+    batch = TensorDict({"x": period.view(8, -1)}, [8])
+    data = compress(batch, codec="zstd").to_bytes()
+    body = len(data) - 8 - int.from_bytes(data[:8], "little")
+    records = [record for record in Pieces.of(data).manifest["codec"]["arrays"] if record is not None]
+    claimed = sum(record[1] * int(record[0][1]) for record in records)
+    assert body == -(-claimed // 256)
+    assert body < batch["x"].nbytes // 256
+    assert_same(decompress(PackedBatch.from_bytes(data)), batch)
+    assert_same(decompress(pickle.loads(pickle.dumps(compress(batch, codec="zstd")))), batch)
 
 
 def test_zstd_frames_that_are_none() -> None:
@@ -1053,10 +1291,290 @@ def test_objects_of_other_rows() -> None:
     refused(field("uid", depth=-1), "depth -1")
     refused(field("uid", depth=10**9), "depth")
     refused(field("uid", depth=2), "lists of (3,) items")
-    refused(field("uid", listed=True), "depth 1")
-    refused(field("global_token_num", json=[1]), "lists of (3,) items")
+    refused(field("uid", stacked=True), "stacked")
     refused(field("uid", pickle=[0]), "pickle")
     refused(field("uid", pickle=[0]), "either json or pickle", allow_pickle=True)
+
+
+# -------------------------------------------------------------------- what a message may claim
+
+
+TABLES = [["0.starts", "U32", bytes(4)], ["1.counts", "U32", (1).to_bytes(4, "little")], ["2.runs", "U8", b"\1"]]
+ZERO = ["3.zero", "U8", b"\0"]
+
+
+def said(**manifest: Any) -> Pieces:
+    """A message of one row; the layout "m" of the arrays TABLES is there if a width is given."""
+    width = manifest.pop("width", None)
+    layout = [] if width is None else [{"name": "m", "width": width, "anchor": 0, "runs": [0, 1, 2]}]
+    whole = {"rows": 1, "root": {"dims": [], "device": None}, "axes": [], "layouts": layout, "fields": []}
+    arrays = [list(entry) for entry in [*TABLES, ZERO]]
+    return Pieces({"format": "maskpack", "version": "1"}, {**whole, **manifest}, arrays)
+
+
+def zeros(name: str, **members: Any) -> dict[str, Any]:
+    """A field whose words are all 0: by `runs`, in no bytes at all."""
+    runs = {"kind": "runs", "pieces": 2, "counts": 4, "values": 3}
+    entry = {"path": [name], "kind": "dense", "dtype": "uint8", "device": "cpu", "shape": [], "encoding": runs}
+    return {**entry, **members}
+
+
+def obj(json: Any, depth: int = 0, **members: Any) -> dict[str, Any]:
+    return {"path": ["o"], "kind": "object", "depth": depth, "json": json, **members}
+
+
+def empty(parts: Pieces) -> bytes:
+    """With array 4, which is empty."""
+    parts.arrays.append(["4.empty", "U8", b""])
+    return parts.joined()
+
+
+CLAIMS: dict[str, tuple[int, Callable[[], bytes]]] = {
+    "elements": (1 << 30, lambda: empty(said(fields=[zeros("x", shape=[1 << 20, 1 << 10])]))),
+    "a width": (
+        2**31 - 1,
+        lambda: empty(said(width=2**31 - 1, axes=["m"], fields=[zeros("x", kind="padded", layout="m", dim=1, pad=0)])),
+    ),
+    "a width around elements": (
+        1 << 30,
+        lambda: empty(
+            said(
+                width=1 << 20,
+                axes=["m"],
+                fields=[zeros("x", kind="padded", layout="m", dim=2, pad=0, shape=[1 << 10])],
+            )
+        ),
+    ),
+    "many fields": (
+        1 << 30,
+        lambda: empty(said(fields=[zeros(f"x{n}", shape=[1 << 20], dtype="uint8") for n in range(1 << 10)])),
+    ),
+    "no batch dim": (
+        1 << 30,
+        lambda: empty(said(root={"dims": None, "device": None}, fields=[zeros("x", shape=[1 << 30])])),
+    ),
+    "a sub-batch": (
+        1 << 30,
+        lambda: empty(
+            said(
+                fields=[
+                    {"path": ["s"], "kind": "node", "node": {"dims": [1 << 10], "device": None}},
+                    zeros("x", path=["s", "x"], shape=[1 << 10, 1 << 20]),
+                ]
+            )
+        ),
+    ),
+    "batch dims": (1 << 30, lambda: said(root={"dims": [1 << 30], "device": None}, fields=[obj(None)]).joined()),
+    "a tensor in an object": (
+        3 << 20,
+        lambda: Pieces(
+            {"format": "maskpack", "version": "1"},
+            {
+                **said().manifest,
+                "fields": [obj([{"tensor": [0, "uint8", [1 << 10]]} for _ in range(3 << 10)])],
+            },
+            [["0.x", "U8", bytes(1 << 10)]],
+        ).joined(),
+    ),
+}
+"""Messages of a few bytes, and how many they claim."""
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_claims_are_added_up_before_memory_is_taken(name: str) -> None:
+    size, make_it = CLAIMS[name]
+    data = make_it()
+    tracemalloc.start()
+    try:
+        refused(data, " bytes in memory, padded; expected at most", "max_bytes", max_bytes=size - 1)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 60 * len(data) + (1 << 20)
+    packed = PackedBatch.from_bytes(data, max_bytes=size + (1 << 20))
+    if name != "batch dims":  # what an object is worth for all of them, it is worth once
+        with pytest.raises(LayoutError, match=r"decompress: these fields take \d+ bytes padded; expected at most"):
+            decompress(packed, max_bytes=size - 1)
+
+
+def test_the_limit_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "batch.maskpack"
+    file.write_bytes(golden("rollout"))
+    size = sum(tensor.numel() * tensor.element_size() for tensor in make.rollout().batch.values(True, True))
+    for mapped in (True, False):
+        assert_same(decompress(PackedBatch.load(file, mmap=mapped, max_bytes=1 << 20)), make.rollout().batch)
+        assert_same(decompress(PackedBatch.load(file, mmap=mapped, max_bytes=None)), make.rollout().batch)
+        with pytest.raises(WireFormatError, match=r"PackedBatch.load\(.*max_bytes, or None, if you trust"):
+            PackedBatch.load(file, mmap=mapped, max_bytes=size - 1)
+
+
+def test_the_default_limit() -> None:
+    field = {"kind": "padded", "layout": "m", "dim": 1, "pad": 0}
+    shape = [33]
+    data = empty(said(width=2**31 - 1, axes=["m"], fields=[zeros("x", **field, shape=shape)]))
+    refused(data, f"at most {64 << 30}")
+    packed = PackedBatch.from_bytes(data, max_bytes=None)
+    with pytest.raises(
+        LayoutError, match=rf"take {33 * (2**31 - 1)} bytes padded; expected at most {64 << 30}. Decode"
+    ):
+        decompress(packed)
+
+
+def test_the_limit_of_decompress_counts_what_it_would_give() -> None:
+    """Whole fields, in the form that is asked for, in the widths that they have now."""
+    mask = torch.zeros(4, 100, dtype=torch.bool)
+    mask[:, :2] = True
+    batch = TensorDict({"m": mask, "a": mask.double(), "b": mask.long()}, [4])
+    packed = compress(batch, registry={name: MaskNestingSpec("m") for name in ("m", "a", "b")})
+    whole, one = 4 * 100 * (1 + 8 + 8), 4 * 100 * 8
+    assert_same(decompress(packed, max_bytes=whole), batch)
+    assert_same(decompress(packed, "a", max_bytes=one), batch.select("a"))
+    assert_same(decompress(packed[:1], max_bytes=whole // 4), batch[:1])
+    assert_same(decompress(packed, max_bytes=None), batch)
+    decompress(packed, widths="trim", max_bytes=whole // 50)
+    decompress(packed, layout="nested", max_bytes=whole // 10)
+    packed.to_nested("a", max_bytes=one // 10)
+    for names, form, most in (
+        ((), {}, whole - 1),
+        (("a",), {}, one - 1),
+        ((), {"widths": "trim"}, whole // 50 - 1),
+        ((), {"layout": "nested"}, whole // 50),
+        ((), {"device": "cpu"}, whole - 1),
+    ):
+        with pytest.raises(LayoutError, match=r"decompress: these fields take (\d+) bytes .*pass max_bytes=\1\."):
+            decompress(packed, *names, max_bytes=most, **form)
+    with pytest.raises(LayoutError, match="nested"):
+        packed.to_nested(max_bytes=1)
+    many = packed.select([0] * 1000)
+    with pytest.raises(LayoutError, match="take 1700000 bytes padded"):
+        decompress(many, max_bytes=whole)
+
+
+def test_depth_without_content() -> None:
+    """tensordict takes 2^depth steps to ask a stack of stacks for its device."""
+    nest: Any = 1
+    for _ in range(8):
+        nest = [nest]
+    back = decompress(PackedBatch.from_bytes(said(fields=[obj(nest, 8)]).joined()))
+    assert back.get("o").tolist() == nest
+    for depth in (9, 16, 28):
+        deeper: Any = 1
+        for _ in range(depth):
+            deeper = [deeper]
+        refused(said(fields=[obj(deeper, depth)]).joined(), f"of depth {depth}", "at most 8")
+    stack: Any = NonTensorStack(NonTensorData(0))
+    for _ in range(8):
+        stack = NonTensorStack(stack)
+    packed = compress(TensorDict({"x": torch.zeros(1)}, [1]).set("o", stack))
+    assert decompress(packed).get("o").tolist() == stack.tolist()
+    with pytest.raises(MaskpackError, match=r'field "o" has stacks of 9 dims; expected at most 8'):
+        packed.to_bytes()
+
+
+def test_stacks_without_items_take_no_memory_for_their_sizes() -> None:
+    dims = [1 << 20, 1 << 10]
+    for rows, data in ((0, []), (1, [[[] for _ in range(3)]])):
+        node = {"dims": dims if rows == 0 else [3, 0, 1 << 29], "device": None}
+        parts = said(rows=rows, root=node, fields=[obj(data, 1 + len(node["dims"]))])
+        packed = PackedBatch.from_bytes(parts.joined())
+        tracemalloc.start()
+        try:
+            entry = decompress(packed).get("o")
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < 1 << 20
+        assert entry.batch_size == torch.Size([rows, *node["dims"]])
+
+
+def test_paths_and_batch_dims_have_an_end() -> None:
+    def chain(depth: int) -> list[dict[str, Any]]:
+        node = {"dims": [], "device": None}
+        return [{"path": ["a"] * length, "kind": "node", "node": node} for length in range(1, depth + 1)]
+
+    decompress(PackedBatch.from_bytes(said(fields=chain(64)).joined()))
+    refused(said(fields=chain(65)).joined(), "path", "1 to 64 names")
+    refused(said(fields=[obj(1)], root={"dims": [1] * 29, "device": None}).joined(), "dims", "at most 28")
+    deep = TensorDict({"x": torch.zeros(1)}, [1])
+    for _ in range(64):
+        deep = TensorDict({"a": deep}, [1])
+    with pytest.raises(MaskpackError, match=r"a path of 65 names; expected at most 64"):
+        compress(deep).to_bytes()
+    assert_same(decompress(PackedBatch.from_bytes(compress(deep["a"]).to_bytes())), deep["a"])
+    wide = TensorDict({}, [1] * 30).set("o", NonTensorData(1, batch_size=[1] * 30))
+    with pytest.raises(MaskpackError, match="the batch has 29 batch dims behind its rows; expected at most 28"):
+        compress(wide).to_bytes()
+
+
+def keys(made: Iterable[Any]) -> bytes:
+    return said(fields=[obj({"dict": [[key, None] for key in made]})]).joined()
+
+
+def whole(number: int) -> Any:
+    return number if -(2**63) <= number < 2**63 else {"int": hex(number)}
+
+
+COLLIDING: dict[str, Callable[[int], Any]] = {
+    "ints": lambda n: whole((2**61 - 1) * (n + 10)),
+    "floats": lambda n: 2.0 ** (61 * n - 900),
+    "tuples": lambda n: {"tuple": [whole((2**61 - 1) * (n + 10))]},
+    "tuples of tuples": lambda n: {"tuple": ["a", {"tuple": [whole((2**61 - 1) * (n + 10)), 1]}]},
+    "scalars and ints": lambda n: (
+        whole((2**61 - 1) * n + 1) if n else {"scalar": ["float32", np.float32(1).tobytes().hex()]}
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", COLLIDING)
+def test_keys_of_one_hash(kind: str) -> None:
+    """A dict compares each of them with all others."""
+    assert len(decompress(PackedBatch.from_bytes(keys(map(COLLIDING[kind], range(16)))))["o"]) == 16
+    refused(keys(map(COLLIDING[kind], range(17))), "a dict with 17 keys of one hash, more than 16")
+    inner = said(fields=[obj([{"tuple": [{"dict": [[COLLIDING[kind](n), 1] for n in range(20)]}]}])])
+    refused(inner.joined(), "a dict with 20 keys of one hash")
+
+
+def test_many_keys() -> None:
+    """Of texts any number: Python salts their hashes."""
+    assert len(decompress(PackedBatch.from_bytes(keys(range(1 << 15))))["o"]) == 1 << 15
+    refused(keys(range((1 << 15) + 1)), "a dict with 32769 keys that are no text, more than 32768")
+    assert len(decompress(PackedBatch.from_bytes(keys(map(str, range(100_000)))))["o"]) == 100_000
+
+
+def test_the_writer_says_no_dict_that_a_reader_refuses() -> None:
+    for data, problem in (
+        ({(2**61 - 1) * n: 0 for n in range(2, 19)}, "a dict with 17 keys of one hash"),
+        (dict.fromkeys(range((1 << 15) + 1)), "a dict with 32769 keys that are no text"),
+    ):
+        packed = compress(TensorDict({"x": torch.zeros(1)}, [1]).set("o", NonTensorData([data])))
+        with pytest.raises(MaskpackError, match=f'field "o" holds {problem}.*allow_pickle=True'):
+            packed.to_bytes()
+        back = PackedBatch.from_bytes(packed.to_bytes(allow_pickle=True), allow_pickle=True)
+        assert decompress(back)["o"] == [data]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64"])
+def test_keys_that_cannot_be_compared(dtype: str) -> None:
+    one = {"scalar": [dtype, np.ones((), dtype).tobytes().hex()]}
+    huge = {"int": hex((2**61 - 1) * 10**400 + 1)}  # has the hash of 1
+    for pair in ([one, huge], [huge, one]):
+        refused(keys(pair), "one as to_bytes writes it")
+
+
+def test_pads_inside_each_other() -> None:
+    parts = pieces()
+    the_field(parts, "advantages")["pad"] = "here"
+    for depth in (1, 2, *range(300, 500)):
+        pad = '{"complex": [' * depth + "0.0" + ", 0.0]}" * depth
+        refused(parts.joined(manifest=lambda text, pad=pad: text.replace('"here"', pad)))
+
+
+def test_integers_of_many_digits_are_shown_as_such() -> None:
+    refused(field("advantages", pad={"int": hex(10**5000)}), "too long to be shown")
+
+
+def test_long_names_are_cut_in_messages() -> None:
+    refused(said(fields=[zeros("x" * 100_000, dtype="int128")]).joined(), 'field "xxxx')
 
 
 # -------------------------------------------------------------------- what is read can be trusted
@@ -1088,7 +1606,7 @@ def test_reading_changes_nothing() -> None:
 
 
 def test_a_short_run_of_the_fuzzer() -> None:
-    counts, failures = fuzz_wire.run(2000, seed=7)
+    counts, failures, _ = fuzz_wire.run(2000, seed=7)
     assert not failures, "\n".join(failures)
     deep = sum(counts.values()) - counts["refused as a container"]
     assert deep > 0.4 * sum(counts.values()), counts
@@ -1098,8 +1616,26 @@ def test_a_short_run_of_the_fuzzer() -> None:
 @pytest.mark.parametrize("kind", ["Plain", "Sparse", "Runs"])
 def test_the_fuzzer_finds_a_check_that_is_missing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(getattr(encodings, kind), "problem", lambda *_: None)
-    _, failures = fuzz_wire.run(600, seed=8)
+    _, failures, _ = fuzz_wire.run(600, seed=8)
     assert failures
+
+
+def test_the_fuzzer_finds_what_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "_wrong_keys", lambda _: None)
+    made = fuzz_wire.Mutant("", "keys", keys(whole((2**61 - 1) * (n + 10)) for n in range(20_000)), False, None)
+    with pytest.raises(AssertionError, match=r"the case took \d+\.\d+ s"):
+        fuzz_wire.tried(made, {}, {})
+
+
+@pytest.mark.skipif(not fuzz_wire.peak_of_process(), reason="this system does not tell")
+def test_the_fuzzer_finds_what_takes_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unlimited(batch: PackedBatch, **options: Any) -> TensorDict:
+        return decompress(batch, **{**options, "max_bytes": None})
+
+    monkeypatch.setattr(fuzz_wire, "decompress", unlimited)
+    made = fuzz_wire.Mutant("", "sizes", empty(said(fields=[zeros("x", shape=[200 << 20])])), False, None)
+    with pytest.raises(AssertionError, match=r"the case took \d+ MiB of memory"):
+        fuzz_wire.tried(made, {}, {})
 
 
 def test_registry_pads_that_json_does_not_know() -> None:
@@ -1209,8 +1745,19 @@ def test_the_codec_of_the_norm(norm: dict[str, Any]) -> None:
 def test_the_norm_names_every_constant() -> None:
     text = NORM.read_text()
     assert f"at most 2^{wire.MAX_HEADER.bit_length() - 1}," in text
-    assert f"Beyond 2^{wire.FREE_ROWS.bit_length() - 1} there" in text
+    assert f"Beyond 2^{wire.FREE_ROWS.bit_length() - 1} the body" in text
     assert f"at most {codec.MOST} times as long" in text
     assert f"at most {objects.MOST_DIMS} sizes" in text
+    assert re.search(rf"save more than {mp_layout._FEW_BYTES}\s+bytes", text)
+    assert f"at most {objects.MOST_DIMS} `dims`" in text
+    assert f"and at most {objects.MOST_DEPTH};" in text
+    assert f"a list of 1 to {wire.MOST_PATH} names" in text
+    assert f"more than {objects.MOST_KEYS} keys" in text
+    assert f"more than {objects.MOST_COLLIDING} such keys" in text
+    assert f"and {objects.ITEM_BYTES} bytes for each entry of a" in text
+    assert f"{contents.MAX_BYTES >> 30} GiB unless it" in text
+    assert f"{reading.TABLE_BYTES} bytes for each run" in text
+    assert f"{fuzz_wire.PARSED} bytes for\neach byte of the header" in text
+    assert f"{fuzz_wire.WIDE} bytes for each byte of the arrays" in text
     for name in [*words.DTYPES, *sharing.KINDS, *registry.HINTS]:
         assert name in text

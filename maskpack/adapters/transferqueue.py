@@ -23,6 +23,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack import manifest, reading, wire
+from maskpack.arguments import said
 from maskpack.choice import encode_alone
 from maskpack.contents import Contents, candidate
 from maskpack.encodings import Plain
@@ -40,7 +41,10 @@ _ARRAY = struct.Struct("<BI")
 _MAGIC = b"mpq1"
 _CODES = {np.dtype(f"<{kind}{size}"): size + 16 * (kind == "i") for kind in "iu" for size in (1, 2, 4, 8)}
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
-_MOST_MANIFEST = wire.MAX_HEADER
+_MOST_RATIO, _FREE = 1 << 6, 1 << 16
+"""Bytes of a manifest for each one deflated, and bytes that any manifest may have."""
+_SHORT = 1 << 10
+"""Bytes of a deflated manifest that is remembered."""
 _USUAL = (
     b'"shape":[],"encoding":{"kind":"columns","columns":[{"kind":"bits","words":6}{"kind":"sparse","per_row":3,'
     b'"places":4,"words":5}{"kind":"steps","steps":{"kind":"runs"{"json":"pickle":[{"rows":1,"root":{"dims":[],'
@@ -85,7 +89,7 @@ def to_samples(
     """
     call = "to_samples"
     if not isinstance(packed, PackedBatch):
-        raise LayoutError(f"{call}: got a {type(packed).__name__}; expected a PackedBatch. Compress the batch first.")
+        raise LayoutError(f"{call}: got {said(packed)}; expected a PackedBatch. Compress the batch first.")
     if len(packed) == 0:
         raise LayoutError(f"{call}: the batch has no rows; expected at least one. Put nothing where nothing is.")
     entries = list(dict.fromkeys(form.path[0] for form in packed.schema.forms))
@@ -168,7 +172,7 @@ def _column(held: Any, call: str, allow_pickle: bool) -> tuple[int, PackedBatch]
     """The place of a column, and its rows as one batch."""
     rows = _rows(held)
     if rows is None:
-        seen = "missing" if held is None else f"a {type(held).__name__}"
+        seen = "missing" if held is None else f"{said(held)}"
         raise LayoutError(f"{call} is {seen}; expected jagged uint8, one entry a sample. {_REMEDY}")
     read = [_read(row, call, allow_pickle) for row in rows]
     return read[0][0], _packed(joined([contents for _, contents in read], call))
@@ -182,8 +186,8 @@ def _rows(held: Any) -> list[Words] | None:
 
 
 def _jagged(entries: Sequence[bytes]) -> Tensor:
-    offsets = torch.zeros(len(entries) + 1, dtype=torch.int64)
-    torch.cumsum(torch.tensor([len(entry) for entry in entries]), 0, out=offsets[1:])
+    offsets = torch.zeros(len(entries) + 1, dtype=torch.int64, device="cpu")
+    torch.cumsum(torch.tensor([len(entry) for entry in entries], device="cpu"), 0, out=offsets[1:])
     values = torch.frombuffer(bytearray().join(entries), dtype=torch.uint8)
     return torch.nested.nested_tensor_from_jagged(values, offsets)
 
@@ -228,19 +232,38 @@ def _read(row: Words, call: str, allow_pickle: bool) -> tuple[int, Contents]:
 
 @lru_cache(maxsize=64)
 def _deflated(text: str) -> bytes:
-    squeezer = zlib.compressobj(9, zdict=_USUAL)
-    return squeezer.compress(text.encode("utf-8", "surrogatepass")) + squeezer.flush()
+    line = text.encode("utf-8", "surrogatepass")
+    small = _squeezed(line, 9)
+    return small if len(line) <= _most(small) else _squeezed(line, 0)
+
+
+def _squeezed(line: bytes, level: int) -> bytes:
+    squeezer = zlib.compressobj(level, zdict=_USUAL)
+    return squeezer.compress(line) + squeezer.flush()
+
+
+def _most(text: bytes) -> int:
+    """Bytes that a manifest may have, from its deflated form: few bytes must not make a reader parse many."""
+    return min(wire.MAX_HEADER, _FREE + _MOST_RATIO * len(text))
+
+
+def _manifest(text: bytes, call: str) -> dict[str, Any]:
+    """Rows of a column have one manifest, as a rule, and so it is read once; unless it is long, with the Python objects
+    of one row."""
+    return _known(text, call) if len(text) <= _SHORT else _inflated(text, call)
 
 
 @lru_cache(maxsize=64)
-def _manifest(text: bytes, call: str) -> dict[str, Any]:
-    """Rows of a column have one manifest, as a rule, and so it is read once; few are kept, because those with Python
-    objects may be long."""
+def _known(text: bytes, call: str) -> dict[str, Any]:
+    return _inflated(text, call)
+
+
+def _inflated(text: bytes, call: str) -> dict[str, Any]:
     reader = zlib.decompressobj(zdict=_USUAL)
     try:
-        told = reader.decompress(text, _MOST_MANIFEST)
+        told = reader.decompress(text, _most(text))
     except zlib.error as error:
         wire.fail(call, f"a manifest that cannot be inflated ({error})", "one that to_samples wrote")
     if not reader.eof or reader.unused_data:
-        wire.fail(call, "a manifest that does not end where it should", f"one of at most {_MOST_MANIFEST} bytes")
+        wire.fail(call, "a manifest that does not end where it should", f"one of at most {_most(text)} bytes")
     return wire.loads(told, call)

@@ -28,6 +28,7 @@ from maskpack.adapters.transformers_limits import (
 )
 from maskpack.adapters.transformers_passes import NAME
 from maskpack.adapters.transformers_shards import check_root, device_of, groups_of, most_of
+from maskpack.arguments import said
 from maskpack.attention import packed_attention
 from maskpack.errors import ReplayError
 from maskpack.ops import packed_log_probs
@@ -170,7 +171,7 @@ class Replayable:
         model = getattr(model, "_orig_mod", model)  # of torch.compile
         if not isinstance(model, PreTrainedModel):
             raise ReplayError(
-                f"replayable: got a {type(model).__name__}; expected a model of transformers. Pass the model itself; "
+                f"replayable: got {said(model)}; expected a model of transformers. Pass the model itself; "
                 "of PEFT with adapters in its layers, get_base_model(); shard with fully_shard, which wraps nothing."
             )
         self.model = model

@@ -12,6 +12,7 @@ import _codecs
 import collections
 import io
 import pickle
+import pickletools
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -71,6 +72,10 @@ def read_data_proto(file: Path, allow_pickle: bool) -> TensorDict:
     rows = rows or [len(next(iter(arrays.values())))] if arrays else rows
     out: Any = TensorDict({} if batch is None else dict(batch.items()), batch_size=rows)
     for name, array in arrays.items():
+        if (
+            len(array) > max(1, file.stat().st_size) or [len(array)] != rows[:1]
+        ):  # items of no bytes take none in a file
+            raise pickle.UnpicklingError(f"{name!r} has {len(array)} items for rows {rows}")
         out.set(name, NonTensorStack(*[NonTensorData(item) for item in list(array)]))
     for name, value in info.items():
         if not has(out, name):
@@ -91,13 +96,13 @@ def _tensors(data: Any, allow_pickle: bool) -> Any:
 
 def _tensor(item: Any) -> Tensor:
     if len(item) == 2:
-        return torch.nested.nested_tensor([_tensor(row) for row in item[1]], layout=torch.jagged)
+        return torch.nested.nested_tensor([_tensor(row) for row in item[1]], layout=torch.jagged, device="cpu")
     name, shape, data = item
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise pickle.UnpicklingError(f"{name!r} is no dtype")
-    held = bytearray(data)
-    return torch.frombuffer(held, dtype=dtype).view(shape) if held else torch.empty(shape, dtype=dtype)
+    held = bytearray(memoryview(data))
+    return torch.frombuffer(held, dtype=dtype).view(shape) if held else torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def _loaded(data: bytes, allow_pickle: bool = False) -> Any:
@@ -112,7 +117,7 @@ def _loaded(data: bytes, allow_pickle: bool = False) -> Any:
 
 def _rebuilt(storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> Tensor:
     """A tensor that lies in a Python object."""
-    held = torch.empty(0, dtype=storage.dtype)
+    held = torch.empty(0, dtype=storage.dtype, device=storage.device)
     return held.set_(storage._untyped_storage, offset, torch.Size(size), tuple(stride))
 
 
@@ -121,26 +126,54 @@ def _array(buffer: Any, dtype: Any, shape: Any, order: Any, *_: Any) -> Any:
     return flat.reshape(shape, order=order)
 
 
+def _encoded(text: Any, name: Any) -> bytes:
+    """How bytes were pickled once."""
+    if name not in ("latin1", "latin-1"):
+        raise pickle.UnpicklingError(f"it encodes a text as {name!r}, which is no way to pickle bytes")
+    return _codecs.encode(text, "latin1")
+
+
+def _taken(kind: Any, *held: type[Any]) -> Any:
+    """`kind` of what a pickle holds: a number would make as many bytes, a range as many items."""
+
+    def make(*args: Any) -> Any:
+        if args[1:] == ("latin-1",) and kind is bytearray:
+            args = (_encoded(*args),)
+        if len(args) > 1 or not all(type(arg) in held for arg in args):
+            raise pickle.UnpicklingError(f"it makes a {kind.__name__} of {[type(arg).__name__ for arg in args]}")
+        return kind(*args)
+
+    return make
+
+
+def _scalar(dtype: Any, data: Any) -> Any:
+    return _SCALAR(dtype, data)
+
+
+_SCALAR: Any = np.float32(0).__reduce__()[0]
+
+
 def _arrays() -> dict[tuple[str, str], Any]:
     array: Any = np.empty(0).__reduce__()
-    scalar: Any = np.float32(0).__reduce__()
     out: dict[tuple[str, str], Any] = {("numpy", "ndarray"): np.ndarray, ("numpy", "dtype"): np.dtype}
     for package in ("numpy.core", "numpy._core"):  # before numpy 2, and since
         out[f"{package}.multiarray", "_reconstruct"] = array[0]
-        out[f"{package}.multiarray", "scalar"] = scalar[0]
+        out[f"{package}.multiarray", "scalar"] = _scalar
         out[f"{package}.numeric", "_frombuffer"] = _array
     return out
 
 
-_ARRAYS = {_CLASS: _Held, ("_codecs", "encode"): _codecs.encode, **_arrays()}
+_ARRAYS = {_CLASS: _Held, ("_codecs", "encode"): _encoded, **_arrays()}
 _NAMES: dict[tuple[str, str], Any] = {
     **_ARRAYS,
-    ("torch", "Size"): torch.Size,
+    ("torch", "Size"): _taken(torch.Size, list, tuple),
     ("torch", "device"): torch.device,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuilt,
     ("torch.storage", "_load_from_bytes"): _loaded,
-    ("collections", "OrderedDict"): collections.OrderedDict,
-    **{("builtins", kind.__name__): kind for kind in (set, frozenset, complex, bytearray, range, slice)},
+    ("collections", "OrderedDict"): _taken(collections.OrderedDict, list, tuple),
+    ("builtins", "bytearray"): _taken(bytearray, bytes),
+    **{("builtins", kind.__name__): _taken(kind, list, tuple, set) for kind in (set, frozenset)},
+    **{("builtins", kind.__name__): kind for kind in (complex, range, slice)},
 }
 """All that a file may call, without `allow_pickle`."""
 
@@ -150,19 +183,26 @@ class _Plain(pickle.Unpickler):
         if (module, name) in _NAMES:
             return _NAMES[module, name]
         value = getattr(torch, name, None) if module == "torch" else None
-        return value if isinstance(value, torch.dtype) else self._unknown(module, name)
-
-    def _unknown(self, module: str, name: str) -> Any:
+        if isinstance(value, torch.dtype):
+            return value
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no plain data")
 
 
-class _Trusting(_Plain):
-    def _unknown(self, module: str, name: str) -> Any:
-        return pickle.Unpickler.find_class(self, module, name)
+class _Trusting(pickle.Unpickler):
+    def find_class(self, module: str, name: str, /) -> Any:
+        return _Held if (module, name) == _CLASS else super().find_class(module, name)
 
 
 def _of_pickle(opened: BinaryIO, allow_pickle: bool) -> Any:
-    return (_Trusting if allow_pickle else _Plain)(opened).load()
+    if allow_pickle:
+        return _Trusting(opened).load()
+    size = opened.seek(0, io.SEEK_END)
+    opened.seek(0)
+    for code, number, _ in pickletools.genops(opened):
+        if "PUT" in code.name and number is not None and number > size:  # the memo is a table of that length
+            raise pickle.UnpicklingError(f"it remembers thing number {number} in {size} bytes")
+    opened.seek(0)
+    return _Plain(opened).load()
 
 
 def _of_torch(opened: BinaryIO, allow_pickle: bool) -> Any:

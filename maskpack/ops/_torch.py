@@ -87,7 +87,7 @@ def _unpack_edge(values: Tensor, layout: RowLayout) -> Tensor:
     shape = (layout.num_rows, layout.width, *values.shape[1:])
     out = torch.zeros(shape, dtype=values.dtype, device=values.device)
     if layout.total == 0:
-        return out
+        return out + values.sum() if differentiable else out
     seen = layout.to_mask().cumsum(1)
     nearest = (seen - 1).clamp_(min=0).add_(layout.offsets[:-1, None]).clamp_(max=layout.total - 1).view(-1)
     empty = (layout.offsets.diff() == 0).view(-1, *[1] * (len(shape) - 1))
@@ -102,7 +102,7 @@ def _unpack_edge(values: Tensor, layout: RowLayout) -> Tensor:
 def _unpack_edge_by_run(values: Tensor, layout: RowLayout) -> Tensor:
     """Every row whole with what follows its last real element, then what comes before."""
     source, table = words(values), layout.table
-    ends = torch.zeros((layout.num_rows, *source.shape[1:]), dtype=source.dtype)
+    ends = torch.zeros((layout.num_rows, *source.shape[1:]), dtype=source.dtype, device=source.device)
     real = torch.from_numpy(np.flatnonzero(layout.lengths))
     ends[real] = source[layout.offsets[1:][real] - 1]
     shape = (layout.num_rows, layout.width, *source.shape[1:])

@@ -6,6 +6,8 @@ import itertools
 import math
 import os
 import random
+import struct
+import zlib
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from samples import PAD, ROWS, assert_same, jagged, of, per_row, rollout
 from transfer_queue.dataloader import StreamingDataLoader, StreamingDataset
 
 import maskpack as mp
+from maskpack.adapters import transferqueue
 from maskpack.adapters.transferqueue import from_samples, to_samples
 
 OPTIONS = {"pad_token_id": PAD}
@@ -216,7 +219,7 @@ def test_python_objects_come_back(partition):
     assert_same(seen, mp.decompress(packed(batch)[[4, 1]]))
     assert_same(seen.get("uid"), per_row(["row-2", "row-0"]))
     assert_same(seen.get("temperature"), NonTensorData(0.7, batch_size=[2]))
-    assert seen["global_token_num"] == [sum(ROWS[4]), sum(ROWS[1])]
+    assert seen["global_token_num"] == [sum(row) for row in ROWS]
     assert_same(seen.get("multi_modal_inputs").tolist()[0], {"pixel_values": torch.full((2, 4), 4 / 3)})
 
 
@@ -364,3 +367,39 @@ def test_changed_entries_raise_or_keep_their_form():
     for size in range(entry.numel()):
         with pytest.raises(mp.MaskpackError):
             from_samples(TensorDict({"advantages": entry[None, :size]}, batch_size=[1]))
+
+
+def test_objects_that_deflate_to_almost_nothing_come_back():
+    batch = TensorDict({"x": torch.zeros(2)}, [2])
+    batch.set("text", per_row(["a" * (1 << 20), "b" * 1000]))
+    samples = to_samples(packed(batch))
+    assert_same(mp.decompress(from_samples(samples)), batch)
+
+
+def test_an_entry_makes_its_reader_parse_no_more_than_some_times_its_bytes():
+    batch = TensorDict({"x": torch.zeros(1)}, [1]).set("text", per_row(["text"]))
+    entry = to_samples(packed(batch))["text"].values().numpy().tobytes()
+    head = struct.Struct("<4sHHI")
+    magic, place, count, size = head.unpack_from(entry)
+    begin = head.size + 5 * count
+    text, rest = entry[begin : begin + size], entry[begin + size :]
+    told = zlib.decompressobj(zdict=transferqueue._USUAL).decompress(text)
+    for blanks, fits in ((50_000, True), (1 << 22, False)):
+        squeezer = zlib.compressobj(9, zdict=transferqueue._USUAL)
+        long = squeezer.compress(told + b" " * blanks) + squeezer.flush()
+        data = head.pack(magic, place, count, len(long)) + entry[head.size : begin] + long + rest
+        samples = TensorDict({"text": torch.frombuffer(bytearray(data), dtype=torch.uint8)[None]}, [1])
+        if fits:
+            assert mp.decompress(from_samples(samples))["text"] == ["text"]
+        else:
+            with pytest.raises(mp.WireFormatError, match="a manifest that does not end where it should"):
+                from_samples(samples)
+
+
+def test_long_manifests_are_not_kept():
+    """Those with Python objects are one for each row."""
+    texts = [f"{random.Random(row).getrandbits(16_000):x}" for row in range(3)]
+    batch = TensorDict({"x": torch.zeros(3)}, [3]).set("text", per_row(texts))
+    before = transferqueue._known.cache_info().currsize
+    assert mp.decompress(from_samples(to_samples(packed(batch)), "text"))["text"] == texts
+    assert transferqueue._known.cache_info().currsize == before
