@@ -135,6 +135,8 @@ class Call:
     _begun: float = field(default_factory=time.perf_counter)
     _done: bool = False
     _value: Any = None
+    _turn: Any = field(default_factory=threading.Lock)
+    """Held by the one who waits; others wait for him."""
 
     def __await__(self) -> Generator[Any, None, Any]:
         future: Future[Any] = Future()
@@ -166,25 +168,16 @@ class Call:
         """
         if timeout is not None:
             seconds(timeout, "timeout", "Call.result")
-        if not self._done:
-            self._collect(timeout)
-            self._check()
-            begun = time.perf_counter()
-            try:
-                self._value = _gathered(self.parts, self.request)
-            except LayoutError as error:
-                method = self.request.method
-                raise WorkerError(
-                    f'WorkerGroup: what the ranks returned from "{method}" does not fit together: {error}',
-                    method,
-                    (),
-                    self,
-                ) from error
-            self._count(begun)
-            self._done = True
-            self.parts = []
-            self.request = replace(self.request, args=(), kwargs={})
-        return self._value
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        if not self._turn.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
+            self._check()  # another waits for these ranks, in its own time
+            self._turn.acquire()  # all have answered, and the other decodes what they returned
+        try:
+            if not self._done:
+                self._finish(None if timeout is None else max(0.0, until - time.monotonic()))
+            return self._value
+        finally:
+            self._turn.release()
 
     def retry(self, group: Sender | None = None) -> Call:
         """Sends the rows again that have no result: to the ranks that are alive, or to those of another group.
@@ -220,6 +213,25 @@ class Call:
         return Call(to, self.request, parts, metrics, lost)
 
     # ---------------------------------------------------------------- waiting
+
+    def _finish(self, timeout: float | None) -> None:
+        self._collect(timeout)
+        self._check()
+        begun = time.perf_counter()
+        try:
+            self._value = _gathered(self.parts, self.request)
+        except LayoutError as error:
+            method = self.request.method
+            raise WorkerError(
+                f'WorkerGroup: what the ranks returned from "{method}" does not fit together: {error}',
+                method,
+                (),
+                self,
+            ) from error
+        self._count(begun)
+        self._done = True
+        self.parts = []
+        self.request = replace(self.request, args=(), kwargs={})
 
     def _collect(self, timeout: float | None) -> None:
         """Takes what is there until all parts are settled, the time is up, or the grace after a failure is over."""

@@ -14,7 +14,7 @@ import transformers
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 
 import maskpack as mp
 from maskpack.adapters import transformers as adapter
@@ -45,7 +45,7 @@ def batch_of(rows: Any) -> TensorDict:
 
 
 def alone(model: Any, batch: TensorDict) -> Tensor:
-    out = [torch.zeros(0)]
+    out = [torch.zeros(0, device=batch["input_ids"].device)]
     for ids, real in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
         row = ids[real]
         prompt = int(real[:PROMPT].sum())
@@ -245,6 +245,24 @@ def values_compared() -> list[Any]:
         if real.any():
             truth.append(plain(input_ids=ids[real][None]).last_hidden_state[0, prompt - 1 : -1, 0])
     return [*said, _apart(seen, torch.cat(truth))]
+
+
+def offloaded() -> dict[str, Any]:
+    """Of a model whose shards wait on the host: on which device rows, and results, are; and what is compared."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    model = tiny(False)
+    plain = copy.deepcopy(model).to("cuda")
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh, offload_policy=CPUOffloadPolicy())
+    replay = replayable(model)
+    calls = _compared_tokens(model)
+    batch = batch_of(ROWS[: 3 * (dist.get_rank() + 1)])
+    with torch.no_grad():
+        seen = [mp.response_log_probs(replay, batch).values() for _ in range(2)]
+        truth = alone(plain, batch.to("cuda"))
+    devices = {str(replay.device.type), *(one.device.type for one in seen)}
+    return {"devices": devices, "compared": len(calls), "off": max(_apart(one, truth) for one in seen)}
 
 
 def inside_a_sharded_module() -> list[str]:

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from tensordict import NonTensorData, TensorDict
 from test_docs import BLOCK, DOCS
 
 import maskpack as mp
+from maskpack import calls
 from maskpack.dispatch import Broadcast, WorkerGroup, endpoint
 
 RANKS = 3
@@ -616,6 +618,53 @@ def test_an_await_that_is_cancelled_lets_go(group, batch):
         asyncio.run(impatient())
     assert time.monotonic() - begun < 1.5
     assert group.call("nothing", batch) is None
+
+
+@pytest.fixture
+def slow_decoding(monkeypatch):
+    """The number of parts of each result that is put together, which takes its time."""
+    gathered, seen = calls._gathered, []
+
+    def slowly(parts, request):
+        seen.append(len(parts))
+        time.sleep(0.3)
+        return gathered(parts, request)
+
+    monkeypatch.setattr(calls, "_gathered", slowly)
+    return seen
+
+
+def test_all_who_wait_for_a_call_get_its_result(group, batch, slow_decoding):
+    call = group.submit("echo", batch)
+    with ThreadPoolExecutor(4) as threads:
+        results = [waiting.result() for waiting in [threads.submit(call.result) for _ in range(4)]]
+    assert_same(results[0], batch)
+    assert [result is results[0] for result in results] == [True] * 4
+    assert call.result() is results[0]
+    assert slow_decoding == [RANKS]
+
+
+def test_a_call_is_awaited_again_after_one_gave_up(group, batch, slow_decoding):
+    async def twice():
+        call = group.submit("echo", batch)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(call, 0.05)
+        return await call, await call
+
+    first, second = asyncio.run(twice())
+    assert_same(first, batch)
+    assert first is second
+    assert slow_decoding == [RANKS]
+
+
+def test_each_who_waits_has_a_time_of_his_own(group, batch):
+    call = group.submit("sleep", batch, 1.0)
+    with ThreadPoolExecutor(1) as threads:
+        patient = threads.submit(call.result)
+        with pytest.raises(mp.WorkerError, match="no answer"):
+            call.result(timeout=0.1)
+        assert patient.result() is None
+    assert call.result(timeout=0) is None
 
 
 def test_a_call_that_is_done_keeps_only_its_result(group, batch):

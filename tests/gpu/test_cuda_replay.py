@@ -6,8 +6,12 @@ because that is one rounding.
 
 from __future__ import annotations
 
+import gc
+import threading
 import warnings
+import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,9 +19,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from maskpack import attention, compress, nest_batch_by_mask, plan_micro_batches
+from maskpack import attention, compress, decompress, nest_batch_by_mask, plan_micro_batches
 from maskpack.attention import backend_for, packed_attention
-from maskpack.replay import PackedInputs, response_log_probs
+from maskpack.replay import PackedInputs, response_log_probs, response_values
 
 transformers = pytest.importorskip("transformers")
 
@@ -311,6 +315,138 @@ def test_padded_replay_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_as_good([packed(replayable(model), batch)], [plain], [truth], 5e-5)
 
 
+# -------------------------------------------------------------------- rows that come from elsewhere
+
+FORMS: dict[str, Callable[[TensorDict], Any]] = {
+    "padded": lambda batch: batch,
+    "nested": lambda batch: nest_batch_by_mask(batch, pad_token_id=PAD),
+    "packed": lambda batch: compress(batch, pad_token_id=PAD),
+}
+
+
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_batches_on_the_host_go_to_the_model(form: str, planned: bool) -> None:
+    """They give the bits of the same batch on the GPU; results lie there."""
+    there = batch_of([3, 1, 9, 4, 2], [30, 1, 6, 75, 12])
+    here = there.to("cpu").clear_device_()
+    replay = replayable(tiny("qwen3", torch.bfloat16))
+    plan = plan_micro_batches(here["attention_mask"].sum(1), 80) if planned else None
+    head = nn.Linear(64, 1, dtype=torch.bfloat16, device=DEVICE)
+    given = FORMS[form](here)
+    before = decompress(given) if form == "packed" else given.clone()
+    seen = [
+        *response_log_probs(replay, given, plan=plan, entropy=True),
+        response_values(replay, given, head, plan=plan),
+    ]
+    want = FORMS[form](there)
+    wanted = [
+        *response_log_probs(replay, want, plan=plan, entropy=True),
+        response_values(replay, want, head, plan=plan),
+    ]
+    for x, y in zip(seen, wanted, strict=True):
+        assert x.is_cuda
+        assert x.values().is_cuda
+        assert x.offsets().tolist() == y.offsets().tolist() == [0, 30, 31, 37, 112, 124]
+        assert torch.equal(x.values(), y.values())
+        assert x.requires_grad is not planned
+    after = decompress(given) if form == "packed" else given
+    for name in ("input_ids", "attention_mask", "responses"):
+        x, y = before.get(name), after.get(name)
+        assert not y.is_cuda
+        assert torch.equal(x.values(), y.values()) if x.is_nested else torch.equal(x, y)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_fields_that_the_model_does_not_read_stay_on_the_host(form: str) -> None:
+    here = batch_of([3, 1, 9, 4], [30, 1, 6, 75]).to("cpu").clear_device_()
+    here["pictures"] = torch.zeros(4, 1 << 24, dtype=torch.uint8)
+    replay = replayable(tiny("qwen3", torch.bfloat16))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it stays dense
+        given = FORMS[form](here)
+    plan = plan_micro_batches(here["attention_mask"].sum(1), 80)
+    with torch.no_grad():
+        response_log_probs(replay, given, plan=plan)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        response_log_probs(replay, given, plan=plan)
+        response_log_probs(replay, given)
+    assert torch.cuda.max_memory_allocated() - before < 1 << 24
+
+
+def test_a_batch_on_the_gpu_goes_to_a_model_on_the_host() -> None:
+    there = batch_of([3, 1, 9], [30, 1, 6])
+    replay = replayable(tiny("qwen3", torch.float32).to("cpu"))
+    wanted = response_log_probs(replay, there.to("cpu")).values()
+    for form in FORMS.values():
+        seen = response_log_probs(replay, form(there))
+        assert not seen.is_cuda
+        assert torch.equal(seen.values(), wanted)
+
+
+# -------------------------------------------------------------------- threads
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_threads_replay_as_one(reentrant: bool) -> None:
+    """Models of their own, checkpointed, whose layers run again in autograd's threads; and one that all of them replay,
+    and compare."""
+    dtype = torch.bfloat16
+    batches = [batch_of([3, 1, 9, 4, 2][:rows], [30, 1, 6, 75, 12][:rows]) for rows in (5, 4, 3)]
+    kinds = ["qwen3", "llama", "gemma3", "qwen3"]
+
+    def of_own(model: Any) -> list[Any]:
+        model.train()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        if reentrant:
+            model.enable_input_require_grads()
+        replay = replayable(model)
+        out: list[Any] = []
+        for batch in batches:
+            log_probs = response_log_probs(replay, batch, canary=True).values()
+            out.append((log_probs.detach(), gradients(model, log_probs)))
+        return out
+
+    def of_shared(replay: Any) -> list[Tensor]:
+        with torch.no_grad():
+            return [response_log_probs(replay, batch, canary=True).values() for batch in batches]
+
+    wanted = [of_own(tiny(kind, dtype)) for kind in kinds]
+    shared_wanted = of_shared(replayable(tiny("qwen3", dtype)))
+    shared = replayable(tiny("qwen3", dtype))
+    ready = threading.Barrier(len(kinds))
+
+    def work(model: Any) -> tuple[list[Any], list[Tensor]]:
+        ready.wait(60)
+        return of_own(model), of_shared(shared)
+
+    with ThreadPoolExecutor(len(kinds)) as threads:
+        seen = list(threads.map(work, [tiny(kind, dtype) for kind in kinds]))
+    for (own, common), want in zip(seen, wanted, strict=True):
+        assert all(map(torch.equal, common, shared_wanted))
+        for (log_probs, grads), (wanted_log_probs, wanted_grads) in zip(own, want, strict=True):
+            assert torch.equal(log_probs, wanted_log_probs)
+            for name, gradient in grads.items():  # backward passes of attention add up in any order
+                assert (gradient - wanted_grads[name]).norm() <= 0.02 * wanted_grads[name].norm() + 1e-6, name
+
+
+def test_block_masks_are_released() -> None:
+    replay = replayable(tiny("gemma3", torch.float32))
+    batch = batch_of([3, 1, 9], [30, 1, 6])
+
+    def replayed() -> weakref.ref[Tensor]:
+        inputs = PackedInputs.of(batch)
+        with torch.no_grad():
+            replay.hidden(inputs)
+        return weakref.ref(inputs.cu_seqlens)
+
+    held = [replayed() for _ in range(3)]
+    gc.collect()
+    assert [reference() for reference in held] == [None] * 3
+
+
 # -------------------------------------------------------------------- synchronisations
 
 
@@ -325,6 +461,17 @@ def syncs(call: Callable[[], object]) -> list[str]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     return [str(item.message) for item in caught if "called a synchronizing" in str(item.message)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_inputs_from_the_host_wait_for_nothing(form: str) -> None:
+    given = FORMS[form](batch_of([3, 1, 9, 4], [30, 1, 6, 75]).to("cpu").clear_device_())
+    assert syncs(lambda: PackedInputs.of(given, device=DEVICE, multiple_of=8)) == []
+    made = PackedInputs.of(given, device=DEVICE, multiple_of=8)
+    same = PackedInputs.of(given, device="cpu", multiple_of=8)
+    for name in ("input_ids", "position_ids", "cu_seqlens", "predict", "targets"):
+        assert getattr(made, name).is_cuda
+        assert torch.equal(getattr(made, name).cpu(), getattr(same, name)), name
 
 
 @pytest.mark.parametrize("form", ["padded", "nested", "packed", "of a plan"])
