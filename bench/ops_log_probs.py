@@ -5,8 +5,10 @@
     ours                    ops.pack, then packed_log_probs
 
 Each begins with padded hidden [B, S, H], and the backward pass ends with its gradient and that of the weight. The peak
-counts everything from there on: weight, padded and packed hidden, gradients. The error is the largest against float64
-on a sample of rows. CUDA events around interleaved runs, medians; without a GPU the host's clock and memory.
+counts everything from there on: weight, padded and packed hidden, gradients. The error of a log-prob is the largest
+against float64 on a sample of rows. The error of a gradient is |seen - truth| / |truth|, of a problem of the same size
+where one token in seven has a logit of 12 and another a logit of 20, as tokens have of which a policy is sure. CUDA
+events around interleaved runs, medians; without a GPU the host's clock and memory.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,8 +30,12 @@ from maskpack.ops.log_probs import packed_log_probs
 _FULL, _PACKED, _OURS = "full logits", "pack, then full logits", "ours"
 _WARM_UPS = 2
 _SLICE = 8192  # tokens of the vocabulary that are cast to float64 at once
+_TRUTH = 1 << 27  # float64 logits at once
 _PEAKS = {0.05: 1.7, 0.3: 1.85, 1.0: 2.0}
 _PEAK_WITH_BACKWARD = 3.3
+_SURE = {12: 0, 20: 3}  # logits, and the place in seven tokens of those that have them
+_ALL, _WEIGHT = "hidden", "weight"
+_OFF = 0.27  # % that gradients of ours may be off: two roundings to bfloat16
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,7 @@ def _density(sizes: Sizes, density: float, rounds: int, device: torch.device) ->
     forward = {name: _without_graph(work, problem) for name, work in WORKS.items()}
     backward = {name: _with_backward(work, problem) for name, work in WORKS.items()}
     errors = _errors(problem, sizes.sample)
+    off = gradient_errors(problem)
     ms = _interleaved({**_named("forward", forward), **_named("both", backward)}, rounds, device)
     peaks = {
         f"{step} {name}": _peak(work, device, held)
@@ -98,6 +105,13 @@ def _density(sizes: Sizes, density: float, rounds: int, device: torch.device) ->
     report += [Row(case, f"largest error, {name}", error, "nats") for name, error in errors.items()]
     ratio = errors[_PACKED] / max(errors[_OURS], 1e-30)
     report.append(Row(case, f"largest error, {_PACKED} / {_OURS}", ratio, "x", ">= 10" if aimed else None))
+    for part, of in off.items():
+        for name, error in of.items():
+            target = f"<= {_OFF}" if aimed and name == _OURS and part in (_ALL, _WEIGHT) else None
+            report.append(Row(case, f"error of the gradient, {part}, {name}", 100 * error, "%", target))
+        ratio = of[_OURS] / max(of[_PACKED], 1e-30)
+        most = "<= 1" if aimed else None
+        report.append(Row(case, f"error of the gradient, {part}, {_OURS} / {_PACKED}", ratio, "x", most))
     return report
 
 
@@ -149,15 +163,15 @@ def _without_graph(work: Callable[[Problem], Tensor], problem: Problem) -> Calla
     return run
 
 
-def _with_backward(work: Callable[[Problem], Tensor], problem: Problem) -> Callable[[], object]:
-    def run() -> object:
+def _with_backward(work: Callable[[Problem], Tensor], problem: Problem) -> Callable[[], tuple[Tensor, ...]]:
+    def run() -> tuple[Tensor, ...]:
         log_probs = work(problem)
         return torch.autograd.grad(log_probs, (problem.hidden, problem.weight), problem.slopes.to(log_probs.dtype))
 
     return run
 
 
-def _named(step: str, works: dict[str, Callable[[], object]]) -> dict[str, Callable[[], object]]:
+def _named(step: str, works: Mapping[str, Callable[[], object]]) -> dict[str, Callable[[], object]]:
     return {f"{step} {name}": work for name, work in works.items()}
 
 
@@ -177,6 +191,67 @@ def _errors(problem: Problem, sample: int) -> dict[str, float]:
             f"logprobs: ours is {errors[_OURS]:.2g} off the truth; plain torch is {errors[_PACKED]:.2g} off."
         )
     return errors
+
+
+def with_sure_tokens(problem: Problem) -> Problem:
+    """The same problem, but for hidden states that give some tokens the logits of `_SURE`."""
+    with torch.no_grad():
+        hidden, own = ops.pack(problem.hidden, problem.layout).float(), problem.weight[problem.ids].float()
+        number = torch.arange(len(own), device=own.device)
+        for logit, place in _SURE.items():
+            missing = (logit - (hidden * own).sum(1)) / own.square().sum(1)
+            hidden += torch.where(number % 7 == place, missing, 0.0).unsqueeze(1) * own
+        padded = ops.unpack(hidden.to(problem.hidden.dtype), problem.layout)
+    return replace(problem, hidden=padded.requires_grad_())
+
+
+def gradient_errors(problem: Problem) -> dict[str, dict[str, float]]:
+    """Relative errors against float64 of each work's gradients: of hidden, also of the sure tokens alone, and of the
+    weight. Raises NotExact if those of ours are larger than those of plain torch."""
+    problem = with_sure_tokens(problem)
+    truth_of_hidden, truth_of_weight = _gradients(problem)
+    number = torch.arange(len(truth_of_hidden), device=problem.ids.device)
+    parts = {_ALL: number >= 0} | {f"{_ALL} of tokens with logit {at}": number % 7 == n for at, n in _SURE.items()}
+    found: dict[str, dict[str, float]] = {part: {} for part in (*parts, _WEIGHT)}
+    for name, work in WORKS.items():
+        of_hidden, of_weight = _with_backward(work, problem)()
+        of_hidden = ops.pack(of_hidden, problem.layout)
+        for part, rows in parts.items():
+            found[part][name] = _relative(of_hidden[rows], truth_of_hidden[rows])
+        found[_WEIGHT][name] = _relative(of_weight, truth_of_weight)
+        del of_hidden, of_weight
+    for part, of in found.items():
+        if not of[_OURS] <= 1.05 * of[_PACKED]:
+            raise NotExact(
+                f"logprobs: the gradient of ours is {of[_OURS]:.2g} off the truth ({part}); that of plain torch is "
+                f"{of[_PACKED]:.2g} off."
+            )
+    return found
+
+
+@torch.no_grad()
+def _gradients(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Of packed hidden and of the weight, in float64: [T, H] and [V, H]."""
+    hidden, ids = ops.pack(problem.hidden, problem.layout).double(), problem.ids
+    parts = problem.weight.split(max(1, _TRUTH // max(len(ids), 1)))
+    lse = torch.full((len(ids),), -torch.inf, dtype=torch.float64, device=ids.device)
+    for part in parts:
+        lse = torch.logaddexp(lse, (hidden @ part.double().T).logsumexp(1))
+    of_hidden, of_weight, first = torch.zeros_like(hidden), [], 0
+    for part in parts:
+        wide = part.double()
+        grad = (hidden @ wide.T).sub_(lse.unsqueeze(1)).exp_().neg_()
+        row = ((ids >= first) & (ids < first + len(part))).nonzero().squeeze(1)
+        grad[row, ids[row] - first] += 1
+        grad.mul_(problem.slopes.double().unsqueeze(1))
+        of_hidden += grad @ wide
+        of_weight.append(grad.T @ hidden)
+        first += len(part)
+    return of_hidden, torch.cat(of_weight)
+
+
+def _relative(seen: Tensor, truth: Tensor) -> float:
+    return float((seen.double() - truth).norm() / truth.norm())
 
 
 def _interleaved(works: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, float]:

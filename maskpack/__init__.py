@@ -19,10 +19,12 @@ from maskpack.costs import FlopsModel
 from maskpack.coverage import DenseField
 from maskpack.errors import (
     CoverageError,
+    FieldError,
     LayoutError,
     LossyPadError,
     MaskpackError,
     MaskpackWarning,
+    MethodError,
     PlanError,
     RegistryError,
     ReplayError,
@@ -31,6 +33,7 @@ from maskpack.errors import (
 )
 from maskpack.layout import RowLayout
 from maskpack.nesting import nest_batch_by_mask, unnest, unnest_batch_by_mask
+from maskpack.options import VerifyFirst
 from maskpack.packed import PackedBatch, compress, decompress
 from maskpack.plan import MicroBatchPlan, plan_micro_batches
 from maskpack.rank_plans import RankPlans, plan_ranks
@@ -67,6 +70,7 @@ __all__ = [
     "BatchView",
     "CoverageError",
     "DenseField",
+    "FieldError",
     "FlopsModel",
     "LayoutError",
     "LoopRecorder",
@@ -76,6 +80,7 @@ __all__ = [
     "MaskNestingSpec",
     "MaskpackError",
     "MaskpackWarning",
+    "MethodError",
     "MicroBatchPlan",
     "Outline",
     "PackedBatch",
@@ -85,6 +90,7 @@ __all__ = [
     "RegistryError",
     "ReplayError",
     "RowLayout",
+    "VerifyFirst",
     "WireFormatError",
     "WorkerError",
     "agree_on_count",

@@ -45,6 +45,16 @@ def agree_on_count(
             updates or multiples, or some with loss tokens and some without. On the rank whose function raised, the
             error is that one. Ranks are named as in the default group.
     """
+    if not dist.is_available() or not dist.is_initialized():
+        raise PlanError(
+            f"{_CALL}: torch.distributed is not initialised in this process; expected the process group of the "
+            "data-parallel ranks. Call init_process_group first; one process alone has nobody to agree with."
+        )
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise PlanError(
+            f"{_CALL}: process_group is {process_group!r:.80}; expected a group that this rank is in. Pass what "
+            "torch.distributed.new_group returned on its ranks."
+        )
     own: Any = None
     try:
         own = plan if isinstance(plan, MicroBatchPlan) or plan is None else plan()
@@ -87,7 +97,7 @@ def _gathered(message: FloatArray, group: dist.ProcessGroup | None) -> FloatArra
     """[ranks, ...]: the messages of all ranks."""
     on_cpu = "cpu:" in dist.get_backend_config(group)  # such as cpu:gloo,cuda:nccl
     device = "cpu" if on_cpu else torch.device("cuda", torch.cuda.current_device())
-    out = torch.zeros(dist.get_world_size(group), message.size, dtype=torch.float64)
+    out = torch.zeros(dist.get_world_size(group), message.size, dtype=torch.float64, device="cpu")
     out[dist.get_rank(group)] = torch.from_numpy(message)
     out = out.to(device)
     dist.all_reduce(out, group=group)  # every other rank has zeros there

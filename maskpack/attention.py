@@ -3,7 +3,7 @@
     q k v   [T, heads, D]     row 0 | row 1 | row 2          a token sees those before it in its row, at most `window`
     cu_seqlens [rows + 1]     0     n0      n0+n1  T
 
-flash   flash-attn's kernel for rows of several lengths     half precision on a GPU
+flash   FlashAttention 4, or 2: rows of several lengths     half precision on a GPU; FlashAttention 2 for soft caps
 varlen  torch's own                                         half precision on a GPU, no soft caps
 flex    flex attention with a mask of documents             anything on a GPU, compiled
 rows    a scaled dot product for each row                   anywhere
@@ -12,22 +12,29 @@ rows    a scaled dot product for each row                   anywhere
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 import inspect
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from maskpack.arguments import said
 from maskpack.errors import ReplayError
 
 AttentionBackend = Literal["auto", "flash", "varlen", "flex", "rows"]
 BACKENDS = ("auto", "flash", "varlen", "flex", "rows")
 _CALL = "packed_attention"
+_WHOLE: Any = int | np.integer
+_NUMBER: Any = int | float | np.number
 _HALF = (torch.float16, torch.bfloat16)
+_FLASH_4, _FLASH_2 = "flash_attn.cute", "flash_attn"
 
 
 def packed_attention(
@@ -61,6 +68,14 @@ def packed_attention(
     Raises:
         ReplayError: a backend that is not there or cannot do it; shapes that do not fit.
     """
+    for name, x in (("query", query), ("key", key), ("value", value), ("cu_seqlens", cu_seqlens)):
+        if not isinstance(x, Tensor):
+            raise ReplayError(f"{_CALL}: {name} is {said(x)}; expected a tensor. Pass one.")
+    for name, number in (("max_seqlen", max_seqlen), ("scale", scale), ("window", window), ("softcap", softcap)):
+        kind, known = ("a whole number", _WHOLE) if name in ("max_seqlen", "window") else ("a number", _NUMBER)
+        missing = number is None and name in ("window", "softcap")
+        if not missing and (isinstance(number, bool) or not isinstance(number, known)):
+            raise ReplayError(f"{_CALL}: {name} is {said(number)}; expected {kind}. Pass one.")
     _check_tensors(query, key, value)
     _check_bounds(cu_seqlens, max_seqlen, query)
     if (window is not None and window < 1) or (softcap is not None and not softcap > 0):
@@ -69,7 +84,7 @@ def packed_attention(
             "0. Pass None for none."
         )
     chosen = backend_for(query, softcap) if backend == "auto" else backend
-    run = _RUN.get(chosen)
+    run = _RUN.get(chosen) if isinstance(chosen, str) else None
     if run is None:
         raise ReplayError(f"{_CALL}: backend is {backend!r}; expected one of {', '.join(BACKENDS)}. Choose one.")
     if not query.shape[0]:  # what kernels do not run
@@ -112,17 +127,45 @@ def backend_for(query: Tensor, softcap: float | None) -> str:
     """The best backend that is there for such a query."""
     if not query.is_cuda:
         return "rows"
-    if query.dtype in _HALF:
-        if _has_flash():
-            return "flash"
-        if softcap is None and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256:  # what its kernels take
-            return "varlen"
+    if _flash_package(query, softcap) is not None:
+        return "flash"
+    if query.dtype in _HALF and softcap is None and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256:
+        return "varlen"  # these are what its kernels take
     return "flex"
 
 
+def _flash_package(query: Tensor, softcap: float | None) -> str | None:
+    """The package whose kernel is the fastest for such a query, of those that are there."""
+    size = query.shape[-1]
+    if not query.is_cuda or query.dtype not in _HALF:
+        return None
+    if softcap is None and size % 8 == 0 and size <= 128 and _for_flash_4(query.device) and _varlen_func(_FLASH_4):
+        return _FLASH_4
+    return _FLASH_2 if size <= 256 and _varlen_func(_FLASH_2) else None
+
+
+def _for_flash_4(device: torch.device) -> bool:
+    """Hopper and Blackwell, but for Blackwell's workstations (12)."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10, 11)
+
+
 @functools.cache
-def _has_flash() -> bool:
-    return importlib.util.find_spec("flash_attn") is not None
+def _varlen_func(package: str) -> Callable[..., Any] | None:
+    """`flash_attn_varlen_func` of a package, None where it is missing. Beside FlashAttention 4 there is a `flash_attn`
+    without it; some versions of 2 have a `flash_attn.cute` that cannot be imported, or takes other arguments."""
+    try:
+        found = getattr(importlib.import_module(package), "flash_attn_varlen_func", None)
+    except ModuleNotFoundError:
+        return None
+    except Exception as error:  # whatever a package raises that does not fit another one
+        warnings.warn(
+            f"{_CALL}: {package} is not used, because its import failed ({type(error).__name__}: {error}). Mend or "
+            "remove it.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    return found if found is not None and "max_seqlen_q" in inspect.signature(found).parameters else None
 
 
 # -------------------------------------------------------------------- backends
@@ -131,13 +174,20 @@ def _has_flash() -> bool:
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, window: Any, softcap: Any
 ) -> Tensor:
-    _need(query.is_cuda and query.dtype in _HALF and _has_flash(), "flash", query, "flash-attn, and half precision")
-    flash: Any = importlib.import_module("flash_attn")
-    left = -1 if window is None else window - 1
-    return flash.flash_attn_varlen_func(
-        query, key, value, bounds, bounds, longest, longest,
-        softmax_scale=scale, causal=True, window_size=(left, -1 if window is None else 0), softcap=softcap or 0.0,
-    )  # fmt: skip
+    package = _flash_package(query, softcap)
+    attend: Any = None if package is None else _varlen_func(package)
+    _need(attend is not None, "flash", query, "flash-attn (2 for soft caps and D above 128), and half precision")
+    rows: dict[str, Any] = {
+        "cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest,
+        "softmax_scale": scale, "causal": True,
+    }  # fmt: skip
+    if package == _FLASH_2:
+        sides = (-1, -1) if window is None else (window - 1, 0)
+        return attend(query, key, value, **rows, window_size=sides, softcap=softcap or 0.0)
+    with torch.cuda.device_of(query):  # it launches on the current device
+        sides = (None, None) if window is None else (window - 1, 0)
+        out: Tensor | tuple[Tensor, ...] = attend(query, key, value, **rows, window_size=sides)
+    return out[0] if isinstance(out, tuple) else out  # some versions give the log-sum-exp too
 
 
 def _varlen(
@@ -192,14 +242,19 @@ def _compiled_block_mask() -> Callable[..., Any]:
     return cast("Any", torch.compile(flex.create_block_mask))
 
 
-_masks: list[tuple[Tensor, int, Any, Any]] = []
-"""The last block masks: all layers of a forward pass ask for the same one or two."""
+_masks: Any = WeakTensorKeyDictionary()
+"""The block masks of each bounds tensor, by tokens and window. All layers of a forward pass come with the same tensor
+and ask for the same mask or two, which are released with it."""
 
 
 def _block_mask(bounds: Tensor, tokens: int, window: int | None) -> Any:
-    for known, length, own, mask in _masks:
-        if known is bounds and length == tokens and own == window:
-            return mask
+    known: dict[tuple[int, int | None], Any] = _masks.setdefault(bounds, {})
+    if (tokens, window) not in known:
+        known[tokens, window] = _new_block_mask(bounds, tokens, window)
+    return known[tokens, window]
+
+
+def _new_block_mask(bounds: Tensor, tokens: int, window: int | None) -> Any:
     flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
     row = torch.bucketize(torch.arange(tokens, device=bounds.device, dtype=torch.int32), bounds, right=True)
 
@@ -208,9 +263,7 @@ def _block_mask(bounds: Tensor, tokens: int, window: int | None) -> Any:
         return causal if window is None else causal & (i - j < window)
 
     create = _compiled_block_mask() if bounds.is_cuda else flex.create_block_mask
-    mask = create(visible, None, None, tokens, tokens, device=bounds.device)
-    _masks[:] = [*_masks[-1:], (bounds, tokens, window, mask)]
-    return mask
+    return create(visible, None, None, tokens, tokens, device=bounds.device)
 
 
 def _rows(

@@ -47,7 +47,7 @@ class Axes:
         self._carried = carried
         self._stand_in = stand_in
         self._call = call
-        self._found: dict[str, Axis | None] = {}
+        self._found: dict[tuple[Path, Key], Axis | None] = {}
         self._masks: dict[Path, RowLayout] = {}
         self._values: dict[Path, Tensor] = {}
 
@@ -55,10 +55,9 @@ class Axes:
         """The axis that `mask` means for the field at path `field`; None if nothing in the batch gives it."""
         for depth in range(len(field) - 1, -1, -1):
             scope = field[:depth]
-            name = "/".join((*scope, show(mask)))
-            if name not in self._found:
-                self._found[name] = self._compute(name, mask, scope)
-            axis = self._found[name]
+            if (scope, mask) not in self._found:
+                self._found[scope, mask] = self._compute(show((*scope, *path_of(mask))), mask, scope)
+            axis = self._found[scope, mask]
             if axis is not None:
                 return axis
         return None

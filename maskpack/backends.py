@@ -15,7 +15,15 @@ import torch
 from maskpack.errors import LayoutError
 
 Backend = Literal["auto", "torch", "triton"]
-_INSTALLED = find_spec("triton") is not None
+
+
+def _installed(package: str) -> bool:
+    """Whether there is such a package; a mere folder of this name has no origin."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+_INSTALLED = _installed("triton")
 
 
 def uses_triton(device: torch.device, backend: Backend = "auto", call: str = "maskpack") -> bool:

@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from maskpack.arguments import flag
 from maskpack.costs import Cost, FloatArray, IntArray, Units, check_cost, checked_lengths, row_costs, whole_number
+from maskpack.errors import PlanError
 
 _CALL = "balance_rows"
 _PATIENCE = 8
@@ -44,6 +46,7 @@ def balance_rows(
     """
     found = checked_lengths(lengths, _CALL)
     ranks, seed = whole_number(ranks, 1, _CALL, "ranks"), whole_number(seed, 0, _CALL, "seed")
+    equal_rows = flag(equal_rows, "equal_rows", _CALL, PlanError)
     check_cost(cost, ["tokens"], _CALL)
     units = Units.of(found.size, groups, _CALL)
     weights = units.sums(row_costs(cost, found, _CALL)).astype(np.float64)

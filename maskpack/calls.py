@@ -19,8 +19,10 @@ from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import ray
+import torch
 from tensordict import TensorDict
 
+from maskpack.arguments import said
 from maskpack.errors import LayoutError, MaskpackError, WorkerError
 from maskpack.packed import PackedBatch, decompress
 from maskpack.parcels import Receipt
@@ -43,7 +45,7 @@ class Request:
         method: of the actors.
         args, kwargs: a BatchView stands for rows that are divided, a Broadcast for rows that every rank gets, an
             ObjectRef for what is large.
-        layout: of the result.
+        layout, device: of the result.
         grace: seconds that the other ranks have once one has failed.
         plan: of the rows, for every rank.
     """
@@ -52,6 +54,7 @@ class Request:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     layout: Results
+    device: torch.device | str | None
     grace: float
     plan: RankPlans | None = None
 
@@ -161,6 +164,8 @@ class Call:
             WorkerError: ranks failed, or did not answer in time, or their results do not fit together. A later
                 `result` may still have what late ranks return.
         """
+        if timeout is not None:
+            seconds(timeout, "timeout", "Call.result")
         if not self._done:
             self._collect(timeout)
             self._check()
@@ -185,8 +190,10 @@ class Call:
         """Sends the rows again that have no result: to the ranks that are alive, or to those of another group.
 
         The results that are there are kept; the call that is returned has them and those of the rows sent again.
-        A plan is made anew for them. Raises MaskpackError if every rank was lost and no group is given, or if the plan
-        has several updates, loss tokens or groups: then a part of it is not a part of the whole.
+        A plan is made anew for them. The result has the layout and the device of this call's.
+
+        Raises MaskpackError if every rank was lost and no group is given, or if the plan has several updates, loss
+        tokens or groups: then a part of it is not a part of the whole.
         """
         failed = [part for part in self.parts if part.receipt is None]
         if not failed:
@@ -294,6 +301,13 @@ class Call:
             self.metrics[f"dispatch/rank_{phase}_ms"] = max((receipt.ms[phase] for receipt in receipts), default=0.0)
 
 
+def seconds(value: Any, name: str, call: str) -> None:
+    """Raises MaskpackError for what is no time to wait."""
+    known = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not known or not cast("Any", value) >= 0:
+        raise MaskpackError(f"{call}: {name} is {said(value)}; expected seconds, from 0. Give a number.")
+
+
 def _got(references: Sequence[Any], timeout: float | None) -> tuple[Sequence[Any], BaseException | None]:
     """What the references stand for; or None for each, and the error."""
     try:
@@ -339,7 +353,7 @@ def _in_order(parts: Sequence[Part], request: Request) -> BatchView | TensorDict
     packed = PackedBatch.cat(results)
     if not np.array_equal(back, np.arange(back.size)):
         packed = packed.select(back)
-    return decompress(packed, layout=request.layout, max_bytes=None)
+    return decompress(packed, layout=request.layout, device=request.device, max_bytes=None)
 
 
 def _said(rows: IntArray) -> str:

@@ -7,9 +7,10 @@ many in the padded field as among its real values. For EDGE pads the same count 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,8 +18,8 @@ from maskpack.errors import RegistryError
 from maskpack.layout import RowLayout
 from maskpack.ops import _torch as ops
 from maskpack.registry import EDGE, Pad, PadValue
-from maskpack.rows import IntArray
-from maskpack.schema import FieldForm
+from maskpack.rows import IntArray, cumulated
+from maskpack.schema import FieldForm, RowPads
 from maskpack.words import Words, pad_tensor, words
 
 _BLOCK_FLAGS = 1 << 18
@@ -48,6 +49,43 @@ def cast_pad(form: FieldForm, dtype: torch.dtype) -> PadValue:
     held = pad_tensor(pad, form.dtype)
     assert held is not None
     return held.to(dtype).item()
+
+
+def to_padded(values: Tensor, form: FieldForm, layout: RowLayout, row_pads: RowPads | None) -> Tensor:
+    """Packed values [T, *F] in the padded form of their field; `row_pads` where its pad is PER_ROW."""
+    layout = layout.to(values.device)
+    if row_pads is None:
+        out = ops.unpack(values, layout, cast_pad(form, values.dtype))
+    else:
+        out = ops.unpack(values, layout, row_pads.pads.to(values))
+        if row_pads.edge is not None:
+            edges = ops.unpack(values, layout, EDGE)
+            by_edge = cast("list[bool]", row_pads.edge.tolist())
+            out = torch.cat([(edges if by_edge[row] else out)[row : row + 1] for row in range(layout.num_rows)])
+    return out if form.ragged_dim == 1 else out.movedim(1, form.ragged_dim).contiguous()
+
+
+def one_rule(
+    by_edge: npt.NDArray[np.bool_],
+    own: Words,
+    edges: Words,
+    single: npt.NDArray[np.bool_],
+    unpadded: npt.NDArray[np.bool_],
+) -> Words | Pad | None:
+    """One rule for rows of which some were found padded by EDGE, the others by a constant each: the constants [B, k]
+    where EDGE put nothing but these, EDGE where it puts the constants, None where neither holds.
+
+    Args:
+        by_edge: [B], which rows these are.
+        own: [B, k], the words of the others.
+        edges, single: of `edge_pads`.
+        unpadded: [B], rows without padding.
+    """
+    constants = np.unique(own[~by_edge & ~unpadded], axis=0)
+    among = (edges[:, None] == constants[None]).all(2).any(1)
+    if len(constants) and (unpadded | (single & among))[by_edge].all():
+        return np.where((by_edge & ~unpadded)[:, None], edges, np.where(by_edge[:, None], constants[:1], own))
+    return EDGE if (unpadded | (single & (own == edges).all(1)))[~by_edge].all() else None
 
 
 def not_pad(x: Tensor, pad: PadValue) -> Tensor | int:
@@ -106,6 +144,31 @@ def row_pads(x: Tensor, layout: RowLayout) -> Tensor:
         first_of = source[(slice(None), slice(None), *[0] * (x.dim() - 2))]
         target[rows] = first_of[rows, places]
     return pads
+
+
+def edge_pads(values: Words, layout: RowLayout) -> tuple[Words, npt.NDArray[np.bool_]]:
+    """What EDGE puts into the rows of a field, as constants.
+
+    Args:
+        values: its words [T, n, k]: n words of k parts in each element, k 2 for items of 16 bytes and 1 for all others.
+
+    Returns:
+        For each row the word at its padded places [B, k], and bool [B]: whether it is the one word at all of them.
+    """
+    table = layout.table
+    begins = cumulated(table.counts)[:-1]
+    row_of_run = np.repeat(np.arange(layout.num_rows), np.diff(table.splits))
+    first = table.splits[:-1][np.diff(table.splits) > 0]
+    first = first[table.starts[first] > 0]
+    gaps = table.starts + table.counts < layout.width
+    rows = np.concatenate([row_of_run[first], row_of_run[gaps]])
+    held = values[np.concatenate([begins[first], (begins + table.counts)[gaps] - 1])]
+    pads = np.zeros((layout.num_rows, values.shape[2]), values.dtype)  # of empty rows
+    single = np.ones(layout.num_rows, np.bool_)
+    if held.size:
+        pads[rows] = held[:, 0]
+        single[rows[(held != pads[rows][:, None]).any((1, 2))]] = False
+    return pads, single
 
 
 def zeros_of(pads: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,15 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from maskpack.checks import to_padded
 from maskpack.choice import Candidate
 from maskpack.encodings import Plain
 from maskpack.jagged import jagged
 from maskpack.layout import RowLayout
-from maskpack.nesting import rows_only, to_padded
+from maskpack.nesting import rows_only
 from maskpack.objects import Objects
 from maskpack.registry import Path
 from maskpack.rows import IntArray
-from maskpack.schema import FieldForm, Schema, run_tables
+from maskpack.schema import FieldForm, RowPads, Schema, run_tables
 from maskpack.sharing import Encoding, Field, Joined, Own, Same
 from maskpack.tasks import Tasks
 from maskpack.tree import Node
@@ -184,11 +185,25 @@ class Decoder:
         layout = self._layout(form.layout, values.device)
         if form.kind == "jagged" or (self.nested and form.kind in ("padded", "flat")):
             return jagged(values, layout)
-        return values if form.kind == "flat" else to_padded(values, form, layout, self.row_pads(form))
+        return values if form.kind == "flat" else to_padded(values, form, layout, self._row_pads(form))
 
     def padded(self, path: Path) -> Tensor:
         """A field in its padded form."""
         return self.entry(self._packed.forms[path])
+
+    def form(self, path: Path) -> FieldForm:
+        """The form of a field."""
+        return self._packed.forms[path]
+
+    def widened(self, form: FieldForm, left: int, right: int) -> Tensor:
+        """A padded field with as many columns of padding more on each side."""
+        layout = self._packed.layouts[form.layout or ""].widened(left, right)
+        values = self._values(form)
+        return to_padded(values, form, layout.to(values.device), self._row_pads(form))
+
+    def _row_pads(self, form: FieldForm) -> RowPads | None:
+        pads = self.row_pads(form)
+        return None if pads is None else RowPads(pads)
 
     def row_pads(self, form: FieldForm) -> Tensor | None:
         """[B], a copy, of a field whose pad is PER_ROW."""
@@ -257,4 +272,4 @@ class Decoder:
 
 def on(node: Node, device: torch.device | str | None) -> Node:
     """A node of a batch that goes to `device`, if one is given."""
-    return node if device is None else Node(node.more_dims, str(device))
+    return node if device is None else replace(node, device=str(device))

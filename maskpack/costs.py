@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
+from maskpack.arguments import said
 from maskpack.errors import PlanError
 
 IntArray = npt.NDArray[np.int64]
@@ -37,17 +38,25 @@ class FlopsModel:
         """Forward and backward of a decoder: 6 operations a parameter and token, and 12 * layers * hidden for each pair
         of tokens, half of which a causal mask leaves (Chowdhery et al., PaLM, 2022, appendix B). `hidden` is heads
         times head size; embeddings do not count as parameters, an output layer does."""
+        sizes: list[Any] = [parameters, layers, hidden]
+        if not all(isinstance(size, int | float | np.number) for size in sizes):
+            raise PlanError(
+                f"FlopsModel.of_transformer: the sizes are {', '.join(map(said, sizes))}; expected numbers. Pass the "
+                "parameters, layers and hidden size of the model."
+            )
         return cls(6.0 * parameters, 6.0 * layers * hidden)
 
     def __post_init__(self) -> None:
-        if not (0 <= self.linear < math.inf and 0 <= self.quadratic < math.inf and self.linear + self.quadratic > 0):
+        both: list[Any] = [self.linear, self.quadratic]
+        real = all(isinstance(part, int | float | np.number) and not isinstance(part, complex) for part in both)
+        if not real or not (all(0 <= part < math.inf for part in both) and sum(both) > 0):
             raise PlanError(
-                f"FlopsModel: linear is {self.linear!r} and quadratic {self.quadratic!r}; expected finite numbers from "
-                "0, one of them above. Take them from the model's sizes: FlopsModel.of_transformer."
+                f"FlopsModel: linear is {said(self.linear)} and quadratic {said(self.quadratic)}; expected finite "
+                "numbers from 0, one of them above. Take them from the model's sizes: FlopsModel.of_transformer."
             )
 
     def __call__(self, lengths: IntArray) -> FloatArray:
-        n = lengths.astype(np.float64)
+        n = checked_lengths(lengths, "FlopsModel").astype(np.float64)
         return self.linear * n + self.quadratic * n * n
 
 
@@ -70,11 +79,14 @@ def checked_amounts(amounts: Any, rows: int, call: str, name: str, meaning: str)
     """float64 [B]. Raises PlanError for anything but finite numbers from 0, one a row."""
     found = _array(amounts, call, name, meaning)
     if found.dtype.kind not in "iufb" or found.shape != (rows,):
-        raise PlanError(f"{call}: {name} are {found.dtype} {found.shape}; expected numbers ({rows},): {meaning}.")
+        raise PlanError(
+            f"{call}: {name} are {found.dtype} {found.shape}; expected numbers ({rows},): {meaning}. Give one a row."
+        )
     out = found.astype(np.float64)
     if out.size and not (np.isfinite(out).all() and out.min() >= 0):
         raise PlanError(
-            f"{call}: {name} run from {out.min()} to {out.max()}; expected finite numbers from 0: {meaning}."
+            f"{call}: {name} run from {out.min()} to {out.max()}; expected finite numbers from 0: {meaning}. Look "
+            "for bad ones."
         )
     return out
 
@@ -82,7 +94,7 @@ def checked_amounts(amounts: Any, rows: int, call: str, name: str, meaning: str)
 def whole_number(value: Any, least: int, call: str, name: str) -> int:
     """Raises PlanError for what is no whole number, or below `least`; nothing is rounded."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or int(cast("Any", value)) < least:
-        raise PlanError(f"{call}: {name} is {value!r}; expected a whole number from {least}. Give one.")
+        raise PlanError(f"{call}: {name} is {said(value)}; expected a whole number from {least}. Give one.")
     return int(cast("Any", value))
 
 
@@ -97,7 +109,9 @@ def check_cost(cost: Any, names: Sequence[str], call: str) -> None:
     """Raises PlanError for what is neither a known name nor callable."""
     if not (callable(cost) or (isinstance(cost, str) and cost in names)):
         known = " or ".join(f'"{name}"' for name in names)
-        raise PlanError(f"{call}: cost is {cost!r}; expected {known}, or a function of the lengths [B]. Choose one.")
+        raise PlanError(
+            f"{call}: cost is {said(cost)}; expected {known}, or a function of the lengths [B]. Choose one."
+        )
 
 
 def in_parts(costs: npt.NDArray[Any], budget: float) -> tuple[IntArray, int]:
@@ -140,7 +154,7 @@ class Units:
             of_row = [numbers.setdefault(label, len(numbers)) for label in labels]
         except TypeError as error:  # one thing, or lists: no labels
             raise PlanError(
-                f"{call}: groups are a {type(groups).__name__}: {error}; expected one label for each row, such as its "
+                f"{call}: groups are {said(groups)}: {error}; expected one label for each row, such as its "
                 "uid. Give these."
             ) from error
         if len(of_row) != num_rows:
@@ -196,6 +210,6 @@ def _array(values: Any, call: str, name: str, meaning: str) -> npt.NDArray[Any]:
             f"{call}: {name} are no array: {error}; expected numbers [B] on the host: {meaning}. Copy them there."
         ) from error
     if found.ndim != 1 or found.dtype == object:
-        seen = f"a {type(values).__name__}" if found.ndim == 0 else f"{found.dtype} {found.shape}"
+        seen = said(values) if found.ndim == 0 else f"{found.dtype} {found.shape}"
         raise PlanError(f"{call}: {name} are {seen}; expected numbers [B]: {meaning}. Give one a row.")
     return found

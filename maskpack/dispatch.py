@@ -12,19 +12,23 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
 import ray
-from tensordict import TensorDictBase
+import torch
+from tensordict import TensorDictBase, is_tensorclass
+from tensordict import is_non_tensor as is_non_tensor  # type: ignore[reportUnknownVariableType]
 
-from maskpack.calls import Call, Part, Request, Results
-from maskpack.division import Balance, divided, of_plan, planned_lengths, ranks_of, rows_of, shares
-from maskpack.errors import LayoutError, MaskpackError, PlanError
-from maskpack.options import Registry, Verify
-from maskpack.packed import PackedBatch, compress
+from maskpack import codec as codecs
+from maskpack.arguments import flag, said, whole
+from maskpack.calls import Call, Part, Request, Results, seconds
+from maskpack.division import Balance, divided, of_plan, planned_lengths, ranks_of, shares
+from maskpack.errors import LayoutError, MaskpackError, MethodError, PlanError
+from maskpack.options import Options, Registry, Verify, kept_verify
+from maskpack.packed import PackedBatch, check_devices, compress
 from maskpack.parcels import At, Packing, Parcel, RowsAt
 from maskpack.placement import Placement, Site
 from maskpack.plan import MicroBatchPlan
@@ -73,6 +77,10 @@ class WorkerGroup:
         verify: Verify = "always",
         codec: str | None = None,
     ) -> None:
+        if not isinstance(actors, Iterable) or isinstance(actors, str | bytes | Mapping):
+            raise MaskpackError(f"WorkerGroup: actors are {said(actors)}; expected a list of actor handles. Pass one.")
+        codecs.check(codec, "WorkerGroup")
+        Options.of("WorkerGroup", registry, pad_token_id, strict_mask_nesting, (), verify, "keep")
         self.actors = tuple(actors)
         self._ranks, self._speakers = ranks_of(len(self.actors), dp_ranks, collect)
         self._packing = Packing(None if registry is RL_FIELDS else registry, pad_token_id, codec)
@@ -80,7 +88,7 @@ class WorkerGroup:
             "registry": registry,
             "pad_token_id": pad_token_id,
             "strict_mask_nesting": strict_mask_nesting,
-            "verify": verify,
+            "verify": kept_verify(verify),
             "codec": codec,
         }
         self._store = Placement([[self.actors[actor] for actor in own] for own in self._ranks])
@@ -105,6 +113,12 @@ class WorkerGroup:
         (default: one for each actor). `actor_options` are those of Ray (num_gpus, runtime_env, ...); `options` go to
         the WorkerGroup.
         """
+        if not isinstance(worker, type):
+            raise MaskpackError(
+                f"WorkerGroup.launch: worker is {said(worker)}; expected a plain class. Pass the class."
+            )
+        whole(ranks, "ranks", 1, "WorkerGroup.launch")
+        whole(peers, "peers", 1, "WorkerGroup.launch")
         if not ray.is_initialized():
             if os.environ.get("RAY_ADDRESS"):
                 ray.init()
@@ -131,6 +145,7 @@ class WorkerGroup:
         /,
         *args: Any,
         layout: Results = "padded",
+        device: torch.device | str | None = None,
         balance: Balance = "rows",
         plan: RankPlans | None = None,
         pipelined: bool = False,
@@ -146,6 +161,8 @@ class WorkerGroup:
             args, kwargs: further arguments. Batches among them are divided like `batch`, whose number of rows they
                 must have; a `Broadcast` and everything else goes whole to every rank, large things as one object.
             layout: of a TensorDict result; `view` leaves the rows where they are and gives a BatchView.
+            device: where a TensorDict result lies; the host where none is given, whatever device it had on its rank.
+                Not for a `view`: its `materialize` takes one.
             balance: parts in row order, `rows` that differ by one row at most or `tokens` of equal sums as far as rows
                 allow; or the row numbers of each rank. With fewer rows than ranks, some ranks are called with none.
             plan: who does which rows instead of `balance`, and in which micro-batches (see `plan`): each rank's method
@@ -164,9 +181,12 @@ class WorkerGroup:
             WorkerError: ranks failed, died or were late; it names them and their rows, and can send these again.
             LayoutError: batches of different numbers of rows, or a `balance` that is no partition of the rows.
         """
+        if timeout is not None:
+            seconds(timeout, "timeout", "WorkerGroup")
         sent = self.submit(
-            method, batch, *args, layout=layout, balance=balance, plan=plan, pipelined=pipelined, grace=grace, **kwargs
-        )
+            method, batch, *args, layout=layout, device=device, balance=balance, plan=plan, pipelined=pipelined,
+            grace=grace, **kwargs,
+        )  # fmt: skip
         result = sent.result(timeout)
         self.metrics = sent.metrics
         return result
@@ -178,6 +198,7 @@ class WorkerGroup:
         /,
         *args: Any,
         layout: Results = "padded",
+        device: torch.device | str | None = None,
         balance: Balance = "rows",
         plan: RankPlans | None = None,
         pipelined: bool = False,
@@ -185,8 +206,20 @@ class WorkerGroup:
         **kwargs: Any,
     ) -> Call:
         """As `call`, without waiting: the rows are encoded and sent, and the ranks are at work."""
+        self._need_batch(batch, "WorkerGroup")
+        if not isinstance(method, str):
+            raise MethodError(f'WorkerGroup: method is {said(method)}; expected the name of one. Pass it: "update".')
+        seconds(grace, "grace", "WorkerGroup")
+        flag(pipelined, "pipelined", "WorkerGroup")
         if layout not in ("padded", "nested", "view"):
             raise LayoutError(f'WorkerGroup: layout is {layout!r}; expected "padded", "nested" or "view". Choose one.')
+        if device is not None and layout == "view":
+            raise LayoutError(
+                f'WorkerGroup: device is "{device}" with layout="view", whose rows stay where they are; expected none. '
+                "Pass it to materialize."
+            )
+        if device is not None:
+            check_devices([device], "WorkerGroup")  # before the ranks work for nothing
         if any(isinstance(value, RankPlans) for value in (*args, *kwargs.values())):
             raise PlanError(
                 f'WorkerGroup: a plan among the arguments of "{method}"; expected it by name. Pass plan=plan.'
@@ -194,23 +227,18 @@ class WorkerGroup:
         if pipelined and plan is not None:
             raise LayoutError("WorkerGroup: pipelined with a plan; expected one of them. Leave pipelined out.")
         if pipelined:
-            return self._pipelined(method, batch, args, layout, balance, grace, kwargs)
+            return self._pipelined(Request(method, args, kwargs, layout, device, grace), batch, balance)
         begun = time.perf_counter()
         given = [self._argument(value) for value in (batch, *args)]
         named = {key: self._argument(value) for key, value in kwargs.items()}
-        view = given[0]
-        if not isinstance(view, BatchView):
-            raise LayoutError(
-                f"WorkerGroup: the batch is a {type(batch).__name__}; expected a TensorDict, a PackedBatch or a "
-                "BatchView. Give the batch first, other arguments after it."
-            )
+        view: BatchView = given[0]
         for value in (*given, *named.values()):
             if isinstance(value, BatchView) and value.num_rows != view.num_rows:
                 raise LayoutError(
                     f"WorkerGroup: a batch of {value.num_rows} rows beside one of {view.num_rows}; expected as many. "
                     "Wrap what every rank should get whole: Broadcast(batch)."
                 )
-        request = Request(method, tuple(given), named, layout, grace, plan)
+        request = Request(method, tuple(given), named, layout, device, grace, plan)
         ranks = self.num_ranks
         rows = divided(view, balance, ranks) if plan is None else of_plan(plan, view, balance, ranks)
         encoded = time.perf_counter()
@@ -218,20 +246,18 @@ class WorkerGroup:
         metrics |= {"dispatch/encode_ms": 1e3 * (encoded - begun)} | shares(view, rows)
         return Call(self, request, parts, metrics | ({} if plan is None else plan.metrics()))
 
-    def _pipelined(
-        self, method: str, batch: Any, args: tuple[Any, ...], layout: Results, balance: Any, grace: float, kwargs: Any
-    ) -> Call:
-        others = [
-            value for value in (*args, *kwargs.values()) if isinstance(value, TensorDictBase | PackedBatch | BatchView)
-        ]
+    def _pipelined(self, asked: Request, batch: Any, balance: Any) -> Call:
+        """`asked` has the arguments as they were given, without the batch."""
+        more = (*asked.args, *asked.kwargs.values())
+        others = [value for value in more if isinstance(value, TensorDictBase | PackedBatch | BatchView)]
         if not isinstance(batch, TensorDictBase) or not batch.batch_dims or balance != "rows" or others:
             raise LayoutError(
-                f"WorkerGroup: pipelined with a {type(batch).__name__}, balance {balance!r} and {len(others)} further "
+                f"WorkerGroup: pipelined with {said(batch)}, balance {balance!r} and {len(others)} further "
                 'batches; expected one padded or nested TensorDict, balance="rows". Leave pipelined out.'
             )
         sizes = even_sizes(batch.batch_size[0], self.num_ranks, "WorkerGroup")
-        given = tuple(map(self._argument, args))
-        named = {key: self._argument(value) for key, value in kwargs.items()}
+        given = tuple(map(self._argument, asked.args))
+        asked = replace(asked, kwargs={key: self._argument(value) for key, value in asked.kwargs.items()})
         views: list[BatchView] = []
         rows: list[IntArray] = []
         parts: list[Part] = []
@@ -239,18 +265,17 @@ class WorkerGroup:
         encode_ms, end = 0.0, 0
         for rank, size in enumerate(sizes):
             begun = time.perf_counter()
-            view = BatchView.of(self.pack(rows_of(batch, self._options["registry"], end, end + size)))
+            view = BatchView.of(self.pack(batch[end : end + size]))
             encode_ms += 1e3 * (time.perf_counter() - begun)
-            request = Request(method, (view, *given), named, layout, grace)
-            sent, counts = self.send(request, {rank: np.arange(size)})
+            sent, counts = self.send(replace(asked, args=(view, *given)), {rank: np.arange(size)})
             metrics = {key: metrics.get(key, 0.0) + value for key, value in counts.items()}
             rows.append(np.arange(end, end + size))
             views.append(view)
             parts += [replace(part, rows=rows[-1]) for part in sent]
             end += size
         whole = BatchView.cat(views)
-        request = Request(method, (whole, *given), named, layout, grace)
-        return Call(self, request, parts, metrics | {"dispatch/encode_ms": encode_ms, **shares(whole, rows)})
+        metrics |= {"dispatch/encode_ms": encode_ms, **shares(whole, rows)}
+        return Call(self, replace(asked, args=(whole, *given)), parts, metrics)
 
     def put(
         self,
@@ -269,14 +294,12 @@ class WorkerGroup:
             balance: how calls will divide the rows: each node is sent its own.
         """
         begun = time.perf_counter()
+        self._need_batch(batch, "WorkerGroup.put")
+        if onto is not None and not isinstance(onto, BatchView):
+            raise LayoutError(f"WorkerGroup.put: onto is {said(onto)}; expected a BatchView. Pass what put returned.")
         if onto is not None and isinstance(batch, TensorDictBase):
             batch = compress(batch, **self._options, like=onto.layouts_alone())
         view = self._argument(batch)
-        if not isinstance(view, BatchView):
-            raise LayoutError(
-                f"WorkerGroup.put: got a {type(batch).__name__}; expected a TensorDict, a PackedBatch or a BatchView. "
-                "Pass the batch."
-            )
         encoded = time.perf_counter()
         sites = self._by_site(dict(enumerate(divided(view, balance, self.num_ranks))))
         settled = [self._store.settled(view.select(index), site) for site, _, index in sites]
@@ -305,12 +328,12 @@ class WorkerGroup:
         Raises:
             PlanError: as `plan_ranks`; or the layouts of the batch do not say how long its rows are.
         """
-        view = self._argument(batch)
-        if isinstance(batch, TensorDictBase) or not isinstance(view, BatchView):
+        if not isinstance(batch, PackedBatch | BatchView):
             raise LayoutError(
-                f"WorkerGroup.plan: got a {type(batch).__name__}; expected a PackedBatch or a BatchView, whose lengths "
+                f"WorkerGroup.plan: got {said(batch)}; expected a PackedBatch or a BatchView, whose lengths "
                 "are known. Put the batch first: rows = group.put(batch)."
             )
+        view = self._argument(batch)
         known = planned_lengths(view) if lengths is None else lengths
         return plan_ranks(known, self.num_ranks, token_budget, own_lengths=lengths is not None, **options)
 
@@ -389,20 +412,42 @@ class WorkerGroup:
             ranks.setdefault(sites[rank], []).append(rank)
         return [(site, own, np.concatenate([rows[rank] for rank in own])) for site, own in ranks.items()]
 
+    def _need_batch(self, batch: Any, call: str) -> None:
+        if not isinstance(batch, TensorDictBase | PackedBatch | BatchView):
+            raise LayoutError(
+                f"{call}: the batch is {said(batch)}; expected a TensorDict, a PackedBatch or a BatchView. Give the "
+                "batch first, other arguments after it."
+            )
+
     def _argument(self, value: Any) -> Any:
         """An argument as calls hold it: batches as views, what is large as one object."""
         if isinstance(value, TensorDictBase):
             return BatchView.of(self.pack(value))
         if isinstance(value, PackedBatch):
             return BatchView.of(value)
+        if _is_tensorclass(value):
+            raise LayoutError(
+                f"WorkerGroup: an argument is the tensorclass {type(value).__name__}, whose rows would not be divided; "
+                "expected a TensorDict. Put it into one, or give it whole to every rank: Broadcast(value)."
+            )
         if isinstance(value, Broadcast):
-            inner = self._argument(value.value)
+            whole = _is_tensorclass(value.value)
+            inner = ray.put(value.value) if whole else self._argument(value.value)
             return Broadcast(inner) if isinstance(inner, BatchView) else inner
         return cast("Any", value) if isinstance(value, _SMALL) else ray.put(value)
 
 
+def _is_tensorclass(value: Any) -> bool:
+    return is_tensorclass(value) and not is_non_tensor(value)
+
+
 def _started(actor: Any, method: str, parcel: Parcel, objects: Sequence[Any]) -> tuple[Any, Any]:
     """References to the receipt and the rows of a call that has begun."""
+    if not hasattr(actor, method):
+        raise MethodError(
+            f'WorkerGroup: the actors have no method "{method}"; expected one of theirs. Give the name of a method '
+            "that is decorated with @endpoint."
+        )
     try:
         return getattr(actor, method).options(num_returns=2).remote(parcel, *objects)
     except (AttributeError, TypeError) as error:

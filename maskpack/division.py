@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
-from tensordict import TensorDictBase
 
+from maskpack.arguments import said
 from maskpack.errors import LayoutError, MaskpackError, PlanError
-from maskpack.options import Registry
 from maskpack.rank_plans import RankPlans
-from maskpack.registry import MaskNestingRegistry
 from maskpack.rows import IntArray, cumulated, even_sizes, row_index
-from maskpack.tree import row_list, walk, with_rows
 from maskpack.views import BatchView
 
 Balance = Literal["rows", "tokens"] | Sequence[Sequence[int]]
@@ -27,8 +24,12 @@ def ranks_of(
     """The actors of each rank, and the one of them whose result counts."""
     if not actors:
         raise MaskpackError("WorkerGroup: no actors; expected at least one. Pass a list of actor handles.")
+    for name, value in (("dp_ranks", dp_ranks), ("collect", collect)):
+        if value is not None and (not isinstance(value, Iterable) or isinstance(value, str)):
+            raise MaskpackError(f"WorkerGroup: {name} is {said(value)}; expected a list, one for each actor. Give one.")
     given = list(range(actors)) if dp_ranks is None else list(dp_ranks)
-    if len(given) != actors or set(given) != set(range(max(given, default=0) + 1)):
+    whole = all(isinstance(rank, int | np.integer) and not isinstance(rank, bool) for rank in cast("list[Any]", given))
+    if not whole or len(given) != actors or set(given) != set(range(max(given, default=0) + 1)):
         raise MaskpackError(
             f"WorkerGroup: dp_ranks are {given} for {actors} actors; expected one for each, from 0 without a gap. Give "
             "each actor its data-parallel rank."
@@ -42,18 +43,6 @@ def ranks_of(
             "each rank. Mark the actor whose result counts."
         )
     return ranks, [next(actor for actor in own if speaks[actor]) for own in ranks]
-
-
-def rows_of(batch: TensorDictBase, registry: Registry, begin: int, end: int) -> TensorDictBase:
-    """Consecutive rows of a batch, its row lists among them."""
-    part = batch[begin:end]
-    specs = registry if isinstance(registry, MaskNestingRegistry) else MaskNestingRegistry(registry)
-    for path, value in walk(batch):
-        spec = specs.find(path)
-        items = row_list(value, batch.batch_size[0]) if spec is not None and "row-list" in spec.hints else None
-        if items is not None:
-            part.set(path, with_rows(value, items[begin:end]))
-    return part
 
 
 def divided(view: BatchView, balance: Balance, ranks: int) -> list[IntArray]:
@@ -107,7 +96,7 @@ def of_plan(plan: RankPlans, view: BatchView, balance: Balance, ranks: int) -> l
     """The rows of each rank by a plan, which must be one of these rows."""
     if not isinstance(plan, RankPlans):
         raise PlanError(
-            f"WorkerGroup: plan is a {type(plan).__name__}; expected RankPlans, which have the rows of each rank. Make "
+            f"WorkerGroup: plan is {said(plan)}; expected RankPlans, which have the rows of each rank. Make "
             "it with group.plan or plan_ranks."
         )
     given = not isinstance(balance, str) or balance != "rows"

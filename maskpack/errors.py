@@ -1,5 +1,12 @@
 """The errors of maskpack. Every message names the call, the field, what was seen, what was expected
-and what to do; an error leaves its input as it was."""
+and what to do; an error leaves its input as it was.
+
+    MaskpackError
+      RegistryError, LayoutError, PlanError, WireFormatError     ValueErrors too
+      FieldError, a LayoutError                                  a KeyError too
+      MethodError                                                an AttributeError too
+      CoverageError, LossyPadError, ReplayError, WorkerError
+"""
 
 from __future__ import annotations
 
@@ -10,12 +17,18 @@ class MaskpackError(Exception):
     """Base of every error that maskpack raises on purpose."""
 
 
-class RegistryError(MaskpackError):
+class RegistryError(MaskpackError, ValueError):
     """A registry entry cannot be used: unknown axis, missing pad token id, a pad that its dtype cannot hold."""
 
 
-class LayoutError(MaskpackError):
+class LayoutError(MaskpackError, ValueError):
     """Shapes, masks and row lengths that do not fit each other."""
+
+
+class FieldError(LayoutError, KeyError):
+    """A field or a layout that was named is not there."""
+
+    __str__ = Exception.__str__  # a KeyError shows its message as Python writes a string, in quotes
 
 
 class CoverageError(MaskpackError):
@@ -26,7 +39,7 @@ class LossyPadError(MaskpackError):
     """A field holds values other than its pad where its mask says there is nothing."""
 
 
-class PlanError(MaskpackError):
+class PlanError(MaskpackError, ValueError):
     """Lengths, budgets and counts that no plan fits, or ranks whose plans do not fit each other."""
 
 
@@ -34,8 +47,12 @@ class ReplayError(MaskpackError):
     """A model that cannot replay packed rows, or does not give what it gives for a row alone."""
 
 
-class WireFormatError(MaskpackError):
+class WireFormatError(MaskpackError, ValueError):
     """Bytes that are no packed batch: cut off, changed, of another version, or made to mislead."""
+
+
+class MethodError(MaskpackError, AttributeError):
+    """The actors of a WorkerGroup have no method of that name."""
 
 
 class WorkerError(MaskpackError):

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from maskpack.checks import edge_pads, one_rule
 from maskpack.choice import encode_alone
-from maskpack.contents import Contents, Decoder, candidate
+from maskpack.contents import Contents, Decoder, candidate, words_of_one
 from maskpack.encodings import Plain
 from maskpack.errors import LayoutError
 from maskpack.layout import RowLayout
 from maskpack.objects import Objects, Stowed
-from maskpack.registry import EDGE, PER_ROW, Pad, Path, show
+from maskpack.registry import EDGE, PER_ROW, Pad, PadValue, Path, show
 from maskpack.rows import cumulated
 from maskpack.schema import FieldForm, Schema
 from maskpack.sharing import Encoding, Joined, Same
-from maskpack.tree import Node
+from maskpack.tree import Node, build
 from maskpack.words import Words, pad_tensor, words
+
+_Batch = TypeVar("_Batch", bound=Contents)
 
 APART = "its batches hold it in different forms"
 """Why a field that the batches hold in different forms is dense."""
@@ -32,6 +36,7 @@ def joined(batches: Sequence[Contents], call: str) -> Contents:
     """The rows of several batches with the same fields, one after the other. Fields of different widths meet at the
     anchors of their layouts. Raises LayoutError, in the name of `call`, if fields, dtypes or shapes of elements
     differ."""
+    batches = with_stacks(batches)
     paths = [form.path for form in batches[0].schema.forms]
     for batch in batches[1:]:
         if set(batch.forms) != set(paths):
@@ -42,12 +47,28 @@ def joined(batches: Sequence[Contents], call: str) -> Contents:
             )
     _check_dims([batch.schema.root for batch in batches], "the batch", call)
     decoders = [Decoder(batch, False, "cpu") for batch in batches]
-    forms = [_form([batch.forms[path] for batch in batches], _padded_somewhere(batches, path), call) for path in paths]
-    apart = {form.path: _padded(form, decoders, call) for form in forms if form.reason == APART}
-    forms = [replace(f, shape=tuple(apart[f.path].shape[1:])) if f.path in apart else f for f in forms]
+    columns = [[batch.forms[path] for batch in batches] for path in paths]
     axes = [name for name, _, _ in batches[0].schema.axes if all(name in batch.layouts for batch in batches)]
-    names = dict.fromkeys([*axes, *(form.layout for form in forms if form.layout is not None)])
+    used = [name for column in columns for form in column for name in (form.layout, form.axis)]
+    names = [name for name in dict.fromkeys([*axes, *used]) if name and all(name in batch.layouts for batch in batches)]
     layouts = {name: RowLayout.cat([batch.layouts[name] for batch in batches]) for name in names}
+    forms: list[FieldForm] = []
+    row_pads: dict[Path, Words] = {}
+    apart: dict[Path, Tensor] = {}
+    for column in columns:
+        form = _form(column, call)
+        if form.kind == "padded":
+            pads = _pads(column, batches, decoders)
+            form = _apart(column) if pads is None else replace(form, pads=pads[0])
+            row_pads |= {} if pads is None or pads[1] is None else {form.path: pads[1]}
+        if form.kind == "dense":
+            _check_axis(form.path, column, batches, layouts, call)
+        if form.reason == APART:
+            apart[form.path] = _padded(form, column, batches, decoders, layouts, call)
+            form = replace(form, shape=tuple(apart[form.path].shape[1:]))
+        forms.append(form)
+    kept = dict.fromkeys([*axes, *(name for form in forms for name in (form.layout, form.axis))])
+    layouts = {name: layout for name, layout in layouts.items() if name in kept}
     schema = Schema(
         batches[0].schema.root,
         tuple(forms),
@@ -55,17 +76,15 @@ def joined(batches: Sequence[Contents], call: str) -> Contents:
     )
     rows = sum(batch.num_rows for batch in batches)
     fields: dict[Path, Encoding] = {}
-    row_pads: dict[Path, Words] = {}
     objects = {
         form.path: _objects(
-            [batch.objects[form.path] for batch in batches], [_dims(batch, form.path) for batch in batches]
+            [batch.objects[form.path] for batch in batches],
+            [_dims(batch, form.path) for batch in batches],
+            f'{call}: field "{show(form.path)}"',
         )
         for form in forms
         if form.kind == "object"
     }
-    for form in forms:
-        if form.pads == (PER_ROW,):
-            row_pads[form.path] = np.concatenate([_row_pads(batch, form.path) for batch in batches])
     whole = Contents(rows, schema, layouts, fields, objects, row_pads, batches[0].codec)
     for form in forms:
         if form.path in apart:
@@ -75,15 +94,8 @@ def joined(batches: Sequence[Contents], call: str) -> Contents:
     return whole
 
 
-def _padded_somewhere(batches: Sequence[Contents], path: Path) -> list[bool]:
-    """Whether any row of a field is padded, in each batch; where none is, the pad was never seen."""
-    layouts = [batch.layouts.get(batch.forms[path].layout or "") for batch in batches]
-    return [layout is not None and layout.total < layout.num_rows * layout.width for layout in layouts]
-
-
-def _form(column: Sequence[FieldForm], padded: Sequence[bool], call: str) -> FieldForm:
-    """One form for the parts' forms. Constant pads that differ become one pad a row; other differences make the field
-    dense."""
+def _form(column: Sequence[FieldForm], call: str) -> FieldForm:
+    """One form for the parts' forms, whatever their pads; forms that differ otherwise make the field dense."""
     form = column[0]
     name = show(form.path)
     kinds = {other.kind if other.kind in ("object", "node") else "tensor" for other in column}
@@ -91,26 +103,85 @@ def _form(column: Sequence[FieldForm], padded: Sequence[bool], call: str) -> Fie
         raise LayoutError(
             f'{call}: field "{name}" is {" and ".join(sorted(kinds))}; expected one kind. Pack the same fields.'
         )
-    _check_dims([other.node for other in column if other.node is not None], f'the sub-batch "{name}"', call)
+    nodes = [other.node for other in column if other.node is not None]
+    _check_dims(nodes, f'the sub-batch "{name}"', call)
+    if len({node.kind for node in nodes}) > 1:
+        seen = ["TensorDict" if node.kind is None else node.kind.__name__ for node in nodes]
+        raise LayoutError(f'{call}: the sub-batch "{name}" is {seen}; expected one class. Pack the same class.')
     if form.kind in ("object", "node"):
         return form
     if any(other.dtype != form.dtype for other in column):
         dtypes = [str(other.dtype).removeprefix("torch.") for other in column]
         raise LayoutError(f'{call}: field "{name}" has dtypes {dtypes}; expected one. Cast before packing.')
-    dense = FieldForm(form.path, "dense", dtype=form.dtype, device=form.device, reason=APART)
     if any((f.kind, f.layout, f.ragged_dim) != (form.kind, form.layout, form.ragged_dim) for f in column):
-        return dense
+        return _apart(column)
     if any(f.shape != form.shape for f in column):
         raise LayoutError(
             f'{call}: field "{name}" has elements of shape {[f.shape for f in column]}; expected one. Bring '
             "the batches to one shape before packing."
         )
-    seen = [f for f, is_padded in zip(column, padded, strict=True) if is_padded] or [form]
-    if all(f.pads_by_bits == seen[0].pads_by_bits for f in seen):
-        return replace(form, pads=seen[0].pads)
-    if any(f.pads == (EDGE,) for f in seen):
-        return dense
-    return replace(form, pads=(PER_ROW,))
+    return form
+
+
+def _apart(column: Sequence[FieldForm]) -> FieldForm:
+    """The form of a field that the batches hold in different forms."""
+    form, axes = column[0], {form.axis or form.layout for form in column}
+    axis = axes.pop() if len(axes) == 1 else None
+    return FieldForm(form.path, "dense", dtype=form.dtype, device=form.device, reason=APART, axis=axis)
+
+
+def _pads(
+    column: Sequence[FieldForm], batches: Sequence[Contents], decoders: Sequence[Decoder]
+) -> tuple[tuple[PadValue, ...], Words | None] | None:
+    """The pad of all rows of a padded field, and the words [B] of one pad a row where no one pad holds for all. None
+    where rows padded by EDGE meet constants, and neither can be said by the other."""
+    path = column[0].path
+    layouts = [batch.layouts[form.layout or ""] for form, batch in zip(column, batches, strict=True)]
+    full = [layout.total == layout.num_rows * layout.width for layout in layouts]  # whose pad was never seen
+    seen = [form for form, is_full in zip(column, full, strict=True) if not is_full] or [column[0]]
+    alike = all(form.pads_by_bits == seen[0].pads_by_bits for form in seen)
+    if alike and seen[0].pads != (PER_ROW,):
+        return seen[0].pads, None
+    own = np.concatenate([_row_pads(batch, path) for batch in batches])
+    if alike or all(form.pads != (EDGE,) for form in seen):
+        return (PER_ROW,), own
+    rows = [layout.num_rows for layout in layouts]
+    by_edge = np.repeat([form.pads == (EDGE,) for form in column], rows)
+    unpadded = np.concatenate([layout.lengths == layout.width for layout in layouts])
+    edges, single = map(np.concatenate, zip(*map(_edges, [path] * len(rows), decoders, layouts), strict=True))
+    pads = one_rule(by_edge, own.reshape(edges.shape), edges, single, unpadded)
+    if pads is None or isinstance(pads, Pad):
+        return None if pads is None else ((pads,), None)
+    for form in seen:
+        constant = None if isinstance(form.pads[0], Pad) else _pad_words(form, 1).reshape(1, -1)
+        if constant is not None and (pads == constant)[~unpadded].all():
+            return form.pads, None
+    return (PER_ROW,), pads.reshape(own.shape)
+
+
+def _edges(path: Path, decoder: Decoder, layout: RowLayout) -> tuple[Words, npt.NDArray[np.bool_]]:
+    form = decoder.form(path)
+    parts = 2 if form.dtype == torch.complex128 else 1
+    return edge_pads(decoder.source(path).words.reshape(layout.total, words_of_one(form) // parts, parts), layout)
+
+
+def _check_axis(
+    path: Path,
+    column: Sequence[FieldForm],
+    batches: Sequence[Contents],
+    layouts: Mapping[str, RowLayout],
+    call: str,
+) -> None:
+    """That a field without a pad keeps the columns of its axis."""
+    for form, batch in zip(column, batches, strict=True):
+        whole = layouts.get(form.axis or "")
+        own = batch.layouts.get(form.axis or "")
+        if whole is not None and own is not None and (own.width, own.anchor) != (whole.width, whole.anchor):
+            raise LayoutError(
+                f'{call}: field "{show(path)}" stays padded, because {form.reason}, and its axis "{form.axis}" grows '
+                f"from width {own.width}, split at {own.anchor}, to {whole.width}, split at {whole.anchor}; expected "
+                "one width and split. Bring the batches to one prompt and response width, or fix the field."
+            )
 
 
 def _check_dims(nodes: Sequence[Node], name: str, call: str) -> None:
@@ -125,7 +196,7 @@ def _check_dims(nodes: Sequence[Node], name: str, call: str) -> None:
 # -------------------------------------------------------------------- fields of a batch, and of several
 
 
-def restricted(batch: Contents, paths: Collection[Path]) -> Contents:
+def restricted(batch: _Batch, paths: Collection[Path]) -> _Batch:
     """The batch with some of its fields. Those that took their words from others that are left out have their own."""
     above = {path[:n] for path in paths for n in range(1, len(path))}
     forms = [form for form in batch.schema.forms if form.path in paths or (form.kind == "node" and form.path in above)]
@@ -196,9 +267,24 @@ def _stands(whole: Contents, encoding: Same | Joined) -> bool:
     return all(whole.forms[other].layout is not None for other in others)
 
 
-def _padded(form: FieldForm, decoders: Sequence[Decoder], call: str) -> Tensor:
-    """A field that the batches hold in different forms: its padded forms, one after the other."""
-    parts = [decoder.padded(form.path) for decoder in decoders]
+def _padded(
+    form: FieldForm,
+    column: Sequence[FieldForm],
+    batches: Sequence[Contents],
+    decoders: Sequence[Decoder],
+    layouts: Mapping[str, RowLayout],
+    call: str,
+) -> Tensor:
+    """A field that the batches hold in different forms: its padded forms, one after the other, each as wide as its axis
+    becomes, by its own pad."""
+    parts: list[Tensor] = []
+    for own, batch, decoder in zip(column, batches, decoders, strict=True):
+        if own.kind == "padded" and own.layout is not None and own.layout == form.axis:
+            layout, whole = batch.layouts[own.layout], layouts[own.layout]
+            left = whole.anchor - layout.anchor
+            parts.append(decoder.widened(own, left, whole.width - layout.width - left))
+        else:
+            parts.append(decoder.padded(own.path))
     if any(part.is_nested or part.shape[1:] != parts[0].shape[1:] for part in parts):
         seen = ["jagged" if part.is_nested else tuple(part.shape) for part in parts]
         raise LayoutError(f'{call}: field "{show(form.path)}" is {seen}; expected one width. Bring it to one width.')
@@ -208,12 +294,15 @@ def _padded(form: FieldForm, decoders: Sequence[Decoder], call: str) -> Tensor:
 def _row_pads(batch: Contents, path: Path) -> Words:
     if path in batch.row_pads:
         return batch.row_pads[path]
-    form = batch.forms[path]
+    return _pad_words(batch.forms[path], batch.num_rows)
+
+
+def _pad_words(form: FieldForm, rows: int) -> Words:
+    """The words of a constant pad, once a row; zeros for EDGE."""
     pad = form.pads[0]
-    pad = 0 if isinstance(pad, Pad) else pad  # EDGE of rows that have no padding
-    held = None if form.dtype is None else pad_tensor(pad, form.dtype)
+    held = None if form.dtype is None else pad_tensor(0 if isinstance(pad, Pad) else pad, form.dtype)
     assert held is not None
-    return words(held.repeat(batch.num_rows)).numpy()
+    return words(held.repeat(rows)).numpy()
 
 
 # -------------------------------------------------------------------- objects
@@ -226,9 +315,33 @@ def _dims(batch: Contents, path: Path) -> tuple[int, ...]:
     return node.batch_size(batch.num_rows)
 
 
-def _objects(parts: Sequence[Objects], dims: Sequence[tuple[int, ...]]) -> Objects:
-    if all(part.listed for part in parts):
-        return Objects([item for part in parts for item in part.data], 0, True)
+def with_stacks(batches: Sequence[_Batch]) -> list[_Batch]:
+    """The batches, with each sub-batch that one of them holds as a lazy stack held so by all."""
+    stacks = {path for batch in batches for path, held in batch.objects.items() if held.stacked}
+    return [_with_stack(batch, stacks & {f.path for f in batch.schema.forms if f.kind == "node"}) for batch in batches]
+
+
+def _with_stack(batch: _Batch, paths: set[Path]) -> _Batch:
+    """The batch with some of its sub-batches as objects, one a row."""
+    for path in paths:
+        below = [form for form in batch.schema.forms if form.path[: len(path)] == path]
+        node, decoder = below[0].node, Decoder(batch, False, None)
+        assert node is not None
+        entries = [(form.path[len(path) :], decoder.entry(form)) for form in below[1:]]
+        rows = Objects(list(build(node, entries, batch.num_rows).unbind(0)), 1, True)
+        left = restricted(batch, {form.path for form in batch.schema.forms if form not in below})
+        forms = [form for form in batch.schema.forms if form not in below[1:]]
+        forms = [FieldForm(path, "object") if form.path == path else form for form in forms]
+        schema = replace(left.schema, forms=tuple(forms))
+        batch = replace(left, schema=schema, objects={**left.objects, path: rows})
+    return batch
+
+
+def _objects(parts: Sequence[Objects], dims: Sequence[tuple[int, ...]], field: str) -> Objects:
+    if any(part.stacked for part in parts):
+        if not all(part.stacked for part in parts):
+            raise LayoutError(f"{field} is a lazy stack and a Python object; expected one kind. Pack the same fields.")
+        return Objects([row for part in parts for row in part.data], 1, True)
     if not any(part.depth for part in parts) and all(_equal(part.data, parts[0].data) for part in parts):
         return parts[0]
     depth = max(part.depth for part in parts) or len(dims[0])

@@ -22,9 +22,16 @@ import torch
 from torch import Tensor
 
 from maskpack import scan
+from maskpack.arguments import list_of, said, whole
 from maskpack.errors import LayoutError
-from maskpack.rows import IntArray, Rows, RunTable, cumulated, ranges, row_index
-from maskpack.runs import RunIndex, index_of, table_of
+from maskpack.rows import IntArray, Rows, RunTable, bits_of, cumulated, ranges, row_index, table_of_bits, table_rows
+from maskpack.runs import RunIndex, index_of, need_int32, places_of, table_of
+from maskpack.tensors import device_here, host_array, need_tensor, numbered
+
+_FEW_BYTES = 256
+"""What bits must save, or a layout travels as its runs."""
+_MOST = (1 << 62) - 1
+"""Positions of a layout."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +54,8 @@ class RowLayout:
     anchor: int = 0
 
     def _knowing(self, **known: Any) -> RowLayout:
-        """This layout with its `table`, its `index` or both, what was `scanned`, and what else follows from them."""
+        """This layout with its `table` or `index`, the counts of its rows (`scanned` on the host or `promised` on the
+        device), and what else follows from them."""
         self.__dict__.update(known)
         return self
 
@@ -63,7 +71,8 @@ class RowLayout:
                 runs. A broken promise gives wrong elements, never memory that is not theirs; it raises LayoutError when
                 the layout is first read on the host. On the CPU it is checked at once.
 
-        Raises LayoutError if the mask is not two-dimensional, or does not keep the promise.
+        Raises LayoutError if the mask is not two-dimensional, or does not keep the promise; on CUDA also for more than
+        2^31 - 1 real positions, which int32 does not count.
         """
         return cls.scanned(mask, total)[0]
 
@@ -71,6 +80,8 @@ class RowLayout:
     def scanned(cls, mask: Tensor, total: int | None = None) -> tuple[RowLayout, Tensor | None]:
         """As `from_mask`, and the value of all real positions, where the scan has seen that they have one and that all
         others are 0 bits (never on CUDA)."""
+        need_tensor(mask, "mask", "RowLayout.from_mask")
+        total = None if total is None else whole(total, "total", 0, "RowLayout.from_mask")
         if mask.is_nested or mask.dim() != 2:
             shape = "jagged" if mask.is_nested else tuple(mask.shape)
             raise LayoutError(
@@ -102,11 +113,11 @@ class RowLayout:
         """
         if device is None:
             device = lengths.device if isinstance(lengths, Tensor) else "cpu"
-        host = _whole(lengths, "RowLayout.from_lengths", "lengths", "(B,)")
-        return cls._from_lengths(host, width, device, "RowLayout.from_lengths")
+        call = "RowLayout.from_lengths"
+        return cls._from_lengths(_whole(lengths, call, "lengths", "(B,)"), width, device_here(device, call), call)
 
     @classmethod
-    def from_cu_seqlens(cls, cu_seqlens: Tensor, width: int | None = None) -> RowLayout:
+    def from_cu_seqlens(cls, cu_seqlens: Tensor | Sequence[int] | IntArray, width: int | None = None) -> RowLayout:
         """From cumulated lengths, an integer [B + 1] that starts at 0 and never falls. One synchronisation on CUDA."""
         call = "RowLayout.from_cu_seqlens"
         host = _whole(cu_seqlens, call, "cu_seqlens", "(B + 1,)")
@@ -115,15 +126,17 @@ class RowLayout:
                 f"{call}: cu_seqlens begins with {host[:1].tolist()}; expected 0. Pass the cumulated row lengths with "
                 "their leading 0."
             )
-        return cls._from_lengths(np.diff(host), width, cu_seqlens.device, call)
+        device = cu_seqlens.device if isinstance(cu_seqlens, Tensor) else torch.device("cpu")
+        return cls._from_lengths(np.diff(host), width, device, call)
 
     @classmethod
     def _from_lengths(cls, host: IntArray, width: int | None, device: torch.device | str, call: str) -> RowLayout:
         shortest, longest = (int(host.min()), int(host.max())) if host.size else (0, 0)
-        width = longest if width is None else width
-        if width < 0 or shortest < 0 or longest > width:
+        width = max(longest, 0) if width is None else whole(width, "width", 0, call)
+        if shortest < 0 or longest > width or host.size * width > _MOST:
+            fitting = f"0 to the width, {width}" if longest > width or shortest < 0 else "rows that memory can hold"
             raise LayoutError(
-                f"{call}: lengths run from {shortest} to {longest}; expected 0 to the width, {width}. "
+                f"{call}: lengths run from {shortest} to {longest}; expected {fitting}. "
                 "Clip the lengths or give the true width."
             )
         real = host > 0
@@ -146,6 +159,7 @@ class RowLayout:
         Runs of a row are in order and do not touch (they are maximal). Raises LayoutError otherwise.
         """
         call = "RowLayout.from_runs"
+        width, anchor = whole(width, "width", 0, call), whole(anchor, "anchor", 0, call)
         table = RunTable(
             _whole(starts, call, "starts", "(N,)"),
             _whole(counts, call, "counts", "(N,)"),
@@ -156,12 +170,17 @@ class RowLayout:
             raise LayoutError(
                 f"{call}: {complaint}; expected maximal runs, in order, inside the width {width}. Sort and join them."
             )
-        return cls.from_table(width, table, device, anchor)
+        return cls.from_table(width, table, device_here(device, call), anchor)
 
     @classmethod
     def from_table(cls, width: int, table: RunTable, device: torch.device | str, anchor: int = 0) -> RowLayout:
-        """From a table that is known to be sound."""
-        layout = cls(table.splits.size - 1, width, int(table.counts.sum()), _whole_device(device), anchor)
+        """From a table that is known to be sound. Raises LayoutError for more positions than int64 counts."""
+        rows = table.splits.size - 1
+        if rows * width > _MOST:
+            raise LayoutError(
+                f"RowLayout: {rows} rows of width {width}; expected at most {_MOST} positions. Give the true width."
+            )
+        layout = cls(rows, width, int(table.counts.sum()), numbered(device), anchor)
         if layout.device.type == "cpu":
             return layout._knowing(table=table)
         return layout._knowing(table=table, index=index_of(table, width, layout.device))
@@ -176,13 +195,15 @@ class RowLayout:
         """
         if "scanned" in self.__dict__:
             return scan.table_of_rows(self.__dict__["scanned"])
-        table = table_of(self.index)
-        _keep_promise(table, self.total if self.index.rows is None else None)
-        return table
+        if "promised" in self.__dict__:
+            table = scan.table_of_rows(self.__dict__["promised"].cpu().numpy())
+            _keep_promise(table, self.total)
+            return table
+        return table_of(self.index)
 
     @cached_property
     def index(self) -> RunIndex:
-        """The runs as kernels look them up, on the device."""
+        """The runs as kernels look them up, on the device. Raises LayoutError for what int32 does not count."""
         return index_of(self.table, self.width, self.device)
 
     @property
@@ -228,12 +249,14 @@ class RowLayout:
 
     @cached_property
     def starts(self) -> Tensor:
-        """int32 [N]: the first position of each run in its row."""
+        """int32 [N]: the first position of each run in its row. Raises LayoutError for rows too wide for int32."""
+        need_int32("RowLayout.starts", width=self.width)
         return self._moved(self.table.starts.astype(np.int32))
 
     @cached_property
     def counts(self) -> Tensor:
-        """int32 [N]: the length of each run, never 0."""
+        """int32 [N]: the length of each run, never 0. Raises LayoutError for rows too wide for int32."""
+        need_int32("RowLayout.counts", width=self.width)
         return self._moved(self.table.counts.astype(np.int32))
 
     @cached_property
@@ -250,7 +273,11 @@ class RowLayout:
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """int32 [B + 1]: cumulated row lengths, as varlen attention takes them."""
+        """int32 [B + 1]: cumulated row lengths, as varlen attention takes them. Raises LayoutError for more than
+        2^31 - 1 real positions. Never above T, because others read as many tokens as these say."""
+        need_int32("RowLayout.cu_seqlens", total=self.total)
+        if "promised" in self.__dict__:
+            return self.index.begins.clamp(max=self.total)
         if "index" in self.__dict__:
             return self.index.begins if self.index.cu_seqlens is None else self.index.cu_seqlens
         return self.offsets.to(torch.int32)
@@ -264,14 +291,12 @@ class RowLayout:
         if self.device.type == "cpu":
             rows = np.repeat(np.arange(self.num_rows), np.diff(self.table.splits))
             return torch.from_numpy(ranges(rows * self.width + self.table.starts, self.table.counts))
-        index = self.index
-        rows = torch.arange(self.num_rows, device=self.device) if index.rows is None else index.rows.to(torch.int64)
-        shift = rows * self.width + index.starts - index.begins[:-1]
-        places = torch.arange(self.total, device=self.device)
-        return torch.repeat_interleave(shift, index.begins.diff(), output_size=self.total).add_(places)
+        return places_of(self.index, self.num_rows, self.width, self.total)
 
     def to_mask(self, dtype: torch.dtype = torch.bool) -> Tensor:
         """The mask [B, S]: 1 at real positions, 0 elsewhere."""
+        if not isinstance(dtype, torch.dtype):
+            raise LayoutError(f"RowLayout.to_mask: dtype is {said(dtype)}; expected one of torch. Pass torch.bool.")
         mask = torch.zeros(self.num_rows * self.width, dtype=torch.bool, device=self.device)
         return mask.index_fill_(0, self.indices, True).view(self.num_rows, self.width).to(dtype)
 
@@ -279,7 +304,7 @@ class RowLayout:
 
     def to(self, device: torch.device | str) -> RowLayout:
         """The same layout on another device."""
-        device = _whole_device(device)
+        device = numbered(device_here(device, "RowLayout.to"))
         if device == self.device:
             return self
         return RowLayout.from_table(self.width, self.table, device, self.anchor)
@@ -287,15 +312,12 @@ class RowLayout:
     def select(self, rows: Rows) -> RowLayout:
         """The layout of some rows: a slice, indices (repeats allowed, negative from the end), or a bool mask [B]."""
         index = row_index(rows, self.num_rows, "RowLayout.select")
-        table = self.table
-        first, runs = table.splits[index], table.splits[index + 1] - table.splits[index]
-        take = ranges(first, runs)
-        table = RunTable(table.starts[take], table.counts[take], cumulated(runs))
-        return RowLayout.from_table(self.width, table, self.device, self.anchor)
+        return RowLayout.from_table(self.width, table_rows(self.table, index), self.device, self.anchor)
 
     def narrow(self, start: int, stop: int) -> RowLayout:
         """The layout of the columns `start` to `stop`: the mask's `[:, start:stop]`, without reading the mask again."""
-        if not 0 <= start <= stop <= self.width:
+        start, stop = (whole(column, "a column", 0, "RowLayout.narrow") for column in (start, stop))
+        if not start <= stop <= self.width:
             raise LayoutError(
                 f"RowLayout.narrow: columns {start} to {stop}; expected 0 <= start <= stop <= {self.width}. Choose "
                 "columns inside the width."
@@ -310,12 +332,15 @@ class RowLayout:
         return RowLayout.from_table(stop - start, table, self.device, anchor)
 
     def anchored(self, anchor: int) -> RowLayout:
-        """The same rows with another anchor."""
+        """The same rows with another anchor, 0 to the width."""
+        if whole(anchor, "anchor", 0, "RowLayout.anchored") > self.width:
+            raise LayoutError(f"RowLayout.anchored: anchor is {anchor}; expected 0 to {self.width}. Choose a column.")
         return replace(self, anchor=anchor)._knowing(**self.__dict__ | {"anchor": anchor})
 
     def widened(self, left: int, right: int) -> RowLayout:
         """The same rows with as many columns of padding more on each side."""
         table = self.table
+        left, right = (whole(columns, "columns", 0, "RowLayout.widened") for columns in (left, right))
         table = RunTable(table.starts + left, table.counts, table.splits)
         return RowLayout.from_table(left + self.width + right, table, self.device, left + self.anchor)
 
@@ -331,8 +356,7 @@ class RowLayout:
     @staticmethod
     def cat(layouts: Sequence[RowLayout]) -> RowLayout:
         """The rows of several layouts, one after the other. Narrower ones are widened: their anchors meet."""
-        if not layouts:
-            raise LayoutError("RowLayout.cat: no layouts; expected at least one. Pass a list of layouts.")
+        layouts = list_of(layouts, RowLayout, "RowLayout.cat", "Pass a list of layouts.")
         left = max(layout.anchor for layout in layouts)
         right = max(layout.width - layout.anchor for layout in layouts)
         layouts = [
@@ -351,12 +375,16 @@ class RowLayout:
         return RowLayout.from_table(left + right, table, layouts[0].device, left)
 
     def compact(self) -> tuple[npt.NDArray[Any], ...]:
-        """The run table as it travels: starts, counts and runs of each row, in unsigned integers as narrow as fit."""
-        parts = self.table.starts, self.table.counts, np.diff(self.table.splits)
-        return tuple(part.astype(np.min_scalar_type(int(part.max(initial=0)))) for part in parts)
+        """The runs as they travel: starts, counts and runs of each row, in unsigned integers as narrow as fit; or where
+        that saves more than a few bytes, the mask alone, in bits (uint8 [B, ceil(width / 8)])."""
+        numbers = self.table.starts, self.table.counts, np.diff(self.table.splits)
+        parts = tuple(part.astype(np.min_scalar_type(int(part.max(initial=0)))) for part in numbers)
+        if sum(part.nbytes for part in parts) <= self.num_rows * -(-self.width // 8) + _FEW_BYTES:
+            return parts
+        return (bits_of(self.table, self.width),)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self.width, *self.compact(), str(self.device), self.anchor)
+        return _restored, (self.width, str(self.device), self.anchor, *self.compact())
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RowLayout):
@@ -374,17 +402,14 @@ class RowLayout:
         )
 
 
-def _restored(
-    width: int, starts: npt.NDArray[Any], counts: npt.NDArray[Any], runs: npt.NDArray[Any], device: str, anchor: int
-) -> RowLayout:
-    table = RunTable(starts.astype(np.int64), counts.astype(np.int64), cumulated(runs.astype(np.int64)))
+def _restored(width: int, device: str, anchor: int, *compact: npt.NDArray[Any]) -> RowLayout:
+    if len(compact) == 1:
+        table = table_of_bits(compact[0], width)
+        assert table is not None
+    else:
+        starts, counts, runs = (part.astype(np.int64) for part in compact)
+        table = RunTable(starts, counts, cumulated(runs))
     return RowLayout.from_table(width, table, device, anchor)
-
-
-def _whole_device(device: torch.device | str) -> torch.device:
-    """With the number of the device, as tensors on it have it."""
-    device = torch.device(device)
-    return torch.empty(0, device=device).device if str(device) == device.type != "cpu" else device
 
 
 def _keep_promise(table: RunTable, total: int | None) -> None:
@@ -400,11 +425,10 @@ def _keep_promise(table: RunTable, total: int | None) -> None:
 
 def _whole(values: Any, call: str, name: str, shape: str) -> IntArray:
     """A copy of whole numbers [n] on the host."""
-    array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
+    array = host_array(values, name, call)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise LayoutError(
-            f"{call}: {name} is {array.dtype} {array.shape}; expected whole numbers {shape}. Pass integers."
-        )
+        seen = f"{array.dtype} {array.shape}" if array.ndim else said(values)
+        raise LayoutError(f"{call}: {name} is {seen}; expected whole numbers {shape}. Pass integers.")
     return array.astype(np.int64)
 
 
@@ -412,18 +436,20 @@ def _complaint(table: RunTable, width: int) -> str | None:
     starts, counts, splits = table
     if width < 0:
         return "the width is negative"
+    runs = np.diff(splits)  # each of them checked, because a sum may overflow
     if (
         starts.ndim != 1
         or starts.shape != counts.shape
-        or int(splits[-1]) != starts.size
-        or (np.diff(splits) < 0).any()
+        or splits[-1] != starts.size
+        or ((runs < 0) | (runs > starts.size)).any()
     ):
         return f"{starts.size} starts, {counts.size} counts, {int(splits[-1])} runs in the rows"
     if (counts <= 0).any():
         return f"a run has length {int(counts.min())}"
-    if starts.size and (int(starts.min()) < 0 or int((starts + counts).max()) > width):
-        return f"runs reach from {int(starts.min())} to {int((starts + counts).max())}"
-    row = np.repeat(np.arange(splits.size - 1), np.diff(splits))
+    if ((starts < 0) | (starts > width) | (counts > width - starts)).any():
+        ends = [start + count for start, count in zip(starts.tolist(), counts.tolist(), strict=True)]
+        return f"runs reach from {int(starts.min())} to {max(ends)}"
+    row = np.repeat(np.arange(splits.size - 1), runs)
     if ((row[1:] == row[:-1]) & (starts[1:] <= (starts + counts)[:-1])).any():
         return "two runs of a row touch, overlap or are out of order"
     return None

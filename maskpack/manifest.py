@@ -16,6 +16,7 @@ from maskpack import codec, objects
 from maskpack.contents import Contents
 from maskpack.encodings import Plain
 from maskpack.errors import MaskpackError
+from maskpack.layout import RowLayout
 from maskpack.registry import Pad, PadValue, path_of, show
 from maskpack.schema import FieldForm
 from maskpack.tree import Node
@@ -32,7 +33,7 @@ def write(packed: Contents, pickled: bool, with_objects: bool = True) -> tuple[M
             "name": name,
             "width": layout.width,
             "anchor": layout.anchor,
-            "runs": [writer.add(part, f"layout {name}") for part in layout.compact()],
+            **writer.layout(layout, name),
         }
         for name, layout in packed.layouts.items()
     ]
@@ -98,6 +99,11 @@ class _Writer:
             self.names.append(name)
         return self.numbers[id(array)]
 
+    def layout(self, layout: RowLayout, name: str) -> dict[str, Any]:
+        """Its arrays."""
+        numbers = [self.add(part, f"layout {name}") for part in layout.compact()]
+        return {"bits": numbers[0]} if len(numbers) == 1 else {"runs": numbers}
+
     def _forget(self, count: int) -> None:
         """All arrays but the first `count`."""
         del self.arrays[count:], self.names[count:]
@@ -127,6 +133,8 @@ class _Writer:
             out["hints"] = list(form.hints)
         if form.reason is not None:
             out["reason"] = form.reason
+        if form.axis is not None:
+            out["axis"] = form.axis
         if form.path in packed.row_pads:
             out["row_pads"] = self.add(packed.row_pads[form.path], f"{show(form.path)} pads")
         out["encoding"] = self._encoding(packed.fields[form.path], show(form.path))
@@ -151,7 +159,9 @@ class _Writer:
     def _object(self, packed: Contents, form: FieldForm, pickled: bool) -> dict[str, Any]:
         held = packed.objects[form.path]
         _bound(f'field "{show(form.path)}"', "stacks of {} dims", held.depth, objects.MOST_DEPTH)
-        out: dict[str, Any] = {"depth": held.depth, "listed": held.listed}
+        out: dict[str, Any] = {"depth": held.depth}
+        if held.stacked:
+            out["stacked"] = True
         if form.hints:
             out["hints"] = list(form.hints)
         before = len(self.arrays)
@@ -187,7 +197,8 @@ def _bound(name: str, seen: str, count: int, most: int) -> None:
 
 def _node_out(node: Node, name: str) -> dict[str, Any]:
     _bound(name, "{} batch dims behind its rows", len(node.more_dims or ()), objects.MOST_DIMS)
-    return {"dims": None if node.more_dims is None else list(node.more_dims), "device": node.device}
+    out = {"dims": None if node.more_dims is None else list(node.more_dims), "device": node.device}
+    return out if node.kind is None else out | {"kind": f"{node.kind.__module__}:{node.kind.__qualname__}"}
 
 
 def _pad_out(pad: PadValue) -> Any:

@@ -22,13 +22,14 @@ from maskpack.errors import PlanError
 from maskpack.jagged import is_regular, jagged_all, offsets_of, to_host
 from maskpack.packed import PackedBatch
 from maskpack.plan import join_rows, take_rows
-from maskpack.registry import RL_FIELDS, Path, show
+from maskpack.registry import Path, show
 from maskpack.rows import cumulated, ranges
-from maskpack.tree import Node, build, row_list, walk, with_rows
+from maskpack.tree import Node, build, walk
 from maskpack.views import BatchView
 from maskpack.words import words
 
 _APPLY, _RESTORE = "MicroBatchPlan.apply", "MicroBatchPlan.restore"
+_HOST = torch.device("cpu")
 _Parts = Sequence[Sequence[int]]
 _Jagged = dict[Path, Any]
 
@@ -56,26 +57,13 @@ def _(batch: TensorDictBase, parts: _Parts, num_rows: int) -> Iterator[TensorDic
     _check_rows(batch.batch_size[0] if batch.batch_dims else None, num_rows)
     entries = walk(batch)
     fields = {path: value for path, value in entries if _is_jagged(value)}
-    lists = _row_lists(entries, num_rows)
-    dense = _without(batch, fields | lists)
+    dense = _without(batch, fields)
     order = [path for path, _ in entries]
 
-    def taken(rows: Sequence[int], own: _Jagged) -> TensorDict:
-        own |= {path: with_rows(entry, [items[row] for row in rows]) for path, (entry, items) in lists.items()}
-        return _merged(cast("Any", dense[list(rows)]), own, order, len(rows))
-
-    return (taken(rows, own) for rows, own in zip(parts, _jagged_parts(fields, parts), strict=True))
-
-
-def _row_lists(entries: Sequence[tuple[Path, Any]], rows: int) -> dict[Path, tuple[Any, list[Any]]]:
-    """Lists with one item a row, which a field of RL_FIELDS keeps for the whole batch, and their entries."""
-    found: dict[Path, tuple[Any, list[Any]]] = {}
-    for path, value in entries:
-        spec = RL_FIELDS.find(path)
-        items = row_list(value, rows) if spec is not None and "row-list" in spec.hints else None
-        if items is not None:
-            found[path] = value, items
-    return found
+    return (
+        _merged(_rows_of(dense, list(rows)), own, order, len(rows))
+        for rows, own in zip(parts, _jagged_parts(fields, parts), strict=True)
+    )
 
 
 def _check_rows(seen: int | None, expected: int) -> None:
@@ -112,8 +100,9 @@ def _bounds(fields: _Jagged, call: str) -> dict[Path, IntArray]:
     """The row bounds of jagged fields, on the host. One synchronisation on CUDA."""
     for path, value in fields.items():
         if not is_regular(value):
+            what = f'field "{show(path)}"' if path else "the tensor"
             raise PlanError(
-                f'{call}: field "{show(path)}" is nested, but not jagged along dim 1 without gaps; expected that. '
+                f"{call}: {what} is nested, but not jagged along dim 1 without gaps; expected that. "
                 "Build it with maskpack, or with nested_tensor_from_jagged."
             )
     own = {id(offsets_of(value)): offsets_of(value) for value in fields.values()}
@@ -181,16 +170,9 @@ def _(
             _check_alike([own[path] for own in entries], f'field "{show(path)}" of ')
     jagged = [{path: value for path, value in own.items() if _is_jagged(value)} for own in entries]
     back = _back(parts)
-    lists = [_row_lists(list(own.items()), len(rows)) for own, rows in zip(entries, parts, strict=True)]
-    whole: _Jagged = {}
-    for path in [path for path in lists[0] if all(path in own for own in lists)]:
-        items = [item for own in lists for item in own[path][1]]
-        whole[path] = with_rows(lists[0][path][0], [items[at] for at in back.tolist()])
     single = _differing_objects(entries)
-    dense: Any = torch.cat(
-        [cast("Any", _without(out, own | whole, single)) for out, own in zip(outputs, jagged, strict=True)]
-    )
-    return _merged(dense[back.tolist()], _jagged_joined(jagged, parts) | whole, list(entries[0]), back.size)
+    dense: Any = torch.cat([cast("Any", _without(out, own, single)) for out, own in zip(outputs, jagged, strict=True)])
+    return _merged(_rows_of(dense, back.tolist()), _jagged_joined(jagged, parts), list(entries[0]), back.size)
 
 
 def _check_outputs(outputs: Sequence[Any], seen: Sequence[int | None], parts: _Parts, lengths: IntArray | None) -> None:
@@ -268,8 +250,14 @@ def _back(parts: _Parts) -> IntArray:
 # -------------------------------------------------------------------- both
 
 
+def _rows_of(batch: Any, rows: list[int]) -> TensorDictBase:
+    """Some rows of a TensorDict, which makes indices of its objects on torch's default device."""
+    with _HOST:
+        return batch[rows]
+
+
 def _index(rows: Any, device: torch.device) -> Tensor:
-    return torch.as_tensor(np.asarray(rows, np.int64)).to(device, non_blocking=True)
+    return torch.from_numpy(np.asarray(rows, np.int64)).to(device, non_blocking=True)
 
 
 def _picked(x: Tensor, index: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ is its exact inverse."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,12 +15,12 @@ from maskpack import checks
 from maskpack.errors import LayoutError
 from maskpack.jagged import check_lengths, jagged
 from maskpack.layout import RowLayout
-from maskpack.ops import _torch as ops
 from maskpack.options import OnLoss, Options, Registry, Verify
 from maskpack.registry import RL_FIELDS, Key, Path, show
 from maskpack.schema import INTACT, LAYOUTS, FieldForm, read_layouts, read_pads, run_tables, write_layouts
 from maskpack.survey import survey
-from maskpack.tree import Node, build, chosen, walk
+from maskpack.tensors import need_gradients
+from maskpack.tree import Node, build, chosen, rows_in, walk
 
 
 def nest_batch_by_mask(
@@ -42,8 +43,8 @@ def nest_batch_by_mask(
         pad_token_id: the tokenizer's pad id, for fields padded with PAD_TOKEN_ID.
         strict: raise instead of leaving a field dense.
         ignore_dense_fields: fields (paths or last names) that stay dense and count as covered.
-        verify: check that masked-out elements are the pad: `always`; `first`, for the first batch with these fields
-            only; or `never`, which trusts the registry.
+        verify: check that masked-out elements are the pad: `always`; only in the first batch with these fields that
+            a `VerifyFirst` is given; or `never`, which trusts the registry.
         on_loss: what to do with a field that has other values under its mask: `keep` it dense and warn, raise an
             `error` (as `strict` does), or `drop` those values.
 
@@ -69,6 +70,7 @@ def nest_batch_by_mask(
         if form.layout is None:
             return found.entries[form.path]
         values = found.values[form.path].contiguous()
+        need_gradients(values, f'field "{show(form.path)}"', options.call, nested=True)
         place = form.layout, values.device
         if place not in moved:
             moved[place] = found.layouts[form.layout].to(values.device)
@@ -107,25 +109,19 @@ def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:
     def restored(path: Path, value: Any) -> Any:
         if path in nested:
             field, layout = nested[path]
-            return to_padded(field.values(), forms[path], layout, read_pads(batch, forms[path], call))
+            return checks.to_padded(field.values(), forms[path], layout, read_pads(batch, forms, path, call))
         if isinstance(value, Node):
             return _at_home(value, forms[path].node if path in forms else None)
         return value.values() if path in forms and forms[path].kind == "flat" else value
 
-    rows = batch.batch_size[0] if batch.batch_dims else 0
     return build(
-        _at_home(Node.of(batch), schema.root), [(path, restored(path, value)) for path, value in entries], rows
+        _at_home(Node.of(batch), schema.root),
+        [(path, restored(path, value)) for path, value in entries],
+        rows_in(batch),
     )
 
 
 unnest = unnest_batch_by_mask
-
-
-def to_padded(values: Tensor, form: FieldForm, layout: RowLayout, row_pads: Tensor | None) -> Tensor:
-    """Packed values [T, *F] in the padded form of their field; `row_pads` [B] where its pad is PER_ROW."""
-    pad = checks.cast_pad(form, values.dtype) if row_pads is None else row_pads.to(values.device)
-    out = ops.unpack(values, layout.to(values.device), pad)
-    return out if form.ragged_dim == 1 else out.movedim(1, form.ragged_dim).contiguous()
 
 
 def _nested_fields(
@@ -145,6 +141,7 @@ def _nested_fields(
                 "Nest the batch again, which gives new fields their layout, or name the fields to restore."
             )
         if form.kind == "padded" and form.layout is not None:
+            need_gradients(value, f'field "{show(path)}"', call)
             nested[path] = value, layouts[form.layout]
     check_lengths({show(path): pair for path, pair in nested.items()}, call, INTACT)
     return nested
@@ -152,8 +149,8 @@ def _nested_fields(
 
 def rows_only(node: Node) -> Node:
     """A nested batch has its rows as its only batch dim: a jagged width cannot be one."""
-    return Node(None if node.more_dims is None else (), node.device)
+    return replace(node, more_dims=None if node.more_dims is None else ())
 
 
 def _at_home(now: Node, home: Node | None) -> Node:
-    return now if home is None else Node(home.more_dims, now.device)
+    return now if home is None else replace(now, more_dims=home.more_dims)

@@ -12,19 +12,22 @@ import math
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack
+from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection
+from tensordict import is_non_tensor as is_non_tensor  # type: ignore[reportUnknownVariableType]
+from tensordict import lazy_stack as lazy_stack  # type: ignore[reportUnknownVariableType]
 from torch import Tensor
 
 from maskpack.words import DTYPES, Words, from_words, word_dtype, words
 
 _DEEPEST = 64
 _MOST_ITEMS = 1 << 22
+_ATOMS = {int, float, str, bool, bytes, type(None)}
 MOST_DIMS = 28
 """Dims of an element, or of a tensor in a Python object: numpy has 32 at least, and rows and width come on top."""
 MOST_DEPTH = 8
@@ -69,30 +72,37 @@ class Objects:
     Attributes:
         data: one object for the batch, or the list of the rows' objects (lists of lists below further batch dims).
         depth: batch dims that `data` is a list along; 0 for one object of the whole batch.
-        listed: whether the one object is a list of one item a row, which follows the rows.
+        stacked: whether `data` holds the rows of a lazy stack, a TensorDict or tensorclass each.
     """
 
     data: Any
     depth: int
-    listed: bool = False
+    stacked: bool = False
 
     @classmethod
     def of(cls, value: Any) -> Objects:
         """The entry of a TensorDict."""
         if isinstance(value, NonTensorStack):
             return cls(value.tolist(), len(value.batch_size))
+        if is_tensor_collection(value) and not is_non_tensor(value):  # a lazy stack
+            return cls(list(value.unbind(0)), 1, True)
         return cls(value.data if isinstance(value, NonTensorData) else value, 0)
 
-    def stowed(self, rows: int, row_list: bool) -> Objects:
-        """With its tensors as words. `row_list`: a batch-wide list of as many items as there are rows follows them."""
-        data: Any = self.data
-        listed = row_list and self.depth == 0 and type(data) is list and len(cast("list[Any]", data)) == rows
-        return Objects(_mapped(self.data, _Stowing().leaf), self.depth, listed)
+    def stowed(self) -> Objects:
+        """With its tensors as words; the rows of a lazy stack are copied."""
+        data = [row.clone() for row in self.data] if self.stacked else _mapped(self.data, _Stowing().leaf)
+        return replace(self, data=data)
 
     def entry(self, batch_size: tuple[int, ...]) -> Any:
         """The entry as a TensorDict holds it, with tensors of its own."""
-        data = _mapped(self.data, lambda item: item.restored() if isinstance(item, Stowed) else item)
+        if self.stacked:
+            return lazy_stack([row.clone() for row in self.data]) if self.data else TensorDict({}, batch_size)
+        data = self.restored()
         return NonTensorData(data, batch_size=batch_size) if self.depth == 0 else _stacked(data, self.depth, batch_size)
+
+    def restored(self) -> Any:
+        """`data` with tensors of its own."""
+        return _mapped(self.data, lambda item: item.restored() if isinstance(item, Stowed) else item)
 
     @property
     def decoded_nbytes(self) -> int:
@@ -115,9 +125,7 @@ class Objects:
 
     def select(self, rows: Iterable[int]) -> Objects:
         """Of some rows."""
-        if self.depth or self.listed:
-            return Objects([self.data[row] for row in rows], self.depth, self.listed)
-        return self
+        return replace(self, data=[self.data[row] for row in rows]) if self.depth else self
 
     def arrays(self) -> list[Words]:
         """The words of its stowed tensors, each array once."""
@@ -178,6 +186,37 @@ def _is_plain(x: Tensor) -> bool:
     named = DTYPES.get(str(x.dtype).removeprefix("torch.")) is x.dtype
     strided = x.layout == torch.strided and not x.is_nested
     return named and strided and x.device.type == "cpu" and not x.requires_grad and x.dim() <= MOST_DIMS
+
+
+def on_host(data: Any) -> Any:
+    """`data` with the tensors and TensorDicts in its dicts, lists and tuples on the host; `data` itself if all are."""
+    return _mapped(data, lambda item: item.to("cpu") if _is_away(item) else item) if _holds_away(data) else data
+
+
+def _holds_away(data: Any) -> bool:
+    seen: set[int] = set()
+    left = [data]
+    while left:
+        item = left.pop()
+        if type(item) not in (dict, list, tuple):
+            if _is_away(item):
+                return True
+        elif id(item) not in seen:
+            seen.add(id(item))
+            children: Iterable[Any] = cast("Any", item).values() if type(item) is dict else item
+            left += [child for child in children if type(child) not in _ATOMS]
+    return False
+
+
+def _is_away(item: Any) -> bool:
+    """Whether it is a tensor on a device, or a TensorDict that holds one. The meta device holds nothing to move."""
+    if isinstance(item, Tensor):
+        return item.device.type not in ("cpu", "meta")
+    return is_tensor_collection(item) and any(_is_away(leaf) for leaf in _tensors(item))
+
+
+def _tensors(batch: Any) -> Iterator[Any]:
+    yield from batch.values(include_nested=True, leaves_only=True)
 
 
 class _Cycle(Exception):

@@ -13,7 +13,7 @@ import os
 import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from maskpack import codec as codecs
 from maskpack import manifest, pickles, reading, staging, wire
+from maskpack.arguments import flag, list_of, named, said
 from maskpack.choice import encode, encode_alone
 from maskpack.contents import MAX_BYTES, Contents, Decoder, candidate, decoded_nbytes, on, words_of_one
 from maskpack.errors import LayoutError
@@ -36,6 +37,7 @@ from maskpack.schema import LAYOUTS, FieldForm, read_layouts, write_layouts
 from maskpack.sharing import Joined, Own, Same, arrays_of
 from maskpack.survey import Survey, survey
 from maskpack.tasks import Tasks
+from maskpack.tensors import device_here
 from maskpack.tree import build, chosen
 from maskpack.words import host_words, words
 
@@ -63,11 +65,7 @@ class PackedBatch(Contents):
 
     def lengths(self, layout: str) -> IntArray:
         """int64 [B]: row lengths of one of the layouts, for planning."""
-        if layout not in self.layouts:
-            raise LayoutError(
-                f'PackedBatch.lengths: no layout "{layout}"; the batch has {sorted(self.layouts)}. Name one of these.'
-            )
-        return self.layouts[layout].lengths + 0
+        return named(self.layouts, layout, "PackedBatch.lengths").lengths + 0
 
     # ---------------------------------------------------------------- rows
 
@@ -76,8 +74,8 @@ class PackedBatch(Contents):
 
         Rows that follow each other are views of this batch; others are copied, still encoded.
         """
-        index = row_index(rows, self.num_rows, "PackedBatch.select")
         self._need_rows("select")
+        index = row_index(rows, self.num_rows, "PackedBatch.select")
         if index.size == 0 or bool((np.diff(index) == 1).all()):
             start = int(index[0]) if index.size else 0
             return self._slice(start, start + index.size)
@@ -94,13 +92,13 @@ class PackedBatch(Contents):
         )
 
     def __getitem__(self, rows: Rows) -> PackedBatch:
-        no_single_row(rows, "PackedBatch")
+        no_single_row(rows, self.num_rows, "PackedBatch")
         return self.select(rows)
 
     def split(self, sizes: int | Sequence[int]) -> tuple[PackedBatch, ...]:
         """Consecutive parts of `sizes` rows: a list that sums to B, or one size (the last part may be smaller)."""
-        sizes = part_sizes(sizes, self.num_rows, "PackedBatch.split")
         self._need_rows("split")
+        sizes = part_sizes(sizes, self.num_rows, "PackedBatch.split")
         ends = np.cumsum(sizes, dtype=np.int64).tolist()
         return tuple(self._slice(end - size, end) for end, size in zip(ends, sizes, strict=True))
 
@@ -117,14 +115,7 @@ class PackedBatch(Contents):
         Fields that the batches encode differently are encoded again. Raises LayoutError if fields, dtypes or the
         shapes of their elements differ, or the widths of a dense field.
         """
-        batches = list(batches)
-        if not all(isinstance(batch, PackedBatch) for batch in batches):
-            seen = sorted({type(batch).__name__ for batch in batches})
-            raise LayoutError(
-                f"PackedBatch.cat: got {', '.join(seen)}; expected PackedBatches. Compress the others first."
-            )
-        if not batches:
-            raise LayoutError("PackedBatch.cat: no batches; expected at least one. Pass a list of packed batches.")
+        batches = list_of(batches, PackedBatch, "PackedBatch.cat", "Compress what is not packed.")
         for batch in batches:
             batch._need_rows("cat")
         return batches[0] if len(batches) == 1 else PackedBatch._of(joined(batches, "PackedBatch.cat"))
@@ -180,9 +171,9 @@ class PackedBatch(Contents):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """A stream and one or two buffers, which protocol 5 carries out of band; Python objects are pickled beside."""
-        stream, places, records, buffers = pickles.write(self)
+        stream, kinds, places, records, buffers = pickles.write(self)
         bodies: list[Any] = [pickle.PickleBuffer(body.data) if protocol >= 5 else body.tobytes() for body in buffers]
-        return _unpickled, (stream, places, records, bodies, self.objects)
+        return _unpickled, (stream, kinds, places, records, bodies, self.objects)
 
     def to_bytes(self, *, allow_pickle: bool = False, checksum: bool = False) -> bytes:
         """The batch as bytes that are a legal safetensors file (docs/wire-format.md).
@@ -192,11 +183,12 @@ class PackedBatch(Contents):
                 must allow it too.
             checksum: add one, which `from_bytes` checks.
         """
-        return self._pieces(allow_pickle, checksum).joined()
+        return self._pieces(allow_pickle, checksum, "PackedBatch.to_bytes").joined()
 
     def save(self, file: str | os.PathLike[str], *, allow_pickle: bool = False, checksum: bool = False) -> None:
         """Writes `to_bytes` to a file. One that is there is replaced when all of the new one is on the disk."""
-        self._pieces(allow_pickle, checksum).save(file)
+        target = _path(file, "PackedBatch.save")
+        self._pieces(allow_pickle, checksum, "PackedBatch.save").save(target)
 
     @classmethod
     def from_bytes(cls, data: Any, *, allow_pickle: bool = False, max_bytes: int | None = MAX_BYTES) -> PackedBatch:
@@ -210,6 +202,7 @@ class PackedBatch(Contents):
         Raises WireFormatError for bytes that `to_bytes` does not write, and for a batch beyond `max_bytes`.
         """
         call = "PackedBatch.from_bytes"
+        flag(allow_pickle, "allow_pickle", call)
         return cls._of(reading.read(wire.read(data, call), call, allow_pickle, max_bytes))
 
     @classmethod
@@ -231,11 +224,22 @@ class PackedBatch(Contents):
 
         Raises WireFormatError as `from_bytes`.
         """
-        call = f"PackedBatch.load({os.fspath(file)!r})"
+        call = f"PackedBatch.load({_path(file, 'PackedBatch.load')!r})"
+        flag(allow_pickle, "allow_pickle", "PackedBatch.load")
         return cls._of(reading.read(wire.read(wire.loaded(file, mmap), call), call, allow_pickle, max_bytes))
 
-    def _pieces(self, allow_pickle: bool, checksum: bool) -> wire.Pieces:
+    def _pieces(self, allow_pickle: bool, checksum: bool, call: str) -> wire.Pieces:
+        flag(allow_pickle, "allow_pickle", call)
+        flag(checksum, "checksum", call)
         return wire.Pieces(*manifest.write(self, allow_pickle), checksum=checksum)
+
+
+def _path(file: Any, call: str) -> str:
+    if not isinstance(file, str | os.PathLike):
+        raise LayoutError(
+            f"{call}: file is {said(file)}; expected a path. Pass one; from_bytes and to_bytes take bytes."
+        )
+    return os.fspath(cast("str", file))
 
 
 def _unpickled(*parts: Any) -> PackedBatch:
@@ -271,6 +275,10 @@ def compress(
         CoverageError, LossyPadError, LayoutError, RegistryError: as `nest_batch_by_mask`.
         MaskpackError: an unknown codec, or its package is missing.
     """
+    if isinstance(batch, PackedBatch):
+        raise LayoutError(
+            "compress: the batch is a PackedBatch; expected a TensorDict. Use it as it is, or decompress it first."
+        )
     codecs.check(codec, "compress")
     options = Options.of("compress", registry, pad_token_id, strict_mask_nesting, ignore_dense_fields, verify, on_loss)
     return _encoded(survey(batch, options, _layouts_of(like), _begun), codec)
@@ -303,8 +311,8 @@ def decompress(
     """
     if not isinstance(packed, PackedBatch):
         raise LayoutError(
-            f"decompress: got a {type(packed).__name__}; expected a PackedBatch. Pass what compress returned; a nested "
-            "TensorDict is restored by unnest."
+            f"decompress: got {said(packed)}; expected a PackedBatch. Pass what compress returned; unnest "
+            "restores a nested TensorDict, and materialize decodes a BatchView."
         )
     if layout not in ("padded", "nested"):
         raise LayoutError(f'decompress: layout is {layout!r}; expected "padded" or "nested". Choose one of these.')
@@ -319,7 +327,7 @@ def decompress(
             f"decompress: these fields take {size} bytes {layout}; expected at most {max_bytes}. Decode fewer rows or "
             f"fields, or pass max_bytes={size}."
         )
-    _check_devices([form.device or "cpu" for form in forms] if device is None else [device])
+    check_devices({form.device or "cpu" for form in forms} if device is None else [device], "decompress")
     made = staging.decoded(packed, forms, layout == "nested", device)
     decoder = Decoder(packed, layout == "nested", device, made)
     left = [form for form in forms if form.path in packed.fields and form.path not in made.entries]
@@ -352,7 +360,14 @@ def _trimmed(packed: PackedBatch) -> PackedBatch:
 def _layouts_of(like: Any) -> dict[str, RowLayout]:
     if like is None:
         return {}
-    return dict(like.layouts) if isinstance(like, PackedBatch) else read_layouts(like, "compress")[1]
+    if isinstance(like, PackedBatch):
+        return dict(like.layouts)
+    if not isinstance(like, TensorDictBase):
+        raise LayoutError(
+            f"compress: like is {said(like)}; expected a PackedBatch or a nested TensorDict. Pass the batch that has "
+            "the layouts; of a BatchView, view.layouts_alone()."
+        )
+    return read_layouts(like, "compress: like")[1]
 
 
 def _encoded(found: Survey, codec: str | None) -> PackedBatch:
@@ -368,11 +383,7 @@ def _encoded(found: Survey, codec: str | None) -> PackedBatch:
         if path in found.values and not found.entries[path].is_nested and tensors[path] is not found.entries[path]
     }
     bits = host_words(tensors, fresh)
-    objects = {
-        form.path: Objects.of(found.entries[form.path]).stowed(found.rows, "row-list" in form.hints)
-        for form in forms
-        if form.kind == "object"
-    }
+    objects = {form.path: Objects.of(found.entries[form.path]).stowed() for form in forms if form.kind == "object"}
     layouts = {name: layout.to("cpu") for name, layout in found.layouts.items()}
     row_pads = host_words(found.row_pads, ())
     schema = replace(found.schema(), forms=forms)
@@ -411,12 +422,10 @@ def _begun(form: FieldForm, values: Tensor, layout: RowLayout) -> Own | None:
     return encode_alone(candidate(shaped, words(values).numpy(), bounds))
 
 
-def _check_devices(devices: Iterable[torch.device | str]) -> None:
-    for device in dict.fromkeys(devices):
-        try:
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:
+def check_devices(devices: Iterable[torch.device | str], call: str) -> None:
+    """Raises LayoutError for a device that this process does not have, or that holds no values."""
+    for device in devices:
+        if device_here(device, call).type == "meta":
             raise LayoutError(
-                f'decompress: device is "{device}", which this process does not have ({str(error)[:80]}); expected one '
-                'that it has. Pass device="cpu".'
-            ) from error
+                f'{call}: device is "meta", which holds no values; expected one that does. Pass device="cpu".'
+            )

@@ -11,22 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn
 
 from maskpack.errors import MaskpackError
 from maskpack.options import Registry
 from maskpack.packed import PackedBatch
 from maskpack.plan import MicroBatchPlan
-from maskpack.pool import Pool
 from maskpack.registry import Key, Path
 from maskpack.strands import Outline, Strand, assembled, narrowed
 from maskpack.tree import Node
 from maskpack.views import BatchView
-
-_MEMORY = Pool()
-"""Of the padded tensors that methods see in this process; they die with the call, most of the time."""
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from tensordict import is_tensorclass
 
 from maskpack import codec
 from maskpack.contents import Contents
@@ -43,22 +44,26 @@ class _Writer(pickle.Pickler):
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, 5)
         self.arrays: list[Words] = []
+        self.kinds: list[type[Any]] = []
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is not np.ndarray:
-            return NotImplemented
-        self.arrays.append(obj)
-        return _array, (len(self.arrays) - 1,)
+        if type(obj) is np.ndarray:
+            self.arrays.append(obj)
+            return _array, (len(self.arrays) - 1,)
+        if isinstance(obj, type) and is_tensorclass(obj):
+            self.kinds.append(obj)
+            return _kind, (len(self.kinds) - 1,)
+        return NotImplemented
 
 
 class _Reader(pickle.Unpickler):
-    def __init__(self, stream: bytes, arrays: Sequence[Words]) -> None:
+    def __init__(self, stream: bytes, arrays: Sequence[Words], kinds: Sequence[type[Any]] = ()) -> None:
         super().__init__(io.BytesIO(stream))
-        self._arrays = arrays
+        self._held = {_array.__name__: arrays.__getitem__, _kind.__name__: kinds.__getitem__}
 
     def find_class(self, module_name: str, global_name: str) -> Any:
-        if (module_name, global_name) == (__name__, _array.__name__):
-            return self._arrays.__getitem__
+        if module_name == __name__ and global_name in self._held:
+            return self._held[global_name]
         return super().find_class(module_name, global_name)
 
 
@@ -67,12 +72,17 @@ def _array(number: int) -> Words:
     raise pickle.UnpicklingError(f"array {number} is not in the stream")
 
 
-def apart(thing: object) -> tuple[bytes, list[Words]]:
-    """The structure of `thing` as a stream, and the arrays in it, each once."""
+def _kind(number: int) -> type[Any]:
+    """Stands for a tensorclass in a stream; who pickles the stream pickles the class, by value if it must be."""
+    raise pickle.UnpicklingError(f"tensorclass {number} is not in the stream")
+
+
+def apart(thing: object) -> tuple[bytes, list[Words], list[type[Any]]]:
+    """The structure of `thing` as a stream, the arrays in it, each once, and the tensorclasses that it names."""
     stream = io.BytesIO()
     writer = _Writer(stream)
     writer.dump(thing)
-    return stream.getvalue(), writer.arrays
+    return stream.getvalue(), writer.arrays, writer.kinds
 
 
 def _memory(nbytes: int) -> Words:
@@ -81,11 +91,10 @@ def _memory(nbytes: int) -> Words:
 
 def together(thing: _T, memory: Callable[[int], Words] = _memory) -> _T:
     """A copy whose arrays lie in one new buffer; `memory` gives it, uint8."""
-    stream, arrays = apart(thing)
+    stream, arrays, kinds = apart(thing)
     body, begins = _joined(arrays, memory)
-    return _Reader(
-        stream, [_view(body, begin, a.dtype, a.shape) for begin, a in zip(begins, arrays, strict=True)]
-    ).load()
+    copies = [_view(body, begin, a.dtype, a.shape) for begin, a in zip(begins, arrays, strict=True)]
+    return _Reader(stream, copies, kinds).load()
 
 
 # -------------------------------------------------------------------- buffers
@@ -149,9 +158,10 @@ def _view(body: Words, begin: int, dtype: Any, shape: tuple[int, ...]) -> Words:
 # -------------------------------------------------------------------- a packed batch
 
 
-def write(packed: Contents) -> tuple[bytes, list[Place], Any, list[Words]]:
-    """The structure without the Python objects, where its arrays lie, the records of the codec, and the buffers."""
-    stream, arrays = apart(
+def write(packed: Contents) -> tuple[bytes, list[type[Any]], list[Place], Any, list[Words]]:
+    """The structure without the Python objects, its tensorclasses, where its arrays lie, the records of the codec, and
+    the buffers."""
+    stream, arrays, kinds = apart(
         (packed.num_rows, packed.schema, packed.layouts, packed.fields, packed.row_pads, packed.codec)
     )
     records = None
@@ -161,11 +171,16 @@ def write(packed: Contents) -> tuple[bytes, list[Place], Any, list[Words]]:
         arrays, squeezed = codec.compressed([array.reshape(-1) for array in arrays], near(packed, numbers))
         records = squeezed, shapes
     buffers, places = gathered(arrays)
-    return stream, places, records, buffers
+    return stream, kinds, places, records, buffers
 
 
 def read(
-    stream: bytes, places: Sequence[Place], records: Any, buffers: Sequence[Any], objects: Mapping[Path, Objects]
+    stream: bytes,
+    kinds: Sequence[type[Any]],
+    places: Sequence[Place],
+    records: Any,
+    buffers: Sequence[Any],
+    objects: Mapping[Path, Objects],
 ) -> Contents:
     """The inverse of `write`; the arrays are read-only views of the buffers."""
     bodies = [_body(buffer) for buffer in buffers]
@@ -174,7 +189,7 @@ def read(
         squeezed, shapes = records
         lines = codec.restored(arrays, squeezed, "PackedBatch")
         arrays = [line.reshape(shape) for line, shape in zip(lines, shapes, strict=True)]
-    rows, schema, layouts, fields, row_pads, name = _Reader(stream, arrays).load()
+    rows, schema, layouts, fields, row_pads, name = _Reader(stream, arrays, kinds).load()
     return Contents(rows, schema, layouts, fields, objects, row_pads, name)
 
 

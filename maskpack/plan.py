@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from maskpack.arguments import said
 from maskpack.budget import CALL, Budget, Ground, Oversize
 from maskpack.costs import Cost, FloatArray, IntArray, RowCost, Units, checked_amounts, checked_lengths, whole_number
 from maskpack.errors import PlanError
@@ -175,7 +176,10 @@ class MicroBatchPlan:
         several = isinstance(count, list | tuple | np.ndarray)
         given: list[Any] = list(count) if several else [count] * len(self.updates)
         if len(given) != len(self.updates):
-            raise PlanError(f"{call}: {len(given)} counts for {len(self.updates)} updates; expected one for each.")
+            raise PlanError(
+                f"{call}: {len(given)} counts for {len(self.updates)} updates; expected one for each. Give as many, or "
+                "one number for all."
+            )
         counts = [whole_number(number, 0, call, "count") for number in given]
         for update, (own, wanted) in enumerate(zip(self._bins, counts, strict=True)):
             if wanted < len(own):
@@ -234,6 +238,8 @@ class MicroBatchPlan:
             PlanError: outputs of other numbers, or that do not fit each other.
         """
         call = "MicroBatchPlan.restore"
+        if not isinstance(outputs, Iterable) or isinstance(outputs, str | bytes):
+            raise PlanError(f"{call}: outputs are {said(outputs)}; expected a list. Give one for each micro-batch.")
         outputs = list(outputs)
         if len(outputs) != len(self.micro_batches):
             raise PlanError(
@@ -335,7 +341,7 @@ class MicroBatchPlan:
 def take_rows(batch: Any, parts: Sequence[Sequence[int]], num_rows: int) -> Iterator[Any]:
     """The rows of each part. Kinds of batches register how it is done; so may a framework's own."""
     raise PlanError(
-        f"MicroBatchPlan.apply: got a {type(batch).__name__}; expected a TensorDict, a PackedBatch, a BatchView or a "
+        f"MicroBatchPlan.apply: got {said(batch)}; expected a TensorDict, a PackedBatch, a BatchView or a "
         f"tensor of {num_rows} rows. Pass the batch."
     )
 

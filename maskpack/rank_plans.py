@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
+from maskpack.arguments import flag, said
 from maskpack.balance import balance_rows
 from maskpack.budget import Budget, Ground, Oversize
 from maskpack.costs import Cost, IntArray, RowCost, Units, checked_amounts, checked_lengths
@@ -54,6 +55,7 @@ def plan_ranks(
     Raises:
         PlanError: as these two; or a rank would have no row to run.
     """
+    flag(own_lengths, "own_lengths", _CALL, PlanError)
     found = checked_lengths(lengths, _CALL)
     rule = Budget(token_budget, cost, num_updates, multiple_of, min_count, max_rows, oversize, work)
     units = Units.of(found.size, groups, _CALL)
@@ -104,10 +106,22 @@ class RankPlans:
     def for_rows(self, rows: Mapping[int, IntArray]) -> dict[int, MicroBatchPlan]:
         """Plans for some rows on some ranks, by the same rule: those that are there, or for what is left of a call that
         failed."""
+        if not isinstance(rows, Mapping) or not all(map(self._has, rows.values())):
+            raise PlanError(
+                f"RankPlans.for_rows: rows are {said(rows)}; expected whole numbers below {self.lengths.size} for each "
+                "rank. Give a dict of arrays."
+            )
         if [own.tolist() for own in rows.values()] == self.rows:
             return dict(zip(rows, self.plans, strict=True))
         plans = equalized([self._plan(own.tolist()) for own in rows.values()])
         return dict(zip(rows, plans, strict=True))
+
+    def _has(self, rows: Any) -> bool:
+        if not isinstance(rows, np.ndarray):
+            return False
+        own = cast("IntArray", rows)
+        whole = own.dtype.kind == "i" and own.ndim == 1
+        return whole and (not own.size or (int(own.min()) >= 0 and int(own.max()) < self.lengths.size))
 
     def _plan(self, rows: list[int]) -> MicroBatchPlan:
         groups = None if self._groups is None else [self._groups[row] for row in rows]

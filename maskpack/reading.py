@@ -6,13 +6,16 @@ from __future__ import annotations
 import math
 import pickle
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields as fields_of
 from dataclasses import replace
+from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
 import torch
+from tensordict import NonTensorDataBase, is_tensorclass
 
 from maskpack import codec, objects
 from maskpack.contents import MAX_BYTES, Contents, shape_of, word_dtype_of, words_of_one
@@ -20,6 +23,7 @@ from maskpack.errors import LayoutError, WireFormatError
 from maskpack.layout import RowLayout
 from maskpack.objects import Objects
 from maskpack.registry import HINTS, PER_ROW, Pad, PadValue, Path, show
+from maskpack.rows import table_of_bits
 from maskpack.schema import LAYOUTS, FieldForm, Schema
 from maskpack.sharing import KINDS, WHOLE, Columns, Encoding, Joined, Same
 from maskpack.tree import Node
@@ -45,8 +49,8 @@ _MEMBERS = {
     "padded": (*_FIELD, "layout", "dim", "pad"),
     "flat": (*_FIELD, "layout"),
     "jagged": (*_FIELD, "layout"),
-    "dense": _FIELD,
-    "object": ("path", "kind", "hints", "depth", "listed", "json", "pickle"),
+    "dense": (*_FIELD, "axis"),
+    "object": ("path", "kind", "hints", "depth", "stacked", "json", "pickle"),
     "node": ("path", "kind", "node"),
 }
 
@@ -80,7 +84,7 @@ class _Reader:
         name = self._restore()
         layouts: dict[str, RowLayout] = {}
         for entry in _get(manifest, "layouts", list, call):
-            layout_name, layout = self._layout(entry)
+            layout_name, layout = self._layout(entry, rows)
             if layout_name in layouts or layout.num_rows != rows:
                 fail(call, f"layout {brief(layout_name)} of {layout.num_rows} rows", f"each once, of {rows}")
             layouts[layout_name] = layout
@@ -95,6 +99,8 @@ class _Reader:
                 fail(call, f'field "{show(form.path)}" on layout {brief(form.layout)}', "one that is there, or an axis")
         axes = [(axis, layouts[axis].width, layouts[axis].anchor) for axis in axes]
         root = self._node(manifest.get("root"))
+        if root.kind is not None:
+            fail(call, f"a root of class {root.kind.__name__}", "a TensorDict")
         self._check_tree(forms, layouts, rows, root)
         encoded = {
             form.path: self._encoding(entry.get("encoding"), tuple(KINDS), form)
@@ -142,24 +148,30 @@ class _Reader:
             fail(self._call, f"array number {brief(number)}", f"one of {len(self._arrays)}")
         return self._arrays[number]
 
-    def _layout(self, entry: Any) -> tuple[str, RowLayout]:
+    def _layout(self, entry: Any, rows: int) -> tuple[str, RowLayout]:
         call = self._call
         name, width, anchor = (
             _get(entry, "name", str, call),
             _get(entry, "width", int, call),
             _get(entry, "anchor", int, call),
         )
-        numbers = _get(entry, "runs", list, call)
-        _only(entry, ("name", "width", "anchor", "runs"), call)
-        if not 0 <= anchor <= width < _MOST or len(numbers) != 3 or not objects.is_text(name):
-            seen = f"layout {brief(name)} {width} wide, anchor {anchor}"
-            fail(call, seen, f"0 <= anchor <= width < {_MOST}, three arrays")
-        starts, counts, runs = (self._array(number) for number in numbers)
-        if len(set(numbers)) != 3 or not self._run_arrays.isdisjoint(numbers):
+        form = "bits" if "bits" in entry else "runs"
+        numbers = [entry["bits"]] if form == "bits" else _get(entry, "runs", list, call)
+        _only(entry, ("name", "width", "anchor", form), call)
+        if not 0 <= anchor <= width < _MOST or len(numbers) != _ARRAYS[form] or not objects.is_text(name):
+            seen = f"layout {brief(name)} {width} wide, anchor {anchor}, with {len(numbers)} arrays of {form}"
+            fail(call, seen, f"0 <= anchor <= width < {_MOST}, {_ARRAYS[form]} arrays")
+        parts = [self._array(number) for number in numbers]
+        if len(set(numbers)) != len(numbers) or not self._run_arrays.isdisjoint(numbers):
             fail(call, f"layout {brief(name)} with arrays {numbers}", "arrays of its own")
         self._run_arrays.update(numbers)
+        if form == "bits":
+            self._claim(
+                TABLE_BYTES * (4 * parts[0].nbytes + rows), f"layout {brief(name)}"
+            )  # at most a run for two bits
+            return name, self._layout_of_bits(name, parts[0], rows, width, anchor)
+        starts, counts, runs = parts
         self._claim(TABLE_BYTES * (starts.size + runs.size), f"layout {brief(name)}")
-        parts = starts, counts, runs
         if any(part.dtype.kind != "u" or int(part.max(initial=0)) >= _MOST for part in parts):
             seen = f"layout {brief(name)} with runs of {[str(part.dtype) for part in parts]}"
             fail(call, seen, f"unsigned integers below {_MOST}")
@@ -167,6 +179,16 @@ class _Reader:
             return name, RowLayout.from_runs(starts, counts, runs, width, anchor=anchor)
         except LayoutError as error:
             fail(call, f"layout {brief(name)}: {error}", "sound runs")
+
+    def _layout_of_bits(self, name: str, bits: Words, rows: int, width: int, anchor: int) -> RowLayout:
+        size = -(-width // 8)
+        table = None
+        if bits.dtype == np.uint8 and bits.size == rows * size:
+            table = table_of_bits(bits.reshape(rows, size), width)
+        if table is None:
+            seen = f"layout {brief(name)} {width} wide with bits {bits.dtype} {bits.shape}"
+            fail(self._call, seen, f"{size} bytes for each of {rows} rows, and 0 behind the width")
+        return RowLayout.from_table(width, table, "cpu", anchor)
 
     def _form(self, entry: Any) -> FieldForm:
         call = self._call
@@ -188,8 +210,10 @@ class _Reader:
             fail(call, f'field "{show(path)}" of dtype {brief(dtype)} on {brief(device)}', "those of torch")
         if len(shape) > objects.MOST_DIMS or any(type(size) is not int or not 0 <= size < _MOST for size in shape):
             fail(call, f'field "{show(path)}" of element shape {brief(shape)}', f"at most {objects.MOST_DIMS} sizes")
-        layout = entry.get("layout")
-        form = FieldForm(path, kind, layout, (), 1, DTYPES[dtype], None, device, tuple(shape), hints, reason)
+        layout, axis = entry.get("layout"), entry.get("axis")
+        form = FieldForm(path, kind, layout, (), 1, DTYPES[dtype], None, device, tuple(shape), hints, reason, axis)
+        if "axis" in entry and not objects.is_text(axis):
+            fail(call, f'field "{show(path)}" on axis {brief(axis)}', "the name of a layout")
         if (layout is None) != (kind == "dense") or not isinstance(layout, str | None):
             fail(call, f'field "{show(path)}" of kind {kind} on layout {brief(layout)}', "a layout, unless it is dense")
         if kind == "padded":
@@ -209,8 +233,9 @@ class _Reader:
         return form
 
     def _node(self, node: Any) -> Node:
-        held = cast("dict[str, Any]", node) if isinstance(node, dict) else {}
+        held = dict(cast("dict[str, Any]", node)) if isinstance(node, dict) else {}
         dims, device = held.get("dims"), held.get("device")
+        kind = self._kind(held.pop("kind")) if "kind" in held else None
         if set(held) != {"dims", "device"} or not isinstance(dims, list | None) or not isinstance(device, str | None):
             fail(self._call, f"node {brief(node)}", "dims and device")
         sizes = None if dims is None else tuple(cast("list[Any]", dims))
@@ -218,7 +243,18 @@ class _Reader:
             fail(self._call, f"node of dims {brief(sizes)}", f"at most {objects.MOST_DIMS} whole numbers below {_MOST}")
         if device is not None and not _DEVICE.fullmatch(device):
             fail(self._call, f"node on device {brief(device)}", "one of torch")
-        return Node(sizes, device)
+        return Node(sizes, device, kind)
+
+    def _kind(self, name: Any) -> Any:
+        """The tensorclass of that name, if this process has imported it; reading imports nothing."""
+        module, colon, names = name.partition(":") if objects.is_text(name) else ("", "", "")
+        kind: Any = sys.modules.get(module) if colon else None
+        for part in names.split("."):
+            kind = vars(kind).get(part) if isinstance(kind, type | ModuleType) else None
+        if not (isinstance(kind, type) and is_tensorclass(kind) and not issubclass(kind, NonTensorDataBase)):
+            seen = f"a sub-batch of class {brief(name)}"
+            fail(self._call, seen, "a tensorclass that this process has; import its module first")
+        return cast("Any", kind)
 
     def _path(self, names: list[Any]) -> Path:
         if not 0 < len(names) <= MOST_PATH or not all(map(objects.is_text, names)) or names[0] == LAYOUTS:
@@ -269,7 +305,7 @@ class _Reader:
         for form, entry in zip(forms, entries, strict=True):
             if form.kind != "object":
                 continue
-            depth, listed = _get(entry, "depth", int, self._call), _get(entry, "listed", bool, self._call)
+            depth, stacked = _get(entry, "depth", int, self._call), "stacked" in entry
             if "pickle" in entry and not self._pickled:
                 raise WireFormatError(
                     f'{self._call}: field "{show(form.path)}" is a pickle, which runs code when it is read; expected '
@@ -279,12 +315,14 @@ class _Reader:
                 fail(self._call, f'field "{show(form.path)}" with {brief(entry)}', "either json or pickle")
             data = self._unpickled(entry["pickle"]) if "pickle" in entry else self._said(entry["json"])
             dims = above.get(form.path[:-1], root).batch_size(rows)
-            if depth and (listed or not len(dims) <= depth <= objects.MOST_DEPTH):
+            if stacked and not (entry["stacked"] is True and depth == 1 and ("pickle" in entry or data == [])):
+                fail(self._call, f'field "{show(form.path)}", stacked, of depth {depth}', "pickled rows of depth 1")
+            if depth and not stacked and not len(dims) <= depth <= objects.MOST_DEPTH:
                 seen = f'field "{show(form.path)}" of depth {depth}'
                 fail(self._call, seen, f"0, or at least {len(dims)} and at most {objects.MOST_DEPTH}")
-            if not _is_list(data, (rows,) if listed else (*dims, *[None] * depth)[:depth]):
+            if not _is_list(data, (*dims, *[None] * depth)[:depth]):
                 fail(self._call, f'field "{show(form.path)}" of depth {depth}', f"lists of {dims} items")
-            found[form.path] = Objects(data, depth, listed)
+            found[form.path] = Objects(data, depth, stacked)
             self._claim(found[form.path].decoded_nbytes, f'field "{show(form.path)}"')
         return found
 
@@ -392,7 +430,8 @@ def _holds(dtype: torch.dtype, pad: PadValue) -> bool:
     if isinstance(pad, Pad):
         return True
     try:
-        torch.full((), pad, dtype=dtype)  # as it will be decoded: a complex dtype may refuse what pad_tensor makes inf
+        # as it will be decoded: a complex dtype may refuse what pad_tensor makes inf
+        torch.full((), pad, dtype=dtype, device="cpu")
         return pad_tensor(pad, dtype) is not None
     except (OverflowError, RuntimeError, TypeError):
         return False

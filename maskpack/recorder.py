@@ -16,8 +16,11 @@ from typing import Any
 
 import torch
 
+from maskpack.arguments import said
 from maskpack.errors import PlanError
 from maskpack.plan import MicroBatchPlan
+from maskpack.rank_plans import RankPlans
+from maskpack.tensors import device_here
 
 _UPDATE, _MICRO_BATCH, _PHASE = range(3)
 
@@ -31,9 +34,13 @@ class LoopRecorder:
             its memory begin again with the recorder. Anything else is timed by the clock of the host.
     """
 
-    def __init__(self, plan: MicroBatchPlan | None = None, device: torch.device | str = "cpu") -> None:
+    def __init__(self, plan: MicroBatchPlan | RankPlans | None = None, device: torch.device | str = "cpu") -> None:
+        if plan is not None and not isinstance(plan, MicroBatchPlan | RankPlans):
+            raise PlanError(
+                f"LoopRecorder: plan is {said(plan)}; expected a MicroBatchPlan. Pass None for times alone."
+            )
         self._plan = plan
-        self._device = torch.device(device)
+        self._device = device_here(device, "LoopRecorder")
         self._spans: list[tuple[dict[int, str], Any, Any]] = []
         self._open: dict[int, str] = {}  # by level, the outermost first
         self._updates = self._micro_batches = 0
@@ -57,6 +64,8 @@ class LoopRecorder:
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
         """Around a part of a micro-batch or of an update, such as "forward"."""
+        if not isinstance(name, str):
+            raise PlanError(f'LoopRecorder.phase: name is {said(name)}; expected text. Pass a name, such as "forward".')
         with self._span(_PHASE, name):
             yield
 

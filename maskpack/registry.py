@@ -9,15 +9,14 @@ A spec's `mask` names an axis of the registry, or a mask field of the batch. A r
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
+from maskpack.arguments import said
 from maskpack.errors import RegistryError
-
-Key = str | tuple[str, ...]
-Path = tuple[str, ...]
+from maskpack.keys import Key, Path, need_key, need_keys, path_of, plain, show
 
 
 class Pad(enum.Enum):
@@ -38,14 +37,14 @@ EDGE = Pad.EDGE
 """Repeat the nearest real value: before the first the first, then always the last one seen; 0 in an empty row."""
 
 PER_ROW = Pad.PER_ROW
-"""One value a row, whatever it is."""
+"""Constant within a row: every masked-out element of a row has one value, which may be another in the next row."""
 SIGNED_ZERO = Pad.SIGNED_ZERO
 """0.0 in some rows and -0.0 in others: what `advantages * mask` leaves."""
 
 PadValue = int | float | bool | complex | Pad
 
-HINTS = ("runs", "bits", "ramp", "steps", "sparse", "narrow", "repeated", "columns", "row-list")
-"""Encodings that a spec may hint at; `row-list` is for a Python list with one item a row."""
+HINTS = ("runs", "bits", "ramp", "steps", "sparse", "narrow", "repeated", "columns")
+"""Encodings that a spec may hint at."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,9 @@ class MaskAxis:
     padded: Literal["right", "left"] = "right"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "head", tuple(self.head))
-        object.__setattr__(self, "tail", tuple(self.tail))
+        need_key(self.source, "source", "MaskAxis")
+        object.__setattr__(self, "head", need_keys(self.head, "head", "MaskAxis"))
+        object.__setattr__(self, "tail", need_keys(self.tail, "tail", "MaskAxis"))
         _one_of("MaskAxis", "form", self.form, ("mask", "lengths", "cu_seqlens"))
         _one_of("MaskAxis", "part", self.part, ("all", "head", "tail", "prefix"))
         _one_of("MaskAxis", "padded", self.padded, ("right", "left"))
@@ -112,6 +112,8 @@ class MaskNestingSpec:
                 if not value:
                     raise RegistryError(f"MaskNestingSpec: {name} is an empty list. Name at least one {name}.")
                 object.__setattr__(self, name, [*cast("list[Any]", value)])
+        for mask in self.masks:
+            need_key(mask, "mask", "MaskNestingSpec")
         if isinstance(self.hints, list):
             object.__setattr__(self, "hints", (*self.hints,))
         if not isinstance(self.hints, tuple):
@@ -126,13 +128,15 @@ class MaskNestingSpec:
                 )
         for pad in self.pads:
             if not isinstance(pad, int | float | complex | Pad):
+                name = f"maskpack.{pad}" if isinstance(pad, str) and pad in Pad.__members__ else None
                 raise RegistryError(
-                    f"MaskNestingSpec: pad is {pad!r}; expected a number, PAD_TOKEN_ID, EDGE, PER_ROW or SIGNED_ZERO, "
-                    "or a list of these. Give the value that stands under the mask."
+                    f"MaskNestingSpec: pad is {said(pad)}; expected a number, PAD_TOKEN_ID, EDGE, PER_ROW or "
+                    f"SIGNED_ZERO, or a list of these. Give {name or 'the value that stands under the mask'}."
                 )
-        if self.ragged_dim == 0:
+        if isinstance(self.ragged_dim, bool) or not isinstance(self.ragged_dim, int) or self.ragged_dim == 0:
+            seen = "0, the rows" if self.ragged_dim == 0 else said(self.ragged_dim)
             raise RegistryError(
-                "MaskNestingSpec: ragged_dim is 0, the rows. Give the dim of the width: 1, 2, ... or -1."
+                f"MaskNestingSpec: ragged_dim is {seen}; expected the dim of the width. Give 1, 2, ... or -1."
             )
 
     def __hash__(self) -> int:
@@ -143,7 +147,7 @@ class MaskNestingSpec:
         """The masks to try, in order; empty for a field that is dense by design."""
         if self.mask is None:
             return ()
-        return tuple(self.mask) if isinstance(self.mask, list) else (self.mask,)
+        return tuple(map(plain, self.mask if isinstance(self.mask, list) else [self.mask]))
 
     def dim_of(self, field: Any) -> int:
         """The dim of a padded tensor that the width runs along, counted from the front."""
@@ -170,20 +174,31 @@ class MaskNestingRegistry(Mapping[Key, MaskNestingSpec]):
     axes: Mapping[str, tuple[MaskAxis, ...]] = field(default_factory=dict[str, tuple[MaskAxis, ...]])
 
     def __post_init__(self) -> None:
+        for name, given in (("fields", self.fields), ("axes", self.axes)):
+            if not isinstance(given, Mapping):
+                raise RegistryError(f"MaskNestingRegistry: {name} is {said(given)}; expected a dict. Write one.")
         fields: dict[Key, MaskNestingSpec] = {}
         for key, spec in self.fields.items():
+            need_key(key, "a field", "MaskNestingRegistry")
             if not isinstance(spec, MaskNestingSpec):
                 raise RegistryError(
                     f'MaskNestingRegistry: field "{show(key)}" is {spec!r}; expected a MaskNestingSpec. '
                     "Use MaskNestingRegistry.from_dict for plain dicts."
                 )
-            fields[_plain(key)] = spec
+            fields[plain(key)] = spec
         object.__setattr__(self, "fields", MappingProxyType(fields))
-        axes = {name: (ways,) if isinstance(ways, MaskAxis) else tuple(ways) for name, ways in self.axes.items()}
-        object.__setattr__(self, "axes", MappingProxyType(axes))
+        axes = {name: (ways,) if isinstance(ways, MaskAxis) else ways for name, ways in self.axes.items()}
+        for name, ways in axes.items():
+            whole = isinstance(ways, tuple | list) and ways and all(isinstance(way, MaskAxis) for way in ways)
+            if not whole or not isinstance(name, str):
+                raise RegistryError(
+                    f"MaskNestingRegistry: axis {name!r} is {said(ways)}; expected a name and a MaskAxis, or a tuple "
+                    'of them. Write MaskAxis("attention_mask").'
+                )
+        object.__setattr__(self, "axes", MappingProxyType({name: tuple(ways) for name, ways in axes.items()}))
 
     def __getitem__(self, key: Key) -> MaskNestingSpec:
-        return self.fields[_plain(key)]
+        return self.fields[plain(key)]
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self.fields)
@@ -202,7 +217,7 @@ class MaskNestingRegistry(Mapping[Key, MaskNestingSpec]):
 
     def find(self, path: Path) -> MaskNestingSpec | None:
         """The spec of the field at `path`, or None."""
-        return self.fields.get(_plain(path)) or self.fields.get(path[-1])
+        return self.fields.get(plain(path)) or self.fields.get(path[-1])
 
     def ways(self, mask: Key) -> tuple[MaskAxis, ...]:
         """How to compute the layout that a spec calls `mask`, in order of preference."""
@@ -214,7 +229,7 @@ class MaskNestingRegistry(Mapping[Key, MaskNestingSpec]):
         if not isinstance(other, Mapping):
             return NotImplemented
         axes = {**self.axes, **other.axes} if isinstance(other, MaskNestingRegistry) else self.axes
-        return MaskNestingRegistry({**self.fields, **{_plain(key): other[key] for key in other}}, axes)
+        return MaskNestingRegistry({**self.fields, **{plain(key): other[key] for key in other}}, axes)
 
     def __ror__(self, other: Mapping[Any, MaskNestingSpec]) -> MaskNestingRegistry:
         return MaskNestingRegistry(other) | self
@@ -231,29 +246,19 @@ class MaskNestingRegistry(Mapping[Key, MaskNestingSpec]):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> MaskNestingRegistry:
         """The inverse of `to_dict`. Unknown entries are errors that name them."""
-        _known("MaskNestingRegistry.from_dict", data, ("axes", "fields"))
-        axes = {
-            name: tuple(_axis_from_dict(name, way) for way in _ways(ways))
-            for name, ways in data.get("axes", {}).items()
-        }
-        return cls({_split(key): _spec_from_dict(key, spec) for key, spec in data.get("fields", {}).items()}, axes)
+        call = "MaskNestingRegistry.from_dict"
+        _known(call, data, ("axes", "fields"))
+        axes, fields = (data.get(name, {}) for name in ("axes", "fields"))
+        for name, part in (("axes", axes), ("fields", fields)):
+            if not isinstance(part, Mapping):
+                raise RegistryError(f"{call}: {name} is {said(part)}; expected a dict. Write one, or leave it out.")
+        return cls(
+            {_split(key, "a field", call): _spec_from_dict(key, spec) for key, spec in fields.items()},
+            {name: tuple(_axis_from_dict(name, way) for way in _ways(ways)) for name, ways in axes.items()},
+        )
 
 
-# -------------------------------------------------------------------- keys
-
-
-def show(key: Key) -> str:
-    """A key as errors print it."""
-    return key if isinstance(key, str) else "/".join(key)
-
-
-def path_of(key: Key) -> Path:
-    """A key as a tuple of names."""
-    return (key,) if isinstance(key, str) else key
-
-
-def _plain(key: Key) -> Key:
-    return key[0] if isinstance(key, tuple) and len(key) == 1 else key
+# -------------------------------------------------------------------- names
 
 
 def _joined(key: Key) -> str:
@@ -262,11 +267,13 @@ def _joined(key: Key) -> str:
             f'MaskNestingRegistry.to_dict: key {key!r} contains "/", which separates the names of a nested key. '
             "Rename the field, or keep this registry in Python."
         )
-    return show(key)
+    return "/".join(path_of(key))
 
 
-def _split(key: str) -> Key:
-    return _plain(tuple(key.split("/")))
+def _split(key: Any, name: str, call: str) -> Key:
+    if not isinstance(key, str):
+        raise RegistryError(f'{call}: {name} is {said(key)}; expected a name, as "a" or "sub/a". Write one.')
+    return plain(tuple(key.split("/")))
 
 
 def _is_hint(hint: object) -> bool:
@@ -293,8 +300,16 @@ def _known(call: str, data: Any, allowed: tuple[str, ...]) -> None:
 # -------------------------------------------------------------------- plain forms
 
 
-def _ways(value: Any) -> list[Mapping[str, Any]]:
-    return [cast("Mapping[str, Any]", value)] if isinstance(value, Mapping) else list(value)
+def _items(value: Any, name: str, call: str) -> Sequence[Any]:
+    """The items of a list, also of one of hydra's."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise RegistryError(f"{call}: {name} is {said(value)}; expected a list. Write one.")
+    return cast("Sequence[Any]", value)
+
+
+def _ways(value: Any) -> Sequence[Any]:
+    several = isinstance(value, Sequence) and not isinstance(value, str)
+    return cast("Sequence[Any]", value) if several else [value]
 
 
 def _axis_to_dict(axis: MaskAxis) -> dict[str, Any]:
@@ -316,9 +331,12 @@ def _axis_from_dict(name: str, data: Mapping[str, Any]) -> MaskAxis:
     _known(call, data, ("source", "form", "part", "head", "tail", "padded"))
     if "source" not in data:
         raise RegistryError(f"{call}: no source; expected the name of the field that the axis is computed from.")
-    keys = {side: tuple(_split(key) for key in data.get(side, ())) for side in ("head", "tail")}
+    keys: dict[str, Any] = {
+        side: tuple(_split(key, side, call) for key in _items(data.get(side, ()), side, call))
+        for side in ("head", "tail")
+    }
     form, part, padded = data.get("form", "mask"), data.get("part", "all"), data.get("padded", "right")
-    return MaskAxis(_split(data["source"]), form, part, padded=padded, **keys)
+    return MaskAxis(_split(data["source"], "source", call), form, part, padded=padded, **keys)
 
 
 def _spec_to_dict(spec: MaskNestingSpec) -> dict[str, Any]:
@@ -342,9 +360,12 @@ def _spec_from_dict(key: str, data: Mapping[str, Any]) -> MaskNestingSpec:
         raise RegistryError(f"{call}: no mask; expected the name of an axis or mask field, or null for a dense field.")
 
     def listed(value: Any, convert: Any) -> Any:
-        if isinstance(value, str) or not hasattr(value, "__iter__"):
-            return convert(value)
-        return [convert(item) for item in value]
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            return [convert(item) for item in cast("Sequence[Any]", value)]
+        return convert(value)
+
+    def mask(value: Any) -> Key:
+        return _split(value, "mask", call)
 
     def pad(value: Any) -> PadValue:
         if not isinstance(value, str):
@@ -352,8 +373,9 @@ def _spec_from_dict(key: str, data: Mapping[str, Any]) -> MaskNestingSpec:
         _one_of(call, "pad", value, tuple(name.value for name in Pad))
         return Pad(value)
 
-    mask = None if data["mask"] is None else listed(data["mask"], _split)
-    return MaskNestingSpec(mask, listed(data.get("pad", 0), pad), data.get("ragged_dim", 1), data.get("hints", ()))
+    masks = None if data["mask"] is None else listed(data["mask"], mask)
+    hints = tuple(_items(data.get("hints", ()), "hints", call))
+    return MaskNestingSpec(masks, listed(data.get("pad", 0), pad), data.get("ragged_dim", 1), hints)
 
 
 # -------------------------------------------------------------------- the fields of RL batches
@@ -410,7 +432,7 @@ RL_FIELDS = MaskNestingRegistry(
         "reward_baselines": DENSE,
         "dummy_tensor": DENSE,
         "multi_modal_inputs": DENSE,
-        "global_token_num": MaskNestingSpec(None, hints=("row-list",)),
+        "global_token_num": DENSE,
     },
 )
 """Every field of a PPO, GRPO or DAPO batch; docs/fields.md has the table."""

@@ -20,16 +20,19 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from maskpack.arguments import said
 from maskpack.errors import ReplayError
 from maskpack.jagged import host_offsets, jagged
 from maskpack.layout import RowLayout
 from maskpack.ops import _torch as plain
 from maskpack.ops import packed_log_probs
+from maskpack.options import Registry, registry_of
 from maskpack.packed import PackedBatch, decompress
 from maskpack.plan import MicroBatchPlan
-from maskpack.registry import RL_FIELDS, MaskNestingRegistry
+from maskpack.registry import RL_FIELDS
 from maskpack.response import ResponseAxis
 from maskpack.rows import IntArray
+from maskpack.tensors import device_here, need_batch
 from maskpack.tree import entry_at
 
 NoPrompt = Literal["error", "skip"]
@@ -72,7 +75,7 @@ class PackedInputs:
         cls,
         batch: TensorDictBase | PackedBatch,
         *,
-        registry: MaskNestingRegistry = RL_FIELDS,
+        registry: Registry = RL_FIELDS,
         multiple_of: int = 1,
         no_prompt: NoPrompt = "error",
         device: torch.device | str | None = None,
@@ -94,6 +97,10 @@ class PackedInputs:
             LayoutError: a batch without sequence and response axes.
         """
         call = "PackedInputs.of"
+        registry = registry_of(registry, call)
+        device = None if device is None else device_here(device, call)
+        if not isinstance(batch, PackedBatch):
+            need_batch(batch, call)
         if isinstance(batch, PackedBatch):
             fields = [name for name in ("input_ids", "position_ids", *_NOT_TEXT) if (name,) in batch.fields]
             batch = decompress(batch, *fields, layout="nested", device=device)
@@ -114,7 +121,7 @@ class PackedInputs:
         ids = _packed(batch, "input_ids", sequence, call)
         if ids is None:
             raise ReplayError(f'{call}: the batch has no field "input_ids"; expected token ids. Keep it in the batch.')
-        if ids.is_floating_point():
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise ReplayError(f'{call}: field "input_ids" is {ids.dtype}; expected integers. Fix the producer.')
         ids = ids.long()
         tail = -sequence.total % multiple_of or (0 if sequence.total else multiple_of)
@@ -127,6 +134,10 @@ class PackedInputs:
         if positions is None:
             starts = np.repeat(sequence.row_offsets[:-1], sequence.lengths)
             positions = torch.from_numpy(np.arange(sequence.total) - starts).to(where, non_blocking=True)
+        elif positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
+            raise ReplayError(
+                f'{call}: field "position_ids" is {positions.dtype}; expected integers. Fix the producer, or drop it.'
+            )
         extra = torch.arange(tail, device=where).view(-1, *[1] * (positions.dim() - 1))
         positions = torch.cat([positions, extra.expand(tail, *positions.shape[1:])])
         return cls(
@@ -227,7 +238,7 @@ def response_log_probs(
     canary: bool | None = None,
     multiple_of: int = 1,
     no_prompt: NoPrompt = "error",
-    registry: MaskNestingRegistry = RL_FIELDS,
+    registry: Registry = RL_FIELDS,
 ) -> Any:
     """Log-probs of the response tokens, from a forward pass over packed rows.
 
@@ -274,7 +285,7 @@ def response_values(
     canary: bool | None = None,
     multiple_of: int = 1,
     no_prompt: NoPrompt = "error",
-    registry: MaskNestingRegistry = RL_FIELDS,
+    registry: Registry = RL_FIELDS,
 ) -> Any:
     """Values of the states in which response tokens were chosen, from a forward pass over packed rows.
 
@@ -300,6 +311,10 @@ def response_values(
         parts = _of_each(plan, batch, response_values, model, value_head, **options)
         return _joined(plan, [(part,) for part in parts], batch, registry)
     _need_replay_model("response_values", model)
+    if not callable(value_head):
+        raise ReplayError(
+            f"response_values: value_head is {said(value_head)}; expected a layer. Pass one that is called."
+        )
     inputs = PackedInputs.of(batch, registry=registry, multiple_of=multiple_of, no_prompt=no_prompt)
     rows = _scoring_rows("response_values", model, inputs, canary)
     values = value_head(rows)
@@ -316,7 +331,7 @@ def _need_replay_model(call: str, model: Any) -> None:
     missing = [name for name in ("hidden", "dense_hidden", "trust") if not callable(getattr(model, name, None))]
     if missing:
         raise ReplayError(
-            f"{call}: model is a {type(model).__name__}; expected a ReplayModel. Pass what "
+            f"{call}: model is {said(model)}; expected a ReplayModel. Pass what "
             "maskpack.adapters.transformers.replayable(model) returns."
         )
 
@@ -332,8 +347,7 @@ def _of_each(
     """`call(model, part, *more, **options)` for each micro-batch, one after the other, without gradients."""
     if not isinstance(plan, MicroBatchPlan):
         raise ReplayError(
-            f"{call.__name__}: plan is a {type(plan).__name__}; expected a MicroBatchPlan. Make one with "
-            "plan_micro_batches."
+            f"{call.__name__}: plan is {said(plan)}; expected a MicroBatchPlan. Make one with plan_micro_batches."
         )
     out: list[Any] = []
     with torch.no_grad():
@@ -346,15 +360,15 @@ def _of_each(
     return out
 
 
-def _joined(
-    plan: MicroBatchPlan, parts: list[Any], batch: Any, registry: MaskNestingRegistry, several: bool = False
-) -> Any:
+def _joined(plan: MicroBatchPlan, parts: list[Any], batch: Any, registry: Registry, several: bool = False) -> Any:
     """Tuples of jagged tensors of micro-batches, in the order of rows, on the offsets of the batch if it has any."""
     restored: list[Any] = [plan.restore(list(which)) for which in zip(*parts, strict=True)]
     if isinstance(batch, PackedBatch):
         response = RowLayout.from_lengths(restored[0].offsets().diff().tolist(), device=restored[0].device)
     else:
-        response = ResponseAxis.of(batch, registry, "response_log_probs").response.to(restored[0].device)
+        response = ResponseAxis.of(
+            batch, registry_of(registry, "response_log_probs"), "response_log_probs"
+        ).response.to(restored[0].device)
     out = tuple(jagged(one.values(), response) for one in restored)
     return out if several else out[0]
 

@@ -25,6 +25,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from maskpack import manifest, wire
+from maskpack.arguments import said
 from maskpack.contents import word_dtype_of
 from maskpack.errors import LayoutError
 from maskpack.packed import PackedBatch
@@ -71,7 +72,7 @@ class Figures:
         rows: B.
         codec: of the batch.
         fields: its tensors, in key order.
-        layouts, objects, header: bytes of the run tables, of the pickled Python objects and of the header, as they
+        layouts, objects, header: bytes of the layouts, of the pickled Python objects and of the header, as they
             travel.
     """
 
@@ -165,7 +166,7 @@ def figures(packed: PackedBatch, batch: TensorDictBase | None = None, *, left: b
     """The figures that `report` and `fields` give; without `left`, nothing is compressed to know what is left."""
     if not isinstance(packed, PackedBatch):
         raise LayoutError(
-            f"report: packed is a {type(packed).__name__}; expected a PackedBatch. Call report(batch, packed) with "
+            f"report: packed is {said(packed)}; expected a PackedBatch. Call report(batch, packed) with "
             "what compress returned."
         )
     if batch is not None:
@@ -230,7 +231,7 @@ def _wire_bytes(message: wire.Message) -> tuple[dict[Path, int], int]:
     def taken(numbers: Iterable[int]) -> int:
         return sum(sizes.pop(number, 0) for number in numbers)
 
-    layouts = sum(taken(layout["runs"]) for layout in message.manifest["layouts"])
+    layouts = sum(taken(layout.get("runs", [layout.get("bits")])) for layout in message.manifest["layouts"])
     own: dict[Path, int] = {}
     for entry in message.manifest["fields"]:
         if "encoding" in entry:
@@ -261,7 +262,7 @@ def _pickled_bytes(objects: Any) -> int:
 def _check(batch: Any, packed: PackedBatch) -> None:
     if not isinstance(batch, TensorDictBase):
         raise LayoutError(
-            f"report: the batch is a {type(batch).__name__}; expected the TensorDict that was packed, or None. Call "
+            f"report: the batch is {said(batch)}; expected the TensorDict that was packed, or None. Call "
             "report(batch, packed)."
         )
     if batch.batch_dims and batch.batch_size[0] != packed.num_rows:

@@ -16,23 +16,23 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack.axes import Axes
+from maskpack.checks import to_padded
 from maskpack.errors import LayoutError
-from maskpack.jagged import host_offsets, jagged
+from maskpack.jagged import host_offsets, is_regular, jagged
 from maskpack.layout import RowLayout
-from maskpack.nesting import to_padded
 from maskpack.ops import _torch as ops
+from maskpack.options import Registry, registry_of
 from maskpack.registry import RL_FIELDS, Key, MaskNestingRegistry, Pad, Path, show
 from maskpack.rows import IntArray, ranges
 from maskpack.schema import LAYOUTS, FieldForm, read_layouts, read_pads
+from maskpack.tensors import need_batch, need_gradients, need_tensor
 from maskpack.tree import Node, chosen, has, walk
 
 RESPONSE = "response"
 SEQUENCE = "sequence"
 
 
-def select_and_pad_to_response(
-    batch: TensorDictBase, *fields: Key, registry: MaskNestingRegistry = RL_FIELDS
-) -> TensorDict:
+def select_and_pad_to_response(batch: TensorDictBase, *fields: Key, registry: Registry = RL_FIELDS) -> TensorDict:
     """Fields on the response axis at the canonical width R of the batch: the same R on every chunk and micro-batch.
 
     Args:
@@ -49,6 +49,7 @@ def select_and_pad_to_response(
         LayoutError: no response axis, a field that is not on it, a row longer than R.
     """
     call = "select_and_pad_to_response"
+    registry = registry_of(registry, call)
     axis = ResponseAxis.of(batch, registry, call)
     entries = {path: value for path, value in walk(batch) if path[0] != LAYOUTS}
     wanted = [path for path, value in chosen(list(entries.items()), fields, call) if not isinstance(value, Node)]
@@ -66,7 +67,7 @@ def select_and_pad_to_response(
     return out
 
 
-def extract_response(batch: TensorDictBase, values: Tensor, *, registry: MaskNestingRegistry = RL_FIELDS) -> Tensor:
+def extract_response(batch: TensorDictBase, values: Tensor, *, registry: Registry = RL_FIELDS) -> Tensor:
     """Model outputs at the places that score the response tokens: entry k of a row belongs to response token k.
 
     Args:
@@ -83,20 +84,24 @@ def extract_response(batch: TensorDictBase, values: Tensor, *, registry: MaskNes
             shape, or a batch without sequence and response axes.
     """
     call = "extract_response"
-    axis = ResponseAxis.of(batch, registry, call)
+    need_tensor(values, "values", call)
+    axis = ResponseAxis.of(batch, registry_of(registry, call), call)
     sequence = axis.need_sequence(call)
     packed, padded = _packed_values(values, sequence, call)
+    need_gradients(packed, "values", call, nested=not padded)
     scored = packed.index_select(0, axis.predict_index(call).to(packed.device, non_blocking=True))
     response = axis.response.to(packed.device)
     return ops.unpack(scored, response, 0) if padded else jagged(scored, response)
 
 
 def _packed_values(values: Tensor, sequence: RowLayout, call: str) -> tuple[Tensor, bool]:
-    if values.is_nested:
+    if values.is_nested and is_regular(values):
         packed = values.values()
         if packed.shape[0] == sequence.total and np.array_equal(host_offsets(values, sequence), sequence.row_offsets):
             return packed, False
         seen = f"jagged with {packed.shape[0]} tokens"
+    elif values.is_nested:
+        seen = "nested, but not jagged along dim 1 without gaps"
     elif tuple(values.shape[:2]) == (sequence.num_rows, sequence.width):
         return ops.pack(values, sequence.to(values.device)), True
     elif values.dim() >= 1 and values.shape[0] == sequence.total:
@@ -121,6 +126,7 @@ class ResponseAxis:
 
     @classmethod
     def of(cls, batch: TensorDictBase, registry: MaskNestingRegistry, call: str) -> ResponseAxis:
+        need_batch(batch, call)
         known: dict[str, RowLayout] = {}
         forms: dict[Path, FieldForm] = {}
         if has(batch, LAYOUTS):
@@ -178,6 +184,7 @@ class ResponseAxis:
             )
         if not value.is_nested:
             return self._columns(path, value, _ragged_dim(path, value, registry), call)
+        need_gradients(value, f'field "{show(path)}"', call)
         form = self.forms.get(path) or self._form_of_new(path, value, registry, call)
         offsets = host_offsets(value, self.response, self.sequence)
         layout = self.need_sequence(call) if form.layout == SEQUENCE else self.response
@@ -194,7 +201,7 @@ class ResponseAxis:
                 f'"{form.layout}"; the responses have {self.response.total} in {self.response.num_rows}. Name '
                 "fields of the response or the sequence axis."
             )
-        whole = to_padded(value.values(), form, layout, read_pads(batch, form, call))
+        whole = to_padded(value.values(), form, layout, read_pads(batch, self.forms, path, call))
         return self._columns(path, whole, form.ragged_dim, call)
 
     def _columns(self, path: Path, value: Tensor, dim: int, call: str) -> Tensor:

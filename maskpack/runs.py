@@ -19,10 +19,16 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from maskpack.errors import LayoutError
 from maskpack.rows import RunTable, cumulated, ranges
 
 BLOCK = 512
+MOST_TOKENS = (1 << 31) - 1
+"""Real positions that int32 counts."""
+MOST_COLUMNS = (1 << 31) - 1024
+"""Positions of a row, and rows, that kernels count in int32: they look up to 1,023 positions beyond the last."""
 
 
 class RunIndex(NamedTuple):
@@ -32,7 +38,8 @@ class RunIndex(NamedTuple):
     Attributes:
         starts: [M], the first position of each run in its row.
         begins: [M + 1], its first packed token; then T.
-        blocks: [ceil(T / BLOCK) + 1], runs; there may be more entries, of no meaning.
+        blocks: [ceil(T / BLOCK) + 1], runs. There may be more entries: of no meaning where T was counted, the last run
+            where it was promised.
         rows: [M], the row of each run.
         splits: [B + 1], the runs of each row.
         cu_seqlens: [B + 1], the tokens of each row.
@@ -64,8 +71,23 @@ def words_of(width: int) -> int:
     return -(-width // 32)
 
 
+def need_int32(call: str, *, total: int = 0, width: int = 0) -> None:
+    """Raises LayoutError for more real positions, or wider rows, than int32 counts."""
+    if total > MOST_TOKENS:
+        raise LayoutError(
+            f"{call}: the rows have {total} real positions; expected at most {MOST_TOKENS}, which int32 counts. Split "
+            "the batch."
+        )
+    if width > MOST_COLUMNS:
+        raise LayoutError(
+            f"{call}: rows are {width} wide; expected at most {MOST_COLUMNS} positions, which int32 counts. Split the "
+            "rows."
+        )
+
+
 def index_of(table: RunTable, width: int, device: torch.device) -> RunIndex:
-    """From the host, in one copy that nobody waits for."""
+    """From the host, in one copy that nobody waits for. Raises LayoutError for what int32 does not count."""
+    need_int32(f"RowLayout on {device}", total=int(table.counts.sum()), width=width)
     runs = np.diff(table.splits)
     several = int(runs.max(initial=0)) > 1
     starts, counts = table.starts, table.counts
@@ -90,12 +112,21 @@ def index_of(table: RunTable, width: int, device: torch.device) -> RunIndex:
 
 
 def table_of(index: RunIndex) -> RunTable:
-    """The run table on the host, with one synchronisation on CUDA."""
-    parts = [index.starts, index.begins] + ([] if index.splits is None else [index.splits])
-    line = torch.cat(parts).cpu().numpy().astype(np.int64)
+    """The run table on the host of rows of several runs, with one synchronisation on CUDA."""
+    assert index.splits is not None
+    line = torch.cat([index.starts, index.begins, index.splits]).cpu().numpy().astype(np.int64)
     runs = index.starts.numel()
-    starts, counts = line[:runs], np.diff(line[runs : 2 * runs + 1])
-    if index.splits is not None:
-        return RunTable(starts, counts, line[2 * runs + 1 :])
-    some = counts > 0
-    return RunTable(starts[some], counts[some], cumulated(some))
+    return RunTable(line[:runs], np.diff(line[runs : 2 * runs + 1]), line[2 * runs + 1 :])
+
+
+def places_of(index: RunIndex, num_rows: int, width: int, total: int) -> Tensor:
+    """int64 [T]: the place of each real position in the flattened [B * S]. Where T was promised and is another, the
+    first T of them, or others behind them, none outside."""
+    device = index.starts.device
+    rows = torch.arange(num_rows, device=device) if index.rows is None else index.rows.to(torch.int64)
+    shift = rows * width + index.starts - index.begins[:-1]
+    # A last run, empty where T is right, makes the lengths sum up to T: repeat_interleave aborts on a GPU if they do
+    # not. Its places are the tokens' own numbers, below T and so below B * S.
+    lengths = pad(index.begins.clamp(max=total), (0, 1), value=total).diff()
+    tokens = torch.arange(total, device=device)
+    return torch.repeat_interleave(pad(shift, (0, 1)), lengths, output_size=total).add_(tokens)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from maskpack.backends import uses_triton
+from maskpack.errors import LayoutError
 from maskpack.rows import IntArray, RunTable, cumulated
-from maskpack.runs import BLOCK, RunIndex, blocks_of
+from maskpack.runs import BLOCK, MOST_TOKENS, RunIndex, blocks_of, need_int32
 from maskpack.words import from_words, words
 
 _BLOCK_BYTES = 1 << 19  # the flags of one block stay inside the second-level cache
@@ -73,10 +74,23 @@ class Found(NamedTuple):
 
 def on_device(mask: Tensor, promised: int | None) -> Found:
     """The runs of a mask [B, S]. One synchronisation, which brings the counts of every row to the host; where no row
-    has two runs, that is the whole table. None where T is promised, and at most one run a row with it."""
+    has two runs, that is the whole table. None where T is promised, and at most one run a row with it: then the counts
+    stay there, as `promised`. Raises LayoutError for what int32 does not count."""
     rows, width = mask.shape
     if rows == 0 or width == 0:
         return Found(0, {"table": RunTable(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(rows + 1, np.int64))})
+    need_int32("RowLayout.from_mask", total=promised or 0, width=max(rows, width))
+    if promised is not None and not 0 <= promised <= rows * width:
+        raise LayoutError(
+            f"RowLayout.from_mask: total is {promised}; a mask {(rows, width)} has 0 to {rows * width} real positions. "
+            "Give the number of those that are real."
+        )
+    with torch.cuda.device_of(mask):  # Triton launches on the current device
+        return _scan(mask, promised)
+
+
+def _scan(mask: Tensor, promised: int | None) -> Found:
+    rows, width = mask.shape
     if uses_triton(mask.device):
         from maskpack.scan_kernels import list_runs, scan_rows
 
@@ -85,12 +99,13 @@ def on_device(mask: Tensor, promised: int | None) -> Found:
         list_runs, scan_rows = _list_runs, _scan_rows
         real = _not_zero(mask).contiguous()
     entries = blocks_of(rows * width if promised is None else promised)
-    counts, cu_seqlens, splits, blocks = scan_rows(real, entries)
+    counts, cu_seqlens, splits, blocks = scan_rows(real, entries, promised is not None)
     index = RunIndex(counts[2], cu_seqlens, blocks)
     if promised is not None:
-        return Found(promised, {"index": index})
+        return Found(promised, {"promised": counts, "index": index})
     scanned = counts.cpu().numpy()
     total = int(scanned[0].sum(dtype=np.int64))
+    need_int32("RowLayout.from_mask", total=total)
     if int(scanned[1].max()) <= 1:
         return Found(total, {"scanned": scanned, "index": index})
     index = list_runs(real, cu_seqlens, splits, total, int(scanned[1].sum(dtype=np.int64)))
@@ -111,13 +126,17 @@ _LOADED = (
 """The dtypes that kernels load as they are."""
 
 
-def _scan_rows(real: Tensor, entries: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _scan_rows(real: Tensor, entries: int, promised: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """int32 [3, B]: real positions, runs and first real position of each row; [B + 1]: where rows begin among the
-    packed tokens, and among the runs; and the blocks of rows of one run."""
+    packed tokens, and among the runs, or the largest int32; and the blocks of rows of one run."""
     begin = _begins(real)
     counts = torch.stack([real.sum(1), begin.sum(1), begin.to(torch.uint8).argmax(1)]).to(torch.int32)
-    ends = torch.nn.functional.pad(counts[:2].cumsum(1, dtype=torch.int32), (1, 0))
+    ends = torch.nn.functional.pad(_sums(counts[:2]), (1, 0))
     return counts, ends[0], ends[1], _blocks(ends[0], entries)
+
+
+def _sums(counts: Tensor) -> Tensor:
+    return counts.cumsum(1, dtype=torch.int64).clamp_(max=MOST_TOKENS).to(torch.int32)
 
 
 def _begins(real: Tensor) -> Tensor:

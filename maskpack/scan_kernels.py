@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from maskpack.runs import BLOCK, RunIndex, blocks_of, words_of
+from maskpack.runs import BLOCK, MOST_TOKENS, RunIndex, blocks_of, words_of
 
 _ROWS = 1024
 _ITEMS = 512
@@ -64,20 +64,29 @@ def _count(line, items, LANES: tl.constexpr, ITEMS: tl.constexpr):
 
 
 @triton.jit
-def _sum_up(counts, rows, cu_seqlens, splits, blocks, entries, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    tokens = tl.zeros((), tl.int32)
-    runs = tl.zeros((), tl.int32)
+def _most(sums):
+    """As int32, or the largest one: kernels follow these numbers, and none of them may be negative."""
+    return tl.minimum(sums, 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _sum_up(
+    counts, rows, cu_seqlens, splits, blocks, entries, filled,
+    SUM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    tokens = tl.zeros((), SUM)
+    runs = tl.zeros((), SUM)
     tl.store(cu_seqlens, 0)
     tl.store(splits, 0)
     begin = 0
     while begin < rows:
         row = begin + tl.arange(0, ROWS)
         # Other programs wrote them: not from this one's first-level cache.
-        length = tl.load(counts + row, mask=row < rows, other=0, volatile=True)
-        count = tl.load(counts + rows + row, mask=row < rows, other=0, volatile=True)
+        length = tl.load(counts + row, mask=row < rows, other=0, volatile=True).to(SUM)
+        count = tl.load(counts + rows + row, mask=row < rows, other=0, volatile=True).to(SUM)
         ends = tokens + tl.cumsum(length, 0)
-        tl.store(cu_seqlens + row + 1, ends, mask=row < rows)
-        tl.store(splits + row + 1, runs + tl.cumsum(count, 0), mask=row < rows)
+        tl.store(cu_seqlens + row + 1, _most(ends), mask=row < rows)
+        tl.store(splits + row + 1, _most(runs + tl.cumsum(count, 0)), mask=row < rows)
         block = (ends - length + BLOCK - 1) // BLOCK
         stop = tl.minimum((ends + BLOCK - 1) // BLOCK, entries - 1)
         left = tl.max(stop - block)
@@ -88,23 +97,29 @@ def _sum_up(counts, rows, cu_seqlens, splits, blocks, entries, BLOCK: tl.constex
         tokens += tl.sum(length)
         runs += tl.sum(count)
         begin += ROWS
-    tl.store(blocks + tl.minimum((tokens + BLOCK - 1) // BLOCK, entries - 1), rows - 1)
+    last = tl.minimum((tokens + BLOCK - 1) // BLOCK, entries - 1)
+    tl.store(blocks + last, rows - 1)
+    while last < filled:  # more than this one where fewer tokens came than were promised
+        at = last + tl.arange(0, ROWS)
+        tl.store(blocks + at, rows - 1, mask=at < filled)
+        last += ROWS
 
 
-@triton.jit(do_not_specialize=["entries"])
+@triton.jit(do_not_specialize=["entries", "filled"])
 def _scan_rows(
-    mask, counts, done, rows, items, stride, entries,
-    LANES: tl.constexpr, ITEMS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+    mask, counts, done, rows, items, stride, entries, filled,
+    LANES: tl.constexpr, SUM: tl.constexpr, ITEMS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0)
     real, runs, first = _count(mask + row.to(tl.int64) * stride, items, LANES, ITEMS)
+    cu_seqlens = counts + rows + rows + rows
     tl.store(counts + row, real)
     tl.store(counts + rows + row, runs)
-    tl.store(counts + 2 * rows + row, first)
+    tl.store(counts + rows + rows + row, first)
     tl.debug_barrier()  # the stores of all threads, then the one that says so
     if tl.atomic_add(done, 1, sem="acq_rel") == rows - 1:
-        cu_seqlens = counts + 3 * rows
-        _sum_up(counts, rows, cu_seqlens, cu_seqlens + rows + 1, cu_seqlens + 2 * rows + 2, entries, BLOCK, ROWS)
+        splits = cu_seqlens + rows + 1
+        _sum_up(counts, rows, cu_seqlens, splits, splits + rows + 1, entries, filled, SUM, BLOCK, ROWS)
 
 
 @triton.jit(do_not_specialize=["entries", "total", "runs"])
@@ -142,10 +157,11 @@ def _list_runs(
         tl.store(blocks + entries - 1, runs - 1)
 
 
-def scan_rows(mask: Tensor, entries: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def scan_rows(mask: Tensor, entries: int, promised: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of a mask [B, S] with neighbours in memory along S, B and S not 0, int32: [3, B], real positions, runs and first
     real position (0 in an empty row) of each row; [B + 1], where rows begin among the packed tokens, and among the
-    runs; and for rows of one run `RunIndex.blocks`, of `entries` entries or less."""
+    runs, or the largest int32; and for rows of one run `RunIndex.blocks`: `entries` entries, all of which are written
+    where they follow from a promise."""
     rows, width = mask.shape
     stride = mask.stride(0)
     source: Any = mask
@@ -156,7 +172,11 @@ def scan_rows(mask: Tensor, entries: int) -> tuple[Tensor, Tensor, Tensor, Tenso
         source = triton.reinterpret(mask, tl.int64 if whole_words else tl.int8)
     line = torch.empty(5 * rows + 2 + entries, dtype=torch.int32, device=mask.device)
     done = torch.zeros(1, dtype=torch.int32, device=mask.device)
-    _scan_rows[(rows,)](source, line, done, rows, width // lanes, stride // lanes, entries, lanes, _ITEMS, BLOCK, _ROWS)
+    sums = tl.int32 if mask.numel() <= MOST_TOKENS - BLOCK else tl.int64
+    _scan_rows[(rows,)](
+        source, line, done, rows, width // lanes, stride // lanes, entries, entries if promised else 0,
+        lanes, sums, _ITEMS, BLOCK, _ROWS,
+    )  # fmt: skip
     counts, cu_seqlens, splits, blocks = line.split([3 * rows, rows + 1, rows + 1, entries])
     return counts.view(3, rows), cu_seqlens, splits, blocks
 

@@ -9,19 +9,25 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar, cast, overload
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from maskpack.arguments import flag, said
 from maskpack.errors import LayoutError, MaskpackError, PlanError
+from maskpack.keys import need_keys
+from maskpack.objects import on_host
 from maskpack.packed import PackedBatch, Target, compress, decompress
 from maskpack.parcels import At, Packing, Parcel, Receipt, RowsAt
 from maskpack.plan import join_rows
 from maskpack.pool import Pool
 from maskpack.registry import RL_FIELDS, Key
+from maskpack.schema import FieldForm
 from maskpack.strands import Outline
+from maskpack.tree import Node
 
 _MEMORY = Pool()
 """Of the padded tensors that methods see in this process; they die with the call, most of the time."""
@@ -53,7 +59,8 @@ def endpoint(
     The method sees its batch as a TensorDict in `layout` on `device` (by default that of the driver), with the `fields`
     named, or all; other batches among its arguments come whole, in the same layout, on the same device. What it sees
     are copies, which it may write to. A TensorDict that it returns, alone or first in a tuple, padded or nested, must
-    have the rows of its batch, and goes back packed under the batch's layouts; anything else goes back as it is.
+    have the rows of its batch, and goes back packed under the batch's layouts; anything else goes back as it is. What
+    goes back lies on the host, tensors in dicts, lists and tuples among it, whatever device they were on.
     Called with a TensorDict, the method runs as if it were not decorated.
 
     A call with a `plan` gives the method the MicroBatchPlan of its rows as the keyword argument `plan`. With
@@ -63,10 +70,16 @@ def endpoint(
     micro-batch. Dummies run too, for their collectives; what is returned for them is dropped, what else the method does
     is not: one that trains takes `plan`. Batches that every rank gets whole are decoded for each micro-batch.
     """
+    need_keys(fields, "fields", "endpoint", LayoutError)
+    flag(micro_batches, "micro_batches", "endpoint")
+    if layout not in ("padded", "nested"):
+        raise LayoutError(f'endpoint: layout is {layout!r}; expected "padded" or "nested". Choose one of these.')
+    if device is not None and not isinstance(device, str | torch.device):
+        raise LayoutError(f'endpoint: device is {said(device)}; expected one of torch. Pass "cuda" or "cpu".')
     if method is None:
         return functools.partial(endpoint, layout=layout, device=device, fields=fields, micro_batches=micro_batches)
-    if isinstance(fields, str):
-        raise LayoutError(f"endpoint: fields is the string {fields!r}; expected names. Write [{fields!r}].")
+    if not callable(method):
+        raise MaskpackError(f"endpoint: got {said(method)}; expected a method. Write @endpoint above it.")
     if inspect.iscoroutinefunction(method):
         raise MaskpackError(
             f"endpoint: {method.__name__} is an async method; expected a plain one, whose result can be packed. Run "
@@ -254,7 +267,7 @@ def _packed(result: Any, name: str, packing: Packing, rows: int, like: Any) -> t
     rest = items[1:] if items else None
     batch: Any = items[0] if items else cast("Any", result)
     if not isinstance(batch, TensorDictBase):
-        return None, cast("Any", result)
+        return None, on_host(result)
     returned = batch.batch_size[0] if batch.batch_dims else None
     if returned != rows:
         raise LayoutError(
@@ -263,4 +276,21 @@ def _packed(result: Any, name: str, packing: Packing, rows: int, like: Any) -> t
         )
     registry = RL_FIELDS if packing.registry is None else packing.registry
     packed = compress(batch, registry=registry, pad_token_id=packing.pad_token_id, like=like, codec=packing.codec)
-    return packed, rest
+    return _homed(packed), on_host(rest)
+
+
+def _homed(packed: PackedBatch) -> PackedBatch:
+    """The rows as if they had been returned on the host. Encoded, they lie there, and those who decode them, the driver
+    or other ranks, need not have the device of this rank."""
+
+    def home(node: Node) -> Node:
+        return node if node.device is None else replace(node, device="cpu")
+
+    def form_at_home(form: FieldForm) -> FieldForm:
+        node = None if form.node is None else home(form.node)
+        return replace(form, device=None if form.device is None else "cpu", node=node)
+
+    schema = packed.schema
+    schema = replace(schema, root=home(schema.root), forms=tuple(map(form_at_home, schema.forms)))
+    objects = {path: replace(held, data=on_host(held.data)) for path, held in packed.objects.items()}
+    return replace(packed, schema=schema, objects=objects)

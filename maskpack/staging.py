@@ -25,7 +25,8 @@ from maskpack.jagged import jagged_all
 from maskpack.recipes import Recipe, parts_of
 from maskpack.registry import Path
 from maskpack.rows import IntArray
-from maskpack.schema import FieldForm, most_runs, run_lines
+from maskpack.run_lines import LINE, lines_of
+from maskpack.schema import FieldForm, most_lines
 from maskpack.sources import arrays_of
 from maskpack.words import Words, address, from_words, root_of
 
@@ -107,7 +108,7 @@ def _run(recipe: Recipe, staged: Tensor) -> None:
     from maskpack.ops import _decode_kernel
 
     tables, jobs = recipe.tables.size, recipe.line()
-    staging = torch.empty(tables + jobs.size, dtype=torch.int64, pin_memory=staged.is_cuda)
+    staging = torch.empty(tables + jobs.size, dtype=torch.int64, device="cpu", pin_memory=staged.is_cuda)
     line = staging.numpy()
     recipe.tables.write(line)
     line[tables:] = jobs
@@ -130,17 +131,20 @@ class _Kept:
         self._recipe = recipe
         self._sizes: dict[Any, int] = {}
         self._pads = pads or ()
+        self._lines = {
+            name: lines_of(layout.table, layout.width) for name, layout in packed.layouts.items() if pads is not None
+        }
         alike: dict[bytes, list[str]] = {}
-        for name, layout in packed.layouts.items() if pads is not None else ():
-            alike.setdefault(layout.table.splits.tobytes(), []).append(name)
+        for name, (_, splits) in self._lines.items():
+            alike.setdefault(splits.tobytes(), []).append(name)
         self._alike = list(alike.values())
         for name in jagged:
             recipe.bounds(name)
             self._sizes["offsets", name] = packed.num_rows + 1
         for names in self._alike:
-            self._add(("splits", names[0]), packed.layouts[names[0]].table.splits)
+            self._add(("splits", names[0]), self._lines[names[0]][1])
         if self._alike:
-            lines = run_lines([packed.layouts[name].table for names in self._alike for name in names])
+            lines = np.concatenate([self._lines[name][0] for names in self._alike for name in names])
             self._add("lines", _as_table(lines))
         for form in self._pads:
             self._add(("pads", form.path), _as_table(packed.row_pads[form.path]))
@@ -161,11 +165,11 @@ class _Kept:
         """Of LAYOUTS."""
         if not self._alike:
             return {}
-        layouts, made = self._packed.layouts, dict[str, Tensor]()
-        runs = [layouts[name].num_runs for names in self._alike for name in names]
-        lines = iter(sent["lines"].view(torch.uint8)[: 12 * sum(runs)].view(-1, 12).split_with_sizes(runs))
+        made: dict[str, Tensor] = {}
+        sizes = [len(self._lines[name][0]) for names in self._alike for name in names]
+        lines = iter(sent["lines"].view(torch.uint8)[: LINE * sum(sizes)].view(-1, LINE).split_with_sizes(sizes))
         for names in self._alike:
-            most = most_runs(layouts[names[0]].table)
+            most = most_lines(self._lines[names[0]][1])
             tables = jagged_all([next(lines) for _ in names], sent["splits", names[0]], 0, most)
             made.update(zip(names, tables, strict=True))
         return made
@@ -224,7 +228,7 @@ class _Body(NamedTuple):
         """The bytes, uint8, on their way to the device."""
         source = _pinned(self.stretch)
         if source is None:
-            source = torch.empty(self.size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            source = torch.empty(self.size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
             self._write(source, source.numpy())
         return source.to(device, non_blocking=True)
 
@@ -273,7 +277,7 @@ def _stretch(arrays: Sequence[Words]) -> _Body | None:
 
 def pinned_memory(nbytes: int) -> Words:
     """uint8 [nbytes] that a device reads by itself; views of it show whose memory it is."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
 
 
 def _pinned(stretch: Words | None) -> Tensor | None:

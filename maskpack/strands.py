@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from maskpack.arguments import said
 from maskpack.contents import Contents
 from maskpack.errors import LayoutError
 from maskpack.joining import APART, joined, merged, restricted
@@ -45,6 +46,8 @@ class Outline:
     @classmethod
     def of(cls, packed: PackedBatch) -> Outline:
         """It keeps no memory of the batch alive. Raises LayoutError for a batch packed with batch_size []."""
+        if not isinstance(packed, PackedBatch):
+            raise LayoutError(f"Outline.of: got {said(packed)}; expected a PackedBatch. Pass what compress returned.")
         head = packed.select(slice(0, 0))
         fields, row_pads = together((head.fields, head.row_pads))
         return cls(replace(head, fields=fields, row_pads=row_pads), packed.layouts, packed.num_rows, packed.nbytes)
@@ -80,7 +83,7 @@ class Source:
         """What was fetched. Raises LayoutError unless it is the batch that the outline tells of."""
         if not isinstance(packed, PackedBatch):
             raise LayoutError(
-                f"BatchView.materialize: a reference led to a {type(packed).__name__}; expected a PackedBatch. Put "
+                f"BatchView.materialize: a reference led to {said(packed)}; expected a PackedBatch. Put "
                 "what compress returned."
             )
         known = self.outline
@@ -207,6 +210,6 @@ def _packed(contents: Contents) -> PackedBatch:
 def _alike(part: PackedBatch, head: PackedBatch) -> bool:
     """Whether rows that come in one part come in the form that is declared."""
     return part.schema == head.schema and all(
-        (part.objects[path].depth, part.objects[path].listed) == (held.depth, held.listed)
+        (part.objects[path].depth, part.objects[path].stacked) == (held.depth, held.stacked)
         for path, held in head.objects.items()
     )

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, UnbatchedTensor
 from torch import Tensor
 
 from maskpack import checks
@@ -26,20 +26,25 @@ from maskpack.layout import RowLayout
 from maskpack.ops import _torch as ops
 from maskpack.options import Options, Registry
 from maskpack.registry import (
+    EDGE,
     PAD_TOKEN_ID,
     PER_ROW,
     SIGNED_ZERO,
     Key,
     MaskNestingSpec,
+    Pad,
     PadValue,
     Path,
     show,
 )
-from maskpack.schema import INTACT, LAYOUTS, FieldForm, Schema, read_layouts, read_pads
+from maskpack.schema import INTACT, LAYOUTS, FieldForm, RowPads, Schema, read_layouts, read_pads
 from maskpack.tasks import Tasks
-from maskpack.tree import Node, entry_at, has, is_object, walk
+from maskpack.tensors import need_batch
+from maskpack.tree import Node, dense_stack, entry_at, has, is_object, walk
 from maskpack.verify import Then, Verifier
-from maskpack.words import DTYPES
+from maskpack.words import DTYPES, from_words, words
+
+_APART = "its rows were nested with pads that no one rule gives"
 
 
 @dataclass(frozen=True)
@@ -81,16 +86,12 @@ def survey(
 ) -> Survey:
     """Decides every entry and gathers the values. `stand_in` are layouts for masks that are not in the batch; what
     `then` makes of the values of a field takes their place."""
-    if not isinstance(batch, TensorDictBase):
-        raise LayoutError(
-            f"{options.call}: the batch is a {type(batch).__name__}; expected a TensorDict. "
-            "Wrap it: TensorDict(fields, batch_size=[rows])."
-        )
-    root, before, layouts = Node.of(batch), dict[Path, FieldForm](), dict[str, RowLayout]()
+    need_batch(batch, options.call)
+    batch = dense_stack(batch, options.call)
+    schema, layouts = Schema(Node.of(batch), (), ()), dict[str, RowLayout]()
     if has(batch, LAYOUTS):
         schema, layouts = read_layouts(batch, options.call)
-        root = schema.root
-        before = {form.path: form for form in schema.forms}
+    before = {form.path: form for form in schema.forms}
     planner = _Planner(batch, options, layouts, stand_in, before)
     entries = {path: value for path, value in walk(batch) if path[0] != LAYOUTS}
     with Tasks(_bytes_on_host(entries.values())) as tasks:
@@ -106,13 +107,37 @@ def survey(
         known = dict.fromkeys(masks, 0)
         verifier = Verifier(entries, gather, planner.layouts, options, known, then, tasks)
         forms, row_pads = verifier.verified(forms)
-    for form in forms:
-        if form.layout is not None and form.pads == (PER_ROW,) and form.path not in row_pads:
-            pads = read_pads(batch, form, options.call)
-            assert pads is not None
-            row_pads[form.path] = pads.to(form.dtype)
+    for place, form in enumerate(forms):
+        pads = None if form.path in row_pads else read_pads(batch, before, form.path, options.call)
+        if pads is not None and form.kind == "padded":
+            values, layout = verifier.values[form.path], planner.layouts[form.layout or ""]
+            forms[place], own = _with_one_rule(form, pads, values, layout)
+            row_pads |= {} if own is None else {form.path: own}
+            if forms[place].kind == "dense":
+                entries[form.path] = checks.to_padded(verifier.values.pop(form.path), form, layout, pads)
     _check_coverage(forms, entries, options)
-    return Survey(root, tuple(forms), rows, entries, planner.layouts, axes, verifier.values, row_pads, verifier.made)
+    return Survey(
+        schema.root, tuple(forms), rows, entries, planner.layouts, axes, verifier.values, row_pads, verifier.made
+    )
+
+
+def _with_one_rule(
+    form: FieldForm, pads: RowPads, values: Tensor, layout: RowLayout
+) -> tuple[FieldForm, Tensor | None]:
+    """A field that was nested with a pad in each row, and the pads [B] of PER_ROW. Where rows padded by EDGE meet
+    constants that EDGE does not give, the field becomes dense."""
+    own = pads.pads.to(values)
+    if pads.edge is None:
+        return replace(form, pads=(PER_ROW,)), own
+    bits = words(own).cpu().numpy().reshape(own.shape[0], -1)
+    line = words(values).cpu().numpy().reshape(values.shape[0], -1, bits.shape[1])
+    edges, single = checks.edge_pads(line, layout)
+    rule = checks.one_rule(pads.edge.cpu().numpy(), bits, edges, single, layout.lengths == layout.width)
+    if rule is EDGE:
+        return replace(form, pads=(EDGE,)), None
+    if rule is None or isinstance(rule, Pad):
+        return FieldForm(form.path, "dense", dtype=form.dtype, reason=_APART, axis=form.layout), None
+    return replace(form, pads=(PER_ROW,)), from_words(rule.reshape(words(own).shape), own.dtype).to(own.device)
 
 
 def _bytes_on_host(entries: Iterable[Any]) -> int:
@@ -145,11 +170,17 @@ class _Planner:
 
     def form(self, path: Path, value: Any) -> FieldForm:
         if isinstance(value, Node):
+            self._check_kind(path, value)
             before = self._before.get(path)
             return before if before is not None and before.kind == "node" else FieldForm(path, "node", node=value)
-        if is_object(value) or not isinstance(value, Tensor):
-            spec = self._options.registry.find(path)
-            return FieldForm(path, "object", hints=() if spec is None else spec.hints)
+        if is_object(value):
+            return FieldForm(path, "object")
+        if not isinstance(value, Tensor) or isinstance(value, UnbatchedTensor):
+            raise LayoutError(
+                f'{self._options.call}: field "{show(path)}" is a {type(value).__name__}, whose rows are not known; '
+                "expected a tensor [B, ...], a TensorDict, a tensorclass or a Python object. Keep it as "
+                "NonTensorData(value), which holds for all rows."
+            )
         spec = self._options.registry.find(path)
         if value.dtype not in DTYPES.values() or value.device.type == "meta":
             raise LayoutError(
@@ -157,6 +188,23 @@ class _Planner:
                 "expected numbers in memory. Dequantize it, or leave it out."
             )
         return self._jagged(path, value, spec) if value.is_nested else self._dense(path, value, spec)
+
+    def _check_kind(self, path: Path, node: Node) -> None:
+        """That a tensorclass has all its values in its TensorDict, from which it is built again."""
+        call, kind = self._options.call, node.kind
+        if kind is not None and (issubclass(kind, UnbatchedTensor) or not is_dataclass(kind)):
+            raise LayoutError(
+                f'{call}: field "{show(path)}" is a {kind.__name__}, whose rows are not known; expected a tensorclass '
+                "with fields. Keep it as NonTensorData(value), which holds for all rows."
+            )
+        batch = None if kind is None else entry_at(self._batch, path)
+        outside = [] if kind is None else [field.name for field in fields(kind) if not has(batch, field.name)]
+        odd = [name for name in outside if getattr(batch, name, None) is not None]
+        if odd:
+            raise LayoutError(
+                f'{call}: tensorclass "{show(path)}" keeps {", ".join(odd)} outside its TensorDict; expected every '
+                "field in it. Set these fields again, so that tensordict takes them over."
+            )
 
     def rows(self, forms: Iterable[FieldForm]) -> int:
         """B: of the batch, or where the rows are no batch dim, of its layouts, which must agree."""
@@ -209,12 +257,13 @@ class _Planner:
         axes = self._candidates(path, spec)
         for axis in axes:
             if axis.flat and value.dim() >= 1 and value.shape[0] == axis.layout.total:
-                return FieldForm(path, "flat", self._use(axis), dtype=value.dtype)
+                return FieldForm(path, "flat", self._use(axis.name, axis.layout), dtype=value.dtype)
             dim = spec.dim_of(value)
             shape = (axis.layout.num_rows, axis.layout.width)
             if not axis.flat and 1 <= dim < value.dim() and (value.shape[0], value.shape[dim]) == shape:
                 pads = self._pads(path, spec, value.dtype)
-                return FieldForm(path, "padded", self._use(axis), pads, dim, value.dtype, hints=spec.hints)
+                layout = self._use(axis.name, axis.layout)
+                return FieldForm(path, "padded", layout, pads, dim, value.dtype, hints=spec.hints)
         if value.dim() <= 1:
             return dense
         if not axes:
@@ -248,8 +297,8 @@ class _Planner:
             fitting.sort(key=lambda axis: axis.layout.offsets is not offsets_of(value))  # equal lengths may be chance
             if fitting:
                 pads = [pad for pad in self._pads(path, spec, value.dtype) if pad not in (PER_ROW, SIGNED_ZERO)]
-                layout, dim, pad = self._use(fitting[0]), spec.dim_of(value), pads[0] if pads else 0
-                return FieldForm(path, "padded", layout, (pad,), dim, value.dtype, hints=spec.hints)
+                layout, pad = self._use(fitting[0].name, fitting[0].layout), pads[0] if pads else 0
+                return FieldForm(path, "padded", layout, (pad,), spec.dim_of(value), value.dtype, hints=spec.hints)
         return FieldForm(path, "jagged", self._own_layout(path, value), dtype=value.dtype)
 
     def _again(self, path: Path, value: Tensor, before: FieldForm) -> FieldForm:
@@ -258,23 +307,28 @@ class _Planner:
             assert before.layout is not None
             self.layouts[before.layout] = layout = self._carried[before.layout]
             check_lengths({show(path): (value, layout)}, self._options.call, INTACT)
-            return replace(before, pads=(checks.cast_pad(before, value.dtype),), dtype=value.dtype)
+            pads = before.pads if PER_ROW in before.pads else (checks.cast_pad(before, value.dtype),)
+            return replace(before, pads=pads, dtype=value.dtype)
         return replace(before, layout=self._own_layout(path, value), dtype=value.dtype)
 
     def _own_layout(self, path: Path, value: Tensor) -> str:
         """Fields that share their offsets share a layout, named after the first of them."""
         offsets = offsets_of(value)
-        name = self._own.setdefault(id(offsets), f"{show(path)} (jagged)")
-        if name not in self.layouts:
-            self.layouts[name] = RowLayout.from_cu_seqlens(offsets)
-        return name
+        if id(offsets) not in self._own:
+            self._own[id(offsets)] = self._use(f"{show(path)} (jagged)", RowLayout.from_cu_seqlens(offsets))
+        return self._own[id(offsets)]
 
     def _candidates(self, path: Path, spec: MaskNestingSpec) -> list[Axis]:
         return [axis for mask in spec.masks if (axis := self._axes.find(mask, path)) is not None]
 
-    def _use(self, axis: Axis) -> str:
-        self.layouts[axis.name] = axis.layout
-        return axis.name
+    def _use(self, name: str, layout: RowLayout) -> str:
+        known = self.layouts.setdefault(name, layout)
+        if known is not layout and known != layout:
+            raise RegistryError(
+                f'{self._options.call}: two masks of the batch are both called "{name}", an axis and a field; expected '
+                "one. Give the axis another name in the registry."
+            )
+        return name
 
     def _pads(self, path: Path, spec: MaskNestingSpec, dtype: torch.dtype) -> tuple[PadValue, ...]:
         call, token = self._options.call, self._options.pad_token_id

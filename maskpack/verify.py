@@ -3,7 +3,6 @@ none."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -15,15 +14,15 @@ from maskpack import checks
 from maskpack.errors import LossyPadError
 from maskpack.jagged import to_host
 from maskpack.layout import RowLayout
-from maskpack.options import Options
-from maskpack.registry import PER_ROW, SIGNED_ZERO, PadValue, Path, show
+from maskpack.options import Options, VerifyFirst
+from maskpack.registry import EDGE, PER_ROW, SIGNED_ZERO, PadValue, Path, show
 from maskpack.schema import FieldForm
 from maskpack.tasks import Tasks
+from maskpack.words import words
 
-_KEPT = "it holds values other than its pad where its mask is empty (strict mode shows one, and what to do)"
+_KEPT = 'it holds values other than its pad at masked-out positions (on_loss="error" names one, and what to do)'
 _MIXED_ZEROS = "A row mixes 0.0 and -0.0, as x * mask leaves them; x.masked_fill(mask == 0, 0) does not. "
-_TRUSTED_FIELD_SETS = 256
-_trusted: OrderedDict[Any, dict[Path, PadValue | None]] = OrderedDict()  # the pads that verify="first" found
+_OTHER_ZERO = "0.0 and -0.0 differ in their bits: the pads [0, SIGNED_ZERO] take either, one sign a row. "
 
 
 Then = Callable[[FieldForm, Tensor, RowLayout], Any]
@@ -54,6 +53,7 @@ class Verifier:
         self._then = then
         self._tasks = tasks
         self._row_pads: dict[tuple[Path, PadValue], Tensor] = {}
+        self._ambiguous: set[Path] = set()
         self.values: dict[Path, Tensor] = {}
         self.made: dict[Path, Any] = {}
 
@@ -73,10 +73,12 @@ class Verifier:
                 sure.append(form)
             elif pad is None:
                 self.values.pop(form.path)
-                sure.append(FieldForm(form.path, "dense", dtype=form.dtype, reason=_KEPT))
+                sure.append(FieldForm(form.path, "dense", dtype=form.dtype, reason=_KEPT, axis=form.layout))
             else:
                 held = self._pad(form, pad)
-                if isinstance(held, Tensor):
+                if isinstance(held, Tensor) and pad is SIGNED_ZERO and not held.is_cuda and not words(held).any():
+                    held = 0
+                elif isinstance(held, Tensor):
                     row_pads[form.path], held = held, PER_ROW
                 sure.append(replace(form, pads=(held,)))
         return sure, row_pads
@@ -87,15 +89,17 @@ class Verifier:
         if options.verify == "never":
             return self._read(gathered, {}) | {path: form.pads[0] for path, form in unsure.items()}
         key = tuple((f.path, f.dtype, f.layout, f.ragged_dim, f.pads_by_bits) for f in unsure.values())
-        trusted = _trusted.get(key, {}) if options.verify == "first" else {}
+        trusted = (
+            options.verify.known(key) if isinstance(options.verify, VerifyFirst) else dict[Path, PadValue | None]()
+        )
         sure = {path: pad for path, pad in {**trusted, **self._known}.items() if pad is not None}
         doubtful = {path: form for path, form in unsure.items() if path not in sure}  # lossy before, or new
         found = {**sure, **self._read(gathered, doubtful)}
-        if options.verify == "first":
-            learnt = {path: found[path] for path, form in unsure.items() if self._has_padding(form)}
-            _trusted[key] = {**trusted, **learnt}
-            while len(_trusted) > _TRUSTED_FIELD_SETS:
-                _trusted.popitem(last=False)
+        if isinstance(options.verify, VerifyFirst):
+            sure_of = {path: form for path, form in unsure.items() if self._has_padding(form)} if doubtful else {}
+            learnt = {path: found[path] for path in sure_of if path not in self._ambiguous}
+            signed = [path for path, pad in learnt.items() if pad == 0 and SIGNED_ZERO in unsure[path].pads]
+            options.verify.learn(key, learnt | dict.fromkeys(signed, SIGNED_ZERO))
         if options.on_loss == "drop":
             return {path: unsure[path].pads[0] if pad is None else pad for path, pad in found.items()}
         return found
@@ -118,6 +122,8 @@ class Verifier:
             self.values[form.path] = self._gather(form, one_call)  # now, while the field is in the cache
             counts = (self._strays(form, pad, None if place else seen) for place, pad in enumerate(trials))
             pad = next((pad for pad, count in zip(trials, counts, strict=True) if not count), None)
+            if any(not self._strays(form, other) for other in self._rivals(form, pad)):
+                self._ambiguous.add(form.path)
             if pad is not None or not trials:
                 self._finish(form)
             return pad
@@ -149,7 +155,20 @@ class Verifier:
             for form, count in zip(trials, counts, strict=True):
                 strays = next(read)[0] if isinstance(count, Tensor) else count
                 found[form.path] = None if strays else form.pads[attempt]
+        rivals = [(path, other) for path, pad in found.items() for other in self._rivals(unsure[path], pad)]
+        counts = [self._strays(unsure[path], other) for path, other in rivals]
+        read = iter(to_host([count.view(1) for count in counts if isinstance(count, Tensor)]))
+        for (path, _), count in zip(rivals, counts, strict=True):
+            if not (next(read)[0] if isinstance(count, Tensor) else count):
+                self._ambiguous.add(path)
         return found
+
+    def _rivals(self, form: FieldForm, pad: PadValue | None) -> list[PadValue]:
+        """Pads that a field may have as well as the one that was found, and that give later batches other values: EDGE
+        beside constants. Only who remembers the pad must know."""
+        if pad is None or EDGE not in form.pads or not isinstance(self._options.verify, VerifyFirst):
+            return []
+        return [other for other in form.pads if other is not pad and EDGE in (pad, other)]
 
     def _strays(self, form: FieldForm, pad: PadValue, seen: Tensor | int | None = None) -> Tensor | int:
         x, layout = self._padded(form)
@@ -171,11 +190,13 @@ class Verifier:
         x, layout = self._padded(form)
         pad = SIGNED_ZERO if SIGNED_ZERO in form.pads else form.pads[0]
         place, seen = checks.first_stray(x, layout, self._pad(form, pad))
-        mixed = pad is SIGNED_ZERO and seen in ("0.0", "-0.0")
+        zero = ""
+        if seen in ("0.0", "-0.0"):
+            zero = _MIXED_ZEROS if pad is SIGNED_ZERO else _OTHER_ZERO if pad == 0 else ""
         pads = " or ".join(map(repr, form.pads))
         return (
-            f'{self._options.call}: field "{show(form.path)}" holds {seen} at {place} (row, position, ...), where mask '
-            f'"{form.layout}" is empty; expected its pad {pads}. {_MIXED_ZEROS if mixed else ""}Fix the producer, '
-            "check pad_token_id, give the field its true pad or mask in the registry, or let it travel whole: without "
-            "strict, or named in ignore_dense_fields."
+            f'{self._options.call}: field "{show(form.path)}" holds {seen} at {place} (row, position, ...), which '
+            f'mask "{form.layout}" masks out; expected its pad {pads} there. {zero}Fix the producer, check '
+            "pad_token_id, give the field its true pad or mask in the registry, or let it travel whole: named in "
+            'ignore_dense_fields, or with on_loss="keep" and without strict mode.'
         )

@@ -10,15 +10,16 @@ all of the rows. Nothing of a view is ever changed; references are released with
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
+from maskpack.arguments import flag, list_of, named, said, whole
 from maskpack.contents import MAX_BYTES
 from maskpack.errors import LayoutError
 from maskpack.layout import RowLayout
@@ -51,7 +52,7 @@ class BatchView:
         """All rows of a packed batch that is here."""
         if not isinstance(packed, PackedBatch):
             raise LayoutError(
-                f"BatchView.of: got a {type(packed).__name__}; expected a PackedBatch. Compress it first, or give a "
+                f"BatchView.of: got {said(packed)}; expected a PackedBatch. Compress it first, or give a "
                 "reference and an outline to BatchView.at."
             )
         return cls.at(packed, Outline.of(packed))
@@ -59,6 +60,11 @@ class BatchView:
     @classmethod
     def at(cls, reference: Any, outline: Outline) -> BatchView:
         """All rows of a packed batch that lies where `reference` says, and that `Outline.of` was made from."""
+        if not isinstance(outline, Outline):
+            raise LayoutError(
+                f"BatchView.at: outline is {said(outline)}; expected an Outline. Pass Outline.of(packed), made where "
+                "the batch was packed."
+            )
         order = tuple(form.path for form in outline.head.schema.forms)
         strand = Strand(order, (Source(reference, outline),), Segments.whole(outline.num_rows), outline.head)
         return cls((strand.trimmed(),), order, outline.num_rows)
@@ -110,11 +116,7 @@ class BatchView:
 
     def lengths(self, layout: str) -> IntArray:
         """int64 [B]: row lengths of one of the layouts."""
-        if layout not in self.layouts:
-            raise LayoutError(
-                f'BatchView.lengths: no layout "{layout}"; the view has {sorted(self.layouts)}. Name one of these.'
-            )
-        return self.layouts[layout].lengths + 0
+        return named(self.layouts, layout, "BatchView.lengths").lengths + 0
 
     def tokens(self) -> IntArray:
         """int64 [B]: real tokens of each row, in the layout that has most."""
@@ -134,7 +136,7 @@ class BatchView:
         return self._rows(row_index(rows, self.num_rows, "BatchView.select"))
 
     def __getitem__(self, rows: Rows) -> BatchView:
-        no_single_row(rows, "BatchView")
+        no_single_row(rows, self.num_rows, "BatchView")
         return self.select(rows)
 
     def split(self, sizes: int | Sequence[int]) -> tuple[BatchView, ...]:
@@ -149,14 +151,16 @@ class BatchView:
 
     def repeat(self, times: int, *, interleave: bool = True) -> BatchView:
         """Every row `times` times: each row after itself, or the whole view after itself."""
-        if isinstance(times, bool) or not isinstance(times, int | np.integer) or times < 0:
-            raise LayoutError(f"BatchView.repeat: times is {times!r}; expected a whole number from 0. Give one.")
+        times = whole(times, "times", 0, "BatchView.repeat")
+        flag(interleave, "interleave", "BatchView.repeat")
         rows = np.arange(self.num_rows)
         return self._rows(np.repeat(rows, times) if interleave else np.tile(rows, times))
 
     def sort_by_length(self, layout: str | None = None, *, descending: bool = False) -> BatchView:
         """Rows by their length in a layout (by `tokens` where none is named); rows of one length keep their order."""
-        lengths = self.tokens() if layout is None else self.lengths(layout)
+        call = "BatchView.sort_by_length"
+        flag(descending, "descending", call)
+        lengths = self.tokens() if layout is None else named(self.layouts, layout, call).lengths
         return self._rows(np.argsort(-lengths if descending else lengths, kind="stable"))
 
     @staticmethod
@@ -166,10 +170,7 @@ class BatchView:
         Fields of different widths meet as in `PackedBatch.cat`. Raises LayoutError, here and not where the rows are
         fetched, if fields, dtypes or the shapes of their elements differ.
         """
-        views = list(views)
-        if not views or not all(isinstance(view, BatchView) for view in views):
-            seen = ", ".join(sorted({type(view).__name__ for view in views})) or "nothing"
-            raise LayoutError(f"BatchView.cat: got {seen}; expected at least one BatchView. Pass a list of views.")
+        views = list_of(views, BatchView, "BatchView.cat", "Make views of packed batches: BatchView.of(packed).")
         if len(views) == 1:
             return views[0]
         _check_fields(views)
@@ -198,6 +199,11 @@ class BatchView:
 
         Raises LayoutError if `other` has other rows, or other row lengths in a layout of the same name.
         """
+        if not isinstance(other, BatchView | PackedBatch):
+            raise LayoutError(
+                f"BatchView.with_fields: got {said(other)}; expected a PackedBatch or a BatchView. Compress the "
+                "fields, with like=view.layouts_alone() if they have no mask."
+            )
         other = other if isinstance(other, BatchView) else BatchView.of(other)
         if other.num_rows != self.num_rows:
             raise LayoutError(
@@ -299,7 +305,17 @@ def _fetched(sources: Sequence[Source], get: Get | None) -> dict[int, PackedBatc
             f"BatchView.materialize: {len(away)} packed batches lie elsewhere, and get is None; expected a function "
             "that fetches them. Pass get=ray.get."
         )
-    batches = list(get(list(away.values()))) if get is not None and away else []
+    if get is not None and not callable(get):
+        raise LayoutError(
+            f"BatchView.materialize: get is {said(get)}; expected a function that fetches references. Pass get=ray.get."
+        )
+    given: Any = get(list(away.values())) if get is not None and away else []
+    if not isinstance(given, Iterable):
+        raise LayoutError(
+            f"BatchView.materialize: get gave {said(given)}; expected a list of packed batches, in the order of their "
+            "references. Pass get=ray.get."
+        )
+    batches = list(cast("Iterable[Any]", given))
     if len(batches) != len(away):
         raise LayoutError(
             f"BatchView.materialize: get gave {len(batches)} packed batches for {len(away)} references; expected one "

@@ -55,7 +55,7 @@ def from_words(array: Words, dtype: torch.dtype) -> Tensor:
     tensor = torch.from_numpy(array)
     if dtype.itemsize == 16:
         if not array.size:  # an empty array may have any strides
-            return torch.empty(array.shape[:-1], dtype=dtype)
+            return torch.empty(array.shape[:-1], dtype=dtype, device="cpu")
         return torch.view_as_complex(tensor.view(torch.float64))
     return tensor.view(dtype)
 
@@ -89,18 +89,19 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def pad_tensor(pad: complex, dtype: torch.dtype) -> Tensor | None:
-    """The pad as a tensor () of `dtype`; None if the dtype cannot hold it (a fraction in an integer, -100 in uint8)."""
+    """The pad as a tensor () of `dtype`, on the CPU; None if the dtype cannot hold it (a fraction in an integer, -100
+    in uint8)."""
     if dtype.is_complex:
-        return torch.tensor(pad, dtype=torch.complex128).to(dtype)
+        return torch.tensor(pad, dtype=torch.complex128, device="cpu").to(dtype)
     if isinstance(pad, complex):
         return None
     if dtype.is_floating_point:
-        held = torch.tensor(float(pad), dtype=torch.float64).to(dtype)
+        held = torch.tensor(float(pad), dtype=torch.float64, device="cpu").to(dtype)
         return held if math.isfinite(held.to(torch.float64).item()) == math.isfinite(pad) else None
     if pad != int(pad) if math.isfinite(pad) else True:
         return None
     low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    return torch.tensor(int(pad), dtype=dtype) if low <= pad <= high else None
+    return torch.tensor(int(pad), dtype=dtype, device="cpu") if low <= pad <= high else None
 
 
 def pad_words(pad: complex, dtype: torch.dtype) -> tuple[int, ...] | None:
@@ -131,7 +132,7 @@ def host_words(tensors: Mapping[_Key, Tensor], fresh: Collection[_Key]) -> dict[
         line = torch.cat([part.view(-1).view(torch.uint8) for part in parts]).cpu().numpy()
         ends = np.cumsum([part.numel() * part.element_size() for part in parts])
         for path, part, piece in zip(paths, parts, np.split(line, ends[:-1]), strict=True):
-            dtype = torch.empty(0, dtype=part.dtype).numpy().dtype
+            dtype = torch.empty(0, dtype=part.dtype, device="cpu").numpy().dtype
             out[path] = (
                 piece.view(dtype).reshape(tuple(part.shape)) if piece.size else np.empty(tuple(part.shape), dtype)
             )

@@ -304,7 +304,7 @@ class Bomb:
 
     def object(self, json: Any, depth: int = 0, name: Any = "o") -> None:
         path = name if isinstance(name, list) else [name]
-        self.manifest["fields"].append({"path": path, "kind": "object", "depth": depth, "listed": False, "json": json})
+        self.manifest["fields"].append({"path": path, "kind": "object", "depth": depth, "json": json})
 
     def node(self, path: list[str], dims: Any = ()) -> None:
         node = {"dims": list(dims), "device": None}

@@ -12,7 +12,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_non_tensor
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    is_non_tensor,
+    is_tensorclass,
+    lazy_stack,
+)
 from torch import Tensor
 
 Mask = list[list[bool]]
@@ -222,8 +231,10 @@ def take_rows(batch: TensorDictBase, rows: Sequence[int]) -> TensorDict:
             out[name] = NonTensorStack(*picked) if picked else value[:0]
         elif is_non_tensor(value):
             out[name] = NonTensorData(value.data, batch_size=batch_size)
+        elif is_tensorclass(value):
+            out[name] = type(value).from_tensordict(_taken(value._tensordict, rows))
         elif isinstance(value, TensorDictBase):
-            out[name] = take_rows(value, rows)
+            out[name] = _taken(value, rows)
         elif value.is_nested:
             parts = jagged_rows(value)
             out[name] = make_jagged([parts[row] for row in rows], value)
@@ -234,6 +245,13 @@ def take_rows(batch: TensorDictBase, rows: Sequence[int]) -> TensorDict:
                 picked[place] = array[row]
             out[name] = from_cells(picked, value.dtype, value.device)
     return TensorDict(out, batch_size=batch_size, device=batch.device)
+
+
+def _taken(batch: TensorDictBase, rows: Sequence[int]) -> TensorDictBase:
+    if isinstance(batch, LazyStackedTensorDict) and rows:
+        items = batch.unbind(0)
+        return lazy_stack([items[row] for row in rows])
+    return take_rows(batch, rows)
 
 
 def map_tensors(batch: TensorDictBase, change: Callable[[Tensor], Tensor]) -> TensorDict:
@@ -331,8 +349,19 @@ def assert_same_object(a: Any, b: Any, where: str = "object") -> None:
         _same(where, a, b)
 
 
-def assert_same_batch(a: TensorDictBase, b: TensorDictBase, where: str = "batch") -> None:
-    """Bit for bit: batch size, device, key order, every tensor, every non-tensor entry; recursively."""
+def assert_same_batch(a: Any, b: Any, where: str = "batch") -> None:
+    """Bit for bit: batch size, device, key order, every tensor, every non-tensor entry; recursively. Of tensorclasses
+    the class, too; lazy stacks row by row."""
+    if is_tensorclass(a) or is_tensorclass(b):
+        _same(f"{where}: class", type(a), type(b))
+        assert_same_batch(a._tensordict, b._tensordict, where)
+        return
+    if isinstance(a, LazyStackedTensorDict) or isinstance(b, LazyStackedTensorDict):
+        _same(f"{where}: lazy", *(isinstance(x, LazyStackedTensorDict) for x in (a, b)))
+        _same(f"{where}: batch size", tuple(a.batch_size), tuple(b.batch_size))
+        for row, (left, right) in enumerate(zip(a.unbind(0), b.unbind(0), strict=True)):
+            assert_same_batch(left, right, f"{where}[{row}]")
+        return
     assert isinstance(a, TensorDictBase), f"{where}: {type(a).__name__} is no TensorDict"
     assert isinstance(b, TensorDictBase), f"{where}: {type(b).__name__} is no TensorDict"
     _same(f"{where}: batch size", tuple(a.batch_size), tuple(b.batch_size))

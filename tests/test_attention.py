@@ -3,8 +3,16 @@ attention runs uncompiled here: slowly, and without gradients."""
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 import itertools
 import re
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -150,6 +158,31 @@ def test_flex_makes_a_mask_for_each_rows_and_window() -> None:
     assert len(module._masks) <= 2
 
 
+def test_masks_are_released_with_their_bounds() -> None:
+    lengths = [3, 4]
+    ends = bounds(lengths)
+    for window in (None, 2):
+        packed_attention(*tensors(lengths), ends, 4, scale=0.4, window=window, backend="flex")
+    held = weakref.ref(ends)
+    del ends
+    gc.collect()
+    assert held() is None
+
+
+def test_a_pass_keeps_its_masks_whatever_another_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layers ask for two in turn; another thread may be in between."""
+    flex = importlib.import_module("torch.nn.attention.flex_attention")
+    make, made = flex.create_block_mask, []
+    monkeypatch.setattr(flex, "create_block_mask", lambda *given, **more: made.append(1) or make(*given, **more))
+    passes = {tuple(lengths): bounds(lengths) for lengths in ([3, 4], [4, 3])}
+    qkv = tensors([3, 4])
+    for window in (None, 2, None, 2):
+        for lengths, ends in passes.items():
+            seen = packed_attention(*qkv, ends, 4, scale=0.4, window=window, backend="flex")
+            assert error(seen, naive(*qkv, list(lengths), 0.4, window, None)) < 1e-5
+    assert len(made) == 4
+
+
 def test_auto_on_the_cpu_is_rows() -> None:
     lengths = [3, 1, 7]
     qkv = tensors(lengths)
@@ -222,7 +255,10 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> N
 
 @pytest.mark.parametrize(
     ("backend", "need"),
-    [("flash", "a GPU with flash-attn, and half precision"), ("varlen", "a GPU with half precision, no softcap")],
+    [
+        ("flash", "a GPU with flash-attn (2 for soft caps and D above 128), and half precision"),
+        ("varlen", "a GPU with half precision, no softcap"),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_of_a_gpu_are_refused_elsewhere(backend: Any, need: str, dtype: torch.dtype) -> None:
@@ -230,6 +266,187 @@ def test_kernels_of_a_gpu_are_refused_elsewhere(backend: Any, need: str, dtype: 
     message = f'backend "{backend}" with {dtype} on cpu; it needs {need}. Use backend="auto".'
     with pytest.raises(ReplayError, match=re.escape(message)):
         attend(tensors([3, 4], dtype=dtype), [3, 4], backend=backend)
+
+
+# -------------------------------------------------------------------- which flash-attn
+
+
+class OnGpu(Tensor):
+    """A tensor on the host that says it is on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def on_gpu(dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    return [x.as_subclass(OnGpu) for x in tensors([3, 4], dim=dim, dtype=dtype)]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any]]]:
+    """`machine(packages, capability)` puts packages there, by name, and a GPU; it returns the list of calls."""
+
+    def there(packages: dict[str, Any], capability: tuple[int, int] = (9, 0)) -> list[Any]:
+        calls: list[Any] = []
+        for name in ("flash_attn", "flash_attn.cute"):
+            found = packages.get(name)
+            monkeypatch.setitem(sys.modules, name, found(name, calls) if callable(found) else found)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        module._varlen_func.cache_clear()
+        return calls
+
+    yield there
+    module._varlen_func.cache_clear()
+
+
+def flash_2(name: str, calls: list[Any]) -> ModuleType:
+    made = ModuleType(name)
+
+    def flash_attn_varlen_func(
+        q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int,
+        dropout_p: float = 0.0, softmax_scale: Any = None, causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    ) -> Any:  # fmt: skip
+        calls.append(("2", cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal))
+        calls.append((window_size, softcap))
+        return q + 2
+
+    made.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
+    return made
+
+
+def flash_4(name: str, calls: list[Any], *, pair: bool = True) -> ModuleType:
+    made = ModuleType(name)
+
+    def flash_attn_varlen_func(
+        q: Any, k: Any, v: Any, qv: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
+        max_seqlen_q: Any = None, max_seqlen_k: Any = None, min_seqlen_k: Any = None, softmax_scale: Any = None,
+        causal: bool = False, window_size: tuple[Any, Any] = (None, None), softcap: float = 0.0,
+    ) -> Any:  # fmt: skip
+        assert qv is None
+        assert softcap == 0
+        calls.append(("4", cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal))
+        calls.append(window_size)
+        return (q + 4, None) if pair else q + 4
+
+    made.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
+    return made
+
+
+def alone_4(name: str, calls: list[Any]) -> ModuleType:
+    return flash_4(name, calls, pair=False)
+
+
+def early_4(name: str, calls: list[Any]) -> ModuleType:
+    """As the first versions were: without the sizes of rows, and without gradients."""
+    made = ModuleType(name)
+    made.flash_attn_varlen_func = lambda q, k, v, cu_seqlens_q=None, cu_seqlens_k=None: q  # type: ignore[attr-defined]
+    return made
+
+
+def empty(name: str, calls: list[Any]) -> ModuleType:
+    return ModuleType(name)
+
+
+INSTALLED: dict[str, tuple[dict[str, Any], str]] = {
+    "none": ({}, "varlen"),
+    "a namespace": ({"flash_attn": empty}, "varlen"),
+    "4": ({"flash_attn": empty, "flash_attn.cute": flash_4}, "4"),
+    "4 without log-sum-exp": ({"flash_attn": empty, "flash_attn.cute": alone_4}, "4"),
+    "2": ({"flash_attn": flash_2}, "2"),
+    "2 with an early 4": ({"flash_attn": flash_2, "flash_attn.cute": early_4}, "2"),
+    "both": ({"flash_attn": flash_2, "flash_attn.cute": flash_4}, "4"),
+}
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_the_fastest_kernel_that_is_there_is_taken(machine: Any, name: str) -> None:
+    packages, want = INSTALLED[name]
+    calls = machine(packages)
+    query, key, value = on_gpu()
+    assert module.backend_for(query, None) == ("varlen" if want == "varlen" else "flash")
+    if want == "varlen":
+        with pytest.raises(ReplayError, match="needs a GPU with flash-attn"):
+            attend([query, key, value], [3, 4], backend="flash")
+        return
+    out = attend([query, key, value], [3, 4])
+    assert torch.equal(out, query + int(want))
+    attend([query, key, value], [3, 4], window=3)
+    ends = bounds([3, 4])
+    for number, sides in ((0, (None, None)), (2, (2, 0))):
+        used, *rows, longest_q, longest_k, scale, causal = calls[number]
+        assert (used, longest_q, longest_k, scale, causal) == (want, 4, 4, 0.4, True)
+        assert all(torch.equal(x, ends) for x in rows)
+        sides = sides if want == "4" or sides[0] is not None else (-1, -1)
+        assert calls[number + 1] == (sides if want == "4" else (sides, 0.0))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: Any) -> Path:
+    """Of a `flash_attn` that is imported from there."""
+    machine({})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "flash_attn")
+    monkeypatch.delitem(sys.modules, "flash_attn.cute")
+    (tmp_path / "flash_attn").mkdir()
+    return tmp_path / "flash_attn"
+
+
+def test_a_folder_is_no_kernel(folder: Path) -> None:
+    (folder / "other_part").mkdir()
+    assert importlib.util.find_spec("flash_attn") is not None
+    assert module.backend_for(on_gpu()[0], None) == "varlen"
+
+
+def test_a_package_that_cannot_be_imported_is_named_once(folder: Path) -> None:
+    (folder / "__init__.py").write_text("def flash_attn_varlen_func(max_seqlen_q): ...")
+    (folder / "cute.py").write_text("raise RuntimeError('made for another compiler')")
+    message = r"flash_attn\.cute is not used, because its import failed \(RuntimeError: made for another compiler\)"
+    with pytest.warns(RuntimeWarning, match=message):
+        taken = [module._flash_package(on_gpu()[0], None)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        taken.append(module._flash_package(on_gpu()[0], None))
+    assert taken == ["flash_attn"] * 2
+
+
+def test_a_package_whose_own_needs_are_missing_is_not_there(folder: Path) -> None:
+    (folder / "__init__.py").touch()
+    (folder / "cute.py").write_text("import no_package_of_this_name")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert module.backend_for(on_gpu()[0], None) == "varlen"
+
+
+BOTH = {"flash_attn": flash_2, "flash_attn.cute": flash_4}
+FOUR = {"flash_attn": empty, "flash_attn.cute": flash_4}
+
+
+@pytest.mark.parametrize(
+    ("packages", "capability", "dim", "dtype", "softcap", "want"),
+    [
+        (BOTH, (9, 0), 128, torch.float16, None, "flash_attn.cute"),
+        (BOTH, (10, 0), 8, torch.bfloat16, None, "flash_attn.cute"),
+        (BOTH, (12, 0), 64, torch.bfloat16, None, "flash_attn"),
+        (BOTH, (8, 0), 64, torch.bfloat16, None, "flash_attn"),
+        (BOTH, (9, 0), 64, torch.bfloat16, 20.0, "flash_attn"),
+        (BOTH, (9, 0), 136, torch.bfloat16, None, "flash_attn"),
+        (BOTH, (9, 0), 12, torch.bfloat16, None, "flash_attn"),
+        (BOTH, (9, 0), 264, torch.bfloat16, None, "flex"),
+        (BOTH, (9, 0), 64, torch.float32, None, "flex"),
+        (FOUR, (8, 0), 64, torch.bfloat16, None, "varlen"),
+        (FOUR, (9, 0), 64, torch.bfloat16, 20.0, "flex"),
+        (FOUR, (9, 0), 256, torch.bfloat16, None, "varlen"),
+        (FOUR, (9, 0), 12, torch.bfloat16, None, "flex"),
+    ],
+)
+def test_a_kernel_is_taken_for_what_it_can_do(
+    machine: Any, packages: Any, capability: tuple[int, int], dim: int, dtype: torch.dtype, softcap: Any, want: str
+) -> None:
+    machine(packages, capability)
+    query = on_gpu(dim, dtype)[0]
+    package = module._flash_package(query, softcap)
+    assert (package or module.backend_for(query, softcap)) == want
+    assert (module.backend_for(query, softcap) == "flash") == (package is not None)
 
 
 def test_its_errors_are_those_of_the_house() -> None:

@@ -351,7 +351,7 @@ def test_few_rows() -> None:
         (([1, 2], None), "ranks is None; expected a whole number from 1."),
         (([1.5, 2], 1), "lengths are float64; expected whole numbers [B]."),
         (([1, -2], 1), "a length is -2; expected whole numbers from 0."),
-        ((None, 1), "lengths are a NoneType; expected numbers [B]"),
+        ((None, 1), "lengths are None; expected numbers [B]"),
         ((np.zeros((2, 2), int), 1), "lengths are int64 (2, 2); expected numbers [B]"),
     ],
 )
@@ -369,7 +369,7 @@ def test_arguments_that_are_none(arguments: tuple[Any, Any], words: str) -> None
         ({"cost": lambda n: n[:1]}, "costs are int64 (1,); expected numbers (2,)"),
         ({"cost": lambda n: n * np.nan}, "costs run from nan to nan; expected finite numbers from 0"),
         ({"groups": [1]}, "groups are 1 labels for 2 rows; expected one for each."),
-        ({"groups": 3}, "groups are a int: "),
+        ({"groups": 3}, "groups are 3: "),
         ({"seed": -1}, "seed is -1; expected a whole number from 0."),
         ({"seed": "a"}, "seed is 'a'; expected a whole number from 0."),
         ({"seed": None}, "seed is None; expected a whole number from 0."),

@@ -236,7 +236,7 @@ def test_a_field_with_values_under_its_mask():
     batch["old_log_probs"][0, 5] = 1.0
     (found,) = mp.dense_fields(batch, mp.RL_FIELDS, pad_token_id=PAD)
     assert found.path == ("old_log_probs",)
-    assert "where its mask is empty" in found.reason
+    assert "at masked-out positions" in found.reason
 
 
 def test_one_entry_a_row_is_no_failure():

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import warnings
+from dataclasses import replace
 
 import pytest
 import ray
@@ -186,6 +187,74 @@ class Worker:
         return _scribbled(batch)
 
 
+class OnGpu(Worker):
+    """A rank that returns CUDA tensors, as far as a machine without CUDA can tell: what it packs says so."""
+
+    def __init__(self):
+        super().__init__()
+        from maskpack import serving
+
+        compress = serving.compress
+        serving.compress = lambda batch, **options: said_to_be_on_a_gpu(compress(batch, **options))
+
+    @endpoint
+    def keeps_its_device(self, batch):
+        """The TensorDict and the one within say where they are."""
+        inner = TensorDict({"x": batch["old_log_probs"].clone()}, batch_size=batch.batch_size, device="cpu")
+        out = TensorDict({"inner": inner}, batch_size=batch.batch_size, device="cpu")
+        return out.set("old_log_probs", batch["old_log_probs"])
+
+    @endpoint
+    def tensors_elsewhere(self, batch):
+        values = batch["old_log_probs"]
+        apart = {"tensor": far(values[0]), "parts": [far(values[1]), (far(values[-1]), 3)]}
+        return batch.select("old_log_probs"), apart
+
+    @endpoint
+    def tensors_alone(self, batch):
+        return far(batch["old_log_probs"])
+
+    @endpoint
+    def tensors_in_objects(self, batch):
+        items = [{"x": far(row)} for row in batch["old_log_probs"]]
+        return TensorDict({"item": per_row(items)}, batch_size=batch.batch_size)
+
+    @endpoint(micro_batches=True)
+    def losses(self, batch):
+        return batch.select("old_log_probs"), far(torch.tensor(float(len(batch))))
+
+    @endpoint
+    def fails_once(self, batch, path):
+        if batch["uid"][0] == "row-0" and not os.path.exists(path):
+            open(path, "w").close()
+            raise ValueError("once")
+        return batch.select("old_log_probs")
+
+
+def said_to_be_on_a_gpu(packed):
+    def there(node):
+        return None if node is None else replace(node, device=node.device and "cuda:0")
+
+    forms = [replace(form, device=form.device and "cuda:0", node=there(form.node)) for form in packed.schema.forms]
+    return replace(packed, schema=replace(packed.schema, root=there(packed.schema.root), forms=tuple(forms)))
+
+
+class Far(torch.Tensor):
+    """A tensor that says it is on a GPU, and that no other process can read."""
+
+    device = property(lambda self: torch.device("cuda:0"))
+
+    def to(self, *args, **kwargs):
+        return self.as_subclass(torch.Tensor).clone()
+
+    def __reduce_ex__(self, protocol):
+        raise RuntimeError("a process without this GPU cannot read the tensor")
+
+
+def far(x):
+    return x.clone().as_subclass(Far)
+
+
 def _scribbled(batch):
     """What was in the batch; then every tensor of it is overwritten."""
     before = batch.clone()
@@ -305,8 +374,7 @@ def test_a_packed_batch_is_taken_too(group, batch):
     packed = group.pack(batch)
     assert isinstance(packed, mp.PackedBatch)
     assert_same(group.call("echo", packed), batch)
-    some = batch[2:5].set("global_token_num", NonTensorData(batch["global_token_num"][2:5], batch_size=[3]))
-    assert_same(group.call("echo", packed[2:5]), some)
+    assert_same(group.call("echo", packed[2:5]), batch[2:5])
 
 
 def test_what_the_driver_gets_is_its_own(group, batch):
@@ -571,6 +639,95 @@ def test_of_the_rows_of_a_packed_batch_the_last_are_remembered(group, batch):
     assert group.metrics["dispatch/bytes_sent"] == 0
 
 
+# -------------------------------------------------------------------- devices
+
+
+@pytest.fixture(scope="module")
+def gpus(local_ray):
+    return WorkerGroup.launch(OnGpu, RANKS, pad_token_id=PAD, actor_options={"num_cpus": 0})
+
+
+@pytest.mark.parametrize("method", ["echo", "echo_nested", "echo_in_parts"])
+def test_results_come_to_the_host(gpus, batch, method):
+    """From whatever device the ranks returned them."""
+    options = {"plan": gpus.plan(gpus.pack(batch), None, max_rows=2)} if method == "echo_in_parts" else {}
+    for device in (None, "cpu", torch.device("cpu")):
+        out = gpus.call(method, batch, device=device, **options)
+        assert out.device == (None if device is None else torch.device("cpu"))
+        assert_same(out.clear_device_(), batch)
+        nested = gpus.call(method, batch, layout="nested", device=device, **options)
+        assert_same(mp.unnest(nested).clear_device_(), batch)
+    if not options:
+        assert_same(gpus.call(method, batch, pipelined=True), batch)
+    assert_same(gpus.submit(method, batch, **options).result(), batch)
+
+    async def waited():
+        return await gpus.submit(method, batch, **options)
+
+    assert_same(asyncio.run(waited()), batch)
+
+
+def test_rows_that_stay_where_they_are_come_to_the_host(gpus, group, batch):
+    """The driver decodes them there; so do ranks that take them next."""
+    view = gpus.call("echo", batch, layout="view")
+    assert {form.device for form in view.head.schema.forms} <= {"cpu", None}
+    assert_same(view.materialize(get=ray.get), batch)
+    assert_same(mp.unnest(view.materialize(get=ray.get, layout="nested")), batch)
+    assert_same(group.call("echo", view), batch)
+    both = gpus.put(batch).with_fields(gpus.call("scale", batch, 2.0, layout="view"))
+    assert_same(both.materialize("values", "responses", get=ray.get)["values"], batch["old_log_probs"] * 2.0)
+
+
+def test_batches_that_say_their_device_say_the_host(gpus, batch):
+    out = gpus.call("keeps_its_device", batch)
+    assert out.device == out["inner"].device == torch.device("cpu")
+    assert_same(out["inner"]["x"], batch["old_log_probs"])
+    assert gpus.call("scale", batch, 2.0).device is None
+
+
+def test_tensors_beside_the_rows_come_to_the_host(gpus, batch):
+    values = batch["old_log_probs"]
+    rows, apart = gpus.call("tensors_elsewhere", batch)
+    assert_same(rows["old_log_probs"], values)
+    for found, first, last in zip(apart, (0, 3, 5), (2, 4, 6), strict=True):
+        assert_same(found["tensor"], values[first])
+        assert_same(found["parts"][0], values[first + 1])
+        assert type(found["parts"][1]) is tuple
+        assert_same(found["parts"][1][0], values[last])
+        assert found["parts"][1][1] == 3
+    assert_same(torch.cat(gpus.call("tensors_alone", batch)), values)
+    items = gpus.call("tensors_in_objects", batch)["item"]
+    assert_same(torch.stack([item["x"] for item in items]), values)
+
+
+def test_losses_of_micro_batches_come_to_the_host(gpus, batch):
+    plan = gpus.plan(gpus.pack(batch), None, max_rows=2)
+    rows, losses = gpus.call("losses", batch, plan=plan)
+    assert_same(rows["old_log_probs"], batch["old_log_probs"])
+    assert [type(loss) for own in losses for loss in own] == [torch.Tensor] * sum(map(len, losses))
+    assert sum(float(loss) for own in losses for loss in own) == B
+
+
+def test_a_retry_comes_to_the_host(gpus, batch, tmp_path):
+    with pytest.raises(mp.WorkerError, match="once") as caught:
+        gpus.call("fails_once", batch, str(tmp_path / "failed"), device="cpu")
+    again = caught.value.call.retry().result()
+    assert again.device == torch.device("cpu")
+    assert_same(again["old_log_probs"], batch["old_log_probs"])
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_a_device_that_the_driver_does_not_have_is_refused_before_anything_is_sent(batch, pipelined):
+    nobody = WorkerGroup([None] * RANKS, pad_token_id=PAD)
+    for device in ("cuda:9", "gpu"):
+        with pytest.raises(
+            mp.LayoutError, match=f'WorkerGroup: device is "{device}", which this process does not have'
+        ):
+            nobody.submit("echo", batch, device=device, pipelined=pipelined)
+    with pytest.raises(mp.LayoutError, match=r'device is "cpu" with layout="view", whose rows stay .*materialize'):
+        nobody.submit("echo", batch, device="cpu", layout="view", pipelined=pipelined)
+
+
 # -------------------------------------------------------------------- what a worker may write
 
 
@@ -608,8 +765,9 @@ def test_a_retry_has_the_arguments_of_the_call(group, batch):
 
 
 def test_methods_that_do_not_take_packed_rows(group, batch):
-    with pytest.raises(mp.MaskpackError, match=r'cannot be called by "nope".*@endpoint'):
+    with pytest.raises(mp.MethodError, match=r'have no method "nope".*@endpoint') as caught:
         group.call("nope", batch)
+    assert isinstance(caught.value, AttributeError)
     with pytest.raises(mp.MaskpackError, match=r'cannot be called by "undecorated".*@endpoint'):
         group.call("undecorated", batch)
     with pytest.raises(mp.WorkerError, match="Decorate the method with @endpoint"):

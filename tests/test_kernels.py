@@ -100,7 +100,7 @@ def test_the_index_of_a_mask(mask: oracle.Mask, dtype: torch.dtype) -> None:
     for module in (scan_kernels, _Torch):
         real = tensor if module is scan_kernels else tensor != 0
         total = sum(map(sum, mask))
-        counts, cu_seqlens, splits, blocks = module.scan_rows(real, total // BLOCK + 3)
+        counts, cu_seqlens, splits, blocks = module.scan_rows(real, total // BLOCK + 3, False)
         assert counts.tolist() == [
             [sum(row) for row in mask],
             [len(row) for row in oracle.mask_to_runs(mask)],
@@ -126,7 +126,8 @@ def test_the_index_of_a_table_and_back(mask: oracle.Mask) -> None:
     index = index_of(layout.table, layout.width, DEVICE)
     if mask and mask[0]:
         assert_index(index, mask)
-    assert [part.tolist() for part in table_of(index)] == [part.tolist() for part in layout.table]
+    if index.splits is not None:
+        assert [part.tolist() for part in table_of(index)] == [part.tolist() for part in layout.table]
 
 
 def test_many_rows_and_long_ones() -> None:
@@ -145,7 +146,7 @@ def _scanned(mask: Tensor) -> RunIndex:
     from maskpack import scan_kernels
 
     total = int(mask.sum())
-    counts, cu_seqlens, splits, blocks = scan_kernels.scan_rows(mask, total // BLOCK + 3)
+    counts, cu_seqlens, splits, blocks = scan_kernels.scan_rows(mask, total // BLOCK + 3, False)
     if int(counts[1].max()) <= 1:
         return RunIndex(counts[2], cu_seqlens, blocks)
     return scan_kernels.list_runs(mask, cu_seqlens, splits, total, int(counts[1].sum()))
@@ -321,18 +322,121 @@ def test_a_promise_that_is_kept() -> None:
     assert layout == RowLayout.from_mask(mask)
 
 
-@pytest.mark.parametrize("total", [0, 60, 103, 105, 280])
-def test_a_promise_that_is_broken(total: int) -> None:
-    mask = torch.arange(70) < torch.tensor([[3], [0], [70], [31]])
+PROMISED = {
+    "one": torch.arange(70) < torch.tensor([[3], [0], [70], [31]]),
+    "long": torch.arange(2000) < torch.tensor([[0], [150], [0], [250], [0]]),
+    "none": torch.zeros(3, 700, dtype=torch.bool),
+    "late": torch.arange(1500) >= torch.tensor([[1490], [3], [1500], [0]]),
+    "two runs": torch.arange(700) % 9 < torch.tensor([[9], [4], [0], [5]]),
+}
+BROKEN = [
+    *(("one", total) for total in (0, 60, 103, 104, 105, 280)),
+    *(("long", total) for total in (399, 400, 913, 5000)),
+    *(("none", total) for total in (0, 2100)),
+    *(("late", total) for total in (512, 3007, 4600)),
+    *(("two runs", total) for total in (18, 200, 1500)),
+]
+
+
+@pytest.fixture(params=[0x7FFF1234, -3_000_000], ids=hex)
+def garbage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory holds numbers that lead outside every tensor."""
+    empty, new_empty = torch.empty, Tensor.new_empty
+
+    def filled(x: Tensor) -> Tensor:
+        return x.fill_(request.param) if x.dtype in (torch.int32, torch.int64) and x.device.type != "meta" else x
+
+    monkeypatch.setattr(torch, "empty", lambda *size, **more: filled(empty(*size, **more)))
+    monkeypatch.setattr(Tensor, "new_empty", lambda x, *size, **more: filled(new_empty(x, *size, **more)))
+
+
+@pytest.fixture(params=["scanned by torch", "scanned by Triton"])
+def scanner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_triton = request.param == "scanned by Triton"
+    monkeypatch.setattr(scan, "uses_triton", lambda device: by_triton)  # pyright: ignore[reportUnknownLambdaType]
+
+
+def promised(mask: Tensor, total: int) -> RowLayout:
     found = scan.on_device(mask.to(DEVICE), total)
-    layout = RowLayout(4, 70, found.total, DEVICE)._knowing(**found.known)
-    x = torch.arange(280).view(4, 70).to(DEVICE)
-    values = ops.pack(x, layout, backend="triton")
-    whole = torch.zeros(280, dtype=torch.int64)
-    whole[:104] = x.cpu()[mask]
+    return RowLayout(*mask.shape, found.total, DEVICE)._knowing(**found.known)
+
+
+def as_scanned(mask: Tensor) -> Tensor:
+    """With one run a row, from its first real position on, as long as the row has real positions."""
+    first = mask.to(torch.uint8).argmax(1, keepdim=True)
+    column = torch.arange(mask.shape[1])
+    return (column >= first) & (column < first + mask.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize(("name", "total"), BROKEN)
+def test_what_follows_from_a_promise_leads_nowhere_else(garbage: None, scanner: None, name: str, total: int) -> None:
+    mask = PROMISED[name]
+    index = promised(mask, total).index
+    lengths = mask.sum(1).tolist()
+    assert index.begins.tolist() == [sum(lengths[:row]) for row in range(len(lengths) + 1)]
+    assert index.starts.tolist() == [row.index(True) if any(row) else 0 for row in mask.tolist()]
+    last = len(lengths) - 1
+    row_of_token = [row for row, length in enumerate(lengths) for _ in range(length)] + [last] * (total + 1)
+    *blocks, end = index.blocks.tolist()
+    assert blocks == row_of_token[:total:BLOCK]
+    assert row_of_token[total] <= end <= last
+
+
+@pytest.mark.parametrize(("name", "total"), BROKEN)
+def test_a_promise_that_is_broken(garbage: None, scanner: None, name: str, total: int) -> None:
+    mask = PROMISED[name]
+    true, seen = int(mask.sum()), as_scanned(mask)
+    layout = promised(mask, total)
+    x = torch.arange(1, 1 + mask.numel()).view(mask.shape)
+    whole = torch.zeros(mask.numel(), dtype=torch.int64)
+    whole[:true] = x[seen]
+    values, pairs = ops.pack([x.to(DEVICE), torch.stack([x, -x], 2).to(DEVICE)], layout, backend="triton")
     assert torch.equal(values.cpu(), whole[:total])
-    back = ops.unpack(values, layout, -1, backend="triton").cpu()
-    assert torch.equal(back[~mask], torch.full_like(back[~mask], -1))
-    assert torch.equal(back[mask][:total], whole[: min(total, 104)])
-    with pytest.raises(LayoutError, match=rf"104 real positions .*; {total} and at most one were promised"):
+    assert torch.equal(pairs.cpu(), torch.stack([whole, -whole], 1)[:total])
+    back, edges = (out.cpu() for out in ops.unpack([values, values], layout, [-1, EDGE], backend="triton"))
+    assert torch.equal(back[~seen], torch.full_like(back[~seen], -1))
+    for padded in (back, edges):
+        assert torch.equal(padded[seen][:total], whole[: min(total, true)])
+    if total == true and torch.equal(mask, seen):
+        assert torch.equal(layout.to("cpu").to_mask(), mask)
+        return
+    runs = max(len(row) for row in oracle.mask_to_runs(mask.tolist()))
+    with pytest.raises(LayoutError, match=rf"{true} real positions and up to {runs} runs in a row; {total} and at mos"):
         layout.table  # noqa: B018
+
+
+@pytest.mark.parametrize("garbage", [0x7FFF1234], indirect=True)
+@pytest.mark.parametrize("scanner", ["scanned by Triton"], indirect=True)
+@pytest.mark.parametrize("total", [30, 600])
+def test_wide_rows_and_gradients_of_a_broken_promise(garbage: None, scanner: None, total: int) -> None:
+    mask = torch.arange(200) < torch.tensor([[9], [25], [0]])
+    rank = mask.view(-1).cumsum(0).view(mask.shape)
+    x = torch.randn(3, 200, 300, generator=torch.Generator().manual_seed(0))
+    leaf = x.to(DEVICE).requires_grad_()
+    layout = promised(mask, total)
+    values = ops.pack(leaf, layout, backend="triton")
+    whole = torch.zeros(600, 300)
+    whole[:34] = x[mask]
+    assert torch.equal(values.detach().cpu(), whole[:total])
+    back = ops.unpack(values, layout, 2.0, backend="triton")
+    kept = (mask & (rank <= total))[..., None].expand(x.shape)
+    lost = (mask & (rank > total))[..., None].expand(x.shape)
+    assert torch.equal(back.detach().cpu(), x.where(kept, 2.0).masked_fill(lost, 0.0))
+    (gradient,) = torch.autograd.grad(back.sum(), leaf)
+    assert torch.equal(gradient.cpu(), kept.to(x.dtype))
+
+
+def test_sums_beyond_int32_are_stored_as_the_largest() -> None:
+    """Of counts that no test has the memory for: negative bounds would lead before every tensor."""
+    import triton.language as tl
+
+    from maskpack import scan_kernels
+
+    lengths = [2**31 - 1, 5, 0, 2**31 - 1]
+    counts = torch.tensor([lengths, [1] * 4, [0] * 4], dtype=torch.int32, device=DEVICE)
+    cu_seqlens, splits, blocks = (torch.full((size,), 77, dtype=torch.int32, device=DEVICE) for size in (6, 6, 9))
+    scan_kernels._sum_up[(1,)](counts, 4, cu_seqlens, splits, blocks, 8, 8, tl.int64, BLOCK, 1024)
+    largest = 2**31 - 1
+    assert cu_seqlens.tolist() == [0, largest, largest, largest, largest, 77]
+    assert splits.tolist() == [0, 1, 2, 3, 4, 77]
+    assert blocks.tolist() == [0] * 7 + [3, 77]

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from oracle import assert_same_tensor
 from strategies import MaskCase, masks, patterns
 
-from maskpack import LayoutError, RowLayout
+from maskpack import LayoutError, RowLayout, runs, scan
+from maskpack.rows import bits_of, table_of_bits
 
 
 def width_of(mask: oracle.Mask) -> int:
@@ -290,6 +291,78 @@ def test_compact_holds_the_table_in_few_bytes(mask: oracle.Mask) -> None:
     assert {part.dtype for part in (starts, counts, runs)} == {np.dtype(np.uint8)}
 
 
+def bits_by_hand(mask: oracle.Mask) -> list[list[int]]:
+    """For each row its bytes, the first position in the highest bit."""
+    rows = []
+    for line in mask:
+        row = [0] * ((len(line) + 7) // 8)
+        for place, real in enumerate(line):
+            row[place // 8] += real << (7 - place % 8)
+        rows.append(row)
+    return rows
+
+
+def bytes_as_runs(mask: oracle.Mask) -> int:
+    """Of three lists of the narrowest unsigned integers that hold them."""
+    table = oracle.mask_to_runs(mask)
+    parts = [[start for row in table for start, _ in row], [count for row in table for _, count in row]]
+    parts.append([len(row) for row in table])
+    return sum(len(part) * (1 if max(part, default=0) < 256 else 2) for part in parts)
+
+
+@pytest.mark.parametrize("name", strategies.MANY_RUNS)
+def test_masks_of_many_runs_travel_as_bits(name: str) -> None:
+    mask, width = strategies.MANY_RUNS[name]
+    layout = layout_of(mask, width, anchor=width // 3)
+    (bits,) = layout.compact()
+    assert (bits.dtype, bits.shape) == (np.dtype(np.uint8), (len(mask), (width + 7) // 8))
+    assert bits.tolist() == bits_by_hand(mask)
+    assert bits.nbytes + 256 < bytes_as_runs(mask)
+    for protocol in range(2, 6):
+        again = pickle.loads(pickle.dumps(layout, protocol=protocol))
+        assert_is(again, mask, width)
+        assert again.anchor == layout.anchor
+    assert len(pickle.dumps(layout)) < bits.nbytes + 512
+
+
+@pytest.mark.parametrize("name", strategies.FEW_RUNS)
+def test_masks_of_few_runs_travel_as_runs(name: str) -> None:
+    mask, width = strategies.FEW_RUNS[name]
+    parts = layout_of(mask, width).compact()
+    table = oracle.mask_to_runs(mask)
+    assert [part.tolist() for part in parts] == [
+        [start for row in table for start, _ in row],
+        [count for row in table for _, count in row],
+        [len(row) for row in table],
+    ]
+    assert sum(part.nbytes for part in parts) == bytes_as_runs(mask)
+
+
+@given(patterns(wide=True), st.integers(-(10**6), 300))
+def test_the_smaller_form_is_taken(mask: oracle.Mask, few: int) -> None:
+    """Whatever the least gain is, the layout comes back."""
+    width = width_of(mask)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("maskpack.layout._FEW_BYTES", few)
+        layout = layout_of(mask, width, anchor=width // 2)
+        bits = len(mask) * ((width + 7) // 8)
+        assert len(layout.compact()) == (1 if bytes_as_runs(mask) > bits + few else 3)
+        again = pickle.loads(pickle.dumps(layout))
+    assert_is(again, mask, width)
+    assert again.anchor == layout.anchor
+
+
+@given(patterns(width=20), st.integers(1, 4))
+def test_bits_behind_the_width_are_refused(mask: oracle.Mask, place: int) -> None:
+    bits = bits_of(layout_of(mask, 20).table, 20)
+    found = table_of_bits(bits, 20)
+    assert found is not None
+    assert all(map(np.array_equal, found, layout_of(mask, 20).table))
+    if mask:
+        bits[-1, -1] |= 1 << place - 1
+        assert table_of_bits(bits, 20) is None
+
+
 def test_to_the_same_device_is_the_same_layout() -> None:
     layout = RowLayout.from_lengths([2, 1])
     assert layout.to("cpu") is layout
@@ -452,6 +525,51 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         "RowLayout.from_runs: 1 starts, 1 counts, 1 runs in the rows; "
         "expected maximal runs, in order, inside the width 4. Sort and join them.",
     ),
+    "runs that sum up to their number by overflow": (
+        lambda: RowLayout.from_runs([0], [1], [1, 2**63 - 1, 2**63 - 1, 2], 4),
+        "RowLayout.from_runs: 1 starts, 1 counts, 1 runs in the rows; "
+        "expected maximal runs, in order, inside the width 4. Sort and join them.",
+    ),
+    "run that ends behind int64": (
+        lambda: RowLayout.from_runs([2**63 - 1], [5], [1], 4),
+        "RowLayout.from_runs: runs reach from 9223372036854775807 to 9223372036854775812; "
+        "expected maximal runs, in order, inside the width 4. Sort and join them.",
+    ),
+    "more positions than int64 counts": (
+        lambda: RowLayout.from_lengths([2**62, 2**62]),
+        "RowLayout: 2 rows of width 4611686018427387904; expected at most 9223372036854775807 positions, which int64 "
+        "counts. Give the true width.",
+    ),
+    "cu_seqlens of more tokens than int32 counts": (
+        lambda: RowLayout.from_lengths([2**30, 2**30]).cu_seqlens,
+        "RowLayout.cu_seqlens: the rows have 2147483648 real positions; expected at most 2147483647, which int32 "
+        "counts. Split the batch.",
+    ),
+    "more tokens than int32 counts, on a device": (
+        lambda: RowLayout.from_lengths([2**30, 2**30], device="meta"),
+        "RowLayout on meta: the rows have 2147483648 real positions; expected at most 2147483647, which int32 counts. "
+        "Split the batch.",
+    ),
+    "more tokens than int32 counts, moved to a device": (
+        lambda: RowLayout.from_cu_seqlens(torch.tensor([0, 2**30, 2**31])).to("meta"),
+        "RowLayout on meta: the rows have 2147483648 real positions; expected at most 2147483647, which int32 counts. "
+        "Split the batch.",
+    ),
+    "rows wider than int32 counts, on a device": (
+        lambda: RowLayout.from_runs([2**31], [1], [1], 2**31 + 1, device="meta"),
+        "RowLayout on meta: rows are 2147483649 wide; expected at most 2147482624 positions, which int32 counts. Split "
+        "the rows.",
+    ),
+    "int32 starts of wider rows": (
+        lambda: RowLayout.from_runs([2**31], [1], [1], 2**31 + 1).starts,
+        "RowLayout.starts: rows are 2147483649 wide; expected at most 2147482624 positions, which int32 counts. Split "
+        "the rows.",
+    ),
+    "int32 counts of wider rows": (
+        lambda: RowLayout.from_lengths([2**31]).counts,
+        "RowLayout.counts: rows are 2147483648 wide; expected at most 2147482624 positions, which int32 counts. Split "
+        "the rows.",
+    ),
     "row out of range": (
         lambda: RowLayout.from_lengths([1, 1]).select([0, 2]),
         "RowLayout.select: rows run from 0 to 2; the batch has 2 rows. Choose rows from 0 to 1.",
@@ -471,12 +589,13 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "one row by its number": (
         lambda: RowLayout.from_lengths([1, 1]).select(1),  # type: ignore[arg-type]
-        "RowLayout.select: rows are int64 (); expected whole numbers (n,). "
+        "RowLayout.select: rows are 1; expected whole numbers (n,). "
         "Pass a slice, a list of row numbers, or a bool mask.",
     ),
     "cat of nothing": (
         lambda: RowLayout.cat([]),
-        "RowLayout.cat: no layouts; expected at least one. Pass a list of layouts.",
+        "RowLayout.cat: got an empty list; expected a list of at least one RowLayout, and of nothing else. "
+        "Pass a list of layouts.",
     ),
 }
 
@@ -534,3 +653,76 @@ def test_a_promise_on_the_host_is_checked_at_once() -> None:
         RowLayout.from_mask(mask, total=4)
     with pytest.raises(LayoutError, match=r"2 real positions and up to 2 runs in a row; 2 and at most one"):
         RowLayout.from_mask(torch.tensor([[1, 0, 1]]), total=2)
+
+
+def promised(mask: torch.Tensor, total: int) -> RowLayout:
+    """As on a GPU: nothing is read before it is asked for."""
+    found = scan.on_device(mask, total)
+    return RowLayout(*mask.shape, found.total, mask.device)._knowing(**found.known)
+
+
+def test_a_promise_on_a_device_is_checked_when_the_layout_is_read() -> None:
+    mask = torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 0]])
+    assert promised(mask, 3) == RowLayout.from_mask(mask)
+    assert promised(mask, 3).cu_seqlens.tolist() == [0, 2, 2, 3]
+    assert promised(mask, 1).cu_seqlens.tolist() == promised(mask, 1).offsets.tolist() == [0, 1, 1, 1]
+    assert promised(mask, 9).cu_seqlens.tolist() == [0, 2, 2, 3]
+    assert promised(mask, 3).anchored(1).lengths.tolist() == [2, 0, 1]
+    for total in (0, 2, 4, 9):
+        with pytest.raises(LayoutError, match=rf"has 3 real positions and up to 1 runs in a row; {total} and at most"):
+            promised(mask, total).lengths  # noqa: B018
+    with pytest.raises(LayoutError, match=r"2 real positions and up to 2 runs in a row; 2 and at most one"):
+        promised(torch.tensor([[1, 0, 1]]), 2).table  # noqa: B018
+
+
+WIDE = torch.zeros(1, 1, dtype=torch.bool, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("mask", "total", "message"),
+    [
+        (WIDE.expand(3, 5), -1, r"total is -1; a mask \(3, 5\) has 0 to 15 real positions"),
+        (WIDE.expand(3, 5), 16, r"total is 16; a mask \(3, 5\) has 0 to 15 real positions"),
+        (WIDE.expand(2**16, 2**15), 2**31, "the rows have 2147483648 real positions; expected at most 2147483647"),
+        (WIDE.expand(1, 2**31), 5, "rows are 2147483648 wide; expected at most 2147482624"),
+        (WIDE.expand(1, 2**31), None, "rows are 2147483648 wide; expected at most 2147482624"),
+    ],
+)
+def test_a_promise_that_no_mask_keeps_is_refused_at_once(mask: torch.Tensor, total: int | None, message: str) -> None:
+    with pytest.raises(LayoutError, match=f"^RowLayout.from_mask: {message}"):
+        RowLayout.from_mask(mask, total=total)
+
+
+@pytest.mark.parametrize("runs_per_row", [[1, 1], [1, 2]])
+def test_more_tokens_than_int32_counts_are_refused_when_they_are_counted(
+    monkeypatch: pytest.MonkeyPatch, runs_per_row: list[int]
+) -> None:
+    def scan_rows(real: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+        counts = torch.tensor([[2**31 - 2, 2], runs_per_row, [0, 0]], dtype=torch.int32)
+        return counts, torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32), torch.zeros(9)
+
+    monkeypatch.setattr(scan, "_scan_rows", scan_rows)
+    message = r"^RowLayout.from_mask: the rows have 2147483648 real positions; expected at most 2147483647"
+    with pytest.raises(LayoutError, match=message):
+        scan.on_device(torch.ones(2, 3), None)
+
+
+def test_sums_beyond_int32_stay_the_largest() -> None:
+    counts = torch.tensor([[2**31 - 2, 1, 1, 2**31 - 1], [1, 1, 1, 1]], dtype=torch.int32)
+    largest = 2**31 - 1
+    assert scan._sums(counts).tolist() == [[2**31 - 2, largest, largest, largest], [1, 2, 3, 4]]
+
+
+@given(patterns(), st.data())
+def test_places_of_any_promise_are_inside(mask: oracle.Mask, data: st.DataObject) -> None:
+    rows, width = len(mask), width_of(mask)
+    if not rows * width:
+        return
+    total = data.draw(st.integers(0, rows * width))
+    index = scan.on_device(torch.tensor(mask), total).known["index"]
+    places = runs.places_of(index, rows, width, total)
+    assert (places.dtype, len(places)) == (torch.int64, total)
+    assert all(0 <= place < rows * width for place in places.tolist())
+    if all(len(row) <= 1 for row in oracle.mask_to_runs(mask)):
+        real = [row * width + column for row in range(rows) for column in range(width) if mask[row][column]]
+        assert places.tolist()[: len(real)] == real[:total]

@@ -33,15 +33,20 @@ from maskpack import (
     MaskNestingSpec,
     MaskpackError,
     MaskpackWarning,
+    PackedBatch,
     RegistryError,
+    RowLayout,
+    VerifyFirst,
     compress,
     decompress,
     dense_fields,
     nest_batch_by_mask,
+    select_and_pad_to_response,
     tasks,
     unnest,
     unnest_batch_by_mask,
 )
+from maskpack.run_lines import lines_of, table_of_lines
 
 quiet = pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
 PROMPT, RESPONSE = 3, 5
@@ -404,6 +409,123 @@ def test_cat_of_equal_widths() -> None:
     assert_same_batch(unnest(nested), torch.cat(parts))
 
 
+# -------------------------------------------------------------------- run tables
+
+
+def nest_under(name: str) -> tuple[TensorDict, TensorDict]:
+    mask, width = (strategies.MANY_RUNS | strategies.FEW_RUNS)[name]
+    batch, registry = strategies.batch_under(mask, width)
+    return batch, nest_batch_by_mask(batch, registry)
+
+
+def lines_by_hand(mask: oracle.Mask) -> list[list[int]]:
+    """For each row the bytes of its runs: start, count and checksum."""
+    rows = []
+    for runs in oracle.mask_to_runs(mask):
+        numbers = [(start, count, start % 32749 * 30011 + count % 32719 * 20011 + 12345) for start, count in runs]
+        rows.append([byte for run in numbers for number in run for byte in number.to_bytes(4, "little")])
+    return rows
+
+
+@pytest.mark.parametrize("name", strategies.FEW_RUNS)
+def test_run_tables_of_few_runs(name: str) -> None:
+    mask, _ = strategies.FEW_RUNS[name]
+    _, nested = nest_under(name)
+    table = nested[LAYOUTS, "runs", "mask"]
+    assert table.dtype == torch.uint8
+    assert [row.reshape(-1).tolist() for row in table.unbind()] == lines_by_hand(mask)
+    assert cached_bounds(table) == (0, max((len(runs) for runs in oracle.mask_to_runs(mask)), default=0))
+
+
+@pytest.mark.parametrize("name", strategies.MANY_RUNS)
+def test_run_tables_of_many_runs_take_their_bits_and_little_more(name: str) -> None:
+    mask, width = strategies.MANY_RUNS[name]
+    batch, nested = nest_under(name)
+    table = nested[LAYOUTS, "runs", "mask"]
+    wanted = [min(12 * len(runs), (width + 7) // 8 + 8 + 11) for runs in oracle.mask_to_runs(mask)]
+    assert all(row.numel() <= most for row, most in zip(table.unbind(), wanted, strict=True))
+    assert cached_bounds(table) == (0, max((row.shape[0] for row in table.unbind()), default=0))
+    assert_same_batch(unnest(nested), batch)
+
+
+@pytest.mark.parametrize("name", [*strategies.MANY_RUNS, "holes", "right"])
+def test_row_operations_on_masks_of_many_runs(name: str) -> None:
+    batch, nested = nest_under(name)
+    rows = len(batch)
+    order = torch.from_numpy(np.random.default_rng(0).permutation(rows))
+    parts = {
+        "slice": (nested[1:3], batch[1:3]),
+        "index": (nested[order], batch[order]),
+        "mask": (nested[order > 1], batch[order > 1]),
+        "chunk": (nested.chunk(3)[1], batch.chunk(3)[1]),
+        "cat": (torch.cat([nested[2:], nested[:2]]), torch.cat([batch[2:], batch[:2]])),
+        "again": (nest_batch_by_mask(nested[order]), batch[order]),
+        "decoded": (decompress(compress(nested[order]), layout="nested"), batch[order]),
+        "consolidate": (nested.consolidate(), batch),
+        "pickle": (pickle.loads(pickle.dumps(nested[3:7])), batch[3:7]),
+    }
+    for way, (seen, want) in parts.items():
+        assert_same_batch(unnest(seen), want), way
+    doubled = unnest(nested.double())
+    assert all(torch.equal(doubled[key], batch[key].double()) for key in batch.keys())  # noqa: SIM118
+    halved = unnest(nested.to(torch.bfloat16))
+    assert torch.equal(halved["log_probs"], batch["log_probs"].to(torch.bfloat16))
+
+
+def test_rows_in_bits_and_rows_in_runs_are_joined() -> None:
+    """Batches of one width, of which one has rows of many runs."""
+    parts = []
+    for mask, width in (strategies.MANY_RUNS["alternating"], strategies.FEW_RUNS["right"]):
+        parts.append(strategies.batch_under(mask, width))
+    nested = torch.cat([nest_batch_by_mask(batch, registry) for batch, registry in parts])
+    batch = torch.cat([batch for batch, _ in parts])
+    assert_same_batch(unnest(nested), batch)
+    assert_same_batch(unnest(nested[torch.tensor([30, 3, 17, 8])]), batch[torch.tensor([30, 3, 17, 8])])
+    sizes = [row.numel() for row in nested[LAYOUTS, "runs", "mask"].unbind()]
+    assert sizes == [72] * 16 + [12 * (row > 0) for row in range(40)]
+
+
+@pytest.mark.parametrize("name", ["alternating", "random", "some rows", "three wide", "odd width"])
+def test_a_changed_table_of_many_runs_is_refused(name: str) -> None:
+    """Every byte of it, and every operation on all entries that is more than a cast."""
+    _, nested = nest_under(name)
+    nested = nested[3:6]
+    table = nested[LAYOUTS, "runs", "mask"]
+    changes = [lambda x: x + 1, lambda x: x * 2, torch.zeros_like, torch.ones_like, lambda x: x.clamp(max=1)]
+    changes += [lambda x: x.clamp(min=3), lambda x: x.clamp(max=254), torch.sign, lambda x: -x, lambda x: x.bool()]
+    changed = [torch.nested.nested_tensor_from_jagged(change(table.values()), table.offsets()) for change in changes]
+    raw = table.values().clone()
+    for place in range(0, raw.numel(), 1 + raw.numel() // 300):
+        for bit in (0, 7):
+            flipped = raw.clone()
+            flipped.view(-1)[place] ^= 1 << bit
+            changed.append(torch.nested.nested_tensor_from_jagged(flipped, table.offsets()))
+    bounds = table.offsets()
+    for other in (bounds.flip(0), bounds.clamp(max=int(bounds[1])), bounds + 1, torch.zeros_like(bounds)):
+        changed.append(torch.nested.nested_tensor_from_jagged(raw, other))
+    for odd in changed:
+        again = nested.clone(False)
+        again[LAYOUTS] = again[LAYOUTS].clone(False)
+        again[LAYOUTS]["runs"] = again[LAYOUTS]["runs"].clone(False)
+        again[LAYOUTS]["runs"].set("mask", odd)
+        with pytest.raises(LayoutError, match=r'^unnest_batch_by_mask: the run table of layout "mask" was changed'):
+            unnest_batch_by_mask(again)
+
+
+@given(strategies.patterns(width=100), st.data())
+def test_lines_there_and_back(mask: oracle.Mask, data: st.DataObject) -> None:
+    table = RowLayout.from_mask(oracle.mask_tensor(mask, 100)).table
+    lines, splits = lines_of(table, 100)
+    found = table_of_lines(lines.astype(np.int64), splits, 100)
+    assert found is not None
+    assert all(map(np.array_equal, found, table))
+    assert lines.nbytes <= sum(min(12 * len(runs), 24) for runs in oracle.mask_to_runs(mask))
+    if lines.size:
+        row, column = data.draw(st.integers(0, len(lines) - 1)), data.draw(st.integers(0, 2))
+        lines[row, column] ^= 1 << data.draw(st.integers(0, 30))
+        assert table_of_lines(lines.astype(np.int64), splits, 100) is None
+
+
 def test_empty_rows_everywhere() -> None:
     for mask in (torch.zeros(3, 4), torch.zeros(0, 4), torch.zeros(3, 0), torch.zeros(0, 0), torch.zeros(1, 4)):
         batch = TensorDict(
@@ -580,9 +702,46 @@ def test_on_loss_error_names_the_place() -> None:
             nest_batch_by_mask(batch, pad_token_id=0, **options)
         message = str(caught.value)
         assert message.startswith(f'nest_batch_by_mask: field "advantages" holds 7.5 at ({row}, {place})')
-        assert 'mask "response" is empty; expected its pad 0' in message
+        assert '(row, position, ...), which mask "response" masks out; expected its pad 0 or SIGNED_ZERO' in message
         assert "Fix the producer" in message
         assert oracle.snapshot(batch) == tree
+
+
+def test_what_the_warning_says_to_do_is_done_in_strict_mode_too() -> None:
+    batch = stray_batch()
+    with pytest.warns(MaskpackWarning) as caught:
+        nest_batch_by_mask(batch, pad_token_id=0)
+    text = str(caught[0].message)
+    assert 'at masked-out positions (on_loss="error" names one, and what to do)' in text
+    assert "strict" not in text
+    for strict in (False, True):
+        with pytest.raises(LossyPadError, match="advantages"):
+            nest_batch_by_mask(batch, pad_token_id=0, strict=strict, on_loss="error")
+
+
+@pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+def test_a_lossy_field_travels_whole_as_the_error_says() -> None:
+    batch = stray_batch()
+    with pytest.raises(LossyPadError, match='named in ignore_dense_fields, or with on_loss="keep" and without strict'):
+        nest_batch_by_mask(batch, pad_token_id=0, on_loss="error")
+    for options in ({"strict": True, "ignore_dense_fields": ["advantages"]}, {"on_loss": "keep"}):
+        assert_same_batch(unnest(nest_batch_by_mask(batch, pad_token_id=0, **options)), batch)
+
+
+@pytest.mark.parametrize(("pad", "stray"), [(0, -0.0), (0.0, -0.0), (-0.0, 0.0)])
+def test_a_zero_of_the_other_sign_is_told_from_the_pad(pad: float, stray: float) -> None:
+    value = torch.tensor([[1.0, 2.0, pad, pad], [3.0, pad, pad, pad]])
+    value[1, 1:] = stray
+    batch = TensorDict({"mask": torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]]), "x": value}, batch_size=[2])
+    registry = {"x": MaskNestingSpec("mask", pad), "mask": MaskNestingSpec("mask")}
+    with pytest.raises(LossyPadError, match=r"0\.0 and -0\.0 differ in their bits: the pads \[0, SIGNED_ZERO\] take"):
+        nest_batch_by_mask(batch, registry, strict=True)
+    registry["x"] = MaskNestingSpec("mask", [0, SIGNED_ZERO])
+    assert_same_batch(unnest(nest_batch_by_mask(batch, registry, strict=True)), batch)
+    value[1, 1:] = 7.0
+    with pytest.raises(LossyPadError) as caught:
+        nest_batch_by_mask(batch, {"x": MaskNestingSpec("mask", pad), "mask": registry["mask"]}, strict=True)
+    assert "SIGNED_ZERO" not in str(caught.value)
 
 
 @pytest.mark.filterwarnings("error")
@@ -627,12 +786,27 @@ def test_verify_always_first_never() -> None:
         assert nest_batch_by_mask(dirty, **options, verify="never")["advantages"].is_nested
     with pytest.warns(MaskpackWarning):
         assert not nest_batch_by_mask(dirty, **options, verify="always")["advantages"].is_nested
-    assert nest_batch_by_mask(clean, **options, verify="first")["advantages"].is_nested
-    assert nest_batch_by_mask(dirty, **options, verify="first")["advantages"].is_nested
+    first = VerifyFirst()
+    assert nest_batch_by_mask(clean, **options, verify=first)["advantages"].is_nested
+    assert nest_batch_by_mask(dirty, **options, verify=first)["advantages"].is_nested
     assert not _quietly(dirty, **options, verify="always")["advantages"].is_nested
     other = {**options, "pad_token_id": 1}
-    fresh = _quietly(dirty.exclude("input_ids", "prompts", "responses"), **other, verify="first")
+    fresh = _quietly(dirty.exclude("input_ids", "prompts", "responses"), **other, verify=first)
     assert not fresh["advantages"].is_nested
+
+
+def test_what_verify_first_learns_belongs_to_its_caller() -> None:
+    """Two producers of batches with the same fields share nothing: the second is checked, by itself or by its own."""
+    clean, dirty = exact_zero(rollout(prompt=6, response=6)), stray_batch()
+    mine, pickled = VerifyFirst(), None
+    for verify in ("first", mine):
+        assert nest_batch_by_mask(clean, pad_token_id=0, verify=verify)["advantages"].is_nested
+    pickled = pickle.loads(pickle.dumps(mine))
+    for verify in ("first", VerifyFirst(), pickled):
+        assert not _quietly(dirty, pad_token_id=0, verify=verify)["advantages"].is_nested
+        packed = _quietly_packed(dirty, pad_token_id=0, verify=verify)
+        assert_same_batch(decompress(packed), dirty)
+    assert nest_batch_by_mask(dirty, pad_token_id=0, verify=mine)["advantages"].is_nested
 
 
 def _quietly(batch: TensorDict, **options: Any) -> TensorDict:
@@ -641,12 +815,107 @@ def _quietly(batch: TensorDict, **options: Any) -> TensorDict:
         return nest_batch_by_mask(batch, **options)
 
 
+def _quietly_packed(batch: TensorDict, **options: Any) -> PackedBatch:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MaskpackWarning)
+        return compress(batch, **options)
+
+
 def test_verify_first_keeps_registries_apart_by_the_bits_of_their_pads() -> None:
     mask = torch.tensor([[1, 0, 0]])
+    first = VerifyFirst()
     for pad in (0.0, -0.0):
         batch = TensorDict({"m": mask, "x": torch.full((1, 3), pad)}, batch_size=[1])
         registry = {"x": MaskNestingSpec("m", pad), "m": MaskNestingSpec(None), "tag": MaskNestingSpec("bits")}
-        assert_same_batch(unnest(nest_batch_by_mask(batch, registry, verify="first")), batch)
+        assert_same_batch(unnest(nest_batch_by_mask(batch, registry, verify=first)), batch)
+
+
+def advantages_of(sign: float, edge: bool, response: int = 4) -> TensorDict:
+    """What one rollout of GRPO gives: signed zeros by the sign of a row, positions padded either way."""
+    mask = torch.tensor([[0, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0]])
+    count = (mask.cumsum(1) - 1).clamp(min=0)
+    tail = mask[:, 2:]
+    advantages = torch.tensor([[sign], [-sign]]) * tail.float()
+    fields = {"attention_mask": mask, "responses": tail * 5, "advantages": advantages}
+    return TensorDict(fields | {"position_ids": count if edge else count * mask}, [2])
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [3, 1], [2], [1, 1, 2]], ids=str)
+@pytest.mark.parametrize("edges", [(False, False), (False, True), (True, True)])
+def test_nested_batches_join_whatever_pads_they_found(edges: tuple[bool, bool], rows: list[int]) -> None:
+    parts = [advantages_of(1.0, edges[0]), advantages_of(0.0, edges[1])]
+    whole = torch.cat([nest_batch_by_mask(part, pad_token_id=0) for part in parts])[torch.tensor(rows)]
+    want = oracle.take_rows(torch.cat(parts), rows)
+    assert_same_batch(unnest(whole), want)
+    for again in (pickle.loads(pickle.dumps(whole)), nest_batch_by_mask(whole, pad_token_id=0)):
+        assert_same_batch(unnest(again), want)
+    out = select_and_pad_to_response(whole)
+    assert_same_tensor(out["advantages"], want["advantages"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MaskpackWarning)
+        assert_same_batch(decompress(compress(whole, pad_token_id=0)), want)
+    halved = unnest(whole.to(torch.float16))
+    assert_same_tensor(halved["advantages"], want["advantages"].half())
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e5m2, torch.int16, torch.complex128, torch.bool, torch.bfloat16], ids=str
+)
+def test_pads_of_every_size_join(dtype: torch.dtype) -> None:
+    registry = {"x": MaskNestingSpec("m", [0, 1, PER_ROW]), "m": MaskNestingSpec("m")}
+    parts = [
+        TensorDict({"m": torch.tensor([[1, 0, 0]]), "x": torch.tensor([[1, pad, pad]]).to(dtype)}, batch_size=[1])
+        for pad in (0, 1)
+    ]
+    whole = torch.cat([nest_batch_by_mask(part, registry) for part in parts])
+    assert_same_batch(unnest(whole[torch.tensor([1, 0])]), oracle.take_rows(torch.cat(parts), [1, 0]))
+
+
+def test_a_sub_batch_of_a_batch_without_batch_dims() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m")}
+    batch = TensorDict({"sub": TensorDict({"m": mask, "x": mask * 1.5}, batch_size=[2])}, batch_size=[])
+    for nested in (nest_batch_by_mask(batch, registry), compress(batch, registry=registry).to_nested()):
+        assert_same_batch(unnest(nested), batch)
+    plain = TensorDict({"sub": TensorDict({"x": torch.ones(2, 3)}, batch_size=[2])}, batch_size=[])
+    assert_same_batch(unnest(nest_batch_by_mask(plain, {"x": MaskNestingSpec(None)})), plain)
+
+
+def test_names_with_a_slash_are_not_paths() -> None:
+    """A field "a/b" and a field "b" of "a" have masks of their own, axes of their own, and rows of their own."""
+    registry = {
+        "a/b": MaskNestingSpec("a/m"),
+        "a/m": MaskNestingSpec(None),
+        ("a", "b"): MaskNestingSpec(("a", "m")),
+        ("a", "m"): MaskNestingSpec(None),
+    }
+    one, two = torch.tensor([[1, 1, 0], [1, 0, 0]]), torch.tensor([[0, 0, 1], [1, 1, 1]])
+    sub = TensorDict({"m": two, "b": two * 7}, [2])
+    batch = TensorDict({"a/m": one, "a/b": one * 5, "a": sub}, [2])
+    nested = nest_batch_by_mask(batch, registry)
+    assert nested["a/b"].values().tolist() == [5] * 3
+    assert nested["a", "b"].values().tolist() == [7] * 4
+    assert_same_batch(unnest(nested), batch)
+    packed = compress(batch, registry=registry)
+    assert len(packed.layouts) == 2
+    assert_same_batch(decompress(packed[[1, 0]]), oracle.take_rows(batch, [1, 0]))
+    rows = [torch.ones(1), torch.ones(3)]
+    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    other = torch.nested.nested_tensor(rows[::-1], layout=torch.jagged)
+    batch = TensorDict({"a/b": jagged, "a": TensorDict({"b": other}, [2])}, [2])
+    assert_same_batch(decompress(compress(batch)), batch)
+
+
+def test_an_axis_and_a_mask_of_one_name_are_refused() -> None:
+    mask = torch.tensor([[1, 1, 0]])
+    registry = MaskNestingRegistry(
+        {"x": MaskNestingSpec("m"), "y": MaskNestingSpec(("s", "m")), "m": MaskNestingSpec(None)},
+        {"m": MaskAxis("m", part="tail", tail=("x",))},
+    )
+    sub = TensorDict({"m": mask, "x": torch.ones(1, 2)}, [1])
+    batch = TensorDict({"s": sub, "y": mask * 2}, [1])
+    with pytest.raises(RegistryError, match='two masks of the batch are both called "s/m"'):
+        nest_batch_by_mask(batch, registry)
 
 
 def test_cat_keeps_pads_apart_by_their_bits() -> None:
@@ -976,9 +1245,10 @@ def test_a_field_that_was_lossy_is_not_trusted_to_be_so() -> None:
     clean = TensorDict({"mask": torch.tensor([[1, 0]]), "first_lossy": torch.tensor([[5, 0]])}, batch_size=[1])
     stray = clean.clone()
     stray["first_lossy"][0, 1] = 7
+    first = VerifyFirst()
     with pytest.warns(MaskpackWarning):
-        nest_batch_by_mask(stray, registry, verify="first")
-    nested = nest_batch_by_mask(clean, registry, verify="first", on_loss="error")
+        nest_batch_by_mask(stray, registry, verify=first)
+    nested = nest_batch_by_mask(clean, registry, verify=first, on_loss="error")
     assert nested["first_lossy"].is_nested
     assert_same_batch(unnest(nested), clean)
 

@@ -21,7 +21,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
 from maskpack import objects
-from maskpack.objects import Objects, Stowed
+from maskpack.objects import Objects, Stowed, on_host
 
 TORCH_DTYPES = [
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
@@ -33,7 +33,7 @@ NUMPY_DTYPES += [f"{sign}int{size}" for sign in ("", "u") for size in (8, 16, 32
 
 
 def stow(data: Any) -> Objects:
-    return Objects(data, 0).stowed(0, False)
+    return Objects(data, 0).stowed()
 
 
 def restored(held: Objects) -> Any:
@@ -288,15 +288,6 @@ def test_bools_and_ints_of_subclasses_are_not_said() -> None:
             objects.to_json(item, lambda _: 0)
 
 
-def test_row_lists() -> None:
-    held = Objects([torch.ones(1), 2], 0)
-    assert held.stowed(2, True).listed
-    assert not held.stowed(2, False).listed
-    assert not held.stowed(3, True).listed
-    assert not Objects((1, 2), 0).stowed(2, True).listed
-    assert not Objects([1, 2], 1).stowed(2, True).listed
-
-
 # -------------------------------------------------------------------- JSON
 
 
@@ -387,8 +378,8 @@ def stack(*items: Any) -> NonTensorStack:
 
 
 def test_rows_follow() -> None:
-    held = Objects.of(stack("a", [torch.ones(1)], "c")).stowed(3, False)
-    assert (held.depth, held.listed) == (1, False)
+    held = Objects.of(stack("a", [torch.ones(1)], "c")).stowed()
+    assert (held.depth, held.stacked) == (1, False)
     back = held.select([2, 0, 2]).entry((3,))
     assert isinstance(back, NonTensorStack)
     assert back.tolist() == ["c", "a", "c"]
@@ -397,19 +388,10 @@ def test_rows_follow() -> None:
 
 
 def test_batch_wide_objects_stay() -> None:
-    held = Objects.of(NonTensorData({"a": 1}, batch_size=[3])).stowed(3, False)
+    held = Objects.of(NonTensorData({"a": 1}, batch_size=[3])).stowed()
     assert held.select([0]) is held
     assert held.select([]).entry((0,)).batch_size == (0,)
     assert Objects.of("plain").data == "plain"
-
-
-def test_row_lists_follow() -> None:
-    held = Objects([torch.tensor([1]), "b", 3], 0).stowed(3, True)
-    part = held.select([1, 0])
-    assert part.listed
-    entry = part.entry((2,))
-    assert isinstance(entry, NonTensorData)
-    assert exact(entry.data) == exact(["b", torch.tensor([1])])
 
 
 def test_stacks_below_further_batch_dims() -> None:
@@ -433,8 +415,40 @@ def test_stacks_without_items_fit_their_batch(sizes: tuple[int, ...]) -> None:
 
 
 def test_only_the_arrays_of_the_rows_that_are_left() -> None:
-    held = Objects.of(stack(torch.zeros(10), torch.ones(20), torch.zeros(10))).stowed(3, False)
+    held = Objects.of(stack(torch.zeros(10), torch.ones(20), torch.zeros(10))).stowed()
     assert sorted(array.nbytes for array in held.arrays()) == [40, 80]
     assert [array.nbytes for array in held.select([1]).arrays()] == [80]
     assert [array.nbytes for array in held.select([0, 2]).arrays()] == [40]
     assert held.select([]).arrays() == []
+
+
+# -------------------------------------------------------------------- on the host
+
+
+class Far(Tensor):
+    """A tensor that says it is on a device."""
+
+    device = property(lambda self: torch.device("cuda:0"))  # type: ignore[assignment]
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        assert (args, kwargs) == (("cpu",), {})
+        return self.as_subclass(Tensor).clone()
+
+
+def test_tensors_come_to_the_host() -> None:
+    far, here = torch.arange(3).as_subclass(Far), torch.ones(2)
+    data = {"a": [far, here, (far, "x")], "b": far, "c": {1, 2}, "meta": torch.empty(2, device="meta")}
+    seen = on_host(data)
+    assert [type(x) for x in (seen["b"], seen["a"][0], seen["a"][2][0])] == [Tensor] * 3
+    assert seen["b"].tolist() == [0, 1, 2]
+    assert seen["a"][0] is seen["b"] is seen["a"][2][0]  # as before
+    assert seen["a"][1] is here
+    assert (seen["a"][2][1], seen["c"], seen["meta"]) == ("x", {1, 2}, data["meta"])
+    assert type(data["b"]) is type(data["a"][0]) is Far
+
+
+def test_what_is_on_the_host_is_left_alone() -> None:
+    loop: list[Any] = [torch.ones(2), 3, "x", None, {"y": (1.0, torch.empty(2, device="meta"))}]
+    loop.append(loop)
+    for data in (loop, None, 5, torch.ones(1), TensorDict({"x": torch.ones(2)}, batch_size=[2])):
+        assert on_host(data) is data

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -363,6 +366,31 @@ def test_pads_that_are_not_as_many() -> None:
     values = ops.pack([torch.zeros(3, 9)] * 2, layout)
     with pytest.raises(LayoutError, match=r"^unpack: 3 pads for 2 values; expected one for each\."):
         ops.unpack(values, layout, [0, 0, 0])
+
+
+@pytest.mark.parametrize("pads", [torch.ones(2), torch.ones(1), torch.ones(()), torch.ones(3, 1), torch.ones(4)])
+def test_pads_that_are_not_as_many_as_rows(pads: torch.Tensor) -> None:
+    layout = layout_of(MANY_RUNS, 9)
+    values = ops.pack(torch.zeros(3, 9), layout)
+    message = rf"^unpack: pad_value is a tensor {re.escape(str(tuple(pads.shape)))} on cpu; expected .* \(3,\) on cpu\."
+    with pytest.raises(LayoutError, match=message):
+        ops.unpack(values, layout, pads)
+    with pytest.raises(LayoutError, match=message):
+        ops.unpack([values, values], layout, [0, pads])
+    with pytest.raises(
+        LayoutError, match=r"^unpack: pad_value is a tensor \(3,\) on meta; expected .* \(3,\) on cpu\."
+    ):
+        ops.unpack(values, layout, torch.ones(3, device="meta"))
+
+
+def test_a_folder_is_no_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kernels_of_a_test").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not backends._installed("kernels_of_a_test")
+    (tmp_path / "kernels_of_a_test" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    assert backends._installed("kernels_of_a_test")
+    assert not backends._installed("no_package_of_this_name")
 
 
 def test_backends() -> None:

@@ -22,8 +22,10 @@ from torch import Tensor
 
 from bench import workloads
 from maskpack import (
+    EDGE,
     LAYOUTS,
     RL_FIELDS,
+    BatchView,
     CoverageError,
     LayoutError,
     LossyPadError,
@@ -34,10 +36,12 @@ from maskpack import (
     MaskpackWarning,
     PackedBatch,
     RegistryError,
+    VerifyFirst,
     checks,
     compress,
     decompress,
     nest_batch_by_mask,
+    plan_micro_batches,
     tasks,
     unnest,
 )
@@ -126,31 +130,12 @@ def assert_same_rows(got: TensorDictBase, want: TensorDictBase) -> None:
     assert list(got.keys()) == list(want.keys())
     for name in want.keys():  # noqa: SIM118
         a, b = got.get(name), want.get(name)
-        if name == "global_token_num":
-            assert_same_object(a.data, b.data, name)
-        elif is_non_tensor(b):
+        if is_non_tensor(b):
             assert_same_object(a.tolist(), b.tolist(), name)
         elif isinstance(b, TensorDictBase):
             assert_same_rows(a, b)
         else:
             assert_same_tensor(a, b, name)
-
-
-def take_rows(batch: TensorDictBase, rows: Any) -> TensorDict:
-    """As `oracle.take_rows`; the items of `global_token_num`, a list with one for each row, go with the rows."""
-    rows = [int(row) for row in rows]
-    out = oracle.take_rows(batch, rows)
-    _follow(out, batch, rows)
-    return out
-
-
-def _follow(out: TensorDictBase, batch: TensorDictBase, rows: list[int]) -> None:
-    for name, value in batch.items():
-        if name == "global_token_num":
-            items = [value.data[row] for row in rows]
-            out.set(name, NonTensorData(items, batch_size=out.batch_size))
-        elif isinstance(value, TensorDictBase) and not is_non_tensor(value):
-            _follow(out.get(name), value, rows)
 
 
 # -------------------------------------------------------------------- there and back
@@ -304,7 +289,7 @@ def test_every_dtype_padded_and_dense(dtype: torch.dtype, pad: int) -> None:
         packed, _ = travelled(compress(batch, registry=registry, ignore_dense_fields=["dense"]))
         assert_same_batch(decompress(packed), batch)
         assert_same_batch(unnest(decompress(packed, layout="nested")), batch)
-        assert_same_batch(decompress(packed[[2, 0, 2]]), take_rows(batch, [2, 0, 2]))
+        assert_same_batch(decompress(packed[[2, 0, 2]]), oracle.take_rows(batch, [2, 0, 2]))
 
 
 @pytest.mark.parametrize("dtype", strategies.DTYPES, ids=str)
@@ -314,8 +299,8 @@ def test_every_dtype_without_elements(dtype: torch.dtype, shape: tuple[int, ...]
     packed = compress(batch, ignore_dense_fields=["dense"])
     for there in (packed, travelled(packed)[0]):
         assert_same_batch(decompress(there), batch)
-        assert_same_batch(decompress(there[0:0]), take_rows(batch, []))
-        assert_same_batch(decompress(there[[]]), take_rows(batch, []))
+        assert_same_batch(decompress(there[0:0]), oracle.take_rows(batch, []))
+        assert_same_batch(decompress(there[[]]), oracle.take_rows(batch, []))
 
 
 # -------------------------------------------------------------------- values under the mask
@@ -326,7 +311,7 @@ def test_stray_values_travel_dense() -> None:
     with pytest.warns(MaskpackWarning, match=r'^compress: travelling dense: "advantages" \(6, 8\) float32'):
         packed = compress(batch, pad_token_id=0)
     assert_same_batch(decompress(packed), batch)
-    assert_same_batch(decompress(packed[1:4]), take_rows(batch, [1, 2, 3]))
+    assert_same_batch(decompress(packed[1:4]), oracle.take_rows(batch, [1, 2, 3]))
 
 
 @quiet
@@ -367,7 +352,7 @@ def test_row_operations(case: Case, data: st.DataObject) -> None:
     packed = compress(case.batch, **case.options)
     for op in ops:
         packed = op.on_packed(packed)
-    want = take_rows(case.batch, rows_after(ops, case.rows, even_chunks=True))
+    want = oracle.take_rows(case.batch, rows_after(ops, case.rows, even_chunks=True))
     assert len(packed) == want.batch_size[0]
     assert_same_rows(decompress(packed), want)
     assert_same_rows(unnest(decompress(packed, layout="nested")), want)
@@ -379,10 +364,10 @@ def test_row_operations(case: Case, data: st.DataObject) -> None:
 def test_select_any_rows(case: Case, data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.integers(-case.rows, case.rows - 1), max_size=8))
     packed = compress(case.batch, **case.options)
-    want = take_rows(case.batch, rows)
+    want = oracle.take_rows(case.batch, rows)
     for form in (rows, np.array(rows, np.int64), torch.tensor(rows, dtype=torch.int32), tuple(rows)):
         assert_same_batch(decompress(packed.select(form)), want)
-    assert_same_batch(decompress(packed[::-1]), take_rows(case.batch, range(case.rows)[::-1]))
+    assert_same_batch(decompress(packed[::-1]), oracle.take_rows(case.batch, range(case.rows)[::-1]))
 
 
 @quiet
@@ -399,7 +384,7 @@ def test_split_and_chunk(case: Case, number: int, data: st.DataObject) -> None:
     for some in (chunks, parts):
         begin = 0
         for part in some:
-            assert_same_batch(decompress(part), take_rows(case.batch, rows[begin : begin + len(part)]))
+            assert_same_batch(decompress(part), oracle.take_rows(case.batch, rows[begin : begin + len(part)]))
             begin += len(part)
         assert begin == case.rows
 
@@ -413,9 +398,9 @@ def test_cat_of_parts(case: Case, data: st.DataObject) -> None:
         if (case.rows)
         else [[], []]
     )
-    parts = [compress(take_rows(case.batch, rows), **case.options) for rows in groups]
+    parts = [compress(oracle.take_rows(case.batch, rows), **case.options) for rows in groups]
     packed = PackedBatch.cat(parts)
-    want = take_rows(case.batch, [row for rows in groups for row in rows])
+    want = oracle.take_rows(case.batch, [row for rows in groups for row in rows])
     assert_same_rows(decompress(packed), want)
     assert_same_rows(unnest(decompress(packed, layout="nested")), want)
 
@@ -427,7 +412,7 @@ def test_cat_where_a_field_is_dense_in_one_part() -> None:
         packed = PackedBatch.cat([compress(parts[place], pad_token_id=0) for place in order])
         want = torch.cat([parts[place] for place in order])
         assert_same_rows(decompress(packed), want)
-        assert_same_rows(decompress(packed[[8, 0, 4]]), take_rows(want, [8, 0, 4]))
+        assert_same_rows(decompress(packed[[8, 0, 4]]), oracle.take_rows(want, [8, 0, 4]))
 
 
 @quiet
@@ -454,15 +439,15 @@ def test_one_pad_a_row() -> None:
     packed, _ = travelled(compress(batch, pad_token_id=0, strict_mask_nesting=True))
     assert_same_batch(decompress(packed), batch)
     assert_same_batch(unnest(decompress(packed, layout="nested")), batch)
-    assert_same_batch(decompress(packed[1:4]), take_rows(batch, [1, 2, 3]))
-    assert_same_batch(decompress(packed[[5, 1, 1]]), take_rows(batch, [5, 1, 1]))
+    assert_same_batch(decompress(packed[1:4]), oracle.take_rows(batch, [1, 2, 3]))
+    assert_same_batch(decompress(packed[[5, 1, 1]]), oracle.take_rows(batch, [5, 1, 1]))
     clean = rollout(seed=3)
     for order in ([0, 1], [1, 0], [0, 0], [1, 1]):
         parts = [(batch, clean)[place] for place in order]
         joined = PackedBatch.cat([compress(part, pad_token_id=0, strict_mask_nesting=True) for part in parts])
         assert_same_rows(decompress(joined), torch.cat(parts))
         assert_same_rows(unnest(decompress(joined, layout="nested")), torch.cat(parts))
-        assert_same_rows(decompress(joined[[11, 1, 7]]), take_rows(torch.cat(parts), [11, 1, 7]))
+        assert_same_rows(decompress(joined[[11, 1, 7]]), oracle.take_rows(torch.cat(parts), [11, 1, 7]))
         assert len(decompress(joined[0:0])) == 0
     like = compress(TensorDict({"values": batch["advantages"]}, [6]), like=packed, strict_mask_nesting=True)
     assert_same_tensor(decompress(like)["values"], batch["advantages"])
@@ -578,17 +563,14 @@ def joined_by_hand(parts: list[Part]) -> TensorDict:
     prompt, response = max(part.prompt for part in parts), max(part.response for part in parts)
     even: list[TensorDict] = []
     for part in parts:
-        fields = {name: part.batch[name] for name in part.batch.keys() if name != "global_token_num"}  # noqa: SIM118
+        fields = {name: part.batch[name] for name in part.batch.keys()}  # noqa: SIM118
         left, right = prompt - part.prompt, response - part.response
         for name, (axis, dim, pad) in part.padded.items():
             sides = {"prompt": (left, 0), "response": (0, right), "sequence": (left, right)}[axis]
             fields[name] = widened(part.batch[name], *sides, dim, pad)
-        fields["temperature"] = part.batch.get("temperature")
+        fields |= {name: part.batch.get(name) for name in ("temperature", "global_token_num")}
         even.append(TensorDict(fields, part.batch.batch_size))
-    joined = torch.cat(even)
-    tokens = [number for part in parts for number in part.batch.get("global_token_num").data]
-    joined.set("global_token_num", NonTensorData(tokens, batch_size=joined.batch_size))
-    return joined.select(*parts[0].batch.keys())
+    return torch.cat(even)
 
 
 @quiet
@@ -605,7 +587,7 @@ def test_cat_of_any_widths(parts: list[Part], data: st.DataObject) -> None:
         assert_same_rows(unnest(decompress(there, layout="nested")), want)
     assert_same_rows(decompress(compress(want, **options)), want)
     rows = data.draw(st.lists(st.integers(0, len(joined) - 1), max_size=4)) if len(joined) else []
-    assert_same_rows(decompress(joined[rows]), take_rows(want, rows))
+    assert_same_rows(decompress(joined[rows]), oracle.take_rows(want, rows))
     twice = PackedBatch.cat([PackedBatch.cat(packs[:1]), PackedBatch.cat([*packs[1:], packs[0]])])
     assert_same_rows(decompress(twice), joined_by_hand([*parts, parts[0]]))
     layouts = {name: (layout.width, layout.anchor) for name, layout in joined.layouts.items()}
@@ -660,64 +642,27 @@ def test_cat_of_widths_keeps_numbers_that_differ_by_row() -> None:
     assert out.get("max_response_length").tolist() == [8, 8, 5, 5]
 
 
-# -------------------------------------------------------------------- lists with one item a row
+# -------------------------------------------------------------------- objects of the whole batch
 
 
-def listed(items: Any, rows: int = 6, name: str = "global_token_num") -> TensorDict:
-    return TensorDict({"x": torch.arange(rows), name: NonTensorData(items, batch_size=[rows])}, [rows])
-
-
-@pytest.mark.parametrize("name", [("global_token_num",), ("meta", "global_token_num")])
-def test_a_list_with_one_item_a_row_follows_the_rows(name: Any) -> None:
-    items = [5, "b", None, [4], 2.5, 0]
-    batch = listed(items) if len(name) == 1 else TensorDict({"meta": listed(items)}, [6])
-
-    def held(packed: PackedBatch) -> Any:
-        found = decompress(packed).get(name)
-        assert isinstance(found, NonTensorData)
-        assert found.batch_size == (len(packed),)
-        assert_same_object(decompress(packed, layout="nested").get(name).data, found.data)
-        return found.data
-
-    packed = compress(batch)
-    assert held(packed) == items
-    assert held(packed[2:5]) == [None, [4], 2.5]
-    assert held(packed[[5, 0, 0]]) == [0, 5, 5]
-    assert held(packed[0:0]) == held(packed[[]]) == []
-    assert held(packed[torch.tensor([True, False, False, False, False, True])]) == [5, 0]
-    assert [held(part) for part in packed.split([1, 0, 5])] == [[5], [], items[1:]]
-    assert [held(part) for part in packed.chunk(2)] == [items[:3], items[3:]]
-    assert held(PackedBatch.cat([packed[4:], packed[:1], packed[0:0]])) == [2.5, 0, 5]
-    assert held(pickle.loads(pickle.dumps(packed[1:3]))) == ["b", None]
-    assert held(packed[1:5][1:3]) == [None, [4]]
-
-
-@pytest.mark.parametrize(
-    ("items", "name"),
-    [
-        ([1, 2, 3], "global_token_num"),
-        ([], "global_token_num"),
-        ((1, 2, 3, 4, 5, 6), "global_token_num"),
-        ({"a": 1}, "global_token_num"),
-        (6, "global_token_num"),
-        ([1, 2, 3, 4, 5, 6], "something"),
-        ([1, 2, 3, 4, 5, 6], "uid"),
-    ],
-    ids=str,
-)
-def test_other_lists_stay_whole(items: Any, name: str) -> None:
-    packed = compress(listed(items, name=name))
-    for part in (packed, packed[2:5], packed[[1, 1]], packed[0:0], packed.chunk(2)[1]):
-        assert_same_object(decompress(part).get(name).data, items)
+@pytest.mark.parametrize("items", [[1, 2, 3, 4, 5, 6], [1, 2, 3], [], (1, 2, 3, 4, 5, 6), {"a": 1}, 6], ids=str)
+@pytest.mark.parametrize("name", ["global_token_num", "something"])
+def test_an_object_of_the_batch_stays_whole_as_tensordict_keeps_it(items: Any, name: str) -> None:
+    """A list with one item a row, too, on every path."""
+    batch = TensorDict({"x": torch.arange(6), name: NonTensorData(items, batch_size=[6])}, [6])
+    packed, nested = compress(batch), nest_batch_by_mask(batch)
+    plan = plan_micro_batches([1, 2, 3, 4, 5, 6], 8)
+    parts = [packed, packed[2:5], packed[[1, 1]], packed[0:0], packed.chunk(2)[1]]
+    found = [decompress(part) for part in parts] + [batch[2:5], unnest(nested[2:5])]
+    for whole in (batch, nested, packed, BatchView.of(packed)):
+        taken = list(plan.apply(whole))
+        found += [decompress(part) for part in taken] if whole is packed else []
+        found += [part.materialize() for part in taken] if isinstance(whole, BatchView) else []
+        found += taken if isinstance(whole, TensorDict) else []
+        found.append(plan.restore(found[-len(taken) :]))
+    for part in found:
+        assert_same_object(part.get(name).data, items)
     assert_same_object(decompress(PackedBatch.cat([packed[:2], packed[3:]])).get(name).data, items)
-
-
-def test_a_registry_may_name_other_lists() -> None:
-    registry = {"seen": MaskNestingSpec(None, hints=("row-list",))}
-    packed = compress(listed([6, 5, 4, 3, 2, 1], name="seen"), registry=registry)
-    assert decompress(packed[1:3]).get("seen").data == [5, 4]
-    plain = compress(listed([6, 5, 4, 3, 2, 1]), registry=registry)
-    assert decompress(plain[1:3]).get("global_token_num").data == [6, 5, 4, 3, 2, 1]
 
 
 # -------------------------------------------------------------------- tensors inside Python objects
@@ -825,7 +770,7 @@ def test_empty_selections() -> None:
 def test_ways_to_name_rows(rows: Any) -> None:
     batch = rollout()
     want = np.arange(6)[rows].tolist()
-    assert_same_batch(decompress(compress(batch, pad_token_id=0)[rows]), take_rows(batch, want))
+    assert_same_batch(decompress(compress(batch, pad_token_id=0)[rows]), oracle.take_rows(batch, want))
 
 
 def test_lengths() -> None:
@@ -845,7 +790,7 @@ def test_what_lengths_gives_is_a_copy() -> None:
         packed.lengths("sequence")[...] = 1
     assert packed.lengths("sequence").tolist() == oracle.lengths(oracle.mask_rows(batch["attention_mask"]))
     assert_same_batch(decompress(packed), batch)
-    assert_same_batch(decompress(packed[[1, 0]]), take_rows(batch, [1, 0]))
+    assert_same_batch(decompress(packed[[1, 0]]), oracle.take_rows(batch, [1, 0]))
 
 
 # -------------------------------------------------------------------- outputs of a worker
@@ -988,20 +933,43 @@ def test_masks_of_many_runs_stay_small() -> None:
     batch["response_mask"] = mask
     packed = compress(batch.exclude("responses"))
     assert_same_batch(decompress(packed), batch.exclude("responses"))
-    assert packed.nbytes < mask.numel() * 8
+    assert packed.nbytes < 2 * mask.numel() // 8 + 64  # of two axes
 
 
 # -------------------------------------------------------------------- the errors
 
 
 def test_an_integer_is_no_row_selection() -> None:
-    packed = compress(rollout(), pad_token_id=0)
+    batch = rollout()
+    packed = compress(batch, pad_token_id=0)
     for row in (2, np.int64(2)):
         with pytest.raises(LayoutError) as caught:
             packed[row]  # type: ignore[index]
         assert str(caught.value) == (
-            "PackedBatch: the index is the whole number 2; expected rows. Take one row as a slice: [2 : 2 + 1]."
+            "PackedBatch: the index is the whole number 2; expected rows. Take one row as a slice: [2:3]."
         )
+
+
+@pytest.mark.parametrize("row", range(-6, 6))
+def test_the_slice_that_the_error_names_has_that_row(row: int) -> None:
+    batch = rollout()
+    packed = compress(batch, pad_token_id=0)
+    for source in (packed, BatchView.of(packed)):
+        with pytest.raises(LayoutError) as caught:
+            source[row]  # type: ignore[index]
+        named = str(caught.value).partition("as a slice: ")[2].removesuffix(".")
+        taken = eval(f"source{named}", {"source": source})
+        rows = taken.materialize() if isinstance(taken, BatchView) else decompress(taken)
+        assert_same_batch(rows, batch[range(6)[row] : range(6)[row] + 1])
+
+
+@pytest.mark.parametrize("row", [6, -7, 100])
+def test_a_row_that_is_not_there_is_no_slice(row: int) -> None:
+    packed = compress(rollout(), pad_token_id=0)
+    with pytest.raises(LayoutError, match=f"the whole number {row}; the batch has rows 0 to 5. Take rows it has"):
+        packed[row]  # type: ignore[index]
+    with pytest.raises(LayoutError, match=r"the batch has no rows"):
+        packed[:0][row]  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -1031,21 +999,89 @@ def test_wrong_parts() -> None:
     ):
         with pytest.raises(LayoutError, match=rf"^PackedBatch\.split: {message}"):
             packed.split(wrong)
-    with pytest.raises(LayoutError, match=r"^PackedBatch\.chunk: parts is 0; expected at least 1. Give a positive"):
+    with pytest.raises(LayoutError, match=r"^PackedBatch\.chunk: parts is 0; expected a whole number from 1. Give one"):
         packed.chunk(0)
+
+
+def positions_of(lengths: list[tuple[int, int]], prompt: int, response: int, edge: bool) -> TensorDict:
+    """A batch whose positions are padded with 0 or by EDGE."""
+    mask = torch.zeros(len(lengths), prompt + response, dtype=torch.int64)
+    for row, (before, after) in enumerate(lengths):
+        mask[row, prompt - before : prompt + after] = 1
+    count = (mask.cumsum(1) - 1).clamp(min=0)
+    ids = mask * 5
+    fields = {"attention_mask": mask, "input_ids": ids, "prompts": ids[:, :prompt], "responses": ids[:, prompt:]}
+    return TensorDict(fields | {"position_ids": count if edge else count * mask}, [len(lengths)])
+
+
+@pytest.mark.parametrize("edge", [False, True])
+@pytest.mark.parametrize("other", [False, True])
+def test_every_field_of_an_axis_grows_alike(edge: bool, other: bool) -> None:
+    """Equal widths of the sequence, other splits: the positions of each part grow by the pad of that part."""
+    parts = [positions_of([(2, 3), (1, 2)], 2, 6, edge), positions_of([(4, 1), (5, 2)], 5, 3, other)]
+    packed = [compress(part, pad_token_id=0) for part in parts]
+    grown = [widened(parts[0]["position_ids"], 3, 0, 1, oracle.EDGE if edge else 0)]
+    grown.append(widened(parts[1]["position_ids"], 0, 3, 1, oracle.EDGE if other else 0))
+    joined = PackedBatch.cat(packed)
+    views = BatchView.cat([BatchView.of(part) for part in packed])
+    for out in (decompress(joined), views.materialize(), unnest(decompress(joined, layout="nested"))):
+        assert {name: out[name].shape[1] for name in ("input_ids", "attention_mask", "position_ids")} == {
+            "input_ids": 11,
+            "attention_mask": 11,
+            "position_ids": 11,
+        }
+        assert_same_tensor(out["position_ids"], torch.cat(grown))
+    assert (joined.forms["position_ids",].kind == "padded") == (edge == other)
+
+
+def test_a_field_without_a_pad_does_not_lose_its_columns() -> None:
+    """It cannot grow with its axis, in a batch that was read from bytes either."""
+    one, two = positions_of([(2, 3)], 2, 6, False), positions_of([(5, 1)], 5, 3, False)
+    one["position_ids"][0, 7] = 9
+    with pytest.warns(MaskpackWarning):
+        packed = [compress(one, pad_token_id=0), compress(two, pad_token_id=0)]
+    for parts in (packed, packed[::-1], [PackedBatch.from_bytes(part.to_bytes()) for part in packed]):
+        with pytest.raises(LayoutError, match=r'"position_ids" stays padded, .* axis "sequence" grows from width 8'):
+            PackedBatch.cat(parts)
+        with pytest.raises(LayoutError, match='"position_ids" stays padded'):
+            BatchView.cat([BatchView.of(part) for part in parts])
+    same = [compress(one, pad_token_id=0, on_loss="drop"), *packed[:1]]
+    assert decompress(PackedBatch.cat(same))["position_ids"].shape == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("sure", "unsure", "edge"),
+    [
+        ([(3, 2), (1, 3)], [(0, 1)], False),
+        ([(3, 3), (2, 1)], [(2, 0), (3, 4)], False),
+        ([(2, 2)], [(0, 1), (3, 4)], True),
+    ],
+)
+def test_pads_that_were_one_of_several_join(sure: Any, unsure: Any, edge: bool) -> None:
+    """Rows without right padding, or of one token, are padded with 0 and by EDGE alike."""
+    parts = [positions_of(sure, 3, 4, edge), positions_of(unsure, 3, 4, edge)]
+    for order in ([0, 1], [1, 0], [1, 0, 1]):
+        packed = [compress(parts[part], pad_token_id=0) for part in order]
+        joined = PackedBatch.cat(packed)
+        assert joined.forms["position_ids",].pads == ((EDGE,) if edge else (0,))
+        assert_same_batch(decompress(joined), torch.cat([parts[part] for part in order]))
+        wide = compress(positions_of([(1, 1)], 4, 6, edge), pad_token_id=0)
+        pads = PackedBatch.cat([*packed, wide]).forms["position_ids",].pads
+        assert pads == ((EDGE,) if edge else (0,))
 
 
 @quiet
 def test_what_cannot_be_joined() -> None:
     packed = compress(rollout(), pad_token_id=0)
-    with pytest.raises(LayoutError, match=r"^PackedBatch\.cat: no batches; expected at least one"):
+    with pytest.raises(LayoutError, match=r"^PackedBatch\.cat: got an empty list; expected a list of at least one"):
         PackedBatch.cat([])
     with pytest.raises(LayoutError, match=r"^PackedBatch\.cat: fields \['advantages'\] are not in every batch"):
         PackedBatch.cat([packed, compress(rollout().exclude("advantages"), pad_token_id=0)])
-    stray = compress(with_stray(rollout(response=9)), pad_token_id=0)
-    message = r'field "advantages" is \[\(6, 8\), \(6, 9\)\]; expected one width. Bring it to one width'
-    with pytest.raises(LayoutError, match=rf"^PackedBatch\.cat: {message}"):
-        PackedBatch.cat([packed, stray])
+    stray = compress(with_stray(rollout()), pad_token_id=0)
+    wide = compress(rollout(response=9), pad_token_id=0)
+    message = r'field "advantages" stays padded, because it holds values .*, and its axis "response" grows from width 8'
+    with pytest.raises(LayoutError, match=rf"^PackedBatch\.cat: {message}, split at 0, to 9"):
+        PackedBatch.cat([wide, stray])
     half = rollout()
     half["advantages"] = half["advantages"].half()
     with pytest.raises(LayoutError, match=r"\"advantages\" has dtypes \['float32', 'float16'\]; expected one. Cast"):
@@ -1155,8 +1191,9 @@ def test_a_batch_without_padding_teaches_nothing() -> None:
     registry = {"m": MaskNestingSpec("m"), "taught": MaskNestingSpec("m", [0, 1])}
     full = TensorDict({"m": torch.ones(2, 3), "taught": torch.ones(2, 3)}, batch_size=[2])
     padded = TensorDict({"m": torch.tensor([[1.0, 0, 0]]), "taught": torch.tensor([[5.0, 1, 1]])}, batch_size=[1])
+    first = VerifyFirst()
     for batch in (full[:0], full, padded, padded):
-        got = decompress(compress(batch, registry=registry, verify="first"))
+        got = decompress(compress(batch, registry=registry, verify=first))
         assert_same_batch(got, batch)
 
 
@@ -1199,7 +1236,7 @@ def test_row_counts_of_other_types() -> None:
             packed.split(wrong)
     with pytest.raises(LayoutError, match=r"PackedBatch\.chunk: parts is 2\.0"):
         packed.chunk(2.0)
-    with pytest.raises(LayoutError, match=r"PackedBatch\.cat: got PackedBatch, int"):
+    with pytest.raises(LayoutError, match=r"PackedBatch\.cat: got a list with int; expected"):
         PackedBatch.cat([packed, 1])
 
 
@@ -1222,10 +1259,11 @@ def test_a_lesson_is_not_forgotten_over_a_batch_without_padding(monkeypatch: pyt
     registry = {"m": MaskNestingSpec("m"), "remembered": MaskNestingSpec("m", [0, 1])}
     padded = TensorDict({"m": torch.tensor([[1.0, 0, 0]]), "remembered": torch.tensor([[5.0, 1, 1]])}, batch_size=[1])
     full = TensorDict({"m": torch.ones(2, 3), "remembered": torch.ones(2, 3)}, batch_size=[2])
+    first = VerifyFirst()
     for batch in (padded, full):
-        compress(batch, registry=registry, verify="first")
+        compress(batch, registry=registry, verify=first)
     monkeypatch.setattr(checks, "strays", None)  # nothing is verified any more
-    assert_same_batch(decompress(compress(padded, registry=registry, verify="first")), padded)
+    assert_same_batch(decompress(compress(padded, registry=registry, verify=first)), padded)
 
 
 def test_a_part_without_padding_takes_the_pad_of_the_others() -> None:

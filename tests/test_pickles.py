@@ -46,10 +46,11 @@ def packed_long(rows: int = 40, **more: Any) -> PackedBatch:
 
 
 def parts(packed: PackedBatch) -> tuple[bytes, list[Place], Any, Buffers, Any]:
-    """What pickle is given."""
-    function, found = packed.__reduce_ex__(5)
+    """What pickle is given, but for tensorclasses."""
+    function, (stream, kinds, *found) = packed.__reduce_ex__(5)
     assert callable(function)
-    return found
+    assert kinds == []
+    return (stream, *found)
 
 
 def sent(packed: PackedBatch) -> tuple[bytes, Buffers]:
@@ -230,7 +231,7 @@ def test_a_stream_places_records_buffers_and_objects(codec: str | None) -> None:
     for place in places:
         size = np.dtype(place.dtype).itemsize * int(np.prod(place.shape))
         assert 0 <= place.begin <= place.begin + size <= buffers[place.buffer].raw().nbytes
-    assert all(type(body) is bytes for body in packed.__reduce_ex__(4)[1][3])
+    assert all(type(body) is bytes for body in packed.__reduce_ex__(4)[1][4])
 
 
 def test_structure_is_small_and_arrays_are_out_of_band() -> None:
@@ -242,6 +243,26 @@ def test_structure_is_small_and_arrays_are_out_of_band() -> None:
     least = len(sent(compress(bare, pad_token_id=workloads.PAD_ID))[0])
     assert len(stream) < least + 4096
     assert carried == packed.nbytes
+
+
+@pytest.mark.parametrize("name", strategies.MANY_RUNS)
+def test_layouts_of_many_runs_travel_as_bits(name: str) -> None:
+    mask, width = strategies.MANY_RUNS[name]
+    batch, registry = strategies.batch_under(mask, width)
+    packed = compress(batch, registry=registry)
+    size = (width + 7) // 8
+    order = [row for row in range(len(mask)) if row % 3][::-1]
+    forms = {"whole": packed, "slice": packed[2:9], "rows": packed.select(order), "chunk": packed.chunk(4)[2]}
+    forms["cat"] = PackedBatch.cat([packed[4:], packed[:4]])
+    for form in forms.values():
+        back = received(form)
+        assert_same(decompress(back), decompress(form))
+        assert back.layouts["mask"] == form.layouts["mask"]
+        assert back.layouts["mask"].anchor == form.layouts["mask"].anchor
+        fields = sum(array.nbytes for encoding in form.fields.values() for array in arrays_of(encoding))
+        pads = sum(array.nbytes for array in form.row_pads.values())
+        assert form.nbytes <= fields + pads + len(form) * size + 256
+        assert carried(form) <= 1.1 * form.nbytes + 64
 
 
 def unique(packed: PackedBatch) -> list[tuple[str, np.ndarray]]:
@@ -396,7 +417,7 @@ def test_arrays_without_order_in_memory() -> None:
     """Turned, in Fortran order, of more dims, or of one item."""
     table = np.arange(24).reshape(4, 6)
     thing = {"t": table.T, "back": table[0, ::-1], "cut": table[:, 2:4], "one": np.array(7), "none": table[:0]}
-    stream, found = apart(thing)
+    stream, found, _ = apart(thing)
     assert len(found) == 5
     assert len(stream) < 200
     back = together(thing)

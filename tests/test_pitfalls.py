@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import warnings
 
@@ -29,6 +30,7 @@ from samples import (
 from tensordict import TensorDict, TensorDictBase
 
 import maskpack as mp
+from maskpack import words
 
 B = len(ROWS)
 ON_RESPONSE = real_positions("response", ROWS, PROMPT, RESPONSE)
@@ -620,13 +622,17 @@ def test_13_values_leave_out_of_band():
         assert_same(mp.decompress(pickle.loads(stream, buffers=buffers)), mp.decompress(part))
 
 
-def test_14_run_tables_are_narrow():
-    """What costs 525 KB as int64 costs a fraction in integers as narrow as they fit."""
+def test_14_run_tables_are_no_larger_than_bits():
+    """What costs 525 KB as int64, and 98 KB in integers as narrow as they fit, costs its 8 KB of bits."""
     rows, width = 16, 4096
     mask = (torch.arange(width) % 2 == 0).long().repeat(rows, 1)
     batch = TensorDict({"attention_mask": mask}, batch_size=[rows])
     packed = compress(batch)
-    assert packed.nbytes <= rows * width * 3  # an eighth of the mask's own bytes, run by run
+    bits = rows * width // 8
+    assert packed.nbytes <= bits + 64
+    assert len(packed.to_bytes()) <= bits + 2048
+    assert len(pickle.dumps(packed)) <= bits + 2048
+    assert nest(batch)[mp.LAYOUTS, "runs", "sequence"].values().numel() <= bits + 20 * rows
     assert_exact(batch)
 
 
@@ -772,3 +778,121 @@ def test_18_numpy_objects_of_the_batch_are_untouched():
     arrays = [np.arange(b + 1) for b in range(B)]
     batch.set("raw_prompt", per_row(arrays))
     assert_exact(batch)
+
+
+# -------------------------------------------------------------------- torch's defaults
+
+
+def of_every_dtype():
+    """A field of every dtype under the pads that it can have, beside a mask with holes."""
+    on = [[1, 1, 0, 1, 0], [0, 1, 1, 0, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]
+    mask = [[item == 1 for item in line] for line in on]
+    fields = {"mask": torch.tensor(on)}
+    registry = {"mask": mp.MaskNestingSpec("mask")}
+    for dtype in DTYPES:
+        signed = dtype.is_floating_point and dtype.itemsize > 1
+        pads = {"zero": 0, "one": 1, "edge": mp.EDGE, "row": mp.PER_ROW} | ({"sign": mp.SIGNED_ZERO} if signed else {})
+        for name, pad in pads.items():
+            key = f"{name} of {dtype}"
+            fields[key] = field(mask, dtype, samples_pad(pad))
+            registry[key] = mp.MaskNestingSpec("mask", pad)
+    fields["by dim 2"] = field(mask, torch.float32, "edge", (3,)).movedim(1, 2).contiguous()
+    registry["by dim 2"] = mp.MaskNestingSpec("mask", mp.EDGE, ragged_dim=2)
+    return TensorDict(fields, batch_size=[len(on)]), registry
+
+
+def samples_pad(pad):
+    return {mp.EDGE: "edge", mp.PER_ROW: 1, mp.SIGNED_ZERO: -0.0}.get(pad, pad)
+
+
+@contextlib.contextmanager
+def meta_device_set():
+    torch.set_default_device("meta")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextlib.contextmanager
+def double_dtype():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+DEFAULTS = {"meta": lambda: torch.device("meta"), "meta, set": meta_device_set, "float64": double_dtype}
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_34_torchs_defaults_change_nothing(default):
+    """The same bits come from every call, whatever device and dtype torch gives to tensors of its own."""
+    batch, odd_fields = rollout(holes=True), rollout(holes=True)
+    odd_fields["advantages"][0, -1] = 7.0  # kept dense
+    every, registry = of_every_dtype()
+    chosen = torch.tensor([4, 0, 2])
+    hidden, head, ids = torch.randn(11, 8), torch.randn(17, 8), torch.randint(17, (11,))
+    has_prompt = torch.tensor([b for b, (p, r) in enumerate(ROWS) if p or not r])
+    scored = batch[has_prompt]
+    logits = torch.randn(len(scored), PROMPT + RESPONSE)
+    lengths = batch["attention_mask"].sum(1)
+
+    def everything():
+        words._pad_words.cache_clear()
+        out = {}
+        for verify in ("always", "first", "never"):
+            out["nest", verify] = nested = nest(batch, verify=verify)
+        out["chunk"], out["cat"] = nested.chunk(3)[1], torch.cat(list(nested.chunk(3)))
+        out["unnest"] = [mp.unnest(out[name]) for name in ("chunk", "cat")]
+        out["response"] = mp.select_and_pad_to_response(nested)
+        out["named"] = mp.select_and_pad_to_response(batch, "responses", "old_log_probs")
+        out["extracted"] = [mp.extract_response(b, logits) for b in (scored, nest(scored))]
+        packed = compress(batch)
+        received = pickle.loads(pickle.dumps(packed))
+        out["bytes"] = stored = packed.to_bytes(checksum=True)
+        for name, held in {"packed": packed, "received": received, "read": mp.PackedBatch.from_bytes(stored)}.items():
+            for layout in ("padded", "nested"):
+                out[name, layout] = mp.decompress(held, layout=layout)
+            out[name, "trim"] = mp.decompress(held[1:3], widths="trim")
+            out[name, "rows"] = mp.decompress(held.select(chosen))
+            out[name, "cat"] = mp.decompress(mp.PackedBatch.cat(held.chunk(2)))
+        out["dense"] = mp.decompress(compress(odd_fields))
+        out["like"] = mp.decompress(compress(batch.select("advantages"), like=packed))
+        view = mp.BatchView.of(packed).select(chosen)
+        out["view"] = [view.materialize(), view.with_fields(packed.select(chosen)).materialize(layout="nested")]
+        out["every dtype"] = mp.unnest(nest(every, registry=registry))
+        every_packed = mp.PackedBatch.from_bytes(compress(every, registry=registry).to_bytes())
+        out["every dtype, packed"] = mp.decompress(every_packed)
+        out["every dtype, nested"] = mp.decompress(every_packed, layout="nested")
+        plan = mp.plan_micro_batches(lengths, token_budget=12)
+
+        def planned(whole):
+            return plan.restore(list(plan.apply(whole)))
+
+        out["plan"] = [planned(whole) for whole in (batch, nested, batch["input_ids"], nested["input_ids"])]
+        out["plan, packed"] = mp.decompress(planned(packed))
+        out["plan, view"] = planned(mp.BatchView.of(packed)).materialize()
+        layout = mp.RowLayout.from_mask(batch["attention_mask"])
+        out["layout"] = [layout.to_mask(), layout.indices, layout.offsets, layout.starts, layout.splits]
+        out["layout"] += [mp.RowLayout.from_lengths(lengths).to_mask(), mp.RowLayout.from_lengths([2, 0, 3]).to_mask()]
+        out["layout"] += [mp.RowLayout.from_cu_seqlens(layout.cu_seqlens).to_mask(), layout.narrow(2, 7).to_mask()]
+        for dtype in DTYPES:
+            values = mp.ops.pack(batch["attention_mask"].to(dtype), layout)
+            out["ops", dtype] = [values, *(mp.ops.unpack(values, layout, pad) for pad in (0, 1, mp.EDGE))]
+        out["log_probs"] = mp.ops.packed_log_probs(hidden, head, ids, entropy=True)
+        out["inputs"] = mp.PackedInputs.of(scored, multiple_of=16)
+        out["inputs of packed"] = mp.PackedInputs.of(compress(scored))
+        out["report"] = mp.report(batch, packed)
+        out["fields"] = mp.dense_fields(odd_fields, mp.RL_FIELDS, pad_token_id=PAD)
+        return out
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mp.MaskpackWarning)
+        expected = everything()
+        with DEFAULTS[default]():
+            seen = everything()
+    for name, want in expected.items():
+        assert freeze(seen[name]) == freeze(want), name

@@ -806,8 +806,8 @@ def test_metrics_by_hand() -> None:
         ([[1, 2]], "lengths are int64 (1, 2); expected numbers [B]"),
         (torch.zeros(2, 3, dtype=torch.int64), "lengths are int64 (2, 3); expected numbers [B]"),
         ([3, -2], "a length is -2; expected whole numbers from 0. Count real tokens."),
-        (None, "lengths are a NoneType; expected numbers [B]: the real tokens of each row, prompt plus response. Give"),
-        (7, "lengths are a int; expected numbers [B]"),
+        (None, "lengths are None; expected numbers [B]: the real tokens of each row, prompt plus response. Give"),
+        (7, "lengths are 7; expected numbers [B]"),
         ([1, None], "lengths are object (2,); expected numbers [B]"),
         ([[1], [2, 3]], "lengths are no array: "),
         (torch.ones(2, requires_grad=True), "lengths are no array: "),
@@ -862,7 +862,7 @@ MODEL = FlopsModel(1.0, 1.0)
         ),
         (
             {"cost": lambda n: 5},
-            "costs are a int; expected numbers [B]: what the callable gives for each row. Give one a",
+            "costs are 5; expected numbers [B]: what the callable gives for each row. Give one a",
         ),
         ({"cost": lambda n: ["a", "b"]}, "costs are <U1 (2,); expected numbers (2,)"),
         ({"cost": lambda n: [1, math.nan]}, "costs run from nan to nan; expected finite numbers from 0: what the call"),
@@ -884,12 +884,12 @@ MODEL = FlopsModel(1.0, 1.0)
         ({"groups": torch.zeros(3)}, "groups are 3 labels for 2 rows; expected one for each."),
         (
             {"groups": 5},
-            "groups are a int: 'int' object is not iterable; expected one label for each row, such as its uid",
+            "groups are 5: 'int' object is not iterable; expected one label for each row, such as its uid",
         ),
         ({"groups": [[1], [2]]}, "groups are a list: unhashable type: 'list'; expected one label for each row"),
         (
             {"groups": np.zeros((2, 1))},
-            "groups are a ndarray: unhashable type: 'list'; expected one label for each row",
+            "groups are an array: unhashable type: 'list'; expected one label for each row",
         ),
         ({"groups": {4, 5}}, "groups are a set: it has no order; expected one label for each row"),
         ({"groups": {4: 0, 5: 0}}, "groups are a dict: it has no order; expected one label for each row"),
@@ -899,7 +899,7 @@ MODEL = FlopsModel(1.0, 1.0)
         ({"loss_tokens": [1, math.nan]}, "loss_tokens run from nan to nan; expected finite"),
         (
             {"loss_tokens": 3},
-            "loss_tokens are a int; expected numbers [B]: the sum of each row's loss mask. Give one a",
+            "loss_tokens are 3; expected numbers [B]: the sum of each row's loss mask. Give one a",
         ),
         (
             {"oversize": "error"},

@@ -448,7 +448,6 @@ def test_rl_fields_cover_every_field():
         assert RL_FIELDS[name].pads[0] == pad, name
     for name in dense:
         assert RL_FIELDS[name].masks == (), name
-    assert RL_FIELDS["global_token_num"].hints == ("row-list",)
     assert set(RL_FIELDS.axes) == {"sequence", "prompt", "response"}
 
 

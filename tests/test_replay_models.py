@@ -8,7 +8,10 @@ import functools
 import logging
 import pickle
 import re
-from collections.abc import Callable, Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -301,11 +304,11 @@ def test_without_packing_the_numbers_are_the_same(make: Any, monkeypatch: pytest
     model, plain = pair(make)
     own = model.config._attn_implementation
     batch = for_model(make)
-    calls = adapter._calls
+    monkeypatch.setattr(adapter, "packed_attention", None)  # nobody calls it
     seen = response_log_probs(replayable(model), batch, multiple_of=64)
     truth, _ = truth_of(plain, batch)
     assert off(seen, truth) <= LIMIT
-    assert (model.config._attn_implementation, adapter._calls) == (own, calls)
+    assert model.config._attn_implementation == own
     close_gradients(gradients(model, seen.values()), gradients(plain, truth))
 
 
@@ -983,6 +986,164 @@ def test_the_canary_leaves_no_gradient_behind() -> None:
     ready = replayable(model)
     outputs = [response_log_probs(ready, batch_of(), canary=canary).values() for canary in (True, False)]
     assert all(map(torch.equal, *[gradients(model, values) for values in outputs]))
+
+
+# -------------------------------------------------------------------- several threads
+
+
+@pytest.fixture
+def restless() -> Iterator[None]:
+    """Threads take turns after a few instructions."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def at_once(works: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What each gives, in a thread of its own; they begin together."""
+    ready = threading.Barrier(len(works))
+
+    def begun(work: Callable[[], Any]) -> Any:
+        torch.set_num_threads(1)
+        ready.wait(60)
+        return work()
+
+    with ThreadPoolExecutor(len(works)) as threads:
+        return [result.result(120) for result in [threads.submit(begun, work) for work in works]]
+
+
+def in_another_thread(work: Callable[[], Any]) -> Any:
+    return at_once([work])[0]
+
+
+def bits(tensors: Sequence[Tensor]) -> list[Any]:
+    return [x.detach().view(torch.int32).tolist() for x in tensors]
+
+
+def test_layers_that_attend_in_another_thread_do_not_count() -> None:
+    model, _ = pair(llama)
+    other = replayable(pair(llama)[0])
+    ready = replayable(model)
+
+    def not_attending(hidden_states: Tensor, **_: Any) -> Any:
+        in_another_thread(lambda: response_log_probs(other, batch_of()))
+        return hidden_states, None
+
+    model.model.layers[1].self_attn.forward = not_attending
+    with pytest.raises(ReplayError, match="LlamaForCausalLM attended 1 times in 2 layers; expected every layer"):
+        response_log_probs(ready, batch_of())
+
+
+def test_a_replay_that_ends_in_another_thread_ends_no_other() -> None:
+    """The error tells a model that loses the bounds from one that is run without replay."""
+    model, _ = pair(llama)
+    other = replayable(pair(llama)[0])
+    ready = replayable(model)
+    forward = model.model.layers[1].self_attn.forward
+
+    def without_bounds(*states: Tensor, cu_seq_lens_q: Tensor, **more: Any) -> Any:
+        in_another_thread(lambda: response_log_probs(other, batch_of()))
+        return forward(*states, **more)
+
+    model.model.layers[1].self_attn.forward = without_bounds
+    with pytest.raises(ReplayError, match="the model does not pass the bounds of rows on to its attention"):
+        response_log_probs(ready, batch_of())
+
+
+def test_a_row_is_compared_while_another_thread_replays_the_model() -> None:
+    """One is inside its first layer while the other runs from its begin to its end: packed, and alone."""
+    model, plain = pair(llama)
+    ready = replayable(model)
+    batch, truth = batch_of(), truth_of(plain, batch_of())[0]
+    layer = model.model.layers[0]
+    seen: list[Tensor] = []
+
+    def interrupted(packed: bool, _: Any, __: Any, given_to: Any) -> None:
+        if ("cu_seq_lens_q" in given_to) is packed:
+            hook.remove()
+            for canary in (True, False):
+                seen.append(in_another_thread(lambda canary=canary: response_log_probs(ready, batch, canary=canary)))
+
+    for packed in (True, False):
+        hook = layer.register_forward_pre_hook(functools.partial(interrupted, packed), with_kwargs=True)
+        seen.append(response_log_probs(ready, batch, canary=True))
+    assert len(seen) == 6
+    assert max(off(values, truth) for values in seen) <= LIMIT
+
+
+@pytest.mark.parametrize("threads", [2, 8])
+def test_threads_replay_as_one(threads: int, restless: None) -> None:
+    """Models of their own, and models that they share, from the first call on: with the bits of one thread."""
+    makes = [qwen3, llama, gemma3, gpt2]
+    batches = [batch_of(ROWS[first : first + 5], seed=first) for first in range(4)]
+
+    def all_batches(own: Any, canary: bool | None) -> list[Tensor]:
+        return [response_log_probs(own, batch, canary=canary).values() for _ in range(3) for batch in batches]
+
+    alone = {make: bits(all_batches(replayable(pair(make)[0]), None)) for make in makes}
+    shared = {make: replayable(pair(make)[0]) for make in makes}
+
+    def work(number: int) -> list[Any]:
+        make, common = makes[number % 4], makes[number // 2 % 4]
+        own = replayable(pair(make)[0])
+        mine = bits(all_batches(own, None)) == alone[make]
+        return [mine, bits(all_batches(shared[common], True if number % 2 else None)) == alone[common]]
+
+    assert at_once([functools.partial(work, number) for number in range(threads)]) == [[True, True]] * threads
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the canary's
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_backward_passes_of_threads_run_layers_again(reentrant: bool, restless: None) -> None:
+    """Of checkpointed models, each of which is compared meanwhile."""
+    makes = [qwen3, llama, gemma3, gpt2]
+
+    def trained(make: Any) -> list[Any]:
+        model = pair(make)[0].train()
+        checkpoint(model, reentrant)
+        ready = replayable(model)
+        seen: list[Any] = []
+        for number in range(3):
+            values = response_log_probs(ready, batch_of(seed=number), canary=True).values()
+            seen += [bits([values]), bits(gradients(model, values))]
+        return seen
+
+    alone = [trained(make) for make in makes]
+    assert at_once([functools.partial(trained, make) for make in makes]) == alone
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the canary's
+def test_a_row_is_compared_while_another_thread_runs_layers_again(restless: None) -> None:
+    """Of one checkpointed model."""
+    model, _ = pair(llama)
+    model.train()
+    checkpoint(model, False)
+    ready = replayable(model)
+    weights = list(model.parameters())
+    done = threading.Event()
+
+    def gradients_of(number: int) -> list[Any]:
+        values = response_log_probs(ready, batch_of(seed=number), canary=False).values()
+        return bits(torch.autograd.grad(values.sum(), weights))
+
+    def trained() -> list[Any]:
+        try:
+            return [gradients_of(number % 3) for number in range(12)]
+        finally:
+            done.set()
+
+    def compared() -> list[Any]:
+        seen = [response_log_probs(ready, batch_of(), canary=True).values()]
+        while not done.is_set():
+            seen.append(response_log_probs(ready, batch_of(), canary=True).values())
+        return bits(seen)
+
+    gradient = [gradients_of(number) for number in range(3)] * 4
+    values = bits([response_log_probs(ready, batch_of(), canary=True).values()])
+    seen, others = at_once([trained, compared])
+    assert seen == gradient
+    assert others == values * len(others)
 
 
 # -------------------------------------------------------------------- the attention that a model has

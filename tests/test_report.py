@@ -13,6 +13,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 import samples
+import strategies
 import torch
 from hypothesis import given
 from strategies import Case, batches
@@ -69,7 +70,7 @@ def objects_only(packed):
 
 def pickled_arrays(packed):
     """Bytes of the buffers of a pickle, which has no others than those of the arrays of fields and layouts."""
-    return sum(body.raw().nbytes for body in packed.__reduce_ex__(5)[1][3])
+    return sum(body.raw().nbytes for body in packed.__reduce_ex__(5)[1][4])
 
 
 # -------------------------------------------------------------------- figures against naive sums
@@ -128,6 +129,18 @@ def test_objects_count_in_every_total():
     stream = pickle.dumps(packed, protocol=5, buffer_callback=buffers.append)
     carried = len(stream) + sum(buffer.raw().nbytes for buffer in buffers)
     assert arrays + found["maskpack/objects_bytes"] < carried < found["maskpack/wire_bytes"], "a pickle has no header"
+
+
+@pytest.mark.parametrize("name", ["alternating", "no width", "three wide"])
+def test_layouts_that_travel_as_bits(name):
+    mask, width = strategies.MANY_RUNS[name]
+    batch, registry = strategies.batch_under(mask, width)
+    packed = mp.compress(batch, registry=registry)
+    found = report(batch, packed)
+    arrays, header = naive_wire(packed)
+    assert found["maskpack/layouts_bytes"] == arrays["layout"] == len(mask) * ((width + 7) // 8)
+    assert found["maskpack/wire_bytes"] == sum_of_parts(found) == len(packed.to_bytes())
+    assert packed.nbytes == pickled_arrays(packed) == len(packed.to_bytes()) - header
 
 
 def test_objects_that_only_cloudpickle_takes():

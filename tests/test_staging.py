@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import oracle
 import pytest
+import strategies
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -357,6 +358,22 @@ def test_fields_without_words_rows_or_batch_dims() -> None:
     assert_decodes(compress(TensorDict(empty, batch_size=[2]), registry=registry))
     assert_decodes(compress(TensorDict({"a": torch.arange(5), "b": torch.tensor(3.5)}, batch_size=[])))
     assert_decodes(compress(TensorDict({"s": {"a": torch.ones(2, dtype=torch.bool)}}, batch_size=[2])))
+
+
+@kernel_test
+@pytest.mark.parametrize("name", ["alternating", "some rows", "three wide"])
+def test_rows_of_many_runs(name: str) -> None:
+    """Two layouts, of which one has the run table of many runs and the other that of few."""
+    mask, width = strategies.MANY_RUNS[name]
+    batch, registry = strategies.batch_under(mask, width)
+    few = torch.arange(width) < torch.arange(len(mask))[:, None] % (width + 1)
+    batch["few"], registry["few"] = few, MaskNestingSpec("few")
+    batch["under few"], registry["under few"] = batch["ids"] * few, MaskNestingSpec("few")
+    packed = compress(batch, registry=registry)[:12]
+    assert_decodes(packed)
+    for form in (packed, PackedBatch.from_bytes(packed.to_bytes())):
+        nested = by_kernel(form, layout="nested")
+        oracle.assert_same_batch(unnest(nested), batch[:12].to("cpu"))
 
 
 @kernel_test

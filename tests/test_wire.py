@@ -32,6 +32,7 @@ import torch
 from fuzz_wire import Pieces
 from golden import make
 from hypothesis import given
+from hypothesis import strategies as st
 from oracle import assert_same_batch
 from samples import assert_same
 from tensordict import NonTensorData, NonTensorStack, TensorDict
@@ -140,6 +141,9 @@ def test_golden_files_are_small_and_cover_every_encoding() -> None:
     records = [record for record in pieces("zstd").manifest["codec"]["arrays"] if record is not None]
     assert any(record[2] is not None for record in records)
     assert any(record[2] is None for record in records)
+    forms = [set(layout) & {"runs", "bits"} for name in GOLDEN for layout in pieces(name).manifest["layouts"]]
+    assert {"runs"} in forms
+    assert {"bits"} in forms
 
 
 # -------------------------------------------------------------------- round trips
@@ -174,6 +178,53 @@ def test_with_a_codec(case: strategies.Case) -> None:
     assert back.codec == "zstd"
     assert_same_batch(decompress(back), case.batch)
     assert_same_batch(decompress(pickle.loads(pickle.dumps(packed))), case.batch)
+
+
+@pytest.mark.parametrize("name", [*strategies.MANY_RUNS, *strategies.FEW_RUNS])
+def test_masks_of_any_number_of_runs(name: str) -> None:
+    mask, width = (strategies.MANY_RUNS | strategies.FEW_RUNS)[name]
+    batch, options = strategies.batch_under(mask, width)
+    packed = compress(batch, registry=options)
+    data = packed.to_bytes(checksum=True)
+    (layout,) = Pieces.of(data).manifest["layouts"]
+    assert ("bits" in layout) == (name in strategies.MANY_RUNS)
+    assert ("runs" in layout) == (name in strategies.FEW_RUNS)
+    again = PackedBatch.from_bytes(data)
+    assert again.to_bytes(checksum=True) == data
+    for form in (again, pickle.loads(pickle.dumps(packed)), pickle.loads(pickle.dumps(again, protocol=2))):
+        seen, want = form.layouts["mask"], packed.layouts["mask"]
+        assert (seen.width, seen.anchor, seen.num_rows) == (width, want.anchor, len(mask))
+        assert all(map(np.array_equal, seen.table, want.table))
+        assert {part.dtype for part in seen.table} == {np.dtype(np.int64)}
+        assert_same(decompress(form), batch)
+        assert_same_batch(decompress(form, layout="nested"), decompress(packed, layout="nested"))
+        assert_same(decompress(form.select([-1, 0])), batch[[-1, 0]]) if len(mask) else None
+
+
+@pytest.mark.parametrize("name", strategies.MANY_RUNS)
+def test_masks_of_many_runs_take_their_bits_and_little_more(name: str) -> None:
+    mask, width = strategies.MANY_RUNS[name]
+    bits = len(mask) * ((width + 7) // 8)
+    real = torch.tensor(mask, dtype=torch.bool).view(len(mask), width)
+    packed = compress(TensorDict({"mask": real}, [len(mask)]), registry={"mask": MaskNestingSpec("mask")})
+    free = max(len(mask) - wire.FREE_ROWS, 0)
+    assert packed.nbytes <= bits + len(mask) + 16  # and which rows are not empty
+    assert len(packed.to_bytes()) <= bits + len(mask) + free + 1500
+    assert len(pickle.dumps(packed)) <= bits + len(mask) + 2000
+
+
+@given(strategies.batches(), st.sampled_from([-(10**6), 0, 256]))
+def test_every_way_in_bits(case: strategies.Case, few: int) -> None:
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore")
+        patch.setattr("maskpack.layout._FEW_BYTES", few)
+        packed = compress(case.batch, **case.options)
+        data = packed.to_bytes(allow_pickle=True)
+        assert few >= 0 or "runs" not in {key for layout in Pieces.of(data).manifest["layouts"] for key in layout}
+        for back in (PackedBatch.from_bytes(data, allow_pickle=True), pickle.loads(pickle.dumps(packed))):
+            assert_same_batch(decompress(back), case.batch)
+            assert dict(back.layouts) == dict(packed.layouts)
+            assert [x.anchor for x in back.layouts.values()] == [x.anchor for x in packed.layouts.values()]
 
 
 @pytest.mark.parametrize("codec", [None, "zstd"])
@@ -711,6 +762,74 @@ def test_runs_of_a_layout(name: str) -> None:
     refused(parts.joined(), "layout 'prompt'", "sound runs")
 
 
+def test_bits_of_a_layout() -> None:
+    def changed(dtype: str, items: list[int]) -> bytes:
+        parts = pieces("many_runs")
+        put(parts, parts.manifest["layouts"][0]["bits"], dtype, items)
+        return parts.joined()
+
+    bits = list(array(pieces("many_runs"), 0)[2])  # 8 rows of 131 positions, 17 bytes each
+    assert len(bits) == 8 * 17
+    PackedBatch.from_bytes(changed("U8", bits))
+    wanted = "17 bytes for each of 8 rows, and 0 behind the width"
+    for dtype, items in (("U8", bits[:-1]), ("U8", [*bits, 0]), ("U8", []), ("I8", bits), ("U16", bits[::2])):
+        refused(changed(dtype, items), "layout 'mask' 131 wide", wanted)
+    for row in (0, 7):
+        for place in range(131, 17 * 8):
+            behind = list(bits)
+            behind[17 * row + place // 8] |= 1 << 7 - place % 8
+            refused(changed("U8", behind), "layout 'mask' 131 wide", wanted)
+    less = list(bits)
+    less[-1] = 0
+    refused(changed("U8", less), '"ids"')  # another mask: a field has other lengths
+
+
+def test_layouts_have_runs_or_bits() -> None:
+    def changed(change: Callable[[Any], Any]) -> bytes:
+        parts = pieces("many_runs")
+        change(parts.manifest["layouts"])
+        return parts.joined()
+
+    refused(changed(lambda layouts: layouts[0].update(runs=[0, 1, 2])), "members ['runs']")
+    refused(changed(lambda layouts: layouts[1].update(bits=0)), "members ['runs']")
+    refused(changed(lambda layouts: layouts[1].pop("runs")), '"runs" is None')
+    refused(changed(lambda layouts: layouts[0].update(bits=1)), "17 bytes for each of 8 rows")
+    refused(changed(lambda layouts: layouts[1].update(runs=[0, 2, 3])), "arrays of its own")
+    for number in (-1, 10**6, 1.0, True, None, "0", [0], {}):
+        refused(changed(lambda layouts, number=number: layouts[0].update(bits=number)))
+    for width in (0, 1, 128, 137, 2**31 - 1):
+        refused(changed(lambda layouts, width=width: layouts[0].update(width=width)))
+
+
+def test_a_writer_of_another_kind_may_take_bits_for_any_layout() -> None:
+    """The smaller form is the writer's choice: every golden file is read alike with its layouts as bits."""
+    for name in GOLDEN:
+        if name == "zstd":  # its arrays are compressed
+            continue
+        parts = pieces(name)
+        runs = [layout for layout in parts.manifest["layouts"] if "runs" in layout]
+        for layout in runs:
+            starts, counts, per_row = (list(as_integers(array(parts, number))) for number in layout.pop("runs"))
+            left = iter(zip(starts, counts, strict=True))
+            size = (layout["width"] + 7) // 8
+            lines = [[0] * size for _ in per_row]
+            for line, number in zip(lines, per_row, strict=True):
+                for start, count in [next(left) for _ in range(number)]:
+                    for place in range(start, start + count):
+                        line[place // 8] |= 1 << 7 - place % 8
+            layout["bits"] = len(parts.arrays)
+            parts.arrays.append([f"{layout['bits']}.bits", "U8", bytes(byte for line in lines for byte in line)])
+        back = PackedBatch.from_bytes(parts.joined(), allow_pickle=name == "pickled")
+        assert_same(decompress(back), make.GOLDEN[name]().batch)
+        if name != "pickled":
+            assert back.to_bytes() == PackedBatch.from_bytes(golden(name)).to_bytes()
+
+
+def as_integers(entry: list[Any]) -> list[int]:
+    size = fuzz_wire.SIZES[entry[1]]
+    return [int.from_bytes(entry[2][at : at + size], "little") for at in range(0, len(entry[2]), size)]
+
+
 def test_runs_of_a_wrong_dtype() -> None:
     parts = pieces()
     put(parts, parts.manifest["layouts"][0]["runs"][0], "I8", [1, 0])
@@ -1171,8 +1290,7 @@ def test_objects_of_other_rows() -> None:
     refused(field("uid", depth=-1), "depth -1")
     refused(field("uid", depth=10**9), "depth")
     refused(field("uid", depth=2), "lists of (3,) items")
-    refused(field("uid", listed=True), "depth 1")
-    refused(field("global_token_num", json=[1]), "lists of (3,) items")
+    refused(field("uid", stacked=True), "stacked")
     refused(field("uid", pickle=[0]), "pickle")
     refused(field("uid", pickle=[0]), "either json or pickle", allow_pickle=True)
 
@@ -1201,7 +1319,7 @@ def zeros(name: str, **members: Any) -> dict[str, Any]:
 
 
 def obj(json: Any, depth: int = 0, **members: Any) -> dict[str, Any]:
-    return {"path": ["o"], "kind": "object", "depth": depth, "listed": False, "json": json, **members}
+    return {"path": ["o"], "kind": "object", "depth": depth, "json": json, **members}
 
 
 def empty(parts: Pieces) -> bytes:

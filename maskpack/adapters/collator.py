@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from maskpack.arguments import flag, said
 from maskpack.errors import LayoutError, PlanError
 from maskpack.plan import MicroBatchPlan, plan_micro_batches
 from maskpack.rows import IntArray, cumulated
@@ -85,6 +86,10 @@ class PackedCollator:
             raise LayoutError(
                 f"{_CALL}: extras is the string {self.extras!r}; expected names of fields. Write ({self.extras!r},)."
             )
+        names: Any = self.extras
+        if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in cast("Iterable[Any]", names)):
+            raise LayoutError(f'{_CALL}: extras is {said(names)}; expected names of fields. Write ("advantages",).')
+        flag(self.seq_idx, "seq_idx", _CALL)
         object.__setattr__(self, "extras", tuple(self.extras))
         taken = [name for name in self.extras if name in _GIVEN]
         if taken:
@@ -129,6 +134,11 @@ class PackedCollator:
                 f"{_CALL}.micro_batches: token_budget is {token_budget!r} and multiple_of {self.multiple_of}; expected "
                 "a whole number of tokens, at least one multiple. Raise it."
             )
+        if "loss_tokens" in options:
+            raise PlanError(
+                f"{_CALL}.micro_batches: loss_tokens are given; expected them to be counted from the labels. Leave "
+                "them out."
+            )
         read = self._read(samples)
         plan = plan_micro_batches(
             [sample.ids.numel() for sample in read],
@@ -142,13 +152,14 @@ class PackedCollator:
 
     def _read(self, samples: Sequence[Mapping[str, Any]]) -> list[_Sample]:
         known = ("input_ids", "labels", "seq_lengths", "attention_mask", *_MASKS, *self.extras)
+        if not isinstance(samples, Iterable) or isinstance(samples, str | bytes | Mapping):
+            raise LayoutError(f"{_CALL}: samples are {said(samples)}; expected a list of dicts. Pass one: [sample].")
         first: list[str] | None = None
         read: list[_Sample] = []
         for number, sample in enumerate(samples):
             if not isinstance(sample, Mapping):
                 raise LayoutError(
-                    f"{_CALL}: sample {number} is a {type(sample).__name__}; expected a dict with input_ids. Pass a "
-                    "list of dicts."
+                    f"{_CALL}: sample {number} is {said(sample)}; expected a dict with input_ids. Pass a list of dicts."
                 )
             odd = [name for name in _CHANGES if name in sample and name not in self.extras]
             if odd:
@@ -221,7 +232,7 @@ class PackedCollator:
         out["cu_seq_lens_q"] = out["cu_seq_lens_k"] = torch.from_numpy(bounds.astype(np.int32))
         out["max_length_q"] = out["max_length_k"] = int(lengths.max())
         if self.seq_idx:
-            numbers = torch.arange(lengths.size, dtype=torch.int32)
+            numbers = torch.arange(lengths.size, dtype=torch.int32, device="cpu")
             out["seq_idx"] = numbers.repeat_interleave(torch.from_numpy(lengths))[None]
         for place, name in enumerate(self.extras):
             out[name] = _joined((sample.extras[place] for sample in samples), tail, 0, None)
@@ -237,14 +248,14 @@ def _joined(parts: Iterable[Tensor], tail: int, filler: int, dtype: torch.dtype 
     """[1, T] of parts [n]; without tokens, the tail alone. An empty list has no dtype that counts."""
     lines = [line for line in parts if line.numel()]
     dtype = dtype or (lines[0].dtype if lines else torch.float32)
-    return torch.cat([*lines, torch.full((tail,), filler, dtype=dtype)])[None]
+    return torch.cat([*lines, torch.full((tail,), filler, dtype=dtype, device="cpu")])[None]
 
 
 def _line(number: int, sample: Mapping[str, Any], name: str, tokens: int | None) -> Tensor:
     """A field of a sample as [n] on the CPU."""
     given = sample[name]
     try:
-        line = given.detach().cpu() if isinstance(given, Tensor) else torch.tensor(given)
+        line = given.detach().cpu() if isinstance(given, Tensor) else torch.tensor(given, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise LayoutError(
             f'{_CALL}: sample {number} has a field "{name}" that is no list of numbers ({error}); expected one for '

@@ -20,10 +20,14 @@ from typing import Any, cast
 import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from tensordict import lazy_stack as lazy_stack  # type: ignore[reportUnknownVariableType]
 from torch import Tensor
 
 from maskpack import pickles
+from maskpack.arguments import said
 from maskpack.errors import LayoutError
+from maskpack.joining import with_stacks
+from maskpack.options import kept_verify
 from maskpack.packed import PackedBatch, Target, compress, decompress
 from maskpack.rows import IntArray
 from maskpack.views import BatchView
@@ -95,7 +99,7 @@ class PackedStorage(_ListStorage):
         self._layout: Target = layout
         self._fields = tuple(fields)
         self._to = device
-        self._options = options
+        self._options = _kept(options)
         self._rows: BatchView | None = None
 
     @property
@@ -158,8 +162,7 @@ class PackedStorage(_ListStorage):
                 f"PackedStorage.set: slots from {int(slots.min())} to {int(slots.max())} with {before} in use; "
                 f"expected slots below {self.max_size} that leave none empty. Let the writer choose them."
             )
-        new = BatchView.of(packed)
-        rows = new if self._rows is None else BatchView.cat([self._rows, new])
+        rows = BatchView.of(packed) if self._rows is None else _appended(self._rows, packed)
         self._rows = _tidied(rows.select(table))
 
     def get(self, index: Any) -> Any:
@@ -216,10 +219,10 @@ class PackedStorage(_ListStorage):
     def _packed(self, data: Any) -> PackedBatch:
         if isinstance(data, PackedBatch):
             return data
-        batch: Any = torch.stack(data) if _is_rows(data) else data
+        batch: Any = lazy_stack(data) if _is_rows(data) else data
         if not isinstance(batch, TensorDictBase):
             raise LayoutError(
-                f"PackedStorage.set: got a {type(batch).__name__}; expected a TensorDict or a PackedBatch. Put "
+                f"PackedStorage.set: got {said(batch)}; expected a TensorDict or a PackedBatch. Put "
                 "tensors into a TensorDict."
             )
         return compress(batch if batch.batch_dims else batch.unsqueeze(0), **self._options)
@@ -238,6 +241,10 @@ class PackedStorage(_ListStorage):
         return parts[0] if type(parts[0]) is slice else _numbers(parts[0])
 
 
+def _kept(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: kept_verify(value) if name == "verify" else value for name, value in options.items()}
+
+
 def _is_rows(data: Any) -> bool:
     return type(data) is list and all(isinstance(row, TensorDictBase) for row in cast("list[Any]", data))
 
@@ -247,6 +254,15 @@ def _numbers(index: Any) -> IntArray:
     index = index.detach().cpu().numpy() if isinstance(index, Tensor) else index
     line = np.asarray(list(index) if isinstance(index, range) else index)
     return np.atleast_1d(line)
+
+
+def _appended(rows: BatchView, packed: PackedBatch) -> BatchView:
+    """The rows with others behind them. Where rows of a sub-batch differ in shape for the first time, all are kept as
+    objects from then on."""
+    head, new = with_stacks([rows.head, packed])
+    if head is not rows.head:
+        rows = BatchView.of(with_stacks([rows.to_packed(), new])[0])
+    return BatchView.cat([rows, BatchView.of(new)])
 
 
 def _tidied(rows: BatchView) -> BatchView:
@@ -293,7 +309,7 @@ class MaskNesting(_Transform):
         if layout not in ("padded", "nested"):
             raise LayoutError(f'MaskNesting: layout is {layout!r}; expected "padded" or "nested". Choose one.')
         self.layout: Target = layout
-        self.key, self.keep, self.options = key, tuple(keep), options
+        self.key, self.keep, self.options = key, tuple(keep), _kept(options)
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDict:
         """A batch [B] as B rows with a PackedBatch of one row each; of a batch [], one. Errors are those of

@@ -23,6 +23,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack import manifest, reading, wire
+from maskpack.arguments import said
 from maskpack.choice import encode_alone
 from maskpack.contents import Contents, candidate
 from maskpack.encodings import Plain
@@ -88,7 +89,7 @@ def to_samples(
     """
     call = "to_samples"
     if not isinstance(packed, PackedBatch):
-        raise LayoutError(f"{call}: got a {type(packed).__name__}; expected a PackedBatch. Compress the batch first.")
+        raise LayoutError(f"{call}: got {said(packed)}; expected a PackedBatch. Compress the batch first.")
     if len(packed) == 0:
         raise LayoutError(f"{call}: the batch has no rows; expected at least one. Put nothing where nothing is.")
     entries = list(dict.fromkeys(form.path[0] for form in packed.schema.forms))
@@ -171,7 +172,7 @@ def _column(held: Any, call: str, allow_pickle: bool) -> tuple[int, PackedBatch]
     """The place of a column, and its rows as one batch."""
     rows = _rows(held)
     if rows is None:
-        seen = "missing" if held is None else f"a {type(held).__name__}"
+        seen = "missing" if held is None else f"{said(held)}"
         raise LayoutError(f"{call} is {seen}; expected jagged uint8, one entry a sample. {_REMEDY}")
     read = [_read(row, call, allow_pickle) for row in rows]
     return read[0][0], _packed(joined([contents for _, contents in read], call))
@@ -185,8 +186,8 @@ def _rows(held: Any) -> list[Words] | None:
 
 
 def _jagged(entries: Sequence[bytes]) -> Tensor:
-    offsets = torch.zeros(len(entries) + 1, dtype=torch.int64)
-    torch.cumsum(torch.tensor([len(entry) for entry in entries]), 0, out=offsets[1:])
+    offsets = torch.zeros(len(entries) + 1, dtype=torch.int64, device="cpu")
+    torch.cumsum(torch.tensor([len(entry) for entry in entries], device="cpu"), 0, out=offsets[1:])
     values = torch.frombuffer(bytearray().join(entries), dtype=torch.uint8)
     return torch.nested.nested_tensor_from_jagged(values, offsets)
 

@@ -8,9 +8,14 @@ raises. So does everything that it would have to guess: a mask, a cache, dropout
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -26,6 +31,7 @@ from maskpack.adapters.transformers_limits import (
     check_rows,
     plain_weight,
 )
+from maskpack.arguments import said
 from maskpack.attention import packed_attention
 from maskpack.errors import ReplayError
 from maskpack.ops import packed_log_probs
@@ -40,8 +46,33 @@ _KNOWN = ("cu_seq_lens_q", "cu_seq_lens_k", "position_ids", "cache_position")
 _TRUST = {torch.float32: 1e-4, torch.float64: 1e-8, torch.bfloat16: 0.25, torch.float16: 0.05}
 """How far the log-prob of a token may be off its dense forward, by dtype: more is another model, not other rounding.
 Hidden states, in units of their root mean square, are as exact."""
-_calls = 0
-_replaying = False
+_switching = threading.Lock()
+"""Held while the attention of a model is changed; no forward pass runs under it."""
+
+
+@dataclass
+class _Pass:
+    """A forward pass that replay runs. It stays in one thread, which is in one pass at a time. Layers that a backward
+    pass runs again belong to no pass, in whatever thread they are.
+
+    Attributes:
+        own: whether the model attends by its own attention.
+        attended: calls of `attention` so far.
+    """
+
+    own: bool = False
+    attended: int = 0
+
+    @contextmanager
+    def running(self) -> Generator[_Pass]:
+        token = _pass.set(self)
+        try:
+            yield self
+        finally:
+            _pass.reset(token)
+
+
+_pass: ContextVar[_Pass | None] = ContextVar("_pass", default=None)
 
 
 class _Taken(str):
@@ -64,10 +95,10 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention of a layer: query [1, H, T, D], key and value [1, KV, T, D] -> [1, T, H, D]."""
-    global _calls
     bounds, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
     who = type(module).__name__
-    if _replaying and (not isinstance(bounds, Tensor) or longest is None):
+    running = _pass.get()
+    if running is not None and not running.own and (not isinstance(bounds, Tensor) or longest is None):
         raise ReplayError(f"{who}: the model does not pass the bounds of rows on to its attention. {PADDED}")
     if not isinstance(bounds, Tensor) or longest is None:
         raise ReplayError(
@@ -101,7 +132,8 @@ def attention(
             f"{who}: {key.shape[2]} keys for {query.shape[2]} queries; expected as many: a cache was in use. Pass "
             "use_cache=False."
         )
-    _calls += 1
+    if running is not None:
+        running.attended += 1
     dtype = value.dtype  # rotary tables widen queries and keys under autocast
     out = packed_attention(
         query[0].transpose(0, 1).to(dtype),
@@ -144,6 +176,30 @@ def _own_without_bounds(module: nn.Module, _args: tuple[Any, ...], kwargs: dict[
         )
 
 
+def _own_of(name: str) -> str:
+    """The attention that NAME stands in for."""
+    return name.own if isinstance(name, _Taken) and name.own else "sdpa"
+
+
+def _follow_passes(config: Any) -> None:
+    """Lets `_attn_implementation` of a configuration, which layers read in every forward pass, say the model's own
+    attention in a pass that has it. The configuration itself stays as it is, because other threads read it too."""
+    kind = next(kind for kind in type(config).__mro__ if "_attn_implementation" in vars(kind))
+    known: property = vars(kind)["_attn_implementation"]
+    getter: Any = known.fget
+    if hasattr(getter, "follows_passes"):
+        return
+
+    @functools.wraps(getter)
+    def of_this_pass(config: Any) -> Any:
+        name = getter(config)
+        running = _pass.get() if name == NAME else None
+        return name if running is None or not running.own else _own_of(name)
+
+    cast("Any", of_this_pass).follows_passes = True
+    cast("Any", kind)._attn_implementation = property(of_this_pass, known.fset, known.fdel, known.__doc__)
+
+
 def _window(module: nn.Module) -> int | None:
     """The sliding window of an attention layer as its configuration says it: some models only put it into masks."""
     config: Any = getattr(module, "config", None)
@@ -178,7 +234,7 @@ class Replayable:
         model = getattr(model, "_orig_mod", model)  # of torch.compile
         if not isinstance(model, PreTrainedModel):
             raise ReplayError(
-                f"replayable: got a {type(model).__name__}; expected a model of transformers. Pass the model itself; "
+                f"replayable: got {said(model)}; expected a model of transformers. Pass the model itself; "
                 "of PEFT with adapters in its layers, get_base_model()."
             )
         self.model = model
@@ -205,23 +261,26 @@ class Replayable:
 
     def release(self) -> PreTrainedModel:
         """Gives the model its own attention back, for padded rows and generation; the next replay takes it again. Not
-        between a forward pass and its backward pass, which may run layers again (gradient checkpointing)."""
-        if self._config._attn_implementation == NAME:
-            for config in _parts(self.model.config):
-                name = config._attn_implementation
-                if name == NAME:
-                    config._attn_implementation_internal = name.own if isinstance(name, _Taken) else "sdpa"
+        between a forward pass and its backward pass, which may run layers again (gradient checkpointing), and not while
+        another thread replays the model."""
+        with _switching:
+            if self._config._attn_implementation == NAME:
+                for config in _parts(self.model.config):
+                    name = config._attn_implementation
+                    if name == NAME:
+                        config._attn_implementation_internal = _own_of(name)
         return self.model
 
     def _take(self) -> None:
-        if self._config._attn_implementation != NAME:
-            own = [(config, config._attn_implementation) for config in _parts(self.model.config)]
-            self.model.set_attn_implementation(NAME)
-            for config, name in own:
-                if config._attn_implementation == NAME:
-                    taken = _Taken(NAME)
-                    taken.own = getattr(name, "own", None) or name
-                    config._attn_implementation_internal = taken
+        with _switching:
+            if self._config._attn_implementation != NAME:
+                own = [(config, config._attn_implementation) for config in _parts(self.model.config)]
+                self.model.set_attn_implementation(NAME)
+                for config, name in own:
+                    if config._attn_implementation == NAME:
+                        taken = _Taken(NAME)
+                        taken.own = getattr(name, "own", None) or name
+                        config._attn_implementation_internal = taken
 
     # ---------------------------------------------------------------- what replay asks for
 
@@ -240,9 +299,7 @@ class Replayable:
         check_layers(self.model, self._base, self._config)
         check_rows(self.model, self._config, inputs.input_ids, inputs.max_seqlen)
         self._take()
-        global _replaying
-        before, _replaying = _calls, True
-        try:
+        with _Pass().running() as packed:
             states = self._states(
                 input_ids=inputs.input_ids,
                 position_ids=inputs.position_ids,
@@ -251,11 +308,9 @@ class Replayable:
                 max_length_q=inputs.max_seqlen,
                 max_length_k=inputs.max_seqlen,
             )
-        finally:
-            _replaying = False
-        if _calls - before < self._config.num_hidden_layers:
+        if packed.attended < self._config.num_hidden_layers:
             raise ReplayError(
-                f"replayable: {type(self.model).__name__} attended {_calls - before} times in "
+                f"replayable: {type(self.model).__name__} attended {packed.attended} times in "
                 f"{self._config.num_hidden_layers} layers; expected every layer to attend through transformers' "
                 f"attention interface. {PADDED}"
             )
@@ -301,18 +356,16 @@ class Replayable:
             return
         alone = self._base if self._output is None else self.model
         ids = inputs.input_ids[:, begin:end]
+        for config in _parts(self.model.config):
+            _follow_passes(config)
         with torch.no_grad():
-            self.release()
-            try:
+            with _Pass(own=True).running():
                 out: Any = alone(
                     input_ids=ids,
                     attention_mask=torch.ones_like(ids),  # without it, positions that jump would begin a row
                     position_ids=inputs.position_ids[..., begin:end],
                     use_cache=False,
                 )
-            finally:
-                if packed:
-                    self._take()
             states = hidden[begin:end].detach()
             if self._output is None:
                 truth = out.last_hidden_state[0]

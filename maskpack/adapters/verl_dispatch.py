@@ -21,7 +21,7 @@ from tensordict import TensorDictBase
 
 from maskpack.adapters.verl_packed import VERL_FIELDS, DataProto, PackedProto, pack, unpack
 from maskpack.errors import LayoutError, MaskpackError, RegistryError
-from maskpack.options import Options, Registry, Verify
+from maskpack.options import Options, Registry, Verify, kept_verify
 from maskpack.packed import Target
 from maskpack.pool import Pool
 from maskpack.rows import even_sizes
@@ -81,6 +81,10 @@ class MaskNestingConfig:
     def _fields(self) -> Registry:
         return VERL_FIELDS if self.registry is None else self.registry
 
+    @functools.cached_property
+    def _verify(self) -> Verify:
+        return kept_verify(self.verify)
+
     def pack(self, data: Any) -> PackedProto:
         """`pack` of what goes to workers."""
         return pack(
@@ -88,7 +92,7 @@ class MaskNestingConfig:
             registry=self._fields(),
             pad_token_id=self.pad_token_id,
             strict_mask_nesting=self.strict_mask_nesting,
-            verify=self.verify,
+            verify=self._verify,
             codec=self.codec,
         )
 

@@ -96,13 +96,13 @@ def _tensors(data: Any, allow_pickle: bool) -> Any:
 
 def _tensor(item: Any) -> Tensor:
     if len(item) == 2:
-        return torch.nested.nested_tensor([_tensor(row) for row in item[1]], layout=torch.jagged)
+        return torch.nested.nested_tensor([_tensor(row) for row in item[1]], layout=torch.jagged, device="cpu")
     name, shape, data = item
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise pickle.UnpicklingError(f"{name!r} is no dtype")
     held = bytearray(memoryview(data))
-    return (torch.frombuffer(held, dtype=dtype) if held else torch.empty(0, dtype=dtype)).view(shape)
+    return torch.frombuffer(held, dtype=dtype).view(shape) if held else torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def _loaded(data: bytes, allow_pickle: bool = False) -> Any:
@@ -117,7 +117,7 @@ def _loaded(data: bytes, allow_pickle: bool = False) -> Any:
 
 def _rebuilt(storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> Tensor:
     """A tensor that lies in a Python object."""
-    held = torch.empty(0, dtype=storage.dtype)
+    held = torch.empty(0, dtype=storage.dtype, device=storage.device)
     return held.set_(storage._untyped_storage, offset, torch.Size(size), tuple(stride))
 
 

@@ -22,11 +22,11 @@ from torch import Tensor
 from maskpack import packed as packing
 from maskpack.coverage import check_strict, hidden_tensors
 from maskpack.errors import LayoutError
-from maskpack.jagged import jagged_from, to_host
+from maskpack.jagged import jagged_from, ragged_dim, stated_dim, to_host
 from maskpack.objects import Objects
 from maskpack.options import OnLoss, Options, Registry, Verify
 from maskpack.packed import PackedBatch, Target
-from maskpack.registry import DENSE, RL_FIELDS, SIGNED_ZERO, Key, MaskNestingSpec, PadValue, Path, path_of
+from maskpack.registry import RL_FIELDS, SIGNED_ZERO, Key, MaskNestingSpec, PadValue, Path, path_of
 from maskpack.rows import Rows, row_index
 from maskpack.schema import LAYOUTS
 from maskpack.tree import Node, build, has, is_object, walk
@@ -46,7 +46,6 @@ VERL_FIELDS = RL_FIELDS | {
         for side in ("", "negative_")
         for name in (f"{side}prompt_embeds", f"{side}prompt_embeds_mask")
     },
-    "global_token_num": DENSE,  # verl gives every rank the list of the whole batch
 }
 """`RL_FIELDS`, and what else the trainers and engines of verl put into batches and results."""
 
@@ -76,7 +75,7 @@ class Column:
         if array.dtype != object:
             return cls(np.array(array), array.shape[1:])
         cells = [list(row.flat) for row in array] if array.ndim > 1 else list(array)
-        return cls(Objects(cells, 0).stowed(len(array), True), array.shape[1:])
+        return cls(Objects(cells, 1).stowed(), array.shape[1:])
 
     def select(self, rows: list[int]) -> Column:
         return replace(self, values=self.values.select(rows) if isinstance(self.values, Objects) else self.values[rows])
@@ -85,7 +84,7 @@ class Column:
         """A copy of the array."""
         if not isinstance(self.values, Objects):
             return np.array(self.values)
-        items = self.values.entry((len(self.values.data),)).data
+        items = self.values.restored()
         made: Any = np.empty((len(items), *self.shape), dtype=object)
         for row, item in enumerate(items):
             if self.shape:
@@ -120,8 +119,7 @@ class OddJagged:
     @classmethod
     def of(cls, field: Any) -> OddJagged | None:
         """None for a regular one."""
-        stated = next(dim for dim, size in enumerate(field.shape) if not isinstance(size, int))
-        odd = cls(field._ragged_idx, stated, field.offsets().dtype)
+        odd = cls(ragged_dim(field), stated_dim(field), field.offsets().dtype)
         return None if (odd.ragged, odd.offsets) == (1, torch.int64) else odd
 
     def again(self, field: Tensor) -> Any:
@@ -235,7 +233,7 @@ def pack(
     if strict_mask_nesting:
         _check_objects(data, options)
     columns = {name: Column.of(array) for name, array in data.non_tensor_batch.items()}
-    meta_info = Objects(data.meta_info, 0).stowed(0, False)
+    meta_info = Objects(data.meta_info, 0).stowed()
     if data.batch is None:
         return PackedProto(type(data), None, columns, meta_info, {}, {}, False, len(data))
     parts = _Parts.of(data.batch)
@@ -262,7 +260,7 @@ def unpack(packed: PackedProto, *, layout: Target | None = None, device: torch.d
     if packed.kind is None:
         return batch
     columns = {name: column.array() for name, column in packed.columns.items()}
-    return packed.kind(batch=batch, non_tensor_batch=columns, meta_info=packed.meta_info.entry(()).data)
+    return packed.kind(batch=batch, non_tensor_batch=columns, meta_info=packed.meta_info.restored())
 
 
 def _decoded(

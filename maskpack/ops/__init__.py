@@ -7,17 +7,19 @@ packed_log_probs  the log-prob of each token from packed hidden states, without 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor
 
+from maskpack.arguments import said
 from maskpack.backends import Backend, uses_triton
 from maskpack.errors import LayoutError, RegistryError
 from maskpack.layout import RowLayout
 from maskpack.ops import _torch
 from maskpack.ops.log_probs import packed_log_probs
-from maskpack.registry import Pad
+from maskpack.registry import EDGE, Pad
+from maskpack.tensors import need_gradients
 from maskpack.words import pad_words
 
 __all__ = ["pack", "packed_log_probs", "unpack"]
@@ -41,8 +43,11 @@ def pack(x: Tensor | Sequence[Tensor], layout: RowLayout, *, backend: Backend = 
     Raises:
         LayoutError: `x` does not begin with the layout's (B, S), or lies on another device.
     """
-    fields = [x] if isinstance(x, Tensor) else list(x)
+    _need_layout(layout, "pack")
+    fields = _fields(x, "x", "pack")
     for field in fields:
+        if field.is_nested:
+            raise LayoutError("pack: x is nested; expected a padded tensor. It is packed already: take x.values().")
         if field.shape[:2] != (layout.num_rows, layout.width) or field.device != layout.device:
             raise LayoutError(
                 f"pack: x is {tuple(field.shape)} on {field.device}; the layout is ({layout.num_rows}, {layout.width}) "
@@ -53,6 +58,8 @@ def pack(x: Tensor | Sequence[Tensor], layout: RowLayout, *, backend: Backend = 
 
         outs = _autograd.pack(fields, layout)
     else:
+        for field in fields:
+            need_gradients(field, "x", "pack")
         outs = [_torch.pack(field, layout) for field in fields]
     return outs[0] if isinstance(x, Tensor) else outs
 
@@ -79,10 +86,12 @@ def unpack(
         [B, S, *F] in the dtype of `values`, or one for each; differentiable, twice. No synchronisation.
 
     Raises:
-        LayoutError: `values` has not T entries, or lies on another device; pads that are not as many as values.
+        LayoutError: `values` has not T entries, or lies on another device; pads that are not as many as values; a
+            tensor of pads that are not as many as rows, or lie on another device.
         RegistryError: a pad that the dtype of `values` cannot hold.
     """
-    fields = [values] if isinstance(values, Tensor) else list(values)
+    _need_layout(layout, "unpack")
+    fields = _fields(values, "values", "unpack")
     pads: list[Any] = [*pad_value] if isinstance(pad_value, list | tuple) else [pad_value] * len(fields)  # type: ignore[reportUnknownArgumentType]
     if len(pads) != len(fields):
         raise LayoutError(
@@ -90,14 +99,36 @@ def unpack(
         )
     for field in fields:
         _check(field, layout)
-    words = [_words(pad, field.dtype) for field, pad in zip(fields, pads, strict=True)]
+    words = [_words(pad, field.dtype, layout) for field, pad in zip(fields, pads, strict=True)]
     if uses_triton(layout.device, backend, "unpack"):
         from maskpack.ops import _autograd
 
         outs = _autograd.unpack(fields, layout, pads, words)
     else:
+        for field in fields:
+            need_gradients(field, "values", "unpack")
         outs = [_torch.unpack(field, layout, pad) for field, pad in zip(fields, pads, strict=True)]
     return outs[0] if isinstance(values, Tensor) else outs
+
+
+def _need_layout(layout: Any, call: str) -> None:
+    """Raises LayoutError for what is no RowLayout."""
+    if not isinstance(layout, RowLayout):
+        remedy = "Write RowLayout.from_mask(mask)." if isinstance(layout, Tensor) else "Make one: RowLayout.from_mask."
+        raise LayoutError(f"{call}: layout is {said(layout)}; expected a RowLayout. {remedy}")
+
+
+def _fields(x: Any, name: str, call: str) -> list[Tensor]:
+    """The tensors that are packed or unpacked together."""
+    fields: list[Any] = list(cast("Sequence[Any]", x)) if isinstance(x, list | tuple) else [x]
+    for field in fields:
+        if not isinstance(field, Tensor) or field.layout not in (torch.strided, torch.jagged):
+            seen = f"a tensor of the memory layout {field.layout}" if isinstance(field, Tensor) else said(field)
+            raise LayoutError(
+                f"{call}: {name} is {seen}; expected a strided tensor, or a list of them. Convert it: torch.as_tensor, "
+                "or to_dense()."
+            )
+    return fields
 
 
 def _check(values: Tensor, layout: RowLayout) -> None:
@@ -109,10 +140,22 @@ def _check(values: Tensor, layout: RowLayout) -> None:
         )
 
 
-def _words(pad: Any, dtype: torch.dtype) -> tuple[int, ...]:
+def _words(pad: Any, dtype: torch.dtype, layout: RowLayout) -> tuple[int, ...]:
     """Those of a constant; none of another pad."""
-    if isinstance(pad, Tensor | Pad):
+    if isinstance(pad, Tensor):
+        if pad.shape != (layout.num_rows,) or pad.device != layout.device:
+            raise LayoutError(
+                f"unpack: pad_value is a tensor {tuple(pad.shape)} on {pad.device}; expected one pad for each row, "
+                f"({layout.num_rows},) on {layout.device}. Pass the pads of this layout's rows, on its device."
+            )
         return ()
+    if pad is EDGE:
+        return ()
+    if not isinstance(pad, bool | int | float | complex):
+        raise RegistryError(
+            f"unpack: pad_value is {pad if isinstance(pad, Pad) else said(pad)}; expected a number, EDGE, or a tensor "
+            "of one pad a row. Give one of these."
+        )
     held = pad_words(pad, dtype)
     if held is None:
         raise RegistryError(

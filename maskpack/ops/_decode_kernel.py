@@ -294,7 +294,7 @@ def _decode(body, tables, jobs_at, count, CHUNK: tl.constexpr):
     first, last = words * 0, words
     if (width >= 0) & (items == 1) & (tl.load(job + EDGE) == 0):
         first, last = _reach(tables, job, row, begin, width)
-    stop = tl.minimum(at + span, words)
+    stop = at + tl.minimum(span, words - at)  # at + span may pass int32
     while at < stop:
         if (at + CHUNK <= first) | (at >= last):
             _padding(tables, job, row, at, first, words, length.to(tl.int32), CHUNK)

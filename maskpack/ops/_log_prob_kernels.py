@@ -1,7 +1,7 @@
 """Triton kernels of `packed_log_probs`: what is done to logits between two matrix products.
 
     reduce_rows    a program for each row reads its logits once: log-prob of the token, log-sum-exp, entropy
-    differentiate  a program for each block of a row: logits become their own gradient, in place
+    differentiate  a program for each block of a row: logits to their gradient, in place or in another dtype
 
 Both compute in float32, and do what the functions of the same names in log_probs.py do in plain torch.
 """
@@ -67,7 +67,9 @@ def _reduce_row(
 @triton.jit
 def _differentiate_block(
     logits,
+    out,
     ids,
+    others,
     lse,
     entropy,
     grad_log_probs,
@@ -75,6 +77,7 @@ def _differentiate_block(
     first,
     columns,
     stride,
+    out_stride,
     scale,
     LOG_PROBS: tl.constexpr,
     ENTROPY: tl.constexpr,
@@ -83,18 +86,19 @@ def _differentiate_block(
     row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns
-    place = logits + row.to(tl.int64) * stride + at
-    log_p = tl.load(place, mask=inside, other=0.0).to(tl.float32) * scale - tl.load(lse + row)
+    log_p = tl.load(logits + row.to(tl.int64) * stride + at, mask=inside, other=0.0) * scale - tl.load(lse + row)
     factor = tl.zeros((BLOCK,), tl.float32)
     if LOG_PROBS:
         slope = tl.load(grad_log_probs + row)
-        factor += slope
+        wanted = at == tl.load(ids + row) - first
+        factor += tl.where(wanted, 0.0, slope)
     if ENTROPY:
         factor += tl.load(grad_entropy + row) * (log_p + tl.load(entropy + row))
     grad = -tl.exp(log_p) * factor
     if LOG_PROBS:
-        grad += tl.where(at == tl.load(ids + row) - first, slope, 0.0)
-    tl.store(place, (grad * scale).to(logits.dtype.element_ty), mask=inside)
+        grad += tl.where(wanted, slope * tl.load(others + row), 0.0)
+    out += row.to(tl.int64) * out_stride
+    tl.store(out + at, (grad * scale).to(out.dtype.element_ty), mask=inside)
 
 
 def reduce_rows(
@@ -121,8 +125,10 @@ def reduce_rows(
 
 def differentiate(
     logits: Tensor,
+    grad: Tensor,
     first: int,
     ids: Tensor,
+    others: Tensor,
     lse: Tensor,
     entropy: Tensor | None,
     grad_log_probs: Tensor | None,
@@ -137,7 +143,9 @@ def differentiate(
     with torch.cuda.device_of(logits):
         _differentiate_block[(rows, triton.cdiv(columns, block))](
             logits,
+            grad,
             ids,
+            others,
             lse,
             entropy,
             grad_log_probs,
@@ -145,6 +153,7 @@ def differentiate(
             first,
             columns,
             logits.stride(0),
+            grad.stride(0),
             scale,
             LOG_PROBS=grad_log_probs is not None,
             ENTROPY=grad_entropy is not None,

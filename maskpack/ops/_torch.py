@@ -102,7 +102,7 @@ def _unpack_edge(values: Tensor, layout: RowLayout) -> Tensor:
 def _unpack_edge_by_run(values: Tensor, layout: RowLayout) -> Tensor:
     """Every row whole with what follows its last real element, then what comes before."""
     source, table = words(values), layout.table
-    ends = torch.zeros((layout.num_rows, *source.shape[1:]), dtype=source.dtype)
+    ends = torch.zeros((layout.num_rows, *source.shape[1:]), dtype=source.dtype, device=source.device)
     real = torch.from_numpy(np.flatnonzero(layout.lengths))
     ends[real] = source[layout.offsets[1:][real] - 1]
     shape = (layout.num_rows, layout.width, *source.shape[1:])

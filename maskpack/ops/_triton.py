@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from maskpack.runs import BLOCK, RunIndex
+from maskpack.runs import BLOCK, MOST_TOKENS, RunIndex
 
 CONSTANT, EDGE, PER_ROW = 0, 1, 2
 _AT_ONCE = 16
@@ -130,15 +130,16 @@ def _value_or_pad(values, place, taken, real, pad, row, mode: tl.constexpr):
 @triton.jit(do_not_specialize=["total"])
 def _unpack(
     outs, ins, pads, starts, begins, cu_seqlens, bits, before, total, width, parts,
-    MODES: tl.constexpr, EDGES: tl.constexpr, ITEMS: tl.constexpr, ELEMENTS: tl.constexpr
+    MODES: tl.constexpr, EDGES: tl.constexpr, ITEMS: tl.constexpr, ELEMENTS: tl.constexpr, PLACE: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0) // parts
-    at = (tl.program_id(0) % parts) * ELEMENTS + tl.arange(0, ELEMENTS)
-    inside = at < width * ITEMS
-    col = at // ITEMS
+    line = tl.cast(width, PLACE) * ITEMS
+    at = tl.cast(tl.program_id(0) % parts, PLACE) * ELEMENTS + tl.arange(0, ELEMENTS)
+    inside = at < line
+    col = (at // ITEMS).to(tl.int32)
     real, token, count = _token(starts, begins, cu_seqlens, bits, before, row, col, width)
     real = real & inside
-    out = row.to(tl.int64) * (width * ITEMS) + at
+    out = row.to(tl.int64) * line + at
     if EDGES or tl.max(real.to(tl.int32)) > 0:
         there = inside & (token < tl.where(count > 0, total, -1))  # -1 in an empty row at the front
         place = token.to(tl.int64)
@@ -204,26 +205,27 @@ def pack(fields: Sequence[Tensor], index: RunIndex, total: int) -> list[Tensor]:
     outs = [x.new_empty((total, *x.shape[2:])) for x in fields]
     launches: dict[tuple[int, ...], list[tuple[Any, Any]]] = {}
     runs = index.starts.shape[0]
-    for x, out in zip(fields, outs, strict=True):
-        if not out.numel():
-            continue
-        source, form = _worded(x, 2)
-        pair = _pointer(out, form.size), _pointer(source, form.size)
-        if form.items * form.size < _WIDE or form.item != 1:
-            launches.setdefault(form[1:], []).append(pair)
-            continue
-        chunk, parts = _chunks(form)
-        _pack_wide[(total * parts,)](
-            *pair, index.starts, index.begins, index.blocks, index.rows, total, runs, form.row, form.col, form.items,
-            parts, BLOCK, chunk,
-        )  # fmt: skip
-    for (items, row, col, item), pairs in launches.items():
-        for begin in range(0, len(pairs), _AT_ONCE):
-            targets, sources = zip(*pairs[begin : begin + _AT_ONCE], strict=True)
-            _pack[(-(-total * items // _PACKED),)](
-                targets, sources, index.starts, index.begins, index.blocks, index.rows, total, runs, row, col, item,
-                items, BLOCK, _PACKED, num_warps=8,
+    with torch.cuda.device_of(index.starts):  # Triton launches on the current device
+        for x, out in zip(fields, outs, strict=True):
+            if not out.numel():
+                continue
+            source, form = _worded(x, 2)
+            pair = _pointer(out, form.size), _pointer(source, form.size)
+            if form.items * form.size < _WIDE or form.item != 1:
+                launches.setdefault(form[1:], []).append(pair)
+                continue
+            chunk, parts = _chunks(form)
+            _pack_wide[(total * parts,)](
+                *pair, index.starts, index.begins, index.blocks, index.rows, total, runs, form.row, form.col,
+                form.items, parts, BLOCK, chunk,
             )  # fmt: skip
+        for (items, row, col, item), pairs in launches.items():
+            for begin in range(0, len(pairs), _AT_ONCE):
+                targets, sources = zip(*pairs[begin : begin + _AT_ONCE], strict=True)
+                _pack[(-(-total * items // _PACKED),)](
+                    targets, sources, index.starts, index.begins, index.blocks, index.rows, total, runs, row, col, item,
+                    items, BLOCK, _PACKED, num_warps=8,
+                )  # fmt: skip
     return outs
 
 
@@ -241,25 +243,28 @@ def unpack(
     launches: dict[int, list[tuple[Any, Any, int | Tensor, int]]] = {}
     places = index.starts, index.begins, index.cu_seqlens, index.bits, index.before
     total = values[0].shape[0] if values else 0
-    for x, out, pad, mode in zip(values, outs, pads, modes, strict=True):
-        if not out.numel():
-            continue
-        source, form = _worded(x.contiguous(), 1, widest=8 if isinstance(pad, int) else 1)
-        padding = _repeated(pad, x.dtype.itemsize, form.size) if isinstance(pad, int) else pad
-        zero = isinstance(padding, int) and padding == 0  # 0 bits of a float are 0.0
-        job = _pointer(out, form.size, zero), _pointer(source, form.size, zero), padding, mode
-        if form.items * form.size < _WIDE:
-            launches.setdefault(form.items, []).append(job)
-            continue
-        chunk, parts = _chunks(form)
-        _unpack_wide[(rows * width * parts,)](*job[:3], *places, total, width, form.items, parts, mode, chunk)
-    for items, jobs in launches.items():
-        parts = -(-width * items // _PADDED)
-        for begin in range(0, len(jobs), _AT_ONCE):
-            targets, sources, paddings, kinds = zip(*jobs[begin : begin + _AT_ONCE], strict=True)
-            _unpack[(rows * parts,)](
-                targets, sources, paddings, *places, total, width, parts, kinds, EDGE in kinds, items, _PADDED,
-            )  # fmt: skip
+    with torch.cuda.device_of(index.starts):
+        for x, out, pad, mode in zip(values, outs, pads, modes, strict=True):
+            if not out.numel():
+                continue
+            source, form = _worded(x.contiguous(), 1, widest=8 if isinstance(pad, int) else 1)
+            padding = _repeated(pad, x.dtype.itemsize, form.size) if isinstance(pad, int) else pad
+            zero = isinstance(padding, int) and padding == 0  # 0 bits of a float are 0.0
+            job = _pointer(out, form.size, zero), _pointer(source, form.size, zero), padding, mode
+            if form.items * form.size < _WIDE:
+                launches.setdefault(form.items, []).append(job)
+                continue
+            chunk, parts = _chunks(form)
+            _unpack_wide[(rows * width * parts,)](*job[:3], *places, total, width, form.items, parts, mode, chunk)
+        for items, jobs in launches.items():
+            parts = -(-width * items // _PADDED)
+            place = tl.int32 if parts * _PADDED <= MOST_TOKENS else tl.int64
+            for begin in range(0, len(jobs), _AT_ONCE):
+                targets, sources, paddings, kinds = zip(*jobs[begin : begin + _AT_ONCE], strict=True)
+                _unpack[(rows * parts,)](
+                    targets, sources, paddings, *places, total, width, parts, kinds, EDGE in kinds, items, _PADDED,
+                    place,
+                )  # fmt: skip
     return outs
 
 

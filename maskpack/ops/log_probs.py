@@ -1,11 +1,12 @@
 """packed_log_probs: log-probs of given tokens from hidden states, without the logits of all of them.
 
     forward   hidden [T, H]:  rows at a time     logits [chunk, V] -> log-prob, log-sum-exp, entropy of each row
-    backward  weight [V, H]:  slices at a time   logits [T, slice] -> their gradient, in place -> both products
+    backward  weight [V, H]:  slices at a time   logits [T, slice] -> their gradient -> both products
 
-One buffer holds the logits of every chunk, one those of every slice; neither is kept for the backward pass, which
-computes the logits again. Slices of the vocabulary let each row of the weight's gradient be one sum over all tokens.
-What happens to logits between products is a Triton kernel, or the plain torch below, which is its specification.
+One buffer holds the logits of every chunk, another those of every slice, in float32; neither is kept for the backward
+pass, which computes the logits again. Their gradient is rounded to the dtype of the weight, for the products. Slices of
+the vocabulary let each row of the weight's gradient be one sum over all tokens. What happens to logits between
+products is a Triton kernel, or the plain torch below, which is its specification.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from typing import Any, Literal, NamedTuple, cast, overload
 import torch
 from torch import Tensor
 
+from maskpack.arguments import flag, said
 from maskpack.backends import Backend, uses_triton
 from maskpack.errors import LayoutError, MaskpackError
 
 _CHUNK_BYTES = 3 << 27  # of the logits of a chunk
-_SLICE_BYTES = 1 << 28  # of the logits of a slice
+_SLICE_BYTES = 1 << 28  # of the logits of a slice and their rounded gradient
 _TILE = 128  # rows that matrix products work on at once
 _ALIGN = 256  # columns; rows of a buffer begin at multiples, or products take a slow path
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -78,10 +80,11 @@ def packed_log_probs(
         entropy[t]   = -(log_p[t].exp() * log_p[t]).sum()
 
     Logits are summed and reduced in float32, so the result is closer to this than plain torch in half precision. The
-    backward pass computes logits again, in the dtype of `hidden`. Beside its results, the forward pass takes the
-    logits of one chunk (about 0.4 GiB), the backward pass 0.25 GiB and a float32 [T, H]. Tensor-parallel vocabularies
-    are out of scope: `lm_head_weight` is the whole head, and `hidden` and ids are on its device. Under torch.compile
-    the call is a graph break.
+    backward pass computes them again, in float32 too; their gradient is rounded to the dtype of `hidden` once, so that
+    of a token that is nearly sure is as exact as any other. Beside its results, the forward pass takes the logits of
+    one chunk (about 0.4 GiB), the backward pass 0.25 GiB and a float32 [T, H]. Tensor-parallel vocabularies are out of
+    scope: `lm_head_weight` is the whole head, and `hidden` and ids are on its device. Under torch.compile the call is
+    a graph break.
 
     Args:
         hidden: [T, H] float16, bfloat16, float32 or float64, any strides; packed hidden states.
@@ -105,6 +108,7 @@ def packed_log_probs(
     """
     _check_tensors(hidden, lm_head_weight, token_ids)
     _check_options(temperature, chunk)
+    entropy = flag(entropy, "entropy", "packed_log_probs")
     kernels = uses_triton(hidden.device, backend, "packed_log_probs")
     if hidden.dtype == torch.float64:
         if backend == "triton":
@@ -119,6 +123,9 @@ def packed_log_probs(
 
 
 def _check_tensors(hidden: Tensor, weight: Tensor, ids: Tensor) -> None:
+    for name, x in (("hidden", hidden), ("lm_head_weight", weight), ("token_ids", ids)):
+        if not isinstance(x, Tensor):
+            raise LayoutError(f"packed_log_probs: {name} is {said(x)}; expected a tensor. Pass one.")
     seen = f"packed_log_probs: hidden is {_form(hidden)}; lm_head_weight is {_form(weight)}; token_ids are {_form(ids)}"
     if any(x.is_nested or x.layout != torch.strided for x in (hidden, weight, ids)):
         raise LayoutError(f"{seen}; expected strided tensors. Pass the values of jagged ones.")
@@ -147,12 +154,12 @@ def _check_tensors(hidden: Tensor, weight: Tensor, ids: Tensor) -> None:
 def _check_options(temperature: float, chunk: int | None) -> None:
     if isinstance(temperature, bool) or not isinstance(temperature, float | int) or not 0 < temperature < math.inf:
         raise LayoutError(
-            f"packed_log_probs: temperature is {temperature!r}; expected a finite number above 0. "
+            f"packed_log_probs: temperature is {temperature!r:.60}; expected a finite number above 0. "
             "Take the argmax where you mean a temperature of 0."
         )
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
         raise LayoutError(
-            f"packed_log_probs: chunk is {chunk!r}; expected a number of rows, at least 1. "
+            f"packed_log_probs: chunk is {said(chunk)}; expected a number of rows, at least 1. "
             "Leave it out for a chunk that fits the vocabulary."
         )
 
@@ -179,7 +186,8 @@ class _LogProbs(torch.autograd.Function):
     ) -> Tensor | tuple[Tensor, Tensor]:
         log_probs, lse, entropy = _forward(hidden, weight, ids, scale, chunk, with_entropy, _program(kernels))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, ids, lse, entropy)
+        others = torch.expm1(log_probs).neg_() if any(ctx.needs_input_grad[:2]) else None
+        ctx.save_for_backward(hidden, weight, ids, others, lse, entropy)
         ctx.scale, ctx.kernels = scale, kernels
         return log_probs if entropy is None else (log_probs, entropy)
 
@@ -191,12 +199,13 @@ class _LogProbs(torch.autograd.Function):
                 "packed_log_probs: its gradient is asked for with create_graph=True; it can be differentiated once. "
                 "Take second derivatives of the plain program in its docstring."
             )
-        hidden, weight, ids, lse, entropy = ctx.saved_tensors
+        hidden, weight, ids, others, lse, entropy = ctx.saved_tensors
         grad_log_probs, grad_entropy = (*grads, None)[:2]
         if grad_log_probs is None and grad_entropy is None:
             return (None,) * 7
         slopes = _Slopes(
             ids,
+            others,
             lse,
             entropy,
             None if grad_log_probs is None else grad_log_probs.contiguous(),
@@ -207,9 +216,11 @@ class _LogProbs(torch.autograd.Function):
 
 
 class _Slopes(NamedTuple):
-    """What the gradient of the logits is made of: per row, and the scale of all."""
+    """What the gradient of the logits is made of: per row, and the scale of all. `others` is the probability of all
+    tokens but the given one: 1 - p, which a difference would not give where p is near 1."""
 
     ids: Tensor
+    others: Tensor
     lse: Tensor
     entropy: Tensor | None
     grad_log_probs: Tensor | None
@@ -269,47 +280,45 @@ def _backward(
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     hidden, weight = _matrix(hidden), _matrix(weight)
     wide = _wide(hidden.dtype)
-    dtype = hidden.dtype if _has_wide_products(hidden) else wide
-    columns = _piece(vocabulary, _SLICE_BYTES // (dtype.itemsize * max(tokens, 1)), _ALIGN)
-    buffer = _buffer(tokens, min(columns, vocabulary), dtype, hidden.device)
-    # Half-precision logits of a sure token would be far off: its probability is near 1, its logit large. What a product
-    # adds to this is close to the log-prob instead, and near 0 the same format is precise.
-    minus_lse = (slopes.lse / -slopes.scale).to(dtype).unsqueeze(1)
-    slopes = slopes._replace(lse=(slopes.lse / slopes.scale + minus_lse.squeeze(1)).mul_(slopes.scale))
+    rounded = _has_wide_products(hidden) and hidden.dtype != wide
+    dtypes = (wide, hidden.dtype) if rounded else (wide,)  # of logits, and of their gradient where it is another
+    size = sum(dtype.itemsize for dtype in dtypes)
+    columns = _piece(vocabulary, _SLICE_BYTES // (size * max(tokens, 1)), _ALIGN)
+    buffers = [_buffer(tokens, min(columns, vocabulary), dtype, hidden.device) for dtype in dtypes]
     grad_hidden = torch.empty(hidden.shape, dtype=wide, device=hidden.device) if needed[0] else None
     grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if needed[1] else None
     for first in range(0, vocabulary, columns):
         part = weight[first : first + columns]
-        logits = buffer[:, : part.shape[0]]
-        _product(hidden, part.t(), logits, plus=minus_lse)
-        program.differentiate(logits, first, *slopes)
+        logits, grad = (buffer[:, : part.shape[0]] for buffer in (buffers[0], buffers[-1]))
+        _product(hidden, part.t(), logits)
+        program.differentiate(logits, grad, first, *slopes)
         if grad_weight is not None:
-            _product(logits.t(), hidden, grad_weight[first : first + columns])
+            _product(grad.t(), hidden, grad_weight[first : first + columns])
         if grad_hidden is not None:
-            _product(logits, part, grad_hidden, plus=grad_hidden if first else None)
-        del logits
-    del buffer  # before the rounded gradient is allocated
+            _product(grad, part, grad_hidden, add=first > 0)
+        del logits, grad
+    del buffers  # before the rounded gradient is allocated
     return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight
 
 
 # -------------------------------------------------------------------- products and their buffers
 
 
-def _product(a: Tensor, b: Tensor, out: Tensor, *, plus: Tensor | None = None) -> None:
-    """Writes a @ b + plus into `out`, summed in float32 (float64) and rounded once. `plus` broadcasts, in the dtype of
-    `out`, which it may be. Always by `out=`, which autocast leaves alone."""
+def _product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> None:
+    """Writes a @ b into `out`, summed in float32 (float64) and rounded once; or adds it to a wide `out`, because a GPU
+    rounds the product first. Always by `out=`, which autocast leaves alone."""
     wide = _wide(a.dtype)
+    assert not add or out.dtype == wide
     if not _has_wide_products(a):
         a, b = a.to(wide), b.to(wide)
         if out.dtype != wide:
-            assert plus is None
             out.copy_(torch.mm(a, b, out=torch.empty(out.shape, dtype=wide, device=out.device)))
             return
     more: dict[str, Any] = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
-    if plus is None:
-        torch.mm(a, b, **more, out=out)
+    if add:
+        torch.addmm(out, a, b, **more, out=out)
     else:
-        torch.addmm(plus, a, b, **more, out=out)
+        torch.mm(a, b, **more, out=out)
 
 
 def _has_wide_products(x: Tensor) -> bool:
@@ -373,28 +382,34 @@ def reduce_rows(
 
 def differentiate(
     logits: Tensor,
+    grad: Tensor,
     first: int,
     ids: Tensor,
+    others: Tensor,
     lse: Tensor,
     entropy: Tensor | None,
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
     scale: float,
 ) -> None:
-    """Makes logits [T, N] of the tokens from `first` on into their gradient:
+    """Writes the gradient of logits [T, N], of the tokens from `first` on, into `grad`, of any dtype; it may be them:
 
     scale * (grad_log_probs * ([token == id] - p) - grad_entropy * p * (log p + entropy)),  log p = logits * scale - lse
+
+    with `others` for 1 - p of the id.
     """
-    log_p = (logits.to(lse.dtype) * scale).sub_(lse.unsqueeze(1))
-    grad = log_p.exp().neg_()
+    log_p = (logits * scale).sub_(lse.unsqueeze(1))
+    p = log_p.exp()
+    factor = log_p.zero_() if grad_entropy is None else log_p
     if grad_entropy is not None:
         assert entropy is not None
-        log_p.add_(entropy.unsqueeze(1)).mul_(grad_entropy.unsqueeze(1))
-        grad.mul_(log_p if grad_log_probs is None else log_p.add_(grad_log_probs.unsqueeze(1)))
-    elif grad_log_probs is not None:
-        grad.mul_(grad_log_probs.unsqueeze(1))
-    if grad_log_probs is not None:
-        place = ids - first
-        here = (place >= 0) & (place < logits.shape[1])
-        grad.scatter_add_(1, place.where(here, 0).unsqueeze(1), grad_log_probs.where(here, 0).unsqueeze(1))
-    logits.copy_(grad.mul_(scale))
+        factor.add_(entropy.unsqueeze(1)).mul_(grad_entropy.unsqueeze(1))
+    if grad_log_probs is None:
+        grad.copy_(factor.mul_(p).mul_(-scale))
+        return
+    place = ids - first
+    here = (place >= 0) & (place < logits.shape[1])
+    column, slope = place.where(here, 0).unsqueeze(1), grad_log_probs.where(here, 0).unsqueeze(1)
+    factor.add_(grad_log_probs.unsqueeze(1)).scatter_add_(1, column, -slope).mul_(p).neg_()
+    factor.scatter_add_(1, column, slope * others.where(here, 0).unsqueeze(1))
+    grad.copy_(factor.mul_(scale))

@@ -350,3 +350,13 @@ def test_extras_of_several_dtypes_raise_and_empty_lists_have_none() -> None:
 def test_ids_above_int64_raise() -> None:
     with pytest.raises(LayoutError, match="numbers above those of int64"):
         PackedCollator()([{"input_ids": torch.tensor([2**63 + 1], dtype=torch.uint64)}])
+
+
+def test_torchs_default_device_does_not_matter():
+    samples = [sample(5, weights=[0.5] * 5), sample(3, 1, weights=[1.0, 2.0, 3.0])]
+    collate = PackedCollator(multiple_of=16, seq_idx=True, extras=("weights",))
+    want = collate(samples)
+    with torch.device("meta"):
+        seen = collate(samples)
+    assert seen.keys() == want.keys()
+    assert all(same_bits(seen[name], want[name]) for name in want)

@@ -276,7 +276,7 @@ def objects() -> Golden:
     outer.set("per_row", stack({"pixels": tensors}, (tensors["a"], [])))
     outer.set("listed", NonTensorData([torch.tensor([1]), 2]))
     outer.set("below", batch)
-    return Golden(outer, {"registry": {"listed": MaskNestingSpec(None, hints=("row-list",)), "x": DENSE}})
+    return Golden(outer, {"registry": {"listed": MaskNestingSpec(None), "x": DENSE}})
 
 
 def pickled() -> Golden:
@@ -316,6 +316,30 @@ def no_rows() -> Golden:
 def no_width() -> Golden:
     batch = TensorDict({"mask": torch.zeros(2, 0), "x": torch.zeros(2, 0), "y": torch.zeros(2, dtype=torch.int8)}, [2])
     return Golden(batch, {"registry": under_mask("x")})
+
+
+def many_runs() -> Golden:
+    """Masks that bits make smaller than runs: one of a width that fills no whole byte; beside it one of few runs."""
+    width, state, mask = 131, 12345, [[place % 2 for place in range(131)], [1 - place % 2 for place in range(131)]]
+    for _ in range(4):
+        line = []
+        for _ in range(width):
+            state = (1103515245 * state + 12345) % 2**31
+            line.append(state >> 16 & 1)
+        mask.append(line)
+    mask += [[0] * width, [1] * width]
+    values = [[(place * place + 100 * row) % 251 for place in range(sum(line))] for row, line in enumerate(mask)]
+    few = [[int(place < 20 * row) for place in range(width)] for row in range(len(mask))]
+    batch = TensorDict(
+        {
+            "mask": torch.tensor(mask, dtype=torch.bool),
+            "ids": rows_under(mask, values, torch.int32, 999),
+            "few": torch.tensor(few),
+        },
+        [len(mask)],
+    )
+    specs = {"mask": MaskNestingSpec("mask"), "ids": MaskNestingSpec("mask", 999), "few": MaskNestingSpec("few")}
+    return Golden(batch, {"registry": specs})
 
 
 def zstd() -> Golden:
@@ -363,6 +387,7 @@ GOLDEN: dict[str, Callable[[], Golden]] = {
         rootless,
         no_rows,
         no_width,
+        many_runs,
         zstd,
         checksum,
     )

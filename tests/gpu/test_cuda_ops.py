@@ -7,6 +7,7 @@ import torch
 from test_cuda import count_syncs
 
 from maskpack import EDGE, LayoutError, RowLayout, ops
+from maskpack.runs import MOST_TOKENS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -35,6 +36,36 @@ def test_positions_beyond_32_bits(several: bool) -> None:
     assert torch.equal(values, torch.cat([x[row, start:stop] for row, start, stop in runs]))
     back = ops.unpack(values, layout, 9)
     assert torch.equal(back, x.masked_fill_(~mask, 9))
+
+
+def test_more_tokens_than_int32_counts() -> None:
+    mask = torch.ones(3, 3 << 28, dtype=torch.bool, device="cuda")  # 2.4e9 of them
+    with pytest.raises(LayoutError, match="the rows have 2415919104 real positions; expected at most 2147483647"):
+        RowLayout.from_mask(mask)
+    with pytest.raises(LayoutError, match="the rows have 2415919104 real positions; expected at most 2147483647"):
+        RowLayout.from_mask(mask, total=mask.numel())
+    layout = RowLayout.from_mask(mask, total=1000)
+    assert layout.index.begins.tolist() == [0, 3 << 28, 3 << 29, MOST_TOKENS]
+    assert layout.cu_seqlens.tolist() == [0, 1000, 1000, 1000]
+    x = torch.randint(0, 256, mask.shape, dtype=torch.uint8, device="cuda")
+    values = ops.pack(x, layout)
+    assert torch.equal(values, x[0, :1000])
+    back = ops.unpack(values, layout, 9)
+    assert torch.equal(back[0, :1000], values)
+    assert torch.equal(layout.indices, torch.arange(1000, device="cuda"))
+    with pytest.raises(LayoutError, match="2415919104 real positions and up to 1 runs in a row; 1000 and at most"):
+        layout.lengths  # noqa: B018
+
+
+def test_rows_of_more_words_than_int32_counts() -> None:
+    width, items = 3_600_000, 601
+    x = torch.randint(0, 256, (1, width, items), dtype=torch.uint8, device="cuda")
+    mask = torch.zeros(1, width, dtype=torch.bool, device="cuda")
+    mask[:, width - 40 :] = True
+    layout = RowLayout.from_mask(mask)
+    values = ops.pack(x, layout)
+    assert torch.equal(values, x[0, -40:])
+    assert torch.equal(ops.unpack(values, layout, 7), x.masked_fill_(~mask[..., None], 7))
 
 
 @pytest.mark.parametrize("rows", [1, 8193, 70_000])
@@ -71,7 +102,10 @@ def test_nothing_waits() -> None:
         values = ops.pack(fields, layout)
         ops.unpack(values, layout, [5, EDGE])
         assert layout.cu_seqlens.dtype == torch.int32
+        places, again = layout.indices, layout.to_mask()
     assert seen == []
+    assert torch.equal(places, mask.view(-1).nonzero().view(-1))
+    assert torch.equal(again, mask)
     with count_syncs() as seen:
         RowLayout.from_mask(mask)
         RowLayout.from_mask(mask.long())
@@ -112,6 +146,84 @@ def test_inductor() -> None:
         seen.sum().backward()
         expected.sum().backward()
         torch.testing.assert_close(x.grad, y.grad)
+
+
+BROKEN = {
+    "a block too many": (prefix, 4_000),
+    "many blocks too many": (prefix, 90_000),
+    "all": (prefix, 120_000),
+    "one too many": (prefix, None),
+    "too few": (prefix, 17),
+    "none": (prefix, 0),
+    "several runs": (lambda lengths, width: torch.rand(lengths.shape[0], width, device="cuda") < 0.5, 59_000),
+    "several runs, all": (lambda lengths, width: torch.rand(lengths.shape[0], width, device="cuda") < 0.5, 120_000),
+}
+
+
+@pytest.fixture(params=[0x7FFF1234, -3_000_000], ids=hex)
+def garbage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory holds numbers that lead outside every tensor."""
+    empty, new_empty = torch.empty, torch.Tensor.new_empty
+
+    def filled(x: torch.Tensor) -> torch.Tensor:
+        return x.fill_(request.param) if x.dtype in (torch.int32, torch.int64) and x.is_cuda else x
+
+    monkeypatch.setattr(torch, "empty", lambda *size, **more: filled(empty(*size, **more)))
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size, **more: filled(new_empty(x, *size, **more)))
+
+
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("scanner", ["Triton", "torch"])
+def test_a_broken_promise_costs_its_result_alone(
+    garbage: None, monkeypatch: pytest.MonkeyPatch, name: str, scanner: str
+) -> None:
+    """No read elsewhere, no assertion of the device, which would end all work on it; then a LayoutError."""
+    make, total = BROKEN[name]
+    torch.manual_seed(0)
+    mask = make(torch.randint(0, 120, (30,), device="cuda"), 4000)
+    true = int(mask.sum())
+    total = true + 1 if total is None else total
+    x = torch.randn(30, 4000, device="cuda")
+    if scanner == "torch":
+        monkeypatch.setenv("MASKPACK_TRITON", "0")
+    layout = RowLayout.from_mask(mask, total=total)
+    monkeypatch.delenv("MASKPACK_TRITON", raising=False)
+    for backend in ("triton", "torch"):
+        values = ops.pack(x, layout, backend=backend)
+        if name in ("too few", "one too many", "a block too many"):
+            assert torch.equal(values[:true], x[mask][:total])
+        for pad in (0.0, EDGE, torch.zeros(30, device="cuda")):
+            assert ops.unpack(values, layout, pad, backend=backend).shape == x.shape
+        leaf = x.clone().requires_grad_()
+        for pad in (0.0, EDGE):
+            back = ops.unpack(ops.pack(leaf, layout, backend=backend), layout, pad, backend=backend)
+            (gradient,) = torch.autograd.grad(back.sum(), leaf)
+            assert bool(gradient.isfinite().all())
+        wide = ops.pack(x[:, :, None].repeat(1, 1, 300), layout, backend=backend)
+        assert ops.unpack(wide, layout, EDGE, backend=backend).shape == (30, 4000, 300)
+    places = layout.indices
+    assert places.shape == (total,)
+    assert not total or (int(places.min()) >= 0 and int(places.max()) < mask.numel())
+    assert layout.to_mask().shape == mask.shape
+    with pytest.raises(LayoutError, match=rf"{true} real positions and .*; {total} and at most one were promised"):
+        layout.table  # noqa: B018
+    torch.cuda.synchronize()
+    assert torch.equal(ops.pack(x, RowLayout.from_mask(mask)), x[mask])
+
+
+@pytest.mark.two_gpus
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("several", [False, True])
+def test_tensors_may_lie_on_another_than_the_current_device(several: bool) -> None:
+    mask = (torch.rand(30, 400) < 0.5) if several else torch.arange(400) < torch.randint(0, 400, (30, 1))
+    x = torch.randn(30, 400)
+    with torch.cuda.device(0):
+        layout = RowLayout.from_mask(mask.to("cuda:1"))
+        values = ops.pack([x.to("cuda:1"), x.to("cuda:1")[..., None].repeat(1, 1, 700)], layout)
+        back = ops.unpack(values, layout, 2.0)
+    assert torch.equal(values[0].cpu(), x[mask])
+    assert torch.equal(back[0].cpu(), torch.where(mask, x, 2.0))
+    assert torch.equal(back[1][..., 699].cpu(), torch.where(mask, x, 2.0))
 
 
 def test_a_broken_promise_is_found_on_the_host() -> None:

@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from maskpack import compress, nest_batch_by_mask, plan_micro_batches
+from maskpack import attention, compress, nest_batch_by_mask, plan_micro_batches
 from maskpack.attention import backend_for, packed_attention
 from maskpack.replay import PackedInputs, response_log_probs
 
@@ -144,6 +144,42 @@ def test_attention_of_rows_in_float32(softcap: float | None) -> None:
     check_attention("rows", [7, 1, 130], (4, 2), 64, torch.float32, 5, softcap)
 
 
+FLASH_4 = "flash_attn.cute"
+needs_flash = pytest.mark.skipif(
+    not torch.cuda.is_available() or backend_for(torch.empty(1, 1, 64, device=DEVICE).bfloat16(), None) != "flash",
+    reason="needs flash-attn",
+)
+
+
+@needs_flash
+@pytest.mark.parametrize("window", [None, 1, 64])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (3, 1)])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_flash_attention_is_as_good_as_each_row_alone(
+    lengths: list[int], heads: tuple[int, int], window: int | None
+) -> None:
+    check_attention("flash", lengths, heads, 64, torch.bfloat16, window)
+
+
+@needs_flash
+@pytest.mark.parametrize("size", [8, 16, 96, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_flash_attention_of_other_sizes_and_dtypes(dtype: torch.dtype, size: int) -> None:
+    check_attention("flash", [33, 1, 140], (4, 2), size, dtype)
+
+
+@needs_flash
+def test_flash_attention_4_is_taken_where_it_is_and_no_other_where_it_cannot() -> None:
+    if attention._varlen_func(FLASH_4) is None or torch.cuda.get_device_capability()[0] not in (9, 10, 11):
+        pytest.skip("needs FlashAttention 4 and its GPUs")
+    query = torch.empty(3, 2, 64, device=DEVICE, dtype=torch.bfloat16)
+    assert attention._flash_package(query, None) == FLASH_4
+    assert attention._flash_package(query, 20.0) != FLASH_4
+    assert attention._flash_package(query.float(), None) is None
+    check_attention("auto", [33, 1, 140], (4, 2), 64, torch.bfloat16, None, 20.0)  # by another
+    check_attention("auto", [33, 1, 140], (4, 2), 256, torch.bfloat16)
+
+
 def test_the_backends_that_are_taken() -> None:
     half, single = (torch.empty(3, 2, 16, device=DEVICE, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
     assert backend_for(half, None) in ("flash", "varlen")
@@ -151,7 +187,7 @@ def test_the_backends_that_are_taken() -> None:
     assert backend_for(single, None) == "flex"
 
 
-@pytest.mark.parametrize("backend", ["varlen", "flex", "rows"])
+@pytest.mark.parametrize("backend", [pytest.param("flash", marks=needs_flash), "varlen", "flex", "rows"])
 def test_a_row_does_not_see_another(backend: Any) -> None:
     lengths = [60, 7, 70]
     (q, k, v), _ = inputs(lengths, (4, 2), 64, torch.bfloat16)
