@@ -205,7 +205,9 @@ class WorkerGroup:
         seconds(grace, "grace", "WorkerGroup")
         flag(pipelined, "pipelined", "WorkerGroup")
         if layout not in ("padded", "nested", "view"):
-            raise LayoutError(f'WorkerGroup: layout is {layout!r}; expected "padded", "nested" or "view". Choose one.')
+            raise LayoutError(
+                f'WorkerGroup: layout is {said(layout)}; expected "padded", "nested" or "view". Choose one.'
+            )
         if any(isinstance(value, RankPlans) for value in (*args, *kwargs.values())):
             raise PlanError(
                 f'WorkerGroup: a plan among the arguments of "{method}"; expected it by name. Pass plan=plan.'
@@ -240,7 +242,7 @@ class WorkerGroup:
         ]
         if not isinstance(batch, TensorDictBase) or not batch.batch_dims or balance != "rows" or others:
             raise LayoutError(
-                f"WorkerGroup: pipelined with {said(batch)}, balance {balance!r} and {len(others)} further "
+                f"WorkerGroup: pipelined with {said(batch)}, balance {said(balance)} and {len(others)} further "
                 'batches; expected one padded or nested TensorDict, balance="rows". Leave pipelined out.'
             )
         sizes = even_sizes(batch.batch_size[0], self.num_ranks, "WorkerGroup")

@@ -20,7 +20,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack.errors import LayoutError
-from maskpack.jagged import jagged_from, offsets_of, to_host
+from maskpack.jagged import is_regular, jagged_from, offsets_of, to_host
 from maskpack.layout import RowLayout
 from maskpack.registry import PER_ROW, PadValue, Path, show
 from maskpack.rows import IntArray, RunTable
@@ -139,6 +139,11 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
             f'dropped the entry. Nest it first, or select it too: batch.select("responses", maskpack.LAYOUTS).'
         )
     held = entry_at(batch, (LAYOUTS, "schema"))
+    if held is None and entry_at(batch, (LAYOUTS, "runs")) is None:
+        raise LayoutError(
+            f'{call}: the entry "{LAYOUTS}" is not what nest_batch_by_mask makes; expected that name for its own. '
+            "Rename the field."
+        )
     schema: Any = held.data if isinstance(held, NonTensorData) else None
     if not isinstance(schema, Schema):
         raise LayoutError(
@@ -176,7 +181,7 @@ def _first_fields(batch: TensorDictBase, schema: Schema, layouts: Collection[str
     fields: dict[str, Tensor] = {}
     for form in schema.forms:
         value = entry_at(batch, form.path) if form.kind == "padded" else None
-        if form.layout is not None and form.layout in layouts and isinstance(value, Tensor) and value.is_nested:
+        if form.layout is not None and form.layout in layouts and isinstance(value, Tensor) and is_regular(value):
             fields.setdefault(form.layout, value)
     return fields
 
