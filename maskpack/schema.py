@@ -156,7 +156,7 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
         if not isinstance(table, Tensor) or not table.is_nested:
             raise LayoutError(
                 f'{call}: the run table of layout "{name}" is no jagged tensor any more; a single row was taken by '
-                "an integer index, or the entry was replaced. Take one row as a slice: batch[i : i + 1]."
+                "an integer index, or the entry was replaced. Take one row by a list: batch[[i]]."
             )
         tables[name] = table
     sizes = {name: (width, anchor) for name, width, anchor in schema.axes}

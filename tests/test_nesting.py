@@ -470,8 +470,8 @@ NOT_RESTORABLE = {
     "select drops LAYOUTS": (lambda batch: batch.select("responses"), LAYOUTS),
     "exclude drops LAYOUTS": (lambda batch: batch.exclude(LAYOUTS), LAYOUTS),
     "never nested": (lambda batch: exact_zero(rollout()), "not nested"),
-    "integer index": (lambda batch: batch[0], "batch[i : i + 1]"),
-    "unbind": (lambda batch: batch.unbind(0)[1], "batch[i : i + 1]"),
+    "integer index": (lambda batch: batch[0], "batch[[i]]"),
+    "unbind": (lambda batch: batch.unbind(0)[1], "batch[[i]]"),
     "cat of different widths": (wider, "different widths"),
     "add": (lambda batch: batch.apply(lambda x: x + 1), "changed"),
     "multiply": (lambda batch: batch.apply(lambda x: x * 2), "changed"),
@@ -486,6 +486,14 @@ NOT_RESTORABLE = {
     "schema lost": (without_schema, "schema"),
     "run tables lost": (without_runs, "run table"),
 }
+
+
+@pytest.mark.parametrize("row", [0, 2, -1, -4])
+def test_one_row_is_taken_as_the_error_says(row: int) -> None:
+    nested = nested_rollout(prompt=6, response=6)
+    with pytest.raises(LayoutError, match=r"Take one row by a list: batch\[\[i\]\]"):
+        unnest(nested[row])
+    assert_same_batch(unnest(nested[[row]]), unnest(nested)[[row]])
 
 
 @pytest.mark.parametrize("name", NOT_RESTORABLE)
