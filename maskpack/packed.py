@@ -239,7 +239,10 @@ def _path(file: Any, call: str) -> str:
         raise LayoutError(
             f"{call}: file is {said(file)}; expected a path. Pass one; from_bytes and to_bytes take bytes."
         )
-    return os.fspath(cast("str", file))
+    path = os.fspath(cast("str", file))
+    if not isinstance(path, str) or "\0" in path or not FilePath(path).name:
+        raise LayoutError(f"{call}: file is {path!r}; expected a path that ends in a name. Name a file.")
+    return path
 
 
 def _unpickled(*parts: Any) -> PackedBatch:
@@ -316,9 +319,9 @@ def decompress(
             "restores a nested TensorDict, and materialize decodes a BatchView."
         )
     if layout not in ("padded", "nested"):
-        raise LayoutError(f'decompress: layout is {layout!r}; expected "padded" or "nested". Choose one of these.')
+        raise LayoutError(f'decompress: layout is {said(layout)}; expected "padded" or "nested". Choose one of these.')
     if widths not in ("canonical", "trim"):
-        raise LayoutError(f'decompress: widths is {widths!r}; expected "canonical" or "trim". Choose one of these.')
+        raise LayoutError(f'decompress: widths is {said(widths)}; expected "canonical" or "trim". Choose one of these.')
     forms = [form for _, form in chosen([(form.path, form) for form in packed.schema.forms], fields, "decompress")]
     if widths == "trim":
         packed = trimmed(packed, forms, "decompress")

@@ -21,7 +21,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack.errors import LayoutError
-from maskpack.jagged import jagged_from, offsets_of, to_host
+from maskpack.jagged import is_regular, jagged_from, offsets_of, to_host
 from maskpack.layout import RowLayout
 from maskpack.registry import EDGE, PER_ROW, Pad, PadValue, Path, show
 from maskpack.rows import IntArray
@@ -184,7 +184,13 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
             f'{call}: the batch has no entry "{LAYOUTS}", so it was not nested by nest_batch_by_mask, or select() '
             f'dropped the entry. Nest it first, or select it too: batch.select("responses", maskpack.LAYOUTS).'
         )
-    schema = _schema_of(entry_at(batch, (LAYOUTS, "schema")))
+    held = entry_at(batch, (LAYOUTS, "schema"))
+    if held is None and entry_at(batch, (LAYOUTS, "runs")) is None:
+        raise LayoutError(
+            f'{call}: the entry "{LAYOUTS}" is not what nest_batch_by_mask makes; expected that name for its own. '
+            "Rename the field."
+        )
+    schema = _schema_of(held)
     if schema is None:
         raise LayoutError(
             f"{call}: the batch was put together from batches of different widths or fields; expected one schema. "
@@ -196,7 +202,7 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
         if not isinstance(table, Tensor) or not table.is_nested:
             raise LayoutError(
                 f'{call}: the run table of layout "{name}" is no jagged tensor any more; a single row was taken by '
-                "an integer index, or the entry was replaced. Take one row as a slice: batch[i : i + 1]."
+                "an integer index, or the entry was replaced. Take one row by a list: batch[[i]]."
             )
         tables[name] = table
     sizes = {name: (width, anchor) for name, width, anchor in schema.axes}
@@ -245,7 +251,7 @@ def _first_fields(batch: TensorDictBase, schema: Schema, layouts: Collection[str
     fields: dict[str, Tensor] = {}
     for form in schema.forms:
         value = entry_at(batch, form.path) if form.kind == "padded" else None
-        if form.layout is not None and form.layout in layouts and isinstance(value, Tensor) and value.is_nested:
+        if form.layout is not None and form.layout in layouts and isinstance(value, Tensor) and is_regular(value):
             fields.setdefault(form.layout, value)
     return fields
 

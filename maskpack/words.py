@@ -108,6 +108,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 def pad_tensor(pad: complex, dtype: torch.dtype) -> Tensor | None:
     """The pad as a tensor () of `dtype`, on the CPU; None if the dtype cannot hold it (a fraction in an integer, -100
     in uint8)."""
+    if isinstance(pad, int) and pad.bit_length() > 1023:  # no float says it
+        return None
     if dtype.is_complex:
         return torch.tensor(pad, dtype=torch.complex128, device="cpu").to(dtype)
     if isinstance(pad, complex):
