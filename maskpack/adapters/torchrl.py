@@ -334,9 +334,10 @@ class MaskNesting(_Transform):
             )
         missing = [show(name) for name in self.keep if entry_at(batch, path_of(name)) is None]
         if missing:
+            known = [*map(str, cast("Any", batch.keys()))]
             raise FieldError(
-                f"MaskNesting: the batch has no entries {missing}, which keep names; it has {[*map(str, cast('Any', batch.keys()))]}. Name "
-                "entries that it has."
+                f"MaskNesting: the batch has no entries {missing}, which keep names; it has {known}. Name entries "
+                "that it has."
             )
         beside = batch.select(*self.keep)
         packed = compress(batch.exclude(*self.keep), **self.options)
