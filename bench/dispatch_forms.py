@@ -229,7 +229,8 @@ class Receiver:
         """Of the padded batch that the form stands for. Raises NotExact where a jagged form is not jagged."""
         form = FORMS[name]
         usable = form.restore(ray.get(refs[0]), self._given)
-        tensors = [field for field in _leaves(usable) if isinstance(field, Tensor)]
+        fields = usable.exclude(maskpack.LAYOUTS)
+        tensors = [field for field in _leaves(fields) if isinstance(field, Tensor)]
         if not all(field.is_nested == form.nested for field in tensors):
             raise NotExact(f"dispatch: {name} came to the actor with fields that are {'not ' * form.nested}jagged.")
         return digest(form.to_padded(usable, self._given))
