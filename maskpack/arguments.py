@@ -33,10 +33,12 @@ def flag(value: Any, name: str, call: str, error: type[MaskpackError] = LayoutEr
     return bool(cast("Any", value))
 
 
-def whole(value: Any, name: str, least: int, call: str) -> int:
-    """Raises LayoutError for what is no whole number, or below `least`; nothing is rounded."""
+def whole(value: Any, name: str, least: int, call: str, most: int = 1 << 62) -> int:
+    """Raises LayoutError for what is no whole number, below `least` or above `most`; nothing is rounded."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or int(cast("Any", value)) < least:
         raise LayoutError(f"{call}: {name} is {said(value)}; expected a whole number from {least}. Give one.")
+    if value > most:
+        raise LayoutError(f"{call}: {name} is {said(value)}; expected a whole number from {least} to {most}. Give one.")
     return int(cast("Any", value))
 
 

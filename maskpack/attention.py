@@ -86,7 +86,7 @@ def packed_attention(
     chosen = backend_for(query, softcap) if backend == "auto" else backend
     run = _RUN.get(chosen) if isinstance(chosen, str) else None
     if run is None:
-        raise ReplayError(f"{_CALL}: backend is {backend!r}; expected one of {', '.join(BACKENDS)}. Choose one.")
+        raise ReplayError(f"{_CALL}: backend is {said(backend)}; expected one of {', '.join(BACKENDS)}. Choose one.")
     if not query.shape[0]:  # what kernels do not run
         return query.clone()
     return run(query, key, value, cu_seqlens, max_seqlen, scale, window, softcap)

@@ -6,8 +6,9 @@ count before its fields; where nothing in the batch gives an axis, the layout of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -16,6 +17,8 @@ from maskpack.errors import LayoutError
 from maskpack.layout import RowLayout
 from maskpack.registry import Key, MaskAxis, MaskNestingRegistry, Path, path_of, show
 from maskpack.tree import dense_at, number_at
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,9 @@ class Axes:
         if tensor is None:
             return None
         if way.form == "cu_seqlens":
-            return Axis(name, RowLayout.from_cu_seqlens(tensor), flat=True)
+            return Axis(name, self._read(source, RowLayout.from_cu_seqlens, tensor), flat=True)
         if way.form == "lengths":
-            return Axis(name, RowLayout.from_lengths(tensor, self._first_width(scope, way.head)))
+            return Axis(name, self._read(source, RowLayout.from_lengths, tensor, self._first_width(scope, way.head)))
         layout = self._cut(self._mask(source), way, scope, name)
         return None if layout is None else Axis(name, layout)
 
@@ -102,11 +105,18 @@ class Axes:
                     f'{self._call}: mask field "{show(source)}" is {tuple(tensor.shape)}; expected (B, width). '
                     "Give one entry per row and position, or name another mask in the registry."
                 )
-            layout, value = RowLayout.scanned(tensor)
+            layout, value = self._read(source, RowLayout.scanned, tensor)
             if value is not None:
                 self._values[source] = value
             self._masks[source] = layout.anchored(self._anchor(source, layout.width))
         return self._masks[source]
+
+    def _read(self, source: Path, make: Callable[..., _T], *given: Any) -> _T:
+        """What `make` gives, or its error with the name of the field."""
+        try:
+            return make(*given)
+        except LayoutError as error:
+            raise LayoutError(f'{self._call}: field "{show(source)}" gives no rows: {error}') from error
 
     def _anchor(self, source: Path, width: int) -> int:
         """Where some axis splits the mask, or the side that its rows are not padded on."""

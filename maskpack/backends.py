@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from maskpack.arguments import said
 from maskpack.errors import LayoutError
 
 Backend = Literal["auto", "torch", "triton"]
@@ -36,7 +37,9 @@ def uses_triton(device: torch.device, backend: Backend = "auto", call: str = "ma
     if backend == "torch":
         return False
     if backend != "triton":
-        raise LayoutError(f'{call}: backend is {backend!r}; expected "auto", "torch" or "triton". Choose one of these.')
+        raise LayoutError(
+            f'{call}: backend is {said(backend)}; expected "auto", "torch" or "triton". Choose one of these.'
+        )
     if not _INSTALLED or (device.type != "cuda" and not interpreted()):
         missing = f"the tensors are on {device}" if _INSTALLED else "Triton is not installed"
         raise LayoutError(

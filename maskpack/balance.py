@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from maskpack.arguments import flag
-from maskpack.costs import Cost, FloatArray, IntArray, Units, check_cost, checked_lengths, row_costs, whole_number
+from maskpack.costs import MOST, Cost, FloatArray, IntArray, Units, check_cost, checked_lengths, row_costs, whole_number
 from maskpack.errors import PlanError
 
 _CALL = "balance_rows"
@@ -45,7 +45,7 @@ def balance_rows(
         PlanError: lengths, costs or groups that are none, ranks below 1, or a seed below 0.
     """
     found = checked_lengths(lengths, _CALL)
-    ranks, seed = whole_number(ranks, 1, _CALL, "ranks"), whole_number(seed, 0, _CALL, "seed")
+    ranks, seed = whole_number(ranks, 1, _CALL, "ranks", MOST), whole_number(seed, 0, _CALL, "seed")
     equal_rows = flag(equal_rows, "equal_rows", _CALL, PlanError)
     check_cost(cost, ["tokens"], _CALL)
     units = Units.of(found.size, groups, _CALL)

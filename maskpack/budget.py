@@ -15,8 +15,20 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from maskpack.arguments import said
 from maskpack.bins import Limit, best_fit, evened, halved
-from maskpack.costs import Cost, FloatArray, IntArray, RowCost, Units, check_cost, in_parts, row_costs, whole_number
+from maskpack.costs import (
+    MOST,
+    Cost,
+    FloatArray,
+    IntArray,
+    RowCost,
+    Units,
+    check_cost,
+    in_parts,
+    row_costs,
+    whole_number,
+)
 from maskpack.errors import PlanError
 
 Oversize = Literal["alone", "error"]
@@ -38,13 +50,13 @@ class Budget:
 
     def __post_init__(self) -> None:
         check_cost(self.cost, ["tokens", "padded"], CALL)
-        whole_number(self.num_updates, 1, CALL, "num_updates")
-        whole_number(self.multiple_of, 1, CALL, "multiple_of")
-        for name in ("min_count", "max_rows"):
+        whole_number(self.num_updates, 1, CALL, "num_updates", MOST)
+        whole_number(self.multiple_of, 1, CALL, "multiple_of", MOST)
+        for name, most in (("min_count", MOST), ("max_rows", 1 << 62)):
             if getattr(self, name) is not None:
-                whole_number(getattr(self, name), 1, CALL, name)
+                whole_number(getattr(self, name), 1, CALL, name, most)
         if self.oversize not in ("alone", "error"):
-            raise PlanError(f'{CALL}: oversize is {self.oversize!r}; expected "alone" or "error". Choose one.')
+            raise PlanError(f'{CALL}: oversize is {said(self.oversize)}; expected "alone" or "error". Choose one.')
         if self.work is not None and not callable(self.work):
             raise PlanError(
                 f"{CALL}: work is {self.work!r}; expected a function of the lengths [B]. Pass a FlopsModel."

@@ -22,7 +22,7 @@ from maskpack.nesting import rows_only
 from maskpack.objects import Objects
 from maskpack.registry import Path, show
 from maskpack.rows import IntArray
-from maskpack.schema import FieldForm, RowPads, Schema, run_tables
+from maskpack.schema import FieldForm, RowPads, Schema, pad_table, run_tables
 from maskpack.sharing import Encoding, Field, Joined, Own, Same
 from maskpack.tasks import Tasks
 from maskpack.tree import Node
@@ -127,7 +127,14 @@ def candidate(form: FieldForm, line: Words | None, bounds: IntArray, encoding: O
     return Candidate(flat, bounds, form.layout, integers, items, form.hints, encoding, dtype)
 
 
-@dataclass(frozen=True)
+def pad_table_of(packed: Contents, forms: Iterable[FieldForm]) -> Tensor:
+    """`pad_table` of some fields, on the host."""
+    forms = [form for form in forms if form.dtype is not None]
+    own = {f.path: from_words(packed.row_pads[f.path], f.dtype) for f in forms if f.path in packed.row_pads and f.dtype}
+    return pad_table(forms, own, packed.num_rows, "cpu")
+
+
+@dataclass
 class Decoded:
     """What is decoded on a device already.
 
@@ -135,13 +142,13 @@ class Decoded:
         entries: tensors by their place, jagged where the batch is nested.
         offsets: those of jagged tensors, by layout and device.
         tables: the run tables of LAYOUTS, by layout; none if they are not there.
-        row_pads: those of LAYOUTS.
+        pads: the pads of LAYOUTS; None if they are not there.
     """
 
     entries: dict[Path, Tensor] = field(default_factory=dict[Path, Tensor])
     offsets: dict[tuple[str, str], Tensor] = field(default_factory=dict[tuple[str, str], Tensor])
     tables: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    row_pads: dict[Path, Tensor] = field(default_factory=dict[Path, Tensor])
+    pads: Tensor | None = None
 
 
 class Decoder:
@@ -205,19 +212,19 @@ class Decoder:
         values = self._values(form)
         return to_padded(values, form, layout.to(values.device), self._row_pads(form))
 
-    def _row_pads(self, form: FieldForm) -> RowPads | None:
-        pads = self.row_pads(form)
-        return None if pads is None else RowPads(pads)
+    def pads(self, forms: Iterable[FieldForm]) -> Tensor:
+        """The pads of the LAYOUTS entry."""
+        if self._made.pads is not None:
+            return self._made.pads
+        return pad_table_of(self._packed, forms).to(self._device or "cpu")
 
-    def row_pads(self, form: FieldForm) -> Tensor | None:
-        """[B], a copy, of a field whose pad is PER_ROW."""
+    def _row_pads(self, form: FieldForm) -> RowPads | None:
+        """Of a field whose pad is PER_ROW."""
         if form.path not in self._packed.row_pads:
             return None
-        if form.path in self._made.row_pads:
-            return self._made.row_pads[form.path]
         assert form.dtype is not None
         pads = from_words(self._packed.row_pads[form.path], form.dtype).clone()
-        return pads.to(self._device or form.device or "cpu")
+        return RowPads(pads.to(self._device or form.device or "cpu"))
 
     def tables(self) -> dict[str, Tensor]:
         """The run tables of the LAYOUTS entry; it shares nothing with the packed batch."""

@@ -23,6 +23,8 @@ FloatArray = npt.NDArray[np.float64]
 RowCost = Callable[[IntArray], Any]
 """Lengths int64 [B] -> costs [B], of which a micro-batch has the sum."""
 Cost = Literal["tokens", "padded"] | RowCost
+MOST = 1 << 24
+"""Ranks, updates or micro-batches of a plan."""
 _NO_ORDER: Any = (set, frozenset, dict)
 
 
@@ -91,10 +93,12 @@ def checked_amounts(amounts: Any, rows: int, call: str, name: str, meaning: str)
     return out
 
 
-def whole_number(value: Any, least: int, call: str, name: str) -> int:
-    """Raises PlanError for what is no whole number, or below `least`; nothing is rounded."""
+def whole_number(value: Any, least: int, call: str, name: str, most: int | None = None) -> int:
+    """Raises PlanError for what is no whole number, below `least` or above `most`; nothing is rounded."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or int(cast("Any", value)) < least:
         raise PlanError(f"{call}: {name} is {said(value)}; expected a whole number from {least}. Give one.")
+    if most is not None and value > most:
+        raise PlanError(f"{call}: {name} is {said(value)}; expected a whole number from {least} to {most}. Give one.")
     return int(cast("Any", value))
 
 

@@ -57,7 +57,7 @@ def hidden_tensors(path: Path, value: Any) -> Iterator[DenseField]:
         seen[id(item)] = item
         if isinstance(item, Tensor):
             if item.dim() and not item.is_nested:
-                yield DenseField.of(place, item, "a tensor inside a Python object")
+                yield DenseField.of(place, item, f'a tensor inside the Python object "{show(path)}"')
             continue
         stack.extend((((*place, name)), child) for name, child in reversed(list(_children(item))))
 
@@ -85,5 +85,6 @@ def check_strict(call: str, dense: Iterable[DenseField]) -> None:
         lines = "\n".join(f"  {field}" for field in found)
         raise CoverageError(
             f"{call}: {len(found)} field(s) would travel dense, expected none in strict mode:\n{lines}\n"
-            "Give each a MaskNestingSpec in the registry, or declare it dense with ignore_dense_fields."
+            "Give each field a MaskNestingSpec in the registry, or declare it dense: name it, or the Python object "
+            "that the tensor is in, in ignore_dense_fields."
         )

@@ -212,7 +212,9 @@ class WorkerGroup:
         seconds(grace, "grace", "WorkerGroup")
         flag(pipelined, "pipelined", "WorkerGroup")
         if layout not in ("padded", "nested", "view"):
-            raise LayoutError(f'WorkerGroup: layout is {layout!r}; expected "padded", "nested" or "view". Choose one.')
+            raise LayoutError(
+                f'WorkerGroup: layout is {said(layout)}; expected "padded", "nested" or "view". Choose one.'
+            )
         if device is not None and layout == "view":
             raise LayoutError(
                 f'WorkerGroup: device is "{device}" with layout="view", whose rows stay where they are; expected none. '
@@ -252,7 +254,7 @@ class WorkerGroup:
         others = [value for value in more if isinstance(value, TensorDictBase | PackedBatch | BatchView)]
         if not isinstance(batch, TensorDictBase) or not batch.batch_dims or balance != "rows" or others:
             raise LayoutError(
-                f"WorkerGroup: pipelined with {said(batch)}, balance {balance!r} and {len(others)} further "
+                f"WorkerGroup: pipelined with {said(batch)}, balance {said(balance)} and {len(others)} further "
                 'batches; expected one padded or nested TensorDict, balance="rows". Leave pipelined out.'
             )
         sizes = even_sizes(batch.batch_size[0], self.num_ranks, "WorkerGroup")

@@ -60,7 +60,7 @@ def divided(view: BatchView, balance: Balance, ranks: int) -> list[IntArray]:
         return np.split(np.arange(view.num_rows), ends.tolist())
     if not isinstance(balance, list | tuple | np.ndarray):
         raise LayoutError(
-            f'WorkerGroup: balance is {balance!r}; expected "rows", "tokens" or the rows of each rank. Choose one.'
+            f'WorkerGroup: balance is {said(balance)}; expected "rows", "tokens" or the rows of each rank. Choose one.'
         )
     rows = [row_index(own, view.num_rows, "WorkerGroup: balance") for own in balance]
     together = np.sort(np.concatenate(rows)) if rows else np.arange(0)
@@ -102,7 +102,7 @@ def of_plan(plan: RankPlans, view: BatchView, balance: Balance, ranks: int) -> l
     given = not isinstance(balance, str) or balance != "rows"
     if given or plan.num_ranks != ranks or plan.lengths.size != view.num_rows:
         raise PlanError(
-            f"WorkerGroup: plan of {plan.lengths.size} rows on {plan.num_ranks} ranks with balance {balance!r}; "
+            f"WorkerGroup: plan of {plan.lengths.size} rows on {plan.num_ranks} ranks with balance {said(balance)}; "
             f"expected {view.num_rows} rows on {ranks} ranks, and no balance. Make it with group.plan."
         )
     lengths = None if plan.own_lengths else _row_lengths(view)

@@ -198,11 +198,16 @@ def host_offsets(field: Tensor, *layouts: RowLayout | None) -> IntArray:
 def check_lengths(fields: Mapping[str, tuple[Tensor, RowLayout]], call: str, remedy: str) -> None:
     """That each jagged field has the row lengths of the layout beside it. A field on the layout's own offsets has
     them. One synchronisation on CUDA, if there is any other."""
+    for name, (field, _) in fields.items():
+        if not is_regular(field):
+            raise LayoutError(
+                f'{call}: field "{name}" is nested, but not jagged along dim 1 without gaps; expected that. {remedy}'
+            )
     own = {id(offsets_of(field)): offsets_of(field) for field, layout in fields.values() if not _shares(field, layout)}
     read = dict(zip(own, to_host(list(own.values())), strict=True))
     for name, (field, layout) in fields.items():
         offsets = read.get(id(offsets_of(field)), layout.row_offsets)
-        if not is_regular(field) or not np.array_equal(offsets, layout.row_offsets):
+        if not np.array_equal(offsets, layout.row_offsets):
             seen = np.diff(offsets)
             raise LayoutError(
                 f'{call}: field "{name}" has {seen.size} rows of {int(seen.sum())} tokens; its layout has '

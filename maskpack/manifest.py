@@ -176,7 +176,13 @@ class _Writer:
                     "or pass allow_pickle=True here and where it is read."
                 ) from error
         buffers: list[pickle.PickleBuffer] = []
-        stream = pickle.dumps(held.data, protocol=5, buffer_callback=buffers.append)
+        try:
+            stream = pickle.dumps(held.data, protocol=5, buffer_callback=buffers.append)
+        except Exception as error:  # an object raises whatever it likes
+            raise MaskpackError(
+                f'PackedBatch: field "{show(form.path)}" cannot be pickled: {type(error).__name__}: '
+                f"{str(error)[:200]}; expected objects that can. Leave it out."
+            ) from error
         lines = [stream, *[buffer.raw() for buffer in buffers]]
         return out | {"pickle": [self.add(np.frombuffer(line, np.uint8), show(form.path)) for line in lines]}
 

@@ -56,6 +56,12 @@ def _(batch: Tensor, parts: _Parts, num_rows: int) -> Iterator[Tensor]:
 def _(batch: TensorDictBase, parts: _Parts, num_rows: int) -> Iterator[TensorDict]:
     _check_rows(batch.batch_size[0] if batch.batch_dims else None, num_rows)
     entries = walk(batch)
+    for path, value in entries:
+        if isinstance(value, Tensor) and value.layout not in (torch.strided, torch.jagged):
+            raise PlanError(
+                f'{_APPLY}: field "{show(path)}" has the memory layout {value.layout}, whose rows cannot be taken; '
+                "expected a strided or jagged tensor. Convert it with to_dense(), or leave it out."
+            )
     fields = {path: value for path, value in entries if _is_jagged(value)}
     dense = _without(batch, fields)
     order = [path for path, _ in entries]

@@ -17,7 +17,7 @@ from maskpack.jagged import check_lengths, jagged
 from maskpack.layout import RowLayout
 from maskpack.options import OnLoss, Options, Registry, Verify
 from maskpack.registry import RL_FIELDS, Key, Path, show
-from maskpack.schema import INTACT, LAYOUTS, FieldForm, read_layouts, read_pads, run_tables, write_layouts
+from maskpack.schema import INTACT, LAYOUTS, FieldForm, pad_table, read_layouts, read_pads, run_tables, write_layouts
 from maskpack.survey import survey
 from maskpack.tensors import need_gradients
 from maskpack.tree import Node, build, chosen, rows_in, walk
@@ -79,7 +79,9 @@ def nest_batch_by_mask(
     schema = found.schema()
     out = build(rows_only(found.root), [(form.path, nested(form)) for form in found.forms], found.rows)
     tables = run_tables(found.layouts)
-    return out.set(LAYOUTS, write_layouts(schema, tables, found.row_pads, found.rows, found.root.device))
+    where = next((table.device for table in tables.values()), found.root.device or "cpu")
+    pads = pad_table(schema.forms, found.row_pads, found.rows, where)
+    return out.set(LAYOUTS, write_layouts(schema, tables, pads, found.rows, found.root.device))
 
 
 def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:

@@ -23,7 +23,7 @@ from tensordict import is_non_tensor as is_non_tensor  # type: ignore[reportUnkn
 from tensordict import lazy_stack as lazy_stack  # type: ignore[reportUnknownVariableType]
 from torch import Tensor
 
-from maskpack.words import DTYPES, Words, from_words, word_dtype, words
+from maskpack.words import DTYPES, Words, from_words, odd_bools, word_dtype, words
 
 _DEEPEST = 64
 _MOST_ITEMS = 1 << 22
@@ -156,7 +156,11 @@ class _Stowing:
     known: dict[tuple[str, int, int], list[Words]] = field(default_factory=dict[tuple[str, int, int], list[Words]])
 
     def leaf(self, item: Any) -> Any:
-        if type(item) is Tensor and _is_plain(item):
+        if (
+            type(item) is Tensor
+            and _is_plain(item)
+            and not (item.dtype is torch.bool and odd_bools(words(item).numpy()))
+        ):
             dtype = str(item.dtype).removeprefix("torch.")
             return Stowed(self._shared(words(item).numpy().reshape(-1)), dtype, tuple(item.shape), True)
         return self._array(item) if type(item) is np.ndarray else item
@@ -179,7 +183,8 @@ class _Stowing:
 
 
 def _is_plain_array(x: Words) -> bool:
-    return x.dtype.name in _NUMPY and x.dtype.isnative and x.dtype.metadata is None and x.ndim <= MOST_DIMS
+    known = x.dtype.name in _NUMPY and x.dtype.isnative and x.dtype.metadata is None and x.ndim <= MOST_DIMS
+    return known and not (x.dtype == np.bool_ and odd_bools(x.view(np.uint8)))
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -302,6 +307,8 @@ def to_json(data: Any, store: Callable[[Words], int]) -> Any:
             scalar = cast("Any", item)
             if scalar.dtype.name in _NUMPY and kind is np.dtype(scalar.dtype.name).type:
                 return {"scalar": [scalar.dtype.name, scalar.tobytes().hex()]}
+        if kind is Tensor:
+            raise Unsayable("a Tensor whose bits JSON cannot say (on a GPU, with grad, or bools other than 0 and 1)")
         raise Unsayable(f"a {kind.__name__}")
 
     return said(data, 0)
@@ -391,6 +398,8 @@ def _stowed(tensor: bool, items: list[Any], arrays: Callable[[Any], Words]) -> S
     wanted = math.prod(shape) * (2 if itemsize == 16 else 1)
     if line.dtype != word_dtype(itemsize) or line.size != wanted:
         raise ValueError(f"{line.size} {line.dtype} for {wanted} words of a {dtype}")
+    if dtype == "bool" and odd_bools(line):
+        raise ValueError("bools with other bytes than 0 and 1")
     return Stowed(line, dtype, shape, tensor)
 
 
@@ -405,7 +414,10 @@ def _itemsize(dtype: Any, tensor: bool) -> int:
 def _scalar(items: list[Any]) -> Any:
     if len(items) != 2 or items[0] not in _NUMPY or not isinstance(items[1], str):
         raise ValueError("a scalar without dtype and bits")
-    return np.frombuffer(_from_hex(items[1], np.dtype(items[0]).itemsize), items[0])[0]
+    data = _from_hex(items[1], np.dtype(items[0]).itemsize)
+    if items[0] == "bool" and data > b"\1":
+        raise ValueError("a bool with another byte than 0 and 1")
+    return np.frombuffer(data, items[0])[0]
 
 
 def _from_hex(text: str, size: int | None = None) -> bytes:

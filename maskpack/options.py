@@ -89,10 +89,13 @@ class Options:
             ("on_loss", on_loss, ("keep", "error", "drop")),
         ):
             if not isinstance(value, VerifyFirst if name == "verify" else ()) and value not in allowed:
-                raise RegistryError(f"{call}: {name} is {value!r}; expected one of {', '.join(allowed)}. Choose one.")
+                raise RegistryError(
+                    f"{call}: {name} is {said(value)}; expected one of {', '.join(allowed)}. Choose one."
+                )
         if isinstance(pad_token_id, np.integer):
             pad_token_id = int(pad_token_id)
-        if pad_token_id is not None and (isinstance(pad_token_id, bool) or not isinstance(pad_token_id, int)):
+        whole = isinstance(pad_token_id, int) and not isinstance(pad_token_id, bool)
+        if pad_token_id is not None and not (whole and -(1 << 63) <= pad_token_id < 1 << 64):
             raise RegistryError(
                 f"{call}: pad_token_id is {said(pad_token_id)}; expected a whole number. Pass tokenizer.pad_token_id."
             )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, cast
 
@@ -31,7 +31,7 @@ from maskpack.layout import RowLayout
 from maskpack.nesting import rows_only
 from maskpack.objects import Objects
 from maskpack.options import OnLoss, Options, Registry, Verify
-from maskpack.registry import RL_FIELDS, Key, show
+from maskpack.registry import RL_FIELDS, Key, Path, show
 from maskpack.rows import IntArray, Rows, even_sizes, no_single_row, part_sizes, row_index
 from maskpack.schema import LAYOUTS, FieldForm, read_layouts, write_layouts
 from maskpack.sharing import Joined, Own, Same, arrays_of
@@ -39,7 +39,7 @@ from maskpack.survey import Survey, survey
 from maskpack.tasks import Tasks
 from maskpack.tensors import device_here
 from maskpack.tree import build, chosen
-from maskpack.words import host_words, words
+from maskpack.words import Words, host_words, odd_bools, odd_bools_error, words
 
 Target = Literal["padded", "nested"]
 Widths = Literal["canonical", "trim"]
@@ -239,7 +239,10 @@ def _path(file: Any, call: str) -> str:
         raise LayoutError(
             f"{call}: file is {said(file)}; expected a path. Pass one; from_bytes and to_bytes take bytes."
         )
-    return os.fspath(cast("str", file))
+    path = os.fspath(cast("str", file))
+    if not isinstance(path, str) or "\0" in path or not os.path.basename(path):
+        raise LayoutError(f"{call}: file is {path!r}; expected a path that ends in a name. Name a file.")
+    return path
 
 
 def _unpickled(*parts: Any) -> PackedBatch:
@@ -316,9 +319,9 @@ def decompress(
             "restores a nested TensorDict, and materialize decodes a BatchView."
         )
     if layout not in ("padded", "nested"):
-        raise LayoutError(f'decompress: layout is {layout!r}; expected "padded" or "nested". Choose one of these.')
+        raise LayoutError(f'decompress: layout is {said(layout)}; expected "padded" or "nested". Choose one of these.')
     if widths not in ("canonical", "trim"):
-        raise LayoutError(f'decompress: widths is {widths!r}; expected "canonical" or "trim". Choose one of these.')
+        raise LayoutError(f'decompress: widths is {said(widths)}; expected "canonical" or "trim". Choose one of these.')
     forms = [form for _, form in chosen([(form.path, form) for form in packed.schema.forms], fields, "decompress")]
     if widths == "trim":
         packed = trimmed(packed, forms, "decompress")
@@ -342,9 +345,8 @@ def decompress(
         return build(on(root, device), entries, packed.num_rows)
     out = build(on(rows_only(root), device), entries, packed.num_rows)
     schema = replace(packed.schema, forms=tuple(forms))
-    pads = {form.path: pad for form in forms if (pad := decoder.row_pads(form)) is not None}
     home = on(root, device).device
-    return out.set(LAYOUTS, write_layouts(schema, decoder.tables(), pads, packed.num_rows, home))
+    return out.set(LAYOUTS, write_layouts(schema, decoder.tables(), decoder.pads(forms), packed.num_rows, home))
 
 
 def _layouts_of(like: Any) -> dict[str, RowLayout]:
@@ -376,6 +378,9 @@ def _encoded(found: Survey, codec: str | None) -> PackedBatch:
     objects = {form.path: Objects.of(found.entries[form.path]).stowed() for form in forms if form.kind == "object"}
     layouts = {name: layout.to("cpu") for name, layout in found.layouts.items()}
     row_pads = host_words(found.row_pads, ())
+    odd = [f.path for f in forms if f.dtype is torch.bool and _odd_from_device(f, bits, row_pads)]
+    if odd:
+        raise odd_bools_error("compress", odd)
     schema = replace(found.schema(), forms=forms)
     packed = PackedBatch(found.rows, schema, layouts, {}, objects, row_pads, codec)
     candidates = {
@@ -385,6 +390,11 @@ def _encoded(found: Survey, codec: str | None) -> PackedBatch:
     }
     fields, row_pads = pickles.together((encode(candidates), row_pads))
     return replace(packed, fields=fields, row_pads=row_pads)
+
+
+def _odd_from_device(form: FieldForm, *arrays: Mapping[Path, Words]) -> bool:
+    """Whether a field has bools of other bytes than 0 and 1; those on the host were looked at before."""
+    return form.device != "cpu" and any(odd_bools(own[form.path]) for own in arrays if form.path in own)
 
 
 def _packed_form(form: FieldForm, found: Survey) -> FieldForm:

@@ -22,7 +22,17 @@ import numpy as np
 
 from maskpack.arguments import said
 from maskpack.budget import CALL, Budget, Ground, Oversize
-from maskpack.costs import Cost, FloatArray, IntArray, RowCost, Units, checked_amounts, checked_lengths, whole_number
+from maskpack.costs import (
+    MOST,
+    Cost,
+    FloatArray,
+    IntArray,
+    RowCost,
+    Units,
+    checked_amounts,
+    checked_lengths,
+    whole_number,
+)
 from maskpack.errors import PlanError
 from maskpack.loss_weights import MODES, Loss, LossMode
 
@@ -181,7 +191,7 @@ class MicroBatchPlan:
                 f"{call}: {len(given)} counts for {len(self.updates)} updates; expected one for each. Give as many, or "
                 "one number for all."
             )
-        counts = [whole_number(number, 0, call, "count") for number in given]
+        counts = [whole_number(number, 0, call, "count", MOST) for number in given]
         for update, (own, wanted) in enumerate(zip(self._bins, counts, strict=True)):
             if wanted < len(own):
                 raise PlanError(
@@ -284,9 +294,9 @@ class MicroBatchPlan:
         """
         call = "MicroBatchPlan.loss_weights"
         if mode not in MODES:
-            raise PlanError(f"{call}: mode is {mode!r}; expected one of {', '.join(MODES)}. Choose one.")
+            raise PlanError(f"{call}: mode is {said(mode)}; expected one of {', '.join(MODES)}. Choose one.")
         if gradients not in ("mean", "sum"):
-            raise PlanError(f'{call}: gradients is {gradients!r}; expected "mean" or "sum". Choose one.')
+            raise PlanError(f'{call}: gradients is {said(gradients)}; expected "mean" or "sum". Choose one.')
         if self.loss is None:
             raise PlanError(
                 f"{call}: the plan knows no loss tokens; expected them when it is made. Pass loss_tokens, the sum of "

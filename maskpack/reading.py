@@ -18,6 +18,7 @@ import torch
 from tensordict import NonTensorDataBase, is_tensorclass
 
 from maskpack import codec, objects
+from maskpack.bools import odd_field
 from maskpack.contents import MAX_BYTES, Contents, shape_of, word_dtype_of, words_of_one
 from maskpack.errors import LayoutError, WireFormatError
 from maskpack.layout import RowLayout
@@ -28,11 +29,12 @@ from maskpack.schema import LAYOUTS, FieldForm, Schema
 from maskpack.sharing import KINDS, WHOLE, Columns, Encoding, Joined, Same
 from maskpack.tree import Node
 from maskpack.wire import FREE_ROWS, MOST_PATH, Message, brief, fail
-from maskpack.words import DTYPES, Words, pad_tensor
+from maskpack.words import DTYPES, Words, odd_bools, pad_tensor
 
 _DEVICE = re.compile(r"(cpu|cuda|hpu|mps|npu|xla|xpu)(:(0|[1-9][0-9]?))?")
 _MOST = 1 << 31
 _MOST_BYTES = 1 << 62
+_NO_BYTES = np.zeros(0, np.uint8)
 TABLE_BYTES = 48
 """Bytes that one run of a layout, and one row of a layout or an encoding, is taken to need."""
 _ARRAYS: dict[str, int | None] = {
@@ -386,6 +388,12 @@ class _Reader:
                     problem = f"row pads {pads.dtype} {pads.shape}"
             if problem is not None:
                 fail(self._call, f'field "{show(path)}": {problem}', "an encoding that gives its words")
+        for path in packed.fields:  # only now: they may take their words from any other
+            pads = self._row_pads.get(path, _NO_BYTES)
+            if packed.forms[path].dtype is torch.bool and (
+                odd_bools(pads) or odd_field(path, packed.fields, packed.bounds)
+            ):
+                fail(self._call, f'field "{show(path)}" of bools with other bytes', "0 and 1 alone")
 
     def _reference(self, packed: Contents, path: Path, encoding: Encoding) -> str | None:
         form = packed.forms[path]

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
+import numpy as np
+
 from maskpack.arguments import said
 from maskpack.errors import RegistryError
 from maskpack.keys import Key, Path, need_key, need_keys, path_of, plain, show
@@ -117,9 +119,7 @@ class MaskNestingSpec:
         if isinstance(self.hints, list):
             object.__setattr__(self, "hints", (*self.hints,))
         if not isinstance(self.hints, tuple):
-            raise RegistryError(
-                f"MaskNestingSpec: hints is {self.hints!r}; expected names in a tuple. Write ('runs',) or nothing."
-            )
+            raise RegistryError(f"MaskNestingSpec: hints is {said(self.hints)}; expected a tuple. Write ('runs',).")
         for hint in self.hints:
             if not _is_hint(hint):
                 raise RegistryError(
@@ -156,7 +156,8 @@ class MaskNestingSpec:
     @property
     def pads(self) -> tuple[PadValue, ...]:
         """The pads to try, in order."""
-        return tuple(self.pad) if isinstance(self.pad, list) else (self.pad,)
+        pads: list[Any] = self.pad if isinstance(self.pad, list) else [self.pad]
+        return tuple(cast("Any", pad).item() if isinstance(pad, np.generic) else pad for pad in pads)
 
 
 DENSE = MaskNestingSpec(mask=None)

@@ -107,9 +107,10 @@ class PackedInputs:
                     f'{call}: the batch has a field "{name}"; expected text alone, which is all that the model is '
                     "given. Replay these rows by the model's own forward; without images, drop the field."
                 )
-        if isinstance(multiple_of, bool) or not isinstance(multiple_of, int) or multiple_of < 1:
+        whole = isinstance(multiple_of, int | np.integer) and not isinstance(multiple_of, bool)
+        if not (whole and 1 <= multiple_of < 1 << 31):
             raise ReplayError(
-                f"{call}: multiple_of is {multiple_of!r}; expected a whole number, at least 1. Choose one."
+                f"{call}: multiple_of is {said(multiple_of)}; expected a whole number from 1, below 2^31. Choose one."
             )
         if isinstance(batch, PackedBatch):
             axis, fields = _decoded(batch, device, registry, call)
@@ -215,7 +216,7 @@ def _predict(
 ) -> tuple[IntArray, IntArray | None]:
     """Places whose outputs score the response tokens; and which of these are scored, if not all."""
     if no_prompt not in ("error", "skip"):
-        raise ReplayError(f'{call}: no_prompt is {no_prompt!r}; expected "error" or "skip". Choose one.')
+        raise ReplayError(f'{call}: no_prompt is {said(no_prompt)}; expected "error" or "skip". Choose one.')
     tail = axis.tail(sequence)
     rows = np.repeat(np.arange(sequence.num_rows), axis.response.lengths)
     alone = tail <= sequence.row_offsets[rows]

@@ -184,7 +184,9 @@ class ResponseAxis:
         if form is not None and form.layout is not None:
             return form.kind == "padded" and form.layout == RESPONSE
         if value.is_nested:
-            return np.array_equal(host_offsets(value, self.response, self.sequence), self.response.row_offsets)
+            return is_regular(value) and np.array_equal(
+                host_offsets(value, self.response, self.sequence), self.response.row_offsets
+            )
         spec = registry.find(path)
         if spec is None or RESPONSE not in spec.masks:
             return False
@@ -201,6 +203,11 @@ class ResponseAxis:
             )
         if not value.is_nested:
             return self._columns(path, value, _ragged_dim(path, value, registry), call)
+        if not is_regular(value):
+            raise LayoutError(
+                f'{call}: field "{show(path)}" is nested, but not jagged along dim 1 without gaps; expected that. '
+                "Build it with maskpack, or with nested_tensor_from_jagged."
+            )
         need_gradients(value, f'field "{show(path)}"', call)
         form = self.forms.get(path) or self._form_of_new(path, value, registry, call)
         offsets = host_offsets(value, self.response, self.sequence)

@@ -130,7 +130,7 @@ def part_sizes(sizes: int | Sequence[int], num_rows: int, call: str) -> list[int
 
 def even_sizes(num_rows: int, parts: int, call: str) -> list[int]:
     """The sizes of `parts` consecutive parts that differ by one row at most."""
-    parts = whole(parts, "parts", 1, call)
+    parts = whole(parts, "parts", 1, call, 1 << 24)
     least, more = divmod(num_rows, parts)
     return [least + (part < more) for part in range(parts)]
 

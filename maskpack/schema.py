@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -22,7 +21,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack.errors import LayoutError
-from maskpack.jagged import jagged_from, offsets_of, to_host
+from maskpack.jagged import is_regular, jagged_from, offsets_of, to_host
 from maskpack.layout import RowLayout
 from maskpack.registry import EDGE, PER_ROW, Pad, PadValue, Path, show
 from maskpack.rows import IntArray
@@ -99,37 +98,30 @@ class RowPads:
 
 
 def write_layouts(
-    schema: Schema, tables: Mapping[str, Tensor], row_pads: Mapping[Path, Tensor], rows: int, device: str | None
+    schema: Schema, tables: Mapping[str, Tensor], pads: Tensor, rows: int, device: str | None
 ) -> TensorDict:
-    """The LAYOUTS entry of a batch on `device`, from the run table of each layout, and the pads [B] of each field whose
-    pad is PER_ROW."""
+    """The LAYOUTS entry of a batch on `device`, from the run table of each layout and what `pad_table` makes."""
     batch = schema.root.batch_size(rows)[:1]
     here = Node(() if batch else None, device)
     held: Any = NonTensorData(schema, batch_size=batch, device=device)
     entries: list[tuple[Path, Any]] = [(("schema",), held), (("runs",), here)]
     entries += [(("runs", name), tables[name]) for name, _, _ in schema.axes]
-    where = next((table.device for table in tables.values()), torch.device(device or "cpu"))
-    entries.append((("pads",), _pad_table(schema, row_pads, rows, where)))
+    entries.append((("pads",), pads))
     return build(here, entries, rows)
 
 
-def _pad_table(schema: Schema, row_pads: Mapping[Path, Tensor], rows: int, device: torch.device) -> Tensor:
-    """uint8 [B, K]: the pads of all padded fields, those that are PER_ROW from `row_pads`."""
-    places = _pad_places(schema.forms)
-    line = b"".join(_pad_bytes(form.pads[0], form.dtype) for form in schema.forms if form.path in places)
-    table = _row_of_pads(line, device).expand(rows, -1).clone()
+def pad_table(
+    forms: Iterable[FieldForm], row_pads: Mapping[Path, Tensor], rows: int, device: torch.device | str
+) -> Tensor:
+    """uint8 [B, K] on a device: the pads of all padded fields, those that are PER_ROW from `row_pads`, [B] each."""
+    places = _pad_places(forms := list(forms))
+    line = b"".join(_pad_bytes(form.pads[0], form.dtype) for form in forms if form.path in places)
+    table = torch.tensor(list(line), dtype=torch.uint8, device=device).expand(rows, -1).clone()
     for path in row_pads.keys() & places.keys():
-        bits = words(row_pads[path]).to(device).clone(memory_format=torch.contiguous_format).view(torch.uint8)
-        table[:, places[path].start + 1 : places[path].stop] = bits.view(
-            rows, places[path].stop - places[path].start - 1
-        )
+        begin, end = places[path].start + 1, places[path].stop
+        bits = words(row_pads[path]).to(device).clone(memory_format=torch.contiguous_format)
+        table[:, begin:end] = bits.view(torch.uint8).view(rows, end - begin)
     return table
-
-
-@lru_cache(maxsize=256)
-def _row_of_pads(line: bytes, device: torch.device) -> Tensor:
-    """The bytes on a device: the same for all batches of a loop, so that they are copied once."""
-    return torch.tensor(list(line), dtype=torch.uint8, device="cpu").to(device, non_blocking=True)
 
 
 def _pad_bytes(pad: PadValue, dtype: torch.dtype | None) -> bytes:
@@ -192,7 +184,13 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
             f'{call}: the batch has no entry "{LAYOUTS}", so it was not nested by nest_batch_by_mask, or select() '
             f'dropped the entry. Nest it first, or select it too: batch.select("responses", maskpack.LAYOUTS).'
         )
-    schema = _schema_of(entry_at(batch, (LAYOUTS, "schema")))
+    held = entry_at(batch, (LAYOUTS, "schema"))
+    if held is None and entry_at(batch, (LAYOUTS, "runs")) is None:
+        raise LayoutError(
+            f'{call}: the entry "{LAYOUTS}" is not what nest_batch_by_mask makes; expected that name for its own. '
+            "Rename the field."
+        )
+    schema = _schema_of(held)
     if schema is None:
         raise LayoutError(
             f"{call}: the batch was put together from batches of different widths or fields; expected one schema. "
@@ -204,7 +202,7 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
         if not isinstance(table, Tensor) or not table.is_nested:
             raise LayoutError(
                 f'{call}: the run table of layout "{name}" is no jagged tensor any more; a single row was taken by '
-                "an integer index, or the entry was replaced. Take one row as a slice: batch[i : i + 1]."
+                "an integer index, or the entry was replaced. Take one row by a list: batch[[i]]."
             )
         tables[name] = table
     sizes = {name: (width, anchor) for name, width, anchor in schema.axes}
@@ -253,7 +251,7 @@ def _first_fields(batch: TensorDictBase, schema: Schema, layouts: Collection[str
     fields: dict[str, Tensor] = {}
     for form in schema.forms:
         value = entry_at(batch, form.path) if form.kind == "padded" else None
-        if form.layout is not None and form.layout in layouts and isinstance(value, Tensor) and value.is_nested:
+        if form.layout is not None and form.layout in layouts and isinstance(value, Tensor) and is_regular(value):
             fields.setdefault(form.layout, value)
     return fields
 

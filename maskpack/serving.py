@@ -73,7 +73,7 @@ def endpoint(
     need_keys(fields, "fields", "endpoint", LayoutError)
     flag(micro_batches, "micro_batches", "endpoint")
     if layout not in ("padded", "nested"):
-        raise LayoutError(f'endpoint: layout is {layout!r}; expected "padded" or "nested". Choose one of these.')
+        raise LayoutError(f'endpoint: layout is {said(layout)}; expected "padded" or "nested". Choose one of these.')
     if device is not None and not isinstance(device, str | torch.device):
         raise LayoutError(f'endpoint: device is {said(device)}; expected one of torch. Pass "cuda" or "cpu".')
     if method is None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from maskpack.backends import uses_triton
-from maskpack.contents import Contents, Decoded
+from maskpack.contents import Contents, Decoded, pad_table_of
 from maskpack.jagged import jagged_all
 from maskpack.recipes import Recipe, parts_of
 from maskpack.registry import Path
@@ -69,8 +69,7 @@ def _decode(
     for form in taken:
         if form.layout is not None and (nested or form.kind == "jagged"):
             jagged.setdefault(form.layout, []).append(form.path)
-    pads = [form for form in forms if form.path in packed.row_pads]
-    kept = _Kept(packed, recipe, jagged, pads if nested and whole else None)
+    kept = _Kept(packed, recipe, jagged, forms if nested and whole else None)
     sent = kept.sent(device)
     tensors = {form.path: _empty(packed, form, form.path in padded, device) for form in taken}
     for form in taken:
@@ -78,7 +77,7 @@ def _decode(
     if recipe.count:
         _run(recipe, staged)
     out.entries.update(tensors)
-    out.row_pads.update(kept.row_pads(sent))
+    out.pads = kept.pads(sent) if out.pads is None else out.pads
     out.tables.update(kept.run_tables(sent))
     for name, paths in jagged.items():
         layout, offsets = packed.layouts[name], sent["offsets", name]
@@ -124,15 +123,14 @@ class _Kept:
     """The first tables of a recipe, which a nested batch keeps; the kernel copies them to memory of their own."""
 
     def __init__(
-        self, packed: Contents, recipe: Recipe, jagged: Iterable[str], pads: Sequence[FieldForm] | None
+        self, packed: Contents, recipe: Recipe, jagged: Iterable[str], forms: Sequence[FieldForm] | None
     ) -> None:
-        """The offsets of the layouts `jagged`; and what LAYOUTS holds, where `pads` are the forms with pads of rows."""
+        """The offsets of the layouts `jagged`; and what LAYOUTS holds for `forms`, unless they are None."""
         self._packed = packed
         self._recipe = recipe
         self._sizes: dict[Any, int] = {}
-        self._pads = pads or ()
         self._lines = {
-            name: lines_of(layout.table, layout.width) for name, layout in packed.layouts.items() if pads is not None
+            name: lines_of(layout.table, layout.width) for name, layout in packed.layouts.items() if forms is not None
         }
         alike: dict[bytes, list[str]] = {}
         for name, (_, splits) in self._lines.items():
@@ -146,8 +144,9 @@ class _Kept:
         if self._alike:
             lines = np.concatenate([self._lines[name][0] for names in self._alike for name in names])
             self._add("lines", _as_table(lines))
-        for form in self._pads:
-            self._add(("pads", form.path), _as_table(packed.row_pads[form.path]))
+        self._pads = None if forms is None else pad_table_of(packed, forms).numpy()
+        if self._pads is not None:
+            self._add("pads", _as_table(self._pads))
 
     def _add(self, key: Any, table: IntArray) -> None:
         self._recipe.tables.add(table)
@@ -174,9 +173,11 @@ class _Kept:
             made.update(zip(names, tables, strict=True))
         return made
 
-    def row_pads(self, sent: dict[Any, Tensor]) -> dict[Path, Tensor]:
+    def pads(self, sent: dict[Any, Tensor]) -> Tensor | None:
         """Of LAYOUTS."""
-        return {form.path: _as_pads(sent["pads", form.path], form, self._packed.num_rows) for form in self._pads}
+        if self._pads is None or not sent:
+            return None
+        return sent["pads"].view(torch.uint8)[: self._pads.size].view(self._pads.shape)
 
 
 def _as_table(array: Words) -> IntArray:
@@ -184,14 +185,6 @@ def _as_table(array: Words) -> IntArray:
     line = np.zeros(-(-array.nbytes // 8), np.int64)
     line.view(np.uint8)[: array.nbytes] = array.reshape(-1).view(np.uint8)
     return line
-
-
-def _as_pads(table: Tensor, form: FieldForm, rows: int) -> Tensor:
-    """The pads [B] whose bytes are in a table."""
-    assert form.dtype is not None
-    if form.dtype.itemsize == 16:  # a view of complex numbers begins at a multiple of 16 bytes
-        table = table.clone()
-    return table.view(torch.uint8)[: rows * form.dtype.itemsize].view(form.dtype)
 
 
 # -------------------------------------------------------------------- the encoded bytes

@@ -77,7 +77,7 @@ class Source:
     def same(self, other: Source) -> bool:
         """Whether both are one batch: the same object, or references that are equal."""
         here = isinstance(self.held, PackedBatch) or isinstance(other.held, PackedBatch)
-        return self.held is other.held or (not here and bool(self.held == other.held))
+        return self.held is other.held or (not here and (self.held == other.held) is True)
 
     def checked(self, packed: Any) -> PackedBatch:
         """What was fetched. Raises LayoutError unless it is the batch that the outline tells of."""

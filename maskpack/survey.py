@@ -182,7 +182,12 @@ class _Planner:
                 "NonTensorData(value), which holds for all rows."
             )
         spec = self._options.registry.find(path)
-        if value.dtype not in DTYPES.values() or value.device.type == "meta":
+        if value.device.type == "meta":
+            raise LayoutError(
+                f'{self._options.call}: field "{show(path)}" is on the meta device, which holds no values; expected '
+                "values. Load them, or leave the field out."
+            )
+        if value.dtype not in DTYPES.values():
             raise LayoutError(
                 f'{self._options.call}: field "{show(path)}" is {value.dtype} on {value.device}, without plain bits; '
                 "expected numbers in memory. Dequantize it, or leave it out."
@@ -270,6 +275,12 @@ class _Planner:
             names = " or ".join(f'"{show(mask)}"' for mask in spec.masks)
             known = ", ".join(self._options.registry.axes) or "none"
             return replace(dense, reason=f"nothing in the batch gives its mask {names} (axes of the registry: {known})")
+        if not 1 <= spec.dim_of(value) < value.dim():
+            raise LayoutError(
+                f'{self._options.call}: field "{show(path)}" is {tuple(value.shape)} and its ragged_dim '
+                f"{spec.ragged_dim}; expected a dim behind the rows, below {value.dim()}. Give the dim that the width "
+                "runs along."
+            )
         raise LayoutError(
             f'{self._options.call}: field "{show(path)}" is {tuple(value.shape)}; '
             f"{'; '.join(map(str, axes))}. Fix the producer, or give the field another mask in the registry."

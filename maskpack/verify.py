@@ -8,6 +8,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from maskpack import checks
@@ -18,7 +19,7 @@ from maskpack.options import Options, VerifyFirst
 from maskpack.registry import EDGE, PER_ROW, SIGNED_ZERO, PadValue, Path, show
 from maskpack.schema import FieldForm
 from maskpack.tasks import Tasks
-from maskpack.words import words
+from maskpack.words import odd_bools, odd_bools_error, words
 
 _KEPT = 'it holds values other than its pad at masked-out positions (on_loss="error" names one, and what to do)'
 _MIXED_ZEROS = "A row mixes 0.0 and -0.0, as x * mask leaves them; x.masked_fill(mask == 0, 0) does not. "
@@ -54,6 +55,8 @@ class Verifier:
         self._tasks = tasks
         self._row_pads: dict[tuple[Path, PadValue], Tensor] = {}
         self._ambiguous: set[Path] = set()
+        self._odd: list[Path] = []  # bools of other bytes than 0 and 1
+        self._bools: dict[Path, Tensor] = {}  # those elsewhere, which are looked at when their pads are
         self.values: dict[Path, Tensor] = {}
         self.made: dict[Path, Any] = {}
 
@@ -61,6 +64,9 @@ class Verifier:
         """The forms with one pad each; a field with other values under its mask becomes dense, or raises. And the pads
         [B] of the fields whose pad is PER_ROW."""
         unsure = {f.path: f for f in forms if f.kind == "padded" and not self._entries[f.path].is_nested}
+        bools = [(form.path, self._entries[form.path]) for form in forms if form.dtype is torch.bool]
+        away = [(path, x.values() if x.is_nested else x) for path, x in bools if x.device.type != "cpu"]
+        self._bools = {path: x for path, x in away if x.layout == torch.strided}
         found = self._pads(unsure, [form for form in forms if form.layout is not None])
         lossy = [form for path, form in unsure.items() if found[path] is None]
         if lossy and self._options.on_loss == "error":
@@ -81,7 +87,20 @@ class Verifier:
                 elif isinstance(held, Tensor):
                     row_pads[form.path], held = held, PER_ROW
                 sure.append(replace(form, pads=(held,)))
+        for form in sure:
+            self._look(form, row_pads.get(form.path))
+            self._look(form, self._entries[form.path] if form.kind == "dense" else None)
+        if self._odd:
+            raise odd_bools_error(self._options.call, sorted(set(self._odd)))
         return sure, row_pads
+
+    def _look(self, form: FieldForm, x: Tensor | None) -> None:
+        """Notes a field on the host whose bools have other bytes than 0 and 1."""
+        if form.dtype is not torch.bool or x is None or x.device.type != "cpu" or x.layout != torch.strided:
+            return
+        line = x[:1] if x.dim() and not x.stride(0) else x  # one value, many times
+        if odd_bools(words(line).numpy()):
+            self._odd.append(form.path)
 
     def _pads(self, unsure: Mapping[Path, FieldForm], gathered: Sequence[FieldForm]) -> dict[Path, PadValue | None]:
         """The pad that each field has; None if it has none of those that it may have. Gathers on the way."""
@@ -120,6 +139,7 @@ class Verifier:
             by_row = PER_ROW in trials[:1] or SIGNED_ZERO in trials[:1]
             seen = checks.not_pad(self._padded(form)[0], trials[0]) if trials and not by_row else None
             self.values[form.path] = self._gather(form, one_call)  # now, while the field is in the cache
+            self._look(form, self.values[form.path])
             counts = (self._strays(form, pad, None if place else seen) for place, pad in enumerate(trials))
             pad = next((pad for pad, count in zip(trials, counts, strict=True) if not count), None)
             if any(not self._strays(form, other) for other in self._rivals(form, pad)):
@@ -151,10 +171,12 @@ class Verifier:
         for attempt in range(max((len(form.pads) for form in unsure.values()), default=0)):
             trials = [form for path, form in unsure.items() if found[path] is None and attempt < len(form.pads)]
             counts = [self._strays(form, form.pads[attempt]) for form in trials]
-            read = iter(to_host([count.view(1) for count in counts if isinstance(count, Tensor)]))
+            odd = {} if attempt else {path: torch.count_nonzero(words(x) > 1) for path, x in self._bools.items()}
+            read = iter(to_host([n.view(1) for n in [*counts, *odd.values()] if isinstance(n, Tensor)]))
             for form, count in zip(trials, counts, strict=True):
                 strays = next(read)[0] if isinstance(count, Tensor) else count
                 found[form.path] = None if strays else form.pads[attempt]
+            self._odd += [path for path in odd if next(read)[0]]
         rivals = [(path, other) for path, pad in found.items() for other in self._rivals(unsure[path], pad)]
         counts = [self._strays(unsure[path], other) for path, other in rivals]
         read = iter(to_host([count.view(1) for count in counts if isinstance(count, Tensor)]))

@@ -4,7 +4,7 @@ for -0.0 and NaN, and work where torch has few operations (float8, unsigned inte
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from maskpack import pool
+from maskpack.errors import LayoutError
+from maskpack.keys import Path, show
 
 Words = npt.NDArray[Any]
 _Key = TypeVar("_Key")
@@ -60,6 +62,21 @@ def from_words(array: Words, dtype: torch.dtype) -> Tensor:
     return tensor.view(dtype)
 
 
+def odd_bools(array: Words) -> bool:
+    """Whether bytes of bools have other values than 0 and 1. torch takes such a byte for true in some operations and
+    for the number that it is in others, and a copy may change it: nobody can give it back as it was."""
+    return bool(array.size) and int(array.max()) > 1
+
+
+def odd_bools_error(call: str, paths: Iterable[Path]) -> LayoutError:
+    """Names the fields."""
+    names = ", ".join(f'"{show(path)}"' for path in paths)
+    return LayoutError(
+        f"{call}: field {names} is torch.bool with bytes other than 0 and 1; expected bools. A view of other bytes as "
+        "torch.bool is none: write x.view(torch.uint8) != 0, or keep them as uint8."
+    )
+
+
 def root_of(array: Words) -> Words:
     """The array whose memory it is a view of."""
     while isinstance(array.base, np.ndarray):
@@ -91,6 +108,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 def pad_tensor(pad: complex, dtype: torch.dtype) -> Tensor | None:
     """The pad as a tensor () of `dtype`, on the CPU; None if the dtype cannot hold it (a fraction in an integer, -100
     in uint8)."""
+    if isinstance(pad, int) and pad.bit_length() > 1023:  # no float says it
+        return None
     if dtype.is_complex:
         return torch.tensor(pad, dtype=torch.complex128, device="cpu").to(dtype)
     if isinstance(pad, complex):

@@ -9,8 +9,9 @@ Limits of each case, as docs/wire-format.md says them:
 - 0.5 s of processor time, of all threads of this process (`time.process_time`). What takes longer is tried again, and
   fails if it takes longer again.
 - reading: `allowed` bytes, the peak that `tracemalloc` sees, which numpy and bytes objects report to.
-- reading, writing and decoding together: MARGIN above the limit of decoded bytes, as the kernel's peak of resident
-  memory (VmHWM, set back before each case through /proc/self/clear_refs; Linux only), which counts torch and zstd too.
+- reading, writing and decoding together: MARGIN above `allowed` and the limit of decoded bytes, as the kernel's peak of
+  resident memory (VmHWM, set back before each case through /proc/self/clear_refs; Linux only), which counts torch and
+  zstd too.
 
 A failure is printed with the seed that makes it again: `--only SEED:NUMBER`.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import json
 import random
 import signal
@@ -66,8 +68,8 @@ STUCK = 20
 LIMIT = 1 << 20
 MARGIN = 64 << 20
 BOMBED = 1 / 25
-PARSED, WIDE = 64, 48
-"""Bytes for each one of the header, and of the arrays, that reading may take."""
+PARSED, WIDE, WIDE_BITS = 64, 48, 192
+"""Bytes for each one of the header, of the arrays, and of bits of layouts, that reading may take."""
 
 # -------------------------------------------------------------------- a message in pieces
 
@@ -296,6 +298,10 @@ class Bomb:
         counts = b"\1" * len(starts)
         numbers = [self.array(starts), self.array(counts), self.array(runs or bytes(rows))]
         self.manifest["layouts"].append({"name": name, "width": width, "anchor": 0, "runs": numbers})
+
+    def layout_of_bits(self, name: str, width: int, bits: bytes) -> None:
+        number = self.array(bits)
+        self.manifest["layouts"].append({"name": name, "width": width, "anchor": 0, "bits": number})
 
     def tensor(self, name: Any, encoding: Any, kind: str = "dense", dtype: str = "uint8", **more: Any) -> None:
         path = name if isinstance(name, list) else [name]
@@ -527,6 +533,24 @@ def bomb_arrays(rng: random.Random) -> Bomb:
     return bomb
 
 
+def bomb_bits(rng: random.Random) -> Bomb:
+    """Masks as bits, with as many runs as there can be, or of rows and widths that they do not have."""
+    rows = size_of(rng, 8000)
+    width = size_of(rng, (1 << 19) // rows)
+    bomb = Bomb(rows)
+    for number in range(size_of(rng, 10)):
+        line = bytearray(bytes([rng.choice((0, 0x55, 0x80, 0xAA, 0xFF))]) * ((width + 7) // 8))
+        if rng.random() < 0.9:  # nothing behind the width
+            line[-1] &= 0xFF << -width % 8 & 0xFF
+        bits = bytes(line) * (rows + rng.choice((0, 0, 0, 0, 0, 0, 0, 1, -1)))
+        claimed = rng.choice((width, width, width, width, width, 8 * ((width + 7) // 8), width + 8, 2**31 - 1))
+        bomb.layout_of_bits(f"l{number}", claimed, bits)
+        words = {"kind": "plain", "words": bomb.array(b"\1" * sum(map(int.bit_count, bits)))}
+        bomb.tensor(f"x{number}", words, kind="padded", layout=f"l{number}", dim=1, pad=0)
+    bomb.manifest["axes"] = [layout["name"] for layout in bomb.manifest["layouts"]]
+    return bomb
+
+
 def bomb_numbers(rng: random.Random) -> Bomb:
     """Numbers of many digits, in pads and objects."""
     digits = size_of(rng, 50_000)
@@ -613,8 +637,8 @@ def note(worst: Worst, name: str, made: Mutant, value: float) -> None:
     worst[name] = max(worst.get(name, (0.0, "")), (value, made.name))
 
 
-def outcome(made: Mutant, originals: dict[str, bytes], worst: Worst) -> str:
-    """The name of what came of it; anything but a good end is raised. Notes in `worst` what it took at most."""
+def outcome(made: Mutant, originals: dict[str, bytes], worst: Worst, most: int) -> str:
+    """The name of what came of it; anything but a good end is raised. `most`: bytes that reading may take."""
     tracemalloc.start()
     try:
         batch = PackedBatch.from_bytes(made.data, max_bytes=made.limit)
@@ -624,7 +648,6 @@ def outcome(made: Mutant, originals: dict[str, bytes], worst: Worst) -> str:
     finally:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    most = allowed(made)
     note(worst, "share of the memory for reading", made, peak / most)
     assert peak <= most, f"from_bytes took {peak} bytes of {most} for {len(made.data)}"
     if batch is None:
@@ -648,6 +671,7 @@ def outcome(made: Mutant, originals: dict[str, bytes], worst: Worst) -> str:
     return "accepted and decoded"
 
 
+@functools.cache
 def sealed(data: bytes) -> bool:
     """Whether a file has a checksum."""
     return "crc32" in json.loads(data[8:][: int.from_bytes(data[:8], "little")])["__metadata__"]
@@ -664,8 +688,9 @@ def allowed(made: Mutant) -> int:
         body = sum(len(array[2]) for array in pieces.arrays)
         claimed = sum(record[1] * int(record[0][1]) for record in records if record is not None)
         restored = claimed if 0 <= claimed <= min(256 * body, made.limit or claimed) else 0
-        body = max(restored, body)
-        wide = 3 * restored + WIDE * body
+        numbers = {layout["bits"] for layout in pieces.manifest["layouts"] if "bits" in layout}
+        bits = sum(len(raw) for name, _, raw in pieces.arrays if int(name.partition(".")[0]) in numbers)
+        wide = 3 * restored + WIDE * max(restored, body) + WIDE_BITS * bits
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
         pass
     return (1 << 20) + 2 * size + PARSED * header + wide
@@ -687,17 +712,18 @@ def forget_peak() -> None:
 
 def tried(made: Mutant, golden: dict[str, bytes], worst: Worst) -> str:
     """`outcome`, within time and memory."""
+    most = allowed(made)
     forget_peak()
     before = peak_of_process()
     begin = time.process_time()
-    found = outcome(made, golden, worst)
+    found = outcome(made, golden, worst, most)
     seconds = time.process_time() - begin
     grown = peak_of_process() - before
     note(worst, "bytes of resident memory", made, grown)
-    assert grown <= LIMIT + MARGIN, f"the case took {grown >> 20} MiB of memory"
+    assert grown <= most + LIMIT + MARGIN, f"the case took {grown >> 20} MiB of memory"
     if seconds > SECONDS:
         begin = time.process_time()
-        outcome(made, golden, worst)
+        outcome(made, golden, worst, most)
         seconds = min(seconds, time.process_time() - begin)
     note(worst, "seconds", made, seconds)
     assert seconds <= SECONDS, f"the case took {seconds:.2f} s"

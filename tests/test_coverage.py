@@ -208,9 +208,21 @@ def test_the_message_lists_every_field():
         assert lines[0].startswith(f"{name}: 3 field(s) would travel dense")
         assert lines[1] == '  "secret" (7, 300) float32, 8,400 bytes: the registry does not know it'
         assert lines[2] == '  "a/hidden" (7, 2) int16, 28 bytes: the registry does not know it'
-        assert lines[3] == '  "extra/[0]/t" (2,) float32, 8 bytes: a tensor inside a Python object'
+        assert lines[3] == '  "extra/[0]/t" (2,) float32, 8 bytes: a tensor inside the Python object "extra"'
         assert "ignore_dense_fields" in lines[4]
     assert freeze(batch) == before
+
+
+def test_what_the_error_says_to_do_covers_a_batch():
+    batch = rollout()
+    batch["secret"] = torch.ones(7, 300)
+    batch.set("extra", per_row([{"t": torch.ones(2)}] + [None] * 6))
+    options = {"pad_token_id": PAD, "strict_mask_nesting": True}
+    with pytest.raises(mp.CoverageError, match=r"name it, or the Python object that the tensor is in, in ignore_dense"):
+        mp.compress(batch, **options)
+    assert_same(mp.decompress(mp.compress(batch, **options, ignore_dense_fields=["secret", "extra"])), batch)
+    registry = mp.RL_FIELDS | {"secret": mp.DENSE, "extra": mp.DENSE}
+    assert_same(mp.decompress(mp.compress(batch, **options, registry=registry)), batch)
 
 
 def test_without_strict_a_warning_lists_the_dense_fields_and_nothing_is_lost():

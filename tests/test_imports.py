@@ -32,7 +32,7 @@ FLOORS = [
     ["scan", "compact", "objects", "segments", "wire"],
     ["coverage", "encodings", "codec", "run_lines", "tasks"],
     ["layout", "sharing"],
-    ["choice"],
+    ["choice", "bools"],
     ["ops", "jagged", "axes"],
     ["schema", "sources"],
     ["checks"],

@@ -16,6 +16,7 @@ from tensordict import TensorDict
 import maskpack as mp
 from maskpack import dispatch, ops
 from maskpack.adapters.collator import PackedCollator
+from maskpack.adapters.transferqueue import from_samples, to_samples
 from maskpack.attention import packed_attention
 from maskpack.report import fields
 
@@ -26,6 +27,8 @@ PUBLIC = {name: getattr(mp, name) for name in mp.__all__} | {
     "PackedCollator": PackedCollator,
     "packed_attention": packed_attention,
     "report_fields": fields,
+    "to_samples": to_samples,
+    "from_samples": from_samples,
     "math": math,
     "np": np,
     "pickle": pickle,
@@ -64,6 +67,7 @@ def names():
         "strided": torch.nested.nested_tensor([torch.ones(2), torch.ones(1)]),
         "sparse": mask.to_sparse(),
         "data": packed.to_bytes(),
+        "samples": to_samples(packed),
         "inputs": mp.PackedInputs.of(batch),
         "hidden": hidden,
         "head": torch.ones(7, 4),
@@ -1035,6 +1039,88 @@ collate.micro_batches([sample], 8.0)
 collate.micro_batches(None, 8)
 collate.micro_batches([sample], 8, num_updates=0)
 collate.micro_batches([sample], 8, loss_tokens=[1])
+# ---- samples of a queue
+to_samples(None)
+to_samples(b)
+to_samples(p[:0])
+to_samples(p, columns=["input_ids"])
+to_samples(p, columns="input_ids")
+to_samples(p, columns=3)
+to_samples(p, columns={"a": "input_ids"})
+to_samples(p, columns={"a": ["nope", "input_ids", "attention_mask", "responses"]})
+to_samples(p, columns={"a": ["input_ids"]})
+to_samples(p, columns={"a": [3]})
+to_samples(p, columns={"a": None})
+to_samples(p, columns={3: ["input_ids", "attention_mask", "responses"]})
+to_samples(p, columns={})
+to_samples(p, columns={"a": [["input_ids"]]})
+to_samples(p, after="0")
+to_samples(p, after=-1)
+to_samples(p, after=1 << 20)
+to_samples(p, allow_pickle="no")
+from_samples(None)
+from_samples(b)
+from_samples(p)
+from_samples(TensorDict({}, [0]))
+from_samples(samples, "nope")
+from_samples(samples, ["input_ids"])
+from_samples(samples, 3)
+from_samples(samples, None)
+from_samples(samples, allow_pickle="no")
+from_samples(b, "input_ids")
+from_samples(TensorDict({}, [2]))
+from_samples(TensorDict({"x": torch.zeros(2, 30, dtype=torch.uint8)}, [2]))
+# ---- fields of another memory, and numbers beyond memory
+select_and_pad_to_response(b.clone().set("x", strided), "x")
+select_and_pad_to_response(n.clone().set("x", strided), "x")
+select_and_pad_to_response(b.clone().set_non_tensor("o", 3), "o")
+unnest(n.clone().set("x", strided))
+unnest(n.clone().set("responses", strided))
+unnest(n[0])
+unnest(n.apply(lambda x: x + 1))
+nest_batch_by_mask(n.clone().set("x", strided), pad_token_id=0)
+nest_batch_by_mask(n[0], pad_token_id=0)
+compress(b[0], pad_token_id=0)
+compress(b.unsqueeze(0), pad_token_id=0)
+compress(b.exclude("attention_mask"), pad_token_id=0, like=p[:1])
+compress(TensorDict({"x": m, "m": meta}, [2]), registry={"x": MaskNestingSpec("m")})
+compress(TensorDict({"x": m, "m": sparse}, [2]), registry={"x": MaskNestingSpec("m")})
+compress(TensorDict({"x": m, "m": m}, [2]), registry={"x": MaskNestingSpec("m", 10**400)})
+compress(TensorDict({"x": m.float(), "m": m}, [2]), registry={"x": MaskNestingSpec("m", 10**400)})
+compress(TensorDict({"x": m.float(), "m": m}, [2]), registry={"x": MaskNestingSpec("m", 1e300)})
+compress(TensorDict({"x": m.float(), "m": m}, [2]), registry={"x": MaskNestingSpec("m", 1j)})
+compress(b, pad_token_id=10**400)
+compress(TensorDict({"x": torch.zeros(2, *[1] * 40)}, [2])).to_bytes()
+compress(TensorDict({"x\\ud800": torch.zeros(2)}, [2])).to_bytes()
+compress(b.clone().set_non_tensor("o", lambda: 3), pad_token_id=0).to_bytes(allow_pickle=True)
+ops.unpack(values, L, 10**400)
+ops.unpack(values.float(), L, 10**400)
+ops.packed_log_probs(hidden, head, ids, temperature=1e-320)
+p.save("")
+p.save("/")
+p.save("\\0")
+PackedBatch.load("")
+PackedBatch.load("\\0")
+list(plan.apply(n.clone().set("x", strided)))
+list(plan.apply(TensorDict({"x": sparse}, [2])))
+plan.restore([b[:1], b[:1].float()])
+plan.restore([p[:1], compress(b[1:].float(), pad_token_id=0)])
+plan.with_count(10**30)
+plan_micro_batches([1, 2], 10, num_updates=10**30)
+plan_micro_batches([1, 2], 10, multiple_of=10**30)
+plan_micro_batches([1, 2], 10, min_count=10**30)
+plan_micro_batches([1, 2], 10, max_rows=10**30)
+plan_micro_batches(np.array([2**63], np.uint64), 10)
+plan_ranks([1, 2], 10**30, 10)
+balance_rows([1, 2], 10**30)
+p.chunk(10**30)
+view.repeat(10**30)
+L.widened(10**30, 0)
+RowLayout.from_lengths([], 10**30)
+RowLayout.from_lengths([1], 10**30)
+PackedInputs.of(b, multiple_of=10**30)
+PackedCollator(multiple_of=10**30)
+collate([{"input_ids": torch.tensor([1, 2]).to_sparse()}])
 """
 DISPATCH = """
 WorkerGroup(None)
@@ -1140,6 +1226,51 @@ def test_misuse_is_a_named_error(line):
     assert " object at 0x" not in text, text
     assert str(pickle.loads(pickle.dumps(caught.value))) == text
     assert {name: freeze(GIVEN[name]) for name in HELD} == HELD
+
+
+WORKS = """
+compress(b, pad_token_id=np.int64(0))
+compress(b, registry=dict(RL_FIELDS), pad_token_id=0)
+decompress(p, *["responses", "input_ids"])
+decompress(p, ("responses",))
+decompress(p, device=torch.device("cpu"))
+p[0:1]
+p[-1:]
+p[0, 1]
+p[np.array([0, -1])]
+p[torch.tensor([True, False])]
+p[:100]
+p.split(np.int64(1))
+p.split(10**30)
+p.chunk(np.int32(5))
+view.repeat(np.int64(2))
+PackedBatch.cat((p, p))
+PackedBatch.cat(iter([p, p]))
+BatchView.at("elsewhere", outline).materialize(get=lambda refs: (p for _ in refs))
+RowLayout.from_lengths(np.array([1, 2], np.uint8), np.int64(3))
+RowLayout.from_cu_seqlens([0, 3, 5])
+RowLayout.from_cu_seqlens(np.array([0, 3, 5]))
+ops.pack((m, m), L)
+ops.unpack(values, L, np.int64(3))
+ops.unpack(values.float(), L, np.float32(0.5))
+ops.packed_log_probs(hidden, head, ids, temperature=np.float32(1), chunk=np.int64(2))
+MaskNestingSpec("m", np.float32(0.5))
+MaskNestingSpec("m", [np.int64(0), EDGE])
+MaskAxis("m", part="head", head=["prompts"])
+plan_micro_batches(torch.tensor([3, 2]), np.int64(3), num_updates=np.int32(2))
+plan_micro_batches([3, 2], 10**400)
+FlopsModel(1, 1)([1, 2])
+LoopRecorder(rank_plans)
+PackedInputs.of(b, multiple_of=np.int64(4))
+collate.micro_batches([sample], np.int64(8))
+PackedCollator(extras=["w"])
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("line", [line for line in WORKS.splitlines() if line])
+def test_what_looks_like_misuse_and_works(line):
+    eval(line, dict(GIVEN))
 
 
 def test_every_public_function_is_misused():

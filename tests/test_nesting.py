@@ -592,8 +592,8 @@ NOT_RESTORABLE = {
     "select drops LAYOUTS": (lambda batch: batch.select("responses"), LAYOUTS),
     "exclude drops LAYOUTS": (lambda batch: batch.exclude(LAYOUTS), LAYOUTS),
     "never nested": (lambda batch: exact_zero(rollout()), "not nested"),
-    "integer index": (lambda batch: batch[0], "batch[i : i + 1]"),
-    "unbind": (lambda batch: batch.unbind(0)[1], "batch[i : i + 1]"),
+    "integer index": (lambda batch: batch[0], "batch[[i]]"),
+    "unbind": (lambda batch: batch.unbind(0)[1], "batch[[i]]"),
     "cat of different widths": (wider, "different widths"),
     "add": (lambda batch: batch.apply(lambda x: x + 1), "changed"),
     "multiply": (lambda batch: batch.apply(lambda x: x * 2), "changed"),
@@ -608,6 +608,14 @@ NOT_RESTORABLE = {
     "schema lost": (without_schema, "schema"),
     "run tables lost": (without_runs, "run table"),
 }
+
+
+@pytest.mark.parametrize("row", [0, 2, -1, -4])
+def test_one_row_is_taken_as_the_error_says(row: int) -> None:
+    nested = nested_rollout(prompt=6, response=6)
+    with pytest.raises(LayoutError, match=r"Take one row by a list: batch\[\[i\]\]"):
+        unnest(nested[row])
+    assert_same_batch(unnest(nested[[row]]), unnest(nested)[[row]])
 
 
 @pytest.mark.parametrize("name", NOT_RESTORABLE)
@@ -726,6 +734,78 @@ def test_a_lossy_field_travels_whole_as_the_error_says() -> None:
         nest_batch_by_mask(batch, pad_token_id=0, on_loss="error")
     for options in ({"strict": True, "ignore_dense_fields": ["advantages"]}, {"on_loss": "keep"}):
         assert_same_batch(unnest(nest_batch_by_mask(batch, pad_token_id=0, **options)), batch)
+
+
+@pytest.mark.parametrize(
+    ("fields", "spec", "words"),
+    [
+        (
+            {"x": torch.zeros(2, 4, device="meta")},
+            {},
+            'field "x" is on the meta device, which holds no values; expected',
+        ),
+        ({LAYOUTS: torch.zeros(2, 3)}, {}, f'the entry "{LAYOUTS}" is not what nest_batch_by_mask makes; expected'),
+        ({LAYOUTS: TensorDict({}, [2])}, {}, "Rename the field."),
+        (
+            {"x": torch.zeros(2, 4)},
+            {"ragged_dim": 2},
+            'field "x" is (2, 4) and its ragged_dim 2; expected a dim behind',
+        ),
+        (
+            {"x": torch.zeros(2, 4)},
+            {"ragged_dim": -2},
+            "its ragged_dim -2; expected a dim behind the rows, below 2. Give",
+        ),
+        ({"x": torch.zeros(2, 5)}, {}, 'field "x" is (2, 5); mask "m" is (2, 4). Fix the producer'),
+        (
+            {"m": torch.zeros(2, 4, device="meta")},
+            {},
+            'field "m" gives no rows: RowLayout.from_mask: mask is on the meta',
+        ),
+        (
+            {"x": torch.zeros(2, 4, requires_grad=True).to(torch.float8_e5m2)},
+            {},
+            'field "x" is torch.float8_e5m2 and requires grad; expected a dtype whose gradients torch carries. Detach',
+        ),
+        (
+            {"x": torch.zeros(2, 4, requires_grad=True, dtype=torch.complex64)},
+            {},
+            'field "x" is torch.complex64 and requires grad; expected a dtype whose gradients torch carries in jagged',
+        ),
+    ],
+)
+def test_what_cannot_be_nested_says_why(fields: dict[str, Any], spec: dict[str, Any], words: str) -> None:
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
+    batch = TensorDict({"x": torch.zeros(2, 4), "m": mask} | fields, batch_size=[2])
+    registry = {"x": MaskNestingSpec("m", **spec), "m": MaskNestingSpec("m")}
+    with pytest.raises(LayoutError) as caught:
+        nest_batch_by_mask(batch, registry)
+    assert str(caught.value).startswith("nest_batch_by_mask: ")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fn, torch.complex64, torch.complex32])
+def test_gradients_that_torch_cannot_carry_are_detached_as_the_error_says(dtype: torch.dtype) -> None:
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
+    value = (torch.arange(1.0, 9.0).view(2, 4) * mask).to(dtype).requires_grad_()
+    registry = {"x": MaskNestingSpec("m"), "m": MaskNestingSpec("m")}
+    batch = TensorDict({"x": value, "m": mask}, batch_size=[2])
+    assert_same_batch(decompress(compress(batch, registry=registry)), batch.detach())
+    with pytest.raises(LayoutError, match="Detach it"):
+        nest_batch_by_mask(batch, registry)
+    with torch.no_grad():
+        assert_same_batch(unnest(nest_batch_by_mask(batch, registry)).detach(), batch.detach())
+    detached = batch.detach()
+    nested = nest_batch_by_mask(detached, registry)
+    assert_same_batch(unnest(nested), detached)
+    if not dtype.is_complex:
+        nested["x"] = jagged(nested["x"].values().requires_grad_(), nested["x"].offsets())
+        with pytest.raises(LayoutError, match=r'unnest_batch_by_mask: field "x" is torch\.float8.* and requires grad'):
+            unnest(nested)
+
+
+def jagged(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=1, max_seqlen=2)
 
 
 @pytest.mark.parametrize(("pad", "stray"), [(0, -0.0), (0.0, -0.0), (-0.0, 0.0)])

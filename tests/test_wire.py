@@ -1758,6 +1758,6 @@ def test_the_norm_names_every_constant() -> None:
     assert f"{contents.MAX_BYTES >> 30} GiB unless it" in text
     assert f"{reading.TABLE_BYTES} bytes for each run" in text
     assert f"{fuzz_wire.PARSED} bytes for\neach byte of the header" in text
-    assert f"{fuzz_wire.WIDE} bytes for each byte of the arrays" in text
+    assert f"{fuzz_wire.WIDE} bytes for each byte of the arrays, and {fuzz_wire.WIDE_BITS} for `bits`" in text
     for name in [*words.DTYPES, *sharing.KINDS, *registry.HINTS]:
         assert name in text

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maskpack.arguments import flag, said
+from maskpack.arguments import flag, said, whole
 from maskpack.errors import LayoutError, PlanError
 from maskpack.plan import MicroBatchPlan, plan_micro_batches
 from maskpack.rows import IntArray, cumulated
@@ -78,10 +78,7 @@ class PackedCollator:
     extras: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.multiple_of, bool) or not isinstance(self.multiple_of, int) or self.multiple_of < 1:
-            raise LayoutError(
-                f"{_CALL}: multiple_of is {self.multiple_of!r}; expected a whole number, at least 1. Choose one."
-            )
+        whole(self.multiple_of, "multiple_of", 1, _CALL, (1 << 31) - 1)
         if isinstance(self.extras, str):
             raise LayoutError(
                 f"{_CALL}: extras is the string {self.extras!r}; expected names of fields. Write ({self.extras!r},)."
@@ -128,8 +125,8 @@ class PackedCollator:
             LayoutError: as the call.
             PlanError: as `plan_micro_batches`, or a budget below `multiple_of`.
         """
-        whole = isinstance(token_budget, int) and not isinstance(token_budget, bool)
-        if not whole or token_budget < self.multiple_of:
+        known = isinstance(token_budget, int | np.integer) and not isinstance(token_budget, bool)
+        if not known or token_budget < self.multiple_of:
             raise PlanError(
                 f"{_CALL}.micro_batches: token_budget is {token_budget!r} and multiple_of {self.multiple_of}; expected "
                 "a whole number of tokens, at least one multiple. Raise it."
@@ -261,7 +258,7 @@ def _line(number: int, sample: Mapping[str, Any], name: str, tokens: int | None)
             f'{_CALL}: sample {number} has a field "{name}" that is no list of numbers ({error}); expected one for '
             "each token. Fix the dataset."
         ) from error
-    if line.dim() != 1 or (tokens is not None and line.numel() != tokens):
+    if line.layout != torch.strided or line.dim() != 1 or (tokens is not None and line.numel() != tokens):
         expected = "one number for each token" if tokens is None else f"({tokens},), as its input_ids"
         raise LayoutError(
             f'{_CALL}: sample {number} has a field "{name}" of shape {tuple(line.shape)}; expected {expected}. Fix the '

@@ -10,7 +10,6 @@ What is sampled is bit for bit what a storage of padded tensors gives.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -24,12 +23,15 @@ from tensordict import lazy_stack as lazy_stack  # type: ignore[reportUnknownVar
 from torch import Tensor
 
 from maskpack import pickles
-from maskpack.arguments import said
-from maskpack.errors import LayoutError
+from maskpack.arguments import flag, said
+from maskpack.errors import FieldError, LayoutError
 from maskpack.joining import with_stacks
+from maskpack.keys import need_keys, path_of, show
 from maskpack.options import kept_verify
 from maskpack.packed import PackedBatch, Target, compress, decompress
 from maskpack.rows import IntArray
+from maskpack.tensors import device_here, host_array
+from maskpack.tree import entry_at
 from maskpack.views import BatchView
 
 _ListStorage: Any = import_module("torchrl.data.replay_buffers").LazyStackStorage
@@ -92,13 +94,13 @@ class PackedStorage(_ListStorage):
         **options: Any,
     ) -> None:
         super().__init__(max_size)
-        inspect.signature(compress).bind_partial(**options)
+        compress(TensorDict({}, batch_size=[0]), **options)  # wrong options raise here, not in the first batch
         if layout not in ("padded", "nested"):
             raise LayoutError(f'PackedStorage: layout is {layout!r}; expected "padded" or "nested". Choose one.')
-        self.allow_pickle = allow_pickle
+        self.allow_pickle = flag(allow_pickle, "allow_pickle", "PackedStorage")
         self._layout: Target = layout
-        self._fields = tuple(fields)
-        self._to = device
+        self._fields = need_keys(fields, "fields", "PackedStorage", LayoutError)
+        self._to = None if device is None else device_here(device, "PackedStorage")
         self._options = _kept(options)
         self._rows: BatchView | None = None
 
@@ -183,7 +185,9 @@ class PackedStorage(_ListStorage):
         """Whether slots are in use: a bool, or a bool tensor of the shape of `item`."""
         if isinstance(item, Tensor):
             return ((item >= -len(self)) & (item < len(self))).bool()
-        return -len(self) <= int(item) < len(self)
+        if not isinstance(item, int | np.integer):
+            raise LayoutError(f"PackedStorage.contains: got {said(item)}; expected slots. Give a number, or a tensor.")
+        return -len(self) <= int(cast("Any", item)) < len(self)
 
     def state_dict(self) -> dict[str, Any]:
         """The rows as bytes: `packed`, uint8; None without rows."""
@@ -194,7 +198,12 @@ class PackedStorage(_ListStorage):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the place of all rows. Raises WireFormatError for bytes that were changed."""
-        data = state_dict["packed"]
+        held: Any = state_dict
+        data: Any = cast("dict[str, Any]", held).get("packed", held) if isinstance(held, dict) else 0
+        if data is not None and not isinstance(data, Tensor):
+            raise LayoutError(
+                f"PackedStorage.load_state_dict: got {said(held)} without rows; expected what state_dict gave. Pass it."
+            )
         packed = None
         if data is not None:
             line = data.cpu().numpy().tobytes()
@@ -203,6 +212,10 @@ class PackedStorage(_ListStorage):
 
     def restore(self, packed: PackedBatch | None) -> None:
         """These rows, and no others. Raises LayoutError if they are more than the slots."""
+        if packed is not None and not isinstance(packed, PackedBatch):
+            raise LayoutError(
+                f"PackedStorage.restore: got {said(packed)}; expected a PackedBatch, or None. Compress the rows first."
+            )
         if packed is not None and len(packed) > self.max_size:
             raise LayoutError(
                 f"PackedStorage: {len(packed)} rows for {self.max_size} slots; expected no more than slots. Give the "
@@ -251,9 +264,7 @@ def _is_rows(data: Any) -> bool:
 
 def _numbers(index: Any) -> IntArray:
     """Whole numbers or a bool mask, in any form, as a line."""
-    index = index.detach().cpu().numpy() if isinstance(index, Tensor) else index
-    line = np.asarray(list(index) if isinstance(index, range) else index)
-    return np.atleast_1d(line)
+    return np.atleast_1d(host_array(list(index) if isinstance(index, range) else index, "slots", "PackedStorage"))
 
 
 def _appended(rows: BatchView, packed: PackedBatch) -> BatchView:
@@ -305,11 +316,12 @@ class MaskNesting(_Transform):
         self, *, layout: Target = "padded", key: str = "packed", keep: Sequence[str] = (), **options: Any
     ) -> None:
         super().__init__(in_keys=[key], out_keys=[])
-        inspect.signature(compress).bind_partial(**options)
+        compress(TensorDict({}, batch_size=[0]), **options)  # wrong options raise here, not in the first batch
         if layout not in ("padded", "nested"):
             raise LayoutError(f'MaskNesting: layout is {layout!r}; expected "padded" or "nested". Choose one.')
         self.layout: Target = layout
-        self.key, self.keep, self.options = key, tuple(keep), _kept(options)
+        self.key, self.options = key, _kept(options)
+        self.keep = need_keys(keep, "keep", "MaskNesting", LayoutError)
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDict:
         """A batch [B] as B rows with a PackedBatch of one row each; of a batch [], one. Errors are those of
@@ -319,6 +331,13 @@ class MaskNesting(_Transform):
         if not batch.batch_size[0]:
             raise LayoutError(
                 "MaskNesting: the batch has no rows; expected at least one. Store nothing where none are."
+            )
+        missing = [show(name) for name in self.keep if entry_at(batch, path_of(name)) is None]
+        if missing:
+            known = [*map(str, cast("Any", batch.keys()))]
+            raise FieldError(
+                f"MaskNesting: the batch has no entries {missing}, which keep names; it has {known}. Name entries "
+                "that it has."
             )
         beside = batch.select(*self.keep)
         packed = compress(batch.exclude(*self.keep), **self.options)

@@ -23,14 +23,15 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack import manifest, reading, wire
-from maskpack.arguments import said
+from maskpack.arguments import flag, said
 from maskpack.choice import encode_alone
 from maskpack.contents import Contents, candidate
 from maskpack.encodings import Plain
-from maskpack.errors import LayoutError
+from maskpack.errors import FieldError, LayoutError
 from maskpack.joining import joined, restricted
 from maskpack.packed import PackedBatch
 from maskpack.sharing import Joined
+from maskpack.tree import has
 from maskpack.views import BatchView
 from maskpack.words import Words
 
@@ -92,6 +93,7 @@ def to_samples(
         raise LayoutError(f"{call}: got {said(packed)}; expected a PackedBatch. Compress the batch first.")
     if len(packed) == 0:
         raise LayoutError(f"{call}: the batch has no rows; expected at least one. Put nothing where nothing is.")
+    flag(allow_pickle, "allow_pickle", call)
     entries = list(dict.fromkeys(form.path[0] for form in packed.schema.forms))
     columns = {name: [name] for name in entries} if columns is None else columns
     _check_columns(columns, entries, call)
@@ -123,9 +125,16 @@ def from_samples(samples: TensorDictBase, *columns: str, allow_pickle: bool = Fa
     """
     call = "from_samples"
     if not isinstance(samples, TensorDictBase) or not samples.batch_dims or not samples.batch_size[0]:
-        seen = f"batch_size {list(samples.batch_size)}" if isinstance(samples, TensorDictBase) else type(samples)
+        seen = f"batch_size {list(samples.batch_size)}" if isinstance(samples, TensorDictBase) else said(samples)
         raise LayoutError(f"{call}: got {seen}; expected a TensorDict of at least one sample. Fetch some first.")
+    flag(allow_pickle, "allow_pickle", call)
     names = list(columns) or [str(name) for name, _ in samples.items()]
+    for name in names:
+        if not isinstance(name, str):
+            raise LayoutError(f"{call}: a column is {said(name)}; expected a name. Give names one by one.")
+        if not has(samples, name):
+            known = [str(known) for known, _ in samples.items()]
+            raise FieldError(f'{call}: no column "{name}" in the samples; they have {known}. {_REMEDY}')
     parts: list[tuple[int, str, PackedBatch]] = []
     for name in names:
         place, part = _column(samples.get(name, None), f'{call}: column "{name}"', allow_pickle)
@@ -143,9 +152,19 @@ def from_samples(samples: TensorDictBase, *columns: str, allow_pickle: bool = Fa
 
 
 def _check_columns(columns: Mapping[str, Sequence[str]], entries: Sequence[str], call: str) -> None:
-    named = [entry for members in columns.values() for entry in members]
+    lists: list[Any] = list(columns.values()) if isinstance(columns, Mapping) else [None]
+    known = all(isinstance(members, list | tuple) for members in lists)
+    named: list[Any] = [entry for members in lists for entry in members] if known else []
+    if not known or not all(isinstance(name, str) for name in [*named, *columns]):
+        raise LayoutError(
+            f"{call}: columns are {repr(columns)[:80]}; expected a dict of lists of names. Write "
+            '{"tokens": ["input_ids", "attention_mask"]}.'
+        )
     if sorted(named) != sorted(entries) or not all(columns.values()):
         odd = sorted({entry for entry in [*named, *entries] if named.count(entry) != 1 or entry not in entries})
+        unknown = [entry for entry in odd if entry not in entries]
+        if unknown:
+            raise FieldError(f"{call}: no entries {unknown} in the batch; it has {list(entries)}. Name these.")
         raise LayoutError(
             f"{call}: columns name {odd or 'no entries'} never, twice, or without that the batch has them; expected "
             f"each of {list(entries)} once. Leave out of the batch what is not to be put."

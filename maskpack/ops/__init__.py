@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -97,6 +98,7 @@ def unpack(
         raise LayoutError(
             f"unpack: {len(pads)} pads for {len(fields)} values; expected one for each. Give one pad, or as many."
         )
+    pads = [pad.item() if isinstance(pad, np.generic) else pad for pad in pads]
     for field in fields:
         _check(field, layout)
     words = [_words(pad, field.dtype, layout) for field, pad in zip(fields, pads, strict=True)]

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, cast, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,7 @@ _CHUNK_BYTES = 3 << 27  # of the logits of a chunk
 _SLICE_BYTES = 1 << 28  # of the logits of a slice and their rounded gradient
 _TILE = 128  # rows that matrix products work on at once
 _ALIGN = 256  # columns; rows of a buffer begin at multiples, or products take a slow path
+_COLDEST = 1 / 3e38  # float32 cannot say the inverse of a lower temperature
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -119,7 +121,7 @@ def packed_log_probs(
         kernels = False
     ids = token_ids.long().contiguous()
     apply = cast(Callable[..., Any], _LogProbs.apply)
-    return apply(hidden, lm_head_weight, ids, 1 / temperature, chunk, entropy, kernels)
+    return apply(hidden, lm_head_weight, ids, 1 / float(temperature), chunk, entropy, kernels)
 
 
 def _check_tensors(hidden: Tensor, weight: Tensor, ids: Tensor) -> None:
@@ -152,12 +154,14 @@ def _check_tensors(hidden: Tensor, weight: Tensor, ids: Tensor) -> None:
 
 
 def _check_options(temperature: float, chunk: int | None) -> None:
-    if isinstance(temperature, bool) or not isinstance(temperature, float | int) or not 0 < temperature < math.inf:
+    known = isinstance(temperature, int | float | np.number) and not isinstance(temperature, bool | complex)
+    if not known or not _COLDEST < float(temperature) < math.inf:
         raise LayoutError(
             f"packed_log_probs: temperature is {temperature!r:.60}; expected a finite number above 0. "
             "Take the argmax where you mean a temperature of 0."
         )
-    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+    whole = isinstance(chunk, int | np.integer) and not isinstance(chunk, bool)
+    if chunk is not None and not (whole and chunk >= 1):
         raise LayoutError(
             f"packed_log_probs: chunk is {said(chunk)}; expected a number of rows, at least 1. "
             "Leave it out for a chunk that fits the vocabulary."

@@ -546,3 +546,68 @@ def test_slots_and_layouts_that_cannot_be_are_named():
         MaskNesting(layout="x")  # type: ignore[arg-type]
     with pytest.raises(mp.LayoutError, match="MaskNesting: the batch has no rows"):
         MaskNesting(pad_token_id=PAD).inv(batch(1)[:0])
+
+
+MISUSES = """
+PackedStorage(4, layout="jagged")
+PackedStorage(4, fields="responses")
+PackedStorage(4, fields=3)
+PackedStorage(4, fields=[3])
+PackedStorage(4, device="nowhere")
+PackedStorage(4, device=3.5)
+PackedStorage(4, allow_pickle="no")
+PackedStorage(4, registry="x")
+PackedStorage(4, pad_token_id="0")
+PackedStorage(4, verify="x")
+PackedStorage(4).rows
+PackedStorage(4).get(0)
+filled().get(9)
+filled().get("x")
+filled().get(None)
+filled().get([0.5])
+filled().get((0, 1))
+filled().get(torch.zeros(2, device="meta"))
+filled().get(slice("a", "b"))
+filled(fields=["nope"]).get(0)
+filled().set(9, rows[:1])
+filled().set("x", rows)
+filled().set(None, rows)
+filled().set([0.5], rows[:1])
+filled().set([[0, 1], [0]], rows[:1])
+filled().set([0, 1], None)
+filled().set([0, 1], torch.zeros(2))
+filled().set([0, 1], rows[:1])
+filled().set([0, 1], rows.exclude("responses"))
+filled().set([0, 1], rows.float())
+filled().contains("x")
+filled().contains(None)
+filled().load_state_dict({})
+filled().load_state_dict(None)
+filled().load_state_dict({"packed": 3})
+filled().load_state_dict({"packed": torch.zeros(3)})
+filled().restore(3)
+filled().restore(rows)
+filled().restore(mp.PackedBatch.cat([packed] * 3))
+filled().loads("/nonexistent")
+MaskNesting(keep="a")
+MaskNesting(keep=3)
+MaskNesting(layout=None)
+MaskNesting(codec="gzip")
+MaskNesting().forward(rows)
+MaskNesting(pad_token_id=PAD, keep=["nope"]).inv(rows)
+"""
+
+
+@pytest.mark.parametrize("line", MISUSES.split("\n")[1:-1])
+def test_misuse_is_a_named_error(line):
+    rows = batch(1, rows=2)
+
+    def filled(**options):
+        made = PackedStorage(4, pad_token_id=PAD, **options)
+        made.set(slice(0, 2), rows)
+        return made
+
+    given = {"rows": rows, "filled": filled, "packed": mp.compress(rows, pad_token_id=PAD)}
+    with pytest.raises(mp.MaskpackError) as caught:
+        eval(line, globals() | given)
+    assert str(caught.value).endswith(".")

@@ -331,7 +331,7 @@ def test_what_cannot_be_put_is_named(batch, columns, message):
 def test_what_cannot_be_read_is_named(partition):
     batch = rollout(objects=False)
     got = get(partition, put(partition, to_samples(packed(batch))))
-    with pytest.raises(mp.LayoutError, match='column "values" is missing'):
+    with pytest.raises(mp.LayoutError, match='no column "values" in the samples; they have'):
         from_samples(got, "values")
     with pytest.raises(mp.LayoutError, match='column "plain" is a Tensor'):
         from_samples(got.set("plain", torch.zeros(7, 3)))

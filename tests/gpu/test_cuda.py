@@ -13,6 +13,8 @@ from tensordict import TensorDict
 
 from bench.workloads import PAD_ID, VARIANTS, make_batch
 from maskpack import (
+    LayoutError,
+    MaskNestingSpec,
     RowLayout,
     compress,
     decompress,
@@ -128,6 +130,24 @@ def test_syncs_of_the_batch_functions() -> None:
         unnest(nested)
     assert len(nesting) == 2
     assert len(restoring) == 1
+
+
+@pytest.mark.parametrize("place", ["x", "free", "m"])
+def test_bools_of_other_bytes_are_refused_with_the_pads(place: str) -> None:
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]], device="cuda")
+    registry = {name: MaskNestingSpec("m") for name in ("m", "x")}
+    batch = TensorDict({"m": mask.bool(), "x": mask.bool(), "free": mask.bool(), "y": mask}, batch_size=[2])
+    for call in (compress, nest_batch_by_mask):
+        call(batch, registry=registry, ignore_dense_fields=["free", "y"])
+    with count_syncs() as before:
+        nest_batch_by_mask(batch, registry, ignore_dense_fields=["free", "y"])
+    batch[place] = torch.tensor([[1, 2, 0, 0], [1, 1, 1, 0]], dtype=torch.uint8, device="cuda").view(torch.bool)
+    for call in (compress, nest_batch_by_mask):
+        with pytest.raises(LayoutError, match=rf'{call.__name__}: field "{place}" is torch\.bool with bytes other'):
+            call(batch, registry=registry, ignore_dense_fields=["free", "y"])
+    with pytest.raises(LayoutError, match=rf'compress: field "{place}"'):
+        compress(batch, registry=registry, verify="never", ignore_dense_fields=["free", "y"])
+    assert len(before) == 2  # one for the mask, one for all checks
 
 
 def test_the_response_axis_on_the_device() -> None:
