@@ -1215,6 +1215,26 @@ def test_release_gives_the_model_back(make: Any) -> None:
     assert torch.equal(model(input_ids=prompt).logits, plain(input_ids=prompt).logits)
 
 
+def test_a_configuration_with_a_way_of_its_own_to_say_its_attention() -> None:
+    """As some models of transformers have; a row is compared by the model's own all the same."""
+
+    class Own(tf.LlamaConfig):
+        _attn_implementation = property(
+            lambda self: self._attn_implementation_internal,
+            lambda self, name: setattr(self, "_attn_implementation_internal", name),
+        )
+
+    model, plain = pair(llama)
+    model.config.__class__ = Own
+    ready = replayable(model)
+    calls = dense_calls(model)
+    for _ in range(2):
+        assert off(response_log_probs(ready, batch_of(), canary=True), truth_of(plain, batch_of())[0]) <= LIMIT
+    assert len(calls) == 2
+    assert model.config._attn_implementation == adapter.NAME
+    assert ready.release().config._attn_implementation == "sdpa"
+
+
 def test_a_model_made_replayable_again_keeps_its_own_attention() -> None:
     model, _ = pair(llama)
     model.set_attn_implementation("eager")
