@@ -240,7 +240,7 @@ def _path(file: Any, call: str) -> str:
             f"{call}: file is {said(file)}; expected a path. Pass one; from_bytes and to_bytes take bytes."
         )
     path = os.fspath(cast("str", file))
-    if not isinstance(path, str) or "\0" in path or not FilePath(path).name:
+    if not isinstance(path, str) or "\0" in path or not os.path.basename(path):
         raise LayoutError(f"{call}: file is {path!r}; expected a path that ends in a name. Name a file.")
     return path
 
