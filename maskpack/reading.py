@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields as fields_of
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from types import ModuleType
 from typing import Any, cast
 
@@ -253,7 +253,8 @@ class _Reader:
         kind: Any = sys.modules.get(module) if colon else None
         for part in names.split("."):
             kind = vars(kind).get(part) if isinstance(kind, type | ModuleType) else None
-        if not (isinstance(kind, type) and is_tensorclass(kind) and not issubclass(kind, NonTensorDataBase)):
+        whole = isinstance(kind, type) and is_tensorclass(kind) and is_dataclass(kind)  # no base of tensorclasses
+        if not whole or issubclass(kind, NonTensorDataBase):
             seen = f"a sub-batch of class {brief(name)}"
             fail(self._call, seen, "a tensorclass that this process has; import its module first")
         return cast("Any", kind)
@@ -353,6 +354,8 @@ class _Reader:
             if form.path in seen or above is None:
                 fail(self._call, f"{name} twice, or without what it lies in", "each once")
             seen.add(form.path)
+            if above.kind is not None and form.path[-1] not in {member.name for member in fields_of(above.kind)}:
+                fail(self._call, f"{name} in a sub-batch of class {above.kind.__name__}", "a field of that class")
             dims = above.batch_size(rows)
             shape: tuple[int, ...] = dims
             if form.node is not None:

@@ -35,7 +35,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import assert_same_batch
 from samples import assert_same
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict, tensorclass
 
 from maskpack import (
     LayoutError,
@@ -1578,6 +1578,27 @@ def test_long_names_are_cut_in_messages() -> None:
 
 
 # -------------------------------------------------------------------- what is read can be trusted
+
+
+@tensorclass
+class Pair:
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+def test_a_sub_batch_of_a_class_has_fields_of_that_class() -> None:
+    def data(kind: str, *names: str, above: tuple[str, ...] = ("s",)) -> bytes:
+        node = {"path": list(above), "kind": "node", "node": {"dims": [], "device": None, "kind": kind}}
+        return empty(said(fields=[node, *(zeros("", path=[*above, name]) for name in names)]))
+
+    own = f"{__name__}:Pair"
+    back = decompress(PackedBatch.from_bytes(data(own, "left", "right"))).get("s")
+    assert type(back) is Pair
+    assert back.right.tolist() == [0]
+    for name in ("other", "__class__", "_tensordict", "batch_size"):
+        refused(data(own, "left", name), f'field "s/{name}" in a sub-batch of class Pair', "a field of that class")
+    for kind in ("tensordict.tensorclass:TensorClass", "tensordict:NonTensorData", f"{__name__}:Trap", "builtins:dict"):
+        refused(data(kind, "left"), "a tensorclass that this process has")
 
 
 def test_messages_are_short_and_name_the_field() -> None:
