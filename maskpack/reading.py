@@ -339,6 +339,8 @@ class _Reader:
     def _said(self, data: Any) -> Any:
         try:
             return objects.from_json(data, self._array)
+        except WireFormatError:
+            raise
         except (ValueError, TypeError, ArithmeticError) as error:  # of keys: a list; numbers that cannot be compared
             fail(self._call, f"{error}, in the object {brief(data)}", "one as to_bytes writes it")
 

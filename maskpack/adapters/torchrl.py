@@ -334,11 +334,8 @@ class MaskNesting(_Transform):
             )
         missing = [show(name) for name in self.keep if entry_at(batch, path_of(name)) is None]
         if missing:
-            known = [*map(str, cast("Any", batch.keys()))]
-            raise FieldError(
-                f"MaskNesting: the batch has no entries {missing}, which keep names; it has {known}. Name entries "
-                "that it has."
-            )
+            known = [*cast("Any", batch).keys()]
+            raise FieldError(f"MaskNesting: keep names {missing}; the batch has {known}. Name some of these.")
         beside = batch.select(*self.keep)
         packed = compress(batch.exclude(*self.keep), **self.options)
         rows: list[Any] = [NonTensorData(_copied(packed[row : row + 1])) for row in range(len(packed))]
