@@ -25,7 +25,7 @@ PROMPT, RESPONSE = 4, 5
 
 
 def tiny(tied: bool) -> Any:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(vocab_size=97, num_hidden_layers=2, tie_word_embeddings=tied, **sizes)
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config)

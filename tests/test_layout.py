@@ -537,8 +537,8 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "more positions than int64 counts": (
         lambda: RowLayout.from_lengths([2**62, 2**62]),
-        "RowLayout: 2 rows of width 4611686018427387904; expected at most 9223372036854775807 positions, which int64 "
-        "counts. Give the true width.",
+        "RowLayout.from_lengths: lengths run from 4611686018427387904 to 4611686018427387904; expected rows that memory "
+        "can hold. Clip the lengths or give the true width.",
     ),
     "cu_seqlens of more tokens than int32 counts": (
         lambda: RowLayout.from_lengths([2**30, 2**30]).cu_seqlens,
@@ -689,8 +689,9 @@ WIDE = torch.zeros(1, 1, dtype=torch.bool, device="meta")
     ],
 )
 def test_a_promise_that_no_mask_keeps_is_refused_at_once(mask: torch.Tensor, total: int | None, message: str) -> None:
+    """Before anything is scanned: the masks are wider than memory."""
     with pytest.raises(LayoutError, match=f"^RowLayout.from_mask: {message}"):
-        RowLayout.from_mask(mask, total=total)
+        scan.on_device(mask, total)
 
 
 @pytest.mark.parametrize("runs_per_row", [[1, 1], [1, 2]])

@@ -242,10 +242,11 @@ def test_sub_batches_have_paths():
     assert found["maskpack/wire_bytes"] == sum_of_parts(found)
 
 
-def test_fields_whose_names_join_to_one_are_summed():
+def test_fields_whose_names_look_alike_are_kept_apart():
     batch = TensorDict({"a": {"b": torch.zeros(2, dtype=torch.int16)}, "a/b": torch.ones(2)}, [2])
     found = report(batch, pack(batch))
-    assert found["maskpack/field/a/b/padded_bytes"] == 2 * 2 + 2 * 4
+    assert found["maskpack/field/a/b/padded_bytes"] == 2 * 2
+    assert found["maskpack/field/a\\/b/padded_bytes"] == 2 * 4
     assert found["maskpack/wire_bytes"] == sum_of_parts(found)
 
 
