@@ -22,7 +22,7 @@ from torch import Tensor
 
 from maskpack import codec as codecs
 from maskpack import manifest, pickles, reading, staging, wire
-from maskpack.arguments import flag, list_of, named, said
+from maskpack.arguments import flag, list_of, named, said, whole
 from maskpack.choice import encode, encode_alone
 from maskpack.contents import MAX_BYTES, Contents, Decoder, candidate, decoded_nbytes, on, trimmed, words_of_one
 from maskpack.errors import LayoutError
@@ -203,6 +203,7 @@ class PackedBatch(Contents):
         """
         call = "PackedBatch.from_bytes"
         flag(allow_pickle, "allow_pickle", call)
+        _check_limit(max_bytes, call)
         return cls._of(reading.read(wire.read(data, call), call, allow_pickle, max_bytes))
 
     @classmethod
@@ -226,12 +227,19 @@ class PackedBatch(Contents):
         """
         call = f"PackedBatch.load({_path(file, 'PackedBatch.load')!r})"
         flag(allow_pickle, "allow_pickle", "PackedBatch.load")
+        flag(mmap, "mmap", "PackedBatch.load")
+        _check_limit(max_bytes, "PackedBatch.load")
         return cls._of(reading.read(wire.read(wire.loaded(file, mmap), call), call, allow_pickle, max_bytes))
 
     def _pieces(self, allow_pickle: bool, checksum: bool, call: str) -> wire.Pieces:
         flag(allow_pickle, "allow_pickle", call)
         flag(checksum, "checksum", call)
         return wire.Pieces(*manifest.write(self, allow_pickle), checksum=checksum)
+
+
+def _check_limit(max_bytes: Any, call: str) -> None:
+    if max_bytes is not None:
+        whole(max_bytes, "max_bytes", 0, call)
 
 
 def _path(file: Any, call: str) -> str:
@@ -326,6 +334,7 @@ def decompress(
     if widths == "trim":
         packed = trimmed(packed, forms, "decompress")
         forms = [packed.forms[form.path] for form in forms]
+    _check_limit(max_bytes, "decompress")
     size = decoded_nbytes(packed, forms, layout == "nested")
     if max_bytes is not None and size > max_bytes:
         raise LayoutError(

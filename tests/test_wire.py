@@ -1408,6 +1408,22 @@ def test_the_limit_of_a_file(tmp_path: Path) -> None:
             PackedBatch.load(file, mmap=mapped, max_bytes=size - 1)
 
 
+@pytest.mark.parametrize("limit", [-1, 1.5, True, "64"])
+def test_limits_that_are_none(limit: Any, tmp_path: Path) -> None:
+    packed = PackedBatch.from_bytes(golden("rollout"))
+    packed.save(tmp_path / "b")
+    for call, made in (
+        ("PackedBatch.from_bytes", lambda: PackedBatch.from_bytes(golden("rollout"), max_bytes=limit)),
+        ("PackedBatch.load", lambda: PackedBatch.load(tmp_path / "b", max_bytes=limit)),
+        ("decompress", lambda: decompress(packed, max_bytes=limit)),
+        ("decompress", lambda: packed.to_nested(max_bytes=limit)),
+    ):
+        with pytest.raises(LayoutError, match=rf"^{call}: max_bytes is .*; expected a whole number from 0"):
+            made()
+    with pytest.raises(LayoutError, match=r"PackedBatch.load: mmap is 'no'; expected True or False"):
+        PackedBatch.load(tmp_path / "b", mmap="no")
+
+
 def test_the_default_limit() -> None:
     field = {"kind": "padded", "layout": "m", "dim": 1, "pad": 0}
     shape = [33]
