@@ -291,6 +291,8 @@ class RowLayout:
 
     def to(self, device: torch.device | str) -> RowLayout:
         """The same layout on another device."""
+        if device == self.device:
+            return self
         device = numbered(device_here(device, "RowLayout.to"))
         if device == self.device:
             return self

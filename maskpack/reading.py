@@ -261,6 +261,8 @@ class _Reader:
     def _said(self, data: Any) -> Any:
         try:
             return objects.from_json(data, self._array)
+        except WireFormatError:
+            raise
         except (ValueError, TypeError) as error:  # TypeError: a list as the key of a dict
             fail(self._call, f"an object {brief(data)} ({error})", "one as to_bytes writes it")
 

@@ -157,7 +157,7 @@ class MaskNestingSpec:
     def pads(self) -> tuple[PadValue, ...]:
         """The pads to try, in order."""
         pads: list[Any] = self.pad if isinstance(self.pad, list) else [self.pad]
-        return tuple(pad.item() if isinstance(pad, np.generic) else pad for pad in pads)
+        return tuple(cast("Any", pad).item() if isinstance(pad, np.generic) else pad for pad in pads)
 
 
 DENSE = MaskNestingSpec(mask=None)

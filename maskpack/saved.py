@@ -183,7 +183,9 @@ def _registry(file: Path) -> MaskNestingRegistry:
         raise Unusable(f"--registry is {file}; expected a file that ends in .json, .yaml or .yml")
     try:
         return MaskNestingRegistry.from_dict(json.loads(text) if kind == ".json" else _from_yaml(text))
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:  # from_dict takes parts as they come
+    except MaskpackError as error:
+        raise Unusable(f"--registry {file}: {error}") from error
+    except (ValueError, RecursionError) as error:
         raise Unusable(f"--registry {file}: {error}; expected what MaskNestingRegistry.to_dict gives") from error
 
 

@@ -185,7 +185,7 @@ class PackedStorage(_ListStorage):
             return ((item >= -len(self)) & (item < len(self))).bool()
         if not isinstance(item, int | np.integer):
             raise LayoutError(f"PackedStorage.contains: got {said(item)}; expected slots. Give a number, or a tensor.")
-        return -len(self) <= int(item) < len(self)
+        return -len(self) <= int(cast("Any", item)) < len(self)
 
     def state_dict(self) -> dict[str, Any]:
         """The rows as bytes: `packed`, uint8; None without rows."""
@@ -197,7 +197,7 @@ class PackedStorage(_ListStorage):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the place of all rows. Raises WireFormatError for bytes that were changed."""
         held: Any = state_dict
-        data: Any = held.get("packed", held) if isinstance(held, dict) else 0
+        data: Any = cast("dict[str, Any]", held).get("packed", held) if isinstance(held, dict) else 0
         if data is not None and not isinstance(data, Tensor):
             raise LayoutError(
                 f"PackedStorage.load_state_dict: got {said(held)} without rows; expected what state_dict gave. Pass it."
@@ -317,10 +317,8 @@ class MaskNesting(_Transform):
             )
         missing = [show(name) for name in self.keep if entry_at(batch, path_of(name)) is None]
         if missing:
-            raise FieldError(
-                f"MaskNesting: the batch has no entries {missing}, which keep names; it has {list(batch.keys())}. Name "
-                "entries that it has."
-            )
+            known = [*cast("Any", batch).keys()]
+            raise FieldError(f"MaskNesting: keep names {missing}; the batch has {known}. Name some of these.")
         beside = batch.select(*self.keep)
         packed = compress(batch.exclude(*self.keep), **self.options)
         rows: list[Any] = [NonTensorData(_copied(packed[row : row + 1])) for row in range(len(packed))]
