@@ -537,8 +537,8 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "more positions than int64 counts": (
         lambda: RowLayout.from_lengths([2**62, 2**62]),
-        "RowLayout.from_lengths: lengths run from 4611686018427387904 to 4611686018427387904; expected rows that memory "
-        "can hold. Clip the lengths or give the true width.",
+        "RowLayout.from_lengths: lengths run from 4611686018427387904 to 4611686018427387904; expected rows that "
+        "memory can hold. Clip the lengths or give the true width.",
     ),
     "cu_seqlens of more tokens than int32 counts": (
         lambda: RowLayout.from_lengths([2**30, 2**30]).cu_seqlens,
