@@ -35,6 +35,7 @@ _WHOLE: Any = int | np.integer
 _NUMBER: Any = int | float | np.number
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_4, _FLASH_2 = "flash_attn.cute", "flash_attn"
+_SIZES_OF_FLASH_4 = (32, 64, 96, 128)  # of many others its gradients are wrong: docs/replay.md
 
 
 def packed_attention(
@@ -139,7 +140,7 @@ def _flash_package(query: Tensor, softcap: float | None) -> str | None:
     size = query.shape[-1]
     if not query.is_cuda or query.dtype not in _HALF:
         return None
-    if softcap is None and size % 8 == 0 and size <= 128 and _for_flash_4(query.device) and _varlen_func(_FLASH_4):
+    if softcap is None and size in _SIZES_OF_FLASH_4 and _for_flash_4(query.device) and _varlen_func(_FLASH_4):
         return _FLASH_4
     return _FLASH_2 if size <= 256 and _varlen_func(_FLASH_2) else None
 
@@ -176,7 +177,8 @@ def _flash(
 ) -> Tensor:
     package = _flash_package(query, softcap)
     attend: Any = None if package is None else _varlen_func(package)
-    _need(attend is not None, "flash", query, "flash-attn (2 for soft caps and D above 128), and half precision")
+    kernel = "flash-attn (2 for soft caps and for D other than 32, 64, 96 or 128), and half precision"
+    _need(attend is not None, "flash", query, kernel)
     rows: dict[str, Any] = {
         "cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest,
         "softmax_scale": scale, "causal": True,

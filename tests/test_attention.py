@@ -256,7 +256,7 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> N
 @pytest.mark.parametrize(
     ("backend", "need"),
     [
-        ("flash", "a GPU with flash-attn (2 for soft caps and D above 128), and half precision"),
+        ("flash", "a GPU with flash-attn (2 for soft caps and for D other than 32, 64, 96 or 128), and half precision"),
         ("varlen", "a GPU with half precision, no softcap"),
     ],
 )
@@ -425,7 +425,9 @@ FOUR = {"flash_attn": empty, "flash_attn.cute": flash_4}
     ("packages", "capability", "dim", "dtype", "softcap", "want"),
     [
         (BOTH, (9, 0), 128, torch.float16, None, "flash_attn.cute"),
-        (BOTH, (10, 0), 8, torch.bfloat16, None, "flash_attn.cute"),
+        (BOTH, (10, 0), 32, torch.bfloat16, None, "flash_attn.cute"),
+        *((BOTH, (9, 0), dim, torch.bfloat16, None, "flash_attn") for dim in (8, 16, 40, 48, 72, 80, 104, 112)),
+        *((FOUR, (9, 0), dim, torch.float16, None, "varlen") for dim in (8, 16, 40, 48, 72, 80, 104, 112)),
         (BOTH, (12, 0), 64, torch.bfloat16, None, "flash_attn"),
         (BOTH, (8, 0), 64, torch.bfloat16, None, "flash_attn"),
         (BOTH, (9, 0), 64, torch.bfloat16, 20.0, "flash_attn"),

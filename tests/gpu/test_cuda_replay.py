@@ -166,7 +166,7 @@ def test_flash_attention_is_as_good_as_each_row_alone(
 
 
 @needs_flash
-@pytest.mark.parametrize("size", [8, 16, 96, 128])
+@pytest.mark.parametrize("size", [32, 96, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_flash_attention_of_other_sizes_and_dtypes(dtype: torch.dtype, size: int) -> None:
     check_attention("flash", [33, 1, 140], (4, 2), size, dtype)
@@ -180,6 +180,8 @@ def test_flash_attention_4_is_taken_where_it_is_and_no_other_where_it_cannot() -
     assert attention._flash_package(query, None) == FLASH_4
     assert attention._flash_package(query, 20.0) != FLASH_4
     assert attention._flash_package(query.float(), None) is None
+    for size in (8, 16, 40, 48, 72, 80, 104, 112):  # of which its gradients are wrong
+        check_attention("auto", [33, 1, 140], (4, 2), size, torch.bfloat16)
     check_attention("auto", [33, 1, 140], (4, 2), 64, torch.bfloat16, None, 20.0)  # by another
     check_attention("auto", [33, 1, 140], (4, 2), 256, torch.bfloat16)
 
