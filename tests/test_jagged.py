@@ -3,6 +3,8 @@ public ones where they do not."""
 
 from __future__ import annotations
 
+import _socket
+import datetime
 import pickle
 import subprocess
 import sys
@@ -131,6 +133,13 @@ def anew() -> Iterator[None]:
         tree._put_unchecked.cache_clear()
         yield
         return
+
+
+def test_capsules_in_which_older_torchs_keep_sizes_are_not_compared() -> None:
+    one, other = datetime.datetime_CAPI, _socket.CAPI
+    assert one != other
+    assert jagged._carries({"_sym_sizes_capsule": one}, {"_sym_sizes_capsule": other})
+    assert not jagged._carries({"_sym_sizes_capsule": 3}, {"_sym_sizes_capsule": other})
 
 
 def test_the_fast_way_is_the_one_of_this_torch() -> None:
