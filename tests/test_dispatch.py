@@ -16,7 +16,7 @@ import samples
 import torch
 from ray import cloudpickle
 from samples import PAD, ROWS, assert_same, freeze, per_row, rollout
-from tensordict import NonTensorData, TensorDict
+from tensordict import NonTensorData, TensorDict, tensorclass
 from test_docs import BLOCK, DOCS
 
 import maskpack as mp
@@ -297,6 +297,40 @@ def untouched_batch(request):
 @pytest.fixture
 def batch():
     return rollout(holes=True)
+
+
+# -------------------------------------------------------------------- tensorclasses
+
+
+@tensorclass
+class Turn:
+    ids: torch.Tensor
+    text: str
+
+
+def turns() -> Turn:
+    return Turn(ids=torch.arange(2 * B).view(B, 2), text=[f"turn {row}" for row in range(B)], batch_size=[B])
+
+
+@pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+def test_tensorclasses_in_a_batch_are_divided(group, batch):
+    held = batch.copy().set("turn", turns())
+    for number, back in enumerate((group.call("echo", held), group.call("echo", held[[2, 1]]))):
+        rows = [2, 1] if number else list(range(B))
+        assert type(back["turn"]) is Turn
+        assert back["turn"].ids.tolist() == [[2 * row, 2 * row + 1] for row in rows]
+        assert list(back["turn"].text) == [f"turn {row}" for row in rows]
+
+
+def test_a_tensorclass_as_an_argument_is_refused_or_given_whole(group, batch):
+    for given in ((turns(),), (0, turns())):
+        with pytest.raises(mp.LayoutError, match=r"tensorclass Turn.*would not be divided.*Broadcast\(value\)"):
+            group.call("metrics", batch, *given)
+    with pytest.raises(mp.LayoutError, match="tensorclass Turn"):
+        group.call("metrics", batch, turn=turns())
+    whole = group.call("metrics", batch, Broadcast(turns()))
+    assert [len(one["args"][0]) for one in whole] == [B] * RANKS
+    assert {type(one["args"][0]) for one in whole} == {Turn}
 
 
 # -------------------------------------------------------------------- what comes back

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
 pytest.importorskip("torchrl")
@@ -27,8 +27,10 @@ from torchrl.data import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from torchrl.data.llm import History
 from torchrl.data.replay_buffers import RandomSampler, SamplerWithoutReplacement
 from torchrl.data.replay_buffers.samplers import prioritized
+from torchrl.modules.llm.policies.common import Tokens
 
 import maskpack as mp
 from maskpack.adapters.torchrl import MaskNesting, PackedStorage
@@ -160,6 +162,38 @@ def test_any_index_gives_the_rows_of_padded_tensors(index):
     assert_same(packed[index], expected)
     if isinstance(index, Tensor):
         assert_same(packed.storage.get((index,)), expected)
+
+
+def chats(rows: int) -> TensorDict:
+    """Conversations and tokens in the classes that TorchRL has for them; rows have tokens of their own lengths."""
+    spoken = [
+        History(role=["user", "assistant"], content=[f"q{row}", "a" * row], batch_size=[2]) for row in range(rows)
+    ]
+    tokens = [
+        Tokens(prompt=torch.arange(row + 1), response=torch.arange(row), full=torch.arange(2 * row + 1))
+        for row in range(rows)
+    ]
+    fields = {"history": torch.stack(spoken), "tokens": lazy_stack(tokens), "reward": torch.arange(float(rows))}
+    return TensorDict(fields, batch_size=[rows])
+
+
+@pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+def test_the_classes_of_torchrl_follow_their_rows():
+    buffers = [ReplayBuffer(storage=made) for made in (LazyStackStorage(9), PackedStorage(9))]
+    for buffer in buffers:
+        buffer.extend(chats(4))
+        buffer.extend(chats(3))
+    index = torch.tensor([6, 3, 1, 1])
+    expected, seen = (buffer[index] for buffer in buffers)
+    assert type(seen["history"]) is type(expected["history"]) is History
+    assert type(seen["tokens"]) is type(expected["tokens"]) is Tokens
+    assert [list(row.content) for row in seen["history"]] == [["q2", "aa"], ["q3", "aaa"], ["q1", "a"], ["q1", "a"]]
+    assert_same(seen["history"].role, expected["history"].role)
+    assert_same(seen["history"].content, expected["history"].content)
+    assert_same(seen["reward"], expected["reward"])
+    for name in ("prompt", "response", "full"):
+        rows = [[getattr(row, name) for row in sample["tokens"].unbind(0)] for sample in (seen, expected)]
+        assert [row.tolist() for row in rows[0]] == [row.tolist() for row in rows[1]]
 
 
 def test_slots_are_written_and_read_by_hand():
