@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-KINDS = {"python", "text", "bash", "yaml", "", "{toctree}", "{eval-rst}"}
+KINDS = {"python", "text", "bash", "yaml", "diff", "", "{toctree}", "{eval-rst}"}
 """Of fences. A block of code under another name would not run."""
 
 README_PRELUDE = """

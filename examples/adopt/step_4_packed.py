@@ -1,0 +1,125 @@
+"""A small policy-gradient trainer on Ray: two actors, each with half of the rows, one optimizer step for both.
+
+rollouts -> old log-probs of the ranks -> gradients of the ranks, added up -> the same step on every rank
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import NonTensorStack, TensorDict
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import maskpack as mp
+from maskpack.adapters.transformers import replayable
+from maskpack.dispatch import WorkerGroup, endpoint
+
+ROWS, PROMPT, COMPLETION, PAD, VOCABULARY = 8, 6, 10, 0, 50
+
+TAIL = ("completion_mask", "adv", "old_logp")  # as wide as the completions
+REGISTRY = mp.MaskNestingRegistry(
+    {
+        "tokens": mp.MaskNestingSpec("sequence", mp.PAD_TOKEN_ID),
+        "attn": mp.MaskNestingSpec("sequence"),
+        "completion_mask": mp.MaskNestingSpec("response"),
+        "adv": mp.MaskNestingSpec("response", [0, mp.SIGNED_ZERO]),
+        "old_logp": mp.MaskNestingSpec("response", [0, mp.SIGNED_ZERO]),
+    },
+    axes={
+        "sequence": mp.MaskAxis("attn"),
+        "prompt": mp.MaskAxis("attn", part="head", tail=TAIL),
+        "response": mp.MaskAxis("attn", part="tail", tail=TAIL),
+    },
+)
+
+
+def tiny_model() -> Any:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, pad_token_id=PAD, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).eval()
+
+
+def rollouts(step: int) -> TensorDict:
+    """Prompts padded on the left, completions on the right."""
+    rng = torch.Generator().manual_seed(step)
+    prompt = torch.arange(PROMPT) >= torch.randint(PROMPT, (ROWS, 1), generator=rng)
+    completion = torch.arange(COMPLETION) <= torch.randint(COMPLETION, (ROWS, 1), generator=rng)
+    attn = torch.cat([prompt, completion], dim=1)
+    tokens = torch.randint(1, VOCABULARY, attn.shape, generator=rng)
+    adv = torch.randn(ROWS, 1, generator=rng) * torch.ones(COMPLETION)
+    fields = {
+        "tokens": tokens.where(attn, PAD),
+        "attn": attn.long(),
+        "completion_mask": completion.long(),
+        "adv": adv.where(completion, 0.0),
+        "sample_id": NonTensorStack(*[f"step {step} row {row}" for row in range(ROWS)]),
+    }
+    return TensorDict(fields, batch_size=[ROWS])
+
+
+def policy_losses(logp: Tensor, old_logp: Tensor, adv: Tensor) -> Tensor:
+    """Of each token."""
+    ratio = (logp - old_logp).exp()
+    return torch.maximum(-adv * ratio, -adv * ratio.clamp(0.8, 1.2))
+
+
+class Worker:
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self.model = tiny_model()
+        self.policy = replayable(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+
+    @endpoint(layout="nested", micro_batches=True)
+    @torch.no_grad()
+    def old_logp(self, batch: TensorDict) -> TensorDict:
+        out = TensorDict({}, batch_size=batch.batch_size)
+        return out.set("old_logp", mp.response_log_probs(self.policy, batch, registry=REGISTRY, input_ids="tokens"))
+
+    @endpoint(layout="nested")
+    def gradients(self, batch: TensorDict, plan: mp.MicroBatchPlan) -> tuple[float, list[Tensor]]:
+        total = 0.0
+        self.optimizer.zero_grad()
+        for part, weights in zip(plan.apply(batch), plan.loss_weights("token-mean", gradients="sum"), strict=True):
+            logp = mp.response_log_probs(self.policy, part, registry=REGISTRY, input_ids="tokens")
+            losses = policy_losses(logp.values(), part["old_logp"].values(), part["adv"].values())
+            loss = (torch.as_tensor(weights).float().repeat_interleave(logp.offsets().diff()) * losses).sum()
+            loss.backward()
+            total += loss.item()
+        return total, [weights.grad for weights in self.model.parameters()]
+
+    def step(self, gradients: list[Tensor]) -> None:
+        for weights, gradient in zip(self.model.parameters(), gradients, strict=True):
+            weights.grad = gradient.clone()
+        self.optimizer.step()
+
+    def weights(self) -> Tensor:
+        return torch.cat([weights.detach().flatten() for weights in self.model.parameters()])
+
+
+def added(gradients: list[list[Tensor]]) -> list[Tensor]:
+    """Those of the ranks."""
+    return [torch.stack(parts).sum(0) for parts in zip(*gradients, strict=True)]
+
+
+def train(steps: int = 3) -> tuple[list[float], Tensor]:
+    """The loss of each step, and the weights after the last."""
+    group = WorkerGroup.launch(Worker, 2, num_cpus=2, pad_token_id=PAD, registry=REGISTRY, strict_mask_nesting="both")
+    curve: list[float] = []
+    for step in range(steps):
+        rows = group.put(rollouts(step))
+        plan = group.plan(rows, token_budget=48, loss_tokens=rows.lengths("response"))
+        rows = rows.with_fields(group.call("old_logp", rows, plan=plan, layout="view"))
+        losses, gradients = zip(*group.call("gradients", rows, plan=plan), strict=True)
+        group.run("step", added(gradients))
+        curve.append(sum(losses))
+    return curve, group.run("weights")[0]
+
+
+if __name__ == "__main__":
+    print(train()[0])
