@@ -339,6 +339,31 @@ def sequences(count: int, seed: int, nodes: int, seen: Counter[str]) -> None:
 # -------------------------------------------------------------------- nodes that die
 
 
+def survived(group: WorkerGroup, view: mp.BatchView, kept: bool, seen: Counter[str]) -> TensorDict:
+    """The rows of a view over a batch on the driver, from ranks that may die; `kept` on the ranks first."""
+    for _ in range(6):
+        try:
+            call = group.submit("echo", view, grace=2.0, layout="view" if kept else "padded")
+            for _ in range(6):
+                try:
+                    out = call.result(30.0)
+                    return out.materialize(get=_ray.get) if kept else out
+                except mp.WorkerError as error:
+                    seen["failures"] += 1
+                    call = error.call.retry()
+            raise AssertionError("six retries failed")
+        except mp.MaskpackError as error:
+            if "every rank" not in str(error):
+                raise
+            seen["every rank lost"] += 1
+            time.sleep(1.0)  # they start again
+        except _ray.exceptions.RayError as error:
+            if not kept:
+                raise
+            seen[f"a view lost its only copy: {type(error).__name__}"] += 1
+    raise AssertionError("rows of the driver did not come back")
+
+
 def kills(count: int, seed: int, seen: Counter[str]) -> None:
     """A node dies while calls on rows of the driver, and on views, run. What is on the driver must come back."""
     whole = truth(4000)
@@ -350,38 +375,13 @@ def kills(count: int, seed: int, seen: Counter[str]) -> None:
             victim = next(iter(machines.worker_nodes))
             timer = threading.Timer(rng.uniform(0, 0.35), machines.remove_node, (victim,), {"allow_graceful": False})
             timer.start()
-            for _ in range(6):
+            calls = 0
+            while timer.is_alive() or calls < 6:
                 rows = [rng.randrange(ROWS) for _ in range(12)]
-                view = mp.BatchView.of(batch).select(np.array(rows))
-                kept = rng.random() < 0.5
-                for _ in range(6):
-                    try:
-                        call = group.submit("echo", view, grace=2.0, layout="view" if kept else "padded")
-                        for _ in range(6):
-                            try:
-                                out = call.result(30.0)
-                                break
-                            except mp.WorkerError as error:
-                                seen["failures"] += 1
-                                call = error.call.retry()
-                        else:
-                            raise AssertionError("six retries failed")
-                        if kept:
-                            out = out.materialize(get=_ray.get)
-                        assert_same(out, whole[rows].select(*BASE))
-                        seen["same"] += 1
-                        break
-                    except mp.MaskpackError as error:
-                        if "every rank" not in str(error):
-                            raise
-                        seen["every rank lost"] += 1
-                        time.sleep(1.0)
-                    except _ray.exceptions.RayError as error:  # a kept view whose only copy died after it was given
-                        if not kept:
-                            raise
-                        seen[f"lost view, {type(error).__name__}"] += 1
-                else:
-                    raise AssertionError(f"kill {number}: rows of the driver did not come back")
+                out = survived(group, mp.BatchView.of(batch).select(np.array(rows)), rng.random() < 0.5, seen)
+                assert_same(out, whole[rows].select(*BASE))
+                calls += 1
+            seen["same"] += calls
             timer.join()
             seen["kills"] += 1
             machines.add_node(num_cpus=1, object_store_memory=100 * 2**20)
