@@ -35,6 +35,7 @@ import ray
 import torch
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 from tensordict import NonTensorStack, TensorDict
 
 import maskpack as mp
@@ -130,9 +131,17 @@ class Worker:
         return batch
 
 
-def launched(ranks: int = RANKS, **options: Any) -> WorkerGroup:
+def launched(ranks: int = RANKS, strategies: list[Any] | None = None, **options: Any) -> WorkerGroup:
+    """A group of its own; ranks take turns with the strategies for where they run."""
+    strategies = ["DEFAULT"] if strategies is None else strategies
     worker: Any = _ray.remote(num_cpus=0, max_restarts=-1)(Worker)
-    return WorkerGroup([worker.options(**options).remote() for _ in range(ranks)], pad_token_id=PAD)
+    return WorkerGroup(
+        [
+            worker.options(scheduling_strategy=strategies[rank % len(strategies)], **options).remote()
+            for rank in range(ranks)
+        ],
+        pad_token_id=PAD,
+    )
 
 
 # -------------------------------------------------------------------- sequences
@@ -321,7 +330,7 @@ def sequences(count: int, seed: int, nodes: int, seen: Counter[str]) -> None:
     whole = truth(8 if nodes == 1 else 4000)
     with cluster(nodes) as machines, tempfile.TemporaryDirectory() as folder:
         del machines
-        group = launched(scheduling_strategy="DEFAULT" if nodes == 1 else "SPREAD")
+        group = launched(strategies=["DEFAULT" if nodes == 1 else "SPREAD"])
         for number in range(count):
             one = f"{seed}:{number}"
             try:
@@ -330,7 +339,7 @@ def sequences(count: int, seed: int, nodes: int, seen: Counter[str]) -> None:
                 print(f"sequence {one}: {type(error).__name__}", flush=True)
                 traceback.print_exc()
                 seen["DIFFERENT"] += 1
-                group = launched(scheduling_strategy="DEFAULT" if nodes == 1 else "SPREAD")
+                group = launched(strategies=["DEFAULT" if nodes == 1 else "SPREAD"])
             seen["sequences"] += 1
             if number % max(1, count // 5) == max(1, count // 5) - 1:
                 print(f"{number + 1} sequences, {state()}", flush=True)
@@ -369,10 +378,11 @@ def kills(count: int, seed: int, seen: Counter[str]) -> None:
     whole = truth(4000)
     rng = random.Random(seed)
     with cluster(2) as machines:
-        group = launched(scheduling_strategy="SPREAD")
-        batch = group.pack(whole.select(*BASE))
         for number in range(count):
             victim = next(iter(machines.worker_nodes))
+            group = launched(strategies=[On(victim.node_id, soft=True), "DEFAULT"])
+            batch = group.pack(whole.select(*BASE))
+            group.call("numbers", batch)  # the actors are up
             timer = threading.Timer(rng.uniform(0, 0.35), machines.remove_node, (victim,), {"allow_graceful": False})
             timer.start()
             calls = 0
