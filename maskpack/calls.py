@@ -26,6 +26,7 @@ from maskpack.arguments import said
 from maskpack.errors import LayoutError, MaskpackError, WorkerError
 from maskpack.packed import PackedBatch, decompress
 from maskpack.parcels import Receipt
+from maskpack.placement import nodes_alive
 from maskpack.rank_plans import RankPlans
 from maskpack.rows import IntArray
 from maskpack.strands import Outline
@@ -120,6 +121,14 @@ class Sender(Protocol):
         """Starts the request on some ranks; `again` where objects may have been lost."""
         ...
 
+    def ran_on(self, rank: int, nodes: Sequence[str]) -> None:
+        """Takes note of the nodes that the actors of a rank ran on."""
+        ...
+
+    def ranks_gone(self) -> set[int]:
+        """Ranks that answered from nodes that are gone since."""
+        ...
+
 
 @dataclass(eq=False, repr=False)
 class Call:
@@ -182,40 +191,49 @@ class Call:
     def retry(self, group: Sender | None = None) -> Call:
         """Sends the rows again that have no result: to the ranks that are alive, or to those of another group.
 
-        The results that are there are kept; the call that is returned has them and those of the rows sent again.
+        The results that are there are kept; the call that is returned has them and those of the rows sent again. Rows
+        of a view that are lost with their node are among these, and ranks on nodes that are gone are left out.
         A plan is made anew for them. The result has the layout and the device of this call's.
 
         Raises MaskpackError if every rank was lost and no group is given, or if the plan has several updates, loss
         tokens or groups: then a part of it is not a part of the whole.
         """
-        failed = [part for part in self.parts if part.receipt is None]
+        request, parts = self.request, self.parts  # in this order: another thread may finish the call
+        gone = _rows_gone(parts)
+        failed = [part for part in parts if part.receipt is None or id(part) in gone]
+        kept = [part for part in parts if all(part is not other for other in failed)]
         if not failed:
             return self
         if not self._divisible():
             raise MaskpackError(
-                f'WorkerGroup: "{self.request.method}" was called with a plan of several updates, loss tokens or '
+                f'WorkerGroup: "{request.method}" was called with a plan of several updates, loss tokens or '
                 "groups; expected one whose rows may be sent in other parts. Run the whole call again."
             )
         to = self.group if group is None else group
         lost = self.lost.union(part.rank for part in failed if part.lost) if group is None else frozenset[int]()
         ranks = [rank for rank in range(to.num_ranks) if rank not in lost]
+        there = to.ranks_gone()
+        ranks = [rank for rank in ranks if rank not in there] or ranks  # they may have been started elsewhere
         if not ranks:
             raise MaskpackError(
-                f'WorkerGroup: every rank that "{self.request.method}" was sent to is lost or late; expected one that '
+                f'WorkerGroup: every rank that "{request.method}" was sent to is lost or late; expected one that '
                 "is alive. Start actors and pass their group: call.retry(group)."
             )
         missing = np.sort(np.concatenate([part.rows for part in failed]))
         ranks = ranks[: max(1, missing.size)]  # one is called where there are no rows, for an empty result
         rows = dict(zip(ranks, np.array_split(missing, len(ranks)), strict=True))
-        parts, metrics = to.send(self.request, rows, again=True)
-        parts += [part for part in self.parts if part.receipt is not None]
-        parts.sort(key=lambda part: part.rows[:1].tolist())  # what is no TensorDict comes as a list in this order
-        return Call(to, self.request, parts, metrics, lost)
+        sent, metrics = to.send(request, rows, again=True)
+        # what is no TensorDict comes as a list in this order
+        return Call(to, request, sorted([*sent, *kept], key=lambda part: part.rows[:1].tolist()), metrics, lost)
 
     # ---------------------------------------------------------------- waiting
 
     def _finish(self, timeout: float | None) -> None:
         self._collect(timeout)
+        gone = _rows_gone(self.parts)
+        for part in self.parts:
+            if id(part) in gone:
+                part.receipt, part.result, part.error = None, None, gone[id(part)]
         self._check()
         begun = time.perf_counter()
         try:
@@ -269,6 +287,7 @@ class Call:
         receipts, part.error = _got(part.receipts, timeout)
         if part.error is None:
             receipt: Receipt = receipts[part.speaker]
+            self.group.ran_on(part.rank, [each.node for each in receipts])
             if receipt.has_rows and self.request.layout == "view":
                 part.result = BatchView.at(part.packed, cast("Outline", receipt.outline))
             elif receipt.has_rows:
@@ -311,6 +330,25 @@ class Call:
         self.metrics["dispatch/bytes_returned"] = float(sum(receipt.nbytes for receipt in receipts))
         for phase in ("decode", "run", "encode"):
             self.metrics[f"dispatch/rank_{phase}_ms"] = max((receipt.ms[phase] for receipt in receipts), default=0.0)
+
+
+def _rows_gone(parts: Sequence[Part]) -> dict[int, BaseException]:
+    """Of parts whose rows stay in the object store, those whose rows went with their node: why, by their ids."""
+    kept = [part for part in parts if isinstance(part.result, BatchView)]
+    alive = nodes_alive().keys() if kept else set[str]()
+    gone: dict[int, BaseException] = {}
+    for part in kept:
+        node = cast("Receipt", part.receipt).node
+        if node in alive:
+            continue
+        error = _got([part.packed], 0)[1]  # small objects are here; of lost ones Ray may know already
+        if isinstance(error, TimeoutError):
+            places = _ray.experimental.get_object_locations([part.packed])[part.packed]["node_ids"]
+            if alive.isdisjoint(places):
+                error = MaskpackError(f"node {node[:8]} is gone, and with it the rows that this rank returned")
+        if error is not None and not isinstance(error, TimeoutError):
+            gone[id(part)] = error
+    return gone
 
 
 def seconds(value: Any, name: str, call: str) -> None:
@@ -361,7 +399,7 @@ def _in_order(parts: Sequence[Part], request: Request) -> BatchView | TensorDict
     back = np.argsort(rows, kind="stable")
     results = [part.result for part in parts]
     if request.layout == "view":
-        return BatchView.cat(results).select(back)
+        return BatchView.cat(results).select(back).known_as(request.args[0].origins())
     packed = PackedBatch.cat(results)
     if not np.array_equal(back, np.arange(back.size)):
         packed = packed.select(back)

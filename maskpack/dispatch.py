@@ -91,7 +91,7 @@ class WorkerGroup:
             "verify": kept_verify(verify),
             "codec": codec,
         }
-        self._store = Placement([[self.actors[actor] for actor in own] for own in self._ranks])
+        self._store = Placement(len(self._ranks))
         self.metrics: dict[str, float] = {}
         """Those of the last `call` or `put` that returned, flat."""
 
@@ -302,17 +302,36 @@ class WorkerGroup:
         if onto is not None and isinstance(batch, TensorDictBase):
             batch = compress(batch, **self._options, like=onto.layouts_alone())
         view = self._argument(batch)
+        if onto is not None:
+            onto.with_fields(view)  # raises before anything is put
         encoded = time.perf_counter()
         sites = self._by_site(dict(enumerate(divided(view, balance, self.num_ranks))))
         settled = [self._store.settled(view.select(index), site) for site, _, index in sites]
         back = np.argsort(np.concatenate([index for _, _, index in sites]), kind="stable")
         there = BatchView.cat([part for part, _ in settled]).select(back)
+        there = there.known_as((view if onto is None else onto).origins())
         self.metrics = {
             "dispatch/bytes_sent": float(sum(nbytes for _, nbytes in settled)),
             "dispatch/encode_ms": 1e3 * (encoded - begun),
             "dispatch/put_ms": 1e3 * (time.perf_counter() - encoded),
         }
         return there if onto is None else onto.with_fields(there)
+
+    def release(self, batch: PackedBatch | None = None) -> None:
+        """Forgets what was put into the object store for a PackedBatch that was dispatched, or for all of them.
+
+        The next call puts it again. Views and calls on their way keep what they need.
+
+        A group remembers what it put, so that a PackedBatch that is dispatched again is not put again, as long as the
+        batch is alive. All of it takes a quarter of the object store of the driver's node at most, or what the batch
+        that was used last takes; what was used longest ago is forgotten first.
+        """
+        if not isinstance(batch, PackedBatch | None):
+            raise LayoutError(
+                f"WorkerGroup.release: got {said(batch)}; expected a PackedBatch that was dispatched, or nothing for "
+                "all. The rows of a view are released with the view."
+            )
+        self._store.release(batch)
 
     def plan(
         self, batch: PackedBatch | BatchView, token_budget: float | None, *, lengths: Any = None, **options: Any
@@ -405,6 +424,14 @@ class WorkerGroup:
             receipts.append(receipt)
             packed = returned if speaks else packed
         return Part(rank, rows, receipts, self._ranks[rank].index(self._speakers[rank]), packed)
+
+    def ran_on(self, rank: int, nodes: Sequence[str]) -> None:
+        """Takes note of the nodes that the actors of a rank ran on."""
+        self._store.ran_on(rank, nodes)
+
+    def ranks_gone(self) -> set[int]:
+        """Ranks that answered from nodes that are gone since."""
+        return self._store.gone()
 
     def _by_site(self, rows: Mapping[int, IntArray]) -> list[tuple[Site, list[int], IntArray]]:
         """The sites, their ranks, and the rows of all of these."""

@@ -106,6 +106,7 @@ class Receipt:
         outline: of rows that stay in the object store.
         nbytes: encoded bytes of the rows.
         ms: `decode`, `run` and `encode`.
+        node: that the rank ran on.
     """
 
     has_rows: bool
@@ -113,3 +114,4 @@ class Receipt:
     outline: Outline | None
     nbytes: int
     ms: Mapping[str, float]
+    node: str

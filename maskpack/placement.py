@@ -4,13 +4,14 @@
     a reference, on the site       as it is: its ranks read their rows out of shared memory
     a reference, on another node   cut there, where only some of its rows are wanted; then Ray moves the cut
 
-What was put is remembered until other rows of the batch are put, or the batch dies.
+What was put is remembered until other rows of the batch are put, the batch dies, or more is put than there is room for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from threading import RLock
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -21,13 +22,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from maskpack.packed import PackedBatch
 from maskpack.rows import IntArray
 from maskpack.segments import Segments
-from maskpack.strands import Source, Strand
+from maskpack.strands import Outline, Source, Strand
 from maskpack.views import BatchView
 
 Site = frozenset[str]
 """The nodes that the actors of a rank are on; empty in a cluster of one node."""
-_PATIENCE = 60.0
-"""Seconds for actors to say where they are; who does not is taken to be on the driver's node, until asked again."""
+SHARE = 4
+"""A group remembers objects of a quarter of the object store of the driver's node, at most, for PackedBatches that may
+be dispatched again; of the batch that was used last always all."""
 
 _ray: Any = ray
 
@@ -37,43 +39,73 @@ def _cut(packed: PackedBatch, rows: IntArray) -> PackedBatch:
     return packed.select(rows)
 
 
-def _node(actor: Any = None) -> str:
+def this_node() -> str:
     """The node that this runs on."""
     return ray.get_runtime_context().get_node_id()
 
 
-def _answer(reference: Any) -> str | None:
-    """The node that an actor says it is on; None where it is dead, as its call will tell."""
-    try:
-        node: str = _ray.get(reference)
-    except _ray.exceptions.RayError:
-        return None
-    return node
+def nodes_alive() -> dict[str, float]:
+    """The bytes of the object store of each node that is alive."""
+    nodes = [node for node in _ray.nodes() if node["Alive"]]
+    return {node["NodeID"]: node["Resources"].get("object_store_memory", 0.0) for node in nodes}
+
+
+@dataclass
+class _Put:
+    """Of a packed batch, what was put for a site: the rows, as bytes of their numbers; the object; its outline."""
+
+    rows: bytes
+    reference: Any
+    outline: Outline
 
 
 class Placement:
-    """The object store as the ranks of a group see it; `ranks` are the actors of each."""
+    """The object store as the ranks of a group see it, for threads that share the group.
 
-    def __init__(self, ranks: Sequence[Sequence[Any]]) -> None:
-        self._ranks = ranks
-        self._known: list[Site] | None = None
-        self._put: WeakKeyDictionary[PackedBatch, dict[Site | None, tuple[bytes, Source]]] = WeakKeyDictionary()
+    Where ranks are is what their last receipts said. Of a rank that has sent none nothing is known: it gets rows of its
+    own, as if it were alone on a node.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._sites: list[Site | None] = [None] * ranks
+        self._alone = True
+        self._put: WeakKeyDictionary[PackedBatch, dict[Site | None, _Put]] = WeakKeyDictionary()
+        """The batch that was used last comes last."""
+        self._lock = RLock()
+        """Held to read and write the attributes, never while Ray puts or releases an object."""
+
+    def ran_on(self, rank: int, nodes: Sequence[str]) -> None:
+        """Takes note of the nodes that the actors of a rank ran on."""
+        with self._lock:
+            old, self._sites[rank] = self._site(rank), Site(nodes)
+            moved = self._put.values() if old != self._sites[rank] else ()
+            dropped = [known.pop(old, None) for known in moved]
+        del dropped  # here Ray releases what nobody else has
+
+    def _site(self, rank: int) -> Site:
+        return self._sites[rank] or Site([f"of rank {rank}"])
 
     def sites(self) -> list[Site]:
-        """The site of each rank. The first time this waits until the actors are up, and have time to answer."""
-        if self._known is not None:
-            return self._known
-        if sum(bool(node["Alive"]) for node in _ray.nodes()) == 1:
-            self._known = [Site()] * len(self._ranks)
-            return self._known
-        asked = [[actor.__ray_call__.remote(_node) for actor in actors] for actors in self._ranks]
-        refs = [ref for rank in asked for ref in rank]
-        answered = set(_ray.wait(refs, num_returns=len(refs), timeout=_PATIENCE)[0])
-        nodes = {ref: _answer(ref) for ref in refs if ref in answered}
-        sites = [Site(nodes.get(ref) or _node() for ref in rank) for rank in asked]
-        if len(nodes) == len(refs) and None not in nodes.values():
-            self._known = sites
-        return sites
+        """The site of each rank, as far as it is known. Nothing is asked of the actors."""
+        if self._alone and len(nodes_alive()) > 1:
+            self._alone = False
+        with self._lock:
+            if self._alone:
+                return [Site()] * len(self._sites)
+            return [self._site(rank) for rank in range(len(self._sites))]
+
+    def gone(self) -> set[int]:
+        """The ranks whose nodes are known to be gone."""
+        alive = nodes_alive().keys()
+        with self._lock:
+            return {rank for rank, site in enumerate(self._sites) if site is not None and not site <= alive}
+
+    def release(self, packed: PackedBatch | None = None) -> None:
+        """Forgets what was put for a batch, or for all."""
+        with self._lock:
+            known = [packed] if packed is not None else list(self._put)
+            dropped = [self._put.pop(batch, None) for batch in known]
+        del dropped  # here Ray releases what nobody else has
 
     def settled(self, view: BatchView, site: Site, again: bool = False) -> tuple[BatchView, int]:
         """The view over objects in the store that the nodes of `site` need whole, and the encoded bytes that were put
@@ -109,15 +141,33 @@ class Placement:
     def _put_once(self, source: Source, rows: IntArray, site: Site | None, again: bool) -> tuple[Source, int]:
         """The batch whole (`site` None), or the rows of a site. Of each, what was put last is remembered."""
         packed: PackedBatch = source.held
-        if again:
-            self._put.pop(packed, None)
-        known = self._put.setdefault(packed, {})
         key = rows.tobytes()
-        if site in known and known[site][0] == key:
-            return known[site][1], 0
+        with self._lock:
+            known = self._put.pop(packed, {})
+            self._put[packed] = known
+            found = known.get(site)
+        if found is not None and found.rows == key and not again:
+            return Source(found.reference, found.outline), 0
         outline = source.outline if site is None else source.outline.select(rows)
-        known[site] = key, Source(ray.put(packed if site is None else packed.select(rows)), outline)
-        return known[site][1], outline.nbytes
+        fresh = _Put(key, ray.put(packed if site is None else packed.select(rows)), outline)
+        room = nodes_alive().get(this_node(), 0.0) / SHARE
+        with self._lock:
+            dropped: list[Any] = [known.get(site)]
+            known[site] = fresh
+            dropped += self._over(room)
+        del found, dropped  # here Ray releases what nobody else has, and other threads go on
+        return Source(fresh.reference, outline), outline.nbytes
+
+    def _over(self, room: float) -> list[Any]:
+        """Takes out what was used longest ago, until the rest fits into the room, or one batch is left."""
+        sizes = {batch: sum(put.outline.nbytes for put in known.values()) for batch, known in self._put.items()}
+        total, out = sum(sizes.values()), list[Any]()
+        for batch in list(sizes)[:-1]:
+            if total <= room:
+                break
+            total -= sizes[batch]
+            out.append(self._put.pop(batch, None))
+        return out
 
 
 def _nodes_of(reference: Any) -> list[str]:

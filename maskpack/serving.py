@@ -22,6 +22,7 @@ from maskpack.keys import need_keys
 from maskpack.objects import on_host
 from maskpack.packed import PackedBatch, Target, compress, decompress
 from maskpack.parcels import At, Packing, Parcel, Receipt, RowsAt
+from maskpack.placement import this_node
 from maskpack.plan import join_rows
 from maskpack.pool import Pool
 from maskpack.registry import RL_FIELDS, Key
@@ -138,7 +139,8 @@ def _served(
             packed, rest = _packed(result, name, parcel.packing, given.rows.num_rows, like)
     outline = Outline.of(packed) if parcel.keep and packed is not None else None
     timer.lap("encode")
-    return Receipt(packed is not None, rest, outline, 0 if packed is None else packed.nbytes, timer.ms), packed
+    nbytes = 0 if packed is None else packed.nbytes
+    return Receipt(packed is not None, rest, outline, nbytes, timer.ms, this_node()), packed
 
 
 class _Given:

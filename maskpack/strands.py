@@ -19,10 +19,11 @@ from maskpack.contents import Contents
 from maskpack.errors import LayoutError
 from maskpack.joining import APART, joined, merged, restricted
 from maskpack.layout import RowLayout
+from maskpack.origins import UNKNOWN, Origins
 from maskpack.packed import PackedBatch
 from maskpack.pickles import together
 from maskpack.registry import Key, Path
-from maskpack.rows import IntArray
+from maskpack.rows import IntArray, ranges
 from maskpack.segments import Segments
 from maskpack.tree import Node, chosen
 
@@ -69,10 +70,12 @@ class Source:
     Attributes:
         held: a PackedBatch, or anything that `get` makes one of.
         outline: what is known of it.
+        origins: which rows its rows are.
     """
 
     held: Any
     outline: Outline
+    origins: Origins = UNKNOWN
 
     def same(self, other: Source) -> bool:
         """Whether both are one batch: the same object, or references that are equal."""
@@ -136,6 +139,33 @@ class Strand:
         parts = [self.sources[share.source].outline.layouts[name].select(share.rows) for share in shares]
         layout = RowLayout.cat([self.declared().layouts[name], *parts])
         return layout if order is None else layout.select(order)
+
+    def origins(self) -> Origins:
+        """Which rows its rows are."""
+        shares, order = self.segments.shares()
+        known = [self.sources[share.source].origins.select(share.rows).by_row() for share in shares]
+        if not known:
+            return UNKNOWN
+        row, origin, number = (np.concatenate(column) for column in zip(*known, strict=True))
+        begins = np.cumsum([0, *(share.rows.size for share in shares[:-1])])
+        row += np.repeat(begins, [own[0].size for own in known])
+        return Origins.of(row if order is None else np.argsort(order)[row], origin, number)
+
+    def known_as(self, origins: Origins) -> Strand:
+        """The same rows, which are those of `origins`."""
+        number, row = self.segments.by_row()
+        order = np.argsort(number, kind="stable")
+        ends = np.searchsorted(number[order], np.arange(len(self.sources) + 1))
+        place, origin, where = origins.by_row()
+        at = np.argsort(place, kind="stable")
+        sources: list[Source] = []
+        for source, begin, end in zip(self.sources, ends[:-1], ends[1:], strict=True):
+            rows = order[begin:end]
+            first, last = (np.searchsorted(place[at], rows, side) for side in ("left", "right"))
+            taken = at[ranges(first, last - first)]
+            known = Origins.of(np.repeat(row[rows], last - first), origin[taken], where[taken])
+            sources.append(replace(source, origins=known))
+        return replace(self, sources=tuple(sources))
 
     def assembled(self, fetch: Callable[[Any], PackedBatch]) -> PackedBatch:
         """The rows of its fields, from the sources that `fetch` gives."""

@@ -23,6 +23,7 @@ from maskpack.arguments import flag, list_of, named, said, whole
 from maskpack.contents import MAX_BYTES
 from maskpack.errors import LayoutError
 from maskpack.layout import RowLayout
+from maskpack.origins import Origins
 from maskpack.packed import PackedBatch, Target, decompress
 from maskpack.registry import Key, Path, show
 from maskpack.rows import IntArray, Rows, even_sizes, no_single_row, part_sizes, row_index
@@ -55,7 +56,8 @@ class BatchView:
                 f"BatchView.of: got {said(packed)}; expected a PackedBatch. Compress it first, or give a "
                 "reference and an outline to BatchView.at."
             )
-        return cls.at(packed, Outline.of(packed))
+        outline = Outline.of(packed)
+        return cls._of(Source(packed, outline, Origins.whole(outline.num_rows, packed)))
 
     @classmethod
     def at(cls, reference: Any, outline: Outline) -> BatchView:
@@ -65,8 +67,13 @@ class BatchView:
                 f"BatchView.at: outline is {said(outline)}; expected an Outline. Pass Outline.of(packed), made where "
                 "the batch was packed."
             )
+        return cls._of(Source(reference, outline, Origins.whole(outline.num_rows)))
+
+    @classmethod
+    def _of(cls, source: Source) -> BatchView:
+        outline = source.outline
         order = tuple(form.path for form in outline.head.schema.forms)
-        strand = Strand(order, (Source(reference, outline),), Segments.whole(outline.num_rows), outline.head)
+        strand = Strand(order, (source,), Segments.whole(outline.num_rows), outline.head)
         return cls((strand.trimmed(),), order, outline.num_rows)
 
     def __len__(self) -> int:
@@ -122,6 +129,14 @@ class BatchView:
         """int64 [B]: real tokens of each row, in the layout that has most."""
         known = [layout.lengths for layout in self.layouts.values()]
         return max(known, key=lambda lengths: int(lengths.sum())) + 0 if known else np.zeros(self.num_rows, np.int64)
+
+    def origins(self) -> Origins:
+        """Which rows these are, as results of them are: those of its first fields."""
+        return self.strands[0].origins()
+
+    def known_as(self, origins: Origins) -> BatchView:
+        """The same rows, which are those of `origins`."""
+        return replace(self, strands=tuple(strand.known_as(origins) for strand in self.strands))
 
     def _strand_of(self, layout: str) -> Strand:
         return next(strand for strand in self.strands if layout in strand.declared().layouts)
@@ -197,7 +212,11 @@ class BatchView:
     def with_fields(self, other: BatchView | PackedBatch) -> BatchView:
         """The same rows with the fields of `other`, new ones after those that are there. No data moves.
 
-        Raises LayoutError if `other` has other rows, or other row lengths in a layout of the same name.
+        A view knows which rows it has: results of a call, and what was put `onto` a view, are the rows that they were
+        computed from. Rows that were packed apart are told by their lengths alone.
+
+        Raises LayoutError if `other` has other rows, or the same in another order, or other row lengths in a layout of
+        the same name.
         """
         if not isinstance(other, BatchView | PackedBatch):
             raise LayoutError(
@@ -210,6 +229,7 @@ class BatchView:
                 f"BatchView.with_fields: the fields have {other.num_rows} rows; the view has {self.num_rows}. Give "
                 "one row for each row of the view, in its order."
             )
+        _check_rows(self, other)
         dims, more = _dims(self), _dims(other)
         for path in dims.keys() & more.keys():
             if dims[path] != more[path]:
@@ -231,7 +251,8 @@ class BatchView:
         order = [path for path in self.order if path in fresh or path in kept]
         order += [path for path in other.order if path not in order]
         strands = [without(strand, fresh | set(self.order) - set(kept)) for strand in self.strands]
-        strands = [*strands, *other.strands]
+        replaced = not strands[0].paths  # by which fields are known as its rows
+        strands += (other.known_as(self.origins()) if replaced else other).strands
         strands = [strand for strand in strands if strand.paths] or strands[:1]
         return BatchView(tuple(strands), tuple(order), self.num_rows)
 
@@ -269,6 +290,19 @@ def _dims(view: BatchView) -> dict[Path, tuple[int, ...] | None]:
     """Batch dims behind the rows: of the batch, and of each sub-batch."""
     nodes = [(form.path, form.node.more_dims) for form in view.head.schema.forms if form.node is not None]
     return {(): view.head.schema.root.more_dims, **dict(nodes)}
+
+
+def _check_rows(view: BatchView, other: BatchView) -> None:
+    """That rows of one origin are the same."""
+    ours, theirs = (Origins.together([strand.origins() for strand in some.strands]) for some in (view, other))
+    odd = ours.difference(theirs)
+    if odd is not None:
+        known = "another" if odd.ours is None else f"row {odd.ours}"
+        raise LayoutError(
+            f"BatchView.with_fields: row {odd.row} of the fields is row {odd.theirs} of the batch that it comes from; "
+            f"row {odd.row} of the view is {known}. Expected the same rows in the same order. Select and sort the rows "
+            "of both alike, or add the fields first; to_packed(get=ray.get) gives fields that may lie beside any rows."
+        )
 
 
 def _check_fields(views: Sequence[BatchView]) -> None:

@@ -29,7 +29,7 @@ FLOORS = [
     ["backends", "pool", "registry", "rows"],
     ["runs"],
     ["words", "tree", "options", "scan_kernels", "attention"],
-    ["scan", "compact", "objects", "segments", "wire"],
+    ["scan", "compact", "objects", "origins", "segments", "wire"],
     ["coverage", "encodings", "codec", "run_lines", "tasks"],
     ["layout", "sharing"],
     ["choice", "bools"],

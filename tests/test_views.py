@@ -994,7 +994,7 @@ def test_fields_that_do_not_fit_the_view() -> None:
     batch = rollout()
     view = BatchView.of(pack(batch))
     for other, name in (
-        (view[::-1], "prompt|sequence|response"),
+        (BatchView.of(pack(batch)[::-1]), "prompt|sequence|response"),
         (BatchView.of(pack(rollout(response=7))), "sequence|response"),
     ):
         with pytest.raises(
