@@ -445,12 +445,11 @@ def test_results_that_do_not_fit_together(group, batch, how, message):
     assert [len(part.rows) for part in caught.value.call.parts] == [3, 2, 2]  # they are kept
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_what_every_rank_gets_whole(group, batch, pipelined):
+def test_what_every_rank_gets_whole(group, batch):
     total = batch["responses"].sum().item()
-    results = group.call("add", batch, Broadcast(batch), pipelined=pipelined)
+    results = group.call("add", batch, Broadcast(batch))
     assert results == [[3, total, None], [2, total, None], [2, total, None]]
-    given = group.call("metrics", batch, Broadcast({"a": 1}), [1, 2], pipelined=pipelined)
+    given = group.call("metrics", batch, Broadcast({"a": 1}), [1, 2])
     assert [found["args"] for found in given] == [({"a": 1}, [1, 2])] * 3
 
 
@@ -601,8 +600,6 @@ def test_plans_that_do_not_fit_the_call(group, batch):
         group.call("planned", rows[1:], plan=plan)
     with pytest.raises(mp.PlanError, match="and no balance"):
         group.call("planned", rows, plan=plan, balance="tokens")
-    with pytest.raises(mp.LayoutError, match="pipelined with a plan"):
-        group.call("planned", batch, plan=plan, pipelined=True)
     with pytest.raises(mp.LayoutError, match=r"got a TensorDict; expected a PackedBatch or a BatchView"):
         group.plan(batch, 100)
     alone = group.pack(batch.select("response_mask", "old_log_probs"))
@@ -622,16 +619,6 @@ def test_plans_that_do_not_fit_the_call(group, batch):
     assert sum(len(told["uid"]) for told in group.call("planned", rows, plan=longer)) == B
     given = group.plan(alone, 100, lengths=batch["attention_mask"].sum(-1))
     assert given.lengths.tolist() == plan.lengths.tolist() == batch["attention_mask"].sum(-1).tolist()
-
-
-def test_pipelined_gives_the_same(group, batch):
-    assert_same(group.call("echo", batch, pipelined=True), batch)
-    assert_same(group.call("echo", group.pack(batch).to_nested(), pipelined=True), batch)
-    view = group.call("echo", batch, layout="view", pipelined=True)
-    assert_same(view.materialize(get=ray.get), batch)
-    for wrong in ({"balance": "tokens"}, {"more": batch}):
-        with pytest.raises(mp.LayoutError, match="pipelined"):
-            group.call("echo", batch, pipelined=True, **wrong)
 
 
 def test_calls_are_awaited_together(group, batch):
@@ -740,8 +727,6 @@ def test_results_come_to_the_host(gpus, batch, method):
         assert_same(out.clear_device_(), batch)
         nested = gpus.call(method, batch, layout="nested", device=device, **options)
         assert_same(mp.unnest(nested).clear_device_(), batch)
-    if not options:
-        assert_same(gpus.call(method, batch, pipelined=True), batch)
     assert_same(gpus.submit(method, batch, **options).result(), batch)
 
     async def waited():
@@ -799,16 +784,15 @@ def test_a_retry_comes_to_the_host(gpus, batch, tmp_path):
     assert_same(again["old_log_probs"], batch["old_log_probs"])
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_a_device_that_the_driver_does_not_have_is_refused_before_anything_is_sent(batch, pipelined):
+def test_a_device_that_the_driver_does_not_have_is_refused_before_anything_is_sent(batch):
     nobody = WorkerGroup([None] * RANKS, pad_token_id=PAD)
     for device in ("cuda:9", "gpu"):
         with pytest.raises(
             mp.LayoutError, match=f'WorkerGroup: device is "{device}", which this process does not have'
         ):
-            nobody.submit("echo", batch, device=device, pipelined=pipelined)
+            nobody.submit("echo", batch, device=device)
     with pytest.raises(mp.LayoutError, match=r'device is "cpu" with layout="view", whose rows stay .*materialize'):
-        nobody.submit("echo", batch, device="cpu", layout="view", pipelined=pipelined)
+        nobody.submit("echo", batch, device="cpu", layout="view")
 
 
 # -------------------------------------------------------------------- what a worker may write

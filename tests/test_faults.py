@@ -138,14 +138,13 @@ def _kept(team, batch):
         (lambda team, batch: batch, {}, False),
         (lambda team, batch: batch, {"balance": "tokens"}, False),
         (lambda team, batch: batch, {"balance": [range(rank, B, RANKS) for rank in range(RANKS)]}, False),
-        (lambda team, batch: batch, {"pipelined": True}, False),
         (lambda team, batch: mp.nest_batch_by_mask(batch, pad_token_id=PAD_ID), {}, False),
         (lambda team, batch: team.group().pack(batch), {}, False),
         (lambda team, batch: team.group().put(batch), {}, False),
         (_kept, {}, True),
         (_kept, {"balance": "tokens"}, True),
     ],
-    ids=["padded", "tokens", "explicit", "pipelined", "nested", "packed", "put", "kept", "kept, tokens"],
+    ids=["padded", "tokens", "explicit", "nested", "packed", "put", "kept", "kept, tokens"],
 )
 @pytest.mark.parametrize("layout", ["padded", "nested", "view"])
 def test_a_retry_of_every_form(team, sample, given, options, permuted, layout):
