@@ -29,7 +29,7 @@ from ray.experimental import internal_kv
 from tensordict import TensorDict
 
 from maskpack.arguments import said
-from maskpack.errors import LayoutError, MaskpackError, RemoteTraceback, StoreFullError, WorkerError
+from maskpack.errors import Cancelled, LayoutError, MaskpackError, RemoteTraceback, StoreFullError, WorkerError
 from maskpack.packed import PackedBatch, decompress
 from maskpack.parcels import Receipt
 from maskpack.rank_plans import RankPlans
@@ -142,7 +142,7 @@ class Part:
 
     @property
     def taken_back(self) -> bool:
-        return isinstance(self.error, _TakenBack)
+        return isinstance(self.error, Cancelled)
 
     def take_back(self) -> bool:
         """Whether no actor has begun it, and none will."""
@@ -150,12 +150,8 @@ class Part:
             return True
         if self.receipt is not None or not self.late or self.answered or not self.ticket.take_back():
             return False
-        self.error = _TakenBack("taken back before it began")
+        self.error = Cancelled("taken back before it began")
         return True
-
-
-class _TakenBack(MaskpackError):
-    """The part of a rank in a call that was cancelled before the rank began."""
 
 
 @dataclass(frozen=True)
@@ -337,8 +333,9 @@ class Call:
         begun = self.cancel()
         cast("Any", stop).call = self
         note = (
-            f'WorkerGroup: "{self.request.method}" was interrupted; it has begun on ranks {begun}, which go on. The '
-            "Call is the attribute `call` of this KeyboardInterrupt: its retry() sends the rows that have no result."
+            f'WorkerGroup: "{self.request.method}" was interrupted; '
+            f"{f'ranks {begun} have begun, and go on' if begun else 'no rank has begun'}. The Call is the attribute "
+            "`call` of this KeyboardInterrupt: its retry() sends the rows that have no result."
         )
         if hasattr(stop, "add_note"):
             cast("Any", stop).add_note(note)
@@ -436,7 +433,7 @@ class Call:
         if part.error is None:
             receipt: Receipt | None = receipts[part.speaker]
             if receipt is None:
-                part.error = _TakenBack("taken back before it began")
+                part.error = Cancelled("taken back before it began")
             elif receipt.has_rows and self.request.layout == "view":
                 part.result = BatchView.at(part.packed, cast("Outline", receipt.outline))
             elif receipt.has_rows:
@@ -455,12 +452,8 @@ class Call:
         if failures:
             ranks = self.group.num_ranks
             kept = "The results of the others are kept: " if len(failures) < len(self.parts) else ""
-            raise failed(
-                f"failed on {len(failures)} of {ranks} ranks",
-                self.request.method,
-                failures,
-                kept + self._remedy(),
-                self,
+            raise _failed(
+                f"{len(failures)} of {ranks} ranks", self.request.method, failures, kept + self._remedy(), self
             )
 
     def _remedy(self) -> str:
@@ -554,22 +547,11 @@ def storing() -> Generator[None]:
         raise _full(error) from error
 
 
-def failed(what: str, method: str, failures: tuple[Failure, ...], remedy: str, call: Call | None = None) -> WorkerError:
-    """The error of these ranks. It prints the traceback of each: that of the first as its cause, others as notes."""
+def _failed(
+    which: str, method: str, failures: tuple[Failure, ...], remedy: str, call: Call | None = None
+) -> WorkerError:
     reasons = "; ".join(map(str, failures))
-    message = f'WorkerGroup: method "{method}" {what}: {reasons}. {remedy}'
-    names: dict[str, list[str]] = {}
-    for failure in failures:
-        head, _, frames = failure.traceback.partition("\n")
-        names.setdefault(frames or head, []).append(failure.name)
-    first = failures[0].traceback.partition("\n")[2]
-    texts = [f"{', '.join(own)}:\n{text}" for text, own in names.items() if text and text != first]
-    noted = hasattr(BaseException, "add_note")  # Python 3.11
-    error = WorkerError(message if noted else "\n".join([message, *texts]), method, failures, call)
-    for text in texts if noted else ():
-        cast("Any", error).add_note(text)
-    error.__cause__ = failures[0].error
-    return error
+    return WorkerError(f'WorkerGroup: method "{method}" failed on {which}: {reasons}. {remedy}', method, failures, call)
 
 
 def answers(
@@ -597,7 +579,7 @@ def answers(
         failures = tuple(
             Failure.of(rank, None, errors[ref], actor) for ref, (rank, actor) in asked.items() if ref in errors
         )
-        raise failed(f"failed on {len(failures)} of {len(asked)} actors", method, failures, remedy)
+        raise _failed(f"{len(failures)} of {len(asked)} actors", method, failures, remedy)
     return {ref: values[ref] for ref in asked}
 
 

@@ -220,7 +220,7 @@ class WorkerGroup:
             seconds(timeout, "timeout", "WorkerGroup.ready")
         asked = {self.actors[actor].__ray_call__.remote(_node): (rank, actor) for rank, actor in self._places()}
         remedy = "Look at the constructor, or at the resources that the actors ask for and the cluster has: ray status."
-        nodes = answers(asked, "__init__", timeout, 0.0, remedy)
+        nodes = answers(asked, "__init__", timeout, 60.0, remedy)
         self._nodes = {self.actors[actor]: nodes[ref] for ref, (_, actor) in asked.items()}
 
     def replace(self, rank: int, *actors: Any) -> None:

@@ -59,6 +59,10 @@ class StoreFullError(MaskpackError):
     """Ray's object store has no room for an object, and none on disk."""
 
 
+class Cancelled(MaskpackError):
+    """The part of a rank in a call that was cancelled before the rank began."""
+
+
 class RemoteTraceback(Exception):
     """The traceback of a worker, as text: the cause of an error that was raised there."""
 
@@ -81,22 +85,27 @@ class WorkerError(MaskpackError):
     """
 
     def __init__(self, message: str, method: str = "", failures: tuple[Any, ...] = (), call: Any = None) -> None:
-        super().__init__(message)
+        frames: dict[str, list[str]] = {}
+        for failure in failures:
+            if failure.traceback:
+                frames.setdefault(failure.traceback.partition("\n")[2], []).append(failure.name)
+        texts = [f"Traceback on {', '.join(names)}:\n{text}" for text, names in frames.items()]
+        if texts:  # the cause shows that of the first rank
+            (first, *more) = next(iter(frames.values()))
+            texts[:1] = [f"{', '.join(more)}: the same traceback as {first}"] if more else []
+        noted = hasattr(Exception, "add_note")  # Python 3.11
+        super().__init__(message if noted else "\n".join([message, *texts]))
+        for text in texts if noted else ():
+            cast("Any", self).add_note(text)
+        if failures:
+            self.__cause__ = next((one for one in failures if one.traceback), failures[0]).error
         self.method = method
         self.failures = failures
         self.call = call
+        self._message = message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (self.args[0], self.method, self.failures, list(getattr(self, "__notes__", ())))
-
-
-def _unpickled(message: str, method: str, failures: tuple[Any, ...], notes: list[str]) -> WorkerError:
-    error = WorkerError(message, method, failures)
-    if failures:
-        error.__cause__ = failures[0].error
-    for note in notes:
-        cast("Any", error).add_note(note)
-    return error
+        return WorkerError, (self._message, self.method, self.failures)
 
 
 class MaskpackWarning(UserWarning):
