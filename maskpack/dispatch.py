@@ -77,7 +77,7 @@ class WorkerGroup:
             covers.
 
     A group can be given to tasks and actors, which call the same actors; `close` there kills none. As a context manager
-    it closes itself.
+    a group closes itself.
 
     Attributes:
         actors: the handles, in the order that they were given.
@@ -187,7 +187,7 @@ class WorkerGroup:
         said += [
             f"{key}={value if isinstance(value, int | str) else type(value).__name__}"
             for key, value in self._options.items()
-            if value is not defaults[key].default
+            if value is not defaults[key].default and value != defaults[key].default
         ]
         return f"WorkerGroup({', '.join(said)})"
 
@@ -202,6 +202,8 @@ class WorkerGroup:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
+        if self._packing.registry is None:
+            self._options["registry"] = RL_FIELDS  # the one of this process
         self._store = self._placement()
 
     def close(self) -> None:
@@ -296,7 +298,7 @@ class WorkerGroup:
     def _need_method(self, method: Any, actors: Sequence[int], kind: str) -> None:
         if not isinstance(method, str):
             raise MethodError(f'WorkerGroup: method is {said(method)}; expected the name of one. Pass it: "update".')
-        without = [actor for actor in actors if not hasattr(self.actors[actor], method)]
+        without = [actor for actor in actors if not hasattr(getattr(self.actors[actor], method, None), "remote")]
         if without:
             who = "the actors have" if len(without) == len(actors) else f"actors {without} have"
             raise MethodError(
