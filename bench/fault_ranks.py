@@ -39,6 +39,9 @@ class Worker:
         when the folder is gone; `wait, raise` does both."""
         self._fault, self._folder = fault, Path(folder)
 
+    def process(self) -> int:
+        return os.getpid()
+
     def ran(self) -> list[int]:
         """Rows that it ran since this was asked last."""
         rows, self._ran = self._ran, []

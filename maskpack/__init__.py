@@ -28,6 +28,7 @@ from maskpack.errors import (
     PlanError,
     RegistryError,
     ReplayError,
+    StoreFullError,
     WireFormatError,
     WorkerError,
 )
@@ -90,6 +91,7 @@ __all__ = [
     "RegistryError",
     "ReplayError",
     "RowLayout",
+    "StoreFullError",
     "VerifyFirst",
     "WireFormatError",
     "WorkerError",

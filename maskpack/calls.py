@@ -3,27 +3,33 @@
     Part  rank 0  rows 0 1 2   receipts of its actors, rows that it returned   answered | failed | open
     Part  rank 1  rows 3 4 5
 
-The rows of parts without an answer can be sent again; the others keep theirs.
+The rows of parts without an answer can be sent again; the others keep theirs. A part that no actor has begun can be
+taken back: its Ticket, in the cluster's key-value store, says who came first, an actor that begins or the driver.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import re
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+import uuid
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import ray
 import torch
+from ray.experimental import internal_kv
 from tensordict import TensorDict
 
 from maskpack.arguments import said
-from maskpack.errors import LayoutError, MaskpackError, WorkerError
+from maskpack.errors import Cancelled, LayoutError, MaskpackError, RemoteTraceback, StoreFullError, WorkerError
 from maskpack.packed import PackedBatch, decompress
 from maskpack.parcels import Receipt
 from maskpack.placement import nodes_alive
@@ -36,6 +42,9 @@ Results = Literal["padded", "nested", "view"]
 """How rows come back: decoded, or as a BatchView of rows that stay in the object store."""
 
 _ray: Any = ray
+_kv: Any = internal_kv
+_LOOK = 0.1
+"""Seconds after which a thread that waits for a call looks whether somebody still awaits it."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,35 @@ class Request:
     plan: RankPlans | None = None
 
 
+_ended: deque[bytes] = deque()
+"""Keys of tickets that this process has used."""
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """One rank's turn in a call. Either its actors begin, or the driver takes it back: who comes first."""
+
+    key: bytes = field(default_factory=lambda: uuid.uuid4().bytes)
+
+    def begin(self) -> bool:
+        """False if the driver has taken it back. Called by the actors."""
+        while _ended:
+            _kv._internal_kv_del(_ended.popleft(), namespace="maskpack")
+        return self._said_first(b"begun")
+
+    def end(self) -> None:
+        """What was said is forgotten at the actor's next call, when the driver has the answer to this one."""
+        _ended.append(self.key)
+
+    def take_back(self) -> bool:
+        """False if an actor has begun."""
+        return self._said_first(b"taken back")
+
+    def _said_first(self, word: bytes) -> bool:
+        there: bool = _kv._internal_kv_put(self.key, word, overwrite=False, namespace="maskpack")
+        return not there or _kv._internal_kv_get(self.key, namespace="maskpack") == word
+
+
 @dataclass
 class Part:
     """The rows of one rank, and what became of them.
@@ -67,9 +105,10 @@ class Part:
     Attributes:
         rank: of the group that has it.
         rows: int64 [n], their numbers in the batch.
-        receipts: a reference for each actor of the rank.
+        receipts: a reference for each actor of the rank; none where the part could not be sent.
         speaker: the number of the actor whose result counts.
         packed: a reference to the rows that the speaker returns.
+        ticket: says whether the actors have begun.
         receipt, result: of the speaker, once all actors have answered; `result` is a PackedBatch, or a BatchView.
         error: why there is none.
     """
@@ -79,6 +118,7 @@ class Part:
     receipts: list[Any]
     speaker: int
     packed: Any
+    ticket: Ticket
     receipt: Receipt | None = None
     result: Any = None
     error: BaseException | None = None
@@ -90,23 +130,71 @@ class Part:
 
     @property
     def lost(self) -> bool:
-        """Whether one of its actors is dead, or has not answered yet: it may wait for a peer that failed."""
-        open = _ray.wait(self.receipts, num_returns=len(self.receipts), timeout=0, fetch_local=False)[1]
-        return bool(open) or isinstance(self.error, _ray.exceptions.RayActorError)
+        """Whether one of its actors is dead, or has not answered yet: it may wait for a peer that failed. Not an actor
+        that Ray starts again, and not one that was never asked."""
+        if not self.receipts or self.taken_back or isinstance(self.error, _ray.exceptions.ActorUnavailableError):
+            return False
+        return not self.answered or isinstance(self.error, _ray.exceptions.RayActorError)
+
+    @property
+    def answered(self) -> bool:
+        """Whether all its actors have answered, or died."""
+        return not _open(self.receipts)
+
+    @property
+    def taken_back(self) -> bool:
+        return isinstance(self.error, Cancelled)
+
+    def take_back(self) -> bool:
+        """Whether no actor has begun it, and none will."""
+        if self.taken_back or not self.receipts:
+            return True
+        if self.receipt is not None or not self.late or self.answered or not self.ticket.take_back():
+            return False
+        self.error = Cancelled("taken back before it began")
+        return True
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that did not do its part: its number, the numbers of its rows, and why."""
+    """A rank that did not do its part.
+
+    Attributes:
+        rank: its number.
+        rows: int64 [n], the numbers of its rows in the batch; None for what has no batch.
+        error: why.
+        traceback: of the worker, where its code raised the error; else empty. It is the cause of `error`, too.
+        actor: the number of the actor in the group, for what has no batch.
+    """
 
     rank: int
-    rows: IntArray
+    rows: IntArray | None
     error: BaseException
+    traceback: str = ""
+    actor: int | None = None
+
+    @classmethod
+    def of(cls, rank: int, rows: IntArray | None, error: BaseException, actor: int | None = None) -> Failure:
+        remote = error.__cause__
+        return cls(rank, rows, error, remote.args[0] if isinstance(remote, RemoteTraceback) else "", actor)
+
+    def __post_init__(self) -> None:
+        if self.traceback:  # a pickle of the error has lost its cause
+            self.error.__cause__ = RemoteTraceback(self.traceback)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Failure, (self.rank, self.rows, self.error, self.traceback, self.actor)
+
+    @property
+    def name(self) -> str:
+        if self.rows is not None:
+            return f"rank {self.rank} ({_said(self.rows)})"
+        return f"rank {self.rank}" if self.actor is None else f"rank {self.rank}, actor {self.actor}"
 
     def __str__(self) -> str:
         lines = str(self.error).strip().splitlines() or [""]
         reason = next((line for line in reversed(lines) if line.strip()), "") if len(lines) > 1 else lines[0]
-        return f"rank {self.rank} ({_said(self.rows)}): {type(self.error).__name__}: {reason[:300].rstrip('.')}"
+        return f"{self.name}: {type(self.error).__name__}: {reason[:300].rstrip('.')}"
 
 
 class Sender(Protocol):
@@ -146,24 +234,73 @@ class Call:
     _value: Any = None
     _turn: Any = field(default_factory=threading.Lock)
     """Held by the one who waits; others wait for him."""
+    _guard: Any = field(default_factory=threading.Lock)
+    """Of the four below."""
+    _future: Future[Any] | None = None
+    """What all who await the call wait for; one thread waits for the ranks."""
+    _awaiting: int = 0
+    _waiting: int = 0
+    """In `result`."""
+    _given_up: bool = False
+    """Whether the last who awaited the call was cancelled, and nobody else waits."""
 
     def __await__(self) -> Generator[Any, None, Any]:
-        future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()
+        with self._guard:
+            self._awaiting += 1
+            if self._future is None:
+                self._future = Future()
+                self._future.set_running_or_notify_cancel()
+                # asyncio would join a thread of its own at its end
+                threading.Thread(target=self._watch, args=(self._future,), daemon=True).start()
+            future = self._future
+        given_up = False
+        try:
+            return (yield from asyncio.wrap_future(future).__await__())
+        except (asyncio.CancelledError, GeneratorExit):
+            given_up = True
+            raise
+        finally:
+            with self._guard:
+                self._awaiting -= 1
+                self._given_up = given_up and not self._awaiting and not self._waiting
 
-        def wait() -> None:
+    def _is_awaited(self) -> bool:
+        return self._awaiting > 0
+
+    def _watch(self, future: Future[Any]) -> None:
+        """Waits as long as somebody awaits the call."""
+        while True:
             try:
-                future.set_result(self.result())
-            except BaseException as error:
+                value, error = self._result(None, self._is_awaited), None
+            except BaseException as raised:
+                value, error = None, raised
+            with self._guard:
+                gone, given_up = isinstance(error, _Unwanted), self._given_up
+                if gone and self._awaiting:
+                    continue
+                self._future = None
+            if gone and given_up:
+                self.cancel()
+            elif error is None:
+                future.set_result(value)
+            else:
                 future.set_exception(error)
-
-        threading.Thread(target=wait, daemon=True).start()  # asyncio would join a thread of its own at its end
-        return asyncio.wrap_future(future).__await__()
+            return
 
     def done(self) -> bool:
         """Whether every rank has answered or failed."""
-        refs = [ref for part in self.parts if part.late for ref in part.receipts]
-        return not refs or not _ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[1]
+        return not _open([ref for part in self.parts if part.late for ref in part.receipts])
+
+    def cancel(self) -> list[int]:
+        """Takes back the parts that no rank has begun: they will not run, also where a rank is busy or hangs.
+
+        What has begun goes on, and its answer counts. `result` then raises a WorkerError that names the ranks whose
+        part was taken back, and `retry` sends these rows again. In a collective, ranks that have begun wait for those
+        that never will.
+
+        Returns the ranks that have begun, or answered.
+        """
+        return sorted({part.rank for part in self.parts if not part.take_back()})
 
     def result(self, timeout: float | None = None) -> Any:
         """What `WorkerGroup.call` returns.
@@ -177,16 +314,40 @@ class Call:
         """
         if timeout is not None:
             seconds(timeout, "timeout", "Call.result")
+        with self._guard:
+            self._waiting += 1
+        try:
+            return self._result(timeout)
+        except KeyboardInterrupt as stop:
+            self._interrupted(stop)
+            raise
+        finally:
+            with self._guard:
+                self._waiting -= 1
+
+    def _result(self, timeout: float | None, wanted: Callable[[], bool] = lambda: True) -> Any:
         until = math.inf if timeout is None else time.monotonic() + timeout
         if not self._turn.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
             self._check()  # another waits for these ranks, in its own time
             self._turn.acquire()  # all have answered, and the other decodes what they returned
         try:
             if not self._done:
-                self._finish(None if timeout is None else max(0.0, until - time.monotonic()))
+                self._finish(None if timeout is None else max(0.0, until - time.monotonic()), wanted)
             return self._value
         finally:
             self._turn.release()
+
+    def _interrupted(self, stop: KeyboardInterrupt) -> None:
+        """Takes back what has not begun, and has the exception say what has."""
+        begun = self.cancel()
+        cast("Any", stop).call = self
+        note = (
+            f'WorkerGroup: "{self.request.method}" was interrupted; '
+            f"{f'ranks {begun} have begun, and go on' if begun else 'no rank has begun'}. The Call is the attribute "
+            "`call` of this KeyboardInterrupt: its retry() sends the rows that have no result."
+        )
+        if hasattr(stop, "add_note"):
+            cast("Any", stop).add_note(note)
 
     def retry(self, group: Sender | None = None) -> Call:
         """Sends the rows again that have no result: to the ranks that are alive, or to those of another group.
@@ -228,8 +389,8 @@ class Call:
 
     # ---------------------------------------------------------------- waiting
 
-    def _finish(self, timeout: float | None) -> None:
-        self._collect(timeout)
+    def _finish(self, timeout: float | None, wanted: Callable[[], bool]) -> None:
+        self._collect(timeout, wanted)
         gone = _rows_gone(self.parts)
         for part in self.parts:
             if id(part) in gone:
@@ -241,17 +402,14 @@ class Call:
         except LayoutError as error:
             method = self.request.method
             raise WorkerError(
-                f'WorkerGroup: what the ranks returned from "{method}" does not fit together: {error}',
-                method,
-                (),
-                self,
+                f'WorkerGroup: what the ranks returned from "{method}" does not fit together: {error}', method, (), self
             ) from error
         self._count(begun)
         self._done = True
         self.parts = []
         self.request = replace(self.request, args=(), kwargs={})
 
-    def _collect(self, timeout: float | None) -> None:
+    def _collect(self, timeout: float | None, wanted: Callable[[], bool]) -> None:
         """Takes what is there until all parts are settled, the time is up, or the grace after a failure is over."""
         until = math.inf if timeout is None else time.monotonic() + timeout
         graced = math.inf
@@ -262,11 +420,16 @@ class Call:
             part.error = None
         waiting = list(owner)
         while waiting:
-            end = min(until, graced)
-            left = None if end == math.inf else max(0.0, end - time.monotonic())
-            ready, waiting = _ray.wait(waiting, num_returns=1, timeout=left, fetch_local=False)
-            if not ready:
+            left = max(0.0, min(until, graced) - time.monotonic())
+            ready, waiting = _ray.wait(waiting, num_returns=1, timeout=min(left, _LOOK), fetch_local=False)
+            if not wanted():
+                raise _Unwanted
+            if not ready and left <= _LOOK:
                 break
+            back = [ref for ref in waiting if owner[ref].taken_back]  # by another thread, or by who was interrupted
+            if back:
+                waiting = [ref for ref in waiting if ref not in back]
+                graced = min(graced, time.monotonic() + self.request.grace)
             left = None if until == math.inf else max(0.0, until - time.monotonic())
             for ref in ready:
                 part = owner[ref]
@@ -286,9 +449,12 @@ class Call:
         """Takes what all actors of a part have answered."""
         receipts, part.error = _got(part.receipts, timeout)
         if part.error is None:
-            receipt: Receipt = receipts[part.speaker]
-            self.group.ran_on(part.rank, [each.node for each in receipts])
-            if receipt.has_rows and self.request.layout == "view":
+            receipt: Receipt | None = receipts[part.speaker]
+            if all(each is not None for each in receipts):
+                self.group.ran_on(part.rank, [each.node for each in receipts])
+            if receipt is None:
+                part.error = Cancelled("taken back before it began")
+            elif receipt.has_rows and self.request.layout == "view":
                 part.result = BatchView.at(part.packed, cast("Outline", receipt.outline))
             elif receipt.has_rows:
                 (part.result,), part.error = _got([part.packed], timeout)
@@ -299,20 +465,16 @@ class Call:
 
     def _check(self) -> None:
         failures = tuple(
-            Failure(part.rank, part.rows, part.error or TimeoutError("no answer"))
+            Failure.of(part.rank, part.rows, part.error or TimeoutError("no answer"))
             for part in self.parts
             if part.receipt is None
         )
         if failures:
             ranks = self.group.num_ranks
             kept = "The results of the others are kept: " if len(failures) < len(self.parts) else ""
-            raise WorkerError(
-                f'WorkerGroup: method "{self.request.method}" failed on {len(failures)} of {ranks} ranks: '
-                f"{'; '.join(map(str, failures))}. {kept}{self._remedy()}",
-                self.request.method,
-                failures,
-                self,
-            ) from failures[0].error
+            raise _failed(
+                f"{len(failures)} of {ranks} ranks", self.request.method, failures, kept + self._remedy(), self
+            )
 
     def _remedy(self) -> str:
         if self._divisible():
@@ -358,14 +520,106 @@ def seconds(value: Any, name: str, call: str) -> None:
         raise MaskpackError(f"{call}: {name} is {said(value)}; expected seconds, from 0. Give a number.")
 
 
+class _Unwanted(Exception):
+    """Nobody awaits the call any more."""
+
+
+def _open(references: Sequence[Any]) -> list[Any]:
+    """Those without an answer."""
+    if not references:
+        return []
+    return _ray.wait(list(references), num_returns=len(references), timeout=0, fetch_local=False)[1]
+
+
 def _got(references: Sequence[Any], timeout: float | None) -> tuple[Sequence[Any], BaseException | None]:
     """What the references stand for; or None for each, and the error."""
     try:
         return _ray.get(list(references), timeout=timeout), None
     except _ray.exceptions.RayError as error:
-        cause = getattr(error, "cause", None)
-        of_task = isinstance(error, _ray.exceptions.RayTaskError) and cause is not None
-        return [None] * len(references), cause if of_task else error
+        return [None] * len(references), _told(error)
+
+
+def _told(error: Any) -> BaseException:
+    """What a worker raised, with its traceback there as the cause; or what Ray says."""
+    text = str(error)
+    cause = getattr(error, "cause", None)
+    own = cause if isinstance(error, _ray.exceptions.RayTaskError) and cause is not None else error
+    if isinstance(own, _FULL):
+        own = _full(own)
+    if '\n  File "' in text:
+        own.__cause__ = RemoteTraceback(_shortened(text))
+    return own
+
+
+_FULL = (_ray.exceptions.ObjectStoreFullError, _ray.exceptions.OutOfDiskError)
+_COLOUR = re.compile("\x1b\\[[0-9;]*m")
+_MARKS = re.compile(r"[\s^~]+$")
+
+
+def _shortened(text: str) -> str:
+    """A traceback as Ray gives it, without colours, marks under the lines, and the frames of Ray and of `endpoint`."""
+    kept: list[str] = []
+    ours = False
+    for line in _COLOUR.sub("", text).splitlines():
+        if not line.startswith("    "):
+            ours = line.startswith('  File "') and ("/site-packages/ray/" in line or "maskpack/serving.py" in line)
+        if not ours and not _MARKS.match(line):
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def _full(error: BaseException) -> StoreFullError:
+    seen = (str(error).strip().splitlines() or [""])[0]
+    return StoreFullError(
+        f"WorkerGroup: the object store is full, or the disk that it spills to ({type(error).__name__}: {seen}); "
+        "expected room for the rows. Drop views, results and PackedBatches that are no longer needed, send fewer rows "
+        "at a time, or start Ray with a larger object_store_memory or more room to spill."
+    )
+
+
+@contextmanager
+def storing() -> Generator[None]:
+    """Raises StoreFullError where Ray has no room for an object."""
+    try:
+        yield
+    except _FULL as error:
+        raise _full(error) from error
+
+
+def _failed(
+    which: str, method: str, failures: tuple[Failure, ...], remedy: str, call: Call | None = None
+) -> WorkerError:
+    reasons = "; ".join(map(str, failures))
+    return WorkerError(f'WorkerGroup: method "{method}" failed on {which}: {reasons}. {remedy}', method, failures, call)
+
+
+def answers(
+    asked: Mapping[Any, tuple[int, int]], method: str, timeout: float | None, grace: float, remedy: str
+) -> dict[Any, Any]:
+    """What each reference stands for, in their order; they are of a rank and an actor. Raises WorkerError."""
+    begun = time.monotonic()
+    until = math.inf if timeout is None else begun + timeout
+    values: dict[Any, Any] = {}
+    errors: dict[Any, BaseException] = {}
+    waiting = list(asked)
+    while waiting:
+        left = None if until == math.inf else max(0.0, until - time.monotonic())
+        ready, waiting = _ray.wait(waiting, num_returns=1, timeout=left, fetch_local=False)
+        if not ready:
+            break
+        for ref in ready:
+            (values[ref],), error = _got([ref], left)
+            if error is not None:
+                errors[ref] = error
+                until = min(until, time.monotonic() + grace)
+    late = f"no answer in {time.monotonic() - begun:.1f} s"
+    errors |= {ref: TimeoutError(late) for ref in waiting}
+    if errors:
+        failures = tuple(
+            Failure.of(rank, None, errors[ref], actor) for ref, (rank, actor) in asked.items() if ref in errors
+        )
+        raise _failed(f"{len(failures)} of {len(asked)} actors", method, failures, remedy)
+    return {ref: values[ref] for ref in asked}
 
 
 # -------------------------------------------------------------------- results

@@ -10,10 +10,11 @@ Ray is imported here, in calls.py, in placement.py and nowhere else in the core.
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -23,8 +24,8 @@ from tensordict import TensorDictBase, is_tensorclass
 from tensordict import is_non_tensor as is_non_tensor  # type: ignore[reportUnknownVariableType]
 
 from maskpack import codec as codecs
-from maskpack.arguments import flag, said, whole
-from maskpack.calls import Call, Part, Request, Results, seconds
+from maskpack.arguments import said, whole
+from maskpack.calls import Call, Part, Request, Results, Ticket, answers, seconds, storing
 from maskpack.division import Balance, divided, of_plan, planned_lengths, ranks_of, shares
 from maskpack.errors import LayoutError, MaskpackError, MethodError, PlanError
 from maskpack.options import Options, Registry, Verify, kept_verify
@@ -34,7 +35,7 @@ from maskpack.placement import Placement, Site
 from maskpack.plan import MicroBatchPlan
 from maskpack.rank_plans import RankPlans, plan_ranks
 from maskpack.registry import RL_FIELDS
-from maskpack.rows import IntArray, even_sizes
+from maskpack.rows import IntArray
 from maskpack.serving import endpoint
 from maskpack.views import BatchView
 
@@ -50,6 +51,17 @@ class Broadcast:
 
 _SMALL = (bool, int, float, str, type(None), ray.ObjectRef, BatchView, Broadcast)
 """What is no large argument, to be put once for all ranks."""
+_RESTARTING = 3
+"""Ray's state of an actor that died and is started again."""
+_PATIENCE = 60.0
+"""Seconds that a call waits for such actors."""
+
+_ray: Any = ray
+
+
+def _node(actor: Any) -> str:
+    """The node that an actor is on, which it can say once it is built."""
+    return ray.get_runtime_context().get_node_id()
 
 
 class WorkerGroup:
@@ -63,6 +75,13 @@ class WorkerGroup:
         registry, pad_token_id, codec: for `compress`, here and on the ranks' way back.
         strict_mask_nesting, verify: for `compress` here; ranks verify what they return, and ship whole what no mask
             covers.
+
+    A group can be given to tasks and actors, which call the same actors; `close` there kills none. As a context manager
+    a group closes itself.
+
+    Attributes:
+        actors: the handles, in the order that they were given.
+        metrics: those of the last `call` or `put` that returned, flat.
     """
 
     def __init__(
@@ -81,7 +100,9 @@ class WorkerGroup:
             raise MaskpackError(f"WorkerGroup: actors are {said(actors)}; expected a list of actor handles. Pass one.")
         codecs.check(codec, "WorkerGroup")
         Options.of("WorkerGroup", registry, pad_token_id, strict_mask_nesting, (), verify, "keep")
-        self.actors = tuple(actors)
+        self.actors: tuple[Any, ...] = tuple(actors)
+        self._launched: tuple[Any, ...] = ()
+        self._nodes: dict[Any, str] = {}
         self._ranks, self._speakers = ranks_of(len(self.actors), dp_ranks, collect)
         self._packing = Packing(None if registry is RL_FIELDS else registry, pad_token_id, codec)
         self._options: dict[str, Any] = {
@@ -93,7 +114,6 @@ class WorkerGroup:
         }
         self._store = Placement(len(self._ranks))
         self.metrics: dict[str, float] = {}
-        """Those of the last `call` or `put` that returned, flat."""
 
     @classmethod
     def launch(
@@ -105,13 +125,15 @@ class WorkerGroup:
         peers: int = 1,
         num_cpus: int | None = None,
         actor_options: Mapping[str, Any] | None = None,
+        worker_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> WorkerGroup:
-        """New actors of the plain class `worker`, built with `args`: `peers` for each of `ranks`.
+        """New actors of the plain class `worker`, built with `args` and `worker_kwargs`: `peers` for each of `ranks`.
 
         Where Ray is not initialised, this joins the cluster of RAY_ADDRESS, or starts a local Ray of `num_cpus`
         (default: one for each actor). `actor_options` are those of Ray (num_gpus, runtime_env, ...); `options` go to
-        the WorkerGroup.
+        the WorkerGroup. Where the class has no `__repr__`, its actors get one with their rank, which Ray writes in
+        front of what they print. `ready` tells whether they could be built.
         """
         if not isinstance(worker, type):
             raise MaskpackError(
@@ -119,22 +141,174 @@ class WorkerGroup:
             )
         whole(ranks, "ranks", 1, "WorkerGroup.launch")
         whole(peers, "peers", 1, "WorkerGroup.launch")
+        known = sorted(set(inspect.signature(WorkerGroup).parameters) - {"actors", "dp_ranks"})
+        odd = sorted(set(options) - set(known))
+        if odd:
+            raise MaskpackError(
+                f"WorkerGroup.launch: no option is called {', '.join(map(repr, odd))}; expected num_cpus, peers, "
+                f"actor_options, worker_kwargs or {', '.join(known)}. Pass keyword arguments of the worker as "
+                f"worker_kwargs={{{odd[0]!r}: ...}}, and those of Ray as actor_options={{...}}."
+            )
+        for name, value in (("actor_options", actor_options), ("worker_kwargs", worker_kwargs)):
+            if value is not None and not isinstance(value, Mapping):
+                raise MaskpackError(
+                    f"WorkerGroup.launch: {name} is {said(value)}; expected a dict of keyword arguments. Pass one."
+                )
         if not ray.is_initialized():
             if os.environ.get("RAY_ADDRESS"):
                 ray.init()
             else:
                 cpus = num_cpus or ranks * peers
                 ray.init(address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False)
-        remote = cast("Any", ray.remote)(worker)
-        if actor_options:
-            remote = remote.options(**actor_options)
         dp_ranks = [actor // peers for actor in range(ranks * peers)]
-        return cls([remote.remote(*args) for _ in dp_ranks], dp_ranks=dp_ranks, **options)
+        actors: list[Any] = []
+        for rank in dp_ranks:
+            remote = cast("Any", ray.remote)(_named(worker, rank))
+            if actor_options:
+                remote = remote.options(**actor_options)
+            actors.append(remote.remote(*args, **(worker_kwargs or {})))
+        group = cls(actors, dp_ranks=dp_ranks, **options)
+        group._launched = group.actors
+        return group
 
     @property
     def num_ranks(self) -> int:
         """Data-parallel ranks."""
         return len(self._ranks)
+
+    # ---------------------------------------------------------------- life
+
+    def __repr__(self) -> str:
+        kinds = sorted({str(actor).removeprefix("Actor(").partition(",")[0] for actor in self.actors})
+        said = [f"{self.num_ranks} ranks", f"{len(self.actors)} actors of {', '.join(kinds)}"]
+        if all(actor in self._nodes for actor in self.actors):
+            said.append(f"nodes {[self._nodes[actor][:8] for actor in self.actors]}")
+        defaults = inspect.signature(WorkerGroup).parameters
+        said += [
+            f"{key}={value if isinstance(value, int | str) else type(value).__name__}"
+            for key, value in self._options.items()
+            if value is not defaults[key].default and value != defaults[key].default
+        ]
+        return f"WorkerGroup({', '.join(said)})"
+
+    def __enter__(self) -> WorkerGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_store": None, "_launched": (), "metrics": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        if self._packing.registry is None:
+            self._options["registry"] = RL_FIELDS  # the one of this process
+        self._store = Placement(len(self._ranks))
+
+    def close(self) -> None:
+        """Kills the actors that `launch` started, and nothing else. Calls afterwards fail."""
+        for actor in self._launched:
+            ray.kill(actor)
+        self._launched = ()
+
+    def ready(self, timeout: float | None = None) -> None:
+        """Waits until the actors are built.
+
+        Raises WorkerError if the constructor of one fails, with its traceback, or if one is not there in `timeout`
+        seconds.
+        """
+        if timeout is not None:
+            seconds(timeout, "timeout", "WorkerGroup.ready")
+        asked = {self.actors[actor].__ray_call__.remote(_node): (rank, actor) for rank, actor in self._places()}
+        remedy = "Look at the constructor, or at the resources that the actors ask for and the cluster has: ray status."
+        nodes = answers(asked, "__init__", timeout, 60.0, remedy)
+        self._nodes = {self.actors[actor]: nodes[ref] for ref, (_, actor) in asked.items()}
+
+    def replace(self, rank: int, *actors: Any) -> None:
+        """Puts other actors in the place of those of a rank, as many. What was put is put again at the next call."""
+        whole(rank, "rank", 0, "WorkerGroup.replace", self.num_ranks - 1)
+        own = self._ranks[rank]
+        if len(actors) != len(own):
+            raise MaskpackError(
+                f"WorkerGroup.replace: got {len(actors)} actors for rank {rank}; expected {len(own)}, as many as "
+                "the rank has. Pass their handles."
+            )
+        new = dict(zip(own, actors, strict=True))
+        self.actors = tuple(new.get(place, actor) for place, actor in enumerate(self.actors))
+        self._store = Placement(len(self._ranks))
+
+    def run(
+        self,
+        method: str,
+        /,
+        *args: Any,
+        rank: int | None = None,
+        timeout: float | None = None,
+        grace: float = 60.0,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Runs a method that takes no batch on every actor, peers too, or on those of one `rank`.
+
+        The method needs no decorator. It gets the arguments as they are, large ones as one object in the store; nothing
+        is divided.
+
+        Args:
+            timeout: seconds to wait for the actors.
+            grace: seconds that the others have once one has failed.
+
+        Returns:
+            What the actors returned, in the order of `actors`.
+
+        Raises:
+            WorkerError: actors failed, died or were late.
+            MethodError: an actor has no such method; then none is called.
+        """
+        if timeout is not None:
+            seconds(timeout, "timeout", "WorkerGroup.run")
+        seconds(grace, "grace", "WorkerGroup.run")
+        if rank is not None:
+            whole(rank, "rank", 0, "WorkerGroup.run", self.num_ranks - 1)
+        places = [place for place in self._places() if rank is None or place[0] == rank]
+        self._need_method(method, [actor for _, actor in places], "a method of the actors.")
+        self._await_restarts([actor for _, actor in places])
+        asked: dict[Any, tuple[int, int]] = {}
+        with storing():
+            given = [_held(value) for value in args]
+            named = {key: _held(value) for key, value in kwargs.items()}
+            for place in places:
+                try:
+                    asked[getattr(self.actors[place[1]], method).remote(*given, **named)] = place
+                except TypeError as error:
+                    raise MethodError(
+                        f'WorkerGroup.run: method "{method}" cannot be called so: {error}; expected arguments that it '
+                        "takes. Give these after its name."
+                    ) from error
+        return list(answers(asked, method, timeout, grace, "Run it again if it may run twice.").values())
+
+    def _places(self) -> list[tuple[int, int]]:
+        """The rank and the number of each actor, in the order of the actors."""
+        return sorted(
+            ((rank, actor) for rank, own in enumerate(self._ranks) for actor in own), key=lambda place: place[1]
+        )
+
+    def _need_method(self, method: Any, actors: Sequence[int], kind: str) -> None:
+        if not isinstance(method, str):
+            raise MethodError(f'WorkerGroup: method is {said(method)}; expected the name of one. Pass it: "update".')
+        without = [actor for actor in actors if not hasattr(getattr(self.actors[actor], method, None), "remote")]
+        if without:
+            who = "the actors have" if len(without) == len(actors) else f"actors {without} have"
+            raise MethodError(
+                f'WorkerGroup: {who} no method "{method}"; expected one of theirs. Give the name of {kind}'
+            )
+
+    def _await_restarts(self, actors: Sequence[int]) -> None:
+        """Actors that Ray starts again take no calls before they are built."""
+        until = time.monotonic() + _PATIENCE
+        while any(self.actors[actor]._get_local_state() == _RESTARTING for actor in actors):
+            if time.monotonic() > until:
+                return  # their calls will fail, and say so
+            time.sleep(0.05)
 
     # ---------------------------------------------------------------- calls
 
@@ -148,7 +322,6 @@ class WorkerGroup:
         device: torch.device | str | None = None,
         balance: Balance = "rows",
         plan: RankPlans | None = None,
-        pipelined: bool = False,
         timeout: float | None = None,
         grace: float = 60.0,
         **kwargs: Any,
@@ -167,8 +340,6 @@ class WorkerGroup:
                 allow; or the row numbers of each rank. With fewer rows than ranks, some ranks are called with none.
             plan: who does which rows instead of `balance`, and in which micro-batches (see `plan`): each rank's method
                 gets its MicroBatchPlan.
-            pipelined: encode and send rank by rank, so that the first rank begins while the next rows are encoded; for
-                a padded or nested batch in parts of equal rows. An error of encoding is raised when ranks are at work.
             timeout: seconds to wait for the ranks.
             grace: seconds that the other ranks have once one has failed.
 
@@ -184,9 +355,8 @@ class WorkerGroup:
         if timeout is not None:
             seconds(timeout, "timeout", "WorkerGroup")
         sent = self.submit(
-            method, batch, *args, layout=layout, device=device, balance=balance, plan=plan, pipelined=pipelined,
-            grace=grace, **kwargs,
-        )  # fmt: skip
+            method, batch, *args, layout=layout, device=device, balance=balance, plan=plan, grace=grace, **kwargs
+        )
         result = sent.result(timeout)
         self.metrics = sent.metrics
         return result
@@ -201,7 +371,6 @@ class WorkerGroup:
         device: torch.device | str | None = None,
         balance: Balance = "rows",
         plan: RankPlans | None = None,
-        pipelined: bool = False,
         grace: float = 60.0,
         **kwargs: Any,
     ) -> Call:
@@ -210,7 +379,6 @@ class WorkerGroup:
         if not isinstance(method, str):
             raise MethodError(f'WorkerGroup: method is {said(method)}; expected the name of one. Pass it: "update".')
         seconds(grace, "grace", "WorkerGroup")
-        flag(pipelined, "pipelined", "WorkerGroup")
         if layout not in ("padded", "nested", "view"):
             raise LayoutError(
                 f'WorkerGroup: layout is {said(layout)}; expected "padded", "nested" or "view". Choose one.'
@@ -226,13 +394,10 @@ class WorkerGroup:
             raise PlanError(
                 f'WorkerGroup: a plan among the arguments of "{method}"; expected it by name. Pass plan=plan.'
             )
-        if pipelined and plan is not None:
-            raise LayoutError("WorkerGroup: pipelined with a plan; expected one of them. Leave pipelined out.")
-        if pipelined:
-            return self._pipelined(Request(method, args, kwargs, layout, device, grace), batch, balance)
         begun = time.perf_counter()
-        given = [self._argument(value) for value in (batch, *args)]
-        named = {key: self._argument(value) for key, value in kwargs.items()}
+        with storing():
+            given = [self._argument(value) for value in (batch, *args)]
+            named = {key: self._argument(value) for key, value in kwargs.items()}
         view: BatchView = given[0]
         for value in (*given, *named.values()):
             if isinstance(value, BatchView) and value.num_rows != view.num_rows:
@@ -247,37 +412,6 @@ class WorkerGroup:
         parts, metrics = self.send(request, dict(enumerate(rows)))
         metrics |= {"dispatch/encode_ms": 1e3 * (encoded - begun)} | shares(view, rows)
         return Call(self, request, parts, metrics | ({} if plan is None else plan.metrics()))
-
-    def _pipelined(self, asked: Request, batch: Any, balance: Any) -> Call:
-        """`asked` has the arguments as they were given, without the batch."""
-        more = (*asked.args, *asked.kwargs.values())
-        others = [value for value in more if isinstance(value, TensorDictBase | PackedBatch | BatchView)]
-        if not isinstance(batch, TensorDictBase) or not batch.batch_dims or balance != "rows" or others:
-            raise LayoutError(
-                f"WorkerGroup: pipelined with {said(batch)}, balance {said(balance)} and {len(others)} further "
-                'batches; expected one padded or nested TensorDict, balance="rows". Leave pipelined out.'
-            )
-        sizes = even_sizes(batch.batch_size[0], self.num_ranks, "WorkerGroup")
-        given = tuple(map(self._argument, asked.args))
-        asked = replace(asked, kwargs={key: self._argument(value) for key, value in asked.kwargs.items()})
-        views: list[BatchView] = []
-        rows: list[IntArray] = []
-        parts: list[Part] = []
-        metrics: dict[str, float] = {}
-        encode_ms, end = 0.0, 0
-        for rank, size in enumerate(sizes):
-            begun = time.perf_counter()
-            view = BatchView.of(self.pack(batch[end : end + size]))
-            encode_ms += 1e3 * (time.perf_counter() - begun)
-            sent, counts = self.send(replace(asked, args=(view, *given)), {rank: np.arange(size)})
-            metrics = {key: metrics.get(key, 0.0) + value for key, value in counts.items()}
-            rows.append(np.arange(end, end + size))
-            views.append(view)
-            parts += [replace(part, rows=rows[-1]) for part in sent]
-            end += size
-        whole = BatchView.cat(views)
-        metrics |= {"dispatch/encode_ms": encode_ms, **shares(whole, rows)}
-        return Call(self, replace(asked, args=(whole, *given)), parts, metrics)
 
     def put(
         self,
@@ -306,7 +440,8 @@ class WorkerGroup:
             onto.with_fields(view)  # raises before anything is put
         encoded = time.perf_counter()
         sites = self._by_site(dict(enumerate(divided(view, balance, self.num_ranks))))
-        settled = [self._store.settled(view.select(index), site) for site, _, index in sites]
+        with storing():
+            settled = [self._store.settled(view.select(index), site) for site, _, index in sites]
         back = np.argsort(np.concatenate([index for _, _, index in sites]), kind="stable")
         there = BatchView.cat([part for part, _ in settled]).select(back)
         there = there.known_as((view if onto is None else onto).origins())
@@ -367,23 +502,40 @@ class WorkerGroup:
     def send(
         self, request: Request, rows: Mapping[int, IntArray], *, again: bool = False
     ) -> tuple[list[Part], dict[str, float]]:
-        """Starts a request on some ranks, each with rows of its batches; `again` where objects may have been lost."""
+        """Starts a request on some ranks, each with rows of its batches; `again` where objects may have been lost.
+
+        Everything is put before the first rank is called. If a later rank cannot be called nevertheless, its part has
+        the error.
+        """
         begun = time.perf_counter()
+        actors = [actor for rank in rows for actor in self._ranks[rank]]
+        self._need_method(request.method, actors, "a method that is decorated with @endpoint.")
+        self._await_restarts(actors)
         arguments = [*request.args, *request.kwargs.values()]
-        parts: dict[int, Part] = {}
         plans = {} if request.plan is None else request.plan.for_rows(rows)
         nbytes = 0
+        settled: list[tuple[int, slice, dict[int, BatchView]]] = []
         for site, ranks, index in self._by_site(rows):
             placed: dict[int, BatchView] = {}
             for value in arguments:
                 if isinstance(value, BatchView | Broadcast):
                     view = value.value if isinstance(value, Broadcast) else value.select(index)
-                    placed[id(value)], sent = self._store.settled(view, site, again)
+                    with storing():
+                        placed[id(value)], sent = self._store.settled(view, site, again)
                     nbytes += sent
             end = 0
             for rank in ranks:
                 begin, end = end, end + rows[rank].size
-                parts[rank] = self._start(request, rank, rows[rank], placed, slice(begin, end), plans.get(rank))
+                settled.append((rank, slice(begin, end), placed))
+        parts: dict[int, Part] = {}
+        for rank, own, placed in settled:
+            try:
+                with storing():
+                    parts[rank] = self._start(request, rank, rows[rank], placed, own, plans.get(rank))
+            except (MaskpackError, _ray.exceptions.RayError) as error:
+                if not parts:
+                    raise
+                parts[rank] = Part(rank, rows[rank], [], 0, None, Ticket(), error=error)
         metrics = {"dispatch/bytes_sent": float(nbytes), "dispatch/put_ms": 1e3 * (time.perf_counter() - begun)}
         return [parts[rank] for rank in rows], metrics
 
@@ -417,13 +569,18 @@ class WorkerGroup:
         kwargs = {key: travelling(value) for key, value in request.kwargs.items()}
         receipts: list[Any] = []
         packed: Any = None
+        ticket = Ticket()
         for actor in self._ranks[rank]:
             speaks = actor == self._speakers[rank]
-            parcel = Parcel(args, kwargs, self._packing, speaks, request.layout == "view", plan)
-            receipt, returned = _started(self.actors[actor], request.method, parcel, objects)
+            parcel = Parcel(args, kwargs, self._packing, speaks, request.layout == "view", ticket, plan)
+            try:
+                receipt, returned = _started(self.actors[actor], request.method, parcel, objects)
+            except Exception:
+                ticket.take_back()  # from the peers that were called before
+                raise
             receipts.append(receipt)
             packed = returned if speaks else packed
-        return Part(rank, rows, receipts, self._ranks[rank].index(self._speakers[rank]), packed)
+        return Part(rank, rows, receipts, self._ranks[rank].index(self._speakers[rank]), packed, ticket)
 
     def ran_on(self, rank: int, nodes: Sequence[str]) -> None:
         """Takes note of the nodes that the actors of a rank ran on."""
@@ -463,7 +620,25 @@ class WorkerGroup:
             whole = _is_tensorclass(value.value)
             inner = ray.put(value.value) if whole else self._argument(value.value)
             return Broadcast(inner) if isinstance(inner, BatchView) else inner
-        return cast("Any", value) if isinstance(value, _SMALL) else ray.put(value)
+        return _held(value)
+
+
+def _held(value: Any) -> Any:
+    """An argument that is not divided: what is large as one object."""
+    return cast("Any", value) if isinstance(value, _SMALL) else ray.put(value)
+
+
+def _named(worker: type, rank: int) -> type:
+    """The class with a `__repr__` that says its rank, if it has none: Ray writes that in front of what it prints."""
+    if worker.__repr__ is not object.__repr__:
+        return worker
+    name = f"{worker.__name__} rank {rank}"
+
+    def said_rank(self: object) -> str:
+        return name
+
+    members: dict[str, Any] = {"__repr__": said_rank, "__module__": worker.__module__, "__doc__": worker.__doc__}
+    return type(worker)(worker.__name__, (worker,), members)
 
 
 def _is_tensorclass(value: Any) -> bool:
@@ -472,11 +647,6 @@ def _is_tensorclass(value: Any) -> bool:
 
 def _started(actor: Any, method: str, parcel: Parcel, objects: Sequence[Any]) -> tuple[Any, Any]:
     """References to the receipt and the rows of a call that has begun."""
-    if not hasattr(actor, method):
-        raise MethodError(
-            f'WorkerGroup: the actors have no method "{method}"; expected one of theirs. Give the name of a method '
-            "that is decorated with @endpoint."
-        )
     try:
         return getattr(actor, method).options(num_returns=2).remote(parcel, *objects)
     except (AttributeError, TypeError) as error:

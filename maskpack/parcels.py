@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from maskpack.errors import MaskpackError
 from maskpack.options import Registry
@@ -65,6 +65,14 @@ class Packing:
     codec: str | None
 
 
+class Turn(Protocol):
+    """A Ticket of calls.py, as far as ranks know it."""
+
+    def begin(self) -> bool: ...
+
+    def end(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Parcel:
     """One rank's call.
@@ -74,6 +82,7 @@ class Parcel:
         packing: for the way back.
         speaks: whether what this actor returns is wanted.
         keep: whether the rows that it returns stay in the object store.
+        ticket: of its turn; an actor whose ticket was taken back does nothing.
         plan: of its rows, if the call has one.
     """
 
@@ -82,6 +91,7 @@ class Parcel:
     packing: Packing
     speaks: bool
     keep: bool
+    ticket: Turn
     plan: MicroBatchPlan | None = None
 
     def __getitem__(self, _: Any) -> NoReturn:

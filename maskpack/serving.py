@@ -86,6 +86,11 @@ def endpoint(
             f"endpoint: {method.__name__} is an async method; expected a plain one, whose result can be packed. Run "
             "the coroutine inside a plain method."
         )
+    if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
+        raise MaskpackError(
+            f"endpoint: {method.__name__} is a generator; expected a plain method, whose result can be packed. Return "
+            "one result in the place of yield."
+        )
 
     takes_plan = any(
         name == "plan" or parameter.kind is parameter.VAR_KEYWORD
@@ -101,8 +106,13 @@ def endpoint(
                 f"{method.__name__}: called with a plan, and takes none; expected a parameter `plan`. Add it, decorate "
                 "the method with @endpoint(micro_batches=True), or pass balance=plan.rows."
             )
-        bound = functools.partial(method, self)
-        return _served(bound, method.__name__, args[0], args[1:], layout, device, fields, micro_batches)
+        if not args[0].ticket.begin():
+            return None, None
+        try:
+            bound = functools.partial(method, self)
+            return _served(bound, method.__name__, args[0], args[1:], layout, device, fields, micro_batches)
+        finally:
+            args[0].ticket.end()
 
     # Ray binds arguments to the signature of what is wrapped, and a parcel comes with its objects
     del served.__wrapped__

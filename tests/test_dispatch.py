@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import sys
 import time
+import traceback
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -164,6 +166,17 @@ class Worker:
         return args[0]["responses"]
 
     @endpoint
+    def too_deep(self, batch):
+        return _at(list(batch["uid"]), 10) if batch["uid"][0] == "row-0" else _elsewhere()
+
+    def plain(self, *args, **kwargs):
+        return self.factor, args, kwargs
+
+    def fail_plainly(self, value):
+        if self.factor == value:
+            _elsewhere()
+
+    @endpoint
     def lose_a_row(self, batch):
         return batch[:-1]
 
@@ -255,6 +268,14 @@ class Far(torch.Tensor):
 
 def far(x):
     return x.clone().as_subclass(Far)
+
+
+def _at(values, place):
+    return values[place]
+
+
+def _elsewhere():
+    raise KeyError("no such key")
 
 
 def _scribbled(batch):
@@ -445,12 +466,11 @@ def test_results_that_do_not_fit_together(group, batch, how, message):
     assert [len(part.rows) for part in caught.value.call.parts] == [3, 2, 2]  # they are kept
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_what_every_rank_gets_whole(group, batch, pipelined):
+def test_what_every_rank_gets_whole(group, batch):
     total = batch["responses"].sum().item()
-    results = group.call("add", batch, Broadcast(batch), pipelined=pipelined)
+    results = group.call("add", batch, Broadcast(batch))
     assert results == [[3, total, None], [2, total, None], [2, total, None]]
-    given = group.call("metrics", batch, Broadcast({"a": 1}), [1, 2], pipelined=pipelined)
+    given = group.call("metrics", batch, Broadcast({"a": 1}), [1, 2])
     assert [found["args"] for found in given] == [({"a": 1}, [1, 2])] * 3
 
 
@@ -601,8 +621,6 @@ def test_plans_that_do_not_fit_the_call(group, batch):
         group.call("planned", rows[1:], plan=plan)
     with pytest.raises(mp.PlanError, match="and no balance"):
         group.call("planned", rows, plan=plan, balance="tokens")
-    with pytest.raises(mp.LayoutError, match="pipelined with a plan"):
-        group.call("planned", batch, plan=plan, pipelined=True)
     with pytest.raises(mp.LayoutError, match=r"got a TensorDict; expected a PackedBatch or a BatchView"):
         group.plan(batch, 100)
     alone = group.pack(batch.select("response_mask", "old_log_probs"))
@@ -622,16 +640,6 @@ def test_plans_that_do_not_fit_the_call(group, batch):
     assert sum(len(told["uid"]) for told in group.call("planned", rows, plan=longer)) == B
     given = group.plan(alone, 100, lengths=batch["attention_mask"].sum(-1))
     assert given.lengths.tolist() == plan.lengths.tolist() == batch["attention_mask"].sum(-1).tolist()
-
-
-def test_pipelined_gives_the_same(group, batch):
-    assert_same(group.call("echo", batch, pipelined=True), batch)
-    assert_same(group.call("echo", group.pack(batch).to_nested(), pipelined=True), batch)
-    view = group.call("echo", batch, layout="view", pipelined=True)
-    assert_same(view.materialize(get=ray.get), batch)
-    for wrong in ({"balance": "tokens"}, {"more": batch}):
-        with pytest.raises(mp.LayoutError, match="pipelined"):
-            group.call("echo", batch, pipelined=True, **wrong)
 
 
 def test_calls_are_awaited_together(group, batch):
@@ -740,8 +748,6 @@ def test_results_come_to_the_host(gpus, batch, method):
         assert_same(out.clear_device_(), batch)
         nested = gpus.call(method, batch, layout="nested", device=device, **options)
         assert_same(mp.unnest(nested).clear_device_(), batch)
-    if not options:
-        assert_same(gpus.call(method, batch, pipelined=True), batch)
     assert_same(gpus.submit(method, batch, **options).result(), batch)
 
     async def waited():
@@ -799,16 +805,15 @@ def test_a_retry_comes_to_the_host(gpus, batch, tmp_path):
     assert_same(again["old_log_probs"], batch["old_log_probs"])
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_a_device_that_the_driver_does_not_have_is_refused_before_anything_is_sent(batch, pipelined):
+def test_a_device_that_the_driver_does_not_have_is_refused_before_anything_is_sent(batch):
     nobody = WorkerGroup([None] * RANKS, pad_token_id=PAD)
     for device in ("cuda:9", "gpu"):
         with pytest.raises(
             mp.LayoutError, match=f'WorkerGroup: device is "{device}", which this process does not have'
         ):
-            nobody.submit("echo", batch, device=device, pipelined=pipelined)
+            nobody.submit("echo", batch, device=device)
     with pytest.raises(mp.LayoutError, match=r'device is "cpu" with layout="view", whose rows stay .*materialize'):
-        nobody.submit("echo", batch, device="cpu", layout="view", pipelined=pipelined)
+        nobody.submit("echo", batch, device="cpu", layout="view")
 
 
 # -------------------------------------------------------------------- what a worker may write
@@ -839,6 +844,91 @@ def test_an_exception_on_a_rank_is_raised_here(group, batch):
     assert_same(group.call("echo", batch), batch)  # the ranks are still there
 
 
+def printed(error):
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+
+
+def test_an_error_prints_the_lines_of_every_rank(group, batch):
+    with pytest.raises(mp.WorkerError) as caught:
+        group.call("too_deep", batch)
+    text = printed(caught.value)
+    assert "in _at\n    return values[place]" in text
+    assert 'in _elsewhere\n    raise KeyError("no such key")' in text
+    assert text.count("return values[place]") == text.count("raise KeyError(") == 1
+    assert "rank 2 (rows 5 to 6)" in text.partition("no such key")[2]
+    assert "serving.py" not in text
+    assert "site-packages/ray" not in text
+    failures = caught.value.failures
+    assert ["in _at" in one.traceback for one in failures] == [True, False, False]
+    assert ["in _elsewhere" in printed(one.error) for one in failures] == [False, True, True]
+
+
+def test_a_worker_error_pickles(group, batch):
+    with pytest.raises(mp.WorkerError) as caught:
+        group.call("too_deep", batch)
+    error = caught.value
+    back = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(error))))
+    assert type(back) is mp.WorkerError
+    assert (str(back), back.method, back.call) == (str(error), "too_deep", None)
+    seen = [(one.rank, one.rows.tolist(), type(one.error), one.traceback) for one in back.failures]
+    assert seen == [(one.rank, one.rows.tolist(), type(one.error), one.traceback) for one in error.failures]
+    for part in ("return values[place]", 'raise KeyError("no such key")', "rank 2 (rows 5 to 6): the same"):
+        assert printed(back).count(part) == printed(error).count(part)
+
+
+@ray.remote(num_cpus=0)
+def in_a_task(group, batch, method):
+    return group.call(method, batch)
+
+
+def test_a_group_works_in_a_task_and_its_errors_cross(group, batch):
+    assert_same(ray.get(in_a_task.remote(group, batch, "echo")), batch)
+    with pytest.raises(mp.WorkerError) as caught:
+        ray.get(in_a_task.remote(group, batch, "too_deep"))
+    assert (caught.value.method, caught.value.call) == ("too_deep", None)
+    assert [one.rank for one in caught.value.failures] == [0, 1, 2]
+    assert "return values[place]" in caught.value.failures[0].traceback
+    assert "return values[place]" in printed(caught.value)
+
+
+class Counter:
+    done = 0
+
+    @endpoint
+    def only_here(self, batch):
+        self.done += 1
+
+    @endpoint
+    def both(self, batch):
+        self.done += 1
+        return batch
+
+    def count(self):
+        return self.done
+
+    def own_repr(self):
+        return repr(self)
+
+
+class NoCounter:
+    def both(self):
+        pass
+
+
+def test_an_error_of_sending_leaves_no_rank_at_work_unseen(local_ray, batch):
+    counter, other = (ray.remote(num_cpus=0)(kind).remote() for kind in (Counter, NoCounter))
+    mixed = WorkerGroup([counter, other], pad_token_id=PAD)
+    with pytest.raises(mp.MethodError, match=r'actors \[1\] have no method "only_here"'):
+        mixed.call("only_here", batch)
+    assert ray.get(counter.count.remote()) == 0
+    with pytest.raises(mp.WorkerError, match=r"on 1 of 2 ranks: rank 1 \(rows 4 to 6\): .*@endpoint") as caught:
+        mixed.call("both", batch)
+    assert ray.get(counter.count.remote()) == 1
+    mixed.replace(1, counter)
+    assert_same(caught.value.call.retry().result(), batch)
+    assert ray.get(counter.count.remote()) == 3
+
+
 def test_a_retry_has_the_arguments_of_the_call(group, batch):
     held = {"step": 1}
     with pytest.raises(mp.WorkerError) as caught:
@@ -861,6 +951,20 @@ def test_methods_that_do_not_take_packed_rows(group, batch):
         async def coroutine(self, batch):
             return None
 
+    with pytest.raises(mp.MaskpackError, match="generator is a generator; expected a plain method"):
+
+        @endpoint
+        def generator(self, batch):
+            yield batch
+
+    with pytest.raises(mp.MaskpackError, match="asynchronously is a generator"):
+
+        @endpoint
+        async def asynchronously(self, batch):
+            yield batch
+
+    with pytest.raises(mp.LayoutError, match="layout is 'jagged'"):
+        endpoint(layout="jagged")
     with pytest.raises(mp.LayoutError, match="fields is the string 'values'"):
         endpoint(fields="values")(Worker.undecorated)
 
@@ -914,6 +1018,121 @@ def test_a_field_that_is_kept_whole(group, batch):
         assert_same(group.call("echo", batch), batch)
 
 
+@pytest.mark.parametrize("kind", ["ObjectStoreFullError", "OutOfDiskError"])
+def test_a_full_store_is_named(group, batch, monkeypatch, kind):
+    """On the way there and on the way back."""
+
+    def full(*args, **kwargs):
+        raise getattr(ray.exceptions, kind)("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ray, "put", full)
+        for send in (group.put, lambda rows: group.call("echo", rows), lambda rows: group.submit("echo", rows)):
+            with pytest.raises(mp.StoreFullError, match=rf"{kind}: no room.*Drop views.*object_store_memory"):
+                send(batch)
+        with pytest.raises(mp.StoreFullError, match=kind):
+            group.run("plain", torch.zeros(3))
+    call = group.submit("echo", batch)
+    with monkeypatch.context() as patch:
+        patch.setattr(ray, "get", full)
+        with pytest.raises(
+            mp.WorkerError, match=r"on 3 of 3 ranks: .*StoreFullError: .*object store is full"
+        ) as caught:
+            call.result()
+    assert {type(one.error) for one in caught.value.failures} == {mp.StoreFullError}
+    assert_same(caught.value.call.retry().result(), batch)
+
+
+# -------------------------------------------------------------------- methods without a batch, and the life of actors
+
+
+def test_methods_without_a_batch(local_ray):
+    actors = [ray.remote(num_cpus=0)(Worker).remote(factor) for factor in (1.0, 2.0, 3.0, 4.0)]
+    peers = WorkerGroup(actors, dp_ranks=[1, 0, 1, 0], collect=[False, True, True, False], pad_token_id=PAD)
+    given = ((7, "x"), {"more": [1]})
+    assert peers.run("plain", 7, "x", more=[1]) == [(factor, *given) for factor in (1.0, 2.0, 3.0, 4.0)]
+    assert peers.run("plain", rank=1) == [(1.0, (), {}), (3.0, (), {})]
+    weights = torch.arange(5.0)
+    assert all(torch.equal(args[0], weights) for _, args, _ in peers.run("plain", weights))
+    with pytest.raises(mp.WorkerError, match=r"on 1 of 4 actors: rank 1, actor 2: KeyError: 'no such key'") as caught:
+        peers.run("fail_plainly", 3.0)
+    assert 'raise KeyError("no such key")' in printed(caught.value)
+    (failure,) = caught.value.failures
+    assert (failure.rank, failure.rows, failure.actor, caught.value.call) == (1, None, 2, None)
+    assert pickle.loads(pickle.dumps(caught.value)).failures[0].actor == 2
+    with pytest.raises(mp.MethodError, match='no method "nope"'):
+        peers.run("nope")
+    with pytest.raises(mp.MethodError, match=r'"fail_plainly" cannot be called so: .*value'):
+        peers.run("fail_plainly")
+    for rank in (2, -1, "a"):
+        with pytest.raises(mp.LayoutError, match=r"WorkerGroup.run: rank is"):
+            peers.run("plain", rank=rank)
+    actors[2].sleep.remote(None, 1.0)
+    with pytest.raises(mp.WorkerError, match=r"rank 1, actor 2: TimeoutError: no answer"):
+        peers.run("plain", timeout=0.1)
+
+
+class Unbuildable:
+    def __init__(self, rank=None):
+        if rank is None or "rank 1" in repr(self):
+            _elsewhere()
+
+    def plain(self):
+        pass
+
+
+def test_ready_says_which_constructors_fail(local_ray):
+    free = {"num_cpus": 0}
+    with (
+        WorkerGroup.launch(Unbuildable, 2, actor_options=free) as none,
+        pytest.raises(mp.WorkerError, match=r'"__init__" failed on 2 of 2 actors: rank 0, actor 0: .*KeyErr') as caught,
+    ):
+        none.ready()
+    assert 'raise KeyError("no such key")' in printed(caught.value)
+    with (
+        WorkerGroup.launch(Unbuildable, 2, worker_kwargs={"rank": 1}, actor_options=free) as half,
+        pytest.raises(mp.WorkerError, match=r"failed on 1 of 2 actors: rank 1, actor 1: ActorDiedError: KeyError"),
+    ):
+        half.ready()
+    nowhere = WorkerGroup.launch(Worker, 1, actor_options={"num_cpus": 1000})
+    with pytest.raises(mp.WorkerError, match=r"no answer in .*resources.*ray status"):
+        nowhere.ready(timeout=0.5)
+
+
+def test_a_group_says_what_it_is_and_closes_what_it_launched(local_ray, batch):
+    with WorkerGroup.launch(Worker, 2, peers=2, pad_token_id=PAD, codec="zstd", actor_options={"num_cpus": 0}) as own:
+        assert repr(own) == f"WorkerGroup(2 ranks, 4 actors of Worker, pad_token_id={PAD}, codec=zstd)"
+        own.ready()
+        node = ray.get_runtime_context().get_node_id()[:8]
+        assert f"4 actors of Worker, nodes {[node] * 4}" in repr(own)
+        assert_same(own.call("echo", batch), batch)
+        with pickle.loads(pickle.dumps(own)) as copy:
+            assert repr(copy) == repr(own)
+        with WorkerGroup(own.actors[::2], pad_token_id=PAD) as others:
+            assert_same(others.call("echo", batch), batch)
+        assert_same(own.call("echo", batch), batch)  # neither killed an actor
+    own.close()
+    with pytest.raises(mp.WorkerError, match="ActorDiedError"):
+        own.call("echo", batch)
+
+
+def test_other_actors_take_the_place_of_a_rank(local_ray, batch):
+    with WorkerGroup.launch(Worker, 2, 2.0, pad_token_id=PAD, actor_options={"num_cpus": 0}) as own:
+        rows = own.put(batch)
+        ray.kill(own.actors[1])
+        with pytest.raises(mp.WorkerError, match=r"on 1 of 2 ranks: rank 1"):
+            own.call("scale", rows, 1.0)
+        new = ray.remote(num_cpus=0)(Worker).remote(2.0)
+        own.replace(1, new)
+        assert own.actors[1] is new
+        assert_same(own.call("scale", rows, 1.0)["values"], batch["old_log_probs"] * 2.0)
+        with pytest.raises(mp.MaskpackError, match=r"got 2 actors for rank 0; expected 1"):
+            own.replace(0, new, new)
+        with pytest.raises(mp.LayoutError, match=r"replace: rank is 2; expected a whole number from 0 to 1"):
+            own.replace(2, new)
+    assert ray.get(new.plain.remote()) == (2.0, (), {})
+
+
 # -------------------------------------------------------------------- the docs
 
 
@@ -952,6 +1171,31 @@ def test_launch_takes_the_arguments_of_the_class(local_ray, batch):
     assert len(group.actors) == 1
     out = group.call("scale", batch, 2.0)
     assert_same(out["values"], batch["old_log_probs"] * 8.0)
+
+
+def test_launch_tells_options_from_arguments_of_the_class(local_ray, batch):
+    group = WorkerGroup.launch(Worker, 1, worker_kwargs={"factor": 3.0}, pad_token_id=PAD)
+    assert group.run("plain") == [(3.0, (), {})]
+    with pytest.raises(mp.MaskpackError, match=r"no option is called 'factor'; .*worker_kwargs=\{'factor': ...\}"):
+        WorkerGroup.launch(Worker, 1, factor=3.0)
+    with pytest.raises(mp.MaskpackError, match=r"worker_kwargs is 3; expected a dict"):
+        WorkerGroup.launch(Worker, 1, worker_kwargs=3)
+
+
+def test_what_launched_actors_print_has_their_rank(local_ray):
+    """Ray writes the repr of an actor in front of it."""
+    with WorkerGroup.launch(Counter, 2, peers=2, actor_options={"num_cpus": 0}) as group:
+        assert group.run("own_repr") == ["Counter rank 0"] * 2 + ["Counter rank 1"] * 2
+    with WorkerGroup.launch(Said, 1, actor_options={"num_cpus": 0}) as group:
+        assert group.run("own_repr") == ["as it likes"]
+
+
+class Said:
+    def __repr__(self):
+        return "as it likes"
+
+    def own_repr(self):
+        return repr(self)
 
 
 def test_launch_starts_a_local_ray(local_ray, monkeypatch):

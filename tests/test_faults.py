@@ -5,7 +5,9 @@ The scenes are those of `python -m bench faults`; MASKPACK_FAULT_ROUNDS says how
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -138,14 +140,13 @@ def _kept(team, batch):
         (lambda team, batch: batch, {}, False),
         (lambda team, batch: batch, {"balance": "tokens"}, False),
         (lambda team, batch: batch, {"balance": [range(rank, B, RANKS) for rank in range(RANKS)]}, False),
-        (lambda team, batch: batch, {"pipelined": True}, False),
         (lambda team, batch: mp.nest_batch_by_mask(batch, pad_token_id=PAD_ID), {}, False),
         (lambda team, batch: team.group().pack(batch), {}, False),
         (lambda team, batch: team.group().put(batch), {}, False),
         (_kept, {}, True),
         (_kept, {"balance": "tokens"}, True),
     ],
-    ids=["padded", "tokens", "explicit", "pipelined", "nested", "packed", "put", "kept", "kept, tokens"],
+    ids=["padded", "tokens", "explicit", "nested", "packed", "put", "kept", "kept, tokens"],
 )
 @pytest.mark.parametrize("layout", ["padded", "nested", "view"])
 def test_a_retry_of_every_form(team, sample, given, options, permuted, layout):
@@ -271,3 +272,110 @@ def test_the_grace_begins_with_the_failure(team, sample):
         faults.until((folder / "began").exists)
     check_error(failure(call.result), {1: (sample.rows(1), ValueError)})
     assert team.ran() == [row for row in range(B) if row not in sample.rows(1)]
+
+
+# -------------------------------------------------------------------- cancelled, and interrupted
+
+
+def test_what_has_not_begun_is_taken_back(team, sample):
+    with waiting(team, 2) as folder:
+        first = team.group().submit("score", sample.batch, FACTOR)
+        faults.until((folder / "began").exists)
+        second = team.group().submit("score", sample.batch, FACTOR)
+        faults.until(lambda: sum(part.answered for part in second.parts) == RANKS - 1)
+        assert second.cancel() == second.cancel() == [0, 1, 3]
+        error = failure(second.result)
+        assert [one.rank for one in error.failures] == [2]
+        assert "rank 2 (rows 16 to 23): Cancelled: taken back before it began" in str(error)
+        assert first.cancel() == [0, 1, 2, 3]  # what has begun goes on
+    sample.check(first.result(20))
+    assert team.ran() == sorted([*range(B), *(row for row in range(B) if row not in sample.rows(2))])
+    sample.check(error.call.retry().result(20))
+    assert team.ran() == sample.rows(2)
+    assert first.cancel() == []
+
+
+def test_ctrl_c_takes_back_what_has_not_begun(team, sample):
+    with waiting(team, 1) as folder:
+        first = team.group().submit("score", sample.batch, FACTOR)
+        faults.until((folder / "began").exists)
+        alone = WorkerGroup(team.actors[1:2], pad_token_id=PAD_ID)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt) as caught:
+            alone.call("score", sample.batch, FACTOR)
+        call = caught.value.call
+        assert any("no rank has begun" in note for note in getattr(caught.value, "__notes__", ["no rank has begun"]))
+    sample.check(first.result(20))
+    assert team.ran() == list(range(B))
+    sample.check(call.retry().result(20))
+    with waiting(team, 1) as folder:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt) as caught:
+            alone.call("score", sample.batch, FACTOR)
+    assert any("ranks [0] have begun" in note for note in getattr(caught.value, "__notes__", ["ranks [0] have begun"]))
+    sample.check(caught.value.call.result(20))
+
+
+def test_awaits_that_were_cancelled_leave_nothing(team, sample):
+    """No thread, and nothing that the rank would still do, however long it hangs."""
+
+    async def give_up(calls):
+        for call in calls:
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(call, 0.01)
+
+    alone = WorkerGroup(team.actors[1:2], pad_token_id=PAD_ID)
+    with waiting(team, 1) as folder:
+        first = alone.submit("score", sample.batch, FACTOR)
+        faults.until((folder / "began").exists)
+        threads = threading.active_count()
+        calls = [alone.submit("score", sample.batch, FACTOR) for _ in range(100)]
+        asyncio.run(give_up([first, *calls]))
+        faults.until(lambda: threading.active_count() <= threads)
+    sample.check(first.result(20))  # had begun
+    assert [[one.rank for one in failure(call.result).failures] for call in calls] == [[0]] * 100
+    assert team.ran() == list(range(B))
+
+
+def test_an_await_that_is_cancelled_takes_nothing_from_who_still_waits(team, sample):
+    async def one_gives_up(call, folder):
+        patient = asyncio.ensure_future(_awaited(call))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(call, 0.3)
+        (folder / "began").unlink()
+        folder.rmdir()
+        return await patient
+
+    with waiting(team, 1) as folder:
+        first = team.group().submit("score", sample.batch, FACTOR)
+        faults.until((folder / "began").exists)
+        second = team.group().submit("score", sample.batch, FACTOR)
+        sample.check(asyncio.run(one_gives_up(second, folder)))
+        sample.check(first.result(20))
+        folder.mkdir()
+        (folder / "began").touch()
+
+
+async def _awaited(call):
+    return await call
+
+
+# -------------------------------------------------------------------- actors that Ray starts again
+
+
+def test_actors_that_start_again_come_back(team, sample):
+    again = fault_ranks.RemoteWorker.options(max_restarts=-1).remote()
+    group = WorkerGroup([again, team.actors[1]], pad_token_id=PAD_ID)
+    sample.check(group.call("score", sample.batch, FACTOR))
+    ray.get(again.arm.remote("exit"))
+    error = failure(lambda: group.call("score", sample.batch, FACTOR))
+    assert [one.rank for one in error.failures] == [0]
+    sample.check(group.call("score", sample.batch, FACTOR))
+    retried = error.call.retry()
+    assert retried.lost == frozenset()
+    sample.check(retried.result())
+    pid = group.run("process", rank=0)
+    ray.kill(again, no_restart=False)
+    faults.until(lambda: again._get_local_state() == 3)
+    sample.check(group.call("score", sample.batch, FACTOR))  # waits for it
+    assert group.run("process", rank=0) != pid
