@@ -117,7 +117,7 @@ def diagnose(
     packed = _compressed(plain, known, token) if saved is None else saved
     dense = dense_fields(plain, known, pad_token_id=token) if saved is None else _dense(saved)
     dense = [*(DenseField.of(path, covers.tensors[path], why) for path, why in misfits.items()), *dense]
-    findings = tuple(_findings(dense, covers))
+    findings = tuple(Finding(field, covers.cover(field.path), _entry(field.path, covers)) for field in dense)
     specs = {_key(one.key): one.cover.spec for one in findings}
     cured = _compressed(plain, registry | specs, token) if saved is None and specs else None
     layouts = (packed if cured is None else cured).layouts
@@ -143,21 +143,6 @@ def _dense(packed: PackedBatch) -> list[DenseField]:
         for field in figures(packed, left=False).fields
         if field.reason
     ]
-
-
-def _findings(dense: list[DenseField], covers: Covers) -> Iterator[Finding]:
-    """One for each field, and one for all tensors inside the Python objects of an entry."""
-    inside: dict[Path, list[DenseField]] = {}
-    for field in dense:
-        key = _entry(field.path, covers)
-        if key == field.path:
-            yield Finding(field, covers.cover(key), key)
-        else:
-            inside.setdefault(key, []).append(field)
-    for key, fields in inside.items():
-        first, size = fields[0], sum(field.nbytes for field in fields)
-        why = first.reason if len(fields) == 1 else f"with {len(fields) - 1:,} more, tensors inside Python objects"
-        yield Finding(replace(first, nbytes=size, reason=why), covers.cover(first.path), key)
 
 
 def _entry(path: Path, covers: Covers) -> Path:

@@ -379,8 +379,9 @@ def dense_fields(
     pad_token_id: int | None = None,
     ignore_dense_fields: Iterable[Key] = (),
 ) -> tuple[DenseField, ...]:
-    """Every tensor of `batch` that would travel dense: unknown to the registry, without a mask in the batch, with
-    values under its mask, or inside a Python object. Tensors of at most one dim, and declared ones, do not count.
+    """Every tensor of `batch` that would travel dense: unknown to the registry, without a mask in the batch, or with
+    values under its mask; then Python objects with tensors inside, one DenseField each. Tensors of at most one dim, and
+    declared ones, do not count.
 
     Raises LayoutError and RegistryError as `nest_batch_by_mask` does.
     """
