@@ -924,6 +924,17 @@ def test_errors_of_packing_are_raised_before_anything_is_sent(group, batch):
     assert_same(strict.call("echo", batch), batch)
 
 
+def test_a_nested_batch_is_updated_with_results(group, batch):
+    batch = batch.exclude("entropys")
+    nested = mp.nest_batch_by_mask(batch, pad_token_id=PAD)
+    nested.update(group.call("scale_nested", nested, 2.0, layout="nested"))
+    nested.update(group.call("score_every_token", nested, layout="nested"))
+    entropys = torch.where(batch["attention_mask"].bool(), batch["input_ids"].to(torch.float32), 0.0)
+    wanted = batch.copy().set("values", batch["old_log_probs"] * 2.0).set("entropys", entropys)
+    assert_same(mp.unnest(nested), wanted)
+    assert_same(group.call("echo", nested), wanted)
+
+
 def test_strict_on_the_way_back(group, batch):
     options = {"pad_token_id": PAD, "strict_mask_nesting": "both"}
     strict = WorkerGroup(group.actors, **options)
