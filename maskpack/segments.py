@@ -90,7 +90,9 @@ class Segments:
             first = last
         low = np.maximum(self.bounds[first:last], begin)
         high = np.minimum(self.bounds[first + 1 : last + 1], end)
-        return Segments(self.source[first:last].copy(), self.start[first:last] + low - self.bounds[first:last], high - low)
+        return Segments(
+            self.source[first:last].copy(), self.start[first:last] + low - self.bounds[first:last], high - low
+        )
 
     def renumbered(self, numbers: IntArray) -> Segments:
         """With `numbers[s]` for source `s`."""

@@ -948,12 +948,14 @@ def test_strict_on_the_way_back(group, batch):
         with pytest.raises(mp.WorkerError, match=r'CoverageError: .*"found" \(3, 4\) float32') as caught:
             call(strict)
         assert len(caught.value.failures) == RANKS
-        assert_same(call(WorkerGroup(group.actors, pad_token_id=PAD, strict_mask_nesting=True))["found"], torch.ones(B, 4))
+        assert_same(
+            call(WorkerGroup(group.actors, pad_token_id=PAD, strict_mask_nesting=True))["found"], torch.ones(B, 4)
+        )
     with pytest.raises(mp.WorkerError, match=r'LossyPadError: .*field "old_log_probs" holds 7.0'):
         strict.call("values_under_the_mask", batch)
     known = WorkerGroup(group.actors, **options, registry=mp.RL_FIELDS | {"found": mp.DENSE})
     assert_same(known.call("unknown_field", batch)["found"], torch.ones(B, 4))
-    with pytest.raises(mp.RegistryError, match='strict_mask_nesting is \'back\'; expected True, False or "both"'):
+    with pytest.raises(mp.RegistryError, match="strict_mask_nesting is 'back'; expected True, False or \"both\""):
         WorkerGroup(group.actors, strict_mask_nesting="back")
 
 

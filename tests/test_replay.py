@@ -351,7 +351,9 @@ def test_names_of_ones_own(form: Any, tokens: Any) -> None:
         response_values(model, form(own), VALUE_HEADS["[N]"], plan=plan, **options),
     ):
         same_rows(seen, values_of(model, batch, WEIGHT, 3))
-    with pytest.raises(ReplayError, match='no field "input_ids".*If they have another name, pass it: input_ids="tokens"'):
+    with pytest.raises(
+        ReplayError, match='no field "input_ids".*If they have another name, pass it: input_ids="tokens"'
+    ):
         PackedInputs.of(form(own), registry=OWN_NAMES)
     with pytest.raises(ReplayError, match='PackedInputs.of: field "attn" is torch.float32'):
         PackedInputs.of(own.clone().set("attn", own["attn"].float()), registry=OWN_NAMES, input_ids="attn")
