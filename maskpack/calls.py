@@ -193,6 +193,8 @@ class Failure:
 
     def __str__(self) -> str:
         lines = str(self.error).strip().splitlines() or [""]
+        if isinstance(self.error, MaskpackError):  # of several lines: each field, and what to do
+            lines = [" ".join(map(str.strip, lines))]
         reason = next((line for line in reversed(lines) if line.strip()), "") if len(lines) > 1 else lines[0]
         return f"{self.name}: {type(self.error).__name__}: {reason[:300].rstrip('.')}"
 

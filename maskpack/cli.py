@@ -76,7 +76,7 @@ def _add_inspect(commands: Any) -> None:
     )
     parser.add_argument("file", metavar="FILE", help="a saved batch, packed or not")
     parser.add_argument("--pad-token-id", type=int, metavar="N", help="the tokenizer's pad id, for batches not packed")
-    parser.add_argument("--registry", metavar="FILE", help="YAML or JSON of fields and axes, on top of RL_FIELDS")
+    parser.add_argument("--registry", metavar="FILE", help="YAML or JSON of fields and axes (default: RL_FIELDS)")
     parser.add_argument("--allow-pickle", action="store_true", help="read pickles, which run code: only what you trust")
     add_limit(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

@@ -1,14 +1,17 @@
 """What would cover a field: the masks of a batch that fit its shape, and the pad that it holds under each.
 
-    field [B, R] --> axes of the registry and mask fields of its size --> values where the mask is empty --> one spec
+    field [B, R] --> axes of the registry and mask fields of its size --> values at masked-out positions --> one spec
                      response (B, R), "completion_mask" (B, R)            all -100?  EDGE?  one a row?
 
-A spec is proposed only if every element under the mask has the bits of its pad, by the checks that nesting makes.
+A spec is proposed only if every element under the mask has the bits of its pad, by the checks that nesting makes. A
+mask is known by what it holds: 0 and 1 alone, with one pad under it in another field. Of several the one that serves
+most fields is taken, so that a mask with holes (tool tokens) lies under the mask of the tokens, as its data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -18,6 +21,7 @@ from torch import Tensor
 
 from maskpack import checks
 from maskpack.axes import Axes
+from maskpack.errors import LayoutError
 from maskpack.layout import RowLayout
 from maskpack.ops import _torch as ops
 from maskpack.registry import (
@@ -72,14 +76,10 @@ class _Fit:
     """A mask that has the shape of a field, and the pad under it: None if there are several values."""
 
     mask: Key
-    known: bool  # an axis of the registry, rather than a field that is called a mask
+    known: bool  # a mask of the registry, rather than a field that holds 0 and 1
     layout: RowLayout
     dim: int
     pad: PadValue | None
-
-    @property
-    def order(self) -> tuple[bool, bool, bool, int]:
-        return self.pad is None, not self.known, self.pad is PER_ROW, self.layout.total
 
 
 class Covers:
@@ -89,6 +89,9 @@ class Covers:
         batch: padded or nested, or any mix.
         registry: whose axes may be named.
         pad_token_id: that of the tokenizer; if it is None, what is seen under the masks of token fields.
+        masks: fields that are masks, beside the axes; looked for if none is named.
+
+    Raises LayoutError for masks that are no fields [B, width].
 
     Attributes:
         paths, tensors: the places of all entries, and the tensors among them.
@@ -96,7 +99,13 @@ class Covers:
         pad_token_seen: None where no token field has one constant under its mask.
     """
 
-    def __init__(self, batch: TensorDictBase, registry: MaskNestingRegistry, pad_token_id: int | None) -> None:
+    def __init__(
+        self,
+        batch: TensorDictBase,
+        registry: MaskNestingRegistry,
+        pad_token_id: int | None,
+        masks: Sequence[Key] = (),
+    ) -> None:
         carried: Mapping[str, RowLayout] = read_layouts(batch, _CALL)[1] if has(batch, LAYOUTS) else {}
         self._registry = registry
         self._axes = Axes(batch, registry, carried, {}, _CALL)
@@ -105,9 +114,14 @@ class Covers:
         self.tensors: dict[Path, Tensor] = {
             path: value for path, value in entries if isinstance(value, Tensor) and not is_object(value)
         }
-        self._masks = [path for path in self.tensors if self._is_mask(path)]
+        of_specs = (mask for spec in registry.values() for mask in spec.masks)
+        self._known: list[Key] = list(dict.fromkeys([*registry.axes, *of_specs]))
+        self._masks = list(map(self._named_mask, masks)) or [path for path in self.tensors if self._is_mask(path)]
         self.pad_token_seen = self._pad_token()
         self.pad_token_id = self.pad_token_seen if pad_token_id is None else pad_token_id
+        self._served = self._fields_served()
+        if not masks:
+            self._masks = [path for path in self._masks if self._served[_plain(path)]]
 
     # ---------------------------------------------------------------- known fields
 
@@ -137,7 +151,7 @@ class Covers:
             )
         if value.layout != torch.strided:
             return Cover(DENSE, f"{value.layout} is no padded field")
-        fits = sorted(self._fits(path, value), key=lambda fit: fit.order)
+        fits = sorted(self._fits(path, value), key=self._order)
         if not fits:
             return Cover(DENSE, f"no mask of the batch has its size; masks are {self._sizes() or 'missing'}")
         best = fits[0]
@@ -146,8 +160,11 @@ class Covers:
             return Cover(DENSE, seen)
         return Cover(self._spec(path, value, best), self._words(best))
 
+    def _order(self, fit: _Fit) -> tuple[bool, bool, bool, int, int]:
+        return fit.pad is None, not fit.known, fit.pad is PER_ROW, -self._served[fit.mask], fit.layout.total
+
     def _fits(self, path: Path, value: Tensor) -> Iterator[_Fit]:
-        for mask, known in [(name, True) for name in self._registry.axes] + [(_plain(p), False) for p in self._masks]:
+        for mask, known in [(name, True) for name in self._known] + [(_plain(p), False) for p in self._masks]:
             axis = self._axes.find(mask, path)
             if axis is None:
                 continue
@@ -183,17 +200,41 @@ class Covers:
         return fit.layout.num_rows * fit.layout.width - fit.layout.total
 
     def _sizes(self) -> str:
-        named = {mask: self._axes.find(mask, ("",)) for mask in [*self._registry.axes, *map(_plain, self._masks)]}
+        named = {mask: self._axes.find(mask, ("",)) for mask in [*self._known, *map(_plain, self._masks)]}
         return ", ".join(f"{_named(mask)} {_size(axis.layout)}" for mask, axis in named.items() if axis is not None)
 
     # ---------------------------------------------------------------- what a batch tells
 
     def _is_mask(self, path: Path) -> bool:
-        """Whether a field that the registry does not know is called a mask, and is one."""
+        """Whether a field that the registry does not know holds 0 and 1 alone."""
         value = self.tensors[path]
-        if "mask" not in path[-1] or value.is_nested or value.dim() != 2 or self._registry.find(path) is not None:
+        if (
+            value.is_nested
+            or value.dim() != 2
+            or value.layout != torch.strided
+            or self._registry.find(path) is not None
+        ):
             return False
-        return bool(((value == 0) | (value == 1)).all())
+        return bool(((value == 0) | (value == 1)).all() and value.any())
+
+    def _named_mask(self, mask: Key) -> Path:
+        value = self.tensors.get(path_of(mask))
+        if value is None or value.is_nested or value.dim() != 2:
+            seen = "no field of the batch" if value is None else str(tuple(value.shape))
+            raise LayoutError(
+                f"{_CALL}: mask {_named(mask)} is {seen}; expected a field (B, width). Name one: "
+                f"{', '.join(show(path) for path, field in self.tensors.items() if field.dim() == 2) or 'there is none'}."
+            )
+        return path_of(mask)
+
+    def _fields_served(self) -> Counter[Key]:
+        """Of each mask, how many fields that the registry does not know, and that are no masks, have one pad under it."""
+        counts: Counter[Key] = Counter()
+        for path, value in self.tensors.items():
+            if path not in self._masks and self._registry.find(path) is None and value.layout == torch.strided:
+                fits = [fit.mask for fit in self._fits(path, value) if fit.pad is not None and fit.pad is not PER_ROW]
+                counts.update(set(fits))
+        return counts
 
     def _pad_token(self) -> int | None:
         """The constant under the masks of fields that are padded with the pad token; the one that most have."""

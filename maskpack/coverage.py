@@ -27,6 +27,7 @@ class DenseField:
         path: its place; inside a Python object the path goes on as the object would be read, as in `extra/[3]/tokens`.
         shape, dtype, nbytes: of the tensor.
         reason: why it is dense.
+        tensors: 1, or how many lie inside one Python object; `nbytes` is that of all, the rest that of the first.
     """
 
     path: Path
@@ -34,6 +35,7 @@ class DenseField:
     dtype: torch.dtype
     nbytes: int
     reason: str
+    tensors: int = 1
 
     @classmethod
     def of(cls, path: Path, tensor: Tensor, reason: str) -> DenseField:
@@ -44,9 +46,22 @@ class DenseField:
         return f'"{show(self.path)}" {self.shape} {dtype}, {self.nbytes:,} bytes: {self.reason}'
 
 
-def hidden_tensors(path: Path, value: Any) -> Iterator[DenseField]:
-    """Tensors of one dim or more inside a Python object, each once; mappings, sequences, object arrays, dataclasses
-    and plain attributes are searched."""
+def hidden_tensors(path: Path, value: Any) -> list[DenseField]:
+    """The tensors of one dim or more inside a Python object, or inside those of all rows, as one DenseField; none if
+    there is none."""
+    found = list(_tensors_in(path, value))
+    if not found:
+        return []
+    reason = f'a tensor inside the Python object "{show(path)}"'
+    if len(found) > 1:
+        reason = f"with {len(found) - 1:,} more, tensors inside Python objects"
+    first = DenseField.of(*found[0], reason)
+    nbytes = sum(tensor.numel() * tensor.element_size() for _, tensor in found)
+    return [dataclasses.replace(first, nbytes=nbytes, tensors=len(found))]
+
+
+def _tensors_in(path: Path, value: Any) -> Iterator[tuple[Path, Tensor]]:
+    """Each once; mappings, sequences, object arrays, dataclasses and plain attributes are searched."""
     data = Objects.of(value).data
     seen: dict[int, Any] = {}  # keeps what it has seen alive, so that no id comes twice
     stack: list[tuple[Path, Any]] = [(path, data)]
@@ -57,7 +72,7 @@ def hidden_tensors(path: Path, value: Any) -> Iterator[DenseField]:
         seen[id(item)] = item
         if isinstance(item, Tensor):
             if item.dim() and not item.is_nested:
-                yield DenseField.of(place, item, f'a tensor inside the Python object "{show(path)}"')
+                yield place, item
             continue
         stack.extend((((*place, name)), child) for name, child in reversed(list(_children(item))))
 
@@ -86,5 +101,5 @@ def check_strict(call: str, dense: Iterable[DenseField]) -> None:
         raise CoverageError(
             f"{call}: {len(found)} field(s) would travel dense, expected none in strict mode:\n{lines}\n"
             "Give each field a MaskNestingSpec in the registry, or declare it dense: name it, or the Python object "
-            "that the tensor is in, in ignore_dense_fields."
+            "that the tensor is in, in ignore_dense_fields, or as DENSE in the registry."
         )

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import ray
@@ -27,7 +27,7 @@ from maskpack import codec as codecs
 from maskpack.arguments import said, whole
 from maskpack.calls import Call, Part, Request, Results, Ticket, answers, seconds, storing
 from maskpack.division import Balance, divided, of_plan, planned_lengths, ranks_of, shares
-from maskpack.errors import LayoutError, MaskpackError, MethodError, PlanError
+from maskpack.errors import LayoutError, MaskpackError, MethodError, PlanError, RegistryError
 from maskpack.options import Options, Registry, Verify, kept_verify
 from maskpack.packed import PackedBatch, check_devices, compress
 from maskpack.parcels import At, Packing, Parcel, RowsAt
@@ -37,6 +37,7 @@ from maskpack.rank_plans import RankPlans, plan_ranks
 from maskpack.registry import RL_FIELDS
 from maskpack.rows import IntArray
 from maskpack.serving import endpoint
+from maskpack.survey import has_masks
 from maskpack.views import BatchView
 
 __all__ = ["Broadcast", "Call", "WorkerGroup", "endpoint"]
@@ -73,8 +74,9 @@ class WorkerGroup:
             parallel peers) get the same rows. By default each actor is a rank of its own.
         collect: for each actor whether its result counts, one a rank; by default the first of each rank.
         registry, pad_token_id, codec: for `compress`, here and on the ranks' way back.
-        strict_mask_nesting, verify: for `compress` here; ranks verify what they return, and ship whole what no mask
-            covers.
+        strict_mask_nesting: for `compress` on the driver; ranks ship whole, with a warning, what no mask covers. "both":
+            ranks raise there too.
+        verify: for `compress` on the driver; ranks always verify what they return.
 
     A group can be given to tasks and actors, which call the same actors; `close` there kills none. As a context manager
     a group closes itself.
@@ -92,23 +94,30 @@ class WorkerGroup:
         collect: Sequence[bool] | None = None,
         registry: Registry = RL_FIELDS,
         pad_token_id: int | None = None,
-        strict_mask_nesting: bool = False,
+        strict_mask_nesting: bool | Literal["both"] = False,
         verify: Verify = "always",
         codec: str | None = None,
     ) -> None:
         if not isinstance(actors, Iterable) or isinstance(actors, str | bytes | Mapping):
             raise MaskpackError(f"WorkerGroup: actors are {said(actors)}; expected a list of actor handles. Pass one.")
         codecs.check(codec, "WorkerGroup")
-        Options.of("WorkerGroup", registry, pad_token_id, strict_mask_nesting, (), verify, "keep")
+        strict = strict_mask_nesting is True or strict_mask_nesting == "both"
+        if not strict and strict_mask_nesting is not False:
+            raise RegistryError(
+                f'WorkerGroup: strict_mask_nesting is {said(strict_mask_nesting)}; expected True, False or "both". '
+                "Pass one of these."
+            )
+        Options.of("WorkerGroup", registry, pad_token_id, strict, (), verify, "keep")
         self.actors: tuple[Any, ...] = tuple(actors)
         self._launched: tuple[Any, ...] = ()
         self._nodes: dict[Any, str] = {}
         self._ranks, self._speakers = ranks_of(len(self.actors), dp_ranks, collect)
-        self._packing = Packing(None if registry is RL_FIELDS else registry, pad_token_id, codec)
+        back = strict_mask_nesting == "both"
+        self._packing = Packing(None if registry is RL_FIELDS else registry, pad_token_id, back, codec)
         self._options: dict[str, Any] = {
             "registry": registry,
             "pad_token_id": pad_token_id,
-            "strict_mask_nesting": strict_mask_nesting,
+            "strict_mask_nesting": strict,
             "verify": kept_verify(verify),
             "codec": codec,
         }
@@ -396,9 +405,9 @@ class WorkerGroup:
             )
         begun = time.perf_counter()
         with storing():
-            given = [self._argument(value) for value in (batch, *args)]
-            named = {key: self._argument(value) for key, value in kwargs.items()}
-        view: BatchView = given[0]
+            view: BatchView = self._argument(batch)
+            given = [view, *(self._argument(value, view) for value in args)]
+            named = {key: self._argument(value, view) for key, value in kwargs.items()}
         for value in (*given, *named.values()):
             if isinstance(value, BatchView) and value.num_rows != view.num_rows:
                 raise LayoutError(
@@ -493,9 +502,12 @@ class WorkerGroup:
         known = planned_lengths(view) if lengths is None else lengths
         return plan_ranks(known, self.num_ranks, token_budget, own_lengths=lengths is not None, **options)
 
-    def pack(self, batch: TensorDictBase) -> PackedBatch:
-        """`compress` with the group's options."""
-        return compress(batch, **self._options)
+    def pack(self, batch: TensorDictBase, beside: BatchView | None = None) -> PackedBatch:
+        """`compress` with the group's options. A batch that has no mask lies under the layouts of the one `beside` it,
+        if that has as many rows."""
+        alike = beside is not None and batch.batch_size[:1] == (beside.num_rows,)
+        like = beside.layouts_alone() if alike and not has_masks(batch, self._options["registry"]) else None
+        return compress(batch, **self._options, like=like)
 
     # ---------------------------------------------------------------- sending
 
@@ -605,10 +617,10 @@ class WorkerGroup:
                 "batch first, other arguments after it."
             )
 
-    def _argument(self, value: Any) -> Any:
-        """An argument as calls hold it: batches as views, what is large as one object."""
+    def _argument(self, value: Any, beside: BatchView | None = None) -> Any:
+        """An argument as calls hold it: batches as views, what is large as one object. `beside` is the call's batch."""
         if isinstance(value, TensorDictBase):
-            return BatchView.of(self.pack(value))
+            return BatchView.of(self.pack(value, beside))
         if isinstance(value, PackedBatch):
             return BatchView.of(value)
         if _is_tensorclass(value):

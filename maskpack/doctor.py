@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any, cast
@@ -23,6 +23,7 @@ from maskpack.contents import MAX_BYTES
 from maskpack.cover import Cover, Covers, names_in, spec_text
 from maskpack.coverage import DenseField
 from maskpack.errors import MaskpackWarning
+from maskpack.keys import Key
 from maskpack.packed import PackedBatch, compress, decompress
 from maskpack.registry import DENSE, RL_FIELDS, MaskNestingRegistry, Path, show
 from maskpack.report import Figures, figures, printable, to_json
@@ -96,6 +97,7 @@ def diagnose(
     registry: MaskNestingRegistry = RL_FIELDS,
     pad_token_id: int | None = None,
     max_bytes: int | None = MAX_BYTES,
+    masks: Sequence[Key] = (),
 ) -> Diagnosis:
     """Looks at a batch.
 
@@ -104,20 +106,21 @@ def diagnose(
         registry: what is known of its fields.
         pad_token_id: the tokenizer's; looked for under the masks if it is not given.
         max_bytes: of a packed batch, which is decoded: as for `decompress`.
+        masks: fields [B, width] that are masks, beside the axes of the registry; looked for if none is named.
 
     Raises:
         LayoutError: masks that are none, fields without plain bits, or more than `max_bytes`.
     """
     saved = cast("PackedBatch | None", batch if isinstance(batch, PackedBatch) else None)
     plain: Any = batch if saved is None else decompress(saved, max_bytes=max_bytes)
-    covers = Covers(plain, registry, pad_token_id)
+    covers = Covers(plain, registry, pad_token_id, masks)
     token = covers.pad_token_id or 0
     misfits = covers.misfits() if saved is None else {}
     known = registry | {_key(path): DENSE for path in misfits}
     packed = _compressed(plain, known, token) if saved is None else saved
     dense = dense_fields(plain, known, pad_token_id=token) if saved is None else _dense(saved)
     dense = [*(DenseField.of(path, covers.tensors[path], why) for path, why in misfits.items()), *dense]
-    findings = tuple(_findings(dense, covers))
+    findings = tuple(Finding(field, covers.cover(field.path), _entry(field.path, covers)) for field in dense)
     specs = {_key(one.key): one.cover.spec for one in findings}
     cured = _compressed(plain, registry | specs, token) if saved is None and specs else None
     layouts = (packed if cured is None else cured).layouts
@@ -143,21 +146,6 @@ def _dense(packed: PackedBatch) -> list[DenseField]:
         for field in figures(packed, left=False).fields
         if field.reason
     ]
-
-
-def _findings(dense: list[DenseField], covers: Covers) -> Iterator[Finding]:
-    """One for each field, and one for all tensors inside the Python objects of an entry."""
-    inside: dict[Path, list[DenseField]] = {}
-    for field in dense:
-        key = _entry(field.path, covers)
-        if key == field.path:
-            yield Finding(field, covers.cover(key), key)
-        else:
-            inside.setdefault(key, []).append(field)
-    for key, fields in inside.items():
-        first, size = fields[0], sum(field.nbytes for field in fields)
-        why = first.reason if len(fields) == 1 else f"with {len(fields) - 1:,} more, tensors inside Python objects"
-        yield Finding(replace(first, nbytes=size, reason=why), covers.cover(first.path), key)
 
 
 def _entry(path: Path, covers: Covers) -> Path:
@@ -342,7 +330,18 @@ def add_arguments(commands: Any) -> None:
     )
     parser.add_argument("file", metavar="FILE", help="a saved batch, packed or not")
     parser.add_argument("--pad-token-id", type=int, metavar="N", help="the tokenizer's pad id (default: looked for)")
-    parser.add_argument("--registry", metavar="FILE", help="YAML or JSON of fields and axes, on top of RL_FIELDS")
+    parser.add_argument(
+        "--registry",
+        metavar="FILE",
+        help="YAML or JSON of fields and axes, the registry of compress(registry=) (default: RL_FIELDS)",
+    )
+    parser.add_argument(
+        "--mask",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help='a field that is a mask, "sub/name" inside a sub-batch; once for each (default: looked for)',
+    )
     parser.add_argument(
         "--gbit", type=float, default=10.0, metavar="N", help="speed of the link (default: %(default)g)"
     )
@@ -359,7 +358,8 @@ def run(args: argparse.Namespace) -> int:
         registry = saved_registry(args.registry)
         with enough_memory():
             batch = saved_batch(FilePath(args.file), args.allow_pickle, args.max_bytes)
-            found = diagnose(batch, registry, args.pad_token_id, max_bytes=None)
+            masks = [_key(tuple(name.split("/"))) for name in args.mask]
+            found = diagnose(batch, registry, args.pad_token_id, max_bytes=None, masks=masks)
     except FAULTS as error:
         print(f"maskpack doctor: {one_line(error)}", file=sys.stderr)
         return 2

@@ -62,6 +62,7 @@ class Packing:
 
     registry: Registry | None
     pad_token_id: int | None
+    strict: bool
     codec: str | None
 
 

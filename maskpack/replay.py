@@ -23,13 +23,14 @@ from torch import Tensor
 from maskpack.arguments import said
 from maskpack.errors import ReplayError
 from maskpack.jagged import host_offsets, jagged
+from maskpack.keys import need_key
 from maskpack.layout import RowLayout
 from maskpack.ops import _torch as plain
 from maskpack.ops import packed_log_probs
 from maskpack.options import Registry, registry_of
 from maskpack.packed import PackedBatch, decompress
 from maskpack.plan import MicroBatchPlan
-from maskpack.registry import RL_FIELDS, MaskNestingRegistry
+from maskpack.registry import RL_FIELDS, Key, MaskNestingRegistry, Path, path_of, show
 from maskpack.response import ResponseAxis
 from maskpack.rows import IntArray
 from maskpack.tensors import device_here, need_batch
@@ -75,6 +76,7 @@ class PackedInputs:
         cls,
         batch: TensorDictBase | PackedBatch,
         *,
+        input_ids: Key = "input_ids",
         registry: Registry = RL_FIELDS,
         multiple_of: int = 1,
         no_prompt: NoPrompt = "error",
@@ -83,9 +85,11 @@ class PackedInputs:
         """The rows of a batch.
 
         Args:
-            batch: `input_ids` and what gives the sequence and the response axis (`attention_mask` and `responses`, or
+            batch: token ids and what gives the sequence and the response axis (`attention_mask` and `responses`, or
                 the layouts of a nested or packed batch); `position_ids` if there are any, else they count the real
                 tokens of each row. Padded on the left, on the right or on both sides.
+            input_ids: the field with the token ids.
+            registry: its axes `sequence` and `response` say which fields are the masks.
             multiple_of: T is rounded up to a multiple, by a tail. A batch without tokens becomes a tail alone, because
                 models do not run without any.
             no_prompt: what to do with a row whose response has no token before it: its first response token is scored
@@ -93,11 +97,13 @@ class PackedInputs:
             device: where the inputs lie; that of the batch by default. Only they move, not the batch.
 
         Raises:
-            ReplayError: no `input_ids`, fields of another shape, responses without prompt, or options that cannot be.
+            ReplayError: no token ids, fields of another shape, responses without prompt, or options that cannot be.
             LayoutError: a batch without sequence and response axes.
         """
         call = "PackedInputs.of"
         registry = registry_of(registry, call)
+        need_key(input_ids, "input_ids", call, ReplayError)
+        places = {"input_ids": path_of(input_ids), "position_ids": ("position_ids",)}
         device = None if device is None else device_here(device, call)
         if not isinstance(batch, PackedBatch):
             need_batch(batch, call)
@@ -113,17 +119,23 @@ class PackedInputs:
                 f"{call}: multiple_of is {said(multiple_of)}; expected a whole number from 1, below 2^31. Choose one."
             )
         if isinstance(batch, PackedBatch):
-            axis, fields = _decoded(batch, device, registry, call)
+            axis, fields = _decoded(batch, places, device, registry, call)
         else:
             axis = ResponseAxis.of(batch, registry, call)
-            found = {name: entry_at(batch, (name,)) for name in ("input_ids", "position_ids")}
-            fields = {name: _Field(value) for name, value in found.items() if isinstance(value, Tensor)}
+            found = {name: entry_at(batch, path) for name, path in places.items()}
+            fields = {name: _Field(places[name], value) for name, value in found.items() if isinstance(value, Tensor)}
         sequence = axis.need_sequence(call)
         ids = _packed(fields, "input_ids", sequence, call)
         if ids is None:
-            raise ReplayError(f'{call}: the batch has no field "input_ids"; expected token ids. Keep it in the batch.')
+            raise ReplayError(
+                f'{call}: the batch has no field "{show(input_ids)}"; expected token ids. Keep it in the batch. If '
+                'they have another name, pass it: input_ids="tokens".'
+            )
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise ReplayError(f'{call}: field "input_ids" is {ids.dtype}; expected integers. Fix the producer.')
+            raise ReplayError(
+                f'{call}: field "{show(input_ids)}" is {ids.dtype}; expected integers. Fix the producer, or name the '
+                "field that has the token ids."
+            )
         where = ids.device if device is None else torch.device(device)
         ids = _sent(ids, where).long()
         tail = -sequence.total % multiple_of or (0 if sequence.total else multiple_of)
@@ -157,22 +169,28 @@ class PackedInputs:
 
 
 class _Field(NamedTuple):
-    """A field, and the bounds of its rows where the host knows them."""
+    """A field, its place in the batch, and the bounds of its rows where the host knows them."""
 
+    path: Path
     value: Tensor
     offsets: IntArray | None = None
 
 
 def _decoded(
-    packed: PackedBatch, device: torch.device | str | None, registry: MaskNestingRegistry, call: str
+    packed: PackedBatch,
+    places: Mapping[str, Path],
+    device: torch.device | str | None,
+    registry: MaskNestingRegistry,
+    call: str,
 ) -> tuple[ResponseAxis, dict[str, _Field]]:
     """The axes of a packed batch, which the host knows, and its ids and positions on a device."""
-    layouts = {name: packed.forms[(name,)].layout for name in ("input_ids", "position_ids") if (name,) in packed.fields}
-    nested = decompress(packed, *layouts, layout="nested", device=device) if layouts else TensorDict()
-    fields = {
-        name: _Field(entry_at(nested, (name,)), None if layout is None else packed.layouts[layout].row_offsets)
-        for name, layout in layouts.items()
-    }
+    there = {name: path for name, path in places.items() if path in packed.fields}
+    nested = decompress(packed, *there.values(), layout="nested", device=device) if there else TensorDict()
+    fields: dict[str, _Field] = {}
+    for name, path in there.items():
+        layout = packed.forms[path].layout
+        offsets = None if layout is None else packed.layouts[layout].row_offsets
+        fields[name] = _Field(path, entry_at(nested, path), offsets)
     return ResponseAxis.among(packed.layouts, registry, call), fields
 
 
@@ -180,13 +198,13 @@ def _packed(fields: Mapping[str, _Field], name: str, sequence: RowLayout, call: 
     """A field of the sequence axis as packed tokens [T], or [T, n] with n rows of positions; None without it."""
     if name not in fields:
         return None
-    value, offsets = fields[name]
+    path, value, offsets = fields[name]
     if value.is_nested:
         packed = value.values()
         offsets = host_offsets(value, sequence) if offsets is None else offsets
         if not np.array_equal(offsets, sequence.row_offsets):
             raise ReplayError(
-                f'{call}: field "{name}" has {packed.shape[0]} tokens in rows of other lengths than the sequence axis, '
+                f'{call}: field "{show(path)}" has {packed.shape[0]} tokens in rows of other lengths than the sequence axis, '
                 f"which has {sequence.total} tokens. Nest it under the sequence axis."
             )
     else:
@@ -194,13 +212,13 @@ def _packed(fields: Mapping[str, _Field], name: str, sequence: RowLayout, call: 
             value = value.movedim(2, 1)
         if tuple(value.shape[:2]) != (sequence.num_rows, sequence.width):
             raise ReplayError(
-                f'{call}: field "{name}" is {tuple(value.shape)}; the sequence axis is ({sequence.num_rows}, '
+                f'{call}: field "{show(path)}" is {tuple(value.shape)}; the sequence axis is ({sequence.num_rows}, '
                 f"{sequence.width}). Fix the producer."
             )
         packed = plain.pack(value, sequence.to(value.device))
     if packed.dim() > (1 if name == "input_ids" else 2):
         raise ReplayError(
-            f'{call}: field "{name}" is {tuple(packed.shape)} packed; expected one number for each token, or of '
+            f'{call}: field "{show(path)}" is {tuple(packed.shape)} packed; expected one number for each token, or of '
             "position ids a few. Fix the producer."
         )
     return packed
@@ -271,6 +289,7 @@ def response_log_probs(
     canary: bool | None = None,
     multiple_of: int = 1,
     no_prompt: NoPrompt = "error",
+    input_ids: Key = "input_ids",
     registry: Registry = RL_FIELDS,
 ) -> Any:
     """Log-probs of the response tokens, from a forward pass over packed rows.
@@ -285,7 +304,7 @@ def response_log_probs(
             micro-batches itself.
         canary: compare a row with its dense forward before trusting the rest: True always, False never, None the first
             time for each model.
-        multiple_of, no_prompt, registry: as for `PackedInputs.of`.
+        multiple_of, no_prompt, input_ids, registry: as for `PackedInputs.of`.
 
     Returns:
         float32 jagged [B, j] on the response layout, or with `entropy` a pair of these; differentiable, on the model's
@@ -300,10 +319,10 @@ def response_log_probs(
     if plan is not None:
         parts = _of_each(
             plan, batch, response_log_probs, model, temperature=temperature, entropy=entropy, chunk=chunk,
-            canary=canary, multiple_of=multiple_of, no_prompt=no_prompt, registry=registry,
+            canary=canary, multiple_of=multiple_of, no_prompt=no_prompt, input_ids=input_ids, registry=registry,
         )  # fmt: skip
         return _joined(plan, parts if entropy else [(part,) for part in parts], batch, registry, entropy)
-    inputs = _inputs("response_log_probs", model, batch, registry, multiple_of, no_prompt)
+    inputs = _inputs("response_log_probs", model, batch, input_ids, registry, multiple_of, no_prompt)
     rows = _scoring_rows("response_log_probs", model, inputs, canary)
     out: Any = packed_log_probs(rows, model.head, inputs.targets, temperature=temperature, chunk=chunk, entropy=entropy)
     return tuple(_nested(part, inputs) for part in out) if entropy else _nested(out, inputs)
@@ -318,6 +337,7 @@ def response_values(
     canary: bool | None = None,
     multiple_of: int = 1,
     no_prompt: NoPrompt = "error",
+    input_ids: Key = "input_ids",
     registry: Registry = RL_FIELDS,
 ) -> Any:
     """Values of the states in which response tokens were chosen, from a forward pass over packed rows.
@@ -329,7 +349,7 @@ def response_values(
         batch: as for `response_log_probs`.
         value_head: hidden states [N, H] -> values [N] or [N, 1]: a linear layer, or a module of several; on the device
             of the hidden states.
-        plan, canary, multiple_of, no_prompt, registry: as for `response_log_probs`.
+        plan, canary, multiple_of, no_prompt, input_ids, registry: as for `response_log_probs`.
 
     Returns:
         float32 (float64 if the head gives that) jagged [B, j] on the response layout, differentiable, on the model's
@@ -340,7 +360,8 @@ def response_values(
     """
     if plan is not None:
         options: dict[str, Any] = {
-            "canary": canary, "multiple_of": multiple_of, "no_prompt": no_prompt, "registry": registry,
+            "canary": canary, "multiple_of": multiple_of, "no_prompt": no_prompt, "input_ids": input_ids,
+            "registry": registry,
         }  # fmt: skip
         parts = _of_each(plan, batch, response_values, model, value_head, **options)
         return _joined(plan, [(part,) for part in parts], batch, registry)
@@ -348,7 +369,7 @@ def response_values(
         raise ReplayError(
             f"response_values: value_head is {said(value_head)}; expected a layer. Pass one that is called."
         )
-    inputs = _inputs("response_values", model, batch, registry, multiple_of, no_prompt)
+    inputs = _inputs("response_values", model, batch, input_ids, registry, multiple_of, no_prompt)
     rows = _scoring_rows("response_values", model, inputs, canary)
     values = value_head(rows)
     if tuple(values.shape) not in ((rows.shape[0],), (rows.shape[0], 1)):
@@ -364,6 +385,7 @@ def _inputs(
     call: str,
     model: Any,
     batch: TensorDictBase | PackedBatch,
+    input_ids: Key,
     registry: Registry,
     multiple_of: int,
     no_prompt: NoPrompt,
@@ -376,7 +398,9 @@ def _inputs(
             f"{call}: model is {said(model)}; expected a ReplayModel. Pass what "
             "maskpack.adapters.transformers.replayable(model) returns."
         )
-    return PackedInputs.of(batch, registry=registry, multiple_of=multiple_of, no_prompt=no_prompt, device=device)
+    return PackedInputs.of(
+        batch, input_ids=input_ids, registry=registry, multiple_of=multiple_of, no_prompt=no_prompt, device=device
+    )
 
 
 def _of_each(

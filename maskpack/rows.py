@@ -64,7 +64,7 @@ def row_index(rows: Rows, num_rows: int, call: str) -> IntArray:
         parts = rows.start, rows.stop, rows.step
         if rows.step == 0 or not all(part is None or isinstance(part, int | np.integer) for part in parts):
             raise LayoutError(f"{call}: rows are {rows}; expected whole numbers, and a step other than 0. Give these.")
-        return np.arange(num_rows, dtype=np.int64)[rows]
+        return np.arange(*rows.indices(num_rows), dtype=np.int64)
     index = host_array(rows, "rows", call)
     if index.dtype == np.bool_:
         if index.shape != (num_rows,):

@@ -132,8 +132,8 @@ def add_limit(parser: ArgumentParser) -> None:
 
 
 def saved_registry(file: str | None) -> MaskNestingRegistry:
-    """RL_FIELDS, with the registry of a YAML or JSON file on top of it."""
-    return RL_FIELDS if file is None else RL_FIELDS | _registry(Path(file))
+    """The registry of a YAML or JSON file, or RL_FIELDS."""
+    return RL_FIELDS if file is None else _registry(Path(file))
 
 
 def one_line(error: Exception) -> str:

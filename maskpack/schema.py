@@ -1,8 +1,9 @@
 """What a batch is made of, apart from its values: the form of every entry, and how a nested batch carries them.
 
-A nested batch has one entry more than the padded one, LAYOUTS: for each layout a jagged table of its runs, one row of
-the table for each row of the batch, so that it follows the rows through indexing, chunk, split and cat; the pads of
-all padded fields in each row; and the schema.
+A nested batch has one entry more than the padded one, LAYOUTS, with one part: for each layout a jagged table of its
+runs, one row of the table for each row of the batch, so that it follows the rows through indexing, chunk, split and
+cat; the pads of all padded fields in each row; and the schema. The part is named after the fields, so that `update`
+with a batch of other fields adds a part, and one of the same fields takes its place.
 A row of the table is lines of three int32 (run_lines.py), as bytes: bytes survive the casts that `float()` and
 `to(dtype)` apply to every entry, and checksums find any other arithmetic. So are the pads: of each field in each row
 one byte, 1 for EDGE, and the bytes of the pad. Batches that found different pads have the same entries, so that
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from typing import Any, Literal
 
 import numpy as np
@@ -27,12 +29,13 @@ from maskpack.registry import EDGE, PER_ROW, Pad, PadValue, Path, show
 from maskpack.rows import IntArray
 from maskpack.run_lines import lines_of, table_of_lines
 from maskpack.tensors import need_batch
-from maskpack.tree import Node, build, entry_at, has
+from maskpack.tree import Node, build, entry_at, fields_of, has, is_sub_batch
 from maskpack.words import pad_words, word_dtype, words
 
 LAYOUTS = "_maskpack"
 """The entry of a nested batch that leads back to the padded one. `select` must name it to keep it."""
 
+_APART = "Restore each by itself, and update the padded one: unnest(batch).update(unnest(other))."
 INTACT = "Restore from the batch as nest_batch_by_mask returned it; index, chunk, cat and casts are fine."
 
 
@@ -104,9 +107,10 @@ def write_layouts(
     batch = schema.root.batch_size(rows)[:1]
     here = Node(() if batch else None, device)
     held: Any = NonTensorData(schema, batch_size=batch, device=device)
-    entries: list[tuple[Path, Any]] = [(("schema",), held), (("runs",), here)]
-    entries += [(("runs", name), tables[name]) for name, _, _ in schema.axes]
-    entries.append((("pads",), pads))
+    part = sha256(repr(sorted(form.path for form in schema.forms)).encode()).hexdigest()[:16]
+    entries: list[tuple[Path, Any]] = [((part,), here), ((part, "schema"), held), ((part, "runs"), here)]
+    entries += [((part, "runs", name), tables[name]) for name, _, _ in schema.axes]
+    entries.append(((part, "pads"), pads))
     return build(here, entries, rows)
 
 
@@ -160,15 +164,22 @@ def most_lines(splits: IntArray) -> int:
 
 def read_pads(batch: TensorDictBase, forms: Mapping[Path, FieldForm], path: Path, call: str) -> RowPads | None:
     """The pads of a field whose pad is PER_ROW, PER_ROW beside EDGE; None for any other. `forms` are those that
-    `read_layouts` gave, in their order."""
+    `read_layouts` gave."""
     form = forms.get(path)
     if form is None or form.dtype is None or PER_ROW not in form.pads:
         return None
-    table = entry_at(batch, (LAYOUTS, "pads"))
-    place = _pad_places(forms.values())[path]
-    if not isinstance(table, Tensor) or table.dim() != 2 or table.shape[1] < place.stop:
-        raise LayoutError(f'{call}: the row pads of field "{show(path)}" are gone. {INTACT}')
-    held = table[:, place].to(torch.uint8)
+    found: list[Tensor] = []
+    for part, schema in _parts(batch, call).items():
+        own = next((own for own in schema.forms if own.path == path and own.pads_by_bits == form.pads_by_bits), None)
+        if own is not None:
+            table = entry_at(batch, (LAYOUTS, part, "pads"))
+            place = _pad_places(schema.forms)[path]
+            if not isinstance(table, Tensor) or table.dim() != 2 or table.shape[1] < place.stop:
+                raise LayoutError(f'{call}: the row pads of field "{show(path)}" are gone. {INTACT}')
+            found.append(table[:, place].to(torch.uint8))
+    held = found[0]
+    if not all(torch.equal(held, other) for other in found[1:]):
+        raise _several_pads(path, form, form, call)
     pads = held[:, 1:].clone(memory_format=torch.contiguous_format).view(form.dtype).view(-1)
     return RowPads(pads, held[:, 0] != 0 if EDGE in form.pads else None)
 
@@ -184,40 +195,92 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
             f'{call}: the batch has no entry "{LAYOUTS}", so it was not nested by nest_batch_by_mask, or select() '
             f'dropped the entry. Nest it first, or select it too: batch.select("responses", maskpack.LAYOUTS).'
         )
-    held = entry_at(batch, (LAYOUTS, "schema"))
-    if held is None and entry_at(batch, (LAYOUTS, "runs")) is None:
-        raise LayoutError(
-            f'{call}: the entry "{LAYOUTS}" is not what nest_batch_by_mask makes; expected that name for its own. '
-            "Rename the field."
-        )
-    schema = _schema_of(held)
-    if schema is None:
-        raise LayoutError(
-            f"{call}: the batch was put together from batches of different widths or fields; expected one schema. "
-            "Pad the batches to one width and nest them again, or restore each part before torch.cat."
-        )
-    tables: dict[str, Tensor] = {}
-    for name, _, _ in schema.axes:
-        table = entry_at(batch, (LAYOUTS, "runs", name))
+    parts = _parts(batch, call)
+    schema = _merged(batch, list(parts.values()), call)
+    tables: dict[tuple[str, str], Tensor] = {}
+    for part, name in [(part, name) for part, own in parts.items() for name, _, _ in own.axes]:
+        table = entry_at(batch, (LAYOUTS, part, "runs", name))
         if not isinstance(table, Tensor) or not table.is_nested:
             raise LayoutError(
                 f'{call}: the run table of layout "{name}" is no jagged tensor any more; a single row was taken by '
                 "an integer index, or the entry was replaced. Take one row by a list: batch[[i]]."
             )
-        tables[name] = table
-    sizes = {name: (width, anchor) for name, width, anchor in schema.axes}
+        tables[part, name] = table
+    sizes = {(part, name): (width, anchor) for part, own in parts.items() for name, width, anchor in own.axes}
+    lines = [table.values().to(torch.uint8).contiguous().view(torch.int32).view(-1) for table in tables.values()]
+    first = _first_fields(batch, schema, {name for _, name in tables})
+    read = to_host([*lines, *[offsets_of(value) for value in (*tables.values(), *first.values())]])
     layouts: dict[str, RowLayout] = {}
-    lines = {
-        name: table.values().to(torch.uint8).contiguous().view(torch.int32).view(-1) for name, table in tables.items()
-    }
-    first = _first_fields(batch, schema, tables)
-    read = to_host([*lines.values(), *[offsets_of(value) for value in (*tables.values(), *first.values())]])
-    for (name, own), numbers, splits in zip(lines.items(), read, read[len(lines) :], strict=False):
-        layouts[name] = _layout(numbers.reshape(-1, 3), splits, sizes[name], own.device, call, name)
+    for (key, own), numbers, splits in zip(zip(tables, lines, strict=True), read, read[len(lines) :], strict=False):
+        layout = _layout(numbers.reshape(-1, 3), splits, sizes[key], own.device, call, key[1])
+        if layouts.setdefault(key[1], layout) != layout:
+            raise LayoutError(
+                f'{call}: layout "{key[1]}" of another batch, with other rows or widths, was put over that of this one, '
+                f"as update() does; expected fields of the same rows. {_APART}"
+            )
     for (name, value), offsets in zip(first.items(), read[2 * len(tables) :], strict=True):
         if np.array_equal(offsets, layouts[name].row_offsets):
             layouts[name].__dict__["offsets"] = offsets_of(value)  # arithmetic between old and new fields works
     return schema, layouts
+
+
+def _parts(batch: TensorDictBase, call: str) -> dict[str, Schema]:
+    """The schemas that a nested batch carries, by the names of their parts: one, and one more for each `update` with a
+    nested batch of other fields."""
+    carried = entry_at(batch, (LAYOUTS,))
+    names = list(fields_of(carried).keys()) if is_sub_batch(carried) else []
+    known = [any(entry_at(batch, (LAYOUTS, name, key)) is not None for key in ("schema", "runs")) for name in names]
+    if not names or not all(known):
+        raise LayoutError(
+            f'{call}: the entry "{LAYOUTS}" is not what nest_batch_by_mask makes; expected that name for its own. '
+            "Rename the field."
+        )
+    parts: dict[str, Schema] = {}
+    for name in names:
+        schema = _schema_of(entry_at(batch, (LAYOUTS, name, "schema")))
+        if schema is None:
+            raise LayoutError(
+                f"{call}: the batch was put together from batches of different widths or fields; expected one schema. "
+                "Pad the batches to one width and nest them again, or restore each part before torch.cat."
+            )
+        parts[name] = schema
+    return parts
+
+
+def _merged(batch: TensorDictBase, schemas: Sequence[Schema], call: str) -> Schema:
+    """One schema of all fields; the root and sub-batches are those of the batch that was updated, the first."""
+    if len(schemas) == 1:
+        return schemas[0]
+    forms: dict[Path, list[FieldForm]] = {}
+    axes: dict[str, tuple[str, int, int]] = {}
+    for schema in schemas:
+        for form in schema.forms:
+            forms.setdefault(form.path, []).append(form)
+        for axis in schema.axes:
+            axes.setdefault(axis[0], axis)
+    whole = tuple(_one_form(entry_at(batch, path), own, call) for path, own in forms.items())
+    return Schema(schemas[0].root, whole, tuple(axes.values()))
+
+
+def _one_form(value: Any, forms: Sequence[FieldForm], call: str) -> FieldForm:
+    """The form of a field that several parts have. Which of them was updated last is not known, so they must agree."""
+    nested = isinstance(value, Tensor) and value.is_nested
+    fitting = [form for form in forms if (form.kind in ("padded", "jagged", "flat")) == nested] or forms
+    first = fitting[0]
+    for form in fitting[1:]:
+        cast = form.dtype != first.dtype and form.pads_by_bits not in ("()", "(0,)", "(EDGE,)")
+        places = [(one.kind, one.layout, one.ragged_dim, one.pads_by_bits) for one in (first, form)]
+        if nested and (cast or places[0] != places[1]):
+            raise _several_pads(first.path, first, form, call)
+    return next((form for form in fitting if nested and form.dtype == value.dtype), first)
+
+
+def _several_pads(path: Path, one: FieldForm, other: FieldForm, call: str) -> LayoutError:
+    ways = [f'{form.pads_by_bits} under "{form.layout}"' for form in (one, other)]
+    return LayoutError(
+        f'{call}: field "{show(path)}" was nested twice, with the pads {" and ".join(ways)}, and update() put one over '
+        f"the other; expected the same of both. {_APART}"
+    )
 
 
 def _schema_of(held: Any) -> Schema | None:

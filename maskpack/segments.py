@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,37 +41,62 @@ class Segments:
     @classmethod
     def of_rows(cls, source: IntArray, row: IntArray) -> Segments:
         """From the source and the row in it, int64 [B] each."""
-        begins = np.ones(row.size, np.bool_)
-        begins[1:] = (source[1:] != source[:-1]) | (row[1:] != row[:-1] + 1)
+        return cls._longest(source, row, np.ones(row.size, np.int64))
+
+    @classmethod
+    def _longest(cls, source: IntArray, start: IntArray, count: IntArray) -> Segments:
+        """From segments, of which those that follow each other in their source become one."""
+        begins = np.ones(start.size, np.bool_)
+        begins[1:] = (source[1:] != source[:-1]) | (start[1:] != start[:-1] + count[:-1])
         first = np.flatnonzero(begins)
-        return cls(source[first], row[first], np.diff(np.append(first, row.size)))
+        return cls(source[first], start[first], np.diff(cumulated(count)[np.append(first, start.size)]))
 
     @staticmethod
     def cat(parts: Sequence[Segments]) -> Segments:
-        source = np.concatenate([part.by_row()[0] for part in parts])
-        return Segments.of_rows(source, np.concatenate([part.by_row()[1] for part in parts]))
+        columns = [(part.source, part.start, part.count) for part in parts]
+        return Segments._longest(*map(np.concatenate, zip(*columns, strict=True)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """In unsigned integers as narrow as fit: a shuffled view has a segment for each row."""
         parts = self.source, self.start, self.count
         return _restored, tuple(part.astype(np.min_scalar_type(int(part.max(initial=0)))) for part in parts)
 
+    @cached_property
+    def bounds(self) -> IntArray:
+        """int64 [n + 1]: rows before each segment, and all rows."""
+        return cumulated(self.count)
+
     @property
     def num_rows(self) -> int:
-        return int(self.count.sum())
+        return int(self.bounds[-1])
 
     def by_row(self) -> tuple[IntArray, IntArray]:
         """The source of each row, and the row in it: int64 [B] each."""
         return np.repeat(self.source, self.count), ranges(self.start, self.count)
 
     def select(self, index: IntArray) -> Segments:
-        """Some rows, in the order given."""
-        source, row = self.by_row()
-        return Segments.of_rows(source[index], row[index])
+        """Some rows, in the order given; in time, these alone."""
+        if index.size > self.num_rows // 8:  # then looking for the segment of each costs more than all rows do
+            source, row = self.by_row()
+            return Segments.of_rows(source[index], row[index])
+        place = np.searchsorted(self.bounds, index, side="right") - 1
+        return Segments.of_rows(self.source[place], self.start[place] + index - self.bounds[place])
+
+    def slice(self, begin: int, end: int) -> Segments:
+        """The rows `begin` to `end`; in time, only the segments that they are in."""
+        first = int(np.searchsorted(self.bounds, begin, side="right")) - 1
+        last = int(np.searchsorted(self.bounds, end, side="left"))
+        if begin == end:
+            first = last
+        low = np.maximum(self.bounds[first:last], begin)
+        high = np.minimum(self.bounds[first + 1 : last + 1], end)
+        return Segments(
+            self.source[first:last].copy(), self.start[first:last] + low - self.bounds[first:last], high - low
+        )
 
     def renumbered(self, numbers: IntArray) -> Segments:
         """With `numbers[s]` for source `s`."""
-        return Segments.of_rows(*(numbers[self.by_row()[0]], self.by_row()[1]))
+        return Segments._longest(numbers[self.source], self.start, self.count)
 
     def shares(self) -> tuple[list[Share], IntArray | None]:
         """The rows of each source that is used, in the order of the numbers, and the index that brings them, one share

@@ -287,7 +287,10 @@ def _packed(result: Any, name: str, packing: Packing, rows: int, like: Any) -> t
             "entry for each row, or a plain dict of metrics."
         )
     registry = RL_FIELDS if packing.registry is None else packing.registry
-    packed = compress(batch, registry=registry, pad_token_id=packing.pad_token_id, like=like, codec=packing.codec)
+    packed = compress(
+        batch, registry=registry, pad_token_id=packing.pad_token_id, strict_mask_nesting=packing.strict, like=like,
+        codec=packing.codec,
+    )  # fmt: skip
     return _homed(packed), on_host(rest)
 
 

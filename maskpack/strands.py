@@ -77,10 +77,15 @@ class Source:
     outline: Outline
     origins: Origins = UNKNOWN
 
-    def same(self, other: Source) -> bool:
-        """Whether both are one batch: the same object, or references that are equal."""
-        here = isinstance(self.held, PackedBatch) or isinstance(other.held, PackedBatch)
-        return self.held is other.held or (not here and (self.held == other.held) is True)
+    @property
+    def key(self) -> Any:
+        """Equal for sources that are one batch: the same object, or references that are equal. A reference without a
+        hash is equal to itself alone."""
+        try:
+            hash(self.held)
+        except TypeError:
+            return Source, id(self.held)
+        return self.held
 
     def checked(self, packed: Any) -> PackedBatch:
         """What was fetched. Raises LayoutError unless it is the batch that the outline tells of."""
@@ -124,15 +129,16 @@ class Strand:
     def select(self, index: IntArray) -> Strand:
         return replace(self, segments=self.segments.select(index)).trimmed()
 
+    def slice(self, begin: int, end: int) -> Strand:
+        return replace(self, segments=self.segments.slice(begin, end)).trimmed()
+
     def trimmed(self) -> Strand:
         """Without the sources that give no row."""
-        used = np.unique(self.segments.source)
+        used, numbers = np.unique(self.segments.source, return_inverse=True)
         if used.size == len(self.sources):
             return self
-        numbers = np.zeros(len(self.sources), np.int64)
-        numbers[used] = np.arange(used.size)
         sources = tuple(self.sources[number] for number in used)
-        return replace(self, sources=sources, segments=self.segments.renumbered(numbers))
+        return replace(self, sources=sources, segments=replace(self.segments, source=numbers))
 
     def layout(self, name: str) -> RowLayout:
         shares, order = self.segments.shares()
@@ -190,21 +196,20 @@ def assembled(
 
 
 def strands_joined(strands: Sequence[Strand], paths: Sequence[Path]) -> Strand:
-    sources: list[Source] = []
+    sources: dict[Any, Source] = {}
+    numbers: dict[Any, int] = {}
     numbered: list[Segments] = []
     for strand in strands:
-        numbers: list[int] = []
-        for source in strand.sources:
-            known = next((n for n, other in enumerate(sources) if other.same(source)), len(sources))
-            if known == len(sources):
-                sources.append(source)
-            numbers.append(known)
-        numbered.append(strand.segments.renumbered(np.array(numbers, np.int64)))
+        keys = [source.key for source in strand.sources]
+        for key, source in zip(keys, strand.sources, strict=True):
+            numbers.setdefault(key, len(numbers))
+            sources.setdefault(key, source)
+        numbered.append(strand.segments.renumbered(np.array([numbers[key] for key in keys], np.int64)))
     heads = list({id(strand.head): only(strand.declared(), paths) for strand in strands}.values())
     head = heads[0] if len(heads) == 1 else _packed(joined(heads, "BatchView.cat"))
     if any(form.reason == APART for form in head.schema.forms):  # its parts are not widened: do they fit as they are?
-        joined([head, *(only(source.outline.head, paths) for source in sources)], "BatchView.cat")
-    return Strand(tuple(paths), tuple(sources), Segments.cat(numbered), head)
+        joined([head, *(only(source.outline.head, paths) for source in sources.values())], "BatchView.cat")
+    return Strand(tuple(paths), tuple(sources.values()), Segments.cat(numbered), head)
 
 
 def narrowed(

@@ -24,7 +24,7 @@ from maskpack.errors import LayoutError, MaskpackWarning, RegistryError
 from maskpack.jagged import check_lengths, is_regular, offsets_of, to_host
 from maskpack.layout import RowLayout
 from maskpack.ops import _torch as ops
-from maskpack.options import Options, Registry
+from maskpack.options import Options, Registry, registry_of
 from maskpack.registry import (
     EDGE,
     PAD_TOKEN_ID,
@@ -35,6 +35,7 @@ from maskpack.registry import (
     Pad,
     PadValue,
     Path,
+    path_of,
     show,
 )
 from maskpack.schema import INTACT, LAYOUTS, FieldForm, RowPads, Schema, read_layouts, read_pads
@@ -379,8 +380,9 @@ def dense_fields(
     pad_token_id: int | None = None,
     ignore_dense_fields: Iterable[Key] = (),
 ) -> tuple[DenseField, ...]:
-    """Every tensor of `batch` that would travel dense: unknown to the registry, without a mask in the batch, with
-    values under its mask, or inside a Python object. Tensors of at most one dim, and declared ones, do not count.
+    """Every tensor of `batch` that would travel dense: unknown to the registry, without a mask in the batch, or with
+    values under its mask; then Python objects with tensors inside, one DenseField each. Tensors of at most one dim, and
+    declared ones, do not count.
 
     Raises LayoutError and RegistryError as `nest_batch_by_mask` does.
     """
@@ -390,3 +392,12 @@ def dense_fields(
         found = survey(batch, options, {})
     dense = [DenseField.of(form.path, found.entries[form.path], form.reason) for form in found.forms if form.reason]
     return (*dense, *_hidden(found.forms, found.entries, options))
+
+
+def has_masks(batch: TensorDictBase, registry: Registry) -> bool:
+    """Whether a batch has a field that a layout of its own is computed from, or has layouts. The prefix of a field is
+    no such layout, because it knows less than that of another batch."""
+    known = registry_of(registry, "has_masks")
+    masks = {mask for spec in known.values() for mask in spec.masks}
+    sources = {path_of(way.source) for mask in masks for way in known.ways(mask) if way.part != "prefix"}
+    return has(batch, LAYOUTS) or any(path[-len(source) :] == source for path, _ in walk(batch) for source in sources)

@@ -158,7 +158,10 @@ class BatchView:
         """Consecutive parts of `sizes` rows: a list that sums to B, or one size (the last part may be smaller)."""
         sizes = part_sizes(sizes, self.num_rows, "BatchView.split")
         ends = np.cumsum(sizes, dtype=np.int64).tolist()
-        return tuple(self.select(slice(end - size, end)) for end, size in zip(ends, sizes, strict=True))
+        return tuple(
+            replace(self, strands=tuple(strand.slice(end - size, end) for strand in self.strands), num_rows=size)
+            for end, size in zip(ends, sizes, strict=True)
+        )
 
     def chunk(self, parts: int) -> tuple[BatchView, ...]:
         """`parts` consecutive parts whose sizes differ by one at most; parts beyond the rows are empty."""

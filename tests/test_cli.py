@@ -371,8 +371,8 @@ def test_inspect_takes_a_registry(kind, tmp_path, capsys):
     text = json.dumps(spec) if kind == "json" else pytest.importorskip("yaml").safe_dump(spec)
     (tmp_path / f"r.{kind}").write_text(text)
     said = json.loads(inspected([tmp_path / "b", "--json", "--registry", tmp_path / f"r.{kind}"], capsys))
-    assert [field["kind"] for field in said["fields"]] == ["padded"] * 3  # RL_FIELDS still knows attention_mask
-    assert [field["real_bytes"] for field in said["fields"]] == [24] * 3
+    assert [field["kind"] for field in said["fields"]] == ["padded", "padded", "dense"]  # RL_FIELDS are not added
+    assert [field["real_bytes"] for field in said["fields"]] == [24, 24, 48]
     without = json.loads(inspected([tmp_path / "b", "--json"], capsys))
     assert [field["kind"] for field in without["fields"]] == ["dense", "dense", "padded"]
 

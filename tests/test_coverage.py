@@ -81,6 +81,12 @@ def with_object(value, name="extra"):
     return batch.set(name, entry(value))
 
 
+def tensors_inside(batch):
+    """How many lie inside the Python objects of a batch."""
+    (field,) = mp.dense_fields(batch, mp.RL_FIELDS, pad_token_id=PAD)
+    return field.tensors
+
+
 def paths(batch, registry=mp.RL_FIELDS, **options):
     return [field.path for field in mp.dense_fields(batch, registry, pad_token_id=PAD, **options)]
 
@@ -139,11 +145,11 @@ def test_a_tensor_named_twice_is_listed_once():
 def test_object_arrays_of_any_dims():
     scalar = np.empty((), dtype=object)
     scalar[()] = {"a": torch.ones(2)}
-    assert len(paths(with_object(scalar))) == 1
+    assert tensors_inside(with_object(scalar)) == 1
     cube = np.empty((4, 3, 3), dtype=object)
     for place in np.ndindex(cube.shape):
         cube[place] = {"t": torch.ones(2)}
-    assert len(paths(with_object(cube))) == 36
+    assert tensors_inside(with_object(cube)) == 36
 
 
 def test_many_short_lived_containers_hide_nothing():
@@ -154,7 +160,7 @@ def test_many_short_lived_containers_hide_nothing():
         for place in np.ndindex(cube.shape):
             cube[place] = torch.ones(2)
         cubes.append(cube)
-    assert len(paths(with_object(cubes))) == 8 * 54
+    assert tensors_inside(with_object(cubes)) == 8 * 54
 
 
 def test_a_range_is_not_counted_out():
@@ -211,6 +217,29 @@ def test_the_message_lists_every_field():
         assert lines[3] == '  "extra/[0]/t" (2,) float32, 8 bytes: a tensor inside the Python object "extra"'
         assert "ignore_dense_fields" in lines[4]
     assert freeze(batch) == before
+
+
+def test_the_objects_of_all_rows_are_one_line():
+    rows = 512
+    batch = TensorDict({"attention_mask": torch.ones(rows, 4)}, batch_size=[rows])
+    batch.set("images", per_row([{"pixels": torch.ones(3, 1 + row)} for row in range(rows)]))
+    batch.set("audio", per_row([torch.ones(2), *[None] * (rows - 1)]))
+    batch["secret"] = torch.ones(rows, 3)
+    nbytes = 12 * sum(range(1, rows + 1))
+    lines = [
+        f'  "secret" (512, 3) float32, {12 * rows:,} bytes: the registry does not know it',
+        f'  "images/[0]/pixels" (3, 1) float32, {nbytes:,} bytes: with 511 more, tensors inside Python objects',
+        '  "audio/[0]" (2,) float32, 8 bytes: a tensor inside the Python object "audio"',
+    ]
+    with pytest.raises(mp.CoverageError) as caught:
+        mp.compress(batch, strict_mask_nesting=True)
+    first, *listed, last = str(caught.value).splitlines()
+    assert first.startswith("compress: 3 field(s) would travel dense")
+    assert listed == lines
+    assert "as DENSE in the registry" in last
+    found = mp.dense_fields(batch, mp.RL_FIELDS)
+    assert [f"  {field}" for field in found] == lines
+    assert [(field.tensors, field.nbytes) for field in found] == [(1, 12 * rows), (rows, nbytes), (1, 8)]
 
 
 def test_what_the_error_says_to_do_covers_a_batch():
@@ -301,7 +330,7 @@ def test_fields_that_are_dense_by_design():
     packed = mp.compress(batch, pad_token_id=PAD, strict_mask_nesting=True)
     assert_same(mp.decompress(packed), batch)
     batch.set("other_inputs", per_row(images))
-    assert len(paths(batch)) == 14
+    assert tensors_inside(batch) == 14
 
 
 def test_a_field_declared_in_the_registry():

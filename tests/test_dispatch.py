@@ -67,6 +67,23 @@ class Worker:
         return {"rows": len(batch), "kinds": kinds, "args": args, "kwargs": kwargs, "uid": list(batch["uid"])}
 
     @endpoint
+    def unknown_field(self, batch):
+        return TensorDict({"found": torch.ones(len(batch), 4)}, batch_size=batch.batch_size)
+
+    @endpoint(micro_batches=True)
+    def unknown_field_in_parts(self, batch):
+        return TensorDict({"found": torch.ones(len(batch), 4)}, batch_size=batch.batch_size)
+
+    @endpoint
+    def values_under_the_mask(self, batch):
+        return batch.select("old_log_probs").apply(lambda x: torch.full_like(x, 7.0))
+
+    @endpoint
+    def both(self, batch, other):
+        values = batch["old_log_probs"] + other["old_log_probs"]
+        return TensorDict({"values": values}, batch_size=batch.batch_size)
+
+    @endpoint
     def nothing(self, batch):
         return None
 
@@ -1009,6 +1026,68 @@ def test_errors_of_packing_are_raised_before_anything_is_sent(group, batch):
     with pytest.raises(mp.RegistryError, match="pad_token_id"):
         WorkerGroup(group.actors).call("echo", batch)
     assert_same(strict.call("echo", batch), batch)
+
+
+def test_a_nested_batch_is_updated_with_results(group, batch):
+    batch = batch.exclude("entropys")
+    nested = mp.nest_batch_by_mask(batch, pad_token_id=PAD)
+    nested.update(group.call("scale_nested", nested, 2.0, layout="nested"))
+    nested.update(group.call("score_every_token", nested, layout="nested"))
+    entropys = torch.where(batch["attention_mask"].bool(), batch["input_ids"].to(torch.float32), 0.0)
+    wanted = batch.copy().set("values", batch["old_log_probs"] * 2.0).set("entropys", entropys)
+    assert_same(mp.unnest(nested), wanted)
+    assert_same(group.call("echo", nested), wanted)
+
+
+def test_strict_on_the_way_back(group, batch):
+    options = {"pad_token_id": PAD, "strict_mask_nesting": "both"}
+    strict = WorkerGroup(group.actors, **options)
+    assert_same(strict.call("echo", batch), batch)
+    assert_same(strict.call("scale", batch, 2.0), group.call("scale", batch, 2.0))
+    for call in (
+        lambda group: group.call("unknown_field", batch),
+        lambda group: group.call("unknown_field_in_parts", batch),
+        lambda group: group.call("unknown_field", batch, layout="view").materialize(get=ray.get),
+    ):
+        with pytest.raises(mp.WorkerError, match=r'CoverageError: .*"found" \(3, 4\) float32') as caught:
+            call(strict)
+        assert len(caught.value.failures) == RANKS
+        assert_same(
+            call(WorkerGroup(group.actors, pad_token_id=PAD, strict_mask_nesting=True))["found"], torch.ones(B, 4)
+        )
+    with pytest.raises(mp.WorkerError, match=r'LossyPadError: .*field "old_log_probs" holds 7.0'):
+        strict.call("values_under_the_mask", batch)
+    known = WorkerGroup(group.actors, **options, registry=mp.RL_FIELDS | {"found": mp.DENSE})
+    assert_same(known.call("unknown_field", batch)["found"], torch.ones(B, 4))
+    with pytest.raises(mp.RegistryError, match="strict_mask_nesting is 'back'; expected True, False or \"both\""):
+        WorkerGroup(group.actors, strict_mask_nesting="back")
+
+
+def test_a_further_batch_lies_under_the_layouts_of_the_first(group, batch):
+    strict = WorkerGroup(group.actors, pad_token_id=PAD, strict_mask_nesting=True)
+    packed, rows = mp.compress(batch, pad_token_id=PAD), strict.put(batch)
+    other = TensorDict({"old_log_probs": batch["old_log_probs"] * 3}, batch_size=[B])
+    for first in (batch, packed, rows, rows[::-1][::-1]):
+        for out in (strict.call("both", first, other), strict.call("both", first, other=other)):
+            assert_same(out["values"], batch["old_log_probs"] * 3 + batch["old_log_probs"])
+    perm = torch.randperm(B, generator=torch.Generator().manual_seed(0))
+    out = strict.call("both", rows[perm], TensorDict({"old_log_probs": other["old_log_probs"][perm]}, batch_size=[B]))
+    assert_same(out["values"], (batch["old_log_probs"] * 4)[perm])
+    with pytest.raises(mp.LossyPadError, match="old_log_probs"):  # not in the order of the first
+        strict.call("both", batch, other[perm])
+    with (
+        pytest.warns(mp.MaskpackWarning, match="old_log_probs"),
+        pytest.raises(mp.LayoutError, match=f"a batch of {B - 1} rows beside one of {B}"),
+    ):
+        group.call("both", batch, other[1:])
+
+
+def test_a_further_batch_with_a_mask_of_its_own_keeps_it(group, batch):
+    """Its rows are others, whose lengths the first batch does not know."""
+    strict = WorkerGroup(group.actors, pad_token_id=PAD, strict_mask_nesting=True)
+    shorter = batch.select("attention_mask", "responses", "old_log_probs").flip(0)
+    out = strict.call("both", batch, shorter)
+    assert_same(out["values"], batch["old_log_probs"] + shorter["old_log_probs"])
 
 
 def test_a_field_that_is_kept_whole(group, batch):

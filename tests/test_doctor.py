@@ -248,6 +248,89 @@ def test_two_masks_on_two_axes(tmp_path, capsys):
     assert covers(executed(shown), batch, "prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 
 
+def own_names():
+    """A trainer's batch without one name that maskpack knows; tool tokens are holes in what is trained on."""
+    attn, completion = samples.of("sequence", torch.bool).long(), samples.of("response", torch.bool).long()
+    tools = completion * (torch.arange(R) % 3 == 1)
+    return TensorDict(
+        {
+            "tool": tools.bool(),
+            "tokens": samples.of("sequence", torch.int64, 7),
+            "attn": attn,
+            "completion": samples.of("response", torch.int64, 7),
+            "trained": completion,
+            "behaviour_logp": samples.of("response", torch.float32),
+            "turns": completion * (torch.arange(R) // 2 + 1),
+            "coin": torch.arange(B * R).view(B, R) % 5 % 2,
+            "adv": torch.randn(B),
+        },
+        batch_size=[B],
+    )
+
+
+def test_masks_are_known_by_what_they_hold(tmp_path, capsys):
+    batch = own_names()
+    shown = doctor([saved(batch, tmp_path / "b")], capsys, 1)
+    wanted = [
+        "'tool': MaskNestingSpec('trained'),",
+        "'tokens': MaskNestingSpec('attn', pad=7),",
+        "'attn': MaskNestingSpec('attn'),",
+        "'completion': MaskNestingSpec('trained', pad=7),",
+        "'trained': MaskNestingSpec('trained'),",
+        "'behaviour_logp': MaskNestingSpec('trained'),",
+        "'turns': MaskNestingSpec('trained'),",
+        "'coin': DENSE,  # travels whole",
+    ]
+    assert re.findall(r"^    ('\w+': (?:MaskNestingSpec\(.*\)|DENSE),.*)$", snippet_in(shown), re.MULTILINE) == wanted
+    names = [name for name in batch.keys() if name not in ("coin", "adv")]  # noqa: SIM118
+    assert covers(executed(shown), batch, *names)
+
+
+def snippet_in(shown):
+    return shown[shown.index("registry = RL_FIELDS") :]
+
+
+def test_a_mask_can_be_named(tmp_path, capsys):
+    batch = own_names()
+    file = saved(batch, tmp_path / "b")
+    shown = doctor([file, "--mask", "attn", "--mask", "turns"], capsys, 1)
+    lines = snippet_in(shown)
+    for line in (
+        "'tool': MaskNestingSpec('turns'),",
+        "'trained': MaskNestingSpec('turns'),",
+        "'tokens': MaskNestingSpec('attn'",
+    ):
+        assert line in lines
+    nested = TensorDict({"sub": batch}, batch_size=[B])
+    torch.save(nested, tmp_path / "n")
+    assert "('sub', 'tokens'): MaskNestingSpec(('sub', 'attn'), pad=7)" in doctor(
+        [tmp_path / "n", "--mask", "sub/attn", "--mask", "sub/trained"], capsys, 1
+    )
+    for name, seen in (("atn", "is no field of the batch"), ("adv", r"is \(7,\)")):
+        assert re.search(
+            f'mask "{name}" {seen}; expected a field .* Name one: tool, tokens, ',
+            refused([file, "--mask", name], capsys),
+        )
+
+
+def test_a_registry_means_what_it_means_to_compress(tmp_path, capsys):
+    """A name that RL_FIELDS knows is not known to a registry that has it not."""
+    batch = TensorDict({"m": samples.of("response", torch.bool).long()}, batch_size=[B])
+    batch["values"] = samples.of("response", torch.float32)
+    file = saved(batch, tmp_path / "b")
+    registry = maskpack.MaskNestingRegistry({"m": MaskNestingSpec("m")})
+    (tmp_path / "r.json").write_text(json.dumps(registry.to_dict()))
+    with pytest.raises(maskpack.CoverageError, match='"values".*the registry does not know it'):
+        maskpack.compress(batch, registry=registry, strict_mask_nesting=True)
+    shown = doctor([file, "--registry", tmp_path / "r.json"], capsys, 1)
+    assert '"values" (7, 6) float32, 168 bytes: the registry does not know it' in shown
+    assert "'values': MaskNestingSpec('m')," in shown
+    whole = registry | {"values": MaskNestingSpec("m")}
+    (tmp_path / "r.json").write_text(json.dumps(whole.to_dict()))
+    doctor([file, "--registry", tmp_path / "r.json"], capsys, 0)
+    maskpack.compress(batch, registry=whole, strict_mask_nesting=True)
+
+
 def test_a_full_mask_shows_no_pad(tmp_path, capsys):
     batch = TensorDict(
         {"attention_mask": torch.ones(3, 4, dtype=torch.int64), "mine": torch.randn(3, 4)}, batch_size=[3]

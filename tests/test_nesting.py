@@ -19,6 +19,7 @@ from strategies import Case, batches, row_ops, rows_after
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from maskpack import (
+    DENSE,
     EDGE,
     LAYOUTS,
     PAD_TOKEN_ID,
@@ -50,6 +51,12 @@ from maskpack.run_lines import lines_of, table_of_lines
 
 quiet = pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
 PROMPT, RESPONSE = 3, 5
+
+
+def part_of(nested: TensorDict) -> str:
+    """The only part of LAYOUTS."""
+    (part,) = nested[LAYOUTS].keys()
+    return part
 
 
 def rollout(rows: int = 4, prompt: int = PROMPT, response: int = RESPONSE, seed: int = 0) -> TensorDict:
@@ -431,7 +438,7 @@ def lines_by_hand(mask: oracle.Mask) -> list[list[int]]:
 def test_run_tables_of_few_runs(name: str) -> None:
     mask, _ = strategies.FEW_RUNS[name]
     _, nested = nest_under(name)
-    table = nested[LAYOUTS, "runs", "mask"]
+    table = nested[LAYOUTS, part_of(nested), "runs", "mask"]
     assert table.dtype == torch.uint8
     assert [row.reshape(-1).tolist() for row in table.unbind()] == lines_by_hand(mask)
     assert cached_bounds(table) == (0, max((len(runs) for runs in oracle.mask_to_runs(mask)), default=0))
@@ -441,7 +448,7 @@ def test_run_tables_of_few_runs(name: str) -> None:
 def test_run_tables_of_many_runs_take_their_bits_and_little_more(name: str) -> None:
     mask, width = strategies.MANY_RUNS[name]
     batch, nested = nest_under(name)
-    table = nested[LAYOUTS, "runs", "mask"]
+    table = nested[LAYOUTS, part_of(nested), "runs", "mask"]
     wanted = [min(12 * len(runs), (width + 7) // 8 + 8 + 11) for runs in oracle.mask_to_runs(mask)]
     assert all(row.numel() <= most for row, most in zip(table.unbind(), wanted, strict=True))
     assert cached_bounds(table) == (0, max((row.shape[0] for row in table.unbind()), default=0))
@@ -481,7 +488,7 @@ def test_rows_in_bits_and_rows_in_runs_are_joined() -> None:
     batch = torch.cat([batch for batch, _ in parts])
     assert_same_batch(unnest(nested), batch)
     assert_same_batch(unnest(nested[torch.tensor([30, 3, 17, 8])]), batch[torch.tensor([30, 3, 17, 8])])
-    sizes = [row.numel() for row in nested[LAYOUTS, "runs", "mask"].unbind()]
+    sizes = [row.numel() for row in nested[LAYOUTS, part_of(nested), "runs", "mask"].unbind()]
     assert sizes == [72] * 16 + [12 * (row > 0) for row in range(40)]
 
 
@@ -490,7 +497,7 @@ def test_a_changed_table_of_many_runs_is_refused(name: str) -> None:
     """Every byte of it, and every operation on all entries that is more than a cast."""
     _, nested = nest_under(name)
     nested = nested[3:6]
-    table = nested[LAYOUTS, "runs", "mask"]
+    table = nested[LAYOUTS, part_of(nested), "runs", "mask"]
     changes = [lambda x: x + 1, lambda x: x * 2, torch.zeros_like, torch.ones_like, lambda x: x.clamp(max=1)]
     changes += [lambda x: x.clamp(min=3), lambda x: x.clamp(max=254), torch.sign, lambda x: -x, lambda x: x.bool()]
     changed = [torch.nested.nested_tensor_from_jagged(change(table.values()), table.offsets()) for change in changes]
@@ -504,10 +511,11 @@ def test_a_changed_table_of_many_runs_is_refused(name: str) -> None:
     for other in (bounds.flip(0), bounds.clamp(max=int(bounds[1])), bounds + 1, torch.zeros_like(bounds)):
         changed.append(torch.nested.nested_tensor_from_jagged(raw, other))
     for odd in changed:
-        again = nested.clone(False)
+        again, part = nested.clone(False), part_of(nested)
         again[LAYOUTS] = again[LAYOUTS].clone(False)
-        again[LAYOUTS]["runs"] = again[LAYOUTS]["runs"].clone(False)
-        again[LAYOUTS]["runs"].set("mask", odd)
+        again[LAYOUTS][part] = again[LAYOUTS][part].clone(False)
+        again[LAYOUTS][part]["runs"] = again[LAYOUTS][part]["runs"].clone(False)
+        again[LAYOUTS][part]["runs"].set("mask", odd)
         with pytest.raises(LayoutError, match=r'^unnest_batch_by_mask: the run table of layout "mask" was changed'):
             unnest_batch_by_mask(again)
 
@@ -574,13 +582,13 @@ def reordered(batch: TensorDict) -> TensorDict:
 
 def without_schema(batch: TensorDict) -> TensorDict:
     batch = batch.clone()
-    batch[LAYOUTS] = batch[LAYOUTS].exclude("schema")
+    batch[LAYOUTS] = batch[LAYOUTS].exclude((part_of(batch), "schema"))
     return batch
 
 
 def without_runs(batch: TensorDict) -> TensorDict:
     batch = batch.clone()
-    batch[LAYOUTS] = batch[LAYOUTS].exclude("runs")
+    batch[LAYOUTS] = batch[LAYOUTS].exclude((part_of(batch), "runs"))
     return batch
 
 
@@ -608,6 +616,86 @@ NOT_RESTORABLE = {
     "schema lost": (without_schema, "schema"),
     "run tables lost": (without_runs, "run table"),
 }
+
+
+def result_of(nested: TensorDict, **fields: torch.Tensor) -> TensorDict:
+    """Padded fields as `WorkerGroup.call(..., layout="nested")` gives them."""
+    batch = TensorDict(fields, batch_size=[len(nested)])
+    return decompress(compress(batch, like=nested, strict_mask_nesting=True), layout="nested")
+
+
+@pytest.mark.parametrize("pad", [0.0, -0.0])
+def test_update_with_results_of_the_same_rows(pad: float) -> None:
+    batch = exact_zero(rollout(seed=3))
+    nested, mask = nest_batch_by_mask(batch, pad_token_id=0), batch["attention_mask"][:, PROMPT:].bool()
+    values = torch.arange(mask.numel(), dtype=torch.float32).view(mask.shape).masked_fill(~mask, pad)
+    nested.update(result_of(nested, values=values, advantages=batch["advantages"] * 0.5))
+    batch["values"], batch["advantages"] = values, batch["advantages"] * 0.5
+    assert_same_batch(unnest(nested), batch)
+    nested.update(result_of(nested, values=values * 3, advantages=batch["advantages"] * 2))  # the same fields
+    assert len(nested[LAYOUTS].keys()) == 2
+    nested.update(result_of(nested, entropys=values * 5))
+    batch["values"], batch["advantages"], batch["entropys"] = values * 3, batch["advantages"] * 2, values * 5
+    order = torch.tensor([2, 0, 3, 3])
+    ways = {
+        "whole": (nested, batch),
+        "index": (nested[order], batch[order]),
+        "cat": (torch.cat([nested[2:], nested[:2]]), torch.cat([batch[2:], batch[:2]])),
+        "pickle": (pickle.loads(pickle.dumps(nested)), batch),
+        "again": (nest_batch_by_mask(nested, pad_token_id=0), batch),
+    }
+    for seen, wanted in ways.values():
+        assert_same_batch(unnest(seen), wanted)
+        assert_same_batch(decompress(compress(seen, pad_token_id=0)), wanted)
+    assert_same_batch(unnest(nested, "values"), batch.select("values"))
+    assert_same_batch(select_and_pad_to_response(nested, "values"), batch.select("values"))
+
+
+def test_update_with_a_field_of_another_form() -> None:
+    """A field that stayed dense, and comes back nested."""
+    batch = exact_zero(rollout(seed=3))
+    stray = batch.clone()
+    stray["advantages"][:, 0] = 7.0
+    stray["advantages"][:, -1] = 7.0
+    nested = _quietly(stray, pad_token_id=0)
+    assert not nested["advantages"].is_nested
+    nested.update(result_of(nest_batch_by_mask(batch, pad_token_id=0), advantages=batch["advantages"]))
+    assert_same_batch(unnest(nested), batch)
+
+
+@pytest.mark.parametrize("other", ["lengths", "places", "width"])
+def test_update_with_results_of_other_rows(other: str) -> None:
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
+    wrong = {
+        "lengths": torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0]]),
+        "places": torch.tensor([[0, 1, 1, 0], [1, 0, 0, 0]]),  # the same lengths
+        "width": torch.tensor([[1, 1, 0], [1, 0, 0]]),
+    }[other]
+    registry = {name: MaskNestingSpec("mask") for name in ("mask", "a", "b")}
+    nested = nest_batch_by_mask(TensorDict({"a": mask * 3, "mask": mask}, [2]), registry)
+    result = nest_batch_by_mask(TensorDict({"b": wrong * 4, "mask": wrong}, [2]), registry).exclude("mask")
+    nested.update(result)
+    said = r'layout "mask" of another batch.*update\(\).*unnest\(batch\).update'
+    for call in (unnest, lambda batch: nest_batch_by_mask(batch, registry)):
+        with pytest.raises(LayoutError, match=said) as caught:
+            call(nested)
+        assert '"a"' not in str(caught.value)
+
+
+@pytest.mark.parametrize("pads", [(0, -1), (PER_ROW, 0), (0, PER_ROW), (PER_ROW, PER_ROW)])
+def test_update_with_a_field_of_another_pad(pads: tuple[Any, Any]) -> None:
+    """Which of the two came last nothing tells, so nothing is guessed."""
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
+    parts = []
+    for number, pad in enumerate(pads):
+        under = torch.tensor([[5 + number], [6 - number]]) if pad is PER_ROW else torch.tensor([[pad], [pad]])
+        x = torch.where(mask.bool(), torch.full_like(mask, 3 + number), under)
+        fields = TensorDict({"x": x, "mask": mask, f"y{number}": mask}, [2])
+        registry = {"mask": MaskNestingSpec("mask"), "x": MaskNestingSpec("mask", pad), f"y{number}": DENSE}
+        parts.append(nest_batch_by_mask(fields, registry))
+    nested = parts[0].update(parts[1])
+    with pytest.raises(LayoutError, match=r'field "x" was nested twice, with the pads .* and update\(\) put one over'):
+        unnest(nested)
 
 
 @pytest.mark.parametrize("row", [0, 2, -1, -4])
@@ -1294,7 +1382,7 @@ def test_two_pads_in_a_row_are_a_loss() -> None:
 
 def test_row_pads_that_are_gone() -> None:
     nested = nest_batch_by_mask(signed_zeros(), pad_token_id=0)
-    nested[LAYOUTS] = nested[LAYOUTS].exclude("pads")
+    nested[LAYOUTS] = nested[LAYOUTS].exclude((part_of(nested), "pads"))
     with pytest.raises(LayoutError, match=r'^unnest_batch_by_mask: the row pads of field "advantages" are gone'):
         unnest(nested)
 

@@ -311,6 +311,56 @@ def other_rows(batch: TensorDict) -> TensorDict:
     return nested.set("input_ids", torch.nested.nested_tensor(rows, layout=torch.jagged))
 
 
+OWN_NAMES = mp.MaskNestingRegistry(
+    {
+        "tokens": mp.MaskNestingSpec("sequence", PAD),
+        "attn": mp.MaskNestingSpec("sequence"),
+        "completion": mp.MaskNestingSpec("response", PAD),
+        "position_ids": mp.MaskNestingSpec("sequence", mp.EDGE),
+    },
+    axes={
+        "sequence": mp.MaskAxis("attn"),
+        "response": mp.MaskAxis("attn", part="tail", tail=("completion",)),
+    },
+)
+OWN_FORMS = {
+    "padded": lambda batch: batch,
+    "nested": lambda batch: mp.nest_batch_by_mask(batch, OWN_NAMES, strict=True),
+    "packed": lambda batch: mp.compress(batch, registry=OWN_NAMES, strict_mask_nesting=True),
+}
+
+
+@pytest.mark.parametrize("tokens", ["tokens", ("state", "tokens")])
+@pytest.mark.parametrize("form", OWN_FORMS.values(), ids=OWN_FORMS)
+def test_names_of_ones_own(form: Any, tokens: Any) -> None:
+    batch = batch_of(*CASES["both"]).exclude("prompts")
+    own = TensorDict({"attn": batch["attention_mask"], "position_ids": batch["position_ids"]}, batch_size=[7])
+    own.set("completion", batch["responses"])
+    own[tokens] = batch["input_ids"]
+    options: dict[str, Any] = {"input_ids": tokens, "registry": OWN_NAMES}
+    check(PackedInputs.of(form(own), **options), naive(batch))
+    model, plan = Sums(), mp.plan_micro_batches(batch["attention_mask"].sum(1).numpy(), 20)
+    for seen in (
+        response_log_probs(model, form(own), **options),
+        response_log_probs(model, form(own), plan=plan, **options),
+        response_log_probs(model, form(own), plan=plan, entropy=True, **options)[0],
+    ):
+        same_rows(seen, truth_of(model, batch)[0])
+    for seen in (
+        response_values(model, form(own), VALUE_HEADS["[N]"], **options),
+        response_values(model, form(own), VALUE_HEADS["[N]"], plan=plan, **options),
+    ):
+        same_rows(seen, values_of(model, batch, WEIGHT, 3))
+    with pytest.raises(
+        ReplayError, match='no field "input_ids".*If they have another name, pass it: input_ids="tokens"'
+    ):
+        PackedInputs.of(form(own), registry=OWN_NAMES)
+    with pytest.raises(ReplayError, match='PackedInputs.of: field "attn" is torch.float32'):
+        PackedInputs.of(own.clone().set("attn", own["attn"].float()), registry=OWN_NAMES, input_ids="attn")
+    with pytest.raises(ReplayError, match="input_ids is 3; expected a name"):
+        response_log_probs(model, form(own), registry=OWN_NAMES, input_ids=3)  # type: ignore[arg-type]
+
+
 GOOD = batch_of(*CASES["both"])
 BAD: dict[str, tuple[type, Any, dict[str, Any], str]] = {
     "no input_ids": (ReplayError, without(GOOD, "input_ids"), {}, 'the batch has no field "input_ids"; expected token'),

@@ -74,6 +74,21 @@ def test_select(pairs: list[Pair], data: st.DataObject) -> None:
     check(made(pairs).select(np.array(index, np.int64)), [pairs[place] for place in index])
 
 
+@given(st.lists(st.integers(0, 119), max_size=20))
+def test_select_of_few_rows_among_many(index: list[int]) -> None:
+    pairs = [(row // 7 % 3, row * 3 % 40 + row % 2) for row in range(120)]
+    check(made(pairs).select(np.array(index, np.int64)), [pairs[place] for place in index])
+
+
+@given(PAIRS, st.data())
+def test_slice(pairs: list[Pair], data: st.DataObject) -> None:
+    begin = data.draw(st.integers(0, len(pairs)))
+    end = data.draw(st.integers(begin, len(pairs)))
+    segments = made(pairs)
+    check(segments.slice(begin, end), pairs[begin:end])
+    check(segments, pairs)
+
+
 @given(st.lists(PAIRS, min_size=1, max_size=4))
 def test_cat_joins_what_meets(parts: list[list[Pair]]) -> None:
     check(Segments.cat([made(part) for part in parts]), [pair for part in parts for pair in part])

@@ -31,6 +31,8 @@ from maskpack import (
     decompress,
     unnest,
 )
+from maskpack.rows import IntArray
+from maskpack.segments import Segments
 from maskpack.sharing import kind_of
 from maskpack.strands import Outline
 from maskpack.views import BatchView
@@ -93,6 +95,74 @@ def segments_of(view: BatchView) -> list[tuple[int, int, int]]:
     (strand,) = view.strands
     parts = strand.segments
     return list(zip(parts.source.tolist(), parts.start.tolist(), parts.count.tolist(), strict=True))
+
+
+# -------------------------------------------------------------------- work that grows with the rows, not with their square
+
+
+@pytest.fixture
+def rows_listed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each list of all rows of a strand had."""
+    listed: list[int] = []
+    by_row = Segments.by_row
+
+    def counted(self: Segments) -> tuple[IntArray, IntArray]:
+        listed.append(self.num_rows)
+        return by_row(self)
+
+    monkeypatch.setattr(Segments, "by_row", counted)
+    return listed
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_parts_cost_their_own_rows(shuffled: bool, rows_listed: list[int]) -> None:
+    batch = rollout([(1 + row % 3, row % 5) for row in range(300)])
+    parts = [BatchView.of(pack(part)) for part in batch.split(100)]
+    order = torch.randperm(300, generator=torch.Generator().manual_seed(0)).tolist() if shuffled else [*range(300)]
+    view = BatchView.cat(parts).select(order)
+    rows_listed.clear()
+    cut = [*view.split(1), *view.chunk(150), *(view[row : row + 2] for row in range(298))]
+    assert sum(rows_listed) <= 4 * view.num_rows
+    spans = [(row, row + 1) for row in range(300)] + [(2 * row, 2 * row + 2) for row in range(150)]
+    spans += [(row, row + 2) for row in range(298)]
+    for part, (begin, end) in zip(cut, spans, strict=True):
+        sources, held = [parts[row // 100].strands[0].sources[0].held for row in order[begin:end]], []
+        for segment, start, count in segments_of(part):
+            held += [(part.strands[0].sources[segment].held, start + row) for row in range(count)]
+        assert [(id(source), row) for source, row in held] == [
+            (id(source), order[place] % 100) for source, place in zip(sources, range(begin, end), strict=True)
+        ]
+        assert len(part.strands[0].sources) == len({id(source) for source in sources})
+
+
+def test_references_are_compared_by_their_hash() -> None:
+    compared = 0
+
+    class Counted:
+        def __init__(self, name: int) -> None:
+            self.name = name
+
+        def __hash__(self) -> int:
+            return hash(self.name)
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return isinstance(other, Counted) and other.name == self.name
+
+    outline = Outline.of(pack(rollout([(2, 3), (1, 1)])))
+    views = [BatchView.at(Counted(number % 60), outline) for number in range(120)]  # two equal references each
+    joined = BatchView.cat(views)
+    assert compared <= 2 * len(views)
+    assert [source.held.name for source in joined.strands[0].sources] == [*range(60)]
+    assert segments_of(joined) == [(number % 60, 0, 2) for number in range(120)]
+
+
+def test_references_without_a_hash_stand_for_themselves() -> None:
+    outline = Outline.of(pack(rollout([(2, 3), (1, 1)])))
+    one, other = BatchView.at([1], outline), BatchView.at([1], outline)
+    assert len(BatchView.cat([one, one[::-1]]).strands[0].sources) == 1
+    assert len(BatchView.cat([one, other]).strands[0].sources) == 2
 
 
 # -------------------------------------------------------------------- any operations over any sources
