@@ -221,14 +221,15 @@ class Covers:
         value = self.tensors.get(path_of(mask))
         if value is None or value.is_nested or value.dim() != 2:
             seen = "no field of the batch" if value is None else str(tuple(value.shape))
+            wide = [show(path) for path, field in self.tensors.items() if field.dim() == 2]
             raise LayoutError(
                 f"{_CALL}: mask {_named(mask)} is {seen}; expected a field (B, width). Name one: "
-                f"{', '.join(show(path) for path, field in self.tensors.items() if field.dim() == 2) or 'there is none'}."
+                f"{', '.join(wide) or 'there is none'}."
             )
         return path_of(mask)
 
     def _fields_served(self) -> Counter[Key]:
-        """Of each mask, how many fields that the registry does not know, and that are no masks, have one pad under it."""
+        """Of each mask, how many fields have one pad under it: fields that the registry does not know, and no masks."""
         counts: Counter[Key] = Counter()
         for path, value in self.tensors.items():
             if path not in self._masks and self._registry.find(path) is None and value.layout == torch.strided:

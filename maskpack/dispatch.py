@@ -74,8 +74,8 @@ class WorkerGroup:
             parallel peers) get the same rows. By default each actor is a rank of its own.
         collect: for each actor whether its result counts, one a rank; by default the first of each rank.
         registry, pad_token_id, codec: for `compress`, here and on the ranks' way back.
-        strict_mask_nesting: for `compress` on the driver; ranks ship whole, with a warning, what no mask covers. "both":
-            ranks raise there too.
+        strict_mask_nesting: for `compress` on the driver; ranks ship whole, with a warning, what no mask covers.
+            "both": ranks raise there too.
         verify: for `compress` on the driver; ranks always verify what they return.
 
     A group can be given to tasks and actors, which call the same actors; `close` there kills none. As a context manager
@@ -505,8 +505,9 @@ class WorkerGroup:
     def pack(self, batch: TensorDictBase, beside: BatchView | None = None) -> PackedBatch:
         """`compress` with the group's options. A batch that has no mask lies under the layouts of the one `beside` it,
         if that has as many rows."""
-        alike = beside is not None and batch.batch_size[:1] == (beside.num_rows,)
-        like = beside.layouts_alone() if alike and not has_masks(batch, self._options["registry"]) else None
+        like = None
+        if beside is not None and batch.batch_size[:1] == (beside.num_rows,):
+            like = None if has_masks(batch, self._options["registry"]) else beside.layouts_alone()
         return compress(batch, **self._options, like=like)
 
     # ---------------------------------------------------------------- sending

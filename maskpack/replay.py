@@ -204,8 +204,8 @@ def _packed(fields: Mapping[str, _Field], name: str, sequence: RowLayout, call: 
         offsets = host_offsets(value, sequence) if offsets is None else offsets
         if not np.array_equal(offsets, sequence.row_offsets):
             raise ReplayError(
-                f'{call}: field "{show(path)}" has {packed.shape[0]} tokens in rows of other lengths than the sequence axis, '
-                f"which has {sequence.total} tokens. Nest it under the sequence axis."
+                f'{call}: field "{show(path)}" has {packed.shape[0]} tokens in rows of other lengths than the sequence '
+                f"axis, which has {sequence.total} tokens. Nest it under the sequence axis."
             )
     else:
         if value.dim() == 3 and value.shape[2] == sequence.width:  # M-RoPE, [B, n, S]

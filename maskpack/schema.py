@@ -215,8 +215,8 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
         layout = _layout(numbers.reshape(-1, 3), splits, sizes[key], own.device, call, key[1])
         if layouts.setdefault(key[1], layout) != layout:
             raise LayoutError(
-                f'{call}: layout "{key[1]}" of another batch, with other rows or widths, was put over that of this one, '
-                f"as update() does; expected fields of the same rows. {_APART}"
+                f'{call}: layout "{key[1]}" of another batch, with other rows or widths, was put over that of this '
+                f"one, as update() does; expected fields of the same rows. {_APART}"
             )
     for (name, value), offsets in zip(first.items(), read[2 * len(tables) :], strict=True):
         if np.array_equal(offsets, layouts[name].row_offsets):
@@ -228,7 +228,7 @@ def _parts(batch: TensorDictBase, call: str) -> dict[str, Schema]:
     """The schemas that a nested batch carries, by the names of their parts: one, and one more for each `update` with a
     nested batch of other fields."""
     carried = entry_at(batch, (LAYOUTS,))
-    names = list(fields_of(carried).keys()) if is_sub_batch(carried) else []
+    names = [str(name) for name, _ in fields_of(carried).items()] if is_sub_batch(carried) else list[str]()
     known = [any(entry_at(batch, (LAYOUTS, name, key)) is not None for key in ("schema", "runs")) for name in names]
     if not names or not all(known):
         raise LayoutError(

@@ -88,11 +88,9 @@ class Segments:
         last = int(np.searchsorted(self.bounds, end, side="left"))
         if begin == end:
             first = last
-        low = np.maximum(self.bounds[first:last], begin)
-        high = np.minimum(self.bounds[first + 1 : last + 1], end)
-        return Segments(
-            self.source[first:last].copy(), self.start[first:last] + low - self.bounds[first:last], high - low
-        )
+        before = self.bounds[first:last]
+        low, high = np.maximum(before, begin), np.minimum(self.bounds[first + 1 : last + 1], end)
+        return Segments(np.array(self.source[first:last]), self.start[first:last] + low - before, high - low)
 
     def renumbered(self, numbers: IntArray) -> Segments:
         """With `numbers[s]` for source `s`."""

@@ -320,7 +320,7 @@ def test_a_registry_means_what_it_means_to_compress(tmp_path, capsys):
     file = saved(batch, tmp_path / "b")
     registry = maskpack.MaskNestingRegistry({"m": MaskNestingSpec("m")})
     (tmp_path / "r.json").write_text(json.dumps(registry.to_dict()))
-    with pytest.raises(maskpack.CoverageError, match='"values".*the registry does not know it'):
+    with pytest.raises(maskpack.CoverageError, match=r'"values".*the registry does not know it'):
         maskpack.compress(batch, registry=registry, strict_mask_nesting=True)
     shown = doctor([file, "--registry", tmp_path / "r.json"], capsys, 1)
     assert '"values" (7, 6) float32, 168 bytes: the registry does not know it' in shown

@@ -1371,6 +1371,19 @@ def test_signed_zero_of_every_kind_of_dtype(dtype: torch.dtype) -> None:
     assert_same_batch(unnest(nested), batch)
 
 
+def test_minus_zero_has_a_remedy_that_works() -> None:
+    """`x * mask`, in a field whose registry entry names no pad."""
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    batch = TensorDict({"mask": mask, "x": torch.tensor([[1.0, 2.0, 3.0], [-1.0, -2.0, -3.0]]) * mask}, batch_size=[2])
+    registry = {"mask": MaskNestingSpec("mask"), "x": MaskNestingSpec("mask")}
+    with pytest.raises(
+        LossyPadError, match=r'-0\.0 at \(1, 1\).*which mask "mask" masks out.*the pads \[0, SIGNED_ZERO\]'
+    ):
+        nest_batch_by_mask(batch, registry, strict=True)
+    registry["x"] = MaskNestingSpec("mask", [0, SIGNED_ZERO])
+    assert_same_batch(unnest(nest_batch_by_mask(batch, registry, strict=True)), batch)
+
+
 def test_two_pads_in_a_row_are_a_loss() -> None:
     batch = signed_zeros()
     row = int((batch["attention_mask"][:, 6:].sum(1)).argmin())

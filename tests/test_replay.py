@@ -352,10 +352,10 @@ def test_names_of_ones_own(form: Any, tokens: Any) -> None:
     ):
         same_rows(seen, values_of(model, batch, WEIGHT, 3))
     with pytest.raises(
-        ReplayError, match='no field "input_ids".*If they have another name, pass it: input_ids="tokens"'
+        ReplayError, match=r'no field "input_ids".*If they have another name, pass it: input_ids="tokens"'
     ):
         PackedInputs.of(form(own), registry=OWN_NAMES)
-    with pytest.raises(ReplayError, match='PackedInputs.of: field "attn" is torch.float32'):
+    with pytest.raises(ReplayError, match=r'PackedInputs.of: field "attn" is torch\.float32'):
         PackedInputs.of(own.clone().set("attn", own["attn"].float()), registry=OWN_NAMES, input_ids="attn")
     with pytest.raises(ReplayError, match="input_ids is 3; expected a name"):
         response_log_probs(model, form(own), registry=OWN_NAMES, input_ids=3)  # type: ignore[arg-type]

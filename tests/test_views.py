@@ -97,7 +97,7 @@ def segments_of(view: BatchView) -> list[tuple[int, int, int]]:
     return list(zip(parts.source.tolist(), parts.start.tolist(), parts.count.tolist(), strict=True))
 
 
-# -------------------------------------------------------------------- work that grows with the rows, not with their square
+# -------------------------------------------------------------------- work that grows with the rows, not their square
 
 
 @pytest.fixture
