@@ -142,7 +142,7 @@ class Sequence:
     def step(self) -> None:
         steps = [self.put, self.call, self.move, self.move, self.move, self.cat, self.fields, self.onto, self.plan]
         steps += [self.order, self.fail, self.late, self.release, self.pipelined]
-        chosen = self.die if self.number(200) == 0 else steps[self.number(len(steps))]
+        chosen = self.die if self.number(60) == 0 else steps[self.number(len(steps))]
         chosen()
         self.done[chosen.__name__] += 1
         if self.number(3) == 0:
