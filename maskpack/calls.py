@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -215,8 +215,12 @@ class Sender(Protocol):
         """Takes note of the nodes that the actors of a rank ran on."""
         ...
 
-    def ranks_gone(self) -> set[int]:
-        """Ranks that answered from nodes that are gone since."""
+    def nodes_alive(self, died: Collection[int]) -> set[str]:
+        """The nodes that are alive, after actors of some ranks have died."""
+        ...
+
+    def ranks_off(self, nodes: Collection[str]) -> set[int]:
+        """The ranks that answered last from other nodes than these."""
         ...
 
 
@@ -356,13 +360,16 @@ class Call:
 
         The results that are there are kept; the call that is returned has them and those of the rows sent again. Rows
         of a view that are lost with their node are among these, and ranks on nodes that are gone are left out.
+        Where actors have died, this waits until their nodes have answered, or Ray knows that they are gone.
         A plan is made anew for them. The result has the layout and the device of this call's.
 
         Raises MaskpackError if every rank was lost and no group is given, or if the plan has several updates, loss
         tokens or groups: then a part of it is not a part of the whole.
         """
         request, parts = self.request, self.parts  # in this order: another thread may finish the call
-        gone = _rows_gone(parts)
+        dead = {part.rank for part in parts if isinstance(part.error, _ray.exceptions.RayActorError)}
+        alive = self.group.nodes_alive(dead) if parts else set[str]()
+        gone = _rows_gone(parts, alive)
         failed = [part for part in parts if part.receipt is None or id(part) in gone]
         kept = [part for part in parts if all(part is not other for other in failed)]
         if not failed:
@@ -375,8 +382,8 @@ class Call:
         to = self.group if group is None else group
         lost = self.lost.union(part.rank for part in failed if part.lost) if group is None else frozenset[int]()
         ranks = [rank for rank in range(to.num_ranks) if rank not in lost]
-        there = to.ranks_gone()
-        ranks = [rank for rank in ranks if rank not in there] or ranks  # they may have been started elsewhere
+        off = to.ranks_off(alive)
+        ranks = [rank for rank in ranks if rank not in off] or ranks  # they may have been started elsewhere
         if not ranks:
             raise MaskpackError(
                 f'WorkerGroup: every rank that "{request.method}" was sent to is lost or late; expected one that '
@@ -393,7 +400,7 @@ class Call:
 
     def _finish(self, timeout: float | None, wanted: Callable[[], bool]) -> None:
         self._collect(timeout, wanted)
-        gone = _rows_gone(self.parts)
+        gone = _rows_gone(self.parts, nodes_alive()) if self.request.layout == "view" else {}
         for part in self.parts:
             if id(part) in gone:
                 part.receipt, part.result, part.error = None, None, gone[id(part)]
@@ -496,19 +503,17 @@ class Call:
             self.metrics[f"dispatch/rank_{phase}_ms"] = max((receipt.ms[phase] for receipt in receipts), default=0.0)
 
 
-def _rows_gone(parts: Sequence[Part]) -> dict[int, BaseException]:
+def _rows_gone(parts: Sequence[Part], alive: Collection[str]) -> dict[int, BaseException]:
     """Of parts whose rows stay in the object store, those whose rows went with their node: why, by their ids."""
-    kept = [part for part in parts if isinstance(part.result, BatchView)]
-    alive = nodes_alive().keys() if kept else set[str]()
     gone: dict[int, BaseException] = {}
-    for part in kept:
-        node = cast("Receipt", part.receipt).node
-        if node in alive:
+    for part in parts:
+        node = "" if part.receipt is None else part.receipt.node
+        if node in alive or not isinstance(part.result, BatchView):
             continue
         error = _got([part.packed], 0)[1]  # small objects are here; of lost ones Ray may know already
         if isinstance(error, TimeoutError):
             places = _ray.experimental.get_object_locations([part.packed])[part.packed]["node_ids"]
-            if alive.isdisjoint(places):
+            if not any(place in alive for place in places):
                 error = MaskpackError(f"node {node[:8]} is gone, and with it the rows that this rank returned")
         if error is not None and not isinstance(error, TimeoutError):
             gone[id(part)] = error

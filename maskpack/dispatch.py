@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -599,9 +599,13 @@ class WorkerGroup:
         """Takes note of the nodes that the actors of a rank ran on."""
         self._store.ran_on(rank, nodes)
 
-    def ranks_gone(self) -> set[int]:
-        """Ranks that answered from nodes that are gone since."""
-        return self._store.gone()
+    def nodes_alive(self, died: Collection[int]) -> set[str]:
+        """The nodes that are alive, after actors of some ranks have died."""
+        return self._store.nodes_alive(died)
+
+    def ranks_off(self, nodes: Collection[str]) -> set[int]:
+        """The ranks that answered last from other nodes than these."""
+        return self._store.ranks_off(nodes)
 
     def _by_site(self, rows: Mapping[int, IntArray]) -> list[tuple[Site, list[int], IntArray]]:
         """The sites, their ranks, and the rows of all of these."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, Literal
 
 import numpy as np
@@ -27,6 +28,7 @@ class VerifyFirst:
 
     def __init__(self) -> None:
         self._pads: OrderedDict[Any, dict[Path, PadValue | None]] = OrderedDict()
+        self._lock = Lock()
 
     def known(self, fields: Any) -> Mapping[Path, PadValue | None]:
         """The pad of each field of a set of fields; None where a field had none."""
@@ -34,9 +36,10 @@ class VerifyFirst:
 
     def learn(self, fields: Any, pads: Mapping[Path, PadValue | None]) -> None:
         """Remembers these pads beside what is known of other fields of the set."""
-        self._pads[fields] = {**self.known(fields), **pads}
-        while len(self._pads) > _MOST_FIELD_SETS:
-            self._pads.popitem(last=False)
+        with self._lock:
+            self._pads[fields] = {**self.known(fields), **pads}
+            while len(self._pads) > _MOST_FIELD_SETS:
+                self._pads.popitem(last=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return VerifyFirst, ()

@@ -9,7 +9,7 @@ What was put is remembered until other rows of the batch are put, the batch dies
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from threading import RLock
 from typing import Any, cast
@@ -31,12 +31,20 @@ SHARE = 4
 """A group remembers objects of a quarter of the object store of the driver's node, at most, for PackedBatches that may
 be dispatched again; of the batch that was used last always all."""
 
+_PATIENCE = 60.0
+"""Seconds that a node has to answer when an actor on it has died; Ray takes some to notice that a node is gone."""
+
 _ray: Any = ray
 
 
 @ray.remote(num_cpus=0)
 def _cut(packed: PackedBatch, rows: IntArray) -> PackedBatch:
     return packed.select(rows)
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _answer() -> None:
+    """Nothing; from a node that is alive."""
 
 
 def this_node() -> str:
@@ -94,11 +102,28 @@ class Placement:
                 return [Site()] * len(self._sites)
             return [self._site(rank) for rank in range(len(self._sites))]
 
-    def gone(self) -> set[int]:
-        """The ranks whose nodes are known to be gone."""
-        alive = nodes_alive().keys()
+    def nodes_alive(self, died: Collection[int]) -> set[str]:
+        """The nodes that are alive, after actors of some ranks have died: waits until the nodes that these ran on have
+        answered, or Ray knows that they are gone."""
         with self._lock:
-            return {rank for rank, site in enumerate(self._sites) if site is not None and not site <= alive}
+            sites = list(self._sites)
+        known = [node for site in sites for node in site or ()]
+        suspects = {node for rank in died for node in (sites[rank] or known)}
+        suspects = suspects & nodes_alive().keys() - {this_node()}
+        task = cast("Any", _answer)
+        asked: dict[Any, str] = {
+            task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(): node
+            for node in suspects
+        }
+        ready: list[Any] = []
+        if asked:
+            ready = _ray.wait(list(asked), num_returns=len(asked), timeout=_PATIENCE)[0]
+        return set(nodes_alive()) - suspects | {asked[ref] for ref in ready if _answered(ref)}
+
+    def ranks_off(self, nodes: Collection[str]) -> set[int]:
+        """The ranks that ran on other nodes than these."""
+        with self._lock:
+            return {rank for rank, site in enumerate(self._sites) if site is not None and not site.issubset(nodes)}
 
     def release(self, packed: PackedBatch | None = None) -> None:
         """Forgets what was put for a batch, or for all."""
@@ -168,6 +193,14 @@ class Placement:
             total -= sizes[batch]
             out.append(self._put.pop(batch, None))
         return out
+
+
+def _answered(reference: Any) -> bool:
+    try:
+        _ray.get(reference, timeout=0)
+    except _ray.exceptions.RayError:
+        return False
+    return True
 
 
 def _nodes_of(reference: Any) -> list[str]:

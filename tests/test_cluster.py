@@ -24,7 +24,7 @@ from tensordict import TensorDict
 import maskpack as mp
 from bench.workloads import PAD_ID, make_batch
 from maskpack.dispatch import Broadcast, WorkerGroup, endpoint
-from maskpack.placement import Placement
+from maskpack.placement import Placement, nodes_alive
 from maskpack.sharing import arrays_of
 
 RANKS = 4
@@ -80,6 +80,9 @@ class Worker:
         import of_the_cluster_tests
 
         return os.environ["MASKPACK_TEST"], of_the_cluster_tests.WORD
+
+    def wait(self):
+        time.sleep(3600)
 
     def read_only(self, packed):
         """Whether the arrays of a packed batch, as they lie in the object store, refuse to be written."""
@@ -400,3 +403,92 @@ def test_a_node_is_removed_while_rows_lie_on_it(cluster, actors, batch, tmp_path
     assert_same(rest.call("echo", kept[:128]), batch[:128])
     there = rest.put(batch[144:])
     assert_same(rest.call("echo", mp.BatchView.cat([kept[:144], there])), batch)
+
+
+@pytest.mark.parametrize("own_group", [True, False], ids=["own ranks", "another group"])
+def test_one_retry_after_a_node_died_whose_first_rank_had_answered(cluster, actors, batch, tmp_path, own_group):
+    """The rows that were kept there are sent again, and the ranks there get none."""
+    node = cluster.add_node(num_cpus=1, **NODE)
+    group = WorkerGroup([actors[0], on(node.node_id, "first"), on(node.node_id, "gone")], pad_token_id=PAD_ID)
+    group.call("echo", batch)
+    call = group.submit("sleep_in_the_last_rank", batch, str(tmp_path / "began"), layout="view")
+    while not (tmp_path / "began").exists() or not ray.wait(call.parts[1].receipts, timeout=0)[0]:
+        time.sleep(0.01)
+    cluster.remove_node(node, allow_graceful=False)
+    with pytest.raises(mp.WorkerError, match=r"rank 2 \(rows 128 to 191\)") as caught:
+        call.result()
+    again = (
+        caught.value.call.retry()
+        if own_group
+        else caught.value.call.retry(WorkerGroup(actors[1:2], pad_token_id=PAD_ID))
+    )
+    view = again.result()
+    assert {part.held for part in sources(view)}.isdisjoint({call.parts[1].packed})
+    assert any(part.held == call.parts[0].packed for part in sources(view)), "those here are kept"
+    assert_same(view.materialize(get=ray.get), batch)
+
+
+def test_rows_that_went_with_their_node_are_not_handed_out(cluster, actors, batch):
+    node = cluster.add_node(num_cpus=1, **NODE)
+    group = WorkerGroup([actors[0], on(node.node_id)], pad_token_id=PAD_ID)
+    call = group.submit("echo", batch, layout="view")
+    while not call.done():
+        time.sleep(0.01)
+    cluster.remove_node(node, allow_graceful=False)
+    while node.node_id in nodes_alive():
+        time.sleep(0.05)
+    with pytest.raises(mp.WorkerError, match=r"failed on 1 of 2 ranks: rank 1 \(rows 96 to 191\)") as caught:
+        call.result()
+    assert_same(caught.value.call.retry().result().materialize(get=ray.get), batch)
+
+
+# -------------------------------------------------------------------- where ranks are
+
+
+def test_submit_waits_for_no_actor(nodes, actors, batch):
+    """One is dead, one is at work in something long: both before the first call of the group."""
+    busy, dead = on(nodes[1], "busy"), on(nodes[1], "dead")
+    ray.kill(dead)
+    held = busy.wait.remote()
+    group = WorkerGroup([actors[0], busy, dead, actors[3]], pad_token_id=PAD_ID)
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("get", "wait"):
+            patch.setattr(ray, name, lambda *args, **more: asked.append(args))
+        calls = [group.submit("echo", batch) for _ in range(2)]
+    assert asked == []
+    with pytest.raises(mp.WorkerError, match=r"on 2 of 4 ranks: rank 1 .* rank 2 ") as caught:
+        calls[0].result(3)
+    assert_same(caught.value.call.retry().result(), batch)
+    assert not ray.wait([held], timeout=0)[0]
+    ray.kill(busy)
+
+
+def test_sites_are_learnt_from_the_first_answers(nodes, actors, batch, puts, needed):
+    group = WorkerGroup(actors, pad_token_id=PAD_ID)
+    assert_same(group.call("echo", batch), batch)
+    assert [len(packed) for packed in puts] == [B // RANKS] * RANKS, "each rank for itself"
+    puts.clear(), needed.clear()
+    assert_same(group.call("echo", batch), batch)
+    assert [len(packed) for packed in puts] == [B // 2] * 2
+    assert [site for site, _ in needed] == [{nodes[0]}, {nodes[1]}]
+
+
+def test_an_actor_that_moved_is_found_by_its_next_receipt(cluster, nodes, batch):
+    node = cluster.add_node(num_cpus=1, resources={"mover": 1}, **NODE)
+    mover = Remote.options(resources={"mover": 0.5}, max_restarts=1).remote("mover")
+    group = WorkerGroup([on(nodes[0]), mover], pad_token_id=PAD_ID)
+    assert_same(group.call("echo", batch), batch)
+    assert group._store.sites()[1] == {node.node_id}
+    other = cluster.add_node(num_cpus=1, resources={"mover": 1}, **NODE)
+    cluster.remove_node(node, allow_graceful=False)
+    for _ in range(100):
+        try:
+            seen = group.call("echo", batch)
+            break
+        except mp.WorkerError as error:
+            assert_same(error.call.retry().result(), batch)
+            time.sleep(0.1)
+    assert_same(seen, batch)
+    assert group._store.sites()[1] == {other.node_id}
+    cluster.remove_node(other, allow_graceful=False)

@@ -747,6 +747,63 @@ def test_of_the_rows_of_a_packed_batch_the_last_are_remembered(group, batch):
     assert group.metrics["dispatch/bytes_sent"] == 0
 
 
+# -------------------------------------------------------------------- which rows they are
+
+
+def kept_by(group, batch, tmp_path, how):
+    """Results of a view, whose rows stay where they are."""
+    if how == "plan":
+        plan = group.plan(batch, 30)
+        return group.call("scale_in_parts", batch, 2.0, plan=plan, layout="view")[0]
+    if how == "retry":
+        with pytest.raises(mp.WorkerError) as caught:
+            group.call("fail_once_in_parts", batch, str(tmp_path / str(len(list(tmp_path.iterdir())))), layout="view")
+        return caught.value.call.retry().result()
+    if how == "onto":
+        values = batch.materialize("returns", get=ray.get)
+        return group.put(values, onto=batch)
+    return group.call("scale", batch, 2.0, layout="view", balance="tokens" if how == "tokens" else "rows")
+
+
+@pytest.mark.parametrize("how", ["rows", "tokens", "plan", "retry", "onto"])
+@pytest.mark.parametrize("put", [True, False], ids=["put", "here"])
+def test_results_in_another_order_are_refused(group, batch, tmp_path, how, put):
+    """Also where all rows are as long."""
+    even = rollout([(2, 3)] * B)
+    view = group.put(even) if put else mp.BatchView.of(group.pack(even))
+    turned = kept_by(group, view[::-1], tmp_path, how)
+    with pytest.raises(mp.LayoutError, match=r"with_fields: row 0 of the fields is row 6 of the batch that it comes"):
+        view.with_fields(turned)
+    assert len(view.with_fields(turned[::-1])) == B
+    assert len(view[::-1].repeat(2).with_fields(turned.repeat(2))) == 2 * B
+    part = kept_by(group, view[1:], tmp_path, how)
+    with pytest.raises(mp.LayoutError, match=r"row 0 of the fields is row 1 .* row 0 of the view is row 0"):
+        view[:-1].with_fields(part)
+    assert len(view[1:].with_fields(part)) == B - 1
+
+
+def test_put_onto_other_rows_is_refused_before_anything_is_put(group, batch, monkeypatch):
+    view = group.put(batch)
+    monkeypatch.setattr(ray, "put", None)
+    with pytest.raises(mp.LayoutError, match="row 0 of the fields is row 6"):
+        group.put(view[::-1], onto=view)
+
+
+def test_what_was_put_is_released(group, batch):
+    packed = group.pack(batch)
+    group.call("nothing", packed)
+    group.release(packed)
+    group.call("nothing", packed)
+    assert group.metrics["dispatch/bytes_sent"] > 0
+    group.release()
+    assert_same(group.call("echo", packed), batch)
+    assert group.metrics["dispatch/bytes_sent"] > 0
+    with pytest.raises(
+        mp.LayoutError, match=r"WorkerGroup\.release: got a TensorDict; expected a PackedBatch that was"
+    ):
+        group.release(batch)
+
+
 # -------------------------------------------------------------------- devices
 
 

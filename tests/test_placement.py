@@ -183,12 +183,12 @@ def test_sites_are_those_of_the_last_receipts(store):
     place.ran_on(1, [A])
     place.ran_on(2, [B, A])
     assert place.sites() == [{A}, {A}, {A, B}]
-    assert place.gone() == set()
+    assert place.ranks_off(alive) == set()
     del alive[B]
-    assert place.gone() == {2}
+    assert place.ranks_off(alive) == {2}
     assert place.sites() == [{A}, {A}, {A, B}]
     place.ran_on(2, [A])  # started again elsewhere
-    assert place.gone() == set()
+    assert place.ranks_off(alive) == set()
     assert place.sites() == [{A}] * 3
 
 
