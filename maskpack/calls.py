@@ -130,11 +130,16 @@ class Part:
 
     @property
     def lost(self) -> bool:
-        """Whether one of its actors is dead, or has not answered yet: it may wait for a peer that failed. Not an actor
-        that Ray starts again, and not one that was never asked."""
-        if not self.receipts or self.taken_back or isinstance(self.error, _ray.exceptions.ActorUnavailableError):
+        """Whether one of its actors is dead or away, or has not answered yet: it may wait for a peer that failed. Not
+        one that was never asked."""
+        if not self.receipts or self.taken_back:
             return False
         return not self.answered or isinstance(self.error, _ray.exceptions.RayActorError)
+
+    @property
+    def away(self) -> bool:
+        """Whether one of its actors cannot be reached: it dies, or Ray starts it again."""
+        return isinstance(self.error, _ray.exceptions.ActorUnavailableError)
 
     @property
     def answered(self) -> bool:
@@ -381,9 +386,11 @@ class Call:
             )
         to = self.group if group is None else group
         lost = self.lost.union(part.rank for part in failed if part.lost) if group is None else frozenset[int]()
+        away = {part.rank for part in failed if part.away}  # they may be back when this call fails
         ranks = [rank for rank in range(to.num_ranks) if rank not in lost]
         off = to.ranks_off(alive)
         ranks = [rank for rank in ranks if rank not in off] or ranks  # they may have been started elsewhere
+        ranks = ranks or sorted(away if group is None else ())
         if not ranks:
             raise MaskpackError(
                 f'WorkerGroup: every rank that "{request.method}" was sent to is lost or late; expected one that '
@@ -394,7 +401,8 @@ class Call:
         rows = dict(zip(ranks, np.array_split(missing, len(ranks)), strict=True))
         sent, metrics = to.send(request, rows, again=True)
         # what is no TensorDict comes as a list in this order
-        return Call(to, request, sorted([*sent, *kept], key=lambda part: part.rows[:1].tolist()), metrics, lost)
+        parts = sorted([*sent, *kept], key=lambda part: part.rows[:1].tolist())
+        return Call(to, request, parts, metrics, lost - away)
 
     # ---------------------------------------------------------------- waiting
 

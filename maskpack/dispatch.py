@@ -549,6 +549,10 @@ class WorkerGroup:
                 if not parts:
                     raise
                 parts[rank] = Part(rank, rows[rank], [], 0, None, Ticket(), error=error)
+            except KeyboardInterrupt:
+                for part in parts.values():
+                    part.take_back()
+                raise
         metrics = {"dispatch/bytes_sent": float(nbytes), "dispatch/put_ms": 1e3 * (time.perf_counter() - begun)}
         return [parts[rank] for rank in rows], metrics
 
