@@ -19,6 +19,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import ray
+import ray.actor
 import torch
 from tensordict import TensorDictBase, is_tensorclass
 from tensordict import is_non_tensor as is_non_tensor  # type: ignore[reportUnknownVariableType]
@@ -52,6 +53,7 @@ class Broadcast:
 
 _SMALL = (bool, int, float, str, type(None), ray.ObjectRef, BatchView, Broadcast)
 """What is no large argument, to be put once for all ranks."""
+_Handle: Any = ray.actor.ActorHandle
 _RESTARTING = 3
 """Ray's state of an actor that died and is started again."""
 _PATIENCE = 60.0
@@ -314,7 +316,9 @@ class WorkerGroup:
     def _await_restarts(self, actors: Sequence[int]) -> None:
         """Actors that Ray starts again take no calls before they are built."""
         until = time.monotonic() + _PATIENCE
-        while any(self.actors[actor]._get_local_state() == _RESTARTING for actor in actors):
+        given: list[Any] = [self.actors[actor] for actor in actors]
+        handles = [handle for handle in given if isinstance(handle, _Handle)]
+        while any(handle._get_local_state() == _RESTARTING for handle in handles):
             if time.monotonic() > until:
                 return  # their calls will fail, and say so
             time.sleep(0.05)

@@ -2,6 +2,7 @@
 
     python -m tests.fuzz_dispatch --count 200 --seed 0 [--nodes 3]       sequences: put, call, move rows, fail, retry
     python -m tests.fuzz_dispatch --threads 8 --seconds 60 [--nodes 3]   threads that share a group and a PackedBatch
+    python -m tests.fuzz_dispatch --kills 100 --seed 0                   a node dies while calls run, 100 times
 
 A failure prints its seed; the end prints what was done, and resident memory and file descriptors at the begin and the
 end. Not collected by pytest: test_fuzz_dispatch.py runs a little of it.
@@ -40,6 +41,7 @@ from maskpack.views import BatchView
 
 STORE = 200 << 20
 ACTORS = 4
+QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500}  # to see that a node is gone
 PROMPT, RESPONSE = 5, 6
 FOLDERS = {"dir": tempfile.gettempdir()}
 """Where files lie by which ranks know that something has happened."""
@@ -61,6 +63,10 @@ class Worker:
     @endpoint(fields=["returns", "attention_mask", "prompts"])
     def scale(self, batch, factor):
         return TensorDict({"values": batch["returns"] * factor}, batch_size=batch.batch_size)
+
+    @endpoint
+    def rows(self, batch):
+        return batch["row"].tolist()
 
     @endpoint
     def once(self, batch, row, path, how):
@@ -141,7 +147,7 @@ class Sequence:
 
     def step(self) -> None:
         steps = [self.put, self.call, self.move, self.move, self.move, self.cat, self.fields, self.onto, self.plan]
-        steps += [self.order, self.fail, self.late, self.release, self.pipelined]
+        steps += [self.order, self.fail, self.late, self.release]
         chosen = self.die if self.number(60) == 0 else steps[self.number(len(steps))]
         chosen()
         self.done[chosen.__name__] += 1
@@ -169,9 +175,6 @@ class Sequence:
         ranks = self.group.num_ranks
         cuts = np.sort(self.rng.integers(0, len(want) + 1, ranks - 1))
         return np.split(self.rng.permutation(len(want)), cuts) if ranks > 1 else "rows"
-
-    def pipelined(self) -> None:
-        self.check(self.group.call("echo", self.batch, pipelined=True), self.batch)
 
     def move(self) -> None:
         view, want = self.pair()
@@ -300,8 +303,9 @@ def run_sequences(scene: Scene, args: argparse.Namespace) -> Counter[str]:
 
 
 def run_threads(scene: Scene, args: argparse.Namespace) -> Counter[str]:
-    """All threads take rows of one PackedBatch through one group."""
-    group = WorkerGroup(scene.actors, pad_token_id=PAD)
+    """All threads take rows of one PackedBatch through one group, many at once: an object that was put is released when
+    the next one is."""
+    group = WorkerGroup(scene.actors[:1], pad_token_id=PAD)
     first = Sequence(scene, args.seed)
     batch = torch.cat([first.batch] * (1 + 64 // len(first.batch)))
     batch["row"] = torch.arange(len(batch))
@@ -319,6 +323,10 @@ def run_threads(scene: Scene, args: argparse.Namespace) -> Counter[str]:
             part, want = view.select(rows), batch[torch.from_numpy(rows)]
             kind = ("padded", "view", "put", "packed", "fields", "raise", "release")[int(rng.integers(7))]
             try:
+                halves = [np.sort(rng.choice(count, count // 2, replace=False)) for _ in range(30)]
+                calls = [group.submit("rows", view.select(half)) for half in halves]
+                for half, call in zip(halves, calls, strict=True):
+                    assert call.result() == [half.tolist()], "rows of another thread"
                 if kind in ("padded", "view"):
                     check(group.call("echo", part, layout=kind), want)
                 elif kind == "put":
@@ -343,6 +351,7 @@ def run_threads(scene: Scene, args: argparse.Namespace) -> Counter[str]:
                 kind = "failed"
             with lock:
                 done[kind] += 1
+                done["rows"] += 30
 
     threads = [threading.Thread(target=work, args=(args.seed + k,)) for k in range(args.threads)]
     for thread in threads:
@@ -350,6 +359,58 @@ def run_threads(scene: Scene, args: argparse.Namespace) -> Counter[str]:
     for thread in threads:
         thread.join()
     return done
+
+
+def run_kills(cluster: Any, args: argparse.Namespace) -> Counter[str]:
+    """A node dies while calls on rows of the driver run, for results here and for results that stay on the ranks. What
+    is on the driver comes back; of a view that was given before, the only copy may be lost, with an error of Ray's."""
+    rng, done = np.random.default_rng(args.seed), Counter[str]()
+    batch = samples.rollout([(int(rng.integers(6)), int(rng.integers(7))) for _ in range(40)], PROMPT, RESPONSE)
+    batch = batch.exclude("global_token_num").set("wide", torch.from_numpy(rng.random((40, 4000))))
+    for number in range(args.kills):
+        victim = next(iter(cluster.worker_nodes))
+        there = NodeAffinitySchedulingStrategy(victim.node_id, soft=True)
+        actors = [Remote.options(max_restarts=-1, scheduling_strategy=at).remote() for at in (there, "DEFAULT", there)]
+        group = WorkerGroup(actors, pad_token_id=PAD)
+        group.ready()
+        view = BatchView.of(group.pack(batch))
+        kill = threading.Timer(float(rng.random()) * 0.35, cluster.remove_node, (victim,), {"allow_graceful": False})
+        kill.start()
+        calls = 0
+        while kill.is_alive() or calls < 6:
+            rows = rng.integers(40, size=12)
+            kept = bool(rng.integers(2))
+            try:
+                assert_same(survived(group, view.select(rows), kept, done), batch[torch.from_numpy(rows)])
+            except Exception:
+                print(f"kill {number}:", flush=True)
+                traceback.print_exc()
+                done["failed"] += 1
+            calls += 1
+        kill.join()
+        done.update(calls=calls, kills=1)
+        cluster.add_node(num_cpus=2, object_store_memory=STORE)
+        if number % 10 == 9:
+            print(f"{dict(done)}, {used()}", flush=True)
+    return done
+
+
+def survived(group: WorkerGroup, view: BatchView, kept: bool, done: Counter[str]) -> TensorDict:
+    for _ in range(6):
+        call = group.submit("echo", view, grace=5.0, layout="view" if kept else "padded")
+        try:
+            for _ in range(6):
+                try:
+                    seen = call.result(60.0)
+                    return seen.materialize(get=ray.get) if kept else seen
+                except mp.WorkerError as error:
+                    done["errors"] += 1
+                    call = error.call.retry()
+        except ray.exceptions.RayError as error:
+            if not kept:
+                raise
+            done[f"view lost: {type(error).__name__}"] += 1
+    raise AssertionError("rows of the driver did not come back")
 
 
 def used() -> str:
@@ -365,6 +426,7 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--threads", type=int, default=0, help="threads that share a group, instead of sequences")
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--kills", type=int, default=0, help="nodes that die, instead of sequences")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     set_list_to_stack(True).set()
@@ -373,8 +435,11 @@ def main() -> int:
         cloudpickle.register_pickle_by_value(module)
     node = {"num_cpus": 2, "object_store_memory": STORE}
     cluster = None
+    args.nodes = 2 if args.kills else args.nodes
     if args.nodes > 1:
-        cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **node})
+        cluster = Cluster(
+            initialize_head=True, head_node_args={"include_dashboard": False, "_system_config": QUICK, **node}
+        )
         for _ in range(args.nodes - 1):
             cluster.add_node(**node)
         ray.init(address=cluster.address, log_to_driver=False)
@@ -386,7 +451,10 @@ def main() -> int:
         scene = Scene()
         Sequence(scene, args.seed).call()
         first = used()
-        done = run_threads(scene, args) if args.threads else run_sequences(scene, args)
+        if args.kills:
+            done = run_kills(cluster, args)
+        else:
+            done = run_threads(scene, args) if args.threads else run_sequences(scene, args)
         print(f"{dict(done)}, {time.monotonic() - begun:.0f} s; begin: {first}; end: {used()}")
     ray.shutdown()
     if cluster is not None:

@@ -138,7 +138,7 @@ def test_padded_fields_of_a_tensorclass_are_encoded() -> None:
 def test_tensors_in_a_tensorclass_are_no_secret_to_strict_mode() -> None:
     with pytest.raises(mp.CoverageError, match="turn/tokens/ids"):
         mp.compress(batch_of(), strict_mask_nesting=True)
-    with pytest.raises(mp.CoverageError, match=r"classes/\[3\]/ids"):
+    with pytest.raises(mp.CoverageError, match=r"classes/\[0\]/ids.* with 3 more"):
         mp.compress(ragged(), strict_mask_nesting=True)
 
 

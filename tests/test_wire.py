@@ -1670,7 +1670,7 @@ def test_the_fuzzer_finds_what_takes_memory(monkeypatch: pytest.MonkeyPatch) -> 
         return decompress(batch, **{**options, "max_bytes": None})
 
     monkeypatch.setattr(fuzz_wire, "decompress", unlimited)
-    made = fuzz_wire.Mutant("", "sizes", empty(said(fields=[zeros("x", shape=[200 << 20])])), False, None)
+    made = fuzz_wire.Mutant("", "sizes", empty(said(fields=[zeros("x", shape=[800 << 20])])), False, None)
     with pytest.raises(AssertionError, match=r"the case took \d+ MiB of memory"):
         fuzz_wire.tried(made, {}, {})
 
