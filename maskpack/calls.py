@@ -70,7 +70,9 @@ class Request:
 
 
 _ended: deque[bytes] = deque()
-"""Keys of tickets that this process has used."""
+"""Keys of tickets that this process has used, the oldest first."""
+_KEPT = 256
+"""Tickets that stay: when the next call begins, the driver may not have the answer, and a peer may not have begun."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +83,12 @@ class Ticket:
 
     def begin(self) -> bool:
         """False if the driver has taken it back. Called by the actors."""
-        while _ended:
+        while len(_ended) > _KEPT:
             _kv._internal_kv_del(_ended.popleft(), namespace="maskpack")
         return self._said_first(b"begun")
 
     def end(self) -> None:
-        """What was said is forgotten at the actor's next call, when the driver has the answer to this one."""
+        """What was said is forgotten some calls later."""
         _ended.append(self.key)
 
     def take_back(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import threading
 import warnings
 from typing import Any
 
@@ -1468,3 +1469,21 @@ def test_pads_of_fields_in_any_memory_order(dtype: torch.dtype) -> None:
             stray["x"][1, 1, 2] = 5
             with pytest.raises(LossyPadError, match=r'"x" holds \(?5.* at \(1, 2, 1'):
                 nest_batch_by_mask(stray, registry, strict=True)
+
+
+def test_what_threads_learn_at_once_is_all_kept() -> None:
+    first, fields = VerifyFirst(), "a set of fields"
+
+    class Slow(dict[Any, Any]):
+        """Pads while whose reading another thread learns, if it may."""
+
+        def keys(self) -> Any:
+            if other.ident is None:
+                other.start()
+                other.join(0.2)
+            return super().keys()
+
+    other = threading.Thread(target=first.learn, args=(fields, {("b",): 0}))
+    first.learn(fields, Slow({("a",): 1}))
+    other.join()
+    assert first.known(fields) == {("a",): 1, ("b",): 0}
