@@ -6,6 +6,7 @@ import contextlib
 import pickle
 import threading
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -1473,17 +1474,22 @@ def test_pads_of_fields_in_any_memory_order(dtype: torch.dtype) -> None:
 
 def test_what_threads_learn_at_once_is_all_kept() -> None:
     first, fields = VerifyFirst(), "a set of fields"
+    other = threading.Thread(target=first.learn, args=(fields, {("b",): 0}))
 
-    class Slow(dict[Any, Any]):
+    class Slow(Mapping[Any, Any]):
         """Pads while whose reading another thread learns, if it may."""
 
-        def keys(self) -> Any:
-            if other.ident is None:
-                other.start()
-                other.join(0.2)
-            return super().keys()
+        def __getitem__(self, path: Any) -> int:
+            other.start()
+            other.join(0.2)
+            return 1
 
-    other = threading.Thread(target=first.learn, args=(fields, {("b",): 0}))
-    first.learn(fields, Slow({("a",): 1}))
+        def __iter__(self) -> Any:
+            return iter([("a",)])
+
+        def __len__(self) -> int:
+            return 1
+
+    first.learn(fields, Slow())
     other.join()
     assert first.known(fields) == {("a",): 1, ("b",): 0}
