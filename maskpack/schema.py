@@ -120,7 +120,8 @@ def pad_table(
     """uint8 [B, K] on a device: the pads of all padded fields, those that are PER_ROW from `row_pads`, [B] each."""
     places = _pad_places(forms := list(forms))
     line = b"".join(_pad_bytes(form.pads[0], form.dtype) for form in forms if form.path in places)
-    table = torch.tensor(list(line), dtype=torch.uint8).to(device, non_blocking=True).expand(rows, -1).clone()
+    here = torch.tensor(list(line), dtype=torch.uint8, device="cpu")
+    table = here.to(device, non_blocking=True).expand(rows, -1).clone()
     for path in row_pads.keys() & places.keys():
         begin, end = places[path].start + 1, places[path].stop
         bits = words(row_pads[path]).to(device).clone(memory_format=torch.contiguous_format)
