@@ -43,7 +43,7 @@ import maskpack
 from bench import baselines
 from bench.measure import NotExact, bits, interleaved, keep_memory, wire_bytes
 from bench.workloads import PAD_ID
-from maskpack.pool import Pool
+from maskpack.core.memory import Pool
 
 Digest = list[tuple[str, str, str, str]]
 

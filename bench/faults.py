@@ -36,7 +36,7 @@ from bench.measure import bits, progress, require_same
 from bench.report import Row
 from bench.workloads import PAD_ID
 from maskpack.dispatch import Call, WorkerGroup
-from maskpack.views import BatchView
+from maskpack.views.view import BatchView
 
 CASE = "faults"
 LIMIT = 60.0  # seconds of one attempt; it takes less than one

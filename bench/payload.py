@@ -21,7 +21,7 @@ from bench import baselines
 from bench.measure import bits, interleaved, peak_bytes, progress, require_same, tensors, wire_bytes
 from bench.report import Row
 from bench.workloads import PAD_ID, PROMPT_WIDTH, RESPONSE_WIDTH, VARIANTS, make_batch
-from maskpack.sharing import nbytes
+from maskpack.packed.references import nbytes
 
 _SMALLER = {"reference": ">= 47", "multi-turn": ">= 42"}  # padded / maskpack
 _SMALLER_WITH_CODEC = {"reference": ">= 58"}

@@ -32,7 +32,7 @@ from bench.replay_rivals import Lengths, Shape, dense_log_probs, lone_log_probs,
 from bench.report import Row
 from maskpack import FlopsModel, MicroBatchPlan, nest_batch_by_mask, plan_micro_batches
 from maskpack.adapters.transformers import Replayable, replayable
-from maskpack.replay import response_log_probs
+from maskpack.replay.inputs import response_log_probs
 
 OURS, EVEN, DENSE, PADDED = "ours", "ours, rows of one length", "own attention, dense rows of one length", "padded"
 _ALONE = "each row alone"

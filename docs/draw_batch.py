@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDict
 
 import maskpack as mp
-from maskpack.report import fields
+from maskpack.packed.sizes import fields
 
 FILE = Path(__file__).with_name("batch.svg")
 

@@ -11,12 +11,7 @@ maskpack.ops                 pack and unpack single tensors
 maskpack.dispatch            WorkerGroup and endpoint, over Ray
 """
 
-from maskpack import micro_batches as micro_batches  # registers what a plan does to batches
 from maskpack import ops
-from maskpack.agreement import agree_on_count
-from maskpack.balance import balance_rows
-from maskpack.costs import FlopsModel
-from maskpack.coverage import DenseField
 from maskpack.errors import (
     CoverageError,
     FieldError,
@@ -32,14 +27,8 @@ from maskpack.errors import (
     WireFormatError,
     WorkerError,
 )
-from maskpack.layout import RowLayout
-from maskpack.nesting import nest_batch_by_mask, unnest, unnest_batch_by_mask
-from maskpack.options import VerifyFirst
-from maskpack.packed import PackedBatch, compress, decompress
-from maskpack.plan import MicroBatchPlan, plan_micro_batches
-from maskpack.rank_plans import RankPlans, plan_ranks
-from maskpack.recorder import LoopRecorder
-from maskpack.registry import (
+from maskpack.fields.options import VerifyFirst
+from maskpack.fields.registry import (
     DENSE,
     EDGE,
     PAD_TOKEN_ID,
@@ -50,13 +39,23 @@ from maskpack.registry import (
     MaskNestingRegistry,
     MaskNestingSpec,
 )
-from maskpack.replay import PackedInputs, response_log_probs, response_values
-from maskpack.report import report
-from maskpack.response import extract_response, select_and_pad_to_response
-from maskpack.schema import LAYOUTS
-from maskpack.strands import Outline
-from maskpack.survey import dense_fields
-from maskpack.views import BatchView
+from maskpack.layout.row_layout import RowLayout
+from maskpack.nesting.coverage import DenseField
+from maskpack.nesting.nest import nest_batch_by_mask, unnest, unnest_batch_by_mask
+from maskpack.nesting.response import extract_response, select_and_pad_to_response
+from maskpack.nesting.schema import LAYOUTS
+from maskpack.nesting.survey import dense_fields
+from maskpack.packed.batch import PackedBatch, compress, decompress
+from maskpack.packed.sizes import report
+from maskpack.planning.agreement import agree_on_count
+from maskpack.planning.balance import balance_rows
+from maskpack.planning.costs import FlopsModel
+from maskpack.planning.plan import MicroBatchPlan, plan_micro_batches
+from maskpack.planning.ranks import RankPlans, plan_ranks
+from maskpack.planning.recorder import LoopRecorder
+from maskpack.replay.inputs import PackedInputs, response_log_probs, response_values
+from maskpack.views.strand import Outline
+from maskpack.views.view import BatchView
 
 __version__ = "0.1.0"
 

@@ -36,8 +36,8 @@ from tensordict import TensorDict, set_list_to_stack
 
 import maskpack as mp
 from maskpack.dispatch import WorkerGroup, endpoint
-from maskpack.placement import nodes_alive
-from maskpack.views import BatchView
+from maskpack.dispatch.placement import nodes_alive
+from maskpack.views.view import BatchView
 
 STORE = 200 << 20
 ACTORS = 4

@@ -37,7 +37,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from maskpack import MaskpackError, PackedBatch, WireFormatError, decompress, wire
+from maskpack import MaskpackError, PackedBatch, WireFormatError, decompress
+from maskpack.packed.file import container as wire
 
 GOLDEN = Path(__file__).parent / "golden"
 SIZES = {f"{kind}{8 * size}": size for kind in "IU" for size in (1, 2, 4, 8)}

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 
 import maskpack as mp
-from maskpack.adapters import transformers as adapter
+from maskpack.adapters.transformers import model as adapter
 from maskpack.adapters.transformers import replayable
 
 ROWS = ((2, 3), (4, 5), (1, 1), (3, 2), (4, 1), (2, 5))

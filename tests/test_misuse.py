@@ -14,11 +14,12 @@ from samples import freeze
 from tensordict import TensorDict
 
 import maskpack as mp
-from maskpack import dispatch, ops
-from maskpack.adapters.collator import PackedCollator
+from maskpack import ops
 from maskpack.adapters.transferqueue import from_samples, to_samples
-from maskpack.attention import packed_attention
-from maskpack.report import fields
+from maskpack.adapters.transformers.collator import PackedCollator
+from maskpack.dispatch import group as dispatch
+from maskpack.ops.attention import packed_attention
+from maskpack.packed.sizes import fields
 
 PUBLIC = {name: getattr(mp, name) for name in mp.__all__} | {
     "TensorDict": TensorDict,

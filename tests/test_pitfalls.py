@@ -30,7 +30,7 @@ from samples import (
 from tensordict import TensorDict, TensorDictBase
 
 import maskpack as mp
-from maskpack import words
+from maskpack.core import bits as words
 
 B = len(ROWS)
 ON_RESPONSE = real_positions("response", ROWS, PROMPT, RESPONSE)

@@ -22,17 +22,17 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from tensordict import lazy_stack as lazy_stack  # type: ignore[reportUnknownVariableType]
 from torch import Tensor
 
-from maskpack import pickles
-from maskpack.arguments import flag, said
+from maskpack.core.arguments import flag, said
+from maskpack.core.index import IntArray
+from maskpack.core.keys import need_keys, path_of, show
+from maskpack.core.tensors import device_here, host_array
+from maskpack.core.tree import entry_at
 from maskpack.errors import FieldError, LayoutError
-from maskpack.joining import with_stacks
-from maskpack.keys import need_keys, path_of, show
-from maskpack.options import kept_verify
-from maskpack.packed import PackedBatch, Target, compress, decompress
-from maskpack.rows import IntArray
-from maskpack.tensors import device_here, host_array
-from maskpack.tree import entry_at
-from maskpack.views import BatchView
+from maskpack.fields.options import kept_verify
+from maskpack.packed import pickling as pickles
+from maskpack.packed.batch import PackedBatch, Target, compress, decompress
+from maskpack.packed.join import with_stacks
+from maskpack.views.view import BatchView
 
 _ListStorage: Any = import_module("torchrl.data.replay_buffers").LazyStackStorage
 _Checkpointer: Any = import_module("torchrl.data.replay_buffers.checkpointers").StorageCheckpointerBase

@@ -22,18 +22,20 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from maskpack import manifest, reading, wire
-from maskpack.arguments import flag, said
-from maskpack.choice import encode_alone
-from maskpack.contents import Contents, candidate
-from maskpack.encodings import Plain
+from maskpack.core.arguments import flag, said
+from maskpack.core.bits import Words
+from maskpack.core.tree import has
 from maskpack.errors import FieldError, LayoutError
-from maskpack.joining import joined, restricted
-from maskpack.packed import PackedBatch
-from maskpack.sharing import Joined
-from maskpack.tree import has
-from maskpack.views import BatchView
-from maskpack.words import Words
+from maskpack.packed.batch import PackedBatch
+from maskpack.packed.choose import encode_alone
+from maskpack.packed.contents import Contents, candidate
+from maskpack.packed.encodings import Plain
+from maskpack.packed.file import container as wire
+from maskpack.packed.file import read as reading
+from maskpack.packed.file import write as manifest
+from maskpack.packed.join import joined, restricted
+from maskpack.packed.references import Joined
+from maskpack.views.view import BatchView
 
 _HEAD = struct.Struct("<4sHHI")
 """Magic, the place of the column among its batch's, the number of arrays, bytes of the deflated manifest."""

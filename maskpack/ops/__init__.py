@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maskpack.arguments import said
-from maskpack.backends import Backend, uses_triton
+from maskpack.core.arguments import said
+from maskpack.core.backends import Backend, uses_triton
+from maskpack.core.bits import pad_words
+from maskpack.core.tensors import need_gradients
 from maskpack.errors import LayoutError, RegistryError
-from maskpack.layout import RowLayout
-from maskpack.ops import _torch
+from maskpack.fields.registry import EDGE, Pad
+from maskpack.layout.row_layout import RowLayout
+from maskpack.ops import pack_torch as _torch
 from maskpack.ops.log_probs import packed_log_probs
-from maskpack.registry import EDGE, Pad
-from maskpack.tensors import need_gradients
-from maskpack.words import pad_words
 
 __all__ = ["pack", "packed_log_probs", "unpack"]
 
@@ -55,7 +55,7 @@ def pack(x: Tensor | Sequence[Tensor], layout: RowLayout, *, backend: Backend = 
                 f"on {layout.device}. Use the layout of x's own mask, on x's device."
             )
     if uses_triton(layout.device, backend, "pack"):
-        from maskpack.ops import _autograd
+        from maskpack.ops import pack_autograd as _autograd
 
         outs = _autograd.pack(fields, layout)
     else:
@@ -103,7 +103,7 @@ def unpack(
         _check(field, layout)
     words = [_words(pad, field.dtype, layout) for field, pad in zip(fields, pads, strict=True)]
     if uses_triton(layout.device, backend, "unpack"):
-        from maskpack.ops import _autograd
+        from maskpack.ops import pack_autograd as _autograd
 
         outs = _autograd.unpack(fields, layout, pads, words)
     else:

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maskpack.arguments import flag, said
-from maskpack.backends import Backend, uses_triton
+from maskpack.core.arguments import flag, said
+from maskpack.core.backends import Backend, uses_triton
 from maskpack.errors import LayoutError, MaskpackError
 
 _CHUNK_BYTES = 3 << 27  # of the logits of a chunk
@@ -242,7 +242,7 @@ class _Program(NamedTuple):
 def _program(kernels: bool) -> _Program:
     if not kernels:
         return _Program(reduce_rows, differentiate)
-    from maskpack.ops import _log_prob_kernels  # Triton is imported on first use
+    from maskpack.ops import log_probs_triton as _log_prob_kernels  # Triton is imported on first use
 
     return _Program(_log_prob_kernels.reduce_rows, _log_prob_kernels.differentiate)
 

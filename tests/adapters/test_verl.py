@@ -38,7 +38,7 @@ from verl.workers.utils.padding import left_right_2_no_padding
 import maskpack as mp
 from bench.workloads import PAD_ID, make_batch
 from maskpack.adapters import verl
-from maskpack.adapters.verl_dispatch import Parcel
+from maskpack.adapters.verl.dispatch import Parcel
 
 PAD = 7
 P, R = 5, 6

@@ -24,7 +24,7 @@ from maskpack import (
     select_and_pad_to_response,
     unnest,
 )
-from maskpack.registry import EDGE
+from maskpack.fields.registry import EDGE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -14,18 +14,9 @@ import torch
 from tensordict import TensorDict
 
 from bench.workloads import PAD_ID, VARIANTS, make_batch
-from maskpack import (
-    EDGE,
-    PER_ROW,
-    RL_FIELDS,
-    MaskNestingSpec,
-    PackedBatch,
-    compress,
-    decompress,
-    staging,
-    unnest,
-)
-from maskpack.backends import uses_triton
+from maskpack import EDGE, PER_ROW, RL_FIELDS, MaskNestingSpec, PackedBatch, compress, decompress, unnest
+from maskpack.core.backends import uses_triton
+from maskpack.packed.cuda import decode as staging
 
 pytestmark = [
     pytest.mark.gpu,
@@ -199,7 +190,7 @@ def test_no_memory_is_shared() -> None:
 
 
 def test_launches_share_one_compiled_kernel() -> None:
-    from maskpack.ops import _decode_kernel
+    from maskpack.packed.cuda import kernel as _decode_kernel
 
     def compiled() -> int:
         return sum(len(entry[0]) for entry in _decode_kernel._decode.device_caches.values())
@@ -214,8 +205,8 @@ def test_launches_share_one_compiled_kernel() -> None:
 
 def test_the_last_words_of_the_longest_rows_are_written() -> None:
     """Places behind them pass int32."""
-    from maskpack.ops import _decode_jobs as jobs
-    from maskpack.ops import _decode_kernel
+    from maskpack.packed.cuda import job_table as jobs
+    from maskpack.packed.cuda import kernel as _decode_kernel
 
     words = (1 << 31) - jobs.SPAN // 2
     out = torch.full((words + jobs.SPAN,), 77, dtype=torch.uint8, device="cuda")

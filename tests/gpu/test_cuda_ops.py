@@ -7,7 +7,7 @@ import torch
 from test_cuda import count_syncs
 
 from maskpack import EDGE, LayoutError, RowLayout, ops
-from maskpack.runs import MOST_TOKENS
+from maskpack.layout.run_index import MOST_TOKENS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -1,0 +1,311 @@
+"""The ranks' side of a call: `endpoint`, which decodes rows, runs a method, and packs what it returns.
+
+parcel, objects -> packed rows -> decoded, all of them or a micro-batch at a time -> method -> packed, joined
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, ParamSpec, TypeVar, cast, overload
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from maskpack.core.arguments import flag, said
+from maskpack.core.keys import need_keys
+from maskpack.core.memory import Pool
+from maskpack.core.objects import on_host
+from maskpack.core.tree import Node
+from maskpack.dispatch.messages import At, Packing, Parcel, Receipt, RowsAt
+from maskpack.dispatch.placement import this_node
+from maskpack.errors import LayoutError, MaskpackError, PlanError
+from maskpack.fields.registry import RL_FIELDS, Key
+from maskpack.nesting.schema import FieldForm
+from maskpack.packed.batch import PackedBatch, Target, compress, decompress
+from maskpack.planning.plan import join_rows
+from maskpack.views.strand import Outline
+
+_MEMORY = Pool()
+"""Of the padded tensors that methods see in this process; they die with the call, most of the time."""
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@overload
+def endpoint(method: Callable[_P, _R], /) -> Callable[_P, _R]: ...
+@overload
+def endpoint(
+    *,
+    layout: Target = "padded",
+    device: torch.device | str | None = None,
+    fields: Sequence[Key] = (),
+    micro_batches: bool = False,
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]: ...
+def endpoint(
+    method: Callable[..., Any] | None = None,
+    /,
+    *,
+    layout: Target = "padded",
+    device: torch.device | str | None = None,
+    fields: Sequence[Key] = (),
+    micro_batches: bool = False,
+) -> Any:
+    """Makes an actor method `method(self, batch, ...)` take packed rows and return packed rows.
+
+    The method sees its batch as a TensorDict in `layout` on `device` (by default that of the driver), with the `fields`
+    named, or all; other batches among its arguments come whole, in the same layout, on the same device. What it sees
+    are copies, which it may write to. A TensorDict that it returns, alone or first in a tuple, padded or nested, must
+    have the rows of its batch, and goes back packed under the batch's layouts; anything else goes back as it is. What
+    goes back lies on the host, tensors in dicts, lists and tuples among it, whatever device they were on.
+    Called with a TensorDict, the method runs as if it were not decorated.
+
+    A call with a `plan` gives the method the MicroBatchPlan of its rows as the keyword argument `plan`. With
+    `micro_batches` the method is called once for each micro-batch instead, of which alone it sees the decoded rows: the
+    TensorDicts that it returns, alone or first in a tuple, are joined in the order of the rows; of everything else (no
+    tensors with dims) there is a list with one item for each micro-batch. Without a plan all rows are one
+    micro-batch. Dummies run too, for their collectives; what is returned for them is dropped, what else the method does
+    is not: one that trains takes `plan`. Batches that every rank gets whole are decoded for each micro-batch.
+    """
+    need_keys(fields, "fields", "endpoint", LayoutError)
+    flag(micro_batches, "micro_batches", "endpoint")
+    if layout not in ("padded", "nested"):
+        raise LayoutError(f'endpoint: layout is {said(layout)}; expected "padded" or "nested". Choose one of these.')
+    if device is not None and not isinstance(device, str | torch.device):
+        raise LayoutError(f'endpoint: device is {said(device)}; expected one of torch. Pass "cuda" or "cpu".')
+    if method is None:
+        return functools.partial(endpoint, layout=layout, device=device, fields=fields, micro_batches=micro_batches)
+    if not callable(method):
+        raise MaskpackError(f"endpoint: got {said(method)}; expected a method. Write @endpoint above it.")
+    if inspect.iscoroutinefunction(method):
+        raise MaskpackError(
+            f"endpoint: {method.__name__} is an async method; expected a plain one, whose result can be packed. Run "
+            "the coroutine inside a plain method."
+        )
+    if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
+        raise MaskpackError(
+            f"endpoint: {method.__name__} is a generator; expected a plain method, whose result can be packed. Return "
+            "one result in the place of yield."
+        )
+
+    takes_plan = any(
+        name == "plan" or parameter.kind is parameter.VAR_KEYWORD
+        for name, parameter in inspect.signature(method).parameters.items()
+    )
+
+    @functools.wraps(method)
+    def served(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not args or not isinstance(args[0], Parcel):
+            return method(self, *args, **kwargs)
+        if args[0].plan is not None and not takes_plan and not micro_batches:
+            raise PlanError(
+                f"{method.__name__}: called with a plan, and takes none; expected a parameter `plan`. Add it, decorate "
+                "the method with @endpoint(micro_batches=True), or pass balance=plan.rows."
+            )
+        if not args[0].ticket.begin():
+            return None, None
+        try:
+            bound = functools.partial(method, self)
+            return _served(bound, method.__name__, args[0], args[1:], layout, device, fields, micro_batches)
+        finally:
+            args[0].ticket.end()
+
+    # Ray binds arguments to the signature of what is wrapped, and a parcel comes with its objects
+    del served.__wrapped__
+    return served
+
+
+def _served(
+    method: Callable[..., Any],
+    name: str,
+    parcel: Parcel,
+    objects: Sequence[Any],
+    layout: Target,
+    device: torch.device | str | None,
+    fields: Sequence[Key],
+    micro_batches: bool,
+) -> tuple[Receipt, PackedBatch | None]:
+    """The receipt and the packed rows: two objects, so that the rows may stay where they are."""
+    timer = _Timer()
+    given = _Given(parcel, objects, fields, name, layout, device)
+    if micro_batches:
+        packed, rest = _each(method, name, parcel, given, timer)
+    else:
+        args, kwargs = given.decoded(given.packed)
+        if parcel.plan is not None:
+            kwargs["plan"] = parcel.plan
+        like: Any = (
+            args[0].clone(recurse=False) if layout == "nested" else given.rows
+        )  # the method may take entries out
+        timer.lap("decode")
+        result = method(*args, **kwargs)
+        timer.lap("run")
+        packed, rest = None, None
+        if parcel.speaks:
+            packed, rest = _packed(result, name, parcel.packing, given.rows.num_rows, like)
+    outline = Outline.of(packed) if parcel.keep and packed is not None else None
+    timer.lap("encode")
+    nbytes = 0 if packed is None else packed.nbytes
+    return Receipt(packed is not None, rest, outline, nbytes, timer.ms, this_node()), packed
+
+
+class _Given:
+    """The arguments of a call; packed rows among them are known by their ids.
+
+    Attributes:
+        packed: the packed rows, by id.
+        rows: those of the batch.
+    """
+
+    def __init__(
+        self,
+        parcel: Parcel,
+        objects: Sequence[Any],
+        fields: Sequence[Key],
+        name: str,
+        layout: Target,
+        device: torch.device | str | None,
+    ) -> None:
+        self.packed: dict[int, PackedBatch] = {}
+        self._whole: set[int] = set()
+        self._layout: Target = layout
+        self._device = device
+
+        def taken(value: Any) -> Any:
+            if isinstance(value, At):
+                return objects[value.place]
+            if not isinstance(value, RowsAt):
+                return value
+            packed = value.packed(objects, () if self.packed else fields, name)
+            self.packed[id(packed)] = packed
+            if value.whole:
+                self._whole.add(id(packed))
+            return packed
+
+        self._args = [taken(value) for value in parcel.args]
+        self._kwargs = {key: taken(value) for key, value in parcel.kwargs.items()}
+        self.rows = self._args[0]
+
+    def part(self, rows: Sequence[int]) -> dict[int, PackedBatch]:
+        """Some rows of what is divided, in the place of all."""
+        return {key: batch if key in self._whole else batch.select(rows) for key, batch in self.packed.items()}
+
+    def decoded(self, rows: dict[int, PackedBatch]) -> tuple[list[Any], dict[str, Any]]:
+        def one(value: Any) -> Any:
+            if id(value) not in rows:
+                return value
+            with _MEMORY.used():
+                return decompress(rows[id(value)], layout=self._layout, device=self._device, max_bytes=None)
+
+        return [one(value) for value in self._args], {key: one(value) for key, value in self._kwargs.items()}
+
+    def own(self, rows: dict[int, PackedBatch]) -> PackedBatch:
+        return rows[id(self.rows)]
+
+
+def _each(
+    method: Callable[..., Any], name: str, parcel: Parcel, given: _Given, timer: _Timer
+) -> tuple[PackedBatch | None, Any]:
+    """Calls the method for each micro-batch; what it returned, as if it had been called once. One is decoded at a time,
+    and what it gave is packed before the next."""
+    plan = parcel.plan
+    split = plan is not None and plan.num_rows > 0
+    parts = plan.micro_batches if plan is not None and split else [list(range(given.rows.num_rows))]
+    dummies = plan.is_dummy if plan is not None and split else [False]
+    kinds: set[str] = set()
+    packed: list[PackedBatch] = []
+    rests: list[Any] = []
+    for part, dummy in zip(parts, dummies, strict=True):
+        rows = given.part(part) if split else given.packed
+        args, kwargs = given.decoded(rows)
+        timer.lap("decode")
+        result = method(*args, **kwargs)
+        del args, kwargs
+        timer.lap("run")
+        if parcel.speaks and not dummy:
+            kinds.add(_kind(result, name))
+            own, rest = _packed(result, name, parcel.packing, len(part), given.own(rows))
+            packed += [] if own is None else [own]
+            rests.append(rest)
+        del result
+        timer.lap("encode")
+    if len(kinds) > 1:
+        raise LayoutError(
+            f"{name}: returned {', '.join(sorted(kinds))} for its micro-batches; expected one kind of result. Return "
+            "the same kind for each."
+        )
+    if packed:
+        real = [part for part, dummy in zip(parts, dummies, strict=True) if not dummy]
+        whole = join_rows(packed[0], packed, real, None) if split else packed[0]
+        return whole, None if rests[0] is None else tuple(map(list, zip(*rests, strict=True)))
+    return None, None if all(rest is None for rest in rests) else rests
+
+
+def _kind(result: Any, name: str) -> str:
+    items = cast("tuple[Any, ...]", result) if isinstance(result, tuple) else ()
+    first: Any = items[0] if items else cast("Any", result)
+    if isinstance(first, Tensor) and first.dim():
+        raise LayoutError(
+            f"{name}: returned a tensor for its micro-batches; expected a TensorDict, whose rows can be put in order. "
+            'Return TensorDict({"name": tensor}, batch_size=batch.batch_size).'
+        )
+    if isinstance(result, tuple):
+        return f"a tuple of {len(items)}"
+    if isinstance(result, TensorDictBase):
+        return "a TensorDict"
+    return "None" if result is None else "something else"
+
+
+class _Timer:
+    """Milliseconds by phase."""
+
+    def __init__(self) -> None:
+        self.ms: dict[str, float] = {"decode": 0.0, "run": 0.0, "encode": 0.0}
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.ms[phase] += 1e3 * (now - self._last)
+        self._last = now
+
+
+def _packed(result: Any, name: str, packing: Packing, rows: int, like: Any) -> tuple[PackedBatch | None, Any]:
+    """The rows of a result, and what else it has."""
+    items: tuple[Any, ...] = cast("tuple[Any, ...]", result) if isinstance(result, tuple) else ()
+    rest = items[1:] if items else None
+    batch: Any = items[0] if items else cast("Any", result)
+    if not isinstance(batch, TensorDictBase):
+        return None, on_host(result)
+    returned = batch.batch_size[0] if batch.batch_dims else None
+    if returned != rows:
+        raise LayoutError(
+            f"{name}: returned a TensorDict of {returned} rows for a batch of {rows}; expected as many. Return one "
+            "entry for each row, or a plain dict of metrics."
+        )
+    registry = RL_FIELDS if packing.registry is None else packing.registry
+    packed = compress(
+        batch, registry=registry, pad_token_id=packing.pad_token_id, strict_mask_nesting=packing.strict, like=like,
+        codec=packing.codec,
+    )  # fmt: skip
+    return _homed(packed), on_host(rest)
+
+
+def _homed(packed: PackedBatch) -> PackedBatch:
+    """The rows as if they had been returned on the host. Encoded, they lie there, and those who decode them, the driver
+    or other ranks, need not have the device of this rank."""
+
+    def home(node: Node) -> Node:
+        return node if node.device is None else replace(node, device="cpu")
+
+    def form_at_home(form: FieldForm) -> FieldForm:
+        node = None if form.node is None else home(form.node)
+        return replace(form, device=None if form.device is None else "cpu", node=node)
+
+    schema = packed.schema
+    schema = replace(schema, root=home(schema.root), forms=tuple(map(form_at_home, schema.forms)))
+    objects = {path: replace(held, data=on_host(held.data)) for path, held in packed.objects.items()}
+    return replace(packed, schema=schema, objects=objects)

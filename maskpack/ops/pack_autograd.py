@@ -1,0 +1,165 @@
+"""pack and unpack of the Triton kernels as operators of torch: gradients, twice, and torch.compile.
+
+    backward of pack = unpack with pad 0        backward of unpack = pack
+
+Without gradients and outside a compiler the kernels are called directly: the operators' own way takes longer than a
+launch. EDGE with gradients, where elements are repeated, and constant pads of 16 bytes go the way of plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from maskpack.core.bits import words
+from maskpack.fields.registry import EDGE
+from maskpack.layout.row_layout import RowLayout
+from maskpack.layout.run_index import RunIndex
+from maskpack.ops import pack_torch as _torch
+from maskpack.ops import pack_triton as _triton
+
+_Job = tuple[int, Tensor | None, int]
+"""Word, pads [B] and mode of a field."""
+
+
+def pack(fields: Sequence[Tensor], layout: RowLayout) -> list[Tensor]:
+    """`fields` [B, S, *F] -> [T, *F]."""
+    if not _needs_operator(fields):
+        return _triton.pack(fields, layout.index, layout.total)
+    more = layout.index.tensors(), layout.num_rows, layout.width, layout.total
+    return _apart(fields, lambda places: _pack([fields[place] for place in places], *more))
+
+
+def unpack(
+    values: Sequence[Tensor], layout: RowLayout, pads: Sequence[Any], held: Sequence[tuple[int, ...]]
+) -> list[Tensor]:
+    """`values` [T, *F] -> [B, S, *F]; each pad is a constant of these words, EDGE or a tensor [B]."""
+    operator = _needs_operator(values)
+    jobs = [_job(*each, operator) for each in zip(values, pads, held, strict=True)]
+    if not operator and None not in jobs:
+        modes = [mode for _, _, mode in cast("list[_Job]", jobs)]
+        both = [word if held is None else held for word, held, _ in cast("list[_Job]", jobs)]
+        return _triton.unpack(values, layout.index, layout.num_rows, layout.width, both, modes)
+    index = layout.index.tensors()
+
+    def by_kernel(places: Sequence[int]) -> list[Tensor]:
+        chosen = [jobs[place] for place in places if jobs[place] is not None]
+        some = [values[place] for place in places if jobs[place] is not None]
+        made = iter(
+            _unpack(some, index, layout.num_rows, layout.width, *map(list, zip(*chosen, strict=True))) if some else []
+        )
+        return [
+            _torch.unpack(values[place], layout, pads[place]) if jobs[place] is None else next(made) for place in places
+        ]
+
+    return _apart(values, by_kernel)
+
+
+def _needs_operator(fields: Sequence[Tensor]) -> bool:
+    """Whether gradients are wanted, or a compiler looks on."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch.is_grad_enabled() and any(field.requires_grad for field in fields)
+
+
+def _apart(fields: Sequence[Tensor], work: Callable[[list[int]], list[Tensor]]) -> list[Tensor]:
+    """Does the work for the fields that need gradients, then for the others: an operator has one answer for all."""
+    groups = [
+        [place for place, field in enumerate(fields) if field.requires_grad is wanted] for wanted in (True, False)
+    ]
+    outs = {place: out for places in groups if places for place, out in zip(places, work(places), strict=True)}
+    return [outs[place] for place in range(len(fields))]
+
+
+def _job(values: Tensor, pad: Any, held: tuple[int, ...], operator: bool) -> _Job | None:
+    """None where kernels cannot do it."""
+    if len(held) == 1:
+        return held[0], None, _triton.CONSTANT
+    if pad is EDGE:
+        return None if operator and values.requires_grad else (0, None, _triton.EDGE)
+    if held:
+        return None
+    pads = words(pad.to(values.dtype)).contiguous()
+    return None if pads.dim() > 1 else (0, pads, _triton.PER_ROW)
+
+
+def _pack_kernel(
+    fields: Sequence[Tensor],
+    index: Sequence[Tensor],
+    num_rows: int,
+    width: int,
+    total: int,
+) -> list[Tensor]:
+    return _triton.pack(fields, RunIndex(*index), total)
+
+
+def _unpack_kernel(
+    values: Sequence[Tensor],
+    index: Sequence[Tensor],
+    num_rows: int,
+    width: int,
+    pads: Sequence[int],
+    row_pads: Sequence[Tensor | None],
+    modes: Sequence[int],
+) -> list[Tensor]:
+    both = [pad if held is None else held for pad, held in zip(pads, row_pads, strict=True)]
+    return _triton.unpack(values, RunIndex(*index), num_rows, width, both, modes)
+
+
+_INDEX = "Tensor[] index, SymInt num_rows, SymInt width"
+_pack: Any = torch.library.custom_op(
+    "maskpack::pack", _pack_kernel, mutates_args=(), schema=f"(Tensor[] fields, {_INDEX}, SymInt total) -> Tensor[]"
+)
+_unpack: Any = torch.library.custom_op(
+    "maskpack::unpack",
+    _unpack_kernel,
+    mutates_args=(),
+    schema=f"(Tensor[] values, {_INDEX}, int[] pads, Tensor?[] row_pads, int[] modes) -> Tensor[]",
+)
+
+
+@_pack.register_fake
+def _(fields: Sequence[Tensor], *more: Any) -> list[Tensor]:
+    return [field.new_empty((more[-1], *field.shape[2:])) for field in fields]
+
+
+@_unpack.register_fake
+def _(values: Sequence[Tensor], *more: Any) -> list[Tensor]:
+    _, num_rows, width, *_ = more
+    return [field.new_empty((num_rows, width, *field.shape[1:])) for field in values]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[1])
+    ctx.num_rows, ctx.width = inputs[2:4]
+
+
+def _pack_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """The gradient of an element is that of its packed copy, 0 for what was not packed."""
+    some = [grad for grad in grads if grad is not None]
+    zeros = [0] * len(some)
+    back = _unpack(some, list(ctx.saved_tensors), ctx.num_rows, ctx.width, zeros, [None] * len(some), zeros)
+    return (_filled(grads, back), [None] * len(ctx.saved_tensors), *[None] * 3)
+
+
+def _unpack_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    some = [grad for grad in grads if grad is not None]
+    back = _pack(some, list(ctx.saved_tensors), ctx.num_rows, ctx.width, ctx.total)
+    return (_filled(grads, back), [None] * len(ctx.saved_tensors), *[None] * 5)
+
+
+def _filled(grads: Sequence[Tensor | None], found: Sequence[Tensor]) -> list[Tensor | None]:
+    rest = iter(found)
+    return [None if grad is None else next(rest) for grad in grads]
+
+
+def _keep_for_unpack(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _keep(ctx, inputs, output)
+    ctx.total = inputs[0][0].shape[0]
+
+
+_pack.register_autograd(_pack_backward, setup_context=_keep)
+_unpack.register_autograd(_unpack_backward, setup_context=_keep_for_unpack)

@@ -1,0 +1,235 @@
+"""The choice of an encoding: field by field and batch by batch, a small one that is exact.
+
+    hints of the registry first -> what a glance at the words suggests -> narrow integers -> plain
+
+A glance may pass over an encoding that would have fitted; that costs bytes, never exactness.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import numpy as np
+
+from maskpack.core.bits import Words
+from maskpack.core.index import IntArray
+from maskpack.fields.registry import Path, path_of
+from maskpack.packed.encodings import Bits, Narrow, Plain, Ramp, Runs, Sparse, Steps, Whole
+from maskpack.packed.references import (
+    Columns,
+    Encoding,
+    Field,
+    Joined,
+    Own,
+    Same,
+    alternating,
+    likely_repeated,
+    nbytes,
+    repeated,
+)
+
+_ENOUGH = 8
+"""An encoding this many times smaller than plain ends the search, unless a bit for each word, as a mask may take, is
+less than half of it."""
+_LITTLE = 64
+"""Bytes, or words, that are not worth a longer search."""
+
+_ENCODERS: dict[str, Callable[[Words, IntArray], Whole | None]] = {
+    "runs": Runs.encode,
+    "ramp": Ramp.encode,
+    "sparse": Sparse.encode,
+    "steps": Steps.encode,
+    "bits": Bits.encode,
+    "narrow": Narrow.encode,
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A field that is to be encoded.
+
+    Attributes:
+        words: flat; None where the field has an encoding already.
+        bounds: int64 [B + 1], of the rows.
+        layout: the name of its layout; None for a dense field.
+        integers: whether its dtype is one of whole numbers.
+        columns: words of one element, the product of F.
+        hints: of its spec.
+        encoding, dtype: that of the field by itself and that of its words, where the words are None.
+    """
+
+    words: Words | None
+    bounds: IntArray
+    layout: str | None
+    integers: bool
+    columns: int
+    hints: Sequence[str]
+    encoding: Own | None = None
+    dtype: np.dtype[Any] | None = None
+
+    def word_dtype(self) -> np.dtype[Any]:
+        """The dtype of the words."""
+        dtype = self.dtype if self.words is None else self.words.dtype
+        assert dtype is not None
+        return dtype
+
+    def line(self) -> Words:
+        """The words, decoded if need be."""
+        if self.words is not None:
+            return self.words
+        assert self.encoding is not None
+        return self.encoding.decode(self.word_dtype(), self.bounds)
+
+
+def encode(fields: Mapping[Path, Candidate]) -> dict[Path, Encoding]:
+    """An encoding for every field. `Joined` takes words from fields that are not joined themselves, `Same` from a field
+    that stores its own; so no field leads back to itself."""
+    found: dict[Path, Encoding] = dict(_joined(fields))
+    stored: dict[tuple[object, ...], list[tuple[Path, Own]]] = {}
+    for path, field in fields.items():
+        if path in found:
+            continue
+        own = encode_alone(field)
+        alike = stored.setdefault((field.layout, field.word_dtype(), int(field.bounds[-1])), [])
+        candidates = alike if field.layout is not None and int(field.bounds[-1]) else []
+        same = next((other for other, encoding in candidates if _equal(own, encoding)), None)
+        alike.append((path, own))
+        found[path] = own if same is None else Same(same)
+    return {path: found[path] for path in fields}
+
+
+def encode_alone(field: Candidate) -> Own:
+    """The encoding of a field that takes no words from other fields."""
+    words, bounds = field.words, field.bounds
+    if words is None:
+        assert field.encoding is not None
+        return field.encoding
+    columns = _columns(field, words) if field.columns > 1 and "columns" in field.hints and words.size else None
+    if columns is not None and nbytes(columns) * _ENOUGH <= words.nbytes:
+        return columns
+    best: Own = _best(words, bounds, field.integers, field.hints)
+    if columns is not None and nbytes(columns) < nbytes(best):
+        best = columns
+    large = nbytes(best) * _ENOUGH > words.nbytes
+    if "repeated" in field.hints or (large and likely_repeated(words, bounds)):
+        made = repeated(words, bounds, lambda words, bounds: _best(words, bounds, field.integers, ()))
+        if made is not None and nbytes(made) < nbytes(best):
+            best = made
+    return best
+
+
+def _columns(field: Candidate, words: Words) -> Columns:
+    bounds = field.bounds // field.columns
+    table = words.reshape(-1, field.columns)
+    columns = [np.ascontiguousarray(table[:, place]) for place in range(field.columns)]
+    return Columns(tuple(_best(column, bounds, field.integers, ()) for column in columns))
+
+
+def _best(words: Words, bounds: IntArray, integers: bool, hints: Sequence[str]) -> Whole:
+    best: Whole = Plain(words)
+    size = words.nbytes
+    glance = _Glance(words)
+    hinted = [name for name in hints if name in _ENCODERS]
+    for name in dict.fromkeys([*hinted, *_ENCODERS]):
+        if name not in hinted and not glance.suggests(name, integers):
+            continue
+        made = _ENCODERS[name](words, bounds)
+        if made is not None and nbytes(made) < size:
+            best, size = made, nbytes(made)
+            if size * _ENOUGH <= words.nbytes and size <= words.size // 4 + _LITTLE:
+                break
+    return best
+
+
+class _Glance:
+    """Sixteen short stretches of a field, looked at before the whole."""
+
+    def __init__(self, words: Words) -> None:
+        self._all = words
+        self._seen = words[None]
+        if words.size > 2048:
+            self._seen = words[: words.size // 16 * 16].reshape(16, -1)[:, :64]
+
+    def suggests(self, name: str, integers: bool) -> bool:
+        if not self._all.size:
+            return False
+        if name == "runs":
+            return _most(self._steps == 0)
+        if name in ("ramp", "steps"):
+            return integers and self._steady
+        if name == "sparse":
+            return _most(self._seen == 0)
+        if name == "bits":
+            low, high = self._seen.min(), self._seen.max()
+            if self._all.size > _LITTLE:
+                return bool(((self._seen == low) | (self._seen == high)).all())
+            return integers and int(low) >= 0 and int(high) <= 1
+        return integers and self._all.itemsize > 1
+
+    @cached_property
+    def _steps(self) -> Words:
+        return self._seen[:, 1:] - self._seen[:, :-1]
+
+    @cached_property
+    def _steady(self) -> bool:
+        return _most(self._steps[:, 1:] == self._steps[:, :-1])
+
+
+def _most(flags: Words) -> bool:
+    return 5 * int(np.count_nonzero(flags)) >= 3 * flags.size
+
+
+# -------------------------------------------------------------------- fields that follow from other fields
+
+
+def _joined(fields: Mapping[Path, Candidate]) -> dict[Path, Joined]:
+    found: dict[Path, Joined] = {}
+    used: set[Path] = set()
+    for path, field in fields.items():
+        parts = _parts(path, field, fields)
+        if parts is not None and path not in used and found.keys().isdisjoint(parts):
+            head, tail = parts
+            if _is_joined(field, fields[head], fields[tail]):
+                found[path] = Joined(head, tail)
+                used.update(parts)
+    return found
+
+
+def _parts(path: Path, field: Candidate, fields: Mapping[Path, Candidate]) -> tuple[Path, Path] | None:
+    """The two fields that a hint `join:head,tail` names, beside the field itself."""
+    for hint in field.hints:
+        if hint.startswith("join:"):
+            names = [(*path[:-1], *path_of(tuple(name.split("/")))) for name in hint.removeprefix("join:").split(",")]
+            parts = [fields.get(name) for name in names]
+            layouts = [field.layout, *[part.layout for part in parts if part is not None]]
+            if None not in layouts and len(layouts) == len(set(layouts)) == 3:
+                return names[0], names[1]
+    return None
+
+
+def _is_joined(field: Candidate, head: Candidate, tail: Candidate) -> bool:
+    if not head.word_dtype() == tail.word_dtype() == field.word_dtype() or not int(field.bounds[-1]):
+        return False
+    if not np.array_equal(np.diff(head.bounds) + np.diff(tail.bounds), np.diff(field.bounds)):
+        return False
+    return np.array_equal(alternating(Field(head.line(), head.bounds), Field(tail.line(), tail.bounds)), field.line())
+
+
+def _equal(own: Any, other: Any) -> bool:
+    """Whether two encodings are the same to the bit, and so give the same words."""
+    if type(own) is not type(other):
+        return False
+    if isinstance(own, np.ndarray):
+        a, b = cast("Words", own), cast("Words", other)
+        alike = a.shape == b.shape and a.dtype == b.dtype
+        return alike and np.array_equal(a[:64], b[:64]) and np.array_equal(a, b)
+    if isinstance(own, tuple):
+        parts, others = cast("tuple[Own, ...]", own), cast("tuple[Own, ...]", other)
+        return len(parts) == len(others) and all(map(_equal, parts, others))
+    if isinstance(own, int):
+        return own == other
+    return all(_equal(getattr(own, field.name), getattr(other, field.name)) for field in dataclasses.fields(own))

@@ -1,0 +1,346 @@
+"""What a packed batch holds, and how its fields are decoded: the words of every field, then the tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from maskpack.core.bits import Words, from_words, word_dtype
+from maskpack.core.index import IntArray
+from maskpack.core.objects import Objects
+from maskpack.core.threads import Tasks
+from maskpack.core.tree import Node
+from maskpack.errors import LayoutError
+from maskpack.fields.registry import Path, show
+from maskpack.layout.jagged import jagged
+from maskpack.layout.row_layout import RowLayout
+from maskpack.nesting.checks import to_padded
+from maskpack.nesting.nest import rows_only
+from maskpack.nesting.schema import FieldForm, RowPads, Schema, pad_table, run_tables
+from maskpack.packed.choose import Candidate
+from maskpack.packed.encodings import Plain
+from maskpack.packed.references import Encoding, Field, Joined, Own, Same
+
+MAX_BYTES = 64 << 30
+"""Bytes that a batch may take decoded, unless the caller says otherwise."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Contents:
+    """Encoded rows. Nothing of it is ever changed.
+
+    Attributes:
+        num_rows: B.
+        schema: the forms of the fields, in key order.
+        layouts: by name, on the host.
+        fields: the encoded values of every tensor.
+        objects: the Python objects.
+        row_pads: words [B], of the fields whose pad is PER_ROW.
+        codec: what compresses the bytes when the batch travels; None for nothing.
+    """
+
+    num_rows: int
+    schema: Schema
+    layouts: Mapping[str, RowLayout]
+    fields: Mapping[Path, Encoding]
+    objects: Mapping[Path, Objects]
+    row_pads: Mapping[Path, Words]
+    codec: str | None = None
+
+    @cached_property
+    def forms(self) -> dict[Path, FieldForm]:
+        """The form of each entry, by its place."""
+        return {form.path: form for form in self.schema.forms}
+
+    @cached_property
+    def _rows_alone(self) -> IntArray:
+        """Bounds of the rows of a dense field; a batch without rows is one row."""
+        return np.arange((1 if self.schema.root.more_dims is None else self.num_rows) + 1)
+
+    def words_nbytes(self, path: Path) -> int:
+        """Bytes of the words of a field, decoded."""
+        return int(self.bounds(path)[-1]) * word_dtype_of(self.forms[path]).itemsize
+
+    def bounds(self, path: Path) -> IntArray:
+        """int64 [B + 1]: where the rows of a field begin and end among its words."""
+        form = self.forms[path]
+        rows = self._rows_alone if form.layout is None else self.layouts[form.layout].row_offsets
+        items = words_of_one(form)
+        return rows if items == 1 else rows * items
+
+
+_Packed = TypeVar("_Packed", bound=Contents)
+
+
+def word_dtype_of(form: FieldForm) -> np.dtype[Any]:
+    """The dtype of a field's words."""
+    assert form.dtype is not None
+    return word_dtype(form.dtype.itemsize)
+
+
+def words_of_one(form: FieldForm) -> int:
+    """Words of one element of a field."""
+    assert form.dtype is not None
+    return math.prod(form.shape) * (2 if form.dtype.itemsize == 16 else 1)
+
+
+def shape_of(form: FieldForm, layout: RowLayout | None, rows: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a tensor at home; of a jagged one, that of its values. `rows` are those of a dense field: (B,), or () where
+    the rows are no batch dim."""
+    if layout is None:
+        return (*rows, *form.shape)
+    if form.kind != "padded":
+        return (layout.total, *form.shape)
+    before = form.ragged_dim - 1
+    return (layout.num_rows, *form.shape[:before], layout.width, *form.shape[before:])
+
+
+def decoded_nbytes(packed: Contents, forms: Iterable[FieldForm], nested: bool) -> int:
+    """Bytes that some fields take decoded, without decoding them: tensors, Python objects, and what LAYOUTS holds."""
+    rows = () if packed.schema.root.more_dims is None else (packed.num_rows,)
+    total = 0
+    for form in forms:
+        if form.kind == "object":
+            total += packed.objects[form.path].decoded_nbytes
+        elif form.dtype is not None:
+            layout = None if form.layout is None else packed.layouts[form.layout]
+            shape = shape_of(form, layout, rows) if layout is None or not nested else (layout.total, *form.shape)
+            total += math.prod(shape) * form.dtype.itemsize
+    if nested:
+        total += sum(12 * layout.num_runs + 16 * (layout.num_rows + 1) for layout in packed.layouts.values())
+    return total
+
+
+def candidate(form: FieldForm, line: Words | None, bounds: IntArray, encoding: Own | None = None) -> Candidate:
+    """A field with its words, or its encoding, for the choice of an encoding."""
+    assert form.dtype is not None
+    integers = not (form.dtype.is_floating_point or form.dtype.is_complex)
+    flat = None if line is None else line.reshape(-1)
+    items, dtype = words_of_one(form), word_dtype_of(form)
+    return Candidate(flat, bounds, form.layout, integers, items, form.hints, encoding, dtype)
+
+
+def pad_table_of(packed: Contents, forms: Iterable[FieldForm]) -> Tensor:
+    """`pad_table` of some fields, on the host."""
+    forms = [form for form in forms if form.dtype is not None]
+    own = {f.path: from_words(packed.row_pads[f.path], f.dtype) for f in forms if f.path in packed.row_pads and f.dtype}
+    return pad_table(forms, own, packed.num_rows, "cpu")
+
+
+@dataclass
+class Decoded:
+    """What is decoded on a device already.
+
+    Attributes:
+        entries: tensors by their place, jagged where the batch is nested.
+        offsets: those of jagged tensors, by layout and device.
+        tables: the run tables of LAYOUTS, by layout; none if they are not there.
+        pads: the pads of LAYOUTS; None if they are not there.
+    """
+
+    entries: dict[Path, Tensor] = field(default_factory=dict[Path, Tensor])
+    offsets: dict[tuple[str, str], Tensor] = field(default_factory=dict[tuple[str, str], Tensor])
+    tables: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    pads: Tensor | None = None
+
+
+class Decoder:
+    """Decodes fields of one packed batch to one device and layout; each field is decoded once, and each layout goes to
+    a device once. `made` is there already."""
+
+    def __init__(
+        self, packed: Contents, nested: bool, device: torch.device | str | None, made: Decoded | None = None
+    ) -> None:
+        self.nested = nested
+        self._packed = packed
+        self._device = device
+        self._made = made or Decoded()
+        self._moved: dict[tuple[str, str], RowLayout] = {}
+        self._words: dict[Path, Words] = {}
+
+    def read_ahead(self, forms: Iterable[FieldForm], tasks: Tasks) -> None:
+        """Decodes the words of fields in several threads, before they are asked for one by one."""
+        wanted = dict.fromkeys(
+            path for form in forms if form.path in self._packed.fields for path in self._own(form.path)
+        )
+        decoded = {path: tasks.start(self._decoded, path) for path in wanted}
+        self._words.update({path: words.result() for path, words in decoded.items()})
+
+    def _own(self, path: Path) -> list[Path]:
+        """The fields that store the words of a field."""
+        encoding = self._packed.fields[path]
+        if isinstance(encoding, Same):
+            return self._own(encoding.field)
+        if isinstance(encoding, Joined):
+            return [*self._own(encoding.head), *self._own(encoding.tail)]
+        return [path]
+
+    def entry(self, form: FieldForm) -> Any:
+        """An entry of the batch, in memory of its own."""
+        if form.path in self._made.entries:
+            return self._made.entries[form.path]
+        if form.node is not None:
+            return on(rows_only(form.node) if self.nested else form.node, self._device)
+        if form.kind == "object":
+            return self._packed.objects[form.path].entry(self._node_above(form.path).batch_size(self._packed.num_rows))
+        values = self._values(form)
+        if form.layout is None:
+            return values
+        layout = self._layout(form.layout, values.device)
+        if form.kind == "jagged" or (self.nested and form.kind in ("padded", "flat")):
+            return jagged(values, layout)
+        return values if form.kind == "flat" else to_padded(values, form, layout, self._row_pads(form))
+
+    def padded(self, path: Path) -> Tensor:
+        """A field in its padded form."""
+        return self.entry(self._packed.forms[path])
+
+    def form(self, path: Path) -> FieldForm:
+        """The form of a field."""
+        return self._packed.forms[path]
+
+    def widened(self, form: FieldForm, left: int, right: int) -> Tensor:
+        """A padded field with as many columns of padding more on each side."""
+        layout = self._packed.layouts[form.layout or ""].widened(left, right)
+        values = self._values(form)
+        return to_padded(values, form, layout.to(values.device), self._row_pads(form))
+
+    def pads(self, forms: Iterable[FieldForm]) -> Tensor:
+        """The pads of the LAYOUTS entry."""
+        if self._made.pads is not None:
+            return self._made.pads
+        return pad_table_of(self._packed, forms).to(self._device or "cpu")
+
+    def _row_pads(self, form: FieldForm) -> RowPads | None:
+        """Of a field whose pad is PER_ROW."""
+        if form.path not in self._packed.row_pads:
+            return None
+        assert form.dtype is not None
+        pads = from_words(self._packed.row_pads[form.path], form.dtype).clone()
+        return RowPads(pads.to(self._device or form.device or "cpu"))
+
+    def tables(self) -> dict[str, Tensor]:
+        """The run tables of the LAYOUTS entry; it shares nothing with the packed batch."""
+        if self._made.tables:
+            return self._made.tables
+        return run_tables(
+            {name: self._layout(name, torch.device(self._device or "cpu")) for name in self._packed.layouts}
+        )
+
+    def source(self, path: Path) -> Field:
+        """The words of a whole field, kept for the next who asks."""
+        if path not in self._words:
+            self._words[path] = self._decoded(path)
+        return Field(self._words[path], self._packed.bounds(path))
+
+    def _decoded(self, path: Path) -> Words:
+        encoded = self._packed.fields[path]
+        if isinstance(encoded, Same | Joined):
+            return encoded.decode(self.source)
+        return encoded.decode(word_dtype_of(self._packed.forms[path]), self._packed.bounds(path))
+
+    def _values(self, form: FieldForm) -> Tensor:
+        """The values on their device. What stays on the host is a copy, unless it is the source of a padded form."""
+        words, _ = self.source(form.path)
+        assert form.dtype is not None
+        more = (2,) if form.dtype.itemsize == 16 else ()
+        tensor = from_words(words.reshape((*self._first_dim(form), *form.shape, *more)), form.dtype)
+        device = torch.device(self._device or form.device or "cpu")
+        if device.type != "cpu":
+            return tensor.to(device)
+        padded_later = form.kind == "padded" and not self.nested
+        shared = isinstance(self._packed.fields[form.path], Plain | Same)
+        return tensor.clone() if shared and not padded_later else tensor
+
+    def _first_dim(self, form: FieldForm) -> tuple[int, ...]:
+        if form.layout is not None:
+            return (self._packed.layouts[form.layout].total,)
+        return () if self._packed.schema.root.more_dims is None else (self._packed.num_rows,)
+
+    def _layout(self, name: str, device: torch.device) -> RowLayout:
+        place = name, str(device)
+        if place not in self._moved:
+            layout = self._packed.layouts[name]
+            moved = self._moved[place] = RowLayout.from_table(layout.width, layout.table, device, layout.anchor)
+            if place in self._made.offsets:
+                moved.__dict__["offsets"] = self._made.offsets[place]
+        return self._moved[place]
+
+    def _node_above(self, path: Path) -> Node:
+        if len(path) == 1:
+            return self._packed.schema.root
+        node = self._packed.forms[path[:-1]].node
+        assert node is not None
+        return node
+
+
+def on(node: Node, device: torch.device | str | None) -> Node:
+    """A node of a batch that goes to `device`, if one is given."""
+    return node if device is None else replace(node, device=str(device))
+
+
+# -------------------------------------------------------------------- narrower rows
+
+
+def trimmed(packed: _Packed, forms: Sequence[FieldForm], call: str) -> _Packed:
+    """The same rows in layouts that end with the columns which are real in any of them. Values lie row by row, so that
+    none moves. Batch dims behind the rows follow the fields of `forms`."""
+    layouts: dict[str, RowLayout] = {}
+    for name, layout in packed.layouts.items():
+        table = layout.table
+        end = int((table.starts + table.counts).max(initial=0))
+        begin = int(table.starts.min(initial=end))
+        layouts[name] = layout.narrow(begin, end)
+    axes = tuple((name, layouts[name].width, layouts[name].anchor) for name, _, _ in packed.schema.axes)
+    narrow = replace(packed, layouts=layouts, schema=replace(packed.schema, axes=axes))
+    nodes = _fitted(narrow, forms, call)
+    all_forms = [
+        replace(form, node=nodes.get(form.path)) if form.path in nodes else form for form in packed.schema.forms
+    ]
+    return replace(narrow, schema=replace(narrow.schema, root=nodes[()], forms=tuple(all_forms)))
+
+
+def _fitted(packed: Contents, forms: Sequence[FieldForm], call: str) -> dict[Path, Node]:
+    """The batch and its sub-batches, with the batch dims that the tensors in them have now."""
+    nodes: dict[Path, Node] = {(): packed.schema.root}
+    nodes |= {form.path: form.node for form in forms if form.node is not None}  # after the one that it is in
+    for path, node in nodes.items():
+        if not node.more_dims:
+            continue
+        dims = node.more_dims
+        within = [form for form in forms if form.path[: len(path)] == path]
+        seen = {
+            form.path: _dims_behind_rows(form, packed)[: len(dims)]
+            for form in within
+            if form.kind in ("padded", "dense")
+        }
+        above = nodes[path[:-1]].more_dims or () if path else ()
+        fits = next(iter(seen.values()), (*above, *dims[len(above) :]))
+        lists = [form for form in within if form.kind == "object" and packed.objects[form.path].depth > 1]
+        if any(own != fits for own in seen.values()) or (lists and fits != dims):
+            where = f'sub-batch "{show(path)}"' if path else "batch"
+            cut = ", ".join(f'"{show(name)}" {own}' for name, own in seen.items())
+            cut += "".join(f', the items of "{show(form.path)}" {dims}' for form in lists)
+            raise LayoutError(
+                f'{call}: widths="trim" in a {where} with batch dims {dims} behind its rows, of which its fields would '
+                f"keep {cut}; expected the same of each. Name fields of one axis, leave the widths canonical, or give "
+                "the TensorDict batch_size=[rows] before packing."
+            )
+        nodes[path] = node if fits == dims else replace(node, more_dims=fits)
+    return nodes
+
+
+def _dims_behind_rows(form: FieldForm, packed: Contents) -> tuple[int, ...]:
+    """The shape of a dense or padded field without its rows."""
+    if form.kind == "dense":
+        return form.shape[0 if packed.schema.root.more_dims is not None else 1 :]
+    assert form.layout is not None
+    ahead = form.ragged_dim - 1
+    return (*form.shape[:ahead], packed.layouts[form.layout].width, *form.shape[ahead:])

@@ -1,0 +1,202 @@
+"""Pickling a packed batch, for Ray and between processes: its structure as a small stream, its arrays as buffers.
+
+    Contents --apart--> stream, arrays --gathered--> one buffer, or one that is there and one for the rest
+
+Arrays that lie together in one buffer, as `compress` lays them, travel without a copy. Such pickles are for processes
+with one version of maskpack that trust each other; wire.py has the form of bytes for all others.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from tensordict import is_tensorclass
+
+from maskpack.core.bits import Words, address, root_of
+from maskpack.core.objects import Objects
+from maskpack.fields.registry import Path
+from maskpack.packed.contents import Contents
+from maskpack.packed.file import codec
+from maskpack.packed.file.write import near
+
+_T = TypeVar("_T")
+_SLACK = 1.1
+"""Bytes of a buffer that travels whole, over those of the arrays in it."""
+
+
+class Place(NamedTuple):
+    """Where an array lies: the number of the buffer, the first byte, the dtype and the shape."""
+
+    buffer: int
+    begin: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+# -------------------------------------------------------------------- structure and arrays
+
+
+class _Writer(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, 5)
+        self.arrays: list[Words] = []
+        self.kinds: list[type[Any]] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is np.ndarray:
+            self.arrays.append(obj)
+            return _array, (len(self.arrays) - 1,)
+        if isinstance(obj, type) and is_tensorclass(obj):
+            self.kinds.append(obj)
+            return _kind, (len(self.kinds) - 1,)
+        return NotImplemented
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, stream: bytes, arrays: Sequence[Words], kinds: Sequence[type[Any]] = ()) -> None:
+        super().__init__(io.BytesIO(stream))
+        self._held = {_array.__name__: arrays.__getitem__, _kind.__name__: kinds.__getitem__}
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        if module_name == __name__ and global_name in self._held:
+            return self._held[global_name]
+        return super().find_class(module_name, global_name)
+
+
+def _array(number: int) -> Words:
+    """Stands for an array in a stream; the reader has another in its place."""
+    raise pickle.UnpicklingError(f"array {number} is not in the stream")
+
+
+def _kind(number: int) -> type[Any]:
+    """Stands for a tensorclass in a stream; who pickles the stream pickles the class, by value if it must be."""
+    raise pickle.UnpicklingError(f"tensorclass {number} is not in the stream")
+
+
+def apart(thing: object) -> tuple[bytes, list[Words], list[type[Any]]]:
+    """The structure of `thing` as a stream, the arrays in it, each once, and the tensorclasses that it names."""
+    stream = io.BytesIO()
+    writer = _Writer(stream)
+    writer.dump(thing)
+    return stream.getvalue(), writer.arrays, writer.kinds
+
+
+def _memory(nbytes: int) -> Words:
+    return np.empty(nbytes, np.uint8)
+
+
+def together(thing: _T, memory: Callable[[int], Words] = _memory) -> _T:
+    """A copy whose arrays lie in one new buffer; `memory` gives it, uint8."""
+    stream, arrays, kinds = apart(thing)
+    body, begins = _joined(arrays, memory)
+    copies = [_view(body, begin, a.dtype, a.shape) for begin, a in zip(begins, arrays, strict=True)]
+    return _Reader(stream, copies, kinds).load()
+
+
+# -------------------------------------------------------------------- buffers
+
+
+def _joined(arrays: Sequence[Words], memory: Callable[[int], Words] = _memory) -> tuple[Words, list[int]]:
+    """The bytes of all arrays, uint8, and where each begins: the widest items first, so that all are aligned."""
+    begins, end = [0] * len(arrays), 0
+    for number in sorted(range(len(arrays)), key=lambda number: -arrays[number].itemsize):
+        begins[number], end = end, end + arrays[number].nbytes
+    body = memory(end)
+    for begin, array in zip(begins, arrays, strict=True):
+        _view(body, begin, array.dtype, array.shape)[...] = array
+    return body, begins
+
+
+def gathered(arrays: Sequence[Words]) -> tuple[list[Words], list[Place]]:
+    """Buffers that hold the arrays, and where in them: the buffer that most of them lie in already, if they fill it
+    well, and a new one for the others."""
+    whole, begins = _shared(arrays)
+    rest = [number for number in range(len(arrays)) if number not in begins]
+    buffers = [] if whole is None else [whole]
+    places = {number: (0, begin) for number, begin in begins.items()}
+    if rest:
+        body, others = _joined([arrays[number] for number in rest])
+        places |= {number: (len(buffers), begin) for number, begin in zip(rest, others, strict=True)}
+        buffers.append(body)
+    return buffers, [Place(*places[number], array.dtype.str, array.shape) for number, array in enumerate(arrays)]
+
+
+def _shared(arrays: Sequence[Words]) -> tuple[Words | None, dict[int, int]]:
+    """The stretch of a buffer that holds most of the bytes, uint8, and where in it the arrays begin that it holds."""
+    inside: dict[int, list[int]] = {}
+    roots: dict[int, Words] = {}
+    for number, array in enumerate(arrays):
+        root = root_of(array)
+        if root.dtype == np.uint8 and root.ndim == 1 and array.flags.c_contiguous and array.size:
+            roots[id(root)] = root
+            inside.setdefault(id(root), []).append(number)
+    if not inside:
+        return None, {}
+    most = max(inside, key=lambda key: sum(arrays[number].nbytes for number in inside[key]))
+    root, numbers = roots[most], inside[most]
+    first = address(root)
+    begins = {number: address(arrays[number]) - first for number in numbers}
+    low = min(begins.values()) // 8 * 8
+    high = max(begin + arrays[number].nbytes for number, begin in begins.items())
+    if len(numbers) < 2 or high - low > _SLACK * sum(arrays[number].nbytes for number in numbers):
+        return None, {}
+    return root[low:high], {number: begin - low for number, begin in begins.items()}
+
+
+def _view(body: Words, begin: int, dtype: Any, shape: tuple[int, ...]) -> Words:
+    dtype = np.dtype(dtype)
+    size = dtype.itemsize
+    for length in shape:
+        size *= length
+    return body[begin : begin + size].view(dtype).reshape(shape)
+
+
+# -------------------------------------------------------------------- a packed batch
+
+
+def write(packed: Contents) -> tuple[bytes, list[type[Any]], list[Place], Any, list[Words]]:
+    """The structure without the Python objects, its tensorclasses, where its arrays lie, the records of the codec, and
+    the buffers."""
+    stream, arrays, kinds = apart(
+        (packed.num_rows, packed.schema, packed.layouts, packed.fields, packed.row_pads, packed.codec)
+    )
+    records = None
+    if packed.codec is not None:
+        shapes = [array.shape for array in arrays]
+        numbers = {id(array): number for number, array in enumerate(arrays)}
+        arrays, squeezed = codec.compressed([array.reshape(-1) for array in arrays], near(packed, numbers))
+        records = squeezed, shapes
+    buffers, places = gathered(arrays)
+    return stream, kinds, places, records, buffers
+
+
+def read(
+    stream: bytes,
+    kinds: Sequence[type[Any]],
+    places: Sequence[Place],
+    records: Any,
+    buffers: Sequence[Any],
+    objects: Mapping[Path, Objects],
+) -> Contents:
+    """The inverse of `write`; the arrays are read-only views of the buffers."""
+    bodies = [_body(buffer) for buffer in buffers]
+    arrays: list[Words] = [_view(bodies[number], begin, dtype, shape) for number, begin, dtype, shape in places]
+    if records is not None:
+        squeezed, shapes = records
+        lines = codec.restored(arrays, squeezed, "PackedBatch")
+        arrays = [line.reshape(shape) for line, shape in zip(lines, shapes, strict=True)]
+    rows, schema, layouts, fields, row_pads, name = _Reader(stream, arrays, kinds).load()
+    return Contents(rows, schema, layouts, fields, objects, row_pads, name)
+
+
+def _body(buffer: Any) -> Words:
+    """A buffer as bytes, in memory where arrays of every item size may begin."""
+    body: Words = np.frombuffer(buffer, np.uint8)
+    if address(body) % 8:
+        body = np.array(body)
+    body.flags.writeable = False
+    return body
