@@ -64,15 +64,17 @@ class Wrong(Exception):
 # -------------------------------------------------------------------- what is expected
 
 
-def failure(run: Callable[[], object]) -> maskpack.WorkerError:
+def failure(run: Callable[[], object]) -> maskpack.errors.WorkerError:
     try:
         run()
-    except maskpack.WorkerError as error:
+    except maskpack.errors.WorkerError as error:
         return error
     raise Wrong("no WorkerError")
 
 
-def check_error(error: maskpack.WorkerError, failed: dict[int, tuple[Sequence[int], type[BaseException]]]) -> None:
+def check_error(
+    error: maskpack.errors.WorkerError, failed: dict[int, tuple[Sequence[int], type[BaseException]]]
+) -> None:
     """That it names the method, and exactly these ranks, with their rows and their errors."""
     seen = {one.rank: (one.rows.tolist(), one.error) for one in error.failures}
     right = seen.keys() == failed.keys() and all(
@@ -144,7 +146,7 @@ def caught(run: Callable[[], Any]) -> Any:
 def _exit_during(team: Team, sample: Sample, tally: Tally) -> None:
     """One death: during a call, after two others, before a fourth."""
     group, victim = team.group(), 1
-    kept = group.call("score", sample.batch, FACTOR, layout="view")
+    kept = group.call("score", sample.batch, FACTOR, format="view")
     finished = group.submit("score", sample.batch, FACTOR)
     until(finished.done)
     team.ran()
@@ -273,7 +275,7 @@ def _lost_objects(team: Team, sample: Sample, tally: Tally) -> None:
     packed = group.pack(sample.batch)
     with mock.patch.object(ray, "put", put_by_keeper):
         placed = group.put(packed)
-    kept = group.call("score", sample.batch, FACTOR, layout="view")
+    kept = group.call("score", sample.batch, FACTOR, format="view")
     first, last = sample.rows(rank)[0], sample.rows(rank)[-1] + 1
     (source,) = kept[first:last].strands[0].sources
     rows_lost = BatchView.at(put_by_keeper(ray.get(source.held)), source.outline)

@@ -22,7 +22,7 @@ from bench.measure import NotExact, interleaved, progress
 from bench.plan_chart import chart
 from bench.report import Row
 from bench.workloads import PROMPT_WIDTH, RESPONSE_WIDTH, make_batch
-from maskpack import FlopsModel, MicroBatchPlan, RankPlans, balance_rows, plan_micro_batches, plan_ranks
+from maskpack.planning import FlopsModel, MicroBatchPlan, RankPlans, balance_rows, plan_micro_batches, plan_ranks
 
 Array = npt.NDArray[np.int64]
 Amounts = npt.NDArray[np.float64]

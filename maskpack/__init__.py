@@ -1,32 +1,25 @@
 """maskpack moves and shapes the padded batches of RL post-training, without the padding and without losing a bit.
 
-compress / decompress        between a batch and its wire form, a PackedBatch
-nest_batch_by_mask / unnest  between padded and jagged fields
-select_and_pad_to_response, extract_response   the response axis for losses
-report                       where the bytes of a packed batch went
-BatchView                    rows of packed batches that lie elsewhere
-PackedInputs, response_log_probs, response_values   packed rows through a model (maskpack.adapters.transformers)
-plan_micro_batches, balance_rows, plan_ranks   which rows run together, and where; agree_on_count, LoopRecorder
-maskpack.ops                 pack and unpack single tensors
-maskpack.dispatch            WorkerGroup and endpoint, over Ray
+compress, decompress              between a batch and its packed form, a PackedBatch
+nest_batch_by_mask, unnest        between padded and jagged fields
+select_and_pad_to_response, extract_response   the response axis, for losses
+report                            where the bytes of a packed batch went
+
+maskpack.dispatch                 WorkerGroup and endpoint: batches to Ray actors and back
+maskpack.views                    BatchView: rows of packed batches that lie elsewhere
+maskpack.planning                 which rows run together, and on which rank
+maskpack.replay                   packed rows through a model (maskpack.adapters.transformers)
+maskpack.ops                      pack and unpack single tensors; log-probs without the logits
+maskpack.adapters                 verl, TransferQueue, transformers and TRL, TorchRL
+maskpack.errors                   what is raised
 """
 
-from maskpack import ops
-from maskpack.errors import (
-    CoverageError,
-    FieldError,
-    LayoutError,
-    LossyPadError,
-    MaskpackError,
-    MaskpackWarning,
-    MethodError,
-    PlanError,
-    RegistryError,
-    ReplayError,
-    StoreFullError,
-    WireFormatError,
-    WorkerError,
-)
+from maskpack import errors as errors
+from maskpack import ops as ops
+from maskpack import planning as planning
+from maskpack import replay as replay
+from maskpack import views as views
+from maskpack.errors import MaskpackError
 from maskpack.fields.options import VerifyFirst
 from maskpack.fields.registry import (
     DENSE,
@@ -47,15 +40,6 @@ from maskpack.nesting.schema import LAYOUTS
 from maskpack.nesting.survey import dense_fields
 from maskpack.packed.batch import PackedBatch, compress, decompress
 from maskpack.packed.sizes import report
-from maskpack.planning.agreement import agree_on_count
-from maskpack.planning.balance import balance_rows
-from maskpack.planning.costs import FlopsModel
-from maskpack.planning.plan import MicroBatchPlan, plan_micro_batches
-from maskpack.planning.ranks import RankPlans, plan_ranks
-from maskpack.planning.recorder import LoopRecorder
-from maskpack.replay.inputs import PackedInputs, response_log_probs, response_values
-from maskpack.views.strand import Outline
-from maskpack.views.view import BatchView
 
 __version__ = "0.1.0"
 
@@ -67,46 +51,20 @@ __all__ = [
     "PER_ROW",
     "RL_FIELDS",
     "SIGNED_ZERO",
-    "BatchView",
-    "CoverageError",
     "DenseField",
-    "FieldError",
-    "FlopsModel",
-    "LayoutError",
-    "LoopRecorder",
-    "LossyPadError",
     "MaskAxis",
     "MaskNestingRegistry",
     "MaskNestingSpec",
     "MaskpackError",
-    "MaskpackWarning",
-    "MethodError",
-    "MicroBatchPlan",
-    "Outline",
     "PackedBatch",
-    "PackedInputs",
-    "PlanError",
-    "RankPlans",
-    "RegistryError",
-    "ReplayError",
     "RowLayout",
-    "StoreFullError",
     "VerifyFirst",
-    "WireFormatError",
-    "WorkerError",
-    "agree_on_count",
-    "balance_rows",
     "compress",
     "decompress",
     "dense_fields",
     "extract_response",
     "nest_batch_by_mask",
-    "ops",
-    "plan_micro_batches",
-    "plan_ranks",
     "report",
-    "response_log_probs",
-    "response_values",
     "select_and_pad_to_response",
     "unnest",
     "unnest_batch_by_mask",

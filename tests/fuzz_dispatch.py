@@ -52,7 +52,7 @@ class Worker:
     def echo(self, batch):
         return batch
 
-    @endpoint(layout="nested")
+    @endpoint(format="nested")
     def echo_nested(self, batch):
         return batch
 
@@ -198,7 +198,7 @@ class Sequence:
             rows, view = np.arange(cut, count), view.split([cut, count - cut])[1]
         else:
             rows = self.rng.integers(0, count, 1 + self.number(count))
-            view = view.select(rows)
+            view = view.take(rows)
         self.keep(view, want[torch.from_numpy(rows)])
 
     def cat(self) -> None:
@@ -210,7 +210,7 @@ class Sequence:
     def fields(self) -> None:
         view, want = self.pair()
         factor = float(1 + self.number(5))
-        result = self.group.call("scale", view, factor, layout="view")
+        result = self.group.call("scale", view, factor, format="view")
         fresh = want.clone(recurse=False).set("values", want["returns"] * factor)
         self.keep(view.with_fields(result), fresh)
 
@@ -218,11 +218,11 @@ class Sequence:
         """Results of the same rows in another order are refused, whatever their lengths."""
         view, want = self.pair()
         order = self.rng.permutation(len(want))
-        result = self.group.call("scale", view.select(order), 2.0, layout="view")
+        result = self.group.call("scale", view.take(order), 2.0, format="view")
         try:
             view.with_fields(result)
             refused = False
-        except mp.LayoutError:
+        except mp.errors.LayoutError:
             refused = True
         rows = want["row"].numpy()
         if not np.array_equal(rows, rows[order]):
@@ -269,7 +269,7 @@ class Sequence:
         before = self.group.num_ranks
         try:
             seen = self.group.call("once", given, row, self.path(), how, layout=layout, timeout=timeout, grace=10.0)
-        except mp.WorkerError as error:
+        except mp.errors.WorkerError as error:
             try:
                 seen = error.call.retry().result()
             except mp.MaskpackError as none_left:
@@ -320,11 +320,11 @@ def run_threads(scene: Scene, args: argparse.Namespace) -> Counter[str]:
         rng = np.random.default_rng(seed)
         while time.monotonic() < end and not done["failed"]:
             rows = rng.choice(count, int(rng.integers(1, count)), replace=False)
-            part, want = view.select(rows), batch[torch.from_numpy(rows)]
+            part, want = view.take(rows), batch[torch.from_numpy(rows)]
             kind = ("padded", "view", "put", "packed", "fields", "raise", "release")[int(rng.integers(7))]
             try:
                 halves = [np.sort(rng.choice(count, count // 2, replace=False)) for _ in range(30)]
-                calls = [group.submit("rows", view.select(half)) for half in halves]
+                calls = [group.submit("rows", view.take(half)) for half in halves]
                 for half, call in zip(halves, calls, strict=True):
                     assert call.result() == [half.tolist()], "rows of another thread"
                 if kind in ("padded", "view"):
@@ -334,13 +334,13 @@ def run_threads(scene: Scene, args: argparse.Namespace) -> Counter[str]:
                 elif kind == "packed":
                     check(group.call("echo", packed), batch)
                 elif kind == "fields":
-                    values = group.call("scale", part, 2.0, layout="view")
+                    values = group.call("scale", part, 2.0, format="view")
                     check(part.with_fields(values), want.clone(recurse=False).set("values", want["returns"] * 2.0))
                 elif kind == "raise":
                     path = tempfile.mktemp(prefix="fuzz-", dir=FOLDERS["dir"])
                     try:
                         seen = group.call("once", part, int(rows[0]), path, "raise")
-                    except mp.WorkerError as error:
+                    except mp.errors.WorkerError as error:
                         seen = error.call.retry().result()
                     check(seen, want)
                 else:
@@ -381,7 +381,7 @@ def run_kills(cluster: Any, args: argparse.Namespace) -> Counter[str]:
             rows = rng.integers(40, size=12)
             kept = bool(rng.integers(2))
             try:
-                assert_same(survived(group, view.select(rows), kept, done), batch[torch.from_numpy(rows)])
+                assert_same(survived(group, view.take(rows), kept, done), batch[torch.from_numpy(rows)])
             except Exception:
                 print(f"kill {number}:", flush=True)
                 traceback.print_exc()
@@ -397,13 +397,13 @@ def run_kills(cluster: Any, args: argparse.Namespace) -> Counter[str]:
 
 def survived(group: WorkerGroup, view: BatchView, kept: bool, done: Counter[str]) -> TensorDict:
     for _ in range(6):
-        call = group.submit("echo", view, grace=5.0, layout="view" if kept else "padded")
+        call = group.submit("echo", view, grace=5.0, format="view" if kept else "padded")
         try:
             for _ in range(6):
                 try:
                     seen = call.result(60.0)
                     return seen.materialize(get=ray.get) if kept else seen
-                except mp.WorkerError as error:
+                except mp.errors.WorkerError as error:
                     done["errors"] += 1
                     call = error.call.retry()
         except ray.exceptions.RayError as error:

@@ -37,7 +37,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from maskpack import MaskpackError, PackedBatch, WireFormatError, decompress
+from maskpack import MaskpackError, PackedBatch, decompress
+from maskpack.errors import WireFormatError
 from maskpack.packed.file import container as wire
 
 GOLDEN = Path(__file__).parent / "golden"

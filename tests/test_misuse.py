@@ -21,7 +21,10 @@ from maskpack.dispatch import group as dispatch
 from maskpack.ops.attention import packed_attention
 from maskpack.packed.sizes import fields
 
-PUBLIC = {name: getattr(mp, name) for name in mp.__all__} | {
+PARTS = (mp, mp.planning, mp.replay, mp.views)
+EXPORTED = {name: getattr(part, name) for part in PARTS for name in part.__all__}
+PUBLIC = EXPORTED | {
+    "ops": ops,
     "TensorDict": TensorDict,
     "WorkerGroup": dispatch.WorkerGroup,
     "endpoint": dispatch.endpoint,
@@ -49,7 +52,7 @@ def names():
     packed = mp.compress(batch, pad_token_id=0)
     nested = mp.nest_batch_by_mask(batch, pad_token_id=0)
     layout = mp.RowLayout.from_mask(mask)
-    plan = mp.plan_micro_batches([3, 2], 3)
+    plan = mp.planning.plan_micro_batches([3, 2], 3)
     hidden = torch.ones(5, 4)
     rows = torch.tensor([0, 3, 5], dtype=torch.int32)
     return PUBLIC | {
@@ -59,8 +62,8 @@ def names():
         "n": nested,
         "L": layout,
         "plan": plan,
-        "view": mp.BatchView.of(packed),
-        "outline": mp.Outline.of(packed),
+        "view": mp.views.BatchView.of(packed),
+        "outline": mp.views.Outline.of(packed),
         "packed": ops.pack(batch["input_ids"], layout),
         "values": ops.pack(batch["input_ids"], layout),
         "meta": torch.zeros(2, 4, device="meta"),
@@ -69,15 +72,15 @@ def names():
         "sparse": mask.to_sparse(),
         "data": packed.to_bytes(),
         "samples": to_samples(packed),
-        "inputs": mp.PackedInputs.of(batch),
+        "inputs": mp.replay.PackedInputs.of(batch),
         "hidden": hidden,
         "head": torch.ones(7, 4),
         "ids": torch.arange(5),
         "q": torch.ones(5, 2, 8),
         "bounds": rows,
-        "rank_plans": mp.plan_ranks([3, 2], 2, 9),
+        "rank_plans": mp.planning.plan_ranks([3, 2], 2, 9),
         "collate": PackedCollator(),
-        "recorder": mp.LoopRecorder(),
+        "recorder": mp.planning.LoopRecorder(),
         "sample": {"input_ids": [1, 2, 3]},
         "spec": mp.MaskNestingSpec("sequence"),
         "model": SimpleNamespace(
@@ -174,7 +177,7 @@ nest_batch_by_mask(m)
 nest_batch_by_mask(b, "RL_FIELDS")
 nest_batch_by_mask(b, None)
 nest_batch_by_mask(b, pad_token_id=None)
-nest_batch_by_mask(b, pad_token_id=0, strict="no")
+nest_batch_by_mask(b, pad_token_id=0, strict_mask_nesting="no")
 nest_batch_by_mask(b, pad_token_id=0, ignore_dense_fields={"x": 1}.get)
 nest_batch_by_mask(b, pad_token_id=0, verify=True)
 nest_batch_by_mask(b, pad_token_id=0, on_loss=None)
@@ -203,10 +206,10 @@ decompress(p, ("responses", "input_ids"))
 decompress(p, "responses", "nope")
 decompress(p, {"responses"})
 decompress(p, b"responses")
-decompress(p, layout="jagged")
-decompress(p, layout=None)
-decompress(p, layout=["nested"])
-decompress(p, layout=torch.jagged)
+decompress(p, format="jagged")
+decompress(p, format=None)
+decompress(p, format=["nested"])
+decompress(p, format=torch.jagged)
 decompress(p, widths="short")
 decompress(p, widths=None)
 decompress(p, widths=[4])
@@ -218,7 +221,7 @@ decompress(p, device=-1)
 decompress(p, device=["cpu"])
 decompress(p, device=True)
 decompress(p, device="meta")
-decompress(p, layout="nested", device="meta")
+decompress(p, format="nested", device="meta")
 unnest(None)
 unnest(b)
 unnest(p)
@@ -296,16 +299,16 @@ p[slice(0, 1, 0)]
 p[0.5:1]
 p[p]
 p.select("responses")
-p.select(None)
-p.select(0)
-p.select(3.0)
-p.select(object())
-p.select([True, False, True])
-p.select([complex(1)])
-p.select(b"ab")
-p.select(iter([0]))
-p.select(np.array(["a"]))
-p.select(m)
+p.take(None)
+p.take(0)
+p.take(3.0)
+p.take(object())
+p.take([True, False, True])
+p.take([complex(1)])
+p.take(b"ab")
+p.take(iter([0]))
+p.take(np.array(["a"]))
+p.take(m)
 p.split(0)
 p.split(-1)
 p.split(None)
@@ -341,7 +344,7 @@ p.pin_memory()
 p.to_bytes(allow_pickle="no")
 p.to_bytes(checksum="crc32")
 p.to_bytes(checksum=None)
-compress(TensorDict({"x": torch.ones(2, 1)}, [])).select([0])
+compress(TensorDict({"x": torch.ones(2, 1)}, [])).take([0])
 compress(TensorDict({"x": torch.ones(2, 1)}, [])).split(1)
 compress(b.clone().set_non_tensor("o", object()), pad_token_id=0).to_bytes()
 PackedBatch.cat(p)
@@ -405,9 +408,9 @@ view["responses"]
 view[1.5]
 view[None]
 view[[7]]
-view.select(None)
+view.take(None)
 view.select("x")
-view.select([0.5])
+view.take([0.5])
 view.split(0)
 view.split("1")
 view.split([5])
@@ -435,8 +438,8 @@ view.with_fields("responses")
 view.materialize("nope")
 view.materialize(["responses"])
 view.materialize(3)
-view.materialize(layout="jagged")
-view.materialize(layout=None)
+view.materialize(format="jagged")
+view.materialize(format=None)
 view.materialize(device="nowhere")
 view.materialize(device=["cpu"])
 view.to_packed("nope")
@@ -445,7 +448,7 @@ BatchView.of(compress(TensorDict({"x": torch.ones(2)}, [2]))).lengths("sequence"
 Outline.of(None)
 Outline.of(b)
 Outline.of(view)
-outline.select([0.5])
+outline.take([0.5])
 outline.select("x")
 # ---- RowLayout
 RowLayout.from_mask(None)
@@ -519,11 +522,11 @@ RowLayout.cat([])
 RowLayout.cat([L, m])
 RowLayout.cat([m])
 RowLayout.cat(3)
-L.select(None)
-L.select(0)
+L.take(None)
+L.take(0)
 L.select("x")
-L.select([9])
-L.select([0.5])
+L.take([9])
+L.take([0.5])
 L.narrow(-1, 2)
 L.narrow(2, 1)
 L.narrow(0, 9)
@@ -944,7 +947,7 @@ PackedInputs.of([b])
 PackedInputs.of(b.exclude("input_ids"))
 PackedInputs.of(b.exclude("attention_mask"))
 PackedInputs.of(b.exclude("responses"))
-PackedInputs.of(p.select([0]), device="nowhere")
+PackedInputs.of(p.take([0]), device="nowhere")
 PackedInputs.of(b, device="nowhere")
 PackedInputs.of(b, device=3.5)
 PackedInputs.of(b, device="cuda:99")
@@ -1159,8 +1162,8 @@ group.call("update", m)
 group.call("update", [1, 2])
 group.call("update", b.to_dict())
 group.call("update", "batch")
-group.call("update", b, layout="jagged")
-group.call("update", b, layout=None)
+group.call("update", b, format="jagged")
+group.call("update", b, format=None)
 group.call("update", b, timeout="5")
 group.call("update", b, timeout=-1)
 group.call("update", b, grace=None)
@@ -1180,7 +1183,7 @@ group.call("update", p, plan=rank_plans)
 group.call("update", p, p[:1])
 group.call("update", TensorDict({"x": meta}, [2]))
 group.submit("update", None)
-group.submit("update", b, layout=3)
+group.submit("update", b, format=3)
 group.put(None)
 group.put(m)
 group.put([b])
@@ -1198,8 +1201,8 @@ group.pack(None)
 group.pack(p)
 endpoint(3)
 endpoint("update")
-endpoint(layout="jagged")
-endpoint(layout=None)
+endpoint(format="jagged")
+endpoint(format=None)
 endpoint(device=3.5)
 endpoint(fields="values")
 endpoint(fields=3)
@@ -1273,8 +1276,8 @@ def test_what_looks_like_misuse_and_works(line):
 def test_every_public_function_is_misused():
     called = {
         name
-        for name, value in vars(mp).items()
-        if name in mp.__all__ and callable(value) and not (isinstance(value, type) and issubclass(value, Exception))
+        for name, value in EXPORTED.items()
+        if callable(value) and not (isinstance(value, type) and issubclass(value, Exception))
     }
     called -= {"DenseField", "MaskpackWarning", "MicroBatchPlan", "RankPlans"}  # made by functions, or no function
     assert {name for name in called if not any(re.search(rf"\b{name}\b", line) for line in LINES)} == set()

@@ -21,13 +21,13 @@ def wire(batch: TensorDict, path: Path) -> None:
     packed = mp.compress(batch, pad_token_id=0, strict_mask_nesting=True)
     assert_type(packed, mp.PackedBatch)
     assert_type(packed[2:5], mp.PackedBatch)
-    assert_type(packed.select([0, 3]), mp.PackedBatch)
+    assert_type(packed.take([0, 3]), mp.PackedBatch)
     assert_type(mp.PackedBatch.cat([packed, packed]), mp.PackedBatch)
     assert_type(len(packed), int)
     packed.save(path)
     assert_type(mp.PackedBatch.load(path), mp.PackedBatch)
     assert_type(mp.decompress(packed), TensorDict)
-    assert_type(mp.decompress(packed, "responses", layout="nested", device="cpu"), TensorDict)
+    assert_type(mp.decompress(packed, "responses", format="nested", device="cpu"), TensorDict)
 
 
 def nesting(batch: TensorDict) -> None:
@@ -35,7 +35,7 @@ def nesting(batch: TensorDict) -> None:
     assert_type(registry, mp.MaskNestingRegistry)
     plain = {"score": mp.MaskNestingSpec("response", pad=0.0)}
     assert_type(mp.nest_batch_by_mask(batch, plain, verify="never"), TensorDict)
-    nested = mp.nest_batch_by_mask(batch, registry, pad_token_id=0, strict=True)
+    nested = mp.nest_batch_by_mask(batch, registry, pad_token_id=0, strict_mask_nesting=True)
     assert_type(nested, TensorDict)
     assert_type(mp.unnest(nested), TensorDict)
     assert_type(mp.select_and_pad_to_response(nested, "score"), TensorDict)
@@ -53,8 +53,8 @@ def layouts(mask: Tensor) -> None:
 
 
 def plans(lengths: Sequence[int]) -> None:
-    plan = mp.plan_micro_batches(lengths, token_budget=4096, num_updates=2)
-    assert_type(plan, mp.MicroBatchPlan)
+    plan = mp.planning.plan_micro_batches(lengths, token_budget=4096, num_updates=2)
+    assert_type(plan, mp.planning.MicroBatchPlan)
     for rows in plan.micro_batches:
         print([row + 1 for row in rows])
 
@@ -62,5 +62,5 @@ def plans(lengths: Sequence[int]) -> None:
 def errors() -> None:
     try:
         mp.PackedBatch.from_bytes(b"")
-    except mp.WireFormatError as error:
+    except mp.errors.WireFormatError as error:
         print(str(error))

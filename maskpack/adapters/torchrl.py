@@ -71,7 +71,7 @@ class PackedStorage(_ListStorage):
 
     Args:
         max_size: slots.
-        layout: of what is sampled, `padded` or `nested`.
+        format: of what is sampled, `padded` or `nested`.
         fields: what is sampled of each row; everything where none is named.
         device: where samples go; where the rows came from if it is not given.
         allow_pickle: for `state_dict` and `dumps`, and their inverse, as for `PackedBatch.to_bytes`.
@@ -87,7 +87,7 @@ class PackedStorage(_ListStorage):
         self,
         max_size: int,
         *,
-        layout: Target = "padded",
+        format: Target = "padded",
         fields: Sequence[Any] = (),
         device: torch.device | str | None = None,
         allow_pickle: bool = False,
@@ -95,10 +95,10 @@ class PackedStorage(_ListStorage):
     ) -> None:
         super().__init__(max_size)
         compress(TensorDict({}, batch_size=[0]), **options)  # wrong options raise here, not in the first batch
-        if layout not in ("padded", "nested"):
-            raise LayoutError(f'PackedStorage: layout is {layout!r}; expected "padded" or "nested". Choose one.')
+        if format not in ("padded", "nested"):
+            raise LayoutError(f'PackedStorage: format is {format!r}; expected "padded" or "nested". Choose one.')
         self.allow_pickle = flag(allow_pickle, "allow_pickle", "PackedStorage")
-        self._layout: Target = layout
+        self._format: Target = format
         self._fields = need_keys(fields, "fields", "PackedStorage", LayoutError)
         self._to = None if device is None else device_here(device, "PackedStorage")
         self._options = _kept(options)
@@ -165,14 +165,14 @@ class PackedStorage(_ListStorage):
                 f"expected slots below {self.max_size} that leave none empty. Let the writer choose them."
             )
         rows = BatchView.of(packed) if self._rows is None else _appended(self._rows, packed)
-        self._rows = _tidied(rows.select(table))
+        self._rows = _tidied(rows.take(table))
 
     def get(self, index: Any) -> Any:
         """The rows of some slots as a TensorDict [n]; of one slot, where it is named by a whole number, without the
         batch dim."""
         one = isinstance(index, int | np.integer) or (isinstance(index, Tensor | np.ndarray) and index.ndim == 0)
-        picked = self.rows.select(self._index(index))
-        made = picked.materialize(*self._fields, layout=self._layout, device=self._to)
+        picked = self.rows.take(self._index(index))
+        made = picked.materialize(*self._fields, format=self._format, device=self._to)
         return made[0] if one else made
 
     def __len__(self) -> int:
@@ -289,7 +289,7 @@ def _tidied(rows: BatchView) -> BatchView:
         return rows
     table = np.arange(len(rows))
     table[moved] = len(rows) + np.arange(moved.size)
-    return BatchView.cat([rows, BatchView.of(_copied(rows.select(moved).to_packed()))]).select(table)
+    return BatchView.cat([rows, BatchView.of(_copied(rows.take(moved).to_packed()))]).take(table)
 
 
 def _copied(packed: PackedBatch) -> PackedBatch:
@@ -306,20 +306,20 @@ class MaskNesting(_Transform):
     out, padded or nested.
 
     Args:
-        layout: of what comes out, `padded` or `nested`.
+        format: of what comes out, `padded` or `nested`.
         key: the entry of the rows in the storage, which holds one PackedBatch each.
         keep: entries that stay beside it as they are, such as priorities.
         options: those of `compress`.
     """
 
     def __init__(
-        self, *, layout: Target = "padded", key: str = "packed", keep: Sequence[str] = (), **options: Any
+        self, *, format: Target = "padded", key: str = "packed", keep: Sequence[str] = (), **options: Any
     ) -> None:
         super().__init__(in_keys=[key], out_keys=[])
         compress(TensorDict({}, batch_size=[0]), **options)  # wrong options raise here, not in the first batch
-        if layout not in ("padded", "nested"):
-            raise LayoutError(f'MaskNesting: layout is {layout!r}; expected "padded" or "nested". Choose one.')
-        self.layout: Target = layout
+        if format not in ("padded", "nested"):
+            raise LayoutError(f'MaskNesting: format is {format!r}; expected "padded" or "nested". Choose one.')
+        self.format: Target = format
         self.key, self.options = key, _kept(options)
         self.keep = need_keys(keep, "keep", "MaskNesting", LayoutError)
 
@@ -358,7 +358,7 @@ class MaskNesting(_Transform):
                 f'MaskNesting: entry "{self.key}" holds {sorted({type(row).__name__ for row in rows})}; expected a '
                 "PackedBatch in each row. Extend the buffer through the transform, with a ListStorage."
             )
-        out = decompress(PackedBatch.cat(rows), layout=self.layout)
+        out = decompress(PackedBatch.cat(rows), format=self.format)
         for name, beside in samples.items():
             if name != self.key:
                 out.set(name, beside)

@@ -123,7 +123,7 @@ class Objects:
                     todo.append(item.values() if kind is dict else item)
         return ITEM_BYTES * count + sum(tensors.values())
 
-    def select(self, rows: Iterable[int]) -> Objects:
+    def take(self, rows: Iterable[int]) -> Objects:
         """Of some rows."""
         return replace(self, data=[self.data[row] for row in rows]) if self.depth else self
 

@@ -55,7 +55,7 @@ class Request:
         method: of the actors.
         args, kwargs: a BatchView stands for rows that are divided, a Broadcast for rows that every rank gets, an
             ObjectRef for what is large.
-        layout, device: of the result.
+        format, device: of the result.
         grace: seconds that the other ranks have once one has failed.
         plan: of the rows, for every rank.
     """
@@ -63,7 +63,7 @@ class Request:
     method: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    layout: Results
+    format: Results
     device: torch.device | str | None
     grace: float
     plan: RankPlans | None = None
@@ -368,7 +368,7 @@ class Call:
         The results that are there are kept; the call that is returned has them and those of the rows sent again. Rows
         of a view that are lost with their node are among these, and ranks on nodes that are gone are left out.
         Where actors have died, this waits until their nodes have answered, or Ray knows that they are gone.
-        A plan is made anew for them. The result has the layout and the device of this call's.
+        A plan is made anew for them. The result has the format and the device of this call's.
 
         Raises MaskpackError if every rank was lost and no group is given, or if the plan has several updates, loss
         tokens or groups: then a part of it is not a part of the whole.
@@ -410,7 +410,7 @@ class Call:
 
     def _finish(self, timeout: float | None, wanted: Callable[[], bool]) -> None:
         self._collect(timeout, wanted)
-        gone = _rows_gone(self.parts, nodes_alive()) if self.request.layout == "view" else {}
+        gone = _rows_gone(self.parts, nodes_alive()) if self.request.format == "view" else {}
         for part in self.parts:
             if id(part) in gone:
                 part.receipt, part.result, part.error = None, None, gone[id(part)]
@@ -473,7 +473,7 @@ class Call:
                 self.group.ran_on(part.rank, [each.node for each in receipts])
             if receipt is None:
                 part.error = Cancelled("taken back before it began")
-            elif receipt.has_rows and self.request.layout == "view":
+            elif receipt.has_rows and self.request.format == "view":
                 part.result = BatchView.at(part.packed, cast("Outline", receipt.outline))
             elif receipt.has_rows:
                 (part.result,), part.error = _got([part.packed], timeout)
@@ -669,12 +669,12 @@ def _in_order(parts: Sequence[Part], request: Request) -> BatchView | TensorDict
     rows = np.concatenate([part.rows for part in parts])
     back = np.argsort(rows, kind="stable")
     results = [part.result for part in parts]
-    if request.layout == "view":
-        return BatchView.cat(results).select(back).known_as(request.args[0].origins())
+    if request.format == "view":
+        return BatchView.cat(results).take(back).known_as(request.args[0].origins())
     packed = PackedBatch.cat(results)
     if not np.array_equal(back, np.arange(back.size)):
-        packed = packed.select(back)
-    return decompress(packed, layout=request.layout, device=request.device, max_bytes=None)
+        packed = packed.take(back)
+    return decompress(packed, format=request.format, device=request.device, max_bytes=None)
 
 
 def _said(rows: IntArray) -> str:

@@ -41,7 +41,7 @@ def endpoint(method: Callable[_P, _R], /) -> Callable[_P, _R]: ...
 @overload
 def endpoint(
     *,
-    layout: Target = "padded",
+    format: Target = "padded",
     device: torch.device | str | None = None,
     fields: Sequence[Key] = (),
     micro_batches: bool = False,
@@ -50,15 +50,15 @@ def endpoint(
     method: Callable[..., Any] | None = None,
     /,
     *,
-    layout: Target = "padded",
+    format: Target = "padded",
     device: torch.device | str | None = None,
     fields: Sequence[Key] = (),
     micro_batches: bool = False,
 ) -> Any:
     """Makes an actor method `method(self, batch, ...)` take packed rows and return packed rows.
 
-    The method sees its batch as a TensorDict in `layout` on `device` (by default that of the driver), with the `fields`
-    named, or all; other batches among its arguments come whole, in the same layout, on the same device. What it sees
+    The method sees its batch as a TensorDict in `format` on `device` (by default that of the driver), with the `fields`
+    named, or all; other batches among its arguments come whole, in the same format, on the same device. What it sees
     are copies, which it may write to. A TensorDict that it returns, alone or first in a tuple, padded or nested, must
     have the rows of its batch, and goes back packed under the batch's layouts; anything else goes back as it is. What
     goes back lies on the host, tensors in dicts, lists and tuples among it, whatever device they were on.
@@ -73,12 +73,12 @@ def endpoint(
     """
     need_keys(fields, "fields", "endpoint", LayoutError)
     flag(micro_batches, "micro_batches", "endpoint")
-    if layout not in ("padded", "nested"):
-        raise LayoutError(f'endpoint: layout is {said(layout)}; expected "padded" or "nested". Choose one of these.')
+    if format not in ("padded", "nested"):
+        raise LayoutError(f'endpoint: format is {said(format)}; expected "padded" or "nested". Choose one of these.')
     if device is not None and not isinstance(device, str | torch.device):
         raise LayoutError(f'endpoint: device is {said(device)}; expected one of torch. Pass "cuda" or "cpu".')
     if method is None:
-        return functools.partial(endpoint, layout=layout, device=device, fields=fields, micro_batches=micro_batches)
+        return functools.partial(endpoint, format=format, device=device, fields=fields, micro_batches=micro_batches)
     if not callable(method):
         raise MaskpackError(f"endpoint: got {said(method)}; expected a method. Write @endpoint above it.")
     if inspect.iscoroutinefunction(method):
@@ -110,7 +110,7 @@ def endpoint(
             return None, None
         try:
             bound = functools.partial(method, self)
-            return _served(bound, method.__name__, args[0], args[1:], layout, device, fields, micro_batches)
+            return _served(bound, method.__name__, args[0], args[1:], format, device, fields, micro_batches)
         finally:
             args[0].ticket.end()
 
@@ -124,14 +124,14 @@ def _served(
     name: str,
     parcel: Parcel,
     objects: Sequence[Any],
-    layout: Target,
+    format: Target,
     device: torch.device | str | None,
     fields: Sequence[Key],
     micro_batches: bool,
 ) -> tuple[Receipt, PackedBatch | None]:
     """The receipt and the packed rows: two objects, so that the rows may stay where they are."""
     timer = _Timer()
-    given = _Given(parcel, objects, fields, name, layout, device)
+    given = _Given(parcel, objects, fields, name, format, device)
     if micro_batches:
         packed, rest = _each(method, name, parcel, given, timer)
     else:
@@ -139,7 +139,7 @@ def _served(
         if parcel.plan is not None:
             kwargs["plan"] = parcel.plan
         like: Any = (
-            args[0].clone(recurse=False) if layout == "nested" else given.rows
+            args[0].clone(recurse=False) if format == "nested" else given.rows
         )  # the method may take entries out
         timer.lap("decode")
         result = method(*args, **kwargs)
@@ -167,12 +167,12 @@ class _Given:
         objects: Sequence[Any],
         fields: Sequence[Key],
         name: str,
-        layout: Target,
+        format: Target,
         device: torch.device | str | None,
     ) -> None:
         self.packed: dict[int, PackedBatch] = {}
         self._whole: set[int] = set()
-        self._layout: Target = layout
+        self._format: Target = format
         self._device = device
 
         def taken(value: Any) -> Any:
@@ -192,14 +192,14 @@ class _Given:
 
     def part(self, rows: Sequence[int]) -> dict[int, PackedBatch]:
         """Some rows of what is divided, in the place of all."""
-        return {key: batch if key in self._whole else batch.select(rows) for key, batch in self.packed.items()}
+        return {key: batch if key in self._whole else batch.take(rows) for key, batch in self.packed.items()}
 
     def decoded(self, rows: dict[int, PackedBatch]) -> tuple[list[Any], dict[str, Any]]:
         def one(value: Any) -> Any:
             if id(value) not in rows:
                 return value
             with _MEMORY.used():
-                return decompress(rows[id(value)], layout=self._layout, device=self._device, max_bytes=None)
+                return decompress(rows[id(value)], format=self._format, device=self._device, max_bytes=None)
 
         return [one(value) for value in self._args], {key: one(value) for key, value in self._kwargs.items()}
 

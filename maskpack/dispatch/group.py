@@ -331,7 +331,7 @@ class WorkerGroup:
         batch: TensorDictBase | PackedBatch | BatchView,
         /,
         *args: Any,
-        layout: Results = "padded",
+        format: Results = "padded",
         device: torch.device | str | None = None,
         balance: Balance = "rows",
         plan: RankPlans | None = None,
@@ -346,7 +346,7 @@ class WorkerGroup:
             batch: padded, nested, packed, or a view.
             args, kwargs: further arguments. Batches among them are divided like `batch`, whose number of rows they
                 must have; a `Broadcast` and everything else goes whole to every rank, large things as one object.
-            layout: of a TensorDict result; `view` leaves the rows where they are and gives a BatchView.
+            format: of a TensorDict result; `view` leaves the rows where they are and gives a BatchView.
             device: where a TensorDict result lies; the host where none is given, whatever device it had on its rank.
                 Not for a `view`: its `materialize` takes one.
             balance: parts in row order, `rows` that differ by one row at most or `tokens` of equal sums as far as rows
@@ -368,7 +368,7 @@ class WorkerGroup:
         if timeout is not None:
             seconds(timeout, "timeout", "WorkerGroup")
         sent = self.submit(
-            method, batch, *args, layout=layout, device=device, balance=balance, plan=plan, grace=grace, **kwargs
+            method, batch, *args, format=format, device=device, balance=balance, plan=plan, grace=grace, **kwargs
         )
         result = sent.result(timeout)
         self.metrics = sent.metrics
@@ -380,7 +380,7 @@ class WorkerGroup:
         batch: TensorDictBase | PackedBatch | BatchView,
         /,
         *args: Any,
-        layout: Results = "padded",
+        format: Results = "padded",
         device: torch.device | str | None = None,
         balance: Balance = "rows",
         plan: RankPlans | None = None,
@@ -392,13 +392,13 @@ class WorkerGroup:
         if not isinstance(method, str):
             raise MethodError(f'WorkerGroup: method is {said(method)}; expected the name of one. Pass it: "update".')
         seconds(grace, "grace", "WorkerGroup")
-        if layout not in ("padded", "nested", "view"):
+        if format not in ("padded", "nested", "view"):
             raise LayoutError(
-                f'WorkerGroup: layout is {said(layout)}; expected "padded", "nested" or "view". Choose one.'
+                f'WorkerGroup: format is {said(format)}; expected "padded", "nested" or "view". Choose one.'
             )
-        if device is not None and layout == "view":
+        if device is not None and format == "view":
             raise LayoutError(
-                f'WorkerGroup: device is "{device}" with layout="view", whose rows stay where they are; expected none. '
+                f'WorkerGroup: device is "{device}" with format="view", whose rows stay where they are; expected none. '
                 "Pass it to materialize."
             )
         if device is not None:
@@ -418,7 +418,7 @@ class WorkerGroup:
                     f"WorkerGroup: a batch of {value.num_rows} rows beside one of {view.num_rows}; expected as many. "
                     "Wrap what every rank should get whole: Broadcast(batch)."
                 )
-        request = Request(method, tuple(given), named, layout, device, grace, plan)
+        request = Request(method, tuple(given), named, format, device, grace, plan)
         ranks = self.num_ranks
         rows = divided(view, balance, ranks) if plan is None else of_plan(plan, view, balance, ranks)
         encoded = time.perf_counter()
@@ -454,9 +454,9 @@ class WorkerGroup:
         encoded = time.perf_counter()
         sites = self._by_site(dict(enumerate(divided(view, balance, self.num_ranks))))
         with storing():
-            settled = [self._store.settled(view.select(index), site) for site, _, index in sites]
+            settled = [self._store.settled(view.take(index), site) for site, _, index in sites]
         back = np.argsort(np.concatenate([index for _, _, index in sites]), kind="stable")
-        there = BatchView.cat([part for part, _ in settled]).select(back)
+        there = BatchView.cat([part for part, _ in settled]).take(back)
         there = there.known_as((view if onto is None else onto).origins())
         self.metrics = {
             "dispatch/bytes_sent": float(sum(nbytes for _, nbytes in settled)),
@@ -536,7 +536,7 @@ class WorkerGroup:
             placed: dict[int, BatchView] = {}
             for value in arguments:
                 if isinstance(value, BatchView | Broadcast):
-                    view = value.value if isinstance(value, Broadcast) else value.select(index)
+                    view = value.value if isinstance(value, Broadcast) else value.take(index)
                     with storing():
                         placed[id(value)], sent = self._store.settled(view, site, again)
                     nbytes += sent
@@ -583,7 +583,7 @@ class WorkerGroup:
             if isinstance(value, Broadcast):
                 return RowsAt.of(placed[id(value)], add, whole=True)
             if isinstance(value, BatchView):
-                return RowsAt.of(placed[id(value)].select(own), add)
+                return RowsAt.of(placed[id(value)].take(own), add)
             return At(add(value)) if isinstance(value, ray.ObjectRef) else value
 
         args = tuple(map(travelling, request.args))
@@ -593,7 +593,7 @@ class WorkerGroup:
         ticket = Ticket()
         for actor in self._ranks[rank]:
             speaks = actor == self._speakers[rank]
-            parcel = Parcel(args, kwargs, self._packing, speaks, request.layout == "view", ticket, plan)
+            parcel = Parcel(args, kwargs, self._packing, speaks, request.format == "view", ticket, plan)
             try:
                 receipt, returned = _started(self.actors[actor], request.method, parcel, objects)
             except Exception:

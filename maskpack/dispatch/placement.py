@@ -39,7 +39,7 @@ _ray: Any = ray
 
 @ray.remote(num_cpus=0)
 def _cut(packed: PackedBatch, rows: IntArray) -> PackedBatch:
-    return packed.select(rows)
+    return packed.take(rows)
 
 
 @ray.remote(num_cpus=0, max_retries=0)
@@ -160,7 +160,7 @@ class Placement:
         if not nodes or site.issubset(nodes):  # on the site already, or so small that it travels with the call
             return source, 0
         task = cast("Any", _cut).options(scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[0], soft=True))
-        outline = source.outline.select(rows)
+        outline = source.outline.take(rows)
         return Source(task.remote(source.held, rows), outline), outline.nbytes
 
     def _put_once(self, source: Source, rows: IntArray, site: Site | None, again: bool) -> tuple[Source, int]:
@@ -173,8 +173,8 @@ class Placement:
             found = known.get(site)
         if found is not None and found.rows == key and not again:
             return Source(found.reference, found.outline), 0
-        outline = source.outline if site is None else source.outline.select(rows)
-        fresh = _Put(key, ray.put(packed if site is None else packed.select(rows)), outline)
+        outline = source.outline if site is None else source.outline.take(rows)
+        fresh = _Put(key, ray.put(packed if site is None else packed.take(rows)), outline)
         room = nodes_alive().get(this_node(), 0.0) / SHARE
         with self._lock:
             dropped: list[Any] = [known.get(site)]

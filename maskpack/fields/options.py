@@ -103,7 +103,7 @@ class Options:
                 f"{call}: pad_token_id is {said(pad_token_id)}; expected a whole number. Pass tokenizer.pad_token_id."
             )
         registry = registry_of(registry, call)
-        strict = flag(strict, "strict" if call == "nest_batch_by_mask" else "strict_mask_nesting", call, RegistryError)
+        strict = flag(strict, "strict_mask_nesting", call, RegistryError)
         ignore = frozenset(map(path_of, need_keys(ignore_dense_fields, "ignore_dense_fields", call)))
         if strict and on_loss == "keep":
             on_loss = "error"

@@ -321,9 +321,9 @@ class RowLayout:
             return self
         return RowLayout.from_table(self.width, self.table, device, self.anchor)
 
-    def select(self, rows: Rows) -> RowLayout:
+    def take(self, rows: Rows) -> RowLayout:
         """The layout of some rows: a slice, indices (repeats allowed, negative from the end), or a bool mask [B]."""
-        index = row_index(rows, self.num_rows, "RowLayout.select")
+        index = row_index(rows, self.num_rows, "RowLayout.take")
         return RowLayout.from_table(self.width, table_rows(self.table, index), self.device, self.anchor)
 
     def narrow(self, start: int, stop: int) -> RowLayout:

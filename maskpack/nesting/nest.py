@@ -37,7 +37,7 @@ def nest_batch_by_mask(
     registry: Registry = RL_FIELDS,
     *,
     pad_token_id: int | None = None,
-    strict: bool = False,
+    strict_mask_nesting: bool = False,
     ignore_dense_fields: Iterable[Key] = (),
     verify: Verify = "always",
     on_loss: OnLoss = "keep",
@@ -50,26 +50,28 @@ def nest_batch_by_mask(
             gets its new fields nested and its shared offsets restored.
         registry: mask and pad of each field; a MaskNestingRegistry or a dict of specs.
         pad_token_id: the tokenizer's pad id, for fields padded with PAD_TOKEN_ID.
-        strict: raise instead of leaving a field dense.
+        strict_mask_nesting: raise instead of leaving a field dense.
         ignore_dense_fields: fields (paths or last names) that stay dense and count as covered.
         verify: check that masked-out elements are the pad: `always`; only in the first batch with these fields that
             a `VerifyFirst` is given; or `never`, which trusts the registry.
         on_loss: what to do with a field that has other values under its mask: `keep` it dense and warn, raise an
-            `error` (as `strict` does), or `drop` those values.
+            `error` (as `strict_mask_nesting` does), or `drop` those values.
 
     Returns:
         A TensorDict with the same keys in the same order and LAYOUTS behind them. Jagged fields are [B, j, *F] with
         min and max length set; all fields of one layout share one offsets tensor.
 
     Raises:
-        CoverageError: strict, and tensors of two or more dims, or inside Python objects, would stay dense.
-        LossyPadError: values other than the pad under a mask, with strict or on_loss="error".
+        CoverageError: strict_mask_nesting, and tensors of two or more dims, or inside Python objects, would stay dense.
+        LossyPadError: values other than the pad under a mask, with strict_mask_nesting or on_loss="error".
         LayoutError: a field that fits none of its masks.
         RegistryError: a missing pad_token_id, or a pad that the field's dtype cannot hold.
 
     On CUDA: one synchronisation for each mask, one for all checks.
     """
-    options = Options.of("nest_batch_by_mask", registry, pad_token_id, strict, ignore_dense_fields, verify, on_loss)
+    options = Options.of(
+        "nest_batch_by_mask", registry, pad_token_id, strict_mask_nesting, ignore_dense_fields, verify, on_loss
+    )
     found = survey(batch, options, {})
     moved: dict[tuple[str, torch.device], RowLayout] = {}
 

@@ -1,6 +1,6 @@
 """PackedBatch: a batch encoded field by field, ready for the wire; rows move without being decoded.
 
-    compress(padded or nested) -> PackedBatch -> select, slices, split, chunk, cat -> decompress(padded or nested)
+    compress(padded or nested) -> PackedBatch -> take, slices, split, chunk, cat -> decompress(padded or nested)
                                      |  ^
                        pickle, to_bytes, save  from_bytes, load
 
@@ -73,31 +73,31 @@ class PackedBatch(Contents):
 
     # ---------------------------------------------------------------- rows
 
-    def select(self, rows: Rows) -> PackedBatch:
+    def take(self, rows: Rows) -> PackedBatch:
         """Some rows, in the order given: a slice, indices (repeats allowed, negative from the end), or a bool mask [B].
 
         Rows that follow each other are views of this batch; others are copied, still encoded.
         """
-        self._need_rows("select")
-        index = row_index(rows, self.num_rows, "PackedBatch.select")
+        self._need_rows("take")
+        index = row_index(rows, self.num_rows, "PackedBatch.take")
         if index.size == 0 or bool((np.diff(index) == 1).all()):
             start = int(index[0]) if index.size else 0
             return self._slice(start, start + index.size)
         return replace(
             self,
             num_rows=index.size,
-            layouts={name: layout.select(index) for name, layout in self.layouts.items()},
+            layouts={name: layout.take(index) for name, layout in self.layouts.items()},
             fields={
                 path: field if isinstance(field, Same | Joined) else field.take(index, self.bounds(path))
                 for path, field in self.fields.items()
             },
-            objects={path: entry.select(index.tolist()) for path, entry in self.objects.items()},
+            objects={path: entry.take(index.tolist()) for path, entry in self.objects.items()},
             row_pads={path: pads[index] for path, pads in self.row_pads.items()},
         )
 
     def __getitem__(self, rows: Rows) -> PackedBatch:
         no_single_row(rows, self.num_rows, "PackedBatch")
-        return self.select(rows)
+        return self.take(rows)
 
     def split(self, sizes: int | Sequence[int]) -> tuple[PackedBatch, ...]:
         """Consecutive parts of `sizes` rows: a list that sums to B, or one size (the last part may be smaller)."""
@@ -129,12 +129,12 @@ class PackedBatch(Contents):
         return replace(
             self,
             num_rows=stop - start,
-            layouts={name: layout.select(rows) for name, layout in self.layouts.items()},
+            layouts={name: layout.take(rows) for name, layout in self.layouts.items()},
             fields={
                 path: field if isinstance(field, Same | Joined) else field.slice(start, stop, self.bounds(path))
                 for path, field in self.fields.items()
             },
-            objects={path: entry.select(range(start, stop)) for path, entry in self.objects.items()},
+            objects={path: entry.take(range(start, stop)) for path, entry in self.objects.items()},
             row_pads={path: pads[rows] for path, pads in self.row_pads.items()},
         )
 
@@ -154,8 +154,8 @@ class PackedBatch(Contents):
     def to_nested(
         self, *names: Key, device: torch.device | str | None = None, max_bytes: int | None = MAX_BYTES
     ) -> TensorDict:
-        """`decompress(self, *names, layout="nested", device=device, max_bytes=max_bytes)`."""
-        return decompress(self, *names, layout="nested", device=device, max_bytes=max_bytes)
+        """`decompress(self, *names, format="nested", device=device, max_bytes=max_bytes)`."""
+        return decompress(self, *names, format="nested", device=device, max_bytes=max_bytes)
 
     def pin_memory(self) -> PackedBatch:
         """The same batch with its encoded values in pinned memory, from where a GPU reads them by itself: `decompress`
@@ -302,7 +302,7 @@ def compress(
 def decompress(
     packed: PackedBatch,
     *fields: Key,
-    layout: Target = "padded",
+    format: Target = "padded",
     device: torch.device | str | None = None,
     widths: Widths = "canonical",
     max_bytes: int | None = MAX_BYTES,
@@ -312,7 +312,7 @@ def decompress(
     Args:
         packed: it is not changed; the tensors returned share no memory with it.
         fields: the fields to decode; all if none is named.
-        layout: `padded`, or `nested`, as `nest_batch_by_mask` would give it.
+        format: `padded`, or `nested`, as `nest_batch_by_mask` would give it.
         device: where to; the device that each field came from where it is not given. On CUDA with Triton one kernel
             decodes there, what crosses to it are the encoded bytes, and nothing waits (`pin_memory` saves the host a
             copy); otherwise the fields are decoded on the host.
@@ -322,7 +322,7 @@ def decompress(
         max_bytes: the most bytes that these fields may take decoded; None for any. Nothing is decoded beyond it.
 
     Raises:
-        LayoutError: a field that is not in the batch, an unknown layout, a device that this process does not have,
+        LayoutError: a field that is not in the batch, an unknown format, a device that this process does not have,
             widths="trim" of fields that share a batch dim and would differ in it, or more than `max_bytes`.
     """
     if not isinstance(packed, PackedBatch):
@@ -330,8 +330,8 @@ def decompress(
             f"decompress: got {said(packed)}; expected a PackedBatch. Pass what compress returned; unnest "
             "restores a nested TensorDict, and materialize decodes a BatchView."
         )
-    if layout not in ("padded", "nested"):
-        raise LayoutError(f'decompress: layout is {said(layout)}; expected "padded" or "nested". Choose one of these.')
+    if format not in ("padded", "nested"):
+        raise LayoutError(f'decompress: format is {said(format)}; expected "padded" or "nested". Choose one of these.')
     if widths not in ("canonical", "trim"):
         raise LayoutError(f'decompress: widths is {said(widths)}; expected "canonical" or "trim". Choose one of these.')
     forms = [form for _, form in chosen([(form.path, form) for form in packed.schema.forms], fields, "decompress")]
@@ -339,15 +339,15 @@ def decompress(
         packed = trimmed(packed, forms, "decompress")
         forms = [packed.forms[form.path] for form in forms]
     _check_limit(max_bytes, "decompress")
-    size = decoded_nbytes(packed, forms, layout == "nested")
+    size = decoded_nbytes(packed, forms, format == "nested")
     if max_bytes is not None and size > max_bytes:
         raise LayoutError(
-            f"decompress: these fields take {size} bytes {layout}; expected at most {max_bytes}. Decode fewer rows or "
+            f"decompress: these fields take {size} bytes {format}; expected at most {max_bytes}. Decode fewer rows or "
             f"fields, or pass max_bytes={size}."
         )
     check_devices({form.device or "cpu" for form in forms} if device is None else [device], "decompress")
-    made = staging.decoded(packed, forms, layout == "nested", device)
-    decoder = Decoder(packed, layout == "nested", device, made)
+    made = staging.decoded(packed, forms, format == "nested", device)
+    decoder = Decoder(packed, format == "nested", device, made)
     left = [form for form in forms if form.path in packed.fields and form.path not in made.entries]
     with Tasks(sum(packed.words_nbytes(form.path) for form in left)) as tasks:
         if tasks.threaded:

@@ -41,7 +41,7 @@ _Jagged = dict[Path, Any]
 @take_rows.register(BatchView)
 def _(batch: PackedBatch | BatchView, parts: _Parts, num_rows: int) -> Iterator[Any]:
     _check_rows(batch.num_rows, num_rows)
-    return (batch.select(list(rows)) for rows in parts)
+    return (batch.take(list(rows)) for rows in parts)
 
 
 @take_rows.register(Tensor)
@@ -130,13 +130,13 @@ def _alike(fields: _Jagged, bounds: dict[Path, IntArray]) -> list[list[Path]]:
 @join_rows.register(PackedBatch)
 def _(first: PackedBatch, outputs: Sequence[PackedBatch], parts: _Parts, lengths: IntArray | None) -> PackedBatch:
     _check_outputs(outputs, [out.num_rows for out in outputs], parts, lengths)
-    return PackedBatch.cat(outputs).select(_back(parts))
+    return PackedBatch.cat(outputs).take(_back(parts))
 
 
 @join_rows.register(BatchView)
 def _(first: BatchView, outputs: Sequence[BatchView], parts: _Parts, lengths: IntArray | None) -> BatchView:
     _check_outputs(outputs, [out.num_rows for out in outputs], parts, lengths)
-    return BatchView.cat(outputs).select(_back(parts))
+    return BatchView.cat(outputs).take(_back(parts))
 
 
 @join_rows.register(list)

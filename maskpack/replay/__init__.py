@@ -3,6 +3,6 @@
 inputs.py      PackedInputs, response_log_probs, response_values
 """
 
-from maskpack.replay.inputs import PackedInputs, response_log_probs, response_values
+from maskpack.replay.inputs import PackedInputs, ReplayModel, response_log_probs, response_values
 
-__all__ = ["PackedInputs", "response_log_probs", "response_values"]
+__all__ = ["PackedInputs", "ReplayModel", "response_log_probs", "response_values"]

@@ -185,7 +185,7 @@ def _decoded(
 ) -> tuple[ResponseAxis, dict[str, _Field]]:
     """The axes of a packed batch, which the host knows, and its ids and positions on a device."""
     there = {name: path for name, path in places.items() if path in packed.fields}
-    nested = decompress(packed, *there.values(), layout="nested", device=device) if there else TensorDict()
+    nested = decompress(packed, *there.values(), format="nested", device=device) if there else TensorDict()
     fields: dict[str, _Field] = {}
     for name, path in there.items():
         layout = packed.forms[path].layout

@@ -212,7 +212,7 @@ class Trainer:
         self._span = begin, time.monotonic()
         return result
 
-    @endpoint(layout="nested")
+    @endpoint(format="nested")
     def update(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """Two PPO steps on half of the rows each, on a copy of the model.
 

@@ -79,7 +79,7 @@ class Origins:
         number = ranges(self.number, self.count)
         return ranges(self.row, self.count), np.repeat(self.origin, self.count), number
 
-    def select(self, index: IntArray) -> Origins:
+    def take(self, index: IntArray) -> Origins:
         """Those of some rows, in the order given."""
         row, origin, number = self.by_row()
         order = np.argsort(row, kind="stable")

@@ -74,7 +74,7 @@ class Segments:
         """The source of each row, and the row in it: int64 [B] each."""
         return np.repeat(self.source, self.count), ranges(self.start, self.count)
 
-    def select(self, index: IntArray) -> Segments:
+    def take(self, index: IntArray) -> Segments:
         """Some rows, in the order given; in time, these alone."""
         if index.size > self.num_rows // 8:  # then looking for the segment of each costs more than all rows do
             source, row = self.by_row()

@@ -49,13 +49,13 @@ class Outline:
         """It keeps no memory of the batch alive. Raises LayoutError for a batch packed with batch_size []."""
         if not isinstance(packed, PackedBatch):
             raise LayoutError(f"Outline.of: got {said(packed)}; expected a PackedBatch. Pass what compress returned.")
-        head = packed.select(slice(0, 0))
+        head = packed.take(slice(0, 0))
         fields, row_pads = together((head.fields, head.row_pads))
         return cls(replace(head, fields=fields, row_pads=row_pads), packed.layouts, packed.num_rows, packed.nbytes)
 
-    def select(self, rows: IntArray) -> Outline:
+    def take(self, rows: IntArray) -> Outline:
         """That of some rows of the batch."""
-        layouts = {name: layout.select(rows) for name, layout in self.layouts.items()}
+        layouts = {name: layout.take(rows) for name, layout in self.layouts.items()}
         return Outline(self.head, layouts, rows.size, self.nbytes_of(rows.size))
 
     def nbytes_of(self, rows: int) -> int:
@@ -126,8 +126,8 @@ class Strand:
         assert self.head is not None
         return only(self.head, self.paths)
 
-    def select(self, index: IntArray) -> Strand:
-        return replace(self, segments=self.segments.select(index)).trimmed()
+    def take(self, index: IntArray) -> Strand:
+        return replace(self, segments=self.segments.take(index)).trimmed()
 
     def slice(self, begin: int, end: int) -> Strand:
         return replace(self, segments=self.segments.slice(begin, end)).trimmed()
@@ -142,14 +142,14 @@ class Strand:
 
     def layout(self, name: str) -> RowLayout:
         shares, order = self.segments.shares()
-        parts = [self.sources[share.source].outline.layouts[name].select(share.rows) for share in shares]
+        parts = [self.sources[share.source].outline.layouts[name].take(share.rows) for share in shares]
         layout = RowLayout.cat([self.declared().layouts[name], *parts])
-        return layout if order is None else layout.select(order)
+        return layout if order is None else layout.take(order)
 
     def origins(self) -> Origins:
         """Which rows its rows are."""
         shares, order = self.segments.shares()
-        known = [self.sources[share.source].origins.select(share.rows).by_row() for share in shares]
+        known = [self.sources[share.source].origins.take(share.rows).by_row() for share in shares]
         if not known:
             return UNKNOWN
         row, origin, number = (np.concatenate(column) for column in zip(*known, strict=True))
@@ -176,12 +176,12 @@ class Strand:
     def assembled(self, fetch: Callable[[Any], PackedBatch]) -> PackedBatch:
         """The rows of its fields, from the sources that `fetch` gives."""
         shares, order = self.segments.shares()
-        parts = [only(fetch(self.sources[share.source]).select(share.rows), self.paths) for share in shares]
+        parts = [only(fetch(self.sources[share.source]).take(share.rows), self.paths) for share in shares]
         if self.head is None or (len(parts) == 1 and _alike(parts[0], self.declared())):
             whole = parts[0]
         else:
             whole = _packed(joined([self.declared(), *parts], "BatchView.materialize"))
-        return whole if order is None else whole.select(order)
+        return whole if order is None else whole.take(order)
 
 
 # -------------------------------------------------------------------- batches of some fields

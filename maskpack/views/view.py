@@ -1,6 +1,6 @@
 """BatchView: an ordered list of row segments over packed batches that may lie elsewhere.
 
-    here       lengths, schema, segments     view.select(...), sort_by_length(), split(...): numbers move, data stays
+    here       lengths, schema, segments     view.take(...), sort_by_length(), split(...): numbers move, data stays
     elsewhere  the packed batches            view.materialize(get=ray.get): each is fetched once, its rows are decoded
 
 Fields that were added later have segments of their own: a view is a list of strands, each with some of the fields and
@@ -143,16 +143,16 @@ class BatchView:
 
     # ---------------------------------------------------------------- rows
 
-    def select(self, rows: Rows) -> BatchView:
+    def take(self, rows: Rows) -> BatchView:
         """Some rows, in the order given: a slice, indices (repeats allowed, negative from the end), or a bool mask [B].
 
         Raises LayoutError for rows that the view does not have.
         """
-        return self._rows(row_index(rows, self.num_rows, "BatchView.select"))
+        return self._rows(row_index(rows, self.num_rows, "BatchView.take"))
 
     def __getitem__(self, rows: Rows) -> BatchView:
         no_single_row(rows, self.num_rows, "BatchView")
-        return self.select(rows)
+        return self.take(rows)
 
     def split(self, sizes: int | Sequence[int]) -> tuple[BatchView, ...]:
         """Consecutive parts of `sizes` rows: a list that sums to B, or one size (the last part may be smaller)."""
@@ -208,7 +208,7 @@ class BatchView:
         return next(number for number, strand in enumerate(self.strands) if path in strand.paths)
 
     def _rows(self, index: IntArray) -> BatchView:
-        return replace(self, strands=tuple(strand.select(index) for strand in self.strands), num_rows=index.size)
+        return replace(self, strands=tuple(strand.take(index) for strand in self.strands), num_rows=index.size)
 
     # ---------------------------------------------------------------- fields
 
@@ -265,7 +265,7 @@ class BatchView:
         self,
         *fields: Key,
         get: Get | None = None,
-        layout: Target = "padded",
+        format: Target = "padded",
         device: torch.device | str | None = None,
         max_bytes: int | None = MAX_BYTES,
     ) -> TensorDict:
@@ -274,12 +274,12 @@ class BatchView:
         Args:
             fields: the fields to decode; all if none is named.
             get: what fetches references, `ray.get`; each one is fetched once. Not needed where all batches are here.
-            layout, device, max_bytes: as for `decompress`.
+            format, device, max_bytes: as for `decompress`.
 
         Raises:
             LayoutError: as `decompress`; or a reference leads to something other than its outline says.
         """
-        return decompress(self.to_packed(*fields, get=get), layout=layout, device=device, max_bytes=max_bytes)
+        return decompress(self.to_packed(*fields, get=get), format=format, device=device, max_bytes=max_bytes)
 
     def to_packed(self, *fields: Key, get: Get | None = None) -> PackedBatch:
         """The rows, still encoded, as one packed batch that is here. Arguments and errors as for `materialize`."""

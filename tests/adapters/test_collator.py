@@ -15,8 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maskpack import LayoutError, PlanError
 from maskpack.adapters.transformers.collator import PackedCollator
+from maskpack.errors import LayoutError, PlanError
 
 MODEL_KEYS = ("input_ids", "labels", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 

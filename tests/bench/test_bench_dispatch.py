@@ -55,7 +55,7 @@ def test_a_bit_lost_on_the_way_is_named(sender, monkeypatch):
 
     expected = dispatch_forms.digest(sender.batch)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", maskpack.MaskpackWarning)
+        warnings.simplefilter("ignore", maskpack.errors.MaskpackWarning)
         for name, seen in ((VERIFIED_PADDED, "advantages"), (VERIFIED, "not jagged")):  # the field travels dense
             monkeypatch.setitem(FORMS, name, replace(FORMS[name], encode=lossy))
             with pytest.raises(NotExact, match=seen):

@@ -380,17 +380,17 @@ def stack(*items: Any) -> NonTensorStack:
 def test_rows_follow() -> None:
     held = Objects.of(stack("a", [torch.ones(1)], "c")).stowed()
     assert (held.depth, held.stacked) == (1, False)
-    back = held.select([2, 0, 2]).entry((3,))
+    back = held.take([2, 0, 2]).entry((3,))
     assert isinstance(back, NonTensorStack)
     assert back.tolist() == ["c", "a", "c"]
-    assert exact(held.select(range(1, 2)).entry((1,)).tolist()) == exact([[torch.ones(1)]])
+    assert exact(held.take(range(1, 2)).entry((1,)).tolist()) == exact([[torch.ones(1)]])
     assert held.data[0] == "a", "nothing was changed"
 
 
 def test_batch_wide_objects_stay() -> None:
     held = Objects.of(NonTensorData({"a": 1}, batch_size=[3])).stowed()
-    assert held.select([0]) is held
-    assert held.select([]).entry((0,)).batch_size == (0,)
+    assert held.take([0]) is held
+    assert held.take([]).entry((0,)).batch_size == (0,)
     assert Objects.of("plain").data == "plain"
 
 
@@ -400,7 +400,7 @@ def test_stacks_below_further_batch_dims() -> None:
     assert held.depth == 2
     assert held.entry((2, 3)).tolist() == [[1, 2, 3], [4, 5, 6]]
     assert held.entry((2, 3)).batch_size == (2, 3)
-    assert held.select([1]).entry((1, 3)).tolist() == [[4, 5, 6]]
+    assert held.take([1]).entry((1, 3)).tolist() == [[4, 5, 6]]
 
 
 @pytest.mark.parametrize("sizes", [(0,), (0, 2), (0, 2, 3), (2, 0), (2, 0, 3)])
@@ -417,9 +417,9 @@ def test_stacks_without_items_fit_their_batch(sizes: tuple[int, ...]) -> None:
 def test_only_the_arrays_of_the_rows_that_are_left() -> None:
     held = Objects.of(stack(torch.zeros(10), torch.ones(20), torch.zeros(10))).stowed()
     assert sorted(array.nbytes for array in held.arrays()) == [40, 80]
-    assert [array.nbytes for array in held.select([1]).arrays()] == [80]
-    assert [array.nbytes for array in held.select([0, 2]).arrays()] == [40]
-    assert held.select([]).arrays() == []
+    assert [array.nbytes for array in held.take([1]).arrays()] == [80]
+    assert [array.nbytes for array in held.take([0, 2]).arrays()] == [40]
+    assert held.take([]).arrays() == []
 
 
 # -------------------------------------------------------------------- on the host

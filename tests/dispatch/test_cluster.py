@@ -49,7 +49,7 @@ class Worker:
     def who(self, batch):
         return self.name, batch["row"].tolist()
 
-    @endpoint(layout="nested", fields=["old_log_probs"])
+    @endpoint(format="nested", fields=["old_log_probs"])
     def double(self, batch):
         return TensorDict({"old_log_probs": batch["old_log_probs"] * 2}, batch_size=batch.batch_size)
 
@@ -181,14 +181,14 @@ def sources(view):
 def test_rows_go_from_rank_to_rank(group, nodes, batch, puts, needed, seed):
     """Kept, permuted, divided otherwise and dispatched again: every node receives its rows, and no other."""
     rng = np.random.default_rng(seed)
-    kept = group.call("echo", batch, layout="view")
+    kept = group.call("echo", batch, format="view")
     homes = [lies(source.held)[0] for source in sources(kept)]
     assert homes == [[nodes[0]], [nodes[0]], [nodes[1]], [nodes[1]]]
     per_row = sum(lies(source.held)[1] for source in sources(kept)) / B
     perm = rng.permutation(B)
     balance = [np.sort(part) for part in np.split(rng.permutation(B), [30, 96, 146])]
     puts.clear(), needed.clear()
-    out = group.call("echo", kept.select(perm), balance=balance)
+    out = group.call("echo", kept.take(perm), balance=balance)
     assert_same(out, batch[perm])
     assert puts == []
 
@@ -209,11 +209,11 @@ def test_rows_go_from_rank_to_rank(group, nodes, batch, puts, needed, seed):
 
 
 def test_rows_that_stay_where_they_are_move_nothing(group, batch, puts, needed):
-    kept = group.call("echo", batch, layout="view")
+    kept = group.call("echo", batch, format="view")
     before = [lies(source.held)[0] for source in sources(kept)]
     puts.clear(), needed.clear()
     shuffled = np.concatenate([np.random.default_rng(0).permutation(B // 2), B // 2 + np.arange(B // 2)])
-    out = group.call("echo", kept.select(shuffled))
+    out = group.call("echo", kept.take(shuffled))
     assert_same(out, batch[shuffled])
     assert puts == []
     assert {source.held for _, source in needed} == {source.held for source in sources(kept)}
@@ -223,7 +223,7 @@ def test_rows_that_stay_where_they_are_move_nothing(group, batch, puts, needed):
 
 def test_a_node_that_needs_all_rows_gets_the_object(group, nodes, batch, needed):
     """Cutting would copy what is sent whole."""
-    kept = group.call("echo", batch, layout="view")
+    kept = group.call("echo", batch, format="view")
     needed.clear()
     swapped = [ROWS[2], ROWS[3], ROWS[0], ROWS[1]]
     assert_same(group.call("echo", kept, balance=swapped), batch)
@@ -233,8 +233,8 @@ def test_a_node_that_needs_all_rows_gets_the_object(group, nodes, batch, needed)
 
 def test_new_fields_beside_rows_that_stayed(group, batch):
     perm = np.random.default_rng(3).permutation(B)
-    kept = group.call("echo", batch, layout="view").select(perm)
-    doubled = group.call("double", kept, layout="view", balance="tokens")
+    kept = group.call("echo", batch, format="view").take(perm)
+    doubled = group.call("double", kept, format="view", balance="tokens")
     expected = batch[perm].clone()
     expected["old_log_probs"] *= 2
     assert_same(group.call("echo", kept.with_fields(doubled)), expected)
@@ -243,11 +243,11 @@ def test_new_fields_beside_rows_that_stayed(group, batch):
 def test_the_driver_holds_none_of_the_rows(group, batch):
     """Rows kept, permuted and dispatched again, ten times: its memory grows by less than 1 % of the padded batch."""
     padded = sum(field.nbytes for field in batch.values())
-    kept = group.call("echo", batch, layout="view")
+    kept = group.call("echo", batch, format="view")
     rng = np.random.default_rng(0)
 
     def step(view):
-        return group.call("echo", view.select(rng.permutation(B)), layout="view")
+        return group.call("echo", view.take(rng.permutation(B)), format="view")
 
     for _ in range(10):
         kept = step(kept)
@@ -291,7 +291,7 @@ def test_what_was_put_is_not_put_again(group, batch, puts):
     for _ in range(2):
         assert_same(group.call("echo", placed), batch)
     perm = np.random.default_rng(0).permutation(B)
-    assert_same(group.call("echo", placed.select(perm)), batch[perm])
+    assert_same(group.call("echo", placed.take(perm)), batch[perm])
     assert len(puts) == 4
 
 
@@ -341,7 +341,7 @@ def test_ranks_of_two_actors(actors, batch, dp_ranks, collect, speakers):
     said = group.call("who", batch)
     assert said == [(f"actor {speaker}", rows) for speaker, rows in zip(speakers, halves, strict=True)]
     perm = np.random.default_rng(1).permutation(B)
-    kept = group.call("echo", batch, layout="view").select(perm)
+    kept = group.call("echo", batch, format="view").take(perm)
     assert_same(group.call("echo", kept), batch[perm])
     assert group.call("who", kept) == [
         (f"actor {speaker}", perm[rows].tolist()) for speaker, rows in zip(speakers, halves, strict=True)
@@ -353,7 +353,7 @@ def test_ranks_of_two_actors(actors, batch, dp_ranks, collect, speakers):
 
 def test_the_store_keeps_what_ranks_overwrite(group, actors, batch):
     placed = group.put(batch)
-    kept = group.call("echo", batch, layout="view")
+    kept = group.call("echo", batch, format="view")
     few, table = group.put(batch[:5]), np.arange(2**18, dtype=np.float32)
     for view in (placed, kept):
         for _ in range(2):
@@ -384,25 +384,27 @@ def test_actors_with_a_runtime_env(nodes, batch, tmp_path):
 def test_a_node_is_removed_while_rows_lie_on_it(cluster, actors, batch, tmp_path, graceful):
     node = cluster.add_node(num_cpus=1, **NODE)
     group = WorkerGroup([*actors[:3], on(node.node_id, "gone")], pad_token_id=PAD_ID)
-    kept = group.call("echo", batch, layout="view")
+    kept = group.call("echo", batch, format="view")
     running = group.submit("sleep_in_the_last_rank", batch, str(tmp_path / "began"))
     while not (tmp_path / "began").exists():
         time.sleep(0.01)
     cluster.remove_node(node, allow_graceful=graceful)
     for attempt in (running.result, lambda: group.call("echo", batch)):
-        with pytest.raises(mp.WorkerError, match=r" on 1 of 4 ranks: rank 3 \(rows 144 to 191\)") as caught:
+        with pytest.raises(mp.errors.WorkerError, match=r" on 1 of 4 ranks: rank 3 \(rows 144 to 191\)") as caught:
             attempt()
         assert isinstance(caught.value.failures[0].error, ray.exceptions.RayActorError)
         assert_same(caught.value.call.retry().result(30), batch)
     rest = WorkerGroup(actors[:3], pad_token_id=PAD_ID)
-    with pytest.raises(mp.WorkerError, match=r'"echo" failed on 1 of 3 ranks: rank 2 \(rows 128 to 191\)') as caught:
+    with pytest.raises(
+        mp.errors.WorkerError, match=r'"echo" failed on 1 of 3 ranks: rank 2 \(rows 128 to 191\)'
+    ) as caught:
         rest.call("echo", kept)
     assert isinstance(caught.value.failures[0].error, ray.exceptions.ObjectLostError)
     with pytest.raises(ray.exceptions.ObjectLostError):
         kept.materialize(get=ray.get)
     assert_same(rest.call("echo", kept[:128]), batch[:128])
     there = rest.put(batch[144:])
-    assert_same(rest.call("echo", mp.BatchView.cat([kept[:144], there])), batch)
+    assert_same(rest.call("echo", mp.views.BatchView.cat([kept[:144], there])), batch)
 
 
 @pytest.mark.parametrize("own_group", [True, False], ids=["own ranks", "another group"])
@@ -411,11 +413,11 @@ def test_one_retry_after_a_node_died_whose_first_rank_had_answered(cluster, acto
     node = cluster.add_node(num_cpus=1, **NODE)
     group = WorkerGroup([actors[0], on(node.node_id, "first"), on(node.node_id, "gone")], pad_token_id=PAD_ID)
     group.call("echo", batch)
-    call = group.submit("sleep_in_the_last_rank", batch, str(tmp_path / "began"), layout="view")
+    call = group.submit("sleep_in_the_last_rank", batch, str(tmp_path / "began"), format="view")
     while not (tmp_path / "began").exists() or not ray.wait(call.parts[1].receipts, timeout=0)[0]:
         time.sleep(0.01)
     cluster.remove_node(node, allow_graceful=False)
-    with pytest.raises(mp.WorkerError, match=r"rank 2 \(rows 128 to 191\)") as caught:
+    with pytest.raises(mp.errors.WorkerError, match=r"rank 2 \(rows 128 to 191\)") as caught:
         call.result()
     again = (
         caught.value.call.retry()
@@ -431,13 +433,13 @@ def test_one_retry_after_a_node_died_whose_first_rank_had_answered(cluster, acto
 def test_rows_that_went_with_their_node_are_not_handed_out(cluster, actors, batch):
     node = cluster.add_node(num_cpus=1, **NODE)
     group = WorkerGroup([actors[0], on(node.node_id)], pad_token_id=PAD_ID)
-    call = group.submit("echo", batch, layout="view")
+    call = group.submit("echo", batch, format="view")
     while not call.done():
         time.sleep(0.01)
     cluster.remove_node(node, allow_graceful=False)
     while node.node_id in nodes_alive():
         time.sleep(0.05)
-    with pytest.raises(mp.WorkerError, match=r"failed on 1 of 2 ranks: rank 1 \(rows 96 to 191\)") as caught:
+    with pytest.raises(mp.errors.WorkerError, match=r"failed on 1 of 2 ranks: rank 1 \(rows 96 to 191\)") as caught:
         call.result()
     assert_same(caught.value.call.retry().result().materialize(get=ray.get), batch)
 
@@ -457,7 +459,7 @@ def test_submit_waits_for_no_actor(nodes, actors, batch):
             patch.setattr(ray, name, lambda *args, **more: asked.append(args))
         calls = [group.submit("echo", batch) for _ in range(2)]
     assert asked == []
-    with pytest.raises(mp.WorkerError, match=r"on 2 of 4 ranks: rank 1 .* rank 2 ") as caught:
+    with pytest.raises(mp.errors.WorkerError, match=r"on 2 of 4 ranks: rank 1 .* rank 2 ") as caught:
         calls[0].result(3)
     assert_same(caught.value.call.retry().result(), batch)
     assert not ray.wait([held], timeout=0)[0]
@@ -486,7 +488,7 @@ def test_an_actor_that_moved_is_found_by_its_next_receipt(cluster, nodes, batch)
         try:
             seen = group.call("echo", batch)
             break
-        except mp.WorkerError as error:
+        except mp.errors.WorkerError as error:
             assert_same(error.call.retry().result(), batch)
             time.sleep(0.1)
     assert_same(seen, batch)

@@ -40,7 +40,7 @@ class Worker:
     def echo(self, batch):
         return batch
 
-    @endpoint(layout="nested")
+    @endpoint(format="nested")
     def echo_nested(self, batch):
         return batch
 
@@ -48,12 +48,12 @@ class Worker:
     def scale(self, batch, factor, *, less=0.0):
         return TensorDict({"values": batch["old_log_probs"] * factor * self.factor - less}, batch_size=batch.batch_size)
 
-    @endpoint(layout="nested")
+    @endpoint(format="nested")
     def scale_nested(self, batch, factor):
         out = TensorDict({}, batch_size=batch.batch_size)
         return out.set("values", batch["old_log_probs"] * factor * self.factor)
 
-    @endpoint(layout="nested")
+    @endpoint(format="nested")
     def score_every_token(self, batch):
         return TensorDict({"entropys": batch["input_ids"].to(torch.float32)}, batch_size=batch.batch_size)
 
@@ -95,7 +95,7 @@ class Worker:
         values = TensorDict({"values": batch["old_log_probs"] * factor}, batch_size=batch.batch_size)
         return values, len(batch), batch["attention_mask"].sum().item()
 
-    @endpoint(layout="nested", micro_batches=True)
+    @endpoint(format="nested", micro_batches=True)
     def scale_nested_in_parts(self, batch):
         assert batch["old_log_probs"].offsets() is batch["responses"].offsets()
         out = TensorDict({}, batch_size=batch.batch_size)
@@ -214,7 +214,7 @@ class Worker:
     def scribble(self, batch):
         return _scribbled(batch)
 
-    @endpoint(layout="nested")
+    @endpoint(format="nested")
     def scribble_nested(self, batch):
         return _scribbled(batch)
 
@@ -350,7 +350,7 @@ def turns() -> Turn:
     return Turn(ids=torch.arange(2 * B).view(B, 2), text=[f"turn {row}" for row in range(B)], batch_size=[B])
 
 
-@pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 def test_tensorclasses_in_a_batch_are_divided(group, batch):
     held = batch.copy().set("turn", turns())
     for number, back in enumerate((group.call("echo", held), group.call("echo", held[[2, 1]]))):
@@ -362,9 +362,9 @@ def test_tensorclasses_in_a_batch_are_divided(group, batch):
 
 def test_a_tensorclass_as_an_argument_is_refused_or_given_whole(group, batch):
     for given in ((turns(),), (0, turns())):
-        with pytest.raises(mp.LayoutError, match=r"tensorclass Turn.*would not be divided.*Broadcast\(value\)"):
+        with pytest.raises(mp.errors.LayoutError, match=r"tensorclass Turn.*would not be divided.*Broadcast\(value\)"):
             group.call("metrics", batch, *given)
-    with pytest.raises(mp.LayoutError, match="tensorclass Turn"):
+    with pytest.raises(mp.errors.LayoutError, match="tensorclass Turn"):
         group.call("metrics", batch, turn=turns())
     whole = group.call("metrics", batch, Broadcast(turns()))
     assert [len(one["args"][0]) for one in whole] == [B] * RANKS
@@ -377,7 +377,7 @@ def test_a_tensorclass_as_an_argument_is_refused_or_given_whole(group, batch):
 @pytest.mark.parametrize("method", ["echo", "echo_nested"])
 def test_rows_there_and_back(group, batch, method):
     assert_same(group.call(method, batch), batch)
-    assert_same(mp.unnest(group.call(method, batch, layout="nested")), batch)
+    assert_same(mp.unnest(group.call(method, batch, format="nested")), batch)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 0])
@@ -409,7 +409,7 @@ def test_new_fields_come_back_padded_or_nested(group, batch, method, rows):
     assert list(out.keys()) == ["values"]
     assert out.batch_size == (rows,)
     assert_same(out["values"], expected)
-    nested = group.call(method, part, factor, layout="nested")
+    nested = group.call(method, part, factor, format="nested")
     assert nested["values"].is_nested
     assert_same(mp.unnest(nested)["values"], expected)
 
@@ -428,7 +428,7 @@ def test_outputs_with_a_response_mask_lie_under_the_axis_of_the_batch(group):
     batch = rollout(((2, 4), (3, 2), (1, 4)), 3, 4, holes=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        out = group.call("response_outputs", batch, layout="nested")
+        out = group.call("response_outputs", batch, format="nested")
     assert out["old_log_probs"].is_nested
     assert [len(row) for row in samples.row_list(out["old_log_probs"])] == [4, 2, 4]
     assert_same(mp.unnest(out), batch.select("response_mask", "old_log_probs"))
@@ -477,7 +477,7 @@ def test_rows_and_more_come_back_as_a_tuple(group, batch):
     ],
 )
 def test_results_that_do_not_fit_together(group, batch, how, message):
-    with pytest.raises(mp.WorkerError, match=message) as caught:
+    with pytest.raises(mp.errors.WorkerError, match=message) as caught:
         group.call("differ", batch, how)
     assert caught.value.method == "differ"
     assert [len(part.rows) for part in caught.value.call.parts] == [3, 2, 2]  # they are kept
@@ -495,7 +495,7 @@ def test_several_batches_are_divided_alike(group, batch):
     rows = [[6, 0], [3, 1, 2], [5, 4]]
     results = group.call("add", batch, Broadcast(batch), more=batch.select("uid"), balance=rows)
     assert [found[2] for found in results] == [[list(batch["uid"])[row] for row in own] for own in rows]
-    with pytest.raises(mp.LayoutError, match="a batch of 3 rows beside one of 7"):
+    with pytest.raises(mp.errors.LayoutError, match="a batch of 3 rows beside one of 7"):
         group.call("metrics", batch, batch[:3])
 
 
@@ -576,7 +576,7 @@ def test_a_method_for_micro_batches_without_a_plan(group, batch):
 
 def test_results_of_micro_batches_that_do_not_fit(group, batch):
     plan = group.plan(group.pack(batch), None, max_rows=2)
-    with pytest.raises(mp.WorkerError, match=r"returned a TensorDict, something else for its micro-batches"):
+    with pytest.raises(mp.errors.WorkerError, match=r"returned a TensorDict, something else for its micro-batches"):
         group.call("differ_in_parts", batch, plan=plan)
 
 
@@ -595,13 +595,13 @@ def test_only_results_that_are_wanted_are_joined(local_ray, batch, speaker):
     if speaker == 0:
         assert peers.call("differ_on_a_peer", batch, plan=plan) == [[{}, {}]]
     else:
-        with pytest.raises(mp.WorkerError, match=r"returned None, something else for its micro-batches"):
+        with pytest.raises(mp.errors.WorkerError, match=r"returned None, something else for its micro-batches"):
             peers.call("differ_on_a_peer", batch, plan=plan)
 
 
 def test_groups_are_not_divided_by_a_retry(group, batch, tmp_path):
     plan = group.plan(group.pack(batch), 1000, groups=list(batch["uid"]))
-    with pytest.raises(mp.WorkerError, match="once") as caught:
+    with pytest.raises(mp.errors.WorkerError, match="once") as caught:
         group.call("fail_once_in_parts", batch, str(tmp_path / "failed"), plan=plan)
     with pytest.raises(mp.MaskpackError, match="loss tokens or groups; expected one whose rows"):
         caught.value.call.retry()
@@ -609,13 +609,13 @@ def test_groups_are_not_divided_by_a_retry(group, batch, tmp_path):
 
 def test_tensors_of_micro_batches_have_no_order(group, batch):
     plan = group.plan(group.pack(batch), None, max_rows=2)
-    with pytest.raises(mp.WorkerError, match=r"returned a tensor for its micro-batches; expected a TensorDict"):
+    with pytest.raises(mp.errors.WorkerError, match=r"returned a tensor for its micro-batches; expected a TensorDict"):
         group.call("tensors_in_parts", batch, plan=plan)
 
 
 def test_a_call_with_a_plan_is_retried(group, batch, tmp_path):
     plan = group.plan(group.pack(batch), None, max_rows=1)
-    with pytest.raises(mp.WorkerError, match="once") as caught:
+    with pytest.raises(mp.errors.WorkerError, match="once") as caught:
         group.call("fail_once_in_parts", batch, str(tmp_path / "failed"), plan=plan)
     result = caught.value.call.retry().result()
     assert same_bits(result["old_log_probs"], batch["old_log_probs"])
@@ -623,35 +623,43 @@ def test_a_call_with_a_plan_is_retried(group, batch, tmp_path):
 
 def test_an_update_is_not_retried_in_part(group, batch, tmp_path):
     plan = group.plan(group.pack(batch), None, max_rows=1, loss_tokens=batch["response_mask"].sum(-1))
-    with pytest.raises(mp.WorkerError, match="once") as caught:
+    with pytest.raises(mp.errors.WorkerError, match="once") as caught:
         group.call("fail_once_in_parts", batch, str(tmp_path / "failed"), plan=plan)
     assert "Run the whole call again" in str(caught.value)
     with pytest.raises(mp.MaskpackError, match="Run the whole call again"):
         caught.value.call.retry()
 
 
-@pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 def test_plans_that_do_not_fit_the_call(group, batch):
     rows = group.put(batch)
     plan = group.plan(rows, 100)
-    with pytest.raises(mp.PlanError, match=rf"plan of {B} rows on {RANKS} ranks with balance 'rows'; expected {B - 1}"):
+    with pytest.raises(
+        mp.errors.PlanError, match=rf"plan of {B} rows on {RANKS} ranks with balance 'rows'; expected {B - 1}"
+    ):
         group.call("planned", rows[1:], plan=plan)
-    with pytest.raises(mp.PlanError, match="and no balance"):
+    with pytest.raises(mp.errors.PlanError, match="and no balance"):
         group.call("planned", rows, plan=plan, balance="tokens")
-    with pytest.raises(mp.LayoutError, match=r"got a TensorDict; expected a PackedBatch or a BatchView"):
+    with pytest.raises(mp.errors.LayoutError, match=r"got a TensorDict; expected a PackedBatch or a BatchView"):
         group.plan(batch, 100)
     alone = group.pack(batch.select("response_mask", "old_log_probs"))
-    with pytest.raises(mp.PlanError, match=r"has layouts \['response'\]; expected the sequence, or the prompt and"):
+    with pytest.raises(
+        mp.errors.PlanError, match=r"has layouts \['response'\]; expected the sequence, or the prompt and"
+    ):
         group.plan(alone, 100)
-    with pytest.raises(mp.PlanError, match=r"row \d has \d+ tokens, in the plan \d+; expected the plan of these rows"):
+    with pytest.raises(
+        mp.errors.PlanError, match=r"row \d has \d+ tokens, in the plan \d+; expected the plan of these rows"
+    ):
         group.call("planned", rows.sort_by_length("sequence"), plan=plan)
-    with pytest.raises(mp.PlanError, match=r"plan is a MicroBatchPlan; expected RankPlans"):
+    with pytest.raises(mp.errors.PlanError, match=r"plan is a MicroBatchPlan; expected RankPlans"):
         group.call("planned", rows, plan=plan.plans[0])
-    with pytest.raises(mp.PlanError, match=r"Pass plan=plan"):
+    with pytest.raises(mp.errors.PlanError, match=r"Pass plan=plan"):
         group.call("planned", rows, plan)
-    with pytest.raises(mp.WorkerError, match=r"echo: called with a plan, and takes none; expected a parameter `plan`"):
+    with pytest.raises(
+        mp.errors.WorkerError, match=r"echo: called with a plan, and takes none; expected a parameter `plan`"
+    ):
         group.call("echo", rows, plan=plan)
-    with pytest.raises(mp.PlanError, match=r"ranks \[2\] have no row to run"):
+    with pytest.raises(mp.errors.PlanError, match=r"ranks \[2\] have no row to run"):
         group.plan(rows[:2], 100)
     longer = group.plan(rows, 100, lengths=plan.lengths + 1)
     assert sum(len(told["uid"]) for told in group.call("planned", rows, plan=longer)) == B
@@ -720,7 +728,7 @@ def test_each_who_waits_has_a_time_of_his_own(group, batch):
     call = group.submit("sleep", batch, 1.0)
     with ThreadPoolExecutor(1) as threads:
         patient = threads.submit(call.result)
-        with pytest.raises(mp.WorkerError, match="no answer"):
+        with pytest.raises(mp.errors.WorkerError, match="no answer"):
             call.result(timeout=0.1)
         assert patient.result() is None
     assert call.result(timeout=0) is None
@@ -737,9 +745,9 @@ def test_a_call_that_is_done_keeps_only_its_result(group, batch):
 
 def test_of_the_rows_of_a_packed_batch_the_last_are_remembered(group, batch):
     packed = group.pack(batch)
-    view = mp.BatchView.of(packed)
+    view = mp.views.BatchView.of(packed)
     for rows in ([1, 2], [3], [0, 6], [0, 6]):
-        group.call("nothing", view.select(rows))
+        group.call("nothing", view.take(rows))
     group.call("nothing", packed)
     assert len(group._store._put[packed]) == 2
     assert group.metrics["dispatch/bytes_sent"] > 0
@@ -754,15 +762,15 @@ def kept_by(group, batch, tmp_path, how):
     """Results of a view, whose rows stay where they are."""
     if how == "plan":
         plan = group.plan(batch, 30)
-        return group.call("scale_in_parts", batch, 2.0, plan=plan, layout="view")[0]
+        return group.call("scale_in_parts", batch, 2.0, plan=plan, format="view")[0]
     if how == "retry":
-        with pytest.raises(mp.WorkerError) as caught:
-            group.call("fail_once_in_parts", batch, str(tmp_path / str(len(list(tmp_path.iterdir())))), layout="view")
+        with pytest.raises(mp.errors.WorkerError) as caught:
+            group.call("fail_once_in_parts", batch, str(tmp_path / str(len(list(tmp_path.iterdir())))), format="view")
         return caught.value.call.retry().result()
     if how == "onto":
         values = batch.materialize("returns", get=ray.get)
         return group.put(values, onto=batch)
-    return group.call("scale", batch, 2.0, layout="view", balance="tokens" if how == "tokens" else "rows")
+    return group.call("scale", batch, 2.0, format="view", balance="tokens" if how == "tokens" else "rows")
 
 
 @pytest.mark.parametrize("how", ["rows", "tokens", "plan", "retry", "onto"])
@@ -770,14 +778,16 @@ def kept_by(group, batch, tmp_path, how):
 def test_results_in_another_order_are_refused(group, batch, tmp_path, how, put):
     """Also where all rows are as long."""
     even = rollout([(2, 3)] * B)
-    view = group.put(even) if put else mp.BatchView.of(group.pack(even))
+    view = group.put(even) if put else mp.views.BatchView.of(group.pack(even))
     turned = kept_by(group, view[::-1], tmp_path, how)
-    with pytest.raises(mp.LayoutError, match=r"with_fields: row 0 of the fields is row 6 of the batch that it comes"):
+    with pytest.raises(
+        mp.errors.LayoutError, match=r"with_fields: row 0 of the fields is row 6 of the batch that it comes"
+    ):
         view.with_fields(turned)
     assert len(view.with_fields(turned[::-1])) == B
     assert len(view[::-1].repeat(2).with_fields(turned.repeat(2))) == 2 * B
     part = kept_by(group, view[1:], tmp_path, how)
-    with pytest.raises(mp.LayoutError, match=r"row 0 of the fields is row 1 .* row 0 of the view is row 0"):
+    with pytest.raises(mp.errors.LayoutError, match=r"row 0 of the fields is row 1 .* row 0 of the view is row 0"):
         view[:-1].with_fields(part)
     assert len(view[1:].with_fields(part)) == B - 1
 
@@ -785,7 +795,7 @@ def test_results_in_another_order_are_refused(group, batch, tmp_path, how, put):
 def test_put_onto_other_rows_is_refused_before_anything_is_put(group, batch, monkeypatch):
     view = group.put(batch)
     monkeypatch.setattr(ray, "put", None)
-    with pytest.raises(mp.LayoutError, match="row 0 of the fields is row 6"):
+    with pytest.raises(mp.errors.LayoutError, match="row 0 of the fields is row 6"):
         group.put(view[::-1], onto=view)
 
 
@@ -799,7 +809,7 @@ def test_what_was_put_is_released(group, batch):
     assert_same(group.call("echo", packed), batch)
     assert group.metrics["dispatch/bytes_sent"] > 0
     with pytest.raises(
-        mp.LayoutError, match=r"WorkerGroup\.release: got a TensorDict; expected a PackedBatch that was"
+        mp.errors.LayoutError, match=r"WorkerGroup\.release: got a TensorDict; expected a PackedBatch that was"
     ):
         group.release(batch)
 
@@ -820,7 +830,7 @@ def test_results_come_to_the_host(gpus, batch, method):
         out = gpus.call(method, batch, device=device, **options)
         assert out.device == (None if device is None else torch.device("cpu"))
         assert_same(out.clear_device_(), batch)
-        nested = gpus.call(method, batch, layout="nested", device=device, **options)
+        nested = gpus.call(method, batch, format="nested", device=device, **options)
         assert_same(mp.unnest(nested).clear_device_(), batch)
     assert_same(gpus.submit(method, batch, **options).result(), batch)
 
@@ -832,12 +842,12 @@ def test_results_come_to_the_host(gpus, batch, method):
 
 def test_rows_that_stay_where_they_are_come_to_the_host(gpus, group, batch):
     """The driver decodes them there; so do ranks that take them next."""
-    view = gpus.call("echo", batch, layout="view")
+    view = gpus.call("echo", batch, format="view")
     assert {form.device for form in view.head.schema.forms} <= {"cpu", None}
     assert_same(view.materialize(get=ray.get), batch)
-    assert_same(mp.unnest(view.materialize(get=ray.get, layout="nested")), batch)
+    assert_same(mp.unnest(view.materialize(get=ray.get, format="nested")), batch)
     assert_same(group.call("echo", view), batch)
-    both = gpus.put(batch).with_fields(gpus.call("scale", batch, 2.0, layout="view"))
+    both = gpus.put(batch).with_fields(gpus.call("scale", batch, 2.0, format="view"))
     assert_same(both.materialize("values", "responses", get=ray.get)["values"], batch["old_log_probs"] * 2.0)
 
 
@@ -872,7 +882,7 @@ def test_losses_of_micro_batches_come_to_the_host(gpus, batch):
 
 
 def test_a_retry_comes_to_the_host(gpus, batch, tmp_path):
-    with pytest.raises(mp.WorkerError, match="once") as caught:
+    with pytest.raises(mp.errors.WorkerError, match="once") as caught:
         gpus.call("fails_once", batch, str(tmp_path / "failed"), device="cpu")
     again = caught.value.call.retry().result()
     assert again.device == torch.device("cpu")
@@ -883,11 +893,13 @@ def test_a_device_that_the_driver_does_not_have_is_refused_before_anything_is_se
     nobody = WorkerGroup([None] * RANKS, pad_token_id=PAD)
     for device in ("cuda:9", "gpu"):
         with pytest.raises(
-            mp.LayoutError, match=f'WorkerGroup: device is "{device}", which this process does not have'
+            mp.errors.LayoutError, match=f'WorkerGroup: device is "{device}", which this process does not have'
         ):
             nobody.submit("echo", batch, device=device)
-    with pytest.raises(mp.LayoutError, match=r'device is "cpu" with layout="view", whose rows stay .*materialize'):
-        nobody.submit("echo", batch, device="cpu", layout="view")
+    with pytest.raises(
+        mp.errors.LayoutError, match=r'device is "cpu" with format="view", whose rows stay .*materialize'
+    ):
+        nobody.submit("echo", batch, device="cpu", format="view")
 
 
 # -------------------------------------------------------------------- what a worker may write
@@ -905,15 +917,19 @@ def test_writing_on_a_rank_does_not_reach_the_store(group, batch, method):
 
 
 def test_a_wrong_number_of_rows_is_an_error(group, batch):
-    with pytest.raises(mp.WorkerError, match=r"lose_a_row: returned a TensorDict of (2|1) rows for a batch of (3|2)"):
+    with pytest.raises(
+        mp.errors.WorkerError, match=r"lose_a_row: returned a TensorDict of (2|1) rows for a batch of (3|2)"
+    ):
         group.call("lose_a_row", batch)
-    with pytest.raises(mp.WorkerError, match="no_rows: returned a TensorDict of None rows") as caught:
+    with pytest.raises(mp.errors.WorkerError, match="no_rows: returned a TensorDict of None rows") as caught:
         group.call("no_rows", batch)
-    assert isinstance(caught.value.__cause__, mp.LayoutError)
+    assert isinstance(caught.value.__cause__, mp.errors.LayoutError)
 
 
 def test_an_exception_on_a_rank_is_raised_here(group, batch):
-    with pytest.raises(mp.WorkerError, match=r"on 1 of 3 ranks: rank 1 \(rows 3 to 4\): ValueError: this rank failed"):
+    with pytest.raises(
+        mp.errors.WorkerError, match=r"on 1 of 3 ranks: rank 1 \(rows 3 to 4\): ValueError: this rank failed"
+    ):
         group.call("fail", batch)
     assert_same(group.call("echo", batch), batch)  # the ranks are still there
 
@@ -923,7 +939,7 @@ def printed(error):
 
 
 def test_an_error_prints_the_lines_of_every_rank(group, batch):
-    with pytest.raises(mp.WorkerError) as caught:
+    with pytest.raises(mp.errors.WorkerError) as caught:
         group.call("too_deep", batch)
     text = printed(caught.value)
     assert "in _at\n    return values[place]" in text
@@ -938,11 +954,11 @@ def test_an_error_prints_the_lines_of_every_rank(group, batch):
 
 
 def test_a_worker_error_pickles(group, batch):
-    with pytest.raises(mp.WorkerError) as caught:
+    with pytest.raises(mp.errors.WorkerError) as caught:
         group.call("too_deep", batch)
     error = caught.value
     back = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(error))))
-    assert type(back) is mp.WorkerError
+    assert type(back) is mp.errors.WorkerError
     assert (str(back), back.method, back.call) == (str(error), "too_deep", None)
     seen = [(one.rank, one.rows.tolist(), type(one.error), one.traceback) for one in back.failures]
     assert seen == [(one.rank, one.rows.tolist(), type(one.error), one.traceback) for one in error.failures]
@@ -957,7 +973,7 @@ def in_a_task(group, batch, method):
 
 def test_a_group_works_in_a_task_and_its_errors_cross(group, batch):
     assert_same(ray.get(in_a_task.remote(group, batch, "echo")), batch)
-    with pytest.raises(mp.WorkerError) as caught:
+    with pytest.raises(mp.errors.WorkerError) as caught:
         ray.get(in_a_task.remote(group, batch, "too_deep"))
     assert (caught.value.method, caught.value.call) == ("too_deep", None)
     assert [one.rank for one in caught.value.failures] == [0, 1, 2]
@@ -992,10 +1008,10 @@ class NoCounter:
 def test_an_error_of_sending_leaves_no_rank_at_work_unseen(local_ray, batch):
     counter, other = (ray.remote(num_cpus=0)(kind).remote() for kind in (Counter, NoCounter))
     mixed = WorkerGroup([counter, other], pad_token_id=PAD)
-    with pytest.raises(mp.MethodError, match=r'actors \[1\] have no method "only_here"'):
+    with pytest.raises(mp.errors.MethodError, match=r'actors \[1\] have no method "only_here"'):
         mixed.call("only_here", batch)
     assert ray.get(counter.count.remote()) == 0
-    with pytest.raises(mp.WorkerError, match=r"on 1 of 2 ranks: rank 1 \(rows 4 to 6\): .*@endpoint") as caught:
+    with pytest.raises(mp.errors.WorkerError, match=r"on 1 of 2 ranks: rank 1 \(rows 4 to 6\): .*@endpoint") as caught:
         mixed.call("both", batch)
     assert ray.get(counter.count.remote()) == 1
     mixed.replace(1, counter)
@@ -1005,19 +1021,19 @@ def test_an_error_of_sending_leaves_no_rank_at_work_unseen(local_ray, batch):
 
 def test_a_retry_has_the_arguments_of_the_call(group, batch):
     held = {"step": 1}
-    with pytest.raises(mp.WorkerError) as caught:
+    with pytest.raises(mp.errors.WorkerError) as caught:
         group.call("fail_once", batch, held)
     held["step"] = 2
     assert set(caught.value.call.retry().result()) == {1}
 
 
 def test_methods_that_do_not_take_packed_rows(group, batch):
-    with pytest.raises(mp.MethodError, match=r'have no method "nope".*@endpoint') as caught:
+    with pytest.raises(mp.errors.MethodError, match=r'have no method "nope".*@endpoint') as caught:
         group.call("nope", batch)
     assert isinstance(caught.value, AttributeError)
     with pytest.raises(mp.MaskpackError, match=r'cannot be called by "undecorated".*@endpoint'):
         group.call("undecorated", batch)
-    with pytest.raises(mp.WorkerError, match="Decorate the method with @endpoint"):
+    with pytest.raises(mp.errors.WorkerError, match="Decorate the method with @endpoint"):
         group.call("undecorated_with_any_arguments", batch)
     with pytest.raises(mp.MaskpackError, match="coroutine is an async method"):
 
@@ -1037,15 +1053,15 @@ def test_methods_that_do_not_take_packed_rows(group, batch):
         async def asynchronously(self, batch):
             yield batch
 
-    with pytest.raises(mp.LayoutError, match="layout is 'jagged'"):
+    with pytest.raises(mp.errors.LayoutError, match="layout is 'jagged'"):
         endpoint(layout="jagged")
-    with pytest.raises(mp.LayoutError, match="fields is the string 'values'"):
+    with pytest.raises(mp.errors.LayoutError, match="fields is the string 'values'"):
         endpoint(fields="values")(Worker.undecorated)
 
 
 @pytest.mark.parametrize("balance", [3, "token", [[0, 1], [2]], [[0, 1, 2], [3, 4, 5], [6, 6]], [[0.5], [], []]])
 def test_a_balance_that_divides_nothing(group, batch, balance):
-    with pytest.raises(mp.LayoutError, match="WorkerGroup: balance"):
+    with pytest.raises(mp.errors.LayoutError, match="WorkerGroup: balance"):
         group.call("echo", batch, balance=balance)
 
 
@@ -1066,7 +1082,7 @@ def test_ranks_that_make_no_sense(options):
 
 
 def test_a_timeout(group, batch):
-    with pytest.raises(mp.WorkerError, match="TimeoutError: no answer in 0"):
+    with pytest.raises(mp.errors.WorkerError, match="TimeoutError: no answer in 0"):
         group.call("sleep", batch, 1.0, timeout=0.1)
 
 
@@ -1078,9 +1094,9 @@ def test_a_group_without_actors():
 def test_errors_of_packing_are_raised_before_anything_is_sent(group, batch):
     strict = WorkerGroup(group.actors, pad_token_id=PAD, strict_mask_nesting=True)
     dense = batch.copy().set("secret", torch.ones(B, 3))
-    with pytest.raises(mp.CoverageError, match="secret"):
+    with pytest.raises(mp.errors.CoverageError, match="secret"):
         strict.call("echo", dense)
-    with pytest.raises(mp.RegistryError, match="pad_token_id"):
+    with pytest.raises(mp.errors.RegistryError, match="pad_token_id"):
         WorkerGroup(group.actors).call("echo", batch)
     assert_same(strict.call("echo", batch), batch)
 
@@ -1088,8 +1104,8 @@ def test_errors_of_packing_are_raised_before_anything_is_sent(group, batch):
 def test_a_nested_batch_is_updated_with_results(group, batch):
     batch = batch.exclude("entropys")
     nested = mp.nest_batch_by_mask(batch, pad_token_id=PAD)
-    nested.update(group.call("scale_nested", nested, 2.0, layout="nested"))
-    nested.update(group.call("score_every_token", nested, layout="nested"))
+    nested.update(group.call("scale_nested", nested, 2.0, format="nested"))
+    nested.update(group.call("score_every_token", nested, format="nested"))
     entropys = torch.where(batch["attention_mask"].bool(), batch["input_ids"].to(torch.float32), 0.0)
     wanted = batch.copy().set("values", batch["old_log_probs"] * 2.0).set("entropys", entropys)
     assert_same(mp.unnest(nested), wanted)
@@ -1104,19 +1120,21 @@ def test_strict_on_the_way_back(group, batch):
     for call in (
         lambda group: group.call("unknown_field", batch),
         lambda group: group.call("unknown_field_in_parts", batch),
-        lambda group: group.call("unknown_field", batch, layout="view").materialize(get=ray.get),
+        lambda group: group.call("unknown_field", batch, format="view").materialize(get=ray.get),
     ):
-        with pytest.raises(mp.WorkerError, match=r'CoverageError: .*"found" \(3, 4\) float32') as caught:
+        with pytest.raises(mp.errors.WorkerError, match=r'CoverageError: .*"found" \(3, 4\) float32') as caught:
             call(strict)
         assert len(caught.value.failures) == RANKS
         assert_same(
             call(WorkerGroup(group.actors, pad_token_id=PAD, strict_mask_nesting=True))["found"], torch.ones(B, 4)
         )
-    with pytest.raises(mp.WorkerError, match=r'LossyPadError: .*field "old_log_probs" holds 7.0'):
+    with pytest.raises(mp.errors.WorkerError, match=r'LossyPadError: .*field "old_log_probs" holds 7.0'):
         strict.call("values_under_the_mask", batch)
     known = WorkerGroup(group.actors, **options, registry=mp.RL_FIELDS | {"found": mp.DENSE})
     assert_same(known.call("unknown_field", batch)["found"], torch.ones(B, 4))
-    with pytest.raises(mp.RegistryError, match="strict_mask_nesting is 'back'; expected True, False or \"both\""):
+    with pytest.raises(
+        mp.errors.RegistryError, match="strict_mask_nesting is 'back'; expected True, False or \"both\""
+    ):
         WorkerGroup(group.actors, strict_mask_nesting="back")
 
 
@@ -1130,11 +1148,11 @@ def test_a_further_batch_lies_under_the_layouts_of_the_first(group, batch):
     perm = torch.randperm(B, generator=torch.Generator().manual_seed(0))
     out = strict.call("both", rows[perm], TensorDict({"old_log_probs": other["old_log_probs"][perm]}, batch_size=[B]))
     assert_same(out["values"], (batch["old_log_probs"] * 4)[perm])
-    with pytest.raises(mp.LossyPadError, match="old_log_probs"):  # not in the order of the first
+    with pytest.raises(mp.errors.LossyPadError, match="old_log_probs"):  # not in the order of the first
         strict.call("both", batch, other[perm])
     with (
-        pytest.warns(mp.MaskpackWarning, match="old_log_probs"),
-        pytest.raises(mp.LayoutError, match=f"a batch of {B - 1} rows beside one of {B}"),
+        pytest.warns(mp.errors.MaskpackWarning, match="old_log_probs"),
+        pytest.raises(mp.errors.LayoutError, match=f"a batch of {B - 1} rows beside one of {B}"),
     ):
         group.call("both", batch, other[1:])
 
@@ -1150,7 +1168,7 @@ def test_a_further_batch_with_a_mask_of_its_own_keeps_it(group, batch):
 def test_a_field_that_is_kept_whole(group, batch):
     batch = batch.clone()
     batch["old_log_probs"][0, 5] = 3.0
-    with pytest.warns(mp.MaskpackWarning, match="old_log_probs"):
+    with pytest.warns(mp.errors.MaskpackWarning, match="old_log_probs"):
         assert_same(group.call("echo", batch), batch)
 
 
@@ -1164,18 +1182,18 @@ def test_a_full_store_is_named(group, batch, monkeypatch, kind):
     with monkeypatch.context() as patch:
         patch.setattr(ray, "put", full)
         for send in (group.put, lambda rows: group.call("echo", rows), lambda rows: group.submit("echo", rows)):
-            with pytest.raises(mp.StoreFullError, match=rf"{kind}: no room.*Drop views.*object_store_memory"):
+            with pytest.raises(mp.errors.StoreFullError, match=rf"{kind}: no room.*Drop views.*object_store_memory"):
                 send(batch)
-        with pytest.raises(mp.StoreFullError, match=kind):
+        with pytest.raises(mp.errors.StoreFullError, match=kind):
             group.run("plain", torch.zeros(3))
     call = group.submit("echo", batch)
     with monkeypatch.context() as patch:
         patch.setattr(ray, "get", full)
         with pytest.raises(
-            mp.WorkerError, match=r"on 3 of 3 ranks: .*StoreFullError: .*object store is full"
+            mp.errors.WorkerError, match=r"on 3 of 3 ranks: .*StoreFullError: .*object store is full"
         ) as caught:
             call.result()
-    assert {type(one.error) for one in caught.value.failures} == {mp.StoreFullError}
+    assert {type(one.error) for one in caught.value.failures} == {mp.errors.StoreFullError}
     assert_same(caught.value.call.retry().result(), batch)
 
 
@@ -1190,21 +1208,23 @@ def test_methods_without_a_batch(local_ray):
     assert peers.run("plain", rank=1) == [(1.0, (), {}), (3.0, (), {})]
     weights = torch.arange(5.0)
     assert all(torch.equal(args[0], weights) for _, args, _ in peers.run("plain", weights))
-    with pytest.raises(mp.WorkerError, match=r"on 1 of 4 actors: rank 1, actor 2: KeyError: 'no such key'") as caught:
+    with pytest.raises(
+        mp.errors.WorkerError, match=r"on 1 of 4 actors: rank 1, actor 2: KeyError: 'no such key'"
+    ) as caught:
         peers.run("fail_plainly", 3.0)
     assert 'raise KeyError("no such key")' in printed(caught.value)
     (failure,) = caught.value.failures
     assert (failure.rank, failure.rows, failure.actor, caught.value.call) == (1, None, 2, None)
     assert pickle.loads(pickle.dumps(caught.value)).failures[0].actor == 2
-    with pytest.raises(mp.MethodError, match='no method "nope"'):
+    with pytest.raises(mp.errors.MethodError, match='no method "nope"'):
         peers.run("nope")
-    with pytest.raises(mp.MethodError, match=r'"fail_plainly" cannot be called so: .*value'):
+    with pytest.raises(mp.errors.MethodError, match=r'"fail_plainly" cannot be called so: .*value'):
         peers.run("fail_plainly")
     for rank in (2, -1, "a"):
-        with pytest.raises(mp.LayoutError, match=r"WorkerGroup.run: rank is"):
+        with pytest.raises(mp.errors.LayoutError, match=r"WorkerGroup.run: rank is"):
             peers.run("plain", rank=rank)
     actors[2].sleep.remote(None, 1.0)
-    with pytest.raises(mp.WorkerError, match=r"rank 1, actor 2: TimeoutError: no answer"):
+    with pytest.raises(mp.errors.WorkerError, match=r"rank 1, actor 2: TimeoutError: no answer"):
         peers.run("plain", timeout=0.1)
 
 
@@ -1221,17 +1241,21 @@ def test_ready_says_which_constructors_fail(local_ray):
     free = {"num_cpus": 0}
     with (
         WorkerGroup.launch(Unbuildable, 2, actor_options=free) as none,
-        pytest.raises(mp.WorkerError, match=r'"__init__" failed on 2 of 2 actors: rank 0, actor 0: .*KeyErr') as caught,
+        pytest.raises(
+            mp.errors.WorkerError, match=r'"__init__" failed on 2 of 2 actors: rank 0, actor 0: .*KeyErr'
+        ) as caught,
     ):
         none.ready()
     assert 'raise KeyError("no such key")' in printed(caught.value)
     with (
         WorkerGroup.launch(Unbuildable, 2, worker_kwargs={"rank": 1}, actor_options=free) as half,
-        pytest.raises(mp.WorkerError, match=r"failed on 1 of 2 actors: rank 1, actor 1: ActorDiedError: KeyError"),
+        pytest.raises(
+            mp.errors.WorkerError, match=r"failed on 1 of 2 actors: rank 1, actor 1: ActorDiedError: KeyError"
+        ),
     ):
         half.ready()
     nowhere = WorkerGroup.launch(Worker, 1, actor_options={"num_cpus": 1000})
-    with pytest.raises(mp.WorkerError, match=r"no answer in .*resources.*ray status"):
+    with pytest.raises(mp.errors.WorkerError, match=r"no answer in .*resources.*ray status"):
         nowhere.ready(timeout=0.5)
 
 
@@ -1248,7 +1272,7 @@ def test_a_group_says_what_it_is_and_closes_what_it_launched(local_ray, batch):
             assert_same(others.call("echo", batch), batch)
         assert_same(own.call("echo", batch), batch)  # neither killed an actor
     own.close()
-    with pytest.raises(mp.WorkerError, match="ActorDiedError"):
+    with pytest.raises(mp.errors.WorkerError, match="ActorDiedError"):
         own.call("echo", batch)
 
 
@@ -1256,7 +1280,7 @@ def test_other_actors_take_the_place_of_a_rank(local_ray, batch):
     with WorkerGroup.launch(Worker, 2, 2.0, pad_token_id=PAD, actor_options={"num_cpus": 0}) as own:
         rows = own.put(batch)
         ray.kill(own.actors[1])
-        with pytest.raises(mp.WorkerError, match=r"on 1 of 2 ranks: rank 1"):
+        with pytest.raises(mp.errors.WorkerError, match=r"on 1 of 2 ranks: rank 1"):
             own.call("scale", rows, 1.0)
         new = ray.remote(num_cpus=0)(Worker).remote(2.0)
         own.replace(1, new)
@@ -1264,7 +1288,7 @@ def test_other_actors_take_the_place_of_a_rank(local_ray, batch):
         assert_same(own.call("scale", rows, 1.0)["values"], batch["old_log_probs"] * 2.0)
         with pytest.raises(mp.MaskpackError, match=r"got 2 actors for rank 0; expected 1"):
             own.replace(0, new, new)
-        with pytest.raises(mp.LayoutError, match=r"replace: rank is 2; expected a whole number from 0 to 1"):
+        with pytest.raises(mp.errors.LayoutError, match=r"replace: rank is 2; expected a whole number from 0 to 1"):
             own.replace(2, new)
     assert ray.get(new.plain.remote()) == (2.0, (), {})
 

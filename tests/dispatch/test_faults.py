@@ -131,7 +131,7 @@ def _permuted(batch):
 
 def _kept(team, batch):
     """The rows as the ranks returned them once, in another order."""
-    return team.group().call("score", batch, 1.0, layout="view").select(_permuted(batch))
+    return team.group().call("score", batch, 1.0, format="view").take(_permuted(batch))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from maskpack.dispatch import placement
 from maskpack.dispatch.placement import Placement, Site
 from maskpack.views.view import BatchView
 
-pytestmark = pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 A, B, ALONE = "a" * 56, "b" * 56, Site()
 
 
@@ -64,18 +64,18 @@ def test_a_put_of_another_thread_while_the_old_one_is_released(store):
     """Ray lets other threads run while it releases an object."""
     place, view = Placement(1), BatchView.of(numbers(64))
     first, second, third = np.arange(0, 8), np.arange(8, 16), np.arange(16, 24)
-    settled(place, view.select(first))
+    settled(place, view.take(first))
     others: list[list[int]] = []
 
     def released() -> None:
         Put.on_release = None
-        thread = threading.Thread(target=lambda: others.append(settled(place, view.select(third))))
+        thread = threading.Thread(target=lambda: others.append(settled(place, view.take(third))))
         thread.start()
         thread.join(20)
         assert not thread.is_alive(), "the other thread waits for this one"
 
     Put.on_release = released
-    assert settled(place, view.select(second)) == second.tolist()
+    assert settled(place, view.take(second)) == second.tolist()
     assert others == [third.tolist()]
 
 
@@ -89,7 +89,7 @@ def test_threads_that_put_different_rows(store):
         start.wait(20)
         for _ in range(200):
             rows = np.sort(rng.choice(64, 32, replace=False))
-            if settled(place, view.select(rows)) != rows.tolist():
+            if settled(place, view.take(rows)) != rows.tolist():
                 wrong.append(rows)
             if rng.random() < 0.1:
                 place.release(view.strands[0].sources[0].held if rng.random() < 0.5 else None)
@@ -201,7 +201,7 @@ def test_what_was_put_for_a_rank_that_moved_is_forgotten(store):
 
     def send() -> None:
         for site, rows in zip(place.sites(), ([0, 1, 2], [3, 4, 5]), strict=True):
-            assert settled(place, view.select(rows), site) == rows
+            assert settled(place, view.take(rows), site) == rows
 
     send()
     send()

@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -104,8 +103,11 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
 
 
 def test_every_public_name_has_its_entry(entries: set[str]) -> None:
-    names = {f"maskpack.{name}" for name in mp.__all__ if not isinstance(getattr(mp, name), ModuleType)}
-    assert missing(names | {f"maskpack.ops.{name}" for name in mp.ops.__all__}, entries) == set()
+    names = {f"maskpack.{name}" for name in mp.__all__}
+    for part in (mp.ops, mp.planning, mp.replay, mp.views):
+        names |= {f"{part.__name__}.{name}" for name in part.__all__}
+    names |= {f"maskpack.errors.{name}" for name, value in vars(mp.errors).items() if isinstance(value, type)}
+    assert missing(names, entries) == set()
 
 
 def test_dispatch_has_its_entries(entries: set[str]) -> None:

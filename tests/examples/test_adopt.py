@@ -69,7 +69,7 @@ def trained() -> Iterator[Any]:
             sys.modules.pop(name, None)
 
 
-@pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 def test_every_step_trains_as_the_one_before(trained: Any) -> None:
     losses, weights = trained("plain")
     assert len(set(losses)) == len(losses) == 2

@@ -220,7 +220,7 @@ def test_micro_batches_add_up_to_the_unsplit_loss(budget, ranks, mode, mask):
     truth = unsplit(whole, batch["response_mask"], mode)
 
     lengths = batch["attention_mask"].sum(1)
-    plan = mp.plan_ranks(lengths, ranks, budget, loss_tokens=batch["response_mask"].sum(1))
+    plan = mp.planning.plan_ranks(lengths, ranks, budget, loss_tokens=batch["response_mask"].sum(1))
     seen, slope = torch.zeros((), dtype=torch.float64), torch.zeros_like(new)
     shares = set()
     for rows, own in zip(plan.rows, plan.plans, strict=True):
@@ -240,19 +240,19 @@ def test_micro_batches_add_up_to_the_unsplit_loss(budget, ranks, mode, mask):
 
 def test_other_offsets_are_refused():
     rows, others = nested(rollout(5), leaf(105)), nested(rollout(5), leaf(105))
-    with pytest.raises(mp.LayoutError, match="jagged on other offsets"):
+    with pytest.raises(mp.errors.LayoutError, match="jagged on other offsets"):
         policy_losses(rows["log_probs"], others["old_log_probs"], rows["advantages"])
-    with pytest.raises(mp.LayoutError, match="jagged on other offsets"):
+    with pytest.raises(mp.errors.LayoutError, match="jagged on other offsets"):
         kl_losses(rows["log_probs"], others["ref_log_prob"])
-    with pytest.raises(mp.LayoutError, match=r"a field is \(8, 7\)"):
+    with pytest.raises(mp.errors.LayoutError, match=r"a field is \(8, 7\)"):
         weighted_sum(rows["log_probs"], rollout(5)["response_mask"], [1.0] * len(LENGTHS))
 
 
 def test_numbers_of_other_rows_are_refused():
     rows = nested(rollout(5), leaf(105))
-    with pytest.raises(mp.LayoutError, match=r"\(7,\); expected \(8,\)"):
+    with pytest.raises(mp.errors.LayoutError, match=r"\(7,\); expected \(8,\)"):
         policy_losses(rows["log_probs"], rows["old_log_probs"], torch.zeros(7))
-    with pytest.raises(mp.LayoutError, match=r"\(8, 1\); expected \(8,\)"):
+    with pytest.raises(mp.errors.LayoutError, match=r"\(8, 1\); expected \(8,\)"):
         weighted_sum(rows["log_probs"], rows["response_mask"], torch.zeros(8, 1))
-    with pytest.raises(mp.LayoutError, match="k4"):
+    with pytest.raises(mp.errors.LayoutError, match="k4"):
         kl_losses(rows["log_probs"], rows["ref_log_prob"], "k4")

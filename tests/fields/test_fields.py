@@ -38,18 +38,20 @@ def round_trips(batch, registry=mp.RL_FIELDS, *, pad_token_id=PAD, strict=True, 
     """All ways there and back; returns the nested form. Anything that would travel dense is an error."""
     before = freeze(batch)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", mp.MaskpackWarning)
-        nested = mp.nest_batch_by_mask(batch, registry, pad_token_id=pad_token_id, strict=strict, **options)
+        warnings.simplefilter("error", mp.errors.MaskpackWarning)
+        nested = mp.nest_batch_by_mask(
+            batch, registry, pad_token_id=pad_token_id, strict_mask_nesting=strict, **options
+        )
         packed = mp.compress(batch, registry=registry, pad_token_id=pad_token_id, strict_mask_nesting=strict, **options)
         repacked = mp.compress(nested, registry=registry, pad_token_id=pad_token_id, **options)
         again = mp.nest_batch_by_mask(nested, registry, pad_token_id=pad_token_id, **options)
-    unpacked = mp.decompress(packed, layout="nested")
+    unpacked = mp.decompress(packed, format="nested")
     assert_same(mp.unnest(nested), batch)
     assert_same(mp.unnest(again), batch)
     assert_same(mp.decompress(packed), batch)
     assert_same(mp.unnest(unpacked), batch)
     assert_same(mp.decompress(repacked), batch)
-    assert_same(mp.unnest(mp.decompress(repacked, layout="nested")), batch)
+    assert_same(mp.unnest(mp.decompress(repacked, format="nested")), batch)
     assert freeze(unpacked.exclude(mp.LAYOUTS)) == freeze(nested.exclude(mp.LAYOUTS))
     assert freeze(batch) == before
     return nested
@@ -173,14 +175,14 @@ def test_prompts_already_jagged():
 def test_dense_prompts_without_attention_mask():
     data = {"prompts": tokens()["prompts"], "responses": tokens()["responses"], "response_mask": response_mask()}
     batch = TensorDict(data, batch_size=[B])
-    with pytest.warns(mp.MaskpackWarning, match="prompts"):
+    with pytest.warns(mp.errors.MaskpackWarning, match="prompts"):
         nested = mp.nest_batch_by_mask(batch, pad_token_id=PAD)
     assert nested["responses"].is_nested
     assert not nested["prompts"].is_nested
     assert_same(mp.unnest(nested), batch)
-    with pytest.warns(mp.MaskpackWarning, match="prompts"):
+    with pytest.warns(mp.errors.MaskpackWarning, match="prompts"):
         assert_same(mp.decompress(mp.compress(batch, pad_token_id=PAD)), batch)
-    with pytest.raises(mp.CoverageError, match="prompts"):
+    with pytest.raises(mp.errors.CoverageError, match="prompts"):
         mp.compress(batch, pad_token_id=PAD, strict_mask_nesting=True)
 
 
@@ -269,8 +271,8 @@ def test_rows_already_jagged():
     packed = mp.compress(batch, strict_mask_nesting=True)
     for out in (
         mp.decompress(packed),
-        mp.unnest(mp.decompress(packed, layout="nested")),
-        mp.unnest(mp.nest_batch_by_mask(batch, strict=True)),
+        mp.unnest(mp.decompress(packed, format="nested")),
+        mp.unnest(mp.nest_batch_by_mask(batch, strict_mask_nesting=True)),
         mp.unnest(mp.nest_batch_by_mask(mp.nest_batch_by_mask(batch))),
     ):
         assert freeze(out) == before
@@ -295,12 +297,12 @@ def packed_tokens():
 
 def test_one_packed_tensor_with_cu_seqlens():
     batch, registry = packed_tokens()
-    nested = mp.nest_batch_by_mask(batch, registry, strict=True)
+    nested = mp.nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
     assert [row.tolist() for row in row_list(nested["input_ids"])] == [[0, 1, 2], [], [3, 4, 5, 6]]
     packed = mp.compress(batch, registry=registry, strict_mask_nesting=True)
     assert_same(mp.unnest(nested), batch)
     assert_same(mp.decompress(packed), batch)
-    assert_same(mp.unnest(mp.decompress(packed, layout="nested")), batch)
+    assert_same(mp.unnest(mp.decompress(packed, format="nested")), batch)
 
 
 def test_one_packed_tensor_with_cu_seqlens_nested_twice():

@@ -14,7 +14,8 @@ from samples import PAD, assert_same, field, freeze, of, rollout, tokens
 from tensordict import TensorDict
 
 import maskpack as mp
-from maskpack import DENSE, EDGE, PAD_TOKEN_ID, RL_FIELDS, MaskAxis, MaskNestingRegistry, MaskNestingSpec, RegistryError
+from maskpack import DENSE, EDGE, PAD_TOKEN_ID, RL_FIELDS, MaskAxis, MaskNestingRegistry, MaskNestingSpec
+from maskpack.errors import RegistryError
 from maskpack.fields.registry import HINTS
 
 A, B, C = MaskNestingSpec("a"), MaskNestingSpec("b", 1), MaskNestingSpec(["c", "d"], [0, -1], -1, ("runs",))
@@ -100,10 +101,10 @@ def test_override_at_one_call():
     data = tokens()
     data["routed_experts"] = of("sequence", torch.int16, -100, (2,))
     batch = TensorDict(data, batch_size=[7])
-    with pytest.warns(mp.MaskpackWarning, match="routed_experts"):
+    with pytest.warns(mp.errors.MaskpackWarning, match="routed_experts"):
         mp.nest_batch_by_mask(batch, pad_token_id=PAD)
     override = RL_FIELDS | {"routed_experts": MaskNestingSpec("sequence", -100)}
-    nested = mp.nest_batch_by_mask(batch, override, pad_token_id=PAD, strict=True)
+    nested = mp.nest_batch_by_mask(batch, override, pad_token_id=PAD, strict_mask_nesting=True)
     assert nested["routed_experts"].is_nested
     assert_same(mp.unnest(nested), batch)
     assert RL_FIELDS["routed_experts"].pads == (0, -1)
@@ -262,7 +263,9 @@ def test_masks_are_tried_in_order():
     assert length(short, long, short) == 2  # the first fits
     assert length(long, short, short) == 2  # only the second fits
     assert length(short, equal, short) == 2  # both fit, the first counts
-    with pytest.raises(mp.LayoutError, match=r'"x" is \(2, 3\); mask "first" is \(2, 4\); mask "second" is \(2, 4\)'):
+    with pytest.raises(
+        mp.errors.LayoutError, match=r'"x" is \(2, 3\); mask "first" is \(2, 4\); mask "second" is \(2, 4\)'
+    ):
         length(long, long, short)
 
 
@@ -271,7 +274,7 @@ def test_pads_are_tried_in_order():
     for pads, pad in (([0, -1], 0), ([0, -1], -1), ([7, EDGE], "edge"), ([PAD_TOKEN_ID, 3], PAD), ([-0.0, 0], 0)):
         batch = TensorDict({"m": torch.tensor(mask), "x": field(mask, torch.int32, pad)}, batch_size=[2])
         registry = {"x": MaskNestingSpec("m", pads), "m": MaskNestingSpec("m")}
-        nested = mp.nest_batch_by_mask(batch, registry, pad_token_id=PAD, strict=True)
+        nested = mp.nest_batch_by_mask(batch, registry, pad_token_id=PAD, strict_mask_nesting=True)
         assert_same(mp.unnest(nested), batch)
         packed = mp.compress(batch, registry=registry, pad_token_id=PAD, strict_mask_nesting=True)
         assert_same(mp.decompress(packed), batch)
@@ -282,7 +285,7 @@ def test_pads_0_and_minus_0_are_told_apart():
     registry = {"x": MaskNestingSpec("m", [0.0, -0.0]), "m": MaskNestingSpec("m")}
     for pad in (0.0, -0.0):
         batch = TensorDict({"m": torch.tensor(mask), "x": field(mask, torch.float32, pad)}, batch_size=[2])
-        assert_same(mp.unnest(mp.nest_batch_by_mask(batch, registry, strict=True)), batch)
+        assert_same(mp.unnest(mp.nest_batch_by_mask(batch, registry, strict_mask_nesting=True)), batch)
 
 
 @pytest.mark.parametrize("hint", [*HINTS, "join:a,b", "join:a/b,c", "delta:a", "delta:a/b"])
@@ -321,7 +324,7 @@ def test_a_negative_pad_token_id_is_a_number_like_any_other():
     batch = rollout(objects=False)
     for name in ("prompts", "responses", "input_ids"):
         batch[name][batch[name] == PAD] = -1
-    assert_same(mp.unnest(mp.nest_batch_by_mask(batch, pad_token_id=-1, strict=True)), batch)
+    assert_same(mp.unnest(mp.nest_batch_by_mask(batch, pad_token_id=-1, strict_mask_nesting=True)), batch)
 
 
 @pytest.mark.parametrize(
@@ -352,14 +355,18 @@ def test_a_pad_that_the_dtype_cannot_hold(dtype, pad):
 def test_a_pad_that_does_not_fit_is_passed_over_where_another_fits():
     mask = [[True, False], [True, True]]
     batch = TensorDict({"m": torch.tensor(mask), "x": field(mask, torch.uint8)}, batch_size=[2])
-    nested = mp.nest_batch_by_mask(batch, {"x": MaskNestingSpec("m", [-1, 0]), "m": MaskNestingSpec("m")}, strict=True)
+    nested = mp.nest_batch_by_mask(
+        batch, {"x": MaskNestingSpec("m", [-1, 0]), "m": MaskNestingSpec("m")}, strict_mask_nesting=True
+    )
     assert_same(mp.unnest(nested), batch)
 
 
 def test_whole_floats_fit_integers():
     mask = [[True, False], [True, True]]
     batch = TensorDict({"m": torch.tensor(mask), "x": field(mask, torch.int16, 3)}, batch_size=[2])
-    nested = mp.nest_batch_by_mask(batch, {"x": MaskNestingSpec("m", 3.0), "m": MaskNestingSpec("m")}, strict=True)
+    nested = mp.nest_batch_by_mask(
+        batch, {"x": MaskNestingSpec("m", 3.0), "m": MaskNestingSpec("m")}, strict_mask_nesting=True
+    )
     assert_same(mp.unnest(nested), batch)
 
 

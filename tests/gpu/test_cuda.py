@@ -13,7 +13,6 @@ from tensordict import TensorDict
 
 from bench.workloads import PAD_ID, VARIANTS, make_batch
 from maskpack import (
-    LayoutError,
     MaskNestingSpec,
     RowLayout,
     compress,
@@ -24,6 +23,7 @@ from maskpack import (
     select_and_pad_to_response,
     unnest,
 )
+from maskpack.errors import LayoutError
 from maskpack.fields.registry import EDGE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -71,7 +71,7 @@ def test_round_trips_on_the_device(variant: str) -> None:
     assert_same(unnest(nested[3:9]), batch[3:9])
     packed = compress(batch, pad_token_id=PAD_ID)
     assert_same(decompress(packed), batch)
-    assert_same(unnest(decompress(packed, layout="nested")), batch)
+    assert_same(unnest(decompress(packed, format="nested")), batch)
     assert_same(decompress(compress(nested, pad_token_id=PAD_ID)), batch)
     on_host = decompress(packed, device="cpu")
     assert_same(on_host, batch.to("cpu"))

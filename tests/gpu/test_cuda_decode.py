@@ -84,7 +84,7 @@ def test_workloads(variant: str) -> None:
     assert_decodes(packed.pin_memory())
     assert_decodes(packed.pin_memory()[3:9])
     assert_decodes(packed, "input_ids", "returns")
-    nested = decompress(packed, layout="nested", device="cuda")
+    nested = decompress(packed, format="nested", device="cuda")
     assert_same(unnest(nested), decompress(packed, device="cpu"))
     assert_same(unnest(nested[4:9]), decompress(packed[4:9], device="cpu"))
 
@@ -175,7 +175,7 @@ def test_many_in_flight_on_two_streams(pinned: bool) -> None:
 
 def test_no_memory_is_shared() -> None:
     packed = packed_of()
-    nested = decompress(packed, layout="nested", device="cuda")
+    nested = decompress(packed, format="nested", device="cuda")
     fields = [nested[form.path].values() for form in packed.schema.forms]
     assert len({x.untyped_storage().data_ptr() for x in fields}) == len(fields)
     assert all(x.untyped_storage().nbytes() == x.nbytes for x in fields)

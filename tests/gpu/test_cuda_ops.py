@@ -6,7 +6,8 @@ import pytest
 import torch
 from test_cuda import count_syncs
 
-from maskpack import EDGE, LayoutError, RowLayout, ops
+from maskpack import EDGE, RowLayout, ops
+from maskpack.errors import LayoutError
 from maskpack.layout.run_index import MOST_TOKENS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

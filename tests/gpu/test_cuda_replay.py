@@ -19,9 +19,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from maskpack import compress, decompress, nest_batch_by_mask, plan_micro_batches
+from maskpack import compress, decompress, nest_batch_by_mask
 from maskpack.ops import attention
 from maskpack.ops.attention import backend_for, packed_attention
+from maskpack.planning import plan_micro_batches
 from maskpack.replay.inputs import PackedInputs, response_log_probs, response_values
 
 transformers = pytest.importorskip("transformers")

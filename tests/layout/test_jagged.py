@@ -172,7 +172,7 @@ print(jagged._fast_way())
 def assert_round_trips(batch: TensorDict) -> None:
     nested = mp.nest_batch_by_mask(batch, pad_token_id=PAD)
     packed = mp.compress(batch, pad_token_id=PAD)
-    decoded = mp.decompress(packed, layout="nested")
+    decoded = mp.decompress(packed, format="nested")
     assert freeze(decoded.exclude(mp.LAYOUTS)) == freeze(nested.exclude(mp.LAYOUTS))
     for form in (nested, decoded, pickle.loads(pickle.dumps(nested))):
         assert_same(mp.unnest(form), batch)
@@ -188,7 +188,7 @@ def assert_round_trips(batch: TensorDict) -> None:
     one, other = nested["advantages"], nested["token_level_scores"]
     assert one.offsets() is other.offsets()
     assert torch.equal((one - other).values(), one.values() - other.values())
-    plan = mp.plan_micro_batches(batch["attention_mask"].sum(1), token_budget=12)
+    plan = mp.planning.plan_micro_batches(batch["attention_mask"].sum(1), token_budget=12)
     assert_same(mp.unnest(plan.restore(list(plan.apply(nested)))), batch)
 
 

@@ -16,7 +16,8 @@ from oracle import assert_same_tensor
 from strategies import generators, patterns
 from torch import Tensor
 
-from maskpack import EDGE, LayoutError, RowLayout, ops
+from maskpack import EDGE, RowLayout, ops
+from maskpack.errors import LayoutError
 from maskpack.layout import scan
 from maskpack.layout.run_index import BLOCK, RunIndex, index_of, table_of
 

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from oracle import assert_same_tensor
 from strategies import MaskCase, masks, patterns
 
-from maskpack import LayoutError, RowLayout
+from maskpack import RowLayout
 from maskpack.core.index import bits_of, table_of_bits
+from maskpack.errors import LayoutError
 from maskpack.layout import run_index as runs
 from maskpack.layout import scan
 
@@ -165,7 +166,7 @@ def test_select(mask: oracle.Mask, data: st.DataObject) -> None:
     if rows:
         cases.append((kept, by_mask))
     for form, want in cases:
-        assert_is(layout.select(form), oracle.select(mask, want), width)
+        assert_is(layout.take(form), oracle.take(mask, want), width)
     assert_is(layout, mask, width)
 
 
@@ -248,11 +249,11 @@ def test_anchors_stay_in_place(mask: oracle.Mask, data: st.DataObject) -> None:
     same = [
         layout,
         layout_of(mask, width, anchor),
-        layout.select(picked),
-        layout.select(slice(0, 0)),
+        layout.take(picked),
+        layout.take(slice(0, 0)),
         layout.to("cpu"),
         RowLayout.cat([layout]),
-        RowLayout.cat([layout, layout.select([])]),
+        RowLayout.cat([layout, layout.take([])]),
         *[pickle.loads(pickle.dumps(layout, protocol=protocol)) for protocol in range(2, 6)],
     ]
     assert [one.anchor for one in same] == [anchor] * len(same)
@@ -425,7 +426,7 @@ def test_a_layout_keeps_nothing_of_what_it_was_made_from() -> None:
         held[...] = 0
     rebuilt = [pickle.loads(pickle.dumps(layout)) for layout in made]
     for layout, again, want in zip(made, rebuilt, before, strict=True):
-        assert layout.select([0, 1]).to_mask().tolist() == want
+        assert layout.take([0, 1]).to_mask().tolist() == want
         assert again.to_mask().tolist() == want
         assert layout.lengths.tolist() == [2, 1]
 
@@ -573,26 +574,25 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         "the rows.",
     ),
     "row out of range": (
-        lambda: RowLayout.from_lengths([1, 1]).select([0, 2]),
-        "RowLayout.select: rows run from 0 to 2; the batch has 2 rows. Choose rows from 0 to 1.",
+        lambda: RowLayout.from_lengths([1, 1]).take([0, 2]),
+        "RowLayout.take: rows run from 0 to 2; the batch has 2 rows. Choose rows from 0 to 1.",
     ),
     "row out of range, from the end": (
-        lambda: RowLayout.from_lengths([1, 1]).select([-3]),
-        "RowLayout.select: rows run from -3 to -3; the batch has 2 rows. Choose rows from 0 to 1.",
+        lambda: RowLayout.from_lengths([1, 1]).take([-3]),
+        "RowLayout.take: rows run from -3 to -3; the batch has 2 rows. Choose rows from 0 to 1.",
     ),
     "row mask of another length": (
-        lambda: RowLayout.from_lengths([1, 1]).select([True]),
-        "RowLayout.select: row mask is (1,); expected (2,). Give one true or false for each row.",
+        lambda: RowLayout.from_lengths([1, 1]).take([True]),
+        "RowLayout.take: row mask is (1,); expected (2,). Give one true or false for each row.",
     ),
     "fractions as rows": (
-        lambda: RowLayout.from_lengths([1, 1]).select([0.0]),  # type: ignore[list-item]
-        "RowLayout.select: rows are float64 (1,); expected whole numbers (n,). "
+        lambda: RowLayout.from_lengths([1, 1]).take([0.0]),  # type: ignore[list-item]
+        "RowLayout.take: rows are float64 (1,); expected whole numbers (n,). "
         "Pass a slice, a list of row numbers, or a bool mask.",
     ),
     "one row by its number": (
-        lambda: RowLayout.from_lengths([1, 1]).select(1),  # type: ignore[arg-type]
-        "RowLayout.select: rows are 1; expected whole numbers (n,). "
-        "Pass a slice, a list of row numbers, or a bool mask.",
+        lambda: RowLayout.from_lengths([1, 1]).take(1),  # type: ignore[arg-type]
+        "RowLayout.take: rows are 1; expected whole numbers (n,). Pass a slice, a list of row numbers, or a bool mask.",
     ),
     "cat of nothing": (
         lambda: RowLayout.cat([]),

@@ -96,10 +96,10 @@ def test_a_tensor_inside_an_object_is_found(value, place):
     batch = with_object(value)
     assert paths(batch) == [("extra", *place)]
     for call in (
-        lambda: mp.nest_batch_by_mask(batch, strict=True),
+        lambda: mp.nest_batch_by_mask(batch, strict_mask_nesting=True),
         lambda: mp.compress(batch, strict_mask_nesting=True),
     ):
-        with pytest.raises(mp.CoverageError) as caught:
+        with pytest.raises(mp.errors.CoverageError) as caught:
             call()
         assert f'"{"/".join(["extra", *place])}"' in str(caught.value)
         assert "12 bytes" in str(caught.value)
@@ -205,10 +205,10 @@ def test_the_message_lists_every_field():
     batch.set("extra", per_row([{"t": torch.ones(2)}] + [None] * 6))
     before = freeze(batch)
     for name, call in (
-        ("nest_batch_by_mask", lambda: mp.nest_batch_by_mask(batch, pad_token_id=PAD, strict=True)),
+        ("nest_batch_by_mask", lambda: mp.nest_batch_by_mask(batch, pad_token_id=PAD, strict_mask_nesting=True)),
         ("compress", lambda: mp.compress(batch, pad_token_id=PAD, strict_mask_nesting=True)),
     ):
-        with pytest.raises(mp.CoverageError) as caught:
+        with pytest.raises(mp.errors.CoverageError) as caught:
             call()
         lines = str(caught.value).splitlines()
         assert lines[0].startswith(f"{name}: 3 field(s) would travel dense")
@@ -231,7 +231,7 @@ def test_the_objects_of_all_rows_are_one_line():
         f'  "images/[0]/pixels" (3, 1) float32, {nbytes:,} bytes: with 511 more, tensors inside Python objects',
         '  "audio/[0]" (2,) float32, 8 bytes: a tensor inside the Python object "audio"',
     ]
-    with pytest.raises(mp.CoverageError) as caught:
+    with pytest.raises(mp.errors.CoverageError) as caught:
         mp.compress(batch, strict_mask_nesting=True)
     first, *listed, last = str(caught.value).splitlines()
     assert first.startswith("compress: 3 field(s) would travel dense")
@@ -247,7 +247,9 @@ def test_what_the_error_says_to_do_covers_a_batch():
     batch["secret"] = torch.ones(7, 300)
     batch.set("extra", per_row([{"t": torch.ones(2)}] + [None] * 6))
     options = {"pad_token_id": PAD, "strict_mask_nesting": True}
-    with pytest.raises(mp.CoverageError, match=r"name it, or the Python object that the tensor is in, in ignore_dense"):
+    with pytest.raises(
+        mp.errors.CoverageError, match=r"name it, or the Python object that the tensor is in, in ignore_dense"
+    ):
         mp.compress(batch, **options)
     assert_same(mp.decompress(mp.compress(batch, **options, ignore_dense_fields=["secret", "extra"])), batch)
     registry = mp.RL_FIELDS | {"secret": mp.DENSE, "extra": mp.DENSE}
@@ -257,9 +259,9 @@ def test_what_the_error_says_to_do_covers_a_batch():
 def test_without_strict_a_warning_lists_the_dense_fields_and_nothing_is_lost():
     batch = rollout()
     batch["secret"] = torch.ones(7, 300)
-    with pytest.warns(mp.MaskpackWarning, match=r'"secret" \(7, 300\) float32, 8,400 bytes'):
+    with pytest.warns(mp.errors.MaskpackWarning, match=r'"secret" \(7, 300\) float32, 8,400 bytes'):
         nested = mp.nest_batch_by_mask(batch, pad_token_id=PAD)
-    with pytest.warns(mp.MaskpackWarning, match="secret"):
+    with pytest.warns(mp.errors.MaskpackWarning, match="secret"):
         packed = mp.compress(batch, pad_token_id=PAD)
     assert_same(mp.unnest(nested), batch)
     assert_same(mp.decompress(packed), batch)
@@ -284,7 +286,7 @@ def test_one_entry_a_row_is_no_failure():
     batch = TensorDict({"a": torch.ones(3), "b": torch.ones(3, dtype=torch.int64)}, batch_size=[3])
     batch["sub", "c"] = torch.ones(3)
     assert paths(batch, {}) == []
-    mp.nest_batch_by_mask(batch, {}, strict=True)
+    mp.nest_batch_by_mask(batch, {}, strict_mask_nesting=True)
     mp.compress(batch, registry={}, strict_mask_nesting=True)
     batch["d"] = torch.ones(3, 1)
     assert paths(batch, {}) == [("d",)]
@@ -301,10 +303,10 @@ def test_a_sparse_tensor_is_dense_to_us():
     batch = TensorDict({"graph": torch.eye(3).to_sparse()}, batch_size=[3])
     (found,) = mp.dense_fields(batch, {})
     assert "sparse" in found.reason
-    with pytest.warns(mp.MaskpackWarning, match="graph"):
+    with pytest.warns(mp.errors.MaskpackWarning, match="graph"):
         nested = mp.nest_batch_by_mask(batch, {})
     assert nested["graph"] is batch["graph"]
-    with pytest.raises(mp.LayoutError, match='"graph"'):
+    with pytest.raises(mp.errors.LayoutError, match='"graph"'):
         mp.compress(batch, registry={})
 
 
@@ -313,7 +315,7 @@ def test_dense_fields_does_not_warn_and_changes_nothing():
     batch["secret"] = torch.ones(7, 3)
     before = freeze(batch)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", mp.MaskpackWarning)
+        warnings.simplefilter("error", mp.errors.MaskpackWarning)
         assert len(mp.dense_fields(batch, mp.RL_FIELDS, pad_token_id=PAD)) == 1
     assert freeze(batch) == before
 
@@ -337,7 +339,7 @@ def test_a_field_declared_in_the_registry():
     batch = TensorDict({"position_table": torch.ones(2, 9)}, batch_size=[2]).set("cache", entry({"k": torch.ones(3)}))
     assert len(paths(batch, {})) == 2
     assert paths(batch, {"position_table": mp.DENSE, "cache": mp.MaskNestingSpec(None)}) == []
-    mp.nest_batch_by_mask(batch, {"position_table": mp.DENSE, "cache": mp.DENSE}, strict=True)
+    mp.nest_batch_by_mask(batch, {"position_table": mp.DENSE, "cache": mp.DENSE}, strict_mask_nesting=True)
 
 
 IGNORED = [
@@ -358,10 +360,10 @@ def test_ignore_dense_fields_by_path_and_by_last_name(ignore, left):
     batch.set("o", entry({"t": torch.ones(2)}))
     assert set(paths(batch, {}, ignore_dense_fields=ignore)) == left
     if left:
-        with pytest.raises(mp.CoverageError, match=rf"{len(left)} field\(s\)"):
-            mp.nest_batch_by_mask(batch, {}, strict=True, ignore_dense_fields=ignore)
+        with pytest.raises(mp.errors.CoverageError, match=rf"{len(left)} field\(s\)"):
+            mp.nest_batch_by_mask(batch, {}, strict_mask_nesting=True, ignore_dense_fields=ignore)
     else:
-        nested = mp.nest_batch_by_mask(batch, {}, strict=True, ignore_dense_fields=ignore)
+        nested = mp.nest_batch_by_mask(batch, {}, strict_mask_nesting=True, ignore_dense_fields=ignore)
         assert_same(mp.unnest(nested), batch)
         packed = mp.compress(batch, registry={}, strict_mask_nesting=True, ignore_dense_fields=ignore)
         assert_same(mp.decompress(packed), batch)
@@ -369,7 +371,7 @@ def test_ignore_dense_fields_by_path_and_by_last_name(ignore, left):
 
 def test_an_ignored_field_that_the_registry_knows_stays_dense():
     batch = rollout()
-    nested = mp.nest_batch_by_mask(batch, pad_token_id=PAD, strict=True, ignore_dense_fields=["returns"])
+    nested = mp.nest_batch_by_mask(batch, pad_token_id=PAD, strict_mask_nesting=True, ignore_dense_fields=["returns"])
     assert not nested["returns"].is_nested
     assert nested["advantages"].is_nested
     assert_same(mp.unnest(nested), batch)

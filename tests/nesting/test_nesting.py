@@ -28,16 +28,11 @@ from maskpack import (
     PER_ROW,
     RL_FIELDS,
     SIGNED_ZERO,
-    CoverageError,
-    LayoutError,
-    LossyPadError,
     MaskAxis,
     MaskNestingRegistry,
     MaskNestingSpec,
     MaskpackError,
-    MaskpackWarning,
     PackedBatch,
-    RegistryError,
     RowLayout,
     VerifyFirst,
     compress,
@@ -49,9 +44,10 @@ from maskpack import (
     unnest_batch_by_mask,
 )
 from maskpack.core import threads as tasks
+from maskpack.errors import CoverageError, LayoutError, LossyPadError, MaskpackWarning, RegistryError
 from maskpack.layout.span_table import lines_of, table_of_lines
 
-quiet = pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 PROMPT, RESPONSE = 3, 5
 
 
@@ -151,7 +147,12 @@ def test_input_untouched(case: Case) -> None:
 @given(batches())
 def test_input_untouched_by_an_error(case: Case) -> None:
     tree = oracle.snapshot(case.batch)
-    for options in ({"strict": True}, {"on_loss": "error"}, {"pad_token_id": None}, {"verify": "sometimes"}):
+    for options in (
+        {"strict_mask_nesting": True},
+        {"on_loss": "error"},
+        {"pad_token_id": None},
+        {"verify": "sometimes"},
+    ):
         with contextlib.suppress(MaskpackError):
             nest_batch_by_mask(case.batch, **{**case.options, **options})
         assert oracle.snapshot(case.batch) == tree
@@ -302,7 +303,9 @@ def test_every_dtype(dtype: torch.dtype, wide: bool) -> None:
         values = strategies.values(rng, (oracle.offsets(mask)[-1], 2), dtype)
         x = oracle.unpack(values, mask, width, pad)
         batch = TensorDict({"m": oracle.mask_tensor(mask, width), "x": x}, batch_size=[3])
-        nested = nest_batch_by_mask(batch, {"x": MaskNestingSpec("m", pad)}, ignore_dense_fields=["m"], strict=True)
+        nested = nest_batch_by_mask(
+            batch, {"x": MaskNestingSpec("m", pad)}, ignore_dense_fields=["m"], strict_mask_nesting=True
+        )
         assert_same_tensor(nested["x"].values(), values)
         assert_same_batch(unnest(nested), batch)
 
@@ -469,7 +472,7 @@ def test_row_operations_on_masks_of_many_runs(name: str) -> None:
         "chunk": (nested.chunk(3)[1], batch.chunk(3)[1]),
         "cat": (torch.cat([nested[2:], nested[:2]]), torch.cat([batch[2:], batch[:2]])),
         "again": (nest_batch_by_mask(nested[order]), batch[order]),
-        "decoded": (decompress(compress(nested[order]), layout="nested"), batch[order]),
+        "decoded": (decompress(compress(nested[order]), format="nested"), batch[order]),
         "consolidate": (nested.consolidate(), batch),
         "pickle": (pickle.loads(pickle.dumps(nested[3:7])), batch[3:7]),
     }
@@ -547,7 +550,7 @@ def test_empty_rows_everywhere() -> None:
             },
             batch_size=[mask.shape[0]],
         )
-        nested = nest_batch_by_mask(batch, pad_token_id=0, strict=True)
+        nested = nest_batch_by_mask(batch, pad_token_id=0, strict_mask_nesting=True)
         assert nested["old_log_probs"].is_nested
         assert cached_bounds(nested["old_log_probs"]) == (0, 0)
         assert_same_batch(unnest(nested), batch)
@@ -621,9 +624,9 @@ NOT_RESTORABLE = {
 
 
 def result_of(nested: TensorDict, **fields: torch.Tensor) -> TensorDict:
-    """Padded fields as `WorkerGroup.call(..., layout="nested")` gives them."""
+    """Padded fields as `WorkerGroup.call(..., format="nested")` gives them."""
     batch = TensorDict(fields, batch_size=[len(nested)])
-    return decompress(compress(batch, like=nested, strict_mask_nesting=True), layout="nested")
+    return decompress(compress(batch, like=nested, strict_mask_nesting=True), format="nested")
 
 
 @pytest.mark.parametrize("pad", [0.0, -0.0])
@@ -795,7 +798,11 @@ def test_on_loss_error_names_the_place() -> None:
     batch = stray_batch()
     tree = oracle.snapshot(batch)
     row, place = torch.nonzero(batch["advantages"] == 7.5)[0].tolist()
-    for options in ({"on_loss": "error"}, {"strict": True}, {"strict": True, "on_loss": "error"}):
+    for options in (
+        {"on_loss": "error"},
+        {"strict_mask_nesting": True},
+        {"strict_mask_nesting": True, "on_loss": "error"},
+    ):
         with pytest.raises(LossyPadError) as caught:
             nest_batch_by_mask(batch, pad_token_id=0, **options)
         message = str(caught.value)
@@ -814,15 +821,15 @@ def test_what_the_warning_says_to_do_is_done_in_strict_mode_too() -> None:
     assert "strict" not in text
     for strict in (False, True):
         with pytest.raises(LossyPadError, match="advantages"):
-            nest_batch_by_mask(batch, pad_token_id=0, strict=strict, on_loss="error")
+            nest_batch_by_mask(batch, pad_token_id=0, strict_mask_nesting=strict, on_loss="error")
 
 
-@pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 def test_a_lossy_field_travels_whole_as_the_error_says() -> None:
     batch = stray_batch()
     with pytest.raises(LossyPadError, match='named in ignore_dense_fields, or with on_loss="keep" and without strict'):
         nest_batch_by_mask(batch, pad_token_id=0, on_loss="error")
-    for options in ({"strict": True, "ignore_dense_fields": ["advantages"]}, {"on_loss": "keep"}):
+    for options in ({"strict_mask_nesting": True, "ignore_dense_fields": ["advantages"]}, {"on_loss": "keep"}):
         assert_same_batch(unnest(nest_batch_by_mask(batch, pad_token_id=0, **options)), batch)
 
 
@@ -905,12 +912,14 @@ def test_a_zero_of_the_other_sign_is_told_from_the_pad(pad: float, stray: float)
     batch = TensorDict({"mask": torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]]), "x": value}, batch_size=[2])
     registry = {"x": MaskNestingSpec("mask", pad), "mask": MaskNestingSpec("mask")}
     with pytest.raises(LossyPadError, match=r"0\.0 and -0\.0 differ in their bits: the pads \[0, SIGNED_ZERO\] take"):
-        nest_batch_by_mask(batch, registry, strict=True)
+        nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
     registry["x"] = MaskNestingSpec("mask", [0, SIGNED_ZERO])
-    assert_same_batch(unnest(nest_batch_by_mask(batch, registry, strict=True)), batch)
+    assert_same_batch(unnest(nest_batch_by_mask(batch, registry, strict_mask_nesting=True)), batch)
     value[1, 1:] = 7.0
     with pytest.raises(LossyPadError) as caught:
-        nest_batch_by_mask(batch, {"x": MaskNestingSpec("mask", pad), "mask": registry["mask"]}, strict=True)
+        nest_batch_by_mask(
+            batch, {"x": MaskNestingSpec("mask", pad), "mask": registry["mask"]}, strict_mask_nesting=True
+        )
     assert "SIGNED_ZERO" not in str(caught.value)
 
 
@@ -1117,7 +1126,7 @@ def test_pads_are_tried_in_order() -> None:
     spec = {"x": MaskNestingSpec("m", [0, -1, float("nan")])}
     for pad in (0.0, -1.0, float("nan")):
         batch = TensorDict({"m": mask, "x": torch.where(mask != 0, 3.0, pad)}, batch_size=[2])
-        nested = nest_batch_by_mask(batch, spec, ignore_dense_fields=["m"], strict=True)
+        nested = nest_batch_by_mask(batch, spec, ignore_dense_fields=["m"], strict_mask_nesting=True)
         assert_same_batch(unnest(nested), batch)
     unsigned = TensorDict({"m": mask, "x": (mask * 9).to(torch.uint8)}, batch_size=[2])
     assert_same_batch(unnest(nest_batch_by_mask(unsigned, spec, ignore_dense_fields=["m"])), unsigned)
@@ -1132,17 +1141,19 @@ def test_strict_reports_every_dense_field(case: Case) -> None:
     dense = case.loose - case.lossy
     if case.lossy:
         with pytest.raises(LossyPadError):
-            nest_batch_by_mask(case.batch, **case.options, strict=True)
+            nest_batch_by_mask(case.batch, **case.options, strict_mask_nesting=True)
     elif dense:
         with pytest.raises(CoverageError) as caught:
-            nest_batch_by_mask(case.batch, **case.options, strict=True)
+            nest_batch_by_mask(case.batch, **case.options, strict_mask_nesting=True)
         message = str(caught.value)
         assert message.startswith(f"nest_batch_by_mask: {len(dense)} field(s) would travel dense")
         for path in dense:
             assert f'"{"/".join(path)}"' in message
     else:
-        nest_batch_by_mask(case.batch, **case.options, strict=True)
-    nest_batch_by_mask(case.batch, **case.options, strict=True, on_loss="drop", ignore_dense_fields=sorted(case.loose))
+        nest_batch_by_mask(case.batch, **case.options, strict_mask_nesting=True)
+    nest_batch_by_mask(
+        case.batch, **case.options, strict_mask_nesting=True, on_loss="drop", ignore_dense_fields=sorted(case.loose)
+    )
 
 
 def test_strict_looks_inside_sub_batches_and_objects() -> None:
@@ -1150,19 +1161,19 @@ def test_strict_looks_inside_sub_batches_and_objects() -> None:
     batch["meta"] = TensorDict({"deep": torch.zeros(4, 9)}, batch_size=[4])
     batch.set("info", NonTensorData({"a": [{"tokens": torch.zeros(5)}]}, batch_size=[4]))
     with pytest.raises(CoverageError) as caught:
-        nest_batch_by_mask(batch, pad_token_id=0, strict=True)
+        nest_batch_by_mask(batch, pad_token_id=0, strict_mask_nesting=True)
     message = str(caught.value)
     assert '"meta/deep" (4, 9) float32, 144 bytes: the registry does not know it' in message
     assert "info/a/[0]/tokens" in message
     assert "ignore_dense_fields" in message
-    nest_batch_by_mask(batch, pad_token_id=0, strict=True, ignore_dense_fields=[("meta", "deep"), "info"])
-    nest_batch_by_mask(batch, pad_token_id=0, strict=True, ignore_dense_fields=["deep", "info"])
+    nest_batch_by_mask(batch, pad_token_id=0, strict_mask_nesting=True, ignore_dense_fields=[("meta", "deep"), "info"])
+    nest_batch_by_mask(batch, pad_token_id=0, strict_mask_nesting=True, ignore_dense_fields=["deep", "info"])
 
 
 def test_missing_mask_is_reported() -> None:
     batch = TensorDict({"input_ids": torch.zeros(2, 3, dtype=torch.int64)}, batch_size=[2])
     with pytest.raises(CoverageError, match='nothing in the batch gives its mask "sequence"'):
-        nest_batch_by_mask(batch, pad_token_id=0, strict=True)
+        nest_batch_by_mask(batch, pad_token_id=0, strict_mask_nesting=True)
     with pytest.warns(MaskpackWarning, match='nothing in the batch gives its mask "sequence"'):
         assert_same_batch(unnest(nest_batch_by_mask(batch, pad_token_id=0)), batch)
 
@@ -1189,7 +1200,7 @@ def test_float_response_mask_without_attention(weights: list[float]) -> None:
         },
         batch_size=[3],
     )
-    nested = nest_batch_by_mask(batch, strict=True)
+    nested = nest_batch_by_mask(batch, strict_mask_nesting=True)
     assert nested["advantages"].offsets().tolist() == [0, 4, 4, 6]
     assert_same_batch(unnest(nested), batch)
 
@@ -1198,7 +1209,7 @@ def test_loss_mask_of_the_whole_sequence() -> None:
     """The registry lets loss_mask lie on the sequence; its width then says nothing about the responses."""
     batch = exact_zero(rollout()).select("input_ids", "attention_mask", "prompts", "position_ids")
     batch["loss_mask"] = batch["attention_mask"].clone()
-    nested = nest_batch_by_mask(batch, pad_token_id=0, strict=True)
+    nested = nest_batch_by_mask(batch, pad_token_id=0, strict_mask_nesting=True)
     assert_same_batch(unnest(nested), batch)
 
 
@@ -1213,7 +1224,7 @@ def test_lengths_and_cu_seqlens_axes() -> None:
     batch = TensorDict(
         {"ids": torch.tensor([[5, 6, 9], [9, 9, 9]]), "input_lengths": torch.tensor([2, 0])}, batch_size=[2]
     )
-    nested = nest_batch_by_mask(batch, registry, pad_token_id=9, strict=True)
+    nested = nest_batch_by_mask(batch, registry, pad_token_id=9, strict_mask_nesting=True)
     assert nested["ids"].values().tolist() == [5, 6]
     assert_same_batch(unnest(nested), batch)
     flat = TensorDict({"flat": torch.arange(5.0), "cu": torch.tensor([0, 2, 2, 5])}, batch_size=[])
@@ -1226,7 +1237,7 @@ def test_edge_positions_left_zero_right_last() -> None:
     mask = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
     batch = TensorDict({"m": mask, "p": torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0], [0, 1, 2, 3]])}, batch_size=[3])
     registry = {"p": MaskNestingSpec("m", EDGE), "m": MaskNestingSpec("m")}
-    nested = nest_batch_by_mask(batch, registry, strict=True)
+    nested = nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
     assert nested["p"].values().tolist() == [0, 1, 0, 1, 2, 3]
     assert_same_batch(unnest(nested), batch)
 
@@ -1241,7 +1252,7 @@ def test_edge_strays_are_found_wherever_they_are(mask: oracle.Mask, seed: int) -
     clean = oracle.unpack(values, mask, width, oracle.EDGE)
     registry = {"p": MaskNestingSpec("m", EDGE), "m": MaskNestingSpec("m")}
     batch = TensorDict({"m": oracle.mask_tensor(mask, width), "p": clean}, batch_size=[len(mask)])
-    assert nest_batch_by_mask(batch, registry, strict=True)["p"].is_nested
+    assert nest_batch_by_mask(batch, registry, strict_mask_nesting=True)["p"].is_nested
     for row, line in enumerate(mask):
         for place, real in enumerate(line):
             if real:
@@ -1249,7 +1260,7 @@ def test_edge_strays_are_found_wherever_they_are(mask: oracle.Mask, seed: int) -
             dirty = batch.clone()
             dirty["p"][row, place] ^= 1
             with pytest.raises(LossyPadError, match=rf'"p" holds {int(dirty["p"][row, place])} at \({row}, {place}\)'):
-                nest_batch_by_mask(dirty, registry, strict=True)
+                nest_batch_by_mask(dirty, registry, strict_mask_nesting=True)
 
 
 # -------------------------------------------------------------------- the errors
@@ -1322,7 +1333,7 @@ def signed_zeros() -> TensorDict:
     return batch
 
 
-@pytest.mark.filterwarnings("error::maskpack.MaskpackWarning")
+@pytest.mark.filterwarnings("error::maskpack.errors.MaskpackWarning")
 def test_signed_zeros_under_the_mask_nest() -> None:
     batch = signed_zeros()
     nested = nest_batch_by_mask(batch, pad_token_id=0)
@@ -1347,7 +1358,7 @@ def test_one_pad_a_row_in_every_dtype(dtype: torch.dtype) -> None:
         values = strategies.values(rng, (oracle.offsets(mask)[-1], *trailing), dtype)
         x = oracle.unpack(values, mask, 4, strategies.values(rng, (4,), dtype))
         batch = TensorDict({"m": oracle.mask_tensor(mask, 4), "x": x}, batch_size=[4])
-        nested = nest_batch_by_mask(batch, registry, strict=True)
+        nested = nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
         assert_same_tensor(nested["x"].values(), values)
         assert_same_batch(unnest(nested), batch)
 
@@ -1359,7 +1370,7 @@ def test_pads_of_one_a_row_are_tried_in_order(pads: list[Any]) -> None:
     for filler in ([0.0, -0.0, 0.0], [2.0, -0.0, float("nan")], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0]):
         x = torch.where(mask != 0, 5.0, torch.tensor(filler)[:, None])
         batch = TensorDict({"m": mask, "x": x}, batch_size=[3])
-        nested = nest_batch_by_mask(batch, registry, strict=True)
+        nested = nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
         assert nested["x"].is_nested
         assert_same_batch(unnest(nested), batch)
 
@@ -1369,7 +1380,7 @@ def test_signed_zero_of_every_kind_of_dtype(dtype: torch.dtype) -> None:
     mask = torch.tensor([[1, 0, 0], [1, 1, 0]])
     batch = TensorDict({"m": mask, "x": mask.to(dtype)}, batch_size=[2])
     registry = {"x": MaskNestingSpec("m", SIGNED_ZERO), "m": MaskNestingSpec("m")}
-    nested = nest_batch_by_mask(batch, registry, strict=True)
+    nested = nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
     assert_same_batch(unnest(nested), batch)
 
 
@@ -1381,9 +1392,9 @@ def test_minus_zero_has_a_remedy_that_works() -> None:
     with pytest.raises(
         LossyPadError, match=r'-0\.0 at \(1, 1\).*which mask "mask" masks out.*the pads \[0, SIGNED_ZERO\]'
     ):
-        nest_batch_by_mask(batch, registry, strict=True)
+        nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
     registry["x"] = MaskNestingSpec("mask", [0, SIGNED_ZERO])
-    assert_same_batch(unnest(nest_batch_by_mask(batch, registry, strict=True)), batch)
+    assert_same_batch(unnest(nest_batch_by_mask(batch, registry, strict_mask_nesting=True)), batch)
 
 
 def test_two_pads_in_a_row_are_a_loss() -> None:
@@ -1391,7 +1402,7 @@ def test_two_pads_in_a_row_are_a_loss() -> None:
     row = int((batch["attention_mask"][:, 6:].sum(1)).argmin())
     batch["advantages"][row, 5] *= -1
     with pytest.raises(LossyPadError, match='"advantages"'):
-        nest_batch_by_mask(batch, pad_token_id=0, strict=True)
+        nest_batch_by_mask(batch, pad_token_id=0, strict_mask_nesting=True)
     assert_same_batch(unnest(_quietly(batch, pad_token_id=0)), batch)
 
 
@@ -1416,11 +1427,11 @@ def test_threads_verify_the_same_pads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "_LARGE", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     batch = exact_zero(rollout())
-    assert_same_batch(unnest(nest_batch_by_mask(batch, pad_token_id=0, strict=True)), batch)
+    assert_same_batch(unnest(nest_batch_by_mask(batch, pad_token_id=0, strict_mask_nesting=True)), batch)
     under = (batch["attention_mask"] == 0).nonzero()[0].tolist()
     batch["input_ids"][under[0], under[1]] = 3
     with pytest.raises(LossyPadError, match='field "input_ids" holds 3'):
-        nest_batch_by_mask(batch, pad_token_id=0, strict=True)
+        nest_batch_by_mask(batch, pad_token_id=0, strict_mask_nesting=True)
 
 
 def test_a_field_that_was_lossy_is_not_trusted_to_be_so() -> None:
@@ -1444,7 +1455,7 @@ def test_the_message_tells_mixed_zeros_from_strays(pads: list[float], place: str
         {"response_mask": torch.tensor([[1, 0, 0]]), "advantages": torch.tensor([[2.0, *pads]])}, batch_size=[1]
     )
     with pytest.raises(LossyPadError) as caught:
-        nest_batch_by_mask(batch, strict=True)
+        nest_batch_by_mask(batch, strict_mask_nesting=True)
     assert f"holds {place} at (0, 2)" in str(caught.value)
     assert ("masked_fill" in str(caught.value)) == mixed
 
@@ -1462,14 +1473,14 @@ def test_pads_of_fields_in_any_memory_order(dtype: torch.dtype) -> None:
     for x in forms.values():
         for y in (x[:, 0], x[:, 0].t().contiguous().t()):
             batch = TensorDict({"m": mask, "x": x, "y": y}, batch_size=[2])
-            nested = nest_batch_by_mask(batch, registry, strict=True)
+            nested = nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
             assert nested["x"].is_nested
             assert_same_batch(unnest(nested), TensorDict({"m": mask, "x": x.clone(), "y": y.clone()}, batch_size=[2]))
             stray = batch.clone()
             stray["x"] = x.clone()
             stray["x"][1, 1, 2] = 5
             with pytest.raises(LossyPadError, match=r'"x" holds \(?5.* at \(1, 2, 1'):
-                nest_batch_by_mask(stray, registry, strict=True)
+                nest_batch_by_mask(stray, registry, strict_mask_nesting=True)
 
 
 def test_what_threads_learn_at_once_is_all_kept() -> None:

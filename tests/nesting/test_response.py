@@ -39,7 +39,7 @@ def nest(batch):
 FORMS = {
     "padded": lambda batch: batch,
     "nested": nest,
-    "unpacked": lambda batch: mp.decompress(mp.compress(batch, pad_token_id=PAD), layout="nested"),
+    "unpacked": lambda batch: mp.decompress(mp.compress(batch, pad_token_id=PAD), format="nested"),
     "pickled": lambda batch: pickle.loads(pickle.dumps(nest(batch))),
     "mixed": lambda batch: nest(batch).set("old_log_probs", batch["old_log_probs"]),
 }
@@ -180,7 +180,7 @@ def test_the_pad_of_an_added_field_comes_from_the_registry():
     for b, (_, r) in enumerate(ROWS):
         assert out[b, r:].tolist() == [-100] * (RESPONSE - r)
     tokens = mp.RL_FIELDS | {"labels": mp.MaskNestingSpec("response", mp.PAD_TOKEN_ID)}
-    with pytest.raises(mp.LayoutError, match=r'"labels" was added after nesting.*PAD_TOKEN_ID'):
+    with pytest.raises(mp.errors.LayoutError, match=r'"labels" was added after nesting.*PAD_TOKEN_ID'):
         mp.select_and_pad_to_response(nested, "labels", registry=tokens)
 
 
@@ -196,20 +196,20 @@ def test_select_errors():
         ("dense", r'"dense" is \(7, 3\); the response axis is \(7, 6\)'),
         ("missing", 'no field "missing"'),
     ):
-        with pytest.raises(mp.LayoutError, match=message):
+        with pytest.raises(mp.errors.LayoutError, match=message):
             mp.select_and_pad_to_response(nested, name)
     assert freeze(nested) == before
 
 
 def test_a_batch_without_a_response_axis():
     batch = rollout(objects=False).select("input_ids", "attention_mask", "old_log_probs")
-    with pytest.raises(mp.LayoutError, match="select_and_pad_to_response: the batch gives no response axis"):
+    with pytest.raises(mp.errors.LayoutError, match="select_and_pad_to_response: the batch gives no response axis"):
         mp.select_and_pad_to_response(batch, "input_ids")
-    with pytest.raises(mp.LayoutError, match="extract_response: the batch gives no response axis"):
+    with pytest.raises(mp.errors.LayoutError, match="extract_response: the batch gives no response axis"):
         mp.extract_response(batch, torch.zeros(B, S))
     responses = rollout(objects=False).select("responses", "response_mask")
     assert mp.select_and_pad_to_response(responses, "responses")["responses"].shape == (B, RESPONSE)
-    with pytest.raises(mp.LayoutError, match="extract_response: the batch gives no sequence axis"):
+    with pytest.raises(mp.errors.LayoutError, match="extract_response: the batch gives no sequence axis"):
         mp.extract_response(responses, torch.zeros(B, S))
 
 
@@ -349,7 +349,9 @@ def test_results_can_be_padded_to_the_response_width():
 def test_a_response_without_a_prompt_is_an_error(form):
     batch = form(rollout(objects=False))  # row 3 has four response tokens and no prompt; row 4 has neither
     before = freeze(batch)
-    with pytest.raises(mp.LayoutError, match=r"extract_response: rows \[3\] have a response but no prompt token"):
+    with pytest.raises(
+        mp.errors.LayoutError, match=r"extract_response: rows \[3\] have a response but no prompt token"
+    ):
         mp.extract_response(batch, torch.randn(B, S))
     assert freeze(batch) == before
     keep = [0, 1, 2, 4, 5, 6]
@@ -371,7 +373,7 @@ def test_a_response_without_a_prompt_is_an_error(form):
 )
 def test_values_of_another_shape_are_an_error(values):
     with pytest.raises(
-        mp.LayoutError, match=r"extract_response: values are .*expected jagged or packed with 36 tokens"
+        mp.errors.LayoutError, match=r"extract_response: values are .*expected jagged or packed with 36 tokens"
     ):
         mp.extract_response(nest(rollout(objects=False)), values)
 
@@ -379,7 +381,7 @@ def test_values_of_another_shape_are_an_error(values):
 def test_no_warning_on_the_way():
     batch = rollout(PROMPTED, PROMPT, RESPONSE, objects=False)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", mp.MaskpackWarning)
+        warnings.simplefilter("error", mp.errors.MaskpackWarning)
         mp.extract_response(batch, torch.randn(len(PROMPTED), S))
         mp.select_and_pad_to_response(batch)
 
@@ -390,5 +392,5 @@ def test_prompts_as_wide_as_responses_are_not_responses():
     batch["unknown"] = torch.zeros(2, 2)
     for form in (batch, mp.nest_batch_by_mask(batch, pad_token_id=0, ignore_dense_fields=["unknown"])):
         assert list(mp.select_and_pad_to_response(form).keys()) == ["responses"]
-        with pytest.raises(mp.LayoutError, match='"prompts"'):
+        with pytest.raises(mp.errors.LayoutError, match='"prompts"'):
             mp.select_and_pad_to_response(form, "prompts")

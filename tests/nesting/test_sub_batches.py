@@ -18,7 +18,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, Unbatch
 
 import maskpack as mp
 
-quiet = pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 ROWS = ([0, 1, 2, 3], [1, 2], [3, 1, 1], [2], [])
 
 
@@ -67,17 +67,17 @@ def ragged(rows: int = 4) -> TensorDict:
 
 
 PATHS: dict[str, Callable[[mp.PackedBatch, list[int]], TensorDict]] = {
-    "take": lambda packed, rows: mp.decompress(packed.select(rows)),
+    "take": lambda packed, rows: mp.decompress(packed.take(rows)),
     "pickled": lambda packed, rows: mp.decompress(pickle.loads(pickle.dumps(packed))[rows]),
     "bytes": lambda packed, rows: mp.decompress(
         mp.PackedBatch.from_bytes(packed[rows].to_bytes(allow_pickle=True), allow_pickle=True)
     ),
-    "view": lambda packed, rows: mp.BatchView.of(packed).select(rows).materialize(),
+    "view": lambda packed, rows: mp.views.BatchView.of(packed).take(rows).materialize(),
     "rows apart": lambda packed, rows: mp.decompress(mp.PackedBatch.cat([packed[[row]] for row in rows])),
-    "views apart": lambda packed, rows: mp.BatchView.cat(
-        [mp.BatchView.of(packed[[row]]) for row in rows]
+    "views apart": lambda packed, rows: mp.views.BatchView.cat(
+        [mp.views.BatchView.of(packed[[row]]) for row in rows]
     ).materialize(),
-    "nested": lambda packed, rows: mp.unnest(mp.decompress(packed[rows], layout="nested")),
+    "nested": lambda packed, rows: mp.unnest(mp.decompress(packed[rows], format="nested")),
     "split": lambda packed, rows: mp.decompress(packed[rows].split([len(rows), 0])[0]),
 }
 
@@ -97,7 +97,7 @@ def test_rows_follow(make: Callable[[], TensorDict], path: str, rows: list[int])
 @pytest.mark.parametrize("make", [batch_of, ragged])
 def test_rows_follow_plans_and_nested_batches(make: Callable[[], TensorDict]) -> None:
     batch = make()
-    plan = mp.plan_micro_batches([4, 1, 3, 2], 5)
+    plan = mp.planning.plan_micro_batches([4, 1, 3, 2], 5)
     for whole in (batch, mp.nest_batch_by_mask(batch), mp.compress(batch)):
         parts = list(plan.apply(whole))
         for part, rows in zip(parts, plan.micro_batches, strict=True):
@@ -136,9 +136,9 @@ def test_padded_fields_of_a_tensorclass_are_encoded() -> None:
 
 @quiet
 def test_tensors_in_a_tensorclass_are_no_secret_to_strict_mode() -> None:
-    with pytest.raises(mp.CoverageError, match="turn/tokens/ids"):
+    with pytest.raises(mp.errors.CoverageError, match="turn/tokens/ids"):
         mp.compress(batch_of(), strict_mask_nesting=True)
-    with pytest.raises(mp.CoverageError, match=r"classes/\[0\]/ids.* with 3 more"):
+    with pytest.raises(mp.errors.CoverageError, match=r"classes/\[0\]/ids.* with 3 more"):
         mp.compress(ragged(), strict_mask_nesting=True)
 
 
@@ -210,20 +210,20 @@ def test_a_file_names_a_class_that_the_reader_has_imported() -> None:
         "a:",
     ):
         odd = data.replace(f"{__name__}:Tokens".encode(), name.ljust(len(__name__) + 7).encode())
-        with pytest.raises(mp.WireFormatError):
+        with pytest.raises(mp.errors.WireFormatError):
             mp.PackedBatch.from_bytes(odd)
 
 
 def test_what_has_no_rows_is_refused_by_name() -> None:
     batch = TensorDict({"u": UnbatchedTensor(torch.arange(3)), "x": torch.zeros(3)}, [3])
     for call in (mp.compress, mp.nest_batch_by_mask):
-        with pytest.raises(mp.LayoutError, match='"u" is a UnbatchedTensor, whose rows are not known'):
+        with pytest.raises(mp.errors.LayoutError, match='"u" is a UnbatchedTensor, whose rows are not known'):
             call(batch)
     stack = lazy_stack([TensorDict({"a": torch.zeros(n)}) for n in (1, 2)])
     assert isinstance(stack, LazyStackedTensorDict)
-    with pytest.raises(mp.LayoutError, match="a lazy stack whose rows differ in their entries or shapes"):
+    with pytest.raises(mp.errors.LayoutError, match="a lazy stack whose rows differ in their entries or shapes"):
         mp.compress(stack)
-    with pytest.raises(mp.LayoutError, match="rows differ in their entries"):
+    with pytest.raises(mp.errors.LayoutError, match="rows differ in their entries"):
         mp.compress(
             lazy_stack([TensorDict({"a": torch.zeros(1), "b": torch.zeros(1)}), TensorDict({"a": torch.zeros(1)})])
         )
@@ -241,7 +241,7 @@ def test_rows_of_a_stack_with_entries_of_their_own_keep_them() -> None:
 def test_sub_batches_of_other_classes_do_not_join() -> None:
     one = TensorDict({"s": Tokens(ids=torch.zeros(2, 2), batch_size=[2])}, [2])
     other = TensorDict({"s": TensorDict({"ids": torch.zeros(2, 2)}, [2])}, [2])
-    with pytest.raises(mp.LayoutError, match=r'sub-batch "s" is \[.Tokens., .TensorDict.\]; expected one class'):
+    with pytest.raises(mp.errors.LayoutError, match=r'sub-batch "s" is \[.Tokens., .TensorDict.\]; expected one class'):
         mp.PackedBatch.cat([mp.compress(one), mp.compress(other)])
 
 
@@ -250,7 +250,7 @@ def test_rows_of_random_orders() -> None:
     rng = np.random.default_rng(0)
     for make in (batch_of, ragged):
         batch = make(6)
-        packed, view = mp.compress(batch), mp.BatchView.of(mp.compress(batch))
+        packed, view = mp.compress(batch), mp.views.BatchView.of(mp.compress(batch))
         for _ in range(20):
             rows = rng.integers(0, 6, rng.integers(1, 9)).tolist()
             want = oracle.take_rows(batch, rows)

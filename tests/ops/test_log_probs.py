@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import ops_log_probs
 from bench.measure import NotExact
-from maskpack import LayoutError, MaskpackError, ops
+from maskpack import MaskpackError, ops
+from maskpack.errors import LayoutError
 from maskpack.ops import log_probs as module
 from maskpack.ops.log_probs import packed_log_probs
 

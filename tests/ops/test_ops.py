@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from oracle import assert_same_tensor
 from strategies import generators, patterns
 
-from maskpack import EDGE, LayoutError, MaskpackError, RowLayout, ops
+from maskpack import EDGE, MaskpackError, RowLayout, ops
 from maskpack.core import backends
+from maskpack.errors import LayoutError
 
 TRAILING = ((), (1,), (3,), (2, 2), (0,))
 MANY_RUNS = [[place % 2 == 0 for place in range(9)], [False] * 9, [place % 3 == 1 for place in range(9)]]

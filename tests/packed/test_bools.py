@@ -62,7 +62,7 @@ CALLS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 @pytest.mark.parametrize("verify", ["always", "first", "never"])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("place", PLACES)
@@ -72,7 +72,7 @@ def test_other_bytes_are_refused(place, call, verify):
         pytest.skip("nobody looks there")
     batch = TensorDict(dict(fields), batch_size=[2])
     before = freeze(batch)
-    with pytest.raises(mp.LayoutError) as caught:
+    with pytest.raises(mp.errors.LayoutError) as caught:
         CALLS[call](batch, registry, verify=verify)
     assert str(caught.value).startswith(f'{call}: field "{name}"')
     assert "is torch.bool with bytes other than 0 and 1; expected bools." in str(caught.value)
@@ -81,13 +81,13 @@ def test_other_bytes_are_refused(place, call, verify):
 
 def test_all_fields_are_named():
     batch = TensorDict({"m": ODD, "x": ODD, "y": GOOD, "z": ODD}, batch_size=[2])
-    with pytest.raises(mp.LayoutError, match='field "m", "x", "z" is'):
+    with pytest.raises(mp.errors.LayoutError, match='field "m", "x", "z" is'):
         mp.compress(batch, registry=REGISTRY)
 
 
 def test_packed_rows_that_lie_one_behind_the_other():
     batch = TensorDict({"cu": torch.tensor([0, 2, 5]), "x": bools([1, 1, 2, 0, 1])}, batch_size=[])
-    with pytest.raises(mp.LayoutError, match=r'field "x" is torch\.bool'):
+    with pytest.raises(mp.errors.LayoutError, match=r'field "x" is torch\.bool'):
         mp.compress(batch, registry=FLAT)
 
 
@@ -109,7 +109,7 @@ def test_empty_bools():
     for shape in ((0, 4), (2, 0), (2, 4, 0)):
         batch = TensorDict({"x": torch.zeros(shape, dtype=torch.bool)}, batch_size=[shape[0]])
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", mp.MaskpackWarning)
+            warnings.simplefilter("ignore", mp.errors.MaskpackWarning)
             assert_same(mp.decompress(mp.compress(batch)), batch)
 
 
@@ -238,7 +238,7 @@ def test_a_file_of_bools(words):
     ],
 )
 def test_a_file_of_other_bytes(words):
-    with pytest.raises(mp.WireFormatError, match='field "x" of bools with other bytes; expected 0 and 1 alone'):
+    with pytest.raises(mp.errors.WireFormatError, match='field "x" of bools with other bytes; expected 0 and 1 alone'):
         mp.PackedBatch.from_bytes(lying(words))
 
 
@@ -250,7 +250,7 @@ def test_a_file_whose_bools_are_the_bytes_of_another_field():
         at = data.rindex(rb"\"dtype\":\"uint8\"")  # of y, which is the same as x
         data = data[:at] + as_bools(data[at:])
         if odd:
-            with pytest.raises(mp.WireFormatError, match='field "y" of bools'):
+            with pytest.raises(mp.errors.WireFormatError, match='field "y" of bools'):
                 mp.PackedBatch.from_bytes(data)
         else:
             assert mp.decompress(mp.PackedBatch.from_bytes(data))["y"].view(torch.uint8).tolist() == [words] * 2
@@ -261,7 +261,7 @@ def test_a_file_whose_row_pads_are_other_bytes():
         x = torch.tensor([[1, 1, 0, 0], [1, 1, 1, pad]], dtype=torch.uint8)
         data = as_bools(mp.compress(TensorDict({"m": MASK, "x": x}, batch_size=[2]), registry=PER_ROW).to_bytes())
         if odd:
-            with pytest.raises(mp.WireFormatError, match='field "x" of bools with other bytes'):
+            with pytest.raises(mp.errors.WireFormatError, match='field "x" of bools with other bytes'):
                 mp.PackedBatch.from_bytes(data)
         else:
             assert mp.decompress(mp.PackedBatch.from_bytes(data))["x"].view(torch.uint8).tolist() == x.tolist()
@@ -274,7 +274,7 @@ def test_a_file_whose_row_pads_are_other_bytes():
 def test_other_bytes_in_python_objects_go_as_pickles_alone(held):
     batch = TensorDict({"x": MASK, "o": NonTensorData(held, batch_size=[2])}, batch_size=[2])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", mp.MaskpackWarning)
+        warnings.simplefilter("ignore", mp.errors.MaskpackWarning)
         packed = mp.compress(batch)
     with pytest.raises(mp.MaskpackError, match='field "o" holds'):
         packed.to_bytes()

@@ -28,7 +28,7 @@ from maskpack.packed.choose import Candidate, encode, encode_alone
 from maskpack.packed.encodings import Bits, Narrow, Plain, Ramp, Runs, Sparse, Steps
 from maskpack.packed.references import Columns, Joined, Repeated, Same, kind_of, nbytes
 
-quiet = pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 ANY_HINT = (*HINTS, "delta:x", "join:prompts,responses", "join:x,x", "join:x,y", "join:y,m", "join:gone,x")
 
 # -------------------------------------------------------------------- the fields of real batches
@@ -426,7 +426,7 @@ def test_hints_change_no_bit(case: Case, data: st.DataObject) -> None:
     packed = compress(case.batch, registry=registry, pad_token_id=case.pad_token_id)
     followed(packed.fields)
     assert_same_batch(decompress(packed), case.batch)
-    assert_same_batch(unnest(decompress(packed, layout="nested")), case.batch)
+    assert_same_batch(unnest(decompress(packed, format="nested")), case.batch)
 
 
 ORDERLY = ("x", "y", "advantages", "token_level_scores", "routed")
@@ -512,7 +512,7 @@ def test_row_operations_on_parts_with_different_encodings(data: st.DataObject) -
     for packed, expected in ((whole, padded), (moved, want)):
         followed(packed.fields)
         assert_same_batch(decompress(packed), expected)
-        assert_same_batch(unnest(decompress(packed, layout="nested")), expected)
+        assert_same_batch(unnest(decompress(packed, format="nested")), expected)
         for path, encoding in packed.fields.items():
             if not isinstance(encoding, Same | Joined):
                 dtype = np.dtype(f"i{packed.forms[path].dtype.itemsize}")

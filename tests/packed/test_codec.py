@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from samples import assert_same
 from tensordict import TensorDict
 
-from maskpack import MaskNestingSpec, MaskpackError, PackedBatch, WireFormatError, compress, decompress
+from maskpack import MaskNestingSpec, MaskpackError, PackedBatch, compress, decompress
+from maskpack.errors import WireFormatError
 from maskpack.packed.file import codec
 
 zstandard = pytest.importorskip("zstandard")
-pytestmark = pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 DTYPES = ["u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8"]
 SIZES = [0, 1, 2, 63, 64, 65, 511, 512, 513, 5000]
 

@@ -25,28 +25,24 @@ from maskpack import (
     EDGE,
     LAYOUTS,
     RL_FIELDS,
-    BatchView,
-    CoverageError,
-    LayoutError,
-    LossyPadError,
     MaskAxis,
     MaskNestingRegistry,
     MaskNestingSpec,
     MaskpackError,
-    MaskpackWarning,
     PackedBatch,
-    RegistryError,
     VerifyFirst,
     compress,
     decompress,
     nest_batch_by_mask,
-    plan_micro_batches,
     unnest,
 )
 from maskpack.core import threads as tasks
+from maskpack.errors import CoverageError, LayoutError, LossyPadError, MaskpackWarning, RegistryError
 from maskpack.nesting import checks
+from maskpack.planning import plan_micro_batches
+from maskpack.views import BatchView
 
-quiet = pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 
 
 def rollout(rows: int = 6, prompt: int = 4, response: int = 8, seed: int = 0) -> TensorDict:
@@ -152,7 +148,7 @@ def test_round_trip_bit_for_bit(case: Case) -> None:
 @quiet
 @given(batches())
 def test_decompress_nested_is_nest_batch_by_mask(case: Case) -> None:
-    nested = decompress(compress(case.batch, **case.options), layout="nested")
+    nested = decompress(compress(case.batch, **case.options), format="nested")
     want = nest_batch_by_mask(case.batch, **case.options)
     assert_same_batch(nested.exclude(LAYOUTS), want.exclude(LAYOUTS))
     assert_same_batch(unnest(nested), case.batch)
@@ -185,7 +181,7 @@ def test_a_nested_batch_where_a_mask_was_kept_dense() -> None:
 @quiet
 @given(batches())
 def test_decompress_nested_shares_offsets_with_cached_bounds(case: Case) -> None:
-    nested = decompress(compress(case.batch, **case.options), layout="nested")
+    nested = decompress(compress(case.batch, **case.options), format="nested")
     shared: dict[Any, Tensor] = {}
     for path, field in case.nested.items():
         x: Any = nested
@@ -220,7 +216,7 @@ def test_named_fields(case: Case, data: st.DataObject) -> None:
     chosen = {name: case.batch.get(name) for name in names if name in wanted or not wanted}
     want = TensorDict(chosen, batch_size=case.batch.batch_size, device=case.batch.device)
     assert_same_batch(decompress(packed, *wanted), want)
-    assert_same_batch(unnest(decompress(packed, *wanted, layout="nested")), want)
+    assert_same_batch(unnest(decompress(packed, *wanted, format="nested")), want)
 
 
 @quiet
@@ -245,7 +241,7 @@ def test_other_batch_sizes(more: tuple[int, ...]) -> None:
     batch = TensorDict(dict(source.items()), batch_size=[4, *more] if more else [])
     packed = compress(batch, pad_token_id=0)
     assert_same_batch(decompress(packed), batch)
-    assert_same_batch(unnest(decompress(packed, layout="nested")), batch)
+    assert_same_batch(unnest(decompress(packed, format="nested")), batch)
     if more:
         assert_same_batch(decompress(packed[1:3]), batch[1:3])
     else:
@@ -288,7 +284,7 @@ def test_every_dtype_padded_and_dense(dtype: torch.dtype, pad: int) -> None:
         registry = {"x": MaskNestingSpec("m", pad, hints=("runs",)), "m": MaskNestingSpec("m")}
         packed, _ = travelled(compress(batch, registry=registry, ignore_dense_fields=["dense"]))
         assert_same_batch(decompress(packed), batch)
-        assert_same_batch(unnest(decompress(packed, layout="nested")), batch)
+        assert_same_batch(unnest(decompress(packed, format="nested")), batch)
         assert_same_batch(decompress(packed[[2, 0, 2]]), oracle.take_rows(batch, [2, 0, 2]))
 
 
@@ -355,7 +351,7 @@ def test_row_operations(case: Case, data: st.DataObject) -> None:
     want = oracle.take_rows(case.batch, rows_after(ops, case.rows, even_chunks=True))
     assert len(packed) == want.batch_size[0]
     assert_same_rows(decompress(packed), want)
-    assert_same_rows(unnest(decompress(packed, layout="nested")), want)
+    assert_same_rows(unnest(decompress(packed, format="nested")), want)
     assert_same_rows(decompress(travelled(packed)[0]), want)
 
 
@@ -366,7 +362,7 @@ def test_select_any_rows(case: Case, data: st.DataObject) -> None:
     packed = compress(case.batch, **case.options)
     want = oracle.take_rows(case.batch, rows)
     for form in (rows, np.array(rows, np.int64), torch.tensor(rows, dtype=torch.int32), tuple(rows)):
-        assert_same_batch(decompress(packed.select(form)), want)
+        assert_same_batch(decompress(packed.take(form)), want)
     assert_same_batch(decompress(packed[::-1]), oracle.take_rows(case.batch, range(case.rows)[::-1]))
 
 
@@ -402,7 +398,7 @@ def test_cat_of_parts(case: Case, data: st.DataObject) -> None:
     packed = PackedBatch.cat(parts)
     want = oracle.take_rows(case.batch, [row for rows in groups for row in rows])
     assert_same_rows(decompress(packed), want)
-    assert_same_rows(unnest(decompress(packed, layout="nested")), want)
+    assert_same_rows(unnest(decompress(packed, format="nested")), want)
 
 
 @quiet
@@ -438,7 +434,7 @@ def test_one_pad_a_row() -> None:
     batch["advantages"] = torch.tensor([1.5, -2.5, 0.5, -1.0, -1.0, 2.0])[:, None] * batch["response_mask"]
     packed, _ = travelled(compress(batch, pad_token_id=0, strict_mask_nesting=True))
     assert_same_batch(decompress(packed), batch)
-    assert_same_batch(unnest(decompress(packed, layout="nested")), batch)
+    assert_same_batch(unnest(decompress(packed, format="nested")), batch)
     assert_same_batch(decompress(packed[1:4]), oracle.take_rows(batch, [1, 2, 3]))
     assert_same_batch(decompress(packed[[5, 1, 1]]), oracle.take_rows(batch, [5, 1, 1]))
     clean = rollout(seed=3)
@@ -446,7 +442,7 @@ def test_one_pad_a_row() -> None:
         parts = [(batch, clean)[place] for place in order]
         joined = PackedBatch.cat([compress(part, pad_token_id=0, strict_mask_nesting=True) for part in parts])
         assert_same_rows(decompress(joined), torch.cat(parts))
-        assert_same_rows(unnest(decompress(joined, layout="nested")), torch.cat(parts))
+        assert_same_rows(unnest(decompress(joined, format="nested")), torch.cat(parts))
         assert_same_rows(decompress(joined[[11, 1, 7]]), oracle.take_rows(torch.cat(parts), [11, 1, 7]))
         assert len(decompress(joined[0:0])) == 0
     like = compress(TensorDict({"values": batch["advantages"]}, [6]), like=packed, strict_mask_nesting=True)
@@ -584,7 +580,7 @@ def test_cat_of_any_widths(parts: list[Part], data: st.DataObject) -> None:
     joined = PackedBatch.cat(packs)
     for there in (joined, travelled(joined)[0]):
         assert_same_rows(decompress(there), want)
-        assert_same_rows(unnest(decompress(there, layout="nested")), want)
+        assert_same_rows(unnest(decompress(there, format="nested")), want)
     assert_same_rows(decompress(compress(want, **options)), want)
     rows = data.draw(st.lists(st.integers(0, len(joined) - 1), max_size=4)) if len(joined) else []
     assert_same_rows(decompress(joined[rows]), oracle.take_rows(want, rows))
@@ -753,14 +749,14 @@ def test_cat_keeps_objects_apart(one: Any, two: Any) -> None:
 def test_empty_selections() -> None:
     batch = rollout()
     packed = compress(batch, pad_token_id=0)
-    for none in (packed[0:0], packed[[]], packed[torch.zeros(6, dtype=torch.bool)], packed.select([])):
+    for none in (packed[0:0], packed[[]], packed[torch.zeros(6, dtype=torch.bool)], packed.take([])):
         assert len(none) == 0
         got = decompress(none)
         assert got.batch_size == (0,)
         assert list(got.keys()) == list(batch.keys())
         assert got["input_ids"].shape == (0, 12)
         assert got["input_ids"].dtype == torch.int64
-        nested = decompress(none, layout="nested")
+        nested = decompress(none, format="nested")
         assert nested["input_ids"].is_nested
         assert_same_rows(unnest(nested), got)
     assert_same_batch(decompress(PackedBatch.cat([packed[0:0], packed, packed[[]]])), batch)
@@ -857,10 +853,10 @@ def test_what_decompress_returns_is_writable_and_its_own(case: Case, layout: Any
 def test_a_nested_batch_owns_its_offsets() -> None:
     batch = rollout()
     packed = compress(batch, pad_token_id=0)
-    out = decompress(packed, layout="nested")
+    out = decompress(packed, format="nested")
     out["input_ids"].offsets().zero_()
     assert_same_batch(decompress(packed), batch)
-    assert_same_batch(unnest(decompress(packed, layout="nested")), batch)
+    assert_same_batch(unnest(decompress(packed, format="nested")), batch)
 
 
 @quiet
@@ -879,7 +875,7 @@ def test_a_packed_batch_owns_its_bytes(case: Case) -> None:
 def test_read_only_buffers_give_no_warning() -> None:
     there, _ = travelled(compress(rollout(), pad_token_id=0))
     decompress(there)
-    decompress(there, layout="nested")
+    decompress(there, format="nested")
 
 
 def test_bytes_travel_out_of_band() -> None:
@@ -895,7 +891,7 @@ def test_a_slice_carries_its_own_bytes_only() -> None:
     packed = compress(rollout(64, 100, 400).exclude("uid"), pad_token_id=0)
     whole_in, whole = size(packed)
     tokens = packed.lengths("sequence")
-    for part in (packed[8:16], packed.chunk(8)[1], packed.split(8)[1], packed.select(list(range(8, 16)))):
+    for part in (packed[8:16], packed.chunk(8)[1], packed.split(8)[1], packed.take(list(range(8, 16)))):
         share = tokens[8:16].sum() / tokens.sum()
         part_in, part_out = size(part)
         assert part_in <= whole_in + 256
@@ -1024,7 +1020,7 @@ def test_every_field_of_an_axis_grows_alike(edge: bool, other: bool) -> None:
     grown.append(widened(parts[1]["position_ids"], 0, 3, 1, oracle.EDGE if other else 0))
     joined = PackedBatch.cat(packed)
     views = BatchView.cat([BatchView.of(part) for part in packed])
-    for out in (decompress(joined), views.materialize(), unnest(decompress(joined, layout="nested"))):
+    for out in (decompress(joined), views.materialize(), unnest(decompress(joined, format="nested"))):
         assert {name: out[name].shape[1] for name in ("input_ids", "attention_mask", "position_ids")} == {
             "input_ids": 11,
             "attention_mask": 11,

@@ -27,7 +27,7 @@ from maskpack import PER_ROW, MaskNestingSpec, PackedBatch, compress, decompress
 from maskpack.packed.pickling import Place, apart, gathered, together
 from maskpack.packed.references import arrays_of
 
-quiet = pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 CODECS = [None, "zstd"]
 Buffers = list[Any]
 
@@ -127,7 +127,7 @@ def test_rows_travel_bit_for_bit(codec: str | None, case: Case, data: st.DataObj
         for back in (received(part), received(received(part)), received(received(packed)[0:])):
             assert_aligned(back)
         assert_same(decompress(received(received(part))), decompress(part))
-        assert_same(decompress(received(part), layout="nested"), decompress(part, layout="nested"))
+        assert_same(decompress(received(part), format="nested"), decompress(part, format="nested"))
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -252,7 +252,7 @@ def test_layouts_of_many_runs_travel_as_bits(name: str) -> None:
     packed = compress(batch, registry=registry)
     size = (width + 7) // 8
     order = [row for row in range(len(mask)) if row % 3][::-1]
-    forms = {"whole": packed, "slice": packed[2:9], "rows": packed.select(order), "chunk": packed.chunk(4)[2]}
+    forms = {"whole": packed, "slice": packed[2:9], "rows": packed.take(order), "chunk": packed.chunk(4)[2]}
     forms["cat"] = PackedBatch.cat([packed[4:], packed[:4]])
     for form in forms.values():
         back = received(form)

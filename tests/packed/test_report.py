@@ -29,7 +29,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def pack(batch, **more):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", mp.MaskpackWarning)
+        warnings.simplefilter("ignore", mp.errors.MaskpackWarning)
         return mp.compress(batch, pad_token_id=samples.PAD, **more)
 
 
@@ -148,7 +148,7 @@ def test_objects_that_only_cloudpickle_takes():
     assert report(batch, pack(batch))["maskpack/objects_bytes"] > 0
 
 
-@pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 @given(batches())
 def test_any_batch_adds_up(case: Case):
     packed = mp.compress(case.batch, **case.options)
@@ -341,7 +341,7 @@ def test_report_changes_nothing():
 )
 def test_errors(wrong, message):
     batch = samples.rollout()
-    with pytest.raises(mp.LayoutError, match=f"^report: {message}"):
+    with pytest.raises(mp.errors.LayoutError, match=f"^report: {message}"):
         report(*wrong(batch, pack(batch)))
 
 

@@ -250,7 +250,7 @@ def test_same_and_joined_fields_take_their_words_from_others() -> None:
     for names in (["whole"], ["tail"], ["whole", "tail"]):
         assert_same_batch(decompress(packed, *names), batch.select(*names))
     for name in ("whole", "tail"):
-        nested = decompress(packed, name, layout="nested")[name]
+        nested = decompress(packed, name, format="nested")[name]
         mask = oracle.mask_rows(batch["m" if name == "whole" else "tm"])
         oracle.assert_same_tensor(nested.values(), oracle.pack(batch[name], mask))
 
@@ -282,7 +282,7 @@ def test_parts_that_share_and_parts_that_do_not(change: str) -> None:
         assert_same_batch(decompress(packed[[8, 3, 3, 0]]), oracle.take_rows(want, [8, 3, 3, 0]))
 
 
-@pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 @pytest.mark.parametrize("dense", ["head", "tail", "again"])
 def test_a_source_that_became_dense_is_no_source(dense: str) -> None:
     """A value under the mask in one part makes the field dense in the whole; what took words from it has its own."""
@@ -303,7 +303,7 @@ def test_what_same_fields_give_is_their_own() -> None:
         out = decompress(packed)
         out[name].fill_(-1)
         assert_same_batch(out.exclude(name), batch.exclude(name))
-        nested = decompress(packed, layout="nested")
+        nested = decompress(packed, format="nested")
         nested[name].values().fill_(-1)
         assert_same_batch(unnest(nested).exclude(name), batch.exclude(name))
     assert_same_batch(decompress(packed), batch)

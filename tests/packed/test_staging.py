@@ -25,9 +25,10 @@ from test_sharing import stored_as
 from torch import Tensor
 
 from bench.workloads import PAD_ID, VARIANTS, make_batch
-from maskpack import EDGE, PER_ROW, LayoutError, MaskNestingSpec, PackedBatch, RowLayout, compress, decompress, unnest
+from maskpack import EDGE, PER_ROW, MaskNestingSpec, PackedBatch, RowLayout, compress, decompress, unnest
 from maskpack.core.bits import root_of
 from maskpack.core.tree import Node
+from maskpack.errors import LayoutError
 from maskpack.fields.registry import RL_FIELDS
 from maskpack.layout.jagged import jagged_all
 from maskpack.nesting.schema import FieldForm, Schema
@@ -40,7 +41,7 @@ from maskpack.packed.cuda import sources
 from maskpack.packed.encodings import Plain
 from maskpack.packed.references import Columns, Joined, Same
 
-quiet = pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 
 
 def kernel_test(test: Any) -> Any:
@@ -199,7 +200,7 @@ def test_every_encoding_of_a_field(sample: Sample, data: st.DataObject) -> None:
         words = words_in(torch.tensor([pad], dtype=sample.dtype))
         pads = [words * (sample.items // (1 + wide))] * len(sample.rows)
     packed = sample.packed(encodings_of(sample), shape, pad, row_pads)
-    padded, nested = by_kernel(packed, chunk=chunk), by_kernel(packed, layout="nested", chunk=chunk)
+    padded, nested = by_kernel(packed, chunk=chunk), by_kernel(packed, format="nested", chunk=chunk)
     for form in packed.schema.forms:
         x = padded[form.path]
         assert x.shape == (len(sample.rows), sample.width, *shape)
@@ -255,7 +256,7 @@ def test_fields_that_are_joined(one: Sample, other: Sample, chunk: int, data: st
         assert words_in(seen[name]) == Sample(rows, 1, mask, width, dtype).padded(
             None if pad is EDGE else [words] * count
         )
-        nested = by_kernel(packed, name, layout="nested", chunk=chunk)
+        nested = by_kernel(packed, name, format="nested", chunk=chunk)
         assert words_in(nested[name].values()) == [word for row in rows for word in row]
 
 
@@ -362,14 +363,14 @@ def test_rows_of_many_runs(name: str) -> None:
     packed = compress(batch, registry=registry)[:12]
     assert_decodes(packed)
     for form in (packed, PackedBatch.from_bytes(packed.to_bytes())):
-        nested = by_kernel(form, layout="nested")
+        nested = by_kernel(form, format="nested")
         oracle.assert_same_batch(unnest(nested), batch[:12].to("cpu"))
 
 
 @kernel_test
 def test_offsets_are_shared_and_values_are_not() -> None:
     packed = small("reference")
-    nested = by_kernel(packed, layout="nested")
+    nested = by_kernel(packed, format="nested")
     for axis in ("prompt", "sequence", "response"):
         own = [nested[form.path] for form in packed.schema.forms if form.layout == axis]
         assert len({id(x.offsets()) for x in own}) == 1

@@ -22,12 +22,12 @@ def sliced(x, first, last):
     return x.narrow(dim, begin, end - begin)
 
 
-@pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("rows", [list(range(12)), [3, 1], [5]])
 def test_columns_that_are_real_in_any_row(variant, rows):
     batch = make_batch(variant, 12, prompt_width=P, response_width=R)
-    packed = mp.compress(batch, pad_token_id=PAD_ID).select(rows)
+    packed = mp.compress(batch, pad_token_id=PAD_ID).take(rows)
     whole = mp.decompress(packed)
     real = [column for column in range(P + R) if any(row[column] for row in whole["attention_mask"].tolist())]
     trimmed = mp.decompress(packed, widths="trim")
@@ -41,7 +41,7 @@ def test_columns_that_are_real_in_any_row(variant, rows):
 def test_nested_rows_know_the_narrower_widths():
     batch = make_batch("reference", 12, prompt_width=P, response_width=R)
     packed = mp.compress(batch, pad_token_id=PAD_ID)[2:5]
-    assert_same(mp.unnest(mp.decompress(packed, layout="nested", widths="trim")), mp.decompress(packed, widths="trim"))
+    assert_same(mp.unnest(mp.decompress(packed, format="nested", widths="trim")), mp.decompress(packed, widths="trim"))
 
 
 def test_no_rows_and_no_tokens():
@@ -56,7 +56,7 @@ def test_no_rows_and_no_tokens():
 
 def test_widths_that_are_none():
     packed = mp.compress(make_batch("reference", 2, prompt_width=P, response_width=R), pad_token_id=PAD_ID)
-    with pytest.raises(mp.LayoutError, match=r"widths is 'trimmed'; expected \"canonical\" or \"trim\""):
+    with pytest.raises(mp.errors.LayoutError, match=r"widths is 'trimmed'; expected \"canonical\" or \"trim\""):
         mp.decompress(packed, widths="trimmed")
 
 
@@ -86,12 +86,12 @@ def packed_of(entries, *dims):
 
 def test_a_second_batch_dim_of_the_width_becomes_narrower():
     for rows in ([0, 1, 2], [0], [2], []):
-        packed = packed_of({"attention_mask": MASK, "ids": of_tokens()}, WIDTH).select(rows)
+        packed = packed_of({"attention_mask": MASK, "ids": of_tokens()}, WIDTH).take(rows)
         whole = mp.decompress(packed)
         real = [column for column in range(WIDTH) if any(MASK[row, column] for row in rows)] or [0, -1]
         trimmed = mp.decompress(packed, widths="trim")
         assert_same(trimmed, whole[:, real[0] : real[-1] + 1].contiguous())
-        nested = mp.decompress(packed, layout="nested", widths="trim")
+        nested = mp.decompress(packed, format="nested", widths="trim")
         assert nested.batch_size == (len(rows),)
         assert_same(mp.unnest(nested), trimmed)
         assert_same(mp.decompress(packed), whole)
@@ -111,7 +111,7 @@ def test_dims_between_the_rows_and_the_width_stay():
         assert_same(seen, wanted)
 
 
-@pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 def test_sub_batches_follow_their_own_fields():
     inner = TensorDict({"ids": of_tokens()}, batch_size=[3, WIDTH])
     deep = TensorDict({"more": TensorDict({}, batch_size=[3, WIDTH, 2])}, batch_size=[3, WIDTH])
@@ -143,12 +143,12 @@ def test_batch_dims_that_nothing_narrows_stay():
     assert alone.batch_size == (3, WIDTH)
 
 
-@pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 def test_fields_that_would_differ_in_a_batch_dim_are_named():
     entries = {"attention_mask": MASK, "stray": torch.ones(3, WIDTH)}
     packed = packed_of(entries, WIDTH)
     for layout in ("padded", "nested"):
-        with pytest.raises(mp.LayoutError) as caught:
+        with pytest.raises(mp.errors.LayoutError) as caught:
             mp.decompress(packed, layout=layout, widths="trim")
         assert str(caught.value) == (
             'decompress: widths="trim" in a batch with batch dims (7,) behind its rows, of which its fields would keep '
@@ -163,5 +163,7 @@ def test_fields_that_would_differ_in_a_batch_dim_are_named():
 def test_lists_of_an_item_for_each_column_are_named():
     batch = TensorDict({"attention_mask": MASK}, batch_size=[3, WIDTH])
     batch.set("items", NonTensorStack(*[per_row(range(WIDTH)) for _ in range(3)]))
-    with pytest.raises(mp.LayoutError, match=r'keep "attention_mask" \(4,\), the items of "items" \(7,\); expected'):
+    with pytest.raises(
+        mp.errors.LayoutError, match=r'keep "attention_mask" \(4,\), the items of "items" \(7,\); expected'
+    ):
         mp.decompress(mp.compress(batch, registry=AXES), widths="trim")

@@ -37,9 +37,10 @@ from oracle import assert_same_batch
 from samples import assert_same
 from tensordict import NonTensorData, NonTensorStack, TensorDict, tensorclass
 
-from maskpack import LayoutError, MaskNestingSpec, MaskpackError, PackedBatch, WireFormatError, compress, decompress
+from maskpack import MaskNestingSpec, MaskpackError, PackedBatch, compress, decompress
 from maskpack.core import bits as words
 from maskpack.core import objects
+from maskpack.errors import LayoutError, WireFormatError
 from maskpack.fields import registry
 from maskpack.layout import row_layout as mp_layout
 from maskpack.packed import contents, encodings
@@ -155,10 +156,10 @@ def test_every_way_out_and_in(case: strategies.Case) -> None:
     for protocol in range(2, 6):
         assert_same_batch(decompress(pickle.loads(pickle.dumps(packed, protocol=protocol))), case.batch)
     for rows in (slice(0, 0), slice(1, 3), [len(packed) - 1, 0] if len(packed) else []):
-        part = packed.select(rows)
+        part = packed.take(rows)
         back = PackedBatch.from_bytes(part.to_bytes(allow_pickle=True), allow_pickle=True)
         assert_same_batch(decompress(back), decompress(part))
-        assert_same_batch(decompress(back, layout="nested"), decompress(part, layout="nested"))
+        assert_same_batch(decompress(back, format="nested"), decompress(part, format="nested"))
 
 
 @given(strategies.batches(objects=False, min_rows=1))
@@ -189,8 +190,8 @@ def test_masks_of_any_number_of_runs(name: str) -> None:
         assert all(map(np.array_equal, seen.table, want.table))
         assert {part.dtype for part in seen.table} == {np.dtype(np.int64)}
         assert_same(decompress(form), batch)
-        assert_same_batch(decompress(form, layout="nested"), decompress(packed, layout="nested"))
-        assert_same(decompress(form.select([-1, 0])), batch[[-1, 0]]) if len(mask) else None
+        assert_same_batch(decompress(form, format="nested"), decompress(packed, format="nested"))
+        assert_same(decompress(form.take([-1, 0])), batch[[-1, 0]]) if len(mask) else None
 
 
 @pytest.mark.parametrize("name", strategies.MANY_RUNS)
@@ -1439,7 +1440,7 @@ def test_the_limit_of_decompress_counts_what_it_would_give() -> None:
     assert_same(decompress(packed[:1], max_bytes=whole // 4), batch[:1])
     assert_same(decompress(packed, max_bytes=None), batch)
     decompress(packed, widths="trim", max_bytes=whole // 50)
-    decompress(packed, layout="nested", max_bytes=whole // 10)
+    decompress(packed, format="nested", max_bytes=whole // 10)
     packed.to_nested("a", max_bytes=one // 10)
     for names, form, most in (
         ((), {}, whole - 1),
@@ -1452,7 +1453,7 @@ def test_the_limit_of_decompress_counts_what_it_would_give() -> None:
             decompress(packed, *names, max_bytes=most, **form)
     with pytest.raises(LayoutError, match="nested"):
         packed.to_nested(max_bytes=1)
-    many = packed.select([0] * 1000)
+    many = packed.take([0] * 1000)
     with pytest.raises(LayoutError, match="take 1700000 bytes padded"):
         decompress(many, max_bytes=whole)
 

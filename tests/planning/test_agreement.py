@@ -18,7 +18,7 @@ from rank_work import Attempt, Ran, Trained
 from ranks import run_ranks, values
 from unsplit import MODES, batch_of, distance, unsplit_gradient
 
-from maskpack import agree_on_count, plan_micro_batches, plan_ranks
+from maskpack.planning import agree_on_count, plan_micro_batches, plan_ranks
 
 RANKS = 4
 BATCHES = {

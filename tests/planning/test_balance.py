@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import workloads
-from maskpack import FlopsModel, PlanError, balance_rows, plan_micro_batches
+from maskpack.errors import PlanError
+from maskpack.planning import FlopsModel, balance_rows, plan_micro_batches
 
 many = settings(max_examples=max(150, settings.default.max_examples))
 

@@ -22,19 +22,12 @@ from tensordict import NonTensorData, TensorDict
 from test_packed import assert_same_rows
 from torch import Tensor
 
-from maskpack import (
-    BatchView,
-    LayoutError,
-    MicroBatchPlan,
-    PlanError,
-    compress,
-    decompress,
-    nest_batch_by_mask,
-    plan_micro_batches,
-    unnest,
-)
+from maskpack import compress, decompress, nest_batch_by_mask, unnest
+from maskpack.errors import LayoutError, PlanError
+from maskpack.planning import MicroBatchPlan, plan_micro_batches
+from maskpack.views import BatchView
 
-quiet = pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 many = settings(max_examples=max(60, settings.default.max_examples))
 
 

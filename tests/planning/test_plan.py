@@ -15,7 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maskpack import FlopsModel, MicroBatchPlan, PlanError, plan_micro_batches
+from maskpack.errors import PlanError
+from maskpack.planning import FlopsModel, MicroBatchPlan, plan_micro_batches
 from maskpack.planning.bins import Limit, best_fit, evened, halved
 
 many = settings(max_examples=max(60, settings.default.max_examples))

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_plan import KINDS, Case, cases, for_cases, real
 
-from maskpack import FlopsModel, MicroBatchPlan, PlanError, RankPlans, balance_rows, plan_micro_batches, plan_ranks
+from maskpack.errors import PlanError
+from maskpack.planning import FlopsModel, MicroBatchPlan, RankPlans, balance_rows, plan_micro_batches, plan_ranks
 
 many = settings(max_examples=max(100, settings.default.max_examples))
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")

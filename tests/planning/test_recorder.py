@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from maskpack import LoopRecorder, PlanError, plan_micro_batches
-from maskpack.planning import recorder
+from maskpack.errors import PlanError
+from maskpack.planning import LoopRecorder, plan_micro_batches, recorder
 
 
 @pytest.fixture

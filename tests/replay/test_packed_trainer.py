@@ -17,9 +17,9 @@ sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 import packed_trainer
 
-from maskpack import ReplayError
 from maskpack.adapters.transformers import replayable
 from maskpack.adapters.transformers.collator import PackedCollator
+from maskpack.errors import ReplayError
 
 CLOSE = 1e-5  # of losses from 4 down to 0.01, over 24 optimizer steps
 

@@ -246,7 +246,7 @@ def batches(draw: st.DrawFn) -> TensorDict:
 @given(batches(), st.sampled_from([1, 2, 5, 16]), st.sampled_from(list(FORMS)))
 def test_any_batch(batch: TensorDict, multiple_of: int, form: str) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", mp.MaskpackWarning)  # of fields that stay dense
+        warnings.simplefilter("ignore", mp.errors.MaskpackWarning)  # of fields that stay dense
         source = FORMS[form](batch)
     truth = naive(batch, multiple_of)
     check(PackedInputs.of(source, multiple_of=multiple_of, no_prompt="skip"), truth)
@@ -261,7 +261,7 @@ def test_any_batch(batch: TensorDict, multiple_of: int, form: str) -> None:
 def test_rows_selected_from_a_batch(form: Any) -> None:
     """Micro-batches of nested and packed batches keep no trace of the other rows."""
     batch = batch_of(*CASES["both"], ids="mrope3")
-    plan = mp.plan_micro_batches(batch["attention_mask"].sum(1).numpy(), 14)
+    plan = mp.planning.plan_micro_batches(batch["attention_mask"].sum(1).numpy(), 14)
     assert len(plan.micro_batches) > 2
     for rows, part in zip(plan.micro_batches, plan.apply(form(batch)), strict=True):
         check(PackedInputs.of(part), naive(batch[rows]))
@@ -270,7 +270,7 @@ def test_rows_selected_from_a_batch(form: Any) -> None:
 def test_position_ids_that_cannot_be_nested_are_read_from_their_columns() -> None:
     batch = batch_of(*CASES["both"])
     batch["position_ids"] = torch.arange(77).view(7, 11)
-    with pytest.warns(mp.MaskpackWarning):
+    with pytest.warns(mp.errors.MaskpackWarning):
         nested = mp.nest_batch_by_mask(batch, pad_token_id=PAD)
     assert not nested["position_ids"].is_nested
     check(PackedInputs.of(nested), naive(batch))
@@ -325,7 +325,7 @@ OWN_NAMES = mp.MaskNestingRegistry(
 )
 OWN_FORMS = {
     "padded": lambda batch: batch,
-    "nested": lambda batch: mp.nest_batch_by_mask(batch, OWN_NAMES, strict=True),
+    "nested": lambda batch: mp.nest_batch_by_mask(batch, OWN_NAMES, strict_mask_nesting=True),
     "packed": lambda batch: mp.compress(batch, registry=OWN_NAMES, strict_mask_nesting=True),
 }
 
@@ -339,7 +339,7 @@ def test_names_of_ones_own(form: Any, tokens: Any) -> None:
     own[tokens] = batch["input_ids"]
     options: dict[str, Any] = {"input_ids": tokens, "registry": OWN_NAMES}
     check(PackedInputs.of(form(own), **options), naive(batch))
-    model, plan = Sums(), mp.plan_micro_batches(batch["attention_mask"].sum(1).numpy(), 20)
+    model, plan = Sums(), mp.planning.plan_micro_batches(batch["attention_mask"].sum(1).numpy(), 20)
     for seen in (
         response_log_probs(model, form(own), **options),
         response_log_probs(model, form(own), plan=plan, **options),
@@ -566,7 +566,7 @@ def test_any_batch_through_the_model(batch: TensorDict) -> None:
 @all_forms
 def test_a_plan_puts_rows_back(form: Any, packing: str) -> None:
     batch = batch_of(*CASES["both"], ids="mrope3")
-    plan = mp.plan_micro_batches(batch["attention_mask"].sum(1).numpy(), 14, multiple_of=4).with_count(8)
+    plan = mp.planning.plan_micro_batches(batch["attention_mask"].sum(1).numpy(), 14, multiple_of=4).with_count(8)
     assert sum(plan.is_dummy) == 1
     model = Sums()
     options = {"entropy": True, "temperature": 0.5, "multiple_of": 8, "canary": True, "no_prompt": "skip"}
@@ -582,7 +582,7 @@ def test_a_plan_puts_rows_back(form: Any, packing: str) -> None:
 def test_a_plan_of_empty_rows_has_empty_dummies_that_run(form: Any, packing: str) -> None:
     """Other ranks wait for them."""
     batch = batch_of(*CASES["no tokens"])
-    plan = mp.plan_micro_batches([0, 0], 8, min_count=3)
+    plan = mp.planning.plan_micro_batches([0, 0], 8, min_count=3)
     assert (plan.micro_batches, plan.is_dummy) == ([[0], [1], [0]], [False, False, True])
     model = Sums()
     seen = response_log_probs(model, form(batch), plan=plan)
@@ -592,7 +592,7 @@ def test_a_plan_of_empty_rows_has_empty_dummies_that_run(form: Any, packing: str
 
 def test_a_plan_takes_the_registry_and_the_chunk() -> None:
     batch = batch_of(*CASES["both"])
-    plan = mp.plan_micro_batches(batch["attention_mask"].sum(1).numpy(), 20)
+    plan = mp.planning.plan_micro_batches(batch["attention_mask"].sum(1).numpy(), 20)
     model = Sums()
     with pytest.raises(LayoutError, match="chunk is 0"):
         response_log_probs(model, batch, plan=plan, chunk=0)
@@ -696,7 +696,7 @@ def test_rows_go_to_the_device_of_the_model(form: Any, ids: str, packing: str, o
 def test_of_a_plan_a_micro_batch_goes_at_a_time(form: Any, packing: str, onto_meta: None) -> None:
     """Never the batch: what the model is given, and what is on its way, are the rows of one."""
     batch = batch_of(*CASES["both"])
-    plan = mp.plan_micro_batches(batch["attention_mask"].sum(1).numpy(), 14)
+    plan = mp.planning.plan_micro_batches(batch["attention_mask"].sum(1).numpy(), 14)
     model = Elsewhere()
     source = form(batch)
     log_probs = response_log_probs(model, source, plan=plan)
@@ -771,7 +771,7 @@ def test_values_are_those_of_each_row_alone(form: Any, head: Any, packing: str) 
     truth = values_of(model, batch, WEIGHT, 3)
     same_rows(response_values(model, form(batch), head, multiple_of=16), truth)
     assert model.seen == (["hidden" if packing == "packed" else "dense", "trust False"])
-    plan = mp.plan_micro_batches(batch["attention_mask"].sum(1).numpy(), 14)
+    plan = mp.planning.plan_micro_batches(batch["attention_mask"].sum(1).numpy(), 14)
     seen = response_values(model, form(batch), head, plan=plan, canary=True, no_prompt="skip")
     assert not seen.requires_grad
     same_rows(seen, truth)

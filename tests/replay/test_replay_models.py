@@ -291,7 +291,7 @@ def test_the_cache_of_the_configuration_is_not_used() -> None:
 def test_a_plan_with_dummies(make: Any) -> None:
     model, plain = pair(make)
     batch = for_model(make)
-    plan = mp.plan_micro_batches(batch["attention_mask"].sum(1).numpy(), 16).with_count(len(ROWS) + 1)
+    plan = mp.planning.plan_micro_batches(batch["attention_mask"].sum(1).numpy(), 16).with_count(len(ROWS) + 1)
     assert sum(plan.is_dummy) > 0
     seen = response_log_probs(replayable(model), mp.compress(batch, pad_token_id=0), plan=plan, entropy=True)
     assert max(map(off, seen, truth_of(plain, batch))) <= LIMIT
@@ -306,7 +306,7 @@ def test_a_plan_of_empty_rows(make: Any, packing: str, monkeypatch: pytest.Monke
     model, _ = pair(make)
     runs: list[int] = []
     model.get_input_embeddings().register_forward_pre_hook(lambda _, given_to: runs.append(given_to[0].numel()))
-    plan = mp.plan_micro_batches([0, 0], 8, min_count=3)
+    plan = mp.planning.plan_micro_batches([0, 0], 8, min_count=3)
     seen = response_log_probs(replayable(model), for_model(make, [(0, 0), (0, 0)]), plan=plan)
     assert (seen.size(0), seen.values().numel(), runs) == (2, 0, [1, 1, 1])
 
@@ -626,7 +626,7 @@ def test_what_a_plan_gives_lies_on_the_offsets_of_the_batch(form: str) -> None:
     batch = batch_of().set("old_log_probs", torch.zeros(len(ROWS), RESPONSE))
     forms = {"padded": lambda x: x, "nested": mp.nest_batch_by_mask, "packed": mp.compress}
     given_to = forms[form](batch) if form == "padded" else forms[form](batch, pad_token_id=0)
-    plan = mp.plan_micro_batches(batch["attention_mask"].sum(1), token_budget=20)
+    plan = mp.planning.plan_micro_batches(batch["attention_mask"].sum(1), token_budget=20)
     log_probs, entropies = response_log_probs(ready, given_to, plan=plan, entropy=True)
     assert torch.equal((log_probs - entropies).values(), log_probs.values() - entropies.values())
     if form == "nested":
@@ -658,7 +658,7 @@ def test_a_model_that_was_not_made_replayable_is_named(call: Any) -> None:
 def test_rows_of_an_error_in_a_plan_are_those_of_the_batch() -> None:
     model, _ = pair(llama)
     batch = batch_of(((2, 3), (3, 4), (0, 2)))
-    plan = mp.plan_micro_batches([5, 7, 2], token_budget=7)
+    plan = mp.planning.plan_micro_batches([5, 7, 2], token_budget=7)
     with pytest.raises(ReplayError, match=r"in the micro-batch of rows \[.*2\] of the batch: PackedInputs.of: rows"):
         response_log_probs(replayable(model), batch, plan=plan)
 

@@ -217,7 +217,7 @@ def rollout():
 
 def packed():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", maskpack.MaskpackWarning)
+        warnings.simplefilter("ignore", maskpack.errors.MaskpackWarning)
         return maskpack.compress(rollout(), pad_token_id=samples.PAD)
 
 

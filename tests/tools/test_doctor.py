@@ -321,7 +321,7 @@ def test_a_registry_means_what_it_means_to_compress(tmp_path, capsys):
     file = saved(batch, tmp_path / "b")
     registry = maskpack.MaskNestingRegistry({"m": MaskNestingSpec("m")})
     (tmp_path / "r.json").write_text(json.dumps(registry.to_dict()))
-    with pytest.raises(maskpack.CoverageError, match=r'"values".*the registry does not know it'):
+    with pytest.raises(maskpack.errors.CoverageError, match=r'"values".*the registry does not know it'):
         maskpack.compress(batch, registry=registry, strict_mask_nesting=True)
     shown = doctor([file, "--registry", tmp_path / "r.json"], capsys, 1)
     assert '"values" (7, 6) float32, 168 bytes: the registry does not know it' in shown
@@ -395,7 +395,7 @@ def test_a_known_field_of_another_size(tmp_path, capsys):
     """compress refuses it; the doctor says so and goes on."""
     batch = rollout()
     batch["advantages"] = torch.zeros(B, R + 1)
-    with pytest.raises(maskpack.LayoutError):
+    with pytest.raises(maskpack.errors.LayoutError):
         maskpack.compress(batch, pad_token_id=samples.PAD)
     shown = doctor([saved(batch, tmp_path / "b")], capsys, 1)
     assert 'it fits none of its masks: mask "response" is (7, 6); mask "sequence" is (7, 11)' in shown
@@ -470,7 +470,7 @@ def test_no_rows_and_no_masks():
 
 def test_a_packed_batch_a_nested_one_and_a_memory_map(tmp_path, capsys):
     batch = rollout(mine=UNCOVERED[2][0])
-    with pytest.warns(maskpack.MaskpackWarning):
+    with pytest.warns(maskpack.errors.MaskpackWarning):
         packed = maskpack.compress(batch, pad_token_id=samples.PAD)
     packed.save(tmp_path / "packed")
     batch.memmap(tmp_path / "map")
@@ -480,7 +480,7 @@ def test_a_packed_batch_a_nested_one_and_a_memory_map(tmp_path, capsys):
     said = json.loads(doctor([tmp_path / "packed", "--json"], capsys, 1))
     assert said["wire"]["bytes"] == report(None, packed)["maskpack/wire_bytes"]
     assert said["wire_with_lines"] is None
-    with pytest.warns(maskpack.MaskpackWarning):
+    with pytest.warns(maskpack.errors.MaskpackWarning):
         nested = maskpack.nest_batch_by_mask(batch, pad_token_id=samples.PAD)
     assert [one.line for one in diagnose(nested).findings] == ["'mine': MaskNestingSpec('prompt', pad=-100),"]
 
@@ -809,7 +809,7 @@ def test_too_little_memory_is_one_line(command, tmp_path, capsys, monkeypatch):
 def test_the_limit_of_diagnose():
     packed = maskpack.compress(rollout(), pad_token_id=samples.PAD)
     assert diagnose(packed, max_bytes=1 << 20).now.rows == B
-    with pytest.raises(maskpack.LayoutError, match="decompress: these fields take"):
+    with pytest.raises(maskpack.errors.LayoutError, match="decompress: these fields take"):
         diagnose(packed, max_bytes=10)
 
 

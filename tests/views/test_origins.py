@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from maskpack import LayoutError, PackedBatch, compress
+from maskpack import PackedBatch, compress
 from maskpack.dispatch.messages import RowsAt
+from maskpack.errors import LayoutError
 from maskpack.views.origins import UNKNOWN, Origins
 from maskpack.views.segments import Segments
 from maskpack.views.strand import Outline
@@ -21,7 +22,7 @@ from maskpack.views.view import BatchView
 
 Claim = tuple[int, int, int]
 CLAIMS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2), st.integers(0, 4)), max_size=12)
-pytestmark = pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 
 
 def of(claims: list[Claim]) -> Origins:
@@ -49,7 +50,7 @@ def test_entries(claims: list[Claim], index: list[int]) -> None:
     origins, kept = of(claims), once(claims)
     assert claims_of(origins) == sorted(kept, key=lambda claim: (claim[1], claim[0]))
     want = [(place, origin, n) for place, row in enumerate(index) for r, origin, n in kept if r == row]
-    assert sorted(claims_of(origins.select(np.array(index, np.int64)))) == sorted(want)
+    assert sorted(claims_of(origins.take(np.array(index, np.int64)))) == sorted(want)
     again = pickle.loads(pickle.dumps(origins))
     assert claims_of(again) == claims_of(origins)
     assert {part.dtype for part in (again.row, again.count, again.origin, again.number)} == {np.dtype(np.int64)}
@@ -178,7 +179,7 @@ def test_origins_do_not_grow_from_call_to_call() -> None:
     rng = np.random.default_rng(0)
     for _ in range(20):
         order = rng.permutation(64)
-        view = view.select(order).with_fields(numbers(64, "y"))
+        view = view.take(order).with_fields(numbers(64, "y"))
         view = view.with_fields(result_of(view, "x"))
     assert sum(source.origins.row.size for strand in view.strands for source in strand.sources) <= 128
 

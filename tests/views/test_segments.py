@@ -71,13 +71,13 @@ def test_of_rows(pairs: list[Pair]) -> None:
 @given(PAIRS, st.data())
 def test_select(pairs: list[Pair], data: st.DataObject) -> None:
     index = data.draw(st.lists(st.integers(0, len(pairs) - 1), max_size=10)) if pairs else []
-    check(made(pairs).select(np.array(index, np.int64)), [pairs[place] for place in index])
+    check(made(pairs).take(np.array(index, np.int64)), [pairs[place] for place in index])
 
 
 @given(st.lists(st.integers(0, 119), max_size=20))
 def test_select_of_few_rows_among_many(index: list[int]) -> None:
     pairs = [(row // 7 % 3, row * 3 % 40 + row % 2) for row in range(120)]
-    check(made(pairs).select(np.array(index, np.int64)), [pairs[place] for place in index])
+    check(made(pairs).take(np.array(index, np.int64)), [pairs[place] for place in index])
 
 
 @given(PAIRS, st.data())
@@ -121,7 +121,7 @@ def test_what_is_given_is_not_changed(pairs: list[Pair]) -> None:
     segments = made(pairs)
     before = [column.copy() for column in (segments.source, segments.start, segments.count)]
     segments.shares()
-    segments.select(np.arange(len(pairs))[::-1])
+    segments.take(np.arange(len(pairs))[::-1])
     Segments.cat([segments, segments])
     for column, old in zip((segments.source, segments.start, segments.count), before, strict=True):
         assert column.tolist() == old.tolist()

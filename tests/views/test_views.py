@@ -22,14 +22,15 @@ from strategies import Case, batches, row_ops, rows_after
 from tensordict import NonTensorData, TensorDict
 from test_packed import TOKEN, Part, assert_same_rows, joined_by_hand, parts_of_widths
 
-from maskpack import LAYOUTS, LayoutError, MaskNestingSpec, PackedBatch, compress, decompress, unnest
+from maskpack import LAYOUTS, MaskNestingSpec, PackedBatch, compress, decompress, unnest
 from maskpack.core.index import IntArray
+from maskpack.errors import LayoutError
 from maskpack.packed.references import kind_of
 from maskpack.views.segments import Segments
 from maskpack.views.strand import Outline
 from maskpack.views.view import BatchView
 
-quiet = pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 
 
 class Ref:
@@ -111,7 +112,7 @@ def test_parts_cost_their_own_rows(shuffled: bool, rows_listed: list[int]) -> No
     batch = rollout([(1 + row % 3, row % 5) for row in range(300)])
     parts = [BatchView.of(pack(part)) for part in batch.split(100)]
     order = torch.randperm(300, generator=torch.Generator().manual_seed(0)).tolist() if shuffled else [*range(300)]
-    view = BatchView.cat(parts).select(order)
+    view = BatchView.cat(parts).take(order)
     rows_listed.clear()
     cut = [*view.split(1), *view.chunk(150), *(view[row : row + 2] for row in range(298))]
     assert sum(rows_listed) <= 4 * view.num_rows
@@ -195,7 +196,7 @@ def test_views_of_masks_of_many_runs(name: str) -> None:
     store = Store()
     view = store.put(packed)
     order = np.arange(len(mask))[::-2]
-    assert_same_batch(view.select(order).materialize(get=store.get), batch[torch.from_numpy(order.copy())])
+    assert_same_batch(view.take(order).materialize(get=store.get), batch[torch.from_numpy(order.copy())])
     part = pickle.loads(pickle.dumps(BatchView.of(packed)[1:6]))
     assert_same_batch(part.materialize(), batch[1:6])
     assert view[1:6].layouts["mask"] == packed[1:6].layouts["mask"]
@@ -236,12 +237,12 @@ def test_row_operations_over_sources_of_any_widths(parts: list[Part], data: st.D
     used = [number in {source for source, _ in origin} for number in range(len(parts))]
     assert store.take_counts() == [int(use) for use, there in zip(used, away, strict=True) if there]
     assert store.calls == any(use and there for use, there in zip(used, away, strict=True)), "all at once"
-    nested = view.materialize(get=store.get, layout="nested")
+    nested = view.materialize(get=store.get, format="nested")
     assert_same_rows(unnest(nested), want)
     assert nested["responses"].is_nested or not len(want)
     names = data.draw(st.lists(st.sampled_from(list(want.keys())), min_size=1, max_size=4, unique=True))
     assert_same_rows(view.materialize(*names, get=store.get), taken(want, *names))
-    assert_same_rows(unnest(view.materialize(*names, get=store.get, layout="nested")), taken(want, *names))
+    assert_same_rows(unnest(view.materialize(*names, get=store.get, format="nested")), taken(want, *names))
     packed = view.to_packed(*names, get=store.get)
     assert_same_rows(
         decompress(pickle.loads(pickle.dumps(packed[::-1]))),
@@ -266,7 +267,7 @@ def test_row_operations_on_any_batch(case: Case, data: st.DataObject) -> None:
     want = oracle.take_rows(case.batch, [line[place] for place in left])
     assert_same_rows(view.materialize(get=store.get), want)
     assert max(store.take_counts(), default=0) <= 1
-    assert_same_rows(unnest(view.materialize(get=store.get, layout="nested")), want)
+    assert_same_rows(unnest(view.materialize(get=store.get, format="nested")), want)
     names = data.draw(st.lists(st.sampled_from(list(want.keys())), min_size=1, unique=True)) if len(want.keys()) else []
     assert_same_rows(view.materialize(*names, get=store.get), taken(want, *names) if names else want)
 
@@ -317,7 +318,7 @@ def rows_of(view: BatchView) -> list[int]:
 )
 def test_ways_to_name_rows(rows: Any, want: list[int]) -> None:
     view = BatchView.of(numbers())
-    assert rows_of(view[rows]) == rows_of(view.select(rows)) == want
+    assert rows_of(view[rows]) == rows_of(view.take(rows)) == want
     assert rows_of(view[::-1][rows]) == [9 - row for row in want]
 
 
@@ -421,7 +422,7 @@ def test_a_view_of_nothing_keeps_its_form() -> None:
     for view in (store.put(packed), BatchView.cat([store.put(packed), store.put(packed)])):
         for rows in (slice(3, 3), [], torch.zeros(len(view), dtype=torch.bool)):
             assert_same(view[rows].materialize(), want)
-            assert_same(unnest(view[rows].materialize(layout="nested", get=no_get)), want)
+            assert_same(unnest(view[rows].materialize(format="nested", get=no_get)), want)
             assert_same(
                 view[rows].materialize("uid", "responses", "temperature"),
                 taken(want, "uid", "responses", "temperature"),
@@ -443,8 +444,8 @@ def test_batches_without_fields_or_rows() -> None:
         packed = pack(batch)
         assert_same(BatchView.of(packed).materialize(), batch)
         assert_same(
-            BatchView.of(packed).materialize(layout="nested").exclude(LAYOUTS),
-            decompress(packed, layout="nested").exclude(LAYOUTS),
+            BatchView.of(packed).materialize(format="nested").exclude(LAYOUTS),
+            decompress(packed, format="nested").exclude(LAYOUTS),
         )
         assert_same(BatchView.cat([BatchView.of(packed)] * 2).materialize(), torch.cat([batch, batch]))
     bare = BatchView.of(compress(TensorDict({}, [3])))
@@ -505,12 +506,12 @@ def test_pads_that_differ_by_row() -> None:
         for rows in (range(14), [13, 2, 2, 7], [1, 2, 3], [9, 8], []):
             want = oracle.take_rows(both, list(rows))
             assert_same(view[list(rows)].materialize("advantages"), taken(want, "advantages"))
-            assert_same(unnest(view[list(rows)].materialize(layout="nested")), want)
+            assert_same(unnest(view[list(rows)].materialize(format="nested")), want)
     for old, new, batch in ((0, mixed, mixed), (1, mixed, mixed), (0, clean, clean)):
         fresh = pack(TensorDict({"advantages": new["advantages"]}, [7]), like=packs[old])
         view = BatchView.of(packs[old]).with_fields(fresh)
         assert_same(view[[6, 2, 2]].materialize(), oracle.take_rows(batch, [6, 2, 2]))
-        assert_same(unnest(view.materialize(layout="nested")), batch)
+        assert_same(unnest(view.materialize(format="nested")), batch)
 
 
 # -------------------------------------------------------------------- objects
@@ -675,10 +676,10 @@ def test_fields_are_added_and_rows_moved_in_any_order(data: st.DataObject) -> No
     store.take_counts()
     assert_same_rows(view.materialize(get=store.get), whole.batch)
     assert max(store.take_counts(), default=0) <= 1
-    assert_same_rows(unnest(view.materialize(get=store.get, layout="nested")), whole.batch)
+    assert_same_rows(unnest(view.materialize(get=store.get, format="nested")), whole.batch)
     some = data.draw(st.lists(st.sampled_from(list(whole.batch.keys())), min_size=1, unique=True))
     assert_same_rows(view.materialize(*some, get=store.get), taken(whole.batch, *some))
-    assert_same_rows(unnest(view.materialize(*some, get=store.get, layout="nested")), taken(whole.batch, *some))
+    assert_same_rows(unnest(view.materialize(*some, get=store.get, format="nested")), taken(whole.batch, *some))
     assert list(view.materialize(get=store.get).keys()) == ["/".join(path) for path in view.order]
 
 
@@ -753,7 +754,7 @@ def test_the_device_of_the_view_is_that_of_all_its_fields(devices: tuple[Any, An
     )
     view = BatchView.of(compress(one)).with_fields(compress(two))
     assert [view.materialize(*names).device for names in ([], ["a"], ["b"])] == [one.device] * 3
-    assert view.materialize("b", layout="nested").device == one.device
+    assert view.materialize("b", format="nested").device == one.device
 
 
 def test_sources_of_several_fields_are_fetched_once() -> None:
@@ -848,9 +849,9 @@ def test_bytes_of_a_view_are_shares() -> None:
     assert view[:2].nbytes == round(sizes[0] / 4)
     assert view[[0, 0, 11]].nbytes == round(sizes[0] / 4) + round(sizes[1] / 4)
     assert view[0:0].nbytes == 0
-    outline = Outline.of(packed[0]).select(np.array([1, 5]))
+    outline = Outline.of(packed[0]).take(np.array([1, 5]))
     assert (outline.num_rows, outline.nbytes) == (2, round(sizes[0] / 4))
-    assert outline.layouts["sequence"] == packed[0].layouts["sequence"].select([1, 5])
+    assert outline.layouts["sequence"] == packed[0].layouts["sequence"].take([1, 5])
     assert Outline.of(packed[0][0:0]).nbytes_of(3) == 0
 
 
@@ -937,17 +938,17 @@ def test_what_get_must_do() -> None:
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        (lambda view: view[[10]], "select: rows run from 10 to 10; the batch has 10 rows. Choose rows from 0 to 9."),
+        (lambda view: view[[10]], "take: rows run from 10 to 10; the batch has 10 rows. Choose rows from 0 to 9."),
         (
             lambda view: view[3:6][[-4]],
-            "select: rows run from -4 to -4; the batch has 3 rows. Choose rows from 0 to 2.",
+            "take: rows run from -4 to -4; the batch has 3 rows. Choose rows from 0 to 2.",
         ),
-        (lambda view: view.select([0.5]), r"select: rows are float64 (1,); expected whole numbers (n,). Pass a slice"),
+        (lambda view: view.take([0.5]), r"take: rows are float64 (1,); expected whole numbers (n,). Pass a slice"),
         (
             lambda view: view[[True, False]],
-            "select: row mask is (2,); expected (10,). Give one true or false for each row.",
+            "take: row mask is (2,); expected (10,). Give one true or false for each row.",
         ),
-        (lambda view: view[np.ones((10, 1), bool)], "select: row mask is (10, 1); expected (10,)."),
+        (lambda view: view[np.ones((10, 1), bool)], "take: row mask is (10, 1); expected (10,)."),
         (
             lambda view: view.split([4, 4]),
             "split: sizes [4, 4] sum to 8; the batch has 10 rows. Give sizes that sum to",
@@ -1049,7 +1050,7 @@ def test_a_dense_field_of_another_width_is_known_at_once() -> None:
     for rows in (range(14), [3], [11, 2]):
         want = oracle.take_rows(torch.cat([rollout(), same]), list(rows))
         assert_same(view[list(rows)].materialize(get=store.get), want)
-        assert_same(unnest(view[list(rows)].materialize(get=store.get, layout="nested")), want)
+        assert_same(unnest(view[list(rows)].materialize(get=store.get, format="nested")), want)
 
 
 def test_fields_that_do_not_fit_the_view() -> None:

@@ -218,7 +218,7 @@ def _to_all(config: MaskNestingConfig | None, group: Any, *args: Any, **kwargs: 
             )
         rows = [*range(len(value)), *[len(value) - 1] * missing]  # the last row again, as verl pads
         added["padding"] = missing
-        return _cut(config.pack(value).select(rows), [len(rows) // ranks] * ranks, config, None)
+        return _cut(config.pack(value).take(rows), [len(rows) // ranks] * ranks, config, None)
 
     positional, named = [sent(value) for value in args], {name: sent(value) for name, value in kwargs.items()}
     return positional, named | ({_protocol._padding_size_key: added["padding"]} if added else {})
@@ -241,7 +241,7 @@ def _parts(value: Any, ranks: int, config: MaskNestingConfig, mesh: str | None) 
 
 def _cut(packed: PackedProto, sizes: Sequence[int], config: MaskNestingConfig, mesh: str | None) -> list[Parcel]:
     ends = [sum(sizes[: rank + 1]) for rank in range(len(sizes))]
-    return [Parcel(packed.select(slice(end - size, end)), config, mesh) for end, size in zip(ends, sizes, strict=True)]
+    return [Parcel(packed.take(slice(end - size, end)), config, mesh) for end, size in zip(ends, sizes, strict=True)]
 
 
 def _sizes(value: Any, ranks: int) -> list[int]:
@@ -321,7 +321,7 @@ def _future(collected: Any) -> Any:
 def packed_endpoint(
     method: Callable[..., Any] | None = None,
     *,
-    layout: Target | None = None,
+    format: Target | None = None,
     device: torch.device | str | None = None,
 ) -> Any:
     """Decorates a worker method, plain or async, under `@register`: it sees the DataProto or TensorDict that the driver
@@ -332,40 +332,40 @@ def packed_endpoint(
         def update_actor(self, data): ...
 
     Args:
-        layout, device: of `unpack`.
+        format, device: of `unpack`.
 
     Batches that come unpacked (the switch is off, a direct call, a future) are passed on, and their results too. A rank
     that its mesh does not collect from returns None, because nobody reads it.
     """
     if method is None:
-        return functools.partial(packed_endpoint, layout=layout, device=device)
+        return functools.partial(packed_endpoint, format=format, device=device)
     if hasattr(method, _decorator.MAGIC_ATTR):
         raise MaskpackError(
             f"packed_endpoint: {method.__name__} is registered already; expected the bare method. Put @register above "
             "@packed_endpoint."
         )
-    if layout not in (None, "padded", "nested"):
-        raise LayoutError(f'packed_endpoint: layout is {layout!r}; expected "padded" or "nested". Choose one.')
+    if format not in (None, "padded", "nested"):
+        raise LayoutError(f'packed_endpoint: format is {format!r}; expected "padded" or "nested". Choose one.')
 
     if inspect.iscoroutinefunction(method):
 
         @functools.wraps(method)
         async def served_async(self: Any, *args: Any, **kwargs: Any) -> Any:
-            given, named, parcels = _given(args, kwargs, layout, device)
+            given, named, parcels = _given(args, kwargs, format, device)
             return _reply(self, await method(self, *given, **named), parcels)
 
         return served_async
 
     @functools.wraps(method)
     def served(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given, named, parcels = _given(args, kwargs, layout, device)
+        given, named, parcels = _given(args, kwargs, format, device)
         return _reply(self, method(self, *given, **named), parcels)
 
     return served
 
 
 def _given(
-    args: Sequence[Any], kwargs: Mapping[str, Any], layout: Target | None, device: torch.device | str | None
+    args: Sequence[Any], kwargs: Mapping[str, Any], format: Target | None, device: torch.device | str | None
 ) -> tuple[list[Any], dict[str, Any], list[Parcel]]:
     """The arguments with their batches decoded, and the parcels that these came in."""
     parcels = [value for value in (*args, *kwargs.values()) if isinstance(value, Parcel)]
@@ -374,7 +374,7 @@ def _given(
         if not isinstance(value, Parcel):
             return value
         with _MEMORY.used():
-            return unpack(value._packed, layout=layout, device=device)  # type: ignore[reportPrivateUsage]
+            return unpack(value._packed, format=format, device=device)  # type: ignore[reportPrivateUsage]
 
     return [one(value) for value in args], {name: one(value) for name, value in kwargs.items()}, parcels
 

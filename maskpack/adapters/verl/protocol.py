@@ -77,8 +77,8 @@ class Column:
         cells = [list(row.flat) for row in array] if array.ndim > 1 else list(array)
         return cls(Objects(cells, 1).stowed(), array.shape[1:])
 
-    def select(self, rows: list[int]) -> Column:
-        return replace(self, values=self.values.select(rows) if isinstance(self.values, Objects) else self.values[rows])
+    def take(self, rows: list[int]) -> Column:
+        return replace(self, values=self.values.take(rows) if isinstance(self.values, Objects) else self.values[rows])
 
     def array(self) -> Any:
         """A copy of the array."""
@@ -172,13 +172,13 @@ class PackedProto:
         """Bytes of the encoded tensors and layouts, before any codec."""
         return sum(part.nbytes for part in (self.rows, *self.wide.values()) if part is not None)
 
-    def select(self, rows: Rows) -> PackedProto:
+    def take(self, rows: Rows) -> PackedProto:
         """Some rows: a slice, indices (repeats allowed) or a bool mask [B]. Consecutive rows are views."""
-        index = row_index(rows, self.num_rows, "PackedProto.select")
+        index = row_index(rows, self.num_rows, "PackedProto.take")
         return replace(
             self,
-            rows=None if self.rows is None else self.rows.select(index),
-            columns={name: column.select(index.tolist()) for name, column in self.columns.items()},
+            rows=None if self.rows is None else self.rows.take(index),
+            columns={name: column.take(index.tolist()) for name, column in self.columns.items()},
             num_rows=index.size,
         )
 
@@ -242,12 +242,12 @@ def pack(
     return PackedProto(type(data), rows, columns, meta_info, parts.odd, parts.wide, nested, rows.num_rows)
 
 
-def unpack(packed: PackedProto, *, layout: Target | None = None, device: torch.device | str | None = None) -> Any:
+def unpack(packed: PackedProto, *, format: Target | None = None, device: torch.device | str | None = None) -> Any:
     """The DataProto or TensorDict that was packed, bit for bit, with the rows it has now; it shares no memory with
     `packed`.
 
     Args:
-        layout: `padded` fields, or `nested` ones as `nest_batch_by_mask` gives them; by default as they were. Fields
+        format: `padded` fields, or `nested` ones as `nest_batch_by_mask` gives them; by default as they were. Fields
             that were jagged without it are jagged in either.
         device: where to; by default where each field was, or the host if this process has no such device.
     """
@@ -256,7 +256,7 @@ def unpack(packed: PackedProto, *, layout: Target | None = None, device: torch.d
             f"unpack: got a {type(packed).__name__}; expected a PackedProto. Pass what pack returned; a PackedBatch is "
             "restored by maskpack.decompress."
         )
-    batch = None if packed.rows is None else _decoded(packed, packed.rows, layout, device)
+    batch = None if packed.rows is None else _decoded(packed, packed.rows, format, device)
     if packed.kind is None:
         return batch
     columns = {name: column.array() for name, column in packed.columns.items()}
@@ -264,13 +264,13 @@ def unpack(packed: PackedProto, *, layout: Target | None = None, device: torch.d
 
 
 def _decoded(
-    packed: PackedProto, rows: PackedBatch, layout: Target | None, device: torch.device | str | None
+    packed: PackedProto, rows: PackedBatch, format: Target | None, device: torch.device | str | None
 ) -> TensorDict:
     away = any((form.device or "cpu") != "cpu" for form in rows.schema.forms)
     if device is None and away and not torch.cuda.is_available():
         device = "cpu"
     kept: Target = "nested" if packed.nested else "padded"
-    batch: Any = packing.decompress(rows, layout=kept if layout is None else layout, device=device, max_bytes=None)
+    batch: Any = packing.decompress(rows, format=kept if format is None else format, device=device, max_bytes=None)
     for path, odd in packed.odd.items():
         batch.set(path, odd.again(batch.get(path)))
     for path, whole in packed.wide.items():
