@@ -46,7 +46,7 @@ def layouts(mask: Tensor) -> None:
     layout = mp.RowLayout.from_mask(mask)
     assert_type(layout, mp.RowLayout)
     assert_type(layout.cu_seqlens, Tensor)
-    assert_type(layout.total, int)
+    assert_type(layout.num_tokens, int)
     values: Tensor = ops.pack(mask, layout)
     padded: Tensor = ops.unpack(values, layout, 0)
     print(padded)

@@ -17,7 +17,7 @@ IntArray = npt.NDArray[np.int64]
 Rows = slice | Sequence[int] | IntArray | npt.NDArray[np.bool_] | Tensor
 
 
-class RunTable(NamedTuple):
+class SpanTable(NamedTuple):
     """The run table on the host, all int64: `starts` [N], `counts` [N], `splits` [B + 1] (the runs of each row)."""
 
     starts: IntArray
@@ -25,14 +25,14 @@ class RunTable(NamedTuple):
     splits: IntArray
 
 
-def table_rows(table: RunTable, rows: IntArray) -> RunTable:
+def table_rows(table: SpanTable, rows: IntArray) -> SpanTable:
     """The run table of some rows, by their numbers."""
     first, runs = table.splits[rows], table.splits[rows + 1] - table.splits[rows]
     take = ranges(first, runs)
-    return RunTable(table.starts[take], table.counts[take], cumulated(runs))
+    return SpanTable(table.starts[take], table.counts[take], cumulated(runs))
 
 
-def bits_of(table: RunTable, width: int) -> npt.NDArray[np.uint8]:
+def bits_of(table: SpanTable, width: int) -> npt.NDArray[np.uint8]:
     """uint8 [B, ceil(width / 8)]: 1 at real positions, the first of a row in the highest bit of its first byte. Bits
     behind the last are 0."""
     rows, size = table.splits.size - 1, -(-width // 8)
@@ -44,7 +44,7 @@ def bits_of(table: RunTable, width: int) -> npt.NDArray[np.uint8]:
     return np.packbits(steps[:-1].view(np.bool_)).reshape(rows, size)
 
 
-def table_of_bits(bits: npt.NDArray[np.uint8], width: int) -> RunTable | None:
+def table_of_bits(bits: npt.NDArray[np.uint8], width: int) -> SpanTable | None:
     """The inverse of `bits_of`; None where a bit behind the last position of a row is set."""
     real = np.unpackbits(bits, axis=1).view(np.bool_)
     if real[:, width:].any():
@@ -55,7 +55,7 @@ def table_of_bits(bits: npt.NDArray[np.uint8], width: int) -> RunTable | None:
     places = np.flatnonzero(edges)
     begins, ends = places[::2], places[1::2]
     splits = np.searchsorted(begins, np.arange(len(bits) + 1) * (width + 1))
-    return RunTable(begins % (width + 1), ends - begins, splits)
+    return SpanTable(begins % (width + 1), ends - begins, splits)
 
 
 def row_index(rows: Rows, num_rows: int, call: str) -> IntArray:

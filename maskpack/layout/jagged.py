@@ -212,5 +212,5 @@ def check_lengths(fields: Mapping[str, tuple[Tensor, RowLayout]], call: str, rem
             seen = np.diff(offsets)
             raise LayoutError(
                 f'{call}: field "{name}" has {seen.size} rows of {int(seen.sum())} tokens; its layout has '
-                f"{layout.num_rows} rows of {layout.total} tokens, or the rows differ in length. {remedy}"
+                f"{layout.num_rows} rows of {layout.num_tokens} tokens, or the rows differ in length. {remedy}"
             )

@@ -25,7 +25,7 @@ from maskpack.core.arguments import list_of, said, whole
 from maskpack.core.index import (
     IntArray,
     Rows,
-    RunTable,
+    SpanTable,
     bits_of,
     cumulated,
     ranges,
@@ -36,7 +36,7 @@ from maskpack.core.index import (
 from maskpack.core.tensors import device_here, host_array, need_tensor, numbered
 from maskpack.errors import LayoutError
 from maskpack.layout import scan
-from maskpack.layout.run_index import RunIndex, index_of, need_int32, places_of, table_of
+from maskpack.layout.span_index import SpanIndex, index_of, need_int32, places_of, table_of
 
 _FEW_BYTES = 256
 """What bits must save, or a layout travels as its runs."""
@@ -51,7 +51,7 @@ class RowLayout:
     Attributes:
         num_rows: B.
         width: padded size of the row dimension, S.
-        total: number of real positions in all rows, T.
+        num_tokens: number of real positions in all rows, T.
         device: where masks, indices and offsets of this layout lie.
         anchor: the column that stays in place when batches of different widths are joined: padding grows on both
             sides of it. 0 for rows padded on the right, the width for rows padded on the left.
@@ -59,7 +59,7 @@ class RowLayout:
 
     num_rows: int
     width: int
-    total: int
+    num_tokens: int
     device: torch.device
     anchor: int = 0
 
@@ -72,26 +72,26 @@ class RowLayout:
     # ---------------------------------------------------------------- constructors
 
     @classmethod
-    def from_mask(cls, mask: Tensor, *, total: int | None = None) -> RowLayout:
+    def from_mask(cls, mask: Tensor, *, num_tokens: int | None = None) -> RowLayout:
         """From a mask [B, S] of any dtype: a position is real where the mask is not zero.
 
         Args:
             mask: on CUDA, it is scanned there, with one synchronisation.
-            total: a promise that saves this synchronisation: the mask has `total` real positions, and no row has two
+            num_tokens: a promise that saves this synchronisation: the mask has `num_tokens` real positions, and no row has two
                 runs. A broken promise gives wrong elements, never memory that is not theirs; it raises LayoutError when
                 the layout is first read on the host. On the CPU it is checked at once.
 
         Raises LayoutError if the mask is not two-dimensional, or does not keep the promise; on CUDA also for more than
         2^31 - 1 real positions, which int32 does not count.
         """
-        return cls.scanned(mask, total)[0]
+        return cls.scanned(mask, num_tokens)[0]
 
     @classmethod
-    def scanned(cls, mask: Tensor, total: int | None = None) -> tuple[RowLayout, Tensor | None]:
+    def scanned(cls, mask: Tensor, num_tokens: int | None = None) -> tuple[RowLayout, Tensor | None]:
         """As `from_mask`, and the value of all real positions, where the scan has seen that they have one and that all
         others are 0 bits (never on CUDA)."""
         need_tensor(mask, "mask", "RowLayout.from_mask")
-        total = None if total is None else whole(total, "total", 0, "RowLayout.from_mask")
+        num_tokens = None if num_tokens is None else whole(num_tokens, "num_tokens", 0, "RowLayout.from_mask")
         if mask.is_nested or mask.dim() != 2:
             shape = "jagged" if mask.is_nested else tuple(mask.shape)
             raise LayoutError(
@@ -101,12 +101,12 @@ class RowLayout:
         rows, width = mask.shape
         if mask.device.type == "cpu":
             table, value = scan.on_host(mask.detach())
-            _keep_promise(table, total)
+            _keep_promise(table, num_tokens)
             return cls.from_table(width, table, mask.device), value
-        found = scan.on_device(mask.detach(), total)
+        found = scan.on_device(mask.detach(), num_tokens)
         if "table" in found.known:
-            _keep_promise(found.known["table"], total)
-        return cls(rows, width, found.total, mask.device)._knowing(**found.known), None
+            _keep_promise(found.known["table"], num_tokens)
+        return cls(rows, width, found.num_tokens, mask.device)._knowing(**found.known), None
 
     @classmethod
     def from_lengths(
@@ -151,10 +151,10 @@ class RowLayout:
             )
         real = host > 0
         splits = cumulated(real.astype(np.int64))
-        return cls.from_table(width, RunTable(np.zeros(int(splits[-1]), np.int64), host[real], splits), device)
+        return cls.from_table(width, SpanTable(np.zeros(int(splits[-1]), np.int64), host[real], splits), device)
 
     @classmethod
-    def from_runs(
+    def from_spans(
         cls,
         starts: Sequence[int] | IntArray,
         counts: Sequence[int] | IntArray,
@@ -168,9 +168,9 @@ class RowLayout:
 
         Runs of a row are in order and do not touch (they are maximal). Raises LayoutError otherwise.
         """
-        call = "RowLayout.from_runs"
+        call = "RowLayout.from_spans"
         width, anchor = whole(width, "width", 0, call), whole(anchor, "anchor", 0, call)
-        table = RunTable(
+        table = SpanTable(
             _whole(starts, call, "starts", "(N,)"),
             _whole(counts, call, "counts", "(N,)"),
             cumulated(_whole(runs_per_row, call, "runs_per_row", "(B,)")),
@@ -183,7 +183,7 @@ class RowLayout:
         return cls.from_table(width, table, device_here(device, call), anchor)
 
     @classmethod
-    def from_table(cls, width: int, table: RunTable, device: torch.device | str, anchor: int = 0) -> RowLayout:
+    def from_table(cls, width: int, table: SpanTable, device: torch.device | str, anchor: int = 0) -> RowLayout:
         """From a table that is known to be sound. Raises LayoutError for more positions than int64 counts."""
         rows = table.splits.size - 1
         if rows * width > _MOST:
@@ -198,7 +198,7 @@ class RowLayout:
     # ---------------------------------------------------------------- sizes, on the host
 
     @cached_property
-    def table(self) -> RunTable:
+    def table(self) -> SpanTable:
         """The run table on the host. One synchronisation the first time, where the layout is on CUDA and unread.
 
         Raises LayoutError if the mask did not keep the promise that `from_mask` was given.
@@ -207,17 +207,17 @@ class RowLayout:
             return scan.table_of_rows(self.__dict__["scanned"])
         if "promised" in self.__dict__:
             table = scan.table_of_rows(self.__dict__["promised"].cpu().numpy())
-            _keep_promise(table, self.total)
+            _keep_promise(table, self.num_tokens)
             return table
         return table_of(self.index)
 
     @cached_property
-    def index(self) -> RunIndex:
+    def index(self) -> SpanIndex:
         """The runs as kernels look them up, on the device. Raises LayoutError for what int32 does not count."""
         return index_of(self.table, self.width, self.device)
 
     @property
-    def num_runs(self) -> int:
+    def num_spans(self) -> int:
         """N."""
         return self.table.starts.size
 
@@ -245,15 +245,15 @@ class RowLayout:
         return int(self.lengths.max(initial=0))
 
     @cached_property
-    def run_slices(self) -> list[slice]:
+    def span_slices(self) -> list[slice]:
         """The place of each run in the flattened [B * S], on the host."""
         begins = np.repeat(np.arange(self.num_rows) * self.width, np.diff(self.table.splits)) + self.table.starts
         return list(map(slice, begins.tolist(), (begins + self.table.counts).tolist()))
 
     @property
-    def long_runs(self) -> bool:
+    def long_spans(self) -> bool:
         """Whether copying run by run beats an index per element, on the host."""
-        return self.total >= 64 * self.num_runs
+        return self.num_tokens >= 64 * self.num_spans
 
     # ---------------------------------------------------------------- derived tensors, on the device
 
@@ -285,9 +285,9 @@ class RowLayout:
     def cu_seqlens(self) -> Tensor:
         """int32 [B + 1]: cumulated row lengths, as varlen attention takes them. Raises LayoutError for more than
         2^31 - 1 real positions. Never above T, because others read as many tokens as these say."""
-        need_int32("RowLayout.cu_seqlens", total=self.total)
+        need_int32("RowLayout.cu_seqlens", num_tokens=self.num_tokens)
         if "promised" in self.__dict__:
-            return self.index.begins.clamp(max=self.total)
+            return self.index.begins.clamp(max=self.num_tokens)
         if "index" in self.__dict__:
             return self.index.begins if self.index.cu_seqlens is None else self.index.cu_seqlens
         return self.offsets.to(torch.int32)
@@ -301,7 +301,7 @@ class RowLayout:
         if self.device.type == "cpu":
             rows = np.repeat(np.arange(self.num_rows), np.diff(self.table.splits))
             return torch.from_numpy(ranges(rows * self.width + self.table.starts, self.table.counts))
-        return places_of(self.index, self.num_rows, self.width, self.total)
+        return places_of(self.index, self.num_rows, self.width, self.num_tokens)
 
     def to_mask(self, dtype: torch.dtype = torch.bool) -> Tensor:
         """The mask [B, S]: 1 at real positions, 0 elsewhere."""
@@ -339,7 +339,7 @@ class RowLayout:
         counts = (table.starts + table.counts).clip(start, stop) - begin
         keep = counts > 0
         splits = cumulated(keep.astype(np.int64))[table.splits]
-        table = RunTable((begin - start)[keep], counts[keep], splits)
+        table = SpanTable((begin - start)[keep], counts[keep], splits)
         anchor = min(max(self.anchor - start, 0), stop - start)
         return RowLayout.from_table(stop - start, table, self.device, anchor)
 
@@ -353,7 +353,7 @@ class RowLayout:
         """The same rows with as many columns of padding more on each side."""
         table = self.table
         left, right = (whole(columns, "columns", 0, "RowLayout.widened") for columns in (left, right))
-        table = RunTable(table.starts + left, table.counts, table.splits)
+        table = SpanTable(table.starts + left, table.counts, table.splits)
         return RowLayout.from_table(left + self.width + right, table, self.device, left + self.anchor)
 
     def prefix(self) -> RowLayout:
@@ -379,7 +379,7 @@ class RowLayout:
         ]
         tables = [layout.table for layout in layouts]
         runs = np.concatenate([np.diff(table.splits) for table in tables])
-        table = RunTable(
+        table = SpanTable(
             np.concatenate([table.starts for table in tables]),
             np.concatenate([table.counts for table in tables]),
             cumulated(runs),
@@ -409,8 +409,8 @@ class RowLayout:
 
     def __repr__(self) -> str:
         return (
-            f"RowLayout(rows={self.num_rows}, width={self.width}, tokens={self.total}, "
-            f"runs={self.num_runs}, device={str(self.device)!r})"
+            f"RowLayout(rows={self.num_rows}, width={self.width}, tokens={self.num_tokens}, "
+            f"runs={self.num_spans}, device={str(self.device)!r})"
         )
 
 
@@ -420,18 +420,18 @@ def _restored(width: int, device: str, anchor: int, *compact: npt.NDArray[Any]) 
         assert table is not None
     else:
         starts, counts, runs = (part.astype(np.int64) for part in compact)
-        table = RunTable(starts, counts, cumulated(runs))
+        table = SpanTable(starts, counts, cumulated(runs))
     return RowLayout.from_table(width, table, device, anchor)
 
 
-def _keep_promise(table: RunTable, total: int | None) -> None:
-    if total is None:
+def _keep_promise(table: SpanTable, num_tokens: int | None) -> None:
+    if num_tokens is None:
         return
     seen, most = int(table.counts.sum()), int(np.diff(table.splits).max(initial=0))
-    if seen != total or most > 1:
+    if seen != num_tokens or most > 1:
         raise LayoutError(
-            f"RowLayout.from_mask: the mask has {seen} real positions and up to {most} runs in a row; {total} and at "
-            "most one were promised. Give the true total, or none where rows have several runs."
+            f"RowLayout.from_mask: the mask has {seen} real positions and up to {most} runs in a row; {num_tokens} and at "
+            "most one were promised. Give the true num_tokens, or none where rows have several runs."
         )
 
 
@@ -444,7 +444,7 @@ def _whole(values: Any, call: str, name: str, shape: str) -> IntArray:
     return array.astype(np.int64)
 
 
-def _complaint(table: RunTable, width: int) -> str | None:
+def _complaint(table: SpanTable, width: int) -> str | None:
     starts, counts, splits = table
     if width < 0:
         return "the width is negative"

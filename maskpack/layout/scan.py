@@ -11,14 +11,14 @@ from torch import Tensor
 
 from maskpack.core.backends import uses_triton
 from maskpack.core.bits import from_words, words
-from maskpack.core.index import IntArray, RunTable, cumulated
+from maskpack.core.index import IntArray, SpanTable, cumulated
 from maskpack.errors import LayoutError
-from maskpack.layout.run_index import BLOCK, MOST_TOKENS, RunIndex, blocks_of, need_int32
+from maskpack.layout.span_index import BLOCK, MOST_TOKENS, SpanIndex, blocks_of, need_int32
 
 _BLOCK_BYTES = 1 << 19  # the flags of one block stay inside the second-level cache
 
 
-def on_host(mask: Tensor) -> tuple[RunTable, Tensor | None]:
+def on_host(mask: Tensor) -> tuple[SpanTable, Tensor | None]:
     """The runs of a mask [B, S] on the CPU; and where all real positions have one value and all others are 0 bits, that
     value, a tensor () of its dtype.
 
@@ -52,7 +52,7 @@ def on_host(mask: Tensor) -> tuple[RunTable, Tensor | None]:
     return _runs(row, column, on, rows, width), values[int(real[0])] if alike and not complex_mask else None
 
 
-def _runs(row: IntArray, column: IntArray, on: npt.NDArray[np.bool_], rows: int, width: int) -> RunTable:
+def _runs(row: IntArray, column: IntArray, on: npt.NDArray[np.bool_], rows: int, width: int) -> SpanTable:
     """From stretches of equal values: each begins at (row, column) and is real where `on`."""
     was_on = np.zeros(on.size, np.bool_)
     was_on[1:] = on[:-1]
@@ -62,13 +62,13 @@ def _runs(row: IntArray, column: IntArray, on: npt.NDArray[np.bool_], rows: int,
     begin, stop = on & ~was_on, was_on & ~on
     ends = np.where(stop, column, width)[stop | (last & on)]
     splits = np.searchsorted(row[begin], np.arange(rows + 1)).astype(np.int64)
-    return RunTable(column[begin], ends - column[begin], splits)
+    return SpanTable(column[begin], ends - column[begin], splits)
 
 
 class Found(NamedTuple):
     """What a scan on a device knows of a layout: T, and attributes of RowLayout that follow from the runs."""
 
-    total: int
+    num_tokens: int
     known: dict[str, Any]
 
 
@@ -78,11 +78,13 @@ def on_device(mask: Tensor, promised: int | None) -> Found:
     stay there, as `promised`. Raises LayoutError for what int32 does not count."""
     rows, width = mask.shape
     if rows == 0 or width == 0:
-        return Found(0, {"table": RunTable(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(rows + 1, np.int64))})
-    need_int32("RowLayout.from_mask", total=promised or 0, width=max(rows, width))
+        return Found(
+            0, {"table": SpanTable(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(rows + 1, np.int64))}
+        )
+    need_int32("RowLayout.from_mask", num_tokens=promised or 0, width=max(rows, width))
     if promised is not None and not 0 <= promised <= rows * width:
         raise LayoutError(
-            f"RowLayout.from_mask: total is {promised}; a mask {(rows, width)} has 0 to {rows * width} real positions. "
+            f"RowLayout.from_mask: num_tokens is {promised}; a mask {(rows, width)} has 0 to {rows * width} real positions. "
             "Give the number of those that are real."
         )
     with torch.cuda.device_of(mask):  # Triton launches on the current device
@@ -100,23 +102,23 @@ def _scan(mask: Tensor, promised: int | None) -> Found:
         real = _not_zero(mask).contiguous()
     entries = blocks_of(rows * width if promised is None else promised)
     counts, cu_seqlens, splits, blocks = scan_rows(real, entries, promised is not None)
-    index = RunIndex(counts[2], cu_seqlens, blocks)
+    index = SpanIndex(counts[2], cu_seqlens, blocks)
     if promised is not None:
         return Found(promised, {"promised": counts, "index": index})
     scanned = counts.cpu().numpy()
-    total = int(scanned[0].sum(dtype=np.int64))
-    need_int32("RowLayout.from_mask", total=total)
+    num_tokens = int(scanned[0].sum(dtype=np.int64))
+    need_int32("RowLayout.from_mask", num_tokens=num_tokens)
     if int(scanned[1].max()) <= 1:
-        return Found(total, {"scanned": scanned, "index": index})
-    index = list_runs(real, cu_seqlens, splits, total, int(scanned[1].sum(dtype=np.int64)))
-    return Found(total, {"lengths": scanned[0].astype(np.int64), "index": index})
+        return Found(num_tokens, {"scanned": scanned, "index": index})
+    index = list_runs(real, cu_seqlens, splits, num_tokens, int(scanned[1].sum(dtype=np.int64)))
+    return Found(num_tokens, {"lengths": scanned[0].astype(np.int64), "index": index})
 
 
-def table_of_rows(scanned: npt.NDArray[np.int32]) -> RunTable:
+def table_of_rows(scanned: npt.NDArray[np.int32]) -> SpanTable:
     """The table of rows of one run at most, from [3, B]: real positions, runs and first real position of each row."""
     lengths, runs, first = scanned.astype(np.int64)
     some = runs > 0
-    return RunTable(first[some], lengths[some], cumulated(runs))
+    return SpanTable(first[some], lengths[some], cumulated(runs))
 
 
 _LOADED = (
@@ -145,7 +147,7 @@ def _begins(real: Tensor) -> Tensor:
     return begin
 
 
-def _list_runs(real: Tensor, cu_seqlens: Tensor, splits: Tensor, total: int, runs: int) -> RunIndex:
+def _list_runs(real: Tensor, cu_seqlens: Tensor, splits: Tensor, num_tokens: int, runs: int) -> SpanIndex:
     """The index of rows of several runs."""
     width = real.shape[1]
     end = real.clone()
@@ -158,12 +160,12 @@ def _list_runs(real: Tensor, cu_seqlens: Tensor, splits: Tensor, total: int, run
     bits = (words.to(torch.int64) << torch.arange(32, device=real.device)).sum(2).to(torch.int32)
     sums = words.sum(2).view(-1).cumsum(0, dtype=torch.int32).view(bits.shape)
     before = sums - words.sum(2)
-    blocks = _blocks(begins, blocks_of(total))
-    return RunIndex(starts, begins, blocks, rows, splits, cu_seqlens, bits, before.to(torch.int32))
+    blocks = _blocks(begins, blocks_of(num_tokens))
+    return SpanIndex(starts, begins, blocks, rows, splits, cu_seqlens, bits, before.to(torch.int32))
 
 
 def _blocks(begins: Tensor, entries: int) -> Tensor:
-    """`RunIndex.blocks`; beyond the last token, the last run."""
+    """`SpanIndex.blocks`; beyond the last token, the last run."""
     tokens = torch.arange(0, BLOCK * entries, BLOCK, device=begins.device)
     found = torch.searchsorted(begins, tokens, right=True, out_int32=True) - 1
     return found.clamp_(max=begins.shape[0] - 2)

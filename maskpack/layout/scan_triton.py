@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from maskpack.layout.run_index import BLOCK, MOST_TOKENS, RunIndex, blocks_of, words_of
+from maskpack.layout.span_index import BLOCK, MOST_TOKENS, SpanIndex, blocks_of, words_of
 
 _ROWS = 1024
 _ITEMS = 512
@@ -122,9 +122,9 @@ def _scan_rows(
         _sum_up(counts, rows, cu_seqlens, splits, splits + rows + 1, entries, filled, SUM, BLOCK, ROWS)
 
 
-@triton.jit(do_not_specialize=["entries", "total", "runs"])
+@triton.jit(do_not_specialize=["entries", "num_tokens", "runs"])
 def _list_runs(
-    mask, width, stride, words, cu_seqlens, splits, starts, begins, rows, blocks, bits, before, entries, total, runs,
+    mask, width, stride, words, cu_seqlens, splits, starts, begins, rows, blocks, bits, before, entries, num_tokens, runs,
     BLOCK: tl.constexpr, POSITIONS: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -153,14 +153,14 @@ def _list_runs(
         run += tl.sum(first.to(tl.int32))
         begin += POSITIONS
     if row == tl.num_programs(0) - 1:
-        tl.store(begins + runs, total)
+        tl.store(begins + runs, num_tokens)
         tl.store(blocks + entries - 1, runs - 1)
 
 
 def scan_rows(mask: Tensor, entries: int, promised: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of a mask [B, S] with neighbours in memory along S, B and S not 0, int32: [3, B], real positions, runs and first
     real position (0 in an empty row) of each row; [B + 1], where rows begin among the packed tokens, and among the
-    runs, or the largest int32; and for rows of one run `RunIndex.blocks`: `entries` entries, all of which are written
+    runs, or the largest int32; and for rows of one run `SpanIndex.blocks`: `entries` entries, all of which are written
     where they follow from a promise."""
     rows, width = mask.shape
     stride = mask.stride(0)
@@ -181,17 +181,17 @@ def scan_rows(mask: Tensor, entries: int, promised: bool) -> tuple[Tensor, Tenso
     return counts.view(3, rows), cu_seqlens, splits, blocks
 
 
-def list_runs(mask: Tensor, cu_seqlens: Tensor, splits: Tensor, total: int, runs: int) -> RunIndex:
-    """The index of rows of several runs; `total` is T, `runs` is N."""
+def list_runs(mask: Tensor, cu_seqlens: Tensor, splits: Tensor, num_tokens: int, runs: int) -> SpanIndex:
+    """The index of rows of several runs; `num_tokens` is T, `runs` is N."""
     rows, width = mask.shape
-    entries, words = blocks_of(total), words_of(width)
+    entries, words = blocks_of(num_tokens), words_of(width)
     sizes = [runs, runs + 1, entries, runs, rows * words, rows * words]
     line = torch.empty(sum(sizes), dtype=torch.int32, device=mask.device)
     starts, begins, blocks, of_rows, bits, before = line.split(sizes)
     source: Any = triton.reinterpret(mask, tl.int8) if mask.dtype == torch.bool else mask
     _list_runs[(rows,)](
         source, width, mask.stride(0), words, cu_seqlens, splits, starts, begins, of_rows, blocks, bits, before,
-        entries, total, runs, BLOCK, _POSITIONS,
+        entries, num_tokens, runs, BLOCK, _POSITIONS,
     )  # fmt: skip
     ranks = bits.view(rows, words), before.view(rows, words)
-    return RunIndex(starts, begins, blocks, of_rows, splits, cu_seqlens, *ranks)
+    return SpanIndex(starts, begins, blocks, of_rows, splits, cu_seqlens, *ranks)

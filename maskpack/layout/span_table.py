@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from maskpack.core.bits import Words
-from maskpack.core.index import IntArray, RunTable, bits_of, cumulated, ranges, table_of_bits, table_rows
+from maskpack.core.index import IntArray, SpanTable, bits_of, cumulated, ranges, table_of_bits, table_rows
 
 LINE = 12
 """Bytes of a line."""
@@ -26,7 +26,7 @@ _BITS = -1
 """In the place of the first start of a row."""
 
 
-def lines_of(table: RunTable, width: int) -> tuple[npt.NDArray[np.int32], IntArray]:
+def lines_of(table: SpanTable, width: int) -> tuple[npt.NDArray[np.int32], IntArray]:
     """int32 [n, 3], the lines of all rows, and int64 [B + 1], where each row begins among them."""
     starts, counts, splits = table
     lines = np.empty((starts.size, 3), np.int32)
@@ -43,7 +43,7 @@ def lines_of(table: RunTable, width: int) -> tuple[npt.NDArray[np.int32], IntArr
     return out, ends
 
 
-def table_of_lines(lines: npt.NDArray[Any], splits: IntArray, width: int) -> RunTable | None:
+def table_of_lines(lines: npt.NDArray[Any], splits: IntArray, width: int) -> SpanTable | None:
     """The inverse of `lines_of`; None if the lines are no longer what it gave."""
     sizes, most = np.diff(splits), _lines_of_bits(width)
     if int(splits[0]) or int(splits[-1]) != len(lines) or (sizes < 0).any():
@@ -55,7 +55,7 @@ def table_of_lines(lines: npt.NDArray[Any], splits: IntArray, width: int) -> Run
     if not np.array_equal(_check(runs[:, 0], runs[:, 1]), runs[:, 2]) or (sizes[many] != most).any():
         return None
     if not many.size:
-        return RunTable(runs[:, 0], runs[:, 1], splits)
+        return SpanTable(runs[:, 0], runs[:, 1], splits)
     found = _of_bits(lines[ranges(splits[many], sizes[many])], many.size, width)
     if found is None:
         return None
@@ -64,7 +64,7 @@ def table_of_lines(lines: npt.NDArray[Any], splits: IntArray, width: int) -> Run
     out = np.empty((2, int(ends[-1])), np.int64)
     out[:, ranges(ends[few], sizes[few])] = runs[:, :2].T
     out[:, ranges(ends[many], sizes[many])] = found.starts, found.counts
-    return RunTable(out[0], out[1], ends)
+    return SpanTable(out[0], out[1], ends)
 
 
 def _lines_of_bits(width: int) -> int:
@@ -72,7 +72,7 @@ def _lines_of_bits(width: int) -> int:
     return -(-(_HEAD + -(-width // 8)) // LINE)
 
 
-def _with_bits(table: RunTable, width: int) -> npt.NDArray[np.int32]:
+def _with_bits(table: SpanTable, width: int) -> npt.NDArray[np.int32]:
     bits = bits_of(table, width)
     raw = np.zeros((len(bits), LINE * _lines_of_bits(width)), np.uint8)
     raw[:, _HEAD : _HEAD + bits.shape[1]] = bits
@@ -81,7 +81,7 @@ def _with_bits(table: RunTable, width: int) -> npt.NDArray[np.int32]:
     return lines.reshape(-1, 3)
 
 
-def _of_bits(lines: npt.NDArray[Any], rows: int, width: int) -> RunTable | None:
+def _of_bits(lines: npt.NDArray[Any], rows: int, width: int) -> SpanTable | None:
     whole = lines.astype(np.int32).reshape(rows, -1)
     raw = whole.view(np.uint8)[:, _HEAD:]
     bits = np.ascontiguousarray(raw[:, : -(-width // 8)])

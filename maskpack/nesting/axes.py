@@ -30,7 +30,7 @@ class Axis:
     flat: bool = False
 
     def __str__(self) -> str:
-        size = f"{self.layout.total} tokens" if self.flat else (self.layout.num_rows, self.layout.width)
+        size = f"{self.layout.num_tokens} tokens" if self.flat else (self.layout.num_rows, self.layout.width)
         return f'mask "{self.name}" is {size}'
 
 

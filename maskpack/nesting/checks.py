@@ -223,7 +223,7 @@ def _edge_steps_on_host(x: Words, values: Words, layout: RowLayout) -> int:
 def _gaps(layout: RowLayout) -> tuple[IntArray, IntArray, IntArray]:
     """The gaps between two runs of a row: the row, the last position of the gap, and the last position before it."""
     table = layout.table
-    first = np.zeros(layout.num_runs + 1, np.bool_)
+    first = np.zeros(layout.num_spans + 1, np.bool_)
     first[table.splits] = True
     later = np.flatnonzero(~first[:-1])
     rows = np.searchsorted(table.splits, later, side="right") - 1

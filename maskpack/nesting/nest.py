@@ -26,7 +26,7 @@ from maskpack.nesting.schema import (
     pad_table,
     read_layouts,
     read_pads,
-    run_tables,
+    span_tables,
     write_layouts,
 )
 from maskpack.nesting.survey import survey
@@ -89,7 +89,7 @@ def nest_batch_by_mask(
 
     schema = found.schema()
     out = build(rows_only(found.root), [(form.path, nested(form)) for form in found.forms], found.rows)
-    tables = run_tables(found.layouts)
+    tables = span_tables(found.layouts)
     where = next((table.device for table in tables.values()), found.root.device or "cpu")
     pads = pad_table(schema.forms, found.row_pads, found.rows, where)
     return out.set(LAYOUTS, write_layouts(schema, tables, pads, found.rows, found.root.device))

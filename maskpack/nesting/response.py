@@ -98,21 +98,23 @@ def extract_response(batch: TensorDictBase, values: Tensor, *, registry: Registr
 def _packed_values(values: Tensor, sequence: RowLayout, call: str) -> tuple[Tensor, bool]:
     if values.is_nested and is_regular(values):
         packed = values.values()
-        if packed.shape[0] == sequence.total and np.array_equal(host_offsets(values, sequence), sequence.row_offsets):
+        if packed.shape[0] == sequence.num_tokens and np.array_equal(
+            host_offsets(values, sequence), sequence.row_offsets
+        ):
             return packed, False
         seen = f"jagged with {packed.shape[0]} tokens"
     elif values.is_nested:
         seen = "nested, but not jagged along dim 1 without gaps"
     elif tuple(values.shape[:2]) == (sequence.num_rows, sequence.width):
         return ops.pack(values, sequence.to(values.device)), True
-    elif values.dim() >= 1 and values.shape[0] == sequence.total:
+    elif values.dim() >= 1 and values.shape[0] == sequence.num_tokens:
         return values, False
-    elif values.dim() >= 2 and values.shape[0] == 1 and values.shape[1] == sequence.total:
+    elif values.dim() >= 2 and values.shape[0] == 1 and values.shape[1] == sequence.num_tokens:
         return values[0], False
     else:
         seen = str(tuple(values.shape))
     raise LayoutError(
-        f"{call}: values are {seen}; expected jagged or packed with {sequence.total} tokens, or padded "
+        f"{call}: values are {seen}; expected jagged or packed with {sequence.num_tokens} tokens, or padded "
         f"({sequence.num_rows}, {sequence.width}, ...). Pass the model's output for every token of this batch."
     )
 
@@ -222,7 +224,7 @@ class ResponseAxis:
         if form.layout not in (SEQUENCE, RESPONSE) or not np.array_equal(offsets, layout.row_offsets):
             raise LayoutError(
                 f'{call}: field "{show(path)}" has {int(offsets[-1])} tokens in {lengths.size} rows under layout '
-                f'"{form.layout}"; the responses have {self.response.total} in {self.response.num_rows}. Name '
+                f'"{form.layout}"; the responses have {self.response.num_tokens} in {self.response.num_rows}. Name '
                 "fields of the response or the sequence axis."
             )
         whole = to_padded(value.values(), form, layout, read_pads(batch, self.forms, path, call))
@@ -251,8 +253,8 @@ class ResponseAxis:
                 f'{call}: field "{show(path)}" was added after nesting; its pad {pad!r} is not known. '
                 "Nest the batch again with pad_token_id, which gives new fields their pad."
             )
-        whole = self.sequence is not None and value.values().shape[0] == self.sequence.total
-        layout = SEQUENCE if whole and self.response.total != value.values().shape[0] else RESPONSE
+        whole = self.sequence is not None and value.values().shape[0] == self.sequence.num_tokens
+        layout = SEQUENCE if whole and self.response.num_tokens != value.values().shape[0] else RESPONSE
         return FieldForm(path, "padded", layout, (pad,), dtype=value.dtype)
 
     def tail(self, sequence: RowLayout) -> IntArray:

@@ -4,7 +4,7 @@ A nested batch has one entry more than the padded one, LAYOUTS, with one part: f
 runs, one row of the table for each row of the batch, so that it follows the rows through indexing, chunk, split and
 cat; the pads of all padded fields in each row; and the schema. The part is named after the fields, so that `update`
 with a batch of other fields adds a part, and one of the same fields takes its place.
-A row of the table is lines of three int32 (run_lines.py), as bytes: bytes survive the casts that `float()` and
+A row of the table is lines of three int32 (span_table.py), as bytes: bytes survive the casts that `float()` and
 `to(dtype)` apply to every entry, and checksums find any other arithmetic. So are the pads: of each field in each row
 one byte, 1 for EDGE, and the bytes of the pad. Batches that found different pads have the same entries, so that
 torch.cat joins them.
@@ -147,7 +147,7 @@ def _pad_places(forms: Iterable[FieldForm]) -> dict[Path, slice]:
     return places
 
 
-def run_tables(layouts: Mapping[str, RowLayout]) -> dict[str, Tensor]:
+def span_tables(layouts: Mapping[str, RowLayout]) -> dict[str, Tensor]:
     """The run table of each layout, on its device."""
     made: dict[str, Tensor] = {}
     for name, layout in layouts.items():
@@ -328,6 +328,6 @@ def _layout(
     if table is None:
         raise LayoutError(f'{call}: the run table of layout "{name}" was changed by arithmetic. {INTACT}')
     try:
-        return RowLayout.from_runs(*table[:2], np.diff(table.splits), width, device=device, anchor=anchor)
+        return RowLayout.from_spans(*table[:2], np.diff(table.splits), width, device=device, anchor=anchor)
     except LayoutError as error:
         raise LayoutError(f'{call}: the run table of layout "{name}" was changed: {error} {INTACT}') from error

@@ -234,7 +234,7 @@ class _Planner:
                 layout = self.layouts[form.layout]
                 value = self._axes.value_of(form.path, layout)
                 if value is not None:
-                    found[form.path] = value.expand(layout.total)
+                    found[form.path] = value.expand(layout.num_tokens)
         return found
 
     def values(self, form: FieldForm, value: Tensor, one_call: bool) -> Tensor:
@@ -262,7 +262,7 @@ class _Planner:
             return dense if value.dim() <= 1 else replace(dense, reason="the registry does not know it")
         axes = self._candidates(path, spec)
         for axis in axes:
-            if axis.flat and value.dim() >= 1 and value.shape[0] == axis.layout.total:
+            if axis.flat and value.dim() >= 1 and value.shape[0] == axis.layout.num_tokens:
                 return FieldForm(path, "flat", self._use(axis.name, axis.layout), dtype=value.dtype)
             dim = spec.dim_of(value)
             shape = (axis.layout.num_rows, axis.layout.width)

@@ -126,7 +126,7 @@ class Verifier:
     def _has_padding(self, form: FieldForm) -> bool:
         """Whether any position of a field is padded; else its pad was not seen."""
         layout = self._layouts[form.layout or ""]
-        return layout.total < layout.num_rows * layout.width
+        return layout.num_tokens < layout.num_rows * layout.width
 
     def _read(self, gathered: Sequence[FieldForm], doubtful: Mapping[Path, FieldForm]) -> dict[Path, PadValue | None]:
         """Gathers all fields; the pads of the doubtful ones."""

@@ -134,10 +134,10 @@ def _fields(x: Any, name: str, call: str) -> list[Tensor]:
 
 
 def _check(values: Tensor, layout: RowLayout) -> None:
-    if values.is_nested or values.dim() < 1 or values.shape[0] != layout.total or values.device != layout.device:
+    if values.is_nested or values.dim() < 1 or values.shape[0] != layout.num_tokens or values.device != layout.device:
         seen = "jagged" if values.is_nested else f"{tuple(values.shape)} on {values.device}"
         raise LayoutError(
-            f"unpack: values are {seen}; the layout has {layout.total} real positions on {layout.device}. "
+            f"unpack: values are {seen}; the layout has {layout.num_tokens} real positions on {layout.device}. "
             "Pass the packed values of this layout, on its device."
         )
 

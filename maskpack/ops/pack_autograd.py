@@ -17,7 +17,7 @@ from torch import Tensor
 from maskpack.core.bits import words
 from maskpack.fields.registry import EDGE
 from maskpack.layout.row_layout import RowLayout
-from maskpack.layout.run_index import RunIndex
+from maskpack.layout.span_index import SpanIndex
 from maskpack.ops import pack_torch as _torch
 from maskpack.ops import pack_triton as _triton
 
@@ -28,8 +28,8 @@ _Job = tuple[int, Tensor | None, int]
 def pack(fields: Sequence[Tensor], layout: RowLayout) -> list[Tensor]:
     """`fields` [B, S, *F] -> [T, *F]."""
     if not _needs_operator(fields):
-        return _triton.pack(fields, layout.index, layout.total)
-    more = layout.index.tensors(), layout.num_rows, layout.width, layout.total
+        return _triton.pack(fields, layout.index, layout.num_tokens)
+    more = layout.index.tensors(), layout.num_rows, layout.width, layout.num_tokens
     return _apart(fields, lambda places: _pack([fields[place] for place in places], *more))
 
 
@@ -91,9 +91,9 @@ def _pack_kernel(
     index: Sequence[Tensor],
     num_rows: int,
     width: int,
-    total: int,
+    num_tokens: int,
 ) -> list[Tensor]:
-    return _triton.pack(fields, RunIndex(*index), total)
+    return _triton.pack(fields, SpanIndex(*index), num_tokens)
 
 
 def _unpack_kernel(
@@ -106,12 +106,15 @@ def _unpack_kernel(
     modes: Sequence[int],
 ) -> list[Tensor]:
     both = [pad if held is None else held for pad, held in zip(pads, row_pads, strict=True)]
-    return _triton.unpack(values, RunIndex(*index), num_rows, width, both, modes)
+    return _triton.unpack(values, SpanIndex(*index), num_rows, width, both, modes)
 
 
 _INDEX = "Tensor[] index, SymInt num_rows, SymInt width"
 _pack: Any = torch.library.custom_op(
-    "maskpack::pack", _pack_kernel, mutates_args=(), schema=f"(Tensor[] fields, {_INDEX}, SymInt total) -> Tensor[]"
+    "maskpack::pack",
+    _pack_kernel,
+    mutates_args=(),
+    schema=f"(Tensor[] fields, {_INDEX}, SymInt num_tokens) -> Tensor[]",
 )
 _unpack: Any = torch.library.custom_op(
     "maskpack::unpack",
@@ -147,7 +150,7 @@ def _pack_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
 
 def _unpack_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     some = [grad for grad in grads if grad is not None]
-    back = _pack(some, list(ctx.saved_tensors), ctx.num_rows, ctx.width, ctx.total)
+    back = _pack(some, list(ctx.saved_tensors), ctx.num_rows, ctx.width, ctx.num_tokens)
     return (_filled(grads, back), [None] * len(ctx.saved_tensors), *[None] * 5)
 
 
@@ -158,7 +161,7 @@ def _filled(grads: Sequence[Tensor | None], found: Sequence[Tensor]) -> list[Ten
 
 def _keep_for_unpack(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _keep(ctx, inputs, output)
-    ctx.total = inputs[0][0].shape[0]
+    ctx.num_tokens = inputs[0][0].shape[0]
 
 
 _pack.register_autograd(_pack_backward, setup_context=_keep)

@@ -22,14 +22,14 @@ def pack(x: Tensor, layout: RowLayout, *, one_call: bool = False) -> Tensor:
     """`one_call`: prefer one call into numpy, during which other threads run, to one for each run."""
     if _traced(x):
         return x.flatten(0, 1).index_select(0, layout.indices)
-    out = torch.empty((layout.total, *x.shape[2:]), dtype=x.dtype, device=x.device)
+    out = torch.empty((layout.num_tokens, *x.shape[2:]), dtype=x.dtype, device=x.device)
     source, target = words(x), words(out)
     if one_call and x.device.type == "cpu" and source.is_contiguous() and out.numel():
         np.take(source.flatten(0, 1).numpy(), layout.indices.numpy(), axis=0, out=target.numpy(), mode="clip")
-    elif x.device.type == "cpu" and layout.long_runs:
+    elif x.device.type == "cpu" and layout.long_spans:
         if source.is_contiguous():
             _copy_runs(target.numpy(), source.numpy(), layout, back=True)
-        elif layout.num_runs:
+        elif layout.num_spans:
             np.concatenate(_run_views(source.numpy(), layout), out=target.numpy())
     elif source.is_contiguous():
         torch.index_select(source.flatten(0, 1), 0, layout.indices, out=target)
@@ -50,7 +50,7 @@ def unpack(values: Tensor, layout: RowLayout, pad_value: Any = 0) -> Tensor:
     if _traced(values):
         return out.flatten(0, 1).index_copy(0, layout.indices, values).view(shape)
     source, target = words(values), words(out)
-    if values.device.type == "cpu" and layout.long_runs:
+    if values.device.type == "cpu" and layout.long_spans:
         _copy_runs(np.ascontiguousarray(source.numpy()), target.numpy(), layout)
     else:
         target.flatten(0, 1).index_copy_(0, layout.indices, source)
@@ -82,14 +82,14 @@ def _spread(pads: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def _unpack_edge(values: Tensor, layout: RowLayout) -> Tensor:
     differentiable = _traced(values)
-    if values.device.type == "cpu" and layout.long_runs and not differentiable:
+    if values.device.type == "cpu" and layout.long_spans and not differentiable:
         return _unpack_edge_by_run(values, layout)
     shape = (layout.num_rows, layout.width, *values.shape[1:])
     out = torch.zeros(shape, dtype=values.dtype, device=values.device)
-    if layout.total == 0:
+    if layout.num_tokens == 0:
         return out + values.sum() if differentiable else out
     seen = layout.to_mask().cumsum(1)
-    nearest = (seen - 1).clamp_(min=0).add_(layout.offsets[:-1, None]).clamp_(max=layout.total - 1).view(-1)
+    nearest = (seen - 1).clamp_(min=0).add_(layout.offsets[:-1, None]).clamp_(max=layout.num_tokens - 1).view(-1)
     empty = (layout.offsets.diff() == 0).view(-1, *[1] * (len(shape) - 1))
     if differentiable:
         return torch.where(empty, out, values.index_select(0, nearest).view(shape))
@@ -126,7 +126,7 @@ def _copy_runs(packed: Words, padded: Words, layout: RowLayout, *, back: bool = 
     size = math.prod(packed.shape[1:])
     line, runs = packed.reshape(-1).data, padded.reshape(-1).data
     begin = 0
-    for place in layout.run_slices if size else ():
+    for place in layout.span_slices if size else ():
         end = begin + (place.stop - place.start) * size
         run = slice(place.start * size, place.stop * size)
         if back:
@@ -139,4 +139,4 @@ def _copy_runs(packed: Words, padded: Words, layout: RowLayout, *, back: bool = 
 def _run_views(array: Words, layout: RowLayout) -> list[Words]:
     """Views of the runs of `array` [B, S, *F], in order."""
     width = layout.width
-    return [array[run.start // width, run.start % width :][: run.stop - run.start] for run in layout.run_slices]
+    return [array[run.start // width, run.start % width :][: run.stop - run.start] for run in layout.span_slices]

@@ -1,6 +1,6 @@
 """Pack and unpack as Triton kernels: several fields in one launch, the place of each element found once for all.
 
-    pack    programs over packed elements; between two entries of `RunIndex.blocks` the run of each token is searched
+    pack    programs over packed elements; between two entries of `SpanIndex.blocks` the run of each token is searched
     unpack  programs over padded elements; each is written once, value or pad
     wide    rows of many bytes an element: a program for each element, or a part of it
 
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from maskpack.layout.run_index import BLOCK, MOST_TOKENS, RunIndex
+from maskpack.layout.span_index import BLOCK, MOST_TOKENS, SpanIndex
 
 CONSTANT, EDGE, PER_ROW = 0, 1, 2
 _AT_ONCE = 16
@@ -59,22 +59,22 @@ def _source(starts, begins, blocks, of_rows, token, first, last, row_stride, col
     return row.to(tl.int64) * row_stride + col.to(tl.int64) * col_stride
 
 
-@triton.jit(do_not_specialize=["total", "runs"])
+@triton.jit(do_not_specialize=["num_tokens", "runs"])
 def _pack(
-    outs, ins, starts, begins, blocks, of_rows, total, runs, row_stride, col_stride, item_stride,
+    outs, ins, starts, begins, blocks, of_rows, num_tokens, runs, row_stride, col_stride, item_stride,
     ITEMS: tl.constexpr, BLOCK: tl.constexpr, ELEMENTS: tl.constexpr
 ):  # fmt: skip
     begin = tl.program_id(0).to(tl.int64) * ELEMENTS
     at = begin + tl.arange(0, ELEMENTS)
-    stop = tl.minimum(total, tl.load(begins + runs)).to(tl.int64)  # fewer where a promise was broken
+    stop = tl.minimum(num_tokens, tl.load(begins + runs)).to(tl.int64)  # fewer where a promise was broken
     token = (at // ITEMS).to(tl.int32)
     first = (begin // ITEMS).to(tl.int32)
-    last = tl.minimum((begin + ELEMENTS - 1) // ITEMS, total - 1).to(tl.int32)
+    last = tl.minimum((begin + ELEMENTS - 1) // ITEMS, num_tokens - 1).to(tl.int32)
     place = _source(starts, begins, blocks, of_rows, token, first, last, row_stride, col_stride, BLOCK)
     if ITEMS > 1:
         place += (at % ITEMS) * item_stride
     real = at < stop * ITEMS
-    inside = at < total.to(tl.int64) * ITEMS
+    inside = at < num_tokens.to(tl.int64) * ITEMS
     words = ()
     for field in tl.static_range(len(ins)):
         words = words + (tl.load(ins[field] + place, mask=real, other=0),)  # noqa: RUF005  # kernels cannot unpack
@@ -127,9 +127,9 @@ def _value_or_pad(values, place, taken, real, pad, row, mode: tl.constexpr):
     return words
 
 
-@triton.jit(do_not_specialize=["total"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _unpack(
-    outs, ins, pads, starts, begins, cu_seqlens, bits, before, total, width, parts,
+    outs, ins, pads, starts, begins, cu_seqlens, bits, before, num_tokens, width, parts,
     MODES: tl.constexpr, EDGES: tl.constexpr, ITEMS: tl.constexpr, ELEMENTS: tl.constexpr, PLACE: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0) // parts
@@ -141,7 +141,7 @@ def _unpack(
     real = real & inside
     out = row.to(tl.int64) * line + at
     if EDGES or tl.max(real.to(tl.int32)) > 0:
-        there = inside & (token < tl.where(count > 0, total, -1))  # -1 in an empty row at the front
+        there = inside & (token < tl.where(count > 0, num_tokens, -1))  # -1 in an empty row at the front
         place = token.to(tl.int64)
         if ITEMS > 1:
             place = place * ITEMS + at % ITEMS
@@ -155,9 +155,9 @@ def _unpack(
             tl.store(outs[field] + out, tl.zeros((ELEMENTS,), padding.dtype) + padding, mask=inside)
 
 
-@triton.jit(do_not_specialize=["total", "runs"])
+@triton.jit(do_not_specialize=["num_tokens", "runs"])
 def _pack_wide(
-    out, source, starts, begins, blocks, of_rows, total, runs, row_stride, col_stride, items, parts,
+    out, source, starts, begins, blocks, of_rows, num_tokens, runs, row_stride, col_stride, items, parts,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
     token = tl.program_id(0) // parts
@@ -168,16 +168,16 @@ def _pack_wide(
     tl.store(out + token.to(tl.int64) * items + at, words, mask=at < items)
 
 
-@triton.jit(do_not_specialize=["total"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _unpack_wide(
-    out, values, pad, starts, begins, cu_seqlens, bits, before, total, width, items, parts,
+    out, values, pad, starts, begins, cu_seqlens, bits, before, num_tokens, width, items, parts,
     MODE: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
     position = tl.program_id(0) // parts
     at = (tl.program_id(0) % parts) * CHUNK + tl.arange(0, CHUNK)
     row = position // width
     real, token, count = _token(starts, begins, cu_seqlens, bits, before, row, position % width, width)
-    there = (count > 0) & (token < total)
+    there = (count > 0) & (token < num_tokens)
     if MODE != 1:
         there = there & real
     taken = at < tl.where(there, items, 0)
@@ -200,9 +200,9 @@ class _Words(NamedTuple):
     item: int
 
 
-def pack(fields: Sequence[Tensor], index: RunIndex, total: int) -> list[Tensor]:
+def pack(fields: Sequence[Tensor], index: SpanIndex, num_tokens: int) -> list[Tensor]:
     """`fields` [B, S, *F], any dtypes and strides -> [T, *F]."""
-    outs = [x.new_empty((total, *x.shape[2:])) for x in fields]
+    outs = [x.new_empty((num_tokens, *x.shape[2:])) for x in fields]
     launches: dict[tuple[int, ...], list[tuple[Any, Any]]] = {}
     runs = index.starts.shape[0]
     with torch.cuda.device_of(index.starts):  # Triton launches on the current device
@@ -215,15 +215,15 @@ def pack(fields: Sequence[Tensor], index: RunIndex, total: int) -> list[Tensor]:
                 launches.setdefault(form[1:], []).append(pair)
                 continue
             chunk, parts = _chunks(form)
-            _pack_wide[(total * parts,)](
-                *pair, index.starts, index.begins, index.blocks, index.rows, total, runs, form.row, form.col,
+            _pack_wide[(num_tokens * parts,)](
+                *pair, index.starts, index.begins, index.blocks, index.rows, num_tokens, runs, form.row, form.col,
                 form.items, parts, BLOCK, chunk,
             )  # fmt: skip
         for (items, row, col, item), pairs in launches.items():
             for begin in range(0, len(pairs), _AT_ONCE):
                 targets, sources = zip(*pairs[begin : begin + _AT_ONCE], strict=True)
-                _pack[(-(-total * items // _PACKED),)](
-                    targets, sources, index.starts, index.begins, index.blocks, index.rows, total, runs, row, col, item,
+                _pack[(-(-num_tokens * items // _PACKED),)](
+                    targets, sources, index.starts, index.begins, index.blocks, index.rows, num_tokens, runs, row, col, item,
                     items, BLOCK, _PACKED, num_warps=8,
                 )  # fmt: skip
     return outs
@@ -231,7 +231,7 @@ def pack(fields: Sequence[Tensor], index: RunIndex, total: int) -> list[Tensor]:
 
 def unpack(
     values: Sequence[Tensor],
-    index: RunIndex,
+    index: SpanIndex,
     rows: int,
     width: int,
     pads: Sequence[int | Tensor],
@@ -242,7 +242,7 @@ def unpack(
     outs = [x.new_empty((rows, width, *x.shape[1:])) for x in values]
     launches: dict[int, list[tuple[Any, Any, int | Tensor, int]]] = {}
     places = index.starts, index.begins, index.cu_seqlens, index.bits, index.before
-    total = values[0].shape[0] if values else 0
+    num_tokens = values[0].shape[0] if values else 0
     with torch.cuda.device_of(index.starts):
         for x, out, pad, mode in zip(values, outs, pads, modes, strict=True):
             if not out.numel():
@@ -255,14 +255,14 @@ def unpack(
                 launches.setdefault(form.items, []).append(job)
                 continue
             chunk, parts = _chunks(form)
-            _unpack_wide[(rows * width * parts,)](*job[:3], *places, total, width, form.items, parts, mode, chunk)
+            _unpack_wide[(rows * width * parts,)](*job[:3], *places, num_tokens, width, form.items, parts, mode, chunk)
         for items, jobs in launches.items():
             parts = -(-width * items // _PADDED)
             place = tl.int32 if parts * _PADDED <= MOST_TOKENS else tl.int64
             for begin in range(0, len(jobs), _AT_ONCE):
                 targets, sources, paddings, kinds = zip(*jobs[begin : begin + _AT_ONCE], strict=True)
                 _unpack[(rows * parts,)](
-                    targets, sources, paddings, *places, total, width, parts, kinds, EDGE in kinds, items, _PADDED,
+                    targets, sources, paddings, *places, num_tokens, width, parts, kinds, EDGE in kinds, items, _PADDED,
                     place,
                 )  # fmt: skip
     return outs

@@ -23,7 +23,7 @@ from maskpack.layout.jagged import jagged
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.checks import to_padded
 from maskpack.nesting.nest import rows_only
-from maskpack.nesting.schema import FieldForm, RowPads, Schema, pad_table, run_tables
+from maskpack.nesting.schema import FieldForm, RowPads, Schema, pad_table, span_tables
 from maskpack.packed.choose import Candidate
 from maskpack.packed.encodings import Plain
 from maskpack.packed.references import Encoding, Field, Joined, Own, Same
@@ -97,7 +97,7 @@ def shape_of(form: FieldForm, layout: RowLayout | None, rows: tuple[int, ...]) -
     if layout is None:
         return (*rows, *form.shape)
     if form.kind != "padded":
-        return (layout.total, *form.shape)
+        return (layout.num_tokens, *form.shape)
     before = form.ragged_dim - 1
     return (layout.num_rows, *form.shape[:before], layout.width, *form.shape[before:])
 
@@ -111,10 +111,10 @@ def decoded_nbytes(packed: Contents, forms: Iterable[FieldForm], nested: bool) -
             total += packed.objects[form.path].decoded_nbytes
         elif form.dtype is not None:
             layout = None if form.layout is None else packed.layouts[form.layout]
-            shape = shape_of(form, layout, rows) if layout is None or not nested else (layout.total, *form.shape)
+            shape = shape_of(form, layout, rows) if layout is None or not nested else (layout.num_tokens, *form.shape)
             total += math.prod(shape) * form.dtype.itemsize
     if nested:
-        total += sum(12 * layout.num_runs + 16 * (layout.num_rows + 1) for layout in packed.layouts.values())
+        total += sum(12 * layout.num_spans + 16 * (layout.num_rows + 1) for layout in packed.layouts.values())
     return total
 
 
@@ -230,7 +230,7 @@ class Decoder:
         """The run tables of the LAYOUTS entry; it shares nothing with the packed batch."""
         if self._made.tables:
             return self._made.tables
-        return run_tables(
+        return span_tables(
             {name: self._layout(name, torch.device(self._device or "cpu")) for name in self._packed.layouts}
         )
 
@@ -261,7 +261,7 @@ class Decoder:
 
     def _first_dim(self, form: FieldForm) -> tuple[int, ...]:
         if form.layout is not None:
-            return (self._packed.layouts[form.layout].total,)
+            return (self._packed.layouts[form.layout].num_tokens,)
         return () if self._packed.schema.root.more_dims is None else (self._packed.num_rows,)
 
     def _layout(self, name: str, device: torch.device) -> RowLayout:

@@ -137,7 +137,7 @@ def _pads(
     where rows padded by EDGE meet constants, and neither can be said by the other."""
     path = column[0].path
     layouts = [batch.layouts[form.layout or ""] for form, batch in zip(column, batches, strict=True)]
-    full = [layout.total == layout.num_rows * layout.width for layout in layouts]  # whose pad was never seen
+    full = [layout.num_tokens == layout.num_rows * layout.width for layout in layouts]  # whose pad was never seen
     seen = [form for form, is_full in zip(column, full, strict=True) if not is_full] or [column[0]]
     alike = all(form.pads_by_bits == seen[0].pads_by_bits for form in seen)
     if alike and seen[0].pads != (PER_ROW,):
@@ -162,7 +162,7 @@ def _pads(
 def _edges(path: Path, decoder: Decoder, layout: RowLayout) -> tuple[Words, npt.NDArray[np.bool_]]:
     form = decoder.form(path)
     parts = 2 if form.dtype == torch.complex128 else 1
-    return edge_pads(decoder.source(path).words.reshape(layout.total, words_of_one(form) // parts, parts), layout)
+    return edge_pads(decoder.source(path).words.reshape(layout.num_tokens, words_of_one(form) // parts, parts), layout)
 
 
 def _check_axis(

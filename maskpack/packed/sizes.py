@@ -219,7 +219,7 @@ def _shape(packed: PackedBatch, form: FieldForm) -> tuple[int, ...]:
         return form.shape if packed.schema.root.more_dims is None else (packed.num_rows, *form.shape)
     layout = packed.layouts[form.layout]
     if form.kind != "padded":
-        return layout.total, *form.shape
+        return layout.num_tokens, *form.shape
     shape = [layout.num_rows, *form.shape]
     shape.insert(form.ragged_dim, layout.width)
     return tuple(shape)

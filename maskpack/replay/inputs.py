@@ -138,15 +138,15 @@ class PackedInputs:
             )
         where = ids.device if device is None else torch.device(device)
         ids = _sent(ids, where).long()
-        tail = -sequence.total % multiple_of or (0 if sequence.total else multiple_of)
+        tail = -sequence.num_tokens % multiple_of or (0 if sequence.num_tokens else multiple_of)
         predict, scored = _predict(axis, sequence, no_prompt, call)
         here = _sent(torch.from_numpy(predict), where)
         rows = np.unique(sequence.row_offsets)  # of those with tokens
-        bounds = np.append(rows, sequence.total + tail).astype(np.int32) if tail else rows.astype(np.int32)
+        bounds = np.append(rows, sequence.num_tokens + tail).astype(np.int32) if tail else rows.astype(np.int32)
         positions = _packed(fields, "position_ids", sequence, call)
         if positions is None:
             starts = np.repeat(sequence.row_offsets[:-1], sequence.lengths)
-            positions = torch.from_numpy(np.arange(sequence.total) - starts)
+            positions = torch.from_numpy(np.arange(sequence.num_tokens) - starts)
         elif positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
             raise ReplayError(
                 f'{call}: field "position_ids" is {positions.dtype}; expected integers. Fix the producer, or drop it.'
@@ -164,7 +164,7 @@ class PackedInputs:
             scored=None if scored is None else _sent(torch.from_numpy(scored), where),
             response=axis.response.to(where),
             bounds=rows,
-            num_tokens=sequence.total,
+            num_tokens=sequence.num_tokens,
         )
 
 
@@ -205,7 +205,7 @@ def _packed(fields: Mapping[str, _Field], name: str, sequence: RowLayout, call: 
         if not np.array_equal(offsets, sequence.row_offsets):
             raise ReplayError(
                 f'{call}: field "{show(path)}" has {packed.shape[0]} tokens in rows of other lengths than the sequence '
-                f"axis, which has {sequence.total} tokens. Nest it under the sequence axis."
+                f"axis, which has {sequence.num_tokens} tokens. Nest it under the sequence axis."
             )
     else:
         if value.dim() == 3 and value.shape[2] == sequence.width:  # M-RoPE, [B, n, S]
@@ -452,7 +452,7 @@ def _scoring_rows(call: str, model: ReplayModel, inputs: PackedInputs, canary: b
 
 def _nested(values: Tensor, inputs: PackedInputs) -> Tensor:
     if inputs.scored is not None:
-        values = values.new_zeros(inputs.response.total).index_copy(0, inputs.scored, values)
+        values = values.new_zeros(inputs.response.num_tokens).index_copy(0, inputs.scored, values)
     return jagged(values, inputs.response)
 
 
@@ -460,7 +460,7 @@ def _dense(model: ReplayModel, inputs: PackedInputs) -> Tensor:
     """[T, H]: hidden states of the same tokens, from rows padded on the right to the longest."""
     bounds = inputs.bounds if inputs.num_tokens else np.array([0, inputs.input_ids.shape[1]])  # the tail, if alone
     layout = RowLayout.from_lengths(np.diff(bounds).tolist(), device=inputs.input_ids.device)
-    real = layout.total
+    real = layout.num_tokens
     ids = plain.unpack(inputs.input_ids[0, :real], layout, 0)
     places = inputs.position_ids[..., :real].movedim(-1, 0).reshape(real, -1)
     positions = plain.unpack(places, layout, 0).movedim(-1, 0)

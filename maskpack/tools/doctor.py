@@ -41,12 +41,12 @@ class Axis:
     name: str
     rows: int
     width: int
-    total: int
+    num_tokens: int
 
     @property
     def fill(self) -> float:
         """The share that is real; 1.0 without any position."""
-        return self.total / (self.rows * self.width) if self.rows * self.width else 1.0
+        return self.num_tokens / (self.rows * self.width) if self.rows * self.width else 1.0
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def diagnose(
     return Diagnosis(
         figures(packed, left=False),
         None if cured is None else figures(cured, left=False),
-        tuple(Axis(name, layout.num_rows, layout.width, layout.total) for name, layout in layouts.items()),
+        tuple(Axis(name, layout.num_rows, layout.width, layout.num_tokens) for name, layout in layouts.items()),
         findings,
         tuple(_notes(packed if cured is None else cured, covers, pad_token_id)),
         covers.pad_token_id,
@@ -219,7 +219,8 @@ def text(found: Diagnosis, file: str, gbit: float, base: str) -> str:
     now = found.now
     out = [f"{file}: {now.rows:,} rows, {len(now.fields):,} fields", ""]
     out += [
-        f"  {axis.name}: {axis.width:,} wide, {axis.fill:.1%} real ({axis.total:,} positions)" for axis in found.axes
+        f"  {axis.name}: {axis.width:,} wide, {axis.fill:.1%} real ({axis.num_tokens:,} positions)"
+        for axis in found.axes
     ]
     share = found.padding / now.padded_bytes if now.padded_bytes else 0.0
     out += [
@@ -268,7 +269,7 @@ def as_json(found: Diagnosis, file: str, gbit: float, base: str) -> dict[str, An
         "gbit": gbit,
         "covered": not found.findings,
         "axes": [
-            {"name": axis.name, "rows": axis.rows, "width": axis.width, "real": axis.total, "fill": axis.fill}
+            {"name": axis.name, "rows": axis.rows, "width": axis.width, "real": axis.num_tokens, "fill": axis.fill}
             for axis in found.axes
         ],
         "padded": {**size(found.now.padded_bytes), "padding_bytes": found.padding},

@@ -161,7 +161,7 @@ class Covers:
         return Cover(self._spec(path, value, best), self._words(best))
 
     def _order(self, fit: _Fit) -> tuple[bool, bool, bool, int, int]:
-        return fit.pad is None, not fit.known, fit.pad is PER_ROW, -self._served[fit.mask], fit.layout.total
+        return fit.pad is None, not fit.known, fit.pad is PER_ROW, -self._served[fit.mask], fit.layout.num_tokens
 
     def _fits(self, path: Path, value: Tensor) -> Iterator[_Fit]:
         for mask, known in [(name, True) for name in self._known] + [(_plain(p), False) for p in self._masks]:
@@ -197,7 +197,7 @@ class Covers:
         return f"{where} it is padded with {said}{more}"
 
     def _open(self, fit: _Fit) -> int:
-        return fit.layout.num_rows * fit.layout.width - fit.layout.total
+        return fit.layout.num_rows * fit.layout.width - fit.layout.num_tokens
 
     def _sizes(self) -> str:
         named = {mask: self._axes.find(mask, ("",)) for mask in [*self._known, *map(_plain, self._masks)]}

@@ -112,7 +112,7 @@ class BatchView:
             if form.dtype is not None:
                 layout = None if form.layout is None else self.layouts[form.layout]
                 width = 1 if layout is None else layout.width
-                items = layout.total if layout is not None and form.kind != "padded" else self.num_rows * width
+                items = layout.num_tokens if layout is not None and form.kind != "padded" else self.num_rows * width
                 total += items * math.prod(form.shape) * form.dtype.itemsize
         return total
 

@@ -170,7 +170,7 @@ def test_a_layout_of_another_mask_raises(monkeypatch):
     def lossy(mask, **more):
         mask = mask.clone()
         mask[-1, mask[-1].nonzero()[-1]] = False
-        return exact(mask) if not more else exact(mask, total=more["total"] - 1)
+        return exact(mask) if not more else exact(mask, num_tokens=more["num_tokens"] - 1)
 
     monkeypatch.setattr(RowLayout, "from_mask", lossy)
     with pytest.raises(NotExact):

@@ -8,7 +8,7 @@ from test_cuda import count_syncs
 
 from maskpack import EDGE, RowLayout, ops
 from maskpack.errors import LayoutError
-from maskpack.layout.run_index import MOST_TOKENS
+from maskpack.layout.span_index import MOST_TOKENS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -44,8 +44,8 @@ def test_more_tokens_than_int32_counts() -> None:
     with pytest.raises(LayoutError, match="the rows have 2415919104 real positions; expected at most 2147483647"):
         RowLayout.from_mask(mask)
     with pytest.raises(LayoutError, match="the rows have 2415919104 real positions; expected at most 2147483647"):
-        RowLayout.from_mask(mask, total=mask.numel())
-    layout = RowLayout.from_mask(mask, total=1000)
+        RowLayout.from_mask(mask, num_tokens=mask.numel())
+    layout = RowLayout.from_mask(mask, num_tokens=1000)
     assert layout.index.begins.tolist() == [0, 3 << 28, 3 << 29, MOST_TOKENS]
     assert layout.cu_seqlens.tolist() == [0, 1000, 1000, 1000]
     x = torch.randint(0, 256, mask.shape, dtype=torch.uint8, device="cuda")
@@ -76,7 +76,7 @@ def test_many_rows(rows: int) -> None:
     layout = RowLayout.from_mask(mask)
     assert torch.equal(ops.pack(x, layout), x[mask])
     assert torch.equal(ops.unpack(x[mask], layout, 2.0), torch.where(mask, x, 2.0))
-    promised = RowLayout.from_mask(mask, total=layout.total)
+    promised = RowLayout.from_mask(mask, num_tokens=layout.num_tokens)
     assert torch.equal(ops.pack(x, promised), x[mask])
     assert promised == layout
 
@@ -99,7 +99,7 @@ def test_nothing_waits() -> None:
     total = int(mask.sum())
     fields = [torch.randint(0, 9, (64, 800), device="cuda"), torch.randn(64, 800, device="cuda")]
     with count_syncs() as seen:
-        layout = RowLayout.from_mask(mask, total=total)
+        layout = RowLayout.from_mask(mask, num_tokens=total)
         values = ops.pack(fields, layout)
         ops.unpack(values, layout, [5, EDGE])
         assert layout.cu_seqlens.dtype == torch.int32
@@ -120,7 +120,7 @@ def test_a_graph_of_everything() -> None:
     x = torch.randn(64, 800, device="cuda")
 
     def work() -> torch.Tensor:
-        layout = RowLayout.from_mask(mask, total=total)
+        layout = RowLayout.from_mask(mask, num_tokens=total)
         return ops.unpack(ops.pack(x, layout), layout, 3.0)
 
     work()
@@ -187,7 +187,7 @@ def test_a_broken_promise_costs_its_result_alone(
     x = torch.randn(30, 4000, device="cuda")
     if scanner == "torch":
         monkeypatch.setenv("MASKPACK_TRITON", "0")
-    layout = RowLayout.from_mask(mask, total=total)
+    layout = RowLayout.from_mask(mask, num_tokens=total)
     monkeypatch.delenv("MASKPACK_TRITON", raising=False)
     for backend in ("triton", "torch"):
         values = ops.pack(x, layout, backend=backend)
@@ -229,7 +229,7 @@ def test_tensors_may_lie_on_another_than_the_current_device(several: bool) -> No
 
 def test_a_broken_promise_is_found_on_the_host() -> None:
     mask = torch.rand(30, 40, device="cuda") < 0.5
-    layout = RowLayout.from_mask(mask, total=17)
+    layout = RowLayout.from_mask(mask, num_tokens=17)
     x = torch.randn(30, 40, device="cuda")
     ops.unpack(ops.pack(x, layout), layout)
     with pytest.raises(LayoutError, match="17 and at most one were promised"):

@@ -162,7 +162,7 @@ def test_maskpack_needs_no_private_name_to_be_imported() -> None:
 import tensordict, torch
 torch.nested.nested_tensor([torch.zeros(1)], layout=torch.jagged)  # torch itself needs them
 del torch._C.DispatchKeySet
-from maskpack import jagged
+from maskpack.layout import jagged
 print(jagged._fast_way())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

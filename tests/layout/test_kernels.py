@@ -19,7 +19,7 @@ from torch import Tensor
 from maskpack import EDGE, RowLayout, ops
 from maskpack.errors import LayoutError
 from maskpack.layout import scan
-from maskpack.layout.run_index import BLOCK, RunIndex, index_of, table_of
+from maskpack.layout.span_index import BLOCK, SpanIndex, index_of, table_of
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -78,9 +78,9 @@ def loops(mask: oracle.Mask) -> dict[str, list[Any]]:
     return found
 
 
-def assert_index(index: RunIndex, mask: oracle.Mask) -> None:
+def assert_index(index: SpanIndex, mask: oracle.Mask) -> None:
     expected = loops(mask)
-    for name, part in zip(RunIndex._fields, index, strict=True):
+    for name, part in zip(SpanIndex._fields, index, strict=True):
         assert (part is None) == (name not in expected), name
         if part is not None:
             assert part.dtype == torch.int32
@@ -109,7 +109,7 @@ def test_the_index_of_a_mask(mask: oracle.Mask, dtype: torch.dtype) -> None:
             [row.index(True) if any(row) else 0 for row in mask],
         ]
         runs = int(counts[1].sum())
-        index = RunIndex(counts[2], cu_seqlens, blocks)
+        index = SpanIndex(counts[2], cu_seqlens, blocks)
         if int(counts[1].max()) > 1:
             index = module.list_runs(real, cu_seqlens, splits, total, runs)
         assert_index(index, mask)
@@ -144,13 +144,13 @@ def test_many_rows_and_long_ones() -> None:
         assert_index(_scanned(mask.to(DEVICE)), mask.tolist())
 
 
-def _scanned(mask: Tensor) -> RunIndex:
+def _scanned(mask: Tensor) -> SpanIndex:
     from maskpack.layout import scan_triton as scan_kernels
 
     total = int(mask.sum())
     counts, cu_seqlens, splits, blocks = scan_kernels.scan_rows(mask, total // BLOCK + 3, False)
     if int(counts[1].max()) <= 1:
-        return RunIndex(counts[2], cu_seqlens, blocks)
+        return SpanIndex(counts[2], cu_seqlens, blocks)
     return scan_kernels.list_runs(mask, cu_seqlens, splits, total, int(counts[1].sum()))
 
 
@@ -275,11 +275,11 @@ def test_gradients_of_both_orders(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     layout = RowLayout.from_mask((torch.rand(3, 9, generator=generator) < [0.5, 0.0, 1.0][seed]).to(DEVICE))
     x = torch.randn(3, 9, 2, dtype=torch.float64, generator=generator).to(DEVICE).requires_grad_()
-    values = torch.randn(layout.total, 2, dtype=torch.float64, generator=generator).to(DEVICE).requires_grad_()
-    if layout.total:
+    values = torch.randn(layout.num_tokens, 2, dtype=torch.float64, generator=generator).to(DEVICE).requires_grad_()
+    if layout.num_tokens:
         assert torch.autograd.gradcheck(lambda x: ops.pack(x, layout, backend="triton"), (x,))
         assert torch.autograd.gradgradcheck(lambda x: ops.pack(x, layout, backend="triton"), (x,))
-    for pad in (0, 2.5, EDGE) if layout.total else ():
+    for pad in (0, 2.5, EDGE) if layout.num_tokens else ():
         assert torch.autograd.gradcheck(lambda x, pad=pad: ops.unpack(x, layout, pad, backend="triton"), (values,))
         assert torch.autograd.gradgradcheck(lambda x, pad=pad: ops.unpack(x, layout, pad, backend="triton"), (values,))
 
@@ -316,7 +316,7 @@ def test_one_graph_for_a_compiler() -> None:
 def test_a_promise_that_is_kept() -> None:
     mask = torch.arange(70) < torch.tensor([[3], [0], [70], [31]])
     found = scan.on_device(mask.to(DEVICE), 104)
-    layout = RowLayout(4, 70, found.total, DEVICE)._knowing(**found.known)
+    layout = RowLayout(4, 70, found.num_tokens, DEVICE)._knowing(**found.known)
     x = torch.arange(280).view(4, 70)
     values = ops.pack(x.to(DEVICE), layout, backend="triton")
     assert torch.equal(values.cpu(), x[mask])
@@ -360,7 +360,7 @@ def scanner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def promised(mask: Tensor, total: int) -> RowLayout:
     found = scan.on_device(mask.to(DEVICE), total)
-    return RowLayout(*mask.shape, found.total, DEVICE)._knowing(**found.known)
+    return RowLayout(*mask.shape, found.num_tokens, DEVICE)._knowing(**found.known)
 
 
 def as_scanned(mask: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from strategies import MaskCase, masks, patterns
 from maskpack import RowLayout
 from maskpack.core.index import bits_of, table_of_bits
 from maskpack.errors import LayoutError
-from maskpack.layout import run_index as runs
 from maskpack.layout import scan
+from maskpack.layout import span_index as runs
 
 
 def width_of(mask: oracle.Mask) -> int:
@@ -31,7 +31,7 @@ def layout_of(mask: oracle.Mask, width: int, anchor: int = 0) -> RowLayout:
     """By the run table, so that no mask is scanned."""
     table = oracle.mask_to_runs(mask)
     runs = [run for row in table for run in row]
-    return RowLayout.from_runs(
+    return RowLayout.from_spans(
         [start for start, _ in runs],
         [count for _, count in runs],
         [len(row) for row in table],
@@ -46,7 +46,12 @@ def assert_is(layout: RowLayout, mask: oracle.Mask, width: int) -> None:
     runs = [run for row in table for run in row]
     splits = np.cumsum([0, *[len(row) for row in table]]).tolist()
     lengths, offsets = oracle.lengths(mask), oracle.offsets(mask)
-    assert (layout.width, layout.num_rows, layout.num_runs, layout.total) == (width, len(mask), len(runs), offsets[-1])
+    assert (layout.width, layout.num_rows, layout.num_spans, layout.num_tokens) == (
+        width,
+        len(mask),
+        len(runs),
+        offsets[-1],
+    )
     assert_same_tensor(layout.starts, torch.tensor([start for start, _ in runs], dtype=torch.int32))
     assert_same_tensor(layout.counts, torch.tensor([count for _, count in runs], dtype=torch.int32))
     assert_same_tensor(layout.splits, torch.tensor(splits))
@@ -102,7 +107,7 @@ def test_anything_but_zero_is_real(value: float) -> None:
 
 def test_from_mask_with_gradient() -> None:
     mask = torch.tensor([[1.0, 0.0]], requires_grad=True)
-    assert RowLayout.from_mask(mask).total == 1
+    assert RowLayout.from_mask(mask).num_tokens == 1
 
 
 @pytest.mark.parametrize("dtype", strategies.DTYPES, ids=str)
@@ -268,7 +273,7 @@ def test_rows_are_padded_on_the_right_where_nothing_is_said() -> None:
         RowLayout.from_mask(mask),
         RowLayout.from_lengths([1, 2], 4),
         RowLayout.from_cu_seqlens(torch.tensor([0, 2])),
-        RowLayout.from_runs([1], [1], [1], 3),
+        RowLayout.from_spans([1], [1], [1], 3),
         RowLayout.from_mask(mask).prefix(),
     ]
     assert [layout.anchor for layout in made] == [0] * len(made)
@@ -380,8 +385,8 @@ def test_derived_tensors_are_made_once() -> None:
 
 
 def test_long_runs() -> None:
-    assert RowLayout.from_lengths([64, 64]).long_runs
-    assert not RowLayout.from_lengths([63, 64]).long_runs
+    assert RowLayout.from_lengths([64, 64]).long_spans
+    assert not RowLayout.from_lengths([63, 64]).long_spans
 
 
 # -------------------------------------------------------------------- equality, immutability, text
@@ -419,7 +424,7 @@ def test_a_layout_keeps_nothing_of_what_it_was_made_from() -> None:
         RowLayout.from_mask(mask),
         RowLayout.from_lengths(lengths, 3),
         RowLayout.from_cu_seqlens(cu, 3),
-        RowLayout.from_runs(starts, counts, runs, 3),
+        RowLayout.from_spans(starts, counts, runs, 3),
     ]
     before = [layout.to_mask().tolist() for layout in made]
     for held in (mask, lengths, cu, starts, counts, runs):
@@ -489,53 +494,53 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         "Pass the cumulated row lengths with their leading 0.",
     ),
     "runs that touch": (
-        lambda: RowLayout.from_runs([0, 2], [2, 1], [2], 4),
-        "RowLayout.from_runs: two runs of a row touch, overlap or are out of order; "
+        lambda: RowLayout.from_spans([0, 2], [2, 1], [2], 4),
+        "RowLayout.from_spans: two runs of a row touch, overlap or are out of order; "
         "expected maximal runs, in order, inside the width 4. Sort and join them.",
     ),
     "runs that overlap": (
-        lambda: RowLayout.from_runs([0, 1], [3, 2], [2], 4),
-        "RowLayout.from_runs: two runs of a row touch, overlap or are out of order; "
+        lambda: RowLayout.from_spans([0, 1], [3, 2], [2], 4),
+        "RowLayout.from_spans: two runs of a row touch, overlap or are out of order; "
         "expected maximal runs, in order, inside the width 4. Sort and join them.",
     ),
     "runs out of order": (
-        lambda: RowLayout.from_runs([3, 0], [1, 1], [2], 4),
-        "RowLayout.from_runs: two runs of a row touch, overlap or are out of order; "
+        lambda: RowLayout.from_spans([3, 0], [1, 1], [2], 4),
+        "RowLayout.from_spans: two runs of a row touch, overlap or are out of order; "
         "expected maximal runs, in order, inside the width 4. Sort and join them.",
     ),
     "empty run": (
-        lambda: RowLayout.from_runs([0], [0], [1], 4),
-        "RowLayout.from_runs: a run has length 0; expected maximal runs, in order, inside the width 4. "
+        lambda: RowLayout.from_spans([0], [0], [1], 4),
+        "RowLayout.from_spans: a run has length 0; expected maximal runs, in order, inside the width 4. "
         "Sort and join them.",
     ),
     "run beyond the width": (
-        lambda: RowLayout.from_runs([3], [2], [1], 4),
-        "RowLayout.from_runs: runs reach from 3 to 5; expected maximal runs, in order, inside the width 4. "
+        lambda: RowLayout.from_spans([3], [2], [1], 4),
+        "RowLayout.from_spans: runs reach from 3 to 5; expected maximal runs, in order, inside the width 4. "
         "Sort and join them.",
     ),
     "run before the row": (
-        lambda: RowLayout.from_runs([-1], [2], [1], 4),
-        "RowLayout.from_runs: runs reach from -1 to 1; expected maximal runs, in order, inside the width 4. "
+        lambda: RowLayout.from_spans([-1], [2], [1], 4),
+        "RowLayout.from_spans: runs reach from -1 to 1; expected maximal runs, in order, inside the width 4. "
         "Sort and join them.",
     ),
     "rows that do not hold the runs": (
-        lambda: RowLayout.from_runs([0], [1], [2], 4),
-        "RowLayout.from_runs: 1 starts, 1 counts, 2 runs in the rows; "
+        lambda: RowLayout.from_spans([0], [1], [2], 4),
+        "RowLayout.from_spans: 1 starts, 1 counts, 2 runs in the rows; "
         "expected maximal runs, in order, inside the width 4. Sort and join them.",
     ),
     "negative runs of a row": (
-        lambda: RowLayout.from_runs([0], [1], [2, -1], 4),
-        "RowLayout.from_runs: 1 starts, 1 counts, 1 runs in the rows; "
+        lambda: RowLayout.from_spans([0], [1], [2, -1], 4),
+        "RowLayout.from_spans: 1 starts, 1 counts, 1 runs in the rows; "
         "expected maximal runs, in order, inside the width 4. Sort and join them.",
     ),
     "runs that sum up to their number by overflow": (
-        lambda: RowLayout.from_runs([0], [1], [1, 2**63 - 1, 2**63 - 1, 2], 4),
-        "RowLayout.from_runs: 1 starts, 1 counts, 1 runs in the rows; "
+        lambda: RowLayout.from_spans([0], [1], [1, 2**63 - 1, 2**63 - 1, 2], 4),
+        "RowLayout.from_spans: 1 starts, 1 counts, 1 runs in the rows; "
         "expected maximal runs, in order, inside the width 4. Sort and join them.",
     ),
     "run that ends behind int64": (
-        lambda: RowLayout.from_runs([2**63 - 1], [5], [1], 4),
-        "RowLayout.from_runs: runs reach from 9223372036854775807 to 9223372036854775812; "
+        lambda: RowLayout.from_spans([2**63 - 1], [5], [1], 4),
+        "RowLayout.from_spans: runs reach from 9223372036854775807 to 9223372036854775812; "
         "expected maximal runs, in order, inside the width 4. Sort and join them.",
     ),
     "more positions than int64 counts": (
@@ -559,12 +564,12 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         "Split the batch.",
     ),
     "rows wider than int32 counts, on a device": (
-        lambda: RowLayout.from_runs([2**31], [1], [1], 2**31 + 1, device="meta"),
+        lambda: RowLayout.from_spans([2**31], [1], [1], 2**31 + 1, device="meta"),
         "RowLayout on meta: rows are 2147483649 wide; expected at most 2147482624 positions, which int32 counts. Split "
         "the rows.",
     ),
     "int32 starts of wider rows": (
-        lambda: RowLayout.from_runs([2**31], [1], [1], 2**31 + 1).starts,
+        lambda: RowLayout.from_spans([2**31], [1], [1], 2**31 + 1).starts,
         "RowLayout.starts: rows are 2147483649 wide; expected at most 2147482624 positions, which int32 counts. Split "
         "the rows.",
     ),
@@ -616,8 +621,8 @@ def test_errors(name: str) -> None:
         (lambda: RowLayout.from_cu_seqlens(torch.tensor([0, 3, 2])), "from_cu_seqlens"),
         (lambda: RowLayout.from_cu_seqlens(torch.tensor([0, 3]), 2), "from_cu_seqlens"),
         (lambda: RowLayout.from_lengths([], -1), "from_lengths"),
-        (lambda: RowLayout.from_runs([], [], [], -1), "from_runs"),
-        (lambda: RowLayout.from_runs([0.5], [1], [1], 3), "from_runs"),
+        (lambda: RowLayout.from_spans([], [], [], -1), "from_spans"),
+        (lambda: RowLayout.from_spans([0.5], [1], [1], 3), "from_spans"),
         (lambda: RowLayout.from_lengths([2]).narrow(-1, 1), "narrow"),
         (lambda: RowLayout.from_lengths([2]).narrow(0, 3), "narrow"),
         (lambda: RowLayout.from_lengths([2]).narrow(2, 1), "narrow"),
@@ -650,17 +655,17 @@ def test_the_offsets_tensor_shares_nothing_with_the_host_bounds() -> None:
 
 def test_a_promise_on_the_host_is_checked_at_once() -> None:
     mask = torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 0]])
-    assert RowLayout.from_mask(mask, total=3) == RowLayout.from_mask(mask)
+    assert RowLayout.from_mask(mask, num_tokens=3) == RowLayout.from_mask(mask)
     with pytest.raises(LayoutError, match=r"^RowLayout.from_mask: the mask has 3 real positions and up to 1 runs"):
-        RowLayout.from_mask(mask, total=4)
+        RowLayout.from_mask(mask, num_tokens=4)
     with pytest.raises(LayoutError, match=r"2 real positions and up to 2 runs in a row; 2 and at most one"):
-        RowLayout.from_mask(torch.tensor([[1, 0, 1]]), total=2)
+        RowLayout.from_mask(torch.tensor([[1, 0, 1]]), num_tokens=2)
 
 
 def promised(mask: torch.Tensor, total: int) -> RowLayout:
     """As on a GPU: nothing is read before it is asked for."""
     found = scan.on_device(mask, total)
-    return RowLayout(*mask.shape, found.total, mask.device)._knowing(**found.known)
+    return RowLayout(*mask.shape, found.num_tokens, mask.device)._knowing(**found.known)
 
 
 def test_a_promise_on_a_device_is_checked_when_the_layout_is_read() -> None:
@@ -683,8 +688,8 @@ WIDE = torch.zeros(1, 1, dtype=torch.bool, device="meta")
 @pytest.mark.parametrize(
     ("mask", "total", "message"),
     [
-        (WIDE.expand(3, 5), -1, r"total is -1; a mask \(3, 5\) has 0 to 15 real positions"),
-        (WIDE.expand(3, 5), 16, r"total is 16; a mask \(3, 5\) has 0 to 15 real positions"),
+        (WIDE.expand(3, 5), -1, r"num_tokens is -1; a mask \(3, 5\) has 0 to 15 real positions"),
+        (WIDE.expand(3, 5), 16, r"num_tokens is 16; a mask \(3, 5\) has 0 to 15 real positions"),
         (WIDE.expand(2**16, 2**15), 2**31, "the rows have 2147483648 real positions; expected at most 2147483647"),
         (WIDE.expand(1, 2**31), 5, "rows are 2147483648 wide; expected at most 2147482624"),
         (WIDE.expand(1, 2**31), None, "rows are 2147483648 wide; expected at most 2147482624"),

@@ -40,8 +40,8 @@ def cases(draw: st.DrawFn) -> tuple[oracle.Mask, int, torch.dtype, tuple[int, ..
 
 
 def test_both_paths_are_tested() -> None:
-    assert layout_of(LONG_RUNS, 150).long_runs
-    assert not layout_of(MANY_RUNS, 9).long_runs
+    assert layout_of(LONG_RUNS, 150).long_spans
+    assert not layout_of(MANY_RUNS, 9).long_spans
 
 
 # -------------------------------------------------------------------- against the oracle
@@ -229,7 +229,7 @@ def test_each_is_the_adjoint_of_the_other(name: str, trailing: tuple[int, ...]) 
     layout = layout_of(mask, width)
     rng = np.random.default_rng(2)
     x = torch.from_numpy(rng.normal(size=(len(mask), width, *trailing))).requires_grad_()
-    values = torch.from_numpy(rng.normal(size=(layout.total, *trailing))).requires_grad_()
+    values = torch.from_numpy(rng.normal(size=(layout.num_tokens, *trailing))).requires_grad_()
     packed, padded = ops.pack(x, layout), ops.unpack(values, layout)
     assert_same_tensor(packed, oracle.pack(x, mask))
     assert_same_tensor(padded, oracle.unpack(values, mask, width))
@@ -245,7 +245,7 @@ def test_gradcheck(pad: Any) -> None:
     layout = layout_of(mask, 4)
     for trailing in ((), (2,)):
         x = torch.randn(3, 4, *trailing, dtype=torch.float64, requires_grad=True)
-        values = torch.randn(layout.total, *trailing, dtype=torch.float64, requires_grad=True)
+        values = torch.randn(layout.num_tokens, *trailing, dtype=torch.float64, requires_grad=True)
         assert torch.autograd.gradcheck(lambda x: ops.pack(x, layout), (x,))
         assert torch.autograd.gradcheck(lambda values: ops.unpack(values, layout, pad), (values,))
         assert torch.autograd.gradgradcheck(lambda x: ops.pack(x * x, layout), (x,))
@@ -258,7 +258,7 @@ def test_values_are_the_same_with_and_without_gradients(name: str, pad: Any) -> 
     width = len(mask[0])
     layout = layout_of(mask, width)
     for dtype in (*strategies.FLOATS, torch.complex64):
-        values = strategies.values(np.random.default_rng(1), (layout.total, 2), dtype)
+        values = strategies.values(np.random.default_rng(1), (layout.num_tokens, 2), dtype)
         grad = oracle.copy(values).requires_grad_()
         got = ops.unpack(grad, layout, pad)
         assert got.requires_grad
@@ -332,8 +332,8 @@ def test_edges_between_long_runs() -> None:
     mask = torch.zeros(3, 700, dtype=torch.bool)
     mask[0, 20:200] = mask[0, 300:500] = mask[1, :250] = mask[1, 400:] = True
     layout = RowLayout.from_mask(mask)
-    assert layout.long_runs
-    values = torch.arange(1, layout.total + 1)
+    assert layout.long_spans
+    values = torch.arange(1, layout.num_tokens + 1)
     got = ops.unpack(values, layout, EDGE).tolist()
     place = 0
     for row, real in enumerate(mask.tolist()):
@@ -427,7 +427,7 @@ def test_one_graph_for_a_compiler_on_the_host() -> None:
     compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
     for mask in (MANY_RUNS, [[True] * 9, [False] * 9, [True] * 4 + [False] * 5]):
         layout = layout_of(mask, 9)
-        assert layout.indices.numel() == layout.total  # read once before
+        assert layout.indices.numel() == layout.num_tokens  # read once before
         x = torch.rand(3, 9, requires_grad=True)
         assert_same_tensor(compiled(x, layout).detach(), there_and_back(x, layout).detach())
         (gradient,) = torch.autograd.grad(compiled(x, layout).sum(), x)

@@ -78,7 +78,7 @@ def _decode(
         _run(recipe, staged)
     out.entries.update(tensors)
     out.pads = kept.pads(sent) if out.pads is None else out.pads
-    out.tables.update(kept.run_tables(sent))
+    out.tables.update(kept.span_tables(sent))
     for name, paths in jagged.items():
         layout, offsets = packed.layouts[name], sent["offsets", name]
         made = jagged_all([tensors[path] for path in paths], offsets, layout.min_length, layout.max_length)
@@ -94,7 +94,7 @@ def _empty(packed: Contents, form: FieldForm, padded: bool, device: torch.device
         layout, ahead = packed.layouts[form.layout], form.ragged_dim - 1
         shape = (layout.num_rows, *shape[:ahead], layout.width, *shape[ahead:])
     else:
-        shape = (packed.layouts[form.layout].total, *shape)
+        shape = (packed.layouts[form.layout].num_tokens, *shape)
     assert form.dtype is not None
     return _new(shape, form.dtype, device)
 
@@ -160,7 +160,7 @@ class _Kept:
             self._recipe.copy(size, own)
         return dict(zip(self._sizes, own.split_with_sizes([*self._sizes.values()]), strict=True)) if size else {}
 
-    def run_tables(self, sent: dict[Any, Tensor]) -> dict[str, Tensor]:
+    def span_tables(self, sent: dict[Any, Tensor]) -> dict[str, Tensor]:
         """Of LAYOUTS."""
         if not self._alike:
             return {}

@@ -41,7 +41,7 @@ class _Axis(NamedTuple):
     """The rows of a target: how many, elements in all and in the longest, and the places of tables, as in Target."""
 
     rows: int
-    total: int
+    num_tokens: int
     longest: int
     bounds: int
     width: int
@@ -123,9 +123,9 @@ class Recipe:
         head, head_items = self._head(parts[0]) if len(parts) > 1 else (-1, 1)
         for owner, part in parts:
             encoding = self._packed.fields[owner]
-            flat = not padded and not part and axis.total * items <= _MOST and is_flat(encoding)
+            flat = not padded and not part and axis.num_tokens * items <= _MOST and is_flat(encoding)
             rows, most, bounds, unit = (
-                (1, axis.total, -1, axis.total) if flat else (axis.rows, axis.longest, axis.bounds, 1)
+                (1, axis.num_tokens, -1, axis.num_tokens) if flat else (axis.rows, axis.longest, axis.bounds, 1)
             )
             columns = isinstance(encoding, Columns)
             own, stride = (1, inner) if columns else (items, 1)
@@ -161,10 +161,10 @@ class Recipe:
             return _Axis(rows, rows, 1, -1, -1)
         layout, add = self._packed.layouts[name], self.tables.add
         if not padded:
-            return _Axis(layout.num_rows, layout.total, layout.max_length, add(layout.row_offsets), -1)
+            return _Axis(layout.num_rows, layout.num_tokens, layout.max_length, add(layout.row_offsets), -1)
         starts, counts, splits = layout.table
         runs = add(splits), add(starts), add(cumulated(counts))
-        return _Axis(layout.num_rows, layout.total, layout.width, self.bounds(name), layout.width, *runs)
+        return _Axis(layout.num_rows, layout.num_tokens, layout.width, self.bounds(name), layout.width, *runs)
 
     def _head(self, part: Part) -> tuple[int, int]:
         """The bounds of the heads of rows, and the words of an element of them."""

@@ -179,7 +179,7 @@ class _Reader:
             seen = f"layout {brief(name)} with runs of {[str(part.dtype) for part in parts]}"
             fail(call, seen, f"unsigned integers below {_MOST}")
         try:
-            return name, RowLayout.from_runs(starts, counts, runs, width, anchor=anchor)
+            return name, RowLayout.from_spans(starts, counts, runs, width, anchor=anchor)
         except LayoutError as error:
             fail(call, f"layout {brief(name)}: {error}", "sound runs")
 

@@ -1,4 +1,4 @@
-"""RunIndex: the runs of a layout on their device, as kernels look them up.
+"""SpanIndex: the runs of a layout on their device, as kernels look them up.
 
     packed tokens   0 1 2 3 | 4 5 6 7 | 8          blocks of BLOCK tokens (512; 4 in this picture)
     runs            a a a b   b b b c   c
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from maskpack.core.index import RunTable, cumulated, ranges
+from maskpack.core.index import SpanTable, cumulated, ranges
 from maskpack.errors import LayoutError
 
 BLOCK = 512
@@ -31,7 +31,7 @@ MOST_COLUMNS = (1 << 31) - 1024
 """Positions of a row, and rows, that kernels count in int32: they look up to 1,023 positions beyond the last."""
 
 
-class RunIndex(NamedTuple):
+class SpanIndex(NamedTuple):
     """Tensors int32 on the layout's device. Row by row, M is the number of rows and there are only the first three;
     else M is the number of runs.
 
@@ -57,25 +57,25 @@ class RunIndex(NamedTuple):
     before: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
-        """Those that there are; `RunIndex(*tensors)` is the index again."""
+        """Those that there are; `SpanIndex(*tensors)` is the index again."""
         return [part for part in self if part is not None]
 
 
-def blocks_of(total: int) -> int:
-    """Entries of `RunIndex.blocks`."""
-    return -(-total // BLOCK) + 1
+def blocks_of(num_tokens: int) -> int:
+    """Entries of `SpanIndex.blocks`."""
+    return -(-num_tokens // BLOCK) + 1
 
 
 def words_of(width: int) -> int:
-    """Words of a row of `RunIndex.bits`."""
+    """Words of a row of `SpanIndex.bits`."""
     return -(-width // 32)
 
 
-def need_int32(call: str, *, total: int = 0, width: int = 0) -> None:
+def need_int32(call: str, *, num_tokens: int = 0, width: int = 0) -> None:
     """Raises LayoutError for more real positions, or wider rows, than int32 counts."""
-    if total > MOST_TOKENS:
+    if num_tokens > MOST_TOKENS:
         raise LayoutError(
-            f"{call}: the rows have {total} real positions; expected at most {MOST_TOKENS}, which int32 counts. Split "
+            f"{call}: the rows have {num_tokens} real positions; expected at most {MOST_TOKENS}, which int32 counts. Split "
             "the batch."
         )
     if width > MOST_COLUMNS:
@@ -85,9 +85,9 @@ def need_int32(call: str, *, total: int = 0, width: int = 0) -> None:
         )
 
 
-def index_of(table: RunTable, width: int, device: torch.device) -> RunIndex:
+def index_of(table: SpanTable, width: int, device: torch.device) -> SpanIndex:
     """From the host, in one copy that nobody waits for. Raises LayoutError for what int32 does not count."""
-    need_int32(f"RowLayout on {device}", total=int(table.counts.sum()), width=width)
+    need_int32(f"RowLayout on {device}", num_tokens=int(table.counts.sum()), width=width)
     runs = np.diff(table.splits)
     several = int(runs.max(initial=0)) > 1
     starts, counts = table.starts, table.counts
@@ -108,18 +108,18 @@ def index_of(table: RunTable, width: int, device: torch.device) -> RunIndex:
     line = np.concatenate(parts, dtype=np.int32, casting="unsafe")  # type: ignore[reportUnknownArgumentType]
     moved = torch.from_numpy(line).to(device, non_blocking=True)
     found = cast("tuple[Tensor, ...]", moved.split([part.size for part in parts]))
-    return RunIndex(*found[:6], *(part.view(runs.size, -1) for part in found[6:]))
+    return SpanIndex(*found[:6], *(part.view(runs.size, -1) for part in found[6:]))
 
 
-def table_of(index: RunIndex) -> RunTable:
+def table_of(index: SpanIndex) -> SpanTable:
     """The run table on the host of rows of several runs, with one synchronisation on CUDA."""
     assert index.splits is not None
     line = torch.cat([index.starts, index.begins, index.splits]).cpu().numpy().astype(np.int64)
     runs = index.starts.numel()
-    return RunTable(line[:runs], np.diff(line[runs : 2 * runs + 1]), line[2 * runs + 1 :])
+    return SpanTable(line[:runs], np.diff(line[runs : 2 * runs + 1]), line[2 * runs + 1 :])
 
 
-def places_of(index: RunIndex, num_rows: int, width: int, total: int) -> Tensor:
+def places_of(index: SpanIndex, num_rows: int, width: int, num_tokens: int) -> Tensor:
     """int64 [T]: the place of each real position in the flattened [B * S]. Where T was promised and is another, the
     first T of them, or others behind them, none outside."""
     device = index.starts.device
@@ -127,6 +127,6 @@ def places_of(index: RunIndex, num_rows: int, width: int, total: int) -> Tensor:
     shift = rows * width + index.starts - index.begins[:-1]
     # A last run, empty where T is right, makes the lengths sum up to T: repeat_interleave aborts on a GPU if they do
     # not. Its places are the tokens' own numbers, below T and so below B * S.
-    lengths = pad(index.begins.clamp(max=total), (0, 1), value=total).diff()
-    tokens = torch.arange(total, device=device)
-    return torch.repeat_interleave(pad(shift, (0, 1)), lengths, output_size=total).add_(tokens)
+    lengths = pad(index.begins.clamp(max=num_tokens), (0, 1), value=num_tokens).diff()
+    tokens = torch.arange(num_tokens, device=device)
+    return torch.repeat_interleave(pad(shift, (0, 1)), lengths, output_size=num_tokens).add_(tokens)
