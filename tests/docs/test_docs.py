@@ -211,3 +211,17 @@ def test_blocks_of_a_script_share_their_names() -> None:
     run("page", page, Page(script=True))
     with pytest.raises(NameError):
         run("page", page, Page())
+
+
+def missing_files(text: str) -> set[str]:
+    """Files that a page names, from the root of the repository, and that are not there."""
+    return {name for name in re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|md|txt))`", text) if not (ROOT / name).is_file()}
+
+
+@pytest.mark.parametrize("name", ["docs/house.md", "CONTRIBUTING.md"])
+def test_files_that_are_named_are_there(name: str) -> None:
+    assert missing_files((ROOT / name).read_text()) == set()
+
+
+def test_a_missing_file_would_be_seen() -> None:
+    assert missing_files("`maskpack/errors.py`, `maskpack/error.py`") == {"maskpack/error.py"}
