@@ -75,7 +75,7 @@ def fields_of(batch: Any) -> TensorDictBase:
     return batch if isinstance(batch, TensorDictBase) else batch._tensordict
 
 
-def walk(batch: Any, prefix: Path = ()) -> list[tuple[Path, Any]]:
+def flatten(batch: Any, prefix: Path = ()) -> list[tuple[Path, Any]]:
     """Every entry in key order; a sub-batch gives a Node, then its entries."""
     entries: list[tuple[Path, Any]] = []
     for name, value in fields_of(batch).items():
@@ -84,7 +84,7 @@ def walk(batch: Any, prefix: Path = ()) -> list[tuple[Path, Any]]:
             entries.append((path, value))
         else:
             entries.append((path, Node.of(value)))
-            entries.extend(walk(value, path))
+            entries.extend(flatten(value, path))
     return entries
 
 
@@ -114,7 +114,7 @@ def dense_stack(batch: Any, call: str) -> Any:
 def _form_of(row: Any) -> list[Any] | None:
     """The entries of a row of a lazy stack by path and shape; None if they cannot be stacked."""
     form: list[Any] = []
-    for path, value in walk(row):
+    for path, value in flatten(row):
         if isinstance(value, Tensor):
             if value.is_nested:
                 return None
@@ -124,8 +124,8 @@ def _form_of(row: Any) -> list[Any] | None:
     return [Node.of(row), sorted(form, key=lambda entry: entry[0])]
 
 
-def build(root: Node, entries: Iterable[tuple[Path, Any]], rows: int) -> TensorDict:
-    """The inverse of `walk`."""
+def unflatten(root: Node, entries: Iterable[tuple[Path, Any]], rows: int) -> TensorDict:
+    """The inverse of `flatten`: a TensorDict from its root and its entries."""
     nodes: dict[Path, Node] = {(): root}
     children: dict[Path, dict[str, Any]] = {(): {}}
     for path, value in entries:
@@ -191,7 +191,7 @@ def _is_empty_stack(value: Any) -> bool:
     return isinstance(value, NonTensorStack) and not value.tensordicts
 
 
-def chosen(entries: list[tuple[Path, Any]], keys: Sequence[Key], call: str) -> list[tuple[Path, Any]]:
+def select_entries(entries: list[tuple[Path, Any]], keys: Sequence[Key], call: str) -> list[tuple[Path, Any]]:
     """The entries that `keys` name, what lies below them, and the nodes above them; all if there are no keys."""
     if not keys:
         return entries

@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack.core.tensors import need_gradients
-from maskpack.core.tree import Node, build, chosen, rows_in, walk
+from maskpack.core.tree import Node, flatten, rows_in, select_entries, unflatten
 from maskpack.errors import LayoutError
 from maskpack.fields.options import OnLoss, Options, Registry, Verify
 from maskpack.fields.registry import RL_FIELDS, Key, Path, show
@@ -88,7 +88,7 @@ def nest_batch_by_mask(
         return jagged(values, moved[place])
 
     schema = found.schema()
-    out = build(rows_only(found.root), [(form.path, nested(form)) for form in found.forms], found.rows)
+    out = unflatten(rows_only(found.root), [(form.path, nested(form)) for form in found.forms], found.rows)
     tables = span_tables(found.layouts)
     where = next((table.device for table in tables.values()), found.root.device or "cpu")
     pads = pad_table(schema.forms, found.row_pads, found.rows, where)
@@ -116,7 +116,7 @@ def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:
     call = "unnest_batch_by_mask"
     schema, layouts = read_layouts(batch, call)
     forms = {form.path: form for form in schema.forms}
-    entries = chosen([entry for entry in walk(batch) if entry[0][0] != LAYOUTS], fields, call)
+    entries = select_entries([entry for entry in flatten(batch) if entry[0][0] != LAYOUTS], fields, call)
     nested = _nested_fields(entries, forms, layouts, call)
 
     def restored(path: Path, value: Any) -> Any:
@@ -127,7 +127,7 @@ def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:
             return _at_home(value, forms[path].node if path in forms else None)
         return value.values() if path in forms and forms[path].kind == "flat" else value
 
-    return build(
+    return unflatten(
         _at_home(Node.of(batch), schema.root),
         [(path, restored(path, value)) for path, value in entries],
         rows_in(batch),

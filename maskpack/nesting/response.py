@@ -18,7 +18,7 @@ from torch import Tensor
 
 from maskpack.core.index import IntArray, ranges
 from maskpack.core.tensors import need_batch, need_gradients, need_tensor
-from maskpack.core.tree import Node, chosen, has, walk
+from maskpack.core.tree import Node, flatten, has, select_entries
 from maskpack.errors import LayoutError
 from maskpack.fields.options import Registry, registry_of
 from maskpack.fields.registry import RL_FIELDS, Key, MaskNestingRegistry, Pad, Path, show
@@ -52,8 +52,10 @@ def select_and_pad_to_response(batch: TensorDictBase, *fields: Key, registry: Re
     call = "select_and_pad_to_response"
     registry = registry_of(registry, call)
     axis = ResponseAxis.of(batch, registry, call)
-    entries = {path: value for path, value in walk(batch) if path[0] != LAYOUTS}
-    wanted = [path for path, value in chosen(list(entries.items()), fields, call) if not isinstance(value, Node)]
+    entries = {path: value for path, value in flatten(batch) if path[0] != LAYOUTS}
+    wanted = [
+        path for path, value in select_entries(list(entries.items()), fields, call) if not isinstance(value, Node)
+    ]
     for path in wanted if fields else ():
         if not isinstance(entries[path], Tensor):
             raise LayoutError(

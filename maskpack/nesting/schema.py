@@ -25,7 +25,7 @@ from torch import Tensor
 from maskpack.core.bits import pad_words, word_dtype, words
 from maskpack.core.index import IntArray
 from maskpack.core.tensors import need_batch
-from maskpack.core.tree import Node, build, entry_at, fields_of, has, is_sub_batch
+from maskpack.core.tree import Node, entry_at, fields_of, has, is_sub_batch, unflatten
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import EDGE, PER_ROW, Pad, PadValue, Path, show
 from maskpack.layout.jagged import is_regular, jagged_from, offsets_of, to_host
@@ -111,7 +111,7 @@ def write_layouts(
     entries: list[tuple[Path, Any]] = [((part,), here), ((part, "schema"), held), ((part, "runs"), here)]
     entries += [((part, "runs", name), tables[name]) for name, _, _ in schema.axes]
     entries.append(((part, "pads"), pads))
-    return build(here, entries, rows)
+    return unflatten(here, entries, rows)
 
 
 def pad_table(

@@ -20,7 +20,7 @@ from torch import Tensor
 from maskpack.core.bits import DTYPES, from_words, words
 from maskpack.core.tensors import need_batch
 from maskpack.core.threads import Tasks
-from maskpack.core.tree import Node, dense_stack, entry_at, has, is_object, walk
+from maskpack.core.tree import Node, dense_stack, entry_at, flatten, has, is_object
 from maskpack.errors import LayoutError, MaskpackWarning, RegistryError
 from maskpack.fields.options import Options, Registry, registry_of
 from maskpack.fields.registry import (
@@ -94,7 +94,7 @@ def survey(
         schema, layouts = read_layouts(batch, options.call)
     before = {form.path: form for form in schema.forms}
     planner = _Planner(batch, options, layouts, stand_in, before)
-    entries = {path: value for path, value in walk(batch) if path[0] != LAYOUTS}
+    entries = {path: value for path, value in flatten(batch) if path[0] != LAYOUTS}
     with Tasks(_bytes_on_host(entries.values())) as tasks:
         forms = [planner.form(path, value) for path, value in entries.items()]
         rows = planner.rows(forms)
@@ -400,4 +400,6 @@ def has_masks(batch: TensorDictBase, registry: Registry) -> bool:
     known = registry_of(registry, "has_masks")
     masks = {mask for spec in known.values() for mask in spec.masks}
     sources = {path_of(way.source) for mask in masks for way in known.ways(mask) if way.part != "prefix"}
-    return has(batch, LAYOUTS) or any(path[-len(source) :] == source for path, _ in walk(batch) for source in sources)
+    return has(batch, LAYOUTS) or any(
+        path[-len(source) :] == source for path, _ in flatten(batch) for source in sources
+    )

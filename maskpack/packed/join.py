@@ -15,7 +15,7 @@ from torch import Tensor
 from maskpack.core.bits import Words, pad_tensor, words
 from maskpack.core.index import cumulated
 from maskpack.core.objects import Objects, Stowed
-from maskpack.core.tree import Node, build
+from maskpack.core.tree import Node, unflatten
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import EDGE, PER_ROW, Pad, PadValue, Path, show
 from maskpack.layout.row_layout import RowLayout
@@ -328,7 +328,7 @@ def _with_stack(batch: _Batch, paths: set[Path]) -> _Batch:
         node, decoder = below[0].node, Decoder(batch, False, None)
         assert node is not None
         entries = [(form.path[len(path) :], decoder.entry(form)) for form in below[1:]]
-        rows = Objects(list(build(node, entries, batch.num_rows).unbind(0)), 1, True)
+        rows = Objects(list(unflatten(node, entries, batch.num_rows).unbind(0)), 1, True)
         left = restricted(batch, {form.path for form in batch.schema.forms if form not in below})
         forms = [form for form in batch.schema.forms if form not in below[1:]]
         forms = [FieldForm(path, "object") if form.path == path else form for form in forms]

@@ -19,7 +19,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from maskpack.core.tree import has, is_object, walk
+from maskpack.core.tree import flatten, has, is_object
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import (
     DENSE,
@@ -109,7 +109,7 @@ class Covers:
         carried: Mapping[str, RowLayout] = read_layouts(batch, _CALL)[1] if has(batch, LAYOUTS) else {}
         self._registry = registry
         self._axes = Axes(batch, registry, carried, {}, _CALL)
-        entries = [(path, value) for path, value in walk(batch) if path[0] != LAYOUTS]
+        entries = [(path, value) for path, value in flatten(batch) if path[0] != LAYOUTS]
         self.paths = {path for path, _ in entries}
         self.tensors: dict[Path, Tensor] = {
             path: value for path, value in entries if isinstance(value, Tensor) and not is_object(value)
