@@ -12,10 +12,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from maskpack.errors import FieldError, LayoutError, MaskpackError
 
 _T = TypeVar("_T")
+IntArray = npt.NDArray[np.int64]
 
 
 def said(value: Any) -> str:

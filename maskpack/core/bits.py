@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import lru_cache
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -103,36 +102,6 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     nbytes = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(pool.memory(nbytes).view(word_dtype(dtype.itemsize)).reshape(tuple(shape)))
-
-
-def pad_tensor(pad: complex, dtype: torch.dtype) -> Tensor | None:
-    """The pad as a tensor () of `dtype`, on the CPU; None if the dtype cannot hold it (a fraction in an integer, -100
-    in uint8)."""
-    if isinstance(pad, int) and pad.bit_length() > 1023:  # no float says it
-        return None
-    if dtype.is_complex:
-        return torch.tensor(pad, dtype=torch.complex128, device="cpu").to(dtype)
-    if isinstance(pad, complex):
-        return None
-    if dtype.is_floating_point:
-        held = torch.tensor(float(pad), dtype=torch.float64, device="cpu").to(dtype)
-        return held if math.isfinite(held.to(torch.float64).item()) == math.isfinite(pad) else None
-    if pad != int(pad) if math.isfinite(pad) else True:
-        return None
-    low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    return torch.tensor(int(pad), dtype=dtype, device="cpu") if low <= pad <= high else None
-
-
-def pad_words(pad: complex, dtype: torch.dtype) -> tuple[int, ...] | None:
-    """The words of the pad in `dtype`, one, or two of a complex128; None if the dtype cannot hold it."""
-    find = _pad_words.__wrapped__ if torch.compiler.is_compiling() else _pad_words
-    return find(pad, str(pad), dtype)  # 0.0 equals -0.0
-
-
-@lru_cache(maxsize=1024)
-def _pad_words(pad: complex, text: str, dtype: torch.dtype) -> tuple[int, ...] | None:
-    held = pad_tensor(pad, dtype)
-    return None if held is None else tuple(cast("list[int]", words(held).view(-1).tolist()))
 
 
 def host_words(tensors: Mapping[_Key, Tensor], fresh: Collection[_Key]) -> dict[_Key, Words]:

@@ -9,11 +9,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from maskpack.core.arguments import said, whole
+from maskpack.core.arguments import IntArray, said, whole
 from maskpack.core.tensors import host_array
 from maskpack.errors import LayoutError
 
-IntArray = npt.NDArray[np.int64]
 Rows = slice | Sequence[int] | IntArray | npt.NDArray[np.bool_] | Tensor
 
 

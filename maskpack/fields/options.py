@@ -12,8 +12,9 @@ import numpy as np
 
 from maskpack.core.arguments import flag, said
 from maskpack.core.keys import Key, Path, need_keys, path_of
+from maskpack.core.pads import PadValue
 from maskpack.errors import RegistryError
-from maskpack.fields.registry import MaskNestingRegistry, MaskNestingSpec, PadValue
+from maskpack.fields.registry import MaskNestingRegistry, MaskNestingSpec
 
 _MOST_FIELD_SETS = 256
 

@@ -8,7 +8,6 @@ A spec's `mask` names an axis of the registry, or a mask field of the batch. A r
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -18,32 +17,8 @@ import numpy as np
 
 from maskpack.core.arguments import said
 from maskpack.core.keys import Key, Path, need_key, need_keys, path_of, plain, show
+from maskpack.core.pads import Pad, PadValue
 from maskpack.errors import RegistryError
-
-
-class Pad(enum.Enum):
-    """Pads that are not a constant."""
-
-    PAD_TOKEN_ID = "PAD_TOKEN_ID"
-    EDGE = "EDGE"
-    PER_ROW = "PER_ROW"
-    SIGNED_ZERO = "SIGNED_ZERO"
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-PAD_TOKEN_ID = Pad.PAD_TOKEN_ID
-"""The tokenizer's pad id, given at the call as `pad_token_id`."""
-EDGE = Pad.EDGE
-"""Repeat the nearest real value: before the first the first, then always the last one seen; 0 in an empty row."""
-
-PER_ROW = Pad.PER_ROW
-"""Constant within a row: every masked-out element of a row has one value, which may be another in the next row."""
-SIGNED_ZERO = Pad.SIGNED_ZERO
-"""0.0 in some rows and -0.0 in others: what `advantages * mask` leaves."""
-
-PadValue = int | float | bool | complex | Pad
 
 HINTS = ("runs", "bits", "ramp", "steps", "sparse", "narrow", "repeated", "columns")
 """Encodings that a spec may hint at."""
@@ -377,63 +352,3 @@ def _spec_from_dict(key: str, data: Mapping[str, Any]) -> MaskNestingSpec:
     masks = None if data["mask"] is None else listed(data["mask"], mask)
     hints = tuple(_items(data.get("hints", ()), "hints", call))
     return MaskNestingSpec(masks, listed(data.get("pad", 0), pad), data.get("ragged_dim", 1), hints)
-
-
-# -------------------------------------------------------------------- the fields of RL batches
-
-_SPLIT: dict[str, Any] = {
-    "head": ("prompts",),
-    "tail": ("responses", "response_mask", "max_response_length"),
-}
-_RESPONSE_OR_SEQUENCE: list[Key] = ["response", "sequence"]
-_ZERO: list[PadValue] = [0, SIGNED_ZERO]
-
-
-def _field(mask: Key | list[Key], pad: PadValue | list[PadValue] = 0, **more: Any) -> MaskNestingSpec:
-    return MaskNestingSpec(mask, pad, **more)
-
-
-RL_FIELDS = MaskNestingRegistry(
-    axes={
-        "sequence": (MaskAxis("attention_mask"),),
-        "prompt": (MaskAxis("attention_mask", part="head", **_SPLIT),),
-        "response": (
-            MaskAxis("attention_mask", part="tail", **_SPLIT),
-            MaskAxis("response_mask", part="prefix"),
-        ),
-    },
-    fields={
-        "prompts": _field("prompt", PAD_TOKEN_ID, hints=("repeated",)),
-        "responses": _field("response", PAD_TOKEN_ID),
-        "input_ids": _field("sequence", PAD_TOKEN_ID, hints=("join:prompts,responses",)),
-        "attention_mask": _field("sequence", hints=("runs", "bits")),
-        "position_ids": _field("sequence", [EDGE, 0, 1], ragged_dim=-1, hints=("columns", "ramp")),
-        "response_mask": _field("response", hints=("runs", "bits")),
-        "loss_mask": _field(_RESPONSE_OR_SEQUENCE, hints=("runs", "bits")),
-        **{
-            name: _field(_RESPONSE_OR_SEQUENCE, _ZERO, hints=hints)
-            for name, hints in {
-                "rollout_log_probs": (),
-                "old_log_probs": ("delta:rollout_log_probs",),
-                "ref_log_prob": ("delta:old_log_probs",),
-                "entropys": (),
-                "values": (),
-                "sum_pi_squared": (),
-                "advantages": ("runs",),
-                "returns": (),
-                "token_level_scores": (),
-                "token_level_rewards": (),
-                "rm_scores": (),
-                "rollout_is_weights": (),
-            }.items()
-        },
-        "routed_experts": _field("sequence", [0, -1]),
-        "teacher_ids": _field("sequence", PAD_TOKEN_ID),
-        "teacher_logprobs": _field("sequence", _ZERO),
-        "reward_baselines": DENSE,
-        "dummy_tensor": DENSE,
-        "multi_modal_inputs": DENSE,
-        "global_token_num": DENSE,
-    },
-)
-"""Every field of a PPO, GRPO or DAPO batch; docs/fields.md has the table."""

@@ -14,10 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from maskpack.core.bits import Words, pad_tensor, words
+from maskpack.core.bits import Words, words
 from maskpack.core.index import IntArray, cumulated
+from maskpack.core.pads import EDGE, Pad, PadValue, pad_tensor
 from maskpack.errors import RegistryError
-from maskpack.fields.registry import EDGE, Pad, PadValue
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import FieldForm, RowPads
 from maskpack.ops import pack_torch as ops

@@ -11,9 +11,9 @@ import torch
 from tensordict import is_tensor_collection
 from torch import Tensor
 
+from maskpack.core.keys import Path, show
 from maskpack.core.objects import Objects
 from maskpack.errors import CoverageError
-from maskpack.fields.registry import Path, show
 
 _PLAIN = (str, bytes, bytearray, range, int, float, complex, bool, type(None))
 _LEAVES = (*_PLAIN, np.generic, torch.dtype, torch.device)

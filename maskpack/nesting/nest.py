@@ -11,11 +11,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from maskpack.core.keys import Key, Path, show
 from maskpack.core.tensors import need_gradients
 from maskpack.core.tree import Node, flatten, rows_in, select_entries, unflatten
 from maskpack.errors import LayoutError
 from maskpack.fields.options import OnLoss, Options, Registry, Verify
-from maskpack.fields.registry import RL_FIELDS, Key, Path, show
+from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import check_lengths, jagged
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks

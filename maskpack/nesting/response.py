@@ -17,11 +17,14 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack.core.index import IntArray, ranges
+from maskpack.core.keys import Key, Path, show
+from maskpack.core.pads import Pad
 from maskpack.core.tensors import need_batch, need_gradients, need_tensor
 from maskpack.core.tree import Node, flatten, has, select_entries
 from maskpack.errors import LayoutError
 from maskpack.fields.options import Registry, registry_of
-from maskpack.fields.registry import RL_FIELDS, Key, MaskNestingRegistry, Pad, Path, show
+from maskpack.fields.registry import MaskNestingRegistry
+from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import host_offsets, is_regular, jagged
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.axes import Axes

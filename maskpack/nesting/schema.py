@@ -22,12 +22,13 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
-from maskpack.core.bits import pad_words, word_dtype, words
+from maskpack.core.bits import word_dtype, words
 from maskpack.core.index import IntArray
+from maskpack.core.keys import Path, show
+from maskpack.core.pads import EDGE, PER_ROW, Pad, PadValue, pad_words
 from maskpack.core.tensors import need_batch
 from maskpack.core.tree import Node, entry_at, fields_of, has, is_sub_batch, unflatten
 from maskpack.errors import LayoutError
-from maskpack.fields.registry import EDGE, PER_ROW, Pad, PadValue, Path, show
 from maskpack.layout.jagged import is_regular, jagged_from, offsets_of, to_host
 from maskpack.layout.row_layout import RowLayout
 from maskpack.layout.span_table import lines_of, table_of_lines

@@ -18,24 +18,14 @@ from tensordict import TensorDictBase, UnbatchedTensor
 from torch import Tensor
 
 from maskpack.core.bits import DTYPES, from_words, words
+from maskpack.core.keys import Key, Path, path_of, show
+from maskpack.core.pads import EDGE, PAD_TOKEN_ID, PER_ROW, SIGNED_ZERO, Pad, PadValue
 from maskpack.core.tensors import need_batch
 from maskpack.core.threads import Tasks
 from maskpack.core.tree import Node, dense_stack, entry_at, flatten, has, is_object
 from maskpack.errors import LayoutError, MaskpackWarning, RegistryError
 from maskpack.fields.options import Options, Registry, registry_of
-from maskpack.fields.registry import (
-    EDGE,
-    PAD_TOKEN_ID,
-    PER_ROW,
-    SIGNED_ZERO,
-    Key,
-    MaskNestingSpec,
-    Pad,
-    PadValue,
-    Path,
-    path_of,
-    show,
-)
+from maskpack.fields.registry import MaskNestingSpec
 from maskpack.layout.jagged import check_lengths, is_regular, offsets_of, to_host
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks

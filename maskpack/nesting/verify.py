@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from maskpack.core.bits import odd_bools, odd_bools_error, words
+from maskpack.core.keys import Path, show
+from maskpack.core.pads import EDGE, PER_ROW, SIGNED_ZERO, PadValue
 from maskpack.core.threads import Tasks
 from maskpack.errors import LossyPadError
 from maskpack.fields.options import Options, VerifyFirst
-from maskpack.fields.registry import EDGE, PER_ROW, SIGNED_ZERO, PadValue, Path, show
 from maskpack.layout.jagged import to_host
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks

@@ -29,7 +29,8 @@ from maskpack.core.threads import Tasks
 from maskpack.core.tree import select_entries, unflatten
 from maskpack.errors import LayoutError
 from maskpack.fields.options import OnLoss, Options, Registry, Verify
-from maskpack.fields.registry import RL_FIELDS, Key, Path, show
+from maskpack.fields.registry import Key, Path, show
+from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.nest import rows_only
 from maskpack.nesting.schema import LAYOUTS, FieldForm, read_layouts, write_layouts

@@ -12,12 +12,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from maskpack.core.bits import Words, pad_tensor, words
+from maskpack.core.bits import Words, words
 from maskpack.core.index import cumulated
 from maskpack.core.objects import Objects, Stowed
+from maskpack.core.pads import EDGE, PER_ROW, Pad, PadValue, pad_tensor
 from maskpack.core.tree import Node, unflatten
 from maskpack.errors import LayoutError
-from maskpack.fields.registry import EDGE, PER_ROW, Pad, PadValue, Path, show
+from maskpack.fields.registry import Path, show
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.checks import edge_pads, one_rule
 from maskpack.nesting.schema import FieldForm, Schema

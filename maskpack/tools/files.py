@@ -25,7 +25,8 @@ from torch import Tensor
 from maskpack.core.objects import Objects
 from maskpack.core.tree import flatten, is_object
 from maskpack.errors import MaskpackError
-from maskpack.fields.registry import RL_FIELDS, MaskNestingRegistry
+from maskpack.fields.registry import MaskNestingRegistry
+from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.packed.batch import PackedBatch
 from maskpack.packed.contents import MAX_BYTES
 from maskpack.packed.sizes import printable

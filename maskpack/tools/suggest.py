@@ -19,23 +19,10 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from maskpack.core.pads import EDGE, PAD_TOKEN_ID, PER_ROW, SIGNED_ZERO, Pad, PadValue
 from maskpack.core.tree import flatten, has, is_object
 from maskpack.errors import LayoutError
-from maskpack.fields.registry import (
-    DENSE,
-    EDGE,
-    PAD_TOKEN_ID,
-    PER_ROW,
-    SIGNED_ZERO,
-    Key,
-    MaskNestingRegistry,
-    MaskNestingSpec,
-    Pad,
-    PadValue,
-    Path,
-    path_of,
-    show,
-)
+from maskpack.fields.registry import DENSE, Key, MaskNestingRegistry, MaskNestingSpec, Path, path_of, show
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks
 from maskpack.nesting.axes import Axes

@@ -21,10 +21,12 @@ from torch import Tensor
 
 from maskpack.core.index import Rows, row_index
 from maskpack.core.objects import Objects
+from maskpack.core.pads import SIGNED_ZERO, PadValue
 from maskpack.core.tree import Node, flatten, has, is_object, unflatten
 from maskpack.errors import LayoutError
 from maskpack.fields.options import OnLoss, Options, Registry, Verify
-from maskpack.fields.registry import RL_FIELDS, SIGNED_ZERO, Key, MaskNestingSpec, PadValue, Path, path_of
+from maskpack.fields.registry import Key, MaskNestingSpec, Path, path_of
+from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import jagged_from, ragged_dim, stated_dim, to_host
 from maskpack.nesting.coverage import check_strict, hidden_tensors
 from maskpack.nesting.schema import LAYOUTS

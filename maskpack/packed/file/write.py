@@ -14,9 +14,10 @@ import numpy as np
 
 from maskpack.core import objects
 from maskpack.core.bits import Words
+from maskpack.core.pads import Pad, PadValue
 from maskpack.core.tree import Node
 from maskpack.errors import MaskpackError
-from maskpack.fields.registry import Pad, PadValue, path_of, show
+from maskpack.fields.registry import path_of, show
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.contents import Contents
