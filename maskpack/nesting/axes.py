@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from maskpack.core.keys import Key, Path, path_of, show
 from maskpack.core.tree import dense_at, number_at
 from maskpack.errors import LayoutError
-from maskpack.fields.registry import Key, MaskAxis, MaskNestingRegistry, Path, path_of, show
-from maskpack.layout.row_layout import RowLayout
+from maskpack.fields.registry import MaskAxis, MaskNestingRegistry
+from maskpack.layout.row_layout import RowLayout, layout_and_value
 
 _T = TypeVar("_T")
 
@@ -105,7 +106,7 @@ class Axes:
                     f'{self._call}: mask field "{show(source)}" is {tuple(tensor.shape)}; expected (B, width). '
                     "Give one entry per row and position, or name another mask in the registry."
                 )
-            layout, value = self._read(source, RowLayout.scanned, tensor)
+            layout, value = self._read(source, layout_and_value, tensor)
             if value is not None:
                 self._values[source] = value
             self._masks[source] = layout.anchored(self._anchor(source, layout.width))
