@@ -63,4 +63,4 @@ RL_FIELDS = MaskNestingRegistry(
         "global_token_num": DENSE,
     },
 )
-"""Every field of a PPO, GRPO or DAPO batch; docs/fields.md has the table."""
+"""The fields of PPO, GRPO and DAPO batches; docs/fields.md has the table."""

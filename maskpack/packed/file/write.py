@@ -169,7 +169,7 @@ class _Writer:
         before = len(self.arrays)
         try:
             return out | {"json": objects.to_json(held.data, lambda line: self.add(line, show(form.path)))}
-        except objects.Unsayable as error:
+        except objects.NotInJson as error:
             self._forget(before)
             if not pickled:
                 raise MaskpackError(
