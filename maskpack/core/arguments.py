@@ -54,7 +54,7 @@ def list_of(values: Any, kind: type[_T], call: str, remedy: str) -> list[_T]:
     if odd or not items:
         seen = f"a list with {', '.join(odd)}" if odd else "an empty list" if several else said(values)
         raise LayoutError(
-            f"{call}: got {seen}; expected a list of at least one {kind.__name__}, and nothing else. {remedy}"
+            f"{call}: got {seen}; expected a list of at least one {kind.__name__}, and of nothing else. {remedy}"
         )
     return items
 

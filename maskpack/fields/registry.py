@@ -76,22 +76,29 @@ class MaskNestingSpec:
         hints: encodings that `compress` tries first; a wrong hint costs time, but never exactness. Names of HINTS;
             `join:head,tail` for a field that concatenates the rows of two others; `delta:field` for a field with values
             close to another's (with a codec only).
+        masks, pads: tuples of the masks and pads to try in order; `masks` is empty for a field without a mask. Specs
+            are compared by these.
     """
 
-    mask: Key | list[Key] | None
-    pad: PadValue | list[PadValue] = 0
+    mask: Key | list[Key] | None = field(compare=False)
+    pad: PadValue | list[PadValue] = field(default=0, compare=False)
     ragged_dim: int = 1
     hints: tuple[str, ...] = ()
+    masks: tuple[Key, ...] = field(init=False, repr=False)
+    pads: tuple[PadValue, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("mask", "pad"):
             value = getattr(self, name)
-            if isinstance(value, list):
-                if not value:
-                    raise RegistryError(f"MaskNestingSpec: {name} is an empty list. Name at least one {name}.")
-                object.__setattr__(self, name, [*cast("list[Any]", value)])
-        for mask in self.masks:
-            need_key(mask, "mask", "MaskNestingSpec")
+            values: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
+            if not values:
+                raise RegistryError(f"MaskNestingSpec: {name} is an empty list. Name at least one {name}.")
+            object.__setattr__(self, name, [*values] if isinstance(value, list) else value)
+            object.__setattr__(self, f"{name}s", tuple(values))
+        masks = () if self.mask is None else tuple(need_key(mask, "mask", "MaskNestingSpec") for mask in self.masks)
+        object.__setattr__(self, "masks", tuple(map(plain, masks)))
+        pads = (cast("Any", pad).item() if isinstance(pad, np.generic) else pad for pad in self.pads)
+        object.__setattr__(self, "pads", tuple(pads))
         if isinstance(self.hints, list):
             object.__setattr__(self, "hints", (*self.hints,))
         if not isinstance(self.hints, tuple):
@@ -115,25 +122,9 @@ class MaskNestingSpec:
                 f"MaskNestingSpec: ragged_dim is {seen}; expected the dim of the width. Give 1, 2, ... or -1."
             )
 
-    def __hash__(self) -> int:
-        return hash((self.mask is None, self.masks, self.pads, self.ragged_dim, self.hints))
-
-    @property
-    def masks(self) -> tuple[Key, ...]:
-        """The masks to try in order; empty for a field without a mask."""
-        if self.mask is None:
-            return ()
-        return tuple(map(plain, self.mask if isinstance(self.mask, list) else [self.mask]))
-
     def dim_of(self, field: Any) -> int:
         """The dim of the width in a padded tensor, as a non-negative number."""
         return self.ragged_dim + field.dim() if self.ragged_dim < 0 else self.ragged_dim
-
-    @property
-    def pads(self) -> tuple[PadValue, ...]:
-        """The pads to try in order."""
-        pads: list[Any] = self.pad if isinstance(self.pad, list) else [self.pad]
-        return tuple(cast("Any", pad).item() if isinstance(pad, np.generic) else pad for pad in pads)
 
 
 DENSE = MaskNestingSpec(mask=None)

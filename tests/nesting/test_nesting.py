@@ -699,9 +699,7 @@ def test_update_with_a_field_of_another_pad(pads: tuple[Any, Any]) -> None:
         registry = {"mask": MaskNestingSpec("mask"), "x": MaskNestingSpec("mask", pad), f"y{number}": DENSE}
         parts.append(nest_batch_by_mask(fields, registry))
     nested = parts[0].update(parts[1])
-    with pytest.raises(
-        LayoutError, match=r'field "x" was nested twice, with the pads .* and update\(\) replaced one'
-    ):
+    with pytest.raises(LayoutError, match=r'field "x" was nested twice, with the pads .* and update\(\) replaced one'):
         unnest(nested)
 
 
