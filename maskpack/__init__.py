@@ -19,19 +19,11 @@ from maskpack import ops as ops
 from maskpack import planning as planning
 from maskpack import replay as replay
 from maskpack import views as views
+from maskpack.core.pads import EDGE, PAD_TOKEN_ID, PER_ROW, SIGNED_ZERO
 from maskpack.errors import MaskpackError
 from maskpack.fields.options import VerifyFirst
-from maskpack.fields.registry import (
-    DENSE,
-    EDGE,
-    PAD_TOKEN_ID,
-    PER_ROW,
-    RL_FIELDS,
-    SIGNED_ZERO,
-    MaskAxis,
-    MaskNestingRegistry,
-    MaskNestingSpec,
-)
+from maskpack.fields.registry import DENSE, MaskAxis, MaskNestingRegistry, MaskNestingSpec
+from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.coverage import DenseField
 from maskpack.nesting.nest import nest_batch_by_mask, unnest, unnest_batch_by_mask

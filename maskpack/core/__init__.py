@@ -1,8 +1,9 @@
-"""What every package stands on: bits of tensors, paths of fields, index arithmetic, trees of tensors, Python objects.
+"""Shared by all packages: raw bits, pads, field paths, index arithmetic, TensorDict trees, Python objects.
 
-arguments.py   checks of what callers pass           keys.py      names and paths of fields
-tensors.py     checks of tensors                     bits.py      tensors as integers of their size, and pads as bits
-index.py       index arithmetic on NumPy arrays      tree.py      TensorDicts as paths and values, and back
-objects.py     Python objects as JSON or pickles     memory.py    buffers that are used again
-threads.py     work for several threads              backends.py  Triton or torch
+arguments.py   checks of arguments                   keys.py      names and paths of fields
+tensors.py     checks of tensors and devices         bits.py      tensors as integers of their item size
+index.py       index arithmetic on NumPy arrays      pads.py      pads and their raw bits
+objects.py     Python objects as arrays and JSON     tree.py      TensorDicts as lists of paths and values
+threads.py     a thread pool for large batches       memory.py    reusable buffers
+backends.py    Triton or torch
 """

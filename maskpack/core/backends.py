@@ -1,7 +1,7 @@
-"""Which code does a work: plain torch and numpy, or Triton kernels.
+"""The choice between plain torch and Triton kernels.
 
-Triton runs on CUDA and ROCm devices where it is installed; `MASKPACK_TRITON=0` turns it off. It is imported when the
-first kernel is about to run. Under `TRITON_INTERPRET=1` kernels also take tensors on the host, for tests.
+Triton is used on CUDA and ROCm devices if it is installed, unless `MASKPACK_TRITON=0`. It is imported when the first
+kernel runs. With `TRITON_INTERPRET=1`, kernels also run on CPU tensors, for tests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Backend = Literal["auto", "torch", "triton"]
 
 
 def _installed(package: str) -> bool:
-    """Whether there is such a package; a mere folder of this name has no origin."""
+    """Whether a package is installed; a plain folder of its name has no origin."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 
@@ -28,9 +28,9 @@ _INSTALLED = _installed("triton")
 
 
 def uses_triton(device: torch.device, backend: Backend = "auto", call: str = "maskpack") -> bool:
-    """Whether kernels do the work of `call` on a device.
+    """Whether `call` uses Triton kernels on a device.
 
-    Raises LayoutError for an unknown backend, and where Triton is asked for and cannot run there.
+    Raises LayoutError for an unknown backend, and for "triton" where it cannot run.
     """
     if backend == "auto":
         return device.type == "cuda" and _INSTALLED and os.environ.get("MASKPACK_TRITON") != "0"
@@ -49,5 +49,5 @@ def uses_triton(device: torch.device, backend: Backend = "auto", call: str = "ma
 
 
 def interpreted() -> bool:
-    """Whether Triton interprets its kernels, on the host."""
+    """Whether Triton kernels are interpreted on the host."""
     return os.environ.get("TRITON_INTERPRET") == "1"

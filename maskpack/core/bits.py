@@ -1,12 +1,14 @@
-"""Words: the bits of a tensor as integers of its item size. Moves and comparisons of words are exact for every dtype,
-for -0.0 and NaN, and work where torch has few operations (float8, unsigned integers)."""
+"""Raw bits of tensors, as integers of their item size ("words" in names).
+
+Copies and comparisons of raw bits are exact for all values, -0.0 and NaN too, and work for all dtypes, also those for
+which torch has few operations (float8, unsigned integers).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import lru_cache
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,16 +33,16 @@ DTYPES: dict[str, torch.dtype] = {
         *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
     )
 }
-"""Every dtype of a batch, by its name."""
+"""The supported dtypes by name."""
 
 
 def word_dtype(itemsize: int) -> np.dtype[Any]:
-    """The numpy dtype of the words of items of this size."""
+    """The NumPy dtype of the raw bits of items of a size."""
     return _NUMPY_WORDS[itemsize]
 
 
 def words(x: Tensor) -> Tensor:
-    """The bits of `x` as integers of its item size, in the same memory (16-byte items: a last dim of two)."""
+    """The raw bits of `x` as integers of its item size, in the same memory (16-byte items: a last dim of two)."""
     x = x.detach().resolve_conj().resolve_neg()
     if x.element_size() == 16:
         return torch.view_as_real(x).view(torch.int64)
@@ -48,9 +50,9 @@ def words(x: Tensor) -> Tensor:
 
 
 def from_words(array: Words, dtype: torch.dtype) -> Tensor:
-    """The inverse of `words`, in the same memory unless torch cannot read it there. Of a read-only array it is a source
-    to read and nothing else."""
-    if dtype.itemsize == 16 and array.ctypes.data % 16:  # torch's loads of complex128 crash on the places of int64
+    """The inverse of `words`, in the same memory unless its alignment prevents that. Do not write to the tensor of a
+    read-only array."""
+    if dtype.itemsize == 16 and array.ctypes.data % 16:  # torch crashes on complex128 that is aligned to 8 bytes only
         array = np.array(array)
     if not array.flags.writeable:
         array = np.asarray(_Readable(array))
@@ -63,34 +65,34 @@ def from_words(array: Words, dtype: torch.dtype) -> Tensor:
 
 
 def odd_bools(array: Words) -> bool:
-    """Whether bytes of bools have other values than 0 and 1. torch takes such a byte for true in some operations and
-    for the number that it is in others, and a copy may change it: nobody can give it back as it was."""
+    """Whether bytes of bools have values other than 0 and 1. torch reads such a byte as true in some operations and as
+    a number in others, and copies may change it, so that it cannot be restored exactly."""
     return bool(array.size) and int(array.max()) > 1
 
 
 def odd_bools_error(call: str, paths: Iterable[Path]) -> LayoutError:
-    """Names the fields."""
+    """The error for fields with such bytes."""
     names = ", ".join(f'"{show(path)}"' for path in paths)
     return LayoutError(
-        f"{call}: field {names} is torch.bool with bytes other than 0 and 1; expected bools. A view of other bytes as "
-        "torch.bool is none: write x.view(torch.uint8) != 0, or keep them as uint8."
+        f"{call}: field {names} is torch.bool with bytes other than 0 and 1; expected bools. Replace a view of "
+        "other bytes as torch.bool: write x.view(torch.uint8) != 0, or keep them as uint8."
     )
 
 
 def root_of(array: Words) -> Words:
-    """The array whose memory it is a view of."""
+    """The array that owns the memory of a view."""
     while isinstance(array.base, np.ndarray):
         array = array.base
     return array
 
 
 def address(array: Words) -> int:
-    """Of its first entry."""
+    """The address of the first entry."""
     return array.__array_interface__["data"][0]
 
 
 class _Readable:
-    """A read-only array under a writable description: torch warns of read-only memory even where it is only read."""
+    """A read-only array described as writable, because torch warns about read-only memory even if it only reads it."""
 
     def __init__(self, array: Words) -> None:
         self._array = array
@@ -98,46 +100,16 @@ class _Readable:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for words of a dtype, not yet written."""
+    """An uninitialised tensor of an integer dtype, from the memory pool in use if it is on the CPU."""
     if device.type != "cpu" or not math.prod(shape) or torch.compiler.is_compiling():  # an empty array has any strides
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     nbytes = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(pool.memory(nbytes).view(word_dtype(dtype.itemsize)).reshape(tuple(shape)))
 
 
-def pad_tensor(pad: complex, dtype: torch.dtype) -> Tensor | None:
-    """The pad as a tensor () of `dtype`, on the CPU; None if the dtype cannot hold it (a fraction in an integer, -100
-    in uint8)."""
-    if isinstance(pad, int) and pad.bit_length() > 1023:  # no float says it
-        return None
-    if dtype.is_complex:
-        return torch.tensor(pad, dtype=torch.complex128, device="cpu").to(dtype)
-    if isinstance(pad, complex):
-        return None
-    if dtype.is_floating_point:
-        held = torch.tensor(float(pad), dtype=torch.float64, device="cpu").to(dtype)
-        return held if math.isfinite(held.to(torch.float64).item()) == math.isfinite(pad) else None
-    if pad != int(pad) if math.isfinite(pad) else True:
-        return None
-    low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    return torch.tensor(int(pad), dtype=dtype, device="cpu") if low <= pad <= high else None
-
-
-def pad_words(pad: complex, dtype: torch.dtype) -> tuple[int, ...] | None:
-    """The words of the pad in `dtype`, one, or two of a complex128; None if the dtype cannot hold it."""
-    find = _pad_words.__wrapped__ if torch.compiler.is_compiling() else _pad_words
-    return find(pad, str(pad), dtype)  # 0.0 equals -0.0
-
-
-@lru_cache(maxsize=1024)
-def _pad_words(pad: complex, text: str, dtype: torch.dtype) -> tuple[int, ...] | None:
-    held = pad_tensor(pad, dtype)
-    return None if held is None else tuple(cast("list[int]", words(held).view(-1).tolist()))
-
-
 def host_words(tensors: Mapping[_Key, Tensor], fresh: Collection[_Key]) -> dict[_Key, Words]:
-    """The words of all tensors on the host; those of one device come in one copy. What is not `fresh` belongs to the
-    caller, who may go on to change it, and is copied."""
+    """The raw bits of all tensors on the host, with one copy for each device. Tensors on the host are copied, because
+    the caller may change them, except those in `fresh`."""
     out: dict[_Key, Words] = {}
     away: dict[torch.device, list[_Key]] = {}
     for path, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Rows by number, and ranges of elements by their bounds: the index arithmetic that layouts and encodings share."""
+"""Index arithmetic for layouts and encodings: rows by number, ranges by their bounds, span tables."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from maskpack.core.arguments import said, whole
+from maskpack.core.arguments import IntArray, said, whole
 from maskpack.core.tensors import host_array
 from maskpack.errors import LayoutError
 
-IntArray = npt.NDArray[np.int64]
 Rows = slice | Sequence[int] | IntArray | npt.NDArray[np.bool_] | Tensor
 
 
 class SpanTable(NamedTuple):
-    """The run table on the host, all int64: `starts` [N], `counts` [N], `splits` [B + 1] (the runs of each row)."""
+    """The spans of a mask, int64 on the host: `starts` [N], `counts` [N], and `splits` [B + 1], the first span of each
+    row."""
 
     starts: IntArray
     counts: IntArray
@@ -26,15 +26,15 @@ class SpanTable(NamedTuple):
 
 
 def table_rows(table: SpanTable, rows: IntArray) -> SpanTable:
-    """The run table of some rows, by their numbers."""
-    first, runs = table.splits[rows], table.splits[rows + 1] - table.splits[rows]
-    take = ranges(first, runs)
-    return SpanTable(table.starts[take], table.counts[take], cumulated(runs))
+    """The span table of some rows, by their indices."""
+    first, spans = table.splits[rows], table.splits[rows + 1] - table.splits[rows]
+    take = ranges(first, spans)
+    return SpanTable(table.starts[take], table.counts[take], cumulated(spans))
 
 
 def bits_of(table: SpanTable, width: int) -> npt.NDArray[np.uint8]:
-    """uint8 [B, ceil(width / 8)]: 1 at real positions, the first of a row in the highest bit of its first byte. Bits
-    behind the last are 0."""
+    """The mask as bits, uint8 [B, ceil(width / 8)]: the first position of a row is the highest bit of its first byte.
+    Bits after the last position are 0."""
     rows, size = table.splits.size - 1, -(-width // 8)
     begins = np.repeat(np.arange(rows) * 8 * size, np.diff(table.splits)) + table.starts
     steps = np.zeros(rows * 8 * size + 1, np.int8)
@@ -45,13 +45,13 @@ def bits_of(table: SpanTable, width: int) -> npt.NDArray[np.uint8]:
 
 
 def table_of_bits(bits: npt.NDArray[np.uint8], width: int) -> SpanTable | None:
-    """The inverse of `bits_of`; None where a bit behind the last position of a row is set."""
-    real = np.unpackbits(bits, axis=1).view(np.bool_)
-    if real[:, width:].any():
+    """The inverse of `bits_of`; None if a bit after the last position of a row is set."""
+    mask = np.unpackbits(bits, axis=1).view(np.bool_)
+    if mask[:, width:].any():
         return None
     edges = np.zeros((len(bits), width + 1), np.bool_)
-    edges[:, :width] = real[:, :width]
-    edges[:, 1:] ^= real[:, :width]
+    edges[:, :width] = mask[:, :width]
+    edges[:, 1:] ^= mask[:, :width]
     places = np.flatnonzero(edges)
     begins, ends = places[::2], places[1::2]
     splits = np.searchsorted(begins, np.arange(len(bits) + 1) * (width + 1))
@@ -59,11 +59,12 @@ def table_of_bits(bits: npt.NDArray[np.uint8], width: int) -> SpanTable | None:
 
 
 def row_index(rows: Rows, num_rows: int, call: str) -> IntArray:
-    """Any way to name rows as int64 indices 0 to B. A bool mask must have B entries; indices must be in range."""
+    """Rows given in any form, as int64 indices from 0 to B - 1. Raises LayoutError for a mask that does not have B
+    entries, and for indices out of range."""
     if isinstance(rows, slice):
         parts = rows.start, rows.stop, rows.step
         if rows.step == 0 or not all(part is None or isinstance(part, int | np.integer) for part in parts):
-            raise LayoutError(f"{call}: rows are {rows}; expected whole numbers, and a step other than 0. Give these.")
+            raise LayoutError(f"{call}: rows are {rows}; expected whole numbers, and a step other than 0. Correct it.")
         return np.arange(*rows.indices(num_rows), dtype=np.int64)
     index = host_array(rows, "rows", call)
     if index.dtype == np.bool_:
@@ -82,13 +83,13 @@ def row_index(rows: Rows, num_rows: int, call: str) -> IntArray:
     if index.size and (int(index.min()) < -num_rows or int(index.max()) >= num_rows):
         raise LayoutError(
             f"{call}: rows run from {int(index.min())} to {int(index.max())}; the batch has {num_rows} rows. "
-            f"{f'Choose rows from 0 to {num_rows - 1}' if num_rows else 'There is none to choose'}."
+            f"{f'Choose rows from 0 to {num_rows - 1}' if num_rows else 'There are none to choose from'}."
         )
     return np.where(index < 0, index + num_rows, index)
 
 
 def no_single_row(rows: Any, num_rows: int, call: str) -> None:
-    """Raises LayoutError for an index that is a whole number or a name."""
+    """Raises LayoutError for an index that is an integer or a name."""
     if isinstance(rows, bool | np.bool_):
         raise LayoutError(f"{call}: the index is {rows}; expected rows. A mask has one true or false for each row.")
     if isinstance(rows, int | np.integer):
@@ -103,47 +104,48 @@ def no_single_row(rows: Any, num_rows: int, call: str) -> None:
     if isinstance(rows, str) or (parts and all(isinstance(part, str) for part in parts)):
         name = repr(parts) if parts else f'"{rows}"'
         raise LayoutError(
-            f"{call}: the index is the name {name}; expected rows. Name a field where it is decoded: "
+            f"{call}: the index is the name {name}; expected rows. Name fields when you decode: "
             "decompress(packed, name), or view.materialize(name)."
         )
 
 
 def part_sizes(sizes: int | Sequence[int], num_rows: int, call: str) -> list[int]:
-    """The sizes of consecutive parts: a list that sums to the rows, or one size (the last part may be smaller)."""
+    """The sizes of consecutive parts, from a list that sums to the rows, or from one size (the last part may be
+    smaller)."""
     one = host_array(sizes, "sizes", call).ndim == 0
     items: list[Any] = [sizes] if one else list(cast("Sequence[int]", sizes))
     if any(isinstance(item, bool) or not isinstance(item, int | np.integer) for item in items):
         raise LayoutError(f"{call}: sizes are {said(sizes)}; expected whole numbers. Give one, or a list of them.")
-    found = [int(item) for item in items]
+    parts = [int(item) for item in items]
     if one:
-        size = found[0]
+        size = parts[0]
         if size < 1:
             raise LayoutError(f"{call}: size is {size}; expected at least 1. Give a positive size.")
-        found = [min(size, num_rows - start) for start in range(0, num_rows, size)]
-    if sum(found) != num_rows or min(found, default=0) < 0:
+        parts = [min(size, num_rows - start) for start in range(0, num_rows, size)]
+    if sum(parts) != num_rows or min(parts, default=0) < 0:
         raise LayoutError(
-            f"{call}: sizes {found} sum to {sum(found)}; the batch has {num_rows} rows. Give sizes "
-            f"{'' if min(found, default=0) >= 0 else 'from 0 '}that sum to the rows."
+            f"{call}: sizes {parts} sum to {sum(parts)}; the batch has {num_rows} rows. Give sizes "
+            f"{'' if min(parts, default=0) >= 0 else 'from 0 '}that sum to the rows."
         )
-    return found
+    return parts
 
 
 def even_sizes(num_rows: int, parts: int, call: str) -> list[int]:
-    """The sizes of `parts` consecutive parts that differ by one row at most."""
+    """The sizes of `parts` consecutive parts, which differ by at most one row."""
     parts = whole(parts, "parts", 1, call, 1 << 24)
     least, more = divmod(num_rows, parts)
     return [least + (part < more) for part in range(parts)]
 
 
 def ranges(begins: IntArray, counts: IntArray) -> IntArray:
-    """The indices of consecutive ranges, one after the other: int64 [sum(counts)]."""
+    """The concatenated indices of ranges: int64 [sum(counts)]."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if ends.size else 0
     return np.repeat(begins - (ends - counts), counts) + np.arange(total, dtype=np.int64)
 
 
 def cumulated(counts: npt.NDArray[Any]) -> IntArray:
-    """Sums before each count and after the last: int64 [n + 1]."""
+    """Cumulative sums from 0: int64 [n + 1]."""
     out = np.zeros(counts.size + 1, np.int64)
     np.cumsum(counts, out=out[1:])
     return out

@@ -1,4 +1,4 @@
-"""Keys name fields: "a" is an entry of the batch, ("sub", "a") an entry of its sub-TensorDict "sub"."""
+"""Keys of fields: "a" is an entry of the batch, ("sub", "a") an entry of its sub-TensorDict "sub"."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Path = tuple[str, ...]
 
 
 def show(key: Key) -> str:
-    """A key as text, no two alike: names joined by "/", with a backslash before a "/" or a backslash in a name."""
+    """A key as unique text: names joined by "/", with a backslash before each "/" or backslash in a name."""
     return "/".join(name.replace("\\", "\\\\").replace("/", "\\/") for name in path_of(key))
 
 
@@ -23,12 +23,12 @@ def path_of(key: Key) -> Path:
 
 
 def plain(key: Key) -> Key:
-    """A key of one name as that name."""
+    """A tuple of one name as that name; other keys unchanged."""
     return key[0] if isinstance(key, tuple) and len(key) == 1 else key
 
 
 def need_key(key: Any, name: str, call: str, error: type[MaskpackError] = RegistryError) -> Key:
-    """The key. Raises for what is none."""
+    """The key. Raises `error` for anything else."""
     parts = cast("tuple[Any, ...]", key) if isinstance(key, tuple) else ()
     if isinstance(key, str) or (parts and all(isinstance(part, str) for part in parts)):
         return cast("Key", key)
@@ -39,7 +39,7 @@ def need_key(key: Any, name: str, call: str, error: type[MaskpackError] = Regist
 
 
 def need_keys(keys: Any, name: str, call: str, error: type[MaskpackError] = RegistryError) -> tuple[Key, ...]:
-    """A collection of keys as a tuple. Raises for anything else: a string is a collection of letters."""
+    """A collection of keys as a tuple. Raises `error` for anything else, and for a single string."""
     if isinstance(keys, str):
         raise error(f"{call}: {name} is the string {keys!r}; expected a collection of field names. Write [{keys!r}].")
     if not isinstance(keys, Iterable) or isinstance(keys, bytes):
@@ -48,7 +48,7 @@ def need_keys(keys: Any, name: str, call: str, error: type[MaskpackError] = Regi
 
 
 def path_given(key: Any, call: str) -> Path:
-    """The path of a field that a caller names. Raises LayoutError for what is no key."""
+    """The path of a field named by the caller. Raises LayoutError for anything but a key."""
     if isinstance(key, list | set | frozenset):
         raise LayoutError(
             f"{call}: a field is {cast('Any', key)!r:.80}; expected a name, or a tuple of names for a field in a "

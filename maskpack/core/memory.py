@@ -1,9 +1,9 @@
-"""Memory that is used again: writing to fresh pages takes two to five times as long as writing to those one had before.
+"""Reusable memory: writing to fresh pages takes two to five times as long as writing to pages used before.
 
-    with pool.used():  decompress(...)     its large tensors lie in blocks of the pool
-    the last tensor over a block dies  ->  the block is free for the next batch
+    with pool.used():  decompress(...)             large tensors are allocated in blocks of the pool
+    the last tensor in a block is released   ->    the block is free for the next batch
 
-A block is handed out through a lease that everything over it keeps alive, so none is used twice at a time.
+Tensors in a block keep its lease alive, so a block is never in use twice.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 _LEAST = 1 << 20
-"""Bytes of the smallest block; below, the allocator is good enough."""
+"""The smallest block in bytes; for less, the allocator is fast enough."""
 _IDLE = 4
-"""Uses of the pool that a free block outlives without being taken."""
+"""A free block is dropped after this many uses of the pool."""
 _current: ContextVar[Pool | None] = ContextVar("_current", default=None)
 
 
 class Pool:
-    """Blocks of memory for one user at a time; they go back to the system when they have not been used for a while."""
+    """Blocks of memory that are reused, and returned to the system when they have not been used for a while."""
 
     def __init__(self) -> None:
         self._free: list[_Block] = []
-        self._lock = Lock()  # leases end without it: they only append
+        self._lock = Lock()  # not needed when a lease ends, which only appends
 
     @contextmanager
     def used(self) -> Generator[None]:
-        """Inside, `memory` takes large pieces from this pool."""
+        """Within the context, `memory` takes large arrays from this pool."""
         token = _current.set(self)
         try:
             yield
@@ -49,11 +49,11 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        """Of the blocks that nobody has."""
+        """The number of bytes in free blocks."""
         return sum(block.data.nbytes for block in self._free)
 
     def take(self, nbytes: int) -> Bytes:
-        """uint8 [nbytes], not yet written."""
+        """An uninitialised array, uint8 [nbytes]."""
         with self._lock:
             fitting = [block for block in self._free if nbytes <= block.data.nbytes <= nbytes + nbytes // 8]
             block = min(fitting, key=lambda block: block.data.nbytes, default=None)
@@ -71,7 +71,7 @@ class _Block:
 
 
 class _Lease:
-    """What arrays over a block have as their base: when the last of them is gone, the block is free."""
+    """The base of all arrays in a block. When the last of them is released, the block is free."""
 
     def __init__(self, block: _Block, free: list[_Block], nbytes: int) -> None:
         self._block = block
@@ -83,7 +83,7 @@ class _Lease:
 
 
 def memory(nbytes: int) -> Bytes:
-    """uint8 [nbytes], not yet written, from the pool in use if there is one. numpy asks the system for large pages,
-    which torch does not."""
+    """An uninitialised array, uint8 [nbytes], from the pool in use if there is one. Unlike torch, NumPy requests large
+    pages from the system."""
     pool = _current.get()
     return np.empty(nbytes, np.uint8) if pool is None or nbytes < _LEAST else pool.take(nbytes)

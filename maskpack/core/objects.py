@@ -1,9 +1,9 @@
-"""Non-tensor entries of a batch: Python objects that follow their rows, and the tensors inside them.
+"""Non-tensor entries of a batch: Python objects, for each row or for the whole batch, and the tensors inside them.
 
     {"pixel_values": tensor, "n": 3}  --stowed-->  {"pixel_values": Stowed(words, ...), "n": 3}  --entry-->  tensors
 
-Stowed tensors are arrays, which travel without being copied into a pickle; tensors with equal bits share one array.
-What JSON can say exactly is said in JSON, so that a file of it runs no code.
+A stowed tensor is an array, which pickle protocol 5 does not copy; tensors with equal bits share one array. Objects
+that JSON can represent exactly are written as JSON, so that reading a file runs no code.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ _DEEPEST = 64
 _MOST_ITEMS = 1 << 22
 _ATOMS = {int, float, str, bool, bytes, type(None)}
 MOST_DIMS = 28
-"""Dims of an element, or of a tensor in a Python object: numpy has 32 at least, and rows and width come on top."""
+"""The largest number of dims of an element, or of a tensor in a Python object. NumPy allows 32; rows and width come in
+addition."""
 MOST_DEPTH = 8
-"""Depth of a stack of objects that comes from a file: tensordict takes 2^depth steps to ask a stack for its device."""
+"""The largest depth of a stack of objects in a file: tensordict takes 2^depth steps to find the device of a stack."""
 MOST_COLLIDING, MOST_KEYS = 16, 1 << 15
-"""Keys of a dict in JSON: those with one hash, and those that are no text. A dict compares a key with each one of its
-hash, and ints, floats and tuples of any hash are easily made; Python salts the hashes of texts alone."""
+"""Limits of a dict in JSON: keys with equal hashes, and keys that are not text. Equal hashes make a dict slow, and are
+easy to construct for ints, floats and tuples; Python salts only the hashes of text."""
 ITEM_BYTES = 1 << 10
-"""Bytes that one entry of a NonTensorStack is taken to need."""
+"""The assumed size of one entry of a NonTensorStack in bytes."""
 
 
 @dataclass(frozen=True, eq=False)
 class Stowed:
-    """A tensor or numpy array of a Python object, as words that nobody may write.
+    """The raw bits of a tensor or NumPy array in a Python object. Read-only.
 
     Attributes:
-        words: its words; of a tensor of 16-byte items with a last dim of two.
-        dtype: the name of its dtype, of torch or of numpy.
-        shape: its shape.
-        tensor: whether it is a torch tensor.
+        words: the raw bits; tensors of 16-byte items have a last dim of two.
+        dtype: the name of the torch or NumPy dtype.
+        shape: the shape of the tensor or array.
+        tensor: True for a torch tensor.
     """
 
     words: Words
@@ -56,7 +57,7 @@ class Stowed:
     tensor: bool
 
     def restored(self) -> Any:
-        """A copy of what was stowed."""
+        """A copy of the tensor or array."""
         line = np.array(self.words)
         if not self.tensor:
             return line.view(self.dtype).reshape(self.shape)
@@ -70,9 +71,9 @@ class Objects:
     """A non-tensor entry in plain Python.
 
     Attributes:
-        data: one object for the batch, or the list of the rows' objects (lists of lists below further batch dims).
-        depth: batch dims that `data` is a list along; 0 for one object of the whole batch.
-        stacked: whether `data` holds the rows of a lazy stack, a TensorDict or tensorclass each.
+        data: one object for the batch, or a list with one object for each row (nested lists for more batch dims).
+        depth: the number of batch dims along which `data` is a list; 0 for one object for the batch.
+        stacked: whether `data` is the list of TensorDicts or tensorclasses of a lazy stack.
     """
 
     data: Any
@@ -89,24 +90,24 @@ class Objects:
         return cls(value.data if isinstance(value, NonTensorData) else value, 0)
 
     def stowed(self) -> Objects:
-        """With its tensors as words; the rows of a lazy stack are copied."""
+        """The entry with its tensors as Stowed; the rows of a lazy stack are copied."""
         data = [row.clone() for row in self.data] if self.stacked else _mapped(self.data, _Stowing().leaf)
         return replace(self, data=data)
 
     def entry(self, batch_size: tuple[int, ...]) -> Any:
-        """The entry as a TensorDict holds it, with tensors of its own."""
+        """The entry of a TensorDict, with copies of the tensors."""
         if self.stacked:
             return lazy_stack([row.clone() for row in self.data]) if self.data else TensorDict({}, batch_size)
         data = self.restored()
         return NonTensorData(data, batch_size=batch_size) if self.depth == 0 else _stacked(data, self.depth, batch_size)
 
     def restored(self) -> Any:
-        """`data` with tensors of its own."""
+        """`data` with copies of the tensors."""
         return _mapped(self.data, lambda item: item.restored() if isinstance(item, Stowed) else item)
 
     @property
     def decoded_nbytes(self) -> int:
-        """Bytes that `entry` takes: those of its tensors, and ITEM_BYTES for each entry of a stack."""
+        """The size of `entry` in bytes: its tensors, and ITEM_BYTES for each entry of a stack."""
         count, items = 0, [self.data]
         for _ in range(self.depth):
             items = [part for item in items for part in item]
@@ -124,26 +125,26 @@ class Objects:
         return ITEM_BYTES * count + sum(tensors.values())
 
     def take(self, rows: Iterable[int]) -> Objects:
-        """Of some rows."""
+        """The objects of some rows."""
         return replace(self, data=[self.data[row] for row in rows]) if self.depth else self
 
     def arrays(self) -> list[Words]:
-        """The words of its stowed tensors, each array once."""
-        found: dict[int, Words] = {}
+        """The arrays of its stowed tensors, without repetition."""
+        arrays: dict[int, Words] = {}
 
         def note(item: Any) -> Any:
             if isinstance(item, Stowed):
-                found[id(item.words)] = item.words
+                arrays[id(item.words)] = item.words
             return item
 
         _mapped(self.data, note)
-        return list(found.values())
+        return list(arrays.values())
 
 
 def _stacked(data: list[Any], depth: int, sizes: tuple[int, ...]) -> Any:
     if depth == 1:
         return NonTensorStack(*[NonTensorData(item) for item in data])
-    if not data:  # only a slice of a stack that is not empty knows its other sizes
+    if not data:  # a slice of a non-empty stack keeps the sizes of the other dims
         inner: Any = NonTensorData(None, batch_size=sizes[1:])
         return NonTensorStack(inner)[:0] if len(sizes) >= depth else NonTensorStack()
     return NonTensorStack(*[_stacked(item, depth - 1, sizes[1:]) for item in data])
@@ -151,7 +152,7 @@ def _stacked(data: list[Any], depth: int, sizes: tuple[int, ...]) -> Any:
 
 @dataclass
 class _Stowing:
-    """Turns tensors and arrays into words; equal bits become one array."""
+    """Converts tensors and arrays to Stowed; those with equal bits share one array."""
 
     known: dict[tuple[str, int, int], list[Words]] = field(default_factory=dict[tuple[str, int, int], list[Words]])
 
@@ -172,14 +173,14 @@ class _Stowing:
         return Stowed(self._shared(line), str(array.dtype), array.shape, False)
 
     def _shared(self, line: Words) -> Words:
-        held: Words = np.array(line)
-        alike = self.known.setdefault((str(held.dtype), held.size, zlib.crc32(held.data)), [])
-        for other in alike:
-            if np.array_equal(other, held):
+        copy: Words = np.array(line)
+        candidates = self.known.setdefault((str(copy.dtype), copy.size, zlib.crc32(copy.data)), [])
+        for other in candidates:
+            if np.array_equal(other, copy):
                 return other
-        held.flags.writeable = False
-        alike.append(held)
-        return held
+        copy.flags.writeable = False
+        candidates.append(copy)
+        return copy
 
 
 def _is_plain_array(x: Words) -> bool:
@@ -194,7 +195,8 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def on_host(data: Any) -> Any:
-    """`data` with the tensors and TensorDicts in its dicts, lists and tuples on the host; `data` itself if all are."""
+    """`data` with all tensors and TensorDicts in its dicts, lists and tuples moved to the host; `data` itself if they
+    are there."""
     return _mapped(data, lambda item: item.to("cpu") if _is_away(item) else item) if _holds_away(data) else data
 
 
@@ -214,7 +216,7 @@ def _holds_away(data: Any) -> bool:
 
 
 def _is_away(item: Any) -> bool:
-    """Whether it is a tensor on a device, or a TensorDict that holds one. The meta device holds nothing to move."""
+    """Whether `item` is a tensor on a device other than the CPU and meta, or a TensorDict with such a tensor."""
     if isinstance(item, Tensor):
         return item.device.type not in ("cpu", "meta")
     return is_tensor_collection(item) and any(_is_away(leaf) for leaf in _tensors(item))
@@ -229,12 +231,12 @@ class _Cycle(Exception):
 
 
 def _mapped(data: Any, leaf: Callable[[Any], Any]) -> Any:
-    """`data` with every item of its dicts, lists and tuples put through `leaf`. Dicts and lists are copied, those that
-    were shared stay shared; what contains itself, or is too deep, is left as it is."""
+    """`data` with `leaf` applied to each item of its dicts, lists and tuples. Dicts and lists are copied, and shared
+    ones stay shared. Data that contains itself or is nested too deep is returned unchanged."""
     done: dict[int, Any] = {}
-    alive: list[Any] = []  # so that no id comes twice
+    alive: list[Any] = []  # keeps ids unique
 
-    def walk(item: Any, depth: int) -> Any:
+    def mapped(item: Any, depth: int) -> Any:
         kind: Any = type(item)  # type: ignore[reportUnknownVariableType]
         if id(item) in done:
             if done[id(item)] is _Cycle:
@@ -251,7 +253,7 @@ def _mapped(data: Any, leaf: Callable[[Any], Any]) -> Any:
         alive.append(item)
         done[id(item)] = _Cycle
         old = list(item.values()) if kind is dict else list(item)
-        new = [walk(child, depth + 1) for child in old]
+        new = [mapped(child, depth + 1) for child in old]
         if kind is tuple and all(a is b for a, b in zip(old, new, strict=True)):
             done[id(item)] = item
         else:
@@ -259,7 +261,7 @@ def _mapped(data: Any, leaf: Callable[[Any], Any]) -> Any:
         return done[id(item)]
 
     try:
-        return walk(data, 0)
+        return mapped(data, 0)
     except _Cycle:
         return data
 
@@ -267,24 +269,26 @@ def _mapped(data: Any, leaf: Callable[[Any], Any]) -> Any:
 # -------------------------------------------------------------------- JSON
 
 
-class Unsayable(Exception):
-    """An object that JSON cannot say exactly."""
+class NotInJson(Exception):
+    """JSON cannot represent an object exactly."""
 
 
 def to_json(data: Any, store: Callable[[Words], int]) -> Any:
-    """`data` in JSON; `store` takes the words of stowed tensors and gives their number. Raises Unsayable.
+    """`data` as JSON; `store` stores the array of a stowed tensor and returns its number. Raises NotInJson.
 
-    Dicts, tuples, special numbers, odd text and tensors are objects with one entry, whose name says what they are."""
+    Dicts, tuples, special numbers, text that is not UTF-8 and tensors become objects of one entry, named after their
+    kind.
+    """
     items = 0
 
-    def said(item: Any, depth: int) -> Any:
+    def encoded(item: Any, depth: int) -> Any:
         nonlocal items
         items += 1
         kind: Any = type(item)  # type: ignore[reportUnknownVariableType]
         if depth > _DEEPEST or (depth == _DEEPEST and kind in (list, tuple, dict)):
-            raise Unsayable("what is nested too deep")
-        if items > _MOST_ITEMS:  # lists that hold one list many times are small in memory, and endless in JSON
-            raise Unsayable(f"more than {_MOST_ITEMS} items")
+            raise NotInJson("data nested too deep")
+        if items > _MOST_ITEMS:  # lists that contain one list many times are small in memory but huge in JSON
+            raise NotInJson(f"more than {_MOST_ITEMS} items")
         if item is None or kind is bool:
             return item
         if kind is str:
@@ -294,13 +298,13 @@ def to_json(data: Any, store: Callable[[Words], int]) -> Any:
         if kind is float:
             return item if math.isfinite(item) else {"float": struct.pack("<d", item).hex()}
         if kind is list:
-            return [said(part, depth + 1) for part in item]
+            return [encoded(part, depth + 1) for part in item]
         if kind is tuple:
-            return {"tuple": [said(part, depth + 1) for part in item]}
+            return {"tuple": [encoded(part, depth + 1) for part in item]}
         if kind is dict:
             if problem := _wrong_keys(item):
-                raise Unsayable(problem)
-            return {"dict": [[said(key, depth + 1), said(value, depth + 1)] for key, value in item.items()]}
+                raise NotInJson(problem)
+            return {"dict": [[encoded(key, depth + 1), encoded(value, depth + 1)] for key, value in item.items()]}
         if kind is Stowed:
             return {"tensor" if item.tensor else "array": [store(item.words), item.dtype, list(item.shape)]}
         if isinstance(item, np.generic):
@@ -308,14 +312,14 @@ def to_json(data: Any, store: Callable[[Words], int]) -> Any:
             if scalar.dtype.name in _NUMPY and kind is np.dtype(scalar.dtype.name).type:
                 return {"scalar": [scalar.dtype.name, scalar.tobytes().hex()]}
         if kind is Tensor:
-            raise Unsayable("a Tensor whose bits JSON cannot say (on a GPU, with grad, or bools other than 0 and 1)")
-        raise Unsayable(f"a {kind.__name__}")
+            raise NotInJson("a Tensor that JSON cannot represent (on a GPU, with grad, or bools other than 0 and 1)")
+        raise NotInJson(f"a {kind.__name__}")
 
-    return said(data, 0)
+    return encoded(data, 0)
 
 
 def from_json(data: Any, arrays: Callable[[Any], Words], depth: int = 0) -> Any:
-    """The inverse of `to_json`. Raises ValueError for what `to_json` does not say."""
+    """The inverse of `to_json`. Raises ValueError for JSON that `to_json` does not write."""
     if data is None or isinstance(data, bool | int | float):
         return data
     if isinstance(data, str):
@@ -344,7 +348,7 @@ def from_json(data: Any, arrays: Callable[[Any], Words], depth: int = 0) -> Any:
 
 
 def is_text(text: Any) -> bool:
-    """Whether it is a str that UTF-8 can say: no half of a surrogate pair."""
+    """Whether `text` is a str without unpaired surrogates, which UTF-8 cannot encode."""
     if not isinstance(text, str):
         return False
     try:
@@ -366,17 +370,17 @@ def _dict(items: list[Any], arrays: Callable[[Any], Words], depth: int) -> dict[
     keys = _parts([item[0] for item in items], _no_array, depth)
     if problem := _wrong_keys(keys):
         raise ValueError(problem)
-    found = dict(zip(keys, _parts([item[1] for item in items], arrays, depth), strict=True))
-    if len(found) != len(items):
+    out = dict(zip(keys, _parts([item[1] for item in items], arrays, depth), strict=True))
+    if len(out) != len(items):
         raise ValueError("a dict with one key twice")
-    return found
+    return out
 
 
 def _wrong_keys(keys: Iterable[Any]) -> str | None:
-    """What makes a dict of these keys slow, if anything does."""
+    """The reason why a dict with these keys would be slow, or None."""
     odd = [key for key in keys if type(key) is not str]
     if len(odd) > MOST_KEYS:
-        return f"a dict with {len(odd)} keys that are no text, more than {MOST_KEYS}"
+        return f"a dict with {len(odd)} keys that are not text, more than {MOST_KEYS}"
     most = max(Counter(map(hash, odd)).values(), default=0)
     return f"a dict with {most} keys of one hash, more than {MOST_COLLIDING}" if most > MOST_COLLIDING else None
 
@@ -391,13 +395,13 @@ def _stowed(tensor: bool, items: list[Any], arrays: Callable[[Any], Words]) -> S
     line, dtype = arrays(items[0]), items[1]
     shape = tuple(cast("list[Any]", items[2]))
     if len(shape) > MOST_DIMS or any(type(size) is not int or size < 0 for size in shape):
-        raise ValueError("a shape of other than whole numbers")
+        raise ValueError("a shape that is not of whole numbers")
     itemsize = _itemsize(dtype, tensor)
     if math.prod(max(size, 1) for size in shape) * itemsize >= 1 << 62:
         raise ValueError("a shape beyond memory")
     wanted = math.prod(shape) * (2 if itemsize == 16 else 1)
     if line.dtype != word_dtype(itemsize) or line.size != wanted:
-        raise ValueError(f"{line.size} {line.dtype} for {wanted} words of a {dtype}")
+        raise ValueError(f"{line.size} {line.dtype} for {wanted} items of a {dtype}")
     if dtype == "bool" and odd_bools(line):
         raise ValueError("bools with other bytes than 0 and 1")
     return Stowed(line, dtype, shape, tensor)
@@ -408,7 +412,7 @@ def _itemsize(dtype: Any, tensor: bool) -> int:
         return DTYPES[dtype].itemsize
     if not tensor and dtype in _NUMPY:
         return np.dtype(dtype).itemsize
-    raise ValueError("a dtype that is not known")
+    raise ValueError("an unknown dtype")
 
 
 def _scalar(items: list[Any]) -> Any:
@@ -421,31 +425,31 @@ def _scalar(items: list[Any]) -> Any:
 
 
 def _from_hex(text: str, size: int | None = None) -> bytes:
-    found = bytes.fromhex(text)
-    if found.hex() != text or (size is not None and len(found) != size):
-        raise ValueError(f"{len(found)} bytes of hex; expected {size}, in small letters")
-    return found
+    data = bytes.fromhex(text)
+    if data.hex() != text or (size is not None and len(data) != size):
+        raise ValueError(f"{len(data)} bytes of hex; expected {size}, in lower case")
+    return data
 
 
 def _float(text: str) -> float:
     (number,) = struct.unpack("<d", _from_hex(text, 8))
     if math.isfinite(number):
-        raise ValueError("a float that JSON says itself")
+        raise ValueError("a float that JSON has a number for")
     return number
 
 
 def _int(text: str) -> int:
     number = int(text, 16)
     if hex(number) != text or -(2**63) <= number < 2**63:
-        raise ValueError("an integer that JSON says itself, or not as hex() gives it")
+        raise ValueError("an integer that JSON has a number for, or not in the form of hex()")
     return number
 
 
 def _text(text: str) -> str:
-    found = _from_hex(text).decode("utf-8", "surrogatepass")
-    if is_text(found):
-        raise ValueError("a text that JSON says itself")
-    return found
+    decoded = _from_hex(text).decode("utf-8", "surrogatepass")
+    if is_text(decoded):
+        raise ValueError("a text that is a JSON string")
+    return decoded
 
 
 _SPECIAL: dict[str, Callable[[str], Any]] = {"float": _float, "int": _int, "text": _text}
@@ -453,4 +457,4 @@ _NUMPY = tuple(
     ["bool", "float16", "float32", "float64", "complex64"]
     + [f"{sign}int{8 * size}" for sign in ("", "u") for size in (1, 2, 4, 8)]
 )
-"""The numpy dtypes that JSON entries may name."""
+"""The NumPy dtypes of JSON entries."""

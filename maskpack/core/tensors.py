@@ -1,4 +1,4 @@
-"""Tensors, batches, arrays and devices that callers hand over, looked at before they are used."""
+"""Checks of tensors, batches, arrays and devices passed by callers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from maskpack.errors import LayoutError, MaskpackError
 
 
 def need_batch(batch: Any, call: str, error: type[MaskpackError] = LayoutError) -> None:
-    """Raises for what is no TensorDict."""
+    """Raises `error` unless `batch` is a TensorDict."""
     if isinstance(batch, TensorDictBase):
         return
     remedy = "Pass the TensorDict; decompress decodes a PackedBatch, and materialize a BatchView."
@@ -26,7 +26,7 @@ def need_batch(batch: Any, call: str, error: type[MaskpackError] = LayoutError) 
 
 
 def need_tensor(x: Any, name: str, call: str, error: type[MaskpackError] = LayoutError) -> None:
-    """Raises for what is no tensor, and for one whose values lie nowhere, or in no plain memory; nested ones pass."""
+    """Raises `error` unless `x` is a strided or jagged tensor that has values (is not on the meta device)."""
     if not isinstance(x, Tensor):
         remedy = "Pass torch.as_tensor of it." if isinstance(x, list | np.ndarray) else "Pass a tensor."
         raise error(f"{call}: {name} is {said(x)}; expected a tensor. {remedy}")
@@ -37,44 +37,44 @@ def need_tensor(x: Any, name: str, call: str, error: type[MaskpackError] = Layou
 
 
 def need_gradients(x: Tensor, name: str, call: str, *, nested: bool = False) -> None:
-    """Raises LayoutError for a tensor whose gradients torch cannot carry: those of float8, which it does not add up,
-    and of complex numbers in jagged tensors."""
+    """Raises LayoutError for a tensor that requires grad and whose gradients torch does not support: float8, and
+    complex dtypes in jagged tensors."""
     if x.requires_grad and torch.is_grad_enabled() and (x.dtype.itemsize == 1 or (nested and x.is_complex())):
         where = " in jagged tensors" if x.is_complex() else ""
         raise LayoutError(
-            f"{call}: {name} is {x.dtype} and requires grad; expected a dtype whose gradients torch carries{where}. "
+            f"{call}: {name} is {x.dtype} and requires grad; expected a dtype whose gradients torch supports{where}. "
             "Detach it, or cast it first."
         )
 
 
 def host_array(values: Any, name: str, call: str) -> npt.NDArray[Any]:
-    """Numbers as an array on the host. Raises LayoutError for what makes none."""
+    """Numbers as an array on the host. Raises LayoutError for values that cannot be converted."""
     try:
         return np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
     except (TypeError, ValueError, RuntimeError) as error:  # jagged, without values, lists of several lengths
         raise LayoutError(
-            f"{call}: {name} are {said(values)} that is no array of numbers; expected (n,). Give one list of them."
+            f"{call}: {name} are {said(values)} that is not an array of numbers; expected (n,). Give a flat list."
         ) from error
 
 
 def numbered(device: torch.device | str) -> torch.device:
-    """A device with its number, as tensors on it have it."""
+    """A device with its index, as tensors on it have it."""
     device = torch.device(device)
     return torch.empty(0, device=device).device if str(device) == device.type != "cpu" else device
 
 
 def device_here(device: Any, call: str) -> torch.device:
-    """The device, which this process has. Raises LayoutError for any other."""
-    reason = "which is none"
+    """The device. Raises LayoutError if this process does not have it."""
+    reason = "which is not a device"
     try:
-        found = torch.device(device)
-        if found.type != "cpu":
-            torch.empty(0, device=found)
+        known = torch.device(device)
+        if known.type != "cpu":
+            torch.empty(0, device=known)
         if not isinstance(device, bool):
-            return found
+            return known
     except (RuntimeError, AssertionError) as error:
         reason = f"which this process does not have ({str(error)[:80]})"
     except TypeError:
         pass
     seen = f'"{device}"' if isinstance(device, str | torch.device) else said(device)
-    raise LayoutError(f'{call}: device is {seen}, {reason}; expected one that it has. Pass device="cpu".')
+    raise LayoutError(f'{call}: device is {seen}, {reason}; expected an available device. Pass device="cpu".')

@@ -1,5 +1,8 @@
-"""Work on the fields of a large batch on the host, in as many threads as torch uses, up to eight. numpy lets other
-threads run while it reads and copies; torch's own pool is left alone, since its threads stall where cores are busy."""
+"""A thread pool for the fields of a large batch on the host, with as many threads as torch uses, up to eight.
+
+NumPy releases the interpreter lock while it reads and copies. torch's own pool is not used, because its threads stall
+on busy machines.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,13 @@ import torch
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _LARGE = 1 << 26
-_LEAST = 3  # two take as long as one, which reads nearly as fast as the memory gives
-_MOST = 8  # more wait for the interpreter longer than they work
+_LEAST = 3  # two are no faster than one, which nearly reaches the bandwidth of the memory
+_MOST = 8  # more wait for the interpreter lock
 
 
 class Tasks:
-    """Threads, if `nbytes` are many. A context: leaving it drops what has not begun and waits for what has."""
+    """A context with threads if `nbytes` are many. Leaving it cancels tasks that have not started and waits for the
+    others."""
 
     def __init__(self, nbytes: int) -> None:
         count = min(torch.get_num_threads(), _MOST)
@@ -36,6 +40,6 @@ class Tasks:
         return self._pool is not None
 
     def start(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
-        """Begins some work when a thread is free; only where there are threads."""
+        """Runs `work` when a thread is free. Call it only if `threaded`."""
         assert self._pool is not None
         return self._pool.submit(work, *args, **kwargs)

@@ -1,9 +1,9 @@
-"""The entries of a TensorDict as a flat list, and back: the only place that walks or builds one.
+"""TensorDicts as flat lists of paths and values, and back.
 
 {a: tensor, s: {b: tensor}, uid: [...]}  <->  [(a,) tensor, (s,) Node, (s, b) tensor, (uid,) object]
 
-A sub-batch is a TensorDict or a tensorclass. A lazy stack in a batch is no sub-batch but one object a row: whether its
-rows happen to have one shape decides nothing.
+A sub-batch is a TensorDict or a tensorclass. A lazy stack in a batch is treated as one Python object for each row,
+whatever the shapes of its rows.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Node:
     """A sub-batch without its entries.
 
     Attributes:
-        more_dims: the batch dims after the rows; None where the rows are no batch dim.
-        device: of the sub-batch; None if it has none.
-        kind: its tensorclass; None for a TensorDict.
+        more_dims: the batch dims after the rows; None if the rows are not a batch dim.
+        device: the device of the sub-batch, or None.
+        kind: the tensorclass; None for a TensorDict.
     """
 
     more_dims: tuple[int, ...] | None
@@ -55,28 +55,28 @@ class Node:
 
 
 def is_object(value: Any) -> bool:
-    """Whether an entry is a Python object, or a lazy stack, rather than a tensor or a sub-batch."""
+    """Whether an entry is a Python object or a lazy stack, not a tensor or a sub-batch."""
     return bool(_is_non_tensor(value)) or (is_tensor_collection(value) and is_lazy(value))
 
 
 def is_sub_batch(value: Any) -> bool:
-    """Whether an entry is a TensorDict or a tensorclass whose entries can be walked."""
+    """Whether an entry is a TensorDict or a tensorclass, but not a lazy stack."""
     return is_tensor_collection(value) and not is_object(value)
 
 
 def is_lazy(batch: Any) -> bool:
-    """Whether a TensorDict or tensorclass is a stack of its rows, which may differ in their entries and shapes."""
+    """Whether a TensorDict or tensorclass is a lazy stack, whose rows may differ in entries and shapes."""
     return isinstance(fields_of(batch), LazyStackedTensorDict)
 
 
 def fields_of(batch: Any) -> TensorDictBase:
-    """The TensorDict with the entries of a sub-batch: of a tensorclass the one inside it, whose methods are there even
-    where fields of the class have their names."""
+    """The TensorDict of a sub-batch. For a tensorclass it is the one inside, because fields of the class may hide
+    methods."""
     return batch if isinstance(batch, TensorDictBase) else batch._tensordict
 
 
-def walk(batch: Any, prefix: Path = ()) -> list[tuple[Path, Any]]:
-    """Every entry in key order; a sub-batch gives a Node, then its entries."""
+def flatten(batch: Any, prefix: Path = ()) -> list[tuple[Path, Any]]:
+    """All entries in key order. A sub-batch is a Node, followed by its entries."""
     entries: list[tuple[Path, Any]] = []
     for name, value in fields_of(batch).items():
         path = (*prefix, name)
@@ -84,12 +84,12 @@ def walk(batch: Any, prefix: Path = ()) -> list[tuple[Path, Any]]:
             entries.append((path, value))
         else:
             entries.append((path, Node.of(value)))
-            entries.extend(walk(value, path))
+            entries.extend(flatten(value, path))
     return entries
 
 
 def rows_in(batch: Any) -> int:
-    """B: the rows of a batch; of one without batch dims, those of the first sub-batch that has any."""
+    """The number of rows of a batch, or, if it has no batch dims, of its first sub-batch that has rows."""
     fields = fields_of(batch)
     if fields.batch_dims:
         return fields.batch_size[0]
@@ -97,24 +97,24 @@ def rows_in(batch: Any) -> int:
 
 
 def dense_stack(batch: Any, call: str) -> Any:
-    """A batch that is a lazy stack as one that is not. Raises LayoutError if its rows differ in entries or shapes."""
+    """A lazy stack as a contiguous TensorDict. Raises LayoutError if its rows differ in entries or shapes."""
     if not is_lazy(batch):
         return batch
     rows: list[Any] = batch.unbind(0)
     forms = [_form_of(row) for row in rows]
     if any(size < 0 for size in batch.batch_size) or any(form is None or form != forms[0] for form in forms):
         raise LayoutError(
-            f"{call}: the batch is a lazy stack whose rows differ in their entries or shapes; expected rows of one "
-            "form. Pad them (tensordict.pad_sequence), or put the stack into a TensorDict, which keeps its rows as "
+            f"{call}: the batch is a lazy stack whose rows differ in their entries or shapes; expected equal "
+            "ones. Pad them (tensordict.pad_sequence), or put the stack into a TensorDict, which keeps its rows as "
             "objects."
         )
     return batch.contiguous()
 
 
 def _form_of(row: Any) -> list[Any] | None:
-    """The entries of a row of a lazy stack by path and shape; None if they cannot be stacked."""
+    """The paths, shapes, dtypes and devices of a row of a lazy stack; None if it cannot be stacked."""
     form: list[Any] = []
-    for path, value in walk(row):
+    for path, value in flatten(row):
         if isinstance(value, Tensor):
             if value.is_nested:
                 return None
@@ -124,8 +124,8 @@ def _form_of(row: Any) -> list[Any] | None:
     return [Node.of(row), sorted(form, key=lambda entry: entry[0])]
 
 
-def build(root: Node, entries: Iterable[tuple[Path, Any]], rows: int) -> TensorDict:
-    """The inverse of `walk`."""
+def unflatten(root: Node, entries: Iterable[tuple[Path, Any]], rows: int) -> TensorDict:
+    """The inverse of `flatten`: a TensorDict from its root and its entries."""
     nodes: dict[Path, Node] = {(): root}
     children: dict[Path, dict[str, Any]] = {(): {}}
     for path, value in entries:
@@ -136,29 +136,28 @@ def build(root: Node, entries: Iterable[tuple[Path, Any]], rows: int) -> TensorD
             children[path[:-1]][path[-1]] = value
     for path in sorted(nodes, key=len, reverse=True):
         node = nodes[path]
-        made = _made(node, children[path], rows)
+        batch = _sub_batch(node, children[path], rows)
         if not path:
-            return made
-        children[path[:-1]][path[-1]] = made
+            return batch
+        children[path[:-1]][path[-1]] = batch
     raise AssertionError("the root is always a node")
 
 
-def _made(node: Node, entries: dict[str, Any], rows: int) -> Any:
-    """One TensorDict or tensorclass. It checks each jagged tensor by calls that take most of the time of a nested one;
-    those that are on its device, and have its rows by the way they were built, it need not check. Nor can tensordict
-    0.10 check a stack of no objects."""
+def _sub_batch(node: Node, entries: dict[str, Any], rows: int) -> Any:
+    """One TensorDict or tensorclass. Jagged tensors on its device are set without tensordict's checks, which would take
+    most of the time; empty stacks, because tensordict 0.10 cannot check them."""
     batch_size = node.batch_size(rows)
     if not any(_is_jagged(value) or _is_empty_stack(value) for value in entries.values()):
         return _of_kind(TensorDict(entries, batch_size=batch_size, device=node.device), node)
-    made: Any = TensorDict({}, batch_size=batch_size, device=node.device)
-    known = () if torch.compiler.is_compiling() else _put_unchecked()
+    batch: Any = TensorDict({}, batch_size=batch_size, device=node.device)
+    jagged = () if torch.compiler.is_compiling() else _put_unchecked()
     for name, value in entries.items():
-        checked = isinstance(value, known) and made.device in (None, vars(value)["_values"].device)
-        if checked or (known and _is_empty_stack(value) and value.batch_size == batch_size):
-            made._set_str(name, value, inplace=False, validated=True)
+        is_valid = isinstance(value, jagged) and batch.device in (None, vars(value)["_values"].device)
+        if is_valid or (jagged and _is_empty_stack(value) and value.batch_size == batch_size):
+            batch._set_str(name, value, inplace=False, validated=True)
         else:
-            made.set(name, value)
-    return _of_kind(made, node)
+            batch.set(name, value)
+    return _of_kind(batch, node)
 
 
 def _of_kind(batch: TensorDict, node: Node) -> Any:
@@ -167,18 +166,18 @@ def _of_kind(batch: TensorDict, node: Node) -> Any:
 
 @cache
 def _put_unchecked() -> tuple[type, ...]:
-    """The type of jagged tensors, if private names put one into a TensorDict as `set` does, and tell its device; else
-    none."""
+    """The type of jagged tensors, if tensordict's private setter does the same as `set` and torch's private attribute
+    gives the device; else an empty tuple."""
     try:
         field = torch.nested.nested_tensor([torch.ones(2, device="cpu")], layout=torch.jagged, device="cpu")
-        seen: Any = TensorDict({}, batch_size=[1])
-        want: Any = TensorDict({}, batch_size=[1])
-        seen._set_str("x", field, inplace=False, validated=True)
-        want.set("x", field)
-        same = [*seen.keys()] == ["x"] and seen.get("x") is want.get("x")
+        private: Any = TensorDict({}, batch_size=[1])
+        public: Any = TensorDict({}, batch_size=[1])
+        private._set_str("x", field, inplace=False, validated=True)
+        public.set("x", field)
+        same = [*private.keys()] == ["x"] and private.get("x") is public.get("x")
         if same and vars(field)["_values"].device == field.device:
             return (type(field),)
-    except Exception:  # whatever comes of a private name in another version of tensordict
+    except Exception:  # private names may mean anything in another version of tensordict
         pass
     return ()
 
@@ -191,8 +190,9 @@ def _is_empty_stack(value: Any) -> bool:
     return isinstance(value, NonTensorStack) and not value.tensordicts
 
 
-def chosen(entries: list[tuple[Path, Any]], keys: Sequence[Key], call: str) -> list[tuple[Path, Any]]:
-    """The entries that `keys` name, what lies below them, and the nodes above them; all if there are no keys."""
+def select_entries(entries: list[tuple[Path, Any]], keys: Sequence[Key], call: str) -> list[tuple[Path, Any]]:
+    """The entries named by `keys`, those below them, and the nodes above them; all if `keys` is empty. Raises
+    FieldError for a key that is not there."""
     if not keys:
         return entries
     wanted = [path_given(key, call) for key in keys]
@@ -202,7 +202,7 @@ def chosen(entries: list[tuple[Path, Any]], keys: Sequence[Key], call: str) -> l
             names = ", ".join(show(known) for known in sorted(paths)) or "none"
             remedy = "Name one of these."
             if all((name,) in paths for name in path):
-                remedy = "A tuple names one field in a sub-TensorDict: give the names of several one by one."
+                remedy = "A tuple names one field in a sub-TensorDict: pass several names one by one."
             raise FieldError(f'{call}: no field "{show(path)}" in the batch; it has {names}. {remedy}')
     return [
         (path, value)
@@ -212,12 +212,12 @@ def chosen(entries: list[tuple[Path, Any]], keys: Sequence[Key], call: str) -> l
 
 
 def has(batch: Any, name: str) -> bool:
-    """Whether the batch has an entry of that name."""
-    return name in fields_of(batch).keys()  # noqa: SIM118 (`in` asks a TensorDict for more than its keys)
+    """Whether the batch has an entry `name`."""
+    return name in fields_of(batch).keys()  # noqa: SIM118 (`in` on a TensorDict does more than look up keys)
 
 
 def entry_at(batch: TensorDictBase, path: Path) -> Any:
-    """The entry at `path` as the batch holds it, or None."""
+    """The entry at `path`, unchanged, or None."""
     value: Any = batch
     for name in path:
         if not is_sub_batch(value) or not has(value, name):
@@ -233,7 +233,7 @@ def dense_at(batch: TensorDictBase, path: Path) -> Tensor | None:
 
 
 def number_at(batch: TensorDictBase, path: Path) -> int | None:
-    """The whole number kept as a non-tensor entry at `path`, or None."""
+    """The integer of the non-tensor entry at `path`, or None."""
     value = entry_at(batch, path)
     data = value.data if isinstance(value, NonTensorData) else None
     return data if isinstance(data, int) and not isinstance(data, bool) else None

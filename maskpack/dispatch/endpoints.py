@@ -24,7 +24,8 @@ from maskpack.core.tree import Node
 from maskpack.dispatch.messages import At, Packing, Parcel, Receipt, RowsAt
 from maskpack.dispatch.placement import this_node
 from maskpack.errors import LayoutError, MaskpackError, PlanError
-from maskpack.fields.registry import RL_FIELDS, Key
+from maskpack.fields.registry import Key
+from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.batch import PackedBatch, Target, compress, decompress
 from maskpack.planning.plan import join_rows

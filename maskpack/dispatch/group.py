@@ -33,7 +33,7 @@ from maskpack.dispatch.messages import At, Packing, Parcel, RowsAt
 from maskpack.dispatch.placement import Placement, Site
 from maskpack.errors import LayoutError, MaskpackError, MethodError, PlanError, RegistryError
 from maskpack.fields.options import Options, Registry, Verify, kept_verify
-from maskpack.fields.registry import RL_FIELDS
+from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.nesting.survey import has_masks
 from maskpack.packed.batch import PackedBatch, check_devices, compress
 from maskpack.packed.file import codec as codecs

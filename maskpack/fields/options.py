@@ -12,18 +12,19 @@ import numpy as np
 
 from maskpack.core.arguments import flag, said
 from maskpack.core.keys import Key, Path, need_keys, path_of
+from maskpack.core.pads import PadValue
 from maskpack.errors import RegistryError
-from maskpack.fields.registry import MaskNestingRegistry, MaskNestingSpec, PadValue
+from maskpack.fields.registry import MaskNestingRegistry, MaskNestingSpec
 
 _MOST_FIELD_SETS = 256
 
 
 class VerifyFirst:
-    """`verify=` of a loop: the first batch with the same fields is checked, later ones are trusted.
+    """`verify=` for a loop: checks the pads of the first batch with given fields, and assumes them for later batches.
 
-    An object of this class belongs to one producer of batches. What it has learnt of one is not true of another, even
-    where their fields are alike. It learns a pad only where no other of the registry would give later batches other
-    values. A pickle of it has learnt nothing.
+    Use one object for each producer of batches, because their pads may differ even if their fields are the same. A pad
+    is remembered only if no other pad of the registry also fits the batch and would give later batches other values. A
+    pickled object remembers nothing.
     """
 
     def __init__(self) -> None:
@@ -31,11 +32,11 @@ class VerifyFirst:
         self._lock = Lock()
 
     def known(self, fields: Any) -> Mapping[Path, PadValue | None]:
-        """The pad of each field of a set of fields; None where a field had none."""
+        """The pad of each field in a set of fields; None for a field that had non-pad values under its mask."""
         return self._pads.get(fields, {})
 
     def learn(self, fields: Any, pads: Mapping[Path, PadValue | None]) -> None:
-        """Remembers these pads beside what is known of other fields of the set."""
+        """Remembers these pads, in addition to those of other fields in the set."""
         with self._lock:
             self._pads[fields] = {**self.known(fields), **pads}
             while len(self._pads) > _MOST_FIELD_SETS:
@@ -46,16 +47,16 @@ class VerifyFirst:
 
 
 Verify = Literal["always", "first", "never"] | VerifyFirst
-"""`first` asks who takes it to keep a VerifyFirst: a WorkerGroup, a storage. A function by itself has no batch before
-this one, and checks it."""
+"""`first` makes a WorkerGroup or a storage keep a VerifyFirst. For a function it means `always`, as each call sees one
+batch."""
 OnLoss = Literal["keep", "error", "drop"]
 Registry = MaskNestingRegistry | Mapping[Any, MaskNestingSpec]
-"""What functions take as a registry; a plain dict of specs has no axes but the masks it names. Its keys are Keys, of
-which a dict of strings is no Mapping to a type checker."""
+"""A registry, or a dict of specs, whose axes are the masks that the specs name. The keys are Keys; they are typed as
+Any because a dict with str keys is not a Mapping[Key, ...] to a type checker."""
 
 
 def registry_of(registry: Registry, call: str) -> MaskNestingRegistry:
-    """The registry, or that of a plain dict of specs."""
+    """The registry; a dict of specs is converted."""
     if not isinstance(registry, Mapping):
         raise RegistryError(
             f"{call}: registry is {said(registry)}; expected a MaskNestingRegistry or a dict of MaskNestingSpecs. "
@@ -66,7 +67,7 @@ def registry_of(registry: Registry, call: str) -> MaskNestingRegistry:
 
 @dataclass(frozen=True)
 class Options:
-    """The keyword arguments that `nest_batch_by_mask` and `compress` share, checked."""
+    """The checked keyword arguments that `nest_batch_by_mask` and `compress` share."""
 
     call: str
     registry: MaskNestingRegistry
@@ -107,10 +108,10 @@ class Options:
         ignore = frozenset(map(path_of, need_keys(ignore_dense_fields, "ignore_dense_fields", call)))
         if strict and on_loss == "keep":
             on_loss = "error"
-        kept: Any = kept_verify(verify)
-        return cls(call, registry, pad_token_id, strict, ignore, kept, on_loss)
+        resolved: Any = kept_verify(verify)
+        return cls(call, registry, pad_token_id, strict, ignore, resolved, on_loss)
 
 
 def kept_verify(verify: Verify) -> Verify:
-    """`verify` as who keeps it over several batches passes it on."""
+    """`verify` for an object that handles several batches: "first" becomes a VerifyFirst."""
     return VerifyFirst() if verify == "first" else verify

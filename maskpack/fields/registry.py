@@ -1,14 +1,14 @@
-"""The registry: for every batch field the axis it is padded along and what it is padded with.
+"""The registry: the mask and the pad of each field of a batch.
 
     field      -> MaskNestingSpec(mask, pad, ragged_dim, hints)
-    axis name  -> MaskAxis, ...  how a layout is computed from a field of the batch; the first that can be is used
+    axis name  -> MaskAxis, ...  ways to compute a layout from a field of the batch; the first that applies is used
 
-A spec's `mask` names an axis of the registry, or a mask field of the batch. A registry is a value: `|` gives a new one.
+The `mask` of a spec is an axis of the registry or a mask field of the batch. Registries are immutable; `|` returns a
+new one.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -18,35 +18,11 @@ import numpy as np
 
 from maskpack.core.arguments import said
 from maskpack.core.keys import Key, Path, need_key, need_keys, path_of, plain, show
+from maskpack.core.pads import Pad, PadValue
 from maskpack.errors import RegistryError
 
-
-class Pad(enum.Enum):
-    """Pads that are not a constant."""
-
-    PAD_TOKEN_ID = "PAD_TOKEN_ID"
-    EDGE = "EDGE"
-    PER_ROW = "PER_ROW"
-    SIGNED_ZERO = "SIGNED_ZERO"
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-PAD_TOKEN_ID = Pad.PAD_TOKEN_ID
-"""The tokenizer's pad id, given at the call as `pad_token_id`."""
-EDGE = Pad.EDGE
-"""Repeat the nearest real value: before the first the first, then always the last one seen; 0 in an empty row."""
-
-PER_ROW = Pad.PER_ROW
-"""Constant within a row: every masked-out element of a row has one value, which may be another in the next row."""
-SIGNED_ZERO = Pad.SIGNED_ZERO
-"""0.0 in some rows and -0.0 in others: what `advantages * mask` leaves."""
-
-PadValue = int | float | bool | complex | Pad
-
 HINTS = ("runs", "bits", "ramp", "steps", "sparse", "narrow", "repeated", "columns")
-"""Encodings that a spec may hint at."""
+"""The encodings that a spec may name in `hints`."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +31,15 @@ class MaskAxis:
 
     Attributes:
         source: the batch field to read.
-        form: what the source is: a `mask` [B, width], integer `lengths` [B] of right-padded rows, or `cu_seqlens`
-            [B + 1] of fields that are already packed as [T, *F].
-        part: of a mask, `all` columns, the `head` or the `tail` of a split (below), or the `prefix`: every row up to
-            its last real position.
-        head, tail: fields that tell where the columns split, the first present one counts: P is the width of a `head`
-            field, S - P the width of a `tail` field. A whole number kept in the batch (`max_response_length`) counts
-            as a width too. For lengths, `head` names the fields that give the width.
-        padded: the side that the rows of a mask are padded on. It tells which side grows where batches of different
-            widths are joined; a mask that is split into head and tail grows on both.
+        form: the form of the source: a `mask` [B, width], integer `lengths` [B] of right-padded rows, or `cu_seqlens`
+            [B + 1] of fields that are packed as [T, *F].
+        part: the part of a mask: `all` columns, the `head` or `tail` of a split (see below), or the `prefix` of each
+            row up to its last valid token.
+        head, tail: fields that define the split; the first one in the batch is used. Its width is P for a `head` field
+            and S - P for a `tail` field. An integer in the batch (`max_response_length`) is used as a width. For
+            lengths, `head` names the fields that give the width.
+        padded: the side on which rows are padded, which grows when batches of different widths are joined. A mask that
+            is split into head and tail grows on both sides.
     """
 
     source: Key
@@ -92,30 +68,37 @@ class MaskNestingSpec:
     """How one field is padded.
 
     Attributes:
-        mask: an axis name or a mask field (a tuple is the key of a field in a sub-TensorDict); a list of these is
-            tried in order, the first whose shape fits is taken. None declares the field dense by design.
-        pad: what stands under the mask, a number or one of `PAD_TOKEN_ID`, `EDGE`, `SIGNED_ZERO`,
-            `PER_ROW`; a list is tried in order.
-        ragged_dim: the dim that the mask's width runs along, 1 for [B, S, *F], -1 for [B, S] and [B, 4, S] alike.
-        hints: what `compress` tries first; a wrong one costs time, never a bit. Names of HINTS, or `join:head,tail`
-            for a field whose rows are those of two other fields, one behind the other, or `delta:field` for one that is
-            close to another field (codecs only).
+        mask: an axis or a mask field (a tuple is the key of a field in a sub-TensorDict), or a list of these, of which
+            the first with a matching shape is used. None: the field has no mask and stays padded.
+        pad: the value under the mask: a number or one of `PAD_TOKEN_ID`, `EDGE`, `SIGNED_ZERO`, `PER_ROW`; or a list,
+            of which the first that matches the batch is used.
+        ragged_dim: the dim of the width: 1 for [B, S, *F], -1 for both [B, S] and [B, 4, S].
+        hints: encodings that `compress` tries first; a wrong hint costs time, but never exactness. Names of HINTS;
+            `join:head,tail` for a field that concatenates the rows of two others; `delta:field` for a field with values
+            close to another's (with a codec only).
+        masks, pads: tuples of the masks and pads to try in order; `masks` is empty for a field without a mask. Specs
+            are compared by these.
     """
 
-    mask: Key | list[Key] | None
-    pad: PadValue | list[PadValue] = 0
+    mask: Key | list[Key] | None = field(compare=False)
+    pad: PadValue | list[PadValue] = field(default=0, compare=False)
     ragged_dim: int = 1
     hints: tuple[str, ...] = ()
+    masks: tuple[Key, ...] = field(init=False, repr=False)
+    pads: tuple[PadValue, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("mask", "pad"):
             value = getattr(self, name)
-            if isinstance(value, list):
-                if not value:
-                    raise RegistryError(f"MaskNestingSpec: {name} is an empty list. Name at least one {name}.")
-                object.__setattr__(self, name, [*cast("list[Any]", value)])
-        for mask in self.masks:
-            need_key(mask, "mask", "MaskNestingSpec")
+            values: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
+            if not values:
+                raise RegistryError(f"MaskNestingSpec: {name} is an empty list. Name at least one {name}.")
+            object.__setattr__(self, name, [*values] if isinstance(value, list) else value)
+            object.__setattr__(self, f"{name}s", tuple(values))
+        masks = () if self.mask is None else tuple(need_key(mask, "mask", "MaskNestingSpec") for mask in self.masks)
+        object.__setattr__(self, "masks", tuple(map(plain, masks)))
+        pads = (cast("Any", pad).item() if isinstance(pad, np.generic) else pad for pad in self.pads)
+        object.__setattr__(self, "pads", tuple(pads))
         if isinstance(self.hints, list):
             object.__setattr__(self, "hints", (*self.hints,))
         if not isinstance(self.hints, tuple):
@@ -131,7 +114,7 @@ class MaskNestingSpec:
                 name = f"maskpack.{pad}" if isinstance(pad, str) and pad in Pad.__members__ else None
                 raise RegistryError(
                     f"MaskNestingSpec: pad is {said(pad)}; expected a number, PAD_TOKEN_ID, EDGE, PER_ROW or "
-                    f"SIGNED_ZERO, or a list of these. Give {name or 'the value that stands under the mask'}."
+                    f"SIGNED_ZERO, or a list of these. Give {name or 'the value under the mask'}."
                 )
         if isinstance(self.ragged_dim, bool) or not isinstance(self.ragged_dim, int) or self.ragged_dim == 0:
             seen = "0, the rows" if self.ragged_dim == 0 else said(self.ragged_dim)
@@ -139,36 +122,20 @@ class MaskNestingSpec:
                 f"MaskNestingSpec: ragged_dim is {seen}; expected the dim of the width. Give 1, 2, ... or -1."
             )
 
-    def __hash__(self) -> int:
-        return hash((self.mask is None, self.masks, self.pads, self.ragged_dim, self.hints))
-
-    @property
-    def masks(self) -> tuple[Key, ...]:
-        """The masks to try, in order; empty for a field that is dense by design."""
-        if self.mask is None:
-            return ()
-        return tuple(map(plain, self.mask if isinstance(self.mask, list) else [self.mask]))
-
     def dim_of(self, field: Any) -> int:
-        """The dim of a padded tensor that the width runs along, counted from the front."""
+        """The dim of the width in a padded tensor, as a non-negative number."""
         return self.ragged_dim + field.dim() if self.ragged_dim < 0 else self.ragged_dim
-
-    @property
-    def pads(self) -> tuple[PadValue, ...]:
-        """The pads to try, in order."""
-        pads: list[Any] = self.pad if isinstance(self.pad, list) else [self.pad]
-        return tuple(cast("Any", pad).item() if isinstance(pad, np.generic) else pad for pad in pads)
 
 
 DENSE = MaskNestingSpec(mask=None)
-"""A field that is dense by design, and no coverage failure."""
+"""The spec of a field without a mask. It stays padded, which strict mode allows."""
 
 
 @dataclass(frozen=True)
 class MaskNestingRegistry(Mapping[Key, MaskNestingSpec]):
-    """Fields and axes. Look-up goes by the full path of a field first, then by its last name.
+    """Specs by field, and axes by name. A field is looked up by its full path, then by its last name.
 
-    `registry | other` merges; `other` (a registry, or a dict of specs) wins. Nothing is changed in place.
+    `registry | other` returns a merged registry, in which `other` (a registry or a dict of specs) takes precedence.
     """
 
     fields: Mapping[Key, MaskNestingSpec]
@@ -221,7 +188,7 @@ class MaskNestingRegistry(Mapping[Key, MaskNestingSpec]):
         return self.fields.get(plain(path)) or self.fields.get(path[-1])
 
     def ways(self, mask: Key) -> tuple[MaskAxis, ...]:
-        """How to compute the layout that a spec calls `mask`, in order of preference."""
+        """The ways to compute the layout of the mask `mask` of a spec, in order of preference."""
         if isinstance(mask, str) and mask in self.axes:
             return self.axes[mask]
         return (MaskAxis(mask),)
@@ -235,10 +202,10 @@ class MaskNestingRegistry(Mapping[Key, MaskNestingSpec]):
     def __ror__(self, other: Mapping[Any, MaskNestingSpec]) -> MaskNestingRegistry:
         return MaskNestingRegistry(other) | self
 
-    # ------------------------------------------------------------ plain dicts, for YAML and hydra
+    # ------------------------------------------------------------ plain dicts, for YAML and Hydra
 
     def to_dict(self) -> dict[str, Any]:
-        """The registry in strings, numbers, lists and dicts; a tuple key is joined with "/"."""
+        """The registry as strings, numbers, lists and dicts; tuple keys are joined with "/"."""
         return {
             "axes": {name: [_axis_to_dict(way) for way in ways] for name, ways in self.axes.items()},
             "fields": {_joined(key): _spec_to_dict(spec) for key, spec in self.fields.items()},
@@ -246,7 +213,7 @@ class MaskNestingRegistry(Mapping[Key, MaskNestingSpec]):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> MaskNestingRegistry:
-        """The inverse of `to_dict`. Unknown entries are errors that name them."""
+        """The inverse of `to_dict`. Raises RegistryError for unknown entries."""
         call = "MaskNestingRegistry.from_dict"
         _known(call, data, ("axes", "fields"))
         axes, fields = (data.get(name, {}) for name in ("axes", "fields"))
@@ -302,7 +269,7 @@ def _known(call: str, data: Any, allowed: tuple[str, ...]) -> None:
 
 
 def _items(value: Any, name: str, call: str) -> Sequence[Any]:
-    """The items of a list, also of one of hydra's."""
+    """The items of a list or of a Hydra list."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise RegistryError(f"{call}: {name} is {said(value)}; expected a list. Write one.")
     return cast("Sequence[Any]", value)
@@ -358,7 +325,9 @@ def _spec_from_dict(key: str, data: Mapping[str, Any]) -> MaskNestingSpec:
     call = f'MaskNestingRegistry.from_dict: field "{key}"'
     _known(call, data, ("mask", "pad", "ragged_dim", "hints"))
     if "mask" not in data:
-        raise RegistryError(f"{call}: no mask; expected the name of an axis or mask field, or null for a dense field.")
+        raise RegistryError(
+            f"{call}: no mask; expected the name of an axis or mask field, or null for a field without one."
+        )
 
     def listed(value: Any, convert: Any) -> Any:
         if isinstance(value, Sequence) and not isinstance(value, str):
@@ -377,63 +346,3 @@ def _spec_from_dict(key: str, data: Mapping[str, Any]) -> MaskNestingSpec:
     masks = None if data["mask"] is None else listed(data["mask"], mask)
     hints = tuple(_items(data.get("hints", ()), "hints", call))
     return MaskNestingSpec(masks, listed(data.get("pad", 0), pad), data.get("ragged_dim", 1), hints)
-
-
-# -------------------------------------------------------------------- the fields of RL batches
-
-_SPLIT: dict[str, Any] = {
-    "head": ("prompts",),
-    "tail": ("responses", "response_mask", "max_response_length"),
-}
-_RESPONSE_OR_SEQUENCE: list[Key] = ["response", "sequence"]
-_ZERO: list[PadValue] = [0, SIGNED_ZERO]
-
-
-def _field(mask: Key | list[Key], pad: PadValue | list[PadValue] = 0, **more: Any) -> MaskNestingSpec:
-    return MaskNestingSpec(mask, pad, **more)
-
-
-RL_FIELDS = MaskNestingRegistry(
-    axes={
-        "sequence": (MaskAxis("attention_mask"),),
-        "prompt": (MaskAxis("attention_mask", part="head", **_SPLIT),),
-        "response": (
-            MaskAxis("attention_mask", part="tail", **_SPLIT),
-            MaskAxis("response_mask", part="prefix"),
-        ),
-    },
-    fields={
-        "prompts": _field("prompt", PAD_TOKEN_ID, hints=("repeated",)),
-        "responses": _field("response", PAD_TOKEN_ID),
-        "input_ids": _field("sequence", PAD_TOKEN_ID, hints=("join:prompts,responses",)),
-        "attention_mask": _field("sequence", hints=("runs", "bits")),
-        "position_ids": _field("sequence", [EDGE, 0, 1], ragged_dim=-1, hints=("columns", "ramp")),
-        "response_mask": _field("response", hints=("runs", "bits")),
-        "loss_mask": _field(_RESPONSE_OR_SEQUENCE, hints=("runs", "bits")),
-        **{
-            name: _field(_RESPONSE_OR_SEQUENCE, _ZERO, hints=hints)
-            for name, hints in {
-                "rollout_log_probs": (),
-                "old_log_probs": ("delta:rollout_log_probs",),
-                "ref_log_prob": ("delta:old_log_probs",),
-                "entropys": (),
-                "values": (),
-                "sum_pi_squared": (),
-                "advantages": ("runs",),
-                "returns": (),
-                "token_level_scores": (),
-                "token_level_rewards": (),
-                "rm_scores": (),
-                "rollout_is_weights": (),
-            }.items()
-        },
-        "routed_experts": _field("sequence", [0, -1]),
-        "teacher_ids": _field("sequence", PAD_TOKEN_ID),
-        "teacher_logprobs": _field("sequence", _ZERO),
-        "reward_baselines": DENSE,
-        "dummy_tensor": DENSE,
-        "multi_modal_inputs": DENSE,
-        "global_token_num": DENSE,
-    },
-)
-"""Every field of a PPO, GRPO or DAPO batch; docs/fields.md has the table."""

@@ -1,7 +1,7 @@
-"""Axes of one batch: the layout behind each mask that the registry names, computed at most once.
+"""The axes of a batch: the layout of each mask that the registry names, computed at most once.
 
-A mask is looked for beside the field first, then in the TensorDicts around it. Layouts that a nested batch carries
-count before its fields; where nothing in the batch gives an axis, the layout of another batch may stand in.
+A mask is looked up next to the field first, then in the enclosing TensorDicts. The layouts stored in a nested batch
+take precedence over its fields. If the batch does not give an axis, the layout of another batch may be used.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from typing import Any, TypeVar
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from maskpack.core.keys import Key, Path, path_of, show
 from maskpack.core.tree import dense_at, number_at
 from maskpack.errors import LayoutError
-from maskpack.fields.registry import Key, MaskAxis, MaskNestingRegistry, Path, path_of, show
-from maskpack.layout.row_layout import RowLayout
+from maskpack.fields.registry import MaskAxis, MaskNestingRegistry
+from maskpack.layout.row_layout import RowLayout, layout_and_value
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A layout under its name; `flat` where its fields are [T, *F] with `cu_seqlens`."""
+    """A layout and its name; `flat` if its fields are [T, *F] with `cu_seqlens`."""
 
     name: str
     layout: RowLayout
@@ -55,7 +56,7 @@ class Axes:
         self._values: dict[Path, Tensor] = {}
 
     def find(self, mask: Key, field: Path) -> Axis | None:
-        """The axis that `mask` means for the field at path `field`; None if nothing in the batch gives it."""
+        """The axis of `mask` for the field at path `field`; None if the batch does not give it."""
         for depth in range(len(field) - 1, -1, -1):
             scope = field[:depth]
             if (scope, mask) not in self._found:
@@ -66,7 +67,7 @@ class Axes:
         return None
 
     def value_of(self, mask: Path, layout: RowLayout) -> Tensor | None:
-        """The value () of every real position of a mask field, if `layout` came from it and told so."""
+        """The value () of all valid tokens of a mask field, if its scan returned `layout` and found one value."""
         return self._values.get(mask) if self._masks.get(mask) is layout else None
 
     def _compute(self, name: str, mask: Key, scope: Path) -> Axis | None:
@@ -105,7 +106,7 @@ class Axes:
                     f'{self._call}: mask field "{show(source)}" is {tuple(tensor.shape)}; expected (B, width). '
                     "Give one entry per row and position, or name another mask in the registry."
                 )
-            layout, value = self._read(source, RowLayout.scanned, tensor)
+            layout, value = self._read(source, layout_and_value, tensor)
             if value is not None:
                 self._values[source] = value
             self._masks[source] = layout.anchored(self._anchor(source, layout.width))
@@ -116,7 +117,7 @@ class Axes:
         try:
             return make(*given)
         except LayoutError as error:
-            raise LayoutError(f'{self._call}: field "{show(source)}" gives no rows: {error}') from error
+            raise LayoutError(f'{self._call}: field "{show(source)}" does not give rows: {error}') from error
 
     def _anchor(self, source: Path, width: int) -> int:
         """Where some axis splits the mask, or the side that its rows are not padded on."""

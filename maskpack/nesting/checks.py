@@ -1,7 +1,8 @@
-"""Exactness checks: does a padded field hold nothing but its pad where its mask says there is nothing?
+"""Checks that the masked-out elements of a padded field equal its pad.
 
-One streaming read of the field answers it, without its mask: the elements whose bits differ from the pad must be as
-many in the padded field as among its real values. For EDGE pads the same count is taken of neighbours that differ.
+One read of the field is enough, without its mask: the number of elements whose bits differ from the pad must be the
+same in the padded field and in its packed values. For EDGE, elements that differ from their neighbours are counted
+instead.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from maskpack.core.bits import Words, pad_tensor, words
+from maskpack.core.bits import Words, words
 from maskpack.core.index import IntArray, cumulated
+from maskpack.core.pads import EDGE, Pad, PadValue, pad_tensor
 from maskpack.errors import RegistryError
-from maskpack.fields.registry import EDGE, Pad, PadValue
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import FieldForm, RowPads
 from maskpack.ops import pack_torch as ops
@@ -42,7 +43,7 @@ def holds(pad: PadValue, dtype: torch.dtype) -> bool:
 
 
 def cast_pad(form: FieldForm, dtype: torch.dtype) -> PadValue:
-    """The pad of a field after its values were cast to `dtype`, cast alike."""
+    """The pad of a field, cast to `dtype` like its values."""
     pad = form.pads[0]
     if isinstance(pad, Pad) or form.dtype is None or dtype == form.dtype:
         return pad
@@ -52,7 +53,7 @@ def cast_pad(form: FieldForm, dtype: torch.dtype) -> PadValue:
 
 
 def to_padded(values: Tensor, form: FieldForm, layout: RowLayout, row_pads: RowPads | None) -> Tensor:
-    """Packed values [T, *F] in the padded form of their field; `row_pads` where its pad is PER_ROW."""
+    """Packed values [T, *F] in the padded form of their field; `row_pads` if its pad is PER_ROW."""
     layout = layout.to(values.device)
     if row_pads is None:
         out = ops.unpack(values, layout, cast_pad(form, values.dtype))
@@ -72,12 +73,12 @@ def one_rule(
     single: npt.NDArray[np.bool_],
     unpadded: npt.NDArray[np.bool_],
 ) -> Words | Pad | None:
-    """One rule for rows of which some were found padded by EDGE, the others by a constant each: the constants [B, k]
-    where EDGE put nothing but these, EDGE where it puts the constants, None where neither holds.
+    """One pad rule for rows of which some are padded with EDGE and the others with a constant each: the constants [B,
+    k] if EDGE gives constants, EDGE if it gives the constants of the other rows, else None.
 
     Args:
-        by_edge: [B], which rows these are.
-        own: [B, k], the words of the others.
+        by_edge: [B], whether a row is padded with EDGE.
+        own: [B, k], the raw bits of the constants.
         edges, single: of `edge_pads`.
         unpadded: [B], rows without padding.
     """
@@ -89,8 +90,8 @@ def one_rule(
 
 
 def not_pad(x: Tensor, pad: PadValue) -> Tensor | int:
-    """How many elements of `x` [B, S, *F] are not the pad, a constant; for EDGE, how many differ from the one before
-    them in their row: an int on the host, else int64 (). It needs no layout."""
+    """The number of elements of `x` [B, S, *F] that differ from a constant pad; for EDGE, from the element before them
+    in the row. An int on the host, else int64 ()."""
     padded = words(x)
     order = sorted(range(padded.dim()), key=lambda dim: -padded.stride(dim))  # as it lies in memory
     lying, along = padded.permute(order), order.index(1)
@@ -105,10 +106,10 @@ def not_pad(x: Tensor, pad: PadValue) -> Tensor | int:
 def strays(
     x: Tensor, values: Tensor, layout: RowLayout, pad: PadValue | Tensor, seen: Tensor | int | None = None
 ) -> Tensor | int:
-    """How many elements under the mask are not the pad, 0 where the field is exact: an int on the host, else int64 ().
+    """The number of non-pad values under the mask: an int on the host, else int64 ().
 
-    `x` is [B, S, *F] with any strides, `values` its real elements [T, *F], `pad` a constant, EDGE or a tensor [B] of
-    one pad a row, `seen` what `not_pad` gave, if it was asked before. No synchronisation for a constant pad.
+    `x` is [B, S, *F] with any strides, `values` are its packed values [T, *F], `pad` is a constant, EDGE or a tensor
+    [B] with the pad of each row, `seen` is the result of `not_pad` if known. No synchronisation for a constant pad.
     """
     padded, real = words(x), words(values)
     if isinstance(pad, Tensor):
@@ -129,7 +130,7 @@ def _word(pad: PadValue, x: Tensor) -> Tensor | int:
 
 
 def row_pads(x: Tensor, layout: RowLayout) -> Tensor:
-    """The pad of each row, if it has one pad for all: [B], the first element under the mask; 0 for a full row."""
+    """The pad of each row, [B], if the row has one pad: its first element under the mask, or 0 for a full row."""
     table, width = layout.table, layout.width
     place = np.zeros(layout.num_rows, np.int64)
     real = np.flatnonzero(np.diff(table.splits) > 0)
@@ -147,21 +148,21 @@ def row_pads(x: Tensor, layout: RowLayout) -> Tensor:
 
 
 def edge_pads(values: Words, layout: RowLayout) -> tuple[Words, npt.NDArray[np.bool_]]:
-    """What EDGE puts into the rows of a field, as constants.
+    """The EDGE pads of a field as constants.
 
     Args:
-        values: its words [T, n, k]: n words of k parts in each element, k 2 for items of 16 bytes and 1 for all others.
+        values: the raw bits of the field, [T, n, k]: n items of k integers, k is 2 for 16-byte items and 1 for others.
 
     Returns:
-        For each row the word at its padded places [B, k], and bool [B]: whether it is the one word at all of them.
+        The raw bits of the pad of each row, [B, k], and bool [B]: whether the row has only this pad.
     """
     table = layout.table
     begins = cumulated(table.counts)[:-1]
-    row_of_run = np.repeat(np.arange(layout.num_rows), np.diff(table.splits))
+    row_of_span = np.repeat(np.arange(layout.num_rows), np.diff(table.splits))
     first = table.splits[:-1][np.diff(table.splits) > 0]
     first = first[table.starts[first] > 0]
     gaps = table.starts + table.counts < layout.width
-    rows = np.concatenate([row_of_run[first], row_of_run[gaps]])
+    rows = np.concatenate([row_of_span[first], row_of_span[gaps]])
     held = values[np.concatenate([begins[first], (begins + table.counts)[gaps] - 1])]
     pads = np.zeros((layout.num_rows, values.shape[2]), values.dtype)  # of empty rows
     single = np.ones(layout.num_rows, np.bool_)
@@ -193,11 +194,13 @@ def _row_strays(x: Tensor, values: Tensor, pads: Tensor, layout: RowLayout) -> T
 
 
 def _edge_steps(x: Tensor, values: Tensor, layout: RowLayout) -> Tensor:
-    """How often a field with exact EDGE pads differs from the element before. Between one real element and the next it
-    changes once if the two differ and not at all if they are equal, and nowhere else; that fixes every pad of a row
-    with one run. Between two runs the one change must come at the second, so the element before it still equals the
-    last of the first; an empty row is 0. What breaks the last two rules is taken off; a field never changes less often
-    than its values say, so the counts cannot agree then."""
+    """The number of changes between neighbours in a field with exact EDGE pads.
+
+    Between two valid elements the field changes once if they differ, else never, and nowhere else. This determines all
+    pads of a row with one span. Between two spans the change must be at the start of the second, so the element before
+    it equals the last one of the first span; an empty row is 0. Violations of these two rules are subtracted: a field
+    never changes less often than its values do, so the counts then differ.
+    """
     inner = torch.ones(values.shape[0] + 1, dtype=torch.bool, device=x.device)
     inner.index_fill_(0, layout.offsets, False)  # the first element of a row has no neighbour before it
     steps = torch.ne(values[1:], values[:-1])
@@ -211,7 +214,7 @@ def _edge_steps(x: Tensor, values: Tensor, layout: RowLayout) -> Tensor:
 
 
 def _edge_steps_on_host(x: Words, values: Words, layout: RowLayout) -> int:
-    """`_edge_steps` in numpy, which holds up no other thread."""
+    """`_edge_steps` in NumPy, which releases the interpreter lock."""
     starts = layout.row_offsets[1:-1]
     steps = values[1:] != values[:-1]
     steps[starts[(starts > 0) & (starts < len(values))] - 1] = False
@@ -221,7 +224,7 @@ def _edge_steps_on_host(x: Words, values: Words, layout: RowLayout) -> int:
 
 
 def _gaps(layout: RowLayout) -> tuple[IntArray, IntArray, IntArray]:
-    """The gaps between two runs of a row: the row, the last position of the gap, and the last position before it."""
+    """The gaps between two spans of a row: the row, the last position of the gap, and the last position before it."""
     table = layout.table
     first = np.zeros(layout.num_spans + 1, np.bool_)
     first[table.splits] = True
@@ -235,14 +238,15 @@ def _to(index: IntArray, device: torch.device) -> Tensor:
 
 
 def _differing(x: Tensor, other: Tensor | int) -> Tensor | int:
-    """How many elements of `x` [n, ...] differ from `other`: (), one entry for each of the n, or one for all."""
+    """The number of elements of `x` [n, ...] that differ from `other`, which is a scalar or has n entries."""
     if x.device.type != "cpu":
         return torch.count_nonzero(torch.ne(x, other))
     return _count_differing(x.numpy(), other if isinstance(other, int) else other.numpy())
 
 
 def _count_differing(left: Words, right: Any) -> int:
-    """`_differing` in numpy, which holds up no other thread: blocks of rows, whose flags stay in the cache."""
+    """`_differing` in NumPy, which releases the interpreter lock. Works on blocks of rows whose flags fit into the
+    cache."""
     if not left.size:
         return 0
     whole: Any = right

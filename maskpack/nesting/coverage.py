@@ -1,4 +1,4 @@
-"""The coverage check: which tensors of a batch are still dense, wherever they hide."""
+"""The coverage check: the tensors of a batch that stay padded, also those inside Python objects."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from tensordict import is_tensor_collection
 from torch import Tensor
 
+from maskpack.core.keys import Path, show
 from maskpack.core.objects import Objects
 from maskpack.errors import CoverageError
-from maskpack.fields.registry import Path, show
 
 _PLAIN = (str, bytes, bytearray, range, int, float, complex, bool, type(None))
 _LEAVES = (*_PLAIN, np.generic, torch.dtype, torch.device)
@@ -21,13 +21,15 @@ _LEAVES = (*_PLAIN, np.generic, torch.dtype, torch.device)
 
 @dataclasses.dataclass(frozen=True)
 class DenseField:
-    """A tensor that would travel dense.
+    """A tensor that would stay padded.
 
     Attributes:
-        path: its place; inside a Python object the path goes on as the object would be read, as in `extra/[3]/tokens`.
-        shape, dtype, nbytes: of the tensor.
-        reason: why it is dense.
-        tensors: 1, or how many lie inside one Python object; `nbytes` is that of all, the rest that of the first.
+        path: the path of the field; inside a Python object it continues with keys and indices, as in
+            `extra/[3]/tokens`.
+        shape, dtype, nbytes: the shape, dtype and size of the tensor.
+        reason: why it would stay padded.
+        tensors: the number of tensors, which is above 1 only for those inside Python objects of one field. `nbytes` is
+            their total; the other attributes describe the first.
     """
 
     path: Path
@@ -47,23 +49,22 @@ class DenseField:
 
 
 def hidden_tensors(path: Path, value: Any) -> list[DenseField]:
-    """The tensors of one dim or more inside a Python object, or inside those of all rows, as one DenseField; none if
-    there is none."""
-    found = list(_tensors_in(path, value))
-    if not found:
+    """The tensors of one dim or more inside the Python objects of a field, as one DenseField or none."""
+    tensors = list(_tensors_in(path, value))
+    if not tensors:
         return []
     reason = f'a tensor inside the Python object "{show(path)}"'
-    if len(found) > 1:
-        reason = f"with {len(found) - 1:,} more, tensors inside Python objects"
-    first = DenseField.of(*found[0], reason)
-    nbytes = sum(tensor.numel() * tensor.element_size() for _, tensor in found)
-    return [dataclasses.replace(first, nbytes=nbytes, tensors=len(found))]
+    if len(tensors) > 1:
+        reason = f"with {len(tensors) - 1:,} more, tensors inside Python objects"
+    first = DenseField.of(*tensors[0], reason)
+    nbytes = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
+    return [dataclasses.replace(first, nbytes=nbytes, tensors=len(tensors))]
 
 
 def _tensors_in(path: Path, value: Any) -> Iterator[tuple[Path, Tensor]]:
-    """Each once; mappings, sequences, object arrays, dataclasses and plain attributes are searched."""
+    """Each tensor once. Searches mappings, sequences, object arrays, dataclasses and attributes."""
     data = Objects.of(value).data
-    seen: dict[int, Any] = {}  # keeps what it has seen alive, so that no id comes twice
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that ids are unique
     stack: list[tuple[Path, Any]] = [(path, data)]
     while stack:
         place, item = stack.pop()
@@ -94,12 +95,12 @@ def _children(item: Any) -> Iterator[tuple[str, Any]]:
 
 
 def check_strict(call: str, dense: Iterable[DenseField]) -> None:
-    """Raises CoverageError if anything is dense."""
-    found = list(dense)
-    if found:
-        lines = "\n".join(f"  {field}" for field in found)
+    """Raises CoverageError if `dense` is not empty."""
+    fields = list(dense)
+    if fields:
+        lines = "\n".join(f"  {field}" for field in fields)
         raise CoverageError(
-            f"{call}: {len(found)} field(s) would travel dense, expected none in strict mode:\n{lines}\n"
-            "Give each field a MaskNestingSpec in the registry, or declare it dense: name it, or the Python object "
-            "that the tensor is in, in ignore_dense_fields, or as DENSE in the registry."
+            f"{call}: {len(fields)} field(s) would stay padded; expected none in strict mode:\n{lines}\n"
+            "Give each field a MaskNestingSpec in the registry, or allow it to stay padded: name it, or the Python "
+            "object that the tensor is in, in ignore_dense_fields, or as DENSE in the registry."
         )

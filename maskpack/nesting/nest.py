@@ -1,5 +1,4 @@
-"""Padded <-> nested: `nest_batch_by_mask` builds jagged tensors from the survey of a batch, `unnest_batch_by_mask`
-is its exact inverse."""
+"""Padded to nested and back: `nest_batch_by_mask`, and `unnest_batch_by_mask`, its exact inverse."""
 
 from __future__ import annotations
 
@@ -11,11 +10,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from maskpack.core.keys import Key, Path, show
 from maskpack.core.tensors import need_gradients
-from maskpack.core.tree import Node, build, chosen, rows_in, walk
+from maskpack.core.tree import Node, flatten, rows_in, select_entries, unflatten
 from maskpack.errors import LayoutError
 from maskpack.fields.options import OnLoss, Options, Registry, Verify
-from maskpack.fields.registry import RL_FIELDS, Key, Path, show
+from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import check_lengths, jagged
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks
@@ -42,81 +42,81 @@ def nest_batch_by_mask(
     verify: Verify = "always",
     on_loss: OnLoss = "keep",
 ) -> TensorDict:
-    """A new batch in which every padded field that the registry knows is jagged.
+    """A nested batch, in which all padded fields of the registry are jagged. The input is not changed.
 
     Args:
-        batch: fields [B, S, *F] (or with the width along another dim, as the registry says), jagged fields, dense
-            fields, sub-TensorDicts and Python objects, in any mix. It is not changed. A batch that was nested before
-            gets its new fields nested and its shared offsets restored.
-        registry: mask and pad of each field; a MaskNestingRegistry or a dict of specs.
+        batch: any mix of padded fields [B, S, *F] (the registry may name another dim for the width), jagged fields,
+            other tensors, sub-TensorDicts and Python objects. In a batch that is nested already, new fields are nested
+            and shared offsets are restored.
+        registry: the mask and pad of each field: a MaskNestingRegistry or a dict of specs.
         pad_token_id: the tokenizer's pad id, for fields padded with PAD_TOKEN_ID.
-        strict_mask_nesting: raise instead of leaving a field dense.
-        ignore_dense_fields: fields (paths or last names) that stay dense and count as covered.
-        verify: check that masked-out elements are the pad: `always`; only in the first batch with these fields that
-            a `VerifyFirst` is given; or `never`, which trusts the registry.
-        on_loss: what to do with a field that has other values under its mask: `keep` it dense and warn, raise an
-            `error` (as `strict_mask_nesting` does), or `drop` those values.
+        strict_mask_nesting: raise an error instead of letting a field stay padded.
+        ignore_dense_fields: fields (paths or last names) that may stay padded in strict mode.
+        verify: when to check that masked-out elements equal the pad: `always`; for a `VerifyFirst`, only in its first
+            batch with these fields; or `never`.
+        on_loss: how to treat a field with non-pad values under its mask: `keep` it padded and warn, raise an `error`
+            (implied by `strict_mask_nesting`), or `drop` these values.
 
     Returns:
-        A TensorDict with the same keys in the same order and LAYOUTS behind them. Jagged fields are [B, j, *F] with
-        min and max length set; all fields of one layout share one offsets tensor.
+        A TensorDict with the same keys in the same order, followed by LAYOUTS. Jagged fields are [B, j, *F] with min
+        and max length set; the fields of a layout share one offsets tensor.
 
     Raises:
-        CoverageError: strict_mask_nesting, and tensors of two or more dims, or inside Python objects, would stay dense.
-        LossyPadError: values other than the pad under a mask, with strict_mask_nesting or on_loss="error".
-        LayoutError: a field that fits none of its masks.
-        RegistryError: a missing pad_token_id, or a pad that the field's dtype cannot hold.
+        CoverageError: in strict mode, a tensor of two or more dims, or one inside a Python object, would stay padded.
+        LossyPadError: non-pad values under a mask, with strict_mask_nesting or on_loss="error".
+        LayoutError: a field does not match any of its masks.
+        RegistryError: pad_token_id is missing, or the dtype of a field cannot hold its pad.
 
     On CUDA: one synchronisation for each mask, one for all checks.
     """
     options = Options.of(
         "nest_batch_by_mask", registry, pad_token_id, strict_mask_nesting, ignore_dense_fields, verify, on_loss
     )
-    found = survey(batch, options, {})
+    plan = survey(batch, options, {})
     moved: dict[tuple[str, torch.device], RowLayout] = {}
 
     def nested(form: FieldForm) -> Any:
         if form.node is not None:
             return rows_only(form.node)
         if form.layout is None:
-            return found.entries[form.path]
-        values = found.values[form.path].contiguous()
+            return plan.entries[form.path]
+        values = plan.values[form.path].contiguous()
         need_gradients(values, f'field "{show(form.path)}"', options.call, nested=True)
         place = form.layout, values.device
         if place not in moved:
-            moved[place] = found.layouts[form.layout].to(values.device)
+            moved[place] = plan.layouts[form.layout].to(values.device)
         return jagged(values, moved[place])
 
-    schema = found.schema()
-    out = build(rows_only(found.root), [(form.path, nested(form)) for form in found.forms], found.rows)
-    tables = span_tables(found.layouts)
-    where = next((table.device for table in tables.values()), found.root.device or "cpu")
-    pads = pad_table(schema.forms, found.row_pads, found.rows, where)
-    return out.set(LAYOUTS, write_layouts(schema, tables, pads, found.rows, found.root.device))
+    schema = plan.schema()
+    out = unflatten(rows_only(plan.root), [(form.path, nested(form)) for form in plan.forms], plan.rows)
+    tables = span_tables(plan.layouts)
+    device = next((table.device for table in tables.values()), plan.root.device or "cpu")
+    pads = pad_table(schema.forms, plan.row_pads, plan.rows, device)
+    return out.set(LAYOUTS, write_layouts(schema, tables, pads, plan.rows, plan.root.device))
 
 
 def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:
-    """The padded batch behind a nested one: bit for bit the batch that was nested, with the rows it has now.
+    """The padded form of a nested batch: bit for bit the original values of its rows. The input is not changed.
 
     Args:
-        batch: what `nest_batch_by_mask` returned, also after indexing, chunk, split, cat of equal widths, casts,
-            `to(device)`, pickle or consolidate. It is not changed.
+        batch: the result of `nest_batch_by_mask`, possibly after indexing, chunk, split, cat of equal widths, casts,
+            `to(device)`, pickle or consolidate.
         fields: the fields to restore; all if none is named.
 
     Returns:
-        A TensorDict with the named fields (all: every entry but LAYOUTS) in their old order. A field that was cast
-        comes back in its new dtype, with its pad cast alike.
+        A TensorDict with the named fields (or all entries except LAYOUTS) in their original order. A field that was
+        cast keeps its new dtype, and its pad is cast, too.
 
     Raises:
-        LayoutError: the batch lost its LAYOUTS entry, was put together from different widths, holds fields whose rows
-            no longer fit their layout, or jagged fields that were added later; or a named field is not in it.
+        LayoutError: the batch has no LAYOUTS entry, is a cat of different widths, or has fields whose rows do not
+            match their layout or jagged fields added after nesting; or a named field is not in the batch.
 
     On CUDA: one synchronisation.
     """
     call = "unnest_batch_by_mask"
     schema, layouts = read_layouts(batch, call)
     forms = {form.path: form for form in schema.forms}
-    entries = chosen([entry for entry in walk(batch) if entry[0][0] != LAYOUTS], fields, call)
+    entries = select_entries([entry for entry in flatten(batch) if entry[0][0] != LAYOUTS], fields, call)
     nested = _nested_fields(entries, forms, layouts, call)
 
     def restored(path: Path, value: Any) -> Any:
@@ -124,11 +124,11 @@ def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:
             field, layout = nested[path]
             return checks.to_padded(field.values(), forms[path], layout, read_pads(batch, forms, path, call))
         if isinstance(value, Node):
-            return _at_home(value, forms[path].node if path in forms else None)
+            return _with_dims_of(value, forms[path].node if path in forms else None)
         return value.values() if path in forms and forms[path].kind == "flat" else value
 
-    return build(
-        _at_home(Node.of(batch), schema.root),
+    return unflatten(
+        _with_dims_of(Node.of(batch), schema.root),
         [(path, restored(path, value)) for path, value in entries],
         rows_in(batch),
     )
@@ -140,18 +140,20 @@ unnest = unnest_batch_by_mask
 def _nested_fields(
     entries: Iterable[tuple[Path, Any]], forms: Mapping[Path, FieldForm], layouts: Mapping[str, RowLayout], call: str
 ) -> dict[Path, tuple[Tensor, RowLayout]]:
-    """The jagged fields that have a padded form, with their layouts; their row lengths are checked."""
+    """The jagged fields that have a padded form, with their layouts. Raises LayoutError if their row lengths differ."""
     nested: dict[Path, tuple[Tensor, RowLayout]] = {}
     for path, value in entries:
         form = forms.get(path)
         if not (isinstance(value, Tensor) and value.is_nested):
             if form is not None and form.layout is not None and not isinstance(value, Tensor):
-                raise LayoutError(f'{call}: field "{show(path)}" is no tensor any more; expected it jagged. {INTACT}')
+                raise LayoutError(
+                    f'{call}: field "{show(path)}" is not a tensor any more; expected a jagged one. {INTACT}'
+                )
             continue
         if form is None:
             raise LayoutError(
                 f'{call}: field "{show(path)}" is jagged and was added after nesting; its padded form is not known. '
-                "Nest the batch again, which gives new fields their layout, or name the fields to restore."
+                "Nest the batch again, which gives new fields a layout, or name the fields to restore."
             )
         if form.kind == "padded" and form.layout is not None:
             need_gradients(value, f'field "{show(path)}"', call)
@@ -161,9 +163,9 @@ def _nested_fields(
 
 
 def rows_only(node: Node) -> Node:
-    """A nested batch has its rows as its only batch dim: a jagged width cannot be one."""
+    """The root of a nested batch, whose rows are its only batch dim, because a jagged width cannot be one."""
     return replace(node, more_dims=None if node.more_dims is None else ())
 
 
-def _at_home(now: Node, home: Node | None) -> Node:
-    return now if home is None else replace(now, more_dims=home.more_dims)
+def _with_dims_of(node: Node, padded: Node | None) -> Node:
+    return node if padded is None else replace(node, more_dims=padded.more_dims)

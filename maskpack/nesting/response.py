@@ -1,9 +1,10 @@
-"""The response axis for losses: fields at the canonical response width, model outputs cut to the response tokens, and
-THE one-token shift.
+"""The response axis for losses: fields at the padded response width, and model outputs at the response tokens.
 
     packed row      p p p r r r r        p prompt, r response tokens
-    model output    . . o o o o .        the output at a token scores the token after it
-    response        o o o o              so response token k is scored one place before its own
+    model output    . . o o o o .        the output at a token scores the next token
+    response        o o o o              response token k is scored by the output one position before it
+
+This module is the only place with the one-token shift.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack.core.index import IntArray, ranges
+from maskpack.core.keys import Key, Path, show
+from maskpack.core.pads import Pad
 from maskpack.core.tensors import need_batch, need_gradients, need_tensor
-from maskpack.core.tree import Node, chosen, has, walk
+from maskpack.core.tree import Node, flatten, has, select_entries
 from maskpack.errors import LayoutError
 from maskpack.fields.options import Registry, registry_of
-from maskpack.fields.registry import RL_FIELDS, Key, MaskNestingRegistry, Pad, Path, show
+from maskpack.fields.registry import MaskNestingRegistry
+from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import host_offsets, is_regular, jagged
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.axes import Axes
@@ -34,26 +38,28 @@ SEQUENCE = "sequence"
 
 
 def select_and_pad_to_response(batch: TensorDictBase, *fields: Key, registry: Registry = RL_FIELDS) -> TensorDict:
-    """Fields on the response axis at the canonical width R of the batch: the same R on every chunk and micro-batch.
+    """Fields at the padded response width R of the batch, which is the same in all its chunks and micro-batches.
 
     Args:
-        batch: nested or padded. A jagged field may lie under the response or the sequence layout; of the latter, and
-            of a dense [B, S, *F], the response columns are taken. Fields of one dim come as they are.
-        fields: the fields wanted; all on the response axis if none is named.
-        registry: where the axes `response` and `sequence`, and pads of jagged fields added after nesting, come from.
+        batch: nested or padded. Jagged fields may be on the response or the sequence layout; from fields on the
+            sequence axis, padded or jagged, the response columns are taken. Fields of one dim are unchanged.
+        fields: the fields to return; by default all on the response axis.
+        registry: gives the axes `response` and `sequence`, and the pads of jagged fields added after nesting.
 
     Returns:
-        TensorDict of [B, R, *F] tensors, padded on the right with each field's own pad; real tokens keep their places,
-        holes of a mask stay where they are. Dtypes are those of the batch.
+        TensorDict of [B, R, *F] tensors, padded with the pad of each field. Tokens keep their positions, and dtypes are
+        unchanged.
 
     Raises:
-        LayoutError: no response axis, a field that is not on it, a row longer than R.
+        LayoutError: there is no response axis, a field is not on it, or a row is longer than R.
     """
     call = "select_and_pad_to_response"
     registry = registry_of(registry, call)
     axis = ResponseAxis.of(batch, registry, call)
-    entries = {path: value for path, value in walk(batch) if path[0] != LAYOUTS}
-    wanted = [path for path, value in chosen(list(entries.items()), fields, call) if not isinstance(value, Node)]
+    entries = {path: value for path, value in flatten(batch) if path[0] != LAYOUTS}
+    wanted = [
+        path for path, value in select_entries(list(entries.items()), fields, call) if not isinstance(value, Node)
+    ]
     for path in wanted if fields else ():
         if not isinstance(entries[path], Tensor):
             raise LayoutError(
@@ -69,20 +75,20 @@ def select_and_pad_to_response(batch: TensorDictBase, *fields: Key, registry: Re
 
 
 def extract_response(batch: TensorDictBase, values: Tensor, *, registry: Registry = RL_FIELDS) -> Tensor:
-    """Model outputs at the places that score the response tokens: entry k of a row belongs to response token k.
+    """The model outputs that score the response tokens: entry k of a row scores response token k.
 
     Args:
-        batch: the nested or padded batch that the model ran on.
-        values: what the model gave at every token of the sequence axis: jagged [B, j, *F], packed [T, *F] or
+        batch: the nested or padded batch that the model was run on.
+        values: the outputs of the model at all tokens of the sequence axis: jagged [B, j, *F], packed [T, *F] or
             [1, T, *F], or padded [B, S, *F].
 
     Returns:
-        Jagged [B, j, *F] on the response layout for jagged and packed values; [B, R, *F] with 0 behind each response
-        for padded ones. Differentiable.
+        Jagged [B, j, *F] on the response layout for jagged and packed values; [B, R, *F], padded with 0, for padded
+        ones. Differentiable.
 
     Raises:
-        LayoutError: a response without a prompt before it (its first token is scored by nothing), values of another
-            shape, or a batch without sequence and response axes.
+        LayoutError: a row has a response but no prompt, so that its first token is not scored; values have another
+            shape; or the batch has no sequence or response axis.
     """
     call = "extract_response"
     need_tensor(values, "values", call)
@@ -121,7 +127,7 @@ def _packed_values(values: Tensor, sequence: RowLayout, call: str) -> tuple[Tens
 
 @dataclass(frozen=True)
 class ResponseAxis:
-    """The response layout of a batch, the sequence layout around it if there is one, and the forms of its fields."""
+    """The response layout of a batch, its sequence layout if it has one, and the forms of its fields."""
 
     response: RowLayout
     sequence: RowLayout | None
@@ -135,15 +141,15 @@ class ResponseAxis:
         if has(batch, LAYOUTS):
             schema, known = read_layouts(batch, call)
             forms = {form.path: form for form in schema.forms}
-        return cls._found(batch, registry, known, forms, call)
+        return cls._of_axes(batch, registry, known, forms, call)
 
     @classmethod
     def among(cls, layouts: Mapping[str, RowLayout], registry: MaskNestingRegistry, call: str) -> ResponseAxis:
-        """That of a packed batch, whose layouts are all that gives an axis."""
-        return cls._found(TensorDict({}, batch_size=[]), registry, layouts, {}, call)
+        """The response axis of a packed batch, given by its layouts."""
+        return cls._of_axes(TensorDict({}, batch_size=[]), registry, layouts, {}, call)
 
     @classmethod
-    def _found(
+    def _of_axes(
         cls,
         batch: TensorDictBase,
         registry: MaskNestingRegistry,
@@ -170,7 +176,8 @@ class ResponseAxis:
         return self.sequence
 
     def predict_index(self, call: str) -> Tensor:
-        """int64 [tokens of the responses]: packed place of the output that scores each response token. The shift."""
+        """int64 [response tokens]: the packed index of the output that scores each response token. This is the
+        shift."""
         sequence = self.need_sequence(call)
         bare = np.flatnonzero((self.response.lengths >= sequence.lengths) & (self.response.lengths > 0))
         if bare.size:
@@ -181,7 +188,7 @@ class ResponseAxis:
         return torch.from_numpy(self.tail(sequence) - 1)
 
     def holds(self, path: Path, value: Tensor, registry: MaskNestingRegistry) -> bool:
-        """Whether an unnamed field is on the response axis."""
+        """Whether a field is on the response axis; used if no fields are named."""
         form = self.forms.get(path)
         if form is not None and form.layout is not None:
             return form.kind == "padded" and form.layout == RESPONSE
@@ -200,7 +207,7 @@ class ResponseAxis:
         spec = registry.find(path)
         if path not in self.forms and spec is not None and spec.masks and not {RESPONSE, SEQUENCE} & set(spec.masks):
             raise LayoutError(
-                f'{call}: field "{show(path)}" lies under mask "{show(spec.masks[0])}"; expected a field of the '
+                f'{call}: field "{show(path)}" is under mask "{show(spec.masks[0])}"; expected a field on the '
                 "response or the sequence axis. Name one of these."
             )
         if not value.is_nested:
@@ -218,20 +225,20 @@ class ResponseAxis:
         long = np.flatnonzero(lengths > layout.width)
         if long.size:
             raise LayoutError(
-                f'{call}: field "{show(path)}" has {int(lengths[long[0]])} tokens in row {int(long[0])}; the canonical '
+                f'{call}: field "{show(path)}" has {int(lengths[long[0]])} tokens in row {int(long[0])}; the padded '
                 f"{form.layout} width is {layout.width}. Cut the row, or nest the batch with a wider axis."
             )
         if form.layout not in (SEQUENCE, RESPONSE) or not np.array_equal(offsets, layout.row_offsets):
             raise LayoutError(
                 f'{call}: field "{show(path)}" has {int(offsets[-1])} tokens in {lengths.size} rows under layout '
                 f'"{form.layout}"; the responses have {self.response.num_tokens} in {self.response.num_rows}. Name '
-                "fields of the response or the sequence axis."
+                "fields on the response or the sequence axis."
             )
         whole = to_padded(value.values(), form, layout, read_pads(batch, self.forms, path, call))
         return self._columns(path, whole, form.ragged_dim, call)
 
     def _columns(self, path: Path, value: Tensor, dim: int, call: str) -> Tensor:
-        """The response columns of a padded field, whose width runs along `dim`."""
+        """The response columns of a padded field with its width in dim `dim`."""
         rows, width = self.response.num_rows, self.response.width
         if value.dim() <= 1:
             return value
@@ -242,7 +249,7 @@ class ResponseAxis:
                 return value.narrow(dim, self.sequence.width - width, width)
         raise LayoutError(
             f'{call}: field "{show(path)}" is {tuple(value.shape)}; the response axis is ({rows}, {width}). '
-            "Name fields of the response or the sequence axis."
+            "Name fields on the response or the sequence axis."
         )
 
     def _form_of_new(self, path: Path, value: Tensor, registry: MaskNestingRegistry, call: str) -> FieldForm:
@@ -258,7 +265,7 @@ class ResponseAxis:
         return FieldForm(path, "padded", layout, (pad,), dtype=value.dtype)
 
     def tail(self, sequence: RowLayout) -> IntArray:
-        """Packed places of the response tokens: the last of each row."""
+        """The packed indices of the response tokens, which are the last of each row."""
         return ranges(sequence.row_offsets[1:] - self.response.lengths, self.response.lengths)
 
 

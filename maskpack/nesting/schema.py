@@ -1,13 +1,16 @@
-"""What a batch is made of, apart from its values: the form of every entry, and how a nested batch carries them.
+"""The schema of a batch, which is the form of each entry, and how a nested batch stores it.
 
-A nested batch has one entry more than the padded one, LAYOUTS, with one part: for each layout a jagged table of its
-runs, one row of the table for each row of the batch, so that it follows the rows through indexing, chunk, split and
-cat; the pads of all padded fields in each row; and the schema. The part is named after the fields, so that `update`
-with a batch of other fields adds a part, and one of the same fields takes its place.
-A row of the table is lines of three int32 (span_table.py), as bytes: bytes survive the casts that `float()` and
-`to(dtype)` apply to every entry, and checksums find any other arithmetic. So are the pads: of each field in each row
-one byte, 1 for EDGE, and the bytes of the pad. Batches that found different pads have the same entries, so that
-torch.cat joins them.
+A nested batch has one more entry than the padded one, LAYOUTS. It has one part, which contains
+
+- a jagged span table for each layout, with one row for each row of the batch, so that indexing, chunk, split and cat
+  apply to it. A row is lines of three int32 (span_table.py) stored as bytes. Bytes survive the casts of `float()` and
+  `to(dtype)`, which apply to all entries; checksums detect other arithmetic.
+- the pads of all padded fields in each row: one byte for each field, which is 1 for EDGE, then the bytes of the pad.
+  Batches with different pads have the same entries, so that torch.cat can join them.
+- the schema.
+
+The part is named after the fields: `update` with a batch of other fields adds a part, and one of the same fields
+replaces it.
 """
 
 from __future__ import annotations
@@ -22,41 +25,41 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
-from maskpack.core.bits import pad_words, word_dtype, words
+from maskpack.core.bits import word_dtype, words
 from maskpack.core.index import IntArray
+from maskpack.core.keys import Path, show
+from maskpack.core.pads import EDGE, PER_ROW, Pad, PadValue, pad_words
 from maskpack.core.tensors import need_batch
-from maskpack.core.tree import Node, build, entry_at, fields_of, has, is_sub_batch
+from maskpack.core.tree import Node, entry_at, fields_of, has, is_sub_batch, unflatten
 from maskpack.errors import LayoutError
-from maskpack.fields.registry import EDGE, PER_ROW, Pad, PadValue, Path, show
 from maskpack.layout.jagged import is_regular, jagged_from, offsets_of, to_host
 from maskpack.layout.row_layout import RowLayout
 from maskpack.layout.span_table import lines_of, table_of_lines
 
 LAYOUTS = "_maskpack"
-"""The entry of a nested batch that leads back to the padded one. `select` must name it to keep it."""
+"""The key of the entry that `unnest` needs. Name it in `select` to keep it."""
 
-_APART = "Restore each by itself, and update the padded one: unnest(batch).update(unnest(other))."
-INTACT = "Restore from the batch as nest_batch_by_mask returned it; index, chunk, cat and casts are fine."
+_APART = "Restore both first, then update the padded batch: unnest(batch).update(unnest(other))."
+INTACT = "Restore from the batch that nest_batch_by_mask returned; indexing, chunk, cat and casts are supported."
 
 
 @dataclass(frozen=True)
 class FieldForm:
-    """The form that one entry has at home, before nesting and after restoring.
+    """The form of an entry of the padded batch.
 
     Attributes:
-        path: its place in the batch.
-        kind: `padded` [B, S, *F] under a layout, `flat` [T, *F] under a layout, `jagged` under its own layout,
-            `dense`, `object` (no tensor) or `node` (a sub-TensorDict).
-        layout: name of the layout, for the first three.
-        pads: what the field is padded with: the candidates before they are verified, then the one.
-        ragged_dim: dim of the padded field that the width runs along.
-        dtype: of the field.
+        path: the path of the entry.
+        kind: `padded` [B, S, *F] under a layout, `flat` [T, *F] under a layout, `jagged` on its own layout, `dense` (a
+            tensor that stays as it is), `object` (not a tensor) or `node` (a sub-TensorDict).
+        layout: the name of the layout of the first three kinds.
+        pads: the candidate pads before verification, the one pad after it.
+        ragged_dim: the dim of the width of a padded field.
+        dtype: the dtype of the field.
         node: batch dims and device of a sub-TensorDict.
-        device, shape: where a packed field came from, and the shape of one element, F; None and () while it is not
-            packed.
+        device, shape: of a packed field, the device it came from and the shape of an element, F; else None and ().
         hints: encodings to try first.
-        reason: why a dense field is dense; None where that is by design.
-        axis: of a dense field, the layout that it would lie under if its masked-out elements were its pad.
+        reason: why a tensor stays padded; None if the registry says so.
+        axis: the layout that a `dense` field would have if it had no non-pad values under its mask.
     """
 
     path: Path
@@ -72,7 +75,7 @@ class FieldForm:
     reason: str | None = None
     axis: str | None = None
     pads_by_bits: str = field(init=False)
-    """`pads` as forms compare them: 0.0 is not -0.0, and NaN is NaN."""
+    """`pads` for comparisons of forms, in which 0.0 differs from -0.0 and NaN equals NaN."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pads_by_bits", repr(self.pads))
@@ -80,7 +83,7 @@ class FieldForm:
 
 @dataclass(frozen=True)
 class Schema:
-    """The forms of a batch's entries in key order, its root, and the name, width and anchor of each axis."""
+    """The root of a batch, the forms of its entries in key order, and the name, width and anchor of each axis."""
 
     root: Node
     forms: tuple[FieldForm, ...]
@@ -92,8 +95,8 @@ class RowPads:
     """The pad of a field in each row.
 
     Attributes:
-        pads: [B], in the dtype that the field had when it was nested.
-        edge: bool [B]: rows whose pad is EDGE instead; None if there are none.
+        pads: [B], in the dtype of the field when it was nested.
+        edge: bool [B], rows whose pad is EDGE instead; None if there are none.
     """
 
     pads: Tensor
@@ -103,21 +106,21 @@ class RowPads:
 def write_layouts(
     schema: Schema, tables: Mapping[str, Tensor], pads: Tensor, rows: int, device: str | None
 ) -> TensorDict:
-    """The LAYOUTS entry of a batch on `device`, from the run table of each layout and what `pad_table` makes."""
+    """The LAYOUTS entry of a batch on `device`, from the span table of each layout and the result of `pad_table`."""
     batch = schema.root.batch_size(rows)[:1]
     here = Node(() if batch else None, device)
-    held: Any = NonTensorData(schema, batch_size=batch, device=device)
+    stored: Any = NonTensorData(schema, batch_size=batch, device=device)
     part = sha256(repr(sorted(form.path for form in schema.forms)).encode()).hexdigest()[:16]
-    entries: list[tuple[Path, Any]] = [((part,), here), ((part, "schema"), held), ((part, "runs"), here)]
-    entries += [((part, "runs", name), tables[name]) for name, _, _ in schema.axes]
+    entries: list[tuple[Path, Any]] = [((part,), here), ((part, "schema"), stored), ((part, "spans"), here)]
+    entries += [((part, "spans", name), tables[name]) for name, _, _ in schema.axes]
     entries.append(((part, "pads"), pads))
-    return build(here, entries, rows)
+    return unflatten(here, entries, rows)
 
 
 def pad_table(
     forms: Iterable[FieldForm], row_pads: Mapping[Path, Tensor], rows: int, device: torch.device | str
 ) -> Tensor:
-    """uint8 [B, K] on a device: the pads of all padded fields, those that are PER_ROW from `row_pads`, [B] each."""
+    """The pads of all padded fields, uint8 [B, K] on `device`. `row_pads` are the pads [B] of PER_ROW fields."""
     places = _pad_places(forms := list(forms))
     line = b"".join(_pad_bytes(form.pads[0], form.dtype) for form in forms if form.path in places)
     here = torch.tensor(list(line), dtype=torch.uint8, device="cpu")
@@ -131,13 +134,13 @@ def pad_table(
 
 def _pad_bytes(pad: PadValue, dtype: torch.dtype | None) -> bytes:
     assert dtype is not None
-    held = pad_words(0 if isinstance(pad, Pad) else pad, dtype)
-    assert held is not None
-    return bytes([pad is EDGE]) + np.array(held, word_dtype(dtype.itemsize)).tobytes()
+    bits = pad_words(0 if isinstance(pad, Pad) else pad, dtype)
+    assert bits is not None
+    return bytes([pad is EDGE]) + np.array(bits, word_dtype(dtype.itemsize)).tobytes()
 
 
 def _pad_places(forms: Iterable[FieldForm]) -> dict[Path, slice]:
-    """Where the pads of each field lie in a row of the table."""
+    """The columns of each field in the pad table."""
     places: dict[Path, slice] = {}
     begin = 0
     for form in forms:
@@ -148,63 +151,64 @@ def _pad_places(forms: Iterable[FieldForm]) -> dict[Path, slice]:
 
 
 def span_tables(layouts: Mapping[str, RowLayout]) -> dict[str, Tensor]:
-    """The run table of each layout, on its device."""
-    made: dict[str, Tensor] = {}
+    """The span table of each layout, on its device."""
+    tables: dict[str, Tensor] = {}
     for name, layout in layouts.items():
         lines, splits = lines_of(layout.table, layout.width)
-        values = torch.from_numpy(lines).clone(memory_format=torch.contiguous_format)  # no lines may have any strides
+        values = torch.from_numpy(lines).clone(
+            memory_format=torch.contiguous_format
+        )  # an empty array may have any strides
         values, offsets = (part.to(layout.device, non_blocking=True) for part in (values, torch.from_numpy(splits)))
-        made[name] = jagged_from(values.view(torch.uint8), offsets, 0, most_lines(splits))
-    return made
+        tables[name] = jagged_from(values.view(torch.uint8), offsets, 0, most_lines(splits))
+    return tables
 
 
 def most_lines(splits: IntArray) -> int:
-    """Of a row."""
+    """The largest number of lines of a row."""
     return int((splits[1:] - splits[:-1]).max(initial=0))
 
 
 def read_pads(batch: TensorDictBase, forms: Mapping[Path, FieldForm], path: Path, call: str) -> RowPads | None:
-    """The pads of a field whose pad is PER_ROW, PER_ROW beside EDGE; None for any other. `forms` are those that
-    `read_layouts` gave."""
+    """The pads of a field whose pad is PER_ROW, or PER_ROW in some rows and EDGE in others; else None. `forms` come
+    from `read_layouts`."""
     form = forms.get(path)
     if form is None or form.dtype is None or PER_ROW not in form.pads:
         return None
-    found: list[Tensor] = []
+    columns: list[Tensor] = []
     for part, schema in _parts(batch, call).items():
-        own = next((own for own in schema.forms if own.path == path and own.pads_by_bits == form.pads_by_bits), None)
-        if own is not None:
+        if any(other.path == path and other.pads_by_bits == form.pads_by_bits for other in schema.forms):
             table = entry_at(batch, (LAYOUTS, part, "pads"))
             place = _pad_places(schema.forms)[path]
             if not isinstance(table, Tensor) or table.dim() != 2 or table.shape[1] < place.stop:
-                raise LayoutError(f'{call}: the row pads of field "{show(path)}" are gone. {INTACT}')
-            found.append(table[:, place].to(torch.uint8))
-    held = found[0]
-    if not all(torch.equal(held, other) for other in found[1:]):
+                raise LayoutError(f'{call}: the row pads of field "{show(path)}" are missing. {INTACT}')
+            columns.append(table[:, place].to(torch.uint8))
+    column = columns[0]
+    if not all(torch.equal(column, other) for other in columns[1:]):
         raise _several_pads(path, form, form, call)
-    pads = held[:, 1:].clone(memory_format=torch.contiguous_format).view(form.dtype).view(-1)
-    return RowPads(pads, held[:, 0] != 0 if EDGE in form.pads else None)
+    pads = column[:, 1:].clone(memory_format=torch.contiguous_format).view(form.dtype).view(-1)
+    return RowPads(pads, column[:, 0] != 0 if EDGE in form.pads else None)
 
 
 def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, RowLayout]]:
-    """The schema and the layouts of a nested batch, checked against the rows it has now. One synchronisation on CUDA.
+    """The schema and the layouts of a nested batch, checked against its rows. One synchronisation on CUDA.
 
-    Raises LayoutError, named after what an operation did to the batch.
+    Raises LayoutError if an operation on the batch made them invalid.
     """
     need_batch(batch, call)
     if not has(batch, LAYOUTS):
         raise LayoutError(
             f'{call}: the batch has no entry "{LAYOUTS}", so it was not nested by nest_batch_by_mask, or select() '
-            f'dropped the entry. Nest it first, or select it too: batch.select("responses", maskpack.LAYOUTS).'
+            f'dropped it. Nest the batch first, or select the entry too: batch.select("responses", maskpack.LAYOUTS).'
         )
     parts = _parts(batch, call)
     schema = _merged(batch, list(parts.values()), call)
     tables: dict[tuple[str, str], Tensor] = {}
     for part, name in [(part, name) for part, own in parts.items() for name, _, _ in own.axes]:
-        table = entry_at(batch, (LAYOUTS, part, "runs", name))
+        table = entry_at(batch, (LAYOUTS, part, "spans", name))
         if not isinstance(table, Tensor) or not table.is_nested:
             raise LayoutError(
-                f'{call}: the run table of layout "{name}" is no jagged tensor any more; a single row was taken by '
-                "an integer index, or the entry was replaced. Take one row by a list: batch[[i]]."
+                f'{call}: the span table of layout "{name}" is not a jagged tensor any more; a single row was taken '
+                "by an integer index, or the entry was replaced. Take one row with a list: batch[[i]]."
             )
         tables[part, name] = table
     sizes = {(part, name): (width, anchor) for part, own in parts.items() for name, width, anchor in own.axes}
@@ -216,24 +220,24 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
         layout = _layout(numbers.reshape(-1, 3), splits, sizes[key], own.device, call, key[1])
         if layouts.setdefault(key[1], layout) != layout:
             raise LayoutError(
-                f'{call}: layout "{key[1]}" of another batch, with other rows or widths, was put over that of this '
-                f"one, as update() does; expected fields of the same rows. {_APART}"
+                f'{call}: layout "{key[1]}" of another batch, with other rows or widths, replaced the layout of '
+                f"this one, as update() does; expected fields of the same rows. {_APART}"
             )
     for (name, value), offsets in zip(first.items(), read[2 * len(tables) :], strict=True):
         if np.array_equal(offsets, layouts[name].row_offsets):
-            layouts[name].__dict__["offsets"] = offsets_of(value)  # arithmetic between old and new fields works
+            layouts[name].__dict__["offsets"] = offsets_of(value)  # so that arithmetic between old and new fields works
     return schema, layouts
 
 
 def _parts(batch: TensorDictBase, call: str) -> dict[str, Schema]:
-    """The schemas that a nested batch carries, by the names of their parts: one, and one more for each `update` with a
-    nested batch of other fields."""
+    """The schemas of a nested batch by the names of their parts: one, and another one for each `update` with a nested
+    batch of other fields."""
     carried = entry_at(batch, (LAYOUTS,))
     names = [str(name) for name, _ in fields_of(carried).items()] if is_sub_batch(carried) else list[str]()
-    known = [any(entry_at(batch, (LAYOUTS, name, key)) is not None for key in ("schema", "runs")) for name in names]
+    known = [any(entry_at(batch, (LAYOUTS, name, key)) is not None for key in ("schema", "spans")) for name in names]
     if not names or not all(known):
         raise LayoutError(
-            f'{call}: the entry "{LAYOUTS}" is not what nest_batch_by_mask makes; expected that name for its own. '
+            f'{call}: the entry "{LAYOUTS}" was not written by nest_batch_by_mask, which reserves this name. '
             "Rename the field."
         )
     parts: dict[str, Schema] = {}
@@ -241,7 +245,7 @@ def _parts(batch: TensorDictBase, call: str) -> dict[str, Schema]:
         schema = _schema_of(entry_at(batch, (LAYOUTS, name, "schema")))
         if schema is None:
             raise LayoutError(
-                f"{call}: the batch was put together from batches of different widths or fields; expected one schema. "
+                f"{call}: the batch was joined from batches of different widths or fields; expected one schema. "
                 "Pad the batches to one width and nest them again, or restore each part before torch.cat."
             )
         parts[name] = schema
@@ -249,7 +253,7 @@ def _parts(batch: TensorDictBase, call: str) -> dict[str, Schema]:
 
 
 def _merged(batch: TensorDictBase, schemas: Sequence[Schema], call: str) -> Schema:
-    """One schema of all fields; the root and sub-batches are those of the batch that was updated, the first."""
+    """One schema of all fields, with the root and sub-batches of the first, which is the batch that was updated."""
     if len(schemas) == 1:
         return schemas[0]
     forms: dict[Path, list[FieldForm]] = {}
@@ -264,7 +268,7 @@ def _merged(batch: TensorDictBase, schemas: Sequence[Schema], call: str) -> Sche
 
 
 def _one_form(value: Any, forms: Sequence[FieldForm], call: str) -> FieldForm:
-    """The form of a field that several parts have. Which of them was updated last is not known, so they must agree."""
+    """The form of a field that is in several parts. They must agree, because the last update is not known."""
     nested = isinstance(value, Tensor) and value.is_nested
     fitting = [form for form in forms if (form.kind in ("padded", "jagged", "flat")) == nested] or forms
     first = fitting[0]
@@ -279,18 +283,18 @@ def _one_form(value: Any, forms: Sequence[FieldForm], call: str) -> FieldForm:
 def _several_pads(path: Path, one: FieldForm, other: FieldForm, call: str) -> LayoutError:
     ways = [f'{form.pads_by_bits} under "{form.layout}"' for form in (one, other)]
     return LayoutError(
-        f'{call}: field "{show(path)}" was nested twice, with the pads {" and ".join(ways)}, and update() put one over '
-        f"the other; expected the same of both. {_APART}"
+        f'{call}: field "{show(path)}" was nested twice, with the pads {" and ".join(ways)}, and update() replaced one '
+        f"by the other; expected the same pads. {_APART}"
     )
 
 
-def _schema_of(held: Any) -> Schema | None:
-    """The schema of all rows. Where rows differ in the pads of a field, these are PER_ROW, and EDGE if any row's is;
-    None where they differ in more."""
-    if isinstance(held, NonTensorData):
-        return held.data if isinstance(held.data, Schema) else None
-    found: list[Any] = held.tolist() if isinstance(held, NonTensorStack) else []
-    schemas = list({id(schema): schema for schema in found}.values())
+def _schema_of(entry: Any) -> Schema | None:
+    """The common schema of all rows. If rows differ in the pad of a field, its pads are PER_ROW, and EDGE if some row
+    has EDGE. None if rows differ in more."""
+    if isinstance(entry, NonTensorData):
+        return entry.data if isinstance(entry.data, Schema) else None
+    by_row: list[Any] = entry.tolist() if isinstance(entry, NonTensorStack) else []
+    schemas = list({id(schema): schema for schema in by_row}.values())
     if not schemas or not all(isinstance(schema, Schema) for schema in schemas):
         return None
     forms = [[replace(form, pads=()) for form in schema.forms] for schema in schemas]
@@ -326,8 +330,8 @@ def _layout(
     width, anchor = size
     table = table_of_lines(lines, splits, width)
     if table is None:
-        raise LayoutError(f'{call}: the run table of layout "{name}" was changed by arithmetic. {INTACT}')
+        raise LayoutError(f'{call}: the span table of layout "{name}" was changed by arithmetic. {INTACT}')
     try:
         return RowLayout.from_spans(*table[:2], np.diff(table.splits), width, device=device, anchor=anchor)
     except LayoutError as error:
-        raise LayoutError(f'{call}: the run table of layout "{name}" was changed: {error} {INTACT}') from error
+        raise LayoutError(f'{call}: the span table of layout "{name}" was changed: {error} {INTACT}') from error

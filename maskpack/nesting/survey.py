@@ -1,8 +1,8 @@
-"""The planning step that nesting and packing share: what becomes of every entry of a batch, decided once.
+"""The first step of nesting and packing: the form of each entry of a batch, its layout and its packed values.
 
     registry -> mask and pad of each field -> layouts -> values gathered -> pads verified -> coverage
 
-Nothing of the batch is changed, and nothing is built before every check has passed.
+The batch is not changed, and no result is built before all checks have passed.
 """
 
 from __future__ import annotations
@@ -18,24 +18,14 @@ from tensordict import TensorDictBase, UnbatchedTensor
 from torch import Tensor
 
 from maskpack.core.bits import DTYPES, from_words, words
+from maskpack.core.keys import Key, Path, path_of, show
+from maskpack.core.pads import EDGE, PAD_TOKEN_ID, PER_ROW, SIGNED_ZERO, Pad, PadValue
 from maskpack.core.tensors import need_batch
 from maskpack.core.threads import Tasks
-from maskpack.core.tree import Node, dense_stack, entry_at, has, is_object, walk
+from maskpack.core.tree import Node, dense_stack, entry_at, flatten, has, is_object
 from maskpack.errors import LayoutError, MaskpackWarning, RegistryError
 from maskpack.fields.options import Options, Registry, registry_of
-from maskpack.fields.registry import (
-    EDGE,
-    PAD_TOKEN_ID,
-    PER_ROW,
-    SIGNED_ZERO,
-    Key,
-    MaskNestingSpec,
-    Pad,
-    PadValue,
-    Path,
-    path_of,
-    show,
-)
+from maskpack.fields.registry import MaskNestingSpec
 from maskpack.layout.jagged import check_lengths, is_regular, offsets_of, to_host
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks
@@ -45,22 +35,22 @@ from maskpack.nesting.schema import INTACT, LAYOUTS, FieldForm, RowPads, Schema,
 from maskpack.nesting.verify import Then, Verifier
 from maskpack.ops import pack_torch as ops
 
-_APART = "its rows were nested with pads that no one rule gives"
+_APART = "its rows were nested with different pads"
 
 
 @dataclass(frozen=True)
 class Survey:
-    """A batch, understood.
+    """The result of inspecting a batch.
 
     Attributes:
-        root, forms: of the batch at home.
+        root, forms: the root and the forms of the padded batch.
         rows: B.
-        entries: the entry behind each form, as it is in the batch.
-        layouts: by name, those that a form lies under, and the axes.
-        axes: names of the layouts that padded fields lie under, or would, had they no values under their mask.
-        values: packed values [T, *F] of every padded, flat and jagged form, unless something was made of them.
-        row_pads: [B], of every field whose pad is PER_ROW.
-        made: what `then` made of the values of a field.
+        entries: the entries of the batch, by path.
+        layouts: the layouts of the forms and the axes, by name.
+        axes: names of the layouts of padded fields, also of fields that stay padded because of non-pad values.
+        values: packed values [T, *F] of padded, flat and jagged forms, except those in `made`.
+        row_pads: the pads [B] of fields whose pad is PER_ROW.
+        made: the results of `then` for the values of fields.
     """
 
     root: Node
@@ -74,7 +64,7 @@ class Survey:
     made: Mapping[Path, Any]
 
     def schema(self) -> Schema:
-        """The schema of the batch as it is nested or packed."""
+        """The schema of the nested or packed batch."""
         axes = [(name, self.layouts[name].width, self.layouts[name].anchor) for name in self.axes]
         return Schema(self.root, self.forms, tuple(axes))
 
@@ -85,8 +75,8 @@ def survey(
     stand_in: Mapping[str, RowLayout],
     then: Then | None = None,
 ) -> Survey:
-    """Decides every entry and gathers the values. `stand_in` are layouts for masks that are not in the batch; what
-    `then` makes of the values of a field takes their place."""
+    """Determines the form of each entry and gathers the values. `stand_in` are layouts for masks that are not in the
+    batch; the result of `then` for the values of a field replaces them."""
     need_batch(batch, options.call)
     batch = dense_stack(batch, options.call)
     schema, layouts = Schema(Node.of(batch), (), ()), dict[str, RowLayout]()
@@ -94,7 +84,7 @@ def survey(
         schema, layouts = read_layouts(batch, options.call)
     before = {form.path: form for form in schema.forms}
     planner = _Planner(batch, options, layouts, stand_in, before)
-    entries = {path: value for path, value in walk(batch) if path[0] != LAYOUTS}
+    entries = {path: value for path, value in flatten(batch) if path[0] != LAYOUTS}
     with Tasks(_bytes_on_host(entries.values())) as tasks:
         forms = [planner.form(path, value) for path, value in entries.items()]
         rows = planner.rows(forms)
@@ -125,8 +115,8 @@ def survey(
 def _with_one_rule(
     form: FieldForm, pads: RowPads, values: Tensor, layout: RowLayout
 ) -> tuple[FieldForm, Tensor | None]:
-    """A field that was nested with a pad in each row, and the pads [B] of PER_ROW. Where rows padded by EDGE meet
-    constants that EDGE does not give, the field becomes dense."""
+    """The form of a field whose rows have different pads, and its pads [B] if they are PER_ROW. If some rows have EDGE
+    pads and no rule fits all rows, the field stays padded."""
     own = pads.pads.to(values)
     if pads.edge is None:
         return replace(form, pads=(PER_ROW,)), own
@@ -142,7 +132,7 @@ def _with_one_rule(
 
 
 def _bytes_on_host(entries: Iterable[Any]) -> int:
-    """Bytes of the padded tensors; 0 if any tensor is elsewhere."""
+    """The size of the strided tensors in bytes; 0 if any tensor is not on the CPU."""
     tensors = [entry for entry in entries if isinstance(entry, Tensor)]
     if any(tensor.device.type != "cpu" for tensor in tensors):
         return 0
@@ -150,7 +140,7 @@ def _bytes_on_host(entries: Iterable[Any]) -> int:
 
 
 class _Planner:
-    """Gives every entry of one batch its form; collects the layouts they lie under."""
+    """Determines the form of each entry of a batch and collects their layouts."""
 
     def __init__(
         self,
@@ -196,7 +186,7 @@ class _Planner:
         return self._jagged(path, value, spec) if value.is_nested else self._dense(path, value, spec)
 
     def _check_kind(self, path: Path, node: Node) -> None:
-        """That a tensorclass has all its values in its TensorDict, from which it is built again."""
+        """Raises LayoutError for a tensorclass with values outside its TensorDict, from which it is rebuilt."""
         call, kind = self._options.call, node.kind
         if kind is not None and (issubclass(kind, UnbatchedTensor) or not is_dataclass(kind)):
             raise LayoutError(
@@ -213,7 +203,7 @@ class _Planner:
             )
 
     def rows(self, forms: Iterable[FieldForm]) -> int:
-        """B: of the batch, or where the rows are no batch dim, of its layouts, which must agree."""
+        """B, from the batch size, or from the layouts and sub-batches, which must agree, if there are no batch dims."""
         if self._batch.batch_dims:
             return self._batch.batch_size[0]
         counts = {f"layout {form.layout}": self.layouts[form.layout].num_rows for form in forms if form.layout}
@@ -227,7 +217,7 @@ class _Planner:
         return next(iter(counts.values()), 0)
 
     def masks(self, forms: Iterable[FieldForm]) -> dict[Path, Tensor]:
-        """The packed values [T] of masks whose layout has told them already."""
+        """The packed values [T] of the masks whose scan found one value."""
         found: dict[Path, Tensor] = {}
         for form in forms:
             if form.kind == "padded" and form.layout is not None and form.pads[0] == 0:
@@ -279,8 +269,8 @@ class _Planner:
         if not 1 <= spec.dim_of(value) < value.dim():
             raise LayoutError(
                 f'{self._options.call}: field "{show(path)}" is {tuple(value.shape)} and its ragged_dim '
-                f"{spec.ragged_dim}; expected a dim behind the rows, below {value.dim()}. Give the dim that the width "
-                "runs along."
+                f"{spec.ragged_dim}; expected a dim after the rows, below {value.dim()}. Give the dim of the "
+                "width."
             )
         raise LayoutError(
             f'{self._options.call}: field "{show(path)}" is {tuple(value.shape)}; '
@@ -288,8 +278,8 @@ class _Planner:
         )
 
     def _jagged(self, path: Path, value: Tensor, spec: MaskNestingSpec | None) -> FieldForm:
-        """A field nested before keeps its form. In a batch with known layouts, a new one lies under the layout that
-        its spec names. Any other is jagged at home."""
+        """A field that is already nested keeps its form. A new field of a nested batch gets the layout of its spec.
+        Other jagged fields have no padded form."""
         if not is_regular(value):
             raise LayoutError(
                 f'{self._options.call}: field "{show(path)}" is a nested tensor with gaps, another ragged dim or the '
@@ -306,7 +296,9 @@ class _Planner:
                 for axis in self._candidates(path, spec)
                 if not axis.flat and np.array_equal(offsets, axis.layout.row_offsets)
             ]
-            fitting.sort(key=lambda axis: axis.layout.offsets is not offsets_of(value))  # equal lengths may be chance
+            fitting.sort(
+                key=lambda axis: axis.layout.offsets is not offsets_of(value)
+            )  # equal lengths may be a coincidence
             if fitting:
                 pads = [pad for pad in self._pads(path, spec, value.dtype) if pad not in (PER_ROW, SIGNED_ZERO)]
                 layout, pad = self._use(fitting[0].name, fitting[0].layout), pads[0] if pads else 0
@@ -314,7 +306,7 @@ class _Planner:
         return FieldForm(path, "jagged", self._own_layout(path, value), dtype=value.dtype)
 
     def _again(self, path: Path, value: Tensor, before: FieldForm) -> FieldForm:
-        """The form of a field that was nested before, in the dtype that it has now."""
+        """The form of a field that is already nested, in its current dtype."""
         if before.kind == "padded":
             assert before.layout is not None
             self.layouts[before.layout] = layout = self._carried[before.layout]
@@ -324,7 +316,7 @@ class _Planner:
         return replace(before, layout=self._own_layout(path, value), dtype=value.dtype)
 
     def _own_layout(self, path: Path, value: Tensor) -> str:
-        """Fields that share their offsets share a layout, named after the first of them."""
+        """The layout of a jagged field. Fields with the same offsets share one, named after the first of them."""
         offsets = offsets_of(value)
         if id(offsets) not in self._own:
             self._own[id(offsets)] = self._use(f"{show(path)} (jagged)", RowLayout.from_cu_seqlens(offsets))
@@ -362,7 +354,7 @@ def _check_coverage(forms: Iterable[FieldForm], entries: Mapping[Path, Any], opt
         check_strict(options.call, [*dense, *_hidden(forms, entries, options)])
     elif dense:
         fields = "; ".join(str(field) for field in dense)
-        warnings.warn(f"{options.call}: travelling dense: {fields}", MaskpackWarning, stacklevel=4)
+        warnings.warn(f"{options.call}: fields stay padded: {fields}", MaskpackWarning, stacklevel=4)
 
 
 def _hidden(forms: Iterable[FieldForm], entries: Mapping[Path, Any], options: Options) -> Iterable[DenseField]:
@@ -380,9 +372,9 @@ def dense_fields(
     pad_token_id: int | None = None,
     ignore_dense_fields: Iterable[Key] = (),
 ) -> tuple[DenseField, ...]:
-    """Every tensor of `batch` that would travel dense: unknown to the registry, without a mask in the batch, or with
-    values under its mask; then Python objects with tensors inside, one DenseField each. Tensors of at most one dim, and
-    declared ones, do not count.
+    """The tensors of `batch` that would stay padded: those that the registry does not know, that have no mask in the
+    batch, or that have non-pad values under their mask; then one DenseField for each Python object with tensors inside.
+    Tensors of at most one dim, and fields declared DENSE or ignored, are left out.
 
     Raises LayoutError and RegistryError as `nest_batch_by_mask` does.
     """
@@ -395,9 +387,11 @@ def dense_fields(
 
 
 def has_masks(batch: TensorDictBase, registry: Registry) -> bool:
-    """Whether a batch has a field that a layout of its own is computed from, or has layouts. The prefix of a field is
-    no such layout, because it knows less than that of another batch."""
+    """Whether a batch has LAYOUTS or a field from which a layout is computed. A `prefix` axis does not count, because
+    the layout of another batch is preferred to it."""
     known = registry_of(registry, "has_masks")
     masks = {mask for spec in known.values() for mask in spec.masks}
     sources = {path_of(way.source) for mask in masks for way in known.ways(mask) if way.part != "prefix"}
-    return has(batch, LAYOUTS) or any(path[-len(source) :] == source for path, _ in walk(batch) for source in sources)
+    return has(batch, LAYOUTS) or any(
+        path[-len(source) :] == source for path, _ in flatten(batch) for source in sources
+    )

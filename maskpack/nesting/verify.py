@@ -1,5 +1,4 @@
-"""Gathering and verification: the values of each field, which pad it really has, and what becomes of a field that has
-none."""
+"""Gathers the packed values of each field and verifies its pad."""
 
 from __future__ import annotations
 
@@ -12,17 +11,18 @@ import torch
 from torch import Tensor
 
 from maskpack.core.bits import odd_bools, odd_bools_error, words
+from maskpack.core.keys import Path, show
+from maskpack.core.pads import EDGE, PER_ROW, SIGNED_ZERO, PadValue
 from maskpack.core.threads import Tasks
 from maskpack.errors import LossyPadError
 from maskpack.fields.options import Options, VerifyFirst
-from maskpack.fields.registry import EDGE, PER_ROW, SIGNED_ZERO, PadValue, Path, show
 from maskpack.layout.jagged import to_host
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks
 from maskpack.nesting.schema import FieldForm
 
-_KEPT = 'it holds values other than its pad at masked-out positions (on_loss="error" names one, and what to do)'
-_MIXED_ZEROS = "A row mixes 0.0 and -0.0, as x * mask leaves them; x.masked_fill(mask == 0, 0) does not. "
+_KEPT = 'it has non-pad values under its mask (on_loss="error" names one, and the remedy)'
+_MIXED_ZEROS = "A row mixes 0.0 and -0.0, as x * mask gives; x.masked_fill(mask == 0, 0) does not. "
 _OTHER_ZERO = "0.0 and -0.0 differ in their bits: the pads [0, SIGNED_ZERO] take either, one sign a row. "
 
 
@@ -30,10 +30,10 @@ Then = Callable[[FieldForm, Tensor, RowLayout], Any]
 
 
 class Verifier:
-    """Gathers the values of every field that lies under a layout, and finds the one pad that each padded field has.
+    """Gathers the values of all fields with a layout, and determines the pad of each padded field.
 
-    `gather(form, one_call)` gives the values [T, *F] of a field, and `then` makes something else of those of
-    a padded field on the host; `known` are pads that need no look.
+    `gather(form, one_call)` returns the values [T, *F] of a field, `then` processes those of a padded field on the
+    host, and `known` are pads that need no check.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class Verifier:
         self._tasks = tasks
         self._row_pads: dict[tuple[Path, PadValue], Tensor] = {}
         self._ambiguous: set[Path] = set()
-        self._odd: list[Path] = []  # bools of other bytes than 0 and 1
-        self._bools: dict[Path, Tensor] = {}  # those elsewhere, which are looked at when their pads are
+        self._odd: list[Path] = []  # bools with bytes other than 0 and 1
+        self._bools: dict[Path, Tensor] = {}  # those on devices, which are checked together with the pads
         self.values: dict[Path, Tensor] = {}
         self.made: dict[Path, Any] = {}
 
     def verified(self, forms: list[FieldForm]) -> tuple[list[FieldForm], dict[Path, Tensor]]:
-        """The forms with one pad each; a field with other values under its mask becomes dense, or raises. And the pads
-        [B] of the fields whose pad is PER_ROW."""
+        """The forms with one pad each, and the pads [B] of the fields whose pad is PER_ROW. A field with non-pad values
+        under its mask stays padded, or raises LossyPadError."""
         unsure = {f.path: f for f in forms if f.kind == "padded" and not self._entries[f.path].is_nested}
         bools = [(form.path, self._entries[form.path]) for form in forms if form.dtype is torch.bool]
         away = [(path, x.values() if x.is_nested else x) for path, x in bools if x.device.type != "cpu"]
@@ -95,15 +95,15 @@ class Verifier:
         return sure, row_pads
 
     def _look(self, form: FieldForm, x: Tensor | None) -> None:
-        """Notes a field on the host whose bools have other bytes than 0 and 1."""
+        """Records a field on the host whose bools have bytes other than 0 and 1."""
         if form.dtype is not torch.bool or x is None or x.device.type != "cpu" or x.layout != torch.strided:
             return
-        line = x[:1] if x.dim() and not x.stride(0) else x  # one value, many times
+        line = x[:1] if x.dim() and not x.stride(0) else x  # an expanded row
         if odd_bools(words(line).numpy()):
             self._odd.append(form.path)
 
     def _pads(self, unsure: Mapping[Path, FieldForm], gathered: Sequence[FieldForm]) -> dict[Path, PadValue | None]:
-        """The pad that each field has; None if it has none of those that it may have. Gathers on the way."""
+        """The pad of each field, or None if none of its pads fits. Also gathers the values."""
         options = self._options
         if options.verify == "never":
             return self._read(gathered, {}) | {path: form.pads[0] for path, form in unsure.items()}
@@ -124,12 +124,12 @@ class Verifier:
         return found
 
     def _has_padding(self, form: FieldForm) -> bool:
-        """Whether any position of a field is padded; else its pad was not seen."""
+        """Whether a field has padding; if not, its pad is unknown."""
         layout = self._layouts[form.layout or ""]
         return layout.num_tokens < layout.num_rows * layout.width
 
     def _read(self, gathered: Sequence[FieldForm], doubtful: Mapping[Path, FieldForm]) -> dict[Path, PadValue | None]:
-        """Gathers all fields; the pads of the doubtful ones."""
+        """Gathers all fields and returns the pads of the doubtful ones."""
         if any(self._entries[form.path].device.type != "cpu" for form in gathered):
             self.values |= {form.path: self._gather(form, False) for form in gathered}
             return self._tried(doubtful)
@@ -158,7 +158,7 @@ class Verifier:
         return {path: found[path] for path in doubtful}
 
     def _finish(self, form: FieldForm) -> None:
-        """Lets `then` make what it wants of the values, which are dropped in exchange: their memory serves the next."""
+        """Calls `then` on the values and drops them if it returns a result, so that their memory is reused."""
         if self._then is not None and not self._entries[form.path].is_nested:  # those values are the caller's
             made = self._then(form, self.values[form.path], self._layouts[form.layout or ""])
             if made is not None:
@@ -166,7 +166,8 @@ class Verifier:
                 del self.values[form.path]
 
     def _tried(self, unsure: Mapping[Path, FieldForm]) -> dict[Path, PadValue | None]:
-        """One synchronisation for the first pads of all fields, one more for the second of those that failed, ..."""
+        """Tries the first pads of all fields with one synchronisation, then the next pads of the fields that failed,
+        ..."""
         found: dict[Path, PadValue | None] = dict.fromkeys(unsure)
         for attempt in range(max((len(form.pads) for form in unsure.values()), default=0)):
             trials = [form for path, form in unsure.items() if found[path] is None and attempt < len(form.pads)]
@@ -186,8 +187,8 @@ class Verifier:
         return found
 
     def _rivals(self, form: FieldForm, pad: PadValue | None) -> list[PadValue]:
-        """Pads that a field may have as well as the one that was found, and that give later batches other values: EDGE
-        beside constants. Only who remembers the pad must know."""
+        """Other pads that could also fit, and would give later batches other values: EDGE next to constants. Needed
+        only if the pad is remembered."""
         if pad is None or EDGE not in form.pads or not isinstance(self._options.verify, VerifyFirst):
             return []
         return [other for other in form.pads if other is not pad and EDGE in (pad, other)]
@@ -219,6 +220,6 @@ class Verifier:
         return (
             f'{self._options.call}: field "{show(form.path)}" holds {seen} at {place} (row, position, ...), which '
             f'mask "{form.layout}" masks out; expected its pad {pads} there. {zero}Fix the producer, check '
-            "pad_token_id, give the field its true pad or mask in the registry, or let it travel whole: named in "
+            "pad_token_id, give the field its true pad or mask in the registry, or let it stay padded: named in "
             'ignore_dense_fields, or with on_loss="keep" and without strict mode.'
         )

@@ -1,12 +1,12 @@
-"""Causal attention over packed rows, which takes the bounds of rows from `cu_seqlens` and from nothing else.
+"""Causal attention over packed rows. The bounds of the rows are given by `cu_seqlens` alone.
 
-    q k v   [T, heads, D]     row 0 | row 1 | row 2          a token sees those before it in its row, at most `window`
+    q k v   [T, heads, D]     row 0 | row 1 | row 2          a token attends to its row, up to itself, within `window`
     cu_seqlens [rows + 1]     0     n0      n0+n1  T
 
-flash   FlashAttention 4, or 2: rows of several lengths     half precision on a GPU; FlashAttention 2 for soft caps
-varlen  torch's own                                         half precision on a GPU, no soft caps
-flex    flex attention with a mask of documents             anything on a GPU, compiled
-rows    a scaled dot product for each row                   anywhere
+flash   FlashAttention 4 or 2, varlen kernels               half precision on a GPU; FlashAttention 2 for soft caps
+varlen  torch.nn.attention.varlen                           half precision on a GPU, no soft caps
+flex    flex attention with a document mask                 any dtype on a GPU, compiled
+rows    scaled dot product attention, row by row            any device
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WHOLE: Any = int | np.integer
 _NUMBER: Any = int | float | np.number
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_4, _FLASH_2 = "flash_attn.cute", "flash_attn"
-_SIZES_OF_FLASH_4 = (32, 64, 96, 128)  # of many others its gradients are wrong: docs/replay.md
+_SIZES_OF_FLASH_4 = (32, 64, 96, 128)  # its gradients are wrong for many other sizes: docs/replay.md
 
 
 def packed_attention(
@@ -58,16 +58,17 @@ def packed_attention(
     Args:
         query: [T, H, D]; key, value: [T, KV, D], H a multiple of KV (grouped queries).
         cu_seqlens: int32 [rows + 1], from 0 to T, on the device of the query; no row is empty.
-        max_seqlen: tokens of the longest row.
-        window: tokens that a token sees, itself among them; None for all.
-        softcap: None for none.
-        backend: "auto" takes the first of flash, varlen, flex (on a GPU) and rows that can; a name insists.
+        max_seqlen: length of the longest row.
+        window: number of tokens that a token attends to, including itself; None for all.
+        softcap: cap of the scores; None for no cap.
+        backend: "auto" selects the first of flash, varlen and flex that supports the inputs on a GPU, and rows
+            elsewhere.
 
     Returns:
         [T, H, D], differentiable.
 
     Raises:
-        ReplayError: a backend that is not there or cannot do it; shapes that do not fit.
+        ReplayError: the backend is not installed or does not support the inputs; shapes that do not match.
     """
     for name, x in (("query", query), ("key", key), ("value", value), ("cu_seqlens", cu_seqlens)):
         if not isinstance(x, Tensor):
@@ -88,7 +89,7 @@ def packed_attention(
     run = _RUN.get(chosen) if isinstance(chosen, str) else None
     if run is None:
         raise ReplayError(f"{_CALL}: backend is {said(backend)}; expected one of {', '.join(BACKENDS)}. Choose one.")
-    if not query.shape[0]:  # what kernels do not run
+    if not query.shape[0]:  # kernels do not accept zero tokens
         return query.clone()
     return run(query, key, value, cu_seqlens, max_seqlen, scale, window, softcap)
 
@@ -97,7 +98,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     seen = f"{_CALL}: query is {_form(query)}, key {_form(key)}, value {_form(value)}"
     fits = query.dim() == key.dim() == 3 and key.shape == value.shape and query.shape[::2] == key.shape[::2]
     if not fits or key.shape[1] == 0 or query.shape[1] % key.shape[1]:
-        raise ReplayError(f"{seen}; expected [T, H, D] and [T, KV, D], H a multiple of KV. Pack the rows into one.")
+        raise ReplayError(f"{seen}; expected [T, H, D] and [T, KV, D], H a multiple of KV. Pack the rows.")
     if not query.dtype == key.dtype == value.dtype or not query.device == key.device == value.device:
         raise ReplayError(f"{seen}; expected one dtype and one device. Cast or move them.")
 
@@ -108,7 +109,7 @@ def _check_bounds(bounds: Tensor, longest: int, query: Tensor) -> None:
             f"{_CALL}: cu_seqlens are {bounds.dtype} {tuple(bounds.shape)} on {bounds.device}; expected int32 "
             f"[rows + 1] on {query.device}. Take them from PackedInputs."
         )
-    if bounds.device.type != "cpu":  # reading them would wait for the GPU
+    if bounds.device.type != "cpu":  # reading them would synchronise
         return
     ends = cast("list[int]", bounds.tolist())
     lengths = [end - begin for begin, end in itertools.pairwise(ends)]
@@ -125,18 +126,18 @@ def _form(x: Tensor) -> str:
 
 
 def backend_for(query: Tensor, softcap: float | None) -> str:
-    """The best backend that is there for such a query."""
+    """The fastest available backend for `query`."""
     if not query.is_cuda:
         return "rows"
     if _flash_package(query, softcap) is not None:
         return "flash"
     if query.dtype in _HALF and softcap is None and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256:
-        return "varlen"  # these are what its kernels take
+        return "varlen"  # the limits of its kernels
     return "flex"
 
 
 def _flash_package(query: Tensor, softcap: float | None) -> str | None:
-    """The package whose kernel is the fastest for such a query, of those that are there."""
+    """The installed package with the fastest kernel for `query`, or None."""
     size = query.shape[-1]
     if not query.is_cuda or query.dtype not in _HALF:
         return None
@@ -146,27 +147,28 @@ def _flash_package(query: Tensor, softcap: float | None) -> str | None:
 
 
 def _for_flash_4(device: torch.device) -> bool:
-    """Hopper and Blackwell, but for Blackwell's workstations (12)."""
+    """Whether FlashAttention 4 supports the device: Hopper and Blackwell, except Blackwell workstation GPUs (12)."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10, 11)
 
 
 @functools.cache
 def _varlen_func(package: str) -> Callable[..., Any] | None:
-    """`flash_attn_varlen_func` of a package, None where it is missing. Beside FlashAttention 4 there is a `flash_attn`
-    without it; some versions of 2 have a `flash_attn.cute` that cannot be imported, or takes other arguments."""
+    """`flash_attn_varlen_func` of a package, or None. FlashAttention 4 installs a `flash_attn` without that function;
+    some versions of 2 have a `flash_attn.cute` that cannot be imported or takes other arguments."""
     try:
-        found = getattr(importlib.import_module(package), "flash_attn_varlen_func", None)
+        function = getattr(importlib.import_module(package), "flash_attn_varlen_func", None)
     except ModuleNotFoundError:
         return None
-    except Exception as error:  # whatever a package raises that does not fit another one
+    except Exception as error:  # incompatible packages may raise anything
         warnings.warn(
-            f"{_CALL}: {package} is not used, because its import failed ({type(error).__name__}: {error}). Mend or "
-            "remove it.",
+            f"{_CALL}: {package} is not used, because its import failed ({type(error).__name__}: {error}). Repair or "
+            "uninstall it.",
             RuntimeWarning,
             stacklevel=2,
         )
         return None
-    return found if found is not None and "max_seqlen_q" in inspect.signature(found).parameters else None
+    known = function is not None and "max_seqlen_q" in inspect.signature(function).parameters
+    return function if known else None
 
 
 # -------------------------------------------------------------------- backends
@@ -186,10 +188,10 @@ def _flash(
     if package == _FLASH_2:
         sides = (-1, -1) if window is None else (window - 1, 0)
         return attend(query, key, value, **rows, window_size=sides, softcap=softcap or 0.0)
-    with torch.cuda.device_of(query):  # it launches on the current device
+    with torch.cuda.device_of(query):  # the kernel launches on the current device
         sides = (None, None) if window is None else (window - 1, 0)
         out: Tensor | tuple[Tensor, ...] = attend(query, key, value, **rows, window_size=sides)
-    return out[0] if isinstance(out, tuple) else out  # some versions give the log-sum-exp too
+    return out[0] if isinstance(out, tuple) else out  # some versions return the log-sum-exp too
 
 
 def _varlen(
@@ -206,7 +208,7 @@ def _varlen(
 
 @functools.cache
 def _varlen_asks_for_groups() -> bool:
-    """Whether grouped queries must be announced: torch 2.11 has no such argument, and takes them as they come."""
+    """Whether `varlen_attn` has an argument for grouped queries; torch 2.11 accepts them without one."""
     attend: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     return "enable_gqa" in inspect.signature(attend).parameters
 
@@ -232,21 +234,22 @@ def _flex(
 
 @functools.cache
 def _compiled_flex(dynamic: bool) -> Callable[..., Tensor]:
-    """For all sizes, or for each anew: torch 2.11 has no dynamic sizes where scores are changed."""
+    """Flex attention compiled for dynamic sizes, or for each size: torch 2.11 does not support dynamic sizes with a
+    score_mod."""
     flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
     return cast("Any", torch.compile(flex.flex_attention, dynamic=dynamic))
 
 
 @functools.cache
 def _compiled_block_mask() -> Callable[..., Any]:
-    """Not compiled, it would write out the mask of all pairs of tokens."""
+    """Compiled, because the eager function materialises the mask of all pairs of tokens."""
     flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
     return cast("Any", torch.compile(flex.create_block_mask))
 
 
 _masks: Any = WeakTensorKeyDictionary()
-"""The block masks of each bounds tensor, by tokens and window. All layers of a forward pass come with the same tensor
-and ask for the same mask or two, which are released with it."""
+"""Block masks by bounds tensor, then by (tokens, window). The layers of a forward pass share one bounds tensor, and the
+masks are released with it."""
 
 
 def _block_mask(bounds: Tensor, tokens: int, window: int | None) -> Any:
@@ -279,7 +282,7 @@ def _rows(
 
 
 def _row(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
-    """One row, heads first."""
+    """Attention of one row; query, key and value are [heads, tokens, D]."""
     grouped = query.shape[0] != key.shape[0]
     tokens = query.shape[1]
     if softcap is None and (window is None or window >= tokens):
@@ -303,8 +306,8 @@ def _row(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | 
     return scores @ value.repeat_interleave(times, 0)
 
 
-def _need(there: bool, backend: str, query: Tensor, what: str) -> None:
-    if not there:
+def _need(supported: bool, backend: str, query: Tensor, what: str) -> None:
+    if not supported:
         raise ReplayError(
             f'{_CALL}: backend "{backend}" with {query.dtype} on {query.device}; it needs a GPU with {what}. Use '
             'backend="auto".'

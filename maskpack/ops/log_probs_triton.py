@@ -1,9 +1,9 @@
-"""Triton kernels of `packed_log_probs`: what is done to logits between two matrix products.
+"""Triton kernels of `packed_log_probs`, which process the logits between two matrix products.
 
     reduce_rows    a program for each row reads its logits once: log-prob of the token, log-sum-exp, entropy
     differentiate  a program for each block of a row: logits to their gradient, in place or in another dtype
 
-Both compute in float32, and do what the functions of the same names in log_probs.py do in plain torch.
+Both compute in float32. The functions of the same names in log_probs.py specify them in plain torch.
 """
 
 # Kernel parameters have no Python type, and a launch takes more than the kernel has.
@@ -38,7 +38,7 @@ def _reduce_row(
     row = tl.program_id(0)
     line = logits + row.to(tl.int64) * stride
     at = tl.arange(0, BLOCK)
-    # Finite, so that the differences below are: the first block scales sums of zero by a power of zero.
+    # Finite, so that the differences below are finite: in the first block, sums of 0 are scaled by exp(-3e38) = 0.
     top = tl.full((), -3.0e38, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)  # of exp(logit - top), lane by lane
     weighted = tl.zeros((BLOCK,), tl.float32)  # of exp(logit - top) * (logit - top)
@@ -138,7 +138,7 @@ def differentiate(
     rows, columns = logits.shape
     if rows == 0:
         return
-    # By the stride, which all slices have in common: a narrower last slice needs no kernel of its own.
+    # From the stride, which all slices share, so that a narrower last slice does not compile another kernel.
     block = _block(logits.stride(0))
     with torch.cuda.device_of(logits):
         _differentiate_block[(rows, triton.cdiv(columns, block))](

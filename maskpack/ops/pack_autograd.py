@@ -1,9 +1,9 @@
-"""pack and unpack of the Triton kernels as operators of torch: gradients, twice, and torch.compile.
+"""The Triton kernels of pack and unpack as torch operators: twice differentiable, and usable in torch.compile.
 
     backward of pack = unpack with pad 0        backward of unpack = pack
 
-Without gradients and outside a compiler the kernels are called directly: the operators' own way takes longer than a
-launch. EDGE with gradients, where elements are repeated, and constant pads of 16 bytes go the way of plain torch.
+Without gradients and outside torch.compile the kernels are called directly, because dispatching an operator takes
+longer than a launch. EDGE with gradients, which repeats elements, and constant pads of 16 bytes use plain torch.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from maskpack.core.bits import words
-from maskpack.fields.registry import EDGE
+from maskpack.core.pads import EDGE
 from maskpack.layout.row_layout import RowLayout
 from maskpack.layout.span_index import SpanIndex
 from maskpack.ops import pack_torch as _torch
 from maskpack.ops import pack_triton as _triton
 
 _Job = tuple[int, Tensor | None, int]
-"""Word, pads [B] and mode of a field."""
+"""The raw bits of a constant pad, the pads [B] and the mode of a field."""
 
 
 def pack(fields: Sequence[Tensor], layout: RowLayout) -> list[Tensor]:
@@ -34,39 +34,39 @@ def pack(fields: Sequence[Tensor], layout: RowLayout) -> list[Tensor]:
 
 
 def unpack(
-    values: Sequence[Tensor], layout: RowLayout, pads: Sequence[Any], held: Sequence[tuple[int, ...]]
+    values: Sequence[Tensor], layout: RowLayout, pads: Sequence[Any], bits: Sequence[tuple[int, ...]]
 ) -> list[Tensor]:
-    """`values` [T, *F] -> [B, S, *F]; each pad is a constant of these words, EDGE or a tensor [B]."""
+    """`values` [T, *F] -> [B, S, *F]; each pad is a constant with these raw bits, EDGE, or a tensor [B]."""
     operator = _needs_operator(values)
-    jobs = [_job(*each, operator) for each in zip(values, pads, held, strict=True)]
+    jobs = [_job(*each, operator) for each in zip(values, pads, bits, strict=True)]
     if not operator and None not in jobs:
         modes = [mode for _, _, mode in cast("list[_Job]", jobs)]
-        both = [word if held is None else held for word, held, _ in cast("list[_Job]", jobs)]
+        both = [word if row_pads is None else row_pads for word, row_pads, _ in cast("list[_Job]", jobs)]
         return _triton.unpack(values, layout.index, layout.num_rows, layout.width, both, modes)
     index = layout.index.tensors()
 
     def by_kernel(places: Sequence[int]) -> list[Tensor]:
-        chosen = [jobs[place] for place in places if jobs[place] is not None]
-        some = [values[place] for place in places if jobs[place] is not None]
-        made = iter(
-            _unpack(some, index, layout.num_rows, layout.width, *map(list, zip(*chosen, strict=True))) if some else []
-        )
+        kernel = [place for place in places if jobs[place] is not None]
+        fields = [values[place] for place in kernel]
+        columns = map(list, zip(*cast("list[_Job]", [jobs[place] for place in kernel]), strict=True))
+        outs = iter(_unpack(fields, index, layout.num_rows, layout.width, *columns) if fields else [])
         return [
-            _torch.unpack(values[place], layout, pads[place]) if jobs[place] is None else next(made) for place in places
+            _torch.unpack(values[place], layout, pads[place]) if jobs[place] is None else next(outs) for place in places
         ]
 
     return _apart(values, by_kernel)
 
 
 def _needs_operator(fields: Sequence[Tensor]) -> bool:
-    """Whether gradients are wanted, or a compiler looks on."""
+    """Whether autograd or torch.compile has to see the operation."""
     if torch.compiler.is_compiling():
         return True
     return torch.is_grad_enabled() and any(field.requires_grad for field in fields)
 
 
 def _apart(fields: Sequence[Tensor], work: Callable[[list[int]], list[Tensor]]) -> list[Tensor]:
-    """Does the work for the fields that need gradients, then for the others: an operator has one answer for all."""
+    """Applies `work` to the fields that require gradients and to the others: outputs of an operator all require grad or
+    none."""
     groups = [
         [place for place, field in enumerate(fields) if field.requires_grad is wanted] for wanted in (True, False)
     ]
@@ -74,13 +74,13 @@ def _apart(fields: Sequence[Tensor], work: Callable[[list[int]], list[Tensor]]) 
     return [outs[place] for place in range(len(fields))]
 
 
-def _job(values: Tensor, pad: Any, held: tuple[int, ...], operator: bool) -> _Job | None:
-    """None where kernels cannot do it."""
-    if len(held) == 1:
-        return held[0], None, _triton.CONSTANT
+def _job(values: Tensor, pad: Any, bits: tuple[int, ...], operator: bool) -> _Job | None:
+    """The arguments of the kernel; None if it does not support the pad."""
+    if len(bits) == 1:
+        return bits[0], None, _triton.CONSTANT
     if pad is EDGE:
         return None if operator and values.requires_grad else (0, None, _triton.EDGE)
-    if held:
+    if bits:
         return None
     pads = words(pad.to(values.dtype)).contiguous()
     return None if pads.dim() > 1 else (0, pads, _triton.PER_ROW)
@@ -105,7 +105,7 @@ def _unpack_kernel(
     row_pads: Sequence[Tensor | None],
     modes: Sequence[int],
 ) -> list[Tensor]:
-    both = [pad if held is None else held for pad, held in zip(pads, row_pads, strict=True)]
+    both = [pad if of_rows is None else of_rows for pad, of_rows in zip(pads, row_pads, strict=True)]
     return _triton.unpack(values, SpanIndex(*index), num_rows, width, both, modes)
 
 
@@ -141,7 +141,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _pack_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """The gradient of an element is that of its packed copy, 0 for what was not packed."""
+    """The gradient of a packed element is the gradient of its copy; padding has gradient 0."""
     some = [grad for grad in grads if grad is not None]
     zeros = [0] * len(some)
     back = _unpack(some, list(ctx.saved_tensors), ctx.num_rows, ctx.width, zeros, [None] * len(some), zeros)
@@ -154,8 +154,8 @@ def _unpack_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...
     return (_filled(grads, back), [None] * len(ctx.saved_tensors), *[None] * 5)
 
 
-def _filled(grads: Sequence[Tensor | None], found: Sequence[Tensor]) -> list[Tensor | None]:
-    rest = iter(found)
+def _filled(grads: Sequence[Tensor | None], computed: Sequence[Tensor]) -> list[Tensor | None]:
+    rest = iter(computed)
     return [None if grad is None else next(rest) for grad in grads]
 
 

@@ -1,11 +1,11 @@
-"""Pack and unpack as Triton kernels: several fields in one launch, the place of each element found once for all.
+"""Triton kernels of pack and unpack. Several fields share a launch, which computes positions once for all of them.
 
-    pack    programs over packed elements; between two entries of `SpanIndex.blocks` the run of each token is searched
-    unpack  programs over padded elements; each is written once, value or pad
-    wide    rows of many bytes an element: a program for each element, or a part of it
+    pack    programs over packed elements; the span of a token is searched between two entries of `SpanIndex.blocks`
+    unpack  programs over padded elements; each is written once, with its value or the pad
+    wide    elements of many bytes: one program for each element or for a part of it
 
-Elements are moved as words of 1, 2, 4 or 8 bytes, `items` of them each. Fields with the same items and strides share a
-launch. Shape letters: B rows, S the width, T real tokens in all, F trailing dims.
+An element is moved as `items` words of 1, 2, 4 or 8 bytes. Fields with the same items and strides share a launch.
+Shape letters: B rows, S the padded width, T valid tokens in all, F trailing dims.
 """
 
 # Kernels have no Python types, and a launch takes more than the kernel has.
@@ -26,16 +26,16 @@ from maskpack.layout.span_index import BLOCK, MOST_TOKENS, SpanIndex
 
 CONSTANT, EDGE, PER_ROW = 0, 1, 2
 _AT_ONCE = 16
-"""Fields of one launch; more would need too many registers."""
+"""The largest number of fields in one launch; more would need too many registers."""
 _PACKED, _PADDED = 256, 512
-"""Elements of one program."""
+"""The number of elements of one program."""
 _WIDE, _CHUNK_BYTES = 1024, 8192
-"""Bytes of an element that has programs of its own, and of what one program moves."""
+"""Elements of at least this many bytes have their own programs, each of which moves at most _CHUNK_BYTES."""
 
 
 @triton.jit
-def _run_at(begins, token, low, high):
-    """The last run in low..high that begins at or before each token; the first of them does."""
+def _span_at(begins, token, low, high):
+    """The last span in low..high that begins at or before each token. Span `low` does."""
     left = high - low
     first = token * 0 + low
     last = token * 0 + high
@@ -50,61 +50,62 @@ def _run_at(begins, token, low, high):
 
 @triton.jit
 def _source(starts, begins, blocks, of_rows, token, first, last, row_stride, col_stride, BLOCK: tl.constexpr):
-    """Where the padded elements of tokens lie; `first` and `last` bound the tokens."""
+    """Offsets of the padded elements of tokens, which lie between tokens `first` and `last`."""
     low = tl.load(blocks + first // BLOCK)
     high = tl.load(blocks + last // BLOCK + 1)
-    run = _run_at(begins, token, low, high)
-    row = run if of_rows is None else tl.load(of_rows + run)
-    col = tl.load(starts + run) + token - tl.load(begins + run)
+    span = _span_at(begins, token, low, high)
+    row = span if of_rows is None else tl.load(of_rows + span)
+    col = tl.load(starts + span) + token - tl.load(begins + span)
     return row.to(tl.int64) * row_stride + col.to(tl.int64) * col_stride
 
 
-@triton.jit(do_not_specialize=["num_tokens", "runs"])
+@triton.jit(do_not_specialize=["num_tokens", "spans"])
 def _pack(
-    outs, ins, starts, begins, blocks, of_rows, num_tokens, runs, row_stride, col_stride, item_stride,
+    outs, ins, starts, begins, blocks, of_rows, num_tokens, spans, row_stride, col_stride, item_stride,
     ITEMS: tl.constexpr, BLOCK: tl.constexpr, ELEMENTS: tl.constexpr
 ):  # fmt: skip
     begin = tl.program_id(0).to(tl.int64) * ELEMENTS
     at = begin + tl.arange(0, ELEMENTS)
-    stop = tl.minimum(num_tokens, tl.load(begins + runs)).to(tl.int64)  # fewer where a promise was broken
+    stop = tl.minimum(num_tokens, tl.load(begins + spans)).to(tl.int64)  # fewer than T if T is a wrong hint
     token = (at // ITEMS).to(tl.int32)
     first = (begin // ITEMS).to(tl.int32)
     last = tl.minimum((begin + ELEMENTS - 1) // ITEMS, num_tokens - 1).to(tl.int32)
     place = _source(starts, begins, blocks, of_rows, token, first, last, row_stride, col_stride, BLOCK)
     if ITEMS > 1:
         place += (at % ITEMS) * item_stride
-    real = at < stop * ITEMS
+    valid = at < stop * ITEMS
     inside = at < num_tokens.to(tl.int64) * ITEMS
     words = ()
     for field in tl.static_range(len(ins)):
-        words = words + (tl.load(ins[field] + place, mask=real, other=0),)  # noqa: RUF005  # kernels cannot unpack
+        words = words + (tl.load(ins[field] + place, mask=valid, other=0),)  # noqa: RUF005  # kernels cannot unpack
     for field in tl.static_range(len(ins)):
         tl.store(outs[field] + at, words[field], mask=inside)
 
 
 @triton.jit
 def _token(starts, begins, cu_seqlens, bits, before, row, col, width):
-    """Whether positions of a row are real, the packed token there or the nearest, and the tokens of the row."""
+    """Whether positions of a row are valid, their packed token or the nearest one, and the number of tokens of the
+    row."""
     if bits is None:
         start, first = tl.load(starts + row), tl.load(begins + row)
         count = tl.load(begins + row + 1) - first
-        real = (col >= start) & (col < start + count)
+        valid = (col >= start) & (col < start + count)
         nearest = first + tl.minimum(tl.maximum(col - start, 0), count - 1)
     else:
         first = tl.load(cu_seqlens + row)
         count = tl.load(cu_seqlens + row + 1) - first
         word = row.to(tl.int64) * ((width + 31) // 32) + col // 32
-        held = tl.load(bits + word, mask=col < width, other=0)
+        mask_bits = tl.load(bits + word, mask=col < width, other=0)
         lane = col % 32
-        real = ((held >> lane) & 1) == 1
-        nearest = tl.load(before + word, mask=col < width, other=0) + _ones(held & ((2 << lane) - 1)) - 1
+        valid = ((mask_bits >> lane) & 1) == 1
+        nearest = tl.load(before + word, mask=col < width, other=0) + _ones(mask_bits & ((2 << lane) - 1)) - 1
         nearest = tl.maximum(nearest, first)
-    return real, nearest, count
+    return valid, nearest, count
 
 
 @triton.jit
 def _ones(words):
-    """How many bits of int32 words are 1."""
+    """The number of bits of int32 words that are 1."""
     words = words.to(tl.uint32, bitcast=True)
     words -= (words >> 1) & 0x55555555
     words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
@@ -114,16 +115,16 @@ def _ones(words):
 
 @triton.jit
 def _pad(pad, row, mode: tl.constexpr, kind: tl.constexpr):
-    """The word of a row's padding, as a scalar."""
+    """The raw bits of a row's pad, as a scalar."""
     return tl.load(pad + row).to(kind) if mode == 2 else tl.cast(pad, kind)
 
 
 @triton.jit
-def _value_or_pad(values, place, taken, real, pad, row, mode: tl.constexpr):
-    """The words `taken` from the values, 0 for others; but the pad where they are not real, unless the pad is EDGE."""
+def _value_or_pad(values, place, taken, valid, pad, row, mode: tl.constexpr):
+    """Loads the words `taken` from the values; words that are not valid get the pad, unless the pad is EDGE."""
     words = tl.load(values + place, mask=taken, other=0)
     if mode != 1:
-        words = tl.where(real, words, _pad(pad, row, mode, words.dtype))
+        words = tl.where(valid, words, _pad(pad, row, mode, words.dtype))
     return words
 
 
@@ -137,17 +138,17 @@ def _unpack(
     at = tl.cast(tl.program_id(0) % parts, PLACE) * ELEMENTS + tl.arange(0, ELEMENTS)
     inside = at < line
     col = (at // ITEMS).to(tl.int32)
-    real, token, count = _token(starts, begins, cu_seqlens, bits, before, row, col, width)
-    real = real & inside
+    valid, token, count = _token(starts, begins, cu_seqlens, bits, before, row, col, width)
+    valid = valid & inside
     out = row.to(tl.int64) * line + at
-    if EDGES or tl.max(real.to(tl.int32)) > 0:
+    if EDGES or tl.max(valid.to(tl.int32)) > 0:
         there = inside & (token < tl.where(count > 0, num_tokens, -1))  # -1 in an empty row at the front
         place = token.to(tl.int64)
         if ITEMS > 1:
             place = place * ITEMS + at % ITEMS
         for field in tl.static_range(len(ins)):
-            taken = there if MODES[field] == 1 else there & real
-            words = _value_or_pad(ins[field], place, taken, real, pads[field], row, MODES[field])
+            taken = there if MODES[field] == 1 else there & valid
+            words = _value_or_pad(ins[field], place, taken, valid, pads[field], row, MODES[field])
             tl.store(outs[field] + out, words, mask=inside)
     else:
         for field in tl.static_range(len(ins)):
@@ -155,16 +156,16 @@ def _unpack(
             tl.store(outs[field] + out, tl.zeros((ELEMENTS,), padding.dtype) + padding, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "runs"])
+@triton.jit(do_not_specialize=["num_tokens", "spans"])
 def _pack_wide(
-    out, source, starts, begins, blocks, of_rows, num_tokens, runs, row_stride, col_stride, items, parts,
+    out, source, starts, begins, blocks, of_rows, num_tokens, spans, row_stride, col_stride, items, parts,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
     token = tl.program_id(0) // parts
     at = (tl.program_id(0) % parts) * CHUNK + tl.arange(0, CHUNK)
     place = _source(starts, begins, blocks, of_rows, token, token, token, row_stride, col_stride, BLOCK)
-    held = tl.where(token < tl.load(begins + runs), items, 0)  # none where a promise was broken
-    words = tl.load(source + place + at, mask=at < held, other=0)
+    stop = tl.where(token < tl.load(begins + spans), items, 0)  # none beyond the last span if T is a wrong hint
+    words = tl.load(source + place + at, mask=at < stop, other=0)
     tl.store(out + token.to(tl.int64) * items + at, words, mask=at < items)
 
 
@@ -176,12 +177,12 @@ def _unpack_wide(
     position = tl.program_id(0) // parts
     at = (tl.program_id(0) % parts) * CHUNK + tl.arange(0, CHUNK)
     row = position // width
-    real, token, count = _token(starts, begins, cu_seqlens, bits, before, row, position % width, width)
+    valid, token, count = _token(starts, begins, cu_seqlens, bits, before, row, position % width, width)
     there = (count > 0) & (token < num_tokens)
     if MODE != 1:
-        there = there & real
+        there = there & valid
     taken = at < tl.where(there, items, 0)
-    words = _value_or_pad(values, token.to(tl.int64) * items + at, taken, real, pad, row, MODE)
+    words = _value_or_pad(values, token.to(tl.int64) * items + at, taken, valid, pad, row, MODE)
     tl.store(out + position.to(tl.int64) * items + at, words, mask=at < items)
 
 
@@ -191,7 +192,7 @@ _LOADED = {*_WHOLE, torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 class _Words(NamedTuple):
-    """An element of a tensor as words: `items` of `size` bytes. Strides count words."""
+    """The elements of a tensor as words: `items` words of `size` bytes each. Strides are in words."""
 
     size: int
     items: int
@@ -204,7 +205,7 @@ def pack(fields: Sequence[Tensor], index: SpanIndex, num_tokens: int) -> list[Te
     """`fields` [B, S, *F], any dtypes and strides -> [T, *F]."""
     outs = [x.new_empty((num_tokens, *x.shape[2:])) for x in fields]
     launches: dict[tuple[int, ...], list[tuple[Any, Any]]] = {}
-    runs = index.starts.shape[0]
+    spans = index.starts.shape[0]
     with torch.cuda.device_of(index.starts):  # Triton launches on the current device
         for x, out in zip(fields, outs, strict=True):
             if not out.numel():
@@ -216,15 +217,15 @@ def pack(fields: Sequence[Tensor], index: SpanIndex, num_tokens: int) -> list[Te
                 continue
             chunk, parts = _chunks(form)
             _pack_wide[(num_tokens * parts,)](
-                *pair, index.starts, index.begins, index.blocks, index.rows, num_tokens, runs, form.row, form.col,
+                *pair, index.starts, index.begins, index.blocks, index.rows, num_tokens, spans, form.row, form.col,
                 form.items, parts, BLOCK, chunk,
             )  # fmt: skip
         for (items, row, col, item), pairs in launches.items():
             for begin in range(0, len(pairs), _AT_ONCE):
                 targets, sources = zip(*pairs[begin : begin + _AT_ONCE], strict=True)
                 _pack[(-(-num_tokens * items // _PACKED),)](
-                    targets, sources, index.starts, index.begins, index.blocks, index.rows, num_tokens, runs, row, col, item,
-                    items, BLOCK, _PACKED, num_warps=8,
+                    targets, sources, index.starts, index.begins, index.blocks, index.rows, num_tokens, spans, row, col,
+                    item, items, BLOCK, _PACKED, num_warps=8,
                 )  # fmt: skip
     return outs
 
@@ -237,8 +238,8 @@ def unpack(
     pads: Sequence[int | Tensor],
     modes: Sequence[int],
 ) -> list[Tensor]:
-    """`values` [T, *F] of at most 8 bytes an item -> [B, S, *F]. A pad is the word of an item (CONSTANT), words [B]
-    (PER_ROW), or anything (EDGE)."""
+    """`values` [T, *F] of at most 8 bytes per item -> [B, S, *F]. A pad is the raw bits of an item (CONSTANT), a tensor
+    [B] of these (PER_ROW), or ignored (EDGE)."""
     outs = [x.new_empty((rows, width, *x.shape[1:])) for x in values]
     launches: dict[int, list[tuple[Any, Any, int | Tensor, int]]] = {}
     places = index.starts, index.begins, index.cu_seqlens, index.bits, index.before
@@ -269,8 +270,8 @@ def unpack(
 
 
 def _worded(x: Tensor, leading: int, widest: int = 8) -> tuple[Tensor, _Words]:
-    """A tensor whose elements, behind the `leading` dims, have their words one stride apart, and these: as wide as they
-    go where they are neighbours, up to `widest` bytes."""
+    """`x`, copied if need be so that the words of an element (the dims after the `leading` ones) are one stride apart,
+    and its words, which are joined to up to `widest` bytes where they are adjacent."""
     if x.dim() == leading and x.is_contiguous() and x.dtype in _LOADED:
         return x, _Words(x.dtype.itemsize, 1, x.stride(0), 1, 1)
     if x.is_conj() or x.is_neg():
@@ -294,7 +295,7 @@ def _worded(x: Tensor, leading: int, widest: int = 8) -> tuple[Tensor, _Words]:
 
 
 def _item_stride(x: Tensor, leading: int) -> int | None:
-    """The distance between neighbours in an element, if there is one for all."""
+    """The stride between adjacent items of an element, or None if it is not the same for all."""
     item = reach = None
     for size, stride in zip(reversed(x.shape[leading:]), reversed(x.stride()[leading:]), strict=True):
         if size == 1:
@@ -307,7 +308,7 @@ def _item_stride(x: Tensor, leading: int) -> int | None:
 
 
 def _repeated(word: int, size: int, wide: int) -> int:
-    """A word of `size` bytes, as often as it fits into one of `wide` bytes."""
+    """A word of `size` bytes, repeated to fill `wide` bytes."""
     if size >= wide:
         return word
     line = (word & ((1 << 8 * size) - 1)).to_bytes(size, "little") * (wide // size)
@@ -315,12 +316,12 @@ def _repeated(word: int, size: int, wide: int) -> int:
 
 
 def _chunks(form: _Words) -> tuple[int, int]:
-    """Words of an element that one program moves, and programs for one element."""
+    """The number of words that one program moves, and of programs for one element."""
     chunk = min(_CHUNK_BYTES // form.size, triton.next_power_of_2(form.items))
     return chunk, -(-form.items // chunk)
 
 
 def _pointer(x: Tensor, size: int, floats: bool = True) -> Any:
-    """A tensor as its words; floats may stay what they are where nothing but words of 0 is put beside them."""
-    own = x.dtype.itemsize == size and x.dtype in (_LOADED if floats else _WHOLE)
-    return x if own else triton.reinterpret(x, _WORDS[size])
+    """A tensor as words of `size` bytes; `floats` may keep their dtype if the pad is all zero bits."""
+    unchanged = x.dtype.itemsize == size and x.dtype in (_LOADED if floats else _WHOLE)
+    return x if unchanged else triton.reinterpret(x, _WORDS[size])

@@ -26,10 +26,11 @@ from maskpack.core.index import IntArray, Rows, even_sizes, no_single_row, part_
 from maskpack.core.objects import Objects
 from maskpack.core.tensors import device_here
 from maskpack.core.threads import Tasks
-from maskpack.core.tree import build, chosen
+from maskpack.core.tree import select_entries, unflatten
 from maskpack.errors import LayoutError
 from maskpack.fields.options import OnLoss, Options, Registry, Verify
-from maskpack.fields.registry import RL_FIELDS, Key, Path, show
+from maskpack.fields.registry import Key, Path, show
+from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.nest import rows_only
 from maskpack.nesting.schema import LAYOUTS, FieldForm, read_layouts, write_layouts
@@ -334,7 +335,9 @@ def decompress(
         raise LayoutError(f'decompress: format is {said(format)}; expected "padded" or "nested". Choose one of these.')
     if widths not in ("canonical", "trim"):
         raise LayoutError(f'decompress: widths is {said(widths)}; expected "canonical" or "trim". Choose one of these.')
-    forms = [form for _, form in chosen([(form.path, form) for form in packed.schema.forms], fields, "decompress")]
+    forms = [
+        form for _, form in select_entries([(form.path, form) for form in packed.schema.forms], fields, "decompress")
+    ]
     if widths == "trim":
         packed = trimmed(packed, forms, "decompress")
         forms = [packed.forms[form.path] for form in forms]
@@ -355,8 +358,8 @@ def decompress(
     entries = [(form.path, decoder.entry(form)) for form in forms]
     root = packed.schema.root
     if not decoder.nested:
-        return build(on(root, device), entries, packed.num_rows)
-    out = build(on(rows_only(root), device), entries, packed.num_rows)
+        return unflatten(on(root, device), entries, packed.num_rows)
+    out = unflatten(on(rows_only(root), device), entries, packed.num_rows)
     schema = replace(packed.schema, forms=tuple(forms))
     home = on(root, device).device
     return out.set(LAYOUTS, write_layouts(schema, decoder.tables(), decoder.pads(forms), packed.num_rows, home))

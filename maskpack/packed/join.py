@@ -12,12 +12,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from maskpack.core.bits import Words, pad_tensor, words
+from maskpack.core.bits import Words, words
 from maskpack.core.index import cumulated
 from maskpack.core.objects import Objects, Stowed
-from maskpack.core.tree import Node, build
+from maskpack.core.pads import EDGE, PER_ROW, Pad, PadValue, pad_tensor
+from maskpack.core.tree import Node, unflatten
 from maskpack.errors import LayoutError
-from maskpack.fields.registry import EDGE, PER_ROW, Pad, PadValue, Path, show
+from maskpack.fields.registry import Path, show
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.checks import edge_pads, one_rule
 from maskpack.nesting.schema import FieldForm, Schema
@@ -328,7 +329,7 @@ def _with_stack(batch: _Batch, paths: set[Path]) -> _Batch:
         node, decoder = below[0].node, Decoder(batch, False, None)
         assert node is not None
         entries = [(form.path[len(path) :], decoder.entry(form)) for form in below[1:]]
-        rows = Objects(list(build(node, entries, batch.num_rows).unbind(0)), 1, True)
+        rows = Objects(list(unflatten(node, entries, batch.num_rows).unbind(0)), 1, True)
         left = restricted(batch, {form.path for form in batch.schema.forms if form not in below})
         forms = [form for form in batch.schema.forms if form not in below[1:]]
         forms = [FieldForm(path, "object") if form.path == path else form for form in forms]

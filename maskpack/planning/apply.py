@@ -19,7 +19,7 @@ from torch import Tensor
 
 from maskpack.core.bits import words
 from maskpack.core.index import cumulated, ranges
-from maskpack.core.tree import Node, build, walk
+from maskpack.core.tree import Node, flatten, unflatten
 from maskpack.errors import PlanError
 from maskpack.fields.registry import Path, show
 from maskpack.layout.jagged import is_regular, jagged_all, offsets_of, to_host
@@ -55,7 +55,7 @@ def _(batch: Tensor, parts: _Parts, num_rows: int) -> Iterator[Tensor]:
 @take_rows.register(TensorDictBase)
 def _(batch: TensorDictBase, parts: _Parts, num_rows: int) -> Iterator[TensorDict]:
     _check_rows(batch.batch_size[0] if batch.batch_dims else None, num_rows)
-    entries = walk(batch)
+    entries = flatten(batch)
     for path, value in entries:
         if isinstance(value, Tensor) and value.layout not in (torch.strided, torch.jagged):
             raise PlanError(
@@ -163,7 +163,7 @@ def _(
 ) -> TensorDictBase:
     rows = [out.batch_size[0] if out.batch_dims else None for out in outputs]
     _check_outputs(outputs, rows, parts, lengths)
-    entries = [dict(walk(out)) for out in outputs]
+    entries = [dict(flatten(out)) for out in outputs]
     for own in entries[1:]:
         odd = set(own) ^ set(entries[0])
         if odd:
@@ -307,13 +307,13 @@ def _without(batch: TensorDictBase, fields: Mapping[Path, Any], single: Collecti
     in `single` become those of rows."""
     entries = [
         (path, _of_rows(value) if path in single and batch.batch_size[0] else value)
-        for path, value in walk(batch)
+        for path, value in flatten(batch)
         if path not in fields
     ]
-    return build(Node.of(batch), entries, batch.batch_size[0])
+    return unflatten(Node.of(batch), entries, batch.batch_size[0])
 
 
 def _merged(dense: TensorDictBase, fields: _Jagged, order: Sequence[Path], rows: int) -> TensorDict:
     """Dense and jagged fields in their old order."""
-    found = dict(walk(dense)) | fields
-    return build(Node.of(dense), [(path, found[path]) for path in order], rows)
+    found = dict(flatten(dense)) | fields
+    return unflatten(Node.of(dense), [(path, found[path]) for path in order], rows)

@@ -15,10 +15,9 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from maskpack.core.arguments import said
+from maskpack.core.arguments import IntArray, said
 from maskpack.errors import PlanError
 
-IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 RowCost = Callable[[IntArray], Any]
 """Lengths int64 [B] -> costs [B], of which a micro-batch has the sum."""

@@ -27,7 +27,8 @@ from maskpack.core.tensors import device_here, need_batch
 from maskpack.core.tree import entry_at
 from maskpack.errors import ReplayError
 from maskpack.fields.options import Registry, registry_of
-from maskpack.fields.registry import RL_FIELDS, Key, MaskNestingRegistry, Path, path_of, show
+from maskpack.fields.registry import Key, MaskNestingRegistry, Path, path_of, show
+from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import host_offsets, jagged
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.response import ResponseAxis

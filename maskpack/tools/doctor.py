@@ -22,7 +22,8 @@ from tensordict import TensorDictBase
 from maskpack.core.bits import from_words
 from maskpack.core.keys import Key
 from maskpack.errors import MaskpackWarning
-from maskpack.fields.registry import DENSE, RL_FIELDS, MaskNestingRegistry, Path, show
+from maskpack.fields.registry import DENSE, MaskNestingRegistry, Path, show
+from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.nesting.coverage import DenseField
 from maskpack.nesting.survey import dense_fields
 from maskpack.packed.batch import PackedBatch, compress, decompress

@@ -23,9 +23,10 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack.core.objects import Objects
-from maskpack.core.tree import is_object, walk
+from maskpack.core.tree import flatten, is_object
 from maskpack.errors import MaskpackError
-from maskpack.fields.registry import RL_FIELDS, MaskNestingRegistry
+from maskpack.fields.registry import MaskNestingRegistry
+from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.packed.batch import PackedBatch
 from maskpack.packed.contents import MAX_BYTES
 from maskpack.packed.sizes import printable
@@ -90,7 +91,7 @@ def _usual_limit(file: Path) -> int:
 def _nbytes(batch: TensorDictBase) -> int:
     """Bytes of its tensors and of what lies in its Python objects, as far as plain Python goes."""
     total, seen = 0, {}
-    todo: list[Any] = [Objects.of(value).data if is_object(value) else value for _, value in walk(batch)]
+    todo: list[Any] = [Objects.of(value).data if is_object(value) else value for _, value in flatten(batch)]
     while todo:
         item: Any = todo.pop()
         if id(item) in seen:

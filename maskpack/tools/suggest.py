@@ -19,23 +19,10 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from maskpack.core.tree import has, is_object, walk
+from maskpack.core.pads import EDGE, PAD_TOKEN_ID, PER_ROW, SIGNED_ZERO, Pad, PadValue
+from maskpack.core.tree import flatten, has, is_object
 from maskpack.errors import LayoutError
-from maskpack.fields.registry import (
-    DENSE,
-    EDGE,
-    PAD_TOKEN_ID,
-    PER_ROW,
-    SIGNED_ZERO,
-    Key,
-    MaskNestingRegistry,
-    MaskNestingSpec,
-    Pad,
-    PadValue,
-    Path,
-    path_of,
-    show,
-)
+from maskpack.fields.registry import DENSE, Key, MaskNestingRegistry, MaskNestingSpec, Path, path_of, show
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks
 from maskpack.nesting.axes import Axes
@@ -109,7 +96,7 @@ class Covers:
         carried: Mapping[str, RowLayout] = read_layouts(batch, _CALL)[1] if has(batch, LAYOUTS) else {}
         self._registry = registry
         self._axes = Axes(batch, registry, carried, {}, _CALL)
-        entries = [(path, value) for path, value in walk(batch) if path[0] != LAYOUTS]
+        entries = [(path, value) for path, value in flatten(batch) if path[0] != LAYOUTS]
         self.paths = {path for path, _ in entries}
         self.tensors: dict[Path, Tensor] = {
             path: value for path, value in entries if isinstance(value, Tensor) and not is_object(value)

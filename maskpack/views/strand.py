@@ -16,7 +16,7 @@ import numpy as np
 
 from maskpack.core.arguments import said
 from maskpack.core.index import IntArray, ranges
-from maskpack.core.tree import Node, chosen
+from maskpack.core.tree import Node, select_entries
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Key, Path
 from maskpack.layout.row_layout import RowLayout
@@ -216,7 +216,7 @@ def narrowed(
     strands: Sequence[Strand], order: Sequence[Path], fields: Sequence[Key], call: str
 ) -> tuple[list[Strand], tuple[Path, ...]]:
     """The strands with the fields named (all if none is), and these in their order. Raises LayoutError for others."""
-    kept = tuple(path for path, _ in chosen([(path, None) for path in order], fields, call))
+    kept = tuple(path for path, _ in select_entries([(path, None) for path in order], fields, call))
     left = [without(strand, set(order) - set(kept)) for strand in strands]
     return [strand for strand in left if strand.paths] or left[:1], kept  # one that tells how many rows there are
 

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -125,6 +126,19 @@ def test_equal_registries_hash_alike():
     left, right = MaskNestingRegistry({"x": A, "y": B}), MaskNestingRegistry({"y": B, "x": A})
     assert left == right
     assert hash(left) == hash(right)
+
+
+def test_specs_compare_by_tuples_of_their_masks_and_pads() -> None:
+    masks: list[Any] = ["a", ("sub", "b")]
+    pads: list[Any] = [0, EDGE]
+    spec = MaskNestingSpec(masks, pads)
+    masks.append("c")
+    pads.append(1)
+    assert (spec.masks, spec.pads) == (("a", ("sub", "b")), (0, EDGE))
+    assert spec == dataclasses.replace(spec) == MaskNestingSpec(["a", ("sub", "b")], [0, EDGE])
+    assert MaskNestingSpec(["m"], [0]) == MaskNestingSpec(("m",), 0) == MaskNestingSpec("m")
+    assert hash(MaskNestingSpec(["m"], [0])) == hash(MaskNestingSpec("m"))
+    assert MaskNestingSpec(["a", "b"]) != MaskNestingSpec(("a", "b"))
 
 
 def test_pickled_it_is_the_same():

@@ -23,8 +23,8 @@ from maskpack import (
     select_and_pad_to_response,
     unnest,
 )
+from maskpack.core.pads import EDGE
 from maskpack.errors import LayoutError
-from maskpack.fields.registry import EDGE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -41,9 +41,9 @@ def test_positions_beyond_32_bits(several: bool) -> None:
 
 def test_more_tokens_than_int32_counts() -> None:
     mask = torch.ones(3, 3 << 28, dtype=torch.bool, device="cuda")  # 2.4e9 of them
-    with pytest.raises(LayoutError, match="the rows have 2415919104 real positions; expected at most 2147483647"):
+    with pytest.raises(LayoutError, match="the rows have 2415919104 valid tokens; expected at most 2147483647"):
         RowLayout.from_mask(mask)
-    with pytest.raises(LayoutError, match="the rows have 2415919104 real positions; expected at most 2147483647"):
+    with pytest.raises(LayoutError, match="the rows have 2415919104 valid tokens; expected at most 2147483647"):
         RowLayout.from_mask(mask, num_tokens=mask.numel())
     layout = RowLayout.from_mask(mask, num_tokens=1000)
     assert layout.index.begins.tolist() == [0, 3 << 28, 3 << 29, MOST_TOKENS]
@@ -54,7 +54,9 @@ def test_more_tokens_than_int32_counts() -> None:
     back = ops.unpack(values, layout, 9)
     assert torch.equal(back[0, :1000], values)
     assert torch.equal(layout.indices, torch.arange(1000, device="cuda"))
-    with pytest.raises(LayoutError, match="2415919104 real positions and up to 1 runs in a row; 1000 and at most"):
+    with pytest.raises(
+        LayoutError, match="2415919104 valid tokens and up to 1 spans in a row; expected num_tokens=1000 and at most"
+    ):
         layout.lengths  # noqa: B018
 
 
@@ -206,7 +208,7 @@ def test_a_broken_promise_costs_its_result_alone(
     assert places.shape == (total,)
     assert not total or (int(places.min()) >= 0 and int(places.max()) < mask.numel())
     assert layout.to_mask().shape == mask.shape
-    with pytest.raises(LayoutError, match=rf"{true} real positions and .*; {total} and at most one were promised"):
+    with pytest.raises(LayoutError, match=rf"{true} valid tokens and .*; expected num_tokens={total} and at most one"):
         layout.table  # noqa: B018
     torch.cuda.synchronize()
     assert torch.equal(ops.pack(x, RowLayout.from_mask(mask)), x[mask])
@@ -232,5 +234,5 @@ def test_a_broken_promise_is_found_on_the_host() -> None:
     layout = RowLayout.from_mask(mask, num_tokens=17)
     x = torch.randn(30, 40, device="cuda")
     ops.unpack(ops.pack(x, layout), layout)
-    with pytest.raises(LayoutError, match="17 and at most one were promised"):
+    with pytest.raises(LayoutError, match="expected num_tokens=17 and at most one"):
         layout.lengths  # noqa: B018

@@ -139,8 +139,8 @@ def anew() -> Iterator[None]:
 def test_capsules_in_which_older_torchs_keep_sizes_are_not_compared() -> None:
     one, other = datetime.datetime_CAPI, _socket.CAPI
     assert one != other
-    assert jagged._carries({"_sym_sizes_capsule": one}, {"_sym_sizes_capsule": other})
-    assert not jagged._carries({"_sym_sizes_capsule": 3}, {"_sym_sizes_capsule": other})
+    assert jagged._is_equal({"_sym_sizes_capsule": one}, {"_sym_sizes_capsule": other})
+    assert not jagged._is_equal({"_sym_sizes_capsule": 3}, {"_sym_sizes_capsule": other})
 
 
 def test_the_fast_way_is_the_one_of_this_torch() -> None:

@@ -111,7 +111,7 @@ def test_the_index_of_a_mask(mask: oracle.Mask, dtype: torch.dtype) -> None:
         runs = int(counts[1].sum())
         index = SpanIndex(counts[2], cu_seqlens, blocks)
         if int(counts[1].max()) > 1:
-            index = module.list_runs(real, cu_seqlens, splits, total, runs)
+            index = module.list_spans(real, cu_seqlens, splits, total, runs)
         assert_index(index, mask)
 
 
@@ -119,7 +119,7 @@ class _Torch:
     """The same steps in plain torch, for devices without Triton."""
 
     scan_rows = staticmethod(scan._scan_rows)
-    list_runs = staticmethod(scan._list_runs)
+    list_spans = staticmethod(scan._list_spans)
 
 
 @given(masks())
@@ -151,7 +151,7 @@ def _scanned(mask: Tensor) -> SpanIndex:
     counts, cu_seqlens, splits, blocks = scan_kernels.scan_rows(mask, total // BLOCK + 3, False)
     if int(counts[1].max()) <= 1:
         return SpanIndex(counts[2], cu_seqlens, blocks)
-    return scan_kernels.list_runs(mask, cu_seqlens, splits, total, int(counts[1].sum()))
+    return scan_kernels.list_spans(mask, cu_seqlens, splits, total, int(counts[1].sum()))
 
 
 # -------------------------------------------------------------------- moves
@@ -315,8 +315,9 @@ def test_one_graph_for_a_compiler() -> None:
 
 def test_a_promise_that_is_kept() -> None:
     mask = torch.arange(70) < torch.tensor([[3], [0], [70], [31]])
-    found = scan.on_device(mask.to(DEVICE), 104)
-    layout = RowLayout(4, 70, found.num_tokens, DEVICE)._knowing(**found.known)
+    num_tokens, cache = scan.on_device(mask.to(DEVICE), 104)
+    layout = RowLayout(4, 70, num_tokens, DEVICE)
+    layout.__dict__.update(cache)
     x = torch.arange(280).view(4, 70)
     values = ops.pack(x.to(DEVICE), layout, backend="triton")
     assert torch.equal(values.cpu(), x[mask])
@@ -359,8 +360,10 @@ def scanner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def promised(mask: Tensor, total: int) -> RowLayout:
-    found = scan.on_device(mask.to(DEVICE), total)
-    return RowLayout(*mask.shape, found.num_tokens, DEVICE)._knowing(**found.known)
+    num_tokens, cache = scan.on_device(mask.to(DEVICE), total)
+    layout = RowLayout(*mask.shape, num_tokens, DEVICE)
+    layout.__dict__.update(cache)
+    return layout
 
 
 def as_scanned(mask: Tensor) -> Tensor:
@@ -403,7 +406,9 @@ def test_a_promise_that_is_broken(garbage: None, scanner: None, name: str, total
         assert torch.equal(layout.to("cpu").to_mask(), mask)
         return
     runs = max(len(row) for row in oracle.mask_to_runs(mask.tolist()))
-    with pytest.raises(LayoutError, match=rf"{true} real positions and up to {runs} runs in a row; {total} and at mos"):
+    with pytest.raises(
+        LayoutError, match=rf"{true} valid tokens and up to {runs} spans in a row; expected num_tokens={total} an"
+    ):
         layout.table  # noqa: B018
 
 

@@ -438,7 +438,7 @@ def test_a_layout_keeps_nothing_of_what_it_was_made_from() -> None:
 
 def test_repr() -> None:
     layout = RowLayout.from_mask(torch.tensor([[1, 0, 1], [0, 0, 0]]))
-    assert repr(layout) == "RowLayout(rows=2, width=3, tokens=2, runs=2, device='cpu')"
+    assert repr(layout) == "RowLayout(rows=2, width=3, tokens=2, spans=2, device='cpu')"
 
 
 # -------------------------------------------------------------------- the errors
@@ -482,7 +482,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "cu_seqlens without leading 0": (
         lambda: RowLayout.from_cu_seqlens(torch.tensor([1, 2])),
         "RowLayout.from_cu_seqlens: cu_seqlens begins with [1]; expected 0. "
-        "Pass the cumulated row lengths with their leading 0.",
+        "Pass the cumulative row lengths with their leading 0.",
     ),
     "cu_seqlens of floats": (
         lambda: RowLayout.from_cu_seqlens(torch.tensor([0.0, 2.0])),
@@ -491,91 +491,91 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "empty cu_seqlens": (
         lambda: RowLayout.from_cu_seqlens(torch.zeros(0, dtype=torch.int64)),
         "RowLayout.from_cu_seqlens: cu_seqlens begins with []; expected 0. "
-        "Pass the cumulated row lengths with their leading 0.",
+        "Pass the cumulative row lengths with their leading 0.",
     ),
     "runs that touch": (
         lambda: RowLayout.from_spans([0, 2], [2, 1], [2], 4),
-        "RowLayout.from_spans: two runs of a row touch, overlap or are out of order; "
-        "expected maximal runs, in order, inside the width 4. Sort and join them.",
+        "RowLayout.from_spans: two spans of a row touch, overlap or are out of order; "
+        "expected maximal spans, in order, within the width 4. Sort and join them.",
     ),
     "runs that overlap": (
         lambda: RowLayout.from_spans([0, 1], [3, 2], [2], 4),
-        "RowLayout.from_spans: two runs of a row touch, overlap or are out of order; "
-        "expected maximal runs, in order, inside the width 4. Sort and join them.",
+        "RowLayout.from_spans: two spans of a row touch, overlap or are out of order; "
+        "expected maximal spans, in order, within the width 4. Sort and join them.",
     ),
     "runs out of order": (
         lambda: RowLayout.from_spans([3, 0], [1, 1], [2], 4),
-        "RowLayout.from_spans: two runs of a row touch, overlap or are out of order; "
-        "expected maximal runs, in order, inside the width 4. Sort and join them.",
+        "RowLayout.from_spans: two spans of a row touch, overlap or are out of order; "
+        "expected maximal spans, in order, within the width 4. Sort and join them.",
     ),
     "empty run": (
         lambda: RowLayout.from_spans([0], [0], [1], 4),
-        "RowLayout.from_spans: a run has length 0; expected maximal runs, in order, inside the width 4. "
+        "RowLayout.from_spans: a span has length 0; expected maximal spans, in order, within the width 4. "
         "Sort and join them.",
     ),
     "run beyond the width": (
         lambda: RowLayout.from_spans([3], [2], [1], 4),
-        "RowLayout.from_spans: runs reach from 3 to 5; expected maximal runs, in order, inside the width 4. "
+        "RowLayout.from_spans: spans reach from 3 to 5; expected maximal spans, in order, within the width 4. "
         "Sort and join them.",
     ),
     "run before the row": (
         lambda: RowLayout.from_spans([-1], [2], [1], 4),
-        "RowLayout.from_spans: runs reach from -1 to 1; expected maximal runs, in order, inside the width 4. "
+        "RowLayout.from_spans: spans reach from -1 to 1; expected maximal spans, in order, within the width 4. "
         "Sort and join them.",
     ),
     "rows that do not hold the runs": (
         lambda: RowLayout.from_spans([0], [1], [2], 4),
-        "RowLayout.from_spans: 1 starts, 1 counts, 2 runs in the rows; "
-        "expected maximal runs, in order, inside the width 4. Sort and join them.",
+        "RowLayout.from_spans: 1 starts, 1 counts, 2 spans in the rows; "
+        "expected maximal spans, in order, within the width 4. Sort and join them.",
     ),
     "negative runs of a row": (
         lambda: RowLayout.from_spans([0], [1], [2, -1], 4),
-        "RowLayout.from_spans: 1 starts, 1 counts, 1 runs in the rows; "
-        "expected maximal runs, in order, inside the width 4. Sort and join them.",
+        "RowLayout.from_spans: 1 starts, 1 counts, 1 spans in the rows; "
+        "expected maximal spans, in order, within the width 4. Sort and join them.",
     ),
     "runs that sum up to their number by overflow": (
         lambda: RowLayout.from_spans([0], [1], [1, 2**63 - 1, 2**63 - 1, 2], 4),
-        "RowLayout.from_spans: 1 starts, 1 counts, 1 runs in the rows; "
-        "expected maximal runs, in order, inside the width 4. Sort and join them.",
+        "RowLayout.from_spans: 1 starts, 1 counts, 1 spans in the rows; "
+        "expected maximal spans, in order, within the width 4. Sort and join them.",
     ),
     "run that ends behind int64": (
         lambda: RowLayout.from_spans([2**63 - 1], [5], [1], 4),
-        "RowLayout.from_spans: runs reach from 9223372036854775807 to 9223372036854775812; "
-        "expected maximal runs, in order, inside the width 4. Sort and join them.",
+        "RowLayout.from_spans: spans reach from 9223372036854775807 to 9223372036854775812; "
+        "expected maximal spans, in order, within the width 4. Sort and join them.",
     ),
     "more positions than int64 counts": (
         lambda: RowLayout.from_lengths([2**62, 2**62]),
         "RowLayout.from_lengths: lengths run from 4611686018427387904 to 4611686018427387904; expected rows that "
-        "memory can hold. Clip the lengths or give the true width.",
+        "fit into memory. Clip the lengths or give the true width.",
     ),
     "cu_seqlens of more tokens than int32 counts": (
         lambda: RowLayout.from_lengths([2**30, 2**30]).cu_seqlens,
-        "RowLayout.cu_seqlens: the rows have 2147483648 real positions; expected at most 2147483647, which int32 "
-        "counts. Split the batch.",
+        "RowLayout.cu_seqlens: the rows have 2147483648 valid tokens; expected at most 2147483647, the limit of "
+        "int32. Split the batch.",
     ),
     "more tokens than int32 counts, on a device": (
         lambda: RowLayout.from_lengths([2**30, 2**30], device="meta"),
-        "RowLayout on meta: the rows have 2147483648 real positions; expected at most 2147483647, which int32 counts. "
+        "RowLayout on meta: the rows have 2147483648 valid tokens; expected at most 2147483647, the limit of int32. "
         "Split the batch.",
     ),
     "more tokens than int32 counts, moved to a device": (
         lambda: RowLayout.from_cu_seqlens(torch.tensor([0, 2**30, 2**31])).to("meta"),
-        "RowLayout on meta: the rows have 2147483648 real positions; expected at most 2147483647, which int32 counts. "
+        "RowLayout on meta: the rows have 2147483648 valid tokens; expected at most 2147483647, the limit of int32. "
         "Split the batch.",
     ),
     "rows wider than int32 counts, on a device": (
         lambda: RowLayout.from_spans([2**31], [1], [1], 2**31 + 1, device="meta"),
-        "RowLayout on meta: rows are 2147483649 wide; expected at most 2147482624 positions, which int32 counts. Split "
+        "RowLayout on meta: rows are 2147483649 wide; expected at most 2147482624 positions, the limit of int32. Split "
         "the rows.",
     ),
     "int32 starts of wider rows": (
         lambda: RowLayout.from_spans([2**31], [1], [1], 2**31 + 1).starts,
-        "RowLayout.starts: rows are 2147483649 wide; expected at most 2147482624 positions, which int32 counts. Split "
+        "RowLayout.starts: rows are 2147483649 wide; expected at most 2147482624 positions, the limit of int32. Split "
         "the rows.",
     ),
     "int32 counts of wider rows": (
         lambda: RowLayout.from_lengths([2**31]).counts,
-        "RowLayout.counts: rows are 2147483648 wide; expected at most 2147482624 positions, which int32 counts. Split "
+        "RowLayout.counts: rows are 2147483648 wide; expected at most 2147482624 positions, the limit of int32. Split "
         "the rows.",
     ),
     "row out of range": (
@@ -656,16 +656,20 @@ def test_the_offsets_tensor_shares_nothing_with_the_host_bounds() -> None:
 def test_a_promise_on_the_host_is_checked_at_once() -> None:
     mask = torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 0]])
     assert RowLayout.from_mask(mask, num_tokens=3) == RowLayout.from_mask(mask)
-    with pytest.raises(LayoutError, match=r"^RowLayout.from_mask: the mask has 3 real positions and up to 1 runs"):
+    with pytest.raises(LayoutError, match=r"^RowLayout.from_mask: the mask has 3 valid tokens and up to 1 spans"):
         RowLayout.from_mask(mask, num_tokens=4)
-    with pytest.raises(LayoutError, match=r"2 real positions and up to 2 runs in a row; 2 and at most one"):
+    with pytest.raises(
+        LayoutError, match=r"2 valid tokens and up to 2 spans in a row; expected num_tokens=2 and at most one"
+    ):
         RowLayout.from_mask(torch.tensor([[1, 0, 1]]), num_tokens=2)
 
 
 def promised(mask: torch.Tensor, total: int) -> RowLayout:
     """As on a GPU: nothing is read before it is asked for."""
-    found = scan.on_device(mask, total)
-    return RowLayout(*mask.shape, found.num_tokens, mask.device)._knowing(**found.known)
+    num_tokens, cache = scan.on_device(mask, total)
+    layout = RowLayout(*mask.shape, num_tokens, mask.device)
+    layout.__dict__.update(cache)
+    return layout
 
 
 def test_a_promise_on_a_device_is_checked_when_the_layout_is_read() -> None:
@@ -676,9 +680,13 @@ def test_a_promise_on_a_device_is_checked_when_the_layout_is_read() -> None:
     assert promised(mask, 9).cu_seqlens.tolist() == [0, 2, 2, 3]
     assert promised(mask, 3).anchored(1).lengths.tolist() == [2, 0, 1]
     for total in (0, 2, 4, 9):
-        with pytest.raises(LayoutError, match=rf"has 3 real positions and up to 1 runs in a row; {total} and at most"):
+        with pytest.raises(
+            LayoutError, match=rf"has 3 valid tokens and up to 1 spans in a row; expected num_tokens={total} and at mo"
+        ):
             promised(mask, total).lengths  # noqa: B018
-    with pytest.raises(LayoutError, match=r"2 real positions and up to 2 runs in a row; 2 and at most one"):
+    with pytest.raises(
+        LayoutError, match=r"2 valid tokens and up to 2 spans in a row; expected num_tokens=2 and at most one"
+    ):
         promised(torch.tensor([[1, 0, 1]]), 2).table  # noqa: B018
 
 
@@ -688,9 +696,9 @@ WIDE = torch.zeros(1, 1, dtype=torch.bool, device="meta")
 @pytest.mark.parametrize(
     ("mask", "total", "message"),
     [
-        (WIDE.expand(3, 5), -1, r"num_tokens is -1; a mask \(3, 5\) has 0 to 15 real positions"),
-        (WIDE.expand(3, 5), 16, r"num_tokens is 16; a mask \(3, 5\) has 0 to 15 real positions"),
-        (WIDE.expand(2**16, 2**15), 2**31, "the rows have 2147483648 real positions; expected at most 2147483647"),
+        (WIDE.expand(3, 5), -1, r"num_tokens is -1; a mask \(3, 5\) has 0 to 15 valid tokens"),
+        (WIDE.expand(3, 5), 16, r"num_tokens is 16; a mask \(3, 5\) has 0 to 15 valid tokens"),
+        (WIDE.expand(2**16, 2**15), 2**31, "the rows have 2147483648 valid tokens; expected at most 2147483647"),
         (WIDE.expand(1, 2**31), 5, "rows are 2147483648 wide; expected at most 2147482624"),
         (WIDE.expand(1, 2**31), None, "rows are 2147483648 wide; expected at most 2147482624"),
     ],
@@ -701,16 +709,16 @@ def test_a_promise_that_no_mask_keeps_is_refused_at_once(mask: torch.Tensor, tot
         scan.on_device(mask, total)
 
 
-@pytest.mark.parametrize("runs_per_row", [[1, 1], [1, 2]])
+@pytest.mark.parametrize("spans_per_row", [[1, 1], [1, 2]])
 def test_more_tokens_than_int32_counts_are_refused_when_they_are_counted(
-    monkeypatch: pytest.MonkeyPatch, runs_per_row: list[int]
+    monkeypatch: pytest.MonkeyPatch, spans_per_row: list[int]
 ) -> None:
     def scan_rows(real: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
-        counts = torch.tensor([[2**31 - 2, 2], runs_per_row, [0, 0]], dtype=torch.int32)
+        counts = torch.tensor([[2**31 - 2, 2], spans_per_row, [0, 0]], dtype=torch.int32)
         return counts, torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32), torch.zeros(9)
 
     monkeypatch.setattr(scan, "_scan_rows", scan_rows)
-    message = r"^RowLayout.from_mask: the rows have 2147483648 real positions; expected at most 2147483647"
+    message = r"^RowLayout.from_mask: the rows have 2147483648 valid tokens; expected at most 2147483647"
     with pytest.raises(LayoutError, match=message):
         scan.on_device(torch.ones(2, 3), None)
 
@@ -727,7 +735,7 @@ def test_places_of_any_promise_are_inside(mask: oracle.Mask, data: st.DataObject
     if not rows * width:
         return
     total = data.draw(st.integers(0, rows * width))
-    index = scan.on_device(torch.tensor(mask), total).known["index"]
+    index = scan.on_device(torch.tensor(mask), total)[1]["index"]
     places = runs.places_of(index, rows, width, total)
     assert (places.dtype, len(places)) == (torch.int64, total)
     assert all(0 <= place < rows * width for place in places.tolist())

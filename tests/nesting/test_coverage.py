@@ -211,7 +211,7 @@ def test_the_message_lists_every_field():
         with pytest.raises(mp.errors.CoverageError) as caught:
             call()
         lines = str(caught.value).splitlines()
-        assert lines[0].startswith(f"{name}: 3 field(s) would travel dense")
+        assert lines[0].startswith(f"{name}: 3 field(s) would stay padded")
         assert lines[1] == '  "secret" (7, 300) float32, 8,400 bytes: the registry does not know it'
         assert lines[2] == '  "a/hidden" (7, 2) int16, 28 bytes: the registry does not know it'
         assert lines[3] == '  "extra/[0]/t" (2,) float32, 8 bytes: a tensor inside the Python object "extra"'
@@ -234,7 +234,7 @@ def test_the_objects_of_all_rows_are_one_line():
     with pytest.raises(mp.errors.CoverageError) as caught:
         mp.compress(batch, strict_mask_nesting=True)
     first, *listed, last = str(caught.value).splitlines()
-    assert first.startswith("compress: 3 field(s) would travel dense")
+    assert first.startswith("compress: 3 field(s) would stay padded")
     assert listed == lines
     assert "as DENSE in the registry" in last
     found = mp.dense_fields(batch, mp.RL_FIELDS)
@@ -279,7 +279,7 @@ def test_a_field_with_values_under_its_mask():
     batch["old_log_probs"][0, 5] = 1.0
     (found,) = mp.dense_fields(batch, mp.RL_FIELDS, pad_token_id=PAD)
     assert found.path == ("old_log_probs",)
-    assert "at masked-out positions" in found.reason
+    assert "non-pad values under its mask" in found.reason
 
 
 def test_one_entry_a_row_is_no_failure():

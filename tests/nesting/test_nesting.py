@@ -421,7 +421,7 @@ def test_cat_of_equal_widths() -> None:
     assert_same_batch(unnest(nested), torch.cat(parts))
 
 
-# -------------------------------------------------------------------- run tables
+# -------------------------------------------------------------------- span tables
 
 
 def nest_under(name: str) -> tuple[TensorDict, TensorDict]:
@@ -443,7 +443,7 @@ def lines_by_hand(mask: oracle.Mask) -> list[list[int]]:
 def test_run_tables_of_few_runs(name: str) -> None:
     mask, _ = strategies.FEW_RUNS[name]
     _, nested = nest_under(name)
-    table = nested[LAYOUTS, part_of(nested), "runs", "mask"]
+    table = nested[LAYOUTS, part_of(nested), "spans", "mask"]
     assert table.dtype == torch.uint8
     assert [row.reshape(-1).tolist() for row in table.unbind()] == lines_by_hand(mask)
     assert cached_bounds(table) == (0, max((len(runs) for runs in oracle.mask_to_runs(mask)), default=0))
@@ -453,7 +453,7 @@ def test_run_tables_of_few_runs(name: str) -> None:
 def test_run_tables_of_many_runs_take_their_bits_and_little_more(name: str) -> None:
     mask, width = strategies.MANY_RUNS[name]
     batch, nested = nest_under(name)
-    table = nested[LAYOUTS, part_of(nested), "runs", "mask"]
+    table = nested[LAYOUTS, part_of(nested), "spans", "mask"]
     wanted = [min(12 * len(runs), (width + 7) // 8 + 8 + 11) for runs in oracle.mask_to_runs(mask)]
     assert all(row.numel() <= most for row, most in zip(table.unbind(), wanted, strict=True))
     assert cached_bounds(table) == (0, max((row.shape[0] for row in table.unbind()), default=0))
@@ -493,7 +493,7 @@ def test_rows_in_bits_and_rows_in_runs_are_joined() -> None:
     batch = torch.cat([batch for batch, _ in parts])
     assert_same_batch(unnest(nested), batch)
     assert_same_batch(unnest(nested[torch.tensor([30, 3, 17, 8])]), batch[torch.tensor([30, 3, 17, 8])])
-    sizes = [row.numel() for row in nested[LAYOUTS, part_of(nested), "runs", "mask"].unbind()]
+    sizes = [row.numel() for row in nested[LAYOUTS, part_of(nested), "spans", "mask"].unbind()]
     assert sizes == [72] * 16 + [12 * (row > 0) for row in range(40)]
 
 
@@ -502,7 +502,7 @@ def test_a_changed_table_of_many_runs_is_refused(name: str) -> None:
     """Every byte of it, and every operation on all entries that is more than a cast."""
     _, nested = nest_under(name)
     nested = nested[3:6]
-    table = nested[LAYOUTS, part_of(nested), "runs", "mask"]
+    table = nested[LAYOUTS, part_of(nested), "spans", "mask"]
     changes = [lambda x: x + 1, lambda x: x * 2, torch.zeros_like, torch.ones_like, lambda x: x.clamp(max=1)]
     changes += [lambda x: x.clamp(min=3), lambda x: x.clamp(max=254), torch.sign, lambda x: -x, lambda x: x.bool()]
     changed = [torch.nested.nested_tensor_from_jagged(change(table.values()), table.offsets()) for change in changes]
@@ -519,9 +519,9 @@ def test_a_changed_table_of_many_runs_is_refused(name: str) -> None:
         again, part = nested.clone(False), part_of(nested)
         again[LAYOUTS] = again[LAYOUTS].clone(False)
         again[LAYOUTS][part] = again[LAYOUTS][part].clone(False)
-        again[LAYOUTS][part]["runs"] = again[LAYOUTS][part]["runs"].clone(False)
-        again[LAYOUTS][part]["runs"].set("mask", odd)
-        with pytest.raises(LayoutError, match=r'^unnest_batch_by_mask: the run table of layout "mask" was changed'):
+        again[LAYOUTS][part]["spans"] = again[LAYOUTS][part]["spans"].clone(False)
+        again[LAYOUTS][part]["spans"].set("mask", odd)
+        with pytest.raises(LayoutError, match=r'^unnest_batch_by_mask: the span table of layout "mask" was changed'):
             unnest_batch_by_mask(again)
 
 
@@ -591,9 +591,9 @@ def without_schema(batch: TensorDict) -> TensorDict:
     return batch
 
 
-def without_runs(batch: TensorDict) -> TensorDict:
+def without_spans(batch: TensorDict) -> TensorDict:
     batch = batch.clone()
-    batch[LAYOUTS] = batch[LAYOUTS].exclude((part_of(batch), "runs"))
+    batch[LAYOUTS] = batch[LAYOUTS].exclude((part_of(batch), "spans"))
     return batch
 
 
@@ -619,7 +619,7 @@ NOT_RESTORABLE = {
     "other row order": (reordered, '"advantages"'),
     "jagged field added later": (added, '"new"'),
     "schema lost": (without_schema, "schema"),
-    "run tables lost": (without_runs, "run table"),
+    "span tables lost": (without_spans, "span table"),
 }
 
 
@@ -699,14 +699,14 @@ def test_update_with_a_field_of_another_pad(pads: tuple[Any, Any]) -> None:
         registry = {"mask": MaskNestingSpec("mask"), "x": MaskNestingSpec("mask", pad), f"y{number}": DENSE}
         parts.append(nest_batch_by_mask(fields, registry))
     nested = parts[0].update(parts[1])
-    with pytest.raises(LayoutError, match=r'field "x" was nested twice, with the pads .* and update\(\) put one over'):
+    with pytest.raises(LayoutError, match=r'field "x" was nested twice, with the pads .* and update\(\) replaced one'):
         unnest(nested)
 
 
 @pytest.mark.parametrize("row", [0, 2, -1, -4])
 def test_one_row_is_taken_as_the_error_says(row: int) -> None:
     nested = nested_rollout(prompt=6, response=6)
-    with pytest.raises(LayoutError, match=r"Take one row by a list: batch\[\[i\]\]"):
+    with pytest.raises(LayoutError, match=r"Take one row with a list: batch\[\[i\]\]"):
         unnest(nested[row])
     assert_same_batch(unnest(nested[[row]]), unnest(nested)[[row]])
 
@@ -768,7 +768,7 @@ def test_named_fields_skip_what_cannot_be_restored() -> None:
 def test_field_that_became_an_object_is_an_error() -> None:
     nested = nested_rollout()
     nested.set("advantages", NonTensorData("gone", batch_size=[4]))
-    with pytest.raises(LayoutError, match='"advantages" is no tensor any more'):
+    with pytest.raises(LayoutError, match='"advantages" is not a tensor any more'):
         unnest(nested)
 
 
@@ -787,7 +787,7 @@ def stray_batch() -> TensorDict:
 
 def test_on_loss_keep_ships_the_field_whole_and_warns() -> None:
     batch = stray_batch()
-    with pytest.warns(MaskpackWarning, match=r'^nest_batch_by_mask: travelling dense: "advantages" \(4, 6\) float32'):
+    with pytest.warns(MaskpackWarning, match=r'^nest_batch_by_mask: fields stay padded: "advantages" \(4, 6\) float32'):
         nested = nest_batch_by_mask(batch, pad_token_id=0)
     assert not nested["advantages"].is_nested
     assert nested["old_log_probs"].is_nested
@@ -817,7 +817,7 @@ def test_what_the_warning_says_to_do_is_done_in_strict_mode_too() -> None:
     with pytest.warns(MaskpackWarning) as caught:
         nest_batch_by_mask(batch, pad_token_id=0)
     text = str(caught[0].message)
-    assert 'at masked-out positions (on_loss="error" names one, and what to do)' in text
+    assert 'non-pad values under its mask (on_loss="error" names one, and the remedy)' in text
     assert "strict" not in text
     for strict in (False, True):
         with pytest.raises(LossyPadError, match="advantages"):
@@ -841,33 +841,33 @@ def test_a_lossy_field_travels_whole_as_the_error_says() -> None:
             {},
             'field "x" is on the meta device, which holds no values; expected',
         ),
-        ({LAYOUTS: torch.zeros(2, 3)}, {}, f'the entry "{LAYOUTS}" is not what nest_batch_by_mask makes; expected'),
+        ({LAYOUTS: torch.zeros(2, 3)}, {}, f'the entry "{LAYOUTS}" was not written by nest_batch_by_mask, which'),
         ({LAYOUTS: TensorDict({}, [2])}, {}, "Rename the field."),
         (
             {"x": torch.zeros(2, 4)},
             {"ragged_dim": 2},
-            'field "x" is (2, 4) and its ragged_dim 2; expected a dim behind',
+            'field "x" is (2, 4) and its ragged_dim 2; expected a dim after',
         ),
         (
             {"x": torch.zeros(2, 4)},
             {"ragged_dim": -2},
-            "its ragged_dim -2; expected a dim behind the rows, below 2. Give",
+            "its ragged_dim -2; expected a dim after the rows, below 2. Give",
         ),
         ({"x": torch.zeros(2, 5)}, {}, 'field "x" is (2, 5); mask "m" is (2, 4). Fix the producer'),
         (
             {"m": torch.zeros(2, 4, device="meta")},
             {},
-            'field "m" gives no rows: RowLayout.from_mask: mask is on the meta',
+            'field "m" does not give rows: RowLayout.from_mask: mask is on the meta',
         ),
         (
             {"x": torch.zeros(2, 4, requires_grad=True).to(torch.float8_e5m2)},
             {},
-            'field "x" is torch.float8_e5m2 and requires grad; expected a dtype whose gradients torch carries. Detach',
+            'field "x" is torch.float8_e5m2 and requires grad; expected a dtype whose gradients torch supports. Detach',
         ),
         (
             {"x": torch.zeros(2, 4, requires_grad=True, dtype=torch.complex64)},
             {},
-            'field "x" is torch.complex64 and requires grad; expected a dtype whose gradients torch carries in jagged',
+            'field "x" is torch.complex64 and requires grad; expected a dtype whose gradients torch supports in jagged',
         ),
     ],
 )
@@ -1146,7 +1146,7 @@ def test_strict_reports_every_dense_field(case: Case) -> None:
         with pytest.raises(CoverageError) as caught:
             nest_batch_by_mask(case.batch, **case.options, strict_mask_nesting=True)
         message = str(caught.value)
-        assert message.startswith(f"nest_batch_by_mask: {len(dense)} field(s) would travel dense")
+        assert message.startswith(f"nest_batch_by_mask: {len(dense)} field(s) would stay padded")
         for path in dense:
             assert f'"{"/".join(path)}"' in message
     else:
@@ -1409,7 +1409,7 @@ def test_two_pads_in_a_row_are_a_loss() -> None:
 def test_row_pads_that_are_gone() -> None:
     nested = nest_batch_by_mask(signed_zeros(), pad_token_id=0)
     nested[LAYOUTS] = nested[LAYOUTS].exclude((part_of(nested), "pads"))
-    with pytest.raises(LayoutError, match=r'^unnest_batch_by_mask: the row pads of field "advantages" are gone'):
+    with pytest.raises(LayoutError, match=r'^unnest_batch_by_mask: the row pads of field "advantages" are missing'):
         unnest(nested)
 
 

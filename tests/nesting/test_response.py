@@ -191,7 +191,7 @@ def test_select_errors():
     nested["dense"] = torch.zeros(B, 3)
     before = freeze(nested)
     for name, message in (
-        ("long", r'"long" has 7 tokens in row 0; the canonical response width is 6'),
+        ("long", r'"long" has 7 tokens in row 0; the padded response width is 6'),
         ("other", r'"other" has 7 tokens in 7 rows under layout "response"; the responses have 20'),
         ("dense", r'"dense" is \(7, 3\); the response axis is \(7, 6\)'),
         ("missing", 'no field "missing"'),

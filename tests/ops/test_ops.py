@@ -314,7 +314,7 @@ def test_unpack_needs_the_layouts_tokens() -> None:
         with pytest.raises(LayoutError) as caught:
             ops.unpack(values, layout)
         assert str(caught.value) == (
-            f"unpack: values are {seen}; the layout has 3 real positions on cpu. "
+            f"unpack: values are {seen}; the layout has 3 valid tokens on cpu. "
             "Pass the packed values of this layout, on its device."
         )
 
@@ -323,7 +323,7 @@ def test_another_device_is_an_error() -> None:
     layout = RowLayout.from_lengths([1, 2], 3)
     with pytest.raises(LayoutError, match=r"^pack: x is \(2, 3\) on meta; the layout is \(2, 3\) on cpu"):
         ops.pack(torch.zeros(2, 3, device="meta"), layout)
-    with pytest.raises(LayoutError, match=r"^unpack: values are \(3,\) on meta; the layout has 3 real positions"):
+    with pytest.raises(LayoutError, match=r"^unpack: values are \(3,\) on meta; the layout has 3 valid tokens"):
         ops.unpack(torch.zeros(3, device="meta"), layout)
 
 

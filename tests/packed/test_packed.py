@@ -304,7 +304,7 @@ def test_every_dtype_without_elements(dtype: torch.dtype, shape: tuple[int, ...]
 
 def test_stray_values_travel_dense() -> None:
     batch = with_stray(rollout())
-    with pytest.warns(MaskpackWarning, match=r'^compress: travelling dense: "advantages" \(6, 8\) float32'):
+    with pytest.warns(MaskpackWarning, match=r'^compress: fields stay padded: "advantages" \(6, 8\) float32'):
         packed = compress(batch, pad_token_id=0)
     assert_same_batch(decompress(packed), batch)
     assert_same_batch(decompress(packed[1:4]), oracle.take_rows(batch, [1, 2, 3]))
@@ -333,7 +333,7 @@ def test_strict_coverage() -> None:
     batch = rollout()
     compress(batch, pad_token_id=0, strict_mask_nesting=True)
     batch["unknown"] = torch.zeros(6, 2)
-    with pytest.raises(CoverageError, match=r"^compress: 1 field\(s\) would travel dense(.|\n)*\"unknown\" \(6, 2\)"):
+    with pytest.raises(CoverageError, match=r"^compress: 1 field\(s\) would stay padded(.|\n)*\"unknown\" \(6, 2\)"):
         compress(batch, pad_token_id=0, strict_mask_nesting=True)
     compress(batch, pad_token_id=0, strict_mask_nesting=True, ignore_dense_fields=["unknown"])
 

@@ -29,7 +29,7 @@ from maskpack import EDGE, PER_ROW, MaskNestingSpec, PackedBatch, RowLayout, com
 from maskpack.core.bits import root_of
 from maskpack.core.tree import Node
 from maskpack.errors import LayoutError
-from maskpack.fields.registry import RL_FIELDS
+from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import jagged_all
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.packed import pickling as pickles

@@ -1545,14 +1545,14 @@ def test_keys_of_one_hash(kind: str) -> None:
 def test_many_keys() -> None:
     """Of texts any number: Python salts their hashes."""
     assert len(decompress(PackedBatch.from_bytes(keys(range(1 << 15))))["o"]) == 1 << 15
-    refused(keys(range((1 << 15) + 1)), "a dict with 32769 keys that are no text, more than 32768")
+    refused(keys(range((1 << 15) + 1)), "a dict with 32769 keys that are not text, more than 32768")
     assert len(decompress(PackedBatch.from_bytes(keys(map(str, range(100_000)))))["o"]) == 100_000
 
 
 def test_the_writer_says_no_dict_that_a_reader_refuses() -> None:
     for data, problem in (
         ({(2**61 - 1) * n: 0 for n in range(2, 19)}, "a dict with 17 keys of one hash"),
-        (dict.fromkeys(range((1 << 15) + 1)), "a dict with 32769 keys that are no text"),
+        (dict.fromkeys(range((1 << 15) + 1)), "a dict with 32769 keys that are not text"),
     ):
         packed = compress(TensorDict({"x": torch.zeros(1)}, [1]).set("o", NonTensorData([data])))
         with pytest.raises(MaskpackError, match=f'field "o" holds {problem}.*allow_pickle=True'):

@@ -416,7 +416,7 @@ def test_a_view_of_nothing_keeps_its_form() -> None:
     batch["meta"] = TensorDict({"deep": torch.zeros(7, 2, dtype=torch.bfloat16)}, [7])
     batch["own"] = samples.jagged([torch.zeros(b, 2, dtype=torch.int16) for b in range(7)])
     store = Store()
-    with pytest.warns(UserWarning, match="travelling dense"):
+    with pytest.warns(UserWarning, match="fields stay padded"):
         packed = pack(batch)
     want = oracle.take_rows(batch, [])
     for view in (store.put(packed), BatchView.cat([store.put(packed), store.put(packed)])):

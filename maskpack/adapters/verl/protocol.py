@@ -21,10 +21,12 @@ from torch import Tensor
 
 from maskpack.core.index import Rows, row_index
 from maskpack.core.objects import Objects
-from maskpack.core.tree import Node, build, has, is_object, walk
+from maskpack.core.pads import SIGNED_ZERO, PadValue
+from maskpack.core.tree import Node, flatten, has, is_object, unflatten
 from maskpack.errors import LayoutError
 from maskpack.fields.options import OnLoss, Options, Registry, Verify
-from maskpack.fields.registry import RL_FIELDS, SIGNED_ZERO, Key, MaskNestingSpec, PadValue, Path, path_of
+from maskpack.fields.registry import Key, MaskNestingSpec, Path, path_of
+from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import jagged_from, ragged_dim, stated_dim, to_host
 from maskpack.nesting.coverage import check_strict, hidden_tensors
 from maskpack.nesting.schema import LAYOUTS
@@ -297,7 +299,7 @@ class _Parts:
         jagged, changed = False, False
         entries: list[tuple[Path, Any]] = []
         ours = has(batch, LAYOUTS)  # its jagged fields are ours too, and share their offsets
-        for path, entry in walk(batch):
+        for path, entry in flatten(batch):
             value: Any = entry
             new = value
             if isinstance(entry, Tensor) and entry.is_nested and not ours:
@@ -310,7 +312,7 @@ class _Parts:
             changed |= new is not value
             entries.append((path, new))
         rows = batch.batch_size[0] if batch.batch_dims else 0
-        return cls(build(Node.of(batch), entries, rows) if changed else batch, odd, wide, jagged)
+        return cls(unflatten(Node.of(batch), entries, rows) if changed else batch, odd, wide, jagged)
 
 
 def _regular(field: Any, bounds: dict[Any, Tensor]) -> tuple[Any, OddJagged | None]:

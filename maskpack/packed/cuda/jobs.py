@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from maskpack.core.bits import pad_words
 from maskpack.core.index import IntArray, cumulated
-from maskpack.fields.registry import EDGE, Pad, Path
+from maskpack.core.pads import EDGE, Pad, pad_words
+from maskpack.fields.registry import Path
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.contents import Contents, words_of_one
 from maskpack.packed.cuda import job_table as jobs

@@ -18,12 +18,13 @@ import torch
 from tensordict import NonTensorDataBase, is_tensorclass
 
 from maskpack.core import objects
-from maskpack.core.bits import DTYPES, Words, odd_bools, pad_tensor
+from maskpack.core.bits import DTYPES, Words, odd_bools
 from maskpack.core.index import table_of_bits
 from maskpack.core.objects import Objects
+from maskpack.core.pads import PER_ROW, Pad, PadValue, pad_tensor
 from maskpack.core.tree import Node
 from maskpack.errors import LayoutError, WireFormatError
-from maskpack.fields.registry import HINTS, PER_ROW, Pad, PadValue, Path, show
+from maskpack.fields.registry import HINTS, Path, show
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema
 from maskpack.packed.bools import odd_field

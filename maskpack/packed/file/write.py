@@ -14,9 +14,10 @@ import numpy as np
 
 from maskpack.core import objects
 from maskpack.core.bits import Words
+from maskpack.core.pads import Pad, PadValue
 from maskpack.core.tree import Node
 from maskpack.errors import MaskpackError
-from maskpack.fields.registry import Pad, PadValue, path_of, show
+from maskpack.fields.registry import path_of, show
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.contents import Contents
@@ -168,7 +169,7 @@ class _Writer:
         before = len(self.arrays)
         try:
             return out | {"json": objects.to_json(held.data, lambda line: self.add(line, show(form.path)))}
-        except objects.Unsayable as error:
+        except objects.NotInJson as error:
             self._forget(before)
             if not pickled:
                 raise MaskpackError(
