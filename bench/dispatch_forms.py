@@ -107,7 +107,7 @@ def _trusted(batch: TensorDict) -> maskpack.PackedBatch:
 
 def _decoded(value: maskpack.PackedBatch, layout: str) -> TensorDict:
     with _MEMORY.used():
-        return maskpack.decompress(value, layout=layout)
+        return maskpack.decompress(value, format=layout)
 
 
 def _ours(encode: Callable[[TensorDict], maskpack.PackedBatch], layout: str) -> Form:

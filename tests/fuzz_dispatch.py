@@ -163,7 +163,7 @@ class Sequence:
     def call(self) -> None:
         given, want = self.given()
         method, layout = ("echo", "echo_nested")[self.number(2)], ("padded", "nested", "view")[self.number(3)]
-        seen = self.group.call(method, given, layout=layout, balance=self.balance(want))
+        seen = self.group.call(method, given, format=layout, balance=self.balance(want))
         self.check(seen, want)
         if layout == "view":
             self.keep(seen, want)
@@ -241,7 +241,7 @@ class Sequence:
             return
         plan = self.group.plan(view, PROMPT + RESPONSE + self.number(60))
         layout = ("padded", "view")[self.number(2)]
-        seen = self.group.call("echo_in_parts", view, plan=plan, layout=layout)
+        seen = self.group.call("echo_in_parts", view, plan=plan, format=layout)
         self.check(seen, want)
         if layout == "view":
             view.with_fields(seen)
@@ -268,7 +268,7 @@ class Sequence:
         layout = ("padded", "nested", "view")[self.number(3)]
         before = self.group.num_ranks
         try:
-            seen = self.group.call("once", given, row, self.path(), how, layout=layout, timeout=timeout, grace=10.0)
+            seen = self.group.call("once", given, row, self.path(), how, format=layout, timeout=timeout, grace=10.0)
         except mp.errors.WorkerError as error:
             try:
                 seen = error.call.retry().result()
@@ -328,7 +328,7 @@ def run_threads(scene: Scene, args: argparse.Namespace) -> Counter[str]:
                 for half, call in zip(halves, calls, strict=True):
                     assert call.result() == [half.tolist()], "rows of another thread"
                 if kind in ("padded", "view"):
-                    check(group.call("echo", part, layout=kind), want)
+                    check(group.call("echo", part, format=kind), want)
                 elif kind == "put":
                     check(group.call("echo", group.put(part)), want)
                 elif kind == "packed":

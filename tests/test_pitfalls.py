@@ -699,11 +699,11 @@ def test_16_what_comes_from_read_only_buffers_is_a_copy():
             warnings.simplefilter("error")  # torch warns of a tensor on read-only memory
             received = pickle.loads(stream, buffers=stored)
             for part in (received, received[1:4], received.take([2, 0]), mp.PackedBatch.cat(received.chunk(2))):
-                out = mp.decompress(part, layout=layout)
-                expected = freeze(mp.decompress(part, layout=layout))
+                out = mp.decompress(part, format=layout)
+                expected = freeze(mp.decompress(part, format=layout))
                 for tensor in writable_tensors(out.exclude(mp.LAYOUTS)):
                     tensor.fill_(1)
-                assert freeze(mp.decompress(part, layout=layout)) == expected
+                assert freeze(mp.decompress(part, format=layout)) == expected
     assert stored == [bytes(buffer.raw()) for buffer in buffers]
     assert_same(mp.decompress(pickle.loads(stream, buffers=stored)), batch)
 
@@ -716,7 +716,7 @@ def test_16_writing_to_either_side_does_not_reach_the_other():
         tensor.fill_(1)
     assert_same(mp.decompress(packed), expected)
     for layout in ("padded", "nested"):
-        for tensor in writable_tensors(mp.decompress(packed, layout=layout).exclude(mp.LAYOUTS)):
+        for tensor in writable_tensors(mp.decompress(packed, format=layout).exclude(mp.LAYOUTS)):
             tensor.fill_(1)
     assert_same(mp.decompress(packed), expected)
 
@@ -857,7 +857,7 @@ def test_34_torchs_defaults_change_nothing(default):
         out["bytes"] = stored = packed.to_bytes(checksum=True)
         for name, held in {"packed": packed, "received": received, "read": mp.PackedBatch.from_bytes(stored)}.items():
             for layout in ("padded", "nested"):
-                out[name, layout] = mp.decompress(held, layout=layout)
+                out[name, layout] = mp.decompress(held, format=layout)
             out[name, "trim"] = mp.decompress(held[1:3], widths="trim")
             out[name, "rows"] = mp.decompress(held.take(chosen))
             out[name, "cat"] = mp.decompress(mp.PackedBatch.cat(held.chunk(2)))
