@@ -187,6 +187,18 @@ def test_a_module_outside_the_packages_would_be_seen():
     assert {package(module) for module in SOURCES} == {*PACKAGES, "__init__", "__main__"}
 
 
+TESTS = Path(__file__).parent
+
+
+@pytest.mark.parametrize("file", [path.relative_to(TESTS).as_posix() for path in sorted(TESTS.rglob("*.py"))])
+def test_only_tests_of_benchmarks_import_them(file):
+    assert "bench" not in imports((TESTS / file).read_text()) or file.startswith("bench/")
+
+
+def test_an_import_of_a_benchmark_would_be_seen():
+    assert set(imports("def late():\n    from bench.workloads import make_batch\nimport bench.page")) == {"bench"}
+
+
 # -------------------------------------------------------------------- where tensors lie
 
 
