@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,15 @@ import pytest
 
 from bench import __main__ as command
 from bench.report import Row
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects() -> Iterator[None]:
+    """Whatever is there already is left out when rounds begin with a collection of cycles."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture
