@@ -162,25 +162,7 @@ def test_the_model_adds_the_bytes_at_the_speed_of_the_link():
     assert rows[name] == pytest.approx(100 / MODEL.at(VERIFIED, 9.5))
 
 
-def test_the_chart_has_a_line_a_form_a_dot_a_measurement_and_a_diamond_a_break_even():
-    root = ElementTree.fromstring(dispatch_model.chart(MODEL, CROSSINGS, 256))
-    svg = "{http://www.w3.org/2000/svg}"
-    assert len(root.findall(f"{svg}polyline")) == 4
-    assert len(root.findall(f"{svg}circle")) == 4 * (len(CROSSINGS) + 1)  # one each for one machine
-    assert len([path for path in root.findall(f"{svg}path") if path.get("class") == "mark"]) == 2
-
-
 # -------------------------------------------------------------------- the link
-
-
-def test_targets_of_the_link_are_on_the_verified_form():
-    rows = link.report([CROSSINGS[0], link.Crossing(25, 20.0, PHASES), CROSSINGS[1]])
-    targets = {row.name: row.target for row in rows if row.target}
-    assert targets == {
-        f"10 Gbit/s: {ZERO_COPY} / {VERIFIED}": ">= 10",
-        f"25 Gbit/s: {ZERO_COPY} / {VERIFIED}": ">= 5",
-    }
-    assert rows[0].value == pytest.approx(9.5e9 / 8 / 1e6)
 
 
 @pytest.mark.parametrize("reason", ["root", "tc", "Operation not permitted"])
@@ -205,19 +187,6 @@ def test_a_batch_crosses_a_link_and_nothing_is_left():
     assert 0 < crossing.tcp < 11
     assert _namespaces() == before
     assert not _processes("bench.dispatch_far")
-
-
-@has_namespaces
-def test_what_fails_inside_leaves_no_namespace_and_no_process():
-    before = _namespaces()
-    with pytest.raises(ValueError, match="inside"), link._namespaces() as (near, _):  # noqa: PT012
-        assert near in _namespaces()
-        with link._process(near, "sh", "-c", "sleep 4242 & sleep 4243"):
-            while len(_processes("sleep 424")) < 2:
-                pass
-            raise ValueError("inside")
-    assert _namespaces() == before
-    assert not _processes("sleep 424")
 
 
 def _namespaces() -> list[str]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from bench import baselines, gpu, ops_decode, ops_log_probs
 from bench import ops as case
 from bench import ops_rivals as rivals
 from bench.measure import NotExact
-from maskpack import RowLayout, ops
+from maskpack import ops
 
 CPU = torch.device("cpu")
 ROWS, SIZES = 5, case.Sizes(20, 37, 229, wide=(5, 33, 8), copies=(1 << 10, 1 << 12))
@@ -110,19 +108,6 @@ def test_a_lost_bit_raises(monkeypatch, owner, name, group):
         run(group)
 
 
-def test_a_layout_of_another_mask_raises(monkeypatch):
-    exact = RowLayout.from_mask
-
-    def lossy(mask, **more):
-        mask = mask.clone()
-        mask[-1, mask[-1].nonzero()[-1]] = False
-        return exact(mask) if not more else exact(mask, num_tokens=more["num_tokens"] - 1)
-
-    monkeypatch.setattr(RowLayout, "from_mask", lossy)
-    with pytest.raises(NotExact):
-        run("layout")
-
-
 @pytest.mark.parametrize("form", ["nested", "padded"])
 def test_a_lost_bit_of_decompress_raises(monkeypatch, form):
     exact = ops_decode.decompress
@@ -152,14 +137,6 @@ def test_masks_have_the_density_and_the_runs_that_their_names_say():
     assert masks[case.SCATTERED].float().mean() == pytest.approx(0.084, abs=0.02)
     assert runs[case.SCATTERED].sum() > 0.8 * masks[case.SCATTERED].sum()
     assert masks[case.ALL].all()
-
-
-@pytest.mark.parametrize(("rows", "width", "total"), [(5, 33, 8), (5, 33, 164), (5, 33, 165), (4, 7, 0), (1, 9, 3)])
-def test_uneven_rows_are_as_many_as_asked(rows, width, total):
-    mask = case.uneven_rows(rows, width, total)
-    assert mask.shape == (rows, width)
-    assert mask.sum() == total
-    assert all(row == sorted(row, reverse=True) for row in mask.tolist())
 
 
 @pytest.mark.parametrize("density", [0.0, 0.5])
@@ -206,20 +183,6 @@ def test_rivals_agree_with_naive_loops(density):
 # -------------------------------------------------------------------- the clock
 
 
-def test_all_times_contain_the_work_and_medians_are_of_interleaved_rounds():
-    calls = []
-
-    def work(name, seconds):
-        calls.append(name)
-        time.sleep(seconds)
-
-    works = {"a": lambda: work("a", 0.001), "b": lambda: work("b", 0.02)}
-    times = gpu.Clock(CPU, 3).measure(works)
-    for way in ("device", "wall", "host"):
-        assert 1000 <= getattr(times["a"], way) < getattr(times["b"], way) >= 20_000, way
-    assert "".join(calls) == "aabb" + 3 * "abbaabba"  # twice each for the synchronisations, then three ways of timing
-
-
 def test_the_warnings_of_torch_are_counted_as_synchronisations():
     def work():
         warnings.warn("something else", stacklevel=1)
@@ -253,22 +216,6 @@ def test_figures_show_ours_in_all_ways_and_the_others_in_their_best():
         ("waits / maskpack", 4.0, "x", None, None),
         ("maskpack / flows", 10 / 30, "x", "<= 0.5", True),
     ]
-
-
-def test_uploads_are_counted_from_the_trace(monkeypatch):
-    events = [
-        {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "args": {"bytes": 40}},
-        {"cat": "gpu_memcpy", "name": "CopyHostToDevice", "args": {"bytes": 2}},
-        {"cat": "gpu_memcpy", "name": "Memcpy DtoH (Device -> Pageable)", "args": {"bytes": 1}},
-        {"cat": "kernel", "name": "Memcpy HtoD", "args": {}},
-        {"name": "process_name"},
-    ]
-
-    def export(profile, file):
-        Path(file).write_text(json.dumps({"traceEvents": events}))
-
-    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
-    assert gpu.Clock(CPU, 1).uploads(lambda: None) == (42, 2)
 
 
 # -------------------------------------------------------------------- log-probs

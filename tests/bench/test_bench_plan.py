@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from xml.etree import ElementTree
-
 import numpy as np
 import pytest
 
 from bench import plan as case
-from bench import plan_chart
 from bench import plan_rivals as rivals
 from bench.measure import NotExact
 from bench.workloads import make_batch
@@ -90,10 +86,6 @@ def test_karmarkar_karp_gives_the_sums_of_the_one_by_loops(count):
         assert sorted(sum(lengths[row] for row in part) for part in parts) == partition_by_loops(lengths, count)
 
 
-def test_largest_processing_time_gives_each_row_to_the_lightest_rank():
-    assert rivals.largest_processing_time([3, 5, 3, 4, 3], 2) == [[1, 2], [3, 0, 4]]
-
-
 @pytest.mark.parametrize("shared_out", [False, True])
 def test_usual_plans_keep_the_order_and_have_equal_counts(shared_out):
     lengths = [6, 5, 4, 3, 9, 9, 9, 1]  # two ranks, two updates
@@ -169,21 +161,3 @@ def test_the_case_runs_with_its_targets_and_draws(measured, tmp_path):
         wanted[name, "balance_rows, worst of 20 seeds"] = "<= 1.10"
     assert {key: row["target"] for key, row in rows.items() if row["target"]} == wanted
     assert "5 rows of the reference workload" in chart.read_text()
-
-
-def heights(root, kind):
-    """Of the boxes of each bar, in the order drawn."""
-    paths = [path.get("d") for path in root.findall(f"{SVG}path") if path.get("class") == kind]
-    return [[float(high) for high in re.findall(r"v-([\d.]+)", path)] for path in paths]
-
-
-def test_the_chart_has_a_bar_a_micro_batch_a_box_a_row_and_padding_before_only():
-    bars = [[40, 10], [20, 20], [30], [40, 20, 30], [20, 10]]  # three micro-batches before, two after
-    root = ElementTree.fromstring(plan_chart.chart(bars[:3], bars[3:], 100, 200))
-    real = heights(root, "real")
-    a_token = real[0][0] / 40
-    assert real == [pytest.approx([a_token * n for n in bar], abs=0.06) for bar in bars]
-    assert heights(root, "padding") == [pytest.approx([30 * a_token], abs=0.06)]
-    texts = [text.text for text in root.findall(f"{SVG}text")]
-    assert "3 micro-batches, padded to the longest row of each: 80 % real" in texts
-    assert {"2 micro-batches, not padded:", "60 % of the budget used", "token budget 100"} <= set(texts)

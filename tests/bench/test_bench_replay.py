@@ -136,23 +136,6 @@ def _micro_batches(made, name):
     return case.plan_micro_batches(made.even.lengths, count * int(made.even.lengths[0])).micro_batches
 
 
-def test_works_know_their_share_and_their_flops():
-    made = stage()
-    works = {step: made.works(step) for step in (case.FORWARD, case.BOTH)}
-    whole = SHAPE.flops(made.rows.lengths, made.rows.responses)
-    assert works[case.FORWARD][case.OURS].flops == pytest.approx(whole)
-    padded = works[case.FORWARD]["padded to 36, 2 of 4 micro-batches run"]
-    assert (padded.share, padded.flops) == (0.6, pytest.approx(0.6 * whole))
-    prompt, response = round(float(made.rows.prompts.mean())), round(float(made.rows.responses.mean()))
-    even = 2 * (40 // (prompt + response))
-    for name in (case.EVEN, case.DENSE):
-        work = works[case.FORWARD][name]
-        assert work.share == even / 10
-        assert work.flops == pytest.approx(even * SHAPE.flops(np.array([prompt + response]), np.array([response])))
-    for name, work in works[case.BOTH].items():
-        assert work.flops == pytest.approx(3 * works[case.FORWARD][name].flops)
-
-
 def test_a_pass_leaves_no_gradients_and_checkpoints_only_to_train():
     made, runs = stage(), []
     made.causal_lm.model.layers[0].mlp.register_forward_pre_hook(lambda *_: runs.append(torch.is_grad_enabled()))
@@ -186,12 +169,3 @@ def test_lengths_fill_their_share_and_groups_share_a_prompt_length():
     for lengths, width in ((prompts, 512), (responses, 3584)):
         assert 0.4 * width < lengths.max() <= width
         assert 0.249 * width <= lengths.mean() <= 0.25 * width
-
-
-def test_the_batch_is_padded_on_both_sides():
-    batch = case.padded_batch(np.array([2, 3]), np.array([1, 4]), (3, 5), 50)
-    assert batch["attention_mask"].tolist() == [[0, 1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1, 0]]
-    assert batch["position_ids"].tolist() == [[0, 0, 1, 2, 2, 2, 2, 2], [0, 1, 2, 3, 4, 5, 6, 6]]
-    real = batch["attention_mask"].bool()
-    assert (batch["input_ids"][~real] == 49).all()
-    assert (batch["input_ids"][real] < 49).all()
