@@ -667,7 +667,7 @@ def outcome(made: Mutant, originals: dict[str, bytes], worst: Worst, most: int) 
     assert batch.codec or again.to_bytes() == written, "written twice, and different"
     for layout in ("padded", "nested"):
         try:
-            decompress(batch, format=layout, device="cpu", max_bytes=LIMIT)
+            decompress(batch, layout=layout, device="cpu", max_bytes=LIMIT)
         except MaskpackError:
             return "accepted, not decoded"
     return "accepted and decoded"

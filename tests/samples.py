@@ -52,10 +52,10 @@ def freeze(value: Any) -> Any:
 
 
 def bits(x: Tensor) -> bytes:
-    x = x.detach().cpu()
-    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-    x = x.reshape(-1).clone(memory_format=torch.contiguous_format)  # a single element may have any stride
-    return x.view(torch.uint8).numpy().tobytes()
+    x = x.detach().cpu().clone(memory_format=torch.contiguous_format)
+    if x.is_complex():
+        x = torch.view_as_real(x)
+    return x.reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
 
 
 def assert_same(seen: Any, expected: Any) -> None:

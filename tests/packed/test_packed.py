@@ -209,9 +209,9 @@ def test_named_fields(case: Case, data: st.DataObject) -> None:
 def test_device_argument(case: Case) -> None:
     want = TensorDict(dict(case.batch.items()), batch_size=case.batch.batch_size, device="cpu")
     packed = compress(case.batch, **case.options)
-    for layout in ("padded", "nested"):
-        got = decompress(packed, format=layout, device="cpu")  # type: ignore[arg-type]
-        assert_same_batch(unnest(got) if layout == "nested" else got, want)
+    for form in ("padded", "nested"):
+        got = decompress(packed, format=form, device="cpu")  # type: ignore[arg-type]
+        assert_same_batch(unnest(got) if form == "nested" else got, want)
 
 
 def test_field_in_a_sub_batch() -> None:
@@ -823,15 +823,15 @@ def test_pickle_with_and_without_buffers(case: Case) -> None:
 
 @quiet
 @given(batches(), st.sampled_from(["padded", "nested"]))
-def test_what_decompress_returns_is_writable_and_its_own(case: Case, layout: Any) -> None:
+def test_what_decompress_returns_is_writable_and_its_own(case: Case, form: Any) -> None:
     there, held = travelled(compress(case.batch, **case.options))
     before = [bytes(part) for part in held]
-    out = decompress(there, format=layout)
+    out = decompress(there, format=form)
     scribble(out)
     assert held == before
     assert_same_batch(decompress(there), case.batch)
     local = compress(case.batch, **case.options)
-    scribble(decompress(local, format=layout))
+    scribble(decompress(local, format=form))
     assert_same_batch(decompress(local), case.batch)
 
 
@@ -967,7 +967,7 @@ def test_a_row_that_is_not_there_is_no_slice(row: int) -> None:
 )
 def test_wrong_rows(rows: Any, message: str) -> None:
     packed = compress(rollout(), pad_token_id=0)
-    with pytest.raises(LayoutError, match=rf"^PackedBatch\.select: .*{message}"):
+    with pytest.raises(LayoutError, match=rf"^PackedBatch\.take: .*{message}"):
         packed[rows]
 
 

@@ -33,11 +33,11 @@ from maskpack.fields.registry import RL_FIELDS
 from maskpack.layout.jagged import jagged_all
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.packed import pickling as pickles
-from maskpack.packed.contents import Decoder
 from maskpack.packed.cuda import decode as staging
 from maskpack.packed.cuda import job_table as jobs
 from maskpack.packed.cuda import jobs as recipes
 from maskpack.packed.cuda import sources
+from maskpack.packed.decode import Decoder
 from maskpack.packed.encodings import Plain
 from maskpack.packed.references import Columns, Joined, Same
 
@@ -86,9 +86,9 @@ def by_kernel(packed: PackedBatch, *names: Any, format: Any = "padded", chunk: i
 
 def assert_decodes(packed: PackedBatch, *names: Any, chunk: int = jobs.CHUNK) -> None:
     """As the host does, bit for bit, padded and nested."""
-    for layout in ("padded", "nested"):
-        seen = by_kernel(packed, *names, format=layout, chunk=chunk)
-        oracle.assert_same_batch(seen, decompress(packed, *names, format=layout, device="cpu"))
+    for format in ("padded", "nested"):
+        seen = by_kernel(packed, *names, format=format, chunk=chunk)
+        oracle.assert_same_batch(seen, decompress(packed, *names, format=format, device="cpu"))
 
 
 # -------------------------------------------------------------------- single fields, against lists
@@ -392,10 +392,10 @@ def test_a_field_that_the_kernel_cannot_decode_takes_the_hosts_way(monkeypatch: 
 
     monkeypatch.setattr(staging, "uses_triton", lambda device, call: True)
     monkeypatch.setattr(staging, "parts_of", parts)
-    for layout in ("padded", "nested"):
-        seen = decompress(packed, format=layout, device="cpu")
+    for format in ("padded", "nested"):
+        seen = decompress(packed, format=format, device="cpu")
         monkeypatch.setattr(staging, "uses_triton", lambda device, call: False)
-        oracle.assert_same_batch(seen, decompress(packed, format=layout, device="cpu"))
+        oracle.assert_same_batch(seen, decompress(packed, format=format, device="cpu"))
         monkeypatch.setattr(staging, "uses_triton", lambda device, call: True)
     assert seen["returns"].offsets() is seen["advantages"].offsets()
 
@@ -409,7 +409,7 @@ def arrays_in(packed: PackedBatch) -> list[np.ndarray]:
 
 def in_tensor(packed: PackedBatch) -> PackedBatch:
     """As PackedBatch.pin_memory leaves it, in memory that is not pinned."""
-    fields, row_pads = pickles.together(
+    fields, row_pads = pickles.copy_to_one_buffer(
         (packed.fields, packed.row_pads), lambda nbytes: torch.empty(nbytes, dtype=torch.uint8).numpy()
     )
     return replace(packed, fields=fields, row_pads=row_pads)

@@ -667,7 +667,7 @@ def onto_meta(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def decoded(packed: mp.PackedBatch, *fields: str, layout: Any, device: Any) -> Any:
         assert device == torch.device("meta")
-        nested = mp.decompress(packed, *fields, format=layout)
+        nested = mp.decompress(packed, *fields, layout=layout)
         return TensorDict({name: nested[name].to("meta") for name in fields}, batch_size=nested.batch_size)
 
     monkeypatch.setattr(module, "decompress", decoded)
