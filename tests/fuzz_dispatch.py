@@ -1,7 +1,8 @@
 """Random sequences of dispatch, each step compared bit for bit with plain indexing of the padded batch.
 
     python -m tests.fuzz_dispatch --count 200 --seed 0 [--nodes 3]       sequences: put, call, move rows, fail, retry
-    python -m tests.fuzz_dispatch --threads 8 --seconds 60 [--nodes 3]   threads that share a group and a PackedBatch
+    python -m tests.fuzz_dispatch --threads 8 --seconds 60 [--nodes 3]   threads that share a group and a PackedBatch;
+                                                                         after --count sequences, if this is given
     python -m tests.fuzz_dispatch --kills 100 --seed 0                   a node dies while calls run, 100 times
 
 A failure prints its seed; the end prints what was done, and resident memory and file descriptors at the begin and the
@@ -163,7 +164,7 @@ class Sequence:
     def call(self) -> None:
         given, want = self.given()
         method, layout = ("echo", "echo_nested")[self.number(2)], ("padded", "nested", "view")[self.number(3)]
-        seen = self.group.call(method, given, layout=layout, balance=self.balance(want))
+        seen = self.group.call(method, given, format=layout, balance=self.balance(want))
         self.check(seen, want)
         if layout == "view":
             self.keep(seen, want)
@@ -241,7 +242,7 @@ class Sequence:
             return
         plan = self.group.plan(view, PROMPT + RESPONSE + self.number(60))
         layout = ("padded", "view")[self.number(2)]
-        seen = self.group.call("echo_in_parts", view, plan=plan, layout=layout)
+        seen = self.group.call("echo_in_parts", view, plan=plan, format=layout)
         self.check(seen, want)
         if layout == "view":
             view.with_fields(seen)
@@ -268,7 +269,7 @@ class Sequence:
         layout = ("padded", "nested", "view")[self.number(3)]
         before = self.group.num_ranks
         try:
-            seen = self.group.call("once", given, row, self.path(), how, layout=layout, timeout=timeout, grace=10.0)
+            seen = self.group.call("once", given, row, self.path(), how, format=layout, timeout=timeout, grace=10.0)
         except mp.errors.WorkerError as error:
             try:
                 seen = error.call.retry().result()
@@ -328,7 +329,7 @@ def run_threads(scene: Scene, args: argparse.Namespace) -> Counter[str]:
                 for half, call in zip(halves, calls, strict=True):
                     assert call.result() == [half.tolist()], "rows of another thread"
                 if kind in ("padded", "view"):
-                    check(group.call("echo", part, layout=kind), want)
+                    check(group.call("echo", part, format=kind), want)
                 elif kind == "put":
                     check(group.call("echo", group.put(part)), want)
                 elif kind == "packed":
@@ -421,13 +422,15 @@ def used() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=100, help="sequences")
+    parser.add_argument("--count", type=int, help="sequences (default 100, or none beside --threads)")
     parser.add_argument("--seed", type=int, default=0, help="of the first one")
     parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=0, help="threads that share a group, instead of sequences")
+    parser.add_argument("--threads", type=int, default=0, help="threads that share a group")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--kills", type=int, default=0, help="nodes that die, instead of sequences")
     args = parser.parse_args()
+    if args.count is None:
+        args.count = 0 if args.threads else 100
     warnings.simplefilter("ignore")
     set_list_to_stack(True).set()
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -454,7 +457,8 @@ def main() -> int:
         if args.kills:
             done = run_kills(cluster, args)
         else:
-            done = run_threads(scene, args) if args.threads else run_sequences(scene, args)
+            done = run_sequences(scene, args)
+            done.update(run_threads(scene, args) if args.threads else {})
         print(f"{dict(done)}, {time.monotonic() - begun:.0f} s; begin: {first}; end: {used()}")
     ray.shutdown()
     if cluster is not None:

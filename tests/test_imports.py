@@ -98,11 +98,13 @@ def may_import(module, library):
     return library not in HEAVY or package(module) in MAY_IMPORT_RAY
 
 
-def loaded(statement):
-    """The modules of a fresh interpreter after `statement`."""
-    code = f"{statement}\nimport sys\nprint(' '.join(sys.modules))"
+@pytest.fixture(scope="module")
+def loaded():
+    """The modules of a fresh interpreter after one import, and after another one."""
+    names = ["torch, tensordict, numpy", "maskpack", "maskpack.dispatch"]
+    code = "import sys\n" + "".join(f"import {name}\nprint(*sys.modules)\n" for name in names)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    return set(done.stdout.splitlines()[-1].split())
+    return dict(zip(names, (set(line.split()) for line in done.stdout.splitlines()), strict=True))
 
 
 FACTORIES = {
@@ -126,15 +128,15 @@ def without_device(source):
 # -------------------------------------------------------------------- what an import brings in
 
 
-def test_importing_maskpack_is_light():
-    modules = loaded("import maskpack")
+def test_importing_maskpack_is_light(loaded):
+    modules = loaded["maskpack"]
     assert {"maskpack", "torch", "tensordict", "numpy"} <= modules
-    assert modules & HEAVY <= loaded("import torch, tensordict, numpy") & {"triton"}
+    assert modules & HEAVY <= loaded["torch, tensordict, numpy"] & {"triton"}
     assert modules & {f"maskpack.{module}" for module in KERNELS} == set()
 
 
-def test_a_heavy_import_would_be_seen():
-    assert "ray" in loaded("import maskpack.dispatch")
+def test_a_heavy_import_would_be_seen(loaded):
+    assert "ray" in loaded["maskpack.dispatch"]
 
 
 # -------------------------------------------------------------------- arrows
@@ -185,6 +187,18 @@ def test_a_module_outside_the_packages_would_be_seen():
     with pytest.raises(AssertionError, match=r"maskpack/utils is no package"):
         forbidden("utils", "from maskpack import errors")
     assert {package(module) for module in SOURCES} == {*PACKAGES, "__init__", "__main__"}
+
+
+TESTS = Path(__file__).parent
+
+
+@pytest.mark.parametrize("file", [path.relative_to(TESTS).as_posix() for path in sorted(TESTS.rglob("*.py"))])
+def test_only_tests_of_benchmarks_import_them(file):
+    assert "bench" not in imports((TESTS / file).read_text()) or file.startswith("bench/")
+
+
+def test_an_import_of_a_benchmark_would_be_seen():
+    assert set(imports("def late():\n    from bench.workloads import make_batch\nimport bench.page")) == {"bench"}
 
 
 # -------------------------------------------------------------------- where tensors lie

@@ -471,8 +471,8 @@ def test_other_dtypes_are_not_stored():
 
 
 def test_bad_arguments_are_named():
-    with pytest.raises(mp.errors.LayoutError, match="layout is 'jagged'"):
-        PackedStorage(4, layout="jagged")
+    with pytest.raises(mp.errors.LayoutError, match="format is 'jagged'"):
+        PackedStorage(4, format="jagged")
     with pytest.raises(TypeError, match="pad_id"):
         PackedStorage(4, pad_id=0)
     with pytest.raises(TypeError, match="pad_id"):
@@ -576,14 +576,14 @@ def test_slots_and_layouts_that_cannot_be_are_named():
     for slot in (-1, [1.0]):
         with pytest.raises(mp.errors.LayoutError, match="expected whole numbers from 0"):
             storage(6).set(slot, batch(1, rows=1))
-    with pytest.raises(mp.errors.LayoutError, match="MaskNesting: layout is 'x'"):
-        MaskNesting(layout="x")  # type: ignore[arg-type]
+    with pytest.raises(mp.errors.LayoutError, match="MaskNesting: format is 'x'"):
+        MaskNesting(format="x")  # type: ignore[arg-type]
     with pytest.raises(mp.errors.LayoutError, match="MaskNesting: the batch has no rows"):
         MaskNesting(pad_token_id=PAD).inv(batch(1)[:0])
 
 
 MISUSES = """
-PackedStorage(4, layout="jagged")
+PackedStorage(4, format="jagged")
 PackedStorage(4, fields="responses")
 PackedStorage(4, fields=3)
 PackedStorage(4, fields=[3])
@@ -625,7 +625,7 @@ filled().restore(mp.PackedBatch.cat([packed] * 3))
 filled().loads("/nonexistent")
 MaskNesting(keep="a")
 MaskNesting(keep=3)
-MaskNesting(layout=None)
+MaskNesting(format=None)
 MaskNesting(codec="gzip")
 MaskNesting().forward(rows)
 MaskNesting(pad_token_id=PAD, keep=["nope"]).inv(rows)

@@ -20,6 +20,7 @@ import ray
 import torch
 import verl_workers
 from omegaconf import OmegaConf
+from samples import workload
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from verl import DataProto
 from verl.protocol import BatchData
@@ -36,7 +37,6 @@ from verl.workers.utils.losses import ppo_loss, value_loss
 from verl.workers.utils.padding import left_right_2_no_padding
 
 import maskpack as mp
-from bench.workloads import PAD_ID, make_batch
 from maskpack.adapters import verl
 from maskpack.adapters.verl.dispatch import Parcel
 
@@ -585,8 +585,8 @@ def test_decorators_in_the_wrong_order_raise():
 
     with pytest.raises(mp.MaskpackError, match="Put @register above @packed_endpoint"):
         verl.packed_endpoint(register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)(method))
-    with pytest.raises(mp.errors.LayoutError, match="layout is 'flat'"):
-        verl.packed_endpoint(layout="flat")(method)
+    with pytest.raises(mp.errors.LayoutError, match="format is 'flat'"):
+        verl.packed_endpoint(format="flat")(method)
 
 
 def wire_bytes(things):
@@ -676,15 +676,15 @@ def test_a_batch_that_was_packed_before_can_be_sent_again(group):
     assert_same(group.packed_score(data=packed), group.plain_score(data))
 
 
-def test_the_reference_workload_of_the_benchmarks(group):
-    """At its true widths, 2,048 and 14,336: the same results, from at least 12 times fewer bytes."""
+def test_rows_of_true_widths(group):
+    """2,048 and 14,336 columns: the same results, from at least 12 times fewer bytes."""
     rows = 64
-    batch = make_batch("reference", rows)
+    batch = workload(rows=rows, prompt=2048, response=14_336, pad=PAD)
     uid = np.array([f"group {row // 8}" for row in range(rows)], dtype=object)
     data = DataProto(batch=batch, non_tensor_batch={"uid": uid}, meta_info={"temperature": 1.0})
     assert_same(group.packed_seen(data), group.plain_seen(data))
     assert_same(group.packed_score(data), group.plain_score(data))
-    packed = verl.pack(data, pad_token_id=PAD_ID)
+    packed = verl.pack(data, pad_token_id=PAD)
     parts = [packed.take(slice(begin, begin + 32)) for begin in (0, 32)]
     assert 12 * wire_bytes(parts) <= wire_bytes(BatchData(data).chunk(chunks=2))
 

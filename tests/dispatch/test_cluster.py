@@ -18,11 +18,10 @@ import torch
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from samples import assert_same, freeze
+from samples import PAD, assert_same, freeze, workload
 from tensordict import TensorDict
 
 import maskpack as mp
-from bench.workloads import PAD_ID, make_batch
 from maskpack.dispatch import Broadcast, WorkerGroup, endpoint
 from maskpack.dispatch.placement import Placement, nodes_alive
 from maskpack.packed.references import arrays_of
@@ -124,12 +123,12 @@ def actors(nodes):
 
 @pytest.fixture(scope="module")
 def group(actors):
-    return WorkerGroup(actors, pad_token_id=PAD_ID)
+    return WorkerGroup(actors, pad_token_id=PAD)
 
 
 @pytest.fixture(scope="module")
 def whole_batch():
-    batch = make_batch("reference", B, prompt_width=512, response_width=4096)
+    batch = workload(rows=B, prompt=512, response=4096)
     batch["row"] = torch.arange(B)
     return batch
 
@@ -334,7 +333,7 @@ def test_several_batches_one_for_all_and_a_large_argument(group, batch, puts):
     ids=["same node", "same node, second speaks", "two nodes", "two nodes, one speaks there", "crossed"],
 )
 def test_ranks_of_two_actors(actors, batch, dp_ranks, collect, speakers):
-    group = WorkerGroup(actors, dp_ranks=dp_ranks, collect=collect, pad_token_id=PAD_ID)
+    group = WorkerGroup(actors, dp_ranks=dp_ranks, collect=collect, pad_token_id=PAD)
     assert group.num_ranks == 2
     assert_same(group.call("echo", batch), batch)
     halves = [list(range(B // 2)), list(range(B // 2, B))]
@@ -372,7 +371,7 @@ def test_the_store_keeps_what_ranks_overwrite(group, actors, batch):
 def test_actors_with_a_runtime_env(nodes, batch, tmp_path):
     (tmp_path / "of_the_cluster_tests.py").write_text("WORD = 'found'\n")
     environment = {"env_vars": {"MASKPACK_TEST": "set", "PYTHONPATH": str(tmp_path)}}
-    group = WorkerGroup([on(node, runtime_env=environment) for node in nodes], pad_token_id=PAD_ID)
+    group = WorkerGroup([on(node, runtime_env=environment) for node in nodes], pad_token_id=PAD)
     assert group.call("environment", batch[:4]) == [("set", "found")] * 2
     assert_same(group.call("echo", batch[:9]), batch[:9])
 
@@ -383,7 +382,7 @@ def test_actors_with_a_runtime_env(nodes, batch, tmp_path):
 @pytest.mark.parametrize("graceful", [True, False], ids=["drained", "killed"])
 def test_a_node_is_removed_while_rows_lie_on_it(cluster, actors, batch, tmp_path, graceful):
     node = cluster.add_node(num_cpus=1, **NODE)
-    group = WorkerGroup([*actors[:3], on(node.node_id, "gone")], pad_token_id=PAD_ID)
+    group = WorkerGroup([*actors[:3], on(node.node_id, "gone")], pad_token_id=PAD)
     kept = group.call("echo", batch, format="view")
     running = group.submit("sleep_in_the_last_rank", batch, str(tmp_path / "began"))
     while not (tmp_path / "began").exists():
@@ -394,7 +393,7 @@ def test_a_node_is_removed_while_rows_lie_on_it(cluster, actors, batch, tmp_path
             attempt()
         assert isinstance(caught.value.failures[0].error, ray.exceptions.RayActorError)
         assert_same(caught.value.call.retry().result(30), batch)
-    rest = WorkerGroup(actors[:3], pad_token_id=PAD_ID)
+    rest = WorkerGroup(actors[:3], pad_token_id=PAD)
     with pytest.raises(
         mp.errors.WorkerError, match=r'"echo" failed on 1 of 3 ranks: rank 2 \(rows 128 to 191\)'
     ) as caught:
@@ -411,7 +410,7 @@ def test_a_node_is_removed_while_rows_lie_on_it(cluster, actors, batch, tmp_path
 def test_one_retry_after_a_node_died_whose_first_rank_had_answered(cluster, actors, batch, tmp_path, own_group):
     """The rows that were kept there are sent again, and the ranks there get none."""
     node = cluster.add_node(num_cpus=1, **NODE)
-    group = WorkerGroup([actors[0], on(node.node_id, "first"), on(node.node_id, "gone")], pad_token_id=PAD_ID)
+    group = WorkerGroup([actors[0], on(node.node_id, "first"), on(node.node_id, "gone")], pad_token_id=PAD)
     group.call("echo", batch)
     call = group.submit("sleep_in_the_last_rank", batch, str(tmp_path / "began"), format="view")
     while not (tmp_path / "began").exists() or not ray.wait(call.parts[1].receipts, timeout=0)[0]:
@@ -420,9 +419,7 @@ def test_one_retry_after_a_node_died_whose_first_rank_had_answered(cluster, acto
     with pytest.raises(mp.errors.WorkerError, match=r"rank 2 \(rows 128 to 191\)") as caught:
         call.result()
     again = (
-        caught.value.call.retry()
-        if own_group
-        else caught.value.call.retry(WorkerGroup(actors[1:2], pad_token_id=PAD_ID))
+        caught.value.call.retry() if own_group else caught.value.call.retry(WorkerGroup(actors[1:2], pad_token_id=PAD))
     )
     view = again.result()
     assert {part.held for part in sources(view)}.isdisjoint({call.parts[1].packed})
@@ -432,7 +429,7 @@ def test_one_retry_after_a_node_died_whose_first_rank_had_answered(cluster, acto
 
 def test_rows_that_went_with_their_node_are_not_handed_out(cluster, actors, batch):
     node = cluster.add_node(num_cpus=1, **NODE)
-    group = WorkerGroup([actors[0], on(node.node_id)], pad_token_id=PAD_ID)
+    group = WorkerGroup([actors[0], on(node.node_id)], pad_token_id=PAD)
     call = group.submit("echo", batch, format="view")
     while not call.done():
         time.sleep(0.01)
@@ -452,7 +449,7 @@ def test_submit_waits_for_no_actor(nodes, actors, batch):
     busy, dead = on(nodes[1], "busy"), on(nodes[1], "dead")
     ray.kill(dead)
     held = busy.wait.remote()
-    group = WorkerGroup([actors[0], busy, dead, actors[3]], pad_token_id=PAD_ID)
+    group = WorkerGroup([actors[0], busy, dead, actors[3]], pad_token_id=PAD)
     asked = []
     with pytest.MonkeyPatch.context() as patch:
         for name in ("get", "wait"):
@@ -467,7 +464,7 @@ def test_submit_waits_for_no_actor(nodes, actors, batch):
 
 
 def test_sites_are_learnt_from_the_first_answers(nodes, actors, batch, puts, needed):
-    group = WorkerGroup(actors, pad_token_id=PAD_ID)
+    group = WorkerGroup(actors, pad_token_id=PAD)
     assert_same(group.call("echo", batch), batch)
     assert [len(packed) for packed in puts] == [B // RANKS] * RANKS, "each rank for itself"
     puts.clear(), needed.clear()
@@ -479,7 +476,7 @@ def test_sites_are_learnt_from_the_first_answers(nodes, actors, batch, puts, nee
 def test_an_actor_that_moved_is_found_by_its_next_receipt(cluster, nodes, batch):
     node = cluster.add_node(num_cpus=1, resources={"mover": 1}, **NODE)
     mover = Remote.options(resources={"mover": 0.5}, max_restarts=1).remote("mover")
-    group = WorkerGroup([on(nodes[0]), mover], pad_token_id=PAD_ID)
+    group = WorkerGroup([on(nodes[0]), mover], pad_token_id=PAD)
     assert_same(group.call("echo", batch), batch)
     assert group._store.sites()[1] == {node.node_id}
     other = cluster.add_node(num_cpus=1, resources={"mover": 1}, **NODE)

@@ -562,7 +562,7 @@ def test_several_batches_for_micro_batches(group, batch):
 def test_nested_micro_batches(group, batch):
     plan = group.plan(group.pack(batch), 40, oversize="alone")
     for layout in ("padded", "nested"):
-        result = group.call("scale_nested_in_parts", batch, plan=plan, layout=layout)
+        result = group.call("scale_nested_in_parts", batch, plan=plan, format=layout)
         result = result if layout == "padded" else mp.unnest(result)
         assert same_bits(result["values"], batch["old_log_probs"] * 2)
 
@@ -1053,8 +1053,8 @@ def test_methods_that_do_not_take_packed_rows(group, batch):
         async def asynchronously(self, batch):
             yield batch
 
-    with pytest.raises(mp.errors.LayoutError, match="layout is 'jagged'"):
-        endpoint(layout="jagged")
+    with pytest.raises(mp.errors.LayoutError, match="format is 'jagged'"):
+        endpoint(format="jagged")
     with pytest.raises(mp.errors.LayoutError, match="fields is the string 'values'"):
         endpoint(fields="values")(Worker.undecorated)
 

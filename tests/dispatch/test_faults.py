@@ -1,6 +1,6 @@
 """Faults of ranks and objects: one error that tells what is missing, nothing hangs, and a retry gives the same bits.
 
-The scenes are those of `python -m bench faults`; MASKPACK_FAULT_ROUNDS says how often each is played (default 2).
+The scenes are those of `python -m tests.faults`; MASKPACK_FAULT_ROUNDS says how often each is played (default 2).
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ import threading
 import time
 from pathlib import Path
 
+import fault_ranks
+import faults
 import numpy as np
 import pytest
 import ray
-from samples import freeze
+from fault_ranks import FACTOR, RANKS, RemoteDoomed, Sample, Team
+from faults import KINDS, SCENES, STORE, Tally, Wrong, check_error, failure, play, waiting
+from samples import PAD, freeze
 
 import maskpack as mp
-from bench import fault_ranks, faults
-from bench.fault_ranks import FACTOR, RANKS, RemoteDoomed, Sample, Team
-from bench.faults import KINDS, SCENES, STORE, Tally, Wrong, check_error, failure, play, waiting
-from bench.measure import NotExact
-from bench.workloads import PAD_ID
 from maskpack.dispatch import Broadcast, WorkerGroup
 
 ROUNDS = int(os.environ.get("MASKPACK_FAULT_ROUNDS", "2"))
@@ -104,10 +103,9 @@ def test_the_tally_counts_hangs_wrong_rows_and_failures():
     assert tally.hung == {"a": 1}
     assert (tally.tried["b"], tally.wrong["b"], tally.wrong["c"]) == (2, 2, 8)
     assert [type(error) for error in tally.failed["d"]] == [ZeroDivisionError]
-    with pytest.raises(NotExact, match="batch of the driver"):
+    with pytest.raises(Wrong, match="batch of the driver"):
         tally.attempt("e", sample, lambda: sample.expected.set("old_log_probs", sample.batch["old_log_probs"].zero_()))
-    names = {row.name: row.value for row in faults.report(Tally(tried={KINDS[0]: 3}, hung={KINDS[0]: 1}))}
-    assert (names[f"rounds, {KINDS[0]}"], names[f"hangs, {KINDS[0]}"], names[f"rounds, {KINDS[1]}"]) == (3, 1, 0)
+    assert [tally.faults(kind) for kind in "abcd"] == [(1, 0, 0), (0, 2, 0), (0, 8, 0), (0, 0, 1)]
 
 
 def test_no_error_and_another_error_than_expected_are_found(team, sample):
@@ -140,7 +138,7 @@ def _kept(team, batch):
         (lambda team, batch: batch, {}, False),
         (lambda team, batch: batch, {"balance": "tokens"}, False),
         (lambda team, batch: batch, {"balance": [range(rank, B, RANKS) for rank in range(RANKS)]}, False),
-        (lambda team, batch: mp.nest_batch_by_mask(batch, pad_token_id=PAD_ID), {}, False),
+        (lambda team, batch: mp.nest_batch_by_mask(batch, pad_token_id=PAD), {}, False),
         (lambda team, batch: team.group().pack(batch), {}, False),
         (lambda team, batch: team.group().put(batch), {}, False),
         (_kept, {}, True),
@@ -153,7 +151,7 @@ def test_a_retry_of_every_form(team, sample, given, options, permuted, layout):
     batch = given(team, sample.batch)
     team.ran()
     arm(team, 1, "raise")
-    error = failure(lambda: team.group().call("score", batch, FACTOR, layout=layout, **options))
+    error = failure(lambda: team.group().call("score", batch, FACTOR, format=layout, **options))
     (failed,) = error.failures
     assert failed.rank == 1
     assert team.ran() == sorted(set(range(B)) - set(_permuted(sample.batch)[failed.rows] if permuted else failed.rows))
@@ -190,7 +188,7 @@ def test_all_ranks_dead_and_new_ones(team, sample):
     doomed = [RemoteDoomed.remote() for _ in range(2)]
     for actor in doomed:
         ray.kill(actor)
-    error = failure(lambda: WorkerGroup(doomed, pad_token_id=PAD_ID).call("score", sample.batch, FACTOR))
+    error = failure(lambda: WorkerGroup(doomed, pad_token_id=PAD).call("score", sample.batch, FACTOR))
     half = B // 2
     died = ray.exceptions.RayActorError
     check_error(error, {0: (range(half), died), 1: (range(half, B), died)})
@@ -219,7 +217,7 @@ def test_what_failed_once_is_left_out_of_every_retry_after_it(team, sample):
 
 def test_a_rank_whose_method_was_late_with_something_else_is_asked_again(team, sample):
     """An error of the method is none of the call, whatever its type."""
-    alone = WorkerGroup(team.actors[:1], pad_token_id=PAD_ID)
+    alone = WorkerGroup(team.actors[:1], pad_token_id=PAD)
     arm(team, 0, "raise timeout")
     error = failure(lambda: alone.call("score", sample.batch, FACTOR))
     check_error(error, {0: (range(B), TimeoutError)})
@@ -299,7 +297,7 @@ def test_ctrl_c_takes_back_what_has_not_begun(team, sample):
     with waiting(team, 1) as folder:
         first = team.group().submit("score", sample.batch, FACTOR)
         faults.until((folder / "began").exists)
-        alone = WorkerGroup(team.actors[1:2], pad_token_id=PAD_ID)
+        alone = WorkerGroup(team.actors[1:2], pad_token_id=PAD)
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt) as caught:
             alone.call("score", sample.batch, FACTOR)
@@ -324,7 +322,7 @@ def test_awaits_that_were_cancelled_leave_nothing(team, sample):
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(call, 0.01)
 
-    alone = WorkerGroup(team.actors[1:2], pad_token_id=PAD_ID)
+    alone = WorkerGroup(team.actors[1:2], pad_token_id=PAD)
     with waiting(team, 1) as folder:
         first = alone.submit("score", sample.batch, FACTOR)
         faults.until((folder / "began").exists)
@@ -365,7 +363,7 @@ async def _awaited(call):
 
 def test_actors_that_start_again_come_back(team, sample):
     again = fault_ranks.RemoteWorker.options(max_restarts=-1).remote()
-    group = WorkerGroup([again, team.actors[1]], pad_token_id=PAD_ID)
+    group = WorkerGroup([again, team.actors[1]], pad_token_id=PAD)
     sample.check(group.call("score", sample.batch, FACTOR))
     ray.get(again.arm.remote("exit"))
     error = failure(lambda: group.call("score", sample.batch, FACTOR))

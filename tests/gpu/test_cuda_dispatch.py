@@ -104,7 +104,7 @@ def test_results_come_to_the_host(group: WorkerGroup, batch: TensorDict, method:
 
 @pytest.mark.parametrize("layout", ["padded", "nested"])
 def test_or_where_the_call_says(group: WorkerGroup, batch: TensorDict, layout: Any) -> None:
-    out = group.call("echo", batch, layout=layout, device="cuda")
+    out = group.call("echo", batch, format=layout, device="cuda")
     assert devices(out) == {"cuda"}
     assert out.device is not None
     assert out.device.type == "cuda"

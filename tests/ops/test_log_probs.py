@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench import ops_log_probs
-from bench.measure import NotExact
-from maskpack import MaskpackError, ops
+from maskpack import MaskpackError
 from maskpack.errors import LayoutError
 from maskpack.ops import log_probs as module
 from maskpack.ops.log_probs import packed_log_probs
@@ -596,55 +594,3 @@ def test_jagged_hidden_states_are_named() -> None:
     jagged = torch.nested.nested_tensor([torch.zeros(1, 3), torch.zeros(3, 3)], layout=torch.jagged)
     with pytest.raises(LayoutError, match=r"hidden is jagged float32 .* Pass the values of jagged ones"):
         call(hidden=jagged)
-
-
-# -------------------------------------------------------------------- the benchmark
-
-
-def test_the_benchmark_runs_at_a_tiny_size() -> None:
-    sizes = ops_log_probs.Sizes(rows=4, width=9, hidden=8, vocabulary=50, sample=5)
-    rows = ops_log_probs.rows(sizes, (0.3, 1.0), rounds=1, device=DEVICE)
-    assert len(rows) == 2 * (18 + 4 * 4)
-    assert len({(row.case, row.name) for row in rows}) == len(rows)
-    assert {row.case for row in rows} == {"logprobs density 0.3, 10 rows", "logprobs density 1, 36 rows"}
-    assert all(math.isfinite(row.value) and row.value >= 0 for row in rows)
-    assert all(row.target is None for row in rows)
-
-
-def test_the_benchmark_knows_the_errors_of_gradients() -> None:
-    sizes = ops_log_probs.Sizes(rows=4, width=30, hidden=16, vocabulary=300)
-    problem = ops_log_probs.make(sizes, 0.6, torch.device(DEVICE))
-    sure = ops_log_probs.with_sure_tokens(problem)
-    hidden = ops.pack(sure.hidden.detach(), sure.layout)
-    logits = (hidden.double() @ sure.weight.detach().double().T).gather(1, sure.ids[:, None])[:, 0]
-    assert logits[::7].tolist() == pytest.approx([12.0] * 11, abs=0.2)
-    assert logits[3::7].tolist() == pytest.approx([20.0] * 10, abs=0.3)
-    truth = exact_gradients(hidden, sure.weight.detach(), sure.ids, sure.slopes, torch.float64)
-    for seen, want in zip(ops_log_probs._gradients(sure), truth, strict=True):
-        assert relative(seen, want) < 1e-12
-    errors = ops_log_probs.gradient_errors(problem)
-    parts = ["hidden", "hidden of tokens with logit 12", "hidden of tokens with logit 20", "weight"]
-    assert list(errors) == parts
-    for part, rows, number in zip(parts, (..., slice(0, None, 7), slice(3, None, 7), ...), (0, 0, 0, 1), strict=True):
-        for name, work in ops_log_probs.WORKS.items():
-            grads = [*torch.autograd.grad(work(sure), (sure.hidden, sure.weight), sure.slopes.to(work(sure).dtype))]
-            grads[0] = ops.pack(grads[0], sure.layout)
-            assert errors[part][name] == pytest.approx(relative(grads[number][rows], truth[number][rows]), rel=1e-3)
-    assert errors["weight"]["ours"] < errors["weight"]["full logits"]
-
-
-def test_the_benchmark_refuses_gradients_worse_than_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = ops_log_probs.make(ops_log_probs.Sizes(4, 9, 8, 50), 0.6, torch.device(DEVICE))
-    works = ops_log_probs.WORKS | {"ours": lambda problem: ops_log_probs.packed(problem) * 1.1}
-    monkeypatch.setattr(ops_log_probs, "WORKS", works)
-    with pytest.raises(NotExact, match=r"the gradient of ours is 0\..* off the truth \(hidden\); that of plain torch"):
-        ops_log_probs.gradient_errors(problem)
-
-
-def test_the_works_of_the_benchmark_compute_the_same() -> None:
-    sizes = ops_log_probs.Sizes(rows=4, width=9, hidden=8, vocabulary=50)
-    problem = ops_log_probs.make(sizes, 0.6, torch.device(DEVICE))
-    packed = problem.hidden.detach().flatten(0, 1)[problem.layout.indices]
-    truth = torch.tensor(naive(packed, problem.weight.detach(), problem.ids)[0], dtype=torch.float64)
-    for work in ops_log_probs.WORKS.values():
-        assert error(work(problem).detach(), truth) < 0.05

@@ -17,11 +17,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import assert_same_batch
+from samples import PAD, workload
 from strategies import Case, batches, row_ops, rows_after
 from tensordict import TensorDict
 from test_encodings import DTYPES, FAMILIES, Rows, assert_holds, bounds_of, rows_like, words_of
 
-from bench.workloads import PAD_ID, make_batch
 from maskpack import EDGE, RL_FIELDS, MaskNestingSpec, PackedBatch, compress, decompress, unnest
 from maskpack.fields.registry import HINTS, Path
 from maskpack.packed.choose import Candidate, encode, encode_alone
@@ -63,8 +63,8 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_fields_of_the_reference_workload(variant: str) -> None:
-    batch = make_batch(variant, 64, prompt_width=64, response_width=448)
-    packed = compress(batch, pad_token_id=PAD_ID)
+    batch = workload(variant, 64, 96, 448)
+    packed = compress(batch, pad_token_id=PAD)
     found = {"/".join(path): kind_of(encoding) for path, encoding in packed.fields.items()}
     assert found == {**USUAL, **VARIANTS[variant]}
     assert_same_batch(decompress(packed), batch)
@@ -72,9 +72,9 @@ def test_fields_of_the_reference_workload(variant: str) -> None:
 
 def test_the_usual_fields_need_no_hints() -> None:
     """But for input_ids, whose two halves no glance can guess."""
-    batch = make_batch("m-rope", 64, prompt_width=64, response_width=448)
+    batch = workload("m-rope", 64, 96, 448)
     plain = RL_FIELDS | {name: dataclasses.replace(spec, hints=()) for name, spec in RL_FIELDS.items()}
-    packed = compress(batch, pad_token_id=PAD_ID, registry=plain)
+    packed = compress(batch, pad_token_id=PAD, registry=plain)
     found = {path[0]: kind_of(encoding) for path, encoding in packed.fields.items()}
     assert found == {**USUAL, "input_ids": "narrow", "position_ids": found["position_ids"]}
     assert found["position_ids"] != "plain"
@@ -83,10 +83,7 @@ def test_the_usual_fields_need_no_hints() -> None:
 
 def test_what_is_equal_stays_small_with_more_tokens() -> None:
     """Ten times the response: masks, positions, rewards and advantages take (almost) no byte more."""
-    short, long = (
-        compress(make_batch(rows=64, prompt_width=64, response_width=width), pad_token_id=PAD_ID)
-        for width in (448, 4480)
-    )
+    short, long = (compress(workload(rows=64, prompt=64, response=width), pad_token_id=PAD) for width in (448, 4480))
     for name in ("attention_mask", "position_ids", "response_mask", "advantages", "token_level_scores", "returns"):
         assert nbytes(long.fields[(name,)]) <= nbytes(short.fields[(name,)]) + 64, name
 
@@ -94,12 +91,12 @@ def test_what_is_equal_stays_small_with_more_tokens() -> None:
 def test_memory_of_compress_stays_below_a_share_of_the_batch() -> None:
     """numpy reports its memory to tracemalloc; torch's own (one copy of the real values, 8 % of the batch) is not in
     this number. Encoding reads the values a few times over, but never makes anything of the padded size."""
-    batch = make_batch(rows=64, prompt_width=256, response_width=1792)
+    batch = workload(rows=64, prompt=256, response=1792)
     padded = sum(x.numel() * x.element_size() for x in batch.values())
-    compress(batch[:1], pad_token_id=PAD_ID)
+    compress(batch[:1], pad_token_id=PAD)
     tracemalloc.start()
     try:
-        packed = compress(batch, pad_token_id=PAD_ID)
+        packed = compress(batch, pad_token_id=PAD)
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

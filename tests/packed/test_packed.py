@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import oracle
 import pytest
+import samples
 import strategies
 import torch
 from hypothesis import given
@@ -20,7 +21,6 @@ from strategies import Case, batches, row_ops, rows_after
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 
-from bench import workloads
 from maskpack import (
     EDGE,
     LAYOUTS,
@@ -47,26 +47,11 @@ quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 
 def rollout(rows: int = 6, prompt: int = 4, response: int = 8, seed: int = 0) -> TensorDict:
     """A batch whose every field nests."""
-    rng = np.random.default_rng(seed)
-    p, r = rng.integers(1, prompt + 1, rows), rng.integers(1, response + 1, rows)
-    places = torch.arange(prompt + response)
-    mask = (places >= torch.tensor(prompt - p)[:, None]) & (places < torch.tensor(prompt + r)[:, None])
-    ids = torch.from_numpy(rng.integers(1, 100, (rows, prompt + response))) * mask
-    scores = torch.from_numpy(rng.normal(size=(rows, response)).astype(np.float32))
-    return TensorDict(
-        {
-            "input_ids": ids,
-            "attention_mask": mask.long(),
-            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
-            "responses": ids[:, prompt:].clone(),
-            "response_mask": mask[:, prompt:].long(),
-            "advantages": torch.where(mask[:, prompt:], scores, 0.0),
-            "uid": NonTensorStack(*[NonTensorData(f"u{row}") for row in range(rows)]),
-            "temperature": NonTensorData(1.0, batch_size=[rows]),
-            "reward_baselines": torch.arange(rows, dtype=torch.float32),
-        },
-        batch_size=[rows],
-    )
+    batch = samples.workload(rows=rows, prompt=prompt, response=response, pad=0, fill=0.5, group=1, seed=seed)
+    names = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask", "advantages")
+    batch = batch.select(*names).set("uid", samples.per_row([f"u{row}" for row in range(rows)]))
+    batch["temperature"] = NonTensorData(1.0, batch_size=[rows])
+    return batch.set("reward_baselines", torch.arange(rows, dtype=torch.float32))
 
 
 def with_stray(batch: TensorDict) -> TensorDict:
@@ -224,9 +209,9 @@ def test_named_fields(case: Case, data: st.DataObject) -> None:
 def test_device_argument(case: Case) -> None:
     want = TensorDict(dict(case.batch.items()), batch_size=case.batch.batch_size, device="cpu")
     packed = compress(case.batch, **case.options)
-    for layout in ("padded", "nested"):
-        got = decompress(packed, layout=layout, device="cpu")  # type: ignore[arg-type]
-        assert_same_batch(unnest(got) if layout == "nested" else got, want)
+    for form in ("padded", "nested"):
+        got = decompress(packed, format=form, device="cpu")  # type: ignore[arg-type]
+        assert_same_batch(unnest(got) if form == "nested" else got, want)
 
 
 def test_field_in_a_sub_batch() -> None:
@@ -838,15 +823,15 @@ def test_pickle_with_and_without_buffers(case: Case) -> None:
 
 @quiet
 @given(batches(), st.sampled_from(["padded", "nested"]))
-def test_what_decompress_returns_is_writable_and_its_own(case: Case, layout: Any) -> None:
+def test_what_decompress_returns_is_writable_and_its_own(case: Case, form: Any) -> None:
     there, held = travelled(compress(case.batch, **case.options))
     before = [bytes(part) for part in held]
-    out = decompress(there, layout=layout)
+    out = decompress(there, format=form)
     scribble(out)
     assert held == before
     assert_same_batch(decompress(there), case.batch)
     local = compress(case.batch, **case.options)
-    scribble(decompress(local, layout=layout))
+    scribble(decompress(local, format=form))
     assert_same_batch(decompress(local), case.batch)
 
 
@@ -982,7 +967,7 @@ def test_a_row_that_is_not_there_is_no_slice(row: int) -> None:
 )
 def test_wrong_rows(rows: Any, message: str) -> None:
     packed = compress(rollout(), pad_token_id=0)
-    with pytest.raises(LayoutError, match=rf"^PackedBatch\.select: .*{message}"):
+    with pytest.raises(LayoutError, match=rf"^PackedBatch\.take: .*{message}"):
         packed[rows]
 
 
@@ -1107,8 +1092,8 @@ def test_fields_of_different_shape_are_not_joined() -> None:
 
 def test_wrong_arguments() -> None:
     packed = compress(rollout(), pad_token_id=0)
-    with pytest.raises(LayoutError, match=r"^decompress: layout is 'jagged'; expected \"padded\" or \"nested\""):
-        decompress(packed, layout="jagged")  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match=r"^decompress: format is 'jagged'; expected \"padded\" or \"nested\""):
+        decompress(packed, format="jagged")  # type: ignore[arg-type]
     with pytest.raises(LayoutError, match=r'^decompress: no field "gone" in the batch; it has .*advantages'):
         decompress(packed, "gone")
     with pytest.raises(LayoutError, match=r"^compress: the batch is a dict; expected a TensorDict"):
@@ -1236,19 +1221,19 @@ def test_row_counts_of_other_types() -> None:
         PackedBatch.cat([packed, 1])
 
 
-@pytest.mark.parametrize("variant", workloads.VARIANTS)
+@pytest.mark.parametrize("variant", samples.VARIANTS)
 def test_threads_give_the_same_bytes(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = workloads.make_batch(variant, 20, prompt_width=40, response_width=200)
-    alone = compress(batch, pad_token_id=workloads.PAD_ID).to_bytes()
+    batch = samples.workload(variant, 20, 40, 200)
+    alone = compress(batch, pad_token_id=samples.PAD).to_bytes()
     stray = batch.clone()
     stray["old_log_probs"][3, -1] = 7.0
     monkeypatch.setattr(tasks, "_LARGE", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    packed = compress(batch, pad_token_id=workloads.PAD_ID)
+    packed = compress(batch, pad_token_id=samples.PAD)
     assert packed.to_bytes() == alone
     assert_same_batch(decompress(packed), batch)
     with pytest.warns(MaskpackWarning, match='"old_log_probs"'):
-        assert_same_batch(decompress(compress(stray, pad_token_id=workloads.PAD_ID)), stray)
+        assert_same_batch(decompress(compress(stray, pad_token_id=samples.PAD)), stray)
 
 
 def test_a_lesson_is_not_forgotten_over_a_batch_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:

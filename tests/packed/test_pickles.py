@@ -22,7 +22,6 @@ from samples import assert_same
 from strategies import Case, batches
 from tensordict import NonTensorData, TensorDict
 
-from bench import workloads
 from maskpack import PER_ROW, MaskNestingSpec, PackedBatch, compress, decompress
 from maskpack.packed.pickling import Place, apart, gathered, together
 from maskpack.packed.references import arrays_of
@@ -38,11 +37,11 @@ def pack(batch: TensorDict, **more: Any) -> PackedBatch:
 
 def long_batch(rows: int = 40) -> TensorDict:
     """Rows long enough that their values outweigh everything else."""
-    return workloads.make_batch(workloads.VARIANTS[0], rows, prompt_width=64, response_width=256)
+    return samples.workload(rows=rows, prompt=64, response=256)
 
 
 def packed_long(rows: int = 40, **more: Any) -> PackedBatch:
-    return compress(long_batch(rows), pad_token_id=workloads.PAD_ID, **more)
+    return compress(long_batch(rows), pad_token_id=samples.PAD, **more)
 
 
 def parts(packed: PackedBatch) -> tuple[bytes, list[Place], Any, Buffers, Any]:
@@ -194,8 +193,8 @@ def test_another_process() -> None:
 
 def test_a_codec_whose_arrays_are_differences() -> None:
     """old_log_probs travels as its difference to rollout_log_probs."""
-    batch = workloads.make_batch(workloads.VARIANTS[0], 12, prompt_width=32, response_width=400)
-    packed = compress(batch, pad_token_id=workloads.PAD_ID, codec="zstd")
+    batch = samples.workload(rows=12, prompt=32, response=400)
+    packed = compress(batch, pad_token_id=samples.PAD, codec="zstd")
     records, shapes = parts(packed)[2]
     assert any(record is not None and record[2] is not None for record in records)
     assert len(shapes) == len(records)
@@ -236,11 +235,11 @@ def test_a_stream_places_records_buffers_and_objects(codec: str | None) -> None:
 
 def test_structure_is_small_and_arrays_are_out_of_band() -> None:
     batch = long_batch().exclude("uid", "extra_info")
-    packed = compress(batch, pad_token_id=workloads.PAD_ID)
+    packed = compress(batch, pad_token_id=samples.PAD)
     stream, buffers = sent(packed)
     carried = sum(buffer.raw().nbytes for buffer in buffers)
     bare = TensorDict({name: batch.get(name)[:0] for name in batch.keys()}, [0])  # noqa: SIM118
-    least = len(sent(compress(bare, pad_token_id=workloads.PAD_ID))[0])
+    least = len(sent(compress(bare, pad_token_id=samples.PAD))[0])
     assert len(stream) < least + 4096
     assert carried == packed.nbytes
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from samples import assert_same, per_row
+from samples import PAD, VARIANTS, assert_same, per_row, workload
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 import maskpack as mp
-from bench.workloads import PAD_ID, VARIANTS, make_batch
 
 P, R = 20, 50
 
@@ -26,8 +25,8 @@ def sliced(x, first, last):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("rows", [list(range(12)), [3, 1], [5]])
 def test_columns_that_are_real_in_any_row(variant, rows):
-    batch = make_batch(variant, 12, prompt_width=P, response_width=R)
-    packed = mp.compress(batch, pad_token_id=PAD_ID).take(rows)
+    batch = workload(variant, 12, P, R)
+    packed = mp.compress(batch, pad_token_id=PAD).take(rows)
     whole = mp.decompress(packed)
     real = [column for column in range(P + R) if any(row[column] for row in whole["attention_mask"].tolist())]
     trimmed = mp.decompress(packed, widths="trim")
@@ -39,23 +38,23 @@ def test_columns_that_are_real_in_any_row(variant, rows):
 
 
 def test_nested_rows_know_the_narrower_widths():
-    batch = make_batch("reference", 12, prompt_width=P, response_width=R)
-    packed = mp.compress(batch, pad_token_id=PAD_ID)[2:5]
+    batch = workload("reference", 12, P, R)
+    packed = mp.compress(batch, pad_token_id=PAD)[2:5]
     assert_same(mp.unnest(mp.decompress(packed, format="nested", widths="trim")), mp.decompress(packed, widths="trim"))
 
 
 def test_no_rows_and_no_tokens():
-    batch = make_batch("reference", 3, prompt_width=P, response_width=R)
-    packed = mp.compress(batch, pad_token_id=PAD_ID)
+    batch = workload("reference", 3, P, R)
+    packed = mp.compress(batch, pad_token_id=PAD)
     assert mp.decompress(packed[:0], widths="trim")["input_ids"].shape == (0, 0)
-    empty = batch.apply(lambda x: torch.full_like(x, PAD_ID) if x.dtype == torch.int64 else torch.zeros_like(x))
+    empty = batch.apply(lambda x: torch.full_like(x, PAD) if x.dtype == torch.int64 else torch.zeros_like(x))
     for name in ("attention_mask", "response_mask", "position_ids"):
         empty[name] = torch.zeros_like(empty[name])
-    assert mp.decompress(mp.compress(empty, pad_token_id=PAD_ID), widths="trim")["responses"].shape == (3, 0)
+    assert mp.decompress(mp.compress(empty, pad_token_id=PAD), widths="trim")["responses"].shape == (3, 0)
 
 
 def test_widths_that_are_none():
-    packed = mp.compress(make_batch("reference", 2, prompt_width=P, response_width=R), pad_token_id=PAD_ID)
+    packed = mp.compress(workload("reference", 2, P, R), pad_token_id=PAD)
     with pytest.raises(mp.errors.LayoutError, match=r"widths is 'trimmed'; expected \"canonical\" or \"trim\""):
         mp.decompress(packed, widths="trimmed")
 
@@ -147,9 +146,9 @@ def test_batch_dims_that_nothing_narrows_stay():
 def test_fields_that_would_differ_in_a_batch_dim_are_named():
     entries = {"attention_mask": MASK, "stray": torch.ones(3, WIDTH)}
     packed = packed_of(entries, WIDTH)
-    for layout in ("padded", "nested"):
+    for format in ("padded", "nested"):
         with pytest.raises(mp.errors.LayoutError) as caught:
-            mp.decompress(packed, layout=layout, widths="trim")
+            mp.decompress(packed, format=format, widths="trim")
         assert str(caught.value) == (
             'decompress: widths="trim" in a batch with batch dims (7,) behind its rows, of which its fields would keep '
             '"attention_mask" (4,), "stray" (7,); expected the same of each. Name fields of one axis, leave the widths '

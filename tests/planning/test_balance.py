@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import samples
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench import workloads
 from maskpack.errors import PlanError
 from maskpack.planning import FlopsModel, balance_rows, plan_micro_batches
 
@@ -24,9 +24,8 @@ def log_normal(rows: int, seed: int, sigma: float = 1.0) -> list[int]:
 
 
 def reference() -> list[int]:
-    """The lengths of the reference workload of the benchmarks."""
-    batch = workloads.make_batch(rows=256, prompt_width=256, response_width=1792)
-    return batch["attention_mask"].sum(-1).tolist()
+    """The lengths of 256 rows in groups."""
+    return [prompt + response for prompt, response in samples.lengths(256, 256, 1792)]
 
 
 def sums(parts: Sequence[Sequence[int]], lengths: Sequence[float]) -> list[float]:

@@ -1,5 +1,7 @@
 """Faults of a WorkerGroup, one after the other: what dies, gets lost, raises, is late or hangs, and what comes of it.
 
+    python -m tests.faults --rounds 100       test_faults.py plays some rounds
+
 Every attempt has a limit of time, and a thread that watches it. It must end in one WorkerError that names the method,
 the ranks and their rows; the other ranks keep their results; a retry runs the missing rows, once each, and nothing
 else; the result is that of a call without a fault, bit for bit; the batch of the driver is as it was; a normal call
@@ -14,11 +16,14 @@ nothing of maskpack (it starts in a second, a rank takes four), so it puts the p
 
 from __future__ import annotations
 
+import argparse
 import faulthandler
 import pickle
+import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,19 +31,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 import ray
 import torch
+from fault_ranks import FACTOR, MANY, RANKS, RemoteDoomed, RemoteKeeper, Sample, Team, samples
+from samples import PAD
 from tensordict import TensorDict, TensorDictBase
 
 import maskpack
-from bench.fault_ranks import FACTOR, MANY, RANKS, RemoteDoomed, RemoteKeeper, Sample, Team, samples
-from bench.measure import bits, progress, require_same
-from bench.report import Row
-from bench.workloads import PAD_ID
 from maskpack.dispatch import Call, WorkerGroup
 from maskpack.views.view import BatchView
 
-CASE = "faults"
 LIMIT = 60.0  # seconds of one attempt; it takes less than one
 STORE = 2**28
 KINDS = (
@@ -100,7 +104,7 @@ def wrong_rows(seen: Any, expected: TensorDict) -> int:
         left, right = seen[name], expected[name]
         if (left.dtype, left.shape) != (right.dtype, right.shape):
             return len(expected)
-        differ |= (bits(left) != bits(right)).reshape(len(expected), -1).any(1)
+        differ |= (left.view(torch.uint8) != right.view(torch.uint8)).reshape(len(expected), -1).any(1)
     return int(differ.sum())
 
 
@@ -130,10 +134,14 @@ class Tally:
             raise Wrong(f"{kind}: no end after {self.limit} s")
         if isinstance(outcome[0], BaseException):
             self.failed.setdefault(kind, []).append(outcome[0])
-            progress(f"  {kind}: {type(outcome[0]).__name__}: {outcome[0]}")
             return
         self.wrong[kind] = self.wrong.get(kind, 0) + wrong_rows(outcome[0], sample.expected)
-        require_same(f"{kind}: batch of the driver", sample.batch, sample.before)
+        if wrong_rows(sample.batch, sample.before):
+            raise Wrong(f"{kind}: the batch of the driver has changed")
+
+    def faults(self, kind: str) -> tuple[int, int, int]:
+        """Hangs, wrong rows and other failures."""
+        return self.hung.get(kind, 0), self.wrong.get(kind, 0), len(self.failed.get(kind, []))
 
 
 def caught(run: Callable[[], Any]) -> Any:
@@ -158,7 +166,7 @@ def _exit_during(team: Team, sample: Sample, tally: Tally) -> None:
 
     def kept_rows() -> TensorDictBase:
         sample.check(kept.materialize(get=ray.get))
-        others = WorkerGroup([actor for rank, actor in enumerate(team.actors) if rank != victim], pad_token_id=PAD_ID)
+        others = WorkerGroup([actor for rank, actor in enumerate(team.actors) if rank != victim], pad_token_id=PAD)
         return others.call("score", kept, 1.0)
 
     tally.attempt("exits during the call", sample, tried)
@@ -189,7 +197,7 @@ def _killed_before(team: Team, sample: Sample, tally: Tally) -> None:
     """The driver does not know yet of the death."""
     doomed, place = RemoteDoomed.remote(), 3
     ray.get(doomed.up.remote())
-    group = WorkerGroup([*team.actors[:place], doomed, *team.actors[place + 1 : RANKS]], pad_token_id=PAD_ID)
+    group = WorkerGroup([*team.actors[:place], doomed, *team.actors[place + 1 : RANKS]], pad_token_id=PAD)
 
     def call() -> Any:
         ray.kill(doomed)
@@ -250,7 +258,7 @@ def _peer(team: Team, sample: Sample, tally: Tally) -> None:
     half = len(sample.batch) // 2
 
     def run() -> TensorDictBase:
-        group = WorkerGroup(team.actors[:RANKS], dp_ranks=[0, 0, 1, 1], pad_token_id=PAD_ID)
+        group = WorkerGroup(team.actors[:RANKS], dp_ranks=[0, 0, 1, 1], pad_token_id=PAD)
         with waiting(team, 0):
             with waiting(team, 1, "wait, raise"):
                 call = group.submit("score", sample.batch, FACTOR, grace=0.2)
@@ -367,12 +375,11 @@ def play(scene: Callable[[Team, Sample, Tally], None], team: Team, sample: Sampl
     team.ran()
 
 
-# -------------------------------------------------------------------- the benchmark
+# -------------------------------------------------------------------- many rounds
 
 
-def run(rounds: int = 100) -> list[Row]:
-    """Hangs and wrong rows of `rounds` rounds of every kind. Raises Wrong at the first hang."""
-    progress(f"faults: {rounds} rounds")
+def run(rounds: int) -> Tally:
+    """Every kind of fault, `rounds` times. Ends at the first hang."""
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=STORE, log_to_driver=False)
     tally, begun = Tally(), time.perf_counter()
     try:
@@ -380,20 +387,26 @@ def run(rounds: int = 100) -> list[Row]:
         for number in range(rounds):
             for scene in SCENES:
                 play(scene, team, given[number % 2], tally)
-            progress(f"  round {number + 1} of {rounds}, {time.perf_counter() - begun:.0f} s")
+            print(f"  round {number + 1} of {rounds}, {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
     except Wrong:
         if not tally.hung:
             raise
     if not tally.hung:  # Ray would wait for what hangs
         ray.shutdown()
-    return report(tally)
+    return tally
 
 
-def report(tally: Tally) -> list[Row]:
-    out: list[Row] = []
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=100)
+    tally = run(parser.parse_args().rounds)
     for kind in KINDS:
-        out.append(Row(CASE, f"rounds, {kind}", tally.tried.get(kind, 0), "rounds"))
-        out.append(Row(CASE, f"hangs, {kind}", tally.hung.get(kind, 0), "hangs", "<= 0"))
-        out.append(Row(CASE, f"wrong rows, {kind}", tally.wrong.get(kind, 0), "rows", "<= 0"))
-        out.append(Row(CASE, f"other failures, {kind}", len(tally.failed.get(kind, [])), "rounds", "<= 0"))
-    return out
+        counts = tally.tried.get(kind, 0), *tally.faults(kind)
+        print("{}: {} rounds, {} hangs, {} wrong rows, {} other failures".format(kind, *counts))
+        for error in tally.failed.get(kind, []):
+            traceback.print_exception(error)
+    return int(any(any(tally.faults(kind)) for kind in KINDS))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -15,10 +15,9 @@ import numpy as np
 import ray
 import torch
 from ray import cloudpickle
+from samples import PAD, assert_same, workload
 from tensordict import TensorDict, TensorDictBase
 
-from bench.measure import require_same
-from bench.workloads import PAD_ID, make_batch
 from maskpack.dispatch import WorkerGroup, endpoint
 
 RANKS, MANY = 4, 8
@@ -130,7 +129,7 @@ class Team:
 
     def group(self, ranks: int = RANKS) -> WorkerGroup:
         """Where there are fewer actors than ranks, some are several ranks."""
-        return WorkerGroup((self.actors * ranks)[:ranks], pad_token_id=PAD_ID)
+        return WorkerGroup((self.actors * ranks)[:ranks], pad_token_id=PAD)
 
     def replace(self, rank: int) -> None:
         self._spares.append(RemoteWorker.remote())
@@ -151,8 +150,8 @@ class Sample:
     expected: TensorDict
 
     @classmethod
-    def of(cls, rows: int, prompt_width: int, response_width: int) -> Sample:
-        batch = make_batch("reference", rows, prompt_width=prompt_width, response_width=response_width)
+    def of(cls, rows: int, prompt: int, response: int) -> Sample:
+        batch = workload(rows=rows, prompt=prompt, response=response)
         batch["row"] = torch.arange(rows)
         return cls(batch, batch.clone(), Worker().score(batch.clone(), FACTOR))
 
@@ -161,7 +160,7 @@ class Sample:
         return list(range(rank * size, (rank + 1) * size))
 
     def check(self, seen: TensorDictBase) -> None:
-        require_same("result", seen, self.expected)
+        assert_same(seen, self.expected)
 
 
 def samples() -> tuple[Sample, Sample]:
