@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -32,26 +33,53 @@ from maskpack.fields.options import OnLoss, Options, Registry, Verify
 from maskpack.fields.registry import RL_FIELDS, Key, Path, show
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.nest import rows_only
-from maskpack.nesting.schema import LAYOUTS, FieldForm, read_layouts, write_layouts
+from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema, read_layouts, write_layouts
 from maskpack.nesting.survey import Survey, survey
 from maskpack.packed import pickling as pickles
 from maskpack.packed.choose import encode, encode_alone
-from maskpack.packed.contents import MAX_BYTES, Contents, Decoder, candidate, decoded_nbytes, on, trimmed, words_of_one
 from maskpack.packed.cuda import decode as staging
+from maskpack.packed.decode import (
+    MAX_BYTES,
+    Decoder,
+    candidate,
+    decoded_nbytes,
+    on,
+    trimmed,
+    word_dtype_of,
+    words_of_one,
+)
 from maskpack.packed.file import codec as codecs
 from maskpack.packed.file import container as wire
 from maskpack.packed.file import read as reading
 from maskpack.packed.file import write as manifest
 from maskpack.packed.join import joined
-from maskpack.packed.references import Joined, Own, Same, arrays_of
+from maskpack.packed.references import Encoding, Joined, Own, Same, arrays_of
 
 Target = Literal["padded", "nested"]
 Widths = Literal["canonical", "trim"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PackedBatch(Contents):
-    """Encoded rows. Build one with `compress`. Its attributes are those of `Contents`."""
+class PackedBatch:
+    """Encoded rows. Build one with `compress`.
+
+    Attributes:
+        num_rows: B.
+        schema: the forms of the fields, in key order.
+        layouts: a RowLayout for each mask, by name, on the host.
+        fields: the encoded values of every tensor.
+        objects: the Python objects.
+        row_pads: words [B], of the fields whose pad is PER_ROW.
+        codec: the codec that compresses the bytes when the batch is pickled or saved; None for none.
+    """
+
+    num_rows: int
+    schema: Schema
+    layouts: Mapping[str, RowLayout]
+    fields: Mapping[Path, Encoding]
+    objects: Mapping[Path, Objects]
+    row_pads: Mapping[Path, Words]
+    codec: str | None = None
 
     def __len__(self) -> int:
         return self.num_rows
@@ -66,6 +94,27 @@ class PackedBatch(Contents):
         arrays += [array for field in self.fields.values() for array in arrays_of(field)]
         arrays += [array for entry in self.objects.values() for array in entry.arrays()]
         return sum(array.nbytes for array in [*arrays, *self.row_pads.values()])
+
+    @cached_property
+    def forms(self) -> dict[Path, FieldForm]:
+        """The form of each entry, by its path."""
+        return {form.path: form for form in self.schema.forms}
+
+    @cached_property
+    def _row_numbers(self) -> IntArray:
+        """Bounds of the rows of a field that stays padded; a batch without batch dims is one row."""
+        return np.arange((1 if self.schema.root.more_dims is None else self.num_rows) + 1)
+
+    def bounds(self, path: Path) -> IntArray:
+        """int64 [B + 1]: where the rows of a field begin and end among its words."""
+        form = self.forms[path]
+        rows = self._row_numbers if form.layout is None else self.layouts[form.layout].row_offsets
+        items = words_of_one(form)
+        return rows if items == 1 else rows * items
+
+    def words_nbytes(self, path: Path) -> int:
+        """Bytes of the words of a field, decoded."""
+        return int(self.bounds(path)[-1]) * word_dtype_of(self.forms[path]).itemsize
 
     def lengths(self, layout: str) -> IntArray:
         """int64 [B]: row lengths of one of the layouts, for planning."""
@@ -122,7 +171,7 @@ class PackedBatch(Contents):
         batches = list_of(batches, PackedBatch, "PackedBatch.cat", "Compress what is not packed.")
         for batch in batches:
             batch._need_rows("cat")
-        return batches[0] if len(batches) == 1 else PackedBatch._of(joined(batches, "PackedBatch.cat"))
+        return batches[0] if len(batches) == 1 else joined(batches, "PackedBatch.cat")
 
     def _slice(self, start: int, stop: int) -> PackedBatch:
         rows = slice(start, stop)
@@ -144,10 +193,6 @@ class PackedBatch(Contents):
                 f"PackedBatch.{call}: the batch was packed from a TensorDict with batch_size [], whose rows are no "
                 "batch dim. Give the TensorDict batch_size=[rows] before packing."
             )
-
-    @classmethod
-    def _of(cls, contents: Contents) -> PackedBatch:
-        return cls(**{field.name: getattr(contents, field.name) for field in fields(contents)})
 
     # ---------------------------------------------------------------- decoding
 
@@ -208,7 +253,7 @@ class PackedBatch(Contents):
         call = "PackedBatch.from_bytes"
         flag(allow_pickle, "allow_pickle", call)
         _check_limit(max_bytes, call)
-        return cls._of(reading.read(wire.read(data, call), call, allow_pickle, max_bytes))
+        return reading.read(cls, wire.read(data, call), call, allow_pickle, max_bytes)
 
     @classmethod
     def load(
@@ -233,7 +278,7 @@ class PackedBatch(Contents):
         flag(allow_pickle, "allow_pickle", "PackedBatch.load")
         flag(mmap, "mmap", "PackedBatch.load")
         _check_limit(max_bytes, "PackedBatch.load")
-        return cls._of(reading.read(wire.read(wire.loaded(file, mmap), call), call, allow_pickle, max_bytes))
+        return reading.read(cls, wire.read(wire.loaded(file, mmap), call), call, allow_pickle, max_bytes)
 
     def _pieces(self, allow_pickle: bool, checksum: bool, call: str) -> wire.Pieces:
         flag(allow_pickle, "allow_pickle", call)
@@ -258,7 +303,7 @@ def _path(file: Any, call: str) -> str:
 
 
 def _unpickled(*parts: Any) -> PackedBatch:
-    return PackedBatch._of(pickles.read(*parts))  # type: ignore[reportPrivateUsage]
+    return PackedBatch(*pickles.read(*parts))
 
 
 # -------------------------------------------------------------------- in and out

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,17 +22,18 @@ from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.checks import edge_pads, one_rule
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.packed.choose import encode_alone
-from maskpack.packed.contents import Contents, Decoder, candidate, words_of_one
+from maskpack.packed.decode import Decoder, candidate, words_of_one
 from maskpack.packed.encodings import Plain
 from maskpack.packed.references import Encoding, Joined, Same
 
-_Batch = TypeVar("_Batch", bound=Contents)
+if TYPE_CHECKING:
+    from maskpack.packed.batch import PackedBatch
 
 APART = "its batches hold it in different forms"
 """Why a field that the batches hold in different forms is dense."""
 
 
-def joined(batches: Sequence[Contents], call: str) -> Contents:
+def joined(batches: Sequence[PackedBatch], call: str) -> PackedBatch:
     """The rows of several batches with the same fields, one after the other. Fields of different widths meet at the
     anchors of their layouts. Raises LayoutError, in the name of `call`, if fields, dtypes or shapes of elements
     differ."""
@@ -85,7 +86,15 @@ def joined(batches: Sequence[Contents], call: str) -> Contents:
         for form in forms
         if form.kind == "object"
     }
-    whole = Contents(rows, schema, layouts, fields, objects, row_pads, batches[0].codec)
+    whole = replace(
+        batches[0],
+        num_rows=rows,
+        schema=schema,
+        layouts=layouts,
+        fields=fields,
+        objects=objects,
+        row_pads=row_pads,
+    )
     for form in forms:
         if form.path in apart:
             fields[form.path] = encode_alone(candidate(form, words(apart[form.path]).numpy(), whole.bounds(form.path)))
@@ -131,7 +140,7 @@ def _apart(column: Sequence[FieldForm]) -> FieldForm:
 
 
 def _pads(
-    column: Sequence[FieldForm], batches: Sequence[Contents], decoders: Sequence[Decoder]
+    column: Sequence[FieldForm], batches: Sequence[PackedBatch], decoders: Sequence[Decoder]
 ) -> tuple[tuple[PadValue, ...], Words | None] | None:
     """The pad of all rows of a padded field, and the words [B] of one pad a row where no one pad holds for all. None
     where rows padded by EDGE meet constants, and neither can be said by the other."""
@@ -168,7 +177,7 @@ def _edges(path: Path, decoder: Decoder, layout: RowLayout) -> tuple[Words, npt.
 def _check_axis(
     path: Path,
     column: Sequence[FieldForm],
-    batches: Sequence[Contents],
+    batches: Sequence[PackedBatch],
     layouts: Mapping[str, RowLayout],
     call: str,
 ) -> None:
@@ -196,7 +205,7 @@ def _check_dims(nodes: Sequence[Node], name: str, call: str) -> None:
 # -------------------------------------------------------------------- fields of a batch, and of several
 
 
-def restricted(batch: _Batch, paths: Collection[Path]) -> _Batch:
+def restricted(batch: PackedBatch, paths: Collection[Path]) -> PackedBatch:
     """The batch with some of its fields. Those that took their words from others that are left out have their own."""
     above = {path[:n] for path in paths for n in range(1, len(path))}
     forms = [form for form in batch.schema.forms if form.path in paths or (form.kind == "node" and form.path in above)]
@@ -222,26 +231,27 @@ def restricted(batch: _Batch, paths: Collection[Path]) -> _Batch:
     )
 
 
-def merged(parts: Sequence[Contents], order: Sequence[Path]) -> Contents:
+def merged(parts: Sequence[PackedBatch], order: Sequence[Path]) -> PackedBatch:
     """The fields of several batches with the same rows and layouts, in the order given; no field is in two of them."""
     forms = {form.path: form for part in reversed(parts) for form in part.schema.forms}
     axes = {axis[0]: axis for part in reversed(parts) for axis in part.schema.axes}
     first = parts[0]
-    return Contents(
-        first.num_rows,
-        Schema(first.schema.root, tuple(forms[path] for path in order), tuple(axes.values())),
-        {name: layout for part in reversed(parts) for name, layout in part.layouts.items()},
-        {path: encoding for part in parts for path, encoding in part.fields.items()},
-        {path: held for part in parts for path, held in part.objects.items()},
-        {path: pads for part in parts for path, pads in part.row_pads.items()},
-        first.codec,
+    return replace(
+        first,
+        schema=Schema(first.schema.root, tuple(forms[path] for path in order), tuple(axes.values())),
+        layouts={name: layout for part in reversed(parts) for name, layout in part.layouts.items()},
+        fields={path: encoding for part in parts for path, encoding in part.fields.items()},
+        objects={path: held for part in parts for path, held in part.objects.items()},
+        row_pads={path: pads for part in parts for path, pads in part.row_pads.items()},
     )
 
 
 # -------------------------------------------------------------------- values
 
 
-def _encoding(whole: Contents, form: FieldForm, batches: Sequence[Contents], decoders: Sequence[Decoder]) -> Encoding:
+def _encoding(
+    whole: PackedBatch, form: FieldForm, batches: Sequence[PackedBatch], decoders: Sequence[Decoder]
+) -> Encoding:
     """The rows of one field in one encoding: that of the parts where they agree, else a new one."""
     path = form.path
     with_rows = [batch.num_rows > 0 for batch in batches]
@@ -261,7 +271,7 @@ def _encoding(whole: Contents, form: FieldForm, batches: Sequence[Contents], dec
     return encode_alone(candidate(form, line, cumulated(np.concatenate([np.diff(own) for own in bounds]))))
 
 
-def _stands(whole: Contents, encoding: Same | Joined) -> bool:
+def _stands(whole: PackedBatch, encoding: Same | Joined) -> bool:
     """Whether the fields that an encoding takes its words from keep their rows: none of them became dense."""
     others = [encoding.field] if isinstance(encoding, Same) else [encoding.head, encoding.tail]
     return all(whole.forms[other].layout is not None for other in others)
@@ -270,7 +280,7 @@ def _stands(whole: Contents, encoding: Same | Joined) -> bool:
 def _padded(
     form: FieldForm,
     column: Sequence[FieldForm],
-    batches: Sequence[Contents],
+    batches: Sequence[PackedBatch],
     decoders: Sequence[Decoder],
     layouts: Mapping[str, RowLayout],
     call: str,
@@ -291,7 +301,7 @@ def _padded(
     return torch.cat(parts)
 
 
-def _row_pads(batch: Contents, path: Path) -> Words:
+def _row_pads(batch: PackedBatch, path: Path) -> Words:
     if path in batch.row_pads:
         return batch.row_pads[path]
     return _pad_words(batch.forms[path], batch.num_rows)
@@ -308,20 +318,20 @@ def _pad_words(form: FieldForm, rows: int) -> Words:
 # -------------------------------------------------------------------- objects
 
 
-def _dims(batch: Contents, path: Path) -> tuple[int, ...]:
+def _dims(batch: PackedBatch, path: Path) -> tuple[int, ...]:
     """The batch dims that an object of the batch stands for."""
     node = batch.schema.root if len(path) == 1 else batch.forms[path[:-1]].node
     assert node is not None
     return node.batch_size(batch.num_rows)
 
 
-def with_stacks(batches: Sequence[_Batch]) -> list[_Batch]:
+def with_stacks(batches: Sequence[PackedBatch]) -> list[PackedBatch]:
     """The batches, with each sub-batch that one of them holds as a lazy stack held so by all."""
     stacks = {path for batch in batches for path, held in batch.objects.items() if held.stacked}
     return [_with_stack(batch, stacks & {f.path for f in batch.schema.forms if f.kind == "node"}) for batch in batches]
 
 
-def _with_stack(batch: _Batch, paths: set[Path]) -> _Batch:
+def _with_stack(batch: PackedBatch, paths: set[Path]) -> PackedBatch:
     """The batch with some of its sub-batches as objects, one a row."""
     for path in paths:
         below = [form for form in batch.schema.forms if form.path[: len(path)] == path]

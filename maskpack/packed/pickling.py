@@ -1,6 +1,6 @@
 """Pickling a packed batch, for Ray and between processes: its structure as a small stream, its arrays as buffers.
 
-    Contents --apart--> stream, arrays --gathered--> one buffer, or one that is there and one for the rest
+    PackedBatch --apart--> stream, arrays --gathered--> one buffer, or one that is there and one for the rest
 
 Arrays that lie together in one buffer, as `compress` lays them, travel without a copy. Such pickles are for processes
 with one version of maskpack that trust each other; wire.py has the form of bytes for all others.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from tensordict import is_tensorclass
@@ -19,9 +19,11 @@ from tensordict import is_tensorclass
 from maskpack.core.bits import Words, address, root_of
 from maskpack.core.objects import Objects
 from maskpack.fields.registry import Path
-from maskpack.packed.contents import Contents
 from maskpack.packed.file import codec
 from maskpack.packed.file.write import near
+
+if TYPE_CHECKING:
+    from maskpack.packed.batch import PackedBatch
 
 _T = TypeVar("_T")
 _SLACK = 1.1
@@ -158,7 +160,7 @@ def _view(body: Words, begin: int, dtype: Any, shape: tuple[int, ...]) -> Words:
 # -------------------------------------------------------------------- a packed batch
 
 
-def write(packed: Contents) -> tuple[bytes, list[type[Any]], list[Place], Any, list[Words]]:
+def write(packed: PackedBatch) -> tuple[bytes, list[type[Any]], list[Place], Any, list[Words]]:
     """The structure without the Python objects, its tensorclasses, where its arrays lie, the records of the codec, and
     the buffers."""
     stream, arrays, kinds = apart(
@@ -181,8 +183,8 @@ def read(
     records: Any,
     buffers: Sequence[Any],
     objects: Mapping[Path, Objects],
-) -> Contents:
-    """The inverse of `write`; the arrays are read-only views of the buffers."""
+) -> tuple[Any, ...]:
+    """The attributes of the PackedBatch that `write` was given; its arrays are read-only views of the buffers."""
     bodies = [_body(buffer) for buffer in buffers]
     arrays: list[Words] = [_view(bodies[number], begin, dtype, shape) for number, begin, dtype, shape in places]
     if records is not None:
@@ -190,7 +192,7 @@ def read(
         lines = codec.restored(arrays, squeezed, "PackedBatch")
         arrays = [line.reshape(shape) for line, shape in zip(lines, shapes, strict=True)]
     rows, schema, layouts, fields, row_pads, name = _Reader(stream, arrays, kinds).load()
-    return Contents(rows, schema, layouts, fields, objects, row_pads, name)
+    return (rows, schema, layouts, fields, objects, row_pads, name)
 
 
 def _body(buffer: Any) -> Words:

@@ -30,7 +30,7 @@ from maskpack.errors import LayoutError
 from maskpack.fields.registry import Path, show
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.batch import PackedBatch
-from maskpack.packed.contents import word_dtype_of
+from maskpack.packed.decode import word_dtype_of
 from maskpack.packed.file import container as wire
 from maskpack.packed.file import write as manifest
 from maskpack.packed.references import KINDS, kind_of

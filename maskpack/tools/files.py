@@ -27,7 +27,7 @@ from maskpack.core.tree import is_object, walk
 from maskpack.errors import MaskpackError
 from maskpack.fields.registry import RL_FIELDS, MaskNestingRegistry
 from maskpack.packed.batch import PackedBatch
-from maskpack.packed.contents import MAX_BYTES
+from maskpack.packed.decode import MAX_BYTES
 from maskpack.packed.sizes import printable
 from maskpack.tools.verl_files import holds_data_proto, read_data_proto
 

@@ -21,7 +21,6 @@ from maskpack.errors import LayoutError
 from maskpack.fields.registry import Key, Path
 from maskpack.layout.row_layout import RowLayout
 from maskpack.packed.batch import PackedBatch
-from maskpack.packed.contents import Contents
 from maskpack.packed.join import APART, joined, merged, restricted
 from maskpack.packed.pickling import together
 from maskpack.views.origins import UNKNOWN, Origins
@@ -180,7 +179,7 @@ class Strand:
         if self.head is None or (len(parts) == 1 and _alike(parts[0], self.declared())):
             whole = parts[0]
         else:
-            whole = _packed(joined([self.declared(), *parts], "BatchView.materialize"))
+            whole = joined([self.declared(), *parts], "BatchView.materialize")
         return whole if order is None else whole.take(order)
 
 
@@ -206,7 +205,7 @@ def strands_joined(strands: Sequence[Strand], paths: Sequence[Path]) -> Strand:
             sources.setdefault(key, source)
         numbered.append(strand.segments.renumbered(np.array([numbers[key] for key in keys], np.int64)))
     heads = list({id(strand.head): only(strand.declared(), paths) for strand in strands}.values())
-    head = heads[0] if len(heads) == 1 else _packed(joined(heads, "BatchView.cat"))
+    head = heads[0] if len(heads) == 1 else joined(heads, "BatchView.cat")
     if any(form.reason == APART for form in head.schema.forms):  # its parts are not widened: do they fit as they are?
         joined([head, *(only(source.outline.head, paths) for source in sources.values())], "BatchView.cat")
     return Strand(tuple(paths), tuple(sources.values()), Segments.cat(numbered), head)
@@ -229,17 +228,13 @@ def without(strand: Strand, paths: Collection[Path]) -> Strand:
 def parts_merged(parts: Sequence[PackedBatch], order: Sequence[Path]) -> PackedBatch:
     if len(parts) == 1 and tuple(form.path for form in parts[0].schema.forms) == tuple(order):
         return parts[0]
-    return _packed(merged(parts, order))
+    return merged(parts, order)
 
 
 def only(packed: PackedBatch, paths: Sequence[Path]) -> PackedBatch:
     if len(paths) == len(packed.schema.forms):
         return packed
-    return _packed(restricted(packed, set(paths)))
-
-
-def _packed(contents: Contents) -> PackedBatch:
-    return PackedBatch(**{name: getattr(contents, name) for name in Contents.__dataclass_fields__})
+    return restricted(packed, set(paths))
 
 
 def _alike(part: PackedBatch, head: PackedBatch) -> bool:

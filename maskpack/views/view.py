@@ -25,7 +25,7 @@ from maskpack.errors import LayoutError
 from maskpack.fields.registry import Key, Path, show
 from maskpack.layout.row_layout import RowLayout
 from maskpack.packed.batch import PackedBatch, Target, decompress
-from maskpack.packed.contents import MAX_BYTES
+from maskpack.packed.decode import MAX_BYTES
 from maskpack.views.origins import Origins
 from maskpack.views.segments import Segments
 from maskpack.views.strand import Outline, Source, Strand, assembled, narrowed, parts_merged, strands_joined, without

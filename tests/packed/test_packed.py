@@ -224,9 +224,9 @@ def test_named_fields(case: Case, data: st.DataObject) -> None:
 def test_device_argument(case: Case) -> None:
     want = TensorDict(dict(case.batch.items()), batch_size=case.batch.batch_size, device="cpu")
     packed = compress(case.batch, **case.options)
-    for layout in ("padded", "nested"):
-        got = decompress(packed, layout=layout, device="cpu")  # type: ignore[arg-type]
-        assert_same_batch(unnest(got) if layout == "nested" else got, want)
+    for form in ("padded", "nested"):
+        got = decompress(packed, format=form, device="cpu")  # type: ignore[arg-type]
+        assert_same_batch(unnest(got) if form == "nested" else got, want)
 
 
 def test_field_in_a_sub_batch() -> None:
@@ -838,15 +838,15 @@ def test_pickle_with_and_without_buffers(case: Case) -> None:
 
 @quiet
 @given(batches(), st.sampled_from(["padded", "nested"]))
-def test_what_decompress_returns_is_writable_and_its_own(case: Case, layout: Any) -> None:
+def test_what_decompress_returns_is_writable_and_its_own(case: Case, form: Any) -> None:
     there, held = travelled(compress(case.batch, **case.options))
     before = [bytes(part) for part in held]
-    out = decompress(there, layout=layout)
+    out = decompress(there, format=form)
     scribble(out)
     assert held == before
     assert_same_batch(decompress(there), case.batch)
     local = compress(case.batch, **case.options)
-    scribble(decompress(local, layout=layout))
+    scribble(decompress(local, format=form))
     assert_same_batch(decompress(local), case.batch)
 
 
@@ -1107,8 +1107,8 @@ def test_fields_of_different_shape_are_not_joined() -> None:
 
 def test_wrong_arguments() -> None:
     packed = compress(rollout(), pad_token_id=0)
-    with pytest.raises(LayoutError, match=r"^decompress: layout is 'jagged'; expected \"padded\" or \"nested\""):
-        decompress(packed, layout="jagged")  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match=r"^decompress: format is 'jagged'; expected \"padded\" or \"nested\""):
+        decompress(packed, format="jagged")  # type: ignore[arg-type]
     with pytest.raises(LayoutError, match=r'^decompress: no field "gone" in the batch; it has .*advantages'):
         decompress(packed, "gone")
     with pytest.raises(LayoutError, match=r"^compress: the batch is a dict; expected a TensorDict"):

@@ -33,11 +33,11 @@ from maskpack.fields.registry import RL_FIELDS
 from maskpack.layout.jagged import jagged_all
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.packed import pickling as pickles
-from maskpack.packed.contents import Decoder
 from maskpack.packed.cuda import decode as staging
 from maskpack.packed.cuda import job_table as jobs
 from maskpack.packed.cuda import jobs as recipes
 from maskpack.packed.cuda import sources
+from maskpack.packed.decode import Decoder
 from maskpack.packed.encodings import Plain
 from maskpack.packed.references import Columns, Joined, Same
 
@@ -71,7 +71,7 @@ class Guarded:
             assert bool((memory[CANARY + nbytes :] == 0xA5).all())
 
 
-def by_kernel(packed: PackedBatch, *names: Any, layout: Any = "padded", chunk: int = jobs.CHUNK) -> TensorDict:
+def by_kernel(packed: PackedBatch, *names: Any, format: Any = "padded", chunk: int = jobs.CHUNK) -> TensorDict:
     """decompress on the host, as it works on a GPU, every tensor by the kernel."""
     guarded = Guarded()
     with pytest.MonkeyPatch.context() as patch:
@@ -79,16 +79,16 @@ def by_kernel(packed: PackedBatch, *names: Any, layout: Any = "padded", chunk: i
         patch.setattr(staging, "_new", guarded.empty)
         patch.setattr(jobs, "CHUNK", chunk)
         patch.setattr(Decoder, "source", None)  # the host's way
-        made = decompress(packed, *names, layout=layout, device="cpu")
+        made = decompress(packed, *names, format=format, device="cpu")
     guarded.check()
     return made
 
 
 def assert_decodes(packed: PackedBatch, *names: Any, chunk: int = jobs.CHUNK) -> None:
     """As the host does, bit for bit, padded and nested."""
-    for layout in ("padded", "nested"):
-        seen = by_kernel(packed, *names, layout=layout, chunk=chunk)
-        oracle.assert_same_batch(seen, decompress(packed, *names, layout=layout, device="cpu"))
+    for format in ("padded", "nested"):
+        seen = by_kernel(packed, *names, format=format, chunk=chunk)
+        oracle.assert_same_batch(seen, decompress(packed, *names, format=format, device="cpu"))
 
 
 # -------------------------------------------------------------------- single fields, against lists
@@ -392,10 +392,10 @@ def test_a_field_that_the_kernel_cannot_decode_takes_the_hosts_way(monkeypatch: 
 
     monkeypatch.setattr(staging, "uses_triton", lambda device, call: True)
     monkeypatch.setattr(staging, "parts_of", parts)
-    for layout in ("padded", "nested"):
-        seen = decompress(packed, layout=layout, device="cpu")
+    for format in ("padded", "nested"):
+        seen = decompress(packed, format=format, device="cpu")
         monkeypatch.setattr(staging, "uses_triton", lambda device, call: False)
-        oracle.assert_same_batch(seen, decompress(packed, layout=layout, device="cpu"))
+        oracle.assert_same_batch(seen, decompress(packed, format=format, device="cpu"))
         monkeypatch.setattr(staging, "uses_triton", lambda device, call: True)
     assert seen["returns"].offsets() is seen["advantages"].offsets()
 

@@ -147,9 +147,9 @@ def test_batch_dims_that_nothing_narrows_stay():
 def test_fields_that_would_differ_in_a_batch_dim_are_named():
     entries = {"attention_mask": MASK, "stray": torch.ones(3, WIDTH)}
     packed = packed_of(entries, WIDTH)
-    for layout in ("padded", "nested"):
+    for format in ("padded", "nested"):
         with pytest.raises(mp.errors.LayoutError) as caught:
-            mp.decompress(packed, layout=layout, widths="trim")
+            mp.decompress(packed, format=format, widths="trim")
         assert str(caught.value) == (
             'decompress: widths="trim" in a batch with batch dims (7,) behind its rows, of which its fields would keep '
             '"attention_mask" (4,), "stray" (7,); expected the same of each. Name fields of one axis, leave the widths '

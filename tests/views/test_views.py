@@ -281,7 +281,7 @@ def test_one_source_comes_back_bit_for_bit(case: Case, data: st.DataObject) -> N
     assert_same_batch(view.materialize(), oracle.take_rows(case.batch, left))
     for way in ("padded", "nested"):
         seen, want = (
-            some.materialize(layout=way) if isinstance(some, BatchView) else decompress(some, layout=way)
+            some.materialize(format=way) if isinstance(some, BatchView) else decompress(some, format=way)
             for some in (view, packed[left])
         )
         assert_same_batch(seen.exclude(LAYOUTS), want.exclude(LAYOUTS))
@@ -557,9 +557,9 @@ def test_a_field_without_the_one_that_it_follows_from(rows: Any) -> None:
     want = oracle.take_rows(batch, picked)
     for view in (BatchView.of(packed)[rows], BatchView.cat([BatchView.of(packed), BatchView.of(pack(wide))])[picked]):
         for names in (["input_ids"], ["returns"], ["advantages"], ["responses", "input_ids"], ["returns", "input_ids"]):
-            for layout in ("padded", "nested"):
-                seen = view.materialize(*names, layout=layout)
-                seen = unnest(seen) if layout == "nested" else seen
+            for form in ("padded", "nested"):
+                seen = view.materialize(*names, format=form)
+                seen = unnest(seen) if form == "nested" else seen
                 every = view.materialize()
                 assert_same(seen, taken(every, *names))
                 if seen[names[0]].shape == want[names[0]].shape:

@@ -13,7 +13,7 @@ each other's memory.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,9 +26,12 @@ from maskpack.fields.registry import Path
 from maskpack.layout.jagged import jagged_all
 from maskpack.layout.span_table import LINE, lines_of
 from maskpack.nesting.schema import FieldForm, most_lines
-from maskpack.packed.contents import Contents, Decoded, pad_table_of
 from maskpack.packed.cuda.jobs import Recipe, parts_of
 from maskpack.packed.cuda.sources import arrays_of
+from maskpack.packed.decode import Decoded, pad_table_of
+
+if TYPE_CHECKING:
+    from maskpack.packed.batch import PackedBatch
 
 _SLACK = 1.1
 """Bytes of a stretch of memory that is copied whole, over those of the arrays in it."""
@@ -40,7 +43,9 @@ _LARGE = 1 << 20
 """Bytes of an array that torch copies, with several threads."""
 
 
-def decoded(packed: Contents, forms: Iterable[FieldForm], nested: bool, device: torch.device | str | None) -> Decoded:
+def decoded(
+    packed: PackedBatch, forms: Iterable[FieldForm], nested: bool, device: torch.device | str | None
+) -> Decoded:
     """The fields of `forms` that a kernel decodes; all others are left out."""
     out = Decoded()
     homes: dict[torch.device | str, list[FieldForm]] = {}
@@ -55,7 +60,7 @@ def decoded(packed: Contents, forms: Iterable[FieldForm], nested: bool, device: 
 
 
 def _decode(
-    packed: Contents, forms: Sequence[FieldForm], nested: bool, device: torch.device, out: Decoded, *, whole: bool
+    packed: PackedBatch, forms: Sequence[FieldForm], nested: bool, device: torch.device, out: Decoded, *, whole: bool
 ) -> None:
     """Adds the fields of one device, those that the kernel can decode; `whole`: the batch lies there too."""
     padded = {form.path for form in forms if form.kind == "padded" and not nested}
@@ -86,7 +91,7 @@ def _decode(
         out.offsets[name, str(offsets.device)] = offsets
 
 
-def _empty(packed: Contents, form: FieldForm, padded: bool, device: torch.device) -> Tensor:
+def _empty(packed: PackedBatch, form: FieldForm, padded: bool, device: torch.device) -> Tensor:
     shape = form.shape
     if form.layout is None:
         shape = shape if packed.schema.root.more_dims is None else (packed.num_rows, *shape)
@@ -123,7 +128,7 @@ class _Kept:
     """The first tables of a recipe, which a nested batch keeps; the kernel copies them to memory of their own."""
 
     def __init__(
-        self, packed: Contents, recipe: Recipe, jagged: Iterable[str], forms: Sequence[FieldForm] | None
+        self, packed: PackedBatch, recipe: Recipe, jagged: Iterable[str], forms: Sequence[FieldForm] | None
     ) -> None:
         """The offsets of the layouts `jagged`; and what LAYOUTS holds for `forms`, unless they are None."""
         self._packed = packed

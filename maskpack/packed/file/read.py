@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields as fields_of
 from dataclasses import is_dataclass, replace
 from types import ModuleType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -27,10 +27,13 @@ from maskpack.fields.registry import HINTS, PER_ROW, Pad, PadValue, Path, show
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema
 from maskpack.packed.bools import odd_field
-from maskpack.packed.contents import MAX_BYTES, Contents, shape_of, word_dtype_of, words_of_one
+from maskpack.packed.decode import MAX_BYTES, shape_of, word_dtype_of, words_of_one
 from maskpack.packed.file import codec
 from maskpack.packed.file.container import FREE_ROWS, MOST_PATH, Message, brief, fail
 from maskpack.packed.references import KINDS, WHOLE, Columns, Encoding, Joined, Same
+
+if TYPE_CHECKING:
+    from maskpack.packed.batch import PackedBatch
 
 _DEVICE = re.compile(r"(cpu|cuda|hpu|mps|npu|xla|xpu)(:(0|[1-9][0-9]?))?")
 _MOST = 1 << 31
@@ -58,9 +61,12 @@ _MEMBERS = {
 }
 
 
-def read(message: Message, call: str, pickled: bool, max_bytes: int | None = MAX_BYTES) -> Contents:
-    """The batch that a message says. Raises WireFormatError, also if the batch would take more than `max_bytes`."""
-    return _Reader(message, call, pickled, max_bytes).contents()
+def read(
+    kind: type[PackedBatch], message: Message, call: str, pickled: bool, max_bytes: int | None = MAX_BYTES
+) -> PackedBatch:
+    """The batch in a message; `kind` is PackedBatch, which lies above this module. Raises WireFormatError, also if the
+    batch would take more than `max_bytes`."""
+    return _Reader(message, call, pickled, max_bytes).batch(kind)
 
 
 class _Reader:
@@ -75,7 +81,7 @@ class _Reader:
         self._row_pads: dict[Path, Words] = {}
         self._run_arrays: set[int] = set()
 
-    def contents(self) -> Contents:
+    def batch(self, kind: type[PackedBatch]) -> PackedBatch:
         manifest, call = self._manifest, self._call
         _only(manifest, ("rows", "root", "axes", "layouts", "fields", "codec"), call)
         rows = _get(manifest, "rows", int, call)
@@ -112,7 +118,7 @@ class _Reader:
         }
         found = self._objects(forms, entries, rows, root)
         schema = Schema(root, tuple(forms), tuple(axes))
-        out = Contents(rows, schema, layouts, encoded, found, self._row_pads, name)
+        out = kind(rows, schema, layouts, encoded, found, self._row_pads, name)
         self._check(out)
         return out
 
@@ -376,7 +382,7 @@ class _Reader:
                 fail(self._call, f"{name} of shape {brief(shape)}", "one that memory can hold")
             self._claim(size, name)
 
-    def _check(self, packed: Contents) -> None:
+    def _check(self, packed: PackedBatch) -> None:
         """That every field can be decoded."""
         for path, encoding in packed.fields.items():
             form = packed.forms[path]
@@ -401,7 +407,7 @@ class _Reader:
             ):
                 fail(self._call, f'field "{show(path)}" of bools with other bytes', "0 and 1 alone")
 
-    def _reference(self, packed: Contents, path: Path, encoding: Encoding) -> str | None:
+    def _reference(self, packed: PackedBatch, path: Path, encoding: Encoding) -> str | None:
         form = packed.forms[path]
         others = [encoding.field] if isinstance(encoding, Same) else []
         if isinstance(encoding, Joined):

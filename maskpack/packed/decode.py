@@ -1,12 +1,11 @@
-"""What a packed batch holds, and how its fields are decoded: the words of every field, then the tensors."""
+"""Decoding of packed batches: the words of every field, then the tensors; and the sizes of both."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from maskpack.core.bits import Words, from_words, word_dtype
 from maskpack.core.index import IntArray
-from maskpack.core.objects import Objects
 from maskpack.core.threads import Tasks
 from maskpack.core.tree import Node
 from maskpack.errors import LayoutError
@@ -23,60 +21,16 @@ from maskpack.layout.jagged import jagged
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.checks import to_padded
 from maskpack.nesting.nest import rows_only
-from maskpack.nesting.schema import FieldForm, RowPads, Schema, pad_table, span_tables
+from maskpack.nesting.schema import FieldForm, RowPads, pad_table, span_tables
 from maskpack.packed.choose import Candidate
 from maskpack.packed.encodings import Plain
-from maskpack.packed.references import Encoding, Field, Joined, Own, Same
+from maskpack.packed.references import Field, Joined, Own, Same
+
+if TYPE_CHECKING:
+    from maskpack.packed.batch import PackedBatch
 
 MAX_BYTES = 64 << 30
 """Bytes that a batch may take decoded, unless the caller says otherwise."""
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Contents:
-    """Encoded rows. Nothing of it is ever changed.
-
-    Attributes:
-        num_rows: B.
-        schema: the forms of the fields, in key order.
-        layouts: by name, on the host.
-        fields: the encoded values of every tensor.
-        objects: the Python objects.
-        row_pads: words [B], of the fields whose pad is PER_ROW.
-        codec: what compresses the bytes when the batch travels; None for nothing.
-    """
-
-    num_rows: int
-    schema: Schema
-    layouts: Mapping[str, RowLayout]
-    fields: Mapping[Path, Encoding]
-    objects: Mapping[Path, Objects]
-    row_pads: Mapping[Path, Words]
-    codec: str | None = None
-
-    @cached_property
-    def forms(self) -> dict[Path, FieldForm]:
-        """The form of each entry, by its place."""
-        return {form.path: form for form in self.schema.forms}
-
-    @cached_property
-    def _rows_alone(self) -> IntArray:
-        """Bounds of the rows of a dense field; a batch without rows is one row."""
-        return np.arange((1 if self.schema.root.more_dims is None else self.num_rows) + 1)
-
-    def words_nbytes(self, path: Path) -> int:
-        """Bytes of the words of a field, decoded."""
-        return int(self.bounds(path)[-1]) * word_dtype_of(self.forms[path]).itemsize
-
-    def bounds(self, path: Path) -> IntArray:
-        """int64 [B + 1]: where the rows of a field begin and end among its words."""
-        form = self.forms[path]
-        rows = self._rows_alone if form.layout is None else self.layouts[form.layout].row_offsets
-        items = words_of_one(form)
-        return rows if items == 1 else rows * items
-
-
-_Packed = TypeVar("_Packed", bound=Contents)
 
 
 def word_dtype_of(form: FieldForm) -> np.dtype[Any]:
@@ -102,7 +56,7 @@ def shape_of(form: FieldForm, layout: RowLayout | None, rows: tuple[int, ...]) -
     return (layout.num_rows, *form.shape[:before], layout.width, *form.shape[before:])
 
 
-def decoded_nbytes(packed: Contents, forms: Iterable[FieldForm], nested: bool) -> int:
+def decoded_nbytes(packed: PackedBatch, forms: Iterable[FieldForm], nested: bool) -> int:
     """Bytes that some fields take decoded, without decoding them: tensors, Python objects, and what LAYOUTS holds."""
     rows = () if packed.schema.root.more_dims is None else (packed.num_rows,)
     total = 0
@@ -127,7 +81,7 @@ def candidate(form: FieldForm, line: Words | None, bounds: IntArray, encoding: O
     return Candidate(flat, bounds, form.layout, integers, items, form.hints, encoding, dtype)
 
 
-def pad_table_of(packed: Contents, forms: Iterable[FieldForm]) -> Tensor:
+def pad_table_of(packed: PackedBatch, forms: Iterable[FieldForm]) -> Tensor:
     """`pad_table` of some fields, on the host."""
     forms = [form for form in forms if form.dtype is not None]
     own = {f.path: from_words(packed.row_pads[f.path], f.dtype) for f in forms if f.path in packed.row_pads and f.dtype}
@@ -156,7 +110,7 @@ class Decoder:
     a device once. `made` is there already."""
 
     def __init__(
-        self, packed: Contents, nested: bool, device: torch.device | str | None, made: Decoded | None = None
+        self, packed: PackedBatch, nested: bool, device: torch.device | str | None, made: Decoded | None = None
     ) -> None:
         self.nested = nested
         self._packed = packed
@@ -289,7 +243,7 @@ def on(node: Node, device: torch.device | str | None) -> Node:
 # -------------------------------------------------------------------- narrower rows
 
 
-def trimmed(packed: _Packed, forms: Sequence[FieldForm], call: str) -> _Packed:
+def trimmed(packed: PackedBatch, forms: Sequence[FieldForm], call: str) -> PackedBatch:
     """The same rows in layouts that end with the columns which are real in any of them. Values lie row by row, so that
     none moves. Batch dims behind the rows follow the fields of `forms`."""
     layouts: dict[str, RowLayout] = {}
@@ -307,7 +261,7 @@ def trimmed(packed: _Packed, forms: Sequence[FieldForm], call: str) -> _Packed:
     return replace(narrow, schema=replace(narrow.schema, root=nodes[()], forms=tuple(all_forms)))
 
 
-def _fitted(packed: Contents, forms: Sequence[FieldForm], call: str) -> dict[Path, Node]:
+def _fitted(packed: PackedBatch, forms: Sequence[FieldForm], call: str) -> dict[Path, Node]:
     """The batch and its sub-batches, with the batch dims that the tensors in them have now."""
     nodes: dict[Path, Node] = {(): packed.schema.root}
     nodes |= {form.path: form.node for form in forms if form.node is not None}  # after the one that it is in
@@ -337,7 +291,7 @@ def _fitted(packed: Contents, forms: Sequence[FieldForm], call: str) -> dict[Pat
     return nodes
 
 
-def _dims_behind_rows(form: FieldForm, packed: Contents) -> tuple[int, ...]:
+def _dims_behind_rows(form: FieldForm, packed: PackedBatch) -> tuple[int, ...]:
     """The shape of a dense or padded field without its rows."""
     if form.kind == "dense":
         return form.shape[0 if packed.schema.root.more_dims is not None else 1 :]
