@@ -27,14 +27,10 @@ from maskpack.core.bits import Words
 from maskpack.core.tree import has
 from maskpack.errors import FieldError, LayoutError
 from maskpack.packed.batch import PackedBatch
-from maskpack.packed.choose import encode_alone
-from maskpack.packed.decode import candidate
-from maskpack.packed.encodings import Plain
 from maskpack.packed.file import container as wire
 from maskpack.packed.file import read as reading
 from maskpack.packed.file import write as manifest
-from maskpack.packed.join import joined, restricted
-from maskpack.packed.references import Joined
+from maskpack.packed.join import joined
 from maskpack.views.view import BatchView
 
 _HEAD = struct.Struct("<4sHHI")
@@ -175,18 +171,11 @@ def _check_columns(columns: Mapping[str, Sequence[str]], entries: Sequence[str],
 
 def _part(packed: PackedBatch, entries: Iterable[str]) -> PackedBatch:
     """The batch with some of its top entries, and the layouts that they lie under."""
-    kept = set(entries)
-    part = restricted(packed, {form.path for form in packed.schema.forms if form.path[0] in kept})
+    part = packed.select(*entries)
     used = {form.layout for form in part.schema.forms}
     axes = tuple(axis for axis in part.schema.axes if axis[0] in used)
     layouts = {name: layout for name, layout in part.layouts.items() if name in used}
-    alone = {
-        path: encode_alone(candidate(part.forms[path], encoding.words, part.bounds(path)))
-        for path, encoding in part.fields.items()
-        if isinstance(encoding, Plain) and isinstance(packed.fields[path], Joined)
-    }
-    schema = replace(part.schema, axes=axes)
-    return replace(part, schema=schema, layouts=layouts, fields={**part.fields, **alone})
+    return replace(part, schema=replace(part.schema, axes=axes), layouts=layouts)
 
 
 def _column(held: Any, call: str, allow_pickle: bool) -> tuple[int, PackedBatch]:

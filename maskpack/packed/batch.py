@@ -52,7 +52,7 @@ from maskpack.packed.file import codec as codecs
 from maskpack.packed.file import container as wire
 from maskpack.packed.file import read as reading
 from maskpack.packed.file import write as manifest
-from maskpack.packed.join import joined
+from maskpack.packed.join import check_named, joined, restricted
 from maskpack.packed.references import Encoding, Joined, Own, Same, arrays_of
 
 Target = Literal["padded", "nested"]
@@ -194,13 +194,22 @@ class PackedBatch:
                 "batch dim. Give the TensorDict batch_size=[rows] before packing."
             )
 
-    # ---------------------------------------------------------------- decoding
+    # ---------------------------------------------------------------- fields
 
-    def to_nested(
-        self, *names: Key, device: torch.device | str | None = None, max_bytes: int | None = MAX_BYTES
-    ) -> TensorDict:
-        """`decompress(self, *names, format="nested", device=device, max_bytes=max_bytes)`."""
-        return decompress(self, *names, format="nested", device=device, max_bytes=max_bytes)
+    def select(self, *fields: Key) -> PackedBatch:
+        """Some fields with all rows, still encoded, in the order of the batch.
+
+        The name of a sub-batch stands for all that is in it, a tuple of names for one entry in it. Layouts of the axes
+        stay, so that `lengths` and `compress(..., like=)` work as before. Nothing is decoded, unless a field is stored
+        as the concat of two fields that are not both selected; it is encoded again.
+
+        Raises FieldError for a field that is not in the batch, and LayoutError if none is named.
+        """
+        check_named(fields, "PackedBatch.select")
+        forms = chosen([(form.path, form) for form in self.schema.forms], fields, "PackedBatch.select")
+        return restricted(self, {path for path, _ in forms}, encode=True)
+
+    # ---------------------------------------------------------------- memory
 
     def pin_memory(self) -> PackedBatch:
         """The same batch with its encoded values in pinned memory, from where a GPU reads them by itself: `decompress`

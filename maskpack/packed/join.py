@@ -17,7 +17,7 @@ from maskpack.core.index import cumulated
 from maskpack.core.objects import Objects, Stowed
 from maskpack.core.tree import Node, build
 from maskpack.errors import LayoutError
-from maskpack.fields.registry import EDGE, PER_ROW, Pad, PadValue, Path, show
+from maskpack.fields.registry import EDGE, PER_ROW, Key, Pad, PadValue, Path, show
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.checks import edge_pads, one_rule
 from maskpack.nesting.schema import FieldForm, Schema
@@ -205,27 +205,36 @@ def _check_dims(nodes: Sequence[Node], name: str, call: str) -> None:
 # -------------------------------------------------------------------- fields of a batch, and of several
 
 
-def restricted(batch: PackedBatch, paths: Collection[Path]) -> PackedBatch:
-    """The batch with some of its fields. Those that took their words from others that are left out have their own."""
+def check_named(fields: Sequence[Key], call: str) -> None:
+    """Raises LayoutError if no field is named."""
+    if not fields:
+        raise LayoutError(f"{call}: no field is named; expected at least one. Name the fields to keep.")
+
+
+def restricted(batch: PackedBatch, paths: Collection[Path], *, encode: bool = False) -> PackedBatch:
+    """The batch with some of its fields. A field that takes its words from fields that are left out gets words of its
+    own: those of an alias as they are encoded; those of a concat decoded, and encoded again if `encode` is true.
+    """
     above = {path[:n] for path in paths for n in range(1, len(path))}
     forms = [form for form in batch.schema.forms if form.path in paths or (form.kind == "node" and form.path in above)]
     kept = {form.path for form in forms}
     used = {form.layout for form in forms} | {name for name, _, _ in batch.schema.axes}
     decoder = Decoder(batch, False, None)
 
-    def own(path: Path) -> Encoding:
+    def stored(path: Path) -> Encoding:
         encoding = batch.fields[path]
         if isinstance(encoding, Same) and encoding.field not in kept:
             return batch.fields[encoding.field]
         if isinstance(encoding, Joined) and not {encoding.head, encoding.tail} <= kept:
-            return Plain(decoder.source(path).words)
+            line = decoder.source(path).words
+            return encode_alone(candidate(batch.forms[path], line, batch.bounds(path))) if encode else Plain(line)
         return encoding
 
     return replace(
         batch,
         schema=replace(batch.schema, forms=tuple(forms)),
         layouts={name: layout for name, layout in batch.layouts.items() if name in used},
-        fields={path: own(path) for path in batch.fields if path in kept},
+        fields={path: stored(path) for path in batch.fields if path in kept},
         objects={path: held for path, held in batch.objects.items() if path in kept},
         row_pads={path: pads for path, pads in batch.row_pads.items() if path in kept},
     )

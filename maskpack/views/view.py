@@ -26,6 +26,7 @@ from maskpack.fields.registry import Key, Path, show
 from maskpack.layout.row_layout import RowLayout
 from maskpack.packed.batch import PackedBatch, Target, decompress
 from maskpack.packed.decode import MAX_BYTES
+from maskpack.packed.join import check_named
 from maskpack.views.origins import Origins
 from maskpack.views.segments import Segments
 from maskpack.views.strand import Outline, Source, Strand, assembled, narrowed, parts_merged, strands_joined, without
@@ -211,6 +212,23 @@ class BatchView:
         return replace(self, strands=tuple(strand.take(index) for strand in self.strands), num_rows=index.size)
 
     # ---------------------------------------------------------------- fields
+
+    def select(self, *fields: Key) -> BatchView:
+        """Some fields with all rows, in the order of the view. No data moves, and it still knows which rows it has.
+
+        The name of a sub-batch stands for all that is in it, a tuple of names for one entry in it. Batches that lie
+        elsewhere are still fetched whole.
+
+        Raises FieldError for a field that is not in the view, and LayoutError if none is named.
+        """
+        check_named(fields, "BatchView.select")
+        strands, order = narrowed(self.strands, self.order, fields, "BatchView.select")
+        if self.strands[0].paths and not set(self.strands[0].paths) & set(
+            order
+        ):  # its fields said which rows these are
+            known = Origins.together([strand.origins() for strand in self.strands])
+            strands[0] = strands[0].known_as(known)
+        return BatchView(tuple(strands), order, self.num_rows)
 
     def with_fields(self, other: BatchView | PackedBatch) -> BatchView:
         """The same rows with the fields of `other`, new ones after those that are there. No data moves.

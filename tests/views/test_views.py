@@ -24,7 +24,7 @@ from test_packed import TOKEN, Part, assert_same_rows, joined_by_hand, parts_of_
 
 from maskpack import LAYOUTS, MaskNestingSpec, PackedBatch, compress, decompress, unnest
 from maskpack.core.index import IntArray
-from maskpack.errors import LayoutError
+from maskpack.errors import FieldError, LayoutError
 from maskpack.packed.references import kind_of
 from maskpack.views.segments import Segments
 from maskpack.views.strand import Outline
@@ -566,6 +566,58 @@ def test_a_field_without_the_one_that_it_follows_from(rows: Any) -> None:
                     assert_same(seen, taken(want, *names))
             there = pickle.loads(pickle.dumps(view.to_packed(*names)))
             assert_same(decompress(there), taken(every, *names))
+
+
+@pytest.mark.parametrize("names", [["input_ids"], ["returns"], ["responses", "input_ids"], ["advantages", "prompts"]])
+def test_selected_fields_are_those_of_the_batch(names: list[str]) -> None:
+    batch, packed = derived()
+    store = Store()
+    for view in (BatchView.of(packed), store.put(packed)):
+        seen = view.select(*names)
+        assert_same(seen.materialize(get=store.get), taken(batch, *names))
+        rows = [6, 0, 0]
+        want = oracle.take_rows(taken(batch, *names), rows)
+        for some in (seen[rows], view[rows].select(*names)):
+            assert_same(some.materialize(get=store.get), want)
+            assert_same(unnest(some.materialize(format="nested", get=store.get)), want)
+        whole = BatchView.cat([seen, view[rows].select(*names)])[[8, 7, 2]]
+        assert_same(whole.materialize(get=store.get), oracle.take_rows(taken(batch, *names), [0, 6, 2]))
+        assert seen.select(names[0]).order == ((names[0],),)
+        assert seen.lengths("response").tolist() == view.lengths("response").tolist()
+        assert view.order == BatchView.of(packed).order
+
+
+def test_selected_fields_in_sub_batches() -> None:
+    inner = TensorDict({"x": torch.zeros(3), "y": torch.ones(3)}, [3])
+    view = BatchView.of(compress(TensorDict({"in": inner, "z": torch.zeros(3)}, [3])))
+    assert view.select("in").order == (("in",), ("in", "x"), ("in", "y"))
+    assert_same(view.select("z", ("in", "y")).materialize()["in"], inner.select("y"))
+    assert list(view.select("z", "in").materialize().keys()) == ["in", "z"]
+
+
+def test_selected_fields_know_their_rows() -> None:
+    """Also those whose rows are known by fields that are left out."""
+    old, new = (compress(TensorDict({name: torch.arange(4)}, [4])) for name in ("old", "new"))
+    view = BatchView.of(old)
+    for names in (["new"], ["old"], ["old", "new"]):
+        fields = view.with_fields(new).select(*names)
+        assert list(view.with_fields(fields).materialize().keys()) == sorted({"old", *names}, reverse=True)
+        with pytest.raises(
+            LayoutError, match=r"row 0 of the fields is row 0 of the batch that it comes from; row 0 of"
+        ):
+            view[::-1].with_fields(fields)
+        with pytest.raises(LayoutError, match=r"with_fields: row 0 of the fields is row 0 of the batch"):
+            BatchView.of(new)[::-1].with_fields(view.with_fields(new).select("new"))
+
+
+def test_fields_that_cannot_be_selected() -> None:
+    view = BatchView.of(pack(rollout()))
+    with pytest.raises(LayoutError, match=r"^BatchView.select: no field is named; expected at least one."):
+        view.select()
+    with pytest.raises(FieldError, match=r'^BatchView.select: no field "gone" in the batch; it has .*advantages'):
+        view.select("gone")
+    with pytest.raises(LayoutError, match=r"^BatchView.select: a field is \['x'\]; expected a name"):
+        view.select(["x"])  # type: ignore[arg-type]
 
 
 def test_a_field_whose_base_was_replaced_keeps_its_values() -> None:
