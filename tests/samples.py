@@ -51,7 +51,7 @@ def freeze(value: Any) -> Any:
 
 
 def bits(x: Tensor) -> bytes:
-    x = x.detach().cpu().contiguous()
+    x = x.detach().cpu().clone(memory_format=torch.contiguous_format)
     if x.is_complex():
         x = torch.view_as_real(x)
     return x.reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -45,28 +45,33 @@ def words_of_one(form: FieldForm) -> int:
     return math.prod(form.shape) * (2 if form.dtype.itemsize == 16 else 1)
 
 
-def shape_of(form: FieldForm, layout: RowLayout | None, rows: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a tensor at home; of a jagged one, that of its values. `rows` are those of a dense field: (B,), or () where
-    the rows are no batch dim."""
-    if layout is None:
+def shape_of(
+    form: FieldForm, layouts: Mapping[str, RowLayout], rows: tuple[int, ...], nested: bool = False
+) -> tuple[int, ...]:
+    """The shape of a tensor as `decompress` gives it. A jagged tensor has the shape of its values, [T, *F], and so has
+    a padded one if `nested` is true. `rows` is (B,), or () where the rows are no batch dim."""
+    if form.layout is None:
         return (*rows, *form.shape)
-    if form.kind != "padded":
+    layout = layouts[form.layout]
+    if nested or form.kind != "padded":
         return (layout.num_tokens, *form.shape)
     before = form.ragged_dim - 1
     return (layout.num_rows, *form.shape[:before], layout.width, *form.shape[before:])
 
 
+def shape_in(packed: PackedBatch, form: FieldForm, nested: bool = False) -> tuple[int, ...]:
+    """`shape_of` a field of a packed batch."""
+    return shape_of(form, packed.layouts, packed.schema.root.batch_size(packed.num_rows)[:1], nested)
+
+
 def decoded_nbytes(packed: PackedBatch, forms: Iterable[FieldForm], nested: bool) -> int:
     """Bytes that some fields take decoded, without decoding them: tensors, Python objects, and what LAYOUTS holds."""
-    rows = () if packed.schema.root.more_dims is None else (packed.num_rows,)
     total = 0
     for form in forms:
         if form.kind == "object":
             total += packed.objects[form.path].decoded_nbytes
         elif form.dtype is not None:
-            layout = None if form.layout is None else packed.layouts[form.layout]
-            shape = shape_of(form, layout, rows) if layout is None or not nested else (layout.num_tokens, *form.shape)
-            total += math.prod(shape) * form.dtype.itemsize
+            total += math.prod(shape_in(packed, form, nested)) * form.dtype.itemsize
     if nested:
         total += sum(12 * layout.num_spans + 16 * (layout.num_rows + 1) for layout in packed.layouts.values())
     return total
@@ -152,14 +157,6 @@ class Decoder:
             return jagged(values, layout)
         return values if form.kind == "flat" else to_padded(values, form, layout, self._row_pads(form))
 
-    def padded(self, path: Path) -> Tensor:
-        """A field in its padded form."""
-        return self.entry(self._packed.forms[path])
-
-    def form(self, path: Path) -> FieldForm:
-        """The form of a field."""
-        return self._packed.forms[path]
-
     def widened(self, form: FieldForm, left: int, right: int) -> Tensor:
         """A padded field with as many columns of padding more on each side."""
         layout = self._packed.layouts[form.layout or ""].widened(left, right)
@@ -205,18 +202,13 @@ class Decoder:
         words, _ = self.source(form.path)
         assert form.dtype is not None
         more = (2,) if form.dtype.itemsize == 16 else ()
-        tensor = from_words(words.reshape((*self._first_dim(form), *form.shape, *more)), form.dtype)
+        tensor = from_words(words.reshape((*shape_in(self._packed, form, nested=True), *more)), form.dtype)
         device = torch.device(self._device or form.device or "cpu")
         if device.type != "cpu":
             return tensor.to(device)
         padded_later = form.kind == "padded" and not self.nested
         shared = isinstance(self._packed.fields[form.path], Plain | Same)
         return tensor.clone() if shared and not padded_later else tensor
-
-    def _first_dim(self, form: FieldForm) -> tuple[int, ...]:
-        if form.layout is not None:
-            return (self._packed.layouts[form.layout].num_tokens,)
-        return () if self._packed.schema.root.more_dims is None else (self._packed.num_rows,)
 
     def _layout(self, name: str, device: torch.device) -> RowLayout:
         place = name, str(device)
@@ -271,9 +263,7 @@ def _fitted(packed: PackedBatch, forms: Sequence[FieldForm], call: str) -> dict[
         dims = node.more_dims
         within = [form for form in forms if form.path[: len(path)] == path]
         seen = {
-            form.path: _dims_behind_rows(form, packed)[: len(dims)]
-            for form in within
-            if form.kind in ("padded", "dense")
+            form.path: shape_in(packed, form)[1 : 1 + len(dims)] for form in within if form.kind in ("padded", "dense")
         }
         above = nodes[path[:-1]].more_dims or () if path else ()
         fits = next(iter(seen.values()), (*above, *dims[len(above) :]))
@@ -289,12 +279,3 @@ def _fitted(packed: PackedBatch, forms: Sequence[FieldForm], call: str) -> dict[
             )
         nodes[path] = node if fits == dims else replace(node, more_dims=fits)
     return nodes
-
-
-def _dims_behind_rows(form: FieldForm, packed: PackedBatch) -> tuple[int, ...]:
-    """The shape of a dense or padded field without its rows."""
-    if form.kind == "dense":
-        return form.shape[0 if packed.schema.root.more_dims is not None else 1 :]
-    assert form.layout is not None
-    ahead = form.ragged_dim - 1
-    return (*form.shape[:ahead], packed.layouts[form.layout].width, *form.shape[ahead:])

@@ -157,7 +157,7 @@ def _pads(
     rows = [layout.num_rows for layout in layouts]
     by_edge = np.repeat([form.pads == (EDGE,) for form in column], rows)
     unpadded = np.concatenate([layout.lengths == layout.width for layout in layouts])
-    edges, single = map(np.concatenate, zip(*map(_edges, [path] * len(rows), decoders, layouts), strict=True))
+    edges, single = map(np.concatenate, zip(*map(_edges, column, decoders, layouts), strict=True))
     pads = one_rule(by_edge, own.reshape(edges.shape), edges, single, unpadded)
     if pads is None or isinstance(pads, Pad):
         return None if pads is None else ((pads,), None)
@@ -168,10 +168,11 @@ def _pads(
     return (PER_ROW,), pads.reshape(own.shape)
 
 
-def _edges(path: Path, decoder: Decoder, layout: RowLayout) -> tuple[Words, npt.NDArray[np.bool_]]:
-    form = decoder.form(path)
+def _edges(form: FieldForm, decoder: Decoder, layout: RowLayout) -> tuple[Words, npt.NDArray[np.bool_]]:
     parts = 2 if form.dtype == torch.complex128 else 1
-    return edge_pads(decoder.source(path).words.reshape(layout.num_tokens, words_of_one(form) // parts, parts), layout)
+    return edge_pads(
+        decoder.source(form.path).words.reshape(layout.num_tokens, words_of_one(form) // parts, parts), layout
+    )
 
 
 def _check_axis(
@@ -303,7 +304,7 @@ def _padded(
             left = whole.anchor - layout.anchor
             parts.append(decoder.widened(own, left, whole.width - layout.width - left))
         else:
-            parts.append(decoder.padded(own.path))
+            parts.append(decoder.entry(own))
     if any(part.is_nested or part.shape[1:] != parts[0].shape[1:] for part in parts):
         seen = ["jagged" if part.is_nested else tuple(part.shape) for part in parts]
         raise LayoutError(f'{call}: field "{show(form.path)}" is {seen}; expected one width. Bring it to one width.')

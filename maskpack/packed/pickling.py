@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _SLACK = 1.1
-"""Bytes of a buffer that travels whole, over those of the arrays in it."""
+"""Most bytes of a buffer for each byte of the arrays in it, if the buffer is to be sent as it is."""
 
 
 class Place(NamedTuple):
@@ -114,9 +114,11 @@ def _joined(arrays: Sequence[Words], memory: Callable[[int], Words] = _memory) -
 
 
 def gathered(arrays: Sequence[Words]) -> tuple[list[Words], list[Place]]:
-    """Buffers that hold the arrays, and where in them: the buffer that most of them lie in already, if they fill it
-    well, and a new one for the others."""
-    whole, begins = _shared(arrays)
+    """Buffers that hold the arrays, and the place of each array in them: the buffer that most arrays lie in already, if
+    they fill it well, and a new one for the others."""
+    whole, begins = common_buffer(arrays)
+    if len(begins) < 2:
+        whole, begins = None, {}
     rest = [number for number in range(len(arrays)) if number not in begins]
     buffers = [] if whole is None else [whole]
     places = {number: (0, begin) for number, begin in begins.items()}
@@ -127,8 +129,12 @@ def gathered(arrays: Sequence[Words]) -> tuple[list[Words], list[Place]]:
     return buffers, [Place(*places[number], array.dtype.str, array.shape) for number, array in enumerate(arrays)]
 
 
-def _shared(arrays: Sequence[Words]) -> tuple[Words | None, dict[int, int]]:
-    """The stretch of a buffer that holds most of the bytes, uint8, and where in it the arrays begin that it holds."""
+def common_buffer(arrays: Sequence[Words], align: int = 8, free: int = 0) -> tuple[Words | None, dict[int, int]]:
+    """The stretch of a uint8 buffer that most bytes of the arrays lie in, and where each array in it begins, by number.
+
+    The stretch begins at a multiple of `align` bytes in its buffer. It is None if it has more than _SLACK times the
+    bytes of its arrays, and `free` bytes more. Empty arrays lie nowhere.
+    """
     inside: dict[int, list[int]] = {}
     roots: dict[int, Words] = {}
     for number, array in enumerate(arrays):
@@ -142,9 +148,9 @@ def _shared(arrays: Sequence[Words]) -> tuple[Words | None, dict[int, int]]:
     root, numbers = roots[most], inside[most]
     first = address(root)
     begins = {number: address(arrays[number]) - first for number in numbers}
-    low = min(begins.values()) // 8 * 8
+    low = min(begins.values()) // align * align
     high = max(begin + arrays[number].nbytes for number, begin in begins.items())
-    if len(numbers) < 2 or high - low > _SLACK * sum(arrays[number].nbytes for number in numbers):
+    if high - low > _SLACK * sum(arrays[number].nbytes for number in numbers) + free:
         return None, {}
     return root[low:high], {number: begin - low for number, begin in begins.items()}
 

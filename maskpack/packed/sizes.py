@@ -30,7 +30,7 @@ from maskpack.errors import LayoutError
 from maskpack.fields.registry import Path, show
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.batch import PackedBatch
-from maskpack.packed.decode import word_dtype_of
+from maskpack.packed.decode import shape_in
 from maskpack.packed.file import container as wire
 from maskpack.packed.file import write as manifest
 from maskpack.packed.references import KINDS, kind_of
@@ -198,7 +198,7 @@ def _field(
     gain: Mapping[Path, int] | None,
 ) -> FieldReport:
     assert form.dtype is not None
-    shape = _shape(packed, form)
+    shape = shape_in(packed, form)
     given = None if batch is None else dense_at(batch, form.path)
     return FieldReport(
         form.path,
@@ -206,23 +206,12 @@ def _field(
         form.kind,
         shape,
         math.prod(shape) * form.dtype.itemsize if given is None else given.numel() * given.element_size(),
-        int(packed.bounds(form.path)[-1]) * word_dtype_of(form).itemsize,
+        packed.words_nbytes(form.path),
         kind_of(packed.fields[form.path]),
         own[form.path],
         form.reason,
         None if gain is None else gain[form.path],
     )
-
-
-def _shape(packed: PackedBatch, form: FieldForm) -> tuple[int, ...]:
-    if form.layout is None:
-        return form.shape if packed.schema.root.more_dims is None else (packed.num_rows, *form.shape)
-    layout = packed.layouts[form.layout]
-    if form.kind != "padded":
-        return layout.num_tokens, *form.shape
-    shape = [layout.num_rows, *form.shape]
-    shape.insert(form.ragged_dim, layout.width)
-    return tuple(shape)
 
 
 def _wire_bytes(message: wire.Message) -> tuple[dict[Path, int], int]:

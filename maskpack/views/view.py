@@ -25,7 +25,7 @@ from maskpack.errors import LayoutError
 from maskpack.fields.registry import Key, Path, show
 from maskpack.layout.row_layout import RowLayout
 from maskpack.packed.batch import PackedBatch, Target, decompress
-from maskpack.packed.decode import MAX_BYTES
+from maskpack.packed.decode import MAX_BYTES, shape_of
 from maskpack.packed.join import check_named
 from maskpack.views.origins import Origins
 from maskpack.views.segments import Segments
@@ -111,10 +111,7 @@ class BatchView:
         total = 0
         for form in self.head.schema.forms:
             if form.dtype is not None:
-                layout = None if form.layout is None else self.layouts[form.layout]
-                width = 1 if layout is None else layout.width
-                items = layout.num_tokens if layout is not None and form.kind != "padded" else self.num_rows * width
-                total += items * math.prod(form.shape) * form.dtype.itemsize
+                total += math.prod(shape_of(form, self.layouts, (self.num_rows,))) * form.dtype.itemsize
         return total
 
     def layouts_alone(self) -> PackedBatch:

@@ -28,19 +28,18 @@ from maskpack.layout.span_table import LINE, lines_of
 from maskpack.nesting.schema import FieldForm, most_lines
 from maskpack.packed.cuda.jobs import Recipe, parts_of
 from maskpack.packed.cuda.sources import arrays_of
-from maskpack.packed.decode import Decoded, pad_table_of
+from maskpack.packed.decode import Decoded, pad_table_of, shape_in
+from maskpack.packed.pickling import common_buffer
 
 if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch
 
-_SLACK = 1.1
-"""Bytes of a stretch of memory that is copied whole, over those of the arrays in it."""
 _LITTLE = 4096
-"""Bytes that are copied for nothing without a thought."""
+"""Unused bytes that may always be copied with a stretch of memory."""
 _LINE = 16
-"""Whatever is staged begins at a multiple of it."""
+"""Arrays are staged at multiples of this many bytes."""
 _LARGE = 1 << 20
-"""Bytes of an array that torch copies, with several threads."""
+"""Arrays of at least this many bytes are copied by torch, in several threads."""
 
 
 def decoded(
@@ -76,7 +75,7 @@ def _decode(
             jagged.setdefault(form.layout, []).append(form.path)
     kept = _Kept(packed, recipe, jagged, forms if nested and whole else None)
     sent = kept.sent(device)
-    tensors = {form.path: _empty(packed, form, form.path in padded, device) for form in taken}
+    tensors = {form.path: _new(shape_in(packed, form, nested), form.dtype, device) for form in taken if form.dtype}
     for form in taken:
         recipe.add(form, parts[form.path], form.path in padded, tensors[form.path])
     if recipe.count:
@@ -89,19 +88,6 @@ def _decode(
         made = jagged_all([tensors[path] for path in paths], offsets, layout.min_length, layout.max_length)
         out.entries.update(zip(paths, made, strict=True))
         out.offsets[name, str(offsets.device)] = offsets
-
-
-def _empty(packed: PackedBatch, form: FieldForm, padded: bool, device: torch.device) -> Tensor:
-    shape = form.shape
-    if form.layout is None:
-        shape = shape if packed.schema.root.more_dims is None else (packed.num_rows, *shape)
-    elif padded:
-        layout, ahead = packed.layouts[form.layout], form.ragged_dim - 1
-        shape = (layout.num_rows, *shape[:ahead], layout.width, *shape[ahead:])
-    else:
-        shape = (packed.layouts[form.layout].num_tokens, *shape)
-    assert form.dtype is not None
-    return _new(shape, form.dtype, device)
 
 
 def _new(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -248,29 +234,13 @@ def _copy(staging: Tensor, host: Words, begin: int, array: Words) -> None:
 
 
 def _stretch(arrays: Sequence[Words]) -> _Body | None:
-    """The arrays in one stretch of the memory that all of them are views of, if they fill it well."""
-    root: Words | None = None
-    places: dict[int, int] = {}
-    high = total = 0
-    for array in arrays:
-        nbytes = array.nbytes
-        if not nbytes:
-            places[id(array)] = -1
-            continue
-        root = root_of(array) if root is None else root
-        begin = places[id(array)] = address(array)
-        if root_of(array) is not root or begin % array.itemsize or not array.flags.c_contiguous:
-            return None
-        high = max(high, begin + nbytes)
-        total += nbytes
-    if root is None or root.dtype != np.uint8:
+    """The arrays as one stretch of memory, if all are views of one buffer and fill the stretch well."""
+    stretch, begins = common_buffer(arrays, _LINE, _LITTLE)
+    places = {id(array): begins.get(number, 0) for number, array in enumerate(arrays)}
+    whole = all(not array.size or number in begins for number, array in enumerate(arrays))
+    if stretch is None or not whole or any(places[id(array)] % array.itemsize for array in arrays):
         return None
-    first = address(root)
-    low = min(place for place in places.values() if place >= 0) // _LINE * _LINE
-    if low < first or high - low > _SLACK * total + _LITTLE:
-        return None
-    places = {key: max(place - low, 0) for key, place in places.items()}
-    return _Body(places, high - low, (), root.reshape(-1)[low - first : high - first])
+    return _Body(places, stretch.nbytes, (), stretch)
 
 
 def pinned_memory(nbytes: int) -> Words:

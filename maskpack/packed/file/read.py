@@ -23,7 +23,7 @@ from maskpack.core.index import table_of_bits
 from maskpack.core.objects import Objects
 from maskpack.core.tree import Node
 from maskpack.errors import LayoutError, WireFormatError
-from maskpack.fields.registry import HINTS, PER_ROW, Pad, PadValue, Path, show
+from maskpack.fields.registry import HINTS, PER_ROW, Pad, PadValue, Path, is_hint, show
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema
 from maskpack.packed.bools import odd_field
@@ -207,7 +207,7 @@ class _Reader:
             fail(call, f'field "{show(path)}" of kind {brief(kind)}', f"one of {', '.join(_MEMBERS)}")
         _only(entry, _MEMBERS[kind], call)
         hints: tuple[str, ...] = tuple(_get(entry, "hints", list, call)) if "hints" in entry else ()
-        if not all(map(_is_hint, hints)):
+        if not all(objects.is_text(hint) and is_hint(hint) for hint in hints):
             fail(call, f"hints {brief(hints)}", f"{', '.join(HINTS)}, join:head,tail or delta:field")
         if kind == "node":
             return FieldForm(path, "node", node=self._node(entry.get("node")))
@@ -371,8 +371,7 @@ class _Reader:
                 nodes[form.path] = form.node
                 shape = form.node.batch_size(rows)
             elif form.dtype is not None:
-                layout = None if form.layout is None else layouts[form.layout]
-                shape = shape_of(form, layout, () if root.more_dims is None else (rows,))
+                shape = shape_of(form, layouts, root.batch_size(rows)[:1])
             if shape[: len(dims)] != dims and form.kind != "jagged":
                 fail(self._call, f"{name} of shape {brief(shape)}", f"{dims}, ... as the node it lies in")
             if form.kind == "jagged" and len(dims) > 1:  # its second dim is no number
@@ -437,13 +436,6 @@ def _only(entry: Any, names: tuple[str, ...], call: str) -> None:
     odd = sorted(set(cast("dict[str, Any]", entry)) - set(names)) if isinstance(entry, dict) else []
     if odd:
         fail(call, f"members {brief(odd)}", f"none but {', '.join(names)}")
-
-
-def _is_hint(hint: Any) -> bool:
-    if not objects.is_text(hint):
-        return False
-    name, colon, rest = hint.partition(":")
-    return hint in HINTS or (colon == ":" and rest.count(",") == {"delta": 0, "join": 1}.get(name))
 
 
 def _holds(dtype: torch.dtype, pad: PadValue) -> bool:
