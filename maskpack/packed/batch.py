@@ -222,7 +222,7 @@ class PackedBatch:
             raise LayoutError(
                 "PackedBatch.pin_memory: this process has no CUDA device; expected one. Decode the batch as it is."
             )
-        fields, row_pads = pickles.together((self.fields, self.row_pads), staging.pinned_memory)
+        fields, row_pads = pickles.copy_to_one_buffer((self.fields, self.row_pads), staging.pinned_memory)
         return replace(self, fields=fields, row_pads=row_pads)
 
     # ---------------------------------------------------------------- bytes
@@ -455,7 +455,7 @@ def _encoded(found: Survey, codec: str | None) -> PackedBatch:
         for form in forms
         if form.kind not in ("object", "node")
     }
-    fields, row_pads = pickles.together((encode(candidates), row_pads))
+    fields, row_pads = pickles.copy_to_one_buffer((encode(candidates), row_pads))
     return replace(packed, fields=fields, row_pads=row_pads)
 
 

@@ -91,7 +91,7 @@ def _memory(nbytes: int) -> Words:
     return np.empty(nbytes, np.uint8)
 
 
-def together(thing: _T, memory: Callable[[int], Words] = _memory) -> _T:
+def copy_to_one_buffer(thing: _T, memory: Callable[[int], Words] = _memory) -> _T:
     """A copy whose arrays lie in one new buffer; `memory` gives it, uint8."""
     stream, arrays, kinds = apart(thing)
     body, begins = _joined(arrays, memory)
