@@ -1,4 +1,4 @@
-"""Decoding of packed batches: the words of every field, then the tensors; and the sizes of both."""
+"""Decoding of packed batches: the words of every field, then the tensors; shapes and sizes of both."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch
 
 MAX_BYTES = 64 << 30
-"""Bytes that a batch may take decoded, unless the caller says otherwise."""
+"""The most bytes that a batch may take decoded, unless the caller gives another limit."""
 
 
 def word_dtype_of(form: FieldForm) -> np.dtype[Any]:
@@ -65,7 +65,7 @@ def shape_in(packed: PackedBatch, form: FieldForm, nested: bool = False) -> tupl
 
 
 def decoded_nbytes(packed: PackedBatch, forms: Iterable[FieldForm], nested: bool) -> int:
-    """Bytes that some fields take decoded, without decoding them: tensors, Python objects, and what LAYOUTS holds."""
+    """Bytes that some fields take decoded, without decoding them: tensors, Python objects, and the LAYOUTS entry."""
     total = 0
     for form in forms:
         if form.kind == "object":
@@ -78,7 +78,7 @@ def decoded_nbytes(packed: PackedBatch, forms: Iterable[FieldForm], nested: bool
 
 
 def candidate(form: FieldForm, line: Words | None, bounds: IntArray, encoding: Own | None = None) -> Candidate:
-    """A field with its words, or its encoding, for the choice of an encoding."""
+    """A field with its words, or with an encoding of it, for the choice of an encoding."""
     assert form.dtype is not None
     integers = not (form.dtype.is_floating_point or form.dtype.is_complex)
     flat = None if line is None else line.reshape(-1)
@@ -95,13 +95,13 @@ def pad_table_of(packed: PackedBatch, forms: Iterable[FieldForm]) -> Tensor:
 
 @dataclass
 class Decoded:
-    """What is decoded on a device already.
+    """Fields that a kernel has decoded on a device.
 
     Attributes:
-        entries: tensors by their place, jagged where the batch is nested.
-        offsets: those of jagged tensors, by layout and device.
-        tables: the run tables of LAYOUTS, by layout; none if they are not there.
-        pads: the pads of LAYOUTS; None if they are not there.
+        entries: tensors by path, jagged if the batch is nested.
+        offsets: the offsets of jagged tensors, by layout and device.
+        tables: the span tables of LAYOUTS, by layout; empty if the kernel did not write them.
+        pads: the pads of LAYOUTS; None if the kernel did not write them.
     """
 
     entries: dict[Path, Tensor] = field(default_factory=dict[Path, Tensor])
@@ -111,40 +111,40 @@ class Decoded:
 
 
 class Decoder:
-    """Decodes fields of one packed batch to one device and layout; each field is decoded once, and each layout goes to
-    a device once. `made` is there already."""
+    """Decodes fields of one packed batch to one device and format. Each field is decoded once, and each layout goes to
+    a device once. The fields in `ready` are decoded already."""
 
     def __init__(
-        self, packed: PackedBatch, nested: bool, device: torch.device | str | None, made: Decoded | None = None
+        self, packed: PackedBatch, nested: bool, device: torch.device | str | None, ready: Decoded | None = None
     ) -> None:
         self.nested = nested
         self._packed = packed
         self._device = device
-        self._made = made or Decoded()
+        self._ready = ready or Decoded()
         self._moved: dict[tuple[str, str], RowLayout] = {}
         self._words: dict[Path, Words] = {}
 
     def read_ahead(self, forms: Iterable[FieldForm], tasks: Tasks) -> None:
-        """Decodes the words of fields in several threads, before they are asked for one by one."""
+        """Decodes the words of fields in several threads, before `entry` asks for them one by one."""
         wanted = dict.fromkeys(
-            path for form in forms if form.path in self._packed.fields for path in self._own(form.path)
+            path for form in forms if form.path in self._packed.fields for path in self._stored(form.path)
         )
         decoded = {path: tasks.start(self._decoded, path) for path in wanted}
         self._words.update({path: words.result() for path, words in decoded.items()})
 
-    def _own(self, path: Path) -> list[Path]:
+    def _stored(self, path: Path) -> list[Path]:
         """The fields that store the words of a field."""
         encoding = self._packed.fields[path]
         if isinstance(encoding, Same):
-            return self._own(encoding.field)
+            return self._stored(encoding.field)
         if isinstance(encoding, Joined):
-            return [*self._own(encoding.head), *self._own(encoding.tail)]
+            return [*self._stored(encoding.head), *self._stored(encoding.tail)]
         return [path]
 
     def entry(self, form: FieldForm) -> Any:
-        """An entry of the batch, in memory of its own."""
-        if form.path in self._made.entries:
-            return self._made.entries[form.path]
+        """An entry of the batch, in its own memory."""
+        if form.path in self._ready.entries:
+            return self._ready.entries[form.path]
         if form.node is not None:
             return on(rows_only(form.node) if self.nested else form.node, self._device)
         if form.kind == "object":
@@ -158,19 +158,19 @@ class Decoder:
         return values if form.kind == "flat" else to_padded(values, form, layout, self._row_pads(form))
 
     def widened(self, form: FieldForm, left: int, right: int) -> Tensor:
-        """A padded field with as many columns of padding more on each side."""
+        """A padded field with `left` and `right` more columns of padding."""
         layout = self._packed.layouts[form.layout or ""].widened(left, right)
         values = self._values(form)
         return to_padded(values, form, layout.to(values.device), self._row_pads(form))
 
     def pads(self, forms: Iterable[FieldForm]) -> Tensor:
         """The pads of the LAYOUTS entry."""
-        if self._made.pads is not None:
-            return self._made.pads
+        if self._ready.pads is not None:
+            return self._ready.pads
         return pad_table_of(self._packed, forms).to(self._device or "cpu")
 
     def _row_pads(self, form: FieldForm) -> RowPads | None:
-        """Of a field whose pad is PER_ROW."""
+        """The pads of a field whose pad is PER_ROW; None for other fields."""
         if form.path not in self._packed.row_pads:
             return None
         assert form.dtype is not None
@@ -178,15 +178,15 @@ class Decoder:
         return RowPads(pads.to(self._device or form.device or "cpu"))
 
     def tables(self) -> dict[str, Tensor]:
-        """The run tables of the LAYOUTS entry; it shares nothing with the packed batch."""
-        if self._made.tables:
-            return self._made.tables
+        """The span tables of the LAYOUTS entry; they share no memory with the packed batch."""
+        if self._ready.tables:
+            return self._ready.tables
         return span_tables(
             {name: self._layout(name, torch.device(self._device or "cpu")) for name in self._packed.layouts}
         )
 
     def source(self, path: Path) -> Field:
-        """The words of a whole field, kept for the next who asks."""
+        """The words of a whole field, which are kept for further calls."""
         if path not in self._words:
             self._words[path] = self._decoded(path)
         return Field(self._words[path], self._packed.bounds(path))
@@ -198,7 +198,7 @@ class Decoder:
         return encoded.decode(word_dtype_of(self._packed.forms[path]), self._packed.bounds(path))
 
     def _values(self, form: FieldForm) -> Tensor:
-        """The values on their device. What stays on the host is a copy, unless it is the source of a padded form."""
+        """The values on their device. On the host they are a copy, unless they are only the source of a padded form."""
         words, _ = self.source(form.path)
         assert form.dtype is not None
         more = (2,) if form.dtype.itemsize == 16 else ()
@@ -215,8 +215,8 @@ class Decoder:
         if place not in self._moved:
             layout = self._packed.layouts[name]
             moved = self._moved[place] = RowLayout.from_table(layout.width, layout.table, device, layout.anchor)
-            if place in self._made.offsets:
-                moved.__dict__["offsets"] = self._made.offsets[place]
+            if place in self._ready.offsets:
+                moved.__dict__["offsets"] = self._ready.offsets[place]
         return self._moved[place]
 
     def _node_above(self, path: Path) -> Node:
@@ -228,7 +228,7 @@ class Decoder:
 
 
 def on(node: Node, device: torch.device | str | None) -> Node:
-    """A node of a batch that goes to `device`, if one is given."""
+    """A node with `device` in place of its own device, if one is given."""
     return node if device is None else replace(node, device=str(device))
 
 
@@ -236,8 +236,8 @@ def on(node: Node, device: torch.device | str | None) -> Node:
 
 
 def trimmed(packed: PackedBatch, forms: Sequence[FieldForm], call: str) -> PackedBatch:
-    """The same rows in layouts that end with the columns which are real in any of them. Values lie row by row, so that
-    none moves. Batch dims behind the rows follow the fields of `forms`."""
+    """The same rows in layouts without the outer columns that have no valid token in any row. Values lie row by row, so
+    none of them moves. Batch dims behind the rows follow the fields of `forms`."""
     layouts: dict[str, RowLayout] = {}
     for name, layout in packed.layouts.items():
         table = layout.table
@@ -254,9 +254,11 @@ def trimmed(packed: PackedBatch, forms: Sequence[FieldForm], call: str) -> Packe
 
 
 def _fitted(packed: PackedBatch, forms: Sequence[FieldForm], call: str) -> dict[Path, Node]:
-    """The batch and its sub-batches, with the batch dims that the tensors in them have now."""
+    """The nodes of the batch and its sub-batches, with the batch dims of the trimmed tensors in them."""
     nodes: dict[Path, Node] = {(): packed.schema.root}
-    nodes |= {form.path: form.node for form in forms if form.node is not None}  # after the one that it is in
+    nodes |= {
+        form.path: form.node for form in forms if form.node is not None
+    }  # a node comes after the node that it is in
     for path, node in nodes.items():
         if not node.more_dims:
             continue

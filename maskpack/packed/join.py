@@ -1,4 +1,4 @@
-"""Several packed batches as one: forms, layouts, encoded values and Python objects."""
+"""Concatenates packed batches by rows (`joined`) and by fields (`merged`), and takes some fields (`restricted`)."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch
 
 APART = "its batches hold it in different forms"
-"""Why a field that the batches hold in different forms is dense."""
+"""The reason of a field that stays padded because the batches hold it in different forms."""
 
 
 def joined(batches: Sequence[PackedBatch], call: str) -> PackedBatch:
-    """The rows of several batches with the same fields, one after the other. Fields of different widths meet at the
-    anchors of their layouts. Raises LayoutError, in the name of `call`, if fields, dtypes or shapes of elements
+    """The rows of several batches with the same fields, one after the other. Fields of different widths are aligned at
+    the anchors of their layouts. Raises LayoutError, in the name of `call`, if fields, dtypes or shapes of elements
     differ."""
     batches = with_stacks(batches)
     paths = [form.path for form in batches[0].schema.forms]
@@ -104,7 +104,8 @@ def joined(batches: Sequence[PackedBatch], call: str) -> PackedBatch:
 
 
 def _form(column: Sequence[FieldForm], call: str) -> FieldForm:
-    """One form for the parts' forms, whatever their pads; forms that differ otherwise make the field dense."""
+    """The form of a field in the result, given its forms in the batches. Pads may differ; if anything else does, the
+    field stays padded."""
     form = column[0]
     name = show(form.path)
     kinds = {other.kind if other.kind in ("object", "node") else "tensor" for other in column}
@@ -133,7 +134,7 @@ def _form(column: Sequence[FieldForm], call: str) -> FieldForm:
 
 
 def _apart(column: Sequence[FieldForm]) -> FieldForm:
-    """The form of a field that the batches hold in different forms."""
+    """The form of a field that the batches hold in different forms: it stays padded."""
     form, axes = column[0], {form.axis or form.layout for form in column}
     axis = axes.pop() if len(axes) == 1 else None
     return FieldForm(form.path, "dense", dtype=form.dtype, device=form.device, reason=APART, axis=axis)
@@ -142,11 +143,11 @@ def _apart(column: Sequence[FieldForm]) -> FieldForm:
 def _pads(
     column: Sequence[FieldForm], batches: Sequence[PackedBatch], decoders: Sequence[Decoder]
 ) -> tuple[tuple[PadValue, ...], Words | None] | None:
-    """The pad of all rows of a padded field, and the words [B] of one pad a row where no one pad holds for all. None
-    where rows padded by EDGE meet constants, and neither can be said by the other."""
+    """The pads of a padded field in the result; and words [B], one pad a row, if no single pad holds for all rows. None
+    if some rows are padded by EDGE and others by constants, and neither rule can express the other."""
     path = column[0].path
     layouts = [batch.layouts[form.layout or ""] for form, batch in zip(column, batches, strict=True)]
-    full = [layout.num_tokens == layout.num_rows * layout.width for layout in layouts]  # whose pad was never seen
+    full = [layout.num_tokens == layout.num_rows * layout.width for layout in layouts]  # no element has its pad
     seen = [form for form, is_full in zip(column, full, strict=True) if not is_full] or [column[0]]
     alike = all(form.pads_by_bits == seen[0].pads_by_bits for form in seen)
     if alike and seen[0].pads != (PER_ROW,):
@@ -182,7 +183,7 @@ def _check_axis(
     layouts: Mapping[str, RowLayout],
     call: str,
 ) -> None:
-    """That a field without a pad keeps the columns of its axis."""
+    """Raises LayoutError if the axis of a field that stays padded becomes wider: the field has no pad."""
     for form, batch in zip(column, batches, strict=True):
         whole = layouts.get(form.axis or "")
         own = batch.layouts.get(form.axis or "")
@@ -242,7 +243,7 @@ def restricted(batch: PackedBatch, paths: Collection[Path], *, encode: bool = Fa
 
 
 def merged(parts: Sequence[PackedBatch], order: Sequence[Path]) -> PackedBatch:
-    """The fields of several batches with the same rows and layouts, in the order given; no field is in two of them."""
+    """The fields of several batches with the same rows and layouts, in the order given. No field is in two batches."""
     forms = {form.path: form for part in reversed(parts) for form in part.schema.forms}
     axes = {axis[0]: axis for part in reversed(parts) for axis in part.schema.axes}
     first = parts[0]
@@ -262,10 +263,10 @@ def merged(parts: Sequence[PackedBatch], order: Sequence[Path]) -> PackedBatch:
 def _encoding(
     whole: PackedBatch, form: FieldForm, batches: Sequence[PackedBatch], decoders: Sequence[Decoder]
 ) -> Encoding:
-    """The rows of one field in one encoding: that of the parts where they agree, else a new one."""
+    """The rows of one field in one encoding: the encoding of the parts if they agree, else a new one."""
     path = form.path
     with_rows = [batch.num_rows > 0 for batch in batches]
-    if any(with_rows):  # how nothing is encoded says nothing
+    if any(with_rows):  # the encoding of no rows does not matter
         batches = list(compress(batches, with_rows))
         decoders = list(compress(decoders, with_rows))
     parts = [batch.fields[path] for batch in batches]
@@ -282,7 +283,7 @@ def _encoding(
 
 
 def _stands(whole: PackedBatch, encoding: Same | Joined) -> bool:
-    """Whether the fields that an encoding takes its words from keep their rows: none of them became dense."""
+    """Whether the fields that an alias or concat takes its words from still have a layout: none stays padded."""
     others = [encoding.field] if isinstance(encoding, Same) else [encoding.head, encoding.tail]
     return all(whole.forms[other].layout is not None for other in others)
 
@@ -295,8 +296,8 @@ def _padded(
     layouts: Mapping[str, RowLayout],
     call: str,
 ) -> Tensor:
-    """A field that the batches hold in different forms: its padded forms, one after the other, each as wide as its axis
-    becomes, by its own pad."""
+    """A field that the batches hold in different forms, in padded form: the parts one after the other, each widened by
+    its own pad to the width of its axis in the result."""
     parts: list[Tensor] = []
     for own, batch, decoder in zip(column, batches, decoders, strict=True):
         if own.kind == "padded" and own.layout is not None and own.layout == form.axis:
@@ -318,7 +319,7 @@ def _row_pads(batch: PackedBatch, path: Path) -> Words:
 
 
 def _pad_words(form: FieldForm, rows: int) -> Words:
-    """The words of a constant pad, once a row; zeros for EDGE."""
+    """The words of a constant pad for each row; zeros for EDGE."""
     pad = form.pads[0]
     held = None if form.dtype is None else pad_tensor(0 if isinstance(pad, Pad) else pad, form.dtype)
     assert held is not None
@@ -329,20 +330,20 @@ def _pad_words(form: FieldForm, rows: int) -> Words:
 
 
 def _dims(batch: PackedBatch, path: Path) -> tuple[int, ...]:
-    """The batch dims that an object of the batch stands for."""
+    """The batch dims of the node that an object lies in."""
     node = batch.schema.root if len(path) == 1 else batch.forms[path[:-1]].node
     assert node is not None
     return node.batch_size(batch.num_rows)
 
 
 def with_stacks(batches: Sequence[PackedBatch]) -> list[PackedBatch]:
-    """The batches, with each sub-batch that one of them holds as a lazy stack held so by all."""
+    """The batches, with each sub-batch that one of them holds as a lazy stack held as one by all of them."""
     stacks = {path for batch in batches for path, held in batch.objects.items() if held.stacked}
     return [_with_stack(batch, stacks & {f.path for f in batch.schema.forms if f.kind == "node"}) for batch in batches]
 
 
 def _with_stack(batch: PackedBatch, paths: set[Path]) -> PackedBatch:
-    """The batch with some of its sub-batches as objects, one a row."""
+    """The batch with some of its sub-batches as objects, one for each row."""
     for path in paths:
         below = [form for form in batch.schema.forms if form.path[: len(path)] == path]
         node, decoder = below[0].node, Decoder(batch, False, None)
@@ -370,7 +371,7 @@ def _objects(parts: Sequence[Objects], dims: Sequence[tuple[int, ...]], field: s
 
 
 def _spread(part: Objects, dims: tuple[int, ...], depth: int) -> list[Any]:
-    """Lists of lists, one object at each place of the first `depth` batch dims."""
+    """Nested lists with one object at each place of the first `depth` batch dims."""
 
     def below(data: Any, at: int) -> Any:
         if at == depth:
@@ -382,7 +383,7 @@ def _spread(part: Objects, dims: tuple[int, ...], depth: int) -> list[Any]:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two batch-wide objects are the same to the bit; what cannot be told counts as different."""
+    """Whether two objects of whole batches are equal bit by bit. Objects that cannot be compared count as different."""
     if a is b:
         return True
     if type(a) is not type(b):

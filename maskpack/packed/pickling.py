@@ -1,9 +1,9 @@
 """Pickling a packed batch, for Ray and between processes: its structure as a small stream, its arrays as buffers.
 
-    PackedBatch --apart--> stream, arrays --gathered--> one buffer, or one that is there and one for the rest
+    PackedBatch --apart--> stream, arrays --gathered--> one buffer; or the buffer of most arrays, and one for the rest
 
-Arrays that lie together in one buffer, as `compress` lays them, travel without a copy. Such pickles are for processes
-with one version of maskpack that trust each other; wire.py has the form of bytes for all others.
+Arrays that lie in one buffer, as `compress` lays them, are sent without a copy. Such pickles are for processes that
+have one version of maskpack and trust each other; file/ has the form of bytes for all others.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SLACK = 1.1
 
 
 class Place(NamedTuple):
-    """Where an array lies: the number of the buffer, the first byte, the dtype and the shape."""
+    """Where an array lies: the number of its buffer, its first byte there, its dtype and shape."""
 
     buffer: int
     begin: int
@@ -70,17 +70,17 @@ class _Reader(pickle.Unpickler):
 
 
 def _array(number: int) -> Words:
-    """Stands for an array in a stream; the reader has another in its place."""
+    """Stands for an array in a stream; the reader replaces it."""
     raise pickle.UnpicklingError(f"array {number} is not in the stream")
 
 
 def _kind(number: int) -> type[Any]:
-    """Stands for a tensorclass in a stream; who pickles the stream pickles the class, by value if it must be."""
+    """Stands for a tensorclass in a stream. The caller pickles the class, by value if necessary."""
     raise pickle.UnpicklingError(f"tensorclass {number} is not in the stream")
 
 
 def apart(thing: object) -> tuple[bytes, list[Words], list[type[Any]]]:
-    """The structure of `thing` as a stream, the arrays in it, each once, and the tensorclasses that it names."""
+    """The structure of `thing` as a stream; the arrays in it, each once; and the tensorclasses that it names."""
     stream = io.BytesIO()
     writer = _Writer(stream)
     writer.dump(thing)
@@ -92,7 +92,11 @@ def _memory(nbytes: int) -> Words:
 
 
 def copy_to_one_buffer(thing: _T, memory: Callable[[int], Words] = _memory) -> _T:
-    """A copy whose arrays lie in one new buffer; `memory` gives it, uint8."""
+    """A copy of `thing`, a structure of dataclasses and containers, whose arrays lie in one new buffer.
+
+    `memory(nbytes)` gives the buffer, uint8. An array that occurs several times is copied once. The copy is made by
+    pickling the structure without its arrays.
+    """
     stream, arrays, kinds = apart(thing)
     body, begins = _joined(arrays, memory)
     copies = [_view(body, begin, a.dtype, a.shape) for begin, a in zip(begins, arrays, strict=True)]
@@ -103,7 +107,8 @@ def copy_to_one_buffer(thing: _T, memory: Callable[[int], Words] = _memory) -> _
 
 
 def _joined(arrays: Sequence[Words], memory: Callable[[int], Words] = _memory) -> tuple[Words, list[int]]:
-    """The bytes of all arrays, uint8, and where each begins: the widest items first, so that all are aligned."""
+    """The bytes of all arrays, uint8, and where each array begins. The widest items come first, so that all arrays are
+    aligned."""
     begins, end = [0] * len(arrays), 0
     for number in sorted(range(len(arrays)), key=lambda number: -arrays[number].itemsize):
         begins[number], end = end, end + arrays[number].nbytes
@@ -167,8 +172,8 @@ def _view(body: Words, begin: int, dtype: Any, shape: tuple[int, ...]) -> Words:
 
 
 def write(packed: PackedBatch) -> tuple[bytes, list[type[Any]], list[Place], Any, list[Words]]:
-    """The structure without the Python objects, its tensorclasses, where its arrays lie, the records of the codec, and
-    the buffers."""
+    """The structure without the Python objects, its tensorclasses, the places of its arrays, the records of the codec,
+    and the buffers."""
     stream, arrays, kinds = apart(
         (packed.num_rows, packed.schema, packed.layouts, packed.fields, packed.row_pads, packed.codec)
     )
@@ -202,7 +207,7 @@ def read(
 
 
 def _body(buffer: Any) -> Words:
-    """A buffer as bytes, in memory where arrays of every item size may begin."""
+    """A buffer as uint8, copied if it is not aligned for all item sizes."""
     body: Words = np.frombuffer(buffer, np.uint8)
     if address(body) % 8:
         body = np.array(body)

@@ -982,7 +982,7 @@ def test_a_row_that_is_not_there_is_no_slice(row: int) -> None:
 )
 def test_wrong_rows(rows: Any, message: str) -> None:
     packed = compress(rollout(), pad_token_id=0)
-    with pytest.raises(LayoutError, match=rf"^PackedBatch\.select: .*{message}"):
+    with pytest.raises(LayoutError, match=rf"^PackedBatch\.take: .*{message}"):
         packed[rows]
 
 
