@@ -1,13 +1,12 @@
 """Decoding on a device: the encoded bytes cross to it once, and one kernel writes all tensors there.
 
     arrays of a batch --one copy--> body  ---+
-    what to do with them (recipes.py) -----> tables --one kernel--> nested or padded tensors
+    jobs of its fields (jobs.py) ----------> tables --one kernel--> nested or padded tensors
 
-The bytes of a pinned batch are copied from where they are, others go through a pinned buffer; while they cross, the
-host writes the tables, which follow in a second, small copy.
+The bytes of a pinned batch are copied from its own memory, others go through a pinned buffer. While they are copied,
+the host writes the tables, which follow in a second, small copy.
 
-Nothing here waits for the device. What the tensors given out keep alive is theirs alone: neither the staged bytes nor
-each other's memory.
+Nothing here synchronises. The tensors returned keep neither the staged bytes nor the memory of each other alive.
 """
 
 from __future__ import annotations

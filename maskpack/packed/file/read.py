@@ -1,5 +1,5 @@
-"""Reading: from a manifest and its arrays to a packed batch. Nothing is believed: every array must fit the field that
-it belongs to, so that what was read can be decoded."""
+"""Reads a packed batch from a manifest and its arrays. Nothing is trusted: every array must fit the field that it
+belongs to, so that the batch can be decoded."""
 
 from __future__ import annotations
 

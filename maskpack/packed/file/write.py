@@ -1,4 +1,4 @@
-"""Writing: what a packed batch says of itself in JSON, with its arrays by their numbers.
+"""Writes the manifest of a packed batch: JSON that describes its fields and names their arrays by number.
 
 PackedBatch --write.py--> manifest, arrays --container.py--> bytes --container.py--> the same --read.py--> PackedBatch
 """
