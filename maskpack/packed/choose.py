@@ -117,9 +117,9 @@ def encode_alone(field: Candidate) -> Own:
         best = columns
     large = nbytes(best) * _ENOUGH > words.nbytes
     if "repeated" in field.hints or (large and likely_repeated(words, bounds)):
-        made = repeated(words, bounds, lambda words, bounds: _best(words, bounds, field.integers, ()))
-        if made is not None and nbytes(made) < nbytes(best):
-            best = made
+        dictionary = repeated(words, bounds, lambda words, bounds: _best(words, bounds, field.integers, ()))
+        if dictionary is not None and nbytes(dictionary) < nbytes(best):
+            best = dictionary
     return best
 
 
@@ -138,9 +138,9 @@ def _best(words: Words, bounds: IntArray, integers: bool, hints: Sequence[str]) 
     for name in dict.fromkeys([*hinted, *_ENCODERS]):
         if name not in hinted and not sample.suggests(name, integers):
             continue
-        made = _ENCODERS[name](words, bounds)
-        if made is not None and nbytes(made) < size:
-            best, size = made, nbytes(made)
+        encoding = _ENCODERS[name](words, bounds)
+        if encoding is not None and nbytes(encoding) < size:
+            best, size = encoding, nbytes(encoding)
             if size * _ENOUGH <= words.nbytes and size <= words.size // 4 + _LITTLE:
                 break
     return best
@@ -188,16 +188,16 @@ def _most(flags: Words) -> bool:
 
 
 def _joined(fields: Mapping[Path, Candidate]) -> dict[Path, Joined]:
-    found: dict[Path, Joined] = {}
+    concats: dict[Path, Joined] = {}
     used: set[Path] = set()
     for path, field in fields.items():
         parts = _parts(path, field, fields)
-        if parts is not None and path not in used and found.keys().isdisjoint(parts):
+        if parts is not None and path not in used and concats.keys().isdisjoint(parts):
             head, tail = parts
             if _is_joined(field, fields[head], fields[tail]):
-                found[path] = Joined(head, tail)
+                concats[path] = Joined(head, tail)
                 used.update(parts)
-    return found
+    return concats
 
 
 def _parts(path: Path, field: Candidate, fields: Mapping[Path, Candidate]) -> tuple[Path, Path] | None:
@@ -220,17 +220,19 @@ def _is_joined(field: Candidate, head: Candidate, tail: Candidate) -> bool:
     return np.array_equal(alternating(Field(head.line(), head.bounds), Field(tail.line(), tail.bounds)), field.line())
 
 
-def _equal(own: Any, other: Any) -> bool:
+def _equal(encoding: Any, other: Any) -> bool:
     """Whether two encodings are equal bit by bit, and so give the same words."""
-    if type(own) is not type(other):
+    if type(encoding) is not type(other):
         return False
-    if isinstance(own, np.ndarray):
-        a, b = cast("Words", own), cast("Words", other)
+    if isinstance(encoding, np.ndarray):
+        a, b = cast("Words", encoding), cast("Words", other)
         alike = a.shape == b.shape and a.dtype == b.dtype
         return alike and np.array_equal(a[:64], b[:64]) and np.array_equal(a, b)
-    if isinstance(own, tuple):
-        parts, others = cast("tuple[Own, ...]", own), cast("tuple[Own, ...]", other)
+    if isinstance(encoding, tuple):
+        parts, others = cast("tuple[Own, ...]", encoding), cast("tuple[Own, ...]", other)
         return len(parts) == len(others) and all(map(_equal, parts, others))
-    if isinstance(own, int):
-        return own == other
-    return all(_equal(getattr(own, field.name), getattr(other, field.name)) for field in dataclasses.fields(own))
+    if isinstance(encoding, int):
+        return encoding == other
+    return all(
+        _equal(getattr(encoding, field.name), getattr(other, field.name)) for field in dataclasses.fields(encoding)
+    )

@@ -89,8 +89,10 @@ def candidate(form: FieldForm, line: Words | None, bounds: IntArray, encoding: O
 def pad_table_of(packed: PackedBatch, forms: Iterable[FieldForm]) -> Tensor:
     """`pad_table` of some fields, on the host."""
     forms = [form for form in forms if form.dtype is not None]
-    own = {f.path: from_words(packed.row_pads[f.path], f.dtype) for f in forms if f.path in packed.row_pads and f.dtype}
-    return pad_table(forms, own, packed.num_rows, "cpu")
+    row_pads = {
+        f.path: from_words(packed.row_pads[f.path], f.dtype) for f in forms if f.path in packed.row_pads and f.dtype
+    }
+    return pad_table(forms, row_pads, packed.num_rows, "cpu")
 
 
 @dataclass

@@ -116,8 +116,8 @@ def _form(column: Sequence[FieldForm], call: str) -> FieldForm:
     nodes = [other.node for other in column if other.node is not None]
     _check_dims(nodes, f'the sub-batch "{name}"', call)
     if len({node.kind for node in nodes}) > 1:
-        seen = ["TensorDict" if node.kind is None else node.kind.__name__ for node in nodes]
-        raise LayoutError(f'{call}: the sub-batch "{name}" is {seen}; expected one class. Pack the same class.')
+        classes = ["TensorDict" if node.kind is None else node.kind.__name__ for node in nodes]
+        raise LayoutError(f'{call}: the sub-batch "{name}" is {classes}; expected one class. Pack the same class.')
     if form.kind in ("object", "node"):
         return form
     if any(other.dtype != form.dtype for other in column):
@@ -186,11 +186,11 @@ def _check_axis(
     """Raises LayoutError if the axis of a field that stays padded becomes wider: the field has no pad."""
     for form, batch in zip(column, batches, strict=True):
         whole = layouts.get(form.axis or "")
-        own = batch.layouts.get(form.axis or "")
-        if whole is not None and own is not None and (own.width, own.anchor) != (whole.width, whole.anchor):
+        part = batch.layouts.get(form.axis or "")
+        if whole is not None and part is not None and (part.width, part.anchor) != (whole.width, whole.anchor):
             raise LayoutError(
                 f'{call}: field "{show(path)}" stays padded, because {form.reason}, and its axis "{form.axis}" grows '
-                f"from width {own.width}, split at {own.anchor}, to {whole.width}, split at {whole.anchor}; expected "
+                f"from width {part.width}, split at {part.anchor}, to {whole.width}, split at {whole.anchor}; expected "
                 "one width and split. Bring the batches to one prompt and response width, or fix the field."
             )
 
@@ -275,9 +275,9 @@ def _encoding(
         return first
     bounds = [batch.bounds(path) for batch in batches]
     if type(first) not in (Same, Joined) and all(type(part) is type(first) for part in parts):
-        made = cast("Any", type(first)).join(parts, bounds)
-        if made is not None:
-            return made
+        whole_encoding = cast("Any", type(first)).join(parts, bounds)
+        if whole_encoding is not None:
+            return whole_encoding
     line = np.concatenate([decoder.source(path).words for decoder in decoders])
     return encode_alone(candidate(form, line, cumulated(np.concatenate([np.diff(own) for own in bounds]))))
 
@@ -299,13 +299,13 @@ def _padded(
     """A field that the batches hold in different forms, in padded form: the parts one after the other, each widened by
     its own pad to the width of its axis in the result."""
     parts: list[Tensor] = []
-    for own, batch, decoder in zip(column, batches, decoders, strict=True):
-        if own.kind == "padded" and own.layout is not None and own.layout == form.axis:
-            layout, whole = batch.layouts[own.layout], layouts[own.layout]
+    for part_form, batch, decoder in zip(column, batches, decoders, strict=True):
+        if part_form.kind == "padded" and part_form.layout is not None and part_form.layout == form.axis:
+            layout, whole = batch.layouts[part_form.layout], layouts[part_form.layout]
             left = whole.anchor - layout.anchor
-            parts.append(decoder.widened(own, left, whole.width - layout.width - left))
+            parts.append(decoder.widened(part_form, left, whole.width - layout.width - left))
         else:
-            parts.append(decoder.entry(own))
+            parts.append(decoder.entry(part_form))
     if any(part.is_nested or part.shape[1:] != parts[0].shape[1:] for part in parts):
         seen = ["jagged" if part.is_nested else tuple(part.shape) for part in parts]
         raise LayoutError(f'{call}: field "{show(form.path)}" is {seen}; expected one width. Bring it to one width.')
@@ -321,9 +321,9 @@ def _row_pads(batch: PackedBatch, path: Path) -> Words:
 def _pad_words(form: FieldForm, rows: int) -> Words:
     """The words of a constant pad for each row; zeros for EDGE."""
     pad = form.pads[0]
-    held = None if form.dtype is None else pad_tensor(0 if isinstance(pad, Pad) else pad, form.dtype)
-    assert held is not None
-    return words(held.repeat(rows)).numpy()
+    tensor = None if form.dtype is None else pad_tensor(0 if isinstance(pad, Pad) else pad, form.dtype)
+    assert tensor is not None
+    return words(tensor.repeat(rows)).numpy()
 
 
 # -------------------------------------------------------------------- objects

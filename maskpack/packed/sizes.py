@@ -140,19 +140,19 @@ def report(batch: TensorDictBase | None, packed: PackedBatch) -> dict[str, float
     Raises:
         LayoutError: `packed` is not a PackedBatch, or `batch` has other rows or lacks one of its fields.
     """
-    found = figures(packed, batch, left=False)
+    totals = figures(packed, batch, left=False)
     out: dict[str, float | int] = {
-        "maskpack/rows": found.rows,
-        "maskpack/padded_bytes": found.padded_bytes,
-        "maskpack/real_bytes": found.real_bytes,
-        "maskpack/wire_bytes": found.wire_bytes,
-        "maskpack/ratio": found.ratio,
-        "maskpack/fill": found.fill,
-        "maskpack/layouts_bytes": found.layouts,
-        "maskpack/objects_bytes": found.objects,
-        "maskpack/header_bytes": found.header,
+        "maskpack/rows": totals.rows,
+        "maskpack/padded_bytes": totals.padded_bytes,
+        "maskpack/real_bytes": totals.real_bytes,
+        "maskpack/wire_bytes": totals.wire_bytes,
+        "maskpack/ratio": totals.ratio,
+        "maskpack/fill": totals.fill,
+        "maskpack/layouts_bytes": totals.layouts,
+        "maskpack/objects_bytes": totals.objects,
+        "maskpack/header_bytes": totals.header,
     }
-    for field in found.fields:
+    for field in totals.fields:
         for name in ("padded_bytes", "real_bytes", "wire_bytes"):
             key = f"maskpack/field/{show(field.path)}/{name}"
             out[key] = out.get(key, 0) + getattr(field, name)  # ("a", "b") and ("a/b",) have one name
@@ -174,17 +174,19 @@ def figures(packed: PackedBatch, batch: TensorDictBase | None = None, *, left: b
     if batch is not None:
         _check(batch, packed)
     message, names = manifest.write(packed, True, with_objects=False)
-    own, layouts = _wire_bytes(message)
+    wire_bytes, layouts = _wire_bytes(message)
     gain: dict[Path, int] | None = None
     if left and packed.codec is not None:
-        gain = dict.fromkeys(own, 0)
+        gain = dict.fromkeys(wire_bytes, 0)
     elif left and importlib.util.find_spec("zstandard") is not None:
         small, _ = _wire_bytes(manifest.write(replace(packed, codec="zstd"), True, with_objects=False)[0])
-        gain = {path: own[path] - small[path] for path in own}
+        gain = {path: wire_bytes[path] - small[path] for path in wire_bytes}
     return Figures(
         packed.num_rows,
         packed.codec,
-        tuple(_field(packed, form, batch, own, gain) for form in packed.schema.forms if form.path in packed.fields),
+        tuple(
+            _field(packed, form, batch, wire_bytes, gain) for form in packed.schema.forms if form.path in packed.fields
+        ),
         layouts,
         _pickled_bytes(packed.objects) if packed.objects else 0,
         len(wire.Pieces(message, names).header),
@@ -195,7 +197,7 @@ def _field(
     packed: PackedBatch,
     form: FieldForm,
     batch: TensorDictBase | None,
-    own: Mapping[Path, int],
+    wire_bytes: Mapping[Path, int],
     gain: Mapping[Path, int] | None,
 ) -> FieldReport:
     assert form.dtype is not None
@@ -209,7 +211,7 @@ def _field(
         math.prod(shape) * form.dtype.itemsize if given is None else given.numel() * given.element_size(),
         packed.words_nbytes(form.path),
         kind_of(packed.fields[form.path]),
-        own[form.path],
+        wire_bytes[form.path],
         form.reason,
         None if gain is None else gain[form.path],
     )
@@ -223,12 +225,12 @@ def _wire_bytes(message: wire.Message) -> tuple[dict[Path, int], int]:
         return sum(sizes.pop(number, 0) for number in numbers)
 
     layouts = sum(taken(layout.get("runs", [layout.get("bits")])) for layout in message.manifest["layouts"])
-    own: dict[Path, int] = {}
+    of_fields: dict[Path, int] = {}
     for entry in message.manifest["fields"]:
         if "encoding" in entry:
             pads = [entry["row_pads"]] if "row_pads" in entry else []
-            own[tuple(entry["path"])] = taken([*pads, *_numbers(entry["encoding"])])
-    return own, layouts + sum(sizes.values())  # the rest was added for rows that take no bytes (wire.FREE_ROWS)
+            of_fields[tuple(entry["path"])] = taken([*pads, *_numbers(entry["encoding"])])
+    return of_fields, layouts + sum(sizes.values())  # the rest was added for rows that take no bytes (wire.FREE_ROWS)
 
 
 def _numbers(encoding: Mapping[str, Any]) -> Iterator[int]:
