@@ -665,9 +665,9 @@ def outcome(made: Mutant, originals: dict[str, bytes], worst: Worst, most: int) 
         assert written == PackedBatch.from_bytes(originals[made.source]).to_bytes(), "a change behind its checksum"
     again = PackedBatch.from_bytes(written, max_bytes=made.limit)
     assert batch.codec or again.to_bytes() == written, "written twice, and different"
-    for layout in ("padded", "nested"):
+    for form in ("padded", "nested"):
         try:
-            decompress(batch, layout=layout, device="cpu", max_bytes=LIMIT)
+            decompress(batch, format=form, device="cpu", max_bytes=LIMIT)
         except MaskpackError:
             return "accepted, not decoded"
     return "accepted and decoded"

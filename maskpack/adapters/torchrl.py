@@ -114,7 +114,7 @@ class PackedStorage(_ListStorage):
     @property
     def nbytes(self) -> int:
         """Bytes of the rows that are kept, those included that were overwritten but lie among others."""
-        sources = [] if self._rows is None else [source for strand in self._rows.strands for source in strand.sources]
+        sources = [] if self._rows is None else [source for group in self._rows.groups for source in group.sources]
         return sum(source.held.nbytes for source in sources)
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
@@ -278,10 +278,10 @@ def _appended(rows: BatchView, packed: PackedBatch) -> BatchView:
 
 def _tidied(rows: BatchView) -> BatchView:
     """The same rows, those of segments that are mostly overwritten, or of many small ones, in one new segment."""
-    (strand,) = rows.strands
-    source, _ = strand.segments.by_row()
-    used = np.bincount(source, minlength=len(strand.sources))
-    held = np.array([source.outline.num_rows for source in strand.sources])
+    (group,) = rows.groups
+    source, _ = group.segments.by_row()
+    used = np.bincount(source, minlength=len(group.sources))
+    held = np.array([source.meta.num_rows for source in group.sources])
     small = held < _FEW
     again = (2 * used < held) | (small & (np.count_nonzero(small) >= _FEW))
     moved = np.flatnonzero(again[source])
@@ -294,7 +294,7 @@ def _tidied(rows: BatchView) -> BatchView:
 
 def _copied(packed: PackedBatch) -> PackedBatch:
     """With memory of its own, so that what it was cut from can go."""
-    fields, row_pads = pickles.together((packed.fields, packed.row_pads))
+    fields, row_pads = pickles.copy_to_one_buffer((packed.fields, packed.row_pads))
     return replace(packed, fields=fields, row_pads=row_pads)
 
 

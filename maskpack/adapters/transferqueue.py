@@ -27,14 +27,10 @@ from maskpack.core.bits import Words
 from maskpack.core.tree import has
 from maskpack.errors import FieldError, LayoutError
 from maskpack.packed.batch import PackedBatch
-from maskpack.packed.choose import encode_alone
-from maskpack.packed.contents import Contents, candidate
-from maskpack.packed.encodings import Plain
 from maskpack.packed.file import container as wire
 from maskpack.packed.file import read as reading
 from maskpack.packed.file import write as manifest
-from maskpack.packed.join import joined, restricted
-from maskpack.packed.references import Joined
+from maskpack.packed.join import joined
 from maskpack.views.view import BatchView
 
 _HEAD = struct.Struct("<4sHHI")
@@ -175,18 +171,11 @@ def _check_columns(columns: Mapping[str, Sequence[str]], entries: Sequence[str],
 
 def _part(packed: PackedBatch, entries: Iterable[str]) -> PackedBatch:
     """The batch with some of its top entries, and the layouts that they lie under."""
-    kept = set(entries)
-    part = restricted(packed, {form.path for form in packed.schema.forms if form.path[0] in kept})
+    part = packed.select(*entries)
     used = {form.layout for form in part.schema.forms}
     axes = tuple(axis for axis in part.schema.axes if axis[0] in used)
     layouts = {name: layout for name, layout in part.layouts.items() if name in used}
-    alone = {
-        path: encode_alone(candidate(part.forms[path], encoding.words, part.bounds(path)))
-        for path, encoding in part.fields.items()
-        if isinstance(encoding, Plain) and isinstance(packed.fields[path], Joined)
-    }
-    schema = replace(part.schema, axes=axes)
-    return _packed(replace(part, schema=schema, layouts=layouts, fields={**part.fields, **alone}))
+    return replace(part, schema=replace(part.schema, axes=axes), layouts=layouts)
 
 
 def _column(held: Any, call: str, allow_pickle: bool) -> tuple[int, PackedBatch]:
@@ -196,7 +185,7 @@ def _column(held: Any, call: str, allow_pickle: bool) -> tuple[int, PackedBatch]
         seen = "missing" if held is None else f"{said(held)}"
         raise LayoutError(f"{call} is {seen}; expected jagged uint8, one entry a sample. {_REMEDY}")
     read = [_read(row, call, allow_pickle) for row in rows]
-    return read[0][0], _packed(joined([contents for _, contents in read], call))
+    return read[0][0], joined([part for _, part in read], call)
 
 
 def _rows(held: Any) -> list[Words] | None:
@@ -213,14 +202,10 @@ def _jagged(entries: Sequence[bytes]) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(values, offsets)
 
 
-def _packed(contents: Contents) -> PackedBatch:
-    return PackedBatch._of(contents)  # type: ignore[reportPrivateUsage]
-
-
 # -------------------------------------------------------------------- one row
 
 
-def _entry(row: Contents, place: int, allow_pickle: bool) -> bytes:
+def _entry(row: PackedBatch, place: int, allow_pickle: bool) -> bytes:
     message, _ = manifest.write(row, allow_pickle)
     text = _deflated(json.dumps(message.manifest, separators=(",", ":"), allow_nan=False))
     arrays = [np.ascontiguousarray(array) for array in message.arrays]
@@ -229,7 +214,7 @@ def _entry(row: Contents, place: int, allow_pickle: bool) -> bytes:
     return b"".join([head, *table, text, *[array.tobytes() for array in arrays]])
 
 
-def _read(row: Words, call: str, allow_pickle: bool) -> tuple[int, Contents]:
+def _read(row: Words, call: str, allow_pickle: bool) -> tuple[int, PackedBatch]:
     data = row.data
     if len(data) < _HEAD.size or bytes(data[:4]) != _MAGIC:
         raise LayoutError(f"{call} holds other bytes than to_samples writes. {_REMEDY}")
@@ -248,7 +233,7 @@ def _read(row: Words, call: str, allow_pickle: bool) -> tuple[int, Contents]:
         end += items * dtype.itemsize
     if end != len(data):
         wire.fail(call, f"an entry of {len(data)} bytes", f"{end}")
-    return place, reading.read(wire.Message(_manifest(text, call), arrays), call, allow_pickle)
+    return place, reading.read(PackedBatch, wire.Message(_manifest(text, call), arrays), call, allow_pickle)
 
 
 @lru_cache(maxsize=64)

@@ -35,7 +35,7 @@ from maskpack.dispatch.placement import nodes_alive
 from maskpack.errors import Cancelled, LayoutError, MaskpackError, RemoteTraceback, StoreFullError, WorkerError
 from maskpack.packed.batch import PackedBatch, decompress
 from maskpack.planning.ranks import RankPlans
-from maskpack.views.strand import Outline
+from maskpack.views.column_group import BatchMeta
 from maskpack.views.view import BatchView
 
 Results = Literal["padded", "nested", "view"]
@@ -474,7 +474,7 @@ class Call:
             if receipt is None:
                 part.error = Cancelled("taken back before it began")
             elif receipt.has_rows and self.request.format == "view":
-                part.result = BatchView.at(part.packed, cast("Outline", receipt.outline))
+                part.result = BatchView.at(part.packed, cast("BatchMeta", receipt.outline))
             elif receipt.has_rows:
                 (part.result,), part.error = _got([part.packed], timeout)
             part.receipt = receipt if part.error is None else None

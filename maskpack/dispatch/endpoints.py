@@ -29,7 +29,7 @@ from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.batch import PackedBatch, Target, compress, decompress
 from maskpack.planning.plan import join_rows
-from maskpack.views.strand import Outline
+from maskpack.views.column_group import BatchMeta
 
 _MEMORY = Pool()
 """Of the padded tensors that methods see in this process; they die with the call, most of the time."""
@@ -148,7 +148,7 @@ def _served(
         packed, rest = None, None
         if parcel.speaks:
             packed, rest = _packed(result, name, parcel.packing, given.rows.num_rows, like)
-    outline = Outline.of(packed) if parcel.keep and packed is not None else None
+    outline = BatchMeta.of(packed) if parcel.keep and packed is not None else None
     timer.lap("encode")
     nbytes = 0 if packed is None else packed.nbytes
     return Receipt(packed is not None, rest, outline, nbytes, timer.ms, this_node()), packed

@@ -19,7 +19,7 @@ from maskpack.fields.options import Registry
 from maskpack.fields.registry import Key, Path
 from maskpack.packed.batch import PackedBatch
 from maskpack.planning.plan import MicroBatchPlan
-from maskpack.views.strand import Outline, Strand, assembled, narrowed
+from maskpack.views.column_group import BatchMeta, ColumnGroup, assembled, narrowed
 from maskpack.views.view import BatchView
 
 
@@ -32,10 +32,10 @@ class At:
 
 @dataclass(frozen=True)
 class RowsAt:
-    """A rank's rows of a view, whose strands take them from objects by their places; `whole` if every rank gets them
-    all."""
+    """A rank's rows of a view, whose column groups take them from objects by their places; `whole` if every rank gets
+    all rows."""
 
-    strands: tuple[Strand, ...]
+    groups: tuple[ColumnGroup, ...]
     order: tuple[Path, ...]
     root: Node
     whole: bool
@@ -44,16 +44,16 @@ class RowsAt:
     def of(cls, view: BatchView, add: Callable[[Any], int], whole: bool = False) -> RowsAt:
         """`add` takes a reference and gives its place among the objects."""
 
-        def travelling(strand: Strand) -> Strand:
-            alone = len(strand.sources) == 1 and strand.sources[0].outline.head is strand.head
-            sources = tuple(add(source.held) for source in strand.sources)
-            return replace(strand, sources=sources, head=None if alone else strand.head)
+        def travelling(group: ColumnGroup) -> ColumnGroup:
+            alone = len(group.sources) == 1 and group.sources[0].meta.head is group.head
+            sources = tuple(add(source.held) for source in group.sources)
+            return replace(group, sources=sources, head=None if alone else group.head)
 
-        return cls(tuple(map(travelling, view.strands)), view.order, view.head.schema.root, whole)
+        return cls(tuple(map(travelling, view.groups)), view.order, view.head.schema.root, whole)
 
     def packed(self, objects: Sequence[Any], fields: Sequence[Key], call: str) -> PackedBatch:
-        strands, order = narrowed(self.strands, self.order, fields, call)
-        return assembled(strands, order, self.root, objects.__getitem__)
+        groups, order = narrowed(self.groups, self.order, fields, call)
+        return assembled(groups, order, self.root, objects.__getitem__)
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Receipt:
 
     has_rows: bool
     rest: Any
-    outline: Outline | None
+    outline: BatchMeta | None
     nbytes: int
     ms: Mapping[str, float]
     node: str

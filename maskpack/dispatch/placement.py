@@ -21,8 +21,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from maskpack.core.index import IntArray
 from maskpack.packed.batch import PackedBatch
+from maskpack.views.column_group import BatchMeta, ColumnGroup, Source
 from maskpack.views.segments import Segments
-from maskpack.views.strand import Outline, Source, Strand
 from maskpack.views.view import BatchView
 
 Site = frozenset[str]
@@ -64,7 +64,7 @@ class _Put:
 
     rows: bytes
     reference: Any
-    outline: Outline
+    outline: BatchMeta
 
 
 class Placement:
@@ -136,31 +136,31 @@ class Placement:
         """The view over objects in the store that the nodes of `site` need whole, and the encoded bytes that were put
         or cut for it. `again` forgets what was put before."""
         sent = 0
-        strands: list[Strand] = []
-        for strand in view.strands:
-            number, row = strand.segments.by_row()
+        groups: list[ColumnGroup] = []
+        for group in view.groups:
+            number, row = group.segments.by_row()
             sources: list[Source] = []
-            for place, source in enumerate(strand.sources):
+            for place, source in enumerate(group.sources):
                 own = number == place
                 needed, row_in_part = np.unique(row[own], return_inverse=True)
                 part, nbytes = self._part(source, needed, site, again)
                 sources.append(part)
                 sent += nbytes
-                if part.outline.num_rows != source.outline.num_rows:
+                if part.meta.num_rows != source.meta.num_rows:
                     row[own] = row_in_part
-            strands.append(replace(strand, sources=tuple(sources), segments=Segments.of_rows(number, row)))
-        return replace(view, strands=tuple(strands)), sent
+            groups.append(replace(group, sources=tuple(sources), segments=Segments.of_rows(number, row)))
+        return replace(view, groups=tuple(groups)), sent
 
     def _part(self, source: Source, rows: IntArray, site: Site, again: bool) -> tuple[Source, int]:
         """A source in the store with the rows that are needed, at least, and the bytes that are new in it."""
-        whole = rows.size == source.outline.num_rows
+        whole = rows.size == source.meta.num_rows
         if isinstance(source.held, PackedBatch):
             return self._put_once(source, rows, None if whole else site, again)
         nodes = _nodes_of(source.held) if site and not whole else []
         if not nodes or site.issubset(nodes):  # on the site already, or so small that it travels with the call
             return source, 0
         task = cast("Any", _cut).options(scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[0], soft=True))
-        outline = source.outline.take(rows)
+        outline = source.meta.take(rows)
         return Source(task.remote(source.held, rows), outline), outline.nbytes
 
     def _put_once(self, source: Source, rows: IntArray, site: Site | None, again: bool) -> tuple[Source, int]:
@@ -173,7 +173,7 @@ class Placement:
             found = known.get(site)
         if found is not None and found.rows == key and not again:
             return Source(found.reference, found.outline), 0
-        outline = source.outline if site is None else source.outline.take(rows)
+        outline = source.meta if site is None else source.meta.take(rows)
         fresh = _Put(key, ray.put(packed if site is None else packed.take(rows)), outline)
         room = nodes_alive().get(this_node(), 0.0) / SHARE
         with self._lock:

@@ -104,7 +104,7 @@ class MaskNestingSpec:
         if not isinstance(self.hints, tuple):
             raise RegistryError(f"MaskNestingSpec: hints is {said(self.hints)}; expected a tuple. Write ('runs',).")
         for hint in self.hints:
-            if not _is_hint(hint):
+            if not is_hint(hint):
                 raise RegistryError(
                     f"MaskNestingSpec: hint is {hint!r}; expected one of {', '.join(HINTS)}, join:head,tail or "
                     "delta:field. Choose one, or leave the hints out."
@@ -244,7 +244,8 @@ def _split(key: Any, name: str, call: str) -> Key:
     return plain(tuple(key.split("/")))
 
 
-def _is_hint(hint: object) -> bool:
+def is_hint(hint: object) -> bool:
+    """Whether it is a hint of a MaskNestingSpec."""
     if not isinstance(hint, str):
         return False
     name, colon, rest = hint.partition(":")

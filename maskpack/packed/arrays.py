@@ -1,4 +1,4 @@
-"""Arrays of numbers as small as they go, taken by rows, and checked where they come from elsewhere."""
+"""Integer arrays in the narrowest dtype: rows of them, and checks of arrays from elsewhere."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""PackedBatch: a batch encoded field by field, ready for the wire; rows move without being decoded.
+"""PackedBatch: a batch encoded field by field, ready to be sent; its rows move without being decoded.
 
     compress(padded or nested) -> PackedBatch -> take, slices, split, chunk, cat -> decompress(padded or nested)
                                      |  ^
                        pickle, to_bytes, save  from_bytes, load
 
-Nothing of a PackedBatch is ever changed, and the tensors that it gives out are copies.
+A PackedBatch is never changed, and the tensors decoded from it are copies.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -33,26 +34,53 @@ from maskpack.fields.registry import Key, Path, show
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.nest import rows_only
-from maskpack.nesting.schema import LAYOUTS, FieldForm, read_layouts, write_layouts
+from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema, read_layouts, write_layouts
 from maskpack.nesting.survey import Survey, survey
 from maskpack.packed import pickling as pickles
 from maskpack.packed.choose import encode, encode_alone
-from maskpack.packed.contents import MAX_BYTES, Contents, Decoder, candidate, decoded_nbytes, on, trimmed, words_of_one
 from maskpack.packed.cuda import decode as staging
+from maskpack.packed.decode import (
+    MAX_BYTES,
+    Decoder,
+    candidate,
+    decoded_nbytes,
+    on,
+    trimmed,
+    word_dtype_of,
+    words_of_one,
+)
 from maskpack.packed.file import codec as codecs
 from maskpack.packed.file import container as wire
 from maskpack.packed.file import read as reading
 from maskpack.packed.file import write as manifest
-from maskpack.packed.join import joined
-from maskpack.packed.references import Joined, Own, Same, arrays_of
+from maskpack.packed.join import check_named, joined, restricted
+from maskpack.packed.references import Encoding, Joined, Own, Same, arrays_of
 
 Target = Literal["padded", "nested"]
 Widths = Literal["canonical", "trim"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PackedBatch(Contents):
-    """Encoded rows. Build one with `compress`. Its attributes are those of `Contents`."""
+class PackedBatch:
+    """A batch whose fields are encoded one by one. Build one with `compress`.
+
+    Attributes:
+        num_rows: B.
+        schema: the forms of the fields, in key order.
+        layouts: the RowLayouts of the fields, by name, on the host.
+        fields: the encoded values of every tensor.
+        objects: the Python objects.
+        row_pads: words [B], of the fields whose pad is PER_ROW.
+        codec: the codec that compresses the bytes when the batch is pickled or saved; None for none.
+    """
+
+    num_rows: int
+    schema: Schema
+    layouts: Mapping[str, RowLayout]
+    fields: Mapping[Path, Encoding]
+    objects: Mapping[Path, Objects]
+    row_pads: Mapping[Path, Words]
+    codec: str | None = None
 
     def __len__(self) -> int:
         return self.num_rows
@@ -62,14 +90,35 @@ class PackedBatch(Contents):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the encoded tensors, of those inside Python objects and of the layouts, before any codec."""
+        """Bytes of the encoded tensors, of the tensors inside Python objects and of the layouts, before any codec."""
         arrays = [part for layout in self.layouts.values() for part in layout.compact()]
         arrays += [array for field in self.fields.values() for array in arrays_of(field)]
         arrays += [array for entry in self.objects.values() for array in entry.arrays()]
         return sum(array.nbytes for array in [*arrays, *self.row_pads.values()])
 
+    @cached_property
+    def forms(self) -> dict[Path, FieldForm]:
+        """The form of each entry, by its path."""
+        return {form.path: form for form in self.schema.forms}
+
+    @cached_property
+    def _row_numbers(self) -> IntArray:
+        """Bounds of the rows of a field that stays padded; a batch without batch dims is one row."""
+        return np.arange((1 if self.schema.root.more_dims is None else self.num_rows) + 1)
+
+    def bounds(self, path: Path) -> IntArray:
+        """int64 [B + 1]: where the rows of a field begin and end among its words."""
+        form = self.forms[path]
+        rows = self._row_numbers if form.layout is None else self.layouts[form.layout].row_offsets
+        items = words_of_one(form)
+        return rows if items == 1 else rows * items
+
+    def words_nbytes(self, path: Path) -> int:
+        """Bytes of the words of a field, decoded."""
+        return int(self.bounds(path)[-1]) * word_dtype_of(self.forms[path]).itemsize
+
     def lengths(self, layout: str) -> IntArray:
-        """int64 [B]: row lengths of one of the layouts, for planning."""
+        """int64 [B]: the row lengths of a layout, for planning."""
         return named(self.layouts, layout, "PackedBatch.lengths").lengths + 0
 
     # ---------------------------------------------------------------- rows
@@ -77,7 +126,7 @@ class PackedBatch(Contents):
     def take(self, rows: Rows) -> PackedBatch:
         """Some rows, in the order given: a slice, indices (repeats allowed, negative from the end), or a bool mask [B].
 
-        Rows that follow each other are views of this batch; others are copied, still encoded.
+        Consecutive rows share the memory of this batch; other rows are copied, still encoded.
         """
         self._need_rows("take")
         index = row_index(rows, self.num_rows, "PackedBatch.take")
@@ -115,15 +164,15 @@ class PackedBatch(Contents):
     def cat(batches: Sequence[PackedBatch]) -> PackedBatch:
         """The rows of several batches with the same fields, one after the other.
 
-        Batches of different widths meet at the widest: the padding of prompts grows on the left, that of responses on
-        the right. A field that is encoded under a layout in one batch and dense in another is dense in the result.
-        Fields that the batches encode differently are encoded again. Raises LayoutError if fields, dtypes or the
-        shapes of their elements differ, or the widths of a dense field.
+        Batches of different padded widths become as wide as the widest: the padding of prompts grows on the left, the
+        padding of responses on the right. A field that stays padded in one of the batches stays padded in the result.
+        Fields that the batches encode differently are encoded again. Raises LayoutError if fields, dtypes or the shapes
+        of their elements differ, or the widths of a field that stays padded.
         """
         batches = list_of(batches, PackedBatch, "PackedBatch.cat", "Compress what is not packed.")
         for batch in batches:
             batch._need_rows("cat")
-        return batches[0] if len(batches) == 1 else PackedBatch._of(joined(batches, "PackedBatch.cat"))
+        return batches[0] if len(batches) == 1 else joined(batches, "PackedBatch.cat")
 
     def _slice(self, start: int, stop: int) -> PackedBatch:
         rows = slice(start, stop)
@@ -146,22 +195,26 @@ class PackedBatch(Contents):
                 "batch dim. Give the TensorDict batch_size=[rows] before packing."
             )
 
-    @classmethod
-    def _of(cls, contents: Contents) -> PackedBatch:
-        return cls(**{field.name: getattr(contents, field.name) for field in fields(contents)})
+    # ---------------------------------------------------------------- fields
 
-    # ---------------------------------------------------------------- decoding
+    def select(self, *fields: Key) -> PackedBatch:
+        """Some fields with all rows, still encoded, in the order of the batch.
 
-    def to_nested(
-        self, *names: Key, device: torch.device | str | None = None, max_bytes: int | None = MAX_BYTES
-    ) -> TensorDict:
-        """`decompress(self, *names, format="nested", device=device, max_bytes=max_bytes)`."""
-        return decompress(self, *names, format="nested", device=device, max_bytes=max_bytes)
+        The name of a sub-batch stands for all that is in it, a tuple of names for one entry in it. Layouts of the axes
+        stay, so that `lengths` and `compress(..., like=)` work as before. Nothing is decoded, unless a field is stored
+        as the concat of two fields that are not both selected; it is encoded again.
+
+        Raises FieldError for a field that is not in the batch, and LayoutError if none is named.
+        """
+        check_named(fields, "PackedBatch.select")
+        forms = select_entries([(form.path, form) for form in self.schema.forms], fields, "PackedBatch.select")
+        return restricted(self, {path for path, _ in forms}, encode=True)
+
+    # ---------------------------------------------------------------- memory
 
     def pin_memory(self) -> PackedBatch:
-        """The same batch with its encoded values in pinned memory, from where a GPU reads them by itself: `decompress`
-        copies them to it without another copy on the host. Other rows than all of them, in order, go through such a
-        copy.
+        """The same batch with its encoded values in pinned memory, which a GPU reads by itself: `decompress` needs no
+        other copy on the host. Rows that are taken from the result, in another order or with gaps, need one.
 
         Raises LayoutError if this process has no CUDA device.
         """
@@ -169,13 +222,13 @@ class PackedBatch(Contents):
             raise LayoutError(
                 "PackedBatch.pin_memory: this process has no CUDA device; expected one. Decode the batch as it is."
             )
-        fields, row_pads = pickles.together((self.fields, self.row_pads), staging.pinned_memory)
+        fields, row_pads = pickles.copy_to_one_buffer((self.fields, self.row_pads), staging.pinned_memory)
         return replace(self, fields=fields, row_pads=row_pads)
 
     # ---------------------------------------------------------------- bytes
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """A stream and one or two buffers, which protocol 5 carries out of band; Python objects are pickled beside."""
+        """A stream, one or two buffers, which protocol 5 sends out of band, and the Python objects."""
         stream, kinds, places, records, buffers = pickles.write(self)
         bodies: list[Any] = [pickle.PickleBuffer(body.data) if protocol >= 5 else body.tobytes() for body in buffers]
         return _unpickled, (stream, kinds, places, records, bodies, self.objects)
@@ -184,32 +237,32 @@ class PackedBatch(Contents):
         """The batch as bytes that are a legal safetensors file (docs/wire-format.md).
 
         Args:
-            allow_pickle: pickle Python objects that JSON cannot say, instead of raising MaskpackError. Who reads them
-                must allow it too.
-            checksum: add one, which `from_bytes` checks.
+            allow_pickle: pickle Python objects that JSON cannot express, instead of raising MaskpackError. The reader
+                must allow it, too.
+            checksum: add a checksum, which `from_bytes` verifies.
         """
         return self._pieces(allow_pickle, checksum, "PackedBatch.to_bytes").joined()
 
     def save(self, file: str | os.PathLike[str], *, allow_pickle: bool = False, checksum: bool = False) -> None:
-        """Writes `to_bytes` to a file. One that is there is replaced when all of the new one is on the disk."""
+        """Writes `to_bytes` to a file. An existing file is replaced once the new one is on the disk completely."""
         target = _path(file, "PackedBatch.save")
         self._pieces(allow_pickle, checksum, "PackedBatch.save").save(target)
 
     @classmethod
     def from_bytes(cls, data: Any, *, allow_pickle: bool = False, max_bytes: int | None = MAX_BYTES) -> PackedBatch:
-        """The batch in `data`, bytes or another object with a buffer, which must not be changed any more: the batch
-        reads from it. Nothing in it is executed unless `allow_pickle` is true.
+        """The batch in `data`, which is bytes or another object with a buffer. The batch reads from this memory, so it
+        must not be changed afterwards. Nothing in it is executed unless `allow_pickle` is true.
 
         Args:
-            max_bytes: the most bytes that the whole batch may take padded; None for any. Few bytes may claim many: the
-                claims are added up before memory is taken for them.
+            max_bytes: the most bytes that the whole padded batch may take; None for no limit. A few bytes can describe
+                a huge batch: its size is added up before memory is reserved for it.
 
-        Raises WireFormatError for bytes that `to_bytes` does not write, and for a batch beyond `max_bytes`.
+        Raises WireFormatError for bytes that `to_bytes` does not write, and for a batch larger than `max_bytes`.
         """
         call = "PackedBatch.from_bytes"
         flag(allow_pickle, "allow_pickle", call)
         _check_limit(max_bytes, call)
-        return cls._of(reading.read(wire.read(data, call), call, allow_pickle, max_bytes))
+        return reading.read(cls, wire.read(data, call), call, allow_pickle, max_bytes)
 
     @classmethod
     def load(
@@ -223,9 +276,9 @@ class PackedBatch(Contents):
         """The batch in a file that `save` wrote.
 
         Args:
-            mmap: map the file to memory: rows are read when they are decoded. If the file is then cut off or written
-                to in place, reading a lost part ends the process with SIGBUS, which no error handler catches; `save`
-                never does that to a file. False reads the file into memory first.
+            mmap: map the file into memory: rows are read when they are decoded. If the file is later truncated or
+                written to in place, reading a lost part ends the process with SIGBUS, which no error handler catches;
+                `save` never changes a file in place. False reads the whole file first.
             max_bytes: as for `from_bytes`.
 
         Raises WireFormatError as `from_bytes`.
@@ -234,7 +287,7 @@ class PackedBatch(Contents):
         flag(allow_pickle, "allow_pickle", "PackedBatch.load")
         flag(mmap, "mmap", "PackedBatch.load")
         _check_limit(max_bytes, "PackedBatch.load")
-        return cls._of(reading.read(wire.read(wire.loaded(file, mmap), call), call, allow_pickle, max_bytes))
+        return reading.read(cls, wire.read(wire.loaded(file, mmap), call), call, allow_pickle, max_bytes)
 
     def _pieces(self, allow_pickle: bool, checksum: bool, call: str) -> wire.Pieces:
         flag(allow_pickle, "allow_pickle", call)
@@ -259,7 +312,7 @@ def _path(file: Any, call: str) -> str:
 
 
 def _unpickled(*parts: Any) -> PackedBatch:
-    return PackedBatch._of(pickles.read(*parts))  # type: ignore[reportPrivateUsage]
+    return PackedBatch(*pickles.read(*parts))
 
 
 # -------------------------------------------------------------------- in and out
@@ -282,14 +335,14 @@ def compress(
     Args:
         batch: as for `nest_batch_by_mask`, as are the other arguments; it is not changed.
         strict_mask_nesting: `strict` of `nest_batch_by_mask`.
-        like: a packed or nested batch with the same rows. Its layouts stand in for masks that `batch` has not, as
-            with the outputs of a worker.
+        like: a packed or nested batch with the same rows. Its layouts replace masks that `batch` lacks, as the outputs
+            of a worker do.
         codec: `zstd` compresses the bytes when the batch is pickled, saved or turned into bytes, for slow networks
-            (docs/benchmarks.md says where it pays); needs maskpack[zstd]. Rows move uncompressed.
+            (docs/benchmarks.md shows where it pays); needs maskpack[zstd]. Rows move uncompressed.
 
     Raises:
         CoverageError, LossyPadError, LayoutError, RegistryError: as `nest_batch_by_mask`.
-        MaskpackError: an unknown codec, or its package is missing.
+        MaskpackError: the codec is unknown, or its package is missing.
     """
     if isinstance(batch, PackedBatch):
         raise LayoutError(
@@ -311,16 +364,17 @@ def decompress(
     """The batch that was packed, bit for bit, with the rows it has now.
 
     Args:
-        packed: it is not changed; the tensors returned share no memory with it.
+        packed: is not changed; the tensors returned share no memory with it.
         fields: the fields to decode; all if none is named.
-        format: `padded`, or `nested`, as `nest_batch_by_mask` would give it.
-        device: where to; the device that each field came from where it is not given. On CUDA with Triton one kernel
-            decodes there, what crosses to it are the encoded bytes, and nothing waits (`pin_memory` saves the host a
-            copy); otherwise the fields are decoded on the host.
-        widths: `canonical`, those of the batch that was packed; or `trim`, of each axis the columns from the first to
-            the last that is real in any of these rows: for padded micro-batches. Dense fields keep theirs. Batch dims
-            behind the rows follow the fields.
-        max_bytes: the most bytes that these fields may take decoded; None for any. Nothing is decoded beyond it.
+        format: `padded`, or `nested`, as `nest_batch_by_mask` returns it.
+        device: the device of the result; None for the device that each field came from. On CUDA with Triton one kernel
+            decodes on the device: only encoded bytes are copied to it, and nothing synchronises (`pin_memory` saves a
+            copy on the host). Otherwise the fields are decoded on the host.
+        widths: `canonical`, the padded widths of the batch that was packed; or `trim`, the columns of each axis from
+            the first to the last with a valid token in any of these rows, for padded micro-batches. Fields that stay
+            padded keep their widths. Batch dims behind the rows follow the fields.
+        max_bytes: the most bytes that these fields may take decoded; None for no limit. Nothing is decoded if they take
+            more.
 
     Raises:
         LayoutError: a field that is not in the batch, an unknown format, a device that this process does not have,
@@ -349,9 +403,9 @@ def decompress(
             f"fields, or pass max_bytes={size}."
         )
     check_devices({form.device or "cpu" for form in forms} if device is None else [device], "decompress")
-    made = staging.decoded(packed, forms, format == "nested", device)
-    decoder = Decoder(packed, format == "nested", device, made)
-    left = [form for form in forms if form.path in packed.fields and form.path not in made.entries]
+    ready = staging.decoded(packed, forms, format == "nested", device)
+    decoder = Decoder(packed, format == "nested", device, ready)
+    left = [form for form in forms if form.path in packed.fields and form.path not in ready.entries]
     with Tasks(sum(packed.words_nbytes(form.path) for form in left)) as tasks:
         if tasks.threaded:
             decoder.read_ahead(left, tasks)
@@ -404,17 +458,18 @@ def _encoded(found: Survey, codec: str | None) -> PackedBatch:
         for form in forms
         if form.kind not in ("object", "node")
     }
-    fields, row_pads = pickles.together((encode(candidates), row_pads))
+    fields, row_pads = pickles.copy_to_one_buffer((encode(candidates), row_pads))
     return replace(packed, fields=fields, row_pads=row_pads)
 
 
 def _odd_from_device(form: FieldForm, *arrays: Mapping[Path, Words]) -> bool:
-    """Whether a field has bools of other bytes than 0 and 1; those on the host were looked at before."""
+    """Whether a bool field from a device has other bytes than 0 and 1; fields on the host were checked before."""
     return form.device != "cpu" and any(odd_bools(own[form.path]) for own in arrays if form.path in own)
 
 
 def _packed_form(form: FieldForm, found: Survey) -> FieldForm:
-    """A form with the device and the shape of one element; without rows, a dense field is one element."""
+    """A form with its device and the shape of one element. Without batch dims, a field that stays padded is one
+    element."""
     if form.kind in ("object", "node"):
         return form
     tensor = found.values.get(form.path, found.entries[form.path])
@@ -430,7 +485,7 @@ def _packed_form(form: FieldForm, found: Survey) -> FieldForm:
 
 
 def _begun(form: FieldForm, values: Tensor, layout: RowLayout) -> Own | None:
-    """The encoding of a padded field by itself; None for one that may follow from other fields."""
+    """The encoding of a padded field without regard to other fields; None for one that may be a concat of them."""
     if form.kind != "padded" or any(hint.startswith("join:") for hint in form.hints):
         return None
     shaped = replace(form, shape=tuple(values.shape[1:]))
@@ -439,7 +494,7 @@ def _begun(form: FieldForm, values: Tensor, layout: RowLayout) -> Own | None:
 
 
 def check_devices(devices: Iterable[torch.device | str], call: str) -> None:
-    """Raises LayoutError for a device that this process does not have, or that holds no values."""
+    """Raises LayoutError for a device that this process does not have, or that is "meta"."""
     for device in devices:
         if device_here(device, call).type == "meta":
             raise LayoutError(

@@ -1,8 +1,8 @@
-"""The choice of an encoding: field by field and batch by batch, a small one that is exact.
+"""The choice of an encoding for each field of a batch: a small one that is exact.
 
-    hints of the registry first -> what a glance at the words suggests -> narrow integers -> plain
+    hints of the registry -> encodings that a sample of the words suggests -> narrow -> plain
 
-A glance may pass over an encoding that would have fitted; that costs bytes, never exactness.
+The sample may miss an encoding that would fit; that costs bytes, never exactness.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from maskpack.packed.references import (
 )
 
 _ENOUGH = 8
-"""An encoding this many times smaller than plain ends the search, unless a bit for each word, as a mask may take, is
+"""An encoding this many times smaller than plain ends the search, unless one bit for each word, as a bitmap takes, is
 less than half of it."""
 _LITTLE = 64
-"""Bytes, or words, that are not worth a longer search."""
+"""So few bytes, or words, are not worth a longer search."""
 
 _ENCODERS: dict[str, Callable[[Words, IntArray], Whole | None]] = {
     "runs": Runs.encode,
@@ -53,13 +53,14 @@ class Candidate:
     """A field that is to be encoded.
 
     Attributes:
-        words: flat; None where the field has an encoding already.
-        bounds: int64 [B + 1], of the rows.
-        layout: the name of its layout; None for a dense field.
-        integers: whether its dtype is one of whole numbers.
+        words: flat; None if the field is encoded already.
+        bounds: int64 [B + 1], the bounds of the rows among the words.
+        layout: the name of its layout; None for a field that stays padded.
+        integers: whether its dtype is an integer or bool.
         columns: words of one element, the product of F.
-        hints: of its spec.
-        encoding, dtype: that of the field by itself and that of its words, where the words are None.
+        hints: the hints of its spec.
+        encoding: the encoding of the field, if it was encoded earlier; then `words` is None.
+        dtype: the dtype of its words, if `words` is None.
     """
 
     words: Words | None
@@ -78,7 +79,7 @@ class Candidate:
         return dtype
 
     def line(self) -> Words:
-        """The words, decoded if need be."""
+        """The words, decoded if necessary."""
         if self.words is not None:
             return self.words
         assert self.encoding is not None
@@ -86,24 +87,24 @@ class Candidate:
 
 
 def encode(fields: Mapping[Path, Candidate]) -> dict[Path, Encoding]:
-    """An encoding for every field. `Joined` takes words from fields that are not joined themselves, `Same` from a field
-    that stores its own; so no field leads back to itself."""
-    found: dict[Path, Encoding] = dict(_joined(fields))
+    """An encoding for every field. A concat (`Joined`) takes words from fields that are no concats, an alias (`Same`)
+    from a field that stores its own words; so there are no circles."""
+    encodings: dict[Path, Encoding] = dict(_joined(fields))
     stored: dict[tuple[object, ...], list[tuple[Path, Own]]] = {}
     for path, field in fields.items():
-        if path in found:
+        if path in encodings:
             continue
         own = encode_alone(field)
         alike = stored.setdefault((field.layout, field.word_dtype(), int(field.bounds[-1])), [])
         candidates = alike if field.layout is not None and int(field.bounds[-1]) else []
         same = next((other for other, encoding in candidates if _equal(own, encoding)), None)
         alike.append((path, own))
-        found[path] = own if same is None else Same(same)
-    return {path: found[path] for path in fields}
+        encodings[path] = own if same is None else Same(same)
+    return {path: encodings[path] for path in fields}
 
 
 def encode_alone(field: Candidate) -> Own:
-    """The encoding of a field that takes no words from other fields."""
+    """The encoding of a field without regard to other fields."""
     words, bounds = field.words, field.bounds
     if words is None:
         assert field.encoding is not None
@@ -116,9 +117,9 @@ def encode_alone(field: Candidate) -> Own:
         best = columns
     large = nbytes(best) * _ENOUGH > words.nbytes
     if "repeated" in field.hints or (large and likely_repeated(words, bounds)):
-        made = repeated(words, bounds, lambda words, bounds: _best(words, bounds, field.integers, ()))
-        if made is not None and nbytes(made) < nbytes(best):
-            best = made
+        dictionary = repeated(words, bounds, lambda words, bounds: _best(words, bounds, field.integers, ()))
+        if dictionary is not None and nbytes(dictionary) < nbytes(best):
+            best = dictionary
     return best
 
 
@@ -132,27 +133,27 @@ def _columns(field: Candidate, words: Words) -> Columns:
 def _best(words: Words, bounds: IntArray, integers: bool, hints: Sequence[str]) -> Whole:
     best: Whole = Plain(words)
     size = words.nbytes
-    glance = _Glance(words)
+    sample = _Sample(words)
     hinted = [name for name in hints if name in _ENCODERS]
     for name in dict.fromkeys([*hinted, *_ENCODERS]):
-        if name not in hinted and not glance.suggests(name, integers):
+        if name not in hinted and not sample.suggests(name, integers):
             continue
-        made = _ENCODERS[name](words, bounds)
-        if made is not None and nbytes(made) < size:
-            best, size = made, nbytes(made)
+        encoding = _ENCODERS[name](words, bounds)
+        if encoding is not None and nbytes(encoding) < size:
+            best, size = encoding, nbytes(encoding)
             if size * _ENOUGH <= words.nbytes and size <= words.size // 4 + _LITTLE:
                 break
     return best
 
 
-class _Glance:
-    """Sixteen short stretches of a field, looked at before the whole."""
+class _Sample:
+    """Looks at sixteen short stretches of a field before the whole."""
 
     def __init__(self, words: Words) -> None:
         self._all = words
-        self._seen = words[None]
+        self._part = words[None]
         if words.size > 2048:
-            self._seen = words[: words.size // 16 * 16].reshape(16, -1)[:, :64]
+            self._part = words[: words.size // 16 * 16].reshape(16, -1)[:, :64]
 
     def suggests(self, name: str, integers: bool) -> bool:
         if not self._all.size:
@@ -162,17 +163,17 @@ class _Glance:
         if name in ("ramp", "steps"):
             return integers and self._steady
         if name == "sparse":
-            return _most(self._seen == 0)
+            return _most(self._part == 0)
         if name == "bits":
-            low, high = self._seen.min(), self._seen.max()
+            low, high = self._part.min(), self._part.max()
             if self._all.size > _LITTLE:
-                return bool(((self._seen == low) | (self._seen == high)).all())
+                return bool(((self._part == low) | (self._part == high)).all())
             return integers and int(low) >= 0 and int(high) <= 1
         return integers and self._all.itemsize > 1
 
     @cached_property
     def _steps(self) -> Words:
-        return self._seen[:, 1:] - self._seen[:, :-1]
+        return self._part[:, 1:] - self._part[:, :-1]
 
     @cached_property
     def _steady(self) -> bool:
@@ -187,20 +188,20 @@ def _most(flags: Words) -> bool:
 
 
 def _joined(fields: Mapping[Path, Candidate]) -> dict[Path, Joined]:
-    found: dict[Path, Joined] = {}
+    concats: dict[Path, Joined] = {}
     used: set[Path] = set()
     for path, field in fields.items():
         parts = _parts(path, field, fields)
-        if parts is not None and path not in used and found.keys().isdisjoint(parts):
+        if parts is not None and path not in used and concats.keys().isdisjoint(parts):
             head, tail = parts
             if _is_joined(field, fields[head], fields[tail]):
-                found[path] = Joined(head, tail)
+                concats[path] = Joined(head, tail)
                 used.update(parts)
-    return found
+    return concats
 
 
 def _parts(path: Path, field: Candidate, fields: Mapping[Path, Candidate]) -> tuple[Path, Path] | None:
-    """The two fields that a hint `join:head,tail` names, beside the field itself."""
+    """The two fields that a hint `join:head,tail` names, in the sub-batch of the field."""
     for hint in field.hints:
         if hint.startswith("join:"):
             names = [(*path[:-1], *path_of(tuple(name.split("/")))) for name in hint.removeprefix("join:").split(",")]
@@ -219,17 +220,19 @@ def _is_joined(field: Candidate, head: Candidate, tail: Candidate) -> bool:
     return np.array_equal(alternating(Field(head.line(), head.bounds), Field(tail.line(), tail.bounds)), field.line())
 
 
-def _equal(own: Any, other: Any) -> bool:
-    """Whether two encodings are the same to the bit, and so give the same words."""
-    if type(own) is not type(other):
+def _equal(encoding: Any, other: Any) -> bool:
+    """Whether two encodings are equal bit by bit, and so give the same words."""
+    if type(encoding) is not type(other):
         return False
-    if isinstance(own, np.ndarray):
-        a, b = cast("Words", own), cast("Words", other)
+    if isinstance(encoding, np.ndarray):
+        a, b = cast("Words", encoding), cast("Words", other)
         alike = a.shape == b.shape and a.dtype == b.dtype
         return alike and np.array_equal(a[:64], b[:64]) and np.array_equal(a, b)
-    if isinstance(own, tuple):
-        parts, others = cast("tuple[Own, ...]", own), cast("tuple[Own, ...]", other)
+    if isinstance(encoding, tuple):
+        parts, others = cast("tuple[Own, ...]", encoding), cast("tuple[Own, ...]", other)
         return len(parts) == len(others) and all(map(_equal, parts, others))
-    if isinstance(own, int):
-        return own == other
-    return all(_equal(getattr(own, field.name), getattr(other, field.name)) for field in dataclasses.fields(own))
+    if isinstance(encoding, int):
+        return encoding == other
+    return all(
+        _equal(getattr(encoding, field.name), getattr(other, field.name)) for field in dataclasses.fields(encoding)
+    )

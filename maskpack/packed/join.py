@@ -1,11 +1,11 @@
-"""Several packed batches as one: forms, layouts, encoded values and Python objects."""
+"""Concatenates packed batches by rows (`joined`) and by fields (`merged`), and takes some fields (`restricted`)."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,24 +18,25 @@ from maskpack.core.objects import Objects, Stowed
 from maskpack.core.pads import EDGE, PER_ROW, Pad, PadValue, pad_tensor
 from maskpack.core.tree import Node, unflatten
 from maskpack.errors import LayoutError
-from maskpack.fields.registry import Path, show
+from maskpack.fields.registry import Key, Path, show
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.checks import edge_pads, one_rule
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.packed.choose import encode_alone
-from maskpack.packed.contents import Contents, Decoder, candidate, words_of_one
+from maskpack.packed.decode import Decoder, candidate, words_of_one
 from maskpack.packed.encodings import Plain
 from maskpack.packed.references import Encoding, Joined, Same
 
-_Batch = TypeVar("_Batch", bound=Contents)
+if TYPE_CHECKING:
+    from maskpack.packed.batch import PackedBatch
 
 APART = "its batches hold it in different forms"
-"""Why a field that the batches hold in different forms is dense."""
+"""The reason of a field that stays padded because the batches hold it in different forms."""
 
 
-def joined(batches: Sequence[Contents], call: str) -> Contents:
-    """The rows of several batches with the same fields, one after the other. Fields of different widths meet at the
-    anchors of their layouts. Raises LayoutError, in the name of `call`, if fields, dtypes or shapes of elements
+def joined(batches: Sequence[PackedBatch], call: str) -> PackedBatch:
+    """The rows of several batches with the same fields, one after the other. Fields of different widths are aligned at
+    the anchors of their layouts. Raises LayoutError, in the name of `call`, if fields, dtypes or shapes of elements
     differ."""
     batches = with_stacks(batches)
     paths = [form.path for form in batches[0].schema.forms]
@@ -86,7 +87,15 @@ def joined(batches: Sequence[Contents], call: str) -> Contents:
         for form in forms
         if form.kind == "object"
     }
-    whole = Contents(rows, schema, layouts, fields, objects, row_pads, batches[0].codec)
+    whole = replace(
+        batches[0],
+        num_rows=rows,
+        schema=schema,
+        layouts=layouts,
+        fields=fields,
+        objects=objects,
+        row_pads=row_pads,
+    )
     for form in forms:
         if form.path in apart:
             fields[form.path] = encode_alone(candidate(form, words(apart[form.path]).numpy(), whole.bounds(form.path)))
@@ -96,7 +105,8 @@ def joined(batches: Sequence[Contents], call: str) -> Contents:
 
 
 def _form(column: Sequence[FieldForm], call: str) -> FieldForm:
-    """One form for the parts' forms, whatever their pads; forms that differ otherwise make the field dense."""
+    """The form of a field in the result, given its forms in the batches. Pads may differ; if anything else does, the
+    field stays padded."""
     form = column[0]
     name = show(form.path)
     kinds = {other.kind if other.kind in ("object", "node") else "tensor" for other in column}
@@ -107,8 +117,8 @@ def _form(column: Sequence[FieldForm], call: str) -> FieldForm:
     nodes = [other.node for other in column if other.node is not None]
     _check_dims(nodes, f'the sub-batch "{name}"', call)
     if len({node.kind for node in nodes}) > 1:
-        seen = ["TensorDict" if node.kind is None else node.kind.__name__ for node in nodes]
-        raise LayoutError(f'{call}: the sub-batch "{name}" is {seen}; expected one class. Pack the same class.')
+        classes = ["TensorDict" if node.kind is None else node.kind.__name__ for node in nodes]
+        raise LayoutError(f'{call}: the sub-batch "{name}" is {classes}; expected one class. Pack the same class.')
     if form.kind in ("object", "node"):
         return form
     if any(other.dtype != form.dtype for other in column):
@@ -125,20 +135,20 @@ def _form(column: Sequence[FieldForm], call: str) -> FieldForm:
 
 
 def _apart(column: Sequence[FieldForm]) -> FieldForm:
-    """The form of a field that the batches hold in different forms."""
+    """The form of a field that the batches hold in different forms: it stays padded."""
     form, axes = column[0], {form.axis or form.layout for form in column}
     axis = axes.pop() if len(axes) == 1 else None
     return FieldForm(form.path, "dense", dtype=form.dtype, device=form.device, reason=APART, axis=axis)
 
 
 def _pads(
-    column: Sequence[FieldForm], batches: Sequence[Contents], decoders: Sequence[Decoder]
+    column: Sequence[FieldForm], batches: Sequence[PackedBatch], decoders: Sequence[Decoder]
 ) -> tuple[tuple[PadValue, ...], Words | None] | None:
-    """The pad of all rows of a padded field, and the words [B] of one pad a row where no one pad holds for all. None
-    where rows padded by EDGE meet constants, and neither can be said by the other."""
+    """The pads of a padded field in the result; and words [B], one pad a row, if no single pad holds for all rows. None
+    if some rows are padded by EDGE and others by constants, and neither rule can express the other."""
     path = column[0].path
     layouts = [batch.layouts[form.layout or ""] for form, batch in zip(column, batches, strict=True)]
-    full = [layout.num_tokens == layout.num_rows * layout.width for layout in layouts]  # whose pad was never seen
+    full = [layout.num_tokens == layout.num_rows * layout.width for layout in layouts]  # no element has its pad
     seen = [form for form, is_full in zip(column, full, strict=True) if not is_full] or [column[0]]
     alike = all(form.pads_by_bits == seen[0].pads_by_bits for form in seen)
     if alike and seen[0].pads != (PER_ROW,):
@@ -149,7 +159,7 @@ def _pads(
     rows = [layout.num_rows for layout in layouts]
     by_edge = np.repeat([form.pads == (EDGE,) for form in column], rows)
     unpadded = np.concatenate([layout.lengths == layout.width for layout in layouts])
-    edges, single = map(np.concatenate, zip(*map(_edges, [path] * len(rows), decoders, layouts), strict=True))
+    edges, single = map(np.concatenate, zip(*map(_edges, column, decoders, layouts), strict=True))
     pads = one_rule(by_edge, own.reshape(edges.shape), edges, single, unpadded)
     if pads is None or isinstance(pads, Pad):
         return None if pads is None else ((pads,), None)
@@ -160,27 +170,28 @@ def _pads(
     return (PER_ROW,), pads.reshape(own.shape)
 
 
-def _edges(path: Path, decoder: Decoder, layout: RowLayout) -> tuple[Words, npt.NDArray[np.bool_]]:
-    form = decoder.form(path)
+def _edges(form: FieldForm, decoder: Decoder, layout: RowLayout) -> tuple[Words, npt.NDArray[np.bool_]]:
     parts = 2 if form.dtype == torch.complex128 else 1
-    return edge_pads(decoder.source(path).words.reshape(layout.num_tokens, words_of_one(form) // parts, parts), layout)
+    return edge_pads(
+        decoder.source(form.path).words.reshape(layout.num_tokens, words_of_one(form) // parts, parts), layout
+    )
 
 
 def _check_axis(
     path: Path,
     column: Sequence[FieldForm],
-    batches: Sequence[Contents],
+    batches: Sequence[PackedBatch],
     layouts: Mapping[str, RowLayout],
     call: str,
 ) -> None:
-    """That a field without a pad keeps the columns of its axis."""
+    """Raises LayoutError if the axis of a field that stays padded becomes wider: the field has no pad."""
     for form, batch in zip(column, batches, strict=True):
         whole = layouts.get(form.axis or "")
-        own = batch.layouts.get(form.axis or "")
-        if whole is not None and own is not None and (own.width, own.anchor) != (whole.width, whole.anchor):
+        part = batch.layouts.get(form.axis or "")
+        if whole is not None and part is not None and (part.width, part.anchor) != (whole.width, whole.anchor):
             raise LayoutError(
                 f'{call}: field "{show(path)}" stays padded, because {form.reason}, and its axis "{form.axis}" grows '
-                f"from width {own.width}, split at {own.anchor}, to {whole.width}, split at {whole.anchor}; expected "
+                f"from width {part.width}, split at {part.anchor}, to {whole.width}, split at {whole.anchor}; expected "
                 "one width and split. Bring the batches to one prompt and response width, or fix the field."
             )
 
@@ -197,56 +208,66 @@ def _check_dims(nodes: Sequence[Node], name: str, call: str) -> None:
 # -------------------------------------------------------------------- fields of a batch, and of several
 
 
-def restricted(batch: _Batch, paths: Collection[Path]) -> _Batch:
-    """The batch with some of its fields. Those that took their words from others that are left out have their own."""
+def check_named(fields: Sequence[Key], call: str) -> None:
+    """Raises LayoutError if no field is named."""
+    if not fields:
+        raise LayoutError(f"{call}: no field is named; expected at least one. Name the fields to keep.")
+
+
+def restricted(batch: PackedBatch, paths: Collection[Path], *, encode: bool = False) -> PackedBatch:
+    """The batch with some of its fields. A field that takes its words from fields that are left out gets words of its
+    own: those of an alias as they are encoded; those of a concat decoded, and encoded again if `encode` is true.
+    """
     above = {path[:n] for path in paths for n in range(1, len(path))}
     forms = [form for form in batch.schema.forms if form.path in paths or (form.kind == "node" and form.path in above)]
     kept = {form.path for form in forms}
     used = {form.layout for form in forms} | {name for name, _, _ in batch.schema.axes}
     decoder = Decoder(batch, False, None)
 
-    def own(path: Path) -> Encoding:
+    def stored(path: Path) -> Encoding:
         encoding = batch.fields[path]
         if isinstance(encoding, Same) and encoding.field not in kept:
             return batch.fields[encoding.field]
         if isinstance(encoding, Joined) and not {encoding.head, encoding.tail} <= kept:
-            return Plain(decoder.source(path).words)
+            line = decoder.source(path).words
+            return encode_alone(candidate(batch.forms[path], line, batch.bounds(path))) if encode else Plain(line)
         return encoding
 
     return replace(
         batch,
         schema=replace(batch.schema, forms=tuple(forms)),
         layouts={name: layout for name, layout in batch.layouts.items() if name in used},
-        fields={path: own(path) for path in batch.fields if path in kept},
+        fields={path: stored(path) for path in batch.fields if path in kept},
         objects={path: held for path, held in batch.objects.items() if path in kept},
         row_pads={path: pads for path, pads in batch.row_pads.items() if path in kept},
     )
 
 
-def merged(parts: Sequence[Contents], order: Sequence[Path]) -> Contents:
-    """The fields of several batches with the same rows and layouts, in the order given; no field is in two of them."""
+def merged(parts: Sequence[PackedBatch], order: Sequence[Path]) -> PackedBatch:
+    """The fields of several batches with the same rows and layouts, in the order given. No field is in two batches."""
     forms = {form.path: form for part in reversed(parts) for form in part.schema.forms}
     axes = {axis[0]: axis for part in reversed(parts) for axis in part.schema.axes}
     first = parts[0]
-    return Contents(
-        first.num_rows,
-        Schema(first.schema.root, tuple(forms[path] for path in order), tuple(axes.values())),
-        {name: layout for part in reversed(parts) for name, layout in part.layouts.items()},
-        {path: encoding for part in parts for path, encoding in part.fields.items()},
-        {path: held for part in parts for path, held in part.objects.items()},
-        {path: pads for part in parts for path, pads in part.row_pads.items()},
-        first.codec,
+    return replace(
+        first,
+        schema=Schema(first.schema.root, tuple(forms[path] for path in order), tuple(axes.values())),
+        layouts={name: layout for part in reversed(parts) for name, layout in part.layouts.items()},
+        fields={path: encoding for part in parts for path, encoding in part.fields.items()},
+        objects={path: held for part in parts for path, held in part.objects.items()},
+        row_pads={path: pads for part in parts for path, pads in part.row_pads.items()},
     )
 
 
 # -------------------------------------------------------------------- values
 
 
-def _encoding(whole: Contents, form: FieldForm, batches: Sequence[Contents], decoders: Sequence[Decoder]) -> Encoding:
-    """The rows of one field in one encoding: that of the parts where they agree, else a new one."""
+def _encoding(
+    whole: PackedBatch, form: FieldForm, batches: Sequence[PackedBatch], decoders: Sequence[Decoder]
+) -> Encoding:
+    """The rows of one field in one encoding: the encoding of the parts if they agree, else a new one."""
     path = form.path
     with_rows = [batch.num_rows > 0 for batch in batches]
-    if any(with_rows):  # how nothing is encoded says nothing
+    if any(with_rows):  # the encoding of no rows does not matter
         batches = list(compress(batches, with_rows))
         decoders = list(compress(decoders, with_rows))
     parts = [batch.fields[path] for batch in batches]
@@ -255,15 +276,15 @@ def _encoding(whole: Contents, form: FieldForm, batches: Sequence[Contents], dec
         return first
     bounds = [batch.bounds(path) for batch in batches]
     if type(first) not in (Same, Joined) and all(type(part) is type(first) for part in parts):
-        made = cast("Any", type(first)).join(parts, bounds)
-        if made is not None:
-            return made
+        whole_encoding = cast("Any", type(first)).join(parts, bounds)
+        if whole_encoding is not None:
+            return whole_encoding
     line = np.concatenate([decoder.source(path).words for decoder in decoders])
     return encode_alone(candidate(form, line, cumulated(np.concatenate([np.diff(own) for own in bounds]))))
 
 
-def _stands(whole: Contents, encoding: Same | Joined) -> bool:
-    """Whether the fields that an encoding takes its words from keep their rows: none of them became dense."""
+def _stands(whole: PackedBatch, encoding: Same | Joined) -> bool:
+    """Whether the fields that an alias or concat takes its words from still have a layout: none stays padded."""
     others = [encoding.field] if isinstance(encoding, Same) else [encoding.head, encoding.tail]
     return all(whole.forms[other].layout is not None for other in others)
 
@@ -271,59 +292,59 @@ def _stands(whole: Contents, encoding: Same | Joined) -> bool:
 def _padded(
     form: FieldForm,
     column: Sequence[FieldForm],
-    batches: Sequence[Contents],
+    batches: Sequence[PackedBatch],
     decoders: Sequence[Decoder],
     layouts: Mapping[str, RowLayout],
     call: str,
 ) -> Tensor:
-    """A field that the batches hold in different forms: its padded forms, one after the other, each as wide as its axis
-    becomes, by its own pad."""
+    """A field that the batches hold in different forms, in padded form: the parts one after the other, each widened by
+    its own pad to the width of its axis in the result."""
     parts: list[Tensor] = []
-    for own, batch, decoder in zip(column, batches, decoders, strict=True):
-        if own.kind == "padded" and own.layout is not None and own.layout == form.axis:
-            layout, whole = batch.layouts[own.layout], layouts[own.layout]
+    for part_form, batch, decoder in zip(column, batches, decoders, strict=True):
+        if part_form.kind == "padded" and part_form.layout is not None and part_form.layout == form.axis:
+            layout, whole = batch.layouts[part_form.layout], layouts[part_form.layout]
             left = whole.anchor - layout.anchor
-            parts.append(decoder.widened(own, left, whole.width - layout.width - left))
+            parts.append(decoder.widened(part_form, left, whole.width - layout.width - left))
         else:
-            parts.append(decoder.padded(own.path))
+            parts.append(decoder.entry(part_form))
     if any(part.is_nested or part.shape[1:] != parts[0].shape[1:] for part in parts):
         seen = ["jagged" if part.is_nested else tuple(part.shape) for part in parts]
         raise LayoutError(f'{call}: field "{show(form.path)}" is {seen}; expected one width. Bring it to one width.')
     return torch.cat(parts)
 
 
-def _row_pads(batch: Contents, path: Path) -> Words:
+def _row_pads(batch: PackedBatch, path: Path) -> Words:
     if path in batch.row_pads:
         return batch.row_pads[path]
     return _pad_words(batch.forms[path], batch.num_rows)
 
 
 def _pad_words(form: FieldForm, rows: int) -> Words:
-    """The words of a constant pad, once a row; zeros for EDGE."""
+    """The words of a constant pad for each row; zeros for EDGE."""
     pad = form.pads[0]
-    held = None if form.dtype is None else pad_tensor(0 if isinstance(pad, Pad) else pad, form.dtype)
-    assert held is not None
-    return words(held.repeat(rows)).numpy()
+    tensor = None if form.dtype is None else pad_tensor(0 if isinstance(pad, Pad) else pad, form.dtype)
+    assert tensor is not None
+    return words(tensor.repeat(rows)).numpy()
 
 
 # -------------------------------------------------------------------- objects
 
 
-def _dims(batch: Contents, path: Path) -> tuple[int, ...]:
-    """The batch dims that an object of the batch stands for."""
+def _dims(batch: PackedBatch, path: Path) -> tuple[int, ...]:
+    """The batch dims of the node that an object lies in."""
     node = batch.schema.root if len(path) == 1 else batch.forms[path[:-1]].node
     assert node is not None
     return node.batch_size(batch.num_rows)
 
 
-def with_stacks(batches: Sequence[_Batch]) -> list[_Batch]:
-    """The batches, with each sub-batch that one of them holds as a lazy stack held so by all."""
+def with_stacks(batches: Sequence[PackedBatch]) -> list[PackedBatch]:
+    """The batches, with each sub-batch that one of them holds as a lazy stack held as one by all of them."""
     stacks = {path for batch in batches for path, held in batch.objects.items() if held.stacked}
     return [_with_stack(batch, stacks & {f.path for f in batch.schema.forms if f.kind == "node"}) for batch in batches]
 
 
-def _with_stack(batch: _Batch, paths: set[Path]) -> _Batch:
-    """The batch with some of its sub-batches as objects, one a row."""
+def _with_stack(batch: PackedBatch, paths: set[Path]) -> PackedBatch:
+    """The batch with some of its sub-batches as objects, one for each row."""
     for path in paths:
         below = [form for form in batch.schema.forms if form.path[: len(path)] == path]
         node, decoder = below[0].node, Decoder(batch, False, None)
@@ -351,7 +372,7 @@ def _objects(parts: Sequence[Objects], dims: Sequence[tuple[int, ...]], field: s
 
 
 def _spread(part: Objects, dims: tuple[int, ...], depth: int) -> list[Any]:
-    """Lists of lists, one object at each place of the first `depth` batch dims."""
+    """Nested lists with one object at each place of the first `depth` batch dims."""
 
     def below(data: Any, at: int) -> Any:
         if at == depth:
@@ -363,7 +384,7 @@ def _spread(part: Objects, dims: tuple[int, ...], depth: int) -> list[Any]:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two batch-wide objects are the same to the bit; what cannot be told counts as different."""
+    """Whether two objects of whole batches are equal bit by bit. Objects that cannot be compared count as different."""
     if a is b:
         return True
     if type(a) is not type(b):

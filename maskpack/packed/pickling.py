@@ -1,9 +1,9 @@
 """Pickling a packed batch, for Ray and between processes: its structure as a small stream, its arrays as buffers.
 
-    Contents --apart--> stream, arrays --gathered--> one buffer, or one that is there and one for the rest
+    PackedBatch --apart--> stream, arrays --gathered--> one buffer; or the buffer of most arrays, and one for the rest
 
-Arrays that lie together in one buffer, as `compress` lays them, travel without a copy. Such pickles are for processes
-with one version of maskpack that trust each other; wire.py has the form of bytes for all others.
+Arrays that lie in one buffer, as `compress` lays them, are sent without a copy. Such pickles are for processes that
+have one version of maskpack and trust each other; file/ has the form of bytes for all others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from tensordict import is_tensorclass
@@ -19,17 +19,19 @@ from tensordict import is_tensorclass
 from maskpack.core.bits import Words, address, root_of
 from maskpack.core.objects import Objects
 from maskpack.fields.registry import Path
-from maskpack.packed.contents import Contents
 from maskpack.packed.file import codec
 from maskpack.packed.file.write import near
 
+if TYPE_CHECKING:
+    from maskpack.packed.batch import PackedBatch
+
 _T = TypeVar("_T")
 _SLACK = 1.1
-"""Bytes of a buffer that travels whole, over those of the arrays in it."""
+"""Most bytes of a buffer for each byte of the arrays in it, if the buffer is to be sent as it is."""
 
 
 class Place(NamedTuple):
-    """Where an array lies: the number of the buffer, the first byte, the dtype and the shape."""
+    """Where an array lies: the number of its buffer, its first byte there, its dtype and shape."""
 
     buffer: int
     begin: int
@@ -68,17 +70,17 @@ class _Reader(pickle.Unpickler):
 
 
 def _array(number: int) -> Words:
-    """Stands for an array in a stream; the reader has another in its place."""
+    """Stands for an array in a stream; the reader replaces it."""
     raise pickle.UnpicklingError(f"array {number} is not in the stream")
 
 
 def _kind(number: int) -> type[Any]:
-    """Stands for a tensorclass in a stream; who pickles the stream pickles the class, by value if it must be."""
+    """Stands for a tensorclass in a stream. The caller pickles the class, by value if necessary."""
     raise pickle.UnpicklingError(f"tensorclass {number} is not in the stream")
 
 
 def apart(thing: object) -> tuple[bytes, list[Words], list[type[Any]]]:
-    """The structure of `thing` as a stream, the arrays in it, each once, and the tensorclasses that it names."""
+    """The structure of `thing` as a stream; the arrays in it, each once; and the tensorclasses that it names."""
     stream = io.BytesIO()
     writer = _Writer(stream)
     writer.dump(thing)
@@ -89,8 +91,12 @@ def _memory(nbytes: int) -> Words:
     return np.empty(nbytes, np.uint8)
 
 
-def together(thing: _T, memory: Callable[[int], Words] = _memory) -> _T:
-    """A copy whose arrays lie in one new buffer; `memory` gives it, uint8."""
+def copy_to_one_buffer(thing: _T, memory: Callable[[int], Words] = _memory) -> _T:
+    """A copy of `thing`, a structure of dataclasses and containers, whose arrays lie in one new buffer.
+
+    `memory(nbytes)` gives the buffer, uint8. An array that occurs several times is copied once. The copy is made by
+    pickling the structure without its arrays.
+    """
     stream, arrays, kinds = apart(thing)
     body, begins = _joined(arrays, memory)
     copies = [_view(body, begin, a.dtype, a.shape) for begin, a in zip(begins, arrays, strict=True)]
@@ -101,7 +107,8 @@ def together(thing: _T, memory: Callable[[int], Words] = _memory) -> _T:
 
 
 def _joined(arrays: Sequence[Words], memory: Callable[[int], Words] = _memory) -> tuple[Words, list[int]]:
-    """The bytes of all arrays, uint8, and where each begins: the widest items first, so that all are aligned."""
+    """The bytes of all arrays, uint8, and where each array begins. The widest items come first, so that all arrays are
+    aligned."""
     begins, end = [0] * len(arrays), 0
     for number in sorted(range(len(arrays)), key=lambda number: -arrays[number].itemsize):
         begins[number], end = end, end + arrays[number].nbytes
@@ -112,9 +119,11 @@ def _joined(arrays: Sequence[Words], memory: Callable[[int], Words] = _memory) -
 
 
 def gathered(arrays: Sequence[Words]) -> tuple[list[Words], list[Place]]:
-    """Buffers that hold the arrays, and where in them: the buffer that most of them lie in already, if they fill it
-    well, and a new one for the others."""
-    whole, begins = _shared(arrays)
+    """Buffers that hold the arrays, and the place of each array in them: the buffer that most arrays lie in already, if
+    they fill it well, and a new one for the others."""
+    whole, begins = common_buffer(arrays)
+    if len(begins) < 2:
+        whole, begins = None, {}
     rest = [number for number in range(len(arrays)) if number not in begins]
     buffers = [] if whole is None else [whole]
     places = {number: (0, begin) for number, begin in begins.items()}
@@ -125,8 +134,12 @@ def gathered(arrays: Sequence[Words]) -> tuple[list[Words], list[Place]]:
     return buffers, [Place(*places[number], array.dtype.str, array.shape) for number, array in enumerate(arrays)]
 
 
-def _shared(arrays: Sequence[Words]) -> tuple[Words | None, dict[int, int]]:
-    """The stretch of a buffer that holds most of the bytes, uint8, and where in it the arrays begin that it holds."""
+def common_buffer(arrays: Sequence[Words], align: int = 8, free: int = 0) -> tuple[Words | None, dict[int, int]]:
+    """The stretch of a uint8 buffer that most bytes of the arrays lie in, and where each array in it begins, by number.
+
+    The stretch begins at a multiple of `align` bytes in its buffer. It is None if it has more than _SLACK times the
+    bytes of its arrays, and `free` bytes more. Empty arrays lie nowhere.
+    """
     inside: dict[int, list[int]] = {}
     roots: dict[int, Words] = {}
     for number, array in enumerate(arrays):
@@ -140,9 +153,9 @@ def _shared(arrays: Sequence[Words]) -> tuple[Words | None, dict[int, int]]:
     root, numbers = roots[most], inside[most]
     first = address(root)
     begins = {number: address(arrays[number]) - first for number in numbers}
-    low = min(begins.values()) // 8 * 8
+    low = min(begins.values()) // align * align
     high = max(begin + arrays[number].nbytes for number, begin in begins.items())
-    if len(numbers) < 2 or high - low > _SLACK * sum(arrays[number].nbytes for number in numbers):
+    if high - low > _SLACK * sum(arrays[number].nbytes for number in numbers) + free:
         return None, {}
     return root[low:high], {number: begin - low for number, begin in begins.items()}
 
@@ -158,9 +171,9 @@ def _view(body: Words, begin: int, dtype: Any, shape: tuple[int, ...]) -> Words:
 # -------------------------------------------------------------------- a packed batch
 
 
-def write(packed: Contents) -> tuple[bytes, list[type[Any]], list[Place], Any, list[Words]]:
-    """The structure without the Python objects, its tensorclasses, where its arrays lie, the records of the codec, and
-    the buffers."""
+def write(packed: PackedBatch) -> tuple[bytes, list[type[Any]], list[Place], Any, list[Words]]:
+    """The structure without the Python objects, its tensorclasses, the places of its arrays, the records of the codec,
+    and the buffers."""
     stream, arrays, kinds = apart(
         (packed.num_rows, packed.schema, packed.layouts, packed.fields, packed.row_pads, packed.codec)
     )
@@ -181,8 +194,8 @@ def read(
     records: Any,
     buffers: Sequence[Any],
     objects: Mapping[Path, Objects],
-) -> Contents:
-    """The inverse of `write`; the arrays are read-only views of the buffers."""
+) -> tuple[Any, ...]:
+    """The attributes of the PackedBatch that `write` was given; its arrays are read-only views of the buffers."""
     bodies = [_body(buffer) for buffer in buffers]
     arrays: list[Words] = [_view(bodies[number], begin, dtype, shape) for number, begin, dtype, shape in places]
     if records is not None:
@@ -190,11 +203,11 @@ def read(
         lines = codec.restored(arrays, squeezed, "PackedBatch")
         arrays = [line.reshape(shape) for line, shape in zip(lines, shapes, strict=True)]
     rows, schema, layouts, fields, row_pads, name = _Reader(stream, arrays, kinds).load()
-    return Contents(rows, schema, layouts, fields, objects, row_pads, name)
+    return (rows, schema, layouts, fields, objects, row_pads, name)
 
 
 def _body(buffer: Any) -> Words:
-    """A buffer as bytes, in memory where arrays of every item size may begin."""
+    """A buffer as uint8, copied if it is not aligned for all item sizes."""
     body: Words = np.frombuffer(buffer, np.uint8)
     if address(body) % 8:
         body = np.array(body)

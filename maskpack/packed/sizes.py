@@ -1,11 +1,11 @@
 """Where the bytes of a packed batch go: figures of every field, for a logger, a table, JSON and a chart.
 
-    packed --figures--> padded, real and wire bytes of each field, and what else travels
-                          |-- report   a flat dict for a logger
-                          '-- to_json, chart   what `maskpack inspect` shows; its table is in cli.py
+    packed --figures--> padded, real and wire bytes of each field; layouts, objects, header
+                          |-- report           a flat dict for a logger
+                          '-- to_json, chart   for `maskpack inspect`, which prints a table by itself
 
-Wire bytes are those of the arrays behind each field, as they travel: compressed, where the batch has a codec. With the
-layouts, the Python objects and the header they are all that a worker is sent.
+The wire bytes of a field are the bytes of its arrays as they are sent: compressed, if the batch has a codec. Together
+with the layouts, the Python objects and the header they are everything that a worker receives.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from maskpack.errors import LayoutError
 from maskpack.fields.registry import Path, show
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.batch import PackedBatch
-from maskpack.packed.contents import word_dtype_of
+from maskpack.packed.decode import shape_in
 from maskpack.packed.file import container as wire
 from maskpack.packed.file import write as manifest
 from maskpack.packed.references import KINDS, kind_of
@@ -41,16 +41,17 @@ class FieldReport:
     """The bytes of one tensor of a packed batch.
 
     Attributes:
-        path: its place in the batch.
-        dtype: of its elements.
+        path: the place of the tensor in the batch.
+        dtype: the dtype of its elements.
         kind: as in `FieldForm`: `padded`, `flat`, `jagged` or `dense`.
-        shape: of the field as `decompress` restores it; [T, *F] for one that was jagged before it was packed.
-        padded_bytes: of that shape.
-        real_bytes: of its real values, plain.
-        encoding: how they are stored, with the encodings inside: `repeated narrow`.
-        wire_bytes: of its arrays as they travel; 0 for a field that follows from others.
-        reason: why a dense field is dense; None where that is by design.
-        left: bytes that `codec="zstd"` would still take off; None where zstandard is not installed, or not asked for.
+        shape: the shape that `decompress` restores; [T, *F] for a field that was jagged before it was packed.
+        padded_bytes: bytes of a tensor of that shape.
+        real_bytes: bytes of its valid elements, not encoded.
+        encoding: the name of its encoding, with the encodings inside: `repeated narrow`.
+        wire_bytes: bytes of its arrays as they are sent; 0 for an alias or concat of other fields.
+        reason: why the field stays padded; None if it does so by design.
+        left: bytes that `codec="zstd"` would save in addition; None if zstandard is not installed, or `left` was not
+            asked for.
     """
 
     path: Path
@@ -71,10 +72,10 @@ class Figures:
 
     Attributes:
         rows: B.
-        codec: of the batch.
+        codec: the codec of the batch.
         fields: its tensors, in key order.
-        layouts, objects, header: bytes of the layouts, of the pickled Python objects and of the header, as they
-            travel.
+        layouts, objects, header: bytes of the layouts, of the pickled Python objects and of the header, as they are
+            sent.
     """
 
     rows: int
@@ -86,33 +87,33 @@ class Figures:
 
     @property
     def padded_bytes(self) -> int:
-        """Of the padded fields, and of the objects, which travel with them either way."""
+        """Bytes of the padded fields, and of the objects, which are sent either way."""
         return sum(field.padded_bytes for field in self.fields) + self.objects
 
     @property
     def real_bytes(self) -> int:
-        """Of the real values, and of the objects."""
+        """Bytes of the valid elements, and of the objects."""
         return sum(field.real_bytes for field in self.fields) + self.objects
 
     @property
     def wire_bytes(self) -> int:
-        """Of all that travels."""
+        """Bytes of everything that is sent."""
         return sum(field.wire_bytes for field in self.fields) + self.layouts + self.objects + self.header
 
     @property
     def left(self) -> int | None:
-        """Of the fields; None where it was not asked for."""
+        """The sum of `left` of all fields; None if it was not asked for."""
         known = [field.left for field in self.fields if field.left is not None]
         return sum(known) if len(known) == len(self.fields) else None
 
     @property
     def ratio(self) -> float:
-        """Padded bytes for one byte on the wire."""
+        """Padded bytes for each byte on the wire."""
         return self.padded_bytes / self.wire_bytes
 
     @property
     def fill(self) -> float:
-        """Share of real bytes in the fields that lie under a mask; 1.0 where they have none."""
+        """Share of valid elements, in bytes, in the fields under a mask; 1.0 if there are none."""
         masked = [field for field in self.fields if field.kind == "padded"]
         padded = sum(field.padded_bytes for field in masked)
         return sum(field.real_bytes for field in masked) / padded if padded else 1.0
@@ -125,33 +126,33 @@ def report(batch: TensorDictBase | None, packed: PackedBatch) -> dict[str, float
     """Where the bytes of a packed batch go, as a flat dict for a logger.
 
     Args:
-        batch: the padded or nested batch that was packed: the padded bytes of a field are those of its tensor. Where
-            it is None, or a field of it is jagged, they come from the widths of the layouts.
-        packed: what `compress` gave. With a codec, this compresses it once.
+        batch: the padded or nested batch that was packed: the padded bytes of a field are the bytes of its tensor. If
+            it is None, or a field of it is jagged, they are computed from the widths of the layouts.
+        packed: the result of `compress`. If it has a codec, this compresses it once.
 
     Returns:
         `maskpack/rows`, `maskpack/padded_bytes`, `maskpack/real_bytes`, `maskpack/wire_bytes`, `maskpack/ratio`
-        (padded / wire), `maskpack/fill` (real share of the fields under a mask), `maskpack/layouts_bytes`,
+        (padded / wire), `maskpack/fill` (share of valid elements in the fields under a mask), `maskpack/layouts_bytes`,
         `maskpack/objects_bytes`, `maskpack/header_bytes`, and for each field
         `maskpack/field/<path>/padded_bytes`, `real_bytes` and `wire_bytes`. Wire bytes of the fields, layouts, objects
-        and header sum to the whole; objects count in the padded and the real bytes too.
+        and header add up to the total; objects count in the padded and the real bytes, too.
 
     Raises:
-        LayoutError: `packed` is no PackedBatch, or `batch` has other rows or lacks one of its fields.
+        LayoutError: `packed` is not a PackedBatch, or `batch` has other rows or lacks one of its fields.
     """
-    found = figures(packed, batch, left=False)
+    totals = figures(packed, batch, left=False)
     out: dict[str, float | int] = {
-        "maskpack/rows": found.rows,
-        "maskpack/padded_bytes": found.padded_bytes,
-        "maskpack/real_bytes": found.real_bytes,
-        "maskpack/wire_bytes": found.wire_bytes,
-        "maskpack/ratio": found.ratio,
-        "maskpack/fill": found.fill,
-        "maskpack/layouts_bytes": found.layouts,
-        "maskpack/objects_bytes": found.objects,
-        "maskpack/header_bytes": found.header,
+        "maskpack/rows": totals.rows,
+        "maskpack/padded_bytes": totals.padded_bytes,
+        "maskpack/real_bytes": totals.real_bytes,
+        "maskpack/wire_bytes": totals.wire_bytes,
+        "maskpack/ratio": totals.ratio,
+        "maskpack/fill": totals.fill,
+        "maskpack/layouts_bytes": totals.layouts,
+        "maskpack/objects_bytes": totals.objects,
+        "maskpack/header_bytes": totals.header,
     }
-    for field in found.fields:
+    for field in totals.fields:
         for name in ("padded_bytes", "real_bytes", "wire_bytes"):
             key = f"maskpack/field/{show(field.path)}/{name}"
             out[key] = out.get(key, 0) + getattr(field, name)  # ("a", "b") and ("a/b",) have one name
@@ -164,7 +165,7 @@ def fields(packed: PackedBatch) -> list[FieldReport]:
 
 
 def figures(packed: PackedBatch, batch: TensorDictBase | None = None, *, left: bool = True) -> Figures:
-    """The figures that `report` and `fields` give; without `left`, nothing is compressed to know what is left."""
+    """The figures that `report` and `fields` give. Without `left`, nothing is compressed to find `left`."""
     if not isinstance(packed, PackedBatch):
         raise LayoutError(
             f"report: packed is {said(packed)}; expected a PackedBatch. Call report(batch, packed) with "
@@ -173,17 +174,19 @@ def figures(packed: PackedBatch, batch: TensorDictBase | None = None, *, left: b
     if batch is not None:
         _check(batch, packed)
     message, names = manifest.write(packed, True, with_objects=False)
-    own, layouts = _wire_bytes(message)
+    wire_bytes, layouts = _wire_bytes(message)
     gain: dict[Path, int] | None = None
     if left and packed.codec is not None:
-        gain = dict.fromkeys(own, 0)
+        gain = dict.fromkeys(wire_bytes, 0)
     elif left and importlib.util.find_spec("zstandard") is not None:
         small, _ = _wire_bytes(manifest.write(replace(packed, codec="zstd"), True, with_objects=False)[0])
-        gain = {path: own[path] - small[path] for path in own}
+        gain = {path: wire_bytes[path] - small[path] for path in wire_bytes}
     return Figures(
         packed.num_rows,
         packed.codec,
-        tuple(_field(packed, form, batch, own, gain) for form in packed.schema.forms if form.path in packed.fields),
+        tuple(
+            _field(packed, form, batch, wire_bytes, gain) for form in packed.schema.forms if form.path in packed.fields
+        ),
         layouts,
         _pickled_bytes(packed.objects) if packed.objects else 0,
         len(wire.Pieces(message, names).header),
@@ -194,11 +197,11 @@ def _field(
     packed: PackedBatch,
     form: FieldForm,
     batch: TensorDictBase | None,
-    own: Mapping[Path, int],
+    wire_bytes: Mapping[Path, int],
     gain: Mapping[Path, int] | None,
 ) -> FieldReport:
     assert form.dtype is not None
-    shape = _shape(packed, form)
+    shape = shape_in(packed, form)
     given = None if batch is None else dense_at(batch, form.path)
     return FieldReport(
         form.path,
@@ -206,39 +209,28 @@ def _field(
         form.kind,
         shape,
         math.prod(shape) * form.dtype.itemsize if given is None else given.numel() * given.element_size(),
-        int(packed.bounds(form.path)[-1]) * word_dtype_of(form).itemsize,
+        packed.words_nbytes(form.path),
         kind_of(packed.fields[form.path]),
-        own[form.path],
+        wire_bytes[form.path],
         form.reason,
         None if gain is None else gain[form.path],
     )
 
 
-def _shape(packed: PackedBatch, form: FieldForm) -> tuple[int, ...]:
-    if form.layout is None:
-        return form.shape if packed.schema.root.more_dims is None else (packed.num_rows, *form.shape)
-    layout = packed.layouts[form.layout]
-    if form.kind != "padded":
-        return layout.num_tokens, *form.shape
-    shape = [layout.num_rows, *form.shape]
-    shape.insert(form.ragged_dim, layout.width)
-    return tuple(shape)
-
-
 def _wire_bytes(message: wire.Message) -> tuple[dict[Path, int], int]:
-    """Bytes of the arrays of each field, and of those of all layouts. An array counts where it comes first."""
+    """Bytes of the arrays of each field, and of the arrays of all layouts. A shared array counts for its first user."""
     sizes = {number: array.nbytes for number, array in enumerate(message.arrays)}
 
     def taken(numbers: Iterable[int]) -> int:
         return sum(sizes.pop(number, 0) for number in numbers)
 
     layouts = sum(taken(layout.get("runs", [layout.get("bits")])) for layout in message.manifest["layouts"])
-    own: dict[Path, int] = {}
+    of_fields: dict[Path, int] = {}
     for entry in message.manifest["fields"]:
         if "encoding" in entry:
             pads = [entry["row_pads"]] if "row_pads" in entry else []
-            own[tuple(entry["path"])] = taken([*pads, *_numbers(entry["encoding"])])
-    return own, layouts + sum(sizes.values())  # what is left was added for rows that take no bytes (wire.FREE_ROWS)
+            of_fields[tuple(entry["path"])] = taken([*pads, *_numbers(entry["encoding"])])
+    return of_fields, layouts + sum(sizes.values())  # the rest was added for rows that take no bytes (wire.FREE_ROWS)
 
 
 def _numbers(encoding: Mapping[str, Any]) -> Iterator[int]:
@@ -279,11 +271,11 @@ def _check(batch: Any, packed: PackedBatch) -> None:
             )
 
 
-# -------------------------------------------------------------------- what is shown
+# -------------------------------------------------------------------- JSON and text
 
 
 def to_json(found: Figures) -> dict[str, Any]:
-    """The figures in what JSON can say."""
+    """The figures as a dict for JSON."""
     totals = ("padded_bytes", "real_bytes", "wire_bytes", "left", "ratio", "fill")
     return {
         "rows": found.rows,
@@ -305,12 +297,12 @@ def to_json(found: Figures) -> dict[str, Any]:
 
 
 def dtype_name(field: FieldReport) -> str:
-    """Its dtype as tables say it."""
+    """The dtype of a field without the prefix "torch."."""
     return str(field.dtype).removeprefix("torch.")
 
 
 def printable(text: str) -> str:
-    """Names come from files; what a terminal or XML would not take as text is spelt out."""
+    """Text with escapes for characters that a terminal or XML does not take; names come from files."""
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
 
 

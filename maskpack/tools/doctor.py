@@ -27,7 +27,7 @@ from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.nesting.coverage import DenseField
 from maskpack.nesting.survey import dense_fields
 from maskpack.packed.batch import PackedBatch, compress, decompress
-from maskpack.packed.contents import MAX_BYTES
+from maskpack.packed.decode import MAX_BYTES
 from maskpack.packed.sizes import Figures, figures, printable, to_json
 from maskpack.tools.files import FAULTS, Unusable, add_limit, enough_memory, one_line, saved_batch, saved_registry
 from maskpack.tools.suggest import Cover, Covers, names_in, spec_text

@@ -28,7 +28,7 @@ from maskpack.errors import MaskpackError
 from maskpack.fields.registry import MaskNestingRegistry
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.packed.batch import PackedBatch
-from maskpack.packed.contents import MAX_BYTES
+from maskpack.packed.decode import MAX_BYTES
 from maskpack.packed.sizes import printable
 from maskpack.tools.verl_files import holds_data_proto, read_data_proto
 

@@ -1,8 +1,8 @@
-"""Which rows these are: every packed batch is an origin, and its rows keep their numbers in it wherever they go.
+"""Which rows of which packed batch some rows stand for: a packed batch is an origin, and its rows keep their numbers.
 
     rows          a4 a5 a6 b0 b1      row 0 3    count 3 2    origin a b    number 4 0
 
-Rows that follow each other in their origin are one entry. A row may be known by several origins, or by none.
+Rows that follow each other in their origin share one entry. A row may have several origins, or none.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import numpy as np
 from maskpack.core.index import IntArray, ranges
 
 _numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""The origin that each packed batch of this process is."""
+"""The origin number of each packed batch of this process."""
 _lock = RLock()
 """Held to read and write `_numbers`."""
 
 
 class Difference(NamedTuple):
-    """A row that others take for another one: its number, the number that it has for them in a common origin, and the
-    number that it has here; None where it does not come from there."""
+    """A row that stands for different rows of an origin in two batches: its number, the row of the origin in the other
+    batch, and the row of the origin in this batch; None if it does not come from that origin here."""
 
     row: int
     theirs: int
@@ -35,7 +35,7 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Origins:
-    """All int64 [n], sorted by origin and row: rows `row` to `row + count` are those of `origin` from `number` on."""
+    """All int64 [n], sorted by origin and row: rows `row` to `row + count` are rows of `origin`, from `number` on."""
 
     row: IntArray
     count: IntArray
@@ -44,17 +44,17 @@ class Origins:
 
     @classmethod
     def whole(cls, num_rows: int, batch: Any = None) -> Origins:
-        """All rows of a batch, an object of which every view knows that it is the same; of a new one without it."""
+        """All rows of an origin: of the one that stands for the object `batch`, or of a new one if it is None."""
         with _lock:
             origin = _new() if batch is None else _numbers.setdefault(batch, _new())
-        runs = 1 if num_rows else 0
-        begin = np.zeros(runs, np.int64)
-        return cls(begin, np.full(runs, num_rows, np.int64), np.full(runs, origin, np.int64), begin)
+        n = 1 if num_rows else 0
+        begin = np.zeros(n, np.int64)
+        return cls(begin, np.full(n, num_rows, np.int64), np.full(n, origin, np.int64), begin)
 
     @classmethod
     def of(cls, row: IntArray, origin: IntArray, number: IntArray) -> Origins:
-        """From a row, its origin and its number there, int64 [m] each. What says of one row that it is two of one
-        origin is left out."""
+        """From rows, the origin of each and its number there, int64 [m] each. Entries that give one row two numbers in
+        one origin are left out."""
         order = np.lexsort((number, row, origin))
         row, origin, number = row[order], origin[order], number[order]
         first = np.ones(row.size, np.bool_)
@@ -69,18 +69,18 @@ class Origins:
         return cls(row[at], np.diff(np.append(at, row.size)), origin[at], number[at])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In unsigned integers as narrow as fit."""
+        """Pickled as the narrowest unsigned integers."""
         known, place = np.unique(self.origin, return_inverse=True)
         parts = self.row, self.count, place, self.number
         return _restored, (known, *(part.astype(np.min_scalar_type(int(part.max(initial=0)))) for part in parts))
 
     def by_row(self) -> tuple[IntArray, IntArray, IntArray]:
-        """What `of` takes, sorted by origin and row."""
+        """The arguments of `of`: row, origin and number, sorted by origin and row."""
         number = ranges(self.number, self.count)
         return ranges(self.row, self.count), np.repeat(self.origin, self.count), number
 
     def take(self, index: IntArray) -> Origins:
-        """Those of some rows, in the order given."""
+        """The origins of some rows, in the order given."""
         row, origin, number = self.by_row()
         order = np.argsort(row, kind="stable")
         begin, end = (np.searchsorted(row[order], index, side) for side in ("left", "right"))
@@ -88,7 +88,7 @@ class Origins:
         return Origins.of(np.repeat(np.arange(index.size), end - begin), origin[taken], number[taken])
 
     def difference(self, other: Origins) -> Difference | None:
-        """The first row of `other` that comes from an origin of these rows and is not the same row here."""
+        """The first row of `other` that has a common origin with these rows and is another row here; None if none."""
         (row, origin, number), theirs = self.by_row(), other.by_row()
         known, rank = np.unique(origin, return_inverse=True)
         shared = np.isin(theirs[1], known)
@@ -109,13 +109,13 @@ class Origins:
 
     @staticmethod
     def together(parts: Sequence[Origins]) -> Origins:
-        """What several know of the same rows."""
+        """All origins that several know of the same rows."""
         columns = zip(*(part.by_row() for part in parts), strict=True)
         return Origins.of(*map(np.concatenate, columns))
 
 
 def _new() -> int:
-    """A number that no other process gives."""
+    """A random number, so that no other process gives the same one."""
     return int.from_bytes(os.urandom(8), "little") >> 1
 
 
@@ -124,4 +124,4 @@ def _restored(known: IntArray, row: Any, count: Any, place: Any, number: Any) ->
 
 
 UNKNOWN = Origins(*(np.arange(0),) * 4)
-"""Of rows whose origin nobody has said."""
+"""The origins of rows that have none."""

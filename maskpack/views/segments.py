@@ -2,7 +2,7 @@
 
     a[4:6] b[0:3] a[9:10]    source  a b a    start  4 0 9    count  2 3 1
 
-Segments that follow each other in their source are one. Nothing here knows what a source is.
+Segments that follow each other in their source are merged. Nothing in this module knows what a source is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from maskpack.core.index import IntArray, cumulated, ranges
 
 
 class Share(NamedTuple):
-    """The rows that one source gives: its number, and its rows in the order of the segments."""
+    """The rows that one source gives: the number of the source, and its rows in the order of the segments."""
 
     source: int
     rows: IntArray
@@ -40,12 +40,12 @@ class Segments:
 
     @classmethod
     def of_rows(cls, source: IntArray, row: IntArray) -> Segments:
-        """From the source and the row in it, int64 [B] each."""
+        """The segments of rows, given the source of each and its row there, int64 [B] each."""
         return cls._longest(source, row, np.ones(row.size, np.int64))
 
     @classmethod
     def _longest(cls, source: IntArray, start: IntArray, count: IntArray) -> Segments:
-        """From segments, of which those that follow each other in their source become one."""
+        """The segments, with those that follow each other in their source merged."""
         begins = np.ones(start.size, np.bool_)
         begins[1:] = (source[1:] != source[:-1]) | (start[1:] != start[:-1] + count[:-1])
         first = np.flatnonzero(begins)
@@ -57,13 +57,13 @@ class Segments:
         return Segments._longest(*map(np.concatenate, zip(*columns, strict=True)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In unsigned integers as narrow as fit: a shuffled view has a segment for each row."""
+        """Pickled as the narrowest unsigned integers: a shuffled view has a segment for each row."""
         parts = self.source, self.start, self.count
         return _restored, tuple(part.astype(np.min_scalar_type(int(part.max(initial=0)))) for part in parts)
 
     @cached_property
     def bounds(self) -> IntArray:
-        """int64 [n + 1]: rows before each segment, and all rows."""
+        """int64 [n + 1]: the number of rows before each segment, and of all rows."""
         return cumulated(self.count)
 
     @property
@@ -75,15 +75,17 @@ class Segments:
         return np.repeat(self.source, self.count), ranges(self.start, self.count)
 
     def take(self, index: IntArray) -> Segments:
-        """Some rows, in the order given; in time, these alone."""
-        if index.size > self.num_rows // 8:  # then looking for the segment of each costs more than all rows do
+        """Some rows, in the order given. The time depends on these rows only, if they are few."""
+        if (
+            index.size > self.num_rows // 8
+        ):  # then a search for the segment of each row costs more than a list of all rows
             source, row = self.by_row()
             return Segments.of_rows(source[index], row[index])
         place = np.searchsorted(self.bounds, index, side="right") - 1
         return Segments.of_rows(self.source[place], self.start[place] + index - self.bounds[place])
 
     def slice(self, begin: int, end: int) -> Segments:
-        """The rows `begin` to `end`; in time, only the segments that they are in."""
+        """The rows `begin` to `end`. The time depends on the segments that they are in only."""
         first = int(np.searchsorted(self.bounds, begin, side="right")) - 1
         last = int(np.searchsorted(self.bounds, end, side="left"))
         if begin == end:
@@ -93,12 +95,12 @@ class Segments:
         return Segments(np.array(self.source[first:last]), self.start[first:last] + low - before, high - low)
 
     def renumbered(self, numbers: IntArray) -> Segments:
-        """With `numbers[s]` for source `s`."""
+        """The segments with `numbers[s]` in the place of source `s`."""
         return Segments._longest(numbers[self.source], self.start, self.count)
 
     def shares(self) -> tuple[list[Share], IntArray | None]:
-        """The rows of each source that is used, in the order of the numbers, and the index that brings them, one share
-        after the other, into the order of the segments; None where they have it."""
+        """The rows of each source that is used, by rising number, and the index that puts the concatenated shares into
+        the order of the segments; None if they are in that order."""
         source, row = self.by_row()
         order = np.argsort(source, kind="stable")
         used, counts = np.unique(source, return_counts=True)

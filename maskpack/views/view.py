@@ -3,8 +3,8 @@
     here       lengths, schema, segments     view.take(...), sort_by_length(), split(...): numbers move, data stays
     elsewhere  the packed batches            view.materialize(get=ray.get): each is fetched once, its rows are decoded
 
-Fields that were added later have segments of their own: a view is a list of strands, each with some of the fields and
-all of the rows. Nothing of a view is ever changed; references are released with the last view that has them.
+Fields that were added later have segments of their own: a view is a list of column groups, each with some of the fields
+and all of the rows. A view is never changed. A reference is released with the last view that holds it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,23 @@ from maskpack.errors import LayoutError
 from maskpack.fields.registry import Key, Path, show
 from maskpack.layout.row_layout import RowLayout
 from maskpack.packed.batch import PackedBatch, Target, decompress
-from maskpack.packed.contents import MAX_BYTES
+from maskpack.packed.decode import MAX_BYTES, shape_of
+from maskpack.packed.join import check_named
+from maskpack.views.column_group import (
+    BatchMeta,
+    ColumnGroup,
+    Source,
+    assembled,
+    cat_groups,
+    narrowed,
+    parts_merged,
+    without,
+)
 from maskpack.views.origins import Origins
 from maskpack.views.segments import Segments
-from maskpack.views.strand import Outline, Source, Strand, assembled, narrowed, parts_merged, strands_joined, without
 
 Get = Callable[[list[Any]], list[Any]]
-"""Fetches what references stand for, in their order: `ray.get`."""
+"""Fetches the packed batches of a list of references, in their order: `ray.get`."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -39,12 +49,12 @@ class BatchView:
     """Rows of packed batches, wherever they lie. Build one with `of` or `at`, or take one from a WorkerGroup.
 
     Attributes:
-        strands: its fields, in groups that come from the same places.
+        groups: its fields, grouped by the batches that their rows come from.
         order: all fields, in key order.
         num_rows: B.
     """
 
-    strands: tuple[Strand, ...]
+    groups: tuple[ColumnGroup, ...]
     order: tuple[Path, ...]
     num_rows: int
 
@@ -54,33 +64,33 @@ class BatchView:
         if not isinstance(packed, PackedBatch):
             raise LayoutError(
                 f"BatchView.of: got {said(packed)}; expected a PackedBatch. Compress it first, or give a "
-                "reference and an outline to BatchView.at."
+                "reference and a BatchMeta to BatchView.at."
             )
-        outline = Outline.of(packed)
-        return cls._of(Source(packed, outline, Origins.whole(outline.num_rows, packed)))
+        meta = BatchMeta.of(packed)
+        return cls._of(Source(packed, meta, Origins.whole(meta.num_rows, packed)))
 
     @classmethod
-    def at(cls, reference: Any, outline: Outline) -> BatchView:
-        """All rows of a packed batch that lies where `reference` says, and that `Outline.of` was made from."""
-        if not isinstance(outline, Outline):
+    def at(cls, reference: Any, meta: BatchMeta) -> BatchView:
+        """All rows of the packed batch behind `reference`. `meta` is its `BatchMeta.of`."""
+        if not isinstance(meta, BatchMeta):
             raise LayoutError(
-                f"BatchView.at: outline is {said(outline)}; expected an Outline. Pass Outline.of(packed), made where "
+                f"BatchView.at: meta is {said(meta)}; expected a BatchMeta. Pass BatchMeta.of(packed), made where "
                 "the batch was packed."
             )
-        return cls._of(Source(reference, outline, Origins.whole(outline.num_rows)))
+        return cls._of(Source(reference, meta, Origins.whole(meta.num_rows)))
 
     @classmethod
     def _of(cls, source: Source) -> BatchView:
-        outline = source.outline
-        order = tuple(form.path for form in outline.head.schema.forms)
-        strand = Strand(order, (source,), Segments.whole(outline.num_rows), outline.head)
-        return cls((strand.trimmed(),), order, outline.num_rows)
+        meta = source.meta
+        order = tuple(form.path for form in meta.head.schema.forms)
+        group = ColumnGroup(order, (source,), Segments.whole(meta.num_rows), meta.head)
+        return cls((group.trimmed(),), order, meta.num_rows)
 
     def __len__(self) -> int:
         return self.num_rows
 
     def __repr__(self) -> str:
-        segments = sum(strand.segments.count.size for strand in self.strands)
+        segments = sum(group.segments.count.size for group in self.groups)
         return f"BatchView(rows={self.num_rows}, fields={len(self.order)}, segments={segments})"
 
     # ---------------------------------------------------------------- what is known here
@@ -88,36 +98,33 @@ class BatchView:
     @cached_property
     def head(self) -> PackedBatch:
         """The view without its rows: its schema and widths."""
-        return parts_merged([strand.declared() for strand in self.strands], self.order)
+        return parts_merged([group.declared() for group in self.groups], self.order)
 
     @cached_property
     def layouts(self) -> dict[str, RowLayout]:
-        """Those of its rows, by name, on the host."""
-        return {name: self._strand_of(name).layout(name) for name in self.head.layouts}
+        """The RowLayouts of its rows, by name, on the host."""
+        return {name: self._group_of(name).layout(name) for name in self.head.layouts}
 
     @property
     def nbytes(self) -> int:
-        """Encoded bytes of its rows, taken as equal shares of the batches that they lie in."""
+        """Encoded bytes of its rows, if each row takes an equal share of the packed batch that it lies in."""
         return sum(
-            strand.sources[share.source].outline.nbytes_of(share.rows.size)
-            for strand in self.strands
-            for share in strand.segments.shares()[0]
+            group.sources[share.source].meta.nbytes_of(share.rows.size)
+            for group in self.groups
+            for share in group.segments.shares()[0]
         )
 
     @property
     def padded_nbytes(self) -> int:
-        """Bytes of its tensors in padded form; of jagged ones as they are."""
+        """Bytes of its tensors in padded form; a jagged tensor counts with its values."""
         total = 0
         for form in self.head.schema.forms:
             if form.dtype is not None:
-                layout = None if form.layout is None else self.layouts[form.layout]
-                width = 1 if layout is None else layout.width
-                items = layout.num_tokens if layout is not None and form.kind != "padded" else self.num_rows * width
-                total += items * math.prod(form.shape) * form.dtype.itemsize
+                total += math.prod(shape_of(form, self.layouts, (self.num_rows,))) * form.dtype.itemsize
         return total
 
     def layouts_alone(self) -> PackedBatch:
-        """Its rows without a field, for `compress(..., like=)`."""
+        """Its rows and layouts without any field, for `compress(..., like=)`."""
         schema = replace(self.head.schema, forms=())
         return PackedBatch(self.num_rows, schema, self.layouts, {}, {}, {})
 
@@ -126,20 +133,20 @@ class BatchView:
         return named(self.layouts, layout, "BatchView.lengths").lengths + 0
 
     def tokens(self) -> IntArray:
-        """int64 [B]: real tokens of each row, in the layout that has most."""
-        known = [layout.lengths for layout in self.layouts.values()]
-        return max(known, key=lambda lengths: int(lengths.sum())) + 0 if known else np.zeros(self.num_rows, np.int64)
+        """int64 [B]: valid tokens of each row, in the layout that has most of them."""
+        lengths = [layout.lengths for layout in self.layouts.values()]
+        return max(lengths, key=lambda of_rows: int(of_rows.sum())) + 0 if lengths else np.zeros(len(self), np.int64)
 
     def origins(self) -> Origins:
-        """Which rows these are, as results of them are: those of its first fields."""
-        return self.strands[0].origins()
+        """The rows of packed batches that its rows stand for, by its first fields."""
+        return self.groups[0].origins()
 
     def known_as(self, origins: Origins) -> BatchView:
-        """The same rows, which are those of `origins`."""
-        return replace(self, strands=tuple(strand.known_as(origins) for strand in self.strands))
+        """The same rows, which stand for the rows that `origins` names."""
+        return replace(self, groups=tuple(group.known_as(origins) for group in self.groups))
 
-    def _strand_of(self, layout: str) -> Strand:
-        return next(strand for strand in self.strands if layout in strand.declared().layouts)
+    def _group_of(self, layout: str) -> ColumnGroup:
+        return next(group for group in self.groups if layout in group.declared().layouts)
 
     # ---------------------------------------------------------------- rows
 
@@ -159,7 +166,7 @@ class BatchView:
         sizes = part_sizes(sizes, self.num_rows, "BatchView.split")
         ends = np.cumsum(sizes, dtype=np.int64).tolist()
         return tuple(
-            replace(self, strands=tuple(strand.slice(end - size, end) for strand in self.strands), num_rows=size)
+            replace(self, groups=tuple(group.slice(end - size, end) for group in self.groups), num_rows=size)
             for end, size in zip(ends, sizes, strict=True)
         )
 
@@ -185,41 +192,58 @@ class BatchView:
     def cat(views: Sequence[BatchView]) -> BatchView:
         """The rows of several views with the same fields, one after the other.
 
-        Fields of different widths meet as in `PackedBatch.cat`. Raises LayoutError, here and not where the rows are
-        fetched, if fields, dtypes or the shapes of their elements differ.
+        Batches of different padded widths become as wide as the widest, as in `PackedBatch.cat`. Raises LayoutError if
+        fields, dtypes or the shapes of their elements differ: here, not when the rows are fetched.
         """
         views = list_of(views, BatchView, "BatchView.cat", "Make views of packed batches: BatchView.of(packed).")
         if len(views) == 1:
             return views[0]
         _check_fields(views)
-        groups: dict[tuple[int, ...], list[Path]] = {}
+        paths_of: dict[tuple[int, ...], list[Path]] = {}
         for path in views[0].order:
-            groups.setdefault(tuple(view._strand_number(path) for view in views), []).append(path)
-        if not groups:  # views without fields have rows all the same
-            groups[(0,) * len(views)] = []
-        strands = [
-            strands_joined([view.strands[number] for view, number in zip(views, numbers, strict=True)], paths)
-            for numbers, paths in groups.items()
+            paths_of.setdefault(tuple(view._group_number(path) for view in views), []).append(path)
+        if not paths_of:  # a view without fields has rows, too
+            paths_of[(0,) * len(views)] = []
+        groups = [
+            cat_groups([view.groups[number] for view, number in zip(views, numbers, strict=True)], paths)
+            for numbers, paths in paths_of.items()
         ]
-        _check_places(views, list(groups), strands)
-        return BatchView(tuple(strands), views[0].order, sum(view.num_rows for view in views))
+        _check_places(views, list(paths_of), groups)
+        return BatchView(tuple(groups), views[0].order, sum(view.num_rows for view in views))
 
-    def _strand_number(self, path: Path) -> int:
-        return next(number for number, strand in enumerate(self.strands) if path in strand.paths)
+    def _group_number(self, path: Path) -> int:
+        return next(number for number, group in enumerate(self.groups) if path in group.paths)
 
     def _rows(self, index: IntArray) -> BatchView:
-        return replace(self, strands=tuple(strand.take(index) for strand in self.strands), num_rows=index.size)
+        return replace(self, groups=tuple(group.take(index) for group in self.groups), num_rows=index.size)
 
     # ---------------------------------------------------------------- fields
 
+    def select(self, *fields: Key) -> BatchView:
+        """Some fields with all rows, in the order of the view. No data moves, and it still knows which rows it has.
+
+        The name of a sub-batch stands for all that is in it, a tuple of names for one entry in it. Batches that lie
+        elsewhere are still fetched whole.
+
+        Raises FieldError for a field that is not in the view, and LayoutError if none is named.
+        """
+        check_named(fields, "BatchView.select")
+        groups, order = narrowed(self.groups, self.order, fields, "BatchView.select")
+        if self.groups[0].paths and not set(self.groups[0].paths) & set(
+            order
+        ):  # the fields that said which rows these are
+            known = Origins.together([group.origins() for group in self.groups])
+            groups[0] = groups[0].known_as(known)
+        return BatchView(tuple(groups), order, self.num_rows)
+
     def with_fields(self, other: BatchView | PackedBatch) -> BatchView:
-        """The same rows with the fields of `other`, new ones after those that are there. No data moves.
+        """The same rows with the fields of `other`; new fields come after the fields of the view. No data moves.
 
-        A view knows which rows it has: results of a call, and what was put `onto` a view, are the rows that they were
-        computed from. Rows that were packed apart are told by their lengths alone.
+        A view knows which rows it has: the results of a call, and fields that were put `onto` a view, stand for the
+        rows that they were computed from. Rows that were packed separately are compared by their lengths only.
 
-        Raises LayoutError if `other` has other rows, or the same in another order, or other row lengths in a layout of
-        the same name.
+        Raises LayoutError if `other` has other rows, the same rows in another order, or other row lengths in a layout
+        of the same name.
         """
         if not isinstance(other, BatchView | PackedBatch):
             raise LayoutError(
@@ -253,11 +277,11 @@ class BatchView:
                 )
         order = [path for path in self.order if path in fresh or path in kept]
         order += [path for path in other.order if path not in order]
-        strands = [without(strand, fresh | set(self.order) - set(kept)) for strand in self.strands]
-        replaced = not strands[0].paths  # by which fields are known as its rows
-        strands += (other.known_as(self.origins()) if replaced else other).strands
-        strands = [strand for strand in strands if strand.paths] or strands[:1]
-        return BatchView(tuple(strands), tuple(order), self.num_rows)
+        groups = [without(group, fresh | set(self.order) - set(kept)) for group in self.groups]
+        replaced = not groups[0].paths  # the fields that said which rows these are
+        groups += (other.known_as(self.origins()) if replaced else other).groups
+        groups = [group for group in groups if group.paths] or groups[:1]
+        return BatchView(tuple(groups), tuple(order), self.num_rows)
 
     # ---------------------------------------------------------------- data
 
@@ -273,31 +297,32 @@ class BatchView:
 
         Args:
             fields: the fields to decode; all if none is named.
-            get: what fetches references, `ray.get`; each one is fetched once. Not needed where all batches are here.
+            get: the function that fetches references, `ray.get`; each reference is fetched once. Not needed if all
+                batches are in this process.
             format, device, max_bytes: as for `decompress`.
 
         Raises:
-            LayoutError: as `decompress`; or a reference leads to something other than its outline says.
+            LayoutError: as `decompress`; or a reference leads to something else than its BatchMeta describes.
         """
         return decompress(self.to_packed(*fields, get=get), format=format, device=device, max_bytes=max_bytes)
 
     def to_packed(self, *fields: Key, get: Get | None = None) -> PackedBatch:
-        """The rows, still encoded, as one packed batch that is here. Arguments and errors as for `materialize`."""
-        strands, order = narrowed(self.strands, self.order, fields, "BatchView.materialize")
-        fetched = _fetched([source for strand in strands for source in strand.sources], get)
+        """The rows, still encoded, as one packed batch in this process. Arguments and errors as for `materialize`."""
+        groups, order = narrowed(self.groups, self.order, fields, "BatchView.materialize")
+        fetched = _fetched([source for group in groups for source in group.sources], get)
         root = self.head.schema.root
-        return assembled(strands, order, root, lambda source: fetched[id(source)])
+        return assembled(groups, order, root, lambda source: fetched[id(source)])
 
 
 def _dims(view: BatchView) -> dict[Path, tuple[int, ...] | None]:
-    """Batch dims behind the rows: of the batch, and of each sub-batch."""
+    """The batch dims behind the rows, of the batch and of each sub-batch."""
     nodes = [(form.path, form.node.more_dims) for form in view.head.schema.forms if form.node is not None]
     return {(): view.head.schema.root.more_dims, **dict(nodes)}
 
 
 def _check_rows(view: BatchView, other: BatchView) -> None:
-    """That rows of one origin are the same."""
-    ours, theirs = (Origins.together([strand.origins() for strand in some.strands]) for some in (view, other))
+    """Raises LayoutError if `other` has other rows than `view`, as far as both know their origins."""
+    ours, theirs = (Origins.together([group.origins() for group in some.groups]) for some in (view, other))
     odd = ours.difference(theirs)
     if odd is not None:
         known = "another" if odd.ours is None else f"row {odd.ours}"
@@ -318,13 +343,15 @@ def _check_fields(views: Sequence[BatchView]) -> None:
             )
 
 
-def _check_places(views: Sequence[BatchView], groups: Sequence[tuple[int, ...]], strands: Sequence[Strand]) -> None:
-    """That each layout widens alike for all fields. It does not where some were packed with the fields that split it,
-    others without: their anchors differ."""
+def _check_places(
+    views: Sequence[BatchView], paths_of: Sequence[tuple[int, ...]], groups: Sequence[ColumnGroup]
+) -> None:
+    """Raises LayoutError if a layout widens differently for different fields. It does if some of them were packed with
+    the prompts and responses that split it, and others were not: their anchors differ."""
     places: dict[str, tuple[int, ...]] = {}
-    for numbers, strand in zip(groups, strands, strict=True):
-        parts = [view.strands[number].declared() for view, number in zip(views, numbers, strict=True)]
-        for name, layout in strand.declared().layouts.items():
+    for numbers, group in zip(paths_of, groups, strict=True):
+        parts = [view.groups[number].declared() for view, number in zip(views, numbers, strict=True)]
+        for name, layout in group.declared().layouts.items():
             place = (layout.width, *(layout.anchor - part.layouts[name].anchor for part in parts))
             if places.setdefault(name, place) != place:
                 raise LayoutError(
@@ -335,7 +362,7 @@ def _check_places(views: Sequence[BatchView], groups: Sequence[tuple[int, ...]],
 
 
 def _fetched(sources: Sequence[Source], get: Get | None) -> dict[int, PackedBatch]:
-    """The batch of each source, by its id; each reference is fetched once."""
+    """The packed batch of each source, by the id of the source; each reference is fetched once."""
     away: dict[int, Any] = {id(s.held): s.held for s in sources if not isinstance(s.held, PackedBatch)}
     if away and get is None:
         raise LayoutError(
@@ -358,5 +385,5 @@ def _fetched(sources: Sequence[Source], get: Get | None) -> dict[int, PackedBatc
             f"BatchView.materialize: get gave {len(batches)} packed batches for {len(away)} references; expected one "
             "for each, in their order. Pass get=ray.get."
         )
-    found = dict(zip(away, batches, strict=True))
-    return {id(source): source.checked(found.get(id(source.held), source.held)) for source in sources}
+    fetched = dict(zip(away, batches, strict=True))
+    return {id(source): source.checked(fetched.get(id(source.held), source.held)) for source in sources}

@@ -156,7 +156,7 @@ def needed(monkeypatch):
 
     def told(self, view, site, again=False):
         placed, nbytes = settled(self, view, site, again)
-        seen.extend((site, source) for strand in placed.strands for source in strand.sources)
+        seen.extend((site, source) for group in placed.groups for source in group.sources)
         return placed, nbytes
 
     monkeypatch.setattr(Placement, "settled", told)
@@ -170,7 +170,7 @@ def lies(reference):
 
 
 def sources(view):
-    return [source for strand in view.strands for source in strand.sources]
+    return [source for group in view.groups for source in group.sources]
 
 
 # -------------------------------------------------------------------- rows that stay on the ranks
@@ -198,11 +198,11 @@ def test_rows_go_from_rank_to_rank(group, nodes, batch, puts, needed, seed):
         stayed = [source for source in given if any(source.held == known.held for known in sources(kept))]
         came = [source for source in given if source not in stayed]
         assert len(stayed) == 2
-        assert sum(source.outline.num_rows for source in came) == (wanted != node).sum()
+        assert sum(source.meta.num_rows for source in came) == (wanted != node).sum()
         for source in came:
             places, nbytes = lies(source.held)
             assert set(places) == set(nodes)  # cut on one, sent to the other
-            assert 100_000 < nbytes < 1.3 * per_row * source.outline.num_rows
+            assert 100_000 < nbytes < 1.3 * per_row * source.meta.num_rows
     for source, there in zip(sources(kept), homes, strict=True):
         assert lies(source.held)[0] == there  # no object was moved whole
 

@@ -92,7 +92,7 @@ def test_threads_that_put_different_rows(store):
             if settled(place, view.take(rows)) != rows.tolist():
                 wrong.append(rows)
             if rng.random() < 0.1:
-                place.release(view.strands[0].sources[0].held if rng.random() < 0.5 else None)
+                place.release(view.groups[0].sources[0].held if rng.random() < 0.5 else None)
             if rng.random() < 0.1:
                 settled(place, BatchView.of(numbers(3)))
                 place.ran_on(0, [A])

@@ -29,7 +29,7 @@ from maskpack import (
     PackedBatch,
     compress,
 )
-from maskpack.packed.contents import Decoder
+from maskpack.packed.decode import Decoder
 from maskpack.packed.encodings import Bits, Narrow, Plain, Ramp, Runs, Sparse, Steps
 from maskpack.packed.references import Columns, Joined, Same, repeated
 

@@ -23,7 +23,7 @@ from strategies import Case, batches
 from tensordict import NonTensorData, TensorDict
 
 from maskpack import PER_ROW, MaskNestingSpec, PackedBatch, compress, decompress
-from maskpack.packed.pickling import Place, apart, gathered, together
+from maskpack.packed.pickling import Place, apart, copy_to_one_buffer, gathered
 from maskpack.packed.references import arrays_of
 
 quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
@@ -396,7 +396,7 @@ def test_arrays_of_any_kind_of_memory(some: list[np.ndarray], shared: bool) -> N
 @given(st.lists(st.tuples(st.sampled_from(["u1", "i2", "i4", "i8"]), st.integers(0, 9)), max_size=8), st.data())
 def test_gathered_arrays_are_all_there(forms: list[tuple[str, int]], data: st.DataObject) -> None:
     rng = np.random.default_rng(0)
-    whole = together([rng.integers(0, 100, size).astype(kind) for kind, size in forms])
+    whole = copy_to_one_buffer([rng.integers(0, 100, size).astype(kind) for kind, size in forms])
     some: list[np.ndarray] = []
     for array in whole:
         begin = data.draw(st.integers(0, array.size))
@@ -419,7 +419,7 @@ def test_arrays_without_order_in_memory() -> None:
     stream, found, _ = apart(thing)
     assert len(found) == 5
     assert len(stream) < 200
-    back = together(thing)
+    back = copy_to_one_buffer(thing)
     assert {name: array.tolist() for name, array in back.items()} == {name: x.tolist() for name, x in thing.items()}
     assert len({id(root(array)) for array in back.values()}) == 1
     assert all(array.flags.c_contiguous for array in back.values())
@@ -427,7 +427,7 @@ def test_arrays_without_order_in_memory() -> None:
 
 def test_together_copies_each_array_once() -> None:
     shared = np.arange(10)
-    back = together([shared, shared, np.arange(3, dtype=np.uint8)])
+    back = copy_to_one_buffer([shared, shared, np.arange(3, dtype=np.uint8)])
     assert back[0] is back[1]
     assert root(back[0]).nbytes == 83
     assert not np.shares_memory(back[0], shared)

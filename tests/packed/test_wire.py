@@ -43,7 +43,7 @@ from maskpack.core import objects
 from maskpack.errors import LayoutError, WireFormatError
 from maskpack.fields import registry
 from maskpack.layout import row_layout as mp_layout
-from maskpack.packed import contents, encodings
+from maskpack.packed import decode, encodings
 from maskpack.packed import references as sharing
 from maskpack.packed.file import codec
 from maskpack.packed.file import container as wire
@@ -1408,7 +1408,6 @@ def test_limits_that_are_none(limit: Any, tmp_path: Path) -> None:
         ("PackedBatch.from_bytes", lambda: PackedBatch.from_bytes(golden("rollout"), max_bytes=limit)),
         ("PackedBatch.load", lambda: PackedBatch.load(tmp_path / "b", max_bytes=limit)),
         ("decompress", lambda: decompress(packed, max_bytes=limit)),
-        ("decompress", lambda: packed.to_nested(max_bytes=limit)),
     ):
         with pytest.raises(LayoutError, match=rf"^{call}: max_bytes is .*; expected a whole number from 0"):
             made()
@@ -1441,18 +1440,18 @@ def test_the_limit_of_decompress_counts_what_it_would_give() -> None:
     assert_same(decompress(packed, max_bytes=None), batch)
     decompress(packed, widths="trim", max_bytes=whole // 50)
     decompress(packed, format="nested", max_bytes=whole // 10)
-    packed.to_nested("a", max_bytes=one // 10)
+    decompress(packed, "a", format="nested", max_bytes=one // 10)
     for names, form, most in (
         ((), {}, whole - 1),
         (("a",), {}, one - 1),
         ((), {"widths": "trim"}, whole // 50 - 1),
-        ((), {"layout": "nested"}, whole // 50),
+        ((), {"format": "nested"}, whole // 50),
         ((), {"device": "cpu"}, whole - 1),
     ):
         with pytest.raises(LayoutError, match=r"decompress: these fields take (\d+) bytes .*pass max_bytes=\1\."):
             decompress(packed, *names, max_bytes=most, **form)
     with pytest.raises(LayoutError, match="nested"):
-        packed.to_nested(max_bytes=1)
+        decompress(packed, format="nested", max_bytes=1)
     many = packed.take([0] * 1000)
     with pytest.raises(LayoutError, match="take 1700000 bytes padded"):
         decompress(many, max_bytes=whole)
@@ -1784,7 +1783,7 @@ def test_the_norm_names_every_constant() -> None:
     assert f"more than {objects.MOST_KEYS} keys" in text
     assert f"more than {objects.MOST_COLLIDING} such keys" in text
     assert f"and {objects.ITEM_BYTES} bytes for each entry of a" in text
-    assert f"{contents.MAX_BYTES >> 30} GiB unless it" in text
+    assert f"{decode.MAX_BYTES >> 30} GiB unless it" in text
     assert f"{reading.TABLE_BYTES} bytes for each run" in text
     assert f"{fuzz_wire.PARSED} bytes for\neach byte of the header" in text
     assert f"{fuzz_wire.WIDE} bytes for each byte of the arrays, and {fuzz_wire.WIDE_BITS} for `bits`" in text

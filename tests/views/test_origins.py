@@ -15,9 +15,9 @@ from tensordict import TensorDict
 from maskpack import PackedBatch, compress
 from maskpack.dispatch.messages import RowsAt
 from maskpack.errors import LayoutError
+from maskpack.views.column_group import BatchMeta
 from maskpack.views.origins import UNKNOWN, Origins
 from maskpack.views.segments import Segments
-from maskpack.views.strand import Outline
 from maskpack.views.view import BatchView
 
 Claim = tuple[int, int, int]
@@ -93,7 +93,7 @@ def numbers(rows: int, name: str = "x") -> PackedBatch:
 def result_of(view: BatchView, name: str) -> BatchView:
     """As a call gives it: its rows lie elsewhere, in two parts."""
     half = len(view) // 2
-    parts = [BatchView.at(object(), Outline.of(numbers(n, name))) for n in (half, len(view) - half)]
+    parts = [BatchView.at(object(), BatchMeta.of(numbers(n, name))) for n in (half, len(view) - half)]
     return BatchView.cat(parts).known_as(view.origins())
 
 
@@ -165,7 +165,7 @@ def test_rows_that_were_packed_apart_are_told_by_their_lengths() -> None:
 def test_rows_are_known_when_all_their_first_fields_are_others() -> None:
     view = BatchView.of(numbers(4))
     replaced = view.with_fields(numbers(4))
-    assert replaced.strands[0].sources[0].held is not view.strands[0].sources[0].held
+    assert replaced.groups[0].sources[0].held is not view.groups[0].sources[0].held
     replaced.with_fields(result_of(view, "y"))
     with pytest.raises(LayoutError, match="row 0 of the fields is row 3"):
         replaced.with_fields(result_of(view[::-1], "y"))
@@ -181,16 +181,16 @@ def test_origins_do_not_grow_from_call_to_call() -> None:
         order = rng.permutation(64)
         view = view.take(order).with_fields(numbers(64, "y"))
         view = view.with_fields(result_of(view, "x"))
-    assert sum(source.origins.row.size for strand in view.strands for source in strand.sources) <= 128
+    assert sum(source.origins.row.size for group in view.groups for source in group.sources) <= 128
 
 
 def test_ranks_are_not_told() -> None:
     """A parcel has the same bytes, whatever is known of its rows."""
     view = BatchView.of(numbers(50))[np.random.default_rng(0).permutation(50)]
-    (strand,) = view.strands
+    (group,) = view.groups
     sizes = [
         len(pickle.dumps(RowsAt.of(some, lambda _: 0)))
         for some in (view, view.known_as(UNKNOWN), view.known_as(Origins.whole(50)))
     ]
     assert len(set(sizes)) == 1
-    assert isinstance(strand.segments, Segments)
+    assert isinstance(group.segments, Segments)

@@ -24,10 +24,10 @@ from test_packed import TOKEN, Part, assert_same_rows, joined_by_hand, parts_of_
 
 from maskpack import LAYOUTS, MaskNestingSpec, PackedBatch, compress, decompress, unnest
 from maskpack.core.index import IntArray
-from maskpack.errors import LayoutError
+from maskpack.errors import FieldError, LayoutError
 from maskpack.packed.references import kind_of
+from maskpack.views.column_group import BatchMeta
 from maskpack.views.segments import Segments
-from maskpack.views.strand import Outline
 from maskpack.views.view import BatchView
 
 quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
@@ -46,10 +46,10 @@ class Store:
         self.calls = 0
 
     def put(self, packed: PackedBatch) -> BatchView:
-        """A view of a reference to it, with an outline that travelled."""
+        """A view of a reference to it, with a BatchMeta that travelled."""
         ref = Ref()
         self.held[ref] = pickle.dumps(packed, protocol=5)
-        return BatchView.at(ref, pickle.loads(pickle.dumps(Outline.of(packed))))
+        return BatchView.at(ref, pickle.loads(pickle.dumps(BatchMeta.of(packed))))
 
     def get(self, refs: list[Any]) -> list[PackedBatch]:
         assert type(refs) is list
@@ -85,8 +85,8 @@ def taken(batch: TensorDict, *names: Any) -> TensorDict:
 
 def segments_of(view: BatchView) -> list[tuple[int, int, int]]:
     """Of a view whose fields come from the same places."""
-    (strand,) = view.strands
-    parts = strand.segments
+    (group,) = view.groups
+    parts = group.segments
     return list(zip(parts.source.tolist(), parts.start.tolist(), parts.count.tolist(), strict=True))
 
 
@@ -95,7 +95,7 @@ def segments_of(view: BatchView) -> list[tuple[int, int, int]]:
 
 @pytest.fixture
 def rows_listed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each list of all rows of a strand had."""
+    """How many rows each list of all rows of a group had."""
     listed: list[int] = []
     by_row = Segments.by_row
 
@@ -119,13 +119,13 @@ def test_parts_cost_their_own_rows(shuffled: bool, rows_listed: list[int]) -> No
     spans = [(row, row + 1) for row in range(300)] + [(2 * row, 2 * row + 2) for row in range(150)]
     spans += [(row, row + 2) for row in range(298)]
     for part, (begin, end) in zip(cut, spans, strict=True):
-        sources, held = [parts[row // 100].strands[0].sources[0].held for row in order[begin:end]], []
+        sources, held = [parts[row // 100].groups[0].sources[0].held for row in order[begin:end]], []
         for segment, start, count in segments_of(part):
-            held += [(part.strands[0].sources[segment].held, start + row) for row in range(count)]
+            held += [(part.groups[0].sources[segment].held, start + row) for row in range(count)]
         assert [(id(source), row) for source, row in held] == [
             (id(source), order[place] % 100) for source, place in zip(sources, range(begin, end), strict=True)
         ]
-        assert len(part.strands[0].sources) == len({id(source) for source in sources})
+        assert len(part.groups[0].sources) == len({id(source) for source in sources})
 
 
 def test_references_are_compared_by_their_hash() -> None:
@@ -143,19 +143,19 @@ def test_references_are_compared_by_their_hash() -> None:
             compared += 1
             return isinstance(other, Counted) and other.name == self.name
 
-    outline = Outline.of(pack(rollout([(2, 3), (1, 1)])))
-    views = [BatchView.at(Counted(number % 60), outline) for number in range(120)]  # two equal references each
+    meta = BatchMeta.of(pack(rollout([(2, 3), (1, 1)])))
+    views = [BatchView.at(Counted(number % 60), meta) for number in range(120)]  # two equal references each
     joined = BatchView.cat(views)
     assert compared <= 2 * len(views)
-    assert [source.held.name for source in joined.strands[0].sources] == [*range(60)]
+    assert [source.held.name for source in joined.groups[0].sources] == [*range(60)]
     assert segments_of(joined) == [(number % 60, 0, 2) for number in range(120)]
 
 
 def test_references_without_a_hash_stand_for_themselves() -> None:
-    outline = Outline.of(pack(rollout([(2, 3), (1, 1)])))
-    one, other = BatchView.at([1], outline), BatchView.at([1], outline)
-    assert len(BatchView.cat([one, one[::-1]]).strands[0].sources) == 1
-    assert len(BatchView.cat([one, other]).strands[0].sources) == 2
+    meta = BatchMeta.of(pack(rollout([(2, 3), (1, 1)])))
+    one, other = BatchView.at([1], meta), BatchView.at([1], meta)
+    assert len(BatchView.cat([one, one[::-1]]).groups[0].sources) == 1
+    assert len(BatchView.cat([one, other]).groups[0].sources) == 2
 
 
 # -------------------------------------------------------------------- any operations over any sources
@@ -186,13 +186,13 @@ def after(view: BatchView, steps: Sequence[Callable[[Any], Any]]) -> BatchView:
 
 @pytest.mark.parametrize("name", strategies.MANY_RUNS)
 def test_views_of_masks_of_many_runs(name: str) -> None:
-    """Their outlines travel with the bits of the masks; what they materialize is exact."""
+    """Their BatchMetas travel with the bits of the masks; what they materialize is exact."""
     mask, width = strategies.MANY_RUNS[name]
     batch, registry = strategies.batch_under(mask, width)
     packed = compress(batch, registry=registry)
     bits = len(mask) * ((width + 7) // 8)
     head = len(pickle.dumps(BatchView.of(packed[:0]).head))
-    assert len(pickle.dumps(Outline.of(packed))) <= bits + 2 * head + 1024
+    assert len(pickle.dumps(BatchMeta.of(packed))) <= bits + 2 * head + 1024
     store = Store()
     view = store.put(packed)
     order = np.arange(len(mask))[::-2]
@@ -281,7 +281,7 @@ def test_one_source_comes_back_bit_for_bit(case: Case, data: st.DataObject) -> N
     assert_same_batch(view.materialize(), oracle.take_rows(case.batch, left))
     for way in ("padded", "nested"):
         seen, want = (
-            some.materialize(layout=way) if isinstance(some, BatchView) else decompress(some, layout=way)
+            some.materialize(format=way) if isinstance(some, BatchView) else decompress(some, format=way)
             for some in (view, packed[left])
         )
         assert_same_batch(seen.exclude(LAYOUTS), want.exclude(LAYOUTS))
@@ -333,7 +333,7 @@ def test_segments_that_meet_join() -> None:
     packed = numbers()
     again = BatchView.cat([BatchView.of(packed)[:3], BatchView.of(packed)[3:]])
     assert segments_of(again) == [(0, 0, 10)]
-    assert len(again.strands[0].sources) == 1
+    assert len(again.groups[0].sources) == 1
     assert segments_of(a[0:0]) == []
     assert repr(BatchView.cat([a, b])) == "BatchView(rows=20, fields=1, segments=2)"
 
@@ -557,15 +557,67 @@ def test_a_field_without_the_one_that_it_follows_from(rows: Any) -> None:
     want = oracle.take_rows(batch, picked)
     for view in (BatchView.of(packed)[rows], BatchView.cat([BatchView.of(packed), BatchView.of(pack(wide))])[picked]):
         for names in (["input_ids"], ["returns"], ["advantages"], ["responses", "input_ids"], ["returns", "input_ids"]):
-            for layout in ("padded", "nested"):
-                seen = view.materialize(*names, layout=layout)
-                seen = unnest(seen) if layout == "nested" else seen
+            for form in ("padded", "nested"):
+                seen = view.materialize(*names, format=form)
+                seen = unnest(seen) if form == "nested" else seen
                 every = view.materialize()
                 assert_same(seen, taken(every, *names))
                 if seen[names[0]].shape == want[names[0]].shape:
                     assert_same(seen, taken(want, *names))
             there = pickle.loads(pickle.dumps(view.to_packed(*names)))
             assert_same(decompress(there), taken(every, *names))
+
+
+@pytest.mark.parametrize("names", [["input_ids"], ["returns"], ["responses", "input_ids"], ["advantages", "prompts"]])
+def test_selected_fields_are_those_of_the_batch(names: list[str]) -> None:
+    batch, packed = derived()
+    store = Store()
+    for view in (BatchView.of(packed), store.put(packed)):
+        seen = view.select(*names)
+        assert_same(seen.materialize(get=store.get), taken(batch, *names))
+        rows = [6, 0, 0]
+        want = oracle.take_rows(taken(batch, *names), rows)
+        for some in (seen[rows], view[rows].select(*names)):
+            assert_same(some.materialize(get=store.get), want)
+            assert_same(unnest(some.materialize(format="nested", get=store.get)), want)
+        whole = BatchView.cat([seen, view[rows].select(*names)])[[8, 7, 2]]
+        assert_same(whole.materialize(get=store.get), oracle.take_rows(taken(batch, *names), [0, 6, 2]))
+        assert seen.select(names[0]).order == ((names[0],),)
+        assert seen.lengths("response").tolist() == view.lengths("response").tolist()
+        assert view.order == BatchView.of(packed).order
+
+
+def test_selected_fields_in_sub_batches() -> None:
+    inner = TensorDict({"x": torch.zeros(3), "y": torch.ones(3)}, [3])
+    view = BatchView.of(compress(TensorDict({"in": inner, "z": torch.zeros(3)}, [3])))
+    assert view.select("in").order == (("in",), ("in", "x"), ("in", "y"))
+    assert_same(view.select("z", ("in", "y")).materialize()["in"], inner.select("y"))
+    assert list(view.select("z", "in").materialize().keys()) == ["in", "z"]
+
+
+def test_selected_fields_know_their_rows() -> None:
+    """Also those whose rows are known by fields that are left out."""
+    old, new = (compress(TensorDict({name: torch.arange(4)}, [4])) for name in ("old", "new"))
+    view = BatchView.of(old)
+    for names in (["new"], ["old"], ["old", "new"]):
+        fields = view.with_fields(new).select(*names)
+        assert list(view.with_fields(fields).materialize().keys()) == sorted({"old", *names}, reverse=True)
+        with pytest.raises(
+            LayoutError, match=r"row 0 of the fields is row 0 of the batch that it comes from; row 0 of"
+        ):
+            view[::-1].with_fields(fields)
+        with pytest.raises(LayoutError, match=r"with_fields: row 0 of the fields is row 0 of the batch"):
+            BatchView.of(new)[::-1].with_fields(view.with_fields(new).select("new"))
+
+
+def test_fields_that_cannot_be_selected() -> None:
+    view = BatchView.of(pack(rollout()))
+    with pytest.raises(LayoutError, match=r"^BatchView.select: no field is named; expected at least one."):
+        view.select()
+    with pytest.raises(FieldError, match=r'^BatchView.select: no field "gone" in the batch; it has .*advantages'):
+        view.select("gone")
+    with pytest.raises(LayoutError, match=r"^BatchView.select: a field is \['x'\]; expected a name"):
+        view.select(["x"])  # type: ignore[arg-type]
 
 
 def test_a_field_whose_base_was_replaced_keeps_its_values() -> None:
@@ -694,9 +746,7 @@ def test_a_replaced_field_keeps_its_place_and_new_ones_come_last() -> None:
     assert list(whole.materialize().keys()) == ["a", "b", "c", "d"]
     assert whole[1:3].materialize("d", "b")["b"].tolist() == [1, 2]
     every = view.with_fields(other)
-    assert [strand.paths for strand in every.strands] == [(("d",), ("c",), ("b",), ("a",))], (
-        "nothing is left of the old"
-    )
+    assert [group.paths for group in every.groups] == [(("d",), ("c",), ("b",), ("a",))], "nothing is left of the old"
     assert list(every.materialize().keys()) == ["a", "b", "c", "d"]
 
 
@@ -806,7 +856,7 @@ def test_layouts_that_would_widen_apart() -> None:
 def test_references_are_released_with_the_view() -> None:
     packed, ref = pack(rollout()), Ref()
     alive = [weakref.ref(packed), weakref.ref(ref)]
-    here, there = BatchView.of(packed), BatchView.at(ref, Outline.of(packed))
+    here, there = BatchView.of(packed), BatchView.at(ref, BatchMeta.of(packed))
     views = [BatchView.cat([here, there])[3:11].sort_by_length()]
     views.append(views[0].with_fields(compress(TensorDict({"x": torch.zeros(8)}, [8]))))
     for view in views:
@@ -831,14 +881,14 @@ def test_an_outline_keeps_no_memory_of_the_batch() -> None:
     while isinstance(arrays[0].base, np.ndarray):
         arrays[0] = arrays[0].base
     alive = [weakref.ref(packed), *map(weakref.ref, arrays)]
-    outline = Outline.of(packed)
+    meta = BatchMeta.of(packed)
     nbytes = packed.nbytes
     del packed, arrays
     gc.collect()
     assert [some() for some in alive] == [None, None, None]
-    assert (outline.num_rows, outline.nbytes) == (7, nbytes)
-    assert len(pickle.dumps(outline)) < 20_000
-    assert len(outline.head) == 0
+    assert (meta.num_rows, meta.nbytes) == (7, nbytes)
+    assert len(pickle.dumps(meta)) < 20_000
+    assert len(meta.head) == 0
 
 
 def test_bytes_of_a_view_are_shares() -> None:
@@ -849,10 +899,10 @@ def test_bytes_of_a_view_are_shares() -> None:
     assert view[:2].nbytes == round(sizes[0] / 4)
     assert view[[0, 0, 11]].nbytes == round(sizes[0] / 4) + round(sizes[1] / 4)
     assert view[0:0].nbytes == 0
-    outline = Outline.of(packed[0]).take(np.array([1, 5]))
-    assert (outline.num_rows, outline.nbytes) == (2, round(sizes[0] / 4))
-    assert outline.layouts["sequence"] == packed[0].layouts["sequence"].take([1, 5])
-    assert Outline.of(packed[0][0:0]).nbytes_of(3) == 0
+    meta = BatchMeta.of(packed[0]).take(np.array([1, 5]))
+    assert (meta.num_rows, meta.nbytes) == (2, round(sizes[0] / 4))
+    assert meta.layouts["sequence"] == packed[0].layouts["sequence"].take([1, 5])
+    assert BatchMeta.of(packed[0][0:0]).nbytes_of(3) == 0
 
 
 def packed_of(rows: int) -> PackedBatch:
@@ -894,18 +944,18 @@ def test_nothing_is_changed() -> None:
 )
 def test_a_reference_to_something_else(found: Any, seen: str) -> None:
     batch = rollout()
-    view = BatchView.at(Ref(), Outline.of(pack(batch)))
+    view = BatchView.at(Ref(), BatchMeta.of(pack(batch)))
     with pytest.raises(LayoutError, match=rf"^BatchView\.materialize: a reference led to {seen}") as caught:
         view[2:4].materialize("prompts", get=lambda refs: [found(batch)])
     if "expected a Packed" not in str(caught.value):
         assert str(caught.value).endswith(
-            "; expected 7 rows with the fields and lengths of its outline. Give BatchView.at the outline of the batch "
-            "that lies there."
+            "; expected 7 rows with the fields and lengths of its BatchMeta. Give BatchView.at the BatchMeta of the "
+            "batch that lies there."
         )
 
 
 def test_a_reference_to_other_rows_where_nothing_lies_under_a_mask() -> None:
-    view = BatchView.at(Ref(), Outline.of(numbers(10)))
+    view = BatchView.at(Ref(), BatchMeta.of(numbers(10)))
     assert rows_of_others(view, numbers(10)[::-1]) == list(range(10))[::-1], "whose values nobody knows"
     with pytest.raises(LayoutError, match=r"a reference led to PackedBatch\(rows=9, .*; expected 10 rows with"):
         rows_of_others(view, numbers(9))

@@ -1,19 +1,18 @@
 """Decoding on a device: the encoded bytes cross to it once, and one kernel writes all tensors there.
 
     arrays of a batch --one copy--> body  ---+
-    what to do with them (recipes.py) -----> tables --one kernel--> nested or padded tensors
+    jobs of its fields (jobs.py) ----------> tables --one kernel--> nested or padded tensors
 
-The bytes of a pinned batch are copied from where they are, others go through a pinned buffer; while they cross, the
-host writes the tables, which follow in a second, small copy.
+The bytes of a pinned batch are copied from its own memory, others go through a pinned buffer. While they are copied,
+the host writes the tables, which follow in a second, small copy.
 
-Nothing here waits for the device. What the tensors given out keep alive is theirs alone: neither the staged bytes nor
-each other's memory.
+Nothing here synchronises. The tensors returned keep neither the staged bytes nor the memory of each other alive.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,21 +25,25 @@ from maskpack.fields.registry import Path
 from maskpack.layout.jagged import jagged_all
 from maskpack.layout.span_table import LINE, lines_of
 from maskpack.nesting.schema import FieldForm, most_lines
-from maskpack.packed.contents import Contents, Decoded, pad_table_of
 from maskpack.packed.cuda.jobs import Recipe, parts_of
 from maskpack.packed.cuda.sources import arrays_of
+from maskpack.packed.decode import Decoded, pad_table_of, shape_in
+from maskpack.packed.pickling import common_buffer
 
-_SLACK = 1.1
-"""Bytes of a stretch of memory that is copied whole, over those of the arrays in it."""
+if TYPE_CHECKING:
+    from maskpack.packed.batch import PackedBatch
+
 _LITTLE = 4096
-"""Bytes that are copied for nothing without a thought."""
+"""Unused bytes that may always be copied with a stretch of memory."""
 _LINE = 16
-"""Whatever is staged begins at a multiple of it."""
+"""Arrays are staged at multiples of this many bytes."""
 _LARGE = 1 << 20
-"""Bytes of an array that torch copies, with several threads."""
+"""Arrays of at least this many bytes are copied by torch, in several threads."""
 
 
-def decoded(packed: Contents, forms: Iterable[FieldForm], nested: bool, device: torch.device | str | None) -> Decoded:
+def decoded(
+    packed: PackedBatch, forms: Iterable[FieldForm], nested: bool, device: torch.device | str | None
+) -> Decoded:
     """The fields of `forms` that a kernel decodes; all others are left out."""
     out = Decoded()
     homes: dict[torch.device | str, list[FieldForm]] = {}
@@ -55,7 +58,7 @@ def decoded(packed: Contents, forms: Iterable[FieldForm], nested: bool, device: 
 
 
 def _decode(
-    packed: Contents, forms: Sequence[FieldForm], nested: bool, device: torch.device, out: Decoded, *, whole: bool
+    packed: PackedBatch, forms: Sequence[FieldForm], nested: bool, device: torch.device, out: Decoded, *, whole: bool
 ) -> None:
     """Adds the fields of one device, those that the kernel can decode; `whole`: the batch lies there too."""
     padded = {form.path for form in forms if form.kind == "padded" and not nested}
@@ -71,7 +74,7 @@ def _decode(
             jagged.setdefault(form.layout, []).append(form.path)
     kept = _Kept(packed, recipe, jagged, forms if nested and whole else None)
     sent = kept.sent(device)
-    tensors = {form.path: _empty(packed, form, form.path in padded, device) for form in taken}
+    tensors = {form.path: _new(shape_in(packed, form, nested), form.dtype, device) for form in taken if form.dtype}
     for form in taken:
         recipe.add(form, parts[form.path], form.path in padded, tensors[form.path])
     if recipe.count:
@@ -84,19 +87,6 @@ def _decode(
         made = jagged_all([tensors[path] for path in paths], offsets, layout.min_length, layout.max_length)
         out.entries.update(zip(paths, made, strict=True))
         out.offsets[name, str(offsets.device)] = offsets
-
-
-def _empty(packed: Contents, form: FieldForm, padded: bool, device: torch.device) -> Tensor:
-    shape = form.shape
-    if form.layout is None:
-        shape = shape if packed.schema.root.more_dims is None else (packed.num_rows, *shape)
-    elif padded:
-        layout, ahead = packed.layouts[form.layout], form.ragged_dim - 1
-        shape = (layout.num_rows, *shape[:ahead], layout.width, *shape[ahead:])
-    else:
-        shape = (packed.layouts[form.layout].num_tokens, *shape)
-    assert form.dtype is not None
-    return _new(shape, form.dtype, device)
 
 
 def _new(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -123,7 +113,7 @@ class _Kept:
     """The first tables of a recipe, which a nested batch keeps; the kernel copies them to memory of their own."""
 
     def __init__(
-        self, packed: Contents, recipe: Recipe, jagged: Iterable[str], forms: Sequence[FieldForm] | None
+        self, packed: PackedBatch, recipe: Recipe, jagged: Iterable[str], forms: Sequence[FieldForm] | None
     ) -> None:
         """The offsets of the layouts `jagged`; and what LAYOUTS holds for `forms`, unless they are None."""
         self._packed = packed
@@ -243,29 +233,13 @@ def _copy(staging: Tensor, host: Words, begin: int, array: Words) -> None:
 
 
 def _stretch(arrays: Sequence[Words]) -> _Body | None:
-    """The arrays in one stretch of the memory that all of them are views of, if they fill it well."""
-    root: Words | None = None
-    places: dict[int, int] = {}
-    high = total = 0
-    for array in arrays:
-        nbytes = array.nbytes
-        if not nbytes:
-            places[id(array)] = -1
-            continue
-        root = root_of(array) if root is None else root
-        begin = places[id(array)] = address(array)
-        if root_of(array) is not root or begin % array.itemsize or not array.flags.c_contiguous:
-            return None
-        high = max(high, begin + nbytes)
-        total += nbytes
-    if root is None or root.dtype != np.uint8:
+    """The arrays as one stretch of memory, if all are views of one buffer and fill the stretch well."""
+    stretch, begins = common_buffer(arrays, _LINE, _LITTLE)
+    places = {id(array): begins.get(number, 0) for number, array in enumerate(arrays)}
+    whole = all(not array.size or number in begins for number, array in enumerate(arrays))
+    if stretch is None or not whole or any(places[id(array)] % array.itemsize for array in arrays):
         return None
-    first = address(root)
-    low = min(place for place in places.values() if place >= 0) // _LINE * _LINE
-    if low < first or high - low > _SLACK * total + _LITTLE:
-        return None
-    places = {key: max(place - low, 0) for key, place in places.items()}
-    return _Body(places, high - low, (), root.reshape(-1)[low - first : high - first])
+    return _Body(places, stretch.nbytes, (), stretch)
 
 
 def pinned_memory(nbytes: int) -> Words:

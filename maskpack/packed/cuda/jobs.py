@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from array import array as line_of
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -20,11 +20,14 @@ from maskpack.core.index import IntArray, cumulated
 from maskpack.core.pads import EDGE, Pad, pad_words
 from maskpack.fields.registry import Path
 from maskpack.nesting.schema import FieldForm
-from maskpack.packed.contents import Contents, words_of_one
 from maskpack.packed.cuda import job_table as jobs
 from maskpack.packed.cuda.job_table import Source, Target
 from maskpack.packed.cuda.sources import Rows, Sources, Tables, is_flat
+from maskpack.packed.decode import words_of_one
 from maskpack.packed.references import Columns, Joined, Same
+
+if TYPE_CHECKING:
+    from maskpack.packed.batch import PackedBatch
 
 _MOST = (1 << 31) - jobs.CHUNK
 """Words of a row that the kernel can count."""
@@ -50,7 +53,7 @@ class _Axis(NamedTuple):
     ends: int = -1
 
 
-def parts_of(packed: Contents, form: FieldForm, padded: bool) -> list[Part]:
+def parts_of(packed: PackedBatch, form: FieldForm, padded: bool) -> list[Part]:
     """Where the words of a field are; none if the kernel cannot decode it."""
     encoding = packed.fields[form.path]
     if isinstance(encoding, Joined):
@@ -69,7 +72,7 @@ def parts_of(packed: Contents, form: FieldForm, padded: bool) -> list[Part]:
     return found if width * items <= _MOST and (not special or form.path in packed.row_pads) else []
 
 
-def _part(packed: Contents, path: Path, part: int) -> Part:
+def _part(packed: PackedBatch, path: Path, part: int) -> Part:
     encoding = packed.fields[path]
     return Part(encoding.field if isinstance(encoding, Same) else path, part)
 
@@ -82,7 +85,7 @@ class Recipe:
         places: the first byte of each array in the body, by the id of the array.
     """
 
-    def __init__(self, packed: Contents, places: Mapping[int, int]) -> None:
+    def __init__(self, packed: PackedBatch, places: Mapping[int, int]) -> None:
         self.tables = Tables()
         self.programs = 0
         self._packed = packed

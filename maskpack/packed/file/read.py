@@ -1,5 +1,5 @@
-"""Reading: from a manifest and its arrays to a packed batch. Nothing is believed: every array must fit the field that
-it belongs to, so that what was read can be decoded."""
+"""Reads a packed batch from a manifest and its arrays. Nothing is trusted: every array must fit the field that it
+belongs to, so that the batch can be decoded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields as fields_of
 from dataclasses import is_dataclass, replace
 from types import ModuleType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -24,14 +24,17 @@ from maskpack.core.objects import Objects
 from maskpack.core.pads import PER_ROW, Pad, PadValue, pad_tensor
 from maskpack.core.tree import Node
 from maskpack.errors import LayoutError, WireFormatError
-from maskpack.fields.registry import HINTS, Path, show
+from maskpack.fields.registry import HINTS, Path, is_hint, show
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema
 from maskpack.packed.bools import odd_field
-from maskpack.packed.contents import MAX_BYTES, Contents, shape_of, word_dtype_of, words_of_one
+from maskpack.packed.decode import MAX_BYTES, shape_of, word_dtype_of, words_of_one
 from maskpack.packed.file import codec
 from maskpack.packed.file.container import FREE_ROWS, MOST_PATH, Message, brief, fail
 from maskpack.packed.references import KINDS, WHOLE, Columns, Encoding, Joined, Same
+
+if TYPE_CHECKING:
+    from maskpack.packed.batch import PackedBatch
 
 _DEVICE = re.compile(r"(cpu|cuda|hpu|mps|npu|xla|xpu)(:(0|[1-9][0-9]?))?")
 _MOST = 1 << 31
@@ -59,9 +62,12 @@ _MEMBERS = {
 }
 
 
-def read(message: Message, call: str, pickled: bool, max_bytes: int | None = MAX_BYTES) -> Contents:
-    """The batch that a message says. Raises WireFormatError, also if the batch would take more than `max_bytes`."""
-    return _Reader(message, call, pickled, max_bytes).contents()
+def read(
+    kind: type[PackedBatch], message: Message, call: str, pickled: bool, max_bytes: int | None = MAX_BYTES
+) -> PackedBatch:
+    """The batch in a message; `kind` is PackedBatch, which lies above this module. Raises WireFormatError, also if the
+    batch would take more than `max_bytes`."""
+    return _Reader(message, call, pickled, max_bytes).batch(kind)
 
 
 class _Reader:
@@ -76,7 +82,7 @@ class _Reader:
         self._row_pads: dict[Path, Words] = {}
         self._run_arrays: set[int] = set()
 
-    def contents(self) -> Contents:
+    def batch(self, kind: type[PackedBatch]) -> PackedBatch:
         manifest, call = self._manifest, self._call
         _only(manifest, ("rows", "root", "axes", "layouts", "fields", "codec"), call)
         rows = _get(manifest, "rows", int, call)
@@ -113,7 +119,7 @@ class _Reader:
         }
         found = self._objects(forms, entries, rows, root)
         schema = Schema(root, tuple(forms), tuple(axes))
-        out = Contents(rows, schema, layouts, encoded, found, self._row_pads, name)
+        out = kind(rows, schema, layouts, encoded, found, self._row_pads, name)
         self._check(out)
         return out
 
@@ -202,7 +208,7 @@ class _Reader:
             fail(call, f'field "{show(path)}" of kind {brief(kind)}', f"one of {', '.join(_MEMBERS)}")
         _only(entry, _MEMBERS[kind], call)
         hints: tuple[str, ...] = tuple(_get(entry, "hints", list, call)) if "hints" in entry else ()
-        if not all(map(_is_hint, hints)):
+        if not all(objects.is_text(hint) and is_hint(hint) for hint in hints):
             fail(call, f"hints {brief(hints)}", f"{', '.join(HINTS)}, join:head,tail or delta:field")
         if kind == "node":
             return FieldForm(path, "node", node=self._node(entry.get("node")))
@@ -366,8 +372,7 @@ class _Reader:
                 nodes[form.path] = form.node
                 shape = form.node.batch_size(rows)
             elif form.dtype is not None:
-                layout = None if form.layout is None else layouts[form.layout]
-                shape = shape_of(form, layout, () if root.more_dims is None else (rows,))
+                shape = shape_of(form, layouts, root.batch_size(rows)[:1])
             if shape[: len(dims)] != dims and form.kind != "jagged":
                 fail(self._call, f"{name} of shape {brief(shape)}", f"{dims}, ... as the node it lies in")
             if form.kind == "jagged" and len(dims) > 1:  # its second dim is no number
@@ -377,7 +382,7 @@ class _Reader:
                 fail(self._call, f"{name} of shape {brief(shape)}", "one that memory can hold")
             self._claim(size, name)
 
-    def _check(self, packed: Contents) -> None:
+    def _check(self, packed: PackedBatch) -> None:
         """That every field can be decoded."""
         for path, encoding in packed.fields.items():
             form = packed.forms[path]
@@ -402,7 +407,7 @@ class _Reader:
             ):
                 fail(self._call, f'field "{show(path)}" of bools with other bytes', "0 and 1 alone")
 
-    def _reference(self, packed: Contents, path: Path, encoding: Encoding) -> str | None:
+    def _reference(self, packed: PackedBatch, path: Path, encoding: Encoding) -> str | None:
         form = packed.forms[path]
         others = [encoding.field] if isinstance(encoding, Same) else []
         if isinstance(encoding, Joined):
@@ -432,13 +437,6 @@ def _only(entry: Any, names: tuple[str, ...], call: str) -> None:
     odd = sorted(set(cast("dict[str, Any]", entry)) - set(names)) if isinstance(entry, dict) else []
     if odd:
         fail(call, f"members {brief(odd)}", f"none but {', '.join(names)}")
-
-
-def _is_hint(hint: Any) -> bool:
-    if not objects.is_text(hint):
-        return False
-    name, colon, rest = hint.partition(":")
-    return hint in HINTS or (colon == ":" and rest.count(",") == {"delta": 0, "join": 1}.get(name))
 
 
 def _holds(dtype: torch.dtype, pad: PadValue) -> bool:

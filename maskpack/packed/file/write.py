@@ -1,6 +1,6 @@
-"""Writing: what a packed batch says of itself in JSON, with its arrays by their numbers.
+"""Writes the manifest of a packed batch: JSON that describes its fields and names their arrays by number.
 
-Contents --manifest.py--> manifest, arrays --wire.py--> bytes --wire.py--> manifest, arrays --reading.py--> Contents
+PackedBatch --write.py--> manifest, arrays --container.py--> bytes --container.py--> the same --read.py--> PackedBatch
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import fields as fields_of
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -20,13 +20,15 @@ from maskpack.errors import MaskpackError
 from maskpack.fields.registry import path_of, show
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import FieldForm
-from maskpack.packed.contents import Contents
 from maskpack.packed.encodings import Plain
 from maskpack.packed.file import codec
 from maskpack.packed.file.container import FREE_ROWS, MOST_PATH, Message
 
+if TYPE_CHECKING:
+    from maskpack.packed.batch import PackedBatch
 
-def write(packed: Contents, pickled: bool, with_objects: bool = True) -> tuple[Message, list[str]]:
+
+def write(packed: PackedBatch, pickled: bool, with_objects: bool = True) -> tuple[Message, list[str]]:
     """The message of a packed batch, and a name for each array. `pickled` allows objects that JSON cannot say;
     without `with_objects` they are left out, to count bytes. Raises MaskpackError for an object that can't be said."""
     writer = _Writer()
@@ -65,7 +67,7 @@ def _unpaid(rows: int, arrays: Iterable[Words], records: Iterable[Any]) -> int:
     return wanted - sum(array.nbytes for array in arrays)
 
 
-def near(packed: Contents, numbers: Mapping[int, int]) -> dict[int, int]:
+def near(packed: PackedBatch, numbers: Mapping[int, int]) -> dict[int, int]:
     """For arrays whose field has a `delta` hint, the array of the other field, if it has the same layout. `numbers` are
     those of the arrays, by id. Hints that lead back to where they began are not followed."""
     found: dict[int, int] = {}
@@ -111,7 +113,7 @@ class _Writer:
         del self.arrays[count:], self.names[count:]
         self.numbers = {key: number for key, number in self.numbers.items() if number < count}
 
-    def field(self, packed: Contents, form: FieldForm, pickled: bool, with_objects: bool) -> dict[str, Any]:
+    def field(self, packed: PackedBatch, form: FieldForm, pickled: bool, with_objects: bool) -> dict[str, Any]:
         if not all(map(objects.is_text, [*form.path, form.layout or ""])):
             raise MaskpackError(
                 f"PackedBatch: field {form.path!r} has a name with half a surrogate pair, which is no Unicode text. "
@@ -158,7 +160,7 @@ class _Writer:
                 out[field.name] = self._encoding(value, name)
         return out
 
-    def _object(self, packed: Contents, form: FieldForm, pickled: bool) -> dict[str, Any]:
+    def _object(self, packed: PackedBatch, form: FieldForm, pickled: bool) -> dict[str, Any]:
         held = packed.objects[form.path]
         _bound(f'field "{show(form.path)}"', "stacks of {} dims", held.depth, objects.MOST_DEPTH)
         out: dict[str, Any] = {"depth": held.depth}

@@ -1,12 +1,11 @@
-"""What a packed batch holds, and how its fields are decoded: the words of every field, then the tensors."""
+"""Decoding of packed batches: the words of every field, then the tensors; shapes and sizes of both."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from maskpack.core.bits import Words, from_words, word_dtype
 from maskpack.core.index import IntArray
-from maskpack.core.objects import Objects
 from maskpack.core.threads import Tasks
 from maskpack.core.tree import Node
 from maskpack.errors import LayoutError
@@ -23,60 +21,16 @@ from maskpack.layout.jagged import jagged
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.checks import to_padded
 from maskpack.nesting.nest import rows_only
-from maskpack.nesting.schema import FieldForm, RowPads, Schema, pad_table, span_tables
+from maskpack.nesting.schema import FieldForm, RowPads, pad_table, span_tables
 from maskpack.packed.choose import Candidate
 from maskpack.packed.encodings import Plain
-from maskpack.packed.references import Encoding, Field, Joined, Own, Same
+from maskpack.packed.references import Field, Joined, Own, Same
+
+if TYPE_CHECKING:
+    from maskpack.packed.batch import PackedBatch
 
 MAX_BYTES = 64 << 30
-"""Bytes that a batch may take decoded, unless the caller says otherwise."""
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Contents:
-    """Encoded rows. Nothing of it is ever changed.
-
-    Attributes:
-        num_rows: B.
-        schema: the forms of the fields, in key order.
-        layouts: by name, on the host.
-        fields: the encoded values of every tensor.
-        objects: the Python objects.
-        row_pads: words [B], of the fields whose pad is PER_ROW.
-        codec: what compresses the bytes when the batch travels; None for nothing.
-    """
-
-    num_rows: int
-    schema: Schema
-    layouts: Mapping[str, RowLayout]
-    fields: Mapping[Path, Encoding]
-    objects: Mapping[Path, Objects]
-    row_pads: Mapping[Path, Words]
-    codec: str | None = None
-
-    @cached_property
-    def forms(self) -> dict[Path, FieldForm]:
-        """The form of each entry, by its place."""
-        return {form.path: form for form in self.schema.forms}
-
-    @cached_property
-    def _rows_alone(self) -> IntArray:
-        """Bounds of the rows of a dense field; a batch without rows is one row."""
-        return np.arange((1 if self.schema.root.more_dims is None else self.num_rows) + 1)
-
-    def words_nbytes(self, path: Path) -> int:
-        """Bytes of the words of a field, decoded."""
-        return int(self.bounds(path)[-1]) * word_dtype_of(self.forms[path]).itemsize
-
-    def bounds(self, path: Path) -> IntArray:
-        """int64 [B + 1]: where the rows of a field begin and end among its words."""
-        form = self.forms[path]
-        rows = self._rows_alone if form.layout is None else self.layouts[form.layout].row_offsets
-        items = words_of_one(form)
-        return rows if items == 1 else rows * items
-
-
-_Packed = TypeVar("_Packed", bound=Contents)
+"""The most bytes that a batch may take decoded, unless the caller gives another limit."""
 
 
 def word_dtype_of(form: FieldForm) -> np.dtype[Any]:
@@ -91,35 +45,40 @@ def words_of_one(form: FieldForm) -> int:
     return math.prod(form.shape) * (2 if form.dtype.itemsize == 16 else 1)
 
 
-def shape_of(form: FieldForm, layout: RowLayout | None, rows: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a tensor at home; of a jagged one, that of its values. `rows` are those of a dense field: (B,), or () where
-    the rows are no batch dim."""
-    if layout is None:
+def shape_of(
+    form: FieldForm, layouts: Mapping[str, RowLayout], rows: tuple[int, ...], nested: bool = False
+) -> tuple[int, ...]:
+    """The shape of a tensor as `decompress` gives it. A jagged tensor has the shape of its values, [T, *F], and so has
+    a padded one if `nested` is true. `rows` is (B,), or () where the rows are no batch dim."""
+    if form.layout is None:
         return (*rows, *form.shape)
-    if form.kind != "padded":
+    layout = layouts[form.layout]
+    if nested or form.kind != "padded":
         return (layout.num_tokens, *form.shape)
     before = form.ragged_dim - 1
     return (layout.num_rows, *form.shape[:before], layout.width, *form.shape[before:])
 
 
-def decoded_nbytes(packed: Contents, forms: Iterable[FieldForm], nested: bool) -> int:
-    """Bytes that some fields take decoded, without decoding them: tensors, Python objects, and what LAYOUTS holds."""
-    rows = () if packed.schema.root.more_dims is None else (packed.num_rows,)
+def shape_in(packed: PackedBatch, form: FieldForm, nested: bool = False) -> tuple[int, ...]:
+    """`shape_of` a field of a packed batch."""
+    return shape_of(form, packed.layouts, packed.schema.root.batch_size(packed.num_rows)[:1], nested)
+
+
+def decoded_nbytes(packed: PackedBatch, forms: Iterable[FieldForm], nested: bool) -> int:
+    """Bytes that some fields take decoded, without decoding them: tensors, Python objects, and the LAYOUTS entry."""
     total = 0
     for form in forms:
         if form.kind == "object":
             total += packed.objects[form.path].decoded_nbytes
         elif form.dtype is not None:
-            layout = None if form.layout is None else packed.layouts[form.layout]
-            shape = shape_of(form, layout, rows) if layout is None or not nested else (layout.num_tokens, *form.shape)
-            total += math.prod(shape) * form.dtype.itemsize
+            total += math.prod(shape_in(packed, form, nested)) * form.dtype.itemsize
     if nested:
         total += sum(12 * layout.num_spans + 16 * (layout.num_rows + 1) for layout in packed.layouts.values())
     return total
 
 
 def candidate(form: FieldForm, line: Words | None, bounds: IntArray, encoding: Own | None = None) -> Candidate:
-    """A field with its words, or its encoding, for the choice of an encoding."""
+    """A field with its words, or with an encoding of it, for the choice of an encoding."""
     assert form.dtype is not None
     integers = not (form.dtype.is_floating_point or form.dtype.is_complex)
     flat = None if line is None else line.reshape(-1)
@@ -127,22 +86,24 @@ def candidate(form: FieldForm, line: Words | None, bounds: IntArray, encoding: O
     return Candidate(flat, bounds, form.layout, integers, items, form.hints, encoding, dtype)
 
 
-def pad_table_of(packed: Contents, forms: Iterable[FieldForm]) -> Tensor:
+def pad_table_of(packed: PackedBatch, forms: Iterable[FieldForm]) -> Tensor:
     """`pad_table` of some fields, on the host."""
     forms = [form for form in forms if form.dtype is not None]
-    own = {f.path: from_words(packed.row_pads[f.path], f.dtype) for f in forms if f.path in packed.row_pads and f.dtype}
-    return pad_table(forms, own, packed.num_rows, "cpu")
+    row_pads = {
+        f.path: from_words(packed.row_pads[f.path], f.dtype) for f in forms if f.path in packed.row_pads and f.dtype
+    }
+    return pad_table(forms, row_pads, packed.num_rows, "cpu")
 
 
 @dataclass
 class Decoded:
-    """What is decoded on a device already.
+    """Fields that a kernel has decoded on a device.
 
     Attributes:
-        entries: tensors by their place, jagged where the batch is nested.
-        offsets: those of jagged tensors, by layout and device.
-        tables: the run tables of LAYOUTS, by layout; none if they are not there.
-        pads: the pads of LAYOUTS; None if they are not there.
+        entries: tensors by path, jagged if the batch is nested.
+        offsets: the offsets of jagged tensors, by layout and device.
+        tables: the span tables of LAYOUTS, by layout; empty if the kernel did not write them.
+        pads: the pads of LAYOUTS; None if the kernel did not write them.
     """
 
     entries: dict[Path, Tensor] = field(default_factory=dict[Path, Tensor])
@@ -152,40 +113,40 @@ class Decoded:
 
 
 class Decoder:
-    """Decodes fields of one packed batch to one device and layout; each field is decoded once, and each layout goes to
-    a device once. `made` is there already."""
+    """Decodes fields of one packed batch to one device and format. Each field is decoded once, and each layout goes to
+    a device once. The fields in `ready` are decoded already."""
 
     def __init__(
-        self, packed: Contents, nested: bool, device: torch.device | str | None, made: Decoded | None = None
+        self, packed: PackedBatch, nested: bool, device: torch.device | str | None, ready: Decoded | None = None
     ) -> None:
         self.nested = nested
         self._packed = packed
         self._device = device
-        self._made = made or Decoded()
+        self._ready = ready or Decoded()
         self._moved: dict[tuple[str, str], RowLayout] = {}
         self._words: dict[Path, Words] = {}
 
     def read_ahead(self, forms: Iterable[FieldForm], tasks: Tasks) -> None:
-        """Decodes the words of fields in several threads, before they are asked for one by one."""
+        """Decodes the words of fields in several threads, before `entry` asks for them one by one."""
         wanted = dict.fromkeys(
-            path for form in forms if form.path in self._packed.fields for path in self._own(form.path)
+            path for form in forms if form.path in self._packed.fields for path in self._stored(form.path)
         )
         decoded = {path: tasks.start(self._decoded, path) for path in wanted}
         self._words.update({path: words.result() for path, words in decoded.items()})
 
-    def _own(self, path: Path) -> list[Path]:
+    def _stored(self, path: Path) -> list[Path]:
         """The fields that store the words of a field."""
         encoding = self._packed.fields[path]
         if isinstance(encoding, Same):
-            return self._own(encoding.field)
+            return self._stored(encoding.field)
         if isinstance(encoding, Joined):
-            return [*self._own(encoding.head), *self._own(encoding.tail)]
+            return [*self._stored(encoding.head), *self._stored(encoding.tail)]
         return [path]
 
     def entry(self, form: FieldForm) -> Any:
-        """An entry of the batch, in memory of its own."""
-        if form.path in self._made.entries:
-            return self._made.entries[form.path]
+        """An entry of the batch, in its own memory."""
+        if form.path in self._ready.entries:
+            return self._ready.entries[form.path]
         if form.node is not None:
             return on(rows_only(form.node) if self.nested else form.node, self._device)
         if form.kind == "object":
@@ -198,28 +159,20 @@ class Decoder:
             return jagged(values, layout)
         return values if form.kind == "flat" else to_padded(values, form, layout, self._row_pads(form))
 
-    def padded(self, path: Path) -> Tensor:
-        """A field in its padded form."""
-        return self.entry(self._packed.forms[path])
-
-    def form(self, path: Path) -> FieldForm:
-        """The form of a field."""
-        return self._packed.forms[path]
-
     def widened(self, form: FieldForm, left: int, right: int) -> Tensor:
-        """A padded field with as many columns of padding more on each side."""
+        """A padded field with `left` and `right` more columns of padding."""
         layout = self._packed.layouts[form.layout or ""].widened(left, right)
         values = self._values(form)
         return to_padded(values, form, layout.to(values.device), self._row_pads(form))
 
     def pads(self, forms: Iterable[FieldForm]) -> Tensor:
         """The pads of the LAYOUTS entry."""
-        if self._made.pads is not None:
-            return self._made.pads
+        if self._ready.pads is not None:
+            return self._ready.pads
         return pad_table_of(self._packed, forms).to(self._device or "cpu")
 
     def _row_pads(self, form: FieldForm) -> RowPads | None:
-        """Of a field whose pad is PER_ROW."""
+        """The pads of a field whose pad is PER_ROW; None for other fields."""
         if form.path not in self._packed.row_pads:
             return None
         assert form.dtype is not None
@@ -227,15 +180,15 @@ class Decoder:
         return RowPads(pads.to(self._device or form.device or "cpu"))
 
     def tables(self) -> dict[str, Tensor]:
-        """The run tables of the LAYOUTS entry; it shares nothing with the packed batch."""
-        if self._made.tables:
-            return self._made.tables
+        """The span tables of the LAYOUTS entry; they share no memory with the packed batch."""
+        if self._ready.tables:
+            return self._ready.tables
         return span_tables(
             {name: self._layout(name, torch.device(self._device or "cpu")) for name in self._packed.layouts}
         )
 
     def source(self, path: Path) -> Field:
-        """The words of a whole field, kept for the next who asks."""
+        """The words of a whole field, which are kept for further calls."""
         if path not in self._words:
             self._words[path] = self._decoded(path)
         return Field(self._words[path], self._packed.bounds(path))
@@ -247,11 +200,11 @@ class Decoder:
         return encoded.decode(word_dtype_of(self._packed.forms[path]), self._packed.bounds(path))
 
     def _values(self, form: FieldForm) -> Tensor:
-        """The values on their device. What stays on the host is a copy, unless it is the source of a padded form."""
+        """The values on their device. On the host they are a copy, unless they are only the source of a padded form."""
         words, _ = self.source(form.path)
         assert form.dtype is not None
         more = (2,) if form.dtype.itemsize == 16 else ()
-        tensor = from_words(words.reshape((*self._first_dim(form), *form.shape, *more)), form.dtype)
+        tensor = from_words(words.reshape((*shape_in(self._packed, form, nested=True), *more)), form.dtype)
         device = torch.device(self._device or form.device or "cpu")
         if device.type != "cpu":
             return tensor.to(device)
@@ -259,18 +212,13 @@ class Decoder:
         shared = isinstance(self._packed.fields[form.path], Plain | Same)
         return tensor.clone() if shared and not padded_later else tensor
 
-    def _first_dim(self, form: FieldForm) -> tuple[int, ...]:
-        if form.layout is not None:
-            return (self._packed.layouts[form.layout].num_tokens,)
-        return () if self._packed.schema.root.more_dims is None else (self._packed.num_rows,)
-
     def _layout(self, name: str, device: torch.device) -> RowLayout:
         place = name, str(device)
         if place not in self._moved:
             layout = self._packed.layouts[name]
             moved = self._moved[place] = RowLayout.from_table(layout.width, layout.table, device, layout.anchor)
-            if place in self._made.offsets:
-                moved.__dict__["offsets"] = self._made.offsets[place]
+            if place in self._ready.offsets:
+                moved.__dict__["offsets"] = self._ready.offsets[place]
         return self._moved[place]
 
     def _node_above(self, path: Path) -> Node:
@@ -282,16 +230,16 @@ class Decoder:
 
 
 def on(node: Node, device: torch.device | str | None) -> Node:
-    """A node of a batch that goes to `device`, if one is given."""
+    """A node with `device` in place of its own device, if one is given."""
     return node if device is None else replace(node, device=str(device))
 
 
 # -------------------------------------------------------------------- narrower rows
 
 
-def trimmed(packed: _Packed, forms: Sequence[FieldForm], call: str) -> _Packed:
-    """The same rows in layouts that end with the columns which are real in any of them. Values lie row by row, so that
-    none moves. Batch dims behind the rows follow the fields of `forms`."""
+def trimmed(packed: PackedBatch, forms: Sequence[FieldForm], call: str) -> PackedBatch:
+    """The same rows in layouts without the outer columns that have no valid token in any row. Values lie row by row, so
+    none of them moves. Batch dims behind the rows follow the fields of `forms`."""
     layouts: dict[str, RowLayout] = {}
     for name, layout in packed.layouts.items():
         table = layout.table
@@ -307,19 +255,19 @@ def trimmed(packed: _Packed, forms: Sequence[FieldForm], call: str) -> _Packed:
     return replace(narrow, schema=replace(narrow.schema, root=nodes[()], forms=tuple(all_forms)))
 
 
-def _fitted(packed: Contents, forms: Sequence[FieldForm], call: str) -> dict[Path, Node]:
-    """The batch and its sub-batches, with the batch dims that the tensors in them have now."""
+def _fitted(packed: PackedBatch, forms: Sequence[FieldForm], call: str) -> dict[Path, Node]:
+    """The nodes of the batch and its sub-batches, with the batch dims of the trimmed tensors in them."""
     nodes: dict[Path, Node] = {(): packed.schema.root}
-    nodes |= {form.path: form.node for form in forms if form.node is not None}  # after the one that it is in
+    nodes |= {
+        form.path: form.node for form in forms if form.node is not None
+    }  # a node comes after the node that it is in
     for path, node in nodes.items():
         if not node.more_dims:
             continue
         dims = node.more_dims
         within = [form for form in forms if form.path[: len(path)] == path]
         seen = {
-            form.path: _dims_behind_rows(form, packed)[: len(dims)]
-            for form in within
-            if form.kind in ("padded", "dense")
+            form.path: shape_in(packed, form)[1 : 1 + len(dims)] for form in within if form.kind in ("padded", "dense")
         }
         above = nodes[path[:-1]].more_dims or () if path else ()
         fits = next(iter(seen.values()), (*above, *dims[len(above) :]))
@@ -335,12 +283,3 @@ def _fitted(packed: Contents, forms: Sequence[FieldForm], call: str) -> dict[Pat
             )
         nodes[path] = node if fits == dims else replace(node, more_dims=fits)
     return nodes
-
-
-def _dims_behind_rows(form: FieldForm, packed: Contents) -> tuple[int, ...]:
-    """The shape of a dense or padded field without its rows."""
-    if form.kind == "dense":
-        return form.shape[0 if packed.schema.root.more_dims is not None else 1 :]
-    assert form.layout is not None
-    ahead = form.ragged_dim - 1
-    return (*form.shape[:ahead], packed.layouts[form.layout].width, *form.shape[ahead:])
