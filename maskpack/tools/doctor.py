@@ -26,7 +26,6 @@ from maskpack.fields.registry import RL_FIELDS, MaskNestingRegistry
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.coverage import DenseField
 from maskpack.nesting.schema import FieldForm
-from maskpack.nesting.survey import dense_fields
 from maskpack.packed.batch import PackedBatch, compress, decompress
 from maskpack.packed.contents import MAX_BYTES
 from maskpack.packed.sizes import Figures, figures, printable, to_json
@@ -88,17 +87,9 @@ def diagnose(
     suggester = Suggester(tensors, registry, pad_token_id, masks)
     token = suggester.pad_token_id
     packed = _compressed(tensors, registry, token) if saved is None else saved
-    padded = (
-        dense_fields(tensors, registry, pad_token_id=token or 0)
-        if saved is None
-        else [
-            DenseField.of(form.path, suggester.tensors[form.path], form.reason)
-            for form in saved.schema.forms
-            if form.path in saved.fields and form.reason
-        ]
-    )
-    suggestions = tuple(map(suggester.suggest, padded))
     sizes, covered = figures(packed, left=False), None
+    padded = [DenseField(of.path, of.shape, of.dtype, of.padded_bytes, of.reason) for of in sizes.fields if of.reason]
+    suggestions = tuple(map(suggester.suggest, [*padded, *(suggester.hidden() if saved is None else ())]))
     if suggestions and saved is None:
         packed = _compressed(tensors, registry | {one.key: one.spec for one in suggestions}, token)
         covered = figures(packed, left=False)
@@ -144,8 +135,8 @@ def _has_minus_zero(packed: PackedBatch, form: FieldForm) -> bool:
     if form.dtype is None or not form.dtype.is_floating_point or form.kind != "padded":
         return False
     rows = packed.row_pads.get(form.path)
-    pads = torch.tensor(form.pads) if rows is None else from_words(rows, form.dtype).to(torch.float64)
-    return bool(((pads == 0) & pads.signbit()).any())
+    pads = map(str, form.pads if rows is None else from_words(rows, form.dtype).double().tolist())
+    return "-0.0" in pads
 
 
 def _fits_int32(value: torch.Tensor) -> bool:

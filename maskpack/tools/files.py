@@ -138,7 +138,7 @@ def _nbytes(batch: TensorDictBase) -> int:
             continue
         known[id(item)] = item
         if isinstance(item, Tensor | np.ndarray):
-            array: Any = item
+            array = cast("Any", item)
             total += math.prod(array.shape) * max(array.dtype.itemsize, 1)
         elif isinstance(item, Mapping | list | tuple | set | frozenset):
             todo += item.values() if isinstance(item, Mapping) else item

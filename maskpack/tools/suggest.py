@@ -26,7 +26,7 @@ from maskpack.fields.registry import DENSE, MaskNestingRegistry, MaskNestingSpec
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks
 from maskpack.nesting.axes import Axes
-from maskpack.nesting.coverage import DenseField
+from maskpack.nesting.coverage import DenseField, hidden_tensors
 from maskpack.nesting.schema import LAYOUTS, read_layouts
 from maskpack.ops import pack_torch as ops
 
@@ -104,12 +104,9 @@ class Suggester:
         carried: Mapping[str, RowLayout] = read_layouts(batch, _CALL)[1] if has(batch, LAYOUTS) else {}
         self._registry = registry
         self._axes = Axes(batch, registry, carried, {}, _CALL)
-        self._paths = {path for path, _ in walk(batch)}
-        self.tensors: dict[Path, Tensor] = {
-            path: value
-            for path, value in walk(batch)
-            if path[0] != LAYOUTS and isinstance(value, Tensor) and not is_object(value)
-        }
+        self._entries = {path: value for path, value in walk(batch) if path[0] != LAYOUTS}
+        tensors = {path: value for path, value in self._entries.items() if isinstance(value, Tensor)}
+        self.tensors: dict[Path, Tensor] = tensors
         self.pad_token_id = self._token() if pad_token_id is None else pad_token_id
         known = [*registry.axes, *(mask for spec in registry.values() for mask in spec.masks)]
         unknown = [path for path in self.tensors if registry.find(path) is None]
@@ -127,10 +124,16 @@ class Suggester:
         if not masks:
             self._known = {mask: known for mask, known in self._known.items() if known or self._served[mask]}
 
+    def hidden(self) -> Iterator[DenseField]:
+        """The tensors inside Python objects that the registry does not declare DENSE."""
+        for path, value in self._entries.items():
+            if is_object(value) and self._registry.find(path) != DENSE:
+                yield from hidden_tensors(path, value)
+
     def suggest(self, field: DenseField) -> Suggestion:
         """The registry entry for a field that stays padded."""
         path = field.path
-        key = plain(next(path[:end] for end in range(len(path), 0, -1) if path[:end] in self._paths))
+        key = plain(next(path[:end] for end in range(len(path), 0, -1) if path[:end] in self._entries))
         value = self.tensors.get(path)
         if value is None:
             seen = "no mask reaches into a Python object: make it a field of the batch, or declare the object DENSE"
@@ -189,7 +192,7 @@ class Suggester:
             spec = self._registry.find(path)
             if spec is not None and Pad.PAD_TOKEN_ID in spec.pads and _is_integer(value):
                 for _, layout, dim in list(self._of_size(path, spec.masks, [spec.dim_of(value)]))[:1]:
-                    values: Any = _under(value, layout, dim).unique()
+                    values = cast("Tensor", _under(value, layout, dim).unique())
                     tokens += [int(values)] if values.numel() == 1 else []
         return max(tokens, key=tokens.count, default=None)
 
@@ -225,7 +228,8 @@ def _pad_of(x: Tensor, layout: RowLayout, pad_token_id: int | None) -> PadValue 
     pads += [float("nan") if first != first else first, Pad.PER_ROW]  # a NaN of other bits can be no constant
     by_row: dict[PadValue, Tensor] = {Pad.PER_ROW: rows, Pad.SIGNED_ZERO: checks.zeros_of(rows)}
     for pad in pads:
-        if checks.holds(pad, x.dtype) and not int(checks.strays(x, values, layout, by_row.get(pad, pad))):
+        exact: Any = by_row.get(pad, pad)
+        if checks.holds(pad, x.dtype) and not int(checks.strays(x, values, layout, exact)):
             return pad
     return None
 

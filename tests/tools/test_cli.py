@@ -18,14 +18,12 @@ import maskpack
 import maskpack.tools
 from maskpack.dispatch import WorkerGroup
 from maskpack.packed.sizes import report
-from maskpack.tools import cli, demo, demo_rollout
+from maskpack.tools import cli, demo
 
 
 @pytest.fixture(scope="module")
 def batch():
-    return demo_rollout.rollout_batch(
-        demo_rollout.tiny_model(5), demo_rollout.sums(2, seed=5), responses=3, seed=5, on_end=lambda ended: None
-    )
+    return demo.rollout_batch(demo.tiny_model(5), demo.sums(2, seed=5), responses=3, seed=5)
 
 
 # -------------------------------------------------------------------- the run
@@ -109,7 +107,7 @@ def test_wire_bytes_counts_the_stream_and_the_buffers(batch):
     assert payload < demo.wire_bytes(batch.select("input_ids")) < payload + 4096
     array = batch["input_ids"].numpy()
     assert payload < demo.wire_bytes(array) < payload + 512
-    assert demo.wire_bytes(maskpack.compress(batch, pad_token_id=demo_rollout.PAD)) < demo.wire_bytes(batch) / 3
+    assert demo.wire_bytes(maskpack.compress(batch, pad_token_id=demo.PAD)) < demo.wire_bytes(batch) / 3
 
 
 # -------------------------------------------------------------------- what it works on
@@ -119,15 +117,15 @@ def test_rollouts_are_padded_as_a_trainer_pads_them(batch):
     mask, lengths = batch["response_mask"].bool(), batch["response_mask"].sum(1)
     prompts, responses = batch["prompts"], batch["responses"]
     assert torch.equal(batch["input_ids"], torch.cat([prompts, responses], 1))
-    assert torch.equal(batch["attention_mask"][:, demo_rollout.PROMPT_WIDTH :], batch["response_mask"])
+    assert torch.equal(batch["attention_mask"][:, demo.PROMPT_WIDTH :], batch["response_mask"])
     assert torch.equal(mask, torch.arange(mask.shape[1]) < lengths[:, None])
-    assert (responses[~mask] == demo_rollout.PAD).all()
+    assert (responses[~mask] == demo.PAD).all()
     assert (batch["rollout_log_probs"][~mask] == 0).all()
-    assert (responses.gather(1, lengths[:, None] - 1) == demo_rollout.EOS).all()
-    for row, question in enumerate(question for question in demo_rollout.sums(2, seed=5) for _ in range(3)):
-        text = question.prompt.encode()
+    assert (responses.gather(1, lengths[:, None] - 1) == demo.EOS).all()
+    for row, prompt in enumerate(prompt for prompt, _ in demo.sums(2, seed=5) for _ in range(3)):
+        text = prompt.encode()
         assert bytes(prompts[row, -len(text) :].tolist()) == text
-        assert (prompts[row, : -len(text)] == demo_rollout.PAD).all()
+        assert (prompts[row, : -len(text)] == demo.PAD).all()
     assert {value.dtype for value in batch.values() if isinstance(value, torch.Tensor)} == {torch.int64, torch.float32}
 
 
@@ -135,7 +133,7 @@ def test_workers_score_what_was_sampled(batch):
     """The log-probs of one pass over the padded batch are those of the sampling loop with its cache."""
     threads = torch.get_num_threads()
     try:
-        scored = demo_rollout.Trainer(5).log_probs(batch)["old_log_probs"]
+        scored = demo.Trainer(5).log_probs(batch)["old_log_probs"]
     finally:
         torch.set_num_threads(threads)
     torch.testing.assert_close(scored, batch["rollout_log_probs"], atol=1e-4, rtol=1e-4)
@@ -160,8 +158,8 @@ def test_missing_extra_is_one_line(name, monkeypatch, capsys):
 def test_other_missing_modules_are_not_blamed_on_the_extra(monkeypatch):
     monkeypatch.delattr(maskpack.tools, "demo")
     monkeypatch.delitem(sys.modules, "maskpack.tools.demo")
-    monkeypatch.setitem(sys.modules, "maskpack.tools.demo_rollout", None)
-    with pytest.raises(ModuleNotFoundError, match="demo_rollout"):
+    monkeypatch.setitem(sys.modules, "maskpack.dispatch.group", None)
+    with pytest.raises(ModuleNotFoundError, match="maskpack"):
         cli.main(["demo"])
 
 
