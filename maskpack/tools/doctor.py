@@ -135,8 +135,8 @@ def _has_minus_zero(packed: PackedBatch, form: FieldForm) -> bool:
     if form.dtype is None or not form.dtype.is_floating_point or form.kind != "padded":
         return False
     rows = packed.row_pads.get(form.path)
-    pads = map(str, form.pads if rows is None else from_words(rows, form.dtype).double().tolist())
-    return "-0.0" in pads
+    pads: Any = form.pads if rows is None else from_words(rows, form.dtype).double().tolist()
+    return "-0.0" in map(str, pads)
 
 
 def _fits_int32(value: torch.Tensor) -> bool:

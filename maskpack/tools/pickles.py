@@ -22,8 +22,6 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
-from maskpack.core.tree import has
-
 _CLASS = "verl.protocol.DataProto"
 
 
@@ -44,15 +42,12 @@ class DataProto:
         tensors, arrays, info = cast("tuple[Any, Mapping[str, Any], Mapping[str, Any]]", self.state)
         batch: Any = _tensors(tensors, allow_pickle)
         rows = list(batch.batch_size) or [len(array) for array in arrays.values()][:1]
-        out: Any = TensorDict(dict(batch.items()), batch_size=rows)
+        entries = {name: NonTensorData(value, batch_size=rows) for name, value in info.items()} | dict(batch.items())
         for name, array in arrays.items():
             if array.nbytes < len(array) or [len(array)] != rows[:1]:  # items of no bytes take none in a file
                 raise pickle.UnpicklingError(f"{name!r} has {len(array)} items for rows {rows}")
-            out.set(name, NonTensorStack(*map(NonTensorData, list(array))))
-        for name, value in info.items():
-            if not has(out, name):
-                out.set(name, NonTensorData(value, batch_size=rows))
-        return out
+            entries[name] = NonTensorStack(*map(NonTensorData, list(array)))
+        return TensorDict(entries, batch_size=rows)
 
 
 def _tensors(data: Any, allow_pickle: bool) -> Any:

@@ -110,24 +110,27 @@ class Suggester:
         self.pad_token_id = self._token() if pad_token_id is None else pad_token_id
         known = [*registry.axes, *(mask for spec in registry.values() for mask in spec.masks)]
         unknown = [path for path in self.tensors if registry.find(path) is None]
-        found = list(masks) or [plain(path) for path in unknown if self._is_mask(path)]
+        mask_fields = list(masks) or [plain(path) for path in unknown if self._is_mask(path)]
         wide = [show(path) for path, value in self.tensors.items() if value.dim() == 2]
         for mask in masks:
             if show(mask) not in wide:
                 names = ", ".join(wide) or "there is none"
                 raise LayoutError(f'{_CALL}: mask "{show(mask)}" is no field (B, width). Name one: {names}.')
-        self._known: dict[Key, bool] = {**dict.fromkeys(found, False), **dict.fromkeys(known, True)}
+        self._masks: dict[Key, bool] = {**dict.fromkeys(mask_fields, False), **dict.fromkeys(known, True)}
+        """Every mask to try, and whether the registry knows it."""
         self._served: Counter[Key] = Counter()
+        """Of each mask, the fields that the registry does not know and that have one pad under it."""
         for path in unknown:
-            if plain(path) not in found:
+            if plain(path) not in mask_fields:
                 self._served.update({fit.mask for fit in self._fits(path) if fit.pad not in (None, Pad.PER_ROW)})
         if not masks:
-            self._known = {mask: known for mask, known in self._known.items() if known or self._served[mask]}
+            self._masks = {mask: known for mask, known in self._masks.items() if known or self._served[mask]}
 
     def hidden(self) -> Iterator[DenseField]:
         """The tensors inside Python objects that the registry does not declare DENSE."""
         for path, value in self._entries.items():
-            if is_object(value) and self._registry.find(path) != DENSE:
+            spec = self._registry.find(path)
+            if is_object(value) and (spec is None or spec.mask is not None):
                 yield from hidden_tensors(path, value)
 
     def suggest(self, field: DenseField) -> Suggestion:
@@ -140,7 +143,7 @@ class Suggester:
             return Suggestion(field, key, DENSE, seen)
         fit = min(self._fits(path), key=self._rank, default=None)
         if fit is None:
-            axes = [str(axis) for mask in self._known if (axis := self._axes.find(mask, ("",))) is not None]
+            axes = [str(axis) for mask in self._masks if (axis := self._axes.find(mask, ("",))) is not None]
             seen = f"no mask of the batch has its size; {'; '.join(axes) or 'there is no mask'}"
             return Suggestion(field, key, DENSE, seen)
         masked = fit.layout.num_rows * fit.layout.width - fit.layout.num_tokens
@@ -156,7 +159,7 @@ class Suggester:
 
     def _rank(self, fit: _Fit) -> tuple[Any, ...]:
         """The best fit is the lowest."""
-        unknown = not self._known[fit.mask]
+        unknown = not self._masks[fit.mask]
         return fit.pad is None, unknown, fit.pad is Pad.PER_ROW, -self._served[fit.mask], fit.layout.num_tokens
 
     def _spec(self, path: Path, value: Tensor, fit: _Fit, pad: PadValue) -> MaskNestingSpec:
@@ -172,13 +175,13 @@ class Suggester:
 
     def _fits(self, path: Path) -> Iterator[_Fit]:
         value = self.tensors[path]
-        for mask, layout, dim in self._of_size(path, self._known, range(1, value.dim())):
+        for mask, layout, dim in self._of_size(path, self._masks, range(1, value.dim())):
             yield _Fit(mask, layout, dim, _pad_of(value.movedim(dim, 1), layout, self.pad_token_id))
 
     def _of_size(self, path: Path, masks: Iterable[Key], dims: Iterable[int]) -> Iterator[tuple[Key, RowLayout, int]]:
         """The masks of the size of a field, and the dims that their width may run along."""
         value = self.tensors[path]
-        for mask in masks if value.dim() > 1 and value.layout == torch.strided else ():
+        for mask in masks if _is_padded(value) else ():
             axis = self._axes.find(mask, path)
             if axis is not None and not axis.flat and value.shape[0] == axis.layout.num_rows:
                 for dim in dims:
@@ -199,11 +202,14 @@ class Suggester:
     def _is_mask(self, path: Path) -> bool:
         """Whether a field holds 0 and 1 alone."""
         value = self.tensors[path]
-        plain_form = value.dim() == 2 and value.layout == torch.strided
-        return plain_form and bool(((value == 0) | (value == 1)).all() and value.any())
+        return _is_padded(value) and value.dim() == 2 and bool(((value == 0) | (value == 1)).all() and value.any())
 
 
 # -------------------------------------------------------------------- values under a mask
+
+
+def _is_padded(x: Tensor) -> bool:
+    return x.layout == torch.strided and not x.is_nested and x.dim() > 1
 
 
 def _is_integer(x: Tensor) -> bool:
