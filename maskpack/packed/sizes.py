@@ -1,8 +1,8 @@
-"""Where the bytes of a packed batch go: figures of every field, for a logger, a table, JSON and a chart.
+"""Where the bytes of a packed batch go: figures of every field, for a logger, a table and JSON.
 
-    packed --figures--> padded, real and wire bytes of each field; layouts, objects, header
-                          |-- report           a flat dict for a logger
-                          '-- to_json, chart   for `maskpack inspect`, which prints a table by itself
+    packed --figures--> padded, real and wire bytes of each field, and what else travels
+                          |-- report   a flat dict for a logger
+                          '-- to_json  what `maskpack inspect` shows (tools/inspector.py)
 
 The wire bytes of a field are the bytes of its arrays as they are sent: compressed, if the batch has a codec. Together
 with the layouts, the Python objects and the header they are everything that a worker receives.
@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
 from typing import Any, cast
-from xml.sax.saxutils import escape
 
 import cloudpickle
 import torch
@@ -304,63 +303,3 @@ def dtype_name(field: FieldReport) -> str:
 def printable(text: str) -> str:
     """Text with escapes for characters that a terminal or XML does not take; names come from files."""
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
-
-
-# -------------------------------------------------------------------- chart
-
-_KINDS_OF_BYTES = (("padded", "#b9c2cc"), ("real", "#5b9bd5"), ("wire", "#12436d"))
-_BAR, _GAP, _TOP, _PLOT, _AFTER = 12, 12, 98, 560, 250
-_LONGEST = 40
-_UNITS = ("B", "kB", "MB", "GB", "TB")
-
-
-def chart(found: Figures, title: str) -> str:
-    """An SVG with three bars for each field: its padded, real and wire bytes on a log scale from 1 byte."""
-    names = [printable(show(field.path)) for field in found.fields]
-    left = 24 + 7 * min(_LONGEST, max(map(len, names), default=0))
-    most = max([1, *[getattr(field, f"{name}_bytes") for field in found.fields for name, _ in _KINDS_OF_BYTES]])
-    decades = max(1, math.ceil(math.log10(most)))
-    step = len(_KINDS_OF_BYTES) * _BAR + _GAP
-    bottom = _TOP + step * len(names)
-    totals = f"{found.rows:,} rows, {found.padded_bytes:,} bytes padded, {found.wire_bytes:,} on the wire"
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + _PLOT + _AFTER}" height="{bottom + 40}" '
-        'font-family="sans-serif" font-size="11" fill="#222">',
-        '<rect width="100%" height="100%" fill="white"/>',
-        _text(24, 26, printable(title), 'font-size="16" font-weight="bold"'),
-        _text(24, 46, f"{totals} ({found.ratio:.1f} times fewer); bytes of each field, log scale"),
-    ]
-    for place, (name, colour) in enumerate(_KINDS_OF_BYTES):
-        x = left + 70 * place
-        out += [f'<rect x="{x}" y="61" width="10" height="10" fill="{colour}"/>', _text(x + 14, 70, name)]
-    for power in range(decades + 1):
-        x = left + _PLOT * power / decades
-        out.append(f'<line x1="{x:.1f}" y1="{_TOP - 10}" x2="{x:.1f}" y2="{bottom}" stroke="#e3e6ea"/>')
-        out.append(_text(x, bottom + 18, _decade(power), 'text-anchor="middle" fill="#666"'))
-    for place, field in enumerate(found.fields):
-        out += _bars(field, names[place], left, _TOP + step * place, decades)
-    return "\n".join([*out, "</svg>", ""])
-
-
-def _bars(field: FieldReport, name: str, left: int, y: int, decades: int) -> Iterator[str]:
-    """The name of a field and its bars, below each other."""
-    short = name if len(name) <= _LONGEST else name[: _LONGEST - 1] + "…"
-    yield f'<g class="field"><title>{escape(name)}</title>'
-    yield _text(left - 8, y + 1.5 * _BAR + 4, short, 'text-anchor="end"')
-    for place, (bar, colour) in enumerate(_KINDS_OF_BYTES):
-        size = getattr(field, f"{bar}_bytes")
-        length = _PLOT * math.log10(size) / decades + 2 if size else 0
-        top = y + place * _BAR
-        note = f"{size:,}" + (f"  {printable(field.encoding)}" if bar == "wire" else "")
-        yield f'<rect class="{bar}" x="{left}" y="{top}" width="{length:.1f}" height="{_BAR - 1}" fill="{colour}"/>'
-        yield _text(left + length + 5, top + 9, note, 'font-size="9" fill="#555"')
-    yield "</g>"
-
-
-def _text(x: float, y: float, text: str, more: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(text)}</text>'
-
-
-def _decade(power: int) -> str:
-    unit = min(power // 3, len(_UNITS) - 1)
-    return f"{10 ** (power - 3 * unit):,} {_UNITS[unit]}"

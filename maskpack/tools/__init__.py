@@ -1,6 +1,7 @@
 """The command line: python -m maskpack inspect | doctor | demo.
 
-cli.py         the commands                           files.py, verl_files.py  batches in files
-doctor.py      what a registry is missing             suggest.py               specs for fields without one
-demo.py, demo_rollout.py   rollouts of a tiny model through two workers
+cli.py      the commands                   inspector.py  table and chart of inspect
+doctor.py   what a registry lacks          suggest.py    specs for fields that stay padded
+files.py    saved batches and registries   pickles.py    torch.save, pickle, a DataProto without verl
+demo.py     rollouts of a tiny model through two workers
 """

@@ -20,7 +20,8 @@ from strategies import Case, batches
 from tensordict import NonTensorData, TensorDict
 
 import maskpack as mp
-from maskpack.packed.sizes import chart, fields, figures, report, to_json
+from maskpack.packed.sizes import fields, figures, report, to_json
+from maskpack.tools.inspector import chart
 
 LONG = ((40, 300), (60, 700), (3, 10), (0, 0), (60, 512))
 WIDE = {"prompt": 64, "response": 768}
