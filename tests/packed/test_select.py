@@ -19,7 +19,7 @@ from maskpack import PER_ROW, MaskNestingSpec, PackedBatch, compress, decompress
 from maskpack.errors import FieldError, LayoutError
 from maskpack.packed.references import Joined, Plain, Same, nbytes
 
-quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 
 
 def some(batch: Any, *keys: Any) -> Any:
@@ -49,7 +49,6 @@ def pack(batch: TensorDict) -> PackedBatch:
     return compress(batch, pad_token_id=samples.PAD)
 
 
-@quiet
 @given(batches(), st.data())
 def test_selected_fields_are_those_of_the_batch(case: Case, data: st.DataObject) -> None:
     packed = compress(case.batch, **case.options)
@@ -143,7 +142,6 @@ def test_layouts_stay_for_lengths_and_like() -> None:
     assert (seen.num_rows, seen.codec) == (packed.num_rows, packed.codec)
 
 
-@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 def test_pads_of_rows_go_with_their_field() -> None:
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     batch = TensorDict({"m": mask, "x": mask * 3 - (1 - mask) * torch.tensor([[7], [8]]), "y": mask * 2}, [2])
