@@ -356,7 +356,7 @@ def test_jagged_fields_share_offsets_and_know_their_bounds() -> None:
 def test_nested_fields_stay_of_use(layout: Any) -> None:
     """What comes out can be computed with, nested back, and packed."""
     batch = samples.rollout()
-    held = decompress(compress(batch, pad_token_id=samples.PAD), layout=layout)
+    held = decompress(compress(batch, pad_token_id=samples.PAD), format=layout)
     parts = list(THREE.apply(held))
     for part, rows in zip(parts, THREE.micro_batches, strict=True):
         if layout == "nested":
