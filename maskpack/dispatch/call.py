@@ -1,6 +1,6 @@
 """A call on its way: its parts, what came back, what failed, and its metrics.
 
-    Part  rank 0  rows 0 1 2   receipts of its actors, rows that it returned   answered | failed | open
+    Part  rank 0  rows 0 1 2   replies of its actors, rows that it returned   answered | failed | open
     Part  rank 1  rows 3 4 5
 
 The rows of parts without an answer can be sent again; the others keep theirs. A part that no actor has begun can be
@@ -30,7 +30,7 @@ from tensordict import TensorDict
 
 from maskpack.core.arguments import said
 from maskpack.core.index import IntArray
-from maskpack.dispatch.messages import Receipt
+from maskpack.dispatch.messages import RankReply
 from maskpack.dispatch.placement import nodes_alive
 from maskpack.errors import Cancelled, LayoutError, MaskpackError, RemoteTraceback, StoreFullError, WorkerError
 from maskpack.packed.batch import PackedBatch, decompress
@@ -107,34 +107,34 @@ class Part:
     Attributes:
         rank: of the group that has it.
         rows: int64 [n], their numbers in the batch.
-        receipts: a reference for each actor of the rank; none where the part could not be sent.
-        speaker: the number of the actor whose result counts.
-        packed: a reference to the rows that the speaker returns.
+        replies: a reference for each actor of the rank; none where the part could not be sent.
+        collects: the number of the actor whose result counts.
+        packed: a reference to the rows that the collects returns.
         ticket: says whether the actors have begun.
-        receipt, result: of the speaker, once all actors have answered; `result` is a PackedBatch, or a BatchView.
+        reply, result: of the collects, once all actors have answered; `result` is a PackedBatch, or a BatchView.
         error: why there is none.
     """
 
     rank: int
     rows: IntArray
-    receipts: list[Any]
-    speaker: int
+    replies: list[Any]
+    collector: int
     packed: Any
     ticket: Ticket
-    receipt: Receipt | None = None
+    reply: RankReply | None = None
     result: Any = None
     error: BaseException | None = None
 
     @property
     def late(self) -> bool:
         """Whether nothing is known of it, or no more than that it did not answer in time."""
-        return self.receipt is None and (self.error is None or isinstance(self.error, TimeoutError))
+        return self.reply is None and (self.error is None or isinstance(self.error, TimeoutError))
 
     @property
     def lost(self) -> bool:
         """Whether one of its actors is dead or away, or has not answered yet: it may wait for a peer that failed. Not
         one that was never asked."""
-        if not self.receipts or self.taken_back:
+        if not self.replies or self.taken_back:
             return False
         return not self.answered or isinstance(self.error, _ray.exceptions.RayActorError)
 
@@ -146,7 +146,7 @@ class Part:
     @property
     def answered(self) -> bool:
         """Whether all its actors have answered, or died."""
-        return not _open(self.receipts)
+        return not _open(self.replies)
 
     @property
     def taken_back(self) -> bool:
@@ -154,9 +154,9 @@ class Part:
 
     def take_back(self) -> bool:
         """Whether no actor has begun it, and none will."""
-        if self.taken_back or not self.receipts:
+        if self.taken_back or not self.replies:
             return True
-        if self.receipt is not None or not self.late or self.answered or not self.ticket.take_back():
+        if self.reply is not None or not self.late or self.answered or not self.ticket.take_back():
             return False
         self.error = Cancelled("taken back before it began")
         return True
@@ -302,7 +302,7 @@ class Call:
 
     def done(self) -> bool:
         """Whether every rank has answered or failed."""
-        return not _open([ref for part in self.parts if part.late for ref in part.receipts])
+        return not _open([ref for part in self.parts if part.late for ref in part.replies])
 
     def cancel(self) -> list[int]:
         """Takes back the parts that no rank has begun: they will not run, also where a rank is busy or hangs.
@@ -377,7 +377,7 @@ class Call:
         dead = {part.rank for part in parts if isinstance(part.error, _ray.exceptions.RayActorError)}
         alive = self.group.nodes_alive(dead) if parts else set[str]()
         gone = _rows_gone(parts, alive)
-        failed = [part for part in parts if part.receipt is None or id(part) in gone]
+        failed = [part for part in parts if part.reply is None or id(part) in gone]
         kept = [part for part in parts if all(part is not other for other in failed)]
         if not failed:
             return self
@@ -413,7 +413,7 @@ class Call:
         gone = _rows_gone(self.parts, nodes_alive()) if self.request.format == "view" else {}
         for part in self.parts:
             if id(part) in gone:
-                part.receipt, part.result, part.error = None, None, gone[id(part)]
+                part.reply, part.result, part.error = None, None, gone[id(part)]
         self._check()
         begun = time.perf_counter()
         try:
@@ -432,9 +432,9 @@ class Call:
         """Takes what is there until all parts are settled, the time is up, or the grace after a failure is over."""
         until = math.inf if timeout is None else time.monotonic() + timeout
         graced = math.inf
-        if any(part.receipt is None and not part.late for part in self.parts):  # known from a `result` before
+        if any(part.reply is None and not part.late for part in self.parts):  # known from a `result` before
             graced = time.monotonic() + self.request.grace
-        owner = {ref: part for part in self.parts if part.late for ref in part.receipts}
+        owner = {ref: part for part in self.parts if part.late for ref in part.replies}
         for part in owner.values():
             part.error = None
         waiting = list(owner)
@@ -452,7 +452,7 @@ class Call:
             left = None if until == math.inf else max(0.0, until - time.monotonic())
             for ref in ready:
                 part = owner[ref]
-                if all(peer not in waiting for peer in part.receipts):
+                if all(peer not in waiting for peer in part.replies):
                     self._settle(part, left)
                 elif part.error is None:
                     part.error = _got([ref], left)[1]  # its peers may wait for it for ever
@@ -466,27 +466,27 @@ class Call:
 
     def _settle(self, part: Part, timeout: float | None) -> None:
         """Takes what all actors of a part have answered."""
-        receipts, part.error = _got(part.receipts, timeout)
+        replies, part.error = _got(part.replies, timeout)
         if part.error is None:
-            receipt: Receipt | None = receipts[part.speaker]
-            if all(each is not None for each in receipts):
-                self.group.ran_on(part.rank, [each.node for each in receipts])
-            if receipt is None:
+            reply: RankReply | None = replies[part.collector]
+            if all(each is not None for each in replies):
+                self.group.ran_on(part.rank, [each.node for each in replies])
+            if reply is None:
                 part.error = Cancelled("taken back before it began")
-            elif receipt.has_rows and self.request.format == "view":
-                part.result = BatchView.at(part.packed, cast("Outline", receipt.outline))
-            elif receipt.has_rows:
+            elif reply.has_rows and self.request.format == "view":
+                part.result = BatchView.at(part.packed, cast("Outline", reply.outline))
+            elif reply.has_rows:
                 (part.result,), part.error = _got([part.packed], timeout)
-            part.receipt = receipt if part.error is None else None
+            part.reply = reply if part.error is None else None
         if part.error is not None:
-            for reference in (*part.receipts, part.packed):  # Ray logs errors that nobody has taken
+            for reference in (*part.replies, part.packed):  # Ray logs errors that nobody has taken
                 _got([reference], 0)
 
     def _check(self) -> None:
         failures = tuple(
             Failure.of(part.rank, part.rows, part.error or TimeoutError("no answer"))
             for part in self.parts
-            if part.receipt is None
+            if part.reply is None
         )
         if failures:
             ranks = self.group.num_ranks
@@ -505,19 +505,19 @@ class Call:
 
     def _count(self, gathering: float) -> None:
         now = time.perf_counter()
-        receipts = [part.receipt for part in self.parts if part.receipt is not None]
+        replies = [part.reply for part in self.parts if part.reply is not None]
         self.metrics["dispatch/wait_ms"] = 1e3 * (gathering - self._begun)
         self.metrics["dispatch/gather_ms"] = 1e3 * (now - gathering)
-        self.metrics["dispatch/bytes_returned"] = float(sum(receipt.nbytes for receipt in receipts))
+        self.metrics["dispatch/bytes_returned"] = float(sum(reply.nbytes for reply in replies))
         for phase in ("decode", "run", "encode"):
-            self.metrics[f"dispatch/rank_{phase}_ms"] = max((receipt.ms[phase] for receipt in receipts), default=0.0)
+            self.metrics[f"dispatch/rank_{phase}_ms"] = max((reply.ms[phase] for reply in replies), default=0.0)
 
 
 def _rows_gone(parts: Sequence[Part], alive: Collection[str]) -> dict[int, BaseException]:
     """Of parts whose rows stay in the object store, those whose rows went with their node: why, by their ids."""
     gone: dict[int, BaseException] = {}
     for part in parts:
-        node = "" if part.receipt is None else part.receipt.node
+        node = "" if part.reply is None else part.reply.node
         if node in alive or not isinstance(part.result, BatchView):
             continue
         error = _got([part.packed], 0)[1]  # small objects are here; of lost ones Ray may know already
@@ -644,17 +644,17 @@ def answers(
 
 def _gathered(parts: Sequence[Part], request: Request) -> Any:
     """Rows in the order of the batch; beside them, or in their place, what the ranks returned else."""
-    receipts = [cast("Receipt", part.receipt) for part in parts]
-    if not any(receipt.has_rows for receipt in receipts):
-        rest = [receipt.rest for receipt in receipts]
+    replies = [cast("RankReply", part.reply) for part in parts]
+    if not any(reply.has_rows for reply in replies):
+        rest = [reply.rest for reply in replies]
         return None if all(value is None for value in rest) else rest
-    if not all(receipt.has_rows for receipt in receipts):
-        seen = [part.rank for part in parts if cast("Receipt", part.receipt).has_rows]
+    if not all(reply.has_rows for reply in replies):
+        seen = [part.rank for part in parts if cast("RankReply", part.reply).has_rows]
         raise LayoutError(
             f"ranks {seen} returned a TensorDict and the others none; expected one kind of result. Return a TensorDict "
             "on every rank, also on one without rows."
         )
-    more = [receipt.rest for receipt in receipts]
+    more = [reply.rest for reply in replies]
     sizes = [None if rest is None else len(rest) + 1 for rest in more]
     if len(set(sizes)) > 1:
         raise LayoutError(

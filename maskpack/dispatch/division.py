@@ -35,14 +35,14 @@ def ranks_of(
             "each actor its data-parallel rank."
         )
     ranks = [[actor for actor in range(actors) if given[actor] == rank] for rank in range(max(given) + 1)]
-    speaks = [own[0] == actor for actor in range(actors) for own in [ranks[given[actor]]]]
-    speaks = speaks if collect is None else [bool(value) for value in collect]
-    if len(speaks) != actors or any(sum(speaks[actor] for actor in own) != 1 for own in ranks):
+    collects = [own[0] == actor for actor in range(actors) for own in [ranks[given[actor]]]]
+    collects = collects if collect is None else [bool(value) for value in collect]
+    if len(collects) != actors or any(sum(collects[actor] for actor in own) != 1 for own in ranks):
         raise MaskpackError(
-            f"WorkerGroup: collect is {speaks} for ranks {given}; expected one for each actor, and exactly one true in "
-            "each rank. Mark the actor whose result counts."
+            f"WorkerGroup: collect is {collects} for ranks {given}; expected one for each actor, and exactly one true "
+            "in each rank. Mark the actor whose result counts."
         )
-    return ranks, [next(actor for actor in own if speaks[actor]) for own in ranks]
+    return ranks, [next(actor for actor in own if collects[actor]) for own in ranks]
 
 
 def divided(view: BatchView, balance: Balance, ranks: int) -> list[IntArray]:

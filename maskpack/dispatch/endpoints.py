@@ -1,6 +1,6 @@
 """The ranks' side of a call: `endpoint`, which decodes rows, runs a method, and packs what it returns.
 
-parcel, objects -> packed rows -> decoded, all of them or a micro-batch at a time -> method -> packed, joined
+rank_call, objects -> packed rows -> decoded, all of them or a micro-batch at a time -> method -> packed, joined
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from maskpack.core.keys import need_keys
 from maskpack.core.memory import Pool
 from maskpack.core.objects import on_host
 from maskpack.core.tree import Node
-from maskpack.dispatch.messages import At, Packing, Parcel, Receipt, RowsAt
+from maskpack.dispatch.messages import ObjectAt, Packing, RankCall, RankReply, RowsAt
 from maskpack.dispatch.placement import this_node
 from maskpack.errors import LayoutError, MaskpackError, PlanError
 from maskpack.fields.registry import RL_FIELDS, Key
@@ -99,7 +99,7 @@ def endpoint(
 
     @functools.wraps(method)
     def served(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not args or not isinstance(args[0], Parcel):
+        if not args or not isinstance(args[0], RankCall):
             return method(self, *args, **kwargs)
         if args[0].plan is not None and not takes_plan and not micro_batches:
             raise PlanError(
@@ -114,7 +114,7 @@ def endpoint(
         finally:
             args[0].ticket.end()
 
-    # Ray binds arguments to the signature of what is wrapped, and a parcel comes with its objects
+    # Ray binds arguments to the signature of what is wrapped, and a rank_call comes with its objects
     del served.__wrapped__
     return served
 
@@ -122,22 +122,22 @@ def endpoint(
 def _served(
     method: Callable[..., Any],
     name: str,
-    parcel: Parcel,
+    rank_call: RankCall,
     objects: Sequence[Any],
     format: Target,
     device: torch.device | str | None,
     fields: Sequence[Key],
     micro_batches: bool,
-) -> tuple[Receipt, PackedBatch | None]:
-    """The receipt and the packed rows: two objects, so that the rows may stay where they are."""
+) -> tuple[RankReply, PackedBatch | None]:
+    """The reply and the packed rows: two objects, so that the rows may stay where they are."""
     timer = _Timer()
-    given = _Given(parcel, objects, fields, name, format, device)
+    given = _Given(rank_call, objects, fields, name, format, device)
     if micro_batches:
-        packed, rest = _each(method, name, parcel, given, timer)
+        packed, rest = _each(method, name, rank_call, given, timer)
     else:
         args, kwargs = given.decoded(given.packed)
-        if parcel.plan is not None:
-            kwargs["plan"] = parcel.plan
+        if rank_call.plan is not None:
+            kwargs["plan"] = rank_call.plan
         like: Any = (
             args[0].clone(recurse=False) if format == "nested" else given.rows
         )  # the method may take entries out
@@ -145,12 +145,12 @@ def _served(
         result = method(*args, **kwargs)
         timer.lap("run")
         packed, rest = None, None
-        if parcel.speaks:
-            packed, rest = _packed(result, name, parcel.packing, given.rows.num_rows, like)
-    outline = Outline.of(packed) if parcel.keep and packed is not None else None
+        if rank_call.collects:
+            packed, rest = _packed(result, name, rank_call.packing, given.rows.num_rows, like)
+    outline = Outline.of(packed) if rank_call.keep and packed is not None else None
     timer.lap("encode")
     nbytes = 0 if packed is None else packed.nbytes
-    return Receipt(packed is not None, rest, outline, nbytes, timer.ms, this_node()), packed
+    return RankReply(packed is not None, rest, outline, nbytes, timer.ms, this_node()), packed
 
 
 class _Given:
@@ -163,7 +163,7 @@ class _Given:
 
     def __init__(
         self,
-        parcel: Parcel,
+        rank_call: RankCall,
         objects: Sequence[Any],
         fields: Sequence[Key],
         name: str,
@@ -176,7 +176,7 @@ class _Given:
         self._device = device
 
         def taken(value: Any) -> Any:
-            if isinstance(value, At):
+            if isinstance(value, ObjectAt):
                 return objects[value.place]
             if not isinstance(value, RowsAt):
                 return value
@@ -186,8 +186,8 @@ class _Given:
                 self._whole.add(id(packed))
             return packed
 
-        self._args = [taken(value) for value in parcel.args]
-        self._kwargs = {key: taken(value) for key, value in parcel.kwargs.items()}
+        self._args = [taken(value) for value in rank_call.args]
+        self._kwargs = {key: taken(value) for key, value in rank_call.kwargs.items()}
         self.rows = self._args[0]
 
     def part(self, rows: Sequence[int]) -> dict[int, PackedBatch]:
@@ -208,11 +208,11 @@ class _Given:
 
 
 def _each(
-    method: Callable[..., Any], name: str, parcel: Parcel, given: _Given, timer: _Timer
+    method: Callable[..., Any], name: str, rank_call: RankCall, given: _Given, timer: _Timer
 ) -> tuple[PackedBatch | None, Any]:
     """Calls the method for each micro-batch; what it returned, as if it had been called once. One is decoded at a time,
     and what it gave is packed before the next."""
-    plan = parcel.plan
+    plan = rank_call.plan
     split = plan is not None and plan.num_rows > 0
     parts = plan.micro_batches if plan is not None and split else [list(range(given.rows.num_rows))]
     dummies = plan.is_dummy if plan is not None and split else [False]
@@ -226,9 +226,9 @@ def _each(
         result = method(*args, **kwargs)
         del args, kwargs
         timer.lap("run")
-        if parcel.speaks and not dummy:
+        if rank_call.collects and not dummy:
             kinds.add(_kind(result, name))
-            own, rest = _packed(result, name, parcel.packing, len(part), given.own(rows))
+            own, rest = _packed(result, name, rank_call.packing, len(part), given.own(rows))
             packed += [] if own is None else [own]
             rests.append(rest)
         del result

@@ -15,13 +15,13 @@ import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, overload
 
 import numpy as np
 import ray
 import ray.actor
 import torch
-from tensordict import TensorDictBase, is_tensorclass
+from tensordict import TensorDict, TensorDictBase, is_tensorclass
 from tensordict import is_non_tensor as is_non_tensor  # type: ignore[reportUnknownVariableType]
 
 from maskpack.core.arguments import said, whole
@@ -29,13 +29,13 @@ from maskpack.core.index import IntArray
 from maskpack.dispatch.call import Call, Part, Request, Results, Ticket, answers, seconds, storing
 from maskpack.dispatch.division import Balance, divided, of_plan, planned_lengths, ranks_of, shares
 from maskpack.dispatch.endpoints import endpoint
-from maskpack.dispatch.messages import At, Packing, Parcel, RowsAt
+from maskpack.dispatch.messages import ObjectAt, Packing, RankCall, RowsAt
 from maskpack.dispatch.placement import Placement, Site
 from maskpack.errors import LayoutError, MaskpackError, MethodError, PlanError, RegistryError
 from maskpack.fields.options import Options, Registry, Verify, kept_verify
 from maskpack.fields.registry import RL_FIELDS
 from maskpack.nesting.survey import has_masks
-from maskpack.packed.batch import PackedBatch, check_devices, compress
+from maskpack.packed.batch import PackedBatch, Target, check_devices, compress
 from maskpack.packed.file import codec as codecs
 from maskpack.planning.plan import MicroBatchPlan
 from maskpack.planning.ranks import RankPlans, plan_ranks
@@ -113,7 +113,7 @@ class WorkerGroup:
         self.actors: tuple[Any, ...] = tuple(actors)
         self._launched: tuple[Any, ...] = ()
         self._nodes: dict[Any, str] = {}
-        self._ranks, self._speakers = ranks_of(len(self.actors), dp_ranks, collect)
+        self._ranks, self._collectors = ranks_of(len(self.actors), dp_ranks, collect)
         back = strict_mask_nesting == "both"
         self._packing = Packing(None if registry is RL_FIELDS else registry, pad_token_id, back, codec)
         self._options: dict[str, Any] = {
@@ -325,6 +325,51 @@ class WorkerGroup:
 
     # ---------------------------------------------------------------- calls
 
+    @overload
+    def call(
+        self,
+        method: str,
+        batch: TensorDictBase | PackedBatch | BatchView,
+        /,
+        *args: Any,
+        format: Target = "padded",
+        device: torch.device | str | None = None,
+        balance: Balance = "rows",
+        plan: RankPlans | None = None,
+        timeout: float | None = None,
+        grace: float = 60.0,
+        **kwargs: Any,
+    ) -> TensorDict | Any: ...
+    @overload
+    def call(
+        self,
+        method: str,
+        batch: TensorDictBase | PackedBatch | BatchView,
+        /,
+        *args: Any,
+        format: Literal["view"],
+        device: torch.device | str | None = None,
+        balance: Balance = "rows",
+        plan: RankPlans | None = None,
+        timeout: float | None = None,
+        grace: float = 60.0,
+        **kwargs: Any,
+    ) -> BatchView | Any: ...
+    @overload
+    def call(
+        self,
+        method: str,
+        batch: TensorDictBase | PackedBatch | BatchView,
+        /,
+        *args: Any,
+        format: Results,
+        device: torch.device | str | None = None,
+        balance: Balance = "rows",
+        plan: RankPlans | None = None,
+        timeout: float | None = None,
+        grace: float = 60.0,
+        **kwargs: Any,
+    ) -> TensorDict | BatchView | Any: ...
     def call(
         self,
         method: str,
@@ -584,24 +629,24 @@ class WorkerGroup:
                 return RowsAt.of(placed[id(value)], add, whole=True)
             if isinstance(value, BatchView):
                 return RowsAt.of(placed[id(value)].take(own), add)
-            return At(add(value)) if isinstance(value, ray.ObjectRef) else value
+            return ObjectAt(add(value)) if isinstance(value, ray.ObjectRef) else value
 
         args = tuple(map(travelling, request.args))
         kwargs = {key: travelling(value) for key, value in request.kwargs.items()}
-        receipts: list[Any] = []
+        replies: list[Any] = []
         packed: Any = None
         ticket = Ticket()
         for actor in self._ranks[rank]:
-            speaks = actor == self._speakers[rank]
-            parcel = Parcel(args, kwargs, self._packing, speaks, request.format == "view", ticket, plan)
+            collects = actor == self._collectors[rank]
+            rank_call = RankCall(args, kwargs, self._packing, collects, request.format == "view", ticket, plan)
             try:
-                receipt, returned = _started(self.actors[actor], request.method, parcel, objects)
+                reply, returned = _started(self.actors[actor], request.method, rank_call, objects)
             except Exception:
                 ticket.take_back()  # from the peers that were called before
                 raise
-            receipts.append(receipt)
-            packed = returned if speaks else packed
-        return Part(rank, rows, receipts, self._ranks[rank].index(self._speakers[rank]), packed, ticket)
+            replies.append(reply)
+            packed = returned if collects else packed
+        return Part(rank, rows, replies, self._ranks[rank].index(self._collectors[rank]), packed, ticket)
 
     def ran_on(self, rank: int, nodes: Sequence[str]) -> None:
         """Takes note of the nodes that the actors of a rank ran on."""
@@ -670,10 +715,10 @@ def _is_tensorclass(value: Any) -> bool:
     return is_tensorclass(value) and not is_non_tensor(value)
 
 
-def _started(actor: Any, method: str, parcel: Parcel, objects: Sequence[Any]) -> tuple[Any, Any]:
-    """References to the receipt and the rows of a call that has begun."""
+def _started(actor: Any, method: str, rank_call: RankCall, objects: Sequence[Any]) -> tuple[Any, Any]:
+    """References to the reply and the rows of a call that has begun."""
     try:
-        return getattr(actor, method).options(num_returns=2).remote(parcel, *objects)
+        return getattr(actor, method).options(num_returns=2).remote(rank_call, *objects)
     except (AttributeError, TypeError) as error:
         raise MaskpackError(
             f'WorkerGroup: the actors cannot be called by "{method}": {error}; expected a method that takes packed '

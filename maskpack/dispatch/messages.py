@@ -1,9 +1,9 @@
 """What travels between the driver and the ranks of a call.
 
-    driver   Parcel, objects --------------> rank   decodes its rows, runs the method, packs what it returned
-    driver   <-------------- Receipt, rows   rank
+    driver   RankCall, objects --------------> rank   decodes its rows, runs the method, packs what it returned
+    driver   <-------------- RankReply, rows   rank
 
-The objects are packed batches in the object store, which a Parcel numbers; Ray brings them to the rank's node before
+The objects are packed batches in the object store, which a RankCall numbers; Ray brings them to the rank's node before
 the method is called.
 """
 
@@ -24,8 +24,8 @@ from maskpack.views.view import BatchView
 
 
 @dataclass(frozen=True)
-class At:
-    """The object at a place among those that travel with a parcel."""
+class ObjectAt:
+    """The object at a place among those that travel with a rank_call."""
 
     place: int
 
@@ -75,13 +75,13 @@ class Turn(Protocol):
 
 
 @dataclass(frozen=True)
-class Parcel:
+class RankCall:
     """One rank's call.
 
     Attributes:
         args, kwargs: of the method. `RowsAt` stands for a batch, and is decoded; `At` for an object.
         packing: for the way back.
-        speaks: whether what this actor returns is wanted.
+        collects: whether what this actor returns is wanted.
         keep: whether the rows that it returns stay in the object store.
         ticket: of its turn; an actor whose ticket was taken back does nothing.
         plan: of its rows, if the call has one.
@@ -90,7 +90,7 @@ class Parcel:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     packing: Packing
-    speaks: bool
+    collects: bool
     keep: bool
     ticket: Turn
     plan: MicroBatchPlan | None = None
@@ -108,7 +108,7 @@ class Parcel:
 
 
 @dataclass(frozen=True)
-class Receipt:
+class RankReply:
     """What a rank says beside the rows that it returns.
 
     Attributes:

@@ -70,7 +70,7 @@ class _Put:
 class Placement:
     """The object store as the ranks of a group see it, for threads that share the group.
 
-    Where ranks are is what their last receipts said. Of a rank that has sent none nothing is known: it gets rows of its
+    Where ranks are is what their last replies said. Of a rank that has sent none nothing is known: it gets rows of its
     own, as if it were alone on a node.
     """
 

@@ -36,9 +36,7 @@ __all__ = [
     "MaskNestingSpec",
     "PackedFuture",
     "PackedProto",
-    "compress",
     "configure",
-    "decompress",
     "mask_nesting_dispatch",
     "nest_batch_by_mask",
     "nest_batch_by_mask_",
@@ -50,8 +48,6 @@ __all__ = [
     "unnest_batch_by_mask_",
     "unpack",
 ]
-
-compress, decompress = pack, unpack
 
 # -------------------------------------------------------------------- nesting
 

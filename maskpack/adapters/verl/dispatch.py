@@ -1,6 +1,6 @@
 """Packed batches on verl's way to its workers: a dispatch mode for `@register`, a decorator for the method under it.
 
-    group.method(data)  -- dispatch_fn: pack, cut, put once a DP rank -->  Parcel       @packed_endpoint: unpack,
+    group.method(data)  -- dispatch_fn: pack, cut, put once a DP rank -->  RankCall       @packed_endpoint: unpack,
                         <-- collect_fn: unpack, then verl's own rule --    PackedProto  run the method, pack
 
 Which rank gets which rows, who speaks for a rank, and how results are joined is decided by verl.
@@ -124,7 +124,7 @@ def configure(group: Any, config: MaskNestingConfig) -> Any:
 # -------------------------------------------------------------------- on the wire
 
 
-class Parcel:
+class RankCall:
     """The rows of one DP rank, for a method that decodes them; for any other it raises wherever it is touched.
 
     Attributes:
@@ -229,7 +229,7 @@ def _config_of(group: Any, config: MaskNestingConfig | None) -> MaskNestingConfi
 
 
 def _parts(value: Any, ranks: int, config: MaskNestingConfig, mesh: str | None) -> Sequence[Any]:
-    """The parts of an argument: Parcels of a batch; what verl makes of anything else that it can cut."""
+    """The parts of an argument: RankCalls of a batch; what verl makes of anything else that it can cut."""
     if not isinstance(value, DataProto | TensorDictBase | PackedProto):
         whole = _protocol.BatchData(value)
         if not whole.is_chunkable():
@@ -239,9 +239,9 @@ def _parts(value: Any, ranks: int, config: MaskNestingConfig, mesh: str | None) 
     return _cut(value if isinstance(value, PackedProto) else config.pack(value), sizes, config, mesh)
 
 
-def _cut(packed: PackedProto, sizes: Sequence[int], config: MaskNestingConfig, mesh: str | None) -> list[Parcel]:
+def _cut(packed: PackedProto, sizes: Sequence[int], config: MaskNestingConfig, mesh: str | None) -> list[RankCall]:
     ends = [sum(sizes[: rank + 1]) for rank in range(len(sizes))]
-    return [Parcel(packed.take(slice(end - size, end)), config, mesh) for end, size in zip(ends, sizes, strict=True)]
+    return [RankCall(packed.take(slice(end - size, end)), config, mesh) for end, size in zip(ends, sizes, strict=True)]
 
 
 def _sizes(value: Any, ranks: int) -> list[int]:
@@ -351,38 +351,38 @@ def packed_endpoint(
 
         @functools.wraps(method)
         async def served_async(self: Any, *args: Any, **kwargs: Any) -> Any:
-            given, named, parcels = _given(args, kwargs, format, device)
-            return _reply(self, await method(self, *given, **named), parcels)
+            given, named, calls = _given(args, kwargs, format, device)
+            return _reply(self, await method(self, *given, **named), calls)
 
         return served_async
 
     @functools.wraps(method)
     def served(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given, named, parcels = _given(args, kwargs, format, device)
-        return _reply(self, method(self, *given, **named), parcels)
+        given, named, calls = _given(args, kwargs, format, device)
+        return _reply(self, method(self, *given, **named), calls)
 
     return served
 
 
 def _given(
     args: Sequence[Any], kwargs: Mapping[str, Any], format: Target | None, device: torch.device | str | None
-) -> tuple[list[Any], dict[str, Any], list[Parcel]]:
-    """The arguments with their batches decoded, and the parcels that these came in."""
-    parcels = [value for value in (*args, *kwargs.values()) if isinstance(value, Parcel)]
+) -> tuple[list[Any], dict[str, Any], list[RankCall]]:
+    """The arguments with their batches decoded, and the calls that these came in."""
+    calls = [value for value in (*args, *kwargs.values()) if isinstance(value, RankCall)]
 
     def one(value: Any) -> Any:
-        if not isinstance(value, Parcel):
+        if not isinstance(value, RankCall):
             return value
         with _MEMORY.used():
             return unpack(value._packed, format=format, device=device)  # type: ignore[reportPrivateUsage]
 
-    return [one(value) for value in args], {name: one(value) for name, value in kwargs.items()}, parcels
+    return [one(value) for value in args], {name: one(value) for name, value in kwargs.items()}, calls
 
 
-def _reply(worker: Any, result: Any, parcels: Sequence[Parcel]) -> Any:
-    if not parcels:
+def _reply(worker: Any, result: Any, calls: Sequence[RankCall]) -> Any:
+    if not calls:
         return result
-    first = cast("Any", parcels[0])
+    first = cast("Any", calls[0])
     if first._mesh is not None and not worker.query_collect_info(first._mesh):
         return None
     rows = result.batch_dims if isinstance(result, TensorDictBase) else isinstance(result, DataProto) and len(result)
