@@ -1,6 +1,6 @@
-"""The ranks' side of a call: `endpoint`, which decodes rows, runs a method, and packs what it returns.
+"""`endpoint`: the call of a method on a rank. It decodes rows, runs the method, and packs the result.
 
-rank_call, objects -> packed rows -> decoded, all of them or a micro-batch at a time -> method -> packed, joined
+RankCall, objects -> packed rows -> decoded, all at once or by micro-batch -> method -> packed, joined -> RankReply
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from maskpack.planning.plan import join_rows
 from maskpack.views.strand import Outline
 
 _MEMORY = Pool()
-"""Of the padded tensors that methods see in this process; they die with the call, most of the time."""
+"""Memory of the padded tensors that methods see; most of them are freed when the call ends."""
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -55,21 +55,32 @@ def endpoint(
     fields: Sequence[Key] = (),
     micro_batches: bool = False,
 ) -> Any:
-    """Makes an actor method `method(self, batch, ...)` take packed rows and return packed rows.
+    """Decorates an actor method `method(self, batch, ...)` so that a WorkerGroup can call it with packed rows.
 
-    The method sees its batch as a TensorDict in `format` on `device` (by default that of the driver), with the `fields`
-    named, or all; other batches among its arguments come whole, in the same format, on the same device. What it sees
-    are copies, which it may write to. A TensorDict that it returns, alone or first in a tuple, padded or nested, must
-    have the rows of its batch, and goes back packed under the batch's layouts; anything else goes back as it is. What
-    goes back lies on the host, tensors in dicts, lists and tuples among it, whatever device they were on.
-    Called with a TensorDict, the method runs as if it were not decorated.
+    The method receives a TensorDict and may return one; decoding and packing are done here. Called with a TensorDict,
+    it runs as if it were not decorated.
 
-    A call with a `plan` gives the method the MicroBatchPlan of its rows as the keyword argument `plan`. With
-    `micro_batches` the method is called once for each micro-batch instead, of which alone it sees the decoded rows: the
-    TensorDicts that it returns, alone or first in a tuple, are joined in the order of the rows; of everything else (no
-    tensors with dims) there is a list with one item for each micro-batch. Without a plan all rows are one
-    micro-batch. Dummies run too, for their collectives; what is returned for them is dropped, what else the method does
-    is not: one that trains takes `plan`. Batches that every rank gets whole are decoded for each micro-batch.
+    Args:
+        format: of the batches that the method receives, "padded" or "nested". They are copies, which it may change.
+        device: of these batches; by default the devices that the fields had on the driver.
+        fields: the fields of the first batch that are decoded; by default all. Other batches among the arguments have
+            all their fields.
+        micro_batches: whether the method is called once for each micro-batch of a plan, with the rows of that
+            micro-batch only.
+
+    A returned TensorDict, alone or first in a tuple, padded or nested, must have the rows of the batch. It is packed
+    under the layouts of the batch. Other results are returned unchanged. Tensors come back on the host, also those in
+    dicts, lists and tuples, whatever their device was.
+
+    In a call with a plan, the method receives the MicroBatchPlan of its rows as the keyword argument `plan`; with
+    `micro_batches` it is called for each micro-batch instead. Then returned TensorDicts are joined in the order of the
+    rows, and other results (except tensors with dims, which raise) become a list with one item for each micro-batch.
+    Without a plan all rows are one micro-batch. Dummies run for their collectives, and only their results are dropped;
+    a method with other side effects, such as training, takes `plan` instead. Batches that every rank gets whole are
+    decoded again for each micro-batch.
+
+    Raises:
+        LayoutError, MaskpackError: an option is invalid, or the method is a coroutine or a generator.
     """
     need_keys(fields, "fields", "endpoint", LayoutError)
     flag(micro_batches, "micro_batches", "endpoint")
@@ -114,7 +125,7 @@ def endpoint(
         finally:
             args[0].ticket.end()
 
-    # Ray binds arguments to the signature of what is wrapped, and a rank_call comes with its objects
+    # Ray would bind arguments to the wrapped signature, which does not take a RankCall and its objects
     del served.__wrapped__
     return served
 
@@ -129,7 +140,7 @@ def _served(
     fields: Sequence[Key],
     micro_batches: bool,
 ) -> tuple[RankReply, PackedBatch | None]:
-    """The reply and the packed rows: two objects, so that the rows may stay where they are."""
+    """The reply and the packed rows: two objects, so that the rows can stay in the object store."""
     timer = _Timer()
     given = _Given(rank_call, objects, fields, name, format, device)
     if micro_batches:
@@ -154,11 +165,11 @@ def _served(
 
 
 class _Given:
-    """The arguments of a call; packed rows among them are known by their ids.
+    """The arguments of a RankCall.
 
     Attributes:
-        packed: the packed rows, by id.
-        rows: those of the batch.
+        packed: the packed batches among the arguments, by the `id` of the batch in its place.
+        rows: the first of them, the batch of the call.
     """
 
     def __init__(
@@ -191,7 +202,7 @@ class _Given:
         self.rows = self._args[0]
 
     def part(self, rows: Sequence[int]) -> dict[int, PackedBatch]:
-        """Some rows of what is divided, in the place of all."""
+        """The packed batches with some of the rows; those that every rank gets whole keep all."""
         return {key: batch if key in self._whole else batch.take(rows) for key, batch in self.packed.items()}
 
     def decoded(self, rows: dict[int, PackedBatch]) -> tuple[list[Any], dict[str, Any]]:
@@ -210,8 +221,8 @@ class _Given:
 def _each(
     method: Callable[..., Any], name: str, rank_call: RankCall, given: _Given, timer: _Timer
 ) -> tuple[PackedBatch | None, Any]:
-    """Calls the method for each micro-batch; what it returned, as if it had been called once. One is decoded at a time,
-    and what it gave is packed before the next."""
+    """Calls the method for each micro-batch and joins the results. One micro-batch is decoded at a time, and its result
+    is packed before the next."""
     plan = rank_call.plan
     split = plan is not None and plan.num_rows > 0
     parts = plan.micro_batches if plan is not None and split else [list(range(given.rows.num_rows))]
@@ -261,7 +272,7 @@ def _kind(result: Any, name: str) -> str:
 
 
 class _Timer:
-    """Milliseconds by phase."""
+    """Milliseconds of each phase."""
 
     def __init__(self) -> None:
         self.ms: dict[str, float] = {"decode": 0.0, "run": 0.0, "encode": 0.0}
@@ -274,7 +285,7 @@ class _Timer:
 
 
 def _packed(result: Any, name: str, packing: Packing, rows: int, like: Any) -> tuple[PackedBatch | None, Any]:
-    """The rows of a result, and what else it has."""
+    """Splits a result into packed rows (None without a TensorDict) and the rest."""
     items: tuple[Any, ...] = cast("tuple[Any, ...]", result) if isinstance(result, tuple) else ()
     rest = items[1:] if items else None
     batch: Any = items[0] if items else cast("Any", result)
@@ -295,8 +306,8 @@ def _packed(result: Any, name: str, packing: Packing, rows: int, like: Any) -> t
 
 
 def _homed(packed: PackedBatch) -> PackedBatch:
-    """The rows as if they had been returned on the host. Encoded, they lie there, and those who decode them, the driver
-    or other ranks, need not have the device of this rank."""
+    """The rows with the host as the device of all fields: the driver and other ranks may not have the device of this
+    rank."""
 
     def home(node: Node) -> Node:
         return node if node.device is None else replace(node, device="cpu")
