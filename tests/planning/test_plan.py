@@ -626,7 +626,7 @@ def test_costs_of_fine_numbers_add_up_exactly() -> None:
 
 
 def test_pitfall_prompts_count_in_the_budget() -> None:
-    """16 rows of 1000 real tokens, 100 of them in the response, and a budget of 1600."""
+    """16 rows of 1000 valid tokens, 100 of them in the response, and a budget of 1600."""
     prompt, response = np.full(16, 900), np.full(16, 100)
     plan = plan_micro_batches(prompt + response, 1600)
     assert plan.counts == [16]
@@ -673,19 +673,19 @@ def test_metrics_by_hand() -> None:
 @pytest.mark.parametrize(
     ("lengths", "words"),
     [
-        ([1.0, 2.0], "lengths are float64; expected whole numbers [B]. Give the real tokens of each row, prompt plus"),
+        ([1.0, 2.0], "lengths are float64; expected whole numbers [B]. Give the valid tokens of each row, prompt plus"),
         (torch.tensor([1.5]), "lengths are float32; expected whole"),
         ([True], "lengths are bool; expected whole"),
         (["5"], "lengths are <U1; expected whole"),
         ([[1, 2]], "lengths are int64 (1, 2); expected numbers [B]"),
         (torch.zeros(2, 3, dtype=torch.int64), "lengths are int64 (2, 3); expected numbers [B]"),
-        ([3, -2], "a length is -2; expected whole numbers from 0. Count real tokens."),
-        (None, "lengths are None; expected numbers [B]: the real tokens of each row, prompt plus response. Give"),
+        ([3, -2], "a length is -2; expected whole numbers from 0. Count valid tokens."),
+        (None, "lengths are None; expected numbers [B]: the valid tokens of each row, prompt plus response. Give"),
         (7, "lengths are 7; expected numbers [B]"),
         ([1, None], "lengths are object (2,); expected numbers [B]"),
         ([[1], [2, 3]], "lengths are no array: "),
         (torch.ones(2, requires_grad=True), "lengths are no array: "),
-        ([2**61] * 3, "lengths sum to more than 2^62; expected real tokens of rows."),
+        ([2**61] * 3, "lengths sum to more than 2^62; expected valid tokens of rows."),
         (np.array([2**63 + 5], np.uint64), "lengths sum to more than 2^62;"),
     ],
 )
