@@ -324,7 +324,7 @@ class MaskNesting(_Transform):
         self.keep = need_keys(keep, "keep", "MaskNesting", LayoutError)
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDict:
-        """A batch [B] as B rows with a PackedBatch of one row each; of a batch [], one. Errors are those of
+        """Packs a batch [B] into B rows with a PackedBatch of one row each; a batch [] into one. Raises the errors of
         `compress`. The batch is not changed."""
         single = not tensordict.batch_dims
         batch = tensordict.unsqueeze(0) if single else tensordict
@@ -344,15 +344,14 @@ class MaskNesting(_Transform):
         return out[0] if single else out
 
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
-        """The rows [n] as they were, at their canonical widths, with what stayed beside them at the end; of a batch
-        [], one row.
+        """Restores rows [n] at their padded widths, with the kept entries at the end; one row from a batch [].
 
-        Raises LayoutError if the entry is missing, or the rows do not fit each other.
+        Raises LayoutError if the entry is missing, or rows do not match each other.
         """
         single = not tensordict.batch_dims
         samples = tensordict.unsqueeze(0) if single else tensordict
-        held = cast("Any", samples.get(self.key, None))
-        rows: list[Any] = held.tolist() if isinstance(held, NonTensorStack) else [held] * len(samples)
+        entry = cast("Any", samples.get(self.key, None))
+        rows: list[Any] = entry.tolist() if isinstance(entry, NonTensorStack) else [entry] * len(samples)
         if not rows or not all(isinstance(row, PackedBatch) for row in rows):
             raise LayoutError(
                 f'MaskNesting: entry "{self.key}" holds {sorted({type(row).__name__ for row in rows})}; expected a '

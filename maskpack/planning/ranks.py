@@ -1,4 +1,4 @@
-"""A plan for all data-parallel ranks, made on the driver from lengths alone, without a collective.
+"""A plan for all DP ranks, made on the driver from lengths alone, without a collective.
 
 lengths [B] -> balance_rows -> the rows of each rank -> a MicroBatchPlan each -> equal counts, global denominators
 """

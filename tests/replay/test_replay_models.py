@@ -898,7 +898,7 @@ def merging(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def dense_calls(model: Any) -> list[int]:
-    """Tokens of each forward pass of the whole model from now on. Only the self-check runs it: replay needs no logits."""
+    """Tokens of each forward pass of the whole model from now on: those of self-checks, as replay needs no logits."""
     seen: list[int] = []
 
     def note(_: Any, __: Any, given_to: Any) -> None:

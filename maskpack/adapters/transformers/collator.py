@@ -192,7 +192,7 @@ class PackedCollator:
         tokens = ids.numel()
         if "attention_mask" in sample and not bool((_line(number, sample, "attention_mask", tokens) != 0).all()):
             raise LayoutError(
-                f"{_CALL}: sample {number} has zeros in its attention_mask; expected real tokens alone. Tokenize "
+                f"{_CALL}: sample {number} has zeros in its attention_mask; expected valid tokens only. Tokenize "
                 "without padding."
             )
         lengths = (tokens,)
