@@ -33,7 +33,7 @@ from bench.report import Row
 from maskpack import nest_batch_by_mask
 from maskpack.adapters.transformers import Replayable, replayable
 from maskpack.planning import FlopsModel, MicroBatchPlan, plan_micro_batches
-from maskpack.replay.inputs import response_log_probs
+from maskpack.replay import response_log_probs
 
 OURS, EVEN, DENSE, PADDED = "ours", "ours, rows of one length", "own attention, dense rows of one length", "padded"
 _ALONE = "each row alone"

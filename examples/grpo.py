@@ -34,7 +34,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from maskpack.adapters.transformers import replayable
 from maskpack.dispatch import WorkerGroup, endpoint
-from maskpack.replay.inputs import response_log_probs
+from maskpack.replay import response_log_probs
 
 STEPS, UPDATES = 60, 2
 QUESTIONS, SAMPLES = 8, 8

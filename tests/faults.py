@@ -352,7 +352,7 @@ def waiting(team: Team, rank: int, fault: str = "wait") -> Iterator[Path]:
 
 def until_answered(call: Call, ranks: Sequence[int]) -> None:
     """Waits for some ranks of a call."""
-    receipts = [receipt for part in call.parts if part.rank in ranks for receipt in part.receipts]
+    receipts = [receipt for part in call.parts if part.rank in ranks for receipt in part.replies]
     until(lambda: not ray.wait(receipts, num_returns=len(receipts), timeout=0)[1])
 
 

@@ -70,7 +70,7 @@ def sharded(tied: bool) -> dict[str, float]:
     batch = batch_of(ROWS[: 3 * (rank + 1)][rank:])  # other rows, and other counts, on each rank
     truth = alone(plain, batch)
     off = {}
-    seen = mp.replay.response_log_probs(replay, batch, canary=True)
+    seen = mp.replay.response_log_probs(replay, batch, self_check=True)
     off["packed"] = _apart(seen.values(), truth)
     weights = torch.linspace(0.5, 1.5, truth.numel())
     (seen.values() * weights).sum().backward()
@@ -215,12 +215,12 @@ def compared(kinds: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
             calls = _compared_tokens(replay.model)
             seen: dict[str, Any] = {}
             adapter.packed_attention = _of_merged_rows(attend)
-            seen["wrong"] = [_tried(replay, batch, canary=canary) for canary in (None, True, None)]
+            seen["wrong"] = [_tried(replay, batch, self_check=self_check) for self_check in (None, True, None)]
             adapter.packed_attention = attend
             seen["calls when wrong"] = calls[:]
             values = [_tried(replay, batch) for _ in range(3)]
             seen["calls"] = calls[len(seen["calls when wrong"]) :]
-            values += [_tried(replay, batch, canary=canary) for canary in (True, False)]
+            values += [_tried(replay, batch, self_check=self_check) for self_check in (True, False)]
             seen["calls when asked"] = len(calls) - len(seen["calls"]) - len(seen["calls when wrong"])
             truth = alone(plain, batch)
             seen["off"] = [one if isinstance(one, str) else _apart(one, truth) for one in values]

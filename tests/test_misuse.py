@@ -80,13 +80,12 @@ def names():
         "bounds": rows,
         "rank_plans": mp.planning.plan_ranks([3, 2], 2, 9),
         "collate": PackedCollator(),
-        "recorder": mp.planning.LoopRecorder(),
         "sample": {"input_ids": [1, 2, 3]},
         "spec": mp.MaskNestingSpec("sequence"),
         "model": SimpleNamespace(
             hidden=lambda inputs: torch.ones(inputs.input_ids.shape[1], 4),
             dense_hidden=print,
-            trust=lambda *_: None,
+            self_check=lambda *_: None,
             head=torch.ones(7, 4),
         ),
         "group": dispatch.WorkerGroup([None], pad_token_id=0),
@@ -935,13 +934,6 @@ agree_on_count(plan)
 agree_on_count(None)
 agree_on_count(lambda: plan)
 agree_on_count(3)
-LoopRecorder(3)
-LoopRecorder("plan")
-LoopRecorder(plan, "nowhere")
-LoopRecorder(plan, 3.5)
-LoopRecorder(plan, None)
-recorder.phase(3).__enter__()
-recorder.phase(None).__enter__()
 # ---- replay
 PackedInputs.of(None)
 PackedInputs.of(b.to_dict())
@@ -1265,7 +1257,6 @@ MaskAxis("m", part="head", head=["prompts"])
 plan_micro_batches(torch.tensor([3, 2]), np.int64(3), num_updates=np.int32(2))
 plan_micro_batches([3, 2], 10**400)
 FlopsModel(1, 1)([1, 2])
-LoopRecorder(rank_plans)
 PackedInputs.of(b, multiple_of=np.int64(4))
 collate.micro_batches([sample], np.int64(8))
 PackedCollator(extras=["w"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -15,6 +16,8 @@ from typing_extensions import assert_type
 
 import maskpack as mp
 from maskpack import ops
+from maskpack.dispatch import WorkerGroup
+from maskpack.views import BatchView
 
 
 def wire(batch: TensorDict, path: Path) -> None:
@@ -57,6 +60,23 @@ def plans(lengths: Sequence[int]) -> None:
     assert_type(plan, mp.planning.MicroBatchPlan)
     for rows in plan.micro_batches:
         print([row + 1 for row in rows])
+
+
+def replay(model: mp.replay.ReplayModel, batch: TensorDict, entropy: bool) -> None:
+    assert_type(mp.replay.response_log_probs(model, batch), Tensor)
+    assert_type(mp.replay.response_log_probs(model, batch, temperature=0.7, entropy=False), Tensor)
+    assert_type(mp.replay.response_log_probs(model, batch, entropy=True, self_check=False), tuple[Tensor, Tensor])
+    assert_type(mp.replay.response_log_probs(model, batch, entropy=entropy), Tensor | tuple[Tensor, Tensor])
+    assert_type(mp.replay.response_values(model, batch, lambda hidden: hidden[:, 0]), Tensor)
+
+
+def calls(group: WorkerGroup, batch: TensorDict) -> None:
+    """Any stands for what else a method may return: None, a list, or a tuple."""
+    assert_type(group.call("log_probs", batch), TensorDict | Any)
+    assert_type(group.call("log_probs", batch, 0.7, format="nested", timeout=60.0), TensorDict | Any)
+    assert_type(group.call("log_probs", batch, format="view"), BatchView | Any)
+    log_probs, metrics = group.call("log_probs", batch, balance="tokens")
+    print(log_probs, metrics)
 
 
 def errors() -> None:

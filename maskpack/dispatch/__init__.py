@@ -1,8 +1,8 @@
-"""Over Ray: a WorkerGroup divides the rows of a batch among actors, and puts together what they return.
+"""Ray dispatch: a WorkerGroup divides the rows of a batch among actors and joins their results.
 
-group.py       WorkerGroup                            endpoints.py @endpoint: what runs on a rank
-call.py        Call: waiting, failures, retry         messages.py  what is sent to a rank, and what comes back
-division.py    rows to ranks                          placement.py the object store: what is put, and where
+group.py       WorkerGroup                            endpoints.py @endpoint: the call on a rank
+call.py        Call: waiting, failures, retry         messages.py  RankCall and RankReply
+division.py    rows to ranks                          placement.py rows in the object store
 """
 
 from maskpack.dispatch.call import Call

@@ -1,10 +1,10 @@
-"""A call on its way: its parts, what came back, what failed, and its metrics.
+"""Call: a call that was sent to the ranks. It waits for the replies, joins the results, and can send rows again.
 
-    Part  rank 0  rows 0 1 2   receipts of its actors, rows that it returned   answered | failed | open
+    Part  rank 0  rows 0 1 2   replies of its actors, returned rows   answered | failed | open
     Part  rank 1  rows 3 4 5
 
-The rows of parts without an answer can be sent again; the others keep theirs. A part that no actor has begun can be
-taken back: its Ticket, in the cluster's key-value store, says who came first, an actor that begins or the driver.
+`retry` sends the rows of parts without a result again and keeps the results of the others. A part that no actor has
+begun can be taken back: a Ticket in the key-value store of the cluster records who came first, an actor or the driver.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tensordict import TensorDict
 
 from maskpack.core.arguments import said
 from maskpack.core.index import IntArray
-from maskpack.dispatch.messages import Receipt
+from maskpack.dispatch.messages import RankReply
 from maskpack.dispatch.placement import nodes_alive
 from maskpack.errors import Cancelled, LayoutError, MaskpackError, RemoteTraceback, StoreFullError, WorkerError
 from maskpack.packed.batch import PackedBatch, decompress
@@ -39,25 +39,25 @@ from maskpack.views.column_group import BatchMeta
 from maskpack.views.view import BatchView
 
 Results = Literal["padded", "nested", "view"]
-"""How rows come back: decoded, or as a BatchView of rows that stay in the object store."""
+"""The format of a result: decoded rows, or a BatchView of rows that stay in the object store."""
 
 _ray: Any = ray
 _kv: Any = internal_kv
 _LOOK = 0.1
-"""Seconds after which a thread that waits for a call looks whether somebody still awaits it."""
+"""Seconds between two checks of a waiting thread whether the call is still awaited."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for, apart from who does which rows.
+    """The arguments of a call, without the division of its rows.
 
     Attributes:
-        method: of the actors.
-        args, kwargs: a BatchView stands for rows that are divided, a Broadcast for rows that every rank gets, an
-            ObjectRef for what is large.
+        method: the name of a method of the actors.
+        args, kwargs: a BatchView is divided, the rows of a Broadcast go whole to every rank, an ObjectRef stands for a
+            large object.
         format, device: of the result.
-        grace: seconds that the other ranks have once one has failed.
-        plan: of the rows, for every rank.
+        grace: seconds that the other ranks have to answer once one has failed.
+        plan: the plan of the rows for all ranks, if there is one.
     """
 
     method: str
@@ -70,93 +70,93 @@ class Request:
 
 
 _ended: deque[bytes] = deque()
-"""Keys of tickets that this process has used, the oldest first."""
+"""The keys of tickets that this process has used, the oldest first."""
 _KEPT = 256
-"""Tickets that stay: when the next call begins, the driver may not have the answer, and a peer may not have begun."""
+"""The number of used tickets that are kept: the driver may not have the reply yet, and a peer may not have begun."""
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """One rank's turn in a call. Either its actors begin, or the driver takes it back: who comes first."""
+    """Decides a race: either the actors of a part begin it, or the driver takes it back."""
 
     key: bytes = field(default_factory=lambda: uuid.uuid4().bytes)
 
     def begin(self) -> bool:
-        """False if the driver has taken it back. Called by the actors."""
+        """Called by the actors. Returns False if the driver has taken the part back."""
         while len(_ended) > _KEPT:
             _kv._internal_kv_del(_ended.popleft(), namespace="maskpack")
-        return self._said_first(b"begun")
+        return self._is_first(b"begun")
 
     def end(self) -> None:
-        """What was said is forgotten some calls later."""
+        """Marks the ticket as used; its entry is deleted some calls later."""
         _ended.append(self.key)
 
     def take_back(self) -> bool:
-        """False if an actor has begun."""
-        return self._said_first(b"taken back")
+        """Called by the driver. Returns False if an actor has begun."""
+        return self._is_first(b"taken back")
 
-    def _said_first(self, word: bytes) -> bool:
+    def _is_first(self, word: bytes) -> bool:
         there: bool = _kv._internal_kv_put(self.key, word, overwrite=False, namespace="maskpack")
         return not there or _kv._internal_kv_get(self.key, namespace="maskpack") == word
 
 
 @dataclass
 class Part:
-    """The rows of one rank, and what became of them.
+    """The rows of one rank, and their state.
 
     Attributes:
-        rank: of the group that has it.
-        rows: int64 [n], their numbers in the batch.
-        receipts: a reference for each actor of the rank; none where the part could not be sent.
-        speaker: the number of the actor whose result counts.
-        packed: a reference to the rows that the speaker returns.
-        ticket: says whether the actors have begun.
-        receipt, result: of the speaker, once all actors have answered; `result` is a PackedBatch, or a BatchView.
-        error: why there is none.
+        rank: the number of the rank in the group.
+        rows: int64 [n], row numbers of the batch.
+        replies: a reference for each actor of the rank; empty if the part could not be sent.
+        collector: the index in `replies` of the actor whose result is collected.
+        packed: a reference to the rows that the collector returns.
+        ticket: records whether an actor has begun.
+        reply, result: of the collector, once all actors have answered. `result` is a PackedBatch or a BatchView.
+        error: the reason if there is no reply.
     """
 
     rank: int
     rows: IntArray
-    receipts: list[Any]
-    speaker: int
+    replies: list[Any]
+    collector: int
     packed: Any
     ticket: Ticket
-    receipt: Receipt | None = None
+    reply: RankReply | None = None
     result: Any = None
     error: BaseException | None = None
 
     @property
     def late(self) -> bool:
-        """Whether nothing is known of it, or no more than that it did not answer in time."""
-        return self.receipt is None and (self.error is None or isinstance(self.error, TimeoutError))
+        """Whether the part has neither a reply nor an error, apart from a timeout."""
+        return self.reply is None and (self.error is None or isinstance(self.error, TimeoutError))
 
     @property
     def lost(self) -> bool:
-        """Whether one of its actors is dead or away, or has not answered yet: it may wait for a peer that failed. Not
-        one that was never asked."""
-        if not self.receipts or self.taken_back:
+        """Whether one of its actors has died, cannot be reached, or has not answered (it may wait for a peer that
+        failed). False for a part that was never sent."""
+        if not self.replies or self.taken_back:
             return False
         return not self.answered or isinstance(self.error, _ray.exceptions.RayActorError)
 
     @property
     def away(self) -> bool:
-        """Whether one of its actors cannot be reached: it dies, or Ray starts it again."""
+        """Whether one of its actors cannot be reached: it is dying, or Ray is restarting it."""
         return isinstance(self.error, _ray.exceptions.ActorUnavailableError)
 
     @property
     def answered(self) -> bool:
-        """Whether all its actors have answered, or died."""
-        return not _open(self.receipts)
+        """Whether each of its actors has answered or died."""
+        return not _open(self.replies)
 
     @property
     def taken_back(self) -> bool:
         return isinstance(self.error, Cancelled)
 
     def take_back(self) -> bool:
-        """Whether no actor has begun it, and none will."""
-        if self.taken_back or not self.receipts:
+        """Takes the part back. Returns whether no actor has begun it, and none will."""
+        if self.taken_back or not self.replies:
             return True
-        if self.receipt is not None or not self.late or self.answered or not self.ticket.take_back():
+        if self.reply is not None or not self.late or self.answered or not self.ticket.take_back():
             return False
         self.error = Cancelled("taken back before it began")
         return True
@@ -164,14 +164,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that did not do its part.
+    """A rank without a result.
 
     Attributes:
-        rank: its number.
-        rows: int64 [n], the numbers of its rows in the batch; None for what has no batch.
-        error: why.
-        traceback: of the worker, where its code raised the error; else empty. It is the cause of `error`, too.
-        actor: the number of the actor in the group, for what has no batch.
+        rank: the number of the rank.
+        rows: int64 [n], row numbers of the batch; None for a method without a batch.
+        error: the reason.
+        traceback: the traceback of the worker if its code raised the error, else empty. It is also the cause of
+        `error`. actor: the number of the actor in the group, for a method without a batch.
     """
 
     rank: int
@@ -186,7 +186,7 @@ class Failure:
         return cls(rank, rows, error, remote.args[0] if isinstance(remote, RemoteTraceback) else "", actor)
 
     def __post_init__(self) -> None:
-        if self.traceback:  # a pickle of the error has lost its cause
+        if self.traceback:  # pickling the error drops its cause
             self.error.__cause__ = RemoteTraceback(self.traceback)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -200,14 +200,14 @@ class Failure:
 
     def __str__(self) -> str:
         lines = str(self.error).strip().splitlines() or [""]
-        if isinstance(self.error, MaskpackError):  # of several lines: each field, and what to do
+        if isinstance(self.error, MaskpackError):  # it may list fields on several lines
             lines = [" ".join(map(str.strip, lines))]
         reason = next((line for line in reversed(lines) if line.strip()), "") if len(lines) > 1 else lines[0]
         return f"{self.name}: {type(self.error).__name__}: {reason[:300].rstrip('.')}"
 
 
 class Sender(Protocol):
-    """A WorkerGroup, as far as calls know it."""
+    """The part of a WorkerGroup that calls use."""
 
     @property
     def num_ranks(self) -> int: ...
@@ -215,11 +215,11 @@ class Sender(Protocol):
     def send(
         self, request: Request, rows: Mapping[int, IntArray], *, again: bool
     ) -> tuple[list[Part], dict[str, float]]:
-        """Starts the request on some ranks; `again` where objects may have been lost."""
+        """Sends the request to some ranks; `again` puts objects anew that may have been lost."""
         ...
 
     def ran_on(self, rank: int, nodes: Sequence[str]) -> None:
-        """Takes note of the nodes that the actors of a rank ran on."""
+        """Records the nodes of the actors of a rank."""
         ...
 
     def nodes_alive(self, died: Collection[int]) -> set[str]:
@@ -227,35 +227,35 @@ class Sender(Protocol):
         ...
 
     def ranks_off(self, nodes: Collection[str]) -> set[int]:
-        """The ranks that answered last from other nodes than these."""
+        """The ranks that are on other nodes than these."""
         ...
 
 
 @dataclass(eq=False, repr=False)
 class Call:
-    """A call that was sent. `result` waits for it; it can be awaited too."""
+    """A call that was sent. `result` waits for its result; the call can also be awaited."""
 
     group: Sender
     request: Request
     parts: list[Part]
     metrics: dict[str, float]
-    """Flat, for a logger; whole once `result` has returned."""
+    """A flat dict for a logger; complete once `result` has returned."""
     lost: frozenset[int] = frozenset()
-    """Ranks of the group that failed calls before this one left out."""
+    """The ranks that earlier attempts lost; a retry does not use them."""
     _begun: float = field(default_factory=time.perf_counter)
     _done: bool = False
     _value: Any = None
     _turn: Any = field(default_factory=threading.Lock)
-    """Held by the one who waits; others wait for him."""
+    """Held by the thread that waits for the ranks; other threads wait for that one."""
     _guard: Any = field(default_factory=threading.Lock)
-    """Of the four below."""
+    """Guards the four attributes below."""
     _future: Future[Any] | None = None
-    """What all who await the call wait for; one thread waits for the ranks."""
+    """The future that all awaits share; one thread waits for the ranks."""
     _awaiting: int = 0
     _waiting: int = 0
-    """In `result`."""
+    """The number of threads in `result`."""
     _given_up: bool = False
-    """Whether the last who awaited the call was cancelled, and nobody else waits."""
+    """Whether the last await was cancelled while no thread was in `result`."""
 
     def __await__(self) -> Generator[Any, None, Any]:
         with self._guard:
@@ -263,7 +263,7 @@ class Call:
             if self._future is None:
                 self._future = Future()
                 self._future.set_running_or_notify_cancel()
-                # asyncio would join a thread of its own at its end
+                # asyncio would join a thread of its executor on exit
                 threading.Thread(target=self._watch, args=(self._future,), daemon=True).start()
             future = self._future
         given_up = False
@@ -281,7 +281,7 @@ class Call:
         return self._awaiting > 0
 
     def _watch(self, future: Future[Any]) -> None:
-        """Waits as long as somebody awaits the call."""
+        """Waits for the ranks as long as the call is awaited."""
         while True:
             try:
                 value, error = self._result(None, self._is_awaited), None
@@ -302,28 +302,29 @@ class Call:
 
     def done(self) -> bool:
         """Whether every rank has answered or failed."""
-        return not _open([ref for part in self.parts if part.late for ref in part.receipts])
+        return not _open([ref for part in self.parts if part.late for ref in part.replies])
 
     def cancel(self) -> list[int]:
-        """Takes back the parts that no rank has begun: they will not run, also where a rank is busy or hangs.
+        """Takes back the parts that no rank has begun. They will not run, even if their rank is busy or hangs.
 
-        What has begun goes on, and its answer counts. `result` then raises a WorkerError that names the ranks whose
-        part was taken back, and `retry` sends these rows again. In a collective, ranks that have begun wait for those
-        that never will.
+        Parts that have begun continue, and their results count. `result` then raises a WorkerError that names the ranks
+        whose parts were taken back, and `retry` sends their rows again. Ranks that have begun and enter a collective
+        wait there for the others.
 
-        Returns the ranks that have begun, or answered.
+        Returns:
+            The ranks that have begun or answered.
         """
         return sorted({part.rank for part in self.parts if not part.take_back()})
 
     def result(self, timeout: float | None = None) -> Any:
-        """What `WorkerGroup.call` returns.
+        """Waits for the result, which is that of `WorkerGroup.call`.
 
         Args:
-            timeout: seconds to wait, at most; None to wait until every rank has answered or failed.
+            timeout: the largest number of seconds to wait. None waits until every rank has answered or failed.
 
         Raises:
-            WorkerError: ranks failed, or did not answer in time, or their results do not fit together. A later
-                `result` may still have what late ranks return.
+            WorkerError: ranks failed or did not answer in time, or their results do not fit together. A later `result`
+                collects the answers of late ranks.
         """
         if timeout is not None:
             seconds(timeout, "timeout", "Call.result")
@@ -341,8 +342,8 @@ class Call:
     def _result(self, timeout: float | None, wanted: Callable[[], bool] = lambda: True) -> Any:
         until = math.inf if timeout is None else time.monotonic() + timeout
         if not self._turn.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
-            self._check()  # another waits for these ranks, in its own time
-            self._turn.acquire()  # all have answered, and the other decodes what they returned
+            self._check()  # another thread waits for these ranks, with its own timeout
+            self._turn.acquire()  # all ranks have answered, and the other thread decodes the results
         try:
             if not self._done:
                 self._finish(None if timeout is None else max(0.0, until - time.monotonic()), wanted)
@@ -351,7 +352,7 @@ class Call:
             self._turn.release()
 
     def _interrupted(self, stop: KeyboardInterrupt) -> None:
-        """Takes back what has not begun, and has the exception say what has."""
+        """Takes back parts that have not begun, and adds the call and a note to the exception."""
         begun = self.cancel()
         cast("Any", stop).call = self
         note = (
@@ -363,21 +364,21 @@ class Call:
             cast("Any", stop).add_note(note)
 
     def retry(self, group: Sender | None = None) -> Call:
-        """Sends the rows again that have no result: to the ranks that are alive, or to those of another group.
+        """Sends the rows without a result again, to the ranks that are alive or to those of another group.
 
-        The results that are there are kept; the call that is returned has them and those of the rows sent again. Rows
-        of a view that are lost with their node are among these, and ranks on nodes that are gone are left out.
-        Where actors have died, this waits until their nodes have answered, or Ray knows that they are gone.
-        A plan is made anew for them. The result has the format and the device of this call's.
+        The returned call keeps the results of this one. Rows of a view whose node is gone are sent again, and ranks on
+        such nodes are left out. If actors have died, this waits until their nodes have answered, or Ray knows that they
+        are gone. A plan is made anew for the rows. The result has the same format and device.
 
-        Raises MaskpackError if every rank was lost and no group is given, or if the plan has several updates, loss
-        tokens or groups: then a part of it is not a part of the whole.
+        Raises:
+            MaskpackError: every rank was lost and no group is given; or the plan has several updates, loss tokens or
+                groups, so that its rows cannot be divided anew.
         """
         request, parts = self.request, self.parts  # in this order: another thread may finish the call
         dead = {part.rank for part in parts if isinstance(part.error, _ray.exceptions.RayActorError)}
         alive = self.group.nodes_alive(dead) if parts else set[str]()
         gone = _rows_gone(parts, alive)
-        failed = [part for part in parts if part.receipt is None or id(part) in gone]
+        failed = [part for part in parts if part.reply is None or id(part) in gone]
         kept = [part for part in parts if all(part is not other for other in failed)]
         if not failed:
             return self
@@ -402,7 +403,7 @@ class Call:
         ranks = ranks[: max(1, missing.size)]  # one is called where there are no rows, for an empty result
         rows = dict(zip(ranks, np.array_split(missing, len(ranks)), strict=True))
         sent, metrics = to.send(request, rows, again=True)
-        # what is no TensorDict comes as a list in this order
+        # results without rows are a list in this order
         parts = sorted([*sent, *kept], key=lambda part: part.rows[:1].tolist())
         return Call(to, request, parts, metrics, lost - away)
 
@@ -413,7 +414,7 @@ class Call:
         gone = _rows_gone(self.parts, nodes_alive()) if self.request.format == "view" else {}
         for part in self.parts:
             if id(part) in gone:
-                part.receipt, part.result, part.error = None, None, gone[id(part)]
+                part.reply, part.result, part.error = None, None, gone[id(part)]
         self._check()
         begun = time.perf_counter()
         try:
@@ -429,12 +430,12 @@ class Call:
         self.request = replace(self.request, args=(), kwargs={})
 
     def _collect(self, timeout: float | None, wanted: Callable[[], bool]) -> None:
-        """Takes what is there until all parts are settled, the time is up, or the grace after a failure is over."""
+        """Collects replies until all parts are settled, the timeout is over, or the grace after a failure is over."""
         until = math.inf if timeout is None else time.monotonic() + timeout
         graced = math.inf
-        if any(part.receipt is None and not part.late for part in self.parts):  # known from a `result` before
+        if any(part.reply is None and not part.late for part in self.parts):  # failed in an earlier `result`
             graced = time.monotonic() + self.request.grace
-        owner = {ref: part for part in self.parts if part.late for ref in part.receipts}
+        owner = {ref: part for part in self.parts if part.late for ref in part.replies}
         for part in owner.values():
             part.error = None
         waiting = list(owner)
@@ -445,17 +446,17 @@ class Call:
                 raise _Unwanted
             if not ready and left <= _LOOK:
                 break
-            back = [ref for ref in waiting if owner[ref].taken_back]  # by another thread, or by who was interrupted
+            back = [ref for ref in waiting if owner[ref].taken_back]  # by another thread, or after an interrupt
             if back:
                 waiting = [ref for ref in waiting if ref not in back]
                 graced = min(graced, time.monotonic() + self.request.grace)
             left = None if until == math.inf else max(0.0, until - time.monotonic())
             for ref in ready:
                 part = owner[ref]
-                if all(peer not in waiting for peer in part.receipts):
+                if all(peer not in waiting for peer in part.replies):
                     self._settle(part, left)
                 elif part.error is None:
-                    part.error = _got([ref], left)[1]  # its peers may wait for it for ever
+                    part.error = _got([ref], left)[1]  # its peers may wait for it forever
                 if part.error is not None:
                     graced = min(graced, time.monotonic() + self.request.grace)
         for part in (owner[ref] for ref in waiting):
@@ -465,28 +466,28 @@ class Call:
                 part.error = TimeoutError(waited + grace)
 
     def _settle(self, part: Part, timeout: float | None) -> None:
-        """Takes what all actors of a part have answered."""
-        receipts, part.error = _got(part.receipts, timeout)
+        """Sets the reply, the result or the error of a part that all its actors have answered."""
+        replies, part.error = _got(part.replies, timeout)
         if part.error is None:
-            receipt: Receipt | None = receipts[part.speaker]
-            if all(each is not None for each in receipts):
-                self.group.ran_on(part.rank, [each.node for each in receipts])
-            if receipt is None:
+            reply: RankReply | None = replies[part.collector]
+            if all(each is not None for each in replies):
+                self.group.ran_on(part.rank, [each.node for each in replies])
+            if reply is None:
                 part.error = Cancelled("taken back before it began")
-            elif receipt.has_rows and self.request.format == "view":
-                part.result = BatchView.at(part.packed, cast("BatchMeta", receipt.outline))
-            elif receipt.has_rows:
+            elif reply.has_rows and self.request.format == "view":
+                part.result = BatchView.at(part.packed, cast("BatchMeta", reply.meta))
+            elif reply.has_rows:
                 (part.result,), part.error = _got([part.packed], timeout)
-            part.receipt = receipt if part.error is None else None
+            part.reply = reply if part.error is None else None
         if part.error is not None:
-            for reference in (*part.receipts, part.packed):  # Ray logs errors that nobody has taken
+            for reference in (*part.replies, part.packed):  # Ray would log errors that were never fetched
                 _got([reference], 0)
 
     def _check(self) -> None:
         failures = tuple(
             Failure.of(part.rank, part.rows, part.error or TimeoutError("no answer"))
             for part in self.parts
-            if part.receipt is None
+            if part.reply is None
         )
         if failures:
             ranks = self.group.num_ranks
@@ -505,22 +506,22 @@ class Call:
 
     def _count(self, gathering: float) -> None:
         now = time.perf_counter()
-        receipts = [part.receipt for part in self.parts if part.receipt is not None]
+        replies = [part.reply for part in self.parts if part.reply is not None]
         self.metrics["dispatch/wait_ms"] = 1e3 * (gathering - self._begun)
         self.metrics["dispatch/gather_ms"] = 1e3 * (now - gathering)
-        self.metrics["dispatch/bytes_returned"] = float(sum(receipt.nbytes for receipt in receipts))
+        self.metrics["dispatch/bytes_returned"] = float(sum(reply.nbytes for reply in replies))
         for phase in ("decode", "run", "encode"):
-            self.metrics[f"dispatch/rank_{phase}_ms"] = max((receipt.ms[phase] for receipt in receipts), default=0.0)
+            self.metrics[f"dispatch/rank_{phase}_ms"] = max((reply.ms[phase] for reply in replies), default=0.0)
 
 
 def _rows_gone(parts: Sequence[Part], alive: Collection[str]) -> dict[int, BaseException]:
-    """Of parts whose rows stay in the object store, those whose rows went with their node: why, by their ids."""
+    """The parts, by `id`, whose rows stayed in the object store and were lost with their node, each with an error."""
     gone: dict[int, BaseException] = {}
     for part in parts:
-        node = "" if part.receipt is None else part.receipt.node
+        node = "" if part.reply is None else part.reply.node
         if node in alive or not isinstance(part.result, BatchView):
             continue
-        error = _got([part.packed], 0)[1]  # small objects are here; of lost ones Ray may know already
+        error = _got([part.packed], 0)[1]  # small objects are in this process; Ray may know that an object is lost
         if isinstance(error, TimeoutError):
             places = _ray.experimental.get_object_locations([part.packed])[part.packed]["node_ids"]
             if not any(place in alive for place in places):
@@ -531,25 +532,25 @@ def _rows_gone(parts: Sequence[Part], alive: Collection[str]) -> dict[int, BaseE
 
 
 def seconds(value: Any, name: str, call: str) -> None:
-    """Raises MaskpackError for what is no time to wait."""
+    """Raises MaskpackError unless `value` is a number of seconds, 0 or more."""
     known = isinstance(value, int | float | np.number) and not isinstance(value, bool)
     if not known or not cast("Any", value) >= 0:
         raise MaskpackError(f"{call}: {name} is {said(value)}; expected seconds, from 0. Give a number.")
 
 
 class _Unwanted(Exception):
-    """Nobody awaits the call any more."""
+    """The call is not awaited any more."""
 
 
 def _open(references: Sequence[Any]) -> list[Any]:
-    """Those without an answer."""
+    """The references without an answer."""
     if not references:
         return []
     return _ray.wait(list(references), num_returns=len(references), timeout=0, fetch_local=False)[1]
 
 
 def _got(references: Sequence[Any], timeout: float | None) -> tuple[Sequence[Any], BaseException | None]:
-    """What the references stand for; or None for each, and the error."""
+    """The values of references and None; or a None for each, and the error."""
     try:
         return _ray.get(list(references), timeout=timeout), None
     except _ray.exceptions.RayError as error:
@@ -557,15 +558,15 @@ def _got(references: Sequence[Any], timeout: float | None) -> tuple[Sequence[Any
 
 
 def _told(error: Any) -> BaseException:
-    """What a worker raised, with its traceback there as the cause; or what Ray says."""
+    """The exception that a worker raised, with its remote traceback as the cause; or the error of Ray."""
     text = str(error)
     cause = getattr(error, "cause", None)
-    own = cause if isinstance(error, _ray.exceptions.RayTaskError) and cause is not None else error
-    if isinstance(own, _FULL):
-        own = _full(own)
+    raised = cause if isinstance(error, _ray.exceptions.RayTaskError) and cause is not None else error
+    if isinstance(raised, _FULL):
+        raised = _full(raised)
     if '\n  File "' in text:
-        own.__cause__ = RemoteTraceback(_shortened(text))
-    return own
+        raised.__cause__ = RemoteTraceback(_shortened(text))
+    return raised
 
 
 _FULL = (_ray.exceptions.ObjectStoreFullError, _ray.exceptions.OutOfDiskError)
@@ -574,13 +575,15 @@ _MARKS = re.compile(r"[\s^~]+$")
 
 
 def _shortened(text: str) -> str:
-    """A traceback as Ray gives it, without colours, marks under the lines, and the frames of Ray and of `endpoint`."""
+    """The traceback of Ray without colours, carets, and the frames of Ray and of `endpoint`."""
     kept: list[str] = []
-    ours = False
+    hidden = False
     for line in _COLOUR.sub("", text).splitlines():
         if not line.startswith("    "):
-            ours = line.startswith('  File "') and ("/site-packages/ray/" in line or "maskpack/serving.py" in line)
-        if not ours and not _MARKS.match(line):
+            hidden = line.startswith('  File "') and (
+                "/site-packages/ray/" in line or "maskpack/dispatch/endpoints.py" in line
+            )
+        if not hidden and not _MARKS.match(line):
             kept.append(line)
     return "\n".join(kept)
 
@@ -596,7 +599,7 @@ def _full(error: BaseException) -> StoreFullError:
 
 @contextmanager
 def storing() -> Generator[None]:
-    """Raises StoreFullError where Ray has no room for an object."""
+    """Raises StoreFullError if the object store has no room for an object."""
     try:
         yield
     except _FULL as error:
@@ -613,7 +616,8 @@ def _failed(
 def answers(
     asked: Mapping[Any, tuple[int, int]], method: str, timeout: float | None, grace: float, remedy: str
 ) -> dict[Any, Any]:
-    """What each reference stands for, in their order; they are of a rank and an actor. Raises WorkerError."""
+    """The value of each reference, which belongs to a rank and an actor. Raises WorkerError if actors fail or are
+    late."""
     begun = time.monotonic()
     until = math.inf if timeout is None else begun + timeout
     values: dict[Any, Any] = {}
@@ -643,18 +647,18 @@ def answers(
 
 
 def _gathered(parts: Sequence[Part], request: Request) -> Any:
-    """Rows in the order of the batch; beside them, or in their place, what the ranks returned else."""
-    receipts = [cast("Receipt", part.receipt) for part in parts]
-    if not any(receipt.has_rows for receipt in receipts):
-        rest = [receipt.rest for receipt in receipts]
+    """Joins the results: a TensorDict in row order, with lists of the rest of each tuple; or a list, or None."""
+    replies = [cast("RankReply", part.reply) for part in parts]
+    if not any(reply.has_rows for reply in replies):
+        rest = [reply.rest for reply in replies]
         return None if all(value is None for value in rest) else rest
-    if not all(receipt.has_rows for receipt in receipts):
-        seen = [part.rank for part in parts if cast("Receipt", part.receipt).has_rows]
+    if not all(reply.has_rows for reply in replies):
+        seen = [part.rank for part in parts if cast("RankReply", part.reply).has_rows]
         raise LayoutError(
             f"ranks {seen} returned a TensorDict and the others none; expected one kind of result. Return a TensorDict "
             "on every rank, also on one without rows."
         )
-    more = [receipt.rest for receipt in receipts]
+    more = [reply.rest for reply in replies]
     sizes = [None if rest is None else len(rest) + 1 for rest in more]
     if len(set(sizes)) > 1:
         raise LayoutError(

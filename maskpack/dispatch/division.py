@@ -1,4 +1,4 @@
-"""Who does what: the actors of each data-parallel rank, and the rows of each."""
+"""The actors and the rows of each DP rank."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from maskpack.planning.ranks import RankPlans
 from maskpack.views.view import BatchView
 
 Balance = Literal["rows", "tokens"] | Sequence[Sequence[int]]
-"""How rows are divided: parts in row order of equal rows or equal tokens, or the rows of each rank."""
+"""How rows are divided: consecutive parts with equal rows or equal tokens, or a list of rows for each rank."""
 
 
 def ranks_of(
     actors: int, dp_ranks: Sequence[int] | None, collect: Sequence[bool] | None
 ) -> tuple[list[list[int]], list[int]]:
-    """The actors of each rank, and the one of them whose result counts."""
+    """The actors of each DP rank, and for each rank the actor whose result is collected."""
     if not actors:
         raise MaskpackError("WorkerGroup: no actors; expected at least one. Pass a list of actor handles.")
     for name, value in (("dp_ranks", dp_ranks), ("collect", collect)):
@@ -35,14 +35,14 @@ def ranks_of(
             "each actor its data-parallel rank."
         )
     ranks = [[actor for actor in range(actors) if given[actor] == rank] for rank in range(max(given) + 1)]
-    speaks = [own[0] == actor for actor in range(actors) for own in [ranks[given[actor]]]]
-    speaks = speaks if collect is None else [bool(value) for value in collect]
-    if len(speaks) != actors or any(sum(speaks[actor] for actor in own) != 1 for own in ranks):
+    collects = [own[0] == actor for actor in range(actors) for own in [ranks[given[actor]]]]
+    collects = collects if collect is None else [bool(value) for value in collect]
+    if len(collects) != actors or any(sum(collects[actor] for actor in own) != 1 for own in ranks):
         raise MaskpackError(
-            f"WorkerGroup: collect is {speaks} for ranks {given}; expected one for each actor, and exactly one true in "
-            "each rank. Mark the actor whose result counts."
+            f"WorkerGroup: collect is {collects} for ranks {given}; expected one for each actor, and exactly one true "
+            "in each rank. Mark the actor whose result counts."
         )
-    return ranks, [next(actor for actor in own if speaks[actor]) for own in ranks]
+    return ranks, [next(actor for actor in own if collects[actor]) for own in ranks]
 
 
 def divided(view: BatchView, balance: Balance, ranks: int) -> list[IntArray]:
@@ -73,7 +73,8 @@ def divided(view: BatchView, balance: Balance, ranks: int) -> list[IntArray]:
 
 
 def planned_lengths(view: BatchView) -> IntArray:
-    """int64 [B]: the real tokens of each row, prompt plus response. Raises PlanError where layouts do not say."""
+    """int64 [B]: the valid tokens of each row, prompt plus response. Raises PlanError if the layouts do not determine
+    them."""
     lengths = _row_lengths(view)
     if lengths is None:
         raise PlanError(
@@ -93,7 +94,7 @@ def _row_lengths(view: BatchView) -> IntArray | None:
 
 
 def of_plan(plan: RankPlans, view: BatchView, balance: Balance, ranks: int) -> list[IntArray]:
-    """The rows of each rank by a plan, which must be one of these rows."""
+    """The rows of each rank by a plan. Raises PlanError unless the plan was made for these rows."""
     if not isinstance(plan, RankPlans):
         raise PlanError(
             f"WorkerGroup: plan is {said(plan)}; expected RankPlans, which have the rows of each rank. Make "
@@ -117,14 +118,14 @@ def of_plan(plan: RankPlans, view: BatchView, balance: Balance, ranks: int) -> l
 
 
 def _nearest(sums: IntArray, wanted: npt.NDArray[np.float64]) -> IntArray:
-    """For each number, where in the sums, which never fall and begin with 0, the one nearest to it is."""
+    """The index of the nearest entry of `sums`, which start at 0 and do not decrease, for each number."""
     middles = (sums[1:] + sums[:-1]) / 2
-    found: IntArray = np.searchsorted(middles, wanted)
-    return found
+    nearest: IntArray = np.searchsorted(middles, wanted)
+    return nearest
 
 
 def shares(view: BatchView, rows: Sequence[IntArray]) -> dict[str, float]:
-    """Metrics of how the rows are divided."""
+    """Metrics of the division: rows and tokens of each rank, and their imbalance."""
     tokens = view.tokens()
     sums = [int(tokens[own].sum()) for own in rows]
     out = {"dispatch/bytes_padded": float(view.padded_nbytes), "dispatch/rows": float(view.num_rows)}

@@ -1,6 +1,6 @@
-"""The ranks' side of a call: `endpoint`, which decodes rows, runs a method, and packs what it returns.
+"""`endpoint`: the call of a method on a rank. It decodes rows, runs the method, and packs the result.
 
-parcel, objects -> packed rows -> decoded, all of them or a micro-batch at a time -> method -> packed, joined
+RankCall, objects -> packed rows -> decoded, all at once or by micro-batch -> method -> packed, joined -> RankReply
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from maskpack.core.keys import need_keys
 from maskpack.core.memory import Pool
 from maskpack.core.objects import on_host
 from maskpack.core.tree import Node
-from maskpack.dispatch.messages import At, Packing, Parcel, Receipt, RowsAt
+from maskpack.dispatch.messages import ObjectAt, Packing, RankCall, RankReply, RowsAt
 from maskpack.dispatch.placement import this_node
 from maskpack.errors import LayoutError, MaskpackError, PlanError
 from maskpack.fields.registry import Key
@@ -32,7 +32,7 @@ from maskpack.planning.plan import join_rows
 from maskpack.views.column_group import BatchMeta
 
 _MEMORY = Pool()
-"""Of the padded tensors that methods see in this process; they die with the call, most of the time."""
+"""Memory of the padded tensors that methods see; most of them are freed when the call ends."""
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -56,21 +56,32 @@ def endpoint(
     fields: Sequence[Key] = (),
     micro_batches: bool = False,
 ) -> Any:
-    """Makes an actor method `method(self, batch, ...)` take packed rows and return packed rows.
+    """Decorates an actor method `method(self, batch, ...)` so that a WorkerGroup can call it with packed rows.
 
-    The method sees its batch as a TensorDict in `format` on `device` (by default that of the driver), with the `fields`
-    named, or all; other batches among its arguments come whole, in the same format, on the same device. What it sees
-    are copies, which it may write to. A TensorDict that it returns, alone or first in a tuple, padded or nested, must
-    have the rows of its batch, and goes back packed under the batch's layouts; anything else goes back as it is. What
-    goes back lies on the host, tensors in dicts, lists and tuples among it, whatever device they were on.
-    Called with a TensorDict, the method runs as if it were not decorated.
+    The method receives a TensorDict and may return one; decoding and packing are done here. Called with a TensorDict,
+    it runs as if it were not decorated.
 
-    A call with a `plan` gives the method the MicroBatchPlan of its rows as the keyword argument `plan`. With
-    `micro_batches` the method is called once for each micro-batch instead, of which alone it sees the decoded rows: the
-    TensorDicts that it returns, alone or first in a tuple, are joined in the order of the rows; of everything else (no
-    tensors with dims) there is a list with one item for each micro-batch. Without a plan all rows are one
-    micro-batch. Dummies run too, for their collectives; what is returned for them is dropped, what else the method does
-    is not: one that trains takes `plan`. Batches that every rank gets whole are decoded for each micro-batch.
+    Args:
+        format: of the batches that the method receives, "padded" or "nested". They are copies, which it may change.
+        device: of these batches; by default the devices that the fields had on the driver.
+        fields: the fields of the first batch that are decoded; by default all. Other batches among the arguments have
+            all their fields.
+        micro_batches: whether the method is called once for each micro-batch of a plan, with the rows of that
+            micro-batch only.
+
+    A returned TensorDict, alone or first in a tuple, padded or nested, must have the rows of the batch. It is packed
+    under the layouts of the batch. Other results are returned unchanged. Tensors come back on the host, also those in
+    dicts, lists and tuples, whatever their device was.
+
+    In a call with a plan, the method receives the MicroBatchPlan of its rows as the keyword argument `plan`; with
+    `micro_batches` it is called for each micro-batch instead. Then returned TensorDicts are joined in the order of the
+    rows, and other results (except tensors with dims, which raise) become a list with one item for each micro-batch.
+    Without a plan all rows are one micro-batch. Dummies run for their collectives, and only their results are dropped;
+    a method with other side effects, such as training, takes `plan` instead. Batches that every rank gets whole are
+    decoded again for each micro-batch.
+
+    Raises:
+        LayoutError, MaskpackError: an option is invalid, or the method is a coroutine or a generator.
     """
     need_keys(fields, "fields", "endpoint", LayoutError)
     flag(micro_batches, "micro_batches", "endpoint")
@@ -100,7 +111,7 @@ def endpoint(
 
     @functools.wraps(method)
     def served(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not args or not isinstance(args[0], Parcel):
+        if not args or not isinstance(args[0], RankCall):
             return method(self, *args, **kwargs)
         if args[0].plan is not None and not takes_plan and not micro_batches:
             raise PlanError(
@@ -115,7 +126,7 @@ def endpoint(
         finally:
             args[0].ticket.end()
 
-    # Ray binds arguments to the signature of what is wrapped, and a parcel comes with its objects
+    # Ray would bind arguments to the wrapped signature, which does not take a RankCall and its objects
     del served.__wrapped__
     return served
 
@@ -123,22 +134,22 @@ def endpoint(
 def _served(
     method: Callable[..., Any],
     name: str,
-    parcel: Parcel,
+    rank_call: RankCall,
     objects: Sequence[Any],
     format: Target,
     device: torch.device | str | None,
     fields: Sequence[Key],
     micro_batches: bool,
-) -> tuple[Receipt, PackedBatch | None]:
-    """The receipt and the packed rows: two objects, so that the rows may stay where they are."""
+) -> tuple[RankReply, PackedBatch | None]:
+    """The reply and the packed rows: two objects, so that the rows can stay in the object store."""
     timer = _Timer()
-    given = _Given(parcel, objects, fields, name, format, device)
+    given = _Given(rank_call, objects, fields, name, format, device)
     if micro_batches:
-        packed, rest = _each(method, name, parcel, given, timer)
+        packed, rest = _each(method, name, rank_call, given, timer)
     else:
         args, kwargs = given.decoded(given.packed)
-        if parcel.plan is not None:
-            kwargs["plan"] = parcel.plan
+        if rank_call.plan is not None:
+            kwargs["plan"] = rank_call.plan
         like: Any = (
             args[0].clone(recurse=False) if format == "nested" else given.rows
         )  # the method may take entries out
@@ -146,25 +157,25 @@ def _served(
         result = method(*args, **kwargs)
         timer.lap("run")
         packed, rest = None, None
-        if parcel.speaks:
-            packed, rest = _packed(result, name, parcel.packing, given.rows.num_rows, like)
-    outline = BatchMeta.of(packed) if parcel.keep and packed is not None else None
+        if rank_call.collects:
+            packed, rest = _packed(result, name, rank_call.packing, given.rows.num_rows, like)
+    meta = BatchMeta.of(packed) if rank_call.keep and packed is not None else None
     timer.lap("encode")
     nbytes = 0 if packed is None else packed.nbytes
-    return Receipt(packed is not None, rest, outline, nbytes, timer.ms, this_node()), packed
+    return RankReply(packed is not None, rest, meta, nbytes, timer.ms, this_node()), packed
 
 
 class _Given:
-    """The arguments of a call; packed rows among them are known by their ids.
+    """The arguments of a RankCall.
 
     Attributes:
-        packed: the packed rows, by id.
-        rows: those of the batch.
+        packed: the packed batches among the arguments, by the `id` of the batch in its place.
+        rows: the first of them, the batch of the call.
     """
 
     def __init__(
         self,
-        parcel: Parcel,
+        rank_call: RankCall,
         objects: Sequence[Any],
         fields: Sequence[Key],
         name: str,
@@ -177,7 +188,7 @@ class _Given:
         self._device = device
 
         def taken(value: Any) -> Any:
-            if isinstance(value, At):
+            if isinstance(value, ObjectAt):
                 return objects[value.place]
             if not isinstance(value, RowsAt):
                 return value
@@ -187,12 +198,12 @@ class _Given:
                 self._whole.add(id(packed))
             return packed
 
-        self._args = [taken(value) for value in parcel.args]
-        self._kwargs = {key: taken(value) for key, value in parcel.kwargs.items()}
+        self._args = [taken(value) for value in rank_call.args]
+        self._kwargs = {key: taken(value) for key, value in rank_call.kwargs.items()}
         self.rows = self._args[0]
 
     def part(self, rows: Sequence[int]) -> dict[int, PackedBatch]:
-        """Some rows of what is divided, in the place of all."""
+        """The packed batches with some of the rows; those that every rank gets whole keep all."""
         return {key: batch if key in self._whole else batch.take(rows) for key, batch in self.packed.items()}
 
     def decoded(self, rows: dict[int, PackedBatch]) -> tuple[list[Any], dict[str, Any]]:
@@ -209,11 +220,11 @@ class _Given:
 
 
 def _each(
-    method: Callable[..., Any], name: str, parcel: Parcel, given: _Given, timer: _Timer
+    method: Callable[..., Any], name: str, rank_call: RankCall, given: _Given, timer: _Timer
 ) -> tuple[PackedBatch | None, Any]:
-    """Calls the method for each micro-batch; what it returned, as if it had been called once. One is decoded at a time,
-    and what it gave is packed before the next."""
-    plan = parcel.plan
+    """Calls the method for each micro-batch and joins the results. One micro-batch is decoded at a time, and its result
+    is packed before the next."""
+    plan = rank_call.plan
     split = plan is not None and plan.num_rows > 0
     parts = plan.micro_batches if plan is not None and split else [list(range(given.rows.num_rows))]
     dummies = plan.is_dummy if plan is not None and split else [False]
@@ -227,9 +238,9 @@ def _each(
         result = method(*args, **kwargs)
         del args, kwargs
         timer.lap("run")
-        if parcel.speaks and not dummy:
+        if rank_call.collects and not dummy:
             kinds.add(_kind(result, name))
-            own, rest = _packed(result, name, parcel.packing, len(part), given.own(rows))
+            own, rest = _packed(result, name, rank_call.packing, len(part), given.own(rows))
             packed += [] if own is None else [own]
             rests.append(rest)
         del result
@@ -262,7 +273,7 @@ def _kind(result: Any, name: str) -> str:
 
 
 class _Timer:
-    """Milliseconds by phase."""
+    """Milliseconds of each phase."""
 
     def __init__(self) -> None:
         self.ms: dict[str, float] = {"decode": 0.0, "run": 0.0, "encode": 0.0}
@@ -275,7 +286,7 @@ class _Timer:
 
 
 def _packed(result: Any, name: str, packing: Packing, rows: int, like: Any) -> tuple[PackedBatch | None, Any]:
-    """The rows of a result, and what else it has."""
+    """Splits a result into packed rows (None without a TensorDict) and the rest."""
     items: tuple[Any, ...] = cast("tuple[Any, ...]", result) if isinstance(result, tuple) else ()
     rest = items[1:] if items else None
     batch: Any = items[0] if items else cast("Any", result)
@@ -296,8 +307,8 @@ def _packed(result: Any, name: str, packing: Packing, rows: int, like: Any) -> t
 
 
 def _homed(packed: PackedBatch) -> PackedBatch:
-    """The rows as if they had been returned on the host. Encoded, they lie there, and those who decode them, the driver
-    or other ranks, need not have the device of this rank."""
+    """The rows with the host as the device of all fields: the driver and other ranks may not have the device of this
+    rank."""
 
     def home(node: Node) -> Node:
         return node if node.device is None else replace(node, device="cpu")

@@ -1,11 +1,12 @@
-"""Dispatch over Ray actors: rows go out packed, one object for the ranks of a node, and results come back in row order.
+"""WorkerGroup: calls methods of Ray actors with packed rows, one object for each node, and returns results in row
+order.
 
     driver                       object store                      ranks
     compress --put once-->       rows of ranks 0 1 2 3    ------>  each reads its slice, decodes, runs the method
-    lengths, segments            rows that they returned  <------  compress
+    lengths, segments            returned rows            <------  compress
       BatchView                                                    or rows go from rank to rank
 
-Ray is imported here, in calls.py, in placement.py and nowhere else in the core.
+Within the core, only this package imports Ray.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, overload
 
 import numpy as np
 import ray
 import ray.actor
 import torch
-from tensordict import TensorDictBase, is_tensorclass
+from tensordict import TensorDict, TensorDictBase, is_tensorclass
 from tensordict import is_non_tensor as is_non_tensor  # type: ignore[reportUnknownVariableType]
 
 from maskpack.core.arguments import said, whole
@@ -29,13 +30,13 @@ from maskpack.core.index import IntArray
 from maskpack.dispatch.call import Call, Part, Request, Results, Ticket, answers, seconds, storing
 from maskpack.dispatch.division import Balance, divided, of_plan, planned_lengths, ranks_of, shares
 from maskpack.dispatch.endpoints import endpoint
-from maskpack.dispatch.messages import At, Packing, Parcel, RowsAt
+from maskpack.dispatch.messages import ObjectAt, Packing, RankCall, RowsAt
 from maskpack.dispatch.placement import Placement, Site
 from maskpack.errors import LayoutError, MaskpackError, MethodError, PlanError, RegistryError
 from maskpack.fields.options import Options, Registry, Verify, kept_verify
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.nesting.survey import has_masks
-from maskpack.packed.batch import PackedBatch, check_devices, compress
+from maskpack.packed.batch import PackedBatch, Target, check_devices, compress
 from maskpack.packed.file import codec as codecs
 from maskpack.planning.plan import MicroBatchPlan
 from maskpack.planning.ranks import RankPlans, plan_ranks
@@ -46,46 +47,46 @@ __all__ = ["Broadcast", "Call", "WorkerGroup", "endpoint"]
 
 @dataclass(frozen=True)
 class Broadcast:
-    """An argument that every rank gets whole: a batch that is not divided."""
+    """A batch that every rank gets whole instead of a part."""
 
     value: Any
 
 
 _SMALL = (bool, int, float, str, type(None), ray.ObjectRef, BatchView, Broadcast)
-"""What is no large argument, to be put once for all ranks."""
+"""Types that are passed as they are; everything else is put into the object store once for all ranks."""
 _Handle: Any = ray.actor.ActorHandle
 _RESTARTING = 3
-"""Ray's state of an actor that died and is started again."""
+"""The state in Ray of an actor that died and is being restarted."""
 _PATIENCE = 60.0
-"""Seconds that a call waits for such actors."""
+"""Seconds that a call waits for actors that are being restarted."""
 
 _ray: Any = ray
 
 
 def _node(actor: Any) -> str:
-    """The node that an actor is on, which it can say once it is built."""
+    """Runs on an actor once it is constructed, and returns its node."""
     return ray.get_runtime_context().get_node_id()
 
 
 class WorkerGroup:
-    """Ray actors that each take their share of the rows: data-parallel ranks of one or more actors.
+    """Ray actors as DP ranks of one or more actors each. A call divides the rows of a batch among the ranks.
 
     Args:
-        actors: actor handles whose methods carry `@endpoint`.
-        dp_ranks: for each actor its data-parallel rank, 0, 1, ...; actors with one rank (tensor, pipeline or sequence
-            parallel peers) get the same rows. By default each actor is a rank of its own.
-        collect: for each actor whether its result counts, one a rank; by default the first of each rank.
-        registry, pad_token_id, codec: for `compress`, here and on the ranks' way back.
-        strict_mask_nesting: for `compress` on the driver; ranks ship whole, with a warning, what no mask covers.
-            "both": ranks raise there too.
-        verify: for `compress` on the driver; ranks always verify what they return.
+        actors: actor handles whose methods are decorated with `@endpoint`.
+        dp_ranks: the DP rank of each actor: 0, 1, ... Actors with the same rank (tensor, pipeline or sequence parallel
+            peers) get the same rows. By default each actor is a rank of its own.
+        collect: for each actor whether its result is collected: exactly one actor of each rank, by default the first.
+        registry, pad_token_id, codec: options of `compress`, on the driver and on the ranks.
+        strict_mask_nesting: option of `compress` on the driver. Ranks pack a field that no mask covers padded, with a
+            warning; with "both" they raise, too.
+        verify: option of `compress` on the driver. Ranks always verify their results.
 
-    A group can be given to tasks and actors, which call the same actors; `close` there kills none. As a context manager
-    a group closes itself.
+    A group can be passed to tasks and actors, which then call the same actors; `close` there kills none. A group is a
+    context manager that closes itself.
 
     Attributes:
-        actors: the handles, in the order that they were given.
-        metrics: those of the last `call` or `put` that returned, flat.
+        actors: the handles, in the order given.
+        metrics: a flat dict of the last `call` or `put` that returned.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class WorkerGroup:
         self.actors: tuple[Any, ...] = tuple(actors)
         self._launched: tuple[Any, ...] = ()
         self._nodes: dict[Any, str] = {}
-        self._ranks, self._speakers = ranks_of(len(self.actors), dp_ranks, collect)
+        self._ranks, self._collectors = ranks_of(len(self.actors), dp_ranks, collect)
         back = strict_mask_nesting == "both"
         self._packing = Packing(None if registry is RL_FIELDS else registry, pad_token_id, back, codec)
         self._options: dict[str, Any] = {
@@ -139,12 +140,18 @@ class WorkerGroup:
         worker_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> WorkerGroup:
-        """New actors of the plain class `worker`, built with `args` and `worker_kwargs`: `peers` for each of `ranks`.
+        """Starts actors of the plain class `worker` and returns their group.
 
-        Where Ray is not initialised, this joins the cluster of RAY_ADDRESS, or starts a local Ray of `num_cpus`
-        (default: one for each actor). `actor_options` are those of Ray (num_gpus, runtime_env, ...); `options` go to
-        the WorkerGroup. Where the class has no `__repr__`, its actors get one with their rank, which Ray writes in
-        front of what they print. `ready` tells whether they could be built.
+        Args:
+            ranks, peers: the number of DP ranks, and of actors for each rank.
+            args, worker_kwargs: the arguments of the constructor.
+            num_cpus: of a local Ray, which is started unless Ray is initialised or RAY_ADDRESS names a cluster; by
+                default one for each actor.
+            actor_options: options of Ray (num_gpus, runtime_env, ...).
+            options: options of WorkerGroup.
+
+        If the class has no `__repr__`, its actors get one with their rank, which Ray writes in front of their output.
+        `ready` waits for the constructors.
         """
         if not isinstance(worker, type):
             raise MaskpackError(
@@ -184,10 +191,10 @@ class WorkerGroup:
 
     @property
     def num_ranks(self) -> int:
-        """Data-parallel ranks."""
+        """The number of DP ranks."""
         return len(self._ranks)
 
-    # ---------------------------------------------------------------- life
+    # ---------------------------------------------------------------- start and end
 
     def __repr__(self) -> str:
         kinds = sorted({str(actor).removeprefix("Actor(").partition(",")[0] for actor in self.actors})
@@ -214,20 +221,21 @@ class WorkerGroup:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
         if self._packing.registry is None:
-            self._options["registry"] = RL_FIELDS  # the one of this process
+            self._options["registry"] = RL_FIELDS  # the object of this process
         self._store = Placement(len(self._ranks))
 
     def close(self) -> None:
-        """Kills the actors that `launch` started, and nothing else. Calls afterwards fail."""
+        """Kills the actors that `launch` started, and no others. Later calls fail."""
         for actor in self._launched:
             ray.kill(actor)
         self._launched = ()
 
     def ready(self, timeout: float | None = None) -> None:
-        """Waits until the actors are built.
+        """Waits until the actors are constructed.
 
-        Raises WorkerError if the constructor of one fails, with its traceback, or if one is not there in `timeout`
-        seconds.
+        Raises:
+            WorkerError: a constructor failed (the error has its traceback), or an actor did not answer in `timeout`
+                seconds.
         """
         if timeout is not None:
             seconds(timeout, "timeout", "WorkerGroup.ready")
@@ -237,7 +245,7 @@ class WorkerGroup:
         self._nodes = {self.actors[actor]: nodes[ref] for ref, (_, actor) in asked.items()}
 
     def replace(self, rank: int, *actors: Any) -> None:
-        """Puts other actors in the place of those of a rank, as many. What was put is put again at the next call."""
+        """Replaces the actors of a rank by as many others. The next call puts all objects again."""
         whole(rank, "rank", 0, "WorkerGroup.replace", self.num_ranks - 1)
         own = self._ranks[rank]
         if len(actors) != len(own):
@@ -259,17 +267,16 @@ class WorkerGroup:
         grace: float = 60.0,
         **kwargs: Any,
     ) -> list[Any]:
-        """Runs a method that takes no batch on every actor, peers too, or on those of one `rank`.
+        """Runs a method without a batch on every actor, or on the actors of one `rank`.
 
-        The method needs no decorator. It gets the arguments as they are, large ones as one object in the store; nothing
-        is divided.
+        The method needs no decorator. Every actor gets all arguments; large ones are put into the object store once.
 
         Args:
             timeout: seconds to wait for the actors.
-            grace: seconds that the others have once one has failed.
+            grace: seconds that the others have to answer once one has failed.
 
         Returns:
-            What the actors returned, in the order of `actors`.
+            A list of the results, in the order of `actors`.
 
         Raises:
             WorkerError: actors failed, died or were late.
@@ -285,8 +292,8 @@ class WorkerGroup:
         self._await_restarts([actor for _, actor in places])
         asked: dict[Any, tuple[int, int]] = {}
         with storing():
-            given = [_held(value) for value in args]
-            named = {key: _held(value) for key, value in kwargs.items()}
+            given = [_passed(value) for value in args]
+            named = {key: _passed(value) for key, value in kwargs.items()}
             for place in places:
                 try:
                     asked[getattr(self.actors[place[1]], method).remote(*given, **named)] = place
@@ -298,7 +305,7 @@ class WorkerGroup:
         return list(answers(asked, method, timeout, grace, "Run it again if it may run twice.").values())
 
     def _places(self) -> list[tuple[int, int]]:
-        """The rank and the number of each actor, in the order of the actors."""
+        """The rank and the number of each actor, in the order of `actors`."""
         return sorted(
             ((rank, actor) for rank, own in enumerate(self._ranks) for actor in own), key=lambda place: place[1]
         )
@@ -314,17 +321,62 @@ class WorkerGroup:
             )
 
     def _await_restarts(self, actors: Sequence[int]) -> None:
-        """Actors that Ray starts again take no calls before they are built."""
+        """Waits for actors that Ray is restarting: they take no calls before they are constructed."""
         until = time.monotonic() + _PATIENCE
         given: list[Any] = [self.actors[actor] for actor in actors]
         handles = [handle for handle in given if isinstance(handle, _Handle)]
         while any(handle._get_local_state() == _RESTARTING for handle in handles):
             if time.monotonic() > until:
-                return  # their calls will fail, and say so
+                return  # their calls will raise
             time.sleep(0.05)
 
     # ---------------------------------------------------------------- calls
 
+    @overload
+    def call(
+        self,
+        method: str,
+        batch: TensorDictBase | PackedBatch | BatchView,
+        /,
+        *args: Any,
+        format: Target = "padded",
+        device: torch.device | str | None = None,
+        balance: Balance = "rows",
+        plan: RankPlans | None = None,
+        timeout: float | None = None,
+        grace: float = 60.0,
+        **kwargs: Any,
+    ) -> TensorDict | Any: ...
+    @overload
+    def call(
+        self,
+        method: str,
+        batch: TensorDictBase | PackedBatch | BatchView,
+        /,
+        *args: Any,
+        format: Literal["view"],
+        device: torch.device | str | None = None,
+        balance: Balance = "rows",
+        plan: RankPlans | None = None,
+        timeout: float | None = None,
+        grace: float = 60.0,
+        **kwargs: Any,
+    ) -> BatchView | Any: ...
+    @overload
+    def call(
+        self,
+        method: str,
+        batch: TensorDictBase | PackedBatch | BatchView,
+        /,
+        *args: Any,
+        format: Results,
+        device: torch.device | str | None = None,
+        balance: Balance = "rows",
+        plan: RankPlans | None = None,
+        timeout: float | None = None,
+        grace: float = 60.0,
+        **kwargs: Any,
+    ) -> TensorDict | BatchView | Any: ...
     def call(
         self,
         method: str,
@@ -342,28 +394,31 @@ class WorkerGroup:
         """Runs `method` on every rank with its rows of `batch`, and waits for the results.
 
         Args:
-            method: name of an actor method that carries `@endpoint`.
+            method: the name of an actor method decorated with `@endpoint`.
             batch: padded, nested, packed, or a view.
-            args, kwargs: further arguments. Batches among them are divided like `batch`, whose number of rows they
-                must have; a `Broadcast` and everything else goes whole to every rank, large things as one object.
-            format: of a TensorDict result; `view` leaves the rows where they are and gives a BatchView.
-            device: where a TensorDict result lies; the host where none is given, whatever device it had on its rank.
-                Not for a `view`: its `materialize` takes one.
-            balance: parts in row order, `rows` that differ by one row at most or `tokens` of equal sums as far as rows
-                allow; or the row numbers of each rank. With fewer rows than ranks, some ranks are called with none.
-            plan: who does which rows instead of `balance`, and in which micro-batches (see `plan`): each rank's method
-                gets its MicroBatchPlan.
+            args, kwargs: further arguments of the method. Batches among them must have as many rows and are divided
+                like `batch`. A `Broadcast` and all other arguments go whole to every rank; large ones are put into the
+                object store once.
+            format: "padded" or "nested" for a TensorDict; "view" leaves returned rows in the object store and gives a
+                BatchView.
+            device: the device of a TensorDict result; by default the host, whatever the device was on the rank. Not
+                with "view": pass it to `materialize`.
+            balance: consecutive parts, with "rows" of equal size up to one row, or with "tokens" of equal sums as far
+                as rows allow; or the row numbers of each rank. With fewer rows than ranks, some ranks are called with
+                none.
+            plan: the result of `plan`, which replaces `balance` and gives each rank the MicroBatchPlan of its rows.
             timeout: seconds to wait for the ranks.
-            grace: seconds that the other ranks have once one has failed.
+            grace: seconds that the other ranks have to answer once one has failed.
 
         Returns:
-            A TensorDict in row order where the ranks returned TensorDicts; a tuple of it and lists of the ranks' other
-            results where they returned tuples that begin with one; None where all returned None; else the list of the
-            ranks' results.
+            A TensorDict (or BatchView) in row order if the ranks returned TensorDicts. If they returned tuples that
+            begin with a TensorDict, a tuple of the joined rows and, for each further item, a list with one entry for
+            each rank. None if all returned None; otherwise a list with the result of each rank.
 
         Raises:
-            WorkerError: ranks failed, died or were late; it names them and their rows, and can send these again.
-            LayoutError: batches of different numbers of rows, or a `balance` that is no partition of the rows.
+            WorkerError: ranks failed, died or were late. It names them and their rows, and `error.call.retry()` sends
+                these rows again.
+            LayoutError: batches have different numbers of rows, or `balance` is not a partition of the rows.
         """
         if timeout is not None:
             seconds(timeout, "timeout", "WorkerGroup")
@@ -387,7 +442,7 @@ class WorkerGroup:
         grace: float = 60.0,
         **kwargs: Any,
     ) -> Call:
-        """As `call`, without waiting: the rows are encoded and sent, and the ranks are at work."""
+        """`call` without waiting: returns a Call once the rows are encoded and sent."""
         self._need_batch(batch, "WorkerGroup")
         if not isinstance(method, str):
             raise MethodError(f'WorkerGroup: method is {said(method)}; expected the name of one. Pass it: "update".')
@@ -402,7 +457,7 @@ class WorkerGroup:
                 "Pass it to materialize."
             )
         if device is not None:
-            check_devices([device], "WorkerGroup")  # before the ranks work for nothing
+            check_devices([device], "WorkerGroup")  # raises before the ranks run
         if any(isinstance(value, RankPlans) for value in (*args, *kwargs.values())):
             raise PlanError(
                 f'WorkerGroup: a plan among the arguments of "{method}"; expected it by name. Pass plan=plan.'
@@ -433,14 +488,14 @@ class WorkerGroup:
         onto: BatchView | None = None,
         balance: Balance = "rows",
     ) -> BatchView:
-        """Encodes a batch, puts it into the object store and gives a view of it, which calls take as often as they like
-        without sending it again; the store releases it with the last view.
+        """Encodes a batch, puts it into the object store, and returns a view of it. Calls with the view do not send the
+        rows again. The store releases them with the last view.
 
         Args:
-            batch: padded, nested or packed; or a view with rows that are here.
-            onto: a view with the same rows. The fields of `batch` are put under its layouts, and the view that is
-                returned has the fields of both, those of `batch` in the place of old ones.
-            balance: how calls will divide the rows: each node is sent its own.
+            batch: padded, nested or packed; or a view with rows in this process.
+            onto: a view of the same rows. The fields of `batch` are put under its layouts, and the returned view has
+                the fields of both; those of `batch` replace fields with the same name.
+            balance: how later calls will divide the rows, because each node is sent its own rows.
         """
         begun = time.perf_counter()
         self._need_batch(batch, "WorkerGroup.put")
@@ -466,13 +521,12 @@ class WorkerGroup:
         return there if onto is None else onto.with_fields(there)
 
     def release(self, batch: PackedBatch | None = None) -> None:
-        """Forgets what was put into the object store for a PackedBatch that was dispatched, or for all of them.
+        """Forgets the objects that were put for a PackedBatch, or for all of them. The next call puts them again. Views
+        and running calls keep what they need.
 
-        The next call puts it again. Views and calls on their way keep what they need.
-
-        A group remembers what it put, so that a PackedBatch that is dispatched again is not put again, as long as the
-        batch is alive. All of it takes a quarter of the object store of the driver's node at most, or what the batch
-        that was used last takes; what was used longest ago is forgotten first.
+        A group remembers these objects as long as the batch is alive, so that a PackedBatch is put once for several
+        calls. They take at most a quarter of the object store on the node of the driver, or the size of the batch used
+        last; those used longest ago are forgotten first.
         """
         if not isinstance(batch, PackedBatch | None):
             raise LayoutError(
@@ -484,18 +538,18 @@ class WorkerGroup:
     def plan(
         self, batch: PackedBatch | BatchView, token_budget: float | None, *, lengths: Any = None, **options: Any
     ) -> RankPlans:
-        """Rows for each rank, and their micro-batches, planned here from lengths alone: `plan_ranks` for the ranks of
-        the group. Give it to `call`, and to `put` (`balance=plan.rows`) for where the rows will go.
+        """`plan_ranks` for the ranks of the group, from lengths alone. Pass the result to `call(plan=)`, and its rows
+        to `put(balance=plan.rows)`, so that rows are put on the nodes where they will run.
 
         Args:
             batch: packed, or a view.
-            token_budget: the most real tokens of a micro-batch.
-            lengths: [B], real tokens of each row, prompt plus response; by default those of the sequence layout, or of
-                the prompt and the response.
-            options: of `plan_ranks`.
+            token_budget: the largest number of valid tokens of a micro-batch.
+            lengths: integers [B], the valid tokens of each row, prompt plus response; by default those of the sequence
+                layout, or the sum of the prompt and the response layout.
+            options: options of `plan_ranks`.
 
         Raises:
-            PlanError: as `plan_ranks`; or the layouts of the batch do not say how long its rows are.
+            PlanError: as `plan_ranks`; or the layouts of the batch do not determine the lengths.
         """
         if not isinstance(batch, PackedBatch | BatchView):
             raise LayoutError(
@@ -507,8 +561,8 @@ class WorkerGroup:
         return plan_ranks(known, self.num_ranks, token_budget, own_lengths=lengths is not None, **options)
 
     def pack(self, batch: TensorDictBase, beside: BatchView | None = None) -> PackedBatch:
-        """`compress` with the group's options. A batch that has no mask lies under the layouts of the one `beside` it,
-        if that has as many rows."""
+        """`compress` with the options of the group. A batch without a mask is packed under the layouts of `beside` if
+        that has as many rows."""
         like = None
         if beside is not None and batch.batch_size[:1] == (beside.num_rows,):
             like = None if has_masks(batch, self._options["registry"]) else beside.layouts_alone()
@@ -519,10 +573,10 @@ class WorkerGroup:
     def send(
         self, request: Request, rows: Mapping[int, IntArray], *, again: bool = False
     ) -> tuple[list[Part], dict[str, float]]:
-        """Starts a request on some ranks, each with rows of its batches; `again` where objects may have been lost.
+        """Sends a request to some ranks, each with its rows of the batches; `again` puts objects anew that may have
+        been lost.
 
-        Everything is put before the first rank is called. If a later rank cannot be called nevertheless, its part has
-        the error.
+        All objects are put before the first rank is called. If a later rank cannot be called, its part has the error.
         """
         begun = time.perf_counter()
         actors = [actor for rank in rows for actor in self._ranks[rank]]
@@ -569,7 +623,7 @@ class WorkerGroup:
         own: slice,
         plan: MicroBatchPlan | None,
     ) -> Part:
-        """Calls the actors of one rank; `own` are its rows among those of its site, and `plan` their micro-batches."""
+        """Calls the actors of one rank. `own` are its rows among those of its site."""
         objects: list[Any] = []
         places: dict[Any, int] = {}
 
@@ -584,27 +638,27 @@ class WorkerGroup:
                 return RowsAt.of(placed[id(value)], add, whole=True)
             if isinstance(value, BatchView):
                 return RowsAt.of(placed[id(value)].take(own), add)
-            return At(add(value)) if isinstance(value, ray.ObjectRef) else value
+            return ObjectAt(add(value)) if isinstance(value, ray.ObjectRef) else value
 
         args = tuple(map(travelling, request.args))
         kwargs = {key: travelling(value) for key, value in request.kwargs.items()}
-        receipts: list[Any] = []
+        replies: list[Any] = []
         packed: Any = None
         ticket = Ticket()
         for actor in self._ranks[rank]:
-            speaks = actor == self._speakers[rank]
-            parcel = Parcel(args, kwargs, self._packing, speaks, request.format == "view", ticket, plan)
+            collects = actor == self._collectors[rank]
+            rank_call = RankCall(args, kwargs, self._packing, collects, request.format == "view", ticket, plan)
             try:
-                receipt, returned = _started(self.actors[actor], request.method, parcel, objects)
+                reply, returned = _started(self.actors[actor], request.method, rank_call, objects)
             except Exception:
                 ticket.take_back()  # from the peers that were called before
                 raise
-            receipts.append(receipt)
-            packed = returned if speaks else packed
-        return Part(rank, rows, receipts, self._ranks[rank].index(self._speakers[rank]), packed, ticket)
+            replies.append(reply)
+            packed = returned if collects else packed
+        return Part(rank, rows, replies, self._ranks[rank].index(self._collectors[rank]), packed, ticket)
 
     def ran_on(self, rank: int, nodes: Sequence[str]) -> None:
-        """Takes note of the nodes that the actors of a rank ran on."""
+        """Records the nodes of the actors of a rank."""
         self._store.ran_on(rank, nodes)
 
     def nodes_alive(self, died: Collection[int]) -> set[str]:
@@ -612,11 +666,11 @@ class WorkerGroup:
         return self._store.nodes_alive(died)
 
     def ranks_off(self, nodes: Collection[str]) -> set[int]:
-        """The ranks that answered last from other nodes than these."""
+        """The ranks that are on other nodes than these."""
         return self._store.ranks_off(nodes)
 
     def _by_site(self, rows: Mapping[int, IntArray]) -> list[tuple[Site, list[int], IntArray]]:
-        """The sites, their ranks, and the rows of all of these."""
+        """Each site with its ranks, and the rows of these ranks."""
         sites = self._store.sites()
         ranks: dict[Site, list[int]] = {}
         for rank in rows:
@@ -631,7 +685,8 @@ class WorkerGroup:
             )
 
     def _argument(self, value: Any, beside: BatchView | None = None) -> Any:
-        """An argument as calls hold it: batches as views, what is large as one object. `beside` is the call's batch."""
+        """An argument of a Request: a batch becomes a view, a large object a reference. `beside` is the batch of the
+        call."""
         if isinstance(value, TensorDictBase):
             return BatchView.of(self.pack(value, beside))
         if isinstance(value, PackedBatch):
@@ -645,16 +700,16 @@ class WorkerGroup:
             whole = _is_tensorclass(value.value)
             inner = ray.put(value.value) if whole else self._argument(value.value)
             return Broadcast(inner) if isinstance(inner, BatchView) else inner
-        return _held(value)
+        return _passed(value)
 
 
-def _held(value: Any) -> Any:
-    """An argument that is not divided: what is large as one object."""
+def _passed(value: Any) -> Any:
+    """An argument that is not divided: a reference if it may be large."""
     return cast("Any", value) if isinstance(value, _SMALL) else ray.put(value)
 
 
 def _named(worker: type, rank: int) -> type:
-    """The class with a `__repr__` that says its rank, if it has none: Ray writes that in front of what it prints."""
+    """The class, with a `__repr__` of its rank if it has none. Ray writes it in front of the output of the actor."""
     if worker.__repr__ is not object.__repr__:
         return worker
     name = f"{worker.__name__} rank {rank}"
@@ -670,10 +725,10 @@ def _is_tensorclass(value: Any) -> bool:
     return is_tensorclass(value) and not is_non_tensor(value)
 
 
-def _started(actor: Any, method: str, parcel: Parcel, objects: Sequence[Any]) -> tuple[Any, Any]:
-    """References to the receipt and the rows of a call that has begun."""
+def _started(actor: Any, method: str, rank_call: RankCall, objects: Sequence[Any]) -> tuple[Any, Any]:
+    """Calls a method of an actor. Returns references to its reply and its rows."""
     try:
-        return getattr(actor, method).options(num_returns=2).remote(parcel, *objects)
+        return getattr(actor, method).options(num_returns=2).remote(rank_call, *objects)
     except (AttributeError, TypeError) as error:
         raise MaskpackError(
             f'WorkerGroup: the actors cannot be called by "{method}": {error}; expected a method that takes packed '

@@ -1,10 +1,10 @@
-"""What travels between the driver and the ranks of a call.
+"""Messages between the driver and the ranks of a call.
 
-    driver   Parcel, objects --------------> rank   decodes its rows, runs the method, packs what it returned
-    driver   <-------------- Receipt, rows   rank
+    driver   RankCall, objects -------------->   rank   decodes its rows, runs the method, packs the result
+    driver   <-------------- RankReply, rows     rank
 
-The objects are packed batches in the object store, which a Parcel numbers; Ray brings them to the rank's node before
-the method is called.
+The objects are packed batches in the object store, which a RankCall refers to by number. Ray copies them to the node of
+the rank before it calls the method.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from maskpack.views.view import BatchView
 
 
 @dataclass(frozen=True)
-class At:
-    """The object at a place among those that travel with a parcel."""
+class ObjectAt:
+    """Stands for one of the objects of a RankCall."""
 
     place: int
 
 
 @dataclass(frozen=True)
 class RowsAt:
-    """A rank's rows of a view, whose column groups take them from objects by their places; `whole` if every rank gets
+    """The rows of a view for one rank. The sources of its groups are numbers of objects; `whole` if every rank gets
     all rows."""
 
     groups: tuple[ColumnGroup, ...]
@@ -42,14 +42,14 @@ class RowsAt:
 
     @classmethod
     def of(cls, view: BatchView, add: Callable[[Any], int], whole: bool = False) -> RowsAt:
-        """`add` takes a reference and gives its place among the objects."""
+        """`add` takes a reference and returns its number among the objects."""
 
-        def travelling(group: ColumnGroup) -> ColumnGroup:
+        def numbered(group: ColumnGroup) -> ColumnGroup:
             alone = len(group.sources) == 1 and group.sources[0].meta.head is group.head
             sources = tuple(add(source.held) for source in group.sources)
             return replace(group, sources=sources, head=None if alone else group.head)
 
-        return cls(tuple(map(travelling, view.groups)), view.order, view.head.schema.root, whole)
+        return cls(tuple(map(numbered, view.groups)), view.order, view.head.schema.root, whole)
 
     def packed(self, objects: Sequence[Any], fields: Sequence[Key], call: str) -> PackedBatch:
         groups, order = narrowed(self.groups, self.order, fields, call)
@@ -58,7 +58,7 @@ class RowsAt:
 
 @dataclass(frozen=True)
 class Packing:
-    """How a rank packs what it returns; `registry` None is RL_FIELDS, which need not travel."""
+    """Options by which a rank packs its result. `registry` None stands for RL_FIELDS, which is not pickled."""
 
     registry: Registry | None
     pad_token_id: int | None
@@ -67,7 +67,7 @@ class Packing:
 
 
 class Turn(Protocol):
-    """A Ticket of calls.py, as far as ranks know it."""
+    """The part of call.Ticket that ranks use."""
 
     def begin(self) -> bool: ...
 
@@ -75,22 +75,23 @@ class Turn(Protocol):
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """One rank's call.
+class RankCall:
+    """A method call of one actor.
 
     Attributes:
-        args, kwargs: of the method. `RowsAt` stands for a batch, and is decoded; `At` for an object.
-        packing: for the way back.
-        speaks: whether what this actor returns is wanted.
-        keep: whether the rows that it returns stay in the object store.
-        ticket: of its turn; an actor whose ticket was taken back does nothing.
-        plan: of its rows, if the call has one.
+        args, kwargs: the arguments of the method. `RowsAt` stands for a batch, which is decoded; `ObjectAt` for an
+            object.
+        packing: options by which the result is packed.
+        collects: whether the driver collects the result of this actor.
+        keep: whether returned rows stay in the object store.
+        ticket: an actor whose ticket was taken back does nothing.
+        plan: the micro-batches of its rows, if the call has a plan.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     packing: Packing
-    speaks: bool
+    collects: bool
     keep: bool
     ticket: Turn
     plan: MicroBatchPlan | None = None
@@ -108,21 +109,21 @@ class Parcel:
 
 
 @dataclass(frozen=True)
-class Receipt:
-    """What a rank says beside the rows that it returns.
+class RankReply:
+    """The answer of an actor. The rows that it returns are an object of their own.
 
     Attributes:
         has_rows: whether the method returned a TensorDict, alone or first in a tuple.
-        rest: what else it returned; the rest of the tuple; None if there is none.
-        outline: of rows that stay in the object store.
-        nbytes: encoded bytes of the rows.
-        ms: `decode`, `run` and `encode`.
-        node: that the rank ran on.
+        rest: a result without rows, or the rest of the tuple; None if there is none.
+        meta: the metadata of rows that stay in the object store.
+        nbytes: the number of encoded bytes of the rows.
+        ms: milliseconds of `decode`, `run` and `encode`.
+        node: the id of the node that the actor runs on.
     """
 
     has_rows: bool
     rest: Any
-    outline: BatchMeta | None
+    meta: BatchMeta | None
     nbytes: int
     ms: Mapping[str, float]
     node: str

@@ -1,23 +1,20 @@
-"""Which rows run together: lengths to micro-batches to ranks, by numbers alone; and what a plan does to a batch.
+"""Micro-batches by token budget: which rows run together, on which DP rank, and in which optimizer update.
 
-plan.py        plan_micro_batches, MicroBatchPlan     ranks.py         plan_ranks, RankPlans
-budget.py      the packing problem                    bins.py          rows into bins
-balance.py     balance_rows                           costs.py         what rows cost, FlopsModel
-loss_weights.py  weights of rows in a loss            agreement.py     agree_on_count, over torch.distributed
-apply.py       plan.apply and restore, of any batch   recorder.py      LoopRecorder
+costs.py         lengths, costs of rows, FlopsModel    packing.py      bin packing: best fit, splitting
+plan.py          plan_micro_batches, MicroBatchPlan    balance.py      balance_rows: rows to DP ranks
+ranks.py         plan_ranks, RankPlans                 agreement.py    agree_on_count, over torch.distributed
+loss_weights.py  denominators of losses                apply.py        plan.apply, plan.restore
 """
 
-from maskpack.planning import apply as apply  # registers what a plan does to batches
+from maskpack.planning import apply as apply  # registers take_rows and join_rows for batches
 from maskpack.planning.agreement import agree_on_count
 from maskpack.planning.balance import balance_rows
 from maskpack.planning.costs import FlopsModel
 from maskpack.planning.plan import MicroBatchPlan, join_rows, plan_micro_batches, take_rows
 from maskpack.planning.ranks import RankPlans, plan_ranks
-from maskpack.planning.recorder import LoopRecorder
 
 __all__ = [
     "FlopsModel",
-    "LoopRecorder",
     "MicroBatchPlan",
     "RankPlans",
     "agree_on_count",

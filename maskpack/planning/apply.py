@@ -1,10 +1,10 @@
-"""What a MicroBatchPlan does to each kind of batch: rows taken, and outputs put back in the order of the rows.
+"""apply and restore of a MicroBatchPlan for each kind of batch: takes rows, and joins outputs in the order of the rows.
 
     rows       0 1 2 3 4        micro-batches [0 3] [1 2 4]
     take       a b c d e   ->   a d | b c e
     join       A D | B C E ->   A B C D E
 
-Bounds of jagged fields are read once a call; jagged fields with equal bounds share one offsets tensor afterwards.
+Row bounds of jagged fields are read once for each call. Jagged fields with equal bounds share one offsets tensor.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Parts = Sequence[Sequence[int]]
 _Jagged = dict[Path, Any]
 
 
-# -------------------------------------------------------------------- taken
+# -------------------------------------------------------------------- take_rows
 
 
 @take_rows.register(PackedBatch)
@@ -103,7 +103,7 @@ def _jagged_rows(fields: _Jagged, bounds: dict[Path, IntArray], rows: IntArray) 
 
 
 def _bounds(fields: _Jagged, call: str) -> dict[Path, IntArray]:
-    """The row bounds of jagged fields, on the host. One synchronisation on CUDA."""
+    """The row bounds of jagged fields on the host. One synchronisation on CUDA."""
     for path, value in fields.items():
         if not is_regular(value):
             what = f'field "{show(path)}"' if path else "the tensor"
@@ -117,14 +117,14 @@ def _bounds(fields: _Jagged, call: str) -> dict[Path, IntArray]:
 
 
 def _alike(fields: _Jagged, bounds: dict[Path, IntArray]) -> list[list[Path]]:
-    """The fields with equal bounds, on one device."""
+    """Groups the fields that have equal bounds and one device."""
     found: dict[Any, list[Path]] = {}
     for path, value in fields.items():
         found.setdefault((bounds[path].tobytes(), value.device), []).append(path)
     return list(found.values())
 
 
-# -------------------------------------------------------------------- joined
+# -------------------------------------------------------------------- join_rows
 
 
 @join_rows.register(PackedBatch)
@@ -196,7 +196,7 @@ def _check_outputs(outputs: Sequence[Any], seen: Sequence[int | None], parts: _P
 
 
 def _check_alike(outputs: Sequence[Any], what: str = "") -> None:
-    """That tensors can be joined: of one kind, dtype and device, and of one shape apart from rows and jagged dims."""
+    """Raises unless tensors have one kind, dtype, device, and shape apart from rows and jagged dims."""
     seen = [_said(out) for out in outputs]
     if len(set(seen)) > 1:
         at = next(at for at, said in enumerate(seen) if said != seen[0])
@@ -232,7 +232,7 @@ def _packed_joined(outputs: Sequence[Tensor], parts: _Parts, lengths: IntArray) 
 
 
 def _jagged_joined(outputs: Sequence[_Jagged], parts: _Parts) -> _Jagged:
-    """Jagged fields of several outputs, as one in the order of the rows."""
+    """Joins jagged fields of several outputs in the order of the rows."""
     if not outputs[0]:
         return {}
     flat = {(str(at), *path): value for at, fields in enumerate(outputs) for path, value in fields.items()}
@@ -249,15 +249,15 @@ def _jagged_joined(outputs: Sequence[_Jagged], parts: _Parts) -> _Jagged:
 
 
 def _back(parts: _Parts) -> IntArray:
-    """Where each row of the batch is among the rows of the parts."""
+    """The index of each row of the batch among the rows of the parts."""
     return np.argsort(np.concatenate([np.array(rows, np.int64) for rows in parts]), kind="stable")
 
 
-# -------------------------------------------------------------------- both
+# -------------------------------------------------------------------- rows and fields
 
 
 def _rows_of(batch: Any, rows: list[int]) -> TensorDictBase:
-    """Some rows of a TensorDict, which makes indices of its objects on torch's default device."""
+    """Some rows of a TensorDict. It makes indices for its objects on the default device of torch, here the host."""
     with _HOST:
         return batch[rows]
 
@@ -267,7 +267,7 @@ def _index(rows: Any, device: torch.device) -> Tensor:
 
 
 def _picked(x: Tensor, index: Tensor) -> Tensor:
-    """Some entries along dim 0. Unsigned words are read as signed ones: torch does not select among them everywhere."""
+    """Entries along dim 0. Unsigned words are viewed as signed ones, because torch cannot index them on all devices."""
     if x.dtype in (torch.uint16, torch.uint32, torch.uint64):
         return words(x).index_select(0, index).view(x.dtype)
     return x.index_select(0, index)
@@ -278,8 +278,8 @@ def _is_jagged(value: Any) -> bool:
 
 
 def _differing_objects(entries: Sequence[dict[Path, Any]]) -> set[Path]:
-    """Paths of objects that hold for all rows of an output, and differ between outputs: tensordict 0.10 would keep
-    the first."""
+    """Paths of objects that are stored once for all rows of an output, but differ between outputs: tensordict 0.10
+    would keep the first."""
     first = entries[0]
     single = {path for path in first if all(_is_single(own[path]) for own in entries)}
     return {path for path in single if not all(_same(own[path].data, first[path].data) for own in entries)}
@@ -292,19 +292,19 @@ def _is_single(value: Any) -> bool:
 def _same(one: Any, other: Any) -> bool:
     try:
         return one is other or (type(one) is type(other) and bool(one == other))
-    except (ValueError, RuntimeError):  # arrays have no single truth
+    except (ValueError, RuntimeError):  # the comparison of arrays has no single truth value
         return False
 
 
 def _of_rows(value: Any) -> Any:
-    """The object of all rows as one a row."""
+    """An object stored once for all rows, as one object for each row."""
     rows, *rest = value.batch_size
     return NonTensorStack(*[NonTensorData(value.data, batch_size=rest) for _ in range(rows)])
 
 
 def _without(batch: TensorDictBase, fields: Mapping[Path, Any], single: Collection[Path] = ()) -> TensorDict:
-    """The batch without some fields: tensordict does not index jagged ones in every version, and lists in none. Objects
-    in `single` become those of rows."""
+    """The batch without some fields: not every version of tensordict indexes jagged fields. Objects in `single` become
+    one object for each row."""
     entries = [
         (path, _of_rows(value) if path in single and batch.batch_size[0] else value)
         for path, value in flatten(batch)
@@ -314,6 +314,6 @@ def _without(batch: TensorDictBase, fields: Mapping[Path, Any], single: Collecti
 
 
 def _merged(dense: TensorDictBase, fields: _Jagged, order: Sequence[Path], rows: int) -> TensorDict:
-    """Dense and jagged fields in their old order."""
-    found = dict(flatten(dense)) | fields
-    return unflatten(Node.of(dense), [(path, found[path]) for path in order], rows)
+    """Merges dense and jagged fields in their original order."""
+    entries = dict(flatten(dense)) | fields
+    return unflatten(Node.of(dense), [(path, entries[path]) for path in order], rows)

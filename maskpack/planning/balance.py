@@ -1,8 +1,8 @@
-"""Rows to data-parallel ranks: like sums of cost, rows of each rank in an order whose every stretch is like the whole.
+"""balance_rows: divides rows among DP ranks so that their costs are similar, also in each part of the rows of a rank.
 
-costs, largest first   9 8 | 7 6 | 3 1       a block of rows for each round, the largest to the rank with least
-rank 0                 9     6     1   16    then pairs of rows change places between the heaviest and the
-rank 1                 8     7     3   18    lightest rank, as long as that evens them out
+costs, largest first   9 8 | 7 6 | 3 1       one block of rows for each round, the largest to the rank with the least
+rank 0                 9     6     1   16    cost; then rows are exchanged between the heaviest and the lightest rank
+rank 1                 8     7     3   18    as long as that balances them
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ from maskpack.planning.costs import (
 
 _CALL = "balance_rows"
 _PATIENCE = 8
-"""Exchanges for each rank, at most."""
+"""The largest number of exchanges for each rank."""
 _WEIGHED = 256
-"""Pairs whose places even out the updates; chance places the others."""
+"""The number of pairs that are placed to balance the updates; the others are placed at random."""
 
 
 def balance_rows(
     lengths: Any, ranks: int, *, equal_rows: bool = True, cost: Cost = "tokens", groups: Any = None, seed: int = 0
 ) -> list[list[int]]:
-    """The rows of each data-parallel rank, such that the sums of their costs are alike.
+    """Divides rows among DP ranks so that the sums of their costs are similar.
 
     Args:
-        lengths: [B], real tokens of each row, prompt plus response; whole numbers on the host.
-        ranks: data-parallel ranks.
-        equal_rows: as many rows on every rank; where B does not divide, one more on some. Otherwise as costs want it.
-        cost: "tokens", or a function of lengths int64 [B] that gives costs [B], such as a FlopsModel.
-        groups: [B], labels; rows of one label go to one rank, one after the other, in the order given. `equal_rows` is
-            then as many groups on every rank.
-        seed: of the order of a rank's rows. They are shuffled so that long and short rows lie evenly: halves, quarters
-            and so on, such as the optimizer updates of a plan, have like sums over all ranks.
+        lengths: integers [B] on the host, the valid tokens of each row: prompt plus response.
+        ranks: the number of DP ranks.
+        equal_rows: whether ranks have the same number of rows, up to one row. Otherwise costs alone decide.
+        cost: "tokens", or a function of lengths int64 [B] that returns costs [B], such as a FlopsModel.
+        groups: labels [B]. Rows with one label go to one rank, one after the other, in the order given. `equal_rows`
+            then counts groups.
+        seed: of the order of the rows of a rank. They are shuffled so that halves, quarters and so on, such as the
+            optimizer updates of a plan, have similar costs over all ranks.
 
     Returns:
-        A list of row numbers for each rank; each row is in one of them. Empty ones where there are fewer rows.
+        A list of row numbers for each rank. Each row is in one list; with fewer rows than ranks some lists are empty.
 
     Raises:
-        PlanError: lengths, costs or groups that are none, ranks below 1, or a seed below 0.
+        PlanError: lengths, costs or groups are invalid, `ranks` is below 1, or `seed` is below 0.
     """
-    found = checked_lengths(lengths, _CALL)
+    lengths = checked_lengths(lengths, _CALL)
     ranks, seed = whole_number(ranks, 1, _CALL, "ranks", MOST), whole_number(seed, 0, _CALL, "seed")
     equal_rows = flag(equal_rows, "equal_rows", _CALL, PlanError)
     check_cost(cost, ["tokens"], _CALL)
-    units = Units.of(found.size, groups, _CALL)
-    weights = units.sums(row_costs(cost, found, _CALL)).astype(np.float64)
+    units = Units.of(lengths.size, groups, _CALL)
+    weights = units.sums(row_costs(cost, lengths, _CALL)).astype(np.float64)
     order = np.argsort(-weights, kind="stable")
     ranks_of = (_dealt if equal_rows else _to_the_lightest)(weights, order, ranks)
     by_rank = order[np.argsort(ranks_of[order], kind="stable")]  # of each rank, the largest first
@@ -69,7 +69,7 @@ def balance_rows(
 
 
 def _dealt(weights: FloatArray, order: IntArray, ranks: int) -> IntArray:
-    """The rank of each unit: of every `ranks` units, the largest goes to the rank that has least so far."""
+    """The rank of each unit: of every `ranks` units, the largest goes to the rank with the smallest load."""
     out = np.empty(order.size, np.int64)
     loads = np.zeros(ranks)
     for begin in range(0, order.size, ranks):
@@ -81,7 +81,7 @@ def _dealt(weights: FloatArray, order: IntArray, ranks: int) -> IntArray:
 
 
 def _to_the_lightest(weights: FloatArray, order: IntArray, ranks: int) -> IntArray:
-    """The rank of each unit: each goes to the rank that has least so far (Graham, 1969: largest processing time)."""
+    """The rank of each unit: each goes to the rank with the smallest load (Graham, 1969: largest processing time)."""
     out = np.empty(order.size, np.int64)
     loads: list[tuple[float, int, int]] = [(0, 0, rank) for rank in range(ranks)]
     for unit, weight in zip(order.tolist(), weights[order].tolist(), strict=True):
@@ -92,8 +92,8 @@ def _to_the_lightest(weights: FloatArray, order: IntArray, ranks: int) -> IntArr
 
 
 def _exchange(weights: FloatArray, parts: list[IntArray], *, moves: bool) -> None:
-    """Evens the heaviest rank out with the lightest: two units change places, or one moves, whatever comes nearest to
-    half of the difference. The units of a part stay sorted, largest first."""
+    """Balances the heaviest and the lightest rank, again and again: exchanges two units, or moves one, so that the
+    change is nearest to half of the difference. The units of a part stay sorted, largest first."""
     loads = np.array([weights[part].sum() for part in parts])
     whole = bool((weights == np.floor(weights)).all())
     best = np.ceil(loads.mean()) if whole else loads.mean()
@@ -131,11 +131,11 @@ def _sorted(weights: FloatArray, part: IntArray) -> IntArray:
 
 
 def _mixed(weights: FloatArray, parts: list[IntArray], rng: np.random.Generator) -> list[IntArray]:
-    """A shuffle of each part, whose units are sorted by weight: each half of it, each quarter, and so on, has like
-    weights, and those of all parts together have like sums.
+    """Shuffles each part, whose units are sorted by weight, so that its halves, quarters and so on have similar
+    weights, and those of all parts together have similar sums.
 
-    Of two neighbours one goes into the first half and the other into the second, by chance, and within the halves
-    likewise. The pairs that differ most, of all parts, do not leave it to chance: they even the sums out.
+    Of two neighbours one goes into the first half and the other into the second, at random, and so on within the
+    halves. The pairs that differ most, among all parts, are placed to balance the sums instead.
     """
     units = np.concatenate(parts)
     sizes = np.array([part.size for part in parts])
@@ -160,12 +160,12 @@ def _mixed(weights: FloatArray, parts: list[IntArray], rng: np.random.Generator)
 
 
 def _tossed(differences: FloatArray, path: IntArray, rng: np.random.Generator) -> IntArray:
-    """[pairs] 0 where the larger of a pair goes into the first half. The sums of the halves of each path are evened
-    out by the pairs that differ most, the largest first, wherever one would not tip the scales."""
+    """int64 [pairs]: 0 if the larger unit of a pair goes into the first half. The pairs that differ most, the largest
+    first, balance the halves of each path if their difference does not exceed the imbalance."""
     coins = rng.integers(0, 2, differences.size)
     most = min(_WEIGHED, differences.size)
     least = np.partition(differences, differences.size - most)[differences.size - most]
-    largest = np.flatnonzero(differences >= least)  # whatever order a partition leaves equal ones in
+    largest = np.flatnonzero(differences >= least)  # np.partition leaves ties in any order
     largest = largest[np.argsort(-differences[largest], kind="stable")][:most]
     signed = np.where(coins == 0, differences, -differences)
     signed[largest] = 0.0

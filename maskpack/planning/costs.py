@@ -1,8 +1,8 @@
-"""What plans are made of: checked lengths, what rows cost, and rows that stay together.
+"""The inputs of plans: checked lengths, costs of rows, and units (rows that stay together).
 
     lengths  [3 5 2 7]  groups [a a b b]   ->   units  {0 1}  {2 3}      costs of units  8  9
 
-No torch here, nor in the planners above: lengths come in, indices go out.
+Neither this module nor the planners import torch: they map lengths to row indices.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from maskpack.errors import PlanError
 
 FloatArray = npt.NDArray[np.float64]
 RowCost = Callable[[IntArray], Any]
-"""Lengths int64 [B] -> costs [B], of which a micro-batch has the sum."""
+"""A function of lengths int64 [B] that returns costs [B]. The cost of a micro-batch is their sum."""
 Cost = Literal["tokens", "padded"] | RowCost
 MOST = 1 << 24
-"""Ranks, updates or micro-batches of a plan."""
+"""The largest number of ranks, updates or micro-batches of a plan."""
 _NO_ORDER: Any = (set, frozenset, dict)
 
 
 @dataclass(frozen=True)
 class FlopsModel:
-    """Floating-point operations of a row of n tokens: linear * n + quadratic * n^2. It is a cost of rows."""
+    """A cost of rows: the floating-point operations of a row of n tokens, linear * n + quadratic * n^2."""
 
     linear: float
     quadratic: float
 
     @classmethod
     def of_transformer(cls, parameters: float, layers: int, hidden: int) -> FlopsModel:
-        """Forward and backward of a decoder: 6 operations a parameter and token, and 12 * layers * hidden for each pair
-        of tokens, half of which a causal mask leaves (Chowdhery et al., PaLM, 2022, appendix B). `hidden` is heads
-        times head size; embeddings do not count as parameters, an output layer does."""
+        """The forward and backward pass of a decoder: 6 operations for each parameter and token, and 12 * layers *
+        hidden for each pair of tokens, of which a causal mask leaves half (Chowdhery et al., PaLM, 2022, appendix B).
+        `hidden` is heads times head size. Parameters include an output layer, but no embeddings."""
         sizes: list[Any] = [parameters, layers, hidden]
         if not all(isinstance(size, int | float | np.number) for size in sizes):
             raise PlanError(
@@ -62,28 +62,28 @@ class FlopsModel:
 
 
 def checked_lengths(lengths: Any, call: str) -> IntArray:
-    """int64 [B]. Raises PlanError for anything but whole numbers from 0."""
-    found = _array(lengths, call, "lengths", "the real tokens of each row, prompt plus response")
-    if found.dtype.kind not in "iu" and found.size:
+    """Lengths as int64 [B]. Raises PlanError unless they are integers from 0."""
+    array = _array(lengths, call, "lengths", "the valid tokens of each row, prompt plus response")
+    if array.dtype.kind not in "iu" and array.size:
         raise PlanError(
-            f"{call}: lengths are {found.dtype}; expected whole numbers [B]. Give the real tokens of each row, prompt "
+            f"{call}: lengths are {array.dtype}; expected whole numbers [B]. Give the valid tokens of each row, prompt "
             "plus response."
         )
-    if found.size and int(found.min()) < 0:
-        raise PlanError(f"{call}: a length is {int(found.min())}; expected whole numbers from 0. Count real tokens.")
-    if found.size and float(found.sum(dtype=np.float64)) >= 2**62:
-        raise PlanError(f"{call}: lengths sum to more than 2^62; expected real tokens of rows. Look for bad ones.")
-    return found.astype(np.int64)
+    if array.size and int(array.min()) < 0:
+        raise PlanError(f"{call}: a length is {int(array.min())}; expected whole numbers from 0. Count valid tokens.")
+    if array.size and float(array.sum(dtype=np.float64)) >= 2**62:
+        raise PlanError(f"{call}: lengths sum to more than 2^62; expected valid tokens of rows. Look for bad ones.")
+    return array.astype(np.int64)
 
 
 def checked_amounts(amounts: Any, rows: int, call: str, name: str, meaning: str) -> FloatArray:
-    """float64 [B]. Raises PlanError for anything but finite numbers from 0, one a row."""
-    found = _array(amounts, call, name, meaning)
-    if found.dtype.kind not in "iufb" or found.shape != (rows,):
+    """Amounts as float64 [B]. Raises PlanError unless they are finite numbers from 0, one for each row."""
+    array = _array(amounts, call, name, meaning)
+    if array.dtype.kind not in "iufb" or array.shape != (rows,):
         raise PlanError(
-            f"{call}: {name} are {found.dtype} {found.shape}; expected numbers ({rows},): {meaning}. Give one a row."
+            f"{call}: {name} are {array.dtype} {array.shape}; expected numbers ({rows},): {meaning}. Give one a row."
         )
-    out = found.astype(np.float64)
+    out = array.astype(np.float64)
     if out.size and not (np.isfinite(out).all() and out.min() >= 0):
         raise PlanError(
             f"{call}: {name} run from {out.min()} to {out.max()}; expected finite numbers from 0: {meaning}. Look "
@@ -93,7 +93,7 @@ def checked_amounts(amounts: Any, rows: int, call: str, name: str, meaning: str)
 
 
 def whole_number(value: Any, least: int, call: str, name: str, most: int | None = None) -> int:
-    """Raises PlanError for what is no whole number, below `least` or above `most`; nothing is rounded."""
+    """An int. Raises PlanError unless `value` is an integer from `least` to `most`; nothing is rounded."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or int(cast("Any", value)) < least:
         raise PlanError(f"{call}: {name} is {said(value)}; expected a whole number from {least}. Give one.")
     if most is not None and value > most:
@@ -102,14 +102,14 @@ def whole_number(value: Any, least: int, call: str, name: str, most: int | None 
 
 
 def row_costs(cost: Any, lengths: IntArray, call: str, name: str = "costs") -> npt.NDArray[Any]:
-    """[B]: the lengths themselves for "tokens" and "padded", or what a callable makes of them."""
+    """[B]: the lengths for "tokens" and "padded", or the checked result of a callable."""
     if isinstance(cost, str):
         return lengths
     return checked_amounts(cost(lengths + 0), lengths.size, call, name, "what the callable gives for each row")
 
 
 def check_cost(cost: Any, names: Sequence[str], call: str) -> None:
-    """Raises PlanError for what is neither a known name nor callable."""
+    """Raises PlanError unless `cost` is one of the names or callable."""
     if not (callable(cost) or (isinstance(cost, str) and cost in names)):
         known = " or ".join(f'"{name}"' for name in names)
         raise PlanError(
@@ -118,26 +118,26 @@ def check_cost(cost: Any, names: Sequence[str], call: str) -> None:
 
 
 def in_parts(costs: npt.NDArray[Any], budget: float) -> tuple[IntArray, int]:
-    """Costs and their budget as whole numbers, so that sums are exact: as they are, or times a power of two that makes
-    the budget one, rounded up."""
+    """Costs and their budget as integers, so that sums are exact. Floats are scaled by a power of two that makes the
+    budget an integer, and rounded up."""
     if costs.dtype.kind in "iu":
         return costs.astype(np.int64), min(int(budget), 2**62)  # above any sum of lengths
     exact, budget = budget, float(budget)
-    if budget > exact:  # it was a whole number of more than 53 bits
+    if budget > exact:  # it was an integer of more than 53 bits
         budget = math.nextafter(budget, 0.0)
-    power = 53 - math.frexp(budget)[1]  # all digits of the budget stand before the point
-    over = np.minimum(costs, 256.0 * budget)  # what is over the budget stays over it
+    power = 53 - math.frexp(budget)[1]  # all binary digits of the budget are before the point
+    over = np.minimum(costs, 256.0 * budget)  # a cost over the budget stays over it
     return np.ceil(np.ldexp(over, power)).astype(np.int64), int(math.ldexp(budget, power))
 
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """Rows that stay together, in the order of their first rows.
+    """Units: sets of rows that stay together, in the order of their first rows.
 
     Attributes:
-        rows: the row numbers of each unit; None where each row is one.
+        rows: the row numbers of each unit; None if each row is a unit.
         of_row: int64 [B], the unit of each row.
-        sizes: int64 [units], how many rows each has.
+        sizes: int64 [units], the number of rows of each unit.
     """
 
     rows: list[list[int]] | None
@@ -146,7 +146,7 @@ class Units:
 
     @classmethod
     def of(cls, num_rows: int, groups: Any, call: str) -> Units:
-        """`groups` [B] are labels of any kind (uids); rows of one label are a unit. None: each row is one."""
+        """`groups` [B] are hashable labels, such as uids; rows with one label are a unit. None: each row is a unit."""
         if groups is None:
             return cls(None, np.arange(num_rows), np.ones(num_rows, np.int64))
         numbers: dict[Any, int] = {}
@@ -155,7 +155,7 @@ class Units:
                 raise TypeError("it has no order")
             labels = groups.tolist() if hasattr(groups, "tolist") else groups
             of_row = [numbers.setdefault(label, len(numbers)) for label in labels]
-        except TypeError as error:  # one thing, or lists: no labels
+        except TypeError as error:  # not iterable, or not hashable
             raise PlanError(
                 f"{call}: groups are {said(groups)}: {error}; expected one label for each row, such as its "
                 "uid. Give these."
@@ -168,7 +168,7 @@ class Units:
         rows: list[list[int]] = [[] for _ in numbers]
         for row, unit in enumerate(of_row):
             rows[unit].append(row)
-        return cls(rows, np.array(of_row, np.int64), np.array([len(own) for own in rows], np.int64))
+        return cls(rows, np.array(of_row, np.int64), np.array([len(members) for members in rows], np.int64))
 
     def __len__(self) -> int:
         return self.sizes.size
@@ -178,18 +178,18 @@ class Units:
         return units if self.rows is None else [row for unit in units for row in self.rows[unit]]
 
     def sums(self, of_rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The sum of each unit; of floats the next number that is not below it."""
+        """The sum over the rows of each unit. Sums of floats are rounded up."""
         if self.rows is None:
             return of_rows
         if of_rows.dtype.kind == "f":
             items = of_rows.tolist()
-            return np.array([_sum_upwards([items[row] for row in own]) for own in self.rows], np.float64)
+            return np.array([_sum_upwards([items[row] for row in members]) for members in self.rows], np.float64)
         out = np.zeros(len(self), of_rows.dtype)
         np.add.at(out, self.of_row, of_rows)
         return out
 
     def longest(self, of_rows: IntArray) -> IntArray:
-        """The largest of each unit."""
+        """The largest value among the rows of each unit."""
         if self.rows is None:
             return of_rows
         out = np.zeros(len(self), np.int64)
@@ -207,12 +207,12 @@ def _sum_upwards(items: list[float]) -> float:
 
 def _array(values: Any, call: str, name: str, meaning: str) -> npt.NDArray[Any]:
     try:
-        found: npt.NDArray[Any] = np.asarray(values)
+        array: npt.NDArray[Any] = np.asarray(values)
     except (TypeError, ValueError, RuntimeError) as error:  # a tensor on another device, rows of several sizes
         raise PlanError(
             f"{call}: {name} are no array: {error}; expected numbers [B] on the host: {meaning}. Copy them there."
         ) from error
-    if found.ndim != 1 or found.dtype == object:
-        seen = said(values) if found.ndim == 0 else f"{found.dtype} {found.shape}"
+    if array.ndim != 1 or array.dtype == object:
+        seen = said(values) if array.ndim == 0 else f"{array.dtype} {array.shape}"
         raise PlanError(f"{call}: {name} are {seen}; expected numbers [B]: {meaning}. Give one a row.")
-    return found
+    return array

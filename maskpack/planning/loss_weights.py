@@ -1,4 +1,4 @@
-"""What the token losses of rows are divided by, so that micro-batches on many ranks add up to one batch on one."""
+"""Denominators of losses, so that micro-batches on many ranks add up to the loss of one batch on one rank."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from maskpack.planning.costs import FloatArray
 
 LossMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
-"""How token losses become one loss: the mean over all tokens, or the mean over rows of their sums or means."""
+"""The reductions of token losses: the mean over all tokens, or the mean over rows of their sums or means."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What the token losses of rows are divided by.
+    """The denominators of the token losses of rows.
 
     Attributes:
         tokens: float64 [B], the sum of the loss mask of each row.
-        rows_of, tokens_of: of each update, over all ranks: rows with a loss token, and loss tokens.
-        ranks: over which gradients are averaged.
+        rows_of, tokens_of: for each update, over all ranks: the number of rows with a loss token, and of loss tokens.
+        ranks: the number of ranks over which gradients are averaged.
     """
 
     tokens: FloatArray
@@ -32,11 +32,11 @@ class Loss:
 
     @classmethod
     def of(cls, tokens: FloatArray, updates: Sequence[Sequence[int]]) -> Loss:
-        own = [tokens[list(rows)] for rows in updates]
-        return cls(tokens, tuple(float((x > 0).sum()) for x in own), tuple(float(x.sum()) for x in own))
+        parts = [tokens[list(rows)] for rows in updates]
+        return cls(tokens, tuple(float((x > 0).sum()) for x in parts), tuple(float(x.sum()) for x in parts))
 
     def row_weights(self, mode: str, update: int) -> FloatArray:
-        """[B]: what a row's sum of token losses counts in the loss of an update; 0 if that has no loss tokens."""
+        """float64 [B]: the weight of each row's sum of token losses in the loss of an update; 0 without loss tokens."""
         rows, tokens = self.rows_of[update], self.tokens_of[update]
         if not tokens:
             return np.zeros_like(self.tokens)
@@ -49,6 +49,6 @@ class Loss:
 
 
 def totals(ranks: Sequence[Loss]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """`rows_of` and `tokens_of` of all ranks together, given those of each."""
+    """The sums over ranks of `rows_of` and `tokens_of`."""
     rows = tuple(map(sum, zip(*(rank.rows_of for rank in ranks), strict=True)))
     return rows, tuple(map(sum, zip(*(rank.tokens_of for rank in ranks), strict=True)))

@@ -4,11 +4,12 @@
     lengths  5 9 2 7   8 1 6 4
     updates  [0 3] [1 2]   [4 7] [5 6]
 
-A MicroBatchPlan holds:
-- every row once, apart from dummies;
-- no micro-batch over the budget, apart from single rows (or groups) that are over it, which are alone and reported;
-- the counts that were asked for: at least `min_count`, a multiple of `multiple_of`, exactly K after `with_count(K)`;
-- groups whole, updates of the rows in the order given.
+Invariants of a MicroBatchPlan:
+- Every row is in one micro-batch; only dummies repeat a row.
+- No micro-batch exceeds the budget, except a single row (or group) that alone exceeds it. `oversized` lists such rows.
+- The number of micro-batches of an update is at least `min_count`, a multiple of `multiple_of`, and K after
+  `with_count(K)`.
+- Groups are not split. Updates are consecutive parts of the rows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import numpy as np
 
 from maskpack.core.arguments import said
 from maskpack.errors import PlanError
-from maskpack.planning.budget import CALL, Budget, Ground, Oversize
 from maskpack.planning.costs import (
     MOST,
     Cost,
@@ -35,6 +35,7 @@ from maskpack.planning.costs import (
     whole_number,
 )
 from maskpack.planning.loss_weights import MODES, Loss, LossMode
+from maskpack.planning.packing import CALL, Oversize, PackingProblem, PlanOptions
 
 
 def plan_micro_batches(
@@ -51,88 +52,92 @@ def plan_micro_batches(
     work: RowCost | None = None,
     loss_tokens: Any = None,
 ) -> MicroBatchPlan:
-    """Rows into micro-batches, as few as best fit finds, for each optimizer update.
+    """Packs rows into micro-batches within a token budget, as few as best fit finds, for each optimizer update.
 
     Args:
-        lengths: [B], real tokens of each row, prompt plus response; whole numbers on the host.
-        token_budget: the most that a micro-batch may cost; a whole number of tokens, any number for a cost of your own.
-            None: micro-batches of `max_rows` rows in the order given.
-        cost: "tokens", the sum of the real tokens (packed replay); "padded", rows times the longest, where rows are
-            padded on one side; or a function of lengths int64 [B] that gives costs [B], which add up. Its numbers and
-            the budget's have one unit.
-        num_updates: optimizer updates; consecutive parts of the rows, as equal as groups allow. One without rows has no
-            micro-batches.
-        groups: [B], labels; rows of one label stay in one micro-batch.
-        multiple_of: the micro-batches of an update are a multiple of it (pipeline stages).
-        min_count: the least micro-batches of an update.
-        max_rows: the most rows of a micro-batch.
-        oversize: a row (a group) that alone is over the budget or over `max_rows` is "alone" in its micro-batch and
-            listed in `plan.oversized`, or an "error".
-        work: [B] -> [B], such as a FlopsModel: micro-batches of an update are evened out by it, within the budget and
-            without another one.
+        lengths: integers [B] on the host, the valid tokens of each row: prompt plus response.
+        token_budget: the largest cost of a micro-batch: an integer number of tokens, or any number if `cost` is a
+            function. None: micro-batches of `max_rows` rows in the order given.
+        cost: "tokens", the sum of the valid tokens (packed replay); "padded", the number of rows times the longest row,
+            for rows padded on one side; or a function of lengths int64 [B] that returns costs [B] in the unit of the
+            budget. Costs of rows are added.
+        num_updates: the number of optimizer updates. They are consecutive parts of the rows, as equal as groups allow;
+            an update without rows has no micro-batches.
+        groups: labels [B]. Rows with one label stay in one micro-batch.
+        multiple_of: the number of micro-batches of an update is a multiple of it (pipeline stages).
+        min_count: the smallest number of micro-batches of an update.
+        max_rows: the largest number of rows of a micro-batch.
+        oversize: what happens to a row (or group) that alone exceeds the budget or `max_rows`. "alone" gives it a
+            micro-batch of its own and lists it in `plan.oversized`; "error" raises.
+        work: a function of lengths int64 [B] that returns amounts of work [B], such as a FlopsModel. It orders
+            micro-batches and says which to split; it does not change what is packed together.
         loss_tokens: [B], the sum of the loss mask of each row, for `plan.loss_weights`.
 
-    Micro-batches of an update are sorted, the one with the most work (cost) first; the count-based plan is not.
+    The micro-batch with the most work (by default the largest cost) comes first in its update. Without a budget,
+    micro-batches keep the order of the rows.
 
     Raises:
-        PlanError: arguments that are none of these, or with oversize="error" the rows that are too large.
+        PlanError: an argument is not one of these, or `oversize="error"` and a row is too large.
     """
-    rule = Budget(token_budget, cost, num_updates, multiple_of, min_count, max_rows, oversize, work)
-    return planned(rule, checked_lengths(lengths, CALL), groups, loss_tokens)
+    options = PlanOptions(token_budget, cost, num_updates, multiple_of, min_count, max_rows, oversize, work)
+    return planned(options, checked_lengths(lengths, CALL), groups, loss_tokens)
 
 
-def planned(rule: Budget, lengths: IntArray, groups: Any = None, loss_tokens: Any = None) -> MicroBatchPlan:
-    """The plan of these rows."""
-    ground = Ground.of(rule, lengths, Units.of(lengths.size, groups, CALL))
-    oversized = oversized_rows(rule, ground)
-    parts = ground.updates()
+def planned(options: PlanOptions, lengths: IntArray, groups: Any = None, loss_tokens: Any = None) -> MicroBatchPlan:
+    """`plan_micro_batches` with checked options and lengths."""
+    problem = PackingProblem.of(options, lengths, Units.of(lengths.size, groups, CALL))
+    oversized = oversized_rows(options, problem)
+    parts = problem.updates()
     loss = None
     if loss_tokens is not None:
         meaning = "the sum of each row's loss mask"
         tokens = checked_amounts(loss_tokens, lengths.size, CALL, "loss_tokens", meaning)
-        loss = Loss.of(tokens, [ground.units.members(part) for part in parts])
-    bins = [ground.packed(part) for part in parts]
-    counts = [-(-max(len(own), rule.min_count or 0) // rule.multiple_of) * rule.multiple_of for own in bins]
-    counts = [count if part else 0 for count, part in zip(counts, parts, strict=True)]
-    return _made(bins, counts, ground, oversized, loss)
+        loss = Loss.of(tokens, [problem.units.members(part) for part in parts])
+    bins = [problem.packed(part) for part in parts]
+    step = options.multiple_of
+    counts = [
+        -(-max(len(update), options.min_count or 0) // step) * step if part else 0
+        for update, part in zip(bins, parts, strict=True)
+    ]
+    return _with_counts(bins, counts, problem, oversized, loss)
 
 
-def oversized_rows(rule: Budget, ground: Ground) -> list[int]:
-    """Rows that alone, or in their group, are over the budget or `max_rows`; an error if the rule says so."""
-    rows = sorted(ground.units.members(ground.too_large()))
-    if rows and rule.oversize == "error":
+def oversized_rows(options: PlanOptions, problem: PackingProblem) -> list[int]:
+    """The rows that alone, or with their group, exceed the budget or `max_rows`. Raises with oversize="error"."""
+    rows = sorted(problem.units.members(problem.too_large()))
+    if rows and options.oversize == "error":
         raise PlanError(
-            f"{CALL}: rows {rows[:8]} alone, or their groups, are over token_budget {rule.token_budget} or max_rows "
-            f'{rule.max_rows}; expected less. Raise these, cut the rows, or pass oversize="alone".'
+            f"{CALL}: rows {rows[:8]} alone, or their groups, are over token_budget {options.token_budget} or max_rows "
+            f'{options.max_rows}; expected less. Raise these, cut the rows, or pass oversize="alone".'
         )
     return rows
 
 
-def _made(
-    bins: list[list[list[int]]], counts: Sequence[int], ground: Ground, oversized: list[int], loss: Loss | None
+def _with_counts(
+    bins: list[list[list[int]]], counts: Sequence[int], problem: PackingProblem, oversized: list[int], loss: Loss | None
 ) -> MicroBatchPlan:
-    """The plan with so many micro-batches in each update, out of bins that are no more."""
-    bins = [ground.finished(ground.split(own, count)) for own, count in zip(bins, counts, strict=True)]
-    updates = [[sorted(ground.units.members(items)) for items in own] for own in bins]
-    dummies = [count - len(own) for count, own in zip(counts, bins, strict=True)]
+    """A plan with `counts` micro-batches in the updates: bins are split, and dummies are added."""
+    bins = [problem.in_order(problem.split(update, count)) for update, count in zip(bins, counts, strict=True)]
+    updates = [[sorted(problem.units.members(items)) for items in update] for update in bins]
+    dummies = [count - len(update) for count, update in zip(counts, bins, strict=True)]
     if any(dummies):
-        lengths = ground.lengths
+        lengths = problem.lengths
         shortest = int(np.argmin(np.where(lengths > 0, lengths, lengths.max() + 1)))  # an empty row if all are empty
-        updates = [own + [[shortest]] * count for own, count in zip(updates, dummies, strict=True)]
-    return MicroBatchPlan(updates, dummies, ground.lengths, oversized, loss, ground, bins)
+        updates = [update + [[shortest]] * count for update, count in zip(updates, dummies, strict=True)]
+    return MicroBatchPlan(updates, dummies, problem.lengths, oversized, loss, problem, bins)
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatchPlan:
-    """Rows of a batch in micro-batches, by optimizer update.
+    """The micro-batches of a batch, by optimizer update.
 
     Attributes:
         updates: a list of updates, each a list of micro-batches, each a list of row indices.
-        dummies: for each update, how many of its last micro-batches are dummies: they run for the collectives in them,
+        dummies: for each update, how many of its last micro-batches are dummies. Ranks run them for their collectives;
             their weights are zero and their outputs are dropped.
-        lengths: int64 [B], real tokens of each row.
-        oversized: rows of micro-batches that are over the budget or `max_rows`, because one row (group) alone is.
-        loss: what `loss_weights` divides by, if `loss_tokens` were given.
+        lengths: int64 [B], valid tokens of each row.
+        oversized: the rows that alone, or with their group, exceed the budget or `max_rows`.
+        loss: the denominators of `loss_weights`; None if `loss_tokens` was not given.
     """
 
     updates: list[list[list[int]]]
@@ -140,17 +145,17 @@ class MicroBatchPlan:
     lengths: IntArray
     oversized: list[int]
     loss: Loss | None
-    _ground: Ground = field(repr=False)
-    _bins: list[list[list[int]]] = field(repr=False)  # as updates, but units, and without dummies
+    _problem: PackingProblem = field(repr=False)
+    _bins: list[list[list[int]]] = field(repr=False)  # as `updates`, with units for rows and without dummies
 
     @property
     def micro_batches(self) -> list[list[int]]:
-        """Those of all updates, one after the other."""
+        """The micro-batches of all updates, one after the other."""
         return [rows for update in self.updates for rows in update]
 
     @cached_property
     def is_dummy(self) -> list[bool]:
-        """For each of `micro_batches`."""
+        """Whether each of `micro_batches` is a dummy."""
         return [
             at >= len(update) - dummies
             for update, dummies in zip(self.updates, self.dummies, strict=True)
@@ -159,29 +164,30 @@ class MicroBatchPlan:
 
     @property
     def counts(self) -> list[int]:
-        """Micro-batches of each update, dummies among them."""
+        """The number of micro-batches of each update, dummies included."""
         return [len(update) for update in self.updates]
 
     @property
     def num_rows(self) -> int:
-        """B."""
+        """B, the number of rows."""
         return self.lengths.size
 
     @property
     def multiple_of(self) -> int:
-        """Of which the micro-batches of an update are a multiple."""
-        return self._ground.multiple_of
+        """The number of micro-batches of an update is a multiple of it."""
+        return self._problem.multiple_of
 
     def with_count(self, count: int | Sequence[int]) -> MicroBatchPlan:
-        """Exactly `count` micro-batches in each update, or as many as the list says for each.
+        """The same plan with exactly `count` micro-batches in each update; a list gives one count for each update.
 
-        The largest are split, so none gets larger; groups stay whole. Where all hold one row (group), dummies are
-        added: the shortest row of the plan that has a token, which counts nothing. Where no row has one, a dummy is an
-        empty row, as are the other micro-batches: replay runs these as one token, so that all ranks run.
+        The largest micro-batches are split, so none becomes larger; groups are not split. Once every micro-batch holds
+        one row (or group), dummies are added. A dummy is the shortest row of the plan that has a token, with weight
+        zero. If all rows are empty, a dummy is an empty row; replay runs an empty micro-batch as one token, so that all
+        ranks run.
 
         Raises:
-            PlanError: fewer than there are, because micro-batches are not joined; no multiple of `multiple_of`; or a
-                plan without rows, which has nothing to run.
+            PlanError: a count is smaller than the present one (micro-batches are not joined), or not a multiple of
+                `multiple_of`; or the plan has no rows.
         """
         call = "MicroBatchPlan.with_count"
         several = isinstance(count, list | tuple | np.ndarray)
@@ -192,11 +198,11 @@ class MicroBatchPlan:
                 "one number for all."
             )
         counts = [whole_number(number, 0, call, "count", MOST) for number in given]
-        for update, (own, wanted) in enumerate(zip(self._bins, counts, strict=True)):
-            if wanted < len(own):
+        for number, (update, wanted) in enumerate(zip(self._bins, counts, strict=True)):
+            if wanted < len(update):
                 raise PlanError(
-                    f"{call}: update {update} has {len(own)} micro-batches, and count is {wanted}; expected at least "
-                    "as many, because they are split and never joined. Plan with a larger budget, or raise the count."
+                    f"{call}: update {number} has {len(update)} micro-batches, and count is {wanted}; expected at "
+                    "least as many, because they are split and never joined. Raise the count, or the token budget."
                 )
             if wanted % self.multiple_of:
                 raise PlanError(
@@ -208,22 +214,23 @@ class MicroBatchPlan:
             )
         if counts == self.counts:
             return self
-        return _made(self._bins, counts, self._ground, self.oversized, self.loss)
+        return _with_counts(self._bins, counts, self._problem, self.oversized, self.loss)
 
     # ---------------------------------------------------------------- rows
 
     def apply(self, batch: Any, update: int | None = None) -> Iterator[Any]:
-        """The rows of each micro-batch, one after the other, of all updates or of one.
+        """Yields the rows of each micro-batch, of all updates or of one.
 
         Args:
-            batch: B rows: a padded or nested TensorDict, a PackedBatch, a BatchView, a tensor [B, ...] or a jagged one.
-            update: its number.
+            batch: B rows: a padded or nested TensorDict, a PackedBatch, a BatchView, or a tensor, [B, ...] or jagged.
+            update: the number of one update; None for all.
 
         Returns:
-            An iterator over batches of the same kind. Jagged fields of one layout share one offsets tensor.
+            An iterator over batches of the same kind. Jagged fields with equal row bounds share one offsets tensor. A
+            jagged batch on CUDA takes one synchronisation.
 
         Raises:
-            PlanError: another number of rows, or something without rows.
+            PlanError: the batch has another number of rows, or no rows.
         """
         chosen = self.micro_batches if update is None else self.updates[self._number(update, "MicroBatchPlan.apply")]
         return take_rows(batch, chosen, self.num_rows)
@@ -237,16 +244,16 @@ class MicroBatchPlan:
         return number
 
     def restore(self, outputs: Iterable[Any], *, lengths: Any = None) -> Any:
-        """What the micro-batches gave, as one, in the order of the rows; outputs of dummies are dropped.
+        """Joins the outputs of the micro-batches in the order of the rows. Outputs of dummies are dropped.
 
         Args:
-            outputs: one for each of `micro_batches`: tensors with an entry for each row, padded [b, ...] to one width,
-                or jagged; TensorDicts, PackedBatches or BatchViews; lists with an item for each row. With `lengths`:
-                packed tensors [t, ...].
-            lengths: [B], the tokens of each row in packed outputs: `plan.lengths` where every token has one.
+            outputs: one for each of `micro_batches`: tensors with one entry for each row, padded [b, ...] to one width
+                or jagged; TensorDicts, PackedBatches or BatchViews; or lists with one item for each row. With
+                `lengths`: packed tensors [t, ...].
+            lengths: [B], the tokens of each row in packed outputs: `plan.lengths` if every token has an entry.
 
         Raises:
-            PlanError: outputs of other numbers, or that do not fit each other.
+            PlanError: the number of outputs, their rows or their kinds do not match the plan or each other.
         """
         call = "MicroBatchPlan.restore"
         if not isinstance(outputs, Iterable) or isinstance(outputs, str | bytes):
@@ -275,10 +282,10 @@ class MicroBatchPlan:
     def loss_weights(
         self, mode: LossMode, update: int | None = None, *, gradients: Literal["mean", "sum"] = "mean"
     ) -> list[FloatArray]:
-        """For each micro-batch float64 [b]: what each row's sum of token losses counts.
+        """The weight of each row's sum of token losses: float64 [b] for each micro-batch.
 
-        The loss of a micro-batch is `(weights * (token_loss * mask).sum(-1)).sum()`. Added up over the micro-batches of
-        an update and its ranks, it is the loss of the whole update at once, so nothing else divides it:
+        The loss of a micro-batch is `(weights * (token_loss * mask).sum(-1)).sum()`. Its sum over the micro-batches of
+        an update, on all ranks, is the loss of the whole update; do not divide it by anything else:
 
             token-mean            sum over tokens / loss tokens
             seq-mean-token-sum    sum over rows of (sum over tokens) / rows with a loss token
@@ -286,11 +293,11 @@ class MicroBatchPlan:
 
         Args:
             mode: one of these.
-            update: its number, as for `apply`; all updates, one after the other, if None.
-            gradients: what becomes of the gradients of several ranks: "mean" (DDP, FSDP) or "sum".
+            update: the number of one update; None for all, one after the other.
+            gradients: how the gradients of several ranks are reduced: "mean" (DDP, FSDP) or "sum".
 
         Raises:
-            PlanError: another mode, or a plan made without `loss_tokens`.
+            PlanError: an unknown mode, or a plan made without `loss_tokens`.
         """
         call = "MicroBatchPlan.loss_weights"
         if mode not in MODES:
@@ -306,27 +313,28 @@ class MicroBatchPlan:
         out: list[FloatArray] = []
         for number in range(len(self.updates)) if update is None else [self._number(update, call)]:
             weights = loss.row_weights(mode, number)
-            own = self.updates[number]
-            real = len(own) - self.dummies[number]
-            out += [weights[rows] for rows in own[:real]] + [np.zeros(len(rows)) for rows in own[real:]]
+            micro_batches = self.updates[number]
+            end = len(micro_batches) - self.dummies[number]
+            out += [weights[rows] for rows in micro_batches[:end]]
+            out += [np.zeros(len(rows)) for rows in micro_batches[end:]]
         return out
 
     def loads(self) -> list[float]:
-        """The work of each of `micro_batches` (its cost, if planned without work); 0 for dummies."""
+        """The work of each of `micro_batches`, by default its cost; 0 for dummies."""
         return [
             load
-            for own, dummies in zip(self._bins, self.dummies, strict=True)
-            for load in [*self._ground.loads(own).tolist(), *[0.0] * dummies]
+            for update, dummies in zip(self._bins, self.dummies, strict=True)
+            for load in [*self._problem.loads(update).tolist(), *[0.0] * dummies]
         ]
 
     def metrics(self) -> dict[str, float]:
-        """Flat, for a logger: how well the budget and the micro-batches are used. `fill` is what padding each
-        micro-batch to its longest row would leave real; `imbalance` the most work of a micro-batch over the mean of its
-        update, the worst of all updates."""
+        """A flat dict for a logger, of how full the micro-batches are. `fill` is the fraction of valid tokens if each
+        micro-batch were padded to its longest row; `imbalance` is the largest work of a micro-batch over the mean of
+        its update, the largest of all updates."""
         used = [rows for rows, dummy in zip(self.micro_batches, self.is_dummy, strict=True) if not dummy]
         tokens = int(self.lengths.sum())
         padded = sum(len(rows) * int(self.lengths[rows].max()) for rows in used)
-        loads = [self._ground.loads(own) for own in self._bins if own]
+        loads = [self._problem.loads(update) for update in self._bins if update]
         out = {
             "plan/rows": self.num_rows,
             "plan/updates": len(self.updates),
@@ -336,21 +344,21 @@ class MicroBatchPlan:
             "plan/tokens": tokens,
             "plan/padding_tokens": padded - tokens,
             "plan/fill": tokens / padded if padded else 1.0,
-            "plan/imbalance": max((own.max() / own.mean() for own in loads if own.any()), default=1.0),
+            "plan/imbalance": max((load.max() / load.mean() for load in loads if load.any()), default=1.0),
         }
-        budget = self._ground.budget
+        budget = self._problem.budget
         if budget is not None:
-            spent = sum(self._ground.costs(own).sum() for own in self._bins)
+            spent = sum(self._problem.costs(update).sum() for update in self._bins)
             out["plan/budget_use"] = spent / budget / max(len(used), 1)
         return {key: float(value) for key, value in out.items()}
 
 
-# -------------------------------------------------------------------- what batches know how to do
+# -------------------------------------------------------------------- for each kind of batch
 
 
 @singledispatch
 def take_rows(batch: Any, parts: Sequence[Sequence[int]], num_rows: int) -> Iterator[Any]:
-    """The rows of each part. Kinds of batches register how it is done; so may a framework's own."""
+    """Yields the rows of each part. Implementations for other kinds of batches can be registered."""
     raise PlanError(
         f"MicroBatchPlan.apply: got {said(batch)}; expected a TensorDict, a PackedBatch, a BatchView or a "
         f"tensor of {num_rows} rows. Pass the batch."
@@ -359,7 +367,7 @@ def take_rows(batch: Any, parts: Sequence[Sequence[int]], num_rows: int) -> Iter
 
 @singledispatch
 def join_rows(first: Any, outputs: Sequence[Any], parts: Sequence[Sequence[int]], lengths: IntArray | None) -> Any:
-    """The inverse: `outputs`, of which `first` is the first, as one in the order of the rows."""
+    """Joins `outputs` in the order of the rows: the inverse of `take_rows`. `first` is `outputs[0]`."""
     raise PlanError(
         f"MicroBatchPlan.restore: outputs are of type {type(first).__name__}; expected tensors, TensorDicts, "
         "PackedBatches, BatchViews or lists. Return one of these, and restore several things one by one."

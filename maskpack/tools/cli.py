@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import Any
 
 from maskpack.errors import MaskpackError
-from maskpack.packed.contents import MAX_BYTES
+from maskpack.packed.decode import MAX_BYTES
 from maskpack.tools import doctor, inspector
 from maskpack.tools.files import MOST_RATIO, SMALL, Unusable, one_line
 

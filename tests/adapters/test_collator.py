@@ -290,7 +290,7 @@ def test_trl_leaves_masks_to_its_trainer(padding_free):
             [sample(3), {"input_ids": [1]}],
             r"sample 1 has the fields \['input_ids'\], sample 0 \['input_ids', 'labels'\]",
         ),
-        ([{"input_ids": [1, 2], "attention_mask": [0, 1]}], "zeros in its attention_mask; expected real tokens alone"),
+        ([{"input_ids": [1, 2], "attention_mask": [0, 1]}], "zeros in its attention_mask; expected valid tokens only"),
         ([{"input_ids": [1, 2], "seq_lengths": [1]}], r"seq_lengths \[1\] and 2 tokens; expected lengths that add up"),
         ([{"input_ids": [1, 2], "seq_lengths": [3, -1]}], "expected lengths that add up"),
         ([{"input_ids": [1], "position_ids": [0]}], 'sample 0 has a field "position_ids"; expected text alone'),

@@ -38,7 +38,7 @@ from verl.workers.utils.padding import left_right_2_no_padding
 
 import maskpack as mp
 from maskpack.adapters import verl
-from maskpack.adapters.verl.dispatch import Parcel
+from maskpack.adapters.verl.dispatch import RankCall
 
 PAD = 7
 P, R = 5, 6
@@ -349,7 +349,7 @@ def test_old_names_take_both_kinds_of_batches():
         assert inner["responses"].is_nested
         assert not batch["responses"].is_nested
         assert_same(verl.unnest_batch_by_mask(nested), given)
-        assert_same(verl.decompress(verl.compress(given, pad_token_id=PAD)), given)
+        assert_same(verl.unpack(verl.pack(given, pad_token_id=PAD)), given)
         wide = verl.select_and_pad_to_response(nested, "old_log_probs", "input_ids")
         assert_same(wide["old_log_probs"], batch["old_log_probs"])
         assert_same(wide["input_ids"], batch["responses"])
@@ -561,18 +561,18 @@ def test_auto_padding_leaves_the_batch_alone_and_counts_as_verl_does():
 
 
 def test_a_parcel_refuses_to_be_taken_for_a_batch():
-    parcel = to_all(rollouts())[0][0][0]
-    assert isinstance(parcel, Parcel)
+    call = to_all(rollouts())[0][0][0]
+    assert isinstance(call, RankCall)
     uses = [
-        lambda: parcel["input_ids"],
-        lambda: parcel.batch,
-        lambda: len(parcel),
-        lambda: bool(parcel),
-        lambda: list(parcel),
-        lambda: "input_ids" in parcel,
-        lambda: parcel.select("x"),
-        lambda: parcel == parcel,
-        lambda: parcel.__setitem__("x", 1),
+        lambda: call["input_ids"],
+        lambda: call.batch,
+        lambda: len(call),
+        lambda: bool(call),
+        lambda: list(call),
+        lambda: "input_ids" in call,
+        lambda: call.select("x"),
+        lambda: call == call,
+        lambda: call.__setitem__("x", 1),
     ]
     for use in uses:
         with pytest.raises(mp.MaskpackError, match="Put @packed_endpoint between @register and the method"):

@@ -413,7 +413,7 @@ def test_one_retry_after_a_node_died_whose_first_rank_had_answered(cluster, acto
     group = WorkerGroup([actors[0], on(node.node_id, "first"), on(node.node_id, "gone")], pad_token_id=PAD)
     group.call("echo", batch)
     call = group.submit("sleep_in_the_last_rank", batch, str(tmp_path / "began"), format="view")
-    while not (tmp_path / "began").exists() or not ray.wait(call.parts[1].receipts, timeout=0)[0]:
+    while not (tmp_path / "began").exists() or not ray.wait(call.parts[1].replies, timeout=0)[0]:
         time.sleep(0.01)
     cluster.remove_node(node, allow_graceful=False)
     with pytest.raises(mp.errors.WorkerError, match=r"rank 2 \(rows 128 to 191\)") as caught:

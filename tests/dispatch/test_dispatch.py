@@ -946,7 +946,7 @@ def test_an_error_prints_the_lines_of_every_rank(group, batch):
     assert 'in _elsewhere\n    raise KeyError("no such key")' in text
     assert text.count("return values[place]") == text.count("raise KeyError(") == 1
     assert "rank 2 (rows 5 to 6)" in text.partition("no such key")[2]
-    assert "serving.py" not in text
+    assert "dispatch/endpoints.py" not in text
     assert "site-packages/ray" not in text
     failures = caught.value.failures
     assert ["in _at" in one.traceback for one in failures] == [True, False, False]

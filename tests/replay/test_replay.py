@@ -20,8 +20,8 @@ from torch import Tensor
 
 import maskpack as mp
 from maskpack.errors import LayoutError, ReplayError
+from maskpack.replay import PackedInputs, response_log_probs, response_values
 from maskpack.replay import inputs as module
-from maskpack.replay.inputs import PackedInputs, response_log_probs, response_values
 
 VOCABULARY = 23
 Lines = Sequence[Sequence[bool]]
@@ -463,12 +463,12 @@ class Sums:
         rows = [self.row(ids, position_ids[..., b, :]) for b, ids in enumerate(input_ids)]
         return torch.stack(rows)
 
-    def trust(self, inputs: PackedInputs, hidden: Tensor, again: bool) -> None:
+    def self_check(self, inputs: PackedInputs, hidden: Tensor, again: bool) -> None:
         tokens = (
             inputs.input_ids.shape[1] if self.seen[-1] == "hidden" else inputs.num_tokens or inputs.input_ids.shape[1]
         )
         assert hidden.shape[0] == tokens
-        self.seen.append(f"trust {again}")
+        self.seen.append(f"self_check {again}")
 
 
 def truth_of(model: Sums, batch: TensorDict, temperature: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
@@ -516,7 +516,7 @@ def test_log_probs_are_those_of_each_row_alone(case: str, ids: str, packing: str
     log_probs, entropies = response_log_probs(model, form(batch), temperature=0.7, entropy=True, multiple_of=16)
     for seen, truth in zip((log_probs, entropies), truth_of(model, batch, 0.7), strict=True):
         same_rows(seen, truth)
-    assert model.seen == (["hidden" if packing == "packed" else "dense", "trust False"])
+    assert model.seen == (["hidden" if packing == "packed" else "dense", "self_check False"])
     same_rows(response_log_probs(model, form(batch), chunk=2), truth_of(model, batch)[0])
 
 
@@ -569,9 +569,9 @@ def test_a_plan_puts_rows_back(form: Any, packing: str) -> None:
     plan = mp.planning.plan_micro_batches(batch["attention_mask"].sum(1).numpy(), 14, multiple_of=4).with_count(8)
     assert sum(plan.is_dummy) == 1
     model = Sums()
-    options = {"entropy": True, "temperature": 0.5, "multiple_of": 8, "canary": True, "no_prompt": "skip"}
+    options = {"entropy": True, "temperature": 0.5, "multiple_of": 8, "self_check": True, "no_prompt": "skip"}
     seen = response_log_probs(model, form(batch), plan=plan, **options)
-    assert model.seen == (["hidden" if packing == "packed" else "dense", "trust True"] * 8)
+    assert model.seen == (["hidden" if packing == "packed" else "dense", "self_check True"] * 8)
     for got, truth in zip(seen, truth_of(model, batch, 0.5), strict=True):
         same_rows(got, truth)
         assert not got.requires_grad
@@ -586,7 +586,7 @@ def test_a_plan_of_empty_rows_has_empty_dummies_that_run(form: Any, packing: str
     assert (plan.micro_batches, plan.is_dummy) == ([[0], [1], [0]], [False, False, True])
     model = Sums()
     seen = response_log_probs(model, form(batch), plan=plan)
-    assert model.seen == ["hidden" if packing == "packed" else "dense", "trust False"] * 3
+    assert model.seen == ["hidden" if packing == "packed" else "dense", "self_check False"] * 3
     same_rows(seen, truth_of(model, batch)[0])
 
 
@@ -602,10 +602,12 @@ def test_a_plan_takes_the_registry_and_the_chunk() -> None:
         response_log_probs(model, batch, plan=plan, no_prompt="no")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("canary", "calls"), [(None, ["trust False"]), (True, ["trust True"]), (False, [])])
-def test_the_canary_is_asked_for(canary: bool | None, calls: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("self_check", "calls"), [(None, ["self_check False"]), (True, ["self_check True"]), (False, [])]
+)
+def test_the_self_check_is_asked_for(self_check: bool | None, calls: list[str]) -> None:
     model = Sums()
-    response_log_probs(model, batch_of(*CASES["both"]), canary=canary)
+    response_log_probs(model, batch_of(*CASES["both"]), self_check=self_check)
     assert model.seen == ["hidden", *calls]
 
 
@@ -650,7 +652,7 @@ class Elsewhere(Sums):
         assert {x.device.type for x in (input_ids, attention_mask, position_ids)} == {"meta"}
         return torch.empty(*input_ids.shape, 4, dtype=torch.float64, device="meta")
 
-    def trust(self, inputs: PackedInputs, hidden: Tensor, again: bool) -> None:
+    def self_check(self, inputs: PackedInputs, hidden: Tensor, again: bool) -> None:
         assert hidden.device.type == "meta"
 
     @staticmethod
@@ -665,9 +667,9 @@ class Elsewhere(Sums):
 def onto_meta(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed batches are decoded there, which `decompress` refuses, because no value can be read again."""
 
-    def decoded(packed: mp.PackedBatch, *fields: str, layout: Any, device: Any) -> Any:
+    def decoded(packed: mp.PackedBatch, *fields: str, format: Any, device: Any) -> Any:
         assert device == torch.device("meta")
-        nested = mp.decompress(packed, *fields, layout=layout)
+        nested = mp.decompress(packed, *fields, format=format)
         return TensorDict({name: nested[name].to("meta") for name in fields}, batch_size=nested.batch_size)
 
     monkeypatch.setattr(module, "decompress", decoded)
@@ -770,9 +772,9 @@ def test_values_are_those_of_each_row_alone(form: Any, head: Any, packing: str) 
     model = Sums()
     truth = values_of(model, batch, WEIGHT, 3)
     same_rows(response_values(model, form(batch), head, multiple_of=16), truth)
-    assert model.seen == (["hidden" if packing == "packed" else "dense", "trust False"])
+    assert model.seen == (["hidden" if packing == "packed" else "dense", "self_check False"])
     plan = mp.planning.plan_micro_batches(batch["attention_mask"].sum(1).numpy(), 14)
-    seen = response_values(model, form(batch), head, plan=plan, canary=True, no_prompt="skip")
+    seen = response_values(model, form(batch), head, plan=plan, self_check=True, no_prompt="skip")
     assert not seen.requires_grad
     same_rows(seen, truth)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 import maskpack as mp
 from maskpack.errors import ReplayError
 from maskpack.layout.jagged import jagged
-from maskpack.replay.inputs import PackedInputs, response_log_probs, response_values
+from maskpack.replay import PackedInputs, response_log_probs, response_values
 
 tf = pytest.importorskip("transformers")
 adapter = pytest.importorskip("maskpack.adapters.transformers.model")
@@ -238,7 +238,7 @@ def test_sections_of_positions_matter() -> None:
     model, plain = pair(qwen25_vl)
     three, four, text = (batch_of(ids=ids) for ids in ("mrope3", "mrope4", "edge"))
     ready = replayable(model)
-    seen = [response_log_probs(ready, batch, canary=True) for batch in (three, four, text)]
+    seen = [response_log_probs(ready, batch, self_check=True) for batch in (three, four, text)]
     assert torch.equal(seen[0].values(), seen[1].values())
     assert off(seen[2], seen[0].values()) > 0.01
     assert off(seen[2], truth_of(plain, text)[0]) <= LIMIT
@@ -262,17 +262,17 @@ def checkpoint(model: Any, reentrant: bool) -> None:
     assert any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the canary's
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the self-check's
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("make", [qwen3, gemma3, gpt2], ids=["qwen3", "gemma3", "gpt2"])
 def test_gradient_checkpointing_in_train_mode(make: Any, reentrant: bool) -> None:
-    """The backward pass runs layers again, and their attention is told the bounds again. The canary of the forward
+    """The backward pass runs layers again, and their attention is told the bounds again. The self-check of the forward
     pass, which gives the model its own attention for a moment, is over by then."""
     model, plain = pair(make)
     model.train()
     checkpoint(model, reentrant)
     batch = batch_of()
-    seen = response_log_probs(replayable(model), batch, canary=True)
+    seen = response_log_probs(replayable(model), batch, self_check=True)
     truth, _ = truth_of(plain, batch)
     assert off(seen, truth) <= LIMIT
     close_gradients(gradients(model, seen.values()), gradients(plain, truth))
@@ -283,7 +283,7 @@ def test_the_cache_of_the_configuration_is_not_used() -> None:
     batch = batch_of()
     ready = replayable(model)
     for _ in range(2):
-        assert off(response_log_probs(ready, batch, canary=True), truth_of(plain, batch)[0]) <= LIMIT
+        assert off(response_log_probs(ready, batch, self_check=True), truth_of(plain, batch)[0]) <= LIMIT
     assert model.config.use_cache
 
 
@@ -377,39 +377,39 @@ def test_a_response_without_prompt(packing: str, monkeypatch: pytest.MonkeyPatch
 def test_any_rows(rows: list[tuple[int, int]], make: Any, multiple_of: int, seed: int) -> None:
     model, plain = pair(make)
     batch = for_model(make, rows, seed=seed)
-    seen = response_log_probs(replayable(model), batch, multiple_of=multiple_of, canary=True)
+    seen = response_log_probs(replayable(model), batch, multiple_of=multiple_of, self_check=True)
     assert off(seen, truth_of(plain, batch)[0]) <= LIMIT
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_other_dtypes_pass_the_canary(dtype: torch.dtype) -> None:
+def test_other_dtypes_pass_the_self_check(dtype: torch.dtype) -> None:
     model, plain = pair(qwen3, dtype)
     batch = batch_of()
     ready = replayable(model)
-    seen = response_log_probs(ready, batch, canary=True)
+    seen = response_log_probs(ready, batch, self_check=True)
     assert seen.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert off(seen.float(), truth_of(plain, batch)[0]) <= {torch.float64: LIMIT}.get(dtype, 0.2)
-    assert ready._trusted == {(dtype, True, True)}
+    assert ready._checked == {(dtype, True, True)}
 
 
-def test_autocast_passes_the_canary() -> None:
+def test_autocast_passes_the_self_check() -> None:
     """Hidden states are float32, and as precise as bfloat16; queries and keys are wider than values."""
     model, plain = pair(llama)
     batch, ready = batch_of(), replayable(model)
     with torch.autocast("cpu", torch.bfloat16):
-        seen = response_log_probs(ready, batch, canary=True)
+        seen = response_log_probs(ready, batch, self_check=True)
         truth, _ = truth_of(plain, batch)
     assert 1e-4 < off(seen, truth_of(plain, batch)[0]) < 0.2
     assert off(seen, truth) < 0.2
-    assert ready._trusted == {(torch.bfloat16, True, True)}
+    assert ready._checked == {(torch.bfloat16, True, True)}
 
 
-def test_positions_that_jump_pass_the_canary() -> None:
+def test_positions_that_jump_pass_the_self_check() -> None:
     """transformers takes a jump for the begin of a row, if it is given no mask; packed replay takes bounds alone."""
     model, plain = pair(llama)
     batch = batch_of()
     batch["position_ids"] = batch["position_ids"] + 2 * (batch["position_ids"] > 2).long()
-    seen = response_log_probs(replayable(model), batch, canary=True)
+    seen = response_log_probs(replayable(model), batch, self_check=True)
     assert off(seen, truth_of(plain, batch)[0]) <= LIMIT
 
 
@@ -487,7 +487,7 @@ def test_models_that_share_a_configuration_share_its_attention() -> None:
     first, second = (tf.LlamaForCausalLM(config).eval() for _ in range(2))
     ready = [replayable(model) for model in (first, second)]
     for one in ready:
-        response_log_probs(one, batch_of(), canary=True)
+        response_log_probs(one, batch_of(), self_check=True)
     assert ready[1].release().config._attn_implementation == "eager"
 
 
@@ -501,7 +501,7 @@ def with_more(output: Any) -> Any:
 
 
 def test_an_output_layer_that_is_more_than_a_weight_raises() -> None:
-    """An adapter, or a hook, that came after the model was trusted."""
+    """An adapter, or a hook, that came after the model passed its self-check."""
     model, _ = pair(llama)
     ready = replayable(model)
     response_log_probs(ready, batch_of())
@@ -546,7 +546,7 @@ def test_rotary_positions_that_depend_on_the_longest_row_raise(
     plain = copy.deepcopy(model)
     ready = replayable(model)
     short = batch_of(((2, 3), (4, 4), (1, 2)))
-    assert off(response_log_probs(ready, short, canary=True), truth_of(plain, short)[0]) <= LIMIT
+    assert off(response_log_probs(ready, short, self_check=True), truth_of(plain, short)[0]) <= LIMIT
     with pytest.raises(ReplayError, match=r"change for all rows where one is longer than 8 tokens; a row, .* has 15"):
         response_log_probs(ready, batch_of())
     if packing == "1":
@@ -584,7 +584,7 @@ def test_an_encoder_and_a_decoder_are_refused(monkeypatch: pytest.MonkeyPatch) -
             replayable(tf.BartForConditionalGeneration(config))
 
 
-def test_the_padded_path_has_its_canary(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_padded_path_has_its_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASKPACK_PACKED_REPLAY", "0")
     model, plain = pair(llama)
     ready = replayable(model)
@@ -608,7 +608,7 @@ def test_layers_that_run_again_after_a_release_raise() -> None:
     model.enable_input_require_grads()
     checkpoint(model, True)
     ready = replayable(model)
-    seen = response_log_probs(ready, batch_of(), canary=False)
+    seen = response_log_probs(ready, batch_of(), self_check=False)
     ready.release()
     with pytest.raises(ReplayError, match="LlamaAttention: packed rows came to the model's own attention; expected"):
         seen.values().sum().backward()
@@ -616,7 +616,7 @@ def test_layers_that_run_again_after_a_release_raise() -> None:
 
 def test_compiled_models_are_unwrapped() -> None:
     model, plain = pair(llama)
-    seen = response_log_probs(replayable(torch.compile(model, backend="eager")), batch_of(), canary=True)
+    seen = response_log_probs(replayable(torch.compile(model, backend="eager")), batch_of(), self_check=True)
     assert off(seen, truth_of(plain, batch_of())[0]) <= LIMIT
 
 
@@ -788,7 +788,7 @@ def critic_truth(model: Any, batch: TensorDict) -> Tensor:
 def test_values_of_a_critic_and_their_gradients(side: str) -> None:
     model, plain = pair(critic)
     batch = batch_of(side=side)
-    seen = response_values(replayable(model), batch, model.score, canary=True, multiple_of=32)
+    seen = response_values(replayable(model), batch, model.score, self_check=True, multiple_of=32)
     truth = critic_truth(plain, batch)
     assert truth.std().item() > 0.1
     assert off(seen, truth) <= LIMIT * truth.abs().max().item()
@@ -799,7 +799,7 @@ def test_values_of_a_model_without_any_head() -> None:
     model, plain = pair(bare)
     head = torch.nn.Linear(32, 1)
     batch = batch_of()
-    seen = response_values(replayable(model), batch, head, canary=True)
+    seen = response_values(replayable(model), batch, head, self_check=True)
     truth = []
     for b in range(len(ROWS)):
         tokens = batch["input_ids"][b][batch["attention_mask"][b].bool()][None]
@@ -814,7 +814,7 @@ def test_values_of_a_causal_language_model() -> None:
     model, plain = pair(llama)
     head = torch.nn.Linear(32, 1)
     batch = batch_of()
-    seen = response_values(replayable(model), batch, head, canary=True)
+    seen = response_values(replayable(model), batch, head, self_check=True)
     states = [
         plain.model(input_ids=batch["input_ids"][b][batch["attention_mask"][b].bool()][None]).last_hidden_state[0]
         for b in range(len(ROWS))
@@ -831,13 +831,13 @@ def test_a_model_of_values_has_no_log_probs() -> None:
         response_log_probs(ready, batch_of())
 
 
-def test_the_canary_of_a_model_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_check_of_a_model_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds that are off by one show in hidden states."""
     monkeypatch.setattr(adapter, "packed_attention", wrong_bounds(adapter.packed_attention))
     model, _ = pair(critic)
     with pytest.raises(ReplayError, match="packed hidden states of Qwen3ForTokenClassification are off by"):
         response_values(replayable(model), batch_of(), model.score)
-    response_values(replayable(model), batch_of(), model.score, canary=False)
+    response_values(replayable(model), batch_of(), model.score, self_check=False)
 
 
 def wrong_bounds(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -882,7 +882,7 @@ def test_models_with_other_layers_replay_without_packing(monkeypatch: pytest.Mon
         response_log_probs(ready, batch_of())
 
 
-# -------------------------------------------------------------------- the canary
+# -------------------------------------------------------------------- the self-check
 
 
 def merged(module: Any, *tensors: Any, cu_seq_lens_q: Tensor, max_length_q: int, **more: Any) -> Any:
@@ -898,7 +898,7 @@ def merging(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def dense_calls(model: Any) -> list[int]:
-    """Tokens of each forward pass of the whole model from now on: the canary's, as packed replay needs no logits."""
+    """Tokens of each forward pass of the whole model from now on: those of self-checks, as replay needs no logits."""
     seen: list[int] = []
 
     def note(_: Any, __: Any, given_to: Any) -> None:
@@ -909,19 +909,19 @@ def dense_calls(model: Any) -> list[int]:
 
 
 @all_models
-def test_the_canary_finds_an_attention_that_ignores_bounds(make: Any, merging: None) -> None:
+def test_the_self_check_finds_an_attention_that_ignores_bounds(make: Any, merging: None) -> None:
     model, plain = pair(make)
     batch = for_model(make)
     ready = replayable(model)
-    for canary in (None, True):
+    for self_check in (None, True):
         with pytest.raises(ReplayError, match=r"packed log-probs of .* are off by .* expected at most 0\.0001"):
-            response_log_probs(ready, batch, canary=canary)
-    assert not ready._trusted
+            response_log_probs(ready, batch, self_check=self_check)
+    assert not ready._checked
     assert model.config.get_text_config()._attn_implementation == adapter.NAME
-    assert off(response_log_probs(ready, batch, canary=False), truth_of(plain, batch)[0]) > 0.1
+    assert off(response_log_probs(ready, batch, self_check=False), truth_of(plain, batch)[0]) > 0.1
 
 
-def test_the_canary_finds_positions_that_are_not_taken() -> None:
+def test_the_self_check_finds_positions_that_are_not_taken() -> None:
     """Rotary positions are relative, so they may begin anywhere; learned ones may not."""
     model, plain = pair(gpt2)
     ready = replayable(model)
@@ -934,10 +934,10 @@ def test_the_canary_finds_positions_that_are_not_taken() -> None:
     model.transformer.forward = without
     with pytest.raises(ReplayError, match="packed log-probs of GPT2LMHeadModel are off by"):
         response_log_probs(ready, batch_of())
-    assert off(response_log_probs(ready, batch_of(), canary=False), truth_of(plain, batch_of())[0]) > 0.1
+    assert off(response_log_probs(ready, batch_of(), self_check=False), truth_of(plain, batch_of())[0]) > 0.1
 
 
-def test_the_canary_finds_rotary_positions_that_depend_on_the_rest() -> None:
+def test_the_self_check_finds_rotary_positions_that_depend_on_the_rest() -> None:
     model, _ = pair(llama)
     ready = replayable(model)
     rotary = model.model.rotary_emb
@@ -956,21 +956,21 @@ def test_of_a_long_row_both_ends_are_compared(make: Any, monkeypatch: pytest.Mon
     shapes: list[Any] = []
     model.register_forward_hook(lambda _, __, out: shapes.append(tuple(out.logits.shape)))
     batch = for_model(make)
-    assert off(response_log_probs(ready, batch, canary=True), truth_of(plain, batch)[0]) <= LIMIT
+    assert off(response_log_probs(ready, batch, self_check=True), truth_of(plain, batch)[0]) <= LIMIT
     assert shapes == [(1, 4, VOCABULARY)]  # of 15 tokens
     forward = model.forward
     model.forward = lambda *ids, **given_to: forward(*ids, **given_to)  # who wraps it does not say what it takes
-    response_log_probs(ready, batch, canary=True)
+    response_log_probs(ready, batch, self_check=True)
     assert shapes[1:] == [(1, 15, VOCABULARY)]
     del model.forward
     for lengths in ([(2, 3), (4, 7)], [(2, 3), (1, 2)]):
         with monkeypatch.context() as patch:
             patch.setattr(adapter, "packed_attention", wrong_bounds(adapter.packed_attention))
             with pytest.raises(ReplayError, match="are off by"):
-                response_log_probs(ready, for_model(make, lengths), canary=True)
+                response_log_probs(ready, for_model(make, lengths), self_check=True)
 
 
-def test_nan_does_not_pass_the_canary() -> None:
+def test_nan_does_not_pass_the_self_check() -> None:
     model, _ = pair(llama)
     ready = replayable(model)
     model.lm_head.weight.data[0, 0] = torch.nan
@@ -978,7 +978,7 @@ def test_nan_does_not_pass_the_canary() -> None:
         response_log_probs(ready, batch_of())
 
 
-def test_the_canary_runs_once_for_each_replayable() -> None:
+def test_the_self_check_runs_once_for_each_replayable() -> None:
     """On the longest row but the first. A second model of a class may have another configuration."""
     ready = {name: replayable(pair(make)[0]) for name, make in (("qwen3", qwen3), ("llama", llama))}
     ready["again"] = replayable(pair(llama)[0])
@@ -989,12 +989,12 @@ def test_the_canary_runs_once_for_each_replayable() -> None:
         for one in ready.values():
             response_log_probs(one, batch)
     assert calls == {"qwen3": [7], "llama": [7], "again": [7], "wide": [7]}
-    for canary in (True, False, True):
-        response_log_probs(ready["llama"], batch, canary=canary)
+    for self_check in (True, False, True):
+        response_log_probs(ready["llama"], batch, self_check=self_check)
     assert calls["llama"] == [7] * 3
 
 
-def test_a_row_alone_does_not_earn_trust_for_several(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_alone_does_not_pass_for_several(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first row of all sees nothing of others, however wrong the bounds are."""
     model, _ = pair(llama)
     ready = replayable(model)
@@ -1013,21 +1013,21 @@ def test_a_row_alone_does_not_earn_trust_for_several(monkeypatch: pytest.MonkeyP
     assert len(calls) == 3
 
 
-def test_rows_too_short_to_compare_earn_no_trust() -> None:
+def test_rows_too_short_to_compare_do_not_pass() -> None:
     model, _ = pair(llama)
     ready = replayable(model)
     calls = dense_calls(model)
     response_log_probs(ready, batch_of([(1, 0), (1, 0), (0, 0)]))
     response_log_probs(ready, batch_of([(0, 0)]))
-    assert (calls, ready._trusted) == ([], set())
+    assert (calls, ready._checked) == ([], set())
     response_log_probs(ready, batch_of([(2, 3), (1, 0)]))  # the first is the only one that scores a token
-    assert (calls, ready._trusted) == ([5], {(torch.float32, True, False)})
+    assert (calls, ready._checked) == ([5], {(torch.float32, True, False)})
 
 
-def test_the_canary_leaves_no_gradient_behind() -> None:
+def test_the_self_check_leaves_no_gradient_behind() -> None:
     model, _ = pair(llama)
     ready = replayable(model)
-    outputs = [response_log_probs(ready, batch_of(), canary=canary).values() for canary in (True, False)]
+    outputs = [response_log_probs(ready, batch_of(), self_check=self_check).values() for self_check in (True, False)]
     assert all(map(torch.equal, *[gradients(model, values) for values in outputs]))
 
 
@@ -1105,12 +1105,16 @@ def test_a_row_is_compared_while_another_thread_replays_the_model() -> None:
     def interrupted(packed: bool, _: Any, __: Any, given_to: Any) -> None:
         if ("cu_seq_lens_q" in given_to) is packed:
             hook.remove()
-            for canary in (True, False):
-                seen.append(in_another_thread(lambda canary=canary: response_log_probs(ready, batch, canary=canary)))
+            for self_check in (True, False):
+                seen.append(
+                    in_another_thread(
+                        lambda self_check=self_check: response_log_probs(ready, batch, self_check=self_check)
+                    )
+                )
 
     for packed in (True, False):
         hook = layer.register_forward_pre_hook(functools.partial(interrupted, packed), with_kwargs=True)
-        seen.append(response_log_probs(ready, batch, canary=True))
+        seen.append(response_log_probs(ready, batch, self_check=True))
     assert len(seen) == 6
     assert max(off(values, truth) for values in seen) <= LIMIT
 
@@ -1121,8 +1125,8 @@ def test_threads_replay_as_one(threads: int, restless: None) -> None:
     makes = [qwen3, llama, gemma3, gpt2]
     batches = [batch_of(ROWS[first : first + 5], seed=first) for first in range(4)]
 
-    def all_batches(own: Any, canary: bool | None) -> list[Tensor]:
-        return [response_log_probs(own, batch, canary=canary).values() for _ in range(3) for batch in batches]
+    def all_batches(own: Any, self_check: bool | None) -> list[Tensor]:
+        return [response_log_probs(own, batch, self_check=self_check).values() for _ in range(3) for batch in batches]
 
     alone = {make: bits(all_batches(replayable(pair(make)[0]), None)) for make in makes}
     shared = {make: replayable(pair(make)[0]) for make in makes}
@@ -1136,7 +1140,7 @@ def test_threads_replay_as_one(threads: int, restless: None) -> None:
     assert at_once([functools.partial(work, number) for number in range(threads)]) == [[True, True]] * threads
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the canary's
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the self-check's
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_backward_passes_of_threads_run_layers_again(reentrant: bool, restless: None) -> None:
     """Of checkpointed models, each of which is compared meanwhile."""
@@ -1148,7 +1152,7 @@ def test_backward_passes_of_threads_run_layers_again(reentrant: bool, restless: 
         ready = replayable(model)
         seen: list[Any] = []
         for number in range(3):
-            values = response_log_probs(ready, batch_of(seed=number), canary=True).values()
+            values = response_log_probs(ready, batch_of(seed=number), self_check=True).values()
             seen += [bits([values]), bits(gradients(model, values))]
         return seen
 
@@ -1156,7 +1160,7 @@ def test_backward_passes_of_threads_run_layers_again(reentrant: bool, restless: 
     assert at_once([functools.partial(trained, make) for make in makes]) == alone
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the canary's
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the self-check's
 def test_a_row_is_compared_while_another_thread_runs_layers_again(restless: None) -> None:
     """Of one checkpointed model."""
     model, _ = pair(llama)
@@ -1167,7 +1171,7 @@ def test_a_row_is_compared_while_another_thread_runs_layers_again(restless: None
     done = threading.Event()
 
     def gradients_of(number: int) -> list[Any]:
-        values = response_log_probs(ready, batch_of(seed=number), canary=False).values()
+        values = response_log_probs(ready, batch_of(seed=number), self_check=False).values()
         return bits(torch.autograd.grad(values.sum(), weights))
 
     def trained() -> list[Any]:
@@ -1177,13 +1181,13 @@ def test_a_row_is_compared_while_another_thread_runs_layers_again(restless: None
             done.set()
 
     def compared() -> list[Any]:
-        seen = [response_log_probs(ready, batch_of(), canary=True).values()]
+        seen = [response_log_probs(ready, batch_of(), self_check=True).values()]
         while not done.is_set():
-            seen.append(response_log_probs(ready, batch_of(), canary=True).values())
+            seen.append(response_log_probs(ready, batch_of(), self_check=True).values())
         return bits(seen)
 
     gradient = [gradients_of(number) for number in range(3)] * 4
-    values = bits([response_log_probs(ready, batch_of(), canary=True).values()])
+    values = bits([response_log_probs(ready, batch_of(), self_check=True).values()])
     seen, others = at_once([trained, compared])
     assert seen == gradient
     assert others == values * len(others)
@@ -1229,7 +1233,7 @@ def test_a_configuration_with_a_way_of_its_own_to_say_its_attention() -> None:
     ready = replayable(model)
     calls = dense_calls(model)
     for _ in range(2):
-        assert off(response_log_probs(ready, batch_of(), canary=True), truth_of(plain, batch_of())[0]) <= LIMIT
+        assert off(response_log_probs(ready, batch_of(), self_check=True), truth_of(plain, batch_of())[0]) <= LIMIT
     assert len(calls) == 2
     assert model.config._attn_implementation == adapter.NAME
     assert ready.release().config._attn_implementation == "sdpa"

@@ -1,7 +1,7 @@
-"""transformers and TRL: models that replay packed rows, and a collator that makes them.
+"""transformers and TRL: models that run packed rows, and a collator that packs samples.
 
-model.py       replayable, packed attention           limits.py    what a model has that packed rows cannot follow
-passes.py      hidden states of a forward pass        shards.py    heads and weights that lie on several ranks
+model.py       replayable: checks, packed attention, sharded models
+passes.py      which attention the layers use in a forward pass
 collator.py    PackedCollator
 """
 

@@ -1,12 +1,12 @@
-"""A collator for transformers and TRL: samples become packed rows, and attention is told where rows begin.
+"""PackedCollator: packs samples for transformers and TRL, with the bounds of the rows for attention.
 
     samples        p p r r | p r          lists, arrays or tensors of each sample, p prompt, r response tokens
     input_ids      p p r r | p r | 0      [1, T]; a tail, which is a row of its own, rounds T up
-    position_ids   0 1 2 3 | 0 1 | 0      begin anew in every row
-    labels         x x r r | x r | x      x is -100: masked, the tail, or the first token of a row, which nothing scores
-    cu_seq_lens_q  0         4     6   7
+    position_ids   0 1 2 3 | 0 1 | 0      start at 0 in every row
+    labels         x x r r | x r | x      x is -100: masked, in the tail, or the first token of a row, which no output
+    scores cu_seq_lens_q  0         4     6   7
 
-It needs no framework; what it gives is what models of transformers take as keywords.
+It imports no framework; its results are keyword arguments of models of transformers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from maskpack.errors import LayoutError, PlanError
 from maskpack.planning.plan import MicroBatchPlan, plan_micro_batches
 
 IGNORED = -100
-"""The label of a token that no loss counts."""
+"""The label of a token that is not in the loss."""
 
 _CALL = "PackedCollator"
 _MASKS = ("completion_mask", "assistant_masks")
@@ -33,7 +33,7 @@ _CHANGES = (
     *("position_ids", "token_type_ids", "mm_token_type_ids"),
     *("pixel_values", "pixel_values_videos", "input_features", "image_grid_thw", "video_grid_thw", "images"),
 )
-"""Fields that change what a model computes: leaving them out would give other numbers."""
+"""Fields that cannot be left out, because a model would compute other values without them."""
 _GIVEN = (
     *("input_ids", "labels", "position_ids", "attention_mask", "seq_idx", "seq_lengths", *_MASKS),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
@@ -56,21 +56,21 @@ class _Sample:
 
 @dataclass(frozen=True)
 class PackedCollator:
-    """Packs samples for a model whose attention takes its bounds from `cu_seq_lens_q`: one that
-    `adapters.transformers.replayable` has switched, or transformers' own flash attention.
+    """Packs samples for a model whose attention reads the row bounds from `cu_seq_lens_q`: after
+    `adapters.transformers.replayable`, or with the flash attention of transformers.
 
-    A sample is a mapping with `input_ids` [n]; it may have `labels` [n], the masks `completion_mask` and
-    `assistant_masks` [n], and `seq_lengths`, the lengths of several rows that a dataset has joined. Where there are no
-    labels, they are the ids. A token has the label -100 where its labels say so, where a mask is 0, and where it is
-    the first of a row. Samples have the same ones of these fields. Other fields are left out, but for those that change
-    what a model computes, which are an error.
+    A sample is a mapping with `input_ids` [n], and optionally `labels` [n], the masks `completion_mask` and
+    `assistant_masks` [n], and `seq_lengths`, the lengths of several rows that the dataset joined. All samples must have
+    the same ones of these fields. Without labels, the ids are the labels. A token gets the label -100 if its label is
+    -100, if a mask is 0, or if it is the first of a row. Other fields are left out, except those that change what a
+    model computes, which raise.
 
     Attributes:
-        multiple_of: T is rounded up to a multiple, by a tail. Samples without tokens become a tail alone.
-        seq_idx: whether the inputs have `seq_idx`, for layers with short convolutions. maskpack's attention refuses it,
-            as every tensor that it does not know.
-        extras: further fields of the samples with one number for each token; 0 in the tail. Models do not take them:
-            pop them from the inputs.
+        multiple_of: T is rounded up to a multiple by a tail. Samples without tokens become a tail alone.
+        seq_idx: whether to add `seq_idx`, for layers with short convolutions. Packed attention refuses it, like every
+            unknown tensor.
+        extras: further fields of the samples with one number for each token; 0 in the tail. Pop them from the inputs
+            before the model.
     """
 
     multiple_of: int = 1
@@ -95,7 +95,7 @@ class PackedCollator:
             )
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The inputs of a model.
+        """Packs samples into the inputs of a model.
 
         Returns:
             `input_ids`, `position_ids` and `labels` int64 [1, T]; `cu_seq_lens_q` and `cu_seq_lens_k` int32
@@ -111,10 +111,10 @@ class PackedCollator:
     def micro_batches(
         self, samples: Sequence[Mapping[str, Any]], token_budget: int, **options: Any
     ) -> tuple[MicroBatchPlan, list[dict[str, Any]]]:
-        """The samples in micro-batches of at most `token_budget` tokens, tails among them.
+        """Packs samples into micro-batches of at most `token_budget` tokens, including tails.
 
         Args:
-            token_budget: T of a micro-batch is at most this, but for a sample that alone is longer.
+            token_budget: the largest T of a micro-batch, except for a sample that alone is longer.
             options: further keywords of `plan_micro_batches` (num_updates, multiple_of of the count, max_rows, ...).
 
         Returns:
@@ -192,7 +192,7 @@ class PackedCollator:
         tokens = ids.numel()
         if "attention_mask" in sample and not bool((_line(number, sample, "attention_mask", tokens) != 0).all()):
             raise LayoutError(
-                f"{_CALL}: sample {number} has zeros in its attention_mask; expected real tokens alone. Tokenize "
+                f"{_CALL}: sample {number} has zeros in its attention_mask; expected valid tokens only. Tokenize "
                 "without padding."
             )
         lengths = (tokens,)
@@ -242,14 +242,14 @@ def _positions(bounds: IntArray, lengths: IntArray) -> Tensor:
 
 
 def _joined(parts: Iterable[Tensor], tail: int, filler: int, dtype: torch.dtype | None) -> Tensor:
-    """[1, T] of parts [n]; without tokens, the tail alone. An empty list has no dtype that counts."""
+    """Joins parts [n] and the tail into [1, T]. Empty parts do not determine the dtype."""
     lines = [line for line in parts if line.numel()]
     dtype = dtype or (lines[0].dtype if lines else torch.float32)
     return torch.cat([*lines, torch.full((tail,), filler, dtype=dtype, device="cpu")])[None]
 
 
 def _line(number: int, sample: Mapping[str, Any], name: str, tokens: int | None) -> Tensor:
-    """A field of a sample as [n] on the CPU."""
+    """A field of a sample as a tensor [n] on the CPU."""
     given = sample[name]
     try:
         line = given.detach().cpu() if isinstance(given, Tensor) else torch.tensor(given, device="cpu")

@@ -1,8 +1,8 @@
-"""Which attention the layers of a model have, in each forward pass.
+"""Which attention the layers of a model use in each forward pass.
 
-replayed, or run on packed rows    maskpack's, whose name lies in the configuration
-run to compare a row               the model's own, in this pass alone: other threads read the same configuration
-after release()                    the model's own
+replay, or packed rows     packed attention, whose name is in the configuration of the model
+self-check                 the original attention, in this pass only: other threads read the same configuration
+after release()            the original attention
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 NAME = "maskpack"
-"""Of the attention, in `config._attn_implementation`."""
+"""The name of packed attention in `config._attn_implementation`."""
 
 _switching = threading.Lock()
-"""Held while the attention of a model is changed; no forward pass runs under it."""
+"""Guards changes of the attention of a model. No forward pass runs under it."""
 
 
 @dataclass
 class Pass:
-    """A forward pass that replay runs. It stays in one thread, which is in one pass at a time. Layers that a backward
-    pass runs again belong to no pass, in whatever thread they are.
+    """A forward pass of replay, in one thread; a thread is in one pass at a time. Layers that a backward pass runs
+    again belong to no pass, in any thread.
 
     Attributes:
-        own: whether the model attends by its own attention.
-        attended: calls of maskpack's attention so far.
+        own: whether layers use the original attention of the model.
+        attended: the number of calls of packed attention so far.
     """
 
     own: bool = False
@@ -48,19 +48,19 @@ _current: ContextVar[Pass | None] = ContextVar("_current", default=None)
 
 
 def current() -> Pass | None:
-    """The pass that this thread is in."""
+    """The pass of this thread; None outside one."""
     return _current.get()
 
 
 class _Taken(str):
-    """NAME, which knows the attention that it stands in for. It lies in the configuration, so that copies of a model
-    know it, and models that share a configuration agree."""
+    """NAME, with the name of the attention that it replaces. The configuration holds it, so that copies of a model have
+    it and models that share a configuration agree."""
 
     own: str | None = None
 
 
 def take(model: Any, config: Any) -> None:
-    """Gives a model maskpack's attention; `config` is the configuration of its text."""
+    """Switches a model to packed attention. `config` is its text configuration."""
     with _switching:
         if config._attn_implementation != NAME:
             own = [(part, part._attn_implementation) for part in _parts(model.config)]
@@ -73,7 +73,7 @@ def take(model: Any, config: Any) -> None:
 
 
 def release(model: Any, config: Any) -> None:
-    """Gives a model its own attention back."""
+    """Restores the original attention of a model."""
     with _switching:
         if config._attn_implementation == NAME:
             for part in _parts(model.config):
@@ -82,8 +82,8 @@ def release(model: Any, config: Any) -> None:
 
 
 def follow_passes(model: Any) -> None:
-    """Lets `_attn_implementation` of the configurations of a model, which layers read in every forward pass, say the
-    model's own attention in a pass that has it. The configurations themselves stay as they are."""
+    """Wraps the property `_attn_implementation` of the configuration classes of a model, which layers read in every
+    forward pass: it returns the original attention in a pass with `own`. The configurations do not change."""
     for config in _parts(model.config):
         kinds = cast("tuple[Any, ...]", type(config).__mro__)
         kind = next(kind for kind in kinds if "_attn_implementation" in vars(kind))
@@ -108,7 +108,7 @@ def _own_of(name: str) -> str | None:
 
 
 def _parts(config: Any) -> Iterator[Any]:
-    """A configuration and those within it."""
+    """A configuration and its sub-configurations."""
     yield config
     for name in config.sub_configs:
         if getattr(config, name, None) is not None:

@@ -1,10 +1,8 @@
-"""verl: fields, batches and dispatch for its trainers, and the names of the mask-nesting proposal.
+"""verl: packed dispatch for its trainers, its fields, and the functions of the mask-nesting proposal.
 
-    verl_packed.py     pack, unpack: DataProto and TensorDict in their packed form, exact both ways
-    verl_dispatch.py   mask_nesting_dispatch, packed_endpoint: packed batches to verl's workers and back
-    here               nesting of a DataProto or TensorDict, also in place; pickles
-
-Import names from here.
+protocol.py   pack, unpack: a DataProto or TensorDict in packed form, and back bit for bit
+dispatch.py   mask_nesting_dispatch, packed_endpoint: packed batches to the workers of verl and back
+here          nesting of a DataProto or TensorDict, also in place; pickles
 """
 
 from __future__ import annotations
@@ -36,9 +34,7 @@ __all__ = [
     "MaskNestingSpec",
     "PackedFuture",
     "PackedProto",
-    "compress",
     "configure",
-    "decompress",
     "mask_nesting_dispatch",
     "nest_batch_by_mask",
     "nest_batch_by_mask_",
@@ -50,8 +46,6 @@ __all__ = [
     "unnest_batch_by_mask_",
     "unpack",
 ]
-
-compress, decompress = pack, unpack
 
 # -------------------------------------------------------------------- nesting
 
@@ -67,12 +61,12 @@ def unnest_batch_by_mask(data: Any, *fields: Key) -> Any:
 
 
 def nest_batch_by_mask_(data: Any, registry: Registry = VERL_FIELDS, **options: Any) -> Any:
-    """`nest_batch_by_mask` in place: `data` itself is nested, and returned; after an error it is as it was."""
+    """`nest_batch_by_mask` in place: `data` is nested and returned. After an error it is unchanged."""
     return _changed(data, lambda batch: nesting.nest_batch_by_mask(batch, registry, **options), "nest_batch_by_mask_")
 
 
 def unnest_batch_by_mask_(data: Any) -> Any:
-    """`unnest_batch_by_mask` in place: `data` itself is padded, and returned; after an error it is as it was."""
+    """`unnest_batch_by_mask` in place: `data` is padded and returned. After an error it is unchanged."""
     return _changed(data, nesting.unnest_batch_by_mask, "unnest_batch_by_mask_")
 
 
@@ -113,9 +107,9 @@ def _changed(data: Any, work: _Work, call: str) -> Any:
             "dim. Take the name without the underscore, which returns a new one."
         )
     new = work(batch)
-    held: Any = batch
-    for name in [name for name in held.keys() if not has(new, name)]:  # noqa: SIM118 (the batch has no `in` of its own)
-        del held[name]
+    fields: Any = batch
+    for name in [name for name in fields.keys() if not has(new, name)]:  # noqa: SIM118 (TensorDict has no `in`)
+        del fields[name]
     for name, value in new.items():
         batch.set(name, value)
     return data
@@ -125,16 +119,16 @@ def _changed(data: Any, work: _Work, call: str) -> Any:
 
 
 def pickle_data_protos(**options: Any) -> Callable[[], None]:
-    """From now on this process pickles each DataProto packed: wherever it goes, through Ray or a file, it arrives bit
-    for bit. Who reads it needs maskpack, and no call. Subclasses are pickled as verl does.
+    """Makes this process pickle each DataProto packed, through Ray or into a file. It is restored bit for bit; the
+    reader needs maskpack installed, and no call. Subclasses are pickled as before.
 
     Args:
-        options: of `pack`.
+        options: options of `pack`.
 
     Returns:
-        A function that undoes it.
+        A function that undoes this.
     """
-    pack(TensorDict({}, batch_size=[0]), **options)  # wrong options raise here, not in the first pickle
+    pack(TensorDict({}, batch_size=[0]), **options)  # wrong options raise here instead of in the first pickle
     before = copyreg.dispatch_table.get(DataProto)
 
     def reduced(data: Any) -> tuple[Any, ...]:

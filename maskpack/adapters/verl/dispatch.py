@@ -1,9 +1,9 @@
-"""Packed batches on verl's way to its workers: a dispatch mode for `@register`, a decorator for the method under it.
+"""Packed batches in the dispatch of verl: a dispatch mode for `@register`, and a decorator for the method under it.
 
-    group.method(data)  -- dispatch_fn: pack, cut, put once a DP rank -->  Parcel       @packed_endpoint: unpack,
-                        <-- collect_fn: unpack, then verl's own rule --    PackedProto  run the method, pack
+    group.method(data)  -- dispatch_fn: pack, cut, put once for each DP rank -->  RankCall     @packed_endpoint: unpack,
+                        <-- collect_fn: unpack, then the rule of verl -----------  PackedProto  run the method, pack
 
-Which rank gets which rows, who speaks for a rank, and how results are joined is decided by verl.
+verl decides which rank gets which rows, which ranks are collected from, and how results are joined.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _decorator: Any = importlib.import_module("verl.single_controller.base.decorator
 _protocol: Any = importlib.import_module("verl.protocol")
 
 _MEMORY = Pool()
-"""Of the padded tensors that methods see in this process; they die with the call, most of the time."""
+"""Memory of the padded tensors that methods see; most of them are freed when the call ends."""
 _CONFIG = "_maskpack_config"
 
 
 @dataclass(frozen=True)
 class MaskNestingConfig:
-    """Whether and how batches are packed on their way to workers.
+    """Whether and how batches are packed for the workers.
 
     Attributes:
-        use_mask_nesting: off, verl's own dispatch runs.
-        strict_mask_nesting: raise where a field would travel dense to the workers. What they return is checked for
-            exactness, and what no mask covers ships whole.
-        registry: None is VERL_FIELDS.
-        pad_token_id, verify, codec: of `pack`.
+        use_mask_nesting: False runs the dispatch of verl.
+        strict_mask_nesting: raise if a field stays padded on its way to the workers. Results are verified, too, but a
+            field of a result that no mask covers stays padded.
+        registry: None stands for VERL_FIELDS.
+        pad_token_id, verify, codec: options of `pack`.
     """
 
     use_mask_nesting: bool = False
@@ -68,8 +68,8 @@ class MaskNestingConfig:
 
     @classmethod
     def of(cls, config: Any, **more: Any) -> MaskNestingConfig:
-        """From the node of an OmegaConf or Hydra configuration that has the two switches (a dict and a dataclass of
-        verl are nodes too); a key that is missing or null is off. `more`: the other attributes."""
+        """Reads the two switches from a node of an OmegaConf or Hydra configuration, a dict, or a configuration
+        dataclass of verl. A missing or null key is False. `more` are the other attributes."""
         if not callable(getattr(config, "get", None)):
             raise RegistryError(
                 f"MaskNestingConfig.of: got a {type(config).__name__}; expected a node of a configuration. Pass the "
@@ -86,7 +86,7 @@ class MaskNestingConfig:
         return kept_verify(self.verify)
 
     def pack(self, data: Any) -> PackedProto:
-        """`pack` of what goes to workers."""
+        """Packs an argument of a worker method."""
         return pack(
             data,
             registry=self._fields(),
@@ -97,7 +97,7 @@ class MaskNestingConfig:
         )
 
     def pack_result(self, data: Any, like: PackedProto) -> PackedProto:
-        """`pack` of what a worker returns for the rows of `like`; without their masks, if a field has another width."""
+        """Packs a result under the layouts of `like`, or without them if a field has another width."""
         options: dict[str, Any] = {
             "registry": self._fields(), "pad_token_id": self.pad_token_id, "codec": self.codec,
         }  # fmt: skip
@@ -111,8 +111,8 @@ _ON = MaskNestingConfig(use_mask_nesting=True)
 
 
 def configure(group: Any, config: MaskNestingConfig) -> Any:
-    """Gives a worker group the configuration that its packed methods follow, and returns it. Configure the groups whose
-    methods are called: those that `spawn` gave."""
+    """Sets the MaskNestingConfig of a worker group, and returns the group. Configure the groups whose methods are
+    called: those that `spawn` returned."""
     if not isinstance(config, MaskNestingConfig):
         raise RegistryError(
             f"configure: config is a {type(config).__name__}; expected a MaskNestingConfig. Use MaskNestingConfig.of."
@@ -121,15 +121,15 @@ def configure(group: Any, config: MaskNestingConfig) -> Any:
     return group
 
 
-# -------------------------------------------------------------------- on the wire
+# -------------------------------------------------------------------- messages
 
 
-class Parcel:
-    """The rows of one DP rank, for a method that decodes them; for any other it raises wherever it is touched.
+class RankCall:
+    """The rows of one DP rank, for a method under `@packed_endpoint`. In any other method, every use of it raises.
 
     Attributes:
-        _packed, _config: rows, and how results are packed.
-        _mesh: name of the mesh whose collect rule says which rank speaks; None where all do.
+        _packed, _config: the rows, and how results are packed.
+        _mesh: the name of the mesh whose collect rule selects the ranks that return results; None if all do.
     """
 
     def __init__(self, packed: PackedProto, config: MaskNestingConfig, mesh: str | None) -> None:
@@ -157,16 +157,17 @@ class Parcel:
 def mask_nesting_dispatch(
     mesh_name: str | None = None, config: MaskNestingConfig | None = None
 ) -> dict[str, Callable[..., Any]]:
-    """What `@register(dispatch_mode=...)` takes.
+    """A dispatch mode for `@register(dispatch_mode=...)` that sends packed rows.
 
     Args:
-        mesh_name: the rows are cut for the DP ranks of that mesh, as `make_nd_compute_dataproto_dispatch_fn` does;
-            ranks with one DP rank (tensor and pipeline parallel peers) share one object in the store. None cuts a
-            DataProto for all workers, as DP_COMPUTE_PROTO does, auto padding included.
-        config: by default that which the group was given by `configure`; on, where it was given none.
+        mesh_name: the rows are divided among the DP ranks of this mesh, as `make_nd_compute_dataproto_dispatch_fn`
+            does. Workers with the same DP rank (tensor and pipeline parallel peers) share one object in the store. None
+            divides a DataProto among all workers, as DP_COMPUTE_PROTO does, with auto padding.
+        config: by default the one that `configure` set for the group; without one, packing is on.
 
-    Calls raise LayoutError for arguments that are no batches and for rows that verl would not divide, and what `pack`
-    raises.
+    Raises:
+        LayoutError: in calls, for an argument that is not a batch and for rows that verl would not divide; and the
+            errors of `pack`.
     """
     if mesh_name is not None and not isinstance(mesh_name, str):
         raise LayoutError(
@@ -229,7 +230,7 @@ def _config_of(group: Any, config: MaskNestingConfig | None) -> MaskNestingConfi
 
 
 def _parts(value: Any, ranks: int, config: MaskNestingConfig, mesh: str | None) -> Sequence[Any]:
-    """The parts of an argument: Parcels of a batch; what verl makes of anything else that it can cut."""
+    """The parts of an argument: RankCalls for a batch, and the chunks of verl for anything else that it can divide."""
     if not isinstance(value, DataProto | TensorDictBase | PackedProto):
         whole = _protocol.BatchData(value)
         if not whole.is_chunkable():
@@ -239,13 +240,13 @@ def _parts(value: Any, ranks: int, config: MaskNestingConfig, mesh: str | None) 
     return _cut(value if isinstance(value, PackedProto) else config.pack(value), sizes, config, mesh)
 
 
-def _cut(packed: PackedProto, sizes: Sequence[int], config: MaskNestingConfig, mesh: str | None) -> list[Parcel]:
+def _cut(packed: PackedProto, sizes: Sequence[int], config: MaskNestingConfig, mesh: str | None) -> list[RankCall]:
     ends = [sum(sizes[: rank + 1]) for rank in range(len(sizes))]
-    return [Parcel(packed.take(slice(end - size, end)), config, mesh) for end, size in zip(ends, sizes, strict=True)]
+    return [RankCall(packed.take(slice(end - size, end)), config, mesh) for end, size in zip(ends, sizes, strict=True)]
 
 
 def _sizes(value: Any, ranks: int) -> list[int]:
-    """Rows of each rank, as verl divides them: equal, but for a DataProto that may be uneven."""
+    """The number of rows of each rank, as in verl: equal, except for a DataProto with auto padding."""
     rows = value.batch_size[0] if isinstance(value, TensorDictBase) and value.batch_dims else len(value)
     if rows % ranks == 0:
         return [rows // ranks] * ranks
@@ -268,10 +269,10 @@ def _no_batch(value: Any, expected: str) -> LayoutError:
     )
 
 
-# verl's bridge to TransferQueue knows the collect rule by the name of this function and its first argument.
+# verl's bridge to TransferQueue finds the collect rule by the name of this function and its first argument.
 def collect_lazy_compute_data_proto(mesh_name: str, group: Any, output: Sequence[Any]) -> Any:
-    """Results of the ranks that the mesh collects from, unpacked and joined as verl joins them; a PackedFuture for
-    results that are not there yet."""
+    """Unpacks the results of the ranks that the mesh collects from, and joins them as verl does. Results that are not
+    there yet become a PackedFuture."""
     return _future(_decorator.collect_lazy_compute_data_proto(mesh_name, group, list(map(_opened, output))))
 
 
@@ -284,8 +285,7 @@ def _opened(result: Any) -> Any:
 
 
 class PackedFuture(_protocol.DataProtoFuture):
-    """Results that are still with the workers; `get` waits for them, unpacks and joins them. An argument like any
-    DataProtoFuture."""
+    """A DataProtoFuture of packed results: `get` waits for them, unpacks and joins them."""
 
     def get(self) -> Any:
         output = [_opened(result) for result in ray.get(self.futures)]
@@ -324,18 +324,18 @@ def packed_endpoint(
     format: Target | None = None,
     device: torch.device | str | None = None,
 ) -> Any:
-    """Decorates a worker method, plain or async, under `@register`: it sees the DataProto or TensorDict that the driver
-    has, and what it returns goes back packed.
+    """Decorates a worker method, plain or async, under `@register`. The method receives the DataProto or TensorDict of
+    the driver, and its result is packed.
 
         @register(dispatch_mode=mask_nesting_dispatch("actor"))
         @packed_endpoint
         def update_actor(self, data): ...
 
     Args:
-        format, device: of `unpack`.
+        format, device: options of `unpack`.
 
-    Batches that come unpacked (the switch is off, a direct call, a future) are passed on, and their results too. A rank
-    that its mesh does not collect from returns None, because nobody reads it.
+    Batches that arrive unpacked (the switch is off, a direct call, a future) are passed on, and so are their results. A
+    rank that its mesh does not collect from returns None.
     """
     if method is None:
         return functools.partial(packed_endpoint, format=format, device=device)
@@ -351,38 +351,38 @@ def packed_endpoint(
 
         @functools.wraps(method)
         async def served_async(self: Any, *args: Any, **kwargs: Any) -> Any:
-            given, named, parcels = _given(args, kwargs, format, device)
-            return _reply(self, await method(self, *given, **named), parcels)
+            given, named, calls = _given(args, kwargs, format, device)
+            return _reply(self, await method(self, *given, **named), calls)
 
         return served_async
 
     @functools.wraps(method)
     def served(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given, named, parcels = _given(args, kwargs, format, device)
-        return _reply(self, method(self, *given, **named), parcels)
+        given, named, calls = _given(args, kwargs, format, device)
+        return _reply(self, method(self, *given, **named), calls)
 
     return served
 
 
 def _given(
     args: Sequence[Any], kwargs: Mapping[str, Any], format: Target | None, device: torch.device | str | None
-) -> tuple[list[Any], dict[str, Any], list[Parcel]]:
-    """The arguments with their batches decoded, and the parcels that these came in."""
-    parcels = [value for value in (*args, *kwargs.values()) if isinstance(value, Parcel)]
+) -> tuple[list[Any], dict[str, Any], list[RankCall]]:
+    """The arguments with decoded batches, and the RankCalls among them."""
+    calls = [value for value in (*args, *kwargs.values()) if isinstance(value, RankCall)]
 
     def one(value: Any) -> Any:
-        if not isinstance(value, Parcel):
+        if not isinstance(value, RankCall):
             return value
         with _MEMORY.used():
             return unpack(value._packed, format=format, device=device)  # type: ignore[reportPrivateUsage]
 
-    return [one(value) for value in args], {name: one(value) for name, value in kwargs.items()}, parcels
+    return [one(value) for value in args], {name: one(value) for name, value in kwargs.items()}, calls
 
 
-def _reply(worker: Any, result: Any, parcels: Sequence[Parcel]) -> Any:
-    if not parcels:
+def _reply(worker: Any, result: Any, calls: Sequence[RankCall]) -> Any:
+    if not calls:
         return result
-    first = cast("Any", parcels[0])
+    first = cast("Any", calls[0])
     if first._mesh is not None and not worker.query_collect_info(first._mesh):
         return None
     rows = result.batch_dims if isinstance(result, TensorDictBase) else isinstance(result, DataProto) and len(result)

@@ -3,8 +3,8 @@
     DataProto   batch, non_tensor_batch, meta_info   --pack-->  PackedProto  --unpack-->  DataProto
     TensorDict  padded, jagged, or some of each      --pack-->  PackedProto  --unpack-->  TensorDict
 
-Tensors lie in a PackedBatch. What verl does otherwise than the core is said here: meta data that every part has whole,
-numpy arrays of objects, nested tensors that are ragged along their last dim.
+Tensors are stored in a PackedBatch. This module adds what verl's batches have beyond that: metadata that every part
+keeps whole, numpy arrays of objects, and nested tensors that are ragged along their last dim.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ VERL_FIELDS = RL_FIELDS | {
         for name in (f"{side}prompt_embeds", f"{side}prompt_embeds_mask")
     },
 }
-"""`RL_FIELDS`, and what else the trainers and engines of verl put into batches and results."""
+"""`RL_FIELDS`, and further fields of batches and results of verl's trainers and engines."""
 
 
 # -------------------------------------------------------------------- the packed form
@@ -60,8 +60,8 @@ class Column:
     """An entry of `non_tensor_batch`: an array whose first dim is the rows.
 
     Attributes:
-        values: numbers and strings as an array of their own; Python objects as a list of the rows.
-        shape: of one row, where it holds Python objects.
+        values: a copy of an array of numbers or strings; Objects, one for each row, for Python objects.
+        shape: the shape of one row.
     """
 
     values: Any
@@ -83,7 +83,7 @@ class Column:
         return replace(self, values=self.values.take(rows) if isinstance(self.values, Objects) else self.values[rows])
 
     def array(self) -> Any:
-        """A copy of the array."""
+        """A copy of the original array."""
         if not isinstance(self.values, Objects):
             return np.array(self.values)
         items = self.values.restored()
@@ -97,7 +97,7 @@ class Column:
 
 
 def _cells(items: list[Any]) -> Any:
-    """A line of objects, none of them opened."""
+    """A 1-D array of objects; numpy does not convert nested sequences among them."""
     made: Any = np.empty(len(items), dtype=object)
     for place, item in enumerate(items):
         made[place] = item
@@ -106,12 +106,12 @@ def _cells(items: list[Any]) -> Any:
 
 @dataclass(frozen=True)
 class OddJagged:
-    """What makes a nested tensor of verl another than `torch.jagged` [B, j, *F] with int64 offsets.
+    """How a nested tensor of verl differs from a jagged tensor [B, j, *F] with int64 offsets.
 
     Attributes:
-        ragged: the dim that is ragged: 2 for M-RoPE positions [B, 4, j].
-        stated: the dim that its shape says is ragged; verl sets the other by hand.
-        offsets: dtype of the offsets.
+        ragged: the ragged dim, 2 for M-RoPE positions [B, 4, j].
+        stated: the ragged dim according to its shape; verl sets `_ragged_idx` by hand.
+        offsets: the dtype of the offsets.
     """
 
     ragged: int
@@ -120,12 +120,12 @@ class OddJagged:
 
     @classmethod
     def of(cls, field: Any) -> OddJagged | None:
-        """None for a regular one."""
+        """None if the tensor does not differ."""
         odd = cls(ragged_dim(field), stated_dim(field), field.offsets().dtype)
         return None if (odd.ragged, odd.offsets) == (1, torch.int64) else odd
 
     def again(self, field: Tensor) -> Any:
-        """The odd tensor that a regular one stands for."""
+        """Restores the original tensor from a regular one."""
         offsets = cast("Any", field).offsets()
         lengths = offsets.diff().tolist()
         made: Any = torch.nested.nested_tensor_from_jagged(
@@ -141,16 +141,16 @@ class OddJagged:
 
 @dataclass(frozen=True, eq=False)
 class PackedProto:
-    """Packed rows of a DataProto or a TensorDict; nothing of it is ever changed. Build one with `pack`.
+    """The immutable packed form of a DataProto or a TensorDict. Build one with `pack`.
 
     Attributes:
-        kind: the class of the DataProto, None for a TensorDict.
-        rows: its tensors and, of a TensorDict, its Python objects; None for a DataProto without `batch`.
+        kind: the class of the DataProto; None for a TensorDict.
+        rows: the tensors and, of a TensorDict, its Python objects; None for a DataProto without `batch`.
         columns: the `non_tensor_batch`.
-        meta_info: of a DataProto. It is whole in every part, as in verl.
-        odd: nested tensors that are regular in `rows` and come back as they were.
-        wide: batch-wide tensors of a TensorDict, such as `indices`; whole in every part, as in verl.
-        nested: whether the batch had been nested by `nest_batch_by_mask`.
+        meta_info: of a DataProto. As in verl, every part keeps it whole.
+        odd: how nested tensors that are regular in `rows` differed; `unpack` restores them.
+        wide: batch-wide tensors of a TensorDict, such as `indices`. As in verl, every part keeps them whole.
+        nested: whether the batch was a result of `nest_batch_by_mask`.
     """
 
     kind: Any
@@ -175,7 +175,7 @@ class PackedProto:
         return sum(part.nbytes for part in (self.rows, *self.wide.values()) if part is not None)
 
     def take(self, rows: Rows) -> PackedProto:
-        """Some rows: a slice, indices (repeats allowed) or a bool mask [B]. Consecutive rows are views."""
+        """Takes rows: a slice, indices (repeats allowed) or a bool mask [B]. Consecutive rows are views."""
         index = row_index(rows, self.num_rows, "PackedProto.take")
         return replace(
             self,
@@ -200,19 +200,20 @@ def pack(
     """Encodes a DataProto or a TensorDict: padded fields [B, S, *F], jagged ones, Python objects, in any mix.
 
     Args:
-        data: it is not changed.
-        like: packed rows whose layouts stand in for masks that `data`, of as many padded rows, does not have.
+        data: a DataProto or a TensorDict. It is not changed.
+        like: packed rows whose layouts replace the masks that `data` does not have. It must be padded, with as many
+            rows.
         registry, pad_token_id, ...: as for `maskpack.compress`.
 
     Raises:
-        CoverageError, LossyPadError, LayoutError, RegistryError: as `maskpack.compress`. Strict mode looks for tensors
-            in `non_tensor_batch` and `meta_info` too.
+        CoverageError, LossyPadError, LayoutError, RegistryError: as `maskpack.compress`. Strict mode also checks for
+            tensors in `non_tensor_batch` and `meta_info`.
     """
     options = Options.of("pack", registry, pad_token_id, strict_mask_nesting, ignore_dense_fields, verify, on_loss)
 
     def compressed(parts: _Parts) -> PackedBatch:
         batch = parts.batch
-        # a jagged field with the row lengths of a stand-in would come back padded
+        # a jagged field with the row lengths of `like` would come back padded
         alike = like is not None and not parts.jagged and tuple(batch.batch_size[:1]) == (like.num_rows,)
         return packing.compress(
             batch,
@@ -245,13 +246,12 @@ def pack(
 
 
 def unpack(packed: PackedProto, *, format: Target | None = None, device: torch.device | str | None = None) -> Any:
-    """The DataProto or TensorDict that was packed, bit for bit, with the rows it has now; it shares no memory with
-    `packed`.
+    """Restores the DataProto or TensorDict bit for bit, with the rows of `packed`. It shares no memory with `packed`.
 
     Args:
-        format: `padded` fields, or `nested` ones as `nest_batch_by_mask` gives them; by default as they were. Fields
-            that were jagged without it are jagged in either.
-        device: where to; by default where each field was, or the host if this process has no such device.
+        format: "padded", or "nested" as `nest_batch_by_mask` does; by default the original form. Fields that were
+            jagged before they were packed stay jagged in either.
+        device: by default the original device of each field, or the host if this process has no such device.
     """
     if not isinstance(packed, PackedProto):
         raise LayoutError(
@@ -284,7 +284,7 @@ def _decoded(
 
 @dataclass(frozen=True)
 class _Parts:
-    """A TensorDict as `compress` takes it, and what is left of it."""
+    """A TensorDict that `compress` accepts, and what it does not contain."""
 
     batch: Any
     odd: dict[Path, OddJagged]
@@ -298,11 +298,11 @@ class _Parts:
         bounds: dict[Any, Tensor] = {}
         jagged, changed = False, False
         entries: list[tuple[Path, Any]] = []
-        ours = has(batch, LAYOUTS)  # its jagged fields are ours too, and share their offsets
+        nested = has(batch, LAYOUTS)  # by nest_batch_by_mask: fields share their offsets already
         for path, entry in flatten(batch):
             value: Any = entry
             new = value
-            if isinstance(entry, Tensor) and entry.is_nested and not ours:
+            if isinstance(entry, Tensor) and entry.is_nested and not nested:
                 jagged = True
                 new, note = _regular(value, bounds)
                 odd |= {} if note is None else {path: note}
@@ -316,8 +316,8 @@ class _Parts:
 
 
 def _regular(field: Any, bounds: dict[Any, Tensor]) -> tuple[Any, OddJagged | None]:
-    """A nested tensor as [B, j, *F] on int64 offsets, and what was odd. verl gives every field offsets of its own;
-    those with equal ones share them here, so that their layout is sent once and equal fields are found."""
+    """A nested tensor as [B, j, *F] with int64 offsets, and how it differed. verl gives every field offsets of its own;
+    here fields with equal offsets share them, so that one layout is sent and equal fields are found."""
     if field.layout != torch.jagged or field.lengths() is not None:
         return field, None
     odd = OddJagged.of(field)
@@ -331,18 +331,18 @@ def _regular(field: Any, bounds: dict[Any, Tensor]) -> tuple[Any, OddJagged | No
 
 
 def _is_wide(value: Any) -> bool:
-    """Whether an entry is a line of integers for the whole batch; as a Python object it would not be encoded."""
+    """Whether an entry is a 1-D integer tensor of the whole batch. As a Python object it would not be encoded."""
     data: Any = value.data if isinstance(value, NonTensorData) else None
     return type(data) is Tensor and data.dim() == 1 and not data.is_nested and data.dtype in (torch.int32, torch.int64)
 
 
 def _check_objects(data: Any, options: Options) -> None:
-    found: list[Any] = []
+    hidden: list[Any] = []
     for name, value in (*data.non_tensor_batch.items(), ("meta_info", data.meta_info)):
         spec = options.registry.find((name,))
         if path_of(name) not in options.ignore and (spec is None or spec.mask is not None):
-            found += hidden_tensors((name,), value)
-    check_strict("pack", found)
+            hidden += hidden_tensors((name,), value)
+    check_strict("pack", hidden)
 
 
 def wrong_kind(call: str, data: Any) -> LayoutError:
