@@ -203,7 +203,7 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
     parts = _parts(batch, call)
     schema = _merged(batch, list(parts.values()), call)
     tables: dict[tuple[str, str], Tensor] = {}
-    for part, name in [(part, name) for part, own in parts.items() for name, _, _ in own.axes]:
+    for part, name in [(part, name) for part, stored in parts.items() for name, _, _ in stored.axes]:
         table = entry_at(batch, (LAYOUTS, part, "spans", name))
         if not isinstance(table, Tensor) or not table.is_nested:
             raise LayoutError(
@@ -211,13 +211,13 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
                 "by an integer index, or the entry was replaced. Take one row with a list: batch[[i]]."
             )
         tables[part, name] = table
-    sizes = {(part, name): (width, anchor) for part, own in parts.items() for name, width, anchor in own.axes}
+    sizes = {(part, name): (width, anchor) for part, stored in parts.items() for name, width, anchor in stored.axes}
     lines = [table.values().to(torch.uint8).contiguous().view(torch.int32).view(-1) for table in tables.values()]
     first = _first_fields(batch, schema, {name for _, name in tables})
     read = to_host([*lines, *[offsets_of(value) for value in (*tables.values(), *first.values())]])
     layouts: dict[str, RowLayout] = {}
-    for (key, own), numbers, splits in zip(zip(tables, lines, strict=True), read, read[len(lines) :], strict=False):
-        layout = _layout(numbers.reshape(-1, 3), splits, sizes[key], own.device, call, key[1])
+    for (key, line), numbers, splits in zip(zip(tables, lines, strict=True), read, read[len(lines) :], strict=False):
+        layout = _layout(numbers.reshape(-1, 3), splits, sizes[key], line.device, call, key[1])
         if layouts.setdefault(key[1], layout) != layout:
             raise LayoutError(
                 f'{call}: layout "{key[1]}" of another batch, with other rows or widths, replaced the layout of '
@@ -263,7 +263,7 @@ def _merged(batch: TensorDictBase, schemas: Sequence[Schema], call: str) -> Sche
             forms.setdefault(form.path, []).append(form)
         for axis in schema.axes:
             axes.setdefault(axis[0], axis)
-    whole = tuple(_one_form(entry_at(batch, path), own, call) for path, own in forms.items())
+    whole = tuple(_one_form(entry_at(batch, path), of_path, call) for path, of_path in forms.items())
     return Schema(schemas[0].root, whole, tuple(axes.values()))
 
 

@@ -306,10 +306,10 @@ def _row(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | 
     return scores @ value.repeat_interleave(times, 0)
 
 
-def _need(supported: bool, backend: str, query: Tensor, what: str) -> None:
+def _need(supported: bool, backend: str, query: Tensor, needs: str) -> None:
     if not supported:
         raise ReplayError(
-            f'{_CALL}: backend "{backend}" with {query.dtype} on {query.device}; it needs a GPU with {what}. Use '
+            f'{_CALL}: backend "{backend}" with {query.dtype} on {query.device}; it needs a GPU with {needs}. Use '
             'backend="auto".'
         )
 

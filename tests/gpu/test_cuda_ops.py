@@ -78,9 +78,9 @@ def test_many_rows(rows: int) -> None:
     layout = RowLayout.from_mask(mask)
     assert torch.equal(ops.pack(x, layout), x[mask])
     assert torch.equal(ops.unpack(x[mask], layout, 2.0), torch.where(mask, x, 2.0))
-    promised = RowLayout.from_mask(mask, num_tokens=layout.num_tokens)
-    assert torch.equal(ops.pack(x, promised), x[mask])
-    assert promised == layout
+    hinted = RowLayout.from_mask(mask, num_tokens=layout.num_tokens)
+    assert torch.equal(ops.pack(x, hinted), x[mask])
+    assert hinted == layout
 
 
 @pytest.mark.parametrize("density", [0.05, 0.3, 1.0])
@@ -177,7 +177,7 @@ def garbage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("name", BROKEN)
 @pytest.mark.parametrize("scanner", ["Triton", "torch"])
-def test_a_broken_promise_costs_its_result_alone(
+def test_a_wrong_hint_costs_its_result_alone(
     garbage: None, monkeypatch: pytest.MonkeyPatch, name: str, scanner: str
 ) -> None:
     """No read elsewhere, no assertion of the device, which would end all work on it; then a LayoutError."""
@@ -229,7 +229,7 @@ def test_tensors_may_lie_on_another_than_the_current_device(several: bool) -> No
     assert torch.equal(back[1][..., 699].cpu(), torch.where(mask, x, 2.0))
 
 
-def test_a_broken_promise_is_found_on_the_host() -> None:
+def test_a_wrong_hint_is_found_on_the_host() -> None:
     mask = torch.rand(30, 40, device="cuda") < 0.5
     layout = RowLayout.from_mask(mask, num_tokens=17)
     x = torch.randn(30, 40, device="cuda")

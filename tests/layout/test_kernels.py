@@ -267,7 +267,7 @@ def test_no_byte_outside_is_written(monkeypatch: pytest.MonkeyPatch, trailing: t
         assert not bool((frame[4096:-4096] == CANARY).any())
 
 
-# -------------------------------------------------------------------- gradients, promises, compilers
+# -------------------------------------------------------------------- gradients, hints, compilers
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -313,7 +313,7 @@ def test_one_graph_for_a_compiler() -> None:
         assert torch.equal(gradient.cpu(), 2.0 * mask)
 
 
-def test_a_promise_that_is_kept() -> None:
+def test_a_right_hint() -> None:
     mask = torch.arange(70) < torch.tensor([[3], [0], [70], [31]])
     num_tokens, cache = scan.on_device(mask.to(DEVICE), 104)
     layout = RowLayout(4, 70, num_tokens, DEVICE)
@@ -359,7 +359,7 @@ def scanner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(scan, "uses_triton", lambda device: by_triton)  # pyright: ignore[reportUnknownLambdaType]
 
 
-def promised(mask: Tensor, total: int) -> RowLayout:
+def hinted(mask: Tensor, total: int) -> RowLayout:
     num_tokens, cache = scan.on_device(mask.to(DEVICE), total)
     layout = RowLayout(*mask.shape, num_tokens, DEVICE)
     layout.__dict__.update(cache)
@@ -374,9 +374,9 @@ def as_scanned(mask: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "total"), BROKEN)
-def test_what_follows_from_a_promise_leads_nowhere_else(garbage: None, scanner: None, name: str, total: int) -> None:
+def test_what_follows_from_a_hint_leads_nowhere_else(garbage: None, scanner: None, name: str, total: int) -> None:
     mask = PROMISED[name]
-    index = promised(mask, total).index
+    index = hinted(mask, total).index
     lengths = mask.sum(1).tolist()
     assert index.begins.tolist() == [sum(lengths[:row]) for row in range(len(lengths) + 1)]
     assert index.starts.tolist() == [row.index(True) if any(row) else 0 for row in mask.tolist()]
@@ -388,10 +388,10 @@ def test_what_follows_from_a_promise_leads_nowhere_else(garbage: None, scanner: 
 
 
 @pytest.mark.parametrize(("name", "total"), BROKEN)
-def test_a_promise_that_is_broken(garbage: None, scanner: None, name: str, total: int) -> None:
+def test_a_wrong_hint(garbage: None, scanner: None, name: str, total: int) -> None:
     mask = PROMISED[name]
     true, seen = int(mask.sum()), as_scanned(mask)
-    layout = promised(mask, total)
+    layout = hinted(mask, total)
     x = torch.arange(1, 1 + mask.numel()).view(mask.shape)
     whole = torch.zeros(mask.numel(), dtype=torch.int64)
     whole[:true] = x[seen]
@@ -415,12 +415,12 @@ def test_a_promise_that_is_broken(garbage: None, scanner: None, name: str, total
 @pytest.mark.parametrize("garbage", [0x7FFF1234], indirect=True)
 @pytest.mark.parametrize("scanner", ["scanned by Triton"], indirect=True)
 @pytest.mark.parametrize("total", [30, 600])
-def test_wide_rows_and_gradients_of_a_broken_promise(garbage: None, scanner: None, total: int) -> None:
+def test_wide_rows_and_gradients_of_a_wrong_hint(garbage: None, scanner: None, total: int) -> None:
     mask = torch.arange(200) < torch.tensor([[9], [25], [0]])
     rank = mask.view(-1).cumsum(0).view(mask.shape)
     x = torch.randn(3, 200, 300, generator=torch.Generator().manual_seed(0))
     leaf = x.to(DEVICE).requires_grad_()
-    layout = promised(mask, total)
+    layout = hinted(mask, total)
     values = ops.pack(leaf, layout, backend="triton")
     whole = torch.zeros(600, 300)
     whole[:34] = x[mask]

@@ -650,10 +650,10 @@ def test_the_offsets_tensor_shares_nothing_with_the_host_bounds() -> None:
     assert layout.lengths.tolist() == [2, 3]
 
 
-# -------------------------------------------------------------------- promised totals
+# -------------------------------------------------------------------- num_tokens hints
 
 
-def test_a_promise_on_the_host_is_checked_at_once() -> None:
+def test_a_hint_on_the_host_is_checked_at_once() -> None:
     mask = torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 0]])
     assert RowLayout.from_mask(mask, num_tokens=3) == RowLayout.from_mask(mask)
     with pytest.raises(LayoutError, match=r"^RowLayout.from_mask: the mask has 3 valid tokens and up to 1 spans"):
@@ -664,7 +664,7 @@ def test_a_promise_on_the_host_is_checked_at_once() -> None:
         RowLayout.from_mask(torch.tensor([[1, 0, 1]]), num_tokens=2)
 
 
-def promised(mask: torch.Tensor, total: int) -> RowLayout:
+def hinted(mask: torch.Tensor, total: int) -> RowLayout:
     """As on a GPU: nothing is read before it is asked for."""
     num_tokens, cache = scan.on_device(mask, total)
     layout = RowLayout(*mask.shape, num_tokens, mask.device)
@@ -672,22 +672,22 @@ def promised(mask: torch.Tensor, total: int) -> RowLayout:
     return layout
 
 
-def test_a_promise_on_a_device_is_checked_when_the_layout_is_read() -> None:
+def test_a_hint_on_a_device_is_checked_when_the_layout_is_read() -> None:
     mask = torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 0]])
-    assert promised(mask, 3) == RowLayout.from_mask(mask)
-    assert promised(mask, 3).cu_seqlens.tolist() == [0, 2, 2, 3]
-    assert promised(mask, 1).cu_seqlens.tolist() == promised(mask, 1).offsets.tolist() == [0, 1, 1, 1]
-    assert promised(mask, 9).cu_seqlens.tolist() == [0, 2, 2, 3]
-    assert promised(mask, 3).anchored(1).lengths.tolist() == [2, 0, 1]
+    assert hinted(mask, 3) == RowLayout.from_mask(mask)
+    assert hinted(mask, 3).cu_seqlens.tolist() == [0, 2, 2, 3]
+    assert hinted(mask, 1).cu_seqlens.tolist() == hinted(mask, 1).offsets.tolist() == [0, 1, 1, 1]
+    assert hinted(mask, 9).cu_seqlens.tolist() == [0, 2, 2, 3]
+    assert hinted(mask, 3).anchored(1).lengths.tolist() == [2, 0, 1]
     for total in (0, 2, 4, 9):
         with pytest.raises(
             LayoutError, match=rf"has 3 valid tokens and up to 1 spans in a row; expected num_tokens={total} and at mo"
         ):
-            promised(mask, total).lengths  # noqa: B018
+            hinted(mask, total).lengths  # noqa: B018
     with pytest.raises(
         LayoutError, match=r"2 valid tokens and up to 2 spans in a row; expected num_tokens=2 and at most one"
     ):
-        promised(torch.tensor([[1, 0, 1]]), 2).table  # noqa: B018
+        hinted(torch.tensor([[1, 0, 1]]), 2).table  # noqa: B018
 
 
 WIDE = torch.zeros(1, 1, dtype=torch.bool, device="meta")
@@ -703,7 +703,7 @@ WIDE = torch.zeros(1, 1, dtype=torch.bool, device="meta")
         (WIDE.expand(1, 2**31), None, "rows are 2147483648 wide; expected at most 2147482624"),
     ],
 )
-def test_a_promise_that_no_mask_keeps_is_refused_at_once(mask: torch.Tensor, total: int | None, message: str) -> None:
+def test_a_hint_that_no_mask_has_is_refused_at_once(mask: torch.Tensor, total: int | None, message: str) -> None:
     """Before anything is scanned: the masks are wider than memory."""
     with pytest.raises(LayoutError, match=f"^RowLayout.from_mask: {message}"):
         scan.on_device(mask, total)
@@ -730,7 +730,7 @@ def test_sums_beyond_int32_stay_the_largest() -> None:
 
 
 @given(patterns(), st.data())
-def test_places_of_any_promise_are_inside(mask: oracle.Mask, data: st.DataObject) -> None:
+def test_places_of_any_hint_are_inside(mask: oracle.Mask, data: st.DataObject) -> None:
     rows, width = len(mask), width_of(mask)
     if not rows * width:
         return
