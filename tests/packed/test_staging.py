@@ -33,11 +33,11 @@ from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import jagged_all
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.packed import pickling as pickles
+from maskpack.packed.contents import Decoder
 from maskpack.packed.cuda import decode as staging
 from maskpack.packed.cuda import job_table as jobs
 from maskpack.packed.cuda import jobs as recipes
 from maskpack.packed.cuda import sources
-from maskpack.packed.decode import Decoder
 from maskpack.packed.encodings import Plain
 from maskpack.packed.references import Columns, Joined, Same
 
@@ -409,7 +409,7 @@ def arrays_in(packed: PackedBatch) -> list[np.ndarray]:
 
 def in_tensor(packed: PackedBatch) -> PackedBatch:
     """As PackedBatch.pin_memory leaves it, in memory that is not pinned."""
-    fields, row_pads = pickles.copy_to_one_buffer(
+    fields, row_pads = pickles.together(
         (packed.fields, packed.row_pads), lambda nbytes: torch.empty(nbytes, dtype=torch.uint8).numpy()
     )
     return replace(packed, fields=fields, row_pads=row_pads)
