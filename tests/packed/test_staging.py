@@ -18,6 +18,7 @@ import strategies
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from maskpack.packed.contents import Decoder
 from samples import PAD, VARIANTS, workload
 from strategies import Case, batches, row_ops
 from tensordict import TensorDict
@@ -33,7 +34,6 @@ from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import jagged_all
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.packed import pickling as pickles
-from maskpack.packed.contents import Decoder
 from maskpack.packed.cuda import decode as staging
 from maskpack.packed.cuda import job_table as jobs
 from maskpack.packed.cuda import jobs as recipes
