@@ -71,7 +71,7 @@ def make_batch() -> TensorDict:
 def draw() -> str:
     """The SVG."""
     batch = make_batch()
-    nested = mp.nest_batch_by_mask(batch, pad_token_id=_PAD, strict=True)
+    nested = mp.nest_batch_by_mask(batch, pad_token_id=_PAD, strict_mask_nesting=True)
     packed = mp.compress(batch, pad_token_id=_PAD, strict_mask_nesting=True)
     kinds = _kinds(batch)
     jagged = [[kind for kind in row if kind != "padding"] for row in kinds]

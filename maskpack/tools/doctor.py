@@ -136,7 +136,7 @@ def _has_minus_zero(packed: PackedBatch, form: FieldForm) -> bool:
     if form.dtype is None or not form.dtype.is_floating_point or form.kind != "padded":
         return False
     rows = packed.row_pads.get(form.path)
-    pads = cast("Any", form.pads if rows is None else from_words(rows, form.dtype).double().tolist())
+    pads = form.pads if rows is None else cast("list[float]", from_words(rows, form.dtype).double().tolist())
     return "-0.0" in map(str, pads)
 
 
