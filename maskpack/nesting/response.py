@@ -101,6 +101,14 @@ def extract_response(batch: TensorDictBase, values: Tensor, *, registry: Registr
     return ops.unpack(scored, response, 0) if padded else jagged(scored, response)
 
 
+def _no_axis(name: str, call: str) -> LayoutError:
+    return LayoutError(
+        f'{call}: the batch gives no {name} axis; expected the layout "{name}" of a nested or packed batch, or the '
+        f'mask that the registry computes its axis "{name}" from (RL_FIELDS: from attention_mask). Pass registry= for '
+        "names of your own; else keep the mask in the batch, or nest before it is dropped."
+    )
+
+
 def _packed_values(values: Tensor, sequence: RowLayout, call: str) -> tuple[Tensor, bool]:
     if values.is_nested and is_regular(values):
         packed = values.values()
@@ -160,19 +168,12 @@ class ResponseAxis:
         axes = Axes(batch, registry, known, {}, call)
         response, sequence = axes.find(RESPONSE, (RESPONSE,)), axes.find(SEQUENCE, (SEQUENCE,))
         if response is None:
-            raise LayoutError(
-                f'{call}: the batch gives no response axis; expected the layout "response" of a nested batch, or '
-                "attention_mask with responses, or response_mask. Keep attention_mask in the batch, or nest before it "
-                "is dropped."
-            )
+            raise _no_axis(RESPONSE, call)
         return cls(response.layout, None if sequence is None else sequence.layout, forms)
 
     def need_sequence(self, call: str) -> RowLayout:
         if self.sequence is None:
-            raise LayoutError(
-                f'{call}: the batch gives no sequence axis; expected the layout "sequence" of a nested batch, or '
-                "attention_mask. Keep attention_mask in the batch, or nest before it is dropped."
-            )
+            raise _no_axis(SEQUENCE, call)
         return self.sequence
 
     def predict_index(self, call: str) -> Tensor:

@@ -263,9 +263,14 @@ class _Planner:
         if value.dim() <= 1:
             return dense
         if not axes:
+            registry = self._options.registry
             names = " or ".join(f'"{show(mask)}"' for mask in spec.masks)
-            known = ", ".join(self._options.registry.axes) or "none"
-            return replace(dense, reason=f"nothing in the batch gives its mask {names} (axes of the registry: {known})")
+            sources = ", ".join(dict.fromkeys(show(way.source) for mask in spec.masks for way in registry.ways(mask)))
+            known = ", ".join(registry.axes) or "none"
+            reason = (
+                f"nothing in the batch gives its mask {names}, computed from {sources} (axes of the registry: {known})"
+            )
+            return replace(dense, reason=reason)
         if not 1 <= spec.dim_of(value) < value.dim():
             raise LayoutError(
                 f'{self._options.call}: field "{show(path)}" is {tuple(value.shape)} and its ragged_dim '
@@ -353,7 +358,8 @@ def _check_coverage(forms: Iterable[FieldForm], entries: Mapping[Path, Any], opt
     if options.strict:
         check_strict(options.call, [*dense, *_hidden(forms, entries, options)])
     elif dense:
-        fields = "; ".join(str(field) for field in dense)
+        # without sizes, so that Python shows the warning once for batches of all widths
+        fields = "; ".join(f'"{show(field.path)}": {field.reason}' for field in dense)
         warnings.warn(f"{options.call}: fields stay padded: {fields}", MaskpackWarning, stacklevel=4)
 
 

@@ -787,7 +787,7 @@ def stray_batch() -> TensorDict:
 
 def test_on_loss_keep_ships_the_field_whole_and_warns() -> None:
     batch = stray_batch()
-    with pytest.warns(MaskpackWarning, match=r'^nest_batch_by_mask: fields stay padded: "advantages" \(4, 6\) float32'):
+    with pytest.warns(MaskpackWarning, match=r'^nest_batch_by_mask: fields stay padded: "advantages": '):
         nested = nest_batch_by_mask(batch, pad_token_id=0)
     assert not nested["advantages"].is_nested
     assert nested["old_log_probs"].is_nested

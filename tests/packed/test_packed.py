@@ -289,7 +289,7 @@ def test_every_dtype_without_elements(dtype: torch.dtype, shape: tuple[int, ...]
 
 def test_stray_values_travel_dense() -> None:
     batch = with_stray(rollout())
-    with pytest.warns(MaskpackWarning, match=r'^compress: fields stay padded: "advantages" \(6, 8\) float32'):
+    with pytest.warns(MaskpackWarning, match=r'^compress: fields stay padded: "advantages": '):
         packed = compress(batch, pad_token_id=0)
     assert_same_batch(decompress(packed), batch)
     assert_same_batch(decompress(packed[1:4]), oracle.take_rows(batch, [1, 2, 3]))
