@@ -67,7 +67,7 @@ class Suggestion:
         if self.spec.mask is None:
             return f"{self.key!r}: DENSE,  # stays padded"
         line = f"{self.key!r}: MaskNestingSpec({self.spec.mask!r}"
-        for option in fields(self.spec)[1:]:
+        for option in [option for option in fields(self.spec)[1:] if option.init]:
             text = repr(getattr(self.spec, option.name))
             text = re.sub(r"-?\b(nan|inf)\b", r'float("\g<0>")', text) if option.name == "pad" else text
             line += "" if text == repr(option.default) else f", {option.name}={text}"

@@ -1060,7 +1060,9 @@ def test_what_cannot_be_joined() -> None:
         PackedBatch.cat([packed, compress(rollout().exclude("advantages"), pad_token_id=0)])
     stray = compress(with_stray(rollout()), pad_token_id=0)
     wide = compress(rollout(response=9), pad_token_id=0)
-    message = r'field "advantages" stays padded, because it holds values .*, and its axis "response" grows from width 8'
+    message = (
+        r'field "advantages" stays padded, because it has non-pad values .*, and its axis "response" grows from width 8'
+    )
     with pytest.raises(LayoutError, match=rf"^PackedBatch\.cat: {message}, split at 0, to 9"):
         PackedBatch.cat([wide, stray])
     half = rollout()

@@ -158,7 +158,7 @@ def test_wrong_fields() -> None:
         packed.select()
     with pytest.raises(FieldError, match=r'^PackedBatch.select: no field "gone" in the batch; it has .*advantages'):
         packed.select("responses", "gone")
-    with pytest.raises(FieldError, match=r"A tuple names one field in a sub-TensorDict: give the names .* one by one"):
+    with pytest.raises(FieldError, match=r"A tuple names one field in a sub-TensorDict: pass several names one by one"):
         packed.select(("responses", "returns"))
     with pytest.raises(LayoutError, match=r"^PackedBatch.select: a field is \['responses'\]; expected a name.*\*names"):
         packed.select(["responses"])  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ import strategies
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from maskpack.packed.contents import Decoder
+from maskpack.packed.decode import Decoder
 from samples import PAD, VARIANTS, workload
 from strategies import Case, batches, row_ops
 from tensordict import TensorDict

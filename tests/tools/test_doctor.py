@@ -364,7 +364,7 @@ def test_several_values_under_a_mask_are_counted(tmp_path, capsys):
     held = f"{masked} positions hold 0.0 ({masked - 4} times), 2.5 (3 times), -7.0 (1 times). No pad covers that"
     assert shown.count(f'under mask "response", {held}') == 2
     assert "'mine': DENSE,  # stays padded\n" in shown
-    assert "it holds values other than its pad at masked-out positions" in shown
+    assert "it has non-pad values under its mask" in shown
     packed = maskpack.compress(batch, registry=executed(shown), pad_token_id=samples.PAD, strict_mask_nesting=True)
     samples.assert_same(maskpack.decompress(packed), batch)
 
