@@ -68,7 +68,7 @@ def nest_fields(batch: TensorDictBase, masks: Mapping[str, Tensor]) -> dict[str,
     }
 
 
-def run_tables(masks: Mapping[str, Tensor]) -> dict[str, TensorDict]:
+def span_tables(masks: Mapping[str, Tensor]) -> dict[str, TensorDict]:
     """The run table of every axis."""
     return {f"{axis}_runs": mask_runs(mask) for axis, mask in masks.items()}
 
@@ -76,7 +76,7 @@ def run_tables(masks: Mapping[str, Tensor]) -> dict[str, TensorDict]:
 def nest(batch: TensorDictBase) -> TensorDict:
     """The mask-nested batch: a run table for each axis, every field jagged; response_mask is data and stays int64."""
     masks = masks_of(batch)
-    return TensorDict({**nest_fields(batch, masks), **run_tables(masks)}, batch_size=batch.batch_size)
+    return TensorDict({**nest_fields(batch, masks), **span_tables(masks)}, batch_size=batch.batch_size)
 
 
 def nest_all_masks_as_runs(batch: TensorDictBase) -> TensorDict:

@@ -169,11 +169,11 @@ def _round_trips(sender: Sender, rounds: int) -> list[Row]:
 
 
 class _Worker:
-    @endpoint(layout="nested")
+    @endpoint(format="nested")
     def nested(self, batch: TensorDict) -> None:
         """Its batch is usable."""
 
-    @endpoint(layout="padded")
+    @endpoint(format="padded")
     def padded(self, batch: TensorDict) -> None:
         """Its batch is usable."""
 

@@ -11,7 +11,7 @@ Ray's flag for zero-copy torch tensors (RAY_ENABLE_ZERO_COPY_TORCH_TENSORS=1). R
 it then does is to register one reducer for torch.Tensor in the dispatch table of Ray's pickler, which is read at every
 pickling. It concerns the sender only: the object names an importable function that rebuilds the tensor, whatever the
 flag of the receiver. So the flag is switched here by setting and removing that reducer, in one driver, call by call:
-all forms share the process, the object store and the actor. A test starts a Ray with the variable and holds that its
+all forms share the process, the object store and the actor. A test starts a Ray with the flag and holds that its
 reducer is this one.
 
 The jagged rival is the usual code of `baselines`. Restored to padded, it gets its bool masks for nothing: the actor has
@@ -43,7 +43,7 @@ import maskpack
 from bench import baselines
 from bench.measure import NotExact, bits, interleaved, keep_memory, wire_bytes
 from bench.workloads import PAD_ID
-from maskpack.pool import Pool
+from maskpack.core.memory import Pool
 
 Digest = list[tuple[str, str, str, str]]
 
@@ -107,7 +107,7 @@ def _trusted(batch: TensorDict) -> maskpack.PackedBatch:
 
 def _decoded(value: maskpack.PackedBatch, layout: str) -> TensorDict:
     with _MEMORY.used():
-        return maskpack.decompress(value, layout=layout)
+        return maskpack.decompress(value, format=layout)
 
 
 def _ours(encode: Callable[[TensorDict], maskpack.PackedBatch], layout: str) -> Form:

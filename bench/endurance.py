@@ -23,7 +23,7 @@ _NOISE = 8 << 20
 
 
 class _Worker:
-    @endpoint(layout="nested")
+    @endpoint(format="nested")
     def scale(self, batch: TensorDict) -> TensorDict:
         out = TensorDict({}, batch_size=batch.batch_size)
         return out.set("old_log_probs", batch["old_log_probs"] * 2)
@@ -47,7 +47,7 @@ def run(dispatches: int = 10_000) -> list[Row]:
             elif number % 3 == 1:
                 group.call("scale", batch)
             else:
-                view = group.call("scale", batch, layout="view")
+                view = group.call("scale", batch, format="view")
             if number % max(1, dispatches // 20) == 0:
                 workers = ray.get([actor.memory.remote() for actor in group.actors])
                 seen.append([memory("VmRSS"), *workers])

@@ -66,7 +66,7 @@ def run(
         _ALWAYS: lambda: maskpack.nest_batch_by_mask(batch, pad_token_id=PAD_ID),
         _USUAL: lambda: baselines.nest(batch),
         _FIELDS: lambda: baselines.nest_fields(batch, masks),
-        _TABLES: lambda: baselines.run_tables(masks),
+        _TABLES: lambda: baselines.span_tables(masks),
         _MASK: lambda: baselines.gather_by_mask(batch, masks),
         _INDEX: lambda: baselines.gather_by_index(batch, indices),
         _PACK: lambda: [ops.pack(field, layouts[field.shape[1]]) for field in batch.values()],

@@ -197,7 +197,7 @@ def _layout_of(stage: Stage, name: str) -> list[Row]:
 
 
 def _laid_out(mask: Tensor, total: int | None = None) -> RowLayout:
-    layout = RowLayout.from_mask(mask) if total is None else RowLayout.from_mask(mask, total=total)
+    layout = RowLayout.from_mask(mask) if total is None else RowLayout.from_mask(mask, num_tokens=total)
     _ = layout.cu_seqlens  # made when it is first asked for
     return layout
 

@@ -81,11 +81,11 @@ def _decode(clock: Clock, batch: TensorDict, packed: PackedBatch, targets: Mappi
 
 
 def _decoding(packed: PackedBatch, layout: str, device: torch.device) -> Work:
-    return lambda: decompress(packed, layout=layout, device=device)
+    return lambda: decompress(packed, format=layout, device=device)
 
 
 def _decoding_on_host(packed: PackedBatch, layout: str, device: torch.device) -> Work:
-    return lambda: decompress(packed, layout=layout, device="cpu").to(device)
+    return lambda: decompress(packed, format=layout, device="cpu").to(device)
 
 
 # -------------------------------------------------------------------- rows of the report

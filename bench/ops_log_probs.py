@@ -89,7 +89,7 @@ def _density(sizes: Sizes, density: float, rounds: int, device: torch.device) ->
         for step, works in (("forward", forward), ("both", backward))
         for name, work in works.items()
     }
-    case = f"logprobs density {density:g}, {problem.layout.total} rows"
+    case = f"logprobs density {density:g}, {problem.layout.num_tokens} rows"
     report: list[Row] = []
     aimed = sizes == Sizes() and device.type == "cuda"
     for step, text, most, peak in (
@@ -180,7 +180,7 @@ def _named(step: str, works: Mapping[str, Callable[[], object]]) -> dict[str, Ca
 
 @torch.no_grad()
 def _errors(problem: Problem, sample: int) -> dict[str, float]:
-    total = problem.layout.total
+    total = problem.layout.num_tokens
     chosen = torch.linspace(0, total - 1, min(sample, total), device=problem.ids.device).long()
     hidden = ops.pack(problem.hidden, problem.layout)[chosen].double()
     logits = torch.cat([hidden @ part.double().T for part in problem.weight.split(_SLICE)], 1)

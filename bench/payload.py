@@ -21,7 +21,7 @@ from bench import baselines
 from bench.measure import bits, interleaved, peak_bytes, progress, require_same, tensors, wire_bytes
 from bench.report import Row
 from bench.workloads import PAD_ID, PROMPT_WIDTH, RESPONSE_WIDTH, VARIANTS, make_batch
-from maskpack.sharing import nbytes
+from maskpack.packed.references import nbytes
 
 _SMALLER = {"reference": ">= 47", "multi-turn": ">= 42"}  # padded / maskpack
 _SMALLER_WITH_CODEC = {"reference": ">= 58"}
@@ -45,7 +45,7 @@ def run(
         case = f"payload {variant}"
         with warnings.catch_warnings():
             # that fields travel dense is a row of the report
-            warnings.simplefilter("ignore", maskpack.MaskpackWarning)
+            warnings.simplefilter("ignore", maskpack.errors.MaskpackWarning)
             packed = maskpack.compress(batch, pad_token_id=PAD_ID)
             check_round_trip(case, batch, packed)
             squeezed = replace(packed, codec="zstd")
@@ -67,7 +67,7 @@ def check_round_trip(case: str, batch: TensorDict, packed: maskpack.PackedBatch)
     stream = pickle.dumps(packed, protocol=5, buffer_callback=buffers.append)
     arrived = pickle.loads(stream, buffers=buffers)
     require_same(f"{case}, decompress", maskpack.decompress(arrived), batch)
-    nested = maskpack.decompress(arrived, layout="nested")
+    nested = maskpack.decompress(arrived, format="nested")
     require_same(f"{case}, decompress nested, unnest", maskpack.unnest(nested), batch)
 
 
@@ -104,14 +104,14 @@ def _sizes(
 
 def _times(case: str, batch: TensorDict, packed: maskpack.PackedBatch, rounds: int) -> list[Row]:
     fields = [bits(tensor) for tensor in tensors(batch)]
-    nested = tensors(maskpack.decompress(packed, layout="nested").exclude(maskpack.LAYOUTS))
+    nested = tensors(maskpack.decompress(packed, format="nested").exclude(maskpack.LAYOUTS))
     squeezed = replace(packed, codec="zstd")
     stream = squeezed.to_bytes()
     works = {
         "compress, verify=always": lambda: maskpack.compress(batch, pad_token_id=PAD_ID),
         "compress, verify=never": lambda: maskpack.compress(batch, pad_token_id=PAD_ID, verify="never"),
         "decompress, padded": lambda: maskpack.decompress(packed),
-        "decompress, nested": lambda: maskpack.decompress(packed, layout="nested"),
+        "decompress, nested": lambda: maskpack.decompress(packed, format="nested"),
         "to_bytes": lambda: packed.to_bytes(),
         "to_bytes with zstd": lambda: squeezed.to_bytes(),
         "from_bytes with zstd": lambda: maskpack.PackedBatch.from_bytes(stream),
@@ -143,7 +143,7 @@ def _scaling(case: str, report: Sequence[Row], more: TensorDict, rows: int, roun
     works = {
         "compress, verify=always": lambda: maskpack.compress(more, pad_token_id=PAD_ID),
         "compress, verify=never": lambda: maskpack.compress(more, pad_token_id=PAD_ID, verify="never"),
-        "decompress, nested": lambda: maskpack.decompress(packed, layout="nested"),
+        "decompress, nested": lambda: maskpack.decompress(packed, format="nested"),
         "one read of the padded bytes": lambda: baselines.read_all([bits(tensor) for tensor in tensors(more)]),
     }
     before = {row.name: row.value / rows for row in report if row.case == case and row.unit == "ms"}

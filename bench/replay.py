@@ -30,8 +30,9 @@ from torch import Tensor
 from bench.measure import NotExact, peak_bytes, progress
 from bench.replay_rivals import Lengths, Shape, dense_log_probs, lone_log_probs, padded_log_probs
 from bench.report import Row
-from maskpack import FlopsModel, MicroBatchPlan, nest_batch_by_mask, plan_micro_batches
+from maskpack import nest_batch_by_mask
 from maskpack.adapters.transformers import Replayable, replayable
+from maskpack.planning import FlopsModel, MicroBatchPlan, plan_micro_batches
 from maskpack.replay import response_log_probs
 
 OURS, EVEN, DENSE, PADDED = "ours", "ours, rows of one length", "own attention, dense rows of one length", "padded"

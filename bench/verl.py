@@ -119,7 +119,7 @@ def _usual(data: Any) -> list[_Pickle]:
 def _ours(data: Any, **options: Any) -> list[_Pickle]:
     packed = pack(data, pad_token_id=PAD_ID, **options)
     share = len(packed) // RANKS
-    return _pickled([packed.select(slice(rank * share, (rank + 1) * share)) for rank in range(RANKS)])
+    return _pickled([packed.take(slice(rank * share, (rank + 1) * share)) for rank in range(RANKS)])
 
 
 def _received(parts: Sequence[_Pickle]) -> list[Any]:

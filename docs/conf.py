@@ -7,7 +7,6 @@ Frameworks that are not installed are stood in for by mocks, so that the referen
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import pkgutil
 import re
@@ -100,7 +99,6 @@ def _sign(
 
 
 def setup(app: Sphinx) -> None:
-    importlib.import_module("maskpack.report")
     app.connect("autodoc-process-signature", _sign)
     app.connect("autodoc-process-docstring", _document, priority=400)
     app.connect("autodoc-process-docstring", _restore, priority=600)  # napoleon has 500

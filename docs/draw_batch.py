@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDict
 
 import maskpack as mp
-from maskpack.report import fields
+from maskpack.packed.sizes import fields
 
 FILE = Path(__file__).with_name("batch.svg")
 
@@ -71,7 +71,7 @@ def make_batch() -> TensorDict:
 def draw() -> str:
     """The SVG."""
     batch = make_batch()
-    nested = mp.nest_batch_by_mask(batch, pad_token_id=_PAD, strict=True)
+    nested = mp.nest_batch_by_mask(batch, pad_token_id=_PAD, strict_mask_nesting=True)
     packed = mp.compress(batch, pad_token_id=_PAD, strict_mask_nesting=True)
     kinds = _kinds(batch)
     jagged = [[kind for kind in row if kind != "padding"] for row in kinds]

@@ -284,7 +284,7 @@ class Worker:
         self._policy = replayable(tiny_model())
         self._reference = replayable(load(tiny_model(), start))
 
-    @endpoint(layout="nested", micro_batches=True)
+    @endpoint(format="nested", micro_batches=True)
     def log_probs(self, batch: TensorDict, weights: np.ndarray) -> TensorDict:
         load(self._policy.model, weights)
         out = TensorDict({}, batch_size=batch.batch_size)
@@ -293,7 +293,7 @@ class Worker:
             out["ref_log_prob"] = response_log_probs(self._reference, batch)
         return out
 
-    @endpoint(layout="nested")
+    @endpoint(format="nested")
     def gradient(self, batch: TensorDict, weights: np.ndarray, plan: Any) -> tuple[float, np.ndarray]:
         """The rank's share of the loss, and its gradient, float32 [parameters]."""
         model, total = load(self._policy.model, weights), 0.0
@@ -322,7 +322,7 @@ class Packed:
         """As Padded.begin. The log-probs stay where they were computed; the driver knows their places."""
         rows = self._group.put(batch)
         plan = self._group.plan(rows, self.token_budget)
-        log_probs = self._group.call("log_probs", rows, weights_of(model), plan=plan, layout="view")
+        log_probs = self._group.call("log_probs", rows, weights_of(model), plan=plan, format="view")
         self._rows = rows.with_fields(log_probs)
         self._loss_tokens = batch["response_mask"].sum(1)
 

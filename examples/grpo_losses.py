@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from maskpack import LayoutError
+from maskpack.errors import LayoutError
 
 Estimator = Literal["k1", "k2", "k3"]
 

@@ -20,8 +20,8 @@ import transformers
 from torch import Tensor
 from torch.nn import functional
 
-from maskpack.adapters.collator import PackedCollator
 from maskpack.adapters.transformers import replayable
+from maskpack.adapters.transformers.collator import PackedCollator
 from maskpack.ops import packed_log_probs
 
 VOCABULARY = 64

@@ -1,10 +1,10 @@
-"""The errors of maskpack. Every message names the call, the field, what was seen, what was expected
-and what to do; an error leaves its input as it was.
+"""The errors of maskpack. A message names the call, the field, the value seen, the value expected and the remedy. A
+call that raises leaves its input unchanged.
 
     MaskpackError
-      RegistryError, LayoutError, PlanError, WireFormatError     ValueErrors too
-      FieldError, a LayoutError                                  a KeyError too
-      MethodError                                                an AttributeError too
+      RegistryError, LayoutError, PlanError, WireFormatError     also ValueError
+        FieldError, a LayoutError                                also KeyError
+      MethodError                                                also AttributeError
       CoverageError, LossyPadError, ReplayError, StoreFullError, WorkerError
 """
 
@@ -14,74 +14,75 @@ from typing import Any, cast
 
 
 class MaskpackError(Exception):
-    """Base of every error that maskpack raises on purpose."""
+    """Base class of the errors of maskpack."""
 
 
 class RegistryError(MaskpackError, ValueError):
-    """A registry entry cannot be used: unknown axis, missing pad token id, a pad that its dtype cannot hold."""
+    """An invalid registry entry or option: an unknown axis, a missing pad token id, a pad that the dtype cannot
+    hold."""
 
 
 class LayoutError(MaskpackError, ValueError):
-    """Shapes, masks and row lengths that do not fit each other."""
+    """Shapes, masks, row lengths or arguments that do not match."""
 
 
 class FieldError(LayoutError, KeyError):
-    """A field or a layout that was named is not there."""
+    """There is no field or layout of the given name."""
 
-    __str__ = Exception.__str__  # a KeyError shows its message as Python writes a string, in quotes
+    __str__ = Exception.__str__  # KeyError.__str__ puts the message in quotes
 
 
 class CoverageError(MaskpackError):
-    """Strict mode found tensors that would travel dense."""
+    """Strict mode found tensors that would stay padded."""
 
 
 class LossyPadError(MaskpackError):
-    """A field holds values other than its pad where its mask says there is nothing."""
+    """A field has non-pad values under its mask."""
 
 
 class PlanError(MaskpackError, ValueError):
-    """Lengths, budgets and counts that no plan fits, or ranks whose plans do not fit each other."""
+    """No plan satisfies the lengths, budgets and counts, or the plans of the ranks do not match."""
 
 
 class ReplayError(MaskpackError):
-    """A model that cannot replay packed rows, or does not give what it gives for a row alone."""
+    """A model does not support packed rows, or its outputs for them differ from those for single rows."""
 
 
 class WireFormatError(MaskpackError, ValueError):
-    """Bytes that are no packed batch: cut off, changed, of another version, or made to mislead."""
+    """Bytes are not a valid packed batch: truncated, modified, of another version, or malicious."""
 
 
 class MethodError(MaskpackError, AttributeError):
-    """The actors of a WorkerGroup have no method of that name."""
+    """The actors of a WorkerGroup have no method of the given name."""
 
 
 class StoreFullError(MaskpackError):
-    """Ray's object store has no room for an object, and none on disk."""
+    """Ray's object store is full, in memory and on disk."""
 
 
 class Cancelled(MaskpackError):
-    """The part of a rank in a call that was cancelled before the rank began."""
+    """A call was cancelled before the rank started its part."""
 
 
 class RemoteTraceback(Exception):
-    """The traceback of a worker, as text: the cause of an error that was raised there."""
+    """The traceback of a worker as text; it is the cause of the error that the worker raised."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 class WorkerError(MaskpackError):
-    """Ranks of a WorkerGroup did not do their part.
+    """A call failed on some ranks of a WorkerGroup.
 
-    Printed, it shows the traceback of each failed rank, with the lines of the worker's code: that of the first as its
-    cause, others as notes (in the message under Python 3.10).
+    When printed, it shows the tracebacks of the failed workers: the first as the cause, the others as notes (Python
+    3.10: in the message).
 
     Attributes:
-        method: that was called.
-        failures: one for each rank: `rank`, `rows` (their numbers in the batch), `error` and `traceback` (of the
-            worker, empty if its code raised nothing).
-        call: the Call; it keeps the results of the other ranks, and `retry` sends the missing rows again. None after
-            `run` and `ready`, and in an error that came from another process, where the call is.
+        method: the name of the method that was called.
+        failures: one object for each failed rank, with `rank`, `rows` (indices into the batch), `error` and `traceback`
+            (of the worker; empty if its code did not raise).
+        call: the Call, which keeps the results of the other ranks; its `retry` sends the missing rows again. None after
+            `run` and `ready`, and in an error that was pickled.
     """
 
     def __init__(self, message: str, method: str = "", failures: tuple[Any, ...] = (), call: Any = None) -> None:
@@ -90,7 +91,7 @@ class WorkerError(MaskpackError):
             if failure.traceback:
                 frames.setdefault(failure.traceback.partition("\n")[2], []).append(failure.name)
         texts = [f"Traceback on {', '.join(names)}:\n{text}" for text, names in frames.items()]
-        if texts:  # the cause shows that of the first rank
+        if texts:  # the traceback of the first rank is the cause
             (first, *more) = next(iter(frames.values()))
             texts[:1] = [f"{', '.join(more)}: the same traceback as {first}"] if more else []
         noted = hasattr(Exception, "add_note")  # Python 3.11
@@ -109,4 +110,4 @@ class WorkerError(MaskpackError):
 
 
 class MaskpackWarning(UserWarning):
-    """Something stayed exact but travels larger than it could."""
+    """The result is exact but larger than it could be."""

@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path[:0] = [
+    str(HERE),
+    *(str(path) for path in HERE.iterdir() if path.is_dir()),
+]  # some tests share what others have
 
 _QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
@@ -23,8 +27,8 @@ settings.register_profile(
 settings.register_profile("full", max_examples=2000, deadline=None, suppress_health_check=_QUIET)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-LONGEST = ("test_interpreter", "test_bench_dispatch", "test_bench", "test_agreement", "test_dispatch", "test_cli")
-"""Files that take a minute or more: they come first, so that no process is left alone with one at the end."""
+LONGEST = ("test_interpreter", "test_dispatch", "test_faults", "test_cluster", "test_bench_dispatch", "test_cli")
+"""The files that take longest come first, so that no process is left alone with one at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -184,14 +184,14 @@ def try_rows(maker: Maker, batch: TensorDict, packed: mp.PackedBatch, options: d
     same(mp.decompress(pickle.loads(pickle.dumps(packed[rows]))), batch, rows)
     data = packed[rows].to_bytes(allow_pickle=True)
     same(mp.decompress(mp.PackedBatch.from_bytes(data, allow_pickle=True)), batch, rows)
-    view = mp.BatchView.of(packed)
-    same(view.select(rows).materialize(), batch, rows)
+    view = mp.views.BatchView.of(packed)
+    same(view.take(rows).materialize(), batch, rows)
     same(
-        mp.BatchView.cat([view[again_part] for again_part in (rows, rows[::-1])]).materialize(),
+        mp.views.BatchView.cat([view[again_part] for again_part in (rows, rows[::-1])]).materialize(),
         batch,
         rows + rows[::-1],
     )
-    same(mp.unnest(mp.decompress(packed[rows], layout="nested")), batch, rows)
+    same(mp.unnest(mp.decompress(packed[rows], format="nested")), batch, rows)
     parts = packed.chunk(int(maker.rng.integers(1, 4)))
     same(mp.decompress(mp.PackedBatch.cat(parts)), batch, list(range(count)))
     same(mp.decompress(mp.PackedBatch.cat([packed[rows], packed])), batch, [*rows, *range(count)])
@@ -200,7 +200,7 @@ def try_rows(maker: Maker, batch: TensorDict, packed: mp.PackedBatch, options: d
     if rows:
         same(mp.unnest(nested[torch.tensor(rows)]), batch, rows)
     if count:
-        plan = mp.plan_micro_batches(maker.rng.integers(1, 9, count), 12)
+        plan = mp.planning.plan_micro_batches(maker.rng.integers(1, 9, count), 12)
         for whole in (batch, nested, packed, view):
             taken = list(plan.apply(whole))
             for part, own in zip(taken, plan.micro_batches, strict=True):
@@ -211,7 +211,7 @@ def try_rows(maker: Maker, batch: TensorDict, packed: mp.PackedBatch, options: d
 def opened(part: Any) -> TensorDict:
     if isinstance(part, mp.PackedBatch):
         return mp.decompress(part)
-    if isinstance(part, mp.BatchView):
+    if isinstance(part, mp.views.BatchView):
         return part.materialize()
     return mp.unnest(part) if mp.LAYOUTS in part.keys() else part  # noqa: SIM118
 
@@ -239,11 +239,11 @@ def try_joining(
     lossy = "entropys" not in total and any(size[1] != response for size in sizes)
     try:
         out = mp.decompress(mp.PackedBatch.cat(packs))
-    except mp.LayoutError as error:
+    except mp.errors.LayoutError as error:
         if lossy and '"entropys"' in str(error):
             return "refused"
         raise
-    viewed = mp.BatchView.cat([mp.BatchView.of(packed) for packed in packs]).materialize()
+    viewed = mp.views.BatchView.cat([mp.views.BatchView.of(packed) for packed in packs]).materialize()
     total.remove("position_ids")
     check_positions([out["position_ids"], viewed["position_ids"]], made, sizes, sure)
     for name in [*total, "unknown", "reward_baselines"]:

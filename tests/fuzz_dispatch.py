@@ -1,7 +1,8 @@
 """Random sequences of dispatch, each step compared bit for bit with plain indexing of the padded batch.
 
     python -m tests.fuzz_dispatch --count 200 --seed 0 [--nodes 3]       sequences: put, call, move rows, fail, retry
-    python -m tests.fuzz_dispatch --threads 8 --seconds 60 [--nodes 3]   threads that share a group and a PackedBatch
+    python -m tests.fuzz_dispatch --threads 8 --seconds 60 [--nodes 3]   threads that share a group and a PackedBatch;
+                                                                         after --count sequences, if this is given
     python -m tests.fuzz_dispatch --kills 100 --seed 0                   a node dies while calls run, 100 times
 
 A failure prints its seed; the end prints what was done, and resident memory and file descriptors at the begin and the
@@ -36,8 +37,8 @@ from tensordict import TensorDict, set_list_to_stack
 
 import maskpack as mp
 from maskpack.dispatch import WorkerGroup, endpoint
-from maskpack.placement import nodes_alive
-from maskpack.views import BatchView
+from maskpack.dispatch.placement import nodes_alive
+from maskpack.views.view import BatchView
 
 STORE = 200 << 20
 ACTORS = 4
@@ -52,7 +53,7 @@ class Worker:
     def echo(self, batch):
         return batch
 
-    @endpoint(layout="nested")
+    @endpoint(format="nested")
     def echo_nested(self, batch):
         return batch
 
@@ -163,7 +164,7 @@ class Sequence:
     def call(self) -> None:
         given, want = self.given()
         method, layout = ("echo", "echo_nested")[self.number(2)], ("padded", "nested", "view")[self.number(3)]
-        seen = self.group.call(method, given, layout=layout, balance=self.balance(want))
+        seen = self.group.call(method, given, format=layout, balance=self.balance(want))
         self.check(seen, want)
         if layout == "view":
             self.keep(seen, want)
@@ -198,7 +199,7 @@ class Sequence:
             rows, view = np.arange(cut, count), view.split([cut, count - cut])[1]
         else:
             rows = self.rng.integers(0, count, 1 + self.number(count))
-            view = view.select(rows)
+            view = view.take(rows)
         self.keep(view, want[torch.from_numpy(rows)])
 
     def cat(self) -> None:
@@ -210,7 +211,7 @@ class Sequence:
     def fields(self) -> None:
         view, want = self.pair()
         factor = float(1 + self.number(5))
-        result = self.group.call("scale", view, factor, layout="view")
+        result = self.group.call("scale", view, factor, format="view")
         fresh = want.clone(recurse=False).set("values", want["returns"] * factor)
         self.keep(view.with_fields(result), fresh)
 
@@ -218,11 +219,11 @@ class Sequence:
         """Results of the same rows in another order are refused, whatever their lengths."""
         view, want = self.pair()
         order = self.rng.permutation(len(want))
-        result = self.group.call("scale", view.select(order), 2.0, layout="view")
+        result = self.group.call("scale", view.take(order), 2.0, format="view")
         try:
             view.with_fields(result)
             refused = False
-        except mp.LayoutError:
+        except mp.errors.LayoutError:
             refused = True
         rows = want["row"].numpy()
         if not np.array_equal(rows, rows[order]):
@@ -241,7 +242,7 @@ class Sequence:
             return
         plan = self.group.plan(view, PROMPT + RESPONSE + self.number(60))
         layout = ("padded", "view")[self.number(2)]
-        seen = self.group.call("echo_in_parts", view, plan=plan, layout=layout)
+        seen = self.group.call("echo_in_parts", view, plan=plan, format=layout)
         self.check(seen, want)
         if layout == "view":
             view.with_fields(seen)
@@ -268,8 +269,8 @@ class Sequence:
         layout = ("padded", "nested", "view")[self.number(3)]
         before = self.group.num_ranks
         try:
-            seen = self.group.call("once", given, row, self.path(), how, layout=layout, timeout=timeout, grace=10.0)
-        except mp.WorkerError as error:
+            seen = self.group.call("once", given, row, self.path(), how, format=layout, timeout=timeout, grace=10.0)
+        except mp.errors.WorkerError as error:
             try:
                 seen = error.call.retry().result()
             except mp.MaskpackError as none_left:
@@ -320,27 +321,27 @@ def run_threads(scene: Scene, args: argparse.Namespace) -> Counter[str]:
         rng = np.random.default_rng(seed)
         while time.monotonic() < end and not done["failed"]:
             rows = rng.choice(count, int(rng.integers(1, count)), replace=False)
-            part, want = view.select(rows), batch[torch.from_numpy(rows)]
+            part, want = view.take(rows), batch[torch.from_numpy(rows)]
             kind = ("padded", "view", "put", "packed", "fields", "raise", "release")[int(rng.integers(7))]
             try:
                 halves = [np.sort(rng.choice(count, count // 2, replace=False)) for _ in range(30)]
-                calls = [group.submit("rows", view.select(half)) for half in halves]
+                calls = [group.submit("rows", view.take(half)) for half in halves]
                 for half, call in zip(halves, calls, strict=True):
                     assert call.result() == [half.tolist()], "rows of another thread"
                 if kind in ("padded", "view"):
-                    check(group.call("echo", part, layout=kind), want)
+                    check(group.call("echo", part, format=kind), want)
                 elif kind == "put":
                     check(group.call("echo", group.put(part)), want)
                 elif kind == "packed":
                     check(group.call("echo", packed), batch)
                 elif kind == "fields":
-                    values = group.call("scale", part, 2.0, layout="view")
+                    values = group.call("scale", part, 2.0, format="view")
                     check(part.with_fields(values), want.clone(recurse=False).set("values", want["returns"] * 2.0))
                 elif kind == "raise":
                     path = tempfile.mktemp(prefix="fuzz-", dir=FOLDERS["dir"])
                     try:
                         seen = group.call("once", part, int(rows[0]), path, "raise")
-                    except mp.WorkerError as error:
+                    except mp.errors.WorkerError as error:
                         seen = error.call.retry().result()
                     check(seen, want)
                 else:
@@ -381,7 +382,7 @@ def run_kills(cluster: Any, args: argparse.Namespace) -> Counter[str]:
             rows = rng.integers(40, size=12)
             kept = bool(rng.integers(2))
             try:
-                assert_same(survived(group, view.select(rows), kept, done), batch[torch.from_numpy(rows)])
+                assert_same(survived(group, view.take(rows), kept, done), batch[torch.from_numpy(rows)])
             except Exception:
                 print(f"kill {number}:", flush=True)
                 traceback.print_exc()
@@ -397,13 +398,13 @@ def run_kills(cluster: Any, args: argparse.Namespace) -> Counter[str]:
 
 def survived(group: WorkerGroup, view: BatchView, kept: bool, done: Counter[str]) -> TensorDict:
     for _ in range(6):
-        call = group.submit("echo", view, grace=5.0, layout="view" if kept else "padded")
+        call = group.submit("echo", view, grace=5.0, format="view" if kept else "padded")
         try:
             for _ in range(6):
                 try:
                     seen = call.result(60.0)
                     return seen.materialize(get=ray.get) if kept else seen
-                except mp.WorkerError as error:
+                except mp.errors.WorkerError as error:
                     done["errors"] += 1
                     call = error.call.retry()
         except ray.exceptions.RayError as error:
@@ -421,13 +422,15 @@ def used() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=100, help="sequences")
+    parser.add_argument("--count", type=int, help="sequences (default 100, or none beside --threads)")
     parser.add_argument("--seed", type=int, default=0, help="of the first one")
     parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=0, help="threads that share a group, instead of sequences")
+    parser.add_argument("--threads", type=int, default=0, help="threads that share a group")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--kills", type=int, default=0, help="nodes that die, instead of sequences")
     args = parser.parse_args()
+    if args.count is None:
+        args.count = 0 if args.threads else 100
     warnings.simplefilter("ignore")
     set_list_to_stack(True).set()
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -454,7 +457,8 @@ def main() -> int:
         if args.kills:
             done = run_kills(cluster, args)
         else:
-            done = run_threads(scene, args) if args.threads else run_sequences(scene, args)
+            done = run_sequences(scene, args)
+            done.update(run_threads(scene, args) if args.threads else {})
         print(f"{dict(done)}, {time.monotonic() - begun:.0f} s; begin: {first}; end: {used()}")
     ray.shutdown()
     if cluster is not None:

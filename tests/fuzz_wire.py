@@ -37,7 +37,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from maskpack import MaskpackError, PackedBatch, WireFormatError, decompress, wire
+from maskpack import MaskpackError, PackedBatch, decompress
+from maskpack.errors import WireFormatError
+from maskpack.packed.file import container as wire
 
 GOLDEN = Path(__file__).parent / "golden"
 SIZES = {f"{kind}{8 * size}": size for kind in "IU" for size in (1, 2, 4, 8)}
@@ -663,9 +665,9 @@ def outcome(made: Mutant, originals: dict[str, bytes], worst: Worst, most: int) 
         assert written == PackedBatch.from_bytes(originals[made.source]).to_bytes(), "a change behind its checksum"
     again = PackedBatch.from_bytes(written, max_bytes=made.limit)
     assert batch.codec or again.to_bytes() == written, "written twice, and different"
-    for layout in ("padded", "nested"):
+    for form in ("padded", "nested"):
         try:
-            decompress(batch, layout=layout, device="cpu", max_bytes=LIMIT)
+            decompress(batch, format=form, device="cpu", max_bytes=LIMIT)
         except MaskpackError:
             return "accepted, not decoded"
     return "accepted and decoded"

@@ -127,7 +127,7 @@ def prefix(mask: Mask) -> Mask:
     return [[any(row[place:]) for place in range(len(row))] for row in mask]
 
 
-def select(mask: Mask, rows: Sequence[int]) -> Mask:
+def take(mask: Mask, rows: Sequence[int]) -> Mask:
     return [mask[row] for row in rows]
 
 

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from unsplit import MODES, Batch, Gradient, Model, Rows, batch_of, distance, flat, unsplit_gradient
 
-from maskpack import MicroBatchPlan, agree_on_count, plan_micro_batches
+from maskpack.planning import MicroBatchPlan, agree_on_count, plan_micro_batches
 
 
 def plan_of(batch: Batch, rows: Rows) -> MicroBatchPlan:

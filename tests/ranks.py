@@ -5,6 +5,7 @@
     rank 2   ready  works ...  deadline: killed, and reported
 
 A function that runs in ranks lies in a module that can be imported. The deadline counts from when all ranks are ready.
+Ranks are forked from a server that has imported torch and no more, so that it is imported once and not in each of them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-START = 120.0  # seconds to import torch and to find each other
+START = 120.0  # seconds to start and to find each other
 PATIENCE = timedelta(seconds=30)  # of one collective
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """NVLink multicast can put GPUs that others share out of service."""
@@ -43,7 +44,8 @@ def run_ranks(work: Callable[..., Any], count: int, *args: Any, seconds: float, 
 
     On NCCL, rank r has device r as the current one. Every rank has one thread.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.fsdp", "tensordict"])
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     with tempfile.TemporaryDirectory() as folder:

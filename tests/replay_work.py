@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 
 import maskpack as mp
-from maskpack.adapters import transformers as adapter
+from maskpack.adapters.transformers import model as adapter
 from maskpack.adapters.transformers import replayable
 
 ROWS = ((2, 3), (4, 5), (1, 1), (3, 2), (4, 1), (2, 5))
@@ -70,7 +70,7 @@ def sharded(tied: bool) -> dict[str, float]:
     batch = batch_of(ROWS[: 3 * (rank + 1)][rank:])  # other rows, and other counts, on each rank
     truth = alone(plain, batch)
     off = {}
-    seen = mp.response_log_probs(replay, batch, canary=True)
+    seen = mp.replay.response_log_probs(replay, batch, self_check=True)
     off["packed"] = _apart(seen.values(), truth)
     weights = torch.linspace(0.5, 1.5, truth.numel())
     (seen.values() * weights).sum().backward()
@@ -80,10 +80,12 @@ def sharded(tied: bool) -> dict[str, float]:
         dist.all_reduce(want)
         got = weight.grad.full_tensor()
         off["gradients"] = max(off.get("gradients", 0), float((got - want / ranks).norm() / (want / ranks).norm()))
-    plan = mp.plan_micro_batches(batch["attention_mask"].sum(1), token_budget=12)
-    off["planned"] = _apart(mp.response_log_probs(replay, batch, plan=mp.agree_on_count(plan)).values(), truth)
+    plan = mp.planning.plan_micro_batches(batch["attention_mask"].sum(1), token_budget=12)
+    off["planned"] = _apart(
+        mp.replay.response_log_probs(replay, batch, plan=mp.planning.agree_on_count(plan)).values(), truth
+    )
     os.environ["MASKPACK_PACKED_REPLAY"] = "0"
-    off["padded"] = _apart(mp.response_log_probs(replay, batch).values(), truth)
+    off["padded"] = _apart(mp.replay.response_log_probs(replay, batch).values(), truth)
     return off
 
 
@@ -99,8 +101,8 @@ def head_of_its_own() -> str:
     fully_shard(model.lm_head, mesh=mesh)
     fully_shard(model, mesh=mesh)
     try:
-        mp.response_log_probs(replayable(model), batch_of(ROWS[:2]))
-    except mp.ReplayError as error:
+        mp.replay.response_log_probs(replayable(model), batch_of(ROWS[:2]))
+    except mp.errors.ReplayError as error:
         return str(error)
     return "no error"
 
@@ -196,8 +198,8 @@ def _of_merged_rows(attend: Any) -> Any:
 
 def _tried(replay: Any, batch: TensorDict, **options: Any) -> Any:
     try:
-        return mp.response_log_probs(replay, batch, **options).values().detach()
-    except mp.ReplayError as error:
+        return mp.replay.response_log_probs(replay, batch, **options).values().detach()
+    except mp.errors.ReplayError as error:
         return str(error)
 
 
@@ -213,12 +215,12 @@ def compared(kinds: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
             calls = _compared_tokens(replay.model)
             seen: dict[str, Any] = {}
             adapter.packed_attention = _of_merged_rows(attend)
-            seen["wrong"] = [_tried(replay, batch, canary=canary) for canary in (None, True, None)]
+            seen["wrong"] = [_tried(replay, batch, self_check=self_check) for self_check in (None, True, None)]
             adapter.packed_attention = attend
             seen["calls when wrong"] = calls[:]
             values = [_tried(replay, batch) for _ in range(3)]
             seen["calls"] = calls[len(seen["calls when wrong"]) :]
-            values += [_tried(replay, batch, canary=canary) for canary in (True, False)]
+            values += [_tried(replay, batch, self_check=self_check) for self_check in (True, False)]
             seen["calls when asked"] = len(calls) - len(seen["calls"]) - len(seen["calls when wrong"])
             truth = alone(plain, batch)
             seen["off"] = [one if isinstance(one, str) else _apart(one, truth) for one in values]
@@ -236,8 +238,8 @@ def values_compared() -> list[Any]:
     for attention in (_of_merged_rows(attend), attend):
         adapter.packed_attention = attention
         try:
-            seen = mp.response_values(replay, batch, lambda hidden: hidden[:, 0]).values()
-        except mp.ReplayError as error:
+            seen = mp.replay.response_values(replay, batch, lambda hidden: hidden[:, 0]).values()
+        except mp.errors.ReplayError as error:
             said.append(str(error))
     truth = [torch.zeros(0)]
     for ids, real in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
@@ -259,7 +261,7 @@ def offloaded() -> dict[str, Any]:
     calls = _compared_tokens(model)
     batch = batch_of(ROWS[: 3 * (dist.get_rank() + 1)])
     with torch.no_grad():
-        seen = [mp.response_log_probs(replay, batch).values() for _ in range(2)]
+        seen = [mp.replay.response_log_probs(replay, batch).values() for _ in range(2)]
         truth = alone(plain, batch.to("cuda"))
     devices = {str(replay.device.type), *(one.device.type for one in seen)}
     return {"devices": devices, "compared": len(calls), "off": max(_apart(one, truth) for one in seen)}
@@ -276,6 +278,6 @@ def inside_a_sharded_module() -> list[str]:
     for model in inner:
         try:
             replayable(model)
-        except mp.ReplayError as error:
+        except mp.errors.ReplayError as error:
             said.append(str(error))
     return said

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -51,7 +52,7 @@ def freeze(value: Any) -> Any:
 
 
 def bits(x: Tensor) -> bytes:
-    x = x.detach().cpu().contiguous()
+    x = x.detach().cpu().clone(memory_format=torch.contiguous_format)
     if x.is_complex():
         x = torch.view_as_real(x)
     return x.reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
@@ -106,16 +107,19 @@ def field(
     """A tensor (B, width, *trailing): an element where the mask is true, the pad elsewhere."""
     rng = random.Random(seed)
     width = len(mask[0]) if width is None else width
-    out = torch.full((len(mask), width, *trailing), 0 if pad == EDGE else pad, dtype=dtype)
-    for b, line in enumerate(mask):
-        real = [s for s, on in enumerate(line) if on]
-        for s in real:
-            for place in np.ndindex(*trailing):
-                out[(b, s, *place)] = element(dtype, rng)
-        if pad == EDGE and real:
-            for s in range(width):
-                before = [other for other in real if other <= s]
-                out[b, s] = out[b, before[-1] if before else real[0]].clone()
+    cells, items = len(mask) * width, math.prod(trailing)
+    out = torch.full((cells, items), 0 if pad == EDGE else pad, dtype=dtype)
+    real = torch.tensor(mask, dtype=torch.bool).reshape(cells)
+    values = [[element(dtype, rng) for _ in range(items)] for _ in range(int(real.sum()))]
+    if values and items:  # as bytes, since torch indexes not every dtype
+        out.view(torch.uint8)[real] = torch.tensor(values, dtype=dtype).view(torch.uint8)
+    out = out.reshape(len(mask), width, *trailing)
+    if pad == EDGE:
+        for b, line in enumerate(mask):
+            nearest = list(line).index(True) if any(line) else 0
+            for s, on in enumerate(line):
+                nearest = s if on else nearest
+                out[b, s] = out[b, nearest].clone()
     return out
 
 
@@ -128,11 +132,16 @@ def of(axis: str, dtype: torch.dtype, pad: Any = 0, trailing: Sequence[int] = ()
 
 
 def tokens(
-    rows: Sequence[tuple[int, int]] = ROWS, prompt: int = PROMPT, response: int = RESPONSE, *, mask=torch.int64
+    rows: Sequence[tuple[int, int]] = ROWS,
+    prompt: int = PROMPT,
+    response: int = RESPONSE,
+    *,
+    mask: torch.dtype = torch.int64,
+    pad: int = PAD,
 ) -> dict[str, Tensor]:
     """The token fields and the attention mask of a rollout."""
     where = {"rows": rows, "prompt": prompt, "response": response}
-    ids = of("sequence", torch.int64, PAD, **where)
+    ids = of("sequence", torch.int64, pad, **where)
     on = real_positions("sequence", rows, prompt, response)
     attention = torch.tensor(on, dtype=torch.bool).reshape(len(rows), prompt + response).to(mask)
     return {
@@ -145,22 +154,19 @@ def tokens(
 
 def positions(attention: Tensor) -> Tensor:
     """position_ids: 0 up to the first token, then counting, then the last number again."""
-    out = torch.zeros(attention.shape, dtype=torch.int64)
-    for b, line in enumerate(attention.tolist()):
-        seen = 0
-        for s, on in enumerate(line):
-            seen += on != 0
-            out[b, s] = max(seen - 1, 0)
-    return out
+    counts = [itertools.accumulate(int(on != 0) for on in line) for line in attention.tolist()]
+    lines = [[max(count - 1, 0) for count in line] for line in counts]
+    return torch.tensor(lines, dtype=torch.int64).reshape(attention.shape)
 
 
 def response_mask(rows: Sequence[tuple[int, int]] = ROWS, response: int = RESPONSE, *, holes: bool = False) -> Tensor:
     """1 at response tokens; with `holes`, every second and the last one is a tool token, 0."""
-    out = torch.zeros(len(rows), response, dtype=torch.int64)
-    for b, (_, r) in enumerate(rows):
-        for s in range(r):
-            out[b, s] = 0 if holes and (s % 2 == 1 or (s == r - 1 and r > 1)) else 1
-    return out
+
+    def scored(s: int, r: int) -> bool:
+        return s < r and not (holes and (s % 2 == 1 or (s == r - 1 and r > 1)))
+
+    lines = [[scored(s, r) for s in range(response)] for _, r in rows]
+    return torch.tensor(lines, dtype=torch.int64).reshape(len(rows), response)
 
 
 RESPONSE_FIELDS = (
@@ -210,6 +216,99 @@ def rollout(
         batch.set("temperature", NonTensorData(0.7, batch_size=[len(rows)]))
         batch.set("global_token_num", NonTensorData([p + r for p, r in rows], batch_size=[len(rows)]))
     return batch
+
+
+# -------------------------------------------------------------------- batches as redundant as real ones
+
+GROUP = 16
+VARIANTS = (
+    "reference",  # GRPO, one turn
+    "multi-turn",  # response_mask is 0 at tool output
+    "negative-zeros",  # advantages multiplied by the mask: the pad of a negative advantage is -0.0
+    "m-rope",  # position_ids (B, 4, S): text and vision rows, padded with 1
+    "m-rope-edge",  # position_ids (B, 3, S): vision rows, padded with the nearest real value
+    "routed-experts",  # int16 (B, S, 4, 8)
+    "ppo",  # with values; advantages and returns differ from token to token
+    "jagged-prompts",  # prompts are a jagged tensor
+)
+
+
+def lengths(
+    rows: int, prompt: int, response: int, *, fill: float = 0.05, group: int = GROUP, seed: int = 0
+) -> list[tuple[int, int]]:
+    """Log-normal numbers of prompt and response tokens, with medians of `fill` of the widths. The rows of a group share
+    their prompt."""
+    rng = random.Random(seed)
+
+    def draw(sigma: float, width: int) -> int:
+        return min(max(round(fill * width * rng.lognormvariate(0, sigma)), 1), width)
+
+    prompts = [draw(0.5, prompt) for _ in range(0, rows, group)]
+    return [(prompts[b // group], draw(1.0, response)) for b in range(rows)]
+
+
+def workload(
+    variant: str = "reference", rows: int = 12, prompt: int = 24, response: int = 72, *, pad: int = PAD, **drawn: Any
+) -> TensorDict:
+    """The tensors of an actor update, in one of VARIANTS. Groups share a prompt, old log-probs are close to those of
+    the rollout, a row has one advantage, every other one a reward at its last token. `drawn` goes to `lengths`."""
+    spans = lengths(rows, prompt, response, **drawn)
+    where = {"rows": spans, "prompt": prompt, "response": response}
+    rng = torch.Generator().manual_seed(drawn.get("seed", 0))
+    data = tokens(spans, prompt, response, pad=pad)
+    ids = torch.where(data["attention_mask"] != 0, 1009 * data["input_ids"], pad)  # of three bytes
+    group, place = drawn.get("group", GROUP), torch.arange(response)
+    data["prompts"], data["responses"] = ids[torch.arange(rows) // group * group, :prompt], ids[:, prompt:].clone()
+    data["input_ids"] = torch.cat([data["prompts"], data["responses"]], 1)
+    data["position_ids"] = positions(data["attention_mask"])
+    on = data["attention_mask"][:, prompt:] != 0
+    length = on.sum(1, keepdim=True)
+    scored = on & ~((length // 4 <= place) & (place < length // 2)) if variant == "multi-turn" else on
+    data["response_mask"] = scored.long()
+
+    def spread(values: Tensor, by: float) -> Tensor:
+        return values * (1 + by * torch.rand(on.shape, generator=rng))
+
+    rollout_log_probs = -torch.rand(on.shape, generator=rng) - 1e-3
+    old_log_probs = spread(rollout_log_probs, 0.02)
+    columns = {
+        "rollout_log_probs": rollout_log_probs.where(scored, 0),
+        "old_log_probs": old_log_probs,
+        "ref_log_prob": spread(old_log_probs, 0.05),
+        "entropys": torch.rand(on.shape, generator=rng),
+        "advantages": (torch.randn(rows, 1, generator=rng) / 2).expand(on.shape).where(scored, 0),
+        "token_level_scores": (place == length - 1) * (torch.arange(rows)[:, None] % 2.0),
+    }
+    data |= {name: column.where(on, 0) for name, column in columns.items()}
+    data["returns"], data["token_level_rewards"] = data["advantages"].clone(), data["token_level_scores"].clone()
+    if variant == "negative-zeros":
+        for name in ("advantages", "returns"):
+            data[name] = data[name].where(on, data[name][:, :1] * 0)
+    if variant == "ppo":
+        for seed, name in enumerate(("advantages", "returns", "values")):
+            data[name] = of("response", torch.float32, seed=seed, **where)
+    if variant.startswith("m-rope"):
+        data["position_ids"] = _m_rope(spans, data["attention_mask"], edge=variant == "m-rope-edge")
+    if variant == "routed-experts":
+        data["routed_experts"] = of("sequence", torch.int16, 0, (4, 8), **where)
+    if variant == "jagged-prompts":
+        data["prompts"] = jagged([line[prompt - p :] for line, (p, _) in zip(data["prompts"], spans, strict=True)])
+    return TensorDict(data, batch_size=[rows])
+
+
+def _m_rope(rows: Sequence[tuple[int, int]], attention: Tensor, *, edge: bool) -> Tensor:
+    """Positions where an image takes the second and third quarter of each prompt: one time step, a square grid of rows
+    and columns. The text after it goes on behind the larger side of the grid."""
+    text = positions(attention)
+    prompts = torch.tensor([[p] for p, _ in rows], dtype=torch.int64).reshape(len(rows), 1)
+    begin, count = prompts // 4, prompts // 2
+    side = count.double().sqrt().long().clamp(min=1)
+    inside = (text - begin).clamp(min=torch.zeros_like(count), max=count - 1)
+    image = (text >= begin) & (text < begin + count)
+    after = torch.where(text < begin, text, text - count + torch.maximum(side, -(-count // side)))
+    grid = (torch.zeros_like(inside), inside // side, inside % side)
+    vision = [torch.where(image, begin + part, after) for part in grid]
+    return torch.stack(vision, 1) if edge else torch.stack([text, *vision], 1).where(attention[:, None] != 0, 1)
 
 
 def per_row(items: Sequence[Any]) -> NonTensorStack:

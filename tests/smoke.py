@@ -39,17 +39,17 @@ def same(other: TensorDict) -> None:
         assert torch.equal(other[key], value), key
 
 
-same(mp.unnest(mp.nest_batch_by_mask(batch, pad_token_id=0, strict=True)))
+same(mp.unnest(mp.nest_batch_by_mask(batch, pad_token_id=0, strict_mask_nesting=True)))
 with tempfile.TemporaryDirectory() as folder:
     file = Path(folder) / "batch.maskpack"
     mp.compress(batch, pad_token_id=0, strict_mask_nesting=True).save(file)
     packed = mp.PackedBatch.load(file)
     same(mp.decompress(packed))
-    assert torch.equal(mp.decompress(packed.select([2, 0]))["input_ids"], ids[[2, 0]])
+    assert torch.equal(mp.decompress(packed.take([2, 0]))["input_ids"], ids[[2, 0]])
     shown = subprocess.run(
         [sys.executable, "-m", "maskpack", "inspect", str(file)], check=True, capture_output=True, text=True
     ).stdout
     assert "advantages" in shown
-plan = mp.plan_micro_batches(mask.sum(1), token_budget=10)
+plan = mp.planning.plan_micro_batches(mask.sum(1), token_budget=10)
 assert torch.equal(plan.restore(list(plan.apply(ids))), ids)
 print(f"maskpack {mp.__version__}: installed and exact")

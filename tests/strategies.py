@@ -15,6 +15,7 @@ import numpy as np
 import oracle
 import torch
 from hypothesis import strategies as st
+from samples import RESPONSE_FIELDS
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
@@ -239,22 +240,6 @@ class Case:
     @property
     def options(self) -> dict[str, Any]:
         return {"registry": self.registry, "pad_token_id": self.pad_token_id}
-
-
-RESPONSE_FIELDS = (
-    "rollout_log_probs",
-    "old_log_probs",
-    "ref_log_prob",
-    "entropys",
-    "values",
-    "sum_pi_squared",
-    "advantages",
-    "returns",
-    "token_level_scores",
-    "token_level_rewards",
-    "rm_scores",
-    "rollout_is_weights",
-)
 
 
 class _Maker:

@@ -11,12 +11,12 @@ from tensordict import TensorDict
 import maskpack as mp
 
 KINDS = {
-    mp.LayoutError: ValueError,
-    mp.PlanError: ValueError,
-    mp.RegistryError: ValueError,
-    mp.WireFormatError: ValueError,
-    mp.FieldError: KeyError,
-    mp.MethodError: AttributeError,
+    mp.errors.LayoutError: ValueError,
+    mp.errors.PlanError: ValueError,
+    mp.errors.RegistryError: ValueError,
+    mp.errors.WireFormatError: ValueError,
+    mp.errors.FieldError: KeyError,
+    mp.errors.MethodError: AttributeError,
 }
 ERRORS = [value for value in vars(mp).values() if isinstance(value, type) and issubclass(value, mp.MaskpackError)]
 TEXT = 'compress: field "x" is (2, 3); it\'s\nno field. Fix it.'
@@ -41,7 +41,7 @@ def test_kinds(kind):
 
 
 def test_a_field_error_is_a_layout_error():
-    assert issubclass(mp.FieldError, mp.LayoutError)
+    assert issubclass(mp.errors.FieldError, mp.errors.LayoutError)
 
 
 def batch():
@@ -50,16 +50,17 @@ def batch():
 
 
 PACKED = mp.compress(batch(), pad_token_id=0)
-VIEW = mp.BatchView.of(PACKED)
+VIEW = mp.views.BatchView.of(PACKED)
 
 
 @pytest.mark.parametrize(
     "ask",
     [
         lambda name: mp.decompress(PACKED, name),
-        lambda name: PACKED.to_nested(name),
+        lambda name: PACKED.select(name),
         lambda name: VIEW.materialize(name),
         lambda name: VIEW.to_packed(name),
+        lambda name: VIEW.select(name),
         lambda name: mp.unnest(mp.nest_batch_by_mask(batch(), pad_token_id=0), name),
         lambda name: mp.select_and_pad_to_response(batch(), name),
         lambda name: PACKED.lengths(name),
@@ -68,7 +69,7 @@ VIEW = mp.BatchView.of(PACKED)
     ],
 )
 def test_a_name_that_is_not_there_is_a_field_error_everywhere(ask):
-    with pytest.raises(mp.FieldError) as caught:
+    with pytest.raises(mp.errors.FieldError) as caught:
         ask("nope")
     assert isinstance(caught.value, KeyError)
     text = str(caught.value)
@@ -78,19 +79,21 @@ def test_a_name_that_is_not_there_is_a_field_error_everywhere(ask):
 
 
 def test_a_tuple_of_fields_is_not_several_fields():
-    with pytest.raises(mp.FieldError, match="A tuple names one field in a sub-TensorDict"):
+    with pytest.raises(mp.errors.FieldError, match="A tuple names one field in a sub-TensorDict"):
         mp.decompress(PACKED, ("responses", "input_ids"))
     assert list(mp.decompress(PACKED, "responses", "input_ids").keys()) == ["input_ids", "responses"]
 
 
 def test_a_list_of_fields_says_how_to_unpack_it():
-    with pytest.raises(mp.LayoutError, match=r"unpack them: \*names"):
+    with pytest.raises(mp.errors.LayoutError, match=r"unpack them: \*names"):
         mp.decompress(PACKED, ["responses"])
     assert list(mp.decompress(PACKED, *["responses"]).keys()) == ["responses"]
 
 
 def test_a_batch_without_layouts_has_no_layout_to_name():
     packed = mp.compress(TensorDict({"x": torch.ones(2)}, batch_size=[2]))
-    for held in (packed, mp.BatchView.of(packed)):
-        with pytest.raises(mp.FieldError, match=r'no layout "sequence"; the batch has none, because no mask covers'):
+    for held in (packed, mp.views.BatchView.of(packed)):
+        with pytest.raises(
+            mp.errors.FieldError, match=r'no layout "sequence"; the batch has none, because no mask covers'
+        ):
             held.lengths("sequence")

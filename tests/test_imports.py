@@ -1,4 +1,4 @@
-"""The house: what importing maskpack brings in, which module may import which, and how large a file may grow."""
+"""The house: what importing maskpack brings in, and which package may import which."""
 
 from __future__ import annotations
 
@@ -17,77 +17,40 @@ HOUSE = Path(mp.__file__).parent
 SOURCES = {".".join(path.relative_to(HOUSE).with_suffix("").parts): path for path in sorted(HOUSE.rglob("*.py"))}
 HEAVY = {"ray", "transformers", "triton", "rich", "verl", "transfer_queue", "torchrl", "trl", "accelerate"}
 
-FLOORS = [
-    ["errors"],
-    ["arguments"],
-    ["bins", "costs"],
-    ["balance", "budget", "loss_weights"],
-    ["plan"],
-    ["rank_plans"],
-    ["tensors"],
-    ["keys"],
-    ["backends", "pool", "registry", "rows"],
-    ["runs"],
-    ["words", "tree", "options", "scan_kernels", "attention"],
-    ["scan", "compact", "objects", "origins", "segments", "wire"],
-    ["coverage", "encodings", "codec", "run_lines", "tasks"],
-    ["layout", "sharing"],
-    ["choice", "bools"],
-    ["ops", "jagged", "axes"],
-    ["schema", "sources"],
-    ["checks"],
-    ["verify"],
-    ["survey"],
-    ["nesting", "cover"],
-    ["contents", "response"],
-    ["joining", "manifest", "reading", "recipes"],
-    ["pickles", "staging"],
-    ["packed"],
-    ["report", "strands"],
-    ["views"],
-    ["micro_batches", "agreement", "recorder", "replay"],
-    ["division", "parcels", "placement"],
-    ["serving"],
-    ["calls"],
-    ["dispatch"],
-    ["adapters"],
-    ["saved"],
-    ["demo", "cli", "doctor", "__main__"],
-]
-"""Lowest first; a module imports from lower floors only."""
-TOP = len(FLOORS) - 1
-PLANNERS = {"arguments", "bins", "costs", "loss_weights", "balance", "budget", "plan", "rank_plans"}
-"""Modules that work with numbers alone: they import no torch."""
-KERNELS = {"scan_kernels", "ops._triton", "ops._decode_kernel", "ops._log_prob_kernels"}
+PACKAGES = ("errors", "core", "layout", "fields", "ops", "nesting", "packed", "views", "planning", "dispatch", "replay")
+PACKAGES += ("adapters", "tools")
+"""Lowest first: a package imports only those before it."""
+NO_TORCH = {f"planning.{name}" for name in ("balance", "costs", "loss_weights", "packing", "plan", "ranks")}
+"""Modules that work with numbers alone, as does what they import of `core`."""
+KERNELS = {"layout.scan_triton", "ops.pack_triton", "ops.log_probs_triton", "packed.cuda.kernel"}
 """The modules that import Triton; they are imported inside functions."""
 FRAMEWORKS = {
     "transformers": {"transformers"},
-    "verl": {"verl"},
-    "verl_packed": {"verl"},
-    "verl_dispatch": {"verl", "ray"},
+    "verl": {"verl", "ray"},
     "transferqueue": {"transfer_queue"},
     "torchrl": {"torchrl"},
 }
 """What each adapter may import beside the core."""
-MAY_IMPORT_RAY = {"calls", "placement", "dispatch", "demo", "cli", "__main__"}
+MAY_IMPORT_RAY = {"dispatch", "tools", "__main__"}
 
 
-def room(module):
-    """The name on the floor plan: `ops._torch` is part of `ops`, every `demo...` is part of `demo`."""
-    name = module.split(".")[0]
-    return "demo" if name.startswith("demo") else name
+def package(module):
+    """`ops.pack_torch` is part of `ops`."""
+    return module.split(".")[0]
 
 
-def floor(module):
-    for number, rooms in enumerate(FLOORS):
-        if room(module) in rooms:
-            return number
-    raise AssertionError(f"maskpack/{module}.py has no floor; give it one in FLOORS.")
+def place(module):
+    """The number of its package; modules at the top come after all."""
+    name = package(module)
+    if name in ("__init__", "__main__"):
+        return len(PACKAGES)
+    assert name in PACKAGES, f"maskpack/{name} is no package of PACKAGES; move it into one of them."
+    return PACKAGES.index(name)
 
 
 def imports(source, module="module"):
     """Every module that `source` imports, wherever in the file; names inside maskpack begin with a dot."""
-    package = [part for part in module.split(".")[:-1] if part != "__init__"]
+    folders = [part for part in module.split(".")[:-1] if part != "__init__"]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -95,7 +58,7 @@ def imports(source, module="module"):
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
-                base = ".".join(["maskpack", *package[: len(package) - node.level + 1], *base.split(".")]).rstrip(".")
+                base = ".".join(["maskpack", *folders[: len(folders) - node.level + 1], *base.split(".")]).rstrip(".")
             if base == "maskpack":
                 for alias in node.names:
                     known = any(name == alias.name or name.startswith(alias.name + ".") for name in SOURCES)
@@ -110,39 +73,38 @@ def _local(name):
 
 
 def forbidden(module, source):
-    """The imports of a module that the house does not allow."""
+    """The imports of a module that the packages do not allow."""
     wrong = []
     for name in imports(source, module):
         if name.startswith("."):
             other = name[1:]
-            if module.startswith("__init__"):
-                if other != "__init__" and (floor(other) == TOP or room(other) in MAY_IMPORT_RAY):
+            if module == "__init__":
+                if package(other) in {"dispatch", "adapters", "tools"}:
                     wrong.append(name)
-            elif other == "__init__":
-                if floor(module) < TOP:
-                    wrong.append("maskpack")
-            elif room(other) != room(module) and floor(other) >= floor(module) and floor(module) < TOP:
+            elif package(other) != package(module) and place(other) >= place(module):
                 wrong.append(name)
         elif not may_import(module, name):
             wrong.append(name)
     return wrong
 
 
-def may_import(module, package):
-    if package in {"torch", "tensordict"}:
-        return module not in PLANNERS
-    if package == "triton":
+def may_import(module, library):
+    if library in {"torch", "tensordict"}:
+        return module not in NO_TORCH
+    if library == "triton":
         return module in KERNELS
-    if room(module) == "adapters":
-        return package not in HEAVY or package in FRAMEWORKS.get(module.split(".")[1], ())
-    return package not in HEAVY or room(module) in MAY_IMPORT_RAY
+    if package(module) == "adapters":
+        return library not in HEAVY or library in FRAMEWORKS.get(module.split(".")[1], ())
+    return library not in HEAVY or package(module) in MAY_IMPORT_RAY
 
 
-def loaded(statement):
-    """The modules of a fresh interpreter after `statement`."""
-    code = f"{statement}\nimport sys\nprint(' '.join(sys.modules))"
+@pytest.fixture(scope="module")
+def loaded():
+    """The modules of a fresh interpreter after one import, and after another one."""
+    names = ["torch, tensordict, numpy", "maskpack", "maskpack.dispatch"]
+    code = "import sys\n" + "".join(f"import {name}\nprint(*sys.modules)\n" for name in names)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    return set(done.stdout.splitlines()[-1].split())
+    return dict(zip(names, (set(line.split()) for line in done.stdout.splitlines()), strict=True))
 
 
 FACTORIES = {
@@ -166,15 +128,15 @@ def without_device(source):
 # -------------------------------------------------------------------- what an import brings in
 
 
-def test_importing_maskpack_is_light():
-    modules = loaded("import maskpack")
+def test_importing_maskpack_is_light(loaded):
+    modules = loaded["maskpack"]
     assert {"maskpack", "torch", "tensordict", "numpy"} <= modules
-    assert modules & HEAVY <= loaded("import torch, tensordict, numpy") & {"triton"}
+    assert modules & HEAVY <= loaded["torch, tensordict, numpy"] & {"triton"}
     assert modules & {f"maskpack.{module}" for module in KERNELS} == set()
 
 
-def test_a_heavy_import_would_be_seen():
-    assert "ray" in loaded("import maskpack.dispatch")
+def test_a_heavy_import_would_be_seen(loaded):
+    assert "ray" in loaded["maskpack.dispatch"]
 
 
 # -------------------------------------------------------------------- arrows
@@ -188,57 +150,61 @@ def test_imports_go_down(module):
 @pytest.mark.parametrize(
     ("module", "source", "wrong"),
     [
-        ("layout", "from maskpack.nesting import nest_batch_by_mask", [".nesting"]),
-        ("layout", "from maskpack import survey", [".survey"]),
-        ("layout", "import maskpack.packed", [".packed"]),
-        ("layout", "from .packed import compress", [".packed"]),
-        ("layout", "from . import packed, errors", [".packed"]),
-        ("ops._torch", "from ..nesting import unnest", [".nesting"]),
-        ("ops._torch", "from . import _torch", []),
-        ("ops.__init__", "from maskpack.survey import survey", [".survey"]),
-        ("packed", "from maskpack.dispatch import endpoint", [".dispatch"]),
-        ("nesting", "from maskpack import RL_FIELDS", ["maskpack"]),
-        ("nesting", "import maskpack", ["maskpack"]),
-        ("nesting", "def late():\n    from maskpack import packed", [".packed"]),
-        ("nesting", "if TYPE_CHECKING:\n    from maskpack.packed import PackedBatch", [".packed"]),
-        ("packed", "import ray", ["ray"]),
-        ("adapters.transformers", "import transformers\nfrom maskpack.replay import PackedInputs", []),
-        ("adapters.transformers", "import ray", ["ray"]),
-        ("replay", "from maskpack.adapters.transformers import replayable", [".adapters.transformers"]),
-        ("plan", "import torch\nimport numpy", ["torch"]),
-        ("costs", "def late():\n    from tensordict import TensorDict", ["tensordict"]),
-        ("packed", "def late():\n    from ray.util import x", ["ray"]),
-        ("ops._torch", "import triton.language as tl", ["triton"]),
-        ("ops._triton", "import triton.language as tl", []),
-        ("ops._triton", "import ray", ["ray"]),
+        ("layout.row_layout", "from maskpack.nesting.nest import nest_batch_by_mask", [".nesting.nest"]),
+        ("layout.row_layout", "from maskpack.nesting import survey", [".nesting"]),
+        ("layout.row_layout", "import maskpack.packed.batch", [".packed.batch"]),
+        ("layout.row_layout", "from ..packed.batch import compress", [".packed.batch"]),
+        ("layout.row_layout", "from .. import packed, errors", [".packed"]),
+        ("layout.row_layout", "from . import scan", []),
+        ("ops.__init__", "from maskpack.nesting.survey import survey", [".nesting.survey"]),
+        ("packed.batch", "from maskpack.dispatch import endpoint", [".dispatch"]),
+        ("nesting.nest", "from maskpack import RL_FIELDS", [".__init__"]),
+        ("nesting.nest", "import maskpack", [".__init__"]),
+        ("nesting.nest", "def late():\n    from maskpack.packed import batch", [".packed"]),
+        ("nesting.nest", "if TYPE_CHECKING:\n    from maskpack.packed.batch import PackedBatch", [".packed.batch"]),
+        ("packed.batch", "import ray", ["ray"]),
+        ("adapters.transformers.model", "import transformers\nfrom maskpack.replay import PackedInputs", []),
+        ("adapters.transformers.model", "import ray", ["ray"]),
+        ("replay.inputs", "from maskpack.adapters.transformers import replayable", [".adapters.transformers"]),
+        ("planning.plan", "import torch\nimport numpy", ["torch"]),
+        ("planning.costs", "def late():\n    from tensordict import TensorDict", ["tensordict"]),
+        ("packed.batch", "def late():\n    from ray.util import x", ["ray"]),
+        ("ops.pack_torch", "import triton.language as tl", ["triton"]),
+        ("ops.pack_triton", "import triton.language as tl", []),
+        ("ops.pack_triton", "import ray", ["ray"]),
         ("__init__", "from maskpack.dispatch import WorkerGroup", [".dispatch"]),
-        ("__init__", "from maskpack import cli", [".cli"] if "cli" in SOURCES else []),
-        ("packed", "from maskpack.nesting import unnest\nimport torch", []),
-        ("dispatch", "import ray\nfrom maskpack.packed import compress", []),
-        ("demo_table", "import rich, ray\nimport maskpack\nfrom maskpack.demo import x", []),
+        ("__init__", "from maskpack.tools import cli", [".tools"]),
+        ("packed.batch", "from maskpack.nesting.nest import unnest\nimport torch", []),
+        ("dispatch.group", "import ray\nfrom maskpack.packed.batch import compress", []),
+        ("tools.demo", "import rich, ray\nfrom maskpack.tools.files import x", []),
     ],
 )
 def test_a_forbidden_arrow_would_be_seen(module, source, wrong):
     assert forbidden(module, source) == wrong
 
 
-def test_a_module_without_a_floor_would_be_seen():
-    with pytest.raises(AssertionError, match=r"maskpack/utils\.py has no floor"):
+def test_a_module_outside_the_packages_would_be_seen():
+    with pytest.raises(AssertionError, match=r"maskpack/utils is no package"):
         forbidden("utils", "from maskpack import errors")
-    assert "utils" not in SOURCES
+    assert {package(module) for module in SOURCES} == {*PACKAGES, "__init__", "__main__"}
 
 
-def test_every_room_is_on_one_floor():
-    rooms = [name for rooms in FLOORS for name in rooms]
-    assert len(rooms) == len(set(rooms))
-    missing = {name for name in rooms if name not in map(room, SOURCES)}
-    assert missing == set()
+TESTS = Path(__file__).parent
+
+
+@pytest.mark.parametrize("file", [path.relative_to(TESTS).as_posix() for path in sorted(TESTS.rglob("*.py"))])
+def test_only_tests_of_benchmarks_import_them(file):
+    assert "bench" not in imports((TESTS / file).read_text()) or file.startswith("bench/")
+
+
+def test_an_import_of_a_benchmark_would_be_seen():
+    assert set(imports("def late():\n    from bench.workloads import make_batch\nimport bench.page")) == {"bench"}
 
 
 # -------------------------------------------------------------------- where tensors lie
 
 
-@pytest.mark.parametrize("module", [module for module in SOURCES if room(module) != "demo"])
+@pytest.mark.parametrize("module", [module for module in SOURCES if not module.startswith("tools.demo")])
 def test_every_new_tensor_is_told_where_it_lies(module):
     """Whoever sets a default device does not set it for maskpack. The demo is a program by itself."""
     assert list(without_device(SOURCES[module].read_text())) == []
@@ -290,9 +256,9 @@ def documentation(name, value):
     return constants().get(name)
 
 
-@pytest.mark.parametrize("name", mp.__all__)
-def test_every_public_name_is_there_and_documented(name):
-    assert documentation(name, getattr(mp, name))
+@pytest.mark.parametrize("part", [mp, mp.ops, mp.planning, mp.replay, mp.views], ids=lambda part: part.__name__)
+def test_every_public_name_is_there_and_documented(part):
+    assert [name for name in part.__all__ if not documentation(name, getattr(part, name))] == []
 
 
 def test_missing_documentation_would_be_seen():
@@ -307,6 +273,6 @@ def test_missing_documentation_would_be_seen():
     assert not documentation("SEVEN", 7)
 
 
-def test_public_names_are_listed_once():
-    assert len(mp.__all__) == len(set(mp.__all__))
+def test_public_names_are_few():
+    assert len(mp.__all__) == len(set(mp.__all__)) <= 24
     assert {"compress", "decompress", "nest_batch_by_mask", "unnest", "PackedBatch", "RL_FIELDS"} <= set(mp.__all__)

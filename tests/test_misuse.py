@@ -14,13 +14,17 @@ from samples import freeze
 from tensordict import TensorDict
 
 import maskpack as mp
-from maskpack import dispatch, ops
-from maskpack.adapters.collator import PackedCollator
+from maskpack import ops
 from maskpack.adapters.transferqueue import from_samples, to_samples
-from maskpack.attention import packed_attention
-from maskpack.report import fields
+from maskpack.adapters.transformers.collator import PackedCollator
+from maskpack.dispatch import group as dispatch
+from maskpack.ops.attention import packed_attention
+from maskpack.packed.sizes import fields
 
-PUBLIC = {name: getattr(mp, name) for name in mp.__all__} | {
+PARTS = (mp, mp.planning, mp.replay, mp.views)
+EXPORTED = {name: getattr(part, name) for part in PARTS for name in part.__all__}
+PUBLIC = EXPORTED | {
+    "ops": ops,
     "TensorDict": TensorDict,
     "WorkerGroup": dispatch.WorkerGroup,
     "endpoint": dispatch.endpoint,
@@ -48,7 +52,7 @@ def names():
     packed = mp.compress(batch, pad_token_id=0)
     nested = mp.nest_batch_by_mask(batch, pad_token_id=0)
     layout = mp.RowLayout.from_mask(mask)
-    plan = mp.plan_micro_batches([3, 2], 3)
+    plan = mp.planning.plan_micro_batches([3, 2], 3)
     hidden = torch.ones(5, 4)
     rows = torch.tensor([0, 3, 5], dtype=torch.int32)
     return PUBLIC | {
@@ -58,8 +62,8 @@ def names():
         "n": nested,
         "L": layout,
         "plan": plan,
-        "view": mp.BatchView.of(packed),
-        "outline": mp.Outline.of(packed),
+        "view": mp.views.BatchView.of(packed),
+        "batch_meta": mp.views.BatchMeta.of(packed),
         "packed": ops.pack(batch["input_ids"], layout),
         "values": ops.pack(batch["input_ids"], layout),
         "meta": torch.zeros(2, 4, device="meta"),
@@ -68,21 +72,20 @@ def names():
         "sparse": mask.to_sparse(),
         "data": packed.to_bytes(),
         "samples": to_samples(packed),
-        "inputs": mp.PackedInputs.of(batch),
+        "inputs": mp.replay.PackedInputs.of(batch),
         "hidden": hidden,
         "head": torch.ones(7, 4),
         "ids": torch.arange(5),
         "q": torch.ones(5, 2, 8),
         "bounds": rows,
-        "rank_plans": mp.plan_ranks([3, 2], 2, 9),
+        "rank_plans": mp.planning.plan_ranks([3, 2], 2, 9),
         "collate": PackedCollator(),
-        "recorder": mp.LoopRecorder(),
         "sample": {"input_ids": [1, 2, 3]},
         "spec": mp.MaskNestingSpec("sequence"),
         "model": SimpleNamespace(
             hidden=lambda inputs: torch.ones(inputs.input_ids.shape[1], 4),
             dense_hidden=print,
-            trust=lambda *_: None,
+            self_check=lambda *_: None,
             head=torch.ones(7, 4),
         ),
         "group": dispatch.WorkerGroup([None], pad_token_id=0),
@@ -144,7 +147,7 @@ compress(b, pad_token_id=0, codec=["zstd"])
 compress(TensorDict({"x": meta}, [2]))
 compress(TensorDict({"_maskpack": torch.zeros(2, 3)}, [2]))
 compress(TensorDict({"_maskpack": TensorDict({}, [2])}, [2]))
-compress(TensorDict({"_maskpack": TensorDict({"runs": m}, [2])}, [2]))
+compress(TensorDict({"_maskpack": TensorDict({"spans": m}, [2])}, [2]))
 compress(TensorDict({"x": strided}, [2]))
 compress(TensorDict({"x": sparse}, [2]))
 compress(TensorDict({"x": torch.quantize_per_tensor(torch.ones(2, 3), 0.1, 0, torch.qint8)}, [2]))
@@ -173,7 +176,7 @@ nest_batch_by_mask(m)
 nest_batch_by_mask(b, "RL_FIELDS")
 nest_batch_by_mask(b, None)
 nest_batch_by_mask(b, pad_token_id=None)
-nest_batch_by_mask(b, pad_token_id=0, strict="no")
+nest_batch_by_mask(b, pad_token_id=0, strict_mask_nesting="no")
 nest_batch_by_mask(b, pad_token_id=0, ignore_dense_fields={"x": 1}.get)
 nest_batch_by_mask(b, pad_token_id=0, verify=True)
 nest_batch_by_mask(b, pad_token_id=0, on_loss=None)
@@ -202,10 +205,10 @@ decompress(p, ("responses", "input_ids"))
 decompress(p, "responses", "nope")
 decompress(p, {"responses"})
 decompress(p, b"responses")
-decompress(p, layout="jagged")
-decompress(p, layout=None)
-decompress(p, layout=["nested"])
-decompress(p, layout=torch.jagged)
+decompress(p, format="jagged")
+decompress(p, format=None)
+decompress(p, format=["nested"])
+decompress(p, format=torch.jagged)
 decompress(p, widths="short")
 decompress(p, widths=None)
 decompress(p, widths=[4])
@@ -217,7 +220,7 @@ decompress(p, device=-1)
 decompress(p, device=["cpu"])
 decompress(p, device=True)
 decompress(p, device="meta")
-decompress(p, layout="nested", device="meta")
+decompress(p, format="nested", device="meta")
 unnest(None)
 unnest(b)
 unnest(p)
@@ -294,17 +297,21 @@ p[slice("a", "b")]
 p[slice(0, 1, 0)]
 p[0.5:1]
 p[p]
-p.select("responses")
-p.select(None)
-p.select(0)
-p.select(3.0)
-p.select(object())
-p.select([True, False, True])
-p.select([complex(1)])
-p.select(b"ab")
-p.select(iter([0]))
-p.select(np.array(["a"]))
-p.select(m)
+p.select()
+p.select("nope")
+p.select(["responses"])
+p.select(3)
+p.select("responses", "attention_mask", "nope")
+p.take(None)
+p.take(0)
+p.take(3.0)
+p.take(object())
+p.take([True, False, True])
+p.take([complex(1)])
+p.take(b"ab")
+p.take(iter([0]))
+p.take(np.array(["a"]))
+p.take(m)
 p.split(0)
 p.split(-1)
 p.split(None)
@@ -333,14 +340,12 @@ p.lengths(0)
 p.lengths(["sequence"])
 p.lengths({})
 compress(TensorDict({"x": torch.ones(2)}, [2])).lengths("sequence")
-p.to_nested("nope")
-p.to_nested(["responses"])
-p.to_nested(device="nowhere")
+decompress(p, format="nested", device="nowhere")
 p.pin_memory()
 p.to_bytes(allow_pickle="no")
 p.to_bytes(checksum="crc32")
 p.to_bytes(checksum=None)
-compress(TensorDict({"x": torch.ones(2, 1)}, [])).select([0])
+compress(TensorDict({"x": torch.ones(2, 1)}, [])).take([0])
 compress(TensorDict({"x": torch.ones(2, 1)}, [])).split(1)
 compress(b.clone().set_non_tensor("o", object()), pad_token_id=0).to_bytes()
 PackedBatch.cat(p)
@@ -385,13 +390,13 @@ BatchView.of(view)
 BatchView.at(p, None)
 BatchView.at(p, p)
 BatchView.at(p, "outline")
-BatchView.at("elsewhere", outline).materialize()
-BatchView.at("elsewhere", outline).materialize(get=3)
-BatchView.at("elsewhere", outline).materialize(get=lambda refs: None)
-BatchView.at("elsewhere", outline).materialize(get=lambda refs: [])
-BatchView.at("elsewhere", outline).materialize(get=lambda refs: [b])
-BatchView.at("elsewhere", outline).materialize(get=lambda refs: [p[:1]])
-BatchView.at("elsewhere", outline).materialize(get=lambda refs: 3)
+BatchView.at("elsewhere", batch_meta).materialize()
+BatchView.at("elsewhere", batch_meta).materialize(get=3)
+BatchView.at("elsewhere", batch_meta).materialize(get=lambda refs: None)
+BatchView.at("elsewhere", batch_meta).materialize(get=lambda refs: [])
+BatchView.at("elsewhere", batch_meta).materialize(get=lambda refs: [b])
+BatchView.at("elsewhere", batch_meta).materialize(get=lambda refs: [p[:1]])
+BatchView.at("elsewhere", batch_meta).materialize(get=lambda refs: 3)
 BatchView.cat(view)
 BatchView.cat(None)
 BatchView.cat([])
@@ -404,9 +409,12 @@ view["responses"]
 view[1.5]
 view[None]
 view[[7]]
-view.select(None)
-view.select("x")
-view.select([0.5])
+view.take(None)
+view.select()
+view.select("nope")
+view.select(["responses"])
+view.select(3)
+view.take([0.5])
 view.split(0)
 view.split("1")
 view.split([5])
@@ -434,18 +442,18 @@ view.with_fields("responses")
 view.materialize("nope")
 view.materialize(["responses"])
 view.materialize(3)
-view.materialize(layout="jagged")
-view.materialize(layout=None)
+view.materialize(format="jagged")
+view.materialize(format=None)
 view.materialize(device="nowhere")
 view.materialize(device=["cpu"])
 view.to_packed("nope")
 view.to_packed(["responses"])
 BatchView.of(compress(TensorDict({"x": torch.ones(2)}, [2]))).lengths("sequence")
-Outline.of(None)
-Outline.of(b)
-Outline.of(view)
-outline.select([0.5])
-outline.select("x")
+BatchMeta.of(None)
+BatchMeta.of(b)
+BatchMeta.of(view)
+batch_meta.take([0.5])
+batch_meta.take("x")
 # ---- RowLayout
 RowLayout.from_mask(None)
 RowLayout.from_mask([[1, 0]])
@@ -459,11 +467,11 @@ RowLayout.from_mask(meta)
 RowLayout.from_mask(sparse)
 RowLayout.from_mask(b)
 RowLayout.from_mask(L)
-RowLayout.from_mask(m, total=4)
-RowLayout.from_mask(m, total="5")
-RowLayout.from_mask(m, total=5.0)
-RowLayout.from_mask(m, total=-1)
-RowLayout.from_mask(m, total=[5])
+RowLayout.from_mask(m, num_tokens=4)
+RowLayout.from_mask(m, num_tokens="5")
+RowLayout.from_mask(m, num_tokens=5.0)
+RowLayout.from_mask(m, num_tokens=-1)
+RowLayout.from_mask(m, num_tokens=[5])
 RowLayout.from_lengths(None)
 RowLayout.from_lengths(3)
 RowLayout.from_lengths("12")
@@ -497,32 +505,32 @@ RowLayout.from_cu_seqlens(torch.tensor([[0, 3]]))
 RowLayout.from_cu_seqlens(torch.tensor([0, 3]), 2)
 RowLayout.from_cu_seqlens(torch.tensor([0, 3]), "3")
 RowLayout.from_cu_seqlens(meta[0].long())
-RowLayout.from_runs(None, None, None, 3)
-RowLayout.from_runs([0], [1], [1], "3")
-RowLayout.from_runs([0], [1], [1], None)
-RowLayout.from_runs([0], [1], [1], 3.0)
-RowLayout.from_runs([0], [1], [1], -1)
-RowLayout.from_runs([0], [1, 1], [1], 3)
-RowLayout.from_runs([0], [4], [1], 3)
-RowLayout.from_runs([0, 1], [1, 1], [2], 3)
-RowLayout.from_runs([0], [1], [2], 3)
-RowLayout.from_runs([0, 0], [1, 1], [3, -1], 3)
-RowLayout.from_runs([0.5], [1], [1], 3)
-RowLayout.from_runs(["a"], [1], [1], 3)
-RowLayout.from_runs([0], [1], [1], 3, anchor=9)
-RowLayout.from_runs([0], [1], [1], 3, anchor="0")
-RowLayout.from_runs([0], [1], [1], 3, device="nowhere")
+RowLayout.from_spans(None, None, None, 3)
+RowLayout.from_spans([0], [1], [1], "3")
+RowLayout.from_spans([0], [1], [1], None)
+RowLayout.from_spans([0], [1], [1], 3.0)
+RowLayout.from_spans([0], [1], [1], -1)
+RowLayout.from_spans([0], [1, 1], [1], 3)
+RowLayout.from_spans([0], [4], [1], 3)
+RowLayout.from_spans([0, 1], [1, 1], [2], 3)
+RowLayout.from_spans([0], [1], [2], 3)
+RowLayout.from_spans([0, 0], [1, 1], [3, -1], 3)
+RowLayout.from_spans([0.5], [1], [1], 3)
+RowLayout.from_spans(["a"], [1], [1], 3)
+RowLayout.from_spans([0], [1], [1], 3, anchor=9)
+RowLayout.from_spans([0], [1], [1], 3, anchor="0")
+RowLayout.from_spans([0], [1], [1], 3, device="nowhere")
 RowLayout.cat(L)
 RowLayout.cat(None)
 RowLayout.cat([])
 RowLayout.cat([L, m])
 RowLayout.cat([m])
 RowLayout.cat(3)
-L.select(None)
-L.select(0)
-L.select("x")
-L.select([9])
-L.select([0.5])
+L.take(None)
+L.take(0)
+L.take("x")
+L.take([9])
+L.take([0.5])
 L.narrow(-1, 2)
 L.narrow(2, 1)
 L.narrow(0, 9)
@@ -922,17 +930,12 @@ rank_plans.for_rows(None)
 rank_plans.for_rows([[0], [1]])
 rank_plans.for_rows({0: [0.5]})
 rank_plans.for_rows({0: [9]})
+take_rows(3, [[0]], 1)
+join_rows(3, [3], [[0]], None)
 agree_on_count(plan)
 agree_on_count(None)
 agree_on_count(lambda: plan)
 agree_on_count(3)
-LoopRecorder(3)
-LoopRecorder("plan")
-LoopRecorder(plan, "nowhere")
-LoopRecorder(plan, 3.5)
-LoopRecorder(plan, None)
-recorder.phase(3).__enter__()
-recorder.phase(None).__enter__()
 # ---- replay
 PackedInputs.of(None)
 PackedInputs.of(b.to_dict())
@@ -943,7 +946,7 @@ PackedInputs.of([b])
 PackedInputs.of(b.exclude("input_ids"))
 PackedInputs.of(b.exclude("attention_mask"))
 PackedInputs.of(b.exclude("responses"))
-PackedInputs.of(p.select([0]), device="nowhere")
+PackedInputs.of(p.take([0]), device="nowhere")
 PackedInputs.of(b, device="nowhere")
 PackedInputs.of(b, device=3.5)
 PackedInputs.of(b, device="cuda:99")
@@ -1158,8 +1161,8 @@ group.call("update", m)
 group.call("update", [1, 2])
 group.call("update", b.to_dict())
 group.call("update", "batch")
-group.call("update", b, layout="jagged")
-group.call("update", b, layout=None)
+group.call("update", b, format="jagged")
+group.call("update", b, format=None)
 group.call("update", b, timeout="5")
 group.call("update", b, timeout=-1)
 group.call("update", b, grace=None)
@@ -1179,7 +1182,7 @@ group.call("update", p, plan=rank_plans)
 group.call("update", p, p[:1])
 group.call("update", TensorDict({"x": meta}, [2]))
 group.submit("update", None)
-group.submit("update", b, layout=3)
+group.submit("update", b, format=3)
 group.put(None)
 group.put(m)
 group.put([b])
@@ -1197,8 +1200,8 @@ group.pack(None)
 group.pack(p)
 endpoint(3)
 endpoint("update")
-endpoint(layout="jagged")
-endpoint(layout=None)
+endpoint(format="jagged")
+endpoint(format=None)
 endpoint(device=3.5)
 endpoint(fields="values")
 endpoint(fields=3)
@@ -1242,7 +1245,7 @@ p.chunk(np.int32(5))
 view.repeat(np.int64(2))
 PackedBatch.cat((p, p))
 PackedBatch.cat(iter([p, p]))
-BatchView.at("elsewhere", outline).materialize(get=lambda refs: (p for _ in refs))
+BatchView.at("elsewhere", batch_meta).materialize(get=lambda refs: (p for _ in refs))
 RowLayout.from_lengths(np.array([1, 2], np.uint8), np.int64(3))
 RowLayout.from_cu_seqlens([0, 3, 5])
 RowLayout.from_cu_seqlens(np.array([0, 3, 5]))
@@ -1256,7 +1259,6 @@ MaskAxis("m", part="head", head=["prompts"])
 plan_micro_batches(torch.tensor([3, 2]), np.int64(3), num_updates=np.int32(2))
 plan_micro_batches([3, 2], 10**400)
 FlopsModel(1, 1)([1, 2])
-LoopRecorder(rank_plans)
 PackedInputs.of(b, multiple_of=np.int64(4))
 collate.micro_batches([sample], np.int64(8))
 PackedCollator(extras=["w"])
@@ -1272,9 +1274,9 @@ def test_what_looks_like_misuse_and_works(line):
 def test_every_public_function_is_misused():
     called = {
         name
-        for name, value in vars(mp).items()
-        if name in mp.__all__ and callable(value) and not (isinstance(value, type) and issubclass(value, Exception))
+        for name, value in EXPORTED.items()
+        if callable(value) and not (isinstance(value, type) and issubclass(value, Exception))
     }
-    called -= {"DenseField", "MaskpackWarning", "MicroBatchPlan", "RankPlans"}  # made by functions, or no function
+    called -= {"DenseField", "MaskpackWarning", "MicroBatchPlan", "RankPlans", "ReplayModel"}  # results, or no function
     assert {name for name in called if not any(re.search(rf"\b{name}\b", line) for line in LINES)} == set()
     assert len(set(LINES)) == len(LINES)

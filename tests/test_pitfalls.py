@@ -30,7 +30,7 @@ from samples import (
 from tensordict import TensorDict, TensorDictBase
 
 import maskpack as mp
-from maskpack import words
+from maskpack.core import pads
 
 B = len(ROWS)
 ON_RESPONSE = real_positions("response", ROWS, PROMPT, RESPONSE)
@@ -56,7 +56,7 @@ def both_ways(batch, **options):
     return {
         "nest": mp.unnest(nest(batch, **options)),
         "compress": mp.decompress(compress(batch, **options)),
-        "compress, nested": mp.unnest(mp.decompress(compress(batch, **options), layout="nested")),
+        "compress, nested": mp.unnest(mp.decompress(compress(batch, **options), format="nested")),
     }
 
 
@@ -64,7 +64,7 @@ def assert_exact(batch, **options):
     """Exact both ways, without a warning, and the batch is not changed."""
     before = freeze(batch)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", mp.MaskpackWarning)
+        warnings.simplefilter("error", mp.errors.MaskpackWarning)
         for restored in both_ways(batch, **options).values():
             assert_same(restored, batch)
     assert freeze(batch) == before
@@ -73,7 +73,7 @@ def assert_exact(batch, **options):
 def assert_kept(batch, name, **options):
     """Exact both ways, with a warning that names the field."""
     before = freeze(batch)
-    with pytest.warns(mp.MaskpackWarning, match=f'"{name}"'):
+    with pytest.warns(mp.errors.MaskpackWarning, match=f'"{name}"'):
         restored = both_ways(batch, **options)
     for out in restored.values():
         assert_same(out, batch)
@@ -176,10 +176,10 @@ def test_03_a_value_under_the_mask_is_kept_or_named(name, place, value):
     batch["routed_experts"] = of("sequence", torch.int16, 0, (3, 2))
     batch[name][place] = value
     assert_kept(batch, name)
-    assert_refused(batch, mp.LossyPadError, rf'"{name}" holds .* at \({place[0]}, {place[1]}', on_loss="error")
-    with pytest.raises(mp.LossyPadError, match=name):
-        nest(batch, strict=True)
-    with pytest.raises(mp.LossyPadError, match=name):
+    assert_refused(batch, mp.errors.LossyPadError, rf'"{name}" holds .* at \({place[0]}, {place[1]}', on_loss="error")
+    with pytest.raises(mp.errors.LossyPadError, match=name):
+        nest(batch, strict_mask_nesting=True)
+    with pytest.raises(mp.errors.LossyPadError, match=name):
         compress(batch, strict_mask_nesting=True)
 
 
@@ -198,7 +198,7 @@ def test_03_every_value_under_the_mask_is_seen():
             if on:
                 continue
             data["input_ids"][b, s] += 1
-            with pytest.raises(mp.LossyPadError, match=rf"\({b}, {s}\)"):
+            with pytest.raises(mp.errors.LossyPadError, match=rf"\({b}, {s}\)"):
                 nest(TensorDict(data, batch_size=[B]), on_loss="error")
             data["input_ids"][b, s] -= 1
 
@@ -241,7 +241,7 @@ def test_03_cat_of_parts_with_other_zeros():
         batch["returns"][b, r:] = -0.0 if b < 3 else 0.0
     parts = [compress(batch[:3]), compress(batch[3:5]), compress(batch[5:])]
     assert_same(mp.decompress(mp.PackedBatch.cat(parts)), batch)
-    nested = mp.decompress(mp.PackedBatch.cat(parts), layout="nested")
+    nested = mp.decompress(mp.PackedBatch.cat(parts), format="nested")
     assert nested["returns"].is_nested
     assert_same(mp.unnest(nested), batch)
 
@@ -267,7 +267,7 @@ def test_04_routed_experts_keep_their_dtype(dtype):
 def test_04_a_pad_that_does_not_fit_is_an_error(dtype, pad):
     batch = TensorDict({"mask": torch.ones(2, 3), "x": torch.ones(2, 3).to(dtype)}, batch_size=[2])
     registry = {"x": mp.MaskNestingSpec("mask", pad)}
-    assert_refused(batch, mp.RegistryError, '"x".*does not fit', registry=registry)
+    assert_refused(batch, mp.errors.RegistryError, '"x".*does not fit', registry=registry)
 
 
 def test_05_key_order_stays_and_no_helper_key_is_left():
@@ -321,7 +321,7 @@ def test_07_sizes(shape):
 @pytest.mark.parametrize("mask", [torch.ones(3), torch.ones(3, 4, 2)], ids=["1-D", "3-D"])
 def test_07_a_mask_of_other_dims_is_an_error(mask):
     batch = TensorDict({"mask": mask, "x": torch.ones(3, 4)}, batch_size=[3])
-    assert_refused(batch, mp.LayoutError, '"mask" is ', registry={"x": mp.MaskNestingSpec("mask")})
+    assert_refused(batch, mp.errors.LayoutError, '"mask" is ', registry={"x": mp.MaskNestingSpec("mask")})
 
 
 def test_07_two_batch_dims():
@@ -392,8 +392,8 @@ def test_09_an_error_leaves_the_batch_as_it_was(last):
     if not last:
         batch = TensorDict({name: batch.get(name) for name in reversed(list(batch.keys()))}, batch_size=[B])
     storages = {name: value.data_ptr() for name, value in batch.items() if isinstance(value, torch.Tensor)}
-    assert_refused(batch, mp.LayoutError, r'"returns" is \(7, 7\)')
-    assert_refused(batch.exclude("returns"), mp.RegistryError, "pad_token_id", pad_token_id=None)
+    assert_refused(batch, mp.errors.LayoutError, r'"returns" is \(7, 7\)')
+    assert_refused(batch.exclude("returns"), mp.errors.RegistryError, "pad_token_id", pad_token_id=None)
     assert storages == {name: value.data_ptr() for name, value in batch.items() if isinstance(value, torch.Tensor)}
 
 
@@ -407,9 +407,9 @@ def test_09_nesting_twice_keeps_the_way_back():
 def test_09_a_field_kept_whole_stays_whole_through_nesting_twice():
     batch = rollout()
     batch["old_log_probs"][0, 5] = 3.0
-    with pytest.warns(mp.MaskpackWarning, match="old_log_probs"):
+    with pytest.warns(mp.errors.MaskpackWarning, match="old_log_probs"):
         twice = nest(nest(batch))
-    with pytest.warns(mp.MaskpackWarning, match="old_log_probs"):
+    with pytest.warns(mp.errors.MaskpackWarning, match="old_log_probs"):
         packed = compress(twice)
     assert_same(mp.unnest(twice), batch)
     assert_same(mp.decompress(packed), batch)
@@ -418,7 +418,7 @@ def test_09_a_field_kept_whole_stays_whole_through_nesting_twice():
 def test_10_select_of_some_fields():
     batch = rollout()
     nested = nest(batch)
-    with pytest.raises(mp.LayoutError, match=r"select\(\)"):
+    with pytest.raises(mp.errors.LayoutError, match=r"select\(\)"):
         mp.unnest(nested.select("responses", "advantages"))
     some = nested.select("responses", "advantages", mp.LAYOUTS)
     assert_same(mp.unnest(some), batch.select("responses", "advantages"))
@@ -447,7 +447,7 @@ def test_10_arithmetic_on_the_run_table_is_refused():
     nested = nest(rollout(objects=False))
     for change in (lambda x: x + 1, lambda x: x.to(torch.float32) * 1.5, lambda x: x.to(torch.float32) - 1):
         changed = nested.apply(change)
-        with pytest.raises(mp.LayoutError, match="run table"):
+        with pytest.raises(mp.errors.LayoutError, match="span table"):
             mp.unnest(changed)
 
 
@@ -455,7 +455,7 @@ def test_10_cat_of_equal_widths():
     batch = rollout(objects=False)
     nested = nest(batch)
     assert_same(mp.unnest(torch.cat([nested, nested])), torch.cat([batch, batch]))
-    parts = [mp.decompress(compress(part), layout="nested") for part in batch.split([3, 4])]
+    parts = [mp.decompress(compress(part), format="nested") for part in batch.split([3, 4])]
     assert_same(mp.unnest(torch.cat(parts)), batch)
 
 
@@ -464,7 +464,7 @@ def test_10_cat_of_unequal_width():
     rows = ((1, 1), (2, 3)), ((3, 4), (0, 2))
     wide, narrow = rollout(rows[0], 5, 6, objects=False), rollout(rows[1], 3, 4, objects=False)
     joined = torch.cat([nest(wide), nest(narrow)])
-    with pytest.raises(mp.LayoutError, match="different widths"):
+    with pytest.raises(mp.errors.LayoutError, match="different widths"):
         mp.unnest(joined)
     for parts, order in (([wide, narrow], rows), ([narrow, wide], rows[::-1])):
         whole = torch.cat([rollout(part, 5, 6, objects=False) for part in order])
@@ -480,7 +480,7 @@ def test_10_cat_of_packed_batches():
 def test_10_cat_where_one_part_was_kept_whole():
     batch = rollout()
     batch["old_log_probs"][0, 5] = 3.0
-    with pytest.warns(mp.MaskpackWarning, match="old_log_probs"):
+    with pytest.warns(mp.errors.MaskpackWarning, match="old_log_probs"):
         parts = [compress(batch[:3]), compress(batch[3:])]
     assert_same(mp.decompress(mp.PackedBatch.cat(parts)), batch)
 
@@ -501,7 +501,7 @@ def test_10_rows_then_restore(rows):
 def test_11_max_length_is_set(rows):
     batch = rollout(rows, objects=False)
     longest = {"prompts": max(p for p, _ in rows), "responses": max(r for _, r in rows)}
-    for nested in (nest(batch), mp.decompress(compress(batch), layout="nested"), nest(batch)[1:4]):
+    for nested in (nest(batch), mp.decompress(compress(batch), format="nested"), nest(batch)[1:4]):
         for name in longest:
             lengths = [len(row) for row in row_list(nested[name])]
             assert nested[name]._get_max_seqlen() == max(lengths)
@@ -557,8 +557,8 @@ def test_12_fields_share_their_offsets_again_after_consolidate():
 
 def test_12_fields_share_their_offsets_after_every_row_operation():
     packed = compress(rollout(objects=False))
-    for rows in (packed, packed[2:5], packed.select([4, 1, 1]), mp.PackedBatch.cat(packed.chunk(3))):
-        nested = mp.decompress(rows, layout="nested")
+    for rows in (packed, packed[2:5], packed.take([4, 1, 1]), mp.PackedBatch.cat(packed.chunk(3))):
+        nested = mp.decompress(rows, format="nested")
         assert (nested["old_log_probs"] - nested["returns"]).shape[0] == len(rows)
         assert nested["old_log_probs"].offsets() is nested["returns"].offsets()
 
@@ -585,7 +585,7 @@ def test_12a_packed_rows_never_index_a_jagged_leaf(monkeypatch):
     with pytest.raises(AssertionError, match="indexed"):
         jagged_rows[0]
     restored = {
-        name: (mp.decompress(part), mp.decompress(part, layout="nested"))
+        name: (mp.decompress(part), mp.decompress(part, format="nested"))
         for name, part in _row_operations(packed).items()
     }
     monkeypatch.undo()
@@ -597,7 +597,7 @@ def test_12a_packed_rows_never_index_a_jagged_leaf(monkeypatch):
 def _row_operations(packed):
     return {
         "slice": packed[1:4],
-        "select": packed.select([3, 0, 0]),
+        "select": packed.take([3, 0, 0]),
         "mask": packed[torch.tensor([True, False, True, False, True, False, True])],
         "split": packed.split([2, 5])[1],
         "chunk": packed.chunk(3)[0],
@@ -634,7 +634,7 @@ def test_14_run_tables_are_no_larger_than_bits():
     assert len(pickle.dumps(packed)) <= bits + 2048
     nested = nest(batch)
     (part,) = nested[mp.LAYOUTS].keys()
-    assert nested[mp.LAYOUTS, part, "runs", "sequence"].values().numel() <= bits + 20 * rows
+    assert nested[mp.LAYOUTS, part, "spans", "sequence"].values().numel() <= bits + 20 * rows
     assert_exact(batch)
 
 
@@ -650,13 +650,13 @@ def test_15_layouts_stay_on_the_device_of_the_mask():
     layout = mp.RowLayout.from_mask(torch.tensor([[1, 1, 0], [0, 1, 0]])).to("meta")
     for tensor in (layout.starts, layout.splits, layout.offsets, layout.cu_seqlens, layout.indices, layout.to_mask()):
         assert tensor.device.type == "meta"
-    assert layout.select([1]).device.type == "meta"
+    assert layout.take([1]).device.type == "meta"
     assert layout.narrow(0, 2).to_mask().device.type == "meta"
     packed = mp.ops.pack(torch.empty(2, 3, 5, device="meta"), layout)
     assert packed.device.type == "meta"
     assert packed.shape == (3, 5)
     assert mp.ops.unpack(packed, layout, 1).device.type == "meta"
-    with pytest.raises(mp.LayoutError, match="meta"):
+    with pytest.raises(mp.errors.LayoutError, match="meta"):
         mp.ops.pack(torch.empty(2, 3), layout)
 
 
@@ -691,19 +691,19 @@ def test_16_what_comes_from_read_only_buffers_is_a_copy():
     batch = rollout(holes=True, objects=False)
     batch["attention_mask"] = batch["attention_mask"].bool()
     batch["unknown"] = torch.randn(B, 2)
-    with pytest.warns(mp.MaskpackWarning, match="unknown"):
+    with pytest.warns(mp.errors.MaskpackWarning, match="unknown"):
         stream, buffers = out_of_band(compress(batch))
     stored = [bytes(buffer.raw()) for buffer in buffers]
     for layout in ("padded", "nested"):
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # torch warns of a tensor on read-only memory
             received = pickle.loads(stream, buffers=stored)
-            for part in (received, received[1:4], received.select([2, 0]), mp.PackedBatch.cat(received.chunk(2))):
-                out = mp.decompress(part, layout=layout)
-                expected = freeze(mp.decompress(part, layout=layout))
+            for part in (received, received[1:4], received.take([2, 0]), mp.PackedBatch.cat(received.chunk(2))):
+                out = mp.decompress(part, format=layout)
+                expected = freeze(mp.decompress(part, format=layout))
                 for tensor in writable_tensors(out.exclude(mp.LAYOUTS)):
                     tensor.fill_(1)
-                assert freeze(mp.decompress(part, layout=layout)) == expected
+                assert freeze(mp.decompress(part, format=layout)) == expected
     assert stored == [bytes(buffer.raw()) for buffer in buffers]
     assert_same(mp.decompress(pickle.loads(stream, buffers=stored)), batch)
 
@@ -716,7 +716,7 @@ def test_16_writing_to_either_side_does_not_reach_the_other():
         tensor.fill_(1)
     assert_same(mp.decompress(packed), expected)
     for layout in ("padded", "nested"):
-        for tensor in writable_tensors(mp.decompress(packed, layout=layout).exclude(mp.LAYOUTS)):
+        for tensor in writable_tensors(mp.decompress(packed, format=layout).exclude(mp.LAYOUTS)):
             tensor.fill_(1)
     assert_same(mp.decompress(packed), expected)
 
@@ -736,13 +736,13 @@ def test_16_writing_to_a_nested_batch_does_not_reach_the_padded_one():
 
 def test_17_strict_finds_tensors_wherever_they_hide():
     batch = rollout()
-    nest(batch, strict=True)
+    nest(batch, strict_mask_nesting=True)
     compress(batch, strict_mask_nesting=True)
     batch["sub", "secret"] = torch.ones(B, 3)
     batch.set("extra_info", per_row([{"deep": [torch.ones(b + 1)]} for b in range(B)]))
     before = freeze(batch)
-    for call in (lambda: nest(batch, strict=True), lambda: compress(batch, strict_mask_nesting=True)):
-        with pytest.raises(mp.CoverageError) as caught:
+    for call in (lambda: nest(batch, strict_mask_nesting=True), lambda: compress(batch, strict_mask_nesting=True)):
+        with pytest.raises(mp.errors.CoverageError) as caught:
             call()
         assert '"sub/secret" (7, 3) float32, 84 bytes' in str(caught.value)
         assert '"extra_info/[0]/deep/[0]" (1,) float32, 112 bytes: with 6 more, tensors inside' in str(caught.value)
@@ -752,7 +752,7 @@ def test_17_strict_finds_tensors_wherever_they_hide():
 
 def test_17_one_entry_a_row_is_no_failure():
     batch = TensorDict({"score": torch.ones(4), "rewards_per_row": torch.ones(4, dtype=torch.int32)}, batch_size=[4])
-    assert_same(mp.unnest(nest(batch, strict=True)), batch)
+    assert_same(mp.unnest(nest(batch, strict_mask_nesting=True)), batch)
     assert mp.dense_fields(batch, mp.RL_FIELDS) == ()
 
 
@@ -843,7 +843,7 @@ def test_34_torchs_defaults_change_nothing(default):
     lengths = batch["attention_mask"].sum(1)
 
     def everything():
-        words._pad_words.cache_clear()
+        pads._pad_words.cache_clear()
         out = {}
         for verify in ("always", "first", "never"):
             out["nest", verify] = nested = nest(batch, verify=verify)
@@ -857,26 +857,26 @@ def test_34_torchs_defaults_change_nothing(default):
         out["bytes"] = stored = packed.to_bytes(checksum=True)
         for name, held in {"packed": packed, "received": received, "read": mp.PackedBatch.from_bytes(stored)}.items():
             for layout in ("padded", "nested"):
-                out[name, layout] = mp.decompress(held, layout=layout)
+                out[name, layout] = mp.decompress(held, format=layout)
             out[name, "trim"] = mp.decompress(held[1:3], widths="trim")
-            out[name, "rows"] = mp.decompress(held.select(chosen))
+            out[name, "rows"] = mp.decompress(held.take(chosen))
             out[name, "cat"] = mp.decompress(mp.PackedBatch.cat(held.chunk(2)))
         out["dense"] = mp.decompress(compress(odd_fields))
         out["like"] = mp.decompress(compress(batch.select("advantages"), like=packed))
-        view = mp.BatchView.of(packed).select(chosen)
-        out["view"] = [view.materialize(), view.with_fields(packed.select(chosen)).materialize(layout="nested")]
+        view = mp.views.BatchView.of(packed).take(chosen)
+        out["view"] = [view.materialize(), view.with_fields(packed.take(chosen)).materialize(format="nested")]
         out["every dtype"] = mp.unnest(nest(every, registry=registry))
         every_packed = mp.PackedBatch.from_bytes(compress(every, registry=registry).to_bytes())
         out["every dtype, packed"] = mp.decompress(every_packed)
-        out["every dtype, nested"] = mp.decompress(every_packed, layout="nested")
-        plan = mp.plan_micro_batches(lengths, token_budget=12)
+        out["every dtype, nested"] = mp.decompress(every_packed, format="nested")
+        plan = mp.planning.plan_micro_batches(lengths, token_budget=12)
 
         def planned(whole):
             return plan.restore(list(plan.apply(whole)))
 
         out["plan"] = [planned(whole) for whole in (batch, nested, batch["input_ids"], nested["input_ids"])]
         out["plan, packed"] = mp.decompress(planned(packed))
-        out["plan, view"] = planned(mp.BatchView.of(packed)).materialize()
+        out["plan, view"] = planned(mp.views.BatchView.of(packed)).materialize()
         layout = mp.RowLayout.from_mask(batch["attention_mask"])
         out["layout"] = [layout.to_mask(), layout.indices, layout.offsets, layout.starts, layout.splits]
         out["layout"] += [mp.RowLayout.from_lengths(lengths).to_mask(), mp.RowLayout.from_lengths([2, 0, 3]).to_mask()]
@@ -885,14 +885,14 @@ def test_34_torchs_defaults_change_nothing(default):
             values = mp.ops.pack(batch["attention_mask"].to(dtype), layout)
             out["ops", dtype] = [values, *(mp.ops.unpack(values, layout, pad) for pad in (0, 1, mp.EDGE))]
         out["log_probs"] = mp.ops.packed_log_probs(hidden, head, ids, entropy=True)
-        out["inputs"] = mp.PackedInputs.of(scored, multiple_of=16)
-        out["inputs of packed"] = mp.PackedInputs.of(compress(scored))
+        out["inputs"] = mp.replay.PackedInputs.of(scored, multiple_of=16)
+        out["inputs of packed"] = mp.replay.PackedInputs.of(compress(scored))
         out["report"] = mp.report(batch, packed)
         out["fields"] = mp.dense_fields(odd_fields, mp.RL_FIELDS, pad_token_id=PAD)
         return out
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", mp.MaskpackWarning)
+        warnings.simplefilter("ignore", mp.errors.MaskpackWarning)
         expected = everything()
         with DEFAULTS[default]():
             seen = everything()

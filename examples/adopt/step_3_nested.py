@@ -86,7 +86,7 @@ class Worker:
     def old_logp(self, batch: TensorDict) -> TensorDict:
         return TensorDict({"old_logp": self.logp(batch)}, batch_size=batch.batch_size)
 
-    @endpoint(layout="nested")
+    @endpoint(format="nested")
     def gradients(self, batch: TensorDict, tokens: int) -> tuple[float, list[Tensor]]:
         padded = mp.unnest(batch)
         logp = self.logp(padded)[padded["completion_mask"].bool()]

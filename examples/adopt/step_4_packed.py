@@ -75,18 +75,20 @@ class Worker:
         self.policy = replayable(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
 
-    @endpoint(layout="nested", micro_batches=True)
+    @endpoint(format="nested", micro_batches=True)
     @torch.no_grad()
     def old_logp(self, batch: TensorDict) -> TensorDict:
         out = TensorDict({}, batch_size=batch.batch_size)
-        return out.set("old_logp", mp.response_log_probs(self.policy, batch, registry=REGISTRY, input_ids="tokens"))
+        return out.set(
+            "old_logp", mp.replay.response_log_probs(self.policy, batch, registry=REGISTRY, input_ids="tokens")
+        )
 
-    @endpoint(layout="nested")
-    def gradients(self, batch: TensorDict, plan: mp.MicroBatchPlan) -> tuple[float, list[Tensor]]:
+    @endpoint(format="nested")
+    def gradients(self, batch: TensorDict, plan: mp.planning.MicroBatchPlan) -> tuple[float, list[Tensor]]:
         total = 0.0
         self.optimizer.zero_grad()
         for part, weights in zip(plan.apply(batch), plan.loss_weights("token-mean", gradients="sum"), strict=True):
-            logp = mp.response_log_probs(self.policy, part, registry=REGISTRY, input_ids="tokens")
+            logp = mp.replay.response_log_probs(self.policy, part, registry=REGISTRY, input_ids="tokens")
             losses = policy_losses(logp.values(), part["old_logp"].values(), part["adv"].values())
             loss = (torch.as_tensor(weights).float().repeat_interleave(logp.offsets().diff()) * losses).sum()
             loss.backward()
@@ -114,7 +116,7 @@ def train(steps: int = 3) -> tuple[list[float], Tensor]:
     for step in range(steps):
         rows = group.put(rollouts(step))
         plan = group.plan(rows, token_budget=48, loss_tokens=rows.lengths("response"))
-        rows = rows.with_fields(group.call("old_logp", rows, plan=plan, layout="view"))
+        rows = rows.with_fields(group.call("old_logp", rows, plan=plan, format="view"))
         losses, gradients = zip(*group.call("gradients", rows, plan=plan), strict=True)
         group.run("step", added(gradients))
         curve.append(sum(losses))

@@ -1,1 +1,1 @@
-"""One file for each framework, the only place where its names appear; nothing here is imported by `import maskpack`."""
+"""One module or package for each framework. `import maskpack` imports none of them."""

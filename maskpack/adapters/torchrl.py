@@ -1,11 +1,11 @@
-"""TorchRL: replay buffers that keep packed rows.
+"""TorchRL: replay buffers of packed rows.
 
     extend, add --compress--> segments of packed rows <--slot table-- samplers, writers     PackedStorage
-    sample <--decompress-- the rows of the slots, at their canonical widths, padded or nested
+    sample <--decompress-- the rows of the slots, at their padded widths, padded or nested
 
     extend --inv--> one PackedBatch a row, in the list of any storage --forward--> sample   MaskNesting
 
-What is sampled is bit for bit what a storage of padded tensors gives.
+Samples are bit for bit those of a storage of padded tensors.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from tensordict import lazy_stack as lazy_stack  # type: ignore[reportUnknownVariableType]
 from torch import Tensor
 
-from maskpack import pickles
-from maskpack.arguments import flag, said
+from maskpack.core.arguments import flag, said
+from maskpack.core.index import IntArray
+from maskpack.core.keys import need_keys, path_of, show
+from maskpack.core.tensors import device_here, host_array
+from maskpack.core.tree import entry_at
 from maskpack.errors import FieldError, LayoutError
-from maskpack.joining import with_stacks
-from maskpack.keys import need_keys, path_of, show
-from maskpack.options import kept_verify
-from maskpack.packed import PackedBatch, Target, compress, decompress
-from maskpack.rows import IntArray
-from maskpack.tensors import device_here, host_array
-from maskpack.tree import entry_at
-from maskpack.views import BatchView
+from maskpack.fields.options import kept_verify
+from maskpack.packed import pickling as pickles
+from maskpack.packed.batch import PackedBatch, Target, compress, decompress
+from maskpack.packed.join import with_stacks
+from maskpack.views.view import BatchView
 
 _ListStorage: Any = import_module("torchrl.data.replay_buffers").LazyStackStorage
 _Checkpointer: Any = import_module("torchrl.data.replay_buffers.checkpointers").StorageCheckpointerBase
 _Transform: Any = import_module("torchrl.envs.transforms").Transform
 
 _FEW = 64
-"""Segments of fewer rows than this are joined when there are as many."""
+"""Segments with fewer rows than this are joined once there are this many of them."""
 _FILE = "rows.safetensors"
 
 
 class PackedCheckpointer(_Checkpointer):
-    """Writes the rows of a PackedStorage to one file, and maps it to memory again."""
+    """Writes the rows of a PackedStorage to one file, and memory-maps it again."""
 
     def dumps(self, storage: PackedStorage, path: Any) -> None:
         """Writes `rows.safetensors` into the folder `path`."""
@@ -56,7 +56,7 @@ class PackedCheckpointer(_Checkpointer):
             (folder / _FILE).unlink(missing_ok=True)
 
     def loads(self, storage: PackedStorage, path: Any) -> None:
-        """Rows are read from the file when they are sampled. An empty storage has no file."""
+        """Maps the file; rows are read when they are sampled. An empty storage has no file."""
         file = Path(path) / _FILE
         if not Path(path).is_dir():
             raise LayoutError(
@@ -67,18 +67,19 @@ class PackedCheckpointer(_Checkpointer):
 
 
 class PackedStorage(_ListStorage):
-    """A storage of a replay buffer that keeps its rows packed.
+    """A storage of replay buffers that keeps its rows packed.
 
     Args:
-        max_size: slots.
-        layout: of what is sampled, `padded` or `nested`.
-        fields: what is sampled of each row; everything where none is named.
-        device: where samples go; where the rows came from if it is not given.
-        allow_pickle: for `state_dict` and `dumps`, and their inverse, as for `PackedBatch.to_bytes`.
-        options: those of `compress`.
+        max_size: the number of slots.
+        format: of samples, "padded" or "nested".
+        fields: the fields of samples; by default all.
+        device: of samples; by default the original device of each field.
+        allow_pickle: for `state_dict`, `dumps` and their inverses, as for `PackedBatch.to_bytes`.
+        options: options of `compress`.
 
-    Rows go in as TensorDicts, padded or nested, or as a PackedBatch. All have the same fields and dtypes; rows of
-    different widths come out at the widest. A row that does not fit raises LayoutError, and nothing is stored.
+    Rows are added as TensorDicts, padded or nested, or as a PackedBatch. All must have the same fields and dtypes; rows
+    with different padded widths are sampled at the largest. A row that does not fit raises LayoutError, and nothing is
+    stored.
     """
 
     _default_checkpointer = PackedCheckpointer
@@ -87,18 +88,18 @@ class PackedStorage(_ListStorage):
         self,
         max_size: int,
         *,
-        layout: Target = "padded",
+        format: Target = "padded",
         fields: Sequence[Any] = (),
         device: torch.device | str | None = None,
         allow_pickle: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(max_size)
-        compress(TensorDict({}, batch_size=[0]), **options)  # wrong options raise here, not in the first batch
-        if layout not in ("padded", "nested"):
-            raise LayoutError(f'PackedStorage: layout is {layout!r}; expected "padded" or "nested". Choose one.')
+        compress(TensorDict({}, batch_size=[0]), **options)  # wrong options raise here instead of in the first batch
+        if format not in ("padded", "nested"):
+            raise LayoutError(f'PackedStorage: format is {format!r}; expected "padded" or "nested". Choose one.')
         self.allow_pickle = flag(allow_pickle, "allow_pickle", "PackedStorage")
-        self._layout: Target = layout
+        self._format: Target = format
         self._fields = need_keys(fields, "fields", "PackedStorage", LayoutError)
         self._to = None if device is None else device_here(device, "PackedStorage")
         self._options = _kept(options)
@@ -106,22 +107,23 @@ class PackedStorage(_ListStorage):
 
     @property
     def rows(self) -> BatchView:
-        """The rows of all slots, still packed. Raises LayoutError while there are none."""
+        """The packed rows of all slots. Raises LayoutError if there are none."""
         if self._rows is None:
             raise LayoutError("PackedStorage: there are no rows; expected some. Extend the buffer first.")
         return self._rows
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows that are kept, those included that were overwritten but lie among others."""
-        sources = [] if self._rows is None else [source for strand in self._rows.strands for source in strand.sources]
+        """The number of encoded bytes in memory, including overwritten rows of segments that are still in use."""
+        sources = [] if self._rows is None else [source for group in self._rows.groups for source in group.sources]
         return sum(source.held.nbytes for source in sources)
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        """Puts rows into slots. A slot that is named twice has the later row.
+        """Stores rows in slots. A slot that is named twice gets the later row.
 
-        Raises LayoutError for slots beyond `max_size`, or that leave others empty; and as `compress`, or as
-        `PackedBatch.cat` where rows do not fit those that are there.
+        Raises:
+            LayoutError: a slot is beyond `max_size`, or leaves others empty; or as `compress` and, if rows do not fit
+                the stored ones, `PackedBatch.cat`.
         """
         slots = self._slots(cursor)
         try:
@@ -135,7 +137,7 @@ class PackedStorage(_ListStorage):
             self._bump_mutation_revision()
 
     def _rewind(self, slots: IntArray) -> None:
-        """Sets writers back to the first of slots that were not filled: they go on before they store."""
+        """Sets writers back to the first slot that was not filled, because they advance before they store."""
         for buffer in self._attached_entities:
             writer: Any = getattr(buffer, "_writer", None)
             if slots.size and hasattr(writer, "_cursor"):
@@ -165,14 +167,13 @@ class PackedStorage(_ListStorage):
                 f"expected slots below {self.max_size} that leave none empty. Let the writer choose them."
             )
         rows = BatchView.of(packed) if self._rows is None else _appended(self._rows, packed)
-        self._rows = _tidied(rows.select(table))
+        self._rows = _tidied(rows.take(table))
 
     def get(self, index: Any) -> Any:
-        """The rows of some slots as a TensorDict [n]; of one slot, where it is named by a whole number, without the
-        batch dim."""
+        """The rows of slots as a TensorDict [n]; for an integer index, one row without the batch dim."""
         one = isinstance(index, int | np.integer) or (isinstance(index, Tensor | np.ndarray) and index.ndim == 0)
-        picked = self.rows.select(self._index(index))
-        made = picked.materialize(*self._fields, layout=self._layout, device=self._to)
+        picked = self.rows.take(self._index(index))
+        made = picked.materialize(*self._fields, format=self._format, device=self._to)
         return made[0] if one else made
 
     def __len__(self) -> int:
@@ -190,14 +191,14 @@ class PackedStorage(_ListStorage):
         return -len(self) <= int(cast("Any", item)) < len(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows as bytes: `packed`, uint8; None without rows."""
+        """The rows as bytes: `packed`, a uint8 tensor, or None without rows."""
         if self._rows is None:
             return {"packed": None}
         data = self._rows.to_packed().to_bytes(allow_pickle=self.allow_pickle)
         return {"packed": torch.frombuffer(bytearray(data), dtype=torch.uint8)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the place of all rows. Raises WireFormatError for bytes that were changed."""
+        """Replaces all rows. Raises WireFormatError if the bytes are damaged."""
         held: Any = state_dict
         data: Any = cast("dict[str, Any]", held).get("packed", held) if isinstance(held, dict) else 0
         if data is not None and not isinstance(data, Tensor):
@@ -211,7 +212,7 @@ class PackedStorage(_ListStorage):
         self.restore(packed)
 
     def restore(self, packed: PackedBatch | None) -> None:
-        """These rows, and no others. Raises LayoutError if they are more than the slots."""
+        """Replaces all rows. Raises LayoutError if there are more rows than slots."""
         if packed is not None and not isinstance(packed, PackedBatch):
             raise LayoutError(
                 f"PackedStorage.restore: got {said(packed)}; expected a PackedBatch, or None. Compress the rows first."
@@ -263,13 +264,12 @@ def _is_rows(data: Any) -> bool:
 
 
 def _numbers(index: Any) -> IntArray:
-    """Whole numbers or a bool mask, in any form, as a line."""
+    """Integers or a bool mask, in any form, as a 1-D array."""
     return np.atleast_1d(host_array(list(index) if isinstance(index, range) else index, "slots", "PackedStorage"))
 
 
 def _appended(rows: BatchView, packed: PackedBatch) -> BatchView:
-    """The rows with others behind them. Where rows of a sub-batch differ in shape for the first time, all are kept as
-    objects from then on."""
+    """Appends rows. Once rows of a sub-batch differ in shape, all rows of it are stored as objects."""
     head, new = with_stacks([rows.head, packed])
     if head is not rows.head:
         rows = BatchView.of(with_stacks([rows.to_packed(), new])[0])
@@ -277,11 +277,11 @@ def _appended(rows: BatchView, packed: PackedBatch) -> BatchView:
 
 
 def _tidied(rows: BatchView) -> BatchView:
-    """The same rows, those of segments that are mostly overwritten, or of many small ones, in one new segment."""
-    (strand,) = rows.strands
-    source, _ = strand.segments.by_row()
-    used = np.bincount(source, minlength=len(strand.sources))
-    held = np.array([source.outline.num_rows for source in strand.sources])
+    """The same rows; those of mostly overwritten segments, and of many small ones, are moved into one new segment."""
+    (group,) = rows.groups
+    source, _ = group.segments.by_row()
+    used = np.bincount(source, minlength=len(group.sources))
+    held = np.array([source.meta.num_rows for source in group.sources])
     small = held < _FEW
     again = (2 * used < held) | (small & (np.count_nonzero(small) >= _FEW))
     moved = np.flatnonzero(again[source])
@@ -289,12 +289,12 @@ def _tidied(rows: BatchView) -> BatchView:
         return rows
     table = np.arange(len(rows))
     table[moved] = len(rows) + np.arange(moved.size)
-    return BatchView.cat([rows, BatchView.of(_copied(rows.select(moved).to_packed()))]).select(table)
+    return BatchView.cat([rows, BatchView.of(_copied(rows.take(moved).to_packed()))]).take(table)
 
 
 def _copied(packed: PackedBatch) -> PackedBatch:
-    """With memory of its own, so that what it was cut from can go."""
-    fields, row_pads = pickles.together((packed.fields, packed.row_pads))
+    """A copy with its own memory, so that the original can be freed."""
+    fields, row_pads = pickles.copy_to_one_buffer((packed.fields, packed.row_pads))
     return replace(packed, fields=fields, row_pads=row_pads)
 
 
@@ -302,29 +302,29 @@ def _copied(packed: PackedBatch) -> PackedBatch:
 
 
 class MaskNesting(_Transform):
-    """A transform for replay buffers whose storage is a list: rows are packed on the way in, and restored on the way
-    out, padded or nested.
+    """A transform for replay buffers whose storage is a list: it packs rows when they are added, and restores them when
+    they are sampled.
 
     Args:
-        layout: of what comes out, `padded` or `nested`.
-        key: the entry of the rows in the storage, which holds one PackedBatch each.
-        keep: entries that stay beside it as they are, such as priorities.
-        options: those of `compress`.
+        format: of samples, "padded" or "nested".
+        key: the entry of a stored row that holds its PackedBatch.
+        keep: entries that are stored beside it unchanged, such as priorities.
+        options: options of `compress`.
     """
 
     def __init__(
-        self, *, layout: Target = "padded", key: str = "packed", keep: Sequence[str] = (), **options: Any
+        self, *, format: Target = "padded", key: str = "packed", keep: Sequence[str] = (), **options: Any
     ) -> None:
         super().__init__(in_keys=[key], out_keys=[])
-        compress(TensorDict({}, batch_size=[0]), **options)  # wrong options raise here, not in the first batch
-        if layout not in ("padded", "nested"):
-            raise LayoutError(f'MaskNesting: layout is {layout!r}; expected "padded" or "nested". Choose one.')
-        self.layout: Target = layout
+        compress(TensorDict({}, batch_size=[0]), **options)  # wrong options raise here instead of in the first batch
+        if format not in ("padded", "nested"):
+            raise LayoutError(f'MaskNesting: format is {format!r}; expected "padded" or "nested". Choose one.')
+        self.format: Target = format
         self.key, self.options = key, _kept(options)
         self.keep = need_keys(keep, "keep", "MaskNesting", LayoutError)
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDict:
-        """A batch [B] as B rows with a PackedBatch of one row each; of a batch [], one. Errors are those of
+        """Packs a batch [B] into B rows with a PackedBatch of one row each; a batch [] into one. Raises the errors of
         `compress`. The batch is not changed."""
         single = not tensordict.batch_dims
         batch = tensordict.unsqueeze(0) if single else tensordict
@@ -344,21 +344,20 @@ class MaskNesting(_Transform):
         return out[0] if single else out
 
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
-        """The rows [n] as they were, at their canonical widths, with what stayed beside them at the end; of a batch
-        [], one row.
+        """Restores rows [n] at their padded widths, with the kept entries at the end; one row from a batch [].
 
-        Raises LayoutError if the entry is missing, or the rows do not fit each other.
+        Raises LayoutError if the entry is missing, or rows do not match each other.
         """
         single = not tensordict.batch_dims
         samples = tensordict.unsqueeze(0) if single else tensordict
-        held = cast("Any", samples.get(self.key, None))
-        rows: list[Any] = held.tolist() if isinstance(held, NonTensorStack) else [held] * len(samples)
+        entry = cast("Any", samples.get(self.key, None))
+        rows: list[Any] = entry.tolist() if isinstance(entry, NonTensorStack) else [entry] * len(samples)
         if not rows or not all(isinstance(row, PackedBatch) for row in rows):
             raise LayoutError(
                 f'MaskNesting: entry "{self.key}" holds {sorted({type(row).__name__ for row in rows})}; expected a '
                 "PackedBatch in each row. Extend the buffer through the transform, with a ListStorage."
             )
-        out = decompress(PackedBatch.cat(rows), layout=self.layout)
+        out = decompress(PackedBatch.cat(rows), format=self.format)
         for name, beside in samples.items():
             if name != self.key:
                 out.set(name, beside)

@@ -22,30 +22,28 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from maskpack import manifest, reading, wire
-from maskpack.arguments import flag, said
-from maskpack.choice import encode_alone
-from maskpack.contents import Contents, candidate
-from maskpack.encodings import Plain
+from maskpack.core.arguments import flag, said
+from maskpack.core.bits import Words
+from maskpack.core.tree import has
 from maskpack.errors import FieldError, LayoutError
-from maskpack.joining import joined, restricted
-from maskpack.packed import PackedBatch
-from maskpack.sharing import Joined
-from maskpack.tree import has
-from maskpack.views import BatchView
-from maskpack.words import Words
+from maskpack.packed.batch import PackedBatch
+from maskpack.packed.file import container as wire
+from maskpack.packed.file import read as reading
+from maskpack.packed.file import write as manifest
+from maskpack.packed.join import joined
+from maskpack.views.view import BatchView
 
 _HEAD = struct.Struct("<4sHHI")
-"""Magic, the place of the column among its batch's, the number of arrays, bytes of the deflated manifest."""
+"""Magic, index of the column in its batch, number of arrays, bytes of the deflated manifest."""
 _ARRAY = struct.Struct("<BI")
-"""What an array holds (`_CODES`), and how many."""
+"""The dtype of an array (a code of `_CODES`), and its number of items."""
 _MAGIC = b"mpq1"
 _CODES = {np.dtype(f"<{kind}{size}"): size + 16 * (kind == "i") for kind in "iu" for size in (1, 2, 4, 8)}
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _MOST_RATIO, _FREE = 1 << 6, 1 << 16
-"""Bytes of a manifest for each one deflated, and bytes that any manifest may have."""
+"""Limits of a manifest: bytes for each deflated byte, and bytes that are always allowed."""
 _SHORT = 1 << 10
-"""Bytes of a deflated manifest that is remembered."""
+"""The largest deflated manifest, in bytes, that is cached."""
 _USUAL = (
     b'"shape":[],"encoding":{"kind":"columns","columns":[{"kind":"bits","words":6}{"kind":"sparse","per_row":3,'
     b'"places":4,"words":5}{"kind":"steps","steps":{"kind":"runs"{"json":"pickle":[{"rows":1,"root":{"dims":[],'
@@ -58,7 +56,7 @@ _USUAL = (
     b'"cpu","shape":[],"layout":"response","dim":1,"pad":0,"hints":["sparse","runs"],"encoding":{"kind":"runs",'
     b'"pieces":3,"counts":4,"values":5}}]}"encoding":{"kind":"plain","words":3}}]}'
 )
-"""What manifests are deflated against: they are short, and say much the same."""
+"""The zlib dictionary of manifests, which are short and similar."""
 _REMEDY = "Fetch columns that were put as to_samples made them, and name only these."
 
 
@@ -72,20 +70,21 @@ def to_samples(
     after: int = 0,
     allow_pickle: bool = False,
 ) -> TensorDict:
-    """The rows of a packed batch as samples that a TransferQueue can put.
+    """Splits a packed batch into samples for TransferQueue.
 
     Args:
         packed: B rows, B > 0; it is not changed.
-        columns: which entries of the batch lie in which column, each entry in one; every entry in a column of its own
-            name where it is not given. Fewer columns take fewer bytes, but are fetched whole.
-        after: the number of columns that the samples have already, which new ones come after.
+        columns: the entries of the batch in each column; each entry is in one column. By default each entry is a column
+            of its own name. Fewer columns take fewer bytes, but are fetched whole.
+        after: the number of columns that the samples already have; new ones come after them.
         allow_pickle: as for `PackedBatch.to_bytes`.
 
     Returns:
-        A TensorDict [B] with one jagged uint8 tensor a column.
+        A TensorDict [B] with one jagged uint8 tensor for each column.
 
     Raises:
-        LayoutError: no rows, an unknown entry, or one that lies in no column or in two.
+        LayoutError: there are no rows, or an entry is in no column or in two.
+        FieldError: `columns` names an unknown entry.
         MaskpackError: as `PackedBatch.to_bytes`.
     """
     call = "to_samples"
@@ -110,18 +109,18 @@ def to_samples(
 
 
 def from_samples(samples: TensorDictBase, *columns: str, allow_pickle: bool = False) -> PackedBatch:
-    """The samples that a TransferQueue gave, in the order that it gave them, as one packed batch.
+    """Joins samples that were fetched from TransferQueue into one packed batch, in their order.
 
     Args:
-        samples: [n], columns that `to_samples` made, in any order.
-        columns: those to read; all if none is named. Columns come in the order in which they were put, the entries of
-            one in the order of the batch.
+        samples: [n], columns of `to_samples`, in any order.
+        columns: the columns to read; by default all. Columns are in the order in which they were put, and the entries
+            of a column in the order of the batch.
         allow_pickle: as for `PackedBatch.from_bytes`.
 
     Raises:
-        LayoutError: a column that is not there or that `to_samples` did not make, no samples, or columns whose rows do
-            not fit each other.
-        WireFormatError: an entry that was changed, or is a pickle and `allow_pickle` is false.
+        LayoutError: there are no samples, a column was not made by `to_samples`, or the rows of columns do not match.
+        FieldError: a column is missing.
+        WireFormatError: an entry is damaged, or is a pickle and `allow_pickle` is false.
     """
     call = "from_samples"
     if not isinstance(samples, TensorDictBase) or not samples.batch_dims or not samples.batch_size[0]:
@@ -172,33 +171,26 @@ def _check_columns(columns: Mapping[str, Sequence[str]], entries: Sequence[str],
 
 
 def _part(packed: PackedBatch, entries: Iterable[str]) -> PackedBatch:
-    """The batch with some of its top entries, and the layouts that they lie under."""
-    kept = set(entries)
-    part = restricted(packed, {form.path for form in packed.schema.forms if form.path[0] in kept})
+    """The batch with some of its top-level entries and their layouts."""
+    part = packed.select(*entries)
     used = {form.layout for form in part.schema.forms}
     axes = tuple(axis for axis in part.schema.axes if axis[0] in used)
     layouts = {name: layout for name, layout in part.layouts.items() if name in used}
-    alone = {
-        path: encode_alone(candidate(part.forms[path], encoding.words, part.bounds(path)))
-        for path, encoding in part.fields.items()
-        if isinstance(encoding, Plain) and isinstance(packed.fields[path], Joined)
-    }
-    schema = replace(part.schema, axes=axes)
-    return _packed(replace(part, schema=schema, layouts=layouts, fields={**part.fields, **alone}))
+    return replace(part, schema=replace(part.schema, axes=axes), layouts=layouts)
 
 
 def _column(held: Any, call: str, allow_pickle: bool) -> tuple[int, PackedBatch]:
-    """The place of a column, and its rows as one batch."""
+    """The index of a column, and its rows as one batch."""
     rows = _rows(held)
     if rows is None:
         seen = "missing" if held is None else f"{said(held)}"
         raise LayoutError(f"{call} is {seen}; expected jagged uint8, one entry a sample. {_REMEDY}")
     read = [_read(row, call, allow_pickle) for row in rows]
-    return read[0][0], _packed(joined([contents for _, contents in read], call))
+    return read[0][0], joined([part for _, part in read], call)
 
 
 def _rows(held: Any) -> list[Words] | None:
-    """The bytes of each sample; None for what is no column of bytes."""
+    """The bytes of each sample; None unless it is a column of bytes."""
     if not isinstance(held, Tensor) or held.dtype != torch.uint8 or held.dim() != 2:
         return None
     return [row.contiguous().cpu().numpy() for row in held.unbind()]
@@ -211,14 +203,10 @@ def _jagged(entries: Sequence[bytes]) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(values, offsets)
 
 
-def _packed(contents: Contents) -> PackedBatch:
-    return PackedBatch._of(contents)  # type: ignore[reportPrivateUsage]
-
-
 # -------------------------------------------------------------------- one row
 
 
-def _entry(row: Contents, place: int, allow_pickle: bool) -> bytes:
+def _entry(row: PackedBatch, place: int, allow_pickle: bool) -> bytes:
     message, _ = manifest.write(row, allow_pickle)
     text = _deflated(json.dumps(message.manifest, separators=(",", ":"), allow_nan=False))
     arrays = [np.ascontiguousarray(array) for array in message.arrays]
@@ -227,7 +215,7 @@ def _entry(row: Contents, place: int, allow_pickle: bool) -> bytes:
     return b"".join([head, *table, text, *[array.tobytes() for array in arrays]])
 
 
-def _read(row: Words, call: str, allow_pickle: bool) -> tuple[int, Contents]:
+def _read(row: Words, call: str, allow_pickle: bool) -> tuple[int, PackedBatch]:
     data = row.data
     if len(data) < _HEAD.size or bytes(data[:4]) != _MAGIC:
         raise LayoutError(f"{call} holds other bytes than to_samples writes. {_REMEDY}")
@@ -246,7 +234,7 @@ def _read(row: Words, call: str, allow_pickle: bool) -> tuple[int, Contents]:
         end += items * dtype.itemsize
     if end != len(data):
         wire.fail(call, f"an entry of {len(data)} bytes", f"{end}")
-    return place, reading.read(wire.Message(_manifest(text, call), arrays), call, allow_pickle)
+    return place, reading.read(PackedBatch, wire.Message(_manifest(text, call), arrays), call, allow_pickle)
 
 
 @lru_cache(maxsize=64)
@@ -262,13 +250,13 @@ def _squeezed(line: bytes, level: int) -> bytes:
 
 
 def _most(text: bytes) -> int:
-    """Bytes that a manifest may have, from its deflated form: few bytes must not make a reader parse many."""
+    """The largest size of a manifest, by its deflated size: a few bytes must not make a reader parse many."""
     return min(wire.MAX_HEADER, _FREE + _MOST_RATIO * len(text))
 
 
 def _manifest(text: bytes, call: str) -> dict[str, Any]:
-    """Rows of a column have one manifest, as a rule, and so it is read once; unless it is long, with the Python objects
-    of one row."""
+    """Parses a manifest. Rows of a column usually share one, so short ones are cached; long ones have Python objects of
+    a single row."""
     return _known(text, call) if len(text) <= _SHORT else _inflated(text, call)
 
 

@@ -1,12 +1,12 @@
-"""packed_log_probs: log-probs of given tokens from hidden states, without the logits of all of them.
+"""packed_log_probs: log-probs of given tokens from hidden states, without storing all logits.
 
-    forward   hidden [T, H]:  rows at a time     logits [chunk, V] -> log-prob, log-sum-exp, entropy of each row
-    backward  weight [V, H]:  slices at a time   logits [T, slice] -> their gradient -> both products
+    forward   a chunk of rows at a time            logits [chunk, V] -> log-prob, log-sum-exp, entropy of each row
+    backward  a slice of the vocabulary at a time  logits [T, slice] -> their gradient -> both matrix products
 
-One buffer holds the logits of every chunk, another those of every slice, in float32; neither is kept for the backward
-pass, which computes the logits again. Their gradient is rounded to the dtype of the weight, for the products. Slices of
-the vocabulary let each row of the weight's gradient be one sum over all tokens. What happens to logits between
-products is a Triton kernel, or the plain torch below, which is its specification.
+One float32 buffer is reused for the logits of all chunks, another for those of all slices. Neither is kept for the
+backward pass, which computes the logits again. The gradient of the logits is rounded to the dtype of the weight before
+the products. With slices of the vocabulary, each row of the weight's gradient is one sum over all tokens. Between the
+products, logits are processed by a Triton kernel or by the plain torch below, which specifies it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maskpack.arguments import flag, said
-from maskpack.backends import Backend, uses_triton
+from maskpack.core.arguments import flag, said
+from maskpack.core.backends import Backend, uses_triton
 from maskpack.errors import LayoutError, MaskpackError
 
-_CHUNK_BYTES = 3 << 27  # of the logits of a chunk
-_SLICE_BYTES = 1 << 28  # of the logits of a slice and their rounded gradient
-_TILE = 128  # rows that matrix products work on at once
-_ALIGN = 256  # columns; rows of a buffer begin at multiples, or products take a slow path
-_COLDEST = 1 / 3e38  # float32 cannot say the inverse of a lower temperature
+_CHUNK_BYTES = 3 << 27  # logits of a chunk
+_SLICE_BYTES = 1 << 28  # logits of a slice and their rounded gradient
+_TILE = 128  # rows of a tile of a matrix product
+_ALIGN = 256  # columns; the row stride of a buffer is a multiple, which fast matrix products need
+_COLDEST = 1 / 3e38  # float32 overflows at the inverse of a lower temperature
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -75,38 +75,38 @@ def packed_log_probs(
     entropy: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The log-prob of a token for each hidden state, and on request the entropy of all tokens.
+    """The log-prob of one token for each hidden state, and optionally the entropy of the distribution.
 
-        log_p = (hidden.float() @ lm_head_weight.float().T / temperature).log_softmax(-1)        # [T, V], never made
+        log_p = (hidden.float() @ lm_head_weight.float().T / temperature).log_softmax(-1)        # [T, V], not stored
         log_probs[t] = log_p[t, token_ids[t]]
         entropy[t]   = -(log_p[t].exp() * log_p[t]).sum()
 
-    Logits are summed and reduced in float32, so the result is closer to this than plain torch in half precision. The
-    backward pass computes them again, in float32 too; their gradient is rounded to the dtype of `hidden` once, so that
-    of a token that is nearly sure is as exact as any other. Beside its results, the forward pass takes the logits of
-    one chunk (about 0.4 GiB), the backward pass 0.25 GiB and a float32 [T, H]. Tensor-parallel vocabularies are out of
-    scope: `lm_head_weight` is the whole head, and `hidden` and ids are on its device. Under torch.compile the call is
-    a graph break.
+    Logits are accumulated and reduced in float32, so the result is more exact than plain torch in half precision. The
+    backward pass computes them again in float32 and rounds their gradient to the dtype of `hidden` once; it is exact
+    for tokens with a probability near 1, too. Besides its results, the forward pass allocates the logits of one chunk
+    (about 0.4 GiB), the backward pass 0.25 GiB and a float32 [T, H]. Tensor-parallel vocabularies are not supported:
+    `lm_head_weight` is the whole head. Under torch.compile the call is a graph break.
 
     Args:
         hidden: [T, H] float16, bfloat16, float32 or float64, any strides; packed hidden states.
         lm_head_weight: [V, H] in the dtype of `hidden`, V >= 1.
-        token_ids: [T] int64 or int32, in [0, V): the token that each hidden state scores. For a causal model that is
-            the next one; this function shifts nothing.
-        temperature: divides the logits; above 0.
-        chunk: rows whose logits exist at once in the forward pass; by default as many as fit 0.375 GiB.
-        entropy: whether the entropy is returned too.
-        backend: "auto" takes Triton kernels on a GPU; "torch", "triton" insist.
+        token_ids: [T] int64 or int32, in [0, V): the token that each hidden state scores. For a causal model it is the
+            next token; this function does not shift.
+        temperature: the logits are divided by it; above 0.
+        chunk: number of rows whose logits are stored at once in the forward pass; by default as many as fit into
+            0.375 GiB.
+        entropy: whether to return the entropy too.
+        backend: "auto" uses Triton kernels on a GPU and torch elsewhere; or "torch", or "triton".
 
     Returns:
-        log_probs [T], or (log_probs [T], entropy [T]): float32, of float64 inputs float64; differentiable in `hidden`
-        and `lm_head_weight`. An id outside [0, V) cannot be looked for on a GPU without waiting for it: there its
-        log-prob is NaN, and so is a loss that counts it; its entropy is right.
+        log_probs [T], or (log_probs [T], entropy [T]): float32, or float64 for float64 inputs; differentiable with
+        respect to `hidden` and `lm_head_weight`. On a GPU, ids outside [0, V) are not checked, which would
+        synchronise: their log-prob is NaN, and their entropy is correct.
 
     Raises:
-        LayoutError: shapes, dtypes or devices that do not fit each other; an id outside [0, V) on the CPU; a
-            temperature, chunk or backend that cannot be.
-        MaskpackError: in the backward pass, if its own graph is asked for (create_graph=True).
+        LayoutError: shapes, dtypes or devices that do not match; on the CPU, an id outside [0, V); an invalid
+            temperature, chunk or backend.
+        MaskpackError: in the backward pass with create_graph=True.
     """
     _check_tensors(hidden, lm_head_weight, token_ids)
     _check_options(temperature, chunk)
@@ -154,17 +154,17 @@ def _check_tensors(hidden: Tensor, weight: Tensor, ids: Tensor) -> None:
 
 
 def _check_options(temperature: float, chunk: int | None) -> None:
-    known = isinstance(temperature, int | float | np.number) and not isinstance(temperature, bool | complex)
-    if not known or not _COLDEST < float(temperature) < math.inf:
+    is_number = isinstance(temperature, int | float | np.number) and not isinstance(temperature, bool | complex)
+    if not is_number or not _COLDEST < float(temperature) < math.inf:
         raise LayoutError(
             f"packed_log_probs: temperature is {temperature!r:.60}; expected a finite number above 0. "
-            "Take the argmax where you mean a temperature of 0."
+            "For a temperature of 0, take the argmax."
         )
     whole = isinstance(chunk, int | np.integer) and not isinstance(chunk, bool)
     if chunk is not None and not (whole and chunk >= 1):
         raise LayoutError(
             f"packed_log_probs: chunk is {said(chunk)}; expected a number of rows, at least 1. "
-            "Leave it out for a chunk that fits the vocabulary."
+            "Leave it out for the default."
         )
 
 
@@ -197,11 +197,11 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        # once_differentiable would let a second derivative vanish where the gradient of the output is a constant.
+        # once_differentiable would silently return a zero second derivative if the output's gradient is a constant.
         if torch.is_grad_enabled():
             raise MaskpackError(
-                "packed_log_probs: its gradient is asked for with create_graph=True; it can be differentiated once. "
-                "Take second derivatives of the plain program in its docstring."
+                "packed_log_probs: backward ran with create_graph=True; it can be differentiated once. For second "
+                "derivatives, use the plain program in its docstring."
             )
         hidden, weight, ids, others, lse, entropy = ctx.saved_tensors
         grad_log_probs, grad_entropy = (*grads, None)[:2]
@@ -220,8 +220,8 @@ class _LogProbs(torch.autograd.Function):
 
 
 class _Slopes(NamedTuple):
-    """What the gradient of the logits is made of: per row, and the scale of all. `others` is the probability of all
-    tokens but the given one: 1 - p, which a difference would not give where p is near 1."""
+    """The inputs of the gradient of the logits: tensors [T], and the scale. `others` is 1 - p, the probability of all
+    tokens except the given one, computed without the cancellation of that difference."""
 
     ids: Tensor
     others: Tensor
@@ -233,7 +233,7 @@ class _Slopes(NamedTuple):
 
 
 class _Program(NamedTuple):
-    """The two works between products: `reduce_rows` and `differentiate`."""
+    """`reduce_rows` and `differentiate`, in Triton or torch."""
 
     reduce_rows: Callable[[Tensor, Tensor, float, Tensor, Tensor, Tensor | None], None]
     differentiate: Callable[..., None]
@@ -242,7 +242,7 @@ class _Program(NamedTuple):
 def _program(kernels: bool) -> _Program:
     if not kernels:
         return _Program(reduce_rows, differentiate)
-    from maskpack.ops import _log_prob_kernels  # Triton is imported on first use
+    from maskpack.ops import log_probs_triton as _log_prob_kernels  # Triton is imported on first use
 
     return _Program(_log_prob_kernels.reduce_rows, _log_prob_kernels.differentiate)
 
@@ -256,7 +256,7 @@ def _forward(
     with_entropy: bool,
     program: _Program,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """log_probs, log-sum-exp and entropy, each [T]."""
+    """log_probs, log-sum-exp and entropy, [T] each."""
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     hidden, weight = _matrix(hidden), _matrix(weight)
     wide = _wide(hidden.dtype)
@@ -280,12 +280,12 @@ def _forward(
 def _backward(
     hidden: Tensor, weight: Tensor, slopes: _Slopes, needed: tuple[bool, bool], program: _Program
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of hidden and weight, None for one that is not needed."""
+    """The gradients of hidden and weight, or None where not needed."""
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     hidden, weight = _matrix(hidden), _matrix(weight)
     wide = _wide(hidden.dtype)
     rounded = _has_wide_products(hidden) and hidden.dtype != wide
-    dtypes = (wide, hidden.dtype) if rounded else (wide,)  # of logits, and of their gradient where it is another
+    dtypes = (wide, hidden.dtype) if rounded else (wide,)  # logits, and their gradient if its dtype differs
     size = sum(dtype.itemsize for dtype in dtypes)
     columns = _piece(vocabulary, _SLICE_BYTES // (size * max(tokens, 1)), _ALIGN)
     buffers = [_buffer(tokens, min(columns, vocabulary), dtype, hidden.device) for dtype in dtypes]
@@ -309,8 +309,8 @@ def _backward(
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """Writes a @ b into `out`, summed in float32 (float64) and rounded once; or adds it to a wide `out`, because a GPU
-    rounds the product first. Always by `out=`, which autocast leaves alone."""
+    """Writes a @ b to `out`, accumulated in float32 (float64) and rounded once. With `add`, adds it to `out`, which
+    must be wide, because a GPU rounds the product before the sum. `out=` is not affected by autocast."""
     wide = _wide(a.dtype)
     assert not add or out.dtype == wide
     if not _has_wide_products(a):
@@ -326,7 +326,7 @@ def _product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> None:
 
 
 def _has_wide_products(x: Tensor) -> bool:
-    """Whether half-precision products sum in float32 and can return it; elsewhere their factors are cast."""
+    """Whether half-precision products can return float32; if not, their factors are cast."""
     return x.device.type == "cuda" and torch.version.hip is None
 
 
@@ -335,7 +335,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _cast_columns(weight: Tensor) -> int:
-    """Rows of the weight in one product of the forward pass: all, or what may be cast at once."""
+    """Rows of the weight in one product of the forward pass: all, or as many as are cast at once."""
     wide = _wide(weight.dtype)
     if weight.dtype == wide or _has_wide_products(weight):
         return weight.shape[0]
@@ -343,7 +343,7 @@ def _cast_columns(weight: Tensor) -> int:
 
 
 def _matrix(x: Tensor) -> Tensor:
-    """`x`, contiguous if products would copy it each time."""
+    """`x`, made contiguous if each product would copy it."""
     return x if 1 in x.stride() else x.contiguous()
 
 
@@ -356,7 +356,7 @@ def _aligned(columns: int) -> int:
 
 
 def _piece(length: int, most: int, multiple: int) -> int:
-    """The size of even pieces of `length`, of about `most`: a multiple of `multiple`, and at least that."""
+    """The size of equal pieces of `length`: about `most`, and a positive multiple of `multiple`."""
     most = max(most // multiple, 1) * multiple
     pieces = max(-(-length // most), 1)
     return max(-(-length // (pieces * multiple)), 1) * multiple
@@ -368,8 +368,8 @@ def _piece(length: int, most: int, multiple: int) -> int:
 def reduce_rows(
     logits: Tensor, ids: Tensor, scale: float, log_probs: Tensor, lse: Tensor, entropy: Tensor | None
 ) -> None:
-    """Writes log_probs, log-sum-exp and entropy [N] of softmax(logits * scale); logits [N, V] are lost, the rest are
-    outputs. The log-prob of an id outside [0, V) is NaN."""
+    """Writes log_probs, log-sum-exp and entropy [N] of softmax(logits * scale). Overwrites the logits [N, V]. The
+    log-prob of an id outside [0, V) is NaN."""
     known = (ids >= 0) & (ids < logits.shape[1])
     logits.mul_(scale)
     top = logits.amax(1, keepdim=True)
@@ -396,11 +396,12 @@ def differentiate(
     grad_entropy: Tensor | None,
     scale: float,
 ) -> None:
-    """Writes the gradient of logits [T, N], of the tokens from `first` on, into `grad`, of any dtype; it may be them:
+    """Writes the gradient of the logits [T, N] of vocabulary entries `first` to `first + N - 1` to `grad`, of any
+    dtype, which may share the memory of the logits:
 
     scale * (grad_log_probs * ([token == id] - p) - grad_entropy * p * (log p + entropy)),  log p = logits * scale - lse
 
-    with `others` for 1 - p of the id.
+    where `others` is 1 - p of the id.
     """
     log_p = (logits * scale).sub_(lse.unsqueeze(1))
     p = log_p.exp()

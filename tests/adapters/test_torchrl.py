@@ -177,7 +177,7 @@ def chats(rows: int) -> TensorDict:
     return TensorDict(fields, batch_size=[rows])
 
 
-@pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 def test_the_classes_of_torchrl_follow_their_rows():
     buffers = [ReplayBuffer(storage=made) for made in (LazyStackStorage(9), PackedStorage(9))]
     for buffer in buffers:
@@ -235,7 +235,7 @@ def test_any_order_of_writes_gives_what_a_list_of_rows_gives():
 
 
 def test_samples_come_nested_and_restore_to_the_padded_rows():
-    packed = storage(layout="nested")
+    packed = storage(format="nested")
     packed.set(range(7), batch(1))
     picked = packed.get([6, 0, 3])
     assert picked["responses"].is_nested
@@ -331,7 +331,7 @@ def test_rows_are_kept_small_and_what_is_overwritten_goes():
     for start in range(0, 640, 24):
         packed.set([(start + step) % 64 for step in range(24)], rows[:24])
         assert packed.nbytes < 2.6 * one
-    held = {id(source.held) for strand in packed.rows.strands for source in strand.sources}
+    held = {id(source.held) for group in packed.rows.groups for source in group.sources}
     assert len(held) < 8
 
 
@@ -355,8 +355,8 @@ def test_many_small_segments_are_joined():
     rows = batch(1, 300)
     for number in range(300):
         packed.set(number, rows[number])
-    (strand,) = packed.rows.strands
-    assert len(strand.sources) < 80
+    (group,) = packed.rows.groups
+    assert len(group.sources) < 80
     assert_same(packed.get(slice(None)), rows)
 
 
@@ -404,7 +404,7 @@ def test_empty_storages_are_saved_and_loaded(tmp_path):
     storage(12).dumps(tmp_path / "s")
     kept.loads(tmp_path / "s")
     assert len(kept) == 0
-    with pytest.raises(mp.LayoutError, match="is no folder"):
+    with pytest.raises(mp.errors.LayoutError, match="is no folder"):
         kept.loads(tmp_path / "nowhere")
 
 
@@ -449,7 +449,7 @@ def test_python_objects_that_json_cannot_say_need_leave():
 def test_rows_that_do_not_fit_are_not_stored(slots, rows, message):
     kept = filled()
     before = kept.get(slice(None))
-    with pytest.raises(mp.LayoutError, match=message):
+    with pytest.raises(mp.errors.LayoutError, match=message):
         kept.set(slots, rows)
     assert_same(kept.get(slice(None)), before)
 
@@ -457,7 +457,7 @@ def test_rows_that_do_not_fit_are_not_stored(slots, rows, message):
 def test_other_shapes_are_not_stored():
     kept = PackedStorage(4)
     kept.set(range(2), TensorDict({"x": torch.ones(2, 3)}, batch_size=[2]))
-    with pytest.raises(mp.LayoutError, match='"x" has elements of shape'):
+    with pytest.raises(mp.errors.LayoutError, match='"x" has elements of shape'):
         kept.set(range(2), TensorDict({"x": torch.zeros(2, 4)}, batch_size=[2]))
     assert_same(kept.get(slice(None)), TensorDict({"x": torch.ones(2, 3)}, batch_size=[2]))
 
@@ -466,24 +466,24 @@ def test_other_dtypes_are_not_stored():
     kept = filled()
     rows = batch(1, 2)
     rows["advantages"] = rows["advantages"].double()
-    with pytest.raises(mp.LayoutError, match=r'"advantages" has dtypes'):
+    with pytest.raises(mp.errors.LayoutError, match=r'"advantages" has dtypes'):
         kept.set(range(2), rows)
 
 
 def test_bad_arguments_are_named():
-    with pytest.raises(mp.LayoutError, match="layout is 'jagged'"):
-        PackedStorage(4, layout="jagged")
+    with pytest.raises(mp.errors.LayoutError, match="format is 'jagged'"):
+        PackedStorage(4, format="jagged")
     with pytest.raises(TypeError, match="pad_id"):
         PackedStorage(4, pad_id=0)
     with pytest.raises(TypeError, match="pad_id"):
         MaskNesting(pad_id=0)
-    with pytest.raises(mp.LayoutError, match="the index has 2 parts"):
+    with pytest.raises(mp.errors.LayoutError, match="the index has 2 parts"):
         filled().get((0, 1))
-    with pytest.raises(mp.LayoutError, match="a list; expected a TensorDict"):
+    with pytest.raises(mp.errors.LayoutError, match="a list; expected a TensorDict"):
         filled().set([0], [torch.zeros(3)])
-    with pytest.raises(mp.LayoutError, match="there are no rows"):
+    with pytest.raises(mp.errors.LayoutError, match="there are no rows"):
         storage().get([0])
-    with pytest.raises(mp.LayoutError, match="9 rows for 4 slots"):
+    with pytest.raises(mp.errors.LayoutError, match="9 rows for 4 slots"):
         PackedStorage(4).load_state_dict(filled().state_dict())
 
 
@@ -523,9 +523,9 @@ def test_a_transform_restores_rows_nested_and_objects():
     whole = rollout()
     rows = MaskNesting(**OPTIONS).inv(whole)
     assert list(rows.keys()) == ["packed"]
-    assert_same(MaskNesting(layout="nested")(rows[[4, 1]]).get("uid"), per_row(["row-2", "row-0"]))
+    assert_same(MaskNesting(format="nested")(rows[[4, 1]]).get("uid"), per_row(["row-2", "row-0"]))
     assert_same(
-        mp.unnest(MaskNesting(layout="nested")(rows[[4, 1]])), mp.decompress(mp.compress(whole, **OPTIONS)[[4, 1]])
+        mp.unnest(MaskNesting(format="nested")(rows[[4, 1]])), mp.decompress(mp.compress(whole, **OPTIONS)[[4, 1]])
     )
     one = MaskNesting()(rows[2])
     assert isinstance(one, TensorDictBase)
@@ -549,7 +549,7 @@ def test_priorities_stay_beside_packed_rows():
 
 
 def test_rows_that_were_not_packed_are_named():
-    with pytest.raises(mp.LayoutError, match=r'entry "packed" holds'):
+    with pytest.raises(mp.errors.LayoutError, match=r'entry "packed" holds'):
         MaskNesting()(batch(1))
 
 
@@ -562,7 +562,7 @@ def test_a_rejected_extend_leaves_the_buffer_as_it_was(times):
     wrong = batch(2, rows=4)
     wrong["old_log_probs"] = wrong["old_log_probs"].double()
     for _ in range(times):
-        with pytest.raises(mp.LayoutError):
+        with pytest.raises(mp.errors.LayoutError):
             buffer.extend(wrong)
     assert len(buffer) == 4
     more = batch(3, rows=2)
@@ -574,16 +574,16 @@ def test_a_rejected_extend_leaves_the_buffer_as_it_was(times):
 
 def test_slots_and_layouts_that_cannot_be_are_named():
     for slot in (-1, [1.0]):
-        with pytest.raises(mp.LayoutError, match="expected whole numbers from 0"):
+        with pytest.raises(mp.errors.LayoutError, match="expected whole numbers from 0"):
             storage(6).set(slot, batch(1, rows=1))
-    with pytest.raises(mp.LayoutError, match="MaskNesting: layout is 'x'"):
-        MaskNesting(layout="x")  # type: ignore[arg-type]
-    with pytest.raises(mp.LayoutError, match="MaskNesting: the batch has no rows"):
+    with pytest.raises(mp.errors.LayoutError, match="MaskNesting: format is 'x'"):
+        MaskNesting(format="x")  # type: ignore[arg-type]
+    with pytest.raises(mp.errors.LayoutError, match="MaskNesting: the batch has no rows"):
         MaskNesting(pad_token_id=PAD).inv(batch(1)[:0])
 
 
 MISUSES = """
-PackedStorage(4, layout="jagged")
+PackedStorage(4, format="jagged")
 PackedStorage(4, fields="responses")
 PackedStorage(4, fields=3)
 PackedStorage(4, fields=[3])
@@ -625,7 +625,7 @@ filled().restore(mp.PackedBatch.cat([packed] * 3))
 filled().loads("/nonexistent")
 MaskNesting(keep="a")
 MaskNesting(keep=3)
-MaskNesting(layout=None)
+MaskNesting(format=None)
 MaskNesting(codec="gzip")
 MaskNesting().forward(rows)
 MaskNesting(pad_token_id=PAD, keep=["nope"]).inv(rows)

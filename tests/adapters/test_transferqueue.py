@@ -109,7 +109,7 @@ def test_columns_are_fetched_alone_and_in_any_order(partition):
 def test_samples_come_nested(partition):
     batch = rollout(holes=True, objects=False)
     keys = put(partition, to_samples(packed(batch)))
-    nested = mp.decompress(from_samples(get(partition, [keys[5], keys[1]])), layout="nested")
+    nested = mp.decompress(from_samples(get(partition, [keys[5], keys[1]])), format="nested")
     assert nested["responses"].offsets() is nested["old_log_probs"].offsets()
     assert_same(mp.unnest(nested), batch[[5, 1]])
     assert_same(mp.select_and_pad_to_response(nested, "advantages")["advantages"], batch[[5, 1]]["advantages"])
@@ -230,7 +230,7 @@ def test_objects_that_json_cannot_say_need_leave(partition):
     keys = put(partition, to_samples(packed(batch), allow_pickle=True))
     got = get(partition, keys)
     assert_same(mp.decompress(from_samples(got, allow_pickle=True)), batch)
-    with pytest.raises(mp.WireFormatError, match=r'column "made".*allow_pickle'):
+    with pytest.raises(mp.errors.WireFormatError, match=r'column "made".*allow_pickle'):
         from_samples(got)
 
 
@@ -324,22 +324,22 @@ def test_the_batch_is_not_changed():
     ids=str,
 )
 def test_what_cannot_be_put_is_named(batch, columns, message):
-    with pytest.raises(mp.LayoutError, match=f"to_samples: .*{message}"):
+    with pytest.raises(mp.errors.LayoutError, match=f"to_samples: .*{message}"):
         to_samples(batch, columns=columns)
 
 
 def test_what_cannot_be_read_is_named(partition):
     batch = rollout(objects=False)
     got = get(partition, put(partition, to_samples(packed(batch))))
-    with pytest.raises(mp.LayoutError, match='no column "values" in the samples; they have'):
+    with pytest.raises(mp.errors.LayoutError, match='no column "values" in the samples; they have'):
         from_samples(got, "values")
-    with pytest.raises(mp.LayoutError, match='column "plain" is a Tensor'):
+    with pytest.raises(mp.errors.LayoutError, match='column "plain" is a Tensor'):
         from_samples(got.set("plain", torch.zeros(7, 3)))
-    with pytest.raises(mp.LayoutError, match='column "bytes" holds other bytes'):
+    with pytest.raises(mp.errors.LayoutError, match='column "bytes" holds other bytes'):
         from_samples(got.exclude("plain").set("bytes", torch.zeros(7, 3, dtype=torch.uint8)))
-    with pytest.raises(mp.LayoutError, match="at least one sample"):
+    with pytest.raises(mp.errors.LayoutError, match="at least one sample"):
         from_samples(TensorDict({}, batch_size=[0]))
-    with pytest.raises(mp.LayoutError, match="no columns"):
+    with pytest.raises(mp.errors.LayoutError, match="no columns"):
         from_samples(TensorDict({}, batch_size=[2]))
 
 
@@ -348,7 +348,7 @@ def test_columns_whose_rows_do_not_fit_are_named(partition):
     other = rollout(ROWS[::-1], objects=False)
     samples = to_samples(packed(batch))
     samples.set("advantages", to_samples(packed(other))["advantages"])
-    with pytest.raises(mp.LayoutError, match='layout "response"'):
+    with pytest.raises(mp.errors.LayoutError, match='layout "response"'):
         from_samples(get(partition, put(partition, samples)))
 
 
@@ -392,7 +392,7 @@ def test_an_entry_makes_its_reader_parse_no_more_than_some_times_its_bytes():
         if fits:
             assert mp.decompress(from_samples(samples))["text"] == ["text"]
         else:
-            with pytest.raises(mp.WireFormatError, match="a manifest that does not end where it should"):
+            with pytest.raises(mp.errors.WireFormatError, match="a manifest that does not end where it should"):
                 from_samples(samples)
 
 

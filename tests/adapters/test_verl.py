@@ -20,6 +20,7 @@ import ray
 import torch
 import verl_workers
 from omegaconf import OmegaConf
+from samples import workload
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from verl import DataProto
 from verl.protocol import BatchData
@@ -36,9 +37,8 @@ from verl.workers.utils.losses import ppo_loss, value_loss
 from verl.workers.utils.padding import left_right_2_no_padding
 
 import maskpack as mp
-from bench.workloads import PAD_ID, make_batch
 from maskpack.adapters import verl
-from maskpack.adapters.verl_dispatch import Parcel
+from maskpack.adapters.verl.dispatch import RankCall
 
 PAD = 7
 P, R = 5, 6
@@ -206,7 +206,7 @@ BATCHES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_batch_comes_back_as_it_was(name):
     torch.manual_seed(0)
@@ -226,7 +226,7 @@ def test_a_nested_batch_comes_back_nested():
     back = verl.unpack(verl.pack(nested, pad_token_id=PAD))
     assert_same(back.batch.exclude(mp.LAYOUTS), nested.batch.exclude(mp.LAYOUTS))
     assert_same(verl.unnest_batch_by_mask(back), data)
-    assert_same(verl.unpack(verl.pack(nested, pad_token_id=PAD), layout="padded"), data)
+    assert_same(verl.unpack(verl.pack(nested, pad_token_id=PAD), format="padded"), data)
 
 
 def test_two_equal_rows_are_regular_although_they_are_m_rope():
@@ -240,10 +240,10 @@ def test_rows_are_those_that_verl_selects(rows):
     data = rollouts()
     index = list(range(4))[rows] if isinstance(rows, slice) else rows
     index = index.nonzero().flatten().tolist() if isinstance(index, torch.Tensor) else index
-    assert_same(verl.unpack(verl.pack(data, pad_token_id=PAD).select(rows)), data.select_idxs(index))
+    assert_same(verl.unpack(verl.pack(data, pad_token_id=PAD).take(rows)), data.select_idxs(index))
     mixed = no_padding(data)
     chosen = tu.index_select_tensor_dict(mixed, index)
-    back = verl.unpack(verl.pack(mixed, pad_token_id=PAD).select(rows))
+    back = verl.unpack(verl.pack(mixed, pad_token_id=PAD).take(rows))
     for name in mixed.keys():  # noqa: SIM118
         if isinstance(mixed[name], torch.Tensor):
             seen, wanted = back[name], chosen[name]
@@ -278,8 +278,8 @@ def test_fields_that_share_their_lengths_are_sent_once():
 
 def test_indices_of_the_whole_batch_stay_small():
     packed = verl.pack(no_padding(rollouts(200)), pad_token_id=PAD)
-    assert packed.select([0]).wide["indices",].nbytes < 8 * 200
-    assert_same(verl.unpack(packed.select([0]))["indices"], no_padding(rollouts(200))["indices"])
+    assert packed.take([0]).wide["indices",].nbytes < 8 * 200
+    assert_same(verl.unpack(packed.take([0]))["indices"], no_padding(rollouts(200))["indices"])
 
 
 def test_every_part_has_the_lists_of_the_whole_batch():
@@ -287,8 +287,8 @@ def test_every_part_has_the_lists_of_the_whole_batch():
     batch = rollouts().to_tensordict()
     td = verl.pack(batch, pad_token_id=PAD)
     for rows in ([0, 1], [3]):
-        assert verl.unpack(proto.select(rows)).meta_info["global_token_num"] == [0, 1, 2, 3]
-        assert tu.get(verl.unpack(td.select(rows)), "global_token_num") == [0, 1, 2, 3]
+        assert verl.unpack(proto.take(rows)).meta_info["global_token_num"] == [0, 1, 2, 3]
+        assert tu.get(verl.unpack(td.take(rows)), "global_token_num") == [0, 1, 2, 3]
 
 
 def test_every_field_of_the_trainers_is_known():
@@ -315,24 +315,26 @@ def test_strict_mode_looks_into_arrays_and_meta_info():
     data = rollouts()
     verl.pack(data, pad_token_id=PAD, strict_mask_nesting=True)  # multi_modal_inputs are dense by design
     data.non_tensor_batch["mine"] = np.array([torch.ones(2)] + [None] * 3, dtype=object)
-    with pytest.raises(mp.CoverageError, match=r"mine/\[0\]"):
+    with pytest.raises(mp.errors.CoverageError, match=r"mine/\[0\]"):
         verl.pack(data, pad_token_id=PAD, strict_mask_nesting=True)
     verl.pack(data, pad_token_id=PAD, strict_mask_nesting=True, ignore_dense_fields=["mine"])
     data.meta_info["kept"] = {"x": torch.ones(2)}
-    with pytest.raises(mp.CoverageError, match="meta_info/kept/x"):
+    with pytest.raises(mp.errors.CoverageError, match="meta_info/kept/x"):
         verl.pack(data, pad_token_id=PAD, strict_mask_nesting=True, ignore_dense_fields=["mine"])
 
 
 def test_errors_say_what_to_do():
-    with pytest.raises(mp.LayoutError, match="pack: got a dict; expected a DataProto"):
+    with pytest.raises(mp.errors.LayoutError, match="pack: got a dict; expected a DataProto"):
         verl.pack({})
-    with pytest.raises(mp.LayoutError, match="unpack: got a DataProto; expected a PackedProto"):
+    with pytest.raises(mp.errors.LayoutError, match="unpack: got a DataProto; expected a PackedProto"):
         verl.unpack(rollouts())
-    with pytest.raises(mp.RegistryError, match=r"Pass pad_token_id=tokenizer\.pad_token_id"):
+    with pytest.raises(mp.errors.RegistryError, match=r"Pass pad_token_id=tokenizer\.pad_token_id"):
         verl.pack(rollouts())
-    with pytest.raises(mp.RegistryError, match="verify is 'sometimes'"):
+    with pytest.raises(mp.errors.RegistryError, match="verify is 'sometimes'"):
         verl.pack(rollouts(), verify="sometimes")
-    with pytest.raises(mp.LayoutError, match="select_and_pad_to_response: got a DataProto; expected a DataProto with"):
+    with pytest.raises(
+        mp.errors.LayoutError, match="select_and_pad_to_response: got a DataProto; expected a DataProto with"
+    ):
         verl.select_and_pad_to_response(DataProto())
 
 
@@ -342,12 +344,12 @@ def test_errors_say_what_to_do():
 def test_old_names_take_both_kinds_of_batches():
     data = rollouts()
     for given, batch in ((data, data.batch), (data.batch, data.batch)):
-        nested = verl.nest_batch_by_mask(given, pad_token_id=PAD, strict=True)
+        nested = verl.nest_batch_by_mask(given, pad_token_id=PAD, strict_mask_nesting=True)
         inner = nested.batch if given is data else nested
         assert inner["responses"].is_nested
         assert not batch["responses"].is_nested
         assert_same(verl.unnest_batch_by_mask(nested), given)
-        assert_same(verl.decompress(verl.compress(given, pad_token_id=PAD)), given)
+        assert_same(verl.unpack(verl.pack(given, pad_token_id=PAD)), given)
         wide = verl.select_and_pad_to_response(nested, "old_log_probs", "input_ids")
         assert_same(wide["old_log_probs"], batch["old_log_probs"])
         assert_same(wide["input_ids"], batch["responses"])
@@ -375,17 +377,17 @@ def test_in_place_leaves_the_batch_as_it_was_after_an_error(kind):
     data, before = spoilt(), spoilt()
     if kind == "proto":
         before.non_tensor_batch["multi_modal_inputs"] = data.non_tensor_batch["multi_modal_inputs"]
-    with pytest.raises(mp.LossyPadError, match="advantages"):
-        verl.nest_batch_by_mask_(data, pad_token_id=PAD, strict=True)
+    with pytest.raises(mp.errors.LossyPadError, match="advantages"):
+        verl.nest_batch_by_mask_(data, pad_token_id=PAD, strict_mask_nesting=True)
     assert_same(data, before)
-    with pytest.raises(mp.LayoutError, match="unnest_batch_by_mask"):
+    with pytest.raises(mp.errors.LayoutError, match="unnest_batch_by_mask"):
         verl.unnest_batch_by_mask_(data)
     assert_same(data, before)
 
 
 def test_a_locked_batch_is_not_changed_in_place():
     batch = rollouts().batch.lock_()
-    with pytest.raises(mp.LayoutError, match="locked; expected an unlocked TensorDict"):
+    with pytest.raises(mp.errors.LayoutError, match="locked; expected an unlocked TensorDict"):
         verl.nest_batch_by_mask_(batch, pad_token_id=PAD)
 
 
@@ -426,8 +428,8 @@ def restored(nested, *fields):
 @pytest.mark.parametrize("rows", [slice(0, 5), slice(1, 3)])
 def test_the_policy_loss_of_verl_is_the_same_number(mode, rows):
     data, numbers, outputs = loss_inputs(3)
-    packed = verl.pack(DataProto(data), pad_token_id=PAD).select(rows)
-    nested = verl.unpack(packed, layout="nested").batch
+    packed = verl.pack(DataProto(data), pad_token_id=PAD).take(rows)
+    nested = verl.unpack(packed, format="nested").batch
     part = {
         name: torch.nested.as_nested_tensor(list(x.unbind())[rows], layout=torch.jagged) for name, x in outputs.items()
     }
@@ -483,11 +485,11 @@ def test_switches_are_read_from_a_configuration(struct):
     ],
 )
 def test_a_wrong_switch_raises(given, message):
-    with pytest.raises(mp.RegistryError, match=message):
+    with pytest.raises(mp.errors.RegistryError, match=message):
         verl.MaskNestingConfig.of(OmegaConf.create(given))
-    with pytest.raises(mp.RegistryError, match=r"got a bool; expected a node of a configuration"):
+    with pytest.raises(mp.errors.RegistryError, match=r"got a bool; expected a node of a configuration"):
         verl.MaskNestingConfig.of(True)
-    with pytest.raises(mp.RegistryError, match="pad_token_id is '3'"):
+    with pytest.raises(mp.errors.RegistryError, match="pad_token_id is '3'"):
         verl.MaskNestingConfig(pad_token_id="3")
 
 
@@ -510,7 +512,7 @@ def test_pickles_of_data_protos_are_packed_until_it_is_undone():
     assert len(pickle.dumps(data)) == usual
     buffer = io.BytesIO(small)
     assert_same(pickle.load(buffer)["data"], data)  # the reader needs no call
-    with pytest.raises(mp.RegistryError, match="on_loss"):
+    with pytest.raises(mp.errors.RegistryError, match="on_loss"):
         verl.pickle_data_protos(on_loss="maybe")
 
 
@@ -531,19 +533,19 @@ def to_all(*args, ranks=2, config=None, **kwargs):
 
 
 def test_arguments_that_verl_would_not_cut_raise_by_name():
-    with pytest.raises(mp.LayoutError, match="an argument is a int; expected a DataProto or a DataProtoFuture"):
+    with pytest.raises(mp.errors.LayoutError, match="an argument is a int; expected a DataProto or a DataProtoFuture"):
         to_all(rollouts(), 3)
-    with pytest.raises(mp.LayoutError, match="an argument is a TensorDict"):
+    with pytest.raises(mp.errors.LayoutError, match="an argument is a TensorDict"):
         to_all(rollouts().batch)
-    with pytest.raises(mp.LayoutError, match="4 rows for 3 ranks; expected rows that verl divides"):
+    with pytest.raises(mp.errors.LayoutError, match="4 rows for 3 ranks; expected rows that verl divides"):
         to_all(rollouts(), ranks=3)
     first, second = rollouts(4), rollouts(5)
     first.meta_info["_verl_auto_padding"] = second.meta_info["_verl_auto_padding"] = True
-    with pytest.raises(mp.LayoutError, match="a padded batch of 5 rows beside one of 4"):
+    with pytest.raises(mp.errors.LayoutError, match="a padded batch of 5 rows beside one of 4"):
         to_all(first, second)
-    with pytest.raises(mp.LayoutError, match="mesh_name is 3"):
+    with pytest.raises(mp.errors.LayoutError, match="mesh_name is 3"):
         verl.mask_nesting_dispatch(3)
-    with pytest.raises(mp.RegistryError, match="config is a dict"):
+    with pytest.raises(mp.errors.RegistryError, match="config is a dict"):
         verl.configure(Group([0]), {})
 
 
@@ -559,18 +561,18 @@ def test_auto_padding_leaves_the_batch_alone_and_counts_as_verl_does():
 
 
 def test_a_parcel_refuses_to_be_taken_for_a_batch():
-    parcel = to_all(rollouts())[0][0][0]
-    assert isinstance(parcel, Parcel)
+    call = to_all(rollouts())[0][0][0]
+    assert isinstance(call, RankCall)
     uses = [
-        lambda: parcel["input_ids"],
-        lambda: parcel.batch,
-        lambda: len(parcel),
-        lambda: bool(parcel),
-        lambda: list(parcel),
-        lambda: "input_ids" in parcel,
-        lambda: parcel.select("x"),
-        lambda: parcel == parcel,
-        lambda: parcel.__setitem__("x", 1),
+        lambda: call["input_ids"],
+        lambda: call.batch,
+        lambda: len(call),
+        lambda: bool(call),
+        lambda: list(call),
+        lambda: "input_ids" in call,
+        lambda: call.select("x"),
+        lambda: call == call,
+        lambda: call.__setitem__("x", 1),
     ]
     for use in uses:
         with pytest.raises(mp.MaskpackError, match="Put @packed_endpoint between @register and the method"):
@@ -583,8 +585,8 @@ def test_decorators_in_the_wrong_order_raise():
 
     with pytest.raises(mp.MaskpackError, match="Put @register above @packed_endpoint"):
         verl.packed_endpoint(register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)(method))
-    with pytest.raises(mp.LayoutError, match="layout is 'flat'"):
-        verl.packed_endpoint(layout="flat")(method)
+    with pytest.raises(mp.errors.LayoutError, match="format is 'flat'"):
+        verl.packed_endpoint(format="flat")(method)
 
 
 def wire_bytes(things):
@@ -611,7 +613,7 @@ def test_twelve_times_fewer_bytes_than_verl_sends():
     batch = TensorDict(fields, batch_size=[32])
     for given in (DataProto(batch), batch):
         packed = verl.pack(given, pad_token_id=PAD, strict_mask_nesting=True)
-        parts = [packed.select(slice(begin, begin + 8)) for begin in range(0, 32, 8)]
+        parts = [packed.take(slice(begin, begin + 8)) for begin in range(0, 32, 8)]
         assert 12 * wire_bytes(parts) <= wire_bytes(BatchData(given).chunk(chunks=4))
 
 
@@ -647,7 +649,7 @@ def group(local_ray):
     return workers(verl_workers.Trainer, 4)
 
 
-@pytest.mark.filterwarnings("ignore::maskpack.MaskpackWarning")
+@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 @pytest.mark.parametrize(
     "name",
     [
@@ -674,16 +676,16 @@ def test_a_batch_that_was_packed_before_can_be_sent_again(group):
     assert_same(group.packed_score(data=packed), group.plain_score(data))
 
 
-def test_the_reference_workload_of_the_benchmarks(group):
-    """At its true widths, 2,048 and 14,336: the same results, from at least 12 times fewer bytes."""
+def test_rows_of_true_widths(group):
+    """2,048 and 14,336 columns: the same results, from at least 12 times fewer bytes."""
     rows = 64
-    batch = make_batch("reference", rows)
+    batch = workload(rows=rows, prompt=2048, response=14_336, pad=PAD)
     uid = np.array([f"group {row // 8}" for row in range(rows)], dtype=object)
     data = DataProto(batch=batch, non_tensor_batch={"uid": uid}, meta_info={"temperature": 1.0})
     assert_same(group.packed_seen(data), group.plain_seen(data))
     assert_same(group.packed_score(data), group.plain_score(data))
-    packed = verl.pack(data, pad_token_id=PAD_ID)
-    parts = [packed.select(slice(begin, begin + 32)) for begin in (0, 32)]
+    packed = verl.pack(data, pad_token_id=PAD)
+    parts = [packed.take(slice(begin, begin + 32)) for begin in (0, 32)]
     assert 12 * wire_bytes(parts) <= wire_bytes(BatchData(data).chunk(chunks=2))
 
 
@@ -724,7 +726,7 @@ def test_uneven_rows_of_a_mesh_are_cut_as_verl_cuts_them(group):
     data = rollouts(5)
     data.meta_info["_verl_auto_padding"] = True
     assert_same(group.packed_seen(data), group.plain_seen(data))
-    with pytest.raises(mp.LayoutError, match="5 rows for 2 ranks"):
+    with pytest.raises(mp.errors.LayoutError, match="5 rows for 2 ranks"):
         group.packed_seen(rollouts(5))
 
 
@@ -743,7 +745,7 @@ def test_a_future_is_an_argument(group):
     plain = group.plain_seen(group.plain_score_later(data))
     assert_same(group.packed_seen(group.packed_score_later(data)), plain)
     assert_same(group.plain_seen(group.packed_score_later(data)), plain)
-    with pytest.raises(mp.LayoutError, match=r"PackedFuture\.get: a worker returned a dict"):
+    with pytest.raises(mp.errors.LayoutError, match=r"PackedFuture\.get: a worker returned a dict"):
         group.wrong_kind(data).get()
 
 
@@ -762,13 +764,13 @@ def test_the_switch_is_off_where_it_says_so(group):
 def test_strict_workers_raise_on_the_driver(group):
     data = rollouts()
     data.batch["mine"] = torch.ones(4, 9)
-    with pytest.warns(mp.MaskpackWarning, match="mine"):
+    with pytest.warns(mp.errors.MaskpackWarning, match="mine"):
         group.packed_seen(data)
     strict = verl.MaskNestingConfig(True, True, pad_token_id=PAD)
     before = group._maskpack_config
     try:
         verl.configure(group, strict)
-        with pytest.raises(mp.CoverageError, match="mine"):
+        with pytest.raises(mp.errors.CoverageError, match="mine"):
             group.packed_seen(data)
     finally:
         verl.configure(group, before)
@@ -845,5 +847,5 @@ def test_object_columns_of_two_dims_are_copies():
 def test_arrays_that_are_more_than_arrays_raise():
     data = rollouts()
     data.non_tensor_batch["some"] = np.ma.masked_array([1, 2, 3, 4], mask=[0, 1, 0, 0])
-    with pytest.raises(mp.LayoutError, match=r"a MaskedArray; expected numpy.ndarray"):
+    with pytest.raises(mp.errors.LayoutError, match=r"a MaskedArray; expected numpy.ndarray"):
         verl.pack(data, pad_token_id=0)

@@ -133,7 +133,7 @@ class Trainer(Worker):
     bare_seen = register(dispatch_mode=mask_nesting_dispatch("actor"))(seen)
 
     @register(dispatch_mode=mask_nesting_dispatch("actor"))
-    @packed_endpoint(layout="nested")
+    @packed_endpoint(format="nested")
     def nested_kinds(self, data):
         kinds = [f"{name}:{value.is_nested}" for name, value in data.batch.items() if isinstance(value, torch.Tensor)]
         return DataProto(non_tensor_batch={"kinds": np.array([" ".join(kinds)] * len(data), dtype=object)})

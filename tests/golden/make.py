@@ -29,9 +29,9 @@ from maskpack import (
     PackedBatch,
     compress,
 )
-from maskpack.contents import Decoder
-from maskpack.encodings import Bits, Narrow, Plain, Ramp, Runs, Sparse, Steps
-from maskpack.sharing import Columns, Joined, Same, repeated
+from maskpack.packed.decode import Decoder
+from maskpack.packed.encodings import Bits, Narrow, Plain, Ramp, Runs, Sparse, Steps
+from maskpack.packed.references import Columns, Joined, Same, repeated
 
 HERE = Path(__file__).parent
 SUFFIX = ".maskpack"

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from samples import PAD, VARIANTS, workload
 from tensordict import TensorDict
 
-from bench.workloads import PAD_ID, VARIANTS, make_batch
 from maskpack import (
-    LayoutError,
     MaskNestingSpec,
     RowLayout,
     compress,
@@ -24,7 +23,8 @@ from maskpack import (
     select_and_pad_to_response,
     unnest,
 )
-from maskpack.registry import EDGE
+from maskpack.core.pads import EDGE
+from maskpack.errors import LayoutError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -60,23 +60,23 @@ def assert_same(a: TensorDict, b: TensorDict) -> None:
 
 
 def cuda_batch(variant: str) -> TensorDict:
-    return make_batch(variant, rows=32, prompt_width=24, response_width=72).to("cuda")
+    return workload(variant, 32).to("cuda")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_round_trips_on_the_device(variant: str) -> None:
     batch = cuda_batch(variant)
-    nested = nest_batch_by_mask(batch, pad_token_id=PAD_ID)
+    nested = nest_batch_by_mask(batch, pad_token_id=PAD)
     assert_same(unnest(nested), batch)
     assert_same(unnest(nested[3:9]), batch[3:9])
-    packed = compress(batch, pad_token_id=PAD_ID)
+    packed = compress(batch, pad_token_id=PAD)
     assert_same(decompress(packed), batch)
-    assert_same(unnest(decompress(packed, layout="nested")), batch)
-    assert_same(decompress(compress(nested, pad_token_id=PAD_ID)), batch)
+    assert_same(unnest(decompress(packed, format="nested")), batch)
+    assert_same(decompress(compress(nested, pad_token_id=PAD)), batch)
     on_host = decompress(packed, device="cpu")
     assert_same(on_host, batch.to("cpu"))
-    assert_same(decompress(compress(on_host, pad_token_id=PAD_ID), device="cuda"), batch)
-    assert_same(unnest(nest_batch_by_mask(on_host, pad_token_id=PAD_ID).to("cuda")), batch)
+    assert_same(decompress(compress(on_host, pad_token_id=PAD), device="cuda"), batch)
+    assert_same(unnest(nest_batch_by_mask(on_host, pad_token_id=PAD).to("cuda")), batch)
 
 
 @pytest.mark.parametrize("density", [0.0, 0.02, 0.5, 0.98, 1.0])
@@ -97,7 +97,7 @@ def test_layouts_equal_those_of_the_cpu(shape: tuple[int, int], dtype: torch.dty
 
 
 def test_a_mask_of_one_run_a_row_costs_one_sync() -> None:
-    mask = make_batch(rows=32, prompt_width=24, response_width=72)["attention_mask"].cuda()
+    mask = workload(rows=32)["attention_mask"].cuda()
     with count_syncs() as seen:
         layout = RowLayout.from_mask(mask)
         assert layout.indices.is_cuda
@@ -123,9 +123,9 @@ def test_pack_and_unpack_do_not_sync() -> None:
 
 def test_syncs_of_the_batch_functions() -> None:
     batch = cuda_batch("reference")
-    nest_batch_by_mask(batch, pad_token_id=PAD_ID)
+    nest_batch_by_mask(batch, pad_token_id=PAD)
     with count_syncs() as nesting:
-        nested = nest_batch_by_mask(batch, pad_token_id=PAD_ID)
+        nested = nest_batch_by_mask(batch, pad_token_id=PAD)
     with count_syncs() as restoring:
         unnest(nested)
     assert len(nesting) == 2
@@ -152,7 +152,7 @@ def test_bools_of_other_bytes_are_refused_with_the_pads(place: str) -> None:
 
 def test_the_response_axis_on_the_device() -> None:
     batch = cuda_batch("reference")
-    nested = nest_batch_by_mask(batch, pad_token_id=PAD_ID)
+    nested = nest_batch_by_mask(batch, pad_token_id=PAD)
     fields = select_and_pad_to_response(nested[4:20], "responses", "advantages")
     assert torch.equal(fields["responses"], batch["responses"][4:20])
     assert torch.equal(fields["advantages"], batch["advantages"][4:20])
@@ -168,6 +168,6 @@ def test_the_response_axis_on_the_device() -> None:
 def test_gradients_flow_through_nested_fields() -> None:
     batch = cuda_batch("reference")
     batch["values"] = (torch.rand(32, 72, device="cuda") * batch["attention_mask"][:, 24:]).requires_grad_()
-    nested = nest_batch_by_mask(batch, pad_token_id=PAD_ID)
+    nested = nest_batch_by_mask(batch, pad_token_id=PAD)
     nested["values"].values().sum().backward()
     assert torch.equal(batch["values"].grad, batch["attention_mask"][:, 24:].float())

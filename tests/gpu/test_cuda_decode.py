@@ -11,21 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from samples import PAD, VARIANTS, workload
 from tensordict import TensorDict
 
-from bench.workloads import PAD_ID, VARIANTS, make_batch
-from maskpack import (
-    EDGE,
-    PER_ROW,
-    RL_FIELDS,
-    MaskNestingSpec,
-    PackedBatch,
-    compress,
-    decompress,
-    staging,
-    unnest,
-)
-from maskpack.backends import uses_triton
+from maskpack import EDGE, PER_ROW, RL_FIELDS, MaskNestingSpec, PackedBatch, compress, decompress, unnest
+from maskpack.core.backends import uses_triton
+from maskpack.packed.cuda import decode as staging
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,7 +29,7 @@ DTYPES = (torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float32, t
 
 
 def packed_of(variant: str = "reference", rows: int = 32, prompt: int = 24, response: int = 1500) -> PackedBatch:
-    return compress(make_batch(variant, rows, prompt_width=prompt, response_width=response), pad_token_id=PAD_ID)
+    return compress(workload(variant, rows, prompt, response), pad_token_id=PAD)
 
 
 def bits(x: torch.Tensor) -> bytes:
@@ -67,8 +58,8 @@ def assert_decodes(packed: PackedBatch, *names: Any) -> None:
     for layout in LAYOUTS:
         made = staging.decoded(packed, packed.schema.forms, layout == "nested", "cuda")
         assert set(made.entries) == set(packed.fields)
-        seen = decompress(packed, *names, layout=layout, device="cuda")
-        assert_same(seen, decompress(packed, *names, layout=layout, device="cpu"))
+        seen = decompress(packed, *names, format=layout, device="cuda")
+        assert_same(seen, decompress(packed, *names, format=layout, device="cpu"))
 
 
 @contextmanager
@@ -93,7 +84,7 @@ def test_workloads(variant: str) -> None:
     assert_decodes(packed.pin_memory())
     assert_decodes(packed.pin_memory()[3:9])
     assert_decodes(packed, "input_ids", "returns")
-    nested = decompress(packed, layout="nested", device="cuda")
+    nested = decompress(packed, format="nested", device="cuda")
     assert_same(unnest(nested), decompress(packed, device="cpu"))
     assert_same(unnest(nested[4:9]), decompress(packed[4:9], device="cpu"))
 
@@ -140,12 +131,12 @@ def test_scattered_masks_and_every_pad(dtype: torch.dtype, ragged_dim: int) -> N
 def test_one_launch_few_copies_no_sync(layout: Any, pinned: bool) -> None:
     packed = packed_of()
     packed = packed.pin_memory() if pinned else packed
-    decompress(packed, layout=layout, device="cuda")
+    decompress(packed, format=layout, device="cuda")
     with no_sync():
-        decompress(packed, layout=layout, device="cuda")
+        decompress(packed, format=layout, device="cuda")
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        decompress(packed, layout=layout, device="cuda")
+        decompress(packed, format=layout, device="cuda")
         torch.cuda.synchronize()
     names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     copies = [name for name in names if "Memcpy HtoD" in name]
@@ -184,7 +175,7 @@ def test_many_in_flight_on_two_streams(pinned: bool) -> None:
 
 def test_no_memory_is_shared() -> None:
     packed = packed_of()
-    nested = decompress(packed, layout="nested", device="cuda")
+    nested = decompress(packed, format="nested", device="cuda")
     fields = [nested[form.path].values() for form in packed.schema.forms]
     assert len({x.untyped_storage().data_ptr() for x in fields}) == len(fields)
     assert all(x.untyped_storage().nbytes() == x.nbytes for x in fields)
@@ -199,7 +190,7 @@ def test_no_memory_is_shared() -> None:
 
 
 def test_launches_share_one_compiled_kernel() -> None:
-    from maskpack.ops import _decode_kernel
+    from maskpack.packed.cuda import kernel as _decode_kernel
 
     def compiled() -> int:
         return sum(len(entry[0]) for entry in _decode_kernel._decode.device_caches.values())
@@ -214,8 +205,8 @@ def test_launches_share_one_compiled_kernel() -> None:
 
 def test_the_last_words_of_the_longest_rows_are_written() -> None:
     """Places behind them pass int32."""
-    from maskpack.ops import _decode_jobs as jobs
-    from maskpack.ops import _decode_kernel
+    from maskpack.packed.cuda import job_table as jobs
+    from maskpack.packed.cuda import kernel as _decode_kernel
 
     words = (1 << 31) - jobs.SPAN // 2
     out = torch.full((words + jobs.SPAN,), 77, dtype=torch.uint8, device="cuda")
@@ -233,17 +224,17 @@ def test_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASKPACK_TRITON", "0")
     for layout in LAYOUTS:
         assert not staging.decoded(packed, packed.schema.forms, layout == "nested", "cuda").entries
-        seen = decompress(packed, layout=layout, device="cuda")
-        assert_same(seen, decompress(packed, layout=layout, device="cpu"))
+        seen = decompress(packed, format=layout, device="cuda")
+        assert_same(seen, decompress(packed, format=layout, device="cpu"))
 
 
 def test_fields_go_home_to_their_devices() -> None:
-    batch = make_batch(rows=8, prompt_width=8, response_width=24)
+    batch = workload(rows=8, prompt=8, response=24)
     batch["advantages"] = batch["advantages"].cuda()
     batch["returns"] = batch["returns"].cuda()
-    packed = compress(batch, pad_token_id=PAD_ID)
+    packed = compress(batch, pad_token_id=PAD)
     for layout in LAYOUTS:
-        seen = decompress(packed, layout=layout)
+        seen = decompress(packed, format=layout)
         assert seen["advantages"].is_cuda
         assert seen["returns"].is_cuda
         assert not seen["responses"].is_cuda

@@ -32,7 +32,7 @@ class OnGpu:
     def echo(self, batch: Any) -> Any:
         return all_there(batch)
 
-    @endpoint(device="cuda", layout="nested")
+    @endpoint(device="cuda", format="nested")
     def echo_nested(self, batch: Any) -> Any:
         return all_there(batch)
 
@@ -92,7 +92,7 @@ def test_results_come_to_the_host(group: WorkerGroup, batch: TensorDict, method:
         out = group.call(method, driver)
         assert devices(out) == {"cpu"}
         assert_same(out.clear_device_(), batch)
-        nested = group.call(method, driver, layout="nested")
+        nested = group.call(method, driver, format="nested")
         assert devices(nested) == {"cpu"}
         assert_same(mp.unnest(nested).clear_device_(), batch)
 
@@ -104,7 +104,7 @@ def test_results_come_to_the_host(group: WorkerGroup, batch: TensorDict, method:
 
 @pytest.mark.parametrize("layout", ["padded", "nested"])
 def test_or_where_the_call_says(group: WorkerGroup, batch: TensorDict, layout: Any) -> None:
-    out = group.call("echo", batch, layout=layout, device="cuda")
+    out = group.call("echo", batch, format=layout, device="cuda")
     assert devices(out) == {"cuda"}
     assert out.device is not None
     assert out.device.type == "cuda"
@@ -124,17 +124,17 @@ def test_micro_batches_and_tensors_beside_the_rows(group: WorkerGroup, batch: Te
 
 
 def test_rows_that_stay_where_they_are(group: WorkerGroup, batch: TensorDict) -> None:
-    view = group.call("echo", batch, layout="view")
+    view = group.call("echo", batch, format="view")
     here = view.materialize(get=ray.get)
     assert devices(here) == {"cpu"}
     assert_same(here.clear_device_(), batch)
     assert devices(view.materialize(get=ray.get, device="cuda")) == {"cuda"}
-    assert devices(view.materialize(get=ray.get, device="cuda", layout="nested")) == {"cuda"}
+    assert devices(view.materialize(get=ray.get, device="cuda", format="nested")) == {"cuda"}
 
 
 def test_ranks_without_a_gpu_take_rows_of_ranks_with_one(group: WorkerGroup, batch: TensorDict) -> None:
     options = {"num_cpus": 0, "runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}}}
     hosts = WorkerGroup.launch(OnHost, 1, pad_token_id=PAD, actor_options=options)
     assert hosts.call("has_cuda", batch) == [False]
-    out = hosts.call("echo", group.call("echo", batch, layout="view"))
+    out = hosts.call("echo", group.call("echo", batch, format="view"))
     assert_same(out.clear_device_(), batch)

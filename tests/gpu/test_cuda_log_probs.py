@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from maskpack import LayoutError
+from maskpack.errors import LayoutError
 from maskpack.ops import log_probs as module
 from maskpack.ops.log_probs import packed_log_probs
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from test_cuda import count_syncs
 
-from maskpack import EDGE, LayoutError, RowLayout, ops
-from maskpack.runs import MOST_TOKENS
+from maskpack import EDGE, RowLayout, ops
+from maskpack.errors import LayoutError
+from maskpack.layout.span_index import MOST_TOKENS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -40,11 +41,11 @@ def test_positions_beyond_32_bits(several: bool) -> None:
 
 def test_more_tokens_than_int32_counts() -> None:
     mask = torch.ones(3, 3 << 28, dtype=torch.bool, device="cuda")  # 2.4e9 of them
-    with pytest.raises(LayoutError, match="the rows have 2415919104 real positions; expected at most 2147483647"):
+    with pytest.raises(LayoutError, match="the rows have 2415919104 valid tokens; expected at most 2147483647"):
         RowLayout.from_mask(mask)
-    with pytest.raises(LayoutError, match="the rows have 2415919104 real positions; expected at most 2147483647"):
-        RowLayout.from_mask(mask, total=mask.numel())
-    layout = RowLayout.from_mask(mask, total=1000)
+    with pytest.raises(LayoutError, match="the rows have 2415919104 valid tokens; expected at most 2147483647"):
+        RowLayout.from_mask(mask, num_tokens=mask.numel())
+    layout = RowLayout.from_mask(mask, num_tokens=1000)
     assert layout.index.begins.tolist() == [0, 3 << 28, 3 << 29, MOST_TOKENS]
     assert layout.cu_seqlens.tolist() == [0, 1000, 1000, 1000]
     x = torch.randint(0, 256, mask.shape, dtype=torch.uint8, device="cuda")
@@ -53,7 +54,9 @@ def test_more_tokens_than_int32_counts() -> None:
     back = ops.unpack(values, layout, 9)
     assert torch.equal(back[0, :1000], values)
     assert torch.equal(layout.indices, torch.arange(1000, device="cuda"))
-    with pytest.raises(LayoutError, match="2415919104 real positions and up to 1 runs in a row; 1000 and at most"):
+    with pytest.raises(
+        LayoutError, match="2415919104 valid tokens and up to 1 spans in a row; expected num_tokens=1000 and at most"
+    ):
         layout.lengths  # noqa: B018
 
 
@@ -75,9 +78,9 @@ def test_many_rows(rows: int) -> None:
     layout = RowLayout.from_mask(mask)
     assert torch.equal(ops.pack(x, layout), x[mask])
     assert torch.equal(ops.unpack(x[mask], layout, 2.0), torch.where(mask, x, 2.0))
-    promised = RowLayout.from_mask(mask, total=layout.total)
-    assert torch.equal(ops.pack(x, promised), x[mask])
-    assert promised == layout
+    hinted = RowLayout.from_mask(mask, num_tokens=layout.num_tokens)
+    assert torch.equal(ops.pack(x, hinted), x[mask])
+    assert hinted == layout
 
 
 @pytest.mark.parametrize("density", [0.05, 0.3, 1.0])
@@ -98,7 +101,7 @@ def test_nothing_waits() -> None:
     total = int(mask.sum())
     fields = [torch.randint(0, 9, (64, 800), device="cuda"), torch.randn(64, 800, device="cuda")]
     with count_syncs() as seen:
-        layout = RowLayout.from_mask(mask, total=total)
+        layout = RowLayout.from_mask(mask, num_tokens=total)
         values = ops.pack(fields, layout)
         ops.unpack(values, layout, [5, EDGE])
         assert layout.cu_seqlens.dtype == torch.int32
@@ -119,7 +122,7 @@ def test_a_graph_of_everything() -> None:
     x = torch.randn(64, 800, device="cuda")
 
     def work() -> torch.Tensor:
-        layout = RowLayout.from_mask(mask, total=total)
+        layout = RowLayout.from_mask(mask, num_tokens=total)
         return ops.unpack(ops.pack(x, layout), layout, 3.0)
 
     work()
@@ -174,7 +177,7 @@ def garbage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("name", BROKEN)
 @pytest.mark.parametrize("scanner", ["Triton", "torch"])
-def test_a_broken_promise_costs_its_result_alone(
+def test_a_wrong_hint_costs_its_result_alone(
     garbage: None, monkeypatch: pytest.MonkeyPatch, name: str, scanner: str
 ) -> None:
     """No read elsewhere, no assertion of the device, which would end all work on it; then a LayoutError."""
@@ -186,7 +189,7 @@ def test_a_broken_promise_costs_its_result_alone(
     x = torch.randn(30, 4000, device="cuda")
     if scanner == "torch":
         monkeypatch.setenv("MASKPACK_TRITON", "0")
-    layout = RowLayout.from_mask(mask, total=total)
+    layout = RowLayout.from_mask(mask, num_tokens=total)
     monkeypatch.delenv("MASKPACK_TRITON", raising=False)
     for backend in ("triton", "torch"):
         values = ops.pack(x, layout, backend=backend)
@@ -205,7 +208,7 @@ def test_a_broken_promise_costs_its_result_alone(
     assert places.shape == (total,)
     assert not total or (int(places.min()) >= 0 and int(places.max()) < mask.numel())
     assert layout.to_mask().shape == mask.shape
-    with pytest.raises(LayoutError, match=rf"{true} real positions and .*; {total} and at most one were promised"):
+    with pytest.raises(LayoutError, match=rf"{true} valid tokens and .*; expected num_tokens={total} and at most one"):
         layout.table  # noqa: B018
     torch.cuda.synchronize()
     assert torch.equal(ops.pack(x, RowLayout.from_mask(mask)), x[mask])
@@ -226,10 +229,10 @@ def test_tensors_may_lie_on_another_than_the_current_device(several: bool) -> No
     assert torch.equal(back[1][..., 699].cpu(), torch.where(mask, x, 2.0))
 
 
-def test_a_broken_promise_is_found_on_the_host() -> None:
+def test_a_wrong_hint_is_found_on_the_host() -> None:
     mask = torch.rand(30, 40, device="cuda") < 0.5
-    layout = RowLayout.from_mask(mask, total=17)
+    layout = RowLayout.from_mask(mask, num_tokens=17)
     x = torch.randn(30, 40, device="cuda")
     ops.unpack(ops.pack(x, layout), layout)
-    with pytest.raises(LayoutError, match="17 and at most one were promised"):
+    with pytest.raises(LayoutError, match="expected num_tokens=17 and at most one"):
         layout.lengths  # noqa: B018

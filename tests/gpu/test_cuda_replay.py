@@ -19,8 +19,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from maskpack import attention, compress, decompress, nest_batch_by_mask, plan_micro_batches
-from maskpack.attention import backend_for, packed_attention
+from maskpack import compress, decompress, nest_batch_by_mask
+from maskpack.ops import attention
+from maskpack.ops.attention import backend_for, packed_attention
+from maskpack.planning import plan_micro_batches
 from maskpack.replay import PackedInputs, response_log_probs, response_values
 
 transformers = pytest.importorskip("transformers")
@@ -264,7 +266,7 @@ def each_alone(model: nn.Module, batch: TensorDict) -> Tensor:
 
 
 def packed(replay: Any, batch: TensorDict) -> Tensor:
-    out: Any = response_log_probs(replay, batch, canary=True)
+    out: Any = response_log_probs(replay, batch, self_check=True)
     return out.values()
 
 
@@ -407,13 +409,13 @@ def test_threads_replay_as_one(reentrant: bool) -> None:
         replay = replayable(model)
         out: list[Any] = []
         for batch in batches:
-            log_probs = response_log_probs(replay, batch, canary=True).values()
+            log_probs = response_log_probs(replay, batch, self_check=True).values()
             out.append((log_probs.detach(), gradients(model, log_probs)))
         return out
 
     def of_shared(replay: Any) -> list[Tensor]:
         with torch.no_grad():
-            return [response_log_probs(replay, batch, canary=True).values() for batch in batches]
+            return [response_log_probs(replay, batch, self_check=True).values() for batch in batches]
 
     wanted = [of_own(tiny(kind, dtype)) for kind in kinds]
     shared_wanted = of_shared(replayable(tiny("qwen3", dtype)))

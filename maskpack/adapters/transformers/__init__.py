@@ -1,0 +1,11 @@
+"""transformers and TRL: models that run packed rows, and a collator that packs samples.
+
+model.py       replayable: checks, packed attention, sharded models
+passes.py      which attention the layers use in a forward pass
+collator.py    PackedCollator
+"""
+
+from maskpack.adapters.transformers.collator import PackedCollator
+from maskpack.adapters.transformers.model import Replayable, replayable
+
+__all__ = ["PackedCollator", "Replayable", "replayable"]

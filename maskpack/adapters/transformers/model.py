@@ -1,0 +1,521 @@
+"""replayable: causal language models of transformers with an attention that keeps packed rows apart.
+
+    model -> replayable(model): checks the model, and replaces its attention -> response_log_probs, response_values
+
+The attention reads the bounds of the rows from `cu_seq_lens_q`, a keyword argument that models pass on to their layers.
+It raises without it, and for every input that it does not support: a mask, a cache, dropout, other tensors.
+
+Models that replay would compute wrongly are refused by name before anything runs:
+
+its kind        encoder and decoder, no model of hidden states              always
+its output      scaled or capped logits, a layer that is not one weight     for log-probs
+its layers      state carried from token to token, no position_ids          for packed rows
+its rows        longer than the limit of dynamic RoPE, image tokens         for these rows
+
+The ranks of a sharded model run together and agree on the self-check:
+
+rank 0   longest row to compare: 2 tokens   ---+                compares this row
+rank 1   no row to compare: 0               ---+--> most: 2     runs one token, so that weights can be gathered
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from transformers import AttentionInterface, PreTrainedModel
+
+from maskpack.adapters.transformers import passes
+from maskpack.adapters.transformers.passes import NAME
+from maskpack.core.arguments import said
+from maskpack.errors import ReplayError
+from maskpack.ops import packed_log_probs
+from maskpack.ops.attention import packed_attention
+from maskpack.replay.inputs import PackedInputs
+
+_LAYERS = {"full_attention", "sliding_attention"}
+_SCALES = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier")
+"""Options that scale or cap the logits; 1 or None leaves them plain."""
+_PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id", "image_token_index")
+"""Options with the ids of tokens that a model replaces by image, video or audio embeddings."""
+_CHANGING = ("dynamic", "longrope")
+"""RoPE types whose frequencies depend on the longest row."""
+_PADDED = "Replay it padded: MASKPACK_PACKED_REPLAY=0."
+_KNOWN = ("cu_seq_lens_q", "cu_seq_lens_k", "position_ids", "cache_position")
+"""Tensors that an attention accepts. Others would change its result (sinks, biases, sparse indices)."""
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8, torch.bfloat16: 0.25, torch.float16: 0.05}
+"""The largest difference of a log-prob from the dense forward pass, by dtype. Rounding alone stays below. The same
+bounds hold for hidden states in units of their root mean square."""
+_COMPARED = 512
+"""The number of tokens at either end of a row that are compared. All logits of a long row may not fit on a GPU."""
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention of a layer: query [1, H, T, D], key and value [1, KV, T, D] -> [1, T, H, D]."""
+    bounds, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
+    who = type(module).__name__
+    running = passes.current()
+    if running is not None and not running.own and (not isinstance(bounds, Tensor) or longest is None):
+        raise ReplayError(f"{who}: the model does not pass the bounds of rows on to its attention. {_PADDED}")
+    if not isinstance(bounds, Tensor) or longest is None:
+        raise ReplayError(
+            f"{who}: the attention did not receive cu_seq_lens_q and max_length_q; expected the bounds of packed rows. "
+            "Call response_log_probs or response_values, or give the model its own attention back before it runs on "
+            "padded rows or generates: replayable(model).release()."
+        )
+    causal = getattr(module, "is_causal", True) if kwargs.get("is_causal") is None else kwargs["is_causal"]
+    odd = sorted(name for name, given in kwargs.items() if isinstance(given, Tensor) and name not in _KNOWN)
+    odd += ["a mask"] if attention_mask is not None else []
+    odd += [f"dropout {dropout}"] if dropout else []
+    odd += ["attention that is not causal"] if not causal else []
+    odd += [f"{query.shape[0]} batch rows"] if query.shape[0] != 1 else []
+    if odd:
+        raise ReplayError(
+            f"{who}: packed attention with {', '.join(odd)}; expected causal attention of one batch row of packed rows "
+            "and nothing else. Pass no mask, set attention_dropout to 0, or replay padded: MASKPACK_PACKED_REPLAY=0."
+        )
+    hidden_window = _window(module) if sliding_window is None else None
+    if hidden_window is not None and longest > hidden_window:
+        raise ReplayError(
+            f"{who}: the layer has a window of {hidden_window} tokens that it does not tell its attention, and a row "
+            f"has {longest}; expected sliding_window. {_PADDED}"
+        )
+    if value.shape[-1] != query.shape[-1]:
+        raise ReplayError(
+            f"{who}: values have heads of {value.shape[-1]}, queries of {query.shape[-1]}; expected one size. {_PADDED}"
+        )
+    if key.shape[2] != query.shape[2]:
+        raise ReplayError(
+            f"{who}: {key.shape[2]} keys for {query.shape[2]} queries; expected as many: a cache was in use. Pass "
+            "use_cache=False."
+        )
+    if running is not None:
+        running.attended += 1
+    dtype = value.dtype  # rotary tables widen queries and keys under autocast
+    out = packed_attention(
+        query[0].transpose(0, 1).to(dtype),
+        key[0].transpose(0, 1).to(dtype),
+        value[0].transpose(0, 1),
+        bounds,
+        int(longest),
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+    )
+    return out[None].contiguous(), None  # some models take a view of it
+
+
+AttentionInterface.register(NAME, attention)
+
+
+def _only_bounds(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook of the model: transformers would drop a 2-D mask silently on the way to the layers."""
+    config: Any = module.config
+    if config.get_text_config()._attn_implementation != NAME:
+        return
+    given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+    given = {**given, **given.get("kwargs", {})}
+    if given.get("attention_mask") is not None:
+        raise ReplayError(
+            f"{type(module).__name__}: an attention_mask came with packed attention; expected bounds alone. Pass none, "
+            "or give the model its own attention back for padded rows: replayable(model).release()."
+        )
+
+
+def _own_without_bounds(module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook of attention layers: the original attention would ignore the bounds. It fires if a backward
+    pass runs layers again (gradient checkpointing) after `release`."""
+    config: Any = getattr(module, "config", None)
+    if "cu_seq_lens_q" in kwargs and getattr(config, "_attn_implementation", NAME) != NAME:
+        raise ReplayError(
+            f"{type(module).__name__}: packed rows came to the model's own attention; expected maskpack's. Run the "
+            "backward pass before release(), and before MASKPACK_PACKED_REPLAY=0."
+        )
+
+
+def _window(module: nn.Module) -> int | None:
+    """The sliding window of an attention layer by its configuration. Some models apply it in masks only."""
+    config: Any = getattr(module, "config", None)
+    kinds = list(getattr(config, "layer_types", None) or ["sliding_attention"])
+    index = getattr(module, "layer_idx", None)
+    if "sliding_attention" not in (kinds if index is None or len(kinds) == 1 else kinds[index : index + 1]):
+        return None
+    return getattr(config, "sliding_window", None) or None
+
+
+def replayable(model: PreTrainedModel) -> Replayable:
+    """Prepares a model for `response_log_probs` and `response_values`.
+
+    The attention of the model is replaced by packed attention until `release()`, also in backward passes that run
+    layers again (gradient checkpointing). The next replay replaces it again. A model without an output layer
+    (AutoModel, AutoModelForTokenClassification) works with `response_values`.
+
+    Raises:
+        ReplayError: replay does not support the model; the message says why.
+    """
+    return Replayable(model)
+
+
+class Replayable:
+    """The ReplayModel of a model of transformers. Build one with `replayable`.
+
+    Attributes:
+        model: the same module, with its parameters and modes; after `release()`, for padded rows and generation.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        model = getattr(model, "_orig_mod", model)  # of torch.compile
+        if not isinstance(model, PreTrainedModel):
+            raise ReplayError(
+                f"replayable: got {said(model)}; expected a model of transformers. Pass the model itself; "
+                "of PEFT with adapters in its layers, get_base_model(); shard with fully_shard, which wraps nothing."
+            )
+        self.model = model
+        self._base: Any = getattr(model, model.base_model_prefix, None) or model.get_decoder()
+        self._output: Any = cast("Any", model).get_output_embeddings()
+        self._config: Any = model.config.get_text_config()
+        self._checked: set[tuple[torch.dtype, bool, bool]] = set()
+        _check_kind(model, self._base, self._output)
+        if self._output is not None:
+            _check_output(model, self._config, self._output)
+        if os.environ.get("MASKPACK_PACKED_REPLAY") != "0":
+            _check_layers(model, self._base, self._config)
+        _check_root(model)
+        self._groups = _groups_of(model)
+        self._watch()
+        passes.take(self.model, self._config)
+
+    def _watch(self) -> None:
+        """Registers the two hooks that stay with the model."""
+        if _only_bounds not in self._base._forward_pre_hooks.values():
+            self._base.register_forward_pre_hook(_only_bounds, with_kwargs=True)
+        for layer in self._base.modules():
+            watched = _own_without_bounds in layer._forward_pre_hooks.values()
+            if "Attention" in type(layer).__name__ and not watched:
+                layer.register_forward_pre_hook(_own_without_bounds, with_kwargs=True)
+
+    def release(self) -> PreTrainedModel:
+        """Restores the attention of the model, for padded rows and generation, and returns the model. The next replay
+        replaces it again. Do not call it between a forward pass and its backward pass, which may run layers again
+        (gradient checkpointing), nor while another thread replays the model."""
+        passes.release(self.model, self._config)
+        return self.model
+
+    # ---------------------------------------------------------------- ReplayModel
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which the embedding layer runs."""
+        weight = next(self.model.get_input_embeddings().parameters())
+        if weight.is_meta:
+            raise ReplayError(
+                f"replayable: the weights of {type(self.model).__name__} are on the meta device; expected weights. "
+                "Load the model first."
+            )
+        return _device_of(weight)
+
+    @property
+    def head(self) -> Tensor:
+        """[V, H]: the weight of the output layer."""
+        if self._output is None:
+            raise ReplayError(
+                f"replayable: {type(self.model).__name__} has no output layer that scores tokens; expected one for "
+                "log-probs. Ask it for response_values, or load it as a causal language model."
+            )
+        return _plain_weight(self.model, self._output)
+
+    def hidden(self, inputs: PackedInputs) -> Tensor:
+        """[T, H]: the last hidden states of packed rows."""
+        _check_layers(self.model, self._base, self._config)
+        _check_rows(self.model, self._config, inputs.input_ids, inputs.max_seqlen)
+        self._find_ranks()
+        passes.take(self.model, self._config)
+        with passes.Pass().running() as packed:
+            states = self._states(
+                input_ids=inputs.input_ids,
+                position_ids=inputs.position_ids,
+                cu_seq_lens_q=inputs.cu_seqlens,
+                cu_seq_lens_k=inputs.cu_seqlens,
+                max_length_q=inputs.max_seqlen,
+                max_length_k=inputs.max_seqlen,
+            )
+        if packed.attended < self._config.num_hidden_layers:
+            raise ReplayError(
+                f"replayable: {type(self.model).__name__} attended {packed.attended} times in "
+                f"{self._config.num_hidden_layers} layers; expected every layer to attend through transformers' "
+                f"attention interface. {_PADDED}"
+            )
+        return states[0]
+
+    def dense_hidden(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+        """[B, S, H]: the last hidden states of padded rows, by the original attention."""
+        _check_rows(self.model, self._config, input_ids, input_ids.shape[1])
+        self._find_ranks()
+        self.release()
+        return self._states(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids)
+
+    def _find_ranks(self) -> None:
+        """Finds the process groups of a model that was sharded after `replayable`."""
+        if not self._groups and (not self._checked or isinstance(self.model, FSDPModule)):
+            self._groups = _groups_of(self.model)
+
+    def _states(self, **given: Any) -> Tensor:
+        """The last hidden states. A model sharded by FSDP runs from its root with an output layer that returns its
+        input: only the forward pass of the root gathers the weights that are in no wrapped layer."""
+        if not isinstance(self.model, FSDPModule) or self._base is self.model:
+            return self._base(**given, use_cache=False).last_hidden_state
+        if self._output is None:
+            raise ReplayError(
+                f"replayable: {type(self.model).__name__} is sharded, with a head that replay does not know; expected "
+                "its base model as the root of the sharding. Shard and replay that, and its head apart."
+            )
+        self._output.forward = _as_it_is
+        try:
+            return cast("Any", self.model)(**given, use_cache=False).logits
+        finally:
+            del self._output.forward
+
+    def self_check(self, inputs: PackedInputs, hidden: Tensor, again: bool = False) -> None:
+        """Compares the log-probs of one row with those of the whole model on this row alone, by its original attention.
+        For a model without an output layer it compares hidden states, in units of their root mean square.
+
+        It runs once for each Replayable, dtype, and packed or padded path; always with `again`. The first row of a
+        batch proves little, because wrong bounds may not change it; after such a comparison the next batch with two
+        rows is compared too. The ranks of a sharded model compare in the same call, because all of them must run the
+        model; a rank without a row to compare runs one token. If one rank fails, all raise ReplayError."""
+        dtype, packed = _precision(hidden), self._config._attn_implementation == NAME
+        if (dtype, packed, True) in self._checked and not again:
+            return
+        begin, end = _row_to_compare(inputs)
+        most = _most_of(self._groups, 0 if end - begin < 2 else 1 if begin == 0 else 2, hidden.device)
+        kind = dtype, packed, most == 2
+        if most == 0 or (kind in self._checked and not again):
+            return
+        off = self._distance(inputs, hidden, begin, end)
+        worst = _most_of(self._groups, off, hidden.device)
+        if not worst <= _TOLERANCE[dtype]:
+            what = "hidden states" if self._output is None else "log-probs"
+            seen = f"{worst:.3g} on another rank" if off <= _TOLERANCE[dtype] else f"{off:.3g}"
+            raise ReplayError(
+                f"replayable: {'packed' if packed else 'padded'} {what} of {type(self.model).__name__} are off by "
+                f"{seen} from its own forward of the same row; expected at most {_TOLERANCE[dtype]}. Replay of "
+                f"this model is not right, or dropout is on. {_PADDED if packed else 'Use its own forward.'}"
+            )
+        self._checked.add(kind)
+
+    def _distance(self, inputs: PackedInputs, hidden: Tensor, begin: int, end: int) -> float:
+        """The largest difference of the row from `begin` to `end` from its own forward pass; 0 if it scores no
+        token."""
+        tokens = slice(begin, max(end, begin + 1))
+        ids = inputs.input_ids[:, tokens]
+        places = torch.arange(ids.shape[1] - 1, device=ids.device)
+        more: dict[str, Any] = {}
+        if self._output is not None and places.numel() > 2 * _COMPARED:
+            places = torch.cat([places[:_COMPARED], places[-_COMPARED:]])
+            if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+                more["logits_to_keep"] = places
+        passes.follow_passes(self.model)
+        alone = self._base if self._output is None else self.model
+        with torch.no_grad():
+            with passes.Pass(own=True).running():
+                out: Any = alone(
+                    input_ids=ids,
+                    attention_mask=torch.ones_like(ids),  # without it, positions that jump would begin a row
+                    position_ids=inputs.position_ids[..., tokens],
+                    use_cache=False,
+                    **more,
+                )
+            if end - begin < 2:
+                return 0.0
+            states = hidden[begin:end].detach()
+            if self._output is None:
+                truth = out.last_hidden_state[0]
+                off = (states - truth).float().abs().max() / truth.float().square().mean().sqrt()
+            else:
+                scored = ids[0, places + 1]
+                seen = packed_log_probs(states[places], self.head, scored)
+                logits = out.logits[0] if more else out.logits[0, places]
+                truth = logits.to(seen.dtype).log_softmax(-1).gather(-1, scored[:, None])[:, 0]
+                off = (seen - truth).abs().max()
+        return float(off)
+
+
+def _as_it_is(hidden: Tensor) -> Tensor:
+    return hidden
+
+
+def _precision(hidden: Tensor) -> torch.dtype:
+    """The dtype in which the model computed."""
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+
+def _row_to_compare(inputs: PackedInputs) -> tuple[int, int]:
+    """The bounds of the longest row after the first, which a wrong bound would change; of the first row if no other has
+    two tokens."""
+    if not inputs.num_tokens:
+        return 0, 0
+    lengths = inputs.bounds[1:] - inputs.bounds[:-1]
+    row = 1 + int(lengths[1:].argmax()) if lengths.size > 1 and lengths[1:].max() > 1 else 0
+    begin, end = inputs.bounds[row : row + 2].tolist()
+    return begin, end
+
+
+# -------------------------------------------------------------------- unsupported models
+
+
+def _check_kind(model: Any, base: Any, output: Any) -> None:
+    """Checks the kind of a model, for packed and padded rows."""
+    who = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ReplayError(f"replayable: {who} has an encoder and a decoder; expected a causal model. Use another.")
+    if output is not None and base is model:
+        raise ReplayError(
+            f"replayable: {who} has no model of hidden states within; expected one in "
+            f'"{model.base_model_prefix}". Its log-probs have to come from its own forward.'
+        )
+
+
+def _check_output(model: Any, config: Any, output: Any) -> None:
+    """Checks that logits are the product with one weight, without bias, scale or cap."""
+    who = type(model).__name__
+    scales = [name for name in _SCALES if getattr(config, name, None) not in (None, 1)]
+    if scales:
+        raise ReplayError(
+            f"replayable: {who} scales or caps its logits ({', '.join(scales)}); expected plain logits. Its "
+            "log-probs have to come from its own forward."
+        )
+    if getattr(output, "bias", None) is not None:
+        raise ReplayError(
+            f"replayable: {who} has an output layer with a bias; expected one weight [V, H]. Its log-probs have to "
+            "come from its own forward."
+        )
+
+
+def _plain_weight(model: Any, output: Any) -> Tensor:
+    """[V, H]: the weight of the output layer. Every call checks that the layer applies nothing else, because adapters
+    can be added later."""
+    who, layer = type(model).__name__, cast("Any", type(output))
+    if isinstance(getattr(output, "weight", None), DTensor):
+        raise ReplayError(
+            f"replayable: the output layer of {who} is sharded; expected its whole weight after a forward "
+            "pass. Leave it to the root of the sharding: fully_shard of the layers, then of the model."
+        )
+    hooked = [name for name in ("_forward_hooks", "_forward_pre_hooks") if getattr(output, name, None)]
+    plain = isinstance(output, nn.Linear) and layer.forward is nn.Linear.forward and "forward" not in vars(output)
+    if not plain or hooked:
+        raise ReplayError(
+            f"replayable: the output layer of {who} is a {layer.__module__}.{layer.__name__}, or has hooks; expected "
+            "torch.nn.Linear, whose weight says all. Merge adapters of the output layer, or leave it without one."
+        )
+    return output.weight
+
+
+def _check_layers(model: Any, base: Any, config: Any) -> None:
+    """Checks that the layers support packed rows."""
+    who = type(model).__name__
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
+    if kinds:
+        raise ReplayError(
+            f"replayable: {who} has layers of kind {', '.join(kinds)}; expected full or sliding attention. Such layers "
+            f"carry tokens of one row into the next. {_PADDED}"
+        )
+    if "position_ids" not in inspect.signature(base.forward).parameters:
+        raise ReplayError(
+            f"replayable: {type(base).__name__} takes no position_ids; expected them, row by row. {_PADDED}"
+        )
+
+
+def _check_rows(model: Any, config: Any, ids: Tensor, longest: int) -> None:
+    """Checks the rows of a call. One synchronisation on CUDA if the model has image, video or audio tokens."""
+    who = type(model).__name__
+    for kind, limit in _changes(config):
+        if longest > limit:
+            raise ReplayError(
+                f"replayable: {who} has rotary positions of kind {kind}, which change for all rows where one is longer "
+                f"than {limit} tokens; a row, or the tail of multiple_of, has {longest}. Keep all within {limit}."
+            )
+    places: set[Any] = {getattr(part, name, None) for part in (model.config, config) for name in _PLACEHOLDERS} - {None}
+    if places and bool(torch.isin(ids, torch.tensor(sorted(places), device=ids.device)).any()):
+        raise ReplayError(
+            f"replayable: input_ids hold places of images, video or audio of {who} (ids {sorted(places)}); expected "
+            "text alone: replay passes nothing else to the model. Its log-probs have to come from its own forward."
+        )
+
+
+def _changes(config: Any) -> Iterator[tuple[str, int]]:
+    """RoPE types that depend on the longest row, each with the length up to which they do not."""
+    given = cast("dict[str, Any]", getattr(config, "rope_parameters", None) or {})
+    within = [cast("dict[str, Any]", part) for part in given.values() if isinstance(part, dict)]
+    for part in (given, *within):
+        if part.get("rope_type") in _CHANGING:
+            first = "original_max_position_embeddings"
+            limit = part.get(first) or getattr(config, first, None) or config.max_position_embeddings
+            yield part["rope_type"], int(limit)
+
+
+# -------------------------------------------------------------------- sharded models
+
+
+def _check_root(model: nn.Module) -> None:
+    """Raises ReplayError for a part of a sharded model, whose weights only the root gathers."""
+    if getattr(model, "_is_fsdp_managed_module", False) and not isinstance(model, FSDPModule):
+        raise ReplayError(
+            f"replayable: {type(model).__name__} lies inside a module that FSDP shards; expected the root of the "
+            "sharding, which gathers the weights. Shard with fully_shard, the layers and then the model, and pass the "
+            "model."
+        )
+
+
+def _groups_of(model: nn.Module) -> tuple[Any, ...]:
+    """The process groups over which weights are sharded or replicated; empty for a model of one process."""
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # gathered weights do not know their device mesh
+    return tuple(dict.fromkeys(_groups_within(model)))
+
+
+def _groups_within(model: nn.Module) -> Iterator[Any]:
+    for part in model.modules():
+        if isinstance(part, FullyShardedDataParallel):
+            known = part.process_group, getattr(part, "_inter_node_pg", None)
+            yield from (group for group in known if group is not None)
+    for weight in model.parameters():
+        if isinstance(weight, DTensor):
+            yield from (weight.device_mesh.get_group(dim) for dim in range(weight.device_mesh.ndim))
+
+
+def _device_of(weight: Tensor) -> torch.device:
+    """The device on which a layer with this weight runs. Its shards may be offloaded to the host."""
+    if not isinstance(weight, DTensor):
+        return weight.device
+    kind = weight.device_mesh.device_type
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _most_of(groups: Sequence[Any], number: float, device: torch.device) -> float:
+    """The largest number of all ranks; NaN counts as infinity. Every rank of the groups must call it."""
+    if not groups:
+        return number
+    most = torch.tensor(number, dtype=torch.float64, device=device).nan_to_num(torch.inf)
+    for group in groups:  # one dim of a mesh after the other
+        dist.all_reduce(most, dist.ReduceOp.MAX, group)
+    return float(most)

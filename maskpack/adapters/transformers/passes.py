@@ -1,0 +1,115 @@
+"""Which attention the layers of a model use in each forward pass.
+
+replay, or packed rows     packed attention, whose name is in the configuration of the model
+self-check                 the original attention, in this pass only: other threads read the same configuration
+after release()            the original attention
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, cast
+
+NAME = "maskpack"
+"""The name of packed attention in `config._attn_implementation`."""
+
+_switching = threading.Lock()
+"""Guards changes of the attention of a model. No forward pass runs under it."""
+
+
+@dataclass
+class Pass:
+    """A forward pass of replay, in one thread; a thread is in one pass at a time. Layers that a backward pass runs
+    again belong to no pass, in any thread.
+
+    Attributes:
+        own: whether layers use the original attention of the model.
+        attended: the number of calls of packed attention so far.
+    """
+
+    own: bool = False
+    attended: int = 0
+
+    @contextmanager
+    def running(self) -> Generator[Pass]:
+        token = _current.set(self)
+        try:
+            yield self
+        finally:
+            _current.reset(token)
+
+
+_current: ContextVar[Pass | None] = ContextVar("_current", default=None)
+
+
+def current() -> Pass | None:
+    """The pass of this thread; None outside one."""
+    return _current.get()
+
+
+class _Taken(str):
+    """NAME, with the name of the attention that it replaces. The configuration holds it, so that copies of a model have
+    it and models that share a configuration agree."""
+
+    own: str | None = None
+
+
+def take(model: Any, config: Any) -> None:
+    """Switches a model to packed attention. `config` is its text configuration."""
+    with _switching:
+        if config._attn_implementation != NAME:
+            own = [(part, part._attn_implementation) for part in _parts(model.config)]
+            model.set_attn_implementation(NAME)
+            for part, name in own:
+                if part._attn_implementation == NAME:
+                    taken = _Taken(NAME)
+                    taken.own = getattr(name, "own", None) or name
+                    part._attn_implementation_internal = taken
+
+
+def release(model: Any, config: Any) -> None:
+    """Restores the original attention of a model."""
+    with _switching:
+        if config._attn_implementation == NAME:
+            for part in _parts(model.config):
+                if part._attn_implementation == NAME:
+                    part._attn_implementation_internal = _own_of(part._attn_implementation)
+
+
+def follow_passes(model: Any) -> None:
+    """Wraps the property `_attn_implementation` of the configuration classes of a model, which layers read in every
+    forward pass: it returns the original attention in a pass with `own`. The configurations do not change."""
+    for config in _parts(model.config):
+        kinds = cast("tuple[Any, ...]", type(config).__mro__)
+        kind = next(kind for kind in kinds if "_attn_implementation" in vars(kind))
+        known = cast("Any", vars(kind))["_attn_implementation"]  # a property
+        if not hasattr(known.fget, "follows_passes"):
+            kind._attn_implementation = property(_following(known.fget), known.fset, known.fdel, known.__doc__)
+
+
+def _following(getter: Any) -> Any:
+    @functools.wraps(getter)
+    def of_this_pass(config: Any) -> Any:
+        name = getter(config)
+        running = _current.get() if name == NAME else None
+        return name if running is None or not running.own else _own_of(name)
+
+    cast("Any", of_this_pass).follows_passes = True
+    return of_this_pass
+
+
+def _own_of(name: str) -> str | None:
+    return name.own if isinstance(name, _Taken) else "sdpa"
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    """A configuration and its sub-configurations."""
+    yield config
+    for name in config.sub_configs:
+        if getattr(config, name, None) is not None:
+            yield from _parts(getattr(config, name))

@@ -1,0 +1,144 @@
+"""verl: packed dispatch for its trainers, its fields, and the functions of the mask-nesting proposal.
+
+protocol.py   pack, unpack: a DataProto or TensorDict in packed form, and back bit for bit
+dispatch.py   mask_nesting_dispatch, packed_endpoint: packed batches to the workers of verl and back
+here          nesting of a DataProto or TensorDict, also in place; pickles
+"""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Callable
+from typing import Any
+
+from tensordict import TensorDict, TensorDictBase
+
+from maskpack.adapters.verl.dispatch import (
+    MaskNestingConfig,
+    PackedFuture,
+    configure,
+    mask_nesting_dispatch,
+    packed_endpoint,
+)
+from maskpack.adapters.verl.protocol import VERL_FIELDS, DataProto, PackedProto, pack, unpack, wrong_kind
+from maskpack.core.tree import has
+from maskpack.errors import LayoutError
+from maskpack.fields.options import Registry
+from maskpack.fields.registry import Key, MaskNestingRegistry, MaskNestingSpec
+from maskpack.nesting import nest as nesting
+from maskpack.nesting import response
+
+__all__ = [
+    "VERL_FIELDS",
+    "MaskNestingConfig",
+    "MaskNestingSpec",
+    "PackedFuture",
+    "PackedProto",
+    "configure",
+    "mask_nesting_dispatch",
+    "nest_batch_by_mask",
+    "nest_batch_by_mask_",
+    "pack",
+    "packed_endpoint",
+    "pickle_data_protos",
+    "select_and_pad_to_response",
+    "unnest_batch_by_mask",
+    "unnest_batch_by_mask_",
+    "unpack",
+]
+
+# -------------------------------------------------------------------- nesting
+
+
+def nest_batch_by_mask(data: Any, registry: Registry = VERL_FIELDS, **options: Any) -> Any:
+    """`maskpack.nest_batch_by_mask` of a TensorDict, or of the `batch` of a DataProto. `data` is not changed."""
+    return _renewed(data, lambda batch: nesting.nest_batch_by_mask(batch, registry, **options), "nest_batch_by_mask")
+
+
+def unnest_batch_by_mask(data: Any, *fields: Key) -> Any:
+    """`maskpack.unnest_batch_by_mask` of a TensorDict, or of the `batch` of a DataProto. `data` is not changed."""
+    return _renewed(data, lambda batch: nesting.unnest_batch_by_mask(batch, *fields), "unnest_batch_by_mask")
+
+
+def nest_batch_by_mask_(data: Any, registry: Registry = VERL_FIELDS, **options: Any) -> Any:
+    """`nest_batch_by_mask` in place: `data` is nested and returned. After an error it is unchanged."""
+    return _changed(data, lambda batch: nesting.nest_batch_by_mask(batch, registry, **options), "nest_batch_by_mask_")
+
+
+def unnest_batch_by_mask_(data: Any) -> Any:
+    """`unnest_batch_by_mask` in place: `data` is padded and returned. After an error it is unchanged."""
+    return _changed(data, nesting.unnest_batch_by_mask, "unnest_batch_by_mask_")
+
+
+def select_and_pad_to_response(data: Any, *fields: Key, registry: MaskNestingRegistry = VERL_FIELDS) -> TensorDict:
+    """`maskpack.select_and_pad_to_response` of a TensorDict, or of the `batch` of a DataProto: a TensorDict of
+    [B, R, *F] fields."""
+    return response.select_and_pad_to_response(
+        _batch_of(data, "select_and_pad_to_response"), *fields, registry=registry
+    )
+
+
+_Work = Callable[[TensorDictBase], TensorDict]
+
+
+def _batch_of(data: Any, call: str) -> TensorDictBase:
+    batch = data.batch if isinstance(data, DataProto) else data
+    if not isinstance(batch, TensorDictBase):
+        raise wrong_kind(call, data)
+    return batch
+
+
+def _renewed(data: Any, work: _Work, call: str) -> Any:
+    batch = work(_batch_of(data, call))
+    if not isinstance(data, DataProto):
+        return batch
+    return type(data)(batch=batch, non_tensor_batch=dict(data.non_tensor_batch), meta_info=dict(data.meta_info))
+
+
+def _changed(data: Any, work: _Work, call: str) -> Any:
+    batch = _batch_of(data, call)
+    if isinstance(data, DataProto):
+        data.batch = work(batch)
+        return data
+    if not isinstance(batch, TensorDict) or batch.is_locked or len(batch.batch_size) != 1:
+        raise LayoutError(
+            f"{call}: the batch is a {type(batch).__name__} of batch size {tuple(batch.batch_size)}"
+            f"{', locked' if batch.is_locked else ''}; expected an unlocked TensorDict with its rows as only batch "
+            "dim. Take the name without the underscore, which returns a new one."
+        )
+    new = work(batch)
+    fields: Any = batch
+    for name in [name for name in fields.keys() if not has(new, name)]:  # noqa: SIM118 (TensorDict has no `in`)
+        del fields[name]
+    for name, value in new.items():
+        batch.set(name, value)
+    return data
+
+
+# -------------------------------------------------------------------- pickles
+
+
+def pickle_data_protos(**options: Any) -> Callable[[], None]:
+    """Makes this process pickle each DataProto packed, through Ray or into a file. It is restored bit for bit; the
+    reader needs maskpack installed, and no call. Subclasses are pickled as before.
+
+    Args:
+        options: options of `pack`.
+
+    Returns:
+        A function that undoes this.
+    """
+    pack(TensorDict({}, batch_size=[0]), **options)  # wrong options raise here instead of in the first pickle
+    before = copyreg.dispatch_table.get(DataProto)
+
+    def reduced(data: Any) -> tuple[Any, ...]:
+        return unpack, (pack(data, **options),)
+
+    def undo() -> None:
+        if before is None:
+            copyreg.dispatch_table.pop(DataProto, None)
+        else:
+            copyreg.dispatch_table[DataProto] = before
+
+    copyreg.pickle(DataProto, reduced)
+    return undo

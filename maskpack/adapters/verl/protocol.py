@@ -1,0 +1,351 @@
+"""The batches of verl, packed.
+
+    DataProto   batch, non_tensor_batch, meta_info   --pack-->  PackedProto  --unpack-->  DataProto
+    TensorDict  padded, jagged, or some of each      --pack-->  PackedProto  --unpack-->  TensorDict
+
+Tensors are stored in a PackedBatch. This module adds what verl's batches have beyond that: metadata that every part
+keeps whole, numpy arrays of objects, and nested tensors that are ragged along their last dim.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase
+from torch import Tensor
+
+from maskpack.core.index import Rows, row_index
+from maskpack.core.objects import Objects
+from maskpack.core.pads import SIGNED_ZERO, PadValue
+from maskpack.core.tree import Node, flatten, has, is_object, unflatten
+from maskpack.errors import LayoutError
+from maskpack.fields.options import OnLoss, Options, Registry, Verify
+from maskpack.fields.registry import Key, MaskNestingSpec, Path, path_of
+from maskpack.fields.rl_fields import RL_FIELDS
+from maskpack.layout.jagged import jagged_from, ragged_dim, stated_dim, to_host
+from maskpack.nesting.coverage import check_strict, hidden_tensors
+from maskpack.nesting.schema import LAYOUTS
+from maskpack.packed import batch as packing
+from maskpack.packed.batch import PackedBatch, Target
+
+DataProto: Any = importlib.import_module("verl.protocol").DataProto
+
+_ON_RESPONSE: list[Key] = ["response", "sequence"]
+_ZERO: list[PadValue] = [0, SIGNED_ZERO]
+
+VERL_FIELDS = RL_FIELDS | {
+    **{
+        name: MaskNestingSpec(_ON_RESPONSE, _ZERO)
+        for name in ("log_probs", "entropy", "distillation_losses", "student_mass", "teacher_mass")
+    },
+    **{
+        name: MaskNestingSpec(f"{side}prompt_embeds_mask")
+        for side in ("", "negative_")
+        for name in (f"{side}prompt_embeds", f"{side}prompt_embeds_mask")
+    },
+}
+"""`RL_FIELDS`, and further fields of batches and results of verl's trainers and engines."""
+
+
+# -------------------------------------------------------------------- the packed form
+
+
+@dataclass(frozen=True, eq=False)
+class Column:
+    """An entry of `non_tensor_batch`: an array whose first dim is the rows.
+
+    Attributes:
+        values: a copy of an array of numbers or strings; Objects, one for each row, for Python objects.
+        shape: the shape of one row.
+    """
+
+    values: Any
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, array: Any) -> Column:
+        if type(array) is not np.ndarray:
+            raise LayoutError(
+                f"pack: a column of non_tensor_batch is a {type(array).__name__}; expected numpy.ndarray. Convert it: "
+                "what it is beyond an array would be lost."
+            )
+        if array.dtype != object:
+            return cls(np.array(array), array.shape[1:])
+        cells = [list(row.flat) for row in array] if array.ndim > 1 else list(array)
+        return cls(Objects(cells, 1).stowed(), array.shape[1:])
+
+    def take(self, rows: list[int]) -> Column:
+        return replace(self, values=self.values.take(rows) if isinstance(self.values, Objects) else self.values[rows])
+
+    def array(self) -> Any:
+        """A copy of the original array."""
+        if not isinstance(self.values, Objects):
+            return np.array(self.values)
+        items = self.values.restored()
+        made: Any = np.empty((len(items), *self.shape), dtype=object)
+        for row, item in enumerate(items):
+            if self.shape:
+                made[row] = _cells(item).reshape(self.shape)
+            else:
+                made[row] = item
+        return made
+
+
+def _cells(items: list[Any]) -> Any:
+    """A 1-D array of objects; numpy does not convert nested sequences among them."""
+    made: Any = np.empty(len(items), dtype=object)
+    for place, item in enumerate(items):
+        made[place] = item
+    return made
+
+
+@dataclass(frozen=True)
+class OddJagged:
+    """How a nested tensor of verl differs from a jagged tensor [B, j, *F] with int64 offsets.
+
+    Attributes:
+        ragged: the ragged dim, 2 for M-RoPE positions [B, 4, j].
+        stated: the ragged dim according to its shape; verl sets `_ragged_idx` by hand.
+        offsets: the dtype of the offsets.
+    """
+
+    ragged: int
+    stated: int
+    offsets: torch.dtype
+
+    @classmethod
+    def of(cls, field: Any) -> OddJagged | None:
+        """None if the tensor does not differ."""
+        odd = cls(ragged_dim(field), stated_dim(field), field.offsets().dtype)
+        return None if (odd.ragged, odd.offsets) == (1, torch.int64) else odd
+
+    def again(self, field: Tensor) -> Any:
+        """Restores the original tensor from a regular one."""
+        offsets = cast("Any", field).offsets()
+        lengths = offsets.diff().tolist()
+        made: Any = torch.nested.nested_tensor_from_jagged(
+            field.values().movedim(0, self.ragged - 1).contiguous(),
+            offsets.to(self.offsets),
+            jagged_dim=self.stated,
+            min_seqlen=min(lengths, default=0),
+            max_seqlen=max(lengths, default=0),
+        )
+        made._ragged_idx = self.ragged
+        return made
+
+
+@dataclass(frozen=True, eq=False)
+class PackedProto:
+    """The immutable packed form of a DataProto or a TensorDict. Build one with `pack`.
+
+    Attributes:
+        kind: the class of the DataProto; None for a TensorDict.
+        rows: the tensors and, of a TensorDict, its Python objects; None for a DataProto without `batch`.
+        columns: the `non_tensor_batch`.
+        meta_info: of a DataProto. As in verl, every part keeps it whole.
+        odd: how nested tensors that are regular in `rows` differed; `unpack` restores them.
+        wide: batch-wide tensors of a TensorDict, such as `indices`. As in verl, every part keeps them whole.
+        nested: whether the batch was a result of `nest_batch_by_mask`.
+    """
+
+    kind: Any
+    rows: PackedBatch | None
+    columns: Mapping[str, Column]
+    meta_info: Objects
+    odd: Mapping[Path, OddJagged]
+    wide: Mapping[Path, PackedBatch]
+    nested: bool
+    num_rows: int
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __repr__(self) -> str:
+        name = "TensorDict" if self.kind is None else self.kind.__name__
+        return f"PackedProto({name}, rows={self.num_rows}, nbytes={self.nbytes:,})"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the encoded tensors and layouts, before any codec."""
+        return sum(part.nbytes for part in (self.rows, *self.wide.values()) if part is not None)
+
+    def take(self, rows: Rows) -> PackedProto:
+        """Takes rows: a slice, indices (repeats allowed) or a bool mask [B]. Consecutive rows are views."""
+        index = row_index(rows, self.num_rows, "PackedProto.take")
+        return replace(
+            self,
+            rows=None if self.rows is None else self.rows.take(index),
+            columns={name: column.take(index.tolist()) for name, column in self.columns.items()},
+            num_rows=index.size,
+        )
+
+
+def pack(
+    data: Any,
+    *,
+    registry: Registry = VERL_FIELDS,
+    pad_token_id: int | None = None,
+    strict_mask_nesting: bool = False,
+    ignore_dense_fields: Iterable[Key] = (),
+    verify: Verify = "always",
+    on_loss: OnLoss = "keep",
+    codec: str | None = None,
+    like: PackedProto | None = None,
+) -> PackedProto:
+    """Encodes a DataProto or a TensorDict: padded fields [B, S, *F], jagged ones, Python objects, in any mix.
+
+    Args:
+        data: a DataProto or a TensorDict. It is not changed.
+        like: packed rows whose layouts replace the masks that `data` does not have. It must be padded, with as many
+            rows.
+        registry, pad_token_id, ...: as for `maskpack.compress`.
+
+    Raises:
+        CoverageError, LossyPadError, LayoutError, RegistryError: as `maskpack.compress`. Strict mode also checks for
+            tensors in `non_tensor_batch` and `meta_info`.
+    """
+    options = Options.of("pack", registry, pad_token_id, strict_mask_nesting, ignore_dense_fields, verify, on_loss)
+
+    def compressed(parts: _Parts) -> PackedBatch:
+        batch = parts.batch
+        # a jagged field with the row lengths of `like` would come back padded
+        alike = like is not None and not parts.jagged and tuple(batch.batch_size[:1]) == (like.num_rows,)
+        return packing.compress(
+            batch,
+            registry=options.registry,
+            pad_token_id=pad_token_id,
+            strict_mask_nesting=strict_mask_nesting,
+            ignore_dense_fields=options.ignore,
+            verify=verify,
+            on_loss=on_loss,
+            like=like.rows if like is not None and alike else None,
+            codec=codec,
+        )
+
+    if isinstance(data, TensorDictBase):
+        parts = _Parts.of(data)
+        rows = compressed(parts)
+        return PackedProto(None, rows, {}, Objects({}, 0), parts.odd, parts.wide, has(data, LAYOUTS), rows.num_rows)
+    if not isinstance(data, DataProto):
+        raise wrong_kind("pack", data)
+    if strict_mask_nesting:
+        _check_objects(data, options)
+    columns = {name: Column.of(array) for name, array in data.non_tensor_batch.items()}
+    meta_info = Objects(data.meta_info, 0).stowed()
+    if data.batch is None:
+        return PackedProto(type(data), None, columns, meta_info, {}, {}, False, len(data))
+    parts = _Parts.of(data.batch)
+    rows = compressed(parts)
+    nested = has(data.batch, LAYOUTS)
+    return PackedProto(type(data), rows, columns, meta_info, parts.odd, parts.wide, nested, rows.num_rows)
+
+
+def unpack(packed: PackedProto, *, format: Target | None = None, device: torch.device | str | None = None) -> Any:
+    """Restores the DataProto or TensorDict bit for bit, with the rows of `packed`. It shares no memory with `packed`.
+
+    Args:
+        format: "padded", or "nested" as `nest_batch_by_mask` does; by default the original form. Fields that were
+            jagged before they were packed stay jagged in either.
+        device: by default the original device of each field, or the host if this process has no such device.
+    """
+    if not isinstance(packed, PackedProto):
+        raise LayoutError(
+            f"unpack: got a {type(packed).__name__}; expected a PackedProto. Pass what pack returned; a PackedBatch is "
+            "restored by maskpack.decompress."
+        )
+    batch = None if packed.rows is None else _decoded(packed, packed.rows, format, device)
+    if packed.kind is None:
+        return batch
+    columns = {name: column.array() for name, column in packed.columns.items()}
+    return packed.kind(batch=batch, non_tensor_batch=columns, meta_info=packed.meta_info.restored())
+
+
+def _decoded(
+    packed: PackedProto, rows: PackedBatch, format: Target | None, device: torch.device | str | None
+) -> TensorDict:
+    away = any((form.device or "cpu") != "cpu" for form in rows.schema.forms)
+    if device is None and away and not torch.cuda.is_available():
+        device = "cpu"
+    kept: Target = "nested" if packed.nested else "padded"
+    batch: Any = packing.decompress(rows, format=kept if format is None else format, device=device, max_bytes=None)
+    for path, odd in packed.odd.items():
+        batch.set(path, odd.again(batch.get(path)))
+    for path, whole in packed.wide.items():
+        above = batch.get(path[:-1]) if path[1:] else batch
+        value = packing.decompress(whole, device=device, max_bytes=None)["value"]
+        above.set(path[-1], NonTensorData(value, batch_size=above.batch_size))
+    return batch
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """A TensorDict that `compress` accepts, and what it does not contain."""
+
+    batch: Any
+    odd: dict[Path, OddJagged]
+    wide: dict[Path, PackedBatch]
+    jagged: bool
+
+    @classmethod
+    def of(cls, batch: TensorDictBase) -> _Parts:
+        odd: dict[Path, OddJagged] = {}
+        wide: dict[Path, PackedBatch] = {}
+        bounds: dict[Any, Tensor] = {}
+        jagged, changed = False, False
+        entries: list[tuple[Path, Any]] = []
+        nested = has(batch, LAYOUTS)  # by nest_batch_by_mask: fields share their offsets already
+        for path, entry in flatten(batch):
+            value: Any = entry
+            new = value
+            if isinstance(entry, Tensor) and entry.is_nested and not nested:
+                jagged = True
+                new, note = _regular(value, bounds)
+                odd |= {} if note is None else {path: note}
+            elif is_object(value) and _is_wide(value):
+                wide[path] = packing.compress(TensorDict({"value": value.data}, batch_size=[]))
+                new = NonTensorData(None, batch_size=value.batch_size)
+            changed |= new is not value
+            entries.append((path, new))
+        rows = batch.batch_size[0] if batch.batch_dims else 0
+        return cls(unflatten(Node.of(batch), entries, rows) if changed else batch, odd, wide, jagged)
+
+
+def _regular(field: Any, bounds: dict[Any, Tensor]) -> tuple[Any, OddJagged | None]:
+    """A nested tensor as [B, j, *F] with int64 offsets, and how it differed. verl gives every field offsets of its own;
+    here fields with equal offsets share them, so that one layout is sent and equal fields are found."""
+    if field.layout != torch.jagged or field.lengths() is not None:
+        return field, None
+    odd = OddJagged.of(field)
+    host = to_host([field.offsets()])[0]
+    offsets = bounds.setdefault((str(field.device), host.tobytes()), field.offsets().to(torch.int64))
+    if odd is None and offsets is field.offsets():
+        return field, None
+    values = field.values() if odd is None else field.values().movedim(odd.ragged - 1, 0).contiguous()
+    lengths = np.diff(host)
+    return jagged_from(values, offsets, int(lengths.min(initial=host[-1])), int(lengths.max(initial=0))), odd
+
+
+def _is_wide(value: Any) -> bool:
+    """Whether an entry is a 1-D integer tensor of the whole batch. As a Python object it would not be encoded."""
+    data: Any = value.data if isinstance(value, NonTensorData) else None
+    return type(data) is Tensor and data.dim() == 1 and not data.is_nested and data.dtype in (torch.int32, torch.int64)
+
+
+def _check_objects(data: Any, options: Options) -> None:
+    hidden: list[Any] = []
+    for name, value in (*data.non_tensor_batch.items(), ("meta_info", data.meta_info)):
+        spec = options.registry.find((name,))
+        if path_of(name) not in options.ignore and (spec is None or spec.mask is not None):
+            hidden += hidden_tensors((name,), value)
+    check_strict("pack", hidden)
+
+
+def wrong_kind(call: str, data: Any) -> LayoutError:
+    return LayoutError(
+        f"{call}: got a {type(data).__name__}; expected a DataProto with a batch, or a TensorDict. Pass one of these."
+    )

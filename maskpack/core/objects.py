@@ -1,0 +1,460 @@
+"""Non-tensor entries of a batch: Python objects, for each row or for the whole batch, and the tensors inside them.
+
+    {"pixel_values": tensor, "n": 3}  --stowed-->  {"pixel_values": Stowed(words, ...), "n": 3}  --entry-->  tensors
+
+A stowed tensor is an array, which pickle protocol 5 does not copy; tensors with equal bits share one array. Objects
+that JSON can represent exactly are written as JSON, so that reading a file runs no code.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection
+from tensordict import is_non_tensor as is_non_tensor  # type: ignore[reportUnknownVariableType]
+from tensordict import lazy_stack as lazy_stack  # type: ignore[reportUnknownVariableType]
+from torch import Tensor
+
+from maskpack.core.bits import DTYPES, Words, from_words, odd_bools, word_dtype, words
+
+_DEEPEST = 64
+_MOST_ITEMS = 1 << 22
+_ATOMS = {int, float, str, bool, bytes, type(None)}
+MOST_DIMS = 28
+"""The largest number of dims of an element, or of a tensor in a Python object. NumPy allows 32; rows and width come in
+addition."""
+MOST_DEPTH = 8
+"""The largest depth of a stack of objects in a file: tensordict takes 2^depth steps to find the device of a stack."""
+MOST_COLLIDING, MOST_KEYS = 16, 1 << 15
+"""Limits of a dict in JSON: keys with equal hashes, and keys that are not text. Equal hashes make a dict slow, and are
+easy to construct for ints, floats and tuples; Python salts only the hashes of text."""
+ITEM_BYTES = 1 << 10
+"""The assumed size of one entry of a NonTensorStack in bytes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stowed:
+    """The raw bits of a tensor or NumPy array in a Python object. Read-only.
+
+    Attributes:
+        words: the raw bits; tensors of 16-byte items have a last dim of two.
+        dtype: the name of the torch or NumPy dtype.
+        shape: the shape of the tensor or array.
+        tensor: True for a torch tensor.
+    """
+
+    words: Words
+    dtype: str
+    shape: tuple[int, ...]
+    tensor: bool
+
+    def restored(self) -> Any:
+        """A copy of the tensor or array."""
+        line = np.array(self.words)
+        if not self.tensor:
+            return line.view(self.dtype).reshape(self.shape)
+        dtype = DTYPES[self.dtype]
+        more = (2,) if dtype.itemsize == 16 else ()
+        return from_words(line.reshape((*self.shape, *more)), dtype)
+
+
+@dataclass(frozen=True)
+class Objects:
+    """A non-tensor entry in plain Python.
+
+    Attributes:
+        data: one object for the batch, or a list with one object for each row (nested lists for more batch dims).
+        depth: the number of batch dims along which `data` is a list; 0 for one object for the batch.
+        stacked: whether `data` is the list of TensorDicts or tensorclasses of a lazy stack.
+    """
+
+    data: Any
+    depth: int
+    stacked: bool = False
+
+    @classmethod
+    def of(cls, value: Any) -> Objects:
+        """The entry of a TensorDict."""
+        if isinstance(value, NonTensorStack):
+            return cls(value.tolist(), len(value.batch_size))
+        if is_tensor_collection(value) and not is_non_tensor(value):  # a lazy stack
+            return cls(list(value.unbind(0)), 1, True)
+        return cls(value.data if isinstance(value, NonTensorData) else value, 0)
+
+    def stowed(self) -> Objects:
+        """The entry with its tensors as Stowed; the rows of a lazy stack are copied."""
+        data = [row.clone() for row in self.data] if self.stacked else _mapped(self.data, _Stowing().leaf)
+        return replace(self, data=data)
+
+    def entry(self, batch_size: tuple[int, ...]) -> Any:
+        """The entry of a TensorDict, with copies of the tensors."""
+        if self.stacked:
+            return lazy_stack([row.clone() for row in self.data]) if self.data else TensorDict({}, batch_size)
+        data = self.restored()
+        return NonTensorData(data, batch_size=batch_size) if self.depth == 0 else _stacked(data, self.depth, batch_size)
+
+    def restored(self) -> Any:
+        """`data` with copies of the tensors."""
+        return _mapped(self.data, lambda item: item.restored() if isinstance(item, Stowed) else item)
+
+    @property
+    def decoded_nbytes(self) -> int:
+        """The size of `entry` in bytes: its tensors, and ITEM_BYTES for each entry of a stack."""
+        count, items = 0, [self.data]
+        for _ in range(self.depth):
+            items = [part for item in items for part in item]
+            count += len(items)
+        tensors: dict[int, int] = {}
+        todo, seen = [items], {id(items)}
+        while todo:
+            for item in todo.pop():
+                kind: Any = type(item)  # type: ignore[reportUnknownVariableType]
+                if kind is Stowed:
+                    tensors[id(item)] = item.words.nbytes
+                elif kind in (dict, list, tuple) and id(item) not in seen:
+                    seen.add(id(item))
+                    todo.append(item.values() if kind is dict else item)
+        return ITEM_BYTES * count + sum(tensors.values())
+
+    def take(self, rows: Iterable[int]) -> Objects:
+        """The objects of some rows."""
+        return replace(self, data=[self.data[row] for row in rows]) if self.depth else self
+
+    def arrays(self) -> list[Words]:
+        """The arrays of its stowed tensors, without repetition."""
+        arrays: dict[int, Words] = {}
+
+        def note(item: Any) -> Any:
+            if isinstance(item, Stowed):
+                arrays[id(item.words)] = item.words
+            return item
+
+        _mapped(self.data, note)
+        return list(arrays.values())
+
+
+def _stacked(data: list[Any], depth: int, sizes: tuple[int, ...]) -> Any:
+    if depth == 1:
+        return NonTensorStack(*[NonTensorData(item) for item in data])
+    if not data:  # a slice of a non-empty stack keeps the sizes of the other dims
+        inner: Any = NonTensorData(None, batch_size=sizes[1:])
+        return NonTensorStack(inner)[:0] if len(sizes) >= depth else NonTensorStack()
+    return NonTensorStack(*[_stacked(item, depth - 1, sizes[1:]) for item in data])
+
+
+@dataclass
+class _Stowing:
+    """Converts tensors and arrays to Stowed; those with equal bits share one array."""
+
+    known: dict[tuple[str, int, int], list[Words]] = field(default_factory=dict[tuple[str, int, int], list[Words]])
+
+    def leaf(self, item: Any) -> Any:
+        if (
+            type(item) is Tensor
+            and _is_plain(item)
+            and not (item.dtype is torch.bool and odd_bools(words(item).numpy()))
+        ):
+            dtype = str(item.dtype).removeprefix("torch.")
+            return Stowed(self._shared(words(item).numpy().reshape(-1)), dtype, tuple(item.shape), True)
+        return self._array(item) if type(item) is np.ndarray else item
+
+    def _array(self, array: Words) -> Any:
+        if not _is_plain_array(array):
+            return array
+        line: Words = np.ascontiguousarray(array).reshape(-1).view(word_dtype(array.itemsize))
+        return Stowed(self._shared(line), str(array.dtype), array.shape, False)
+
+    def _shared(self, line: Words) -> Words:
+        copy: Words = np.array(line)
+        candidates = self.known.setdefault((str(copy.dtype), copy.size, zlib.crc32(copy.data)), [])
+        for other in candidates:
+            if np.array_equal(other, copy):
+                return other
+        copy.flags.writeable = False
+        candidates.append(copy)
+        return copy
+
+
+def _is_plain_array(x: Words) -> bool:
+    known = x.dtype.name in _NUMPY and x.dtype.isnative and x.dtype.metadata is None and x.ndim <= MOST_DIMS
+    return known and not (x.dtype == np.bool_ and odd_bools(x.view(np.uint8)))
+
+
+def _is_plain(x: Tensor) -> bool:
+    named = DTYPES.get(str(x.dtype).removeprefix("torch.")) is x.dtype
+    strided = x.layout == torch.strided and not x.is_nested
+    return named and strided and x.device.type == "cpu" and not x.requires_grad and x.dim() <= MOST_DIMS
+
+
+def on_host(data: Any) -> Any:
+    """`data` with all tensors and TensorDicts in its dicts, lists and tuples moved to the host; `data` itself if they
+    are there."""
+    return _mapped(data, lambda item: item.to("cpu") if _is_away(item) else item) if _holds_away(data) else data
+
+
+def _holds_away(data: Any) -> bool:
+    seen: set[int] = set()
+    left = [data]
+    while left:
+        item = left.pop()
+        if type(item) not in (dict, list, tuple):
+            if _is_away(item):
+                return True
+        elif id(item) not in seen:
+            seen.add(id(item))
+            children: Iterable[Any] = cast("Any", item).values() if type(item) is dict else item
+            left += [child for child in children if type(child) not in _ATOMS]
+    return False
+
+
+def _is_away(item: Any) -> bool:
+    """Whether `item` is a tensor on a device other than the CPU and meta, or a TensorDict with such a tensor."""
+    if isinstance(item, Tensor):
+        return item.device.type not in ("cpu", "meta")
+    return is_tensor_collection(item) and any(_is_away(leaf) for leaf in _tensors(item))
+
+
+def _tensors(batch: Any) -> Iterator[Any]:
+    yield from batch.values(include_nested=True, leaves_only=True)
+
+
+class _Cycle(Exception):
+    pass
+
+
+def _mapped(data: Any, leaf: Callable[[Any], Any]) -> Any:
+    """`data` with `leaf` applied to each item of its dicts, lists and tuples. Dicts and lists are copied, and shared
+    ones stay shared. Data that contains itself or is nested too deep is returned unchanged."""
+    done: dict[int, Any] = {}
+    alive: list[Any] = []  # keeps ids unique
+
+    def mapped(item: Any, depth: int) -> Any:
+        kind: Any = type(item)  # type: ignore[reportUnknownVariableType]
+        if id(item) in done:
+            if done[id(item)] is _Cycle:
+                raise _Cycle
+            return done[id(item)]
+        if kind not in (dict, list, tuple):
+            new = leaf(item)
+            if new is not item:
+                done[id(item)] = new
+                alive.append(item)
+            return new
+        if depth == _DEEPEST:
+            raise _Cycle
+        alive.append(item)
+        done[id(item)] = _Cycle
+        old = list(item.values()) if kind is dict else list(item)
+        new = [mapped(child, depth + 1) for child in old]
+        if kind is tuple and all(a is b for a, b in zip(old, new, strict=True)):
+            done[id(item)] = item
+        else:
+            done[id(item)] = dict(zip(item, new, strict=True)) if kind is dict else kind(new)
+        return done[id(item)]
+
+    try:
+        return mapped(data, 0)
+    except _Cycle:
+        return data
+
+
+# -------------------------------------------------------------------- JSON
+
+
+class NotInJson(Exception):
+    """JSON cannot represent an object exactly."""
+
+
+def to_json(data: Any, store: Callable[[Words], int]) -> Any:
+    """`data` as JSON; `store` stores the array of a stowed tensor and returns its number. Raises NotInJson.
+
+    Dicts, tuples, special numbers, text that is not UTF-8 and tensors become objects of one entry, named after their
+    kind.
+    """
+    items = 0
+
+    def encoded(item: Any, depth: int) -> Any:
+        nonlocal items
+        items += 1
+        kind: Any = type(item)  # type: ignore[reportUnknownVariableType]
+        if depth > _DEEPEST or (depth == _DEEPEST and kind in (list, tuple, dict)):
+            raise NotInJson("data nested too deep")
+        if items > _MOST_ITEMS:  # lists that contain one list many times are small in memory but huge in JSON
+            raise NotInJson(f"more than {_MOST_ITEMS} items")
+        if item is None or kind is bool:
+            return item
+        if kind is str:
+            return item if is_text(item) else {"text": item.encode("utf-8", "surrogatepass").hex()}
+        if kind is int:
+            return item if -(2**63) <= item < 2**63 else {"int": hex(item)}
+        if kind is float:
+            return item if math.isfinite(item) else {"float": struct.pack("<d", item).hex()}
+        if kind is list:
+            return [encoded(part, depth + 1) for part in item]
+        if kind is tuple:
+            return {"tuple": [encoded(part, depth + 1) for part in item]}
+        if kind is dict:
+            if problem := _wrong_keys(item):
+                raise NotInJson(problem)
+            return {"dict": [[encoded(key, depth + 1), encoded(value, depth + 1)] for key, value in item.items()]}
+        if kind is Stowed:
+            return {"tensor" if item.tensor else "array": [store(item.words), item.dtype, list(item.shape)]}
+        if isinstance(item, np.generic):
+            scalar = cast("Any", item)
+            if scalar.dtype.name in _NUMPY and kind is np.dtype(scalar.dtype.name).type:
+                return {"scalar": [scalar.dtype.name, scalar.tobytes().hex()]}
+        if kind is Tensor:
+            raise NotInJson("a Tensor that JSON cannot represent (on a GPU, with grad, or bools other than 0 and 1)")
+        raise NotInJson(f"a {kind.__name__}")
+
+    return encoded(data, 0)
+
+
+def from_json(data: Any, arrays: Callable[[Any], Words], depth: int = 0) -> Any:
+    """The inverse of `to_json`. Raises ValueError for JSON that `to_json` does not write."""
+    if data is None or isinstance(data, bool | int | float):
+        return data
+    if isinstance(data, str):
+        if not is_text(data):
+            raise ValueError("half a surrogate pair")
+        return data
+    if isinstance(data, list):
+        return _parts(cast("list[Any]", data), arrays, depth)
+    if not isinstance(data, dict) or len(cast("dict[str, Any]", data)) != 1:
+        raise ValueError("an object of several entries")
+    ((name, value),) = cast("dict[str, Any]", data).items()
+    if name in _SPECIAL and isinstance(value, str):
+        return _SPECIAL[name](value)
+    if not isinstance(value, list):
+        raise ValueError(f"{name[:20]!r} without its value")
+    items = cast("list[Any]", value)
+    if name == "tuple":
+        return tuple(_parts(items, arrays, depth))
+    if name == "dict":
+        return _dict(items, arrays, depth)
+    if name in ("tensor", "array"):
+        return _stowed(name == "tensor", items, arrays)
+    if name == "scalar":
+        return _scalar(items)
+    raise ValueError(f"an object {name[:20]!r}")
+
+
+def is_text(text: Any) -> bool:
+    """Whether `text` is a str without unpaired surrogates, which UTF-8 cannot encode."""
+    if not isinstance(text, str):
+        return False
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _parts(items: list[Any], arrays: Callable[[Any], Words], depth: int) -> list[Any]:
+    if depth >= _DEEPEST:
+        raise ValueError("nested too deep")
+    return [from_json(item, arrays, depth + 1) for item in items]
+
+
+def _dict(items: list[Any], arrays: Callable[[Any], Words], depth: int) -> dict[Any, Any]:
+    if any(not isinstance(item, list) or len(cast("list[Any]", item)) != 2 for item in items):
+        raise ValueError("a dict entry without key and value")
+    keys = _parts([item[0] for item in items], _no_array, depth)
+    if problem := _wrong_keys(keys):
+        raise ValueError(problem)
+    out = dict(zip(keys, _parts([item[1] for item in items], arrays, depth), strict=True))
+    if len(out) != len(items):
+        raise ValueError("a dict with one key twice")
+    return out
+
+
+def _wrong_keys(keys: Iterable[Any]) -> str | None:
+    """The reason why a dict with these keys would be slow, or None."""
+    odd = [key for key in keys if type(key) is not str]
+    if len(odd) > MOST_KEYS:
+        return f"a dict with {len(odd)} keys that are not text, more than {MOST_KEYS}"
+    most = max(Counter(map(hash, odd)).values(), default=0)
+    return f"a dict with {most} keys of one hash, more than {MOST_COLLIDING}" if most > MOST_COLLIDING else None
+
+
+def _no_array(number: Any) -> Words:
+    raise ValueError("a tensor as the key of a dict")
+
+
+def _stowed(tensor: bool, items: list[Any], arrays: Callable[[Any], Words]) -> Stowed:
+    if len(items) != 3 or not isinstance(items[2], list):
+        raise ValueError("a tensor without array, dtype and shape")
+    line, dtype = arrays(items[0]), items[1]
+    shape = tuple(cast("list[Any]", items[2]))
+    if len(shape) > MOST_DIMS or any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError("a shape that is not of whole numbers")
+    itemsize = _itemsize(dtype, tensor)
+    if math.prod(max(size, 1) for size in shape) * itemsize >= 1 << 62:
+        raise ValueError("a shape beyond memory")
+    wanted = math.prod(shape) * (2 if itemsize == 16 else 1)
+    if line.dtype != word_dtype(itemsize) or line.size != wanted:
+        raise ValueError(f"{line.size} {line.dtype} for {wanted} items of a {dtype}")
+    if dtype == "bool" and odd_bools(line):
+        raise ValueError("bools with other bytes than 0 and 1")
+    return Stowed(line, dtype, shape, tensor)
+
+
+def _itemsize(dtype: Any, tensor: bool) -> int:
+    if tensor and isinstance(dtype, str) and dtype in DTYPES:
+        return DTYPES[dtype].itemsize
+    if not tensor and dtype in _NUMPY:
+        return np.dtype(dtype).itemsize
+    raise ValueError("an unknown dtype")
+
+
+def _scalar(items: list[Any]) -> Any:
+    if len(items) != 2 or items[0] not in _NUMPY or not isinstance(items[1], str):
+        raise ValueError("a scalar without dtype and bits")
+    data = _from_hex(items[1], np.dtype(items[0]).itemsize)
+    if items[0] == "bool" and data > b"\1":
+        raise ValueError("a bool with another byte than 0 and 1")
+    return np.frombuffer(data, items[0])[0]
+
+
+def _from_hex(text: str, size: int | None = None) -> bytes:
+    data = bytes.fromhex(text)
+    if data.hex() != text or (size is not None and len(data) != size):
+        raise ValueError(f"{len(data)} bytes of hex; expected {size}, in lower case")
+    return data
+
+
+def _float(text: str) -> float:
+    (number,) = struct.unpack("<d", _from_hex(text, 8))
+    if math.isfinite(number):
+        raise ValueError("a float that JSON has a number for")
+    return number
+
+
+def _int(text: str) -> int:
+    number = int(text, 16)
+    if hex(number) != text or -(2**63) <= number < 2**63:
+        raise ValueError("an integer that JSON has a number for, or not in the form of hex()")
+    return number
+
+
+def _text(text: str) -> str:
+    decoded = _from_hex(text).decode("utf-8", "surrogatepass")
+    if is_text(decoded):
+        raise ValueError("a text that is a JSON string")
+    return decoded
+
+
+_SPECIAL: dict[str, Callable[[str], Any]] = {"float": _float, "int": _int, "text": _text}
+_NUMPY = tuple(
+    ["bool", "float16", "float32", "float64", "complex64"]
+    + [f"{sign}int{8 * size}" for sign in ("", "u") for size in (1, 2, 4, 8)]
+)
+"""The NumPy dtypes of JSON entries."""

@@ -1,0 +1,68 @@
+"""Pads: the values at the masked-out positions of a field."""
+
+from __future__ import annotations
+
+import enum
+import math
+from functools import lru_cache
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from maskpack.core.bits import words
+
+
+class Pad(enum.Enum):
+    """Pads that are not a constant."""
+
+    PAD_TOKEN_ID = "PAD_TOKEN_ID"
+    EDGE = "EDGE"
+    PER_ROW = "PER_ROW"
+    SIGNED_ZERO = "SIGNED_ZERO"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+PAD_TOKEN_ID = Pad.PAD_TOKEN_ID
+"""The tokenizer's pad id, passed to each call as `pad_token_id`."""
+EDGE = Pad.EDGE
+"""The value of the last valid token before the position, or of the first one if none comes before; 0 in an empty
+row."""
+PER_ROW = Pad.PER_ROW
+"""One constant for each row: the masked-out elements of a row are equal, and rows may differ."""
+SIGNED_ZERO = Pad.SIGNED_ZERO
+"""0.0 in some rows and -0.0 in others, as `advantages * mask` gives."""
+
+PadValue = int | float | bool | complex | Pad
+
+
+def pad_tensor(pad: complex, dtype: torch.dtype) -> Tensor | None:
+    """The pad as a tensor () of `dtype` on the CPU, or None if the dtype cannot hold it: a fraction in an integer
+    dtype, -100 in uint8."""
+    if isinstance(pad, int) and pad.bit_length() > 1023:  # too large for a float
+        return None
+    if dtype.is_complex:
+        return torch.tensor(pad, dtype=torch.complex128, device="cpu").to(dtype)
+    if isinstance(pad, complex):
+        return None
+    if dtype.is_floating_point:
+        value = torch.tensor(float(pad), dtype=torch.float64, device="cpu").to(dtype)
+        return value if math.isfinite(value.to(torch.float64).item()) == math.isfinite(pad) else None
+    if pad != int(pad) if math.isfinite(pad) else True:
+        return None
+    low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return torch.tensor(int(pad), dtype=dtype, device="cpu") if low <= pad <= high else None
+
+
+def pad_words(pad: complex, dtype: torch.dtype) -> tuple[int, ...] | None:
+    """The raw bits of the pad in `dtype`: one integer, or two for complex128. None if the dtype cannot hold the pad."""
+    compute = _pad_words.__wrapped__ if torch.compiler.is_compiling() else _pad_words
+    return compute(pad, str(pad), dtype)  # the text tells 0.0 from -0.0, which are equal
+
+
+@lru_cache(maxsize=1024)
+def _pad_words(pad: complex, text: str, dtype: torch.dtype) -> tuple[int, ...] | None:
+    value = pad_tensor(pad, dtype)
+    return None if value is None else tuple(cast("list[int]", words(value).view(-1).tolist()))

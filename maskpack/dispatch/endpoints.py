@@ -1,0 +1,323 @@
+"""`endpoint`: the call of a method on a rank. It decodes rows, runs the method, and packs the result.
+
+RankCall, objects -> packed rows -> decoded, all at once or by micro-batch -> method -> packed, joined -> RankReply
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, ParamSpec, TypeVar, cast, overload
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from maskpack.core.arguments import flag, said
+from maskpack.core.keys import need_keys
+from maskpack.core.memory import Pool
+from maskpack.core.objects import on_host
+from maskpack.core.tree import Node
+from maskpack.dispatch.messages import ObjectAt, Packing, RankCall, RankReply, RowsAt
+from maskpack.dispatch.placement import this_node
+from maskpack.errors import LayoutError, MaskpackError, PlanError
+from maskpack.fields.registry import Key
+from maskpack.fields.rl_fields import RL_FIELDS
+from maskpack.nesting.schema import FieldForm
+from maskpack.packed.batch import PackedBatch, Target, compress, decompress
+from maskpack.planning.plan import join_rows
+from maskpack.views.column_group import BatchMeta
+
+_MEMORY = Pool()
+"""Memory of the padded tensors that methods see; most of them are freed when the call ends."""
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@overload
+def endpoint(method: Callable[_P, _R], /) -> Callable[_P, _R]: ...
+@overload
+def endpoint(
+    *,
+    format: Target = "padded",
+    device: torch.device | str | None = None,
+    fields: Sequence[Key] = (),
+    micro_batches: bool = False,
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]: ...
+def endpoint(
+    method: Callable[..., Any] | None = None,
+    /,
+    *,
+    format: Target = "padded",
+    device: torch.device | str | None = None,
+    fields: Sequence[Key] = (),
+    micro_batches: bool = False,
+) -> Any:
+    """Decorates an actor method `method(self, batch, ...)` so that a WorkerGroup can call it with packed rows.
+
+    The method receives a TensorDict and may return one; decoding and packing are done here. Called with a TensorDict,
+    it runs as if it were not decorated.
+
+    Args:
+        format: of the batches that the method receives, "padded" or "nested". They are copies, which it may change.
+        device: of these batches; by default the devices that the fields had on the driver.
+        fields: the fields of the first batch that are decoded; by default all. Other batches among the arguments have
+            all their fields.
+        micro_batches: whether the method is called once for each micro-batch of a plan, with the rows of that
+            micro-batch only.
+
+    A returned TensorDict, alone or first in a tuple, padded or nested, must have the rows of the batch. It is packed
+    under the layouts of the batch. Other results are returned unchanged. Tensors come back on the host, also those in
+    dicts, lists and tuples, whatever their device was.
+
+    In a call with a plan, the method receives the MicroBatchPlan of its rows as the keyword argument `plan`; with
+    `micro_batches` it is called for each micro-batch instead. Then returned TensorDicts are joined in the order of the
+    rows, and other results (except tensors with dims, which raise) become a list with one item for each micro-batch.
+    Without a plan all rows are one micro-batch. Dummies run for their collectives, and only their results are dropped;
+    a method with other side effects, such as training, takes `plan` instead. Batches that every rank gets whole are
+    decoded again for each micro-batch.
+
+    Raises:
+        LayoutError, MaskpackError: an option is invalid, or the method is a coroutine or a generator.
+    """
+    need_keys(fields, "fields", "endpoint", LayoutError)
+    flag(micro_batches, "micro_batches", "endpoint")
+    if format not in ("padded", "nested"):
+        raise LayoutError(f'endpoint: format is {said(format)}; expected "padded" or "nested". Choose one of these.')
+    if device is not None and not isinstance(device, str | torch.device):
+        raise LayoutError(f'endpoint: device is {said(device)}; expected one of torch. Pass "cuda" or "cpu".')
+    if method is None:
+        return functools.partial(endpoint, format=format, device=device, fields=fields, micro_batches=micro_batches)
+    if not callable(method):
+        raise MaskpackError(f"endpoint: got {said(method)}; expected a method. Write @endpoint above it.")
+    if inspect.iscoroutinefunction(method):
+        raise MaskpackError(
+            f"endpoint: {method.__name__} is an async method; expected a plain one, whose result can be packed. Run "
+            "the coroutine inside a plain method."
+        )
+    if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
+        raise MaskpackError(
+            f"endpoint: {method.__name__} is a generator; expected a plain method, whose result can be packed. Return "
+            "one result in the place of yield."
+        )
+
+    takes_plan = any(
+        name == "plan" or parameter.kind is parameter.VAR_KEYWORD
+        for name, parameter in inspect.signature(method).parameters.items()
+    )
+
+    @functools.wraps(method)
+    def served(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not args or not isinstance(args[0], RankCall):
+            return method(self, *args, **kwargs)
+        if args[0].plan is not None and not takes_plan and not micro_batches:
+            raise PlanError(
+                f"{method.__name__}: called with a plan, and takes none; expected a parameter `plan`. Add it, decorate "
+                "the method with @endpoint(micro_batches=True), or pass balance=plan.rows."
+            )
+        if not args[0].ticket.begin():
+            return None, None
+        try:
+            bound = functools.partial(method, self)
+            return _served(bound, method.__name__, args[0], args[1:], format, device, fields, micro_batches)
+        finally:
+            args[0].ticket.end()
+
+    # Ray would bind arguments to the wrapped signature, which does not take a RankCall and its objects
+    del served.__wrapped__
+    return served
+
+
+def _served(
+    method: Callable[..., Any],
+    name: str,
+    rank_call: RankCall,
+    objects: Sequence[Any],
+    format: Target,
+    device: torch.device | str | None,
+    fields: Sequence[Key],
+    micro_batches: bool,
+) -> tuple[RankReply, PackedBatch | None]:
+    """The reply and the packed rows: two objects, so that the rows can stay in the object store."""
+    timer = _Timer()
+    given = _Given(rank_call, objects, fields, name, format, device)
+    if micro_batches:
+        packed, rest = _each(method, name, rank_call, given, timer)
+    else:
+        args, kwargs = given.decoded(given.packed)
+        if rank_call.plan is not None:
+            kwargs["plan"] = rank_call.plan
+        like: Any = (
+            args[0].clone(recurse=False) if format == "nested" else given.rows
+        )  # the method may take entries out
+        timer.lap("decode")
+        result = method(*args, **kwargs)
+        timer.lap("run")
+        packed, rest = None, None
+        if rank_call.collects:
+            packed, rest = _packed(result, name, rank_call.packing, given.rows.num_rows, like)
+    meta = BatchMeta.of(packed) if rank_call.keep and packed is not None else None
+    timer.lap("encode")
+    nbytes = 0 if packed is None else packed.nbytes
+    return RankReply(packed is not None, rest, meta, nbytes, timer.ms, this_node()), packed
+
+
+class _Given:
+    """The arguments of a RankCall.
+
+    Attributes:
+        packed: the packed batches among the arguments, by the `id` of the batch in its place.
+        rows: the first of them, the batch of the call.
+    """
+
+    def __init__(
+        self,
+        rank_call: RankCall,
+        objects: Sequence[Any],
+        fields: Sequence[Key],
+        name: str,
+        format: Target,
+        device: torch.device | str | None,
+    ) -> None:
+        self.packed: dict[int, PackedBatch] = {}
+        self._whole: set[int] = set()
+        self._format: Target = format
+        self._device = device
+
+        def taken(value: Any) -> Any:
+            if isinstance(value, ObjectAt):
+                return objects[value.place]
+            if not isinstance(value, RowsAt):
+                return value
+            packed = value.packed(objects, () if self.packed else fields, name)
+            self.packed[id(packed)] = packed
+            if value.whole:
+                self._whole.add(id(packed))
+            return packed
+
+        self._args = [taken(value) for value in rank_call.args]
+        self._kwargs = {key: taken(value) for key, value in rank_call.kwargs.items()}
+        self.rows = self._args[0]
+
+    def part(self, rows: Sequence[int]) -> dict[int, PackedBatch]:
+        """The packed batches with some of the rows; those that every rank gets whole keep all."""
+        return {key: batch if key in self._whole else batch.take(rows) for key, batch in self.packed.items()}
+
+    def decoded(self, rows: dict[int, PackedBatch]) -> tuple[list[Any], dict[str, Any]]:
+        def one(value: Any) -> Any:
+            if id(value) not in rows:
+                return value
+            with _MEMORY.used():
+                return decompress(rows[id(value)], format=self._format, device=self._device, max_bytes=None)
+
+        return [one(value) for value in self._args], {key: one(value) for key, value in self._kwargs.items()}
+
+    def own(self, rows: dict[int, PackedBatch]) -> PackedBatch:
+        return rows[id(self.rows)]
+
+
+def _each(
+    method: Callable[..., Any], name: str, rank_call: RankCall, given: _Given, timer: _Timer
+) -> tuple[PackedBatch | None, Any]:
+    """Calls the method for each micro-batch and joins the results. One micro-batch is decoded at a time, and its result
+    is packed before the next."""
+    plan = rank_call.plan
+    split = plan is not None and plan.num_rows > 0
+    parts = plan.micro_batches if plan is not None and split else [list(range(given.rows.num_rows))]
+    dummies = plan.is_dummy if plan is not None and split else [False]
+    kinds: set[str] = set()
+    packed: list[PackedBatch] = []
+    rests: list[Any] = []
+    for part, dummy in zip(parts, dummies, strict=True):
+        rows = given.part(part) if split else given.packed
+        args, kwargs = given.decoded(rows)
+        timer.lap("decode")
+        result = method(*args, **kwargs)
+        del args, kwargs
+        timer.lap("run")
+        if rank_call.collects and not dummy:
+            kinds.add(_kind(result, name))
+            own, rest = _packed(result, name, rank_call.packing, len(part), given.own(rows))
+            packed += [] if own is None else [own]
+            rests.append(rest)
+        del result
+        timer.lap("encode")
+    if len(kinds) > 1:
+        raise LayoutError(
+            f"{name}: returned {', '.join(sorted(kinds))} for its micro-batches; expected one kind of result. Return "
+            "the same kind for each."
+        )
+    if packed:
+        real = [part for part, dummy in zip(parts, dummies, strict=True) if not dummy]
+        whole = join_rows(packed[0], packed, real, None) if split else packed[0]
+        return whole, None if rests[0] is None else tuple(map(list, zip(*rests, strict=True)))
+    return None, None if all(rest is None for rest in rests) else rests
+
+
+def _kind(result: Any, name: str) -> str:
+    items = cast("tuple[Any, ...]", result) if isinstance(result, tuple) else ()
+    first: Any = items[0] if items else cast("Any", result)
+    if isinstance(first, Tensor) and first.dim():
+        raise LayoutError(
+            f"{name}: returned a tensor for its micro-batches; expected a TensorDict, whose rows can be put in order. "
+            'Return TensorDict({"name": tensor}, batch_size=batch.batch_size).'
+        )
+    if isinstance(result, tuple):
+        return f"a tuple of {len(items)}"
+    if isinstance(result, TensorDictBase):
+        return "a TensorDict"
+    return "None" if result is None else "something else"
+
+
+class _Timer:
+    """Milliseconds of each phase."""
+
+    def __init__(self) -> None:
+        self.ms: dict[str, float] = {"decode": 0.0, "run": 0.0, "encode": 0.0}
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.ms[phase] += 1e3 * (now - self._last)
+        self._last = now
+
+
+def _packed(result: Any, name: str, packing: Packing, rows: int, like: Any) -> tuple[PackedBatch | None, Any]:
+    """Splits a result into packed rows (None without a TensorDict) and the rest."""
+    items: tuple[Any, ...] = cast("tuple[Any, ...]", result) if isinstance(result, tuple) else ()
+    rest = items[1:] if items else None
+    batch: Any = items[0] if items else cast("Any", result)
+    if not isinstance(batch, TensorDictBase):
+        return None, on_host(result)
+    returned = batch.batch_size[0] if batch.batch_dims else None
+    if returned != rows:
+        raise LayoutError(
+            f"{name}: returned a TensorDict of {returned} rows for a batch of {rows}; expected as many. Return one "
+            "entry for each row, or a plain dict of metrics."
+        )
+    registry = RL_FIELDS if packing.registry is None else packing.registry
+    packed = compress(
+        batch, registry=registry, pad_token_id=packing.pad_token_id, strict_mask_nesting=packing.strict, like=like,
+        codec=packing.codec,
+    )  # fmt: skip
+    return _homed(packed), on_host(rest)
+
+
+def _homed(packed: PackedBatch) -> PackedBatch:
+    """The rows with the host as the device of all fields: the driver and other ranks may not have the device of this
+    rank."""
+
+    def home(node: Node) -> Node:
+        return node if node.device is None else replace(node, device="cpu")
+
+    def form_at_home(form: FieldForm) -> FieldForm:
+        node = None if form.node is None else home(form.node)
+        return replace(form, device=None if form.device is None else "cpu", node=node)
+
+    schema = packed.schema
+    schema = replace(schema, root=home(schema.root), forms=tuple(map(form_at_home, schema.forms)))
+    objects = {path: replace(held, data=on_host(held.data)) for path, held in packed.objects.items()}
+    return replace(packed, schema=schema, objects=objects)

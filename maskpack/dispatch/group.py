@@ -1,0 +1,736 @@
+"""WorkerGroup: calls methods of Ray actors with packed rows, one object for each node, and returns results in row
+order.
+
+    driver                       object store                      ranks
+    compress --put once-->       rows of ranks 0 1 2 3    ------>  each reads its slice, decodes, runs the method
+    lengths, segments            returned rows            <------  compress
+      BatchView                                                    or rows go from rank to rank
+
+Within the core, only this package imports Ray.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast, overload
+
+import numpy as np
+import ray
+import ray.actor
+import torch
+from tensordict import TensorDict, TensorDictBase, is_tensorclass
+from tensordict import is_non_tensor as is_non_tensor  # type: ignore[reportUnknownVariableType]
+
+from maskpack.core.arguments import said, whole
+from maskpack.core.index import IntArray
+from maskpack.dispatch.call import Call, Part, Request, Results, Ticket, answers, seconds, storing
+from maskpack.dispatch.division import Balance, divided, of_plan, planned_lengths, ranks_of, shares
+from maskpack.dispatch.endpoints import endpoint
+from maskpack.dispatch.messages import ObjectAt, Packing, RankCall, RowsAt
+from maskpack.dispatch.placement import Placement, Site
+from maskpack.errors import LayoutError, MaskpackError, MethodError, PlanError, RegistryError
+from maskpack.fields.options import Options, Registry, Verify, kept_verify
+from maskpack.fields.rl_fields import RL_FIELDS
+from maskpack.nesting.survey import has_masks
+from maskpack.packed.batch import PackedBatch, Target, check_devices, compress
+from maskpack.packed.file import codec as codecs
+from maskpack.planning.plan import MicroBatchPlan
+from maskpack.planning.ranks import RankPlans, plan_ranks
+from maskpack.views.view import BatchView
+
+__all__ = ["Broadcast", "Call", "WorkerGroup", "endpoint"]
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """A batch that every rank gets whole instead of a part."""
+
+    value: Any
+
+
+_SMALL = (bool, int, float, str, type(None), ray.ObjectRef, BatchView, Broadcast)
+"""Types that are passed as they are; everything else is put into the object store once for all ranks."""
+_Handle: Any = ray.actor.ActorHandle
+_RESTARTING = 3
+"""The state in Ray of an actor that died and is being restarted."""
+_PATIENCE = 60.0
+"""Seconds that a call waits for actors that are being restarted."""
+
+_ray: Any = ray
+
+
+def _node(actor: Any) -> str:
+    """Runs on an actor once it is constructed, and returns its node."""
+    return ray.get_runtime_context().get_node_id()
+
+
+class WorkerGroup:
+    """Ray actors as DP ranks of one or more actors each. A call divides the rows of a batch among the ranks.
+
+    Args:
+        actors: actor handles whose methods are decorated with `@endpoint`.
+        dp_ranks: the DP rank of each actor: 0, 1, ... Actors with the same rank (tensor, pipeline or sequence parallel
+            peers) get the same rows. By default each actor is a rank of its own.
+        collect: for each actor whether its result is collected: exactly one actor of each rank, by default the first.
+        registry, pad_token_id, codec: options of `compress`, on the driver and on the ranks.
+        strict_mask_nesting: option of `compress` on the driver. Ranks pack a field that no mask covers padded, with a
+            warning; with "both" they raise, too.
+        verify: option of `compress` on the driver. Ranks always verify their results.
+
+    A group can be passed to tasks and actors, which then call the same actors; `close` there kills none. A group is a
+    context manager that closes itself.
+
+    Attributes:
+        actors: the handles, in the order given.
+        metrics: a flat dict of the last `call` or `put` that returned.
+    """
+
+    def __init__(
+        self,
+        actors: Sequence[Any],
+        *,
+        dp_ranks: Sequence[int] | None = None,
+        collect: Sequence[bool] | None = None,
+        registry: Registry = RL_FIELDS,
+        pad_token_id: int | None = None,
+        strict_mask_nesting: bool | Literal["both"] = False,
+        verify: Verify = "always",
+        codec: str | None = None,
+    ) -> None:
+        if not isinstance(actors, Iterable) or isinstance(actors, str | bytes | Mapping):
+            raise MaskpackError(f"WorkerGroup: actors are {said(actors)}; expected a list of actor handles. Pass one.")
+        codecs.check(codec, "WorkerGroup")
+        strict = strict_mask_nesting is True or strict_mask_nesting == "both"
+        if not strict and strict_mask_nesting is not False:
+            raise RegistryError(
+                f'WorkerGroup: strict_mask_nesting is {said(strict_mask_nesting)}; expected True, False or "both". '
+                "Pass one of these."
+            )
+        Options.of("WorkerGroup", registry, pad_token_id, strict, (), verify, "keep")
+        self.actors: tuple[Any, ...] = tuple(actors)
+        self._launched: tuple[Any, ...] = ()
+        self._nodes: dict[Any, str] = {}
+        self._ranks, self._collectors = ranks_of(len(self.actors), dp_ranks, collect)
+        back = strict_mask_nesting == "both"
+        self._packing = Packing(None if registry is RL_FIELDS else registry, pad_token_id, back, codec)
+        self._options: dict[str, Any] = {
+            "registry": registry,
+            "pad_token_id": pad_token_id,
+            "strict_mask_nesting": strict,
+            "verify": kept_verify(verify),
+            "codec": codec,
+        }
+        self._store = Placement(len(self._ranks))
+        self.metrics: dict[str, float] = {}
+
+    @classmethod
+    def launch(
+        cls,
+        worker: type,
+        ranks: int,
+        /,
+        *args: Any,
+        peers: int = 1,
+        num_cpus: int | None = None,
+        actor_options: Mapping[str, Any] | None = None,
+        worker_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> WorkerGroup:
+        """Starts actors of the plain class `worker` and returns their group.
+
+        Args:
+            ranks, peers: the number of DP ranks, and of actors for each rank.
+            args, worker_kwargs: the arguments of the constructor.
+            num_cpus: of a local Ray, which is started unless Ray is initialised or RAY_ADDRESS names a cluster; by
+                default one for each actor.
+            actor_options: options of Ray (num_gpus, runtime_env, ...).
+            options: options of WorkerGroup.
+
+        If the class has no `__repr__`, its actors get one with their rank, which Ray writes in front of their output.
+        `ready` waits for the constructors.
+        """
+        if not isinstance(worker, type):
+            raise MaskpackError(
+                f"WorkerGroup.launch: worker is {said(worker)}; expected a plain class. Pass the class."
+            )
+        whole(ranks, "ranks", 1, "WorkerGroup.launch")
+        whole(peers, "peers", 1, "WorkerGroup.launch")
+        known = sorted(set(inspect.signature(WorkerGroup).parameters) - {"actors", "dp_ranks"})
+        odd = sorted(set(options) - set(known))
+        if odd:
+            raise MaskpackError(
+                f"WorkerGroup.launch: no option is called {', '.join(map(repr, odd))}; expected num_cpus, peers, "
+                f"actor_options, worker_kwargs or {', '.join(known)}. Pass keyword arguments of the worker as "
+                f"worker_kwargs={{{odd[0]!r}: ...}}, and those of Ray as actor_options={{...}}."
+            )
+        for name, value in (("actor_options", actor_options), ("worker_kwargs", worker_kwargs)):
+            if value is not None and not isinstance(value, Mapping):
+                raise MaskpackError(
+                    f"WorkerGroup.launch: {name} is {said(value)}; expected a dict of keyword arguments. Pass one."
+                )
+        if not ray.is_initialized():
+            if os.environ.get("RAY_ADDRESS"):
+                ray.init()
+            else:
+                cpus = num_cpus or ranks * peers
+                ray.init(address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False)
+        dp_ranks = [actor // peers for actor in range(ranks * peers)]
+        actors: list[Any] = []
+        for rank in dp_ranks:
+            remote = cast("Any", ray.remote)(_named(worker, rank))
+            if actor_options:
+                remote = remote.options(**actor_options)
+            actors.append(remote.remote(*args, **(worker_kwargs or {})))
+        group = cls(actors, dp_ranks=dp_ranks, **options)
+        group._launched = group.actors
+        return group
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of DP ranks."""
+        return len(self._ranks)
+
+    # ---------------------------------------------------------------- start and end
+
+    def __repr__(self) -> str:
+        kinds = sorted({str(actor).removeprefix("Actor(").partition(",")[0] for actor in self.actors})
+        said = [f"{self.num_ranks} ranks", f"{len(self.actors)} actors of {', '.join(kinds)}"]
+        if all(actor in self._nodes for actor in self.actors):
+            said.append(f"nodes {[self._nodes[actor][:8] for actor in self.actors]}")
+        defaults = inspect.signature(WorkerGroup).parameters
+        said += [
+            f"{key}={value if isinstance(value, int | str) else type(value).__name__}"
+            for key, value in self._options.items()
+            if value is not defaults[key].default and value != defaults[key].default
+        ]
+        return f"WorkerGroup({', '.join(said)})"
+
+    def __enter__(self) -> WorkerGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_store": None, "_launched": (), "metrics": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        if self._packing.registry is None:
+            self._options["registry"] = RL_FIELDS  # the object of this process
+        self._store = Placement(len(self._ranks))
+
+    def close(self) -> None:
+        """Kills the actors that `launch` started, and no others. Later calls fail."""
+        for actor in self._launched:
+            ray.kill(actor)
+        self._launched = ()
+
+    def ready(self, timeout: float | None = None) -> None:
+        """Waits until the actors are constructed.
+
+        Raises:
+            WorkerError: a constructor failed (the error has its traceback), or an actor did not answer in `timeout`
+                seconds.
+        """
+        if timeout is not None:
+            seconds(timeout, "timeout", "WorkerGroup.ready")
+        asked = {self.actors[actor].__ray_call__.remote(_node): (rank, actor) for rank, actor in self._places()}
+        remedy = "Look at the constructor, or at the resources that the actors ask for and the cluster has: ray status."
+        nodes = answers(asked, "__init__", timeout, 60.0, remedy)
+        self._nodes = {self.actors[actor]: nodes[ref] for ref, (_, actor) in asked.items()}
+
+    def replace(self, rank: int, *actors: Any) -> None:
+        """Replaces the actors of a rank by as many others. The next call puts all objects again."""
+        whole(rank, "rank", 0, "WorkerGroup.replace", self.num_ranks - 1)
+        own = self._ranks[rank]
+        if len(actors) != len(own):
+            raise MaskpackError(
+                f"WorkerGroup.replace: got {len(actors)} actors for rank {rank}; expected {len(own)}, as many as "
+                "the rank has. Pass their handles."
+            )
+        new = dict(zip(own, actors, strict=True))
+        self.actors = tuple(new.get(place, actor) for place, actor in enumerate(self.actors))
+        self._store = Placement(len(self._ranks))
+
+    def run(
+        self,
+        method: str,
+        /,
+        *args: Any,
+        rank: int | None = None,
+        timeout: float | None = None,
+        grace: float = 60.0,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Runs a method without a batch on every actor, or on the actors of one `rank`.
+
+        The method needs no decorator. Every actor gets all arguments; large ones are put into the object store once.
+
+        Args:
+            timeout: seconds to wait for the actors.
+            grace: seconds that the others have to answer once one has failed.
+
+        Returns:
+            A list of the results, in the order of `actors`.
+
+        Raises:
+            WorkerError: actors failed, died or were late.
+            MethodError: an actor has no such method; then none is called.
+        """
+        if timeout is not None:
+            seconds(timeout, "timeout", "WorkerGroup.run")
+        seconds(grace, "grace", "WorkerGroup.run")
+        if rank is not None:
+            whole(rank, "rank", 0, "WorkerGroup.run", self.num_ranks - 1)
+        places = [place for place in self._places() if rank is None or place[0] == rank]
+        self._need_method(method, [actor for _, actor in places], "a method of the actors.")
+        self._await_restarts([actor for _, actor in places])
+        asked: dict[Any, tuple[int, int]] = {}
+        with storing():
+            given = [_passed(value) for value in args]
+            named = {key: _passed(value) for key, value in kwargs.items()}
+            for place in places:
+                try:
+                    asked[getattr(self.actors[place[1]], method).remote(*given, **named)] = place
+                except TypeError as error:
+                    raise MethodError(
+                        f'WorkerGroup.run: method "{method}" cannot be called so: {error}; expected arguments that it '
+                        "takes. Give these after its name."
+                    ) from error
+        return list(answers(asked, method, timeout, grace, "Run it again if it may run twice.").values())
+
+    def _places(self) -> list[tuple[int, int]]:
+        """The rank and the number of each actor, in the order of `actors`."""
+        return sorted(
+            ((rank, actor) for rank, own in enumerate(self._ranks) for actor in own), key=lambda place: place[1]
+        )
+
+    def _need_method(self, method: Any, actors: Sequence[int], kind: str) -> None:
+        if not isinstance(method, str):
+            raise MethodError(f'WorkerGroup: method is {said(method)}; expected the name of one. Pass it: "update".')
+        without = [actor for actor in actors if not hasattr(getattr(self.actors[actor], method, None), "remote")]
+        if without:
+            who = "the actors have" if len(without) == len(actors) else f"actors {without} have"
+            raise MethodError(
+                f'WorkerGroup: {who} no method "{method}"; expected one of theirs. Give the name of {kind}'
+            )
+
+    def _await_restarts(self, actors: Sequence[int]) -> None:
+        """Waits for actors that Ray is restarting: they take no calls before they are constructed."""
+        until = time.monotonic() + _PATIENCE
+        given: list[Any] = [self.actors[actor] for actor in actors]
+        handles = [handle for handle in given if isinstance(handle, _Handle)]
+        while any(handle._get_local_state() == _RESTARTING for handle in handles):
+            if time.monotonic() > until:
+                return  # their calls will raise
+            time.sleep(0.05)
+
+    # ---------------------------------------------------------------- calls
+
+    @overload
+    def call(
+        self,
+        method: str,
+        batch: TensorDictBase | PackedBatch | BatchView,
+        /,
+        *args: Any,
+        format: Target = "padded",
+        device: torch.device | str | None = None,
+        balance: Balance = "rows",
+        plan: RankPlans | None = None,
+        timeout: float | None = None,
+        grace: float = 60.0,
+        **kwargs: Any,
+    ) -> TensorDict | Any: ...
+    @overload
+    def call(
+        self,
+        method: str,
+        batch: TensorDictBase | PackedBatch | BatchView,
+        /,
+        *args: Any,
+        format: Literal["view"],
+        device: torch.device | str | None = None,
+        balance: Balance = "rows",
+        plan: RankPlans | None = None,
+        timeout: float | None = None,
+        grace: float = 60.0,
+        **kwargs: Any,
+    ) -> BatchView | Any: ...
+    @overload
+    def call(
+        self,
+        method: str,
+        batch: TensorDictBase | PackedBatch | BatchView,
+        /,
+        *args: Any,
+        format: Results,
+        device: torch.device | str | None = None,
+        balance: Balance = "rows",
+        plan: RankPlans | None = None,
+        timeout: float | None = None,
+        grace: float = 60.0,
+        **kwargs: Any,
+    ) -> TensorDict | BatchView | Any: ...
+    def call(
+        self,
+        method: str,
+        batch: TensorDictBase | PackedBatch | BatchView,
+        /,
+        *args: Any,
+        format: Results = "padded",
+        device: torch.device | str | None = None,
+        balance: Balance = "rows",
+        plan: RankPlans | None = None,
+        timeout: float | None = None,
+        grace: float = 60.0,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs `method` on every rank with its rows of `batch`, and waits for the results.
+
+        Args:
+            method: the name of an actor method decorated with `@endpoint`.
+            batch: padded, nested, packed, or a view.
+            args, kwargs: further arguments of the method. Batches among them must have as many rows and are divided
+                like `batch`. A `Broadcast` and all other arguments go whole to every rank; large ones are put into the
+                object store once.
+            format: "padded" or "nested" for a TensorDict; "view" leaves returned rows in the object store and gives a
+                BatchView.
+            device: the device of a TensorDict result; by default the host, whatever the device was on the rank. Not
+                with "view": pass it to `materialize`.
+            balance: consecutive parts, with "rows" of equal size up to one row, or with "tokens" of equal sums as far
+                as rows allow; or the row numbers of each rank. With fewer rows than ranks, some ranks are called with
+                none.
+            plan: the result of `plan`, which replaces `balance` and gives each rank the MicroBatchPlan of its rows.
+            timeout: seconds to wait for the ranks.
+            grace: seconds that the other ranks have to answer once one has failed.
+
+        Returns:
+            A TensorDict (or BatchView) in row order if the ranks returned TensorDicts. If they returned tuples that
+            begin with a TensorDict, a tuple of the joined rows and, for each further item, a list with one entry for
+            each rank. None if all returned None; otherwise a list with the result of each rank.
+
+        Raises:
+            WorkerError: ranks failed, died or were late. It names them and their rows, and `error.call.retry()` sends
+                these rows again.
+            LayoutError: batches have different numbers of rows, or `balance` is not a partition of the rows.
+        """
+        if timeout is not None:
+            seconds(timeout, "timeout", "WorkerGroup")
+        sent = self.submit(
+            method, batch, *args, format=format, device=device, balance=balance, plan=plan, grace=grace, **kwargs
+        )
+        result = sent.result(timeout)
+        self.metrics = sent.metrics
+        return result
+
+    def submit(
+        self,
+        method: str,
+        batch: TensorDictBase | PackedBatch | BatchView,
+        /,
+        *args: Any,
+        format: Results = "padded",
+        device: torch.device | str | None = None,
+        balance: Balance = "rows",
+        plan: RankPlans | None = None,
+        grace: float = 60.0,
+        **kwargs: Any,
+    ) -> Call:
+        """`call` without waiting: returns a Call once the rows are encoded and sent."""
+        self._need_batch(batch, "WorkerGroup")
+        if not isinstance(method, str):
+            raise MethodError(f'WorkerGroup: method is {said(method)}; expected the name of one. Pass it: "update".')
+        seconds(grace, "grace", "WorkerGroup")
+        if format not in ("padded", "nested", "view"):
+            raise LayoutError(
+                f'WorkerGroup: format is {said(format)}; expected "padded", "nested" or "view". Choose one.'
+            )
+        if device is not None and format == "view":
+            raise LayoutError(
+                f'WorkerGroup: device is "{device}" with format="view", whose rows stay where they are; expected none. '
+                "Pass it to materialize."
+            )
+        if device is not None:
+            check_devices([device], "WorkerGroup")  # raises before the ranks run
+        if any(isinstance(value, RankPlans) for value in (*args, *kwargs.values())):
+            raise PlanError(
+                f'WorkerGroup: a plan among the arguments of "{method}"; expected it by name. Pass plan=plan.'
+            )
+        begun = time.perf_counter()
+        with storing():
+            view: BatchView = self._argument(batch)
+            given = [view, *(self._argument(value, view) for value in args)]
+            named = {key: self._argument(value, view) for key, value in kwargs.items()}
+        for value in (*given, *named.values()):
+            if isinstance(value, BatchView) and value.num_rows != view.num_rows:
+                raise LayoutError(
+                    f"WorkerGroup: a batch of {value.num_rows} rows beside one of {view.num_rows}; expected as many. "
+                    "Wrap what every rank should get whole: Broadcast(batch)."
+                )
+        request = Request(method, tuple(given), named, format, device, grace, plan)
+        ranks = self.num_ranks
+        rows = divided(view, balance, ranks) if plan is None else of_plan(plan, view, balance, ranks)
+        encoded = time.perf_counter()
+        parts, metrics = self.send(request, dict(enumerate(rows)))
+        metrics |= {"dispatch/encode_ms": 1e3 * (encoded - begun)} | shares(view, rows)
+        return Call(self, request, parts, metrics | ({} if plan is None else plan.metrics()))
+
+    def put(
+        self,
+        batch: TensorDictBase | PackedBatch | BatchView,
+        *,
+        onto: BatchView | None = None,
+        balance: Balance = "rows",
+    ) -> BatchView:
+        """Encodes a batch, puts it into the object store, and returns a view of it. Calls with the view do not send the
+        rows again. The store releases them with the last view.
+
+        Args:
+            batch: padded, nested or packed; or a view with rows in this process.
+            onto: a view of the same rows. The fields of `batch` are put under its layouts, and the returned view has
+                the fields of both; those of `batch` replace fields with the same name.
+            balance: how later calls will divide the rows, because each node is sent its own rows.
+        """
+        begun = time.perf_counter()
+        self._need_batch(batch, "WorkerGroup.put")
+        if onto is not None and not isinstance(onto, BatchView):
+            raise LayoutError(f"WorkerGroup.put: onto is {said(onto)}; expected a BatchView. Pass what put returned.")
+        if onto is not None and isinstance(batch, TensorDictBase):
+            batch = compress(batch, **self._options, like=onto.layouts_alone())
+        view = self._argument(batch)
+        if onto is not None:
+            onto.with_fields(view)  # raises before anything is put
+        encoded = time.perf_counter()
+        sites = self._by_site(dict(enumerate(divided(view, balance, self.num_ranks))))
+        with storing():
+            settled = [self._store.settled(view.take(index), site) for site, _, index in sites]
+        back = np.argsort(np.concatenate([index for _, _, index in sites]), kind="stable")
+        there = BatchView.cat([part for part, _ in settled]).take(back)
+        there = there.known_as((view if onto is None else onto).origins())
+        self.metrics = {
+            "dispatch/bytes_sent": float(sum(nbytes for _, nbytes in settled)),
+            "dispatch/encode_ms": 1e3 * (encoded - begun),
+            "dispatch/put_ms": 1e3 * (time.perf_counter() - encoded),
+        }
+        return there if onto is None else onto.with_fields(there)
+
+    def release(self, batch: PackedBatch | None = None) -> None:
+        """Forgets the objects that were put for a PackedBatch, or for all of them. The next call puts them again. Views
+        and running calls keep what they need.
+
+        A group remembers these objects as long as the batch is alive, so that a PackedBatch is put once for several
+        calls. They take at most a quarter of the object store on the node of the driver, or the size of the batch used
+        last; those used longest ago are forgotten first.
+        """
+        if not isinstance(batch, PackedBatch | None):
+            raise LayoutError(
+                f"WorkerGroup.release: got {said(batch)}; expected a PackedBatch that was dispatched, or nothing for "
+                "all. The rows of a view are released with the view."
+            )
+        self._store.release(batch)
+
+    def plan(
+        self, batch: PackedBatch | BatchView, token_budget: float | None, *, lengths: Any = None, **options: Any
+    ) -> RankPlans:
+        """`plan_ranks` for the ranks of the group, from lengths alone. Pass the result to `call(plan=)`, and its rows
+        to `put(balance=plan.rows)`, so that rows are put on the nodes where they will run.
+
+        Args:
+            batch: packed, or a view.
+            token_budget: the largest number of valid tokens of a micro-batch.
+            lengths: integers [B], the valid tokens of each row, prompt plus response; by default those of the sequence
+                layout, or the sum of the prompt and the response layout.
+            options: options of `plan_ranks`.
+
+        Raises:
+            PlanError: as `plan_ranks`; or the layouts of the batch do not determine the lengths.
+        """
+        if not isinstance(batch, PackedBatch | BatchView):
+            raise LayoutError(
+                f"WorkerGroup.plan: got {said(batch)}; expected a PackedBatch or a BatchView, whose lengths "
+                "are known. Put the batch first: rows = group.put(batch)."
+            )
+        view = self._argument(batch)
+        known = planned_lengths(view) if lengths is None else lengths
+        return plan_ranks(known, self.num_ranks, token_budget, own_lengths=lengths is not None, **options)
+
+    def pack(self, batch: TensorDictBase, beside: BatchView | None = None) -> PackedBatch:
+        """`compress` with the options of the group. A batch without a mask is packed under the layouts of `beside` if
+        that has as many rows."""
+        like = None
+        if beside is not None and batch.batch_size[:1] == (beside.num_rows,):
+            like = None if has_masks(batch, self._options["registry"]) else beside.layouts_alone()
+        return compress(batch, **self._options, like=like)
+
+    # ---------------------------------------------------------------- sending
+
+    def send(
+        self, request: Request, rows: Mapping[int, IntArray], *, again: bool = False
+    ) -> tuple[list[Part], dict[str, float]]:
+        """Sends a request to some ranks, each with its rows of the batches; `again` puts objects anew that may have
+        been lost.
+
+        All objects are put before the first rank is called. If a later rank cannot be called, its part has the error.
+        """
+        begun = time.perf_counter()
+        actors = [actor for rank in rows for actor in self._ranks[rank]]
+        self._need_method(request.method, actors, "a method that is decorated with @endpoint.")
+        self._await_restarts(actors)
+        arguments = [*request.args, *request.kwargs.values()]
+        plans = {} if request.plan is None else request.plan.for_rows(rows)
+        nbytes = 0
+        settled: list[tuple[int, slice, dict[int, BatchView]]] = []
+        for site, ranks, index in self._by_site(rows):
+            placed: dict[int, BatchView] = {}
+            for value in arguments:
+                if isinstance(value, BatchView | Broadcast):
+                    view = value.value if isinstance(value, Broadcast) else value.take(index)
+                    with storing():
+                        placed[id(value)], sent = self._store.settled(view, site, again)
+                    nbytes += sent
+            end = 0
+            for rank in ranks:
+                begin, end = end, end + rows[rank].size
+                settled.append((rank, slice(begin, end), placed))
+        parts: dict[int, Part] = {}
+        for rank, own, placed in settled:
+            try:
+                with storing():
+                    parts[rank] = self._start(request, rank, rows[rank], placed, own, plans.get(rank))
+            except (MaskpackError, _ray.exceptions.RayError) as error:
+                if not parts:
+                    raise
+                parts[rank] = Part(rank, rows[rank], [], 0, None, Ticket(), error=error)
+            except KeyboardInterrupt:
+                for part in parts.values():
+                    part.take_back()
+                raise
+        metrics = {"dispatch/bytes_sent": float(nbytes), "dispatch/put_ms": 1e3 * (time.perf_counter() - begun)}
+        return [parts[rank] for rank in rows], metrics
+
+    def _start(
+        self,
+        request: Request,
+        rank: int,
+        rows: IntArray,
+        placed: Mapping[int, BatchView],
+        own: slice,
+        plan: MicroBatchPlan | None,
+    ) -> Part:
+        """Calls the actors of one rank. `own` are its rows among those of its site."""
+        objects: list[Any] = []
+        places: dict[Any, int] = {}
+
+        def add(reference: Any) -> int:
+            if reference not in places:
+                places[reference] = len(objects)
+                objects.append(reference)
+            return places[reference]
+
+        def travelling(value: Any) -> Any:
+            if isinstance(value, Broadcast):
+                return RowsAt.of(placed[id(value)], add, whole=True)
+            if isinstance(value, BatchView):
+                return RowsAt.of(placed[id(value)].take(own), add)
+            return ObjectAt(add(value)) if isinstance(value, ray.ObjectRef) else value
+
+        args = tuple(map(travelling, request.args))
+        kwargs = {key: travelling(value) for key, value in request.kwargs.items()}
+        replies: list[Any] = []
+        packed: Any = None
+        ticket = Ticket()
+        for actor in self._ranks[rank]:
+            collects = actor == self._collectors[rank]
+            rank_call = RankCall(args, kwargs, self._packing, collects, request.format == "view", ticket, plan)
+            try:
+                reply, returned = _started(self.actors[actor], request.method, rank_call, objects)
+            except Exception:
+                ticket.take_back()  # from the peers that were called before
+                raise
+            replies.append(reply)
+            packed = returned if collects else packed
+        return Part(rank, rows, replies, self._ranks[rank].index(self._collectors[rank]), packed, ticket)
+
+    def ran_on(self, rank: int, nodes: Sequence[str]) -> None:
+        """Records the nodes of the actors of a rank."""
+        self._store.ran_on(rank, nodes)
+
+    def nodes_alive(self, died: Collection[int]) -> set[str]:
+        """The nodes that are alive, after actors of some ranks have died."""
+        return self._store.nodes_alive(died)
+
+    def ranks_off(self, nodes: Collection[str]) -> set[int]:
+        """The ranks that are on other nodes than these."""
+        return self._store.ranks_off(nodes)
+
+    def _by_site(self, rows: Mapping[int, IntArray]) -> list[tuple[Site, list[int], IntArray]]:
+        """Each site with its ranks, and the rows of these ranks."""
+        sites = self._store.sites()
+        ranks: dict[Site, list[int]] = {}
+        for rank in rows:
+            ranks.setdefault(sites[rank], []).append(rank)
+        return [(site, own, np.concatenate([rows[rank] for rank in own])) for site, own in ranks.items()]
+
+    def _need_batch(self, batch: Any, call: str) -> None:
+        if not isinstance(batch, TensorDictBase | PackedBatch | BatchView):
+            raise LayoutError(
+                f"{call}: the batch is {said(batch)}; expected a TensorDict, a PackedBatch or a BatchView. Give the "
+                "batch first, other arguments after it."
+            )
+
+    def _argument(self, value: Any, beside: BatchView | None = None) -> Any:
+        """An argument of a Request: a batch becomes a view, a large object a reference. `beside` is the batch of the
+        call."""
+        if isinstance(value, TensorDictBase):
+            return BatchView.of(self.pack(value, beside))
+        if isinstance(value, PackedBatch):
+            return BatchView.of(value)
+        if _is_tensorclass(value):
+            raise LayoutError(
+                f"WorkerGroup: an argument is the tensorclass {type(value).__name__}, whose rows would not be divided; "
+                "expected a TensorDict. Put it into one, or give it whole to every rank: Broadcast(value)."
+            )
+        if isinstance(value, Broadcast):
+            whole = _is_tensorclass(value.value)
+            inner = ray.put(value.value) if whole else self._argument(value.value)
+            return Broadcast(inner) if isinstance(inner, BatchView) else inner
+        return _passed(value)
+
+
+def _passed(value: Any) -> Any:
+    """An argument that is not divided: a reference if it may be large."""
+    return cast("Any", value) if isinstance(value, _SMALL) else ray.put(value)
+
+
+def _named(worker: type, rank: int) -> type:
+    """The class, with a `__repr__` of its rank if it has none. Ray writes it in front of the output of the actor."""
+    if worker.__repr__ is not object.__repr__:
+        return worker
+    name = f"{worker.__name__} rank {rank}"
+
+    def said_rank(self: object) -> str:
+        return name
+
+    members: dict[str, Any] = {"__repr__": said_rank, "__module__": worker.__module__, "__doc__": worker.__doc__}
+    return type(worker)(worker.__name__, (worker,), members)
+
+
+def _is_tensorclass(value: Any) -> bool:
+    return is_tensorclass(value) and not is_non_tensor(value)
+
+
+def _started(actor: Any, method: str, rank_call: RankCall, objects: Sequence[Any]) -> tuple[Any, Any]:
+    """Calls a method of an actor. Returns references to its reply and its rows."""
+    try:
+        return getattr(actor, method).options(num_returns=2).remote(rank_call, *objects)
+    except (AttributeError, TypeError) as error:
+        raise MaskpackError(
+            f'WorkerGroup: the actors cannot be called by "{method}": {error}; expected a method that takes packed '
+            "rows. Give its name, and decorate the method with @endpoint."
+        ) from error

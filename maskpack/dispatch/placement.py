@@ -1,0 +1,210 @@
+"""Placement of rows in the object store, so that each node receives the rows of its ranks once.
+
+    a packed batch in this process   put: the rows of one site are one object
+    a reference, on the site         used as it is: the ranks read their rows from shared memory
+    a reference, on another node     cut on that node if only some rows are needed; Ray transfers the cut
+
+A put object is remembered until other rows of its batch are put, the batch is freed, or the budget of the group is
+full."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from threading import RLock
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from maskpack.core.index import IntArray
+from maskpack.packed.batch import PackedBatch
+from maskpack.views.column_group import BatchMeta, ColumnGroup, Source
+from maskpack.views.segments import Segments
+from maskpack.views.view import BatchView
+
+Site = frozenset[str]
+"""The nodes of the actors of a rank; empty in a cluster of one node."""
+SHARE = 4
+"""The remembered objects of a group take at most 1 / SHARE of the object store on the node of the driver, or the size
+of the batch used last."""
+
+_PATIENCE = 60.0
+"""Seconds that a node has to answer after an actor on it has died. Ray takes a while to notice that a node is gone."""
+
+_ray: Any = ray
+
+
+@ray.remote(num_cpus=0)
+def _cut(packed: PackedBatch, rows: IntArray) -> PackedBatch:
+    return packed.take(rows)
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _answer() -> None:
+    """Returns None, from a node that is alive."""
+
+
+def this_node() -> str:
+    """The id of the node of this process."""
+    return ray.get_runtime_context().get_node_id()
+
+
+def nodes_alive() -> dict[str, float]:
+    """The size in bytes of the object store of each node that is alive, by node id."""
+    nodes = [node for node in _ray.nodes() if node["Alive"]]
+    return {node["NodeID"]: node["Resources"].get("object_store_memory", 0.0) for node in nodes}
+
+
+@dataclass
+class _Put:
+    """An object that was put for a site: the rows, as the bytes of their numbers; the reference; the meta."""
+
+    rows: bytes
+    reference: Any
+    meta: BatchMeta
+
+
+class Placement:
+    """The objects that a group has put into the object store. Threads that share the group may use it.
+
+    The node of a rank is known from its last reply. A rank that has not replied yet gets an object of its own, as if it
+    were alone on a node.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._sites: list[Site | None] = [None] * ranks
+        self._alone = True
+        self._put: WeakKeyDictionary[PackedBatch, dict[Site | None, _Put]] = WeakKeyDictionary()
+        """In the order of use; the batch used last is the last."""
+        self._lock = RLock()
+        """Held to read and write the attributes, never while Ray puts or releases an object."""
+
+    def ran_on(self, rank: int, nodes: Sequence[str]) -> None:
+        """Records the nodes of the actors of a rank."""
+        with self._lock:
+            old, self._sites[rank] = self._site(rank), Site(nodes)
+            moved = self._put.values() if old != self._sites[rank] else ()
+            dropped = [known.pop(old, None) for known in moved]
+        del dropped  # Ray releases the objects here, outside the lock
+
+    def _site(self, rank: int) -> Site:
+        return self._sites[rank] or Site([f"of rank {rank}"])
+
+    def sites(self) -> list[Site]:
+        """The site of each rank, as far as it is known. Does not call the actors."""
+        if self._alone and len(nodes_alive()) > 1:
+            self._alone = False
+        with self._lock:
+            if self._alone:
+                return [Site()] * len(self._sites)
+            return [self._site(rank) for rank in range(len(self._sites))]
+
+    def nodes_alive(self, died: Collection[int]) -> set[str]:
+        """The nodes that are alive. It waits until the nodes of ranks with dead actors have answered, or Ray knows that
+        they are gone."""
+        with self._lock:
+            sites = list(self._sites)
+        known = [node for site in sites for node in site or ()]
+        suspects = {node for rank in died for node in (sites[rank] or known)}
+        suspects = suspects & nodes_alive().keys() - {this_node()}
+        task = cast("Any", _answer)
+        asked: dict[Any, str] = {
+            task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(): node
+            for node in suspects
+        }
+        ready: list[Any] = []
+        if asked:
+            ready = _ray.wait(list(asked), num_returns=len(asked), timeout=_PATIENCE)[0]
+        return set(nodes_alive()) - suspects | {asked[ref] for ref in ready if _answered(ref)}
+
+    def ranks_off(self, nodes: Collection[str]) -> set[int]:
+        """The ranks that are on other nodes than these."""
+        with self._lock:
+            return {rank for rank, site in enumerate(self._sites) if site is not None and not site.issubset(nodes)}
+
+    def release(self, packed: PackedBatch | None = None) -> None:
+        """Forgets the objects of one batch, or of all."""
+        with self._lock:
+            known = [packed] if packed is not None else list(self._put)
+            dropped = [self._put.pop(batch, None) for batch in known]
+        del dropped  # Ray releases the objects here, outside the lock
+
+    def settled(self, view: BatchView, site: Site, again: bool = False) -> tuple[BatchView, int]:
+        """The same view over objects in the store that hold the rows of `site`, and the number of encoded bytes that
+        were put or cut for it. `again` puts objects anew that may have been lost."""
+        sent = 0
+        groups: list[ColumnGroup] = []
+        for group in view.groups:
+            number, row = group.segments.by_row()
+            sources: list[Source] = []
+            for place, source in enumerate(group.sources):
+                own = number == place
+                needed, row_in_part = np.unique(row[own], return_inverse=True)
+                part, nbytes = self._part(source, needed, site, again)
+                sources.append(part)
+                sent += nbytes
+                if part.meta.num_rows != source.meta.num_rows:
+                    row[own] = row_in_part
+            groups.append(replace(group, sources=tuple(sources), segments=Segments.of_rows(number, row)))
+        return replace(view, groups=tuple(groups)), sent
+
+    def _part(self, source: Source, rows: IntArray, site: Site, again: bool) -> tuple[Source, int]:
+        """A source in the store with at least the needed rows, and the number of bytes that are new in the store."""
+        whole = rows.size == source.meta.num_rows
+        if isinstance(source.held, PackedBatch):
+            return self._put_once(source, rows, None if whole else site, again)
+        nodes = _nodes_of(source.held) if site and not whole else []
+        if not nodes or site.issubset(nodes):  # on the site already, or small enough for Ray to inline
+            return source, 0
+        task = cast("Any", _cut).options(scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[0], soft=True))
+        meta = source.meta.take(rows)
+        return Source(task.remote(source.held, rows), meta), meta.nbytes
+
+    def _put_once(self, source: Source, rows: IntArray, site: Site | None, again: bool) -> tuple[Source, int]:
+        """Puts the whole batch (`site` None) or the rows of a site, unless the last put for it had the same rows."""
+        packed: PackedBatch = source.held
+        key = rows.tobytes()
+        with self._lock:
+            known = self._put.pop(packed, {})
+            self._put[packed] = known
+            last = known.get(site)
+        if last is not None and last.rows == key and not again:
+            return Source(last.reference, last.meta), 0
+        meta = source.meta if site is None else source.meta.take(rows)
+        fresh = _Put(key, ray.put(packed if site is None else packed.take(rows)), meta)
+        room = nodes_alive().get(this_node(), 0.0) / SHARE
+        with self._lock:
+            dropped: list[Any] = [known.get(site)]
+            known[site] = fresh
+            dropped += self._over(room)
+        del last, dropped  # Ray releases the objects here, outside the lock
+        return Source(fresh.reference, meta), meta.nbytes
+
+    def _over(self, room: float) -> list[Any]:
+        """Removes and returns the batches used longest ago, until the rest fits into `room` bytes or one batch is
+        left."""
+        sizes = {batch: sum(put.meta.nbytes for put in known.values()) for batch, known in self._put.items()}
+        total, out = sum(sizes.values()), list[Any]()
+        for batch in list(sizes)[:-1]:
+            if total <= room:
+                break
+            total -= sizes[batch]
+            out.append(self._put.pop(batch, None))
+        return out
+
+
+def _answered(reference: Any) -> bool:
+    try:
+        _ray.get(reference, timeout=0)
+    except _ray.exceptions.RayError:
+        return False
+    return True
+
+
+def _nodes_of(reference: Any) -> list[str]:
+    """The nodes that hold an object; empty if it is small or lost."""
+    locations: dict[Any, Any] = _ray.experimental.get_object_locations([reference])
+    return locations[reference]["node_ids"]

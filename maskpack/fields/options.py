@@ -1,0 +1,117 @@
+"""The keyword arguments that `nest_batch_by_mask` and `compress` share."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, Literal
+
+import numpy as np
+
+from maskpack.core.arguments import flag, said
+from maskpack.core.keys import Key, Path, need_keys, path_of
+from maskpack.core.pads import PadValue
+from maskpack.errors import RegistryError
+from maskpack.fields.registry import MaskNestingRegistry, MaskNestingSpec
+
+_MOST_FIELD_SETS = 256
+
+
+class VerifyFirst:
+    """`verify=` for a loop: checks the pads of the first batch with given fields, and assumes them for later batches.
+
+    Use one object for each producer of batches, because their pads may differ even if their fields are the same. A pad
+    is remembered only if no other pad of the registry also fits the batch and would give later batches other values. A
+    pickled object remembers nothing.
+    """
+
+    def __init__(self) -> None:
+        self._pads: OrderedDict[Any, dict[Path, PadValue | None]] = OrderedDict()
+        self._lock = Lock()
+
+    def known(self, fields: Any) -> Mapping[Path, PadValue | None]:
+        """The pad of each field in a set of fields; None for a field that had non-pad values under its mask."""
+        return self._pads.get(fields, {})
+
+    def learn(self, fields: Any, pads: Mapping[Path, PadValue | None]) -> None:
+        """Remembers these pads, in addition to those of other fields in the set."""
+        with self._lock:
+            self._pads[fields] = {**self.known(fields), **pads}
+            while len(self._pads) > _MOST_FIELD_SETS:
+                self._pads.popitem(last=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return VerifyFirst, ()
+
+
+Verify = Literal["always", "first", "never"] | VerifyFirst
+"""`first` makes a WorkerGroup or a storage keep a VerifyFirst. For a function it means `always`, as each call sees one
+batch."""
+OnLoss = Literal["keep", "error", "drop"]
+Registry = MaskNestingRegistry | Mapping[Any, MaskNestingSpec]
+"""A registry, or a dict of specs, whose axes are the masks that the specs name. The keys are Keys; they are typed as
+Any because a dict with str keys is not a Mapping[Key, ...] to a type checker."""
+
+
+def registry_of(registry: Registry, call: str) -> MaskNestingRegistry:
+    """The registry; a dict of specs is converted."""
+    if not isinstance(registry, Mapping):
+        raise RegistryError(
+            f"{call}: registry is {said(registry)}; expected a MaskNestingRegistry or a dict of MaskNestingSpecs. "
+            "Pass RL_FIELDS, or RL_FIELDS | {...}."
+        )
+    return registry if isinstance(registry, MaskNestingRegistry) else MaskNestingRegistry(registry)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The checked keyword arguments that `nest_batch_by_mask` and `compress` share."""
+
+    call: str
+    registry: MaskNestingRegistry
+    pad_token_id: int | None
+    strict: bool
+    ignore: frozenset[Path]
+    verify: Literal["always", "never"] | VerifyFirst
+    on_loss: OnLoss
+
+    @classmethod
+    def of(
+        cls,
+        call: str,
+        registry: Registry,
+        pad_token_id: int | None,
+        strict: bool,
+        ignore_dense_fields: Iterable[Key],
+        verify: Verify,
+        on_loss: OnLoss,
+    ) -> Options:
+        for name, value, allowed in (
+            ("verify", verify, ("always", "first", "never", "a VerifyFirst")),
+            ("on_loss", on_loss, ("keep", "error", "drop")),
+        ):
+            if not isinstance(value, VerifyFirst if name == "verify" else ()) and value not in allowed:
+                raise RegistryError(
+                    f"{call}: {name} is {said(value)}; expected one of {', '.join(allowed)}. Choose one."
+                )
+        if isinstance(pad_token_id, np.integer):
+            pad_token_id = int(pad_token_id)
+        whole = isinstance(pad_token_id, int) and not isinstance(pad_token_id, bool)
+        if pad_token_id is not None and not (whole and -(1 << 63) <= pad_token_id < 1 << 64):
+            raise RegistryError(
+                f"{call}: pad_token_id is {said(pad_token_id)}; expected a whole number. Pass tokenizer.pad_token_id."
+            )
+        registry = registry_of(registry, call)
+        strict = flag(strict, "strict_mask_nesting", call, RegistryError)
+        ignore = frozenset(map(path_of, need_keys(ignore_dense_fields, "ignore_dense_fields", call)))
+        if strict and on_loss == "keep":
+            on_loss = "error"
+        resolved: Any = kept_verify(verify)
+        return cls(call, registry, pad_token_id, strict, ignore, resolved, on_loss)
+
+
+def kept_verify(verify: Verify) -> Verify:
+    """`verify` for an object that handles several batches: "first" becomes a VerifyFirst."""
+    return VerifyFirst() if verify == "first" else verify

@@ -1,0 +1,66 @@
+"""RL_FIELDS: the registry of PPO, GRPO and DAPO batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from maskpack.core.keys import Key
+from maskpack.core.pads import EDGE, PAD_TOKEN_ID, SIGNED_ZERO, PadValue
+from maskpack.fields.registry import DENSE, MaskAxis, MaskNestingRegistry, MaskNestingSpec
+
+_SPLIT: dict[str, Any] = {
+    "head": ("prompts",),
+    "tail": ("responses", "response_mask", "max_response_length"),
+}
+_RESPONSE_OR_SEQUENCE: list[Key] = ["response", "sequence"]
+_ZERO: list[PadValue] = [0, SIGNED_ZERO]
+
+
+def _field(mask: Key | list[Key], pad: PadValue | list[PadValue] = 0, **more: Any) -> MaskNestingSpec:
+    return MaskNestingSpec(mask, pad, **more)
+
+
+RL_FIELDS = MaskNestingRegistry(
+    axes={
+        "sequence": (MaskAxis("attention_mask"),),
+        "prompt": (MaskAxis("attention_mask", part="head", **_SPLIT),),
+        "response": (
+            MaskAxis("attention_mask", part="tail", **_SPLIT),
+            MaskAxis("response_mask", part="prefix"),
+        ),
+    },
+    fields={
+        "prompts": _field("prompt", PAD_TOKEN_ID, hints=("repeated",)),
+        "responses": _field("response", PAD_TOKEN_ID),
+        "input_ids": _field("sequence", PAD_TOKEN_ID, hints=("join:prompts,responses",)),
+        "attention_mask": _field("sequence", hints=("runs", "bits")),
+        "position_ids": _field("sequence", [EDGE, 0, 1], ragged_dim=-1, hints=("columns", "ramp")),
+        "response_mask": _field("response", hints=("runs", "bits")),
+        "loss_mask": _field(_RESPONSE_OR_SEQUENCE, hints=("runs", "bits")),
+        **{
+            name: _field(_RESPONSE_OR_SEQUENCE, _ZERO, hints=hints)
+            for name, hints in {
+                "rollout_log_probs": (),
+                "old_log_probs": ("delta:rollout_log_probs",),
+                "ref_log_prob": ("delta:old_log_probs",),
+                "entropys": (),
+                "values": (),
+                "sum_pi_squared": (),
+                "advantages": ("runs",),
+                "returns": (),
+                "token_level_scores": (),
+                "token_level_rewards": (),
+                "rm_scores": (),
+                "rollout_is_weights": (),
+            }.items()
+        },
+        "routed_experts": _field("sequence", [0, -1]),
+        "teacher_ids": _field("sequence", PAD_TOKEN_ID),
+        "teacher_logprobs": _field("sequence", _ZERO),
+        "reward_baselines": DENSE,
+        "dummy_tensor": DENSE,
+        "multi_modal_inputs": DENSE,
+        "global_token_num": DENSE,
+    },
+)
+"""The fields of PPO, GRPO and DAPO batches; docs/fields.md has the table."""

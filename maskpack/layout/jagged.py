@@ -1,0 +1,219 @@
+"""torch.jagged tensors [B, j, *F]: how they are built, with minimum and maximum length set, and read."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import cache
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from maskpack.core.index import IntArray
+from maskpack.errors import LayoutError
+from maskpack.layout.row_layout import RowLayout
+
+_Way = Callable[[Sequence[Tensor], Tensor, int, int], list[Tensor]]
+
+
+def jagged(values: Tensor, layout: RowLayout) -> Tensor:
+    """Packed values [T, *F] as a jagged tensor on the shared offsets of `layout`, with min and max length set."""
+    return jagged_from(values, layout.offsets, layout.min_length, layout.max_length)
+
+
+def jagged_from(values: Tensor, offsets: Tensor, min_length: int, max_length: int) -> Tensor:
+    """Values [T, *F] and offsets int64 [B + 1] as a jagged tensor [B, j, *F]."""
+    return jagged_all([values], offsets, min_length, max_length)[0]
+
+
+def jagged_all(fields: Sequence[Tensor], offsets: Tensor, min_length: int, max_length: int) -> list[Tensor]:
+    """`jagged_from` for several values."""
+    differentiable = torch.is_grad_enabled() and any(values.requires_grad for values in fields)
+    way = None if differentiable or torch.compiler.is_compiling() else _fast_way()
+    return (way or _public_way)(fields, offsets, min_length, max_length)
+
+
+# -------------------------------------------------------------------- two ways to construct jagged tensors
+
+
+def _public_way(fields: Sequence[Tensor], offsets: Tensor, min_length: int, max_length: int) -> list[Tensor]:
+    if not torch.is_grad_enabled():
+        fields = [values.detach() for values in fields]
+    host = nullcontext() if torch.compiler.is_compiling() else torch.device("cpu")
+    with host:  # where torch keeps the lengths
+        return [
+            torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=min_length, max_seqlen=max_length)
+            for values in fields
+        ]
+
+
+@cache
+def _fast_way() -> _Way | None:
+    """The private constructor if it gives the same as the public one on a small example, else None."""
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
+            way = _private_way()
+            return way if _is_exact(way) else None
+    except Exception:  # private names may mean anything in another version of torch
+        return None
+
+
+def _private_way() -> _Way:
+    """The constructor that torch's own nested operations use; it takes a quarter of the time of the public function.
+    Gradients do not flow through its tensors."""
+    from torch._C import DispatchKey, DispatchKeySet
+    from torch.nested._internal.nested_tensor import NestedTensor
+
+    keys = DispatchKeySet(DispatchKey.NestedTensor).add(DispatchKey.AutogradNestedTensor)
+
+    def way(fields: Sequence[Tensor], offsets: Tensor, min_length: int, max_length: int) -> list[Tensor]:
+        lengths = {"min_seqlen": min_length, "max_seqlen": max_length}
+        bounds = {name: torch.zeros(length, 0, device="cpu") for name, length in lengths.items()}
+        out: list[Tensor] = []
+        first: Any = None
+        for values in fields:
+            if first is not None and (first._values.shape, first._values.stride()) == (values.shape, values.stride()):
+                out.append(sibling(first, values.detach()))
+            else:
+                first = NestedTensor(values.detach(), offsets, _metadata_cache=dict(bounds))
+                out.append(first)
+        return out
+
+    def sibling(field: Any, values: Any) -> Tensor:
+        """A jagged tensor of `values` on the offsets of `field`, whose values have the same shape and strides. It
+        reuses the sizes of `field`, which take two thirds of the time to construct one."""
+        out: Any = torch.Tensor._make_wrapper_subclass(
+            NestedTensor, field._size, field._strides, 0, torch.contiguous_format, values.dtype, torch.jagged,
+            values.device, False, False, "sizes", False, True, keys, storage_size=values.untyped_storage().size(),
+        )  # fmt: skip
+        vars(out).update(vars(field))
+        out._values, out._metadata_cache = values, dict(field._metadata_cache)
+        vars(values).update(vars(field._values))  # marks for torch.compile
+        return out
+
+    return way
+
+
+def _is_exact(way: _Way) -> bool:
+    """Whether `way` gives the same as torch, for the first tensor and for a sibling."""
+    rows = [torch.tensor(row, device="cpu").view(-1, 2) for row in ([1.0, -2.0], [], [3.0, 4.0, 5.0, -0.0])]
+    want: Any = torch.nested.nested_tensor(rows, layout=torch.jagged, device="cpu")
+    fields = [want.values(), want.values().clone()]
+    return all(
+        _is_same(got, values, want) for got, values in zip(way(fields, want.offsets(), 0, 2), fields, strict=True)
+    )
+
+
+def _is_same(got: Any, values: Tensor, want: Any) -> bool:
+    """Whether `got`, a jagged tensor of `values`, equals `want` on the same offsets: in its attributes, in operations,
+    after a pickle and in the autograd graph."""
+    from torch._C import _dispatch_keys as dispatch_keys  # type: ignore[reportPrivateUsage]
+
+    pickled: Any = pickle.loads(pickle.dumps(got))
+    expected: Any = pickle.loads(pickle.dumps(want))
+    # compared but not run: a backward pass starts threads, after which a process must not fork
+    graphs: list[Any] = [(field.detach().requires_grad_() * 2).values().grad_fn for field in (got, want)]
+    return (
+        type(got) is type(want)
+        and all(getattr(got, name) == getattr(want, name) for name in ("shape", "dtype", "device", "layout"))
+        and (got.stride(), got.storage_offset()) == (want.stride(), want.storage_offset())
+        and str(dispatch_keys(got)) == str(dispatch_keys(want))
+        and not got.requires_grad
+        and _is_equal(vars(got), vars(want))
+        and got.values().data_ptr() == values.data_ptr()
+        and got.offsets() is want.offsets()
+        and got.lengths() is None
+        and torch.equal((got - want).values(), values - values)
+        and all(map(torch.equal, got.unbind(), want.unbind()))
+        and torch.equal(got.to_padded_tensor(0.0), want.to_padded_tensor(0.0))
+        and torch.equal(pickled.values(), expected.values())
+        and torch.equal(pickled.offsets(), expected.offsets())
+        and _is_equal(vars(pickled).get("_metadata_cache"), vars(expected).get("_metadata_cache"))
+        and type(graphs[0]) is type(graphs[1])
+    )
+
+
+def _is_equal(got: Any, want: Any) -> bool:
+    """Whether two attributes are equal; of tensors, also their own attributes, such as marks for torch.compile. The
+    capsules in which older versions of torch keep sizes cannot be compared, and count as equal."""
+    if isinstance(want, dict):
+        named = cast("dict[Any, Any]", want)
+        return (
+            isinstance(got, dict)
+            and got.keys() == named.keys()
+            and all(_is_equal(got[name], named[name]) for name in named)
+        )
+    if isinstance(want, Tensor):
+        return isinstance(got, Tensor) and torch.equal(got, want) and _is_equal(vars(got), vars(want))
+    return type(got) is type(want) and (type(want).__name__ == "PyCapsule" or bool(got == want))
+
+
+# -------------------------------------------------------------------- reading jagged tensors
+
+
+def offsets_of(field: Any) -> Tensor:
+    """The offsets of a jagged tensor, int64 [B + 1]."""
+    return field.offsets()
+
+
+def is_regular(field: Any) -> bool:
+    """Whether a nested tensor is jagged along dim 1 without gaps, so that values and offsets define it."""
+    return field.layout == torch.jagged and ragged_dim(field) == 1 and field.lengths() is None
+
+
+def ragged_dim(field: Any) -> int:
+    """The ragged dim of a jagged tensor, as torch reads it: from a private attribute, which verl sets without changing
+    the shape."""
+    private = getattr(field, "_ragged_idx", None)
+    return stated_dim(field) if private is None else private
+
+
+def stated_dim(field: Any) -> int:
+    """The ragged dim of a jagged tensor according to its shape."""
+    return next(dim for dim, size in enumerate(field.shape) if not isinstance(size, int))
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[IntArray]:
+    """Integer tensors [n] as int64 arrays on the host, with one synchronisation for all."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):  # true of an empty sequence too
+        return [tensor.to(torch.int64).numpy() for tensor in tensors]
+    ends = np.cumsum([tensor.numel() for tensor in tensors])
+    return np.split(torch.cat([tensor.to(torch.int64) for tensor in tensors]).cpu().numpy(), ends[:-1])
+
+
+def _shares(field: Tensor, layout: RowLayout) -> bool:
+    return layout.__dict__.get("offsets") is offsets_of(field)
+
+
+def host_offsets(field: Tensor, *layouts: RowLayout | None) -> IntArray:
+    """The offsets of a field on the host, int64 [B + 1]. No synchronisation if they are the offsets of one of
+    `layouts`."""
+    for layout in layouts:
+        if layout is not None and _shares(field, layout):
+            return layout.row_offsets
+    return to_host([offsets_of(field)])[0]
+
+
+def check_lengths(fields: Mapping[str, tuple[Tensor, RowLayout]], call: str, remedy: str) -> None:
+    """Raises LayoutError unless each jagged field has the row lengths of its layout. One synchronisation on CUDA if any
+    field does not share the offsets of its layout."""
+    for name, (field, _) in fields.items():
+        if not is_regular(field):
+            raise LayoutError(
+                f'{call}: field "{name}" is nested, but not jagged along dim 1 without gaps; expected that. {remedy}'
+            )
+    apart = {
+        id(offsets_of(field)): offsets_of(field) for field, layout in fields.values() if not _shares(field, layout)
+    }
+    on_host = dict(zip(apart, to_host(list(apart.values())), strict=True))
+    for name, (field, layout) in fields.items():
+        offsets = on_host.get(id(offsets_of(field)), layout.row_offsets)
+        if not np.array_equal(offsets, layout.row_offsets):
+            lengths = np.diff(offsets)
+            raise LayoutError(
+                f'{call}: field "{name}" has {lengths.size} rows of {int(lengths.sum())} tokens; its layout has '
+                f"{layout.num_rows} rows of {layout.num_tokens} tokens, or the rows differ in length. {remedy}"
+            )

@@ -1,0 +1,467 @@
+"""RowLayout: a mask in computed form. All conversions between masks, spans, lengths and indices are here.
+
+    mask [B=3, width=6]       spans (start, length)   lengths   cu_seqlens     indices into the flat [B * width]
+    . . # # # .               (2, 3)                  3         0 3 5 5        2 3 4 | 6 11 |
+    # . . . . #               (0, 1) (5, 1)           2
+    . . . . . .               none                    0
+
+The span table is computed on the device of the mask and copied to the host once, for planning and for taking rows.
+Shape letters: B rows, N spans, T valid tokens in all, S the padded width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from maskpack.core.arguments import list_of, said, whole
+from maskpack.core.index import (
+    IntArray,
+    Rows,
+    SpanTable,
+    bits_of,
+    cumulated,
+    ranges,
+    row_index,
+    table_of_bits,
+    table_rows,
+)
+from maskpack.core.tensors import device_here, host_array, need_tensor, numbered
+from maskpack.errors import LayoutError
+from maskpack.layout import scan
+from maskpack.layout.span_index import SpanIndex, index_of, need_int32, places_of, table_of
+
+_FEW_BYTES = 256
+"""A layout is pickled as bits only if that saves more bytes than this."""
+_MOST = (1 << 62) - 1
+"""The largest number of positions of a layout."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowLayout:
+    """The positions of the valid tokens in each row. Immutable; build one with a `from_...` constructor.
+
+    Attributes:
+        num_rows: B.
+        width: the padded width, S.
+        num_tokens: the number of valid tokens in all rows, T.
+        device: the device of the masks, indices and offsets of this layout.
+        anchor: the column at which batches of different widths are aligned when they are joined; padding is added on
+            both sides of it. 0 for rows padded on the right, the width for rows padded on the left.
+    """
+
+    num_rows: int
+    width: int
+    num_tokens: int
+    device: torch.device
+    anchor: int = 0
+
+    # ---------------------------------------------------------------- constructors
+
+    @classmethod
+    def from_mask(cls, mask: Tensor, *, num_tokens: int | None = None) -> RowLayout:
+        """From a mask [B, S] of any dtype; non-zero entries are valid tokens.
+
+        Args:
+            mask: is scanned on its device. One synchronisation on CUDA.
+            num_tokens: a hint that saves the synchronisation: the number of valid tokens of a mask with at most one
+                span in a row. If it is wrong, results are wrong, but nothing is read or written out of bounds, and
+                the first use of the layout on the host raises LayoutError. On the CPU it is checked at once.
+
+        Raises LayoutError if the mask is not two-dimensional or `num_tokens` is wrong; on CUDA also for more than
+        2^31 - 1 valid tokens, the limit of int32.
+        """
+        return layout_and_value(mask, num_tokens)[0]
+
+    @classmethod
+    def from_lengths(
+        cls,
+        lengths: Tensor | Sequence[int] | IntArray,
+        width: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> RowLayout:
+        """From the lengths of rows padded on the right: the valid tokens of row b are at 0 to `lengths[b] - 1`.
+
+        `lengths` is an integer [B]; `width` defaults to the longest row. One synchronisation if `lengths` is on CUDA.
+        Raises LayoutError for negative lengths, fractions, and lengths beyond `width`.
+        """
+        if device is None:
+            device = lengths.device if isinstance(lengths, Tensor) else "cpu"
+        call = "RowLayout.from_lengths"
+        return cls._from_lengths(_whole(lengths, call, "lengths", "(B,)"), width, device_here(device, call), call)
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Tensor | Sequence[int] | IntArray, width: int | None = None) -> RowLayout:
+        """From cumulative lengths, integer [B + 1], non-decreasing from 0. One synchronisation on CUDA."""
+        call = "RowLayout.from_cu_seqlens"
+        host = _whole(cu_seqlens, call, "cu_seqlens", "(B + 1,)")
+        if host.size == 0 or int(host[0]) != 0:
+            raise LayoutError(
+                f"{call}: cu_seqlens begins with {host[:1].tolist()}; expected 0. Pass the cumulative row "
+                "lengths with their leading 0."
+            )
+        device = cu_seqlens.device if isinstance(cu_seqlens, Tensor) else torch.device("cpu")
+        return cls._from_lengths(np.diff(host), width, device, call)
+
+    @classmethod
+    def _from_lengths(cls, host: IntArray, width: int | None, device: torch.device | str, call: str) -> RowLayout:
+        shortest, longest = (int(host.min()), int(host.max())) if host.size else (0, 0)
+        width = max(longest, 0) if width is None else whole(width, "width", 0, call)
+        if shortest < 0 or longest > width or host.size * width > _MOST:
+            fitting = f"0 to the width, {width}" if longest > width or shortest < 0 else "rows that fit into memory"
+            raise LayoutError(
+                f"{call}: lengths run from {shortest} to {longest}; expected {fitting}. "
+                "Clip the lengths or give the true width."
+            )
+        filled = host > 0
+        splits = cumulated(filled.astype(np.int64))
+        return cls.from_table(width, SpanTable(np.zeros(int(splits[-1]), np.int64), host[filled], splits), device)
+
+    @classmethod
+    def from_spans(
+        cls,
+        starts: Sequence[int] | IntArray,
+        counts: Sequence[int] | IntArray,
+        spans_per_row: Sequence[int] | IntArray,
+        width: int,
+        *,
+        device: torch.device | str = "cpu",
+        anchor: int = 0,
+    ) -> RowLayout:
+        """From spans: `starts` and `counts` [N], and `spans_per_row` [B], which sums to N.
+
+        The spans of a row must be in order and must not touch each other. Raises LayoutError otherwise.
+        """
+        call = "RowLayout.from_spans"
+        width, anchor = whole(width, "width", 0, call), whole(anchor, "anchor", 0, call)
+        table = SpanTable(
+            _whole(starts, call, "starts", "(N,)"),
+            _whole(counts, call, "counts", "(N,)"),
+            cumulated(_whole(spans_per_row, call, "spans_per_row", "(B,)")),
+        )
+        problem = _problem(table, width) or (None if 0 <= anchor <= width else f"the anchor is column {anchor}")
+        if problem:
+            raise LayoutError(
+                f"{call}: {problem}; expected maximal spans, in order, within the width {width}. Sort and join them."
+            )
+        return cls.from_table(width, table, device_here(device, call), anchor)
+
+    @classmethod
+    def from_table(cls, width: int, table: SpanTable, device: torch.device | str, anchor: int = 0) -> RowLayout:
+        """From a table that is not checked again. Raises LayoutError for more positions than int64 can count."""
+        rows = table.splits.size - 1
+        if rows * width > _MOST:
+            raise LayoutError(
+                f"RowLayout: {rows} rows of width {width}; expected at most {_MOST} positions. Give the true width."
+            )
+        layout = cls(rows, width, int(table.counts.sum()), numbered(device), anchor)
+        layout.__dict__["table"] = table
+        if layout.device.type != "cpu":
+            layout.__dict__["index"] = index_of(table, width, layout.device)
+        return layout
+
+    # ---------------------------------------------------------------- sizes, on the host
+
+    @cached_property
+    def table(self) -> SpanTable:
+        """The span table on the host. One synchronisation at the first use of a layout scanned on CUDA.
+
+        Raises LayoutError if the `num_tokens` passed to `from_mask` was wrong.
+        """
+        if "_host_counts" in self.__dict__:
+            return scan.table_of_rows(self.__dict__["_host_counts"])
+        if "_device_counts" in self.__dict__:
+            table = scan.table_of_rows(self.__dict__["_device_counts"].cpu().numpy())
+            _check_num_tokens(table, self.num_tokens)
+            return table
+        return table_of(self.index)
+
+    @cached_property
+    def index(self) -> SpanIndex:
+        """The spans on the device, in the form that kernels read. Raises LayoutError for sizes beyond int32."""
+        return index_of(self.table, self.width, self.device)
+
+    @property
+    def num_spans(self) -> int:
+        """The number of spans in all rows, N."""
+        return self.table.starts.size
+
+    @cached_property
+    def lengths(self) -> IntArray:
+        """int64 [B] on the host: the number of valid tokens in each row."""
+        if "_host_counts" in self.__dict__:
+            return self.__dict__["_host_counts"][0].astype(np.int64)
+        ends = cumulated(self.table.counts)
+        return ends[self.table.splits[1:]] - ends[self.table.splits[:-1]]
+
+    @cached_property
+    def row_offsets(self) -> IntArray:
+        """int64 [B + 1] on the host: `cu_seqlens` as a NumPy array."""
+        return cumulated(self.lengths)
+
+    @cached_property
+    def min_length(self) -> int:
+        """Length of the shortest row; 0 if there are no rows."""
+        return int(self.lengths.min()) if self.num_rows else 0
+
+    @cached_property
+    def max_length(self) -> int:
+        """Length of the longest row; 0 if there are no rows."""
+        return int(self.lengths.max(initial=0))
+
+    @cached_property
+    def span_slices(self) -> list[slice]:
+        """On the host: the position of each span in the flattened [B * S]."""
+        begins = np.repeat(np.arange(self.num_rows) * self.width, np.diff(self.table.splits)) + self.table.starts
+        return list(map(slice, begins.tolist(), (begins + self.table.counts).tolist()))
+
+    @property
+    def long_spans(self) -> bool:
+        """Whether copying span by span is faster on the host than indexing each element."""
+        return self.num_tokens >= 64 * self.num_spans
+
+    # ---------------------------------------------------------------- derived tensors, on the device
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """int32 [N]: the first position of each span in its row. Raises LayoutError for rows too wide for int32."""
+        need_int32("RowLayout.starts", width=self.width)
+        return self._moved(self.table.starts.astype(np.int32))
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """int32 [N]: the length of each span, at least 1. Raises LayoutError for rows too wide for int32."""
+        need_int32("RowLayout.counts", width=self.width)
+        return self._moved(self.table.counts.astype(np.int32))
+
+    @cached_property
+    def splits(self) -> Tensor:
+        """int64 [B + 1]; the spans of row b are `splits[b]` to `splits[b + 1] - 1`."""
+        return self._moved(np.array(self.table.splits))
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """int64 [B + 1]: the offsets tensor that all jagged fields of this layout share."""
+        if "index" in self.__dict__:
+            return self.cu_seqlens.to(torch.int64)
+        return self._moved(np.array(self.row_offsets))
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """int32 [B + 1]: cumulative row lengths for varlen attention. Never above T, so that kernels that read them
+        stay in bounds. Raises LayoutError for more than 2^31 - 1 valid tokens."""
+        need_int32("RowLayout.cu_seqlens", num_tokens=self.num_tokens)
+        if "_device_counts" in self.__dict__:
+            return self.index.begins.clamp(max=self.num_tokens)
+        if "index" in self.__dict__:
+            return self.index.begins if self.index.cu_seqlens is None else self.index.cu_seqlens
+        return self.offsets.to(torch.int32)
+
+    def _moved(self, array: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+    @cached_property
+    def indices(self) -> Tensor:
+        """int64 [T]: the position of each valid token in the flattened [B * S]. No synchronisation."""
+        if self.device.type == "cpu":
+            rows = np.repeat(np.arange(self.num_rows), np.diff(self.table.splits))
+            return torch.from_numpy(ranges(rows * self.width + self.table.starts, self.table.counts))
+        return places_of(self.index, self.num_rows, self.width, self.num_tokens)
+
+    def to_mask(self, dtype: torch.dtype = torch.bool) -> Tensor:
+        """The mask [B, S]: 1 at valid tokens, 0 elsewhere."""
+        if not isinstance(dtype, torch.dtype):
+            raise LayoutError(f"RowLayout.to_mask: dtype is {said(dtype)}; expected a torch.dtype. Pass torch.bool.")
+        mask = torch.zeros(self.num_rows * self.width, dtype=torch.bool, device=self.device)
+        return mask.index_fill_(0, self.indices, True).view(self.num_rows, self.width).to(dtype)
+
+    # ---------------------------------------------------------------- new layouts from old ones
+
+    def to(self, device: torch.device | str) -> RowLayout:
+        """The same layout on another device."""
+        if device == self.device:
+            return self
+        device = numbered(device_here(device, "RowLayout.to"))
+        if device == self.device:
+            return self
+        return RowLayout.from_table(self.width, self.table, device, self.anchor)
+
+    def take(self, rows: Rows) -> RowLayout:
+        """The layout of the rows given by a slice, indices (repeated or negative ones too), or a bool mask [B]."""
+        index = row_index(rows, self.num_rows, "RowLayout.take")
+        return RowLayout.from_table(self.width, table_rows(self.table, index), self.device, self.anchor)
+
+    def narrow(self, start: int, stop: int) -> RowLayout:
+        """The layout of `mask[:, start:stop]`, computed from the spans."""
+        start, stop = (whole(column, "a column", 0, "RowLayout.narrow") for column in (start, stop))
+        if not start <= stop <= self.width:
+            raise LayoutError(
+                f"RowLayout.narrow: columns {start} to {stop}; expected 0 <= start <= stop <= {self.width}. Choose "
+                "columns within the width."
+            )
+        table = self.table
+        begin = table.starts.clip(start, stop)
+        counts = (table.starts + table.counts).clip(start, stop) - begin
+        keep = counts > 0
+        splits = cumulated(keep.astype(np.int64))[table.splits]
+        table = SpanTable((begin - start)[keep], counts[keep], splits)
+        anchor = min(max(self.anchor - start, 0), stop - start)
+        return RowLayout.from_table(stop - start, table, self.device, anchor)
+
+    def anchored(self, anchor: int) -> RowLayout:
+        """The same rows with another anchor, from 0 to the width."""
+        if whole(anchor, "anchor", 0, "RowLayout.anchored") > self.width:
+            raise LayoutError(f"RowLayout.anchored: anchor is {anchor}; expected 0 to {self.width}. Choose a column.")
+        layout = replace(self, anchor=anchor)
+        layout.__dict__.update(self.__dict__ | {"anchor": anchor})
+        return layout
+
+    def widened(self, left: int, right: int) -> RowLayout:
+        """The same rows with `left` and `right` more columns of padding."""
+        table = self.table
+        left, right = (whole(columns, "columns", 0, "RowLayout.widened") for columns in (left, right))
+        table = SpanTable(table.starts + left, table.counts, table.splits)
+        return RowLayout.from_table(left + self.width + right, table, self.device, left + self.anchor)
+
+    def prefix(self) -> RowLayout:
+        """One span in each row: position 0 to the last valid token. Gaps between spans become valid."""
+        table = self.table
+        lengths = np.zeros(self.num_rows, np.int64)
+        filled = np.diff(table.splits) > 0
+        last = table.splits[1:][filled] - 1
+        lengths[filled] = table.starts[last] + table.counts[last]
+        return RowLayout.from_lengths(lengths, self.width, device=self.device)
+
+    @staticmethod
+    def cat(layouts: Sequence[RowLayout]) -> RowLayout:
+        """The rows of several layouts in order. Layouts of different widths are padded so that their anchors align."""
+        layouts = list_of(layouts, RowLayout, "RowLayout.cat", "Pass a list of layouts.")
+        left = max(layout.anchor for layout in layouts)
+        right = max(layout.width - layout.anchor for layout in layouts)
+        layouts = [
+            layout
+            if (layout.anchor, layout.width) == (left, left + right)
+            else layout.widened(left - layout.anchor, right - (layout.width - layout.anchor))
+            for layout in layouts
+        ]
+        tables = [layout.table for layout in layouts]
+        spans_per_row = np.concatenate([np.diff(table.splits) for table in tables])
+        table = SpanTable(
+            np.concatenate([table.starts for table in tables]),
+            np.concatenate([table.counts for table in tables]),
+            cumulated(spans_per_row),
+        )
+        return RowLayout.from_table(left + right, table, layouts[0].device, left)
+
+    def compact(self) -> tuple[npt.NDArray[Any], ...]:
+        """The arrays of a pickle: starts, counts and spans per row as the narrowest unsigned integers; or the mask as
+        bits (uint8 [B, ceil(width / 8)]), if that is clearly smaller."""
+        numbers = self.table.starts, self.table.counts, np.diff(self.table.splits)
+        parts = tuple(part.astype(np.min_scalar_type(int(part.max(initial=0)))) for part in numbers)
+        if sum(part.nbytes for part in parts) <= self.num_rows * -(-self.width // 8) + _FEW_BYTES:
+            return parts
+        return (bits_of(self.table, self.width),)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self.width, str(self.device), self.anchor, *self.compact())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RowLayout):
+            return NotImplemented
+        return self.width == other.width and all(
+            np.array_equal(a, b) for a, b in zip(self.table, other.table, strict=True)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return (
+            f"RowLayout(rows={self.num_rows}, width={self.width}, tokens={self.num_tokens}, "
+            f"spans={self.num_spans}, device={str(self.device)!r})"
+        )
+
+
+def _restored(width: int, device: str, anchor: int, *compact: npt.NDArray[Any]) -> RowLayout:
+    if len(compact) == 1:
+        table = table_of_bits(compact[0], width)
+        assert table is not None
+    else:
+        starts, counts, spans_per_row = (part.astype(np.int64) for part in compact)
+        table = SpanTable(starts, counts, cumulated(spans_per_row))
+    return RowLayout.from_table(width, table, device, anchor)
+
+
+def layout_and_value(mask: Tensor, num_tokens: int | None = None) -> tuple[RowLayout, Tensor | None]:
+    """`RowLayout.from_mask`, and the value () of the valid tokens if all have the same bits and all other bits are 0.
+    The value is None for masks on CUDA."""
+    need_tensor(mask, "mask", "RowLayout.from_mask")
+    num_tokens = None if num_tokens is None else whole(num_tokens, "num_tokens", 0, "RowLayout.from_mask")
+    if mask.is_nested or mask.dim() != 2:
+        shape = "jagged" if mask.is_nested else tuple(mask.shape)
+        raise LayoutError(
+            f"RowLayout.from_mask: mask is {shape}; expected a dense mask (B, width). "
+            "Reshape the mask to one entry per row and position."
+        )
+    rows, width = mask.shape
+    if mask.device.type == "cpu":
+        table, value = scan.on_host(mask.detach())
+        _check_num_tokens(table, num_tokens)
+        return RowLayout.from_table(width, table, mask.device), value
+    total, cache = scan.on_device(mask.detach(), num_tokens)
+    if "table" in cache:
+        _check_num_tokens(cache["table"], num_tokens)
+    layout = RowLayout(rows, width, total, mask.device)
+    layout.__dict__.update(cache)
+    return layout, None
+
+
+def _check_num_tokens(table: SpanTable, num_tokens: int | None) -> None:
+    if num_tokens is None:
+        return
+    total, most = int(table.counts.sum()), int(np.diff(table.splits).max(initial=0))
+    if total != num_tokens or most > 1:
+        raise LayoutError(
+            f"RowLayout.from_mask: the mask has {total} valid tokens and up to {most} spans in a row; expected "
+            f"num_tokens={num_tokens} and at most one. Give the true num_tokens, or none where rows have several spans."
+        )
+
+
+def _whole(values: Any, call: str, name: str, shape: str) -> IntArray:
+    """A copy of integers [n] on the host."""
+    array = host_array(values, name, call)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        seen = f"{array.dtype} {array.shape}" if array.ndim else said(values)
+        raise LayoutError(f"{call}: {name} is {seen}; expected whole numbers {shape}. Pass integers.")
+    return array.astype(np.int64)
+
+
+def _problem(table: SpanTable, width: int) -> str | None:
+    """The first thing that is wrong with a span table, or None."""
+    starts, counts, splits = table
+    if width < 0:
+        return "the width is negative"
+    spans_per_row = np.diff(splits)  # checked one by one, because their sum may overflow
+    if (
+        starts.ndim != 1
+        or starts.shape != counts.shape
+        or splits[-1] != starts.size
+        or ((spans_per_row < 0) | (spans_per_row > starts.size)).any()
+    ):
+        return f"{starts.size} starts, {counts.size} counts, {int(splits[-1])} spans in the rows"
+    if (counts <= 0).any():
+        return f"a span has length {int(counts.min())}"
+    if ((starts < 0) | (starts > width) | (counts > width - starts)).any():
+        ends = [start + count for start, count in zip(starts.tolist(), counts.tolist(), strict=True)]
+        return f"spans reach from {int(starts.min())} to {max(ends)}"
+    row = np.repeat(np.arange(splits.size - 1), spans_per_row)
+    if ((row[1:] == row[:-1]) & (starts[1:] <= (starts + counts)[:-1])).any():
+        return "two spans of a row touch, overlap or are out of order"
+    return None

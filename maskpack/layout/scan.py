@@ -1,0 +1,173 @@
+"""Masks to spans, in one read of the mask on its device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from maskpack.core.backends import uses_triton
+from maskpack.core.bits import from_words, words
+from maskpack.core.index import IntArray, SpanTable, cumulated
+from maskpack.errors import LayoutError
+from maskpack.layout.span_index import BLOCK, MOST_TOKENS, SpanIndex, blocks_of, need_int32
+
+_BLOCK_BYTES = 1 << 19  # the flags of one block fit into the second-level cache
+
+
+def on_host(mask: Tensor) -> tuple[SpanTable, Tensor | None]:
+    """The spans of a mask [B, S] on the CPU; and the value () of its valid tokens if all have the same bits and all
+    other bits are 0, else None.
+
+    Neighbours are compared as raw bits, which works for any dtype in one pass. Values are read only where neighbours
+    differ and in the first column. Flags are read eight at a time, because few are set.
+    """
+    complex_mask = mask.is_complex()
+    mask = mask != 0 if complex_mask else mask
+    bits = words(mask).numpy()
+    rows, width = bits.shape
+    stride = -(-width // 8) * 8
+    step = max(1, _BLOCK_BYTES // max(stride, 1))
+    flags = np.zeros((min(step, rows), stride), np.bool_)
+    changes: list[tuple[IntArray, IntArray]] = []
+    for top in range(0, rows if width else 0, step):
+        block = bits[top : top + step]
+        changed = flags[: len(block)]
+        np.not_equal(block[:, 1:], block[:, :-1], out=changed[:, 1:width])
+        changed[:, 0] = True
+        some = np.flatnonzero(changed.reshape(-1).view(np.uint64) != 0)
+        word, byte = np.nonzero(changed.reshape(-1, 8)[some])
+        row, column = np.divmod(some[word] * 8 + byte, stride)
+        changes.append((row + top, column))
+    row = np.concatenate([part for part, _ in changes]) if changes else np.zeros(0, np.int64)
+    column = np.concatenate([part for _, part in changes]) if changes else np.zeros(0, np.int64)
+    stretches = bits[row, column]
+    values = from_words(stretches, mask.dtype)
+    on = _not_zero(values).numpy()
+    valid = np.flatnonzero(stretches)
+    alike = valid.size > 0 and bool((stretches[valid] == stretches[valid[0]]).all()) and bool(on[valid].all())
+    return _span_table(row, column, on, rows, width), values[int(valid[0])] if alike and not complex_mask else None
+
+
+def _span_table(row: IntArray, column: IntArray, on: npt.NDArray[np.bool_], rows: int, width: int) -> SpanTable:
+    """The spans, from stretches of equal values that begin at (row, column) and are valid where `on`."""
+    was_on = np.zeros(on.size, np.bool_)
+    was_on[1:] = on[:-1]
+    was_on[column == 0] = False
+    last = np.ones(on.size, np.bool_)
+    last[:-1] = row[1:] != row[:-1]
+    begin, stop = on & ~was_on, was_on & ~on
+    ends = np.where(stop, column, width)[stop | (last & on)]
+    splits = np.searchsorted(row[begin], np.arange(rows + 1)).astype(np.int64)
+    return SpanTable(column[begin], ends - column[begin], splits)
+
+
+def on_device(mask: Tensor, num_tokens: int | None) -> tuple[int, dict[str, Any]]:
+    """T, and the attributes of RowLayout that the scan of a mask [B, S] computes: `table`, `index`, `lengths`, or the
+    counts of its rows as `_host_counts` or `_device_counts`.
+
+    One synchronisation copies the counts of all rows to the host; if no row has two spans, they are the whole table.
+    With a `num_tokens` hint, which implies at most one span in a row, the counts stay on the device and nothing is
+    synchronised. Raises LayoutError for sizes beyond int32.
+    """
+    rows, width = mask.shape
+    if rows == 0 or width == 0:
+        return 0, {"table": SpanTable(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(rows + 1, np.int64))}
+    need_int32("RowLayout.from_mask", num_tokens=num_tokens or 0, width=max(rows, width))
+    if num_tokens is not None and not 0 <= num_tokens <= rows * width:
+        raise LayoutError(
+            f"RowLayout.from_mask: num_tokens is {num_tokens}; a mask {(rows, width)} has 0 to {rows * width} valid "
+            "tokens. Give their number."
+        )
+    with torch.cuda.device_of(mask):  # Triton launches on the current device
+        return _scan(mask, num_tokens)
+
+
+def _scan(mask: Tensor, hint: int | None) -> tuple[int, dict[str, Any]]:
+    rows, width = mask.shape
+    if uses_triton(mask.device):
+        from maskpack.layout.scan_triton import list_spans, scan_rows
+
+        valid = mask if mask.dtype in _LOADED and mask.stride(1) == 1 else _not_zero(mask).contiguous()
+    else:
+        list_spans, scan_rows = _list_spans, _scan_rows
+        valid = _not_zero(mask).contiguous()
+    entries = blocks_of(rows * width if hint is None else hint)
+    counts, cu_seqlens, splits, blocks = scan_rows(valid, entries, hint is not None)
+    index = SpanIndex(counts[2], cu_seqlens, blocks)
+    if hint is not None:
+        return hint, {"_device_counts": counts, "index": index}
+    host_counts = counts.cpu().numpy()
+    num_tokens = int(host_counts[0].sum(dtype=np.int64))
+    need_int32("RowLayout.from_mask", num_tokens=num_tokens)
+    if int(host_counts[1].max()) <= 1:
+        return num_tokens, {"_host_counts": host_counts, "index": index}
+    index = list_spans(valid, cu_seqlens, splits, num_tokens, int(host_counts[1].sum(dtype=np.int64)))
+    return num_tokens, {"lengths": host_counts[0].astype(np.int64), "index": index}
+
+
+def table_of_rows(counts: npt.NDArray[np.int32]) -> SpanTable:
+    """The span table of rows with at most one span, from [3, B]: valid tokens, spans and first valid position."""
+    lengths, spans, first = counts.astype(np.int64)
+    filled = spans > 0
+    return SpanTable(first[filled], lengths[filled], cumulated(spans))
+
+
+_LOADED = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+)
+"""The dtypes that kernels load without a cast."""
+
+
+def _scan_rows(valid: Tensor, entries: int, hinted: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`scan_triton.scan_rows` in plain torch."""
+    begin = _begins(valid)
+    counts = torch.stack([valid.sum(1), begin.sum(1), begin.to(torch.uint8).argmax(1)]).to(torch.int32)
+    ends = torch.nn.functional.pad(_sums(counts[:2]), (1, 0))
+    return counts, ends[0], ends[1], _blocks(ends[0], entries)
+
+
+def _sums(counts: Tensor) -> Tensor:
+    return counts.cumsum(1, dtype=torch.int64).clamp_(max=MOST_TOKENS).to(torch.int32)
+
+
+def _begins(valid: Tensor) -> Tensor:
+    begin = valid.clone()
+    begin[:, 1:] &= ~valid[:, :-1]
+    return begin
+
+
+def _list_spans(valid: Tensor, cu_seqlens: Tensor, splits: Tensor, num_tokens: int, spans: int) -> SpanIndex:
+    """`scan_triton.list_spans` in plain torch."""
+    width = valid.shape[1]
+    end = valid.clone()
+    end[:, :-1] &= ~valid[:, 1:]
+    first = torch.nonzero_static(_begins(valid).view(-1), size=spans).view(-1)
+    last = torch.nonzero_static(end.view(-1), size=spans).view(-1)
+    begins = torch.nn.functional.pad((last - first + 1).cumsum(0, dtype=torch.int32), (1, 0))
+    starts, rows = (first % width).to(torch.int32), (first // width).to(torch.int32)
+    words = torch.nn.functional.pad(valid, (0, -width % 32)).view(valid.shape[0], -1, 32)
+    bits = (words.to(torch.int64) << torch.arange(32, device=valid.device)).sum(2).to(torch.int32)
+    sums = words.sum(2).view(-1).cumsum(0, dtype=torch.int32).view(bits.shape)
+    before = sums - words.sum(2)
+    blocks = _blocks(begins, blocks_of(num_tokens))
+    return SpanIndex(starts, begins, blocks, rows, splits, cu_seqlens, bits, before.to(torch.int32))
+
+
+def _blocks(begins: Tensor, entries: int) -> Tensor:
+    """`SpanIndex.blocks`; entries beyond the last token are the last span."""
+    tokens = torch.arange(0, BLOCK * entries, BLOCK, device=begins.device)
+    spans = torch.searchsorted(begins, tokens, right=True, out_int32=True) - 1
+    return spans.clamp_(max=begins.shape[0] - 2)
+
+
+def _not_zero(mask: Tensor) -> Tensor:
+    if mask.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        return words(mask) != 0
+    if mask.dtype.is_floating_point and mask.dtype.itemsize == 1:
+        return mask.to(torch.float32) != 0
+    return mask != 0

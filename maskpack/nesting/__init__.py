@@ -1,0 +1,7 @@
+"""Padded to jagged and back: the mask of each field, and the check that its masked-out elements equal its pad.
+
+axes.py        the masks of a batch and their RowLayouts        survey.py    the form, layout and values of each field
+checks.py      comparison of a field with its pad               verify.py    the checks of all fields of a batch
+coverage.py    strict mode, and why a field stays padded        schema.py    the schema stored in a nested batch
+nest.py        nest_batch_by_mask, unnest                       response.py  the response axis, for losses
+"""

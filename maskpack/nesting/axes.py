@@ -1,0 +1,184 @@
+"""The axes of a batch: the layout of each mask that the registry names, computed at most once.
+
+A mask is looked up next to the field first, then in the enclosing TensorDicts. The layouts stored in a nested batch
+take precedence over its fields. If the batch does not give an axis, the layout of another batch may be used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from maskpack.core.keys import Key, Path, path_of, show
+from maskpack.core.tree import dense_at, number_at
+from maskpack.errors import LayoutError
+from maskpack.fields.registry import MaskAxis, MaskNestingRegistry
+from maskpack.layout.row_layout import RowLayout, layout_and_value
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A layout and its name; `flat` if its fields are [T, *F] with `cu_seqlens`."""
+
+    name: str
+    layout: RowLayout
+    flat: bool = False
+
+    def __str__(self) -> str:
+        size = f"{self.layout.num_tokens} tokens" if self.flat else (self.layout.num_rows, self.layout.width)
+        return f'mask "{self.name}" is {size}'
+
+
+class Axes:
+    """Computes the axes of one batch on demand. `call` is the public function that errors name."""
+
+    def __init__(
+        self,
+        batch: TensorDictBase,
+        registry: MaskNestingRegistry,
+        carried: Mapping[str, RowLayout],
+        stand_in: Mapping[str, RowLayout],
+        call: str,
+    ) -> None:
+        self._batch = batch
+        self._registry = registry
+        self._carried = carried
+        self._stand_in = stand_in
+        self._call = call
+        self._found: dict[tuple[Path, Key], Axis | None] = {}
+        self._masks: dict[Path, RowLayout] = {}
+        self._values: dict[Path, Tensor] = {}
+
+    def find(self, mask: Key, field: Path) -> Axis | None:
+        """The axis of `mask` for the field at path `field`; None if the batch does not give it."""
+        for depth in range(len(field) - 1, -1, -1):
+            scope = field[:depth]
+            if (scope, mask) not in self._found:
+                self._found[scope, mask] = self._compute(show((*scope, *path_of(mask))), mask, scope)
+            axis = self._found[scope, mask]
+            if axis is not None:
+                return axis
+        return None
+
+    def value_of(self, mask: Path, layout: RowLayout) -> Tensor | None:
+        """The value () of all valid tokens of a mask field, if its scan returned `layout` and found one value."""
+        return self._values.get(mask) if self._masks.get(mask) is layout else None
+
+    def _compute(self, name: str, mask: Key, scope: Path) -> Axis | None:
+        if name in self._carried:
+            return Axis(name, self._carried[name])
+        ways = self._registry.ways(mask)
+        guesses = [way for way in ways if way.part == "prefix"]  # a prefix knows less than another batch's layout
+        for way in ways:
+            axis = None if way in guesses else self._by(way, name, scope)
+            if axis is not None:
+                other = self._stand_in.get(name)  # the same rows, whose anchor is known
+                return axis if other is None or other != axis.layout else Axis(name, other, axis.flat)
+        if name in self._stand_in:
+            return Axis(name, self._stand_in[name])
+        return next((axis for way in guesses if (axis := self._by(way, name, scope)) is not None), None)
+
+    def _by(self, way: MaskAxis, name: str, scope: Path) -> Axis | None:
+        source = (*scope, *path_of(way.source))
+        tensor = dense_at(self._batch, source)
+        if tensor is None:
+            return None
+        if way.form == "cu_seqlens":
+            return Axis(name, self._read(source, RowLayout.from_cu_seqlens, tensor), flat=True)
+        if way.form == "lengths":
+            return Axis(name, self._read(source, RowLayout.from_lengths, tensor, self._first_width(scope, way.head)))
+        layout = self._cut(self._mask(source), way, scope, name)
+        return None if layout is None else Axis(name, layout)
+
+    def _mask(self, source: Path) -> RowLayout:
+        """One scan a mask, however many axes are cut from it."""
+        if source not in self._masks:
+            tensor = dense_at(self._batch, source)
+            assert tensor is not None
+            if tensor.dim() != 2:
+                raise LayoutError(
+                    f'{self._call}: mask field "{show(source)}" is {tuple(tensor.shape)}; expected (B, width). '
+                    "Give one entry per row and position, or name another mask in the registry."
+                )
+            layout, value = self._read(source, layout_and_value, tensor)
+            if value is not None:
+                self._values[source] = value
+            self._masks[source] = layout.anchored(self._anchor(source, layout.width))
+        return self._masks[source]
+
+    def _read(self, source: Path, make: Callable[..., _T], *given: Any) -> _T:
+        """What `make` gives, or its error with the name of the field."""
+        try:
+            return make(*given)
+        except LayoutError as error:
+            raise LayoutError(f'{self._call}: field "{show(source)}" does not give rows: {error}') from error
+
+    def _anchor(self, source: Path, width: int) -> int:
+        """Where some axis splits the mask, or the side that its rows are not padded on."""
+        for way in (way for ways in self._registry.axes.values() for way in ways):
+            path = path_of(way.source)
+            scope = source[: len(source) - len(path)]
+            if source == (*scope, *path) and way.part in ("head", "tail"):
+                split = self._split(way, scope, width)
+                if split is not None:
+                    return min(max(split, 0), width)
+            elif source == (*scope, *path) and way.padded == "left":
+                return width
+        return 0
+
+    def _cut(self, layout: RowLayout, way: MaskAxis, scope: Path, name: str) -> RowLayout | None:
+        if way.part == "all":
+            return layout
+        if way.part == "prefix":
+            return layout.prefix()
+        head, tail = self._first_width(scope, way.head), self._first_width(scope, way.tail)
+        if head is not None and tail is not None and head + tail != layout.width and not self._from_number(scope, way):
+            raise LayoutError(
+                f'{self._call}: axis "{name}" splits mask "{show(way.source)}" of width {layout.width}, but '
+                f"{self._named(scope, way.head)} is {head} wide and {self._named(scope, way.tail)} {tail}; expected "
+                "the two to make up the mask. Fix the producer, or give the axis other head and tail fields."
+            )
+        split = self._split(way, scope, layout.width)
+        if split is None:
+            return None
+        if not 0 <= split <= layout.width:
+            raise LayoutError(
+                f'{self._call}: axis "{name}" splits mask "{show(way.source)}" of width {layout.width} at {split}; '
+                "expected a split inside the mask. Fix the widths of its head and tail fields."
+            )
+        return layout.narrow(0, split) if way.part == "head" else layout.narrow(split, layout.width)
+
+    def _split(self, way: MaskAxis, scope: Path, width: int) -> int | None:
+        head, tail = self._first_width(scope, way.head), self._first_width(scope, way.tail)
+        return head if head is not None else None if tail is None else width - tail
+
+    def _first(self, scope: Path, keys: tuple[Key, ...]) -> tuple[Key, int] | None:
+        for key in keys:
+            path = (*scope, *path_of(key))
+            tensor = dense_at(self._batch, path)
+            if tensor is not None and tensor.dim() >= 2:
+                return key, tensor.shape[1]
+            number = number_at(self._batch, path)
+            if number is not None:
+                return key, number
+        return None
+
+    def _first_width(self, scope: Path, keys: tuple[Key, ...]) -> int | None:
+        found = self._first(scope, keys)
+        return None if found is None else found[1]
+
+    def _from_number(self, scope: Path, way: MaskAxis) -> bool:
+        """Whether the tail width is a configured limit, which a batch may fall short of."""
+        found = self._first(scope, way.tail)
+        return found is not None and dense_at(self._batch, (*scope, *path_of(found[0]))) is None
+
+    def _named(self, scope: Path, keys: tuple[Key, ...]) -> str:
+        found = self._first(scope, keys)
+        assert found is not None
+        return f'"{show((*scope, *path_of(found[0])))}"'

@@ -1,0 +1,264 @@
+"""Checks that the masked-out elements of a padded field equal its pad.
+
+One read of the field is enough, without its mask: the number of elements whose bits differ from the pad must be the
+same in the padded field and in its packed values. For EDGE, elements that differ from their neighbours are counted
+instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from maskpack.core.bits import Words, words
+from maskpack.core.index import IntArray, cumulated
+from maskpack.core.pads import EDGE, Pad, PadValue, pad_tensor
+from maskpack.errors import RegistryError
+from maskpack.layout.row_layout import RowLayout
+from maskpack.nesting.schema import FieldForm, RowPads
+from maskpack.ops import pack_torch as ops
+
+_BLOCK_FLAGS = 1 << 18
+
+
+def held_pads(field: str, pads: Sequence[PadValue], dtype: torch.dtype, call: str) -> tuple[PadValue, ...]:
+    """The pads of `pads` that the dtype can hold. Raises RegistryError if there is none."""
+    held = tuple(pad for pad in pads if holds(pad, dtype))
+    if not held:
+        raise RegistryError(
+            f'{call}: field "{field}" is {str(dtype).removeprefix("torch.")}; its pad {list(pads)} does not fit that '
+            "dtype. Give the field a pad that its dtype can hold."
+        )
+    return held
+
+
+def holds(pad: PadValue, dtype: torch.dtype) -> bool:
+    """Whether a dtype can hold a pad."""
+    return isinstance(pad, Pad) or pad_tensor(pad, dtype) is not None
+
+
+def cast_pad(form: FieldForm, dtype: torch.dtype) -> PadValue:
+    """The pad of a field, cast to `dtype` like its values."""
+    pad = form.pads[0]
+    if isinstance(pad, Pad) or form.dtype is None or dtype == form.dtype:
+        return pad
+    held = pad_tensor(pad, form.dtype)
+    assert held is not None
+    return held.to(dtype).item()
+
+
+def to_padded(values: Tensor, form: FieldForm, layout: RowLayout, row_pads: RowPads | None) -> Tensor:
+    """Packed values [T, *F] in the padded form of their field; `row_pads` if its pad is PER_ROW."""
+    layout = layout.to(values.device)
+    if row_pads is None:
+        out = ops.unpack(values, layout, cast_pad(form, values.dtype))
+    else:
+        out = ops.unpack(values, layout, row_pads.pads.to(values))
+        if row_pads.edge is not None:
+            edges = ops.unpack(values, layout, EDGE)
+            by_edge = cast("list[bool]", row_pads.edge.tolist())
+            out = torch.cat([(edges if by_edge[row] else out)[row : row + 1] for row in range(layout.num_rows)])
+    return out if form.ragged_dim == 1 else out.movedim(1, form.ragged_dim).contiguous()
+
+
+def one_rule(
+    by_edge: npt.NDArray[np.bool_],
+    own: Words,
+    edges: Words,
+    single: npt.NDArray[np.bool_],
+    unpadded: npt.NDArray[np.bool_],
+) -> Words | Pad | None:
+    """One pad rule for rows of which some are padded with EDGE and the others with a constant each: the constants [B,
+    k] if EDGE gives constants, EDGE if it gives the constants of the other rows, else None.
+
+    Args:
+        by_edge: [B], whether a row is padded with EDGE.
+        own: [B, k], the raw bits of the constants.
+        edges, single: of `edge_pads`.
+        unpadded: [B], rows without padding.
+    """
+    constants = np.unique(own[~by_edge & ~unpadded], axis=0)
+    among = (edges[:, None] == constants[None]).all(2).any(1)
+    if len(constants) and (unpadded | (single & among))[by_edge].all():
+        return np.where((by_edge & ~unpadded)[:, None], edges, np.where(by_edge[:, None], constants[:1], own))
+    return EDGE if (unpadded | (single & (own == edges).all(1)))[~by_edge].all() else None
+
+
+def not_pad(x: Tensor, pad: PadValue) -> Tensor | int:
+    """The number of elements of `x` [B, S, *F] that differ from a constant pad; for EDGE, from the element before them
+    in the row. An int on the host, else int64 ()."""
+    padded = words(x)
+    order = sorted(range(padded.dim()), key=lambda dim: -padded.stride(dim))  # as it lies in memory
+    lying, along = padded.permute(order), order.index(1)
+    if pad is EDGE:
+        steps = max(lying.shape[along] - 1, 0)
+        first = min(1, lying.shape[along])
+        return _differing(lying.narrow(along, first, steps), lying.narrow(along, 0, steps))
+    word = _word(pad, x)
+    return _differing(padded if isinstance(word, Tensor) else lying, word)  # a word of two lies along the last dim
+
+
+def strays(
+    x: Tensor, values: Tensor, layout: RowLayout, pad: PadValue | Tensor, seen: Tensor | int | None = None
+) -> Tensor | int:
+    """The number of non-pad values under the mask: an int on the host, else int64 ().
+
+    `x` is [B, S, *F] with any strides, `values` are its packed values [T, *F], `pad` is a constant, EDGE or a tensor
+    [B] with the pad of each row, `seen` is the result of `not_pad` if known. No synchronisation for a constant pad.
+    """
+    padded, real = words(x), words(values)
+    if isinstance(pad, Tensor):
+        return _row_strays(padded, real, words(pad), layout)
+    seen = not_pad(x, pad) if seen is None else seen
+    if pad is not EDGE:
+        return seen - _differing(real, _word(pad, x))
+    if x.device.type == "cpu":
+        return seen - _edge_steps_on_host(padded.numpy(), real.numpy(), layout)
+    return seen - _edge_steps(padded, real, layout)
+
+
+def _word(pad: PadValue, x: Tensor) -> Tensor | int:
+    held = None if isinstance(pad, Pad) else pad_tensor(pad, x.dtype)
+    assert held is not None
+    word = words(held)
+    return int(word.item()) if word.dim() == 0 else word.to(x.device, non_blocking=True)
+
+
+def row_pads(x: Tensor, layout: RowLayout) -> Tensor:
+    """The pad of each row, [B], if the row has one pad: its first element under the mask, or 0 for a full row."""
+    table, width = layout.table, layout.width
+    place = np.zeros(layout.num_rows, np.int64)
+    real = np.flatnonzero(np.diff(table.splits) > 0)
+    first = table.splits[real]
+    place[real] = np.where(table.starts[first] > 0, 0, table.counts[first])
+    open_rows = np.flatnonzero(place < width)
+    pads = torch.zeros(layout.num_rows, dtype=x.dtype, device=x.device)
+    rows, places = _to(open_rows, x.device), _to(place[open_rows], x.device)
+    source = words(x)
+    target = words(pads)
+    if x[0:1].numel():
+        first_of = source[(slice(None), slice(None), *[0] * (x.dim() - 2))]
+        target[rows] = first_of[rows, places]
+    return pads
+
+
+def edge_pads(values: Words, layout: RowLayout) -> tuple[Words, npt.NDArray[np.bool_]]:
+    """The EDGE pads of a field as constants.
+
+    Args:
+        values: the raw bits of the field, [T, n, k]: n items of k integers, k is 2 for 16-byte items and 1 for others.
+
+    Returns:
+        The raw bits of the pad of each row, [B, k], and bool [B]: whether the row has only this pad.
+    """
+    table = layout.table
+    begins = cumulated(table.counts)[:-1]
+    row_of_span = np.repeat(np.arange(layout.num_rows), np.diff(table.splits))
+    first = table.splits[:-1][np.diff(table.splits) > 0]
+    first = first[table.starts[first] > 0]
+    gaps = table.starts + table.counts < layout.width
+    rows = np.concatenate([row_of_span[first], row_of_span[gaps]])
+    held = values[np.concatenate([begins[first], (begins + table.counts)[gaps] - 1])]
+    pads = np.zeros((layout.num_rows, values.shape[2]), values.dtype)  # of empty rows
+    single = np.ones(layout.num_rows, np.bool_)
+    if held.size:
+        pads[rows] = held[:, 0]
+        single[rows[(held != pads[rows][:, None]).any((1, 2))]] = False
+    return pads, single
+
+
+def zeros_of(pads: Tensor) -> Tensor:
+    """The zeros among `pads` with their signs, 0.0 for all others."""
+    if pads.dtype.is_floating_point and pads.dtype.itemsize > 1:
+        return torch.where(pads == 0, pads, torch.zeros_like(pads))
+    return torch.zeros_like(pads)
+
+
+def first_stray(x: Tensor, layout: RowLayout, pad: PadValue | Tensor) -> tuple[tuple[int, ...], str]:
+    """Index and value of one element that is not the pad, for a message."""
+    expected = words(ops.unpack(ops.pack(x.detach(), layout), layout, pad))
+    where: list[int] = [int(i) for i in torch.nonzero(expected != words(x))[0][: x.dim()]]
+    return tuple(where), str(x[tuple(where)].item() if x.dtype.itemsize > 1 or not x.is_floating_point() else "?")
+
+
+def _row_strays(x: Tensor, values: Tensor, pads: Tensor, layout: RowLayout) -> Tensor | int:
+    more = [1] * (values.dim() - pads.dim())
+    pads = pads.view(pads.shape[0], *more, *pads.shape[1:])
+    of_values = pads.repeat_interleave(layout.offsets.diff(), 0, output_size=values.shape[0])
+    return _differing(x, pads.unsqueeze(1)) - _differing(values, of_values)
+
+
+def _edge_steps(x: Tensor, values: Tensor, layout: RowLayout) -> Tensor:
+    """The number of changes between neighbours in a field with exact EDGE pads.
+
+    Between two valid elements the field changes once if they differ, else never, and nowhere else. This determines all
+    pads of a row with one span. Between two spans the change must be at the start of the second, so the element before
+    it equals the last one of the first span; an empty row is 0. Violations of these two rules are subtracted: a field
+    never changes less often than its values do, so the counts then differ.
+    """
+    inner = torch.ones(values.shape[0] + 1, dtype=torch.bool, device=x.device)
+    inner.index_fill_(0, layout.offsets, False)  # the first element of a row has no neighbour before it
+    steps = torch.ne(values[1:], values[:-1])
+    steps &= inner[1:-1].view(-1, *[1] * (values.dim() - 1))
+    count = torch.count_nonzero(steps)
+    table = layout.table
+    empty = _to(np.flatnonzero(np.diff(table.splits) == 0), x.device)
+    count = count - torch.count_nonzero(x[empty])
+    rows, before, last = (_to(index, x.device) for index in _gaps(layout))
+    return count - torch.count_nonzero(torch.ne(x[rows, before], x[rows, last]))
+
+
+def _edge_steps_on_host(x: Words, values: Words, layout: RowLayout) -> int:
+    """`_edge_steps` in NumPy, which releases the interpreter lock."""
+    starts = layout.row_offsets[1:-1]
+    steps = values[1:] != values[:-1]
+    steps[starts[(starts > 0) & (starts < len(values))] - 1] = False
+    count = int(np.count_nonzero(steps)) - int(np.count_nonzero(x[np.diff(layout.table.splits) == 0]))
+    rows, before, last = _gaps(layout)
+    return count - int(np.count_nonzero(x[rows, before] != x[rows, last]))
+
+
+def _gaps(layout: RowLayout) -> tuple[IntArray, IntArray, IntArray]:
+    """The gaps between two spans of a row: the row, the last position of the gap, and the last position before it."""
+    table = layout.table
+    first = np.zeros(layout.num_spans + 1, np.bool_)
+    first[table.splits] = True
+    later = np.flatnonzero(~first[:-1])
+    rows = np.searchsorted(table.splits, later, side="right") - 1
+    return rows, table.starts[later] - 1, (table.starts + table.counts)[later - 1] - 1
+
+
+def _to(index: IntArray, device: torch.device) -> Tensor:
+    return torch.from_numpy(index).to(device, non_blocking=True)
+
+
+def _differing(x: Tensor, other: Tensor | int) -> Tensor | int:
+    """The number of elements of `x` [n, ...] that differ from `other`, which is a scalar or has n entries."""
+    if x.device.type != "cpu":
+        return torch.count_nonzero(torch.ne(x, other))
+    return _count_differing(x.numpy(), other if isinstance(other, int) else other.numpy())
+
+
+def _count_differing(left: Words, right: Any) -> int:
+    """`_differing` in NumPy, which releases the interpreter lock. Works on blocks of rows whose flags fit into the
+    cache."""
+    if not left.size:
+        return 0
+    whole: Any = right
+    if isinstance(right, int) and right == 0 and left.flags.c_contiguous:
+        return int(np.count_nonzero(left))
+    one_each = np.ndim(whole) == left.ndim and len(whole) == len(left)
+    step = max(1, _BLOCK_FLAGS // (left.size // len(left)))
+    flags = np.empty((min(step, len(left)), *left.shape[1:]), np.bool_)
+    count = 0
+    for top in range(0, len(left), step):
+        block = left[top : top + step]
+        changed = flags[: len(block)]
+        np.not_equal(block, whole[top : top + step] if one_each else whole, out=changed)
+        count += int(np.count_nonzero(changed))
+    return count

@@ -1,0 +1,106 @@
+"""The coverage check: the tensors of a batch that stay padded, also those inside Python objects."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+from tensordict import is_tensor_collection
+from torch import Tensor
+
+from maskpack.core.keys import Path, show
+from maskpack.core.objects import Objects
+from maskpack.errors import CoverageError
+
+_PLAIN = (str, bytes, bytearray, range, int, float, complex, bool, type(None))
+_LEAVES = (*_PLAIN, np.generic, torch.dtype, torch.device)
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseField:
+    """A tensor that would stay padded.
+
+    Attributes:
+        path: the path of the field; inside a Python object it continues with keys and indices, as in
+            `extra/[3]/tokens`.
+        shape, dtype, nbytes: the shape, dtype and size of the tensor.
+        reason: why it would stay padded.
+        tensors: the number of tensors, which is above 1 only for those inside Python objects of one field. `nbytes` is
+            their total; the other attributes describe the first.
+    """
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    reason: str
+    tensors: int = 1
+
+    @classmethod
+    def of(cls, path: Path, tensor: Tensor, reason: str) -> DenseField:
+        return cls(path, tuple(tensor.shape), tensor.dtype, tensor.numel() * tensor.element_size(), reason)
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f'"{show(self.path)}" {self.shape} {dtype}, {self.nbytes:,} bytes: {self.reason}'
+
+
+def hidden_tensors(path: Path, value: Any) -> list[DenseField]:
+    """The tensors of one dim or more inside the Python objects of a field, as one DenseField or none."""
+    tensors = list(_tensors_in(path, value))
+    if not tensors:
+        return []
+    reason = f'a tensor inside the Python object "{show(path)}"'
+    if len(tensors) > 1:
+        reason = f"with {len(tensors) - 1:,} more, tensors inside Python objects"
+    first = DenseField.of(*tensors[0], reason)
+    nbytes = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
+    return [dataclasses.replace(first, nbytes=nbytes, tensors=len(tensors))]
+
+
+def _tensors_in(path: Path, value: Any) -> Iterator[tuple[Path, Tensor]]:
+    """Each tensor once. Searches mappings, sequences, object arrays, dataclasses and attributes."""
+    data = Objects.of(value).data
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that ids are unique
+    stack: list[tuple[Path, Any]] = [(path, data)]
+    while stack:
+        place, item = stack.pop()
+        if isinstance(item, _LEAVES) or id(item) in seen:
+            continue
+        seen[id(item)] = item
+        if isinstance(item, Tensor):
+            if item.dim() and not item.is_nested:
+                yield place, item
+            continue
+        stack.extend((((*place, name)), child) for name, child in reversed(list(_children(item))))
+
+
+def _children(item: Any) -> Iterator[tuple[str, Any]]:
+    if is_tensor_collection(item) or isinstance(item, Mapping):
+        yield from ((str(name), child) for name, child in cast("Mapping[Any, Any]", item).items())
+    elif isinstance(item, np.ndarray):
+        array = cast("Any", item)
+        yield from ((f"[{index}]", child) for index, child in enumerate(array.flat if array.dtype == object else ()))
+    elif isinstance(item, Collection):
+        yield from ((f"[{index}]", child) for index, child in enumerate(cast("Collection[Any]", item)))
+    elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+        yield from ((field.name, getattr(item, field.name)) for field in dataclasses.fields(item))
+    elif not isinstance(item, type):
+        slots = [name for kind in type(item).__mro__ for name in getattr(kind, "__slots__", ())]
+        yield from ((name, getattr(item, name)) for name in slots if hasattr(item, name))
+        yield from getattr(item, "__dict__", {}).items()
+
+
+def check_strict(call: str, dense: Iterable[DenseField]) -> None:
+    """Raises CoverageError if `dense` is not empty."""
+    fields = list(dense)
+    if fields:
+        lines = "\n".join(f"  {field}" for field in fields)
+        raise CoverageError(
+            f"{call}: {len(fields)} field(s) would stay padded; expected none in strict mode:\n{lines}\n"
+            "Give each field a MaskNestingSpec in the registry, or allow it to stay padded: name it, or the Python "
+            "object that the tensor is in, in ignore_dense_fields, or as DENSE in the registry."
+        )

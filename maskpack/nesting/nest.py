@@ -1,0 +1,171 @@
+"""Padded to nested and back: `nest_batch_by_mask`, and `unnest_batch_by_mask`, its exact inverse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from maskpack.core.keys import Key, Path, show
+from maskpack.core.tensors import need_gradients
+from maskpack.core.tree import Node, flatten, rows_in, select_entries, unflatten
+from maskpack.errors import LayoutError
+from maskpack.fields.options import OnLoss, Options, Registry, Verify
+from maskpack.fields.rl_fields import RL_FIELDS
+from maskpack.layout.jagged import check_lengths, jagged
+from maskpack.layout.row_layout import RowLayout
+from maskpack.nesting import checks
+from maskpack.nesting.schema import (
+    INTACT,
+    LAYOUTS,
+    FieldForm,
+    pad_table,
+    read_layouts,
+    read_pads,
+    span_tables,
+    write_layouts,
+)
+from maskpack.nesting.survey import survey
+
+
+def nest_batch_by_mask(
+    batch: TensorDictBase,
+    registry: Registry = RL_FIELDS,
+    *,
+    pad_token_id: int | None = None,
+    strict_mask_nesting: bool = False,
+    ignore_dense_fields: Iterable[Key] = (),
+    verify: Verify = "always",
+    on_loss: OnLoss = "keep",
+) -> TensorDict:
+    """A nested batch, in which all padded fields of the registry are jagged. The input is not changed.
+
+    Args:
+        batch: any mix of padded fields [B, S, *F] (the registry may name another dim for the width), jagged fields,
+            other tensors, sub-TensorDicts and Python objects. In a batch that is nested already, new fields are nested
+            and shared offsets are restored.
+        registry: the mask and pad of each field: a MaskNestingRegistry or a dict of specs.
+        pad_token_id: the tokenizer's pad id, for fields padded with PAD_TOKEN_ID.
+        strict_mask_nesting: raise an error instead of letting a field stay padded.
+        ignore_dense_fields: fields (paths or last names) that may stay padded in strict mode.
+        verify: when to check that masked-out elements equal the pad: `always`; for a `VerifyFirst`, only in its first
+            batch with these fields; or `never`.
+        on_loss: how to treat a field with non-pad values under its mask: `keep` it padded and warn, raise an `error`
+            (implied by `strict_mask_nesting`), or `drop` these values.
+
+    Returns:
+        A TensorDict with the same keys in the same order, followed by LAYOUTS. Jagged fields are [B, j, *F] with min
+        and max length set; the fields of a layout share one offsets tensor.
+
+    Raises:
+        CoverageError: in strict mode, a tensor of two or more dims, or one inside a Python object, would stay padded.
+        LossyPadError: non-pad values under a mask, with strict_mask_nesting or on_loss="error".
+        LayoutError: a field does not match any of its masks.
+        RegistryError: pad_token_id is missing, or the dtype of a field cannot hold its pad.
+
+    On CUDA: one synchronisation for each mask, one for all checks.
+    """
+    options = Options.of(
+        "nest_batch_by_mask", registry, pad_token_id, strict_mask_nesting, ignore_dense_fields, verify, on_loss
+    )
+    plan = survey(batch, options, {})
+    moved: dict[tuple[str, torch.device], RowLayout] = {}
+
+    def nested(form: FieldForm) -> Any:
+        if form.node is not None:
+            return rows_only(form.node)
+        if form.layout is None:
+            return plan.entries[form.path]
+        values = plan.values[form.path].contiguous()
+        need_gradients(values, f'field "{show(form.path)}"', options.call, nested=True)
+        place = form.layout, values.device
+        if place not in moved:
+            moved[place] = plan.layouts[form.layout].to(values.device)
+        return jagged(values, moved[place])
+
+    schema = plan.schema()
+    out = unflatten(rows_only(plan.root), [(form.path, nested(form)) for form in plan.forms], plan.rows)
+    tables = span_tables(plan.layouts)
+    device = next((table.device for table in tables.values()), plan.root.device or "cpu")
+    pads = pad_table(schema.forms, plan.row_pads, plan.rows, device)
+    return out.set(LAYOUTS, write_layouts(schema, tables, pads, plan.rows, plan.root.device))
+
+
+def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:
+    """The padded form of a nested batch: bit for bit the original values of its rows. The input is not changed.
+
+    Args:
+        batch: the result of `nest_batch_by_mask`, possibly after indexing, chunk, split, cat of equal widths, casts,
+            `to(device)`, pickle or consolidate.
+        fields: the fields to restore; all if none is named.
+
+    Returns:
+        A TensorDict with the named fields (or all entries except LAYOUTS) in their original order. A field that was
+        cast keeps its new dtype, and its pad is cast, too.
+
+    Raises:
+        LayoutError: the batch has no LAYOUTS entry, is a cat of different widths, or has fields whose rows do not
+            match their layout or jagged fields added after nesting; or a named field is not in the batch.
+
+    On CUDA: one synchronisation.
+    """
+    call = "unnest_batch_by_mask"
+    schema, layouts = read_layouts(batch, call)
+    forms = {form.path: form for form in schema.forms}
+    entries = select_entries([entry for entry in flatten(batch) if entry[0][0] != LAYOUTS], fields, call)
+    nested = _nested_fields(entries, forms, layouts, call)
+
+    def restored(path: Path, value: Any) -> Any:
+        if path in nested:
+            field, layout = nested[path]
+            return checks.to_padded(field.values(), forms[path], layout, read_pads(batch, forms, path, call))
+        if isinstance(value, Node):
+            return _with_dims_of(value, forms[path].node if path in forms else None)
+        return value.values() if path in forms and forms[path].kind == "flat" else value
+
+    return unflatten(
+        _with_dims_of(Node.of(batch), schema.root),
+        [(path, restored(path, value)) for path, value in entries],
+        rows_in(batch),
+    )
+
+
+unnest = unnest_batch_by_mask
+
+
+def _nested_fields(
+    entries: Iterable[tuple[Path, Any]], forms: Mapping[Path, FieldForm], layouts: Mapping[str, RowLayout], call: str
+) -> dict[Path, tuple[Tensor, RowLayout]]:
+    """The jagged fields that have a padded form, with their layouts. Raises LayoutError if their row lengths differ."""
+    nested: dict[Path, tuple[Tensor, RowLayout]] = {}
+    for path, value in entries:
+        form = forms.get(path)
+        if not (isinstance(value, Tensor) and value.is_nested):
+            if form is not None and form.layout is not None and not isinstance(value, Tensor):
+                raise LayoutError(
+                    f'{call}: field "{show(path)}" is not a tensor any more; expected a jagged one. {INTACT}'
+                )
+            continue
+        if form is None:
+            raise LayoutError(
+                f'{call}: field "{show(path)}" is jagged and was added after nesting; its padded form is not known. '
+                "Nest the batch again, which gives new fields a layout, or name the fields to restore."
+            )
+        if form.kind == "padded" and form.layout is not None:
+            need_gradients(value, f'field "{show(path)}"', call)
+            nested[path] = value, layouts[form.layout]
+    check_lengths({show(path): pair for path, pair in nested.items()}, call, INTACT)
+    return nested
+
+
+def rows_only(node: Node) -> Node:
+    """The root of a nested batch, whose rows are its only batch dim, because a jagged width cannot be one."""
+    return replace(node, more_dims=None if node.more_dims is None else ())
+
+
+def _with_dims_of(node: Node, padded: Node | None) -> Node:
+    return node if padded is None else replace(node, more_dims=padded.more_dims)

@@ -1,0 +1,275 @@
+"""The response axis for losses: fields at the padded response width, and model outputs at the response tokens.
+
+    packed row      p p p r r r r        p prompt, r response tokens
+    model output    . . o o o o .        the output at a token scores the next token
+    response        o o o o              response token k is scored by the output one position before it
+
+This module is the only place with the one-token shift.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from maskpack.core.index import IntArray, ranges
+from maskpack.core.keys import Key, Path, show
+from maskpack.core.pads import Pad
+from maskpack.core.tensors import need_batch, need_gradients, need_tensor
+from maskpack.core.tree import Node, flatten, has, select_entries
+from maskpack.errors import LayoutError
+from maskpack.fields.options import Registry, registry_of
+from maskpack.fields.registry import MaskNestingRegistry
+from maskpack.fields.rl_fields import RL_FIELDS
+from maskpack.layout.jagged import host_offsets, is_regular, jagged
+from maskpack.layout.row_layout import RowLayout
+from maskpack.nesting.axes import Axes
+from maskpack.nesting.checks import to_padded
+from maskpack.nesting.schema import LAYOUTS, FieldForm, read_layouts, read_pads
+from maskpack.ops import pack_torch as ops
+
+RESPONSE = "response"
+SEQUENCE = "sequence"
+
+
+def select_and_pad_to_response(batch: TensorDictBase, *fields: Key, registry: Registry = RL_FIELDS) -> TensorDict:
+    """Fields at the padded response width R of the batch, which is the same in all its chunks and micro-batches.
+
+    Args:
+        batch: nested or padded. Jagged fields may be on the response or the sequence layout; from fields on the
+            sequence axis, padded or jagged, the response columns are taken. Fields of one dim are unchanged.
+        fields: the fields to return; by default all on the response axis.
+        registry: gives the axes `response` and `sequence`, and the pads of jagged fields added after nesting.
+
+    Returns:
+        TensorDict of [B, R, *F] tensors, padded with the pad of each field. Tokens keep their positions, and dtypes are
+        unchanged.
+
+    Raises:
+        LayoutError: there is no response axis, a field is not on it, or a row is longer than R.
+    """
+    call = "select_and_pad_to_response"
+    registry = registry_of(registry, call)
+    axis = ResponseAxis.of(batch, registry, call)
+    entries = {path: value for path, value in flatten(batch) if path[0] != LAYOUTS}
+    wanted = [
+        path for path, value in select_entries(list(entries.items()), fields, call) if not isinstance(value, Node)
+    ]
+    for path in wanted if fields else ():
+        if not isinstance(entries[path], Tensor):
+            raise LayoutError(
+                f'{call}: field "{show(path)}" is a Python object; expected a tensor. Read it from the batch itself.'
+            )
+    if not fields:
+        tensors = [path for path in wanted if isinstance(entries[path], Tensor)]
+        wanted = [path for path in tensors if axis.holds(path, entries[path], registry)]
+    out = TensorDict({}, batch_size=[axis.response.num_rows], device=batch.device)
+    for path in wanted:
+        out.set(path, axis.padded(path, entries[path], registry, call, batch))
+    return out
+
+
+def extract_response(batch: TensorDictBase, values: Tensor, *, registry: Registry = RL_FIELDS) -> Tensor:
+    """The model outputs that score the response tokens: entry k of a row scores response token k.
+
+    Args:
+        batch: the nested or padded batch that the model was run on.
+        values: the outputs of the model at all tokens of the sequence axis: jagged [B, j, *F], packed [T, *F] or
+            [1, T, *F], or padded [B, S, *F].
+
+    Returns:
+        Jagged [B, j, *F] on the response layout for jagged and packed values; [B, R, *F], padded with 0, for padded
+        ones. Differentiable.
+
+    Raises:
+        LayoutError: a row has a response but no prompt, so that its first token is not scored; values have another
+            shape; or the batch has no sequence or response axis.
+    """
+    call = "extract_response"
+    need_tensor(values, "values", call)
+    axis = ResponseAxis.of(batch, registry_of(registry, call), call)
+    sequence = axis.need_sequence(call)
+    packed, padded = _packed_values(values, sequence, call)
+    need_gradients(packed, "values", call, nested=not padded)
+    scored = packed.index_select(0, axis.predict_index(call).to(packed.device, non_blocking=True))
+    response = axis.response.to(packed.device)
+    return ops.unpack(scored, response, 0) if padded else jagged(scored, response)
+
+
+def _no_axis(name: str, call: str) -> LayoutError:
+    return LayoutError(
+        f'{call}: the batch gives no {name} axis; expected the layout "{name}" of a nested or packed batch, or the '
+        f'mask that the registry computes its axis "{name}" from (RL_FIELDS: from attention_mask). Pass registry= for '
+        "names of your own; else keep the mask in the batch, or nest before it is dropped."
+    )
+
+
+def _packed_values(values: Tensor, sequence: RowLayout, call: str) -> tuple[Tensor, bool]:
+    if values.is_nested and is_regular(values):
+        packed = values.values()
+        if packed.shape[0] == sequence.num_tokens and np.array_equal(
+            host_offsets(values, sequence), sequence.row_offsets
+        ):
+            return packed, False
+        seen = f"jagged with {packed.shape[0]} tokens"
+    elif values.is_nested:
+        seen = "nested, but not jagged along dim 1 without gaps"
+    elif tuple(values.shape[:2]) == (sequence.num_rows, sequence.width):
+        return ops.pack(values, sequence.to(values.device)), True
+    elif values.dim() >= 1 and values.shape[0] == sequence.num_tokens:
+        return values, False
+    elif values.dim() >= 2 and values.shape[0] == 1 and values.shape[1] == sequence.num_tokens:
+        return values[0], False
+    else:
+        seen = str(tuple(values.shape))
+    raise LayoutError(
+        f"{call}: values are {seen}; expected jagged or packed with {sequence.num_tokens} tokens, or padded "
+        f"({sequence.num_rows}, {sequence.width}, ...). Pass the model's output for every token of this batch."
+    )
+
+
+@dataclass(frozen=True)
+class ResponseAxis:
+    """The response layout of a batch, its sequence layout if it has one, and the forms of its fields."""
+
+    response: RowLayout
+    sequence: RowLayout | None
+    forms: dict[Path, FieldForm]
+
+    @classmethod
+    def of(cls, batch: TensorDictBase, registry: MaskNestingRegistry, call: str) -> ResponseAxis:
+        need_batch(batch, call)
+        known: dict[str, RowLayout] = {}
+        forms: dict[Path, FieldForm] = {}
+        if has(batch, LAYOUTS):
+            schema, known = read_layouts(batch, call)
+            forms = {form.path: form for form in schema.forms}
+        return cls._of_axes(batch, registry, known, forms, call)
+
+    @classmethod
+    def among(cls, layouts: Mapping[str, RowLayout], registry: MaskNestingRegistry, call: str) -> ResponseAxis:
+        """The response axis of a packed batch, given by its layouts."""
+        return cls._of_axes(TensorDict({}, batch_size=[]), registry, layouts, {}, call)
+
+    @classmethod
+    def _of_axes(
+        cls,
+        batch: TensorDictBase,
+        registry: MaskNestingRegistry,
+        known: Mapping[str, RowLayout],
+        forms: dict[Path, FieldForm],
+        call: str,
+    ) -> ResponseAxis:
+        axes = Axes(batch, registry, known, {}, call)
+        response, sequence = axes.find(RESPONSE, (RESPONSE,)), axes.find(SEQUENCE, (SEQUENCE,))
+        if response is None:
+            raise _no_axis(RESPONSE, call)
+        return cls(response.layout, None if sequence is None else sequence.layout, forms)
+
+    def need_sequence(self, call: str) -> RowLayout:
+        if self.sequence is None:
+            raise _no_axis(SEQUENCE, call)
+        return self.sequence
+
+    def predict_index(self, call: str) -> Tensor:
+        """int64 [response tokens]: the packed index of the output that scores each response token. This is the
+        shift."""
+        sequence = self.need_sequence(call)
+        bare = np.flatnonzero((self.response.lengths >= sequence.lengths) & (self.response.lengths > 0))
+        if bare.size:
+            raise LayoutError(
+                f"{call}: rows {bare[:8].tolist()} have a response but no prompt token; expected at least one "
+                "prompt token, whose output scores the first response token. Drop these rows or give them a prompt."
+            )
+        return torch.from_numpy(self.tail(sequence) - 1)
+
+    def holds(self, path: Path, value: Tensor, registry: MaskNestingRegistry) -> bool:
+        """Whether a field is on the response axis; used if no fields are named."""
+        form = self.forms.get(path)
+        if form is not None and form.layout is not None:
+            return form.kind == "padded" and form.layout == RESPONSE
+        if value.is_nested:
+            return is_regular(value) and np.array_equal(
+                host_offsets(value, self.response, self.sequence), self.response.row_offsets
+            )
+        spec = registry.find(path)
+        if spec is None or RESPONSE not in spec.masks:
+            return False
+        return tuple(value.shape[:2]) == (self.response.num_rows, self.response.width)
+
+    def padded(
+        self, path: Path, value: Tensor, registry: MaskNestingRegistry, call: str, batch: TensorDictBase
+    ) -> Tensor:
+        spec = registry.find(path)
+        if path not in self.forms and spec is not None and spec.masks and not {RESPONSE, SEQUENCE} & set(spec.masks):
+            raise LayoutError(
+                f'{call}: field "{show(path)}" is under mask "{show(spec.masks[0])}"; expected a field on the '
+                "response or the sequence axis. Name one of these."
+            )
+        if not value.is_nested:
+            return self._columns(path, value, _ragged_dim(path, value, registry), call)
+        if not is_regular(value):
+            raise LayoutError(
+                f'{call}: field "{show(path)}" is nested, but not jagged along dim 1 without gaps; expected that. '
+                "Build it with maskpack, or with nested_tensor_from_jagged."
+            )
+        need_gradients(value, f'field "{show(path)}"', call)
+        form = self.forms.get(path) or self._form_of_new(path, value, registry, call)
+        offsets = host_offsets(value, self.response, self.sequence)
+        layout = self.need_sequence(call) if form.layout == SEQUENCE else self.response
+        lengths = np.diff(offsets)
+        long = np.flatnonzero(lengths > layout.width)
+        if long.size:
+            raise LayoutError(
+                f'{call}: field "{show(path)}" has {int(lengths[long[0]])} tokens in row {int(long[0])}; the padded '
+                f"{form.layout} width is {layout.width}. Cut the row, or nest the batch with a wider axis."
+            )
+        if form.layout not in (SEQUENCE, RESPONSE) or not np.array_equal(offsets, layout.row_offsets):
+            raise LayoutError(
+                f'{call}: field "{show(path)}" has {int(offsets[-1])} tokens in {lengths.size} rows under layout '
+                f'"{form.layout}"; the responses have {self.response.num_tokens} in {self.response.num_rows}. Name '
+                "fields on the response or the sequence axis."
+            )
+        whole = to_padded(value.values(), form, layout, read_pads(batch, self.forms, path, call))
+        return self._columns(path, whole, form.ragged_dim, call)
+
+    def _columns(self, path: Path, value: Tensor, dim: int, call: str) -> Tensor:
+        """The response columns of a padded field with its width in dim `dim`."""
+        rows, width = self.response.num_rows, self.response.width
+        if value.dim() <= 1:
+            return value
+        if value.shape[0] == rows and dim < value.dim():
+            if value.shape[dim] == width:
+                return value
+            if self.sequence is not None and value.shape[dim] == self.sequence.width:
+                return value.narrow(dim, self.sequence.width - width, width)
+        raise LayoutError(
+            f'{call}: field "{show(path)}" is {tuple(value.shape)}; the response axis is ({rows}, {width}). '
+            "Name fields on the response or the sequence axis."
+        )
+
+    def _form_of_new(self, path: Path, value: Tensor, registry: MaskNestingRegistry, call: str) -> FieldForm:
+        spec = registry.find(path)
+        pad = spec.pads[0] if spec is not None and spec.pads else 0
+        if isinstance(pad, Pad):
+            raise LayoutError(
+                f'{call}: field "{show(path)}" was added after nesting; its pad {pad!r} is not known. '
+                "Nest the batch again with pad_token_id, which gives new fields their pad."
+            )
+        whole = self.sequence is not None and value.values().shape[0] == self.sequence.num_tokens
+        layout = SEQUENCE if whole and self.response.num_tokens != value.values().shape[0] else RESPONSE
+        return FieldForm(path, "padded", layout, (pad,), dtype=value.dtype)
+
+    def tail(self, sequence: RowLayout) -> IntArray:
+        """The packed indices of the response tokens, which are the last of each row."""
+        return ranges(sequence.row_offsets[1:] - self.response.lengths, self.response.lengths)
+
+
+def _ragged_dim(path: Path, value: Tensor, registry: MaskNestingRegistry) -> int:
+    spec = registry.find(path)
+    return 1 if spec is None else spec.dim_of(value)

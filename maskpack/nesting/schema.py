@@ -1,0 +1,337 @@
+"""The schema of a batch, which is the form of each entry, and how a nested batch stores it.
+
+A nested batch has one more entry than the padded one, LAYOUTS. It has one part, which contains
+
+- a jagged span table for each layout, with one row for each row of the batch, so that indexing, chunk, split and cat
+  apply to it. A row is lines of three int32 (span_table.py) stored as bytes. Bytes survive the casts of `float()` and
+  `to(dtype)`, which apply to all entries; checksums detect other arithmetic.
+- the pads of all padded fields in each row: one byte for each field, which is 1 for EDGE, then the bytes of the pad.
+  Batches with different pads have the same entries, so that torch.cat can join them.
+- the schema.
+
+The part is named after the fields: `update` with a batch of other fields adds a part, and one of the same fields
+replaces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from torch import Tensor
+
+from maskpack.core.bits import word_dtype, words
+from maskpack.core.index import IntArray
+from maskpack.core.keys import Path, show
+from maskpack.core.pads import EDGE, PER_ROW, Pad, PadValue, pad_words
+from maskpack.core.tensors import need_batch
+from maskpack.core.tree import Node, entry_at, fields_of, has, is_sub_batch, unflatten
+from maskpack.errors import LayoutError
+from maskpack.layout.jagged import is_regular, jagged_from, offsets_of, to_host
+from maskpack.layout.row_layout import RowLayout
+from maskpack.layout.span_table import lines_of, table_of_lines
+
+LAYOUTS = "_maskpack"
+"""The key of the entry that `unnest` needs. Name it in `select` to keep it."""
+
+_APART = "Restore both first, then update the padded batch: unnest(batch).update(unnest(other))."
+INTACT = "Restore from the batch that nest_batch_by_mask returned; indexing, chunk, cat and casts are supported."
+
+
+@dataclass(frozen=True)
+class FieldForm:
+    """The form of an entry of the padded batch.
+
+    Attributes:
+        path: the path of the entry.
+        kind: `padded` [B, S, *F] under a layout, `flat` [T, *F] under a layout, `jagged` on its own layout, `dense` (a
+            tensor that stays as it is), `object` (not a tensor) or `node` (a sub-TensorDict).
+        layout: the name of the layout of the first three kinds.
+        pads: the candidate pads before verification, the one pad after it.
+        ragged_dim: the dim of the width of a padded field.
+        dtype: the dtype of the field.
+        node: batch dims and device of a sub-TensorDict.
+        device, shape: of a packed field, the device it came from and the shape of an element, F; else None and ().
+        hints: encodings to try first.
+        reason: why a tensor stays padded; None if the registry says so.
+        axis: the layout that a `dense` field would have if it had no non-pad values under its mask.
+    """
+
+    path: Path
+    kind: Literal["padded", "flat", "jagged", "dense", "object", "node"]
+    layout: str | None = None
+    pads: tuple[PadValue, ...] = field(default=(), compare=False)
+    ragged_dim: int = 1
+    dtype: torch.dtype | None = None
+    node: Node | None = None
+    device: str | None = None
+    shape: tuple[int, ...] = ()
+    hints: tuple[str, ...] = ()
+    reason: str | None = None
+    axis: str | None = None
+    pads_by_bits: str = field(init=False)
+    """`pads` for comparisons of forms, in which 0.0 differs from -0.0 and NaN equals NaN."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pads_by_bits", repr(self.pads))
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The root of a batch, the forms of its entries in key order, and the name, width and anchor of each axis."""
+
+    root: Node
+    forms: tuple[FieldForm, ...]
+    axes: tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True)
+class RowPads:
+    """The pad of a field in each row.
+
+    Attributes:
+        pads: [B], in the dtype of the field when it was nested.
+        edge: bool [B], rows whose pad is EDGE instead; None if there are none.
+    """
+
+    pads: Tensor
+    edge: Tensor | None = None
+
+
+def write_layouts(
+    schema: Schema, tables: Mapping[str, Tensor], pads: Tensor, rows: int, device: str | None
+) -> TensorDict:
+    """The LAYOUTS entry of a batch on `device`, from the span table of each layout and the result of `pad_table`."""
+    batch = schema.root.batch_size(rows)[:1]
+    here = Node(() if batch else None, device)
+    stored: Any = NonTensorData(schema, batch_size=batch, device=device)
+    part = sha256(repr(sorted(form.path for form in schema.forms)).encode()).hexdigest()[:16]
+    entries: list[tuple[Path, Any]] = [((part,), here), ((part, "schema"), stored), ((part, "spans"), here)]
+    entries += [((part, "spans", name), tables[name]) for name, _, _ in schema.axes]
+    entries.append(((part, "pads"), pads))
+    return unflatten(here, entries, rows)
+
+
+def pad_table(
+    forms: Iterable[FieldForm], row_pads: Mapping[Path, Tensor], rows: int, device: torch.device | str
+) -> Tensor:
+    """The pads of all padded fields, uint8 [B, K] on `device`. `row_pads` are the pads [B] of PER_ROW fields."""
+    places = _pad_places(forms := list(forms))
+    line = b"".join(_pad_bytes(form.pads[0], form.dtype) for form in forms if form.path in places)
+    here = torch.tensor(list(line), dtype=torch.uint8, device="cpu")
+    table = here.to(device, non_blocking=True).expand(rows, -1).clone()
+    for path in row_pads.keys() & places.keys():
+        begin, end = places[path].start + 1, places[path].stop
+        bits = words(row_pads[path]).to(device).clone(memory_format=torch.contiguous_format)
+        table[:, begin:end] = bits.view(torch.uint8).view(rows, end - begin)
+    return table
+
+
+def _pad_bytes(pad: PadValue, dtype: torch.dtype | None) -> bytes:
+    assert dtype is not None
+    bits = pad_words(0 if isinstance(pad, Pad) else pad, dtype)
+    assert bits is not None
+    return bytes([pad is EDGE]) + np.array(bits, word_dtype(dtype.itemsize)).tobytes()
+
+
+def _pad_places(forms: Iterable[FieldForm]) -> dict[Path, slice]:
+    """The columns of each field in the pad table."""
+    places: dict[Path, slice] = {}
+    begin = 0
+    for form in forms:
+        if form.kind == "padded" and form.dtype is not None:
+            places[form.path] = slice(begin, begin + 1 + form.dtype.itemsize)
+            begin = places[form.path].stop
+    return places
+
+
+def span_tables(layouts: Mapping[str, RowLayout]) -> dict[str, Tensor]:
+    """The span table of each layout, on its device."""
+    tables: dict[str, Tensor] = {}
+    for name, layout in layouts.items():
+        lines, splits = lines_of(layout.table, layout.width)
+        values = torch.from_numpy(lines).clone(
+            memory_format=torch.contiguous_format
+        )  # an empty array may have any strides
+        values, offsets = (part.to(layout.device, non_blocking=True) for part in (values, torch.from_numpy(splits)))
+        tables[name] = jagged_from(values.view(torch.uint8), offsets, 0, most_lines(splits))
+    return tables
+
+
+def most_lines(splits: IntArray) -> int:
+    """The largest number of lines of a row."""
+    return int((splits[1:] - splits[:-1]).max(initial=0))
+
+
+def read_pads(batch: TensorDictBase, forms: Mapping[Path, FieldForm], path: Path, call: str) -> RowPads | None:
+    """The pads of a field whose pad is PER_ROW, or PER_ROW in some rows and EDGE in others; else None. `forms` come
+    from `read_layouts`."""
+    form = forms.get(path)
+    if form is None or form.dtype is None or PER_ROW not in form.pads:
+        return None
+    columns: list[Tensor] = []
+    for part, schema in _parts(batch, call).items():
+        if any(other.path == path and other.pads_by_bits == form.pads_by_bits for other in schema.forms):
+            table = entry_at(batch, (LAYOUTS, part, "pads"))
+            place = _pad_places(schema.forms)[path]
+            if not isinstance(table, Tensor) or table.dim() != 2 or table.shape[1] < place.stop:
+                raise LayoutError(f'{call}: the row pads of field "{show(path)}" are missing. {INTACT}')
+            columns.append(table[:, place].to(torch.uint8))
+    column = columns[0]
+    if not all(torch.equal(column, other) for other in columns[1:]):
+        raise _several_pads(path, form, form, call)
+    pads = column[:, 1:].clone(memory_format=torch.contiguous_format).view(form.dtype).view(-1)
+    return RowPads(pads, column[:, 0] != 0 if EDGE in form.pads else None)
+
+
+def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, RowLayout]]:
+    """The schema and the layouts of a nested batch, checked against its rows. One synchronisation on CUDA.
+
+    Raises LayoutError if an operation on the batch made them invalid.
+    """
+    need_batch(batch, call)
+    if not has(batch, LAYOUTS):
+        raise LayoutError(
+            f'{call}: the batch has no entry "{LAYOUTS}", so it was not nested by nest_batch_by_mask, or select() '
+            f'dropped it. Nest the batch first, or select the entry too: batch.select("responses", maskpack.LAYOUTS).'
+        )
+    parts = _parts(batch, call)
+    schema = _merged(batch, list(parts.values()), call)
+    tables: dict[tuple[str, str], Tensor] = {}
+    for part, name in [(part, name) for part, stored in parts.items() for name, _, _ in stored.axes]:
+        table = entry_at(batch, (LAYOUTS, part, "spans", name))
+        if not isinstance(table, Tensor) or not table.is_nested:
+            raise LayoutError(
+                f'{call}: the span table of layout "{name}" is not a jagged tensor any more; a single row was taken '
+                "by an integer index, or the entry was replaced. Take one row with a list: batch[[i]]."
+            )
+        tables[part, name] = table
+    sizes = {(part, name): (width, anchor) for part, stored in parts.items() for name, width, anchor in stored.axes}
+    lines = [table.values().to(torch.uint8).contiguous().view(torch.int32).view(-1) for table in tables.values()]
+    first = _first_fields(batch, schema, {name for _, name in tables})
+    read = to_host([*lines, *[offsets_of(value) for value in (*tables.values(), *first.values())]])
+    layouts: dict[str, RowLayout] = {}
+    for (key, line), numbers, splits in zip(zip(tables, lines, strict=True), read, read[len(lines) :], strict=False):
+        layout = _layout(numbers.reshape(-1, 3), splits, sizes[key], line.device, call, key[1])
+        if layouts.setdefault(key[1], layout) != layout:
+            raise LayoutError(
+                f'{call}: layout "{key[1]}" of another batch, with other rows or widths, replaced the layout of '
+                f"this one, as update() does; expected fields of the same rows. {_APART}"
+            )
+    for (name, value), offsets in zip(first.items(), read[2 * len(tables) :], strict=True):
+        if np.array_equal(offsets, layouts[name].row_offsets):
+            layouts[name].__dict__["offsets"] = offsets_of(value)  # so that arithmetic between old and new fields works
+    return schema, layouts
+
+
+def _parts(batch: TensorDictBase, call: str) -> dict[str, Schema]:
+    """The schemas of a nested batch by the names of their parts: one, and another one for each `update` with a nested
+    batch of other fields."""
+    carried = entry_at(batch, (LAYOUTS,))
+    names = [str(name) for name, _ in fields_of(carried).items()] if is_sub_batch(carried) else list[str]()
+    known = [any(entry_at(batch, (LAYOUTS, name, key)) is not None for key in ("schema", "spans")) for name in names]
+    if not names or not all(known):
+        raise LayoutError(
+            f'{call}: the entry "{LAYOUTS}" was not written by nest_batch_by_mask, which reserves this name. '
+            "Rename the field."
+        )
+    parts: dict[str, Schema] = {}
+    for name in names:
+        schema = _schema_of(entry_at(batch, (LAYOUTS, name, "schema")))
+        if schema is None:
+            raise LayoutError(
+                f"{call}: the batch was joined from batches of different widths or fields; expected one schema. "
+                "Pad the batches to one width and nest them again, or restore each part before torch.cat."
+            )
+        parts[name] = schema
+    return parts
+
+
+def _merged(batch: TensorDictBase, schemas: Sequence[Schema], call: str) -> Schema:
+    """One schema of all fields, with the root and sub-batches of the first, which is the batch that was updated."""
+    if len(schemas) == 1:
+        return schemas[0]
+    forms: dict[Path, list[FieldForm]] = {}
+    axes: dict[str, tuple[str, int, int]] = {}
+    for schema in schemas:
+        for form in schema.forms:
+            forms.setdefault(form.path, []).append(form)
+        for axis in schema.axes:
+            axes.setdefault(axis[0], axis)
+    whole = tuple(_one_form(entry_at(batch, path), of_path, call) for path, of_path in forms.items())
+    return Schema(schemas[0].root, whole, tuple(axes.values()))
+
+
+def _one_form(value: Any, forms: Sequence[FieldForm], call: str) -> FieldForm:
+    """The form of a field that is in several parts. They must agree, because the last update is not known."""
+    nested = isinstance(value, Tensor) and value.is_nested
+    fitting = [form for form in forms if (form.kind in ("padded", "jagged", "flat")) == nested] or forms
+    first = fitting[0]
+    for form in fitting[1:]:
+        cast = form.dtype != first.dtype and form.pads_by_bits not in ("()", "(0,)", "(EDGE,)")
+        places = [(one.kind, one.layout, one.ragged_dim, one.pads_by_bits) for one in (first, form)]
+        if nested and (cast or places[0] != places[1]):
+            raise _several_pads(first.path, first, form, call)
+    return next((form for form in fitting if nested and form.dtype == value.dtype), first)
+
+
+def _several_pads(path: Path, one: FieldForm, other: FieldForm, call: str) -> LayoutError:
+    ways = [f'{form.pads_by_bits} under "{form.layout}"' for form in (one, other)]
+    return LayoutError(
+        f'{call}: field "{show(path)}" was nested twice, with the pads {" and ".join(ways)}, and update() replaced one '
+        f"by the other; expected the same pads. {_APART}"
+    )
+
+
+def _schema_of(entry: Any) -> Schema | None:
+    """The common schema of all rows. If rows differ in the pad of a field, its pads are PER_ROW, and EDGE if some row
+    has EDGE. None if rows differ in more."""
+    if isinstance(entry, NonTensorData):
+        return entry.data if isinstance(entry.data, Schema) else None
+    by_row: list[Any] = entry.tolist() if isinstance(entry, NonTensorStack) else []
+    schemas = list({id(schema): schema for schema in by_row}.values())
+    if not schemas or not all(isinstance(schema, Schema) for schema in schemas):
+        return None
+    forms = [[replace(form, pads=()) for form in schema.forms] for schema in schemas]
+    first = schemas[0]
+    if any((schema.root, schema.axes) != (first.root, first.axes) for schema in schemas) or forms.count(forms[0]) < len(
+        forms
+    ):
+        return None
+    columns = zip(*(schema.forms for schema in schemas), strict=True)
+    return replace(schemas[0], forms=tuple(map(_with_all_pads, columns)))
+
+
+def _with_all_pads(column: Sequence[FieldForm]) -> FieldForm:
+    form = column[0]
+    if all(other.pads_by_bits == form.pads_by_bits for other in column):
+        return form
+    return replace(form, pads=(PER_ROW, EDGE) if any(EDGE in other.pads for other in column) else (PER_ROW,))
+
+
+def _first_fields(batch: TensorDictBase, schema: Schema, layouts: Collection[str]) -> dict[str, Tensor]:
+    """The first jagged field of each layout."""
+    fields: dict[str, Tensor] = {}
+    for form in schema.forms:
+        value = entry_at(batch, form.path) if form.kind == "padded" else None
+        if form.layout is not None and form.layout in layouts and isinstance(value, Tensor) and is_regular(value):
+            fields.setdefault(form.layout, value)
+    return fields
+
+
+def _layout(
+    lines: IntArray, splits: IntArray, size: tuple[int, int], device: torch.device, call: str, name: str
+) -> RowLayout:
+    width, anchor = size
+    table = table_of_lines(lines, splits, width)
+    if table is None:
+        raise LayoutError(f'{call}: the span table of layout "{name}" was changed by arithmetic. {INTACT}')
+    try:
+        return RowLayout.from_spans(*table[:2], np.diff(table.splits), width, device=device, anchor=anchor)
+    except LayoutError as error:
+        raise LayoutError(f'{call}: the span table of layout "{name}" was changed: {error} {INTACT}') from error

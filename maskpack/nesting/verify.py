@@ -1,0 +1,225 @@
+"""Gathers the packed values of each field and verifies its pad."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maskpack.core.bits import odd_bools, odd_bools_error, words
+from maskpack.core.keys import Path, show
+from maskpack.core.pads import EDGE, PER_ROW, SIGNED_ZERO, PadValue
+from maskpack.core.threads import Tasks
+from maskpack.errors import LossyPadError
+from maskpack.fields.options import Options, VerifyFirst
+from maskpack.layout.jagged import to_host
+from maskpack.layout.row_layout import RowLayout
+from maskpack.nesting import checks
+from maskpack.nesting.schema import FieldForm
+
+_KEPT = 'it has non-pad values under its mask (on_loss="error" names one, and the remedy)'
+_MIXED_ZEROS = "A row mixes 0.0 and -0.0, as x * mask gives; x.masked_fill(mask == 0, 0) does not. "
+_OTHER_ZERO = "0.0 and -0.0 differ in their bits: the pads [0, SIGNED_ZERO] take either, one sign a row. "
+
+
+Then = Callable[[FieldForm, Tensor, RowLayout], Any]
+
+
+class Verifier:
+    """Gathers the values of all fields with a layout, and determines the pad of each padded field.
+
+    `gather(form, one_call)` returns the values [T, *F] of a field, `then` processes those of a padded field on the
+    host, and `known` are pads that need no check.
+    """
+
+    def __init__(
+        self,
+        entries: Mapping[Path, Any],
+        gather: Callable[[FieldForm, bool], Tensor],
+        layouts: Mapping[str, RowLayout],
+        options: Options,
+        known: Mapping[Path, PadValue],
+        then: Then | None,
+        tasks: Tasks,
+    ) -> None:
+        self._entries = entries
+        self._gather = gather
+        self._layouts = layouts
+        self._options = options
+        self._known = known
+        self._then = then
+        self._tasks = tasks
+        self._row_pads: dict[tuple[Path, PadValue], Tensor] = {}
+        self._ambiguous: set[Path] = set()
+        self._odd: list[Path] = []  # bools with bytes other than 0 and 1
+        self._bools: dict[Path, Tensor] = {}  # those on devices, which are checked together with the pads
+        self.values: dict[Path, Tensor] = {}
+        self.made: dict[Path, Any] = {}
+
+    def verified(self, forms: list[FieldForm]) -> tuple[list[FieldForm], dict[Path, Tensor]]:
+        """The forms with one pad each, and the pads [B] of the fields whose pad is PER_ROW. A field with non-pad values
+        under its mask stays padded, or raises LossyPadError."""
+        unsure = {f.path: f for f in forms if f.kind == "padded" and not self._entries[f.path].is_nested}
+        bools = [(form.path, self._entries[form.path]) for form in forms if form.dtype is torch.bool]
+        away = [(path, x.values() if x.is_nested else x) for path, x in bools if x.device.type != "cpu"]
+        self._bools = {path: x for path, x in away if x.layout == torch.strided}
+        found = self._pads(unsure, [form for form in forms if form.layout is not None])
+        lossy = [form for path, form in unsure.items() if found[path] is None]
+        if lossy and self._options.on_loss == "error":
+            raise LossyPadError("\n".join(map(self._message, lossy)))
+        row_pads: dict[Path, Tensor] = {}
+        sure: list[FieldForm] = []
+        for form in forms:
+            pad = found.get(form.path)
+            if form.path not in unsure:
+                sure.append(form)
+            elif pad is None:
+                self.values.pop(form.path)
+                sure.append(FieldForm(form.path, "dense", dtype=form.dtype, reason=_KEPT, axis=form.layout))
+            else:
+                held = self._pad(form, pad)
+                if isinstance(held, Tensor) and pad is SIGNED_ZERO and not held.is_cuda and not words(held).any():
+                    held = 0
+                elif isinstance(held, Tensor):
+                    row_pads[form.path], held = held, PER_ROW
+                sure.append(replace(form, pads=(held,)))
+        for form in sure:
+            self._look(form, row_pads.get(form.path))
+            self._look(form, self._entries[form.path] if form.kind == "dense" else None)
+        if self._odd:
+            raise odd_bools_error(self._options.call, sorted(set(self._odd)))
+        return sure, row_pads
+
+    def _look(self, form: FieldForm, x: Tensor | None) -> None:
+        """Records a field on the host whose bools have bytes other than 0 and 1."""
+        if form.dtype is not torch.bool or x is None or x.device.type != "cpu" or x.layout != torch.strided:
+            return
+        line = x[:1] if x.dim() and not x.stride(0) else x  # an expanded row
+        if odd_bools(words(line).numpy()):
+            self._odd.append(form.path)
+
+    def _pads(self, unsure: Mapping[Path, FieldForm], gathered: Sequence[FieldForm]) -> dict[Path, PadValue | None]:
+        """The pad of each field, or None if none of its pads fits. Also gathers the values."""
+        options = self._options
+        if options.verify == "never":
+            return self._read(gathered, {}) | {path: form.pads[0] for path, form in unsure.items()}
+        key = tuple((f.path, f.dtype, f.layout, f.ragged_dim, f.pads_by_bits) for f in unsure.values())
+        trusted = (
+            options.verify.known(key) if isinstance(options.verify, VerifyFirst) else dict[Path, PadValue | None]()
+        )
+        sure = {path: pad for path, pad in {**trusted, **self._known}.items() if pad is not None}
+        doubtful = {path: form for path, form in unsure.items() if path not in sure}  # lossy before, or new
+        found = {**sure, **self._read(gathered, doubtful)}
+        if isinstance(options.verify, VerifyFirst):
+            sure_of = {path: form for path, form in unsure.items() if self._has_padding(form)} if doubtful else {}
+            learnt = {path: found[path] for path in sure_of if path not in self._ambiguous}
+            signed = [path for path, pad in learnt.items() if pad == 0 and SIGNED_ZERO in unsure[path].pads]
+            options.verify.learn(key, learnt | dict.fromkeys(signed, SIGNED_ZERO))
+        if options.on_loss == "drop":
+            return {path: unsure[path].pads[0] if pad is None else pad for path, pad in found.items()}
+        return found
+
+    def _has_padding(self, form: FieldForm) -> bool:
+        """Whether a field has padding; if not, its pad is unknown."""
+        layout = self._layouts[form.layout or ""]
+        return layout.num_tokens < layout.num_rows * layout.width
+
+    def _read(self, gathered: Sequence[FieldForm], doubtful: Mapping[Path, FieldForm]) -> dict[Path, PadValue | None]:
+        """Gathers all fields and returns the pads of the doubtful ones."""
+        if any(self._entries[form.path].device.type != "cpu" for form in gathered):
+            self.values |= {form.path: self._gather(form, False) for form in gathered}
+            return self._tried(doubtful)
+
+        def read(form: FieldForm, one_call: bool) -> PadValue | None:
+            trials = form.pads if form.path in doubtful else ()
+            by_row = PER_ROW in trials[:1] or SIGNED_ZERO in trials[:1]
+            seen = checks.not_pad(self._padded(form)[0], trials[0]) if trials and not by_row else None
+            self.values[form.path] = self._gather(form, one_call)  # now, while the field is in the cache
+            self._look(form, self.values[form.path])
+            counts = (self._strays(form, pad, None if place else seen) for place, pad in enumerate(trials))
+            pad = next((pad for pad, count in zip(trials, counts, strict=True) if not count), None)
+            if any(not self._strays(form, other) for other in self._rivals(form, pad)):
+                self._ambiguous.add(form.path)
+            if pad is not None or not trials:
+                self._finish(form)
+            return pad
+
+        if not self._tasks.threaded or not doubtful:
+            found = {form.path: read(form, False) for form in gathered}
+        else:
+            for index in [self._tasks.start(attrgetter("indices"), layout) for layout in self._layouts.values()]:
+                index.result()  # computed once, before several threads ask for it
+            pads = {form.path: self._tasks.start(read, form, True) for form in gathered}
+            found = {path: pad.result() for path, pad in pads.items()}
+        return {path: found[path] for path in doubtful}
+
+    def _finish(self, form: FieldForm) -> None:
+        """Calls `then` on the values and drops them if it returns a result, so that their memory is reused."""
+        if self._then is not None and not self._entries[form.path].is_nested:  # those values are the caller's
+            made = self._then(form, self.values[form.path], self._layouts[form.layout or ""])
+            if made is not None:
+                self.made[form.path] = made
+                del self.values[form.path]
+
+    def _tried(self, unsure: Mapping[Path, FieldForm]) -> dict[Path, PadValue | None]:
+        """Tries the first pads of all fields with one synchronisation, then the next pads of the fields that failed,
+        ..."""
+        found: dict[Path, PadValue | None] = dict.fromkeys(unsure)
+        for attempt in range(max((len(form.pads) for form in unsure.values()), default=0)):
+            trials = [form for path, form in unsure.items() if found[path] is None and attempt < len(form.pads)]
+            counts = [self._strays(form, form.pads[attempt]) for form in trials]
+            odd = {} if attempt else {path: torch.count_nonzero(words(x) > 1) for path, x in self._bools.items()}
+            read = iter(to_host([n.view(1) for n in [*counts, *odd.values()] if isinstance(n, Tensor)]))
+            for form, count in zip(trials, counts, strict=True):
+                strays = next(read)[0] if isinstance(count, Tensor) else count
+                found[form.path] = None if strays else form.pads[attempt]
+            self._odd += [path for path in odd if next(read)[0]]
+        rivals = [(path, other) for path, pad in found.items() for other in self._rivals(unsure[path], pad)]
+        counts = [self._strays(unsure[path], other) for path, other in rivals]
+        read = iter(to_host([count.view(1) for count in counts if isinstance(count, Tensor)]))
+        for (path, _), count in zip(rivals, counts, strict=True):
+            if not (next(read)[0] if isinstance(count, Tensor) else count):
+                self._ambiguous.add(path)
+        return found
+
+    def _rivals(self, form: FieldForm, pad: PadValue | None) -> list[PadValue]:
+        """Other pads that could also fit, and would give later batches other values: EDGE next to constants. Needed
+        only if the pad is remembered."""
+        if pad is None or EDGE not in form.pads or not isinstance(self._options.verify, VerifyFirst):
+            return []
+        return [other for other in form.pads if other is not pad and EDGE in (pad, other)]
+
+    def _strays(self, form: FieldForm, pad: PadValue, seen: Tensor | int | None = None) -> Tensor | int:
+        x, layout = self._padded(form)
+        return checks.strays(x, self.values[form.path], layout, self._pad(form, pad), seen)
+
+    def _pad(self, form: FieldForm, pad: PadValue) -> PadValue | Tensor:
+        if pad is not PER_ROW and pad is not SIGNED_ZERO:
+            return pad
+        if (form.path, pad) not in self._row_pads:
+            pads = checks.row_pads(*self._padded(form))
+            self._row_pads[form.path, pad] = checks.zeros_of(pads) if pad is SIGNED_ZERO else pads
+        return self._row_pads[form.path, pad]
+
+    def _padded(self, form: FieldForm) -> tuple[Tensor, RowLayout]:
+        x = self._entries[form.path].movedim(form.ragged_dim, 1)
+        return x, self._layouts[form.layout or ""].to(x.device)
+
+    def _message(self, form: FieldForm) -> str:
+        x, layout = self._padded(form)
+        pad = SIGNED_ZERO if SIGNED_ZERO in form.pads else form.pads[0]
+        place, seen = checks.first_stray(x, layout, self._pad(form, pad))
+        zero = ""
+        if seen in ("0.0", "-0.0"):
+            zero = _MIXED_ZEROS if pad is SIGNED_ZERO else _OTHER_ZERO if pad == 0 else ""
+        pads = " or ".join(map(repr, form.pads))
+        return (
+            f'{self._options.call}: field "{show(form.path)}" holds {seen} at {place} (row, position, ...), which '
+            f'mask "{form.layout}" masks out; expected its pad {pads} there. {zero}Fix the producer, check '
+            "pad_token_id, give the field its true pad or mask in the registry, or let it stay padded: named in "
+            'ignore_dense_fields, or with on_loss="keep" and without strict mode.'
+        )

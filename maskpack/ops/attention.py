@@ -1,0 +1,317 @@
+"""Causal attention over packed rows. The bounds of the rows are given by `cu_seqlens` alone.
+
+    q k v   [T, heads, D]     row 0 | row 1 | row 2          a token attends to its row, up to itself, within `window`
+    cu_seqlens [rows + 1]     0     n0      n0+n1  T
+
+flash   FlashAttention 4 or 2, varlen kernels               half precision on a GPU; FlashAttention 2 for soft caps
+varlen  torch.nn.attention.varlen                           half precision on a GPU, no soft caps
+flex    flex attention with a document mask                 any dtype on a GPU, compiled
+rows    scaled dot product attention, row by row            any device
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from maskpack.core.arguments import said
+from maskpack.errors import ReplayError
+
+AttentionBackend = Literal["auto", "flash", "varlen", "flex", "rows"]
+BACKENDS = ("auto", "flash", "varlen", "flex", "rows")
+_CALL = "packed_attention"
+_WHOLE: Any = int | np.integer
+_NUMBER: Any = int | float | np.number
+_HALF = (torch.float16, torch.bfloat16)
+_FLASH_4, _FLASH_2 = "flash_attn.cute", "flash_attn"
+_SIZES_OF_FLASH_4 = (32, 64, 96, 128)  # its gradients are wrong for many other sizes: docs/replay.md
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    backend: AttentionBackend = "auto",
+) -> Tensor:
+    """Causal attention of each token over its own row.
+
+        scores = query @ key.T * scale;  softcap: softcap * tanh(scores / softcap)
+        out    = softmax(scores where 0 <= i - j, < window, in one row) @ value
+
+    Args:
+        query: [T, H, D]; key, value: [T, KV, D], H a multiple of KV (grouped queries).
+        cu_seqlens: int32 [rows + 1], from 0 to T, on the device of the query; no row is empty.
+        max_seqlen: length of the longest row.
+        window: number of tokens that a token attends to, including itself; None for all.
+        softcap: cap of the scores; None for no cap.
+        backend: "auto" selects the first of flash, varlen and flex that supports the inputs on a GPU, and rows
+            elsewhere.
+
+    Returns:
+        [T, H, D], differentiable.
+
+    Raises:
+        ReplayError: the backend is not installed or does not support the inputs; shapes that do not match.
+    """
+    for name, x in (("query", query), ("key", key), ("value", value), ("cu_seqlens", cu_seqlens)):
+        if not isinstance(x, Tensor):
+            raise ReplayError(f"{_CALL}: {name} is {said(x)}; expected a tensor. Pass one.")
+    for name, number in (("max_seqlen", max_seqlen), ("scale", scale), ("window", window), ("softcap", softcap)):
+        kind, known = ("a whole number", _WHOLE) if name in ("max_seqlen", "window") else ("a number", _NUMBER)
+        missing = number is None and name in ("window", "softcap")
+        if not missing and (isinstance(number, bool) or not isinstance(number, known)):
+            raise ReplayError(f"{_CALL}: {name} is {said(number)}; expected {kind}. Pass one.")
+    _check_tensors(query, key, value)
+    _check_bounds(cu_seqlens, max_seqlen, query)
+    if (window is not None and window < 1) or (softcap is not None and not softcap > 0):
+        raise ReplayError(
+            f"{_CALL}: window is {window} and softcap {softcap}; expected a window of at least 1 token and a cap above "
+            "0. Pass None for none."
+        )
+    chosen = backend_for(query, softcap) if backend == "auto" else backend
+    run = _RUN.get(chosen) if isinstance(chosen, str) else None
+    if run is None:
+        raise ReplayError(f"{_CALL}: backend is {said(backend)}; expected one of {', '.join(BACKENDS)}. Choose one.")
+    if not query.shape[0]:  # kernels do not accept zero tokens
+        return query.clone()
+    return run(query, key, value, cu_seqlens, max_seqlen, scale, window, softcap)
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    seen = f"{_CALL}: query is {_form(query)}, key {_form(key)}, value {_form(value)}"
+    fits = query.dim() == key.dim() == 3 and key.shape == value.shape and query.shape[::2] == key.shape[::2]
+    if not fits or key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        raise ReplayError(f"{seen}; expected [T, H, D] and [T, KV, D], H a multiple of KV. Pack the rows.")
+    if not query.dtype == key.dtype == value.dtype or not query.device == key.device == value.device:
+        raise ReplayError(f"{seen}; expected one dtype and one device. Cast or move them.")
+
+
+def _check_bounds(bounds: Tensor, longest: int, query: Tensor) -> None:
+    if bounds.dtype != torch.int32 or bounds.dim() != 1 or bounds.device != query.device:
+        raise ReplayError(
+            f"{_CALL}: cu_seqlens are {bounds.dtype} {tuple(bounds.shape)} on {bounds.device}; expected int32 "
+            f"[rows + 1] on {query.device}. Take them from PackedInputs."
+        )
+    if bounds.device.type != "cpu":  # reading them would synchronise
+        return
+    ends = cast("list[int]", bounds.tolist())
+    lengths = [end - begin for begin, end in itertools.pairwise(ends)]
+    shortest, most = min(lengths, default=1), max(lengths, default=0)
+    if ends[:1] != [0] or ends[-1] != query.shape[0] or shortest < 1 or most > longest:
+        raise ReplayError(
+            f"{_CALL}: cu_seqlens run from {ends[:1]} to {ends[-1:]}, in rows of {shortest} to {most} tokens; expected "
+            f"0 to {query.shape[0]}, in rows of 1 to {longest} (max_seqlen). Take them from PackedInputs."
+        )
+
+
+def _form(x: Tensor) -> str:
+    return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
+
+
+def backend_for(query: Tensor, softcap: float | None) -> str:
+    """The fastest available backend for `query`."""
+    if not query.is_cuda:
+        return "rows"
+    if _flash_package(query, softcap) is not None:
+        return "flash"
+    if query.dtype in _HALF and softcap is None and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256:
+        return "varlen"  # the limits of its kernels
+    return "flex"
+
+
+def _flash_package(query: Tensor, softcap: float | None) -> str | None:
+    """The installed package with the fastest kernel for `query`, or None."""
+    size = query.shape[-1]
+    if not query.is_cuda or query.dtype not in _HALF:
+        return None
+    if softcap is None and size in _SIZES_OF_FLASH_4 and _for_flash_4(query.device) and _varlen_func(_FLASH_4):
+        return _FLASH_4
+    return _FLASH_2 if size <= 256 and _varlen_func(_FLASH_2) else None
+
+
+def _for_flash_4(device: torch.device) -> bool:
+    """Whether FlashAttention 4 supports the device: Hopper and Blackwell, except Blackwell workstation GPUs (12)."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10, 11)
+
+
+@functools.cache
+def _varlen_func(package: str) -> Callable[..., Any] | None:
+    """`flash_attn_varlen_func` of a package, or None. FlashAttention 4 installs a `flash_attn` without that function;
+    some versions of 2 have a `flash_attn.cute` that cannot be imported or takes other arguments."""
+    try:
+        function = getattr(importlib.import_module(package), "flash_attn_varlen_func", None)
+    except ModuleNotFoundError:
+        return None
+    except Exception as error:  # incompatible packages may raise anything
+        warnings.warn(
+            f"{_CALL}: {package} is not used, because its import failed ({type(error).__name__}: {error}). Repair or "
+            "uninstall it.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    known = function is not None and "max_seqlen_q" in inspect.signature(function).parameters
+    return function if known else None
+
+
+# -------------------------------------------------------------------- backends
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, window: Any, softcap: Any
+) -> Tensor:
+    package = _flash_package(query, softcap)
+    attend: Any = None if package is None else _varlen_func(package)
+    kernel = "flash-attn (2 for soft caps and for D other than 32, 64, 96 or 128), and half precision"
+    _need(attend is not None, "flash", query, kernel)
+    rows: dict[str, Any] = {
+        "cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest,
+        "softmax_scale": scale, "causal": True,
+    }  # fmt: skip
+    if package == _FLASH_2:
+        sides = (-1, -1) if window is None else (window - 1, 0)
+        return attend(query, key, value, **rows, window_size=sides, softcap=softcap or 0.0)
+    with torch.cuda.device_of(query):  # the kernel launches on the current device
+        sides = (None, None) if window is None else (window - 1, 0)
+        out: Tensor | tuple[Tensor, ...] = attend(query, key, value, **rows, window_size=sides)
+    return out[0] if isinstance(out, tuple) else out  # some versions return the log-sum-exp too
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, window: Any, softcap: Any
+) -> Tensor:
+    _need(query.is_cuda and query.dtype in _HALF and softcap is None, "varlen", query, "half precision, no softcap")
+    attend: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    left = -1 if window is None else window - 1
+    grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] and _varlen_asks_for_groups() else {}
+    return attend(
+        query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=(left, 0), **grouped
+    )  # fmt: skip
+
+
+@functools.cache
+def _varlen_asks_for_groups() -> bool:
+    """Whether `varlen_attn` has an argument for grouped queries; torch 2.11 accepts them without one."""
+    attend: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    return "enable_gqa" in inspect.signature(attend).parameters
+
+
+def _flex(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, window: Any, softcap: Any
+) -> Tensor:
+    flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
+    attend = _compiled_flex(softcap is None) if query.is_cuda else flex.flex_attention
+
+    def capped(score: Tensor, _b: Tensor, _h: Tensor, _i: Tensor, _j: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    out = attend(
+        *(x.transpose(0, 1)[None] for x in (query, key, value)),
+        score_mod=None if softcap is None else capped,
+        block_mask=_block_mask(bounds, query.shape[0], window),
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out[0].transpose(0, 1)
+
+
+@functools.cache
+def _compiled_flex(dynamic: bool) -> Callable[..., Tensor]:
+    """Flex attention compiled for dynamic sizes, or for each size: torch 2.11 does not support dynamic sizes with a
+    score_mod."""
+    flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
+    return cast("Any", torch.compile(flex.flex_attention, dynamic=dynamic))
+
+
+@functools.cache
+def _compiled_block_mask() -> Callable[..., Any]:
+    """Compiled, because the eager function materialises the mask of all pairs of tokens."""
+    flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
+    return cast("Any", torch.compile(flex.create_block_mask))
+
+
+_masks: Any = WeakTensorKeyDictionary()
+"""Block masks by bounds tensor, then by (tokens, window). The layers of a forward pass share one bounds tensor, and the
+masks are released with it."""
+
+
+def _block_mask(bounds: Tensor, tokens: int, window: int | None) -> Any:
+    known: dict[tuple[int, int | None], Any] = _masks.setdefault(bounds, {})
+    if (tokens, window) not in known:
+        known[tokens, window] = _new_block_mask(bounds, tokens, window)
+    return known[tokens, window]
+
+
+def _new_block_mask(bounds: Tensor, tokens: int, window: int | None) -> Any:
+    flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
+    row = torch.bucketize(torch.arange(tokens, device=bounds.device, dtype=torch.int32), bounds, right=True)
+
+    def visible(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        causal = (row[i] == row[j]) & (i >= j)
+        return causal if window is None else causal & (i - j < window)
+
+    create = _compiled_block_mask() if bounds.is_cuda else flex.create_block_mask
+    return create(visible, None, None, tokens, tokens, device=bounds.device)
+
+
+def _rows(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, window: Any, softcap: Any
+) -> Tensor:
+    ends = cast("list[int]", bounds.tolist())
+    sizes = [end - begin for begin, end in itertools.pairwise(ends)]
+    split = [cast("tuple[Tensor, ...]", x.transpose(0, 1).split(sizes, 1)) for x in (query, key, value)]
+    rows = [_row(q, k, v, scale, window, softcap) for q, k, v in zip(*split, strict=True)]
+    return torch.cat(rows, 1).transpose(0, 1)
+
+
+def _row(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    """Attention of one row; query, key and value are [heads, tokens, D]."""
+    grouped = query.shape[0] != key.shape[0]
+    tokens = query.shape[1]
+    if softcap is None and (window is None or window >= tokens):
+        out = scaled_dot_product_attention(
+            query[None], key[None], value[None], is_causal=True, scale=scale, enable_gqa=grouped
+        )
+        return out[0]
+    place = torch.arange(tokens, device=query.device)
+    apart = place[:, None] - place
+    visible = (apart >= 0) & (apart < (tokens if window is None else window))
+    if softcap is None:
+        out = scaled_dot_product_attention(
+            query[None], key[None], value[None], attn_mask=visible, scale=scale, enable_gqa=grouped
+        )
+        return out[0]
+    times = query.shape[0] // key.shape[0]
+    scores = query @ key.repeat_interleave(times, 0).transpose(1, 2) * scale
+    scores = softcap * torch.tanh(scores / softcap)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = scores.to(wide).masked_fill(~visible, -torch.inf).softmax(-1).to(query.dtype)
+    return scores @ value.repeat_interleave(times, 0)
+
+
+def _need(supported: bool, backend: str, query: Tensor, needs: str) -> None:
+    if not supported:
+        raise ReplayError(
+            f'{_CALL}: backend "{backend}" with {query.dtype} on {query.device}; it needs a GPU with {needs}. Use '
+            'backend="auto".'
+        )
+
+
+_RUN: dict[str, Callable[..., Tensor]] = {"flash": _flash, "varlen": _varlen, "flex": _flex, "rows": _rows}

@@ -1,0 +1,327 @@
+"""Triton kernels of pack and unpack. Several fields share a launch, which computes positions once for all of them.
+
+    pack    programs over packed elements; the span of a token is searched between two entries of `SpanIndex.blocks`
+    unpack  programs over padded elements; each is written once, with its value or the pad
+    wide    elements of many bytes: one program for each element or for a part of it
+
+An element is moved as `items` words of 1, 2, 4 or 8 bytes. Fields with the same items and strides share a launch.
+Shape letters: B rows, S the padded width, T valid tokens in all, F trailing dims.
+"""
+
+# Kernels have no Python types, and a launch takes more than the kernel has.
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
+# pyright: reportOperatorIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from maskpack.layout.span_index import BLOCK, MOST_TOKENS, SpanIndex
+
+CONSTANT, EDGE, PER_ROW = 0, 1, 2
+_AT_ONCE = 16
+"""The largest number of fields in one launch; more would need too many registers."""
+_PACKED, _PADDED = 256, 512
+"""The number of elements of one program."""
+_WIDE, _CHUNK_BYTES = 1024, 8192
+"""Elements of at least this many bytes have their own programs, each of which moves at most _CHUNK_BYTES."""
+
+
+@triton.jit
+def _span_at(begins, token, low, high):
+    """The last span in low..high that begins at or before each token. Span `low` does."""
+    left = high - low
+    first = token * 0 + low
+    last = token * 0 + high
+    while left > 0:
+        middle = (first + last + 1) // 2
+        before = tl.load(begins + middle) <= token
+        first = tl.where(before, middle, first)
+        last = tl.where(before, last, middle - 1)
+        left = left // 2
+    return first
+
+
+@triton.jit
+def _source(starts, begins, blocks, of_rows, token, first, last, row_stride, col_stride, BLOCK: tl.constexpr):
+    """Offsets of the padded elements of tokens, which lie between tokens `first` and `last`."""
+    low = tl.load(blocks + first // BLOCK)
+    high = tl.load(blocks + last // BLOCK + 1)
+    span = _span_at(begins, token, low, high)
+    row = span if of_rows is None else tl.load(of_rows + span)
+    col = tl.load(starts + span) + token - tl.load(begins + span)
+    return row.to(tl.int64) * row_stride + col.to(tl.int64) * col_stride
+
+
+@triton.jit(do_not_specialize=["num_tokens", "spans"])
+def _pack(
+    outs, ins, starts, begins, blocks, of_rows, num_tokens, spans, row_stride, col_stride, item_stride,
+    ITEMS: tl.constexpr, BLOCK: tl.constexpr, ELEMENTS: tl.constexpr
+):  # fmt: skip
+    begin = tl.program_id(0).to(tl.int64) * ELEMENTS
+    at = begin + tl.arange(0, ELEMENTS)
+    stop = tl.minimum(num_tokens, tl.load(begins + spans)).to(tl.int64)  # fewer than T if T is a wrong hint
+    token = (at // ITEMS).to(tl.int32)
+    first = (begin // ITEMS).to(tl.int32)
+    last = tl.minimum((begin + ELEMENTS - 1) // ITEMS, num_tokens - 1).to(tl.int32)
+    place = _source(starts, begins, blocks, of_rows, token, first, last, row_stride, col_stride, BLOCK)
+    if ITEMS > 1:
+        place += (at % ITEMS) * item_stride
+    valid = at < stop * ITEMS
+    inside = at < num_tokens.to(tl.int64) * ITEMS
+    words = ()
+    for field in tl.static_range(len(ins)):
+        words = words + (tl.load(ins[field] + place, mask=valid, other=0),)  # noqa: RUF005  # kernels cannot unpack
+    for field in tl.static_range(len(ins)):
+        tl.store(outs[field] + at, words[field], mask=inside)
+
+
+@triton.jit
+def _token(starts, begins, cu_seqlens, bits, before, row, col, width):
+    """Whether positions of a row are valid, their packed token or the nearest one, and the number of tokens of the
+    row."""
+    if bits is None:
+        start, first = tl.load(starts + row), tl.load(begins + row)
+        count = tl.load(begins + row + 1) - first
+        valid = (col >= start) & (col < start + count)
+        nearest = first + tl.minimum(tl.maximum(col - start, 0), count - 1)
+    else:
+        first = tl.load(cu_seqlens + row)
+        count = tl.load(cu_seqlens + row + 1) - first
+        word = row.to(tl.int64) * ((width + 31) // 32) + col // 32
+        mask_bits = tl.load(bits + word, mask=col < width, other=0)
+        lane = col % 32
+        valid = ((mask_bits >> lane) & 1) == 1
+        nearest = tl.load(before + word, mask=col < width, other=0) + _ones(mask_bits & ((2 << lane) - 1)) - 1
+        nearest = tl.maximum(nearest, first)
+    return valid, nearest, count
+
+
+@triton.jit
+def _ones(words):
+    """The number of bits of int32 words that are 1."""
+    words = words.to(tl.uint32, bitcast=True)
+    words -= (words >> 1) & 0x55555555
+    words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
+    words = (words + (words >> 4)) & 0x0F0F0F0F
+    return ((words * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _pad(pad, row, mode: tl.constexpr, kind: tl.constexpr):
+    """The raw bits of a row's pad, as a scalar."""
+    return tl.load(pad + row).to(kind) if mode == 2 else tl.cast(pad, kind)
+
+
+@triton.jit
+def _value_or_pad(values, place, taken, valid, pad, row, mode: tl.constexpr):
+    """Loads the words `taken` from the values; words that are not valid get the pad, unless the pad is EDGE."""
+    words = tl.load(values + place, mask=taken, other=0)
+    if mode != 1:
+        words = tl.where(valid, words, _pad(pad, row, mode, words.dtype))
+    return words
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _unpack(
+    outs, ins, pads, starts, begins, cu_seqlens, bits, before, num_tokens, width, parts,
+    MODES: tl.constexpr, EDGES: tl.constexpr, ITEMS: tl.constexpr, ELEMENTS: tl.constexpr, PLACE: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0) // parts
+    line = tl.cast(width, PLACE) * ITEMS
+    at = tl.cast(tl.program_id(0) % parts, PLACE) * ELEMENTS + tl.arange(0, ELEMENTS)
+    inside = at < line
+    col = (at // ITEMS).to(tl.int32)
+    valid, token, count = _token(starts, begins, cu_seqlens, bits, before, row, col, width)
+    valid = valid & inside
+    out = row.to(tl.int64) * line + at
+    if EDGES or tl.max(valid.to(tl.int32)) > 0:
+        there = inside & (token < tl.where(count > 0, num_tokens, -1))  # -1 in an empty row at the front
+        place = token.to(tl.int64)
+        if ITEMS > 1:
+            place = place * ITEMS + at % ITEMS
+        for field in tl.static_range(len(ins)):
+            taken = there if MODES[field] == 1 else there & valid
+            words = _value_or_pad(ins[field], place, taken, valid, pads[field], row, MODES[field])
+            tl.store(outs[field] + out, words, mask=inside)
+    else:
+        for field in tl.static_range(len(ins)):
+            padding = _pad(pads[field], row, MODES[field], outs[field].dtype.element_ty)
+            tl.store(outs[field] + out, tl.zeros((ELEMENTS,), padding.dtype) + padding, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "spans"])
+def _pack_wide(
+    out, source, starts, begins, blocks, of_rows, num_tokens, spans, row_stride, col_stride, items, parts,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    token = tl.program_id(0) // parts
+    at = (tl.program_id(0) % parts) * CHUNK + tl.arange(0, CHUNK)
+    place = _source(starts, begins, blocks, of_rows, token, token, token, row_stride, col_stride, BLOCK)
+    stop = tl.where(token < tl.load(begins + spans), items, 0)  # none beyond the last span if T is a wrong hint
+    words = tl.load(source + place + at, mask=at < stop, other=0)
+    tl.store(out + token.to(tl.int64) * items + at, words, mask=at < items)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _unpack_wide(
+    out, values, pad, starts, begins, cu_seqlens, bits, before, num_tokens, width, items, parts,
+    MODE: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    position = tl.program_id(0) // parts
+    at = (tl.program_id(0) % parts) * CHUNK + tl.arange(0, CHUNK)
+    row = position // width
+    valid, token, count = _token(starts, begins, cu_seqlens, bits, before, row, position % width, width)
+    there = (count > 0) & (token < num_tokens)
+    if MODE != 1:
+        there = there & valid
+    taken = at < tl.where(there, items, 0)
+    words = _value_or_pad(values, token.to(tl.int64) * items + at, taken, valid, pad, row, MODE)
+    tl.store(out + position.to(tl.int64) * items + at, words, mask=at < items)
+
+
+_WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+_WHOLE = {torch.int8, torch.int16, torch.int32, torch.int64}
+_LOADED = {*_WHOLE, torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+
+class _Words(NamedTuple):
+    """The elements of a tensor as words: `items` words of `size` bytes each. Strides are in words."""
+
+    size: int
+    items: int
+    row: int
+    col: int
+    item: int
+
+
+def pack(fields: Sequence[Tensor], index: SpanIndex, num_tokens: int) -> list[Tensor]:
+    """`fields` [B, S, *F], any dtypes and strides -> [T, *F]."""
+    outs = [x.new_empty((num_tokens, *x.shape[2:])) for x in fields]
+    launches: dict[tuple[int, ...], list[tuple[Any, Any]]] = {}
+    spans = index.starts.shape[0]
+    with torch.cuda.device_of(index.starts):  # Triton launches on the current device
+        for x, out in zip(fields, outs, strict=True):
+            if not out.numel():
+                continue
+            source, form = _worded(x, 2)
+            pair = _pointer(out, form.size), _pointer(source, form.size)
+            if form.items * form.size < _WIDE or form.item != 1:
+                launches.setdefault(form[1:], []).append(pair)
+                continue
+            chunk, parts = _chunks(form)
+            _pack_wide[(num_tokens * parts,)](
+                *pair, index.starts, index.begins, index.blocks, index.rows, num_tokens, spans, form.row, form.col,
+                form.items, parts, BLOCK, chunk,
+            )  # fmt: skip
+        for (items, row, col, item), pairs in launches.items():
+            for begin in range(0, len(pairs), _AT_ONCE):
+                targets, sources = zip(*pairs[begin : begin + _AT_ONCE], strict=True)
+                _pack[(-(-num_tokens * items // _PACKED),)](
+                    targets, sources, index.starts, index.begins, index.blocks, index.rows, num_tokens, spans, row, col,
+                    item, items, BLOCK, _PACKED, num_warps=8,
+                )  # fmt: skip
+    return outs
+
+
+def unpack(
+    values: Sequence[Tensor],
+    index: SpanIndex,
+    rows: int,
+    width: int,
+    pads: Sequence[int | Tensor],
+    modes: Sequence[int],
+) -> list[Tensor]:
+    """`values` [T, *F] of at most 8 bytes per item -> [B, S, *F]. A pad is the raw bits of an item (CONSTANT), a tensor
+    [B] of these (PER_ROW), or ignored (EDGE)."""
+    outs = [x.new_empty((rows, width, *x.shape[1:])) for x in values]
+    launches: dict[int, list[tuple[Any, Any, int | Tensor, int]]] = {}
+    places = index.starts, index.begins, index.cu_seqlens, index.bits, index.before
+    num_tokens = values[0].shape[0] if values else 0
+    with torch.cuda.device_of(index.starts):
+        for x, out, pad, mode in zip(values, outs, pads, modes, strict=True):
+            if not out.numel():
+                continue
+            source, form = _worded(x.contiguous(), 1, widest=8 if isinstance(pad, int) else 1)
+            padding = _repeated(pad, x.dtype.itemsize, form.size) if isinstance(pad, int) else pad
+            zero = isinstance(padding, int) and padding == 0  # 0 bits of a float are 0.0
+            job = _pointer(out, form.size, zero), _pointer(source, form.size, zero), padding, mode
+            if form.items * form.size < _WIDE:
+                launches.setdefault(form.items, []).append(job)
+                continue
+            chunk, parts = _chunks(form)
+            _unpack_wide[(rows * width * parts,)](*job[:3], *places, num_tokens, width, form.items, parts, mode, chunk)
+        for items, jobs in launches.items():
+            parts = -(-width * items // _PADDED)
+            place = tl.int32 if parts * _PADDED <= MOST_TOKENS else tl.int64
+            for begin in range(0, len(jobs), _AT_ONCE):
+                targets, sources, paddings, kinds = zip(*jobs[begin : begin + _AT_ONCE], strict=True)
+                _unpack[(rows * parts,)](
+                    targets, sources, paddings, *places, num_tokens, width, parts, kinds, EDGE in kinds, items, _PADDED,
+                    place,
+                )  # fmt: skip
+    return outs
+
+
+def _worded(x: Tensor, leading: int, widest: int = 8) -> tuple[Tensor, _Words]:
+    """`x`, copied if need be so that the words of an element (the dims after the `leading` ones) are one stride apart,
+    and its words, which are joined to up to `widest` bytes where they are adjacent."""
+    if x.dim() == leading and x.is_contiguous() and x.dtype in _LOADED:
+        return x, _Words(x.dtype.itemsize, 1, x.stride(0), 1, 1)
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    size, items = x.dtype.itemsize, x.shape[leading:].numel()
+    item = 1 if x.is_contiguous() else _item_stride(x, leading)
+    if item is None or (size == 16 and item != 1):
+        return _worded(x.contiguous(), leading, widest)
+    row, col = x.stride(0), x.stride(leading - 1)
+    if items == 1 and size <= 8:
+        return x, _Words(size, items, row, col, 1)
+    if size == 16:
+        size, items, row, col = 8, 2 * items, 2 * row, 2 * col
+    if item == 1:
+        bound = items * size | row * size | col * size | x.data_ptr()
+        wide = next(n for n in (8, 4, 2, 1) if n <= max(widest, size) and bound % n == 0)
+        times = wide // size
+        if times > 1:
+            size, items, row, col = wide, items // times, row // times, col // times
+    return x, _Words(size, items, row, col, item)
+
+
+def _item_stride(x: Tensor, leading: int) -> int | None:
+    """The stride between adjacent items of an element, or None if it is not the same for all."""
+    item = reach = None
+    for size, stride in zip(reversed(x.shape[leading:]), reversed(x.stride()[leading:]), strict=True):
+        if size == 1:
+            continue
+        if reach is not None and stride != reach:
+            return None
+        item = stride if item is None else item
+        reach = size * stride
+    return 1 if item is None else item
+
+
+def _repeated(word: int, size: int, wide: int) -> int:
+    """A word of `size` bytes, repeated to fill `wide` bytes."""
+    if size >= wide:
+        return word
+    line = (word & ((1 << 8 * size) - 1)).to_bytes(size, "little") * (wide // size)
+    return int.from_bytes(line, "little", signed=True)
+
+
+def _chunks(form: _Words) -> tuple[int, int]:
+    """The number of words that one program moves, and of programs for one element."""
+    chunk = min(_CHUNK_BYTES // form.size, triton.next_power_of_2(form.items))
+    return chunk, -(-form.items // chunk)
+
+
+def _pointer(x: Tensor, size: int, floats: bool = True) -> Any:
+    """A tensor as words of `size` bytes; `floats` may keep their dtype if the pad is all zero bits."""
+    unchanged = x.dtype.itemsize == size and x.dtype in (_LOADED if floats else _WHOLE)
+    return x if unchanged else triton.reinterpret(x, _WORDS[size])

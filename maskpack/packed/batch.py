@@ -1,0 +1,502 @@
+"""PackedBatch: a batch encoded field by field, ready to be sent; its rows move without being decoded.
+
+    compress(padded or nested) -> PackedBatch -> take, slices, split, chunk, cat -> decompress(padded or nested)
+                                     |  ^
+                       pickle, to_bytes, save  from_bytes, load
+
+A PackedBatch is never changed, and the tensors decoded from it are copies.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from maskpack.core.arguments import flag, list_of, named, said, whole
+from maskpack.core.bits import Words, host_words, odd_bools, odd_bools_error, words
+from maskpack.core.index import IntArray, Rows, even_sizes, no_single_row, part_sizes, row_index
+from maskpack.core.objects import Objects
+from maskpack.core.tensors import device_here
+from maskpack.core.threads import Tasks
+from maskpack.core.tree import select_entries, unflatten
+from maskpack.errors import LayoutError
+from maskpack.fields.options import OnLoss, Options, Registry, Verify
+from maskpack.fields.registry import Key, Path, show
+from maskpack.fields.rl_fields import RL_FIELDS
+from maskpack.layout.row_layout import RowLayout
+from maskpack.nesting.nest import rows_only
+from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema, read_layouts, write_layouts
+from maskpack.nesting.survey import Survey, survey
+from maskpack.packed import pickling as pickles
+from maskpack.packed.choose import encode, encode_alone
+from maskpack.packed.cuda import decode as staging
+from maskpack.packed.decode import (
+    MAX_BYTES,
+    Decoder,
+    candidate,
+    decoded_nbytes,
+    on,
+    trimmed,
+    word_dtype_of,
+    words_of_one,
+)
+from maskpack.packed.file import codec as codecs
+from maskpack.packed.file import container as wire
+from maskpack.packed.file import read as reading
+from maskpack.packed.file import write as manifest
+from maskpack.packed.join import check_named, joined, restricted
+from maskpack.packed.references import Encoding, Joined, Own, Same, arrays_of
+
+Target = Literal["padded", "nested"]
+Widths = Literal["canonical", "trim"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PackedBatch:
+    """A batch whose fields are encoded one by one. Build one with `compress`.
+
+    Attributes:
+        num_rows: B.
+        schema: the forms of the fields, in key order.
+        layouts: the RowLayouts of the fields, by name, on the host.
+        fields: the encoded values of every tensor.
+        objects: the Python objects.
+        row_pads: words [B], of the fields whose pad is PER_ROW.
+        codec: the codec that compresses the bytes when the batch is pickled or saved; None for none.
+    """
+
+    num_rows: int
+    schema: Schema
+    layouts: Mapping[str, RowLayout]
+    fields: Mapping[Path, Encoding]
+    objects: Mapping[Path, Objects]
+    row_pads: Mapping[Path, Words]
+    codec: str | None = None
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __repr__(self) -> str:
+        return f"PackedBatch(rows={self.num_rows}, fields={len(self.fields)}, nbytes={self.nbytes:,})"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the encoded tensors, of the tensors inside Python objects and of the layouts, before any codec."""
+        arrays = [part for layout in self.layouts.values() for part in layout.compact()]
+        arrays += [array for field in self.fields.values() for array in arrays_of(field)]
+        arrays += [array for entry in self.objects.values() for array in entry.arrays()]
+        return sum(array.nbytes for array in [*arrays, *self.row_pads.values()])
+
+    @cached_property
+    def forms(self) -> dict[Path, FieldForm]:
+        """The form of each entry, by its path."""
+        return {form.path: form for form in self.schema.forms}
+
+    @cached_property
+    def _row_numbers(self) -> IntArray:
+        """Bounds of the rows of a field that stays padded; a batch without batch dims is one row."""
+        return np.arange((1 if self.schema.root.more_dims is None else self.num_rows) + 1)
+
+    def bounds(self, path: Path) -> IntArray:
+        """int64 [B + 1]: where the rows of a field begin and end among its words."""
+        form = self.forms[path]
+        rows = self._row_numbers if form.layout is None else self.layouts[form.layout].row_offsets
+        items = words_of_one(form)
+        return rows if items == 1 else rows * items
+
+    def words_nbytes(self, path: Path) -> int:
+        """Bytes of the words of a field, decoded."""
+        return int(self.bounds(path)[-1]) * word_dtype_of(self.forms[path]).itemsize
+
+    def lengths(self, layout: str) -> IntArray:
+        """int64 [B]: the row lengths of a layout, for planning."""
+        return named(self.layouts, layout, "PackedBatch.lengths").lengths + 0
+
+    # ---------------------------------------------------------------- rows
+
+    def take(self, rows: Rows) -> PackedBatch:
+        """Some rows, in the order given: a slice, indices (repeats allowed, negative from the end), or a bool mask [B].
+
+        Consecutive rows share the memory of this batch; other rows are copied, still encoded.
+        """
+        self._need_rows("take")
+        index = row_index(rows, self.num_rows, "PackedBatch.take")
+        if index.size == 0 or bool((np.diff(index) == 1).all()):
+            start = int(index[0]) if index.size else 0
+            return self._slice(start, start + index.size)
+        return replace(
+            self,
+            num_rows=index.size,
+            layouts={name: layout.take(index) for name, layout in self.layouts.items()},
+            fields={
+                path: field if isinstance(field, Same | Joined) else field.take(index, self.bounds(path))
+                for path, field in self.fields.items()
+            },
+            objects={path: entry.take(index.tolist()) for path, entry in self.objects.items()},
+            row_pads={path: pads[index] for path, pads in self.row_pads.items()},
+        )
+
+    def __getitem__(self, rows: Rows) -> PackedBatch:
+        no_single_row(rows, self.num_rows, "PackedBatch")
+        return self.take(rows)
+
+    def split(self, sizes: int | Sequence[int]) -> tuple[PackedBatch, ...]:
+        """Consecutive parts of `sizes` rows: a list that sums to B, or one size (the last part may be smaller)."""
+        self._need_rows("split")
+        sizes = part_sizes(sizes, self.num_rows, "PackedBatch.split")
+        ends = np.cumsum(sizes, dtype=np.int64).tolist()
+        return tuple(self._slice(end - size, end) for end, size in zip(ends, sizes, strict=True))
+
+    def chunk(self, parts: int) -> tuple[PackedBatch, ...]:
+        """`parts` consecutive parts whose sizes differ by one at most; parts beyond the rows are empty."""
+        return self.split(even_sizes(self.num_rows, parts, "PackedBatch.chunk"))
+
+    @staticmethod
+    def cat(batches: Sequence[PackedBatch]) -> PackedBatch:
+        """The rows of several batches with the same fields, one after the other.
+
+        Batches of different padded widths become as wide as the widest: the padding of prompts grows on the left, the
+        padding of responses on the right. A field that stays padded in one of the batches stays padded in the result.
+        Fields that the batches encode differently are encoded again. Raises LayoutError if fields, dtypes or the shapes
+        of their elements differ, or the widths of a field that stays padded.
+        """
+        batches = list_of(batches, PackedBatch, "PackedBatch.cat", "Compress what is not packed.")
+        for batch in batches:
+            batch._need_rows("cat")
+        return batches[0] if len(batches) == 1 else joined(batches, "PackedBatch.cat")
+
+    def _slice(self, start: int, stop: int) -> PackedBatch:
+        rows = slice(start, stop)
+        return replace(
+            self,
+            num_rows=stop - start,
+            layouts={name: layout.take(rows) for name, layout in self.layouts.items()},
+            fields={
+                path: field if isinstance(field, Same | Joined) else field.slice(start, stop, self.bounds(path))
+                for path, field in self.fields.items()
+            },
+            objects={path: entry.take(range(start, stop)) for path, entry in self.objects.items()},
+            row_pads={path: pads[rows] for path, pads in self.row_pads.items()},
+        )
+
+    def _need_rows(self, call: str) -> None:
+        if self.schema.root.more_dims is None:
+            raise LayoutError(
+                f"PackedBatch.{call}: the batch was packed from a TensorDict with batch_size [], whose rows are no "
+                "batch dim. Give the TensorDict batch_size=[rows] before packing."
+            )
+
+    # ---------------------------------------------------------------- fields
+
+    def select(self, *fields: Key) -> PackedBatch:
+        """Some fields with all rows, still encoded, in the order of the batch.
+
+        The name of a sub-batch stands for all that is in it, a tuple of names for one entry in it. Layouts of the axes
+        stay, so that `lengths` and `compress(..., like=)` work as before. Nothing is decoded, unless a field is stored
+        as the concat of two fields that are not both selected; it is encoded again.
+
+        Raises FieldError for a field that is not in the batch, and LayoutError if none is named.
+        """
+        check_named(fields, "PackedBatch.select")
+        forms = select_entries([(form.path, form) for form in self.schema.forms], fields, "PackedBatch.select")
+        return restricted(self, {path for path, _ in forms}, encode=True)
+
+    # ---------------------------------------------------------------- memory
+
+    def pin_memory(self) -> PackedBatch:
+        """The same batch with its encoded values in pinned memory, which a GPU reads by itself: `decompress` needs no
+        other copy on the host. Rows that are taken from the result, in another order or with gaps, need one.
+
+        Raises LayoutError if this process has no CUDA device.
+        """
+        if not torch.cuda.is_available():
+            raise LayoutError(
+                "PackedBatch.pin_memory: this process has no CUDA device; expected one. Decode the batch as it is."
+            )
+        fields, row_pads = pickles.copy_to_one_buffer((self.fields, self.row_pads), staging.pinned_memory)
+        return replace(self, fields=fields, row_pads=row_pads)
+
+    # ---------------------------------------------------------------- bytes
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """A stream, one or two buffers, which protocol 5 sends out of band, and the Python objects."""
+        stream, kinds, places, records, buffers = pickles.write(self)
+        bodies: list[Any] = [pickle.PickleBuffer(body.data) if protocol >= 5 else body.tobytes() for body in buffers]
+        return _unpickled, (stream, kinds, places, records, bodies, self.objects)
+
+    def to_bytes(self, *, allow_pickle: bool = False, checksum: bool = False) -> bytes:
+        """The batch as bytes that are a legal safetensors file (docs/wire-format.md).
+
+        Args:
+            allow_pickle: pickle Python objects that JSON cannot express, instead of raising MaskpackError. The reader
+                must allow it, too.
+            checksum: add a checksum, which `from_bytes` verifies.
+        """
+        return self._pieces(allow_pickle, checksum, "PackedBatch.to_bytes").joined()
+
+    def save(self, file: str | os.PathLike[str], *, allow_pickle: bool = False, checksum: bool = False) -> None:
+        """Writes `to_bytes` to a file. An existing file is replaced once the new one is on the disk completely."""
+        target = _path(file, "PackedBatch.save")
+        self._pieces(allow_pickle, checksum, "PackedBatch.save").save(target)
+
+    @classmethod
+    def from_bytes(cls, data: Any, *, allow_pickle: bool = False, max_bytes: int | None = MAX_BYTES) -> PackedBatch:
+        """The batch in `data`, which is bytes or another object with a buffer. The batch reads from this memory, so it
+        must not be changed afterwards. Nothing in it is executed unless `allow_pickle` is true.
+
+        Args:
+            max_bytes: the most bytes that the whole padded batch may take; None for no limit. A few bytes can describe
+                a huge batch: its size is added up before memory is reserved for it.
+
+        Raises WireFormatError for bytes that `to_bytes` does not write, and for a batch larger than `max_bytes`.
+        """
+        call = "PackedBatch.from_bytes"
+        flag(allow_pickle, "allow_pickle", call)
+        _check_limit(max_bytes, call)
+        return reading.read(cls, wire.read(data, call), call, allow_pickle, max_bytes)
+
+    @classmethod
+    def load(
+        cls,
+        file: str | os.PathLike[str],
+        *,
+        allow_pickle: bool = False,
+        mmap: bool = True,
+        max_bytes: int | None = MAX_BYTES,
+    ) -> PackedBatch:
+        """The batch in a file that `save` wrote.
+
+        Args:
+            mmap: map the file into memory: rows are read when they are decoded. If the file is later truncated or
+                written to in place, reading a lost part ends the process with SIGBUS, which no error handler catches;
+                `save` never changes a file in place. False reads the whole file first.
+            max_bytes: as for `from_bytes`.
+
+        Raises WireFormatError as `from_bytes`.
+        """
+        call = f"PackedBatch.load({_path(file, 'PackedBatch.load')!r})"
+        flag(allow_pickle, "allow_pickle", "PackedBatch.load")
+        flag(mmap, "mmap", "PackedBatch.load")
+        _check_limit(max_bytes, "PackedBatch.load")
+        return reading.read(cls, wire.read(wire.loaded(file, mmap), call), call, allow_pickle, max_bytes)
+
+    def _pieces(self, allow_pickle: bool, checksum: bool, call: str) -> wire.Pieces:
+        flag(allow_pickle, "allow_pickle", call)
+        flag(checksum, "checksum", call)
+        return wire.Pieces(*manifest.write(self, allow_pickle), checksum=checksum)
+
+
+def _check_limit(max_bytes: Any, call: str) -> None:
+    if max_bytes is not None:
+        whole(max_bytes, "max_bytes", 0, call)
+
+
+def _path(file: Any, call: str) -> str:
+    if not isinstance(file, str | os.PathLike):
+        raise LayoutError(
+            f"{call}: file is {said(file)}; expected a path. Pass one; from_bytes and to_bytes take bytes."
+        )
+    path = os.fspath(cast("str", file))
+    if not isinstance(path, str) or "\0" in path or not os.path.basename(path):
+        raise LayoutError(f"{call}: file is {path!r}; expected a path that ends in a name. Name a file.")
+    return path
+
+
+def _unpickled(*parts: Any) -> PackedBatch:
+    return PackedBatch(*pickles.read(*parts))
+
+
+# -------------------------------------------------------------------- in and out
+
+
+def compress(
+    batch: TensorDictBase,
+    *,
+    registry: Registry = RL_FIELDS,
+    pad_token_id: int | None = None,
+    strict_mask_nesting: bool = False,
+    ignore_dense_fields: Iterable[Key] = (),
+    verify: Verify = "always",
+    on_loss: OnLoss = "keep",
+    like: PackedBatch | TensorDictBase | None = None,
+    codec: str | None = None,
+) -> PackedBatch:
+    """Encodes a padded, nested or mixed batch.
+
+    Args:
+        batch: as for `nest_batch_by_mask`, as are the other arguments; it is not changed.
+        strict_mask_nesting: `strict` of `nest_batch_by_mask`.
+        like: a packed or nested batch with the same rows. Its layouts replace masks that `batch` lacks, as the outputs
+            of a worker do.
+        codec: `zstd` compresses the bytes when the batch is pickled, saved or turned into bytes, for slow networks
+            (docs/benchmarks.md shows where it pays); needs maskpack[zstd]. Rows move uncompressed.
+
+    Raises:
+        CoverageError, LossyPadError, LayoutError, RegistryError: as `nest_batch_by_mask`.
+        MaskpackError: the codec is unknown, or its package is missing.
+    """
+    if isinstance(batch, PackedBatch):
+        raise LayoutError(
+            "compress: the batch is a PackedBatch; expected a TensorDict. Use it as it is, or decompress it first."
+        )
+    codecs.check(codec, "compress")
+    options = Options.of("compress", registry, pad_token_id, strict_mask_nesting, ignore_dense_fields, verify, on_loss)
+    return _encoded(survey(batch, options, _layouts_of(like), _begun), codec)
+
+
+def decompress(
+    packed: PackedBatch,
+    *fields: Key,
+    format: Target = "padded",
+    device: torch.device | str | None = None,
+    widths: Widths = "canonical",
+    max_bytes: int | None = MAX_BYTES,
+) -> TensorDict:
+    """The batch that was packed, bit for bit, with the rows it has now.
+
+    Args:
+        packed: is not changed; the tensors returned share no memory with it.
+        fields: the fields to decode; all if none is named.
+        format: `padded`, or `nested`, as `nest_batch_by_mask` returns it.
+        device: the device of the result; None for the device that each field came from. On CUDA with Triton one kernel
+            decodes on the device: only encoded bytes are copied to it, and nothing synchronises (`pin_memory` saves a
+            copy on the host). Otherwise the fields are decoded on the host.
+        widths: `canonical`, the padded widths of the batch that was packed; or `trim`, the columns of each axis from
+            the first to the last with a valid token in any of these rows, for padded micro-batches. Fields that stay
+            padded keep their widths. Batch dims behind the rows follow the fields.
+        max_bytes: the most bytes that these fields may take decoded; None for no limit. Nothing is decoded if they take
+            more.
+
+    Raises:
+        LayoutError: a field that is not in the batch, an unknown format, a device that this process does not have,
+            widths="trim" of fields that share a batch dim and would differ in it, or more than `max_bytes`.
+    """
+    if not isinstance(packed, PackedBatch):
+        raise LayoutError(
+            f"decompress: got {said(packed)}; expected a PackedBatch. Pass what compress returned; unnest "
+            "restores a nested TensorDict, and materialize decodes a BatchView."
+        )
+    if format not in ("padded", "nested"):
+        raise LayoutError(f'decompress: format is {said(format)}; expected "padded" or "nested". Choose one of these.')
+    if widths not in ("canonical", "trim"):
+        raise LayoutError(f'decompress: widths is {said(widths)}; expected "canonical" or "trim". Choose one of these.')
+    forms = [
+        form for _, form in select_entries([(form.path, form) for form in packed.schema.forms], fields, "decompress")
+    ]
+    if widths == "trim":
+        packed = trimmed(packed, forms, "decompress")
+        forms = [packed.forms[form.path] for form in forms]
+    _check_limit(max_bytes, "decompress")
+    size = decoded_nbytes(packed, forms, format == "nested")
+    if max_bytes is not None and size > max_bytes:
+        raise LayoutError(
+            f"decompress: these fields take {size} bytes {format}; expected at most {max_bytes}. Decode fewer rows or "
+            f"fields, or pass max_bytes={size}."
+        )
+    check_devices({form.device or "cpu" for form in forms} if device is None else [device], "decompress")
+    ready = staging.decoded(packed, forms, format == "nested", device)
+    decoder = Decoder(packed, format == "nested", device, ready)
+    left = [form for form in forms if form.path in packed.fields and form.path not in ready.entries]
+    with Tasks(sum(packed.words_nbytes(form.path) for form in left)) as tasks:
+        if tasks.threaded:
+            decoder.read_ahead(left, tasks)
+    entries = [(form.path, decoder.entry(form)) for form in forms]
+    root = packed.schema.root
+    if not decoder.nested:
+        return unflatten(on(root, device), entries, packed.num_rows)
+    out = unflatten(on(rows_only(root), device), entries, packed.num_rows)
+    schema = replace(packed.schema, forms=tuple(forms))
+    home = on(root, device).device
+    return out.set(LAYOUTS, write_layouts(schema, decoder.tables(), decoder.pads(forms), packed.num_rows, home))
+
+
+def _layouts_of(like: Any) -> dict[str, RowLayout]:
+    if like is None:
+        return {}
+    if isinstance(like, PackedBatch):
+        return dict(like.layouts)
+    if not isinstance(like, TensorDictBase):
+        raise LayoutError(
+            f"compress: like is {said(like)}; expected a PackedBatch or a nested TensorDict. Pass the batch that has "
+            "the layouts; of a BatchView, view.layouts_alone()."
+        )
+    return read_layouts(like, "compress: like")[1]
+
+
+def _encoded(found: Survey, codec: str | None) -> PackedBatch:
+    forms = tuple(_packed_form(form, found) for form in found.forms)
+    tensors = {
+        form.path: found.values.get(form.path, found.entries[form.path])
+        for form in forms
+        if form.kind not in ("object", "node") and form.path not in found.made
+    }
+    fresh = {
+        path
+        for path in tensors
+        if path in found.values and not found.entries[path].is_nested and tensors[path] is not found.entries[path]
+    }
+    bits = host_words(tensors, fresh)
+    objects = {form.path: Objects.of(found.entries[form.path]).stowed() for form in forms if form.kind == "object"}
+    layouts = {name: layout.to("cpu") for name, layout in found.layouts.items()}
+    row_pads = host_words(found.row_pads, ())
+    odd = [f.path for f in forms if f.dtype is torch.bool and _odd_from_device(f, bits, row_pads)]
+    if odd:
+        raise odd_bools_error("compress", odd)
+    schema = replace(found.schema(), forms=forms)
+    packed = PackedBatch(found.rows, schema, layouts, {}, objects, row_pads, codec)
+    candidates = {
+        form.path: candidate(form, bits.get(form.path), packed.bounds(form.path), found.made.get(form.path))
+        for form in forms
+        if form.kind not in ("object", "node")
+    }
+    fields, row_pads = pickles.copy_to_one_buffer((encode(candidates), row_pads))
+    return replace(packed, fields=fields, row_pads=row_pads)
+
+
+def _odd_from_device(form: FieldForm, *arrays: Mapping[Path, Words]) -> bool:
+    """Whether a bool field from a device has other bytes than 0 and 1; fields on the host were checked before."""
+    return form.device != "cpu" and any(odd_bools(own[form.path]) for own in arrays if form.path in own)
+
+
+def _packed_form(form: FieldForm, found: Survey) -> FieldForm:
+    """A form with its device and the shape of one element. Without batch dims, a field that stays padded is one
+    element."""
+    if form.kind in ("object", "node"):
+        return form
+    tensor = found.values.get(form.path, found.entries[form.path])
+    if tensor.layout != torch.strided:
+        raise LayoutError(
+            f'compress: field "{show(form.path)}" has the memory layout {tensor.layout}; expected strided or jagged. '
+            "Convert it with to_dense(), or leave it out."
+        )
+    shape = tensor.shape[0 if form.layout is None and found.root.more_dims is None else 1 :]
+    if form.path in found.made:
+        shape = tensor.movedim(form.ragged_dim, 1).shape[2:]
+    return replace(form, device=str(tensor.device), shape=tuple(shape))
+
+
+def _begun(form: FieldForm, values: Tensor, layout: RowLayout) -> Own | None:
+    """The encoding of a padded field without regard to other fields; None for one that may be a concat of them."""
+    if form.kind != "padded" or any(hint.startswith("join:") for hint in form.hints):
+        return None
+    shaped = replace(form, shape=tuple(values.shape[1:]))
+    bounds = layout.row_offsets * words_of_one(shaped)
+    return encode_alone(candidate(shaped, words(values).numpy(), bounds))
+
+
+def check_devices(devices: Iterable[torch.device | str], call: str) -> None:
+    """Raises LayoutError for a device that this process does not have, or that is "meta"."""
+    for device in devices:
+        if device_here(device, call).type == "meta":
+            raise LayoutError(
+                f'{call}: device is "meta", which holds no values; expected one that does. Pass device="cpu".'
+            )

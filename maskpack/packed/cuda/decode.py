@@ -1,0 +1,259 @@
+"""Decoding on a device: the encoded bytes cross to it once, and one kernel writes all tensors there.
+
+    arrays of a batch --one copy--> body  ---+
+    jobs of its fields (jobs.py) ----------> tables --one kernel--> nested or padded tensors
+
+The bytes of a pinned batch are copied from its own memory, others go through a pinned buffer. While they are copied,
+the host writes the tables, which follow in a second, small copy.
+
+Nothing here synchronises. The tensors returned keep neither the staged bytes nor the memory of each other alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from maskpack.core.backends import uses_triton
+from maskpack.core.bits import Words, address, from_words, root_of
+from maskpack.core.index import IntArray
+from maskpack.fields.registry import Path
+from maskpack.layout.jagged import jagged_all
+from maskpack.layout.span_table import LINE, lines_of
+from maskpack.nesting.schema import FieldForm, most_lines
+from maskpack.packed.cuda.jobs import Recipe, parts_of
+from maskpack.packed.cuda.sources import arrays_of
+from maskpack.packed.decode import Decoded, pad_table_of, shape_in
+from maskpack.packed.pickling import common_buffer
+
+if TYPE_CHECKING:
+    from maskpack.packed.batch import PackedBatch
+
+_LITTLE = 4096
+"""Unused bytes that may always be copied with a stretch of memory."""
+_LINE = 16
+"""Arrays are staged at multiples of this many bytes."""
+_LARGE = 1 << 20
+"""Arrays of at least this many bytes are copied by torch, in several threads."""
+
+
+def decoded(
+    packed: PackedBatch, forms: Iterable[FieldForm], nested: bool, device: torch.device | str | None
+) -> Decoded:
+    """The fields of `forms` that a kernel decodes; all others are left out."""
+    out = Decoded()
+    homes: dict[torch.device | str, list[FieldForm]] = {}
+    for form in forms:
+        if form.path in packed.fields:
+            homes.setdefault(device or form.device or "cpu", []).append(form)
+    for home, own in homes.items():
+        home = torch.device(home)
+        if uses_triton(home, call="decompress"):
+            _decode(packed, own, nested, home, out, whole=device is not None)
+    return out
+
+
+def _decode(
+    packed: PackedBatch, forms: Sequence[FieldForm], nested: bool, device: torch.device, out: Decoded, *, whole: bool
+) -> None:
+    """Adds the fields of one device, those that the kernel can decode; `whole`: the batch lies there too."""
+    padded = {form.path for form in forms if form.kind == "padded" and not nested}
+    parts = {form.path: found for form in forms if (found := parts_of(packed, form, form.path in padded))}
+    owners = dict.fromkeys(part.owner for found in parts.values() for part in found)
+    body = _Body.of([array for owner in owners for array in arrays_of(packed.fields[owner])])
+    staged = body.sent(device)
+    recipe = Recipe(packed, body.places)
+    taken = [form for form in forms if form.path in parts]
+    jagged: dict[str, list[Path]] = {}
+    for form in taken:
+        if form.layout is not None and (nested or form.kind == "jagged"):
+            jagged.setdefault(form.layout, []).append(form.path)
+    kept = _Kept(packed, recipe, jagged, forms if nested and whole else None)
+    sent = kept.sent(device)
+    tensors = {form.path: _new(shape_in(packed, form, nested), form.dtype, device) for form in taken if form.dtype}
+    for form in taken:
+        recipe.add(form, parts[form.path], form.path in padded, tensors[form.path])
+    if recipe.count:
+        _run(recipe, staged)
+    out.entries.update(tensors)
+    out.pads = kept.pads(sent) if out.pads is None else out.pads
+    out.tables.update(kept.span_tables(sent))
+    for name, paths in jagged.items():
+        layout, offsets = packed.layouts[name], sent["offsets", name]
+        made = jagged_all([tensors[path] for path in paths], offsets, layout.min_length, layout.max_length)
+        out.entries.update(zip(paths, made, strict=True))
+        out.offsets[name, str(offsets.device)] = offsets
+
+
+def _new(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+def _run(recipe: Recipe, staged: Tensor) -> None:
+    from maskpack.packed.cuda import kernel as _decode_kernel
+
+    tables, jobs = recipe.tables.size, recipe.line()
+    staging = torch.empty(tables + jobs.size, dtype=torch.int64, device="cpu", pin_memory=staged.is_cuda)
+    line = staging.numpy()
+    recipe.tables.write(line)
+    line[tables:] = jobs
+    there = staging.to(staged.device, non_blocking=True)
+    with torch.cuda.device_of(staged):
+        _decode_kernel.launch(staged, there, tables, recipe.count, recipe.programs)
+
+
+# -------------------------------------------------------------------- what tensors given out keep
+
+
+class _Kept:
+    """The first tables of a recipe, which a nested batch keeps; the kernel copies them to memory of their own."""
+
+    def __init__(
+        self, packed: PackedBatch, recipe: Recipe, jagged: Iterable[str], forms: Sequence[FieldForm] | None
+    ) -> None:
+        """The offsets of the layouts `jagged`; and what LAYOUTS holds for `forms`, unless they are None."""
+        self._packed = packed
+        self._recipe = recipe
+        self._sizes: dict[Any, int] = {}
+        self._lines = {
+            name: lines_of(layout.table, layout.width) for name, layout in packed.layouts.items() if forms is not None
+        }
+        alike: dict[bytes, list[str]] = {}
+        for name, (_, splits) in self._lines.items():
+            alike.setdefault(splits.tobytes(), []).append(name)
+        self._alike = list(alike.values())
+        for name in jagged:
+            recipe.bounds(name)
+            self._sizes["offsets", name] = packed.num_rows + 1
+        for names in self._alike:
+            self._add(("splits", names[0]), self._lines[names[0]][1])
+        if self._alike:
+            lines = np.concatenate([self._lines[name][0] for names in self._alike for name in names])
+            self._add("lines", _as_table(lines))
+        self._pads = None if forms is None else pad_table_of(packed, forms).numpy()
+        if self._pads is not None:
+            self._add("pads", _as_table(self._pads))
+
+    def _add(self, key: Any, table: IntArray) -> None:
+        self._recipe.tables.add(table)
+        self._sizes[key] = table.size
+
+    def sent(self, device: torch.device) -> dict[Any, Tensor]:
+        """int64 tensors that the kernel is going to fill."""
+        size = self._recipe.tables.size
+        own = _new((size,), torch.int64, device)
+        if size:
+            self._recipe.copy(size, own)
+        return dict(zip(self._sizes, own.split_with_sizes([*self._sizes.values()]), strict=True)) if size else {}
+
+    def span_tables(self, sent: dict[Any, Tensor]) -> dict[str, Tensor]:
+        """Of LAYOUTS."""
+        if not self._alike:
+            return {}
+        made: dict[str, Tensor] = {}
+        sizes = [len(self._lines[name][0]) for names in self._alike for name in names]
+        lines = iter(sent["lines"].view(torch.uint8)[: LINE * sum(sizes)].view(-1, LINE).split_with_sizes(sizes))
+        for names in self._alike:
+            most = most_lines(self._lines[names[0]][1])
+            tables = jagged_all([next(lines) for _ in names], sent["splits", names[0]], 0, most)
+            made.update(zip(names, tables, strict=True))
+        return made
+
+    def pads(self, sent: dict[Any, Tensor]) -> Tensor | None:
+        """Of LAYOUTS."""
+        if self._pads is None or not sent:
+            return None
+        return sent["pads"].view(torch.uint8)[: self._pads.size].view(self._pads.shape)
+
+
+def _as_table(array: Words) -> IntArray:
+    """The bytes of an array in int64, the last one filled up."""
+    line = np.zeros(-(-array.nbytes // 8), np.int64)
+    line.view(np.uint8)[: array.nbytes] = array.reshape(-1).view(np.uint8)
+    return line
+
+
+# -------------------------------------------------------------------- the encoded bytes
+
+
+class _Body(NamedTuple):
+    """Encoded arrays as they lie on the device.
+
+    Attributes:
+        places: the first byte of each array, by its id.
+        size: bytes in all.
+        arrays: the arrays, if they are copied one by one.
+        stretch: else the memory that they lie in, uint8.
+    """
+
+    places: dict[int, int]
+    size: int
+    arrays: Sequence[Words]
+    stretch: Words | None
+
+    @classmethod
+    def of(cls, arrays: Sequence[Words]) -> _Body:
+        whole = _stretch(arrays)
+        if whole is not None:
+            return whole
+        places: dict[int, int] = {}
+        end = 0
+        for array in arrays:
+            places[id(array)] = end
+            end += -(-array.nbytes // _LINE) * _LINE
+        return cls(places, end, arrays, None)
+
+    def sent(self, device: torch.device) -> Tensor:
+        """The bytes, uint8, on their way to the device."""
+        source = _pinned(self.stretch)
+        if source is None:
+            source = torch.empty(self.size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+            self._write(source, source.numpy())
+        return source.to(device, non_blocking=True)
+
+    def _write(self, staging: Tensor, host: Words) -> None:
+        if self.stretch is not None:
+            _copy(staging, host, 0, self.stretch)
+            return
+        for array in self.arrays:
+            if array.nbytes:
+                _copy(staging, host, self.places[id(array)], array)
+
+
+def _copy(staging: Tensor, host: Words, begin: int, array: Words) -> None:
+    end = begin + array.nbytes
+    if array.nbytes < _LARGE or not array.flags.c_contiguous:
+        host[begin:end].view(array.dtype)[...] = array
+    else:
+        staging[begin:end].copy_(from_words(array.view(np.uint8), torch.uint8))
+
+
+def _stretch(arrays: Sequence[Words]) -> _Body | None:
+    """The arrays as one stretch of memory, if all are views of one buffer and fill the stretch well."""
+    stretch, begins = common_buffer(arrays, _LINE, _LITTLE)
+    places = {id(array): begins.get(number, 0) for number, array in enumerate(arrays)}
+    whole = all(not array.size or number in begins for number, array in enumerate(arrays))
+    if stretch is None or not whole or any(places[id(array)] % array.itemsize for array in arrays):
+        return None
+    return _Body(places, stretch.nbytes, (), stretch)
+
+
+def pinned_memory(nbytes: int) -> Words:
+    """uint8 [nbytes] that a device reads by itself; views of it show whose memory it is."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
+
+
+def _pinned(stretch: Words | None) -> Tensor | None:
+    """The stretch as a tensor, if it is memory that a device reads by itself."""
+    if stretch is None:
+        return None
+    root = root_of(stretch)
+    whole: Any = root.base
+    if not isinstance(whole, Tensor) or not whole.is_pinned():
+        return None
+    begin = address(stretch) - whole.data_ptr()
+    return whole[begin : begin + stretch.nbytes]

@@ -1,0 +1,313 @@
+"""The decode kernel: the encoded bytes of a batch, on the device, to all its nested or padded tensors in one launch.
+
+A program writes a span of one row of one tensor, CHUNK words at a time, each word once, value or pad. What it does is
+in its job (_decode_jobs.py): the places of words in their row come from the layout, the words from the encoding. All
+arithmetic is int64 and wraps; what is stored is cut to the size of the words.
+"""
+
+# Kernels have no Python types, and a launch takes more than the kernel has.
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
+# pyright: reportOperatorIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from maskpack.packed.cuda import job_table as jobs
+
+JOB = tl.constexpr(jobs.JOB)
+FLAT, LINEAR, BITS, SPARSE = (tl.constexpr(kind) for kind in (jobs.FLAT, jobs.LINEAR, jobs.BITS, jobs.SPARSE))
+HEAD, TAIL = tl.constexpr(jobs.HEAD), tl.constexpr(jobs.TAIL)
+_WARPS = 8
+(
+    FIRST, SPANS, SPAN, OUT, SIZE, ITEMS, STRIDE, OFFSET, ROW_WORDS, BOUNDS, UNIT, WIDTH, INNER, SPLITS, STARTS, ENDS,
+    PADS, PAD_ROW, PAD_ITEMS, EDGE, PART, HEAD_BOUNDS, HEAD_UNIT,
+    KIND, ROWS, ROW_SIZE, BEGINS, BEGIN_UNIT, DATA, DATA_SIZE, MORE, NUMBER, SINGLE, PIECES, COUNTS, SUMS,
+) = (tl.constexpr(place) for place in range(jobs.JOB))  # fmt: skip
+
+
+# -------------------------------------------------------------------- numbers of any size
+
+
+@triton.jit
+def _number(address, size, at, mask):
+    """Entry `at` of unsigned integers of 1, 2, 4 or 8 bytes, as int64."""
+    if size == 1:
+        number = tl.load(address + at, mask=mask, other=0).to(tl.int64)
+    elif size == 2:
+        number = tl.load(address.to(tl.pointer_type(tl.uint16)) + at, mask=mask, other=0).to(tl.int64)
+    elif size == 4:
+        number = tl.load(address.to(tl.pointer_type(tl.uint32)) + at, mask=mask, other=0).to(tl.int64)
+    else:
+        number = tl.load(address.to(tl.pointer_type(tl.int64)) + at, mask=mask, other=0)
+    return number
+
+
+@triton.jit
+def _store(address, size, at, words, mask):
+    if size == 1:
+        tl.store(address.to(tl.pointer_type(tl.uint8)) + at, words.to(tl.uint8), mask=mask)
+    elif size == 2:
+        tl.store(address.to(tl.pointer_type(tl.int16)) + at, words.to(tl.int16), mask=mask)
+    elif size == 4:
+        tl.store(address.to(tl.pointer_type(tl.int32)) + at, words.to(tl.int32), mask=mask)
+    else:
+        tl.store(address.to(tl.pointer_type(tl.int64)) + at, words, mask=mask)
+
+
+@triton.jit
+def _at_most(address, size, count, base, value, mask):
+    """How many of `count` rising numbers are at most `value` above a base."""
+    found = value * 0
+    left = count.to(tl.int32)
+    while left > 0:
+        half = (left + 1) // 2
+        some = _number(address, size, found + (half - 1), mask) - base <= value
+        found = tl.where(some, found + half, found)
+        left -= half
+    return found
+
+
+@triton.jit
+def _bound(tables, table, unit, row):
+    """Where a row begins."""
+    at = row
+    if table >= 0:
+        at = tl.load(tables + table + row)
+    return at * unit
+
+
+# -------------------------------------------------------------------- encodings
+
+
+@triton.jit
+def _flat(body, job, begin, place, mask):
+    size = tl.load(job + DATA_SIZE)
+    words = _number(body + tl.load(job + DATA) + begin * size, size, place, mask)
+    more = tl.load(job + MORE)
+    if more >= 0:
+        words += tl.load(body + more + begin + place, mask=mask, other=0).to(tl.int64) << 16
+    return words + tl.load(job + NUMBER)
+
+
+@triton.jit
+def _linear(body, tables, job, stored, first, place, mask):
+    piece = place * 0
+    start = place * 0
+    words = place.to(tl.int64) * 0
+    sums = tl.load(job + SUMS)
+    pieces = tl.load(job + PIECES)
+    if pieces >= 0:
+        low = tl.load(tables + pieces + stored)
+        count = tl.load(tables + pieces + stored + 1) - low
+        counts = tables + tl.load(job + COUNTS) + low
+        before = tl.load(counts)
+        piece = _at_most((counts + 1).to(tl.pointer_type(tl.uint8)), 8, count, before, place, mask)
+        start = (tl.load(counts + piece, mask=mask, other=0) - before).to(tl.int32)
+        if sums >= 0:
+            words = tl.load(tables + sums + low + piece, mask=mask, other=0) - tl.load(tables + sums + low)
+    size = tl.load(job + DATA_SIZE)
+    several = 1 - tl.load(job + SINGLE)
+    value = _number(body + tl.load(job + DATA) + several * first * size, size, several.to(tl.int32) * piece, mask)
+    value = (value << (64 - 8 * size)) >> (64 - 8 * size)
+    times = tl.where(sums >= 0, place - start + 1, 1)
+    return words + value * times + tl.load(job + NUMBER) * place
+
+
+@triton.jit
+def _bits(body, job, first, place, mask):
+    byte = tl.load(body + tl.load(job + DATA) + first + (place >> 3), mask=mask, other=0)
+    bit = (byte.to(tl.int32) >> (7 - (place & 7))) & 1
+    return _number(body + tl.load(job + MORE), tl.load(job + SIZE), bit, mask)
+
+
+@triton.jit
+def _sparse(body, job, first, count, place, mask):
+    size = tl.load(job + DATA_SIZE)
+    places = body + tl.load(job + DATA) + first * size
+    at = _at_most(places, size, count, 0, place, mask) - 1
+    there = mask & (at >= 0)
+    there = there & (_number(places, size, at, there) == place)
+    size = tl.load(job + SIZE)
+    return _number(body + tl.load(job + MORE) + first * size, size, at, there)
+
+
+@triton.jit
+def _words(body, tables, job, row, place, mask):
+    """The words at some places of a row, int64."""
+    stored = row
+    rows = tl.load(job + ROWS)
+    if rows >= 0:
+        stored = _number(body + rows, tl.load(job + ROW_SIZE), row, row >= 0)
+    begins = tl.load(job + BEGINS)
+    unit = tl.load(job + BEGIN_UNIT)
+    first = _bound(tables, begins, unit, stored)
+    kind = tl.load(job + KIND)
+    if kind == FLAT:
+        words = _flat(body, job, first, place, mask)
+    elif kind == LINEAR:
+        words = _linear(body, tables, job, stored, first, place, mask)
+    elif kind == BITS:
+        words = _bits(body, job, first, place, mask)
+    elif kind == SPARSE:
+        count = _bound(tables, begins, unit, stored + 1) - first
+        words = _sparse(body, job, first, count, place, mask)
+    else:
+        words = tl.load(tables + tl.load(job + DATA) + place, mask=mask, other=0)
+    return words
+
+
+# -------------------------------------------------------------------- layouts
+
+
+@triton.jit
+def _column(job, items, width, out):
+    """The column that a word of a padded row belongs to, and which word of the element it is."""
+    column = out
+    item = out * 0
+    if items > 1:
+        inner = tl.load(job + INNER).to(tl.int32)
+        line = width * inner
+        layer = out // line
+        rest = out - layer * line
+        column = rest // inner
+        item = layer * inner + (rest - column * inner)
+    return column, item
+
+
+@triton.jit
+def _nearest(tables, job, row, begin, column, mask):
+    """The place in the row of the element at a column, or of the nearest one if there is none; and if there is."""
+    splits = tables + tl.load(job + SPLITS) + row
+    first = tl.load(splits)
+    starts = tables + tl.load(job + STARTS) + first
+    ends = tables + tl.load(job + ENDS) + first
+    run = _at_most(starts.to(tl.pointer_type(tl.uint8)), 8, tl.load(splits + 1) - first, 0, column, mask) - 1
+    some = mask & (run >= 0)
+    before = (tl.load(ends + run, mask=some, other=0) - begin).to(tl.int32)
+    count = (tl.load(ends + run + 1, mask=some, other=0) - begin).to(tl.int32) - before
+    inside = column - tl.load(starts + run, mask=some, other=0).to(tl.int32)
+    seen = tl.where(some, before + tl.minimum(inside + 1, count), 1)
+    return tl.maximum(seen - 1, 0), some & (inside < count)
+
+
+@triton.jit
+def _reach(tables, job, row, begin, width):
+    """The columns from the first real one to behind the last; both are the width in an empty row."""
+    splits = tables + tl.load(job + SPLITS) + row
+    first, stop = tl.load(splits), tl.load(splits + 1)
+    some = first < stop
+    start = tl.load(tables + tl.load(job + STARTS) + first, mask=some, other=width)
+    last = tl.load(tables + tl.load(job + STARTS) + stop - 1, mask=some, other=0)
+    ends = tables + tl.load(job + ENDS) + stop
+    count = tl.load(ends, mask=some, other=width) - tl.load(ends - 1, mask=some, other=0)
+    return start.to(tl.int32), (last + count).to(tl.int32)
+
+
+@triton.jit
+def _part(tables, job, row, place):
+    """The places in the part of the row that the job writes, and which are in it."""
+    part = tl.load(job + PART)
+    own = place >= 0
+    if part > 0:
+        bounds, unit = tl.load(job + HEAD_BOUNDS), tl.load(job + HEAD_UNIT)
+        head = (_bound(tables, bounds, unit, row + 1) - _bound(tables, bounds, unit, row)).to(tl.int32)
+        own = (place < head) == (part == HEAD)
+        place = tl.where(part == TAIL, place - head, place)
+    return place, own
+
+
+# -------------------------------------------------------------------- the kernel
+
+
+@triton.jit
+def _job_of(tables, count, program):
+    """The last of the jobs that begins at or before a program."""
+    first = count * 0
+    left = count
+    while left > 1:
+        half = left // 2
+        behind = tl.load(tables + (first + half) * JOB + FIRST) <= program
+        first = tl.where(behind, first + half, first)
+        left -= half
+    return tables + first * JOB
+
+
+@triton.jit
+def _padding(tables, job, row, at, begin, stop, length, CHUNK: tl.constexpr):
+    """Stores the pad in a chunk of single words that has no real one; which part of the row it belongs to, the nearest
+    word says."""
+    _, own = _part(tables, job, row, tl.where(at < begin, 0, tl.maximum(length - 1, 0)))
+    if own:
+        out = at + tl.arange(0, CHUNK)
+        pad = tl.load(tables + tl.load(job + PADS) + row * tl.load(job + PAD_ROW))
+        size = tl.load(job + SIZE)
+        base = tl.load(job + OUT) + (row * tl.load(job + ROW_WORDS) + tl.load(job + OFFSET)) * size
+        _store(base, size, out * tl.load(job + STRIDE).to(tl.int32), out.to(tl.int64) * 0 + pad, out < stop)
+
+
+@triton.jit
+def _chunk(body, tables, job, row, at, begin, length, items, width, CHUNK: tl.constexpr):
+    """Stores words and pads in a chunk of a row."""
+    out = at + tl.arange(0, CHUNK)
+    row_words = tl.load(job + ROW_WORDS)
+    words = out.to(tl.int64) * 0
+    if width < 0:
+        place = out
+        live = out < length * items
+        taken = live
+        base = begin * row_words
+    else:
+        live = out < width * items
+        column, item = _column(job, items, width, out)
+        place, taken = _nearest(tables, job, row, begin, column, live)
+        place = place * items + item
+        pad = tl.load(job + PADS) + row * tl.load(job + PAD_ROW) + (item & tl.load(job + PAD_ITEMS))
+        words = tl.load(tables + pad, mask=live & (taken == 0), other=0)
+        taken = taken | (live & (out >= tl.where((length > 0) & (tl.load(job + EDGE) != 0), 0, width * items)))
+        base = row * row_words
+    place, own = _part(tables, job, row, place)
+    live = live & own
+    taken = taken & own
+    if tl.max(taken.to(tl.int32)) > 0:
+        words = tl.where(taken, _words(body, tables, job, row, place, taken), words)
+    size = tl.load(job + SIZE)
+    address = tl.load(job + OUT) + (base + tl.load(job + OFFSET)) * size
+    _store(address, size, out * tl.load(job + STRIDE).to(tl.int32), words, live)
+
+
+@triton.jit(do_not_specialize=["jobs_at", "count"])
+def _decode(body, tables, jobs_at, count, CHUNK: tl.constexpr):
+    program = tl.program_id(0).to(tl.int64)
+    job = _job_of(tables + jobs_at, count, program)
+    local = (program - tl.load(job + FIRST)).to(tl.int32)
+    spans = tl.load(job + SPANS).to(tl.int32)
+    row = (local // spans).to(tl.int64)
+    span = tl.load(job + SPAN).to(tl.int32)
+    at = (local % spans) * span
+    begin = _bound(tables, tl.load(job + BOUNDS), tl.load(job + UNIT), row)
+    length = _bound(tables, tl.load(job + BOUNDS), tl.load(job + UNIT), row + 1) - begin
+    items, width = tl.load(job + ITEMS).to(tl.int32), tl.load(job + WIDTH).to(tl.int32)
+    words = tl.where(width < 0, length.to(tl.int32), width) * items
+    first, last = words * 0, words
+    if (width >= 0) & (items == 1) & (tl.load(job + EDGE) == 0):
+        first, last = _reach(tables, job, row, begin, width)
+    stop = at + tl.minimum(span, words - at)  # at + span may pass int32
+    while at < stop:
+        if (at + CHUNK <= first) | (at >= last):
+            _padding(tables, job, row, at, first, words, length.to(tl.int32), CHUNK)
+        else:
+            _chunk(body, tables, job, row, at, begin, length, items, width, CHUNK)
+        at += CHUNK
+
+
+def launch(body: Tensor, tables: Tensor, jobs_at: int, count: int, programs: int) -> None:
+    """Runs `programs` programs of `count` jobs.
+
+    Args:
+        body: uint8, the encoded arrays.
+        tables: int64, the tables, and the jobs from the entry `jobs_at` on; on the same device.
+    """
+    _decode[(programs,)](body, tables, jobs_at, count, CHUNK=jobs.CHUNK, num_warps=_WARPS)

@@ -1,0 +1,477 @@
+"""Reads a packed batch from a manifest and its arrays. Nothing is trusted: every array must fit the field that it
+belongs to, so that the batch can be decoded."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields as fields_of
+from dataclasses import is_dataclass, replace
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from tensordict import NonTensorDataBase, is_tensorclass
+
+from maskpack.core import objects
+from maskpack.core.bits import DTYPES, Words, odd_bools
+from maskpack.core.index import table_of_bits
+from maskpack.core.objects import Objects
+from maskpack.core.pads import PER_ROW, Pad, PadValue, pad_tensor
+from maskpack.core.tree import Node
+from maskpack.errors import LayoutError, WireFormatError
+from maskpack.fields.registry import HINTS, Path, is_hint, show
+from maskpack.layout.row_layout import RowLayout
+from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema
+from maskpack.packed.bools import odd_field
+from maskpack.packed.decode import MAX_BYTES, shape_of, word_dtype_of, words_of_one
+from maskpack.packed.file import codec
+from maskpack.packed.file.container import FREE_ROWS, MOST_PATH, Message, brief, fail
+from maskpack.packed.references import KINDS, WHOLE, Columns, Encoding, Joined, Same
+
+if TYPE_CHECKING:
+    from maskpack.packed.batch import PackedBatch
+
+_DEVICE = re.compile(r"(cpu|cuda|hpu|mps|npu|xla|xpu)(:(0|[1-9][0-9]?))?")
+_MOST = 1 << 31
+_MOST_BYTES = 1 << 62
+_NO_BYTES = np.zeros(0, np.uint8)
+TABLE_BYTES = 48
+"""Bytes that one run of a layout, and one row of a layout or an encoding, is taken to need."""
+_ARRAYS: dict[str, int | None] = {
+    **{field.name: 1 for kind in KINDS.values() for field in fields_of(kind) if field.type == "Words"},
+    "row_pads": 1,
+    "runs": 3,
+    "tensor": 1,
+    "array": 1,
+    "pickle": None,
+}
+"""The members of a manifest that name arrays, and how many; None for a list of any length."""
+_FIELD = ("path", "kind", "dtype", "device", "shape", "hints", "reason", "row_pads", "encoding")
+_MEMBERS = {
+    "padded": (*_FIELD, "layout", "dim", "pad"),
+    "flat": (*_FIELD, "layout"),
+    "jagged": (*_FIELD, "layout"),
+    "dense": (*_FIELD, "axis"),
+    "object": ("path", "kind", "hints", "depth", "stacked", "json", "pickle"),
+    "node": ("path", "kind", "node"),
+}
+
+
+def read(
+    kind: type[PackedBatch], message: Message, call: str, pickled: bool, max_bytes: int | None = MAX_BYTES
+) -> PackedBatch:
+    """The batch in a message; `kind` is PackedBatch, which lies above this module. Raises WireFormatError, also if the
+    batch would take more than `max_bytes`."""
+    return _Reader(message, call, pickled, max_bytes).batch(kind)
+
+
+class _Reader:
+    def __init__(self, message: Message, call: str, pickled: bool, max_bytes: int | None) -> None:
+        self._manifest = message.manifest
+        self._arrays = message.arrays
+        self._call = call
+        self._pickled = pickled
+        self._most = max_bytes
+        self._claimed = 0
+        self._rows = 0
+        self._row_pads: dict[Path, Words] = {}
+        self._run_arrays: set[int] = set()
+
+    def batch(self, kind: type[PackedBatch]) -> PackedBatch:
+        manifest, call = self._manifest, self._call
+        _only(manifest, ("rows", "root", "axes", "layouts", "fields", "codec"), call)
+        rows = _get(manifest, "rows", int, call)
+        if not 0 <= rows < _MOST:
+            fail(call, f"{rows} rows", f"0 to {_MOST}")
+        if rows > FREE_ROWS and rows > sum(array.nbytes for array in self._arrays):
+            fail(call, f"{rows} rows in fewer bytes", f"at least a byte of arrays for each, beyond {FREE_ROWS}")
+        self._rows = rows
+        name = self._restore()
+        layouts: dict[str, RowLayout] = {}
+        for entry in _get(manifest, "layouts", list, call):
+            layout_name, layout = self._layout(entry, rows)
+            if layout_name in layouts or layout.num_rows != rows:
+                fail(call, f"layout {brief(layout_name)} of {layout.num_rows} rows", f"each once, of {rows}")
+            layouts[layout_name] = layout
+        entries = _get(manifest, "fields", list, call)
+        forms = [self._form(entry) for entry in entries]
+        axes = _get(manifest, "axes", list, call)
+        if any(type(axis) is not str or axis not in layouts for axis in axes) or len(set(axes)) != len(axes):
+            fail(call, f"axes {brief(axes)}", "names of layouts")
+        known = {"padded": set(axes)}
+        for form in forms:
+            if form.layout is not None and form.layout not in known.get(form.kind, layouts):
+                fail(call, f'field "{show(form.path)}" on layout {brief(form.layout)}', "one that is there, or an axis")
+        axes = [(axis, layouts[axis].width, layouts[axis].anchor) for axis in axes]
+        root = self._node(manifest.get("root"))
+        if root.kind is not None:
+            fail(call, f"a root of class {root.kind.__name__}", "a TensorDict")
+        self._check_tree(forms, layouts, rows, root)
+        encoded = {
+            form.path: self._encoding(entry.get("encoding"), tuple(KINDS), form)
+            for form, entry in zip(forms, entries, strict=True)
+            if form.kind not in ("object", "node")
+        }
+        found = self._objects(forms, entries, rows, root)
+        schema = Schema(root, tuple(forms), tuple(axes))
+        out = kind(rows, schema, layouts, encoded, found, self._row_pads, name)
+        self._check(out)
+        return out
+
+    def _restore(self) -> str | None:
+        """Puts the arrays of the codec in the place of what travels; its name, None without one."""
+        squeezed, call = self._manifest.get("codec"), self._call
+        if squeezed is None:
+            return None
+        _only(squeezed, ("name", "arrays"), call)
+        name = _get(squeezed, "name", str, call)
+        if name not in codec.CODECS:
+            fail(call, f"codec {brief(name)}", f"one of {', '.join(codec.CODECS)}")
+        codec.check(name, call)
+        records = squeezed.get("arrays")
+        codec.check_records(self._arrays, records, call)
+        self._claim(codec.size_of(records), "the compressed arrays")
+        idle = {number for number, record in enumerate(records) if record is not None} - _named(self._manifest)
+        if idle:
+            fail(call, f"compressed arrays {brief(sorted(idle))} that nothing refers to", "none")
+        self._arrays = codec.restored(self._arrays, records, call)
+        return name
+
+    def _claim(self, nbytes: int, what: str) -> None:
+        """Takes from the bytes that the batch may need."""
+        self._claimed += nbytes
+        if self._most is not None and self._claimed > self._most:
+            raise WireFormatError(
+                f"{self._call}: with {what}, the batch takes {self._claimed} bytes in memory, padded; expected at most "
+                f"{self._most}. Pass a larger max_bytes, or None, if you trust who wrote it."
+            )
+
+    # ---------------------------------------------------------------- parts
+
+    def _array(self, number: Any) -> Words:
+        if type(number) is not int or not 0 <= number < len(self._arrays):
+            fail(self._call, f"array number {brief(number)}", f"one of {len(self._arrays)}")
+        return self._arrays[number]
+
+    def _layout(self, entry: Any, rows: int) -> tuple[str, RowLayout]:
+        call = self._call
+        name, width, anchor = (
+            _get(entry, "name", str, call),
+            _get(entry, "width", int, call),
+            _get(entry, "anchor", int, call),
+        )
+        form = "bits" if "bits" in entry else "runs"
+        numbers = [entry["bits"]] if form == "bits" else _get(entry, "runs", list, call)
+        _only(entry, ("name", "width", "anchor", form), call)
+        if not 0 <= anchor <= width < _MOST or len(numbers) != _ARRAYS[form] or not objects.is_text(name):
+            seen = f"layout {brief(name)} {width} wide, anchor {anchor}, with {len(numbers)} arrays of {form}"
+            fail(call, seen, f"0 <= anchor <= width < {_MOST}, {_ARRAYS[form]} arrays")
+        parts = [self._array(number) for number in numbers]
+        if len(set(numbers)) != len(numbers) or not self._run_arrays.isdisjoint(numbers):
+            fail(call, f"layout {brief(name)} with arrays {numbers}", "arrays of its own")
+        self._run_arrays.update(numbers)
+        if form == "bits":
+            self._claim(
+                TABLE_BYTES * (4 * parts[0].nbytes + rows), f"layout {brief(name)}"
+            )  # at most a run for two bits
+            return name, self._layout_of_bits(name, parts[0], rows, width, anchor)
+        starts, counts, runs = parts
+        self._claim(TABLE_BYTES * (starts.size + runs.size), f"layout {brief(name)}")
+        if any(part.dtype.kind != "u" or int(part.max(initial=0)) >= _MOST for part in parts):
+            seen = f"layout {brief(name)} with runs of {[str(part.dtype) for part in parts]}"
+            fail(call, seen, f"unsigned integers below {_MOST}")
+        try:
+            return name, RowLayout.from_spans(starts, counts, runs, width, anchor=anchor)
+        except LayoutError as error:
+            fail(call, f"layout {brief(name)}: {error}", "sound runs")
+
+    def _layout_of_bits(self, name: str, bits: Words, rows: int, width: int, anchor: int) -> RowLayout:
+        size = -(-width // 8)
+        table = None
+        if bits.dtype == np.uint8 and bits.size == rows * size:
+            table = table_of_bits(bits.reshape(rows, size), width)
+        if table is None:
+            seen = f"layout {brief(name)} {width} wide with bits {bits.dtype} {bits.shape}"
+            fail(self._call, seen, f"{size} bytes for each of {rows} rows, and 0 behind the width")
+        return RowLayout.from_table(width, table, "cpu", anchor)
+
+    def _form(self, entry: Any) -> FieldForm:
+        call = self._call
+        path = self._path(_get(entry, "path", list, call))
+        kind = _get(entry, "kind", str, call)
+        if kind not in _MEMBERS:
+            fail(call, f'field "{show(path)}" of kind {brief(kind)}', f"one of {', '.join(_MEMBERS)}")
+        _only(entry, _MEMBERS[kind], call)
+        hints: tuple[str, ...] = tuple(_get(entry, "hints", list, call)) if "hints" in entry else ()
+        if not all(objects.is_text(hint) and is_hint(hint) for hint in hints):
+            fail(call, f"hints {brief(hints)}", f"{', '.join(HINTS)}, join:head,tail or delta:field")
+        if kind == "node":
+            return FieldForm(path, "node", node=self._node(entry.get("node")))
+        if kind == "object":
+            return FieldForm(path, "object", hints=hints)
+        dtype, shape = _get(entry, "dtype", str, call), _get(entry, "shape", list, call)
+        device, reason = _get(entry, "device", str, call), entry.get("reason")
+        if dtype not in DTYPES or not _DEVICE.fullmatch(device) or ("reason" in entry and not objects.is_text(reason)):
+            fail(call, f'field "{show(path)}" of dtype {brief(dtype)} on {brief(device)}', "those of torch")
+        if len(shape) > objects.MOST_DIMS or any(type(size) is not int or not 0 <= size < _MOST for size in shape):
+            fail(call, f'field "{show(path)}" of element shape {brief(shape)}', f"at most {objects.MOST_DIMS} sizes")
+        layout, axis = entry.get("layout"), entry.get("axis")
+        form = FieldForm(path, kind, layout, (), 1, DTYPES[dtype], None, device, tuple(shape), hints, reason, axis)
+        if "axis" in entry and not objects.is_text(axis):
+            fail(call, f'field "{show(path)}" on axis {brief(axis)}', "the name of a layout")
+        if (layout is None) != (kind == "dense") or not isinstance(layout, str | None):
+            fail(call, f'field "{show(path)}" of kind {kind} on layout {brief(layout)}', "a layout, unless it is dense")
+        if kind == "padded":
+            dim, pad = _get(entry, "dim", int, call), self._pad(entry.get("pad"))
+            if not _holds(DTYPES[dtype], pad):
+                fail(call, f'field "{show(path)}" of dtype {dtype} with pad {brief(pad)}', "one that its dtype holds")
+            if not 1 <= dim <= len(shape) + 1:
+                fail(call, f'field "{show(path)}" is ragged along dim {dim}', f"1 to {len(shape) + 1}")
+            form = replace(form, pads=(pad,), ragged_dim=dim)
+        if "row_pads" in entry:
+            pads = self._array(entry["row_pads"])
+            self._row_pads[path] = (
+                pads.reshape(-1, 2) if form.dtype == DTYPES["complex128"] and not pads.size % 2 else pads
+            )
+        if (path in self._row_pads) != (form.pads == (PER_ROW,)):
+            fail(call, f'field "{show(path)}" with pad {form.pads}', "one pad a row beside PER_ROW, and only there")
+        return form
+
+    def _node(self, node: Any) -> Node:
+        held = dict(cast("dict[str, Any]", node)) if isinstance(node, dict) else {}
+        dims, device = held.get("dims"), held.get("device")
+        kind = self._kind(held.pop("kind")) if "kind" in held else None
+        if set(held) != {"dims", "device"} or not isinstance(dims, list | None) or not isinstance(device, str | None):
+            fail(self._call, f"node {brief(node)}", "dims and device")
+        sizes = None if dims is None else tuple(cast("list[Any]", dims))
+        if len(sizes or ()) > objects.MOST_DIMS or any(type(n) is not int or not 0 <= n < _MOST for n in sizes or ()):
+            fail(self._call, f"node of dims {brief(sizes)}", f"at most {objects.MOST_DIMS} whole numbers below {_MOST}")
+        if device is not None and not _DEVICE.fullmatch(device):
+            fail(self._call, f"node on device {brief(device)}", "one of torch")
+        return Node(sizes, device, kind)
+
+    def _kind(self, name: Any) -> Any:
+        """The tensorclass of that name, if this process has imported it; reading imports nothing."""
+        module, colon, names = name.partition(":") if objects.is_text(name) else ("", "", "")
+        kind: Any = sys.modules.get(module) if colon else None
+        for part in names.split("."):
+            kind = vars(kind).get(part) if isinstance(kind, type | ModuleType) else None
+        whole = isinstance(kind, type) and is_tensorclass(kind) and is_dataclass(kind)  # no base of tensorclasses
+        if not whole or issubclass(kind, NonTensorDataBase):
+            seen = f"a sub-batch of class {brief(name)}"
+            fail(self._call, seen, "a tensorclass that this process has; import its module first")
+        return cast("Any", kind)
+
+    def _path(self, names: list[Any]) -> Path:
+        if not 0 < len(names) <= MOST_PATH or not all(map(objects.is_text, names)) or names[0] == LAYOUTS:
+            fail(self._call, f"path {brief(names)}", f'1 to {MOST_PATH} names, the first not "{LAYOUTS}"')
+        return tuple(names)
+
+    def _pad(self, pad: Any) -> PadValue:
+        if isinstance(pad, dict) and len(cast("dict[str, Any]", pad)) == 1:
+            ((name, value),) = cast("dict[str, Any]", pad).items()
+            if name == "pad" and value in ("EDGE", "PER_ROW"):
+                return Pad[value]
+            if name == "complex" and isinstance(value, list) and len(cast("list[Any]", value)) == 2:
+                real, imag = (self._said(part) for part in cast("list[Any]", value))
+                if isinstance(real, float) and isinstance(imag, float):
+                    return complex(real, imag)
+        value = self._said(pad)
+        if type(value) not in (bool, int, float):
+            fail(self._call, f"pad {brief(pad)}", "a number, EDGE or PER_ROW")
+        return value
+
+    def _encoding(self, entry: Any, allowed: tuple[str, ...], form: FieldForm) -> Any:
+        kind = _get(entry, "kind", str, self._call)
+        if kind not in allowed:
+            fail(self._call, f'field "{show(form.path)}" encoded as {brief(kind)}', f"one of {', '.join(allowed)}")
+        values: dict[str, Any] = {}
+        self._claim(TABLE_BYTES * self._rows, f'an encoding of field "{show(form.path)}"')
+        _only(entry, ("kind", *(field.name for field in fields_of(KINDS[kind]))), self._call)
+        for field in fields_of(KINDS[kind]):
+            value = entry.get(field.name)
+            if field.type == "Words":
+                values[field.name] = self._array(value)
+            elif field.type == "int":
+                values[field.name] = _get(entry, field.name, int, self._call)
+            elif field.type == "Path":
+                values[field.name] = self._path(_get(entry, field.name, list, self._call))
+            elif field.type == "Runs":
+                values[field.name] = self._encoding(value, ("runs",), form)
+            elif field.type == "Whole":
+                values[field.name] = self._encoding(value, WHOLE, form)
+            else:
+                parts = _get(entry, field.name, list, self._call)
+                values[field.name] = tuple(self._encoding(part, WHOLE, form) for part in parts)
+        return KINDS[kind](**values)
+
+    def _objects(self, forms: list[FieldForm], entries: list[Any], rows: int, root: Node) -> dict[Path, Objects]:
+        found: dict[Path, Objects] = {}
+        above = {form.path: form.node for form in forms if form.node is not None}
+        for form, entry in zip(forms, entries, strict=True):
+            if form.kind != "object":
+                continue
+            depth, stacked = _get(entry, "depth", int, self._call), "stacked" in entry
+            if "pickle" in entry and not self._pickled:
+                raise WireFormatError(
+                    f'{self._call}: field "{show(form.path)}" is a pickle, which runs code when it is read; expected '
+                    "JSON. Pass allow_pickle=True if you trust who wrote it."
+                )
+            if ("pickle" in entry) == ("json" in entry):
+                fail(self._call, f'field "{show(form.path)}" with {brief(entry)}', "either json or pickle")
+            data = self._unpickled(entry["pickle"]) if "pickle" in entry else self._said(entry["json"])
+            dims = above.get(form.path[:-1], root).batch_size(rows)
+            if stacked and not (entry["stacked"] is True and depth == 1 and ("pickle" in entry or data == [])):
+                fail(self._call, f'field "{show(form.path)}", stacked, of depth {depth}', "pickled rows of depth 1")
+            if depth and not stacked and not len(dims) <= depth <= objects.MOST_DEPTH:
+                seen = f'field "{show(form.path)}" of depth {depth}'
+                fail(self._call, seen, f"0, or at least {len(dims)} and at most {objects.MOST_DEPTH}")
+            if not _is_list(data, (*dims, *[None] * depth)[:depth]):
+                fail(self._call, f'field "{show(form.path)}" of depth {depth}', f"lists of {dims} items")
+            found[form.path] = Objects(data, depth, stacked)
+            self._claim(found[form.path].decoded_nbytes, f'field "{show(form.path)}"')
+        return found
+
+    def _unpickled(self, numbers: Any) -> Any:
+        if not isinstance(numbers, list) or not numbers:
+            fail(self._call, f"pickle {brief(numbers)}", "numbers of arrays")
+        # copies: who unpickles an array may write to it
+        stream, *buffers = [bytearray(self._array(number)) for number in cast("list[Any]", numbers)]
+        return pickle.loads(stream, buffers=buffers)
+
+    def _said(self, data: Any) -> Any:
+        try:
+            return objects.from_json(data, self._array)
+        except WireFormatError:
+            raise
+        except (ValueError, TypeError, ArithmeticError) as error:  # of keys: a list; numbers that cannot be compared
+            fail(self._call, f"{error}, in the object {brief(data)}", "one as to_bytes writes it")
+
+    # ---------------------------------------------------------------- what must fit together
+
+    def _check_tree(self, forms: list[FieldForm], layouts: Mapping[str, RowLayout], rows: int, root: Node) -> None:
+        """That every entry lies in a node before it, once, and that tensors have the batch dims of their node."""
+        nodes: dict[Path, Node] = {(): root}
+        seen: set[Path] = set()
+        for form in forms:
+            name = f'field "{show(form.path)}"'
+            above = nodes.get(form.path[:-1])
+            if form.path in seen or above is None:
+                fail(self._call, f"{name} twice, or without what it lies in", "each once")
+            seen.add(form.path)
+            if above.kind is not None and form.path[-1] not in {member.name for member in fields_of(above.kind)}:
+                fail(self._call, f"{name} in a sub-batch of class {above.kind.__name__}", "a field of that class")
+            dims = above.batch_size(rows)
+            shape: tuple[int, ...] = dims
+            if form.node is not None:
+                nodes[form.path] = form.node
+                shape = form.node.batch_size(rows)
+            elif form.dtype is not None:
+                shape = shape_of(form, layouts, root.batch_size(rows)[:1])
+            if shape[: len(dims)] != dims and form.kind != "jagged":
+                fail(self._call, f"{name} of shape {brief(shape)}", f"{dims}, ... as the node it lies in")
+            if form.kind == "jagged" and len(dims) > 1:  # its second dim is no number
+                fail(self._call, f"{name}, which is jagged", f"no such field in a node of {dims}")
+            size = math.prod(max(size, 1) for size in shape) * (1 if form.dtype is None else form.dtype.itemsize)
+            if size >= _MOST_BYTES:
+                fail(self._call, f"{name} of shape {brief(shape)}", "one that memory can hold")
+            self._claim(size, name)
+
+    def _check(self, packed: PackedBatch) -> None:
+        """That every field can be decoded."""
+        for path, encoding in packed.fields.items():
+            form = packed.forms[path]
+            bounds = packed.bounds(path)
+            if isinstance(encoding, Same | Joined):
+                problem = self._reference(packed, path, encoding)
+            elif isinstance(encoding, Columns) and len(encoding.columns) != words_of_one(form):
+                problem = f"{len(encoding.columns)} columns of {words_of_one(form)}"
+            else:
+                problem = encoding.problem(word_dtype_of(form), bounds)
+            pads = self._row_pads.get(path)
+            if problem is None and pads is not None:
+                wanted = (bounds.size - 1, *([2] if form.dtype == DTYPES["complex128"] else []))
+                if pads.dtype != word_dtype_of(form) or pads.shape != wanted:
+                    problem = f"row pads {pads.dtype} {pads.shape}"
+            if problem is not None:
+                fail(self._call, f'field "{show(path)}": {problem}', "an encoding that gives its words")
+        for path in packed.fields:  # only now: they may take their words from any other
+            pads = self._row_pads.get(path, _NO_BYTES)
+            if packed.forms[path].dtype is torch.bool and (
+                odd_bools(pads) or odd_field(path, packed.fields, packed.bounds)
+            ):
+                fail(self._call, f'field "{show(path)}" of bools with other bytes', "0 and 1 alone")
+
+    def _reference(self, packed: PackedBatch, path: Path, encoding: Encoding) -> str | None:
+        form = packed.forms[path]
+        others = [encoding.field] if isinstance(encoding, Same) else []
+        if isinstance(encoding, Joined):
+            others = [encoding.head, encoding.tail]
+        for other in others:
+            if other not in packed.fields or isinstance(packed.fields[other], Joined):
+                return f'it takes the words of "{show(other)}"'
+            if isinstance(encoding, Same) and isinstance(packed.fields[other], Same):
+                return f'it takes the words of "{show(other)}"'
+            if word_dtype_of(packed.forms[other]) != word_dtype_of(form):
+                return f'"{show(other)}" has words of another size'
+        rows = [np.diff(packed.bounds(other)) for other in (path, *others)]
+        if len({row.size for row in rows}) > 1 or not np.array_equal(rows[0], sum(rows[1:])):
+            return f"its rows have other lengths than those of {[show(other) for other in others]}"
+        return None
+
+
+def _get(entry: Any, name: str, kind: Callable[..., Any], call: str) -> Any:
+    """An entry of a JSON object, of a type."""
+    value = cast("dict[str, Any]", entry).get(name) if isinstance(entry, dict) else None
+    if type(value) is not kind:
+        fail(call, f'"{name}" is {brief(value)}', f"a {getattr(kind, '__name__', kind)}")
+    return value
+
+
+def _only(entry: Any, names: tuple[str, ...], call: str) -> None:
+    odd = sorted(set(cast("dict[str, Any]", entry)) - set(names)) if isinstance(entry, dict) else []
+    if odd:
+        fail(call, f"members {brief(odd)}", f"none but {', '.join(names)}")
+
+
+def _holds(dtype: torch.dtype, pad: PadValue) -> bool:
+    if isinstance(pad, Pad):
+        return True
+    try:
+        # as it will be decoded: a complex dtype may refuse what pad_tensor makes inf
+        torch.full((), pad, dtype=dtype, device="cpu")
+        return pad_tensor(pad, dtype) is not None
+    except (OverflowError, RuntimeError, TypeError):
+        return False
+
+
+def _named(manifest: dict[str, Any]) -> set[Any]:
+    """The numbers of all arrays that layouts and entries name; whether they fit is checked elsewhere."""
+    found: set[Any] = set()
+    todo: list[Any] = [manifest.get("layouts"), manifest.get("fields")]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, list):
+            todo += cast("list[Any]", item)
+        elif isinstance(item, dict):
+            for name, part in cast("dict[str, Any]", item).items():
+                if name in _ARRAYS:
+                    parts = cast("list[Any]", part) if isinstance(part, list) else [part]
+                    found.update(number for number in parts[: _ARRAYS[name]] if type(number) is int)
+                todo.append(part)
+    return found
+
+
+def _is_list(data: Any, sizes: tuple[int | None, ...]) -> bool:
+    """Whether it is lists of lists of these sizes; None for any."""
+    if not sizes:
+        return True
+    items = cast("list[Any]", data) if isinstance(data, list) else None
+    if items is None or sizes[0] not in (None, len(items)):
+        return False
+    return all(_is_list(item, sizes[1:]) for item in items)

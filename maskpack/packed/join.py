@@ -1,0 +1,407 @@
+"""Concatenates packed batches by rows (`joined`) and by fields (`merged`), and takes some fields (`restricted`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import compress
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from maskpack.core.bits import Words, words
+from maskpack.core.index import cumulated
+from maskpack.core.objects import Objects, Stowed
+from maskpack.core.pads import EDGE, PER_ROW, Pad, PadValue, pad_tensor
+from maskpack.core.tree import Node, unflatten
+from maskpack.errors import LayoutError
+from maskpack.fields.registry import Key, Path, show
+from maskpack.layout.row_layout import RowLayout
+from maskpack.nesting.checks import edge_pads, one_rule
+from maskpack.nesting.schema import FieldForm, Schema
+from maskpack.packed.choose import encode_alone
+from maskpack.packed.decode import Decoder, candidate, words_of_one
+from maskpack.packed.encodings import Plain
+from maskpack.packed.references import Encoding, Joined, Same
+
+if TYPE_CHECKING:
+    from maskpack.packed.batch import PackedBatch
+
+APART = "its batches hold it in different forms"
+"""The reason of a field that stays padded because the batches hold it in different forms."""
+
+
+def joined(batches: Sequence[PackedBatch], call: str) -> PackedBatch:
+    """The rows of several batches with the same fields, one after the other. Fields of different widths are aligned at
+    the anchors of their layouts. Raises LayoutError, in the name of `call`, if fields, dtypes or shapes of elements
+    differ."""
+    batches = with_stacks(batches)
+    paths = [form.path for form in batches[0].schema.forms]
+    for batch in batches[1:]:
+        if set(batch.forms) != set(paths):
+            odd = sorted(show(path) for path in set(batch.forms) ^ set(paths))
+            raise LayoutError(
+                f"{call}: fields {odd} are not in every batch; expected the same fields. Pack the same "
+                "fields, or decode and drop the others."
+            )
+    _check_dims([batch.schema.root for batch in batches], "the batch", call)
+    decoders = [Decoder(batch, False, "cpu") for batch in batches]
+    columns = [[batch.forms[path] for batch in batches] for path in paths]
+    axes = [name for name, _, _ in batches[0].schema.axes if all(name in batch.layouts for batch in batches)]
+    used = [name for column in columns for form in column for name in (form.layout, form.axis)]
+    names = [name for name in dict.fromkeys([*axes, *used]) if name and all(name in batch.layouts for batch in batches)]
+    layouts = {name: RowLayout.cat([batch.layouts[name] for batch in batches]) for name in names}
+    forms: list[FieldForm] = []
+    row_pads: dict[Path, Words] = {}
+    apart: dict[Path, Tensor] = {}
+    for column in columns:
+        form = _form(column, call)
+        if form.kind == "padded":
+            pads = _pads(column, batches, decoders)
+            form = _apart(column) if pads is None else replace(form, pads=pads[0])
+            row_pads |= {} if pads is None or pads[1] is None else {form.path: pads[1]}
+        if form.kind == "dense":
+            _check_axis(form.path, column, batches, layouts, call)
+        if form.reason == APART:
+            apart[form.path] = _padded(form, column, batches, decoders, layouts, call)
+            form = replace(form, shape=tuple(apart[form.path].shape[1:]))
+        forms.append(form)
+    kept = dict.fromkeys([*axes, *(name for form in forms for name in (form.layout, form.axis))])
+    layouts = {name: layout for name, layout in layouts.items() if name in kept}
+    schema = Schema(
+        batches[0].schema.root,
+        tuple(forms),
+        tuple((name, layouts[name].width, layouts[name].anchor) for name in axes),
+    )
+    rows = sum(batch.num_rows for batch in batches)
+    fields: dict[Path, Encoding] = {}
+    objects = {
+        form.path: _objects(
+            [batch.objects[form.path] for batch in batches],
+            [_dims(batch, form.path) for batch in batches],
+            f'{call}: field "{show(form.path)}"',
+        )
+        for form in forms
+        if form.kind == "object"
+    }
+    whole = replace(
+        batches[0],
+        num_rows=rows,
+        schema=schema,
+        layouts=layouts,
+        fields=fields,
+        objects=objects,
+        row_pads=row_pads,
+    )
+    for form in forms:
+        if form.path in apart:
+            fields[form.path] = encode_alone(candidate(form, words(apart[form.path]).numpy(), whole.bounds(form.path)))
+        elif form.kind not in ("object", "node"):
+            fields[form.path] = _encoding(whole, form, batches, decoders)
+    return whole
+
+
+def _form(column: Sequence[FieldForm], call: str) -> FieldForm:
+    """The form of a field in the result, given its forms in the batches. Pads may differ; if anything else does, the
+    field stays padded."""
+    form = column[0]
+    name = show(form.path)
+    kinds = {other.kind if other.kind in ("object", "node") else "tensor" for other in column}
+    if len(kinds) > 1:
+        raise LayoutError(
+            f'{call}: field "{name}" is {" and ".join(sorted(kinds))}; expected one kind. Pack the same fields.'
+        )
+    nodes = [other.node for other in column if other.node is not None]
+    _check_dims(nodes, f'the sub-batch "{name}"', call)
+    if len({node.kind for node in nodes}) > 1:
+        classes = ["TensorDict" if node.kind is None else node.kind.__name__ for node in nodes]
+        raise LayoutError(f'{call}: the sub-batch "{name}" is {classes}; expected one class. Pack the same class.')
+    if form.kind in ("object", "node"):
+        return form
+    if any(other.dtype != form.dtype for other in column):
+        dtypes = [str(other.dtype).removeprefix("torch.") for other in column]
+        raise LayoutError(f'{call}: field "{name}" has dtypes {dtypes}; expected one. Cast before packing.')
+    if any((f.kind, f.layout, f.ragged_dim) != (form.kind, form.layout, form.ragged_dim) for f in column):
+        return _apart(column)
+    if any(f.shape != form.shape for f in column):
+        raise LayoutError(
+            f'{call}: field "{name}" has elements of shape {[f.shape for f in column]}; expected one. Bring '
+            "the batches to one shape before packing."
+        )
+    return form
+
+
+def _apart(column: Sequence[FieldForm]) -> FieldForm:
+    """The form of a field that the batches hold in different forms: it stays padded."""
+    form, axes = column[0], {form.axis or form.layout for form in column}
+    axis = axes.pop() if len(axes) == 1 else None
+    return FieldForm(form.path, "dense", dtype=form.dtype, device=form.device, reason=APART, axis=axis)
+
+
+def _pads(
+    column: Sequence[FieldForm], batches: Sequence[PackedBatch], decoders: Sequence[Decoder]
+) -> tuple[tuple[PadValue, ...], Words | None] | None:
+    """The pads of a padded field in the result; and words [B], one pad a row, if no single pad holds for all rows. None
+    if some rows are padded by EDGE and others by constants, and neither rule can express the other."""
+    path = column[0].path
+    layouts = [batch.layouts[form.layout or ""] for form, batch in zip(column, batches, strict=True)]
+    full = [layout.num_tokens == layout.num_rows * layout.width for layout in layouts]  # no element has its pad
+    seen = [form for form, is_full in zip(column, full, strict=True) if not is_full] or [column[0]]
+    alike = all(form.pads_by_bits == seen[0].pads_by_bits for form in seen)
+    if alike and seen[0].pads != (PER_ROW,):
+        return seen[0].pads, None
+    own = np.concatenate([_row_pads(batch, path) for batch in batches])
+    if alike or all(form.pads != (EDGE,) for form in seen):
+        return (PER_ROW,), own
+    rows = [layout.num_rows for layout in layouts]
+    by_edge = np.repeat([form.pads == (EDGE,) for form in column], rows)
+    unpadded = np.concatenate([layout.lengths == layout.width for layout in layouts])
+    edges, single = map(np.concatenate, zip(*map(_edges, column, decoders, layouts), strict=True))
+    pads = one_rule(by_edge, own.reshape(edges.shape), edges, single, unpadded)
+    if pads is None or isinstance(pads, Pad):
+        return None if pads is None else ((pads,), None)
+    for form in seen:
+        constant = None if isinstance(form.pads[0], Pad) else _pad_words(form, 1).reshape(1, -1)
+        if constant is not None and (pads == constant)[~unpadded].all():
+            return form.pads, None
+    return (PER_ROW,), pads.reshape(own.shape)
+
+
+def _edges(form: FieldForm, decoder: Decoder, layout: RowLayout) -> tuple[Words, npt.NDArray[np.bool_]]:
+    parts = 2 if form.dtype == torch.complex128 else 1
+    return edge_pads(
+        decoder.source(form.path).words.reshape(layout.num_tokens, words_of_one(form) // parts, parts), layout
+    )
+
+
+def _check_axis(
+    path: Path,
+    column: Sequence[FieldForm],
+    batches: Sequence[PackedBatch],
+    layouts: Mapping[str, RowLayout],
+    call: str,
+) -> None:
+    """Raises LayoutError if the axis of a field that stays padded becomes wider: the field has no pad."""
+    for form, batch in zip(column, batches, strict=True):
+        whole = layouts.get(form.axis or "")
+        part = batch.layouts.get(form.axis or "")
+        if whole is not None and part is not None and (part.width, part.anchor) != (whole.width, whole.anchor):
+            raise LayoutError(
+                f'{call}: field "{show(path)}" stays padded, because {form.reason}, and its axis "{form.axis}" grows '
+                f"from width {part.width}, split at {part.anchor}, to {whole.width}, split at {whole.anchor}; expected "
+                "one width and split. Bring the batches to one prompt and response width, or fix the field."
+            )
+
+
+def _check_dims(nodes: Sequence[Node], name: str, call: str) -> None:
+    dims = [node.more_dims for node in nodes]
+    if len(set(dims)) > 1:
+        raise LayoutError(
+            f"{call}: {name} has batch dims {dims} behind its rows; expected the same. Pad the batches to one "
+            "width, or give the TensorDict batch_size=[rows], before packing."
+        )
+
+
+# -------------------------------------------------------------------- fields of a batch, and of several
+
+
+def check_named(fields: Sequence[Key], call: str) -> None:
+    """Raises LayoutError if no field is named."""
+    if not fields:
+        raise LayoutError(f"{call}: no field is named; expected at least one. Name the fields to keep.")
+
+
+def restricted(batch: PackedBatch, paths: Collection[Path], *, encode: bool = False) -> PackedBatch:
+    """The batch with some of its fields. A field that takes its words from fields that are left out gets words of its
+    own: those of an alias as they are encoded; those of a concat decoded, and encoded again if `encode` is true.
+    """
+    above = {path[:n] for path in paths for n in range(1, len(path))}
+    forms = [form for form in batch.schema.forms if form.path in paths or (form.kind == "node" and form.path in above)]
+    kept = {form.path for form in forms}
+    used = {form.layout for form in forms} | {name for name, _, _ in batch.schema.axes}
+    decoder = Decoder(batch, False, None)
+
+    def stored(path: Path) -> Encoding:
+        encoding = batch.fields[path]
+        if isinstance(encoding, Same) and encoding.field not in kept:
+            return batch.fields[encoding.field]
+        if isinstance(encoding, Joined) and not {encoding.head, encoding.tail} <= kept:
+            line = decoder.source(path).words
+            return encode_alone(candidate(batch.forms[path], line, batch.bounds(path))) if encode else Plain(line)
+        return encoding
+
+    return replace(
+        batch,
+        schema=replace(batch.schema, forms=tuple(forms)),
+        layouts={name: layout for name, layout in batch.layouts.items() if name in used},
+        fields={path: stored(path) for path in batch.fields if path in kept},
+        objects={path: held for path, held in batch.objects.items() if path in kept},
+        row_pads={path: pads for path, pads in batch.row_pads.items() if path in kept},
+    )
+
+
+def merged(parts: Sequence[PackedBatch], order: Sequence[Path]) -> PackedBatch:
+    """The fields of several batches with the same rows and layouts, in the order given. No field is in two batches."""
+    forms = {form.path: form for part in reversed(parts) for form in part.schema.forms}
+    axes = {axis[0]: axis for part in reversed(parts) for axis in part.schema.axes}
+    first = parts[0]
+    return replace(
+        first,
+        schema=Schema(first.schema.root, tuple(forms[path] for path in order), tuple(axes.values())),
+        layouts={name: layout for part in reversed(parts) for name, layout in part.layouts.items()},
+        fields={path: encoding for part in parts for path, encoding in part.fields.items()},
+        objects={path: held for part in parts for path, held in part.objects.items()},
+        row_pads={path: pads for part in parts for path, pads in part.row_pads.items()},
+    )
+
+
+# -------------------------------------------------------------------- values
+
+
+def _encoding(
+    whole: PackedBatch, form: FieldForm, batches: Sequence[PackedBatch], decoders: Sequence[Decoder]
+) -> Encoding:
+    """The rows of one field in one encoding: the encoding of the parts if they agree, else a new one."""
+    path = form.path
+    with_rows = [batch.num_rows > 0 for batch in batches]
+    if any(with_rows):  # the encoding of no rows does not matter
+        batches = list(compress(batches, with_rows))
+        decoders = list(compress(decoders, with_rows))
+    parts = [batch.fields[path] for batch in batches]
+    first = parts[0]
+    if isinstance(first, Same | Joined) and all(part == first for part in parts) and _stands(whole, first):
+        return first
+    bounds = [batch.bounds(path) for batch in batches]
+    if type(first) not in (Same, Joined) and all(type(part) is type(first) for part in parts):
+        whole_encoding = cast("Any", type(first)).join(parts, bounds)
+        if whole_encoding is not None:
+            return whole_encoding
+    line = np.concatenate([decoder.source(path).words for decoder in decoders])
+    return encode_alone(candidate(form, line, cumulated(np.concatenate([np.diff(own) for own in bounds]))))
+
+
+def _stands(whole: PackedBatch, encoding: Same | Joined) -> bool:
+    """Whether the fields that an alias or concat takes its words from still have a layout: none stays padded."""
+    others = [encoding.field] if isinstance(encoding, Same) else [encoding.head, encoding.tail]
+    return all(whole.forms[other].layout is not None for other in others)
+
+
+def _padded(
+    form: FieldForm,
+    column: Sequence[FieldForm],
+    batches: Sequence[PackedBatch],
+    decoders: Sequence[Decoder],
+    layouts: Mapping[str, RowLayout],
+    call: str,
+) -> Tensor:
+    """A field that the batches hold in different forms, in padded form: the parts one after the other, each widened by
+    its own pad to the width of its axis in the result."""
+    parts: list[Tensor] = []
+    for part_form, batch, decoder in zip(column, batches, decoders, strict=True):
+        if part_form.kind == "padded" and part_form.layout is not None and part_form.layout == form.axis:
+            layout, whole = batch.layouts[part_form.layout], layouts[part_form.layout]
+            left = whole.anchor - layout.anchor
+            parts.append(decoder.widened(part_form, left, whole.width - layout.width - left))
+        else:
+            parts.append(decoder.entry(part_form))
+    if any(part.is_nested or part.shape[1:] != parts[0].shape[1:] for part in parts):
+        seen = ["jagged" if part.is_nested else tuple(part.shape) for part in parts]
+        raise LayoutError(f'{call}: field "{show(form.path)}" is {seen}; expected one width. Bring it to one width.')
+    return torch.cat(parts)
+
+
+def _row_pads(batch: PackedBatch, path: Path) -> Words:
+    if path in batch.row_pads:
+        return batch.row_pads[path]
+    return _pad_words(batch.forms[path], batch.num_rows)
+
+
+def _pad_words(form: FieldForm, rows: int) -> Words:
+    """The words of a constant pad for each row; zeros for EDGE."""
+    pad = form.pads[0]
+    tensor = None if form.dtype is None else pad_tensor(0 if isinstance(pad, Pad) else pad, form.dtype)
+    assert tensor is not None
+    return words(tensor.repeat(rows)).numpy()
+
+
+# -------------------------------------------------------------------- objects
+
+
+def _dims(batch: PackedBatch, path: Path) -> tuple[int, ...]:
+    """The batch dims of the node that an object lies in."""
+    node = batch.schema.root if len(path) == 1 else batch.forms[path[:-1]].node
+    assert node is not None
+    return node.batch_size(batch.num_rows)
+
+
+def with_stacks(batches: Sequence[PackedBatch]) -> list[PackedBatch]:
+    """The batches, with each sub-batch that one of them holds as a lazy stack held as one by all of them."""
+    stacks = {path for batch in batches for path, held in batch.objects.items() if held.stacked}
+    return [_with_stack(batch, stacks & {f.path for f in batch.schema.forms if f.kind == "node"}) for batch in batches]
+
+
+def _with_stack(batch: PackedBatch, paths: set[Path]) -> PackedBatch:
+    """The batch with some of its sub-batches as objects, one for each row."""
+    for path in paths:
+        below = [form for form in batch.schema.forms if form.path[: len(path)] == path]
+        node, decoder = below[0].node, Decoder(batch, False, None)
+        assert node is not None
+        entries = [(form.path[len(path) :], decoder.entry(form)) for form in below[1:]]
+        rows = Objects(list(unflatten(node, entries, batch.num_rows).unbind(0)), 1, True)
+        left = restricted(batch, {form.path for form in batch.schema.forms if form not in below})
+        forms = [form for form in batch.schema.forms if form not in below[1:]]
+        forms = [FieldForm(path, "object") if form.path == path else form for form in forms]
+        schema = replace(left.schema, forms=tuple(forms))
+        batch = replace(left, schema=schema, objects={**left.objects, path: rows})
+    return batch
+
+
+def _objects(parts: Sequence[Objects], dims: Sequence[tuple[int, ...]], field: str) -> Objects:
+    if any(part.stacked for part in parts):
+        if not all(part.stacked for part in parts):
+            raise LayoutError(f"{field} is a lazy stack and a Python object; expected one kind. Pack the same fields.")
+        return Objects([row for part in parts for row in part.data], 1, True)
+    if not any(part.depth for part in parts) and all(_equal(part.data, parts[0].data) for part in parts):
+        return parts[0]
+    depth = max(part.depth for part in parts) or len(dims[0])
+    spread = [_spread(part, sizes, depth) for part, sizes in zip(parts, dims, strict=True)]
+    return Objects([item for data in spread for item in data], depth)
+
+
+def _spread(part: Objects, dims: tuple[int, ...], depth: int) -> list[Any]:
+    """Nested lists with one object at each place of the first `depth` batch dims."""
+
+    def below(data: Any, at: int) -> Any:
+        if at == depth:
+            return data
+        items = data if at < part.depth else [data] * dims[at]
+        return [below(item, at + 1) for item in items]
+
+    return below(part.data, 0)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two objects of whole batches are equal bit by bit. Objects that cannot be compared count as different."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    x, y = a, b
+    if isinstance(a, Stowed):
+        alike: bool = (x.dtype, x.shape, x.tensor) == (y.dtype, y.shape, y.tensor)
+        return alike and np.array_equal(x.words, y.words)
+    if isinstance(a, Tensor):
+        return x.dtype == y.dtype and x.shape == y.shape and not x.is_nested and torch.equal(words(x), words(y))
+    if isinstance(a, np.ndarray):
+        alike = x.dtype == y.dtype and x.shape == y.shape
+        return alike and (_equal(x.tolist(), y.tolist()) if x.dtype == object else x.tobytes() == y.tobytes())
+    if isinstance(a, dict):
+        return list(x) == list(y) and all(_equal(x[key], y[key]) for key in x)
+    if isinstance(a, list | tuple):
+        return len(x) == len(y) and all(map(_equal, x, y))
+    if isinstance(a, float | complex):
+        return repr(a) == repr(b)
+    return isinstance(a, int | str | bytes) and a == b

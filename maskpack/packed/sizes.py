@@ -1,0 +1,305 @@
+"""Where the bytes of a packed batch go: figures of every field, for a logger, a table and JSON.
+
+    packed --figures--> padded, real and wire bytes of each field, and what else travels
+                          |-- report   a flat dict for a logger
+                          '-- to_json  what `maskpack inspect` shows (tools/inspector.py)
+
+The wire bytes of a field are the bytes of its arrays as they are sent: compressed, if the batch has a codec. Together
+with the layouts, the Python objects and the header they are everything that a worker receives.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from dataclasses import fields as fields_of
+from typing import Any, cast
+
+import cloudpickle
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from maskpack.core.arguments import said
+from maskpack.core.tree import dense_at, entry_at
+from maskpack.errors import LayoutError
+from maskpack.fields.registry import Path, show
+from maskpack.nesting.schema import FieldForm
+from maskpack.packed.batch import PackedBatch
+from maskpack.packed.decode import shape_in
+from maskpack.packed.file import container as wire
+from maskpack.packed.file import write as manifest
+from maskpack.packed.references import KINDS, kind_of
+
+
+@dataclass(frozen=True)
+class FieldReport:
+    """The bytes of one tensor of a packed batch.
+
+    Attributes:
+        path: the place of the tensor in the batch.
+        dtype: the dtype of its elements.
+        kind: as in `FieldForm`: `padded`, `flat`, `jagged` or `dense`.
+        shape: the shape that `decompress` restores; [T, *F] for a field that was jagged before it was packed.
+        padded_bytes: bytes of a tensor of that shape.
+        real_bytes: bytes of its valid elements, not encoded.
+        encoding: the name of its encoding, with the encodings inside: `repeated narrow`.
+        wire_bytes: bytes of its arrays as they are sent; 0 for an alias or concat of other fields.
+        reason: why the field stays padded; None if it does so by design.
+        left: bytes that `codec="zstd"` would save in addition; None if zstandard is not installed, or `left` was not
+            asked for.
+    """
+
+    path: Path
+    dtype: torch.dtype
+    kind: str
+    shape: tuple[int, ...]
+    padded_bytes: int
+    real_bytes: int
+    encoding: str
+    wire_bytes: int
+    reason: str | None
+    left: int | None
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The bytes of a packed batch.
+
+    Attributes:
+        rows: B.
+        codec: the codec of the batch.
+        fields: its tensors, in key order.
+        layouts, objects, header: bytes of the layouts, of the pickled Python objects and of the header, as they are
+            sent.
+    """
+
+    rows: int
+    codec: str | None
+    fields: tuple[FieldReport, ...]
+    layouts: int
+    objects: int
+    header: int
+
+    @property
+    def padded_bytes(self) -> int:
+        """Bytes of the padded fields, and of the objects, which are sent either way."""
+        return sum(field.padded_bytes for field in self.fields) + self.objects
+
+    @property
+    def real_bytes(self) -> int:
+        """Bytes of the valid elements, and of the objects."""
+        return sum(field.real_bytes for field in self.fields) + self.objects
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of everything that is sent."""
+        return sum(field.wire_bytes for field in self.fields) + self.layouts + self.objects + self.header
+
+    @property
+    def left(self) -> int | None:
+        """The sum of `left` of all fields; None if it was not asked for."""
+        known = [field.left for field in self.fields if field.left is not None]
+        return sum(known) if len(known) == len(self.fields) else None
+
+    @property
+    def ratio(self) -> float:
+        """Padded bytes for each byte on the wire."""
+        return self.padded_bytes / self.wire_bytes
+
+    @property
+    def fill(self) -> float:
+        """Share of valid elements, in bytes, in the fields under a mask; 1.0 if there are none."""
+        masked = [field for field in self.fields if field.kind == "padded"]
+        padded = sum(field.padded_bytes for field in masked)
+        return sum(field.real_bytes for field in masked) / padded if padded else 1.0
+
+
+# -------------------------------------------------------------------- figures
+
+
+def report(batch: TensorDictBase | None, packed: PackedBatch) -> dict[str, float | int]:
+    """Where the bytes of a packed batch go, as a flat dict for a logger.
+
+    Args:
+        batch: the padded or nested batch that was packed: the padded bytes of a field are the bytes of its tensor. If
+            it is None, or a field of it is jagged, they are computed from the widths of the layouts.
+        packed: the result of `compress`. If it has a codec, this compresses it once.
+
+    Returns:
+        `maskpack/rows`, `maskpack/padded_bytes`, `maskpack/real_bytes`, `maskpack/wire_bytes`, `maskpack/ratio`
+        (padded / wire), `maskpack/fill` (share of valid elements in the fields under a mask), `maskpack/layouts_bytes`,
+        `maskpack/objects_bytes`, `maskpack/header_bytes`, and for each field
+        `maskpack/field/<path>/padded_bytes`, `real_bytes` and `wire_bytes`. Wire bytes of the fields, layouts, objects
+        and header add up to the total; objects count in the padded and the real bytes, too.
+
+    Raises:
+        LayoutError: `packed` is not a PackedBatch, or `batch` has other rows or lacks one of its fields.
+    """
+    totals = figures(packed, batch, left=False)
+    out: dict[str, float | int] = {
+        "maskpack/rows": totals.rows,
+        "maskpack/padded_bytes": totals.padded_bytes,
+        "maskpack/real_bytes": totals.real_bytes,
+        "maskpack/wire_bytes": totals.wire_bytes,
+        "maskpack/ratio": totals.ratio,
+        "maskpack/fill": totals.fill,
+        "maskpack/layouts_bytes": totals.layouts,
+        "maskpack/objects_bytes": totals.objects,
+        "maskpack/header_bytes": totals.header,
+    }
+    for field in totals.fields:
+        for name in ("padded_bytes", "real_bytes", "wire_bytes"):
+            key = f"maskpack/field/{show(field.path)}/{name}"
+            out[key] = out.get(key, 0) + getattr(field, name)  # ("a", "b") and ("a/b",) have one name
+    return out
+
+
+def fields(packed: PackedBatch) -> list[FieldReport]:
+    """The bytes of every tensor of a packed batch, in key order. Compresses the batch once to see what is `left`."""
+    return list(figures(packed).fields)
+
+
+def figures(packed: PackedBatch, batch: TensorDictBase | None = None, *, left: bool = True) -> Figures:
+    """The figures that `report` and `fields` give. Without `left`, nothing is compressed to find `left`."""
+    if not isinstance(packed, PackedBatch):
+        raise LayoutError(
+            f"report: packed is {said(packed)}; expected a PackedBatch. Call report(batch, packed) with "
+            "what compress returned."
+        )
+    if batch is not None:
+        _check(batch, packed)
+    message, names = manifest.write(packed, True, with_objects=False)
+    wire_bytes, layouts = _wire_bytes(message)
+    gain: dict[Path, int] | None = None
+    if left and packed.codec is not None:
+        gain = dict.fromkeys(wire_bytes, 0)
+    elif left and importlib.util.find_spec("zstandard") is not None:
+        small, _ = _wire_bytes(manifest.write(replace(packed, codec="zstd"), True, with_objects=False)[0])
+        gain = {path: wire_bytes[path] - small[path] for path in wire_bytes}
+    return Figures(
+        packed.num_rows,
+        packed.codec,
+        tuple(
+            _field(packed, form, batch, wire_bytes, gain) for form in packed.schema.forms if form.path in packed.fields
+        ),
+        layouts,
+        _pickled_bytes(packed.objects) if packed.objects else 0,
+        len(wire.Pieces(message, names).header),
+    )
+
+
+def _field(
+    packed: PackedBatch,
+    form: FieldForm,
+    batch: TensorDictBase | None,
+    wire_bytes: Mapping[Path, int],
+    gain: Mapping[Path, int] | None,
+) -> FieldReport:
+    assert form.dtype is not None
+    shape = shape_in(packed, form)
+    given = None if batch is None else dense_at(batch, form.path)
+    return FieldReport(
+        form.path,
+        form.dtype,
+        form.kind,
+        shape,
+        math.prod(shape) * form.dtype.itemsize if given is None else given.numel() * given.element_size(),
+        packed.words_nbytes(form.path),
+        kind_of(packed.fields[form.path]),
+        wire_bytes[form.path],
+        form.reason,
+        None if gain is None else gain[form.path],
+    )
+
+
+def _wire_bytes(message: wire.Message) -> tuple[dict[Path, int], int]:
+    """Bytes of the arrays of each field, and of the arrays of all layouts. A shared array counts for its first user."""
+    sizes = {number: array.nbytes for number, array in enumerate(message.arrays)}
+
+    def taken(numbers: Iterable[int]) -> int:
+        return sum(sizes.pop(number, 0) for number in numbers)
+
+    layouts = sum(taken(layout.get("runs", [layout.get("bits")])) for layout in message.manifest["layouts"])
+    of_fields: dict[Path, int] = {}
+    for entry in message.manifest["fields"]:
+        if "encoding" in entry:
+            pads = [entry["row_pads"]] if "row_pads" in entry else []
+            of_fields[tuple(entry["path"])] = taken([*pads, *_numbers(entry["encoding"])])
+    return of_fields, layouts + sum(sizes.values())  # the rest was added for rows that take no bytes (wire.FREE_ROWS)
+
+
+def _numbers(encoding: Mapping[str, Any]) -> Iterator[int]:
+    """The arrays that an encoding names in the manifest, with those of the encodings inside it."""
+    for field in fields_of(KINDS[encoding["kind"]]):
+        value = encoding[field.name]
+        if field.type == "Words":
+            yield value
+        elif isinstance(value, dict):
+            yield from _numbers(cast("dict[str, Any]", value))
+        elif isinstance(value, list) and field.type != "Path":
+            for part in cast("list[dict[str, Any]]", value):
+                yield from _numbers(part)
+
+
+def _pickled_bytes(objects: Any) -> int:
+    buffers: list[pickle.PickleBuffer] = []
+    stream = cloudpickle.dumps(objects, protocol=5, buffer_callback=buffers.append)
+    return len(stream) + sum(buffer.raw().nbytes for buffer in buffers)
+
+
+def _check(batch: Any, packed: PackedBatch) -> None:
+    if not isinstance(batch, TensorDictBase):
+        raise LayoutError(
+            f"report: the batch is {said(batch)}; expected the TensorDict that was packed, or None. Call "
+            "report(batch, packed)."
+        )
+    if batch.batch_dims and batch.batch_size[0] != packed.num_rows:
+        raise LayoutError(
+            f"report: the batch has {batch.batch_size[0]} rows; the packed one has {packed.num_rows}. Pass the batch "
+            "that was packed, or None."
+        )
+    for path in packed.fields:
+        if not isinstance(entry_at(batch, path), Tensor):
+            raise LayoutError(
+                f'report: the batch has no tensor "{show(path)}", and the packed one has. Pass the batch that was '
+                "packed, or None."
+            )
+
+
+# -------------------------------------------------------------------- JSON and text
+
+
+def to_json(found: Figures) -> dict[str, Any]:
+    """The figures as a dict for JSON."""
+    totals = ("padded_bytes", "real_bytes", "wire_bytes", "left", "ratio", "fill")
+    return {
+        "rows": found.rows,
+        "codec": found.codec,
+        "fields": [
+            {
+                **{part.name: getattr(field, part.name) for part in fields_of(field)},
+                "path": list(field.path),
+                "shape": list(field.shape),
+                "dtype": dtype_name(field),
+            }
+            for field in found.fields
+        ],
+        "layouts_bytes": found.layouts,
+        "objects_bytes": found.objects,
+        "header_bytes": found.header,
+        **{name: getattr(found, name) for name in totals},
+    }
+
+
+def dtype_name(field: FieldReport) -> str:
+    """The dtype of a field without the prefix "torch."."""
+    return str(field.dtype).removeprefix("torch.")
+
+
+def printable(text: str) -> str:
+    """Text with escapes for characters that a terminal or XML does not take; names come from files."""
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)

@@ -1,0 +1,247 @@
+"""PackedInputs: the inputs of a model for packed rows, without padding.
+
+    rows          p p r r r | p r | p p p r r        p prompt, r response tokens: input_ids [1, T]
+    position_ids  0 1 2 3 4 | 0 1 | 0 1 2 3 4        start at 0 in every row
+    cu_seqlens    0          5     7           12    the bounds of the rows, for varlen attention
+    predict         ^ ^ ^     ^         ^ ^          positions whose outputs score the next token, a response token
+
+A tail that rounds T up is a row of its own: no other token attends to it, and `predict` has no position in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from maskpack.core.arguments import said
+from maskpack.core.index import IntArray
+from maskpack.core.keys import need_key
+from maskpack.core.tensors import device_here, need_batch
+from maskpack.core.tree import entry_at
+from maskpack.errors import ReplayError
+from maskpack.fields.options import Registry, registry_of
+from maskpack.fields.registry import Key, MaskNestingRegistry, Path, path_of, show
+from maskpack.fields.rl_fields import RL_FIELDS
+from maskpack.layout.jagged import host_offsets
+from maskpack.layout.row_layout import RowLayout
+from maskpack.nesting.response import ResponseAxis
+from maskpack.ops import pack_torch as plain
+from maskpack.packed.batch import PackedBatch, decompress
+
+NoPrompt = Literal["error", "skip"]
+_NOT_TEXT = ("pixel_values", "pixel_values_videos", "input_features", "image_grid_thw", "video_grid_thw")
+"""Fields of multimodal models, which replay does not pass on."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedInputs:
+    """The inputs of a model for packed rows, all on one device.
+
+    Attributes:
+        input_ids: int64 [1, T].
+        position_ids: int64 [1, T]; [n, 1, T] for M-RoPE.
+        cu_seqlens: int32 [rows + 1]. Rows without tokens are left out; a tail counts as a row.
+        max_seqlen: the number of tokens of the longest row.
+        predict: int64 [N], the positions in T whose outputs score the N scored response tokens.
+        targets: int64 [N], the ids of these tokens.
+        scored: int64 [N], the indices of these tokens among all response tokens; None if all are scored.
+        response: the RowLayout of the response axis.
+        bounds: int64 [rows + 1] on the host: `cu_seqlens` without the tail.
+        num_tokens: T without the tail.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    predict: Tensor
+    targets: Tensor
+    scored: Tensor | None
+    response: RowLayout
+    bounds: IntArray
+    num_tokens: int
+
+    @classmethod
+    def of(
+        cls,
+        batch: TensorDictBase | PackedBatch,
+        *,
+        input_ids: Key = "input_ids",
+        registry: Registry = RL_FIELDS,
+        multiple_of: int = 1,
+        no_prompt: NoPrompt = "error",
+        device: torch.device | str | None = None,
+    ) -> PackedInputs:
+        """Packs the rows of a batch.
+
+        Args:
+            batch: token ids, and the fields of the sequence and response axes: `attention_mask` and `responses`, or
+                the layouts of a nested or packed batch. Padding may be on the left, on the right or on both sides.
+                Without `position_ids`, positions count the valid tokens of each row.
+            input_ids: the field of the token ids.
+            registry: its axes `sequence` and `response` name the masks.
+            multiple_of: T is rounded up to a multiple by a tail. A batch without tokens becomes a tail alone, because
+                models do not run without tokens.
+            no_prompt: the first token of a row has no output that scores it. If it is a response token, "error" raises
+                and "skip" leaves it unscored.
+            device: the device of the inputs; by default that of the batch. The batch itself does not move.
+
+        Raises:
+            ReplayError: no token ids, a field of another shape or dtype, a response without a prompt, or an invalid
+                option.
+            LayoutError: a batch without a sequence and a response axis.
+        """
+        call = "PackedInputs.of"
+        registry = registry_of(registry, call)
+        need_key(input_ids, "input_ids", call, ReplayError)
+        places = {"input_ids": path_of(input_ids), "position_ids": ("position_ids",)}
+        device = None if device is None else device_here(device, call)
+        if not isinstance(batch, PackedBatch):
+            need_batch(batch, call)
+        for name in _NOT_TEXT:
+            if (name,) in batch.forms if isinstance(batch, PackedBatch) else entry_at(batch, (name,)) is not None:
+                raise ReplayError(
+                    f'{call}: the batch has a field "{name}"; expected text alone, which is all that the model is '
+                    "given. Replay these rows by the model's own forward; without images, drop the field."
+                )
+        whole = isinstance(multiple_of, int | np.integer) and not isinstance(multiple_of, bool)
+        if not (whole and 1 <= multiple_of < 1 << 31):
+            raise ReplayError(
+                f"{call}: multiple_of is {said(multiple_of)}; expected a whole number from 1, below 2^31. Choose one."
+            )
+        if isinstance(batch, PackedBatch):
+            axis, fields = _decoded(batch, places, device, registry, call)
+        else:
+            axis = ResponseAxis.of(batch, registry, call)
+            entries = {name: entry_at(batch, path) for name, path in places.items()}
+            fields = {name: _Field(places[name], value) for name, value in entries.items() if isinstance(value, Tensor)}
+        sequence = axis.need_sequence(call)
+        ids = _packed(fields, "input_ids", sequence, call)
+        if ids is None:
+            raise ReplayError(
+                f'{call}: the batch has no field "{show(input_ids)}"; expected token ids. Keep it in the batch. If '
+                'they have another name, pass it: input_ids="tokens".'
+            )
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise ReplayError(
+                f'{call}: field "{show(input_ids)}" is {ids.dtype}; expected integers. Fix the producer, or name the '
+                "field that has the token ids."
+            )
+        where = ids.device if device is None else torch.device(device)
+        ids = _sent(ids, where).long()
+        tail = -sequence.num_tokens % multiple_of or (0 if sequence.num_tokens else multiple_of)
+        predict, scored = _predict(axis, sequence, no_prompt, call)
+        here = _sent(torch.from_numpy(predict), where)
+        rows = np.unique(sequence.row_offsets)  # leaves out rows without tokens
+        bounds = np.append(rows, sequence.num_tokens + tail).astype(np.int32) if tail else rows.astype(np.int32)
+        positions = _packed(fields, "position_ids", sequence, call)
+        if positions is None:
+            starts = np.repeat(sequence.row_offsets[:-1], sequence.lengths)
+            positions = torch.from_numpy(np.arange(sequence.num_tokens) - starts)
+        elif positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
+            raise ReplayError(
+                f'{call}: field "position_ids" is {positions.dtype}; expected integers. Fix the producer, or drop it.'
+            )
+        positions = _sent(positions, where)
+        extra = torch.arange(tail, device=where).view(-1, *[1] * (positions.dim() - 1))
+        positions = torch.cat([positions, extra.expand(tail, *positions.shape[1:])])
+        return cls(
+            input_ids=torch.cat([ids, ids.new_zeros(tail)])[None],
+            position_ids=positions[None] if positions.dim() == 1 else positions.T[:, None],
+            cu_seqlens=_sent(torch.from_numpy(bounds), where),
+            max_seqlen=int(np.diff(bounds).max(initial=0)),
+            predict=here,
+            targets=ids.index_select(0, here + 1),
+            scored=None if scored is None else _sent(torch.from_numpy(scored), where),
+            response=axis.response.to(where),
+            bounds=rows,
+            num_tokens=sequence.num_tokens,
+        )
+
+
+class _Field(NamedTuple):
+    """A field, its path in the batch, and its row offsets if they are on the host."""
+
+    path: Path
+    value: Tensor
+    offsets: IntArray | None = None
+
+
+def _decoded(
+    packed: PackedBatch,
+    places: Mapping[str, Path],
+    device: torch.device | str | None,
+    registry: MaskNestingRegistry,
+    call: str,
+) -> tuple[ResponseAxis, dict[str, _Field]]:
+    """The response axis of a packed batch, and its ids and positions on a device."""
+    paths = {name: path for name, path in places.items() if path in packed.fields}
+    nested = decompress(packed, *paths.values(), format="nested", device=device) if paths else TensorDict()
+    fields: dict[str, _Field] = {}
+    for name, path in paths.items():
+        layout = packed.forms[path].layout
+        offsets = None if layout is None else packed.layouts[layout].row_offsets
+        fields[name] = _Field(path, entry_at(nested, path), offsets)
+    return ResponseAxis.among(packed.layouts, registry, call), fields
+
+
+def _packed(fields: Mapping[str, _Field], name: str, sequence: RowLayout, call: str) -> Tensor | None:
+    """A field of the sequence axis as packed tokens: [T], or [T, n] for n position ids a token. None if there is
+    none."""
+    if name not in fields:
+        return None
+    path, value, offsets = fields[name]
+    if value.is_nested:
+        packed = value.values()
+        offsets = host_offsets(value, sequence) if offsets is None else offsets
+        if not np.array_equal(offsets, sequence.row_offsets):
+            raise ReplayError(
+                f'{call}: field "{show(path)}" has {packed.shape[0]} tokens in rows of other lengths than the sequence '
+                f"axis, which has {sequence.num_tokens} tokens. Nest it under the sequence axis."
+            )
+    else:
+        if value.dim() == 3 and value.shape[2] == sequence.width:  # M-RoPE, [B, n, S]
+            value = value.movedim(2, 1)
+        if tuple(value.shape[:2]) != (sequence.num_rows, sequence.width):
+            raise ReplayError(
+                f'{call}: field "{show(path)}" is {tuple(value.shape)}; the sequence axis is ({sequence.num_rows}, '
+                f"{sequence.width}). Fix the producer."
+            )
+        packed = plain.pack(value, sequence.to(value.device))
+    if packed.dim() > (1 if name == "input_ids" else 2):
+        raise ReplayError(
+            f'{call}: field "{show(path)}" is {tuple(packed.shape)} packed; expected one number for each token, or of '
+            "position ids a few. Fix the producer."
+        )
+    return packed
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    """Copies to a device. A copy from the host does not synchronise; a copy to the host does."""
+    return x.to(device, non_blocking=x.device.type == "cpu")
+
+
+def _predict(
+    axis: ResponseAxis, sequence: RowLayout, no_prompt: NoPrompt, call: str
+) -> tuple[IntArray, IntArray | None]:
+    """The positions whose outputs score response tokens; and the indices of the scored tokens, or None for all."""
+    if no_prompt not in ("error", "skip"):
+        raise ReplayError(f'{call}: no_prompt is {said(no_prompt)}; expected "error" or "skip". Choose one.')
+    tail = axis.tail(sequence)
+    rows = np.repeat(np.arange(sequence.num_rows), axis.response.lengths)
+    alone = tail <= sequence.row_offsets[rows]
+    if not alone.any():
+        return axis.predict_index(call).numpy(), None
+    if no_prompt == "error":
+        raise ReplayError(
+            f"{call}: rows {rows[alone][:8].tolist()} have a response but no prompt token; expected at least one, "
+            'whose output scores the first response token. Drop these rows, or pass no_prompt="skip".'
+        )
+    scored = np.flatnonzero(~alone)
+    return tail[scored] - 1, scored

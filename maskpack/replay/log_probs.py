@@ -1,0 +1,280 @@
+"""Log-probs and values of response tokens, from a forward pass of a model over packed rows.
+
+batch -> PackedInputs -> hidden states [T, H] -> those at `predict` [N, H] -> log-probs or values, jagged [B, j]
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, overload
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from maskpack.core.arguments import said
+from maskpack.errors import ReplayError
+from maskpack.fields.options import Registry, registry_of
+from maskpack.fields.registry import Key
+from maskpack.fields.rl_fields import RL_FIELDS
+from maskpack.layout.jagged import jagged
+from maskpack.layout.row_layout import RowLayout
+from maskpack.nesting.response import ResponseAxis
+from maskpack.ops import pack_torch as plain
+from maskpack.ops import packed_log_probs
+from maskpack.packed.batch import PackedBatch
+from maskpack.planning.plan import MicroBatchPlan
+from maskpack.replay.inputs import NoPrompt, PackedInputs
+
+
+class ReplayModel(Protocol):
+    """The interface that replay needs of a causal language model. `adapters.transformers.replayable` returns one."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its inputs. Each batch, or each micro-batch of a plan, is sent there."""
+        ...
+
+    @property
+    def head(self) -> Tensor:
+        """[V, H]: the weight of the output layer. Only log-probs need it."""
+        ...
+
+    def hidden(self, inputs: PackedInputs) -> Tensor:
+        """[T, H]: hidden states of packed rows, by varlen attention with their bounds."""
+        ...
+
+    def dense_hidden(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+        """[B, S, H]: hidden states of padded rows, by the attention of the model."""
+        ...
+
+    def self_check(self, inputs: PackedInputs, hidden: Tensor, again: bool) -> None:
+        """Compares one packed row with the forward pass of that row alone: the first time, or `again`. Raises
+        ReplayError."""
+        ...
+
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    class _Options(TypedDict, total=False):
+        """The options of `response_log_probs` beside `entropy`."""
+
+        temperature: float
+        chunk: int | None
+        plan: MicroBatchPlan | None
+        self_check: bool | None
+        multiple_of: int
+        no_prompt: NoPrompt
+        input_ids: Key
+        registry: Registry
+
+
+_Batch = TensorDictBase | PackedBatch
+
+
+@overload
+def response_log_probs(
+    model: ReplayModel, batch: _Batch, *, entropy: Literal[False] = False, **options: Unpack[_Options]
+) -> Tensor: ...
+@overload
+def response_log_probs(
+    model: ReplayModel, batch: _Batch, *, entropy: Literal[True], **options: Unpack[_Options]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def response_log_probs(
+    model: ReplayModel, batch: _Batch, *, entropy: bool, **options: Unpack[_Options]
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def response_log_probs(
+    model: ReplayModel,
+    batch: TensorDictBase | PackedBatch,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    chunk: int | None = None,
+    plan: MicroBatchPlan | None = None,
+    self_check: bool | None = None,
+    multiple_of: int = 1,
+    no_prompt: NoPrompt = "error",
+    input_ids: Key = "input_ids",
+    registry: Registry = RL_FIELDS,
+) -> Any:
+    """Log-probs of the response tokens, from a forward pass over packed rows.
+
+    Args:
+        model: the result of `adapters.transformers.replayable`, or any other ReplayModel.
+        batch: as for `PackedInputs.of`, on any device. The fields that the model needs are sent to its device, one
+            micro-batch of a plan at a time.
+        temperature, entropy, chunk: as for `ops.packed_log_probs`, which reduces logits in float32, a chunk of tokens
+            at a time; the logits of all tokens never exist at once.
+        plan: the micro-batches of the rows, run one after the other without gradients. A training loop iterates over
+            the micro-batches itself.
+        self_check: whether to compare a packed row with the forward pass of that row alone. True: always; False: never;
+            None: the first time for each model.
+        multiple_of, no_prompt, input_ids, registry: as for `PackedInputs.of`.
+
+    Returns:
+        float32 jagged [B, j] on the response layout; with `entropy`, a pair of these. Both are differentiable and on
+        the device of the model. With no_prompt="skip", the first token of a response without a prompt has 0.
+
+    With MASKPACK_PACKED_REPLAY=0 in the environment, rows are padded to the longest and run with the attention of the
+    model.
+
+    Raises:
+        ReplayError: the model cannot replay packed rows, or the self-check failed.
+    """
+    if plan is not None:
+        parts = _of_each(
+            plan, batch, response_log_probs, model, temperature=temperature, entropy=entropy, chunk=chunk,
+            self_check=self_check, multiple_of=multiple_of, no_prompt=no_prompt, input_ids=input_ids, registry=registry,
+        )  # fmt: skip
+        return _joined(plan, parts if entropy else [(part,) for part in parts], batch, registry, entropy)
+    inputs = _inputs("response_log_probs", model, batch, input_ids, registry, multiple_of, no_prompt)
+    rows = _scoring_rows("response_log_probs", model, inputs, self_check)
+    out: Any = packed_log_probs(rows, model.head, inputs.targets, temperature=temperature, chunk=chunk, entropy=entropy)
+    return tuple(_nested(part, inputs) for part in out) if entropy else _nested(out, inputs)
+
+
+def response_values(
+    model: ReplayModel,
+    batch: TensorDictBase | PackedBatch,
+    value_head: Callable[[Tensor], Tensor],
+    *,
+    plan: MicroBatchPlan | None = None,
+    self_check: bool | None = None,
+    multiple_of: int = 1,
+    no_prompt: NoPrompt = "error",
+    input_ids: Key = "input_ids",
+    registry: Registry = RL_FIELDS,
+) -> Tensor:
+    """Values of the states in which response tokens were chosen, from a forward pass over packed rows.
+
+    The value of a token is read at the same position as its log-prob: the one before it.
+
+    Args:
+        model: as for `response_log_probs`; it needs no output layer.
+        batch: as for `response_log_probs`.
+        value_head: a callable, such as a linear layer, of hidden states [N, H] that returns values [N] or [N, 1]. It is
+            on the device of the hidden states.
+        plan, self_check, multiple_of, no_prompt, input_ids, registry: as for `response_log_probs`.
+
+    Returns:
+        float32 (float64 if the head returns it) jagged [B, j] on the response layout, differentiable, on the device of
+        the model. With no_prompt="skip", the first token of a response without a prompt has 0.
+
+    Raises:
+        ReplayError: as `response_log_probs`; or the head returns another shape.
+    """
+    if plan is not None:
+        options: dict[str, Any] = {
+            "self_check": self_check, "multiple_of": multiple_of, "no_prompt": no_prompt, "input_ids": input_ids,
+            "registry": registry,
+        }  # fmt: skip
+        parts = _of_each(plan, batch, response_values, model, value_head, **options)
+        return _joined(plan, [(part,) for part in parts], batch, registry)
+    if not callable(value_head):
+        raise ReplayError(
+            f"response_values: value_head is {said(value_head)}; expected a callable. Pass a layer that takes "
+            "hidden states."
+        )
+    inputs = _inputs("response_values", model, batch, input_ids, registry, multiple_of, no_prompt)
+    rows = _scoring_rows("response_values", model, inputs, self_check)
+    values = value_head(rows)
+    if tuple(values.shape) not in ((rows.shape[0],), (rows.shape[0], 1)):
+        raise ReplayError(
+            f"response_values: value_head made {tuple(values.shape)} of hidden states {tuple(rows.shape)}; expected "
+            f"({rows.shape[0]},) or ({rows.shape[0]}, 1). Give a head with one output."
+        )
+    values = values.reshape(-1)
+    return _nested(values.to(torch.promote_types(values.dtype, torch.float32)), inputs)
+
+
+def _inputs(
+    call: str,
+    model: Any,
+    batch: TensorDictBase | PackedBatch,
+    input_ids: Key,
+    registry: Registry,
+    multiple_of: int,
+    no_prompt: NoPrompt,
+) -> PackedInputs:
+    """The PackedInputs of a batch, on the device of the model."""
+    missing = [name for name in ("hidden", "dense_hidden", "self_check") if not callable(getattr(model, name, None))]
+    device = None if missing else getattr(model, "device", None)
+    if device is None:
+        raise ReplayError(
+            f"{call}: model is {said(model)}; expected a ReplayModel. Pass what "
+            "maskpack.adapters.transformers.replayable(model) returns."
+        )
+    return PackedInputs.of(
+        batch, input_ids=input_ids, registry=registry, multiple_of=multiple_of, no_prompt=no_prompt, device=device
+    )
+
+
+def _of_each(
+    plan: MicroBatchPlan,
+    batch: TensorDictBase | PackedBatch,
+    call: Callable[..., Any],
+    model: ReplayModel,
+    *more: Any,
+    **options: Any,
+) -> list[Any]:
+    """`call(model, part, *more, **options)` of each micro-batch, one after the other, without gradients."""
+    if not isinstance(plan, MicroBatchPlan):
+        raise ReplayError(
+            f"{call.__name__}: plan is {said(plan)}; expected a MicroBatchPlan. Make one with plan_micro_batches."
+        )
+    out: list[Any] = []
+    with torch.no_grad():
+        for rows, part in zip(plan.micro_batches, plan.apply(batch), strict=True):
+            try:
+                out.append(call(model, part, *more, **options))
+            except ReplayError as error:
+                named = f"{rows[:8]}{' and more' if len(rows) > 8 else ''}"
+                raise ReplayError(f"in the micro-batch of rows {named} of the batch: {error}") from error
+    return out
+
+
+def _joined(plan: MicroBatchPlan, parts: list[Any], batch: Any, registry: Registry, several: bool = False) -> Any:
+    """Joins tuples of jagged tensors, one for each micro-batch, in the order of the rows."""
+    call = "response_log_probs"
+    registry, packed = registry_of(registry, call), isinstance(batch, PackedBatch)
+    axis = ResponseAxis.among(batch.layouts, registry, call) if packed else ResponseAxis.of(batch, registry, call)
+    lengths = axis.response.lengths
+    restored = [plan.restore([one.values() for one in which], lengths=lengths) for which in zip(*parts, strict=True)]
+    response = axis.response.to(restored[0].device)
+    out = tuple(jagged(one, response) for one in restored)
+    return out if several else out[0]
+
+
+def _scoring_rows(call: str, model: ReplayModel, inputs: PackedInputs, self_check: bool | None) -> Tensor:
+    """[N, H]: the hidden states that score response tokens, by a packed or, if packing is off, a padded forward
+    pass."""
+    packing = os.environ.get("MASKPACK_PACKED_REPLAY", "1")
+    if packing not in ("0", "1"):
+        raise ReplayError(f"{call}: MASKPACK_PACKED_REPLAY is {packing!r}; expected 0 or 1. Unset it.")
+    hidden = model.hidden(inputs) if packing == "1" else _dense(model, inputs)
+    if self_check is not False:
+        model.self_check(inputs, hidden, self_check is True)
+    return hidden.index_select(0, inputs.predict)
+
+
+def _nested(values: Tensor, inputs: PackedInputs) -> Tensor:
+    if inputs.scored is not None:
+        values = values.new_zeros(inputs.response.num_tokens).index_copy(0, inputs.scored, values)
+    return jagged(values, inputs.response)
+
+
+def _dense(model: ReplayModel, inputs: PackedInputs) -> Tensor:
+    """[T, H]: hidden states of the same tokens, by a forward pass over rows padded on the right to the longest."""
+    bounds = inputs.bounds if inputs.num_tokens else np.array([0, inputs.input_ids.shape[1]])  # the tail, if alone
+    layout = RowLayout.from_lengths(np.diff(bounds).tolist(), device=inputs.input_ids.device)
+    real = layout.num_tokens
+    ids = plain.unpack(inputs.input_ids[0, :real], layout, 0)
+    places = inputs.position_ids[..., :real].movedim(-1, 0).reshape(real, -1)
+    positions = plain.unpack(places, layout, 0).movedim(-1, 0)
+    mask = layout.to_mask(torch.int64)
+    hidden = model.dense_hidden(ids, mask, positions[0] if positions.shape[0] == 1 else positions)
+    return plain.pack(hidden, layout)

@@ -1,0 +1,454 @@
+"""The command `maskpack demo`: two Ray workers score rollouts of a tiny model and train on them, once from the padded
+batch and once through maskpack, and every bit of the outputs is compared.
+
+    padded      clone each rank's rows -> ray.put -> actor method -> ray.get -> torch.cat      what people do today
+    maskpack    WorkerGroup.pack -> WorkerGroup.call, the same actor method behind @endpoint
+
+The model is a Qwen3 with random weights that continues sums byte by byte:
+
+    prompts     . . . 1 7 + 2 5 =       left padded to P, bytes as token ids
+    responses   x y 3 z eos . . .       right padded to R; the model ends a response by sampling EOS
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import os
+import pickle
+import random
+import sys
+import time
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from types import SimpleNamespace
+from typing import Any, cast
+
+import ray
+import torch
+from rich.console import Console
+from rich.table import Table
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+
+from maskpack.dispatch.group import WorkerGroup, endpoint
+from maskpack.errors import MaskpackError
+from maskpack.nesting.nest import unnest
+from maskpack.nesting.response import extract_response, select_and_pad_to_response
+from maskpack.packed.batch import decompress
+
+PAD, EOS = 256, 257
+PROMPT_WIDTH, RESPONSE_WIDTH = 64, 1024
+_EOS_BIAS = 2.4  # about 90 tokens a response in the mean, a few of several hundred
+_MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "responses")
+_ROWS_AT_ONCE = 8
+_CLIP, _LEARNING_RATE = 0.2, 0.05
+
+WAYS = ("padded", "maskpack")
+METHODS = ("log_probs", "update")
+ROUNDS = 3
+
+
+class OutputsDiffer(MaskpackError):
+    """The two ways gave different bits."""
+
+
+# -------------------------------------------------------------------- rollouts
+
+
+def sums(count: int, seed: int) -> list[tuple[str, str]]:
+    """`count` sums of two numbers of one to four digits: a prompt such as "17+25=", and its answer."""
+    rng = random.Random(seed)
+    pairs = [[rng.randrange(10 ** rng.randint(1, 4)) for _ in range(2)] for _ in range(count)]
+    return [(f"{a}+{b}=", str(a + b)) for a, b in pairs]
+
+
+def tiny_model(seed: int) -> Any:
+    """A Qwen3ForCausalLM of 35 000 float32 weights over 256 bytes, PAD and EOS; the same weights for the same seed."""
+    tokens: dict[str, Any] = {"vocab_size": EOS + 1, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None}
+    config = Qwen3Config(
+        **tokens,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=PROMPT_WIDTH + RESPONSE_WIDTH,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = Qwen3ForCausalLM(config).float().eval()
+    # The bias belongs to the model: sampling, scoring and training share one distribution.
+    bias = torch.zeros(EOS + 1)
+    bias[EOS], bias[PAD] = _EOS_BIAS, -30.0
+    model.lm_head.bias = torch.nn.Parameter(bias)
+    return model
+
+
+def positions(mask: Tensor) -> Tensor:
+    """position_ids int64 of an attention mask: 0 on the left padding, the last position on the right padding."""
+    return (mask.cumsum(1) - 1).clamp(min=0)
+
+
+@torch.no_grad()
+def sample(model: Any, prompts: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """Samples one response a row at temperature 1, with a KV cache.
+
+    Args:
+        prompts: int64 [B, P], left padded.
+
+    Returns:
+        responses int64 [B, R], padded with PAD after EOS, and their log-probs float32 [B, R], 0 there. A response
+        without EOS is R long.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    live = torch.arange(prompts.shape[0])
+    responses, log_probs = torch.full((len(live), RESPONSE_WIDTH), PAD), torch.zeros(len(live), RESPONSE_WIDTH)
+    mask, tokens, cache = (prompts != PAD).long(), prompts, cast(Any, DynamicCache())
+    position = positions(mask)
+    for step in range(RESPONSE_WIDTH):
+        options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+        out = model(input_ids=tokens, attention_mask=mask, position_ids=position, **options)
+        scores = out.logits[:, -1].log_softmax(-1)
+        tokens = torch.multinomial(scores.exp(), 1, generator=rng)
+        responses[live, step] = tokens[:, 0]
+        log_probs[live, step] = scores.gather(1, tokens)[:, 0]
+        going = (tokens[:, 0] != EOS).nonzero()[:, 0]
+        if not going.numel():
+            break
+        if going.numel() < live.numel():
+            live, tokens, mask, position = live[going], tokens[going], mask[going], position[going]
+            cache.batch_select_indices(going)
+        mask = torch.cat([mask, torch.ones_like(tokens)], 1)
+        position = position[:, -1:] + 1
+    return responses, log_probs
+
+
+def rollout_batch(model: Any, questions: Sequence[tuple[str, str]], responses: int, seed: int) -> TensorDict:
+    """The padded batch of B = len(questions) * responses rows, with the fields of a GRPO trainer."""
+    rows = [question for question in questions for _ in range(responses)]
+    prompts = torch.full((len(rows), PROMPT_WIDTH), PAD)
+    for row, (prompt, _) in enumerate(rows):
+        prompts[row, -len(prompt) :] = torch.tensor(list(prompt.encode()))
+    answers, log_probs = sample(model, prompts, seed)
+    response_mask = (answers != PAD).long()
+    attention_mask = torch.cat([(prompts != PAD).long(), response_mask], 1)
+    scores = _rewards([answer for _, answer in rows], answers, response_mask)
+    # GRPO: the reward against the other responses to its prompt (arXiv 2402.03300, section 4.1.2).
+    grouped = scores.sum(1).view(-1, responses)
+    centred = grouped - grouped.mean(1, keepdim=True)
+    normed = centred / (grouped.std(1, correction=0, keepdim=True) + 1e-6)
+    advantages = normed.view(-1, 1) * response_mask
+    return TensorDict(
+        {
+            "prompts": prompts,
+            "responses": answers,
+            "input_ids": torch.cat([prompts, answers], 1),
+            "attention_mask": attention_mask,
+            "position_ids": positions(attention_mask),
+            "response_mask": response_mask,
+            "rollout_log_probs": log_probs,
+            "token_level_scores": scores,
+            "token_level_rewards": scores.clone(),
+            "advantages": advantages,
+            "returns": advantages.clone(),
+            "uid": [prompt for prompt, _ in rows],
+        },
+        batch_size=[len(rows)],
+    )
+
+
+def _rewards(answers: Sequence[str], responses: Tensor, mask: Tensor) -> Tensor:
+    """float32 [B, R]: at the last token of each response the share of digits in it, and 1 more for a right answer."""
+    scores = torch.zeros(responses.shape)
+    for row, answer in enumerate(answers):
+        length = int(mask[row].sum())
+        text = bytes(token for token in cast("list[int]", responses[row, :length].tolist()) if token < PAD)
+        scores[row, length - 1] = sum(48 <= byte < 58 for byte in text) / length + (answer.encode() in text)
+    return scores
+
+
+# -------------------------------------------------------------------- the worker
+
+
+class Trainer:
+    """One data-parallel rank: its methods take a TensorDict of rows, and behind `@endpoint` packed rows too."""
+
+    def __init__(self, seed: int) -> None:
+        torch.set_num_threads(1)
+        self._model = tiny_model(seed)
+        self._span = 0.0, 0.0
+
+    def span(self) -> tuple[float, float]:
+        """The times at which the model's work of the last call began and ended, by the clock of the machine."""
+        return self._span
+
+    @endpoint
+    def log_probs(self, batch: TensorDictBase) -> TensorDict:
+        """old_log_probs and entropys float32 [B, R], 0 after each response."""
+        begin = time.monotonic()
+        out: dict[str, list[Tensor]] = {"old_log_probs": [], "entropys": []}
+        with torch.no_grad():
+            for rows in batch.select(*_MODEL_INPUTS).split(_ROWS_AT_ONCE):
+                scores = _next_log_probs(self._model, rows)
+                out["old_log_probs"].append(_response_log_probs(rows, scores))
+                out["entropys"].append(extract_response(rows, -(scores.exp() * scores).sum(-1)))
+        result = TensorDict({name: torch.cat(parts) for name, parts in out.items()}, batch_size=batch.batch_size)
+        self._span = begin, time.monotonic()
+        return result
+
+    @endpoint(format="nested")
+    def update(self, batch: TensorDictBase) -> dict[str, Tensor]:
+        """One step of PPO on a copy of the model: the clipped loss, a mean over tokens (arXiv 1707.06347, eq. 7).
+
+        Returns:
+            row_loss float32 [B], grad_norm float32 [1], and weight_bits int64 [parameters]: the sum of the new weights'
+            bits, for each parameter.
+        """
+        inputs = unnest(batch, *_MODEL_INPUTS) if batch["input_ids"].is_nested else batch.select(*_MODEL_INPUTS)
+        rows = inputs.update(select_and_pad_to_response(batch, "old_log_probs", "advantages", "response_mask"))
+        begin = time.monotonic()
+        model, losses = copy.deepcopy(self._model), list[Tensor]()
+        for part in rows.split(_ROWS_AT_ONCE):
+            ratio = (_response_log_probs(part, _next_log_probs(model, part)) - part["old_log_probs"]).exp()
+            clipped = ratio.clamp(1 - _CLIP, 1 + _CLIP)
+            gain = torch.minimum(ratio * part["advantages"], clipped * part["advantages"])
+            row_loss = -(gain * part["response_mask"]).sum(1)
+            (row_loss.sum() / rows["response_mask"].sum()).backward()
+            losses.append(row_loss.detach())
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer: Any = torch.optim.SGD(model.parameters(), _LEARNING_RATE)
+        optimizer.step()
+        bits = [weights.detach().view(torch.int32).sum(dtype=torch.int64) for weights in model.parameters()]
+        self._span = begin, time.monotonic()
+        return {"row_loss": torch.cat(losses), "grad_norm": norm.reshape(1), "weight_bits": torch.stack(bits)}
+
+
+def _next_log_probs(model: Any, rows: TensorDictBase) -> Tensor:
+    """Log-probs of the next token [B, S, vocabulary]."""
+    inputs = {name: rows[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    return model(**inputs, use_cache=False).logits.log_softmax(-1)
+
+
+def _response_log_probs(rows: TensorDictBase, scores: Tensor) -> Tensor:
+    # The last column wraps around to the first token; no response token is scored there.
+    following = rows["input_ids"].roll(-1, 1)
+    return extract_response(rows, scores.gather(-1, following[..., None])[..., 0])
+
+
+# -------------------------------------------------------------------- the two ways, measured
+
+
+@dataclass(frozen=True)
+class Trip:
+    """One call on all ranks: the outputs, the bytes each way, and milliseconds in the model and in all."""
+
+    output: dict[str, Tensor]
+    sent: int
+    returned: int
+    model: float
+    whole: float
+
+    @property
+    def moving(self) -> float:
+        return self.whole - self.model
+
+
+class _Tap:
+    """An actor handle that notes arguments and results, so that both ways are measured at the same place."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+        self.arguments: tuple[Any, ...] = ()
+        self.results: list[Any] = []
+
+    def __getattr__(self, method: str) -> Any:
+        def tapped(**options: Any) -> SimpleNamespace:
+            return SimpleNamespace(remote=functools.partial(self._submit, method, options), options=tapped)
+
+        return tapped()
+
+    def _submit(self, method: str, options: dict[str, Any], *arguments: Any) -> Any:
+        result: Any = getattr(self.actor, method).options(**options).remote(*arguments)
+        self.arguments = arguments
+        self.results = cast("list[Any]", result) if isinstance(result, list) else [result]
+        return cast("Any", result)
+
+
+def _trip(way: str, taps: Sequence[_Tap], method: str, batch: TensorDict) -> Trip:
+    begin = time.monotonic()
+    if way == "padded":
+        least, more = divmod(batch.shape[0], len(taps))
+        sizes = [least + (rank < more) for rank in range(len(taps))]
+        # Cloned, because a view of the batch would be pickled with the storage of all its rows.
+        refs = [ray.put(part.clone()) for part in batch.split(sizes)]
+        results: Any = ray.get([getattr(tap, method).remote(ref) for tap, ref in zip(taps, refs, strict=True)])
+        output = torch.cat(results) if isinstance(results[0], TensorDictBase) else results
+    else:
+        group = WorkerGroup(taps, pad_token_id=PAD)
+        output = group.call(method, group.pack(batch))
+    end = time.monotonic()
+    spans: list[tuple[float, float]] = ray.get([tap.actor.span.remote() for tap in taps])
+    first, last = max(spans, key=lambda span: span[1])
+    arguments: list[Any] = [argument for tap in taps for argument in tap.arguments]
+    refs = list(dict.fromkeys(value for value in arguments if isinstance(value, cast("Any", ray.ObjectRef))))
+    sent = [*ray.get(refs), *(value for value in arguments if not isinstance(value, ray.ObjectRef))]
+    returned = ray.get([result for tap in taps for result in tap.results])
+    sent_bytes, returned_bytes = (sum(map(wire_bytes, values)) for values in (sent, returned))
+    return Trip(_named(output), sent_bytes, returned_bytes, 1e3 * (last - first), 1e3 * (end - begin))
+
+
+def _named(output: Any) -> dict[str, Tensor]:
+    """The tensors of a TensorDict, or of each rank's metrics, by the names that the comparison reports."""
+    if isinstance(output, TensorDictBase):
+        return {str(name): value for name, value in output.items() if isinstance(value, Tensor)}
+    return {f"{name} of rank {rank}": value for rank, metrics in enumerate(output) for name, value in metrics.items()}
+
+
+def wire_bytes(value: Any) -> int:
+    """Bytes that Ray carries for `value`: the pickle stream (protocol 5) and its out-of-band buffers."""
+    buffers: list[Any] = []
+    stream = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    return len(stream) + sum(buffer.raw().nbytes for buffer in buffers)
+
+
+# -------------------------------------------------------------------- bit for bit
+
+
+def compare(padded: Mapping[str, Tensor], maskpack: Mapping[str, Tensor]) -> int:
+    """Compares two sets of tensors bit for bit.
+
+    Returns:
+        The number of values.
+
+    Raises:
+        OutputsDiffer: other names, dtypes or shapes, or a bit that differs; names the field, the place and both values.
+    """
+    if set(padded) != set(maskpack):
+        raise OutputsDiffer(f"the padded way gave {sorted(padded)}; maskpack gave {sorted(maskpack)}.")
+    for name in padded:
+        _compare(name, padded[name], maskpack[name])
+    return sum(value.numel() for value in padded.values())
+
+
+def _compare(name: str, padded: Tensor, maskpack: Tensor) -> None:
+    if padded.dtype != maskpack.dtype or padded.shape != maskpack.shape:
+        raise OutputsDiffer(
+            f'"{name}" is {padded.dtype} {tuple(padded.shape)} the padded way; {maskpack.dtype} '
+            f"{tuple(maskpack.shape)} through maskpack."
+        )
+    bits, other = (value.reshape(-1).contiguous().view(torch.uint8) for value in (padded, maskpack))
+    differs = (bits != other).view(padded.numel(), -1).any(1) if padded.numel() else torch.zeros(0, dtype=torch.bool)
+    if not differs.any():
+        return
+    first = int(differs.nonzero()[0])
+    row, *rest = (int(index) for index in torch.unravel_index(torch.tensor(first), padded.shape))
+    place = f"row {row}" + (f", column {', '.join(map(str, rest))}" if rest else "")
+    raise OutputsDiffer(
+        f'"{name}" differs in {int(differs.sum())} of {padded.numel()} values, first in {place}: '
+        f"{_shown(padded, first)} the padded way; {_shown(maskpack, first)} through maskpack."
+    )
+
+
+def _shown(values: Tensor, index: int) -> str:
+    value = values.reshape(-1)[index : index + 1]
+    bits = int.from_bytes(value.view(torch.uint8).numpy().tobytes(), sys.byteorder)
+    return f"{value.item()!r} (bits {bits:#x})"
+
+
+# -------------------------------------------------------------------- the run
+
+
+def run(prompts: int, responses: int, seed: int, ranks: int) -> int:
+    """Runs the demo with `prompts` x `responses` rows; returns the exit status: 0, or 1 if any bit differs."""
+    console, threads = Console(), torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the workers: threads that wait for a core would be measured too
+    try:
+        with contextlib.nullcontext() if ray.is_initialized() else _local_ray(ranks):
+            console.print(f"{ranks} workers start; {prompts * responses} responses are sampled ...")
+            remote: Any = ray.remote(Trainer)
+            taps = [_Tap(remote.remote(seed)) for _ in range(ranks)]
+            batch = rollout_batch(tiny_model(seed), sums(prompts, seed), responses, seed)
+            console.print(f"{ROUNDS} rounds, both ways ...")
+            trips, compared = _measure(taps, batch)
+    except OutputsDiffer as error:
+        console.print("THE OUTPUTS DIFFER", style="bold white on red")
+        console.print(str(error), style="bold red", markup=False, soft_wrap=True)
+        return 1
+    finally:
+        torch.set_num_threads(threads)
+    console.print(_table(batch, trips, ranks))
+    console.print(f"[bold green]All outputs were bitwise equal: {compared:,} values compared in {ROUNDS} rounds.")
+    return 0
+
+
+def _measure(taps: Sequence[_Tap], batch: TensorDict) -> tuple[dict[tuple[str, str], list[Trip]], int]:
+    """The trips of each method and way in all rounds, and the number of values that were compared."""
+    for way in WAYS:  # the first calls pay for imports and for memory that is touched the first time
+        _round(way, taps, batch[: 2 * len(taps)])
+    trips: dict[tuple[str, str], list[Trip]] = {(method, way): [] for method in METHODS for way in WAYS}
+    compared = compare(_named(batch), _named(decompress(WorkerGroup(taps, pad_token_id=PAD).pack(batch))))
+    for number in range(ROUNDS):
+        order = WAYS if number % 2 == 0 else WAYS[::-1]
+        done = {way: _round(way, taps, batch) for way in order}
+        for method in METHODS:
+            compared += compare(*(done[way][method].output for way in WAYS))
+            for way in WAYS:
+                trips[method, way].append(done[way][method])
+    return trips, compared
+
+
+def _round(way: str, taps: Sequence[_Tap], batch: TensorDict) -> dict[str, Trip]:
+    """Both methods, the second with the outputs of the first."""
+    scored = _trip(way, taps, "log_probs", batch)
+    return {"log_probs": scored, "update": _trip(way, taps, "update", batch.copy().update(scored.output))}
+
+
+@contextlib.contextmanager
+def _local_ray(ranks: int) -> Generator[None]:
+    """A Ray of this process's own."""
+    # Without it Ray warns of a coming change in how it hides GPUs, of which the demo uses none.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    ray.init(
+        address="local",
+        num_cpus=ranks,
+        object_store_memory=512 << 20,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _table(batch: TensorDict, trips: Mapping[tuple[str, str], Sequence[Trip]], ranks: int) -> Table:
+    valid = batch["attention_mask"].float().mean().item()
+    table = Table(
+        title=f"{batch.shape[0]} rows of {batch['prompts'].shape[1]} + {batch['responses'].shape[1]} tokens, "
+        f"{valid:.1%} valid, to {ranks} workers and back",
+        caption="Bytes are those that Ray carried: pickle streams and out-of-band buffers. Times are medians of "
+        f"{ROUNDS} rounds; the model, timed on the worker that ended last, runs the same code both ways.",
+    )
+    for name in ("", *WAYS, "padded / maskpack"):
+        table.add_column(name, justify="right" if name else "left")
+    for methods in (*((method,) for method in METHODS), METHODS):
+        padded, packed = ([trips[method, way] for method in methods] for way in WAYS)
+        table.add_row(f"[bold]{' + '.join(methods)}[/]")
+        for name, attribute in (("to the workers", "sent"), ("back to the driver", "returned")):
+            pair = [sum(getattr(calls[-1], attribute) for calls in way) for way in (padded, packed)]
+            table.add_row(f"  {name}", *(f"{size / 1e3:,.1f} kB" for size in pair), f"{pair[0] / pair[1]:.1f} x")
+        for name, attribute in (("the model", "model"), ("all but the model", "moving"), ("whole", "whole")):
+            rounds = [zip(*way, strict=True) for way in (padded, packed)]
+            pair = [median(sum(getattr(call, attribute) for call in calls) for calls in way) for way in rounds]
+            table.add_row(f"  {name}", *(f"{value:,.1f} ms" for value in pair), f"{pair[0] / pair[1]:.1f} x")
+        table.add_section()
+    return table

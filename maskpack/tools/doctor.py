@@ -1,0 +1,231 @@
+"""The command `maskpack doctor`: what padding costs a batch, which fields stay padded, and the registry line for each.
+
+batch -- compress --> sizes as it is -----------------.
+      -- Suggester -> a spec for each padded field ---+--> Diagnosis --> text or JSON
+      -- compress --> sizes with these specs ---------'
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path as FilePath
+from typing import Any, cast
+
+import torch
+from tensordict import TensorDictBase
+
+from maskpack.core.bits import from_words
+from maskpack.core.keys import Key, plain, show
+from maskpack.errors import MaskpackWarning
+from maskpack.fields.registry import MaskNestingRegistry
+from maskpack.fields.rl_fields import RL_FIELDS
+from maskpack.layout.row_layout import RowLayout
+from maskpack.nesting.coverage import DenseField
+from maskpack.nesting.schema import FieldForm
+from maskpack.packed.batch import PackedBatch, compress, decompress
+from maskpack.packed.decode import MAX_BYTES
+from maskpack.packed.sizes import Figures, figures, printable, to_json
+from maskpack.tools.files import Unusable, saved_batch, saved_registry
+from maskpack.tools.suggest import Suggester, Suggestion
+
+_LARGEST = 5
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The result of `diagnose`.
+
+    Attributes:
+        sizes: of the batch as it is.
+        covered: sizes with the suggestions; None if there are none, or the batch was packed.
+        masks: by name.
+        suggestions: one for each field that stays padded.
+        notes: warnings, a sentence or two each.
+        pad_token_id: the one given, or the one seen under the masks.
+    """
+
+    sizes: Figures
+    covered: Figures | None
+    masks: Mapping[str, RowLayout]
+    suggestions: tuple[Suggestion, ...]
+    notes: tuple[str, ...]
+    pad_token_id: int | None
+
+    @property
+    def padding(self) -> int:
+        """Bytes of the padded batch that are padding, as far as masks are known."""
+        fields = (self.covered or self.sizes).fields
+        return sum(field.padded_bytes - field.real_bytes for field in fields if field.kind == "padded")
+
+
+def diagnose(
+    batch: TensorDictBase | PackedBatch,
+    registry: MaskNestingRegistry = RL_FIELDS,
+    pad_token_id: int | None = None,
+    max_bytes: int | None = MAX_BYTES,
+    masks: Sequence[Key] = (),
+) -> Diagnosis:
+    """Looks at a batch.
+
+    Args:
+        batch: padded, nested or packed. It is not changed.
+        registry: as for `compress`.
+        pad_token_id: the tokenizer's; by default the value under the masks of the token fields.
+        max_bytes: as for `decompress`, if the batch is packed.
+        masks: fields [B, width] that are masks, beside the axes of the registry; by default looked for.
+
+    Raises:
+        LayoutError: a mask is no field [B, width], a field fits none of its masks or has no plain bits, or the batch
+            takes more than `max_bytes`.
+    """
+    saved = cast("PackedBatch | None", batch if isinstance(batch, PackedBatch) else None)
+    tensors: Any = batch if saved is None else decompress(saved, max_bytes=max_bytes)
+    suggester = Suggester(tensors, registry, pad_token_id, masks)
+    token = suggester.pad_token_id
+    packed = _compressed(tensors, registry, token) if saved is None else saved
+    sizes, covered = figures(packed, left=False), None
+    padded = [DenseField(of.path, of.shape, of.dtype, of.padded_bytes, of.reason) for of in sizes.fields if of.reason]
+    suggestions = tuple(map(suggester.suggest, [*padded, *(suggester.hidden() if saved is None else ())]))
+    if suggestions and saved is None:
+        packed = _compressed(tensors, registry | {one.key: one.spec for one in suggestions}, token)
+        covered = figures(packed, left=False)
+    notes = tuple(_notes(packed, suggester.tensors, token if pad_token_id is None else None))
+    return Diagnosis(sizes, covered, packed.layouts, suggestions, notes, token)
+
+
+def _compressed(batch: TensorDictBase, registry: MaskNestingRegistry, pad_token_id: int | None) -> PackedBatch:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MaskpackWarning)  # the suggestions say it
+        return compress(batch, registry=registry, pad_token_id=pad_token_id or 0)
+
+
+def _notes(packed: PackedBatch, tensors: Mapping[tuple[str, ...], torch.Tensor], token: int | None) -> Iterator[str]:
+    if token is not None:
+        yield (
+            f"pad_token_id was not given; {token} is the value under the masks of the token fields. Pass it to "
+            f"compress as pad_token_id={token}."
+        )
+    signed = ", ".join(show(form.path) for form in packed.schema.forms if _has_minus_zero(packed, form))
+    if signed:
+        yield (
+            f"-0.0 under the mask of {signed}, which is not 0.0 bit for bit. It is carried, at one value a row; "
+            "x.masked_fill(mask == 0, 0) in the producer leaves 0.0 and costs nothing."
+        )
+    padded = {path: value for path, value in tensors.items() if value.dim() > 1 and not value.is_nested}
+    wide = {path: value for path, value in padded.items() if value.dtype == torch.float64}
+    if wide:
+        yield f"float64: {_total(wide)}. If float32 will do, a cast halves that."
+    small = {path: value for path, value in padded.items() if value.dtype == torch.int64 and _fits_int32(value)}
+    if small:
+        yield (
+            f"int64 whose values fit int32: {_total(small)}. A cast halves that. A packed batch does not need it: it "
+            "stores integers in the bytes that their values need."
+        )
+
+
+def _total(tensors: Mapping[tuple[str, ...], torch.Tensor]) -> str:
+    return f"{', '.join(map(show, tensors))}, {sum(value.nbytes for value in tensors.values()):,} bytes padded"
+
+
+def _has_minus_zero(packed: PackedBatch, form: FieldForm) -> bool:
+    if form.dtype is None or not form.dtype.is_floating_point or form.kind != "padded":
+        return False
+    rows = packed.row_pads.get(form.path)
+    pads = form.pads if rows is None else cast("list[float]", from_words(rows, form.dtype).double().tolist())
+    return "-0.0" in map(str, pads)
+
+
+def _fits_int32(value: torch.Tensor) -> bool:
+    low, high = map(int, torch.aminmax(value)) if value.numel() else (1 << 31, 0)
+    return low >= -(1 << 31) and high < 1 << 31
+
+
+# -------------------------------------------------------------------- the command
+
+
+def run(args: argparse.Namespace) -> tuple[str, int]:
+    """The command; returns what to print and the exit status."""
+    if not 0 < args.gbit < float("inf"):
+        raise Unusable(f"--gbit is {args.gbit}; expected the speed of a link, above 0")
+    registry = saved_registry(args.registry)
+    batch = saved_batch(FilePath(args.file), args.allow_pickle, args.max_bytes)
+    masks = [plain(tuple(name.split("/"))) for name in args.mask]
+    diagnosis = diagnose(batch, registry, args.pad_token_id, max_bytes=None, masks=masks)
+    base = "RL_FIELDS" if args.registry is None else "registry"
+    out = as_json(diagnosis, args.file, base) if args.json else text(diagnosis, args.file, args.gbit, base)
+    return out if isinstance(out, str) else json.dumps(out, indent=2), 1 if diagnosis.suggestions else 0
+
+
+def text(diagnosis: Diagnosis, file: str, gbit: float, base: str) -> str:
+    """The diagnosis as text; the lines go on top of the registry `base`, a name in Python."""
+    sizes, covered = diagnosis.sizes, diagnosis.covered
+
+    def cost(count: int) -> str:
+        return f"{count * 8 / (gbit * 1e9):.3g} s at {gbit:g} Gbit/s"
+
+    out = [f"{file}: {sizes.rows:,} rows, {len(sizes.fields):,} fields", ""]
+    for name, mask in diagnosis.masks.items():
+        fill = mask.num_tokens / ((mask.num_rows * mask.width) or 1)
+        out.append(f"  {name}: {mask.width:,} wide, {fill:.1%} valid ({mask.num_tokens:,} tokens)")
+    share = diagnosis.padding / (sizes.padded_bytes or 1)
+    ratio = f"{sizes.ratio:,.1f} times fewer" if sizes.ratio >= 1 else f"more: its header takes {sizes.header:,}"
+    largest = sorted(sizes.fields, key=lambda field: -field.wire_bytes)[:_LARGEST]
+    objects = [f"Python objects {sizes.objects:,}"] if sizes.objects else []
+    shown = [*(f"{show(field.path)} {field.wire_bytes:,}" for field in largest if field.wire_bytes), *objects]
+    out += [
+        "",
+        f"padded:    {sizes.padded_bytes:,} bytes, {share:.1%} of them padding, {cost(sizes.padded_bytes)}",
+        f"maskpack:  {sizes.wire_bytes:,} bytes, {ratio}, {cost(sizes.wire_bytes)}",
+        f"largest on the wire: {', '.join(shown) or 'nothing'}",
+        "",
+    ]
+    if diagnosis.suggestions:
+        out.append(f"{len(diagnosis.suggestions)} stay padded:")
+        for one in diagnosis.suggestions:
+            out += [f"  {one.field}", f"    {one.seen}", f"    {one.line}"]
+        title = "Pack it again with these lines:"
+        if covered is not None:
+            title = f"With these lines {covered.wire_bytes:,} bytes travel, {cost(covered.wire_bytes)}:"
+        out += ["", title, "", *snippet(diagnosis, base).split("\n")]
+    else:
+        out.append("Every tensor of two or more dims is covered.")
+    for note in diagnosis.notes:
+        out += ["", f"note: {note}"]
+    return "\n".join(map(printable, out))
+
+
+def snippet(diagnosis: Diagnosis, base: str) -> str:
+    """Python code of a registry with which `compress(batch, registry=registry)` covers every field."""
+    lines = [f"    {one.line}" for one in diagnosis.suggestions]
+    code = re.sub(r"'.*?'", "", " ".join([base, *lines]))  # without the names of fields and masks
+    names = set(re.findall(r"\b(?:MaskNestingSpec|DENSE|RL_FIELDS|EDGE|PAD_TOKEN_ID|PER_ROW|SIGNED_ZERO)\b", code))
+    token = "" if diagnosis.pad_token_id is None else f", pad_token_id={diagnosis.pad_token_id}"
+    imported = ", ".join(sorted(names, key=lambda name: (not name.isupper(), name)))
+    head = [f"from maskpack import {imported}", "", f"registry = {base} | {{"]
+    return "\n".join([*head, *lines, "}", f"# compress(batch, registry=registry{token})"])
+
+
+def as_json(diagnosis: Diagnosis, file: str, base: str) -> dict[str, Any]:
+    """The diagnosis as plain values."""
+    covered, suggestions = diagnosis.covered, diagnosis.suggestions
+    return {
+        "file": file,
+        **to_json(diagnosis.sizes),
+        "padding_bytes": diagnosis.padding,
+        "wire_bytes_with_lines": None if covered is None else covered.wire_bytes,
+        "masks": {
+            name: {"rows": mask.num_rows, "width": mask.width, "num_tokens": mask.num_tokens}
+            for name, mask in diagnosis.masks.items()
+        },
+        "stay_padded": [
+            {**asdict(one.field), "dtype": str(one.field.dtype)[6:], "seen": one.seen, "line": one.line}
+            for one in suggestions
+        ],
+        "registry": snippet(diagnosis, base) if suggestions else None,
+        "notes": diagnosis.notes,
+    }

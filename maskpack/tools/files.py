@@ -1,0 +1,181 @@
+"""Saved batches and registries, read for the command line.
+
+    PackedBatch.save                                           .
+    torch.save of a TensorDict, a dict or a verl DataProto      \\
+    a pickled DataProto                                         /  saved_batch --> PackedBatch or TensorDict
+    the directory of a memory-mapped TensorDict                '
+
+Reading runs no code of the file unless `allow_pickle` is true.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import math
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from tensordict import NonTensorData, TensorDict, TensorDictBase
+from torch import Tensor
+
+from maskpack.core.objects import Objects
+from maskpack.core.tree import flatten, is_object
+from maskpack.errors import MaskpackError
+from maskpack.fields.registry import MaskNestingRegistry
+from maskpack.fields.rl_fields import RL_FIELDS
+from maskpack.packed.batch import PackedBatch
+from maskpack.packed.decode import MAX_BYTES
+from maskpack.packed.sizes import printable
+from maskpack.tools.pickles import DataProto, read_pickle, read_torch
+
+SMALL, MOST_RATIO = 1 << 30, 1 << 10
+"""Without a limit, a batch takes at most SMALL bytes padded, or MOST_RATIO times its file where that is more."""
+_OLD_TORCH = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
+"""Pickled by torch.save at the start of a file that is no archive."""
+
+
+class Unusable(Exception):
+    """An argument or a file that cannot be used; the message says why."""
+
+
+def saved_batch(file: Path, allow_pickle: bool, max_bytes: int | None = None) -> PackedBatch | TensorDictBase:
+    """The batch in a file, or in the directory of a memory-mapped TensorDict.
+
+    Args:
+        max_bytes: the most bytes that it may take padded; by default 1,024 times the file, between 1 and 64 GiB.
+
+    Raises:
+        Unusable, MaskpackError, OSError: it cannot be read, holds no batch, would run code, or takes too many bytes.
+    """
+    if max_bytes is None:
+        parts = file.rglob("*") if file.is_dir() else [file]
+        size = sum(part.stat().st_size for part in parts if part.is_file())
+        max_bytes = min(MAX_BYTES, max(SMALL, MOST_RATIO * size))
+    elif max_bytes < 1:
+        raise Unusable(f"--max-bytes is {max_bytes}; expected at least 1")
+    read: Any = _read_memory_map
+    if not file.is_dir():
+        with file.open("rb") as opened:
+            start = opened.read(32)
+        if start[8:9] == b"{" or not start.startswith((b"PK\x03\x04", b"\x80")):
+            return PackedBatch.load(file, allow_pickle=allow_pickle, max_bytes=max_bytes)
+        read = read_torch if start[:1] == b"P" or _OLD_TORCH in start else read_pickle
+    try:
+        batch = read(file, allow_pickle)
+        if isinstance(batch, DataProto):
+            batch = batch.tensordict(allow_pickle)
+    except (OSError, Unusable):
+        raise
+    except Exception as error:  # a pickle raises whatever it likes
+        line = (str(error).splitlines() or [""])[0]
+        refused = isinstance(error, pickle.UnpicklingError) and not allow_pickle
+        hint = ". Give --allow-pickle if you trust the file: a pickle runs code" if refused else ""
+        raise Unusable(f"{file} cannot be read: {type(error).__name__}: {line:.300}{hint}") from error
+    if isinstance(batch, PackedBatch):
+        return batch
+    if isinstance(batch, Mapping) and not isinstance(batch, TensorDictBase):
+        batch = _tensordict(cast("Mapping[Any, Any]", batch), file)
+    if not isinstance(batch, TensorDictBase) or is_object(batch):
+        raise Unusable(f"{file} holds a {type(batch).__name__}; expected a TensorDict or a dict of tensors")
+    if any(leaf.is_meta for leaf in batch.values(True, True) if isinstance(leaf, Tensor)):
+        raise Unusable(f"{file} holds tensors on the meta device, which have no bytes; expected a batch with its data")
+    if (size := _nbytes(batch)) > max_bytes:
+        raise Unusable(
+            f"{file} holds {size} bytes padded; expected at most {max_bytes}. Give a larger --max-bytes if you trust "
+            "who wrote it"
+        )
+    return batch
+
+
+def _read_memory_map(directory: Path, allow_pickle: bool) -> Any:
+    if not (directory / "meta.json").is_file():
+        raise Unusable(f"{directory} is a directory without meta.json; expected a memory-mapped TensorDict")
+    load: Any = TensorDict.load_memmap
+    known = inspect.signature(load).parameters
+    if not allow_pickle and "allow_pickle" not in known:
+        raise Unusable(
+            f"{directory}: this tensordict may run pickles that lie in the directory, and a pickle runs code. Give "
+            "--allow-pickle if you trust it, or install a tensordict whose load_memmap takes allow_pickle"
+        )
+    # Opened for writing, a file that was cut off would be filled up with zeros.
+    options = {"allow_pickle": allow_pickle, "mode": "r"}
+    return load(directory, **{name: value for name, value in options.items() if name in known})
+
+
+def _tensordict(data: Mapping[Any, Any], file: Path) -> TensorDict:
+    """A dict as a TensorDict, whose rows are a batch dim if all tensors have the same number of rows."""
+
+    def build(part: Mapping[Any, Any], size: list[int]) -> TensorDict:
+        out = TensorDict({}, batch_size=size)
+        for name, value in part.items():
+            if not isinstance(name, str):
+                raise Unusable(f"{file} holds a dict with the key {name!r:.80}; expected names of fields")
+            if isinstance(value, Mapping) and not isinstance(value, TensorDictBase):
+                value = build(cast("Mapping[Any, Any]", value), size)
+            elif not isinstance(value, Tensor | TensorDictBase):
+                value = NonTensorData(value, batch_size=size)
+            out.set(name, value)
+        return out
+
+    batch = build(data, [])
+    shapes = {leaf.shape[:1] for leaf in batch.values(True, True) if isinstance(leaf, Tensor)}
+    if not shapes:
+        raise Unusable(f"{file} holds a dict without tensors; expected a batch")
+    return build(data, [*shapes.pop()]) if len(shapes) == 1 else batch
+
+
+def _nbytes(batch: TensorDictBase) -> int:
+    """Bytes of its tensors and of those in its Python objects; an expanded one counts with all its elements."""
+    total, known = 0, dict[int, Any]()
+    todo: list[Any] = [Objects.of(value).data if is_object(value) else value for _, value in flatten(batch)]
+    while todo:
+        item: Any = todo.pop()
+        if id(item) in known:
+            continue
+        known[id(item)] = item
+        if isinstance(item, Tensor | np.ndarray):
+            array = cast("Any", item)
+            total += math.prod(array.shape) * max(array.dtype.itemsize, 1)
+        elif isinstance(item, Mapping | list | tuple | set | frozenset):
+            todo += item.values() if isinstance(item, Mapping) else item
+    return total
+
+
+def saved_registry(file: str | None) -> MaskNestingRegistry:
+    """The registry of a YAML or JSON file, or RL_FIELDS."""
+    if file is None:
+        return RL_FIELDS
+    if not file.lower().endswith((".json", ".yaml", ".yml")):
+        raise Unusable(f"--registry is {file}; expected a file that ends in .json, .yaml or .yml")
+    text = Path(file).read_bytes()
+    try:
+        yaml: Any = json if file.lower().endswith(".json") else importlib.import_module("yaml")
+        return MaskNestingRegistry.from_dict(yaml.loads(text) if yaml is json else yaml.safe_load(text))
+    except ModuleNotFoundError as error:
+        raise Unusable("PyYAML is not installed; run: pip install pyyaml, or give the registry as JSON") from error
+    except Exception as error:  # of json, of yaml, or of the registry
+        raise Unusable(f"--registry {file}: {error}; expected what MaskNestingRegistry.to_dict gives") from error
+
+
+def one_line(error: Exception) -> str:
+    """The message of an error of `saved_batch` or compress, with options of the command in place of arguments.
+    Raises a RuntimeError that is about something else than memory."""
+    text = str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}"
+    elif isinstance(error, MemoryError) or "allocate memory" in text:
+        text = f"it does not fit into the memory of this machine ({text})"
+    elif isinstance(error, RuntimeError) and not isinstance(error, MaskpackError):
+        raise error
+    for argument, option in (
+        ("pad_token_id=tokenizer.pad_token_id", "--pad-token-id N, that of the tokenizer"),
+        ("allow_pickle=True", "--allow-pickle"),
+        ("Pass a larger max_bytes, or None,", "Give a larger --max-bytes"),
+    ):
+        text = text.replace(argument, option)
+    return printable(" ".join(text.split()))

@@ -1,0 +1,10 @@
+"""Rows of packed batches that lie elsewhere: in the object store, on other nodes.
+
+view.py        BatchView                     column_group.py    fields whose rows come from the same batches
+segments.py    which rows of which batch     origins.py         which rows of which batch the rows of a view stand for
+"""
+
+from maskpack.views.column_group import BatchMeta
+from maskpack.views.view import BatchView
+
+__all__ = ["BatchMeta", "BatchView"]

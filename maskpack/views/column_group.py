@@ -1,0 +1,251 @@
+"""Column groups: some fields of a view, and where their rows come from.
+
+    Source         a packed batch, here or elsewhere, and its BatchMeta: schema and lengths
+    ColumnGroup    some fields, the sources of their rows, and segments: which rows of which source
+
+A view has at least one group. All groups of a view hold the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from maskpack.core.arguments import said
+from maskpack.core.index import IntArray, ranges
+from maskpack.core.tree import Node, select_entries
+from maskpack.errors import LayoutError
+from maskpack.fields.registry import Key, Path
+from maskpack.layout.row_layout import RowLayout
+from maskpack.packed.batch import PackedBatch
+from maskpack.packed.join import APART, joined, merged, restricted
+from maskpack.packed.pickling import copy_to_one_buffer
+from maskpack.views.origins import UNKNOWN, Origins
+from maskpack.views.segments import Segments
+
+
+@dataclass(frozen=True, eq=False)
+class BatchMeta:
+    """The schema, lengths and size of a packed batch that lies elsewhere.
+
+    Attributes:
+        head: the batch without its rows: the schema, and Python objects that stand for all rows.
+        layouts: the RowLayouts of all its rows, by name.
+        num_rows: B.
+        nbytes: the size of its encoded rows.
+    """
+
+    head: PackedBatch
+    layouts: Mapping[str, RowLayout]
+    num_rows: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, packed: PackedBatch) -> BatchMeta:
+        """The BatchMeta of a packed batch. It keeps no memory of the batch alive.
+
+        Raises LayoutError for a batch packed with batch_size [].
+        """
+        if not isinstance(packed, PackedBatch):
+            raise LayoutError(f"BatchMeta.of: got {said(packed)}; expected a PackedBatch. Pass what compress returned.")
+        head = packed.take(slice(0, 0))
+        fields, row_pads = copy_to_one_buffer((head.fields, head.row_pads))
+        return cls(replace(head, fields=fields, row_pads=row_pads), packed.layouts, packed.num_rows, packed.nbytes)
+
+    def take(self, rows: IntArray) -> BatchMeta:
+        """The BatchMeta of some rows of the batch."""
+        layouts = {name: layout.take(rows) for name, layout in self.layouts.items()}
+        return BatchMeta(self.head, layouts, rows.size, self.nbytes_of(rows.size))
+
+    def nbytes_of(self, rows: int) -> int:
+        """The encoded bytes of some rows, if every row takes an equal share."""
+        return round(self.nbytes * rows / self.num_rows) if self.num_rows else 0
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A packed batch, here or elsewhere.
+
+    Attributes:
+        held: the PackedBatch, or a reference from which `get` fetches it.
+        meta: its schema, lengths and size.
+        origins: the rows of packed batches that its rows stand for.
+    """
+
+    held: Any
+    meta: BatchMeta
+    origins: Origins = UNKNOWN
+
+    @property
+    def key(self) -> Any:
+        """A key that is equal for sources that are one batch: the same object, or equal references. A reference that
+        cannot be hashed is equal to itself only."""
+        try:
+            hash(self.held)
+        except TypeError:
+            return Source, id(self.held)
+        return self.held
+
+    def checked(self, packed: Any) -> PackedBatch:
+        """`packed`, as it was fetched. Raises LayoutError unless it is the batch that `meta` describes."""
+        if not isinstance(packed, PackedBatch):
+            raise LayoutError(
+                f"BatchView.materialize: a reference led to {said(packed)}; expected a PackedBatch. Put "
+                "what compress returned."
+            )
+        meta = self.meta
+        fits = packed.num_rows == meta.num_rows and packed.schema == meta.head.schema
+        if not fits or dict(packed.layouts) != dict(meta.layouts):
+            raise LayoutError(
+                f"BatchView.materialize: a reference led to {packed!r}; expected {meta.num_rows} rows with the "
+                "fields and lengths of its BatchMeta. Give BatchView.at the BatchMeta of the batch that lies there."
+            )
+        return packed
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnGroup:
+    """Some fields, and where their rows come from.
+
+    Attributes:
+        paths: the fields.
+        sources: the sources that the segments number: Sources, or the places of batches that were fetched.
+        segments: which rows of which source, for all rows.
+        head: a batch with the schema of the fields and no rows; None if it is the head of the only source, and need
+            not be sent.
+    """
+
+    paths: tuple[Path, ...]
+    sources: tuple[Any, ...]
+    segments: Segments
+    head: PackedBatch | None
+
+    def declared(self) -> PackedBatch:
+        """The fields of the group, without rows."""
+        assert self.head is not None
+        return only(self.head, self.paths)
+
+    def take(self, index: IntArray) -> ColumnGroup:
+        return replace(self, segments=self.segments.take(index)).trimmed()
+
+    def slice(self, begin: int, end: int) -> ColumnGroup:
+        return replace(self, segments=self.segments.slice(begin, end)).trimmed()
+
+    def trimmed(self) -> ColumnGroup:
+        """The group without the sources that give no row."""
+        used, numbers = np.unique(self.segments.source, return_inverse=True)
+        if used.size == len(self.sources):
+            return self
+        sources = tuple(self.sources[number] for number in used)
+        return replace(self, sources=sources, segments=replace(self.segments, source=numbers))
+
+    def layout(self, name: str) -> RowLayout:
+        shares, order = self.segments.shares()
+        parts = [self.sources[share.source].meta.layouts[name].take(share.rows) for share in shares]
+        layout = RowLayout.cat([self.declared().layouts[name], *parts])
+        return layout if order is None else layout.take(order)
+
+    def origins(self) -> Origins:
+        """The rows of packed batches that its rows stand for."""
+        shares, order = self.segments.shares()
+        known = [self.sources[share.source].origins.take(share.rows).by_row() for share in shares]
+        if not known:
+            return UNKNOWN
+        row, origin, number = (np.concatenate(column) for column in zip(*known, strict=True))
+        begins = np.cumsum([0, *(share.rows.size for share in shares[:-1])])
+        row += np.repeat(begins, [own[0].size for own in known])
+        return Origins.of(row if order is None else np.argsort(order)[row], origin, number)
+
+    def known_as(self, origins: Origins) -> ColumnGroup:
+        """The same rows, which stand for the rows that `origins` names."""
+        number, row = self.segments.by_row()
+        order = np.argsort(number, kind="stable")
+        ends = np.searchsorted(number[order], np.arange(len(self.sources) + 1))
+        place, origin, where = origins.by_row()
+        at = np.argsort(place, kind="stable")
+        sources: list[Source] = []
+        for source, begin, end in zip(self.sources, ends[:-1], ends[1:], strict=True):
+            rows = order[begin:end]
+            first, last = (np.searchsorted(place[at], rows, side) for side in ("left", "right"))
+            taken = at[ranges(first, last - first)]
+            known = Origins.of(np.repeat(row[rows], last - first), origin[taken], where[taken])
+            sources.append(replace(source, origins=known))
+        return replace(self, sources=tuple(sources))
+
+    def assembled(self, fetch: Callable[[Any], PackedBatch]) -> PackedBatch:
+        """The rows of its fields as one packed batch. `fetch` gives the packed batch of a source."""
+        shares, order = self.segments.shares()
+        parts = [only(fetch(self.sources[share.source]).take(share.rows), self.paths) for share in shares]
+        if self.head is None or (len(parts) == 1 and _alike(parts[0], self.declared())):
+            whole = parts[0]
+        else:
+            whole = joined([self.declared(), *parts], "BatchView.materialize")
+        return whole if order is None else whole.take(order)
+
+
+# -------------------------------------------------------------------- batches of some fields
+
+
+def assembled(
+    groups: Sequence[ColumnGroup], order: Sequence[Path], root: Node, fetch: Callable[[Any], PackedBatch]
+) -> PackedBatch:
+    """The rows of all groups as one packed batch with the given root. `fetch` gives the packed batch of a source."""
+    packed = parts_merged([group.assembled(fetch) for group in groups], order)
+    return replace(packed, schema=replace(packed.schema, root=root))
+
+
+def cat_groups(groups: Sequence[ColumnGroup], paths: Sequence[Path]) -> ColumnGroup:
+    sources: dict[Any, Source] = {}
+    numbers: dict[Any, int] = {}
+    numbered: list[Segments] = []
+    for group in groups:
+        keys = [source.key for source in group.sources]
+        for key, source in zip(keys, group.sources, strict=True):
+            numbers.setdefault(key, len(numbers))
+            sources.setdefault(key, source)
+        numbered.append(group.segments.renumbered(np.array([numbers[key] for key in keys], np.int64)))
+    heads = list({id(group.head): only(group.declared(), paths) for group in groups}.values())
+    head = heads[0] if len(heads) == 1 else joined(heads, "BatchView.cat")
+    if any(
+        form.reason == APART for form in head.schema.forms
+    ):  # its parts are not widened: check that they fit as they are
+        joined([head, *(only(source.meta.head, paths) for source in sources.values())], "BatchView.cat")
+    return ColumnGroup(tuple(paths), tuple(sources.values()), Segments.cat(numbered), head)
+
+
+def narrowed(
+    groups: Sequence[ColumnGroup], order: Sequence[Path], fields: Sequence[Key], call: str
+) -> tuple[list[ColumnGroup], tuple[Path, ...]]:
+    """The groups with the fields that are named, and these fields in the order of the view; all if none is named.
+    Raises FieldError for a field that is not in the view."""
+    kept = tuple(path for path, _ in select_entries([(path, None) for path in order], fields, call))
+    left = [without(group, set(order) - set(kept)) for group in groups]
+    return [group for group in left if group.paths] or left[:1], kept  # one group has to keep the number of rows
+
+
+def without(group: ColumnGroup, paths: Collection[Path]) -> ColumnGroup:
+    kept = tuple(path for path in group.paths if path not in paths)
+    return group if len(kept) == len(group.paths) else replace(group, paths=kept)
+
+
+def parts_merged(parts: Sequence[PackedBatch], order: Sequence[Path]) -> PackedBatch:
+    if len(parts) == 1 and tuple(form.path for form in parts[0].schema.forms) == tuple(order):
+        return parts[0]
+    return merged(parts, order)
+
+
+def only(packed: PackedBatch, paths: Sequence[Path]) -> PackedBatch:
+    if len(paths) == len(packed.schema.forms):
+        return packed
+    return restricted(packed, set(paths))
+
+
+def _alike(part: PackedBatch, head: PackedBatch) -> bool:
+    """Whether the rows of the only part have the schema that is declared."""
+    return part.schema == head.schema and all(
+        (part.objects[path].depth, part.objects[path].stacked) == (held.depth, held.stacked)
+        for path, held in head.objects.items()
+    )

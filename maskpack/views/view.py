@@ -1,0 +1,389 @@
+"""BatchView: an ordered list of row segments over packed batches that may lie elsewhere.
+
+    here       lengths, schema, segments     view.take(...), sort_by_length(), split(...): numbers move, data stays
+    elsewhere  the packed batches            view.materialize(get=ray.get): each is fetched once, its rows are decoded
+
+Fields that were added later have segments of their own: a view is a list of column groups, each with some of the fields
+and all of the rows. A view is never changed. A reference is released with the last view that holds it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, cast
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from maskpack.core.arguments import flag, list_of, named, said, whole
+from maskpack.core.index import IntArray, Rows, even_sizes, no_single_row, part_sizes, row_index
+from maskpack.errors import LayoutError
+from maskpack.fields.registry import Key, Path, show
+from maskpack.layout.row_layout import RowLayout
+from maskpack.packed.batch import PackedBatch, Target, decompress
+from maskpack.packed.decode import MAX_BYTES, shape_of
+from maskpack.packed.join import check_named
+from maskpack.views.column_group import (
+    BatchMeta,
+    ColumnGroup,
+    Source,
+    assembled,
+    cat_groups,
+    narrowed,
+    parts_merged,
+    without,
+)
+from maskpack.views.origins import Origins
+from maskpack.views.segments import Segments
+
+Get = Callable[[list[Any]], list[Any]]
+"""Fetches the packed batches of a list of references, in their order: `ray.get`."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BatchView:
+    """Rows of packed batches, wherever they lie. Build one with `of` or `at`, or take one from a WorkerGroup.
+
+    Attributes:
+        groups: its fields, grouped by the batches that their rows come from.
+        order: all fields, in key order.
+        num_rows: B.
+    """
+
+    groups: tuple[ColumnGroup, ...]
+    order: tuple[Path, ...]
+    num_rows: int
+
+    @classmethod
+    def of(cls, packed: PackedBatch) -> BatchView:
+        """All rows of a packed batch that is here."""
+        if not isinstance(packed, PackedBatch):
+            raise LayoutError(
+                f"BatchView.of: got {said(packed)}; expected a PackedBatch. Compress it first, or give a "
+                "reference and a BatchMeta to BatchView.at."
+            )
+        meta = BatchMeta.of(packed)
+        return cls._of(Source(packed, meta, Origins.whole(meta.num_rows, packed)))
+
+    @classmethod
+    def at(cls, reference: Any, meta: BatchMeta) -> BatchView:
+        """All rows of the packed batch behind `reference`. `meta` is its `BatchMeta.of`."""
+        if not isinstance(meta, BatchMeta):
+            raise LayoutError(
+                f"BatchView.at: meta is {said(meta)}; expected a BatchMeta. Pass BatchMeta.of(packed), made where "
+                "the batch was packed."
+            )
+        return cls._of(Source(reference, meta, Origins.whole(meta.num_rows)))
+
+    @classmethod
+    def _of(cls, source: Source) -> BatchView:
+        meta = source.meta
+        order = tuple(form.path for form in meta.head.schema.forms)
+        group = ColumnGroup(order, (source,), Segments.whole(meta.num_rows), meta.head)
+        return cls((group.trimmed(),), order, meta.num_rows)
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __repr__(self) -> str:
+        segments = sum(group.segments.count.size for group in self.groups)
+        return f"BatchView(rows={self.num_rows}, fields={len(self.order)}, segments={segments})"
+
+    # ---------------------------------------------------------------- what is known here
+
+    @cached_property
+    def head(self) -> PackedBatch:
+        """The view without its rows: its schema and widths."""
+        return parts_merged([group.declared() for group in self.groups], self.order)
+
+    @cached_property
+    def layouts(self) -> dict[str, RowLayout]:
+        """The RowLayouts of its rows, by name, on the host."""
+        return {name: self._group_of(name).layout(name) for name in self.head.layouts}
+
+    @property
+    def nbytes(self) -> int:
+        """Encoded bytes of its rows, if each row takes an equal share of the packed batch that it lies in."""
+        return sum(
+            group.sources[share.source].meta.nbytes_of(share.rows.size)
+            for group in self.groups
+            for share in group.segments.shares()[0]
+        )
+
+    @property
+    def padded_nbytes(self) -> int:
+        """Bytes of its tensors in padded form; a jagged tensor counts with its values."""
+        total = 0
+        for form in self.head.schema.forms:
+            if form.dtype is not None:
+                total += math.prod(shape_of(form, self.layouts, (self.num_rows,))) * form.dtype.itemsize
+        return total
+
+    def layouts_alone(self) -> PackedBatch:
+        """Its rows and layouts without any field, for `compress(..., like=)`."""
+        schema = replace(self.head.schema, forms=())
+        return PackedBatch(self.num_rows, schema, self.layouts, {}, {}, {})
+
+    def lengths(self, layout: str) -> IntArray:
+        """int64 [B]: row lengths of one of the layouts."""
+        return named(self.layouts, layout, "BatchView.lengths").lengths + 0
+
+    def tokens(self) -> IntArray:
+        """int64 [B]: valid tokens of each row, in the layout that has most of them."""
+        lengths = [layout.lengths for layout in self.layouts.values()]
+        return max(lengths, key=lambda of_rows: int(of_rows.sum())) + 0 if lengths else np.zeros(len(self), np.int64)
+
+    def origins(self) -> Origins:
+        """The rows of packed batches that its rows stand for, by its first fields."""
+        return self.groups[0].origins()
+
+    def known_as(self, origins: Origins) -> BatchView:
+        """The same rows, which stand for the rows that `origins` names."""
+        return replace(self, groups=tuple(group.known_as(origins) for group in self.groups))
+
+    def _group_of(self, layout: str) -> ColumnGroup:
+        return next(group for group in self.groups if layout in group.declared().layouts)
+
+    # ---------------------------------------------------------------- rows
+
+    def take(self, rows: Rows) -> BatchView:
+        """Some rows, in the order given: a slice, indices (repeats allowed, negative from the end), or a bool mask [B].
+
+        Raises LayoutError for rows that the view does not have.
+        """
+        return self._rows(row_index(rows, self.num_rows, "BatchView.take"))
+
+    def __getitem__(self, rows: Rows) -> BatchView:
+        no_single_row(rows, self.num_rows, "BatchView")
+        return self.take(rows)
+
+    def split(self, sizes: int | Sequence[int]) -> tuple[BatchView, ...]:
+        """Consecutive parts of `sizes` rows: a list that sums to B, or one size (the last part may be smaller)."""
+        sizes = part_sizes(sizes, self.num_rows, "BatchView.split")
+        ends = np.cumsum(sizes, dtype=np.int64).tolist()
+        return tuple(
+            replace(self, groups=tuple(group.slice(end - size, end) for group in self.groups), num_rows=size)
+            for end, size in zip(ends, sizes, strict=True)
+        )
+
+    def chunk(self, parts: int) -> tuple[BatchView, ...]:
+        """`parts` consecutive parts whose sizes differ by one at most; parts beyond the rows are empty."""
+        return self.split(even_sizes(self.num_rows, parts, "BatchView.chunk"))
+
+    def repeat(self, times: int, *, interleave: bool = True) -> BatchView:
+        """Every row `times` times: each row after itself, or the whole view after itself."""
+        times = whole(times, "times", 0, "BatchView.repeat")
+        flag(interleave, "interleave", "BatchView.repeat")
+        rows = np.arange(self.num_rows)
+        return self._rows(np.repeat(rows, times) if interleave else np.tile(rows, times))
+
+    def sort_by_length(self, layout: str | None = None, *, descending: bool = False) -> BatchView:
+        """Rows by their length in a layout (by `tokens` where none is named); rows of one length keep their order."""
+        call = "BatchView.sort_by_length"
+        flag(descending, "descending", call)
+        lengths = self.tokens() if layout is None else named(self.layouts, layout, call).lengths
+        return self._rows(np.argsort(-lengths if descending else lengths, kind="stable"))
+
+    @staticmethod
+    def cat(views: Sequence[BatchView]) -> BatchView:
+        """The rows of several views with the same fields, one after the other.
+
+        Batches of different padded widths become as wide as the widest, as in `PackedBatch.cat`. Raises LayoutError if
+        fields, dtypes or the shapes of their elements differ: here, not when the rows are fetched.
+        """
+        views = list_of(views, BatchView, "BatchView.cat", "Make views of packed batches: BatchView.of(packed).")
+        if len(views) == 1:
+            return views[0]
+        _check_fields(views)
+        paths_of: dict[tuple[int, ...], list[Path]] = {}
+        for path in views[0].order:
+            paths_of.setdefault(tuple(view._group_number(path) for view in views), []).append(path)
+        if not paths_of:  # a view without fields has rows, too
+            paths_of[(0,) * len(views)] = []
+        groups = [
+            cat_groups([view.groups[number] for view, number in zip(views, numbers, strict=True)], paths)
+            for numbers, paths in paths_of.items()
+        ]
+        _check_places(views, list(paths_of), groups)
+        return BatchView(tuple(groups), views[0].order, sum(view.num_rows for view in views))
+
+    def _group_number(self, path: Path) -> int:
+        return next(number for number, group in enumerate(self.groups) if path in group.paths)
+
+    def _rows(self, index: IntArray) -> BatchView:
+        return replace(self, groups=tuple(group.take(index) for group in self.groups), num_rows=index.size)
+
+    # ---------------------------------------------------------------- fields
+
+    def select(self, *fields: Key) -> BatchView:
+        """Some fields with all rows, in the order of the view. No data moves, and it still knows which rows it has.
+
+        The name of a sub-batch stands for all that is in it, a tuple of names for one entry in it. Batches that lie
+        elsewhere are still fetched whole.
+
+        Raises FieldError for a field that is not in the view, and LayoutError if none is named.
+        """
+        check_named(fields, "BatchView.select")
+        groups, order = narrowed(self.groups, self.order, fields, "BatchView.select")
+        if self.groups[0].paths and not set(self.groups[0].paths) & set(
+            order
+        ):  # the fields that said which rows these are
+            known = Origins.together([group.origins() for group in self.groups])
+            groups[0] = groups[0].known_as(known)
+        return BatchView(tuple(groups), order, self.num_rows)
+
+    def with_fields(self, other: BatchView | PackedBatch) -> BatchView:
+        """The same rows with the fields of `other`; new fields come after the fields of the view. No data moves.
+
+        A view knows which rows it has: the results of a call, and fields that were put `onto` a view, stand for the
+        rows that they were computed from. Rows that were packed separately are compared by their lengths only.
+
+        Raises LayoutError if `other` has other rows, the same rows in another order, or other row lengths in a layout
+        of the same name.
+        """
+        if not isinstance(other, BatchView | PackedBatch):
+            raise LayoutError(
+                f"BatchView.with_fields: got {said(other)}; expected a PackedBatch or a BatchView. Compress the "
+                "fields, with like=view.layouts_alone() if they have no mask."
+            )
+        other = other if isinstance(other, BatchView) else BatchView.of(other)
+        if other.num_rows != self.num_rows:
+            raise LayoutError(
+                f"BatchView.with_fields: the fields have {other.num_rows} rows; the view has {self.num_rows}. Give "
+                "one row for each row of the view, in its order."
+            )
+        _check_rows(self, other)
+        dims, more = _dims(self), _dims(other)
+        for path in dims.keys() & more.keys():
+            if dims[path] != more[path]:
+                where = f' of "{show(path)}"' if path else ""
+                raise LayoutError(
+                    f"BatchView.with_fields: the fields{where} have batch dims {more[path]} behind their rows; the "
+                    f"view has {dims[path]}. Give the TensorDict the same batch dims before packing."
+                )
+        leaves = {form.path for form in other.head.schema.forms if form.kind != "node"}
+        fresh = set(other.order)
+        kept = [path for path in self.order if not any(path[:n] in leaves for n in range(1, len(path) + 1))]
+        used = {self.head.forms[path].layout for path in kept} | {name for name, _, _ in self.head.schema.axes}
+        for name in used & other.layouts.keys():
+            if name is not None and other.layouts[name] != self.layouts[name]:
+                raise LayoutError(
+                    f'BatchView.with_fields: layout "{name}" has other widths or rows of other lengths than in the '
+                    "view; expected the same. Compress the new fields with like=, or give their mask beside them."
+                )
+        order = [path for path in self.order if path in fresh or path in kept]
+        order += [path for path in other.order if path not in order]
+        groups = [without(group, fresh | set(self.order) - set(kept)) for group in self.groups]
+        replaced = not groups[0].paths  # the fields that said which rows these are
+        groups += (other.known_as(self.origins()) if replaced else other).groups
+        groups = [group for group in groups if group.paths] or groups[:1]
+        return BatchView(tuple(groups), tuple(order), self.num_rows)
+
+    # ---------------------------------------------------------------- data
+
+    def materialize(
+        self,
+        *fields: Key,
+        get: Get | None = None,
+        format: Target = "padded",
+        device: torch.device | str | None = None,
+        max_bytes: int | None = MAX_BYTES,
+    ) -> TensorDict:
+        """The rows, decoded as by `decompress`.
+
+        Args:
+            fields: the fields to decode; all if none is named.
+            get: the function that fetches references, `ray.get`; each reference is fetched once. Not needed if all
+                batches are in this process.
+            format, device, max_bytes: as for `decompress`.
+
+        Raises:
+            LayoutError: as `decompress`; or a reference leads to something else than its BatchMeta describes.
+        """
+        return decompress(self.to_packed(*fields, get=get), format=format, device=device, max_bytes=max_bytes)
+
+    def to_packed(self, *fields: Key, get: Get | None = None) -> PackedBatch:
+        """The rows, still encoded, as one packed batch in this process. Arguments and errors as for `materialize`."""
+        groups, order = narrowed(self.groups, self.order, fields, "BatchView.materialize")
+        fetched = _fetched([source for group in groups for source in group.sources], get)
+        root = self.head.schema.root
+        return assembled(groups, order, root, lambda source: fetched[id(source)])
+
+
+def _dims(view: BatchView) -> dict[Path, tuple[int, ...] | None]:
+    """The batch dims behind the rows, of the batch and of each sub-batch."""
+    nodes = [(form.path, form.node.more_dims) for form in view.head.schema.forms if form.node is not None]
+    return {(): view.head.schema.root.more_dims, **dict(nodes)}
+
+
+def _check_rows(view: BatchView, other: BatchView) -> None:
+    """Raises LayoutError if `other` has other rows than `view`, as far as both know their origins."""
+    ours, theirs = (Origins.together([group.origins() for group in some.groups]) for some in (view, other))
+    odd = ours.difference(theirs)
+    if odd is not None:
+        known = "another" if odd.ours is None else f"row {odd.ours}"
+        raise LayoutError(
+            f"BatchView.with_fields: row {odd.row} of the fields is row {odd.theirs} of the batch that it comes from; "
+            f"row {odd.row} of the view is {known}. Expected the same rows in the same order. Select and sort the rows "
+            "of both alike, or add the fields first; to_packed(get=ray.get) gives fields that may lie beside any rows."
+        )
+
+
+def _check_fields(views: Sequence[BatchView]) -> None:
+    for view in views[1:]:
+        odd = set(view.order) ^ set(views[0].order)
+        if odd:
+            raise LayoutError(
+                f"BatchView.cat: fields {sorted(map(show, odd))} are not in every view; expected the same fields. Add "
+                "them with with_fields first."
+            )
+
+
+def _check_places(
+    views: Sequence[BatchView], paths_of: Sequence[tuple[int, ...]], groups: Sequence[ColumnGroup]
+) -> None:
+    """Raises LayoutError if a layout widens differently for different fields. It does if some of them were packed with
+    the prompts and responses that split it, and others were not: their anchors differ."""
+    places: dict[str, tuple[int, ...]] = {}
+    for numbers, group in zip(paths_of, groups, strict=True):
+        parts = [view.groups[number].declared() for view, number in zip(views, numbers, strict=True)]
+        for name, layout in group.declared().layouts.items():
+            place = (layout.width, *(layout.anchor - part.layouts[name].anchor for part in parts))
+            if places.setdefault(name, place) != place:
+                raise LayoutError(
+                    f'BatchView.cat: layout "{name}" becomes {places[name][0]} wide for some fields and {place[0]} for '
+                    "others, or begins elsewhere; expected one place for its columns. Compress all its fields with "
+                    "like= the batch that has prompts and responses, or together with these."
+                )
+
+
+def _fetched(sources: Sequence[Source], get: Get | None) -> dict[int, PackedBatch]:
+    """The packed batch of each source, by the id of the source; each reference is fetched once."""
+    away: dict[int, Any] = {id(s.held): s.held for s in sources if not isinstance(s.held, PackedBatch)}
+    if away and get is None:
+        raise LayoutError(
+            f"BatchView.materialize: {len(away)} packed batches lie elsewhere, and get is None; expected a function "
+            "that fetches them. Pass get=ray.get."
+        )
+    if get is not None and not callable(get):
+        raise LayoutError(
+            f"BatchView.materialize: get is {said(get)}; expected a function that fetches references. Pass get=ray.get."
+        )
+    given: Any = get(list(away.values())) if get is not None and away else []
+    if not isinstance(given, Iterable):
+        raise LayoutError(
+            f"BatchView.materialize: get gave {said(given)}; expected a list of packed batches, in the order of their "
+            "references. Pass get=ray.get."
+        )
+    batches = list(cast("Iterable[Any]", given))
+    if len(batches) != len(away):
+        raise LayoutError(
+            f"BatchView.materialize: get gave {len(batches)} packed batches for {len(away)} references; expected one "
+            "for each, in their order. Pass get=ray.get."
+        )
+    fetched = dict(zip(away, batches, strict=True))
+    return {id(source): source.checked(fetched.get(id(source.held), source.held)) for source in sources}

@@ -1,0 +1,164 @@
+"""The benchmarks measure what they say: workloads of the right bytes and shape, exact rivals, results of one schema."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import maskpack
+from bench import __main__ as command
+from bench import baselines, measure, nest, payload, report
+from bench.workloads import PAD_ID, PROMPT_WIDTH, RESPONSE_WIDTH, VARIANTS, make_batch
+
+P, R, ROWS = 37, 229, 33
+SMALL = {"prompt_width": P, "response_width": R}
+
+
+def small(variant="reference", seed=0):
+    return make_batch(variant, ROWS, **SMALL, seed=seed)
+
+
+# -------------------------------------------------------------------- workloads
+
+
+def test_the_reference_workload_has_the_bytes_and_fill_of_the_figures():
+    batch = make_batch(rows=8)
+    assert sum(field.nbytes for field in batch.values()) == 8 * 1_097_728
+    assert batch["attention_mask"].shape == (8, PROMPT_WIDTH + RESPONSE_WIDTH)
+    assert batch["attention_mask"].double().mean().item() == pytest.approx(0.084, rel=2e-3)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_seed_gives_one_batch_padded_left_and_right(variant):
+    batch = small(variant)
+    measure.require_same(variant, small(variant), batch)
+    with pytest.raises(measure.NotExact):
+        measure.require_same(variant, small(variant, seed=1), batch)
+    real = batch["attention_mask"].bool()
+    prompt, response = real[:, :P], real[:, P:]
+    assert torch.equal(prompt, prompt.cummax(1).values)
+    assert torch.equal(response, response.flip(1).cummax(1).values.flip(1))
+    assert (batch["input_ids"][~real] == PAD_ID).all()
+    assert (batch["old_log_probs"][~response] == 0).all()
+    assert (batch["old_log_probs"][response] < 0).all()
+
+
+def test_the_reference_workload_has_the_redundancy_of_grpo():
+    batch = small()
+    response = batch["attention_mask"][:, P:]
+    for begin in range(0, ROWS, 16):
+        group = batch["prompts"][begin : begin + 16]
+        assert (group == group[0]).all()
+    assert not torch.equal(batch["prompts"][0], batch["prompts"][16])
+    assert torch.equal(batch["input_ids"], torch.cat([batch["prompts"], batch["responses"]], 1))
+    assert torch.equal(batch["position_ids"], (batch["attention_mask"].cumsum(1) - 1).clamp(min=0))
+    assert torch.equal(batch["advantages"], batch["advantages"][:, :1] * response)
+    scores = batch["token_level_scores"]
+    assert torch.equal(scores.sum(1), scores[torch.arange(ROWS), response.sum(1) - 1])
+
+
+def test_variants_have_holes_and_negative_zeros():
+    batch = small("multi-turn")
+    real, on = batch["attention_mask"][:, P:].bool(), batch["response_mask"].bool()
+    assert not (on & ~real).any()
+    assert (real & ~on).any()
+    assert (batch["advantages"][~on] == 0).all()
+    batch = small("negative-zeros")
+    product = batch["advantages"][:, :1] * batch["response_mask"]
+    measure.require_same_tensor("advantages", batch["advantages"], product)
+    assert product.signbit()[batch["response_mask"] == 0].any()
+    with pytest.raises(ValueError, match="multi-urn"):
+        make_batch("multi-urn")
+
+
+# -------------------------------------------------------------------- measuring
+
+
+def test_the_check_of_exactness_sees_every_difference():
+    batch = small()
+    changed = batch.clone()
+    changed["advantages"][3, 5] += 1
+    signed = batch.clone()
+    signed["entropys"][:, -1] = -0.0
+    reordered = batch.select(*reversed(list(batch.keys())))
+    for other in (changed, signed, reordered, batch[:-1], batch.exclude("returns"), batch.float()):
+        with pytest.raises(measure.NotExact):
+            measure.require_same("test", other, batch)
+
+
+def test_rounds_rotate_and_the_first_does_not_count():
+    calls = []
+    ms = measure.interleaved({name: lambda name=name: calls.append(name) for name in "abc"}, rounds=3)
+    assert "".join(calls) == "abcbcacababc"
+    assert list(ms) == ["a", "b", "c"]
+
+
+def test_the_usual_code_agrees_with_ours_on_holes_and_restores():
+    batch = small("multi-turn")
+    usual, ours = baselines.nest(batch), maskpack.nest_batch_by_mask(batch, pad_token_id=PAD_ID)
+    for name in batch.keys() - {"attention_mask"}:
+        measure.require_same_tensor(name, usual[name], ours[name])
+    measure.require_same("unnest", baselines.unnest(usual, baselines.masks_of(batch), tuple(batch.keys())), batch)
+    runs, layout = (
+        baselines.mask_runs(batch["response_mask"] != 0),
+        maskpack.RowLayout.from_mask(batch["response_mask"]),
+    )
+    assert torch.equal(runs["starts"].values(), layout.starts.long())
+    assert torch.equal(runs["lengths"].values(), layout.counts.long())
+
+
+# -------------------------------------------------------------------- cases and their command
+
+
+def test_payload_has_its_targets(measured):
+    variants = ["reference", "multi-turn", "routed-experts"]
+    rows = measured("payload", lambda rows, rounds: payload.run(rows, rounds, **SMALL, variants=variants))
+    targets = {key: row["target"] for key, row in rows.items() if row["target"]}
+    assert targets["payload reference", "padded / maskpack"] == ">= 47"
+    assert targets["payload multi-turn", "padded / maskpack"] == ">= 42"
+    assert targets["payload reference", "compress, verify=always / read"] == "<= 1.6"
+    assert targets["payload reference", "decompress, nested / memcpy"] == "<= 3"
+    assert ("payload routed-experts", "routed_experts alone") in targets
+
+
+def test_nest_has_its_targets(measured):
+    rows = measured("nest", lambda rows, rounds: nest.run(rows, rounds, **SMALL))
+    assert {row["target"] for row in rows.values()} == {None, ">= 15", "<= 4"}
+
+
+def test_payload_raises_where_a_bit_is_lost(monkeypatch):
+    decompress = maskpack.decompress
+
+    def lossy(packed, **more):
+        batch = decompress(packed, **more)
+        batch["advantages"].view(-1)[-1] = -0.0
+        return batch
+
+    monkeypatch.setattr(maskpack, "decompress", lossy)
+    with pytest.raises(measure.NotExact, match="advantages"):
+        payload.run(ROWS, 1, **SMALL, variants=["reference"])
+
+
+def test_a_target_is_met_from_its_bound_on():
+    def met(value, target):
+        return report.Row("case", "name", value, "x", target).met
+
+    assert [met(15.0, ">= 15"), met(14.99, ">= 15"), met(4.0, "<= 4"), met(4.01, "<= 4")] == [True, False, True, False]
+    assert met(1.0, None) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["nest", "--rows", "0"], "0 is not at least 1"),
+        (["nest", "--only", "pack"], "nest has no groups"),
+        (["nest", "--plot", "chart.svg"], "nest has no chart"),
+        (["all"], "all needs --report, and no other case takes"),
+        (["plan", "--report", "x.md"], "all needs --report, and no other case takes"),
+        (["plan", "--recorded", "x"], "all needs --report, and no other case takes"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(given, message, capsys):
+    with pytest.raises(SystemExit):
+        command.main(given)
+    assert message in capsys.readouterr().err

@@ -1,0 +1,454 @@
+"""Python objects: their tensors as words, and their exact JSON."""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import operator
+import pickle
+import struct
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+from samples import freeze
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+from torch import Tensor
+
+from maskpack.core import objects
+from maskpack.core.objects import Objects, Stowed, on_host
+
+TORCH_DTYPES = [
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+]
+NUMPY_DTYPES = ["bool", "float16", "float32", "float64", "complex64"]
+NUMPY_DTYPES += [f"{sign}int{size}" for sign in ("", "u") for size in (8, 16, 32, 64)]
+
+
+def stow(data: Any) -> Objects:
+    return Objects(data, 0).stowed()
+
+
+def restored(held: Objects) -> Any:
+    return held.entry(()).data
+
+
+def exact(value: Any) -> Any:
+    """As `freeze`, with the bits of floats and the types of scalars and keys."""
+    if type(value) is float:
+        return ("float", struct.pack("<d", value))
+    if isinstance(value, np.generic):
+        return ("scalar", type(value).__name__, str(value.dtype), value.tobytes())
+    if isinstance(value, Tensor) and type(value) is not Tensor:
+        return (type(value).__name__, freeze(value.as_subclass(Tensor)))
+    if type(value) in (list, tuple):
+        return (type(value).__name__, [exact(item) for item in value])
+    if type(value) is dict:
+        return ("dict", [(exact(key), exact(item)) for key, item in value.items()])
+    if isinstance(value, Tensor | np.ndarray):
+        return freeze(value)
+    return (type(value).__name__, value)
+
+
+def through_json(data: Any) -> Any:
+    """To a text and back, with the arrays beside it."""
+    arrays: list[np.ndarray] = []
+
+    def store(line: np.ndarray) -> int:
+        arrays.append(np.array(line))
+        return len(arrays) - 1
+
+    text = json.dumps(objects.to_json(stow(data).data, store), allow_nan=False)
+    assert text.isascii()
+    return restored(Objects(objects.from_json(json.loads(text), arrays.__getitem__), 0))
+
+
+def tensor_of(name: str, shape: tuple[int, ...] = (3, 2)) -> Tensor:
+    dtype = getattr(torch, name)
+    count = math.prod(shape) * dtype.itemsize
+    raw = [(place * 91 + 5) % (2 if name == "bool" else 256) for place in range(count)]
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.tensor(raw, dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+# -------------------------------------------------------------------- stowing
+
+
+@pytest.mark.parametrize("name", TORCH_DTYPES)
+@pytest.mark.parametrize("shape", [(), (1,), (3, 2), (0,), (2, 0, 3), (1,) * 28])
+def test_tensors_of_every_dtype_and_shape(name: str, shape: tuple[int, ...]) -> None:
+    x = tensor_of(name, shape)
+    held = stow({"x": x})
+    assert isinstance(held.data["x"], Stowed)
+    assert exact(restored(held)) == exact({"x": x})
+    assert exact(through_json([x])) == exact([x])
+
+
+@pytest.mark.parametrize("name", NUMPY_DTYPES)
+@pytest.mark.parametrize("shape", [(), (1,), (3, 2), (0,), (2, 0, 3)])
+def test_arrays_of_every_dtype_and_shape(name: str, shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    raw = rng.integers(0, 2 if name == "bool" else 256, (math.prod(shape), np.dtype(name).itemsize)).astype(np.uint8)
+    x = raw.view(name).reshape(shape) if raw.size else np.zeros(shape, name)
+    held = stow([x])
+    assert isinstance(held.data[0], Stowed)
+    assert exact(restored(held)) == exact([x])
+    assert exact(through_json((x,))) == exact((x,))
+
+
+def test_words_are_copies_that_nobody_may_write() -> None:
+    x, y = torch.arange(3), np.arange(4)
+    held = stow([x, y])
+    x.zero_()
+    y[:] = 0
+    assert restored(held)[0].tolist() == [0, 1, 2]
+    assert restored(held)[1].tolist() == [0, 1, 2, 3]
+    for item in held.data:
+        assert not item.words.flags.writeable
+    first, second = restored(held), restored(held)
+    first[0].zero_()
+    first[1][:] = 0
+    assert second[0].tolist() == [0, 1, 2]
+    assert restored(held)[1].tolist() == [0, 1, 2, 3]
+
+
+def test_strides_conjugates_and_negatives() -> None:
+    x = torch.arange(24).view(2, 3, 4)
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    data = [x.movedim(0, 2), x[:, ::2], x[0, 0].expand(5, 4), z.conj(), z.conj().imag, torch.tensor(1 + 2j).conj()]
+    data += [np.arange(24).reshape(4, 6).T, np.asfortranarray(np.arange(6.0).reshape(2, 3)), np.arange(9)[::-2]]
+    wanted = [item.clone() if isinstance(item, Tensor) else item.copy() for item in data]
+    wanted = [item.resolve_conj().resolve_neg() if isinstance(item, Tensor) else item for item in wanted]
+    for seen, item in zip(restored(stow(data)), wanted, strict=True):
+        assert freeze(seen) == freeze(item)
+
+
+def test_one_tensor_twice_stays_one() -> None:
+    x, shared = torch.arange(3), [torch.ones(2)]
+    data = {"a": x, "b": [x], "c": (x, shared), "d": shared, "e": shared}
+    back = restored(stow(data))
+    assert back["a"] is back["b"][0]
+    assert back["a"] is back["c"][0]
+    assert back["d"] is back["e"]
+    assert back["c"][1] is back["d"]
+    assert back["a"] is not x
+
+
+def test_equal_tensors_share_words_and_stay_two() -> None:
+    a, b = torch.arange(5), torch.arange(5)
+    held = stow([a, b, torch.arange(5.0), torch.arange(5).view(5, 1), np.arange(5)])
+    assert held.data[0].words is held.data[1].words
+    assert held.data[0].words is held.data[3].words
+    assert held.data[0].words is held.data[4].words
+    assert len(held.arrays()) == 2
+    back = restored(held)
+    assert back[0] is not back[1]
+    back[0].zero_()
+    assert back[1].tolist() == [0, 1, 2, 3, 4]
+    assert back[3].shape == (5, 1)
+
+
+def test_bits_that_are_equal_by_value_only_are_two() -> None:
+    held = stow([torch.tensor([0.0]), torch.tensor([-0.0]), torch.tensor([0.0])])
+    assert held.data[0].words is held.data[2].words
+    assert held.data[0].words is not held.data[1].words
+    assert math.copysign(1, restored(held)[1].item()) == -1
+
+
+def test_dicts_and_lists_are_copies() -> None:
+    shared = {"c": None}
+    data = {"a": [1, (2, "x")], "b": shared, "again": shared}
+    mixed = {"a": data, "x": torch.ones(1)}
+    held = stow(mixed).data
+    assert held["a"] == data
+    assert held["a"] is not data
+    assert held["a"]["a"] is not data["a"]
+    assert held["a"]["b"] is held["a"]["again"] is not shared, "what was shared is shared"
+    assert type(mixed["x"]) is Tensor, "the caller's dict is not changed"
+
+
+def test_cycles_are_left_as_they_are() -> None:
+    loop: list[Any] = [torch.ones(1)]
+    loop.append(loop)
+    assert stow(loop).data is loop
+    other: dict[str, Any] = {"x": torch.ones(1), "inner": ([],)}
+    other["inner"][0].append(other)
+    held = stow(other)
+    assert held.data is other
+    assert restored(held) is other
+    del loop[0]
+    with pytest.raises(objects.NotInJson, match="nested too deep"):
+        objects.to_json(loop, lambda _: 0)
+
+
+def nest(depth: int, leaf: Any, kind: Any = list) -> Any:
+    for _ in range(depth):
+        leaf = kind([leaf]) if kind is not dict else {"k": leaf}
+    return leaf
+
+
+@pytest.mark.parametrize("kind", [list, tuple, dict])
+@pytest.mark.parametrize("depth", [0, 1, 63, 64])
+def test_nesting_up_to_the_bound(kind: Any, depth: int) -> None:
+    data = nest(depth, torch.arange(2), kind)
+    assert exact(restored(stow(data))) == exact(data)
+    assert exact(through_json(data)) == exact(data)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, dict])
+@pytest.mark.parametrize("depth", [65, 66, 500, 100_000])
+def test_nesting_beyond_the_bound(kind: Any, depth: int) -> None:
+    data = nest(depth, torch.arange(2), kind)
+    assert stow(data).data is data
+    with pytest.raises(objects.NotInJson, match="nested too deep"):
+        objects.to_json(data, lambda _: 0)
+    plain = nest(min(depth, 500), 1, kind)
+    with pytest.raises(objects.NotInJson, match="nested too deep"):
+        objects.to_json(plain, lambda _: 0)
+    said = 1
+    for _ in range(min(depth, 500)):
+        said = {"dict": [["k", said]]} if kind is dict else {"tuple": [said]} if kind is tuple else [said]
+    with pytest.raises(ValueError, match="nested too deep"):
+        objects.from_json(said, lambda _: np.zeros(0))
+
+
+def test_lists_that_hold_one_list_often_do_not_grow_without_end() -> None:
+    data: Any = []
+    for _ in range(60):
+        data = [data, data]
+    held = stow(data).data
+    for _ in range(60):
+        assert held[0] is held[1]
+        held = held[0]
+    with pytest.raises(objects.NotInJson, match="more than 4194304 items"):
+        objects.to_json(data, lambda _: 0)
+
+
+class Point(NamedTuple):
+    x: Any
+
+
+class Words(list):
+    pass
+
+
+class Marked(Tensor):
+    pass
+
+
+def test_subclasses_are_left_alone() -> None:
+    x = torch.ones(2)
+    matrix = np.ones(2).view(np.recarray)
+    items = [
+        Point(x),
+        Words([x]),
+        collections.OrderedDict(a=x),
+        collections.defaultdict(list, a=x),
+        x.as_subclass(Marked),
+        torch.nn.Parameter(x),
+        x.clone().requires_grad_(),
+        torch.ones(2, device="meta"),
+        torch.eye(2).to_sparse(),
+        torch.nested.nested_tensor([x], layout=torch.jagged),
+        matrix,
+        np.ones(2, ">f4"),
+        np.array(["a"]),
+        np.array([None]),
+        np.ones(2, np.complex128),
+        np.ones(2, [("a", "i4")]),
+        torch.ones([1] * 29),
+        {x},
+        b"bytes",
+        1j,
+    ]
+    held = stow(items)
+    assert all(map(operator.is_, held.data, items))
+    for item in items:
+        with pytest.raises(objects.NotInJson, match=f"a {type(item).__name__}"):
+            objects.to_json([item], lambda _: 0)
+
+
+def test_bools_and_ints_of_subclasses_are_not_said() -> None:
+    class Number(int):
+        pass
+
+    class Text(str):
+        pass
+
+    for item in (Number(3), Text("x"), Point(1), Words([1]), np.str_("x")):
+        with pytest.raises(objects.NotInJson):
+            objects.to_json(item, lambda _: 0)
+
+
+# -------------------------------------------------------------------- JSON
+
+
+SAID = {
+    "none": None,
+    "bools": [True, False],
+    "zero": [0.0, -0.0, 0, False],
+    "floats": [0.1, 1e16, 1e-7, 1.7976931348623157e308, 5e-324, -2.5, 1 / 3],
+    "infinite": [math.inf, -math.inf],
+    "ints": [0, -1, 2**53 + 1, 2**63 - 1, -(2**63), 2**63, -(2**63) - 1, 10**5000, -(10**5000)],
+    "texts": ["", "a", "é", '\0\x1f"\\/', "\u2028", "😀", "\ud800", "a\udfff", "\ud83d\ude00", "\ude00\ud83d"],
+    "lists": [[], [[]], [1, [2, [3]]]],
+    "tuples": [(), ((),), (1, (2, [3]))],
+    "dicts": [{}, {"a": 1, "b": {"a": 1}}, {1: 2, "1": 3, 1.5: 4, None: 5, False: 6}],
+    "keys": {(1, "a"): 1, (1, ("b", None)): 2, (): 3, "\ud800": 4, -0.0: 5, 2**70: 6},
+    "order": {"b": 1, "a": 2, "c": 0},
+    "words that look like ours": {"tensor": [0, "int64", [3]], "dict": [], "float": "inf", "tuple": [1]},
+    "scalars": [np.float32(0.1), np.int64(3), np.bool_(True), np.complex64(1 - 0j), np.float64(-0.0), np.uint8(0)],
+    "scalar keys": {np.int64(3): 1, np.float32(2.5): 2},
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_json_is_exact(name: str) -> None:
+    assert exact(through_json(SAID[name])) == exact(SAID[name])
+
+
+@pytest.mark.parametrize(
+    "bits", ["000000000000f87f", "000000000000f8ff", "010000000000f87f", "efbeadde0000f8ff", "0100000000000cfc"]
+)
+def test_floats_by_their_bits(bits: str) -> None:
+    (number,) = struct.unpack("<d", bytes.fromhex(bits))
+    back = through_json([number, {number: 1}])
+    assert struct.pack("<d", back[0]) == struct.pack("<d", number)
+    assert struct.pack("<d", next(iter(back[1]))) == struct.pack("<d", number)
+
+
+_leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(width=64),
+    st.text(st.characters(), max_size=4),
+    st.text(st.sampled_from("\ud800\udbff\udc00\udfffa"), max_size=4),
+    st.sampled_from(NUMPY_DTYPES).flatmap(lambda name: npst.from_dtype(np.dtype(name))),
+    st.sampled_from(NUMPY_DTYPES).flatmap(lambda name: npst.arrays(name, npst.array_shapes(min_side=0, max_side=3))),
+    st.sampled_from(TORCH_DTYPES).map(tensor_of),
+)
+_keys = st.one_of(st.integers(-3, 3), st.text(max_size=2), st.booleans(), st.tuples(st.integers(0, 2)), st.floats(0, 1))
+_data = st.recursive(
+    _leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(_keys, inner, max_size=3),
+    ),
+    max_leaves=12,
+)
+
+
+@given(_data)
+def test_any_object(data: Any) -> None:
+    assert exact(restored(stow(data))) == exact(data)
+    assert exact(through_json(data)) == exact(data)
+    again = pickle.loads(pickle.dumps(stow(data), protocol=5))
+    assert exact(restored(again)) == exact(data)
+
+
+def test_scalars_that_have_no_name_of_their_own() -> None:
+    """numpy has two types for one size of integer; the one that `np.dtype(name)` does not give is not said."""
+    for kind in (np.longlong, np.intc, np.int_, np.ulonglong):
+        item = kind(1)
+        if type(item) is np.dtype(item.dtype.name).type:
+            assert exact(through_json(item)) == exact(item)
+        else:
+            with pytest.raises(objects.NotInJson):
+                objects.to_json(item, lambda _: 0)
+    for item in (np.datetime64("2020-01-01"), np.complex128(1), np.longdouble(1), np.bytes_(b"x"), np.void(b"x")):
+        with pytest.raises(objects.NotInJson):
+            objects.to_json(item, lambda _: 0)
+
+
+# -------------------------------------------------------------------- rows
+
+
+def stack(*items: Any) -> NonTensorStack:
+    return NonTensorStack(*[NonTensorData(item) for item in items])
+
+
+def test_rows_follow() -> None:
+    held = Objects.of(stack("a", [torch.ones(1)], "c")).stowed()
+    assert (held.depth, held.stacked) == (1, False)
+    back = held.take([2, 0, 2]).entry((3,))
+    assert isinstance(back, NonTensorStack)
+    assert back.tolist() == ["c", "a", "c"]
+    assert exact(held.take(range(1, 2)).entry((1,)).tolist()) == exact([[torch.ones(1)]])
+    assert held.data[0] == "a", "nothing was changed"
+
+
+def test_batch_wide_objects_stay() -> None:
+    held = Objects.of(NonTensorData({"a": 1}, batch_size=[3])).stowed()
+    assert held.take([0]) is held
+    assert held.take([]).entry((0,)).batch_size == (0,)
+    assert Objects.of("plain").data == "plain"
+
+
+def test_stacks_below_further_batch_dims() -> None:
+    deep = NonTensorStack(stack(1, 2, 3), stack(4, 5, 6))
+    held = Objects.of(deep)
+    assert held.depth == 2
+    assert held.entry((2, 3)).tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert held.entry((2, 3)).batch_size == (2, 3)
+    assert held.take([1]).entry((1, 3)).tolist() == [[4, 5, 6]]
+
+
+@pytest.mark.parametrize("sizes", [(0,), (0, 2), (0, 2, 3), (2, 0), (2, 0, 3)])
+def test_stacks_without_items_fit_their_batch(sizes: tuple[int, ...]) -> None:
+    data: Any = []
+    if sizes[0]:
+        data = [[] for _ in range(sizes[0])]
+    entry = Objects(data, len(sizes)).entry(sizes)
+    batch = TensorDict({"x": torch.zeros(sizes)}, sizes)
+    batch.set("objects", entry)
+    assert batch.get("objects").batch_size == sizes
+
+
+def test_only_the_arrays_of_the_rows_that_are_left() -> None:
+    held = Objects.of(stack(torch.zeros(10), torch.ones(20), torch.zeros(10))).stowed()
+    assert sorted(array.nbytes for array in held.arrays()) == [40, 80]
+    assert [array.nbytes for array in held.take([1]).arrays()] == [80]
+    assert [array.nbytes for array in held.take([0, 2]).arrays()] == [40]
+    assert held.take([]).arrays() == []
+
+
+# -------------------------------------------------------------------- on the host
+
+
+class Far(Tensor):
+    """A tensor that says it is on a device."""
+
+    device = property(lambda self: torch.device("cuda:0"))  # type: ignore[assignment]
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        assert (args, kwargs) == (("cpu",), {})
+        return self.as_subclass(Tensor).clone()
+
+
+def test_tensors_come_to_the_host() -> None:
+    far, here = torch.arange(3).as_subclass(Far), torch.ones(2)
+    data = {"a": [far, here, (far, "x")], "b": far, "c": {1, 2}, "meta": torch.empty(2, device="meta")}
+    seen = on_host(data)
+    assert [type(x) for x in (seen["b"], seen["a"][0], seen["a"][2][0])] == [Tensor] * 3
+    assert seen["b"].tolist() == [0, 1, 2]
+    assert seen["a"][0] is seen["b"] is seen["a"][2][0]  # as before
+    assert seen["a"][1] is here
+    assert (seen["a"][2][1], seen["c"], seen["meta"]) == ("x", {1, 2}, data["meta"])
+    assert type(data["b"]) is type(data["a"][0]) is Far
+
+
+def test_what_is_on_the_host_is_left_alone() -> None:
+    loop: list[Any] = [torch.ones(2), 3, "x", None, {"y": (1.0, torch.empty(2, device="meta"))}]
+    loop.append(loop)
+    for data in (loop, None, 5, torch.ones(1), TensorDict({"x": torch.ones(2)}, batch_size=[2])):
+        assert on_host(data) is data

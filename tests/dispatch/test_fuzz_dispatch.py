@@ -1,0 +1,28 @@
+"""A little of tests/fuzz_dispatch.py, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(300)
+def test_a_short_run() -> None:
+    options = ["--count", "6", "--seed", "3", "--threads", "8", "--seconds", "4"]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.fuzz_dispatch", *options],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "begin: " in run.stdout

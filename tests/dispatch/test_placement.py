@@ -1,0 +1,215 @@
+"""What a group remembers of what it put, where threads share it, and where its ranks are. Without Ray: objects are
+Python objects."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from tensordict import TensorDict
+
+from maskpack import PackedBatch, compress
+from maskpack.dispatch import placement
+from maskpack.dispatch.placement import Placement, Site
+from maskpack.views.view import BatchView
+
+pytestmark = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
+A, B, ALONE = "a" * 56, "b" * 56, Site()
+
+
+class Put:
+    """An object in the store; `on_release` is called when nothing refers to it any more."""
+
+    on_release: Any = None
+
+    def __init__(self, value: PackedBatch) -> None:
+        self.value = value
+
+    def __del__(self) -> None:
+        if Put.on_release is not None:
+            Put.on_release()
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """A store of 4000 bytes on each of the nodes in `alive`; what was put, by name of the node."""
+    alive = {A: 4000.0}
+    puts: list[PackedBatch] = []
+    monkeypatch.setattr(placement, "nodes_alive", lambda: alive)
+    monkeypatch.setattr(placement, "this_node", lambda: A)
+    monkeypatch.setattr(ray, "put", lambda value: puts.append(value) or Put(value))
+    yield alive, puts
+    Put.on_release = None
+
+
+def numbers(rows: int, begin: int = 0) -> PackedBatch:
+    return compress(TensorDict({"x": (torch.arange(rows) + begin).double().sqrt()}, [rows]), registry={})
+
+
+def rows_of(view: BatchView) -> list[int]:
+    seen = view.materialize("x", get=lambda refs: [ref.value for ref in refs])["x"]
+    return (seen * seen).round().long().tolist()
+
+
+def settled(place: Placement, view: BatchView, site: Site = ALONE) -> list[int]:
+    return rows_of(place.settled(view, site)[0])
+
+
+def test_a_put_of_another_thread_while_the_old_one_is_released(store):
+    """Ray lets other threads run while it releases an object."""
+    place, view = Placement(1), BatchView.of(numbers(64))
+    first, second, third = np.arange(0, 8), np.arange(8, 16), np.arange(16, 24)
+    settled(place, view.take(first))
+    others: list[list[int]] = []
+
+    def released() -> None:
+        Put.on_release = None
+        thread = threading.Thread(target=lambda: others.append(settled(place, view.take(third))))
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive(), "the other thread waits for this one"
+
+    Put.on_release = released
+    assert settled(place, view.take(second)) == second.tolist()
+    assert others == [third.tolist()]
+
+
+def test_threads_that_put_different_rows(store):
+    place, view = Placement(1), BatchView.of(numbers(64))
+    wrong: list[Any] = []
+    start = threading.Barrier(8)
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        start.wait(20)
+        for _ in range(200):
+            rows = np.sort(rng.choice(64, 32, replace=False))
+            if settled(place, view.take(rows)) != rows.tolist():
+                wrong.append(rows)
+            if rng.random() < 0.1:
+                place.release(view.groups[0].sources[0].held if rng.random() < 0.5 else None)
+            if rng.random() < 0.1:
+                settled(place, BatchView.of(numbers(3)))
+                place.ran_on(0, [A])
+                place.sites()
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert wrong == []
+
+
+# -------------------------------------------------------------------- what is remembered
+
+
+def test_what_was_used_longest_ago_is_forgotten_first(store):
+    _, puts = store
+    place = Placement(1)
+    batches = [numbers(50, 50 * n) for n in range(4)]
+    views = [BatchView.of(packed) for packed in batches]
+    size = batches[0].nbytes
+    assert 300 < size < 500, "two fit into a quarter of the store"
+    for n in (0, 1, 0, 2):  # 2 takes the room of 1
+        assert settled(place, views[n]) == list(range(50 * n, 50 * n + 50))
+    assert len(puts) == 3
+    del puts[:]
+    for n in (0, 2, 0, 1, 0):
+        assert settled(place, views[n]) == list(range(50 * n, 50 * n + 50))
+    assert puts == [batches[1]]
+
+
+def test_a_batch_that_is_larger_than_the_room_is_remembered_until_another_comes(store):
+    _, puts = store
+    place, large, small = Placement(1), BatchView.of(numbers(500)), BatchView.of(numbers(2))
+    for view in (large, large, small, small, large):
+        settled(place, view)
+    assert [len(packed) for packed in puts] == [500, 2, 500]
+
+
+def test_what_is_released_is_put_again_and_the_rest_is_not(store):
+    _, puts = store
+    place = Placement(1)
+    batches = [numbers(5), numbers(6)]
+    views = [BatchView.of(packed) for packed in batches]
+    kept = [place.settled(view, Site())[0] for view in views]
+    gone: list[str] = []
+    Put.on_release = lambda: gone.append("object")
+    place.release(batches[0])
+    assert gone == [], "a view has it"
+    assert rows_of(kept.pop(0)) == list(range(5))
+    gc.collect()
+    assert gone == ["object"]
+    for view in views:
+        settled(place, view)
+    assert puts == [*batches, batches[0]]
+    place.release()
+    place.release(batches[0])
+    for view in views:
+        settled(place, view)
+    assert puts[3:] == batches
+
+
+def test_a_batch_that_dies_is_forgotten(store):
+    place, packed = Placement(1), numbers(5)
+    settled(place, BatchView.of(packed)[:3])
+    gone: list[str] = []
+    Put.on_release = lambda: gone.append("object")
+    del packed
+    store[1].clear()
+    gc.collect()
+    assert gone == ["object"]
+
+
+# -------------------------------------------------------------------- where ranks are
+
+
+def test_sites_are_those_of_the_last_receipts(store):
+    alive, _ = store
+    place = Placement(3)
+    assert place.sites() == [Site()] * 3
+    place.ran_on(0, [A])
+    assert place.sites() == [Site()] * 3, "one node"
+    alive[B] = 4000.0  # the cluster grows
+    unknown = place.sites()
+    assert unknown[0] == {A}
+    assert len(set(unknown)) == 3, "nobody knows whether they share a node"
+    place.ran_on(1, [A])
+    place.ran_on(2, [B, A])
+    assert place.sites() == [{A}, {A}, {A, B}]
+    assert place.ranks_off(alive) == set()
+    del alive[B]
+    assert place.ranks_off(alive) == {2}
+    assert place.sites() == [{A}, {A}, {A, B}]
+    place.ran_on(2, [A])  # started again elsewhere
+    assert place.ranks_off(alive) == set()
+    assert place.sites() == [{A}] * 3
+
+
+def test_what_was_put_for_a_rank_that_moved_is_forgotten(store):
+    alive, puts = store
+    alive[B] = 4000.0
+    place, packed = Placement(2), numbers(6)
+    view = BatchView.of(packed)
+
+    def send() -> None:
+        for site, rows in zip(place.sites(), ([0, 1, 2], [3, 4, 5]), strict=True):
+            assert settled(place, view.take(rows), site) == rows
+
+    send()
+    send()
+    assert len(puts) == 2
+    gone: list[str] = []
+    Put.on_release = lambda: gone.append("object")
+    del puts[:]
+    place.ran_on(0, [B])
+    assert gone == ["object"]
+    send()
+    assert [len(part) for part in puts] == [3]

@@ -1,0 +1,142 @@
+"""The site builds without a warning, links lead somewhere, and every public name has its entry.
+
+docs/*.md, docstrings -> sphinx-build -W -> pages; what is said of them is read from the HTML and the inventory
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import maskpack as mp
+
+pytest.importorskip("sphinx")
+pytest.importorskip("furo")
+pytest.importorskip("myst_parser")
+
+DOCS = Path(__file__).parents[2] / "docs"
+LINK = re.compile(r'href="([^"#?]+\.html)')
+PAGES = [page.relative_to(DOCS).with_suffix("") for page in sorted(DOCS.rglob("*.md"))]
+RE_EXPORTED = {"maskpack.adapters.verl.MaskNestingSpec"}
+"""Names of the core that an adapter hands on; their entries are the core's."""
+DEFINED = re.compile(r"^(?:class|def) ([A-Za-z]\w*)", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def entries(site: Path) -> set[str]:
+    """The names that the reference describes."""
+    from sphinx.util.inventory import InventoryFile
+
+    inventory = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="")
+    return {name for kind in inventory.data if kind.startswith("py:") for name in inventory.data[kind]}
+
+
+def reachable(site: Path, start: str = "index.html") -> set[str]:
+    """The pages that links lead to."""
+    found, open_pages = set(), [start]
+    while open_pages:
+        page = open_pages.pop()
+        if page in found:
+            continue
+        found.add(page)
+        for link in LINK.findall((site / page).read_text()):
+            if "://" not in link:
+                target = (site / page).parent.joinpath(link).resolve()
+                open_pages.append(target.relative_to(site.resolve()).as_posix())
+    return found
+
+
+def adapters() -> list[str]:
+    """A file or a package for each."""
+    places = (Path(mp.__file__).parent / "adapters").glob("[a-z]*")
+    return sorted(path.stem for path in places if path.suffix == ".py" or path.is_dir())
+
+
+def _is_ours(value: object) -> bool:
+    return isinstance(value, type) and value.__module__ == "maskpack.errors"
+
+
+def missing(names: set[str], entries: set[str]) -> set[str]:
+    return names - entries
+
+
+# -------------------------------------------------------------------- pages
+
+
+def test_every_page_is_reachable(site: Path) -> None:
+    assert {f"{page.as_posix()}.html" for page in PAGES} <= reachable(site)
+
+
+def test_every_page_is_in_a_table_of_contents(site: Path) -> None:
+    front = (site / "index.html").read_text()
+    sidebar = front[front.index('class="sidebar-tree"') :].split("</aside>")[0]
+    listed = {link.removesuffix(".html") for link in LINK.findall(sidebar)}
+    assert {page.as_posix() for page in PAGES} - {"index"} <= listed
+
+
+def test_figures_are_there(site: Path) -> None:
+    for page in reachable(site):
+        for image in re.findall(r'<img[^>]* src="([^"]+)"', (site / page).read_text()):
+            assert (site / page).parent.joinpath(image).is_file(), (page, image)
+
+
+def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
+    """Neither scripts, nor styles, nor fonts."""
+    for page in reachable(site):
+        text = (site / page).read_text()
+        assert not re.findall(r'<script[^>]* src="(?:https?:)?//', text)
+        assert not re.findall(r'<link[^>]* rel="stylesheet"[^>]* href="(?:https?:)?//', text)
+
+
+# -------------------------------------------------------------------- names
+
+
+def test_every_public_name_has_its_entry(entries: set[str]) -> None:
+    names = {f"maskpack.{name}" for name in mp.__all__}
+    for part in (mp.ops, mp.planning, mp.replay, mp.views):
+        names |= {f"{part.__name__}.{name}" for name in part.__all__}
+    names |= {f"maskpack.errors.{name}" for name, value in vars(mp.errors).items() if _is_ours(value)}
+    assert missing(names, entries) == set()
+
+
+def test_dispatch_has_its_entries(entries: set[str]) -> None:
+    pytest.importorskip("ray")
+    dispatch = importlib.import_module("maskpack.dispatch")
+    assert missing({f"maskpack.dispatch.{name}" for name in dispatch.__all__}, entries) == set()
+
+
+@pytest.mark.parametrize("name", adapters())
+def test_adapters_have_their_entries(name: str, entries: set[str]) -> None:
+    """What an adapter makes public, `__all__` or else every class and function without an underscore in front."""
+    place = Path(mp.__file__).parent / "adapters" / name
+    source = (place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).read_text()
+    listed = re.search(r"^__all__ = \[(.*?)\]", source, re.MULTILINE | re.DOTALL)
+    public = re.findall(r'"(\w+)"', listed[1]) if listed else DEFINED.findall(source)
+    assert public
+    assert missing({f"maskpack.adapters.{name}.{public_name}" for public_name in public}, entries) <= RE_EXPORTED
+
+
+def test_a_missing_entry_would_be_seen(entries: set[str]) -> None:
+    assert missing({"maskpack.compress", "maskpack.compres"}, entries) == {"maskpack.compres"}
+
+
+def test_signatures_are_readable(site: Path) -> None:
+    for page in (site / "api").glob("*.html"):
+        signatures = re.findall(r"<dt class=.*?</dt>", page.read_text(), re.DOTALL)
+        plain = [re.sub(r"<[^>]+>|\s", "", signature) for signature in signatures]
+        assert not [text for text in plain if "TypeAlias" in text or "dtype[numpy" in text or "ForwardRef" in text]

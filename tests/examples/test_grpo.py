@@ -1,0 +1,127 @@
+"""The worked GRPO run: its recorded curves, its first steps run again, and the parts that both paths share."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+
+import grpo
+
+AGAIN = 12  # steps that are run again
+CLOSE = 1e-5  # of losses, some of which are 0.1; of gradient norms, which are about 1, ten times that
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=100 * 2**20,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": str(Path(grpo.__file__).parent)}},
+    )
+    yield
+    ray.shutdown()
+
+
+def apart(one: list[list[float]], other: list[list[float]]) -> float:
+    return float(np.abs(np.array(one) - np.array(other)).max())
+
+
+def test_the_recorded_runs_are_one_curve() -> None:
+    """60 steps, 120 optimizer updates, each path on rollouts of the weights that it has trained."""
+    padded, packed = grpo.recorded().values()
+    assert len(padded.tokens) == len(packed.tokens) == grpo.STEPS == 60
+    assert padded.tokens == packed.tokens
+    assert padded.rewards == packed.rewards
+    assert apart(padded.losses, packed.losses) <= CLOSE
+    assert apart(padded.norms, packed.norms) <= 10 * CLOSE
+
+
+def test_the_recorded_runs_learned() -> None:
+    rewards = grpo.recorded()["padded"].rewards
+    assert np.mean(rewards[-10:]) > np.mean(rewards[:10]) + 0.3
+
+
+def check_first_steps(seen: grpo.Curve, known: grpo.Curve) -> None:
+    assert seen.tokens == known.tokens[:AGAIN]
+    assert seen.rewards == known.rewards[:AGAIN]
+    assert apart(seen.losses, known.losses[:AGAIN]) <= CLOSE
+    assert apart(seen.norms, known.norms[:AGAIN]) <= 10 * CLOSE
+
+
+def test_padded_again() -> None:
+    start = grpo.starting_weights()
+    check_first_steps(grpo.train(grpo.Padded(start), start, AGAIN), grpo.recorded()["padded"])
+
+
+def test_packed_again(local_ray: None) -> None:
+    """Through compress, two ranks of a local Ray, plans and replay; the golden losses are those of padded rows."""
+    start = grpo.starting_weights()
+    check_first_steps(grpo.train(grpo.Packed(start), start, AGAIN), grpo.recorded()["padded"])
+
+
+def test_another_loss_is_another_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the comparison is worth: a KL term of another weight shows in the losses of the second step."""
+    monkeypatch.setattr(grpo, "KL", 0.03)
+    start = grpo.starting_weights()
+    seen = grpo.train(grpo.Padded(start), start, 2)
+    assert apart(seen.losses, grpo.recorded()["padded"].losses[:2]) > 50 * CLOSE
+
+
+def test_the_chart_is_that_of_the_record() -> None:
+    assert grpo.drawn(grpo.recorded()) == grpo.CHART.read_text()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text", "worth"),
+    [
+        ([7, 5, 9], "12+9=21$", 1.125),
+        ([7, 5, 9], "12+9=22$", 0.125),
+        ([7, 5, 9], "21$", 1.125),
+        ([7, 5, 9], "12+9=21", 0.0),
+        ([2, 3], "5$5", 1.125),
+    ],
+)
+def test_rewards(numbers: list[int], text: str, worth: float) -> None:
+    assert grpo.reward(numbers, grpo.encoded(text)) == worth
+
+
+def test_responses_fit_into_their_width() -> None:
+    rng = random.Random(0)
+    asked = [grpo.question(rng) for _ in range(500)]
+    assert max(len(grpo.prompt_of(numbers)) for numbers in asked) <= grpo.PROMPT
+    assert max(len(grpo.demonstration(numbers, rng)) for numbers in asked) <= grpo.RESPONSE
+    assert {len(numbers) for numbers in asked} == {2, 3, 4}
+
+
+def test_a_step_has_prompts_on_the_left_and_responses_on_the_right() -> None:
+    batch, mean = grpo.rollouts(grpo.load(grpo.tiny_model(), grpo.starting_weights()), 0)
+    assert batch.batch_size == (grpo.ROWS,)
+    for b in range(grpo.ROWS):
+        real = batch["attention_mask"][b].tolist()
+        prompt, response = real[: grpo.PROMPT], real[grpo.PROMPT :]
+        assert prompt == sorted(prompt)
+        assert response == sorted(response, reverse=True)
+        assert (batch["input_ids"][b] != grpo.PAD).long().tolist() == real
+    groups = batch["advantages"][:, 0].view(grpo.QUESTIONS, grpo.SAMPLES)
+    assert groups.sum(1).abs().max().item() < 1e-5
+    assert mean == grpo.recorded()["padded"].rewards[0]

@@ -1,0 +1,258 @@
+"""The worked losses on nested rows, against loops over rows and tokens that know the formulas and nothing else."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import maskpack as mp
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+
+from grpo_losses import kl_losses, policy_losses, weighted_sum
+
+PROMPT, RESPONSE = 4, 7
+LENGTHS = [5, 1, 7, 0, 3, 6, 2, 4]  # of the responses
+CLOSE = {"rtol": 0, "atol": 1e-12}
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+
+
+def rollout(seed, *, mask="holes"):
+    """A padded batch in float64; under holes of the loss mask tokens have numbers like all others."""
+    rng = torch.Generator().manual_seed(seed)
+    rows, lengths = len(LENGTHS), torch.tensor(LENGTHS)
+    real = torch.arange(RESPONSE) < lengths[:, None]
+    prompt = torch.arange(PROMPT) >= torch.randint(0, PROMPT, (rows, 1), generator=rng)
+    draws = {
+        "all": real.long(),
+        "holes": real.long() * (torch.rand(rows, RESPONSE, generator=rng) < 0.6),
+        "weights": real * torch.rand(rows, RESPONSE, generator=rng, dtype=torch.float64),
+    }
+    draws["holes"][LENGTHS.index(2)] = 0  # a row without a loss token
+
+    def numbers(spread):
+        drawn = spread * torch.randn(rows, RESPONSE, generator=rng, dtype=torch.float64)
+        return drawn.where(real, 0)  # a product with the mask would leave -0.0
+
+    return TensorDict(
+        {
+            "responses": torch.randint(1, 90, (rows, RESPONSE), generator=rng) * real,
+            "attention_mask": torch.cat([prompt, real], 1).long(),
+            "response_mask": draws[mask],
+            "old_log_probs": numbers(0.6),
+            "ref_log_prob": numbers(0.6),
+            "advantages": numbers(1.0),
+        },
+        batch_size=[rows],
+    )
+
+
+def nested(batch, log_probs):
+    """The nested batch, with the padded log-probs [B, R] on its response layout."""
+    out = mp.nest_batch_by_mask(batch, pad_token_id=0)
+    real = batch["attention_mask"][:, PROMPT:].bool()
+    lengths = real.sum(1)
+    out["log_probs"] = torch.nested.nested_tensor_from_jagged(
+        log_probs[real], out["responses"].offsets(), min_seqlen=int(lengths.min()), max_seqlen=int(lengths.max())
+    )
+    return out
+
+
+def leaf(seed):
+    rng = torch.Generator().manual_seed(seed)
+    return (0.6 * torch.randn(len(LENGTHS), RESPONSE, generator=rng, dtype=torch.float64)).requires_grad_()
+
+
+def padded(losses):
+    assert losses.is_nested
+    assert losses._get_max_seqlen() == max(LENGTHS)
+    return losses.to_padded_tensor(0.0, output_size=(len(LENGTHS), RESPONSE))
+
+
+# -------------------------------------------------------------------- dense references
+
+
+def each_token(token):
+    """[B, R] of what `token(row, place)` gives for each response token, 0 elsewhere."""
+    zero = torch.zeros((), dtype=torch.float64)
+    out = []
+    for row, length in enumerate(LENGTHS):
+        own = [token(row, place) if place < length else zero for place in range(RESPONSE)]
+        out.append(torch.stack(own))
+    return torch.stack(out)
+
+
+def dense_policy_losses(new, old, advantage, low, high, dual):
+    def token(row, place):
+        ratio = torch.exp(new[row, place] - old[row, place])
+        gain = float(advantage[row, place])
+        bounded = ratio
+        if ratio.item() < 1 - low:
+            bounded = torch.tensor(1 - low, dtype=torch.float64)
+        if ratio.item() > 1 + high:
+            bounded = torch.tensor(1 + high, dtype=torch.float64)
+        reward = ratio * gain
+        if (bounded * gain).item() < reward.item():
+            reward = bounded * gain
+        if dual is not None and gain < 0 and reward.item() < dual * gain:
+            reward = torch.tensor(dual * gain, dtype=torch.float64)
+        return -reward
+
+    return each_token(token)
+
+
+def dense_kl_losses(new, ref, estimator):
+    def token(row, place):
+        ratio = torch.exp(ref[row, place] - new[row, place])  # of the reference to the policy
+        if estimator == "k1":
+            return -torch.log(ratio)
+        if estimator == "k2":
+            return torch.log(ratio) ** 2 / 2
+        return ratio - 1 - torch.log(ratio)
+
+    return each_token(token)
+
+
+def dense_weighted_sum(losses, mask, weights):
+    total = torch.zeros((), dtype=torch.float64)
+    for row, length in enumerate(LENGTHS):
+        for place in range(length):
+            total = total + float(weights[row]) * float(mask[row, place]) * losses[row, place]
+    return total
+
+
+def unsplit(losses, mask, mode):
+    """The loss of all rows at once, by its definition."""
+    sums, counts = [], []
+    for row, length in enumerate(LENGTHS):
+        own, count = torch.zeros((), dtype=torch.float64), 0.0
+        for place in range(length):
+            own = own + float(mask[row, place]) * losses[row, place]
+            count += float(mask[row, place])
+        if count:
+            sums.append(own)
+            counts.append(count)
+    if mode == "token-mean":
+        return sum(sums) / sum(counts)
+    if mode == "seq-mean-token-sum":
+        return sum(sums) / len(sums)
+    return sum(own / count for own, count in zip(sums, counts, strict=True)) / len(sums)
+
+
+def gradient(loss, *leaves):
+    return torch.autograd.grad(loss, leaves, retain_graph=True, materialize_grads=True)
+
+
+# -------------------------------------------------------------------- tokens
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize(("low", "high", "dual"), [(0.2, 0.2, None), (0.2, 0.28, None), (0.1, 0.4, 1.5), (0.2, 0.2, 3)])
+@pytest.mark.parametrize("seed", range(3))
+def test_policy_losses(seed, low, high, dual, per_row):
+    batch, new = rollout(seed), leaf(seed + 100)
+    rows = nested(batch, new)
+    advantage = batch["advantages"]
+    given = rows["advantages"]
+    if per_row:
+        given = torch.randn(len(LENGTHS), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        advantage = given[:, None].expand(-1, RESPONSE)
+    seen = policy_losses(rows["log_probs"], rows["old_log_probs"], given, clip_low=low, clip_high=high, dual_clip=dual)
+    truth = dense_policy_losses(new, batch["old_log_probs"], advantage, low, high, dual)
+    torch.testing.assert_close(padded(seen), truth, **CLOSE)
+    by = torch.rand(truth.shape, dtype=torch.float64)  # each token's gradient shows
+    torch.testing.assert_close(gradient((padded(seen) * by).sum(), new), gradient((truth * by).sum(), new), **CLOSE)
+
+
+def test_every_branch_of_the_policy_loss_is_met():
+    batch, new = rollout(0), leaf(100)
+    real = torch.arange(RESPONSE) < torch.tensor(LENGTHS)[:, None]
+    ratio, gain = (new - batch["old_log_probs"]).exp()[real], batch["advantages"][real]
+    for above in (True, False):
+        for clipped in (ratio < 0.8, (ratio > 0.8) & (ratio < 1.2), ratio > 1.2, ratio > 1.5):
+            assert bool((clipped & ((gain > 0) == above)).any())
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("seed", range(3))
+def test_kl_losses(seed, estimator):
+    batch, new = rollout(seed), leaf(seed + 200)
+    rows = nested(batch, new)
+    seen = kl_losses(rows["log_probs"], rows["ref_log_prob"], estimator)
+    truth = dense_kl_losses(new, batch["ref_log_prob"], estimator)
+    torch.testing.assert_close(padded(seen), truth, **CLOSE)
+    by = torch.rand(truth.shape, dtype=torch.float64)
+    torch.testing.assert_close(gradient((padded(seen) * by).sum(), new), gradient((truth * by).sum(), new), **CLOSE)
+
+
+@pytest.mark.parametrize("mask", ["all", "holes", "weights"])
+def test_weighted_sum(mask):
+    batch, new = rollout(3, mask=mask), leaf(103)
+    rows = nested(batch, new)
+    weights = torch.rand(len(LENGTHS), dtype=torch.float64).numpy()
+    seen = weighted_sum(rows["log_probs"], rows["response_mask"], weights)
+    truth = dense_weighted_sum(new, batch["response_mask"], weights)
+    torch.testing.assert_close(seen, truth, **CLOSE)
+    torch.testing.assert_close(gradient(seen, new), gradient(truth, new), **CLOSE)
+
+
+# -------------------------------------------------------------------- micro-batches
+
+
+def micro_batch_loss(part, weights):
+    losses = policy_losses(part["log_probs"], part["old_log_probs"], part["advantages"], clip_high=0.28, dual_clip=2)
+    losses = losses + 0.05 * kl_losses(part["log_probs"], part["ref_log_prob"])
+    return weighted_sum(losses, part["response_mask"], weights)
+
+
+@pytest.mark.parametrize("mask", ["all", "holes", "weights"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("budget", [9, 14, 1000])
+def test_micro_batches_add_up_to_the_unsplit_loss(budget, ranks, mode, mask):
+    batch, new = rollout(4, mask=mask), leaf(104)
+    policy = dense_policy_losses(new, batch["old_log_probs"], batch["advantages"], 0.2, 0.28, 2)
+    whole = policy + 0.05 * dense_kl_losses(new, batch["ref_log_prob"], "k3")
+    truth = unsplit(whole, batch["response_mask"], mode)
+
+    lengths = batch["attention_mask"].sum(1)
+    plan = mp.planning.plan_ranks(lengths, ranks, budget, loss_tokens=batch["response_mask"].sum(1))
+    seen, slope = torch.zeros((), dtype=torch.float64), torch.zeros_like(new)
+    shares = set()
+    for rows, own in zip(plan.rows, plan.plans, strict=True):
+        mine = nested(batch[rows], new[rows])
+        for part, weights in zip(own.apply(mine), own.loss_weights(mode, gradients="sum"), strict=True):
+            shares.add(part["response_mask"].values().sum().item())
+            loss = micro_batch_loss(part, weights)
+            slope += gradient(loss, new)[0]
+            seen += loss.detach()
+    assert len(shares) > 1 or budget == 1000  # uneven, so each with its own mean gives another loss
+    torch.testing.assert_close(seen, truth, **CLOSE)
+    torch.testing.assert_close(slope, gradient(truth, new)[0], **CLOSE)
+
+
+# -------------------------------------------------------------------- what is refused
+
+
+def test_other_offsets_are_refused():
+    rows, others = nested(rollout(5), leaf(105)), nested(rollout(5), leaf(105))
+    with pytest.raises(mp.errors.LayoutError, match="jagged on other offsets"):
+        policy_losses(rows["log_probs"], others["old_log_probs"], rows["advantages"])
+    with pytest.raises(mp.errors.LayoutError, match="jagged on other offsets"):
+        kl_losses(rows["log_probs"], others["ref_log_prob"])
+    with pytest.raises(mp.errors.LayoutError, match=r"a field is \(8, 7\)"):
+        weighted_sum(rows["log_probs"], rollout(5)["response_mask"], [1.0] * len(LENGTHS))
+
+
+def test_numbers_of_other_rows_are_refused():
+    rows = nested(rollout(5), leaf(105))
+    with pytest.raises(mp.errors.LayoutError, match=r"\(7,\); expected \(8,\)"):
+        policy_losses(rows["log_probs"], rows["old_log_probs"], torch.zeros(7))
+    with pytest.raises(mp.errors.LayoutError, match=r"\(8, 1\); expected \(8,\)"):
+        weighted_sum(rows["log_probs"], rows["response_mask"], torch.zeros(8, 1))
+    with pytest.raises(mp.errors.LayoutError, match="k4"):
+        kl_losses(rows["log_probs"], rows["ref_log_prob"], "k4")

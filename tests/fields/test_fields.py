@@ -1,0 +1,336 @@
+"""Every row of the table of RL fields, its variants and the other layouts that a registry can say, there and back."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from samples import (
+    EDGE,
+    PAD,
+    PROMPT,
+    RESPONSE,
+    RESPONSE_FIELDS,
+    ROWS,
+    assert_same,
+    field,
+    freeze,
+    jagged,
+    of,
+    per_row,
+    positions,
+    real_positions,
+    response_mask,
+    rollout,
+    row_list,
+    tokens,
+)
+from tensordict import NonTensorData, TensorDict
+
+import maskpack as mp
+
+B = len(ROWS)
+INT, FLOAT, BF16 = torch.int64, torch.float32, torch.bfloat16
+
+
+def round_trips(batch, registry=mp.RL_FIELDS, *, pad_token_id=PAD, strict=True, **options):
+    """All ways there and back; returns the nested form. Anything that would travel dense is an error."""
+    before = freeze(batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", mp.errors.MaskpackWarning)
+        nested = mp.nest_batch_by_mask(
+            batch, registry, pad_token_id=pad_token_id, strict_mask_nesting=strict, **options
+        )
+        packed = mp.compress(batch, registry=registry, pad_token_id=pad_token_id, strict_mask_nesting=strict, **options)
+        repacked = mp.compress(nested, registry=registry, pad_token_id=pad_token_id, **options)
+        again = mp.nest_batch_by_mask(nested, registry, pad_token_id=pad_token_id, **options)
+    unpacked = mp.decompress(packed, format="nested")
+    assert_same(mp.unnest(nested), batch)
+    assert_same(mp.unnest(again), batch)
+    assert_same(mp.decompress(packed), batch)
+    assert_same(mp.unnest(unpacked), batch)
+    assert_same(mp.decompress(repacked), batch)
+    assert_same(mp.unnest(mp.decompress(repacked, format="nested")), batch)
+    assert freeze(unpacked.exclude(mp.LAYOUTS)) == freeze(nested.exclude(mp.LAYOUTS))
+    assert freeze(batch) == before
+    return nested
+
+
+def check_rows(nested, padded, mask, dim=1):
+    """The jagged rows are the real elements of the padded field."""
+    assert nested.is_nested
+    for b, row in enumerate(row_list(nested)):
+        real = [s for s, on in enumerate(mask[b]) if on]
+        columns = padded[b].movedim(dim - 1, 0)
+        assert freeze(row) == freeze(columns[real])
+
+
+# -------------------------------------------------------------------- the table
+
+TABLE = [
+    ("prompts", INT, "prompt", PAD, ()),
+    ("responses", INT, "response", PAD, ()),
+    ("input_ids", INT, "sequence", PAD, ()),
+    ("position_ids", INT, "sequence", EDGE, ()),
+    *[(name, dtype, "response", 0, ()) for name in RESPONSE_FIELDS for dtype in (FLOAT, BF16)],
+    *[(name, dtype, "sequence", 0, ()) for name in RESPONSE_FIELDS for dtype in (FLOAT, BF16)],
+    *[("response_mask", dtype, "response", 0, ()) for dtype in (INT, torch.int32, torch.bool, FLOAT)],
+    *[("loss_mask", dtype, "response", 0, ()) for dtype in (INT, torch.int32, torch.bool, FLOAT)],
+    ("loss_mask", FLOAT, "sequence", 0, ()),
+    *[("routed_experts", dtype, "sequence", 0, (3, 2)) for dtype in (torch.int16, INT, torch.uint8)],
+    *[("routed_experts", dtype, "sequence", -1, (3, 2)) for dtype in (torch.int16, INT)],
+    ("teacher_ids", torch.int32, "sequence", PAD, (4,)),
+    ("teacher_logprobs", FLOAT, "sequence", 0, (4,)),
+]
+
+
+def named(case):
+    name, dtype, axis, pad, trailing = case
+    return f"{name}-{str(dtype).removeprefix('torch.')}-{axis}-{pad}{'x'.join(map(str, ('', *trailing)))}"
+
+
+@pytest.mark.parametrize("case", TABLE, ids=named)
+def test_every_field(case):
+    name, dtype, axis, pad, trailing = case
+    data = tokens()
+    data[name] = of(axis, dtype, pad, trailing, seed=5)
+    nested = round_trips(TensorDict(data, batch_size=[B]))
+    check_rows(nested[name], data[name], real_positions(axis, ROWS, PROMPT, RESPONSE))
+
+
+@pytest.mark.parametrize("dtype", [INT, torch.bool, torch.int32, FLOAT, BF16, torch.uint8], ids=str)
+def test_attention_mask(dtype):
+    data = tokens(mask=dtype)
+    nested = round_trips(TensorDict(data, batch_size=[B]))
+    check_rows(nested["attention_mask"], data["attention_mask"], real_positions("sequence", ROWS, PROMPT, RESPONSE))
+
+
+@pytest.mark.parametrize("weights", [[0.5, 2.0, 0.0], [1, 2, 0]], ids=str)
+@pytest.mark.parametrize("name", ["response_mask", "loss_mask"])
+def test_mask_weights(name, weights):
+    data = tokens(((2, 3), (1, 2)), 2, 4)
+    data[name] = torch.tensor([[*weights, 0], [*weights[:2], 0, 0]])
+    nested = round_trips(TensorDict(data, batch_size=[2]))
+    assert [row.tolist() for row in row_list(nested[name])] == [weights, weights[:2]]
+
+
+@pytest.mark.parametrize("sections", [3, 4])
+@pytest.mark.parametrize("rows", [ROWS, ((2, 2),) * 4, ((1, 3),) * 3], ids=["ragged", "equal", "square"])
+def test_mrope_position_ids(sections, rows):
+    prompt, response = (PROMPT, RESPONSE) if rows is ROWS else rows[0]
+    data = tokens(rows, prompt, response)
+    text = positions(data["attention_mask"])
+    mask = data["attention_mask"]
+    vision = [(text * (row + 2)) for row in range(sections - 1)]
+    data["position_ids"] = torch.stack([text, *vision], 1)
+    assert data["position_ids"].shape == (len(rows), sections, prompt + response)
+    nested = round_trips(TensorDict(data, batch_size=[len(rows)]))
+    check_rows(nested["position_ids"], data["position_ids"], mask.bool().tolist(), dim=2)
+
+
+def test_per_row_fields_are_no_coverage_failure():
+    batch = rollout(objects=False)
+    nested = round_trips(batch)
+    assert not nested["reward_baselines"].is_nested
+    assert not nested["dummy_tensor"].is_nested
+
+
+# -------------------------------------------------------------------- whole batches
+
+
+@pytest.mark.parametrize("values", [False, True], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("holes", [False, True], ids=["single-turn", "multi-turn"])
+def test_whole_batch(values, holes):
+    batch = rollout(values=values, holes=holes)
+    nested = round_trips(batch)
+    mask = real_positions("response", ROWS, PROMPT, RESPONSE)
+    for name in ("response_mask", "token_level_scores", *(["values"] if values else [])):
+        check_rows(nested[name], batch[name], mask)
+    dense = sum(t.numel() * t.element_size() for t in batch.values() if isinstance(t, torch.Tensor))
+    assert mp.compress(batch, pad_token_id=PAD).nbytes < dense
+
+
+def test_batch_of_many_kinds():
+    batch = rollout(values=True, holes=True)
+    batch["routed_experts"] = of("sequence", torch.int16, -1, (3, 2))
+    batch["teacher_ids"] = of("sequence", torch.int32, PAD, (2,))
+    batch["teacher_logprobs"] = of("sequence", FLOAT, 0, (2,))
+    batch["position_ids"] = batch["position_ids"][:, None].repeat(1, 3, 1)
+    images = [{"pixel_values": torch.randn(b + 1, 3), "image_grid_thw": torch.ones(1, 3, dtype=INT)} for b in range(B)]
+    batch.set("multi_modal_inputs", per_row(images))
+    batch.set("max_prompt_length", NonTensorData(PROMPT, batch_size=[B]))
+    batch.set("max_response_length", NonTensorData(RESPONSE, batch_size=[B]))
+    round_trips(batch)
+
+
+def test_prompts_already_jagged():
+    data = tokens(((2, 3), (4, 1)), 4, 3)
+    data["prompts"] = jagged([torch.arange(2), torch.arange(4)])
+    batch = TensorDict(data, batch_size=[2])
+    nested = round_trips(batch)
+    assert nested["responses"].is_nested
+
+
+def test_dense_prompts_without_attention_mask():
+    data = {"prompts": tokens()["prompts"], "responses": tokens()["responses"], "response_mask": response_mask()}
+    batch = TensorDict(data, batch_size=[B])
+    with pytest.warns(mp.errors.MaskpackWarning, match="prompts"):
+        nested = mp.nest_batch_by_mask(batch, pad_token_id=PAD)
+    assert nested["responses"].is_nested
+    assert not nested["prompts"].is_nested
+    assert_same(mp.unnest(nested), batch)
+    with pytest.warns(mp.errors.MaskpackWarning, match="prompts"):
+        assert_same(mp.decompress(mp.compress(batch, pad_token_id=PAD)), batch)
+    with pytest.raises(mp.errors.CoverageError, match="prompts"):
+        mp.compress(batch, pad_token_id=PAD, strict_mask_nesting=True)
+
+
+# -------------------------------------------------------------------- other layouts that the registry can say
+
+
+def test_lengths_instead_of_a_mask():
+    lengths, width = [3, 0, 7, 5], 9
+    mask = [[s < n for s in range(width)] for n in lengths]
+    batch = TensorDict(
+        {
+            "input_ids": field(mask, INT, PAD),
+            "input_lengths": torch.tensor(lengths),
+            "token_mask": field(mask, torch.int32),
+            "generation_logprobs": field(mask, FLOAT),
+            "sample_mask": torch.ones(4),
+        },
+        batch_size=[4],
+    )
+    axes = {"sequence": mp.MaskAxis("input_lengths", form="lengths", head=("input_ids", "token_mask"))}
+    fields = {
+        "input_ids": mp.MaskNestingSpec("sequence", mp.PAD_TOKEN_ID),
+        "token_mask": mp.MaskNestingSpec("sequence", hints=("runs",)),
+        "generation_logprobs": mp.MaskNestingSpec("sequence"),
+    }
+    registry = mp.MaskNestingRegistry(fields, axes)
+    nested = round_trips(batch, registry)
+    for name in fields:
+        check_rows(nested[name], batch[name], mask)
+
+    # A field that is added to the nested batch leaves the width as it was.
+    nested["extra"] = nested["generation_logprobs"] * 2
+    wider = registry | {"extra": mp.MaskNestingSpec("sequence")}
+    restored = mp.unnest(mp.nest_batch_by_mask(nested, wider, pad_token_id=PAD))
+    assert restored["extra"].shape == (4, width)
+    assert_same(restored.select(*batch.keys()), batch)
+
+
+def test_a_dense_field_added_under_lengths_fits_the_old_width():
+    mask = [[True, True, False, False], [True, False, False, False]]
+    registry = mp.MaskNestingRegistry(
+        {"ids": mp.MaskNestingSpec("sequence"), "extra": mp.MaskNestingSpec("sequence")},
+        {"sequence": mp.MaskAxis("lengths", form="lengths", head=("ids",))},
+    )
+    batch = TensorDict({"ids": field(mask, INT), "lengths": torch.tensor([2, 1])}, batch_size=[2])
+    nested = mp.nest_batch_by_mask(batch, registry)
+    nested["extra"] = field(mask, FLOAT)
+    restored = mp.unnest(mp.nest_batch_by_mask(nested, registry))
+    assert freeze(restored["extra"]) == freeze(nested["extra"])
+    assert freeze(restored["ids"]) == freeze(batch["ids"])
+
+
+def test_two_masks_on_two_axes():
+    rows = ((2, 3), (4, 1), (1, 0))
+    prompt, completion = (real_positions(axis, rows, 4, 3) for axis in ("prompt", "response"))
+    batch = TensorDict(
+        {
+            "prompt_ids": field(prompt, INT, PAD),
+            "prompt_mask": torch.tensor(prompt).to(INT),
+            "completion_ids": field(completion, INT, PAD),
+            "completion_mask": torch.tensor(completion).to(INT),
+            "old_per_token_logps": field(completion, FLOAT),
+            "advantages": torch.randn(3),
+        },
+        batch_size=[3],
+    )
+    registry = {
+        "prompt_ids": mp.MaskNestingSpec("prompt_mask", mp.PAD_TOKEN_ID),
+        "prompt_mask": mp.MaskNestingSpec("prompt_mask"),
+        "completion_ids": mp.MaskNestingSpec("completion_mask", mp.PAD_TOKEN_ID),
+        "completion_mask": mp.MaskNestingSpec("completion_mask"),
+        "old_per_token_logps": mp.MaskNestingSpec("completion_mask"),
+    }
+    nested = round_trips(batch, registry)
+    check_rows(nested["prompt_ids"], batch["prompt_ids"], prompt)
+    check_rows(nested["old_per_token_logps"], batch["old_per_token_logps"], completion)
+    assert not nested["advantages"].is_nested
+
+
+def test_rows_already_jagged():
+    ids = jagged([torch.arange(3), torch.arange(0), torch.arange(5)])
+    logps = torch.nested.nested_tensor_from_jagged(torch.randn(8, 2), ids.offsets())
+    other = jagged([torch.randn(1), torch.randn(2), torch.randn(1)])
+    batch = TensorDict({"input_ids": ids, "old_log_probs": logps, "entropys": other}, batch_size=[3])
+    before = freeze(batch)
+    packed = mp.compress(batch, strict_mask_nesting=True)
+    for out in (
+        mp.decompress(packed),
+        mp.unnest(mp.decompress(packed, format="nested")),
+        mp.unnest(mp.nest_batch_by_mask(batch, strict_mask_nesting=True)),
+        mp.unnest(mp.nest_batch_by_mask(mp.nest_batch_by_mask(batch))),
+    ):
+        assert freeze(out) == before
+        assert (out["input_ids"].unsqueeze(-1) - out["old_log_probs"]).shape[0] == 3  # they share their offsets
+        assert out["input_ids"]._get_max_seqlen() == 5
+    assert freeze(batch) == before
+
+
+def packed_tokens():
+    batch = TensorDict(
+        {
+            "input_ids": torch.arange(7),
+            "cu_seqlens": torch.tensor([0, 3, 3, 7], dtype=torch.int32),
+            "routed_experts": torch.arange(42, dtype=torch.int16).view(7, 3, 2),
+        },
+        batch_size=[],
+    )
+    axes = {"packed": mp.MaskAxis("cu_seqlens", form="cu_seqlens")}
+    fields = {"input_ids": mp.MaskNestingSpec("packed"), "routed_experts": mp.MaskNestingSpec("packed")}
+    return batch, mp.MaskNestingRegistry(fields, axes)
+
+
+def test_one_packed_tensor_with_cu_seqlens():
+    batch, registry = packed_tokens()
+    nested = mp.nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
+    assert [row.tolist() for row in row_list(nested["input_ids"])] == [[0, 1, 2], [], [3, 4, 5, 6]]
+    packed = mp.compress(batch, registry=registry, strict_mask_nesting=True)
+    assert_same(mp.unnest(nested), batch)
+    assert_same(mp.decompress(packed), batch)
+    assert_same(mp.unnest(mp.decompress(packed, format="nested")), batch)
+
+
+def test_one_packed_tensor_with_cu_seqlens_nested_twice():
+    batch, registry = packed_tokens()
+    round_trips(batch, registry)
+
+
+def test_prompt_embeds():
+    mask = [[s < n for s in range(6)] for n in (6, 2, 0)]
+    batch = TensorDict(
+        {"prompt_embeds": field(mask, BF16, 0, (16,)), "prompt_embeds_mask": torch.tensor(mask).to(INT)}, batch_size=[3]
+    )
+    registry = {name: mp.MaskNestingSpec("prompt_embeds_mask") for name in ("prompt_embeds", "prompt_embeds_mask")}
+    nested = round_trips(batch, registry)
+    check_rows(nested["prompt_embeds"], batch["prompt_embeds"], mask)
+
+
+@pytest.mark.parametrize("key", ["collector.mask", ("collector", "mask")], ids=["dotted", "tuple"])
+def test_time_axis(key):
+    mask = [[s < n for s in range(5)] for n in (5, 1, 0, 3)]
+    batch = TensorDict({}, batch_size=[4, 5])
+    batch["observation"] = field(mask, FLOAT, 0, (3,))
+    batch["next", "reward"] = field(mask, FLOAT, 0, (1,))
+    batch["next", "done"] = field(mask, torch.bool, 0, (1,))
+    batch[key] = torch.tensor(mask)
+    names = ["observation", ("next", "reward"), ("next", "done"), key]
+    registry = {name: mp.MaskNestingSpec(key) for name in names}
+    nested = round_trips(batch, registry)
+    for name in names:
+        check_rows(nested[name], batch[name], mask)
+    assert mp.decompress(mp.compress(batch, registry=registry)).batch_size == (4, 5)

@@ -1,0 +1,449 @@
+"""The Triton kernels of scan, pack and unpack: the bits of the naive loops, on a GPU or interpreted on the host."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import strategies
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import assert_same_tensor
+from strategies import generators, patterns
+from torch import Tensor
+
+from maskpack import EDGE, RowLayout, ops
+from maskpack.errors import LayoutError
+from maskpack.layout import scan
+from maskpack.layout.span_index import BLOCK, SpanIndex, index_of, table_of
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.skipif(DEVICE.type == "cpu" and not INTERPRETED, reason="needs a GPU or TRITON_INTERPRET=1"),
+]
+TRAILING = ((), (1,), (3,), (2, 2), (0,), (130,))
+CANARY = 77
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> oracle.Mask:
+    width = draw(st.sampled_from([0, 1, 2, 7, 8, 31, 32, 33, 64, 200]))
+    return draw(patterns(rows=draw(st.integers(0, 5)), width=width))
+
+
+def width_of(mask: oracle.Mask) -> int:
+    return len(mask[0]) if mask else 3
+
+
+def on_device(mask: oracle.Mask) -> Tensor:
+    return oracle.mask_tensor(mask, width_of(mask)).to(DEVICE)
+
+
+def layout_of(mask: oracle.Mask) -> RowLayout:
+    return RowLayout.from_mask(on_device(mask))
+
+
+def loops(mask: oracle.Mask) -> dict[str, list[Any]]:
+    """What an index holds, token by token."""
+    rows = oracle.mask_to_runs(mask)
+    several = any(len(row) > 1 for row in rows)
+    starts, lengths, of_rows = [], [], []
+    for number, row in enumerate(rows):
+        for start, length in row if several else row or [(0, 0)]:
+            starts.append(start)
+            lengths.append(length)
+            of_rows.append(number)
+    run_of_token = [run for run, length in enumerate(lengths) for _ in range(length)]
+    found: dict[str, list[Any]] = {
+        "starts": starts,
+        "begins": [sum(lengths[:run]) for run in range(len(lengths) + 1)],
+        "blocks": [*run_of_token[::BLOCK], max(len(lengths) - 1, 0)],
+    }
+    if several:
+        tokens = [sum(map(sum, mask[:row])) for row in range(len(mask) + 1)]
+        columns = range(0, len(mask[0]), 32)
+        found |= {
+            "rows": of_rows,
+            "splits": [sum(map(len, rows[:row])) for row in range(len(rows) + 1)],
+            "cu_seqlens": tokens,
+            "bits": [[sum(1 << i for i, on in enumerate(row[at : at + 32]) if on) for at in columns] for row in mask],
+            "before": [[tokens[n] + sum(row[:at]) for at in columns] for n, row in enumerate(mask)],
+        }
+    return found
+
+
+def assert_index(index: SpanIndex, mask: oracle.Mask) -> None:
+    expected = loops(mask)
+    for name, part in zip(SpanIndex._fields, index, strict=True):
+        assert (part is None) == (name not in expected), name
+        if part is not None:
+            assert part.dtype == torch.int32
+            seen = part.cpu().to(torch.int64)
+            seen = seen & 0xFFFFFFFF if name == "bits" else seen[: len(expected[name])]
+            assert seen.tolist() == expected[name], name
+
+
+# -------------------------------------------------------------------- masks to runs
+
+
+@given(masks(), st.sampled_from([torch.bool, torch.int64, torch.uint8, torch.float32, torch.bfloat16]))
+def test_the_index_of_a_mask(mask: oracle.Mask, dtype: torch.dtype) -> None:
+    if not mask or not mask[0]:
+        return
+    from maskpack.layout import scan_triton as scan_kernels
+
+    tensor = on_device(mask).to(dtype)
+    for module in (scan_kernels, _Torch):
+        real = tensor if module is scan_kernels else tensor != 0
+        total = sum(map(sum, mask))
+        counts, cu_seqlens, splits, blocks = module.scan_rows(real, total // BLOCK + 3, False)
+        assert counts.tolist() == [
+            [sum(row) for row in mask],
+            [len(row) for row in oracle.mask_to_runs(mask)],
+            [row.index(True) if any(row) else 0 for row in mask],
+        ]
+        runs = int(counts[1].sum())
+        index = SpanIndex(counts[2], cu_seqlens, blocks)
+        if int(counts[1].max()) > 1:
+            index = module.list_spans(real, cu_seqlens, splits, total, runs)
+        assert_index(index, mask)
+
+
+class _Torch:
+    """The same steps in plain torch, for devices without Triton."""
+
+    scan_rows = staticmethod(scan._scan_rows)
+    list_spans = staticmethod(scan._list_spans)
+
+
+@given(masks())
+def test_the_index_of_a_table_and_back(mask: oracle.Mask) -> None:
+    layout = RowLayout.from_mask(oracle.mask_tensor(mask, width_of(mask)))
+    index = index_of(layout.table, layout.width, DEVICE)
+    if mask and mask[0]:
+        assert_index(index, mask)
+    if index.splits is not None:
+        assert [part.tolist() for part in table_of(index)] == [part.tolist() for part in layout.table]
+
+
+def test_many_rows_and_long_ones() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(0, 90, (2500, 1), generator=generator)
+    for mask in (
+        torch.arange(90) < lengths,
+        torch.arange(5000) < torch.tensor([[4999], [0], [2048], [5000]]),
+        torch.rand(1100, 9, generator=generator) < 0.5,
+        torch.rand(3, 3001, generator=generator) < 0.5,
+    ):
+        assert_index(_scanned(mask.to(DEVICE)), mask.tolist())
+
+
+def _scanned(mask: Tensor) -> SpanIndex:
+    from maskpack.layout import scan_triton as scan_kernels
+
+    total = int(mask.sum())
+    counts, cu_seqlens, splits, blocks = scan_kernels.scan_rows(mask, total // BLOCK + 3, False)
+    if int(counts[1].max()) <= 1:
+        return SpanIndex(counts[2], cu_seqlens, blocks)
+    return scan_kernels.list_spans(mask, cu_seqlens, splits, total, int(counts[1].sum()))
+
+
+# -------------------------------------------------------------------- moves
+
+
+@given(masks(), st.sampled_from(strategies.DTYPES), st.sampled_from(TRAILING), generators())
+def test_pack(mask: oracle.Mask, dtype: torch.dtype, trailing: tuple[int, ...], rng: np.random.Generator) -> None:
+    x = strategies.strided(rng, strategies.values(rng, (len(mask), width_of(mask), *trailing), dtype))
+    got = ops.pack(_moved(x), layout_of(mask), backend="triton")
+    assert_same_tensor(got.cpu(), oracle.pack(x, mask))
+    assert got.is_contiguous()
+
+
+@given(
+    masks(), st.sampled_from(strategies.DTYPES), st.sampled_from(TRAILING), st.sampled_from([0, 1, EDGE]), generators()
+)
+def test_unpack(
+    mask: oracle.Mask, dtype: torch.dtype, trailing: tuple[int, ...], pad: Any, rng: np.random.Generator
+) -> None:
+    values = strategies.strided(rng, strategies.values(rng, (oracle.offsets(mask)[-1], *trailing), dtype))
+    got = ops.unpack(_moved(values), layout_of(mask), pad, backend="triton")
+    assert_same_tensor(got.cpu(), oracle.unpack(values, mask, width_of(mask), oracle.EDGE if pad is EDGE else pad))
+
+
+def _moved(x: Tensor) -> Tensor:
+    """On the device, with the same strides."""
+    if DEVICE.type == "cpu":
+        return x
+    base = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=DEVICE)
+    return base.copy_(x.to(DEVICE))
+
+
+def test_edges_of_rows_of_several_runs() -> None:
+    mask = [
+        [False, False, True, False, True],
+        [False] * 5,
+        [False, True, True, False, True],
+        [True, False, True, False, False],
+    ]
+    values = torch.arange(10, 17)
+    got = ops.unpack(values.to(DEVICE), layout_of(mask), EDGE, backend="triton")
+    assert got.tolist() == [[10, 10, 10, 10, 11], [0] * 5, [12, 12, 13, 13, 14], [15, 15, 16, 16, 16]]
+    got = ops.unpack(values.to(DEVICE)[:, None].expand(7, 300), layout_of(mask), EDGE, backend="triton")
+    assert got[:, :, 299].tolist() == [[10, 10, 10, 10, 11], [0] * 5, [12, 12, 13, 13, 14], [15, 15, 16, 16, 16]]
+
+
+@given(masks(), generators())
+def test_pads_of_rows(mask: oracle.Mask, rng: np.random.Generator) -> None:
+    values = strategies.values(rng, (oracle.offsets(mask)[-1], 2), torch.float32)
+    pads = strategies.values(rng, (len(mask),), torch.float32)
+    got = ops.unpack(values.to(DEVICE), layout_of(mask), pads.to(DEVICE), backend="triton")
+    want = ops.unpack(values, layout_of(mask).to("cpu"), pads, backend="torch")
+    assert_same_tensor(got.cpu(), want)
+
+
+@given(masks(), generators())
+def test_several_fields_at_once(mask: oracle.Mask, rng: np.random.Generator) -> None:
+    kinds = [
+        (torch.int64, ()),
+        (torch.float32, ()),
+        (torch.bool, ()),
+        (torch.int16, (3,)),
+        (torch.float32, ()),
+        (torch.uint8, (4,)),
+    ]
+    kinds += [(torch.int32, ())] * 17
+    layout = layout_of(mask)
+    fields = [strategies.values(rng, (len(mask), width_of(mask), *trailing), dtype) for dtype, trailing in kinds]
+    packed = ops.pack([field.to(DEVICE) for field in fields], layout, backend="triton")
+    pads = [rng.integers(0, 2) for _ in kinds]
+    back = ops.unpack(packed, layout, pads, backend="triton")
+    for field, values, padded, pad in zip(fields, packed, back, pads, strict=True):
+        assert_same_tensor(values.cpu(), oracle.pack(field, mask))
+        assert_same_tensor(padded.cpu(), oracle.unpack(values.cpu(), mask, width_of(mask), int(pad)))
+
+
+def test_slices_of_a_padded_batch_are_packed_where_they_lie() -> None:
+    mask = torch.rand(5, 24, generator=torch.Generator().manual_seed(1)) < 0.6
+    whole = torch.arange(5 * 40 * 6).view(5, 40, 6).to(DEVICE)
+    for x in (whole[:, 3:27], whole[:, 3:27, 2], whole.movedim(2, 1)[:, :, 3:27].movedim(1, 2), whole[:, 3:27, ::2]):
+        got = ops.pack(x, RowLayout.from_mask(mask.to(DEVICE)), backend="triton")
+        assert torch.equal(got.cpu(), x.cpu()[mask])
+
+
+# -------------------------------------------------------------------- nothing else is written
+
+
+@pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("trailing", [(), (3,), (700,)])
+def test_no_byte_outside_is_written(monkeypatch: pytest.MonkeyPatch, trailing: tuple[int, ...], density: float) -> None:
+    held: list[Tensor] = []
+
+    new_empty = Tensor.new_empty
+
+    def framed(self: Tensor, shape: Any, **more: Any) -> Tensor:
+        if more or not isinstance(shape, tuple):  # a call of the interpreter
+            return new_empty(self, shape, **more)
+        size = torch.Size(shape).numel()
+        held.append(torch.full((size + 2 * 4096,), CANARY, dtype=self.dtype, device=self.device))
+        return held[-1][4096 : 4096 + size].view(shape)
+
+    monkeypatch.setattr(Tensor, "new_empty", framed)
+    mask = torch.rand(7, 37, generator=torch.Generator().manual_seed(3)) < density
+    layout = RowLayout.from_mask(mask.to(DEVICE))
+    x = torch.randint(0, 50, (7, 37, *trailing), dtype=torch.int32).to(DEVICE)
+    values = ops.pack(x, layout, backend="triton")
+    for pad in (5, EDGE):
+        ops.unpack(values, layout, pad, backend="triton")
+    assert len(held) == 3
+    for frame in held:
+        assert bool((frame[:4096] == CANARY).all())
+        assert bool((frame[-4096:] == CANARY).all())
+        assert not bool((frame[4096:-4096] == CANARY).any())
+
+
+# -------------------------------------------------------------------- gradients, hints, compilers
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_of_both_orders(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    layout = RowLayout.from_mask((torch.rand(3, 9, generator=generator) < [0.5, 0.0, 1.0][seed]).to(DEVICE))
+    x = torch.randn(3, 9, 2, dtype=torch.float64, generator=generator).to(DEVICE).requires_grad_()
+    values = torch.randn(layout.num_tokens, 2, dtype=torch.float64, generator=generator).to(DEVICE).requires_grad_()
+    if layout.num_tokens:
+        assert torch.autograd.gradcheck(lambda x: ops.pack(x, layout, backend="triton"), (x,))
+        assert torch.autograd.gradgradcheck(lambda x: ops.pack(x, layout, backend="triton"), (x,))
+    for pad in (0, 2.5, EDGE) if layout.num_tokens else ():
+        assert torch.autograd.gradcheck(lambda x, pad=pad: ops.unpack(x, layout, pad, backend="triton"), (values,))
+        assert torch.autograd.gradgradcheck(lambda x, pad=pad: ops.unpack(x, layout, pad, backend="triton"), (values,))
+
+
+def test_gradients_of_some_of_several_fields() -> None:
+    mask = torch.rand(4, 6, generator=torch.Generator().manual_seed(5)) < 0.5
+    layout = RowLayout.from_mask(mask.to(DEVICE))
+    x, y = (torch.randn(4, 6, device=DEVICE, requires_grad=True) for _ in range(2))
+    ids = torch.arange(24, device=DEVICE).view(4, 6)
+    a, b, _ = ops.pack([x, ids, y], layout, backend="triton")
+    assert b.tolist() == ids.cpu()[mask].tolist()
+    (2 * a).sum().backward()
+    assert torch.equal(x.grad.cpu(), 2.0 * mask)
+    back = ops.unpack([a.detach().requires_grad_(), b, a.detach()], layout, [1.0, 7, EDGE], backend="triton")
+    assert [out.requires_grad for out in back] == [True, False, False]
+
+
+def _there_and_back(x: Tensor, layout: RowLayout) -> Tensor:
+    return ops.unpack(ops.pack(x * 2, layout, backend="triton") + 1, layout, 3.0, backend="triton")
+
+
+def test_one_graph_for_a_compiler() -> None:
+    compiled = torch.compile(_there_and_back, fullgraph=True, backend="aot_eager")
+    for seed in range(3):
+        mask = torch.rand(3, 9 + seed, generator=torch.Generator().manual_seed(seed)) < 0.5
+        layout = RowLayout.from_mask(mask.to(DEVICE))
+        assert layout.index.starts.device == DEVICE  # read once before: the host has it there
+        x = torch.randn(3, 9 + seed, device=DEVICE, requires_grad=True)
+        (gradient,) = torch.autograd.grad(compiled(x, layout).sum(), x)
+        assert torch.equal(compiled(x, layout).cpu(), torch.where(mask, x.cpu() * 2 + 1, 3.0))
+        assert torch.equal(gradient.cpu(), 2.0 * mask)
+
+
+def test_a_right_hint() -> None:
+    mask = torch.arange(70) < torch.tensor([[3], [0], [70], [31]])
+    num_tokens, cache = scan.on_device(mask.to(DEVICE), 104)
+    layout = RowLayout(4, 70, num_tokens, DEVICE)
+    layout.__dict__.update(cache)
+    x = torch.arange(280).view(4, 70)
+    values = ops.pack(x.to(DEVICE), layout, backend="triton")
+    assert torch.equal(values.cpu(), x[mask])
+    assert torch.equal(ops.unpack(values, layout, -1, backend="triton").cpu(), torch.where(mask, x, -1))
+    assert layout == RowLayout.from_mask(mask)
+
+
+PROMISED = {
+    "one": torch.arange(70) < torch.tensor([[3], [0], [70], [31]]),
+    "long": torch.arange(2000) < torch.tensor([[0], [150], [0], [250], [0]]),
+    "none": torch.zeros(3, 700, dtype=torch.bool),
+    "late": torch.arange(1500) >= torch.tensor([[1490], [3], [1500], [0]]),
+    "two runs": torch.arange(700) % 9 < torch.tensor([[9], [4], [0], [5]]),
+}
+BROKEN = [
+    *(("one", total) for total in (0, 60, 103, 104, 105, 280)),
+    *(("long", total) for total in (399, 400, 913, 5000)),
+    *(("none", total) for total in (0, 2100)),
+    *(("late", total) for total in (512, 3007, 4600)),
+    *(("two runs", total) for total in (18, 200, 1500)),
+]
+
+
+@pytest.fixture(params=[0x7FFF1234, -3_000_000], ids=hex)
+def garbage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory holds numbers that lead outside every tensor."""
+    empty, new_empty = torch.empty, Tensor.new_empty
+
+    def filled(x: Tensor) -> Tensor:
+        return x.fill_(request.param) if x.dtype in (torch.int32, torch.int64) and x.device.type != "meta" else x
+
+    monkeypatch.setattr(torch, "empty", lambda *size, **more: filled(empty(*size, **more)))
+    monkeypatch.setattr(Tensor, "new_empty", lambda x, *size, **more: filled(new_empty(x, *size, **more)))
+
+
+@pytest.fixture(params=["scanned by torch", "scanned by Triton"])
+def scanner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_triton = request.param == "scanned by Triton"
+    monkeypatch.setattr(scan, "uses_triton", lambda device: by_triton)  # pyright: ignore[reportUnknownLambdaType]
+
+
+def hinted(mask: Tensor, total: int) -> RowLayout:
+    num_tokens, cache = scan.on_device(mask.to(DEVICE), total)
+    layout = RowLayout(*mask.shape, num_tokens, DEVICE)
+    layout.__dict__.update(cache)
+    return layout
+
+
+def as_scanned(mask: Tensor) -> Tensor:
+    """With one run a row, from its first real position on, as long as the row has real positions."""
+    first = mask.to(torch.uint8).argmax(1, keepdim=True)
+    column = torch.arange(mask.shape[1])
+    return (column >= first) & (column < first + mask.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize(("name", "total"), BROKEN)
+def test_what_follows_from_a_hint_leads_nowhere_else(garbage: None, scanner: None, name: str, total: int) -> None:
+    mask = PROMISED[name]
+    index = hinted(mask, total).index
+    lengths = mask.sum(1).tolist()
+    assert index.begins.tolist() == [sum(lengths[:row]) for row in range(len(lengths) + 1)]
+    assert index.starts.tolist() == [row.index(True) if any(row) else 0 for row in mask.tolist()]
+    last = len(lengths) - 1
+    row_of_token = [row for row, length in enumerate(lengths) for _ in range(length)] + [last] * (total + 1)
+    *blocks, end = index.blocks.tolist()
+    assert blocks == row_of_token[:total:BLOCK]
+    assert row_of_token[total] <= end <= last
+
+
+@pytest.mark.parametrize(("name", "total"), BROKEN)
+def test_a_wrong_hint(garbage: None, scanner: None, name: str, total: int) -> None:
+    mask = PROMISED[name]
+    true, seen = int(mask.sum()), as_scanned(mask)
+    layout = hinted(mask, total)
+    x = torch.arange(1, 1 + mask.numel()).view(mask.shape)
+    whole = torch.zeros(mask.numel(), dtype=torch.int64)
+    whole[:true] = x[seen]
+    values, pairs = ops.pack([x.to(DEVICE), torch.stack([x, -x], 2).to(DEVICE)], layout, backend="triton")
+    assert torch.equal(values.cpu(), whole[:total])
+    assert torch.equal(pairs.cpu(), torch.stack([whole, -whole], 1)[:total])
+    back, edges = (out.cpu() for out in ops.unpack([values, values], layout, [-1, EDGE], backend="triton"))
+    assert torch.equal(back[~seen], torch.full_like(back[~seen], -1))
+    for padded in (back, edges):
+        assert torch.equal(padded[seen][:total], whole[: min(total, true)])
+    if total == true and torch.equal(mask, seen):
+        assert torch.equal(layout.to("cpu").to_mask(), mask)
+        return
+    runs = max(len(row) for row in oracle.mask_to_runs(mask.tolist()))
+    with pytest.raises(
+        LayoutError, match=rf"{true} valid tokens and up to {runs} spans in a row; expected num_tokens={total} an"
+    ):
+        layout.table  # noqa: B018
+
+
+@pytest.mark.parametrize("garbage", [0x7FFF1234], indirect=True)
+@pytest.mark.parametrize("scanner", ["scanned by Triton"], indirect=True)
+@pytest.mark.parametrize("total", [30, 600])
+def test_wide_rows_and_gradients_of_a_wrong_hint(garbage: None, scanner: None, total: int) -> None:
+    mask = torch.arange(200) < torch.tensor([[9], [25], [0]])
+    rank = mask.view(-1).cumsum(0).view(mask.shape)
+    x = torch.randn(3, 200, 300, generator=torch.Generator().manual_seed(0))
+    leaf = x.to(DEVICE).requires_grad_()
+    layout = hinted(mask, total)
+    values = ops.pack(leaf, layout, backend="triton")
+    whole = torch.zeros(600, 300)
+    whole[:34] = x[mask]
+    assert torch.equal(values.detach().cpu(), whole[:total])
+    back = ops.unpack(values, layout, 2.0, backend="triton")
+    kept = (mask & (rank <= total))[..., None].expand(x.shape)
+    lost = (mask & (rank > total))[..., None].expand(x.shape)
+    assert torch.equal(back.detach().cpu(), x.where(kept, 2.0).masked_fill(lost, 0.0))
+    (gradient,) = torch.autograd.grad(back.sum(), leaf)
+    assert torch.equal(gradient.cpu(), kept.to(x.dtype))
+
+
+def test_sums_beyond_int32_are_stored_as_the_largest() -> None:
+    """Of counts that no test has the memory for: negative bounds would lead before every tensor."""
+    import triton.language as tl
+
+    from maskpack.layout import scan_triton as scan_kernels
+
+    lengths = [2**31 - 1, 5, 0, 2**31 - 1]
+    counts = torch.tensor([lengths, [1] * 4, [0] * 4], dtype=torch.int32, device=DEVICE)
+    cu_seqlens, splits, blocks = (torch.full((size,), 77, dtype=torch.int32, device=DEVICE) for size in (6, 6, 9))
+    scan_kernels._sum_up[(1,)](counts, 4, cu_seqlens, splits, blocks, 8, 8, tl.int64, BLOCK, 1024)
+    largest = 2**31 - 1
+    assert cu_seqlens.tolist() == [0, largest, largest, largest, largest, 77]
+    assert splits.tolist() == [0, 1, 2, 3, 4, 77]
+    assert blocks.tolist() == [0] * 7 + [3, 77]

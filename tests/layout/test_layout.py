@@ -1,0 +1,744 @@
+"""RowLayout against naive loops over masks and runs."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import strategies
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import assert_same_tensor
+from strategies import MaskCase, masks, patterns
+
+from maskpack import RowLayout
+from maskpack.core.index import bits_of, table_of_bits
+from maskpack.errors import LayoutError
+from maskpack.layout import scan
+from maskpack.layout import span_index as runs
+
+
+def width_of(mask: oracle.Mask) -> int:
+    return len(mask[0]) if mask else 0
+
+
+def layout_of(mask: oracle.Mask, width: int, anchor: int = 0) -> RowLayout:
+    """By the run table, so that no mask is scanned."""
+    table = oracle.mask_to_runs(mask)
+    runs = [run for row in table for run in row]
+    return RowLayout.from_spans(
+        [start for start, _ in runs],
+        [count for _, count in runs],
+        [len(row) for row in table],
+        width,
+        anchor=anchor,
+    )
+
+
+def assert_is(layout: RowLayout, mask: oracle.Mask, width: int) -> None:
+    """Everything that a layout says, against the mask."""
+    table = oracle.mask_to_runs(mask)
+    runs = [run for row in table for run in row]
+    splits = np.cumsum([0, *[len(row) for row in table]]).tolist()
+    lengths, offsets = oracle.lengths(mask), oracle.offsets(mask)
+    assert (layout.width, layout.num_rows, layout.num_spans, layout.num_tokens) == (
+        width,
+        len(mask),
+        len(runs),
+        offsets[-1],
+    )
+    assert_same_tensor(layout.starts, torch.tensor([start for start, _ in runs], dtype=torch.int32))
+    assert_same_tensor(layout.counts, torch.tensor([count for _, count in runs], dtype=torch.int32))
+    assert_same_tensor(layout.splits, torch.tensor(splits))
+    assert [part.tolist() for part in layout.table] == [[s for s, _ in runs], [c for _, c in runs], splits]
+    assert {part.dtype for part in layout.table} == {np.dtype(np.int64)}
+    assert layout.lengths.tolist() == lengths
+    assert layout.lengths.dtype == np.int64
+    assert layout.row_offsets.tolist() == offsets
+    assert (layout.min_length, layout.max_length) == (min(lengths, default=0), max(lengths, default=0))
+    assert_same_tensor(layout.offsets, torch.tensor(offsets))
+    assert_same_tensor(layout.cu_seqlens, torch.tensor(offsets, dtype=torch.int32))
+    assert_same_tensor(layout.indices, torch.tensor(oracle.indices(mask), dtype=torch.int64))
+    assert_same_tensor(layout.to_mask(), oracle.mask_tensor(mask, width))
+
+
+# -------------------------------------------------------------------- from masks
+
+
+@given(masks())
+def test_from_mask_of_every_dtype(case: MaskCase) -> None:
+    assert oracle.mask_rows(case.tensor) == case.mask
+    before = oracle.cells(case.tensor).tobytes()
+    assert_is(RowLayout.from_mask(case.tensor), case.mask, case.width)
+    assert oracle.cells(case.tensor).tobytes() == before
+
+
+@given(masks(wide=True))
+def test_from_wide_mask(case: MaskCase) -> None:
+    assert_is(RowLayout.from_mask(case.tensor), case.mask, case.width)
+
+
+@pytest.mark.parametrize("dtype", strategies.MASK_DTYPES, ids=str)
+def test_every_dtype_there_and_back(dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(1)
+    mask = (rng.random((9, 37)) < 0.5).tolist()
+    tensor = strategies.mask_values(rng, mask, 37, dtype)
+    assert_same_tensor(RowLayout.from_mask(tensor).to_mask(), oracle.mask_tensor(mask, 37))
+
+
+def test_masks_larger_than_one_scan_block() -> None:
+    rng = np.random.default_rng(0)
+    for rows, width in ((700, 1500), (3, 600_000), (90_000, 9)):
+        mask = torch.from_numpy(rng.random((rows, width)) < 0.3)
+        layout = RowLayout.from_mask(mask)
+        assert torch.equal(layout.to_mask(), mask)
+        assert layout.lengths.tolist() == mask.sum(1).tolist()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 1e-45])
+def test_anything_but_zero_is_real(value: float) -> None:
+    assert RowLayout.from_mask(torch.tensor([[0.0, value, -0.0]])).to_mask().tolist() == [[False, True, False]]
+
+
+def test_from_mask_with_gradient() -> None:
+    mask = torch.tensor([[1.0, 0.0]], requires_grad=True)
+    assert RowLayout.from_mask(mask).num_tokens == 1
+
+
+@pytest.mark.parametrize("dtype", strategies.DTYPES, ids=str)
+def test_to_mask_in_every_dtype(dtype: torch.dtype) -> None:
+    mask = [[True, False, True], [False, False, False]]
+    want = oracle.unpack(torch.ones(2).to(dtype), mask, 3)
+    assert_same_tensor(layout_of(mask, 3).to_mask(dtype), want)
+
+
+# -------------------------------------------------------------------- other constructors
+
+
+@given(patterns())
+def test_from_runs(mask: oracle.Mask) -> None:
+    width = width_of(mask)
+    table = oracle.mask_to_runs(mask)
+    assert oracle.runs_to_mask(table, width) == mask
+    assert_is(layout_of(mask, width), mask, width)
+
+
+@given(st.lists(st.integers(0, 7), max_size=6), st.integers(0, 3))
+def test_from_lengths_and_cu_seqlens(lengths: list[int], more: int) -> None:
+    longest = max(lengths, default=0)
+    for width in (None, longest + more):
+        real = longest if width is None else width
+        mask = [[place < length for place in range(real)] for length in lengths]
+        for form in (
+            lengths,
+            np.array(lengths, np.int32),
+            torch.tensor(lengths, dtype=torch.int64),
+            torch.tensor(lengths, dtype=torch.uint8),
+        ):
+            assert_is(RowLayout.from_lengths(form, width), mask, real)
+        for dtype in (torch.int32, torch.int64):
+            assert_is(RowLayout.from_cu_seqlens(torch.tensor(oracle.offsets(mask), dtype=dtype), width), mask, real)
+
+
+# -------------------------------------------------------------------- new layouts from old ones
+
+
+@given(patterns(), st.data())
+def test_select(mask: oracle.Mask, data: st.DataObject) -> None:
+    width, rows = width_of(mask), len(mask)
+    layout = RowLayout.from_mask(oracle.mask_tensor(mask, width))
+    picked = data.draw(st.lists(st.integers(-rows, rows - 1), max_size=8)) if rows else []
+    kept = data.draw(st.lists(st.booleans(), min_size=rows, max_size=rows))
+    bounds = st.one_of(st.none(), st.integers(-rows - 1, rows + 1))
+    step = st.sampled_from([None, 1, 2, -1, -2])
+    part = slice(data.draw(bounds), data.draw(bounds), data.draw(step))
+    by_mask = [row for row, keep in enumerate(kept) if keep]
+    cases: list[tuple[Any, list[int]]] = [
+        (picked, picked),
+        (tuple(picked), picked),
+        (np.array(picked, np.int64), picked),
+        (torch.tensor(picked, dtype=torch.int64), picked),
+        (torch.tensor(picked, dtype=torch.int32), picked),
+        (np.array(kept, np.bool_), by_mask),
+        (torch.tensor(kept, dtype=torch.bool), by_mask),
+        (part, list(range(rows))[part]),
+    ]
+    if rows:
+        cases.append((kept, by_mask))
+    for form, want in cases:
+        assert_is(layout.take(form), oracle.take(mask, want), width)
+    assert_is(layout, mask, width)
+
+
+@given(patterns(), st.data())
+def test_narrow(mask: oracle.Mask, data: st.DataObject) -> None:
+    width = width_of(mask)
+    start, stop = sorted((data.draw(st.integers(0, width)), data.draw(st.integers(0, width))))
+    got = layout_of(mask, width).narrow(start, stop)
+    assert_is(got, [row[start:stop] for row in mask], stop - start)
+
+
+@given(patterns())
+def test_prefix(mask: oracle.Mask) -> None:
+    assert_is(layout_of(mask, width_of(mask)).prefix(), oracle.prefix(mask), width_of(mask))
+
+
+@given(st.integers(0, 6), st.data())
+def test_cat(width: int, data: st.DataObject) -> None:
+    parts = data.draw(st.lists(patterns(width=width), min_size=1, max_size=4))
+    got = RowLayout.cat([layout_of(part, width) for part in parts])
+    assert_is(got, [row for part in parts for row in part], width)
+
+
+# -------------------------------------------------------------------- anchors
+
+
+def grown(mask: oracle.Mask, left: int, right: int) -> oracle.Mask:
+    """The mask with more columns of padding."""
+    return [[False] * left + row + [False] * right for row in mask]
+
+
+@given(patterns(), st.integers(0, 3), st.integers(0, 3), st.data())
+def test_widened(mask: oracle.Mask, left: int, right: int, data: st.DataObject) -> None:
+    width = width_of(mask)
+    anchor = data.draw(st.integers(0, width))
+    layout = layout_of(mask, width, anchor)
+    got = layout.widened(left, right)
+    assert_is(got, grown(mask, left, right), left + width + right)
+    assert got.anchor == left + anchor
+    assert_is(layout, mask, width)
+
+
+@given(st.data())
+def test_cat_lets_the_anchors_meet(data: st.DataObject) -> None:
+    """Any widths, any anchors, also parts without rows, whose width counts too."""
+    parts: list[tuple[oracle.Mask, int, int]] = []
+    for _ in range(data.draw(st.integers(1, 4))):
+        width = data.draw(st.integers(0, 6))
+        parts.append((data.draw(patterns(width=width)), width, data.draw(st.integers(0, width))))
+    got = RowLayout.cat([layout_of(*part) for part in parts])
+    most_left = max(anchor for _, _, anchor in parts)
+    most_right = max(width - anchor for _, width, anchor in parts)
+    want = [
+        row for mask, width, anchor in parts for row in grown(mask, most_left - anchor, most_right - (width - anchor))
+    ]
+    assert_is(got, want, most_left + most_right)
+    assert got.anchor == most_left
+
+
+def test_cat_by_hand() -> None:
+    """Right-padded rows grow on the right, left-padded ones on the left, split ones on both sides."""
+    ones, two = [[True]], [[True, False, True]]
+    assert RowLayout.cat([layout_of(ones, 1), layout_of(two, 3)]).to_mask().int().tolist() == [[1, 0, 0], [1, 0, 1]]
+    left = RowLayout.cat([layout_of(ones, 1, 1), layout_of(two, 3, 3)])
+    assert left.to_mask().int().tolist() == [[0, 0, 1], [1, 0, 1]]
+    both = RowLayout.cat([layout_of(ones, 1, 1), layout_of(two, 3, 1)])
+    assert both.to_mask().int().tolist() == [[1, 0, 0], [1, 0, 1]]
+    apart = RowLayout.cat([layout_of(ones, 1, 0), layout_of(two, 3, 2)])
+    assert apart.to_mask().int().tolist() == [[0, 0, 1], [1, 0, 1]]
+    assert (left.anchor, both.anchor, apart.anchor) == (3, 1, 2)
+
+
+@given(patterns(), st.data())
+def test_anchors_stay_in_place(mask: oracle.Mask, data: st.DataObject) -> None:
+    width, rows = width_of(mask), len(mask)
+    anchor = data.draw(st.integers(0, width))
+    layout = layout_of(mask, width).anchored(anchor)
+    assert_is(layout, mask, width)
+    picked = data.draw(st.lists(st.integers(0, rows - 1), max_size=4)) if rows else []
+    same = [
+        layout,
+        layout_of(mask, width, anchor),
+        layout.take(picked),
+        layout.take(slice(0, 0)),
+        layout.to("cpu"),
+        RowLayout.cat([layout]),
+        RowLayout.cat([layout, layout.take([])]),
+        *[pickle.loads(pickle.dumps(layout, protocol=protocol)) for protocol in range(2, 6)],
+    ]
+    assert [one.anchor for one in same] == [anchor] * len(same)
+    start, stop = sorted((data.draw(st.integers(0, width)), data.draw(st.integers(0, width))))
+    columns = list(range(start, stop))
+    assert layout.narrow(start, stop).anchor == sum(column < anchor for column in columns)
+
+
+def test_rows_are_padded_on_the_right_where_nothing_is_said() -> None:
+    mask = torch.tensor([[0, 1], [1, 1]])
+    made = [
+        RowLayout.from_mask(mask),
+        RowLayout.from_lengths([1, 2], 4),
+        RowLayout.from_cu_seqlens(torch.tensor([0, 2])),
+        RowLayout.from_spans([1], [1], [1], 3),
+        RowLayout.from_mask(mask).prefix(),
+    ]
+    assert [layout.anchor for layout in made] == [0] * len(made)
+
+
+@given(patterns(width=150, rows=3))
+def test_pickle(mask: oracle.Mask) -> None:
+    layout = RowLayout.from_mask(oracle.mask_tensor(mask, 150))
+    for protocol in range(2, 6):
+        again = pickle.loads(pickle.dumps(layout, protocol=protocol))
+        assert_is(again, mask, 150)
+        assert again == layout
+        assert again.device == layout.device
+
+
+@given(patterns())
+def test_compact_holds_the_table_in_few_bytes(mask: oracle.Mask) -> None:
+    layout = layout_of(mask, width_of(mask))
+    starts, counts, runs = layout.compact()
+    assert starts.tolist() == layout.starts.tolist()
+    assert counts.tolist() == layout.counts.tolist()
+    assert runs.tolist() == [len(row) for row in oracle.mask_to_runs(mask)]
+    assert {part.dtype for part in (starts, counts, runs)} == {np.dtype(np.uint8)}
+
+
+def bits_by_hand(mask: oracle.Mask) -> list[list[int]]:
+    """For each row its bytes, the first position in the highest bit."""
+    rows = []
+    for line in mask:
+        row = [0] * ((len(line) + 7) // 8)
+        for place, real in enumerate(line):
+            row[place // 8] += real << (7 - place % 8)
+        rows.append(row)
+    return rows
+
+
+def bytes_as_runs(mask: oracle.Mask) -> int:
+    """Of three lists of the narrowest unsigned integers that hold them."""
+    table = oracle.mask_to_runs(mask)
+    parts = [[start for row in table for start, _ in row], [count for row in table for _, count in row]]
+    parts.append([len(row) for row in table])
+    return sum(len(part) * (1 if max(part, default=0) < 256 else 2) for part in parts)
+
+
+@pytest.mark.parametrize("name", strategies.MANY_RUNS)
+def test_masks_of_many_runs_travel_as_bits(name: str) -> None:
+    mask, width = strategies.MANY_RUNS[name]
+    layout = layout_of(mask, width, anchor=width // 3)
+    (bits,) = layout.compact()
+    assert (bits.dtype, bits.shape) == (np.dtype(np.uint8), (len(mask), (width + 7) // 8))
+    assert bits.tolist() == bits_by_hand(mask)
+    assert bits.nbytes + 256 < bytes_as_runs(mask)
+    for protocol in range(2, 6):
+        again = pickle.loads(pickle.dumps(layout, protocol=protocol))
+        assert_is(again, mask, width)
+        assert again.anchor == layout.anchor
+    assert len(pickle.dumps(layout)) < bits.nbytes + 512
+
+
+@pytest.mark.parametrize("name", strategies.FEW_RUNS)
+def test_masks_of_few_runs_travel_as_runs(name: str) -> None:
+    mask, width = strategies.FEW_RUNS[name]
+    parts = layout_of(mask, width).compact()
+    table = oracle.mask_to_runs(mask)
+    assert [part.tolist() for part in parts] == [
+        [start for row in table for start, _ in row],
+        [count for row in table for _, count in row],
+        [len(row) for row in table],
+    ]
+    assert sum(part.nbytes for part in parts) == bytes_as_runs(mask)
+
+
+@given(patterns(wide=True), st.integers(-(10**6), 300))
+def test_the_smaller_form_is_taken(mask: oracle.Mask, few: int) -> None:
+    """Whatever the least gain is, the layout comes back."""
+    width = width_of(mask)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("maskpack.layout.row_layout._FEW_BYTES", few)
+        layout = layout_of(mask, width, anchor=width // 2)
+        bits = len(mask) * ((width + 7) // 8)
+        assert len(layout.compact()) == (1 if bytes_as_runs(mask) > bits + few else 3)
+        again = pickle.loads(pickle.dumps(layout))
+    assert_is(again, mask, width)
+    assert again.anchor == layout.anchor
+
+
+@given(patterns(width=20), st.integers(1, 4))
+def test_bits_behind_the_width_are_refused(mask: oracle.Mask, place: int) -> None:
+    bits = bits_of(layout_of(mask, 20).table, 20)
+    found = table_of_bits(bits, 20)
+    assert found is not None
+    assert all(map(np.array_equal, found, layout_of(mask, 20).table))
+    if mask:
+        bits[-1, -1] |= 1 << place - 1
+        assert table_of_bits(bits, 20) is None
+
+
+def test_to_the_same_device_is_the_same_layout() -> None:
+    layout = RowLayout.from_lengths([2, 1])
+    assert layout.to("cpu") is layout
+    assert layout.to(torch.device("cpu")) is layout
+
+
+def test_derived_tensors_are_made_once() -> None:
+    layout = RowLayout.from_lengths([2, 0, 1])
+    assert layout.offsets is layout.offsets
+    assert layout.indices is layout.indices
+    assert layout.cu_seqlens is layout.cu_seqlens
+
+
+def test_long_runs() -> None:
+    assert RowLayout.from_lengths([64, 64]).long_spans
+    assert not RowLayout.from_lengths([63, 64]).long_spans
+
+
+# -------------------------------------------------------------------- equality, immutability, text
+
+
+@given(patterns(), patterns())
+def test_equality_is_that_of_the_masks(a: oracle.Mask, b: oracle.Mask) -> None:
+    left, right = (RowLayout.from_mask(oracle.mask_tensor(mask, width_of(mask))) for mask in (a, b))
+    assert (left == right) == (a == b and width_of(a) == width_of(b))
+    assert left == layout_of(a, width_of(a))
+
+
+def test_equality_needs_the_same_width() -> None:
+    assert RowLayout.from_lengths([1], 2) != RowLayout.from_lengths([1], 3)
+    assert RowLayout.from_lengths([1]) != [1]
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(RowLayout.from_lengths([1]))
+
+
+@pytest.mark.parametrize("name", ["width", "starts", "counts", "splits", "total", "new"])
+def test_attributes_cannot_be_set(name: str) -> None:
+    layout = RowLayout.from_lengths([2, 1])
+    with pytest.raises(AttributeError):
+        setattr(layout, name, 3)
+    with pytest.raises(AttributeError):
+        del layout.width
+    assert_is(layout, [[True, True], [True, False]], 2)
+
+
+def test_a_layout_keeps_nothing_of_what_it_was_made_from() -> None:
+    mask = torch.tensor([[1, 1, 0], [0, 1, 0]])
+    lengths, cu = torch.tensor([2, 1]), torch.tensor([0, 2, 3])
+    starts, counts, runs = np.array([0, 1]), np.array([2, 1]), np.array([1, 1])
+    made = [
+        RowLayout.from_mask(mask),
+        RowLayout.from_lengths(lengths, 3),
+        RowLayout.from_cu_seqlens(cu, 3),
+        RowLayout.from_spans(starts, counts, runs, 3),
+    ]
+    before = [layout.to_mask().tolist() for layout in made]
+    for held in (mask, lengths, cu, starts, counts, runs):
+        held[...] = 0
+    rebuilt = [pickle.loads(pickle.dumps(layout)) for layout in made]
+    for layout, again, want in zip(made, rebuilt, before, strict=True):
+        assert layout.take([0, 1]).to_mask().tolist() == want
+        assert again.to_mask().tolist() == want
+        assert layout.lengths.tolist() == [2, 1]
+
+
+def test_repr() -> None:
+    layout = RowLayout.from_mask(torch.tensor([[1, 0, 1], [0, 0, 0]]))
+    assert repr(layout) == "RowLayout(rows=2, width=3, tokens=2, spans=2, device='cpu')"
+
+
+# -------------------------------------------------------------------- the errors
+
+JAGGED = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+
+ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
+    "mask of one dim": (
+        lambda: RowLayout.from_mask(torch.ones(3)),
+        "RowLayout.from_mask: mask is (3,); expected a dense mask (B, width). "
+        "Reshape the mask to one entry per row and position.",
+    ),
+    "mask of three dims": (
+        lambda: RowLayout.from_mask(torch.ones(3, 2, 1)),
+        "RowLayout.from_mask: mask is (3, 2, 1); expected a dense mask (B, width). "
+        "Reshape the mask to one entry per row and position.",
+    ),
+    "jagged mask": (
+        lambda: RowLayout.from_mask(JAGGED),
+        "RowLayout.from_mask: mask is jagged; expected a dense mask (B, width). "
+        "Reshape the mask to one entry per row and position.",
+    ),
+    "fractions": (
+        lambda: RowLayout.from_lengths([1.5]),
+        "RowLayout.from_lengths: lengths is float64 (1,); expected whole numbers (B,). Pass integers.",
+    ),
+    "lengths of two dims": (
+        lambda: RowLayout.from_lengths(torch.ones(2, 1, dtype=torch.int64)),
+        "RowLayout.from_lengths: lengths is int64 (2, 1); expected whole numbers (B,). Pass integers.",
+    ),
+    "negative length": (
+        lambda: RowLayout.from_lengths([3, -1]),
+        "RowLayout.from_lengths: lengths run from -1 to 3; expected 0 to the width, 3. "
+        "Clip the lengths or give the true width.",
+    ),
+    "length beyond the width": (
+        lambda: RowLayout.from_lengths([3, 1], 2),
+        "RowLayout.from_lengths: lengths run from 1 to 3; expected 0 to the width, 2. "
+        "Clip the lengths or give the true width.",
+    ),
+    "cu_seqlens without leading 0": (
+        lambda: RowLayout.from_cu_seqlens(torch.tensor([1, 2])),
+        "RowLayout.from_cu_seqlens: cu_seqlens begins with [1]; expected 0. "
+        "Pass the cumulative row lengths with their leading 0.",
+    ),
+    "cu_seqlens of floats": (
+        lambda: RowLayout.from_cu_seqlens(torch.tensor([0.0, 2.0])),
+        "RowLayout.from_cu_seqlens: cu_seqlens is float32 (2,); expected whole numbers (B + 1,). Pass integers.",
+    ),
+    "empty cu_seqlens": (
+        lambda: RowLayout.from_cu_seqlens(torch.zeros(0, dtype=torch.int64)),
+        "RowLayout.from_cu_seqlens: cu_seqlens begins with []; expected 0. "
+        "Pass the cumulative row lengths with their leading 0.",
+    ),
+    "runs that touch": (
+        lambda: RowLayout.from_spans([0, 2], [2, 1], [2], 4),
+        "RowLayout.from_spans: two spans of a row touch, overlap or are out of order; "
+        "expected maximal spans, in order, within the width 4. Sort and join them.",
+    ),
+    "runs that overlap": (
+        lambda: RowLayout.from_spans([0, 1], [3, 2], [2], 4),
+        "RowLayout.from_spans: two spans of a row touch, overlap or are out of order; "
+        "expected maximal spans, in order, within the width 4. Sort and join them.",
+    ),
+    "runs out of order": (
+        lambda: RowLayout.from_spans([3, 0], [1, 1], [2], 4),
+        "RowLayout.from_spans: two spans of a row touch, overlap or are out of order; "
+        "expected maximal spans, in order, within the width 4. Sort and join them.",
+    ),
+    "empty run": (
+        lambda: RowLayout.from_spans([0], [0], [1], 4),
+        "RowLayout.from_spans: a span has length 0; expected maximal spans, in order, within the width 4. "
+        "Sort and join them.",
+    ),
+    "run beyond the width": (
+        lambda: RowLayout.from_spans([3], [2], [1], 4),
+        "RowLayout.from_spans: spans reach from 3 to 5; expected maximal spans, in order, within the width 4. "
+        "Sort and join them.",
+    ),
+    "run before the row": (
+        lambda: RowLayout.from_spans([-1], [2], [1], 4),
+        "RowLayout.from_spans: spans reach from -1 to 1; expected maximal spans, in order, within the width 4. "
+        "Sort and join them.",
+    ),
+    "rows that do not hold the runs": (
+        lambda: RowLayout.from_spans([0], [1], [2], 4),
+        "RowLayout.from_spans: 1 starts, 1 counts, 2 spans in the rows; "
+        "expected maximal spans, in order, within the width 4. Sort and join them.",
+    ),
+    "negative runs of a row": (
+        lambda: RowLayout.from_spans([0], [1], [2, -1], 4),
+        "RowLayout.from_spans: 1 starts, 1 counts, 1 spans in the rows; "
+        "expected maximal spans, in order, within the width 4. Sort and join them.",
+    ),
+    "runs that sum up to their number by overflow": (
+        lambda: RowLayout.from_spans([0], [1], [1, 2**63 - 1, 2**63 - 1, 2], 4),
+        "RowLayout.from_spans: 1 starts, 1 counts, 1 spans in the rows; "
+        "expected maximal spans, in order, within the width 4. Sort and join them.",
+    ),
+    "run that ends behind int64": (
+        lambda: RowLayout.from_spans([2**63 - 1], [5], [1], 4),
+        "RowLayout.from_spans: spans reach from 9223372036854775807 to 9223372036854775812; "
+        "expected maximal spans, in order, within the width 4. Sort and join them.",
+    ),
+    "more positions than int64 counts": (
+        lambda: RowLayout.from_lengths([2**62, 2**62]),
+        "RowLayout.from_lengths: lengths run from 4611686018427387904 to 4611686018427387904; expected rows that "
+        "fit into memory. Clip the lengths or give the true width.",
+    ),
+    "cu_seqlens of more tokens than int32 counts": (
+        lambda: RowLayout.from_lengths([2**30, 2**30]).cu_seqlens,
+        "RowLayout.cu_seqlens: the rows have 2147483648 valid tokens; expected at most 2147483647, the limit of "
+        "int32. Split the batch.",
+    ),
+    "more tokens than int32 counts, on a device": (
+        lambda: RowLayout.from_lengths([2**30, 2**30], device="meta"),
+        "RowLayout on meta: the rows have 2147483648 valid tokens; expected at most 2147483647, the limit of int32. "
+        "Split the batch.",
+    ),
+    "more tokens than int32 counts, moved to a device": (
+        lambda: RowLayout.from_cu_seqlens(torch.tensor([0, 2**30, 2**31])).to("meta"),
+        "RowLayout on meta: the rows have 2147483648 valid tokens; expected at most 2147483647, the limit of int32. "
+        "Split the batch.",
+    ),
+    "rows wider than int32 counts, on a device": (
+        lambda: RowLayout.from_spans([2**31], [1], [1], 2**31 + 1, device="meta"),
+        "RowLayout on meta: rows are 2147483649 wide; expected at most 2147482624 positions, the limit of int32. Split "
+        "the rows.",
+    ),
+    "int32 starts of wider rows": (
+        lambda: RowLayout.from_spans([2**31], [1], [1], 2**31 + 1).starts,
+        "RowLayout.starts: rows are 2147483649 wide; expected at most 2147482624 positions, the limit of int32. Split "
+        "the rows.",
+    ),
+    "int32 counts of wider rows": (
+        lambda: RowLayout.from_lengths([2**31]).counts,
+        "RowLayout.counts: rows are 2147483648 wide; expected at most 2147482624 positions, the limit of int32. Split "
+        "the rows.",
+    ),
+    "row out of range": (
+        lambda: RowLayout.from_lengths([1, 1]).take([0, 2]),
+        "RowLayout.take: rows run from 0 to 2; the batch has 2 rows. Choose rows from 0 to 1.",
+    ),
+    "row out of range, from the end": (
+        lambda: RowLayout.from_lengths([1, 1]).take([-3]),
+        "RowLayout.take: rows run from -3 to -3; the batch has 2 rows. Choose rows from 0 to 1.",
+    ),
+    "row mask of another length": (
+        lambda: RowLayout.from_lengths([1, 1]).take([True]),
+        "RowLayout.take: row mask is (1,); expected (2,). Give one true or false for each row.",
+    ),
+    "fractions as rows": (
+        lambda: RowLayout.from_lengths([1, 1]).take([0.0]),  # type: ignore[list-item]
+        "RowLayout.take: rows are float64 (1,); expected whole numbers (n,). "
+        "Pass a slice, a list of row numbers, or a bool mask.",
+    ),
+    "one row by its number": (
+        lambda: RowLayout.from_lengths([1, 1]).take(1),  # type: ignore[arg-type]
+        "RowLayout.take: rows are 1; expected whole numbers (n,). Pass a slice, a list of row numbers, or a bool mask.",
+    ),
+    "cat of nothing": (
+        lambda: RowLayout.cat([]),
+        "RowLayout.cat: got an empty list; expected a list of at least one RowLayout, and of nothing else. "
+        "Pass a list of layouts.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name: str) -> None:
+    use, message = ERRORS[name]
+    with pytest.raises(LayoutError) as caught:
+        use()
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("use", "call"),
+    [
+        (lambda: RowLayout.from_cu_seqlens(torch.tensor([0, 3, 2])), "from_cu_seqlens"),
+        (lambda: RowLayout.from_cu_seqlens(torch.tensor([0, 3]), 2), "from_cu_seqlens"),
+        (lambda: RowLayout.from_lengths([], -1), "from_lengths"),
+        (lambda: RowLayout.from_spans([], [], [], -1), "from_spans"),
+        (lambda: RowLayout.from_spans([0.5], [1], [1], 3), "from_spans"),
+        (lambda: RowLayout.from_lengths([2]).narrow(-1, 1), "narrow"),
+        (lambda: RowLayout.from_lengths([2]).narrow(0, 3), "narrow"),
+        (lambda: RowLayout.from_lengths([2]).narrow(2, 1), "narrow"),
+    ],
+    ids=[
+        "falling cu_seqlens",
+        "cu_seqlens beyond the width",
+        "negative width of lengths",
+        "negative width of runs",
+        "fractions as runs",
+        "narrow before the row",
+        "narrow beyond the row",
+        "narrow backwards",
+    ],
+)
+def test_errors_name_the_call(use: Callable[[], Any], call: str) -> None:
+    with pytest.raises(LayoutError, match=rf"^RowLayout\.{call}: "):
+        use()
+
+
+def test_the_offsets_tensor_shares_nothing_with_the_host_bounds() -> None:
+    layout = RowLayout.from_lengths([2, 3], 4)
+    layout.offsets.fill_(9)
+    assert layout.row_offsets.tolist() == [0, 2, 5]
+    assert layout.lengths.tolist() == [2, 3]
+
+
+# -------------------------------------------------------------------- num_tokens hints
+
+
+def test_a_hint_on_the_host_is_checked_at_once() -> None:
+    mask = torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 0]])
+    assert RowLayout.from_mask(mask, num_tokens=3) == RowLayout.from_mask(mask)
+    with pytest.raises(LayoutError, match=r"^RowLayout.from_mask: the mask has 3 valid tokens and up to 1 spans"):
+        RowLayout.from_mask(mask, num_tokens=4)
+    with pytest.raises(
+        LayoutError, match=r"2 valid tokens and up to 2 spans in a row; expected num_tokens=2 and at most one"
+    ):
+        RowLayout.from_mask(torch.tensor([[1, 0, 1]]), num_tokens=2)
+
+
+def hinted(mask: torch.Tensor, total: int) -> RowLayout:
+    """As on a GPU: nothing is read before it is asked for."""
+    num_tokens, cache = scan.on_device(mask, total)
+    layout = RowLayout(*mask.shape, num_tokens, mask.device)
+    layout.__dict__.update(cache)
+    return layout
+
+
+def test_a_hint_on_a_device_is_checked_when_the_layout_is_read() -> None:
+    mask = torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 0]])
+    assert hinted(mask, 3) == RowLayout.from_mask(mask)
+    assert hinted(mask, 3).cu_seqlens.tolist() == [0, 2, 2, 3]
+    assert hinted(mask, 1).cu_seqlens.tolist() == hinted(mask, 1).offsets.tolist() == [0, 1, 1, 1]
+    assert hinted(mask, 9).cu_seqlens.tolist() == [0, 2, 2, 3]
+    assert hinted(mask, 3).anchored(1).lengths.tolist() == [2, 0, 1]
+    for total in (0, 2, 4, 9):
+        with pytest.raises(
+            LayoutError, match=rf"has 3 valid tokens and up to 1 spans in a row; expected num_tokens={total} and at mo"
+        ):
+            hinted(mask, total).lengths  # noqa: B018
+    with pytest.raises(
+        LayoutError, match=r"2 valid tokens and up to 2 spans in a row; expected num_tokens=2 and at most one"
+    ):
+        hinted(torch.tensor([[1, 0, 1]]), 2).table  # noqa: B018
+
+
+WIDE = torch.zeros(1, 1, dtype=torch.bool, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("mask", "total", "message"),
+    [
+        (WIDE.expand(3, 5), -1, r"num_tokens is -1; a mask \(3, 5\) has 0 to 15 valid tokens"),
+        (WIDE.expand(3, 5), 16, r"num_tokens is 16; a mask \(3, 5\) has 0 to 15 valid tokens"),
+        (WIDE.expand(2**16, 2**15), 2**31, "the rows have 2147483648 valid tokens; expected at most 2147483647"),
+        (WIDE.expand(1, 2**31), 5, "rows are 2147483648 wide; expected at most 2147482624"),
+        (WIDE.expand(1, 2**31), None, "rows are 2147483648 wide; expected at most 2147482624"),
+    ],
+)
+def test_a_hint_that_no_mask_has_is_refused_at_once(mask: torch.Tensor, total: int | None, message: str) -> None:
+    """Before anything is scanned: the masks are wider than memory."""
+    with pytest.raises(LayoutError, match=f"^RowLayout.from_mask: {message}"):
+        scan.on_device(mask, total)
+
+
+@pytest.mark.parametrize("spans_per_row", [[1, 1], [1, 2]])
+def test_more_tokens_than_int32_counts_are_refused_when_they_are_counted(
+    monkeypatch: pytest.MonkeyPatch, spans_per_row: list[int]
+) -> None:
+    def scan_rows(real: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+        counts = torch.tensor([[2**31 - 2, 2], spans_per_row, [0, 0]], dtype=torch.int32)
+        return counts, torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32), torch.zeros(9)
+
+    monkeypatch.setattr(scan, "_scan_rows", scan_rows)
+    message = r"^RowLayout.from_mask: the rows have 2147483648 valid tokens; expected at most 2147483647"
+    with pytest.raises(LayoutError, match=message):
+        scan.on_device(torch.ones(2, 3), None)
+
+
+def test_sums_beyond_int32_stay_the_largest() -> None:
+    counts = torch.tensor([[2**31 - 2, 1, 1, 2**31 - 1], [1, 1, 1, 1]], dtype=torch.int32)
+    largest = 2**31 - 1
+    assert scan._sums(counts).tolist() == [[2**31 - 2, largest, largest, largest], [1, 2, 3, 4]]
+
+
+@given(patterns(), st.data())
+def test_places_of_any_hint_are_inside(mask: oracle.Mask, data: st.DataObject) -> None:
+    rows, width = len(mask), width_of(mask)
+    if not rows * width:
+        return
+    total = data.draw(st.integers(0, rows * width))
+    index = scan.on_device(torch.tensor(mask), total)[1]["index"]
+    places = runs.places_of(index, rows, width, total)
+    assert (places.dtype, len(places)) == (torch.int64, total)
+    assert all(0 <= place < rows * width for place in places.tolist())
+    if all(len(row) <= 1 for row in oracle.mask_to_runs(mask)):
+        real = [row * width + column for row in range(rows) for column in range(width) if mask[row][column]]
+        assert places.tolist()[: len(real)] == real[:total]

@@ -1,0 +1,377 @@
+"""dense_fields and strict mode: no tensor hides, and what is dense by design raises no alarm."""
+
+from __future__ import annotations
+
+import dataclasses
+import tracemalloc
+import warnings
+from collections import OrderedDict, deque, namedtuple
+
+import numpy as np
+import pytest
+import torch
+from samples import PAD, assert_same, freeze, per_row, rollout
+from tensordict import NonTensorData, TensorDict
+
+import maskpack as mp
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclasses.dataclass
+class Record:
+    name: str
+    tokens: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slim:
+    tokens: torch.Tensor
+
+
+class Plain:
+    label = "a class attribute"
+
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
+
+
+def cyclic():
+    item = {"tokens": torch.ones(3)}
+    item["self"] = [item]
+    other = Plain(back=item)
+    other.me = other
+    item["other"] = other
+    return item
+
+
+def object_array(*items):
+    out = np.empty(len(items), dtype=object)
+    out[:] = items
+    return out
+
+
+HIDING = {
+    "dict": ({"a": torch.ones(3)}, ["a"]),
+    "ordered dict": (OrderedDict(a=1, b=torch.ones(3)), ["b"]),
+    "list": ([1, torch.ones(3)], ["[1]"]),
+    "tuple": ((torch.ones(3), None), ["[0]"]),
+    "named tuple": (Pair(1, torch.ones(3)), ["[1]"]),
+    "deque": (deque([torch.ones(3)]), ["[0]"]),
+    "set": ({torch.ones(3)}, ["[0]"]),
+    "object array": (object_array("a", torch.ones(3)), ["[1]"]),
+    "object array of dicts": (object_array({"a": torch.ones(3)}, {}), ["[0]", "a"]),
+    "dataclass": (Record("a", torch.ones(3)), ["tokens"]),
+    "dataclass with slots": (Slim(torch.ones(3)), ["tokens"]),
+    "attribute": (Plain(a=1, tokens=torch.ones(3)), ["tokens"]),
+    "sub-TensorDict": ({"td": TensorDict({"x": torch.ones(3)}, batch_size=[3])}, ["td", "x"]),
+    "module": (torch.nn.Linear(3, 1, bias=False), ["_parameters", "weight"]),
+    "deep": ({"a": [Record("b", {"c": (Plain(d=[torch.ones(3)]),)})]}, ["a", "[0]", "tokens", "c", "[0]", "d", "[0]"]),
+    "cyclic": (cyclic(), ["tokens"]),
+    "requires grad": ([torch.ones(3, requires_grad=True)], ["[0]"]),
+}
+
+
+def entry(value, rows=2):
+    return NonTensorData(value, batch_size=[rows])
+
+
+def with_object(value, name="extra"):
+    batch = TensorDict({"attention_mask": torch.ones(2, 4)}, batch_size=[2])
+    return batch.set(name, entry(value))
+
+
+def tensors_inside(batch):
+    """How many lie inside the Python objects of a batch."""
+    (field,) = mp.dense_fields(batch, mp.RL_FIELDS, pad_token_id=PAD)
+    return field.tensors
+
+
+def paths(batch, registry=mp.RL_FIELDS, **options):
+    return [field.path for field in mp.dense_fields(batch, registry, pad_token_id=PAD, **options)]
+
+
+@pytest.mark.parametrize(("value", "place"), HIDING.values(), ids=HIDING)
+def test_a_tensor_inside_an_object_is_found(value, place):
+    batch = with_object(value)
+    assert paths(batch) == [("extra", *place)]
+    for call in (
+        lambda: mp.nest_batch_by_mask(batch, strict_mask_nesting=True),
+        lambda: mp.compress(batch, strict_mask_nesting=True),
+    ):
+        with pytest.raises(mp.errors.CoverageError) as caught:
+            call()
+        assert f'"{"/".join(["extra", *place])}"' in str(caught.value)
+        assert "12 bytes" in str(caught.value)
+    mp.nest_batch_by_mask(batch)  # not strict: objects travel as they are
+
+
+@pytest.mark.parametrize(("value", "place"), HIDING.values(), ids=HIDING)
+def test_a_tensor_inside_the_object_of_a_row_is_found(value, place):
+    batch = TensorDict({}, batch_size=[3]).set("extra", per_row(["nothing", value, None]))
+    assert paths(batch) == [("extra", "[1]", *place)]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "text",
+        b"bytes",
+        7,
+        None,
+        1.5,
+        {"a": [1, "b", None]},
+        np.arange(5),
+        np.float32(1),
+        torch.float32,
+        Record,
+        torch.tensor(1.0),
+        [torch.tensor(2)],
+        Plain(),
+        object_array("a", None),
+        len,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_object_without_a_tensor_is_no_failure(value):
+    assert paths(with_object(value)) == []
+
+
+def test_a_tensor_named_twice_is_listed_once():
+    tensor = torch.ones(3)
+    assert paths(with_object([tensor, {"again": tensor}])) == [("extra", "[0]")]
+
+
+def test_object_arrays_of_any_dims():
+    scalar = np.empty((), dtype=object)
+    scalar[()] = {"a": torch.ones(2)}
+    assert tensors_inside(with_object(scalar)) == 1
+    cube = np.empty((4, 3, 3), dtype=object)
+    for place in np.ndindex(cube.shape):
+        cube[place] = {"t": torch.ones(2)}
+    assert tensors_inside(with_object(cube)) == 36
+
+
+def test_many_short_lived_containers_hide_nothing():
+    """Containers that are made while they are read may reuse each other's memory."""
+    cubes = []
+    for _ in range(8):
+        cube = np.empty((3, 3, 3, 2), dtype=object)
+        for place in np.ndindex(cube.shape):
+            cube[place] = torch.ones(2)
+        cubes.append(cube)
+    assert tensors_inside(with_object(cubes)) == 8 * 54
+
+
+def test_a_range_is_not_counted_out():
+    """A pickle of a few bytes makes one of any length; nor are single bytes looked at."""
+    batch = rollout()
+    batch.set("meta", NonTensorData([range(1 << 20), bytearray(1 << 20)]))
+    tracemalloc.start()
+    try:
+        assert mp.dense_fields(batch, mp.RL_FIELDS, pad_token_id=PAD) == ()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 << 20
+
+
+def test_deep_nesting_does_not_overflow():
+    value = torch.ones(3)
+    for _ in range(5000):
+        value = [value]
+    assert len(paths(with_object({"deep": value}))) == 1
+
+
+# -------------------------------------------------------------------- tensors of the batch
+
+
+def test_an_unknown_tensor():
+    batch = rollout()
+    batch["secret"] = torch.ones(7, 3, dtype=torch.float64)
+    batch["a", "b", "secret"] = torch.ones(7, 2, 2)
+    assert paths(batch) == [("secret",), ("a", "b", "secret")]
+    found = mp.dense_fields(batch, mp.RL_FIELDS, pad_token_id=PAD)
+    assert (found[0].shape, found[0].dtype, found[0].nbytes) == ((7, 3), torch.float64, 168)
+    assert (found[1].shape, found[1].dtype, found[1].nbytes) == ((7, 2, 2), torch.float32, 112)
+    assert str(found[0]) == '"secret" (7, 3) float64, 168 bytes: the registry does not know it'
+    assert [type(field) for field in found] == [mp.DenseField] * 2
+
+
+def test_the_message_lists_every_field():
+    batch = rollout()
+    batch["secret"] = torch.ones(7, 300)
+    batch["a", "hidden"] = torch.ones(7, 2, dtype=torch.int16)
+    batch.set("extra", per_row([{"t": torch.ones(2)}] + [None] * 6))
+    before = freeze(batch)
+    for name, call in (
+        ("nest_batch_by_mask", lambda: mp.nest_batch_by_mask(batch, pad_token_id=PAD, strict_mask_nesting=True)),
+        ("compress", lambda: mp.compress(batch, pad_token_id=PAD, strict_mask_nesting=True)),
+    ):
+        with pytest.raises(mp.errors.CoverageError) as caught:
+            call()
+        lines = str(caught.value).splitlines()
+        assert lines[0].startswith(f"{name}: 3 field(s) would stay padded")
+        assert lines[1] == '  "secret" (7, 300) float32, 8,400 bytes: the registry does not know it'
+        assert lines[2] == '  "a/hidden" (7, 2) int16, 28 bytes: the registry does not know it'
+        assert lines[3] == '  "extra/[0]/t" (2,) float32, 8 bytes: a tensor inside the Python object "extra"'
+        assert "ignore_dense_fields" in lines[4]
+    assert freeze(batch) == before
+
+
+def test_the_objects_of_all_rows_are_one_line():
+    rows = 512
+    batch = TensorDict({"attention_mask": torch.ones(rows, 4)}, batch_size=[rows])
+    batch.set("images", per_row([{"pixels": torch.ones(3, 1 + row)} for row in range(rows)]))
+    batch.set("audio", per_row([torch.ones(2), *[None] * (rows - 1)]))
+    batch["secret"] = torch.ones(rows, 3)
+    nbytes = 12 * sum(range(1, rows + 1))
+    lines = [
+        f'  "secret" (512, 3) float32, {12 * rows:,} bytes: the registry does not know it',
+        f'  "images/[0]/pixels" (3, 1) float32, {nbytes:,} bytes: with 511 more, tensors inside Python objects',
+        '  "audio/[0]" (2,) float32, 8 bytes: a tensor inside the Python object "audio"',
+    ]
+    with pytest.raises(mp.errors.CoverageError) as caught:
+        mp.compress(batch, strict_mask_nesting=True)
+    first, *listed, last = str(caught.value).splitlines()
+    assert first.startswith("compress: 3 field(s) would stay padded")
+    assert listed == lines
+    assert "as DENSE in the registry" in last
+    found = mp.dense_fields(batch, mp.RL_FIELDS)
+    assert [f"  {field}" for field in found] == lines
+    assert [(field.tensors, field.nbytes) for field in found] == [(1, 12 * rows), (rows, nbytes), (1, 8)]
+
+
+def test_what_the_error_says_to_do_covers_a_batch():
+    batch = rollout()
+    batch["secret"] = torch.ones(7, 300)
+    batch.set("extra", per_row([{"t": torch.ones(2)}] + [None] * 6))
+    options = {"pad_token_id": PAD, "strict_mask_nesting": True}
+    with pytest.raises(
+        mp.errors.CoverageError, match=r"name it, or the Python object that the tensor is in, in ignore_dense"
+    ):
+        mp.compress(batch, **options)
+    assert_same(mp.decompress(mp.compress(batch, **options, ignore_dense_fields=["secret", "extra"])), batch)
+    registry = mp.RL_FIELDS | {"secret": mp.DENSE, "extra": mp.DENSE}
+    assert_same(mp.decompress(mp.compress(batch, **options, registry=registry)), batch)
+
+
+def test_without_strict_a_warning_lists_the_dense_fields_and_nothing_is_lost():
+    batch = rollout()
+    batch["secret"] = torch.ones(7, 300)
+    with pytest.warns(mp.errors.MaskpackWarning, match=r'"secret" \(7, 300\) float32, 8,400 bytes'):
+        nested = mp.nest_batch_by_mask(batch, pad_token_id=PAD)
+    with pytest.warns(mp.errors.MaskpackWarning, match="secret"):
+        packed = mp.compress(batch, pad_token_id=PAD)
+    assert_same(mp.unnest(nested), batch)
+    assert_same(mp.decompress(packed), batch)
+
+
+def test_a_known_field_without_its_mask():
+    batch = TensorDict({"input_ids": torch.ones(2, 4, dtype=torch.int64)}, batch_size=[2])
+    (found,) = mp.dense_fields(batch, mp.RL_FIELDS)
+    assert found.path == ("input_ids",)
+    assert 'its mask "sequence"' in found.reason
+
+
+def test_a_field_with_values_under_its_mask():
+    batch = rollout()
+    batch["old_log_probs"][0, 5] = 1.0
+    (found,) = mp.dense_fields(batch, mp.RL_FIELDS, pad_token_id=PAD)
+    assert found.path == ("old_log_probs",)
+    assert "non-pad values under its mask" in found.reason
+
+
+def test_one_entry_a_row_is_no_failure():
+    batch = TensorDict({"a": torch.ones(3), "b": torch.ones(3, dtype=torch.int64)}, batch_size=[3])
+    batch["sub", "c"] = torch.ones(3)
+    assert paths(batch, {}) == []
+    mp.nest_batch_by_mask(batch, {}, strict_mask_nesting=True)
+    mp.compress(batch, registry={}, strict_mask_nesting=True)
+    batch["d"] = torch.ones(3, 1)
+    assert paths(batch, {}) == [("d",)]
+
+
+def test_jagged_fields_are_no_failure():
+    assert paths(mp.nest_batch_by_mask(rollout(), pad_token_id=PAD)) == []
+    own = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    assert paths(TensorDict({"unknown": own}, batch_size=[2])) == []
+
+
+def test_a_sparse_tensor_is_dense_to_us():
+    """It can be neither nested nor packed; it stays as it is, or the error has a name."""
+    batch = TensorDict({"graph": torch.eye(3).to_sparse()}, batch_size=[3])
+    (found,) = mp.dense_fields(batch, {})
+    assert "sparse" in found.reason
+    with pytest.warns(mp.errors.MaskpackWarning, match="graph"):
+        nested = mp.nest_batch_by_mask(batch, {})
+    assert nested["graph"] is batch["graph"]
+    with pytest.raises(mp.errors.LayoutError, match='"graph"'):
+        mp.compress(batch, registry={})
+
+
+def test_dense_fields_does_not_warn_and_changes_nothing():
+    batch = rollout()
+    batch["secret"] = torch.ones(7, 3)
+    before = freeze(batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", mp.errors.MaskpackWarning)
+        assert len(mp.dense_fields(batch, mp.RL_FIELDS, pad_token_id=PAD)) == 1
+    assert freeze(batch) == before
+
+
+# -------------------------------------------------------------------- declared dense
+
+
+def test_fields_that_are_dense_by_design():
+    batch = rollout()
+    images = [{"pixel_values": torch.randn(b + 1, 3), "image_grid_thw": torch.ones(1, 3)} for b in range(7)]
+    batch.set("multi_modal_inputs", per_row(images))
+    assert {"reward_baselines", "dummy_tensor", "multi_modal_inputs"} <= set(batch.keys())
+    assert paths(batch) == []
+    packed = mp.compress(batch, pad_token_id=PAD, strict_mask_nesting=True)
+    assert_same(mp.decompress(packed), batch)
+    batch.set("other_inputs", per_row(images))
+    assert tensors_inside(batch) == 14
+
+
+def test_a_field_declared_in_the_registry():
+    batch = TensorDict({"position_table": torch.ones(2, 9)}, batch_size=[2]).set("cache", entry({"k": torch.ones(3)}))
+    assert len(paths(batch, {})) == 2
+    assert paths(batch, {"position_table": mp.DENSE, "cache": mp.MaskNestingSpec(None)}) == []
+    mp.nest_batch_by_mask(batch, {"position_table": mp.DENSE, "cache": mp.DENSE}, strict_mask_nesting=True)
+
+
+IGNORED = [
+    ([], {("x",), ("a", "x"), ("a", "b", "x"), ("o", "t")}),
+    (["x"], {("o", "t")}),
+    ([("a", "x")], {("x",), ("a", "b", "x"), ("o", "t")}),
+    ([("a", "b", "x"), "o"], {("x",), ("a", "x")}),
+    ({"x", "o"}, set()),
+    (("unknown",), {("x",), ("a", "x"), ("a", "b", "x"), ("o", "t")}),
+]
+
+
+@pytest.mark.parametrize(("ignore", "left"), IGNORED, ids=range(len(IGNORED)))
+def test_ignore_dense_fields_by_path_and_by_last_name(ignore, left):
+    batch = TensorDict({"x": torch.ones(2, 3)}, batch_size=[2])
+    batch["a", "x"] = torch.ones(2, 4)
+    batch["a", "b", "x"] = torch.ones(2, 5)
+    batch.set("o", entry({"t": torch.ones(2)}))
+    assert set(paths(batch, {}, ignore_dense_fields=ignore)) == left
+    if left:
+        with pytest.raises(mp.errors.CoverageError, match=rf"{len(left)} field\(s\)"):
+            mp.nest_batch_by_mask(batch, {}, strict_mask_nesting=True, ignore_dense_fields=ignore)
+    else:
+        nested = mp.nest_batch_by_mask(batch, {}, strict_mask_nesting=True, ignore_dense_fields=ignore)
+        assert_same(mp.unnest(nested), batch)
+        packed = mp.compress(batch, registry={}, strict_mask_nesting=True, ignore_dense_fields=ignore)
+        assert_same(mp.decompress(packed), batch)
+
+
+def test_an_ignored_field_that_the_registry_knows_stays_dense():
+    batch = rollout()
+    nested = mp.nest_batch_by_mask(batch, pad_token_id=PAD, strict_mask_nesting=True, ignore_dense_fields=["returns"])
+    assert not nested["returns"].is_nested
+    assert nested["advantages"].is_nested
+    assert_same(mp.unnest(nested), batch)

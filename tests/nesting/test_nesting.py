@@ -1,0 +1,1509 @@
+"""nest_batch_by_mask and unnest_batch_by_mask, against naive row loops."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import threading
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import strategies
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from oracle import assert_same_batch, assert_same_object, assert_same_tensor
+from strategies import Case, batches, row_ops, rows_after
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+
+from maskpack import (
+    DENSE,
+    EDGE,
+    LAYOUTS,
+    PAD_TOKEN_ID,
+    PER_ROW,
+    RL_FIELDS,
+    SIGNED_ZERO,
+    MaskAxis,
+    MaskNestingRegistry,
+    MaskNestingSpec,
+    MaskpackError,
+    PackedBatch,
+    RowLayout,
+    VerifyFirst,
+    compress,
+    decompress,
+    dense_fields,
+    nest_batch_by_mask,
+    select_and_pad_to_response,
+    unnest,
+    unnest_batch_by_mask,
+)
+from maskpack.core import threads as tasks
+from maskpack.errors import CoverageError, LayoutError, LossyPadError, MaskpackWarning, RegistryError
+from maskpack.layout.span_table import lines_of, table_of_lines
+
+quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
+PROMPT, RESPONSE = 3, 5
+
+
+def part_of(nested: TensorDict) -> str:
+    """The only part of LAYOUTS."""
+    (part,) = nested[LAYOUTS].keys()
+    return part
+
+
+def rollout(rows: int = 4, prompt: int = PROMPT, response: int = RESPONSE, seed: int = 0) -> TensorDict:
+    """A batch whose every field nests: left-padded prompts, right-padded responses, EDGE positions."""
+    rng = np.random.default_rng(seed)
+    p, r = rng.integers(1, prompt + 1, rows), rng.integers(1, response + 1, rows)
+    places = torch.arange(prompt + response)
+    mask = (places >= torch.tensor(prompt - p)[:, None]) & (places < torch.tensor(prompt + r)[:, None])
+    answer = mask[:, prompt:]
+    ids = torch.from_numpy(rng.integers(1, 100, (rows, prompt + response))) * mask
+    return TensorDict(
+        {
+            "input_ids": ids,
+            "prompts": ids[:, :prompt].clone(),
+            "attention_mask": mask.long(),
+            "responses": ids[:, prompt:].clone(),
+            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+            "response_mask": answer.long(),
+            "old_log_probs": torch.from_numpy(rng.normal(size=(rows, response)).astype(np.float32)) * answer,
+            "advantages": torch.from_numpy(rng.normal(size=(rows, response)).astype(np.float32)) * answer,
+            "uid": NonTensorStack(*[NonTensorData(f"u{row}") for row in range(rows)]),
+            "reward_baselines": torch.arange(rows, dtype=torch.float32),
+        },
+        batch_size=[rows],
+    )
+
+
+def exact_zero(batch: TensorDict) -> TensorDict:
+    """A product with a mask leaves -0.0 where it is 0: make these 0.0."""
+    for name in ("old_log_probs", "advantages"):
+        batch[name] = batch[name] + 0.0
+    return batch
+
+
+def nested_rollout(**more: Any) -> TensorDict:
+    return nest_batch_by_mask(exact_zero(rollout(**more)), pad_token_id=0)
+
+
+def entry(batch: TensorDictBase, path: tuple[str, ...]) -> Any:
+    for name in path:
+        batch = batch.get(name)
+    return batch
+
+
+def entries(batch: TensorDictBase, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    """Every tensor and object of a batch but LAYOUTS, by path."""
+    found: dict[tuple[str, ...], Any] = {}
+    for name, value in batch.items():
+        path = (*prefix, name)
+        if path == (LAYOUTS,):
+            continue
+        if isinstance(value, TensorDictBase) and not isinstance(value, NonTensorStack | NonTensorData):
+            found.update(entries(value, path))
+        else:
+            found[path] = value
+    return found
+
+
+def cached_bounds(x: torch.Tensor) -> tuple[int, int]:
+    """Min and max row length as the tensor itself holds them: set, not computed when asked."""
+    held = x._metadata_cache
+    assert {"min_seqlen", "max_seqlen"} <= set(held), f"cached: {sorted(held)}"
+    return x._get_min_seqlen(), x._get_max_seqlen()
+
+
+# -------------------------------------------------------------------- there and back
+
+
+@quiet
+@given(batches())
+def test_round_trip_bit_for_bit(case: Case) -> None:
+    nested = nest_batch_by_mask(case.batch, **case.options)
+    assert_same_batch(unnest_batch_by_mask(nested), case.batch)
+
+
+@quiet
+@given(batches())
+def test_input_untouched(case: Case) -> None:
+    before, tree = oracle.map_tensors(case.batch, oracle.copy), oracle.snapshot(case.batch)
+    nested = nest_batch_by_mask(case.batch, **case.options)
+    assert oracle.snapshot(case.batch) == tree
+    assert_same_batch(case.batch, before)
+    held, tree = oracle.map_tensors(nested, oracle.copy), oracle.snapshot(nested)
+    unnest_batch_by_mask(nested)
+    assert oracle.snapshot(nested) == tree
+    assert_same_batch(nested, held)
+
+
+@quiet
+@given(batches())
+def test_input_untouched_by_an_error(case: Case) -> None:
+    tree = oracle.snapshot(case.batch)
+    for options in (
+        {"strict_mask_nesting": True},
+        {"on_loss": "error"},
+        {"pad_token_id": None},
+        {"verify": "sometimes"},
+    ):
+        with contextlib.suppress(MaskpackError):
+            nest_batch_by_mask(case.batch, **{**case.options, **options})
+        assert oracle.snapshot(case.batch) == tree
+
+
+@quiet
+@given(batches())
+def test_nested_values_are_the_oracle_rows(case: Case) -> None:
+    nested = nest_batch_by_mask(case.batch, **case.options)
+    assert [name for name in nested.keys() if name != LAYOUTS] == list(case.batch.keys())  # noqa: SIM118
+    for path, x in entries(case.batch).items():
+        now = entry(nested, path)
+        field = case.nested.get(path)
+        if field is None:
+            if isinstance(x, torch.Tensor):
+                assert_same_tensor(now, x, "/".join(path))
+            else:
+                assert now.tolist() is not None
+                assert_same_object(now.tolist(), x.tolist())
+            continue
+        assert now.is_nested, f"{path} stayed dense"
+        assert now.layout == torch.jagged
+        assert now.dtype == x.dtype
+        assert now.device == x.device
+        rows = oracle.pack_rows(x.movedim(field.ragged_dim, 1), field.mask)
+        assert now.offsets().tolist() == oracle.offsets(field.mask)
+        for number, (got, want) in enumerate(zip(oracle.jagged_rows(now), rows, strict=True)):
+            assert_same_tensor(got, want, f"{path} row {number}")
+
+
+@quiet
+@given(batches())
+def test_shared_offsets_and_cached_bounds(case: Case) -> None:
+    nested = nest_batch_by_mask(case.batch, **case.options)
+    shared: dict[tuple[Any, ...], torch.Tensor] = {}
+    for path, field in case.nested.items():
+        x = entry(nested, path)
+        scope = path[:1] if path[0] == "own" else ()
+        assert x.offsets() is shared.setdefault((scope, field.axis), x.offsets())
+        lengths = oracle.lengths(field.mask)
+        assert cached_bounds(x) == (min(lengths, default=0), max(lengths, default=0))
+        assert x.offsets().dtype == torch.int64
+
+
+@quiet
+@given(batches())
+def test_nesting_twice(case: Case) -> None:
+    once = nest_batch_by_mask(case.batch, **case.options)
+    twice = nest_batch_by_mask(once, **case.options)
+    assert_same_batch(unnest(twice), case.batch)
+    assert_same_batch(unnest(once), case.batch)
+
+
+@quiet
+@pytest.mark.parametrize("splitter", ["response_mask", "max_response_length"])
+def test_nesting_twice_where_every_field_of_an_axis_was_kept_dense(splitter: str) -> None:
+    """The layout of the dense field is then still the one that the mask gave."""
+    batch = TensorDict(
+        {
+            "attention_mask": torch.tensor([[0, 1, 1, 0, 0], [1, 1, 1, 0, 0]]),
+            "response_mask": torch.tensor([[1, 5, 5], [1, 5, 0]]),
+            "values": torch.tensor([[1.0, 5.0, 6.0], [1.0, 5.0, 6.0]]),
+            "max_response_length": NonTensorData(3, batch_size=[2]),
+        },
+        batch_size=[2],
+    ).select("attention_mask", "values", splitter)
+    once = nest_batch_by_mask(batch)
+    assert not once["values"].is_nested
+    assert_same_batch(unnest(once), batch)
+    assert_same_batch(unnest(nest_batch_by_mask(once)), batch)
+    assert_same_batch(decompress(compress(once)), batch)
+
+
+@quiet
+def test_nesting_twice_where_a_mask_was_kept_dense() -> None:
+    """attention_mask is jagged by then: the dense response_mask must not become the response axis instead."""
+    batch = TensorDict(
+        {
+            "attention_mask": torch.tensor([[0, 1]]),
+            "prompts": torch.zeros(1, 0, dtype=torch.int64),
+            "responses": torch.tensor([[0, 9]]),
+            "response_mask": torch.tensor([[1, 0]]),
+        },
+        batch_size=[1],
+    )
+    once = nest_batch_by_mask(batch, pad_token_id=0)
+    assert not once["response_mask"].is_nested
+    assert_same_batch(unnest(nest_batch_by_mask(once, pad_token_id=0)), batch)
+
+
+@quiet
+@given(batches(), st.data())
+def test_unnest_of_named_fields(case: Case, data: st.DataObject) -> None:
+    names = list(case.batch.keys())
+    wanted = data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True)) if names else []
+    got = unnest_batch_by_mask(nest_batch_by_mask(case.batch, **case.options), *wanted)
+    chosen = {name: case.batch.get(name) for name in names if name in wanted or not wanted}
+    assert_same_batch(got, TensorDict(chosen, batch_size=case.batch.batch_size, device=case.batch.device))
+
+
+@quiet
+@given(batches())
+def test_verify_never_and_first_are_exact_without_strays(case: Case) -> None:
+    if case.lossy:
+        return
+    assert_same_batch(unnest(nest_batch_by_mask(case.batch, **case.options, verify="first")), case.batch)
+    got = unnest(nest_batch_by_mask(case.batch, **case.options, verify="never"))
+    for path, field in case.nested.items():
+        if field.trusted:
+            assert_same_tensor(entry(got, path), entry(case.batch, path), "/".join(path))
+
+
+def test_round_trip_keeps_gradients() -> None:
+    batch = exact_zero(rollout())
+    batch["advantages"] = batch["advantages"].requires_grad_()
+    padded = unnest(nest_batch_by_mask(batch, pad_token_id=0))["advantages"]
+    weight = torch.arange(padded.numel(), dtype=torch.float32).view_as(padded)
+    (padded * weight).sum().backward()
+    assert_same_tensor(batch["advantages"].grad, weight * (batch["response_mask"] != 0))
+
+
+@pytest.mark.parametrize("more", [(), (8,)], ids=["[]", "[B, S]"])
+def test_other_batch_sizes(more: tuple[int, ...]) -> None:
+    source = exact_zero(rollout(4)).select("input_ids", "attention_mask", "position_ids")
+    size = [4, *more] if more else []
+    batch = TensorDict(dict(source.items()), batch_size=size)
+    nested = nest_batch_by_mask(batch, pad_token_id=0)
+    assert nested["input_ids"].is_nested
+    assert_same_batch(unnest(nested), batch)
+
+
+def test_locked_and_non_contiguous() -> None:
+    batch = exact_zero(rollout())
+    batch["advantages"] = batch["advantages"].t().contiguous().t()
+    batch.lock_()
+    nested = nest_batch_by_mask(batch, pad_token_id=0)
+    assert batch.is_locked
+    assert_same_batch(unnest(nested.lock_()), batch)
+
+
+@pytest.mark.parametrize("dtype", strategies.DTYPES, ids=str)
+@pytest.mark.parametrize("wide", [False, True])
+def test_every_dtype(dtype: torch.dtype, wide: bool) -> None:
+    rng = np.random.default_rng(3)
+    width = 150 if wide else 6
+    mask = [[False] * width, [place > 1 for place in range(width)], [place != 3 for place in range(width)]]
+    for pad in (0, 1):
+        values = strategies.values(rng, (oracle.offsets(mask)[-1], 2), dtype)
+        x = oracle.unpack(values, mask, width, pad)
+        batch = TensorDict({"m": oracle.mask_tensor(mask, width), "x": x}, batch_size=[3])
+        nested = nest_batch_by_mask(
+            batch, {"x": MaskNestingSpec("m", pad)}, ignore_dense_fields=["m"], strict_mask_nesting=True
+        )
+        assert_same_tensor(nested["x"].values(), values)
+        assert_same_batch(unnest(nested), batch)
+
+
+# -------------------------------------------------------------------- jagged arithmetic
+
+
+def test_arithmetic_between_fields_of_a_layout() -> None:
+    batch = exact_zero(rollout())
+    nested = nest_batch_by_mask(batch, pad_token_id=0)
+    want = oracle.pack(
+        batch["old_log_probs"] - batch["advantages"], oracle.mask_rows(batch["attention_mask"][:, PROMPT:])
+    )
+    assert_same_tensor((nested["old_log_probs"] - nested["advantages"]).values(), want)
+    ratio = (nested["old_log_probs"] - nested["advantages"]) * nested["response_mask"]
+    assert ratio.offsets() is nested["responses"].offsets()
+
+
+def test_to_padded_tensor_pads_to_the_longest_row() -> None:
+    batch = exact_zero(rollout())
+    nested = nest_batch_by_mask(batch, pad_token_id=0)
+    longest = int(batch["attention_mask"].sum(1).max())
+    assert nested["input_ids"].to_padded_tensor(0).shape == (4, longest)
+
+
+def test_equal_lengths_stay_jagged() -> None:
+    batch = TensorDict(
+        {"attention_mask": torch.ones(4, 4, dtype=torch.long), "position_ids": torch.arange(64).view(4, 4, 4)}, [4]
+    )
+    nested = nest_batch_by_mask(batch)
+    assert nested["position_ids"].is_nested
+    assert nested["position_ids"]._ragged_idx == 1
+    first = oracle.jagged_rows(nested["position_ids"])[0]
+    assert_same_tensor(first, batch["position_ids"][0].t())
+    assert_same_batch(unnest(nested), batch)
+
+
+def test_nesting_again_restores_shared_offsets_and_nests_new_fields() -> None:
+    batch = exact_zero(rollout())
+    nested = pickle.loads(pickle.dumps(nest_batch_by_mask(batch, pad_token_id=0)))
+    nested["values"] = batch["advantages"].clone()
+    nested["returns"] = torch.nested.nested_tensor_from_jagged(
+        nested["advantages"].values().clone(), nested["advantages"].offsets().clone()
+    )
+    again = nest_batch_by_mask(nested, pad_token_id=0)
+    assert again["values"].is_nested
+    assert again["values"].offsets() is again["advantages"].offsets()
+    assert again["returns"].offsets() is again["advantages"].offsets()
+    assert (again["values"] - again["advantages"]).values().abs().sum() == 0
+    batch["values"] = batch["advantages"].clone()
+    batch["returns"] = batch["advantages"].clone()
+    assert_same_batch(unnest(again), batch)
+
+
+# -------------------------------------------------------------------- operations commute
+
+
+@quiet
+@given(batches(home_jagged=False, dtypes=strategies.PLAIN_DTYPES), st.data())
+def test_row_operations_commute(case: Case, data: st.DataObject) -> None:
+    ops = data.draw(row_ops(case.rows))
+    nested: TensorDictBase = nest_batch_by_mask(case.batch, **case.options)
+    for op in ops:
+        nested = op.on_batch(nested)
+    want = oracle.take_rows(case.batch, rows_after(ops, case.rows, even_chunks=False))
+    got = unnest(nested)
+    assert got.batch_size == want.batch_size
+    for path, value in entries(want).items():
+        if isinstance(value, torch.Tensor):
+            assert_same_tensor(entry(got, path), value, "/".join(path))
+        else:
+            assert_same_object(entry(got, path).tolist(), value.tolist(), "/".join(path))
+    assert list(got.keys()) == list(want.keys())
+
+
+CASTS = {
+    "float": lambda batch: batch.float(),
+    "double": lambda batch: batch.double(),
+    "half": lambda batch: batch.half(),
+    "bfloat16": lambda batch: batch.to(torch.bfloat16),
+    "cpu": lambda batch: batch.to("cpu"),
+}
+
+
+@quiet
+@pytest.mark.parametrize("name", CASTS)
+@given(case=batches(finite=True, home_jagged=False, generic=False))
+def test_casts_commute(name: str, case: Case) -> None:
+    cast = CASTS[name]
+    assert_same_batch(unnest(cast(nest_batch_by_mask(case.batch, **case.options))), cast(case.batch))
+
+
+COPIES = {
+    "clone": lambda batch: batch.clone(),
+    "clone, not recursive": lambda batch: batch.clone(False),
+    "pickle": lambda batch: pickle.loads(pickle.dumps(batch)),
+    "consolidate": lambda batch: batch.consolidate(),
+    "lock_": lambda batch: batch.clone(False).lock_(),
+    "contiguous": lambda batch: batch.contiguous(),
+}
+
+
+@quiet
+@pytest.mark.parametrize("name", COPIES)
+@given(case=batches(home_jagged=False, min_rows=1, dtypes=strategies.PLAIN_DTYPES, device=False))
+def test_copies_restore(name: str, case: Case) -> None:
+    assert_same_batch(unnest(COPIES[name](nest_batch_by_mask(case.batch, **case.options))), case.batch)
+
+
+def test_cat_of_equal_widths() -> None:
+    parts = [exact_zero(rollout(rows, seed=rows)) for rows in (3, 1, 4)]
+    nested = torch.cat([nest_batch_by_mask(part, pad_token_id=0) for part in parts])
+    assert_same_batch(unnest(nested), torch.cat(parts))
+
+
+# -------------------------------------------------------------------- span tables
+
+
+def nest_under(name: str) -> tuple[TensorDict, TensorDict]:
+    mask, width = (strategies.MANY_RUNS | strategies.FEW_RUNS)[name]
+    batch, registry = strategies.batch_under(mask, width)
+    return batch, nest_batch_by_mask(batch, registry)
+
+
+def lines_by_hand(mask: oracle.Mask) -> list[list[int]]:
+    """For each row the bytes of its runs: start, count and checksum."""
+    rows = []
+    for runs in oracle.mask_to_runs(mask):
+        numbers = [(start, count, start % 32749 * 30011 + count % 32719 * 20011 + 12345) for start, count in runs]
+        rows.append([byte for run in numbers for number in run for byte in number.to_bytes(4, "little")])
+    return rows
+
+
+@pytest.mark.parametrize("name", strategies.FEW_RUNS)
+def test_run_tables_of_few_runs(name: str) -> None:
+    mask, _ = strategies.FEW_RUNS[name]
+    _, nested = nest_under(name)
+    table = nested[LAYOUTS, part_of(nested), "spans", "mask"]
+    assert table.dtype == torch.uint8
+    assert [row.reshape(-1).tolist() for row in table.unbind()] == lines_by_hand(mask)
+    assert cached_bounds(table) == (0, max((len(runs) for runs in oracle.mask_to_runs(mask)), default=0))
+
+
+@pytest.mark.parametrize("name", strategies.MANY_RUNS)
+def test_run_tables_of_many_runs_take_their_bits_and_little_more(name: str) -> None:
+    mask, width = strategies.MANY_RUNS[name]
+    batch, nested = nest_under(name)
+    table = nested[LAYOUTS, part_of(nested), "spans", "mask"]
+    wanted = [min(12 * len(runs), (width + 7) // 8 + 8 + 11) for runs in oracle.mask_to_runs(mask)]
+    assert all(row.numel() <= most for row, most in zip(table.unbind(), wanted, strict=True))
+    assert cached_bounds(table) == (0, max((row.shape[0] for row in table.unbind()), default=0))
+    assert_same_batch(unnest(nested), batch)
+
+
+@pytest.mark.parametrize("name", [*strategies.MANY_RUNS, "holes", "right"])
+def test_row_operations_on_masks_of_many_runs(name: str) -> None:
+    batch, nested = nest_under(name)
+    rows = len(batch)
+    order = torch.from_numpy(np.random.default_rng(0).permutation(rows))
+    parts = {
+        "slice": (nested[1:3], batch[1:3]),
+        "index": (nested[order], batch[order]),
+        "mask": (nested[order > 1], batch[order > 1]),
+        "chunk": (nested.chunk(3)[1], batch.chunk(3)[1]),
+        "cat": (torch.cat([nested[2:], nested[:2]]), torch.cat([batch[2:], batch[:2]])),
+        "again": (nest_batch_by_mask(nested[order]), batch[order]),
+        "decoded": (decompress(compress(nested[order]), format="nested"), batch[order]),
+        "consolidate": (nested.consolidate(), batch),
+        "pickle": (pickle.loads(pickle.dumps(nested[3:7])), batch[3:7]),
+    }
+    for way, (seen, want) in parts.items():
+        assert_same_batch(unnest(seen), want), way
+    doubled = unnest(nested.double())
+    assert all(torch.equal(doubled[key], batch[key].double()) for key in batch.keys())  # noqa: SIM118
+    halved = unnest(nested.to(torch.bfloat16))
+    assert torch.equal(halved["log_probs"], batch["log_probs"].to(torch.bfloat16))
+
+
+def test_rows_in_bits_and_rows_in_runs_are_joined() -> None:
+    """Batches of one width, of which one has rows of many runs."""
+    parts = []
+    for mask, width in (strategies.MANY_RUNS["alternating"], strategies.FEW_RUNS["right"]):
+        parts.append(strategies.batch_under(mask, width))
+    nested = torch.cat([nest_batch_by_mask(batch, registry) for batch, registry in parts])
+    batch = torch.cat([batch for batch, _ in parts])
+    assert_same_batch(unnest(nested), batch)
+    assert_same_batch(unnest(nested[torch.tensor([30, 3, 17, 8])]), batch[torch.tensor([30, 3, 17, 8])])
+    sizes = [row.numel() for row in nested[LAYOUTS, part_of(nested), "spans", "mask"].unbind()]
+    assert sizes == [72] * 16 + [12 * (row > 0) for row in range(40)]
+
+
+@pytest.mark.parametrize("name", ["alternating", "random", "some rows", "three wide", "odd width"])
+def test_a_changed_table_of_many_runs_is_refused(name: str) -> None:
+    """Every byte of it, and every operation on all entries that is more than a cast."""
+    _, nested = nest_under(name)
+    nested = nested[3:6]
+    table = nested[LAYOUTS, part_of(nested), "spans", "mask"]
+    changes = [lambda x: x + 1, lambda x: x * 2, torch.zeros_like, torch.ones_like, lambda x: x.clamp(max=1)]
+    changes += [lambda x: x.clamp(min=3), lambda x: x.clamp(max=254), torch.sign, lambda x: -x, lambda x: x.bool()]
+    changed = [torch.nested.nested_tensor_from_jagged(change(table.values()), table.offsets()) for change in changes]
+    raw = table.values().clone()
+    for place in range(0, raw.numel(), 1 + raw.numel() // 300):
+        for bit in (0, 7):
+            flipped = raw.clone()
+            flipped.view(-1)[place] ^= 1 << bit
+            changed.append(torch.nested.nested_tensor_from_jagged(flipped, table.offsets()))
+    bounds = table.offsets()
+    for other in (bounds.flip(0), bounds.clamp(max=int(bounds[1])), bounds + 1, torch.zeros_like(bounds)):
+        changed.append(torch.nested.nested_tensor_from_jagged(raw, other))
+    for odd in changed:
+        again, part = nested.clone(False), part_of(nested)
+        again[LAYOUTS] = again[LAYOUTS].clone(False)
+        again[LAYOUTS][part] = again[LAYOUTS][part].clone(False)
+        again[LAYOUTS][part]["spans"] = again[LAYOUTS][part]["spans"].clone(False)
+        again[LAYOUTS][part]["spans"].set("mask", odd)
+        with pytest.raises(LayoutError, match=r'^unnest_batch_by_mask: the span table of layout "mask" was changed'):
+            unnest_batch_by_mask(again)
+
+
+@given(strategies.patterns(width=100), st.data())
+def test_lines_there_and_back(mask: oracle.Mask, data: st.DataObject) -> None:
+    table = RowLayout.from_mask(oracle.mask_tensor(mask, 100)).table
+    lines, splits = lines_of(table, 100)
+    found = table_of_lines(lines.astype(np.int64), splits, 100)
+    assert found is not None
+    assert all(map(np.array_equal, found, table))
+    assert lines.nbytes <= sum(min(12 * len(runs), 24) for runs in oracle.mask_to_runs(mask))
+    if lines.size:
+        row, column = data.draw(st.integers(0, len(lines) - 1)), data.draw(st.integers(0, 2))
+        lines[row, column] ^= 1 << data.draw(st.integers(0, 30))
+        assert table_of_lines(lines.astype(np.int64), splits, 100) is None
+
+
+def test_empty_rows_everywhere() -> None:
+    for mask in (torch.zeros(3, 4), torch.zeros(0, 4), torch.zeros(3, 0), torch.zeros(0, 0), torch.zeros(1, 4)):
+        batch = TensorDict(
+            {
+                "attention_mask": mask,
+                "position_ids": torch.zeros(mask.shape, dtype=torch.int64),
+                "old_log_probs": torch.zeros(mask.shape),
+                "responses": torch.zeros((mask.shape[0], 0), dtype=torch.int64),
+            },
+            batch_size=[mask.shape[0]],
+        )
+        nested = nest_batch_by_mask(batch, pad_token_id=0, strict_mask_nesting=True)
+        assert nested["old_log_probs"].is_nested
+        assert cached_bounds(nested["old_log_probs"]) == (0, 0)
+        assert_same_batch(unnest(nested), batch)
+
+
+# -------------------------------------------------------------------- never in silence
+
+
+def clamped(batch: TensorDict) -> TensorDict:
+    return batch.apply(lambda x: x.clamp(max=1))
+
+
+def replaced(batch: TensorDict) -> TensorDict:
+    batch = batch.clone()
+    rows = [torch.zeros(length) for length in (1, 2, 3, 1)]
+    batch["advantages"] = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    return batch
+
+
+def added(batch: TensorDict) -> TensorDict:
+    batch = batch.clone()
+    batch["new"] = torch.nested.nested_tensor_from_jagged(
+        batch["advantages"].values(), batch["advantages"].offsets().clone()
+    )
+    return batch
+
+
+def reordered(batch: TensorDict) -> TensorDict:
+    """One field follows a new order of rows, the others and LAYOUTS do not."""
+    batch = batch.clone()
+    batch["advantages"] = batch[[3, 2, 1, 0]]["advantages"]
+    return batch
+
+
+def without_schema(batch: TensorDict) -> TensorDict:
+    batch = batch.clone()
+    batch[LAYOUTS] = batch[LAYOUTS].exclude((part_of(batch), "schema"))
+    return batch
+
+
+def without_spans(batch: TensorDict) -> TensorDict:
+    batch = batch.clone()
+    batch[LAYOUTS] = batch[LAYOUTS].exclude((part_of(batch), "spans"))
+    return batch
+
+
+def wider(batch: TensorDict) -> TensorDict:
+    return torch.cat([batch, nested_rollout(rows=4, response=RESPONSE + 1)])
+
+
+NOT_RESTORABLE = {
+    "select drops LAYOUTS": (lambda batch: batch.select("responses"), LAYOUTS),
+    "exclude drops LAYOUTS": (lambda batch: batch.exclude(LAYOUTS), LAYOUTS),
+    "never nested": (lambda batch: exact_zero(rollout()), "not nested"),
+    "integer index": (lambda batch: batch[0], "batch[[i]]"),
+    "unbind": (lambda batch: batch.unbind(0)[1], "batch[[i]]"),
+    "cat of different widths": (wider, "different widths"),
+    "add": (lambda batch: batch.apply(lambda x: x + 1), "changed"),
+    "multiply": (lambda batch: batch.apply(lambda x: x * 2), "changed"),
+    "zeros_like": (lambda batch: batch.apply(torch.zeros_like), "changed"),
+    "negate": (lambda batch: batch.apply(lambda x: -x), "changed"),
+    "clamp": (clamped, "changed"),
+    "sign": (lambda batch: batch.apply(torch.sign), "changed"),
+    "bool": (lambda batch: batch.bool(), "changed"),
+    "other row lengths": (replaced, '"advantages"'),
+    "other row order": (reordered, '"advantages"'),
+    "jagged field added later": (added, '"new"'),
+    "schema lost": (without_schema, "schema"),
+    "span tables lost": (without_spans, "span table"),
+}
+
+
+def result_of(nested: TensorDict, **fields: torch.Tensor) -> TensorDict:
+    """Padded fields as `WorkerGroup.call(..., format="nested")` gives them."""
+    batch = TensorDict(fields, batch_size=[len(nested)])
+    return decompress(compress(batch, like=nested, strict_mask_nesting=True), format="nested")
+
+
+@pytest.mark.parametrize("pad", [0.0, -0.0])
+def test_update_with_results_of_the_same_rows(pad: float) -> None:
+    batch = exact_zero(rollout(seed=3))
+    nested, mask = nest_batch_by_mask(batch, pad_token_id=0), batch["attention_mask"][:, PROMPT:].bool()
+    values = torch.arange(mask.numel(), dtype=torch.float32).view(mask.shape).masked_fill(~mask, pad)
+    nested.update(result_of(nested, values=values, advantages=batch["advantages"] * 0.5))
+    batch["values"], batch["advantages"] = values, batch["advantages"] * 0.5
+    assert_same_batch(unnest(nested), batch)
+    nested.update(result_of(nested, values=values * 3, advantages=batch["advantages"] * 2))  # the same fields
+    assert len(nested[LAYOUTS].keys()) == 2
+    nested.update(result_of(nested, entropys=values * 5))
+    batch["values"], batch["advantages"], batch["entropys"] = values * 3, batch["advantages"] * 2, values * 5
+    order = torch.tensor([2, 0, 3, 3])
+    ways = {
+        "whole": (nested, batch),
+        "index": (nested[order], batch[order]),
+        "cat": (torch.cat([nested[2:], nested[:2]]), torch.cat([batch[2:], batch[:2]])),
+        "pickle": (pickle.loads(pickle.dumps(nested)), batch),
+        "again": (nest_batch_by_mask(nested, pad_token_id=0), batch),
+    }
+    for seen, wanted in ways.values():
+        assert_same_batch(unnest(seen), wanted)
+        assert_same_batch(decompress(compress(seen, pad_token_id=0)), wanted)
+    assert_same_batch(unnest(nested, "values"), batch.select("values"))
+    assert_same_batch(select_and_pad_to_response(nested, "values"), batch.select("values"))
+
+
+def test_update_with_a_field_of_another_form() -> None:
+    """A field that stayed dense, and comes back nested."""
+    batch = exact_zero(rollout(seed=3))
+    stray = batch.clone()
+    stray["advantages"][:, 0] = 7.0
+    stray["advantages"][:, -1] = 7.0
+    nested = _quietly(stray, pad_token_id=0)
+    assert not nested["advantages"].is_nested
+    nested.update(result_of(nest_batch_by_mask(batch, pad_token_id=0), advantages=batch["advantages"]))
+    assert_same_batch(unnest(nested), batch)
+
+
+@pytest.mark.parametrize("other", ["lengths", "places", "width"])
+def test_update_with_results_of_other_rows(other: str) -> None:
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
+    wrong = {
+        "lengths": torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0]]),
+        "places": torch.tensor([[0, 1, 1, 0], [1, 0, 0, 0]]),  # the same lengths
+        "width": torch.tensor([[1, 1, 0], [1, 0, 0]]),
+    }[other]
+    registry = {name: MaskNestingSpec("mask") for name in ("mask", "a", "b")}
+    nested = nest_batch_by_mask(TensorDict({"a": mask * 3, "mask": mask}, [2]), registry)
+    result = nest_batch_by_mask(TensorDict({"b": wrong * 4, "mask": wrong}, [2]), registry).exclude("mask")
+    nested.update(result)
+    said = r'layout "mask" of another batch.*update\(\).*unnest\(batch\).update'
+    for call in (unnest, lambda batch: nest_batch_by_mask(batch, registry)):
+        with pytest.raises(LayoutError, match=said) as caught:
+            call(nested)
+        assert '"a"' not in str(caught.value)
+
+
+@pytest.mark.parametrize("pads", [(0, -1), (PER_ROW, 0), (0, PER_ROW), (PER_ROW, PER_ROW)])
+def test_update_with_a_field_of_another_pad(pads: tuple[Any, Any]) -> None:
+    """Which of the two came last nothing tells, so nothing is guessed."""
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
+    parts = []
+    for number, pad in enumerate(pads):
+        under = torch.tensor([[5 + number], [6 - number]]) if pad is PER_ROW else torch.tensor([[pad], [pad]])
+        x = torch.where(mask.bool(), torch.full_like(mask, 3 + number), under)
+        fields = TensorDict({"x": x, "mask": mask, f"y{number}": mask}, [2])
+        registry = {"mask": MaskNestingSpec("mask"), "x": MaskNestingSpec("mask", pad), f"y{number}": DENSE}
+        parts.append(nest_batch_by_mask(fields, registry))
+    nested = parts[0].update(parts[1])
+    with pytest.raises(LayoutError, match=r'field "x" was nested twice, with the pads .* and update\(\) replaced one'):
+        unnest(nested)
+
+
+@pytest.mark.parametrize("row", [0, 2, -1, -4])
+def test_one_row_is_taken_as_the_error_says(row: int) -> None:
+    nested = nested_rollout(prompt=6, response=6)
+    with pytest.raises(LayoutError, match=r"Take one row with a list: batch\[\[i\]\]"):
+        unnest(nested[row])
+    assert_same_batch(unnest(nested[[row]]), unnest(nested)[[row]])
+
+
+@pytest.mark.parametrize("name", NOT_RESTORABLE)
+def test_what_cannot_be_restored_is_named(name: str) -> None:
+    change, part = NOT_RESTORABLE[name]
+    batch = change(nested_rollout(prompt=6, response=6))
+    tree = oracle.snapshot(batch)
+    with pytest.raises(LayoutError) as caught:
+        unnest_batch_by_mask(batch)
+    message = str(caught.value)
+    assert message.startswith("unnest_batch_by_mask: ")
+    assert part in message
+    assert oracle.snapshot(batch) == tree
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: x.clamp(max=2), torch.sign, lambda x: x.bool(), lambda x: x.to(torch.float8_e4m3fn)]
+)
+def test_a_changed_run_table_never_moves_values(change: Any) -> None:
+    """One token a row: the row lengths alone cannot tell that the starts were changed."""
+    mask = torch.zeros(3, 40, dtype=torch.int64)
+    mask[0, 17] = mask[1, 19] = mask[2, 37] = 1
+    batch = TensorDict({"attention_mask": mask, "old_log_probs": mask * 1.0}, batch_size=[3])
+    nested = nest_batch_by_mask(batch).apply(change)
+    try:
+        got = unnest(nested)
+    except LayoutError:
+        return
+    for name in batch.keys():  # noqa: SIM118
+        assert got[name].bool().tolist() == mask.bool().tolist(), f"{name} moved"
+
+
+def test_select_with_layouts_restores() -> None:
+    batch = exact_zero(rollout())
+    nested = nest_batch_by_mask(batch, pad_token_id=0).select("responses", "uid", LAYOUTS)
+    assert_same_batch(unnest(nested), batch.select("responses", "uid"))
+
+
+def test_named_field_that_is_not_there() -> None:
+    with pytest.raises(LayoutError, match=r'^unnest_batch_by_mask: no field "gone" in the batch; it has .*advantages'):
+        unnest(nested_rollout(), "gone")
+
+
+def test_added_dense_field_comes_back_as_it_is() -> None:
+    batch = exact_zero(rollout())
+    nested = nest_batch_by_mask(batch, pad_token_id=0)
+    batch["new"] = nested["new"] = torch.arange(8.0).view(4, 2)
+    assert_same_batch(unnest(nested).select(*batch.keys()), batch)
+
+
+def test_named_fields_skip_what_cannot_be_restored() -> None:
+    batch = exact_zero(rollout())
+    got = unnest(added(nest_batch_by_mask(batch, pad_token_id=0)), "advantages", "uid")
+    assert_same_batch(got, batch.select("advantages", "uid"))
+
+
+def test_field_that_became_an_object_is_an_error() -> None:
+    nested = nested_rollout()
+    nested.set("advantages", NonTensorData("gone", batch_size=[4]))
+    with pytest.raises(LayoutError, match='"advantages" is not a tensor any more'):
+        unnest(nested)
+
+
+# -------------------------------------------------------------------- values under the mask
+
+
+def stray_batch() -> TensorDict:
+    """One advantage under the mask of the shortest row, with pads beside it."""
+    batch = exact_zero(rollout(prompt=6, response=6))
+    mask = batch["attention_mask"][:, 6:]
+    row = int(mask.sum(1).argmin())
+    assert mask[row].sum() <= 3
+    batch["advantages"][row, 4] = 7.5
+    return batch
+
+
+def test_on_loss_keep_ships_the_field_whole_and_warns() -> None:
+    batch = stray_batch()
+    with pytest.warns(MaskpackWarning, match=r'^nest_batch_by_mask: fields stay padded: "advantages": '):
+        nested = nest_batch_by_mask(batch, pad_token_id=0)
+    assert not nested["advantages"].is_nested
+    assert nested["old_log_probs"].is_nested
+    assert_same_batch(unnest(nested), batch)
+
+
+def test_on_loss_error_names_the_place() -> None:
+    batch = stray_batch()
+    tree = oracle.snapshot(batch)
+    row, place = torch.nonzero(batch["advantages"] == 7.5)[0].tolist()
+    for options in (
+        {"on_loss": "error"},
+        {"strict_mask_nesting": True},
+        {"strict_mask_nesting": True, "on_loss": "error"},
+    ):
+        with pytest.raises(LossyPadError) as caught:
+            nest_batch_by_mask(batch, pad_token_id=0, **options)
+        message = str(caught.value)
+        assert message.startswith(f'nest_batch_by_mask: field "advantages" holds 7.5 at ({row}, {place})')
+        assert '(row, position, ...), which mask "response" masks out; expected its pad 0 or SIGNED_ZERO' in message
+        assert "Fix the producer" in message
+        assert oracle.snapshot(batch) == tree
+
+
+def test_what_the_warning_says_to_do_is_done_in_strict_mode_too() -> None:
+    batch = stray_batch()
+    with pytest.warns(MaskpackWarning) as caught:
+        nest_batch_by_mask(batch, pad_token_id=0)
+    text = str(caught[0].message)
+    assert 'non-pad values under its mask (on_loss="error" names one, and the remedy)' in text
+    assert "strict" not in text
+    for strict in (False, True):
+        with pytest.raises(LossyPadError, match="advantages"):
+            nest_batch_by_mask(batch, pad_token_id=0, strict_mask_nesting=strict, on_loss="error")
+
+
+@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
+def test_a_lossy_field_travels_whole_as_the_error_says() -> None:
+    batch = stray_batch()
+    with pytest.raises(LossyPadError, match='named in ignore_dense_fields, or with on_loss="keep" and without strict'):
+        nest_batch_by_mask(batch, pad_token_id=0, on_loss="error")
+    for options in ({"strict_mask_nesting": True, "ignore_dense_fields": ["advantages"]}, {"on_loss": "keep"}):
+        assert_same_batch(unnest(nest_batch_by_mask(batch, pad_token_id=0, **options)), batch)
+
+
+@pytest.mark.parametrize(
+    ("fields", "spec", "words"),
+    [
+        (
+            {"x": torch.zeros(2, 4, device="meta")},
+            {},
+            'field "x" is on the meta device, which holds no values; expected',
+        ),
+        ({LAYOUTS: torch.zeros(2, 3)}, {}, f'the entry "{LAYOUTS}" was not written by nest_batch_by_mask, which'),
+        ({LAYOUTS: TensorDict({}, [2])}, {}, "Rename the field."),
+        (
+            {"x": torch.zeros(2, 4)},
+            {"ragged_dim": 2},
+            'field "x" is (2, 4) and its ragged_dim 2; expected a dim after',
+        ),
+        (
+            {"x": torch.zeros(2, 4)},
+            {"ragged_dim": -2},
+            "its ragged_dim -2; expected a dim after the rows, below 2. Give",
+        ),
+        ({"x": torch.zeros(2, 5)}, {}, 'field "x" is (2, 5); mask "m" is (2, 4). Fix the producer'),
+        (
+            {"m": torch.zeros(2, 4, device="meta")},
+            {},
+            'field "m" does not give rows: RowLayout.from_mask: mask is on the meta',
+        ),
+        (
+            {"x": torch.zeros(2, 4, requires_grad=True).to(torch.float8_e5m2)},
+            {},
+            'field "x" is torch.float8_e5m2 and requires grad; expected a dtype whose gradients torch supports. Detach',
+        ),
+        (
+            {"x": torch.zeros(2, 4, requires_grad=True, dtype=torch.complex64)},
+            {},
+            'field "x" is torch.complex64 and requires grad; expected a dtype whose gradients torch supports in jagged',
+        ),
+    ],
+)
+def test_what_cannot_be_nested_says_why(fields: dict[str, Any], spec: dict[str, Any], words: str) -> None:
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
+    batch = TensorDict({"x": torch.zeros(2, 4), "m": mask} | fields, batch_size=[2])
+    registry = {"x": MaskNestingSpec("m", **spec), "m": MaskNestingSpec("m")}
+    with pytest.raises(LayoutError) as caught:
+        nest_batch_by_mask(batch, registry)
+    assert str(caught.value).startswith("nest_batch_by_mask: ")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fn, torch.complex64, torch.complex32])
+def test_gradients_that_torch_cannot_carry_are_detached_as_the_error_says(dtype: torch.dtype) -> None:
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
+    value = (torch.arange(1.0, 9.0).view(2, 4) * mask).to(dtype).requires_grad_()
+    registry = {"x": MaskNestingSpec("m"), "m": MaskNestingSpec("m")}
+    batch = TensorDict({"x": value, "m": mask}, batch_size=[2])
+    assert_same_batch(decompress(compress(batch, registry=registry)), batch.detach())
+    with pytest.raises(LayoutError, match="Detach it"):
+        nest_batch_by_mask(batch, registry)
+    with torch.no_grad():
+        assert_same_batch(unnest(nest_batch_by_mask(batch, registry)).detach(), batch.detach())
+    detached = batch.detach()
+    nested = nest_batch_by_mask(detached, registry)
+    assert_same_batch(unnest(nested), detached)
+    if not dtype.is_complex:
+        nested["x"] = jagged(nested["x"].values().requires_grad_(), nested["x"].offsets())
+        with pytest.raises(LayoutError, match=r'unnest_batch_by_mask: field "x" is torch\.float8.* and requires grad'):
+            unnest(nested)
+
+
+def jagged(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=1, max_seqlen=2)
+
+
+@pytest.mark.parametrize(("pad", "stray"), [(0, -0.0), (0.0, -0.0), (-0.0, 0.0)])
+def test_a_zero_of_the_other_sign_is_told_from_the_pad(pad: float, stray: float) -> None:
+    value = torch.tensor([[1.0, 2.0, pad, pad], [3.0, pad, pad, pad]])
+    value[1, 1:] = stray
+    batch = TensorDict({"mask": torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]]), "x": value}, batch_size=[2])
+    registry = {"x": MaskNestingSpec("mask", pad), "mask": MaskNestingSpec("mask")}
+    with pytest.raises(LossyPadError, match=r"0\.0 and -0\.0 differ in their bits: the pads \[0, SIGNED_ZERO\] take"):
+        nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
+    registry["x"] = MaskNestingSpec("mask", [0, SIGNED_ZERO])
+    assert_same_batch(unnest(nest_batch_by_mask(batch, registry, strict_mask_nesting=True)), batch)
+    value[1, 1:] = 7.0
+    with pytest.raises(LossyPadError) as caught:
+        nest_batch_by_mask(
+            batch, {"x": MaskNestingSpec("mask", pad), "mask": registry["mask"]}, strict_mask_nesting=True
+        )
+    assert "SIGNED_ZERO" not in str(caught.value)
+
+
+@pytest.mark.filterwarnings("error")
+def test_on_loss_drop_restores_the_pad() -> None:
+    batch = stray_batch()
+    nested = nest_batch_by_mask(batch, pad_token_id=0, on_loss="drop")
+    want = batch.clone()
+    want["advantages"][batch["advantages"] == 7.5] = 0.0
+    assert_same_batch(unnest(nested), want)
+    assert (batch["advantages"] == 7.5).sum() == 1
+
+
+@pytest.mark.parametrize("stray", [-0.0, float("nan"), 1e-45])
+def test_no_stray_is_too_small(stray: float) -> None:
+    batch = stray_batch()
+    batch["advantages"][batch["advantages"] == 7.5] = stray
+    with pytest.warns(MaskpackWarning):
+        nested = nest_batch_by_mask(batch, pad_token_id=0)
+    assert_same_batch(unnest(nested), batch)
+
+
+@quiet
+@given(batches())
+def test_strays_are_found_exactly(case: Case) -> None:
+    reported = {field.path for field in dense_fields(case.batch, case.registry, pad_token_id=case.pad_token_id)}
+    tensors = {path for path, value in entries(case.batch).items() if isinstance(value, torch.Tensor)}
+    assert reported & tensors == case.loose
+    if case.lossy:
+        with pytest.raises(LossyPadError) as caught:
+            nest_batch_by_mask(case.batch, **case.options, on_loss="error")
+        named = {line.split('"')[1] for line in str(caught.value).splitlines()}
+        assert named == {"/".join(path) for path in case.lossy}
+
+
+def test_verify_always_first_never() -> None:
+    clean = exact_zero(rollout(prompt=6, response=6))
+    registry = RL_FIELDS | {"only_here": MaskNestingSpec("response")}
+    options: dict[str, Any] = {"registry": registry, "pad_token_id": 0}
+    dirty = stray_batch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert nest_batch_by_mask(dirty, **options, verify="never")["advantages"].is_nested
+    with pytest.warns(MaskpackWarning):
+        assert not nest_batch_by_mask(dirty, **options, verify="always")["advantages"].is_nested
+    first = VerifyFirst()
+    assert nest_batch_by_mask(clean, **options, verify=first)["advantages"].is_nested
+    assert nest_batch_by_mask(dirty, **options, verify=first)["advantages"].is_nested
+    assert not _quietly(dirty, **options, verify="always")["advantages"].is_nested
+    other = {**options, "pad_token_id": 1}
+    fresh = _quietly(dirty.exclude("input_ids", "prompts", "responses"), **other, verify=first)
+    assert not fresh["advantages"].is_nested
+
+
+def test_what_verify_first_learns_belongs_to_its_caller() -> None:
+    """Two producers of batches with the same fields share nothing: the second is checked, by itself or by its own."""
+    clean, dirty = exact_zero(rollout(prompt=6, response=6)), stray_batch()
+    mine, pickled = VerifyFirst(), None
+    for verify in ("first", mine):
+        assert nest_batch_by_mask(clean, pad_token_id=0, verify=verify)["advantages"].is_nested
+    pickled = pickle.loads(pickle.dumps(mine))
+    for verify in ("first", VerifyFirst(), pickled):
+        assert not _quietly(dirty, pad_token_id=0, verify=verify)["advantages"].is_nested
+        packed = _quietly_packed(dirty, pad_token_id=0, verify=verify)
+        assert_same_batch(decompress(packed), dirty)
+    assert nest_batch_by_mask(dirty, pad_token_id=0, verify=mine)["advantages"].is_nested
+
+
+def _quietly(batch: TensorDict, **options: Any) -> TensorDict:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MaskpackWarning)
+        return nest_batch_by_mask(batch, **options)
+
+
+def _quietly_packed(batch: TensorDict, **options: Any) -> PackedBatch:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MaskpackWarning)
+        return compress(batch, **options)
+
+
+def test_verify_first_keeps_registries_apart_by_the_bits_of_their_pads() -> None:
+    mask = torch.tensor([[1, 0, 0]])
+    first = VerifyFirst()
+    for pad in (0.0, -0.0):
+        batch = TensorDict({"m": mask, "x": torch.full((1, 3), pad)}, batch_size=[1])
+        registry = {"x": MaskNestingSpec("m", pad), "m": MaskNestingSpec(None), "tag": MaskNestingSpec("bits")}
+        assert_same_batch(unnest(nest_batch_by_mask(batch, registry, verify=first)), batch)
+
+
+def advantages_of(sign: float, edge: bool, response: int = 4) -> TensorDict:
+    """What one rollout of GRPO gives: signed zeros by the sign of a row, positions padded either way."""
+    mask = torch.tensor([[0, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0]])
+    count = (mask.cumsum(1) - 1).clamp(min=0)
+    tail = mask[:, 2:]
+    advantages = torch.tensor([[sign], [-sign]]) * tail.float()
+    fields = {"attention_mask": mask, "responses": tail * 5, "advantages": advantages}
+    return TensorDict(fields | {"position_ids": count if edge else count * mask}, [2])
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [3, 1], [2], [1, 1, 2]], ids=str)
+@pytest.mark.parametrize("edges", [(False, False), (False, True), (True, True)])
+def test_nested_batches_join_whatever_pads_they_found(edges: tuple[bool, bool], rows: list[int]) -> None:
+    parts = [advantages_of(1.0, edges[0]), advantages_of(0.0, edges[1])]
+    whole = torch.cat([nest_batch_by_mask(part, pad_token_id=0) for part in parts])[torch.tensor(rows)]
+    want = oracle.take_rows(torch.cat(parts), rows)
+    assert_same_batch(unnest(whole), want)
+    for again in (pickle.loads(pickle.dumps(whole)), nest_batch_by_mask(whole, pad_token_id=0)):
+        assert_same_batch(unnest(again), want)
+    out = select_and_pad_to_response(whole)
+    assert_same_tensor(out["advantages"], want["advantages"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MaskpackWarning)
+        assert_same_batch(decompress(compress(whole, pad_token_id=0)), want)
+    halved = unnest(whole.to(torch.float16))
+    assert_same_tensor(halved["advantages"], want["advantages"].half())
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e5m2, torch.int16, torch.complex128, torch.bool, torch.bfloat16], ids=str
+)
+def test_pads_of_every_size_join(dtype: torch.dtype) -> None:
+    registry = {"x": MaskNestingSpec("m", [0, 1, PER_ROW]), "m": MaskNestingSpec("m")}
+    parts = [
+        TensorDict({"m": torch.tensor([[1, 0, 0]]), "x": torch.tensor([[1, pad, pad]]).to(dtype)}, batch_size=[1])
+        for pad in (0, 1)
+    ]
+    whole = torch.cat([nest_batch_by_mask(part, registry) for part in parts])
+    assert_same_batch(unnest(whole[torch.tensor([1, 0])]), oracle.take_rows(torch.cat(parts), [1, 0]))
+
+
+def test_a_sub_batch_of_a_batch_without_batch_dims() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m")}
+    batch = TensorDict({"sub": TensorDict({"m": mask, "x": mask * 1.5}, batch_size=[2])}, batch_size=[])
+    for nested in (
+        nest_batch_by_mask(batch, registry),
+        decompress(compress(batch, registry=registry), format="nested"),
+    ):
+        assert_same_batch(unnest(nested), batch)
+    plain = TensorDict({"sub": TensorDict({"x": torch.ones(2, 3)}, batch_size=[2])}, batch_size=[])
+    assert_same_batch(unnest(nest_batch_by_mask(plain, {"x": MaskNestingSpec(None)})), plain)
+
+
+def test_names_with_a_slash_are_not_paths() -> None:
+    """A field "a/b" and a field "b" of "a" have masks of their own, axes of their own, and rows of their own."""
+    registry = {
+        "a/b": MaskNestingSpec("a/m"),
+        "a/m": MaskNestingSpec(None),
+        ("a", "b"): MaskNestingSpec(("a", "m")),
+        ("a", "m"): MaskNestingSpec(None),
+    }
+    one, two = torch.tensor([[1, 1, 0], [1, 0, 0]]), torch.tensor([[0, 0, 1], [1, 1, 1]])
+    sub = TensorDict({"m": two, "b": two * 7}, [2])
+    batch = TensorDict({"a/m": one, "a/b": one * 5, "a": sub}, [2])
+    nested = nest_batch_by_mask(batch, registry)
+    assert nested["a/b"].values().tolist() == [5] * 3
+    assert nested["a", "b"].values().tolist() == [7] * 4
+    assert_same_batch(unnest(nested), batch)
+    packed = compress(batch, registry=registry)
+    assert len(packed.layouts) == 2
+    assert_same_batch(decompress(packed[[1, 0]]), oracle.take_rows(batch, [1, 0]))
+    rows = [torch.ones(1), torch.ones(3)]
+    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    other = torch.nested.nested_tensor(rows[::-1], layout=torch.jagged)
+    batch = TensorDict({"a/b": jagged, "a": TensorDict({"b": other}, [2])}, [2])
+    assert_same_batch(decompress(compress(batch)), batch)
+
+
+def test_an_axis_and_a_mask_of_one_name_are_refused() -> None:
+    mask = torch.tensor([[1, 1, 0]])
+    registry = MaskNestingRegistry(
+        {"x": MaskNestingSpec("m"), "y": MaskNestingSpec(("s", "m")), "m": MaskNestingSpec(None)},
+        {"m": MaskAxis("m", part="tail", tail=("x",))},
+    )
+    sub = TensorDict({"m": mask, "x": torch.ones(1, 2)}, [1])
+    batch = TensorDict({"s": sub, "y": mask * 2}, [1])
+    with pytest.raises(RegistryError, match='two masks of the batch are both called "s/m"'):
+        nest_batch_by_mask(batch, registry)
+
+
+def test_cat_keeps_pads_apart_by_their_bits() -> None:
+    registry = {"x": MaskNestingSpec("m", [0.0, -0.0]), "m": MaskNestingSpec("m")}
+    parts = [
+        TensorDict({"m": torch.tensor([[1, 0, 0]]), "x": torch.full((1, 3), pad)}, batch_size=[1])
+        for pad in (0.0, -0.0)
+    ]
+    nested = [nest_batch_by_mask(part, registry) for part in parts]
+    assert nested[1]["x"].is_nested
+    try:
+        got = unnest(torch.cat(nested))
+    except LayoutError:
+        return
+    assert_same_batch(got, torch.cat(parts))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pad"), [(torch.uint8, -100), (torch.int64, 0.5), (torch.bool, 2), (torch.int8, 200), (torch.float32, 1j)]
+)
+def test_pad_that_the_dtype_cannot_hold(dtype: torch.dtype, pad: Any) -> None:
+    batch = TensorDict({"m": torch.tensor([[1, 0]]), "x": torch.zeros(1, 2, dtype=dtype)}, batch_size=[1])
+    with pytest.raises(RegistryError, match=r'^nest_batch_by_mask: field "x" is \w+; its pad .* does not fit'):
+        nest_batch_by_mask(batch, {"x": MaskNestingSpec("m", pad)})
+
+
+def test_pads_are_tried_in_order() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    spec = {"x": MaskNestingSpec("m", [0, -1, float("nan")])}
+    for pad in (0.0, -1.0, float("nan")):
+        batch = TensorDict({"m": mask, "x": torch.where(mask != 0, 3.0, pad)}, batch_size=[2])
+        nested = nest_batch_by_mask(batch, spec, ignore_dense_fields=["m"], strict_mask_nesting=True)
+        assert_same_batch(unnest(nested), batch)
+    unsigned = TensorDict({"m": mask, "x": (mask * 9).to(torch.uint8)}, batch_size=[2])
+    assert_same_batch(unnest(nest_batch_by_mask(unsigned, spec, ignore_dense_fields=["m"])), unsigned)
+
+
+# -------------------------------------------------------------------- coverage
+
+
+@quiet
+@given(batches(objects=False))
+def test_strict_reports_every_dense_field(case: Case) -> None:
+    dense = case.loose - case.lossy
+    if case.lossy:
+        with pytest.raises(LossyPadError):
+            nest_batch_by_mask(case.batch, **case.options, strict_mask_nesting=True)
+    elif dense:
+        with pytest.raises(CoverageError) as caught:
+            nest_batch_by_mask(case.batch, **case.options, strict_mask_nesting=True)
+        message = str(caught.value)
+        assert message.startswith(f"nest_batch_by_mask: {len(dense)} field(s) would stay padded")
+        for path in dense:
+            assert f'"{"/".join(path)}"' in message
+    else:
+        nest_batch_by_mask(case.batch, **case.options, strict_mask_nesting=True)
+    nest_batch_by_mask(
+        case.batch, **case.options, strict_mask_nesting=True, on_loss="drop", ignore_dense_fields=sorted(case.loose)
+    )
+
+
+def test_strict_looks_inside_sub_batches_and_objects() -> None:
+    batch = exact_zero(rollout())
+    batch["meta"] = TensorDict({"deep": torch.zeros(4, 9)}, batch_size=[4])
+    batch.set("info", NonTensorData({"a": [{"tokens": torch.zeros(5)}]}, batch_size=[4]))
+    with pytest.raises(CoverageError) as caught:
+        nest_batch_by_mask(batch, pad_token_id=0, strict_mask_nesting=True)
+    message = str(caught.value)
+    assert '"meta/deep" (4, 9) float32, 144 bytes: the registry does not know it' in message
+    assert "info/a/[0]/tokens" in message
+    assert "ignore_dense_fields" in message
+    nest_batch_by_mask(batch, pad_token_id=0, strict_mask_nesting=True, ignore_dense_fields=[("meta", "deep"), "info"])
+    nest_batch_by_mask(batch, pad_token_id=0, strict_mask_nesting=True, ignore_dense_fields=["deep", "info"])
+
+
+def test_missing_mask_is_reported() -> None:
+    batch = TensorDict({"input_ids": torch.zeros(2, 3, dtype=torch.int64)}, batch_size=[2])
+    with pytest.raises(CoverageError, match='nothing in the batch gives its mask "sequence"'):
+        nest_batch_by_mask(batch, pad_token_id=0, strict_mask_nesting=True)
+    with pytest.warns(MaskpackWarning, match='nothing in the batch gives its mask "sequence"'):
+        assert_same_batch(unnest(nest_batch_by_mask(batch, pad_token_id=0)), batch)
+
+
+# -------------------------------------------------------------------- axes
+
+
+def test_response_mask_is_data_on_the_response_axis() -> None:
+    batch = exact_zero(rollout(prompt=2, response=6))
+    batch["response_mask"][:, 1] = 0
+    batch["response_mask"] = batch["response_mask"] * torch.tensor([1, 1, 2, 0, 1, 1])
+    nested = nest_batch_by_mask(batch, pad_token_id=0)
+    assert nested["responses"].offsets() is nested["response_mask"].offsets()
+    assert nested["responses"].offsets().tolist() == oracle.offsets(oracle.mask_rows(batch["attention_mask"][:, 2:]))
+    assert_same_batch(unnest(nested), batch)
+
+
+@pytest.mark.parametrize("weights", [[0.5, 2.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.25]])
+def test_float_response_mask_without_attention(weights: list[float]) -> None:
+    batch = TensorDict(
+        {
+            "response_mask": torch.tensor([weights, [0.0, 0.0, 0.0, 0.0], [0.0, 3.0, 0.0, 0.0]]),
+            "advantages": torch.tensor([[1.0, 2.0, 3.0, 4.0], [0.0] * 4, [5.0, 6.0, 0.0, 0.0]]),
+        },
+        batch_size=[3],
+    )
+    nested = nest_batch_by_mask(batch, strict_mask_nesting=True)
+    assert nested["advantages"].offsets().tolist() == [0, 4, 4, 6]
+    assert_same_batch(unnest(nested), batch)
+
+
+def test_loss_mask_of_the_whole_sequence() -> None:
+    """The registry lets loss_mask lie on the sequence; its width then says nothing about the responses."""
+    batch = exact_zero(rollout()).select("input_ids", "attention_mask", "prompts", "position_ids")
+    batch["loss_mask"] = batch["attention_mask"].clone()
+    nested = nest_batch_by_mask(batch, pad_token_id=0, strict_mask_nesting=True)
+    assert_same_batch(unnest(nested), batch)
+
+
+def test_lengths_and_cu_seqlens_axes() -> None:
+    registry = MaskNestingRegistry(
+        {"ids": MaskNestingSpec("tokens", PAD_TOKEN_ID), "flat": MaskNestingSpec("packed")},
+        {
+            "tokens": (MaskAxis("input_lengths", form="lengths", head=("ids",)),),
+            "packed": (MaskAxis("cu", form="cu_seqlens"),),
+        },
+    )
+    batch = TensorDict(
+        {"ids": torch.tensor([[5, 6, 9], [9, 9, 9]]), "input_lengths": torch.tensor([2, 0])}, batch_size=[2]
+    )
+    nested = nest_batch_by_mask(batch, registry, pad_token_id=9, strict_mask_nesting=True)
+    assert nested["ids"].values().tolist() == [5, 6]
+    assert_same_batch(unnest(nested), batch)
+    flat = TensorDict({"flat": torch.arange(5.0), "cu": torch.tensor([0, 2, 2, 5])}, batch_size=[])
+    nested = nest_batch_by_mask(flat, registry)
+    assert [row.tolist() for row in oracle.jagged_rows(nested["flat"])] == [[0.0, 1.0], [], [2.0, 3.0, 4.0]]
+    assert_same_batch(unnest(nested), flat)
+
+
+def test_edge_positions_left_zero_right_last() -> None:
+    mask = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
+    batch = TensorDict({"m": mask, "p": torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0], [0, 1, 2, 3]])}, batch_size=[3])
+    registry = {"p": MaskNestingSpec("m", EDGE), "m": MaskNestingSpec("m")}
+    nested = nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
+    assert nested["p"].values().tolist() == [0, 1, 0, 1, 2, 3]
+    assert_same_batch(unnest(nested), batch)
+
+
+@example(mask=[[True, False, True, False, False, True, False]], seed=1)
+@given(mask=strategies.patterns(), seed=st.integers(0, 999))
+def test_edge_strays_are_found_wherever_they_are(mask: oracle.Mask, seed: int) -> None:
+    """Every single change under the mask is seen, also between two runs and in empty rows."""
+    rng = np.random.default_rng(seed)
+    width = len(mask[0]) if mask else 0
+    values = torch.from_numpy(rng.integers(0, 2, oracle.offsets(mask)[-1]))
+    clean = oracle.unpack(values, mask, width, oracle.EDGE)
+    registry = {"p": MaskNestingSpec("m", EDGE), "m": MaskNestingSpec("m")}
+    batch = TensorDict({"m": oracle.mask_tensor(mask, width), "p": clean}, batch_size=[len(mask)])
+    assert nest_batch_by_mask(batch, registry, strict_mask_nesting=True)["p"].is_nested
+    for row, line in enumerate(mask):
+        for place, real in enumerate(line):
+            if real:
+                continue
+            dirty = batch.clone()
+            dirty["p"][row, place] ^= 1
+            with pytest.raises(LossyPadError, match=rf'"p" holds {int(dirty["p"][row, place])} at \({row}, {place}\)'):
+                nest_batch_by_mask(dirty, registry, strict_mask_nesting=True)
+
+
+# -------------------------------------------------------------------- the errors
+
+
+def test_field_that_fits_none_of_its_masks() -> None:
+    batch = exact_zero(rollout())
+    batch["advantages"] = torch.zeros(4, RESPONSE + 1)
+    with pytest.raises(LayoutError) as caught:
+        nest_batch_by_mask(batch, pad_token_id=0)
+    assert str(caught.value) == (
+        'nest_batch_by_mask: field "advantages" is (4, 6); mask "response" is (4, 5); mask "sequence" is (4, 8). '
+        "Fix the producer, or give the field another mask in the registry."
+    )
+
+
+def test_pad_token_id_missing_or_wrong() -> None:
+    batch = exact_zero(rollout())
+    with pytest.raises(RegistryError, match=r'"input_ids" is padded with PAD_TOKEN_ID.*Pass pad_token_id=tokenizer'):
+        nest_batch_by_mask(batch)
+    for wrong in (True, "0", 1.0):
+        with pytest.raises(RegistryError, match=r"nest_batch_by_mask: pad_token_id is .*expected a whole number"):
+            nest_batch_by_mask(batch, pad_token_id=wrong)
+
+
+@pytest.mark.parametrize(("name", "value"), [("verify", "sometimes"), ("on_loss", "ignore")])
+def test_unknown_modes(name: str, value: str) -> None:
+    with pytest.raises(RegistryError, match=f"^nest_batch_by_mask: {name} is '{value}'; expected one of"):
+        nest_batch_by_mask(exact_zero(rollout()), pad_token_id=0, **{name: value})
+
+
+def test_other_wrong_arguments() -> None:
+    with pytest.raises(LayoutError, match="the batch is a dict; expected a TensorDict"):
+        nest_batch_by_mask({"a": torch.zeros(2)})  # type: ignore[arg-type]
+    with pytest.raises(RegistryError, match="ignore_dense_fields is the string 'uid'"):
+        nest_batch_by_mask(exact_zero(rollout()), pad_token_id=0, ignore_dense_fields="uid")
+
+
+def test_mask_that_is_not_two_dimensional() -> None:
+    for shape in ((2,), (2, 3, 1)):
+        batch = TensorDict({"attention_mask": torch.ones(shape), "input_ids": torch.zeros(2, 3)}, batch_size=[2])
+        with pytest.raises(LayoutError, match=r'nest_batch_by_mask: mask field "attention_mask" is .*expected \(B'):
+            nest_batch_by_mask(batch, pad_token_id=0)
+
+
+def test_split_that_does_not_make_up_the_mask() -> None:
+    batch = exact_zero(rollout())
+    batch["prompts"] = batch["prompts"][:, 1:]
+    with pytest.raises(LayoutError, match=r'axis "\w+" splits mask "attention_mask" of width 8, but "prompts" is 2'):
+        nest_batch_by_mask(batch, pad_token_id=0)
+
+
+def test_nested_tensors_of_another_kind() -> None:
+    batch = TensorDict(
+        {"rows": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.strided)}, batch_size=[]
+    )
+    with pytest.raises(LayoutError, match=r'field "rows" is a nested tensor with gaps.*expected torch\.jagged'):
+        nest_batch_by_mask(batch)
+
+
+# -------------------------------------------------------------------- one pad a row
+
+
+def signed_zeros() -> TensorDict:
+    """`advantages * mask`: 0.0 under the mask of some rows, -0.0 in others."""
+    batch = exact_zero(rollout(prompt=6, response=6))
+    answer = batch["attention_mask"][:, 6:]
+    batch["advantages"] = torch.tensor([1.5, -2.5, 0.5, -1.0])[:, None] * answer
+    assert torch.signbit(batch["advantages"][answer == 0]).any()
+    return batch
+
+
+@pytest.mark.filterwarnings("error::maskpack.errors.MaskpackWarning")
+def test_signed_zeros_under_the_mask_nest() -> None:
+    batch = signed_zeros()
+    nested = nest_batch_by_mask(batch, pad_token_id=0)
+    assert nested["advantages"].is_nested
+    assert_same_batch(unnest(nested), batch)
+    for rows in ([3, 1, 1, 0], [-1], slice(1, 3), torch.tensor([True, False, True, False])):
+        want = oracle.take_rows(batch, np.arange(4)[rows].tolist())
+        assert_same_batch(unnest(nested[rows]), want)
+    assert_same_batch(unnest(torch.cat(nested.split(1))), batch)
+    assert_same_batch(unnest(nest_batch_by_mask(nested, pad_token_id=0)), batch)
+    assert_same_batch(unnest(pickle.loads(pickle.dumps(nested))), batch)
+    for cast in CASTS.values():
+        assert_same_batch(unnest(cast(nested)), cast(batch))
+
+
+@pytest.mark.parametrize("dtype", strategies.DTYPES, ids=str)
+def test_one_pad_a_row_in_every_dtype(dtype: torch.dtype) -> None:
+    mask = [[True, False, True, False], [False] * 4, [True] * 4, [False, True, False, False]]
+    rng = np.random.default_rng(11)
+    registry = {"x": MaskNestingSpec("m", PER_ROW), "m": MaskNestingSpec("m")}
+    for trailing in ((), (2,)):
+        values = strategies.values(rng, (oracle.offsets(mask)[-1], *trailing), dtype)
+        x = oracle.unpack(values, mask, 4, strategies.values(rng, (4,), dtype))
+        batch = TensorDict({"m": oracle.mask_tensor(mask, 4), "x": x}, batch_size=[4])
+        nested = nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
+        assert_same_tensor(nested["x"].values(), values)
+        assert_same_batch(unnest(nested), batch)
+
+
+@pytest.mark.parametrize("pads", [[SIGNED_ZERO, PER_ROW], [PER_ROW, SIGNED_ZERO], [0, SIGNED_ZERO, PER_ROW]], ids=str)
+def test_pads_of_one_a_row_are_tried_in_order(pads: list[Any]) -> None:
+    mask = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 0]])
+    registry = {"x": MaskNestingSpec("m", pads), "m": MaskNestingSpec("m")}
+    for filler in ([0.0, -0.0, 0.0], [2.0, -0.0, float("nan")], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0]):
+        x = torch.where(mask != 0, 5.0, torch.tensor(filler)[:, None])
+        batch = TensorDict({"m": mask, "x": x}, batch_size=[3])
+        nested = nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
+        assert nested["x"].is_nested
+        assert_same_batch(unnest(nested), batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint16, torch.float8_e5m2, torch.complex64], ids=str)
+def test_signed_zero_of_every_kind_of_dtype(dtype: torch.dtype) -> None:
+    mask = torch.tensor([[1, 0, 0], [1, 1, 0]])
+    batch = TensorDict({"m": mask, "x": mask.to(dtype)}, batch_size=[2])
+    registry = {"x": MaskNestingSpec("m", SIGNED_ZERO), "m": MaskNestingSpec("m")}
+    nested = nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
+    assert_same_batch(unnest(nested), batch)
+
+
+def test_minus_zero_has_a_remedy_that_works() -> None:
+    """`x * mask`, in a field whose registry entry names no pad."""
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    batch = TensorDict({"mask": mask, "x": torch.tensor([[1.0, 2.0, 3.0], [-1.0, -2.0, -3.0]]) * mask}, batch_size=[2])
+    registry = {"mask": MaskNestingSpec("mask"), "x": MaskNestingSpec("mask")}
+    with pytest.raises(
+        LossyPadError, match=r'-0\.0 at \(1, 1\).*which mask "mask" masks out.*the pads \[0, SIGNED_ZERO\]'
+    ):
+        nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
+    registry["x"] = MaskNestingSpec("mask", [0, SIGNED_ZERO])
+    assert_same_batch(unnest(nest_batch_by_mask(batch, registry, strict_mask_nesting=True)), batch)
+
+
+def test_two_pads_in_a_row_are_a_loss() -> None:
+    batch = signed_zeros()
+    row = int((batch["attention_mask"][:, 6:].sum(1)).argmin())
+    batch["advantages"][row, 5] *= -1
+    with pytest.raises(LossyPadError, match='"advantages"'):
+        nest_batch_by_mask(batch, pad_token_id=0, strict_mask_nesting=True)
+    assert_same_batch(unnest(_quietly(batch, pad_token_id=0)), batch)
+
+
+def test_row_pads_that_are_gone() -> None:
+    nested = nest_batch_by_mask(signed_zeros(), pad_token_id=0)
+    nested[LAYOUTS] = nested[LAYOUTS].exclude((part_of(nested), "pads"))
+    with pytest.raises(LayoutError, match=r'^unnest_batch_by_mask: the row pads of field "advantages" are missing'):
+        unnest(nested)
+
+
+def test_cat_of_one_pad_a_row_and_one_pad_for_all() -> None:
+    """What cannot be concatenated nested is a named error, never another pad."""
+    parts = [signed_zeros(), exact_zero(signed_zeros())]
+    try:
+        got = unnest(torch.cat([nest_batch_by_mask(part, pad_token_id=0) for part in parts]))
+    except (LayoutError, KeyError, RuntimeError):
+        return
+    assert_same_batch(got, torch.cat(parts))
+
+
+def test_threads_verify_the_same_pads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "_LARGE", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    batch = exact_zero(rollout())
+    assert_same_batch(unnest(nest_batch_by_mask(batch, pad_token_id=0, strict_mask_nesting=True)), batch)
+    under = (batch["attention_mask"] == 0).nonzero()[0].tolist()
+    batch["input_ids"][under[0], under[1]] = 3
+    with pytest.raises(LossyPadError, match='field "input_ids" holds 3'):
+        nest_batch_by_mask(batch, pad_token_id=0, strict_mask_nesting=True)
+
+
+def test_a_field_that_was_lossy_is_not_trusted_to_be_so() -> None:
+    registry = {"mask": MaskNestingSpec("mask"), "first_lossy": MaskNestingSpec("mask", 0)}
+    clean = TensorDict({"mask": torch.tensor([[1, 0]]), "first_lossy": torch.tensor([[5, 0]])}, batch_size=[1])
+    stray = clean.clone()
+    stray["first_lossy"][0, 1] = 7
+    first = VerifyFirst()
+    with pytest.warns(MaskpackWarning):
+        nest_batch_by_mask(stray, registry, verify=first)
+    nested = nest_batch_by_mask(clean, registry, verify=first, on_loss="error")
+    assert nested["first_lossy"].is_nested
+    assert_same_batch(unnest(nested), clean)
+
+
+@pytest.mark.parametrize(
+    ("pads", "place", "mixed"), [([0.0, -0.0], "-0.0", True), ([-0.0, 0.0], "0.0", True), ([-0.0, 1.0], "1.0", False)]
+)
+def test_the_message_tells_mixed_zeros_from_strays(pads: list[float], place: str, mixed: bool) -> None:
+    batch = TensorDict(
+        {"response_mask": torch.tensor([[1, 0, 0]]), "advantages": torch.tensor([[2.0, *pads]])}, batch_size=[1]
+    )
+    with pytest.raises(LossyPadError) as caught:
+        nest_batch_by_mask(batch, strict_mask_nesting=True)
+    assert f"holds {place} at (0, 2)" in str(caught.value)
+    assert ("masked_fill" in str(caught.value)) == mixed
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex128])
+def test_pads_of_fields_in_any_memory_order(dtype: torch.dtype) -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", 0, ragged_dim=2), "y": MaskNestingSpec("m", 0)}
+    wide = (torch.arange(1, 13).view(2, 2, 3) * mask[:, None]).to(dtype)
+    forms = {
+        "as it is": wide,
+        "turned": wide.permute(2, 1, 0).contiguous().permute(2, 1, 0),
+        "expanded": wide[:, :1].expand(2, 4, 3),
+    }
+    for x in forms.values():
+        for y in (x[:, 0], x[:, 0].t().contiguous().t()):
+            batch = TensorDict({"m": mask, "x": x, "y": y}, batch_size=[2])
+            nested = nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
+            assert nested["x"].is_nested
+            assert_same_batch(unnest(nested), TensorDict({"m": mask, "x": x.clone(), "y": y.clone()}, batch_size=[2]))
+            stray = batch.clone()
+            stray["x"] = x.clone()
+            stray["x"][1, 1, 2] = 5
+            with pytest.raises(LossyPadError, match=r'"x" holds \(?5.* at \(1, 2, 1'):
+                nest_batch_by_mask(stray, registry, strict_mask_nesting=True)
+
+
+def test_what_threads_learn_at_once_is_all_kept() -> None:
+    first, fields = VerifyFirst(), "a set of fields"
+    other = threading.Thread(target=first.learn, args=(fields, {("b",): 0}))
+
+    class Slow(Mapping[Any, Any]):
+        """Pads while whose reading another thread learns, if it may."""
+
+        def __getitem__(self, path: Any) -> int:
+            other.start()
+            other.join(0.2)
+            return 1
+
+        def __iter__(self) -> Any:
+            return iter([("a",)])
+
+        def __len__(self) -> int:
+            return 1
+
+    first.learn(fields, Slow())
+    other.join()
+    assert first.known(fields) == {("a",): 1, ("b",): 0}

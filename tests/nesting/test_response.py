@@ -1,0 +1,396 @@
+"""The response axis, against loops over rows and columns: fields at the response width, and the one-token shift."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+
+import pytest
+import torch
+from samples import (
+    PAD,
+    PROMPT,
+    RESPONSE,
+    ROWS,
+    assert_same,
+    field,
+    freeze,
+    jagged,
+    of,
+    positions,
+    real_positions,
+    rollout,
+    row_list,
+)
+from tensordict import TensorDict
+
+import maskpack as mp
+
+B, S = len(ROWS), PROMPT + RESPONSE
+SEQUENCE_MASK = real_positions("sequence", ROWS, PROMPT, RESPONSE)
+PROMPTED = ((2, 3), (5, 6), (1, 0), (3, 4), (4, 1), (1, 6))
+"""Rows with a prompt each, as extract_response needs where there is a response."""
+
+
+def nest(batch):
+    return mp.nest_batch_by_mask(batch, pad_token_id=PAD)
+
+
+FORMS = {
+    "padded": lambda batch: batch,
+    "nested": nest,
+    "unpacked": lambda batch: mp.decompress(mp.compress(batch, pad_token_id=PAD), format="nested"),
+    "pickled": lambda batch: pickle.loads(pickle.dumps(nest(batch))),
+    "mixed": lambda batch: nest(batch).set("old_log_probs", batch["old_log_probs"]),
+}
+all_forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+
+# -------------------------------------------------------------------- select_and_pad_to_response
+
+
+@all_forms
+def test_response_fields_come_at_the_response_width(form):
+    batch = rollout(holes=True, values=True, objects=False)
+    names = ("responses", "response_mask", "old_log_probs", "values", "advantages", "token_level_scores")
+    source = form(batch)
+    before = freeze(source)
+    out = mp.select_and_pad_to_response(source, *names)
+    assert freeze(source) == before
+    assert out.batch_size == (B,)
+    assert set(out.keys()) == set(names)
+    for name in names:
+        pad = PAD if name == "responses" else 0
+        for b, (_, r) in enumerate(ROWS):
+            row = torch.full((RESPONSE,), pad, dtype=batch[name].dtype)
+            for k in range(r):
+                row[k] = batch[name][b, k]
+            assert freeze(out[name][b]) == freeze(row), (name, b)
+
+
+@all_forms
+def test_every_chunk_has_the_same_width(form):
+    batch = rollout(holes=True, objects=False)
+    source = form(batch)
+    whole = mp.select_and_pad_to_response(source, "responses", "old_log_probs", "input_ids")
+    bounds = [(0, 1), (1, 3), (3, 5), (5, 7)]
+    parts = [mp.select_and_pad_to_response(source[a:b], *whole.keys()) for a, b in bounds]
+    for part, (a, b) in zip(parts, bounds, strict=True):
+        assert part["responses"].shape == (b - a, RESPONSE)
+        assert part["input_ids"].shape == (b - a, RESPONSE)
+    assert_same(torch.cat(parts), whole)
+
+
+@all_forms
+def test_no_rows(form):
+    source = form(rollout(objects=False))[0:0]
+    assert mp.select_and_pad_to_response(source, "responses")["responses"].shape == (0, RESPONSE)
+
+
+@all_forms
+@pytest.mark.parametrize("name", ["input_ids", "attention_mask", "routed_experts", "old_log_probs"])
+def test_sequence_fields_give_their_response_columns(form, name):
+    batch = rollout(objects=False)
+    batch["routed_experts"] = of("sequence", torch.int16, -1, (3, 2))
+    if name == "old_log_probs":
+        batch[name] = of("sequence", torch.float32)
+    out = mp.select_and_pad_to_response(form(batch), name)
+    assert freeze(out[name]) == freeze(batch[name][:, PROMPT:])
+
+
+@all_forms
+@pytest.mark.parametrize("rows", [PROMPTED, ((3, 0), (2, 1))], ids=["some", "without a response"])
+def test_position_ids_give_their_response_columns(form, rows):
+    """The right edge of a row without a response lies in its prompt."""
+    batch = rollout(rows, PROMPT, RESPONSE, objects=False)
+    out = mp.select_and_pad_to_response(form(batch), "position_ids")
+    assert freeze(out["position_ids"]) == freeze(batch["position_ids"][:, PROMPT:])
+
+
+@all_forms
+def test_mrope_position_ids_give_their_response_columns(form):
+    batch = rollout(PROMPTED[:2] + PROMPTED[3:], PROMPT, RESPONSE, objects=False)
+    text = positions(batch["attention_mask"])
+    batch["position_ids"] = torch.stack([text, text * 2, text * 3], 1)
+    out = mp.select_and_pad_to_response(form(batch), "position_ids")
+    assert freeze(out["position_ids"]) == freeze(batch["position_ids"][:, :, PROMPT:])
+
+
+def test_a_width_that_equals_a_feature_dim_is_not_mistaken():
+    """(B, 4, S) with a response width of 4: dim 1 holds the sections, not the response."""
+    batch = rollout(((2, 3), (1, 4)), 3, 4, objects=False)
+    text = positions(batch["attention_mask"])
+    batch["position_ids"] = torch.stack([text, text * 2, text * 3, text * 4], 1)
+    out = mp.select_and_pad_to_response(batch, "position_ids")
+    assert freeze(out["position_ids"]) == freeze(batch["position_ids"][:, :, 3:])
+
+
+def test_all_fields_of_the_response_axis_where_none_is_named():
+    batch = rollout(values=True, objects=True)
+    expected = {
+        name
+        for name, value in batch.items()
+        if isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1] == RESPONSE
+    }
+    assert "values" in expected
+    for form in FORMS.values():
+        assert set(mp.select_and_pad_to_response(form(batch)).keys()) == expected
+
+
+def test_one_entry_a_row_comes_as_it_is():
+    batch = rollout(objects=False)
+    for source in (batch, nest(batch)):
+        out = mp.select_and_pad_to_response(source, "reward_baselines", "responses")
+        assert freeze(out["reward_baselines"]) == freeze(batch["reward_baselines"])
+
+
+def test_holes_in_the_attention_mask_of_a_response_stay():
+    mask = [[False, True, True, True, False, True, False], [True, True, True, False, False, False, True]]
+    batch = TensorDict(
+        {
+            "responses": field([line[3:] for line in mask], torch.int64, PAD),
+            "attention_mask": torch.tensor(mask).long(),
+            "input_ids": field(mask, torch.int64, PAD),
+        },
+        batch_size=[2],
+    )
+    for source in (batch, nest(batch)):
+        out = mp.select_and_pad_to_response(source, "responses", "input_ids")
+        assert freeze(out["responses"]) == freeze(batch["responses"])
+        assert freeze(out["input_ids"]) == freeze(batch["input_ids"][:, 3:])
+
+
+def test_a_field_added_to_a_nested_batch():
+    batch = rollout(objects=False)
+    nested = nest(batch)
+    nested["ratio"] = (nested["old_log_probs"] - nested["ref_log_prob"]).exp()
+    nested["entropys"] = nested["entropys"] * 2
+    out = mp.select_and_pad_to_response(nested, "ratio", "entropys")
+    ratio = (batch["old_log_probs"] - batch["ref_log_prob"]).exp()
+    for b, (_, r) in enumerate(ROWS):
+        ratio[b, r:] = 0
+    assert freeze(out["ratio"]) == freeze(ratio)
+    assert "ratio" in mp.select_and_pad_to_response(nested).keys()  # noqa: SIM118
+
+
+def test_the_pad_of_an_added_field_comes_from_the_registry():
+    nested = nest(rollout(objects=False))
+    nested["labels"] = nested["responses"] * 1
+    registry = mp.RL_FIELDS | {"labels": mp.MaskNestingSpec("response", -100)}
+    out = mp.select_and_pad_to_response(nested, "labels", registry=registry)["labels"]
+    for b, (_, r) in enumerate(ROWS):
+        assert out[b, r:].tolist() == [-100] * (RESPONSE - r)
+    tokens = mp.RL_FIELDS | {"labels": mp.MaskNestingSpec("response", mp.PAD_TOKEN_ID)}
+    with pytest.raises(mp.errors.LayoutError, match=r'"labels" was added after nesting.*PAD_TOKEN_ID'):
+        mp.select_and_pad_to_response(nested, "labels", registry=tokens)
+
+
+def test_select_errors():
+    nested = nest(rollout(objects=False))
+    nested["long"] = jagged([torch.zeros(RESPONSE + 1), *[torch.zeros(r) for _, r in ROWS[1:]]])
+    nested["other"] = jagged([torch.zeros(1)] * B)
+    nested["dense"] = torch.zeros(B, 3)
+    before = freeze(nested)
+    for name, message in (
+        ("long", r'"long" has 7 tokens in row 0; the padded response width is 6'),
+        ("other", r'"other" has 7 tokens in 7 rows under layout "response"; the responses have 20'),
+        ("dense", r'"dense" is \(7, 3\); the response axis is \(7, 6\)'),
+        ("missing", 'no field "missing"'),
+    ):
+        with pytest.raises(mp.errors.LayoutError, match=message):
+            mp.select_and_pad_to_response(nested, name)
+    assert freeze(nested) == before
+
+
+def test_a_batch_without_a_response_axis():
+    batch = rollout(objects=False).select("input_ids", "attention_mask", "old_log_probs")
+    with pytest.raises(mp.errors.LayoutError, match="select_and_pad_to_response: the batch gives no response axis"):
+        mp.select_and_pad_to_response(batch, "input_ids")
+    with pytest.raises(mp.errors.LayoutError, match="extract_response: the batch gives no response axis"):
+        mp.extract_response(batch, torch.zeros(B, S))
+    responses = rollout(objects=False).select("responses", "response_mask")
+    assert mp.select_and_pad_to_response(responses, "responses")["responses"].shape == (B, RESPONSE)
+    with pytest.raises(mp.errors.LayoutError, match="extract_response: the batch gives no sequence axis"):
+        mp.extract_response(responses, torch.zeros(B, S))
+
+
+# -------------------------------------------------------------------- extract_response
+
+
+def naive_places(mask, prompt):
+    """For each row, (column of the response, column of the token before it) of every response token."""
+    rows = []
+    for line in mask:
+        before, places = None, []
+        for column, on in enumerate(line):
+            if not on:
+                continue
+            if column >= prompt:
+                places.append((column - prompt, before))
+            before = column
+        rows.append(places)
+    return rows
+
+
+def naive_rows(values, mask, prompt):
+    """The outputs of each row that score its response tokens."""
+    return [[values[b, before] for _, before in places] for b, places in enumerate(naive_places(mask, prompt))]
+
+
+def naive_packed(values, mask):
+    return torch.stack([values[b, s] for b, line in enumerate(mask) for s, on in enumerate(line) if on])
+
+
+def shaped(kind, values, mask):
+    """Padded model outputs in each form that a model may give."""
+    packed = naive_packed(values, mask)
+    if kind == "jagged":
+        ends = torch.tensor([0, *(sum(line) for line in mask)]).cumsum(0)
+        return torch.nested.nested_tensor_from_jagged(packed, ends)
+    return {"padded": values, "packed": packed, "one row": packed[None]}[kind]
+
+
+KINDS = ["jagged", "packed", "one row", "padded"]
+MASK = real_positions("sequence", PROMPTED, PROMPT, RESPONSE)
+
+
+@all_forms
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("trailing", [(), (3,), (2, 3)], ids=str)
+def test_extract_response(form, kind, trailing):
+    batch = form(rollout(PROMPTED, PROMPT, RESPONSE, holes=True, objects=False))
+    before = freeze(batch)
+    values = torch.randn(len(PROMPTED), S, *trailing)
+    out = mp.extract_response(batch, shaped(kind, values, MASK))
+    expected = naive_rows(values, MASK, PROMPT)
+    assert freeze(batch) == before
+    if kind == "padded":
+        assert out.shape == (len(PROMPTED), RESPONSE, *trailing)
+        for b, row in enumerate(expected):
+            padded = torch.zeros(RESPONSE, *trailing)
+            for k, value in enumerate(row):
+                padded[k] = value
+            assert freeze(out[b]) == freeze(padded)
+        return
+    rows = row_list(out)
+    assert [len(row) for row in rows] == [r for _, r in PROMPTED]
+    for row, items in zip(rows, expected, strict=True):
+        assert freeze(row) == freeze(torch.stack(items) if items else torch.zeros(0, *trailing))
+
+
+@all_forms
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_go_to_the_scoring_tokens_only(form, kind):
+    batch = form(rollout(PROMPTED, PROMPT, RESPONSE, objects=False))
+    ours = torch.randn(len(PROMPTED), S, 2, requires_grad=True)
+    truth = ours.detach().clone().requires_grad_()
+    weights = torch.randn(sum(r for _, r in PROMPTED), 2)
+
+    out = mp.extract_response(batch, shaped(kind, ours, MASK))
+    if kind == "padded":
+        packed = torch.cat([out[b, :r] for b, (_, r) in enumerate(PROMPTED)])
+        ((packed * weights).sum() + out.sum() - packed.sum()).backward()
+    else:
+        (out.values() * weights).sum().backward()
+    expected = [value for row in naive_rows(truth, MASK, PROMPT) for value in row]
+    (torch.stack(expected) * weights).sum().backward()
+    torch.testing.assert_close(ours.grad, truth.grad, rtol=1e-6, atol=1e-6)
+    scored = {(b, before) for b, places in enumerate(naive_places(MASK, PROMPT)) for _, before in places}
+    for b in range(len(PROMPTED)):
+        for s in range(S):
+            assert bool((ours.grad[b, s] != 0).any()) == ((b, s) in scored)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_extract_response_over_holes_in_the_attention_mask(kind):
+    mask = [[False, True, True, True, False, True, False], [True, False, True, False, False, False, True]]
+    batch = TensorDict(
+        {"responses": torch.zeros(2, 4, dtype=torch.int64), "attention_mask": torch.tensor(mask)}, batch_size=[2]
+    )
+    values = torch.arange(14.0).view(2, 7)
+    for source in (batch, mp.nest_batch_by_mask(batch, pad_token_id=0)):
+        out = mp.extract_response(source, shaped(kind, values, mask))
+        if kind == "padded":
+            assert out.tolist() == [[2.0, 0.0, 3.0, 0.0], [0.0, 0.0, 0.0, 9.0]]
+        else:
+            assert [row.tolist() for row in row_list(out)] == [[2.0, 3.0], [9.0]]
+
+
+@pytest.mark.parametrize("kind", ["jagged", "packed", "one row"])
+@pytest.mark.parametrize("rows", [slice(None), slice(1, 4)], ids=["batch", "micro-batch"])
+@pytest.mark.parametrize("form", ["nested", "unpacked"])
+def test_jagged_arithmetic_with_fields_of_the_batch(kind, rows, form):
+    batch = rollout(PROMPTED, PROMPT, RESPONSE, objects=False)
+    source = FORMS[form](batch)[rows]
+    values = torch.randn(len(PROMPTED), S)[rows]
+    outputs = shaped(kind, values, MASK[rows])
+    log_probs = mp.extract_response(source, outputs)
+    again = mp.extract_response(source, outputs)
+    loss = (log_probs - source["old_log_probs"]).exp() * source["advantages"] + (again - log_probs)
+    old, advantages = batch["old_log_probs"][rows], batch["advantages"][rows]
+    for b, (row, items) in enumerate(zip(row_list(loss), naive_rows(values, MASK[rows], PROMPT), strict=True)):
+        expected = [(items[k] - old[b, k]).exp() * advantages[b, k] for k in range(len(items))]
+        torch.testing.assert_close(row, torch.stack(expected) if expected else torch.zeros(0), equal_nan=True)
+
+
+def test_jagged_results_know_their_max_length():
+    batch = nest(rollout(PROMPTED, PROMPT, RESPONSE, objects=False))
+    out = mp.extract_response(batch, torch.randn(sum(map(sum, MASK))))
+    assert out._get_max_seqlen() == 6
+    assert out.to_padded_tensor(0).shape == (len(PROMPTED), 6)
+
+
+def test_results_can_be_padded_to_the_response_width():
+    nested = nest(rollout(PROMPTED, PROMPT, RESPONSE, objects=False))
+    nested["new"] = mp.extract_response(nested, torch.randn(sum(map(sum, MASK))))
+    assert mp.select_and_pad_to_response(nested, "new")["new"].shape == (len(PROMPTED), RESPONSE)
+
+
+@all_forms
+def test_a_response_without_a_prompt_is_an_error(form):
+    batch = form(rollout(objects=False))  # row 3 has four response tokens and no prompt; row 4 has neither
+    before = freeze(batch)
+    with pytest.raises(
+        mp.errors.LayoutError, match=r"extract_response: rows \[3\] have a response but no prompt token"
+    ):
+        mp.extract_response(batch, torch.randn(B, S))
+    assert freeze(batch) == before
+    keep = [0, 1, 2, 4, 5, 6]
+    some = form(rollout([ROWS[b] for b in keep], PROMPT, RESPONSE, objects=False))
+    assert mp.extract_response(some, torch.randn(len(keep), S)).shape == (len(keep), RESPONSE)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.zeros(35),
+        torch.zeros(len(ROWS), S + 1),
+        torch.zeros(2, 36),
+        torch.zeros(()),
+        jagged([torch.zeros(p + r) for p, r in reversed(ROWS)]),
+        jagged([torch.zeros(r) for _, r in ROWS]),
+    ],
+    ids=["packed", "padded", "two rows", "scalar", "other lengths", "responses only"],
+)
+def test_values_of_another_shape_are_an_error(values):
+    with pytest.raises(
+        mp.errors.LayoutError, match=r"extract_response: values are .*expected jagged or packed with 36 tokens"
+    ):
+        mp.extract_response(nest(rollout(objects=False)), values)
+
+
+def test_no_warning_on_the_way():
+    batch = rollout(PROMPTED, PROMPT, RESPONSE, objects=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", mp.errors.MaskpackWarning)
+        mp.extract_response(batch, torch.randn(len(PROMPTED), S))
+        mp.select_and_pad_to_response(batch)
+
+
+def test_prompts_as_wide_as_responses_are_not_responses():
+    ids = torch.tensor([[0, 4, 5, 6], [3, 4, 5, 0]])
+    batch = TensorDict({"attention_mask": (ids != 0).long(), "prompts": ids[:, :2], "responses": ids[:, 2:]}, [2])
+    batch["unknown"] = torch.zeros(2, 2)
+    for form in (batch, mp.nest_batch_by_mask(batch, pad_token_id=0, ignore_dense_fields=["unknown"])):
+        assert list(mp.select_and_pad_to_response(form).keys()) == ["responses"]
+        with pytest.raises(mp.errors.LayoutError, match='"prompts"'):
+            mp.select_and_pad_to_response(form, "prompts")

@@ -1,0 +1,455 @@
+"""packed_attention against loops over rows, tokens and heads in float64, and its gradients against theirs. Flex
+attention runs uncompiled here: slowly, and without gradients."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import itertools
+import re
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from maskpack.errors import MaskpackError, ReplayError
+from maskpack.ops import attention as module
+from maskpack.ops.attention import packed_attention
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+ROWS = {"one": [5], "a token each": [1] * 9, "odd": [3, 1, 7, 2, 1], "long": [9, 131, 2]}
+HEADS = [(4, 2), (2, 2), (3, 1)]
+WINDOWS = [None, 1, 3, 100]
+
+
+def naive(
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float, window: int | None, cap: float | None
+) -> Tensor:
+    """The definition, a token and a head at a time."""
+    query, key, value = query.double(), key.double(), value.double()
+    group = query.shape[1] // key.shape[1]
+    begin, out = 0, []
+    for length in lengths:
+        for i in range(length):
+            first = 0 if window is None else max(0, i - window + 1)
+            seen = slice(begin + first, begin + i + 1)
+            heads = []
+            for head in range(query.shape[1]):
+                scores = (key[seen, head // group] * query[begin + i, head]).sum(-1) * scale
+                if cap is not None:
+                    scores = cap * (scores / cap).tanh()
+                weights = (scores - scores.max()).exp()
+                heads.append(((weights / weights.sum())[:, None] * value[seen, head // group]).sum(0))
+            out.append(torch.stack(heads))
+        begin += length
+    return torch.stack(out)
+
+
+def tensors(
+    lengths: list[int], heads: tuple[int, int] = (4, 2), dim: int = 8, dtype: Any = torch.float32, seed: int = 0
+):
+    source = torch.Generator().manual_seed(seed)
+    shapes = [(sum(lengths), count, dim) for count in (heads[0], heads[1], heads[1])]
+    return [(2 * torch.randn(*shape, generator=source)).to(dtype) for shape in shapes]
+
+
+def bounds(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def attend(qkv: list[Tensor], lengths: list[int], *, scale: float = 0.4, **more: Any) -> Tensor:
+    return packed_attention(*qkv, bounds(lengths), max(lengths), scale=scale, **more)
+
+
+def error(seen: Tensor, truth: Tensor) -> float:
+    assert seen.shape == truth.shape
+    return float((seen.double() - truth).abs().max())
+
+
+# -------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"), [*itertools.product(["rows"], ROWS), ("flex", "a token each"), ("flex", "long")]
+)
+@pytest.mark.parametrize(("window", "cap"), [*itertools.product(WINDOWS, [None]), (None, 2.0), (3, 2.0)])
+def test_values_are_those_of_the_loops(name: str, window: int | None, cap: float | None, backend: Any) -> None:
+    lengths = ROWS[name]
+    qkv = tensors(lengths)
+    seen = attend(qkv, lengths, window=window, softcap=cap, backend=backend)
+    assert seen.dtype == torch.float32
+    assert error(seen, naive(*qkv, lengths, 0.4, window, cap)) < 1e-5
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_heads_share_keys_in_groups(heads: tuple[int, int]) -> None:
+    lengths = [4, 1, 6]
+    qkv = tensors(lengths, heads)
+    for window, cap in itertools.product([None, 2], [None, 1.5]):
+        seen = attend(qkv, lengths, window=window, softcap=cap, backend="rows")
+        assert error(seen, naive(*qkv, lengths, 0.4, window, cap)) < 1e-5
+    assert error(attend(qkv, lengths, backend="flex"), naive(*qkv, lengths, 0.4, None, None)) < 1e-5
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-13), (torch.bfloat16, 0.05), (torch.float16, 0.01)])
+def test_dtypes_keep_their_precision(dtype: torch.dtype, limit: float) -> None:
+    lengths = [4, 1, 6]
+    qkv = tensors(lengths, dtype=dtype)
+    for window, cap in itertools.product([None, 2], [None, 1.5]):
+        seen = attend(qkv, lengths, window=window, softcap=cap)
+        assert seen.dtype == dtype
+        assert error(seen, naive(*qkv, lengths, 0.4, window, cap)) < limit
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[list[Tensor], list[int], dict[str, Any]]:
+    lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+    kv, group, dim = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 8]))
+    qkv = tensors(lengths, (kv * group, kv), dim, seed=draw(st.integers(0, 99)))
+    if draw(st.booleans()):  # heads first in memory, as models give them
+        qkv = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in qkv]
+    options = {
+        "window": draw(st.none() | st.integers(1, 10)),
+        "softcap": draw(st.none() | st.sampled_from([0.5, 30.0])),
+        "scale": draw(st.sampled_from([0.1, 1.0])),
+    }
+    return qkv, lengths, options
+
+
+@given(problems())
+def test_any_rows_heads_windows_and_caps(problem: tuple[list[Tensor], list[int], dict[str, Any]]) -> None:
+    qkv, lengths, options = problem
+    before = [x.clone() for x in qkv]
+    seen = attend(qkv, lengths, **options)
+    truth = naive(*qkv, lengths, options["scale"], options["window"], options["softcap"])
+    assert error(seen, truth) < 1e-5
+    assert all(torch.equal(x, y) for x, y in zip(qkv, before, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["rows", "flex"])
+def test_a_row_does_not_see_the_others(backend: Any) -> None:
+    lengths = [3, 4, 5]
+    qkv = tensors(lengths)
+    first = attend(qkv, lengths, backend=backend)
+    for x in qkv:
+        x[:3] = 1000.0
+        x[7:] = -1000.0
+    assert torch.equal(attend(qkv, lengths, backend=backend)[3:7], first[3:7])
+
+
+def test_flex_makes_a_mask_for_each_rows_and_window() -> None:
+    """It keeps masks: the layers of a forward pass ask for the same ones in turn."""
+    one, other = [3, 4], [4, 3]
+    qkv = tensors(one)
+    ends = {tuple(lengths): bounds(lengths) for lengths in (one, other)}
+    for lengths, window in [(one, None), (one, 2), (one, None), (other, None), (other, 2), (one, 2), (one, 3)]:
+        seen = packed_attention(*qkv, ends[tuple(lengths)], 4, scale=0.4, window=window, backend="flex")
+        assert error(seen, naive(*qkv, lengths, 0.4, window, None)) < 1e-5
+    assert len(module._masks) <= 2
+
+
+def test_masks_are_released_with_their_bounds() -> None:
+    lengths = [3, 4]
+    ends = bounds(lengths)
+    for window in (None, 2):
+        packed_attention(*tensors(lengths), ends, 4, scale=0.4, window=window, backend="flex")
+    held = weakref.ref(ends)
+    del ends
+    gc.collect()
+    assert held() is None
+
+
+def test_a_pass_keeps_its_masks_whatever_another_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layers ask for two in turn; another thread may be in between."""
+    flex = importlib.import_module("torch.nn.attention.flex_attention")
+    make, made = flex.create_block_mask, []
+    monkeypatch.setattr(flex, "create_block_mask", lambda *given, **more: made.append(1) or make(*given, **more))
+    passes = {tuple(lengths): bounds(lengths) for lengths in ([3, 4], [4, 3])}
+    qkv = tensors([3, 4])
+    for window in (None, 2, None, 2):
+        for lengths, ends in passes.items():
+            seen = packed_attention(*qkv, ends, 4, scale=0.4, window=window, backend="flex")
+            assert error(seen, naive(*qkv, list(lengths), 0.4, window, None)) < 1e-5
+    assert len(made) == 4
+
+
+def test_auto_on_the_cpu_is_rows() -> None:
+    lengths = [3, 1, 7]
+    qkv = tensors(lengths)
+    assert torch.equal(attend(qkv, lengths), attend(qkv, lengths, backend="rows"))
+    assert module.backend_for(qkv[0].bfloat16(), None) == "rows"
+
+
+@pytest.mark.parametrize("backend", ["rows", "flex"])
+def test_no_tokens_give_no_outputs(backend: Any) -> None:
+    empty = torch.zeros(0, 4, 8)
+    seen = packed_attention(empty, empty[:, :2], empty[:, :2], bounds([]), 0, scale=1.0, backend=backend)
+    assert (tuple(seen.shape), seen.dtype) == ((0, 4, 8), torch.float32)
+
+
+# -------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("lengths", [[5], [1] * 4, [3, 1, 7, 2]], ids=["one", "a token each", "odd"])
+def test_gradients_are_those_of_the_loops(lengths: list[int], window: int | None, cap: float | None) -> None:
+    grads = []
+    for call in (attend, lambda qkv, lengths, **more: naive(*qkv, lengths, 0.4, more["window"], more["softcap"])):
+        qkv = [x.requires_grad_() for x in tensors(lengths, dtype=torch.float64)]
+        out = call(qkv, lengths, window=window, softcap=cap)
+        slopes = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
+        grads.append(torch.autograd.grad((out * slopes).sum(), qkv))
+    for seen, truth in zip(*grads, strict=True):
+        assert error(seen, truth) < 1e-12
+
+
+# -------------------------------------------------------------------- errors
+
+Q, KV = torch.zeros(7, 4, 8), torch.zeros(7, 2, 8)
+GOOD: dict[str, Any] = {"query": Q, "key": KV, "value": KV, "cu_seqlens": bounds([3, 4]), "max_seqlen": 4, "scale": 1.0}
+BAD = {
+    "query of two dims": ({"query": Q[:, 0]}, "query is (7, 8) float32 on cpu, key (7, 2, 8)"),
+    "query of four dims": ({"query": Q[None]}, "query is (1, 7, 4, 8)"),
+    "key of two dims": ({"key": KV[:, 0], "value": KV[:, 0]}, "key (7, 8) float32 on cpu, value (7, 8)"),
+    "value of another shape": ({"value": KV[..., :4]}, "value (7, 2, 4)"),
+    "keys of other tokens": ({"key": KV[:6], "value": KV[:6]}, "expected [T, H, D] and [T, KV, D]"),
+    "keys of another size": ({"key": KV[..., :4], "value": KV[..., :4]}, "expected [T, H, D] and [T, KV, D]"),
+    "no keys": ({"key": KV[:, :0], "value": KV[:, :0]}, "H a multiple of KV"),
+    "odd groups": ({"query": Q[:, :3]}, "H a multiple of KV"),
+    "dtypes": ({"value": KV.bfloat16()}, "value (7, 2, 8) bfloat16 on cpu; expected one dtype and one device"),
+    "query dtype": ({"query": Q.double()}, "query is (7, 4, 8) float64 on cpu"),
+    "int64 bounds": ({"cu_seqlens": bounds([3, 4]).long()}, "cu_seqlens are torch.int64 (3,) on cpu; expected int32"),
+    "bounds of two dims": ({"cu_seqlens": bounds([3, 4])[None]}, "cu_seqlens are torch.int32 (1, 3)"),
+    "bounds elsewhere": ({"cu_seqlens": bounds([3, 4]).to("meta")}, "on meta; expected int32 [rows + 1] on cpu"),
+    "bounds that end early": ({"cu_seqlens": bounds([3, 3])}, "run from [0] to [6], in rows of 3 to 3 tokens"),
+    "bounds that begin late": ({"cu_seqlens": bounds([3, 4])[1:]}, "run from [3] to [7]"),
+    "no bounds": ({"cu_seqlens": bounds([])[:0]}, "run from [] to []"),
+    "bounds of no row": ({"cu_seqlens": bounds([])}, "run from [0] to [0]"),
+    "an empty row": ({"cu_seqlens": bounds([3, 0, 4])}, "in rows of 0 to 4 tokens"),
+    "bounds that fall": ({"cu_seqlens": bounds([5, -2, 4]), "max_seqlen": 7}, "in rows of -2 to 5 tokens"),
+    "a longer row": ({"max_seqlen": 3}, "in rows of 3 to 4 tokens; expected 0 to 7, in rows of 1 to 3 (max_seqlen)"),
+    "window": ({"window": 0}, "window is 0 and softcap None; expected a window of at least 1 token"),
+    "softcap": ({"softcap": 0.0}, "softcap 0.0; expected a window of at least 1 token and a cap above 0"),
+    "backend": ({"backend": "sdpa"}, "backend is 'sdpa'; expected one of auto, flash, varlen, flex, rows"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD)
+def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
+    packed_attention(**GOOD)
+    with pytest.raises(ReplayError, match=re.escape(message)) as caught:
+        packed_attention(**GOOD | change)
+    assert str(caught.value).startswith("packed_attention: ")
+
+
+@pytest.mark.parametrize(
+    ("backend", "need"),
+    [
+        ("flash", "a GPU with flash-attn (2 for soft caps and for D other than 32, 64, 96 or 128), and half precision"),
+        ("varlen", "a GPU with half precision, no softcap"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_of_a_gpu_are_refused_elsewhere(backend: Any, need: str, dtype: torch.dtype) -> None:
+    """Not replaced without a word: who names one means it."""
+    message = f'backend "{backend}" with {dtype} on cpu; it needs {need}. Use backend="auto".'
+    with pytest.raises(ReplayError, match=re.escape(message)):
+        attend(tensors([3, 4], dtype=dtype), [3, 4], backend=backend)
+
+
+# -------------------------------------------------------------------- which flash-attn
+
+
+class OnGpu(Tensor):
+    """A tensor on the host that says it is on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def on_gpu(dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    return [x.as_subclass(OnGpu) for x in tensors([3, 4], dim=dim, dtype=dtype)]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any]]]:
+    """`machine(packages, capability)` puts packages there, by name, and a GPU; it returns the list of calls."""
+
+    def there(packages: dict[str, Any], capability: tuple[int, int] = (9, 0)) -> list[Any]:
+        calls: list[Any] = []
+        for name in ("flash_attn", "flash_attn.cute"):
+            found = packages.get(name)
+            monkeypatch.setitem(sys.modules, name, found(name, calls) if callable(found) else found)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        module._varlen_func.cache_clear()
+        return calls
+
+    yield there
+    module._varlen_func.cache_clear()
+
+
+def flash_2(name: str, calls: list[Any]) -> ModuleType:
+    made = ModuleType(name)
+
+    def flash_attn_varlen_func(
+        q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int,
+        dropout_p: float = 0.0, softmax_scale: Any = None, causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    ) -> Any:  # fmt: skip
+        calls.append(("2", cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal))
+        calls.append((window_size, softcap))
+        return q + 2
+
+    made.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
+    return made
+
+
+def flash_4(name: str, calls: list[Any], *, pair: bool = True) -> ModuleType:
+    made = ModuleType(name)
+
+    def flash_attn_varlen_func(
+        q: Any, k: Any, v: Any, qv: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
+        max_seqlen_q: Any = None, max_seqlen_k: Any = None, min_seqlen_k: Any = None, softmax_scale: Any = None,
+        causal: bool = False, window_size: tuple[Any, Any] = (None, None), softcap: float = 0.0,
+    ) -> Any:  # fmt: skip
+        assert qv is None
+        assert softcap == 0
+        calls.append(("4", cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal))
+        calls.append(window_size)
+        return (q + 4, None) if pair else q + 4
+
+    made.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
+    return made
+
+
+def alone_4(name: str, calls: list[Any]) -> ModuleType:
+    return flash_4(name, calls, pair=False)
+
+
+def early_4(name: str, calls: list[Any]) -> ModuleType:
+    """As the first versions were: without the sizes of rows, and without gradients."""
+    made = ModuleType(name)
+    made.flash_attn_varlen_func = lambda q, k, v, cu_seqlens_q=None, cu_seqlens_k=None: q  # type: ignore[attr-defined]
+    return made
+
+
+def empty(name: str, calls: list[Any]) -> ModuleType:
+    return ModuleType(name)
+
+
+INSTALLED: dict[str, tuple[dict[str, Any], str]] = {
+    "none": ({}, "varlen"),
+    "a namespace": ({"flash_attn": empty}, "varlen"),
+    "4": ({"flash_attn": empty, "flash_attn.cute": flash_4}, "4"),
+    "4 without log-sum-exp": ({"flash_attn": empty, "flash_attn.cute": alone_4}, "4"),
+    "2": ({"flash_attn": flash_2}, "2"),
+    "2 with an early 4": ({"flash_attn": flash_2, "flash_attn.cute": early_4}, "2"),
+    "both": ({"flash_attn": flash_2, "flash_attn.cute": flash_4}, "4"),
+}
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_the_fastest_kernel_that_is_there_is_taken(machine: Any, name: str) -> None:
+    packages, want = INSTALLED[name]
+    calls = machine(packages)
+    query, key, value = on_gpu()
+    assert module.backend_for(query, None) == ("varlen" if want == "varlen" else "flash")
+    if want == "varlen":
+        with pytest.raises(ReplayError, match="needs a GPU with flash-attn"):
+            attend([query, key, value], [3, 4], backend="flash")
+        return
+    out = attend([query, key, value], [3, 4])
+    assert torch.equal(out, query + int(want))
+    attend([query, key, value], [3, 4], window=3)
+    ends = bounds([3, 4])
+    for number, sides in ((0, (None, None)), (2, (2, 0))):
+        used, *rows, longest_q, longest_k, scale, causal = calls[number]
+        assert (used, longest_q, longest_k, scale, causal) == (want, 4, 4, 0.4, True)
+        assert all(torch.equal(x, ends) for x in rows)
+        sides = sides if want == "4" or sides[0] is not None else (-1, -1)
+        assert calls[number + 1] == (sides if want == "4" else (sides, 0.0))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: Any) -> Path:
+    """Of a `flash_attn` that is imported from there."""
+    machine({})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "flash_attn")
+    monkeypatch.delitem(sys.modules, "flash_attn.cute")
+    (tmp_path / "flash_attn").mkdir()
+    return tmp_path / "flash_attn"
+
+
+def test_a_folder_is_no_kernel(folder: Path) -> None:
+    (folder / "other_part").mkdir()
+    assert importlib.util.find_spec("flash_attn") is not None
+    assert module.backend_for(on_gpu()[0], None) == "varlen"
+
+
+def test_a_package_that_cannot_be_imported_is_named_once(folder: Path) -> None:
+    (folder / "__init__.py").write_text("def flash_attn_varlen_func(max_seqlen_q): ...")
+    (folder / "cute.py").write_text("raise RuntimeError('made for another compiler')")
+    message = r"flash_attn\.cute is not used, because its import failed \(RuntimeError: made for another compiler\)"
+    with pytest.warns(RuntimeWarning, match=message):
+        taken = [module._flash_package(on_gpu()[0], None)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        taken.append(module._flash_package(on_gpu()[0], None))
+    assert taken == ["flash_attn"] * 2
+
+
+def test_a_package_whose_own_needs_are_missing_is_not_there(folder: Path) -> None:
+    (folder / "__init__.py").touch()
+    (folder / "cute.py").write_text("import no_package_of_this_name")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert module.backend_for(on_gpu()[0], None) == "varlen"
+
+
+BOTH = {"flash_attn": flash_2, "flash_attn.cute": flash_4}
+FOUR = {"flash_attn": empty, "flash_attn.cute": flash_4}
+
+
+@pytest.mark.parametrize(
+    ("packages", "capability", "dim", "dtype", "softcap", "want"),
+    [
+        (BOTH, (9, 0), 128, torch.float16, None, "flash_attn.cute"),
+        (BOTH, (10, 0), 32, torch.bfloat16, None, "flash_attn.cute"),
+        *((BOTH, (9, 0), dim, torch.bfloat16, None, "flash_attn") for dim in (8, 16, 40, 48, 72, 80, 104, 112)),
+        *((FOUR, (9, 0), dim, torch.float16, None, "varlen") for dim in (8, 16, 40, 48, 72, 80, 104, 112)),
+        (BOTH, (12, 0), 64, torch.bfloat16, None, "flash_attn"),
+        (BOTH, (8, 0), 64, torch.bfloat16, None, "flash_attn"),
+        (BOTH, (9, 0), 64, torch.bfloat16, 20.0, "flash_attn"),
+        (BOTH, (9, 0), 136, torch.bfloat16, None, "flash_attn"),
+        (BOTH, (9, 0), 12, torch.bfloat16, None, "flash_attn"),
+        (BOTH, (9, 0), 264, torch.bfloat16, None, "flex"),
+        (BOTH, (9, 0), 64, torch.float32, None, "flex"),
+        (FOUR, (8, 0), 64, torch.bfloat16, None, "varlen"),
+        (FOUR, (9, 0), 64, torch.bfloat16, 20.0, "flex"),
+        (FOUR, (9, 0), 256, torch.bfloat16, None, "varlen"),
+        (FOUR, (9, 0), 12, torch.bfloat16, None, "flex"),
+    ],
+)
+def test_a_kernel_is_taken_for_what_it_can_do(
+    machine: Any, packages: Any, capability: tuple[int, int], dim: int, dtype: torch.dtype, softcap: Any, want: str
+) -> None:
+    machine(packages, capability)
+    query = on_gpu(dim, dtype)[0]
+    package = module._flash_package(query, softcap)
+    assert (package or module.backend_for(query, softcap)) == want
+    assert (module.backend_for(query, softcap) == "flash") == (package is not None)
+
+
+def test_its_errors_are_those_of_the_house() -> None:
+    assert issubclass(ReplayError, MaskpackError)

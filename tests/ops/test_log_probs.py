@@ -1,0 +1,596 @@
+"""ops.packed_log_probs against naive loops over rows and tokens, and its gradients against autograd of the plain
+program in float64. Triton kernels run on a GPU, or on the host under TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from maskpack import MaskpackError
+from maskpack.errors import LayoutError
+from maskpack.ops import log_probs as module
+from maskpack.ops.log_probs import packed_log_probs
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5}
+SIZES = [(0, 3, 5), (1, 1, 1), (1, 5, 1), (7, 3, 11), (13, 9, 257), (5, 1, 700)]
+
+kernels = [
+    pytest.mark.interpreter,
+    pytest.mark.skipif(
+        DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET=1"
+    ),
+]
+BACKENDS = ["torch", pytest.param("triton", marks=kernels)]
+
+
+def naive(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float = 1.0) -> tuple[list[float], list[float]]:
+    """Log-probs and entropies in Python's own floats."""
+    rows, tokens, wanted = hidden.double().tolist(), weight.double().tolist(), ids.tolist()
+    log_probs, entropies = [], []
+    for row, token in zip(rows, wanted, strict=True):
+        logits = [math.fsum(a * b for a, b in zip(row, other, strict=True)) / temperature for other in tokens]
+        top = max(logits)
+        log_sum = top + math.log(math.fsum(math.exp(logit - top) for logit in logits))
+        log_probs.append(logits[token] - log_sum)
+        entropies.append(-math.fsum(math.exp(logit - log_sum) * (logit - log_sum) for logit in logits))
+    return log_probs, entropies
+
+
+def plain(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """What people write, in the dtype of its inputs."""
+    log_p = (hidden @ weight.T / temperature).log_softmax(-1)
+    return log_p.gather(1, ids.long()[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def inputs(
+    tokens: int, width: int, vocabulary: int, dtype: torch.dtype = torch.float64, *, seed: int = 0, device: str = "cpu"
+) -> tuple[Tensor, Tensor, Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, width, generator=source).to(device, dtype)
+    weight = torch.randn(vocabulary, width, generator=source).to(device, dtype)
+    return hidden, weight, torch.randint(vocabulary, (tokens,), generator=source).to(device)
+
+
+def slopes_of(tokens: int) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(7)
+    first, second = torch.randn(2, tokens, generator=source, dtype=torch.float64)
+    return first, second
+
+
+def gradients(
+    call: Callable[..., tuple[Tensor, Tensor]], hidden: Tensor, weight: Tensor, ids: Tensor, use: str, *arguments: Any
+) -> tuple[Tensor, Tensor]:
+    """Of a weighted sum of the outputs that `use` names, L(og-probs) and E(ntropy)."""
+    hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    outputs = call(hidden, weight, ids, *arguments)
+    slopes = [slope.to(hidden.device) for slope in slopes_of(ids.numel())]
+    chosen = [(x.double() * slope).sum() for x, slope, name in zip(outputs, slopes, "LE", strict=True) if name in use]
+    got = torch.autograd.grad(torch.stack(chosen).sum(), (hidden, weight))
+    return got[0], got[1]
+
+
+def ours(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float = 1.0, backend: Any = "auto") -> Any:
+    return packed_log_probs(hidden, weight, ids, temperature=temperature, entropy=True, backend=backend)
+
+
+def error(seen: Tensor, truth: Tensor) -> float:
+    assert seen.shape == truth.shape
+    return float((seen.cpu().double() - truth.cpu()).abs().max()) if truth.numel() else 0.0
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers so small that every loop takes several turns: 128 rows a chunk, 256 tokens a slice."""
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 1)
+    monkeypatch.setattr(module, "_SLICE_BYTES", 1)
+
+
+# -------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("size", SIZES)
+def test_values_are_those_of_the_loops(size: tuple[int, int, int], dtype: torch.dtype, backend: Any) -> None:
+    if backend == "triton" and dtype == torch.float64:
+        pytest.skip("kernels compute in float32")
+    hidden, weight, ids = inputs(*size, dtype, device=DEVICE)
+    log_probs, entropy = packed_log_probs(hidden, weight, ids, entropy=True, temperature=0.7, backend=backend)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for seen, truth in zip((log_probs, entropy), naive(hidden, weight, ids, 0.7), strict=True):
+        assert (seen.dtype, seen.shape, seen.device) == (wide, ids.shape, hidden.device)
+        assert seen.tolist() == pytest.approx(truth, rel=TOLERANCE[dtype], abs=TOLERANCE[dtype])
+    alone = packed_log_probs(hidden, weight, ids, temperature=0.7, backend=backend)
+    assert torch.allclose(alone, log_probs, rtol=1e-6, atol=1e-6)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, float, int | None]:
+    tokens, width, vocabulary = draw(st.integers(0, 9)), draw(st.integers(0, 5)), draw(st.integers(1, 40))
+    dtype = draw(st.sampled_from(list(TOLERANCE)))
+    stride, stretch = draw(st.integers(1, 3)), draw(st.sampled_from([0.0, 1.0, 30.0]))
+    hidden, weight, ids = inputs(tokens, width * stride, vocabulary * stride, dtype, seed=draw(st.integers(0, 99)))
+    weight = weight.T.contiguous().T if draw(st.booleans()) else weight
+    hidden, weight = hidden[:, ::stride], stretch * weight[::stride, ::stride]
+    ids = (ids % vocabulary).to(draw(st.sampled_from([torch.int32, torch.int64])))
+    return hidden, weight, ids, draw(st.sampled_from([0.1, 1.0, 3])), draw(st.sampled_from([None, 1, 2, 50]))
+
+
+@given(problems())
+def test_any_shape_stride_temperature_and_chunk(problem: tuple[Tensor, Tensor, Tensor, float, int | None]) -> None:
+    hidden, weight, ids, temperature, chunk = problem
+    before = [x.clone() for x in (hidden, weight, ids)]
+    seen = packed_log_probs(hidden, weight, ids, temperature=temperature, chunk=chunk, entropy=True)
+    for values, truth in zip(seen, naive(hidden, weight, ids, temperature), strict=True):
+        assert values.tolist() == pytest.approx(truth, rel=1e-4, abs=1e-4)
+    assert all(torch.equal(x, y) for x, y in zip((hidden, weight, ids), before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [1, 2, 7, 300, 1000])
+def test_chunks_and_slices_change_nothing(narrow: None, chunk: int, dtype: torch.dtype) -> None:
+    hidden, weight, ids = inputs(300, 5, 701, dtype)
+    truth = plain(hidden.double(), weight.double(), ids)
+    for seen, want in zip(packed_log_probs(hidden, weight, ids, chunk=chunk, entropy=True), truth, strict=True):
+        assert error(seen, want) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_large_logits_keep_their_entropy(backend: Any) -> None:
+    """The entropy is the small difference of large numbers, unless logits are taken from the largest."""
+    logits = [[9000.0, 9000.0, 8990.0], [-9000.0, -9001.0, -9500.0], [0.0, -200.0, 40000.0]]
+    hidden = torch.eye(3, device=DEVICE)
+    weight = torch.tensor(logits, device=DEVICE).T.contiguous()
+    ids = torch.tensor([2, 1, 2], device=DEVICE)
+    seen = packed_log_probs(hidden, weight, ids, entropy=True, backend=backend)
+    for values, truth in zip(seen, naive(hidden, weight, ids), strict=True):
+        assert values.tolist() == pytest.approx(truth, rel=1e-6, abs=1e-7)
+
+
+def test_nan_and_infinity_come_through() -> None:
+    hidden, weight, ids = inputs(4, 3, 6, torch.float32)
+    hidden[1, 0], hidden[2, 1] = math.nan, math.inf
+    seen = packed_log_probs(hidden, weight, ids, entropy=True)
+    for values in seen:
+        assert values.isnan().tolist() == [False, True, True, False]
+
+
+# -------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("use", ["L", "E", "LE"])
+@pytest.mark.parametrize("size", [*SIZES, (9, 4, 1100)])
+def test_gradients_are_those_of_autograd(narrow: None, size: tuple[int, int, int], use: str, backend: Any) -> None:
+    hidden, weight, ids = inputs(*size, torch.float32, device=DEVICE)
+    truth = gradients(plain, hidden.double(), weight.double(), ids, use, 0.7)
+    seen = gradients(ours, hidden, weight, ids, use, 0.7, backend)
+    for got, want in zip(seen, truth, strict=True):
+        assert got.dtype == torch.float32
+        assert error(got, want) <= 1e-5 * (1 + float(want.abs().amax() if want.numel() else 0))
+
+
+@pytest.mark.parametrize("size", [(5, 3, 7), (4, 1, 1), (3, 4, 300)])
+def test_gradcheck(narrow: None, size: tuple[int, int, int]) -> None:
+    hidden, weight, ids = inputs(*size)
+
+    def both(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return packed_log_probs(hidden, weight, ids, temperature=0.7, chunk=2, entropy=True)
+
+    assert torch.autograd.gradcheck(both, (hidden.requires_grad_(), weight.requires_grad_()), fast_mode=size[2] > 50)
+
+
+def products(call: Callable[[], object]) -> int:
+    with Allocations() as seen:
+        call()
+    return sum(name.startswith(("aten.mm", "aten.addmm")) for name in seen.names)
+
+
+@pytest.mark.parametrize(("needed", "count"), [((True, False), 2), ((False, True), 2), ((True, True), 3)])
+def test_only_the_gradients_asked_for_are_computed(needed: tuple[bool, bool], count: int) -> None:
+    hidden, weight, ids = inputs(6, 3, 9)
+    truth = gradients(plain, hidden, weight, ids, "L")
+    hidden.requires_grad_(needed[0])
+    weight.requires_grad_(needed[1])
+    loss = (packed_log_probs(hidden, weight, ids) * slopes_of(6)[0]).sum()
+    assert products(loss.backward) == count
+    for x, want, wanted in zip((hidden, weight), truth, needed, strict=True):
+        assert (x.grad is not None) == wanted
+        assert x.grad is None or error(x.grad, want) < 1e-12
+
+
+def test_a_mean_and_strided_inputs_have_their_gradients() -> None:
+    hidden, weight, ids = inputs(6, 8, 18)
+    hidden, weight, ids = hidden[:, ::2], weight[::2, ::2], ids % 9
+    first, second = ((x.detach().requires_grad_() for x in (hidden, weight)) for _ in range(2))
+    seen, want = (*first,), (*second,)
+    packed_log_probs(*seen, ids).mean().backward()
+    plain(*want, ids)[0].mean().backward()
+    for x, y in zip(seen, want, strict=True):
+        assert x.grad is not None
+        assert y.grad is not None
+        assert error(x.grad, y.grad) < 1e-12
+
+
+def test_it_cannot_be_differentiated_twice() -> None:
+    """Not even where the gradient of the output is constant, as that of a sum."""
+    hidden, weight, ids = inputs(3, 2, 4)
+    loss = packed_log_probs(hidden.requires_grad_(), weight, ids).sum()
+    with pytest.raises(MaskpackError, match=r"packed_log_probs: .* create_graph=True; it can be differentiated once"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+def test_no_logits_are_kept_for_the_backward_pass() -> None:
+    hidden, weight, ids = inputs(50, 2, 300)
+    log_probs, _ = packed_log_probs(hidden.requires_grad_(), weight, ids, entropy=True)
+    node: Any = log_probs.grad_fn
+    assert max(x.numel() for x in node.saved_tensors) == weight.numel()
+
+
+# -------------------------------------------------------------------- half precision
+
+
+def rounding_product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> None:
+    """What a GPU does: sums in float32, rounds to the dtype of `out`, and then adds."""
+    product = (a.float() @ b.float()).to(out.dtype)
+    out.copy_(out + product if add else product)
+
+
+@pytest.fixture(
+    params=["this device", pytest.param("gpu", marks=pytest.mark.skipif(DEVICE == "cuda", reason="is one"))]
+)
+def products_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The products of this device; and those of a GPU, of gradients in half precision."""
+    if request.param == "gpu":
+        monkeypatch.setattr(module, "_has_wide_products", lambda x: True)  # pyright: ignore[reportUnknownLambdaType]
+        monkeypatch.setattr(module, "_product", rounding_product)
+
+
+def rms(seen: Tensor, truth: Tensor) -> float:
+    """Of the differences: the largest one of two gradients is often one and the same last rounding."""
+    return float((seen.double() - truth).square().mean().sqrt())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("sharpness", [1, 4])
+def test_errors_are_no_larger_than_those_of_plain_torch(
+    products_of: None, dtype: torch.dtype, temperature: float, sharpness: float, backend: Any
+) -> None:
+    if (DEVICE, backend, dtype) == ("cpu", "triton", torch.bfloat16) and module._product is rounding_product:
+        pytest.skip("the interpreter cuts floats off where it stores bfloat16")
+    hidden, weight, ids = inputs(37, 65, 515, dtype, device=DEVICE)
+    weight = weight * (sharpness / 8)
+    exact = hidden.double(), weight.double(), ids
+    for seen, theirs, truth in zip(
+        ours(hidden, weight, ids, temperature, backend),
+        plain(hidden, weight, ids, temperature),
+        plain(*exact, temperature),
+        strict=True,
+    ):
+        assert error(seen, truth) <= error(theirs, truth) / 10
+    for use in ("L", "E", "LE"):
+        for seen, theirs, truth in zip(
+            gradients(ours, hidden, weight, ids, use, temperature, backend),
+            gradients(plain, hidden, weight, ids, use, temperature),
+            gradients(plain, *exact, use, temperature),
+            strict=True,
+        ):
+            assert seen.dtype == dtype
+            assert rms(seen, truth) <= rms(theirs, truth)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sure_token_has_a_small_gradient(products_of: None, backend: Any) -> None:
+    """Its logit, 41.3, is no bfloat16: rounded, its probability would be 5 % off, and 1 - p with it."""
+    hidden = torch.tensor([[41.25, 1.0]], device=DEVICE, dtype=torch.bfloat16)
+    weight = torch.tensor([[1.0, 0.0625], [0.5, 0.0], [0.25, 0.0]], device=DEVICE, dtype=torch.bfloat16)
+    ids = torch.tensor([0], device=DEVICE)
+    for grad in gradients(ours, hidden, weight, ids, "L", 1.0, backend):
+        assert grad.abs().max() < 1e-6
+
+
+def with_sure_tokens(
+    logit: float, dtype: torch.dtype, *, tokens: int = 90, width: int = 64, vocabulary: int = 4096
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """hidden, weight and ids, where one token in three has this logit, the others random ones; and which."""
+    hidden, weight, ids = inputs(tokens, width, vocabulary, torch.float32, device=DEVICE)
+    weight *= width**-0.5
+    sure = torch.arange(tokens, device=DEVICE) % 3 == 0
+    own = weight[ids]
+    missing = (logit - (hidden * own).sum(1)) / own.square().sum(1)
+    hidden += (missing * sure).unsqueeze(1) * own
+    return hidden.to(dtype), weight.to(dtype), ids, sure
+
+
+def exact_gradients(hidden: Tensor, weight: Tensor, ids: Tensor, slopes: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Of the sum of slopes * log-probs, in float64, a token at a time; the gradient of the logits and both results are
+    rounded to a dtype."""
+    hidden, weight = hidden.double(), weight.double()
+    grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+    for row, (state, token) in enumerate(zip(hidden, ids.tolist(), strict=True)):
+        logits = weight @ state
+        powers = (logits - logits.max()).exp()
+        grad = -powers / powers.sum()
+        powers[token] = 0.0
+        grad[token] = powers.sum() / (powers.sum() + (logits[token] - logits.max()).exp())
+        grad = (grad * slopes[row]).to(dtype).double()
+        grad_hidden[row] = grad @ weight
+        grad_weight += grad[:, None] * state
+    return [grad_hidden.to(dtype), grad_weight.to(dtype)]
+
+
+def relative(seen: Tensor, truth: Tensor) -> float:
+    return float((seen.double() - truth).norm() / truth.norm())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("logit", [8, 12, 16])
+def test_gradients_of_sure_tokens_are_rounded_and_no_more(
+    products_of: None, logit: float, dtype: torch.dtype, backend: Any
+) -> None:
+    if (DEVICE, backend, dtype) == ("cpu", "triton", torch.bfloat16) and module._product is rounding_product:
+        pytest.skip("the interpreter cuts floats off where it stores bfloat16")
+    hidden, weight, ids, sure = with_sure_tokens(logit, dtype)
+    slopes = slopes_of(ids.numel())[0].to(DEVICE)
+    truth = exact_gradients(hidden, weight, ids, slopes, torch.float64)
+    rounded = exact_gradients(hidden, weight, ids, slopes, dtype)
+    seen = gradients(ours, hidden, weight, ids, "L", 1.0, backend)
+    for got, best, want, rows in zip(seen * 2, rounded * 2, truth * 2, (sure, ..., ~sure, ...), strict=True):
+        assert relative(got[rows], want[rows]) <= 1.05 * relative(best[rows], want[rows]) + 1e-4
+
+
+def test_autocast_changes_nothing() -> None:
+    hidden, weight, ids = inputs(9, 33, 70, torch.float32)
+    want = *ours(hidden, weight, ids), *gradients(ours, hidden, weight, ids, "LE")
+    with torch.autocast("cpu", torch.bfloat16):
+        seen = *ours(hidden, weight, ids), *gradients(ours, hidden, weight, ids, "LE")
+    assert all(torch.equal(x, y) for x, y in zip(seen, want, strict=True))
+
+
+# -------------------------------------------------------------------- memory
+
+
+class Allocations(TorchDispatchMode):
+    """The names of all operations, the elements of the largest result, and the most bytes alive at once in storages
+    that were made meanwhile."""
+
+    def __init__(self, *known: Tensor) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.largest = self.alive = self.peak = 0
+        self._known = {x.untyped_storage()._cdata for x in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.names.append(str(func))
+        for x in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(x, Tensor):
+                self.largest = max(self.largest, x.numel())
+                self._count(x.untyped_storage())
+        return result
+
+    def _count(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known.add(key)
+            self.alive += size
+            self.peak = max(self.peak, self.alive)
+            weakref.finalize(storage, self._freed, key, size)
+
+    def _freed(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.alive -= size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_logits_of_all_rows_never_exist(narrow: None, dtype: torch.dtype) -> None:
+    hidden, weight, ids = inputs(512, 2, 2048, dtype)
+    with Allocations() as seen:
+        packed_log_probs(hidden, weight, ids, entropy=True, chunk=7)
+    assert seen.largest == 7 * 2048
+    with Allocations() as seen:
+        packed_log_probs(hidden, weight, ids)
+    assert seen.largest == 128 * 2048
+    loss = packed_log_probs(hidden.requires_grad_(), weight.requires_grad_(), ids).sum()
+    with Allocations() as seen:
+        loss.backward()
+    assert seen.largest == 512 * 256
+
+
+def test_all_logits_would_be_seen() -> None:
+    with Allocations() as seen:
+        plain(*inputs(512, 2, 2048))
+    assert seen.largest == 512 * 2048
+
+
+@pytest.mark.parametrize(
+    ("tokens", "forward", "backward"), [(1638, 0.32, 1.29), (9830, 0.38, 1.41), (32768, 0.38, 1.76)]
+)
+def test_bytes_of_a_gpu(monkeypatch: pytest.MonkeyPatch, tokens: int, forward: float, backward: float) -> None:
+    """The products of a GPU, traced on the meta device at full size: nothing but one buffer, then what is returned
+    (1 GiB for the weight) and the float32 sums of the gradient of hidden."""
+    monkeypatch.setattr(module, "_has_wide_products", lambda x: True)  # pyright: ignore[reportUnknownLambdaType]
+    done = module._Program(lambda *_: None, lambda *_: None)
+    with torch.no_grad(), torch.device("meta"):
+        hidden = torch.empty(tokens, 4096, dtype=torch.bfloat16)
+        weight = torch.empty(131072, 4096, dtype=torch.bfloat16)
+        ids, slopes = torch.empty(tokens, dtype=torch.int64), torch.empty(tokens)
+        with Allocations(hidden, weight, ids, slopes) as seen:
+            log_probs, lse, entropy = module._forward(hidden, weight, ids, 1.0, None, True, done)
+        assert log_probs.dtype == lse.dtype == torch.float32
+        assert seen.peak / 2**30 <= forward
+        given_back = module._Slopes(ids, log_probs, lse, entropy, slopes, slopes, 1.0)
+        with Allocations(hidden, weight, ids, slopes) as seen:
+            grads = module._backward(hidden, weight, given_back, (True, True), done)
+        assert all(x is not None and x.dtype == torch.bfloat16 for x in grads)
+        assert seen.peak / 2**30 <= backward
+
+
+# -------------------------------------------------------------------- torch.compile
+
+
+def test_it_runs_inside_compiled_code() -> None:
+    hidden, weight, ids = inputs(6, 3, 9)
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        log_probs, entropy = packed_log_probs(hidden * 2, weight, ids, entropy=True)
+        return (log_probs + entropy).square().sum()
+
+    compiled: Any = torch.compile(loss, backend="aot_eager")
+    results = []
+    for call in (loss, compiled):
+        x, y = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        value = call(x, y)
+        results.append((value, *torch.autograd.grad(value, (x, y))))
+    for seen, want in zip(*results, strict=True):
+        assert error(seen.detach(), want.detach()) < 1e-12
+
+
+# -------------------------------------------------------------------- kernels and their specification
+
+
+@pytest.mark.parametrize("name", ["torch", pytest.param("triton", marks=kernels)])
+def test_an_unknown_id_gives_nan_and_reads_nothing_else(name: str) -> None:
+    program = module._program(name == "triton")
+    logits = torch.randn(6, 40, device=DEVICE)[:, :33]
+    ids = torch.tensor([0, 32, 33, -1, 2**40, -(2**62)], device=DEVICE)
+    log_probs, lse, entropy = torch.empty(3, 6, device=DEVICE)
+    want = logits.double().logsumexp(1)
+    program.reduce_rows(logits.clone(), ids, 1.0, log_probs, lse, entropy)
+    assert log_probs.isnan().tolist() == [False, False, True, True, True, True]
+    assert error(lse, want) < 1e-5
+    assert not entropy.isnan().any()
+    slopes = torch.zeros(6, device=DEVICE)
+    slopes[0] = 1.0
+    grad = logits.clone()
+    program.differentiate(grad, grad, 0, ids, -log_probs.expm1(), lse, entropy, slopes, None, 1.0)
+    assert not grad.isnan().any()
+    assert grad[1:].count_nonzero() == 0
+
+
+def guarded(columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory with 3 rows of logits [3, columns] in it and 77 around them, those rows, and ids of their columns."""
+    memory = torch.full((4, columns + 13), 77.0, device=DEVICE)
+    memory[:3, :columns] = torch.randn(3, columns, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(3)) * 3
+    memory = memory.to(dtype)
+    return memory, memory[:3, :columns], torch.tensor([0, columns - 1, columns // 2], device=DEVICE)
+
+
+def assert_guarded(memory: Tensor, columns: int) -> None:
+    assert (memory[:, columns:] == 77).all()
+    assert (memory[3] == 77).all()
+
+
+COLUMNS = [1, 255, 256, 5003]
+
+
+@pytest.mark.parametrize("backend", [pytest.param("triton", marks=kernels)])
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("scale", [1.0, 1 / 0.7])
+def test_rows_are_reduced_as_specified(backend: str, columns: int, scale: float) -> None:
+    results = []
+    for kernel in (True, False):
+        memory, logits, ids = guarded(columns, torch.float32)
+        out = torch.full((3, 4), 55.0, device=DEVICE)
+        module._program(kernel).reduce_rows(logits, ids, scale, out[0, :3], out[1, :3], out[2, :3])
+        assert (out[:, 3] == 55).all()
+        assert_guarded(memory, columns)
+        results.append(out)
+    assert torch.allclose(*results, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", [pytest.param("triton", marks=kernels)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("use", ["L", "E", "LE"])
+def test_logits_are_differentiated_as_specified(backend: str, columns: int, dtype: torch.dtype, use: str) -> None:
+    _, logits, ids = guarded(columns, torch.float32)
+    log_p = (logits.double() / 0.7).log_softmax(1)
+    lse, entropy = (logits.double() / 0.7).logsumexp(1).float(), -(log_p.exp() * log_p).sum(1).float()
+    others = -log_p.gather(1, ids[:, None])[:, 0].expm1().float()
+    slopes = [
+        torch.tensor(x, device=DEVICE) if y in use else None for x, y in (([1, -0.5, 2.0], "L"), ([3, 1, -1.0], "E"))
+    ]
+    for first in (0, 2 if columns > 2 else 0):
+        results = []
+        for kernel in (True, False):
+            memory, logits, ids = guarded(columns, torch.float32)
+            whole = logits.clone()
+            rounded, grad, _ = (memory, logits, ids) if dtype == torch.float32 else guarded(columns, dtype)
+            before = grad[:, :first].clone()
+            given = logits[:, first:], grad[:, first:], first, ids, others, lse, entropy, *slopes
+            module._program(kernel).differentiate(*given, 1 / 0.7)
+            assert torch.equal(grad[:, :first], before)
+            assert torch.equal(logits, whole) or grad is logits
+            assert_guarded(rounded, columns)
+            assert_guarded(memory, columns)
+            results.append(grad[:, first:])
+        step = torch.finfo(dtype).eps
+        assert torch.allclose(*results, rtol=max(step, 1e-5), atol=1e-5)
+        assert results[0].isfinite().all()
+
+
+# -------------------------------------------------------------------- errors
+
+
+def call(**changes: Any) -> Any:
+    hidden, weight, ids = inputs(4, 3, 6, torch.float32)
+    given = {"hidden": hidden, "lm_head_weight": weight, "token_ids": ids, **changes}
+    return packed_log_probs(**given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden": torch.zeros(2, 4, 3)}, r"hidden is \(2, 4, 3\) float32 on cpu; .* expected \[T, H\]"),
+        ({"lm_head_weight": torch.zeros(3)}, r"lm_head_weight is \(3,\) .* expected \[T, H\], \[V, H\] and \[T\]"),
+        ({"token_ids": torch.zeros(4, 1).long()}, r"token_ids are \(4, 1\) int64"),
+        ({"lm_head_weight": torch.zeros(6, 4)}, "with one H, one T"),
+        ({"lm_head_weight": torch.zeros(0, 3)}, "V >= 1"),
+        ({"token_ids": torch.zeros(5).long()}, "with one H, one T"),
+        ({"lm_head_weight": torch.zeros(6, 3).half()}, "lm_head_weight is .* float16 .* one floating dtype"),
+        ({"hidden": torch.zeros(4, 3).int(), "lm_head_weight": torch.zeros(6, 3).int()}, "one floating dtype"),
+        ({"token_ids": torch.zeros(4)}, "token_ids are .* float32 on cpu; expected token_ids of int64 or int32"),
+        ({"token_ids": torch.zeros(4).bool()}, "expected token_ids of int64 or int32"),
+        ({"token_ids": torch.zeros(4, device="meta").long()}, "int64 on meta; expected one device"),
+        ({"token_ids": torch.tensor([0, 6, 1, 1])}, r"token_ids lie in \[0, 6\]; expected \[0, 6\)"),
+        ({"token_ids": torch.tensor([0, 5, -100, 1])}, r"token_ids lie in \[-100, 5\]"),
+        ({"hidden": torch.zeros(4, 3).to_sparse()}, "expected strided tensors"),
+        ({"temperature": 0}, "temperature is 0; expected a finite number above 0"),
+        ({"temperature": -1.0}, r"temperature is -1\.0"),
+        ({"temperature": math.nan}, "temperature is nan"),
+        ({"temperature": math.inf}, "temperature is inf"),
+        ({"temperature": torch.ones(4)}, "temperature is tensor"),
+        ({"chunk": 0}, "chunk is 0; expected a number of rows"),
+        ({"chunk": 1.5}, r"chunk is 1\.5"),
+        ({"backend": "cuda"}, "backend is 'cuda'"),
+        (
+            {"hidden": torch.zeros(4, 3).double(), "lm_head_weight": torch.zeros(6, 3).double(), "backend": "triton"},
+            "triton",
+        ),
+    ],
+)
+def test_bad_input_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(LayoutError, match=f"packed_log_probs: .*{message}"):
+        call(**changes)
+    assert call().shape == (4,)
+
+
+def test_jagged_hidden_states_are_named() -> None:
+    jagged = torch.nested.nested_tensor([torch.zeros(1, 3), torch.zeros(3, 3)], layout=torch.jagged)
+    with pytest.raises(LayoutError, match=r"hidden is jagged float32 .* Pass the values of jagged ones"):
+        call(hidden=jagged)

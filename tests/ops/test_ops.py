@@ -1,0 +1,434 @@
+"""ops.pack and ops.unpack against naive row loops."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import strategies
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import assert_same_tensor
+from strategies import generators, patterns
+
+from maskpack import EDGE, MaskpackError, RowLayout, ops
+from maskpack.core import backends
+from maskpack.errors import LayoutError
+
+TRAILING = ((), (1,), (3,), (2, 2), (0,))
+MANY_RUNS = [[place % 2 == 0 for place in range(9)], [False] * 9, [place % 3 == 1 for place in range(9)]]
+LONG_RUNS = [[4 <= place < 140 for place in range(150)], [False] * 150, [True] * 150]
+MASKS = {"many runs": MANY_RUNS, "long runs": LONG_RUNS}
+
+
+def layout_of(mask: oracle.Mask, width: int) -> RowLayout:
+    return RowLayout.from_mask(oracle.mask_tensor(mask, width))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[oracle.Mask, int, torch.dtype, tuple[int, ...], np.random.Generator]:
+    wide = draw(st.booleans())
+    width = draw(st.integers(65, 160)) if wide else draw(st.integers(0, 9))
+    mask = draw(patterns(rows=draw(st.integers(0, 4)), width=width))
+    return mask, width, draw(st.sampled_from(strategies.DTYPES)), draw(st.sampled_from(TRAILING)), draw(generators())
+
+
+def test_both_paths_are_tested() -> None:
+    assert layout_of(LONG_RUNS, 150).long_spans
+    assert not layout_of(MANY_RUNS, 9).long_spans
+
+
+# -------------------------------------------------------------------- against the oracle
+
+
+@given(cases())
+def test_pack(case: Any) -> None:
+    mask, width, dtype, trailing, rng = case
+    x = strategies.strided(rng, strategies.values(rng, (len(mask), width, *trailing), dtype))
+    before = oracle.cells(x).tobytes()
+    got = ops.pack(x, layout_of(mask, width))
+    assert_same_tensor(got, oracle.pack(x, mask))
+    assert got.is_contiguous()
+    assert oracle.cells(x).tobytes() == before
+
+
+@given(cases(), st.sampled_from([0, 1, EDGE]))
+def test_unpack(case: Any, pad: Any) -> None:
+    mask, width, dtype, trailing, rng = case
+    values = strategies.strided(rng, strategies.values(rng, (oracle.offsets(mask)[-1], *trailing), dtype))
+    before = oracle.cells(values).tobytes()
+    got = ops.unpack(values, layout_of(mask, width), pad)
+    assert_same_tensor(got, oracle.unpack(values, mask, width, oracle.EDGE if pad is EDGE else pad))
+    assert got.is_contiguous()
+    assert oracle.cells(values).tobytes() == before
+
+
+@given(cases())
+def test_inverse(case: Any) -> None:
+    mask, width, dtype, trailing, rng = case
+    layout = layout_of(mask, width)
+    values = strategies.values(rng, (oracle.offsets(mask)[-1], *trailing), dtype)
+    for pad in (0, 1, EDGE):
+        assert_same_tensor(ops.pack(ops.unpack(values, layout, pad), layout), values)
+
+
+@pytest.mark.parametrize("dtype", strategies.DTYPES, ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_every_dtype(name: str, dtype: torch.dtype) -> None:
+    mask = MASKS[name]
+    width = len(mask[0])
+    layout = layout_of(mask, width)
+    rng = np.random.default_rng(7)
+    for trailing in TRAILING:
+        x = strategies.values(rng, (len(mask), width, *trailing), dtype)
+        packed = ops.pack(x, layout)
+        assert_same_tensor(packed, oracle.pack(x, mask))
+        for pad in (0, 1):
+            assert_same_tensor(ops.unpack(packed, layout, pad), oracle.unpack(packed, mask, width, pad))
+        assert_same_tensor(ops.unpack(packed, layout, EDGE), oracle.unpack(packed, mask, width, oracle.EDGE))
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_any_strides(name: str) -> None:
+    mask = MASKS[name]
+    rows, width = len(mask), len(mask[0])
+    layout = layout_of(mask, width)
+    base = torch.arange(rows * width * 4, dtype=torch.float32)
+    views = {
+        "transposed": base[: rows * width].view(width, rows).t(),
+        "expanded rows": base[:width].expand(rows, width),
+        "expanded width": base[:rows, None].expand(rows, width),
+        "expanded features": base[: rows * width].view(rows, width, 1).expand(rows, width, 3),
+        "strided": base[: rows * width * 2].view(rows, 2 * width)[:, ::2],
+        "offset": base[1 : 1 + rows * (width + 2)].view(rows, width + 2)[:, 2:],
+        "features first": base[: rows * width * 4].view(4, rows, width).permute(1, 2, 0),
+        "flipped": base[: rows * width].view(rows, width).flip(1),
+        "conjugate": torch.complex(base[: rows * width], base[: rows * width] + 1).view(rows, width).conj(),
+        "negated": torch.complex(base[: rows * width], base[: rows * width] + 1).view(rows, width).conj().imag,
+    }
+    for kind, x in views.items():
+        assert_same_tensor(ops.pack(x, layout), oracle.pack(x, mask), kind)
+        values = torch.stack([oracle.pack(x, mask), oracle.pack(x, mask)], -1)[..., 1]
+        assert_same_tensor(ops.unpack(values, layout), oracle.unpack(values, mask, width), kind)
+
+
+@pytest.mark.parametrize("pad", [float("nan"), -0.0, float("inf"), -100, 0.1, True])
+def test_pads_of_floats(pad: Any) -> None:
+    for name, mask in MASKS.items():
+        width = len(mask[0])
+        for dtype in strategies.FLOATS:
+            values = torch.zeros(oracle.offsets(mask)[-1], dtype=dtype)
+            assert_same_tensor(
+                ops.unpack(values, layout_of(mask, width), pad), oracle.unpack(values, mask, width, pad), name
+            )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pad"),
+    [
+        (torch.int64, 2**53 + 1),
+        (torch.int64, -(2**63)),
+        (torch.uint8, 255),
+        (torch.uint16, 65535),
+        (torch.uint32, 2**32 - 1),
+        (torch.int8, -128),
+        (torch.int64, 151643),
+        (torch.int32, 7.0),
+    ],
+)
+def test_pads_of_integers(dtype: torch.dtype, pad: Any) -> None:
+    mask = MANY_RUNS
+    values = torch.zeros(oracle.offsets(mask)[-1], dtype=dtype)
+    assert_same_tensor(ops.unpack(values, layout_of(mask, 9), pad), oracle.unpack(values, mask, 9, pad))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pad"),
+    [
+        (torch.int64, 0.5),
+        (torch.uint8, -100),
+        (torch.uint8, 256),
+        (torch.int8, 200),
+        (torch.bool, 2),
+        (torch.int64, float("nan")),
+        (torch.float32, 1j),
+    ],
+)
+def test_a_pad_that_the_dtype_cannot_hold_is_an_error(dtype: torch.dtype, pad: Any) -> None:
+    values = torch.zeros(2, dtype=dtype)
+    with pytest.raises(MaskpackError, match=r"^unpack: "):
+        ops.unpack(values, RowLayout.from_lengths([2], 3), pad)
+
+
+def test_the_docstrings_are_true() -> None:
+    mask = oracle.mask_tensor(MANY_RUNS, 9)
+    layout = RowLayout.from_mask(mask)
+    x = torch.arange(27.0).view(3, 9)
+    assert_same_tensor(ops.pack(x, layout), x[mask])
+    want = torch.full((3, 9), 5.0).masked_scatter(mask, x[mask])
+    assert_same_tensor(ops.unpack(x[mask], layout, 5.0), want)
+
+
+def test_results_are_copies() -> None:
+    for mask in (*MASKS.values(), [[True] * 9]):
+        layout = layout_of(mask, len(mask[0]))
+        x = torch.ones(len(mask), len(mask[0]))
+        values = ops.pack(x, layout)
+        values.zero_()
+        assert x.min() == 1
+        padded = ops.unpack(values, layout)
+        padded.fill_(3)
+        assert values.max() == 0
+
+
+@pytest.mark.parametrize("dtype", strategies.DTYPES, ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_one_pad_a_row(name: str, dtype: torch.dtype) -> None:
+    mask = MASKS[name]
+    width = len(mask[0])
+    rng = np.random.default_rng(4)
+    for trailing in ((), (2,)):
+        values = strategies.values(rng, (oracle.offsets(mask)[-1], *trailing), dtype)
+        pads = strategies.values(rng, (len(mask),), dtype)
+        got = ops.unpack(values, layout_of(mask, width), pads)
+        assert_same_tensor(got, oracle.unpack(values, mask, width, pads))
+        assert_same_tensor(ops.pack(got, layout_of(mask, width)), values)
+
+
+# -------------------------------------------------------------------- EDGE
+
+
+def test_edge_by_hand() -> None:
+    mask = [[False, True, False, True, True, False], [False] * 6, [True, False, False, False, False, True]]
+    got = ops.unpack(torch.tensor([5, 6, 7, 8, 9]), layout_of(mask, 6), EDGE)
+    assert got.tolist() == [[5, 5, 5, 6, 7, 7], [0] * 6, [8, 8, 8, 8, 8, 9]]
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (0, 4), (3, 0), (3, 4)])
+def test_edge_without_real_values(shape: tuple[int, int]) -> None:
+    layout = RowLayout.from_mask(torch.zeros(shape))
+    for dtype in (torch.int64, torch.bfloat16, torch.complex128):
+        got = ops.unpack(torch.zeros(0, 2, dtype=dtype), layout, EDGE)
+        assert_same_tensor(got, torch.zeros(*shape, 2, dtype=dtype))
+
+
+# -------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("trailing", [(), (2,)])
+def test_each_is_the_adjoint_of_the_other(name: str, trailing: tuple[int, ...]) -> None:
+    mask = MASKS[name]
+    width = len(mask[0])
+    layout = layout_of(mask, width)
+    rng = np.random.default_rng(2)
+    x = torch.from_numpy(rng.normal(size=(len(mask), width, *trailing))).requires_grad_()
+    values = torch.from_numpy(rng.normal(size=(layout.num_tokens, *trailing))).requires_grad_()
+    packed, padded = ops.pack(x, layout), ops.unpack(values, layout)
+    assert_same_tensor(packed, oracle.pack(x, mask))
+    assert_same_tensor(padded, oracle.unpack(values, mask, width))
+    (to_x,) = torch.autograd.grad(packed, x, values)
+    (to_values,) = torch.autograd.grad(padded, values, x)
+    assert_same_tensor(to_x, oracle.unpack(values, mask, width))
+    assert_same_tensor(to_values, oracle.pack(x, mask))
+
+
+@pytest.mark.parametrize("pad", [0, 3.5, EDGE])
+def test_gradcheck(pad: Any) -> None:
+    mask = [[False, True, False, True], [False] * 4, [True, True, True, False]]
+    layout = layout_of(mask, 4)
+    for trailing in ((), (2,)):
+        x = torch.randn(3, 4, *trailing, dtype=torch.float64, requires_grad=True)
+        values = torch.randn(layout.num_tokens, *trailing, dtype=torch.float64, requires_grad=True)
+        assert torch.autograd.gradcheck(lambda x: ops.pack(x, layout), (x,))
+        assert torch.autograd.gradcheck(lambda values: ops.unpack(values, layout, pad), (values,))
+        assert torch.autograd.gradgradcheck(lambda x: ops.pack(x * x, layout), (x,))
+
+
+@pytest.mark.parametrize("pad", [0, 3.5, EDGE])
+@pytest.mark.parametrize("name", MASKS)
+def test_values_are_the_same_with_and_without_gradients(name: str, pad: Any) -> None:
+    mask = MASKS[name]
+    width = len(mask[0])
+    layout = layout_of(mask, width)
+    for dtype in (*strategies.FLOATS, torch.complex64):
+        values = strategies.values(np.random.default_rng(1), (layout.num_tokens, 2), dtype)
+        grad = oracle.copy(values).requires_grad_()
+        got = ops.unpack(grad, layout, pad)
+        assert got.requires_grad
+        assert_same_tensor(got, ops.unpack(values, layout, pad))
+        with torch.no_grad():
+            assert not ops.unpack(grad, layout, pad).requires_grad
+            assert_same_tensor(ops.unpack(grad, layout, pad), got)
+        x = got.detach().requires_grad_()
+        assert_same_tensor(ops.pack(x, layout), values)
+
+
+def test_gradient_without_real_values() -> None:
+    layout = RowLayout.from_mask(torch.zeros(2, 3))
+    x = torch.ones(2, 3, requires_grad=True)
+    ops.pack(x, layout).sum().backward()
+    assert_same_tensor(x.grad, torch.zeros(2, 3))
+    for pad in (0, EDGE):
+        values = torch.zeros(0, requires_grad=True)
+        padded = ops.unpack(values, layout, pad)
+        assert_same_tensor(padded, torch.zeros(2, 3))
+        if padded.requires_grad:
+            padded.sum().backward()
+            assert_same_tensor(values.grad, torch.zeros(0))
+
+
+# -------------------------------------------------------------------- the errors
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (3, 3), (2,), (2, 4, 3)])
+def test_pack_needs_the_layouts_shape(shape: tuple[int, ...]) -> None:
+    with pytest.raises(LayoutError) as caught:
+        ops.pack(torch.zeros(shape), RowLayout.from_lengths([1, 2], 3))
+    assert str(caught.value) == (
+        f"pack: x is {shape} on cpu; the layout is (2, 3) on cpu. Use the layout of x's own mask, on x's device."
+    )
+
+
+def test_pack_of_a_jagged_tensor_is_an_error() -> None:
+    x = torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=torch.jagged)
+    with pytest.raises(LayoutError, match=r"^pack: "):
+        ops.pack(x, RowLayout.from_lengths([1, 2]))
+
+
+def test_unpack_needs_the_layouts_tokens() -> None:
+    layout = RowLayout.from_lengths([1, 2], 3)
+    jagged = torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=torch.jagged)
+    for values, seen in (
+        (torch.zeros(4), "(4,) on cpu"),
+        (torch.zeros(2, 3), "(2, 3) on cpu"),
+        (torch.tensor(1.0), "() on cpu"),
+        (jagged, "jagged"),
+    ):
+        with pytest.raises(LayoutError) as caught:
+            ops.unpack(values, layout)
+        assert str(caught.value) == (
+            f"unpack: values are {seen}; the layout has 3 valid tokens on cpu. "
+            "Pass the packed values of this layout, on its device."
+        )
+
+
+def test_another_device_is_an_error() -> None:
+    layout = RowLayout.from_lengths([1, 2], 3)
+    with pytest.raises(LayoutError, match=r"^pack: x is \(2, 3\) on meta; the layout is \(2, 3\) on cpu"):
+        ops.pack(torch.zeros(2, 3, device="meta"), layout)
+    with pytest.raises(LayoutError, match=r"^unpack: values are \(3,\) on meta; the layout has 3 valid tokens"):
+        ops.unpack(torch.zeros(3, device="meta"), layout)
+
+
+def test_edges_between_long_runs() -> None:
+    """Gaps repeat the last element before them; runs are long enough to be copied one by one."""
+    mask = torch.zeros(3, 700, dtype=torch.bool)
+    mask[0, 20:200] = mask[0, 300:500] = mask[1, :250] = mask[1, 400:] = True
+    layout = RowLayout.from_mask(mask)
+    assert layout.long_spans
+    values = torch.arange(1, layout.num_tokens + 1)
+    got = ops.unpack(values, layout, EDGE).tolist()
+    place = 0
+    for row, real in enumerate(mask.tolist()):
+        own = values[place : place + sum(real)].tolist()
+        place += len(own)
+        seen = 0
+        for column, here in enumerate(real):
+            seen += here
+            assert got[row][column] == (own[max(seen - 1, 0)] if own else 0)
+
+
+# -------------------------------------------------------------------- several at once, backends
+
+
+def test_several_fields_are_each_as_alone() -> None:
+    layout = layout_of(MANY_RUNS, 9)
+    x, y = torch.arange(27).view(3, 9), torch.rand(3, 9, 2)
+    packed = ops.pack([x, y], layout)
+    assert isinstance(packed, list)
+    for values, alone in zip(packed, (x, y), strict=True):
+        assert_same_tensor(values, ops.pack(alone, layout))
+    for pads, each in ((7, (7, 7)), ([7, EDGE], (7, EDGE)), ((0, torch.tensor([1.0, 2.0, 3.0])), None)):
+        padded = ops.unpack(tuple(packed), layout, pads)
+        for values, out, pad in zip(packed, padded, each or pads, strict=True):
+            assert_same_tensor(out, ops.unpack(values, layout, pad))
+    assert ops.pack([], layout) == []
+    assert ops.unpack([], layout) == []
+
+
+def test_pads_that_are_not_as_many() -> None:
+    layout = layout_of(MANY_RUNS, 9)
+    values = ops.pack([torch.zeros(3, 9)] * 2, layout)
+    with pytest.raises(LayoutError, match=r"^unpack: 3 pads for 2 values; expected one for each\."):
+        ops.unpack(values, layout, [0, 0, 0])
+
+
+@pytest.mark.parametrize("pads", [torch.ones(2), torch.ones(1), torch.ones(()), torch.ones(3, 1), torch.ones(4)])
+def test_pads_that_are_not_as_many_as_rows(pads: torch.Tensor) -> None:
+    layout = layout_of(MANY_RUNS, 9)
+    values = ops.pack(torch.zeros(3, 9), layout)
+    message = rf"^unpack: pad_value is a tensor {re.escape(str(tuple(pads.shape)))} on cpu; expected .* \(3,\) on cpu\."
+    with pytest.raises(LayoutError, match=message):
+        ops.unpack(values, layout, pads)
+    with pytest.raises(LayoutError, match=message):
+        ops.unpack([values, values], layout, [0, pads])
+    with pytest.raises(
+        LayoutError, match=r"^unpack: pad_value is a tensor \(3,\) on meta; expected .* \(3,\) on cpu\."
+    ):
+        ops.unpack(values, layout, torch.ones(3, device="meta"))
+
+
+def test_a_folder_is_no_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kernels_of_a_test").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not backends._installed("kernels_of_a_test")
+    (tmp_path / "kernels_of_a_test" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    assert backends._installed("kernels_of_a_test")
+    assert not backends._installed("no_package_of_this_name")
+
+
+def test_backends() -> None:
+    layout = layout_of(MANY_RUNS, 9)
+    x = torch.zeros(3, 9)
+    assert_same_tensor(ops.pack(x, layout, backend="torch"), ops.pack(x, layout))
+    with pytest.raises(LayoutError, match=r'^pack: backend is "triton", but the tensors are on cpu; .*backend="auto"'):
+        ops.pack(x, layout, backend="triton")
+    with pytest.raises(LayoutError, match=r"^unpack: backend is 'cuda'; expected "):
+        ops.unpack(ops.pack(x, layout), layout, backend="cuda")  # type: ignore[arg-type]
+
+
+def test_the_switch_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_INSTALLED", True)
+    cuda = torch.device("cuda", 0)
+    assert backends.uses_triton(cuda)
+    assert not backends.uses_triton(torch.device("cpu"))
+    monkeypatch.setenv("MASKPACK_TRITON", "0")
+    assert not backends.uses_triton(cuda)
+    assert backends.uses_triton(cuda, "triton")
+    monkeypatch.setattr(backends, "_INSTALLED", False)
+    monkeypatch.delenv("MASKPACK_TRITON")
+    assert not backends.uses_triton(cuda)
+    with pytest.raises(LayoutError, match=r"but Triton is not installed"):
+        backends.uses_triton(cuda, "triton")
+
+
+def test_one_graph_for_a_compiler_on_the_host() -> None:
+    def there_and_back(x: torch.Tensor, layout: RowLayout) -> torch.Tensor:
+        return ops.unpack(ops.pack(x * 2, layout) + 1, layout, 3.0)
+
+    compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
+    for mask in (MANY_RUNS, [[True] * 9, [False] * 9, [True] * 4 + [False] * 5]):
+        layout = layout_of(mask, 9)
+        assert layout.indices.numel() == layout.num_tokens  # read once before
+        x = torch.rand(3, 9, requires_grad=True)
+        assert_same_tensor(compiled(x, layout).detach(), there_and_back(x, layout).detach())
+        (gradient,) = torch.autograd.grad(compiled(x, layout).sum(), x)
+        assert_same_tensor(gradient, 2.0 * torch.tensor(mask))

@@ -1,0 +1,230 @@
+"""Byte compression, against plain Python integers and the zstandard package itself."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from samples import assert_same
+from tensordict import TensorDict
+
+from maskpack import MaskNestingSpec, MaskpackError, PackedBatch, compress, decompress
+from maskpack.errors import WireFormatError
+from maskpack.packed.file import codec
+
+zstandard = pytest.importorskip("zstandard")
+pytestmark = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
+DTYPES = ["u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8"]
+SIZES = [0, 1, 2, 63, 64, 65, 511, 512, 513, 5000]
+
+
+def lines(dtype: str, size: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Arrays of every temper."""
+    rng = np.random.default_rng(seed)
+    info = np.iinfo(dtype)
+    return {
+        "zeros": np.zeros(size, dtype),
+        "small": rng.integers(0, 4, size).astype(dtype),
+        "counting": np.arange(size).astype(dtype),
+        "extremes": rng.choice(np.array([info.min, info.max, 0], dtype), size),
+        "noise": rng.integers(info.min, info.max, size, dtype=dtype, endpoint=True),
+    }
+
+
+def round_trip(arrays: list[np.ndarray], near: dict[int, int] | None = None) -> tuple[list[np.ndarray], list[Any]]:
+    small, records = codec.compressed(arrays, near or {})
+    return codec.restored(small, records, "test"), records
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_every_dtype_and_size(dtype: str, size: int) -> None:
+    arrays = list(lines(dtype, size).values())
+    small, records = codec.compressed(arrays, {})
+    back = codec.restored(small, records, "test")
+    assert [array.dtype for array in back] == [np.dtype(dtype)] * len(arrays)
+    assert [array.tolist() for array in back] == [array.tolist() for array in arrays]
+    assert all(now.nbytes <= before.nbytes for now, before in zip(small, arrays, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [512, 5000])
+def test_differences(dtype: str, size: int) -> None:
+    """Every pair of tempers, so that differences wrap on both sides."""
+    for a in lines(dtype, size, 1).values():
+        for b in lines(dtype, size, 2).values():
+            close = (a.astype(object) + np.arange(size) % 3 - 1) % 256**a.itemsize
+            close = close.astype(f"u{a.itemsize}").view(dtype)
+            for other in (b, close):
+                back, _ = round_trip([a, other], {1: 0})
+                assert back[0].tolist() == a.tolist()
+                assert back[1].tolist() == other.tolist()
+
+
+def test_zigzag_by_plain_integers() -> None:
+    noise = np.random.default_rng(0).integers(0, 2**31, 2000).astype(np.int32)
+    close = noise + np.random.default_rng(1).integers(-3, 4, 2000).astype(np.int32)
+    small, records = codec.compressed([noise, close], {1: 0})
+    assert records[1] == ["i4", 2000, 0]
+    raw = zstandard.ZstdDecompressor().decompress(small[1].tobytes())
+    for place in range(2000):
+        zigzag = sum(raw[byte * 2000 + place] << 8 * byte for byte in range(4))
+        step = zigzag >> 1 if zigzag % 2 == 0 else -(zigzag >> 1) - 1
+        assert int(noise[place]) + step == int(close[place])
+
+
+def test_shuffle_by_plain_loops() -> None:
+    line = (np.arange(1000) * 7).astype(np.int64)
+    (small,), records = codec.compressed([line], {})
+    assert records == [["i8", 1000, None]]
+    frame = zstandard.get_frame_parameters(small.tobytes())
+    assert frame.content_size == 8000
+    raw = zstandard.ZstdDecompressor().decompress(small.tobytes())
+    plain = line.tobytes()
+    assert raw == bytes(plain[item * 8 + byte] for byte in range(8) for item in range(1000))
+
+
+def test_a_difference_is_taken_only_where_it_is_smaller() -> None:
+    noise = np.random.default_rng(0).integers(0, 2**31, 4000).astype(np.int32)
+    counting = np.arange(4000, dtype=np.int32)
+    _, records = codec.compressed([noise, counting], {1: 0})
+    assert records[1] == ["i4", 4000, None]
+    _, records = codec.compressed([noise, noise + 1], {1: 0})
+    assert records[1] == ["i4", 4000, 0]
+
+
+def test_chains_of_differences() -> None:
+    noise = np.random.default_rng(0).integers(0, 2**31, 4000).astype(np.int32)
+    arrays = [noise + place for place in range(5)]
+    for near in ({1: 0, 2: 1, 3: 2, 4: 3}, {0: 1, 1: 2, 2: 3, 3: 4}):
+        back, records = round_trip(arrays, near)
+        assert sum(record is not None and record[2] is not None for record in records) == 4
+        assert [array.tolist() for array in back] == [array.tolist() for array in arrays]
+
+
+def test_a_long_chain_is_read_in_linear_time() -> None:
+    line = (np.arange(600) % 251).astype(np.uint8)
+    count = 3000
+    frame = np.frombuffer(zstandard.ZstdCompressor().compress(bytes(600)), np.uint8)
+    arrays = [*[frame] * (count - 1), line]
+    records: list[Any] = [["u1", 600, number + 1] for number in range(count - 1)]
+    back = codec.restored(arrays, [*records, None], "test")
+    assert all(np.array_equal(array, line) for array in back)
+
+
+def test_what_does_not_shrink_stays_as_it_is() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, 5000).astype(np.uint8)
+    short = np.zeros(60, np.int64)
+    small, records = codec.compressed([noise, short], {})
+    assert records == [None, None]
+    assert small[0] is noise
+    assert small[1] is short
+
+
+@pytest.mark.parametrize("size", [1 << 10, 4 << 20])
+def test_what_shrinks_to_almost_nothing(size: int) -> None:
+    """The bound is that of a message, whose writer pays for it."""
+    line = np.zeros(size, np.int64)
+    (small,), records = codec.compressed([line], {})
+    assert records == [["i8", size, None]]
+    assert codec.restored([small], records, "test")[0].tobytes() == line.tobytes()
+    assert codec.size_of(records) == line.nbytes
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(0, 2000), st.integers(0, 99)), max_size=6),
+    st.data(),
+)
+def test_any_arrays(shapes: list[tuple[str, int, int]], data: st.DataObject) -> None:
+    arrays = [data.draw(st.sampled_from(list(lines(*shape).values()))) for shape in shapes]
+    near = {
+        number: other
+        for number in range(len(arrays))
+        for other in range(number)
+        if (arrays[number].dtype, arrays[number].size) == (arrays[other].dtype, arrays[other].size)
+    }
+    back, _ = round_trip(arrays, near)
+    for now, before in zip(back, arrays, strict=True):
+        assert now.dtype == before.dtype
+        assert now.tolist() == before.tolist()
+
+
+def test_strided_and_read_only_arrays() -> None:
+    line = np.arange(4000, dtype=np.int32)
+    line.flags.writeable = False
+    back, records = round_trip([line[::2], line[1::2]], {1: 0})
+    assert None not in records
+    assert back[0].tolist() == list(range(0, 4000, 2))
+    assert back[1].tolist() == list(range(1, 4000, 2))
+
+
+# -------------------------------------------------------------------- in batches
+
+
+def batch_of(**fields: torch.Tensor) -> TensorDict:
+    return TensorDict(fields, [next(iter(fields.values())).shape[0]])
+
+
+def test_hints_that_lead_back_are_not_followed() -> None:
+    """Two fields that are each the difference to the other could not be read again; nor could one to itself."""
+    noise = torch.randn(4, 500)
+    mask = torch.ones(4, 500)
+    for hints in (
+        {"a": "delta:b", "b": "delta:a", "c": "delta:b"},
+        {"a": "delta:a", "b": "delta:c", "c": "delta:b"},
+        {"a": "delta:b", "b": "delta:c", "c": "delta:a"},
+    ):
+        registry = {name: MaskNestingSpec("mask", hints=(hint,)) for name, hint in hints.items()}
+        registry["mask"] = MaskNestingSpec("mask")
+        close = [noise.clone() for _ in range(3)]
+        for place, line in enumerate(close):
+            line.view(torch.int32).add_(torch.arange(500, dtype=torch.int32) % (place + 2))
+        batch = batch_of(mask=mask, a=close[0], b=close[1], c=close[2])
+        packed = compress(batch, registry=registry, codec="zstd")
+        data = packed.to_bytes()
+        assert_same(decompress(PackedBatch.from_bytes(data)), batch)
+        assert len(data) < 0.75 * len(compress(batch, registry=registry).to_bytes())
+
+
+def test_rows_of_a_compressed_batch() -> None:
+    batch = batch_of(x=torch.arange(6000).view(6, 1000) % 77)
+    packed = PackedBatch.from_bytes(compress(batch, codec="zstd").to_bytes())
+    part = PackedBatch.from_bytes(packed[2:4].to_bytes())
+    assert part.codec == "zstd"
+    assert_same(decompress(part), batch[2:4])
+
+
+def test_unknown_codec() -> None:
+    with pytest.raises(MaskpackError, match=r"compress: codec is 'lz4'; expected None or zstd. Choose one of these."):
+        compress(batch_of(x=torch.zeros(1)), codec="lz4")
+
+
+def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = batch_of(x=torch.arange(6000).view(6, 1000) % 77)
+    data = compress(batch, codec="zstd").to_bytes()
+    real = builtins.__import__
+
+    def without(name: str, *more: Any) -> Any:
+        if name.startswith("zstandard"):
+            raise ModuleNotFoundError(f"No module named {name!r}")
+        return real(name, *more)
+
+    monkeypatch.delitem(sys.modules, "zstandard")
+    monkeypatch.setattr(builtins, "__import__", without)
+    for call, name in (
+        (lambda: compress(batch, codec="zstd"), "compress"),
+        (lambda: PackedBatch.from_bytes(data), "PackedBatch.from_bytes"),
+    ):
+        with pytest.raises(
+            MaskpackError, match=r"needs the package zstandard.*pip install 'maskpack\[zstd\]'"
+        ) as error:
+            call()
+        assert str(error.value).startswith(f"{name}: ")
+        assert not isinstance(error.value, WireFormatError)
+    assert_same(decompress(PackedBatch.from_bytes(compress(batch).to_bytes())), batch)

@@ -1,0 +1,1290 @@
+"""compress, decompress and PackedBatch, against naive row loops."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import samples
+import strategies
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import assert_same_batch, assert_same_object, assert_same_tensor
+from strategies import Case, batches, row_ops, rows_after
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_non_tensor
+from torch import Tensor
+
+from maskpack import (
+    EDGE,
+    LAYOUTS,
+    RL_FIELDS,
+    MaskAxis,
+    MaskNestingRegistry,
+    MaskNestingSpec,
+    MaskpackError,
+    PackedBatch,
+    VerifyFirst,
+    compress,
+    decompress,
+    nest_batch_by_mask,
+    unnest,
+)
+from maskpack.core import threads as tasks
+from maskpack.errors import CoverageError, LayoutError, LossyPadError, MaskpackWarning, RegistryError
+from maskpack.nesting import checks
+from maskpack.planning import plan_micro_batches
+from maskpack.views import BatchView
+
+quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
+
+
+def rollout(rows: int = 6, prompt: int = 4, response: int = 8, seed: int = 0) -> TensorDict:
+    """A batch whose every field nests."""
+    batch = samples.workload(rows=rows, prompt=prompt, response=response, pad=0, fill=0.5, group=1, seed=seed)
+    names = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask", "advantages")
+    batch = batch.select(*names).set("uid", samples.per_row([f"u{row}" for row in range(rows)]))
+    batch["temperature"] = NonTensorData(1.0, batch_size=[rows])
+    return batch.set("reward_baselines", torch.arange(rows, dtype=torch.float32))
+
+
+def with_stray(batch: TensorDict) -> TensorDict:
+    """The batch with one value under the mask of its advantages."""
+    row = int(batch["response_mask"].sum(1).argmin())
+    assert batch["response_mask"][row].sum() <= 5
+    batch["advantages"][row, 6] = 7.5
+    return batch
+
+
+def tensors(batch: TensorDictBase) -> list[Tensor]:
+    """Every dense tensor and the values of every jagged one, LAYOUTS included."""
+    found: list[Tensor] = []
+    for value in batch.values():
+        if is_non_tensor(value):
+            continue
+        if isinstance(value, TensorDictBase):
+            found.extend(tensors(value))
+        else:
+            found.append(value.values() if value.is_nested else value)
+    return found
+
+
+def scribble(batch: TensorDictBase) -> None:
+    """Changes every bit of every tensor in place."""
+    for x in tensors(batch):
+        if x.numel():
+            raw = x.view(torch.bool) if x.dtype == torch.bool else strategies.oracle_view(x)
+            if raw.dtype.is_complex:
+                raw.mul_(0).add_(13)
+            else:
+                raw.copy_(~raw)
+
+
+def wire(packed: PackedBatch) -> tuple[bytes, list[pickle.PickleBuffer]]:
+    buffers: list[pickle.PickleBuffer] = []
+    return pickle.dumps(packed, protocol=5, buffer_callback=buffers.append), buffers
+
+
+def travelled(packed: PackedBatch) -> tuple[PackedBatch, list[bytes]]:
+    """The batch as a reader of read-only shared memory gets it, and that memory."""
+    head, buffers = wire(packed)
+    held = [bytes(buffer.raw()) for buffer in buffers]
+    return pickle.loads(head, buffers=[memoryview(part).toreadonly() for part in held]), held
+
+
+def size(packed: PackedBatch) -> tuple[int, int]:
+    """Bytes in band, bytes out of band."""
+    head, buffers = wire(packed)
+    return len(head), sum(buffer.raw().nbytes for buffer in buffers)
+
+
+def assert_same_rows(got: TensorDictBase, want: TensorDictBase) -> None:
+    """As assert_same_batch, where batch-wide objects may have become per-row in one of the two only."""
+    assert got.batch_size == want.batch_size
+    assert got.device == want.device
+    assert list(got.keys()) == list(want.keys())
+    for name in want.keys():  # noqa: SIM118
+        a, b = got.get(name), want.get(name)
+        if is_non_tensor(b):
+            assert_same_object(a.tolist(), b.tolist(), name)
+        elif isinstance(b, TensorDictBase):
+            assert_same_rows(a, b)
+        else:
+            assert_same_tensor(a, b, name)
+
+
+# -------------------------------------------------------------------- there and back
+
+
+@quiet
+@given(batches())
+def test_round_trip_bit_for_bit(case: Case) -> None:
+    packed = compress(case.batch, **case.options)
+    assert len(packed) == packed.num_rows == case.rows
+    assert_same_batch(decompress(packed), case.batch)
+
+
+@quiet
+@given(batches())
+def test_decompress_nested_is_nest_batch_by_mask(case: Case) -> None:
+    nested = decompress(compress(case.batch, **case.options), format="nested")
+    want = nest_batch_by_mask(case.batch, **case.options)
+    assert_same_batch(nested.exclude(LAYOUTS), want.exclude(LAYOUTS))
+    assert_same_batch(unnest(nested), case.batch)
+
+
+@quiet
+@given(batches())
+def test_nested_batches_compress_to_the_same(case: Case) -> None:
+    nested = nest_batch_by_mask(case.batch, **case.options)
+    packed = compress(nested, **case.options)
+    assert_same_batch(decompress(packed), case.batch)
+
+
+@quiet
+def test_a_nested_batch_where_a_mask_was_kept_dense() -> None:
+    """attention_mask is jagged: the dense response_mask must not become the response axis instead."""
+    batch = TensorDict(
+        {
+            "attention_mask": torch.tensor([[0, 1]]),
+            "prompts": torch.zeros(1, 0, dtype=torch.int64),
+            "responses": torch.tensor([[0, 9]]),
+            "response_mask": torch.tensor([[1, 0]]),
+        },
+        batch_size=[1],
+    )
+    nested = nest_batch_by_mask(batch, pad_token_id=0)
+    assert_same_batch(decompress(compress(nested, pad_token_id=0)), batch)
+
+
+@quiet
+@given(batches())
+def test_decompress_nested_shares_offsets_with_cached_bounds(case: Case) -> None:
+    nested = decompress(compress(case.batch, **case.options), format="nested")
+    shared: dict[Any, Tensor] = {}
+    for path, field in case.nested.items():
+        x: Any = nested
+        for name in path:
+            x = x.get(name)
+        assert x.offsets() is shared.setdefault((path[0] == "own", field.axis), x.offsets())
+        lengths = oracle.lengths(field.mask)
+        assert {"min_seqlen", "max_seqlen"} <= set(x._metadata_cache)
+        assert (x._get_min_seqlen(), x._get_max_seqlen()) == (min(lengths, default=0), max(lengths, default=0))
+
+
+@quiet
+@given(batches())
+def test_input_untouched(case: Case) -> None:
+    tree = oracle.snapshot(case.batch)
+    packed = compress(case.batch, **case.options)
+    assert oracle.snapshot(case.batch) == tree
+    decompress(packed)
+    for options in ({"strict_mask_nesting": True}, {"on_loss": "error"}, {"pad_token_id": None}):
+        try:
+            compress(case.batch, **{**case.options, **options})
+        except MaskpackError:
+            assert oracle.snapshot(case.batch) == tree
+
+
+@quiet
+@given(batches(), st.data())
+def test_named_fields(case: Case, data: st.DataObject) -> None:
+    names = list(case.batch.keys())
+    wanted = data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True)) if names else []
+    packed = compress(case.batch, **case.options)
+    chosen = {name: case.batch.get(name) for name in names if name in wanted or not wanted}
+    want = TensorDict(chosen, batch_size=case.batch.batch_size, device=case.batch.device)
+    assert_same_batch(decompress(packed, *wanted), want)
+    assert_same_batch(unnest(decompress(packed, *wanted, format="nested")), want)
+
+
+@quiet
+@given(batches())
+def test_device_argument(case: Case) -> None:
+    want = TensorDict(dict(case.batch.items()), batch_size=case.batch.batch_size, device="cpu")
+    packed = compress(case.batch, **case.options)
+    for form in ("padded", "nested"):
+        got = decompress(packed, format=form, device="cpu")  # type: ignore[arg-type]
+        assert_same_batch(unnest(got) if form == "nested" else got, want)
+
+
+def test_field_in_a_sub_batch() -> None:
+    batch = TensorDict({"a": TensorDict({"b": torch.arange(4), "c": torch.arange(4)}, [4])}, [4])
+    got = decompress(compress(batch), ("a", "b"))
+    assert_same_batch(got, TensorDict({"a": TensorDict({"b": torch.arange(4)}, [4])}, [4]))
+
+
+@pytest.mark.parametrize("more", [(), (12,)], ids=["[]", "[B, S]"])
+def test_other_batch_sizes(more: tuple[int, ...]) -> None:
+    source = rollout(4).select("input_ids", "attention_mask", "position_ids")
+    batch = TensorDict(dict(source.items()), batch_size=[4, *more] if more else [])
+    packed = compress(batch, pad_token_id=0)
+    assert_same_batch(decompress(packed), batch)
+    assert_same_batch(unnest(decompress(packed, format="nested")), batch)
+    if more:
+        assert_same_batch(decompress(packed[1:3]), batch[1:3])
+    else:
+        for use in (lambda: packed[1:3], lambda: packed.split(2), lambda: PackedBatch.cat([packed, packed])):
+            with pytest.raises(LayoutError, match=r"^PackedBatch\.\w+: .*batch_size \[\].*Give the TensorDict"):
+                use()
+
+
+def test_scalars_and_flat_fields_of_a_batch_without_rows() -> None:
+    batch = TensorDict(
+        {"x": torch.tensor(1.5), "z": torch.tensor(2 + 3j, dtype=torch.complex128), "b": torch.tensor(True)}, []
+    )
+    assert_same_batch(decompress(travelled(compress(batch))[0]), batch)
+
+
+def test_objects_below_two_batch_dims() -> None:
+    rows = [NonTensorStack(*[NonTensorData((row, place)) for place in range(3)]) for row in range(2)]
+    batch = TensorDict({"uid": NonTensorStack(*rows), "x": torch.zeros(2, 3)}, batch_size=[2, 3])
+    packed = compress(batch)
+    assert_same_batch(decompress(packed), batch)
+    assert decompress(packed[[1, 0]]).get("uid").tolist() == [[(1, 0), (1, 1), (1, 2)], [(0, 0), (0, 1), (0, 2)]]
+
+
+@pytest.mark.parametrize("dtype", strategies.DTYPES, ids=str)
+@pytest.mark.parametrize("pad", [0, 1])
+def test_every_dtype_padded_and_dense(dtype: torch.dtype, pad: int) -> None:
+    rng = np.random.default_rng(5)
+    for width in (7, 150):
+        mask = [[False] * width, [place > 2 for place in range(width)], [place != 4 for place in range(width)]]
+        values = strategies.values(rng, (oracle.offsets(mask)[-1], 2), dtype)
+        batch = TensorDict(
+            {
+                "m": oracle.mask_tensor(mask, width),
+                "x": oracle.unpack(values, mask, width, pad),
+                "dense": strategies.values(rng, (3, 2), dtype),
+                "row": strategies.values(rng, (3,), dtype),
+            },
+            batch_size=[3],
+        )
+        registry = {"x": MaskNestingSpec("m", pad, hints=("runs",)), "m": MaskNestingSpec("m")}
+        packed, _ = travelled(compress(batch, registry=registry, ignore_dense_fields=["dense"]))
+        assert_same_batch(decompress(packed), batch)
+        assert_same_batch(unnest(decompress(packed, format="nested")), batch)
+        assert_same_batch(decompress(packed[[2, 0, 2]]), oracle.take_rows(batch, [2, 0, 2]))
+
+
+@pytest.mark.parametrize("dtype", strategies.DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0), (2, 0, 3), (0, 0)])
+def test_every_dtype_without_elements(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    batch = TensorDict({"dense": torch.zeros(shape, dtype=dtype)}, batch_size=[shape[0]])
+    packed = compress(batch, ignore_dense_fields=["dense"])
+    for there in (packed, travelled(packed)[0]):
+        assert_same_batch(decompress(there), batch)
+        assert_same_batch(decompress(there[0:0]), oracle.take_rows(batch, []))
+        assert_same_batch(decompress(there[[]]), oracle.take_rows(batch, []))
+
+
+# -------------------------------------------------------------------- values under the mask
+
+
+def test_stray_values_travel_dense() -> None:
+    batch = with_stray(rollout())
+    with pytest.warns(MaskpackWarning, match=r'^compress: fields stay padded: "advantages": '):
+        packed = compress(batch, pad_token_id=0)
+    assert_same_batch(decompress(packed), batch)
+    assert_same_batch(decompress(packed[1:4]), oracle.take_rows(batch, [1, 2, 3]))
+
+
+@quiet
+def test_stray_value_where_tokens_are_as_many_as_rows() -> None:
+    """The packed values then have the shape of a field with one value a row."""
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0]])
+    batch = TensorDict({"attention_mask": mask, "values": torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])}, [2])
+    assert_same_batch(decompress(compress(batch)), batch)
+
+
+@quiet
+def test_strict_and_on_loss() -> None:
+    batch = with_stray(rollout())
+    for options in ({"strict_mask_nesting": True}, {"on_loss": "error"}):
+        with pytest.raises(LossyPadError, match=r'^compress: field "advantages" holds 7\.5 at'):
+            compress(batch, pad_token_id=0, **options)
+    want = oracle.map_tensors(batch, oracle.copy)
+    want["advantages"][batch["advantages"] == 7.5] = 0.0
+    assert_same_batch(decompress(compress(batch, pad_token_id=0, on_loss="drop")), want)
+
+
+def test_strict_coverage() -> None:
+    batch = rollout()
+    compress(batch, pad_token_id=0, strict_mask_nesting=True)
+    batch["unknown"] = torch.zeros(6, 2)
+    with pytest.raises(CoverageError, match=r"^compress: 1 field\(s\) would stay padded(.|\n)*\"unknown\" \(6, 2\)"):
+        compress(batch, pad_token_id=0, strict_mask_nesting=True)
+    compress(batch, pad_token_id=0, strict_mask_nesting=True, ignore_dense_fields=["unknown"])
+
+
+# -------------------------------------------------------------------- rows
+
+
+@quiet
+@given(batches(dtypes=strategies.PLAIN_DTYPES), st.data())
+def test_row_operations(case: Case, data: st.DataObject) -> None:
+    ops = data.draw(row_ops(case.rows))
+    packed = compress(case.batch, **case.options)
+    for op in ops:
+        packed = op.on_packed(packed)
+    want = oracle.take_rows(case.batch, rows_after(ops, case.rows, even_chunks=True))
+    assert len(packed) == want.batch_size[0]
+    assert_same_rows(decompress(packed), want)
+    assert_same_rows(unnest(decompress(packed, format="nested")), want)
+    assert_same_rows(decompress(travelled(packed)[0]), want)
+
+
+@quiet
+@given(batches(min_rows=1), st.data())
+def test_select_any_rows(case: Case, data: st.DataObject) -> None:
+    rows = data.draw(st.lists(st.integers(-case.rows, case.rows - 1), max_size=8))
+    packed = compress(case.batch, **case.options)
+    want = oracle.take_rows(case.batch, rows)
+    for form in (rows, np.array(rows, np.int64), torch.tensor(rows, dtype=torch.int32), tuple(rows)):
+        assert_same_batch(decompress(packed.take(form)), want)
+    assert_same_batch(decompress(packed[::-1]), oracle.take_rows(case.batch, range(case.rows)[::-1]))
+
+
+@quiet
+@given(batches(), st.integers(1, 6), st.data())
+def test_split_and_chunk(case: Case, number: int, data: st.DataObject) -> None:
+    packed = compress(case.batch, **case.options)
+    rows = list(range(case.rows))
+    chunks = packed.chunk(number)
+    assert len(chunks) == number
+    assert max(map(len, chunks)) - min(map(len, chunks)) <= 1
+    assert [len(part) for part in chunks] == sorted((len(part) for part in chunks), reverse=True)
+    parts = packed.split(number)
+    assert [len(part) for part in parts] == [len(rows[at : at + number]) for at in range(0, case.rows, number)]
+    for some in (chunks, parts):
+        begin = 0
+        for part in some:
+            assert_same_batch(decompress(part), oracle.take_rows(case.batch, rows[begin : begin + len(part)]))
+            begin += len(part)
+        assert begin == case.rows
+
+
+@quiet
+@given(batches(), st.data())
+def test_cat_of_parts(case: Case, data: st.DataObject) -> None:
+    """Each part is packed by itself, so that fields may be dense in one and not in another, or pad differently."""
+    groups = (
+        data.draw(st.lists(st.lists(st.integers(0, case.rows - 1), max_size=3), min_size=1, max_size=3))
+        if (case.rows)
+        else [[], []]
+    )
+    parts = [compress(oracle.take_rows(case.batch, rows), **case.options) for rows in groups]
+    packed = PackedBatch.cat(parts)
+    want = oracle.take_rows(case.batch, [row for rows in groups for row in rows])
+    assert_same_rows(decompress(packed), want)
+    assert_same_rows(unnest(decompress(packed, format="nested")), want)
+
+
+@quiet
+def test_cat_where_a_field_is_dense_in_one_part() -> None:
+    parts = [rollout(3, seed=1), with_stray(rollout(4, seed=2)), rollout(2, seed=3)]
+    for order in ([0, 1, 2], [1, 0, 2], [0, 2, 1]):
+        packed = PackedBatch.cat([compress(parts[place], pad_token_id=0) for place in order])
+        want = torch.cat([parts[place] for place in order])
+        assert_same_rows(decompress(packed), want)
+        assert_same_rows(decompress(packed[[8, 0, 4]]), oracle.take_rows(want, [8, 0, 4]))
+
+
+@quiet
+def test_cat_where_pads_differ() -> None:
+    registry = {"x": MaskNestingSpec("m", [0, -1]), "m": MaskNestingSpec("m")}
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    parts = [TensorDict({"m": mask, "x": torch.where(mask != 0, 5, pad)}, [2]) for pad in (0, -1)]
+    assert_same_batch(decompress(PackedBatch.cat([compress(p, registry=registry) for p in parts])), torch.cat(parts))
+
+
+@quiet
+def test_cat_where_pads_differ_in_their_sign_bit() -> None:
+    registry = {"x": MaskNestingSpec("m", [0.0, -0.0]), "m": MaskNestingSpec("m")}
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    parts = [TensorDict({"m": mask, "x": torch.where(mask != 0, 5.0, pad)}, [2]) for pad in (0.0, -0.0)]
+    assert_same_batch(decompress(PackedBatch.cat([compress(p, registry=registry) for p in parts])), torch.cat(parts))
+
+
+@quiet
+def test_one_pad_a_row() -> None:
+    """`advantages * mask` leaves -0.0 in some rows; parts with one pad for all join them."""
+    batch = rollout()
+    batch["advantages"] = torch.tensor([1.5, -2.5, 0.5, -1.0, -1.0, 2.0])[:, None] * batch["response_mask"]
+    packed, _ = travelled(compress(batch, pad_token_id=0, strict_mask_nesting=True))
+    assert_same_batch(decompress(packed), batch)
+    assert_same_batch(unnest(decompress(packed, format="nested")), batch)
+    assert_same_batch(decompress(packed[1:4]), oracle.take_rows(batch, [1, 2, 3]))
+    assert_same_batch(decompress(packed[[5, 1, 1]]), oracle.take_rows(batch, [5, 1, 1]))
+    clean = rollout(seed=3)
+    for order in ([0, 1], [1, 0], [0, 0], [1, 1]):
+        parts = [(batch, clean)[place] for place in order]
+        joined = PackedBatch.cat([compress(part, pad_token_id=0, strict_mask_nesting=True) for part in parts])
+        assert_same_rows(decompress(joined), torch.cat(parts))
+        assert_same_rows(unnest(decompress(joined, format="nested")), torch.cat(parts))
+        assert_same_rows(decompress(joined[[11, 1, 7]]), oracle.take_rows(torch.cat(parts), [11, 1, 7]))
+        assert len(decompress(joined[0:0])) == 0
+    like = compress(TensorDict({"values": batch["advantages"]}, [6]), like=packed, strict_mask_nesting=True)
+    assert_same_tensor(decompress(like)["values"], batch["advantages"])
+
+
+# -------------------------------------------------------------------- parts of different widths
+
+FLOATS = ("rollout_log_probs", "old_log_probs", "ref_log_prob", "entropys", "values", "sum_pi_squared", "returns")
+SCORES = ("token_level_scores", "token_level_rewards", "rm_scores", "rollout_is_weights")
+TOKEN = 7
+
+
+@dataclass
+class Part:
+    """A padded batch of one width, and the axis, the dim of the width and the pad of its padded fields."""
+
+    batch: TensorDict
+    prompt: int
+    response: int
+    padded: dict[str, tuple[str, int, Any]]
+
+
+def lengths(most: int) -> st.SearchStrategy[int]:
+    return st.one_of(st.just(most), st.integers(0, most))
+
+
+@st.composite
+def parts_of_widths(draw: st.DrawFn) -> list[Part]:
+    """Parts of one run: the same fields and dtypes, other widths, other rows; also none."""
+    rope, text_pad = draw(st.sampled_from([(0, oracle.EDGE), (3, oracle.EDGE), (4, oracle.EDGE), (4, 1)]))
+    forms = {
+        "mask": draw(st.sampled_from([torch.int64, torch.bool, torch.float32])),
+        "float": draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        "rope": rope,
+        "text_pad": text_pad,
+        "experts": draw(st.sampled_from([0, -1])),
+        "whole": draw(st.sets(st.sampled_from(FLOATS))),
+    }
+    visible = text_pad == 1 or forms["experts"] == -1  # a part without padding cannot tell which of its pads it has
+    return [draw(_part(forms, visible)) for _ in range(draw(st.integers(1, 4)))]
+
+
+@st.composite
+def _part(draw: st.DrawFn, forms: dict[str, Any], visible: bool) -> Part:
+    prompt, response = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    rows = draw(st.lists(st.tuples(lengths(prompt), lengths(response)), min_size=int(visible), max_size=3))
+    if visible:
+        rows.append((0, 0))
+    return _filled(np.random.default_rng(draw(st.integers(0, 2**32 - 1))), rows, prompt, response, forms)
+
+
+def _filled(
+    rng: np.random.Generator, rows: list[tuple[int, int]], prompt: int, response: int, forms: dict[str, Any]
+) -> Part:
+    """All fields of docs/fields.md: real values anywhere on their axis, the pad elsewhere."""
+    count, width = len(rows), {"prompt": prompt, "response": response, "sequence": prompt + response}
+    head = [[place >= prompt - p for place in range(prompt)] for p, _ in rows]
+    tail = [[place < r for place in range(response)] for _, r in rows]
+    masks = {"prompt": head, "response": tail, "sequence": [a + b for a, b in zip(head, tail, strict=True)]}
+    data: dict[str, Any] = {}
+    padded: dict[str, tuple[str, int, Any]] = {}
+
+    def put(name: str, axis: str, dtype: torch.dtype, pad: Any = 0, more: tuple[int, ...] = (), dim: int = 1) -> None:
+        made = strategies.values(rng, (oracle.offsets(masks[axis])[-1], *more), dtype)
+        data[name] = oracle.unpack(made, masks[axis], width[axis], pad).movedim(1, dim).contiguous()
+        padded[name] = axis, dim, pad
+
+    put("prompts", "prompt", torch.int64, TOKEN)
+    put("responses", "response", torch.int64, TOKEN)
+    data["input_ids"] = torch.cat([data["prompts"], data["responses"]], 1)
+    data["attention_mask"] = oracle.mask_tensor(masks["sequence"], prompt + response).to(forms["mask"])
+    padded |= {"input_ids": ("sequence", 1, TOKEN), "attention_mask": ("sequence", 1, 0)}
+    rope = forms["rope"]
+    put("position_ids", "sequence", torch.int64, forms["text_pad"], (rope,) if rope else (), 2 if rope else 1)
+    ones = rng.integers(0, 2, (count, response))
+    data["response_mask"] = torch.from_numpy(ones) * oracle.mask_tensor(tail, response)
+    data["loss_mask"] = data["response_mask"] * 0.5
+    padded |= {"response_mask": ("response", 1, 0), "loss_mask": ("response", 1, 0)}
+    for name in FLOATS:
+        put(name, "sequence" if name in forms["whole"] else "response", forms["float"])
+    for name in SCORES:
+        put(name, "response", torch.float32)
+    zeros = [0.0 if r == response else rng.choice([0.0, -0.0]) for _, r in rows]
+    put("advantages", "response", torch.float32, torch.tensor(zeros, dtype=torch.float32))
+    put("routed_experts", "sequence", torch.int16, forms["experts"], (2, 2))
+    put("teacher_ids", "sequence", torch.int32, TOKEN, (2,))
+    put("teacher_logprobs", "sequence", torch.float32, 0, (2,))
+    data["reward_baselines"] = strategies.values(rng, (count,), torch.float32)
+    data["dummy_tensor"] = strategies.values(rng, (count, 1), torch.uint8)
+    data["temperature"] = NonTensorData(0.7, batch_size=[count])
+    data["global_token_num"] = NonTensorData([p + r for p, r in rows], batch_size=[count])
+    order = sorted(data)  # every part has the same keys in the same order
+    return Part(TensorDict({name: data[name] for name in order}, [count]), prompt, response, padded)
+
+
+def widened(x: Tensor, left: int, right: int, dim: int, pad: Any) -> Tensor:
+    """The rows of `x` with more columns of their own pad on both sides of their dim `dim`."""
+    old = oracle.cells(x.movedim(dim, 1))
+    out = np.zeros((old.shape[0], left + old.shape[1] + right, *old.shape[2:]), old.dtype)
+    for row in range(old.shape[0]):
+        for place in range(out.shape[1]):
+            if left <= place < left + old.shape[1]:
+                out[row, place] = old[row, place - left]
+            elif pad is oracle.EDGE:
+                out[row, place] = old[row, 0 if place < left else -1]
+            else:
+                out[row, place] = oracle.cells(pad)[row] if isinstance(pad, Tensor) else oracle.pad_cell(pad, x.dtype)
+    return oracle.from_cells(out, x.dtype).movedim(1, dim).contiguous()
+
+
+def joined_by_hand(parts: list[Part]) -> TensorDict:
+    """Every part padded to the widest prompt on the left and to the widest response on the right, then torch.cat."""
+    prompt, response = max(part.prompt for part in parts), max(part.response for part in parts)
+    even: list[TensorDict] = []
+    for part in parts:
+        fields = {name: part.batch[name] for name in part.batch.keys()}  # noqa: SIM118
+        left, right = prompt - part.prompt, response - part.response
+        for name, (axis, dim, pad) in part.padded.items():
+            sides = {"prompt": (left, 0), "response": (0, right), "sequence": (left, right)}[axis]
+            fields[name] = widened(part.batch[name], *sides, dim, pad)
+        fields |= {name: part.batch.get(name) for name in ("temperature", "global_token_num")}
+        even.append(TensorDict(fields, part.batch.batch_size))
+    return torch.cat(even)
+
+
+@quiet
+@given(parts_of_widths(), st.data())
+def test_cat_of_any_widths(parts: list[Part], data: st.DataObject) -> None:
+    options = {"pad_token_id": TOKEN, "strict_mask_nesting": True}
+    packs = [compress(part.batch, **options) for part in parts]
+    for part, packed in zip(parts, packs, strict=True):
+        assert_same_batch(decompress(packed), part.batch)
+    want = joined_by_hand(parts)
+    joined = PackedBatch.cat(packs)
+    for there in (joined, travelled(joined)[0]):
+        assert_same_rows(decompress(there), want)
+        assert_same_rows(unnest(decompress(there, format="nested")), want)
+    assert_same_rows(decompress(compress(want, **options)), want)
+    rows = data.draw(st.lists(st.integers(0, len(joined) - 1), max_size=4)) if len(joined) else []
+    assert_same_rows(decompress(joined[rows]), oracle.take_rows(want, rows))
+    twice = PackedBatch.cat([PackedBatch.cat(packs[:1]), PackedBatch.cat([*packs[1:], packs[0]])])
+    assert_same_rows(decompress(twice), joined_by_hand([*parts, parts[0]]))
+    layouts = {name: (layout.width, layout.anchor) for name, layout in joined.layouts.items()}
+    prompt, response = max(part.prompt for part in parts), max(part.response for part in parts)
+    sizes = {"prompt": (prompt, prompt), "response": (response, 0), "sequence": (prompt + response, prompt)}
+    assert layouts == sizes
+
+
+def test_cat_of_widths_by_hand() -> None:
+    def part(ids: list[list[int]], mask: list[list[int]], prompt: int) -> PackedBatch:
+        ids_, mask_ = torch.tensor(ids), torch.tensor(mask)
+        fields = {"input_ids": ids_, "attention_mask": mask_, "prompts": ids_[:, :prompt].clone()}
+        return compress(TensorDict(fields, [len(ids)]), pad_token_id=9, strict_mask_nesting=True)
+
+    one = part([[9, 9, 4, 5, 9]], [[0, 0, 1, 1, 0]], 3)
+    two = part([[6, 7, 8, 8]], [[1, 1, 1, 1]], 1)
+    out = decompress(PackedBatch.cat([one, two]))
+    assert out["input_ids"].tolist() == [[9, 9, 4, 5, 9, 9], [9, 9, 6, 7, 8, 8]]
+    assert out["attention_mask"].tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]]
+    assert out["prompts"].tolist() == [[9, 9, 4], [9, 9, 6]]
+
+
+@pytest.mark.parametrize("padded", ["right", "left"])
+def test_cat_of_widths_under_a_mask_of_its_own(padded: Any) -> None:
+    """An axis that nothing splits grows on the side that it is padded on."""
+    registry = MaskNestingRegistry(
+        {"x": MaskNestingSpec("a", -1), "m": MaskNestingSpec("a")}, {"a": MaskAxis("m", padded=padded)}
+    )
+    rows = [[5, 6, 7], [8, -1, -1]], [[4, 4, 4, 4, -1]], [[3]]
+    if padded == "left":
+        rows = tuple([row[::-1] for row in part] for part in rows)
+    parts = [torch.tensor(part) for part in rows]
+    packs = [
+        compress(TensorDict({"m": part != -1, "x": part}, [len(part)]), registry=registry, strict_mask_nesting=True)
+        for part in parts
+    ]
+    sides = [(5 - part.shape[1], 0) if padded == "left" else (0, 5 - part.shape[1]) for part in parts]
+    want = torch.cat([widened(part, *side, 1, -1) for part, side in zip(parts, sides, strict=True)])
+    out = decompress(PackedBatch.cat(packs))
+    assert out["x"].tolist() == want.tolist()
+    assert out["m"].tolist() == (want != -1).tolist()
+    assert PackedBatch.cat(packs).layouts["a"].anchor == (5 if padded == "left" else 0)
+
+
+@quiet
+def test_cat_of_widths_keeps_numbers_that_differ_by_row() -> None:
+    """A limit that a batch carries tells the width of its rows; where parts differ, every row has its own."""
+    parts = [rollout(2, response=width) for width in (8, 5)]
+    for part, width in zip(parts, (8, 5), strict=True):
+        part.set("max_response_length", NonTensorData(width, batch_size=[2]))
+    out = decompress(PackedBatch.cat([compress(part, pad_token_id=0) for part in parts]))
+    assert out.get("max_response_length").tolist() == [8, 8, 5, 5]
+
+
+# -------------------------------------------------------------------- objects of the whole batch
+
+
+@pytest.mark.parametrize("items", [[1, 2, 3, 4, 5, 6], [1, 2, 3], [], (1, 2, 3, 4, 5, 6), {"a": 1}, 6], ids=str)
+@pytest.mark.parametrize("name", ["global_token_num", "something"])
+def test_an_object_of_the_batch_stays_whole_as_tensordict_keeps_it(items: Any, name: str) -> None:
+    """A list with one item a row, too, on every path."""
+    batch = TensorDict({"x": torch.arange(6), name: NonTensorData(items, batch_size=[6])}, [6])
+    packed, nested = compress(batch), nest_batch_by_mask(batch)
+    plan = plan_micro_batches([1, 2, 3, 4, 5, 6], 8)
+    parts = [packed, packed[2:5], packed[[1, 1]], packed[0:0], packed.chunk(2)[1]]
+    found = [decompress(part) for part in parts] + [batch[2:5], unnest(nested[2:5])]
+    for whole in (batch, nested, packed, BatchView.of(packed)):
+        taken = list(plan.apply(whole))
+        found += [decompress(part) for part in taken] if whole is packed else []
+        found += [part.materialize() for part in taken] if isinstance(whole, BatchView) else []
+        found += taken if isinstance(whole, TensorDict) else []
+        found.append(plan.restore(found[-len(taken) :]))
+    for part in found:
+        assert_same_object(part.get(name).data, items)
+    assert_same_object(decompress(PackedBatch.cat([packed[:2], packed[3:]])).get(name).data, items)
+
+
+# -------------------------------------------------------------------- tensors inside Python objects
+
+
+def images(rows: int = 4, pixels: int = 3000) -> tuple[TensorDict, list[dict[str, Any]]]:
+    """Two rows share a tensor, one has an equal one of its own."""
+    shared = torch.arange(pixels, dtype=torch.float32)
+    items = [
+        {"pixel_values": shared, "grid": np.arange(row)} if row < 2 else {"pixel_values": shared.clone() + (row > 2)}
+        for row in range(rows)
+    ]
+    return TensorDict({"multi_modal_inputs": NonTensorStack(*map(NonTensorData, items))}, [rows]), items
+
+
+def test_tensors_inside_objects_travel_as_arrays() -> None:
+    batch, items = images()
+    packed = compress(batch)
+    assert 2 * 12_000 <= packed.nbytes < 2 * 12_000 + 64
+    in_band, out_of_band = size(packed)
+    assert in_band + out_of_band < 2 * 12_000 + 4096
+    for there in (packed, pickle.loads(pickle.dumps(packed)), travelled(packed)[0]):
+        got = decompress(there).get("multi_modal_inputs").tolist()
+        assert_same_object(got, items)
+        assert got[0]["pixel_values"] is got[1]["pixel_values"]
+        assert got[2]["pixel_values"] is not got[0]["pixel_values"]
+        for number in (2, 0):
+            got[number]["pixel_values"].fill_(-1.0)
+        assert_same_object(decompress(there).get("multi_modal_inputs").tolist(), items)
+    part = packed[3:]
+    assert part.nbytes == 12_000
+    assert_same_object(decompress(part).get("multi_modal_inputs").tolist(), items[3:])
+    again = decompress(PackedBatch.cat([packed[[1, 0]], part])).get("multi_modal_inputs").tolist()
+    assert_same_object(again, [items[1], items[0], items[3]])
+    assert again[0]["pixel_values"] is again[1]["pixel_values"]
+
+
+def test_tensors_inside_objects_belong_to_the_packed_batch() -> None:
+    batch, items = images()
+    packed = compress(batch)
+    want = decompress(packed).get("multi_modal_inputs").tolist()
+    items[0]["pixel_values"].fill_(-1.0)
+    items[1]["grid"][...] = 77
+    assert_same_object(decompress(packed).get("multi_modal_inputs").tolist(), want)
+    assert want[0]["pixel_values"][5] == 5.0
+
+
+@pytest.mark.parametrize("dtype", strategies.DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0, 2), (3,), (2, 3)])
+def test_tensors_of_every_dtype_inside_objects(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x = strategies.values(np.random.default_rng(3), shape, dtype)
+    held = {"deep": [{"x": x, "t": x.movedim(0, -1) if shape else x}, (x,)], "n": 1}
+    batch = TensorDict({"extra_info": NonTensorStack(NonTensorData(held), NonTensorData(None))}, [2])
+    for there in (compress(batch), travelled(compress(batch))[0]):
+        assert_same_object(decompress(there).get("extra_info").tolist(), [held, None])
+
+
+def test_cat_of_batch_wide_objects() -> None:
+    held = {"a": np.arange(3), "b": [torch.ones(2)], "c": None}
+    batch = TensorDict({"meta": NonTensorData(held, batch_size=[2]), "x": torch.zeros(2)}, [2])
+    parts = [pickle.loads(pickle.dumps(compress(batch))) for _ in range(2)]
+    got = decompress(PackedBatch.cat(parts))
+    assert_same_object(got.get("meta").tolist(), [held] * 4)
+    other = TensorDict({"meta": NonTensorData(7, batch_size=[2]), "x": torch.ones(2)}, [2])
+    mixed = decompress(PackedBatch.cat([parts[0], compress(other)]))
+    assert_same_object(mixed.get("meta").tolist(), [held, held, 7, 7])
+
+
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        (1.0, 1),
+        (True, 1),
+        ([1], [True]),
+        (0.0, -0.0),
+        (np.arange(2), np.arange(2.0)),
+        (torch.ones(2), torch.ones(2, dtype=torch.float64)),
+        ({"a": 1}, {"a": 2}),
+        ((1,), [1]),
+    ],
+    ids=str,
+)
+def test_cat_keeps_objects_apart(one: Any, two: Any) -> None:
+    parts = [compress(TensorDict({"o": NonTensorData(item, batch_size=[1])}, [1])) for item in (one, two)]
+    assert_same_object(decompress(PackedBatch.cat(parts)).get("o").tolist(), [one, two])
+
+
+def test_empty_selections() -> None:
+    batch = rollout()
+    packed = compress(batch, pad_token_id=0)
+    for none in (packed[0:0], packed[[]], packed[torch.zeros(6, dtype=torch.bool)], packed.take([])):
+        assert len(none) == 0
+        got = decompress(none)
+        assert got.batch_size == (0,)
+        assert list(got.keys()) == list(batch.keys())
+        assert got["input_ids"].shape == (0, 12)
+        assert got["input_ids"].dtype == torch.int64
+        nested = decompress(none, format="nested")
+        assert nested["input_ids"].is_nested
+        assert_same_rows(unnest(nested), got)
+    assert_same_batch(decompress(PackedBatch.cat([packed[0:0], packed, packed[[]]])), batch)
+
+
+@pytest.mark.parametrize("rows", [[True, False, True, False, False, True], slice(1, None, 2), np.array([0, 5])])
+def test_ways_to_name_rows(rows: Any) -> None:
+    batch = rollout()
+    want = np.arange(6)[rows].tolist()
+    assert_same_batch(decompress(compress(batch, pad_token_id=0)[rows]), oracle.take_rows(batch, want))
+
+
+def test_lengths() -> None:
+    batch = rollout()
+    packed = compress(batch, pad_token_id=0)
+    want = oracle.lengths(oracle.mask_rows(batch["attention_mask"]))
+    assert packed.lengths("sequence").tolist() == want
+    assert packed[[3, 1]].lengths("sequence").tolist() == [want[3], want[1]]
+    with pytest.raises(LayoutError, match=r'^PackedBatch\.lengths: no layout "gone"; the batch has .*"?response'):
+        packed.lengths("gone")
+
+
+def test_what_lengths_gives_is_a_copy() -> None:
+    batch = rollout()
+    packed = compress(batch, pad_token_id=0)
+    with contextlib.suppress(ValueError):  # read-only is as good
+        packed.lengths("sequence")[...] = 1
+    assert packed.lengths("sequence").tolist() == oracle.lengths(oracle.mask_rows(batch["attention_mask"]))
+    assert_same_batch(decompress(packed), batch)
+    assert_same_batch(decompress(packed[[1, 0]]), oracle.take_rows(batch, [1, 0]))
+
+
+# -------------------------------------------------------------------- outputs of a worker
+
+
+def test_like_gives_the_missing_masks() -> None:
+    batch = rollout()
+    packed = compress(batch, pad_token_id=0)
+    nested = nest_batch_by_mask(batch, pad_token_id=0)
+    out = TensorDict({"values": batch["advantages"] * 2 + 0.0, "entropys": batch["advantages"].abs()}, [6])
+    jagged = TensorDict({"values": nested["advantages"] * 2}, [6])
+    for like in (packed, nested):
+        small = compress(out, like=like, strict_mask_nesting=True)
+        assert_same_batch(decompress(small), out)
+        assert small.lengths("response").tolist() == packed.lengths("response").tolist()
+        assert_same_tensor(decompress(compress(jagged, like=like))["values"], out["values"])
+    with pytest.raises(CoverageError):
+        compress(out, strict_mask_nesting=True)
+
+
+@quiet
+def test_like_of_other_rows() -> None:
+    packed = compress(rollout(), pad_token_id=0)
+    out = TensorDict({"values": torch.zeros(3, 8)}, [3])
+    with pytest.raises(LayoutError, match=r'field "values" is \(3, 8\); mask "response" is \(6, 8\)'):
+        compress(out, like=packed)
+    assert_same_batch(decompress(compress(out, like=packed[:3])), out)
+
+
+def test_like_must_be_packed_or_nested() -> None:
+    with pytest.raises(LayoutError, match="compress: "):
+        compress(TensorDict({"values": torch.zeros(6, 8)}, [6]), like=rollout())
+
+
+# -------------------------------------------------------------------- the wire
+
+
+@quiet
+@given(batches())
+def test_pickle_with_and_without_buffers(case: Case) -> None:
+    packed = compress(case.batch, **case.options)
+    assert_same_batch(decompress(pickle.loads(pickle.dumps(packed))), case.batch)
+    there, _ = travelled(packed)
+    assert_same_batch(decompress(there), case.batch)
+    assert there.nbytes == packed.nbytes
+    back, _ = travelled(there)
+    assert_same_batch(decompress(back), case.batch)
+
+
+@quiet
+@given(batches(), st.sampled_from(["padded", "nested"]))
+def test_what_decompress_returns_is_writable_and_its_own(case: Case, form: Any) -> None:
+    there, held = travelled(compress(case.batch, **case.options))
+    before = [bytes(part) for part in held]
+    out = decompress(there, format=form)
+    scribble(out)
+    assert held == before
+    assert_same_batch(decompress(there), case.batch)
+    local = compress(case.batch, **case.options)
+    scribble(decompress(local, format=form))
+    assert_same_batch(decompress(local), case.batch)
+
+
+def test_a_nested_batch_owns_its_offsets() -> None:
+    batch = rollout()
+    packed = compress(batch, pad_token_id=0)
+    out = decompress(packed, format="nested")
+    out["input_ids"].offsets().zero_()
+    assert_same_batch(decompress(packed), batch)
+    assert_same_batch(unnest(decompress(packed, format="nested")), batch)
+
+
+@quiet
+@given(batches(dtypes=strategies.PLAIN_DTYPES))
+def test_a_packed_batch_owns_its_bytes(case: Case) -> None:
+    for nest in (False, True):
+        batch = oracle.map_tensors(case.batch, oracle.copy)
+        if nest:
+            batch = nest_batch_by_mask(batch, **case.options)
+        packed = compress(batch, **case.options)
+        scribble(batch.exclude(LAYOUTS))
+        assert_same_batch(decompress(packed), case.batch)
+
+
+@pytest.mark.filterwarnings("error")
+def test_read_only_buffers_give_no_warning() -> None:
+    there, _ = travelled(compress(rollout(), pad_token_id=0))
+    decompress(there)
+    decompress(there, format="nested")
+
+
+def test_bytes_travel_out_of_band() -> None:
+    batch = rollout(64, 100, 400)
+    packed = compress(batch.exclude("uid"), pad_token_id=0)
+    in_band, out_of_band = size(packed)
+    assert packed.nbytes <= out_of_band < packed.nbytes + 2048
+    assert in_band < 8192
+    assert in_band < size(compress(rollout(512, 100, 400).exclude("uid"), pad_token_id=0))[0] + 512
+
+
+def test_a_slice_carries_its_own_bytes_only() -> None:
+    packed = compress(rollout(64, 100, 400).exclude("uid"), pad_token_id=0)
+    whole_in, whole = size(packed)
+    tokens = packed.lengths("sequence")
+    for part in (packed[8:16], packed.chunk(8)[1], packed.split(8)[1], packed.take(list(range(8, 16)))):
+        share = tokens[8:16].sum() / tokens.sum()
+        part_in, part_out = size(part)
+        assert part_in <= whole_in + 256
+        assert part_out < whole * share * 1.3 + 1024
+        assert part.nbytes < packed.nbytes * share * 1.3 + 1024
+    sizes = [size(part)[1] for part in packed.chunk(8)]
+    assert sum(sizes) < whole * 1.05 + 8 * 512
+    assert size(packed[0:0])[1] < 512
+    assert len(pickle.dumps(packed[0:1])) < whole_in + 2 * whole * tokens[0] / tokens.sum() + 2048
+
+
+def test_a_slice_of_neighbouring_rows_is_a_view() -> None:
+    packed = compress(rollout(16, 20, 80), pad_token_id=0)
+    part = packed[4:8]
+    for path, field in packed.fields.items():
+        whole, some = getattr(field, "words", None), getattr(part.fields[path], "words", None)
+        if whole is not None:
+            assert np.shares_memory(whole, some), path
+
+
+def test_nbytes_is_below_the_fill_ratio() -> None:
+    batch = rollout(32, 64, 512)
+    packed = compress(batch, pad_token_id=0)
+    padded = sum(x.numel() * x.element_size() for x in tensors(batch))
+    fill = oracle.mask_rows(batch["attention_mask"])
+    ratio = sum(oracle.lengths(fill)) / (len(fill) * len(fill[0]))
+    assert 0 < packed.nbytes < padded * ratio
+    assert packed[:8].nbytes < packed.nbytes
+    assert compress(TensorDict({}, [3])).nbytes == 0
+
+
+def test_masks_of_many_runs_stay_small() -> None:
+    mask = (torch.arange(4096) % 2)[None].repeat(8, 1)
+    batch = TensorDict({"attention_mask": mask, "responses": torch.zeros(8, 4096, dtype=torch.int64)}, [8])
+    batch["response_mask"] = mask
+    packed = compress(batch.exclude("responses"))
+    assert_same_batch(decompress(packed), batch.exclude("responses"))
+    assert packed.nbytes < 2 * mask.numel() // 8 + 64  # of two axes
+
+
+# -------------------------------------------------------------------- the errors
+
+
+def test_an_integer_is_no_row_selection() -> None:
+    batch = rollout()
+    packed = compress(batch, pad_token_id=0)
+    for row in (2, np.int64(2)):
+        with pytest.raises(LayoutError) as caught:
+            packed[row]  # type: ignore[index]
+        assert str(caught.value) == (
+            "PackedBatch: the index is the whole number 2; expected rows. Take one row as a slice: [2:3]."
+        )
+
+
+@pytest.mark.parametrize("row", range(-6, 6))
+def test_the_slice_that_the_error_names_has_that_row(row: int) -> None:
+    batch = rollout()
+    packed = compress(batch, pad_token_id=0)
+    for source in (packed, BatchView.of(packed)):
+        with pytest.raises(LayoutError) as caught:
+            source[row]  # type: ignore[index]
+        named = str(caught.value).partition("as a slice: ")[2].removesuffix(".")
+        taken = eval(f"source{named}", {"source": source})
+        rows = taken.materialize() if isinstance(taken, BatchView) else decompress(taken)
+        assert_same_batch(rows, batch[range(6)[row] : range(6)[row] + 1])
+
+
+@pytest.mark.parametrize("row", [6, -7, 100])
+def test_a_row_that_is_not_there_is_no_slice(row: int) -> None:
+    packed = compress(rollout(), pad_token_id=0)
+    with pytest.raises(LayoutError, match=f"the whole number {row}; the batch has rows 0 to 5. Take rows it has"):
+        packed[row]  # type: ignore[index]
+    with pytest.raises(LayoutError, match=r"the batch has no rows"):
+        packed[:0][row]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([6], "rows run from 6 to 6; the batch has 6 rows. Choose rows from 0 to 5"),
+        ([-7, 0], "rows run from -7 to 0; the batch has 6 rows"),
+        ([0.5], r"rows are float64 \(1,\); expected whole numbers"),
+        ([[0, 1]], r"rows are int64 \(1, 2\); expected whole numbers"),
+        ([True, False], r"row mask is \(2,\); expected \(6,\). Give one true or false for each row"),
+        (torch.ones(6, 1, dtype=torch.bool), r"row mask is \(6, 1\); expected \(6,\)"),
+        (["u1"], "expected whole numbers"),
+    ],
+)
+def test_wrong_rows(rows: Any, message: str) -> None:
+    packed = compress(rollout(), pad_token_id=0)
+    with pytest.raises(LayoutError, match=rf"^PackedBatch\.take: .*{message}"):
+        packed[rows]
+
+
+def test_wrong_parts() -> None:
+    packed = compress(rollout(), pad_token_id=0)
+    for wrong, message in (
+        (0, "size is 0; expected at least 1"),
+        ([3, 2], r"sizes \[3, 2\] sum to 5; the batch has 6 rows. Give sizes that sum"),
+        ([7, -1], r"sizes \[7, -1\] sum to 6"),
+    ):
+        with pytest.raises(LayoutError, match=rf"^PackedBatch\.split: {message}"):
+            packed.split(wrong)
+    with pytest.raises(LayoutError, match=r"^PackedBatch\.chunk: parts is 0; expected a whole number from 1. Give one"):
+        packed.chunk(0)
+
+
+def positions_of(lengths: list[tuple[int, int]], prompt: int, response: int, edge: bool) -> TensorDict:
+    """A batch whose positions are padded with 0 or by EDGE."""
+    mask = torch.zeros(len(lengths), prompt + response, dtype=torch.int64)
+    for row, (before, after) in enumerate(lengths):
+        mask[row, prompt - before : prompt + after] = 1
+    count = (mask.cumsum(1) - 1).clamp(min=0)
+    ids = mask * 5
+    fields = {"attention_mask": mask, "input_ids": ids, "prompts": ids[:, :prompt], "responses": ids[:, prompt:]}
+    return TensorDict(fields | {"position_ids": count if edge else count * mask}, [len(lengths)])
+
+
+@pytest.mark.parametrize("edge", [False, True])
+@pytest.mark.parametrize("other", [False, True])
+def test_every_field_of_an_axis_grows_alike(edge: bool, other: bool) -> None:
+    """Equal widths of the sequence, other splits: the positions of each part grow by the pad of that part."""
+    parts = [positions_of([(2, 3), (1, 2)], 2, 6, edge), positions_of([(4, 1), (5, 2)], 5, 3, other)]
+    packed = [compress(part, pad_token_id=0) for part in parts]
+    grown = [widened(parts[0]["position_ids"], 3, 0, 1, oracle.EDGE if edge else 0)]
+    grown.append(widened(parts[1]["position_ids"], 0, 3, 1, oracle.EDGE if other else 0))
+    joined = PackedBatch.cat(packed)
+    views = BatchView.cat([BatchView.of(part) for part in packed])
+    for out in (decompress(joined), views.materialize(), unnest(decompress(joined, format="nested"))):
+        assert {name: out[name].shape[1] for name in ("input_ids", "attention_mask", "position_ids")} == {
+            "input_ids": 11,
+            "attention_mask": 11,
+            "position_ids": 11,
+        }
+        assert_same_tensor(out["position_ids"], torch.cat(grown))
+    assert (joined.forms["position_ids",].kind == "padded") == (edge == other)
+
+
+def test_a_field_without_a_pad_does_not_lose_its_columns() -> None:
+    """It cannot grow with its axis, in a batch that was read from bytes either."""
+    one, two = positions_of([(2, 3)], 2, 6, False), positions_of([(5, 1)], 5, 3, False)
+    one["position_ids"][0, 7] = 9
+    with pytest.warns(MaskpackWarning):
+        packed = [compress(one, pad_token_id=0), compress(two, pad_token_id=0)]
+    for parts in (packed, packed[::-1], [PackedBatch.from_bytes(part.to_bytes()) for part in packed]):
+        with pytest.raises(LayoutError, match=r'"position_ids" stays padded, .* axis "sequence" grows from width 8'):
+            PackedBatch.cat(parts)
+        with pytest.raises(LayoutError, match='"position_ids" stays padded'):
+            BatchView.cat([BatchView.of(part) for part in parts])
+    same = [compress(one, pad_token_id=0, on_loss="drop"), *packed[:1]]
+    assert decompress(PackedBatch.cat(same))["position_ids"].shape == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("sure", "unsure", "edge"),
+    [
+        ([(3, 2), (1, 3)], [(0, 1)], False),
+        ([(3, 3), (2, 1)], [(2, 0), (3, 4)], False),
+        ([(2, 2)], [(0, 1), (3, 4)], True),
+    ],
+)
+def test_pads_that_were_one_of_several_join(sure: Any, unsure: Any, edge: bool) -> None:
+    """Rows without right padding, or of one token, are padded with 0 and by EDGE alike."""
+    parts = [positions_of(sure, 3, 4, edge), positions_of(unsure, 3, 4, edge)]
+    for order in ([0, 1], [1, 0], [1, 0, 1]):
+        packed = [compress(parts[part], pad_token_id=0) for part in order]
+        joined = PackedBatch.cat(packed)
+        assert joined.forms["position_ids",].pads == ((EDGE,) if edge else (0,))
+        assert_same_batch(decompress(joined), torch.cat([parts[part] for part in order]))
+        wide = compress(positions_of([(1, 1)], 4, 6, edge), pad_token_id=0)
+        pads = PackedBatch.cat([*packed, wide]).forms["position_ids",].pads
+        assert pads == ((EDGE,) if edge else (0,))
+
+
+@quiet
+def test_what_cannot_be_joined() -> None:
+    packed = compress(rollout(), pad_token_id=0)
+    with pytest.raises(LayoutError, match=r"^PackedBatch\.cat: got an empty list; expected a list of at least one"):
+        PackedBatch.cat([])
+    with pytest.raises(LayoutError, match=r"^PackedBatch\.cat: fields \['advantages'\] are not in every batch"):
+        PackedBatch.cat([packed, compress(rollout().exclude("advantages"), pad_token_id=0)])
+    stray = compress(with_stray(rollout()), pad_token_id=0)
+    wide = compress(rollout(response=9), pad_token_id=0)
+    message = (
+        r'field "advantages" stays padded, because it has non-pad values .*, and its axis "response" grows from width 8'
+    )
+    with pytest.raises(LayoutError, match=rf"^PackedBatch\.cat: {message}, split at 0, to 9"):
+        PackedBatch.cat([wide, stray])
+    half = rollout()
+    half["advantages"] = half["advantages"].half()
+    with pytest.raises(LayoutError, match=r"\"advantages\" has dtypes \['float32', 'float16'\]; expected one. Cast"):
+        PackedBatch.cat([packed, compress(half, pad_token_id=0)])
+
+
+@quiet
+def test_fields_of_different_shape_are_not_joined() -> None:
+    cases = [
+        [TensorDict({"unknown": torch.zeros(2, width)}, [2]) for width in (3, 4)],
+        [TensorDict({"unknown": torch.zeros(2, *more)}, [2]) for more in ((3,), (3, 1))],
+        [TensorDict({"m": torch.ones(2, 2), "x": torch.zeros(2, 2, *more)}, [2]) for more in ((3,), (4,))],
+        [
+            TensorDict({"unknown": torch.zeros(2, 3)}, [2]),
+            TensorDict({"unknown": TensorDict({"a": torch.zeros(2)}, [2])}, [2]),
+        ],
+        [
+            TensorDict({"unknown": torch.zeros(2, 3)}, [2]),
+            TensorDict({"unknown": NonTensorData(1, batch_size=[2])}, [2]),
+        ],
+    ]
+    registry = {"x": MaskNestingSpec("m"), "m": MaskNestingSpec("m")}
+    for parts in cases:
+        with pytest.raises(LayoutError, match=r"^PackedBatch\.cat: "):
+            PackedBatch.cat([compress(part, registry=registry) for part in parts])
+
+
+def test_wrong_arguments() -> None:
+    packed = compress(rollout(), pad_token_id=0)
+    with pytest.raises(LayoutError, match=r"^decompress: format is 'jagged'; expected \"padded\" or \"nested\""):
+        decompress(packed, format="jagged")  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match=r'^decompress: no field "gone" in the batch; it has .*advantages'):
+        decompress(packed, "gone")
+    with pytest.raises(LayoutError, match=r"^compress: the batch is a dict; expected a TensorDict"):
+        compress({})  # type: ignore[arg-type]
+    with pytest.raises(RegistryError, match=r"^compress: .*Pass pad_token_id=tokenizer"):
+        compress(rollout())
+    with pytest.raises(RegistryError, match=r"^compress: verify is 'often'; expected one of always, first, never"):
+        compress(rollout(), pad_token_id=0, verify="often")  # type: ignore[arg-type]
+
+
+def test_immutable() -> None:
+    packed = compress(rollout(), pad_token_id=0)
+    with pytest.raises(AttributeError):
+        packed.num_rows = 3  # type: ignore[misc]
+    assert "rows=6" in repr(packed)
+    assert f"{packed.nbytes:,}" in repr(packed)
+
+
+def test_registry_of_the_caller() -> None:
+    batch = rollout()
+    batch["extra"] = batch["advantages"] * 3 + 0.0
+    registry = RL_FIELDS | {"extra": MaskNestingSpec("response")}
+    assert_same_batch(decompress(compress(batch, registry=registry, pad_token_id=0, strict_mask_nesting=True)), batch)
+
+
+# -------------------------------------------------------------------- parts that do not fit, and lessons not to learn
+
+
+def _node(value: Any) -> TensorDict:
+    return TensorDict({"x": value}, batch_size=[1])
+
+
+@pytest.mark.parametrize("turn", [False, True])
+def test_an_object_and_a_sub_batch_do_not_join(turn: bool) -> None:
+    parts = [
+        compress(_node(NonTensorData("precious", batch_size=[1]))),
+        compress(_node(TensorDict({}, batch_size=[1]))),
+    ]
+    with pytest.raises(LayoutError, match=r'field "x" is node and object|field "x" is object and node'):
+        PackedBatch.cat(parts[::-1] if turn else parts)
+
+
+def test_batch_dims_behind_the_rows_must_agree() -> None:
+    def part(width: int) -> PackedBatch:
+        mask = torch.zeros(2, width, dtype=torch.bool)
+        mask[:, :2] = True
+        registry = {"action": MaskNestingSpec("mask"), "mask": MaskNestingSpec("mask")}
+        return compress(TensorDict({"action": mask.float(), "mask": mask}, batch_size=[2, width]), registry=registry)
+
+    with pytest.raises(LayoutError, match=r"the batch has batch dims \[\(5,\), \(7,\)\]"):
+        PackedBatch.cat([part(5), part(7)])
+
+
+def test_batch_wide_objects_of_two_batch_dims() -> None:
+    def batch(value: Any) -> TensorDict:
+        return TensorDict({"t": NonTensorData(value, batch_size=[2, 3])}, batch_size=[2, 3])
+
+    got = decompress(PackedBatch.cat([compress(batch("a")), compress(batch("b"))]))
+    assert got.batch_size == (4, 3)
+    assert got.get("t").tolist() == [["a"] * 3] * 2 + [["b"] * 3] * 2
+
+
+def test_objects_are_copies() -> None:
+    held = {"k": [1, [2]], "t": (3, [4])}
+    batch = TensorDict({"e": NonTensorStack(NonTensorData(held))}, batch_size=[1])
+    packed = compress(batch)
+    held["k"].append(99)
+    first = decompress(packed).get("e").tolist()[0]
+    assert first == {"k": [1, [2]], "t": (3, [4])}
+    first["k"][1].append(5)
+    first["t"][1].append(6)
+    assert decompress(packed).get("e").tolist()[0] == {"k": [1, [2]], "t": (3, [4])}
+
+
+def test_a_batch_without_padding_teaches_nothing() -> None:
+    registry = {"m": MaskNestingSpec("m"), "taught": MaskNestingSpec("m", [0, 1])}
+    full = TensorDict({"m": torch.ones(2, 3), "taught": torch.ones(2, 3)}, batch_size=[2])
+    padded = TensorDict({"m": torch.tensor([[1.0, 0, 0]]), "taught": torch.tensor([[5.0, 1, 1]])}, batch_size=[1])
+    first = VerifyFirst()
+    for batch in (full[:0], full, padded, padded):
+        got = decompress(compress(batch, registry=registry, verify=first))
+        assert_same_batch(got, batch)
+
+
+def test_dropping_values_keeps_pads_that_fit() -> None:
+    registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", [0, 1]), "y": MaskNestingSpec("m", [0, 1])}
+    mask = torch.tensor([[1.0, 0, 0]])
+    batch = TensorDict({"m": mask, "x": torch.tensor([[5.0, 1, 1]]), "y": torch.tensor([[5.0, 7, 1]])}, batch_size=[1])
+    got = decompress(compress(batch, registry=registry, on_loss="drop"))
+    assert got["x"].tolist() == [[5.0, 1, 1]]
+    assert got["y"].tolist() == [[5.0, 0, 0]]
+
+
+def test_a_field_that_becomes_dense_keeps_no_hints() -> None:
+    mask = torch.ones(2, 40, dtype=torch.int64)
+    mask[:, 30:] = 0
+    positions = torch.arange(40).clamp(max=29).expand(2, 40).contiguous()
+    stray = positions.clone()
+    stray[0, 35] = 7
+    parts = [TensorDict({"attention_mask": mask, "position_ids": x}, batch_size=[2]) for x in (positions, stray)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        joined = PackedBatch.cat([compress(part) for part in parts])
+    assert type(joined.fields["position_ids",]).__name__ != "Columns"
+    assert_same_batch(decompress(joined), torch.cat(parts))
+
+
+@pytest.mark.parametrize("device", ["xpu", "mps", "foo", "cuda:99"])
+def test_a_device_that_is_not_there(device: str) -> None:
+    packed = compress(TensorDict({"x": torch.zeros(2)}, batch_size=[2]))
+    with pytest.raises(LayoutError, match=f'device is "{device}"'):
+        decompress(packed, device=device)
+
+
+def test_row_counts_of_other_types() -> None:
+    packed = compress(TensorDict({"x": torch.zeros(4)}, batch_size=[4]))
+    assert [len(part) for part in packed.split(np.int64(2))] == [2, 2]
+    assert [len(part) for part in PackedBatch.cat(part for part in packed.split(2)).chunk(np.int64(2))] == [2, 2]
+    for wrong in ([2.0, 2.0], True, 2.0):
+        with pytest.raises(LayoutError, match=r"PackedBatch\.split: sizes"):
+            packed.split(wrong)
+    with pytest.raises(LayoutError, match=r"PackedBatch\.chunk: parts is 2\.0"):
+        packed.chunk(2.0)
+    with pytest.raises(LayoutError, match=r"PackedBatch\.cat: got a list with int; expected"):
+        PackedBatch.cat([packed, 1])
+
+
+@pytest.mark.parametrize("variant", samples.VARIANTS)
+def test_threads_give_the_same_bytes(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = samples.workload(variant, 20, 40, 200)
+    alone = compress(batch, pad_token_id=samples.PAD).to_bytes()
+    stray = batch.clone()
+    stray["old_log_probs"][3, -1] = 7.0
+    monkeypatch.setattr(tasks, "_LARGE", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    packed = compress(batch, pad_token_id=samples.PAD)
+    assert packed.to_bytes() == alone
+    assert_same_batch(decompress(packed), batch)
+    with pytest.warns(MaskpackWarning, match='"old_log_probs"'):
+        assert_same_batch(decompress(compress(stray, pad_token_id=samples.PAD)), stray)
+
+
+def test_a_lesson_is_not_forgotten_over_a_batch_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = {"m": MaskNestingSpec("m"), "remembered": MaskNestingSpec("m", [0, 1])}
+    padded = TensorDict({"m": torch.tensor([[1.0, 0, 0]]), "remembered": torch.tensor([[5.0, 1, 1]])}, batch_size=[1])
+    full = TensorDict({"m": torch.ones(2, 3), "remembered": torch.ones(2, 3)}, batch_size=[2])
+    first = VerifyFirst()
+    for batch in (padded, full):
+        compress(batch, registry=registry, verify=first)
+    monkeypatch.setattr(checks, "strays", None)  # nothing is verified any more
+    assert_same_batch(decompress(compress(padded, registry=registry, verify=first)), padded)
+
+
+def test_a_part_without_padding_takes_the_pad_of_the_others() -> None:
+    def part(mask: list[list[int]], positions: list[list[int]]) -> TensorDict:
+        fields = {"attention_mask": torch.tensor(mask), "position_ids": torch.tensor(positions)}
+        return TensorDict(fields, batch_size=[len(mask)])
+
+    full, padded = part([[1, 1, 1]], [[0, 1, 2]]), part([[1, 1, 1, 0]], [[0, 1, 2, 0]])
+    for parts in ([full, padded], [padded, full]):
+        joined = PackedBatch.cat([compress(batch) for batch in parts])
+        assert joined.forms["position_ids",].kind == "padded"
+        assert decompress(joined)["position_ids"].tolist() == [[0, 1, 2, 0], [0, 1, 2, 0]]
+
+
+def test_a_field_joined_of_one_that_becomes_dense() -> None:
+    registry = {
+        "head": MaskNestingSpec(["a", "b"]),
+        "tail": MaskNestingSpec("t"),
+        "whole": MaskNestingSpec("w", hints=("join:head,tail",)),
+        **{name: MaskNestingSpec(name) for name in "abtw"},
+    }
+
+    def part(wide: str, narrow: str) -> TensorDict:
+        fields = {
+            wide: torch.ones(1, 4, dtype=torch.int64),
+            narrow: torch.tensor([[1, 1, 0]]),
+            "t": torch.tensor([[1, 0]]),
+            "w": torch.tensor([[1, 1, 1, 0]]),
+            "head": torch.tensor([[7, 300, 0]]),
+            "tail": torch.tensor([[70_000, 0]]),
+            "whole": torch.tensor([[7, 300, 70_000, 0]]),
+        }
+        return TensorDict({name: fields[name] for name in sorted(fields)}, batch_size=[1])
+
+    parts = [part("b", "a"), part("a", "b")]
+    packed = [compress(batch, registry=registry) for batch in parts]
+    assert all(type(batch.fields["whole",]).__name__ == "Joined" for batch in packed)
+    joined = PackedBatch.cat(packed)
+    assert joined.forms["head",].kind == "dense"
+    for name in ("head", "tail", "whole"):
+        assert torch.equal(decompress(joined)[name], torch.cat([batch[name] for batch in parts]))

@@ -1,0 +1,432 @@
+"""Figures: against naive sums over elements and over the arrays of the byte form, which is parsed here by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import sys
+import warnings
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import samples
+import strategies
+import torch
+from hypothesis import given
+from strategies import Case, batches
+from tensordict import NonTensorData, TensorDict
+
+import maskpack as mp
+from maskpack.packed.sizes import fields, figures, report, to_json
+from maskpack.tools.inspector import chart
+
+LONG = ((40, 300), (60, 700), (3, 10), (0, 0), (60, 512))
+WIDE = {"prompt": 64, "response": 768}
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def pack(batch, **more):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mp.errors.MaskpackWarning)
+        return mp.compress(batch, pad_token_id=samples.PAD, **more)
+
+
+def header_of(data):
+    size = int.from_bytes(data[:8], "little")
+    return size, json.loads(data[8 : 8 + size])
+
+
+def naive_wire(packed):
+    """Bytes of the arrays in the byte form of a batch without objects, by the first word of their names."""
+    size, header = header_of(packed.to_bytes())
+    header.pop("__metadata__")
+    found = defaultdict(int)
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        found[name.partition(".")[2].split(" ")[0]] += end - begin
+    return found, 8 + size
+
+
+def naive_real(shape, rows):
+    """Real elements of a field of the sample batch, by its width."""
+    tokens = 0
+    for p, r in rows:
+        tokens += {samples.PROMPT: p, samples.RESPONSE: r, samples.PROMPT + samples.RESPONSE: p + r}[shape[1]]
+    return tokens
+
+
+def sum_of_parts(metrics):
+    parts = sum(size for name, size in metrics.items() if name.startswith("maskpack/field/") and "wire" in name)
+    return parts + sum(metrics[f"maskpack/{part}_bytes"] for part in ("layouts", "objects", "header"))
+
+
+def objects_only(packed):
+    buffers = []
+    stream = pickle.dumps(packed.objects, protocol=5, buffer_callback=buffers.append)
+    return len(stream) + sum(buffer.raw().nbytes for buffer in buffers)
+
+
+def pickled_arrays(packed):
+    """Bytes of the buffers of a pickle, which has no others than those of the arrays of fields and layouts."""
+    return sum(body.raw().nbytes for body in packed.__reduce_ex__(5)[1][4])
+
+
+# -------------------------------------------------------------------- figures against naive sums
+
+
+def test_padded_and_real_bytes_of_every_field():
+    batch = samples.rollout(objects=False)
+    found = report(batch, pack(batch))
+    padded = real = masked = 0
+    for name, value in batch.items():
+        whole = value.numel() * value.element_size()
+        own = whole
+        if name not in ("reward_baselines", "dummy_tensor"):
+            own = naive_real(value.shape, samples.ROWS) * value.element_size()
+            masked += whole
+        assert found[f"maskpack/field/{name}/padded_bytes"] == whole, name
+        assert found[f"maskpack/field/{name}/real_bytes"] == own, name
+        padded, real = padded + whole, real + own
+    assert (found["maskpack/rows"], found["maskpack/padded_bytes"]) == (len(samples.ROWS), padded)
+    assert found["maskpack/real_bytes"] == real
+    dense = padded - masked
+    assert found["maskpack/fill"] == pytest.approx((real - dense) / masked)
+    assert 0 < found["maskpack/fill"] < 1
+
+
+@pytest.mark.parametrize("codec", [None, "zstd"])
+@pytest.mark.parametrize("rows", [samples.ROWS, LONG, ()])
+def test_wire_bytes_are_those_of_the_byte_form(rows, codec):
+    where = WIDE if rows is LONG else {}
+    packed = pack(samples.rollout(rows, objects=False, **where), codec=codec)
+    found = report(None, packed)
+    arrays, header = naive_wire(packed)
+    assert found["maskpack/header_bytes"] == header
+    assert found["maskpack/layouts_bytes"] == arrays.pop("layout")
+    for path in packed.fields:
+        assert found[f"maskpack/field/{path[0]}/wire_bytes"] == arrays.pop(path[0], 0), path
+    assert arrays == {}
+    assert found["maskpack/objects_bytes"] == 0
+    assert found["maskpack/wire_bytes"] == sum_of_parts(found) == len(packed.to_bytes())
+    assert found["maskpack/ratio"] == found["maskpack/padded_bytes"] / found["maskpack/wire_bytes"]
+
+
+def test_objects_count_in_every_total():
+    batch = samples.rollout()
+    batch.set("images", samples.per_row([{"pixels": torch.zeros(b, 3, 50)} for b in range(len(samples.ROWS))]))
+    packed = pack(batch)
+    found, without = report(batch, packed), report(None, pack(batch.exclude("images")))
+    assert found["maskpack/objects_bytes"] == objects_only(packed) > 21 * 150 * 4
+    assert found["maskpack/wire_bytes"] == sum_of_parts(found)
+    more = found["maskpack/objects_bytes"] - without["maskpack/objects_bytes"]
+    for name in ("padded_bytes", "real_bytes"):
+        assert found[f"maskpack/{name}"] == without[f"maskpack/{name}"] + more
+    arrays = found["maskpack/wire_bytes"] - found["maskpack/objects_bytes"] - found["maskpack/header_bytes"]
+    assert arrays == pickled_arrays(packed)
+    buffers = []
+    stream = pickle.dumps(packed, protocol=5, buffer_callback=buffers.append)
+    carried = len(stream) + sum(buffer.raw().nbytes for buffer in buffers)
+    assert arrays + found["maskpack/objects_bytes"] < carried < found["maskpack/wire_bytes"], "a pickle has no header"
+
+
+@pytest.mark.parametrize("name", ["alternating", "no width", "three wide"])
+def test_layouts_that_travel_as_bits(name):
+    mask, width = strategies.MANY_RUNS[name]
+    batch, registry = strategies.batch_under(mask, width)
+    packed = mp.compress(batch, registry=registry)
+    found = report(batch, packed)
+    arrays, header = naive_wire(packed)
+    assert found["maskpack/layouts_bytes"] == arrays["layout"] == len(mask) * ((width + 7) // 8)
+    assert found["maskpack/wire_bytes"] == sum_of_parts(found) == len(packed.to_bytes())
+    assert packed.nbytes == pickled_arrays(packed) == len(packed.to_bytes()) - header
+
+
+def test_objects_that_only_cloudpickle_takes():
+    batch = samples.rollout(objects=False).set("call", NonTensorData(lambda: 1, batch_size=[7]))
+    assert report(batch, pack(batch))["maskpack/objects_bytes"] > 0
+
+
+@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
+@given(batches())
+def test_any_batch_adds_up(case: Case):
+    packed = mp.compress(case.batch, **case.options)
+    found = figures(packed, case.batch)
+    arrays = sum(field.wire_bytes for field in found.fields) + found.layouts
+    assert arrays == pickled_arrays(packed)
+    assert found.wire_bytes == arrays + found.objects + found.header
+    assert found == figures(packed)
+    tensors = {}
+    for name, value in case.batch.items(True, True):
+        if isinstance(value, torch.Tensor):
+            tensors[name if isinstance(name, tuple) else (name,)] = value.values() if value.is_nested else value
+    assert [field.path for field in found.fields] == list(tensors)
+    for field in found.fields:
+        value = tensors[field.path]
+        assert (field.dtype, field.shape) == (value.dtype, tuple(value.shape))
+        assert field.padded_bytes == value.numel() * value.element_size()
+        if field.path in case.nested and field.kind == "padded":
+            known = case.nested[field.path]
+            one = np.prod([size for dim, size in enumerate(value.shape) if dim not in (0, known.ragged_dim)], dtype=int)
+            assert field.real_bytes == sum(map(sum, known.mask)) * one * value.element_size()
+        else:
+            assert field.real_bytes == field.padded_bytes
+
+
+def test_kinds_shapes_and_encodings():
+    batch = samples.rollout(objects=False)
+    batch["position_ids"] = batch["position_ids"][:, None].repeat(1, 4, 1)
+    batch["unknown"] = torch.randn(7, 3, 2, dtype=torch.complex128)
+    batch["own"] = samples.jagged([torch.randn(b, 2) for b in range(7)])
+    packed = pack(batch)
+    found = {field.path[0]: field for field in fields(packed)}
+    assert list(found) == list(batch.keys())
+    assert found["position_ids"].shape == (7, 4, 11)
+    assert found["position_ids"].encoding.startswith("columns ")
+    assert found["input_ids"].encoding == "prompts + responses"
+    assert found["input_ids"].wire_bytes == 0
+    assert (found["own"].kind, found["own"].shape, found["own"].padded_bytes) == ("jagged", (21, 2), 21 * 2 * 4)
+    assert (found["unknown"].kind, found["unknown"].padded_bytes) == ("dense", 7 * 3 * 2 * 16)
+    assert found["unknown"].real_bytes == found["unknown"].wire_bytes == 7 * 3 * 2 * 16
+    assert found["unknown"].reason == "the registry does not know it"
+    assert found["dummy_tensor"].kind == "dense"
+    assert found["dummy_tensor"].reason is found["prompts"].reason is None
+
+
+def test_pads_of_rows_belong_to_their_field():
+    mask = torch.tensor([[1, 0, 0], [1, 1, 0]])
+    batch = TensorDict({"m": mask, "x": torch.tensor([[5.0, 1, 1], [6, 7, 2]])}, [2])
+    registry = {"m": mp.MaskNestingSpec("m"), "x": mp.MaskNestingSpec("m", mp.PER_ROW)}
+    found = {field.path[0]: field for field in fields(mp.compress(batch, registry=registry))}
+    assert (found["x"].real_bytes, found["x"].wire_bytes) == (3 * 4, 3 * 4 + 2 * 4)
+
+
+def test_rows_that_are_no_batch_dim():
+    batch = TensorDict({"ids": torch.arange(7), "cu": torch.tensor([0, 3, 3, 7]), "x": torch.randn(7, 2)}, [])
+    axes = {"packed": mp.MaskAxis("cu", form="cu_seqlens")}
+    registry = mp.MaskNestingRegistry({name: mp.MaskNestingSpec("packed") for name in ("ids", "x")}, axes)
+    packed = mp.compress(batch, registry=registry)
+    found = {field.path[0]: field for field in fields(packed)}
+    assert [(field.kind, field.shape) for field in found.values()] == [
+        ("flat", (7,)),
+        ("dense", (4,)),
+        ("flat", (7, 2)),
+    ]
+    assert [field.padded_bytes for field in found.values()] == [56, 32, 56]
+    assert [field.real_bytes for field in found.values()] == [56, 32, 56]
+    assert report(batch, packed)["maskpack/fill"] == 1.0
+
+
+@pytest.mark.parametrize("rows", [slice(2, 6), [6, 0, 0], slice(3, 3)])
+def test_selected_rows(rows):
+    batch = samples.rollout(objects=False)
+    packed = pack(batch)[rows]
+    picked = list(range(7))[rows] if isinstance(rows, slice) else rows
+    found = report(batch[rows], packed)
+    assert found["maskpack/rows"] == len(picked)
+    some = [samples.ROWS[row] for row in picked]
+    for name in ("prompts", "responses", "input_ids", "returns"):
+        value = batch[name]
+        assert found[f"maskpack/field/{name}/padded_bytes"] == value[rows].numel() * value.element_size()
+        assert found[f"maskpack/field/{name}/real_bytes"] == naive_real(value.shape, some) * value.element_size()
+    assert found["maskpack/wire_bytes"] == sum_of_parts(found) == len(packed.to_bytes())
+    assert found == report(None, packed)
+
+
+def test_sub_batches_have_paths():
+    batch = samples.rollout(objects=False)
+    batch["ref"] = batch.select("attention_mask", "responses", "returns")
+    found = report(batch, pack(batch))
+    assert found["maskpack/field/ref/returns/padded_bytes"] == 7 * 6 * 4
+    assert found["maskpack/wire_bytes"] == sum_of_parts(found)
+
+
+def test_fields_whose_names_look_alike_are_kept_apart():
+    batch = TensorDict({"a": {"b": torch.zeros(2, dtype=torch.int16)}, "a/b": torch.ones(2)}, [2])
+    found = report(batch, pack(batch))
+    assert found["maskpack/field/a/b/padded_bytes"] == 2 * 2
+    assert found["maskpack/field/a\\/b/padded_bytes"] == 2 * 4
+    assert found["maskpack/wire_bytes"] == sum_of_parts(found)
+
+
+def test_an_array_of_two_fields_counts_once():
+    batch = TensorDict({"a": torch.randn(50), "b": torch.randn(50)}, [50])
+    packed = pack(batch)
+    packed = dataclasses.replace(packed, fields={("a",): packed.fields["a",], ("b",): packed.fields["a",]})
+    found = report(None, packed)
+    assert found["maskpack/wire_bytes"] == sum_of_parts(found) == len(packed.to_bytes())
+    assert [found[f"maskpack/field/{name}/wire_bytes"] for name in "ab"] == [200, 0]
+
+
+# -------------------------------------------------------------------- what is left
+
+
+def shuffled_zstd(array):
+    zstandard = pytest.importorskip("zstandard")
+    raw = array.tobytes()
+    planes = [raw[byte :: array.itemsize] for byte in range(array.itemsize)]
+    return len(zstandard.ZstdCompressor(level=1).compress(b"".join(planes)))
+
+
+def test_left_is_what_zstd_takes_off():
+    batch = samples.rollout(LONG, objects=False, **WIDE)
+    packed = pack(batch)
+    found = {field.path[0]: field for field in fields(packed)}
+    for name in ("rollout_log_probs", "entropys", "returns"):  # no field is close to these
+        real = [batch[name][row, :r] for row, (_, r) in enumerate(LONG)]
+        words = torch.cat(real).numpy()
+        assert found[name].left == words.nbytes - shuffled_zstd(words) > 0, name
+    assert found["input_ids"].left == found["dummy_tensor"].left == 0
+    squeezed = report(None, pack(batch, codec="zstd"))
+    total = report(None, packed)
+    by_codec = sum(
+        total[key] - squeezed[key] for key in total if key.startswith("maskpack/field/") and key.endswith("/wire_bytes")
+    )
+    assert figures(packed).left == by_codec > 0
+
+
+def test_a_codec_leaves_nothing():
+    found = figures(pack(samples.rollout(LONG, **WIDE), codec="zstd"))
+    assert found.left == 0
+    assert found.codec == "zstd"
+
+
+def test_left_is_unknown_without_zstandard(monkeypatch):
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    found = figures(pack(samples.rollout()))
+    assert found.left is None
+    assert {field.left for field in found.fields} == {None}
+    assert report(None, pack(samples.rollout()))["maskpack/wire_bytes"] == found.wire_bytes
+
+
+# -------------------------------------------------------------------- the batch
+
+
+def test_without_a_batch_and_with_a_nested_one_the_figures_are_the_same():
+    batch = samples.rollout(holes=True)
+    nested = mp.nest_batch_by_mask(batch, pad_token_id=samples.PAD)
+    packed = pack(batch)
+    assert report(batch, packed) == report(None, packed) == report(nested, packed)
+    again = report(nested, pack(nested))
+    assert again["maskpack/padded_bytes"] == report(batch, packed)["maskpack/padded_bytes"]
+
+
+def test_padded_bytes_are_those_of_the_batch_where_rows_were_widened():
+    narrow, wide = samples.rollout(response=6, objects=False), samples.rollout(response=9, objects=False)
+    joined = mp.PackedBatch.cat([pack(narrow), pack(wide)])
+    assert report(None, joined)["maskpack/field/returns/padded_bytes"] == 14 * 9 * 4
+    assert report(narrow, joined[:7])["maskpack/field/returns/padded_bytes"] == 7 * 6 * 4
+    assert report(None, joined[:7])["maskpack/field/returns/padded_bytes"] == 7 * 9 * 4
+
+
+def test_report_changes_nothing():
+    batch = samples.rollout()
+    packed = pack(batch)
+    before, bits = samples.freeze(batch), packed.to_bytes()
+    report(batch, packed)
+    fields(packed)
+    assert samples.freeze(batch) == before
+    assert packed.to_bytes() == bits
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda batch, packed: (packed, batch), "packed is a TensorDict; expected a PackedBatch"),
+        (lambda batch, packed: (dict(batch), packed), "the batch is a dict; expected the TensorDict"),
+        (lambda batch, packed: (batch[:3], packed), "the batch has 3 rows; the packed one has 7"),
+        (lambda batch, packed: (batch.exclude("returns"), packed), 'the batch has no tensor "returns"'),
+    ],
+)
+def test_errors(wrong, message):
+    batch = samples.rollout()
+    with pytest.raises(mp.errors.LayoutError, match=f"^report: {message}"):
+        report(*wrong(batch, pack(batch)))
+
+
+# -------------------------------------------------------------------- JSON and the chart
+
+
+def test_metrics_are_plain_numbers():
+    found = report(None, pack(samples.rollout()))
+    assert {type(value) for value in found.values()} == {int, float}
+    assert all(name.startswith("maskpack/") for name in found)
+
+
+def test_json_says_what_report_says():
+    batch = samples.rollout()
+    batch["sub"] = batch.select("attention_mask", "responses")
+    packed = pack(batch)
+    said = json.loads(json.dumps(to_json(figures(packed)), allow_nan=False))
+    found = report(batch, packed)
+    for name in ("rows", "padded_bytes", "real_bytes", "wire_bytes", "ratio", "fill", "layouts_bytes"):
+        assert said[name] == found.pop(f"maskpack/{name}"), name
+    for name in ("objects_bytes", "header_bytes"):
+        assert said[name] == found.pop(f"maskpack/{name}"), name
+    for field in said["fields"]:
+        for name in ("padded_bytes", "real_bytes", "wire_bytes"):
+            assert field[name] == found.pop(f"maskpack/field/{'/'.join(field['path'])}/{name}")
+        assert (
+            torch.empty(0, dtype=getattr(torch, field["dtype"])).element_size() * np.prod(field["shape"])
+            == (field["padded_bytes"])
+        )
+    assert found == {}
+
+
+def bars_of(text):
+    """For each field of a chart its name and the lengths of its bars."""
+    root = ElementTree.fromstring(text)
+    width, height = float(root.get("width")), float(root.get("height"))
+    for rect in root.iter(f"{SVG}rect"):
+        if rect.get("width") != "100%":
+            assert 0 <= float(rect.get("x")) <= float(rect.get("x")) + float(rect.get("width")) < width
+            assert 0 <= float(rect.get("y")) < height
+    found = []
+    for group in root.iter(f"{SVG}g"):
+        bars = {rect.get("class"): float(rect.get("width")) for rect in group.iter(f"{SVG}rect")}
+        found.append((group.find(f"{SVG}title").text, bars))
+    return found
+
+
+def test_chart_has_bars_for_every_field():
+    packed = pack(samples.rollout(LONG, **WIDE))
+    found = figures(packed)
+    bars = bars_of(chart(found, "a title"))
+    assert [name for name, _ in bars] == ["/".join(field.path) for field in found.fields]
+    sizes = [
+        (getattr(field, f"{bar}_bytes"), drawn[bar])
+        for field, (_, drawn) in zip(found.fields, bars, strict=True)
+        for bar in ("padded", "real", "wire")
+    ]
+    for size, length in sizes:
+        assert (length == 0) == (size == 0)
+        for other, longer in sizes:
+            assert size >= other or length <= longer
+    decade = dict(sizes)
+    assert decade[max(decade)] > 4 * decade[min(size for size in decade if size)]
+
+
+def test_chart_of_nothing_and_of_strange_names():
+    names = ["<b>&\"'", "line\nbreak", "\x00\x1b[31m", "x" * 300, "größe"]
+    batch = TensorDict({name: torch.zeros(2) for name in names}, [2])
+    text = chart(figures(pack(batch)), "<&>\x07\udc80")
+    text.encode()
+    seen = [name for name, _ in bars_of(text)]
+    assert seen == ["<b>&\"'", "line\\nbreak", "\\x00\\x1b[31m", "x" * 300, "größe"]
+    empty = pack(TensorDict({}, [0]))
+    assert bars_of(chart(figures(empty), "empty")) == []
+    assert report(None, empty)["maskpack/ratio"] == 0.0
+
+
+def test_chart_of_sizes_that_no_memory_holds():
+    """A file of a few bytes may say that it stands for as many."""
+    found = figures(pack(samples.rollout(objects=False)))
+    huge = tuple(dataclasses.replace(field, padded_bytes=1 << 100) for field in found.fields)
+    assert len(bars_of(chart(dataclasses.replace(found, fields=huge), "huge"))) == len(huge)
+
+
+def test_rows_that_take_no_bytes_are_paid_for() -> None:
+    packed = mp.compress(TensorDict({"s": torch.zeros(10_000)}, batch_size=[10_000]))
+    assert report(None, packed)["maskpack/wire_bytes"] == len(packed.to_bytes())

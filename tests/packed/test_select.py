@@ -1,0 +1,166 @@
+"""PackedBatch.select: some fields of a packed batch, against the fields of the padded batch taken by a plain loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import samples
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from oracle import assert_same_batch
+from strategies import Case, batches
+from tensordict import NonTensorData, TensorDict
+
+from maskpack import PER_ROW, MaskNestingSpec, PackedBatch, compress, decompress, unnest
+from maskpack.errors import FieldError, LayoutError
+from maskpack.packed.references import Joined, Plain, Same, nbytes
+
+pytestmark = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
+
+
+def some(batch: Any, *keys: Any) -> Any:
+    """The entries that are named or lie in one that is, in the order of the batch."""
+    paths = [(key,) if isinstance(key, str) else key for key in keys]
+    left = []
+    for name, value in batch.items():
+        below = [path[1:] for path in paths if path[0] == name]
+        if not below:
+            left.append(name)
+        elif () not in below:
+            batch = batch.clone(recurse=False).set(name, some(value, *below))
+    return batch.exclude(*left)
+
+
+def rollout() -> TensorDict:
+    """`input_ids` is the concat of `prompts` and `responses`, `returns` an alias of `advantages` or the other way."""
+    batch = samples.rollout().exclude("global_token_num")
+    batch["returns"] = batch["advantages"].clone()
+    rows = len(batch)
+    batch["uid"] = NonTensorData("one", batch_size=[rows])
+    batch["sub"] = TensorDict({"a": torch.arange(rows), "b": TensorDict({"c": torch.ones(rows, 2)}, [rows])}, [rows])
+    return batch
+
+
+def pack(batch: TensorDict) -> PackedBatch:
+    return compress(batch, pad_token_id=samples.PAD)
+
+
+@given(batches(), st.data())
+def test_selected_fields_are_those_of_the_batch(case: Case, data: st.DataObject) -> None:
+    packed = compress(case.batch, **case.options)
+    paths = [form.path for form in packed.schema.forms if len(form.path) == 1]
+    assume(paths)
+    names = data.draw(st.lists(st.sampled_from(paths), min_size=1, max_size=4))
+    seen = packed.select(*names)
+    want = some(case.batch, *names)
+    assert_same_batch(decompress(seen), want)
+    assert_same_batch(decompress(packed), case.batch)
+    assert_same_batch(unnest(decompress(seen, format="nested")), want)
+    assert_same_batch(decompress(PackedBatch.from_bytes(seen.to_bytes(allow_pickle=True), allow_pickle=True)), want)
+
+
+NAMES = [
+    ["responses"],
+    ["returns", "attention_mask"],
+    ["advantages"],
+    ["input_ids"],
+    ["input_ids", "prompts"],
+    ["responses", "input_ids", "prompts"],
+    ["uid"],
+    ["sub"],
+    [("sub", "a")],
+    [("sub", "b", "c"), "uid", ("returns",)],
+    [("sub", "b"), "sub"],
+]
+
+
+@pytest.mark.parametrize("names", NAMES, ids=str)
+def test_fields_and_rows_in_any_order_of_calls(names: list[Any]) -> None:
+    batch = rollout()
+    packed = pack(batch)
+    want = some(batch, *names)
+    assert_same_batch(decompress(packed.select(*names)), want)
+    assert_same_batch(decompress(packed.select(*reversed(names), *names)), want)
+    rows = [5, 0, 0, 3]
+    for seen in (packed.select(*names)[rows], packed[rows].select(*names)):
+        assert_same_batch(decompress(seen), oracle.take_rows(want, rows))
+    for seen in (
+        PackedBatch.cat([packed.select(*names), packed[rows].select(*names)]),
+        PackedBatch.cat([packed, packed[rows]]).select(*names),
+    ):
+        assert_same_batch(decompress(seen), oracle.take_rows(want, [*range(len(batch)), *rows]))
+
+
+def test_a_nested_batch() -> None:
+    batch = rollout()
+    packed = compress(decompress(pack(batch), format="nested"))
+    assert_same_batch(decompress(packed.select("input_ids", "sub")), some(batch, "input_ids", "sub"))
+
+
+def test_a_batch_without_batch_dims() -> None:
+    batch = TensorDict({"x": torch.arange(3), "y": torch.ones(2, 2)}, [])
+    assert_same_batch(decompress(compress(batch).select("y")), some(batch, "y"))
+
+
+def test_what_follows_from_fields_that_are_left_out_is_stored() -> None:
+    batch = rollout()
+    packed = pack(batch)
+    assert isinstance(packed.fields["input_ids",], Joined)
+    alias = next(name for name in ("returns", "advantages") if isinstance(packed.fields[name,], Same))
+    assert not isinstance(packed.select(alias).fields[alias,], Same)
+    assert isinstance(packed.select("returns", "advantages").fields[alias,], Same)
+    assert isinstance(packed.select("input_ids", "prompts", "responses").fields["input_ids",], Joined)
+    encoded = packed.select("input_ids", "prompts").fields["input_ids",]
+    assert not isinstance(encoded, Joined | Plain)
+    assert 0 < nbytes(encoded) < packed.words_nbytes(("input_ids",)) / 2
+
+
+def test_nothing_is_decoded_unless_a_reference_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = pack(rollout())
+    monkeypatch.setattr("maskpack.packed.join.Decoder.source", None)
+    seen = packed.select("responses", "returns", "sub", "uid")
+    assert np.shares_memory(_array(seen, "responses"), _array(packed, "responses"))
+    with pytest.raises(TypeError):
+        packed.select("input_ids")
+
+
+def _array(packed: PackedBatch, name: str) -> Any:
+    return next(array for array in vars(packed.fields[name,]).values() if isinstance(array, np.ndarray))
+
+
+def test_layouts_stay_for_lengths_and_like() -> None:
+    batch = rollout()
+    packed = pack(batch)
+    seen = packed.select("uid")
+    assert seen.lengths("response").tolist() == packed.lengths("response").tolist()
+    again = compress(TensorDict({"values": batch["advantages"]}, [len(batch)]), like=seen)
+    assert again.forms["values",].layout == packed.forms["advantages",].layout
+    assert (seen.num_rows, seen.codec) == (packed.num_rows, packed.codec)
+
+
+def test_pads_of_rows_go_with_their_field() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    batch = TensorDict({"m": mask, "x": mask * 3 - (1 - mask) * torch.tensor([[7], [8]]), "y": mask * 2}, [2])
+    registry = {name: MaskNestingSpec("m", pad=[0, PER_ROW]) for name in ("m", "x", "y")}
+    packed = compress(batch, registry=registry)
+    assert packed.row_pads.keys() == {("x",)}
+    assert_same_batch(decompress(packed.select("x")), some(batch, "x"))
+    assert not packed.select("y").row_pads
+
+
+def test_wrong_fields() -> None:
+    packed = pack(rollout())
+    with pytest.raises(LayoutError, match=r"^PackedBatch.select: no field is named; expected at least one. Name the f"):
+        packed.select()
+    with pytest.raises(FieldError, match=r'^PackedBatch.select: no field "gone" in the batch; it has .*advantages'):
+        packed.select("responses", "gone")
+    with pytest.raises(FieldError, match=r"A tuple names one field in a sub-TensorDict: pass several names one by one"):
+        packed.select(("responses", "returns"))
+    with pytest.raises(LayoutError, match=r"^PackedBatch.select: a field is \['responses'\]; expected a name.*\*names"):
+        packed.select(["responses"])  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match=r"^PackedBatch.select: a field is .*3; expected a name"):
+        packed.select(3)  # type: ignore[arg-type]

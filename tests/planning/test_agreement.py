@@ -1,0 +1,259 @@
+"""Plans over several processes, on gloo: exact gradients, failures that reach every rank, sub-groups, FSDP2.
+
+Four ranks are started once and do everything (rank_work.py); each test looks at one part of what they saw.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import rank_work
+import torch.distributed as dist
+from rank_work import Attempt, Ran, Trained
+from ranks import run_ranks, values
+from unsplit import MODES, batch_of, distance, unsplit_gradient
+
+from maskpack.planning import agree_on_count, plan_micro_batches, plan_ranks
+
+RANKS = 4
+BATCHES = {
+    "three updates": batch_of(1, [9, 2, 14, 5], token_budget=20, num_updates=3),
+    "float masks": batch_of(2, [6, 7, 3, 10], floats=True, token_budget=30, num_updates=2, cost="padded"),
+    "few rows": batch_of(3, [1, 5, 2, 1], token_budget=6, num_updates=2, multiple_of=2),
+}
+PLANNED = ("agreed", "agreed twice", "driver")
+
+
+class Seen(NamedTuple):
+    """Of each rank."""
+
+    trained: list[dict[Any, Trained]]
+    attempts: list[dict[str, Attempt]]
+    in_groups: list[dict[str, Attempt]]
+
+
+@functools.cache
+def driver_plans(name: str) -> tuple[Any, Any]:
+    """Rows and plans of all ranks, made here and sent to them."""
+    batch = BATCHES[name]
+    equal = name == "three updates"
+    own = plan_ranks(batch.lengths, RANKS, loss_tokens=batch.loss_tokens, equal_rows=equal, **batch.options)
+    return own.rows, own.plans
+
+
+@pytest.fixture(scope="module")
+def seen() -> Seen:
+    driver = {name: driver_plans(name) for name in BATCHES}
+    parts = values(run_ranks(rank_work.do_all, RANKS, BATCHES, driver, seconds=120))
+    return Seen(*map(list, zip(*parts, strict=True)))
+
+
+@pytest.fixture(scope="module")
+def rounds() -> list[list[Ran]]:
+    return values(run_ranks(rank_work.run_rounds, 2, "cpu", range(50), seconds=120))
+
+
+# -------------------------------------------------------------------- gradients
+
+
+@functools.cache
+def truth(name: str, rows: tuple[int, ...], mode: str) -> Any:
+    return unsplit_gradient(BATCHES[name], list(rows), mode)
+
+
+def distances(seen: Seen, name: str, key: Any, mode: str) -> list[float]:
+    """Of each rank and update, to what the rows of all ranks in this update give at once."""
+    trained = [own[key] for own in seen.trained]
+    updates = [sorted(chain(*parts)) for parts in zip(*(own.updates for own in trained), strict=True)]
+    wanted = [truth(name, tuple(rows), mode) for rows in updates]
+    return [distance(x, y) for own in trained for x, y in zip(own.gradients, wanted, strict=True)]
+
+
+@pytest.mark.parametrize("gradients", ["mean", "sum"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("who", PLANNED)
+@pytest.mark.parametrize("name", BATCHES)
+def test_gradients_are_those_of_the_unsplit_batch(seen: Seen, name: str, who: str, mode: str, gradients: str) -> None:
+    assert max(distances(seen, name, (name, who, mode, gradients), mode)) <= 1e-12
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_means_of_means_are_far_off(seen: Seen, name: str) -> None:
+    assert max(distances(seen, name, (name, "means of means"), "token-mean")) > 1e-2
+
+
+@pytest.mark.parametrize("who", PLANNED)
+@pytest.mark.parametrize("name", BATCHES)
+def test_each_row_runs_once_and_updates_are_consecutive_and_equal(seen: Seen, name: str, who: str) -> None:
+    trained = [own[name, who, MODES[0], "mean"] for own in seen.trained]
+    rows = driver_plans(name)[0] if who == "driver" else BATCHES[name].rows
+    for own, mine in zip(trained, rows, strict=True):
+        in_order = [sorted(update, key=mine.index) for update in own.updates]
+        assert [*chain(*in_order)] == mine
+        sizes = [len(update) for update in own.updates]
+        assert max(sizes) - min(sizes) <= 1
+    assert sorted(chain(*rows)) == [*range(len(BATCHES[name].tokens))]
+
+
+@pytest.mark.parametrize("who", PLANNED)
+@pytest.mark.parametrize("name", BATCHES)
+def test_counts_are_equal_on_all_ranks(seen: Seen, name: str, who: str) -> None:
+    counts = [own[name, who, MODES[0], "mean"].counts for own in seen.trained]
+    assert counts == [counts[0]] * RANKS
+    assert all(count % BATCHES[name].options.get("multiple_of", 1) == 0 for count in counts[0])
+
+
+def test_the_batches_hold_what_makes_this_hard(seen: Seen) -> None:
+    for name, batch in BATCHES.items():
+        for rows in zip(*(own[name, "agreed", MODES[0], "mean"].updates for own in seen.trained), strict=True):
+            assert truth(name, tuple(sorted(chain(*rows))), MODES[0]).any()
+        assert 0 in batch.loss_tokens
+        assert any(0 in mask and any(mask) for mask in batch.masks)
+    assert any(weight % 1 for mask in BATCHES["float masks"].masks for weight in mask)
+    assert any(not row for batch in BATCHES.values() for row in batch.tokens)
+    for who in PLANNED:
+        dummies = {name: [own[name, who, MODES[0], "mean"].dummies for own in seen.trained] for name in BATCHES}
+        assert any(map(any, dummies["few rows"])), who
+    agreed = seen.trained[1]["three updates", "agreed", MODES[0], "mean"]
+    assert agreed.dummies[0] == agreed.counts[0] > 0  # two rows for three updates
+
+
+# -------------------------------------------------------------------- what ranks learn of each other
+
+BAD: dict[str, tuple[str, dict[int, tuple[str, str]]]] = {
+    "no plan": ("ranks [2] have no plan of at most 256 updates; expected one on every rank", {}),
+    "a function without plan": ("ranks [2] have no plan", {}),
+    "neither plan nor function": ("ranks [0] have no plan", {0: ("TypeError", "not callable")}),
+    "a function raises": ("ranks [1] have no plan", {1: ("KeyError", "attention_mask")}),
+    "two ranks without lengths": (
+        "ranks [0, 3] have no plan",
+        dict.fromkeys([0, 3], ("PlanError", "plan_micro_batches: lengths are")),
+    ),
+    "no rows on one": ("ranks [3] have no row to run, others have; expected at least one on each", {}),
+    "other updates": ("num_updates is [2, 1, 1, 1] on ranks [0, 1, 2, 3]; expected the same", {}),
+    "too many updates": ("ranks [1] have no plan of at most 256 updates", {}),
+    "other multiple": ("multiple_of is [1, 1, 1, 2] on ranks [0, 1, 2, 3]; expected the same", {}),
+    "loss tokens on some": ("loss_tokens given is [0, 1, 1, 0] on ranks [0, 1, 2, 3]; expected the same", {}),
+}
+"""The message on all ranks, but for those that have an error of their own."""
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_all_ranks_raise_and_learn_why(seen: Seen, name: str) -> None:
+    message, own_errors = BAD[name]
+    for rank, attempts in enumerate(seen.attempts):
+        got = attempts[name]
+        error, text = own_errors.get(rank, ("PlanError", f"agree_on_count: {message}"))
+        assert got.error == error, got
+        assert text in got.message
+        assert got.seconds < 10
+
+
+def finished(seen: Seen, name: str) -> list[Attempt]:
+    got = [attempts[name] for attempts in seen.attempts]
+    assert [own.error for own in got] == [""] * RANKS, got
+    assert max(own.seconds for own in got) < 10
+    return got
+
+
+@pytest.mark.parametrize("name", ["alike", "a function", "other budget"])
+def test_the_rank_with_most_micro_batches_sets_the_count(seen: Seen, name: str) -> None:
+    assert [own.counts for own in finished(seen, name)] == [[3]] * RANKS
+
+
+def test_a_rank_with_fewer_rows_than_micro_batches_gets_dummies_that_count_nothing(seen: Seen) -> None:
+    got = finished(seen, "fewer rows than micro-batches")  # lengths 4; 4 3; 4 3 2; 4 3 2 5; all are loss tokens
+    assert [own.counts for own in got] == [[3]] * RANKS
+    assert [own.dummies for own in got] == [[2], [1], [0], [0]]
+    weight = 4 / (4 + 7 + 9 + 14)  # gradients are averaged over four ranks
+    assert [own.weights for own in got] == [
+        [[weight], [0], [0]],
+        [[weight], [weight], [0]],
+        [[weight]] * 3,
+        [[weight], [weight, weight], [weight]],
+    ]
+
+
+def test_no_rows_on_any_rank_are_no_micro_batches(seen: Seen) -> None:
+    got = finished(seen, "no rows at all")
+    assert [(own.counts, own.dummies, own.weights) for own in got] == [([0, 0], [0, 0], [])] * RANKS
+
+
+def test_the_message_holds_as_many_updates_as_it_says(seen: Seen) -> None:
+    for own in finished(seen, "as many updates as can be"):
+        assert own.counts is not None
+        assert (len(own.counts), sum(own.counts), max(own.counts)) == (256, 5, 1)
+
+
+def test_nobody_is_left_out() -> None:
+    said = {"alike", "a function", "other budget", "fewer rows than micro-batches"}
+    said |= {"no rows at all", "as many updates as can be"}
+    assert said | {*BAD} == {*rank_work.PLANS}
+
+
+# -------------------------------------------------------------------- sub-groups
+
+
+def test_sub_groups_agree_on_their_own(seen: Seen) -> None:
+    got = [attempts["agreed"] for attempts in seen.in_groups]  # ranks 0 and 2, and 1 and 3
+    assert [(own.error, own.counts) for own in got] == [("", [2]), ("", [3]), ("", [2]), ("", [3])]
+    assert [own.dummies for own in got] == [[1], [1], [0], [0]]
+    even, odd = 2 / (4 + 9), 2 / (7 + 14)
+    for own, weight in zip(got, [even, odd, even, odd], strict=True):
+        assert own.weights is not None
+        assert {*chain(*own.weights)} - {0.0} == {weight}
+
+
+def test_ranks_of_a_sub_group_are_named_as_everywhere(seen: Seen) -> None:
+    assert [[*attempts] for attempts in seen.in_groups] == [["agreed"], ["agreed", "failed"]] * 2
+    for rank in (1, 3):
+        got = seen.in_groups[rank]["failed"]
+        assert got.error == "PlanError"
+        assert "ranks [3] have no plan" in got.message
+        assert got.seconds < 10
+
+
+@pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo"])
+def test_the_backend_may_be_named_in_any_way(tmp_path: Path, backend: str | None) -> None:
+    dist.init_process_group(backend, init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
+    try:
+        plan = plan_micro_batches([4, 3, 2, 5, 1], 5, loss_tokens=[4, 0, 2, 5, 1])
+        got = agree_on_count(plan)
+    finally:
+        dist.destroy_process_group()
+    assert (got.updates, got.dummies) == (plan.updates, plan.dummies)
+    assert got.loss_weights("token-mean")[0].tolist() == [1 / 12]
+
+
+# -------------------------------------------------------------------- FSDP2
+
+
+def test_fully_sharded_counts_are_equal(rounds: list[list[Ran]]) -> None:
+    rank_work.check_counts(rounds)
+
+
+def test_fully_sharded_ranks_fail_together_and_go_on(rounds: list[list[Ran]]) -> None:
+    rank_work.check_failures(rounds)
+
+
+def test_fully_sharded_gradients_are_those_of_the_unsplit_batch(rounds: list[list[Ran]]) -> None:
+    rank_work.check_gradients(rounds)
+
+
+# -------------------------------------------------------------------- the helper
+
+
+def test_ranks_that_hang_raise_or_die_are_reported_and_gone() -> None:
+    outcomes = run_ranks(rank_work.some_fail, RANKS, seconds=4)
+    errors = [own.error or "" for own in outcomes]
+    assert errors[:2] == ["did not finish in 4 s"] * 2
+    assert "ValueError: broken rank" in errors[2]
+    assert errors[3] == "ended with exit code 7"
+    assert not multiprocessing.active_children()
+    with pytest.raises(RuntimeError, match="rank 1: did not finish"):
+        values(outcomes)

@@ -1,0 +1,215 @@
+"""The worked trainer: its packed losses are the padded ones; the trainers of transformers and TRL on packed rows; and
+the blocks of docs/transformers.md."""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+
+import packed_trainer
+
+from maskpack.adapters.transformers import replayable
+from maskpack.adapters.transformers.collator import PackedCollator
+from maskpack.errors import ReplayError
+
+CLOSE = 1e-5  # of losses from 4 down to 0.01, over 24 optimizer steps
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# -------------------------------------------------------------------- the page
+
+PAGE = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=["loop", "trainer"])
+def test_blocks_run(block):
+    if "Trainer" in block:
+        pytest.importorskip("accelerate")
+    exec(compile(block, "transformers.md", "exec"), {})
+
+
+# -------------------------------------------------------------------- the example
+
+
+def test_packed_and_padded_training_have_one_curve():
+    packed, padded = packed_trainer.train_packed(), packed_trainer.train_padded()
+    assert len(packed) == packed_trainer.STEPS + packed_trainer.WEIGHTED_STEPS
+    np.testing.assert_allclose(packed, padded, rtol=0, atol=CLOSE)
+    assert packed[packed_trainer.STEPS - 1] < packed[0] - 0.3  # something was learned
+    assert max(map(abs, packed[packed_trainer.STEPS :])) > 0.01  # and the weighted steps are no zeros
+
+
+def test_gradients_are_those_of_the_padded_loop():
+    samples = packed_trainer.samples_of(3, weighted=True)
+    gradients = []
+    for model, losses in (
+        (replayable(packed_trainer.tiny_model()).model, packed_trainer.packed_losses),
+        (packed_trainer.tiny_model(), packed_trainer.padded_losses),
+    ):
+        for loss in losses(model, samples):
+            loss.backward()
+        gradients.append(torch.cat([weight.grad.flatten() for weight in model.parameters()]))
+    assert gradients[1].abs().max() > 1e-3
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("fault", ["bounds", "labels"])
+def test_a_wrong_bound_or_label_would_be_seen(fault, monkeypatch):
+    """Rows that see each other, and rows whose first token counts."""
+
+    class Wrong(PackedCollator):
+        def _packed(self, samples):
+            out = super()._packed(samples)
+            total = out["input_ids"].numel()
+            if fault == "bounds":
+                out["cu_seq_lens_q"], out["max_length_q"] = torch.tensor([0, total], dtype=torch.int32), total
+            else:
+                out["labels"][0, out["cu_seq_lens_q"][1:-1].long()] = 7
+            return out
+
+    monkeypatch.setattr(packed_trainer, "COLLATOR", Wrong(extras=("weights",)))
+    samples = packed_trainer.samples_of(0, weighted=False)
+    model = replayable(packed_trainer.tiny_model()).model
+    wrong = sum(loss.item() for loss in packed_trainer.packed_losses(model, samples))
+    right = sum(loss.item() for loss in packed_trainer.padded_losses(packed_trainer.tiny_model(), samples))
+    assert abs(wrong - right) > 10 * CLOSE
+
+
+# -------------------------------------------------------------------- trainers
+
+
+def dataset(rows=22):
+    """Rows with prompts that are not trained on."""
+    rng = random.Random(0)
+    out = []
+    for _ in range(rows):
+        tokens = rng.randint(3, 20)
+        prompt = rng.randint(1, tokens - 1)
+        ids = [rng.randrange(2, packed_trainer.VOCABULARY) for _ in range(tokens)]
+        out.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
+    return out
+
+
+def padded(samples):
+    width = max(len(sample["input_ids"]) for sample in samples)
+    lengths = torch.tensor([[len(sample["input_ids"])] for sample in samples])
+    return {
+        "input_ids": torch.tensor([s["input_ids"] + [0] * (width - len(s["input_ids"])) for s in samples]),
+        "labels": torch.tensor([s["labels"] + [-100] * (width - len(s["labels"])) for s in samples]),
+        "attention_mask": (torch.arange(width) < lengths).long(),
+    }
+
+
+def causal_loss(outputs, labels, num_items_in_batch):
+    """As docs/transformers.md has it."""
+    logits = outputs.logits[0, :-1].float()
+    return torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="sum") / num_items_in_batch
+
+
+OPTIONS = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "num_train_epochs": 2,
+    "learning_rate": 3e-3,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "seed": 1,
+}
+
+
+def losses_of(trainer):
+    trainer.train()
+    names = ("loss", "eval_loss")
+    return [line[name] for line in trainer.state.log_history for name in names if name in line]
+
+
+def trained(model, collator, tmp_path, **options):
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(str(tmp_path), **OPTIONS, eval_strategy="epoch")
+    data = dataset()
+    return losses_of(
+        Trainer(model, arguments, train_dataset=data, eval_dataset=data[3:], data_collator=collator, **options)
+    )
+
+
+def packed_model():
+    return replayable(packed_trainer.tiny_model()).model
+
+
+def test_the_trainer_of_transformers(tmp_path):
+    pytest.importorskip("accelerate")
+    model = packed_model()
+    model.accepts_loss_kwargs = False
+    packed = trained(model, PackedCollator(multiple_of=8), tmp_path, compute_loss_func=causal_loss)
+    own = trained(packed_trainer.tiny_model(), padded, tmp_path)
+    assert len(own) == 6 + 2  # steps and evaluations
+    assert own[-1] < own[0]
+    np.testing.assert_allclose(packed, own, rtol=0, atol=CLOSE)
+
+
+def test_the_trainer_passes_its_count_on_to_the_attention(tmp_path):
+    """Why the model must say that it takes no keywords of losses; the attention refuses what it does not know."""
+    pytest.importorskip("accelerate")
+    with pytest.raises(ReplayError, match="packed attention with num_items_in_batch"):
+        trained(packed_model(), PackedCollator(), tmp_path)
+
+
+def test_the_trainer_refuses_padded_rows_with_packed_attention(tmp_path):
+    pytest.importorskip("accelerate")
+    with pytest.raises(ReplayError, match="an attention_mask came with packed attention"):
+        trained(packed_model(), padded, tmp_path)
+
+
+def supervised(model, collator, tmp_path, **options):
+    """TRL's trainer, with a tokenizer that it asks for and does not use."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = {f"t{number}": number for number in range(packed_trainer.VOCABULARY)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="t0")), pad_token="t0", eos_token="t1"
+    )
+    arguments = SFTConfig(str(tmp_path), **OPTIONS, bf16=False, max_length=None, **options)
+    data = Dataset.from_list(dataset())
+    return losses_of(
+        SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer, data_collator=collator)
+    )
+
+
+def test_the_trainer_of_trl(tmp_path):
+    """As it is, with its gradient checkpointing."""
+    pytest.importorskip("trl")
+    packed = supervised(packed_model(), PackedCollator(), tmp_path)
+    own = supervised(packed_trainer.tiny_model(), padded, tmp_path)
+    assert len(own) == 6
+    np.testing.assert_allclose(packed, own, rtol=0, atol=CLOSE)
+
+
+def test_the_collator_of_trl_needs_another_attention(tmp_path):
+    """It always gives seq_idx, which maskpack's attention does not know."""
+    pytest.importorskip("trl")
+    with pytest.raises(ReplayError, match="packed attention with seq_idx"):
+        supervised(packed_model(), None, tmp_path, padding_free=True)

@@ -1,0 +1,1347 @@
+"""response_log_probs over tiny models of transformers, against each row alone in the same model with its own attention;
+and everything that must raise instead of giving other numbers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import pickle
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torch import Tensor
+
+import maskpack as mp
+from maskpack.errors import ReplayError
+from maskpack.layout.jagged import jagged
+from maskpack.replay import PackedInputs, response_log_probs, response_values
+
+tf = pytest.importorskip("transformers")
+adapter = pytest.importorskip("maskpack.adapters.transformers.model")
+Replayable, replayable = adapter.Replayable, adapter.replayable
+
+PROMPT, RESPONSE, VOCABULARY = 6, 9, 97
+LIMIT, GRADIENT_LIMIT = 5e-6, 1e-5
+ROWS = ((2, 3), (6, 9), (1, 0), (3, 4), (0, 0), (5, 1), (1, 1), (4, 7))
+TINY = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32}
+MROPE = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}, "rope_theta": 10000.0}
+SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+def qwen3(**more: Any) -> Any:
+    return tf.Qwen3ForCausalLM(tf.Qwen3Config(**TINY | {"head_dim": 8} | more))
+
+
+def llama(**more: Any) -> Any:
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**TINY | more))
+
+
+def gemma3(**more: Any) -> Any:
+    """Its sliding layers see 4 tokens of rows of up to 15."""
+    return tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**TINY | {"head_dim": 8} | SLIDING | more))
+
+
+def qwen25_vl(**more: Any) -> Any:
+    config = tf.Qwen2_5_VLConfig(text_config=TINY | MROPE | more, vision_config=VISION)
+    return tf.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def gpt2(**more: Any) -> Any:
+    """Its positions are learned and absolute, so that it also shows wrong ones."""
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return tf.GPT2LMHeadModel(
+        tf.GPT2Config(**sizes | {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0} | more)
+    )
+
+
+MODELS = {make.__name__: make for make in (qwen3, llama, gemma3, qwen25_vl, gpt2)}
+all_models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+
+
+@functools.cache
+def _made(make: Callable[..., Any], dtype: torch.dtype, options: tuple[tuple[str, Any], ...]) -> Any:
+    torch.manual_seed(1)
+    model = make(**dict(options)).to(dtype).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(10 if weight.dim() > 1 else 1)  # so that log-probs differ
+    return model
+
+
+def pair(make: Callable[..., Any], dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
+    """Two copies of a model: one to be made replayable, one that keeps its own attention for the truth."""
+    made = _made(make, dtype, tuple(sorted(options.items())))
+    return copy.deepcopy(made), copy.deepcopy(made)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Such small models wait longer for threads than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """transformers keeps its advice to itself."""
+    level = logging.getLogger("transformers").level
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    yield
+    logging.getLogger("transformers").setLevel(level)
+
+
+def batch_of(
+    rows: Any = ROWS,
+    prompt: int = PROMPT,
+    response: int = RESPONSE,
+    *,
+    ids: str = "edge",
+    side: str = "both",
+    seed: int = 0,
+) -> TensorDict:
+    """Prompts padded on the left and responses on the right, or both on one side. `ids`: "edge", "none", or for M-RoPE
+    "mrope3" and "mrope4", whose sections differ."""
+    source = torch.Generator().manual_seed(seed)
+    mask = torch.zeros(len(rows), prompt + response, dtype=torch.int64)
+    for b, (p, r) in enumerate(rows):
+        begin = 0 if side == "right" else prompt - p
+        mask[b, begin : begin + p] = 1
+        begin = prompt + response - r if side == "left" else prompt
+        mask[b, begin : begin + r] = 1
+    tokens = torch.randint(3, VOCABULARY, mask.shape, generator=source) * mask
+    text = (mask.cumsum(1) - 1).clamp(min=0)
+    batch = TensorDict(
+        {"prompts": tokens[:, :prompt], "responses": tokens[:, prompt:], "input_ids": tokens, "attention_mask": mask},
+        batch_size=[len(rows)],
+    )
+    if ids == "edge":
+        batch["position_ids"] = text
+    elif ids.startswith("mrope"):
+        sections = [text, text // 2, (text - 3).clamp(min=0)]
+        batch["position_ids"] = torch.stack([text] * (ids == "mrope4") + sections, 1)
+    return batch
+
+
+def for_model(make: Callable[..., Any], *more: Any, **options: Any) -> TensorDict:
+    return batch_of(*more, **options | ({"ids": "mrope3"} if make is qwen25_vl else {}))
+
+
+def alone(model: Any, batch: TensorDict) -> Iterator[tuple[Tensor, list[int], list[int]]]:
+    """For each row with tokens: what the model gives for them without padding, the tokens, and which are responses."""
+    width = batch["attention_mask"].shape[1]
+    prompt = width - batch["responses"].shape[1]
+    for b in range(batch.batch_size[0]):
+        real = [s for s in range(width) if batch["attention_mask"][b, s]]
+        if not real:
+            continue
+        tokens = batch["input_ids"][b, real][None]
+        where = torch.arange(len(real))[None]
+        if "position_ids" in batch:
+            where = batch["position_ids"][b, ..., real]
+            where = where[None] if where.dim() == 1 else where[:, None]
+        out = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), position_ids=where, use_cache=False)
+        yield out.logits[0], tokens[0].tolist(), [nth for nth, s in enumerate(real) if s >= prompt]
+
+
+def truth_of(model: Any, batch: TensorDict, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of all response tokens, row after row."""
+    log_probs, entropies = [torch.zeros(0)], [torch.zeros(0)]
+    for logits, tokens, responses in alone(model, batch):
+        scores = (logits.float() / temperature).log_softmax(-1)
+        for nth in responses:
+            log_probs.append(scores[nth - 1, tokens[nth]][None])
+            entropies.append(-(scores[nth - 1].exp() * scores[nth - 1]).sum()[None])
+    return torch.cat(log_probs), torch.cat(entropies)
+
+
+def gradients(model: Any, values: Tensor) -> list[Tensor]:
+    """Of a sum of values with weights of their own."""
+    model.zero_grad()
+    (values * torch.linspace(0.3, 1.3, values.numel())).sum().backward()
+    return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+
+
+def off(seen: Tensor, truth: Tensor) -> float:
+    values = seen.values() if seen.is_nested else seen
+    assert values.shape == truth.shape
+    return float((values.detach() - truth.detach()).abs().max()) if truth.numel() else 0.0
+
+
+def close_gradients(seen: list[Tensor], truth: list[Tensor]) -> None:
+    assert len(seen) == len(truth) > 0
+    for got, want in zip(seen, truth, strict=True):
+        assert float((got - want).norm()) <= GRADIENT_LIMIT * float(want.norm()) + 1e-12
+
+
+# -------------------------------------------------------------------- right numbers
+
+
+@all_models
+def test_log_probs_and_gradients_are_those_of_each_row_alone(make: Any) -> None:
+    model, plain = pair(make)
+    batch = for_model(make)
+    seen = response_log_probs(replayable(model), batch)
+    truth, _ = truth_of(plain, batch)
+    assert seen.size(0) == len(ROWS)
+    assert [len(row) for row in seen.unbind()] == [r for _, r in ROWS]
+    assert truth.min().item() < -3
+    assert off(seen, truth) <= LIMIT
+    close_gradients(gradients(model, seen.values()), gradients(plain, truth))
+
+
+@all_models
+def test_temperature_entropy_and_a_tail(make: Any) -> None:
+    model, plain = pair(make)
+    batch = for_model(make, seed=1)
+    seen = response_log_probs(replayable(model), batch, temperature=0.6, entropy=True, multiple_of=64, chunk=5)
+    truth = truth_of(plain, batch, 0.6)
+    assert max(map(off, seen, truth)) <= LIMIT
+    total = seen[0].values() + 0.5 * seen[1].values()
+    close_gradients(gradients(model, total), gradients(plain, truth[0] + 0.5 * truth[1]))
+
+
+@pytest.mark.parametrize("make", [gemma3, qwen25_vl, gpt2], ids=["gemma3", "qwen25_vl", "gpt2"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_on_one_side(make: Any, side: str) -> None:
+    model, plain = pair(make)
+    batch = for_model(make, side=side)
+    assert off(response_log_probs(replayable(model), batch), truth_of(plain, batch)[0]) <= LIMIT
+
+
+def test_sections_of_positions_matter() -> None:
+    """The same text with other positions is another text to M-RoPE; three sections and four say the same."""
+    model, plain = pair(qwen25_vl)
+    three, four, text = (batch_of(ids=ids) for ids in ("mrope3", "mrope4", "edge"))
+    ready = replayable(model)
+    seen = [response_log_probs(ready, batch, self_check=True) for batch in (three, four, text)]
+    assert torch.equal(seen[0].values(), seen[1].values())
+    assert off(seen[2], seen[0].values()) > 0.01
+    assert off(seen[2], truth_of(plain, text)[0]) <= LIMIT
+
+
+@all_models
+def test_forms_of_a_batch_are_equal_bit_for_bit(make: Any) -> None:
+    batch = for_model(make)
+    ready = replayable(pair(make)[0])
+    seen = response_log_probs(ready, batch).values()
+    for other in (mp.nest_batch_by_mask(batch, pad_token_id=0), mp.compress(batch, pad_token_id=0)):
+        assert torch.equal(response_log_probs(ready, other).values(), seen)
+    if make is not qwen25_vl:
+        assert torch.equal(response_log_probs(ready, batch.exclude("position_ids")).values(), seen)
+
+
+def checkpoint(model: Any, reentrant: bool) -> None:
+    """As `gradient_checkpointing_enable`, whose name changed."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
+    assert any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the self-check's
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("make", [qwen3, gemma3, gpt2], ids=["qwen3", "gemma3", "gpt2"])
+def test_gradient_checkpointing_in_train_mode(make: Any, reentrant: bool) -> None:
+    """The backward pass runs layers again, and their attention is told the bounds again. The self-check of the forward
+    pass, which gives the model its own attention for a moment, is over by then."""
+    model, plain = pair(make)
+    model.train()
+    checkpoint(model, reentrant)
+    batch = batch_of()
+    seen = response_log_probs(replayable(model), batch, self_check=True)
+    truth, _ = truth_of(plain, batch)
+    assert off(seen, truth) <= LIMIT
+    close_gradients(gradients(model, seen.values()), gradients(plain, truth))
+
+
+def test_the_cache_of_the_configuration_is_not_used() -> None:
+    model, plain = pair(llama, use_cache=True)
+    batch = batch_of()
+    ready = replayable(model)
+    for _ in range(2):
+        assert off(response_log_probs(ready, batch, self_check=True), truth_of(plain, batch)[0]) <= LIMIT
+    assert model.config.use_cache
+
+
+@all_models
+def test_a_plan_with_dummies(make: Any) -> None:
+    model, plain = pair(make)
+    batch = for_model(make)
+    plan = mp.planning.plan_micro_batches(batch["attention_mask"].sum(1).numpy(), 16).with_count(len(ROWS) + 1)
+    assert sum(plan.is_dummy) > 0
+    seen = response_log_probs(replayable(model), mp.compress(batch, pad_token_id=0), plan=plan, entropy=True)
+    assert max(map(off, seen, truth_of(plain, batch))) <= LIMIT
+    assert not seen[0].requires_grad
+
+
+@pytest.mark.parametrize("packing", ["1", "0"])
+@all_models
+def test_a_plan_of_empty_rows(make: Any, packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each runs as a token, dummies too."""
+    monkeypatch.setenv("MASKPACK_PACKED_REPLAY", packing)
+    model, _ = pair(make)
+    runs: list[int] = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, given_to: runs.append(given_to[0].numel()))
+    plan = mp.planning.plan_micro_batches([0, 0], 8, min_count=3)
+    seen = response_log_probs(replayable(model), for_model(make, [(0, 0), (0, 0)]), plan=plan)
+    assert (seen.size(0), seen.values().numel(), runs) == (2, 0, [1, 1, 1])
+
+
+@all_models
+def test_without_packing_the_numbers_are_the_same(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASKPACK_PACKED_REPLAY", "0")
+    model, plain = pair(make)
+    own = model.config._attn_implementation
+    batch = for_model(make)
+    monkeypatch.setattr(adapter, "packed_attention", None)  # nobody calls it
+    seen = response_log_probs(replayable(model), batch, multiple_of=64)
+    truth, _ = truth_of(plain, batch)
+    assert off(seen, truth) <= LIMIT
+    assert model.config._attn_implementation == own
+    close_gradients(gradients(model, seen.values()), gradients(plain, truth))
+
+
+def test_many_rows() -> None:
+    model, plain = pair(llama, num_hidden_layers=1)
+    batch = batch_of([(1 + b % 5, b % 4) for b in range(512)], 5, 3)
+    rows = response_log_probs(replayable(model), batch).unbind()
+    assert [len(row) for row in rows] == [b % 4 for b in range(512)]
+    some = list(range(7, 512, 13))  # of all sizes; each alone takes its time
+    assert off(torch.cat([rows[b] for b in some]), truth_of(plain, batch[some])[0]) <= LIMIT
+
+
+@all_models
+@pytest.mark.parametrize(
+    "rows",
+    [[(1, 1)], [(1, 0), (1, 1), (0, 0), (1, 0)], [(6, 9)], [(2, 0), (3, 0)], [(0, 0), (0, 0)]],
+    ids=["two tokens", "lengths 0 and 1", "one row", "no responses", "no tokens"],
+)
+def test_small_batches(make: Any, rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = pair(make)
+    batch = for_model(make, rows)
+    for packing in ("1", "0"):
+        monkeypatch.setenv("MASKPACK_PACKED_REPLAY", packing)
+        seen = response_log_probs(replayable(model), batch)
+        assert seen.size(0) == len(rows)
+        assert off(seen, truth_of(plain, batch)[0]) <= LIMIT
+        seen.values().sum().backward()
+
+
+@pytest.mark.parametrize("packing", ["1", "0"])
+def test_a_response_without_prompt(packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASKPACK_PACKED_REPLAY", packing)
+    model, plain = pair(qwen3)
+    batch = batch_of(((2, 3), (0, 4), (1, 2), (0, 1)))
+    ready = replayable(model)
+    with pytest.raises(ReplayError, match=r"rows \[1, 3\]"):
+        response_log_probs(ready, batch)
+    seen = response_log_probs(ready, batch, no_prompt="skip").values()
+    unscored = torch.tensor([3, 9])
+    truth, _ = truth_of(plain, batch)  # where it takes the last token of the row for the one before the first
+    truth[unscored] = 0.0
+    assert seen[unscored].tolist() == [0.0, 0.0]
+    assert off(seen, truth) <= LIMIT
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9)), min_size=1, max_size=7),
+    st.sampled_from([gemma3, qwen25_vl]),
+    st.sampled_from([1, 8, 33]),
+    st.integers(0, 9),
+)
+@settings(max_examples=6)
+def test_any_rows(rows: list[tuple[int, int]], make: Any, multiple_of: int, seed: int) -> None:
+    model, plain = pair(make)
+    batch = for_model(make, rows, seed=seed)
+    seen = response_log_probs(replayable(model), batch, multiple_of=multiple_of, self_check=True)
+    assert off(seen, truth_of(plain, batch)[0]) <= LIMIT
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_dtypes_pass_the_self_check(dtype: torch.dtype) -> None:
+    model, plain = pair(qwen3, dtype)
+    batch = batch_of()
+    ready = replayable(model)
+    seen = response_log_probs(ready, batch, self_check=True)
+    assert seen.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert off(seen.float(), truth_of(plain, batch)[0]) <= {torch.float64: LIMIT}.get(dtype, 0.2)
+    assert ready._checked == {(dtype, True, True)}
+
+
+def test_autocast_passes_the_self_check() -> None:
+    """Hidden states are float32, and as precise as bfloat16; queries and keys are wider than values."""
+    model, plain = pair(llama)
+    batch, ready = batch_of(), replayable(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        seen = response_log_probs(ready, batch, self_check=True)
+        truth, _ = truth_of(plain, batch)
+    assert 1e-4 < off(seen, truth_of(plain, batch)[0]) < 0.2
+    assert off(seen, truth) < 0.2
+    assert ready._checked == {(torch.bfloat16, True, True)}
+
+
+def test_positions_that_jump_pass_the_self_check() -> None:
+    """transformers takes a jump for the begin of a row, if it is given no mask; packed replay takes bounds alone."""
+    model, plain = pair(llama)
+    batch = batch_of()
+    batch["position_ids"] = batch["position_ids"] + 2 * (batch["position_ids"] > 2).long()
+    seen = response_log_probs(replayable(model), batch, self_check=True)
+    assert off(seen, truth_of(plain, batch)[0]) <= LIMIT
+
+
+# -------------------------------------------------------------------- it raises instead
+
+
+def packed_call(model: Any, **more: Any) -> Any:
+    """The model itself on packed ids, with everything that it needs unless `more` says otherwise."""
+    inputs = PackedInputs.of(batch_of())
+    given_to = {
+        "input_ids": inputs.input_ids,
+        "position_ids": inputs.position_ids,
+        "use_cache": False,
+        "cu_seq_lens_q": inputs.cu_seqlens,
+        "max_length_q": inputs.max_seqlen,
+    }
+    return model(**{name: value for name, value in (given_to | more).items() if value is not None})
+
+
+@all_models
+def test_without_bounds_the_attention_raises(make: Any) -> None:
+    model, _ = pair(make)
+    replayable(model)
+    for missing in ("cu_seq_lens_q", "max_length_q"):
+        with pytest.raises(ReplayError, match="did not receive cu_seq_lens_q and max_length_q; expected the bounds"):
+            packed_call(model, **{missing: None})
+    with pytest.raises(ReplayError, match="did not receive"):
+        model(input_ids=torch.ones(1, 3, dtype=torch.long))
+
+
+def test_generation_without_bounds_raises() -> None:
+    model, _ = pair(llama)
+    replayable(model)
+    with pytest.raises(ReplayError, match=r"did not receive|an attention_mask came"):
+        model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2)
+
+
+def test_everything_else_that_it_would_have_to_guess_raises() -> None:
+    model, _ = pair(llama)
+    replayable(model)
+    total = sum(map(sum, ROWS))
+    assert packed_call(model).logits.shape == (1, total, VOCABULARY)
+    with pytest.raises(ReplayError, match="packed attention with s_aux; expected causal attention"):
+        packed_call(model, s_aux=torch.zeros(4))
+    with pytest.raises(ReplayError, match="with block_indices, indices; expected causal attention"):
+        packed_call(model, indices=torch.zeros(4), block_indices=torch.zeros(4))
+    with pytest.raises(ReplayError, match="with attention that is not causal; expected"):
+        packed_call(model, is_causal=False)
+    with pytest.raises(ReplayError, match="2 batch rows"):
+        packed_call(
+            model,
+            input_ids=torch.ones(2, total, dtype=torch.long),
+            position_ids=torch.arange(total).expand(2, total),
+        )
+    with pytest.raises(ReplayError, match="cu_seqlens run from"):
+        packed_call(model, cu_seq_lens_q=torch.tensor([0, 3], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("shape", [(1, 40), (1, 1, 40, 40)])
+@pytest.mark.parametrize("fill", [torch.ones, torch.zeros])
+def test_a_mask_raises(fill: Any, shape: tuple[int, ...]) -> None:
+    """transformers would drop a 2-D mask on the way to an attention that it does not know."""
+    model, _ = pair(llama)
+    ready = replayable(model)
+    for call in (packed_call, lambda model, **more: packed_call(model.model, **more)):
+        with pytest.raises(ReplayError, match="LlamaModel: an attention_mask came with packed attention; expected bou"):
+            call(model, attention_mask=fill(*shape))
+    own = ready.release()
+    assert own(input_ids=torch.ones(1, 40, dtype=torch.long), attention_mask=torch.ones(1, 40)).logits.shape[1] == 40
+
+
+def test_models_that_share_a_configuration_share_its_attention() -> None:
+    config = tf.LlamaConfig(**TINY)
+    config._attn_implementation = "eager"
+    first, second = (tf.LlamaForCausalLM(config).eval() for _ in range(2))
+    ready = [replayable(model) for model in (first, second)]
+    for one in ready:
+        response_log_probs(one, batch_of(), self_check=True)
+    assert ready[1].release().config._attn_implementation == "eager"
+
+
+def with_more(output: Any) -> Any:
+    class More(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    output.__class__ = More
+    return output
+
+
+def test_an_output_layer_that_is_more_than_a_weight_raises() -> None:
+    """An adapter, or a hook, that came after the model passed its self-check."""
+    model, _ = pair(llama)
+    ready = replayable(model)
+    response_log_probs(ready, batch_of())
+    hook = model.lm_head.register_forward_hook(lambda *given: given[2] * 2)
+    with pytest.raises(ReplayError, match=r"output layer of LlamaForCausalLM is a torch.nn.modules.linear.Linear, or"):
+        response_log_probs(ready, batch_of())
+    hook.remove()
+    hook = model.lm_head.register_forward_pre_hook(lambda *given: (given[1][0] * 2,))
+    with pytest.raises(ReplayError, match="or has hooks"):
+        response_log_probs(ready, batch_of())
+    hook.remove()
+    forward = model.lm_head.forward
+    model.lm_head.forward = lambda x: 2 * forward(x)  # as libraries that move layers between devices do
+    with pytest.raises(ReplayError, match="or has hooks"):
+        response_log_probs(ready, batch_of())
+    del model.lm_head.forward
+    response_log_probs(ready, batch_of())
+    with_more(model.lm_head)
+    with pytest.raises(ReplayError, match=r"is a .*More, or has hooks; expected torch.nn.Linear, whose"):
+        response_log_probs(ready, batch_of())
+
+
+def phi3_long() -> Any:
+    turns = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4, "rope_theta": 1e4}
+    turns |= {"original_max_position_embeddings": 8}
+    return tf.Phi3ForCausalLM(tf.Phi3Config(**TINY | {"rope_parameters": turns, "original_max_position_embeddings": 8}))
+
+
+def llama_dynamic() -> Any:
+    turns = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    return llama(rope_parameters=turns, max_position_embeddings=8)
+
+
+@pytest.mark.parametrize("packing", ["0", "1"])
+@pytest.mark.parametrize("make", [phi3_long, llama_dynamic])
+def test_rotary_positions_that_depend_on_the_longest_row_raise(
+    make: Any, packing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASKPACK_PACKED_REPLAY", packing)
+    torch.manual_seed(0)
+    model = make().eval()
+    plain = copy.deepcopy(model)
+    ready = replayable(model)
+    short = batch_of(((2, 3), (4, 4), (1, 2)))
+    assert off(response_log_probs(ready, short, self_check=True), truth_of(plain, short)[0]) <= LIMIT
+    with pytest.raises(ReplayError, match=r"change for all rows where one is longer than 8 tokens; a row, .* has 15"):
+        response_log_probs(ready, batch_of())
+    if packing == "1":
+        with pytest.raises(ReplayError, match="or the tail of multiple_of, has 48"):
+            response_log_probs(ready, short, multiple_of=64)
+
+
+@pytest.mark.parametrize("packing", ["0", "1"])
+def test_places_of_images_raise(packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASKPACK_PACKED_REPLAY", packing)
+    model, _ = pair(qwen25_vl)
+    model.config.image_token_id = 90
+    batch = batch_of(ids="mrope3")
+    batch["input_ids"] = batch["input_ids"].masked_fill(batch["input_ids"] == 90, 3)
+    ready = replayable(model)
+    response_log_probs(ready, batch)
+    batch["input_ids"][1, PROMPT - 2] = 90
+    with pytest.raises(ReplayError, match="places of images, video or audio of Qwen2_5_VLForConditionalGeneration"):
+        response_log_probs(ready, batch)
+
+
+def test_a_model_without_weights_is_named() -> None:
+    with torch.device("meta"):
+        model = llama()
+    with pytest.raises(ReplayError, match="the weights of LlamaForCausalLM are on the meta device; expected weights"):
+        response_log_probs(replayable(model), batch_of())
+
+
+def test_an_encoder_and_a_decoder_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = tf.BartConfig(vocab_size=VOCABULARY, d_model=32, encoder_ffn_dim=32, decoder_ffn_dim=32, **sizes)
+    for packing in "01":
+        monkeypatch.setenv("MASKPACK_PACKED_REPLAY", packing)
+        with pytest.raises(ReplayError, match="BartForConditionalGeneration has an encoder and a decoder"):
+            replayable(tf.BartForConditionalGeneration(config))
+
+
+def test_the_padded_path_has_its_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASKPACK_PACKED_REPLAY", "0")
+    model, plain = pair(llama)
+    ready = replayable(model)
+    forward = model.forward
+    model.forward = lambda *ids, **given_to: _halved(forward(*ids, **given_to))
+    with pytest.raises(ReplayError, match=r"padded log-probs of LlamaForCausalLM are off by .* Use its own forward"):
+        response_log_probs(ready, batch_of())
+    model.forward = forward
+    assert off(response_log_probs(ready, batch_of()), truth_of(plain, batch_of())[0]) <= LIMIT
+
+
+def _halved(out: Any) -> Any:
+    out.logits = out.logits / 2
+    return out
+
+
+def test_layers_that_run_again_after_a_release_raise() -> None:
+    """Reentrant checkpoints do not notice what they run."""
+    model, _ = pair(llama)
+    model.train()
+    model.enable_input_require_grads()
+    checkpoint(model, True)
+    ready = replayable(model)
+    seen = response_log_probs(ready, batch_of(), self_check=False)
+    ready.release()
+    with pytest.raises(ReplayError, match="LlamaAttention: packed rows came to the model's own attention; expected"):
+        seen.values().sum().backward()
+
+
+def test_compiled_models_are_unwrapped() -> None:
+    model, plain = pair(llama)
+    seen = response_log_probs(replayable(torch.compile(model, backend="eager")), batch_of(), self_check=True)
+    assert off(seen, truth_of(plain, batch_of())[0]) <= LIMIT
+
+
+@pytest.mark.parametrize("form", ["padded", "nested", "packed"])
+def test_what_a_plan_gives_lies_on_the_offsets_of_the_batch(form: str) -> None:
+    ready = replayable(pair(llama)[0])
+    batch = batch_of().set("old_log_probs", torch.zeros(len(ROWS), RESPONSE))
+    forms = {"padded": lambda x: x, "nested": mp.nest_batch_by_mask, "packed": mp.compress}
+    given_to = forms[form](batch) if form == "padded" else forms[form](batch, pad_token_id=0)
+    plan = mp.planning.plan_micro_batches(batch["attention_mask"].sum(1), token_budget=20)
+    log_probs, entropies = response_log_probs(ready, given_to, plan=plan, entropy=True)
+    assert torch.equal((log_probs - entropies).values(), log_probs.values() - entropies.values())
+    if form == "nested":
+        assert torch.equal((log_probs - given_to["old_log_probs"]).values(), log_probs.values())
+    assert off(log_probs, response_log_probs(ready, given_to).values()) <= LIMIT
+
+
+def test_a_mask_that_comes_to_a_layer_raises() -> None:
+    model, _ = pair(llama)
+    replayable(model)
+    layer, states = model.model.layers[0].self_attn, torch.zeros(1, 5, 32)
+    bounds = {"cu_seq_lens_q": torch.tensor([0, 5], dtype=torch.int32), "max_length_q": 5}
+    places = torch.arange(5)[None]
+    turns = model.model.rotary_emb(states, places)
+    assert layer(states, position_embeddings=turns, attention_mask=None, **bounds)[0].shape == (1, 5, 32)
+    with pytest.raises(ReplayError, match="LlamaAttention: packed attention with a mask; expected causal attention"):
+        layer(states, position_embeddings=turns, attention_mask=torch.zeros(1, 1, 5, 5), **bounds)
+
+
+@pytest.mark.parametrize("call", [response_log_probs, lambda *given: response_values(*given, torch.nn.Linear(32, 1))])
+def test_a_model_that_was_not_made_replayable_is_named(call: Any) -> None:
+    model, _ = pair(llama)
+    with pytest.raises(ReplayError, match=r"model is a LlamaForCausalLM; expected a ReplayModel. Pass what maskpack"):
+        call(model, batch_of())
+    with pytest.raises(ReplayError, match="replayable: got a Replayable; expected a model of transformers"):
+        replayable(replayable(model))
+
+
+def test_rows_of_an_error_in_a_plan_are_those_of_the_batch() -> None:
+    model, _ = pair(llama)
+    batch = batch_of(((2, 3), (3, 4), (0, 2)))
+    plan = mp.planning.plan_micro_batches([5, 7, 2], token_budget=7)
+    with pytest.raises(ReplayError, match=r"in the micro-batch of rows \[.*2\] of the batch: PackedInputs.of: rows"):
+        response_log_probs(replayable(model), batch, plan=plan)
+
+
+def test_a_cache_with_tokens_raises() -> None:
+    model, plain = pair(llama)
+    cache = plain(input_ids=torch.ones(1, 3, dtype=torch.long), use_cache=True).past_key_values
+    replayable(model)
+    total = sum(map(sum, ROWS))
+    with pytest.raises(ReplayError, match=f"{total + 3} keys for {total} queries; expected as many: a cache was in"):
+        packed_call(model, use_cache=True, past_key_values=cache)
+
+
+def test_dropout_raises_in_train_mode() -> None:
+    model, plain = pair(llama, attention_dropout=0.1)
+    ready = replayable(model)
+    assert off(response_log_probs(ready, batch_of()), truth_of(plain, batch_of())[0]) <= LIMIT
+    model.train()
+    with pytest.raises(ReplayError, match=r"dropout 0\.1"):
+        response_log_probs(ready, batch_of())
+
+
+def test_an_attention_that_is_not_causal_raises() -> None:
+    model, _ = pair(llama)
+    ready = replayable(model)
+    model.model.layers[1].self_attn.is_causal = False
+    with pytest.raises(ReplayError, match="LlamaAttention: packed attention with attention that is not causal"):
+        response_log_probs(ready, batch_of())
+
+
+def test_sinks_raise() -> None:
+    model = tf.GptOssForCausalLM(tf.GptOssConfig(**TINY, head_dim=8, num_local_experts=2)).eval()
+    with pytest.raises(ReplayError, match="GptOssAttention: packed attention with s_aux; "):
+        response_log_probs(replayable(model), batch_of())
+
+
+def qwen2_moe(**more: Any) -> Any:
+    sizes = {
+        "num_experts": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "max_window_layers": 2,
+    }
+    sizes["num_experts_per_tok"] = 1
+    return tf.Qwen2MoeForCausalLM(tf.Qwen2MoeConfig(**TINY | sizes | more))
+
+
+def test_a_window_that_the_attention_is_not_told_raises() -> None:
+    """Qwen2-MoE puts it into its masks only."""
+    batch = batch_of()
+    model, _ = pair(qwen2_moe, use_sliding_window=True, sliding_window=5)
+    assert set(model.config.layer_types) == {"sliding_attention", "full_attention"}
+    with pytest.raises(ReplayError, match=r"Qwen2MoeAttention: the layer has a window of 5 tokens .* a row has 15"):
+        response_log_probs(replayable(model), batch)
+    for options in ({"use_sliding_window": True, "sliding_window": 15}, {}):
+        model, plain = pair(qwen2_moe, **options)
+        assert off(response_log_probs(replayable(model), batch), truth_of(plain, batch)[0]) <= LIMIT
+
+
+LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+EXPERTS = {"num_experts": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "head_dim": 8}
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "linear attention": (
+        lambda: tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**TINY, **LINEAR, **EXPERTS)),
+        "Qwen3NextForCausalLM has layers of kind linear_attention; expected full or sliding attention.",
+    ),
+    "convolutions": (
+        lambda: tf.Lfm2ForCausalLM(tf.Lfm2Config(**TINY, full_attn_idxs=[1])),
+        "Lfm2ForCausalLM has layers of kind conv; expected full or sliding attention.",
+    ),
+    "mamba": (
+        lambda: tf.MambaForCausalLM(tf.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)),
+        "MambaForCausalLM has layers of kind linear_attention; expected full or sliding attention.",
+    ),
+    "chunks": (
+        lambda: llama(layer_types=["full_attention", "chunked_attention"]),
+        "LlamaForCausalLM has layers of kind chunked_attention; expected full or sliding attention.",
+    ),
+    "capped logits": (
+        lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**TINY, head_dim=8)),
+        "Gemma2ForCausalLM scales or caps its logits (final_logit_softcapping); expected plain logits.",
+    ),
+    "scaled logits": (
+        lambda: tf.GraniteForCausalLM(tf.GraniteConfig(**TINY, logits_scaling=4.0)),
+        "GraniteForCausalLM scales or caps its logits (logits_scaling); expected plain logits.",
+    ),
+    "scaled logits of Cohere": (
+        lambda: tf.CohereForCausalLM(tf.CohereConfig(**TINY)),
+        "CohereForCausalLM scales or caps its logits (logit_scale); expected plain logits.",
+    ),
+    "a head with a bias": (
+        lambda: tf.PhiForCausalLM(tf.PhiConfig(**TINY)),
+        "PhiForCausalLM has an output layer with a bias; expected one weight [V, H].",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
+def test_models_that_cannot_replay_are_refused_by_name(make: Callable[[], Any], message: str) -> None:
+    model = make()
+    own = model.config._attn_implementation
+    with pytest.raises(ReplayError, match=re.escape(message)) as caught:
+        replayable(model)
+    assert str(caught.value).startswith("replayable: ")
+    assert model.config._attn_implementation == own
+
+
+# -------------------------------------------------------------------- values
+
+
+def critic(**more: Any) -> Any:
+    """One number for each token, from a layer with a bias."""
+    return tf.Qwen3ForTokenClassification(tf.Qwen3Config(**TINY | {"head_dim": 8, "num_labels": 1} | more))
+
+
+def bare(**more: Any) -> Any:
+    return tf.Gemma3TextModel(tf.Gemma3TextConfig(**TINY | {"head_dim": 8} | SLIDING | more))
+
+
+def critic_truth(model: Any, batch: TensorDict) -> Tensor:
+    """Values of all response tokens, row after row: what the model says at the token before."""
+    out = [logits[nth - 1] for logits, _, responses in alone(model, batch) for nth in responses]
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("side", ["both", "left"])
+def test_values_of_a_critic_and_their_gradients(side: str) -> None:
+    model, plain = pair(critic)
+    batch = batch_of(side=side)
+    seen = response_values(replayable(model), batch, model.score, self_check=True, multiple_of=32)
+    truth = critic_truth(plain, batch)
+    assert truth.std().item() > 0.1
+    assert off(seen, truth) <= LIMIT * truth.abs().max().item()
+    close_gradients(gradients(model, seen.values()), gradients(plain, truth))
+
+
+def test_values_of_a_model_without_any_head() -> None:
+    model, plain = pair(bare)
+    head = torch.nn.Linear(32, 1)
+    batch = batch_of()
+    seen = response_values(replayable(model), batch, head, self_check=True)
+    truth = []
+    for b in range(len(ROWS)):
+        tokens = batch["input_ids"][b][batch["attention_mask"][b].bool()][None]
+        if tokens.numel():
+            states = plain(input_ids=tokens, use_cache=False).last_hidden_state[0]
+            truth.append(head(states)[ROWS[b][0] - 1 : sum(ROWS[b]) - 1, 0])
+    assert off(seen, torch.cat(truth)) <= LIMIT
+
+
+def test_values_of_a_causal_language_model() -> None:
+    """A policy with a value head beside its own."""
+    model, plain = pair(llama)
+    head = torch.nn.Linear(32, 1)
+    batch = batch_of()
+    seen = response_values(replayable(model), batch, head, self_check=True)
+    states = [
+        plain.model(input_ids=batch["input_ids"][b][batch["attention_mask"][b].bool()][None]).last_hidden_state[0]
+        for b in range(len(ROWS))
+        if sum(ROWS[b])
+    ]
+    lengths = [row for row in ROWS if sum(row)]
+    truth = torch.cat([head(rows)[p - 1 : p + r - 1, 0] for rows, (p, r) in zip(states, lengths, strict=True)])
+    assert off(seen, truth) <= LIMIT
+
+
+def test_a_model_of_values_has_no_log_probs() -> None:
+    ready = replayable(pair(critic)[0])
+    with pytest.raises(ReplayError, match="Qwen3ForTokenClassification has no output layer that scores tokens"):
+        response_log_probs(ready, batch_of())
+
+
+def test_the_self_check_of_a_model_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds that are off by one show in hidden states."""
+    monkeypatch.setattr(adapter, "packed_attention", wrong_bounds(adapter.packed_attention))
+    model, _ = pair(critic)
+    with pytest.raises(ReplayError, match="packed hidden states of Qwen3ForTokenClassification are off by"):
+        response_values(replayable(model), batch_of(), model.score)
+    response_values(replayable(model), batch_of(), model.score, self_check=False)
+
+
+def wrong_bounds(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def moved(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, **more: Any) -> Tensor:
+        bounds = bounds.clone()
+        bounds[1:-1] -= 1
+        return attend(query, key, value, bounds, longest + 1, **more)
+
+    return moved
+
+
+def test_scales_of_one_are_none() -> None:
+    model = tf.GraniteForCausalLM(tf.GraniteConfig(**TINY, logits_scaling=1.0)).eval()
+    plain = copy.deepcopy(model)
+    assert off(response_log_probs(replayable(model), batch_of()), truth_of(plain, batch_of())[0]) <= LIMIT
+
+
+def rwkv() -> Any:
+    return tf.RwkvForCausalLM(tf.RwkvConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)).eval()
+
+
+def test_layers_that_never_attend_through_the_interface_are_found() -> None:
+    """No configuration says so of this one; it would carry the state of a row into the next."""
+    for model in (rwkv(), tf.BloomForCausalLM(tf.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_head=4)).eval()):
+        with pytest.raises(ReplayError, match="Model takes no position_ids; expected"):
+            replayable(model)
+    model, _ = pair(llama)
+    model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    with pytest.raises(ReplayError, match="LlamaForCausalLM attended 1 times in 2 layers; expected every layer"):
+        response_log_probs(replayable(model), batch_of())
+
+
+def test_models_with_other_layers_replay_without_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As their errors say. Packing is refused for the same object as well."""
+    model = tf.Lfm2ForCausalLM(tf.Lfm2Config(**TINY, full_attn_idxs=[1])).eval()
+    plain = copy.deepcopy(model)
+    monkeypatch.setenv("MASKPACK_PACKED_REPLAY", "0")
+    ready = replayable(model)
+    assert off(response_log_probs(ready, batch_of()), truth_of(plain, batch_of())[0]) <= LIMIT
+    monkeypatch.delenv("MASKPACK_PACKED_REPLAY")
+    with pytest.raises(ReplayError, match="has layers of kind conv"):
+        response_log_probs(ready, batch_of())
+
+
+# -------------------------------------------------------------------- the self-check
+
+
+def merged(module: Any, *tensors: Any, cu_seq_lens_q: Tensor, max_length_q: int, **more: Any) -> Any:
+    """An attention that ignores the bounds, as one does that takes them by another name."""
+    total = tensors[0].shape[2]
+    whole = torch.tensor([0, total], dtype=torch.int32)
+    return adapter.attention(module, *tensors, cu_seq_lens_q=whole, max_length_q=total, **more)
+
+
+@pytest.fixture
+def merging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tf.AttentionInterface._global_mapping, adapter.NAME, merged)
+
+
+def dense_calls(model: Any) -> list[int]:
+    """Tokens of each forward pass of the whole model from now on: those of self-checks, as replay needs no logits."""
+    seen: list[int] = []
+
+    def note(_: Any, __: Any, given_to: Any) -> None:
+        seen.append(given_to["input_ids"].numel())
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    return seen
+
+
+@all_models
+def test_the_self_check_finds_an_attention_that_ignores_bounds(make: Any, merging: None) -> None:
+    model, plain = pair(make)
+    batch = for_model(make)
+    ready = replayable(model)
+    for self_check in (None, True):
+        with pytest.raises(ReplayError, match=r"packed log-probs of .* are off by .* expected at most 0\.0001"):
+            response_log_probs(ready, batch, self_check=self_check)
+    assert not ready._checked
+    assert model.config.get_text_config()._attn_implementation == adapter.NAME
+    assert off(response_log_probs(ready, batch, self_check=False), truth_of(plain, batch)[0]) > 0.1
+
+
+def test_the_self_check_finds_positions_that_are_not_taken() -> None:
+    """Rotary positions are relative, so they may begin anywhere; learned ones may not."""
+    model, plain = pair(gpt2)
+    ready = replayable(model)
+    forward = model.transformer.forward
+
+    @functools.wraps(forward)
+    def without(*ids: Any, **given_to: Any) -> Any:
+        return forward(*ids, **given_to | {"position_ids": None})
+
+    model.transformer.forward = without
+    with pytest.raises(ReplayError, match="packed log-probs of GPT2LMHeadModel are off by"):
+        response_log_probs(ready, batch_of())
+    assert off(response_log_probs(ready, batch_of(), self_check=False), truth_of(plain, batch_of())[0]) > 0.1
+
+
+def test_the_self_check_finds_rotary_positions_that_depend_on_the_rest() -> None:
+    model, _ = pair(llama)
+    ready = replayable(model)
+    rotary = model.model.rotary_emb
+    forward = rotary.forward
+    rotary.forward = lambda x, position_ids: forward(x, position_ids * x.shape[1] / 16)
+    with pytest.raises(ReplayError, match="packed log-probs of LlamaForCausalLM are off by"):
+        response_log_probs(ready, batch_of())
+
+
+@all_models
+def test_of_a_long_row_both_ends_are_compared(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits of the tokens between them are not made, where the model can leave them out."""
+    monkeypatch.setattr(adapter, "_COMPARED", 2)
+    model, plain = pair(make)
+    ready = replayable(model)
+    shapes: list[Any] = []
+    model.register_forward_hook(lambda _, __, out: shapes.append(tuple(out.logits.shape)))
+    batch = for_model(make)
+    assert off(response_log_probs(ready, batch, self_check=True), truth_of(plain, batch)[0]) <= LIMIT
+    assert shapes == [(1, 4, VOCABULARY)]  # of 15 tokens
+    forward = model.forward
+    model.forward = lambda *ids, **given_to: forward(*ids, **given_to)  # who wraps it does not say what it takes
+    response_log_probs(ready, batch, self_check=True)
+    assert shapes[1:] == [(1, 15, VOCABULARY)]
+    del model.forward
+    for lengths in ([(2, 3), (4, 7)], [(2, 3), (1, 2)]):
+        with monkeypatch.context() as patch:
+            patch.setattr(adapter, "packed_attention", wrong_bounds(adapter.packed_attention))
+            with pytest.raises(ReplayError, match="are off by"):
+                response_log_probs(ready, for_model(make, lengths), self_check=True)
+
+
+def test_nan_does_not_pass_the_self_check() -> None:
+    model, _ = pair(llama)
+    ready = replayable(model)
+    model.lm_head.weight.data[0, 0] = torch.nan
+    with pytest.raises(ReplayError, match="are off by nan"):
+        response_log_probs(ready, batch_of())
+
+
+def test_the_self_check_runs_once_for_each_replayable() -> None:
+    """On the longest row but the first. A second model of a class may have another configuration."""
+    ready = {name: replayable(pair(make)[0]) for name, make in (("qwen3", qwen3), ("llama", llama))}
+    ready["again"] = replayable(pair(llama)[0])
+    ready["wide"] = replayable(pair(llama, torch.float64)[0])
+    calls = {name: dense_calls(one.model) for name, one in ready.items()}
+    batch = batch_of(((6, 8), (2, 3), (3, 4), (1, 1)))
+    for _ in range(3):
+        for one in ready.values():
+            response_log_probs(one, batch)
+    assert calls == {"qwen3": [7], "llama": [7], "again": [7], "wide": [7]}
+    for self_check in (True, False, True):
+        response_log_probs(ready["llama"], batch, self_check=self_check)
+    assert calls["llama"] == [7] * 3
+
+
+def test_a_row_alone_does_not_pass_for_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first row of all sees nothing of others, however wrong the bounds are."""
+    model, _ = pair(llama)
+    ready = replayable(model)
+    calls = dense_calls(model)
+    with monkeypatch.context() as patch:
+        patch.setitem(tf.AttentionInterface._global_mapping, adapter.NAME, merged)
+        for _ in range(3):
+            response_log_probs(ready, batch_of([(2, 3)]))
+        assert calls == [5]
+        with pytest.raises(ReplayError, match="are off by"):
+            response_log_probs(ready, batch_of())
+    response_log_probs(ready, batch_of())
+    assert len(calls) == 3
+    for rows in (ROWS, [(2, 3)]):
+        response_log_probs(ready, batch_of(rows))
+    assert len(calls) == 3
+
+
+def test_rows_too_short_to_compare_do_not_pass() -> None:
+    model, _ = pair(llama)
+    ready = replayable(model)
+    calls = dense_calls(model)
+    response_log_probs(ready, batch_of([(1, 0), (1, 0), (0, 0)]))
+    response_log_probs(ready, batch_of([(0, 0)]))
+    assert (calls, ready._checked) == ([], set())
+    response_log_probs(ready, batch_of([(2, 3), (1, 0)]))  # the first is the only one that scores a token
+    assert (calls, ready._checked) == ([5], {(torch.float32, True, False)})
+
+
+def test_the_self_check_leaves_no_gradient_behind() -> None:
+    model, _ = pair(llama)
+    ready = replayable(model)
+    outputs = [response_log_probs(ready, batch_of(), self_check=self_check).values() for self_check in (True, False)]
+    assert all(map(torch.equal, *[gradients(model, values) for values in outputs]))
+
+
+# -------------------------------------------------------------------- several threads
+
+
+@pytest.fixture
+def restless() -> Iterator[None]:
+    """Threads take turns after a few instructions."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def at_once(works: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What each gives, in a thread of its own; they begin together."""
+    ready = threading.Barrier(len(works))
+
+    def begun(work: Callable[[], Any]) -> Any:
+        torch.set_num_threads(1)
+        ready.wait(60)
+        return work()
+
+    with ThreadPoolExecutor(len(works)) as threads:
+        return [result.result(120) for result in [threads.submit(begun, work) for work in works]]
+
+
+def in_another_thread(work: Callable[[], Any]) -> Any:
+    return at_once([work])[0]
+
+
+def bits(tensors: Sequence[Tensor]) -> list[Any]:
+    return [x.detach().view(torch.int32).tolist() for x in tensors]
+
+
+def test_layers_that_attend_in_another_thread_do_not_count() -> None:
+    model, _ = pair(llama)
+    other = replayable(pair(llama)[0])
+    ready = replayable(model)
+
+    def not_attending(hidden_states: Tensor, **_: Any) -> Any:
+        in_another_thread(lambda: response_log_probs(other, batch_of()))
+        return hidden_states, None
+
+    model.model.layers[1].self_attn.forward = not_attending
+    with pytest.raises(ReplayError, match="LlamaForCausalLM attended 1 times in 2 layers; expected every layer"):
+        response_log_probs(ready, batch_of())
+
+
+def test_a_replay_that_ends_in_another_thread_ends_no_other() -> None:
+    """The error tells a model that loses the bounds from one that is run without replay."""
+    model, _ = pair(llama)
+    other = replayable(pair(llama)[0])
+    ready = replayable(model)
+    forward = model.model.layers[1].self_attn.forward
+
+    def without_bounds(*states: Tensor, cu_seq_lens_q: Tensor, **more: Any) -> Any:
+        in_another_thread(lambda: response_log_probs(other, batch_of()))
+        return forward(*states, **more)
+
+    model.model.layers[1].self_attn.forward = without_bounds
+    with pytest.raises(ReplayError, match="the model does not pass the bounds of rows on to its attention"):
+        response_log_probs(ready, batch_of())
+
+
+def test_a_row_is_compared_while_another_thread_replays_the_model() -> None:
+    """One is inside its first layer while the other runs from its begin to its end: packed, and alone."""
+    model, plain = pair(llama)
+    ready = replayable(model)
+    batch, truth = batch_of(), truth_of(plain, batch_of())[0]
+    layer = model.model.layers[0]
+    seen: list[Tensor] = []
+
+    def interrupted(packed: bool, _: Any, __: Any, given_to: Any) -> None:
+        if ("cu_seq_lens_q" in given_to) is packed:
+            hook.remove()
+            for self_check in (True, False):
+                seen.append(
+                    in_another_thread(
+                        lambda self_check=self_check: response_log_probs(ready, batch, self_check=self_check)
+                    )
+                )
+
+    for packed in (True, False):
+        hook = layer.register_forward_pre_hook(functools.partial(interrupted, packed), with_kwargs=True)
+        seen.append(response_log_probs(ready, batch, self_check=True))
+    assert len(seen) == 6
+    assert max(off(values, truth) for values in seen) <= LIMIT
+
+
+@pytest.mark.parametrize("threads", [2, 8])
+def test_threads_replay_as_one(threads: int, restless: None) -> None:
+    """Models of their own, and models that they share, from the first call on: with the bits of one thread."""
+    makes = [qwen3, llama, gemma3, gpt2]
+    batches = [batch_of(ROWS[first : first + 5], seed=first) for first in range(4)]
+
+    def all_batches(own: Any, self_check: bool | None) -> list[Tensor]:
+        return [response_log_probs(own, batch, self_check=self_check).values() for _ in range(3) for batch in batches]
+
+    alone = {make: bits(all_batches(replayable(pair(make)[0]), None)) for make in makes}
+    shared = {make: replayable(pair(make)[0]) for make in makes}
+
+    def work(number: int) -> list[Any]:
+        make, common = makes[number % 4], makes[number // 2 % 4]
+        own = replayable(pair(make)[0])
+        mine = bits(all_batches(own, None)) == alone[make]
+        return [mine, bits(all_batches(shared[common], True if number % 2 else None)) == alone[common]]
+
+    assert at_once([functools.partial(work, number) for number in range(threads)]) == [[True, True]] * threads
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the self-check's
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_backward_passes_of_threads_run_layers_again(reentrant: bool, restless: None) -> None:
+    """Of checkpointed models, each of which is compared meanwhile."""
+    makes = [qwen3, llama, gemma3, gpt2]
+
+    def trained(make: Any) -> list[Any]:
+        model = pair(make)[0].train()
+        checkpoint(model, reentrant)
+        ready = replayable(model)
+        seen: list[Any] = []
+        for number in range(3):
+            values = response_log_probs(ready, batch_of(seed=number), self_check=True).values()
+            seen += [bits([values]), bits(gradients(model, values))]
+        return seen
+
+    alone = [trained(make) for make in makes]
+    assert at_once([functools.partial(trained, make) for make in makes]) == alone
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the self-check's
+def test_a_row_is_compared_while_another_thread_runs_layers_again(restless: None) -> None:
+    """Of one checkpointed model."""
+    model, _ = pair(llama)
+    model.train()
+    checkpoint(model, False)
+    ready = replayable(model)
+    weights = list(model.parameters())
+    done = threading.Event()
+
+    def gradients_of(number: int) -> list[Any]:
+        values = response_log_probs(ready, batch_of(seed=number), self_check=False).values()
+        return bits(torch.autograd.grad(values.sum(), weights))
+
+    def trained() -> list[Any]:
+        try:
+            return [gradients_of(number % 3) for number in range(12)]
+        finally:
+            done.set()
+
+    def compared() -> list[Any]:
+        seen = [response_log_probs(ready, batch_of(), self_check=True).values()]
+        while not done.is_set():
+            seen.append(response_log_probs(ready, batch_of(), self_check=True).values())
+        return bits(seen)
+
+    gradient = [gradients_of(number) for number in range(3)] * 4
+    values = bits([response_log_probs(ready, batch_of(), self_check=True).values()])
+    seen, others = at_once([trained, compared])
+    assert seen == gradient
+    assert others == values * len(others)
+
+
+# -------------------------------------------------------------------- the attention that a model has
+
+
+@all_models
+def test_release_gives_the_model_back(make: Any) -> None:
+    model, plain = pair(make)
+    batch = for_model(make)
+    prompt = torch.arange(3, 9)[None]
+    ready = replayable(model)
+    first = response_log_probs(ready, batch)
+    with pytest.raises(ReplayError):
+        model(input_ids=prompt)
+    assert ready.release() is model
+    assert model.config._attn_implementation == plain.config._attn_implementation
+    assert torch.equal(model(input_ids=prompt).logits, plain(input_ids=prompt).logits)
+    if make is llama:
+        options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+        assert torch.equal(model.generate(prompt, **options), plain.generate(prompt, **options))
+    assert torch.equal(response_log_probs(ready, batch).values(), first.values())
+    with pytest.raises(ReplayError):
+        model(input_ids=prompt)
+    ready.release()
+    ready.release()
+    assert torch.equal(model(input_ids=prompt).logits, plain(input_ids=prompt).logits)
+
+
+def test_a_configuration_with_a_way_of_its_own_to_say_its_attention() -> None:
+    """As some models of transformers have; a row is compared by the model's own all the same."""
+
+    class Own(tf.LlamaConfig):
+        _attn_implementation = property(
+            lambda self: self._attn_implementation_internal,
+            lambda self, name: setattr(self, "_attn_implementation_internal", name),
+        )
+
+    model, plain = pair(llama)
+    model.config.__class__ = Own
+    ready = replayable(model)
+    calls = dense_calls(model)
+    for _ in range(2):
+        assert off(response_log_probs(ready, batch_of(), self_check=True), truth_of(plain, batch_of())[0]) <= LIMIT
+    assert len(calls) == 2
+    assert model.config._attn_implementation == adapter.NAME
+    assert ready.release().config._attn_implementation == "sdpa"
+
+
+def test_a_model_made_replayable_again_keeps_its_own_attention() -> None:
+    model, _ = pair(llama)
+    model.set_attn_implementation("eager")
+    first = replayable(model)
+    second = replayable(model)
+    assert model.config._attn_implementation == adapter.NAME
+    second.release()
+    assert model.config._attn_implementation == "eager"
+    model.set_attn_implementation("sdpa")
+    response_log_probs(first, batch_of())
+    second.release()
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("own", ["sdpa", "eager"])
+def test_copies_of_a_replayable_model_know_its_own_attention(own: str) -> None:
+    model, plain = pair(llama)
+    for one in (model, plain):
+        one.set_attn_implementation(own)
+    replayable(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert replayable(other).release().config._attn_implementation == own
+    assert replayable(model.model).release().config._attn_implementation == own
+    assert "maskpack" not in replayable(model).model.config.to_json_string()
+    other = replayable(copy.deepcopy(model)).release()
+    assert torch.equal(other(input_ids=torch.ones(1, 3).long()).logits, plain(torch.ones(1, 3).long()).logits)
+
+
+def test_parts_of_a_model_keep_their_own_attention() -> None:
+    model, _ = pair(qwen25_vl)
+    model.set_attn_implementation({"": "sdpa", "text_config": "sdpa", "vision_config": "eager"})
+
+    def seen() -> list[str]:
+        config = model.config
+        return [part._attn_implementation for part in (config, config.text_config, config.vision_config)]
+
+    ready = replayable(model)
+    assert adapter.NAME in seen()
+    ready.release()
+    assert seen() == ["sdpa", "sdpa", "eager"]
+
+
+def test_the_padded_path_gives_way_to_the_packed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = pair(llama)
+    ready = replayable(model)
+    packed = response_log_probs(ready, batch_of())
+    monkeypatch.setenv("MASKPACK_PACKED_REPLAY", "0")
+    assert off(response_log_probs(ready, batch_of()), packed.values()) <= LIMIT
+    monkeypatch.setenv("MASKPACK_PACKED_REPLAY", "1")
+    assert torch.equal(response_log_probs(ready, batch_of()).values(), packed.values())
+
+
+def test_released_layers_do_not_run_again_unnoticed() -> None:
+    model, _ = pair(llama)
+    model.train()
+    checkpoint(model, False)
+    ready = replayable(model)
+    seen = response_log_probs(ready, batch_of())
+    ready.release()
+    with pytest.raises(ReplayError, match="packed rows came to the model's own attention"):
+        seen.values().sum().backward()
+
+
+# -------------------------------------------------------------------- values of a critic
+
+
+@pytest.mark.parametrize("tail", [1, 64])
+def test_values_of_a_critic(tail: int) -> None:
+    """A head of one number for each token, over packed rows: `extract_response` takes those that score response tokens,
+    one place before each, as the padded path of PPO does."""
+    torch.manual_seed(2)
+    model = tf.Qwen3ForTokenClassification(tf.Qwen3Config(**TINY, head_dim=8, num_labels=1)).eval()
+    plain = copy.deepcopy(model)
+    batch = batch_of()
+    nested = mp.nest_batch_by_mask(batch, pad_token_id=0)
+
+    model.set_attn_implementation(adapter.NAME)
+    inputs = PackedInputs.of(nested, multiple_of=tail)
+    out = model(
+        input_ids=inputs.input_ids,
+        position_ids=inputs.position_ids,
+        use_cache=False,
+        cu_seq_lens_q=inputs.cu_seqlens,
+        max_length_q=inputs.max_seqlen,
+    ).logits[0, : inputs.num_tokens, 0]
+    values = mp.extract_response(nested, out)
+
+    rows = [
+        torch.stack([given[nth - 1, 0] for nth in responses])
+        for given, _, responses in alone(plain, batch)
+        if responses
+    ]
+    truth = torch.cat(rows)
+    assert [len(row) for row in values.unbind()] == [r for _, r in ROWS]
+    assert off(values, truth) <= LIMIT
+    assert torch.equal(jagged(out.index_select(0, inputs.predict), inputs.response).values(), values.values())
+    padded = mp.select_and_pad_to_response(nested.clone(False).set("values", values.detach()), "values")["values"]
+    assert tuple(padded.shape) == (len(ROWS), RESPONSE)
+    close_gradients(gradients(model, values.values()), gradients(plain, truth))
+
+
+def test_a_critic_without_bounds_raises() -> None:
+    model = tf.Qwen3ForTokenClassification(tf.Qwen3Config(**TINY, head_dim=8, num_labels=1)).eval()
+    model.set_attn_implementation(adapter.NAME)
+    with pytest.raises(ReplayError, match="did not receive cu_seq_lens_q"):
+        model(input_ids=PackedInputs.of(batch_of()).input_ids)

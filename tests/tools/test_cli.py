@@ -1,0 +1,546 @@
+"""The command line: the demo runs, its comparison can fail, and a missing extra is one line; inspect shows the figures
+of every kind of file, and what it cannot read is one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import samples
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase
+
+import maskpack
+import maskpack.tools
+from maskpack.dispatch import WorkerGroup
+from maskpack.packed.sizes import report
+from maskpack.tools import cli, demo
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return demo.rollout_batch(demo.tiny_model(5), demo.sums(2, seed=5), responses=3, seed=5)
+
+
+# -------------------------------------------------------------------- the run
+
+
+def test_demo_runs_from_any_directory(tmp_path):
+    """In a process of its own, with a row count that the ranks cannot share evenly."""
+    command = [sys.executable, "-m", "maskpack.tools.cli", "demo", "--prompts", "3", "--responses", "1", "--seed", "1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "All outputs were bitwise equal" in done.stdout
+    assert "all but the model" in done.stdout
+    assert "Warning" not in done.stderr
+
+
+def test_demo_fails_on_one_changed_bit(monkeypatch, capsys):
+    class Flipping(WorkerGroup):
+        def call(self, method, batch, /, *args, **kwargs):
+            output = super().call(method, batch, *args, **kwargs)
+            if isinstance(output, TensorDictBase):
+                output["entropys"].view(torch.int32)[-1, 0] ^= 1
+            return output
+
+    monkeypatch.setattr(demo, "WorkerGroup", Flipping)
+    assert cli.main(["demo", "--prompts", "2", "--responses", "2", "--ranks", "1"]) == 1
+    shown = capsys.readouterr().out
+    assert "THE OUTPUTS DIFFER" in shown
+    assert '"entropys" differs in 1 of 4096 values, first in row 3, column 0: ' in shown
+    assert "bitwise equal" not in shown
+
+
+# -------------------------------------------------------------------- the comparison
+
+
+def test_compare_counts_values_and_takes_nan_as_bits():
+    values = {"a": torch.tensor([[1.0, float("nan")], [-0.0, 2.0]]), "b": torch.arange(3), "c": torch.zeros(0, 4)}
+    assert demo.compare(values, {name: value.clone() for name, value in values.items()}) == 7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8])
+def test_compare_names_field_place_and_both_values(dtype):
+    left = torch.zeros(3, 2, 2, dtype=dtype)
+    right = left.clone()
+    right[1, 0, 1] = 1
+    with pytest.raises(demo.OutputsDiffer) as caught:
+        demo.compare({"same": left, "values": left}, {"same": left, "values": right})
+    message = str(caught.value)
+    assert message.startswith('"values" differs in 1 of 12 values, first in row 1, column 0, 1: ')
+    assert repr(left[0, 0, 0].item()) in message
+    assert repr(right[1, 0, 1].item()) in message
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (torch.tensor([0.0]), torch.tensor([-0.0])),
+        (torch.tensor([1.0]), torch.tensor([1.0]).nextafter(torch.tensor([2.0]))),
+        (torch.tensor([float("nan")]), torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)),
+    ],
+)
+def test_compare_shows_the_bits_of_values_that_look_alike(left, right):
+    with pytest.raises(demo.OutputsDiffer, match=r"\(bits 0x[0-9a-f]+\) the padded way; .* \(bits 0x[0-9a-f]+\)"):
+        demo.compare({"a": left}, {"a": right})
+
+
+@pytest.mark.parametrize(
+    ("right", "message"),
+    [
+        ({"b": torch.zeros(2)}, r"gave \['a'\]; maskpack gave \['b'\]"),
+        ({"a": torch.zeros(2, dtype=torch.int32)}, r"float32 \(2,\) the padded way; torch.int32 \(2,\)"),
+        ({"a": torch.zeros(3)}, r"float32 \(2,\) the padded way; torch.float32 \(3,\)"),
+    ],
+)
+def test_compare_wants_the_same_names_dtypes_and_shapes(right, message):
+    with pytest.raises(demo.OutputsDiffer, match=message):
+        demo.compare({"a": torch.zeros(2)}, right)
+
+
+def test_wire_bytes_counts_the_stream_and_the_buffers(batch):
+    payload = batch["input_ids"].numel() * 8
+    assert payload < demo.wire_bytes(batch.select("input_ids")) < payload + 4096
+    array = batch["input_ids"].numpy()
+    assert payload < demo.wire_bytes(array) < payload + 512
+    assert demo.wire_bytes(maskpack.compress(batch, pad_token_id=demo.PAD)) < demo.wire_bytes(batch) / 3
+
+
+# -------------------------------------------------------------------- what it works on
+
+
+def test_rollouts_are_padded_as_a_trainer_pads_them(batch):
+    mask, lengths = batch["response_mask"].bool(), batch["response_mask"].sum(1)
+    prompts, responses = batch["prompts"], batch["responses"]
+    assert torch.equal(batch["input_ids"], torch.cat([prompts, responses], 1))
+    assert torch.equal(batch["attention_mask"][:, demo.PROMPT_WIDTH :], batch["response_mask"])
+    assert torch.equal(mask, torch.arange(mask.shape[1]) < lengths[:, None])
+    assert (responses[~mask] == demo.PAD).all()
+    assert (batch["rollout_log_probs"][~mask] == 0).all()
+    assert (responses.gather(1, lengths[:, None] - 1) == demo.EOS).all()
+    for row, prompt in enumerate(prompt for prompt, _ in demo.sums(2, seed=5) for _ in range(3)):
+        text = prompt.encode()
+        assert bytes(prompts[row, -len(text) :].tolist()) == text
+        assert (prompts[row, : -len(text)] == demo.PAD).all()
+    assert {value.dtype for value in batch.values() if isinstance(value, torch.Tensor)} == {torch.int64, torch.float32}
+
+
+def test_workers_score_what_was_sampled(batch):
+    """The log-probs of one pass over the padded batch are those of the sampling loop with its cache."""
+    threads = torch.get_num_threads()
+    try:
+        scored = demo.Trainer(5).log_probs(batch)["old_log_probs"]
+    finally:
+        torch.set_num_threads(threads)
+    torch.testing.assert_close(scored, batch["rollout_log_probs"], atol=1e-4, rtol=1e-4)
+    assert (scored[batch["response_mask"] == 0] == 0).all()
+
+
+# -------------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize("name", ["ray", "rich", "transformers"])
+def test_missing_extra_is_one_line(name, monkeypatch, capsys):
+    monkeypatch.delattr(maskpack.tools, "demo")
+    for module in [known for known in sys.modules if known.startswith((f"{name}.", "maskpack.tools.demo"))]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, name, None)
+    assert cli.main(["demo"]) == 2
+    shown = capsys.readouterr()
+    assert shown.err == f"maskpack demo: {name} is not installed; run: pip install 'maskpack[demo]'\n"
+    assert shown.out == ""
+
+
+def test_other_missing_modules_are_not_blamed_on_the_extra(monkeypatch):
+    monkeypatch.delattr(maskpack.tools, "demo")
+    monkeypatch.delitem(sys.modules, "maskpack.tools.demo")
+    monkeypatch.setitem(sys.modules, "maskpack.dispatch.group", None)
+    with pytest.raises(ModuleNotFoundError, match="maskpack"):
+        cli.main(["demo"])
+
+
+def test_cli_imports_nothing_heavy():
+    code = "import sys, maskpack.tools.cli; print(sorted({'ray', 'rich', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "required: command"),
+        (["demo", "--prompts", "0"], "0 is less than 1"),
+        (["demo", "--prompts", "1", "--responses", "1"], "1 rows for 2 ranks"),
+        (["inspect"], "required: FILE"),
+        (["inspect", "b", "--pad-token-id", "x"], "invalid int value"),
+    ],
+)
+def test_wrong_arguments_exit_with_2(argv, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(argv)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------- inspect
+
+PAD = ["--pad-token-id", str(samples.PAD)]
+
+
+class Own:
+    """What only a pickle can say."""
+
+    def __eq__(self, other):
+        return isinstance(other, Own)
+
+    __hash__ = None
+
+
+class Running:
+    """A pickle of it touches a file when it is read."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return exec, (f"open({str(self.mark)!r}, 'w').close()",)
+
+
+def rollout():
+    return samples.rollout(objects=False).set("odd", torch.randn(7, 3, 2))
+
+
+def packed():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", maskpack.errors.MaskpackWarning)
+        return maskpack.compress(rollout(), pad_token_id=samples.PAD)
+
+
+def as_packed(path):
+    packed().save(path)
+
+
+def as_torch(path):
+    torch.save(rollout(), path)
+
+
+def as_old_torch(path):
+    torch.save(dict(rollout().items()), path, _use_new_zipfile_serialization=False)
+
+
+def as_dict(path):
+    torch.save(dict(rollout().items()), path)
+
+
+def as_memory_map(path):
+    rollout().memmap(path)
+
+
+def as_pickled_batch(path):
+    torch.save(packed(), path)
+
+
+def inspected(argv, capsys):
+    """What the command says of a good file."""
+    assert cli.main(["inspect", *map(str, argv)]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    return shown.out
+
+
+def refused(argv, capsys):
+    """The one line that the command says of a bad one."""
+    assert cli.main(["inspect", *map(str, argv)]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.endswith("\n")
+    assert shown.err.count("\n") == 1
+    assert shown.err.startswith("maskpack inspect: ")
+    return shown.err
+
+
+def matches(said, found):
+    """Whether JSON of the command has the figures of a report."""
+    assert [said[name] for name in ("rows", "padded_bytes", "real_bytes", "ratio", "fill", "layouts_bytes")] == [
+        found[f"maskpack/{name}"] for name in ("rows", "padded_bytes", "real_bytes", "ratio", "fill", "layouts_bytes")
+    ]
+    assert said["wire_bytes"] == found["maskpack/wire_bytes"]
+    for field in said["fields"]:
+        for name in ("padded_bytes", "real_bytes", "wire_bytes"):
+            assert field[name] == found[f"maskpack/field/{'/'.join(field['path'])}/{name}"]
+    assert 3 * len(said["fields"]) == sum(name.startswith("maskpack/field/") for name in found)
+
+
+@pytest.mark.parametrize("save", [as_packed, as_torch, as_old_torch, as_dict, as_memory_map, as_pickled_batch])
+def test_inspect_reads_every_kind_of_file(save, tmp_path, capsys):
+    file = tmp_path / "batch"
+    save(file)
+    flags = {as_packed: [], as_pickled_batch: ["--allow-pickle"]}.get(save, PAD)
+    said = json.loads(inspected([file, "--json", *flags], capsys))
+    assert said["file"] == str(file)
+    matches(said, report(rollout(), packed()))
+
+
+def test_inspect_in_a_process_of_its_own(tmp_path, capsys):
+    packed().save(tmp_path / "b")
+    command = [sys.executable, "-m", "maskpack.tools.cli", "inspect", str(tmp_path / "b"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    matches(json.loads(done.stdout), report(None, packed()))
+    said = refused([tmp_path / "none"], capsys)
+    assert said == f"maskpack inspect: {tmp_path / 'none'}: No such file or directory\n"
+
+
+def test_inspect_shows_a_table(tmp_path, capsys):
+    packed().save(tmp_path / "b")
+    out = inspected([tmp_path / "b"], capsys)
+    found = report(rollout(), packed())
+    lines = out.splitlines()
+    assert lines[0] == f"{tmp_path / 'b'}: 7 rows, {len(rollout().keys())} fields, no codec"
+    rows = {line.split()[0]: line for line in lines[2:] if line.strip("- ") and line[0] != " "}
+    for name in rollout().keys():  # noqa: SIM118  (TensorDict iterates over rows)
+        cells = [f"{found[f'maskpack/field/{name}/{kind}_bytes']:,}" for kind in ("padded", "real", "wire")]
+        assert " ".join(cells) in " ".join(rows[name].split())
+        assert len(rows[name]) <= len(rows["field"])
+    for kind in ("padded", "real", "wire"):
+        assert f"{found[f'maskpack/{kind}_bytes']:,}" in rows["total"].split()
+    assert rows["input_ids"].split()[-2] == "-"
+    below = out.partition("Fields that stay padded:\n")[2].splitlines()
+    assert below == [
+        "  reward_baselines (7,) float32, 28 bytes: by design",
+        "  dummy_tensor (7, 1) uint8, 7 bytes: by design",
+        "  odd (7, 3, 2) float32, 168 bytes: the registry does not know it",
+    ]
+
+
+def test_inspect_without_zstandard(tmp_path, capsys, monkeypatch):
+    packed().save(tmp_path / "b")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    assert "needs zstandard" in inspected([tmp_path / "b"], capsys)
+
+
+def test_inspect_a_slice_a_codec_objects_sub_batches_and_no_rows(tmp_path, capsys):
+    batch = samples.rollout()
+    batch["sub"] = batch.select("attention_mask", "responses", "returns")
+    for name, shown in {
+        "slice": maskpack.compress(batch, pad_token_id=samples.PAD)[2:5],
+        "codec": maskpack.compress(batch, pad_token_id=samples.PAD, codec="zstd"),
+        "none": maskpack.compress(batch[:0], pad_token_id=samples.PAD),
+    }.items():
+        shown.save(tmp_path / name)
+        said = json.loads(inspected([tmp_path / name, "--json"], capsys))
+        loaded = maskpack.PackedBatch.load(tmp_path / name)
+        matches(said, report(None, loaded))
+        assert said["rows"] == len(shown)
+        assert said["codec"] == shown.codec
+        assert ["sub", "returns"] in [field["path"] for field in said["fields"]]
+        assert "total" in inspected([tmp_path / name], capsys)
+
+
+def test_inspect_a_tree_of_plain_dicts(tmp_path, capsys):
+    fields = dict(rollout().select("attention_mask", "responses").items())
+    torch.save({**fields, "ref": dict(fields), "step": 3, "lines": ["a", "b"]}, tmp_path / "b")
+    said = json.loads(inspected([tmp_path / "b", "--json", *PAD], capsys))
+    assert [field["path"] for field in said["fields"]] == [
+        ["attention_mask"],
+        ["responses"],
+        ["ref", "attention_mask"],
+        ["ref", "responses"],
+    ]
+    assert said["rows"] == 7
+    assert said["objects_bytes"] > 0
+
+
+def test_inspect_a_dict_whose_tensors_have_other_rows(tmp_path, capsys):
+    torch.save({"a": torch.zeros(3, 2), "b": torch.zeros(4), "c": torch.tensor(1)}, tmp_path / "b")
+    said = json.loads(inspected([tmp_path / "b", "--json"], capsys))
+    assert [(field["shape"], field["padded_bytes"]) for field in said["fields"]] == [([3, 2], 24), ([4], 16), ([], 8)]
+
+
+@pytest.mark.parametrize("kind", ["json", "yaml", "yml"])
+def test_inspect_takes_a_registry(kind, tmp_path, capsys):
+    mask = torch.tensor([[1, 0, 0], [1, 1, 0]])
+    torch.save({"m": mask, "x": torch.tensor([[5, 7, 7], [6, 4, 7]]), "attention_mask": mask}, tmp_path / "b")
+    spec = {"fields": {"m": {"mask": "m"}, "x": {"mask": "m", "pad": 7}}}
+    text = json.dumps(spec) if kind == "json" else pytest.importorskip("yaml").safe_dump(spec)
+    (tmp_path / f"r.{kind}").write_text(text)
+    said = json.loads(inspected([tmp_path / "b", "--json", "--registry", tmp_path / f"r.{kind}"], capsys))
+    assert [field["kind"] for field in said["fields"]] == ["padded", "padded", "dense"]  # RL_FIELDS are not added
+    assert [field["real_bytes"] for field in said["fields"]] == [24, 24, 48]
+    without = json.loads(inspected([tmp_path / "b", "--json"], capsys))
+    assert [field["kind"] for field in without["fields"]] == ["dense", "dense", "padded"]
+
+
+def test_inspect_draws_a_chart(tmp_path, capsys):
+    packed().save(tmp_path / "b")
+    inspected([tmp_path / "b", "--plot", tmp_path / "b.svg"], capsys)
+    space = "{http://www.w3.org/2000/svg}"
+    groups = list(ElementTree.parse(tmp_path / "b.svg").getroot().iter(f"{space}g"))
+    assert [group.find(f"{space}title").text for group in groups] == list(rollout().keys())
+    assert {len(group.findall(f"{space}rect")) for group in groups} == {3}
+
+
+# -------------------------------------------------------------------- what inspect refuses
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "0 bytes; expected at least 8"),
+        (b"hello, this is text", "a header of"),
+        (b"PK\x03\x04 no zip", "cannot be read: RuntimeError"),
+        (b"\x80\x02 no pickle", "cannot be read: ValueError"),
+        (b"\x80", "cannot be read: ValueError"),
+        (b"\x18" + bytes(7) + b'{"__metadata__": {}}    ', "a safetensors file without our metadata"),
+    ],
+)
+def test_inspect_refuses_other_files(data, message, tmp_path, capsys):
+    (tmp_path / "b").write_bytes(data)
+    assert message in refused([tmp_path / "b"], capsys)
+
+
+@pytest.mark.parametrize("save", [as_packed, as_dict])
+def test_inspect_refuses_files_cut_anywhere(save, tmp_path, capsys):
+    save(tmp_path / "whole")
+    data = (tmp_path / "whole").read_bytes()
+    for end in range(0, len(data), 97):
+        (tmp_path / "b").write_bytes(data[:end])
+        refused([tmp_path / "b", *PAD], capsys)
+        refused([tmp_path / "b", "--allow-pickle", *PAD], capsys)
+
+
+def test_inspect_reads_pickles_only_when_told(tmp_path, capsys):
+    mark = tmp_path / "mark"
+    torch.save({"x": torch.zeros(2), "o": Running(mark)}, tmp_path / "b")
+    assert "Give --allow-pickle if you trust the file: a pickle runs code" in refused([tmp_path / "b"], capsys)
+    assert not mark.exists()
+    inspected([tmp_path / "b", "--allow-pickle"], capsys)
+    assert mark.exists()
+
+
+def test_inspect_reads_pickles_of_a_memory_map_only_when_told(tmp_path, capsys):
+    batch = TensorDict({"x": torch.zeros(2), "o": NonTensorData(Own(), batch_size=[2])}, [2])
+    batch.memmap(tmp_path / "b")
+    assert "Pickle can execute arbitrary code. Pass --allow-pickle only" in refused([tmp_path / "b"], capsys)
+    inspected([tmp_path / "b", "--allow-pickle"], capsys)
+
+
+def test_inspect_trusts_no_load_memmap_that_cannot_refuse_pickles(tmp_path, capsys, monkeypatch):
+    """As that of tensordict 0.10."""
+    load = TensorDict.load_memmap
+    as_memory_map(tmp_path / "b")
+    monkeypatch.setattr(TensorDict, "load_memmap", staticmethod(lambda prefix: load(prefix, allow_pickle=True)))
+    assert "this tensordict may run pickles" in refused([tmp_path / "b", *PAD], capsys)
+    inspected([tmp_path / "b", "--allow-pickle", *PAD], capsys)
+
+
+def test_inspect_reads_pickles_of_a_packed_batch_only_when_told(tmp_path, capsys):
+    batch = TensorDict({"x": torch.zeros(2), "o": NonTensorData(Own(), batch_size=[2])}, [2])
+    maskpack.compress(batch).save(tmp_path / "b", allow_pickle=True)
+    assert "Pass --allow-pickle if you trust who wrote it" in refused([tmp_path / "b"], capsys)
+    inspected([tmp_path / "b", "--allow-pickle"], capsys)
+
+
+@pytest.mark.parametrize("save", [as_torch, as_memory_map])
+def test_inspect_guesses_no_pad(save, tmp_path, capsys):
+    save(tmp_path / "b")
+    said = refused([tmp_path / "b"], capsys)
+    assert 'field "prompts" is padded with PAD_TOKEN_ID, and no pad_token_id was given' in said
+    assert "Pass --pad-token-id N" in said
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([torch.zeros(2)], "holds a list; expected a TensorDict or a dict of tensors"),
+        (torch.zeros(2), "holds a Tensor; expected"),
+        ({}, "holds a dict without tensors"),
+        ({"a": 1}, "holds a dict without tensors"),
+        ({3: torch.zeros(2)}, "holds a dict with the key 3; expected names"),
+        ({"a": {(1, 2): torch.zeros(2)}}, "holds a dict with the key (1, 2)"),
+        ({"x": torch.zeros(2, 2).to_sparse()}, 'field "x" has the memory layout torch.sparse_coo'),
+        ({"x": {"y": torch.zeros(2, 2, device="meta")}}, "tensors on the meta device"),
+        ({"attention_mask": torch.ones(2, 3), "input_ids": torch.ones(2, 4)}, 'field "input_ids" is (2, 4)'),
+    ],
+)
+def test_inspect_refuses_what_is_no_batch(value, message, tmp_path, capsys):
+    torch.save(value, tmp_path / "b")
+    assert message in refused([tmp_path / "b", *PAD], capsys)
+
+
+def test_inspect_refuses_directories_that_are_no_memory_map(tmp_path, capsys):
+    assert "is a directory without meta.json" in refused([tmp_path], capsys)
+    (tmp_path / "meta.json").write_text("[]")
+    assert "cannot be read: " in refused([tmp_path], capsys)
+    as_memory_map(tmp_path / "b")
+    (tmp_path / "b" / "prompts.memmap").write_bytes(b"short")
+    assert "cannot be read: " in refused([tmp_path / "b", *PAD], capsys)
+    assert (tmp_path / "b" / "prompts.memmap").read_bytes() == b"short"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("r.toml", "", "expected a file that ends in .json, .yaml or .yml"),
+        ("r.json", "{", "Expecting property name"),
+        ("r.json", "[]", "expected a dict"),
+        ("r.json", "[" * 100_000, "recursion"),
+        ("r.json", '{"axes": []}', "MaskNestingRegistry"),
+        ("r.json", '{"fields": {"x": {"mask": 3}}}', "mask"),
+        ("r.json", '{"fields": {"x": {}}}', 'field "x": no mask'),
+        ("r.json", '{"colours": {}}', "unknown entries ['colours']"),
+        ("r.json", b"\xff\xfe\x00", "--registry"),
+        ("r.yaml", "a: [", "expected what MaskNestingRegistry.to_dict gives"),
+        ("r.yaml", "- 1", "expected a dict"),
+        ("r.yaml", "", "expected a dict"),
+        ("r.yaml", "!!python/object/apply:os.getcwd []", "could not determine a constructor"),
+    ],
+)
+def test_inspect_refuses_bad_registries(name, text, message, tmp_path, capsys):
+    as_dict(tmp_path / "b")
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert message in refused([tmp_path / "b", "--registry", tmp_path / name, *PAD], capsys)
+
+
+def test_inspect_without_a_registry_file_or_yaml(tmp_path, capsys, monkeypatch):
+    as_dict(tmp_path / "b")
+    assert "r.json: No such file" in refused([tmp_path / "b", "--registry", tmp_path / "r.json"], capsys)
+    (tmp_path / "r.yaml").write_text("fields: {}")
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert "PyYAML is not installed" in refused([tmp_path / "b", "--registry", tmp_path / "r.yaml"], capsys)
+
+
+def test_inspect_refuses_charts_that_it_cannot_write(tmp_path, capsys):
+    as_packed(tmp_path / "b")
+    assert "expected a file that ends in .svg" in refused([tmp_path / "b", "--plot", tmp_path / "b.png"], capsys)
+    assert not (tmp_path / "b.png").exists()
+    assert "No such file" in refused([tmp_path / "b", "--plot", tmp_path / "none" / "b.svg"], capsys)
+    (tmp_path / "d.svg").mkdir()
+    assert "Is a directory" in refused([tmp_path / "b", "--plot", tmp_path / "d.svg"], capsys)
+
+
+def test_inspect_shows_names_without_control_signs(tmp_path, capsys):
+    torch.save({"red\x1b[31m\n": torch.zeros(2, 2)}, tmp_path / "b")
+    assert "red\\x1b[31m\\n" in inspected([tmp_path / "b"], capsys)
+    torch.save({"a": torch.zeros(2, 2), 1.5: "\x1b"}, tmp_path / "b")
+    assert "\x1b" not in refused([tmp_path / "b"], capsys)
+
+
+def test_inspect_cuts_long_names(tmp_path, capsys):
+    """Every line is as wide as the longest name."""
+    fields = {"x" * 50_000: torch.zeros(2), **{f"y{n}": torch.zeros(2) for n in range(40)}}
+    maskpack.compress(TensorDict(fields, [2])).save(tmp_path / "b")
+    assert cli.main(["inspect", str(tmp_path / "b")]) == 0
+    shown = capsys.readouterr().out
+    assert "\n" + "x" * 80 + "...  float32" in shown
+    assert len(shown) < 80_000
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as done:
+        cli.main(["--version"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out == f"maskpack {maskpack.__version__}\n"

@@ -1,0 +1,1145 @@
+"""BatchView against padded batches whose rows are taken one by one, in plain loops."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import samples
+import strategies
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import assert_same_batch
+from samples import assert_same
+from strategies import Case, batches, row_ops, rows_after
+from tensordict import NonTensorData, TensorDict
+from test_packed import TOKEN, Part, assert_same_rows, joined_by_hand, parts_of_widths
+
+from maskpack import LAYOUTS, MaskNestingSpec, PackedBatch, compress, decompress, unnest
+from maskpack.core.index import IntArray
+from maskpack.errors import FieldError, LayoutError
+from maskpack.packed.references import kind_of
+from maskpack.views.column_group import BatchMeta
+from maskpack.views.segments import Segments
+from maskpack.views.view import BatchView
+
+quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
+
+
+class Ref:
+    """Stands for a packed batch that lies elsewhere."""
+
+
+class Store:
+    """Where packed batches lie as bytes; `get` counts what is fetched, and every fetch is another object."""
+
+    def __init__(self) -> None:
+        self.held: dict[Ref, bytes] = {}
+        self.fetched: list[Ref] = []
+        self.calls = 0
+
+    def put(self, packed: PackedBatch) -> BatchView:
+        """A view of a reference to it, with a BatchMeta that travelled."""
+        ref = Ref()
+        self.held[ref] = pickle.dumps(packed, protocol=5)
+        return BatchView.at(ref, pickle.loads(pickle.dumps(BatchMeta.of(packed))))
+
+    def get(self, refs: list[Any]) -> list[PackedBatch]:
+        assert type(refs) is list
+        self.calls += 1
+        self.fetched += refs
+        return [pickle.loads(self.held[ref]) for ref in refs]
+
+    def take_counts(self) -> list[int]:
+        """How often each reference was fetched since the last time, in the order in which they were put."""
+        counts = [self.fetched.count(ref) for ref in self.held]
+        self.fetched = []
+        return counts
+
+
+def no_get(refs: list[Any]) -> Any:
+    raise AssertionError("fetched")
+
+
+def pack(batch: TensorDict, **more: Any) -> PackedBatch:
+    return compress(batch, pad_token_id=samples.PAD, **more)
+
+
+def rollout(*args: Any, **more: Any) -> TensorDict:
+    """Without the list that follows the rows, so that TensorDict's own indexing is right."""
+    return samples.rollout(*args, **more).exclude("global_token_num")
+
+
+def taken(batch: TensorDict, *names: Any) -> TensorDict:
+    """Some fields, in the order of the batch."""
+    found = {name: batch.get(name) for name in batch.keys() if name in names}  # noqa: SIM118
+    return TensorDict(found, batch_size=batch.batch_size, device=batch.device)
+
+
+def segments_of(view: BatchView) -> list[tuple[int, int, int]]:
+    """Of a view whose fields come from the same places."""
+    (group,) = view.groups
+    parts = group.segments
+    return list(zip(parts.source.tolist(), parts.start.tolist(), parts.count.tolist(), strict=True))
+
+
+# -------------------------------------------------------------------- work that grows with the rows, not their square
+
+
+@pytest.fixture
+def rows_listed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each list of all rows of a group had."""
+    listed: list[int] = []
+    by_row = Segments.by_row
+
+    def counted(self: Segments) -> tuple[IntArray, IntArray]:
+        listed.append(self.num_rows)
+        return by_row(self)
+
+    monkeypatch.setattr(Segments, "by_row", counted)
+    return listed
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_parts_cost_their_own_rows(shuffled: bool, rows_listed: list[int]) -> None:
+    batch = rollout([(1 + row % 3, row % 5) for row in range(300)])
+    parts = [BatchView.of(pack(part)) for part in batch.split(100)]
+    order = torch.randperm(300, generator=torch.Generator().manual_seed(0)).tolist() if shuffled else [*range(300)]
+    view = BatchView.cat(parts).take(order)
+    rows_listed.clear()
+    cut = [*view.split(1), *view.chunk(150), *(view[row : row + 2] for row in range(298))]
+    assert sum(rows_listed) <= 4 * view.num_rows
+    spans = [(row, row + 1) for row in range(300)] + [(2 * row, 2 * row + 2) for row in range(150)]
+    spans += [(row, row + 2) for row in range(298)]
+    for part, (begin, end) in zip(cut, spans, strict=True):
+        sources, held = [parts[row // 100].groups[0].sources[0].held for row in order[begin:end]], []
+        for segment, start, count in segments_of(part):
+            held += [(part.groups[0].sources[segment].held, start + row) for row in range(count)]
+        assert [(id(source), row) for source, row in held] == [
+            (id(source), order[place] % 100) for source, place in zip(sources, range(begin, end), strict=True)
+        ]
+        assert len(part.groups[0].sources) == len({id(source) for source in sources})
+
+
+def test_references_are_compared_by_their_hash() -> None:
+    compared = 0
+
+    class Counted:
+        def __init__(self, name: int) -> None:
+            self.name = name
+
+        def __hash__(self) -> int:
+            return hash(self.name)
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return isinstance(other, Counted) and other.name == self.name
+
+    meta = BatchMeta.of(pack(rollout([(2, 3), (1, 1)])))
+    views = [BatchView.at(Counted(number % 60), meta) for number in range(120)]  # two equal references each
+    joined = BatchView.cat(views)
+    assert compared <= 2 * len(views)
+    assert [source.held.name for source in joined.groups[0].sources] == [*range(60)]
+    assert segments_of(joined) == [(number % 60, 0, 2) for number in range(120)]
+
+
+def test_references_without_a_hash_stand_for_themselves() -> None:
+    meta = BatchMeta.of(pack(rollout([(2, 3), (1, 1)])))
+    one, other = BatchView.at([1], meta), BatchView.at([1], meta)
+    assert len(BatchView.cat([one, one[::-1]]).groups[0].sources) == 1
+    assert len(BatchView.cat([one, other]).groups[0].sources) == 2
+
+
+# -------------------------------------------------------------------- any operations over any sources
+
+
+@st.composite
+def operations(draw: st.DrawFn, rows: int, empty: bool = True) -> tuple[list[Callable[[Any], Any]], list[int]]:
+    """Operations on a view of `rows` rows, and the rows that they leave."""
+    steps: list[Callable[[Any], Any]] = []
+    left = list(range(rows))
+    for _ in range(draw(st.integers(0, 3))):
+        if len(left) <= 6 and draw(st.integers(0, 3)) == 0:
+            times, interleave = draw(st.integers(0 if empty else 1, 3)), draw(st.booleans())
+            steps.append(lambda view, t=times, i=interleave: view.repeat(t, interleave=i))
+            left = [row for row in left for _ in range(times)] if interleave else left * times
+        else:
+            ops = draw(row_ops(len(left), max_size=1, empty=empty))
+            steps.append(ops[0].on_packed)
+            left = [left[place] for place in rows_after(ops, len(left), even_chunks=True)]
+    return steps, left
+
+
+def after(view: BatchView, steps: Sequence[Callable[[Any], Any]]) -> BatchView:
+    for step in steps:
+        view = step(view)
+    return view
+
+
+@pytest.mark.parametrize("name", strategies.MANY_RUNS)
+def test_views_of_masks_of_many_runs(name: str) -> None:
+    """Their BatchMetas travel with the bits of the masks; what they materialize is exact."""
+    mask, width = strategies.MANY_RUNS[name]
+    batch, registry = strategies.batch_under(mask, width)
+    packed = compress(batch, registry=registry)
+    bits = len(mask) * ((width + 7) // 8)
+    head = len(pickle.dumps(BatchView.of(packed[:0]).head))
+    assert len(pickle.dumps(BatchMeta.of(packed))) <= bits + 2 * head + 1024
+    store = Store()
+    view = store.put(packed)
+    order = np.arange(len(mask))[::-2]
+    assert_same_batch(view.take(order).materialize(get=store.get), batch[torch.from_numpy(order.copy())])
+    part = pickle.loads(pickle.dumps(BatchView.of(packed)[1:6]))
+    assert_same_batch(part.materialize(), batch[1:6])
+    assert view[1:6].layouts["mask"] == packed[1:6].layouts["mask"]
+
+
+@quiet
+@given(parts_of_widths(), st.data())
+def test_row_operations_over_sources_of_any_widths(parts: list[Part], data: st.DataObject) -> None:
+    store = Store()
+    away = [data.draw(st.booleans()) for _ in parts]
+    packs = [compress(part.batch, pad_token_id=TOKEN, strict_mask_nesting=True) for part in parts]
+    views = [store.put(packed) if there else BatchView.of(packed) for packed, there in zip(packs, away, strict=True)]
+    origin: list[tuple[int, int]] = []
+    for number, part in enumerate(parts):
+        steps, left = data.draw(operations(len(part.batch)))
+        views[number] = after(views[number], steps)
+        origin += [(number, row) for row in left]
+    view = BatchView.cat(views)
+    steps, left = data.draw(operations(len(origin)))
+    view = after(view, steps)
+    origin = [origin[place] for place in left]
+    begins = np.cumsum([0, *[len(part.batch) for part in parts]])
+    want = oracle.take_rows(joined_by_hand(parts), [begins[number] + row for number, row in origin])
+
+    assert len(view) == view.num_rows == len(want)
+    assert store.calls == 0, "no data has moved yet"
+    lengths = [(oracle.mask_rows(want["attention_mask"]), "sequence")]
+    p = max(part.prompt for part in parts)
+    lengths += [([row[:p] for row in lengths[0][0]], "prompt"), ([row[p:] for row in lengths[0][0]], "response")]
+    for mask, name in lengths:
+        assert view.lengths(name).tolist() == oracle.lengths(mask)
+        assert view.lengths(name).dtype == np.int64
+        width = {"sequence": want["attention_mask"].shape[1], "prompt": p}.get(name, want["responses"].shape[1])
+        assert (view.layouts[name].width, view.head.layouts[name].width) == (width, width)
+        assert view.layouts[name].to_mask().tolist() == mask
+
+    assert_same_rows(view.materialize(get=store.get), want)
+    used = [number in {source for source, _ in origin} for number in range(len(parts))]
+    assert store.take_counts() == [int(use) for use, there in zip(used, away, strict=True) if there]
+    assert store.calls == any(use and there for use, there in zip(used, away, strict=True)), "all at once"
+    nested = view.materialize(get=store.get, format="nested")
+    assert_same_rows(unnest(nested), want)
+    assert nested["responses"].is_nested or not len(want)
+    names = data.draw(st.lists(st.sampled_from(list(want.keys())), min_size=1, max_size=4, unique=True))
+    assert_same_rows(view.materialize(*names, get=store.get), taken(want, *names))
+    assert_same_rows(unnest(view.materialize(*names, get=store.get, format="nested")), taken(want, *names))
+    packed = view.to_packed(*names, get=store.get)
+    assert_same_rows(
+        decompress(pickle.loads(pickle.dumps(packed[::-1]))),
+        taken(oracle.take_rows(want, range(len(want))[::-1]), *names),
+    )
+
+
+@quiet
+@given(batches(dtypes=strategies.PLAIN_DTYPES), st.data())
+def test_row_operations_on_any_batch(case: Case, data: st.DataObject) -> None:
+    """Every dtype, sub-batches, jagged fields, objects; parts may hold a field dense or with other pads."""
+    store = Store()
+    choice = st.lists(st.integers(0, case.rows - 1), max_size=3)
+    groups = data.draw(st.lists(choice, min_size=1, max_size=3)) if case.rows else [[], []]
+    views = []
+    for rows in groups:
+        packed = compress(oracle.take_rows(case.batch, rows), **case.options)
+        views.append(store.put(packed) if data.draw(st.booleans()) else BatchView.of(packed))
+    line = [row for rows in groups for row in rows]
+    steps, left = data.draw(operations(len(line)))
+    view = after(BatchView.cat(views), steps)
+    want = oracle.take_rows(case.batch, [line[place] for place in left])
+    assert_same_rows(view.materialize(get=store.get), want)
+    assert max(store.take_counts(), default=0) <= 1
+    assert_same_rows(unnest(view.materialize(get=store.get, format="nested")), want)
+    names = data.draw(st.lists(st.sampled_from(list(want.keys())), min_size=1, unique=True)) if len(want.keys()) else []
+    assert_same_rows(view.materialize(*names, get=store.get), taken(want, *names) if names else want)
+
+
+@quiet
+@given(batches(), st.data())
+def test_one_source_comes_back_bit_for_bit(case: Case, data: st.DataObject) -> None:
+    packed = compress(case.batch, **case.options)
+    steps, left = data.draw(operations(case.rows))
+    view = after(BatchView.of(packed), steps)
+    assert_same_batch(view.materialize(), oracle.take_rows(case.batch, left))
+    for way in ("padded", "nested"):
+        seen, want = (
+            some.materialize(format=way) if isinstance(some, BatchView) else decompress(some, format=way)
+            for some in (view, packed[left])
+        )
+        assert_same_batch(seen.exclude(LAYOUTS), want.exclude(LAYOUTS))
+    assert_same_batch(view.materialize(device="cpu"), decompress(packed[left], device="cpu"))
+    assert view.head.schema == packed.schema
+
+
+# -------------------------------------------------------------------- rows, by hand
+
+
+def numbers(rows: int = 10) -> PackedBatch:
+    return compress(TensorDict({"x": torch.arange(rows)}, [rows]))
+
+
+def rows_of(view: BatchView) -> list[int]:
+    return view.materialize("x")["x"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("rows", "want"),
+    [
+        (slice(2, 5), [2, 3, 4]),
+        (slice(None, None, -3), [9, 6, 3, 0]),
+        (slice(-2, 99), [8, 9]),
+        ([-1, 0, 0, -10], [9, 0, 0, 0]),
+        ((1, 2), [1, 2]),
+        (np.array([3, 4], np.int32), [3, 4]),
+        (torch.tensor([7]), [7]),
+        (torch.tensor([True, False] * 5), [0, 2, 4, 6, 8]),
+        ([False] * 9 + [True], [9]),
+        (np.zeros(10, np.bool_), []),
+        ([], []),
+    ],
+)
+def test_ways_to_name_rows(rows: Any, want: list[int]) -> None:
+    view = BatchView.of(numbers())
+    assert rows_of(view[rows]) == rows_of(view.take(rows)) == want
+    assert rows_of(view[::-1][rows]) == [9 - row for row in want]
+
+
+def test_segments_that_meet_join() -> None:
+    a, b = (BatchView.of(numbers()) for _ in range(2))
+    assert segments_of(BatchView.cat([a[0:3], a[3:6]])) == [(0, 0, 6)]
+    assert segments_of(BatchView.cat([a[0:3], b[0:0], a[3:6]])) == [(0, 0, 6)]
+    assert segments_of(BatchView.cat([a[0:3], b[3:6], b[6:7], a[3:4], a[4:5]])) == [(0, 0, 3), (1, 3, 4), (0, 3, 2)]
+    assert segments_of(BatchView.cat([a, b])[[8, 9, 10, 11, 9]]) == [(0, 8, 2), (1, 0, 2), (0, 9, 1)]
+    assert segments_of(BatchView.cat([b, a])[10:12]) == [(0, 0, 2)], "the source that gives no row is gone"
+    assert segments_of(a.repeat(2)[::2]) == [(0, 0, 10)]
+    packed = numbers()
+    again = BatchView.cat([BatchView.of(packed)[:3], BatchView.of(packed)[3:]])
+    assert segments_of(again) == [(0, 0, 10)]
+    assert len(again.groups[0].sources) == 1
+    assert segments_of(a[0:0]) == []
+    assert repr(BatchView.cat([a, b])) == "BatchView(rows=20, fields=1, segments=2)"
+
+
+def test_split_chunk_and_repeat() -> None:
+    view = BatchView.of(numbers(7))
+    assert [rows_of(part) for part in view.split(3)] == [[0, 1, 2], [3, 4, 5], [6]]
+    assert [rows_of(part) for part in view.split([0, 6, 1])] == [[], [0, 1, 2, 3, 4, 5], [6]]
+    assert [rows_of(part) for part in view.chunk(3)] == [[0, 1, 2], [3, 4], [5, 6]]
+    assert [len(part) for part in view.chunk(9)] == [1] * 7 + [0, 0]
+    assert rows_of(view[:2].repeat(3)) == [0, 0, 0, 1, 1, 1]
+    assert rows_of(view[:2].repeat(np.int64(2), interleave=False)) == [0, 1, 0, 1]
+    assert len(view.repeat(0)) == 0
+    assert view[0:0].split(2) == ()
+
+
+def test_sort_by_length() -> None:
+    batch = rollout(((2, 3), (1, 5), (2, 3), (0, 0), (5, 0), (1, 5)))
+    view = BatchView.of(pack(batch)).with_fields(numbers(6))
+    assert view.lengths("sequence").tolist() == view.tokens().tolist() == [5, 6, 5, 0, 5, 6]
+    for sort, want in (
+        (view.sort_by_length(), [3, 0, 2, 4, 1, 5]),
+        (view.sort_by_length(descending=True), [1, 5, 0, 2, 4, 3]),
+        (view.sort_by_length("response"), [3, 4, 0, 2, 1, 5]),
+        (view.sort_by_length("prompt", descending=True), [4, 0, 2, 1, 5, 3]),
+    ):
+        assert rows_of(sort) == want
+        assert sort.tokens().tolist() == [[5, 6, 5, 0, 5, 6][row] for row in want]
+    assert BatchView.of(numbers(3)).tokens().tolist() == [0, 0, 0]
+    assert rows_of(BatchView.of(numbers(3)).sort_by_length()) == [0, 1, 2]
+    lengths = view.lengths("prompt")
+    lengths[:] = 0
+    assert view.lengths("prompt").tolist() == [2, 1, 2, 0, 5, 1]
+
+
+# -------------------------------------------------------------------- no data moves
+
+
+def test_nothing_is_fetched_until_it_is_needed() -> None:
+    batch = rollout()
+    store = Store()
+    a, b = store.put(pack(batch)), store.put(pack(batch[:3]))
+    view = BatchView.cat([a, b, a[1:2]]).sort_by_length("response")[::-1]
+    view = view.with_fields(compress(TensorDict({"x": torch.arange(11)}, [11])))
+    assert len(view.chunk(4)[3].repeat(2)) == 4
+    assert view.lengths("response").tolist() == sorted([3, 6, 0, 4, 0, 1, 6, 3, 6, 0, 6], reverse=True)
+    assert view.nbytes > 0
+    assert store.calls == 0
+    assert rows_of(view) == list(range(11))
+    assert store.calls == 0, "the rows of x are here"
+    view.materialize(get=store.get)
+    assert store.take_counts() == [1, 1]
+    view.materialize("uid", get=store.get)
+    assert store.take_counts() == [1, 1], "and nothing was kept"
+    assert store.calls == 2
+
+
+def test_rows_that_follow_each_other_are_not_copied() -> None:
+    packed = compress(TensorDict({"x": torch.arange(100.0).sqrt(), "y": torch.arange(100.0).exp()}, [100]))
+    view = BatchView.of(packed)
+    for some in (view, view[10:90], BatchView.cat([view[:50], view[:50]])[50:]):
+        assert np.shares_memory(some.to_packed().fields["x",].words, packed.fields["x",].words)
+        assert np.shares_memory(some.to_packed("y").fields["y",].words, packed.fields["y",].words)
+
+
+def test_a_source_without_rows_does_not_undo_encodings() -> None:
+    """Where the values of one source are others, those of the rest still say that two fields are the same."""
+    batch, packed = derived()
+    view = BatchView.cat([BatchView.of(packed), BatchView.of(derived()[1]), BatchView.of(pack(rollout()))])
+    kinds = {path: kind_of(encoding) for path, encoding in packed.fields.items()}
+    some = view[2:12].to_packed()
+    assert {path: kind_of(encoding) for path, encoding in some.fields.items()} == kinds
+    assert_same(decompress(some), torch.cat([batch, batch])[2:12])
+    alone = {kind_of(view[12:15].to_packed().fields[name,]) for name in ("returns", "advantages")}
+    assert not any(kind.startswith("same") for kind in alone)
+
+
+def test_a_view_of_nothing_keeps_its_form() -> None:
+    batch = samples.rollout(values=True)
+    batch["meta"] = TensorDict({"deep": torch.zeros(7, 2, dtype=torch.bfloat16)}, [7])
+    batch["own"] = samples.jagged([torch.zeros(b, 2, dtype=torch.int16) for b in range(7)])
+    store = Store()
+    with pytest.warns(UserWarning, match="fields stay padded"):
+        packed = pack(batch)
+    want = oracle.take_rows(batch, [])
+    for view in (store.put(packed), BatchView.cat([store.put(packed), store.put(packed)])):
+        for rows in (slice(3, 3), [], torch.zeros(len(view), dtype=torch.bool)):
+            assert_same(view[rows].materialize(), want)
+            assert_same(unnest(view[rows].materialize(format="nested", get=no_get)), want)
+            assert_same(
+                view[rows].materialize("uid", "responses", "temperature"),
+                taken(want, "uid", "responses", "temperature"),
+            )
+            assert view[rows].lengths("response").tolist() == []
+            assert view[rows][0:0][::-1].nbytes == 0
+    wide = BatchView.cat([BatchView.of(pack(rollout())), BatchView.of(pack(rollout(((1, 1),), 9, 20)))])[0:0]
+    empty = wide.materialize()
+    assert {name: tuple(empty[name].shape) for name in ("prompts", "responses", "position_ids")} == {
+        "prompts": (0, 9),
+        "responses": (0, 20),
+        "position_ids": (0, 29),
+    }
+    assert empty.get("temperature").data == 0.7
+
+
+def test_batches_without_fields_or_rows() -> None:
+    for batch in (TensorDict({}, [3]), TensorDict({}, [0]), rollout((), objects=False)):
+        packed = pack(batch)
+        assert_same(BatchView.of(packed).materialize(), batch)
+        assert_same(
+            BatchView.of(packed).materialize(format="nested").exclude(LAYOUTS),
+            decompress(packed, format="nested").exclude(LAYOUTS),
+        )
+        assert_same(BatchView.cat([BatchView.of(packed)] * 2).materialize(), torch.cat([batch, batch]))
+    bare = BatchView.of(compress(TensorDict({}, [3])))
+    assert len(bare[[0, 0]].materialize()) == 2
+    assert rows_of(bare.with_fields(numbers(3))[1:]) == [1, 2]
+    assert_same(bare.with_fields(bare).materialize(), TensorDict({}, [3]))
+
+
+def test_rows_of_a_narrower_source_keep_the_wider_width() -> None:
+    narrow, wide = rollout(prompt=5, response=6), rollout(((1, 9), (7, 2)), 7, 9)
+    store = Store()
+    view = BatchView.cat([store.put(pack(narrow)), store.put(pack(wide))])
+    shapes = {"prompts": 7, "responses": 9, "input_ids": 16, "position_ids": 16, "advantages": 9}
+    for rows in ([0, 1], [7], [5, 8, 2], list(range(9))):
+        seen = view[rows].materialize(get=store.get)
+        assert {name: seen[name].shape[1] for name in shapes} == shapes
+        for place, row in enumerate(rows):
+            source, own = (narrow, row) if row < 7 else (wide, row - 7)
+            left, right = (2, 3) if row < 7 else (0, 0)
+            for name, pad in (("prompts", samples.PAD), ("responses", samples.PAD), ("advantages", 0.0)):
+                a, b = (left, 0) if name == "prompts" else (0, right)
+                assert seen[name][place].tolist() == [pad] * a + source[name][own].tolist() + [pad] * b
+            before = source["position_ids"][own].tolist()
+            assert seen["position_ids"][place].tolist() == [before[0]] * left + before + [before[-1]] * right
+    assert {name: (layout.width, layout.anchor) for name, layout in view[[0]].layouts.items()} == {
+        "sequence": (16, 7),
+        "prompt": (7, 7),
+        "response": (9, 0),
+    }
+    store.take_counts()
+    view[[0]].materialize(get=store.get)
+    assert store.take_counts() == [1, 0], "what is declared is known without the other"
+
+
+@pytest.mark.parametrize("rope", [None, 3, 4])
+def test_positions_of_any_form(rope: int | None) -> None:
+    batch = rollout()
+    if rope:
+        batch["position_ids"] = torch.stack([batch["position_ids"] * head for head in range(rope)], 1)
+    packed = pack(batch)
+    assert packed.forms["position_ids",].kind == "padded"
+    view = BatchView.cat([BatchView.of(packed)[4:], BatchView.of(packed[:4])])
+    assert_same(view.materialize("position_ids"), taken(batch[[4, 5, 6, 0, 1, 2, 3]], "position_ids"))
+    assert_same(view.materialize(), batch[[4, 5, 6, 0, 1, 2, 3]])
+
+
+def test_pads_that_differ_by_row() -> None:
+    """`advantages * mask` leaves -0.0 in some rows; a batch of one sign meets one of both."""
+    mixed, clean = rollout(), rollout()
+    signs = torch.tensor([1.0, -1.0, -1.0, 1.0, -1.0, 1.0, -1.0])[:, None]
+    mixed["advantages"] = signs * (mixed["attention_mask"][:, samples.PROMPT :] != 0)
+    packs = [pack(mixed), pack(clean)]
+    assert ("advantages",) in packs[0].row_pads
+    assert ("advantages",) not in packs[1].row_pads
+    for order in ([0, 1], [1, 0]):
+        view = BatchView.cat([BatchView.of(packs[place]) for place in order])
+        both = torch.cat([(mixed, clean)[place] for place in order])
+        for rows in (range(14), [13, 2, 2, 7], [1, 2, 3], [9, 8], []):
+            want = oracle.take_rows(both, list(rows))
+            assert_same(view[list(rows)].materialize("advantages"), taken(want, "advantages"))
+            assert_same(unnest(view[list(rows)].materialize(format="nested")), want)
+    for old, new, batch in ((0, mixed, mixed), (1, mixed, mixed), (0, clean, clean)):
+        fresh = pack(TensorDict({"advantages": new["advantages"]}, [7]), like=packs[old])
+        view = BatchView.of(packs[old]).with_fields(fresh)
+        assert_same(view[[6, 2, 2]].materialize(), oracle.take_rows(batch, [6, 2, 2]))
+        assert_same(unnest(view.materialize(format="nested")), batch)
+
+
+# -------------------------------------------------------------------- objects
+
+
+def test_batch_wide_objects_that_differ_become_those_of_rows() -> None:
+    def batch(value: Any, rows: int) -> TensorDict:
+        fields = {"x": torch.arange(rows), "t": NonTensorData(value, batch_size=[rows])}
+        return TensorDict({**fields, "in": TensorDict({"t": fields["t"]}, [rows])}, [rows])
+
+    one, two, same = (BatchView.of(compress(batch(value, 3))) for value in (0.7, 0.9, 0.7))
+    view = BatchView.cat([one, two])
+    for name in ("t", ("in", "t")):
+        assert view.materialize().get(name).tolist() == [0.7] * 3 + [0.9] * 3
+        assert view[[4, 0]].materialize().get(name).tolist() == [0.9, 0.7]
+        assert view[:2].materialize().get(name).tolist() == [0.7, 0.7], "as it is declared"
+        assert view[3:4].materialize().get(name).tolist() == [0.9]
+        assert view[0:0].materialize().get(name).tolist() == []
+        assert type(view[:2].materialize().get(name)) is type(view.materialize().get(name))
+        again = BatchView.cat([one, same])[[5, 1]].materialize().get(name)
+        assert isinstance(again, NonTensorData)
+        assert (again.data, again.batch_size) == (0.7, (2,))
+    assert BatchView.cat([view[:1], one]).materialize().get("t").tolist() == [0.7] * 4
+
+
+# -------------------------------------------------------------------- fields that follow from others
+
+
+def derived() -> tuple[TensorDict, PackedBatch]:
+    batch = rollout()
+    batch["returns"] = batch["advantages"].clone()
+    packed = pack(batch)
+    kinds = {path[0]: type(encoding).__name__ for path, encoding in packed.fields.items()}
+    assert (kinds["input_ids"], {kinds["returns"], kinds["advantages"]} & {"Same"}) == ("Joined", {"Same"})
+    return batch, packed
+
+
+@pytest.mark.parametrize("rows", [slice(None), slice(2, 5), [6, 0, 0], []])
+def test_a_field_without_the_one_that_it_follows_from(rows: Any) -> None:
+    batch, packed = derived()
+    wide = rollout(((1, 2),), 9, 9)
+    picked = list(range(7))[rows] if isinstance(rows, slice) else rows
+    want = oracle.take_rows(batch, picked)
+    for view in (BatchView.of(packed)[rows], BatchView.cat([BatchView.of(packed), BatchView.of(pack(wide))])[picked]):
+        for names in (["input_ids"], ["returns"], ["advantages"], ["responses", "input_ids"], ["returns", "input_ids"]):
+            for form in ("padded", "nested"):
+                seen = view.materialize(*names, format=form)
+                seen = unnest(seen) if form == "nested" else seen
+                every = view.materialize()
+                assert_same(seen, taken(every, *names))
+                if seen[names[0]].shape == want[names[0]].shape:
+                    assert_same(seen, taken(want, *names))
+            there = pickle.loads(pickle.dumps(view.to_packed(*names)))
+            assert_same(decompress(there), taken(every, *names))
+
+
+@pytest.mark.parametrize("names", [["input_ids"], ["returns"], ["responses", "input_ids"], ["advantages", "prompts"]])
+def test_selected_fields_are_those_of_the_batch(names: list[str]) -> None:
+    batch, packed = derived()
+    store = Store()
+    for view in (BatchView.of(packed), store.put(packed)):
+        seen = view.select(*names)
+        assert_same(seen.materialize(get=store.get), taken(batch, *names))
+        rows = [6, 0, 0]
+        want = oracle.take_rows(taken(batch, *names), rows)
+        for some in (seen[rows], view[rows].select(*names)):
+            assert_same(some.materialize(get=store.get), want)
+            assert_same(unnest(some.materialize(format="nested", get=store.get)), want)
+        whole = BatchView.cat([seen, view[rows].select(*names)])[[8, 7, 2]]
+        assert_same(whole.materialize(get=store.get), oracle.take_rows(taken(batch, *names), [0, 6, 2]))
+        assert seen.select(names[0]).order == ((names[0],),)
+        assert seen.lengths("response").tolist() == view.lengths("response").tolist()
+        assert view.order == BatchView.of(packed).order
+
+
+def test_selected_fields_in_sub_batches() -> None:
+    inner = TensorDict({"x": torch.zeros(3), "y": torch.ones(3)}, [3])
+    view = BatchView.of(compress(TensorDict({"in": inner, "z": torch.zeros(3)}, [3])))
+    assert view.select("in").order == (("in",), ("in", "x"), ("in", "y"))
+    assert_same(view.select("z", ("in", "y")).materialize()["in"], inner.select("y"))
+    assert list(view.select("z", "in").materialize().keys()) == ["in", "z"]
+
+
+def test_selected_fields_know_their_rows() -> None:
+    """Also those whose rows are known by fields that are left out."""
+    old, new = (compress(TensorDict({name: torch.arange(4)}, [4])) for name in ("old", "new"))
+    view = BatchView.of(old)
+    for names in (["new"], ["old"], ["old", "new"]):
+        fields = view.with_fields(new).select(*names)
+        assert list(view.with_fields(fields).materialize().keys()) == sorted({"old", *names}, reverse=True)
+        with pytest.raises(
+            LayoutError, match=r"row 0 of the fields is row 0 of the batch that it comes from; row 0 of"
+        ):
+            view[::-1].with_fields(fields)
+        with pytest.raises(LayoutError, match=r"with_fields: row 0 of the fields is row 0 of the batch"):
+            BatchView.of(new)[::-1].with_fields(view.with_fields(new).select("new"))
+
+
+def test_fields_that_cannot_be_selected() -> None:
+    view = BatchView.of(pack(rollout()))
+    with pytest.raises(LayoutError, match=r"^BatchView.select: no field is named; expected at least one."):
+        view.select()
+    with pytest.raises(FieldError, match=r'^BatchView.select: no field "gone" in the batch; it has .*advantages'):
+        view.select("gone")
+    with pytest.raises(LayoutError, match=r"^BatchView.select: a field is \['x'\]; expected a name"):
+        view.select(["x"])  # type: ignore[arg-type]
+
+
+def test_a_field_whose_base_was_replaced_keeps_its_values() -> None:
+    batch, packed = derived()
+    base = "advantages" if type(packed.fields["returns",]).__name__ == "Same" else "returns"
+    fresh = {
+        "prompts": samples.of("prompt", torch.int64, samples.PAD, seed=91),
+        base: samples.of("response", torch.float32, seed=92),
+    }
+    new = pack(TensorDict(fresh, [7]), like=packed)
+    view = BatchView.of(packed).with_fields(new)
+    want = oracle.take_rows(batch, range(7))
+    for name, value in fresh.items():
+        want[name] = value
+    rows = [3, 1, 6, 0]
+    assert_same(view.materialize(), want)
+    assert_same(view[rows].materialize(), oracle.take_rows(want, rows))
+    assert_same(view[rows].materialize("input_ids"), taken(oracle.take_rows(want, rows), "input_ids"))
+    both = BatchView.cat([view, view[::-1]])
+    assert_same(both.materialize(), oracle.take_rows(want, [*range(7), *range(7)[::-1]]))
+    assert view.head.schema.forms[0].path == packed.schema.forms[0].path
+
+
+# -------------------------------------------------------------------- with_fields
+
+PADDED: dict[str, tuple[str, int, Any]] = {
+    "prompts": ("prompt", 1, samples.PAD),
+    "responses": ("response", 1, samples.PAD),
+    "input_ids": ("sequence", 1, samples.PAD),
+    "attention_mask": ("sequence", 1, 0),
+    "position_ids": ("sequence", 1, oracle.EDGE),
+    "response_mask": ("response", 1, 0),
+    "advantages": ("response", 1, 0),
+    "returns": ("response", 1, 0),
+    "values": ("response", 1, 0),
+    "entropys": ("sequence", 1, 0),
+}
+
+
+CHANGED = [*sorted(PADDED.keys() - {"attention_mask", "responses", "response_mask"}), "reward_baselines", "temperature"]
+
+
+def made(part: Part, name: str, seed: int) -> Any:
+    """Other values for one field of a part."""
+    count = len(part.batch)
+    if name == "temperature":
+        return NonTensorData(seed // 10, batch_size=[count])
+    if name == "reward_baselines":
+        return torch.arange(count, dtype=torch.float32) + seed
+    axis, _, pad = part.padded[name]
+    mask = part.batch["attention_mask"]
+    rows = [(sum(row[: part.prompt]), sum(row[part.prompt :])) for row in mask.tolist()]
+    dtype = torch.int64 if name in ("input_ids", "prompts", "position_ids") else torch.float32
+    where = {"rows": rows, "prompt": part.prompt, "response": part.response, "seed": seed}
+    return samples.of(axis, dtype, samples.EDGE if pad is oracle.EDGE else pad, **where)
+
+
+def with_rows(part: Part, rows: list[int]) -> Part:
+    return Part(oracle.take_rows(part.batch, rows), part.prompt, part.response, part.padded)
+
+
+def with_values(part: Part, fresh: dict[str, Any]) -> Part:
+    """As TensorDict does it: known names keep their places, new ones come last."""
+    batch = TensorDict({**dict(part.batch.items()), **fresh}, part.batch.batch_size)
+    return Part(batch, part.prompt, part.response, part.padded)
+
+
+@quiet
+@given(st.data())
+def test_fields_are_added_and_rows_moved_in_any_order(data: st.DataObject) -> None:
+    names = st.lists(st.sampled_from(CHANGED), min_size=1, max_size=3, unique=True)
+    plan, last = data.draw(st.lists(names, max_size=2)), data.draw(names)
+    store = Store()
+    views, parts = [], []
+
+    def moved(view: BatchView, part: Part) -> tuple[BatchView, Part]:
+        steps, left = data.draw(operations(len(view)))
+        return after(view, steps), with_rows(part, left)
+
+    def added(view: BatchView, part: Part, some: list[str], seed: int) -> tuple[BatchView, Part]:
+        fresh = {name: made(part, name, seed) for name in some}
+        new = pack(TensorDict(fresh, part.batch.batch_size), like=view.to_packed("attention_mask", get=store.get))
+        new_view = store.put(new) if data.draw(st.booleans()) else data.draw(st.sampled_from([new, BatchView.of(new)]))
+        return view.with_fields(new_view), with_values(part, fresh)
+
+    for number in range(data.draw(st.integers(1, 2))):
+        prompt, response = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
+        rows = data.draw(st.lists(st.tuples(st.integers(0, prompt), st.integers(0, response)), max_size=3))
+        every = samples.rollout(rows, prompt, response)
+        batch = every.select(*sorted(PADDED.keys() - {"returns", "values", "entropys"}), "reward_baselines")
+        batch.set("temperature", NonTensorData(0.7, batch_size=[len(rows)]))
+        batch.set("global_token_num", NonTensorData([p + r for p, r in rows], batch_size=[len(rows)]))
+        part, view = Part(batch, prompt, response, PADDED), BatchView.of(pack(batch))
+        for step, some in enumerate(plan):
+            view, part = moved(view, part)
+            view, part = added(view, part, some, 10 * step + number)
+        views.append(view)
+        parts.append(part)
+    view = BatchView.cat(views)
+    padded = {name: form for name, form in PADDED.items() if name in parts[0].batch.keys()}  # noqa: SIM118
+    for part in parts:
+        part.padded = padded
+    whole = Part(joined_by_hand(parts), max(p.prompt for p in parts), max(p.response for p in parts), PADDED)
+    assert_same_rows(view.materialize(get=store.get), whole.batch)
+    view, whole = moved(view, whole)
+    view, whole = added(view, whole, last, 50)
+    view, whole = moved(view, whole)
+    store.take_counts()
+    assert_same_rows(view.materialize(get=store.get), whole.batch)
+    assert max(store.take_counts(), default=0) <= 1
+    assert_same_rows(unnest(view.materialize(get=store.get, format="nested")), whole.batch)
+    some = data.draw(st.lists(st.sampled_from(list(whole.batch.keys())), min_size=1, unique=True))
+    assert_same_rows(view.materialize(*some, get=store.get), taken(whole.batch, *some))
+    assert_same_rows(unnest(view.materialize(*some, get=store.get, format="nested")), taken(whole.batch, *some))
+    assert list(view.materialize(get=store.get).keys()) == ["/".join(path) for path in view.order]
+
+
+def test_a_replaced_field_keeps_its_place_and_new_ones_come_last() -> None:
+    base = TensorDict({"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(2)}, [2])
+    view = BatchView.of(compress(base)).with_fields(compress(TensorDict({"d": torch.ones(2), "b": torch.ones(2)}, [2])))
+    seen = view.materialize()
+    assert list(seen.keys()) == ["a", "b", "c", "d"]
+    assert [seen[name].tolist() for name in "abcd"] == [[0, 0], [1, 1], [0, 0], [1, 1]]
+    other = BatchView.of(compress(TensorDict({name: torch.full((2,), 2.0) for name in "dcba"}, [2])))
+    whole = BatchView.cat([view, other])
+    assert list(whole.materialize().keys()) == ["a", "b", "c", "d"]
+    assert whole[1:3].materialize("d", "b")["b"].tolist() == [1, 2]
+    every = view.with_fields(other)
+    assert [group.paths for group in every.groups] == [(("d",), ("c",), ("b",), ("a",))], "nothing is left of the old"
+    assert list(every.materialize().keys()) == ["a", "b", "c", "d"]
+
+
+def test_sub_batches_meet() -> None:
+    inner = TensorDict({"x": torch.zeros(3), "y": torch.zeros(3)}, [3])
+    base = BatchView.of(compress(TensorDict({"in": inner, "z": torch.zeros(3), "t": torch.zeros(3)}, [3])))
+    more = TensorDict({"in": TensorDict({"y": torch.ones(3), "new": torch.ones(3)}, [3])}, [3])
+    view = base.with_fields(compress(more))[1:]
+    want = TensorDict({"in": {"x": torch.zeros(2), "y": torch.ones(2), "new": torch.ones(2)}}, [2])
+    want["in"].batch_size = [2]
+    assert_same(view.materialize("in"), want)
+    assert list(view.materialize().keys()) == ["in", "z", "t"]
+    assert_same(view.materialize(("in", "y"))["in"], want["in"].select("y"))
+    assert_same(view.materialize(("in", "x"))["in"], want["in"].select("x"))
+    leaf = view.with_fields(compress(TensorDict({"in": torch.full((2,), 5.0)}, [2])))
+    assert leaf.materialize()["in"].tolist() == [5, 5]
+    assert leaf.order == (("in",), ("z",), ("t",))
+    again = leaf.with_fields(compress(more[1:]))
+    assert_same(again.materialize("in"), more[1:])
+    both = BatchView.cat([view, view])
+    assert both[[3, 0]].materialize("in")["in", "new"].tolist() == [1, 1]
+
+
+def test_objects_in_a_sub_batch_whose_other_fields_came_later() -> None:
+    def view(value: str) -> BatchView:
+        held = TensorDict({"x": torch.zeros(2), "o": NonTensorData(value, batch_size=[2])}, [2])
+        more = TensorDict({"in": TensorDict({"x": torch.ones(2)}, [2])}, [2])
+        return BatchView.of(compress(TensorDict({"in": held}, [2]))).with_fields(compress(more))
+
+    seen = BatchView.cat([view("a"), view("b")])[[3, 1]].materialize()
+    assert seen.get(("in", "o")).tolist() == ["b", "a"]
+    assert seen["in", "x"].tolist() == [1, 1]
+
+
+def test_jagged_fields_of_their_own() -> None:
+    def own(*sizes: int) -> PackedBatch:
+        rows = [torch.arange(size) + 10.0 * place for place, size in enumerate(sizes)]
+        return compress(TensorDict({"own": samples.jagged(rows), "x": torch.arange(len(sizes))}, [len(sizes)]))
+
+    view = BatchView.cat([BatchView.of(own(2, 0, 3)), BatchView.of(own(1, 4))])
+    assert view.lengths("own (jagged)").tolist() == [2, 0, 3, 1, 4]
+    seen = view.sort_by_length("own (jagged)").materialize()
+    assert [row.tolist() for row in samples.row_list(seen["own"])] == [[], [0], [0, 1], [20, 21, 22], [10, 11, 12, 13]]
+    assert seen["x"].tolist() == [1, 0, 0, 2, 1]
+    fresh = compress(TensorDict({"own": samples.jagged([torch.ones(size) for size in (1, 1, 0, 2, 5)])}, [5]))
+    replaced = view.with_fields(fresh)[3:]
+    assert [len(row) for row in samples.row_list(replaced.materialize()["own"])] == [2, 5]
+    assert replaced.lengths("own (jagged)").tolist() == [2, 5]
+
+
+@pytest.mark.parametrize("devices", [("cpu", None), (None, "cpu")])
+def test_the_device_of_the_view_is_that_of_all_its_fields(devices: tuple[Any, Any]) -> None:
+    one, two = (
+        TensorDict({name: torch.zeros(2)}, [2], device=device) for name, device in zip("ab", devices, strict=True)
+    )
+    view = BatchView.of(compress(one)).with_fields(compress(two))
+    assert [view.materialize(*names).device for names in ([], ["a"], ["b"])] == [one.device] * 3
+    assert view.materialize("b", format="nested").device == one.device
+
+
+def test_sources_of_several_fields_are_fetched_once() -> None:
+    batch = rollout()
+    store = Store()
+    view = store.put(pack(batch))
+    twice = BatchView.cat([view[4:], view[:2], view[5:6]])
+    assert segments_of(twice) == [(0, 4, 3), (0, 0, 2), (0, 5, 1)]
+    turned = view.with_fields(pack(TensorDict({"reward_baselines": batch["reward_baselines"].flip(0)}, [7])))
+    both = BatchView.cat([turned, view])
+    store.take_counts()
+    want = oracle.take_rows(batch, range(7))
+    want["reward_baselines"] = want["reward_baselines"].flip(0)
+    assert_same(both.materialize(get=store.get), torch.cat([want, batch]))
+    assert store.take_counts() == [1]
+    both[:7].materialize("reward_baselines")
+    both[7:].materialize("reward_baselines", get=store.get)
+    assert store.take_counts() == [1]
+
+
+def test_layouts_that_would_widen_apart() -> None:
+    """Fields packed with their mask alone do not know where the prompts end."""
+    one, two = rollout(((2, 3), (1, 6))), rollout(((3, 8),), 3, 8)
+
+    def view(batch: TensorDict, like: bool) -> BatchView:
+        packed = pack(batch)
+        fields = {"values": (batch["attention_mask"] != 0) * 2.0, "attention_mask": batch["attention_mask"]}
+        kept = ["values"] if like else list(fields)
+        more = TensorDict({name: fields[name] for name in kept}, batch.batch_size)
+        return BatchView.of(packed).with_fields(pack(more, like=packed if like else None))
+
+    apart = [view(one, False), view(two, False)]
+    assert_same(apart[0].materialize("input_ids"), taken(one, "input_ids"))
+    assert BatchView.cat([apart[0], apart[0]]).materialize()["values"].shape == (4, 11)
+    with pytest.raises(LayoutError) as caught:
+        BatchView.cat(apart)
+    assert str(caught.value).startswith(
+        'BatchView.cat: layout "sequence" becomes 13 wide for some fields and 11 for others, or begins elsewhere; '
+        "expected one place for its columns. Compress all its fields with like="
+    )
+    together = BatchView.cat([view(one, True), view(two, True)]).materialize("values", "attention_mask")
+    assert together["values"].shape == (3, 13)
+    assert together["values"].tolist() == (together["attention_mask"] * 2.0).tolist()
+
+
+# -------------------------------------------------------------------- what is kept alive
+
+
+def test_references_are_released_with_the_view() -> None:
+    packed, ref = pack(rollout()), Ref()
+    alive = [weakref.ref(packed), weakref.ref(ref)]
+    here, there = BatchView.of(packed), BatchView.at(ref, BatchMeta.of(packed))
+    views = [BatchView.cat([here, there])[3:11].sort_by_length()]
+    views.append(views[0].with_fields(compress(TensorDict({"x": torch.zeros(8)}, [8]))))
+    for view in views:
+        view.materialize(get=lambda refs, found=packed: [found for _ in refs])
+        view.lengths("sequence")
+    del here, there, packed
+    gc.collect()
+    assert alive[0]() is not None
+    del ref, view
+    assert alive[1]() is not None
+    rest = views[0][:0]
+    views.clear()
+    gc.collect()
+    assert [some() for some in alive] == [None, None]
+    assert len(rest.materialize()) == 0
+
+
+def test_an_outline_keeps_no_memory_of_the_batch() -> None:
+    batch = samples.rollout().set("image", samples.per_row([torch.zeros(1000) for _ in range(7)]))
+    packed = pickle.loads(pickle.dumps(pack(batch)))
+    arrays = [packed.fields["rollout_log_probs",].words, packed.objects["image",].data[0].words]
+    while isinstance(arrays[0].base, np.ndarray):
+        arrays[0] = arrays[0].base
+    alive = [weakref.ref(packed), *map(weakref.ref, arrays)]
+    meta = BatchMeta.of(packed)
+    nbytes = packed.nbytes
+    del packed, arrays
+    gc.collect()
+    assert [some() for some in alive] == [None, None, None]
+    assert (meta.num_rows, meta.nbytes) == (7, nbytes)
+    assert len(pickle.dumps(meta)) < 20_000
+    assert len(meta.head) == 0
+
+
+def test_bytes_of_a_view_are_shares() -> None:
+    packed = packed_of(8), packed_of(4)
+    view = BatchView.cat([BatchView.of(part) for part in packed])
+    sizes = [part.nbytes for part in packed]
+    assert view.nbytes == sum(sizes)
+    assert view[:2].nbytes == round(sizes[0] / 4)
+    assert view[[0, 0, 11]].nbytes == round(sizes[0] / 4) + round(sizes[1] / 4)
+    assert view[0:0].nbytes == 0
+    meta = BatchMeta.of(packed[0]).take(np.array([1, 5]))
+    assert (meta.num_rows, meta.nbytes) == (2, round(sizes[0] / 4))
+    assert meta.layouts["sequence"] == packed[0].layouts["sequence"].take([1, 5])
+    assert BatchMeta.of(packed[0][0:0]).nbytes_of(3) == 0
+
+
+def packed_of(rows: int) -> PackedBatch:
+    return pack(rollout([(2, 3 + row % 3) for row in range(rows)]))
+
+
+def test_nothing_is_changed() -> None:
+    batch = rollout()
+    packed = pack(batch)
+    view = BatchView.of(packed)
+    before = packed.to_bytes()
+    for some in (view[::2], view.repeat(2), view.sort_by_length(), view.with_fields(pack(batch))):
+        out = some.materialize()
+        for value in out.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+    assert packed.to_bytes() == before
+    assert_same(view.materialize(), batch)
+    assert segments_of(view) == [(0, 0, 7)]
+    with pytest.raises(AttributeError):
+        view.num_rows = 3  # type: ignore[misc]
+
+
+# -------------------------------------------------------------------- references that lead elsewhere
+
+
+@pytest.mark.parametrize(
+    ("found", "seen"),
+    [
+        (lambda batch: pack(batch[:6]), r"PackedBatch\(rows=6"),
+        (lambda batch: pack(batch.exclude("returns")), r"PackedBatch\(rows=7"),
+        (lambda batch: pack(batch.clone().set("returns", batch["returns"].double())), r"PackedBatch\(rows=7"),
+        (lambda batch: pack(batch)[::-1], r"PackedBatch\(rows=7"),
+        (lambda batch: pack(rollout(response=9)), r"PackedBatch\(rows=7"),
+        (lambda batch: batch, "a TensorDict; expected a PackedBatch. Put what compress returned"),
+        (lambda batch: None, "None; expected a PackedBatch"),
+    ],
+    ids=["rows", "fields", "dtype", "lengths", "width", "no packed batch", "nothing"],
+)
+def test_a_reference_to_something_else(found: Any, seen: str) -> None:
+    batch = rollout()
+    view = BatchView.at(Ref(), BatchMeta.of(pack(batch)))
+    with pytest.raises(LayoutError, match=rf"^BatchView\.materialize: a reference led to {seen}") as caught:
+        view[2:4].materialize("prompts", get=lambda refs: [found(batch)])
+    if "expected a Packed" not in str(caught.value):
+        assert str(caught.value).endswith(
+            "; expected 7 rows with the fields and lengths of its BatchMeta. Give BatchView.at the BatchMeta of the "
+            "batch that lies there."
+        )
+
+
+def test_a_reference_to_other_rows_where_nothing_lies_under_a_mask() -> None:
+    view = BatchView.at(Ref(), BatchMeta.of(numbers(10)))
+    assert rows_of_others(view, numbers(10)[::-1]) == list(range(10))[::-1], "whose values nobody knows"
+    with pytest.raises(LayoutError, match=r"a reference led to PackedBatch\(rows=9, .*; expected 10 rows with"):
+        rows_of_others(view, numbers(9))
+
+
+def rows_of_others(view: BatchView, found: PackedBatch) -> list[int]:
+    return view.materialize("x", get=lambda refs: [found])["x"].tolist()
+
+
+def test_what_get_must_do() -> None:
+    store = Store()
+    view = BatchView.cat([store.put(pack(rollout())), store.put(pack(rollout())), BatchView.of(pack(rollout()))])
+    with pytest.raises(LayoutError) as caught:
+        view.materialize()
+    assert str(caught.value) == (
+        "BatchView.materialize: 2 packed batches lie elsewhere, and get is None; expected a function that fetches "
+        "them. Pass get=ray.get."
+    )
+    with pytest.raises(
+        LayoutError, match=r"^BatchView\.materialize: get gave 1 packed batches for 2 references; expected one"
+    ):
+        view.materialize(get=lambda refs: store.get(refs)[:1])
+    assert len(view.materialize("uid", get=lambda refs: tuple(store.get(refs)))) == 21
+    assert len(view[14:].materialize()) == 7, "its rows are here"
+
+
+# -------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda view: view[[10]], "take: rows run from 10 to 10; the batch has 10 rows. Choose rows from 0 to 9."),
+        (
+            lambda view: view[3:6][[-4]],
+            "take: rows run from -4 to -4; the batch has 3 rows. Choose rows from 0 to 2.",
+        ),
+        (lambda view: view.take([0.5]), r"take: rows are float64 (1,); expected whole numbers (n,). Pass a slice"),
+        (
+            lambda view: view[[True, False]],
+            "take: row mask is (2,); expected (10,). Give one true or false for each row.",
+        ),
+        (lambda view: view[np.ones((10, 1), bool)], "take: row mask is (10, 1); expected (10,)."),
+        (
+            lambda view: view.split([4, 4]),
+            "split: sizes [4, 4] sum to 8; the batch has 10 rows. Give sizes that sum to",
+        ),
+        (lambda view: view.split([11, -1]), "split: sizes [11, -1] sum to 10; the batch has 10 rows."),
+        (lambda view: view.split(0), "split: size is 0; expected at least 1. Give a positive size."),
+        (lambda view: view.split(2.0), "split: sizes are 2.0; expected whole numbers. Give one, or a list of them."),
+        (lambda view: view.chunk(0), "chunk: parts is 0; expected a whole number from 1. Give one."),
+        (lambda view: view.chunk(True), "chunk: parts is True; expected a whole number from 1."),
+        (lambda view: view.repeat(-1), "repeat: times is -1; expected a whole number from 0. Give one."),
+        (lambda view: view.repeat(1.5), "repeat: times is 1.5; expected a whole number from 0. Give one."),
+        (lambda view: view.repeat(True), "repeat: times is True; expected a whole number from 0."),
+        (lambda view: view.lengths("axis"), 'lengths: no layout "axis"; the batch has none, because no mask covers'),
+        (lambda view: view.sort_by_length("axis"), 'sort_by_length: no layout "axis"; the batch has none, because'),
+        (lambda view: view.materialize("y"), 'materialize: no field "y" in the batch; it has x. Name one of these.'),
+        (lambda view: BatchView.cat([]), "cat: got an empty list; expected a list of at least one BatchView, and of"),
+        (
+            lambda view: BatchView.cat([view, numbers()]),
+            "cat: got a list with PackedBatch; expected a list of at least one BatchView, and of nothing else.",
+        ),
+        (lambda view: BatchView.of(7), "of: got 7; expected a PackedBatch. Compress it first, or give a reference"),
+        (
+            lambda view: view.with_fields(TensorDict({}, [10])),
+            "with_fields: got a TensorDict; expected a PackedBatch or a BatchView. Compress the fields, with like=",
+        ),
+        (
+            lambda view: view.with_fields(numbers(9)),
+            "with_fields: the fields have 9 rows; the view has 10. Give one row for each row of the view",
+        ),
+    ],
+)
+def test_messages(use: Callable[[BatchView], Any], message: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        use(BatchView.of(numbers()))
+    assert str(caught.value).startswith(f"BatchView.{message}")
+
+
+@pytest.mark.parametrize(
+    ("rows", "seen"), [(2, "the whole number 2"), (np.int64(-1), "the whole number -1"), ("x", 'the name "x"')]
+)
+def test_an_index_that_names_no_rows(rows: Any, seen: str) -> None:
+    with pytest.raises(LayoutError, match=rf"^BatchView: the index is {seen}; expected rows\. "):
+        BatchView.of(numbers())[rows]
+
+
+def unlike(kind: str) -> list[TensorDict]:
+    """Two batches that do not go together."""
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    bare = TensorDict({}, [2])
+    return {
+        "fields": [TensorDict({name: torch.zeros(2)}, [2]) for name in "xy"],
+        "dtype": [TensorDict({"x": torch.zeros(2, dtype=dtype)}, [2]) for dtype in (torch.float32, torch.float16)],
+        "padded dtype": [TensorDict({"p": mask.to(dtype), "m": mask}, [2]) for dtype in (torch.float32, torch.int64)],
+        "shape": [TensorDict({"d": torch.zeros(2, width)}, [2]) for width in (3, 4)],
+        "object": [TensorDict({"d": value}, [2]) for value in (torch.zeros(2, 3), NonTensorData(1, batch_size=[2]))],
+        "node": [TensorDict({"d": value}, [2]) for value in (torch.zeros(2, 3), bare)],
+        "dims": [TensorDict({"d": torch.zeros(2, 3)}, dims) for dims in ([2], [2, 3])],
+        "dims below": [TensorDict({"d": TensorDict({}, dims)}, [2]) for dims in ([2], [2, 3])],
+    }[kind]
+
+
+UNLIKE = {
+    "fields": "fields ['x', 'y'] are not in every view; expected the same fields. Add them with with_fields first.",
+    "dtype": "field \"x\" has dtypes ['float32', 'float16']; expected one. Cast before packing.",
+    "padded dtype": "field \"p\" has dtypes ['float32', 'int64']; expected one. Cast before packing.",
+    "shape": 'field "d" has elements of shape [(3,), (4,)]; expected one. Bring the batches to one shape before',
+    "object": 'field "d" is object and tensor; expected one kind. Pack the same fields.',
+    "node": 'field "d" is node and tensor; expected one kind. Pack the same fields.',
+    "dims": "the batch has batch dims [(), (3,)] behind its rows; expected the same.",
+    "dims below": 'the sub-batch "d" has batch dims [(), (3,)] behind its rows; expected the same.',
+}
+
+
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_what_cannot_be_joined_is_known_at_once(kind: str) -> None:
+    """Both lie elsewhere, and nothing is fetched; nor where one of them gives no rows."""
+    registry = {"m": MaskNestingSpec("m"), "p": MaskNestingSpec("m")}
+    store = Store()
+    a, b = [store.put(compress(batch, registry=registry, ignore_dense_fields=["d"])) for batch in unlike(kind)]
+    for views in ([a, b], [a[:0], b], [a, b[0:0]]):
+        with pytest.raises(LayoutError) as caught:
+            BatchView.cat(views)
+        assert str(caught.value).startswith(f"BatchView.cat: {UNLIKE[kind]}")
+
+
+@quiet
+def test_a_dense_field_of_another_width_is_known_at_once() -> None:
+    stray, store = rollout(), Store()
+    stray["advantages"][4, 5] = 7.5
+    narrow, wide = store.put(pack(rollout())), store.put(pack(rollout(response=9)))
+    message = r'^BatchView\.cat: field "advantages" stays padded, .* axis "response" grows from width 6, .* to 9'
+    with pytest.raises(LayoutError, match=message):
+        BatchView.cat([wide, store.put(pack(stray))])
+    with pytest.raises(LayoutError, match=message):
+        BatchView.cat([BatchView.cat([narrow, wide]), store.put(pack(stray))])
+    same = rollout()
+    same["advantages"][4, 5] = 7.5
+    view = BatchView.cat([store.put(pack(rollout())), store.put(pack(same))])
+    for rows in (range(14), [3], [11, 2]):
+        want = oracle.take_rows(torch.cat([rollout(), same]), list(rows))
+        assert_same(view[list(rows)].materialize(get=store.get), want)
+        assert_same(unnest(view[list(rows)].materialize(get=store.get, format="nested")), want)
+
+
+def test_fields_that_do_not_fit_the_view() -> None:
+    batch = rollout()
+    view = BatchView.of(pack(batch))
+    for other, name in (
+        (BatchView.of(pack(batch)[::-1]), "prompt|sequence|response"),
+        (BatchView.of(pack(rollout(response=7))), "sequence|response"),
+    ):
+        with pytest.raises(
+            LayoutError, match=rf'^BatchView\.with_fields: layout "({name})" has other widths or rows of other'
+        ) as caught:
+            view.with_fields(other)
+        assert str(caught.value).endswith("Compress the new fields with like=, or give their mask beside them.")
+    deep = compress(TensorDict({"d": torch.zeros(7, 3)}, [7, 3]), ignore_dense_fields=["d"])
+    with pytest.raises(LayoutError) as caught:
+        view.with_fields(deep)
+    assert str(caught.value) == (
+        "BatchView.with_fields: the fields have batch dims (3,) behind their rows; the view has (). Give the "
+        "TensorDict the same batch dims before packing."
+    )
+    below = [compress(TensorDict({"in": TensorDict({}, dims)}, [7])) for dims in ([7], [7, 3])]
+    with pytest.raises(
+        LayoutError, match=r'^BatchView\.with_fields: the fields of "in" have batch dims \(3,\) behind their rows'
+    ):
+        BatchView.of(below[0]).with_fields(below[1])
+
+
+def test_rows_that_are_no_batch_dim() -> None:
+    packed = compress(TensorDict({"x": torch.zeros(3)}, []))
+    with pytest.raises(
+        LayoutError, match=r"batch_size \[\], whose rows are no batch dim\. Give the TensorDict batch_size"
+    ):
+        BatchView.of(packed)
+
+
+def test_the_limit_of_what_is_materialized() -> None:
+    batch = TensorDict({"x": torch.arange(600).view(6, 100)}, [6])
+    view = BatchView.of(compress(batch))[1:3]
+    assert_same(view.materialize(max_bytes=2 * 100 * 8), batch[1:3])
+    with pytest.raises(LayoutError, match=r"decompress: these fields take 1600 bytes padded; expected at most 1599"):
+        view.materialize(max_bytes=1599)
