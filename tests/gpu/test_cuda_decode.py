@@ -161,7 +161,7 @@ def test_many_in_flight_on_two_streams(pinned: bool) -> None:
         for n, stream in enumerate(streams):
             with torch.cuda.stream(stream):
                 block.fill_(turn + n)  # the copies behind it wait
-                seen.append([decompress(batch, layout=LAYOUTS[n], device="cuda") for batch in batches])
+                seen.append([decompress(batch, format=LAYOUTS[n], device="cuda") for batch in batches])
     del batches
     scratch = [torch.full((1 << 20,), 0xEE, dtype=torch.uint8, pin_memory=True) for _ in range(4)]
     torch.cuda.synchronize()
