@@ -12,6 +12,8 @@ maskpack.replay                   packed rows through a model (maskpack.adapters
 maskpack.ops                      pack and unpack single tensors; log-probs without the logits
 maskpack.adapters                 verl, TransferQueue, transformers and TRL, TorchRL
 maskpack.errors                   what is raised
+
+`dispatch` and `adapters` load Ray and the frameworks, and are imported by their names.
 """
 
 from maskpack import errors as errors

@@ -127,7 +127,7 @@ class Part:
 
     @property
     def late(self) -> bool:
-        """Whether the part has neither a reply nor an error, apart from a timeout."""
+        """Whether the part has not answered yet: no reply, and no error but a timeout."""
         return self.reply is None and (self.error is None or isinstance(self.error, TimeoutError))
 
     @property
@@ -171,7 +171,8 @@ class Failure:
         rows: int64 [n], row numbers of the batch; None for a method without a batch.
         error: the reason.
         traceback: the traceback of the worker if its code raised the error, else empty. It is also the cause of
-        `error`. actor: the number of the actor in the group, for a method without a batch.
+            `error`.
+        actor: the number of the actor in the group, for a method without a batch.
     """
 
     rank: int

@@ -4,7 +4,7 @@
     model output    . . o o o o .        the output at a token scores the next token
     response        o o o o              response token k is scored by the output one position before it
 
-This module is the only place with the one-token shift.
+The one-token shift is written once, in `scoring`.
 """
 
 from __future__ import annotations
@@ -101,6 +101,11 @@ def extract_response(batch: TensorDictBase, values: Tensor, *, registry: Registr
     return ops.unpack(scored, response, 0) if padded else jagged(scored, response)
 
 
+def scoring(tokens: IntArray) -> IntArray:
+    """The packed indices of the outputs that score these tokens: the one-token shift."""
+    return tokens - 1
+
+
 def _no_axis(name: str, call: str) -> LayoutError:
     return LayoutError(
         f'{call}: the batch gives no {name} axis; expected the layout "{name}" of a nested or packed batch, or the '
@@ -177,8 +182,7 @@ class ResponseAxis:
         return self.sequence
 
     def predict_index(self, call: str) -> Tensor:
-        """int64 [response tokens]: the packed index of the output that scores each response token. This is the
-        shift."""
+        """int64 [response tokens]: the packed index of the output that scores each response token."""
         sequence = self.need_sequence(call)
         bare = np.flatnonzero((self.response.lengths >= sequence.lengths) & (self.response.lengths > 0))
         if bare.size:
@@ -186,7 +190,7 @@ class ResponseAxis:
                 f"{call}: rows {bare[:8].tolist()} have a response but no prompt token; expected at least one "
                 "prompt token, whose output scores the first response token. Drop these rows or give them a prompt."
             )
-        return torch.from_numpy(self.tail(sequence) - 1)
+        return torch.from_numpy(scoring(self.tail(sequence)))
 
     def holds(self, path: Path, value: Tensor, registry: MaskNestingRegistry) -> bool:
         """Whether a field is on the response axis; used if no fields are named."""

@@ -47,7 +47,7 @@ class Survey:
         rows: B.
         entries: the entries of the batch, by path.
         layouts: the layouts of the forms and the axes, by name.
-        axes: names of the layouts of padded fields, also of fields that stay padded because of non-pad values.
+        axes: names of the layouts of padded fields, also of those that turned out to hold non-pad values and stay padded.
         values: packed values [T, *F] of padded, flat and jagged forms, except those in `made`.
         row_pads: the pads [B] of fields whose pad is PER_ROW.
         made: the results of `then` for the values of fields.
@@ -76,7 +76,7 @@ def survey(
     then: Then | None = None,
 ) -> Survey:
     """Determines the form of each entry and gathers the values. `stand_in` are layouts for masks that are not in the
-    batch; the result of `then` for the values of a field replaces them."""
+    batch. With `then`, its result for the values of a field is kept instead of the values."""
     need_batch(batch, options.call)
     batch = dense_stack(batch, options.call)
     schema, layouts = Schema(Node.of(batch), (), ()), dict[str, RowLayout]()

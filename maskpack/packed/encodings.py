@@ -12,7 +12,7 @@ and gives the words back bit for bit; arithmetic wraps, so the words of floats a
     Steps      0 1 2 2 2 3    runs of equal steps
     Sparse     0 0 0 8 0      places and words of what is not 0
 
-An array whose entries are all equal may be stored as its first entry alone (compact.py).
+An array whose entries are all equal may be stored as its first entry alone (arrays.py).
 """
 
 from __future__ import annotations

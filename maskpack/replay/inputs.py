@@ -30,7 +30,7 @@ from maskpack.fields.registry import Key, MaskNestingRegistry, Path, path_of, sh
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import host_offsets
 from maskpack.layout.row_layout import RowLayout
-from maskpack.nesting.response import ResponseAxis
+from maskpack.nesting.response import ResponseAxis, scoring
 from maskpack.ops import pack_torch as plain
 from maskpack.packed.batch import PackedBatch, decompress
 
@@ -244,4 +244,4 @@ def _predict(
             'whose output scores the first response token. Drop these rows, or pass no_prompt="skip".'
         )
     scored = np.flatnonzero(~alone)
-    return tail[scored] - 1, scored
+    return scoring(tail[scored]), scored

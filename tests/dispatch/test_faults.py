@@ -298,18 +298,21 @@ def test_ctrl_c_takes_back_what_has_not_begun(team, sample):
         first = team.group().submit("score", sample.batch, FACTOR)
         faults.until((folder / "began").exists)
         alone = WorkerGroup(team.actors[1:2], pad_token_id=PAD)
+        sent = alone.submit("score", sample.batch, FACTOR)
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt) as caught:
-            alone.call("score", sample.batch, FACTOR)
+            sent.result()
         call = caught.value.call
         assert any("no rank has begun" in note for note in getattr(caught.value, "__notes__", ["no rank has begun"]))
     sample.check(first.result(20))
     assert team.ran() == list(range(B))
     sample.check(call.retry().result(20))
     with waiting(team, 1) as folder:
+        sent = alone.submit("score", sample.batch, FACTOR)
+        faults.until((folder / "began").exists)
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt) as caught:
-            alone.call("score", sample.batch, FACTOR)
+            sent.result()
     assert any("ranks [0] have begun" in note for note in getattr(caught.value, "__notes__", ["ranks [0] have begun"]))
     sample.check(caught.value.call.result(20))
 
