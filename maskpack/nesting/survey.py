@@ -47,7 +47,7 @@ class Survey:
         rows: B.
         entries: the entries of the batch, by path.
         layouts: the layouts of the forms and the axes, by name.
-        axes: names of the layouts of padded fields, also of those that turned out to hold non-pad values and stay padded.
+        axes: names of the layouts of padded fields, also of those that stay padded for non-pad values.
         values: packed values [T, *F] of padded, flat and jagged forms, except those in `made`.
         row_pads: the pads [B] of fields whose pad is PER_ROW.
         made: the results of `then` for the values of fields.

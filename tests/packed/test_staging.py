@@ -18,7 +18,6 @@ import strategies
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from maskpack.packed.decode import Decoder
 from samples import PAD, VARIANTS, workload
 from strategies import Case, batches, row_ops
 from tensordict import TensorDict
@@ -38,6 +37,7 @@ from maskpack.packed.cuda import decode as staging
 from maskpack.packed.cuda import job_table as jobs
 from maskpack.packed.cuda import jobs as recipes
 from maskpack.packed.cuda import sources
+from maskpack.packed.decode import Decoder
 from maskpack.packed.encodings import Plain
 from maskpack.packed.references import Columns, Joined, Same
 

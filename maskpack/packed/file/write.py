@@ -62,7 +62,7 @@ def write(packed: PackedBatch, pickled: bool, with_objects: bool = True) -> tupl
 
 
 def _unpaid(rows: int, arrays: Iterable[Words], records: Iterable[Any]) -> int:
-    """Bytes that the arrays lack for what the message claims: its rows (container.FREE_ROWS) and what the codec restores."""
+    """Bytes that the arrays lack for what the message claims: its rows (FREE_ROWS) and what the codec restores."""
     wanted = max(rows if rows > FREE_ROWS else 0, -(-codec.size_of(records) // codec.MOST))
     return wanted - sum(array.nbytes for array in arrays)
 
