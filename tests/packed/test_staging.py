@@ -409,7 +409,7 @@ def arrays_in(packed: PackedBatch) -> list[np.ndarray]:
 
 def in_tensor(packed: PackedBatch) -> PackedBatch:
     """As PackedBatch.pin_memory leaves it, in memory that is not pinned."""
-    fields, row_pads = pickles.together(
+    fields, row_pads = pickles.copy_to_one_buffer(
         (packed.fields, packed.row_pads), lambda nbytes: torch.empty(nbytes, dtype=torch.uint8).numpy()
     )
     return replace(packed, fields=fields, row_pads=row_pads)
