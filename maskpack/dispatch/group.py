@@ -650,7 +650,7 @@ class WorkerGroup:
             rank_call = RankCall(args, kwargs, self._packing, collects, request.format == "view", ticket, plan)
             try:
                 reply, returned = _started(self.actors[actor], request.method, rank_call, objects)
-            except Exception:
+            except BaseException:
                 ticket.take_back()  # from the peers that were called before
                 raise
             replies.append(reply)

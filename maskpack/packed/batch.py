@@ -57,7 +57,7 @@ from maskpack.packed.join import check_named, joined, restricted
 from maskpack.packed.references import Encoding, Joined, Own, Same, arrays_of
 
 Target = Literal["padded", "nested"]
-Widths = Literal["canonical", "trim"]
+Widths = Literal["padded", "trim"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -358,7 +358,7 @@ def decompress(
     *fields: Key,
     format: Target = "padded",
     device: torch.device | str | None = None,
-    widths: Widths = "canonical",
+    widths: Widths = "padded",
     max_bytes: int | None = MAX_BYTES,
 ) -> TensorDict:
     """The batch that was packed, bit for bit, with the rows it has now.
@@ -370,7 +370,7 @@ def decompress(
         device: the device of the result; None for the device that each field came from. On CUDA with Triton one kernel
             decodes on the device: only encoded bytes are copied to it, and nothing synchronises (`pin_memory` saves a
             copy on the host). Otherwise the fields are decoded on the host.
-        widths: `canonical`, the padded widths of the batch that was packed; or `trim`, the columns of each axis from
+        widths: `padded`, the padded widths of the batch that was packed; or `trim`, the columns of each axis from
             the first to the last with a valid token in any of these rows, for padded micro-batches. Fields that stay
             padded keep their widths. Batch dims behind the rows follow the fields.
         max_bytes: the most bytes that these fields may take decoded; None for no limit. Nothing is decoded if they take
@@ -387,8 +387,8 @@ def decompress(
         )
     if format not in ("padded", "nested"):
         raise LayoutError(f'decompress: format is {said(format)}; expected "padded" or "nested". Choose one of these.')
-    if widths not in ("canonical", "trim"):
-        raise LayoutError(f'decompress: widths is {said(widths)}; expected "canonical" or "trim". Choose one of these.')
+    if widths not in ("padded", "trim"):
+        raise LayoutError(f'decompress: widths is {said(widths)}; expected "padded" or "trim". Choose one of these.')
     forms = [
         form for _, form in select_entries([(form.path, form) for form in packed.schema.forms], fields, "decompress")
     ]

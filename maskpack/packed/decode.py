@@ -278,7 +278,7 @@ def _fitted(packed: PackedBatch, forms: Sequence[FieldForm], call: str) -> dict[
             cut += "".join(f', the items of "{show(form.path)}" {dims}' for form in lists)
             raise LayoutError(
                 f'{call}: widths="trim" in a {where} with batch dims {dims} behind its rows, of which its fields would '
-                f"keep {cut}; expected the same of each. Name fields of one axis, leave the widths canonical, or give "
+                f"keep {cut}; expected the same of each. Name fields of one axis, leave the widths padded, or give "
                 "the TensorDict batch_size=[rows] before packing."
             )
         nodes[path] = node if fits == dims else replace(node, more_dims=fits)

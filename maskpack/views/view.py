@@ -229,9 +229,8 @@ class BatchView:
         """
         check_named(fields, "BatchView.select")
         groups, order = narrowed(self.groups, self.order, fields, "BatchView.select")
-        if self.groups[0].paths and not set(self.groups[0].paths) & set(
-            order
-        ):  # the fields that said which rows these are
+        first = self.groups[0].paths
+        if first and not set(first) & set(order):  # its fields said which rows these are
             known = Origins.together([group.origins() for group in self.groups])
             groups[0] = groups[0].known_as(known)
         return BatchView(tuple(groups), order, self.num_rows)

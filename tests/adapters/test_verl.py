@@ -417,7 +417,7 @@ def with_numbers(batch, numbers):
 
 
 def restored(nested, *fields):
-    """Fields at the canonical response width, beside the prompts, responses and mask that verl reads lengths from."""
+    """Fields at the padded response width, beside the prompts, responses and mask that verl reads lengths from."""
     wide = verl.select_and_pad_to_response(nested, *fields)
     for name, value in mp.unnest(nested, "prompts", "responses", "attention_mask").items():
         wide.set(name, value)

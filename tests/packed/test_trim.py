@@ -55,7 +55,7 @@ def test_no_rows_and_no_tokens():
 
 def test_widths_that_are_none():
     packed = mp.compress(workload("reference", 2, P, R), pad_token_id=PAD)
-    with pytest.raises(mp.errors.LayoutError, match=r"widths is 'trimmed'; expected \"canonical\" or \"trim\""):
+    with pytest.raises(mp.errors.LayoutError, match=r"widths is 'trimmed'; expected \"padded\" or \"trim\""):
         mp.decompress(packed, widths="trimmed")
 
 
@@ -152,7 +152,7 @@ def test_fields_that_would_differ_in_a_batch_dim_are_named():
         assert str(caught.value) == (
             'decompress: widths="trim" in a batch with batch dims (7,) behind its rows, of which its fields would keep '
             '"attention_mask" (4,), "stray" (7,); expected the same of each. Name fields of one axis, leave the widths '
-            "canonical, or give the TensorDict batch_size=[rows] before packing."
+            "padded, or give the TensorDict batch_size=[rows] before packing."
         )
     for name, columns in (("attention_mask", slice(FIRST, LAST)), ("stray", slice(None))):
         assert_same(mp.decompress(packed, name, widths="trim")[name], entries[name][:, columns].contiguous())
