@@ -80,7 +80,7 @@ def demonstration(numbers: Sequence[int], rng: random.Random) -> str:
 
 
 def reward(numbers: Sequence[int], response: Sequence[int]) -> float:
-    """What follows the last "=" of a response that ends is its answer."""
+    """A reward for a response that ends, and another for the right sum after its last "="."""
     if EOS not in response:
         return 0.0
     text = "".join(SIGNS[token] for token in response[: response.index(EOS)])
@@ -117,7 +117,7 @@ def tiny_model() -> Any:
 
 
 def weights_of(model: Any) -> np.ndarray:
-    """All of them, float32 [parameters]."""
+    """All weights of a model, one after the other: float32 [parameters]."""
     return torch.cat([weights.detach().flatten() for weights in model.parameters()]).numpy()
 
 
@@ -129,7 +129,7 @@ def load(model: Any, flat: np.ndarray) -> Any:
 
 
 def parts(model: Any, flat: np.ndarray) -> Iterator[Tensor]:
-    """A flat vector in the shapes of the parameters."""
+    """Views of a flat vector [parameters] in the shapes of the weights of a model."""
     sizes = [weights.numel() for weights in model.parameters()]
     for weights, part in zip(model.parameters(), torch.tensor(flat).split(sizes), strict=True):
         yield part.view_as(weights)
@@ -237,7 +237,7 @@ class Padded:
         self._reference = load(tiny_model(), start)
 
     def begin(self, model: Any, batch: TensorDict) -> None:
-        """Takes the batch of a step, and log-probs of the policy and the reference, which stay as they are in it."""
+        """Takes the batch of a step and adds log-probs of policy and reference, which stay fixed during it."""
         with torch.no_grad():
             split = batch.split(self.rows_at_once)
             old = torch.cat([self._log_probs(model, rows) for rows in split])
@@ -245,7 +245,7 @@ class Padded:
         self._batch = batch.clone(False).update({"old_log_probs": old, "ref_log_prob": ref})
 
     def accumulate(self, model: Any, rows: slice) -> float:
-        """Adds the gradient of the loss of some rows to the model's; gives the loss."""
+        """Adds the gradient of the loss of some rows to the gradients of the model; returns the loss."""
         update, total = self._batch[rows], 0.0
         tokens = update["response_mask"].sum()  # of the whole update
         for part in update.split(self.rows_at_once):
@@ -256,7 +256,7 @@ class Padded:
 
     @staticmethod
     def _log_probs(model: Any, rows: TensorDict) -> Tensor:
-        """[b, R], of the response tokens."""
+        """Log-probs of the response tokens [rows, R]."""
         names = "input_ids", "attention_mask", "position_ids"
         logits = model(**{name: rows[name] for name in names}, use_cache=False).logits
         scores = logits[:, :-1].log_softmax(-1).gather(-1, rows["input_ids"][:, 1:, None])[..., 0]
@@ -264,7 +264,7 @@ class Padded:
 
     @staticmethod
     def _loss(log_probs: Tensor, rows: TensorDict) -> Tensor:
-        """The sum over tokens."""
+        """The policy loss and the KL penalty, summed over the response tokens."""
         ratio = (log_probs - rows["old_log_probs"]).exp()
         gain = rows["advantages"]
         policy = torch.maximum(-gain * ratio, -gain * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH))
@@ -342,7 +342,7 @@ class Packed:
 
 @dataclass
 class Curve:
-    """What a run was like.
+    """The curves of a run.
 
     Attributes:
         rewards: of each step, the mean over its samples.

@@ -62,7 +62,7 @@ def rollouts(step: int) -> TensorDict:
 
 
 def policy_losses(logp: Tensor, old_logp: Tensor, adv: Tensor) -> Tensor:
-    """Of each token."""
+    """The clipped policy loss of each token [rows, COMPLETION]."""
     ratio = (logp - old_logp).exp()
     return torch.maximum(-adv * ratio, -adv * ratio.clamp(0.8, 1.2))
 
@@ -74,7 +74,7 @@ class Worker:
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
 
     def logp(self, batch: TensorDict) -> Tensor:
-        """[rows, COMPLETION]"""
+        """Log-probs of the completion tokens [rows, COMPLETION]."""
         tokens, attn = batch["tokens"], batch["attn"]
         position_ids = (attn.cumsum(1) - 1).clamp(min=0)
         logits = self.model(input_ids=tokens, attention_mask=attn, position_ids=position_ids).logits
@@ -102,7 +102,7 @@ class Worker:
 
 
 def added(gradients: list[list[Tensor]]) -> list[Tensor]:
-    """Those of the ranks."""
+    """The gradients of all ranks, added up."""
     return [torch.stack(parts).sum(0) for parts in zip(*gradients, strict=True)]
 
 

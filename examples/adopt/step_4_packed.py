@@ -63,7 +63,7 @@ def rollouts(step: int) -> TensorDict:
 
 
 def policy_losses(logp: Tensor, old_logp: Tensor, adv: Tensor) -> Tensor:
-    """Of each token."""
+    """The clipped policy loss of each token [rows, COMPLETION]."""
     ratio = (logp - old_logp).exp()
     return torch.maximum(-adv * ratio, -adv * ratio.clamp(0.8, 1.2))
 
@@ -105,7 +105,7 @@ class Worker:
 
 
 def added(gradients: list[list[Tensor]]) -> list[Tensor]:
-    """Those of the ranks."""
+    """The gradients of all ranks, added up."""
     return [torch.stack(parts).sum(0) for parts in zip(*gradients, strict=True)]
 
 

@@ -103,7 +103,7 @@ def not_pad(x: Tensor, pad: PadValue) -> Tensor | int:
     return _differing(padded if isinstance(word, Tensor) else lying, word)  # a word of two lies along the last dim
 
 
-def strays(
+def count_non_pads(
     x: Tensor, values: Tensor, layout: RowLayout, pad: PadValue | Tensor, seen: Tensor | int | None = None
 ) -> Tensor | int:
     """The number of non-pad values under the mask: an int on the host, else int64 ().
@@ -113,7 +113,7 @@ def strays(
     """
     padded, real = words(x), words(values)
     if isinstance(pad, Tensor):
-        return _row_strays(padded, real, words(pad), layout)
+        return _count_row_non_pads(padded, real, words(pad), layout)
     seen = not_pad(x, pad) if seen is None else seen
     if pad is not EDGE:
         return seen - _differing(real, _word(pad, x))
@@ -179,14 +179,14 @@ def zeros_of(pads: Tensor) -> Tensor:
     return torch.zeros_like(pads)
 
 
-def first_stray(x: Tensor, layout: RowLayout, pad: PadValue | Tensor) -> tuple[tuple[int, ...], str]:
+def first_non_pad(x: Tensor, layout: RowLayout, pad: PadValue | Tensor) -> tuple[tuple[int, ...], str]:
     """Index and value of one element that is not the pad, for a message."""
     expected = words(ops.unpack(ops.pack(x.detach(), layout), layout, pad))
     where: list[int] = [int(i) for i in torch.nonzero(expected != words(x))[0][: x.dim()]]
     return tuple(where), str(x[tuple(where)].item() if x.dtype.itemsize > 1 or not x.is_floating_point() else "?")
 
 
-def _row_strays(x: Tensor, values: Tensor, pads: Tensor, layout: RowLayout) -> Tensor | int:
+def _count_row_non_pads(x: Tensor, values: Tensor, pads: Tensor, layout: RowLayout) -> Tensor | int:
     more = [1] * (values.dim() - pads.dim())
     pads = pads.view(pads.shape[0], *more, *pads.shape[1:])
     of_values = pads.repeat_interleave(layout.offsets.diff(), 0, output_size=values.shape[0])

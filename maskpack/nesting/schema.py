@@ -39,7 +39,7 @@ from maskpack.layout.span_table import lines_of, table_of_lines
 LAYOUTS = "_maskpack"
 """The key of the entry that `unnest` needs. Name it in `select` to keep it."""
 
-_APART = "Restore both first, then update the padded batch: unnest(batch).update(unnest(other))."
+_RESTORE_FIRST = "Restore both first, then update the padded batch: unnest(batch).update(unnest(other))."
 INTACT = "Restore from the batch that nest_batch_by_mask returned; indexing, chunk, cat and casts are supported."
 
 
@@ -221,7 +221,7 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
         if layouts.setdefault(key[1], layout) != layout:
             raise LayoutError(
                 f'{call}: layout "{key[1]}" of another batch, with other rows or widths, replaced the layout of '
-                f"this one, as update() does; expected fields of the same rows. {_APART}"
+                f"this one, as update() does; expected fields of the same rows. {_RESTORE_FIRST}"
             )
     for (name, value), offsets in zip(first.items(), read[2 * len(tables) :], strict=True):
         if np.array_equal(offsets, layouts[name].row_offsets):
@@ -284,7 +284,7 @@ def _several_pads(path: Path, one: FieldForm, other: FieldForm, call: str) -> La
     ways = [f'{form.pads_by_bits} under "{form.layout}"' for form in (one, other)]
     return LayoutError(
         f'{call}: field "{show(path)}" was nested twice, with the pads {" and ".join(ways)}, and update() replaced one '
-        f"by the other; expected the same pads. {_APART}"
+        f"by the other; expected the same pads. {_RESTORE_FIRST}"
     )
 
 

@@ -35,7 +35,7 @@ from maskpack.nesting.schema import INTACT, LAYOUTS, FieldForm, RowPads, Schema,
 from maskpack.nesting.verify import Then, Verifier
 from maskpack.ops import pack_torch as ops
 
-_APART = "its rows were nested with different pads"
+_DIFFERENT_PADS = "its rows were nested with different pads"
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _with_one_rule(
     if rule is EDGE:
         return replace(form, pads=(EDGE,)), None
     if rule is None or isinstance(rule, Pad):
-        return FieldForm(form.path, "dense", dtype=form.dtype, reason=_APART, axis=form.layout), None
+        return FieldForm(form.path, "dense", dtype=form.dtype, reason=_DIFFERENT_PADS, axis=form.layout), None
     return replace(form, pads=(PER_ROW,)), from_words(rule.reshape(words(own).shape), own.dtype).to(own.device)
 
 

@@ -140,9 +140,9 @@ class Verifier:
             seen = checks.not_pad(self._padded(form)[0], trials[0]) if trials and not by_row else None
             self.values[form.path] = self._gather(form, one_call)  # now, while the field is in the cache
             self._look(form, self.values[form.path])
-            counts = (self._strays(form, pad, None if place else seen) for place, pad in enumerate(trials))
+            counts = (self._count_non_pads(form, pad, None if place else seen) for place, pad in enumerate(trials))
             pad = next((pad for pad, count in zip(trials, counts, strict=True) if not count), None)
-            if any(not self._strays(form, other) for other in self._rivals(form, pad)):
+            if any(not self._count_non_pads(form, other) for other in self._rivals(form, pad)):
                 self._ambiguous.add(form.path)
             if pad is not None or not trials:
                 self._finish(form)
@@ -171,15 +171,15 @@ class Verifier:
         found: dict[Path, PadValue | None] = dict.fromkeys(unsure)
         for attempt in range(max((len(form.pads) for form in unsure.values()), default=0)):
             trials = [form for path, form in unsure.items() if found[path] is None and attempt < len(form.pads)]
-            counts = [self._strays(form, form.pads[attempt]) for form in trials]
+            counts = [self._count_non_pads(form, form.pads[attempt]) for form in trials]
             odd = {} if attempt else {path: torch.count_nonzero(words(x) > 1) for path, x in self._bools.items()}
             read = iter(to_host([n.view(1) for n in [*counts, *odd.values()] if isinstance(n, Tensor)]))
             for form, count in zip(trials, counts, strict=True):
-                strays = next(read)[0] if isinstance(count, Tensor) else count
-                found[form.path] = None if strays else form.pads[attempt]
+                non_pads = next(read)[0] if isinstance(count, Tensor) else count
+                found[form.path] = None if non_pads else form.pads[attempt]
             self._odd += [path for path in odd if next(read)[0]]
         rivals = [(path, other) for path, pad in found.items() for other in self._rivals(unsure[path], pad)]
-        counts = [self._strays(unsure[path], other) for path, other in rivals]
+        counts = [self._count_non_pads(unsure[path], other) for path, other in rivals]
         read = iter(to_host([count.view(1) for count in counts if isinstance(count, Tensor)]))
         for (path, _), count in zip(rivals, counts, strict=True):
             if not (next(read)[0] if isinstance(count, Tensor) else count):
@@ -193,9 +193,9 @@ class Verifier:
             return []
         return [other for other in form.pads if other is not pad and EDGE in (pad, other)]
 
-    def _strays(self, form: FieldForm, pad: PadValue, seen: Tensor | int | None = None) -> Tensor | int:
+    def _count_non_pads(self, form: FieldForm, pad: PadValue, seen: Tensor | int | None = None) -> Tensor | int:
         x, layout = self._padded(form)
-        return checks.strays(x, self.values[form.path], layout, self._pad(form, pad), seen)
+        return checks.count_non_pads(x, self.values[form.path], layout, self._pad(form, pad), seen)
 
     def _pad(self, form: FieldForm, pad: PadValue) -> PadValue | Tensor:
         if pad is not PER_ROW and pad is not SIGNED_ZERO:
@@ -212,7 +212,7 @@ class Verifier:
     def _message(self, form: FieldForm) -> str:
         x, layout = self._padded(form)
         pad = SIGNED_ZERO if SIGNED_ZERO in form.pads else form.pads[0]
-        place, seen = checks.first_stray(x, layout, self._pad(form, pad))
+        place, seen = checks.first_non_pad(x, layout, self._pad(form, pad))
         zero = ""
         if seen in ("0.0", "-0.0"):
             zero = _MIXED_ZEROS if pad is SIGNED_ZERO else _OTHER_ZERO if pad == 0 else ""

@@ -30,7 +30,7 @@ from maskpack.packed.references import Encoding, Joined, Same
 if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch
 
-APART = "its batches hold it in different forms"
+DIFFERENT_FORMS = "its batches hold it in different forms"
 """The reason of a field that stays padded because the batches hold it in different forms."""
 
 
@@ -65,7 +65,7 @@ def joined(batches: Sequence[PackedBatch], call: str) -> PackedBatch:
             row_pads |= {} if pads is None or pads[1] is None else {form.path: pads[1]}
         if form.kind == "dense":
             _check_axis(form.path, column, batches, layouts, call)
-        if form.reason == APART:
+        if form.reason == DIFFERENT_FORMS:
             apart[form.path] = _padded(form, column, batches, decoders, layouts, call)
             form = replace(form, shape=tuple(apart[form.path].shape[1:]))
         forms.append(form)
@@ -138,7 +138,7 @@ def _apart(column: Sequence[FieldForm]) -> FieldForm:
     """The form of a field that the batches hold in different forms: it stays padded."""
     form, axes = column[0], {form.axis or form.layout for form in column}
     axis = axes.pop() if len(axes) == 1 else None
-    return FieldForm(form.path, "dense", dtype=form.dtype, device=form.device, reason=APART, axis=axis)
+    return FieldForm(form.path, "dense", dtype=form.dtype, device=form.device, reason=DIFFERENT_FORMS, axis=axis)
 
 
 def _pads(

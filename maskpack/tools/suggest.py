@@ -235,7 +235,7 @@ def _pad_of(x: Tensor, layout: RowLayout, pad_token_id: int | None) -> PadValue 
     by_row: dict[PadValue, Tensor] = {Pad.PER_ROW: rows, Pad.SIGNED_ZERO: checks.zeros_of(rows)}
     for pad in pads:
         exact: Any = by_row.get(pad, pad)
-        if checks.holds(pad, x.dtype) and not int(checks.strays(x, values, layout, exact)):
+        if checks.holds(pad, x.dtype) and not int(checks.count_non_pads(x, values, layout, exact)):
             return pad
     return None
 

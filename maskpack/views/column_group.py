@@ -21,7 +21,7 @@ from maskpack.errors import LayoutError
 from maskpack.fields.registry import Key, Path
 from maskpack.layout.row_layout import RowLayout
 from maskpack.packed.batch import PackedBatch
-from maskpack.packed.join import APART, joined, merged, restricted
+from maskpack.packed.join import DIFFERENT_FORMS, joined, merged, restricted
 from maskpack.packed.pickling import copy_to_one_buffer
 from maskpack.views.origins import UNKNOWN, Origins
 from maskpack.views.segments import Segments
@@ -210,7 +210,7 @@ def cat_groups(groups: Sequence[ColumnGroup], paths: Sequence[Path]) -> ColumnGr
     heads = list({id(group.head): only(group.declared(), paths) for group in groups}.values())
     head = heads[0] if len(heads) == 1 else joined(heads, "BatchView.cat")
     if any(
-        form.reason == APART for form in head.schema.forms
+        form.reason == DIFFERENT_FORMS for form in head.schema.forms
     ):  # its parts are not widened: check that they fit as they are
         joined([head, *(only(source.meta.head, paths) for source in sources.values())], "BatchView.cat")
     return ColumnGroup(tuple(paths), tuple(sources.values()), Segments.cat(numbered), head)
