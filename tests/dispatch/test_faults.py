@@ -10,7 +10,10 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import fault_ranks
 import faults
@@ -293,14 +296,34 @@ def test_what_has_not_begun_is_taken_back(team, sample):
     assert first.cancel() == []
 
 
+@contextmanager
+def interrupted(every: float = 10.0) -> Iterator[Any]:
+    """Ctrl-C after half a second, and again if it was lost, as happens in code of Ray that ignores exceptions."""
+    done = threading.Event()
+
+    def interrupt() -> None:
+        pause = 0.5
+        while not done.wait(pause):
+            os.kill(os.getpid(), signal.SIGINT)
+            pause = every
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            yield caught
+    finally:
+        done.set()
+        thread.join()
+
+
 def test_ctrl_c_takes_back_what_has_not_begun(team, sample):
     with waiting(team, 1) as folder:
         first = team.group().submit("score", sample.batch, FACTOR)
         faults.until((folder / "began").exists)
         alone = WorkerGroup(team.actors[1:2], pad_token_id=PAD)
         sent = alone.submit("score", sample.batch, FACTOR)
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt) as caught:
+        with interrupted() as caught:
             sent.result()
         call = caught.value.call
         assert any("no rank has begun" in note for note in getattr(caught.value, "__notes__", ["no rank has begun"]))
@@ -310,8 +333,7 @@ def test_ctrl_c_takes_back_what_has_not_begun(team, sample):
     with waiting(team, 1) as folder:
         sent = alone.submit("score", sample.batch, FACTOR)
         faults.until((folder / "began").exists)
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt) as caught:
+        with interrupted() as caught:
             sent.result()
     assert any("ranks [0] have begun" in note for note in getattr(caught.value, "__notes__", ["ranks [0] have begun"]))
     sample.check(caught.value.call.result(20))

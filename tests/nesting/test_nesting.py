@@ -255,7 +255,7 @@ def test_unnest_of_named_fields(case: Case, data: st.DataObject) -> None:
 
 @quiet
 @given(batches())
-def test_verify_never_and_first_are_exact_without_count_non_pads(case: Case) -> None:
+def test_verify_never_and_first_are_exact_without_non_pads(case: Case) -> None:
     if case.lossy:
         return
     assert_same_batch(unnest(nest_batch_by_mask(case.batch, **case.options, verify="first")), case.batch)
@@ -944,7 +944,7 @@ def test_no_stray_is_too_small(stray: float) -> None:
 
 @quiet
 @given(batches())
-def test_count_non_pads_are_found_exactly(case: Case) -> None:
+def test_non_pads_are_found_exactly(case: Case) -> None:
     reported = {field.path for field in dense_fields(case.batch, case.registry, pad_token_id=case.pad_token_id)}
     tensors = {path for path, value in entries(case.batch).items() if isinstance(value, torch.Tensor)}
     assert reported & tensors == case.loose
@@ -1247,7 +1247,7 @@ def test_edge_positions_left_zero_right_last() -> None:
 
 @example(mask=[[True, False, True, False, False, True, False]], seed=1)
 @given(mask=strategies.patterns(), seed=st.integers(0, 999))
-def test_edge_count_non_pads_are_found_wherever_they_are(mask: oracle.Mask, seed: int) -> None:
+def test_edge_non_pads_are_found_wherever_they_are(mask: oracle.Mask, seed: int) -> None:
     """Every single change under the mask is seen, also between two runs and in empty rows."""
     rng = np.random.default_rng(seed)
     width = len(mask[0]) if mask else 0
@@ -1453,7 +1453,7 @@ def test_a_field_that_was_lossy_is_not_trusted_to_be_so() -> None:
 @pytest.mark.parametrize(
     ("pads", "place", "mixed"), [([0.0, -0.0], "-0.0", True), ([-0.0, 0.0], "0.0", True), ([-0.0, 1.0], "1.0", False)]
 )
-def test_the_message_tells_mixed_zeros_from_count_non_pads(pads: list[float], place: str, mixed: bool) -> None:
+def test_the_message_tells_mixed_zeros_from_non_pads(pads: list[float], place: str, mixed: bool) -> None:
     batch = TensorDict(
         {"response_mask": torch.tensor([[1, 0, 0]]), "advantages": torch.tensor([[2.0, *pads]])}, batch_size=[1]
     )
