@@ -273,8 +273,8 @@ def test_no_byte_outside_is_written(monkeypatch: pytest.MonkeyPatch, trailing: t
 @pytest.mark.parametrize("seed", range(3))
 def test_gradients_of_both_orders(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    layout = RowLayout.from_mask((torch.rand(3, 9, generator=generator) < [0.5, 0.0, 1.0][seed]).to(DEVICE))
-    x = torch.randn(3, 9, 2, dtype=torch.float64, generator=generator).to(DEVICE).requires_grad_()
+    layout = RowLayout.from_mask((torch.rand(2, 5, generator=generator) < [0.5, 0.0, 1.0][seed]).to(DEVICE))
+    x = torch.randn(2, 5, 2, dtype=torch.float64, generator=generator).to(DEVICE).requires_grad_()
     values = torch.randn(layout.num_tokens, 2, dtype=torch.float64, generator=generator).to(DEVICE).requires_grad_()
     if layout.num_tokens:
         assert torch.autograd.gradcheck(lambda x: ops.pack(x, layout, backend="triton"), (x,))
