@@ -297,24 +297,15 @@ def test_what_has_not_begun_is_taken_back(team, sample):
 
 
 @contextmanager
-def interrupted(every: float = 10.0) -> Iterator[Any]:
-    """Ctrl-C after half a second, and again if it was lost, as happens in code of Ray that ignores exceptions."""
-    done = threading.Event()
-
-    def interrupt() -> None:
-        pause = 0.5
-        while not done.wait(pause):
-            os.kill(os.getpid(), signal.SIGINT)
-            pause = every
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
+def interrupted() -> Iterator[Any]:
+    """Ctrl-C after half a second, also in a process that was started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt) as caught:
             yield caught
     finally:
-        done.set()
-        thread.join()
+        signal.signal(signal.SIGINT, before)
 
 
 def test_ctrl_c_takes_back_what_has_not_begun(team, sample):
