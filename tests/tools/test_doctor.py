@@ -827,3 +827,26 @@ def test_a_nan_of_other_bits_is_a_pad_of_rows():
         packed = maskpack.compress(batch, registry=registry, pad_token_id=pad, strict_mask_nesting=True)
         back = maskpack.decompress(packed)["odd"]
         assert torch.equal(back.view(torch.int32), batch["odd"].view(torch.int32))
+
+
+def _suggested(batch, name):
+    return next(line.spec for line in diagnose(batch).suggestions if line.key == name)
+
+
+def test_a_mask_of_the_registry_comes_before_one_that_is_found():
+    batch = rollout()
+    response = batch["response_mask"].bool()
+    some = response & (torch.rand(response.shape, generator=torch.Generator().manual_seed(0)) < 0.7)
+    for name in ("one", "two"):
+        batch.set(name, torch.randn(B, R).where(some, 0.0))
+    batch.set("some", some)
+    assert _suggested(batch, "one").mask == "response"
+
+
+def test_a_mask_of_more_fields_comes_before_one_of_fewer_tokens():
+    wide = torch.arange(12) < torch.tensor([[9], [5], [12]])
+    narrow = wide & (torch.arange(12) > 1)
+    fields = {"a": torch.randn(3, 12).where(wide, 0.0), "b": torch.randn(3, 12).where(narrow, 0.0)}
+    batch = TensorDict({"wide": wide, "narrow": narrow, **fields}, batch_size=[3])
+    assert _suggested(batch, "a").mask == "wide"
+    assert _suggested(batch, "b").mask == "wide"
