@@ -123,6 +123,7 @@ def test_equal_registries_hash_alike():
     assert hash(EVERYTHING) == hash(copy.deepcopy(EVERYTHING))
     assert {RL_FIELDS: 1}[MaskNestingRegistry(dict(RL_FIELDS), RL_FIELDS.axes)] == 1
     assert RL_FIELDS != RL_FIELDS | {"input_ids": DENSE}
+    assert MaskNestingSpec("a", 1) != MaskNestingSpec("a", 2)
     left, right = MaskNestingRegistry({"x": A, "y": B}), MaskNestingRegistry({"y": B, "x": A})
     assert left == right
     assert hash(left) == hash(right)

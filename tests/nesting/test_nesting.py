@@ -1179,6 +1179,9 @@ def test_missing_mask_is_reported() -> None:
         nest_batch_by_mask(batch, pad_token_id=0, strict_mask_nesting=True)
     with pytest.warns(MaskpackWarning, match='nothing in the batch gives its mask "sequence"'):
         assert_same_batch(unnest(nest_batch_by_mask(batch, pad_token_id=0)), batch)
+    registry = RL_FIELDS | {"input_ids": MaskNestingSpec(["own", "response"])}
+    with pytest.raises(CoverageError, match='its mask "own" or "response", computed from own, attention_mask'):
+        nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
 
 
 # -------------------------------------------------------------------- axes

@@ -829,6 +829,16 @@ def test_a_nan_of_other_bits_is_a_pad_of_rows():
         assert torch.equal(back.view(torch.int32), batch["odd"].view(torch.int32))
 
 
+def test_the_pad_token_is_that_of_most_token_fields():
+    batch = rollout()
+    mask = batch["attention_mask"].bool()
+    for name in ("input_ids", "teacher_ids"):
+        batch.set(name, torch.where(mask, 1, 50))
+    batch.set("prompts", torch.where(mask[:, :P], 1, 60))
+    batch.set("responses", torch.where(mask[:, P:], 1, 50))
+    assert diagnose(batch).pad_token_id == 50
+
+
 def _suggested(batch, name):
     return next(line.spec for line in diagnose(batch).suggestions if line.key == name)
 
