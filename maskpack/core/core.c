@@ -286,15 +286,16 @@ static Pattern pad_of_row(Field *field, const Layout *layout, i64 row) {
     return repeated(word, size);
 }
 
-/* Verifies the pads of a row and gathers its values; returns whether every masked-out element is its pad. */
-static int read_row(Field *field, const Layout *layout, i64 row) {
+/* Verifies the pads of a row and gathers its values to `values`, unless that is NULL; returns whether every masked-out
+   element is its pad. */
+static int read_row(Field *field, const Layout *layout, i64 row, u8 *values) {
     i64 size = field->size, items = field->items, element = items * size, step = field->outer * element;
     i64 first = layout->splits[row], last = layout->splits[row + 1];
     Pattern pad = repeated((const u8 *)field->pad, size);
     if (field->mode >= PER_ROW) pad = pad_of_row(field, layout, row);
     for (i64 slice = 0; slice < field->outer; slice++) {
         const u8 *from = field->padded + row * field->row_stride + slice * field->outer_stride;
-        u8 *to = field->packed ? field->packed + layout->bounds[row] * step + slice * element : NULL;
+        u8 *to = values ? values + slice * element : NULL;
         const u8 *edge = first < last ? from + layout->starts[first] * element : NULL;
         i64 at = 0;
         for (i64 span = first; span <= last; span++) {
@@ -346,8 +347,10 @@ static void read_task(void *context, i64 task) {
     Pass *pass = context;
     const i64 *rows = pass->tasks + 3 * task;
     Field *field = pass->fields + rows[0];
+    const Layout *layout = pass->layouts + field->layout;
+    i64 step = field->outer * field->items * field->size;
     for (i64 row = rows[1]; row < rows[2]; row++)
-        if (!read_row(field, pass->layouts + field->layout, row)) {
+        if (!read_row(field, layout, row, field->packed ? field->packed + layout->bounds[row] * step : NULL)) {
             __atomic_store_n(&field->stray, row + 1, __ATOMIC_RELAXED);
             return;
         }
@@ -363,15 +366,14 @@ static void write_task(void *context, i64 task) {
 #endif
 }
 
-/* Divides the rows of all fields into tasks: one a field for one thread, blocks of about a megabyte for several. */
+/* Divides the rows of all fields into tasks: one a field for one thread, four a thread for several. */
 static i64 *divided(const Field *fields, i64 num_fields, const Layout *layouts, i64 threads, i64 *count) {
     i64 *tasks = NULL;
     for (int fill_in = 0; fill_in < 2; fill_in++) {
         *count = 0;
         for (i64 field = 0; field < num_fields; field++) {
             const Layout *layout = layouts + fields[field].layout;
-            i64 row_bytes = layout->width * fields[field].outer * fields[field].items * fields[field].size;
-            i64 block = threads == 1 ? layout->rows : (1 << 20) / (row_bytes + 1) + 1;
+            i64 block = threads == 1 ? layout->rows : layout->rows / (4 * threads) + 1;
             for (i64 row = 0; row < layout->rows; row += block, ++*count)
                 if (fill_in) {
                     i64 *task = tasks + 3 * *count, end = row + block;

@@ -6,6 +6,7 @@ Whatever is passed here was checked: shapes, dtypes, and that layouts lie within
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -106,12 +107,12 @@ def read(padded: Tensor, layout: HostLayout, pads: Pads, packed: Tensor | None) 
     Args:
         padded: [B, S, *F] with any strides.
         pads: what is verified. The words of rows are written here, not read.
-        packed: contiguous [T, *F], where the values go; None to verify only.
+        packed: contiguous [T, *F], where the values go; None to verify only. Not complete if the result is False.
     """
     if not padded.numel():
         return True
-    field, held = _field(padded, packed, pads)
-    done = _core.maskpack_read(address(field), 1, address(_table(layout)), threads_for(padded.nbytes))
+    (field, held), table = _field(padded, packed, pads), _table(layout)
+    done = _core.maskpack_read(address(field), 1, address(table), threads_for(padded.nbytes))
     del held  # not earlier: `field` has its address
     if done:
         raise MemoryError(_NO_MEMORY)
@@ -122,10 +123,9 @@ def write(packed: Tensor, layout: HostLayout, pads: Pads, padded: Tensor) -> Non
     """Writes packed values, contiguous [T, *F], and the pads to a padded field [B, S, *F] in its own strides."""
     if not padded.numel():
         return
-    field, held = _field(padded, packed, pads)
+    (field, held), table, nbytes = _field(padded, packed, pads), _table(layout), padded.nbytes
     assert held.data_ptr() == padded.data_ptr()
-    nbytes = padded.nbytes
-    if _core.maskpack_write(address(field), 1, address(_table(layout)), nbytes >= _CACHE, threads_for(nbytes)):
+    if _core.maskpack_write(address(field), 1, address(table), nbytes >= _CACHE, threads_for(nbytes)):
         raise MemoryError(_NO_MEMORY)
 
 
@@ -146,10 +146,11 @@ def _field(padded: Tensor, packed: Tensor | None, pads: Pads) -> tuple[IntArray,
     return np.array(field, np.int64), padded
 
 
-def _layout(layout: HostLayout) -> IntArray:
-    table = rows.table
-    places = map(address, (table.starts, table.counts, table.splits, rows.bounds))
-    return np.array([table.splits.size - 1, rows.width, *places], np.int64)
+def _table(layout: HostLayout) -> IntArray:
+    """A row of the table of layouts."""
+    spans = layout.table
+    places = map(address, (spans.starts, spans.counts, spans.splits, layout.bounds))
+    return np.array([spans.splits.size - 1, layout.width, *places], np.int64)
 
 
 def _outer(x: Tensor) -> tuple[int, int] | None:
@@ -164,6 +165,6 @@ def _outer(x: Tensor) -> tuple[int, int] | None:
             inner *= shape[dim]
         else:
             outer = [(shape[dim], strides[dim]) for dim in range(2, first) if shape[dim] != 1]
-            if all(stride == size * next_ for (_, stride), (size, next_) in zip(outer, outer[1:], strict=False)):
+            if all(stride == size * next_ for (_, stride), (size, next_) in itertools.pairwise(outer)):
                 return math.prod(shape[2:first]), outer[-1][1] if outer else 0
     return None

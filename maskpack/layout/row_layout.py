@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from maskpack.core.arguments import list_of, said, whole
-from maskpack.core.native import HostLayout
 from maskpack.core.index import (
     IntArray,
     Rows,
@@ -34,6 +33,7 @@ from maskpack.core.index import (
     table_of_bits,
     table_rows,
 )
+from maskpack.core.native import HostLayout
 from maskpack.core.tensors import device_here, host_array, need_tensor, numbered
 from maskpack.errors import LayoutError
 from maskpack.layout import scan

@@ -22,7 +22,7 @@ def on_host(mask: Tensor) -> tuple[SpanTable, IntArray, Tensor | None]:
     value () of the valid tokens, if all have the same bits and all other bits are 0, else None."""
     dtype = mask.dtype
     if dtype.is_complex or dtype == torch.float8_e8m0fnu:  # 0 has no bits of its own there
-        mask = mask.to(torch.complex64 if dtype.is_complex else torch.float32) != 0
+        mask = mask.to(torch.complex128 if dtype.is_complex else torch.float32) != 0
     bits = 8 * mask.element_size()
     signed_zero = mask.dtype.is_floating_point and "fnuz" not in str(mask.dtype)
     table, bounds, value = native.scan(words(mask).numpy(), (1 << bits - signed_zero) - 1)
