@@ -17,7 +17,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FLAGS = ["-std=c11", "-D_DEFAULT_SOURCE", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread"]
+FLAGS = ["-std=c11", "-D_DEFAULT_SOURCE", "-O3", "-g0", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread"]
 SOURCE, TARGET = "maskpack/core/core.c", "maskpack/core/_core.so"
 
 
