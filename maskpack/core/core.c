@@ -256,6 +256,7 @@ API void maskpack_list_spans(const u8 *mask, i64 size, i64 rows, i64 width, i64 
 /* ------------------------------------------------------------------ padded fields */
 
 enum { NO_PAD, CONSTANT, EDGE, PER_ROW, SIGNED_ZERO }; /* NO_PAD: neither verified nor written */
+enum { TRUSTED = 8 };                                  /* with one of them: the pads of rows are read, but not verified */
 
 /* The spans of rows: starts and counts of each, splits [rows + 1] into them, bounds [rows + 1] into packed tokens. */
 typedef struct {
@@ -295,7 +296,7 @@ static Pattern pad_of_row(Field *field, const Layout *layout, i64 row) {
     i64 place = first == last || layout->starts[first] > 0 ? 0 : layout->counts[first];
     u8 word[16] = {0};
     if (place < layout->width) memcpy(word, field->padded + row * field->row_stride + place * field->items * size, (size_t)size);
-    if (field->mode == SIGNED_ZERO && (word_at(word, size) & ~(1ull << (8 * size - 1)))) memset(word, 0, 16);
+    if ((field->mode & ~TRUSTED) == SIGNED_ZERO && (word_at(word, size) & ~(1ull << (8 * size - 1)))) memset(word, 0, 16);
     memcpy(field->row_pads + row * size, word, (size_t)size);
     return repeated(word, size);
 }
@@ -306,7 +307,8 @@ static int read_row(Field *field, const Layout *layout, i64 row, u8 *values) {
     i64 size = field->size, items = field->items, element = items * size, step = field->outer * element;
     i64 first = layout->splits[row], last = layout->splits[row + 1];
     Pattern pad = repeated((const u8 *)field->pad, size);
-    if (field->mode >= PER_ROW) pad = pad_of_row(field, layout, row);
+    i64 mode = field->mode & TRUSTED ? NO_PAD : field->mode;
+    if ((field->mode & ~TRUSTED) >= PER_ROW) pad = pad_of_row(field, layout, row);
     for (i64 slice = 0; slice < field->outer; slice++) {
         const u8 *from = field->padded + row * field->row_stride + slice * field->outer_stride;
         u8 *to = values ? values + slice * element : NULL;
@@ -314,11 +316,11 @@ static int read_row(Field *field, const Layout *layout, i64 row, u8 *values) {
         i64 at = 0;
         for (i64 span = first; span <= last; span++) {
             i64 stop = span < last ? layout->starts[span] : layout->width, masked = (stop - at) * element;
-            if (field->mode == EDGE && edge) {
+            if (mode == EDGE && edge) {
                 if (!equal_elements(from + at * element, stop - at, edge, items, size)) return 0;
-            } else if (field->mode == EDGE) {
+            } else if (mode == EDGE) {
                 if (equal_bytes(from + at * element, masked, ZEROS) < masked) return 0;
-            } else if (field->mode && equal_bytes(from + at * element, masked, pad) < masked) return 0;
+            } else if (mode && equal_bytes(from + at * element, masked, pad) < masked) return 0;
             if (span == last) break;
             i64 n = layout->counts[span];
             if (to) {
@@ -1633,7 +1635,7 @@ static void encode_job(void *context, i64 at) {
         done = encode_field(work->jobs, at, work->layouts, &rows, work->outs + at, work->slots + job->first, &job->count);
     }
     job->pad--;
-    if (done == FITS && job->padded && field.mode >= PER_ROW) {
+    if (done == FITS && job->padded && (field.mode & ~TRUSTED) >= PER_ROW) {
         i64 size = field.size, equal = 1;
         for (i64 row = 1; row < job->rows && equal; row++) equal = !memcmp(row_pads, row_pads + row * size, (size_t)size);
         u8 *to = reserve(work->outs + at, &job->row_pads, size, equal && job->rows ? 1 : job->rows);
@@ -1782,91 +1784,220 @@ API i64 maskpack_decode(Target *targets, i64 n, const Entry *entries, const Layo
     return -decode.failed;
 }
 
-/* ------------------------------------------------------------------ rows of a table, without decoding them */
+/* ------------------------------------------------------------------ layouts of a table */
 
-/* A layout as it is stored: `kind` SPANS (a: starts, b: counts, c: spans of each row), MASK (a: a bit a position, the first
-   of a byte in its highest bit) or PART (columns `low` on of the layout `parent`). */
+/* A layout as it is stored: `kind` SPANS (a: starts, b: counts, c: spans of each row), MASK (a: a bit a position, the lowest
+   of a byte first, rows from a new byte on) or PART (columns `low` on of the layout `parent`, which is stored before). */
 enum { SPANS, MASK, PART };
 
 typedef struct {
-    i64 width, anchor, tokens, spans, kind, parent, low;
+    i64 width, anchor, kind, parent, low;
     Array a, b, c;
 } Stored;
+
+static i64 mask_bytes(const Stored *stored, i64 rows) { return rows * ((stored->width + 7) / 8); }
+
+/* Stores layouts behind the first `used` bytes of a body; for PART the caller has set `kind`, `parent` and `low`. Returns
+   the bytes in use, -1 if there is no room for them. */
+API i64 maskpack_store_layouts(Stored *stored, i64 n, const Layout *layouts, u8 *body, i64 used, i64 room) {
+    Out out = {body, 0, used, room};
+    for (i64 at = 0; at < n; at++) {
+        const Layout *layout = layouts + at;
+        Stored *to = stored + at;
+        to->width = layout->width;
+        to->a = to->b = to->c = (Array){0, 1, 0};
+        if (to->kind == PART) continue;
+        i64 spans = layout->splits[layout->rows], before = out.used;
+        List each = {0};
+        int fits = 1;
+        for (i64 row = 0; row < layout->rows && fits; row++) fits = push(&each, layout->splits[row + 1] - layout->splits[row]);
+        List starts = {(i64 *)layout->starts, spans, spans}, counts = {(i64 *)layout->counts, spans, spans};
+        to->kind = SPANS;
+        fits = fits && put_numbers(&out, &to->a, &starts, 0) && put_numbers(&out, &to->b, &counts, 0) && put_numbers(&out, &to->c, &each, 0);
+        free(each.numbers);
+        if (!fits || out.used - before > mask_bytes(to, layout->rows) + 256) {
+            out.used = before;
+            to->kind = MASK;
+            to->b = to->c = (Array){0, 1, 0};
+            u8 *bits = reserve(&out, &to->a, 1, mask_bytes(to, layout->rows));
+            if (!bits) return -1;
+            memset(bits, 0, (size_t)to->a.count);
+            for (i64 row = 0; row < layout->rows; row++, bits += (to->width + 7) / 8)
+                for (i64 span = layout->splits[row]; span < layout->splits[row + 1]; span++)
+                    for (i64 i = layout->starts[span]; i < layout->starts[span] + layout->counts[span]; i++)
+                        bits[i >> 3] |= (u8)(1 << (i & 7));
+        }
+    }
+    return out.used;
+}
+
+/* The spans of a row, at most `room` of them; how many there are. */
+static i64 spans_of_row(const Stored *stored, const u8 *body, i64 row, i64 first, i64 *starts, i64 *counts, i64 room) {
+    if (stored->kind == SPANS) {
+        i64 n = number_at(body, &stored->c, row);
+        for (i64 i = 0; i < n && i < room; i++) {
+            starts[i] = number_at(body, &stored->a, first + i);
+            counts[i] = number_at(body, &stored->b, first + i);
+        }
+        return n;
+    }
+    const u8 *bits = body + stored->a.at + row * ((stored->width + 7) / 8);
+    i64 n = 0;
+    for (i64 at = 0; at < stored->width;) {
+        while (at < stored->width && !(bits[at >> 3] >> (at & 7) & 1)) at++;
+        i64 start = at;
+        while (at < stored->width && bits[at >> 3] >> (at & 7) & 1) at++;
+        if (at > start && n < room) {
+            starts[n] = start;
+            counts[n] = at - start;
+        }
+        n += at > start;
+    }
+    return n;
+}
+
+/* Cuts the columns from `low` on, `width` of them, out of a layout; how many spans are left. With no `starts` they are
+   only counted, in splits and bounds [rows + 1]. */
+API i64 maskpack_cut(const Layout *whole, i64 low, i64 width, i64 *splits, i64 *bounds, i64 *starts, i64 *counts) {
+    i64 n = 0, tokens = 0;
+    splits[0] = bounds[0] = 0;
+    for (i64 row = 0; row < whole->rows; row++) {
+        for (i64 span = whole->splits[row]; span < whole->splits[row + 1]; span++) {
+            i64 begin = whole->starts[span] - low, end = begin + whole->counts[span];
+            begin = begin < 0 ? 0 : begin;
+            end = end > width ? width : end;
+            if (begin >= end) continue;
+            if (starts) {
+                starts[n] = begin;
+                counts[n] = end - begin;
+            }
+            n++;
+            tokens += end - begin;
+        }
+        splits[row + 1] = n;
+        bounds[row + 1] = tokens;
+    }
+    return n;
+}
+
+/* Reads a stored layout that is no PART, in the same two steps. */
+API i64 maskpack_read_layout(const Stored *stored, const u8 *body, i64 rows, i64 *splits, i64 *bounds, i64 *starts, i64 *counts) {
+    splits[0] = 0;
+    if (!starts) {
+        for (i64 row = 0; row < rows; row++)
+            splits[row + 1] = splits[row] + spans_of_row(stored, body, row, splits[row], NULL, NULL, 0);
+        return splits[rows];
+    }
+    bounds[0] = 0;
+    for (i64 row = 0; row < rows; row++) {
+        i64 first = splits[row], n = splits[row + 1] - first;
+        spans_of_row(stored, body, row, first, starts + first, counts + first, n);
+        bounds[row + 1] = bounds[row];
+        for (i64 i = 0; i < n; i++) bounds[row + 1] += counts[first + i];
+    }
+    return splits[rows];
+}
+
+/* ------------------------------------------------------------------ rows of a table, without decoding them */
 
 static void part_of(Array *array, i64 from, i64 to) {
     array->at += from * array->size;
     array->count = to - from;
 }
 
-/* The rows from `begin` to `end` of an entry, in the same arrays; `bounds` as for `open_cursor`. False without memory. */
-static int slice_entry(const Table *table, i64 index, const i64 *bounds, i64 begin, i64 end, Entry *entries) {
-    Entry *entry = entries + index;
+static void part_of_several(Array *array, i64 from, i64 to) { /* equal numbers are stored once */
+    if (array->count > 1) part_of(array, from, to);
+}
+
+/* The parts of an entry between the rows `cuts` [parts + 1], in the same arrays: part p goes to out[p * n]. `bounds` as for
+   `open_cursor`. False without memory. */
+static int split_entry(const Table *table, i64 index, const i64 *bounds, const i64 *cuts, i64 parts, Entry *out, i64 n) {
+    const Entry *entry = table->entries + index;
+    if (entry->kind == COLUMNS || entry->kind == CONCAT) return 1;
     if (entry->kind == DICT) {
-        i64 low = begin < end ? number_at(table->body, &entry->a, begin) : entry->number, high = low, *stored = NULL;
-        for (i64 row = begin; row < end; row++) {
-            i64 used = number_at(table->body, &entry->a, row);
-            low = used < low ? used : low;
-            high = used + 1 > high ? used + 1 : high;
+        i64 *stored = NULL;
+        int fine = stored_rows(table, entry, &stored) >= 0;
+        for (i64 part = 0; part < parts && fine; part++) {
+            Entry *own = out + part * n + index;
+            i64 low = entry->number, high = low;
+            for (i64 row = cuts[part]; row < cuts[part + 1]; row++) {
+                i64 used = number_at(table->body, &entry->a, row);
+                if (row == cuts[part]) low = high = used;
+                low = used < low ? used : low;
+                high = used + 1 > high ? used + 1 : high;
+            }
+            i64 range[2] = {low - entry->number, high - entry->number};
+            fine = split_entry(table, entry->first, stored, range, 1, out + part * n, n);
+            part_of_several(&own->a, cuts[part], cuts[part + 1]);
+            part_of_several(&own->b, range[0], range[1]);
+            own->number = low;
         }
-        i64 first = low - entry->number, last = high - entry->number;
-        int fine = stored_rows(table, entry, &stored) >= 0 && slice_entry(table, entry->first, stored, first, last, entries);
         free(stored);
-        if (entry->a.count > 1) part_of(&entry->a, begin, end);
-        if (entry->b.count > 1) part_of(&entry->b, first, last);
-        entry->number = low;
         return fine;
     }
-    if (entry->kind == COLUMNS || entry->kind == CONCAT) return 1;
     Cursor cursor;
     int fine = open_cursor(&cursor, table, index, bounds, 0);
-    for (i64 row = 0; fine && row < begin; row++) skip_row(&cursor);
-    i64 a = cursor.a, b = cursor.b, c = cursor.c;
-    for (i64 row = begin; fine && row < end; row++) skip_row(&cursor);
-    switch (entry->kind) {
-    case PLAIN:
-    case NARROW:
-    case BITS: part_of(&entry->a, a, cursor.a); break;
-    case BLOCKS:
-        part_of(&entry->a, a, cursor.a);
-        part_of(&entry->b, a, cursor.a);
-        part_of(&entry->c, c, cursor.c);
-        break;
-    case SPARSE:
-        part_of(&entry->b, b, cursor.b);
-        part_of(&entry->c, b, cursor.b);
-        if (entry->a.count > 1) part_of(&entry->a, begin, end);
-        break;
-    default: /* RLE, DELTA, ARANGE: equal numbers are stored once */
-        if (entry->a.count > 1) part_of(&entry->a, begin, end);
-        if (entry->b.count > 1) part_of(&entry->b, b, cursor.b);
-        if (entry->c.count > 1) part_of(&entry->c, c, cursor.c);
+    for (i64 row = 0; fine && row < cuts[0]; row++) skip_row(&cursor);
+    for (i64 part = 0; part < parts && fine; part++) {
+        Entry *own = out + part * n + index;
+        i64 a = cursor.a, b = cursor.b, c = cursor.c, begin = cuts[part], end = cuts[part + 1];
+        for (i64 row = begin; row < end; row++) skip_row(&cursor);
+        switch (entry->kind) {
+        case PLAIN:
+        case NARROW:
+        case BITS: part_of(&own->a, a, cursor.a); break;
+        case BLOCKS:
+            part_of(&own->a, a, cursor.a);
+            part_of(&own->b, a, cursor.a);
+            part_of(&own->c, c, cursor.c);
+            break;
+        case SPARSE:
+            part_of(&own->b, b, cursor.b);
+            part_of(&own->c, b, cursor.b);
+            part_of_several(&own->a, begin, end);
+            break;
+        default: /* RLE, DELTA, ARANGE */
+            part_of_several(&own->a, begin, end);
+            part_of_several(&own->b, b, cursor.b);
+            part_of_several(&own->c, c, cursor.c);
+        }
     }
     close_cursor(&cursor);
     return fine;
 }
 
-/* Makes entries those of the rows from `begin` to `end`, in the same body. Returns 0, or -1 without memory. */
-API i64 maskpack_slice(Entry *entries, i64 n, const Layout *layouts, const u8 *body, i64 rows, i64 begin, i64 end) {
-    Entry *before = malloc(sizeof(Entry) * (size_t)(n + 1));
+/* The parts of the rows of a table between `cuts` [parts + 1], in the same body: their entries, n each, and layouts, m
+   each. Returns 0, or -1 without memory. */
+API i64 maskpack_split(const Entry *entries, i64 n, const Stored *stored, i64 m, const Layout *layouts, const u8 *body, i64 rows,
+                       const i64 *cuts, i64 parts, Entry *out, Stored *out_stored) {
+    Table table = {entries, layouts, body, rows};
     u8 *inside = calloc((size_t)n + 1, 1); /* stored rows of dictionaries, which are taken with these */
-    int fine = before && inside;
-    if (fine) {
-        memcpy(before, entries, sizeof(Entry) * (size_t)n);
-        Table table = {before, layouts, body, rows};
-        for (i64 i = 0; i < n; i++) inside[before[i].kind == DICT ? before[i].first : n] = 1;
-        for (i64 i = 0; i < n && fine; i++) fine = inside[i] || slice_entry(&table, i, NULL, begin, end, entries);
+    int fine = inside != NULL;
+    for (i64 part = 0; part < parts; part++) {
+        memcpy(out + part * n, entries, sizeof(Entry) * (size_t)n);
+        memcpy(out_stored + part * m, stored, sizeof(Stored) * (size_t)m);
+        for (i64 at = 0; at < m; at++) {
+            Stored *own = out_stored + part * m + at;
+            i64 begin = cuts[part], end = cuts[part + 1];
+            if (own->kind == MASK) part_of(&own->a, mask_bytes(own, begin), mask_bytes(own, end));
+            if (own->kind != SPANS) continue;
+            part_of_several(&own->a, layouts[at].splits[begin], layouts[at].splits[end]);
+            part_of_several(&own->b, layouts[at].splits[begin], layouts[at].splits[end]);
+            part_of_several(&own->c, begin, end);
+        }
     }
-    free(before);
+    for (i64 i = 0; i < n && fine; i++) inside[entries[i].kind == DICT ? entries[i].first : n] = 1;
+    for (i64 i = 0; i < n && fine; i++) fine = inside[i] || split_entry(&table, i, NULL, cuts, parts, out, n);
     free(inside);
     return fine - 1;
 }
 
-/* Copies the arrays that a table names, `arrays` of them at `places`, to another body, each once. Returns its bytes; with
-   no `to` it only counts them. */
-API i64 maskpack_compact(i64 **places, i64 n, const u8 *body, u8 *to) {
+/* Copies the arrays at `places` to another body, each behind the one before. Returns the bytes in use; with no `to` it only
+   counts them. */
+API i64 maskpack_compact(Array **places, i64 n, const u8 *body, u8 *to) {
     i64 used = 0;
     for (i64 i = 0; i < n; i++) {
-        Array *array = (Array *)places[i];
+        Array *array = places[i];
         i64 nbytes = array->size * array->count, begin = (used + 7) & ~(i64)7;
         if (!nbytes) continue;
         if (to) {

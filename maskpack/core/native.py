@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,6 +30,15 @@ _CACHE = 1 << 25
 """Writes of so many bytes go past the cache."""
 NO_PAD, CONSTANT, BY_EDGE, BY_ROW, BY_SIGN = range(5)
 """What is under a mask: anything; a constant; the edge of the row; a constant a row; a zero a row, with either sign."""
+TRUSTED = 8
+"""Added to one of these: the pads of rows are read, but not verified."""
+
+
+_FUNCTIONS = {
+    **{"count_spans": 11, "list_spans": 11, "cut": 7, "read": 4, "write": 5, "encode": 11, "decode": 9},
+    **{"store_layouts": 6, "read_layout": 7, "split": 11, "compact": 4},
+}
+"""The functions of the core and the numbers that they take."""
 
 
 def _loaded() -> ctypes.CDLL:
@@ -40,7 +50,7 @@ def _loaded() -> ctypes.CDLL:
         raise ImportError(f"maskpack: its compiled core is missing ({error}). {_REMEDY}") from error
     if found != VERSION:
         raise ImportError(f"maskpack: its compiled core has version {found}; expected {VERSION}. {_REMEDY}")
-    for name, count in (("count_spans", 11), ("list_spans", 11), ("read", 4), ("write", 5)):
+    for name, count in _FUNCTIONS.items():
         function = getattr(core, f"maskpack_{name}")
         function.argtypes = [ctypes.c_int64] * count
         function.restype = ctypes.c_int64
@@ -168,3 +178,154 @@ def _outer(x: Tensor) -> tuple[int, int] | None:
             if all(stride == size * next_ for (_, stride), (size, next_) in itertools.pairwise(outer)):
                 return math.prod(shape[2:first]), outer[-1][1] if outer else 0
     return None
+
+
+# -------------------------------------------------------------------- tables of packed batches
+
+
+def _struct(*names: str, **parts: Any) -> np.dtype[Any]:
+    """A struct of int64, with other structs in it."""
+    fields: list[tuple[Any, ...]] = [(name, np.int64) for name in names]
+    return np.dtype(
+        [*fields, *((name, *(part if isinstance(part, tuple) else (part,))) for name, part in parts.items())]
+    )
+
+
+PLACE = _struct("at", "size", "count")
+"""An array: its first byte in the body, bytes of a number, numbers. (Array in core.c)"""
+ENTRY = _struct("kind", "layout", "items", "size", "number", "first", "second", a=PLACE, b=PLACE, c=PLACE)
+"""An encoded field, or a part of one."""
+STORED = _struct("width", "anchor", "kind", "parent", "low", a=PLACE, b=PLACE, c=PLACE)
+"""A layout in the body."""
+FIELD = _struct(
+    *("padded", "packed", "row_stride", "outer", "outer_stride", "size", "items", "layout", "mode"),
+    *("pad", "pad_high", "row_pads", "stray"),
+)
+"""A padded field, or its packed values."""
+FORM = _struct("kind", "number", "bytes", "inner_kind", "inner_number", "inner_bytes", "cost")
+"""How a field was encoded the last time."""
+MOST_PADS = 4
+_TRIAL = _struct("mode", "pad", "pad_high")
+JOB = np.dtype(
+    [
+        ("field", FIELD),
+        *((name, np.int64) for name in ("padded", "layout", "items", "size", "rows", "bounds", "index", "integers")),
+        *((name, np.int64) for name in ("hints", "near", "head", "tail", "columns", "num_pads")),
+        ("pads", _TRIAL, (MOST_PADS,)),
+        ("form", FORM),
+        *((name, np.int64) for name in ("result", "pad", "first", "count")),
+        ("row_pads", PLACE),
+    ]
+)
+"""A field to be encoded."""
+TARGET = np.dtype([("field", FIELD), ("padded", np.int64), ("entry", np.int64), ("rows", np.int64)])
+"""A field to be decoded."""
+KINDS = ("plain", "narrow", "blocks", "bits", "rle", "arange", "delta", "sparse", "dict", "columns", "concat")
+"""The encodings, in the order of their numbers."""
+PLAIN, NARROW, BLOCKS, BITS, RLE, ARANGE, DELTA, SPARSE, DICT, COLUMNS, CONCAT = range(len(KINDS))
+FITS, MISFIT, STRAY, FULL, NO_MEMORY = range(5)
+"""What becomes of a job."""
+SPANS, MASK, PART = range(3)
+"""The kinds of stored layouts."""
+
+Structs = npt.NDArray[Any]
+
+
+def layout_rows(layouts: Sequence[HostLayout]) -> IntArray:
+    """The table of layouts."""
+    return np.concatenate([_table(layout) for layout in layouts] or [np.zeros(0, np.int64)])
+
+
+def new_job() -> Structs:
+    """A job that refers to no other, and has no form yet."""
+    job = np.zeros(1, JOB)
+    job["layout"] = job["near"] = job["head"] = job["tail"] = job["form"]["kind"] = job["form"]["inner_kind"] = -1
+    job["rows"] = job["items"] = 1
+    return job
+
+
+def encode(
+    jobs: Structs, layouts: IntArray, body: Words, used: int, rooms: IntArray, threads: int
+) -> tuple[Structs, IntArray, int] | None:
+    """Encodes fields behind the first `used` bytes of a body.
+
+    Args:
+        jobs: JOB [n]; `result`, `pad`, `form` and `row_pads` are written.
+        layouts: as `layout_rows` gives them; must live as long as the call, like all that the jobs point to.
+        rooms: int64 [n + 1]: bytes for each job, if there are several threads; and of the whole body.
+
+    Returns:
+        The entries, the entry of each field, and the bytes in use; None if a job failed.
+    """
+    jobs["first"] = np.concatenate([[0], np.cumsum(2 + np.maximum(jobs["columns"], 1))[:-1]])
+    most = int(jobs["first"][-1] + 2 + max(jobs["columns"][-1], 1))
+    slots, entries = np.empty(most, ENTRY), np.empty(most, ENTRY)
+    fields, count = np.empty(jobs.size, np.int64), np.zeros(1, np.int64)
+    places = address(slots), address(entries), address(count), address(fields), address(body)
+    used = _core.maskpack_encode(address(jobs), jobs.size, address(layouts), *places, used, address(rooms), threads)
+    return None if used < 0 else (entries[: int(count[0])], fields, used)
+
+
+def decode(
+    targets: Structs, entries: Structs, layouts: IntArray, body: Words, rows: int, shown: IntArray, nbytes: int
+) -> None:
+    """Decodes fields to tensors, which `targets`, TARGET [n], point to. `layouts` are those of the entries, `shown` those
+    of padded tensors, which may be narrower; `nbytes` are written in all."""
+    places = address(targets), targets.size, address(entries), address(layouts), address(body), rows, address(shown)
+    if _core.maskpack_decode(*places, nbytes >= _CACHE, threads_for(nbytes)):
+        raise MemoryError(_NO_MEMORY)
+
+
+def cut(layout: HostLayout, low: int, width: int) -> HostLayout:
+    """The layout of the columns from `low` on, `width` of them."""
+    row = _table(layout)
+    splits, bounds = np.empty(row[0] + 1, np.int64), np.empty(row[0] + 1, np.int64)
+    count = _core.maskpack_cut(address(row), low, width, address(splits), address(bounds), 0, 0)
+    spans = np.empty((2, count), np.int64)
+    places = address(splits), address(bounds), address(spans), address(spans) + 8 * count
+    _core.maskpack_cut(address(row), low, width, *places)
+    return HostLayout(width, SpanTable(spans[0], spans[1], splits), bounds)
+
+
+def store_layouts(stored: Structs, layouts: IntArray, body: Words, used: int) -> int | None:
+    """Stores layouts behind the first `used` bytes of a body. Returns the bytes in use, None if there is no room."""
+    places = address(stored), stored.size, address(layouts), address(body)
+    used = _core.maskpack_store_layouts(*places, used, body.size)
+    return None if used < 0 else used
+
+
+def read_layouts(stored: Structs, body: Words, rows: int) -> list[HostLayout]:
+    """The layouts that `store_layouts` stored."""
+    layouts: list[HostLayout] = []
+    for at in range(stored.size):
+        width = int(stored["width"][at])
+        if stored["kind"][at] == PART:
+            layouts.append(cut(layouts[int(stored["parent"][at])], int(stored["low"][at]), width))
+            continue
+        splits, bounds = np.empty(rows + 1, np.int64), np.empty(rows + 1, np.int64)
+        row = address(stored) + at * STORED.itemsize, address(body), rows, address(splits), address(bounds)
+        count = _core.maskpack_read_layout(*row, 0, 0)
+        spans = np.empty((2, count), np.int64)
+        _core.maskpack_read_layout(*row, address(spans), address(spans) + 8 * count)
+        layouts.append(HostLayout(width, SpanTable(spans[0], spans[1], splits), bounds))
+    return layouts
+
+
+def split(
+    entries: Structs, stored: Structs, layouts: IntArray, body: Words, rows: int, cuts: IntArray
+) -> tuple[Structs, Structs]:
+    """The parts of the rows of a table between `cuts`, int64 [parts + 1]: ENTRY [parts, n] and STORED [parts, m]."""
+    parts = cuts.size - 1
+    out, out_stored = np.empty((parts, entries.size), ENTRY), np.empty((parts, stored.size), STORED)
+    table = address(entries), entries.size, address(stored), stored.size, address(layouts), address(body), rows
+    if _core.maskpack_split(*table, address(cuts), parts, address(out), address(out_stored)):
+        raise MemoryError(_NO_MEMORY)
+    return out, out_stored
+
+
+def compact(places: Sequence[int], body: Words) -> Words:
+    """A copy of the arrays whose PLACEs are at some addresses, in a body of their own. The PLACEs are changed."""
+    line = np.array(places, np.int64)
+    to = np.empty(_core.maskpack_compact(address(line), line.size, address(body), 0), np.uint8)
+    _core.maskpack_compact(address(line), line.size, address(body), address(to))
+    return to
