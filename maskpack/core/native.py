@@ -35,8 +35,17 @@ TRUSTED = 8
 
 
 _FUNCTIONS = {
-    **{"count_spans": 11, "list_spans": 11, "cut": 7, "read": 4, "write": 5, "encode": 11, "decode": 9},
-    **{"store_layouts": 6, "read_layout": 7, "split": 11, "compact": 4},
+    "count_spans": 11,
+    "list_spans": 11,
+    "cut": 7,
+    "read": 4,
+    "write": 5,
+    "encode": 11,
+    "decode": 9,
+    "store_layouts": 6,
+    "read_layout": 7,
+    "split": 11,
+    "compact": 4,
 }
 """The functions of the core and the numbers that they take."""
 
@@ -137,6 +146,12 @@ def write(packed: Tensor, layout: HostLayout, pads: Pads, padded: Tensor) -> Non
     assert held.data_ptr() == padded.data_ptr()
     if _core.maskpack_write(address(field), 1, address(table), nbytes >= _CACHE, threads_for(nbytes)):
         raise MemoryError(_NO_MEMORY)
+
+
+def described(padded: Tensor) -> tuple[Any, Tensor]:
+    """A FIELD of a padded tensor [B, S, *F], without pads; and the tensor that it points to, which may be a copy."""
+    field, held = _field(padded, None, Pads(NO_PAD))
+    return field.view(FIELD)[0], held
 
 
 def _field(padded: Tensor, packed: Tensor | None, pads: Pads) -> tuple[IntArray, Tensor]:
