@@ -72,7 +72,7 @@ def read(x: Tensor, layout: RowLayout, pad: PadValue, values: Tensor | None = No
     """
     if pad is not PER_ROW and pad is not SIGNED_ZERO:
         return native.read(x, layout.on_host, ops.host_pads(pad, x.dtype), values), None
-    pads = torch.zeros(layout.num_rows, dtype=x.dtype)
+    pads = torch.zeros(layout.num_rows, dtype=x.dtype, device="cpu")
     signed = x.dtype.is_floating_point and x.dtype.itemsize > 1
     mode = native.BY_ROW if pad is PER_ROW else native.BY_SIGN if signed else native.CONSTANT
     return native.read(x, layout.on_host, native.Pads(mode, (0,), pads), values), pads

@@ -149,7 +149,9 @@ class Verifier:
         if x.requires_grad and torch.is_grad_enabled():
             self.values[form.path] = self._gather(form)
         else:
-            self.values[form.path] = values = torch.empty((layout.num_tokens, *x.shape[2:]), dtype=x.dtype)
+            self.values[form.path] = values = torch.empty(
+                (layout.num_tokens, *x.shape[2:]), dtype=x.dtype, device="cpu"
+            )
         for pad in form.pads:
             exact, row_pads = checks.read(x, layout, pad, values)
             if row_pads is not None:
