@@ -1733,7 +1733,6 @@ typedef struct {
 typedef struct {
     Target *targets;
     const Table *table;
-    const Layout *layouts; /* of the padded fields, which may be narrower than those of the table */
     i64 stream, failed;
 } Decode;
 
@@ -1741,7 +1740,7 @@ static void decode_field(void *context, i64 at) {
     Decode *decode = context;
     Target *target = decode->targets + at;
     const Entry *entry = decode->table->entries + target->entry;
-    const Layout *layout = target->padded ? decode->layouts + target->field.layout : NULL;
+    const Layout *layout = target->padded ? decode->table->layouts + target->field.layout : NULL;
     Cursor cursor;
     u8 *scratch = NULL, *to = target->field.packed;
     int fine = open_cursor(&cursor, decode->table, target->entry, NULL, target->rows);
@@ -1774,12 +1773,12 @@ static void decode_field(void *context, i64 at) {
     if (!fine) __atomic_store_n(&decode->failed, 1, __ATOMIC_RELAXED);
 }
 
-/* Decodes fields of a table whose layouts are `layouts`; `targets` lie in `shown`, which have the same rows. Returns 0, or
-   -1 without memory. */
-API i64 maskpack_decode(Target *targets, i64 n, const Entry *entries, const Layout *layouts, const u8 *body, i64 rows,
-                        const Layout *shown, i64 stream, i64 threads) {
+/* Decodes fields of a table. Its layouts may be wider or narrower than when it was encoded, with the same tokens. Returns 0,
+   or -1 without memory. */
+API i64 maskpack_decode(Target *targets, i64 n, const Entry *entries, const Layout *layouts, const u8 *body, i64 rows, i64 stream,
+                        i64 threads) {
     Table table = {entries, layouts, body, rows};
-    Decode decode = {targets, &table, shown, stream, 0};
+    Decode decode = {targets, &table, stream, 0};
     run_tasks(decode_field, &decode, n, threads);
     return -decode.failed;
 }
@@ -2008,4 +2007,258 @@ API i64 maskpack_compact(Array **places, i64 n, const u8 *body, u8 *to) {
         used = begin + nbytes;
     }
     return used;
+}
+
+/* ------------------------------------------------------------------ checks of tables from elsewhere, before they are used */
+
+static int holds(const Array *array, i64 nbytes) { /* whether it lies in a body of so many bytes */
+    int known = array->size == 1 || array->size == 2 || array->size == 4 || array->size == 8 || array->size == 16;
+    return known && array->at >= 0 && array->at <= nbytes && array->count >= 0 && array->count <= (nbytes - array->at) / array->size;
+}
+
+static int of_each(const Array *array, i64 count) { return array->count == count || (array->count == 1 && count > 1); }
+
+/* Whether a layout lies in its body and can be read: spans that rise without touching each other, within the width. `spans`
+   are added up; more than `most` are too many. */
+static int check_layout(const Stored *all, i64 index, const u8 *body, i64 nbytes, i64 rows, i64 most, i64 *spans) {
+    const Stored *stored = all + index;
+    if (stored->width < 0 || stored->width >= (i64)1 << 31 || stored->anchor < 0 || stored->anchor > stored->width) return 0;
+    if (stored->kind == PART) {
+        int earlier = stored->parent >= 0 && stored->parent < index;
+        return earlier && stored->low >= 0 && stored->low <= all[stored->parent].width - stored->width;
+    }
+    if (stored->kind == MASK) return holds(&stored->a, nbytes) && stored->a.size == 1 && stored->a.count == mask_bytes(stored, rows);
+    if (stored->kind != SPANS || !holds(&stored->a, nbytes) || !holds(&stored->b, nbytes) || !holds(&stored->c, nbytes)) return 0;
+    if (stored->a.size == 16 || stored->b.size == 16 || stored->c.size == 16 || !of_each(&stored->c, rows)) return 0;
+    i64 first = 0;
+    for (i64 row = 0; row < rows; row++) {
+        i64 n = number_at(body, &stored->c, row), end = -1;
+        if (n < 0 || n > most - *spans) return 0;
+        *spans += n;
+        if ((stored->a.count != 1 && first + n > stored->a.count) || (stored->b.count != 1 && first + n > stored->b.count)) return 0;
+        if (n && (!stored->a.count || !stored->b.count)) return 0;
+        for (i64 i = first; i < first + n; i++) {
+            i64 start = number_at(body, &stored->a, i), count = number_at(body, &stored->b, i);
+            if (start <= end || start > stored->width || count < 1 || count > stored->width - start) return 0;
+            end = start + count;
+        }
+        first += n;
+    }
+    return of_each(&stored->a, first) && of_each(&stored->b, first);
+}
+
+/* Checks layouts, of `most` spans at most. Returns 0, or 1 + the first one that cannot be read. */
+API i64 maskpack_check_layouts(const Stored *stored, i64 m, const u8 *body, i64 nbytes, i64 rows, i64 most) {
+    i64 spans = 0;
+    for (i64 at = 0; at < m; at++)
+        if (!check_layout(stored, at, body, nbytes, rows, most, &spans)) return at + 1;
+    return 0;
+}
+
+enum { MOST_NEAR = 8 }; /* fields in a chain of near ones */
+
+typedef struct {
+    const Table *table;
+    i64 nbytes, num_layouts;
+} Check;
+
+static i64 row_elements(const Table *table, const Entry *entry, const i64 *bounds, i64 row) {
+    if (!bounds && entry->layout >= 0) bounds = table->layouts[entry->layout].bounds;
+    return bounds ? bounds[row + 1] - bounds[row] : 1;
+}
+
+static int check_stretches(const Check *check, const Entry *entry, const i64 *bounds, i64 rows) {
+    const u8 *body = check->table->body;
+    i64 counts = 0, values = 0;
+    if (!of_each(&entry->a, rows) || entry->c.size > entry->size) return 0;
+    for (i64 row = 0; row < rows; row++) {
+        i64 left = row_elements(check->table, entry, bounds, row) * entry->items, n = number_at(body, &entry->a, row);
+        if (n < 0 || n > left || (left && !n)) return 0;
+        if ((entry->b.count != 1 && n > 1 && counts + n - 1 > entry->b.count) || (n > 1 && !entry->b.count)) return 0;
+        for (i64 i = 0; i < n - 1; i++) {
+            i64 count = number_at(body, &entry->b, counts + i);
+            if (count < 1 || count >= left) return 0;
+            left -= count;
+        }
+        counts += n > 1 ? n - 1 : 0;
+        values += n;
+    }
+    return of_each(&entry->b, counts) && of_each(&entry->c, values);
+}
+
+/* Whether an entry can be decoded: every number is in its range, every array as long as its rows say. `bounds` are those of
+   stored rows of a dictionary; `depth` counts how many entries lead here. */
+static int check_entry(const Check *check, i64 index, const i64 *bounds, i64 rows, i64 depth) {
+    const Table *table = check->table;
+    const Entry *entry = table->entries + index, *entries = table->entries;
+    const u8 *body = table->body;
+    i64 total = 0, blocks = 0, bits = 0, kind = entry->kind, size = entry->size;
+    if (entry->layout < -1 || entry->layout >= check->num_layouts || entry->items < 0 || entry->items > (i64)1 << 40) return 0;
+    if (size != 1 && size != 2 && size != 4 && size != 8) return 0;
+    if (!holds(&entry->a, check->nbytes) || !holds(&entry->b, check->nbytes) || !holds(&entry->c, check->nbytes)) return 0;
+    if (entry->a.size == 16 || entry->b.size == 16 || entry->c.size == 16) return 0;
+    for (i64 row = 0; row < rows; row++) {
+        i64 elements = row_elements(table, entry, bounds, row);
+        if (entry->items && elements > ((i64)1 << 60) / entry->items) return 0;
+        i64 n = elements * entry->items;
+        if (total > ((i64)1 << 60) - n) return 0;
+        total += n;
+        blocks += (n + BLOCK - 1) / BLOCK;
+        bits += (n + 7) / 8;
+    }
+    switch (kind) {
+    case PLAIN: return entry->a.size == size && entry->a.count == total;
+    case NARROW: return entry->a.size < size && entry->a.count == total;
+    case BITS: return entry->a.size == 1 && entry->a.count == bits && entry->b.size == size && entry->b.count == 2;
+    case RLE:
+    case DELTA: return check_stretches(check, entry, bounds, rows);
+    case ARANGE: return entry->a.size <= size && of_each(&entry->a, rows);
+    case BLOCKS: {
+        const Entry *near = entry->second >= 0 ? entries + entry->second : NULL;
+        if (entry->a.size != 1 || entry->a.count != blocks || entry->b.size != size || entry->b.count != blocks || entry->c.size != 4) return 0;
+        if (near) {
+            int alike = !bounds && entry->second < index && near->layout == entry->layout && near->items == entry->items;
+            if (!alike || near->size != size || near->kind == CONCAT || depth >= MOST_NEAR) return 0;
+            if (!check_entry(check, entry->second, NULL, rows, depth + 1)) return 0;
+        }
+        i64 block = 0, numbers = 0;
+        for (i64 row = 0; row < rows; row++) {
+            i64 n = row_elements(table, entry, bounds, row) * entry->items;
+            for (i64 at = 0; at < n; at += BLOCK, block++) {
+                i64 width = body[entry->a.at + block];
+                if ((width & ~NEAR) > 32 || (width & NEAR && !near)) return 0;
+                numbers += block_numbers(n - at < BLOCK ? n - at : BLOCK, width & ~NEAR);
+            }
+        }
+        return numbers == entry->c.count;
+    }
+    case SPARSE: {
+        i64 at = 0;
+        if (!of_each(&entry->a, rows) || entry->c.size != size || entry->b.count != entry->c.count) return 0;
+        for (i64 row = 0; row < rows; row++) {
+            i64 n = row_elements(table, entry, bounds, row) * entry->items, count = number_at(body, &entry->a, row), before = -1;
+            if (count < 0 || count > entry->b.count - at) return 0;
+            for (; count > 0; count--, at++) {
+                i64 place = number_at(body, &entry->b, at);
+                if (place <= before || place >= n) return 0;
+                before = place;
+            }
+        }
+        return at == entry->b.count;
+    }
+    case DICT: {
+        i64 *stored = NULL, most = 0;
+        if (bounds || depth || rows != table->rows || !of_each(&entry->a, rows) || entry->first < 0 || entry->first >= index) return 0;
+        for (i64 row = 0; row < rows; row++) {
+            i64 number = number_at(body, &entry->a, row);
+            if (number < entry->number || entry->number < 0 || number - entry->number >= rows) return 0;
+            most = number - entry->number + 1 > most ? number - entry->number + 1 : most;
+        }
+        const Entry *inner = entries + entry->first;
+        if (!of_each(&entry->b, most) || inner->layout != entry->layout || inner->items != entry->items || inner->size != size) return 0;
+        if (inner->kind >= DICT || inner->kind < 0 || (inner->kind == BLOCKS && inner->second >= 0)) return 0;
+        for (i64 row = 0; row < rows; row++)
+            if (number_at(body, &entry->b, number_at(body, &entry->a, row) - entry->number) != row_elements(table, entry, NULL, row)) return 0;
+        for (i64 i = 0; i < most; i++) { /* rows that nothing uses, too */
+            i64 elements = number_at(body, &entry->b, i);
+            if (elements < 0 || elements > (i64)1 << 40) return 0;
+        }
+        int fine = stored_rows(table, entry, &stored) == most && check_entry(check, entry->first, stored, most, depth + 1);
+        free(stored);
+        return fine;
+    }
+    case COLUMNS:
+        if (bounds || depth || entry->second < 1 || entry->first < 0 || entry->first > index - entry->second) return 0;
+        for (i64 column = entry->first; column < entry->first + entry->second; column++) {
+            const Entry *own = entries + column;
+            int alike = own->layout == entry->layout && own->size == size && own->items <= entry->items && own->items * entry->second == entry->items;
+            if (!alike || own->kind >= DICT || (own->kind == BLOCKS && own->second >= 0)) return 0;
+            if (!check_entry(check, column, NULL, rows, depth + 1)) return 0;
+        }
+        return 1;
+    case CONCAT: {
+        i64 parts[2] = {entry->first, entry->second};
+        if (bounds || depth) return 0;
+        for (int part = 0; part < 2; part++) {
+            if (parts[part] < 0 || parts[part] >= index || entries[parts[part]].kind == CONCAT) return 0;
+            if (entries[parts[part]].size != size || !check_entry(check, parts[part], NULL, rows, 0)) return 0;
+        }
+        for (i64 row = 0; row < rows; row++) {
+            i64 sum = 0;
+            for (int part = 0; part < 2; part++) sum += row_elements(table, entries + parts[part], NULL, row) * entries[parts[part]].items;
+            if (sum != row_elements(table, entry, NULL, row) * entry->items) return 0;
+        }
+        return 1;
+    }
+    default: return 0;
+    }
+}
+
+/* Whether a field of bytes, which was checked, has values other than 0 and 1. What rises by equal steps leaves 0 and 1 within
+   three words, so stretches are looked at where they begin. */
+static int is_odd(const Table *table, i64 index, const i64 *bounds, i64 rows) {
+    const Entry *entry = table->entries + index;
+    const u8 *body = table->body;
+    u8 words[BLOCK], any = 0;
+    if (entry->kind == CONCAT) return is_odd(table, entry->first, NULL, rows) || is_odd(table, entry->second, NULL, rows);
+    if (entry->kind == COLUMNS) {
+        for (i64 column = 0; column < entry->second; column++)
+            if (is_odd(table, entry->first + column, NULL, rows)) return 1;
+        return 0;
+    }
+    if (entry->kind == DICT) {
+        i64 *stored = NULL, count = stored_rows(table, entry, &stored);
+        int odd = count < 0 || is_odd(table, entry->first, stored, count);
+        free(stored);
+        return odd;
+    }
+    const Array *array = entry->kind == BITS ? &entry->b : entry->kind == SPARSE || entry->kind == RLE ? &entry->c : &entry->a;
+    if (entry->kind == PLAIN || entry->kind == BITS || entry->kind == SPARSE || entry->kind == RLE) {
+        for (i64 i = 0; i < array->count; i++) any |= body[array->at + i];
+        return any > 1;
+    }
+    i64 block = 0, numbers = 0, counts = 0, values = 0;
+    for (i64 row = 0; row < rows; row++) {
+        i64 n = row_elements(table, entry, bounds, row) * entry->items;
+        if (entry->kind == ARANGE) {
+            decode_range(words, n < 3 ? n : 3, signed_at(body, &entry->a, row), entry->number, 1);
+            for (i64 i = 0; i < n && i < 3; i++) any |= words[i];
+        } else if (entry->kind == DELTA) {
+            i64 stretches = number_at(body, &entry->a, row);
+            u8 word = 0;
+            for (i64 left = stretches; left > 0; left--) {
+                i64 count = left > 1 ? number_at(body, &entry->b, counts++) : n, step = signed_at(body, &entry->c, values++);
+                for (i64 i = 1; i <= count && i <= 3; i++) any |= (u8)(word + (u8)(i * step));
+                word = (u8)(word + (u8)((u64)count * (u64)step));
+                any |= word;
+                n -= count;
+            }
+        } else if (entry->second >= 0) return 1; /* distances between bools are not written */
+        else
+            for (i64 at = 0; at < n; at += BLOCK, block++) {
+                u32 unpacked[BLOCK];
+                i64 count = n - at < BLOCK ? n - at : BLOCK, width = body[entry->a.at + block];
+                unpack_block(block_loops(), body + entry->c.at + 4 * numbers, count, width, unpacked);
+                numbers += block_numbers(count, width);
+                block_loops()->add_least(1, unpacked, body[entry->b.at + block], count, words);
+                for (i64 i = 0; i < count; i++) any |= words[i];
+            }
+    }
+    return any > 1;
+}
+
+/* Checks the fields of a table whose layouts were checked and read; `bools` [num_fields] says which may hold only 0 and 1.
+   Returns 0, or 1 + the first field that cannot be decoded, or -1 - the first one of other bytes. */
+API i64 maskpack_check_fields(const Entry *entries, i64 n, const Layout *layouts, i64 m, const u8 *body, i64 nbytes, i64 rows,
+                              i64 dense_rows, const i64 *fields, i64 num_fields, const i64 *bools) {
+    Table table = {entries, layouts, body, rows};
+    Check check = {&table, nbytes, m};
+    for (i64 field = 0; field < num_fields; field++) {
+        i64 index = fields[field];
+        if (index < 0 || index >= n) return field + 1;
+        i64 own = entries[index].layout < 0 ? dense_rows : rows;
+        if (!check_entry(&check, index, NULL, own, 0)) return field + 1;
+        if (bools[field] && (entries[index].size != 1 || is_odd(&table, index, NULL, own))) return -1 - field;
+    }
+    return 0;
 }

@@ -41,11 +41,13 @@ _FUNCTIONS = {
     "read": 4,
     "write": 5,
     "encode": 11,
-    "decode": 9,
+    "decode": 8,
     "store_layouts": 6,
     "read_layout": 7,
     "split": 11,
     "compact": 4,
+    "check_layouts": 6,
+    "check_fields": 11,
 }
 """The functions of the core and the numbers that they take."""
 
@@ -281,12 +283,9 @@ def encode(
     return None if used < 0 else (entries[: int(count[0])], fields, used)
 
 
-def decode(
-    targets: Structs, entries: Structs, layouts: IntArray, body: Words, rows: int, shown: IntArray, nbytes: int
-) -> None:
-    """Decodes fields to tensors, which `targets`, TARGET [n], point to. `layouts` are those of the entries, `shown` those
-    of padded tensors, which may be narrower; `nbytes` are written in all."""
-    places = address(targets), targets.size, address(entries), address(layouts), address(body), rows, address(shown)
+def decode(targets: Structs, entries: Structs, layouts: IntArray, body: Words, rows: int, nbytes: int) -> None:
+    """Decodes fields to tensors of `nbytes` in all, which `targets`, TARGET [n], point to."""
+    places = address(targets), targets.size, address(entries), address(layouts), address(body), rows
     if _core.maskpack_decode(*places, nbytes >= _CACHE, threads_for(nbytes)):
         raise MemoryError(_NO_MEMORY)
 
@@ -344,3 +343,17 @@ def compact(places: Sequence[int], body: Words) -> Words:
     to = np.empty(_core.maskpack_compact(address(line), line.size, address(body), 0), np.uint8)
     _core.maskpack_compact(address(line), line.size, address(body), address(to))
     return to
+
+
+def check_layouts(stored: Structs, body: Words, rows: int, most: int) -> int:
+    """0 if layouts can be read and have at most `most` spans in all; else 1 + the number of the first that is not so."""
+    return _core.maskpack_check_layouts(address(stored), stored.size, address(body), body.size, rows, most)
+
+
+def check_fields(
+    entries: Structs, layouts: IntArray, body: Words, rows: int, dense_rows: int, fields: IntArray, bools: IntArray
+) -> int:
+    """0 if fields can be decoded and those of `bools` hold only 0 and 1; else 1 + the number of the first that cannot, or
+    -1 - that of the first with other bytes. `layouts` were checked and read."""
+    table = address(entries), entries.size, address(layouts), layouts.size * 8 // 48, address(body), body.size
+    return _core.maskpack_check_fields(*table, rows, dense_rows, address(fields), fields.size, address(bools))

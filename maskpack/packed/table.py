@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from threading import Lock
@@ -181,14 +181,17 @@ class Table:
         line = self.array(place).view(word_dtype(min(size, 8))).reshape(-1, *pair)
         return np.broadcast_to(line, (self.rows, *pair))
 
+    def shown_as(self, layouts: Mapping[str, RowLayout]) -> Table:
+        """The same values in narrower or wider layouts with the same row lengths."""
+        out = replace(self)
+        out.__dict__["layouts"] = dict(layouts)
+        return out
+
     # ---------------------------------------------------------------- decoding
 
-    def decode(self, targets: Structs, nbytes: int, shown: Mapping[str, RowLayout] | None = None) -> None:
-        """Decodes fields to tensors; padded ones have the layouts `shown`, in the order of `names`."""
-        line, host = self._layout_rows
-        rows = line if shown is None else native.layout_rows([shown[name].on_host for name in self.names])
-        native.decode(targets, self.entries, line, self.body, self.rows, rows, nbytes)
-        del host
+    def decode(self, targets: Structs, nbytes: int) -> None:
+        """Decodes fields to tensors, TARGET [n], of `nbytes` in all."""
+        native.decode(targets, self.entries, self.layout_rows, self.body, self.rows, nbytes)
 
     def words(self, field: int) -> Words:
         """The packed words of a field, flat."""
@@ -239,38 +242,118 @@ class Table:
             parts.append(own)
         return parts
 
+    def without_row_pads(self, field: int) -> Table:
+        pads = self.row_pads.copy()
+        pads["count"][field] = 0
+        return self._like(row_pads=pads)
+
+    def moved(self, memory: Callable[[int], Words]) -> Table:
+        """The table with its body in other memory."""
+        body = memory(self.body.nbytes)
+        body[...] = self.body
+        return self._like(body=body)
+
+    def _like(self, **changes: Any) -> Table:
+        """The same layouts with something else changed."""
+        out = replace(self, **changes)
+        for name in ("layouts", "_cut"):
+            if name in self.__dict__:
+                out.__dict__[name] = self.__dict__[name]
+        return out
+
     def select(self, fields: Sequence[int]) -> Table:
         """Some fields, by their numbers."""
-        return replace(self, fields=self.fields[list(fields)], row_pads=self.row_pads[list(fields)])
+        return self._like(fields=self.fields[list(fields)], row_pads=self.row_pads[list(fields)])
 
     def own(self, slack: float = 0.0) -> Table:
         """The table with a body of its own, which holds its arrays and nothing else; itself, if its body has at most
         `slack` bytes for each byte of its arrays."""
-        if self.body.nbytes <= slack * self.nbytes + 64:
-            return self
+        return self if self.body.nbytes <= slack * self.nbytes + 64 else self.compacted()
+
+    def compacted(self) -> Table:
+        """The table with a new body, which holds its arrays in the order of `arrays`, each from a multiple of 8 bytes on."""
+        entries, fields = self._needed()
+        stored, pads = self.stored.copy(), self.row_pads.copy()
+        body = native.compact([address(place) for place in _places(stored, entries, pads)], self.body)
+        return self._like(stored=stored, entries=entries, fields=fields, row_pads=pads, body=body)
+
+    def _needed(self) -> tuple[Structs, IntArray]:
+        """The entries that some field needs, a copy, and the entry of each field among them."""
         kept = self._reached()
         numbers = np.full(self.entries.size + 1, -1)
         numbers[kept] = np.arange(len(kept))
         entries = self.entries[kept].copy()
-        for name in ("first", "second"):
-            refers = np.isin(
-                entries["kind"], [native.CONCAT] if name == "second" else [native.CONCAT, native.DICT, native.COLUMNS]
-            )
-            refers |= (entries["kind"] == native.BLOCKS) & (entries["second"] >= 0) if name == "second" else False
+        kinds = entries["kind"]
+        concat, near = kinds == native.CONCAT, (kinds == native.BLOCKS) & (entries["second"] >= 0)
+        for name, refers in (
+            ("first", concat | (kinds == native.DICT) | (kinds == native.COLUMNS)),
+            ("second", concat | near),
+        ):
             entries[name][refers] = numbers[entries[name][refers]]
-        stored, pads = self.stored.copy(), self.row_pads.copy()
-        places = [
-            address(line) + at * line.itemsize + line.dtype.fields[name][1]
-            for line in (stored, entries)
-            for at in range(line.size)
-            for name in "abc"
-        ]
-        places += [address(pads) + at * pads.itemsize for at in range(pads.size)]
-        body = native.compact(places, self.body)
-        out = replace(self, stored=stored, entries=entries, fields=numbers[self.fields], row_pads=pads, body=body)
-        if "layouts" in self.__dict__:
-            out.__dict__["layouts"] = self.layouts
+        return entries, numbers[self.fields]
+
+    def layouts_in_use(self) -> set[str]:
+        """The names of the layouts of the fields, and of the fields that they refer to."""
+        numbers = self.entries["layout"][self._reached()]
+        return {self.names[number] for number in numbers.tolist() if number >= 0}
+
+    def with_layouts(self, names: Collection[str]) -> Table:
+        """The table with some of its layouts, which include those of its fields; itself, if these are all."""
+        if set(names) == set(self.names):
+            return self
+        layouts = _wholes_first({name: layout for name, layout in self.layouts.items() if name in names})
+        stored, head = _stored_alone(layouts, self.rows)
+        entries, fields = self._needed()
+        pads = self.row_pads.copy()
+        places = _places(stored[:0], entries, pads)
+        body = native.compact([address(place) for place in places], self.body)
+        for place in places:
+            place["at"] += head.nbytes
+        numbers = np.array([list(layouts).index(name) if name in layouts else -1 for name in self.names], np.int64)
+        under = entries["layout"] >= 0
+        entries["layout"][under] = numbers[entries["layout"][under]]
+        out = replace(
+            self, names=tuple(layouts), stored=stored, entries=entries, fields=fields, row_pads=pads,
+            body=np.concatenate([head, body]),
+        )  # fmt: skip
+        out.__dict__["layouts"] = layouts
         return out
+
+    def arrays(self) -> list[Words]:
+        """The arrays, in unsigned integers, in the order of `with_arrays`."""
+        found: list[Words] = []
+        for place in _places(self.stored, self.entries, self.row_pads):
+            size = int(place["size"][0])
+            found.append(self.array(place[0]).view(f"u{size}" if size < 16 else "u8"))
+        return found
+
+    def places(self) -> list[int]:
+        """Where each of `arrays` begins in the body."""
+        return [int(place["at"][0]) for place in _places(self.stored, self.entries, self.row_pads)]
+
+    def places_of(self, field: int) -> list[int]:
+        """Where the arrays of a field begin in the body."""
+        own = self.entries[self.own_entries(field)]
+        return [int(place["at"][0]) for place in _places(self.stored[:0], own, self.row_pads[field : field + 1])]
+
+    def with_arrays(self, arrays: Sequence[Words]) -> Table:
+        """The table with other arrays of the same sizes, in a body of their own."""
+        stored, entries, pads = self.stored.copy(), self.entries.copy(), self.row_pads.copy()
+        places = _places(stored, entries, pads)
+        ends = np.cumsum([-(-array.nbytes // 8) * 8 for array in arrays], dtype=np.int64)
+        body = np.zeros(int(ends[-1]) if ends.size else 0, np.uint8)
+        for place, array, end in zip(places, arrays, ends.tolist(), strict=True):
+            begin = end - -(-array.nbytes // 8) * 8
+            body[begin : begin + array.nbytes] = array.reshape(-1).view(np.uint8)
+            place["at"] = begin
+        return self._like(stored=stored, entries=entries, row_pads=pads, body=body)
+
+
+def _places(stored: Structs, entries: Structs, pads: Structs) -> list[Structs]:
+    """The PLACEs [1] of all arrays that hold numbers, to be read or written."""
+    lines = [line[name] for line in (stored, entries) for name in "abc"]
+    found = [line[at : at + 1] for line in [*lines, pads] for at in range(line.size)]
+    return [place for place in found if place["count"][0]]
 
 
 # -------------------------------------------------------------------- encoding
@@ -306,6 +389,7 @@ class Encoded(NamedTuple):
 
 def encode(jobs: Sequence[Job], layouts: Mapping[str, RowLayout], rows: int, dense_rows: int) -> Encoded | None:
     """Encodes tensors; None if a pad of one is not under its mask."""
+    layouts = _wholes_first(layouts)
     names = tuple(layouts)
     places = {name: place for place, name in enumerate(names)}
     order = _order(jobs)
@@ -325,8 +409,7 @@ def encode(jobs: Sequence[Job], layouts: Mapping[str, RowLayout], rows: int, den
     stored = _stored(layouts)
     plain = np.array(elements, np.int64) * table["items"] * table["size"]
     rooms = np.append((plain + 16 * rows + 4103) // 8 * 8, 0)
-    head = sum(24 * layout.num_spans + 24 * rows + 64 for layout in layouts.values()) // 8 * 8 + 64
-    rooms[-1] = rooms[:-1].sum() + head
+    rooms[-1] = rooms[:-1].sum() + _room_of(layouts.values(), rows)
     body = np.empty(int(rooms[-1]), np.uint8)
     used = native.store_layouts(stored, line, body, 0)
     assert used is not None
@@ -351,6 +434,13 @@ def encode(jobs: Sequence[Job], layouts: Mapping[str, RowLayout], rows: int, den
     out = Table(rows, dense_rows, names, stored, entries.copy(), fields[back], pads, body)
     out.__dict__["layouts"] = dict(layouts)
     return Encoded(out, table["pad"][back].tolist())
+
+
+def table_of(layouts: Mapping[str, RowLayout], rows: int) -> Table:
+    """A table of layouts without tensors."""
+    found = encode([], layouts, rows, rows)
+    assert found is not None
+    return found.table
 
 
 def _with_row_pads(body: Words, used: int, jobs: Sequence[Job], pads: Structs) -> tuple[Words, Structs]:
@@ -444,7 +534,7 @@ def _refer(
         others = [forms[at].layout for at in found]
         if name == "join" and len({form.layout, *others} - {None}) == 3:
             row["head"], row["tail"] = found
-        elif name == "delta" and others == [form.layout] and form.layout is not None:
+        elif name == "delta" and others == [form.layout] and form.layout is not None and form.dtype != torch.bool:
             row["near"] = found[0]
 
 
@@ -466,6 +556,24 @@ def trial_of(pad: PadValue, dtype: torch.dtype, trusted: bool) -> tuple[int, int
     words = pad_words(0 if isinstance(pad, Pad) else pad, dtype)
     assert words is not None
     return native.CONSTANT, words[0], words[-1]
+
+
+def _wholes_first(layouts: Mapping[str, RowLayout]) -> dict[str, RowLayout]:
+    """The layouts in an order in which those that are columns of others come after them."""
+    return dict(sorted(layouts.items(), key=lambda item: "part_of" in item[1].__dict__))
+
+
+def _room_of(layouts: Iterable[RowLayout], rows: int) -> int:
+    """The most bytes that layouts take in a body."""
+    return sum(24 * layout.num_spans + 8 * rows + 64 for layout in layouts) // 8 * 8 + 64
+
+
+def _stored_alone(layouts: Mapping[str, RowLayout], rows: int) -> tuple[Structs, Words]:
+    """STORED [m], and a body that holds layouts and nothing else, a multiple of 8 bytes."""
+    stored, body = _stored(layouts), np.zeros(_room_of(layouts.values(), rows), np.uint8)
+    used = native.store_layouts(stored, native.layout_rows([own.on_host for own in layouts.values()]), body, 0)
+    assert used is not None
+    return stored, body[: -(-used // 8) * 8]
 
 
 def _stored(layouts: Mapping[str, RowLayout]) -> Structs:
