@@ -295,7 +295,7 @@ static Pattern pad_of_row(Field *field, const Layout *layout, i64 row) {
     i64 size = field->size, first = layout->splits[row], last = layout->splits[row + 1];
     i64 place = first == last || layout->starts[first] > 0 ? 0 : layout->counts[first];
     u8 word[16] = {0};
-    if (place < layout->width) memcpy(word, field->padded + row * field->row_stride + place * field->items * size, (size_t)size);
+    if (place < layout->width && field->items * field->outer) memcpy(word, field->padded + row * field->row_stride + place * field->items * size, (size_t)size);
     if ((field->mode & ~TRUSTED) == SIGNED_ZERO && (word_at(word, size) & ~(1ull << (8 * size - 1)))) memset(word, 0, 16);
     memcpy(field->row_pads + row * size, word, (size_t)size);
     return repeated(word, size);
@@ -1559,6 +1559,7 @@ static int encode_field(Job *jobs, i64 at, const Layout *layouts, Rows *rows, Ou
     int has_near = job->near >= 0 && job->near < at, done = MISFIT;
     *slots = (Entry){PLAIN, job->layout, job->items, job->size, 0, -1, -1, {0, 1, 0}, {0, 1, 0}, {0, 1, 0}};
     *count = 1;
+    if (!total_words(rows)) return encode_as(PLAIN, 0, 0, rows, NULL, out, slots); /* the pads are verified all the same */
     if (job->head >= 0 && job->head < at && job->tail >= 0 && job->tail < at) {
         int opened = open_rows(&head, jobs + job->head, layouts, fields) & open_rows(&tail, jobs + job->tail, layouts, fields + 1);
         done = opened ? encode_concat(rows, &head, &tail) : NO_MEMORY;
