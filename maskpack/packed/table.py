@@ -274,6 +274,8 @@ class Table:
         """The table with a new body, which holds its arrays in the order of `arrays`, each from a multiple of 8 bytes on."""
         entries, fields = self._needed()
         stored, pads = self.stored.copy(), self.row_pads.copy()
+        for place in [*(line[name] for line in (stored, entries) for name in "abc"), pads]:
+            place["at"][place["count"] == 0] = 0
         body = native.compact([address(place) for place in _places(stored, entries, pads)], self.body)
         return self._like(stored=stored, entries=entries, fields=fields, row_pads=pads, body=body)
 
