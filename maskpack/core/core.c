@@ -439,18 +439,18 @@ API i64 maskpack_write(Field *fields, i64 num_fields, const Layout *layouts, i64
      NARROW   a: words less `number`, in 1, 2 or 4 bytes
      BLOCKS   up to 256 words of a row: a: bits of each block, with NEAR if its words are distances to another field's;
               b: its least word; c: the bits
-     BITS     a: one of two words, a bit each, every row from a new byte on; b: the two words
+     BITMAP     a: one of two words, a bit each, every row from a new byte on; b: the two words
      RLE      a: stretches of equal words of each row; b: lengths of all but the last of a row; c: their words
      ARANGE   a: the first word of each row; each word is `number` above the one before
      DELTA    as RLE, of the first word and the differences behind it
      SPARSE   a: words of each row that are not 0; b: their places in the row; c: the words
-     DICT     a: the row of entry `first` that each row equals, plus `number`; b: the elements of each of those rows
+     DICTIONARY     a: the row of entry `first` that each row equals, plus `number`; b: the elements of each of those rows
      COLUMNS  the `second` words of an element, one column each: entries from `first` on
      CONCAT   the rows of entry `first`, each followed by the row of entry `second`
 
    Rows of a layout have its tokens times `items` words; rows without a layout have `items` words. */
 
-enum { PLAIN, NARROW, BLOCKS, BITS, RLE, ARANGE, DELTA, SPARSE, DICT, COLUMNS, CONCAT, KINDS };
+enum { PLAIN, NARROW, BLOCKS, BITMAP, RLE, ARANGE, DELTA, SPARSE, DICTIONARY, COLUMNS, CONCAT, KINDS };
 enum { BLOCK = 256, NEAR = 128, LANES = 8, FEW_WORDS = 64 };
 enum { FITS, MISFIT, STRAY, FULL, NO_MEMORY }; /* FULL: the form fits, but takes too many bytes */
 
@@ -668,7 +668,7 @@ typedef struct Cursor {
     i64 row, a, b, c;
     struct Cursor *parts; /* of CONCAT and COLUMNS, and of the field that is near */
     i64 num_parts;
-    u8 *rows;     /* of DICT: the stored rows, decoded, and their bounds */
+    u8 *rows;     /* of DICTIONARY: the stored rows, decoded, and their bounds */
     i64 *own;
     u8 *scratch; /* a row of a part */
     const BlockLoops *loops;
@@ -718,7 +718,7 @@ static int open_cursor(Cursor *cursor, const Table *table, i64 index, const i64 
         for (i64 row = 0; row < rows; row++) most = words_of(cursor, row) > most ? words_of(cursor, row) : most;
         if (!(cursor->scratch = malloc((size_t)(most * entry->size + 8)))) return 0;
     }
-    return entry->kind != DICT || decode_dictionary(cursor);
+    return entry->kind != DICTIONARY || decode_dictionary(cursor);
 }
 
 /* The bounds of the stored rows of a dictionary; how many there are, or -1 without memory. */
@@ -825,7 +825,7 @@ static void next_row(Cursor *cursor, u8 *out) {
         cursor->a += n;
         break;
     case BLOCKS: decode_blocks(cursor, n, out); break;
-    case BITS: {
+    case BITMAP: {
         const u8 *bits = body + entry->a.at + cursor->a;
         for (i64 i = 0; i < n; i++)
             memcpy(out + i * size, body + entry->b.at + (bits[i >> 3] >> (i & 7) & 1) * size, (size_t)size);
@@ -842,7 +842,7 @@ static void next_row(Cursor *cursor, u8 *out) {
             memcpy(out + number_at(body, &entry->b, cursor->b) * size, body + entry->c.at + cursor->b * size, (size_t)size);
         break;
     }
-    case DICT: {
+    case DICTIONARY: {
         i64 index = number_at(body, &entry->a, cursor->row) - entry->number;
         memcpy(out, cursor->rows + cursor->own[index] * entry->items * size, (size_t)(n * size));
         break;
@@ -872,7 +872,7 @@ static void skip_row(Cursor *cursor) {
     switch (entry->kind) {
     case PLAIN:
     case NARROW: cursor->a += n; break;
-    case BITS: cursor->a += (n + 7) / 8; break;
+    case BITMAP: cursor->a += (n + 7) / 8; break;
     case BLOCKS:
         for (i64 at = 0; at < n; at += BLOCK, cursor->a++)
             cursor->c += block_numbers(n - at < BLOCK ? n - at : BLOCK, number_at(body, &entry->a, cursor->a) & ~NEAR);
@@ -1242,7 +1242,7 @@ static int encode_as(i64 kind, i64 number, i64 bytes, const Rows *rows, const Ro
     case PLAIN: return encode_plain(rows, out, entry);
     case NARROW: return bytes < rows->size && bytes != 8 ? encode_narrow(rows, out, entry) : MISFIT;
     case BLOCKS: return encode_blocks(rows, out, entry, near);
-    case BITS: return encode_bits(rows, out, entry);
+    case BITMAP: return encode_bits(rows, out, entry);
     case RLE:
     case DELTA: return encode_stretches(rows, out, entry);
     case ARANGE: return encode_range(rows, out, entry);
@@ -1268,7 +1268,7 @@ static Rows sample_of(const Rows *rows, i64 most, u8 *words, i64 *bounds) {
 /* Bytes of a sample in each encoding; `most` if it does not fit. */
 static void try_sample(const Rows *sample, const Rows *near, int integers, i64 *sizes, i64 most) {
     u8 memory[10 * SAMPLE_WORDS + 1024];
-    for (i64 kind = PLAIN; kind < DICT; kind++) {
+    for (i64 kind = PLAIN; kind < DICTIONARY; kind++) {
         Out out = {memory, 0, 0, sizeof memory};
         Entry entry = {0};
         i64 base = 0, bytes = 8;
@@ -1288,10 +1288,10 @@ static int choose(const Rows *rows, const Rows *near, i64 hints, int integers, O
     if (near) beside = sample_of(near, SAMPLE_WORDS, others, other_bounds);
     try_sample(&sample, near ? &beside : NULL, integers, sizes, most);
     i64 least = most, kept = PLAIN, number = 0, bytes = 0, room = plain + 8 * rows->rows + 4096;
-    for (i64 kind = PLAIN; kind < DICT; kind++) least = sizes[kind] < least ? sizes[kind] : least;
+    for (i64 kind = PLAIN; kind < DICTIONARY; kind++) least = sizes[kind] < least ? sizes[kind] : least;
     u8 *memory = NULL;
     Entry header = *entry;
-    for (i64 kind = NARROW; kind < DICT && plain; kind++) {
+    for (i64 kind = NARROW; kind < DICTIONARY && plain; kind++) {
         int likely = sizes[kind] < most && 2 * sizes[kind] <= 3 * least + 64;
         if (!likely && !(hints >> kind & 1)) continue;
         if (!memory && !(memory = malloc((size_t)room))) return NO_MEMORY;
@@ -1328,7 +1328,7 @@ static int is_better(const Rows *rows, const Rows *near, int integers, i64 kind)
     Rows sample = sample_of(rows, GLANCE_WORDS, words, bounds), beside;
     if (near) beside = sample_of(near, GLANCE_WORDS, others, other_bounds);
     try_sample(&sample, near ? &beside : NULL, integers, sizes, least);
-    for (i64 other = PLAIN; other < DICT; other++) least = sizes[other] < least ? sizes[other] : least;
+    for (i64 other = PLAIN; other < DICTIONARY; other++) least = sizes[other] < least ? sizes[other] : least;
     return 10 * least + 160 < 9 * sizes[kind];
 }
 
@@ -1387,12 +1387,12 @@ static int encode_dictionary(const Rows *rows, i64 hints, int integers, Out *out
         }
     }
     if (done == FITS) {
-        entries[1] = (Entry){DICT, entries->layout, entries->items, rows->size, 0, 0, -1, {0, 1, 0}, {0, 1, 0}, {0, 1, 0}};
+        entries[1] = (Entry){DICTIONARY, entries->layout, entries->items, rows->size, 0, 0, -1, {0, 1, 0}, {0, 1, 0}, {0, 1, 0}};
         done = put_numbers(out, &entries[1].a, &index, 0) ? FITS : FULL;
         index.count = 0;
         for (i64 i = 0; i < found; i++) push(&index, row_length(rows, firsts[i]) / rows->items); /* there is room */
         if (done == FITS && !put_numbers(out, &entries[1].b, &index, 0)) done = FULL;
-        *form = (Form){DICT, 0, 0, inner.kind, inner.number, inner.bytes, 0};
+        *form = (Form){DICTIONARY, 0, 0, inner.kind, inner.number, inner.bytes, 0};
     }
     free(index.numbers);
     free(firsts);
@@ -1494,7 +1494,7 @@ static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *
     int done = choose(rows, near, job->hints, (int)job->integers, out, slots, form);
     if (done != FITS) return done;
     i64 best = bytes_of(slots), room = plain + 8 * rows->rows + 4096;
-    int columns = job->columns > 1 && total, repeats = job->hints >> DICT & 1 || (8 * best > plain && look_alike(rows));
+    int columns = job->columns > 1 && total, repeats = job->hints >> DICTIONARY & 1 || (8 * best > plain && look_alike(rows));
     if (!columns && !repeats) return FITS;
     Entry *tried = calloc((size_t)(job->columns > 1 ? job->columns : 1) + 2, sizeof(Entry));
     u8 *memory = malloc((size_t)room * (size_t)(columns ? job->columns : 1));
@@ -1507,7 +1507,7 @@ static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *
         int fits = FITS;
         if (way) {
             tried[0] = tried[1] = (Entry){PLAIN, slots->layout, rows->items, rows->size, 0, -1, -1, {0}, {0}, {0}};
-            fits = encode_dictionary(rows, job->hints & ~((i64)1 << DICT), (int)job->integers, &spare, tried, &found, 0);
+            fits = encode_dictionary(rows, job->hints & ~((i64)1 << DICTIONARY), (int)job->integers, &spare, tried, &found, 0);
         } else {
             u8 *column = malloc((size_t)(total / job->columns * rows->size + 8));
             if (!column) fits = NO_MEMORY;
@@ -1570,7 +1570,7 @@ static int encode_field(Job *jobs, i64 at, const Layout *layouts, Rows *rows, Ou
     }
     if (has_near && !open_rows(&near, jobs + job->near, layouts, fields + 2)) return NO_MEMORY;
     i64 total = total_words(rows), start = out->used;
-    if (form->kind >= PLAIN && form->kind < DICT) {
+    if (form->kind >= PLAIN && form->kind < DICTIONARY) {
         done = encode_as(form->kind, form->number, form->bytes, rows, has_near ? &near : NULL, out, slots);
         if (done == FITS) {
             Rows quick = *rows;
@@ -1601,8 +1601,8 @@ static int encode_field(Job *jobs, i64 at, const Layout *layouts, Rows *rows, Ou
             flat.index = NULL;
             flat.field = NULL;
         }
-        if (done == FITS && form->kind == DICT) {
-            done = encode_dictionary(&flat, job->hints & ~((i64)1 << DICT), (int)job->integers, out, slots, form, 1);
+        if (done == FITS && form->kind == DICTIONARY) {
+            done = encode_dictionary(&flat, job->hints & ~((i64)1 << DICTIONARY), (int)job->integers, out, slots, form, 1);
             *count = 2;
             i64 bytes = bytes_of(slots) + bytes_of(slots + 1);
             if (done == FITS && (bytes - 64) * 1024 > form->cost * total + form->cost * total / 50) done = MISFIT;
@@ -1676,7 +1676,7 @@ static i64 settle(Work *work, i64 at, u8 *body, Entry *entries, i64 *num_entries
             entry->first = fields[job->head];
             entry->second = fields[job->tail];
         } else if (entry->kind == BLOCKS && entry->second >= 0) entry->second = fields[job->near];
-        else if (entry->kind == DICT || entry->kind == COLUMNS) entry->first += *num_entries;
+        else if (entry->kind == DICTIONARY || entry->kind == COLUMNS) entry->first += *num_entries;
     }
     memset(body + *used, 0, (size_t)(begin - *used));
     memmove(body + begin, out->memory, (size_t)out->used);
@@ -1914,7 +1914,7 @@ static void part_of_several(Array *array, i64 from, i64 to) { /* equal numbers a
 static int split_entry(const Table *table, i64 index, const i64 *bounds, const i64 *cuts, i64 parts, Entry *out, i64 n) {
     const Entry *entry = table->entries + index;
     if (entry->kind == COLUMNS || entry->kind == CONCAT) return 1;
-    if (entry->kind == DICT) {
+    if (entry->kind == DICTIONARY) {
         i64 *stored = NULL;
         int fine = stored_rows(table, entry, &stored) >= 0;
         for (i64 part = 0; part < parts && fine; part++) {
@@ -1945,7 +1945,7 @@ static int split_entry(const Table *table, i64 index, const i64 *bounds, const i
         switch (entry->kind) {
         case PLAIN:
         case NARROW:
-        case BITS: part_of(&own->a, a, cursor.a); break;
+        case BITMAP: part_of(&own->a, a, cursor.a); break;
         case BLOCKS:
             part_of(&own->a, a, cursor.a);
             part_of(&own->b, a, cursor.a);
@@ -1986,7 +1986,7 @@ API i64 maskpack_split(const Entry *entries, i64 n, const Stored *stored, i64 m,
             part_of_several(&own->c, begin, end);
         }
     }
-    for (i64 i = 0; i < n && fine; i++) inside[entries[i].kind == DICT ? entries[i].first : n] = 1;
+    for (i64 i = 0; i < n && fine; i++) inside[entries[i].kind == DICTIONARY ? entries[i].first : n] = 1;
     for (i64 i = 0; i < n && fine; i++) fine = inside[i] || split_entry(&table, i, NULL, cuts, parts, out, n);
     free(inside);
     return fine - 1;
@@ -2110,7 +2110,7 @@ static int check_entry(const Check *check, i64 index, const i64 *bounds, i64 row
     switch (kind) {
     case PLAIN: return entry->a.size == size && entry->a.count == total;
     case NARROW: return entry->a.size < size && entry->a.count == total;
-    case BITS: return entry->a.size == 1 && entry->a.count == bits && entry->b.size == size && entry->b.count == 2;
+    case BITMAP: return entry->a.size == 1 && entry->a.count == bits && entry->b.size == size && entry->b.count == 2;
     case RLE:
     case DELTA: return check_stretches(check, entry, bounds, rows);
     case ARANGE: return entry->a.size <= size && of_each(&entry->a, rows);
@@ -2147,7 +2147,7 @@ static int check_entry(const Check *check, i64 index, const i64 *bounds, i64 row
         }
         return at == entry->b.count;
     }
-    case DICT: {
+    case DICTIONARY: {
         i64 *stored = NULL, most = 0;
         if (bounds || depth || rows != table->rows || !of_each(&entry->a, rows) || entry->first < 0 || entry->first >= index) return 0;
         for (i64 row = 0; row < rows; row++) {
@@ -2157,7 +2157,7 @@ static int check_entry(const Check *check, i64 index, const i64 *bounds, i64 row
         }
         const Entry *inner = entries + entry->first;
         if (!of_each(&entry->b, most) || inner->layout != entry->layout || inner->items != entry->items || inner->size != size) return 0;
-        if (inner->kind >= DICT || inner->kind < 0 || (inner->kind == BLOCKS && inner->second >= 0)) return 0;
+        if (inner->kind >= DICTIONARY || inner->kind < 0 || (inner->kind == BLOCKS && inner->second >= 0)) return 0;
         for (i64 row = 0; row < rows; row++)
             if (number_at(body, &entry->b, number_at(body, &entry->a, row) - entry->number) != row_elements(table, entry, NULL, row)) return 0;
         for (i64 i = 0; i < most; i++) { /* rows that nothing uses, too */
@@ -2173,7 +2173,7 @@ static int check_entry(const Check *check, i64 index, const i64 *bounds, i64 row
         for (i64 column = entry->first; column < entry->first + entry->second; column++) {
             const Entry *own = entries + column;
             int alike = own->layout == entry->layout && own->size == size && own->items <= entry->items && own->items * entry->second == entry->items;
-            if (!alike || own->kind >= DICT || (own->kind == BLOCKS && own->second >= 0)) return 0;
+            if (!alike || own->kind >= DICTIONARY || (own->kind == BLOCKS && own->second >= 0)) return 0;
             if (!check_entry(check, column, NULL, rows, depth + 1)) return 0;
         }
         return 1;
@@ -2207,14 +2207,14 @@ static int is_odd(const Table *table, i64 index, const i64 *bounds, i64 rows) {
             if (is_odd(table, entry->first + column, NULL, rows)) return 1;
         return 0;
     }
-    if (entry->kind == DICT) {
+    if (entry->kind == DICTIONARY) {
         i64 *stored = NULL, count = stored_rows(table, entry, &stored);
         int odd = count < 0 || is_odd(table, entry->first, stored, count);
         free(stored);
         return odd;
     }
-    const Array *array = entry->kind == BITS ? &entry->b : entry->kind == SPARSE || entry->kind == RLE ? &entry->c : &entry->a;
-    if (entry->kind == PLAIN || entry->kind == BITS || entry->kind == SPARSE || entry->kind == RLE) {
+    const Array *array = entry->kind == BITMAP ? &entry->b : entry->kind == SPARSE || entry->kind == RLE ? &entry->c : &entry->a;
+    if (entry->kind == PLAIN || entry->kind == BITMAP || entry->kind == SPARSE || entry->kind == RLE) {
         for (i64 i = 0; i < array->count; i++) any |= body[array->at + i];
         return any > 1;
     }

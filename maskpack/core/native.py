@@ -237,9 +237,9 @@ JOB = np.dtype(
 """A field to be encoded."""
 TARGET = np.dtype([("field", FIELD), ("padded", np.int64), ("entry", np.int64), ("rows", np.int64)])
 """A field to be decoded."""
-KINDS = ("plain", "narrow", "blocks", "bits", "rle", "arange", "delta", "sparse", "dict", "columns", "concat")
+KINDS = ("plain", "narrow", "blocks", "bitmap", "rle", "arange", "delta", "sparse", "dictionary", "columns", "concat")
 """The encodings, in the order of their numbers."""
-PLAIN, NARROW, BLOCKS, BITS, RLE, ARANGE, DELTA, SPARSE, DICT, COLUMNS, CONCAT = range(len(KINDS))
+PLAIN, NARROW, BLOCKS, BITMAP, RLE, ARANGE, DELTA, SPARSE, DICTIONARY, COLUMNS, CONCAT = range(len(KINDS))
 FITS, MISFIT, STRAY, FULL, NO_MEMORY = range(5)
 """What becomes of a job."""
 SPANS, MASK, PART = range(3)

@@ -31,16 +31,6 @@ from maskpack.nesting.schema import FieldForm
 
 _SLACK = 1.1
 """Most bytes of a body for each byte of the arrays in it, if it is to be sent as it is."""
-_HINTS = {
-    "runs": native.RLE,
-    "bits": native.BITS,
-    "ramp": native.ARANGE,
-    "steps": native.DELTA,
-    "sparse": native.SPARSE,
-    "narrow": native.NARROW,
-    "repeated": native.DICT,
-    "columns": native.COLUMNS,
-}
 _NO_LAYOUT = -1
 
 
@@ -106,13 +96,13 @@ class Table:
         return self._layout_rows[0]
 
     def kind(self, field: int) -> str:
-        """The name of the encoding of a field, with those inside it: `dict blocks`."""
+        """The name of the encoding of a field, with those inside it: `dictionary blocks`."""
         return self._kind(int(self.fields[field]))
 
     def _kind(self, at: int) -> str:
         entry = self.entries[at]
         name, first = native.KINDS[int(entry["kind"])], int(entry["first"])
-        if entry["kind"] == native.DICT:
+        if entry["kind"] == native.DICTIONARY:
             return f"{name} {self._kind(first)}"
         if entry["kind"] == native.COLUMNS:
             parts = dict.fromkeys(self._kind(first + column) for column in range(int(entry["second"])))
@@ -128,7 +118,7 @@ class Table:
         kind, first = int(entry["kind"]), int(entry["first"])
         inner = (
             [first]
-            if kind == native.DICT
+            if kind == native.DICTIONARY
             else range(first, first + int(entry["second"]))
             if kind == native.COLUMNS
             else []
@@ -146,7 +136,7 @@ class Table:
             seen.add(at)
             entry = self.entries[at]
             kind, first, second = int(entry["kind"]), int(entry["first"]), int(entry["second"])
-            if kind == native.DICT:
+            if kind == native.DICTIONARY:
                 left.append(first)
             elif kind == native.COLUMNS:
                 left += range(first, first + second)
@@ -288,7 +278,7 @@ class Table:
         kinds = entries["kind"]
         concat, near = kinds == native.CONCAT, (kinds == native.BLOCKS) & (entries["second"] >= 0)
         for name, refers in (
-            ("first", concat | (kinds == native.DICT) | (kinds == native.COLUMNS)),
+            ("first", concat | (kinds == native.DICTIONARY) | (kinds == native.COLUMNS)),
             ("second", concat | near),
         ):
             entries[name][refers] = numbers[entries[name][refers]]
@@ -497,7 +487,7 @@ def _describe(
     row["rows"] = (dense_rows if form.layout is None else rows) if job.index is None else job.index.size
     row["integers"] = not (form.dtype.is_floating_point or form.dtype.is_complex)
     for hint in form.hints:
-        kind = _HINTS.get(hint)
+        kind = native.KINDS.index(hint) if hint in native.KINDS else None
         if kind == native.COLUMNS:
             row["columns"] = row["items"] if row["items"] > 1 else 0
         elif kind is not None:
@@ -534,9 +524,9 @@ def _refer(
         ):
             continue
         others = [forms[at].layout for at in found]
-        if name == "join" and len({form.layout, *others} - {None}) == 3:
+        if name == "concat" and len({form.layout, *others} - {None}) == 3:
             row["head"], row["tail"] = found
-        elif name == "delta" and others == [form.layout] and form.layout is not None and form.dtype != torch.bool:
+        elif name == "near" and others == [form.layout] and form.layout is not None and form.dtype != torch.bool:
             row["near"] = found[0]
 
 

@@ -266,7 +266,7 @@ def test_every_dtype_padded_and_dense(dtype: torch.dtype, pad: int) -> None:
             },
             batch_size=[3],
         )
-        registry = {"x": MaskNestingSpec("m", pad, hints=("runs",)), "m": MaskNestingSpec("m")}
+        registry = {"x": MaskNestingSpec("m", pad, hints=("rle",)), "m": MaskNestingSpec("m")}
         packed, _ = travelled(compress(batch, registry=registry, ignore_dense_fields=["dense"]))
         assert_same_batch(decompress(packed), batch)
         assert_same_batch(unnest(decompress(packed, format="nested")), batch)
@@ -1264,7 +1264,7 @@ def test_a_field_joined_of_one_that_becomes_dense() -> None:
     registry = {
         "head": MaskNestingSpec(["a", "b"]),
         "tail": MaskNestingSpec("t"),
-        "whole": MaskNestingSpec("w", hints=("join:head,tail",)),
+        "whole": MaskNestingSpec("w", hints=("concat:head,tail",)),
         **{name: MaskNestingSpec(name) for name in "abtw"},
     }
 

@@ -219,7 +219,7 @@ def test_several_fields_have_one_snippet(tmp_path, capsys):
         (
             "advantages",
             -100,
-            "MaskNestingSpec(['response', 'sequence'], pad=[-100.0, 0, SIGNED_ZERO], hints=('runs',))",
+            "MaskNestingSpec(['response', 'sequence'], pad=[-100.0, 0, SIGNED_ZERO], hints=('rle',))",
         ),
         ("old_log_probs", 1, "MaskNestingSpec(['response', 'sequence'], pad=[1.0, 0, SIGNED_ZERO], hints="),
     ],

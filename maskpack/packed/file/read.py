@@ -222,7 +222,7 @@ class _Reader:
         _only(entry, _MEMBERS[kind], call)
         hints: tuple[str, ...] = tuple(_get(entry, "hints", list, call)) if "hints" in entry else ()
         if not all(objects.is_text(hint) and is_hint(hint) for hint in hints):
-            fail(call, f"hints {brief(hints)}", f"{', '.join(HINTS)}, join:head,tail or delta:field")
+            fail(call, f"hints {brief(hints)}", f"{', '.join(HINTS)}, concat:head,tail or near:field")
         if kind == "node":
             return FieldForm(path, "node", node=self._node(entry.get("node")))
         if kind == "object":
