@@ -36,6 +36,7 @@ from maskpack.nesting.nest import rows_only
 from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema, read_layouts, write_layouts
 from maskpack.nesting.survey import Survey, survey
 from maskpack.packed import pickling as pickles
+from maskpack.packed.cuda import decode as staging
 from maskpack.packed.decode import MAX_BYTES, Decoder, decoded_nbytes, on, trimmed
 from maskpack.packed.file import codec as codecs
 from maskpack.packed.file import container as wire
@@ -192,7 +193,7 @@ class PackedBatch:
             raise LayoutError(
                 "PackedBatch.pin_memory: this process has no CUDA device; expected one. Decode the batch as it is."
             )
-        return replace(self, table=self.table.own().moved(pinned_memory))
+        return replace(self, table=self.table.own().moved(staging.pinned_memory))
 
     # ---------------------------------------------------------------- bytes
 
@@ -377,7 +378,8 @@ def decompress(
             f"fields, or pass max_bytes={size}."
         )
     check_devices({form.device or "cpu" for form in forms} if device is None else [device], "decompress")
-    decoder = Decoder(packed, format == "nested", device)
+    ready = staging.decoded(packed, forms, format == "nested", device)
+    decoder = Decoder(packed, format == "nested", device, ready)
     decoder.decode(forms)
     entries = [(form.path, decoder.entry(form)) for form in forms]
     root = packed.schema.root
@@ -475,11 +477,6 @@ def _packed_form(form: FieldForm, found: Survey) -> FieldForm:
     if form.path in found.deferred:
         shape = tensor.movedim(form.ragged_dim, 1).shape[2:]
     return replace(form, device=str(tensor.device), shape=tuple(shape))
-
-
-def pinned_memory(nbytes: int) -> Words:
-    """uint8 [nbytes] that a device reads by itself; views of it show whose memory it is."""
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
 
 
 def check_devices(devices: Iterable[torch.device | str], call: str) -> None:
