@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -245,7 +244,8 @@ FITS, MISFIT, STRAY, FULL, NO_MEMORY = range(5)
 SPANS, MASK, PART = range(3)
 """The kinds of stored layouts."""
 
-Structs = npt.NDArray[Any]
+Structs = Any
+"""A NumPy array of structs, whose fields the type checker does not know."""
 
 
 def layout_rows(layouts: Sequence[HostLayout]) -> IntArray:
@@ -346,14 +346,14 @@ def compact(places: Sequence[int], body: Words) -> Words:
 
 
 def check_layouts(stored: Structs, body: Words, rows: int, most: int) -> int:
-    """0 if layouts can be read and have at most `most` spans in all; else 1 + the number of the first that is not so."""
+    """0 if layouts can be read and have at most `most` spans in all; else 1 + the number of the first that cannot."""
     return _core.maskpack_check_layouts(address(stored), stored.size, address(body), body.size, rows, most)
 
 
 def check_fields(
     entries: Structs, layouts: IntArray, body: Words, rows: int, dense_rows: int, fields: IntArray, bools: IntArray
 ) -> int:
-    """0 if fields can be decoded and those of `bools` hold only 0 and 1; else 1 + the number of the first that cannot, or
-    -1 - that of the first with other bytes. `layouts` were checked and read."""
+    """0 if fields can be decoded and those of `bools` hold only 0 and 1; else 1 + the number of the first that cannot,
+    or -1 - that of the first with other bytes. `layouts` were checked and read."""
     table = address(entries), entries.size, address(layouts), layouts.size * 8 // 48, address(body), body.size
     return _core.maskpack_check_fields(*table, rows, dense_rows, address(fields), fields.size, address(bools))

@@ -74,8 +74,8 @@ class MaskNestingSpec:
             of which the first that matches the batch is used.
         ragged_dim: the dim of the width: 1 for [B, S, *F], -1 for both [B, S] and [B, 4, S].
         hints: encodings that `compress` tries first; a wrong hint costs time, but never exactness. Names of HINTS;
-            `concat:head,tail` for a field that concatenates the rows of two others; `near:field` for a field with values
-            close to another's.
+            `concat:head,tail` for a field that concatenates the rows of two others; `near:field` for a field with
+            values close to another's.
         masks, pads: tuples of the masks and pads to try in order; `masks` is empty for a field without a mask. Specs
             are compared by these.
     """

@@ -95,7 +95,7 @@ def survey(
         return planner.values(form, entries[form.path]) if held is None else held
 
     verifier = Verifier(entries, gather, planner.layouts, options, dict.fromkeys(masks, 0))
-    deferred = verifier.deferred(forms) if defer else dict[Path, FieldForm]()
+    deferred = verifier.deferred(forms) if defer else dict[Path, bool]()
     forms, row_pads = verifier.verified(forms, deferred)
     for place, form in enumerate(forms):
         pads = None if form.path in row_pads else read_pads(batch, before, form.path, options.call)

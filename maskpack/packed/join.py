@@ -226,7 +226,7 @@ def restricted(batch: PackedBatch, paths: Collection[Path]) -> PackedBatch:
     return replace(
         batch,
         schema=replace(batch.schema, forms=tuple(forms)),
-        table=table.with_layouts(used & set(table.names) | table.layouts_in_use()),
+        table=table.with_layouts({name for name in table.names if name in used} | table.layouts_in_use()),
         objects={form.path: batch.objects[form.path] for form in forms if form.kind == "object"},
     )
 

@@ -1,7 +1,7 @@
-"""Pickling a packed batch, for Ray and between processes: its schema as a token, its table, and its body as one buffer.
+"""Pickling a packed batch, for Ray and between processes: its schema as a token, its table, and its body as a buffer.
 
-Such pickles are for processes that have one version of maskpack and trust each other; file/ has the form of bytes for all
-others.
+Such pickles are for processes that have one version of maskpack and trust each other; file/ has the form of bytes for
+all others.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _schema(token: bytes) -> Schema:
 
 
 def write(packed: PackedBatch) -> tuple[bytes, tuple[type[Any], ...], tuple[Any, ...], Any, Words]:
-    """The token of the schema and its tensorclasses, the table without its body, the records of the codec, and the body."""
+    """The token of the schema, its tensorclasses, the table without its body, the records of the codec, and the body."""
     table = packed.table.own(_SLACK)
     token, kinds = _token(packed.schema, repr([form.pads for form in packed.schema.forms]))
     parts = table.stored, table.entries, table.fields, table.row_pads

@@ -2,8 +2,8 @@
 
     padded tensors, packed values --jobs--> encode --> Table --> take, split, cat --> decode --> tensors
 
-The compiled core writes and reads the body (core.c describes the encodings); here are the jobs that it is given. A table
-is never changed; tables of some rows share the body of the whole.
+The compiled core writes and reads the body (core.c describes the encodings); here are the jobs that it is given. A
+table is never changed; tables of some rows share the body of the whole.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class Table:
         return self if self.body.nbytes <= slack * self.nbytes + 64 else self.compacted()
 
     def compacted(self) -> Table:
-        """The table with a new body, which holds its arrays in the order of `arrays`, each from a multiple of 8 bytes on."""
+        """The table with a new body: its arrays in the order of `arrays`, each from a multiple of 8 bytes on."""
         entries, fields = self._needed()
         stored, pads = self.stored.copy(), self.row_pads.copy()
         for place in [*(line[name] for line in (stored, entries) for name in "abc"), pads]:
@@ -358,7 +358,7 @@ class Job(NamedTuple):
         form: with its dtype and shape; its pads are tried in order.
         padded: the tensor, if it is padded and on the host.
         words: else its packed words, flat.
-        bounds, index: of words whose rows are taken: where the rows lie among the elements, and which of them.
+        bounds, taken: of words whose rows are taken: where the rows lie among the elements, and which of them.
         row_pads: words of the pads of rows, that are known already.
         trusted: whether the first pad is taken unseen.
     """
@@ -367,7 +367,7 @@ class Job(NamedTuple):
     padded: Tensor | None = None
     words: Words | None = None
     bounds: IntArray | None = None
-    index: IntArray | None = None
+    taken: IntArray | None = None
     row_pads: Words | None = None
     trusted: bool = False
 
@@ -484,7 +484,7 @@ def _describe(
     assert form.dtype is not None
     row["layout"] = _NO_LAYOUT if form.layout is None else places[form.layout]
     row["items"], row["size"] = words_of_one(form), size_of_word(form)
-    row["rows"] = (dense_rows if form.layout is None else rows) if job.index is None else job.index.size
+    row["rows"] = (dense_rows if form.layout is None else rows) if job.taken is None else job.taken.size
     row["integers"] = not (form.dtype.is_floating_point or form.dtype.is_complex)
     for hint in form.hints:
         kind = native.KINDS.index(hint) if hint in native.KINDS else None
@@ -505,8 +505,8 @@ def _describe(
     bounds = job.bounds if job.bounds is not None or form.layout is None else layouts[form.layout].row_offsets
     row["field"]["packed"] = address(line)
     row["bounds"] = 0 if bounds is None else address(bounds)
-    row["index"] = 0 if job.index is None else address(job.index)
-    held += [line, bounds, job.index]
+    row["index"] = 0 if job.taken is None else address(job.taken)
+    held += [line, bounds, job.taken]
 
 
 def _refer(
@@ -626,7 +626,7 @@ def take(table: Table, forms: Sequence[FieldForm], index: IntArray) -> Table:
             form,
             words=table.words(field),
             bounds=table.bounds(field),
-            index=index,
+            taken=index,
             row_pads=None if (pads := table.pads_of_rows(field)) is None else pads[index],
         )
         for field, form in enumerate(forms)
@@ -680,8 +680,14 @@ def merge(tables: Iterable[Table], picked: Sequence[tuple[int, int]]) -> Table:
     pads["at"] += np.array([begins[at] for at, _ in picked], np.int64)
     fields = np.array([first[at] + parts[at].fields[field] for at, field in picked], np.int64)
     out = Table(
-        parts[0].rows, parts[0].dense_rows, tuple(names), np.concatenate(stored or [np.zeros(0, native.STORED)]),
-        np.concatenate(entries or [np.zeros(0, native.ENTRY)]), fields, pads, np.concatenate(bodies or [np.zeros(0, np.uint8)]),
-    )  # fmt: skip
+        parts[0].rows,
+        parts[0].dense_rows,
+        tuple(names),
+        np.concatenate(stored or [np.zeros(0, native.STORED)]),
+        np.concatenate(entries or [np.zeros(0, native.ENTRY)]),
+        fields,
+        pads,
+        np.concatenate(bodies or [np.zeros(0, np.uint8)]),
+    )
     out.__dict__["layouts"] = layouts
     return out

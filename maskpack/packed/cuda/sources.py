@@ -131,8 +131,8 @@ class Sources:
         counts = np.full(int(begins[-1]), _BLOCK)
         last = begins[1:][blocks > 0] - 1
         counts[last] = (lengths - (blocks - 1) * _BLOCK)[blocks > 0]
-        bits = (self._array(entry["a"]) & ~np.uint8(_NEAR)).astype(np.int64)
-        lanes = -(-(-(-counts // _LANES) * bits) // 32) * _LANES
+        bits: IntArray = (self._array(entry["a"]) & ~np.uint8(_NEAR)).astype(np.int64)
+        lanes: IntArray = -(-(-(-counts // _LANES) * bits) // 32) * _LANES
         starts = cumulated(np.where(counts < _FEW, -(-counts * bits // 32), lanes))[:-1]
         near = -1
         if entry["second"] >= 0:

@@ -75,7 +75,7 @@ def check_records(arrays: Sequence[Words], records: Any, call: str) -> None:
 
 def restored(arrays: Sequence[Words], records: Sequence[Any], call: str) -> list[Words]:
     """The inverse of `compressed`. Raises WireFormatError for arrays that are not as the records say."""
-    return _each(lambda pair: _expanded(*pair, call), list(zip(arrays, records, strict=True)))
+    return _each(lambda number: _expanded(arrays[number], records[number], call), range(len(arrays)))
 
 
 def _check(record: Any, call: str) -> None:
