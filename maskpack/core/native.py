@@ -253,12 +253,13 @@ def layout_rows(layouts: Sequence[HostLayout]) -> IntArray:
     return np.concatenate([_table(layout) for layout in layouts] or [np.zeros(0, np.int64)])
 
 
-def new_job() -> Structs:
-    """A job that refers to no other, and has no form yet."""
-    job = np.zeros(1, JOB)
-    job["layout"] = job["near"] = job["head"] = job["tail"] = job["form"]["kind"] = job["form"]["inner_kind"] = -1
-    job["rows"] = job["items"] = 1
-    return job
+def new_jobs(count: int) -> Structs:
+    """Jobs that refer to no other, and have no form yet."""
+    jobs = np.zeros(count, JOB)
+    for name in ("layout", "near", "head", "tail"):
+        jobs[name] = -1
+    jobs["form"]["kind"] = jobs["form"]["inner_kind"] = -1
+    return jobs
 
 
 def encode(
@@ -274,8 +275,9 @@ def encode(
     Returns:
         The entries, the entry of each field, and the bytes in use; None if a job failed.
     """
-    jobs["first"] = np.concatenate([[0], np.cumsum(2 + np.maximum(jobs["columns"], 1))[:-1]])
-    most = int(jobs["first"][-1] + 2 + max(jobs["columns"][-1], 1))
+    ends = np.cumsum(2 + np.maximum(jobs["columns"], 1))
+    jobs["first"][1:] = ends[:-1]
+    most = int(ends[-1])
     slots, entries = np.empty(most, ENTRY), np.empty(most, ENTRY)
     fields, count = np.empty(jobs.size, np.int64), np.zeros(1, np.int64)
     places = address(slots), address(entries), address(count), address(fields), address(body)

@@ -75,7 +75,7 @@ def _schema(token: bytes) -> Schema:
 
 
 def write(packed: PackedBatch) -> tuple[bytes, tuple[type[Any], ...], tuple[Any, ...], Any, Words]:
-    """The token of the schema, its tensorclasses, the table without its body, the records of the codec, and the body."""
+    """The token of the schema, its tensorclasses, the table without its body, the records of the codec, the body."""
     table = packed.table.own(_SLACK)
     token, kinds = _token(packed.schema, repr([form.pads for form in packed.schema.forms]))
     parts = table.stored, table.entries, table.fields, table.row_pads

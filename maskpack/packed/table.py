@@ -385,7 +385,7 @@ def encode(jobs: Sequence[Job], layouts: Mapping[str, RowLayout], rows: int, den
     names = tuple(layouts)
     places = {name: place for place, name in enumerate(names)}
     order = _order(jobs)
-    table = np.concatenate([native.new_job() for _ in jobs]) if jobs else np.zeros(0, native.JOB)
+    table = native.new_jobs(len(jobs))
     key = tuple((job.form.path, job.form.dtype, job.form.layout, job.form.shape, job.form.hints) for job in jobs)
     numbers = {jobs[at].form.path: place for place, at in enumerate(order)}
     held: list[Any] = []

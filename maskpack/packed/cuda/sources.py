@@ -128,12 +128,13 @@ class Sources:
         lengths = np.diff(rows.bounds())
         blocks = -(-lengths // _BLOCK)
         begins = cumulated(blocks)
-        counts = np.full(int(begins[-1]), _BLOCK)
+        counts: IntArray = np.full(int(begins[-1]), _BLOCK, np.int64)
         last = begins[1:][blocks > 0] - 1
         counts[last] = (lengths - (blocks - 1) * _BLOCK)[blocks > 0]
         bits: IntArray = (self._array(entry["a"]) & ~np.uint8(_NEAR)).astype(np.int64)
-        lanes: IntArray = -(-(-(-counts // _LANES) * bits) // 32) * _LANES
-        starts = cumulated(np.where(counts < _FEW, -(-counts * bits // 32), lanes))[:-1]
+        few: Any = -(-counts * bits // 32)
+        lanes: Any = -(-(-(-counts // _LANES) * bits) // 32) * _LANES
+        starts = cumulated(np.where(counts < _FEW, few, lanes))[:-1]
         near = -1
         if entry["second"] >= 0:
             near = self._tables.add(np.array(self.of(int(entry["second"]), rows), np.int64))

@@ -44,8 +44,8 @@ def compressed(arrays: Sequence[Words]) -> tuple[list[Words], list[Any]]:
     """The arrays as they travel, and for each what it was: None, or [dtype, size]."""
     import zstandard
 
-    def pack(array: Words) -> tuple[Words, Any]:
-        array = np.ascontiguousarray(array)
+    def pack(number: int) -> tuple[Words, Any]:
+        array: Words = np.ascontiguousarray(arrays[number])
         if array.nbytes < _LEAST:
             return array, None
         small = np.frombuffer(zstandard.ZstdCompressor(level=_LEVEL).compress(_shuffled(array)), np.uint8)
@@ -53,7 +53,7 @@ def compressed(arrays: Sequence[Words]) -> tuple[list[Words], list[Any]]:
             return array, None
         return small, [f"{array.dtype.kind}{array.itemsize}", array.size]
 
-    pairs = _each(pack, arrays)
+    pairs = _each(pack, range(len(arrays)))
     return [array for array, _ in pairs], [record for _, record in pairs]
 
 
@@ -126,6 +126,6 @@ def _unshuffled(line: Words, dtype: np.dtype[Any]) -> Words:
     return out.reshape(-1).view(dtype)
 
 
-def _each(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+def _each(work: Callable[[int], Any], numbers: Sequence[int]) -> list[Any]:
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        return list(threads.map(work, items))
+        return list(threads.map(work, numbers))
