@@ -295,7 +295,7 @@ static Pattern pad_of_row(Field *field, const Layout *layout, i64 row) {
     i64 size = field->size, first = layout->splits[row], last = layout->splits[row + 1];
     i64 place = first == last || layout->starts[first] > 0 ? 0 : layout->counts[first];
     u8 word[16] = {0};
-    if (place < layout->width && field->items * field->outer) memcpy(word, field->padded + row * field->row_stride + place * field->items * size, (size_t)size);
+    if (place < layout->width && field->items && field->outer) memcpy(word, field->padded + row * field->row_stride + place * field->items * size, (size_t)size);
     if ((field->mode & ~TRUSTED) == SIGNED_ZERO && (word_at(word, size) & ~(1ull << (8 * size - 1)))) memset(word, 0, 16);
     memcpy(field->row_pads + row * size, word, (size_t)size);
     return repeated(word, size);
@@ -1210,7 +1210,7 @@ static int encode_sparse(const Rows *rows, Out *out, Entry *entry) {
 
 /* ------------------------------------------------------------------ the choice of an encoding */
 
-enum { SAMPLE_ROWS = 16, SAMPLE_WORDS = 2048, GLANCE_WORDS = 256 };
+enum { SAMPLE_ROWS = 64, SAMPLE_WORDS = 2048, GLANCE_WORDS = 512 };
 
 /* How a field was encoded: what to try first the next time. `cost` is bytes for 1024 words. */
 typedef struct {
@@ -1251,9 +1251,13 @@ static int encode_as(i64 kind, i64 number, i64 bytes, const Rows *rows, const Ro
     }
 }
 
-/* Some rows, the first words of each: `words` and `bounds` have room for SAMPLE_WORDS and SAMPLE_ROWS + 1. */
+/* Some rows, at most a block of each: `words` and `bounds` have room for SAMPLE_WORDS and SAMPLE_ROWS + 1. */
 static Rows sample_of(const Rows *rows, i64 most, u8 *words, i64 *bounds) {
-    i64 count = rows->rows < SAMPLE_ROWS ? rows->rows : SAMPLE_ROWS, each = count ? most / count : 0;
+    i64 usual = rows->rows ? total_words(rows) / rows->rows + 1 : 1, count = most / (usual < BLOCK ? usual : BLOCK);
+    count = count < 1 ? 1 : count > SAMPLE_ROWS ? SAMPLE_ROWS : count;
+    count = count < rows->rows ? count : rows->rows;
+    i64 each = count ? most / count : 0;
+    each = each < BLOCK ? each : BLOCK;
     bounds[0] = 0;
     for (i64 i = 0; i < count; i++) {
         i64 row = i * rows->rows / count, n = row_length(rows, row);
@@ -1329,7 +1333,7 @@ static int is_better(const Rows *rows, const Rows *near, int integers, i64 kind)
     if (near) beside = sample_of(near, GLANCE_WORDS, others, other_bounds);
     try_sample(&sample, near ? &beside : NULL, integers, sizes, least);
     for (i64 other = PLAIN; other < DICTIONARY; other++) least = sizes[other] < least ? sizes[other] : least;
-    return 10 * least + 160 < 9 * sizes[kind];
+    return 100 * least + 1600 < 97 * sizes[kind];
 }
 
 /* ------------------------------------------------------------------ rows that repeat */

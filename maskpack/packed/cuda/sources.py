@@ -131,10 +131,7 @@ class Sources:
         counts: IntArray = np.full(int(begins[-1]), _BLOCK, np.int64)
         last = begins[1:][blocks > 0] - 1
         counts[last] = (lengths - (blocks - 1) * _BLOCK)[blocks > 0]
-        bits: IntArray = (self._array(entry["a"]) & ~np.uint8(_NEAR)).astype(np.int64)
-        few: Any = -(-counts * bits // 32)
-        lanes: Any = -(-(-(-counts // _LANES) * bits) // 32) * _LANES
-        starts = cumulated(np.where(counts < _FEW, few, lanes))[:-1]
+        starts = cumulated(_block_numbers(counts, self._array(entry["a"]).astype(np.int64) & ~_NEAR))[:-1]
         near = -1
         if entry["second"] >= 0:
             near = self._tables.add(np.array(self.of(int(entry["second"]), rows), np.int64))
@@ -157,3 +154,10 @@ class Sources:
         table = self._tables.add(bounds) if self.is_flat(first) else -1
         source = self.of(first, Rows(stored, lambda: bounds, table, 1))
         return source._replace(rows=self._tables.add(index))
+
+
+def _block_numbers(counts: IntArray, bits: IntArray) -> IntArray:
+    """The u32 numbers of blocks of `counts` words of `bits` bits."""
+    in_lanes = counts >= _FEW
+    places = np.where(in_lanes, (counts + _LANES - 1) // _LANES, counts)
+    return (places * bits + 31) // 32 * np.where(in_lanes, _LANES, 1)
