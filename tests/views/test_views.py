@@ -395,8 +395,8 @@ def test_rows_that_follow_each_other_are_not_copied() -> None:
     packed = compress(TensorDict({"x": torch.arange(100.0).sqrt(), "y": torch.arange(100.0).exp()}, [100]))
     view = BatchView.of(packed)
     for some in (view, view[10:90], BatchView.cat([view[:50], view[:50]])[50:]):
-        assert np.shares_memory(some.to_packed().fields["x",].words, packed.fields["x",].words)
-        assert np.shares_memory(some.to_packed("y").fields["y",].words, packed.fields["y",].words)
+        assert np.shares_memory(some.to_packed().table.body, packed.table.body)
+        assert np.shares_memory(some.to_packed("y").table.body, packed.table.body)
 
 
 def test_a_source_without_rows_does_not_undo_encodings() -> None:
