@@ -1325,15 +1325,15 @@ static int choose(const Rows *rows, const Rows *near, i64 hints, int integers, O
     return encode_as(PLAIN, 0, 0, rows, NULL, out, entry);
 }
 
-/* Whether another form of a sample is clearly smaller than the one in use. */
+/* Whether another form of a sample is clearly smaller than the one in use; false if the sample does not fit that one. */
 static int is_better(const Rows *rows, const Rows *near, int integers, i64 kind) {
     u8 words[8 * SAMPLE_WORDS], others[8 * SAMPLE_WORDS];
-    i64 bounds[SAMPLE_ROWS + 1], other_bounds[SAMPLE_ROWS + 1], sizes[KINDS], least = (i64)1 << 62;
+    i64 bounds[SAMPLE_ROWS + 1], other_bounds[SAMPLE_ROWS + 1], sizes[KINDS], most = (i64)1 << 62, least = most;
     Rows sample = sample_of(rows, GLANCE_WORDS, words, bounds), beside;
     if (near) beside = sample_of(near, GLANCE_WORDS, others, other_bounds);
-    try_sample(&sample, near ? &beside : NULL, integers, sizes, least);
+    try_sample(&sample, near ? &beside : NULL, integers, sizes, most);
     for (i64 other = PLAIN; other < DICTIONARY; other++) least = sizes[other] < least ? sizes[other] : least;
-    return 100 * least + 1600 < 97 * sizes[kind];
+    return sizes[kind] < most && 10 * least + 160 < 9 * sizes[kind];
 }
 
 /* ------------------------------------------------------------------ rows that repeat */
@@ -2153,7 +2153,7 @@ static int check_entry(const Check *check, i64 index, const i64 *bounds, i64 row
     }
     case DICTIONARY: {
         i64 *stored = NULL, most = 0;
-        if (bounds || depth || rows != table->rows || !of_each(&entry->a, rows) || entry->first < 0 || entry->first >= index) return 0;
+        if (bounds || rows != table->rows || !of_each(&entry->a, rows) || entry->first < 0 || entry->first >= index) return 0;
         for (i64 row = 0; row < rows; row++) {
             i64 number = number_at(body, &entry->a, row);
             if (number < entry->number || entry->number < 0 || number - entry->number >= rows) return 0;
@@ -2173,7 +2173,7 @@ static int check_entry(const Check *check, i64 index, const i64 *bounds, i64 row
         return fine;
     }
     case COLUMNS:
-        if (bounds || depth || entry->second < 1 || entry->first < 0 || entry->first > index - entry->second) return 0;
+        if (bounds || entry->second < 1 || entry->first < 0 || entry->first > index - entry->second) return 0;
         for (i64 column = entry->first; column < entry->first + entry->second; column++) {
             const Entry *own = entries + column;
             int alike = own->layout == entry->layout && own->size == size && own->items <= entry->items && own->items * entry->second == entry->items;

@@ -241,6 +241,8 @@ KINDS = ("plain", "narrow", "blocks", "bitmap", "rle", "arange", "delta", "spars
 PLAIN, NARROW, BLOCKS, BITMAP, RLE, ARANGE, DELTA, SPARSE, DICTIONARY, COLUMNS, CONCAT = range(len(KINDS))
 FITS, MISFIT, STRAY, FULL, NO_MEMORY = range(5)
 """What becomes of a job."""
+MOST_NEAR = 8
+"""Fields in a chain of near ones."""
 SPANS, MASK, PART = range(3)
 """The kinds of stored layouts."""
 

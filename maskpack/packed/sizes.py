@@ -47,8 +47,9 @@ class FieldReport:
         shape: the shape that `decompress` restores; [T, *F] for a field that was jagged before it was packed.
         padded_bytes: bytes of a tensor of that shape.
         real_bytes: bytes of its valid elements, not encoded.
-        encoding: the name of its encoding, with the encodings inside: `repeated narrow`.
-        wire_bytes: bytes of its arrays as they are sent; 0 for an alias or concat of other fields.
+        encoding: the name of its encoding, with the encodings inside: `dictionary narrow`.
+        wire_bytes: bytes of its arrays as they are sent; 0 for a concat of other fields, and for a field that equals an
+            earlier one.
         reason: why the field stays padded; None if it does so by design.
         left: bytes that `codec="zstd"` would save in addition; None if zstandard is not installed, or `left` was not
             asked for.
@@ -74,8 +75,8 @@ class Figures:
         rows: B.
         codec: the codec of the batch.
         fields: its tensors, in key order.
-        layouts, objects, header: bytes of the layouts, of the pickled Python objects and of the header, as they are
-            sent.
+        layouts, objects, header: bytes of the layouts, of the pickled Python objects, and of all else: the header, the
+            table, and what is between arrays.
     """
 
     rows: int
@@ -173,14 +174,18 @@ def figures(packed: PackedBatch, batch: TensorDictBase | None = None, *, left: b
         )
     if batch is not None:
         _check(batch, packed)
-    sizes = _sizes(packed.table, packed.codec)
+    message, names = manifest.write(packed, True, with_objects=False)
+    pieces = wire.Pieces(message, names)
+    table = packed.table.compacted()
+    arrays = table.arrays()
+    sent = [array.nbytes for array in (arrays if packed.codec is None else message.arrays[1:])][: len(arrays)]
+    sizes = _sizes(table, sent)
     gain: list[int] | None = None
     if left and packed.codec is not None:
         gain = [0] * len(packed.tensors)
     elif left and importlib.util.find_spec("zstandard") is not None:
-        small = _sizes(packed.table, "zstd")
+        small = _sizes(table, [array.nbytes for array in codecs.compressed(arrays)[0]])
         gain = [own - other for own, other in zip(sizes.fields, small.fields, strict=True)]
-    message, names = manifest.write(packed, True, with_objects=False)
     return Figures(
         packed.num_rows,
         packed.codec,
@@ -190,34 +195,27 @@ def figures(packed: PackedBatch, batch: TensorDictBase | None = None, *, left: b
         ),
         sizes.layouts,
         _pickled_bytes(packed.objects) if packed.objects else 0,
-        len(wire.Pieces(message, names).header) + sizes.table,
+        len(pieces.header) + pieces.nbytes - sizes.layouts - sum(sizes.fields),
     )
 
 
 class _Sizes(NamedTuple):
-    """Bytes of the arrays of each field, of the layouts, and of the table."""
+    """Bytes of the arrays of each field, and of the layouts."""
 
     fields: list[int]
     layouts: int
-    table: int
 
 
-def _sizes(table: Table, codec: str | None) -> _Sizes:
-    """An array that several fields share counts for the first of them."""
-    table = table.compacted()
-    arrays = table.arrays()
-    if codec is not None:
-        arrays = codecs.compressed(arrays)[0]
-    sizes = dict(zip(table.places(), (array.nbytes for array in arrays), strict=True))
+def _sizes(table: Table, sent: Iterable[int]) -> _Sizes:
+    """Of the bytes that are sent of each array of a compacted table. An array that several fields share counts for the
+    first of them."""
+    sizes = dict(zip(table.places(), sent, strict=True))
 
     def taken(places: Iterable[int]) -> int:
         return sum(sizes.pop(place, 0) for place in places)
 
     fields = [taken(table.places_of(field)) for field in range(len(table.fields))]
-    layouts = sum(sizes.values())
-    return _Sizes(
-        fields, layouts, table.stored.nbytes + table.entries.nbytes + table.fields.nbytes + table.row_pads.nbytes
-    )
+    return _Sizes(fields, sum(sizes.values()))
 
 
 def _field(

@@ -524,10 +524,20 @@ def _refer(
         ):
             continue
         others = [forms[at].layout for at in found]
+        if (table["head"][found] >= 0).any() or _chain(table, found[0]) >= native.MOST_NEAR:
+            continue  # what follows from others is nobody's head or tail; neither does a reader take too long a chain
         if name == "concat" and len({form.layout, *others} - {None}) == 3:
             row["head"], row["tail"] = found
         elif name == "near" and others == [form.layout] and form.layout is not None and form.dtype != torch.bool:
             row["near"] = found[0]
+
+
+def _chain(table: Structs, place: int) -> int:
+    """The number of fields that a field is near to: the one that it names, the one that that one names, ..."""
+    length = 0
+    while table["near"][place] >= 0:
+        place, length = int(table["near"][place]), length + 1
+    return length
 
 
 def _paths(form: FieldForm, names: str) -> list[Path]:

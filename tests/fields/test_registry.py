@@ -398,18 +398,19 @@ def test_whole_floats_fit_integers():
         *[
             (
                 lambda hint=hint: MaskNestingSpec("m", hints=("rle", hint)),
-                rf"hint is '{hint}'; expected one of runs, .*",
+                rf"hint is '{hint}'; expected one of narrow, .*",
             )
             for hint in (
                 "",
                 "run",
-                "RUNS",
-                "runs:x",
+                "RLE",
+                "rle:x",
                 "join",
                 "concat:",
                 "concat:a",
                 "concat:a,b,c",
-                "delta",
+                "runs",
+                "delta:a",
                 "near:a,b",
             )
         ],
