@@ -148,17 +148,16 @@ class _Reader:
         if len(forms) != table.fields.size:
             fail(call, f"{len(forms)} tensors with {table.fields.size} entries", "one for each")
         bools = np.array([form.dtype is torch.bool for form in forms], np.int64)
-        bad = native.check_fields(
-            table.entries, table.layout_rows, table.body, table.rows, table.dense_rows, table.fields, bools
-        )
+        most = _MOST_BYTES if self._most is None else min(self._most - self._claimed, _MOST_BYTES)
+        line = table.rows, table.dense_rows, most, table.fields, bools
+        bad = native.check_fields(table.entries, table.layout_rows, table.body, *line)
         if bad < 0:
             fail(call, f'field "{show(forms[-bad - 1].path)}" of bools with other bytes', "0 and 1 alone")
+        if bad > len(forms):
+            fail(call, "an entry of the table that no field needs", "none")
         if bad:
-            fail(
-                call,
-                f'field "{show(forms[bad - 1].path)}": an entry that cannot be decoded',
-                "one as to_bytes writes it",
-            )
+            seen = f'field "{show(forms[bad - 1].path)}": an entry that cannot be decoded'
+            fail(call, seen, f"one as to_bytes writes it, which takes at most {most} bytes besides the field")
         for number, form in enumerate(forms):
             entry, place = table.entries[int(table.fields[number])], table.row_pads[number]
             layout = -1 if form.layout is None else table.names.index(form.layout)
