@@ -2074,8 +2074,9 @@ static const i64 MANY = (i64)1 << 58;       /* more words than memory holds */
 
 typedef struct {
     const Table *table;
-    i64 nbytes, num_layouts, dense_rows, left; /* bytes left for rows of dictionaries beyond those of their fields */
-    u8 *marks, *steps;                         /* of each entry */
+    i64 nbytes, num_layouts, dense_rows;
+    i64 left;          /* bytes left for rows of dictionaries beyond those of their fields */
+    u8 *marks, *steps; /* of each entry */
 } Check;
 
 static i64 row_elements(const Table *table, const Entry *entry, const i64 *bounds, i64 row) {
@@ -2148,12 +2149,16 @@ static int check_dictionary(Check *check, i64 index, i64 rows) {
     const Table *table = check->table;
     const Entry *entry = table->entries + index, *inner = table->entries + entry->first;
     const u8 *body = table->body;
-    i64 *stored = NULL, most = 0, element = entry->items * entry->size, spare = 0;
+    i64 *stored = NULL, most = 0, element = entry->items ? entry->items * entry->size : 1, spare = 0;
     if (rows != table->rows || !of_each(&entry->a, rows) || entry->number < 0) return 0;
     for (i64 row = 0; row < rows; row++) {
         i64 number = number_at(body, &entry->a, row) - entry->number;
-        if (number < 0 || number >= (entry->a.count == 1 ? 1 : rows)) return 0;
+        if (number < 0 || number >= (entry->a.count == 1 ? 1 : MANY)) return 0;
         most = number + 1 > most ? number + 1 : most;
+    }
+    if (most > rows) { /* of some rows of a larger batch; each row takes a bound */
+        if (most - rows > check->left / 8) return 0;
+        check->left -= 8 * (most - rows);
     }
     if (!of_each(&entry->b, most) || inner->layout != entry->layout || inner->items != entry->items || inner->size != entry->size) return 0;
     for (i64 row = 0; row < rows; row++) {
@@ -2165,11 +2170,9 @@ static int check_dictionary(Check *check, i64 index, i64 rows) {
         i64 elements = number_at(body, &entry->b, i);
         if (elements < 0 || elements >= (i64)1 << 31) return 0;
         spare += elements;
-    }
-    if (spare > 0 && element) {
         if (spare > check->left / element) return 0;
-        check->left -= spare * element;
     }
+    if (spare > 0) check->left -= spare * element;
     int fine = stored_rows(table, entry, &stored) == most && check_entry(check, entry->first, stored, most);
     free(stored);
     return fine;
