@@ -1333,7 +1333,7 @@ static int is_better(const Rows *rows, const Rows *near, int integers, i64 kind)
     if (near) beside = sample_of(near, GLANCE_WORDS, others, other_bounds);
     try_sample(&sample, near ? &beside : NULL, integers, sizes, most);
     for (i64 other = PLAIN; other < DICTIONARY; other++) least = sizes[other] < least ? sizes[other] : least;
-    return sizes[kind] < most && 10 * least + 160 < 9 * sizes[kind];
+    return sizes[kind] < most && 100 * least + 1600 < 97 * sizes[kind];
 }
 
 /* ------------------------------------------------------------------ rows that repeat */
@@ -1510,7 +1510,7 @@ static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *
         Form found = {COLUMNS, 0, 0, -1, 0, 0, 0};
         int fits = FITS;
         if (way) {
-            tried[0] = tried[1] = (Entry){PLAIN, slots->layout, rows->items, rows->size, 0, -1, -1, {0}, {0}, {0}};
+            tried[0] = tried[1] = (Entry){PLAIN, slots->layout, rows->items, rows->size, 0, -1, -1, {0, 1, 0}, {0, 1, 0}, {0, 1, 0}};
             fits = encode_dictionary(rows, job->hints & ~((i64)1 << DICTIONARY), (int)job->integers, &spare, tried, &found, 0);
         } else {
             u8 *column = malloc((size_t)(total / job->columns * rows->size + 8));
@@ -1521,7 +1521,7 @@ static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *
                 one.values = column;
                 one.items = rows->items / job->columns;
                 Form unused;
-                tried[i] = (Entry){PLAIN, slots->layout, one.items, rows->size, 0, -1, -1, {0}, {0}, {0}};
+                tried[i] = (Entry){PLAIN, slots->layout, one.items, rows->size, 0, -1, -1, {0, 1, 0}, {0, 1, 0}, {0, 1, 0}};
                 fits = choose(&one, NULL, 0, (int)job->integers, &spare, tried + i, &unused);
             }
             tried[job->columns] = (Entry){COLUMNS, slots->layout, rows->items, rows->size, 0, 0, job->columns, {0, 1, 0}, {0, 1, 0}, {0, 1, 0}};
@@ -1666,7 +1666,7 @@ static int same_entry(const u8 *body, const Entry *one, const Entry *other) {
 }
 
 /* Moves the entries of a job to the end of the table, and their arrays behind the others. A field that equals an earlier
-   one takes its entry. Returns the entry of the field; `used` bytes of the body are in use. */
+   one takes its entry, unless that holds the stored rows of the dictionary behind it. Returns the entry of the field; `used` bytes of the body are in use. */
 static i64 settle(Work *work, i64 at, u8 *body, Entry *entries, i64 *num_entries, const i64 *fields, i64 *used) {
     Job *job = work->jobs + at;
     Out *out = work->outs + at;
@@ -1686,7 +1686,7 @@ static i64 settle(Work *work, i64 at, u8 *body, Entry *entries, i64 *num_entries
     memmove(body + begin, out->memory, (size_t)out->used);
     if (job->row_pads.count) job->row_pads.at += moved;
     for (i64 other = 0; job->count == 1 && other < *num_entries; other++)
-        if (same_entry(body, slots, entries + other)) {
+        if (!(other + 1 < *num_entries && entries[other + 1].kind == DICTIONARY) && same_entry(body, slots, entries + other)) {
             i64 nbytes = job->row_pads.size * job->row_pads.count;
             if (nbytes) {
                 memmove(body + begin, body + job->row_pads.at, (size_t)nbytes);
@@ -1909,8 +1909,8 @@ static void part_of(Array *array, i64 from, i64 to) {
     array->count = to - from;
 }
 
-static void part_of_several(Array *array, i64 from, i64 to) { /* equal numbers are stored once */
-    if (array->count > 1) part_of(array, from, to);
+static void part_of_several(Array *array, i64 from, i64 to) { /* equal numbers are stored once, if there are any */
+    if (array->count > 1 || from == to) part_of(array, from, to);
 }
 
 /* The parts of an entry between the rows `cuts` [parts + 1], in the same arrays: part p goes to out[p * n]. `bounds` as for
@@ -2016,30 +2016,38 @@ API i64 maskpack_compact(Array **places, i64 n, const u8 *body, u8 *to) {
 
 /* ------------------------------------------------------------------ checks of tables from elsewhere, before they are used */
 
-static int holds(const Array *array, i64 nbytes) { /* whether it lies in a body of so many bytes */
-    int known = array->size == 1 || array->size == 2 || array->size == 4 || array->size == 8 || array->size == 16;
-    return known && array->at >= 0 && array->at <= nbytes && array->count >= 0 && array->count <= (nbytes - array->at) / array->size;
+/* Whether an array lies in a body of so many bytes, from a multiple of 8 on; one without numbers lies anywhere. */
+static int holds(const Array *array, i64 nbytes) {
+    int known = array->size == 1 || array->size == 2 || array->size == 4 || array->size == 8;
+    return known && array->at >= 0 && array->at <= nbytes && array->count >= 0 && array->count <= (nbytes - array->at) / array->size &&
+           (array->at % 8 == 0 || !array->count);
 }
 
 static int of_each(const Array *array, i64 count) { return array->count == count || (array->count == 1 && count > 1); }
 
-/* Whether a layout lies in its body and can be read: spans that rise without touching each other, within the width. `spans`
-   are added up; more than `most` are too many. */
+/* Whether a layout lies in its body and can be read: spans that rise without touching each other, within the width.
+   `spans` [index + 1] are counted; a PART may have as many as its parent, and `most` in all are too many. */
 static int check_layout(const Stored *all, i64 index, const u8 *body, i64 nbytes, i64 rows, i64 most, i64 *spans) {
     const Stored *stored = all + index;
+    i64 first = 0, empty = !stored->b.count && !stored->c.count;
     if (stored->width < 0 || stored->width >= (i64)1 << 31 || stored->anchor < 0 || stored->anchor > stored->width) return 0;
+    if (!holds(&stored->a, nbytes) || !holds(&stored->b, nbytes) || !holds(&stored->c, nbytes)) return 0;
     if (stored->kind == PART) {
-        int earlier = stored->parent >= 0 && stored->parent < index;
-        return earlier && stored->low >= 0 && stored->low <= all[stored->parent].width - stored->width;
+        if (stored->parent < 0 || stored->parent >= index || !empty || stored->a.count) return 0;
+        spans[index] = spans[stored->parent];
+        return spans[index] <= most && stored->low >= 0 && stored->low <= all[stored->parent].width - stored->width;
     }
-    if (stored->kind == MASK) return holds(&stored->a, nbytes) && stored->a.size == 1 && stored->a.count == mask_bytes(stored, rows);
-    if (stored->kind != SPANS || !holds(&stored->a, nbytes) || !holds(&stored->b, nbytes) || !holds(&stored->c, nbytes)) return 0;
-    if (stored->a.size == 16 || stored->b.size == 16 || stored->c.size == 16 || !of_each(&stored->c, rows)) return 0;
-    i64 first = 0;
+    if (stored->parent || stored->low) return 0;
+    if (stored->kind == MASK) {
+        if (stored->a.size != 1 || stored->a.count != mask_bytes(stored, rows) || !empty) return 0;
+        for (i64 row = 0; row < rows; row++) first += spans_of_row(stored, body, row, 0, NULL, NULL, 0);
+        spans[index] = first;
+        return first <= most;
+    }
+    if (stored->kind != SPANS || !of_each(&stored->c, rows)) return 0;
     for (i64 row = 0; row < rows; row++) {
         i64 n = number_at(body, &stored->c, row), end = -1;
-        if (n < 0 || n > most - *spans) return 0;
-        *spans += n;
+        if (n < 0 || n > most - first) return 0;
         if ((stored->a.count != 1 && first + n > stored->a.count) || (stored->b.count != 1 && first + n > stored->b.count)) return 0;
         if (n && (!stored->a.count || !stored->b.count)) return 0;
         for (i64 i = first; i < first + n; i++) {
@@ -2049,27 +2057,59 @@ static int check_layout(const Stored *all, i64 index, const u8 *body, i64 nbytes
         }
         first += n;
     }
+    spans[index] = first;
     return of_each(&stored->a, first) && of_each(&stored->b, first);
 }
 
 /* Checks layouts, of `most` spans at most. Returns 0, or 1 + the first one that cannot be read. */
 API i64 maskpack_check_layouts(const Stored *stored, i64 m, const u8 *body, i64 nbytes, i64 rows, i64 most) {
-    i64 spans = 0;
-    for (i64 at = 0; at < m; at++)
-        if (!check_layout(stored, at, body, nbytes, rows, most, &spans)) return at + 1;
-    return 0;
+    i64 *spans = calloc((size_t)m + 1, sizeof(i64)), bad = spans ? 0 : 1;
+    for (i64 at = 0; at < m && !bad; at++) {
+        if (!check_layout(stored, at, body, nbytes, rows, most, spans)) bad = at + 1;
+        most -= spans[at];
+    }
+    free(spans);
+    return bad;
 }
 
-enum { MOST_NEAR = 8 }; /* fields in a chain of near ones */
+enum { MOST_STEPS = 8 };                    /* from a field to fields that it is near to, or that it is put together from */
+enum { USED = 1, INSIDE = 2, CHECKED = 4 }; /* INSIDE: the stored rows of a dictionary. CHECKED: for bytes other than 0 and 1 */
+static const i64 MANY = (i64)1 << 58;       /* more words than memory holds */
 
 typedef struct {
     const Table *table;
-    i64 nbytes, num_layouts;
+    i64 nbytes, num_layouts, dense_rows;
+    i64 left;          /* bytes left for rows of dictionaries beyond those of their fields */
+    u8 *marks, *steps; /* of each entry */
 } Check;
 
 static i64 row_elements(const Table *table, const Entry *entry, const i64 *bounds, i64 row) {
     if (!bounds && entry->layout >= 0) bounds = table->layouts[entry->layout].bounds;
     return bounds ? bounds[row + 1] - bounds[row] : 1;
+}
+
+static i64 rows_of(const Check *check, const Entry *entry) { return entry->layout < 0 ? check->dense_rows : check->table->rows; }
+
+/* Marks an entry that another one refers to, in so many steps; false if it must not. */
+static int refers(Check *check, i64 index, i64 other, i64 steps) {
+    if (other < 0 || other >= index || check->marks[other] & INSIDE || check->steps[other] + steps > MOST_STEPS) return 0;
+    check->marks[other] |= USED;
+    if (check->steps[other] + steps > check->steps[index]) check->steps[index] = (u8)(check->steps[other] + steps);
+    return 1;
+}
+
+static int check_blocks(const Check *check, const Entry *entry, const i64 *bounds, i64 rows) {
+    const u8 *body = check->table->body;
+    i64 block = 0, numbers = 0;
+    for (i64 row = 0; row < rows; row++) {
+        i64 n = row_elements(check->table, entry, bounds, row) * entry->items;
+        for (i64 at = 0; at < n; at += BLOCK, block++) {
+            i64 width = body[entry->a.at + block];
+            if ((width & ~NEAR) > 32 || (width & NEAR && entry->second < 0)) return 0;
+            numbers += block_numbers(n - at < BLOCK ? n - at : BLOCK, width & ~NEAR);
+        }
+    }
+    return numbers == entry->c.count;
 }
 
 static int check_stretches(const Check *check, const Entry *entry, const i64 *bounds, i64 rows) {
@@ -2091,129 +2131,150 @@ static int check_stretches(const Check *check, const Entry *entry, const i64 *bo
     return of_each(&entry->b, counts) && of_each(&entry->c, values);
 }
 
-/* Whether an entry can be decoded: every number is in its range, every array as long as its rows say. `bounds` are those of
-   stored rows of a dictionary; `depth` counts how many entries lead here. */
-static int check_entry(const Check *check, i64 index, const i64 *bounds, i64 rows, i64 depth) {
+static int check_sparse(const Check *check, const Entry *entry, const i64 *bounds, i64 rows) {
+    const u8 *body = check->table->body;
+    i64 at = 0;
+    if (!of_each(&entry->a, rows) || entry->c.size != entry->size || entry->b.count != entry->c.count) return 0;
+    for (i64 row = 0; row < rows; row++) {
+        i64 n = row_elements(check->table, entry, bounds, row) * entry->items, count = number_at(body, &entry->a, row), before = -1;
+        if (count < 0 || count > entry->b.count - at) return 0;
+        for (; count > 0; count--, at++) {
+            i64 place = number_at(body, &entry->b, at);
+            if (place <= before || place >= n) return 0;
+            before = place;
+        }
+    }
+    return at == entry->b.count;
+}
+
+static int check_entry(Check *check, i64 index, const i64 *bounds, i64 rows);
+
+static int check_dictionary(Check *check, i64 index, i64 rows) {
     const Table *table = check->table;
-    const Entry *entry = table->entries + index, *entries = table->entries;
+    const Entry *entry = table->entries + index, *inner = table->entries + entry->first;
     const u8 *body = table->body;
-    i64 total = 0, blocks = 0, bits = 0, kind = entry->kind, size = entry->size;
-    if (entry->layout < -1 || entry->layout >= check->num_layouts || entry->items < 0 || entry->items > (i64)1 << 40) return 0;
-    if (size != 1 && size != 2 && size != 4 && size != 8) return 0;
+    i64 *stored = NULL, most = 0, element = entry->items ? entry->items * entry->size : 1, spare = 0;
+    if (rows != table->rows || !of_each(&entry->a, rows) || entry->number < 0) return 0;
+    for (i64 row = 0; row < rows; row++) {
+        i64 number = number_at(body, &entry->a, row) - entry->number;
+        if (number < 0 || number >= (entry->a.count == 1 ? 1 : MANY)) return 0;
+        most = number + 1 > most ? number + 1 : most;
+    }
+    if (most > rows) { /* of some rows of a larger batch; each row takes a bound */
+        if (most - rows > check->left / 8) return 0;
+        check->left -= 8 * (most - rows);
+    }
+    if (!of_each(&entry->b, most) || inner->layout != entry->layout || inner->items != entry->items || inner->size != entry->size) return 0;
+    for (i64 row = 0; row < rows; row++) {
+        i64 elements = row_elements(table, entry, NULL, row);
+        if (number_at(body, &entry->b, number_at(body, &entry->a, row) - entry->number) != elements) return 0;
+        spare -= elements;
+    }
+    for (i64 i = 0; i < most; i++) { /* rows that nothing uses, too */
+        i64 elements = number_at(body, &entry->b, i);
+        if (elements < 0 || elements >= (i64)1 << 31) return 0;
+        spare += elements;
+        if (spare > check->left / element) return 0;
+    }
+    if (spare > 0) check->left -= spare * element;
+    int fine = stored_rows(table, entry, &stored) == most && check_entry(check, entry->first, stored, most);
+    free(stored);
+    return fine;
+}
+
+/* Whether an entry can be decoded: every number is in its range, every array as long as its rows say. `bounds` are those of
+   stored rows of a dictionary. */
+static int check_entry(Check *check, i64 index, const i64 *bounds, i64 rows) {
+    const Table *table = check->table;
+    const Entry *entry = table->entries + index, *entries = table->entries, *a = NULL, *b = NULL;
+    i64 total = 0, blocks = 0, bits = 0, size = entry->size;
+    int has_a = entry->a.count > 0, has_b = entry->b.count > 0, has_c = entry->c.count > 0;
+    if (entry->items < 0 || entry->items > (i64)1 << 40 || (size != 1 && size != 2 && size != 4 && size != 8)) return 0;
     if (!holds(&entry->a, check->nbytes) || !holds(&entry->b, check->nbytes) || !holds(&entry->c, check->nbytes)) return 0;
-    if (entry->a.size == 16 || entry->b.size == 16 || entry->c.size == 16) return 0;
     for (i64 row = 0; row < rows; row++) {
         i64 elements = row_elements(table, entry, bounds, row);
-        if (entry->items && elements > ((i64)1 << 60) / entry->items) return 0;
+        if (entry->items && elements > MANY / entry->items) return 0;
         i64 n = elements * entry->items;
-        if (total > ((i64)1 << 60) - n) return 0;
+        if (total > MANY - n) return 0;
         total += n;
         blocks += (n + BLOCK - 1) / BLOCK;
         bits += (n + 7) / 8;
     }
-    switch (kind) {
-    case PLAIN: return entry->a.size == size && entry->a.count == total;
-    case NARROW: return entry->a.size < size && entry->a.count == total;
-    case BITMAP: return entry->a.size == 1 && entry->a.count == bits && entry->b.size == size && entry->b.count == 2;
+    switch (entry->kind) {
+    case PLAIN: return entry->a.size == size && entry->a.count == total && !has_b && !has_c;
+    case NARROW: return entry->a.size < size && entry->a.count == total && !has_b && !has_c;
+    case BITMAP: return entry->a.size == 1 && entry->a.count == bits && entry->b.size == size && entry->b.count == 2 && !has_c;
     case RLE:
     case DELTA: return check_stretches(check, entry, bounds, rows);
-    case ARANGE: return entry->a.size <= size && of_each(&entry->a, rows);
-    case BLOCKS: {
-        const Entry *near = entry->second >= 0 ? entries + entry->second : NULL;
+    case ARANGE: return entry->a.size <= size && of_each(&entry->a, rows) && !has_b && !has_c;
+    case SPARSE: return check_sparse(check, entry, bounds, rows);
+    case BLOCKS:
         if (entry->a.size != 1 || entry->a.count != blocks || entry->b.size != size || entry->b.count != blocks || entry->c.size != 4) return 0;
-        if (near) {
-            int alike = !bounds && entry->second < index && near->layout == entry->layout && near->items == entry->items;
-            if (!alike || near->size != size || near->kind == CONCAT || depth >= MOST_NEAR) return 0;
-            if (!check_entry(check, entry->second, NULL, rows, depth + 1)) return 0;
+        if (entry->second >= 0) {
+            if (!refers(check, index, entry->second, 1)) return 0;
+            a = entries + entry->second;
+            if (a->layout != entry->layout || a->items != entry->items || a->size != size) return 0;
         }
-        i64 block = 0, numbers = 0;
-        for (i64 row = 0; row < rows; row++) {
-            i64 n = row_elements(table, entry, bounds, row) * entry->items;
-            for (i64 at = 0; at < n; at += BLOCK, block++) {
-                i64 width = body[entry->a.at + block];
-                if ((width & ~NEAR) > 32 || (width & NEAR && !near)) return 0;
-                numbers += block_numbers(n - at < BLOCK ? n - at : BLOCK, width & ~NEAR);
-            }
-        }
-        return numbers == entry->c.count;
-    }
-    case SPARSE: {
-        i64 at = 0;
-        if (!of_each(&entry->a, rows) || entry->c.size != size || entry->b.count != entry->c.count) return 0;
-        for (i64 row = 0; row < rows; row++) {
-            i64 n = row_elements(table, entry, bounds, row) * entry->items, count = number_at(body, &entry->a, row), before = -1;
-            if (count < 0 || count > entry->b.count - at) return 0;
-            for (; count > 0; count--, at++) {
-                i64 place = number_at(body, &entry->b, at);
-                if (place <= before || place >= n) return 0;
-                before = place;
-            }
-        }
-        return at == entry->b.count;
-    }
-    case DICTIONARY: {
-        i64 *stored = NULL, most = 0;
-        if (bounds || rows != table->rows || !of_each(&entry->a, rows) || entry->first < 0 || entry->first >= index) return 0;
-        for (i64 row = 0; row < rows; row++) {
-            i64 number = number_at(body, &entry->a, row);
-            if (number < entry->number || entry->number < 0 || number - entry->number >= rows) return 0;
-            most = number - entry->number + 1 > most ? number - entry->number + 1 : most;
-        }
-        const Entry *inner = entries + entry->first;
-        if (!of_each(&entry->b, most) || inner->layout != entry->layout || inner->items != entry->items || inner->size != size) return 0;
-        if (inner->kind >= DICTIONARY || inner->kind < 0 || (inner->kind == BLOCKS && inner->second >= 0)) return 0;
-        for (i64 row = 0; row < rows; row++)
-            if (number_at(body, &entry->b, number_at(body, &entry->a, row) - entry->number) != row_elements(table, entry, NULL, row)) return 0;
-        for (i64 i = 0; i < most; i++) { /* rows that nothing uses, too */
-            i64 elements = number_at(body, &entry->b, i);
-            if (elements < 0 || elements > (i64)1 << 40) return 0;
-        }
-        int fine = stored_rows(table, entry, &stored) == most && check_entry(check, entry->first, stored, most, depth + 1);
-        free(stored);
-        return fine;
-    }
+        return check_blocks(check, entry, bounds, rows);
+    case DICTIONARY: return !has_c && check_dictionary(check, index, rows);
     case COLUMNS:
-        if (bounds || entry->second < 1 || entry->first < 0 || entry->first > index - entry->second) return 0;
-        for (i64 column = entry->first; column < entry->first + entry->second; column++) {
-            const Entry *own = entries + column;
-            int alike = own->layout == entry->layout && own->size == size && own->items <= entry->items && own->items * entry->second == entry->items;
-            if (!alike || own->kind >= DICTIONARY || (own->kind == BLOCKS && own->second >= 0)) return 0;
-            if (!check_entry(check, column, NULL, rows, depth + 1)) return 0;
+        if (has_a || has_b || has_c || entry->second < 1 || entry->second != entry->items || entry->second > index) return 0;
+        for (i64 column = 0; column < entry->second; column++) {
+            if (entry->first < 0 || !refers(check, index, entry->first + column, 0)) return 0;
+            a = entries + entry->first + column;
+            if (a->layout != entry->layout || a->size != size || a->items != 1) return 0;
+            if (a->kind >= DICTIONARY || (a->kind == BLOCKS && a->second >= 0)) return 0;
         }
         return 1;
-    case CONCAT: {
-        i64 parts[2] = {entry->first, entry->second};
-        if (bounds || depth) return 0;
-        for (int part = 0; part < 2; part++) {
-            if (parts[part] < 0 || parts[part] >= index || entries[parts[part]].kind == CONCAT) return 0;
-            if (entries[parts[part]].size != size || !check_entry(check, parts[part], NULL, rows, 0)) return 0;
-        }
+    case CONCAT:
+        if (has_a || has_b || has_c || !refers(check, index, entry->first, 1) || !refers(check, index, entry->second, 1)) return 0;
+        a = entries + entry->first;
+        b = entries + entry->second;
+        if (a->size != size || b->size != size || rows_of(check, a) != rows || rows_of(check, b) != rows) return 0;
         for (i64 row = 0; row < rows; row++) {
-            i64 sum = 0;
-            for (int part = 0; part < 2; part++) sum += row_elements(table, entries + parts[part], NULL, row) * entries[parts[part]].items;
+            i64 sum = row_elements(table, a, NULL, row) * a->items + row_elements(table, b, NULL, row) * b->items;
             if (sum != row_elements(table, entry, NULL, row) * entry->items) return 0;
         }
         return 1;
-    }
     default: return 0;
     }
 }
 
+/* Whether all entries can be decoded; else the first that cannot is `bad`. */
+static int check_entries(Check *check, i64 n, i64 *bad) {
+    const Entry *entries = check->table->entries;
+    for (*bad = 0; *bad < n; ++*bad) {
+        const Entry *entry = entries + *bad;
+        if (entry->layout < -1 || entry->layout >= check->num_layouts || entry->first >= *bad) return 0;
+        if (entry->kind != DICTIONARY) continue;
+        const Entry *inner = entries + entry->first;
+        if (entry->first < 0 || check->marks[entry->first] & INSIDE || inner->kind < 0 || inner->kind >= DICTIONARY) return 0;
+        if (inner->kind == BLOCKS && inner->second >= 0) return 0;
+        check->marks[entry->first] = USED | INSIDE;
+    }
+    for (*bad = 0; *bad < n; ++*bad)
+        if (!(check->marks[*bad] & INSIDE) && !check_entry(check, *bad, NULL, rows_of(check, entries + *bad))) return 0;
+    return 1;
+}
+
 /* Whether a field of bytes, which was checked, has values other than 0 and 1. What rises by equal steps leaves 0 and 1 within
    three words, so stretches are looked at where they begin. */
-static int is_odd(const Table *table, i64 index, const i64 *bounds, i64 rows) {
+static int is_odd(const Check *check, i64 index, const i64 *bounds, i64 rows) {
+    const Table *table = check->table;
     const Entry *entry = table->entries + index;
     const u8 *body = table->body;
     u8 words[BLOCK], any = 0;
-    if (entry->kind == CONCAT) return is_odd(table, entry->first, NULL, rows) || is_odd(table, entry->second, NULL, rows);
+    if (check->marks[index] & CHECKED) return 0; /* or it was refused */
+    check->marks[index] |= CHECKED;
+    if (entry->kind == CONCAT) return is_odd(check, entry->first, NULL, rows) || is_odd(check, entry->second, NULL, rows);
     if (entry->kind == COLUMNS) {
         for (i64 column = 0; column < entry->second; column++)
-            if (is_odd(table, entry->first + column, NULL, rows)) return 1;
+            if (is_odd(check, entry->first + column, NULL, rows)) return 1;
         return 0;
     }
     if (entry->kind == DICTIONARY) {
         i64 *stored = NULL, count = stored_rows(table, entry, &stored);
-        int odd = count < 0 || is_odd(table, entry->first, stored, count);
+        int odd = count < 0 || is_odd(check, entry->first, stored, count);
         free(stored);
         return odd;
     }
@@ -2253,17 +2314,32 @@ static int is_odd(const Table *table, i64 index, const i64 *bounds, i64 rows) {
 }
 
 /* Checks the fields of a table whose layouts were checked and read; `bools` [num_fields] says which may hold only 0 and 1.
-   Returns 0, or 1 + the first field that cannot be decoded, or -1 - the first one of other bytes. */
+   Rows of dictionaries may take `most` bytes more than the rows that they stand for. Returns 0, or 1 + the first field that
+   cannot be decoded (1 + num_fields for an entry that no field needs), or -1 - the first one of other bytes. */
 API i64 maskpack_check_fields(const Entry *entries, i64 n, const Layout *layouts, i64 m, const u8 *body, i64 nbytes, i64 rows,
-                              i64 dense_rows, const i64 *fields, i64 num_fields, const i64 *bools) {
+                              i64 dense_rows, i64 most, const i64 *fields, i64 num_fields, const i64 *bools) {
     Table table = {entries, layouts, body, rows};
-    Check check = {&table, nbytes, m};
-    for (i64 field = 0; field < num_fields; field++) {
-        i64 index = fields[field];
-        if (index < 0 || index >= n) return field + 1;
-        i64 own = entries[index].layout < 0 ? dense_rows : rows;
-        if (!check_entry(&check, index, NULL, own, 0)) return field + 1;
-        if (bools[field] && (entries[index].size != 1 || is_odd(&table, index, NULL, own))) return -1 - field;
+    u8 *marks = calloc((size_t)n + 1, 2);
+    Check check = {&table, nbytes, m, dense_rows, most, marks, marks + n + 1};
+    i64 bad = 0, found = marks ? 0 : 1;
+    for (i64 field = 0; field < num_fields && !found; field++)
+        if (fields[field] < 0 || fields[field] >= n) found = field + 1;
+    if (!found && !check_entries(&check, n, &bad)) {
+        found = num_fields + 1; /* the field whose entry is the first one from there on, as parts come first */
+        for (i64 field = 0, least = n; field < num_fields; field++)
+            if (fields[field] >= bad && fields[field] < least) {
+                least = fields[field];
+                found = field + 1;
+            }
     }
-    return 0;
+    for (i64 field = 0; field < num_fields && !found; field++) {
+        i64 index = fields[field], own = entries[index].layout < 0 ? dense_rows : rows;
+        if (marks[index] & INSIDE) found = field + 1;
+        else if (bools[field] && (entries[index].size != 1 || is_odd(&check, index, NULL, own))) found = -1 - field;
+        marks[index] |= USED;
+    }
+    for (i64 at = 0; at < n && !found; at++)
+        if (!(marks[at] & USED)) found = num_fields + 1;
+    free(marks);
+    return found;
 }

@@ -46,7 +46,7 @@ _FUNCTIONS = {
     "split": 11,
     "compact": 4,
     "check_layouts": 6,
-    "check_fields": 11,
+    "check_fields": 12,
 }
 """The functions of the core and the numbers that they take."""
 
@@ -221,6 +221,8 @@ FIELD = _struct(
 FORM = _struct("kind", "number", "bytes", "inner_kind", "inner_number", "inner_bytes", "cost")
 """How a field was encoded the last time."""
 MOST_PADS = 4
+MOST_STEPS = 8
+"""From a field to fields that it is near to, or that it is put together from."""
 _TRIAL = _struct("mode", "pad", "pad_high")
 JOB = np.dtype(
     [
@@ -355,9 +357,18 @@ def check_layouts(stored: Structs, body: Words, rows: int, most: int) -> int:
 
 
 def check_fields(
-    entries: Structs, layouts: IntArray, body: Words, rows: int, dense_rows: int, fields: IntArray, bools: IntArray
+    entries: Structs,
+    layouts: IntArray,
+    body: Words,
+    rows: int,
+    dense_rows: int,
+    most: int,
+    fields: IntArray,
+    bools: IntArray,
 ) -> int:
-    """0 if fields can be decoded and those of `bools` hold only 0 and 1; else 1 + the number of the first that cannot,
-    or -1 - that of the first with other bytes. `layouts` were checked and read."""
+    """0 if fields can be decoded and those of `bools` hold only 0 and 1; else 1 + the number of the first that cannot
+    (1 + the number of fields for an entry that none needs), or -1 - that of the first with other bytes. `layouts` were
+    checked and read; rows of dictionaries may take `most` bytes more than the rows that they stand for."""
     table = address(entries), entries.size, address(layouts), layouts.size * 8 // 48, address(body), body.size
-    return _core.maskpack_check_fields(*table, rows, dense_rows, address(fields), fields.size, address(bools))
+    line = address(fields), fields.size, address(bools)
+    return _core.maskpack_check_fields(*table, rows, dense_rows, most, *line)

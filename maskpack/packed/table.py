@@ -219,7 +219,7 @@ class Table:
             pads = self.row_pads.copy()
             several = pads["count"] > 1
             pads["at"][several] += begin * pads["size"][several]
-            pads["count"][several] = end - begin
+            pads["count"][several if begin < end else slice(None)] = end - begin
             own = replace(
                 self,
                 rows=end - begin,
@@ -389,11 +389,12 @@ def encode(jobs: Sequence[Job], layouts: Mapping[str, RowLayout], rows: int, den
     key = tuple((job.form.path, job.form.dtype, job.form.layout, job.form.shape, job.form.hints) for job in jobs)
     numbers = {jobs[at].form.path: place for place, at in enumerate(order)}
     held: list[Any] = []
+    steps = [0] * len(jobs)
     totals = {name: layout.num_tokens for name, layout in layouts.items()}
     elements = [dense_rows if jobs[at].form.layout is None else totals[jobs[at].form.layout or ""] for at in order]
     for place, at in enumerate(order):
         _describe(table[place], jobs[at], layouts, places, rows, dense_rows, held)
-        _refer(table, place, jobs[at].form, numbers, [jobs[other].form for other in order])
+        _refer(table, place, jobs[at].form, numbers, [jobs[other].form for other in order], steps)
     known = _forms.get(key)
     if known is not None:
         table["form"] = known
@@ -510,9 +511,15 @@ def _describe(
 
 
 def _refer(
-    table: Structs, place: int, form: FieldForm, numbers: Mapping[Path, int], forms: Sequence[FieldForm]
+    table: Structs,
+    place: int,
+    form: FieldForm,
+    numbers: Mapping[Path, int],
+    forms: Sequence[FieldForm],
+    steps: list[int],
 ) -> None:
-    """Writes the fields that the hints of a field name into its row, if they come before it and fit."""
+    """Writes the fields that the hints of a field name into its row, if they come before it and fit. `steps` counts those
+    to the last of the fields that one leads to."""
     row = table[place]
     for hint in form.hints:
         name, _, rest = hint.partition(":")
@@ -520,6 +527,7 @@ def _refer(
         if (
             not found
             or max(found) >= place
+            or max(steps[at] for at in found) >= native.MOST_STEPS
             or any(table["size"][at] != row["size"] or table["items"][at] != row["items"] for at in found)
         ):
             continue
@@ -530,6 +538,9 @@ def _refer(
             row["head"], row["tail"] = found
         elif name == "near" and others == [form.layout] and form.layout is not None and form.dtype != torch.bool:
             row["near"] = found[0]
+        else:
+            continue
+        steps[place] = max(steps[place], 1 + max(steps[at] for at in found))
 
 
 def _chain(table: Structs, place: int) -> int:
@@ -670,7 +681,8 @@ def merge(tables: Iterable[Table], picked: Sequence[tuple[int, int]]) -> Table:
             row = part.stored[at : at + 1].copy()
             for place in "abc":
                 row[place]["at"] += begin
-            row["parent"] = local[int(row["parent"][0])]
+            if row["kind"][0] == native.PART:
+                row["parent"] = local[int(row["parent"][0])]
             stored.append(row)
             layouts[part.names[at]] = part.layouts[part.names[at]]
         own = part.entries.copy()

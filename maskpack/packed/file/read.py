@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 _DEVICE = re.compile(r"(cpu|cuda|hpu|mps|npu|xla|xpu)(:(0|[1-9][0-9]?))?")
 _MOST = 1 << 31
 _MOST_BYTES = 1 << 62
+_MOST_SPARE = 1 << 36
+"""Bytes that rows of dictionaries may take beyond the rows that they stand for."""
 _NO_BYTES = np.zeros(0, np.uint8)
 _ARRAYS: dict[str, int | None] = {"tensor": 1, "array": 1, "pickle": None}
 """The members of an object that name arrays, and how many; None for a list of any length."""
@@ -148,17 +150,16 @@ class _Reader:
         if len(forms) != table.fields.size:
             fail(call, f"{len(forms)} tensors with {table.fields.size} entries", "one for each")
         bools = np.array([form.dtype is torch.bool for form in forms], np.int64)
-        bad = native.check_fields(
-            table.entries, table.layout_rows, table.body, table.rows, table.dense_rows, table.fields, bools
-        )
+        most = _MOST_SPARE if self._most is None else min(self._most - self._claimed, _MOST_SPARE)
+        line = table.rows, table.dense_rows, most, table.fields, bools
+        bad = native.check_fields(table.entries, table.layout_rows, table.body, *line)
         if bad < 0:
             fail(call, f'field "{show(forms[-bad - 1].path)}" of bools with other bytes', "0 and 1 alone")
+        if bad > len(forms):
+            fail(call, "an entry of the table that no field needs", "none")
         if bad:
-            fail(
-                call,
-                f'field "{show(forms[bad - 1].path)}": an entry that cannot be decoded',
-                "one as to_bytes writes it",
-            )
+            seen = f'field "{show(forms[bad - 1].path)}": an entry that cannot be decoded'
+            fail(call, seen, f"one as to_bytes writes it, which takes at most {most} bytes besides the field")
         for number, form in enumerate(forms):
             entry, place = table.entries[int(table.fields[number])], table.row_pads[number]
             layout = -1 if form.layout is None else table.names.index(form.layout)
@@ -390,10 +391,10 @@ def _holds(dtype: torch.dtype, pad: PadValue) -> bool:
         return False
 
 
-def _named(manifest: dict[str, Any]) -> set[Any]:
+def _named(manifest: dict[str, Any]) -> set[int]:
     """The numbers of all arrays that a manifest names; whether they fit is checked elsewhere."""
     body = manifest.get("body")
-    found: set[Any] = {0, *(cast("list[Any]", body) if isinstance(body, list) else [])}
+    named: list[Any] = [0, *(cast("list[Any]", body) if isinstance(body, list) else [])]
     todo: list[Any] = [manifest.get("fields")]
     while todo:
         item = todo.pop()
@@ -403,9 +404,9 @@ def _named(manifest: dict[str, Any]) -> set[Any]:
             for name, part in cast("dict[str, Any]", item).items():
                 if name in _ARRAYS:
                     parts = cast("list[Any]", part) if isinstance(part, list) else [part]
-                    found.update(number for number in parts[: _ARRAYS[name]] if type(number) is int)
+                    named += parts[: _ARRAYS[name]]
                 todo.append(part)
-    return {number for number in found if type(number) is int}
+    return {number for number in named if type(number) is int}
 
 
 def _is_list(data: Any, sizes: tuple[int | None, ...]) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from maskpack.core import objects
+from maskpack.core import native, objects
 from maskpack.core.bits import Words
 from maskpack.core.index import IntArray
 from maskpack.core.pads import Pad, PadValue
@@ -66,10 +66,13 @@ def _line(table: Table) -> IntArray:
 
 
 def _unpaid(table: Table, arrays: Iterable[Words], records: Iterable[Any]) -> int:
-    """Bytes that the arrays lack for the memory that a reader sets up for the layouts (FREE_BYTES), and for what the
-    codec restores."""
-    spans = sum(layout.num_spans for layout in table.layouts.values())
-    wanted = layout_bytes(table.stored.size, table.rows, spans) - FREE_BYTES
+    """Bytes that the arrays lack for the memory that a reader sets up for the layouts (FREE_BYTES), where a part may have
+    as many spans as its parent, and for what the codec restores."""
+    spans: list[int] = []
+    for stored, name in zip(table.stored, table.names, strict=True):
+        part = stored["kind"] == native.PART
+        spans.append(spans[int(stored["parent"])] if part else table.layouts[name].num_spans)
+    wanted = layout_bytes(table.stored.size, table.rows, sum(spans)) - FREE_BYTES
     return max(wanted, -(-codec.size_of(records) // codec.MOST)) - sum(array.nbytes for array in arrays)
 
 
