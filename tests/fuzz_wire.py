@@ -32,7 +32,24 @@ GOLDEN = Path(__file__).parent / "golden"
 SIZES = {f"{kind}{8 * size}": size for kind in "IU" for size in (1, 2, 4, 8)}
 ODD = (0, 1, -1, 2**31, 2**62)
 EXTREMES = (*ODD, 2, 3, 7, 63, 64, 127, 128, 255, 256, 2**15, 2**31 - 1, -(2**31), 2**32, 2**40, 2**63 - 1, -(2**63))
-VALUES = (*EXTREMES, None, True, "", "x", "mask", "dense", [], {}, [0], [[]], 0.5, 1e308, {"float": "inf"}, "int64", 2**64)
+VALUES = (
+    *EXTREMES,
+    None,
+    True,
+    "",
+    "x",
+    "mask",
+    "dense",
+    [],
+    {},
+    [0],
+    [[]],
+    0.5,
+    1e308,
+    {"float": "inf"},
+    "int64",
+    2**64,
+)
 SECONDS = 20
 LIMIT = 1 << 22
 FREE = 1 << 20
@@ -197,7 +214,9 @@ def places_in(value: Any) -> list[tuple[Any, Any]]:
     todo = [value]
     while todo:
         item = todo.pop()
-        inner = list(item.items()) if isinstance(item, dict) else list(enumerate(item)) if isinstance(item, list) else []
+        inner = (
+            list(item.items()) if isinstance(item, dict) else list(enumerate(item)) if isinstance(item, list) else []
+        )
         found += [(item, place) for place, _ in inner]
         todo += [part for _, part in inner]
     return found
