@@ -32,6 +32,8 @@ from maskpack.nesting.schema import FieldForm
 _SLACK = 1.1
 """Most bytes of a body for each byte of the arrays in it, if it is to be sent as it is."""
 _NO_LAYOUT = -1
+_FREE = 1024
+"""Bytes of a body that may hold no arrays in any case."""
 
 
 def words_of_one(form: FieldForm) -> int:
@@ -258,7 +260,7 @@ class Table:
     def own(self, slack: float = 0.0) -> Table:
         """The table with a body of its own, which holds its arrays and nothing else; itself, if its body has at most
         `slack` bytes for each byte of its arrays."""
-        return self if self.body.nbytes <= slack * self.nbytes + 64 else self.compacted()
+        return self if slack and self.body.nbytes <= slack * self.nbytes + _FREE else self.compacted()
 
     def compacted(self) -> Table:
         """The table with a new body: its arrays in the order of `arrays`, each from a multiple of 8 bytes on."""
