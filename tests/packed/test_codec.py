@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from samples import assert_same
 from tensordict import TensorDict
 
-from maskpack import MaskNestingSpec, MaskpackError, PackedBatch, compress, decompress
+from maskpack import MaskpackError, PackedBatch, compress, decompress
 from maskpack.errors import WireFormatError
 from maskpack.packed.file import codec
 
