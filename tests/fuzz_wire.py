@@ -1,8 +1,8 @@
 """A fuzz target for the byte form: `python -m tests.fuzz_wire --count N --seed S`.
 
 Golden files are taken apart with plain loops and put together wrong: bytes, members of the manifest, numbers of the
-table, bytes of the body. Reading must give a batch or raise WireFormatError; a batch that was read must decode, move its
-rows and be written again. What hangs or reads outside its memory ends the process: the tests run this in one of its own.
+table, bytes of the body. Reading must give a batch or raise WireFormatError; a batch that was read must decode, move
+its rows and be written again. What hangs or reads outside its memory ends the process: tests run this in another one.
 To look closer, build the core with `python hatch_build.py -fsanitize=address,undefined` and preload libasan.
 
 `--table NAME` sets every number of the table of a golden file to the values of ODD and to its neighbour's, one by one.
@@ -158,7 +158,7 @@ class Made:
         self.entries += [KINDS.index(kind), layout, *known.values(), *(n for place in places for n in place)]
         return len(self.entries) // 16 - 1
 
-    def field(self, entry: int, kind: str = "flat", dtype: str = "uint8", pads: Place = NONE, **more: Any) -> None:
+    def field(self, entry: int, kind: str = "jagged", dtype: str = "uint8", pads: Place = NONE, **more: Any) -> None:
         name = f"f{len(self.fields)}"
         layout, items = self.entries[16 * entry + 1 : 16 * entry + 3]
         form: dict[str, Any] = {"path": [name], "kind": kind, "dtype": dtype, "device": "cpu"}

@@ -520,8 +520,8 @@ def _refer(
     forms: Sequence[FieldForm],
     steps: list[int],
 ) -> None:
-    """Writes the fields that the hints of a field name into its row, if they come before it and fit. `steps` counts those
-    to the last of the fields that one leads to."""
+    """Writes the fields that the hints of a field name into its row, if they come before it and fit. `steps` counts
+    how many lead on from each."""
     row = table[place]
     for hint in form.hints:
         name, _, rest = hint.partition(":")

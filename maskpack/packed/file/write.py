@@ -66,8 +66,8 @@ def _line(table: Table) -> IntArray:
 
 
 def _unpaid(table: Table, arrays: Iterable[Words], records: Iterable[Any]) -> int:
-    """Bytes that the arrays lack for the memory that a reader sets up for the layouts (FREE_BYTES), where a part may have
-    as many spans as its parent, and for what the codec restores."""
+    """Bytes that the arrays lack for the memory that a reader sets up for the layouts (FREE_BYTES), where a part may
+    have as many spans as its parent, and for what the codec restores."""
     spans: list[int] = []
     for stored, name in zip(table.stored, table.names, strict=True):
         part = stored["kind"] == native.PART
