@@ -1907,7 +1907,8 @@ static void part_of(Array *array, i64 from, i64 to) {
 }
 
 static void part_of_several(Array *array, i64 from, i64 to) { /* equal numbers are stored once */
-    if (array->count > 1) part_of(array, from, to);
+    if (from == to) array->count = 0;
+    else if (array->count > 1) part_of(array, from, to);
 }
 
 /* The parts of an entry between the rows `cuts` [parts + 1], in the same arrays: part p goes to out[p * n]. `bounds` as for

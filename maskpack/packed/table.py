@@ -220,6 +220,8 @@ class Table:
             several = pads["count"] > 1
             pads["at"][several] += begin * pads["size"][several]
             pads["count"][several] = end - begin
+            if begin == end:
+                pads["count"] = 0
             own = replace(
                 self,
                 rows=end - begin,
