@@ -82,7 +82,7 @@ def words(kind: str, dtype: np.dtype[Any], lengths: Sequence[int], rng: np.rando
         rows.append(
             {
                 "narrow": lambda: base + small(n, 256),
-                "blocks": lambda: base + small(n, 1 << width),
+                "blocks": lambda: np.minimum(base, info.max - 128) + small(n, 1 << width),
                 "bitmap": lambda: rng.choice(pair, n),
                 "rle": lambda: stretches,
                 "arange": lambda: noise(1) + np.arange(n).astype(dtype) * step,
