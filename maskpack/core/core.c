@@ -307,7 +307,7 @@ static int read_row(Field *field, const Layout *layout, i64 row, u8 *values) {
     i64 size = field->size, items = field->items, element = items * size, step = field->outer * element;
     i64 first = layout->splits[row], last = layout->splits[row + 1];
     Pattern pad = repeated((const u8 *)field->pad, size);
-    i64 mode = field->mode & TRUSTED ? NO_PAD : field->mode;
+    i64 mode = field->mode & TRUSTED || !element ? NO_PAD : field->mode;
     if ((field->mode & ~TRUSTED) >= PER_ROW) pad = pad_of_row(field, layout, row);
     for (i64 slice = 0; slice < field->outer; slice++) {
         const u8 *from = field->padded + row * field->row_stride + slice * field->outer_stride;
@@ -338,6 +338,7 @@ static int read_row(Field *field, const Layout *layout, i64 row, u8 *values) {
 static void write_row(const Field *field, const Layout *layout, i64 row, const u8 *values, i64 stream) {
     i64 size = field->size, items = field->items, element = items * size, step = field->outer * element;
     i64 first = layout->splits[row], last = layout->splits[row + 1];
+    if (!element) return; /* there may be no memory to point to */
     Pattern pad = repeated(field->mode >= PER_ROW ? field->row_pads + row * size : (const u8 *)field->pad, size);
     for (i64 slice = 0; slice < field->outer; slice++) {
         u8 *to = field->padded + row * field->row_stride + slice * field->outer_stride;
@@ -1909,8 +1910,9 @@ static void part_of(Array *array, i64 from, i64 to) {
     array->count = to - from;
 }
 
-static void part_of_several(Array *array, i64 from, i64 to) { /* equal numbers are stored once, if there are any */
-    if (array->count > 1 || from == to) part_of(array, from, to);
+static void part_of_several(Array *array, i64 from, i64 to) { /* equal numbers are stored once */
+    if (from == to) array->count = 0;
+    else if (array->count > 1) part_of(array, from, to);
 }
 
 /* The parts of an entry between the rows `cuts` [parts + 1], in the same arrays: part p goes to out[p * n]. `bounds` as for

@@ -221,7 +221,9 @@ class Table:
             pads = self.row_pads.copy()
             several = pads["count"] > 1
             pads["at"][several] += begin * pads["size"][several]
-            pads["count"][several if begin < end else slice(None)] = end - begin
+            pads["count"][several] = end - begin
+            if begin == end:
+                pads["count"] = 0
             own = replace(
                 self,
                 rows=end - begin,

@@ -337,7 +337,6 @@ def test_pinned_batches_are_copied_from_where_they_lie(monkeypatch: pytest.Monke
 
     assert straight(packed)
     assert straight(packed[:])
-    assert not straight(packed, "old_log_probs")
     assert not straight(packed[[3, 0]])
     assert not straight(PackedBatch.cat([packed, packed]))
     assert not straight(pickle.loads(pickle.dumps(packed)))
