@@ -1211,7 +1211,9 @@ static int encode_sparse(const Rows *rows, Out *out, Entry *entry) {
 
 /* ------------------------------------------------------------------ the choice of an encoding */
 
-enum { SAMPLE_ROWS = 64, SAMPLE_WORDS = 2048, GLANCE_WORDS = 512 };
+enum { SAMPLE_ROWS = 64, SAMPLE_WORDS = 2048, GLANCE_WORDS = 512 }; /* a glance has less of more rows */
+
+enum { NO_GAIN = -2 }; /* as `inner_kind`: rows look alike, but a dictionary takes no fewer bytes */
 
 /* How a field was encoded: what to try first the next time. `cost` is bytes for 1024 words. */
 typedef struct {
@@ -1252,13 +1254,13 @@ static int encode_as(i64 kind, i64 number, i64 bytes, const Rows *rows, const Ro
     }
 }
 
-/* Some rows, at most a block of each: `words` and `bounds` have room for SAMPLE_WORDS and SAMPLE_ROWS + 1. */
-static Rows sample_of(const Rows *rows, i64 most, u8 *words, i64 *bounds) {
-    i64 usual = rows->rows ? total_words(rows) / rows->rows + 1 : 1, count = most / (usual < BLOCK ? usual : BLOCK);
+/* Some rows, at most `longest` words of each: `words` and `bounds` have room for SAMPLE_WORDS and SAMPLE_ROWS + 1. */
+static Rows sample_of(const Rows *rows, i64 most, i64 longest, u8 *words, i64 *bounds) {
+    i64 usual = rows->rows ? total_words(rows) / rows->rows + 1 : 1, count = most / (usual < longest ? usual : longest);
     count = count < 1 ? 1 : count > SAMPLE_ROWS ? SAMPLE_ROWS : count;
     count = count < rows->rows ? count : rows->rows;
     i64 each = count ? most / count : 0;
-    each = each < BLOCK ? each : BLOCK;
+    each = each < longest ? each : longest;
     bounds[0] = 0;
     for (i64 i = 0; i < count; i++) {
         i64 row = i * rows->rows / count, n = row_length(rows, row);
@@ -1289,8 +1291,8 @@ static int choose(const Rows *rows, const Rows *near, i64 hints, int integers, O
     u8 words[8 * SAMPLE_WORDS], others[8 * SAMPLE_WORDS];
     i64 bounds[SAMPLE_ROWS + 1], other_bounds[SAMPLE_ROWS + 1], sizes[KINDS], total = total_words(rows);
     i64 start = out->used, plain = total * rows->size, best = plain, most = (i64)1 << 62;
-    Rows sample = sample_of(rows, SAMPLE_WORDS, words, bounds), beside;
-    if (near) beside = sample_of(near, SAMPLE_WORDS, others, other_bounds);
+    Rows sample = sample_of(rows, SAMPLE_WORDS, BLOCK, words, bounds), beside;
+    if (near) beside = sample_of(near, SAMPLE_WORDS, BLOCK, others, other_bounds);
     try_sample(&sample, near ? &beside : NULL, integers, sizes, most);
     i64 least = most, kept = PLAIN, number = 0, bytes = 0, room = plain + 8 * rows->rows + 4096;
     for (i64 kind = PLAIN; kind < DICTIONARY; kind++) least = sizes[kind] < least ? sizes[kind] : least;
@@ -1330,8 +1332,8 @@ static int choose(const Rows *rows, const Rows *near, i64 hints, int integers, O
 static int is_better(const Rows *rows, const Rows *near, int integers, i64 kind) {
     u8 words[8 * SAMPLE_WORDS], others[8 * SAMPLE_WORDS];
     i64 bounds[SAMPLE_ROWS + 1], other_bounds[SAMPLE_ROWS + 1], sizes[KINDS], most = (i64)1 << 62, least = most;
-    Rows sample = sample_of(rows, GLANCE_WORDS, words, bounds), beside;
-    if (near) beside = sample_of(near, GLANCE_WORDS, others, other_bounds);
+    Rows sample = sample_of(rows, GLANCE_WORDS, FEW_WORDS, words, bounds), beside;
+    if (near) beside = sample_of(near, GLANCE_WORDS, FEW_WORDS, others, other_bounds);
     try_sample(&sample, near ? &beside : NULL, integers, sizes, most);
     for (i64 other = PLAIN; other < DICTIONARY; other++) least = sizes[other] < least ? sizes[other] : least;
     return sizes[kind] < most && 100 * least + 1600 < 97 * sizes[kind];
@@ -1536,6 +1538,7 @@ static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *
         *count = entries;
         *form = found;
     }
+    if (repeats && form->kind != DICTIONARY) form->inner_kind = NO_GAIN;
     form->cost = total ? best * 1024 / total : 0;
     free(tried);
     free(memory);
@@ -1586,7 +1589,8 @@ static int encode_field(Job *jobs, i64 at, const Layout *layouts, Rows *rows, Ou
                 quick.field = &unverified;
             }
             int larger = (bytes_of(slots) - 64) * 1024 > form->cost * total + form->cost * total / 50;
-            if (larger || is_better(&quick, has_near ? &near : NULL, (int)job->integers, form->kind)) done = MISFIT;
+            int repeats = form->inner_kind != NO_GAIN && 8 * bytes_of(slots) > total * rows->size && look_alike(&quick);
+            if (larger || repeats || is_better(&quick, has_near ? &near : NULL, (int)job->integers, form->kind)) done = MISFIT;
         }
     }
     if (done == MISFIT || done == FULL) {
@@ -1666,6 +1670,18 @@ static int same_entry(const u8 *body, const Entry *one, const Entry *other) {
            same_bytes(body, &one->c, &other->c);
 }
 
+/* Whether the `count` entries of a field, of which the last is its own, hold what entry `other` holds. */
+static int same_field(const u8 *body, const Entry *slots, i64 count, const Entry *entries, i64 other) {
+    Entry own = slots[count - 1];
+    const Entry *theirs = entries + other;
+    if (own.kind != theirs->kind || (own.kind != DICTIONARY && own.kind != COLUMNS)) return count == 1 && same_entry(body, &own, theirs);
+    own.first = theirs->first;
+    if (!same_entry(body, &own, theirs)) return 0;
+    for (i64 part = 0; part < count - 1; part++)
+        if (!same_entry(body, slots + part, entries + theirs->first + part)) return 0;
+    return 1;
+}
+
 /* Moves the entries of a job to the end of the table, and their arrays behind the others. A field that equals an earlier
    one takes its entry, unless that holds the stored rows of the dictionary behind it. Returns the entry of the field; `used` bytes of the body are in use. */
 static i64 settle(Work *work, i64 at, u8 *body, Entry *entries, i64 *num_entries, const i64 *fields, i64 *used) {
@@ -1686,8 +1702,9 @@ static i64 settle(Work *work, i64 at, u8 *body, Entry *entries, i64 *num_entries
     memset(body + *used, 0, (size_t)(begin - *used));
     memmove(body + begin, out->memory, (size_t)out->used);
     if (job->row_pads.count) job->row_pads.at += moved;
-    for (i64 other = 0; job->count == 1 && other < *num_entries; other++)
-        if (!(other + 1 < *num_entries && entries[other + 1].kind == DICTIONARY) && same_entry(body, slots, entries + other)) {
+    for (i64 other = 0; other < *num_entries; other++) {
+        int inside = other + 1 < *num_entries && entries[other + 1].kind == DICTIONARY;
+        if (!inside && same_field(body, slots, job->count, entries, other)) {
             i64 nbytes = job->row_pads.size * job->row_pads.count;
             if (nbytes) {
                 memmove(body + begin, body + job->row_pads.at, (size_t)nbytes);
@@ -1696,6 +1713,7 @@ static i64 settle(Work *work, i64 at, u8 *body, Entry *entries, i64 *num_entries
             }
             return other;
         }
+    }
     memcpy(entries + *num_entries, slots, sizeof(Entry) * (size_t)job->count);
     *num_entries += job->count;
     if (out->used) *used = begin + out->used;

@@ -322,7 +322,7 @@ def compress(
     options = Options.of("compress", registry, pad_token_id, strict_mask_nesting, ignore_dense_fields, verify, on_loss)
     layouts = _layouts_of(like)
     packed = _encoded(survey(batch, options, layouts, defer=True), codec)
-    if packed is None:  # a pad that is none: look at each field by itself
+    if packed is None:
         packed = _encoded(survey(batch, options, layouts), codec)
     assert packed is not None
     return packed
@@ -405,7 +405,8 @@ def _layouts_of(like: Any) -> dict[str, RowLayout]:
 
 
 def _encoded(found: Survey, codec: str | None) -> PackedBatch | None:
-    """None if a pad that was not verified yet is not under its mask."""
+    """None if a field that was deferred has to be looked at by itself: it has other values under its mask, or bools of
+    other bytes than 0 and 1."""
     forms = [_packed_form(form, found) for form in found.forms]
     tensors = [form for form in forms if form.dtype is not None]
     ready = {
@@ -430,13 +431,11 @@ def _encoded(found: Survey, codec: str | None) -> PackedBatch | None:
     if encoded is None:
         return None
     table = encoded.table
-    odd = [
-        form.path
-        for number, form in enumerate(tensors)
-        if form.dtype is torch.bool and form.path in found.deferred and odd_bools(table.words(number))
-    ]
-    if odd:
-        raise odd_bools_error("compress", odd)
+    for number, form in enumerate(tensors):
+        if form.dtype is torch.bool and form.path in found.deferred:
+            pads = table.pads_of_rows(number)
+            if odd_bools(table.words(number)) or (pads is not None and odd_bools(pads)):
+                return None
     chosen: dict[Path, FieldForm] = {}
     for number, form in enumerate(tensors):
         if form.path in found.deferred:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,25 +73,20 @@ def words(kind: str, dtype: np.dtype[Any], lengths: Sequence[int], rng: np.rando
         return rng.integers(0, most, size).astype(dtype)
 
     base, pair = noise(1), noise(2)
-    width = int(rng.integers(1, min(bits, 8) - 1))
+    width = int(rng.integers(2, min(bits, 8) - 1))
     step = rng.choice(np.array([1, -1, 0, 3, noise(1)[0]], dtype))
     pool = [noise(max([1, *lengths])) for _ in range(2)]
-    rows: list[np.ndarray] = []
-    for n in lengths:
-        stretches = np.repeat(noise(n), rng.integers(1, 90, n))[:n]
-        rows.append(
-            {
-                "narrow": lambda: base + small(n, 256),
-                "blocks": lambda: np.minimum(base, info.max - 128) + small(n, 1 << width),
-                "bitmap": lambda: rng.choice(pair, n),
-                "rle": lambda: stretches,
-                "arange": lambda: noise(1) + np.arange(n).astype(dtype) * step,
-                "delta": lambda: np.cumsum(np.repeat(noise(n), 100)[:n], dtype=dtype),
-                "sparse": lambda: np.where(rng.random(n) < 0.03, noise(n), 0),
-                "dictionary": lambda: pool[rng.integers(0, 2)][:n],
-            }.get(kind, lambda: noise(n))()
-        )
-    return [row.astype(dtype) for row in rows]
+    makers: dict[str, Callable[[int], np.ndarray]] = {
+        "narrow": lambda n: base + small(n, 256),
+        "blocks": lambda n: np.minimum(base, info.max - 128) + small(n, 1 << width),
+        "bitmap": lambda n: rng.choice(pair, n),
+        "rle": lambda n: np.repeat(noise(n), rng.integers(1, 90, n))[:n],
+        "arange": lambda n: noise(1) + np.arange(n).astype(dtype) * step,
+        "delta": lambda n: np.cumsum(np.repeat(noise(n), 100)[:n], dtype=dtype),
+        "sparse": lambda n: np.where(rng.random(n) < 0.03, noise(n), 0),
+        "dictionary": lambda n: pool[rng.integers(0, 2)][:n],
+    }
+    return [makers.get(kind, noise)(n).astype(dtype) for n in lengths]
 
 
 @dataclass(frozen=True)

@@ -62,11 +62,22 @@ def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, pa
     for one, _ in found:
         own = table.entries[one]
         columns = own["kind"] == native.COLUMNS
+        if _is_near_columns(table, one):
+            return []
         if own["kind"] == native.CONCAT or own["items"] != items or (columns and own["second"] != items):
             return []
     width = 1 if form.layout is None else packed.layouts[form.layout].width
     special = padded and isinstance(form.pads[0], Pad) and form.pads[0] is not EDGE
     return found if width * items <= _MOST and (not special or table.row_pads["count"][number]) else []
+
+
+def _is_near_columns(table: Table, at: int) -> bool:
+    """Whether a chain of near fields leads to columns, which have a job each."""
+    while table.entries["kind"][at] == native.BLOCKS and table.entries["second"][at] >= 0:
+        at = int(table.entries["second"][at])
+        if table.entries["kind"][at] in (native.COLUMNS, native.CONCAT):
+            return True
+    return False
 
 
 class Recipe:
