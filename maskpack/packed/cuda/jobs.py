@@ -68,7 +68,8 @@ def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, pa
             return []
     width = 1 if form.layout is None else packed.layouts[form.layout].width
     special = padded and isinstance(form.pads[0], Pad) and form.pads[0] is not EDGE
-    return found if width * items <= _MOST and (not special or table.row_pads["count"][number]) else []
+    has_pads = bool(table.row_pads["count"][number])
+    return found if width * items <= _MOST and (not special or not table.rows or has_pads) else []
 
 
 def _is_near_columns(table: Table, at: int) -> bool:
