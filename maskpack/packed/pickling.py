@@ -21,13 +21,11 @@ from maskpack.core.objects import Objects
 from maskpack.fields.registry import Path
 from maskpack.nesting.schema import Schema
 from maskpack.packed.file import codec as codecs
-from maskpack.packed.table import Table
+from maskpack.packed.table import SLACK, Table
 
 if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch
 
-_SLACK = 1.1
-"""Most bytes of a body for each byte of the arrays in it, if it is to be sent as it is."""
 _NAMES = 256
 """Schemas that are remembered."""
 
@@ -76,7 +74,7 @@ def _schema(token: bytes) -> Schema:
 
 def write(packed: PackedBatch) -> tuple[bytes, tuple[type[Any], ...], tuple[Any, ...], Any, Words]:
     """The token of the schema, its tensorclasses, the table without its body, the records of the codec, the body."""
-    table = packed.table.own(_SLACK)
+    table = packed.table.own(SLACK)
     token, kinds = _token(packed.schema, repr([form.pads for form in packed.schema.forms]))
     parts = table.stored, table.entries, table.fields, table.row_pads
     line = table.rows, table.dense_rows, table.names, *(part.tobytes() for part in parts)

@@ -29,11 +29,9 @@ from maskpack.core.pads import EDGE, PER_ROW, SIGNED_ZERO, Pad, PadValue, pad_wo
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import FieldForm
 
-_SLACK = 1.1
-"""Most bytes of a body for each byte of the arrays in it, if it is to be sent as it is."""
+SLACK = 1.1
+"""Most bytes of a body for each byte of the arrays in it, if it is to be sent or joined as it is."""
 _NO_LAYOUT = -1
-_FREE = 1024
-"""Bytes of a body that may hold no arrays in any case."""
 
 
 def words_of_one(form: FieldForm) -> int:
@@ -259,10 +257,10 @@ class Table:
         """Some fields, by their numbers."""
         return self._like(fields=self.fields[list(fields)], row_pads=self.row_pads[list(fields)])
 
-    def own(self, slack: float = 0.0) -> Table:
+    def own(self, slack: float = 0.0, free: int = 0) -> Table:
         """The table with a body of its own, which holds its arrays and nothing else; itself, if its body has at most
-        `slack` bytes for each byte of its arrays."""
-        return self if slack and self.body.nbytes <= slack * self.nbytes + _FREE else self.compacted()
+        `slack` bytes for each byte of its arrays, and `free` more."""
+        return self if slack and self.body.nbytes <= slack * self.nbytes + free else self.compacted()
 
     def compacted(self) -> Table:
         """The table with a new body: its arrays in the order of `arrays`, each from a multiple of 8 bytes on."""
@@ -663,7 +661,7 @@ def take(table: Table, forms: Sequence[FieldForm], index: IntArray) -> Table:
 
 def merge(tables: Iterable[Table], picked: Sequence[tuple[int, int]]) -> Table:
     """Fields of several tables with the same rows: (table, field) of each. Layouts of one name are one."""
-    parts = [table.own(_SLACK) for table in tables]
+    parts = [table.own(SLACK) for table in tables]
     bodies: list[Words] = []
     begins: list[int] = []
     end = 0

@@ -27,12 +27,13 @@ from maskpack.layout.span_table import LINE, lines_of
 from maskpack.nesting.schema import FieldForm, most_lines
 from maskpack.packed.cuda.jobs import Recipe, parts_of
 from maskpack.packed.decode import Decoded, pad_table_of, shape_in
+from maskpack.packed.table import SLACK
 
 if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch
 
-_SLACK = 1.1
-"""Most bytes of a body for each byte of the arrays in it, if it is to be copied as it is."""
+_FREE = 1024
+"""Bytes of a body that are copied with its arrays in any case."""
 _LARGE = 1 << 20
 """Bodies of at least this many bytes are copied by torch, in several threads."""
 
@@ -58,7 +59,7 @@ def _decode(
 ) -> None:
     """Adds the fields of one device, those that the kernel can decode; `whole`: the batch lies there too."""
     padded = {form.path for form in forms if form.kind == "padded" and not nested}
-    table = packed.table.select([packed.numbers[form.path] for form in forms]).own(_SLACK)
+    table = packed.table.select([packed.numbers[form.path] for form in forms]).own(SLACK, _FREE)
     numbers = {form.path: number for number, form in enumerate(forms)}
     parts = {
         form.path: found
