@@ -127,7 +127,7 @@ def group(actors):
 
 @pytest.fixture(scope="module")
 def whole_batch():
-    batch = workload(rows=B, prompt=512, response=4096)
+    batch = workload(rows=B, prompt=512, response=6144)
     batch["row"] = torch.arange(B)
     return batch
 
