@@ -89,7 +89,7 @@ def root_of(array: Words) -> Words:
 
 def address(array: Words) -> int:
     """The address of the first entry."""
-    return array.__array_interface__["data"][0]
+    return array.ctypes.data
 
 
 class _Readable:
@@ -105,6 +105,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     if device.type != "cpu" or not math.prod(shape) or torch.compiler.is_compiling():  # an empty array has any strides
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < pool.LEAST:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
     return torch.from_numpy(pool.memory(nbytes).view(word_dtype(dtype.itemsize)).reshape(tuple(shape)))
 
 

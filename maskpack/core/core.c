@@ -453,7 +453,7 @@ API i64 maskpack_write(Field *fields, i64 num_fields, const Layout *layouts, i64
 
 enum { PLAIN, NARROW, BLOCKS, BITMAP, RLE, ARANGE, DELTA, SPARSE, DICTIONARY, COLUMNS, CONCAT, KINDS };
 enum { BLOCK = 256, NEAR = 128, LANES = 8, FEW_WORDS = 64 };
-enum { FITS, MISFIT, STRAY, FULL, NO_MEMORY }; /* FULL: the form fits, but takes too many bytes */
+enum { FITS, MISFIT, STRAY, FULL, NO_MEMORY, ODD }; /* FULL: the form fits, but takes too many bytes; ODD: bools */
 
 typedef struct {
     i64 at, size, count; /* bytes from the begin of the body; bytes of a number; numbers */
@@ -1431,9 +1431,11 @@ static int look_alike(const Rows *rows) {
 /* ------------------------------------------------------------------ jobs: the fields of a batch */
 
 enum { MOST_PADS = 4 };
+enum { FLOATS, INTEGERS, BOOLS };
 
-/* A field to be encoded. Its result is FITS, STRAY if none of its pads is under its mask, or an error; `pad` is the pad
-   that is, `count` entries from `first` on are its own, and the last of them is the field. */
+/* A field to be encoded. Its result is FITS, STRAY if none of its pads is under its mask, ODD for bools of other bytes than
+   0 and 1, or an error; `pad` is the pad that is, `count` entries from `first` on are its own, and the last of them is the
+   field. `integers` is FLOATS, INTEGERS or BOOLS. */
 typedef struct {
     Field field; /* a padded field; of packed values, `packed` alone */
     i64 padded, layout, items, size, rows;
@@ -1628,6 +1630,17 @@ static int encode_field(Job *jobs, i64 at, const Layout *layouts, Rows *rows, Ou
     return done;
 }
 
+/* Whether rows of bools have a byte other than 0 and 1. */
+static int has_odd_bools(const Rows *rows) {
+    u8 all = 0;
+    for (i64 row = 0; row < rows->rows; row++) {
+        i64 n = row_length(rows, row);
+        const u8 *bools = row_words(rows, row);
+        for (i64 i = 0; i < n; i++) all |= bools[i];
+    }
+    return all > 1;
+}
+
 /* Encodes a job with the first of its pads that is under its mask. */
 static void encode_job(void *context, i64 at) {
     Work *work = context;
@@ -1651,6 +1664,12 @@ static void encode_job(void *context, i64 at) {
         u8 *to = reserve(work->outs + at, &job->row_pads, size, equal && job->rows ? 1 : job->rows);
         if (to) memcpy(to, row_pads, (size_t)(size * job->row_pads.count));
         else done = FULL;
+        for (i64 row = 0; row < job->rows && job->integers == BOOLS; row++)
+            if (row_pads[row] > 1) done = ODD;
+    }
+    if (done == FITS && job->integers == BOOLS) {
+        field.mode = NO_PAD;
+        if (has_odd_bools(&rows)) done = ODD;
     }
     if (row_pads) free(rows.scratch);
     free(row_pads);

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
 
-_LEAST = 1 << 20
+LEAST = 1 << 20
 """The smallest block in bytes; for less, the allocator is fast enough."""
 _IDLE = 4
 """A free block is dropped after this many uses of the pool."""
@@ -86,4 +86,4 @@ def memory(nbytes: int) -> Bytes:
     """An uninitialised array, uint8 [nbytes], from the pool in use if there is one. Unlike torch, NumPy requests large
     pages from the system."""
     pool = _current.get()
-    return np.empty(nbytes, np.uint8) if pool is None or nbytes < _LEAST else pool.take(nbytes)
+    return np.empty(nbytes, np.uint8) if pool is None or nbytes < LEAST else pool.take(nbytes)

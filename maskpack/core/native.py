@@ -78,39 +78,46 @@ def threads_for(nbytes: int) -> int:
 # -------------------------------------------------------------------- masks
 
 
-def scan(bits: Words, significant: int) -> tuple[SpanTable, IntArray, int | None]:
-    """The spans of a mask, words [B, S] with any row stride.
-
-    Args:
-        significant: the bits of a word of which one makes it valid; all but the sign for floats.
-
-    Returns:
-        The spans; int64 [B + 1], the bounds of the rows among the valid tokens; and the word of all valid tokens, if
-        they are equal and all other words are 0.
-    """
-    rows, width = bits.shape
-    if bits.strides[1] != bits.itemsize and width > 1:
-        bits = np.ascontiguousarray(bits)
-    found = np.empty((rows, 12), np.int64)
-    splits, bounds = np.empty(rows + 1, np.int64), np.empty(rows + 1, np.int64)
-    alike = np.empty(2, np.int64)
-    mask = address(bits), bits.itemsize, rows, width, bits.strides[0], significant, address(found)
-    threads = threads_for(bits.nbytes)
-    count = _core.maskpack_count_spans(*mask, address(splits), address(bounds), address(alike), threads)
-    starts, counts = np.empty(count, np.int64), np.empty(count, np.int64)
-    _core.maskpack_list_spans(*mask, address(splits), address(starts), address(counts), threads)
-    return SpanTable(starts, counts, splits), bounds, int(alike[1]) if alike[0] else None
-
-
-# -------------------------------------------------------------------- padded fields
-
-
 class HostLayout(NamedTuple):
-    """The layout of rows, as arrays: `table` and `bounds` as `scan` returns them."""
+    """The layout of rows, as arrays: `table` and `bounds` as `scan` returns them; `places` are the addresses of starts,
+    counts, splits and bounds, if they are known."""
 
     width: int
     table: SpanTable
     bounds: IntArray
+    places: tuple[int, int, int, int] | None = None
+
+
+class Mask(NamedTuple):
+    """Words [rows, width] of `size` bytes each from an address on, rows `row_stride` bytes apart. `significant` are the
+    bits of a word of which one makes it valid; all but the sign for floats."""
+
+    at: int
+    size: int
+    rows: int
+    width: int
+    row_stride: int
+    significant: int
+
+
+def scan(mask: Mask) -> tuple[HostLayout, int | None]:
+    """The layout of a mask; and the word of all valid tokens, if they are equal and all other words are 0."""
+    rows = mask.rows
+    line = np.empty(14 * rows + 4, np.int64)  # what is found, splits, bounds, and whether all are alike
+    at = address(line)
+    splits, bounds, alike = (at + 8 * first for first in (12 * rows, 13 * rows + 1, 14 * rows + 2))
+    threads = threads_for(rows * mask.width * mask.size)
+    count = _core.maskpack_count_spans(*mask, at, splits, bounds, alike, threads)
+    spans = np.empty(2 * count, np.int64)
+    starts = address(spans)
+    _core.maskpack_list_spans(*mask, at, splits, starts, starts + 8 * count, threads)
+    table = SpanTable(spans[:count], spans[count:], line[12 * rows : 13 * rows + 1])
+    places = starts, starts + 8 * count, splits, bounds
+    found = HostLayout(mask.width, table, line[13 * rows + 1 : 14 * rows + 2], places)
+    return found, int(line[-1]) if line[-2] else None
+
+
+# -------------------------------------------------------------------- padded fields
 
 
 class Pads(NamedTuple):
@@ -160,7 +167,8 @@ def _field(padded: Tensor, packed: Tensor | None, pads: Pads) -> tuple[IntArray,
     padded = padded.detach().resolve_conj().resolve_neg()
     outer = _outer(padded)
     if outer is None:
-        padded = padded.contiguous()
+        bits = padded.view(torch.uint8) if padded.dtype is torch.bool else padded  # a copy of bools has 0 and 1 alone
+        padded = bits.contiguous()
         outer = 1, 0
     size, groups = padded.element_size(), math.prod(padded.shape[2:])
     word = [*pads.word, *pads.word][:2] or [0, 0]
@@ -174,9 +182,13 @@ def _field(padded: Tensor, packed: Tensor | None, pads: Pads) -> tuple[IntArray,
 
 def _table(layout: HostLayout) -> IntArray:
     """A row of the table of layouts."""
+    return np.array(_line(layout), np.int64)
+
+
+def _line(layout: HostLayout) -> tuple[int, ...]:
     spans = layout.table
-    places = map(address, (spans.starts, spans.counts, spans.splits, layout.bounds))
-    return np.array([spans.splits.size - 1, layout.width, *places], np.int64)
+    places = layout.places or map(address, (spans.starts, spans.counts, spans.splits, layout.bounds))
+    return (spans.splits.size - 1, layout.width, *places)
 
 
 def _outer(x: Tensor) -> tuple[int, int] | None:
@@ -236,13 +248,16 @@ JOB = np.dtype(
     ]
 )
 """A field to be encoded."""
+JOB_ROWS = FIELD.itemsize // 8 + ("padded", "layout", "items", "size", "rows").index("rows")
+"""Where the rows of a JOB are among its numbers; `field.padded` and `field.packed` are the first two."""
 TARGET = np.dtype([("field", FIELD), ("padded", np.int64), ("entry", np.int64), ("rows", np.int64)])
 """A field to be decoded."""
 KINDS = ("plain", "narrow", "blocks", "bitmap", "rle", "arange", "delta", "sparse", "dictionary", "columns", "concat")
 """The encodings, in the order of their numbers."""
 PLAIN, NARROW, BLOCKS, BITMAP, RLE, ARANGE, DELTA, SPARSE, DICTIONARY, COLUMNS, CONCAT = range(len(KINDS))
-FITS, MISFIT, STRAY, FULL, NO_MEMORY = range(5)
+FITS, MISFIT, STRAY, FULL, NO_MEMORY, ODD = range(6)
 """What becomes of a job."""
+FLOATS, INTEGERS, BOOLS = range(3)
 MOST_NEAR = 8
 """Fields in a chain of near ones."""
 SPANS, MASK, PART = range(3)
@@ -254,7 +269,7 @@ Structs = Any
 
 def layout_rows(layouts: Sequence[HostLayout]) -> IntArray:
     """The table of layouts."""
-    return np.concatenate([_table(layout) for layout in layouts] or [np.zeros(0, np.int64)])
+    return np.array([_line(layout) for layout in layouts], np.int64).reshape(-1)
 
 
 def new_jobs(count: int) -> Structs:
@@ -272,21 +287,30 @@ def encode(
     """Encodes fields behind the first `used` bytes of a body.
 
     Args:
-        jobs: JOB [n]; `result`, `pad`, `form` and `row_pads` are written.
+        jobs: JOB [n], as `number_jobs` leaves them; `result`, `pad`, `form` and `row_pads` are written.
         layouts: as `layout_rows` gives them; must live as long as the call, like all that the jobs point to.
         rooms: int64 [n + 1]: bytes for each job, if there are several threads; and of the whole body.
 
     Returns:
         The entries, the entry of each field, and the bytes in use; None if a job failed.
     """
-    ends = np.cumsum(2 + np.maximum(jobs["columns"], 1))
-    jobs["first"][1:] = ends[:-1]
-    most = int(ends[-1])
-    slots, entries = np.empty(most, ENTRY), np.empty(most, ENTRY)
-    fields, count = np.empty(jobs.size, np.int64), np.zeros(1, np.int64)
-    places = address(slots), address(entries), address(count), address(fields), address(body)
-    used = _core.maskpack_encode(address(jobs), jobs.size, address(layouts), *places, used, address(rooms), threads)
-    return None if used < 0 else (entries[: int(count[0])], fields, used)
+    count = jobs.size
+    most = int(jobs["first"][-1] + 2 + max(jobs["columns"][-1], 1)) if count else 0
+    width = ENTRY.itemsize // 8
+    line: Any = np.empty(2 * most * width + count + 1, np.int64)
+    slots = address(line)
+    at = [slots + 8 * part for part in (most * width, line.size - 1, 2 * most * width)]
+    places = slots, *at, address(body)
+    used = _core.maskpack_encode(address(jobs), count, address(layouts), *places, used, address(rooms), threads)
+    if used < 0:
+        return None
+    entries = line[most * width : (most + int(line[-1])) * width].copy()
+    return entries.view(ENTRY), line[2 * most * width : -1].copy(), used
+
+
+def number_jobs(jobs: Structs) -> None:
+    """Writes `first` of each job: the first of its entries among those of all jobs."""
+    jobs["first"][1:] = np.cumsum(2 + np.maximum(jobs["columns"], 1))[:-1]
 
 
 def decode(targets: Structs, entries: Structs, layouts: IntArray, body: Words, rows: int, nbytes: int) -> None:
@@ -299,12 +323,15 @@ def decode(targets: Structs, entries: Structs, layouts: IntArray, body: Words, r
 def cut(layout: HostLayout, low: int, width: int) -> HostLayout:
     """The layout of the columns from `low` on, `width` of them."""
     row = _table(layout)
-    splits, bounds = np.empty(row[0] + 1, np.int64), np.empty(row[0] + 1, np.int64)
-    count = _core.maskpack_cut(address(row), low, width, address(splits), address(bounds), 0, 0)
-    spans = np.empty((2, count), np.int64)
-    places = address(splits), address(bounds), address(spans), address(spans) + 8 * count
-    _core.maskpack_cut(address(row), low, width, *places)
-    return HostLayout(width, SpanTable(spans[0], spans[1], splits), bounds)
+    rows, whole = layout.bounds.size - 1, address(row)
+    line = np.empty(2 * rows + 2, np.int64)
+    splits = address(line)
+    count = _core.maskpack_cut(whole, low, width, splits, splits + 8 * (rows + 1), 0, 0)
+    spans = np.empty(2 * count, np.int64)
+    starts = address(spans)
+    places = starts, starts + 8 * count, splits, splits + 8 * (rows + 1)
+    _core.maskpack_cut(whole, low, width, *places[2:], *places[:2])
+    return HostLayout(width, SpanTable(spans[:count], spans[count:], line[: rows + 1]), line[rows + 1 :], places)
 
 
 def store_layouts(stored: Structs, layouts: IntArray, body: Words, used: int) -> int | None:
@@ -322,12 +349,16 @@ def read_layouts(stored: Structs, body: Words, rows: int) -> list[HostLayout]:
         if stored["kind"][at] == PART:
             layouts.append(cut(layouts[int(stored["parent"][at])], int(stored["low"][at]), width))
             continue
-        splits, bounds = np.empty(rows + 1, np.int64), np.empty(rows + 1, np.int64)
-        row = address(stored) + at * STORED.itemsize, address(body), rows, address(splits), address(bounds)
+        line = np.empty(2 * rows + 2, np.int64)
+        splits = address(line)
+        row = address(stored) + at * STORED.itemsize, address(body), rows, splits, splits + 8 * (rows + 1)
         count = _core.maskpack_read_layout(*row, 0, 0)
-        spans = np.empty((2, count), np.int64)
-        _core.maskpack_read_layout(*row, address(spans), address(spans) + 8 * count)
-        layouts.append(HostLayout(width, SpanTable(spans[0], spans[1], splits), bounds))
+        spans = np.empty(2 * count, np.int64)
+        starts = address(spans)
+        places = starts, starts + 8 * count, *row[3:]
+        _core.maskpack_read_layout(*row, *places[:2])
+        table = SpanTable(spans[:count], spans[count:], line[: rows + 1])
+        layouts.append(HostLayout(width, table, line[rows + 1 :], places))
     return layouts
 
 

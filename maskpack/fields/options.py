@@ -30,6 +30,8 @@ class VerifyFirst:
     def __init__(self) -> None:
         self._pads: OrderedDict[Any, dict[Path, PadValue | None]] = OrderedDict()
         self._lock = Lock()
+        self.times = 0
+        """How often something was learnt."""
 
     def known(self, fields: Any) -> Mapping[Path, PadValue | None]:
         """The pad of each field in a set of fields; None for a field that had non-pad values under its mask."""
@@ -39,6 +41,7 @@ class VerifyFirst:
         """Remembers these pads, in addition to those of other fields in the set."""
         with self._lock:
             self._pads[fields] = {**self.known(fields), **pads}
+            self.times += 1
             while len(self._pads) > _MOST_FIELD_SETS:
                 self._pads.popitem(last=False)
 

@@ -40,6 +40,7 @@ from maskpack.errors import LayoutError
 from maskpack.layout import scan
 from maskpack.layout.span_index import SpanIndex, index_of, need_int32, places_of, table_of
 
+_CPU = torch.device("cpu")
 _FEW_BYTES = 256
 """A layout is pickled as bits only if that saves more bytes than this."""
 _MOST = (1 << 62) - 1
@@ -173,8 +174,8 @@ class RowLayout:
     @classmethod
     def of_host(cls, on_host: HostLayout, anchor: int = 0) -> RowLayout:
         """From arrays of the compiled core, on the CPU."""
-        layout = cls.from_table(on_host.width, on_host.table, "cpu", anchor)
-        layout.__dict__["row_offsets"] = on_host.bounds
+        layout = cls(on_host.bounds.size - 1, on_host.width, int(on_host.bounds[-1]), _CPU, anchor)
+        layout.__dict__.update(table=on_host.table, row_offsets=on_host.bounds, on_host=on_host)
         return layout
 
     # ---------------------------------------------------------------- sizes, on the host
@@ -226,7 +227,7 @@ class RowLayout:
         """Length of the longest row; 0 if there are no rows."""
         return int(self.lengths.max(initial=0))
 
-    @property
+    @cached_property
     def on_host(self) -> HostLayout:
         """The layout as the compiled core reads it."""
         return HostLayout(self.width, self.table, self.row_offsets)
@@ -413,11 +414,9 @@ def layout_and_value(mask: Tensor, num_tokens: int | None = None) -> tuple[RowLa
         )
     rows, width = mask.shape
     if mask.device.type == "cpu":
-        table, bounds, value = scan.on_host(mask.detach())
-        _check_num_tokens(table, num_tokens)
-        layout = RowLayout.from_table(width, table, mask.device)
-        layout.__dict__["row_offsets"] = bounds
-        return layout, value
+        found, value = scan.on_host(mask.detach())
+        _check_num_tokens(found.table, num_tokens)
+        return RowLayout.of_host(found), value
     total, cache = scan.on_device(mask.detach(), num_tokens)
     if "table" in cache:
         _check_num_tokens(cache["table"], num_tokens)

@@ -12,24 +12,33 @@ from torch import Tensor
 from maskpack.core import native
 from maskpack.core.backends import uses_triton
 from maskpack.core.bits import from_words, word_dtype, words
-from maskpack.core.index import IntArray, SpanTable, cumulated
+from maskpack.core.index import SpanTable, cumulated
 from maskpack.errors import LayoutError
 from maskpack.layout.span_index import BLOCK, MOST_TOKENS, SpanIndex, blocks_of, need_int32
 
 
-def on_host(mask: Tensor) -> tuple[SpanTable, IntArray, Tensor | None]:
-    """Of a mask [B, S] on the CPU: its spans; int64 [B + 1], the bounds of the rows among the valid tokens; and the
-    value () of the valid tokens, if all have the same bits and all other bits are 0, else None."""
+def on_host(mask: Tensor) -> tuple[native.HostLayout, Tensor | None]:
+    """Of a mask [B, S] on the CPU: its layout; and the value () of the valid tokens, if all have the same bits and all
+    other bits are 0, else None."""
     dtype = mask.dtype
     if dtype.is_complex or dtype == torch.float8_e8m0fnu:  # 0 has no bits of its own there
         mask = mask.to(torch.complex128 if dtype.is_complex else torch.float32) != 0
-    bits = 8 * mask.element_size()
-    signed_zero = mask.dtype.is_floating_point and "fnuz" not in str(mask.dtype)
-    table, bounds, value = native.scan(words(mask).numpy(), (1 << bits - signed_zero) - 1)
+    bits = words(mask)
+    if bits.stride(1) != 1:
+        bits = bits.contiguous()
+    layout, value = native.scan(described(mask.dtype, bits))
     if value is None or mask.dtype != dtype:
-        return table, bounds, None
-    word = np.frombuffer(value.to_bytes(8, "little", signed=True), word_dtype(bits // 8), 1)
-    return table, bounds, from_words(word, dtype)[0]
+        return layout, None
+    word = np.frombuffer(value.to_bytes(8, "little", signed=True), word_dtype(dtype.itemsize), 1)
+    return layout, from_words(word, dtype)[0]
+
+
+def described(dtype: torch.dtype, bits: Tensor) -> native.Mask:
+    """A mask [B, S] of a dtype with plain zeros, whose words lie together in each row."""
+    size = bits.element_size()
+    signed_zero = dtype.is_floating_point and "fnuz" not in str(dtype)
+    rows, width = bits.shape
+    return native.Mask(bits.data_ptr(), size, rows, width, bits.stride(0) * size, (1 << 8 * size - signed_zero) - 1)
 
 
 def on_device(mask: Tensor, num_tokens: int | None) -> tuple[int, dict[str, Any]]:

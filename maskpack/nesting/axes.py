@@ -54,6 +54,7 @@ class Axes:
         self._found: dict[tuple[Path, Key], Axis | None] = {}
         self._masks: dict[Path, RowLayout] = {}
         self._values: dict[Path, Tensor] = {}
+        self._masks_alone = not carried and not stand_in
 
     def find(self, mask: Key, field: Path) -> Axis | None:
         """The axis of `mask` for the field at path `field`; None if the batch does not give it."""
@@ -69,6 +70,12 @@ class Axes:
     def value_of(self, mask: Path, layout: RowLayout) -> Tensor | None:
         """The value () of all valid tokens of a mask field, if its scan returned `layout` and found one value."""
         return self._values.get(mask) if self._masks.get(mask) is layout else None
+
+    def scanned(self) -> dict[Path, tuple[RowLayout, bool]] | None:
+        """The layouts of the masks, and whether the valid words of each are equal; None if there were other sources."""
+        if not self._masks_alone:
+            return None
+        return {path: (layout, path in self._values) for path, layout in self._masks.items()}
 
     def _compute(self, name: str, mask: Key, scope: Path) -> Axis | None:
         if name in self._carried:
@@ -89,6 +96,7 @@ class Axes:
         tensor = dense_at(self._batch, source)
         if tensor is None:
             return None
+        self._masks_alone &= way.form == "mask" and way.part != "prefix"
         if way.form == "cu_seqlens":
             return Axis(name, self._read(source, RowLayout.from_cu_seqlens, tensor), flat=True)
         if way.form == "lengths":

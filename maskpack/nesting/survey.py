@@ -51,6 +51,8 @@ class Survey:
         row_pads: the pads [B] of fields whose pad is PER_ROW.
         deferred: padded fields on the host that are still to be read, with the pads to try in their forms; and whether
             the first of these may be taken unseen.
+        scanned: the layouts of the masks, and whether all valid words of each are equal, if nothing else of the result
+            depends on the values in the batch; else None.
     """
 
     root: Node
@@ -62,6 +64,7 @@ class Survey:
     values: Mapping[Path, Tensor]
     row_pads: Mapping[Path, Tensor]
     deferred: Mapping[Path, bool]
+    scanned: Mapping[Path, tuple[RowLayout, bool]] | None
 
     def schema(self) -> Schema:
         """The schema of the nested or packed batch."""
@@ -106,7 +109,10 @@ def survey(
             if forms[place].kind == "dense":
                 entries[form.path] = checks.to_padded(verifier.values.pop(form.path), form, layout, pads)
     _check_coverage(forms, entries, options)
-    return Survey(schema.root, tuple(forms), rows, entries, planner.layouts, axes, verifier.values, row_pads, deferred)
+    done = all(form.kind != "padded" or form.path in deferred for form in forms) and not schema.forms
+    scanned = planner.scanned() if done and not any(form.reason for form in forms) else None
+    values = verifier.values
+    return Survey(schema.root, tuple(forms), rows, entries, planner.layouts, axes, values, row_pads, deferred, scanned)
 
 
 def _with_one_rule(
@@ -146,6 +152,7 @@ class _Planner:
         self._before = before
         self._axes = Axes(batch, options.registry, carried, stand_in, options.call)
         self._own: dict[int, str] = {}
+        self._met = False  # two layouts of one name, equal in this batch
         self.layouts: dict[str, RowLayout] = {}
 
     def form(self, path: Path, value: Any) -> FieldForm:
@@ -215,6 +222,10 @@ class _Planner:
                 if value is not None:
                     found[form.path] = value.expand(layout.num_tokens)
         return found
+
+    def scanned(self) -> dict[Path, tuple[RowLayout, bool]] | None:
+        """`Survey.scanned`, as far as the layouts go."""
+        return None if self._met else self._axes.scanned()
 
     def values(self, form: FieldForm, value: Tensor) -> Tensor:
         """The packed values [T, *F] of a field."""
@@ -326,6 +337,7 @@ class _Planner:
                 f'{self._options.call}: two masks of the batch are both called "{name}", an axis and a field; expected '
                 "one. Give the axis another name in the registry."
             )
+        self._met |= known is not layout
         return name
 
     def _pads(self, path: Path, spec: MaskNestingSpec, dtype: torch.dtype) -> tuple[PadValue, ...]:
@@ -345,19 +357,23 @@ class _Planner:
 def _check_coverage(forms: Iterable[FieldForm], entries: Mapping[Path, Any], options: Options) -> None:
     dense = [DenseField.of(form.path, entries[form.path], form.reason) for form in forms if form.reason]
     if options.strict:
-        check_strict(options.call, [*dense, *_hidden(forms, entries, options)])
+        objects = {form.path: entries[form.path] for form in forms if form.kind == "object"}
+        check_strict(options.call, [*dense, *hidden(objects, options)])
     elif dense:
         # without sizes, so that Python shows the warning once for batches of all widths
         fields = "; ".join(f'"{show(field.path)}": {field.reason}' for field in dense)
         warnings.warn(f"{options.call}: fields stay padded: {fields}", MaskpackWarning, stacklevel=4)
 
 
-def _hidden(forms: Iterable[FieldForm], entries: Mapping[Path, Any], options: Options) -> Iterable[DenseField]:
-    for form in forms:
-        spec = options.registry.find(form.path)
-        ignored = form.path in options.ignore or form.path[-1:] in options.ignore
-        if form.kind == "object" and not ignored and not (spec is not None and spec.mask is None):
-            yield from hidden_tensors(form.path, entries[form.path])
+def hidden(objects: Mapping[Path, Any], options: Options) -> list[DenseField]:
+    """The tensors inside the Python objects that are not declared DENSE or ignored."""
+    found: list[DenseField] = []
+    for path, value in objects.items():
+        spec = options.registry.find(path)
+        ignored = path in options.ignore or path[-1:] in options.ignore
+        if not ignored and not (spec is not None and spec.mask is None):
+            found += hidden_tensors(path, value)
+    return found
 
 
 def dense_fields(
@@ -378,7 +394,8 @@ def dense_fields(
         warnings.simplefilter("ignore", MaskpackWarning)
         found = survey(batch, options, {})
     dense = [DenseField.of(form.path, found.entries[form.path], form.reason) for form in found.forms if form.reason]
-    return (*dense, *_hidden(found.forms, found.entries, options))
+    objects = {form.path: found.entries[form.path] for form in found.forms if form.kind == "object"}
+    return (*dense, *hidden(objects, options))
 
 
 def has_masks(batch: TensorDictBase, registry: Registry) -> bool:

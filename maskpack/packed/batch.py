@@ -24,18 +24,19 @@ from maskpack.core.arguments import flag, list_of, named, said, whole
 from maskpack.core.bits import Words, host_words, odd_bools, odd_bools_error
 from maskpack.core.index import IntArray, Rows, even_sizes, no_single_row, part_sizes, row_index
 from maskpack.core.objects import Objects
-from maskpack.core.pads import PER_ROW, Pad
 from maskpack.core.tensors import device_here
-from maskpack.core.tree import select_entries, unflatten
+from maskpack.core.tree import entry_at, select_entries, unflatten
 from maskpack.errors import LayoutError
 from maskpack.fields.options import OnLoss, Options, Registry, Verify
 from maskpack.fields.registry import Key, Path, show
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.row_layout import RowLayout
+from maskpack.nesting.coverage import check_strict
 from maskpack.nesting.nest import rows_only
 from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema, read_layouts, write_layouts
-from maskpack.nesting.survey import Survey, survey
+from maskpack.nesting.survey import Survey, hidden, survey
 from maskpack.packed import pickling as pickles
+from maskpack.packed.batch_plan import BatchPlan, signature_of, with_pads
 from maskpack.packed.cuda import decode as staging
 from maskpack.packed.decode import MAX_BYTES, Decoder, decoded_nbytes, on, trimmed
 from maskpack.packed.file import codec as codecs
@@ -43,7 +44,7 @@ from maskpack.packed.file import container as wire
 from maskpack.packed.file import read as reading
 from maskpack.packed.file import write as manifest
 from maskpack.packed.join import check_named, joined, restricted
-from maskpack.packed.table import Job, Table, encode, take
+from maskpack.packed.table import Job, Table, encode, plans, take
 
 Target = Literal["padded", "nested"]
 Widths = Literal["padded", "trim"]
@@ -321,9 +322,14 @@ def compress(
     codecs.check(codec, "compress")
     options = Options.of("compress", registry, pad_token_id, strict_mask_nesting, ignore_dense_fields, verify, on_loss)
     layouts = _layouts_of(like)
-    packed = _encoded(survey(batch, options, layouts, defer=True), codec)
+    signature = None if layouts else signature_of(batch, options)
+    plan = None if signature is None else plans.get(signature)
+    known = None if plan is None else plan.encoded(batch)
+    if plan is not None and known is not None:
+        return PackedBatch(batch.batch_size[0], known[1], known[0], _objects_of(batch, plan.schema, options), codec)
+    packed = _encoded(survey(batch, options, layouts, defer=True), codec, signature)
     if packed is None:
-        packed = _encoded(survey(batch, options, layouts), codec)
+        packed = _encoded(survey(batch, options, layouts), codec, None)
     assert packed is not None
     return packed
 
@@ -404,11 +410,11 @@ def _layouts_of(like: Any) -> dict[str, RowLayout]:
     return read_layouts(like, "compress: like")[1]
 
 
-def _encoded(found: Survey, codec: str | None) -> PackedBatch | None:
+def _encoded(found: Survey, codec: str | None, signature: Any) -> PackedBatch | None:
     """None if a field that was deferred has to be looked at by itself: it has other values under its mask, or bools of
-    other bytes than 0 and 1."""
-    forms = [_packed_form(form, found) for form in found.forms]
-    tensors = [form for form in forms if form.dtype is not None]
+    other bytes than 0 and 1. Its plan is remembered by `signature`."""
+    schema = replace(found.schema(), forms=tuple(_packed_form(form, found) for form in found.forms))
+    tensors = [form for form in schema.forms if form.dtype is not None]
     ready = {
         form.path: found.values.get(form.path, found.entries[form.path])
         for form in tensors
@@ -426,34 +432,27 @@ def _encoded(found: Survey, codec: str | None) -> PackedBatch | None:
         else Job(form, words=bits[form.path].reshape(-1), row_pads=row_pads.get(form.path))
         for form in tensors
     ]
-    root = found.root
-    encoded = encode(jobs, layouts, found.rows, 1 if root.more_dims is None else found.rows)
+    encoded = encode(jobs, layouts, found.rows, 1 if found.root.more_dims is None else found.rows)
     if encoded is None:
         return None
-    table = encoded.table
-    for number, form in enumerate(tensors):
-        if form.dtype is torch.bool and form.path in found.deferred:
-            pads = table.pads_of_rows(number)
-            if odd_bools(table.words(number)) or (pads is not None and odd_bools(pads)):
-                return None
-    chosen: dict[Path, FieldForm] = {}
-    for number, form in enumerate(tensors):
-        if form.path in found.deferred:
-            table, chosen[form.path] = _with_pad(table, number, form, encoded.pads[number])
-    objects = {form.path: Objects.of(found.entries[form.path]).stowed() for form in forms if form.kind == "object"}
-    schema = replace(found.schema(), forms=tuple(chosen.get(form.path, form) for form in forms))
+    plan = None if signature is None else BatchPlan.of(found, schema, encoded.jobs)
+    if plan is not None:
+        plans.keep(signature, plan)
+    table, schema = with_pads(encoded, schema, found.deferred)
+    objects = {path: Objects.of(found.entries[path]).stowed() for path in _objects_in(schema)}
     return PackedBatch(found.rows, schema, table, objects, codec)
 
 
-def _with_pad(table: Table, number: int, form: FieldForm, pad: int) -> tuple[Table, FieldForm]:
-    """The form of a field with the pad that is under its mask. Pads that are 0 in all rows are the constant 0."""
-    held = form.pads[pad]
-    if not isinstance(held, Pad) or held is Pad.EDGE:
-        return table, replace(form, pads=(held,))
-    rows = table.pads_of_rows(number)
-    if held is PER_ROW or (rows is not None and rows.any()):
-        return table, replace(form, pads=(PER_ROW,))
-    return table.without_row_pads(number), replace(form, pads=(0,))
+def _objects_in(schema: Schema) -> list[Path]:
+    return [form.path for form in schema.forms if form.kind == "object"]
+
+
+def _objects_of(batch: TensorDictBase, schema: Schema, options: Options) -> dict[Path, Objects]:
+    """The Python objects of a batch without sub-batches, which are checked in strict mode."""
+    found = {path: entry_at(batch, path) for path in _objects_in(schema)}
+    if options.strict and found:
+        check_strict(options.call, hidden(found, options))
+    return {path: Objects.of(value).stowed() for path, value in found.items()}
 
 
 def _odd_from_device(form: FieldForm, *arrays: Mapping[Path, Words]) -> bool:

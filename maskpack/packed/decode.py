@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from maskpack.core import native
 from maskpack.core.bits import Words, address, empty_of, from_words
+from maskpack.core.index import IntArray
 from maskpack.core.tree import Node
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Path, show
@@ -20,7 +23,7 @@ from maskpack.layout.jagged import jagged
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.checks import to_padded
 from maskpack.nesting.nest import rows_only
-from maskpack.nesting.schema import FieldForm, RowPads, pad_table, span_tables
+from maskpack.nesting.schema import FieldForm, RowPads, Schema, pad_table, span_tables
 from maskpack.packed.table import trial_of
 
 if TYPE_CHECKING:
@@ -49,17 +52,74 @@ def shape_in(packed: PackedBatch, form: FieldForm, nested: bool = False) -> tupl
     return shape_of(form, packed.layouts, packed.schema.root.batch_size(packed.num_rows)[:1], nested)
 
 
+class _Targets(NamedTuple):
+    """Where tensors on the host are decoded to, but for their addresses.
+
+    Attributes:
+        lines: TARGET [n].
+        numbers: int64 [n], the tensors among those of the table.
+        shapes: the layout whose tokens are the first dim, or None; the other dims, those behind B where a field has
+            rows; whether it has; and the dtype.
+        bytes_of: bytes of a row of all fields together, of a token of each layout, and of fields without rows.
+    """
+
+    lines: native.Structs
+    numbers: IntArray
+    shapes: Sequence[tuple[str | None, tuple[int, ...], bool, torch.dtype]]
+    bytes_of: Mapping[str | bool, int]
+
+
+@lru_cache(256)
+def _targets(
+    schema: Schema, paths: tuple[Path, ...], nested: bool, names: tuple[str, ...], widths: tuple[int, ...]
+) -> _Targets:
+    """The targets of some tensors. `names` and `widths` are those of the layouts."""
+    forms = {form.path: form for form in schema.forms if form.dtype is not None}
+    places = {path: number for number, path in enumerate(forms)}
+    lines = np.zeros(len(paths), native.TARGET)
+    shapes: list[tuple[str | None, tuple[int, ...], bool, torch.dtype]] = []
+    bytes_of: Counter[str | bool] = Counter()
+    for line, form in zip(lines, (forms[path] for path in paths), strict=True):
+        assert form.dtype is not None
+        shape, layout = form.shape, form.layout
+        padded = layout is not None and form.kind == "padded" and not nested
+        by_rows = padded or (layout is None and schema.root.more_dims is not None)
+        if padded:
+            before, number = form.ragged_dim - 1, names.index(layout or "")
+            shape = (*shape[:before], widths[number], *shape[before:])
+            one = torch.empty((1, *shape), dtype=form.dtype, device="meta")
+            line["field"], _ = native.described(one.movedim(form.ragged_dim, 1))
+            line["padded"], line["field"]["layout"] = 1, number
+            mode = trial_of(form.pads[0], form.dtype, False)
+            line["field"]["mode"], line["field"]["pad"], line["field"]["pad_high"] = mode
+        tokens = layout if not padded else None
+        shapes.append((tokens, shape, by_rows, form.dtype))
+        bytes_of[tokens or by_rows] += math.prod(shape) * form.dtype.itemsize
+    return _Targets(lines, np.array([places[path] for path in paths], np.int64), shapes, bytes_of)
+
+
+def _targets_of(packed: PackedBatch, forms: Iterable[FieldForm], nested: bool) -> _Targets:
+    paths = tuple(form.path for form in forms if form.dtype is not None)
+    names, layouts = packed.table.names, packed.layouts
+    return _targets(packed.schema, paths, nested, names, tuple([layouts[name].width for name in names]))
+
+
 def decoded_nbytes(packed: PackedBatch, forms: Iterable[FieldForm], nested: bool) -> int:
     """Bytes that some fields take decoded, without decoding them: tensors, Python objects, and the LAYOUTS entry."""
-    total = 0
-    for form in forms:
-        if form.kind == "object":
-            total += packed.objects[form.path].decoded_nbytes
-        elif form.dtype is not None:
-            total += math.prod(shape_in(packed, form, nested)) * form.dtype.itemsize
+    forms = list(forms)
+    total = _tensors_nbytes(packed, _targets_of(packed, forms, nested))
+    total += sum(packed.objects[form.path].decoded_nbytes for form in forms if form.kind == "object")
     if nested:
         total += sum(12 * layout.num_spans + 16 * (layout.num_rows + 1) for layout in packed.layouts.values())
     return total
+
+
+def _tensors_nbytes(packed: PackedBatch, targets: _Targets) -> int:
+    each = {True: packed.num_rows, False: 1}
+    return sum(
+        nbytes * (packed.layouts[unit].num_tokens if isinstance(unit, str) else each[unit])
+        for unit, nbytes in targets.bytes_of.items()
+    )
 
 
 def pad_table_of(packed: PackedBatch, forms: Iterable[FieldForm]) -> Tensor:
@@ -78,29 +138,25 @@ def row_pads_of(packed: PackedBatch, form: FieldForm) -> Tensor | None:
 
 def decoded(packed: PackedBatch, forms: Sequence[FieldForm], nested: bool) -> dict[Path, Tensor]:
     """Tensors on the host in one pass: padded ones in the form of their fields, others as [T, *F]."""
-    targets = np.zeros(len(forms), native.TARGET)
-    out: dict[Path, Tensor] = {}
-    held: list[Any] = []
-    total = 0
-    for place, form in enumerate(forms):
-        assert form.dtype is not None
-        number, row = packed.numbers[form.path], targets[place]
-        out[form.path] = tensor = empty_of(shape_in(packed, form, nested), form.dtype)
-        total += tensor.nbytes
-        row["entry"], row["rows"] = packed.table.fields[number], packed.table.rows_of(number)
-        if nested or form.kind != "padded":
-            row["field"]["packed"] = tensor.data_ptr()
-            continue
-        row["field"], _ = native.described(tensor.movedim(form.ragged_dim, 1))
-        row["padded"] = 1
-        row["field"]["layout"] = packed.table.names.index(form.layout or "")
-        row["field"]["mode"], row["field"]["pad"], row["field"]["pad_high"] = trial_of(form.pads[0], form.dtype, False)
-        pads = packed.table.pads_of_rows(number)
-        if pads is not None:
-            held.append(np.ascontiguousarray(pads))
-            row["field"]["row_pads"] = address(held[-1])
-    packed.table.decode(targets, total)
-    return out
+    targets, table, layouts = _targets_of(packed, forms, nested), packed.table, packed.layouts
+    tensors: list[Tensor] = []
+    for name, shape, by_rows, dtype in targets.shapes:
+        first = (layouts[name].num_tokens,) if name is not None else (packed.num_rows,) if by_rows else ()
+        tensors.append(empty_of((*first, *shape), dtype))
+    lines = targets.lines.copy()
+    addresses = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
+    padded = lines["padded"] != 0
+    lines["field"]["padded"], lines["field"]["packed"] = addresses, np.where(padded, 0, addresses)
+    lines["entry"] = table.fields[targets.numbers]
+    lines["rows"] = np.where(table.entries["layout"][lines["entry"]] < 0, table.dense_rows, table.rows)
+    held: list[Words] = []
+    for place in np.flatnonzero(padded & (table.row_pads["count"][targets.numbers] > 0)).tolist():
+        pads = table.pads_of_rows(int(targets.numbers[place]))
+        assert pads is not None
+        held.append(np.ascontiguousarray(pads))
+        lines["field"]["row_pads"][place] = address(held[-1])
+    table.decode(lines, _tensors_nbytes(packed, targets))
+    return dict(zip((form.path for form in forms), tensors, strict=True))
 
 
 @dataclass
@@ -150,6 +206,8 @@ class Decoder:
         if form.path not in self._tensors:
             self.decode([form])
         tensor = self._tensors[form.path]
+        if form.device == "cpu" and self._device is None and not self.nested and form.kind != "jagged":
+            return tensor
         device = torch.device(self._device or form.device or "cpu")
         values = tensor if device.type == "cpu" else tensor.to(device)
         if form.layout is None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -237,15 +237,15 @@ class Table:
     def without_row_pads(self, field: int) -> Table:
         pads = self.row_pads.copy()
         pads["count"][field] = 0
-        return self._like(row_pads=pads)
+        return self.like(row_pads=pads)
 
     def moved(self, memory: Callable[[int], Words]) -> Table:
         """The table with its body in other memory."""
         body = memory(self.body.nbytes)
         body[...] = self.body
-        return self._like(body=body)
+        return self.like(body=body)
 
-    def _like(self, **changes: Any) -> Table:
+    def like(self, **changes: Any) -> Table:
         """The same layouts with something else changed."""
         out = replace(self, **changes)
         for name in ("layouts", "_cut"):
@@ -255,7 +255,7 @@ class Table:
 
     def select(self, fields: Sequence[int]) -> Table:
         """Some fields, by their numbers."""
-        return self._like(fields=self.fields[list(fields)], row_pads=self.row_pads[list(fields)])
+        return self.like(fields=self.fields[list(fields)], row_pads=self.row_pads[list(fields)])
 
     def own(self, slack: float = 0.0, free: int = 0) -> Table:
         """The table with a body of its own, which holds its arrays and nothing else; itself, if its body has at most
@@ -269,7 +269,7 @@ class Table:
         for place in [*(line[name] for line in (stored, entries) for name in "abc"), pads]:
             place["at"][place["count"] == 0] = 0
         body = native.compact([address(place) for place in _places(stored, entries, pads)], self.body)
-        return self._like(stored=stored, entries=entries, fields=fields, row_pads=pads, body=body)
+        return self.like(stored=stored, entries=entries, fields=fields, row_pads=pads, body=body)
 
     def _needed(self) -> tuple[Structs, IntArray]:
         """The entries that some field needs, a copy, and the entry of each field among them."""
@@ -295,7 +295,7 @@ class Table:
         """The table with some of its layouts, which include those of its fields; itself, if these are all."""
         if set(names) == set(self.names):
             return self
-        layouts = _wholes_first({name: layout for name, layout in self.layouts.items() if name in names})
+        layouts = wholes_first({name: layout for name, layout in self.layouts.items() if name in names})
         stored, head = _stored_alone(layouts, self.rows)
         entries, fields = self._needed()
         pads = self.row_pads.copy()
@@ -340,7 +340,7 @@ class Table:
             begin = end - -(-array.nbytes // 8) * 8
             body[begin : begin + array.nbytes] = array.reshape(-1).view(np.uint8)
             place["at"] = begin
-        return self._like(stored=stored, entries=entries, row_pads=pads, body=body)
+        return self.like(stored=stored, entries=entries, row_pads=pads, body=body)
 
 
 def _places(stored: Structs, entries: Structs, pads: Structs) -> list[Structs]:
@@ -374,61 +374,95 @@ class Job(NamedTuple):
     trusted: bool = False
 
 
+class JobTable(NamedTuple):
+    """Jobs for the core.
+
+    Attributes:
+        jobs: JOB [n], each behind those that its hints name.
+        order: int64 [n], the place of each tensor among them.
+        names: the names of the layouts, in the order in which they are stored.
+    """
+
+    jobs: Structs
+    order: IntArray
+    names: tuple[str, ...]
+
+
 class Encoded(NamedTuple):
-    """A table, and the number of the pad of each padded tensor among those of its job."""
+    """A table; the number of the pad of each padded tensor among those of its job; and the jobs, as they were done."""
 
     table: Table
     pads: list[int]
+    jobs: JobTable
 
 
 def encode(jobs: Sequence[Job], layouts: Mapping[str, RowLayout], rows: int, dense_rows: int) -> Encoded | None:
-    """Encodes tensors; None if a pad of one is not under its mask."""
-    layouts = _wholes_first(layouts)
+    """Encodes tensors; None if a pad of one is not under its mask, or if bools have other bytes than 0 and 1."""
+    held: list[Any] = []
+    layouts = wholes_first(layouts)
+    table = job_table(jobs, layouts, rows, dense_rows, held)
+    key = tuple((job.form.path, job.form.dtype, job.form.layout, job.form.shape, job.form.hints) for job in jobs)
+    key = (rows.bit_length(), *key)
+    known = _forms.get(key)
+    if known is not None:
+        table.jobs["form"] = known
+    nbytes = sum(job.padded.nbytes for job in jobs if job.padded is not None)
+    found = encode_table(table, layouts, rows, dense_rows, nbytes)
+    if found is None:
+        return None
+    _forms.keep(key, table.jobs["form"].copy())
+    if any(job.row_pads is not None for job in jobs):
+        found = found._replace(table=_with_row_pads(found.table, jobs))
+    return found
+
+
+def job_table(
+    jobs: Sequence[Job], layouts: Mapping[str, RowLayout], rows: int, dense_rows: int, held: list[Any]
+) -> JobTable:
+    """The jobs of some tensors; `held` keeps what they point to. `layouts`: those that are columns of others last."""
     names = tuple(layouts)
     places = {name: place for place, name in enumerate(names)}
     order = _order(jobs)
     table = native.new_jobs(len(jobs))
-    key = tuple((job.form.path, job.form.dtype, job.form.layout, job.form.shape, job.form.hints) for job in jobs)
     numbers = {jobs[at].form.path: place for place, at in enumerate(order)}
-    held: list[Any] = []
     steps = [0] * len(jobs)
-    totals = {name: layout.num_tokens for name, layout in layouts.items()}
-    elements = [dense_rows if jobs[at].form.layout is None else totals[jobs[at].form.layout or ""] for at in order]
+    forms = [jobs[at].form for at in order]
     for place, at in enumerate(order):
         _describe(table[place], jobs[at], layouts, places, rows, dense_rows, held)
-        _refer(table, place, jobs[at].form, numbers, [jobs[other].form for other in order], steps)
-    known = _forms.get(key)
-    if known is not None:
-        table["form"] = known
-    line = native.layout_rows([layout.on_host for layout in layouts.values()])
+        _refer(table, place, jobs[at].form, numbers, forms, steps)
+    native.number_jobs(table)
+    back = np.empty(len(jobs), np.int64)
+    back[order] = np.arange(len(jobs))
+    return JobTable(table, back, names)
+
+
+def encode_table(
+    table: JobTable, layouts: Mapping[str, RowLayout], rows: int, dense_rows: int, nbytes: int
+) -> Encoded | None:
+    """`encode` of jobs that are described; `nbytes` are those of the padded tensors among them."""
+    jobs, back, names = table
+    hosts = [layout.on_host for layout in layouts.values()]
+    line = native.layout_rows(hosts)
     stored = _stored(layouts)
-    plain = np.array(elements, np.int64) * table["items"] * table["size"]
-    rooms = np.append((plain + 16 * rows + 4103) // 8 * 8, 0)
+    elements = np.array([*(layout.num_tokens for layout in layouts.values()), dense_rows], np.int64)[jobs["layout"]]
+    rooms = np.empty(len(jobs) + 1, np.int64)
+    rooms[:-1] = (elements * jobs["items"] * jobs["size"] + 16 * rows + 4103) // 8 * 8
     rooms[-1] = rooms[:-1].sum() + _room_of(layouts.values(), rows)
     body = np.empty(int(rooms[-1]), np.uint8)
     used = native.store_layouts(stored, line, body, 0)
     assert used is not None
-    nbytes = sum(job.padded.nbytes for job in jobs if job.padded is not None)
-    found = (
-        native.encode(table, line, body, used, rooms, native.threads_for(nbytes))
-        if jobs
-        else (np.empty(0, native.ENTRY), np.zeros(0, np.int64), used)
-    )
+    found = native.encode(jobs, line, body, used, rooms, native.threads_for(nbytes))
     if found is None:
-        failed = table["result"][table["result"] != native.FITS]
+        failed = jobs["result"][jobs["result"] != native.FITS]
         if native.NO_MEMORY in failed:
             raise MemoryError("maskpack: no memory to encode a batch")
-        assert native.STRAY in failed
+        assert native.STRAY in failed or native.ODD in failed
         return None
-    _forms.keep(key, table["form"].copy())
     entries, fields, used = found
-    back = np.empty(len(jobs), np.int64)
-    back[order] = np.arange(len(jobs))
-    pads = table["row_pads"][back]
-    body, pads = _with_row_pads(body, used, jobs, pads)
-    out = Table(rows, dense_rows, names, stored, entries.copy(), fields[back], pads, body)
+    out = Table(rows, dense_rows, names, stored, entries, fields[back], jobs["row_pads"][back], body[:used])
     out.__dict__["layouts"] = dict(layouts)
-    return Encoded(out, table["pad"][back].tolist())
+    out.__dict__["_layout_rows"] = line, hosts
+    return Encoded(out, jobs["pad"][back].tolist(), table)
 
 
 def table_of(layouts: Mapping[str, RowLayout], rows: int) -> Table:
@@ -438,17 +472,20 @@ def table_of(layouts: Mapping[str, RowLayout], rows: int) -> Table:
     return found.table
 
 
-def _with_row_pads(body: Words, used: int, jobs: Sequence[Job], pads: Structs) -> tuple[Words, Structs]:
-    """The body in use, with the pads of rows that jobs brought along."""
-    brought = [(at, np.ascontiguousarray(job.row_pads)) for at, job in enumerate(jobs) if job.row_pads is not None]
-    parts: list[Words] = [body[:used]]
-    for at, line in brought:
+def _with_row_pads(table: Table, jobs: Sequence[Job]) -> Table:
+    """The table with the pads of rows that jobs brought along."""
+    places, used = table.row_pads, table.body.nbytes
+    parts: list[Words] = [table.body]
+    for at, job in enumerate(jobs):
+        if job.row_pads is None:
+            continue
+        line = np.ascontiguousarray(job.row_pads)
         gap = -used % 8
         size = line.itemsize * (line.shape[1] if line.ndim > 1 else 1)
-        pads[at] = used + gap, size, len(line)
+        places[at] = used + gap, size, len(line)
         parts += [np.zeros(gap, np.uint8), line.reshape(-1).view(np.uint8)]
         used += gap + line.nbytes
-    return (np.concatenate(parts) if brought else body[:used]), pads
+    return table.like(body=np.concatenate(parts))
 
 
 def _order(jobs: Sequence[Job]) -> list[int]:
@@ -488,7 +525,8 @@ def _describe(
     row["layout"] = _NO_LAYOUT if form.layout is None else places[form.layout]
     row["items"], row["size"] = words_of_one(form), size_of_word(form)
     row["rows"] = (dense_rows if form.layout is None else rows) if job.taken is None else job.taken.size
-    row["integers"] = not (form.dtype.is_floating_point or form.dtype.is_complex)
+    floats = form.dtype.is_floating_point or form.dtype.is_complex
+    row["integers"] = native.FLOATS if floats else native.BOOLS if form.dtype is torch.bool else native.INTEGERS
     for hint in form.hints:
         kind = native.KINDS.index(hint) if hint in native.KINDS else None
         if kind == native.COLUMNS:
@@ -498,7 +536,8 @@ def _describe(
     if job.padded is not None:
         row["field"], tensor = native.described(job.padded.movedim(form.ragged_dim, 1))
         row["padded"] = 1
-        trials = [trial_of(pad, form.dtype, job.trusted) for pad in form.pads[: native.MOST_PADS]]
+        assert len(form.pads) <= native.MOST_PADS
+        trials = [trial_of(pad, form.dtype, job.trusted) for pad in form.pads]
         row["num_pads"] = len(trials)
         row["pads"][: len(trials)] = trials
         held.append(tensor)
@@ -573,7 +612,7 @@ def trial_of(pad: PadValue, dtype: torch.dtype, trusted: bool) -> tuple[int, int
     return native.CONSTANT, words[0], words[-1]
 
 
-def _wholes_first(layouts: Mapping[str, RowLayout]) -> dict[str, RowLayout]:
+def wholes_first(layouts: Mapping[str, RowLayout]) -> dict[str, RowLayout]:
     """The layouts in an order in which those that are columns of others come after them."""
     return dict(sorted(layouts.items(), key=lambda item: "part_of" in item[1].__dict__))
 
@@ -605,22 +644,25 @@ def _stored(layouts: Mapping[str, RowLayout]) -> Structs:
     return stored
 
 
-class _Forms:
-    """How the fields of batches were encoded the last time, by what the batches are made of; the latest are kept."""
+_T = TypeVar("_T")
+
+
+class Latest(Generic[_T]):
+    """What was remembered latest, by keys."""
 
     MOST = 64
 
     def __init__(self) -> None:
-        self._known: OrderedDict[Any, Structs] = OrderedDict()
+        self._known: OrderedDict[Any, _T] = OrderedDict()
         self._lock = Lock()
 
-    def get(self, key: Any) -> Structs | None:
+    def get(self, key: Any) -> _T | None:
         with self._lock:
             return self._known.get(key)
 
-    def keep(self, key: Any, forms: Structs) -> None:
+    def keep(self, key: Any, value: _T) -> None:
         with self._lock:
-            self._known[key] = forms
+            self._known[key] = value
             self._known.move_to_end(key)
             while len(self._known) > self.MOST:
                 self._known.popitem(last=False)
@@ -630,12 +672,16 @@ class _Forms:
             self._known.clear()
 
 
-_forms = _Forms()
+_forms: Latest[Structs] = Latest()
+"""How the tensors of jobs were encoded the last time."""
+plans: Latest[Any] = Latest()
+"""The plans of batches (batch_plan.py)."""
 
 
 def forget() -> None:
     """Forgets how earlier batches were encoded, so that each field of the next one is looked at anew."""
     _forms.clear()
+    plans.clear()
 
 
 # -------------------------------------------------------------------- rows in other orders, and of several tables

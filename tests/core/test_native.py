@@ -52,7 +52,8 @@ def test_a_scan_finds_the_spans_that_a_loop_finds(dtype: str, threads: int, monk
     for row in range(40):
         for begin in rng.integers(0, 700, rng.integers(0, 12)):
             mask[row, begin : begin + rng.integers(1, 90)] = 1
-    table, bounds, value = native.scan(mask[:, 3:690], -1)
+    at, size, stride = mask[:, 3:].ctypes.data, mask.itemsize, mask.strides[0]
+    (width, table, bounds, _), value = native.scan(native.Mask(at, size, 40, 687, stride, -1))
     spans = [
         (row, column)
         for row in range(40)
@@ -62,15 +63,14 @@ def test_a_scan_finds_the_spans_that_a_loop_finds(dtype: str, threads: int, monk
     assert np.repeat(np.arange(40), np.diff(table.splits)).tolist() == [row for row, _ in spans]
     assert (table.starts + 3).tolist() == [column for _, column in spans]
     assert bounds.tolist() == [0, *np.cumsum((mask[:, 3:690] != 0).sum(1)).tolist()]
-    assert value == 1
+    assert (width, value) == (687, 1)
     mask[20, 400] = 3
-    assert native.scan(mask, -1)[2] is None
+    assert native.scan(native.Mask(at, size, 40, 687, stride, -1))[1] is None
 
 
 def test_words_that_are_not_significant_are_masked_out_but_not_zero() -> None:
     mask = torch.tensor([[0.0, -0.0, 2.0, 2.0]])
-    words = mask.view(torch.int32).numpy()
-    table, bounds, value = native.scan(words, (1 << 31) - 1)
+    (_, table, bounds, _), value = native.scan(native.Mask(mask.data_ptr(), 4, 1, 4, 16, (1 << 31) - 1))
     assert (table.starts.tolist(), table.counts.tolist(), bounds.tolist(), value) == ([2], [2], [0, 2], None)
 
 

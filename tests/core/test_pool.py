@@ -125,7 +125,7 @@ def test_a_pool_may_go_before_its_blocks():
 
 
 def test_decoding_into_what_was_used_before_is_exact(monkeypatch):
-    monkeypatch.setattr(pools, "_LEAST", 1)
+    monkeypatch.setattr(pools, "LEAST", 1)
     pool, batch = Pool(), rollout(holes=True)
     packed = mp.compress(batch, pad_token_id=PAD)
     places = []

@@ -42,6 +42,8 @@ PLACES = {
         {"m": REGISTRY["m"], "x": MaskNestingSpec("m", ragged_dim=-1)},
         "x",
     ),
+    "a field with strides": ({"m": MASK, "x": bools([[1, 0, 2, 0, 0, 0, 0, 0]] * 2)[:, ::2]}, REGISTRY, "x"),
+    "a mask with strides": ({"m": bools([[1, 0, 2, 0, 0, 0, 0, 0]] * 2)[:, ::2], "x": MASK}, REGISTRY, "m"),
     "elements of several bools": ({"m": MASK, "x": bools([[[1, 1], [0, 2], [0, 0], [0, 0]]] * 2)}, REGISTRY, "x"),
     "a pad of one value a row": ({"m": MASK, "x": bools([[1, 1, 7, 7], [1, 1, 1, 7]])}, PER_ROW, "x"),
     "under a mask": ({"m": MASK, "x": bools([[1, 1, 0, 9], [1, 1, 1, 0]])}, REGISTRY, "x"),
