@@ -20,6 +20,7 @@ from maskpack.core.keys import Path, show
 from maskpack.errors import LayoutError
 
 Words = npt.NDArray[Any]
+_CPU = torch.device("cpu")
 _Key = TypeVar("_Key")
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _NUMPY_WORDS: dict[int, np.dtype[Any]] = {
@@ -105,6 +106,13 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     nbytes = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(pool.memory(nbytes).view(word_dtype(dtype.itemsize)).reshape(tuple(shape)))
+
+
+def empty_of(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """`empty` of any dtype, on the CPU."""
+    if dtype.itemsize == 16:
+        return torch.view_as_complex(empty((*shape, 2), torch.int64, _CPU).view(torch.float64))
+    return empty(shape, _WORDS[dtype.itemsize], _CPU).view(dtype)
 
 
 def host_words(tensors: Mapping[_Key, Tensor], fresh: Collection[_Key]) -> dict[_Key, Words]:

@@ -33,6 +33,7 @@ from maskpack.core.index import (
     table_of_bits,
     table_rows,
 )
+from maskpack.core.native import HostLayout
 from maskpack.core.tensors import device_here, host_array, need_tensor, numbered
 from maskpack.errors import LayoutError
 from maskpack.layout import scan
@@ -217,16 +218,10 @@ class RowLayout:
         """Length of the longest row; 0 if there are no rows."""
         return int(self.lengths.max(initial=0))
 
-    @cached_property
-    def span_slices(self) -> list[slice]:
-        """On the host: the position of each span in the flattened [B * S]."""
-        begins = np.repeat(np.arange(self.num_rows) * self.width, np.diff(self.table.splits)) + self.table.starts
-        return list(map(slice, begins.tolist(), (begins + self.table.counts).tolist()))
-
     @property
-    def long_spans(self) -> bool:
-        """Whether copying span by span is faster on the host than indexing each element."""
-        return self.num_tokens >= 64 * self.num_spans
+    def on_host(self) -> HostLayout:
+        """The layout as the compiled core reads it."""
+        return HostLayout(self.width, self.table, self.row_offsets)
 
     # ---------------------------------------------------------------- derived tensors, on the device
 
@@ -412,9 +407,11 @@ def layout_and_value(mask: Tensor, num_tokens: int | None = None) -> tuple[RowLa
         )
     rows, width = mask.shape
     if mask.device.type == "cpu":
-        table, value = scan.on_host(mask.detach())
+        table, bounds, value = scan.on_host(mask.detach())
         _check_num_tokens(table, num_tokens)
-        return RowLayout.from_table(width, table, mask.device), value
+        layout = RowLayout.from_table(width, table, mask.device)
+        layout.__dict__["row_offsets"] = bounds
+        return layout, value
     total, cache = scan.on_device(mask.detach(), num_tokens)
     if "table" in cache:
         _check_num_tokens(cache["table"], num_tokens)

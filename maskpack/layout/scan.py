@@ -9,60 +9,27 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from maskpack.core import native
 from maskpack.core.backends import uses_triton
-from maskpack.core.bits import from_words, words
+from maskpack.core.bits import from_words, word_dtype, words
 from maskpack.core.index import IntArray, SpanTable, cumulated
 from maskpack.errors import LayoutError
 from maskpack.layout.span_index import BLOCK, MOST_TOKENS, SpanIndex, blocks_of, need_int32
 
-_BLOCK_BYTES = 1 << 19  # the flags of one block fit into the second-level cache
 
-
-def on_host(mask: Tensor) -> tuple[SpanTable, Tensor | None]:
-    """The spans of a mask [B, S] on the CPU; and the value () of its valid tokens if all have the same bits and all
-    other bits are 0, else None.
-
-    Neighbours are compared as raw bits, which works for any dtype in one pass. Values are read only where neighbours
-    differ and in the first column. Flags are read eight at a time, because few are set.
-    """
-    complex_mask = mask.is_complex()
-    mask = mask != 0 if complex_mask else mask
-    bits = words(mask).numpy()
-    rows, width = bits.shape
-    stride = -(-width // 8) * 8
-    step = max(1, _BLOCK_BYTES // max(stride, 1))
-    flags = np.zeros((min(step, rows), stride), np.bool_)
-    changes: list[tuple[IntArray, IntArray]] = []
-    for top in range(0, rows if width else 0, step):
-        block = bits[top : top + step]
-        changed = flags[: len(block)]
-        np.not_equal(block[:, 1:], block[:, :-1], out=changed[:, 1:width])
-        changed[:, 0] = True
-        some = np.flatnonzero(changed.reshape(-1).view(np.uint64) != 0)
-        word, byte = np.nonzero(changed.reshape(-1, 8)[some])
-        row, column = np.divmod(some[word] * 8 + byte, stride)
-        changes.append((row + top, column))
-    row = np.concatenate([part for part, _ in changes]) if changes else np.zeros(0, np.int64)
-    column = np.concatenate([part for _, part in changes]) if changes else np.zeros(0, np.int64)
-    stretches = bits[row, column]
-    values = from_words(stretches, mask.dtype)
-    on = _not_zero(values).numpy()
-    valid = np.flatnonzero(stretches)
-    alike = valid.size > 0 and bool((stretches[valid] == stretches[valid[0]]).all()) and bool(on[valid].all())
-    return _span_table(row, column, on, rows, width), values[int(valid[0])] if alike and not complex_mask else None
-
-
-def _span_table(row: IntArray, column: IntArray, on: npt.NDArray[np.bool_], rows: int, width: int) -> SpanTable:
-    """The spans, from stretches of equal values that begin at (row, column) and are valid where `on`."""
-    was_on = np.zeros(on.size, np.bool_)
-    was_on[1:] = on[:-1]
-    was_on[column == 0] = False
-    last = np.ones(on.size, np.bool_)
-    last[:-1] = row[1:] != row[:-1]
-    begin, stop = on & ~was_on, was_on & ~on
-    ends = np.where(stop, column, width)[stop | (last & on)]
-    splits = np.searchsorted(row[begin], np.arange(rows + 1)).astype(np.int64)
-    return SpanTable(column[begin], ends - column[begin], splits)
+def on_host(mask: Tensor) -> tuple[SpanTable, IntArray, Tensor | None]:
+    """Of a mask [B, S] on the CPU: its spans; int64 [B + 1], the bounds of the rows among the valid tokens; and the
+    value () of the valid tokens, if all have the same bits and all other bits are 0, else None."""
+    dtype = mask.dtype
+    if dtype.is_complex or dtype == torch.float8_e8m0fnu:  # 0 has no bits of its own there
+        mask = mask.to(torch.complex128 if dtype.is_complex else torch.float32) != 0
+    bits = 8 * mask.element_size()
+    signed_zero = mask.dtype.is_floating_point and "fnuz" not in str(mask.dtype)
+    table, bounds, value = native.scan(words(mask).numpy(), (1 << bits - signed_zero) - 1)
+    if value is None or mask.dtype != dtype:
+        return table, bounds, None
+    word = np.frombuffer(value.to_bytes(8, "little", signed=True), word_dtype(bits // 8), 1)
+    return table, bounds, from_words(word, dtype)[0]
 
 
 def on_device(mask: Tensor, num_tokens: int | None) -> tuple[int, dict[str, Any]]:

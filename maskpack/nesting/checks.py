@@ -1,29 +1,28 @@
 """Checks that the masked-out elements of a padded field equal its pad.
 
-One read of the field is enough, without its mask: the number of elements whose bits differ from the pad must be the
-same in the padded field and in its packed values. For EDGE, elements that differ from their neighbours are counted
-instead.
+On the host the compiled core compares them while it gathers the values. On a device one read of the field is enough,
+without its mask: the number of elements whose bits differ from the pad must be the same in the padded field and in its
+packed values. For EDGE, elements that differ from their neighbours are counted instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from maskpack.core import native
 from maskpack.core.bits import Words, words
 from maskpack.core.index import IntArray, cumulated
-from maskpack.core.pads import EDGE, Pad, PadValue, pad_tensor
+from maskpack.core.pads import EDGE, PER_ROW, SIGNED_ZERO, Pad, PadValue, pad_tensor
 from maskpack.errors import RegistryError
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import FieldForm, RowPads
 from maskpack.ops import pack_torch as ops
-
-_BLOCK_FLAGS = 1 << 18
 
 
 def held_pads(field: str, pads: Sequence[PadValue], dtype: torch.dtype, call: str) -> tuple[PadValue, ...]:
@@ -56,14 +55,27 @@ def to_padded(values: Tensor, form: FieldForm, layout: RowLayout, row_pads: RowP
     """Packed values [T, *F] in the padded form of their field; `row_pads` if its pad is PER_ROW."""
     layout = layout.to(values.device)
     if row_pads is None:
-        out = ops.unpack(values, layout, cast_pad(form, values.dtype))
-    else:
-        out = ops.unpack(values, layout, row_pads.pads.to(values))
-        if row_pads.edge is not None:
-            edges = ops.unpack(values, layout, EDGE)
-            by_edge = cast("list[bool]", row_pads.edge.tolist())
-            out = torch.cat([(edges if by_edge[row] else out)[row : row + 1] for row in range(layout.num_rows)])
-    return out if form.ragged_dim == 1 else out.movedim(1, form.ragged_dim).contiguous()
+        return ops.unpack(values, layout, cast_pad(form, values.dtype), form.ragged_dim)
+    out = ops.unpack(values, layout, row_pads.pads.to(values), form.ragged_dim)
+    if row_pads.edge is None:
+        return out
+    edges = ops.unpack(values, layout, EDGE, form.ragged_dim)
+    by_edge = cast("list[bool]", row_pads.edge.tolist())
+    return torch.cat([(edges if by_edge[row] else out)[row : row + 1] for row in range(layout.num_rows)])
+
+
+def read(x: Tensor, layout: RowLayout, pad: PadValue, values: Tensor | None = None) -> tuple[bool, Tensor | None]:
+    """Whether all masked-out elements of a field on the host are its pad, and the pads [B] of PER_ROW and SIGNED_ZERO.
+
+    `x` is [B, S, *F] with any strides; its values are gathered into `values`, contiguous [T, *F], if given. They are
+    not complete if the result is False.
+    """
+    if pad is not PER_ROW and pad is not SIGNED_ZERO:
+        return native.read(x, layout.on_host, ops.host_pads(pad, x.dtype), values), None
+    pads = torch.zeros(layout.num_rows, dtype=x.dtype, device="cpu")
+    signed = x.dtype.is_floating_point and x.dtype.itemsize > 1
+    mode = native.BY_ROW if pad is PER_ROW else native.BY_SIGN if signed else native.CONSTANT
+    return native.read(x, layout.on_host, native.Pads(mode, (0,), pads), values), pads
 
 
 def one_rule(
@@ -89,9 +101,9 @@ def one_rule(
     return EDGE if (unpadded | (single & (own == edges).all(1)))[~by_edge].all() else None
 
 
-def not_pad(x: Tensor, pad: PadValue) -> Tensor | int:
-    """The number of elements of `x` [B, S, *F] that differ from a constant pad; for EDGE, from the element before them
-    in the row. An int on the host, else int64 ()."""
+def _count_not_pad(x: Tensor, pad: PadValue) -> Tensor:
+    """The number, int64 (), of elements of `x` [B, S, *F] that differ from a constant pad; for EDGE, from the element
+    before them in the row."""
     padded = words(x)
     order = sorted(range(padded.dim()), key=lambda dim: -padded.stride(dim))  # as it lies in memory
     lying, along = padded.permute(order), order.index(1)
@@ -103,23 +115,17 @@ def not_pad(x: Tensor, pad: PadValue) -> Tensor | int:
     return _differing(padded if isinstance(word, Tensor) else lying, word)  # a word of two lies along the last dim
 
 
-def count_non_pads(
-    x: Tensor, values: Tensor, layout: RowLayout, pad: PadValue | Tensor, seen: Tensor | int | None = None
-) -> Tensor | int:
-    """The number of non-pad values under the mask: an int on the host, else int64 ().
+def count_non_pads(x: Tensor, values: Tensor, layout: RowLayout, pad: PadValue | Tensor) -> Tensor:
+    """The number of non-pad values under the mask, int64 (), of a field on a device.
 
     `x` is [B, S, *F] with any strides, `values` are its packed values [T, *F], `pad` is a constant, EDGE or a tensor
-    [B] with the pad of each row, `seen` is the result of `not_pad` if known. No synchronisation for a constant pad.
+    [B] with the pad of each row. No synchronisation for a constant pad.
     """
     padded, real = words(x), words(values)
     if isinstance(pad, Tensor):
         return _count_row_non_pads(padded, real, words(pad), layout)
-    seen = not_pad(x, pad) if seen is None else seen
-    if pad is not EDGE:
-        return seen - _differing(real, _word(pad, x))
-    if x.device.type == "cpu":
-        return seen - _edge_steps_on_host(padded.numpy(), real.numpy(), layout)
-    return seen - _edge_steps(padded, real, layout)
+    seen = _count_not_pad(x, pad)
+    return seen - (_edge_steps(padded, real, layout) if pad is EDGE else _differing(real, _word(pad, x)))
 
 
 def _word(pad: PadValue, x: Tensor) -> Tensor | int:
@@ -186,7 +192,7 @@ def first_non_pad(x: Tensor, layout: RowLayout, pad: PadValue | Tensor) -> tuple
     return tuple(where), str(x[tuple(where)].item() if x.dtype.itemsize > 1 or not x.is_floating_point() else "?")
 
 
-def _count_row_non_pads(x: Tensor, values: Tensor, pads: Tensor, layout: RowLayout) -> Tensor | int:
+def _count_row_non_pads(x: Tensor, values: Tensor, pads: Tensor, layout: RowLayout) -> Tensor:
     more = [1] * (values.dim() - pads.dim())
     pads = pads.view(pads.shape[0], *more, *pads.shape[1:])
     of_values = pads.repeat_interleave(layout.offsets.diff(), 0, output_size=values.shape[0])
@@ -213,16 +219,6 @@ def _edge_steps(x: Tensor, values: Tensor, layout: RowLayout) -> Tensor:
     return count - torch.count_nonzero(torch.ne(x[rows, before], x[rows, last]))
 
 
-def _edge_steps_on_host(x: Words, values: Words, layout: RowLayout) -> int:
-    """`_edge_steps` in NumPy, which releases the interpreter lock."""
-    starts = layout.row_offsets[1:-1]
-    steps = values[1:] != values[:-1]
-    steps[starts[(starts > 0) & (starts < len(values))] - 1] = False
-    count = int(np.count_nonzero(steps)) - int(np.count_nonzero(x[np.diff(layout.table.splits) == 0]))
-    rows, before, last = _gaps(layout)
-    return count - int(np.count_nonzero(x[rows, before] != x[rows, last]))
-
-
 def _gaps(layout: RowLayout) -> tuple[IntArray, IntArray, IntArray]:
     """The gaps between two spans of a row: the row, the last position of the gap, and the last position before it."""
     table = layout.table
@@ -237,28 +233,6 @@ def _to(index: IntArray, device: torch.device) -> Tensor:
     return torch.from_numpy(index).to(device, non_blocking=True)
 
 
-def _differing(x: Tensor, other: Tensor | int) -> Tensor | int:
+def _differing(x: Tensor, other: Tensor | int) -> Tensor:
     """The number of elements of `x` [n, ...] that differ from `other`, which is a scalar or has n entries."""
-    if x.device.type != "cpu":
-        return torch.count_nonzero(torch.ne(x, other))
-    return _count_differing(x.numpy(), other if isinstance(other, int) else other.numpy())
-
-
-def _count_differing(left: Words, right: Any) -> int:
-    """`_differing` in NumPy, which releases the interpreter lock. Works on blocks of rows whose flags fit into the
-    cache."""
-    if not left.size:
-        return 0
-    whole: Any = right
-    if isinstance(right, int) and right == 0 and left.flags.c_contiguous:
-        return int(np.count_nonzero(left))
-    one_each = np.ndim(whole) == left.ndim and len(whole) == len(left)
-    step = max(1, _BLOCK_FLAGS // (left.size // len(left)))
-    flags = np.empty((min(step, len(left)), *left.shape[1:]), np.bool_)
-    count = 0
-    for top in range(0, len(left), step):
-        block = left[top : top + step]
-        changed = flags[: len(block)]
-        np.not_equal(block, whole[top : top + step] if one_each else whole, out=changed)
-        count += int(np.count_nonzero(changed))
-    return count
+    return torch.count_nonzero(torch.ne(x, other))

@@ -21,7 +21,6 @@ from maskpack.core.bits import DTYPES, from_words, words
 from maskpack.core.keys import Key, Path, path_of, show
 from maskpack.core.pads import EDGE, PAD_TOKEN_ID, PER_ROW, SIGNED_ZERO, Pad, PadValue
 from maskpack.core.tensors import need_batch
-from maskpack.core.threads import Tasks
 from maskpack.core.tree import Node, dense_stack, entry_at, flatten, has, is_object
 from maskpack.errors import LayoutError, MaskpackWarning, RegistryError
 from maskpack.fields.options import Options, Registry, registry_of
@@ -85,19 +84,17 @@ def survey(
     before = {form.path: form for form in schema.forms}
     planner = _Planner(batch, options, layouts, stand_in, before)
     entries = {path: value for path, value in flatten(batch) if path[0] != LAYOUTS}
-    with Tasks(_bytes_on_host(entries.values())) as tasks:
-        forms = [planner.form(path, value) for path, value in entries.items()]
-        rows = planner.rows(forms)
-        axes = tuple(dict.fromkeys(form.layout for form in forms if form.kind == "padded" and form.layout is not None))
-        masks = planner.masks(forms)
+    forms = [planner.form(path, value) for path, value in entries.items()]
+    rows = planner.rows(forms)
+    axes = tuple(dict.fromkeys(form.layout for form in forms if form.kind == "padded" and form.layout is not None))
+    masks = planner.masks(forms)
 
-        def gather(form: FieldForm, one_call: bool) -> Tensor:
-            held = masks.get(form.path)
-            return planner.values(form, entries[form.path], one_call) if held is None else held
+    def gather(form: FieldForm) -> Tensor:
+        held = masks.get(form.path)
+        return planner.values(form, entries[form.path]) if held is None else held
 
-        known = dict.fromkeys(masks, 0)
-        verifier = Verifier(entries, gather, planner.layouts, options, known, then, tasks)
-        forms, row_pads = verifier.verified(forms)
+    verifier = Verifier(entries, gather, planner.layouts, options, dict.fromkeys(masks, 0), then)
+    forms, row_pads = verifier.verified(forms)
     for place, form in enumerate(forms):
         pads = None if form.path in row_pads else read_pads(batch, before, form.path, options.call)
         if pads is not None and form.kind == "padded":
@@ -129,14 +126,6 @@ def _with_one_rule(
     if rule is None or isinstance(rule, Pad):
         return FieldForm(form.path, "dense", dtype=form.dtype, reason=_DIFFERENT_PADS, axis=form.layout), None
     return replace(form, pads=(PER_ROW,)), from_words(rule.reshape(words(own).shape), own.dtype).to(own.device)
-
-
-def _bytes_on_host(entries: Iterable[Any]) -> int:
-    """The size of the strided tensors in bytes; 0 if any tensor is not on the CPU."""
-    tensors = [entry for entry in entries if isinstance(entry, Tensor)]
-    if any(tensor.device.type != "cpu" for tensor in tensors):
-        return 0
-    return sum(tensor.nbytes for tensor in tensors if tensor.layout == torch.strided)
 
 
 class _Planner:
@@ -227,7 +216,7 @@ class _Planner:
                     found[form.path] = value.expand(layout.num_tokens)
         return found
 
-    def values(self, form: FieldForm, value: Tensor, one_call: bool) -> Tensor:
+    def values(self, form: FieldForm, value: Tensor) -> Tensor:
         """The packed values [T, *F] of a field."""
         if value.is_nested:
             return value.values()
@@ -237,7 +226,7 @@ class _Planner:
         layout = self.layouts[form.layout]
         if value.device != layout.device:
             layout = layout.to(value.device)
-        return ops.pack(value.movedim(form.ragged_dim, 1), layout, one_call=one_call)
+        return ops.pack(value.movedim(form.ragged_dim, 1), layout)
 
     # ---------------------------------------------------------------- tensors
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 from maskpack.core.bits import odd_bools, odd_bools_error, words
 from maskpack.core.keys import Path, show
 from maskpack.core.pads import EDGE, PER_ROW, SIGNED_ZERO, PadValue
-from maskpack.core.threads import Tasks
 from maskpack.errors import LossyPadError
 from maskpack.fields.options import Options, VerifyFirst
 from maskpack.layout.jagged import to_host
@@ -32,19 +30,18 @@ Then = Callable[[FieldForm, Tensor, RowLayout], Any]
 class Verifier:
     """Gathers the values of all fields with a layout, and determines the pad of each padded field.
 
-    `gather(form, one_call)` returns the values [T, *F] of a field, `then` processes those of a padded field on the
-    host, and `known` are pads that need no check.
+    `gather(form)` returns the values [T, *F] of a field, `then` processes those of a padded field on the host, and
+    `known` are pads that need no check.
     """
 
     def __init__(
         self,
         entries: Mapping[Path, Any],
-        gather: Callable[[FieldForm, bool], Tensor],
+        gather: Callable[[FieldForm], Tensor],
         layouts: Mapping[str, RowLayout],
         options: Options,
         known: Mapping[Path, PadValue],
         then: Then | None,
-        tasks: Tasks,
     ) -> None:
         self._entries = entries
         self._gather = gather
@@ -52,7 +49,6 @@ class Verifier:
         self._options = options
         self._known = known
         self._then = then
-        self._tasks = tasks
         self._row_pads: dict[tuple[Path, PadValue], Tensor] = {}
         self._ambiguous: set[Path] = set()
         self._odd: list[Path] = []  # bools with bytes other than 0 and 1
@@ -131,31 +127,41 @@ class Verifier:
     def _read(self, gathered: Sequence[FieldForm], doubtful: Mapping[Path, FieldForm]) -> dict[Path, PadValue | None]:
         """Gathers all fields and returns the pads of the doubtful ones."""
         if any(self._entries[form.path].device.type != "cpu" for form in gathered):
-            self.values |= {form.path: self._gather(form, False) for form in gathered}
+            self.values |= {form.path: self._gather(form) for form in gathered}
             return self._tried(doubtful)
-
-        def read(form: FieldForm, one_call: bool) -> PadValue | None:
-            trials = form.pads if form.path in doubtful else ()
-            by_row = PER_ROW in trials[:1] or SIGNED_ZERO in trials[:1]
-            seen = checks.not_pad(self._padded(form)[0], trials[0]) if trials and not by_row else None
-            self.values[form.path] = self._gather(form, one_call)  # now, while the field is in the cache
+        found: dict[Path, PadValue | None] = {}
+        for form in gathered:
+            known = form.path not in doubtful
+            pad = None if known else self._read_on_host(form)
+            if known:
+                self.values[form.path] = self._gather(form)
+            else:
+                found[form.path] = pad
             self._look(form, self.values[form.path])
-            counts = (self._count_non_pads(form, pad, None if place else seen) for place, pad in enumerate(trials))
-            pad = next((pad for pad, count in zip(trials, counts, strict=True) if not count), None)
-            if any(not self._count_non_pads(form, other) for other in self._rivals(form, pad)):
-                self._ambiguous.add(form.path)
-            if pad is not None or not trials:
+            if known or pad is not None:
                 self._finish(form)
-            return pad
+        return found
 
-        if not self._tasks.threaded or not doubtful:
-            found = {form.path: read(form, False) for form in gathered}
+    def _read_on_host(self, form: FieldForm) -> PadValue | None:
+        """Gathers the values of a padded field, in one pass with the check of its pad; None if no pad fits."""
+        x, layout = self._padded(form)
+        values = None
+        if x.requires_grad and torch.is_grad_enabled():
+            self.values[form.path] = self._gather(form)
         else:
-            for index in [self._tasks.start(attrgetter("indices"), layout) for layout in self._layouts.values()]:
-                index.result()  # computed once, before several threads ask for it
-            pads = {form.path: self._tasks.start(read, form, True) for form in gathered}
-            found = {path: pad.result() for path, pad in pads.items()}
-        return {path: found[path] for path in doubtful}
+            self.values[form.path] = values = torch.empty(
+                (layout.num_tokens, *x.shape[2:]), dtype=x.dtype, device="cpu"
+            )
+        for pad in form.pads:
+            exact, row_pads = checks.read(x, layout, pad, values)
+            if row_pads is not None:
+                self._row_pads[form.path, pad] = row_pads
+            if exact:
+                if any(checks.read(x, layout, other)[0] for other in self._rivals(form, pad)):
+                    self._ambiguous.add(form.path)
+                return pad
+        self.values[form.path] = self._gather(form)
+        return None
 
     def _finish(self, form: FieldForm) -> None:
         """Calls `then` on the values and drops them if it returns a result, so that their memory is reused."""
@@ -173,16 +179,14 @@ class Verifier:
             trials = [form for path, form in unsure.items() if found[path] is None and attempt < len(form.pads)]
             counts = [self._count_non_pads(form, form.pads[attempt]) for form in trials]
             odd = {} if attempt else {path: torch.count_nonzero(words(x) > 1) for path, x in self._bools.items()}
-            read = iter(to_host([n.view(1) for n in [*counts, *odd.values()] if isinstance(n, Tensor)]))
-            for form, count in zip(trials, counts, strict=True):
-                non_pads = next(read)[0] if isinstance(count, Tensor) else count
-                found[form.path] = None if non_pads else form.pads[attempt]
+            read = iter(to_host([n.view(1) for n in [*counts, *odd.values()]]))
+            for form in trials:
+                found[form.path] = None if next(read)[0] else form.pads[attempt]
             self._odd += [path for path in odd if next(read)[0]]
         rivals = [(path, other) for path, pad in found.items() for other in self._rivals(unsure[path], pad)]
         counts = [self._count_non_pads(unsure[path], other) for path, other in rivals]
-        read = iter(to_host([count.view(1) for count in counts if isinstance(count, Tensor)]))
-        for (path, _), count in zip(rivals, counts, strict=True):
-            if not (next(read)[0] if isinstance(count, Tensor) else count):
+        for (path, _), count in zip(rivals, to_host([count.view(1) for count in counts]), strict=True):
+            if not count[0]:
                 self._ambiguous.add(path)
         return found
 
@@ -193,9 +197,9 @@ class Verifier:
             return []
         return [other for other in form.pads if other is not pad and EDGE in (pad, other)]
 
-    def _count_non_pads(self, form: FieldForm, pad: PadValue, seen: Tensor | int | None = None) -> Tensor | int:
+    def _count_non_pads(self, form: FieldForm, pad: PadValue) -> Tensor:
         x, layout = self._padded(form)
-        return checks.count_non_pads(x, self.values[form.path], layout, self._pad(form, pad), seen)
+        return checks.count_non_pads(x, self.values[form.path], layout, self._pad(form, pad))
 
     def _pad(self, form: FieldForm, pad: PadValue) -> PadValue | Tensor:
         if pad is not PER_ROW and pad is not SIGNED_ZERO:

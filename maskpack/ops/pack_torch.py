@@ -1,4 +1,4 @@
-"""Pack and unpack in plain torch and NumPy: the specification of both operations, and their implementation on the CPU.
+"""Pack and unpack in plain torch, the specification of both operations; on the CPU the compiled core does them.
 
 pack(x, layout)   == x[layout.to_mask()]
 unpack(v, layout) == torch.full((B, S, *F), pad).masked_scatter(layout.to_mask(), v)
@@ -6,32 +6,26 @@ unpack(v, layout) == torch.full((B, S, *F), pad).masked_scatter(layout.to_mask()
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from maskpack.core.bits import Words, empty, from_words, words
-from maskpack.core.pads import EDGE, pad_tensor
+from maskpack.core import native
+from maskpack.core.bits import empty, empty_of, words
+from maskpack.core.pads import EDGE, Pad, PadValue, pad_tensor, pad_words
 from maskpack.layout.row_layout import RowLayout
 
 
-def pack(x: Tensor, layout: RowLayout, *, one_call: bool = False) -> Tensor:
-    """`one_call` copies by one NumPy call, which lets other threads run, instead of one call for each span."""
+def pack(x: Tensor, layout: RowLayout) -> Tensor:
     if _traced(x):
         return x.flatten(0, 1).index_select(0, layout.indices)
     out = torch.empty((layout.num_tokens, *x.shape[2:]), dtype=x.dtype, device=x.device)
+    if x.device.type == "cpu":
+        native.read(x, layout.on_host, native.Pads(native.NO_PAD), out)
+        return out
     source, target = words(x), words(out)
-    if one_call and x.device.type == "cpu" and source.is_contiguous() and out.numel():
-        np.take(source.flatten(0, 1).numpy(), layout.indices.numpy(), axis=0, out=target.numpy(), mode="clip")
-    elif x.device.type == "cpu" and layout.long_spans:
-        if source.is_contiguous():
-            _copy_spans(target.numpy(), source.numpy(), layout, back=True)
-        elif layout.num_spans:
-            np.concatenate(_span_views(source.numpy(), layout), out=target.numpy())
-    elif source.is_contiguous():
+    if source.is_contiguous():
         torch.index_select(source.flatten(0, 1), 0, layout.indices, out=target)
     else:
         width = max(layout.width, 1)
@@ -39,22 +33,46 @@ def pack(x: Tensor, layout: RowLayout, *, one_call: bool = False) -> Tensor:
     return out
 
 
-def unpack(values: Tensor, layout: RowLayout, pad_value: Any = 0) -> Tensor:
+def unpack(values: Tensor, layout: RowLayout, pad_value: Any = 0, ragged_dim: int = 1) -> Tensor:
+    """The width of the result is its dim `ragged_dim`."""
+    if values.device.type == "cpu" and not _traced(values):
+        return _unpack_on_host(values, layout, pad_value, ragged_dim)
     if pad_value is EDGE:
-        return _unpack_edge(values, layout)
+        return _moved(_unpack_edge(values, layout), ragged_dim)
     shape = (layout.num_rows, layout.width, *values.shape[1:])
     if isinstance(pad_value, Tensor):
         out = _spread(pad_value.to(values.dtype).view(-1, *[1] * (len(shape) - 1)), shape)
     else:
         out = _filled(shape, pad_value, values)
     if _traced(values):
-        return out.flatten(0, 1).index_copy(0, layout.indices, values).view(shape)
-    source, target = words(values), words(out)
-    if values.device.type == "cpu" and layout.long_spans:
-        _copy_spans(np.ascontiguousarray(source.numpy()), target.numpy(), layout)
-    else:
-        target.flatten(0, 1).index_copy_(0, layout.indices, source)
+        return _moved(out.flatten(0, 1).index_copy(0, layout.indices, values).view(shape), ragged_dim)
+    words(out).flatten(0, 1).index_copy_(0, layout.indices, words(values))
+    return _moved(out, ragged_dim)
+
+
+def _moved(out: Tensor, ragged_dim: int) -> Tensor:
+    return out if ragged_dim == 1 else out.movedim(1, ragged_dim).contiguous()
+
+
+def _unpack_on_host(values: Tensor, layout: RowLayout, pad_value: Any, ragged_dim: int) -> Tensor:
+    rest = [*values.shape[1:]]
+    shape = (layout.num_rows, *rest[: ragged_dim - 1], layout.width, *rest[ragged_dim - 1 :])
+    out = empty_of(shape, values.dtype)
+    native.write(values.contiguous(), layout.on_host, host_pads(pad_value, values.dtype), out.movedim(ragged_dim, 1))
     return out
+
+
+def host_pads(pad: PadValue | Tensor, dtype: torch.dtype) -> native.Pads:
+    """A pad for the compiled core: a constant that the dtype can hold, EDGE, or a tensor [B] with the pad of each row;
+    PER_ROW and SIGNED_ZERO get such a tensor, which `native.read` fills."""
+    if pad is EDGE:
+        return native.Pads(native.BY_EDGE)
+    if isinstance(pad, Tensor):
+        return native.Pads(native.BY_ROW, of_rows=pad.to(dtype).contiguous())
+    assert not isinstance(pad, Pad)
+    bits = pad_words(pad, dtype)
+    assert bits is not None
+    return native.Pads(native.CONSTANT, bits)
 
 
 def _traced(x: Tensor) -> bool:
@@ -83,8 +101,6 @@ def _spread(pads: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def _unpack_edge(values: Tensor, layout: RowLayout) -> Tensor:
     differentiable = _traced(values)
-    if values.device.type == "cpu" and layout.long_spans and not differentiable:
-        return _unpack_edge_by_span(values, layout)
     shape = (layout.num_rows, layout.width, *values.shape[1:])
     out = torch.zeros(shape, dtype=values.dtype, device=values.device)
     if layout.num_tokens == 0:
@@ -98,46 +114,3 @@ def _unpack_edge(values: Tensor, layout: RowLayout) -> Tensor:
     edges = words(values).index_select(0, nearest).view(target.shape)
     target.copy_(edges.masked_fill_(empty.view(-1, *[1] * (edges.dim() - 1)), 0))
     return out
-
-
-def _unpack_edge_by_span(values: Tensor, layout: RowLayout) -> Tensor:
-    """Fills each row with its last valid element, then writes the positions up to that element."""
-    source, table = words(values), layout.table
-    ends = torch.zeros((layout.num_rows, *source.shape[1:]), dtype=source.dtype, device=source.device)
-    filled_rows = torch.from_numpy(np.flatnonzero(layout.lengths))
-    ends[filled_rows] = source[layout.offsets[1:][filled_rows] - 1]
-    shape = (layout.num_rows, layout.width, *source.shape[1:])
-    out = empty(shape, source.dtype, source.device).copy_(ends.unsqueeze(1).expand(shape))
-    target, array = out.numpy(), source.numpy()
-    starts, counts, splits = table.starts.tolist(), table.counts.tolist(), table.splits.tolist()
-    begin = 0
-    for row in range(layout.num_rows):
-        line, filled = target[row], 0
-        for span in range(splits[row], splits[row + 1]):
-            end, stop = begin + counts[span], starts[span] + counts[span]
-            line[filled : starts[span]] = array[begin - 1 if filled else begin]
-            line[starts[span] : stop] = array[begin:end]
-            begin, filled = end, stop
-    return from_words(target, values.dtype)
-
-
-def _copy_spans(packed: Words, padded: Words, layout: RowLayout, *, back: bool = False) -> None:
-    """Copies packed values [T, *F] to their spans in `padded` [B, S, *F], or `back`; both are contiguous. Slicing a
-    memoryview is faster than slicing an array."""
-    size = math.prod(packed.shape[1:])
-    line, flat = packed.reshape(-1).data, padded.reshape(-1).data
-    begin = 0
-    for place in layout.span_slices if size else ():
-        end = begin + (place.stop - place.start) * size
-        span = slice(place.start * size, place.stop * size)
-        if back:
-            line[begin:end] = flat[span]
-        else:
-            flat[span] = line[begin:end]
-        begin = end
-
-
-def _span_views(array: Words, layout: RowLayout) -> list[Words]:
-    """Views of the spans of `array` [B, S, *F], in order."""
-    width = layout.width
-    return [array[at.start // width, at.start % width :][: at.stop - at.start] for at in layout.span_slices]

@@ -26,7 +26,6 @@ from maskpack.core.bits import Words, host_words, odd_bools, odd_bools_error, wo
 from maskpack.core.index import IntArray, Rows, even_sizes, no_single_row, part_sizes, row_index
 from maskpack.core.objects import Objects
 from maskpack.core.tensors import device_here
-from maskpack.core.threads import Tasks
 from maskpack.core.tree import select_entries, unflatten
 from maskpack.errors import LayoutError
 from maskpack.fields.options import OnLoss, Options, Registry, Verify
@@ -405,10 +404,6 @@ def decompress(
     check_devices({form.device or "cpu" for form in forms} if device is None else [device], "decompress")
     ready = staging.decoded(packed, forms, format == "nested", device)
     decoder = Decoder(packed, format == "nested", device, ready)
-    left = [form for form in forms if form.path in packed.fields and form.path not in ready.entries]
-    with Tasks(sum(packed.words_nbytes(form.path) for form in left)) as tasks:
-        if tasks.threaded:
-            decoder.read_ahead(left, tasks)
     entries = [(form.path, decoder.entry(form)) for form in forms]
     root = packed.schema.root
     if not decoder.nested:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from maskpack.core.bits import Words, from_words, word_dtype
 from maskpack.core.index import IntArray
-from maskpack.core.threads import Tasks
 from maskpack.core.tree import Node
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Path, show
@@ -125,23 +124,6 @@ class Decoder:
         self._ready = ready or Decoded()
         self._moved: dict[tuple[str, str], RowLayout] = {}
         self._words: dict[Path, Words] = {}
-
-    def read_ahead(self, forms: Iterable[FieldForm], tasks: Tasks) -> None:
-        """Decodes the words of fields in several threads, before `entry` asks for them one by one."""
-        wanted = dict.fromkeys(
-            path for form in forms if form.path in self._packed.fields for path in self._stored(form.path)
-        )
-        decoded = {path: tasks.start(self._decoded, path) for path in wanted}
-        self._words.update({path: words.result() for path, words in decoded.items()})
-
-    def _stored(self, path: Path) -> list[Path]:
-        """The fields that store the words of a field."""
-        encoding = self._packed.fields[path]
-        if isinstance(encoding, Same):
-            return self._stored(encoding.field)
-        if isinstance(encoding, Joined):
-            return [*self._stored(encoding.head), *self._stored(encoding.tail)]
-        return [path]
 
     def entry(self, form: FieldForm) -> Any:
         """An entry of the batch, in its own memory."""

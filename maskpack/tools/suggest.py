@@ -28,7 +28,6 @@ from maskpack.nesting import checks
 from maskpack.nesting.axes import Axes
 from maskpack.nesting.coverage import DenseField, hidden_tensors
 from maskpack.nesting.schema import LAYOUTS, read_layouts
-from maskpack.ops import pack_torch as ops
 
 _CALL = "maskpack doctor"
 _USUAL = (0, -1, -100)
@@ -226,18 +225,13 @@ def _pad_of(x: Tensor, layout: RowLayout, pad_token_id: int | None) -> PadValue 
     padded = np.flatnonzero(layout.lengths < layout.width)
     if not len(padded) or not x.numel():
         return 0
-    values, rows = ops.pack(x, layout), checks.row_pads(x, layout)
+    rows = checks.row_pads(x, layout)
     first: Any = rows[int(padded[0])].item()
     usual = x.dtype == torch.bool or (first in (*_USUAL, pad_token_id) and str(first) != "-0.0")
     pads: list[Any] = [first] if usual else []
     pads += [Pad.EDGE] if _is_integer(x) else [Pad.SIGNED_ZERO] if first == 0 and x.is_floating_point() else []
     pads += [float("nan") if first != first else first, Pad.PER_ROW]  # a NaN of other bits can be no constant
-    by_row: dict[PadValue, Tensor] = {Pad.PER_ROW: rows, Pad.SIGNED_ZERO: checks.zeros_of(rows)}
-    for pad in pads:
-        exact: Any = by_row.get(pad, pad)
-        if checks.holds(pad, x.dtype) and not int(checks.count_non_pads(x, values, layout, exact)):
-            return pad
-    return None
+    return next((pad for pad in pads if checks.holds(pad, x.dtype) and checks.read(x, layout, pad)[0]), None)
 
 
 def _several(x: Tensor, fit: _Fit) -> str:

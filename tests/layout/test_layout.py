@@ -384,11 +384,6 @@ def test_derived_tensors_are_made_once() -> None:
     assert layout.cu_seqlens is layout.cu_seqlens
 
 
-def test_long_runs() -> None:
-    assert RowLayout.from_lengths([64, 64]).long_spans
-    assert not RowLayout.from_lengths([63, 64]).long_spans
-
-
 # -------------------------------------------------------------------- equality, immutability, text
 
 

@@ -43,7 +43,7 @@ from maskpack import (
     unnest,
     unnest_batch_by_mask,
 )
-from maskpack.core import threads as tasks
+from maskpack.core import native
 from maskpack.errors import CoverageError, LayoutError, LossyPadError, MaskpackWarning, RegistryError
 from maskpack.layout.span_table import lines_of, table_of_lines
 
@@ -1430,8 +1430,7 @@ def test_cat_of_one_pad_a_row_and_one_pad_for_all() -> None:
 
 
 def test_threads_verify_the_same_pads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "_LARGE", 0)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(native, "threads_for", lambda nbytes: 3)
     batch = exact_zero(rollout())
     assert_same_batch(unnest(nest_batch_by_mask(batch, pad_token_id=0, strict_mask_nesting=True)), batch)
     under = (batch["attention_mask"] == 0).nonzero()[0].tolist()

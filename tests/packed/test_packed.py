@@ -36,7 +36,7 @@ from maskpack import (
     nest_batch_by_mask,
     unnest,
 )
-from maskpack.core import threads as tasks
+from maskpack.core import native
 from maskpack.errors import CoverageError, LayoutError, LossyPadError, MaskpackWarning, RegistryError
 from maskpack.nesting import checks
 from maskpack.planning import plan_micro_batches
@@ -1229,8 +1229,7 @@ def test_threads_give_the_same_bytes(variant: str, monkeypatch: pytest.MonkeyPat
     alone = compress(batch, pad_token_id=samples.PAD).to_bytes()
     stray = batch.clone()
     stray["old_log_probs"][3, -1] = 7.0
-    monkeypatch.setattr(tasks, "_LARGE", 0)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(native, "threads_for", lambda nbytes: 3)
     packed = compress(batch, pad_token_id=samples.PAD)
     assert packed.to_bytes() == alone
     assert_same_batch(decompress(packed), batch)
@@ -1245,7 +1244,7 @@ def test_a_lesson_is_not_forgotten_over_a_batch_without_padding(monkeypatch: pyt
     first = VerifyFirst()
     for batch in (padded, full):
         compress(batch, registry=registry, verify=first)
-    monkeypatch.setattr(checks, "count_non_pads", None)  # nothing is verified any more
+    monkeypatch.setattr(checks, "read", None)  # nothing is verified any more
     assert_same_batch(decompress(compress(padded, registry=registry, verify=first)), padded)
 
 

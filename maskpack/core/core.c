@@ -1,0 +1,1880 @@
+/* The compiled core of maskpack: one pass over memory for each thing that is done to a batch.
+
+   scan      a mask to its spans
+   read      padded fields to packed values; every pad is verified on the way
+   write     packed values to padded fields
+
+   Functions take int64 numbers, addresses among them, and tables whose rows are jobs. They keep no state, call nothing
+   back and hand out no memory. Python builds the tables (native.py), checks what it is given and writes the messages.
+
+   A word has 1, 2, 4, 8 or 16 bytes. An element of a field has `items` words that lie together at each position, and
+   `outer` of these groups that lie apart, where dims stand before the width: [B, outer, S, items]. Packed values are
+   [T, outer, items]. */
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+#define API __attribute__((visibility("default")))
+
+typedef int64_t i64;
+typedef uint64_t u64;
+typedef uint32_t u32;
+typedef uint8_t u8;
+
+API i64 maskpack_version(void) { return 1; } /* native.py expects this number */
+
+/* ------------------------------------------------------------------ words */
+
+enum { AHEAD = 3072, MOST_THREADS = 64 }; /* bytes to prefetch ahead of a read */
+
+/* A word, repeated over 16 bytes. */
+typedef struct {
+    u64 low, high;
+} Pattern;
+
+static const Pattern ZEROS = {0, 0};
+
+static u64 load(const u8 *p) {
+    u64 word;
+    memcpy(&word, p, 8);
+    return word;
+}
+
+/* A word of up to 8 bytes, or the first half of one of 16. */
+static u64 word_at(const u8 *p, i64 size) {
+    uint16_t two;
+    u32 four;
+    switch (size) {
+    case 1: return *p;
+    case 2: memcpy(&two, p, 2); return two;
+    case 4: memcpy(&four, p, 4); return four;
+    default: return load(p);
+    }
+}
+
+/* The number that the lowest `size` bytes of a word are. */
+static i64 as_signed(u64 word, i64 size) {
+    i64 unused = size < 8 ? 64 - 8 * size : 0;
+    return (i64)(word << unused) >> unused;
+}
+
+static i64 signed_word(const u8 *p, i64 size) { return as_signed(word_at(p, size), size); }
+
+static Pattern repeated(const u8 *word, i64 size) {
+    Pattern pattern;
+    for (i64 i = 0; i < 16; i += size) memcpy((u8 *)&pattern + i, word, (size_t)size);
+    return pattern;
+}
+
+/* The number of bytes at the begin of p[0:n] that repeat a pattern. */
+static i64 equal_bytes(const u8 *p, i64 n, Pattern pattern) {
+    i64 at = 0;
+    for (; at + 512 <= n; at += 512) {
+        u64 differing = 0;
+        for (i64 line = 0; line < 512; line += 64) __builtin_prefetch(p + at + AHEAD + line);
+        for (i64 i = 0; i < 512; i += 16)
+            differing |= (load(p + at + i) ^ pattern.low) | (load(p + at + i + 8) ^ pattern.high);
+        if (differing) break;
+    }
+    for (; at + 16 <= n; at += 16)
+        if ((load(p + at) ^ pattern.low) | (load(p + at + 8) ^ pattern.high)) break;
+    while (at < n && p[at] == ((const u8 *)&pattern)[at & 15]) at++;
+    return at;
+}
+
+/* Repeats a pattern over p[0:n]. Past the cache, if `stream`: memory that is not read soon need not be loaded first. */
+static void fill(u8 *p, i64 n, Pattern pattern, i64 stream) {
+    i64 at = 0;
+#if defined(__SSE2__)
+    if (stream && n >= 4096) {
+        at = -(intptr_t)p & 15;
+        Pattern turned;
+        for (i64 i = 0; i < 16; i++) ((u8 *)&turned)[i] = ((const u8 *)&pattern)[(at + i) & 15];
+        memcpy(p, &pattern, 16);
+        __m128i words = _mm_loadu_si128((const __m128i *)&turned);
+        for (; at + 64 <= n; at += 64)
+            for (i64 i = 0; i < 64; i += 16) _mm_stream_si128((__m128i *)(p + at + i), words);
+        for (; at < n; at++) p[at] = ((const u8 *)&pattern)[at & 15];
+        return;
+    }
+#endif
+    (void)stream;
+    for (; at + 16 <= n; at += 16) memcpy(p + at, &pattern, 16);
+    memcpy(p + at, &pattern, (size_t)(n - at));
+}
+
+/* Copies n elements of `size` bytes that lie `from_step` and `to_step` bytes apart. */
+static void copy_apart(u8 *to, i64 to_step, const u8 *from, i64 from_step, i64 n, i64 size) {
+    if (to_step == size && from_step == size) memcpy(to, from, (size_t)(n * size));
+    else if (size == 8) for (i64 i = 0; i < n; i++) memcpy(to + i * to_step, from + i * from_step, 8);
+    else if (size == 4) for (i64 i = 0; i < n; i++) memcpy(to + i * to_step, from + i * from_step, 4);
+    else for (i64 i = 0; i < n; i++) memcpy(to + i * to_step, from + i * from_step, (size_t)size);
+}
+
+/* ------------------------------------------------------------------ threads: tasks off a counter, joined before return */
+
+typedef struct {
+    void (*run)(void *, i64);
+    void *context;
+    i64 tasks;
+    _Atomic i64 next;
+} Crew;
+
+static void *work(void *argument) {
+    Crew *crew = argument;
+    for (i64 task; (task = atomic_fetch_add(&crew->next, 1)) < crew->tasks;) crew->run(crew->context, task);
+    return NULL;
+}
+
+static void run_tasks(void (*run)(void *, i64), void *context, i64 tasks, i64 threads) {
+    Crew crew = {run, context, tasks, 0};
+    pthread_t others[MOST_THREADS];
+    i64 started = 0;
+    if (threads > tasks) threads = tasks;
+    while (started + 1 < threads && started < MOST_THREADS && !pthread_create(&others[started], NULL, work, &crew))
+        started++;
+    work(&crew);
+    for (i64 i = 0; i < started; i++) pthread_join(others[i], NULL);
+}
+
+/* ------------------------------------------------------------------ scan: a mask to its spans */
+
+enum { FEW_SPANS = 4 };
+
+/* The scan of a row: its first spans, the word of its first valid token, and whether all its valid tokens are this word
+   and all other bits are 0. */
+typedef struct {
+    i64 spans, tokens, alike;
+    u64 value;
+    i64 starts[FEW_SPANS], counts[FEW_SPANS];
+} RowScan;
+
+typedef struct {
+    const u8 *mask;
+    i64 size, rows, width, row_stride;
+    u64 significant;
+    RowScan *found;
+    const i64 *splits;
+    i64 *starts, *counts, rows_a_task;
+} Scan;
+
+/* Lists the spans of a row, at most `room` of them; a word is valid if it has one of the significant bits. */
+static RowScan scan_row(const Scan *scan, i64 row, i64 *starts, i64 *counts, i64 room) {
+    const u8 *words = scan->mask + row * scan->row_stride;
+    i64 size = scan->size, width = scan->width, at = 0;
+    RowScan found = {0, 0, 1, 0, {0}, {0}};
+    while ((at += equal_bytes(words + at * size, (width - at) * size, ZEROS) / size) < width) {
+        u64 word = word_at(words + at * size, size);
+        i64 start = at;
+        if (!(word & scan->significant)) { /* -0.0 */
+            found.alike = 0;
+            at++;
+            continue;
+        }
+        if (!found.spans) found.value = word;
+        for (; at < width && (word = word_at(words + at * size, size)) & scan->significant;) {
+            found.alike &= word == found.value;
+            at += equal_bytes(words + at * size, (width - at) * size, repeated((const u8 *)&word, size)) / size;
+        }
+        if (found.spans < room) {
+            starts[found.spans] = start;
+            counts[found.spans] = at - start;
+        }
+        found.spans++;
+        found.tokens += at - start;
+    }
+    return found;
+}
+
+static i64 last_row(const Scan *scan, i64 task) {
+    i64 end = (task + 1) * scan->rows_a_task;
+    return end < scan->rows ? end : scan->rows;
+}
+
+static void count_spans(void *context, i64 task) {
+    Scan *scan = context;
+    for (i64 row = task * scan->rows_a_task; row < last_row(scan, task); row++) {
+        i64 starts[FEW_SPANS] = {0}, counts[FEW_SPANS] = {0};
+        RowScan found = scan_row(scan, row, starts, counts, FEW_SPANS);
+        memcpy(found.starts, starts, sizeof starts);
+        memcpy(found.counts, counts, sizeof counts);
+        scan->found[row] = found;
+    }
+}
+
+static void list_spans(void *context, i64 task) {
+    Scan *scan = context;
+    for (i64 row = task * scan->rows_a_task; row < last_row(scan, task); row++) {
+        const RowScan *found = &scan->found[row];
+        i64 *starts = scan->starts + scan->splits[row], *counts = scan->counts + scan->splits[row];
+        if (found->spans > FEW_SPANS) scan_row(scan, row, starts, counts, found->spans);
+        else
+            for (i64 i = 0; i < found->spans; i++) {
+                starts[i] = found->starts[i];
+                counts[i] = found->counts[i];
+            }
+    }
+}
+
+/* Counts the spans of a mask [rows, width]: splits and bounds [rows + 1] are the cumulated spans and tokens of the rows,
+   `found` keeps RowScan for `maskpack_list_spans`. `alike` [2]: whether all valid words are equal and all other bits 0,
+   and that word. Returns the number of spans. */
+API i64 maskpack_count_spans(const u8 *mask, i64 size, i64 rows, i64 width, i64 row_stride, u64 significant, RowScan *found,
+                             i64 *splits, i64 *bounds, i64 *alike, i64 threads) {
+    Scan scan = {mask, size, rows, width, row_stride, significant, found, NULL, NULL, NULL, rows / (4 * threads) + 1};
+    run_tasks(count_spans, &scan, (rows + scan.rows_a_task - 1) / scan.rows_a_task, threads);
+    u64 value = 0;
+    i64 seen = 0, equal = 1;
+    splits[0] = bounds[0] = 0;
+    for (i64 row = 0; row < rows; row++) {
+        splits[row + 1] = splits[row] + found[row].spans;
+        bounds[row + 1] = bounds[row] + found[row].tokens;
+        equal &= found[row].alike && (!found[row].spans || !seen || found[row].value == value);
+        if (found[row].spans) {
+            value = found[row].value;
+            seen = 1;
+        }
+    }
+    alike[0] = equal && seen;
+    alike[1] = (i64)value;
+    return splits[rows];
+}
+
+/* Lists the spans that `maskpack_count_spans` counted: starts and counts [splits[rows]]. */
+API void maskpack_list_spans(const u8 *mask, i64 size, i64 rows, i64 width, i64 row_stride, u64 significant, RowScan *found,
+                             const i64 *splits, i64 *starts, i64 *counts, i64 threads) {
+    Scan scan = {mask, size, rows, width, row_stride, significant, found, splits, starts, counts, rows / (4 * threads) + 1};
+    run_tasks(list_spans, &scan, (rows + scan.rows_a_task - 1) / scan.rows_a_task, threads);
+}
+
+/* ------------------------------------------------------------------ padded fields */
+
+enum { NO_PAD, CONSTANT, EDGE, PER_ROW, SIGNED_ZERO }; /* NO_PAD: neither verified nor written */
+
+/* The spans of rows: starts and counts of each, splits [rows + 1] into them, bounds [rows + 1] into packed tokens. */
+typedef struct {
+    i64 rows, width;
+    const i64 *starts, *counts, *splits, *bounds;
+} Layout;
+
+/* A padded field and its packed values. `pad` is the word of a constant pad; `row_pads` has a word for each row, which
+   `read` writes and `write` reads. `read` sets `stray` to 1 + the first row with another value under the mask; a value
+   stays 0 if all is well. */
+typedef struct {
+    u8 *padded, *packed;
+    i64 row_stride, outer, outer_stride, size, items, layout, mode;
+    u64 pad[2];
+    u8 *row_pads;
+    i64 stray;
+} Field;
+
+typedef struct {
+    Field *fields;
+    const Layout *layouts;
+    i64 *tasks; /* field, first row, row behind the last */
+    i64 stream;
+} Pass;
+
+/* Whether n elements at p are equal to one element. */
+static int equal_elements(const u8 *p, i64 n, const u8 *element, i64 items, i64 size) {
+    if (items == 1) return equal_bytes(p, n * size, repeated(element, size)) == n * size;
+    i64 bytes = items * size;
+    for (i64 i = 0; i < n; i++)
+        if (memcmp(p + i * bytes, element, (size_t)bytes)) return 0;
+    return 1;
+}
+
+static Pattern pad_of_row(Field *field, const Layout *layout, i64 row) {
+    i64 size = field->size, first = layout->splits[row], last = layout->splits[row + 1];
+    i64 place = first == last || layout->starts[first] > 0 ? 0 : layout->counts[first];
+    u8 word[16] = {0};
+    if (place < layout->width) memcpy(word, field->padded + row * field->row_stride + place * field->items * size, (size_t)size);
+    if (field->mode == SIGNED_ZERO && (word_at(word, size) & ~(1ull << (8 * size - 1)))) memset(word, 0, 16);
+    memcpy(field->row_pads + row * size, word, (size_t)size);
+    return repeated(word, size);
+}
+
+/* Verifies the pads of a row and gathers its values to `values`, unless that is NULL; returns whether every masked-out
+   element is its pad. */
+static int read_row(Field *field, const Layout *layout, i64 row, u8 *values) {
+    i64 size = field->size, items = field->items, element = items * size, step = field->outer * element;
+    i64 first = layout->splits[row], last = layout->splits[row + 1];
+    Pattern pad = repeated((const u8 *)field->pad, size);
+    if (field->mode >= PER_ROW) pad = pad_of_row(field, layout, row);
+    for (i64 slice = 0; slice < field->outer; slice++) {
+        const u8 *from = field->padded + row * field->row_stride + slice * field->outer_stride;
+        u8 *to = values ? values + slice * element : NULL;
+        const u8 *edge = first < last ? from + layout->starts[first] * element : NULL;
+        i64 at = 0;
+        for (i64 span = first; span <= last; span++) {
+            i64 stop = span < last ? layout->starts[span] : layout->width, masked = (stop - at) * element;
+            if (field->mode == EDGE && edge) {
+                if (!equal_elements(from + at * element, stop - at, edge, items, size)) return 0;
+            } else if (field->mode == EDGE) {
+                if (equal_bytes(from + at * element, masked, ZEROS) < masked) return 0;
+            } else if (field->mode && equal_bytes(from + at * element, masked, pad) < masked) return 0;
+            if (span == last) break;
+            i64 n = layout->counts[span];
+            if (to) {
+                copy_apart(to, step, from + stop * element, element, n, element);
+                to += n * step;
+            }
+            at = stop + n;
+            edge = from + (at - 1) * element;
+        }
+    }
+    return 1;
+}
+
+/* Writes the pads of a row, and its values unless they lie there already (NULL; `outer` is 1 then). */
+static void write_row(const Field *field, const Layout *layout, i64 row, const u8 *values, i64 stream) {
+    i64 size = field->size, items = field->items, element = items * size, step = field->outer * element;
+    i64 first = layout->splits[row], last = layout->splits[row + 1];
+    Pattern pad = repeated(field->mode >= PER_ROW ? field->row_pads + row * size : (const u8 *)field->pad, size);
+    for (i64 slice = 0; slice < field->outer; slice++) {
+        u8 *to = field->padded + row * field->row_stride + slice * field->outer_stride;
+        const u8 *from = values ? values + slice * element : NULL, *edge = from;
+        if (first == last) edge = NULL;
+        else if (!values) edge = to + layout->starts[first] * element;
+        i64 at = 0;
+        for (i64 span = first; span <= last; span++) {
+            i64 stop = span < last ? layout->starts[span] : layout->width;
+            if (field->mode == EDGE && edge && items > 1)
+                for (; at < stop; at++) memcpy(to + at * element, edge, (size_t)element);
+            else if (field->mode)
+                fill(to + at * element, (stop - at) * element, field->mode != EDGE ? pad : edge ? repeated(edge, size) : ZEROS, stream);
+            if (span == last) break;
+            i64 n = layout->counts[span];
+            if (values) {
+                copy_apart(to + stop * element, element, from, step, n, element);
+                from += n * step;
+            }
+            at = stop + n;
+            edge = to + (at - 1) * element;
+        }
+    }
+}
+
+static void read_task(void *context, i64 task) {
+    Pass *pass = context;
+    const i64 *rows = pass->tasks + 3 * task;
+    Field *field = pass->fields + rows[0];
+    const Layout *layout = pass->layouts + field->layout;
+    i64 step = field->outer * field->items * field->size;
+    for (i64 row = rows[1]; row < rows[2]; row++)
+        if (!read_row(field, layout, row, field->packed ? field->packed + layout->bounds[row] * step : NULL)) {
+            __atomic_store_n(&field->stray, row + 1, __ATOMIC_RELAXED);
+            return;
+        }
+}
+
+static void write_task(void *context, i64 task) {
+    Pass *pass = context;
+    const i64 *rows = pass->tasks + 3 * task;
+    const Field *field = pass->fields + rows[0];
+    const Layout *layout = pass->layouts + field->layout;
+    i64 step = field->outer * field->items * field->size;
+    for (i64 row = rows[1]; row < rows[2]; row++)
+        write_row(field, layout, row, field->packed + layout->bounds[row] * step, pass->stream);
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+}
+
+/* Divides the rows of all fields into tasks: one a field for one thread, four a thread for several. */
+static i64 *divided(const Field *fields, i64 num_fields, const Layout *layouts, i64 threads, i64 *count) {
+    i64 *tasks = NULL;
+    for (int fill_in = 0; fill_in < 2; fill_in++) {
+        *count = 0;
+        for (i64 field = 0; field < num_fields; field++) {
+            const Layout *layout = layouts + fields[field].layout;
+            i64 block = threads == 1 ? layout->rows : layout->rows / (4 * threads) + 1;
+            for (i64 row = 0; row < layout->rows; row += block, ++*count)
+                if (fill_in) {
+                    i64 *task = tasks + 3 * *count, end = row + block;
+                    task[0] = field;
+                    task[1] = row;
+                    task[2] = end < layout->rows ? end : layout->rows;
+                }
+        }
+        if (!fill_in && !(tasks = malloc(sizeof(i64) * 3 * (size_t)(*count + 1)))) return NULL;
+    }
+    return tasks;
+}
+
+/* Gathers the packed values of padded fields and verifies their pads; returns 0, or -1 without memory for its tasks. */
+API i64 maskpack_read(Field *fields, i64 num_fields, const Layout *layouts, i64 threads) {
+    i64 count;
+    Pass pass = {fields, layouts, divided(fields, num_fields, layouts, threads, &count), 0};
+    if (!pass.tasks) return -1;
+    run_tasks(read_task, &pass, count, threads);
+    free(pass.tasks);
+    return 0;
+}
+
+/* The inverse of `maskpack_read`. `stream`: whether pads are written past the cache. */
+API i64 maskpack_write(Field *fields, i64 num_fields, const Layout *layouts, i64 stream, i64 threads) {
+    i64 count;
+    Pass pass = {fields, layouts, divided(fields, num_fields, layouts, threads, &count), stream};
+    if (!pass.tasks) return -1;
+    run_tasks(write_task, &pass, count, threads);
+    free(pass.tasks);
+    return 0;
+}
+
+/* ------------------------------------------------------------------ packed batches: a table and a body
+
+   A field is stored as an entry: its encoding, and where the arrays of the encoding lie in the body. An array that
+   needs several equal numbers may be stored as one. Entries refer to entries before them.
+
+     PLAIN    a: the words
+     NARROW   a: words less `number`, in 1, 2 or 4 bytes
+     BLOCKS   up to 256 words of a row: a: bits of each block, with NEAR if its words are distances to another field's;
+              b: its least word; c: the bits
+     BITS     a: one of two words, a bit each, every row from a new byte on; b: the two words
+     RLE      a: stretches of equal words of each row; b: lengths of all but the last of a row; c: their words
+     ARANGE   a: the first word of each row; each word is `number` above the one before
+     DELTA    as RLE, of the first word and the differences behind it
+     SPARSE   a: words of each row that are not 0; b: their places in the row; c: the words
+     DICT     a: the row of entry `first` that each row equals, plus `number`; b: the elements of each of those rows
+     COLUMNS  the `second` words of an element, one column each: entries from `first` on
+     CONCAT   the rows of entry `first`, each followed by the row of entry `second`
+
+   Rows of a layout have its tokens times `items` words; rows without a layout have `items` words. */
+
+enum { PLAIN, NARROW, BLOCKS, BITS, RLE, ARANGE, DELTA, SPARSE, DICT, COLUMNS, CONCAT, KINDS };
+enum { BLOCK = 256, NEAR = 128, LANES = 8, FEW_WORDS = 64 };
+enum { FITS, MISFIT, STRAY, FULL, NO_MEMORY }; /* FULL: the form fits, but takes too many bytes */
+
+typedef struct {
+    i64 at, size, count; /* bytes from the begin of the body; bytes of a number; numbers */
+} Array;
+
+typedef struct {
+    i64 kind, layout, items, size, number, first, second;
+    Array a, b, c;
+} Entry;
+
+static i64 bytes_of(const Entry *entry) {
+    return entry->a.size * entry->a.count + entry->b.size * entry->b.count + entry->c.size * entry->c.count;
+}
+
+static i64 number_at(const u8 *body, const Array *array, i64 i) {
+    u64 number = word_at(body + array->at + (array->count == 1 ? 0 : i) * array->size, array->size);
+    return (i64)number;
+}
+
+static i64 signed_at(const u8 *body, const Array *array, i64 i) {
+    return as_signed((u64)number_at(body, array, i), array->size);
+}
+
+static void put_word(u8 *to, i64 word, i64 size) { memcpy(to, &word, (size_t)size); }
+
+/* ------------------------------------------------------------------ blocks of words of a few bits
+
+   A block has n words of `bits` bits. From FEW_WORDS words on, word i is in lane i % 8, at place i / 8 of it; each lane is
+   a stream of bits in u32, and the lanes take turns. Fewer words are one stream. */
+
+static i64 block_numbers(i64 n, i64 bits) { /* u32 numbers of a block */
+    if (n < FEW_WORDS) return (n * bits + 31) / 32;
+    return (((n + LANES - 1) / LANES) * bits + 31) / 32 * LANES;
+}
+
+#define ALWAYS static inline __attribute__((always_inline))
+
+ALWAYS void pack_lanes(const u32 *words, u32 *out, const int bits) {
+    u32 line[LANES] = {0};
+    int used = 0;
+#pragma GCC unroll 32
+    for (int place = 0; place < BLOCK / LANES; place++) {
+        for (int lane = 0; lane < LANES; lane++) line[lane] |= words[place * LANES + lane] << used;
+        used += bits;
+        if (used >= 32) {
+            memcpy(out, line, sizeof line);
+            out += LANES;
+            used -= 32;
+            for (int lane = 0; lane < LANES; lane++) line[lane] = used ? words[place * LANES + lane] >> (bits - used) : 0;
+        }
+    }
+}
+
+ALWAYS void unpack_lanes(const u32 *from, u32 *words, const int bits) {
+    const u32 mask = bits == 32 ? 0xffffffffu : (1u << bits) - 1;
+    int used = 0;
+#pragma GCC unroll 32
+    for (int place = 0; place < BLOCK / LANES; place++) {
+        for (int lane = 0; lane < LANES; lane++) {
+            u32 word = from[lane] >> used;
+            if (used + bits > 32) word |= from[LANES + lane] << (32 - used);
+            words[place * LANES + lane] = word & mask;
+        }
+        used += bits;
+        if (used >= 32) {
+            used -= 32;
+            from += LANES;
+        }
+    }
+}
+
+#define EACH_WIDTH(X) \
+    X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13) X(14) X(15) X(16) X(17) X(18) X(19) X(20) X(21) \
+    X(22) X(23) X(24) X(25) X(26) X(27) X(28) X(29) X(30) X(31) X(32)
+#define PACK_CASE(bits) case bits: pack_lanes(words, out, bits); break;
+#define UNPACK_CASE(bits) case bits: unpack_lanes(from, words, bits); break;
+
+/* The loops over words of one size (S signed, T unsigned): words less the least of them; zigzag distances to others,
+   which are small on either side; and back. The first two return the largest number, or one with its highest bit. */
+#define WORD_LOOPS(isa, target, size, S, T)                                                                     \
+    target static u64 above_least_##size##_##isa(const u8 *from, i64 n, i64 *least, u32 *out) {                 \
+        S words[BLOCK], low, high;                                                                              \
+        memcpy(words, from, (size_t)n * size);                                                                  \
+        low = high = words[0];                                                                                  \
+        for (i64 i = 0; i < n; i++) {                                                                           \
+            low = words[i] < low ? words[i] : low;                                                              \
+            high = words[i] > high ? words[i] : high;                                                           \
+        }                                                                                                       \
+        for (i64 i = 0; i < n; i++) out[i] = (u32)(T)((T)words[i] - (T)low);                                    \
+        *least = low;                                                                                           \
+        return (T)((T)high - (T)low);                                                                           \
+    }                                                                                                           \
+    target static u64 distances_##size##_##isa(const u8 *from, const u8 *near, i64 n, u32 *out) {               \
+        T words[BLOCK], others[BLOCK], any = 0;                                                                 \
+        memcpy(words, from, (size_t)n * size);                                                                  \
+        memcpy(others, near, (size_t)n * size);                                                                 \
+        for (i64 i = 0; i < n; i++) {                                                                           \
+            T distance = (T)(words[i] - others[i]), sign = (T)((S)distance >> (8 * size - 1));                  \
+            T number = (T)((T)(distance << 1) ^ sign);                                                          \
+            any |= number;                                                                                      \
+            out[i] = (u32)number;                                                                               \
+        }                                                                                                       \
+        return any;                                                                                             \
+    }                                                                                                           \
+    target static void add_least_##size##_##isa(const u32 *numbers, i64 least, i64 n, u8 *to) {                 \
+        T words[BLOCK];                                                                                         \
+        for (i64 i = 0; i < n; i++) words[i] = (T)((T)numbers[i] + (T)least);                                   \
+        memcpy(to, words, (size_t)n * size);                                                                    \
+    }                                                                                                           \
+    target static void add_distances_##size##_##isa(const u32 *numbers, const u8 *near, i64 n, u8 *to) {        \
+        T words[BLOCK];                                                                                         \
+        memcpy(words, near, (size_t)n * size);                                                                  \
+        for (i64 i = 0; i < n; i++) {                                                                           \
+            T number = (T)numbers[i];                                                                           \
+            words[i] = (T)(words[i] + (T)((T)(number >> 1) ^ (T)(0 - (T)(number & 1))));                        \
+        }                                                                                                       \
+        memcpy(to, words, (size_t)n * size);                                                                    \
+    }
+
+#define BY_SIZE(name, isa, size, ...)                                                                           \
+    ((size) == 1   ? name##_1_##isa(__VA_ARGS__)                                                                \
+     : (size) == 2 ? name##_2_##isa(__VA_ARGS__)                                                                \
+     : (size) == 4 ? name##_4_##isa(__VA_ARGS__)                                                                \
+                   : name##_8_##isa(__VA_ARGS__))
+
+typedef struct {
+    void (*pack)(const u32 *, u32 *, i64), (*unpack)(const u32 *, u32 *, i64);
+    u64 (*above_least)(i64, const u8 *, i64, i64 *, u32 *), (*distances)(i64, const u8 *, const u8 *, i64, u32 *);
+    void (*add_least)(i64, const u32 *, i64, i64, u8 *), (*add_distances)(i64, const u32 *, const u8 *, i64, u8 *);
+} BlockLoops;
+
+#define BLOCK_LOOPS(isa, target)                                                                                \
+    WORD_LOOPS(isa, target, 1, int8_t, uint8_t)                                                                 \
+    WORD_LOOPS(isa, target, 2, int16_t, uint16_t)                                                               \
+    WORD_LOOPS(isa, target, 4, int32_t, uint32_t)                                                               \
+    WORD_LOOPS(isa, target, 8, int64_t, uint64_t)                                                               \
+    target static void pack_##isa(const u32 *words, u32 *out, i64 bits) {                                       \
+        switch (bits) { EACH_WIDTH(PACK_CASE) default: break; }                                                 \
+    }                                                                                                           \
+    target static void unpack_##isa(const u32 *from, u32 *words, i64 bits) {                                    \
+        switch (bits) { EACH_WIDTH(UNPACK_CASE) default: memset(words, 0, 4 * BLOCK); }                         \
+    }                                                                                                           \
+    static u64 above_least_##isa(i64 size, const u8 *from, i64 n, i64 *least, u32 *out) {                       \
+        return BY_SIZE(above_least, isa, size, from, n, least, out);                                            \
+    }                                                                                                           \
+    static u64 distances_##isa(i64 size, const u8 *from, const u8 *near, i64 n, u32 *out) {                     \
+        return BY_SIZE(distances, isa, size, from, near, n, out);                                               \
+    }                                                                                                           \
+    static void add_least_##isa(i64 size, const u32 *numbers, i64 least, i64 n, u8 *to) {                       \
+        BY_SIZE(add_least, isa, size, numbers, least, n, to);                                                   \
+    }                                                                                                           \
+    static void add_distances_##isa(i64 size, const u32 *numbers, const u8 *near, i64 n, u8 *to) {              \
+        BY_SIZE(add_distances, isa, size, numbers, near, n, to);                                                \
+    }                                                                                                           \
+    static const BlockLoops loops_##isa = {pack_##isa,      unpack_##isa,    above_least_##isa,                 \
+                                           distances_##isa, add_least_##isa, add_distances_##isa};
+
+BLOCK_LOOPS(plain, )
+#if defined(__x86_64__)
+BLOCK_LOOPS(avx2, __attribute__((target("avx2"))))
+#endif
+
+/* The loops for this processor: AVX2 packs three to four times as fast as SSE2. */
+static const BlockLoops *block_loops(void) {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2")) return &loops_avx2;
+#endif
+    return &loops_plain;
+}
+
+/* Writes a block to `out`, which has room for 4 * (BLOCK + LANES) bytes; `words` has BLOCK of them, 0 from n on. */
+static void pack_block(const BlockLoops *loops, const u32 *words, i64 n, i64 bits, u8 *out) {
+    u32 numbers[BLOCK + LANES] = {0};
+    if (n >= FEW_WORDS) loops->pack(words, numbers, bits);
+    else
+        for (i64 i = 0, at = 0; i < n; i++, at += bits) {
+            u64 word = (u64)words[i] << (at & 31);
+            numbers[at >> 5] |= (u32)word;
+            numbers[(at >> 5) + 1] |= (u32)(word >> 32);
+        }
+    memcpy(out, numbers, 4 * (size_t)block_numbers(n, bits));
+}
+
+static void unpack_block(const BlockLoops *loops, const u8 *from, i64 n, i64 bits, u32 *words) {
+    u32 numbers[BLOCK + LANES];
+    i64 count = block_numbers(n, bits);
+    memcpy(numbers, from, 4 * (size_t)count);
+    memset(numbers + count, 0, sizeof numbers - 4 * (size_t)count);
+    if (n >= FEW_WORDS) loops->unpack(numbers, words, bits);
+    else
+        for (i64 i = 0, at = 0; i < n; i++, at += bits) {
+            u64 pair = numbers[at >> 5] | (u64)numbers[(at >> 5) + 1] << 32;
+            words[i] = (u32)(pair >> (at & 31) & ((1ull << bits) - 1));
+        }
+}
+
+static i64 bits_for(u64 most) { return most ? 64 - __builtin_clzll(most) : 0; }
+
+/* ------------------------------------------------------------------ decoding: the rows of an entry, one after the other */
+
+typedef struct {
+    const Entry *entries;
+    const Layout *layouts;
+    const u8 *body;
+    i64 rows;
+} Table;
+
+/* A place among the rows of an entry: how many numbers of its arrays belong to the rows before. */
+typedef struct Cursor {
+    const Table *table;
+    const Entry *entry;
+    const i64 *bounds; /* of the rows, in tokens; NULL for rows of `items` words */
+    i64 row, a, b, c;
+    struct Cursor *parts; /* of CONCAT and COLUMNS, and of the field that is near */
+    i64 num_parts;
+    u8 *rows;     /* of DICT: the stored rows, decoded, and their bounds */
+    i64 *own;
+    u8 *scratch; /* a row of a part */
+    const BlockLoops *loops;
+} Cursor;
+
+static i64 words_of(const Cursor *cursor, i64 row) {
+    i64 items = cursor->entry->items;
+    return cursor->bounds ? (cursor->bounds[row + 1] - cursor->bounds[row]) * items : items;
+}
+
+static void close_cursor(Cursor *cursor) {
+    for (i64 part = 0; part < cursor->num_parts; part++) close_cursor(cursor->parts + part);
+    free(cursor->parts);
+    free(cursor->rows);
+    free(cursor->own);
+    free(cursor->scratch);
+}
+
+static void next_row(Cursor *cursor, u8 *out);
+
+static int decode_dictionary(Cursor *cursor);
+
+/* Opens a cursor at row 0; `stored` are the bounds of rows that do not lie in the layout of the entry. False without
+   memory; close it either way. */
+static int open_cursor(Cursor *cursor, const Table *table, i64 index, const i64 *stored, i64 rows) {
+    const Entry *entry = table->entries + index;
+    memset(cursor, 0, sizeof *cursor);
+    cursor->table = table;
+    cursor->entry = entry;
+    cursor->loops = block_loops();
+    cursor->bounds = stored ? stored : entry->layout < 0 ? NULL : table->layouts[entry->layout].bounds;
+    int near = entry->kind == BLOCKS && entry->second >= 0;
+    i64 parts = entry->kind == COLUMNS ? entry->second : entry->kind == CONCAT ? 2 : near ? 1 : 0;
+    if (parts) {
+        if (!(cursor->parts = calloc((size_t)parts, sizeof(Cursor)))) return 0;
+        for (; cursor->num_parts < parts; cursor->num_parts++) {
+            i64 part = entry->first + cursor->num_parts;
+            if (near || (entry->kind == CONCAT && cursor->num_parts)) part = entry->second;
+            if (!open_cursor(cursor->parts + cursor->num_parts, table, part, entry->kind == COLUMNS ? stored : NULL, rows)) {
+                cursor->num_parts++;
+                return 0;
+            }
+        }
+    }
+    if (near || entry->kind == COLUMNS) {
+        i64 most = 0;
+        for (i64 row = 0; row < rows; row++) most = words_of(cursor, row) > most ? words_of(cursor, row) : most;
+        if (!(cursor->scratch = malloc((size_t)(most * entry->size + 8)))) return 0;
+    }
+    return entry->kind != DICT || decode_dictionary(cursor);
+}
+
+/* The bounds of the stored rows of a dictionary; how many there are, or -1 without memory. */
+static i64 stored_rows(const Table *table, const Entry *entry, i64 **bounds) {
+    i64 stored = 0;
+    for (i64 row = 0; row < table->rows; row++) {
+        i64 index = number_at(table->body, &entry->a, row) - entry->number;
+        stored = index + 1 > stored ? index + 1 : stored;
+    }
+    if (!(*bounds = calloc((size_t)stored + 1, sizeof(i64)))) return -1;
+    for (i64 i = 0; i < stored; i++) (*bounds)[i + 1] = (*bounds)[i] + number_at(table->body, &entry->b, i);
+    return stored;
+}
+
+/* Decodes the stored rows of a dictionary. */
+static int decode_dictionary(Cursor *cursor) {
+    const Entry *entry = cursor->entry;
+    i64 stored = stored_rows(cursor->table, entry, &cursor->own), element = entry->items * entry->size;
+    if (stored < 0 || !(cursor->rows = malloc((size_t)(cursor->own[stored] * element + 8)))) return 0;
+    Cursor rows;
+    int opened = open_cursor(&rows, cursor->table, entry->first, cursor->own, stored);
+    for (i64 i = 0; i < stored && opened; i++) next_row(&rows, cursor->rows + cursor->own[i] * element);
+    close_cursor(&rows);
+    return opened;
+}
+
+static void fill_words(u8 *out, i64 n, i64 word, i64 size) {
+    fill(out, n * size, repeated((const u8 *)&word, size), 0);
+}
+
+static void decode_narrow(const Entry *entry, const u8 *from, i64 n, u8 *out) {
+#define WIDEN(low, F, wide, T)                                                       \
+    if (entry->a.size == low && entry->size == wide)                                 \
+        for (i64 i = 0; i < n; i++) {                                                \
+            F number;                                                                \
+            memcpy(&number, from + low * i, low);                                    \
+            T word = (T)((T)number + (T)entry->number);                              \
+            memcpy(out + wide * i, &word, wide);                                     \
+        }
+    WIDEN(1, u8, 2, uint16_t)
+    WIDEN(1, u8, 4, u32)
+    WIDEN(1, u8, 8, u64)
+    WIDEN(2, uint16_t, 4, u32)
+    WIDEN(2, uint16_t, 8, u64)
+    WIDEN(4, u32, 8, u64)
+}
+
+static void decode_blocks(Cursor *cursor, i64 n, u8 *out) {
+    const Entry *entry = cursor->entry;
+    const u8 *body = cursor->table->body, *near = NULL;
+    i64 size = entry->size;
+    if (entry->second >= 0) {
+        near = cursor->scratch;
+        next_row(cursor->parts, cursor->scratch);
+    }
+    for (i64 at = 0; at < n; at += BLOCK, cursor->a++) {
+        u32 words[BLOCK];
+        i64 count = n - at < BLOCK ? n - at : BLOCK, bits = number_at(body, &entry->a, cursor->a);
+        unpack_block(cursor->loops, body + entry->c.at + 4 * cursor->c, count, bits & ~NEAR, words);
+        cursor->c += block_numbers(count, bits & ~NEAR);
+        if (bits & NEAR) cursor->loops->add_distances(size, words, near + at * size, count, out + at * size);
+        else cursor->loops->add_least(size, words, number_at(body, &entry->b, cursor->a), count, out + at * size);
+    }
+}
+
+static void decode_stretches(Cursor *cursor, i64 n, u8 *out) {
+    const Entry *entry = cursor->entry;
+    const u8 *body = cursor->table->body;
+    i64 stretches = number_at(body, &entry->a, cursor->row), word = 0, size = entry->size;
+    for (i64 left = stretches; left > 0; left--) {
+        i64 count = left > 1 ? number_at(body, &entry->b, cursor->b++) : n;
+        i64 value = signed_at(body, &entry->c, cursor->c++);
+        if (entry->kind == RLE) fill_words(out, count, value, size);
+        else
+            for (i64 i = 0; i < count; i++) put_word(out + i * size, word = (i64)((u64)word + (u64)value), size);
+        out += count * size;
+        n -= count;
+    }
+}
+
+static void decode_range(u8 *out, i64 n, i64 first, i64 step, i64 size) {
+#define RANGE(bytes)                                                                 \
+    case bytes:                                                                      \
+        for (i64 i = 0; i < n; i++) {                                                \
+            u64 word = (u64)first + (u64)i * (u64)step;                              \
+            memcpy(out + bytes * i, &word, bytes);                                   \
+        }                                                                            \
+        break;
+    switch (size) { RANGE(1) RANGE(2) RANGE(4) RANGE(8) }
+}
+
+/* Decodes the row at the cursor to `out`, and moves on. */
+static void next_row(Cursor *cursor, u8 *out) {
+    const Entry *entry = cursor->entry;
+    const u8 *body = cursor->table->body;
+    i64 n = words_of(cursor, cursor->row), size = entry->size;
+    switch (entry->kind) {
+    case PLAIN:
+        memcpy(out, body + entry->a.at + cursor->a * size, (size_t)(n * size));
+        cursor->a += n;
+        break;
+    case NARROW:
+        decode_narrow(entry, body + entry->a.at + cursor->a * entry->a.size, n, out);
+        cursor->a += n;
+        break;
+    case BLOCKS: decode_blocks(cursor, n, out); break;
+    case BITS: {
+        const u8 *bits = body + entry->a.at + cursor->a;
+        for (i64 i = 0; i < n; i++)
+            memcpy(out + i * size, body + entry->b.at + (bits[i >> 3] >> (i & 7) & 1) * size, (size_t)size);
+        cursor->a += (n + 7) / 8;
+        break;
+    }
+    case RLE:
+    case DELTA: decode_stretches(cursor, n, out); break;
+    case ARANGE: decode_range(out, n, signed_at(body, &entry->a, cursor->row), entry->number, size); break;
+    case SPARSE: {
+        i64 count = number_at(body, &entry->a, cursor->row);
+        memset(out, 0, (size_t)(n * size));
+        for (; count > 0; count--, cursor->b++)
+            memcpy(out + number_at(body, &entry->b, cursor->b) * size, body + entry->c.at + cursor->b * size, (size_t)size);
+        break;
+    }
+    case DICT: {
+        i64 index = number_at(body, &entry->a, cursor->row) - entry->number;
+        memcpy(out, cursor->rows + cursor->own[index] * entry->items * size, (size_t)(n * size));
+        break;
+    }
+    case COLUMNS:
+        for (i64 column = 0; column < entry->second; column++) {
+            next_row(cursor->parts + column, cursor->scratch);
+            copy_apart(out + column * size, entry->second * size, cursor->scratch, size, n / entry->second, size);
+        }
+        break;
+    case CONCAT: {
+        i64 head = words_of(cursor->parts, cursor->row);
+        next_row(cursor->parts, out);
+        next_row(cursor->parts + 1, out + head * size);
+        break;
+    }
+    default: break;
+    }
+    cursor->row++;
+}
+
+/* Moves over a row without decoding it. */
+static void skip_row(Cursor *cursor) {
+    const Entry *entry = cursor->entry;
+    const u8 *body = cursor->table->body;
+    i64 n = words_of(cursor, cursor->row);
+    switch (entry->kind) {
+    case PLAIN:
+    case NARROW: cursor->a += n; break;
+    case BITS: cursor->a += (n + 7) / 8; break;
+    case BLOCKS:
+        for (i64 at = 0; at < n; at += BLOCK, cursor->a++)
+            cursor->c += block_numbers(n - at < BLOCK ? n - at : BLOCK, number_at(body, &entry->a, cursor->a) & ~NEAR);
+        break;
+    case RLE:
+    case DELTA: {
+        i64 stretches = number_at(body, &entry->a, cursor->row);
+        cursor->b += stretches > 1 ? stretches - 1 : 0;
+        cursor->c += stretches;
+        break;
+    }
+    case SPARSE: cursor->b += number_at(body, &entry->a, cursor->row); break;
+    default: break;
+    }
+    for (i64 part = 0; part < cursor->num_parts; part++) skip_row(cursor->parts + part);
+    cursor->row++;
+}
+
+/* ------------------------------------------------------------------ encoding: rows of words to an entry */
+
+/* Rows of words: of a padded field, whose pads are verified on the way; else of packed values. */
+typedef struct {
+    i64 rows, size, items;
+    const i64 *bounds; /* of the rows of `values`, in elements; NULL for one element a row */
+    const i64 *index;  /* which rows of `values`; NULL for all */
+    const u8 *values;
+    Field *field;
+    const Layout *layout;
+    u8 *scratch;         /* room for the longest row */
+    i64 column, columns; /* one column of elements of several words, if `columns` > 0 */
+} Rows;
+
+static i64 row_length(const Rows *rows, i64 row) { /* words */
+    i64 at = rows->index ? rows->index[row] : row;
+    i64 elements = rows->bounds ? rows->bounds[at + 1] - rows->bounds[at] : 1;
+    return elements * (rows->columns ? 1 : rows->items);
+}
+
+static i64 total_words(const Rows *rows) {
+    i64 total = 0;
+    for (i64 row = 0; row < rows->rows; row++) total += row_length(rows, row);
+    return total;
+}
+
+/* The words of a row; NULL if a pad of a padded field is not what it should be. */
+static const u8 *row_words(const Rows *rows, i64 row) {
+    i64 at = rows->index ? rows->index[row] : row, element = rows->items * rows->size;
+    if (rows->field) {
+        const Layout *layout = rows->layout;
+        i64 first = layout->splits[row];
+        int lies = layout->splits[row + 1] - first <= 1 && rows->field->outer == 1;
+        if (!read_row(rows->field, layout, row, lies ? NULL : rows->scratch)) return NULL;
+        if (!lies) return rows->scratch;
+        return rows->field->padded + row * rows->field->row_stride +
+               (layout->splits[row + 1] > first ? layout->starts[first] * element : 0);
+    }
+    const u8 *words = rows->values + (rows->bounds ? rows->bounds[at] : at) * element;
+    if (!rows->columns) return words;
+    copy_apart(rows->scratch, rows->size, words + rows->column * rows->size, element, row_length(rows, row), rows->size);
+    return rows->scratch;
+}
+
+/* A part of the body that begins at its byte `base`. What is between arrays is 0, so that equal batches have equal
+   bytes. */
+typedef struct {
+    u8 *memory;
+    i64 base, used, room;
+} Out;
+
+/* Reserves an array; NULL if there is no room. */
+static u8 *reserve(Out *out, Array *array, i64 size, i64 count) {
+    i64 at = (out->used + 7) & ~(i64)7;
+    if (at + size * count > out->room) return NULL;
+    memset(out->memory + out->used, 0, (size_t)(at - out->used));
+    *array = (Array){out->base + at, size, count};
+    out->used = at + size * count;
+    return out->memory + at;
+}
+
+/* Numbers that are collected before their size is known. */
+typedef struct {
+    i64 *numbers, count, room;
+} List;
+
+static int push(List *list, i64 number) {
+    if (list->count == list->room) {
+        i64 room = list->room ? 2 * list->room : 256;
+        i64 *numbers = realloc(list->numbers, (size_t)room * sizeof(i64));
+        if (!numbers) return 0;
+        list->numbers = numbers;
+        list->room = room;
+    }
+    list->numbers[list->count++] = number;
+    return 1;
+}
+
+/* Writes numbers in as few bytes as they need; equal ones once. Words are signed, and at most `size` bytes. */
+static int put_numbers(Out *out, Array *array, const List *list, int is_signed) {
+    i64 low = 0, high = 0, size = 1, count = list->count;
+    for (i64 i = 0; i < count; i++) {
+        low = list->numbers[i] < low ? list->numbers[i] : low;
+        high = list->numbers[i] > high ? list->numbers[i] : high;
+    }
+    int equal = count > 1;
+    for (i64 i = 1; i < count && equal; i++) equal = list->numbers[i] == list->numbers[0];
+    if (equal) count = 1;
+    for (; size < 8; size *= 2) {
+        i64 bits = 8 * size - is_signed;
+        if (high < (i64)1 << bits && low >= (is_signed ? -((i64)1 << bits) : 0)) break;
+    }
+    u8 *to = reserve(out, array, size, count);
+    if (!to) return 0;
+    for (i64 i = 0; i < count; i++) put_word(to + i * size, list->numbers[i], size);
+    return 1;
+}
+
+static int encode_plain(const Rows *rows, Out *out, Entry *entry) {
+    u8 *to = reserve(out, &entry->a, rows->size, total_words(rows));
+    if (!to) return FULL;
+    for (i64 row = 0; row < rows->rows; row++) {
+        i64 nbytes = row_length(rows, row) * rows->size;
+        const u8 *words = row_words(rows, row);
+        if (!words) return STRAY;
+        memcpy(to, words, (size_t)nbytes);
+        to += nbytes;
+    }
+    return FITS;
+}
+
+/* Words less entry->number, in entry->a.size bytes. */
+static int encode_narrow(const Rows *rows, Out *out, Entry *entry) {
+    i64 narrow = entry->a.size, size = rows->size;
+    u8 *to = reserve(out, &entry->a, narrow, total_words(rows));
+    if (!to) return FULL;
+    for (i64 row = 0; row < rows->rows; row++) {
+        i64 n = row_length(rows, row);
+        const u8 *words = row_words(rows, row);
+        if (!words) return STRAY;
+        u64 any = 0;
+#define NARROWED(low, F, wide, T)                                                    \
+    if (narrow == low && size == wide)                                               \
+        for (i64 i = 0; i < n; i++) {                                                \
+            T word;                                                                  \
+            memcpy(&word, words + wide * i, wide);                                   \
+            word = (T)(word - (T)entry->number);                                     \
+            any |= word;                                                             \
+            F number = (F)word;                                                      \
+            memcpy(to + low * i, &number, low);                                      \
+        }
+        NARROWED(1, u8, 2, uint16_t)
+        NARROWED(1, u8, 4, u32)
+        NARROWED(1, u8, 8, u64)
+        NARROWED(2, uint16_t, 4, u32)
+        NARROWED(2, uint16_t, 8, u64)
+        NARROWED(4, u32, 8, u64)
+        if (any >> 8 * narrow) return MISFIT;
+        to += n * narrow;
+    }
+    return FITS;
+}
+
+/* In blocks; `near` are the rows of another field with as many words, or NULL. */
+static int encode_blocks(const Rows *rows, Out *out, Entry *entry, const Rows *near) {
+    const BlockLoops *loops = block_loops();
+    i64 size = rows->size, blocks = 0;
+    for (i64 row = 0; row < rows->rows; row++) blocks += (row_length(rows, row) + BLOCK - 1) / BLOCK;
+    u8 *widths = reserve(out, &entry->a, 1, blocks), *bases = widths ? reserve(out, &entry->b, size, blocks) : NULL;
+    u8 *to = bases ? reserve(out, &entry->c, 4, 0) : NULL;
+    if (!to) return FULL;
+    for (i64 row = 0; row < rows->rows; row++) {
+        i64 n = row_length(rows, row);
+        const u8 *words = row_words(rows, row), *others = near && words ? row_words(near, row) : NULL;
+        if (!words) return STRAY;
+        for (i64 at = 0; at < n; at += BLOCK, bases += size) {
+            u32 numbers[BLOCK] = {0}, apart[BLOCK] = {0};
+            i64 count = n - at < BLOCK ? n - at : BLOCK, least;
+            i64 bits = bits_for(loops->above_least(size, words + at * size, count, &least, numbers)), apart_bits = 65;
+            if (others) apart_bits = bits_for(loops->distances(size, words + at * size, others + at * size, count, apart));
+            int by_distance = apart_bits < bits;
+            if (by_distance) {
+                bits = apart_bits;
+                least = 0;
+                entry->second = 1; /* until the entry of the other field is known */
+            }
+            if (bits > 32) return MISFIT;
+            i64 nbytes = 4 * block_numbers(count, bits);
+            if (out->used + nbytes > out->room) return FULL;
+            pack_block(loops, by_distance ? apart : numbers, count, bits, to);
+            *widths++ = (u8)(bits | (by_distance ? NEAR : 0));
+            put_word(bases, least, size);
+            to += nbytes;
+            out->used += nbytes;
+            entry->c.count += nbytes / 4;
+        }
+    }
+    return FITS;
+}
+
+static int encode_bits(const Rows *rows, Out *out, Entry *entry) {
+    i64 size = rows->size, nbytes = 0, known = 0;
+    u64 pair[2] = {0, 0};
+    for (i64 row = 0; row < rows->rows; row++) nbytes += (row_length(rows, row) + 7) / 8;
+    u8 *bits = reserve(out, &entry->a, 1, nbytes), *words_to = bits ? reserve(out, &entry->b, size, 2) : NULL;
+    if (!words_to) return FULL;
+    memset(bits, 0, (size_t)nbytes);
+    for (i64 row = 0; row < rows->rows; row++) {
+        i64 n = row_length(rows, row);
+        const u8 *words = row_words(rows, row);
+        if (!words) return STRAY;
+        for (i64 i = 0; i < n; i++) {
+            u64 word = word_at(words + i * size, size);
+            if (!known) pair[0] = pair[1] = word, known = 1;
+            if (word != pair[0] && known == 1) pair[1] = word, known = 2;
+            if (word != pair[0] && word != pair[1]) return MISFIT;
+            bits[i >> 3] |= (u8)((word != pair[0]) << (i & 7));
+        }
+        bits += (n + 7) / 8;
+    }
+    put_word(words_to, (i64)pair[0], size);
+    put_word(words_to + size, (i64)pair[1], size);
+    return FITS;
+}
+
+/* RLE, and DELTA: the same of the first word of each row and of the differences behind it. */
+static int encode_stretches(const Rows *rows, Out *out, Entry *entry) {
+    i64 size = rows->size;
+    List stretches = {0}, counts = {0}, values = {0};
+    int done = FITS;
+    for (i64 row = 0; row < rows->rows && done == FITS; row++) {
+        i64 n = row_length(rows, row), pieces = 0, before = 0;
+        const u8 *words = row_words(rows, row);
+        if (!words) done = STRAY;
+        for (i64 at = 0; at < n && done == FITS; pieces++) {
+            i64 word = signed_word(words + at * size, size), end = at + 1, value = word;
+            if (entry->kind == RLE) end = at + equal_bytes(words + at * size, (n - at) * size, repeated(words + at * size, size)) / size;
+            else {
+                value = as_signed((u64)word - (u64)before, size);
+                for (i64 next; end < n; end++, word = next) {
+                    next = signed_word(words + end * size, size);
+                    if (as_signed((u64)next - (u64)word, size) != value) break;
+                }
+                before = word;
+            }
+            int kept = push(&values, value) && (end == n || push(&counts, end - at));
+            done = !kept ? NO_MEMORY : out->used + values.count + counts.count > out->room ? FULL : FITS;
+            at = end;
+        }
+        if (done == FITS && !push(&stretches, pieces)) done = NO_MEMORY;
+    }
+    if (done == FITS)
+        done = put_numbers(out, &entry->a, &stretches, 0) && put_numbers(out, &entry->b, &counts, 0) &&
+                       put_numbers(out, &entry->c, &values, 1) ? FITS : FULL;
+    free(stretches.numbers);
+    free(counts.numbers);
+    free(values.numbers);
+    return done;
+}
+
+static int rises(const u8 *words, i64 n, i64 first, i64 step, i64 size) {
+    u64 any = 0;
+#define RISES(wide, T)                                                               \
+    case wide:                                                                       \
+        for (i64 i = 0; i < n; i++) {                                                \
+            T word;                                                                  \
+            memcpy(&word, words + wide * i, wide);                                   \
+            any |= (T)(word ^ (T)((T)first + (T)i * (T)step));                       \
+        }                                                                            \
+        break;
+    switch (size) { RISES(1, u8) RISES(2, uint16_t) RISES(4, u32) RISES(8, u64) }
+    return !any;
+}
+
+static int encode_range(const Rows *rows, Out *out, Entry *entry) {
+    i64 size = rows->size, known = 0, real = -1;
+    List firsts = {0};
+    int done = FITS;
+    for (i64 row = 0; row < rows->rows && done == FITS; row++) {
+        i64 n = row_length(rows, row);
+        const u8 *words = row_words(rows, row);
+        if (!words) done = STRAY;
+        else if (n) {
+            i64 first = signed_word(words, size);
+            if (n > 1 && !known) {
+                known = 1;
+                entry->number = as_signed((u64)signed_word(words + size, size) - (u64)first, size);
+            }
+            if (n > 1 && !rises(words, n, first, entry->number, size)) done = MISFIT;
+            else if (!push(&firsts, first)) done = NO_MEMORY;
+            if (real < 0) real = row;
+        } else if (!push(&firsts, firsts.count ? firsts.numbers[firsts.count - 1] : 0)) done = NO_MEMORY;
+    }
+    if (done == FITS) {
+        for (i64 row = 0; row < real; row++) firsts.numbers[row] = firsts.numbers[real]; /* of empty rows, any will do */
+        done = !known ? MISFIT : put_numbers(out, &entry->a, &firsts, 1) ? FITS : FULL;
+    }
+    free(firsts.numbers);
+    return done;
+}
+
+static int encode_sparse(const Rows *rows, Out *out, Entry *entry) {
+    i64 size = rows->size;
+    List each = {0}, places = {0}, values = {0};
+    int done = FITS;
+    for (i64 row = 0; row < rows->rows && done == FITS; row++) {
+        i64 n = row_length(rows, row), before = places.count;
+        const u8 *words = row_words(rows, row);
+        if (!words) done = STRAY;
+        for (i64 at = 0; at < n && done == FITS; at++) {
+            at += equal_bytes(words + at * size, (n - at) * size, ZEROS) / size;
+            if (at == n) break;
+            if (!push(&places, at) || !push(&values, (i64)word_at(words + at * size, size))) done = NO_MEMORY;
+            else if (out->used + places.count * (1 + size) > out->room) done = FULL;
+        }
+        if (done == FITS && !push(&each, places.count - before)) done = NO_MEMORY;
+    }
+    if (done == FITS) {
+        int fits = put_numbers(out, &entry->a, &each, 0);
+        if (fits && places.count) { /* a place for each word: equal ones are not stored once */
+            i64 most = 0;
+            for (i64 i = 0; i < places.count; i++) most = places.numbers[i] > most ? places.numbers[i] : most;
+            i64 wide = most < 1 << 8 ? 1 : most < 1 << 16 ? 2 : most < (i64)1 << 32 ? 4 : 8;
+            u8 *to = reserve(out, &entry->b, wide, places.count);
+            for (i64 i = 0; to && i < places.count; i++) put_word(to + i * wide, places.numbers[i], wide);
+            fits = to != NULL;
+        }
+        u8 *to = fits ? reserve(out, &entry->c, size, values.count) : NULL;
+        for (i64 i = 0; to && i < values.count; i++) put_word(to + i * size, values.numbers[i], size);
+        done = to ? FITS : FULL;
+    }
+    free(each.numbers);
+    free(places.numbers);
+    free(values.numbers);
+    return done;
+}
+
+/* ------------------------------------------------------------------ the choice of an encoding */
+
+enum { SAMPLE_ROWS = 16, SAMPLE_WORDS = 2048, GLANCE_WORDS = 256 };
+
+/* How a field was encoded: what to try first the next time. `cost` is bytes for 1024 words. */
+typedef struct {
+    i64 kind, number, bytes, inner_kind, inner_number, inner_bytes, cost;
+} Form;
+
+/* The least number of bytes, of 1, 2, 4 or 8, for the words less a base; 0 words need one. */
+static void find_narrow(const Rows *rows, i64 *base, i64 *bytes) {
+    i64 size = rows->size, low = 0, high = 0, known = 0;
+    for (i64 row = 0; row < rows->rows; row++) {
+        i64 n = row_length(rows, row);
+        const u8 *words = row_words(rows, row);
+        for (i64 i = 0; words && i < n; i++) {
+            i64 word = signed_word(words + i * size, size);
+            low = !known || word < low ? word : low;
+            high = !known || word > high ? word : high;
+            known = 1;
+        }
+    }
+    u64 range = (u64)high - (u64)low;
+    *bytes = range < 1 << 8 ? 1 : range < 1 << 16 ? 2 : range < (u64)1 << 32 ? 4 : 8;
+    *base = low >= 0 && (u64)high < (*bytes == 8 ? ~0ull : 1ull << 8 * *bytes) ? 0 : low;
+}
+
+static int encode_as(i64 kind, i64 number, i64 bytes, const Rows *rows, const Rows *near, Out *out, Entry *entry) {
+    *entry = (Entry){kind, entry->layout, entry->items, rows->size, number, -1, -1, {0, 1, 0}, {0, 1, 0}, {0, 1, 0}};
+    entry->a.size = bytes;
+    switch (kind) {
+    case PLAIN: return encode_plain(rows, out, entry);
+    case NARROW: return bytes < rows->size && bytes != 8 ? encode_narrow(rows, out, entry) : MISFIT;
+    case BLOCKS: return encode_blocks(rows, out, entry, near);
+    case BITS: return encode_bits(rows, out, entry);
+    case RLE:
+    case DELTA: return encode_stretches(rows, out, entry);
+    case ARANGE: return encode_range(rows, out, entry);
+    case SPARSE: return encode_sparse(rows, out, entry);
+    default: return MISFIT;
+    }
+}
+
+/* Some rows, the first words of each: `words` and `bounds` have room for SAMPLE_WORDS and SAMPLE_ROWS + 1. */
+static Rows sample_of(const Rows *rows, i64 most, u8 *words, i64 *bounds) {
+    i64 count = rows->rows < SAMPLE_ROWS ? rows->rows : SAMPLE_ROWS, each = count ? most / count : 0;
+    bounds[0] = 0;
+    for (i64 i = 0; i < count; i++) {
+        i64 row = i * rows->rows / count, n = row_length(rows, row);
+        n = n < each ? n : each;
+        const u8 *from = row_words(rows, row);
+        if (from) memcpy(words + bounds[i] * rows->size, from, (size_t)(n * rows->size));
+        bounds[i + 1] = bounds[i] + (from ? n : 0);
+    }
+    return (Rows){count, rows->size, 1, bounds, NULL, words, NULL, NULL, NULL, 0, 0};
+}
+
+/* Bytes of a sample in each encoding; `most` if it does not fit. */
+static void try_sample(const Rows *sample, const Rows *near, int integers, i64 *sizes, i64 most) {
+    u8 memory[10 * SAMPLE_WORDS + 1024];
+    for (i64 kind = PLAIN; kind < DICT; kind++) {
+        Out out = {memory, 0, 0, sizeof memory};
+        Entry entry = {0};
+        i64 base = 0, bytes = 8;
+        sizes[kind] = most;
+        if (!integers && (kind == NARROW || kind == ARANGE || kind == DELTA)) continue;
+        if (kind == NARROW) find_narrow(sample, &base, &bytes);
+        if (encode_as(kind, base, bytes, sample, near, &out, &entry) == FITS) sizes[kind] = bytes_of(&entry);
+    }
+}
+
+/* Encodes rows of packed values in the form that takes fewest bytes, as far as a sample can tell. */
+static int choose(const Rows *rows, const Rows *near, i64 hints, int integers, Out *out, Entry *entry, Form *form) {
+    u8 words[8 * SAMPLE_WORDS], others[8 * SAMPLE_WORDS];
+    i64 bounds[SAMPLE_ROWS + 1], other_bounds[SAMPLE_ROWS + 1], sizes[KINDS], total = total_words(rows);
+    i64 start = out->used, plain = total * rows->size, best = plain, most = (i64)1 << 62;
+    Rows sample = sample_of(rows, SAMPLE_WORDS, words, bounds), beside;
+    if (near) beside = sample_of(near, SAMPLE_WORDS, others, other_bounds);
+    try_sample(&sample, near ? &beside : NULL, integers, sizes, most);
+    i64 least = most, kept = PLAIN, number = 0, bytes = 0, room = plain + 8 * rows->rows + 4096;
+    for (i64 kind = PLAIN; kind < DICT; kind++) least = sizes[kind] < least ? sizes[kind] : least;
+    u8 *memory = NULL;
+    Entry header = *entry;
+    for (i64 kind = NARROW; kind < DICT && plain; kind++) {
+        int likely = sizes[kind] < most && 2 * sizes[kind] <= 3 * least + 64;
+        if (!likely && !(hints >> kind & 1)) continue;
+        if (!memory && !(memory = malloc((size_t)room))) return NO_MEMORY;
+        Out spare = {memory, out->base + ((start + 7) & ~(i64)7), 0, best < room ? best : room};
+        Entry tried = header;
+        i64 base = 0, wide = 8;
+        if (kind == NARROW) find_narrow(rows, &base, &wide);
+        int done = encode_as(kind, base, wide, rows, near, &spare, &tried);
+        if (done == NO_MEMORY) {
+            free(memory);
+            return NO_MEMORY;
+        }
+        if (done != FITS || bytes_of(&tried) >= best || spare.base - out->base + spare.used > out->room) continue;
+        memset(out->memory + start, 0, (size_t)(spare.base - out->base - start));
+        memcpy(out->memory + (spare.base - out->base), memory, (size_t)spare.used);
+        out->used = spare.base - out->base + spare.used;
+        best = bytes_of(&tried);
+        *entry = tried;
+        kept = kind;
+        number = tried.number;
+        bytes = tried.a.size;
+    }
+    free(memory);
+    *form = (Form){kept, number, bytes, -1, 0, 0, total ? best * 1024 / total : 0};
+    if (kept != PLAIN) return FITS;
+    out->used = start;
+    return encode_as(PLAIN, 0, 0, rows, NULL, out, entry);
+}
+
+/* Whether another form of a sample is clearly smaller than the one in use. */
+static int is_better(const Rows *rows, const Rows *near, int integers, i64 kind) {
+    u8 words[8 * SAMPLE_WORDS], others[8 * SAMPLE_WORDS];
+    i64 bounds[SAMPLE_ROWS + 1], other_bounds[SAMPLE_ROWS + 1], sizes[KINDS], least = (i64)1 << 62;
+    Rows sample = sample_of(rows, GLANCE_WORDS, words, bounds), beside;
+    if (near) beside = sample_of(near, GLANCE_WORDS, others, other_bounds);
+    try_sample(&sample, near ? &beside : NULL, integers, sizes, least);
+    for (i64 other = PLAIN; other < DICT; other++) least = sizes[other] < least ? sizes[other] : least;
+    return 10 * least + 160 < 9 * sizes[kind];
+}
+
+/* ------------------------------------------------------------------ rows that repeat */
+
+static u64 hash_words(const u8 *p, i64 nbytes) {
+    u64 hash = (u64)nbytes * 0x9E3779B97F4A7C15ull;
+    for (; nbytes >= 8; p += 8, nbytes -= 8) hash = (hash ^ load(p)) * 0x9E3779B97F4A7C15ull, hash ^= hash >> 29;
+    for (; nbytes > 0; p++, nbytes--) hash = (hash ^ *p) * 0x9E3779B97F4A7C15ull, hash ^= hash >> 29;
+    return hash;
+}
+
+/* The number of the first row that each row equals, among the rows that differ; `firsts` are these rows. The count of
+   them, or -1 without memory. */
+static i64 find_repeated(const Rows *rows, List *index, i64 *firsts) {
+    i64 room = 16, found = 0;
+    while (room < 2 * rows->rows) room *= 2;
+    i64 *slots = calloc((size_t)room, sizeof(i64));
+    if (!slots) return -1;
+    for (i64 row = 0; row < rows->rows && found >= 0; row++) {
+        i64 nbytes = row_length(rows, row) * rows->size;
+        const u8 *words = row_words(rows, row);
+        u64 slot = hash_words(words, nbytes) >> 7;
+        for (;; slot++) {
+            i64 *here = slots + (slot & (u64)(room - 1));
+            if (!*here) {
+                *here = found + 1;
+                firsts[found++] = row;
+            }
+            i64 other = firsts[*here - 1];
+            if (row_length(rows, other) * rows->size == nbytes && !memcmp(row_words(rows, other), words, (size_t)nbytes)) {
+                if (!push(index, *here - 1)) found = -1;
+                break;
+            }
+        }
+    }
+    free(slots);
+    return found;
+}
+
+/* Rows of packed values as a dictionary: two entries. MISFIT if every row differs. */
+static int encode_dictionary(const Rows *rows, i64 hints, int integers, Out *out, Entry *entries, Form *form, int again) {
+    List index = {0};
+    i64 *firsts = malloc(sizeof(i64) * (size_t)(rows->rows + 1)), start = out->used;
+    i64 found = firsts ? find_repeated(rows, &index, firsts) : -1;
+    int done = found < 0 ? NO_MEMORY : found == rows->rows ? MISFIT : FITS;
+    Rows stored = *rows;
+    stored.index = firsts;
+    stored.rows = found;
+    Form inner = {form->inner_kind, form->inner_number, form->inner_bytes, -1, 0, 0, 0};
+    if (done == FITS) {
+        done = again ? encode_as(inner.kind, inner.number, inner.bytes, &stored, NULL, out, entries) : MISFIT;
+        if (done == MISFIT || done == FULL) {
+            out->used = start;
+            done = choose(&stored, NULL, hints, integers, out, entries, &inner);
+        }
+    }
+    if (done == FITS) {
+        entries[1] = (Entry){DICT, entries->layout, entries->items, rows->size, 0, 0, -1, {0, 1, 0}, {0, 1, 0}, {0, 1, 0}};
+        done = put_numbers(out, &entries[1].a, &index, 0) ? FITS : FULL;
+        index.count = 0;
+        for (i64 i = 0; i < found; i++) push(&index, row_length(rows, firsts[i]) / rows->items); /* there is room */
+        if (done == FITS && !put_numbers(out, &entries[1].b, &index, 0)) done = FULL;
+        *form = (Form){DICT, 0, 0, inner.kind, inner.number, inner.bytes, 0};
+    }
+    free(index.numbers);
+    free(firsts);
+    return done;
+}
+
+/* Whether rows look alike at their ends, so that a dictionary may pay. */
+static int look_alike(const Rows *rows) {
+    if (rows->rows < 2 || total_words(rows) < 4 * rows->rows) return 0;
+    i64 room = 16, different = 0, real = 0;
+    while (room < 2 * rows->rows) room *= 2;
+    u64 *slots = calloc((size_t)room, sizeof(u64));
+    for (i64 row = 0; slots && row < rows->rows; row++) {
+        i64 n = row_length(rows, row);
+        const u8 *words = n ? row_words(rows, row) : NULL;
+        if (!words) continue;
+        u64 ends[3] = {(u64)n, word_at(words, rows->size), word_at(words + (n - 1) * rows->size, rows->size)};
+        u64 hash = hash_words((const u8 *)ends, sizeof ends) | 1, slot = hash >> 7;
+        while (slots[slot & (u64)(room - 1)] && slots[slot & (u64)(room - 1)] != hash) slot++;
+        different += !slots[slot & (u64)(room - 1)];
+        slots[slot & (u64)(room - 1)] = hash;
+        real++;
+    }
+    int counted = slots != NULL;
+    free(slots);
+    return counted && 4 * different <= 3 * real;
+}
+
+/* ------------------------------------------------------------------ jobs: the fields of a batch */
+
+enum { MOST_PADS = 4 };
+
+/* A field to be encoded. Its result is FITS, STRAY if none of its pads is under its mask, or an error; `pad` is the pad
+   that is, `count` entries from `first` on are its own, and the last of them is the field. */
+typedef struct {
+    Field field; /* a padded field; of packed values, `packed` alone */
+    i64 padded, layout, items, size, rows;
+    const i64 *bounds, *index; /* of packed values: the bounds of their rows, and which rows to encode */
+    i64 integers, hints, near, head, tail, columns, num_pads;
+    struct {
+        i64 mode;
+        u64 pad[2];
+    } pads[MOST_PADS];
+    Form form;
+    i64 result, pad, first, count;
+    Array row_pads;
+} Job;
+
+typedef struct {
+    Job *jobs;
+    const Layout *layouts;
+    Entry *slots;
+    Out *outs;
+} Work;
+
+/* Opens the rows of a job; `field` is a copy with the pad to verify. False without memory. */
+static int open_rows(Rows *rows, const Job *job, const Layout *layouts, Field *field) {
+    const Layout *layout = job->layout < 0 ? NULL : layouts + job->layout;
+    *rows = (Rows){job->rows, job->size, job->items, job->bounds, job->index, job->field.packed, NULL, NULL, NULL, 0, 0};
+    if (!job->padded) return 1;
+    *field = job->field;
+    field->mode = NO_PAD;
+    rows->field = field;
+    rows->layout = layout;
+    rows->bounds = layout->bounds;
+    i64 most = 0;
+    for (i64 row = 0; row < job->rows; row++) most = row_length(rows, row) > most ? row_length(rows, row) : most;
+    return (rows->scratch = malloc((size_t)(most * job->size + 8))) != NULL;
+}
+
+/* Whether each row is the row of one job and then that of another: FITS, MISFIT or STRAY. */
+static int encode_concat(const Rows *rows, const Rows *head, const Rows *tail) {
+    for (i64 row = 0; row < rows->rows; row++) {
+        i64 n = row_length(rows, row), first = row_length(head, row);
+        const u8 *words = row_words(rows, row);
+        if (!words) return STRAY;
+        if (n != first + row_length(tail, row)) return MISFIT;
+        const u8 *begin = row_words(head, row), *end = row_words(tail, row);
+        if (memcmp(words, begin, (size_t)(first * rows->size))) return MISFIT;
+        if (memcmp(words + first * rows->size, end, (size_t)((n - first) * rows->size))) return MISFIT;
+    }
+    return FITS;
+}
+
+/* Takes over what was encoded in memory of its own, behind the first `start` bytes. */
+static int adopt(Out *out, i64 start, const Out *spare) {
+    i64 at = spare->base - out->base;
+    if (at + spare->used > out->room) return FULL;
+    memset(out->memory + start, 0, (size_t)(at - start));
+    memcpy(out->memory + at, spare->memory, (size_t)spare->used);
+    out->used = at + spare->used;
+    return FITS;
+}
+
+/* Encodes packed values anew: columns, a dictionary or a plain form, whichever takes fewest bytes. */
+static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *out, Entry *slots, i64 *count, Form *form) {
+    i64 start = out->used, total = total_words(rows), plain = total * rows->size;
+    *count = 1;
+    int done = choose(rows, near, job->hints, (int)job->integers, out, slots, form);
+    if (done != FITS) return done;
+    i64 best = bytes_of(slots), room = plain + 8 * rows->rows + 4096;
+    int columns = job->columns > 1 && total, repeats = job->hints >> DICT & 1 || (8 * best > plain && look_alike(rows));
+    if (!columns && !repeats) return FITS;
+    Entry *tried = calloc((size_t)(job->columns > 1 ? job->columns : 1) + 2, sizeof(Entry));
+    u8 *memory = malloc((size_t)room * (size_t)(columns ? job->columns : 1));
+    if (!tried || !memory) done = NO_MEMORY;
+    for (int way = 0; way < 2 && done == FITS; way++) {
+        if (way ? !repeats : !columns) continue;
+        Out spare = {memory, out->base + ((start + 7) & ~(i64)7), 0, way ? room : room * job->columns};
+        i64 bytes = 0, entries = way ? 2 : job->columns + 1;
+        Form found = {COLUMNS, 0, 0, -1, 0, 0, 0};
+        int fits = FITS;
+        if (way) {
+            tried[0] = tried[1] = (Entry){PLAIN, slots->layout, rows->items, rows->size, 0, -1, -1, {0}, {0}, {0}};
+            fits = encode_dictionary(rows, job->hints & ~((i64)1 << DICT), (int)job->integers, &spare, tried, &found, 0);
+        } else {
+            u8 *column = malloc((size_t)(total / job->columns * rows->size + 8));
+            if (!column) fits = NO_MEMORY;
+            for (i64 i = 0; i < job->columns && fits == FITS; i++) {
+                Rows one = *rows;
+                copy_apart(column, rows->size, rows->values + i * rows->size, job->columns * rows->size, total / job->columns, rows->size);
+                one.values = column;
+                one.items = rows->items / job->columns;
+                Form unused;
+                tried[i] = (Entry){PLAIN, slots->layout, one.items, rows->size, 0, -1, -1, {0}, {0}, {0}};
+                fits = choose(&one, NULL, 0, (int)job->integers, &spare, tried + i, &unused);
+            }
+            tried[job->columns] = (Entry){COLUMNS, slots->layout, rows->items, rows->size, 0, 0, job->columns, {0, 1, 0}, {0, 1, 0}, {0, 1, 0}};
+            free(column);
+        }
+        for (i64 i = 0; i < entries; i++) bytes += bytes_of(tried + i);
+        if (fits == NO_MEMORY) done = fits;
+        if (fits != FITS || bytes >= best || adopt(out, start, &spare) != FITS) continue;
+        memcpy(slots, tried, sizeof(Entry) * (size_t)entries);
+        best = bytes;
+        *count = entries;
+        *form = found;
+    }
+    form->cost = total ? best * 1024 / total : 0;
+    free(tried);
+    free(memory);
+    return done;
+}
+
+/* All values of a padded field, packed; NULL without memory or, with `*done` STRAY, for a pad that is none. */
+static u8 *gathered(const Rows *rows, int *done) {
+    u8 *values = malloc((size_t)(total_words(rows) * rows->size + 8)), *to = values;
+    *done = values ? FITS : NO_MEMORY;
+    for (i64 row = 0; row < rows->rows && *done == FITS; row++) {
+        i64 nbytes = row_length(rows, row) * rows->size;
+        const u8 *words = row_words(rows, row);
+        if (words) memcpy(to, words, (size_t)nbytes);
+        else *done = STRAY;
+        to += nbytes;
+    }
+    return values;
+}
+
+static int encode_field(Job *jobs, i64 at, const Layout *layouts, Rows *rows, Out *out, Entry *slots, i64 *count) {
+    Job *job = jobs + at;
+    Form *form = &job->form;
+    Rows near = {0}, head = {0}, tail = {0};
+    Field fields[3];
+    int has_near = job->near >= 0 && job->near < at, done = MISFIT;
+    *slots = (Entry){PLAIN, job->layout, job->items, job->size, 0, -1, -1, {0, 1, 0}, {0, 1, 0}, {0, 1, 0}};
+    *count = 1;
+    if (job->head >= 0 && job->head < at && job->tail >= 0 && job->tail < at) {
+        int opened = open_rows(&head, jobs + job->head, layouts, fields) & open_rows(&tail, jobs + job->tail, layouts, fields + 1);
+        done = opened ? encode_concat(rows, &head, &tail) : NO_MEMORY;
+        free(head.scratch);
+        free(tail.scratch);
+        if (done == FITS) *slots = (Entry){CONCAT, job->layout, job->items, job->size, 0, 0, 0, {0, 1, 0}, {0, 1, 0}, {0, 1, 0}};
+        if (done != MISFIT) return done;
+    }
+    if (has_near && !open_rows(&near, jobs + job->near, layouts, fields + 2)) return NO_MEMORY;
+    i64 total = total_words(rows), start = out->used;
+    if (form->kind >= PLAIN && form->kind < DICT) {
+        done = encode_as(form->kind, form->number, form->bytes, rows, has_near ? &near : NULL, out, slots);
+        if (done == FITS) {
+            Rows quick = *rows;
+            Field unverified;
+            if (rows->field) {
+                unverified = *rows->field;
+                unverified.mode = NO_PAD;
+                quick.field = &unverified;
+            }
+            int larger = (bytes_of(slots) - 64) * 1024 > form->cost * total + form->cost * total / 50;
+            if (larger || is_better(&quick, has_near ? &near : NULL, (int)job->integers, form->kind)) done = MISFIT;
+        }
+    }
+    if (done == MISFIT || done == FULL) {
+        Rows flat = *rows;
+        i64 *bounds = NULL;
+        u8 *values = NULL;
+        out->used = start;
+        done = FITS;
+        if (rows->field || rows->index) {
+            values = gathered(rows, &done);
+            bounds = malloc(sizeof(i64) * (size_t)(rows->rows + 1));
+            if (!bounds) done = NO_MEMORY;
+            for (i64 row = 0, end = bounds ? (bounds[0] = 0) : 0; bounds && row < rows->rows; row++)
+                bounds[row + 1] = end += row_length(rows, row) / rows->items;
+            flat.values = values;
+            flat.bounds = bounds;
+            flat.index = NULL;
+            flat.field = NULL;
+        }
+        if (done == FITS && form->kind == DICT) {
+            done = encode_dictionary(&flat, job->hints & ~((i64)1 << DICT), (int)job->integers, out, slots, form, 1);
+            *count = 2;
+            i64 bytes = bytes_of(slots) + bytes_of(slots + 1);
+            if (done == FITS && (bytes - 64) * 1024 > form->cost * total + form->cost * total / 50) done = MISFIT;
+            if (done != FITS) out->used = start;
+        } else if (done == FITS) done = MISFIT;
+        if (done == MISFIT || done == FULL) {
+            *slots = (Entry){PLAIN, job->layout, job->items, job->size, 0, -1, -1, {0, 1, 0}, {0, 1, 0}, {0, 1, 0}};
+            done = encode_anew(&flat, has_near ? &near : NULL, job, out, slots, count, form);
+        }
+        free(bounds);
+        free(values);
+    }
+    free(near.scratch);
+    return done;
+}
+
+/* Encodes a job with the first of its pads that is under its mask. */
+static void encode_job(void *context, i64 at) {
+    Work *work = context;
+    Job *job = work->jobs + at;
+    Field field;
+    Rows rows;
+    u8 *row_pads = malloc((size_t)(16 * job->rows + 16));
+    int done = row_pads && open_rows(&rows, job, work->layouts, &field) ? STRAY : NO_MEMORY;
+    job->row_pads = (Array){0, 1, 0};
+    for (job->pad = 0; done == STRAY && job->pad < (job->padded ? job->num_pads : 1); job->pad++) {
+        work->outs[at].used = 0;
+        field.mode = job->pads[job->pad].mode;
+        memcpy(field.pad, job->pads[job->pad].pad, sizeof field.pad);
+        field.row_pads = row_pads;
+        done = encode_field(work->jobs, at, work->layouts, &rows, work->outs + at, work->slots + job->first, &job->count);
+    }
+    job->pad--;
+    if (done == FITS && job->padded && field.mode >= PER_ROW) {
+        i64 size = field.size, equal = 1;
+        for (i64 row = 1; row < job->rows && equal; row++) equal = !memcmp(row_pads, row_pads + row * size, (size_t)size);
+        u8 *to = reserve(work->outs + at, &job->row_pads, size, equal && job->rows ? 1 : job->rows);
+        if (to) memcpy(to, row_pads, (size_t)(size * job->row_pads.count));
+        else done = FULL;
+    }
+    if (row_pads) free(rows.scratch);
+    free(row_pads);
+    job->result = done;
+}
+
+static int same_bytes(const u8 *body, const Array *one, const Array *other) {
+    return one->size == other->size && one->count == other->count &&
+           !memcmp(body + one->at, body + other->at, (size_t)(one->size * one->count));
+}
+
+/* Whether two entries hold equal words in equal arrays. */
+static int same_entry(const u8 *body, const Entry *one, const Entry *other) {
+    return one->kind == other->kind && one->layout == other->layout && one->layout >= 0 && one->items == other->items &&
+           one->size == other->size && one->number == other->number && one->first == other->first &&
+           one->second == other->second && same_bytes(body, &one->a, &other->a) && same_bytes(body, &one->b, &other->b) &&
+           same_bytes(body, &one->c, &other->c);
+}
+
+/* Moves the entries of a job to the end of the table, and their arrays behind the others. A field that equals an earlier
+   one takes its entry. Returns the entry of the field; `used` bytes of the body are in use. */
+static i64 settle(Work *work, i64 at, u8 *body, Entry *entries, i64 *num_entries, const i64 *fields, i64 *used) {
+    Job *job = work->jobs + at;
+    Out *out = work->outs + at;
+    Entry *slots = work->slots + job->first;
+    i64 begin = (*used + 7) & ~(i64)7, moved = begin - out->base;
+    for (i64 i = 0; i < job->count; i++) {
+        Entry *entry = slots + i;
+        Array *arrays[3] = {&entry->a, &entry->b, &entry->c};
+        for (int k = 0; k < 3; k++) arrays[k]->at = arrays[k]->count ? arrays[k]->at + moved : 0;
+        if (entry->kind == CONCAT) {
+            entry->first = fields[job->head];
+            entry->second = fields[job->tail];
+        } else if (entry->kind == BLOCKS && entry->second >= 0) entry->second = fields[job->near];
+        else if (entry->kind == DICT || entry->kind == COLUMNS) entry->first += *num_entries;
+    }
+    memset(body + *used, 0, (size_t)(begin - *used));
+    memmove(body + begin, out->memory, (size_t)out->used);
+    if (job->row_pads.count) job->row_pads.at += moved;
+    for (i64 other = 0; job->count == 1 && other < *num_entries; other++)
+        if (same_entry(body, slots, entries + other)) {
+            i64 nbytes = job->row_pads.size * job->row_pads.count;
+            if (nbytes) {
+                memmove(body + begin, body + job->row_pads.at, (size_t)nbytes);
+                job->row_pads.at = begin;
+                *used = begin + nbytes;
+            }
+            return other;
+        }
+    memcpy(entries + *num_entries, slots, sizeof(Entry) * (size_t)job->count);
+    *num_entries += job->count;
+    if (out->used) *used = begin + out->used;
+    return *num_entries - 1;
+}
+
+/* Encodes the fields of a batch behind the first `used` bytes of a body. `slots` and `entries` have room for all entries
+   of all jobs, those of a job from its `first` on in `slots`; `fields` [n] are the entries of the fields. A job must come
+   after those that it refers to. Returns the bytes in use; -1 if a job failed, whose result tells how. */
+API i64 maskpack_encode(Job *jobs, i64 n, const Layout *layouts, Entry *slots, Entry *entries, i64 *num_entries, i64 *fields,
+                        u8 *body, i64 used, const i64 *rooms, i64 threads) {
+    Out *outs = calloc((size_t)n + 1, sizeof(Out));
+    Work work = {jobs, layouts, slots, outs};
+    if (!outs) return -1;
+    *num_entries = 0;
+    i64 end = (used + 7) & ~(i64)7, failed = 0;
+    if (threads > 1) {
+        for (i64 at = 0; at < n; end += rooms[at++]) outs[at] = (Out){body + end, end, 0, rooms[at]};
+        run_tasks(encode_job, &work, n, threads);
+    }
+    for (i64 at = 0; at < n && !failed; at++) {
+        if (threads <= 1) {
+            i64 base = (used + 7) & ~(i64)7;
+            outs[at] = (Out){body + base, base, 0, rooms[n] - base};
+            encode_job(&work, at);
+        }
+        failed = jobs[at].result != FITS;
+        if (!failed) fields[at] = settle(&work, at, body, entries, num_entries, fields, &used);
+    }
+    free(outs);
+    return failed ? -1 : used;
+}
+
+/* ------------------------------------------------------------------ decoding: fields to padded or packed tensors */
+
+typedef struct {
+    Field field; /* padded, or `packed` alone */
+    i64 padded, entry, rows;
+} Target;
+
+typedef struct {
+    Target *targets;
+    const Table *table;
+    const Layout *layouts; /* of the padded fields, which may be narrower than those of the table */
+    i64 stream, failed;
+} Decode;
+
+static void decode_field(void *context, i64 at) {
+    Decode *decode = context;
+    Target *target = decode->targets + at;
+    const Entry *entry = decode->table->entries + target->entry;
+    const Layout *layout = target->padded ? decode->layouts + target->field.layout : NULL;
+    Cursor cursor;
+    u8 *scratch = NULL, *to = target->field.packed;
+    int fine = open_cursor(&cursor, decode->table, target->entry, NULL, target->rows);
+    if (fine && target->padded) {
+        i64 most = 0;
+        for (i64 row = 0; row < target->rows; row++) most = words_of(&cursor, row) > most ? words_of(&cursor, row) : most;
+        fine = (scratch = malloc((size_t)(most * entry->size + 8))) != NULL;
+    }
+    for (i64 row = 0; fine && row < target->rows; row++) {
+        i64 n = words_of(&cursor, row);
+        if (!target->padded) {
+            next_row(&cursor, to);
+            to += n * entry->size;
+            continue;
+        }
+        i64 first = layout->splits[row], element = target->field.items * target->field.size;
+        if (target->field.outer == 1 && layout->splits[row + 1] - first == 1) {
+            next_row(&cursor, target->field.padded + row * target->field.row_stride + layout->starts[first] * element);
+            write_row(&target->field, layout, row, NULL, decode->stream);
+        } else {
+            next_row(&cursor, scratch);
+            write_row(&target->field, layout, row, scratch, decode->stream);
+        }
+    }
+    close_cursor(&cursor);
+    free(scratch);
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+    if (!fine) __atomic_store_n(&decode->failed, 1, __ATOMIC_RELAXED);
+}
+
+/* Decodes fields of a table whose layouts are `layouts`; `targets` lie in `shown`, which have the same rows. Returns 0, or
+   -1 without memory. */
+API i64 maskpack_decode(Target *targets, i64 n, const Entry *entries, const Layout *layouts, const u8 *body, i64 rows,
+                        const Layout *shown, i64 stream, i64 threads) {
+    Table table = {entries, layouts, body, rows};
+    Decode decode = {targets, &table, shown, stream, 0};
+    run_tasks(decode_field, &decode, n, threads);
+    return -decode.failed;
+}
+
+/* ------------------------------------------------------------------ rows of a table, without decoding them */
+
+/* A layout as it is stored: `kind` SPANS (a: starts, b: counts, c: spans of each row), MASK (a: a bit a position, the first
+   of a byte in its highest bit) or PART (columns `low` on of the layout `parent`). */
+enum { SPANS, MASK, PART };
+
+typedef struct {
+    i64 width, anchor, tokens, spans, kind, parent, low;
+    Array a, b, c;
+} Stored;
+
+static void part_of(Array *array, i64 from, i64 to) {
+    array->at += from * array->size;
+    array->count = to - from;
+}
+
+/* The rows from `begin` to `end` of an entry, in the same arrays; `bounds` as for `open_cursor`. False without memory. */
+static int slice_entry(const Table *table, i64 index, const i64 *bounds, i64 begin, i64 end, Entry *entries) {
+    Entry *entry = entries + index;
+    if (entry->kind == DICT) {
+        i64 low = begin < end ? number_at(table->body, &entry->a, begin) : entry->number, high = low, *stored = NULL;
+        for (i64 row = begin; row < end; row++) {
+            i64 used = number_at(table->body, &entry->a, row);
+            low = used < low ? used : low;
+            high = used + 1 > high ? used + 1 : high;
+        }
+        i64 first = low - entry->number, last = high - entry->number;
+        int fine = stored_rows(table, entry, &stored) >= 0 && slice_entry(table, entry->first, stored, first, last, entries);
+        free(stored);
+        if (entry->a.count > 1) part_of(&entry->a, begin, end);
+        if (entry->b.count > 1) part_of(&entry->b, first, last);
+        entry->number = low;
+        return fine;
+    }
+    if (entry->kind == COLUMNS || entry->kind == CONCAT) return 1;
+    Cursor cursor;
+    int fine = open_cursor(&cursor, table, index, bounds, 0);
+    for (i64 row = 0; fine && row < begin; row++) skip_row(&cursor);
+    i64 a = cursor.a, b = cursor.b, c = cursor.c;
+    for (i64 row = begin; fine && row < end; row++) skip_row(&cursor);
+    switch (entry->kind) {
+    case PLAIN:
+    case NARROW:
+    case BITS: part_of(&entry->a, a, cursor.a); break;
+    case BLOCKS:
+        part_of(&entry->a, a, cursor.a);
+        part_of(&entry->b, a, cursor.a);
+        part_of(&entry->c, c, cursor.c);
+        break;
+    case SPARSE:
+        part_of(&entry->b, b, cursor.b);
+        part_of(&entry->c, b, cursor.b);
+        if (entry->a.count > 1) part_of(&entry->a, begin, end);
+        break;
+    default: /* RLE, DELTA, ARANGE: equal numbers are stored once */
+        if (entry->a.count > 1) part_of(&entry->a, begin, end);
+        if (entry->b.count > 1) part_of(&entry->b, b, cursor.b);
+        if (entry->c.count > 1) part_of(&entry->c, c, cursor.c);
+    }
+    close_cursor(&cursor);
+    return fine;
+}
+
+/* Makes entries those of the rows from `begin` to `end`, in the same body. Returns 0, or -1 without memory. */
+API i64 maskpack_slice(Entry *entries, i64 n, const Layout *layouts, const u8 *body, i64 rows, i64 begin, i64 end) {
+    Entry *before = malloc(sizeof(Entry) * (size_t)(n + 1));
+    u8 *inside = calloc((size_t)n + 1, 1); /* stored rows of dictionaries, which are taken with these */
+    int fine = before && inside;
+    if (fine) {
+        memcpy(before, entries, sizeof(Entry) * (size_t)n);
+        Table table = {before, layouts, body, rows};
+        for (i64 i = 0; i < n; i++) inside[before[i].kind == DICT ? before[i].first : n] = 1;
+        for (i64 i = 0; i < n && fine; i++) fine = inside[i] || slice_entry(&table, i, NULL, begin, end, entries);
+    }
+    free(before);
+    free(inside);
+    return fine - 1;
+}
+
+/* Copies the arrays that a table names, `arrays` of them at `places`, to another body, each once. Returns its bytes; with
+   no `to` it only counts them. */
+API i64 maskpack_compact(i64 **places, i64 n, const u8 *body, u8 *to) {
+    i64 used = 0;
+    for (i64 i = 0; i < n; i++) {
+        Array *array = (Array *)places[i];
+        i64 nbytes = array->size * array->count, begin = (used + 7) & ~(i64)7;
+        if (!nbytes) continue;
+        if (to) {
+            memset(to + used, 0, (size_t)(begin - used));
+            memcpy(to + begin, body + array->at, (size_t)nbytes);
+            array->at = begin;
+        }
+        used = begin + nbytes;
+    }
+    return used;
+}
