@@ -21,7 +21,7 @@ from bench import baselines
 from bench.measure import bits, interleaved, peak_bytes, progress, require_same, tensors, wire_bytes
 from bench.report import Row
 from bench.workloads import PAD_ID, PROMPT_WIDTH, RESPONSE_WIDTH, VARIANTS, make_batch
-from maskpack.packed.references import nbytes
+from maskpack.packed.sizes import figures
 
 _SMALLER = {"reference": ">= 47", "multi-turn": ">= 42"}  # padded / maskpack
 _SMALLER_WITH_CODEC = {"reference": ">= 58"}
@@ -95,7 +95,8 @@ def _sizes(
         Row(case, "mask-nested jagged / maskpack", jagged / ours, "x"),
     ]
     if "routed_experts" in batch.keys():  # noqa: SIM118
-        field = nbytes(packed.fields["routed_experts",])
+        sizes = figures(packed, left=False).fields
+        field = next(one.wire_bytes for one in sizes if one.path == ("routed_experts",))
         report.append(
             Row(case, "routed_experts alone", batch["routed_experts"].nbytes / field, "x", f">= {1 / _FILL:.2f}")
         )

@@ -617,7 +617,7 @@ def test_13_values_leave_out_of_band():
     for part in (packed, packed[3:11], mp.PackedBatch.cat(packed.chunk(4))):
         stream, buffers = out_of_band(part)
         carried = sum(buffer.raw().nbytes for buffer in buffers)
-        assert carried == part.nbytes
+        assert part.nbytes <= carried < part.nbytes + 8 * len(part.table.arrays()), "arrays begin at multiples of 8"
         assert len(stream) < 16_384
         assert_same(mp.decompress(pickle.loads(stream, buffers=buffers)), mp.decompress(part))
 

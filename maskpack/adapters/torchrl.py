@@ -29,7 +29,6 @@ from maskpack.core.tensors import device_here, host_array
 from maskpack.core.tree import entry_at
 from maskpack.errors import FieldError, LayoutError
 from maskpack.fields.options import kept_verify
-from maskpack.packed import pickling as pickles
 from maskpack.packed.batch import PackedBatch, Target, compress, decompress
 from maskpack.packed.join import with_stacks
 from maskpack.views.view import BatchView
@@ -294,8 +293,7 @@ def _tidied(rows: BatchView) -> BatchView:
 
 def _copied(packed: PackedBatch) -> PackedBatch:
     """A copy with its own memory, so that the original can be freed."""
-    fields, row_pads = pickles.copy_to_one_buffer((packed.fields, packed.row_pads))
-    return replace(packed, fields=fields, row_pads=row_pads)
+    return replace(packed, table=packed.table.own())
 
 
 # -------------------------------------------------------------------- transform

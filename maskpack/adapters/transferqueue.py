@@ -175,8 +175,8 @@ def _part(packed: PackedBatch, entries: Iterable[str]) -> PackedBatch:
     part = packed.select(*entries)
     used = {form.layout for form in part.schema.forms}
     axes = tuple(axis for axis in part.schema.axes if axis[0] in used)
-    layouts = {name: layout for name, layout in part.layouts.items() if name in used}
-    return replace(part, schema=replace(part.schema, axes=axes), layouts=layouts)
+    table = part.table.with_layouts({name for name in used if name} | part.table.layouts_in_use())
+    return replace(part, schema=replace(part.schema, axes=axes), table=table)
 
 
 def _column(held: Any, call: str, allow_pickle: bool) -> tuple[int, PackedBatch]:

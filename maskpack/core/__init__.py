@@ -4,6 +4,6 @@ arguments.py   checks of arguments                   keys.py      names and path
 tensors.py     checks of tensors and devices         bits.py      tensors as integers of their item size
 index.py       index arithmetic on NumPy arrays      pads.py      pads and their raw bits
 objects.py     Python objects as arrays and JSON     tree.py      TensorDicts as lists of paths and values
-threads.py     a thread pool for large batches       memory.py    reusable buffers
-backends.py    Triton or torch
+core.c         the compiled core                     native.py    its binding
+memory.py      reusable buffers                      backends.py  Triton or torch
 """

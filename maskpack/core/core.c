@@ -256,6 +256,7 @@ API void maskpack_list_spans(const u8 *mask, i64 size, i64 rows, i64 width, i64 
 /* ------------------------------------------------------------------ padded fields */
 
 enum { NO_PAD, CONSTANT, EDGE, PER_ROW, SIGNED_ZERO }; /* NO_PAD: neither verified nor written */
+enum { TRUSTED = 8 };                                  /* with one of them: the pads of rows are read, but not verified */
 
 /* The spans of rows: starts and counts of each, splits [rows + 1] into them, bounds [rows + 1] into packed tokens. */
 typedef struct {
@@ -294,8 +295,8 @@ static Pattern pad_of_row(Field *field, const Layout *layout, i64 row) {
     i64 size = field->size, first = layout->splits[row], last = layout->splits[row + 1];
     i64 place = first == last || layout->starts[first] > 0 ? 0 : layout->counts[first];
     u8 word[16] = {0};
-    if (place < layout->width) memcpy(word, field->padded + row * field->row_stride + place * field->items * size, (size_t)size);
-    if (field->mode == SIGNED_ZERO && (word_at(word, size) & ~(1ull << (8 * size - 1)))) memset(word, 0, 16);
+    if (place < layout->width && field->items && field->outer) memcpy(word, field->padded + row * field->row_stride + place * field->items * size, (size_t)size);
+    if ((field->mode & ~TRUSTED) == SIGNED_ZERO && (word_at(word, size) & ~(1ull << (8 * size - 1)))) memset(word, 0, 16);
     memcpy(field->row_pads + row * size, word, (size_t)size);
     return repeated(word, size);
 }
@@ -306,7 +307,8 @@ static int read_row(Field *field, const Layout *layout, i64 row, u8 *values) {
     i64 size = field->size, items = field->items, element = items * size, step = field->outer * element;
     i64 first = layout->splits[row], last = layout->splits[row + 1];
     Pattern pad = repeated((const u8 *)field->pad, size);
-    if (field->mode >= PER_ROW) pad = pad_of_row(field, layout, row);
+    i64 mode = field->mode & TRUSTED || !element ? NO_PAD : field->mode;
+    if ((field->mode & ~TRUSTED) >= PER_ROW) pad = pad_of_row(field, layout, row);
     for (i64 slice = 0; slice < field->outer; slice++) {
         const u8 *from = field->padded + row * field->row_stride + slice * field->outer_stride;
         u8 *to = values ? values + slice * element : NULL;
@@ -314,11 +316,11 @@ static int read_row(Field *field, const Layout *layout, i64 row, u8 *values) {
         i64 at = 0;
         for (i64 span = first; span <= last; span++) {
             i64 stop = span < last ? layout->starts[span] : layout->width, masked = (stop - at) * element;
-            if (field->mode == EDGE && edge) {
+            if (mode == EDGE && edge) {
                 if (!equal_elements(from + at * element, stop - at, edge, items, size)) return 0;
-            } else if (field->mode == EDGE) {
+            } else if (mode == EDGE) {
                 if (equal_bytes(from + at * element, masked, ZEROS) < masked) return 0;
-            } else if (field->mode && equal_bytes(from + at * element, masked, pad) < masked) return 0;
+            } else if (mode && equal_bytes(from + at * element, masked, pad) < masked) return 0;
             if (span == last) break;
             i64 n = layout->counts[span];
             if (to) {
@@ -336,6 +338,7 @@ static int read_row(Field *field, const Layout *layout, i64 row, u8 *values) {
 static void write_row(const Field *field, const Layout *layout, i64 row, const u8 *values, i64 stream) {
     i64 size = field->size, items = field->items, element = items * size, step = field->outer * element;
     i64 first = layout->splits[row], last = layout->splits[row + 1];
+    if (!element) return; /* there may be no memory to point to */
     Pattern pad = repeated(field->mode >= PER_ROW ? field->row_pads + row * size : (const u8 *)field->pad, size);
     for (i64 slice = 0; slice < field->outer; slice++) {
         u8 *to = field->padded + row * field->row_stride + slice * field->outer_stride;
@@ -437,18 +440,18 @@ API i64 maskpack_write(Field *fields, i64 num_fields, const Layout *layouts, i64
      NARROW   a: words less `number`, in 1, 2 or 4 bytes
      BLOCKS   up to 256 words of a row: a: bits of each block, with NEAR if its words are distances to another field's;
               b: its least word; c: the bits
-     BITS     a: one of two words, a bit each, every row from a new byte on; b: the two words
+     BITMAP     a: one of two words, a bit each, every row from a new byte on; b: the two words
      RLE      a: stretches of equal words of each row; b: lengths of all but the last of a row; c: their words
      ARANGE   a: the first word of each row; each word is `number` above the one before
      DELTA    as RLE, of the first word and the differences behind it
      SPARSE   a: words of each row that are not 0; b: their places in the row; c: the words
-     DICT     a: the row of entry `first` that each row equals, plus `number`; b: the elements of each of those rows
+     DICTIONARY     a: the row of entry `first` that each row equals, plus `number`; b: the elements of each of those rows
      COLUMNS  the `second` words of an element, one column each: entries from `first` on
      CONCAT   the rows of entry `first`, each followed by the row of entry `second`
 
    Rows of a layout have its tokens times `items` words; rows without a layout have `items` words. */
 
-enum { PLAIN, NARROW, BLOCKS, BITS, RLE, ARANGE, DELTA, SPARSE, DICT, COLUMNS, CONCAT, KINDS };
+enum { PLAIN, NARROW, BLOCKS, BITMAP, RLE, ARANGE, DELTA, SPARSE, DICTIONARY, COLUMNS, CONCAT, KINDS };
 enum { BLOCK = 256, NEAR = 128, LANES = 8, FEW_WORDS = 64 };
 enum { FITS, MISFIT, STRAY, FULL, NO_MEMORY }; /* FULL: the form fits, but takes too many bytes */
 
@@ -666,7 +669,7 @@ typedef struct Cursor {
     i64 row, a, b, c;
     struct Cursor *parts; /* of CONCAT and COLUMNS, and of the field that is near */
     i64 num_parts;
-    u8 *rows;     /* of DICT: the stored rows, decoded, and their bounds */
+    u8 *rows;     /* of DICTIONARY: the stored rows, decoded, and their bounds */
     i64 *own;
     u8 *scratch; /* a row of a part */
     const BlockLoops *loops;
@@ -716,7 +719,7 @@ static int open_cursor(Cursor *cursor, const Table *table, i64 index, const i64 
         for (i64 row = 0; row < rows; row++) most = words_of(cursor, row) > most ? words_of(cursor, row) : most;
         if (!(cursor->scratch = malloc((size_t)(most * entry->size + 8)))) return 0;
     }
-    return entry->kind != DICT || decode_dictionary(cursor);
+    return entry->kind != DICTIONARY || decode_dictionary(cursor);
 }
 
 /* The bounds of the stored rows of a dictionary; how many there are, or -1 without memory. */
@@ -823,7 +826,7 @@ static void next_row(Cursor *cursor, u8 *out) {
         cursor->a += n;
         break;
     case BLOCKS: decode_blocks(cursor, n, out); break;
-    case BITS: {
+    case BITMAP: {
         const u8 *bits = body + entry->a.at + cursor->a;
         for (i64 i = 0; i < n; i++)
             memcpy(out + i * size, body + entry->b.at + (bits[i >> 3] >> (i & 7) & 1) * size, (size_t)size);
@@ -840,7 +843,7 @@ static void next_row(Cursor *cursor, u8 *out) {
             memcpy(out + number_at(body, &entry->b, cursor->b) * size, body + entry->c.at + cursor->b * size, (size_t)size);
         break;
     }
-    case DICT: {
+    case DICTIONARY: {
         i64 index = number_at(body, &entry->a, cursor->row) - entry->number;
         memcpy(out, cursor->rows + cursor->own[index] * entry->items * size, (size_t)(n * size));
         break;
@@ -870,7 +873,7 @@ static void skip_row(Cursor *cursor) {
     switch (entry->kind) {
     case PLAIN:
     case NARROW: cursor->a += n; break;
-    case BITS: cursor->a += (n + 7) / 8; break;
+    case BITMAP: cursor->a += (n + 7) / 8; break;
     case BLOCKS:
         for (i64 at = 0; at < n; at += BLOCK, cursor->a++)
             cursor->c += block_numbers(n - at < BLOCK ? n - at : BLOCK, number_at(body, &entry->a, cursor->a) & ~NEAR);
@@ -1208,7 +1211,9 @@ static int encode_sparse(const Rows *rows, Out *out, Entry *entry) {
 
 /* ------------------------------------------------------------------ the choice of an encoding */
 
-enum { SAMPLE_ROWS = 16, SAMPLE_WORDS = 2048, GLANCE_WORDS = 256 };
+enum { SAMPLE_ROWS = 64, SAMPLE_WORDS = 2048, GLANCE_WORDS = 512 }; /* a glance has less of more rows */
+
+enum { NO_GAIN = -2 }; /* as `inner_kind`: rows look alike, but a dictionary takes no fewer bytes */
 
 /* How a field was encoded: what to try first the next time. `cost` is bytes for 1024 words. */
 typedef struct {
@@ -1240,7 +1245,7 @@ static int encode_as(i64 kind, i64 number, i64 bytes, const Rows *rows, const Ro
     case PLAIN: return encode_plain(rows, out, entry);
     case NARROW: return bytes < rows->size && bytes != 8 ? encode_narrow(rows, out, entry) : MISFIT;
     case BLOCKS: return encode_blocks(rows, out, entry, near);
-    case BITS: return encode_bits(rows, out, entry);
+    case BITMAP: return encode_bits(rows, out, entry);
     case RLE:
     case DELTA: return encode_stretches(rows, out, entry);
     case ARANGE: return encode_range(rows, out, entry);
@@ -1249,9 +1254,13 @@ static int encode_as(i64 kind, i64 number, i64 bytes, const Rows *rows, const Ro
     }
 }
 
-/* Some rows, the first words of each: `words` and `bounds` have room for SAMPLE_WORDS and SAMPLE_ROWS + 1. */
-static Rows sample_of(const Rows *rows, i64 most, u8 *words, i64 *bounds) {
-    i64 count = rows->rows < SAMPLE_ROWS ? rows->rows : SAMPLE_ROWS, each = count ? most / count : 0;
+/* Some rows, at most `longest` words of each: `words` and `bounds` have room for SAMPLE_WORDS and SAMPLE_ROWS + 1. */
+static Rows sample_of(const Rows *rows, i64 most, i64 longest, u8 *words, i64 *bounds) {
+    i64 usual = rows->rows ? total_words(rows) / rows->rows + 1 : 1, count = most / (usual < longest ? usual : longest);
+    count = count < 1 ? 1 : count > SAMPLE_ROWS ? SAMPLE_ROWS : count;
+    count = count < rows->rows ? count : rows->rows;
+    i64 each = count ? most / count : 0;
+    each = each < longest ? each : longest;
     bounds[0] = 0;
     for (i64 i = 0; i < count; i++) {
         i64 row = i * rows->rows / count, n = row_length(rows, row);
@@ -1266,7 +1275,7 @@ static Rows sample_of(const Rows *rows, i64 most, u8 *words, i64 *bounds) {
 /* Bytes of a sample in each encoding; `most` if it does not fit. */
 static void try_sample(const Rows *sample, const Rows *near, int integers, i64 *sizes, i64 most) {
     u8 memory[10 * SAMPLE_WORDS + 1024];
-    for (i64 kind = PLAIN; kind < DICT; kind++) {
+    for (i64 kind = PLAIN; kind < DICTIONARY; kind++) {
         Out out = {memory, 0, 0, sizeof memory};
         Entry entry = {0};
         i64 base = 0, bytes = 8;
@@ -1282,14 +1291,14 @@ static int choose(const Rows *rows, const Rows *near, i64 hints, int integers, O
     u8 words[8 * SAMPLE_WORDS], others[8 * SAMPLE_WORDS];
     i64 bounds[SAMPLE_ROWS + 1], other_bounds[SAMPLE_ROWS + 1], sizes[KINDS], total = total_words(rows);
     i64 start = out->used, plain = total * rows->size, best = plain, most = (i64)1 << 62;
-    Rows sample = sample_of(rows, SAMPLE_WORDS, words, bounds), beside;
-    if (near) beside = sample_of(near, SAMPLE_WORDS, others, other_bounds);
+    Rows sample = sample_of(rows, SAMPLE_WORDS, BLOCK, words, bounds), beside;
+    if (near) beside = sample_of(near, SAMPLE_WORDS, BLOCK, others, other_bounds);
     try_sample(&sample, near ? &beside : NULL, integers, sizes, most);
     i64 least = most, kept = PLAIN, number = 0, bytes = 0, room = plain + 8 * rows->rows + 4096;
-    for (i64 kind = PLAIN; kind < DICT; kind++) least = sizes[kind] < least ? sizes[kind] : least;
+    for (i64 kind = PLAIN; kind < DICTIONARY; kind++) least = sizes[kind] < least ? sizes[kind] : least;
     u8 *memory = NULL;
     Entry header = *entry;
-    for (i64 kind = NARROW; kind < DICT && plain; kind++) {
+    for (i64 kind = NARROW; kind < DICTIONARY && plain; kind++) {
         int likely = sizes[kind] < most && 2 * sizes[kind] <= 3 * least + 64;
         if (!likely && !(hints >> kind & 1)) continue;
         if (!memory && !(memory = malloc((size_t)room))) return NO_MEMORY;
@@ -1319,15 +1328,15 @@ static int choose(const Rows *rows, const Rows *near, i64 hints, int integers, O
     return encode_as(PLAIN, 0, 0, rows, NULL, out, entry);
 }
 
-/* Whether another form of a sample is clearly smaller than the one in use. */
+/* Whether another form of a sample is clearly smaller than the one in use; false if the sample does not fit that one. */
 static int is_better(const Rows *rows, const Rows *near, int integers, i64 kind) {
     u8 words[8 * SAMPLE_WORDS], others[8 * SAMPLE_WORDS];
-    i64 bounds[SAMPLE_ROWS + 1], other_bounds[SAMPLE_ROWS + 1], sizes[KINDS], least = (i64)1 << 62;
-    Rows sample = sample_of(rows, GLANCE_WORDS, words, bounds), beside;
-    if (near) beside = sample_of(near, GLANCE_WORDS, others, other_bounds);
-    try_sample(&sample, near ? &beside : NULL, integers, sizes, least);
-    for (i64 other = PLAIN; other < DICT; other++) least = sizes[other] < least ? sizes[other] : least;
-    return 10 * least + 160 < 9 * sizes[kind];
+    i64 bounds[SAMPLE_ROWS + 1], other_bounds[SAMPLE_ROWS + 1], sizes[KINDS], most = (i64)1 << 62, least = most;
+    Rows sample = sample_of(rows, GLANCE_WORDS, FEW_WORDS, words, bounds), beside;
+    if (near) beside = sample_of(near, GLANCE_WORDS, FEW_WORDS, others, other_bounds);
+    try_sample(&sample, near ? &beside : NULL, integers, sizes, most);
+    for (i64 other = PLAIN; other < DICTIONARY; other++) least = sizes[other] < least ? sizes[other] : least;
+    return sizes[kind] < most && 100 * least + 1600 < 97 * sizes[kind];
 }
 
 /* ------------------------------------------------------------------ rows that repeat */
@@ -1385,12 +1394,12 @@ static int encode_dictionary(const Rows *rows, i64 hints, int integers, Out *out
         }
     }
     if (done == FITS) {
-        entries[1] = (Entry){DICT, entries->layout, entries->items, rows->size, 0, 0, -1, {0, 1, 0}, {0, 1, 0}, {0, 1, 0}};
+        entries[1] = (Entry){DICTIONARY, entries->layout, entries->items, rows->size, 0, 0, -1, {0, 1, 0}, {0, 1, 0}, {0, 1, 0}};
         done = put_numbers(out, &entries[1].a, &index, 0) ? FITS : FULL;
         index.count = 0;
         for (i64 i = 0; i < found; i++) push(&index, row_length(rows, firsts[i]) / rows->items); /* there is room */
         if (done == FITS && !put_numbers(out, &entries[1].b, &index, 0)) done = FULL;
-        *form = (Form){DICT, 0, 0, inner.kind, inner.number, inner.bytes, 0};
+        *form = (Form){DICTIONARY, 0, 0, inner.kind, inner.number, inner.bytes, 0};
     }
     free(index.numbers);
     free(firsts);
@@ -1492,7 +1501,7 @@ static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *
     int done = choose(rows, near, job->hints, (int)job->integers, out, slots, form);
     if (done != FITS) return done;
     i64 best = bytes_of(slots), room = plain + 8 * rows->rows + 4096;
-    int columns = job->columns > 1 && total, repeats = job->hints >> DICT & 1 || (8 * best > plain && look_alike(rows));
+    int columns = job->columns > 1 && total, repeats = job->hints >> DICTIONARY & 1 || (8 * best > plain && look_alike(rows));
     if (!columns && !repeats) return FITS;
     Entry *tried = calloc((size_t)(job->columns > 1 ? job->columns : 1) + 2, sizeof(Entry));
     u8 *memory = malloc((size_t)room * (size_t)(columns ? job->columns : 1));
@@ -1504,8 +1513,8 @@ static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *
         Form found = {COLUMNS, 0, 0, -1, 0, 0, 0};
         int fits = FITS;
         if (way) {
-            tried[0] = tried[1] = (Entry){PLAIN, slots->layout, rows->items, rows->size, 0, -1, -1, {0}, {0}, {0}};
-            fits = encode_dictionary(rows, job->hints & ~((i64)1 << DICT), (int)job->integers, &spare, tried, &found, 0);
+            tried[0] = tried[1] = (Entry){PLAIN, slots->layout, rows->items, rows->size, 0, -1, -1, {0, 1, 0}, {0, 1, 0}, {0, 1, 0}};
+            fits = encode_dictionary(rows, job->hints & ~((i64)1 << DICTIONARY), (int)job->integers, &spare, tried, &found, 0);
         } else {
             u8 *column = malloc((size_t)(total / job->columns * rows->size + 8));
             if (!column) fits = NO_MEMORY;
@@ -1515,7 +1524,7 @@ static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *
                 one.values = column;
                 one.items = rows->items / job->columns;
                 Form unused;
-                tried[i] = (Entry){PLAIN, slots->layout, one.items, rows->size, 0, -1, -1, {0}, {0}, {0}};
+                tried[i] = (Entry){PLAIN, slots->layout, one.items, rows->size, 0, -1, -1, {0, 1, 0}, {0, 1, 0}, {0, 1, 0}};
                 fits = choose(&one, NULL, 0, (int)job->integers, &spare, tried + i, &unused);
             }
             tried[job->columns] = (Entry){COLUMNS, slots->layout, rows->items, rows->size, 0, 0, job->columns, {0, 1, 0}, {0, 1, 0}, {0, 1, 0}};
@@ -1529,6 +1538,7 @@ static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *
         *count = entries;
         *form = found;
     }
+    if (repeats && form->kind != DICTIONARY) form->inner_kind = NO_GAIN;
     form->cost = total ? best * 1024 / total : 0;
     free(tried);
     free(memory);
@@ -1557,6 +1567,7 @@ static int encode_field(Job *jobs, i64 at, const Layout *layouts, Rows *rows, Ou
     int has_near = job->near >= 0 && job->near < at, done = MISFIT;
     *slots = (Entry){PLAIN, job->layout, job->items, job->size, 0, -1, -1, {0, 1, 0}, {0, 1, 0}, {0, 1, 0}};
     *count = 1;
+    if (!total_words(rows)) return encode_as(PLAIN, 0, 0, rows, NULL, out, slots); /* the pads are verified all the same */
     if (job->head >= 0 && job->head < at && job->tail >= 0 && job->tail < at) {
         int opened = open_rows(&head, jobs + job->head, layouts, fields) & open_rows(&tail, jobs + job->tail, layouts, fields + 1);
         done = opened ? encode_concat(rows, &head, &tail) : NO_MEMORY;
@@ -1567,7 +1578,7 @@ static int encode_field(Job *jobs, i64 at, const Layout *layouts, Rows *rows, Ou
     }
     if (has_near && !open_rows(&near, jobs + job->near, layouts, fields + 2)) return NO_MEMORY;
     i64 total = total_words(rows), start = out->used;
-    if (form->kind >= PLAIN && form->kind < DICT) {
+    if (form->kind >= PLAIN && form->kind < DICTIONARY) {
         done = encode_as(form->kind, form->number, form->bytes, rows, has_near ? &near : NULL, out, slots);
         if (done == FITS) {
             Rows quick = *rows;
@@ -1578,7 +1589,8 @@ static int encode_field(Job *jobs, i64 at, const Layout *layouts, Rows *rows, Ou
                 quick.field = &unverified;
             }
             int larger = (bytes_of(slots) - 64) * 1024 > form->cost * total + form->cost * total / 50;
-            if (larger || is_better(&quick, has_near ? &near : NULL, (int)job->integers, form->kind)) done = MISFIT;
+            int repeats = form->inner_kind != NO_GAIN && 8 * bytes_of(slots) > total * rows->size && look_alike(&quick);
+            if (larger || repeats || is_better(&quick, has_near ? &near : NULL, (int)job->integers, form->kind)) done = MISFIT;
         }
     }
     if (done == MISFIT || done == FULL) {
@@ -1598,8 +1610,8 @@ static int encode_field(Job *jobs, i64 at, const Layout *layouts, Rows *rows, Ou
             flat.index = NULL;
             flat.field = NULL;
         }
-        if (done == FITS && form->kind == DICT) {
-            done = encode_dictionary(&flat, job->hints & ~((i64)1 << DICT), (int)job->integers, out, slots, form, 1);
+        if (done == FITS && form->kind == DICTIONARY) {
+            done = encode_dictionary(&flat, job->hints & ~((i64)1 << DICTIONARY), (int)job->integers, out, slots, form, 1);
             *count = 2;
             i64 bytes = bytes_of(slots) + bytes_of(slots + 1);
             if (done == FITS && (bytes - 64) * 1024 > form->cost * total + form->cost * total / 50) done = MISFIT;
@@ -1633,7 +1645,7 @@ static void encode_job(void *context, i64 at) {
         done = encode_field(work->jobs, at, work->layouts, &rows, work->outs + at, work->slots + job->first, &job->count);
     }
     job->pad--;
-    if (done == FITS && job->padded && field.mode >= PER_ROW) {
+    if (done == FITS && job->padded && (field.mode & ~TRUSTED) >= PER_ROW) {
         i64 size = field.size, equal = 1;
         for (i64 row = 1; row < job->rows && equal; row++) equal = !memcmp(row_pads, row_pads + row * size, (size_t)size);
         u8 *to = reserve(work->outs + at, &job->row_pads, size, equal && job->rows ? 1 : job->rows);
@@ -1658,8 +1670,20 @@ static int same_entry(const u8 *body, const Entry *one, const Entry *other) {
            same_bytes(body, &one->c, &other->c);
 }
 
+/* Whether the `count` entries of a field, of which the last is its own, hold what entry `other` holds. */
+static int same_field(const u8 *body, const Entry *slots, i64 count, const Entry *entries, i64 other) {
+    Entry own = slots[count - 1];
+    const Entry *theirs = entries + other;
+    if (own.kind != theirs->kind || (own.kind != DICTIONARY && own.kind != COLUMNS)) return count == 1 && same_entry(body, &own, theirs);
+    own.first = theirs->first;
+    if (!same_entry(body, &own, theirs)) return 0;
+    for (i64 part = 0; part < count - 1; part++)
+        if (!same_entry(body, slots + part, entries + theirs->first + part)) return 0;
+    return 1;
+}
+
 /* Moves the entries of a job to the end of the table, and their arrays behind the others. A field that equals an earlier
-   one takes its entry. Returns the entry of the field; `used` bytes of the body are in use. */
+   one takes its entry, unless that holds the stored rows of the dictionary behind it. Returns the entry of the field; `used` bytes of the body are in use. */
 static i64 settle(Work *work, i64 at, u8 *body, Entry *entries, i64 *num_entries, const i64 *fields, i64 *used) {
     Job *job = work->jobs + at;
     Out *out = work->outs + at;
@@ -1673,13 +1697,14 @@ static i64 settle(Work *work, i64 at, u8 *body, Entry *entries, i64 *num_entries
             entry->first = fields[job->head];
             entry->second = fields[job->tail];
         } else if (entry->kind == BLOCKS && entry->second >= 0) entry->second = fields[job->near];
-        else if (entry->kind == DICT || entry->kind == COLUMNS) entry->first += *num_entries;
+        else if (entry->kind == DICTIONARY || entry->kind == COLUMNS) entry->first += *num_entries;
     }
     memset(body + *used, 0, (size_t)(begin - *used));
     memmove(body + begin, out->memory, (size_t)out->used);
     if (job->row_pads.count) job->row_pads.at += moved;
-    for (i64 other = 0; job->count == 1 && other < *num_entries; other++)
-        if (same_entry(body, slots, entries + other)) {
+    for (i64 other = 0; other < *num_entries; other++) {
+        int inside = other + 1 < *num_entries && entries[other + 1].kind == DICTIONARY;
+        if (!inside && same_field(body, slots, job->count, entries, other)) {
             i64 nbytes = job->row_pads.size * job->row_pads.count;
             if (nbytes) {
                 memmove(body + begin, body + job->row_pads.at, (size_t)nbytes);
@@ -1688,6 +1713,7 @@ static i64 settle(Work *work, i64 at, u8 *body, Entry *entries, i64 *num_entries
             }
             return other;
         }
+    }
     memcpy(entries + *num_entries, slots, sizeof(Entry) * (size_t)job->count);
     *num_entries += job->count;
     if (out->used) *used = begin + out->used;
@@ -1731,7 +1757,6 @@ typedef struct {
 typedef struct {
     Target *targets;
     const Table *table;
-    const Layout *layouts; /* of the padded fields, which may be narrower than those of the table */
     i64 stream, failed;
 } Decode;
 
@@ -1739,7 +1764,7 @@ static void decode_field(void *context, i64 at) {
     Decode *decode = context;
     Target *target = decode->targets + at;
     const Entry *entry = decode->table->entries + target->entry;
-    const Layout *layout = target->padded ? decode->layouts + target->field.layout : NULL;
+    const Layout *layout = target->padded ? decode->table->layouts + target->field.layout : NULL;
     Cursor cursor;
     u8 *scratch = NULL, *to = target->field.packed;
     int fine = open_cursor(&cursor, decode->table, target->entry, NULL, target->rows);
@@ -1772,101 +1797,231 @@ static void decode_field(void *context, i64 at) {
     if (!fine) __atomic_store_n(&decode->failed, 1, __ATOMIC_RELAXED);
 }
 
-/* Decodes fields of a table whose layouts are `layouts`; `targets` lie in `shown`, which have the same rows. Returns 0, or
-   -1 without memory. */
-API i64 maskpack_decode(Target *targets, i64 n, const Entry *entries, const Layout *layouts, const u8 *body, i64 rows,
-                        const Layout *shown, i64 stream, i64 threads) {
+/* Decodes fields of a table. Its layouts may be wider or narrower than when it was encoded, with the same tokens. Returns 0,
+   or -1 without memory. */
+API i64 maskpack_decode(Target *targets, i64 n, const Entry *entries, const Layout *layouts, const u8 *body, i64 rows, i64 stream,
+                        i64 threads) {
     Table table = {entries, layouts, body, rows};
-    Decode decode = {targets, &table, shown, stream, 0};
+    Decode decode = {targets, &table, stream, 0};
     run_tasks(decode_field, &decode, n, threads);
     return -decode.failed;
 }
 
-/* ------------------------------------------------------------------ rows of a table, without decoding them */
+/* ------------------------------------------------------------------ layouts of a table */
 
-/* A layout as it is stored: `kind` SPANS (a: starts, b: counts, c: spans of each row), MASK (a: a bit a position, the first
-   of a byte in its highest bit) or PART (columns `low` on of the layout `parent`). */
+/* A layout as it is stored: `kind` SPANS (a: starts, b: counts, c: spans of each row), MASK (a: a bit a position, the lowest
+   of a byte first, rows from a new byte on) or PART (columns `low` on of the layout `parent`, which is stored before). */
 enum { SPANS, MASK, PART };
 
 typedef struct {
-    i64 width, anchor, tokens, spans, kind, parent, low;
+    i64 width, anchor, kind, parent, low;
     Array a, b, c;
 } Stored;
+
+static i64 mask_bytes(const Stored *stored, i64 rows) { return rows * ((stored->width + 7) / 8); }
+
+/* Stores layouts behind the first `used` bytes of a body; for PART the caller has set `kind`, `parent` and `low`. Returns
+   the bytes in use, -1 if there is no room for them. */
+API i64 maskpack_store_layouts(Stored *stored, i64 n, const Layout *layouts, u8 *body, i64 used, i64 room) {
+    Out out = {body, 0, used, room};
+    for (i64 at = 0; at < n; at++) {
+        const Layout *layout = layouts + at;
+        Stored *to = stored + at;
+        to->width = layout->width;
+        to->a = to->b = to->c = (Array){0, 1, 0};
+        if (to->kind == PART) continue;
+        i64 spans = layout->splits[layout->rows], before = out.used;
+        List each = {0};
+        int fits = 1;
+        for (i64 row = 0; row < layout->rows && fits; row++) fits = push(&each, layout->splits[row + 1] - layout->splits[row]);
+        List starts = {(i64 *)layout->starts, spans, spans}, counts = {(i64 *)layout->counts, spans, spans};
+        to->kind = SPANS;
+        fits = fits && put_numbers(&out, &to->a, &starts, 0) && put_numbers(&out, &to->b, &counts, 0) && put_numbers(&out, &to->c, &each, 0);
+        free(each.numbers);
+        if (!fits || out.used - before > mask_bytes(to, layout->rows) + 256) {
+            out.used = before;
+            to->kind = MASK;
+            to->b = to->c = (Array){0, 1, 0};
+            u8 *bits = reserve(&out, &to->a, 1, mask_bytes(to, layout->rows));
+            if (!bits) return -1;
+            memset(bits, 0, (size_t)to->a.count);
+            for (i64 row = 0; row < layout->rows; row++, bits += (to->width + 7) / 8)
+                for (i64 span = layout->splits[row]; span < layout->splits[row + 1]; span++)
+                    for (i64 i = layout->starts[span]; i < layout->starts[span] + layout->counts[span]; i++)
+                        bits[i >> 3] |= (u8)(1 << (i & 7));
+        }
+    }
+    return out.used;
+}
+
+/* The spans of a row, at most `room` of them; how many there are. */
+static i64 spans_of_row(const Stored *stored, const u8 *body, i64 row, i64 first, i64 *starts, i64 *counts, i64 room) {
+    if (stored->kind == SPANS) {
+        i64 n = number_at(body, &stored->c, row);
+        for (i64 i = 0; i < n && i < room; i++) {
+            starts[i] = number_at(body, &stored->a, first + i);
+            counts[i] = number_at(body, &stored->b, first + i);
+        }
+        return n;
+    }
+    const u8 *bits = body + stored->a.at + row * ((stored->width + 7) / 8);
+    i64 n = 0;
+    for (i64 at = 0; at < stored->width;) {
+        while (at < stored->width && !(bits[at >> 3] >> (at & 7) & 1)) at++;
+        i64 start = at;
+        while (at < stored->width && bits[at >> 3] >> (at & 7) & 1) at++;
+        if (at > start && n < room) {
+            starts[n] = start;
+            counts[n] = at - start;
+        }
+        n += at > start;
+    }
+    return n;
+}
+
+/* Cuts the columns from `low` on, `width` of them, out of a layout; how many spans are left. With no `starts` they are
+   only counted, in splits and bounds [rows + 1]. */
+API i64 maskpack_cut(const Layout *whole, i64 low, i64 width, i64 *splits, i64 *bounds, i64 *starts, i64 *counts) {
+    i64 n = 0, tokens = 0;
+    splits[0] = bounds[0] = 0;
+    for (i64 row = 0; row < whole->rows; row++) {
+        for (i64 span = whole->splits[row]; span < whole->splits[row + 1]; span++) {
+            i64 begin = whole->starts[span] - low, end = begin + whole->counts[span];
+            begin = begin < 0 ? 0 : begin;
+            end = end > width ? width : end;
+            if (begin >= end) continue;
+            if (starts) {
+                starts[n] = begin;
+                counts[n] = end - begin;
+            }
+            n++;
+            tokens += end - begin;
+        }
+        splits[row + 1] = n;
+        bounds[row + 1] = tokens;
+    }
+    return n;
+}
+
+/* Reads a stored layout that is no PART, in the same two steps. */
+API i64 maskpack_read_layout(const Stored *stored, const u8 *body, i64 rows, i64 *splits, i64 *bounds, i64 *starts, i64 *counts) {
+    splits[0] = 0;
+    if (!starts) {
+        for (i64 row = 0; row < rows; row++)
+            splits[row + 1] = splits[row] + spans_of_row(stored, body, row, splits[row], NULL, NULL, 0);
+        return splits[rows];
+    }
+    bounds[0] = 0;
+    for (i64 row = 0; row < rows; row++) {
+        i64 first = splits[row], n = splits[row + 1] - first;
+        spans_of_row(stored, body, row, first, starts + first, counts + first, n);
+        bounds[row + 1] = bounds[row];
+        for (i64 i = 0; i < n; i++) bounds[row + 1] += counts[first + i];
+    }
+    return splits[rows];
+}
+
+/* ------------------------------------------------------------------ rows of a table, without decoding them */
 
 static void part_of(Array *array, i64 from, i64 to) {
     array->at += from * array->size;
     array->count = to - from;
 }
 
-/* The rows from `begin` to `end` of an entry, in the same arrays; `bounds` as for `open_cursor`. False without memory. */
-static int slice_entry(const Table *table, i64 index, const i64 *bounds, i64 begin, i64 end, Entry *entries) {
-    Entry *entry = entries + index;
-    if (entry->kind == DICT) {
-        i64 low = begin < end ? number_at(table->body, &entry->a, begin) : entry->number, high = low, *stored = NULL;
-        for (i64 row = begin; row < end; row++) {
-            i64 used = number_at(table->body, &entry->a, row);
-            low = used < low ? used : low;
-            high = used + 1 > high ? used + 1 : high;
+static void part_of_several(Array *array, i64 from, i64 to) { /* equal numbers are stored once */
+    if (from == to) array->count = 0;
+    else if (array->count > 1) part_of(array, from, to);
+}
+
+/* The parts of an entry between the rows `cuts` [parts + 1], in the same arrays: part p goes to out[p * n]. `bounds` as for
+   `open_cursor`. False without memory. */
+static int split_entry(const Table *table, i64 index, const i64 *bounds, const i64 *cuts, i64 parts, Entry *out, i64 n) {
+    const Entry *entry = table->entries + index;
+    if (entry->kind == COLUMNS || entry->kind == CONCAT) return 1;
+    if (entry->kind == DICTIONARY) {
+        i64 *stored = NULL;
+        int fine = stored_rows(table, entry, &stored) >= 0;
+        for (i64 part = 0; part < parts && fine; part++) {
+            Entry *own = out + part * n + index;
+            i64 low = entry->number, high = low;
+            for (i64 row = cuts[part]; row < cuts[part + 1]; row++) {
+                i64 used = number_at(table->body, &entry->a, row);
+                if (row == cuts[part]) low = high = used;
+                low = used < low ? used : low;
+                high = used + 1 > high ? used + 1 : high;
+            }
+            i64 range[2] = {low - entry->number, high - entry->number};
+            fine = split_entry(table, entry->first, stored, range, 1, out + part * n, n);
+            part_of_several(&own->a, cuts[part], cuts[part + 1]);
+            part_of_several(&own->b, range[0], range[1]);
+            own->number = low;
         }
-        i64 first = low - entry->number, last = high - entry->number;
-        int fine = stored_rows(table, entry, &stored) >= 0 && slice_entry(table, entry->first, stored, first, last, entries);
         free(stored);
-        if (entry->a.count > 1) part_of(&entry->a, begin, end);
-        if (entry->b.count > 1) part_of(&entry->b, first, last);
-        entry->number = low;
         return fine;
     }
-    if (entry->kind == COLUMNS || entry->kind == CONCAT) return 1;
     Cursor cursor;
     int fine = open_cursor(&cursor, table, index, bounds, 0);
-    for (i64 row = 0; fine && row < begin; row++) skip_row(&cursor);
-    i64 a = cursor.a, b = cursor.b, c = cursor.c;
-    for (i64 row = begin; fine && row < end; row++) skip_row(&cursor);
-    switch (entry->kind) {
-    case PLAIN:
-    case NARROW:
-    case BITS: part_of(&entry->a, a, cursor.a); break;
-    case BLOCKS:
-        part_of(&entry->a, a, cursor.a);
-        part_of(&entry->b, a, cursor.a);
-        part_of(&entry->c, c, cursor.c);
-        break;
-    case SPARSE:
-        part_of(&entry->b, b, cursor.b);
-        part_of(&entry->c, b, cursor.b);
-        if (entry->a.count > 1) part_of(&entry->a, begin, end);
-        break;
-    default: /* RLE, DELTA, ARANGE: equal numbers are stored once */
-        if (entry->a.count > 1) part_of(&entry->a, begin, end);
-        if (entry->b.count > 1) part_of(&entry->b, b, cursor.b);
-        if (entry->c.count > 1) part_of(&entry->c, c, cursor.c);
+    for (i64 row = 0; fine && row < cuts[0]; row++) skip_row(&cursor);
+    for (i64 part = 0; part < parts && fine; part++) {
+        Entry *own = out + part * n + index;
+        i64 a = cursor.a, b = cursor.b, c = cursor.c, begin = cuts[part], end = cuts[part + 1];
+        for (i64 row = begin; row < end; row++) skip_row(&cursor);
+        switch (entry->kind) {
+        case PLAIN:
+        case NARROW:
+        case BITMAP: part_of(&own->a, a, cursor.a); break;
+        case BLOCKS:
+            part_of(&own->a, a, cursor.a);
+            part_of(&own->b, a, cursor.a);
+            part_of(&own->c, c, cursor.c);
+            break;
+        case SPARSE:
+            part_of(&own->b, b, cursor.b);
+            part_of(&own->c, b, cursor.b);
+            part_of_several(&own->a, begin, end);
+            break;
+        default: /* RLE, DELTA, ARANGE */
+            part_of_several(&own->a, begin, end);
+            part_of_several(&own->b, b, cursor.b);
+            part_of_several(&own->c, c, cursor.c);
+        }
     }
     close_cursor(&cursor);
     return fine;
 }
 
-/* Makes entries those of the rows from `begin` to `end`, in the same body. Returns 0, or -1 without memory. */
-API i64 maskpack_slice(Entry *entries, i64 n, const Layout *layouts, const u8 *body, i64 rows, i64 begin, i64 end) {
-    Entry *before = malloc(sizeof(Entry) * (size_t)(n + 1));
+/* The parts of the rows of a table between `cuts` [parts + 1], in the same body: their entries, n each, and layouts, m
+   each. Returns 0, or -1 without memory. */
+API i64 maskpack_split(const Entry *entries, i64 n, const Stored *stored, i64 m, const Layout *layouts, const u8 *body, i64 rows,
+                       const i64 *cuts, i64 parts, Entry *out, Stored *out_stored) {
+    Table table = {entries, layouts, body, rows};
     u8 *inside = calloc((size_t)n + 1, 1); /* stored rows of dictionaries, which are taken with these */
-    int fine = before && inside;
-    if (fine) {
-        memcpy(before, entries, sizeof(Entry) * (size_t)n);
-        Table table = {before, layouts, body, rows};
-        for (i64 i = 0; i < n; i++) inside[before[i].kind == DICT ? before[i].first : n] = 1;
-        for (i64 i = 0; i < n && fine; i++) fine = inside[i] || slice_entry(&table, i, NULL, begin, end, entries);
+    int fine = inside != NULL;
+    for (i64 part = 0; part < parts; part++) {
+        memcpy(out + part * n, entries, sizeof(Entry) * (size_t)n);
+        memcpy(out_stored + part * m, stored, sizeof(Stored) * (size_t)m);
+        for (i64 at = 0; at < m; at++) {
+            Stored *own = out_stored + part * m + at;
+            i64 begin = cuts[part], end = cuts[part + 1];
+            if (own->kind == MASK) part_of(&own->a, mask_bytes(own, begin), mask_bytes(own, end));
+            if (own->kind != SPANS) continue;
+            part_of_several(&own->a, layouts[at].splits[begin], layouts[at].splits[end]);
+            part_of_several(&own->b, layouts[at].splits[begin], layouts[at].splits[end]);
+            part_of_several(&own->c, begin, end);
+        }
     }
-    free(before);
+    for (i64 i = 0; i < n && fine; i++) inside[entries[i].kind == DICTIONARY ? entries[i].first : n] = 1;
+    for (i64 i = 0; i < n && fine; i++) fine = inside[i] || split_entry(&table, i, NULL, cuts, parts, out, n);
     free(inside);
     return fine - 1;
 }
 
-/* Copies the arrays that a table names, `arrays` of them at `places`, to another body, each once. Returns its bytes; with
-   no `to` it only counts them. */
-API i64 maskpack_compact(i64 **places, i64 n, const u8 *body, u8 *to) {
+/* Copies the arrays at `places` to another body, each behind the one before. Returns the bytes in use; with no `to` it only
+   counts them. */
+API i64 maskpack_compact(Array **places, i64 n, const u8 *body, u8 *to) {
     i64 used = 0;
     for (i64 i = 0; i < n; i++) {
-        Array *array = (Array *)places[i];
+        Array *array = places[i];
         i64 nbytes = array->size * array->count, begin = (used + 7) & ~(i64)7;
         if (!nbytes) continue;
         if (to) {
@@ -1877,4 +2032,334 @@ API i64 maskpack_compact(i64 **places, i64 n, const u8 *body, u8 *to) {
         used = begin + nbytes;
     }
     return used;
+}
+
+/* ------------------------------------------------------------------ checks of tables from elsewhere, before they are used */
+
+/* Whether an array lies in a body of so many bytes, from a multiple of 8 on; one without numbers lies anywhere. */
+static int holds(const Array *array, i64 nbytes) {
+    int known = array->size == 1 || array->size == 2 || array->size == 4 || array->size == 8;
+    return known && array->at >= 0 && array->at <= nbytes && array->count >= 0 && array->count <= (nbytes - array->at) / array->size &&
+           (array->at % 8 == 0 || !array->count);
+}
+
+static int of_each(const Array *array, i64 count) { return array->count == count || (array->count == 1 && count > 1); }
+
+/* Whether a layout lies in its body and can be read: spans that rise without touching each other, within the width.
+   `spans` [index + 1] are counted; a PART may have as many as its parent, and `most` in all are too many. */
+static int check_layout(const Stored *all, i64 index, const u8 *body, i64 nbytes, i64 rows, i64 most, i64 *spans) {
+    const Stored *stored = all + index;
+    i64 first = 0, empty = !stored->b.count && !stored->c.count;
+    if (stored->width < 0 || stored->width >= (i64)1 << 31 || stored->anchor < 0 || stored->anchor > stored->width) return 0;
+    if (!holds(&stored->a, nbytes) || !holds(&stored->b, nbytes) || !holds(&stored->c, nbytes)) return 0;
+    if (stored->kind == PART) {
+        if (stored->parent < 0 || stored->parent >= index || !empty || stored->a.count) return 0;
+        spans[index] = spans[stored->parent];
+        return spans[index] <= most && stored->low >= 0 && stored->low <= all[stored->parent].width - stored->width;
+    }
+    if (stored->parent || stored->low) return 0;
+    if (stored->kind == MASK) {
+        if (stored->a.size != 1 || stored->a.count != mask_bytes(stored, rows) || !empty) return 0;
+        for (i64 row = 0; row < rows; row++) first += spans_of_row(stored, body, row, 0, NULL, NULL, 0);
+        spans[index] = first;
+        return first <= most;
+    }
+    if (stored->kind != SPANS || !of_each(&stored->c, rows)) return 0;
+    for (i64 row = 0; row < rows; row++) {
+        i64 n = number_at(body, &stored->c, row), end = -1;
+        if (n < 0 || n > most - first) return 0;
+        if ((stored->a.count != 1 && first + n > stored->a.count) || (stored->b.count != 1 && first + n > stored->b.count)) return 0;
+        if (n && (!stored->a.count || !stored->b.count)) return 0;
+        for (i64 i = first; i < first + n; i++) {
+            i64 start = number_at(body, &stored->a, i), count = number_at(body, &stored->b, i);
+            if (start <= end || start > stored->width || count < 1 || count > stored->width - start) return 0;
+            end = start + count;
+        }
+        first += n;
+    }
+    spans[index] = first;
+    return of_each(&stored->a, first) && of_each(&stored->b, first);
+}
+
+/* Checks layouts, of `most` spans at most. Returns 0, or 1 + the first one that cannot be read. */
+API i64 maskpack_check_layouts(const Stored *stored, i64 m, const u8 *body, i64 nbytes, i64 rows, i64 most) {
+    i64 *spans = calloc((size_t)m + 1, sizeof(i64)), bad = spans ? 0 : 1;
+    for (i64 at = 0; at < m && !bad; at++) {
+        if (!check_layout(stored, at, body, nbytes, rows, most, spans)) bad = at + 1;
+        most -= spans[at];
+    }
+    free(spans);
+    return bad;
+}
+
+enum { MOST_STEPS = 8 };                    /* from a field to fields that it is near to, or that it is put together from */
+enum { USED = 1, INSIDE = 2, CHECKED = 4 }; /* INSIDE: the stored rows of a dictionary. CHECKED: for bytes other than 0 and 1 */
+static const i64 MANY = (i64)1 << 58;       /* more words than memory holds */
+
+typedef struct {
+    const Table *table;
+    i64 nbytes, num_layouts, dense_rows;
+    i64 left;          /* bytes left for rows of dictionaries beyond those of their fields */
+    u8 *marks, *steps; /* of each entry */
+} Check;
+
+static i64 row_elements(const Table *table, const Entry *entry, const i64 *bounds, i64 row) {
+    if (!bounds && entry->layout >= 0) bounds = table->layouts[entry->layout].bounds;
+    return bounds ? bounds[row + 1] - bounds[row] : 1;
+}
+
+static i64 rows_of(const Check *check, const Entry *entry) { return entry->layout < 0 ? check->dense_rows : check->table->rows; }
+
+/* Marks an entry that another one refers to, in so many steps; false if it must not. */
+static int refers(Check *check, i64 index, i64 other, i64 steps) {
+    if (other < 0 || other >= index || check->marks[other] & INSIDE || check->steps[other] + steps > MOST_STEPS) return 0;
+    check->marks[other] |= USED;
+    if (check->steps[other] + steps > check->steps[index]) check->steps[index] = (u8)(check->steps[other] + steps);
+    return 1;
+}
+
+static int check_blocks(const Check *check, const Entry *entry, const i64 *bounds, i64 rows) {
+    const u8 *body = check->table->body;
+    i64 block = 0, numbers = 0;
+    for (i64 row = 0; row < rows; row++) {
+        i64 n = row_elements(check->table, entry, bounds, row) * entry->items;
+        for (i64 at = 0; at < n; at += BLOCK, block++) {
+            i64 width = body[entry->a.at + block];
+            if ((width & ~NEAR) > 32 || (width & NEAR && entry->second < 0)) return 0;
+            numbers += block_numbers(n - at < BLOCK ? n - at : BLOCK, width & ~NEAR);
+        }
+    }
+    return numbers == entry->c.count;
+}
+
+static int check_stretches(const Check *check, const Entry *entry, const i64 *bounds, i64 rows) {
+    const u8 *body = check->table->body;
+    i64 counts = 0, values = 0;
+    if (!of_each(&entry->a, rows) || entry->c.size > entry->size) return 0;
+    for (i64 row = 0; row < rows; row++) {
+        i64 left = row_elements(check->table, entry, bounds, row) * entry->items, n = number_at(body, &entry->a, row);
+        if (n < 0 || n > left || (left && !n)) return 0;
+        if ((entry->b.count != 1 && n > 1 && counts + n - 1 > entry->b.count) || (n > 1 && !entry->b.count)) return 0;
+        for (i64 i = 0; i < n - 1; i++) {
+            i64 count = number_at(body, &entry->b, counts + i);
+            if (count < 1 || count >= left) return 0;
+            left -= count;
+        }
+        counts += n > 1 ? n - 1 : 0;
+        values += n;
+    }
+    return of_each(&entry->b, counts) && of_each(&entry->c, values);
+}
+
+static int check_sparse(const Check *check, const Entry *entry, const i64 *bounds, i64 rows) {
+    const u8 *body = check->table->body;
+    i64 at = 0;
+    if (!of_each(&entry->a, rows) || entry->c.size != entry->size || entry->b.count != entry->c.count) return 0;
+    for (i64 row = 0; row < rows; row++) {
+        i64 n = row_elements(check->table, entry, bounds, row) * entry->items, count = number_at(body, &entry->a, row), before = -1;
+        if (count < 0 || count > entry->b.count - at) return 0;
+        for (; count > 0; count--, at++) {
+            i64 place = number_at(body, &entry->b, at);
+            if (place <= before || place >= n) return 0;
+            before = place;
+        }
+    }
+    return at == entry->b.count;
+}
+
+static int check_entry(Check *check, i64 index, const i64 *bounds, i64 rows);
+
+static int check_dictionary(Check *check, i64 index, i64 rows) {
+    const Table *table = check->table;
+    const Entry *entry = table->entries + index, *inner = table->entries + entry->first;
+    const u8 *body = table->body;
+    i64 *stored = NULL, most = 0, element = entry->items ? entry->items * entry->size : 1, spare = 0;
+    if (rows != table->rows || !of_each(&entry->a, rows) || entry->number < 0) return 0;
+    for (i64 row = 0; row < rows; row++) {
+        i64 number = number_at(body, &entry->a, row) - entry->number;
+        if (number < 0 || number >= (entry->a.count == 1 ? 1 : MANY)) return 0;
+        most = number + 1 > most ? number + 1 : most;
+    }
+    if (most > rows) { /* of some rows of a larger batch; each row takes a bound */
+        if (most - rows > check->left / 8) return 0;
+        check->left -= 8 * (most - rows);
+    }
+    if (!of_each(&entry->b, most) || inner->layout != entry->layout || inner->items != entry->items || inner->size != entry->size) return 0;
+    for (i64 row = 0; row < rows; row++) {
+        i64 elements = row_elements(table, entry, NULL, row);
+        if (number_at(body, &entry->b, number_at(body, &entry->a, row) - entry->number) != elements) return 0;
+        spare -= elements;
+    }
+    for (i64 i = 0; i < most; i++) { /* rows that nothing uses, too */
+        i64 elements = number_at(body, &entry->b, i);
+        if (elements < 0 || elements >= (i64)1 << 31) return 0;
+        spare += elements;
+        if (spare > check->left / element) return 0;
+    }
+    if (spare > 0) check->left -= spare * element;
+    int fine = stored_rows(table, entry, &stored) == most && check_entry(check, entry->first, stored, most);
+    free(stored);
+    return fine;
+}
+
+/* Whether an entry can be decoded: every number is in its range, every array as long as its rows say. `bounds` are those of
+   stored rows of a dictionary. */
+static int check_entry(Check *check, i64 index, const i64 *bounds, i64 rows) {
+    const Table *table = check->table;
+    const Entry *entry = table->entries + index, *entries = table->entries, *a = NULL, *b = NULL;
+    i64 total = 0, blocks = 0, bits = 0, size = entry->size;
+    int has_a = entry->a.count > 0, has_b = entry->b.count > 0, has_c = entry->c.count > 0;
+    if (entry->items < 0 || entry->items > (i64)1 << 40 || (size != 1 && size != 2 && size != 4 && size != 8)) return 0;
+    if (!holds(&entry->a, check->nbytes) || !holds(&entry->b, check->nbytes) || !holds(&entry->c, check->nbytes)) return 0;
+    for (i64 row = 0; row < rows; row++) {
+        i64 elements = row_elements(table, entry, bounds, row);
+        if (entry->items && elements > MANY / entry->items) return 0;
+        i64 n = elements * entry->items;
+        if (total > MANY - n) return 0;
+        total += n;
+        blocks += (n + BLOCK - 1) / BLOCK;
+        bits += (n + 7) / 8;
+    }
+    switch (entry->kind) {
+    case PLAIN: return entry->a.size == size && entry->a.count == total && !has_b && !has_c;
+    case NARROW: return entry->a.size < size && entry->a.count == total && !has_b && !has_c;
+    case BITMAP: return entry->a.size == 1 && entry->a.count == bits && entry->b.size == size && entry->b.count == 2 && !has_c;
+    case RLE:
+    case DELTA: return check_stretches(check, entry, bounds, rows);
+    case ARANGE: return entry->a.size <= size && of_each(&entry->a, rows) && !has_b && !has_c;
+    case SPARSE: return check_sparse(check, entry, bounds, rows);
+    case BLOCKS:
+        if (entry->a.size != 1 || entry->a.count != blocks || entry->b.size != size || entry->b.count != blocks || entry->c.size != 4) return 0;
+        if (entry->second >= 0) {
+            if (!refers(check, index, entry->second, 1)) return 0;
+            a = entries + entry->second;
+            if (a->layout != entry->layout || a->items != entry->items || a->size != size) return 0;
+        }
+        return check_blocks(check, entry, bounds, rows);
+    case DICTIONARY: return !has_c && check_dictionary(check, index, rows);
+    case COLUMNS:
+        if (has_a || has_b || has_c || entry->second < 1 || entry->second != entry->items || entry->second > index) return 0;
+        for (i64 column = 0; column < entry->second; column++) {
+            if (entry->first < 0 || !refers(check, index, entry->first + column, 0)) return 0;
+            a = entries + entry->first + column;
+            if (a->layout != entry->layout || a->size != size || a->items != 1) return 0;
+            if (a->kind >= DICTIONARY || (a->kind == BLOCKS && a->second >= 0)) return 0;
+        }
+        return 1;
+    case CONCAT:
+        if (has_a || has_b || has_c || !refers(check, index, entry->first, 1) || !refers(check, index, entry->second, 1)) return 0;
+        a = entries + entry->first;
+        b = entries + entry->second;
+        if (a->size != size || b->size != size || rows_of(check, a) != rows || rows_of(check, b) != rows) return 0;
+        for (i64 row = 0; row < rows; row++) {
+            i64 sum = row_elements(table, a, NULL, row) * a->items + row_elements(table, b, NULL, row) * b->items;
+            if (sum != row_elements(table, entry, NULL, row) * entry->items) return 0;
+        }
+        return 1;
+    default: return 0;
+    }
+}
+
+/* Whether all entries can be decoded; else the first that cannot is `bad`. */
+static int check_entries(Check *check, i64 n, i64 *bad) {
+    const Entry *entries = check->table->entries;
+    for (*bad = 0; *bad < n; ++*bad) {
+        const Entry *entry = entries + *bad;
+        if (entry->layout < -1 || entry->layout >= check->num_layouts || entry->first >= *bad) return 0;
+        if (entry->kind != DICTIONARY) continue;
+        const Entry *inner = entries + entry->first;
+        if (entry->first < 0 || check->marks[entry->first] & INSIDE || inner->kind < 0 || inner->kind >= DICTIONARY) return 0;
+        if (inner->kind == BLOCKS && inner->second >= 0) return 0;
+        check->marks[entry->first] = USED | INSIDE;
+    }
+    for (*bad = 0; *bad < n; ++*bad)
+        if (!(check->marks[*bad] & INSIDE) && !check_entry(check, *bad, NULL, rows_of(check, entries + *bad))) return 0;
+    return 1;
+}
+
+/* Whether a field of bytes, which was checked, has values other than 0 and 1. What rises by equal steps leaves 0 and 1 within
+   three words, so stretches are looked at where they begin. */
+static int is_odd(const Check *check, i64 index, const i64 *bounds, i64 rows) {
+    const Table *table = check->table;
+    const Entry *entry = table->entries + index;
+    const u8 *body = table->body;
+    u8 words[BLOCK], any = 0;
+    if (check->marks[index] & CHECKED) return 0; /* or it was refused */
+    check->marks[index] |= CHECKED;
+    if (entry->kind == CONCAT) return is_odd(check, entry->first, NULL, rows) || is_odd(check, entry->second, NULL, rows);
+    if (entry->kind == COLUMNS) {
+        for (i64 column = 0; column < entry->second; column++)
+            if (is_odd(check, entry->first + column, NULL, rows)) return 1;
+        return 0;
+    }
+    if (entry->kind == DICTIONARY) {
+        i64 *stored = NULL, count = stored_rows(table, entry, &stored);
+        int odd = count < 0 || is_odd(check, entry->first, stored, count);
+        free(stored);
+        return odd;
+    }
+    const Array *array = entry->kind == BITMAP ? &entry->b : entry->kind == SPARSE || entry->kind == RLE ? &entry->c : &entry->a;
+    if (entry->kind == PLAIN || entry->kind == BITMAP || entry->kind == SPARSE || entry->kind == RLE) {
+        for (i64 i = 0; i < array->count; i++) any |= body[array->at + i];
+        return any > 1;
+    }
+    i64 block = 0, numbers = 0, counts = 0, values = 0;
+    for (i64 row = 0; row < rows; row++) {
+        i64 n = row_elements(table, entry, bounds, row) * entry->items;
+        if (entry->kind == ARANGE) {
+            decode_range(words, n < 3 ? n : 3, signed_at(body, &entry->a, row), entry->number, 1);
+            for (i64 i = 0; i < n && i < 3; i++) any |= words[i];
+        } else if (entry->kind == DELTA) {
+            i64 stretches = number_at(body, &entry->a, row);
+            u8 word = 0;
+            for (i64 left = stretches; left > 0; left--) {
+                i64 count = left > 1 ? number_at(body, &entry->b, counts++) : n, step = signed_at(body, &entry->c, values++);
+                for (i64 i = 1; i <= count && i <= 3; i++) any |= (u8)(word + (u8)(i * step));
+                word = (u8)(word + (u8)((u64)count * (u64)step));
+                any |= word;
+                n -= count;
+            }
+        } else if (entry->second >= 0) return 1; /* distances between bools are not written */
+        else
+            for (i64 at = 0; at < n; at += BLOCK, block++) {
+                u32 unpacked[BLOCK];
+                i64 count = n - at < BLOCK ? n - at : BLOCK, width = body[entry->a.at + block];
+                unpack_block(block_loops(), body + entry->c.at + 4 * numbers, count, width, unpacked);
+                numbers += block_numbers(count, width);
+                block_loops()->add_least(1, unpacked, body[entry->b.at + block], count, words);
+                for (i64 i = 0; i < count; i++) any |= words[i];
+            }
+    }
+    return any > 1;
+}
+
+/* Checks the fields of a table whose layouts were checked and read; `bools` [num_fields] says which may hold only 0 and 1.
+   Rows of dictionaries may take `most` bytes more than the rows that they stand for. Returns 0, or 1 + the first field that
+   cannot be decoded (1 + num_fields for an entry that no field needs), or -1 - the first one of other bytes. */
+API i64 maskpack_check_fields(const Entry *entries, i64 n, const Layout *layouts, i64 m, const u8 *body, i64 nbytes, i64 rows,
+                              i64 dense_rows, i64 most, const i64 *fields, i64 num_fields, const i64 *bools) {
+    Table table = {entries, layouts, body, rows};
+    u8 *marks = calloc((size_t)n + 1, 2);
+    Check check = {&table, nbytes, m, dense_rows, most, marks, marks + n + 1};
+    i64 bad = 0, found = marks ? 0 : 1;
+    for (i64 field = 0; field < num_fields && !found; field++)
+        if (fields[field] < 0 || fields[field] >= n) found = field + 1;
+    if (!found && !check_entries(&check, n, &bad)) {
+        found = num_fields + 1; /* the field whose entry is the first one from there on, as parts come first */
+        for (i64 field = 0, least = n; field < num_fields; field++)
+            if (fields[field] >= bad && fields[field] < least) {
+                least = fields[field];
+                found = field + 1;
+            }
+    }
+    for (i64 field = 0; field < num_fields && !found; field++) {
+        i64 index = fields[field], own = entries[index].layout < 0 ? dense_rows : rows;
+        if (marks[index] & INSIDE) found = field + 1;
+        else if (bools[field] && (entries[index].size != 1 || is_odd(&check, index, NULL, own))) found = -1 - field;
+        marks[index] |= USED;
+    }
+    for (i64 at = 0; at < n && !found; at++)
+        if (!(marks[at] & USED)) found = num_fields + 1;
+    free(marks);
+    return found;
 }

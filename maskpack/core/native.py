@@ -29,6 +29,26 @@ _CACHE = 1 << 25
 """Writes of so many bytes go past the cache."""
 NO_PAD, CONSTANT, BY_EDGE, BY_ROW, BY_SIGN = range(5)
 """What is under a mask: anything; a constant; the edge of the row; a constant a row; a zero a row, with either sign."""
+TRUSTED = 8
+"""Added to one of these: the pads of rows are read, but not verified."""
+
+
+_FUNCTIONS = {
+    "count_spans": 11,
+    "list_spans": 11,
+    "cut": 7,
+    "read": 4,
+    "write": 5,
+    "encode": 11,
+    "decode": 8,
+    "store_layouts": 6,
+    "read_layout": 7,
+    "split": 11,
+    "compact": 4,
+    "check_layouts": 6,
+    "check_fields": 12,
+}
+"""The functions of the core and the numbers that they take."""
 
 
 def _loaded() -> ctypes.CDLL:
@@ -40,7 +60,7 @@ def _loaded() -> ctypes.CDLL:
         raise ImportError(f"maskpack: its compiled core is missing ({error}). {_REMEDY}") from error
     if found != VERSION:
         raise ImportError(f"maskpack: its compiled core has version {found}; expected {VERSION}. {_REMEDY}")
-    for name, count in (("count_spans", 11), ("list_spans", 11), ("read", 4), ("write", 5)):
+    for name, count in _FUNCTIONS.items():
         function = getattr(core, f"maskpack_{name}")
         function.argtypes = [ctypes.c_int64] * count
         function.restype = ctypes.c_int64
@@ -129,6 +149,12 @@ def write(packed: Tensor, layout: HostLayout, pads: Pads, padded: Tensor) -> Non
         raise MemoryError(_NO_MEMORY)
 
 
+def described(padded: Tensor) -> tuple[Any, Tensor]:
+    """A FIELD of a padded tensor [B, S, *F], without pads; and the tensor that it points to, which may be a copy."""
+    field, held = _field(padded, None, Pads(NO_PAD))
+    return field.view(FIELD)[0], held
+
+
 def _field(padded: Tensor, packed: Tensor | None, pads: Pads) -> tuple[IntArray, Tensor]:
     """A row of the table of fields; and the tensor that it points to, which may be a copy."""
     padded = padded.detach().resolve_conj().resolve_neg()
@@ -168,3 +194,181 @@ def _outer(x: Tensor) -> tuple[int, int] | None:
             if all(stride == size * next_ for (_, stride), (size, next_) in itertools.pairwise(outer)):
                 return math.prod(shape[2:first]), outer[-1][1] if outer else 0
     return None
+
+
+# -------------------------------------------------------------------- tables of packed batches
+
+
+def _struct(*names: str, **parts: Any) -> np.dtype[Any]:
+    """A struct of int64, with other structs in it."""
+    fields: list[tuple[Any, ...]] = [(name, np.int64) for name in names]
+    return np.dtype(
+        [*fields, *((name, *(part if isinstance(part, tuple) else (part,))) for name, part in parts.items())]
+    )
+
+
+PLACE = _struct("at", "size", "count")
+"""An array: its first byte in the body, bytes of a number, numbers. (Array in core.c)"""
+ENTRY = _struct("kind", "layout", "items", "size", "number", "first", "second", a=PLACE, b=PLACE, c=PLACE)
+"""An encoded field, or a part of one."""
+STORED = _struct("width", "anchor", "kind", "parent", "low", a=PLACE, b=PLACE, c=PLACE)
+"""A layout in the body."""
+FIELD = _struct(
+    *("padded", "packed", "row_stride", "outer", "outer_stride", "size", "items", "layout", "mode"),
+    *("pad", "pad_high", "row_pads", "stray"),
+)
+"""A padded field, or its packed values."""
+FORM = _struct("kind", "number", "bytes", "inner_kind", "inner_number", "inner_bytes", "cost")
+"""How a field was encoded the last time."""
+MOST_PADS = 4
+MOST_STEPS = 8
+"""From a field to fields that it is near to, or that it is put together from."""
+_TRIAL = _struct("mode", "pad", "pad_high")
+JOB = np.dtype(
+    [
+        ("field", FIELD),
+        *((name, np.int64) for name in ("padded", "layout", "items", "size", "rows", "bounds", "index", "integers")),
+        *((name, np.int64) for name in ("hints", "near", "head", "tail", "columns", "num_pads")),
+        ("pads", _TRIAL, (MOST_PADS,)),
+        ("form", FORM),
+        *((name, np.int64) for name in ("result", "pad", "first", "count")),
+        ("row_pads", PLACE),
+    ]
+)
+"""A field to be encoded."""
+TARGET = np.dtype([("field", FIELD), ("padded", np.int64), ("entry", np.int64), ("rows", np.int64)])
+"""A field to be decoded."""
+KINDS = ("plain", "narrow", "blocks", "bitmap", "rle", "arange", "delta", "sparse", "dictionary", "columns", "concat")
+"""The encodings, in the order of their numbers."""
+PLAIN, NARROW, BLOCKS, BITMAP, RLE, ARANGE, DELTA, SPARSE, DICTIONARY, COLUMNS, CONCAT = range(len(KINDS))
+FITS, MISFIT, STRAY, FULL, NO_MEMORY = range(5)
+"""What becomes of a job."""
+MOST_NEAR = 8
+"""Fields in a chain of near ones."""
+SPANS, MASK, PART = range(3)
+"""The kinds of stored layouts."""
+
+Structs = Any
+"""A NumPy array of structs, whose fields the type checker does not know."""
+
+
+def layout_rows(layouts: Sequence[HostLayout]) -> IntArray:
+    """The table of layouts."""
+    return np.concatenate([_table(layout) for layout in layouts] or [np.zeros(0, np.int64)])
+
+
+def new_jobs(count: int) -> Structs:
+    """Jobs that refer to no other, and have no form yet."""
+    jobs = np.zeros(count, JOB)
+    for name in ("layout", "near", "head", "tail"):
+        jobs[name] = -1
+    jobs["form"]["kind"] = jobs["form"]["inner_kind"] = -1
+    return jobs
+
+
+def encode(
+    jobs: Structs, layouts: IntArray, body: Words, used: int, rooms: IntArray, threads: int
+) -> tuple[Structs, IntArray, int] | None:
+    """Encodes fields behind the first `used` bytes of a body.
+
+    Args:
+        jobs: JOB [n]; `result`, `pad`, `form` and `row_pads` are written.
+        layouts: as `layout_rows` gives them; must live as long as the call, like all that the jobs point to.
+        rooms: int64 [n + 1]: bytes for each job, if there are several threads; and of the whole body.
+
+    Returns:
+        The entries, the entry of each field, and the bytes in use; None if a job failed.
+    """
+    ends = np.cumsum(2 + np.maximum(jobs["columns"], 1))
+    jobs["first"][1:] = ends[:-1]
+    most = int(ends[-1])
+    slots, entries = np.empty(most, ENTRY), np.empty(most, ENTRY)
+    fields, count = np.empty(jobs.size, np.int64), np.zeros(1, np.int64)
+    places = address(slots), address(entries), address(count), address(fields), address(body)
+    used = _core.maskpack_encode(address(jobs), jobs.size, address(layouts), *places, used, address(rooms), threads)
+    return None if used < 0 else (entries[: int(count[0])], fields, used)
+
+
+def decode(targets: Structs, entries: Structs, layouts: IntArray, body: Words, rows: int, nbytes: int) -> None:
+    """Decodes fields to tensors of `nbytes` in all, which `targets`, TARGET [n], point to."""
+    places = address(targets), targets.size, address(entries), address(layouts), address(body), rows
+    if _core.maskpack_decode(*places, nbytes >= _CACHE, threads_for(nbytes)):
+        raise MemoryError(_NO_MEMORY)
+
+
+def cut(layout: HostLayout, low: int, width: int) -> HostLayout:
+    """The layout of the columns from `low` on, `width` of them."""
+    row = _table(layout)
+    splits, bounds = np.empty(row[0] + 1, np.int64), np.empty(row[0] + 1, np.int64)
+    count = _core.maskpack_cut(address(row), low, width, address(splits), address(bounds), 0, 0)
+    spans = np.empty((2, count), np.int64)
+    places = address(splits), address(bounds), address(spans), address(spans) + 8 * count
+    _core.maskpack_cut(address(row), low, width, *places)
+    return HostLayout(width, SpanTable(spans[0], spans[1], splits), bounds)
+
+
+def store_layouts(stored: Structs, layouts: IntArray, body: Words, used: int) -> int | None:
+    """Stores layouts behind the first `used` bytes of a body. Returns the bytes in use, None if there is no room."""
+    places = address(stored), stored.size, address(layouts), address(body)
+    used = _core.maskpack_store_layouts(*places, used, body.size)
+    return None if used < 0 else used
+
+
+def read_layouts(stored: Structs, body: Words, rows: int) -> list[HostLayout]:
+    """The layouts that `store_layouts` stored."""
+    layouts: list[HostLayout] = []
+    for at in range(stored.size):
+        width = int(stored["width"][at])
+        if stored["kind"][at] == PART:
+            layouts.append(cut(layouts[int(stored["parent"][at])], int(stored["low"][at]), width))
+            continue
+        splits, bounds = np.empty(rows + 1, np.int64), np.empty(rows + 1, np.int64)
+        row = address(stored) + at * STORED.itemsize, address(body), rows, address(splits), address(bounds)
+        count = _core.maskpack_read_layout(*row, 0, 0)
+        spans = np.empty((2, count), np.int64)
+        _core.maskpack_read_layout(*row, address(spans), address(spans) + 8 * count)
+        layouts.append(HostLayout(width, SpanTable(spans[0], spans[1], splits), bounds))
+    return layouts
+
+
+def split(
+    entries: Structs, stored: Structs, layouts: IntArray, body: Words, rows: int, cuts: IntArray
+) -> tuple[Structs, Structs]:
+    """The parts of the rows of a table between `cuts`, int64 [parts + 1]: ENTRY [parts, n] and STORED [parts, m]."""
+    parts = cuts.size - 1
+    out, out_stored = np.empty((parts, entries.size), ENTRY), np.empty((parts, stored.size), STORED)
+    table = address(entries), entries.size, address(stored), stored.size, address(layouts), address(body), rows
+    if _core.maskpack_split(*table, address(cuts), parts, address(out), address(out_stored)):
+        raise MemoryError(_NO_MEMORY)
+    return out, out_stored
+
+
+def compact(places: Sequence[int], body: Words) -> Words:
+    """A copy of the arrays whose PLACEs are at some addresses, in a body of their own. The PLACEs are changed."""
+    line = np.array(places, np.int64)
+    to = np.empty(_core.maskpack_compact(address(line), line.size, address(body), 0), np.uint8)
+    _core.maskpack_compact(address(line), line.size, address(body), address(to))
+    return to
+
+
+def check_layouts(stored: Structs, body: Words, rows: int, most: int) -> int:
+    """0 if layouts can be read and have at most `most` spans in all; else 1 + the number of the first that cannot."""
+    return _core.maskpack_check_layouts(address(stored), stored.size, address(body), body.size, rows, most)
+
+
+def check_fields(
+    entries: Structs,
+    layouts: IntArray,
+    body: Words,
+    rows: int,
+    dense_rows: int,
+    most: int,
+    fields: IntArray,
+    bools: IntArray,
+) -> int:
+    """0 if fields can be decoded and those of `bools` hold only 0 and 1; else 1 + the number of the first that cannot
+    (1 + the number of fields for an entry that none needs), or -1 - that of the first with other bytes. `layouts` were
+    checked and read; rows of dictionaries may take `most` bytes more than the rows that they stand for."""
+    table = address(entries), entries.size, address(layouts), layouts.size * 8 // 48, address(body), body.size
+    line = address(fields), fields.size, address(bools)
+    return _core.maskpack_check_fields(*table, rows, dense_rows, most, *line)

@@ -21,7 +21,7 @@ from maskpack.core.keys import Key, Path, need_key, need_keys, path_of, plain, s
 from maskpack.core.pads import Pad, PadValue
 from maskpack.errors import RegistryError
 
-HINTS = ("runs", "bits", "ramp", "steps", "sparse", "narrow", "repeated", "columns")
+HINTS = ("narrow", "blocks", "bitmap", "rle", "arange", "delta", "sparse", "dictionary", "columns")
 """The encodings that a spec may name in `hints`."""
 
 
@@ -74,8 +74,8 @@ class MaskNestingSpec:
             of which the first that matches the batch is used.
         ragged_dim: the dim of the width: 1 for [B, S, *F], -1 for both [B, S] and [B, 4, S].
         hints: encodings that `compress` tries first; a wrong hint costs time, but never exactness. Names of HINTS;
-            `join:head,tail` for a field that concatenates the rows of two others; `delta:field` for a field with values
-            close to another's (with a codec only).
+            `concat:head,tail` for a field that concatenates the rows of two others; `near:field` for a field with
+            values close to another's.
         masks, pads: tuples of the masks and pads to try in order; `masks` is empty for a field without a mask. Specs
             are compared by these.
     """
@@ -102,12 +102,12 @@ class MaskNestingSpec:
         if isinstance(self.hints, list):
             object.__setattr__(self, "hints", (*self.hints,))
         if not isinstance(self.hints, tuple):
-            raise RegistryError(f"MaskNestingSpec: hints is {said(self.hints)}; expected a tuple. Write ('runs',).")
+            raise RegistryError(f"MaskNestingSpec: hints is {said(self.hints)}; expected a tuple. Write ('rle',).")
         for hint in self.hints:
             if not is_hint(hint):
                 raise RegistryError(
-                    f"MaskNestingSpec: hint is {hint!r}; expected one of {', '.join(HINTS)}, join:head,tail or "
-                    "delta:field. Choose one, or leave the hints out."
+                    f"MaskNestingSpec: hint is {hint!r}; expected one of {', '.join(HINTS)}, concat:head,tail or "
+                    "near:field. Choose one, or leave the hints out."
                 )
         for pad in self.pads:
             if not isinstance(pad, int | float | complex | Pad):
@@ -250,7 +250,7 @@ def is_hint(hint: object) -> bool:
         return False
     name, colon, rest = hint.partition(":")
     fields = rest.split(",") if colon else []
-    return hint in HINTS or (name == "delta" and len(fields) == 1) or (name == "join" and len(fields) == 2)
+    return hint in HINTS or (name == "near" and len(fields) == 1) or (name == "concat" and len(fields) == 2)
 
 
 def _one_of(call: str, name: str, seen: object, allowed: tuple[str, ...]) -> None:

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from maskpack.core import native
 from maskpack.core.arguments import list_of, said, whole
 from maskpack.core.index import (
     IntArray,
@@ -169,6 +170,13 @@ class RowLayout:
             layout.__dict__["index"] = index_of(table, width, layout.device)
         return layout
 
+    @classmethod
+    def of_host(cls, on_host: HostLayout, anchor: int = 0) -> RowLayout:
+        """From arrays of the compiled core, on the CPU."""
+        layout = cls.from_table(on_host.width, on_host.table, "cpu", anchor)
+        layout.__dict__["row_offsets"] = on_host.bounds
+        return layout
+
     # ---------------------------------------------------------------- sizes, on the host
 
     @cached_property
@@ -302,14 +310,12 @@ class RowLayout:
                 f"RowLayout.narrow: columns {start} to {stop}; expected 0 <= start <= stop <= {self.width}. Choose "
                 "columns within the width."
             )
-        table = self.table
-        begin = table.starts.clip(start, stop)
-        counts = (table.starts + table.counts).clip(start, stop) - begin
-        keep = counts > 0
-        splits = cumulated(keep.astype(np.int64))[table.splits]
-        table = SpanTable((begin - start)[keep], counts[keep], splits)
         anchor = min(max(self.anchor - start, 0), stop - start)
-        return RowLayout.from_table(stop - start, table, self.device, anchor)
+        own = native.cut(self.on_host, start, stop - start)
+        layout = RowLayout.of_host(own, anchor) if self.device.type == "cpu" else None
+        layout = layout or RowLayout.from_table(own.width, own.table, self.device, anchor)
+        layout.__dict__["part_of"] = self, start
+        return layout
 
     def anchored(self, anchor: int) -> RowLayout:
         """The same rows with another anchor, from 0 to the width."""

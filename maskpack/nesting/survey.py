@@ -31,7 +31,7 @@ from maskpack.nesting import checks
 from maskpack.nesting.axes import Axes, Axis
 from maskpack.nesting.coverage import DenseField, check_strict, hidden_tensors
 from maskpack.nesting.schema import INTACT, LAYOUTS, FieldForm, RowPads, Schema, read_layouts, read_pads
-from maskpack.nesting.verify import Then, Verifier
+from maskpack.nesting.verify import Verifier
 from maskpack.ops import pack_torch as ops
 
 _DIFFERENT_PADS = "its rows were nested with different pads"
@@ -47,9 +47,10 @@ class Survey:
         entries: the entries of the batch, by path.
         layouts: the layouts of the forms and the axes, by name.
         axes: names of the layouts of padded fields, also of those that stay padded for non-pad values.
-        values: packed values [T, *F] of padded, flat and jagged forms, except those in `made`.
+        values: packed values [T, *F] of padded, flat and jagged forms, except those in `deferred`.
         row_pads: the pads [B] of fields whose pad is PER_ROW.
-        made: the results of `then` for the values of fields.
+        deferred: padded fields on the host that are still to be read, with the pads to try in their forms; and whether
+            the first of these may be taken unseen.
     """
 
     root: Node
@@ -60,7 +61,7 @@ class Survey:
     axes: tuple[str, ...]
     values: Mapping[Path, Tensor]
     row_pads: Mapping[Path, Tensor]
-    made: Mapping[Path, Any]
+    deferred: Mapping[Path, bool]
 
     def schema(self) -> Schema:
         """The schema of the nested or packed batch."""
@@ -72,10 +73,10 @@ def survey(
     batch: TensorDictBase,
     options: Options,
     stand_in: Mapping[str, RowLayout],
-    then: Then | None = None,
+    defer: bool = False,
 ) -> Survey:
     """Determines the form of each entry and gathers the values. `stand_in` are layouts for masks that are not in the
-    batch. With `then`, its result for the values of a field is kept instead of the values."""
+    batch. With `defer`, padded fields on the host are left to the caller, who reads and verifies them in one pass."""
     need_batch(batch, options.call)
     batch = dense_stack(batch, options.call)
     schema, layouts = Schema(Node.of(batch), (), ()), dict[str, RowLayout]()
@@ -93,8 +94,9 @@ def survey(
         held = masks.get(form.path)
         return planner.values(form, entries[form.path]) if held is None else held
 
-    verifier = Verifier(entries, gather, planner.layouts, options, dict.fromkeys(masks, 0), then)
-    forms, row_pads = verifier.verified(forms)
+    verifier = Verifier(entries, gather, planner.layouts, options, dict.fromkeys(masks, 0))
+    deferred = verifier.deferred(forms) if defer else dict[Path, bool]()
+    forms, row_pads = verifier.verified(forms, deferred)
     for place, form in enumerate(forms):
         pads = None if form.path in row_pads else read_pads(batch, before, form.path, options.call)
         if pads is not None and form.kind == "padded":
@@ -104,9 +106,7 @@ def survey(
             if forms[place].kind == "dense":
                 entries[form.path] = checks.to_padded(verifier.values.pop(form.path), form, layout, pads)
     _check_coverage(forms, entries, options)
-    return Survey(
-        schema.root, tuple(forms), rows, entries, planner.layouts, axes, verifier.values, row_pads, verifier.made
-    )
+    return Survey(schema.root, tuple(forms), rows, entries, planner.layouts, axes, verifier.values, row_pads, deferred)
 
 
 def _with_one_rule(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from maskpack.core import native
 from maskpack.core.bits import odd_bools, odd_bools_error, words
 from maskpack.core.keys import Path, show
 from maskpack.core.pads import EDGE, PER_ROW, SIGNED_ZERO, PadValue
@@ -24,14 +25,15 @@ _MIXED_ZEROS = "A row mixes 0.0 and -0.0, as x * mask gives; x.masked_fill(mask 
 _OTHER_ZERO = "0.0 and -0.0 differ in their bits: the pads [0, SIGNED_ZERO] take either, one sign a row. "
 
 
-Then = Callable[[FieldForm, Tensor, RowLayout], Any]
+def _key(forms: Mapping[Path, FieldForm]) -> tuple[Any, ...]:
+    """What VerifyFirst remembers fields by."""
+    return tuple((f.path, f.dtype, f.layout, f.ragged_dim, f.pads_by_bits) for f in forms.values())
 
 
 class Verifier:
     """Gathers the values of all fields with a layout, and determines the pad of each padded field.
 
-    `gather(form)` returns the values [T, *F] of a field, `then` processes those of a padded field on the host, and
-    `known` are pads that need no check.
+    `gather(form)` returns the values [T, *F] of a field, and `known` are pads that need no check.
     """
 
     def __init__(
@@ -41,29 +43,50 @@ class Verifier:
         layouts: Mapping[str, RowLayout],
         options: Options,
         known: Mapping[Path, PadValue],
-        then: Then | None,
     ) -> None:
         self._entries = entries
         self._gather = gather
         self._layouts = layouts
         self._options = options
         self._known = known
-        self._then = then
         self._row_pads: dict[tuple[Path, PadValue], Tensor] = {}
         self._ambiguous: set[Path] = set()
         self._odd: list[Path] = []  # bools with bytes other than 0 and 1
         self._bools: dict[Path, Tensor] = {}  # those on devices, which are checked together with the pads
         self.values: dict[Path, Tensor] = {}
-        self.made: dict[Path, Any] = {}
 
-    def verified(self, forms: list[FieldForm]) -> tuple[list[FieldForm], dict[Path, Tensor]]:
-        """The forms with one pad each, and the pads [B] of the fields whose pad is PER_ROW. A field with non-pad values
-        under its mask stays padded, or raises LossyPadError."""
-        unsure = {f.path: f for f in forms if f.kind == "padded" and not self._entries[f.path].is_nested}
+    def deferred(self, forms: list[FieldForm]) -> dict[Path, bool]:
+        """The padded fields on the host whose pads need not be learnt now; and whether their first pads may be taken
+        unseen. `forms` get the pads to try."""
+        unsure = self._unsure(forms)
+        key = _key(unsure)
+        sure: Mapping[Path, PadValue | None] = self._known
+        if isinstance(self._options.verify, VerifyFirst):
+            sure = {**self._options.verify.known(key), **self._known}
+            if any(sure.get(path) is None for path in unsure):
+                return {}
+        found: dict[Path, bool] = {}
+        for place, form in enumerate(forms):
+            here = form.path in unsure and self._entries[form.path].device.type == "cpu"
+            if here and len(form.pads) <= native.MOST_PADS:
+                pad = sure.get(form.path)
+                found[form.path] = pad is not None or self._options.verify == "never"
+                forms[place] = form if pad is None else replace(form, pads=(pad,))
+        return found
+
+    def _unsure(self, forms: Sequence[FieldForm]) -> dict[Path, FieldForm]:
+        return {form.path: form for form in forms if form.kind == "padded" and not self._entries[form.path].is_nested}
+
+    def verified(
+        self, forms: list[FieldForm], skip: Collection[Path] = ()
+    ) -> tuple[list[FieldForm], dict[Path, Tensor]]:
+        """The forms with one pad each, except those of `skip`, and the pads [B] of the fields whose pad is PER_ROW. A
+        field with non-pad values under its mask stays padded, or raises LossyPadError."""
+        unsure = {path: form for path, form in self._unsure(forms).items() if path not in skip}
         bools = [(form.path, self._entries[form.path]) for form in forms if form.dtype is torch.bool]
         away = [(path, x.values() if x.is_nested else x) for path, x in bools if x.device.type != "cpu"]
         self._bools = {path: x for path, x in away if x.layout == torch.strided}
-        found = self._pads(unsure, [form for form in forms if form.layout is not None])
+        found = self._pads(unsure, [form for form in forms if form.layout is not None and form.path not in skip])
         lossy = [form for path, form in unsure.items() if found[path] is None]
         if lossy and self._options.on_loss == "error":
             raise LossyPadError("\n".join(map(self._message, lossy)))
@@ -83,10 +106,12 @@ class Verifier:
                 elif isinstance(held, Tensor):
                     row_pads[form.path], held = held, PER_ROW
                 sure.append(replace(form, pads=(held,)))
-        for form in sure:
+        for form in [form for form in sure if form.path not in skip]:
             self._look(form, row_pads.get(form.path))
             self._look(form, self._entries[form.path] if form.kind == "dense" else None)
         if self._odd:
+            for form in [form for form in sure if form.path in skip and form.dtype is torch.bool]:
+                self._look(form, self._gather(form))
             raise odd_bools_error(self._options.call, sorted(set(self._odd)))
         return sure, row_pads
 
@@ -103,7 +128,7 @@ class Verifier:
         options = self._options
         if options.verify == "never":
             return self._read(gathered, {}) | {path: form.pads[0] for path, form in unsure.items()}
-        key = tuple((f.path, f.dtype, f.layout, f.ragged_dim, f.pads_by_bits) for f in unsure.values())
+        key = _key(unsure)
         trusted = (
             options.verify.known(key) if isinstance(options.verify, VerifyFirst) else dict[Path, PadValue | None]()
         )
@@ -132,14 +157,11 @@ class Verifier:
         found: dict[Path, PadValue | None] = {}
         for form in gathered:
             known = form.path not in doubtful
-            pad = None if known else self._read_on_host(form)
             if known:
                 self.values[form.path] = self._gather(form)
             else:
-                found[form.path] = pad
+                found[form.path] = self._read_on_host(form)
             self._look(form, self.values[form.path])
-            if known or pad is not None:
-                self._finish(form)
         return found
 
     def _read_on_host(self, form: FieldForm) -> PadValue | None:
@@ -162,14 +184,6 @@ class Verifier:
                 return pad
         self.values[form.path] = self._gather(form)
         return None
-
-    def _finish(self, form: FieldForm) -> None:
-        """Calls `then` on the values and drops them if it returns a result, so that their memory is reused."""
-        if self._then is not None and not self._entries[form.path].is_nested:  # those values are the caller's
-            made = self._then(form, self.values[form.path], self._layouts[form.layout or ""])
-            if made is not None:
-                self.made[form.path] = made
-                del self.values[form.path]
 
     def _tried(self, unsure: Mapping[Path, FieldForm]) -> dict[Path, PadValue | None]:
         """Tries the first pads of all fields with one synchronisation, then the next pads of the fields that failed,

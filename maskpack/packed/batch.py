@@ -19,12 +19,12 @@ from typing import Any, Literal, cast
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor
 
 from maskpack.core.arguments import flag, list_of, named, said, whole
-from maskpack.core.bits import Words, host_words, odd_bools, odd_bools_error, words
+from maskpack.core.bits import Words, host_words, odd_bools, odd_bools_error
 from maskpack.core.index import IntArray, Rows, even_sizes, no_single_row, part_sizes, row_index
 from maskpack.core.objects import Objects
+from maskpack.core.pads import PER_ROW, Pad
 from maskpack.core.tensors import device_here
 from maskpack.core.tree import select_entries, unflatten
 from maskpack.errors import LayoutError
@@ -36,24 +36,14 @@ from maskpack.nesting.nest import rows_only
 from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema, read_layouts, write_layouts
 from maskpack.nesting.survey import Survey, survey
 from maskpack.packed import pickling as pickles
-from maskpack.packed.choose import encode, encode_alone
 from maskpack.packed.cuda import decode as staging
-from maskpack.packed.decode import (
-    MAX_BYTES,
-    Decoder,
-    candidate,
-    decoded_nbytes,
-    on,
-    trimmed,
-    word_dtype_of,
-    words_of_one,
-)
+from maskpack.packed.decode import MAX_BYTES, Decoder, decoded_nbytes, on, trimmed
 from maskpack.packed.file import codec as codecs
 from maskpack.packed.file import container as wire
 from maskpack.packed.file import read as reading
 from maskpack.packed.file import write as manifest
 from maskpack.packed.join import check_named, joined, restricted
-from maskpack.packed.references import Encoding, Joined, Own, Same, arrays_of
+from maskpack.packed.table import Job, Table, encode, take
 
 Target = Literal["padded", "nested"]
 Widths = Literal["padded", "trim"]
@@ -66,34 +56,32 @@ class PackedBatch:
     Attributes:
         num_rows: B.
         schema: the forms of the fields, in key order.
-        layouts: the RowLayouts of the fields, by name, on the host.
-        fields: the encoded values of every tensor.
+        table: the encoded tensors, in the order of the schema.
         objects: the Python objects.
-        row_pads: words [B], of the fields whose pad is PER_ROW.
         codec: the codec that compresses the bytes when the batch is pickled or saved; None for none.
     """
 
     num_rows: int
     schema: Schema
-    layouts: Mapping[str, RowLayout]
-    fields: Mapping[Path, Encoding]
+    table: Table
     objects: Mapping[Path, Objects]
-    row_pads: Mapping[Path, Words]
     codec: str | None = None
 
     def __len__(self) -> int:
         return self.num_rows
 
     def __repr__(self) -> str:
-        return f"PackedBatch(rows={self.num_rows}, fields={len(self.fields)}, nbytes={self.nbytes:,})"
+        return f"PackedBatch(rows={self.num_rows}, fields={len(self.numbers)}, nbytes={self.nbytes:,})"
+
+    @property
+    def layouts(self) -> dict[str, RowLayout]:
+        """The RowLayouts of the fields, by name, on the host."""
+        return self.table.layouts
 
     @property
     def nbytes(self) -> int:
         """Bytes of the encoded tensors, of the tensors inside Python objects and of the layouts, before any codec."""
-        arrays = [part for layout in self.layouts.values() for part in layout.compact()]
-        arrays += [array for field in self.fields.values() for array in arrays_of(field)]
-        arrays += [array for entry in self.objects.values() for array in entry.arrays()]
-        return sum(array.nbytes for array in [*arrays, *self.row_pads.values()])
+        return self.table.nbytes + sum(array.nbytes for entry in self.objects.values() for array in entry.arrays())
 
     @cached_property
     def forms(self) -> dict[Path, FieldForm]:
@@ -101,20 +89,19 @@ class PackedBatch:
         return {form.path: form for form in self.schema.forms}
 
     @cached_property
-    def _row_numbers(self) -> IntArray:
-        """Bounds of the rows of a field that stays padded; a batch without batch dims is one row."""
-        return np.arange((1 if self.schema.root.more_dims is None else self.num_rows) + 1)
+    def tensors(self) -> tuple[FieldForm, ...]:
+        """The forms of the tensors, in the order of the table."""
+        return tuple(form for form in self.schema.forms if form.dtype is not None)
 
-    def bounds(self, path: Path) -> IntArray:
-        """int64 [B + 1]: where the rows of a field begin and end among its words."""
-        form = self.forms[path]
-        rows = self._row_numbers if form.layout is None else self.layouts[form.layout].row_offsets
-        items = words_of_one(form)
-        return rows if items == 1 else rows * items
+    @cached_property
+    def numbers(self) -> dict[Path, int]:
+        """The number of each tensor in the table."""
+        return {form.path: number for number, form in enumerate(self.tensors)}
 
     def words_nbytes(self, path: Path) -> int:
         """Bytes of the words of a field, decoded."""
-        return int(self.bounds(path)[-1]) * word_dtype_of(self.forms[path]).itemsize
+        number = self.numbers[path]
+        return self.table.count_words(number) * int(self.table.entries["size"][self.table.fields[number]])
 
     def lengths(self, layout: str) -> IntArray:
         """int64 [B]: the row lengths of a layout, for planning."""
@@ -132,17 +119,8 @@ class PackedBatch:
         if index.size == 0 or bool((np.diff(index) == 1).all()):
             start = int(index[0]) if index.size else 0
             return self._slice(start, start + index.size)
-        return replace(
-            self,
-            num_rows=index.size,
-            layouts={name: layout.take(index) for name, layout in self.layouts.items()},
-            fields={
-                path: field if isinstance(field, Same | Joined) else field.take(index, self.bounds(path))
-                for path, field in self.fields.items()
-            },
-            objects={path: entry.take(index.tolist()) for path, entry in self.objects.items()},
-            row_pads={path: pads[index] for path, pads in self.row_pads.items()},
-        )
+        objects = {path: entry.take(index.tolist()) for path, entry in self.objects.items()}
+        return replace(self, num_rows=index.size, table=take(self.table, self.tensors, index), objects=objects)
 
     def __getitem__(self, rows: Rows) -> PackedBatch:
         no_single_row(rows, self.num_rows, "PackedBatch")
@@ -152,8 +130,7 @@ class PackedBatch:
         """Consecutive parts of `sizes` rows: a list that sums to B, or one size (the last part may be smaller)."""
         self._need_rows("split")
         sizes = part_sizes(sizes, self.num_rows, "PackedBatch.split")
-        ends = np.cumsum(sizes, dtype=np.int64).tolist()
-        return tuple(self._slice(end - size, end) for end, size in zip(ends, sizes, strict=True))
+        return self._parts(np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
 
     def chunk(self, parts: int) -> tuple[PackedBatch, ...]:
         """`parts` consecutive parts whose sizes differ by one at most; parts beyond the rows are empty."""
@@ -174,18 +151,14 @@ class PackedBatch:
         return batches[0] if len(batches) == 1 else joined(batches, "PackedBatch.cat")
 
     def _slice(self, start: int, stop: int) -> PackedBatch:
-        rows = slice(start, stop)
-        return replace(
-            self,
-            num_rows=stop - start,
-            layouts={name: layout.take(rows) for name, layout in self.layouts.items()},
-            fields={
-                path: field if isinstance(field, Same | Joined) else field.slice(start, stop, self.bounds(path))
-                for path, field in self.fields.items()
-            },
-            objects={path: entry.take(range(start, stop)) for path, entry in self.objects.items()},
-            row_pads={path: pads[rows] for path, pads in self.row_pads.items()},
-        )
+        return self._parts(np.array([start, stop]))[0]
+
+    def _parts(self, cuts: IntArray) -> tuple[PackedBatch, ...]:
+        parts: list[PackedBatch] = []
+        for table, begin, end in zip(self.table.split(cuts), cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
+            objects = {path: entry.take(range(begin, end)) for path, entry in self.objects.items()}
+            parts.append(replace(self, num_rows=end - begin, table=table, objects=objects))
+        return tuple(parts)
 
     def _need_rows(self, call: str) -> None:
         if self.schema.root.more_dims is None:
@@ -200,14 +173,13 @@ class PackedBatch:
         """Some fields with all rows, still encoded, in the order of the batch.
 
         The name of a sub-batch stands for all that is in it, a tuple of names for one entry in it. Layouts of the axes
-        stay, so that `lengths` and `compress(..., like=)` work as before. Nothing is decoded, unless a field is stored
-        as the concat of two fields that are not both selected; it is encoded again.
+        stay, so that `lengths` and `compress(..., like=)` work as before. Nothing is decoded.
 
         Raises FieldError for a field that is not in the batch, and LayoutError if none is named.
         """
         check_named(fields, "PackedBatch.select")
         forms = select_entries([(form.path, form) for form in self.schema.forms], fields, "PackedBatch.select")
-        return restricted(self, {path for path, _ in forms}, encode=True)
+        return restricted(self, {path for path, _ in forms})
 
     # ---------------------------------------------------------------- memory
 
@@ -221,16 +193,15 @@ class PackedBatch:
             raise LayoutError(
                 "PackedBatch.pin_memory: this process has no CUDA device; expected one. Decode the batch as it is."
             )
-        fields, row_pads = pickles.copy_to_one_buffer((self.fields, self.row_pads), staging.pinned_memory)
-        return replace(self, fields=fields, row_pads=row_pads)
+        return replace(self, table=self.table.own().moved(staging.pinned_memory))
 
     # ---------------------------------------------------------------- bytes
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """A stream, one or two buffers, which protocol 5 sends out of band, and the Python objects."""
-        stream, kinds, places, records, buffers = pickles.write(self)
-        bodies: list[Any] = [pickle.PickleBuffer(body.data) if protocol >= 5 else body.tobytes() for body in buffers]
-        return _unpickled, (stream, kinds, places, records, bodies, self.objects)
+        """The schema, the table and its body, which protocol 5 sends out of band, and the Python objects."""
+        schema, kinds, table, records, body = pickles.write(self)
+        held: Any = pickle.PickleBuffer(body.data) if protocol >= 5 else body.tobytes()
+        return _unpickled, (schema, kinds, table, records, held, self.objects, self.codec)
 
     def to_bytes(self, *, allow_pickle: bool = False, checksum: bool = False) -> bytes:
         """The batch as bytes that are a legal safetensors file (docs/wire-format.md).
@@ -349,7 +320,12 @@ def compress(
         )
     codecs.check(codec, "compress")
     options = Options.of("compress", registry, pad_token_id, strict_mask_nesting, ignore_dense_fields, verify, on_loss)
-    return _encoded(survey(batch, options, _layouts_of(like), _begun), codec)
+    layouts = _layouts_of(like)
+    packed = _encoded(survey(batch, options, layouts, defer=True), codec)
+    if packed is None:
+        packed = _encoded(survey(batch, options, layouts), codec)
+    assert packed is not None
+    return packed
 
 
 def decompress(
@@ -404,6 +380,7 @@ def decompress(
     check_devices({form.device or "cpu" for form in forms} if device is None else [device], "decompress")
     ready = staging.decoded(packed, forms, format == "nested", device)
     decoder = Decoder(packed, format == "nested", device, ready)
+    decoder.decode(forms)
     entries = [(form.path, decoder.entry(form)) for form in forms]
     root = packed.schema.root
     if not decoder.nested:
@@ -427,34 +404,56 @@ def _layouts_of(like: Any) -> dict[str, RowLayout]:
     return read_layouts(like, "compress: like")[1]
 
 
-def _encoded(found: Survey, codec: str | None) -> PackedBatch:
-    forms = tuple(_packed_form(form, found) for form in found.forms)
-    tensors = {
+def _encoded(found: Survey, codec: str | None) -> PackedBatch | None:
+    """None if a field that was deferred has to be looked at by itself: it has other values under its mask, or bools of
+    other bytes than 0 and 1."""
+    forms = [_packed_form(form, found) for form in found.forms]
+    tensors = [form for form in forms if form.dtype is not None]
+    ready = {
         form.path: found.values.get(form.path, found.entries[form.path])
-        for form in forms
-        if form.kind not in ("object", "node") and form.path not in found.made
+        for form in tensors
+        if form.path not in found.deferred
     }
-    fresh = {
-        path
-        for path in tensors
-        if path in found.values and not found.entries[path].is_nested and tensors[path] is not found.entries[path]
-    }
-    bits = host_words(tensors, fresh)
-    objects = {form.path: Objects.of(found.entries[form.path]).stowed() for form in forms if form.kind == "object"}
-    layouts = {name: layout.to("cpu") for name, layout in found.layouts.items()}
-    row_pads = host_words(found.row_pads, ())
-    odd = [f.path for f in forms if f.dtype is torch.bool and _odd_from_device(f, bits, row_pads)]
+    bits = host_words(ready, ready)  # encoded before the caller can change them
+    row_pads = host_words(found.row_pads, found.row_pads)
+    odd = [form.path for form in tensors if form.dtype is torch.bool and _odd_from_device(form, bits, row_pads)]
     if odd:
         raise odd_bools_error("compress", odd)
-    schema = replace(found.schema(), forms=forms)
-    packed = PackedBatch(found.rows, schema, layouts, {}, objects, row_pads, codec)
-    candidates = {
-        form.path: candidate(form, bits.get(form.path), packed.bounds(form.path), found.made.get(form.path))
-        for form in forms
-        if form.kind not in ("object", "node")
-    }
-    fields, row_pads = pickles.copy_to_one_buffer((encode(candidates), row_pads))
-    return replace(packed, fields=fields, row_pads=row_pads)
+    layouts = {name: layout.to("cpu") for name, layout in found.layouts.items()}
+    jobs = [
+        Job(form, padded=found.entries[form.path], trusted=found.deferred[form.path])
+        if form.path in found.deferred
+        else Job(form, words=bits[form.path].reshape(-1), row_pads=row_pads.get(form.path))
+        for form in tensors
+    ]
+    root = found.root
+    encoded = encode(jobs, layouts, found.rows, 1 if root.more_dims is None else found.rows)
+    if encoded is None:
+        return None
+    table = encoded.table
+    for number, form in enumerate(tensors):
+        if form.dtype is torch.bool and form.path in found.deferred:
+            pads = table.pads_of_rows(number)
+            if odd_bools(table.words(number)) or (pads is not None and odd_bools(pads)):
+                return None
+    chosen: dict[Path, FieldForm] = {}
+    for number, form in enumerate(tensors):
+        if form.path in found.deferred:
+            table, chosen[form.path] = _with_pad(table, number, form, encoded.pads[number])
+    objects = {form.path: Objects.of(found.entries[form.path]).stowed() for form in forms if form.kind == "object"}
+    schema = replace(found.schema(), forms=tuple(chosen.get(form.path, form) for form in forms))
+    return PackedBatch(found.rows, schema, table, objects, codec)
+
+
+def _with_pad(table: Table, number: int, form: FieldForm, pad: int) -> tuple[Table, FieldForm]:
+    """The form of a field with the pad that is under its mask. Pads that are 0 in all rows are the constant 0."""
+    held = form.pads[pad]
+    if not isinstance(held, Pad) or held is Pad.EDGE:
+        return table, replace(form, pads=(held,))
+    rows = table.pads_of_rows(number)
+    if held is PER_ROW or (rows is not None and rows.any()):
+        return table, replace(form, pads=(PER_ROW,))
+    return table.without_row_pads(number), replace(form, pads=(0,))
 
 
 def _odd_from_device(form: FieldForm, *arrays: Mapping[Path, Words]) -> bool:
@@ -474,18 +473,9 @@ def _packed_form(form: FieldForm, found: Survey) -> FieldForm:
             "Convert it with to_dense(), or leave it out."
         )
     shape = tensor.shape[0 if form.layout is None and found.root.more_dims is None else 1 :]
-    if form.path in found.made:
+    if form.path in found.deferred:
         shape = tensor.movedim(form.ragged_dim, 1).shape[2:]
     return replace(form, device=str(tensor.device), shape=tuple(shape))
-
-
-def _begun(form: FieldForm, values: Tensor, layout: RowLayout) -> Own | None:
-    """The encoding of a padded field without regard to other fields; None for one that may be a concat of them."""
-    if form.kind != "padded" or any(hint.startswith("join:") for hint in form.hints):
-        return None
-    shaped = replace(form, shape=tuple(values.shape[1:]))
-    bounds = layout.row_offsets * words_of_one(shaped)
-    return encode_alone(candidate(shaped, words(values).numpy(), bounds))
 
 
 def check_devices(devices: Iterable[torch.device | str], call: str) -> None:

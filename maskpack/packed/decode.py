@@ -1,4 +1,4 @@
-"""Decoding of packed batches: the words of every field, then the tensors; shapes and sizes of both."""
+"""Decoding of packed batches to tensors; shapes and sizes of both."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maskpack.core.bits import Words, from_words, word_dtype
-from maskpack.core.index import IntArray
+from maskpack.core import native
+from maskpack.core.bits import Words, address, empty_of, from_words
 from maskpack.core.tree import Node
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Path, show
@@ -21,27 +21,13 @@ from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.checks import to_padded
 from maskpack.nesting.nest import rows_only
 from maskpack.nesting.schema import FieldForm, RowPads, pad_table, span_tables
-from maskpack.packed.choose import Candidate
-from maskpack.packed.encodings import Plain
-from maskpack.packed.references import Field, Joined, Own, Same
+from maskpack.packed.table import trial_of
 
 if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch
 
 MAX_BYTES = 64 << 30
 """The most bytes that a batch may take decoded, unless the caller gives another limit."""
-
-
-def word_dtype_of(form: FieldForm) -> np.dtype[Any]:
-    """The dtype of a field's words."""
-    assert form.dtype is not None
-    return word_dtype(form.dtype.itemsize)
-
-
-def words_of_one(form: FieldForm) -> int:
-    """Words of one element of a field."""
-    assert form.dtype is not None
-    return math.prod(form.shape) * (2 if form.dtype.itemsize == 16 else 1)
 
 
 def shape_of(
@@ -76,22 +62,45 @@ def decoded_nbytes(packed: PackedBatch, forms: Iterable[FieldForm], nested: bool
     return total
 
 
-def candidate(form: FieldForm, line: Words | None, bounds: IntArray, encoding: Own | None = None) -> Candidate:
-    """A field with its words, or with an encoding of it, for the choice of an encoding."""
-    assert form.dtype is not None
-    integers = not (form.dtype.is_floating_point or form.dtype.is_complex)
-    flat = None if line is None else line.reshape(-1)
-    items, dtype = words_of_one(form), word_dtype_of(form)
-    return Candidate(flat, bounds, form.layout, integers, items, form.hints, encoding, dtype)
-
-
 def pad_table_of(packed: PackedBatch, forms: Iterable[FieldForm]) -> Tensor:
     """`pad_table` of some fields, on the host."""
     forms = [form for form in forms if form.dtype is not None]
-    row_pads = {
-        f.path: from_words(packed.row_pads[f.path], f.dtype) for f in forms if f.path in packed.row_pads and f.dtype
-    }
+    row_pads = {form.path: pads for form in forms if (pads := row_pads_of(packed, form)) is not None}
     return pad_table(forms, row_pads, packed.num_rows, "cpu")
+
+
+def row_pads_of(packed: PackedBatch, form: FieldForm) -> Tensor | None:
+    """The pads [B] of a field whose pad is PER_ROW; None for other fields."""
+    pads = packed.table.pads_of_rows(packed.numbers[form.path])
+    assert form.dtype is not None
+    return None if pads is None else from_words(np.array(pads), form.dtype)
+
+
+def decoded(packed: PackedBatch, forms: Sequence[FieldForm], nested: bool) -> dict[Path, Tensor]:
+    """Tensors on the host in one pass: padded ones in the form of their fields, others as [T, *F]."""
+    targets = np.zeros(len(forms), native.TARGET)
+    out: dict[Path, Tensor] = {}
+    held: list[Any] = []
+    total = 0
+    for place, form in enumerate(forms):
+        assert form.dtype is not None
+        number, row = packed.numbers[form.path], targets[place]
+        out[form.path] = tensor = empty_of(shape_in(packed, form, nested), form.dtype)
+        total += tensor.nbytes
+        row["entry"], row["rows"] = packed.table.fields[number], packed.table.rows_of(number)
+        if nested or form.kind != "padded":
+            row["field"]["packed"] = tensor.data_ptr()
+            continue
+        row["field"], _ = native.described(tensor.movedim(form.ragged_dim, 1))
+        row["padded"] = 1
+        row["field"]["layout"] = packed.table.names.index(form.layout or "")
+        row["field"]["mode"], row["field"]["pad"], row["field"]["pad_high"] = trial_of(form.pads[0], form.dtype, False)
+        pads = packed.table.pads_of_rows(number)
+        if pads is not None:
+            held.append(np.ascontiguousarray(pads))
+            row["field"]["row_pads"] = address(held[-1])
+    packed.table.decode(targets, total)
+    return out
 
 
 @dataclass
@@ -112,8 +121,8 @@ class Decoded:
 
 
 class Decoder:
-    """Decodes fields of one packed batch to one device and format. Each field is decoded once, and each layout goes to
-    a device once. The fields in `ready` are decoded already."""
+    """The entries of one packed batch on one device, in one format. Fields are decoded together, layouts go to a device
+    once. The fields in `ready` are decoded already."""
 
     def __init__(
         self, packed: PackedBatch, nested: bool, device: torch.device | str | None, ready: Decoded | None = None
@@ -123,7 +132,12 @@ class Decoder:
         self._device = device
         self._ready = ready or Decoded()
         self._moved: dict[tuple[str, str], RowLayout] = {}
-        self._words: dict[Path, Words] = {}
+        self._tensors: dict[Path, Tensor] = {}
+
+    def decode(self, forms: Iterable[FieldForm]) -> None:
+        """Decodes fields, of which `entry` is then asked one by one."""
+        wanted = [form for form in forms if form.dtype is not None and form.path not in self._ready.entries]
+        self._tensors |= decoded(self._packed, wanted, self.nested)
 
     def entry(self, form: FieldForm) -> Any:
         """An entry of the batch, in its own memory."""
@@ -133,33 +147,29 @@ class Decoder:
             return on(rows_only(form.node) if self.nested else form.node, self._device)
         if form.kind == "object":
             return self._packed.objects[form.path].entry(self._node_above(form.path).batch_size(self._packed.num_rows))
-        values = self._values(form)
+        if form.path not in self._tensors:
+            self.decode([form])
+        tensor = self._tensors[form.path]
+        device = torch.device(self._device or form.device or "cpu")
+        values = tensor if device.type == "cpu" else tensor.to(device)
         if form.layout is None:
             return values
-        layout = self._layout(form.layout, values.device)
         if form.kind == "jagged" or (self.nested and form.kind in ("padded", "flat")):
-            return jagged(values, layout)
-        return values if form.kind == "flat" else to_padded(values, form, layout, self._row_pads(form))
+            return jagged(values, self._layout(form.layout, values.device))
+        return values
 
     def widened(self, form: FieldForm, left: int, right: int) -> Tensor:
         """A padded field with `left` and `right` more columns of padding."""
         layout = self._packed.layouts[form.layout or ""].widened(left, right)
-        values = self._values(form)
-        return to_padded(values, form, layout.to(values.device), self._row_pads(form))
+        pads = row_pads_of(self._packed, form)
+        values = decoded(self._packed, [form], True)[form.path]
+        return to_padded(values, form, layout, None if pads is None else RowPads(pads))
 
     def pads(self, forms: Iterable[FieldForm]) -> Tensor:
         """The pads of the LAYOUTS entry."""
         if self._ready.pads is not None:
             return self._ready.pads
         return pad_table_of(self._packed, forms).to(self._device or "cpu")
-
-    def _row_pads(self, form: FieldForm) -> RowPads | None:
-        """The pads of a field whose pad is PER_ROW; None for other fields."""
-        if form.path not in self._packed.row_pads:
-            return None
-        assert form.dtype is not None
-        pads = from_words(self._packed.row_pads[form.path], form.dtype).clone()
-        return RowPads(pads.to(self._device or form.device or "cpu"))
 
     def tables(self) -> dict[str, Tensor]:
         """The span tables of the LAYOUTS entry; they share no memory with the packed batch."""
@@ -169,36 +179,17 @@ class Decoder:
             {name: self._layout(name, torch.device(self._device or "cpu")) for name in self._packed.layouts}
         )
 
-    def source(self, path: Path) -> Field:
-        """The words of a whole field, which are kept for further calls."""
-        if path not in self._words:
-            self._words[path] = self._decoded(path)
-        return Field(self._words[path], self._packed.bounds(path))
-
-    def _decoded(self, path: Path) -> Words:
-        encoded = self._packed.fields[path]
-        if isinstance(encoded, Same | Joined):
-            return encoded.decode(self.source)
-        return encoded.decode(word_dtype_of(self._packed.forms[path]), self._packed.bounds(path))
-
-    def _values(self, form: FieldForm) -> Tensor:
-        """The values on their device. On the host they are a copy, unless they are only the source of a padded form."""
-        words, _ = self.source(form.path)
-        assert form.dtype is not None
-        more = (2,) if form.dtype.itemsize == 16 else ()
-        tensor = from_words(words.reshape((*shape_in(self._packed, form, nested=True), *more)), form.dtype)
-        device = torch.device(self._device or form.device or "cpu")
-        if device.type != "cpu":
-            return tensor.to(device)
-        padded_later = form.kind == "padded" and not self.nested
-        shared = isinstance(self._packed.fields[form.path], Plain | Same)
-        return tensor.clone() if shared and not padded_later else tensor
+    def words(self, path: Path) -> Words:
+        """The packed words of a field, flat."""
+        return self._packed.table.words(self._packed.numbers[path])
 
     def _layout(self, name: str, device: torch.device) -> RowLayout:
         place = name, str(device)
         if place not in self._moved:
             layout = self._packed.layouts[name]
             moved = self._moved[place] = RowLayout.from_table(layout.width, layout.table, device, layout.anchor)
+            if device.type == "cpu":
+                moved.__dict__["row_offsets"] = layout.row_offsets
             if place in self._ready.offsets:
                 moved.__dict__["offsets"] = self._ready.offsets[place]
         return self._moved[place]
@@ -229,7 +220,7 @@ def trimmed(packed: PackedBatch, forms: Sequence[FieldForm], call: str) -> Packe
         begin = int(table.starts.min(initial=end))
         layouts[name] = layout.narrow(begin, end)
     axes = tuple((name, layouts[name].width, layouts[name].anchor) for name, _, _ in packed.schema.axes)
-    narrow = replace(packed, layouts=layouts, schema=replace(packed.schema, axes=axes))
+    narrow = replace(packed, table=packed.table.shown_as(layouts), schema=replace(packed.schema, axes=axes))
     nodes = _fitted(narrow, forms, call)
     all_forms = [
         replace(form, node=nodes.get(form.path)) if form.path in nodes else form for form in packed.schema.forms

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import compress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from maskpack.core.bits import Words, words
-from maskpack.core.index import cumulated
+from maskpack.core.index import IntArray
 from maskpack.core.objects import Objects, Stowed
 from maskpack.core.pads import EDGE, PER_ROW, Pad, PadValue, pad_tensor
 from maskpack.core.tree import Node, unflatten
@@ -22,10 +21,8 @@ from maskpack.fields.registry import Key, Path, show
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.checks import edge_pads, one_rule
 from maskpack.nesting.schema import FieldForm, Schema
-from maskpack.packed.choose import encode_alone
-from maskpack.packed.decode import Decoder, candidate, words_of_one
-from maskpack.packed.encodings import Plain
-from maskpack.packed.references import Encoding, Joined, Same
+from maskpack.packed.decode import Decoder
+from maskpack.packed.table import Job, encode, merge, words_of_one
 
 if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch
@@ -77,7 +74,6 @@ def joined(batches: Sequence[PackedBatch], call: str) -> PackedBatch:
         tuple((name, layouts[name].width, layouts[name].anchor) for name in axes),
     )
     rows = sum(batch.num_rows for batch in batches)
-    fields: dict[Path, Encoding] = {}
     objects = {
         form.path: _objects(
             [batch.objects[form.path] for batch in batches],
@@ -87,21 +83,30 @@ def joined(batches: Sequence[PackedBatch], call: str) -> PackedBatch:
         for form in forms
         if form.kind == "object"
     }
-    whole = replace(
-        batches[0],
-        num_rows=rows,
-        schema=schema,
-        layouts=layouts,
-        fields=fields,
-        objects=objects,
-        row_pads=row_pads,
-    )
-    for form in forms:
-        if form.path in apart:
-            fields[form.path] = encode_alone(candidate(form, words(apart[form.path]).numpy(), whole.bounds(form.path)))
-        elif form.kind not in ("object", "node"):
-            fields[form.path] = _encoding(whole, form, batches, decoders)
-    return whole
+    jobs = [
+        Job(
+            form,
+            words=_words_together(form, decoders, apart),
+            bounds=_bounds(form, layouts, rows),
+            row_pads=row_pads.get(form.path),
+        )
+        for form in forms
+        if form.dtype is not None
+    ]
+    encoded = encode(jobs, layouts, rows, rows)
+    assert encoded is not None
+    return replace(batches[0], num_rows=rows, schema=schema, table=encoded.table, objects=objects)
+
+
+def _words_together(form: FieldForm, decoders: Sequence[Decoder], apart: Mapping[Path, Tensor]) -> Words:
+    """The words of the rows of all batches, flat."""
+    if form.path in apart:
+        return words(apart[form.path]).numpy().reshape(-1)
+    return np.concatenate([decoder.words(form.path) for decoder in decoders])
+
+
+def _bounds(form: FieldForm, layouts: Mapping[str, RowLayout], rows: int) -> IntArray:
+    return np.arange(rows + 1) if form.layout is None else layouts[form.layout].row_offsets
 
 
 def _form(column: Sequence[FieldForm], call: str) -> FieldForm:
@@ -172,9 +177,7 @@ def _pads(
 
 def _edges(form: FieldForm, decoder: Decoder, layout: RowLayout) -> tuple[Words, npt.NDArray[np.bool_]]:
     parts = 2 if form.dtype == torch.complex128 else 1
-    return edge_pads(
-        decoder.source(form.path).words.reshape(layout.num_tokens, words_of_one(form) // parts, parts), layout
-    )
+    return edge_pads(decoder.words(form.path).reshape(layout.num_tokens, words_of_one(form) // parts, parts), layout)
 
 
 def _check_axis(
@@ -214,32 +217,17 @@ def check_named(fields: Sequence[Key], call: str) -> None:
         raise LayoutError(f"{call}: no field is named; expected at least one. Name the fields to keep.")
 
 
-def restricted(batch: PackedBatch, paths: Collection[Path], *, encode: bool = False) -> PackedBatch:
-    """The batch with some of its fields. A field that takes its words from fields that are left out gets words of its
-    own: those of an alias as they are encoded; those of a concat decoded, and encoded again if `encode` is true.
-    """
+def restricted(batch: PackedBatch, paths: Collection[Path]) -> PackedBatch:
+    """The batch with some of its fields, still encoded."""
     above = {path[:n] for path in paths for n in range(1, len(path))}
     forms = [form for form in batch.schema.forms if form.path in paths or (form.kind == "node" and form.path in above)]
-    kept = {form.path for form in forms}
-    used = {form.layout for form in forms} | {name for name, _, _ in batch.schema.axes}
-    decoder = Decoder(batch, False, None)
-
-    def stored(path: Path) -> Encoding:
-        encoding = batch.fields[path]
-        if isinstance(encoding, Same) and encoding.field not in kept:
-            return batch.fields[encoding.field]
-        if isinstance(encoding, Joined) and not {encoding.head, encoding.tail} <= kept:
-            line = decoder.source(path).words
-            return encode_alone(candidate(batch.forms[path], line, batch.bounds(path))) if encode else Plain(line)
-        return encoding
-
+    used = {name for form in forms for name in (form.layout, form.axis)} | {name for name, _, _ in batch.schema.axes}
+    table = batch.table.select([batch.numbers[form.path] for form in forms if form.dtype is not None])
     return replace(
         batch,
         schema=replace(batch.schema, forms=tuple(forms)),
-        layouts={name: layout for name, layout in batch.layouts.items() if name in used},
-        fields={path: stored(path) for path in batch.fields if path in kept},
-        objects={path: held for path, held in batch.objects.items() if path in kept},
-        row_pads={path: pads for path, pads in batch.row_pads.items() if path in kept},
+        table=table.with_layouts({name for name in table.names if name in used} | table.layouts_in_use()),
+        objects={form.path: batch.objects[form.path] for form in forms if form.kind == "object"},
     )
 
 
@@ -247,46 +235,21 @@ def merged(parts: Sequence[PackedBatch], order: Sequence[Path]) -> PackedBatch:
     """The fields of several batches with the same rows and layouts, in the order given. No field is in two batches."""
     forms = {form.path: form for part in reversed(parts) for form in part.schema.forms}
     axes = {axis[0]: axis for part in reversed(parts) for axis in part.schema.axes}
+    homes = {form.path: at for at, part in reversed(list(enumerate(parts))) for form in part.schema.forms}
+    chosen = [forms[path] for path in order]
+    picked = [
+        (homes[form.path], parts[homes[form.path]].numbers[form.path]) for form in chosen if form.dtype is not None
+    ]
     first = parts[0]
     return replace(
         first,
-        schema=Schema(first.schema.root, tuple(forms[path] for path in order), tuple(axes.values())),
-        layouts={name: layout for part in reversed(parts) for name, layout in part.layouts.items()},
-        fields={path: encoding for part in parts for path, encoding in part.fields.items()},
+        schema=Schema(first.schema.root, tuple(chosen), tuple(axes.values())),
+        table=merge([part.table for part in parts], picked),
         objects={path: held for part in parts for path, held in part.objects.items()},
-        row_pads={path: pads for part in parts for path, pads in part.row_pads.items()},
     )
 
 
 # -------------------------------------------------------------------- values
-
-
-def _encoding(
-    whole: PackedBatch, form: FieldForm, batches: Sequence[PackedBatch], decoders: Sequence[Decoder]
-) -> Encoding:
-    """The rows of one field in one encoding: the encoding of the parts if they agree, else a new one."""
-    path = form.path
-    with_rows = [batch.num_rows > 0 for batch in batches]
-    if any(with_rows):  # the encoding of no rows does not matter
-        batches = list(compress(batches, with_rows))
-        decoders = list(compress(decoders, with_rows))
-    parts = [batch.fields[path] for batch in batches]
-    first = parts[0]
-    if isinstance(first, Same | Joined) and all(part == first for part in parts) and _stands(whole, first):
-        return first
-    bounds = [batch.bounds(path) for batch in batches]
-    if type(first) not in (Same, Joined) and all(type(part) is type(first) for part in parts):
-        whole_encoding = cast("Any", type(first)).join(parts, bounds)
-        if whole_encoding is not None:
-            return whole_encoding
-    line = np.concatenate([decoder.source(path).words for decoder in decoders])
-    return encode_alone(candidate(form, line, cumulated(np.concatenate([np.diff(own) for own in bounds]))))
-
-
-def _stands(whole: PackedBatch, encoding: Same | Joined) -> bool:
-    """Whether the fields that an alias or concat takes its words from still have a layout: none stays padded."""
-    others = [encoding.field] if isinstance(encoding, Same) else [encoding.head, encoding.tail]
-    return all(whole.forms[other].layout is not None for other in others)
 
 
 def _padded(
@@ -314,9 +277,8 @@ def _padded(
 
 
 def _row_pads(batch: PackedBatch, path: Path) -> Words:
-    if path in batch.row_pads:
-        return batch.row_pads[path]
-    return _pad_words(batch.forms[path], batch.num_rows)
+    pads = batch.table.pads_of_rows(batch.numbers[path])
+    return _pad_words(batch.forms[path], batch.num_rows) if pads is None else np.array(pads)
 
 
 def _pad_words(form: FieldForm, rows: int) -> Words:

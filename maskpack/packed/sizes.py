@@ -13,10 +13,10 @@ from __future__ import annotations
 import importlib.util
 import math
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from dataclasses import fields as fields_of
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -30,9 +30,10 @@ from maskpack.fields.registry import Path, show
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.batch import PackedBatch
 from maskpack.packed.decode import shape_in
+from maskpack.packed.file import codec as codecs
 from maskpack.packed.file import container as wire
 from maskpack.packed.file import write as manifest
-from maskpack.packed.references import KINDS, kind_of
+from maskpack.packed.table import Table
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,9 @@ class FieldReport:
         shape: the shape that `decompress` restores; [T, *F] for a field that was jagged before it was packed.
         padded_bytes: bytes of a tensor of that shape.
         real_bytes: bytes of its valid elements, not encoded.
-        encoding: the name of its encoding, with the encodings inside: `repeated narrow`.
-        wire_bytes: bytes of its arrays as they are sent; 0 for an alias or concat of other fields.
+        encoding: the name of its encoding, with the encodings inside: `dictionary narrow`.
+        wire_bytes: bytes of its arrays as they are sent; 0 for a concat of other fields, and for a field that equals an
+            earlier one.
         reason: why the field stays padded; None if it does so by design.
         left: bytes that `codec="zstd"` would save in addition; None if zstandard is not installed, or `left` was not
             asked for.
@@ -73,8 +75,8 @@ class Figures:
         rows: B.
         codec: the codec of the batch.
         fields: its tensors, in key order.
-        layouts, objects, header: bytes of the layouts, of the pickled Python objects and of the header, as they are
-            sent.
+        layouts, objects, header: bytes of the layouts, of the pickled Python objects, and of all else: the header, the
+            table, and what is between arrays.
     """
 
     rows: int
@@ -173,31 +175,51 @@ def figures(packed: PackedBatch, batch: TensorDictBase | None = None, *, left: b
     if batch is not None:
         _check(batch, packed)
     message, names = manifest.write(packed, True, with_objects=False)
-    wire_bytes, layouts = _wire_bytes(message)
-    gain: dict[Path, int] | None = None
+    pieces = wire.Pieces(message, names)
+    table = packed.table.compacted()
+    arrays = table.arrays()
+    sent = [array.nbytes for array in (arrays if packed.codec is None else message.arrays[1:])][: len(arrays)]
+    sizes = _sizes(table, sent)
+    gain: list[int] | None = None
     if left and packed.codec is not None:
-        gain = dict.fromkeys(wire_bytes, 0)
+        gain = [0] * len(packed.tensors)
     elif left and importlib.util.find_spec("zstandard") is not None:
-        small, _ = _wire_bytes(manifest.write(replace(packed, codec="zstd"), True, with_objects=False)[0])
-        gain = {path: wire_bytes[path] - small[path] for path in wire_bytes}
+        small = _sizes(table, [array.nbytes for array in codecs.compressed(arrays)[0]])
+        gain = [own - other for own, other in zip(sizes.fields, small.fields, strict=True)]
     return Figures(
         packed.num_rows,
         packed.codec,
         tuple(
-            _field(packed, form, batch, wire_bytes, gain) for form in packed.schema.forms if form.path in packed.fields
+            _field(packed, form, batch, sizes.fields[number], None if gain is None else gain[number])
+            for number, form in enumerate(packed.tensors)
         ),
-        layouts,
+        sizes.layouts,
         _pickled_bytes(packed.objects) if packed.objects else 0,
-        len(wire.Pieces(message, names).header),
+        len(pieces.header) + pieces.nbytes - sizes.layouts - sum(sizes.fields),
     )
 
 
+class _Sizes(NamedTuple):
+    """Bytes of the arrays of each field, and of the layouts."""
+
+    fields: list[int]
+    layouts: int
+
+
+def _sizes(table: Table, sent: Iterable[int]) -> _Sizes:
+    """Of the bytes that are sent of each array of a compacted table. An array that several fields share counts for the
+    first of them."""
+    sizes = dict(zip(table.places(), sent, strict=True))
+
+    def taken(places: Iterable[int]) -> int:
+        return sum(sizes.pop(place, 0) for place in places)
+
+    fields = [taken(table.places_of(field)) for field in range(len(table.fields))]
+    return _Sizes(fields, sum(sizes.values()))
+
+
 def _field(
-    packed: PackedBatch,
-    form: FieldForm,
-    batch: TensorDictBase | None,
-    wire_bytes: Mapping[Path, int],
-    gain: Mapping[Path, int] | None,
+    packed: PackedBatch, form: FieldForm, batch: TensorDictBase | None, wire_bytes: int, left: int | None
 ) -> FieldReport:
     assert form.dtype is not None
     shape = shape_in(packed, form)
@@ -209,40 +231,11 @@ def _field(
         shape,
         math.prod(shape) * form.dtype.itemsize if given is None else given.numel() * given.element_size(),
         packed.words_nbytes(form.path),
-        kind_of(packed.fields[form.path]),
-        wire_bytes[form.path],
+        packed.table.kind(packed.numbers[form.path]),
+        wire_bytes,
         form.reason,
-        None if gain is None else gain[form.path],
+        left,
     )
-
-
-def _wire_bytes(message: wire.Message) -> tuple[dict[Path, int], int]:
-    """Bytes of the arrays of each field, and of the arrays of all layouts. A shared array counts for its first user."""
-    sizes = {number: array.nbytes for number, array in enumerate(message.arrays)}
-
-    def taken(numbers: Iterable[int]) -> int:
-        return sum(sizes.pop(number, 0) for number in numbers)
-
-    layouts = sum(taken(layout.get("runs", [layout.get("bits")])) for layout in message.manifest["layouts"])
-    of_fields: dict[Path, int] = {}
-    for entry in message.manifest["fields"]:
-        if "encoding" in entry:
-            pads = [entry["row_pads"]] if "row_pads" in entry else []
-            of_fields[tuple(entry["path"])] = taken([*pads, *_numbers(entry["encoding"])])
-    return of_fields, layouts + sum(sizes.values())  # the rest was added for rows that take no bytes (wire.FREE_ROWS)
-
-
-def _numbers(encoding: Mapping[str, Any]) -> Iterator[int]:
-    """The arrays that an encoding names in the manifest, with those of the encodings inside it."""
-    for field in fields_of(KINDS[encoding["kind"]]):
-        value = encoding[field.name]
-        if field.type == "Words":
-            yield value
-        elif isinstance(value, dict):
-            yield from _numbers(cast("dict[str, Any]", value))
-        elif isinstance(value, list) and field.type != "Path":
-            for part in cast("list[dict[str, Any]]", value):
-                yield from _numbers(part)
 
 
 def _pickled_bytes(objects: Any) -> int:
@@ -262,7 +255,7 @@ def _check(batch: Any, packed: PackedBatch) -> None:
             f"report: the batch has {batch.batch_size[0]} rows; the packed one has {packed.num_rows}. Pass the batch "
             "that was packed, or None."
         )
-    for path in packed.fields:
+    for path in packed.numbers:
         if not isinstance(entry_at(batch, path), Tensor):
             raise LayoutError(
                 f'report: the batch has no tensor "{show(path)}", and the packed one has. Pass the batch that was '

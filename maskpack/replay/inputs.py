@@ -181,7 +181,7 @@ def _decoded(
     call: str,
 ) -> tuple[ResponseAxis, dict[str, _Field]]:
     """The response axis of a packed batch, and its ids and positions on a device."""
-    paths = {name: path for name, path in places.items() if path in packed.fields}
+    paths = {name: path for name, path in places.items() if path in packed.numbers}
     nested = decompress(packed, *paths.values(), format="nested", device=device) if paths else TensorDict()
     fields: dict[str, _Field] = {}
     for name, path in paths.items():

@@ -19,7 +19,6 @@ from typing import Any, cast
 import torch
 from tensordict import TensorDictBase
 
-from maskpack.core.bits import from_words
 from maskpack.core.keys import Key, plain, show
 from maskpack.errors import MaskpackWarning
 from maskpack.fields.registry import MaskNestingRegistry
@@ -28,7 +27,7 @@ from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.coverage import DenseField
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.batch import PackedBatch, compress, decompress
-from maskpack.packed.decode import MAX_BYTES
+from maskpack.packed.decode import MAX_BYTES, row_pads_of
 from maskpack.packed.sizes import Figures, figures, printable, to_json
 from maskpack.tools.files import Unusable, saved_batch, saved_registry
 from maskpack.tools.suggest import Suggester, Suggestion
@@ -135,8 +134,8 @@ def _total(tensors: Mapping[tuple[str, ...], torch.Tensor]) -> str:
 def _has_minus_zero(packed: PackedBatch, form: FieldForm) -> bool:
     if form.dtype is None or not form.dtype.is_floating_point or form.kind != "padded":
         return False
-    rows = packed.row_pads.get(form.path)
-    pads = form.pads if rows is None else cast("list[float]", from_words(rows, form.dtype).double().tolist())
+    rows = row_pads_of(packed, form)
+    pads = form.pads if rows is None else cast("list[float]", rows.double().tolist())
     return "-0.0" in map(str, pads)
 
 

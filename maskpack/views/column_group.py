@@ -22,7 +22,6 @@ from maskpack.fields.registry import Key, Path
 from maskpack.layout.row_layout import RowLayout
 from maskpack.packed.batch import PackedBatch
 from maskpack.packed.join import DIFFERENT_FORMS, joined, merged, restricted
-from maskpack.packed.pickling import copy_to_one_buffer
 from maskpack.views.origins import UNKNOWN, Origins
 from maskpack.views.segments import Segments
 
@@ -52,8 +51,7 @@ class BatchMeta:
         if not isinstance(packed, PackedBatch):
             raise LayoutError(f"BatchMeta.of: got {said(packed)}; expected a PackedBatch. Pass what compress returned.")
         head = packed.take(slice(0, 0))
-        fields, row_pads = copy_to_one_buffer((head.fields, head.row_pads))
-        return cls(replace(head, fields=fields, row_pads=row_pads), packed.layouts, packed.num_rows, packed.nbytes)
+        return cls(replace(head, table=head.table.own()), packed.layouts, packed.num_rows, packed.nbytes)
 
     def take(self, rows: IntArray) -> BatchMeta:
         """The BatchMeta of some rows of the batch."""

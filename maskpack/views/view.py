@@ -27,6 +27,7 @@ from maskpack.layout.row_layout import RowLayout
 from maskpack.packed.batch import PackedBatch, Target, decompress
 from maskpack.packed.decode import MAX_BYTES, shape_of
 from maskpack.packed.join import check_named
+from maskpack.packed.table import table_of
 from maskpack.views.column_group import (
     BatchMeta,
     ColumnGroup,
@@ -126,7 +127,7 @@ class BatchView:
     def layouts_alone(self) -> PackedBatch:
         """Its rows and layouts without any field, for `compress(..., like=)`."""
         schema = replace(self.head.schema, forms=())
-        return PackedBatch(self.num_rows, schema, self.layouts, {}, {}, {})
+        return PackedBatch(self.num_rows, schema, table_of(self.layouts, self.num_rows), {})
 
     def lengths(self, layout: str) -> IntArray:
         """int64 [B]: row lengths of one of the layouts."""

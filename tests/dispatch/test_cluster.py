@@ -24,7 +24,6 @@ from tensordict import TensorDict
 import maskpack as mp
 from maskpack.dispatch import Broadcast, WorkerGroup, endpoint
 from maskpack.dispatch.placement import Placement, nodes_alive
-from maskpack.packed.references import arrays_of
 
 RANKS = 4
 B = 192  # rows in all; what a node gets from another is an object above the 100 KB that Ray sends within a call
@@ -85,7 +84,7 @@ class Worker:
 
     def read_only(self, packed):
         """Whether the arrays of a packed batch, as they lie in the object store, refuse to be written."""
-        return [not array.flags.writeable for field in packed.fields.values() for array in arrays_of(field)]
+        return [not array.flags.writeable for array in packed.table.arrays()]
 
 
 Remote = ray.remote(num_cpus=0)(Worker)
@@ -128,7 +127,7 @@ def group(actors):
 
 @pytest.fixture(scope="module")
 def whole_batch():
-    batch = workload(rows=B, prompt=512, response=4096)
+    batch = workload(rows=B, prompt=512, response=6144)
     batch["row"] = torch.arange(B)
     return batch
 

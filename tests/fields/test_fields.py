@@ -205,7 +205,7 @@ def test_lengths_instead_of_a_mask():
     axes = {"sequence": mp.MaskAxis("input_lengths", form="lengths", head=("input_ids", "token_mask"))}
     fields = {
         "input_ids": mp.MaskNestingSpec("sequence", mp.PAD_TOKEN_ID),
-        "token_mask": mp.MaskNestingSpec("sequence", hints=("runs",)),
+        "token_mask": mp.MaskNestingSpec("sequence", hints=("rle",)),
         "generation_logprobs": mp.MaskNestingSpec("sequence"),
     }
     registry = mp.MaskNestingRegistry(fields, axes)

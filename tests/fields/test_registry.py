@@ -19,12 +19,12 @@ from maskpack import DENSE, EDGE, PAD_TOKEN_ID, RL_FIELDS, MaskAxis, MaskNesting
 from maskpack.errors import RegistryError
 from maskpack.fields.registry import HINTS
 
-A, B, C = MaskNestingSpec("a"), MaskNestingSpec("b", 1), MaskNestingSpec(["c", "d"], [0, -1], -1, ("runs",))
+A, B, C = MaskNestingSpec("a"), MaskNestingSpec("b", 1), MaskNestingSpec(["c", "d"], [0, -1], -1, ("rle",))
 EVERYTHING = MaskNestingRegistry(
     {
         "one": MaskNestingSpec("axis", PAD_TOKEN_ID),
         "two": MaskNestingSpec("axis", EDGE, ragged_dim=-1),
-        ("sub", "three"): MaskNestingSpec([("sub", "mask"), "axis"], [0, -1], ragged_dim=2, hints=("runs",)),
+        ("sub", "three"): MaskNestingSpec([("sub", "mask"), "axis"], [0, -1], ragged_dim=2, hints=("rle",)),
         "four": MaskNestingSpec("mask", 0.5),
         "five": MaskNestingSpec(["mask"], [PAD_TOKEN_ID, 0]),
         "six": DENSE,
@@ -175,7 +175,7 @@ def test_plain_round_trip(registry, through):
 
 def test_plain_form():
     data = MaskNestingRegistry(
-        {"x": MaskNestingSpec("axis", PAD_TOKEN_ID), ("s", "y"): MaskNestingSpec(["m", "n"], -1, -1, ("runs",))},
+        {"x": MaskNestingSpec("axis", PAD_TOKEN_ID), ("s", "y"): MaskNestingSpec(["m", "n"], -1, -1, ("rle",))},
         {"axis": MaskAxis("mask", part="head", head=("x",)), "left": MaskAxis("prompt_mask", padded="left")},
     ).to_dict()
     assert data == {
@@ -185,7 +185,7 @@ def test_plain_form():
         },
         "fields": {
             "x": {"mask": "axis", "pad": "PAD_TOKEN_ID"},
-            "s/y": {"mask": ["m", "n"], "pad": -1, "ragged_dim": -1, "hints": ["runs"]},
+            "s/y": {"mask": ["m", "n"], "pad": -1, "ragged_dim": -1, "hints": ["rle"]},
         },
     }
 
@@ -213,8 +213,8 @@ UNKNOWN = {
     "form": ({"axes": {"a": {"source": "m", "form": "length"}}}, "form is 'length'"),
     "part": ({"axes": {"a": {"source": "m", "part": "middle"}}}, "part is 'middle'"),
     "padded": ({"axes": {"a": {"source": "m", "padded": "both"}}}, "padded is 'both'; expected one of right, left"),
-    "hint": ({"fields": {"x": {"mask": "m", "hints": ["runs", "run"]}}}, "hint is 'run'"),
-    "hints as one text": ({"fields": {"x": {"mask": "m", "hints": "runs"}}}, "hints is 'runs'"),
+    "hint": ({"fields": {"x": {"mask": "m", "hints": ["rle", "run"]}}}, "hint is 'run'"),
+    "hints as one text": ({"fields": {"x": {"mask": "m", "hints": "rle"}}}, "hints is 'rle'"),
     "no mask": ({"fields": {"x": {"pad": 0}}}, 'field "x": no mask'),
     "no split": ({"axes": {"a": {"source": "m", "part": "head"}}}, '"m" names no field'),
     "no masks": ({"fields": {"x": {"mask": []}}}, "mask is an empty list"),
@@ -303,10 +303,10 @@ def test_pads_0_and_minus_0_are_told_apart():
         assert_same(mp.unnest(mp.nest_batch_by_mask(batch, registry, strict_mask_nesting=True)), batch)
 
 
-@pytest.mark.parametrize("hint", [*HINTS, "join:a,b", "join:a/b,c", "delta:a", "delta:a/b"])
+@pytest.mark.parametrize("hint", [*HINTS, "concat:a,b", "concat:a/b,c", "near:a", "near:a/b"])
 def test_hints_that_are_known(hint):
-    spec = MaskNestingSpec("m", hints=["runs", hint])
-    assert spec.hints == ("runs", hint)
+    spec = MaskNestingSpec("m", hints=["rle", hint])
+    assert spec.hints == ("rle", hint)
     registry = MaskNestingRegistry({"x": spec})
     assert MaskNestingRegistry.from_dict(registry.to_dict()) == registry
     assert registry != MaskNestingRegistry({"x": MaskNestingSpec("m")})
@@ -397,10 +397,22 @@ def test_whole_floats_fit_integers():
         (lambda: MaskAxis("m", padded="top"), "padded is 'top'; expected one of right, left"),
         *[
             (
-                lambda hint=hint: MaskNestingSpec("m", hints=("runs", hint)),
-                rf"hint is '{hint}'; expected one of runs, .*",
+                lambda hint=hint: MaskNestingSpec("m", hints=("rle", hint)),
+                rf"hint is '{hint}'; expected one of narrow, .*",
             )
-            for hint in ("", "run", "RUNS", "runs:x", "join", "join:", "join:a", "join:a,b,c", "delta", "delta:a,b")
+            for hint in (
+                "",
+                "run",
+                "RLE",
+                "rle:x",
+                "join",
+                "concat:",
+                "concat:a",
+                "concat:a,b,c",
+                "runs",
+                "delta:a",
+                "near:a,b",
+            )
         ],
         (lambda: MaskNestingRegistry({"x": "response"}), "field \"x\" is 'response'"),
         (lambda: RL_FIELDS | {"x": {"mask": "response"}}, 'field "x"'),

@@ -1,4 +1,4 @@
-"""The golden files: what version 1 of the format wrote, and what they hold in plain tensors.
+"""The golden files: what version 2 of the format wrote, and what they hold in plain tensors.
 
 `python -m tests.golden.make` writes the files that are missing. One that is there is never written again: bytes that
 were written once must stay readable.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,11 @@ from maskpack import (
     PackedBatch,
     compress,
 )
-from maskpack.packed.decode import Decoder
-from maskpack.packed.encodings import Bits, Narrow, Plain, Ramp, Runs, Sparse, Steps
-from maskpack.packed.references import Columns, Joined, Same, repeated
+from maskpack.packed.table import forget
 
 HERE = Path(__file__).parent
 SUFFIX = ".maskpack"
 NAN = struct.unpack("<d", bytes.fromhex("010000000000f8ff"))[0]  # with a sign and a payload
-
-Encoder = Callable[[np.ndarray, np.ndarray], Any]
 
 
 @dataclass
@@ -47,24 +43,19 @@ class Golden:
     Attributes:
         batch: the content.
         options: of `compress`.
-        encoders: makes the encodings of some fields, whatever `compress` chooses.
         writing: arguments of `to_bytes`.
-        kinds: encodings that the file must show.
+        kinds: the encodings of some fields.
     """
 
     batch: TensorDict
     options: dict[str, Any] = field(default_factory=dict)
-    encoders: Mapping[str, Encoder] = field(default_factory=dict)
     writing: dict[str, Any] = field(default_factory=dict)
-    kinds: tuple[str, ...] = ()
+    kinds: dict[str, str] = field(default_factory=dict)
 
 
 def packed(golden: Golden) -> PackedBatch:
-    out = compress(golden.batch, **{"registry": {}, **golden.options})
-    fields = dict(out.fields)
-    for name, encode in golden.encoders.items():
-        fields[(name,)] = encode(*Decoder(out, False, "cpu").source((name,)))
-    return replace(out, fields=fields)
+    forget()
+    return compress(golden.batch, **{"registry": {}, **golden.options})
 
 
 def rows_under(mask: list[list[int]], values: list[list[Any]], dtype: torch.dtype, pad: Any = 0) -> torch.Tensor:
@@ -83,7 +74,20 @@ def stack(*items: Any) -> NonTensorStack:
 
 # -------------------------------------------------------------------- contents
 
-MASK = [[0, 1, 1, 1, 0, 0], [1, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1]]
+LENGTHS = (137, 70, 0, 3, 66, 1)
+MASK = [[int(2 <= s < 2 + n if b != 1 else s < 40 or 90 <= s < 120) for s in range(140)] for b, n in enumerate(LENGTHS)]
+
+
+def noise(seed: int, most: int) -> list[list[int]]:
+    """Rows of numbers below `most` for MASK."""
+    rows: list[list[int]] = []
+    for length in LENGTHS:
+        row = []
+        for _ in range(length):
+            seed = (6364136223846793005 * seed + 1442695040888963407) % 2**64
+            row.append((seed >> 20) % most)
+        rows.append(row)
+    return rows
 
 
 def under_mask(*names: str, pad: Any = 0) -> dict[str, MaskNestingSpec]:
@@ -91,71 +95,65 @@ def under_mask(*names: str, pad: Any = 0) -> dict[str, MaskNestingSpec]:
 
 
 def encodings() -> Golden:
+    def made(value: Callable[[int, int], Any]) -> list[list[Any]]:
+        return [[value(b, s) for s in range(length)] for b, length in enumerate(LENGTHS)]
+
     i64 = torch.int64
+    far = noise(1, 2**23)
+    near = noise(2, 5)
+    spread = [[value + 1000 * (s % 3) for s, value in enumerate(row)] for row in noise(4, 2**20)]
     fields = {
-        "plain": rows_under(MASK, [[5, -6, 7], [2**40, 9, 0, 1], [], [3]], i64),
-        "narrow1": rows_under(MASK, [[1, 2, 255], [0, 9, 8, 7], [], [6]], i64),
-        "narrow1_based": rows_under(MASK, [[-1000, -999, -950], [-1000, -900, -901, -902], [], [-1000]], i64),
-        "narrow2": rows_under(MASK, [[1, 2, 65535], [0, 9, 8, 7], [], [600]], torch.int32),
-        "narrow3": rows_under(MASK, [[1, 2, 16777215], [0, 9, 151643, 7], [], [600]], i64),
-        "narrow4": rows_under(MASK, [[1, 2, 4294967295], [0, 9, 8, 7], [], [600]], i64),
-        "bits": rows_under(MASK, [[0, 1, 0], [1, 1, 0, 1], [], [1]], torch.bool),
-        "bits_of_two": rows_under(MASK, [[-1.5, 2.5, -1.5], [2.5, 2.5, -1.5, 2.5], [], [2.5]], torch.float32),
-        "runs": rows_under(MASK, [[4, 4, 4], [4, 4, -5, -5], [], [4]], i64),
-        "runs_one": rows_under(MASK, [[1, 1, 1], [1, 1, 1, 1], [], [1]], torch.int16),
-        "ramp": rows_under(MASK, [[7, 10, 13], [-1, 2, 5, 8], [], [0]], i64),
-        "ramp_wraps": rows_under(MASK, [[100, 127, -102], [27, 54, 81, 108], [], [0]], torch.int8),
-        "steps": rows_under(MASK, [[0, 1, 2], [5, 5, 5, 6], [], [3]], i64),
-        "sparse": rows_under(MASK, [[0, 0, 1.5], [0, 0, 0, 0], [], [-0.0]], torch.float32),
+        "plain": rows_under(MASK, noise(5, 2**63), i64),
+        "plain1": rows_under(MASK, noise(6, 256), torch.uint8),
+        "narrow1": rows_under(MASK, noise(7, 256), i64),
+        "narrow1_based": rows_under(MASK, [[value - 1000 for value in row] for row in noise(8, 256)], i64),
+        "narrow2": rows_under(MASK, noise(9, 65536), torch.int32),
+        "narrow4": rows_under(MASK, noise(10, 2**32), i64),
+        "blocks": rows_under(MASK, noise(3, 5), torch.int16, -1),
+        "blocks_signed": rows_under(MASK, [[value - 2**19 for value in row] for row in spread], i64),
+        "blocks_of_one_word": rows_under(MASK, made(lambda b, s: 2**40 * b), i64),
+        "blocks8": rows_under(MASK, [[value - 4 for value in row] for row in noise(11, 7)], torch.int8),
+        "far": rows_under(MASK, far, torch.int32),
+        "near": rows_under(
+            MASK, [[x + y - 2 for x, y in zip(*rows, strict=True)] for rows in zip(far, near, strict=True)], torch.int32
+        ),
+        "bitmap": rows_under(MASK, noise(12, 2), torch.bool),
+        "bitmap_of_two": rows_under(MASK, [[2.5 - 4 * value for value in row] for row in noise(13, 2)], torch.float64),
+        "rle": rows_under(MASK, made(lambda b, s: b - 3 * (s > 50)), i64),
+        "rle_one": rows_under(MASK, made(lambda b, s: 1), torch.float16),
+        "arange": rows_under(MASK, made(lambda b, s: 3 * s - b), i64),
+        "arange_wraps": rows_under(MASK, made(lambda b, s: (27 * s + b + 128) % 256 - 128), torch.int8),
+        "delta": rows_under(MASK, made(lambda b, s: 2**33 * b + s + 5 * (s > 30)), i64),
+        "sparse": rows_under(MASK, made(lambda b, s: {20: 1.5, 60: -0.0}.get(s, 0.0)), torch.float32),
     }
-    columns = torch.zeros(4, 6, 2, dtype=i64)
+    columns = torch.zeros(*fields["plain"].shape, 2, dtype=i64)
     for b, line in enumerate(MASK):
         for s, real in enumerate(line):
             if real:
-                columns[b, s] = torch.tensor([10 * b + s, -3])
+                columns[b, s] = torch.tensor([fields["plain"][b, s].item() % 2**40, -3])
     fields["columns"] = columns
     fields["same"] = fields["plain"].clone()
-    batch = TensorDict({"mask": torch.tensor(MASK), **fields}, [4])
-    narrow = dict.fromkeys(("narrow1", "narrow1_based", "narrow2", "narrow3", "narrow4"), Narrow.encode)
-    encoders = {
-        "mask": Runs.encode,
-        "plain": lambda words, _: Plain(words),
-        **narrow,
-        "bits": Bits.encode,
-        "bits_of_two": Bits.encode,
-        "runs": Runs.encode,
-        "runs_one": Runs.encode,
-        "ramp": Ramp.encode,
-        "ramp_wraps": Ramp.encode,
-        "steps": Steps.encode,
-        "sparse": Sparse.encode,
-        "columns": lambda words, bounds: Columns(
-            (Plain(words[::2].copy()), Runs.encode(words[1::2].copy(), bounds // 2))
-        ),
-        "same": lambda *_: Same(("plain",)),
-    }
-    kinds = ("plain", "narrow", "bits", "runs", "ramp", "steps", "sparse", "columns", "same")
-    return Golden(batch, {"registry": under_mask(*fields)}, encoders, kinds=kinds)
+    batch = TensorDict({"mask": torch.tensor(MASK), **fields}, [len(MASK)])
+    specs = under_mask(*fields)
+    specs["near"] = MaskNestingSpec("mask", hints=("near:far",))
+    specs["blocks"] = MaskNestingSpec("mask", -1)
+    specs["columns"] = MaskNestingSpec("mask", hints=("columns",))
+    kinds = {name: name.partition("_")[0].rstrip("1248") for name in fields}
+    kinds |= {"same": "plain", "far": "blocks", "near": "blocks", "columns": "columns plain arange"}
+    return Golden(batch, {"registry": specs}, kinds=kinds)
 
 
 def repeated_rows() -> Golden:
-    """Rows 0 and 2 are one, 1 and 3 are one; in one field stored plain, in the others narrow and as steps."""
-    mask = [[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]]
-    values = [[7, 8, 12], [9], [7, 8, 12], [9]]
-    fields = {name: rows_under(mask, values, torch.int64) for name in ("plain", "narrow", "steps")}
-    batch = TensorDict({"mask": torch.tensor(mask, dtype=torch.bool), **fields, "dense": torch.ones(4, 3)}, [4])
-
-    def encoder(encode: Encoder) -> Encoder:
-        return lambda words, bounds: repeated(words, bounds, encode)
-
-    encoders = {
-        "mask": Bits.encode,
-        "plain": encoder(lambda words, _: Plain(words)),
-        "narrow": encoder(Narrow.encode),
-        "steps": encoder(Steps.encode),
-        "dense": encoder(Runs.encode),
-    }
-    return Golden(batch, {"registry": under_mask(*fields)}, encoders, kinds=("repeated", "steps"))
+    """Some rows are equal, in fields of several kinds; one has no tokens."""
+    order = (0, 1, 0, 3, 1, 0, 2)
+    mask = [MASK[row] for row in order]
+    lines = {"plain": noise(20, 2**63), "narrow": noise(21, 256), "blocks": noise(22, 8)}
+    lines["delta"] = [[2**40 * b + s * (s > 20) for s in range(length)] for b, length in enumerate(LENGTHS)]
+    fields = {name: rows_under(mask, [rows[row] for row in order], torch.int64) for name, rows in lines.items()}
+    batch = TensorDict({"mask": torch.tensor(mask, dtype=torch.bool), **fields, "dense": torch.ones(7, 3)}, [7])
+    kinds = {name: f"dictionary {name}" for name in fields} | {"dense": "rle"}
+    specs = {name: MaskNestingSpec("mask", hints=("dictionary",)) for name in fields} | under_mask()
+    return Golden(batch, {"registry": specs}, kinds=kinds)
 
 
 def rollout() -> Golden:
@@ -180,8 +178,7 @@ def rollout() -> Golden:
         },
         [3],
     )
-    encoders = {"input_ids": lambda *_: Joined(("prompts",), ("responses",))}
-    return Golden(batch, {"registry": RL_FIELDS, "pad_token_id": 99}, encoders, kinds=("joined",))
+    return Golden(batch, {"registry": RL_FIELDS, "pad_token_id": 99}, kinds={"input_ids": "concat"})
 
 
 def forms() -> Golden:
@@ -365,8 +362,8 @@ def zstd() -> Golden:
         [4],
     )
     specs = under_mask("rollout_log_probs", "ids")
-    specs["old_log_probs"] = MaskNestingSpec("mask", hints=("delta:rollout_log_probs",))
-    return Golden(batch, {"registry": specs, "codec": "zstd"}, kinds=("plain",))
+    specs["old_log_probs"] = MaskNestingSpec("mask", hints=("near:rollout_log_probs",))
+    return Golden(batch, {"registry": specs, "codec": "zstd"}, kinds={"old_log_probs": "blocks"})
 
 
 def checksum() -> Golden:

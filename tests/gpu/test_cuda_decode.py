@@ -57,7 +57,7 @@ def assert_decodes(packed: PackedBatch, *names: Any) -> None:
     """Every tensor by the kernel, bit for bit as on the host."""
     for layout in LAYOUTS:
         made = staging.decoded(packed, packed.schema.forms, layout == "nested", "cuda")
-        assert set(made.entries) == set(packed.fields)
+        assert set(made.entries) == set(packed.numbers)
         seen = decompress(packed, *names, format=layout, device="cuda")
         assert_same(seen, decompress(packed, *names, format=layout, device="cpu"))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import warnings
 
 import numpy as np
@@ -14,10 +13,9 @@ from tensordict import NonTensorData, TensorDict
 
 import maskpack as mp
 from maskpack import MaskNestingSpec
-from maskpack.core import objects
-from maskpack.packed.bools import odd_field
-from maskpack.packed.encodings import Bits, Plain, Ramp, Runs, Sparse, Steps
-from maskpack.packed.references import Columns, Joined, Repeated, Same, repeated
+from maskpack.core import native, objects
+from maskpack.errors import WireFormatError
+from maskpack.fields.registry import HINTS
 
 MASK = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
 REGISTRY = {name: MaskNestingSpec("m") for name in ("m", "x", "y")}
@@ -120,154 +118,55 @@ def naive(encoding, bounds):
     return any(word not in (0, 1) for word in encoding.decode(np.dtype(np.uint8), bounds).tolist())
 
 
-def encoded(words, bounds):
-    """The words in every encoding that can say them."""
-    yield Plain(words)
-    yield from (kind.encode(words, bounds) for kind in (Bits, Runs, Ramp, Steps, Sparse))
-    yield repeated(words, bounds, lambda words, _: Plain(words))
-    yield repeated(words, bounds, lambda words, own: Runs.encode(words, own) or Plain(words))
-    if not (bounds % 2).any():
-        yield Columns(tuple(Plain(np.ascontiguousarray(words[place::2])) for place in range(2)))
+FAMILIES = {
+    "plain": lambda rng, n: rng.integers(0, 2, n),
+    "one": lambda rng, n: np.ones(n),
+    "rle": lambda rng, n: np.repeat(rng.integers(0, 2, n), 60)[:n],
+    "sparse": lambda rng, n: rng.random(n) < 0.01,
+    "arange": lambda rng, n: np.arange(n) % 256,
+    "delta": lambda rng, n: np.cumsum(np.repeat(rng.integers(-1, 2, n), 60)[:n]) % 256,
+    "blocks": lambda rng, n: rng.integers(0, 4, n),
+}
 
 
-def test_an_encoding_is_odd_exactly_where_its_words_are():
-    rng = random.Random(5)
-    seen = set()
-    for _ in range(3000):
-        lengths = [rng.choice([0, 0, 1, 2, 3, 4, 7]) for _ in range(rng.randint(0, 4))]
-        bounds = np.cumsum([0, *lengths])
-        low, high = rng.choice([(0, 1), (0, 1), (0, 2), (1, 2), (0, 255), (255, 254), (1, 0)])
-        near = rng.random()
-        words = np.array([high if rng.random() < near else low for _ in range(bounds[-1])], np.uint8)
-        if rng.random() < 0.3 and words.size:
-            words = np.cumsum(words, dtype=np.uint8)
-        for encoding in encoded(words, bounds):
-            if encoding is not None:
-                want = any(word > 1 for word in words.tolist())
-                assert odd_field(("x",), {("x",): encoding}, lambda _, b=bounds: b) is want, (encoding, bounds)
-                seen.add((type(encoding).__name__, want))
-    kinds = (Plain, Bits, Runs, Ramp, Steps, Sparse, Repeated, Columns)
-    assert seen == set(itertools.product((kind.__name__ for kind in kinds), (False, True)))
+@pytest.mark.parametrize("hint", [*HINTS, "concat:x,x"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_entry_is_odd_exactly_where_its_words_are(family, hint):
+    """Fields of bytes in every encoding, as a reader of bools sees them."""
+    for seed, shape in itertools.product(range(4), [(), (2,)]):
+        rng = np.random.default_rng(seed)
+        rows = [FAMILIES[family](rng, n * (shape or (1,))[0]) for n in (200, 3, 0, 200)]
+        rows[3] = rows[0]
+        if seed % 2:
+            rows = [np.minimum(row, 1) for row in rows]
+        values = torch.from_numpy(np.concatenate(rows).astype(np.uint8)).view(-1, *shape)
+        mask = torch.arange(200) < torch.tensor([200, 3, 0, 200])[:, None]
+        x = torch.zeros(4, 200, *shape, dtype=torch.uint8)
+        x[mask] = values
+        batch = TensorDict({"m": mask, "x": x}, [4])
+        packed = mp.compress(batch, registry={"m": REGISTRY["m"], "x": MaskNestingSpec("m", hints=(hint,))})
+        table = packed.table
+        arguments = table.entries, table.layout_rows, table.body, 4, 4, 1 << 20, table.fields
+        assert native.check_fields(*arguments, np.zeros(2, np.int64)) == 0
+        odd = bool((values > 1).any())
+        assert native.check_fields(*arguments, np.array([0, 1])) == (-2 if odd else 0)
 
 
-def test_ramps_and_steps_of_any_size():
-    rng = random.Random(6)
-    for _ in range(4000):
-        lengths = [rng.choice([0, 1, 2, 3, 5]) for _ in range(rng.randint(1, 4))]
-        bounds = np.cumsum([0, *lengths])
-        firsts = np.array([rng.choice([0, 1, 2, 255]) for _ in lengths], np.uint8)
-        ramp = Ramp(firsts if rng.random() < 0.7 else firsts[:1], rng.choice([0, 1, -1, 2, 128, 255, 256, 257, -256]))
-        assert odd_field(("x",), {("x",): ramp}, lambda _, b=bounds: b) is naive(ramp, bounds)
-        pieces = [rng.randint(1, length) if length else 0 for length in lengths]
-        counts = []
-        for length, number in zip(lengths, pieces, strict=True):
-            left = length
-            for place in range(number - 1):
-                counts.append(rng.randint(1, left - (number - 1 - place)))
-                left -= counts[-1]
-        values = np.array([rng.choice([0, 0, 1, 255, 2]) for _ in range(sum(pieces))], np.uint8)
-        steps = Steps(Runs(np.array(pieces, np.uint8), np.array(counts, np.uint8), values))
-        assert steps.steps.problem(np.dtype(np.uint8), bounds) is None
-        assert odd_field(("x",), {("x",): steps}, lambda _, b=bounds: b) is naive(steps, bounds)
-
-
-def test_a_long_row_is_not_decoded_to_look_at_it():
-    bounds = np.array([0, 1 << 45])
-    steps = Steps(Runs(np.array([1], np.uint8), np.zeros(0, np.uint8), np.array([0], np.uint8)))
-    for encoding, odd in (
-        (Ramp(np.array([1], np.uint8), 0), False),
-        (Ramp(np.array([1], np.uint8), 1), True),
-        (steps, False),
-    ):
-        assert odd_field(("x",), {("x",): encoding}, lambda _: bounds) is odd
-
-
-def test_fields_that_follow_from_others():
-    good, odd = Plain(np.array([0, 1, 1], np.uint8)), Plain(np.array([0, 3, 1], np.uint8))
-    bounds = np.array([0, 1, 3])
-    for first, second in itertools.product((good, odd), repeat=2):
-        fields = {("a",): first, ("b",): second, ("s",): Same(("a",)), ("j",): Joined(("s",), ("b",))}
-        assert odd_field(("s",), fields, lambda _: bounds) is (first is odd)
-        assert odd_field(("j",), fields, lambda _: bounds) is (first is odd or second is odd)
-
-
-# -------------------------------------------------------------------- files
-
-
-def as_bools(data, names=None):
-    """A file whose uint8 fields call themselves bool."""
-    old, new = rb"\"dtype\":\"uint8\"", rb"\"dtype\":\"bool\" "
-    assert old in data
-    return data.replace(old, new)
-
-
-def lying(words):
-    """A file with a padded bool field of these words."""
-    length = len(words)
-    batch = TensorDict({"m": torch.ones(2, length), "x": torch.tensor([words] * 2, dtype=torch.uint8)}, batch_size=[2])
-    return as_bools(mp.compress(batch, registry=REGISTRY).to_bytes())
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        [0, 1, 1, 0, 1, 0, 0, 1],
-        [1] * 40,
-        [0] * 30 + [1] * 30,
-        [0] * 60 + [1],
-        [0, 1] * 20,
-    ],
-)
-def test_a_file_of_bools(words):
-    got = mp.decompress(mp.PackedBatch.from_bytes(lying(words)))
-    assert got["x"].dtype is torch.bool
-    assert got["x"].view(torch.uint8).tolist() == [words] * 2
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        [0, 1, 2, 0, 1, 255, 0, 1],
-        [2] * 40,
-        [0] * 30 + [255] * 30,
-        [0] * 60 + [7],
-        [0, 2] * 20,
-        list(range(50)),
-        [*range(25), *range(25)],
-        [0, 1, 2] + [1] * 60,
-    ],
-)
-def test_a_file_of_other_bytes(words):
-    with pytest.raises(mp.errors.WireFormatError, match='field "x" of bools with other bytes; expected 0 and 1 alone'):
-        mp.PackedBatch.from_bytes(lying(words))
-
-
-def test_a_file_whose_bools_are_the_bytes_of_another_field():
-    for words, odd in (([0, 1, 1], False), ([0, 1, 3], True)):
-        x = torch.tensor([words] * 2, dtype=torch.uint8)
-        data = mp.compress(TensorDict({"m": torch.ones(2, 3), "x": x, "y": x}, [2]), registry=REGISTRY).to_bytes()
-        assert rb"\"kind\":\"same\"" in data
-        at = data.rindex(rb"\"dtype\":\"uint8\"")  # of y, which is the same as x
-        data = data[:at] + as_bools(data[at:])
-        if odd:
-            with pytest.raises(mp.errors.WireFormatError, match='field "y" of bools'):
-                mp.PackedBatch.from_bytes(data)
+def test_a_file_of_other_bytes():
+    x = torch.tensor([[0, 1, 2], [1, 1, 0]], dtype=torch.uint8)
+    for values, fits in ((x, False), (x.clamp(max=1), True)):
+        data = mp.compress(TensorDict({"x": values}, [2])).to_bytes()
+        assert data.count(b"uint8") == 1
+        size = int.from_bytes(data[:8], "little")
+        header = data[8 : 8 + size].replace(b'\\"uint8\\"', b'\\"bool\\" ')
+        assert len(header) == size
+        if fits:
+            again = mp.decompress(mp.PackedBatch.from_bytes(data[:8] + header + data[8 + size :]))
+            assert again["x"].dtype == torch.bool
+            assert again["x"].tolist() == values.bool().tolist()
         else:
-            assert mp.decompress(mp.PackedBatch.from_bytes(data))["y"].view(torch.uint8).tolist() == [words] * 2
-
-
-def test_a_file_whose_row_pads_are_other_bytes():
-    for pad, odd in ((1, False), (5, True)):
-        x = torch.tensor([[1, 1, 0, 0], [1, 1, 1, pad]], dtype=torch.uint8)
-        data = as_bools(mp.compress(TensorDict({"m": MASK, "x": x}, batch_size=[2]), registry=PER_ROW).to_bytes())
-        if odd:
-            with pytest.raises(mp.errors.WireFormatError, match='field "x" of bools with other bytes'):
-                mp.PackedBatch.from_bytes(data)
-        else:
-            assert mp.decompress(mp.PackedBatch.from_bytes(data))["x"].view(torch.uint8).tolist() == x.tolist()
-
-
-# -------------------------------------------------------------------- Python objects
+            with pytest.raises(WireFormatError, match='field "x" of bools with other bytes'):
+                mp.PackedBatch.from_bytes(data[:8] + header + data[8 + size :])
 
 
 @pytest.mark.parametrize("held", [ODD, ODD.numpy(), {"deep": [ODD]}])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from samples import assert_same
 from tensordict import TensorDict
 
-from maskpack import MaskNestingSpec, MaskpackError, PackedBatch, compress, decompress
+from maskpack import MaskpackError, PackedBatch, compress, decompress
 from maskpack.errors import WireFormatError
 from maskpack.packed.file import codec
 
@@ -37,8 +37,8 @@ def lines(dtype: str, size: int, seed: int = 0) -> dict[str, np.ndarray]:
     }
 
 
-def round_trip(arrays: list[np.ndarray], near: dict[int, int] | None = None) -> tuple[list[np.ndarray], list[Any]]:
-    small, records = codec.compressed(arrays, near or {})
+def round_trip(arrays: list[np.ndarray]) -> tuple[list[np.ndarray], list[Any]]:
+    small, records = codec.compressed(arrays)
     return codec.restored(small, records, "test"), records
 
 
@@ -46,43 +46,17 @@ def round_trip(arrays: list[np.ndarray], near: dict[int, int] | None = None) -> 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_dtype_and_size(dtype: str, size: int) -> None:
     arrays = list(lines(dtype, size).values())
-    small, records = codec.compressed(arrays, {})
+    small, records = codec.compressed(arrays)
     back = codec.restored(small, records, "test")
     assert [array.dtype for array in back] == [np.dtype(dtype)] * len(arrays)
     assert [array.tolist() for array in back] == [array.tolist() for array in arrays]
     assert all(now.nbytes <= before.nbytes for now, before in zip(small, arrays, strict=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [512, 5000])
-def test_differences(dtype: str, size: int) -> None:
-    """Every pair of tempers, so that differences wrap on both sides."""
-    for a in lines(dtype, size, 1).values():
-        for b in lines(dtype, size, 2).values():
-            close = (a.astype(object) + np.arange(size) % 3 - 1) % 256**a.itemsize
-            close = close.astype(f"u{a.itemsize}").view(dtype)
-            for other in (b, close):
-                back, _ = round_trip([a, other], {1: 0})
-                assert back[0].tolist() == a.tolist()
-                assert back[1].tolist() == other.tolist()
-
-
-def test_zigzag_by_plain_integers() -> None:
-    noise = np.random.default_rng(0).integers(0, 2**31, 2000).astype(np.int32)
-    close = noise + np.random.default_rng(1).integers(-3, 4, 2000).astype(np.int32)
-    small, records = codec.compressed([noise, close], {1: 0})
-    assert records[1] == ["i4", 2000, 0]
-    raw = zstandard.ZstdDecompressor().decompress(small[1].tobytes())
-    for place in range(2000):
-        zigzag = sum(raw[byte * 2000 + place] << 8 * byte for byte in range(4))
-        step = zigzag >> 1 if zigzag % 2 == 0 else -(zigzag >> 1) - 1
-        assert int(noise[place]) + step == int(close[place])
-
-
 def test_shuffle_by_plain_loops() -> None:
     line = (np.arange(1000) * 7).astype(np.int64)
-    (small,), records = codec.compressed([line], {})
-    assert records == [["i8", 1000, None]]
+    (small,), records = codec.compressed([line])
+    assert records == [["i8", 1000]]
     frame = zstandard.get_frame_parameters(small.tobytes())
     assert frame.content_size == 8000
     raw = zstandard.ZstdDecompressor().decompress(small.tobytes())
@@ -90,38 +64,10 @@ def test_shuffle_by_plain_loops() -> None:
     assert raw == bytes(plain[item * 8 + byte] for byte in range(8) for item in range(1000))
 
 
-def test_a_difference_is_taken_only_where_it_is_smaller() -> None:
-    noise = np.random.default_rng(0).integers(0, 2**31, 4000).astype(np.int32)
-    counting = np.arange(4000, dtype=np.int32)
-    _, records = codec.compressed([noise, counting], {1: 0})
-    assert records[1] == ["i4", 4000, None]
-    _, records = codec.compressed([noise, noise + 1], {1: 0})
-    assert records[1] == ["i4", 4000, 0]
-
-
-def test_chains_of_differences() -> None:
-    noise = np.random.default_rng(0).integers(0, 2**31, 4000).astype(np.int32)
-    arrays = [noise + place for place in range(5)]
-    for near in ({1: 0, 2: 1, 3: 2, 4: 3}, {0: 1, 1: 2, 2: 3, 3: 4}):
-        back, records = round_trip(arrays, near)
-        assert sum(record is not None and record[2] is not None for record in records) == 4
-        assert [array.tolist() for array in back] == [array.tolist() for array in arrays]
-
-
-def test_a_long_chain_is_read_in_linear_time() -> None:
-    line = (np.arange(600) % 251).astype(np.uint8)
-    count = 3000
-    frame = np.frombuffer(zstandard.ZstdCompressor().compress(bytes(600)), np.uint8)
-    arrays = [*[frame] * (count - 1), line]
-    records: list[Any] = [["u1", 600, number + 1] for number in range(count - 1)]
-    back = codec.restored(arrays, [*records, None], "test")
-    assert all(np.array_equal(array, line) for array in back)
-
-
 def test_what_does_not_shrink_stays_as_it_is() -> None:
     noise = np.random.default_rng(0).integers(0, 256, 5000).astype(np.uint8)
     short = np.zeros(60, np.int64)
-    small, records = codec.compressed([noise, short], {})
+    small, records = codec.compressed([noise, short])
     assert records == [None, None]
     assert small[0] is noise
     assert small[1] is short
@@ -131,8 +77,8 @@ def test_what_does_not_shrink_stays_as_it_is() -> None:
 def test_what_shrinks_to_almost_nothing(size: int) -> None:
     """The bound is that of a message, whose writer pays for it."""
     line = np.zeros(size, np.int64)
-    (small,), records = codec.compressed([line], {})
-    assert records == [["i8", size, None]]
+    (small,), records = codec.compressed([line])
+    assert records == [["i8", size]]
     assert codec.restored([small], records, "test")[0].tobytes() == line.tobytes()
     assert codec.size_of(records) == line.nbytes
 
@@ -143,13 +89,7 @@ def test_what_shrinks_to_almost_nothing(size: int) -> None:
 )
 def test_any_arrays(shapes: list[tuple[str, int, int]], data: st.DataObject) -> None:
     arrays = [data.draw(st.sampled_from(list(lines(*shape).values()))) for shape in shapes]
-    near = {
-        number: other
-        for number in range(len(arrays))
-        for other in range(number)
-        if (arrays[number].dtype, arrays[number].size) == (arrays[other].dtype, arrays[other].size)
-    }
-    back, _ = round_trip(arrays, near)
+    back, _ = round_trip(arrays)
     for now, before in zip(back, arrays, strict=True):
         assert now.dtype == before.dtype
         assert now.tolist() == before.tolist()
@@ -158,7 +98,7 @@ def test_any_arrays(shapes: list[tuple[str, int, int]], data: st.DataObject) -> 
 def test_strided_and_read_only_arrays() -> None:
     line = np.arange(4000, dtype=np.int32)
     line.flags.writeable = False
-    back, records = round_trip([line[::2], line[1::2]], {1: 0})
+    back, records = round_trip([line[::2], line[1::2]])
     assert None not in records
     assert back[0].tolist() == list(range(0, 4000, 2))
     assert back[1].tolist() == list(range(1, 4000, 2))
@@ -169,27 +109,6 @@ def test_strided_and_read_only_arrays() -> None:
 
 def batch_of(**fields: torch.Tensor) -> TensorDict:
     return TensorDict(fields, [next(iter(fields.values())).shape[0]])
-
-
-def test_hints_that_lead_back_are_not_followed() -> None:
-    """Two fields that are each the difference to the other could not be read again; nor could one to itself."""
-    noise = torch.randn(4, 500)
-    mask = torch.ones(4, 500)
-    for hints in (
-        {"a": "delta:b", "b": "delta:a", "c": "delta:b"},
-        {"a": "delta:a", "b": "delta:c", "c": "delta:b"},
-        {"a": "delta:b", "b": "delta:c", "c": "delta:a"},
-    ):
-        registry = {name: MaskNestingSpec("mask", hints=(hint,)) for name, hint in hints.items()}
-        registry["mask"] = MaskNestingSpec("mask")
-        close = [noise.clone() for _ in range(3)]
-        for place, line in enumerate(close):
-            line.view(torch.int32).add_(torch.arange(500, dtype=torch.int32) % (place + 2))
-        batch = batch_of(mask=mask, a=close[0], b=close[1], c=close[2])
-        packed = compress(batch, registry=registry, codec="zstd")
-        data = packed.to_bytes()
-        assert_same(decompress(PackedBatch.from_bytes(data)), batch)
-        assert len(data) < 0.75 * len(compress(batch, registry=registry).to_bytes())
 
 
 def test_rows_of_a_compressed_batch() -> None:

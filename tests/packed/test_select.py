@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import oracle
 import pytest
 import samples
@@ -17,7 +16,6 @@ from tensordict import NonTensorData, TensorDict
 
 from maskpack import PER_ROW, MaskNestingSpec, PackedBatch, compress, decompress, unnest
 from maskpack.errors import FieldError, LayoutError
-from maskpack.packed.references import Joined, Plain, Same, nbytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 
@@ -36,7 +34,7 @@ def some(batch: Any, *keys: Any) -> Any:
 
 
 def rollout() -> TensorDict:
-    """`input_ids` is the concat of `prompts` and `responses`, `returns` an alias of `advantages` or the other way."""
+    """`input_ids` is the concat of `prompts` and `responses`; `returns` equals `advantages`."""
     batch = samples.rollout().exclude("global_token_num")
     batch["returns"] = batch["advantages"].clone()
     rows = len(batch)
@@ -109,27 +107,27 @@ def test_a_batch_without_batch_dims() -> None:
 def test_what_follows_from_fields_that_are_left_out_is_stored() -> None:
     batch = rollout()
     packed = pack(batch)
-    assert isinstance(packed.fields["input_ids",], Joined)
-    alias = next(name for name in ("returns", "advantages") if isinstance(packed.fields[name,], Same))
-    assert not isinstance(packed.select(alias).fields[alias,], Same)
-    assert isinstance(packed.select("returns", "advantages").fields[alias,], Same)
-    assert isinstance(packed.select("input_ids", "prompts", "responses").fields["input_ids",], Joined)
-    encoded = packed.select("input_ids", "prompts").fields["input_ids",]
-    assert not isinstance(encoded, Joined | Plain)
-    assert 0 < nbytes(encoded) < packed.words_nbytes(("input_ids",)) / 2
+    ids, returns = ("input_ids",), ("returns",)
+    assert packed.table.kind(packed.numbers[ids]) == "concat"
+    entries = packed.table.fields[[packed.numbers[path] for path in (returns, ("advantages",))]]
+    assert entries[0] == entries[1], "which are stored once"
+    parts = packed.select("prompts", "responses").nbytes
+    for names in (["input_ids"], ["input_ids", "prompts"], ["input_ids", "prompts", "responses"]):
+        assert packed.select(*names).nbytes == parts
+    alone = packed.select("returns").nbytes
+    assert alone == packed.select("advantages").nbytes == packed.select("advantages", "returns").nbytes
+    assert alone + parts < packed.nbytes
+    whole = len(packed.to_bytes(allow_pickle=True))
+    for name in ("input_ids", "returns"):
+        assert len(packed.select(name).to_bytes()) < whole - packed.nbytes / 2, "and nothing else travels"
 
 
-def test_nothing_is_decoded_unless_a_reference_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = pack(rollout())
-    monkeypatch.setattr("maskpack.packed.join.Decoder.source", None)
-    seen = packed.select("responses", "returns", "sub", "uid")
-    assert np.shares_memory(_array(seen, "responses"), _array(packed, "responses"))
-    with pytest.raises(TypeError):
-        packed.select("input_ids")
-
-
-def _array(packed: PackedBatch, name: str) -> Any:
-    return next(array for array in vars(packed.fields[name,]).values() if isinstance(array, np.ndarray))
+    monkeypatch.setattr("maskpack.core.native.decode", None)
+    monkeypatch.setattr("maskpack.core.native.encode", None)
+    for names in (["responses", "returns", "sub", "uid"], ["input_ids"]):
+        assert packed.select(*names).table.body is packed.table.body
 
 
 def test_layouts_stay_for_lengths_and_like() -> None:
@@ -147,9 +145,14 @@ def test_pads_of_rows_go_with_their_field() -> None:
     batch = TensorDict({"m": mask, "x": mask * 3 - (1 - mask) * torch.tensor([[7], [8]]), "y": mask * 2}, [2])
     registry = {name: MaskNestingSpec("m", pad=[0, PER_ROW]) for name in ("m", "x", "y")}
     packed = compress(batch, registry=registry)
-    assert packed.row_pads.keys() == {("x",)}
+    assert padded_by_row(packed) == ["x"]
     assert_same_batch(decompress(packed.select("x")), some(batch, "x"))
-    assert not packed.select("y").row_pads
+    assert padded_by_row(packed.select("y")) == []
+    assert padded_by_row(packed.select("x", "m")) == ["x"]
+
+
+def padded_by_row(packed: PackedBatch) -> list[str]:
+    return [path[0] for path, number in packed.numbers.items() if packed.table.pads_of_rows(number) is not None]
 
 
 def test_wrong_fields() -> None:

@@ -1,13 +1,12 @@
-"""The decode kernel against naive lists of words, and against the host's decoding of whole batches. Triton interprets
-the kernel here; tests/gpu/test_cuda_decode.py runs it on a GPU."""
+"""The decode kernel against the batches that were packed, and against the host's decoding. Triton interprets the kernel
+here; tests/gpu/test_cuda_decode.py runs it on a GPU."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +20,19 @@ from hypothesis import strategies as st
 from samples import PAD, VARIANTS, workload
 from strategies import Case, batches, row_ops
 from tensordict import TensorDict
-from test_encodings import FAMILIES, Rows, every, rows_like
-from test_sharing import stored_as
 from torch import Tensor
 
-from maskpack import EDGE, PER_ROW, MaskNestingSpec, PackedBatch, RowLayout, compress, decompress, unnest
+from maskpack import EDGE, PER_ROW, MaskNestingSpec, PackedBatch, compress, decompress, unnest
 from maskpack.core.bits import root_of
-from maskpack.core.tree import Node
+from maskpack.core.native import KINDS
 from maskpack.errors import LayoutError
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import jagged_all
-from maskpack.nesting.schema import FieldForm, Schema
-from maskpack.packed import pickling as pickles
+from maskpack.nesting.schema import FieldForm
+from maskpack.packed import decode as on_host
 from maskpack.packed.cuda import decode as staging
 from maskpack.packed.cuda import job_table as jobs
 from maskpack.packed.cuda import jobs as recipes
-from maskpack.packed.cuda import sources
-from maskpack.packed.decode import Decoder
-from maskpack.packed.encodings import Plain
-from maskpack.packed.references import Columns, Joined, Same
 
 quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 
@@ -78,7 +71,7 @@ def by_kernel(packed: PackedBatch, *names: Any, format: Any = "padded", chunk: i
         patch.setattr(staging, "uses_triton", lambda device, call: True)
         patch.setattr(staging, "_new", guarded.empty)
         patch.setattr(jobs, "CHUNK", chunk)
-        patch.setattr(Decoder, "source", None)  # the host's way
+        patch.setattr(on_host, "decoded", lambda packed, forms, nested: {form.path: 1 / 0 for form in forms})
         made = decompress(packed, *names, format=format, device="cpu")
     guarded.check()
     return made
@@ -91,214 +84,115 @@ def assert_decodes(packed: PackedBatch, *names: Any, chunk: int = jobs.CHUNK) ->
         oracle.assert_same_batch(seen, decompress(packed, *names, format=format, device="cpu"))
 
 
-# -------------------------------------------------------------------- single fields, against lists
+# -------------------------------------------------------------------- single fields, against what was packed
 
 
-@dataclass
-class Sample:
-    """Fields with the same words in different encodings.
-
-    Attributes:
-        rows: the words of each row.
-        items: words of an element.
-        mask: which columns are real.
-    """
-
-    rows: Rows
-    items: int
-    mask: list[list[bool]]
-    width: int
-    dtype: torch.dtype
-
-    @property
-    def layout(self) -> RowLayout:
-        return RowLayout.from_mask(oracle.mask_tensor(self.mask, self.width))
-
-    def nested(self) -> list[int]:
-        return [word for row in self.rows for word in row]
-
-    def padded(self, pads: Sequence[Sequence[int]] | None) -> list[int]:
-        """Column by column; `pads` has the words of an element for each row, None for the nearest real element."""
-        out: list[int] = []
-        for b, (row, real) in enumerate(zip(self.rows, self.mask, strict=True)):
-            elements = [row[at : at + self.items] for at in range(0, len(row), self.items)]
-            for column, on in enumerate(real):
-                before = sum(real[:column])
-                if on:
-                    out += elements[before]
-                elif pads is not None:
-                    out += pads[b]
-                else:
-                    out += elements[max(before - 1, 0)] if elements else [0] * self.items
-        return out
-
-    def packed(self, encodings: Sequence[Any], shape: Sequence[int], pad: Any, row_pads: Any = None) -> PackedBatch:
-        """A batch with a field for each encoding."""
-        forms = [
-            FieldForm((f"f{n}",), "padded", "rows", (pad,), 1, self.dtype, device="cpu", shape=tuple(shape))
-            for n in range(len(encodings))
-        ]
-        schema = Schema(Node((), None), tuple(forms), (("rows", self.width, 0),))
-        fields = {form.path: encoding for form, encoding in zip(forms, encodings, strict=True)}
-        pads = {} if row_pads is None else {form.path: row_pads for form in forms}
-        return PackedBatch(len(self.rows), schema, {"rows": self.layout}, fields, {}, pads)
+WIDTH = 330
+LENGTHS = (0, 1, 63, 64, 300, 330)
 
 
-def words_in(x: Tensor) -> list[int]:
-    x = torch.view_as_real(x) if x.dtype == torch.complex128 else x
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return x.contiguous().view(-1).view(kinds[x.element_size()]).tolist()
+def _runs(rng: np.random.Generator, n: int) -> np.ndarray:
+    return np.repeat(rng.integers(-90, 90, n // 40 + 1), 40)[:n]
 
 
-KINDS = {torch.uint8: "uint8", torch.int16: "int16", torch.float32: "int32", torch.int64: "int64"}
+WORDS: dict[str, Any] = {
+    "plain": lambda rng, n: rng.integers(-(2**63), 2**63 - 1, n),
+    "blocks": lambda rng, n: rng.integers(0, 100, n) + 20 * rng.integers(-9, 9),
+    "bitmap": lambda rng, n: rng.integers(0, 2, n) * 7 - 3,
+    "rle": _runs,
+    "arange": lambda rng, n: np.arange(n) % 4096 * -3 + rng.integers(-99, 99),
+    "delta": lambda rng, n: np.cumsum(_runs(rng, n)),
+    "sparse": lambda rng, n: rng.integers(-(2**62), 2**62, n) * (rng.random(n) < 0.02),
+}
+"""Words of a row that an encoding is the smallest for."""
 
 
-@st.composite
-def samples(draw: st.DrawFn, items: Sequence[int] = (1, 1, 2, 3)) -> Sample:
-    dtype = draw(st.sampled_from([*KINDS, torch.complex128]))
-    several = draw(st.sampled_from(items)) * (1 + (dtype == torch.complex128))
-    rows = draw(rows_like(draw(st.sampled_from(FAMILIES)), np.dtype(KINDS.get(dtype, "int64"))))
-    rows = [row[: len(row) // several * several] for row in rows]
-    width = max([len(row) // several for row in rows], default=0) + draw(st.integers(0, 4))
-    mask = []
-    for row in rows:
-        real = set(draw(st.permutations(range(width)))[: len(row) // several])
-        start = draw(st.integers(0, width - len(real)))
-        together = draw(st.booleans())
-        mask.append([start <= at < start + len(real) if together else at in real for at in range(width)])
-    return Sample(rows, several, mask, width, dtype)
-
-
-def encodings_of(sample: Sample) -> list[Any]:
-    """Every encoding that holds the rows."""
-    dtype = np.dtype(KINDS.get(sample.dtype, "int64"))
-    found = [*every(sample.rows, dtype), *stored_as(sample.rows, dtype)]
-    if sample.items > 1:
-        columns = [[row[c :: sample.items] for row in sample.rows] for c in range(sample.items)]
-        made = [every(column, dtype) for column in columns]
-        found += [Columns(tuple(each[n % len(each)] for each in made)) for n in range(max(map(len, made)))]
-    return found
+def under_mask(kind: str, dtype: torch.dtype, shape: tuple[int, ...], pad: Any, seed: int) -> TensorDict:
+    """A batch with a mask of one span in some rows and of many in others, and a field of words of a kind."""
+    rng = np.random.default_rng(seed)
+    mask = np.zeros((len(LENGTHS), WIDTH), np.bool_)
+    for row, length in enumerate(LENGTHS):
+        start = (WIDTH - length) // 2
+        places = np.arange(start, start + length) if row % 2 else np.sort(rng.permutation(WIDTH)[:length])
+        mask[row, places] = True
+    field = np.zeros((len(LENGTHS), WIDTH, *shape), np.int64)
+    count = int(np.prod(shape))
+    for row, real in enumerate(mask):
+        columns = [WORDS[kind](rng, int(real.sum())) for _ in range(count)]
+        values = np.stack(columns, 1).reshape(-1, *shape)
+        field[row, real] = values
+        before = np.maximum(np.cumsum(real) - 1, 0)
+        if pad is EDGE and len(values):
+            field[row, ~real] = values[before[~real]]
+        elif pad is not EDGE:
+            field[row, ~real] = row if pad is PER_ROW else pad
+    x = torch.from_numpy(field)
+    x = x.to(torch.int32).view(torch.float32) if dtype == torch.float32 else x.to(dtype)
+    return TensorDict({"mask": torch.from_numpy(mask), "x": x}, batch_size=[len(LENGTHS)], device="cpu")
 
 
 @kernel_test
-@given(samples(), st.data())
-def test_every_encoding_of_a_field(sample: Sample, data: st.DataObject) -> None:
-    wide = sample.dtype == torch.complex128
-    shape = {1: (), 2: (2,), 3: (3, 1)}[sample.items // (1 + wide)]
-    chunk = data.draw(st.sampled_from([8, 1024]))
-    way = data.draw(st.sampled_from(["edge", "row", "constant", "nan"]))
-    pad: Any = {"edge": EDGE, "row": PER_ROW, "constant": 7, "nan": 7}[way]
-    if way == "nan" and sample.dtype in (torch.float32, torch.complex128):
-        pad = float("nan") if sample.dtype == torch.float32 else complex(float("nan"), -0.0)
-    row_pads, pads = None, None
-    if way == "row":
-        row_pads = np.array([[row * 3 + half - 5 for half in range(1 + wide)] for row in range(len(sample.rows))])
-        row_pads = row_pads.reshape(-1, 1 + wide).astype(KINDS.get(sample.dtype, "int64"))
-        pads = [row * (sample.items // (1 + wide)) for row in row_pads.tolist()]
-        row_pads = row_pads if wide else row_pads[:, 0].copy()
-    elif way != "edge":
-        words = words_in(torch.tensor([pad], dtype=sample.dtype))
-        pads = [words * (sample.items // (1 + wide))] * len(sample.rows)
-    packed = sample.packed(encodings_of(sample), shape, pad, row_pads)
-    padded, nested = by_kernel(packed, chunk=chunk), by_kernel(packed, format="nested", chunk=chunk)
-    for form in packed.schema.forms:
-        x = padded[form.path]
-        assert x.shape == (len(sample.rows), sample.width, *shape)
-        assert words_in(x) == sample.padded(pads)
-        assert words_in(nested[form.path].values()) == sample.nested()
-        assert nested[form.path].offsets().tolist() == oracle.offsets(sample.mask)
-    oracle.assert_same_batch(unnest(nested), padded)
+@pytest.mark.parametrize(
+    ("dtype", "pad"), [(torch.int64, EDGE), (torch.uint8, 5), (torch.int16, PER_ROW), (torch.float32, PER_ROW)]
+)
+@pytest.mark.parametrize("kind", WORDS)
+def test_every_encoding_of_a_field(kind: str, dtype: torch.dtype, pad: Any) -> None:
+    batch = under_mask(kind, dtype, (), pad, 0)
+    packed = compress(batch, registry={"mask": MaskNestingSpec("mask"), "x": MaskNestingSpec("mask", pad)})
+    oracle.assert_same_batch(by_kernel(packed, chunk=256), batch)
+    oracle.assert_same_batch(unnest(by_kernel(packed, format="nested")), batch)
+    if dtype == torch.int64:
+        assert packed.table.kind(1) == kind
+        for rows in ([5, 2, 2, 4, 0], slice(2, 5)):
+            oracle.assert_same_batch(by_kernel(packed[rows]), batch[rows])
 
 
 @kernel_test
-@pytest.mark.parametrize("ragged_dim", [1, 2, 3])
+@pytest.mark.parametrize("hint", ["columns", "dictionary"])
 @pytest.mark.parametrize("dtype", [torch.int16, torch.complex128])
-@pytest.mark.parametrize("pad", [EDGE, 5])
-def test_the_width_along_any_dim(ragged_dim: int, dtype: torch.dtype, pad: Any) -> None:
-    lengths, width, shape, rng = [3, 0, 5, 1], 6, (2, 3), np.random.default_rng(0)
-    wide = 1 + (dtype == torch.complex128)
-    words = rng.integers(-9, 9, (sum(lengths), 6 * wide)).astype("int64" if wide == 2 else "int16")
-    bounds = np.cumsum([0, *lengths])
-    rows = [words[a:b].reshape(-1).tolist() for a, b in itertools.pairwise(bounds)]
-    mask = [[1 <= column <= length for column in range(width)] for length in lengths]
-    sample = Sample(rows, 6 * wide, mask, width, dtype)
-    packed = sample.packed([Plain(words.reshape(-1)), Columns(tuple(Plain(c.copy()) for c in words.T))], shape, pad)
-    forms = tuple(replace(form, ragged_dim=ragged_dim) for form in packed.schema.forms)
-    packed = replace(packed, schema=replace(packed.schema, forms=forms))
-    pads = None if pad is EDGE else [words_in(torch.tensor([5], dtype=dtype)) * 6] * 4
-    want = np.array(sample.padded(pads)).reshape(4, width, *shape, wide)
-    for name, x in by_kernel(packed, chunk=16).items():
-        assert words_in(x) == np.moveaxis(want, 1, ragged_dim).reshape(-1).tolist(), name
+@pytest.mark.parametrize("ragged_dim", [1, 2, 3])
+def test_the_width_along_any_dim(ragged_dim: int, dtype: torch.dtype, hint: str) -> None:
+    batch = under_mask("arange", torch.int64, (2, 3), 5, 1)
+    batch = batch[[4, 2, 4, 0, 4] if hint == "dictionary" else [4, 2, 5, 0, 3]]
+    batch["x"] = batch["x"].to(dtype).movedim(1, ragged_dim).contiguous()
+    spec = MaskNestingSpec("mask", 5, ragged_dim, hints=(hint,))
+    packed = compress(batch, registry={"mask": MaskNestingSpec("mask"), "x": spec})
+    assert packed.table.kind(1).startswith(hint)
+    oracle.assert_same_batch(by_kernel(packed, chunk=512), batch)
+    oracle.assert_same_batch(unnest(by_kernel(packed, format="nested")), batch)
 
 
 @kernel_test
-@given(samples(items=(1,)), samples(items=(1,)), st.sampled_from([8, 1024]), st.data())
-def test_fields_that_are_joined(one: Sample, other: Sample, chunk: int, data: st.DataObject) -> None:
-    """Heads and tails of every encoding, also empty ones."""
-    count, dtype = min(len(one.rows), len(other.rows)), one.dtype
-    other = replace(other, rows=other.rows if dtype == other.dtype else one.rows[::-1], dtype=dtype)
-    if dtype == torch.complex128:
-        return
-    parts = []
-    for sample in (one, other):
-        width = max(map(len, sample.rows), default=0)
-        mask = [[column < len(row) for column in range(width)] for row in sample.rows[:count]]
-        parts.append(replace(sample, rows=sample.rows[:count], mask=mask, width=width))
-    rows = [head + tail for head, tail in zip(parts[0].rows, parts[1].rows, strict=True)]
-    width = max(map(len, rows), default=0) + 2
-    mask = [[1 <= column <= len(row) for column in range(width)] for row in rows]
-    pad = data.draw(st.sampled_from([EDGE, 3]))
-    head, tail = (data.draw(st.sampled_from(encodings_of(part))) for part in parts)
-    packed = joined(parts[0], head, parts[1], tail, Sample(rows, 1, mask, width, dtype), pad)
-    words = words_in(torch.tensor([3], dtype=dtype))
-    for name in ("whole", "again"):
-        seen = by_kernel(packed, name, chunk=chunk)
-        assert words_in(seen[name]) == Sample(rows, 1, mask, width, dtype).padded(
-            None if pad is EDGE else [words] * count
-        )
-        nested = by_kernel(packed, name, format="nested", chunk=chunk)
-        assert words_in(nested[name].values()) == [word for row in rows for word in row]
-
-
-def joined(head: Sample, heads: Any, tail: Sample, tails: Any, whole: Sample, pad: Any) -> PackedBatch:
-    """`whole` joins a field and one that is the same as another."""
-    samples = {"head": head, "tail": tail, "other": tail, "whole": whole, "again": whole}
-    fields = {("head",): heads, ("tail",): tails, ("other",): Same(("tail",))}
-    fields |= {("whole",): Joined(("head",), ("other",)), ("again",): Joined(("head",), ("tail",))}
-    forms = tuple(
-        FieldForm((name,), "padded", name, (pad,), 1, head.dtype, device="cpu") for name, sample in samples.items()
-    )
-    schema = Schema(Node((), None), forms, tuple((name, sample.width, 0) for name, sample in samples.items()))
-    layouts = {name: sample.layout for name, sample in samples.items()}
-    return PackedBatch(len(head.rows), schema, layouts, fields, {}, {})
+@pytest.mark.parametrize("kinds", [("blocks", "rle"), ("sparse", "arange"), ("bitmap", "delta"), ("plain", "blocks")])
+def test_fields_that_are_joined(kinds: tuple[str, str]) -> None:
+    head, tail = (under_mask(kind, torch.int64, (), 5, seed) for seed, kind in enumerate(kinds))
+    fields = {"head": head["x"], "tail": tail["x"], "whole": torch.cat([head["x"], tail["x"]], 1)}
+    masks = {"h": head["mask"], "t": tail["mask"], "w": torch.cat([head["mask"], tail["mask"]], 1)}
+    batch = TensorDict({**fields, **masks}, batch_size=[len(LENGTHS)], device="cpu")
+    specs = {name: MaskNestingSpec(name) for name in masks}
+    specs |= {"head": MaskNestingSpec("h", 5), "tail": MaskNestingSpec("t", 5)}
+    specs["whole"] = MaskNestingSpec("w", 5, hints=("concat:head,tail",))
+    packed = compress(batch, registry=specs)
+    assert packed.table.kind(2) == "concat"
+    oracle.assert_same_batch(by_kernel(packed, "whole"), batch.select("whole"))
+    assert_decodes(packed)
 
 
 @kernel_test
-def test_joined_columns() -> None:
-    rng = np.random.default_rng(0)
-    lengths = [([2, 0, 3], [1, 0, 4])[part] for part in (0, 1)]
-    words = [rng.integers(0, 99, (sum(own), 2)) for own in lengths]
-    bounds = [np.cumsum([0, *own]) for own in lengths]
-    rows = [
-        [words[part][bounds[part][b] : bounds[part][b + 1]].reshape(-1).tolist() for b in range(3)] for part in (0, 1)
-    ]
-    both = [head + tail for head, tail in zip(*rows, strict=True)]
-    samples = [
-        Sample(own, 2, [[column < len(row) // 2 for column in range(9)] for row in own], 9, torch.int64)
-        for own in (*rows, both)
-    ]
-    for kinds in itertools.product([Plain, Columns], repeat=2):
-        made = [
-            Plain(part.reshape(-1)) if kind is Plain else Columns(tuple(Plain(c.copy()) for c in part.T))
-            for kind, part in zip(kinds, words, strict=True)
-        ]
-        packed = joined(samples[0], made[0], samples[1], made[1], samples[2], 3)
-        forms = tuple(replace(form, shape=(2,)) for form in packed.schema.forms)
-        packed = replace(packed, schema=replace(packed.schema, forms=forms))
-        if kinds[0] is kinds[1]:
-            assert words_in(by_kernel(packed, "whole")["whole"]) == samples[2].padded([[3, 3]] * 3)
-        else:
-            assert_decodes(packed)
+def test_distances_to_a_near_field() -> None:
+    batch = under_mask("blocks", torch.int32, (), 0, 2)
+    rng = np.random.default_rng(3)
+    for name, before in (("y", "x"), ("z", "y")):
+        step = torch.from_numpy(rng.integers(-3, 4, batch[before].shape)).int()
+        batch[name] = torch.where(batch["mask"], batch[before] * 1000 + step, 0)
+        batch[before] = torch.where(batch["mask"], batch[before] * 1000, 0)
+    specs = {"mask": MaskNestingSpec("mask"), "x": MaskNestingSpec("mask")}
+    specs |= {"y": MaskNestingSpec("mask", hints=("near:x",)), "z": MaskNestingSpec("mask", hints=("near:y",))}
+    packed = compress(batch, registry=specs)
+    entries = packed.table.entries[packed.table.fields]
+    assert any(KINDS[int(entry["kind"])] == "blocks" and entry["second"] >= 0 for entry in entries)
+    oracle.assert_same_batch(by_kernel(packed, chunk=512), batch)
+    oracle.assert_same_batch(by_kernel(packed, "z"), batch.select("z"))
 
 
 # -------------------------------------------------------------------- whole batches, against the host
@@ -387,8 +281,8 @@ def test_a_field_that_the_kernel_cannot_decode_takes_the_hosts_way(monkeypatch: 
     packed = small("reference")
     refused = {("responses",), ("returns",)}
 
-    def parts(packed: Any, form: FieldForm, padded: bool) -> Any:
-        return [] if form.path in refused else recipes.parts_of(packed, form, padded)
+    def parts(packed: Any, table: Any, form: FieldForm, number: int, padded: bool) -> Any:
+        return [] if form.path in refused else recipes.parts_of(packed, table, form, number, padded)
 
     monkeypatch.setattr(staging, "uses_triton", lambda device, call: True)
     monkeypatch.setattr(staging, "parts_of", parts)
@@ -403,59 +297,11 @@ def test_a_field_that_the_kernel_cannot_decode_takes_the_hosts_way(monkeypatch: 
 # -------------------------------------------------------------------- memory
 
 
-def arrays_in(packed: PackedBatch) -> list[np.ndarray]:
-    return [array for encoding in packed.fields.values() for array in sources.arrays_of(encoding)]
-
-
 def in_tensor(packed: PackedBatch) -> PackedBatch:
     """As PackedBatch.pin_memory leaves it, in memory that is not pinned."""
-    fields, row_pads = pickles.copy_to_one_buffer(
-        (packed.fields, packed.row_pads), lambda nbytes: torch.empty(nbytes, dtype=torch.uint8).numpy()
+    return replace(
+        packed, table=packed.table.own().moved(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8).numpy())
     )
-    return replace(packed, fields=fields, row_pads=row_pads)
-
-
-def test_arrays_in_one_buffer_are_one_stretch() -> None:
-    packed = small("reference")
-    body = staging._Body.of(arrays_in(packed))
-    assert body.stretch is not None
-    assert body.size == body.stretch.nbytes <= 1.1 * sum(array.nbytes for array in arrays_in(packed)) + 4096
-    for array in arrays_in(packed):
-        begin = body.places[id(array)]
-        assert bytes(body.stretch[begin : begin + array.nbytes]) == array.tobytes()
-        assert begin % array.itemsize == 0 or not array.nbytes
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda packed: packed[[3, 0, 2]],
-        lambda packed: PackedBatch.cat([packed, packed]),
-        lambda packed: replace(packed, fields={**packed.fields, ("prompts",): Plain(np.arange(100))}),
-    ],
-)
-def test_arrays_from_several_buffers_are_gathered(change: Any) -> None:
-    arrays = arrays_in(change(small("reference")))
-    body = staging._Body.of(arrays)
-    assert body.stretch is None
-    ends = sorted((body.places[id(array)], body.places[id(array)] + array.nbytes) for array in arrays if array.nbytes)
-    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ends))
-    assert all(begin % 16 == 0 for begin, _ in ends)
-    assert ends[-1][1] <= body.size
-
-
-def test_a_few_arrays_of_a_large_buffer_are_gathered() -> None:
-    packed = small("routed-experts", rows=64)
-    assert staging._Body.of(arrays_in(packed)).stretch is not None
-    assert staging._Body.of(arrays_in(packed[:2])).stretch is None
-    assert staging._Body.of([]).size == 0
-
-
-def test_what_begins_at_an_odd_place_is_gathered() -> None:
-    line = np.zeros(8193, np.uint8)
-    arrays = [line[1:8001].view("i4"), line[8001:8193]]
-    assert staging._Body.of(arrays).stretch is None
-    assert staging._Body.of([line[:8000].view("i4"), line[8000:8193]]).stretch is not None
 
 
 @kernel_test
@@ -473,7 +319,7 @@ def test_batches_from_bytes(large: int, monkeypatch: pytest.MonkeyPatch, tmp_pat
 @kernel_test
 def test_pinned_batches_are_copied_from_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = in_tensor(small("reference"))
-    memory = root_of(arrays_in(packed)[0]).base
+    memory = root_of(packed.table.body).base
     assert isinstance(memory, Tensor)
     seen: list[Tensor] = []
     launch = _launch()
@@ -491,7 +337,6 @@ def test_pinned_batches_are_copied_from_where_they_lie(monkeypatch: pytest.Monke
 
     assert straight(packed)
     assert straight(packed[:])
-    assert straight(packed, "old_log_probs")
     assert not straight(packed[[3, 0]])
     assert not straight(PackedBatch.cat([packed, packed]))
     assert not straight(pickle.loads(pickle.dumps(packed)))
@@ -520,8 +365,12 @@ def test_the_kernel_and_the_host_number_the_entries_of_a_job_alike() -> None:
     pytest.importorskip("triton")
     from maskpack.packed.cuda import kernel
 
-    names = ["first", *jobs.Target._fields, *jobs.Source._fields]
-    assert [getattr(kernel, name.upper()).value for name in names] == list(range(jobs.JOB))
+    names = ["first", *jobs.Target._fields, "source"]
+    assert [getattr(kernel, name.upper()).value for name in names] == list(range(len(names)))
+    assert len(names) - 1 + len(jobs.Source._fields) == jobs.JOB
+    assert [getattr(kernel, name.upper()).value for name in jobs.Source._fields] == list(
+        range(len(jobs.Source._fields))
+    )
 
 
 @pytest.mark.parametrize("shape", [(7,), (7, 2), (7, 2, 3), (7, 0), (7, 1)])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import mmap
 import os
 import pickle
 import re
@@ -29,25 +28,21 @@ import numpy as np
 import pytest
 import strategies
 import torch
-from fuzz_wire import Pieces
+from fuzz_wire import NONE, Made, Pieces
 from golden import make
 from hypothesis import given
-from hypothesis import strategies as st
 from oracle import assert_same_batch
 from samples import assert_same
-from tensordict import NonTensorData, NonTensorStack, TensorDict, tensorclass
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from maskpack import MaskNestingSpec, MaskpackError, PackedBatch, compress, decompress
 from maskpack.core import bits as words
-from maskpack.core import objects
+from maskpack.core import native, objects
 from maskpack.errors import LayoutError, WireFormatError
-from maskpack.fields import registry
-from maskpack.layout import row_layout as mp_layout
-from maskpack.packed import decode, encodings
-from maskpack.packed import references as sharing
+from maskpack.fields.registry import HINTS
+from maskpack.packed import decode
 from maskpack.packed.file import codec
 from maskpack.packed.file import container as wire
-from maskpack.packed.file import read as reading
 
 GOLDEN = sorted(make.GOLDEN)
 
@@ -85,13 +80,6 @@ def array(parts: Pieces, number: int) -> list[Any]:
     return next(entry for entry in parts.arrays if entry[0].partition(".")[0] == str(number))
 
 
-def put(parts: Pieces, number: int, dtype: str, items: list[int]) -> None:
-    entry = array(parts, number)
-    size = fuzz_wire.SIZES[dtype]
-    entry[1:] = [dtype, b"".join((item % 256**size).to_bytes(size, "little") for item in items)]
-    parts.arrays.sort(key=lambda entry: -fuzz_wire.SIZES[entry[1]])
-
-
 # -------------------------------------------------------------------- golden files
 
 
@@ -112,31 +100,6 @@ def test_the_writer_gives_the_golden_bytes(name: str) -> None:
         assert now == then
     else:
         assert data == golden(name)
-
-
-@pytest.mark.parametrize("name", GOLDEN)
-def test_golden_files_show_what_they_are_for(name: str) -> None:
-    shown = json.dumps(pieces(name).manifest)
-    for kind in make.GOLDEN[name]().kinds:
-        assert f'"kind": "{kind}"' in shown
-    assert ("crc32" in pieces(name).metadata) == (name == "checksum")
-
-
-def test_golden_files_are_small_and_cover_every_encoding() -> None:
-    assert sum(make.file(name).stat().st_size for name in GOLDEN) < 200_000
-    assert {file.stem for file in make.HERE.glob("*.maskpack")} == set(GOLDEN)
-    shown = "".join(json.dumps(pieces(name).manifest) for name in GOLDEN)
-    for kind in ["plain", "narrow", "bits", "runs", "ramp", "steps", "sparse", "repeated", "columns", "same", "joined"]:
-        assert f'"kind": "{kind}"' in shown
-    for kind in ["padded", "flat", "jagged", "dense", "object", "node"]:
-        assert f'"kind": "{kind}"' in shown
-    assert '"name": "zstd"' in shown
-    records = [record for record in pieces("zstd").manifest["codec"]["arrays"] if record is not None]
-    assert any(record[2] is not None for record in records)
-    assert any(record[2] is None for record in records)
-    forms = [set(layout) & {"runs", "bits"} for name in GOLDEN for layout in pieces(name).manifest["layouts"]]
-    assert {"runs"} in forms
-    assert {"bits"} in forms
 
 
 # -------------------------------------------------------------------- round trips
@@ -173,53 +136,6 @@ def test_with_a_codec(case: strategies.Case) -> None:
     assert_same_batch(decompress(pickle.loads(pickle.dumps(packed))), case.batch)
 
 
-@pytest.mark.parametrize("name", [*strategies.MANY_RUNS, *strategies.FEW_RUNS])
-def test_masks_of_any_number_of_runs(name: str) -> None:
-    mask, width = (strategies.MANY_RUNS | strategies.FEW_RUNS)[name]
-    batch, options = strategies.batch_under(mask, width)
-    packed = compress(batch, registry=options)
-    data = packed.to_bytes(checksum=True)
-    (layout,) = Pieces.of(data).manifest["layouts"]
-    assert ("bits" in layout) == (name in strategies.MANY_RUNS)
-    assert ("runs" in layout) == (name in strategies.FEW_RUNS)
-    again = PackedBatch.from_bytes(data)
-    assert again.to_bytes(checksum=True) == data
-    for form in (again, pickle.loads(pickle.dumps(packed)), pickle.loads(pickle.dumps(again, protocol=2))):
-        seen, want = form.layouts["mask"], packed.layouts["mask"]
-        assert (seen.width, seen.anchor, seen.num_rows) == (width, want.anchor, len(mask))
-        assert all(map(np.array_equal, seen.table, want.table))
-        assert {part.dtype for part in seen.table} == {np.dtype(np.int64)}
-        assert_same(decompress(form), batch)
-        assert_same_batch(decompress(form, format="nested"), decompress(packed, format="nested"))
-        assert_same(decompress(form.take([-1, 0])), batch[[-1, 0]]) if len(mask) else None
-
-
-@pytest.mark.parametrize("name", strategies.MANY_RUNS)
-def test_masks_of_many_runs_take_their_bits_and_little_more(name: str) -> None:
-    mask, width = strategies.MANY_RUNS[name]
-    bits = len(mask) * ((width + 7) // 8)
-    real = torch.tensor(mask, dtype=torch.bool).view(len(mask), width)
-    packed = compress(TensorDict({"mask": real}, [len(mask)]), registry={"mask": MaskNestingSpec("mask")})
-    free = max(len(mask) - wire.FREE_ROWS, 0)
-    assert packed.nbytes <= bits + len(mask) + 16  # and which rows are not empty
-    assert len(packed.to_bytes()) <= bits + len(mask) + free + 1500
-    assert len(pickle.dumps(packed)) <= bits + len(mask) + 2000
-
-
-@given(strategies.batches(), st.sampled_from([-(10**6), 0, 256]))
-def test_every_way_in_bits(case: strategies.Case, few: int) -> None:
-    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
-        warnings.simplefilter("ignore")
-        patch.setattr("maskpack.layout.row_layout._FEW_BYTES", few)
-        packed = compress(case.batch, **case.options)
-        data = packed.to_bytes(allow_pickle=True)
-        assert few >= 0 or "runs" not in {key for layout in Pieces.of(data).manifest["layouts"] for key in layout}
-        for back in (PackedBatch.from_bytes(data, allow_pickle=True), pickle.loads(pickle.dumps(packed))):
-            assert_same_batch(decompress(back), case.batch)
-            assert dict(back.layouts) == dict(packed.layouts)
-            assert [x.anchor for x in back.layouts.values()] == [x.anchor for x in packed.layouts.values()]
-
-
 @pytest.mark.parametrize("codec", [None, "zstd"])
 @pytest.mark.parametrize("checksum", [False, True])
 def test_files(tmp_path: Path, codec: str | None, checksum: bool) -> None:
@@ -240,23 +156,6 @@ def test_selected_rows_of_a_file_write_their_own_bytes_only(tmp_path: Path) -> N
     assert_same(decompress(PackedBatch.from_bytes(part)), batch[1:2])
 
 
-def test_pickle_protocol_5_has_two_buffers_which_come_back_read_only() -> None:
-    """One holds the arrays as `compress` laid them, the other those of the layouts."""
-    batch = make.rollout().batch
-    packed = compress(batch, pad_token_id=99)
-    buffers: list[pickle.PickleBuffer] = []
-    stream = pickle.dumps(packed, protocol=5, buffer_callback=buffers.append)
-    assert len(buffers) == 2
-    bodies = [bytearray(buffer.raw()) for buffer in buffers]
-    back = pickle.loads(stream, buffers=[memoryview(body).toreadonly() for body in bodies])
-    assert_same(decompress(back), batch)
-    words = back.fields[("reward_baselines",)].words
-    assert not words.flags.writeable
-    assert np.shares_memory(words, np.frombuffer(bodies[0], np.uint8)), "no copy"
-    with pytest.raises(ValueError, match="read-only"):
-        words[0] = 1
-
-
 def test_safetensors_reads_our_files(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors")
     from safetensors.numpy import load
@@ -270,7 +169,7 @@ def test_safetensors_reads_our_files(tmp_path: Path) -> None:
             assert seen[title].dtype.itemsize == fuzz_wire.SIZES[dtype]
         with safetensors.safe_open(make.file(name), "numpy") as opened:
             assert opened.metadata()["format"] == "maskpack"
-            assert opened.metadata()["version"] == "1"
+            assert opened.metadata()["version"] == "2"
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -338,19 +237,6 @@ def test_a_save_that_breaks_off_leaves_the_old_file(tmp_path: Path, monkeypatch:
         compress(TensorDict({"x": torch.arange(4.0)}, [4])).save(file)
     assert file.read_bytes() == before
     assert os.listdir(tmp_path) == ["batch.maskpack"]
-
-
-def test_load_maps_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "batch.maskpack"
-    batch = TensorDict({"x": torch.arange(5000.0).sqrt()}, [5000])
-    compress(batch).save(file)
-    back = PackedBatch.load(file)
-    base: Any = back.fields[("x",)].words
-    while isinstance(base, np.ndarray):
-        base = base.base
-    assert isinstance(base.obj, mmap.mmap)
-    file.unlink()
-    assert_same(decompress(back), batch)
 
 
 def test_load_without_a_map_survives_what_happens_to_the_file(tmp_path: Path) -> None:
@@ -483,9 +369,9 @@ def test_foreign_safetensors_files() -> None:
     refused(header(lambda whole: whole.update(__metadata__=[])), "without our metadata")
 
 
-@pytest.mark.parametrize("version", ["2", "0", "", 1, None, "1.0", ["1"]])
+@pytest.mark.parametrize("version", ["1", "0", "", 2, None, "1.0", ["1"]])
 def test_unknown_version(version: Any) -> None:
-    refused(metadata(version=version), f"version {version!r}", 'expected "1"')
+    refused(metadata(version=version), f"version {version!r}", 'expected "2"')
 
 
 def test_unknown_metadata() -> None:
@@ -533,12 +419,6 @@ def test_huge_and_odd_offsets(end: Any) -> None:
 
 def test_offsets_that_run_backwards() -> None:
     refused(header(lambda whole: first(whole)["data_offsets"].reverse()), "entry")
-
-
-def test_misaligned() -> None:
-    parts = pieces()
-    parts.arrays.reverse()  # bytes first, words behind them
-    refused(parts.joined(), "a multiple of")
 
 
 @pytest.mark.parametrize("shape", [[], [1, 1], [-1], [2**62], [1.0], [True], None, 3, ["1"]])
@@ -601,7 +481,7 @@ def test_deep_nesting(depth: int) -> None:
     wrapped = '{"tuple": [' * depth + "]}" * depth
     refused(pieces().joined(manifest=lambda text: text.replace('"json": 0.7', f'"json": {wrapped}', 1)))
     refused(pieces().joined(manifest=lambda text: text.replace('"shape": []', f'"shape": {nest}', 1)))
-    refused(pieces().joined(text=lambda text: text.replace('"shape": [3]', f'"shape": {nest}', 1)))
+    refused(pieces().joined(text=lambda text: re.sub(r'"shape": \[\d+\]', f'"shape": {nest}', text, count=1)))
 
 
 # -------------------------------------------------------------------- checksum
@@ -617,17 +497,6 @@ def test_bad_checksum() -> None:
         parts = pieces("checksum")
         parts.metadata["crc32"] = crc
         refused(parts.joined(checksum=False), "checksum", "that of the bytes")
-
-
-def test_the_checksum_covers_what_the_arrays_are() -> None:
-    parts = pieces("checksum")
-    alike = [entry for entry in parts.arrays if entry[1] == "U8" and len(entry[2]) == 3]
-    alike[0][0], alike[1][0] = alike[1][0], alike[0][0]
-    refused(parts.joined(checksum=False), "checksum")
-    parts = pieces("checksum")
-    number = the_field(parts, "reward_baselines")["encoding"]["words"]
-    array(parts, number)[1] = "U32"
-    refused(parts.joined(checksum=False), "checksum")
 
 
 def test_the_checksum_by_another_reading() -> None:
@@ -669,31 +538,9 @@ def test_missing_members(member: str) -> None:
     refused(manifest(lambda m: m.pop(member)))
 
 
-def test_unknown_members() -> None:
-    refused(manifest(lambda m: m.update(more=1)), "members ['more']", "none but")
-    refused(manifest(lambda m: m["layouts"][0].update(more=1)), "members ['more']")
-    refused(manifest(lambda m: m["root"].update(more=1)), "expected dims and device")
-    refused(field("responses", more=1), "members ['more']")
-    refused(field("reward_baselines", layout="prompt"), "members ['layout']")
-    parts = pieces()
-    the_field(parts, "reward_baselines")["encoding"]["more"] = 1
-    refused(parts.joined(), "members ['more']")
-    refused(manifest(lambda m: m["codec"].update(more=1), "zstd"), "members ['more']")
-
-
 @pytest.mark.parametrize("rows", [-1, 2**31, 2**62, 2, 4, 3.0, True, None, "3"])
 def test_wrong_rows(rows: Any) -> None:
     refused(manifest(lambda m: m.update(rows=rows)))
-
-
-def test_rows_that_nobody_paid_for() -> None:
-    for rows in (wire.FREE_ROWS + 1, 2**31 - 1):
-        refused(manifest(lambda m, rows=rows: m.update(rows=rows, fields=[], layouts=[], axes=[])), "in fewer bytes")
-    for rows in (wire.FREE_ROWS, wire.FREE_ROWS + 1, 3 * wire.FREE_ROWS):
-        batch = TensorDict({"x": torch.ones(rows, 2)}, [rows])
-        for packed in (compress(batch), compress(batch, codec="zstd"), compress(batch)[:]):
-            assert_same(decompress(PackedBatch.from_bytes(packed.to_bytes())), batch)
-            assert_same(decompress(pickle.loads(pickle.dumps(packed))), batch)
 
 
 @pytest.mark.parametrize(
@@ -720,124 +567,6 @@ def test_axes() -> None:
     refused(manifest(lambda m: m.update(axes=[[]])), "axes")
 
 
-@pytest.mark.parametrize(
-    ("member", "value"),
-    [("width", -1), ("width", 2), ("width", 2**31), ("anchor", -1), ("anchor", 99), ("runs", [0, 1]), ("name", 3)],
-)
-def test_wrong_layouts(member: str, value: Any) -> None:
-    refused(manifest(lambda m: m["layouts"][2].update({member: value})))
-
-
-def test_layouts_twice_or_on_shared_arrays() -> None:
-    refused(manifest(lambda m: m["layouts"][1].update(name=m["layouts"][0]["name"])), "each once")
-    refused(manifest(lambda m: m["layouts"][1].update(runs=m["layouts"][0]["runs"])), "arrays of its own")
-    refused(manifest(lambda m: m["layouts"][1].update(runs=[0, 0, 0])), "arrays of its own")
-
-
-RUNS = {
-    "touching": ([0, 2], [2, 1], [2, 0, 0]),
-    "overlapping": ([0, 1], [2, 1], [2, 0, 0]),
-    "unsorted": ([3, 0], [1, 1], [2, 0, 0]),
-    "empty": ([0], [0], [1, 0, 0]),
-    "outside": ([2], [2], [1, 0, 0]),
-    "too few": ([0], [1], [2, 0, 0]),
-    "too many": ([0, 2], [1, 1], [1, 0, 0]),
-    "uneven": ([0, 2], [1], [1, 1, 0]),
-}
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_runs_of_a_layout(name: str) -> None:
-    parts = pieces()
-    numbers = parts.manifest["layouts"][0]["runs"]
-    for number, items in zip(numbers, RUNS[name], strict=True):
-        put(parts, number, "U8", items)
-    refused(parts.joined(), "layout 'prompt'", "sound runs")
-
-
-def test_bits_of_a_layout() -> None:
-    def changed(dtype: str, items: list[int]) -> bytes:
-        parts = pieces("many_runs")
-        put(parts, parts.manifest["layouts"][0]["bits"], dtype, items)
-        return parts.joined()
-
-    bits = list(array(pieces("many_runs"), 0)[2])  # 8 rows of 131 positions, 17 bytes each
-    assert len(bits) == 8 * 17
-    PackedBatch.from_bytes(changed("U8", bits))
-    wanted = "17 bytes for each of 8 rows, and 0 behind the width"
-    for dtype, items in (("U8", bits[:-1]), ("U8", [*bits, 0]), ("U8", []), ("I8", bits), ("U16", bits[::2])):
-        refused(changed(dtype, items), "layout 'mask' 131 wide", wanted)
-    for row in (0, 7):
-        for place in range(131, 17 * 8):
-            behind = list(bits)
-            behind[17 * row + place // 8] |= 1 << 7 - place % 8
-            refused(changed("U8", behind), "layout 'mask' 131 wide", wanted)
-    less = list(bits)
-    less[-1] = 0
-    refused(changed("U8", less), '"ids"')  # another mask: a field has other lengths
-
-
-def test_layouts_have_runs_or_bits() -> None:
-    def changed(change: Callable[[Any], Any]) -> bytes:
-        parts = pieces("many_runs")
-        change(parts.manifest["layouts"])
-        return parts.joined()
-
-    refused(changed(lambda layouts: layouts[0].update(runs=[0, 1, 2])), "members ['runs']")
-    refused(changed(lambda layouts: layouts[1].update(bits=0)), "members ['runs']")
-    refused(changed(lambda layouts: layouts[1].pop("runs")), '"runs" is None')
-    refused(changed(lambda layouts: layouts[0].update(bits=1)), "17 bytes for each of 8 rows")
-    refused(changed(lambda layouts: layouts[1].update(runs=[0, 2, 3])), "arrays of its own")
-    for number in (-1, 10**6, 1.0, True, None, "0", [0], {}):
-        refused(changed(lambda layouts, number=number: layouts[0].update(bits=number)))
-    for width in (0, 1, 128, 137, 2**31 - 1):
-        refused(changed(lambda layouts, width=width: layouts[0].update(width=width)))
-
-
-def test_a_writer_of_another_kind_may_take_bits_for_any_layout() -> None:
-    """The smaller form is the writer's choice: every golden file is read alike with its layouts as bits."""
-    for name in GOLDEN:
-        if name == "zstd":  # its arrays are compressed
-            continue
-        parts = pieces(name)
-        runs = [layout for layout in parts.manifest["layouts"] if "runs" in layout]
-        for layout in runs:
-            starts, counts, per_row = (list(as_integers(array(parts, number))) for number in layout.pop("runs"))
-            left = iter(zip(starts, counts, strict=True))
-            size = (layout["width"] + 7) // 8
-            lines = [[0] * size for _ in per_row]
-            for line, number in zip(lines, per_row, strict=True):
-                for start, count in [next(left) for _ in range(number)]:
-                    for place in range(start, start + count):
-                        line[place // 8] |= 1 << 7 - place % 8
-            layout["bits"] = len(parts.arrays)
-            parts.arrays.append([f"{layout['bits']}.bits", "U8", bytes(byte for line in lines for byte in line)])
-        back = PackedBatch.from_bytes(parts.joined(), allow_pickle=name == "pickled")
-        assert_same(decompress(back), make.GOLDEN[name]().batch)
-        if name != "pickled":
-            assert back.to_bytes() == PackedBatch.from_bytes(golden(name)).to_bytes()
-
-
-def as_integers(entry: list[Any]) -> list[int]:
-    size = fuzz_wire.SIZES[entry[1]]
-    return [int.from_bytes(entry[2][at : at + size], "little") for at in range(0, len(entry[2]), size)]
-
-
-def test_runs_of_a_wrong_dtype() -> None:
-    parts = pieces()
-    put(parts, parts.manifest["layouts"][0]["runs"][0], "I8", [1, 0])
-    refused(parts.joined(), "unsigned integers below")
-    put(parts, parts.manifest["layouts"][0]["runs"][0], "U64", [2**63, 0])
-    refused(parts.joined(), "unsigned integers below")
-
-
-@pytest.mark.parametrize("number", [-1, 10**6, 2**62, 1.0, True, None, "0", [0]])
-def test_wrong_array_numbers(number: Any) -> None:
-    parts = pieces()
-    the_field(parts, "reward_baselines")["encoding"]["words"] = number
-    refused(parts.joined(), "array number")
-
-
 WRONG_FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
     "unknown kind": ("responses", {"kind": "sparse"}),
     "no kind": ("responses", {"kind": None}),
@@ -856,8 +585,8 @@ WRONG_FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dim 0": ("responses", {"dim": 0}),
     "dim 2": ("responses", {"dim": 2}),
     "unknown hint": ("responses", {"hints": ["x"]}),
-    "hint of three": ("responses", {"hints": ["join:a,b,c"]}),
-    "hints that are none": ("responses", {"hints": "runs"}),
+    "hint of three": ("responses", {"hints": ["concat:a,b,c"]}),
+    "hints that are none": ("responses", {"hints": "rle"}),
     "reason that is none": ("responses", {"reason": 5}),
     "unknown pad": ("responses", {"pad": {"pad": "SIGNED_ZERO"}}),
     "token pad": ("responses", {"pad": {"pad": "PAD_TOKEN_ID"}}),
@@ -892,135 +621,7 @@ def test_pads_that_a_complex_dtype_does_not_hold(number: float) -> None:
     refused(parts.joined(), "one that its dtype holds")
 
 
-def test_row_pads() -> None:
-    for dtype, items in (("I16", [1]), ("I16", [1, 2, 3]), ("I32", [1, 2])):
-        parts = pieces("forms")
-        put(parts, the_field(parts, "per_row")["row_pads"], dtype, items)
-        refused(parts.joined(), "row pads")
-    for items in ([0, 0, 0], [0, 0], [0] * 5):
-        parts = pieces("forms")
-        put(parts, the_field(parts, "per_row_128")["row_pads"], "I64", items)
-        refused(parts.joined(), "row pads")
-
-
 # -------------------------------------------------------------------- encodings
-
-
-def encoded(name: str, golden_name: str = "encodings", **arrays: tuple[str, list[int]]) -> bytes:
-    """A golden file with other arrays in the encoding of one field."""
-    parts = pieces(golden_name)
-    entry = the_field(parts, name)["encoding"]
-    entry = entry.get("steps", entry.get("rows", entry) if "index" not in arrays else entry)
-    for member, (dtype, items) in arrays.items():
-        put(parts, entry[member], dtype, items)
-    return parts.joined()
-
-
-WRONG_ARRAYS: dict[str, tuple[str, dict[str, tuple[str, list[int]]]]] = {
-    "plain: too few": ("plain", {"words": ("I64", [1] * 7)}),
-    "plain: too many": ("plain", {"words": ("I64", [1] * 9)}),
-    "plain: other size": ("plain", {"words": ("I32", [1] * 8)}),
-    "plain: unsigned": ("plain", {"words": ("U64", [1] * 8)}),
-    "narrow: signed": ("narrow1", {"low": ("I8", [1] * 8)}),
-    "narrow: too few": ("narrow1", {"low": ("U8", [1] * 7)}),
-    "narrow: too wide": ("narrow2", {"low": ("U32", [1] * 8)}),
-    "narrow: third byte beside one": ("narrow1", {"high": ("U8", [1] * 8)}),
-    "narrow: third bytes missing": ("narrow3", {"high": ("U8", [1] * 7)}),
-    "narrow: third byte of two": ("narrow3", {"high": ("U16", [1] * 8)}),
-    "bits: too few": ("bits", {"bits": ("U8", [1] * 2)}),
-    "bits: signed": ("bits", {"bits": ("I8", [1] * 3)}),
-    "bits: one word": ("bits", {"words": ("U8", [1])}),
-    "bits: words of another size": ("bits", {"words": ("I16", [0, 1])}),
-    "runs: no pieces": ("runs", {"pieces": ("U8", [0, 2, 0, 1])}),
-    "runs: pieces of an empty row": ("runs", {"pieces": ("U8", [1, 2, 1, 1])}),
-    "runs: more pieces than words": ("runs", {"pieces": ("U8", [4, 2, 0, 1])}),
-    "runs: too few pieces": ("runs", {"pieces": ("U8", [1, 2, 0])}),
-    "runs: signed pieces": ("runs", {"pieces": ("I8", [1, 2, 0, 1])}),
-    "runs: wide pieces": ("runs", {"pieces": ("U64", [1, 2, 0, 1])}),
-    "runs: a piece too long": ("runs", {"counts": ("U8", [4])}),
-    "runs: a piece of nothing": ("runs", {"counts": ("U8", [0])}),
-    "runs: a count too many": ("runs", {"counts": ("U8", [2, 1])}),
-    "runs: counts beyond": ("runs", {"counts": ("U32", [2**32 - 1])}),
-    "runs: values missing": ("runs", {"values": ("I8", [4, 5, 4])}),
-    "runs: unsigned values": ("runs", {"values": ("U8", [4, 4, 251, 4])}),
-    "runs: values too wide": ("runs_one", {"values": ("I32", [1])}),
-    "ramp: too few": ("ramp", {"firsts": ("I8", [1, 2])}),
-    "ramp: unsigned": ("ramp", {"firsts": ("U8", [1, 2, 3, 4])}),
-    "steps: a piece too long": ("steps", {"counts": ("U8", [9])}),
-    "sparse: outside its row": ("sparse", {"places": ("U8", [3, 0])}),
-    "sparse: falling": ("sparse", {"per_row": ("U8", [2, 0, 0, 0]), "places": ("U8", [2, 1])}),
-    "sparse: one place twice": ("sparse", {"per_row": ("U8", [2, 0, 0, 0]), "places": ("U8", [2, 2])}),
-    "sparse: too many": ("sparse", {"per_row": ("U8", [1, 1, 0, 1])}),
-    "sparse: wide places": ("sparse", {"places": ("U64", [2, 0])}),
-    "sparse: words of another size": ("sparse", {"words": ("I64", [2, 0])}),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_ARRAYS)
-def test_wrong_arrays(name: str) -> None:
-    path, arrays = WRONG_ARRAYS[name]
-    refused(encoded(path, **arrays), "an encoding that gives its words")
-
-
-@pytest.mark.parametrize("base", [2**63, -(2**63) - 1, 1.0, None])
-def test_wrong_numbers_of_encodings(base: Any) -> None:
-    for name, member in (("narrow1", "base"), ("ramp", "step")):
-        parts = pieces("encodings")
-        the_field(parts, name)["encoding"][member] = base
-        refused(parts.joined())
-
-
-@pytest.mark.parametrize("index", [[0, 1, 0, 2], [0, 0, 0, 0], [0, 1, 1, 0], [0, 2, 0, 2], [0, 1, 0], [1, 1, 1, 1]])
-def test_wrong_repeated_rows(index: list[int]) -> None:
-    refused(encoded("plain", "repeated_rows", index=("U8", index)), "an encoding that gives its words")
-
-
-def test_repeated_rows_of_other_encodings() -> None:
-    for kind in ("repeated", "columns", "same", "joined"):
-        parts = pieces("repeated_rows")
-        the_field(parts, "plain")["encoding"]["rows"]["kind"] = kind
-        refused(parts.joined(), f"encoded as '{kind}'")
-
-
-def test_columns_that_are_not_those_of_the_element() -> None:
-    for change in (lambda columns: columns.pop(), lambda columns: columns.append(columns[0]), lambda c: c.clear()):
-        parts = pieces("encodings")
-        change(the_field(parts, "columns")["encoding"]["columns"])
-        refused(parts.joined(), "columns")
-
-
-def same(target: str) -> dict[str, Any]:
-    return {"kind": "same", "field": [target]}
-
-
-def linked(name: str = "encodings", **links: Any) -> bytes:
-    parts = pieces(name)
-    for target, encoding in links.items():
-        the_field(parts, target)["encoding"] = encoding
-    return parts.joined()
-
-
-def test_references_that_lead_back() -> None:
-    refused(linked(plain=same("plain")), 'takes the words of "plain"')
-    refused(linked(plain=same("same")), "takes the words of")
-    refused(linked(plain=same("runs"), runs=same("plain"), same=same("ramp")), "takes the words of")
-    refused(linked(plain=same("runs"), runs=same("ramp")), "takes the words of")
-
-    def joined(head: str, tail: str) -> dict[str, Any]:
-        return {"kind": "joined", "head": [head], "tail": [tail]}
-
-    refused(linked("rollout", input_ids=joined("input_ids", "responses")), "takes the words of")
-    refused(linked("rollout", prompts=joined("input_ids", "responses")), "takes the words of")
-    refused(linked("rollout", input_ids=joined("prompts", "prompts")), "other lengths")
-    refused(linked("rollout", input_ids=joined("responses", "reward_baselines")), "words of another size")
-
-
-def test_references_to_nothing() -> None:
-    refused(linked(plain=same("nowhere")), 'takes the words of "nowhere"')
-    refused(linked("rollout", responses=same("uid")), 'takes the words of "uid"')
-    refused(linked("rollout", responses=same("prompts")), "other lengths")
-    refused(linked(plain=same("sparse")), "words of another size")
-    refused(linked(plain={"kind": "same", "field": []}), "path")
 
 
 # -------------------------------------------------------------------- codec
@@ -1034,7 +635,7 @@ def test_codecs() -> None:
     refused(squeezed(lambda codec: codec.update(name="lz4")), "codec 'lz4'", "one of zstd")
     refused(squeezed(lambda codec: codec["arrays"].pop()), "not one for each")
     refused(manifest(lambda m: m.update(codec=[]), "zstd"), '"name"')
-    refused(manifest(lambda m: m.pop("codec"), "zstd"), "field")
+    refused(manifest(lambda m: m.pop("codec"), "zstd"))
 
 
 def record(change: Callable[[list[Any]], Any], nth: int = 0) -> bytes:
@@ -1042,57 +643,6 @@ def record(change: Callable[[list[Any]], Any], nth: int = 0) -> bytes:
         change([record for record in codec["arrays"] if record is not None][nth])
 
     return squeezed(changed)
-
-
-def test_zstd_bombs() -> None:
-    for size in (2**40, 2**31, 5000 * 2000):
-        refused(record(lambda record, size=size: record.__setitem__(1, size)), "that stand for", "256 times")
-    refused(record(lambda record: record.__setitem__(1, -1)), "codec record")
-    refused(record(lambda record: record.__setitem__(1, record[1] + 1)), "a zstd frame of")
-    zstandard = pytest.importorskip("zstandard")
-    frame = zstandard.ZstdCompressor(level=19).compress(bytes(1 << 28))
-    parts = pieces("zstd")
-    number = next(n for n, record in enumerate(parts.manifest["codec"]["arrays"]) if record is not None)
-    parts.manifest["codec"]["arrays"][number][1] = (1 << 28) // 4
-    array(parts, number)[1:] = ["U8", frame]
-    refused(parts.joined(), "that stand for 2684", "256 times")
-
-
-def frames(*arrays: tuple[bytes, list[Any] | None], fields: Iterable[Any] = (), rows: int = 1) -> bytes:
-    """A message with a codec: each array is zstd of the bytes given, or plain where it has no record."""
-    zstandard = pytest.importorskip("zstandard")
-    held = [raw if record is None else zstandard.compress(raw) for raw, record in arrays]
-    records = [record for _, record in arrays]
-    parts = said(rows=rows, fields=list(fields), codec={"name": "zstd", "arrays": records})
-    parts.arrays = [[f"{number}.x", "U8", raw] for number, raw in enumerate(held)]
-    return parts.joined()
-
-
-def test_what_zstd_restores_is_bounded_for_all_arrays_together() -> None:
-    noise = np.random.default_rng(0).bytes(5000)
-    tensors = [obj([{"tensor": [number, "uint8", [1 << 20]]} for number in range(2)])]
-    blank = bytes(1 << 20), ["u1", 1 << 20, None]
-    refused(frames(blank, blank, fields=tensors), f"that stand for {2 << 20}; expected at most 256 times as many")
-    refused(frames(blank, blank, (noise, None), fields=tensors), f"stand for {2 << 20}")
-    PackedBatch.from_bytes(frames(blank, blank, (noise * 2, None), fields=tensors))
-    more = frames(blank, blank, (noise * 2, None), fields=tensors)
-    refused(more, "with the compressed arrays, the batch takes", max_bytes=(2 << 20) - 1)
-
-
-def test_zstd_restores_nothing_that_is_not_used() -> None:
-    blank, noise = (bytes(5000), ["u1", 5000, None]), (bytes(100), None)
-    used = [obj([{"tensor": [1, "uint8", [5000]]}])]
-    PackedBatch.from_bytes(frames(noise, blank, fields=used))
-    refused(frames(blank, blank, noise, fields=used), "compressed arrays [0] that nothing refers to")
-    refused(frames(noise, blank), "compressed arrays [1] that nothing refers to")
-
-
-def test_rows_are_paid_for_in_bytes_that_travel() -> None:
-    """Else a few bytes of zstd would pay for many."""
-    rows = 1 << 20
-    blank = bytes(rows), ["u1", rows, None]
-    used = [obj([{"tensor": [0, "uint8", [rows]]}])]
-    refused(frames(blank, (bytes(8000), None), fields=used, rows=rows), f"{rows} rows in fewer bytes")
 
 
 def test_the_writer_pays_for_what_shrinks_much() -> None:
@@ -1120,27 +670,6 @@ def test_zstd_frames_that_are_none() -> None:
         parts = pieces("zstd")
         array(parts, number)[1:] = ["U8", frame]
         refused(parts.joined(), "zstd frame")
-
-
-@pytest.mark.parametrize("other", [-1, 99, 1.0, True, "1", [], {}])
-def test_differences_to_no_array(other: Any) -> None:
-    refused(record(lambda record: record.__setitem__(2, other)), "codec record")
-
-
-def test_differences_that_lead_back() -> None:
-    def cycle(codec: Any) -> None:
-        numbers = [number for number, record in enumerate(codec["arrays"]) if record is not None]
-        for number, other in zip(numbers, numbers[1:] + numbers[:1], strict=True):
-            codec["arrays"][number][2] = other
-
-    refused(squeezed(cycle), "the difference to itself")
-
-    def own(codec: Any) -> None:
-        number = next(number for number, record in enumerate(codec["arrays"]) if record is not None)
-        codec["arrays"][number][2] = number
-
-    refused(squeezed(own), "the difference to itself")
-    refused(record(lambda record: record.__setitem__(2, 0), 1), "the difference to one of another size")
 
 
 # -------------------------------------------------------------------- objects
@@ -1291,104 +820,6 @@ def test_objects_of_other_rows() -> None:
 # -------------------------------------------------------------------- what a message may claim
 
 
-TABLES = [["0.starts", "U32", bytes(4)], ["1.counts", "U32", (1).to_bytes(4, "little")], ["2.runs", "U8", b"\1"]]
-ZERO = ["3.zero", "U8", b"\0"]
-
-
-def said(**manifest: Any) -> Pieces:
-    """A message of one row; the layout "m" of the arrays TABLES is there if a width is given."""
-    width = manifest.pop("width", None)
-    layout = [] if width is None else [{"name": "m", "width": width, "anchor": 0, "runs": [0, 1, 2]}]
-    whole = {"rows": 1, "root": {"dims": [], "device": None}, "axes": [], "layouts": layout, "fields": []}
-    arrays = [list(entry) for entry in [*TABLES, ZERO]]
-    return Pieces({"format": "maskpack", "version": "1"}, {**whole, **manifest}, arrays)
-
-
-def zeros(name: str, **members: Any) -> dict[str, Any]:
-    """A field whose words are all 0: by `runs`, in no bytes at all."""
-    runs = {"kind": "runs", "pieces": 2, "counts": 4, "values": 3}
-    entry = {"path": [name], "kind": "dense", "dtype": "uint8", "device": "cpu", "shape": [], "encoding": runs}
-    return {**entry, **members}
-
-
-def obj(json: Any, depth: int = 0, **members: Any) -> dict[str, Any]:
-    return {"path": ["o"], "kind": "object", "depth": depth, "json": json, **members}
-
-
-def empty(parts: Pieces) -> bytes:
-    """With array 4, which is empty."""
-    parts.arrays.append(["4.empty", "U8", b""])
-    return parts.joined()
-
-
-CLAIMS: dict[str, tuple[int, Callable[[], bytes]]] = {
-    "elements": (1 << 30, lambda: empty(said(fields=[zeros("x", shape=[1 << 20, 1 << 10])]))),
-    "a width": (
-        2**31 - 1,
-        lambda: empty(said(width=2**31 - 1, axes=["m"], fields=[zeros("x", kind="padded", layout="m", dim=1, pad=0)])),
-    ),
-    "a width around elements": (
-        1 << 30,
-        lambda: empty(
-            said(
-                width=1 << 20,
-                axes=["m"],
-                fields=[zeros("x", kind="padded", layout="m", dim=2, pad=0, shape=[1 << 10])],
-            )
-        ),
-    ),
-    "many fields": (
-        1 << 30,
-        lambda: empty(said(fields=[zeros(f"x{n}", shape=[1 << 20], dtype="uint8") for n in range(1 << 10)])),
-    ),
-    "no batch dim": (
-        1 << 30,
-        lambda: empty(said(root={"dims": None, "device": None}, fields=[zeros("x", shape=[1 << 30])])),
-    ),
-    "a sub-batch": (
-        1 << 30,
-        lambda: empty(
-            said(
-                fields=[
-                    {"path": ["s"], "kind": "node", "node": {"dims": [1 << 10], "device": None}},
-                    zeros("x", path=["s", "x"], shape=[1 << 10, 1 << 20]),
-                ]
-            )
-        ),
-    ),
-    "batch dims": (1 << 30, lambda: said(root={"dims": [1 << 30], "device": None}, fields=[obj(None)]).joined()),
-    "a tensor in an object": (
-        3 << 20,
-        lambda: Pieces(
-            {"format": "maskpack", "version": "1"},
-            {
-                **said().manifest,
-                "fields": [obj([{"tensor": [0, "uint8", [1 << 10]]} for _ in range(3 << 10)])],
-            },
-            [["0.x", "U8", bytes(1 << 10)]],
-        ).joined(),
-    ),
-}
-"""Messages of a few bytes, and how many they claim."""
-
-
-@pytest.mark.parametrize("name", CLAIMS)
-def test_claims_are_added_up_before_memory_is_taken(name: str) -> None:
-    size, make_it = CLAIMS[name]
-    data = make_it()
-    tracemalloc.start()
-    try:
-        refused(data, " bytes in memory, padded; expected at most", "max_bytes", max_bytes=size - 1)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 60 * len(data) + (1 << 20)
-    packed = PackedBatch.from_bytes(data, max_bytes=size + (1 << 20))
-    if name != "batch dims":  # what an object is worth for all of them, it is worth once
-        with pytest.raises(LayoutError, match=r"decompress: these fields take \d+ bytes padded; expected at most"):
-            decompress(packed, max_bytes=size - 1)
-
-
 def test_the_limit_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "batch.maskpack"
     file.write_bytes(golden("rollout"))
@@ -1413,18 +844,6 @@ def test_limits_that_are_none(limit: Any, tmp_path: Path) -> None:
             made()
     with pytest.raises(LayoutError, match=r"PackedBatch.load: mmap is 'no'; expected True or False"):
         PackedBatch.load(tmp_path / "b", mmap="no")
-
-
-def test_the_default_limit() -> None:
-    field = {"kind": "padded", "layout": "m", "dim": 1, "pad": 0}
-    shape = [33]
-    data = empty(said(width=2**31 - 1, axes=["m"], fields=[zeros("x", **field, shape=shape)]))
-    refused(data, f"at most {64 << 30}")
-    packed = PackedBatch.from_bytes(data, max_bytes=None)
-    with pytest.raises(
-        LayoutError, match=rf"take {33 * (2**31 - 1)} bytes padded; expected at most {64 << 30}. Decode"
-    ):
-        decompress(packed)
 
 
 def test_the_limit_of_decompress_counts_what_it_would_give() -> None:
@@ -1455,66 +874,6 @@ def test_the_limit_of_decompress_counts_what_it_would_give() -> None:
     many = packed.take([0] * 1000)
     with pytest.raises(LayoutError, match="take 1700000 bytes padded"):
         decompress(many, max_bytes=whole)
-
-
-def test_depth_without_content() -> None:
-    """tensordict takes 2^depth steps to ask a stack of stacks for its device."""
-    nest: Any = 1
-    for _ in range(8):
-        nest = [nest]
-    back = decompress(PackedBatch.from_bytes(said(fields=[obj(nest, 8)]).joined()))
-    assert back.get("o").tolist() == nest
-    for depth in (9, 16, 28):
-        deeper: Any = 1
-        for _ in range(depth):
-            deeper = [deeper]
-        refused(said(fields=[obj(deeper, depth)]).joined(), f"of depth {depth}", "at most 8")
-    stack: Any = NonTensorStack(NonTensorData(0))
-    for _ in range(8):
-        stack = NonTensorStack(stack)
-    packed = compress(TensorDict({"x": torch.zeros(1)}, [1]).set("o", stack))
-    assert decompress(packed).get("o").tolist() == stack.tolist()
-    with pytest.raises(MaskpackError, match=r'field "o" has stacks of 9 dims; expected at most 8'):
-        packed.to_bytes()
-
-
-def test_stacks_without_items_take_no_memory_for_their_sizes() -> None:
-    dims = [1 << 20, 1 << 10]
-    for rows, data in ((0, []), (1, [[[] for _ in range(3)]])):
-        node = {"dims": dims if rows == 0 else [3, 0, 1 << 29], "device": None}
-        parts = said(rows=rows, root=node, fields=[obj(data, 1 + len(node["dims"]))])
-        packed = PackedBatch.from_bytes(parts.joined())
-        tracemalloc.start()
-        try:
-            entry = decompress(packed).get("o")
-            peak = tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-        assert peak < 1 << 20
-        assert entry.batch_size == torch.Size([rows, *node["dims"]])
-
-
-def test_paths_and_batch_dims_have_an_end() -> None:
-    def chain(depth: int) -> list[dict[str, Any]]:
-        node = {"dims": [], "device": None}
-        return [{"path": ["a"] * length, "kind": "node", "node": node} for length in range(1, depth + 1)]
-
-    decompress(PackedBatch.from_bytes(said(fields=chain(64)).joined()))
-    refused(said(fields=chain(65)).joined(), "path", "1 to 64 names")
-    refused(said(fields=[obj(1)], root={"dims": [1] * 29, "device": None}).joined(), "dims", "at most 28")
-    deep = TensorDict({"x": torch.zeros(1)}, [1])
-    for _ in range(64):
-        deep = TensorDict({"a": deep}, [1])
-    with pytest.raises(MaskpackError, match=r"a path of 65 names; expected at most 64"):
-        compress(deep).to_bytes()
-    assert_same(decompress(PackedBatch.from_bytes(compress(deep["a"]).to_bytes())), deep["a"])
-    wide = TensorDict({}, [1] * 30).set("o", NonTensorData(1, batch_size=[1] * 30))
-    with pytest.raises(MaskpackError, match="the batch has 29 batch dims behind its rows; expected at most 28"):
-        compress(wide).to_bytes()
-
-
-def keys(made: Iterable[Any]) -> bytes:
-    return said(fields=[obj({"dict": [[key, None] for key in made]})]).joined()
 
 
 def whole(number: int) -> Any:
@@ -1576,36 +935,7 @@ def test_pads_inside_each_other() -> None:
         refused(parts.joined(manifest=lambda text, pad=pad: text.replace('"here"', pad)))
 
 
-def test_integers_of_many_digits_are_shown_as_such() -> None:
-    refused(field("advantages", pad={"int": hex(10**5000)}), "too long to be shown")
-
-
-def test_long_names_are_cut_in_messages() -> None:
-    refused(said(fields=[zeros("x" * 100_000, dtype="int128")]).joined(), 'field "xxxx')
-
-
 # -------------------------------------------------------------------- what is read can be trusted
-
-
-@tensorclass
-class Pair:
-    left: torch.Tensor
-    right: torch.Tensor
-
-
-def test_a_sub_batch_of_a_class_has_fields_of_that_class() -> None:
-    def data(kind: str, *names: str, above: tuple[str, ...] = ("s",)) -> bytes:
-        node = {"path": list(above), "kind": "node", "node": {"dims": [], "device": None, "kind": kind}}
-        return empty(said(fields=[node, *(zeros("", path=[*above, name]) for name in names)]))
-
-    own = f"{__name__}:Pair"
-    back = decompress(PackedBatch.from_bytes(data(own, "left", "right"))).get("s")
-    assert type(back) is Pair
-    assert back.right.tolist() == [0]
-    for name in ("other", "__class__", "_tensordict", "batch_size"):
-        refused(data(own, "left", name), f'field "s/{name}" in a sub-batch of class Pair', "a field of that class")
-    for kind in ("tensordict.tensorclass:TensorClass", "tensordict:NonTensorData", f"{__name__}:Trap", "builtins:dict"):
-        refused(data(kind, "left"), "a tensorclass that this process has")
 
 
 def test_messages_are_short_and_name_the_field() -> None:
@@ -1633,39 +963,6 @@ def test_reading_changes_nothing() -> None:
     assert data == before
 
 
-def test_a_short_run_of_the_fuzzer() -> None:
-    counts, failures, _ = fuzz_wire.run(2000, seed=7)
-    assert not failures, "\n".join(failures)
-    deep = sum(counts.values()) - counts["refused as a container"]
-    assert deep > 0.4 * sum(counts.values()), counts
-    assert counts["accepted and decoded"] > 0.05 * sum(counts.values()), counts
-
-
-@pytest.mark.parametrize("kind", ["Plain", "Sparse", "Runs"])
-def test_the_fuzzer_finds_a_check_that_is_missing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(getattr(encodings, kind), "problem", lambda *_: None)
-    _, failures, _ = fuzz_wire.run(600, seed=8)
-    assert failures
-
-
-def test_the_fuzzer_finds_what_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "_wrong_keys", lambda _: None)
-    made = fuzz_wire.Mutant("", "keys", keys(whole((2**61 - 1) * (n + 10)) for n in range(20_000)), False, None)
-    with pytest.raises(AssertionError, match=r"the case took \d+\.\d+ s"):
-        fuzz_wire.tried(made, {}, {})
-
-
-@pytest.mark.skipif(not fuzz_wire.peak_of_process(), reason="this system does not tell")
-def test_the_fuzzer_finds_what_takes_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unlimited(batch: PackedBatch, **options: Any) -> TensorDict:
-        return decompress(batch, **{**options, "max_bytes": None})
-
-    monkeypatch.setattr(fuzz_wire, "decompress", unlimited)
-    made = fuzz_wire.Mutant("", "sizes", empty(said(fields=[zeros("x", shape=[800 << 20])])), False, None)
-    with pytest.raises(AssertionError, match=r"the case took \d+ MiB of memory"):
-        fuzz_wire.tried(made, {}, {})
-
-
 def test_registry_pads_that_json_does_not_know() -> None:
     batch = TensorDict({"m": torch.tensor([[1, 0]]), "x": torch.tensor([[5, 2**64 - 1]], dtype=torch.uint64)}, [1])
     packed = compress(batch, registry={"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", 2**64 - 1)})
@@ -1675,6 +972,203 @@ def test_registry_pads_that_json_does_not_know() -> None:
 
 # -------------------------------------------------------------------- the norm
 
+# -------------------------------------------------------------------- messages that are put together from nothing
+
+
+def obj(json: Any, depth: int = 0, **members: Any) -> dict[str, Any]:
+    return {"path": ["o"], "kind": "object", "depth": depth, "json": json, **members}
+
+
+def said(rows: int = 1, **members: Any) -> Pieces:
+    made = Made(rows)
+    made.manifest |= members
+    return made.pieces()
+
+
+def keys(found: Iterable[Any]) -> bytes:
+    return said(fields=[obj({"dict": [[key, None] for key in found]})]).joined()
+
+
+def zeros(made: Made, rows: int = 1, **more: int) -> int:
+    """An entry of words 0, in no bytes to speak of; one for any number of rows."""
+    return made.entry("arange", made.put([0]), **more)
+
+
+def test_claims_are_added_up_before_memory_is_taken() -> None:
+    wide, long, deep = Made(), Made(2**20), Made()
+    wide.layout(2**31 - 1, 0, 0, 0, wide.put([0]), wide.put([1]), wide.put([1]))
+    wide.field(zeros(wide, layout=0), "padded", dim=1, pad=0)
+    wide.manifest["axes"] = ["l0"]
+    for _ in range(8):
+        long.field(zeros(long))
+    deep.field(zeros(deep, items=2**30))
+    for made, size in ((wide, 2**31 - 1), (long, 8 << 20), (deep, 1 << 30)):
+        data = made.joined()
+        tracemalloc.start()
+        refused(data, " bytes in memory, padded; expected at most", "max_bytes", max_bytes=size - 1)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 2 * len(data) + (1 << 20)
+        packed = PackedBatch.from_bytes(data, max_bytes=size + (1 << 20))
+        with pytest.raises(LayoutError, match=r"decompress: these fields take \d+ bytes padded; expected at most"):
+            decompress(packed, max_bytes=size - 1)
+
+
+def test_layouts_take_as_many_bytes_as_their_message_and_a_little_more() -> None:
+    mask, parts, rows = Made(), Made(), Made(2**20)
+    mask.layout(1 << 19, 1, 0, 0, mask.put(b"\x55" * (1 << 16)))
+    parts.layout(4000, 1, 0, 0, parts.put(b"\x55" * 500))
+    for _ in range(100):
+        parts.layout(4000, 2)
+    rows.layout(0, 1)
+    for made in (mask, parts, rows):
+        data = made.joined()
+        tracemalloc.start()
+        refused(data, "spans that rise within its width, and layouts that take at most")
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 2 * len(data) + (1 << 20)
+    batch = TensorDict({"m": torch.arange(1 << 18).view(2, -1) % 2}, [2])
+    assert_same(
+        decompress(PackedBatch.from_bytes(compress(batch, registry={"m": MaskNestingSpec("m")}).to_bytes())), batch
+    )
+
+
+# -------------------------------------------------------------------- tables that a reader must refuse
+
+
+def of_rows(*lengths: int) -> tuple[Made, list[int]]:
+    made = Made(len(lengths))
+    made.layout(max(lengths), 0, 0, 0, made.put([0] * len(lengths)), made.put(lengths), made.put([1]))
+    return made, list(lengths)
+
+
+def test_tables_that_lead_outside_their_arrays() -> None:
+    def dictionary(first: int = 0, index: Iterable[int] = (0, 0), stored: Iterable[int] = (3,), **more: int) -> Made:
+        made, _ = of_rows(3, 3)
+        made.entry("plain", made.put([1, 2, 3]), layout=0)
+        made.field(made.entry("dictionary", made.put(index), made.put(stored), layout=0, first=first, **more))
+        return made
+
+    PackedBatch.from_bytes(dictionary().joined())
+    refused(dictionary(first=1).joined(), 'field "f0"', "an entry that cannot be decoded")
+    refused(dictionary(first=2**40).joined(), "an entry that cannot be decoded")
+    refused(dictionary(index=(1, 1)).joined(), "an entry that cannot be decoded")
+    refused(dictionary(stored=(2,)).joined(), "an entry that cannot be decoded")
+    refused(dictionary(number=-1).joined(), "an entry that cannot be decoded")
+    shared = dictionary()
+    shared.field(0)
+    refused(shared.joined())
+    twice = dictionary()
+    twice.field(twice.entry("dictionary", twice.put([0, 0]), twice.put([3]), layout=0, first=0))
+    refused(twice.joined(), "an entry that cannot be decoded")
+    idle = dictionary()
+    idle.entry("plain", (2**40, 8, 1))
+    refused(idle.joined(), "an entry of the table that no field needs")
+    huge = Made(2)
+    huge.layout(3, 0, 0, 0, huge.put([0]), huge.put([3]), huge.put([1]))
+    huge.entry("rle", huge.put([1]), NONE, huge.put([0]), layout=0)
+    huge.field(huge.entry("dictionary", huge.put([0, 2]), huge.put([3, 2**31 - 1, 3], 4), layout=0, first=0))
+    refused(huge.joined(), "an entry that cannot be decoded", max_bytes=1 << 20)
+
+
+def test_arrays_that_an_encoding_has_not() -> None:
+    for place in ((2**40, 8, 1), (0, 1, 8), (0, 1, -1), (0, 3, 0), (4, 1, 1)):
+        made, lengths = of_rows(3, 2)
+        array = made.put(range(sum(lengths)))
+        made.field(made.entry("plain", array, place, layout=0))
+        refused(made.joined(), "an entry that cannot be decoded")
+        made, lengths = of_rows(3, 2)
+        made.layout(5, 2, 0, 0, place)
+        refused(made.joined(), "spans that rise")
+
+
+def chain(steps: int) -> Made:
+    made, _ = of_rows(70, 1)
+    entry = made.entry("plain", made.put(range(71)), layout=0)
+    made.field(entry)
+    for _ in range(steps):
+        places = made.put([129, 129]), made.put([0, 0]), made.put([0] * 9, 4)
+        entry = made.entry("blocks", *places, layout=0, second=entry)
+        made.field(entry)
+    return made
+
+
+def test_chains_of_near_fields_have_an_end() -> None:
+    back = decompress(PackedBatch.from_bytes(chain(8).joined()))
+    assert back["f8"].values().tolist() == list(range(71))
+    refused(chain(9).joined(), 'field "f9"', "an entry that cannot be decoded")
+    rows = torch.arange(300)[None] < torch.tensor([300, 0, 70])[:, None]
+    fields = {"m": rows.long(), "f0": torch.arange(900).view(3, 300) ** 2 % 99991 * rows}
+    specs = {"m": MaskNestingSpec("m"), "f0": MaskNestingSpec("m")}
+    for n in range(1, 14):
+        fields[f"f{n}"] = (fields[f"f{n - 1}"] + torch.arange(300) % 3) * rows
+        specs[f"f{n}"] = MaskNestingSpec("m", hints=(f"near:f{n - 1}",))
+    batch = TensorDict(fields, [3])
+    assert_same(decompress(PackedBatch.from_bytes(compress(batch, registry=specs).to_bytes())), batch)
+
+
+def test_concat_of_fields_that_fit() -> None:
+    made, _ = of_rows(2, 1)
+    made.layout(4, 0, 0, 0, made.put([0]), made.put([4, 2]), made.put([1]))
+    made.layout(8, 0, 0, 0, made.put([0]), made.put([8, 4]), made.put([1]))
+    made.field(made.entry("plain", made.put([1, 2, 3]), layout=0))
+    made.field(made.entry("concat", layout=1, first=0, second=0))
+    made.field(made.entry("concat", layout=2, first=1, second=1))
+    back = decompress(PackedBatch.from_bytes(made.joined()))
+    assert back["f2"].values().tolist() == [1, 2] * 4 + [3] * 4
+    for first, second in ((0, 1), (2, 2), (-1, 0), (3, 3), (2**40, 0)):
+        wrong = Pieces.of(made.joined())
+        line = wrong.table
+        at = 3 + 3 * 14 + 2 * 16
+        wrong.table = [*line[: at + 5], first, second, *line[at + 7 :]]
+        refused(wrong.joined(), "an entry that cannot be decoded")
+
+
+BOOLS: dict[str, Callable[[Made, int], int]] = {
+    "plain": lambda m, x: m.entry("plain", m.put([0, 1, x]), layout=0),
+    "bitmap": lambda m, x: m.entry("bitmap", m.put([0, 0]), m.put([0, x]), layout=0),
+    "rle": lambda m, x: m.entry("rle", m.put([1]), NONE, m.put([x]), layout=0),
+    "arange": lambda m, x: m.entry("arange", m.put([x]), layout=0),
+    "delta": lambda m, x: m.entry("delta", m.put([2, 1]), m.put([1]), m.put([0, x, 0]), layout=0),
+    "sparse": lambda m, x: m.entry("sparse", m.put([1, 0]), m.put([0]), m.put([x]), layout=0),
+    "blocks": lambda m, x: m.entry("blocks", m.put([0, 0]), m.put([0, x]), (0, 4, 0), layout=0),
+}
+
+
+@pytest.mark.parametrize("kind", BOOLS)
+def test_bools_are_0_and_1(kind: str) -> None:
+    for word in (0, 1, 2, 255):
+        made, _ = of_rows(2, 1)
+        made.field(BOOLS[kind](made, word), dtype="bool")
+        if word > 1:
+            refused(made.joined(), 'field "f0" of bools with other bytes', "0 and 1 alone")
+        else:
+            decompress(PackedBatch.from_bytes(made.joined()))
+
+
+# -------------------------------------------------------------------- fuzzing, in a process of its own
+
+
+def fuzzed(*arguments: str) -> None:
+    code = "import sys; sys.argv = ['fuzz', *sys.argv[1:]]; import fuzz_wire; fuzz_wire.main()"
+    here = str(Path(__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=here, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def test_a_short_run_of_the_fuzzer() -> None:
+    fuzzed("--count", "1500", "--seed", "7")
+
+
+@pytest.mark.parametrize("name", ["repeated_rows", "rollout", "many_runs"])
+def test_every_number_of_a_table_set_to_others(name: str) -> None:
+    fuzzed("--table", name)
+
+
+# -------------------------------------------------------------------- the norm
 
 NORM = Path(__file__).parents[2] / "docs" / "wire-format.md"
 
@@ -1683,9 +1177,7 @@ NORM = Path(__file__).parents[2] / "docs" / "wire-format.md"
 def norm() -> dict[str, Any]:
     """The reader that the norm's Python blocks make up."""
     names: dict[str, Any] = {}
-    blocks = re.findall(r"```python\n(.*?)```", NORM.read_text(), re.DOTALL)
-    assert len(blocks) == 7
-    for block in blocks:
+    for block in re.findall(r"```python\n(.*?)```", NORM.read_text(), re.DOTALL):
         exec(compile(block, str(NORM), "exec"), names)
     return names
 
@@ -1702,90 +1194,70 @@ def test_the_reader_of_the_norm_reads_golden_files(name: str, norm: dict[str, An
     expected = make.GOLDEN[name]().batch
     seen = norm["read"](golden(name))
     assert seen
-    parts = pieces(name)
-    for path, (entry, rows, runs) in seen.items():
+    for path, (entry, rows, spans, row_pads) in seen.items():
         x = expected.get(path)
-        size = norm["itemsize"](entry["dtype"])
-        words = min(size, 8)
-        values = b"".join(word.to_bytes(words, "little") for row in rows for word in row)
+        item = x.dtype.itemsize
+        raw = [b"".join(word.to_bytes(min(item, 8), "little") for word in row) for row in rows]
         if x.is_nested:
-            assert values == bytes_of(x.values())
-            assert [len(row) * words // size for row in rows] == x.offsets().diff().tolist()
+            assert b"".join(raw) == bytes_of(x.values())
+            assert [len(row) // item for row in raw] == x.offsets().diff().tolist()
         elif entry["kind"] != "padded":
-            assert values == bytes_of(x)
+            assert b"".join(raw) == bytes_of(x)
         else:
             moved = x.movedim(entry["dim"], 1)
-            element = size * int(np.prod(entry["shape"], dtype=int))
-            for b, row in enumerate(rows):
-                raw = b"".join(word.to_bytes(words, "little") for word in row)
-                items = [raw[place : place + element] for place in range(0, len(raw), element)]
-                pad = pad_bytes(entry, b, parts, element, size)
+            element = item * int(np.prod(entry["shape"], dtype=int))
+            for b, row in enumerate(raw):
+                items = [row[place : place + element] for place in range(0, len(row), element)]
+                pad = row_pads[b] * (element // item) if row_pads else pad_bytes(entry, element // item)
                 norm["ZERO"] = bytes(element)
-                line = norm["padded"](items, runs[b], moved.shape[1], pad)
-                assert b"".join(line) == bytes_of(moved[b]), (path, b)
+                assert b"".join(norm["padded"](items, spans[b], moved.shape[1], pad)) == bytes_of(moved[b]), (path, b)
 
 
-def pad_bytes(entry: Any, row: int, parts: Pieces, element: int, size: int) -> Any:
+def pad_bytes(entry: Any, count: int) -> Any:
     """One padded element, as the norm says; numbers through torch."""
-    pad = entry["pad"]
+    pad, dtype = entry["pad"], getattr(torch, entry["dtype"])
     if pad == {"pad": "EDGE"}:
         return "EDGE"
-    if pad == {"pad": "PER_ROW"}:
-        item = array(parts, entry["row_pads"])[2][row * size : (row + 1) * size]
-        return item * (element // size)
-    number = pad
+    if isinstance(pad, dict) and "int" in pad:
+        return int(pad["int"], 16).to_bytes(dtype.itemsize, "little") * count
     if isinstance(pad, dict) and "float" in pad:
-        (number,) = struct.unpack("<d", bytes.fromhex(pad["float"]))
-    elif isinstance(pad, dict) and "int" in pad:
-        return int(pad["int"], 16).to_bytes(size, "little") * (element // size)
+        (pad,) = struct.unpack("<d", bytes.fromhex(pad["float"]))
     elif isinstance(pad, dict):
-        number = complex(*pad["complex"])
-    return bytes_of(torch.tensor(number).to(getattr(torch, entry["dtype"]))) * (element // size)
-
-
-def test_the_codec_of_the_norm(norm: dict[str, Any]) -> None:
-    zstandard = pytest.importorskip("zstandard")
-    parts = pieces("zstd")
-    expected = make.zstd().batch
-    records = parts.manifest["codec"]["arrays"]
-
-    def restored(number: int) -> list[int]:
-        _, dtype, raw = array(parts, number)
-        if records[number] is None:
-            return norm["integers"](raw, dtype.replace("I", "U"))
-        kind, size, other = records[number]
-        item = int(kind[1])
-        content = norm["unshuffled"](zstandard.ZstdDecompressor().decompress(raw), size, item)
-        words = norm["integers"](content, f"U{8 * item}")
-        if other is None:
-            return words
-        return [norm["undone"](word, base, 8 * item) for word, base in zip(words, restored(other), strict=True)]
-
-    seen = 0
-    for name in ("rollout_log_probs", "old_log_probs"):
-        number = the_field(parts, name)["encoding"]["words"]
-        real = expected[name][expected["mask"] != 0]
-        assert b"".join(word.to_bytes(4, "little") for word in restored(number)) == bytes_of(real)
-        seen += records[number] is not None
-    assert seen == 2
+        pad = complex(*pad["complex"])
+    return bytes_of(torch.tensor(pad).to(dtype)) * count
 
 
 def test_the_norm_names_every_constant() -> None:
     text = NORM.read_text()
-    assert f"at most 2^{wire.MAX_HEADER.bit_length() - 1}," in text
-    assert f"Beyond 2^{wire.FREE_ROWS.bit_length() - 1} the body" in text
-    assert f"at most {codec.MOST} times as long" in text
-    assert f"at most {objects.MOST_DIMS} sizes" in text
-    assert re.search(rf"save more than {mp_layout._FEW_BYTES}\s+bytes", text)
-    assert f"at most {objects.MOST_DIMS} `dims`" in text
-    assert f"and at most {objects.MOST_DEPTH};" in text
-    assert f"a list of 1 to {wire.MOST_PATH} names" in text
-    assert f"more than {objects.MOST_KEYS} keys" in text
-    assert f"more than {objects.MOST_COLLIDING} such keys" in text
-    assert f"and {objects.ITEM_BYTES} bytes for each entry of a" in text
-    assert f"{decode.MAX_BYTES >> 30} GiB unless it" in text
-    assert f"{reading.TABLE_BYTES} bytes for each run" in text
-    assert f"{fuzz_wire.PARSED} bytes for\neach byte of the header" in text
-    assert f"{fuzz_wire.WIDE} bytes for each byte of the arrays, and {fuzz_wire.WIDE_BITS} for `bits`" in text
-    for name in [*words.DTYPES, *sharing.KINDS, *registry.HINTS]:
-        assert name in text
+    for part in (
+        f"at most 2^{wire.MAX_HEADER.bit_length() - 1},",
+        f"more than 2^{wire.FREE_BYTES.bit_length() - 1} bytes beyond",
+        f"at most {codec.MOST} times as long",
+        f"at most {objects.MOST_DIMS} sizes",
+        f"at most {objects.MOST_DIMS} `dims`",
+        f"and at most {objects.MOST_DEPTH};",
+        f"a list of 1 to {wire.MOST_PATH} names",
+        f"more than {objects.MOST_KEYS} keys",
+        f"more than {objects.MOST_COLLIDING} such keys",
+        f"and {objects.ITEM_BYTES} bytes for each entry of a",
+        f"{decode.MAX_BYTES >> 30} GiB unless it",
+        f"At most {native.MOST_STEPS} steps",
+        *(f"| {number} | `{kind}` |" for number, kind in enumerate(native.KINDS)),
+        *words.DTYPES,
+        *HINTS,
+    ):
+        assert part in text, part
+
+
+def test_golden_files_are_small_and_cover_every_encoding() -> None:
+    assert sum(make.file(name).stat().st_size for name in GOLDEN) < 200_000
+    assert {file.stem for file in make.HERE.glob("*.maskpack")} == set(GOLDEN)
+    shown, layouts = "", set()
+    for name in GOLDEN:
+        packed = PackedBatch.from_bytes(golden(name), allow_pickle=name == "pickled")
+        kinds = {"/".join(path): packed.table.kind(number) for path, number in packed.numbers.items()}
+        assert {path: kinds[path] for path in make.GOLDEN[name]().kinds} == make.GOLDEN[name]().kinds
+        shown += " ".join(kinds.values())
+        layouts |= set(packed.table.stored["kind"].tolist())
+    assert all(kind in shown for kind in native.KINDS)
+    assert layouts == {native.SPANS, native.MASK, native.PART}

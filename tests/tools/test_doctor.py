@@ -219,7 +219,7 @@ def test_several_fields_have_one_snippet(tmp_path, capsys):
         (
             "advantages",
             -100,
-            "MaskNestingSpec(['response', 'sequence'], pad=[-100.0, 0, SIGNED_ZERO], hints=('runs',))",
+            "MaskNestingSpec(['response', 'sequence'], pad=[-100.0, 0, SIGNED_ZERO], hints=('rle',))",
         ),
         ("old_log_probs", 1, "MaskNestingSpec(['response', 'sequence'], pad=[1.0, 0, SIGNED_ZERO], hints="),
     ],
@@ -715,7 +715,8 @@ def test_verls_own_files(tmp_path, capsys):
 def wide(path, width):
     """A packed file of a few bytes, whose response fields are `width` wide."""
     parts = Pieces.of(maskpack.compress(rollout().select("response_mask", "old_log_probs")).to_bytes())
-    parts.manifest["layouts"][0]["width"] = width
+    table = next(entry for entry in parts.arrays if entry[0] == "0.table")
+    table[2] = table[2][:24] + width.to_bytes(8, "little") + table[2][32:]  # behind the counts, the first layout
     path.write_bytes(parts.joined())
     return path
 

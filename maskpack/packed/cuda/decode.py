@@ -1,6 +1,6 @@
 """Decoding on a device: the encoded bytes cross to it once, and one kernel writes all tensors there.
 
-    arrays of a batch --one copy--> body  ---+
+    body of a table ---one copy---> body  ---+
     jobs of its fields (jobs.py) ----------> tables --one kernel--> nested or padded tensors
 
 The bytes of a pinned batch are copied from its own memory, others go through a pinned buffer. While they are copied,
@@ -12,7 +12,7 @@ Nothing here synchronises. The tensors returned keep neither the staged bytes no
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,19 +26,16 @@ from maskpack.layout.jagged import jagged_all
 from maskpack.layout.span_table import LINE, lines_of
 from maskpack.nesting.schema import FieldForm, most_lines
 from maskpack.packed.cuda.jobs import Recipe, parts_of
-from maskpack.packed.cuda.sources import arrays_of
 from maskpack.packed.decode import Decoded, pad_table_of, shape_in
-from maskpack.packed.pickling import common_buffer
+from maskpack.packed.table import SLACK
 
 if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch
 
-_LITTLE = 4096
-"""Unused bytes that may always be copied with a stretch of memory."""
-_LINE = 16
-"""Arrays are staged at multiples of this many bytes."""
+_FREE = 1024
+"""Bytes of a body that are copied with its arrays in any case."""
 _LARGE = 1 << 20
-"""Arrays of at least this many bytes are copied by torch, in several threads."""
+"""Bodies of at least this many bytes are copied by torch, in several threads."""
 
 
 def decoded(
@@ -48,7 +45,7 @@ def decoded(
     out = Decoded()
     homes: dict[torch.device | str, list[FieldForm]] = {}
     for form in forms:
-        if form.path in packed.fields:
+        if form.dtype is not None:
             homes.setdefault(device or form.device or "cpu", []).append(form)
     for home, own in homes.items():
         home = torch.device(home)
@@ -62,11 +59,15 @@ def _decode(
 ) -> None:
     """Adds the fields of one device, those that the kernel can decode; `whole`: the batch lies there too."""
     padded = {form.path for form in forms if form.kind == "padded" and not nested}
-    parts = {form.path: found for form in forms if (found := parts_of(packed, form, form.path in padded))}
-    owners = dict.fromkeys(part.owner for found in parts.values() for part in found)
-    body = _Body.of([array for owner in owners for array in arrays_of(packed.fields[owner])])
-    staged = body.sent(device)
-    recipe = Recipe(packed, body.places)
+    table = packed.table.select([packed.numbers[form.path] for form in forms]).own(SLACK, _FREE)
+    numbers = {form.path: number for number, form in enumerate(forms)}
+    parts = {
+        form.path: found
+        for form in forms
+        if (found := parts_of(packed, table, form, numbers[form.path], form.path in padded))
+    }
+    staged = _sent(table.body, device)
+    recipe = Recipe(packed, table)
     taken = [form for form in forms if form.path in parts]
     jagged: dict[str, list[Path]] = {}
     for form in taken:
@@ -76,7 +77,7 @@ def _decode(
     sent = kept.sent(device)
     tensors = {form.path: _new(shape_in(packed, form, nested), form.dtype, device) for form in taken if form.dtype}
     for form in taken:
-        recipe.add(form, parts[form.path], form.path in padded, tensors[form.path])
+        recipe.add(form, numbers[form.path], parts[form.path], form.path in padded, tensors[form.path])
     if recipe.count:
         _run(recipe, staged)
     out.entries.update(tensors)
@@ -180,80 +181,28 @@ def _as_table(array: Words) -> IntArray:
 # -------------------------------------------------------------------- the encoded bytes
 
 
-class _Body(NamedTuple):
-    """Encoded arrays as they lie on the device.
-
-    Attributes:
-        places: the first byte of each array, by its id.
-        size: bytes in all.
-        arrays: the arrays, if they are copied one by one.
-        stretch: else the memory that they lie in, uint8.
-    """
-
-    places: dict[int, int]
-    size: int
-    arrays: Sequence[Words]
-    stretch: Words | None
-
-    @classmethod
-    def of(cls, arrays: Sequence[Words]) -> _Body:
-        whole = _stretch(arrays)
-        if whole is not None:
-            return whole
-        places: dict[int, int] = {}
-        end = 0
-        for array in arrays:
-            places[id(array)] = end
-            end += -(-array.nbytes // _LINE) * _LINE
-        return cls(places, end, arrays, None)
-
-    def sent(self, device: torch.device) -> Tensor:
-        """The bytes, uint8, on their way to the device."""
-        source = _pinned(self.stretch)
-        if source is None:
-            source = torch.empty(self.size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
-            self._write(source, source.numpy())
-        return source.to(device, non_blocking=True)
-
-    def _write(self, staging: Tensor, host: Words) -> None:
-        if self.stretch is not None:
-            _copy(staging, host, 0, self.stretch)
-            return
-        for array in self.arrays:
-            if array.nbytes:
-                _copy(staging, host, self.places[id(array)], array)
+def _sent(body: Words, device: torch.device) -> Tensor:
+    """The bytes of a body, uint8, on their way to the device."""
+    source = _pinned(body)
+    if source is None:
+        source = torch.empty(body.size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+        if body.size < _LARGE:
+            source.numpy()[...] = body
+        else:
+            source.copy_(from_words(body, torch.uint8))  # in several threads
+    return source.to(device, non_blocking=True)
 
 
-def _copy(staging: Tensor, host: Words, begin: int, array: Words) -> None:
-    end = begin + array.nbytes
-    if array.nbytes < _LARGE or not array.flags.c_contiguous:
-        host[begin:end].view(array.dtype)[...] = array
-    else:
-        staging[begin:end].copy_(from_words(array.view(np.uint8), torch.uint8))
-
-
-def _stretch(arrays: Sequence[Words]) -> _Body | None:
-    """The arrays as one stretch of memory, if all are views of one buffer and fill the stretch well."""
-    stretch, begins = common_buffer(arrays, _LINE, _LITTLE)
-    places = {id(array): begins.get(number, 0) for number, array in enumerate(arrays)}
-    whole = all(not array.size or number in begins for number, array in enumerate(arrays))
-    if stretch is None or not whole or any(places[id(array)] % array.itemsize for array in arrays):
+def _pinned(body: Words) -> Tensor | None:
+    """The body as a tensor, if it is memory that a device reads by itself."""
+    root = root_of(body)
+    whole: Any = root.base
+    if not isinstance(whole, Tensor) or not whole.is_pinned():
         return None
-    return _Body(places, stretch.nbytes, (), stretch)
+    begin = address(body) - whole.data_ptr()
+    return whole[begin : begin + body.nbytes]
 
 
 def pinned_memory(nbytes: int) -> Words:
     """uint8 [nbytes] that a device reads by itself; views of it show whose memory it is."""
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
-
-
-def _pinned(stretch: Words | None) -> Tensor | None:
-    """The stretch as a tensor, if it is memory that a device reads by itself."""
-    if stretch is None:
-        return None
-    root = root_of(stretch)
-    whole: Any = root.base
-    if not isinstance(whole, Tensor) or not whole.is_pinned():
-        return None
-    begin = address(stretch) - whole.data_ptr()
-    return whole[begin : begin + stretch.nbytes]

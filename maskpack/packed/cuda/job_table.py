@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-FLAT, LINEAR, BITS, SPARSE, TABLE = range(5)
+FLAT, LINEAR, BITMAP, SPARSE, BLOCKS, TABLE = range(6)
 HEAD, TAIL = 1, 2
 CHUNK = 1024
 """Words that a program writes at once."""
@@ -67,29 +67,33 @@ class Target(NamedTuple):
 class Source(NamedTuple):
     """How a word is found.
 
-    FLAT    data[begin + place], + more[...] << 16, + number
+    FLAT    data[begin + place] + number
     LINEAR  piece p at the place: data[p] + number * place; with `sums`, what the pieces before add up to, and data[p]
             once for each place in the piece
-    BITS    more[bit]
+    BITMAP  more[bit]
     SPARSE  more[...] where data, the places of a row, has this one; 0 elsewhere
+    BLOCKS  more[block], the least word, + the bits of the place in `numbers`; or the distance that they are, added to
+            the word of another source
     TABLE   the table itself
 
     Attributes:
         kind: one of these.
-        rows, row_size: array [B] of the stored row of each row, and bytes of an entry; without it, the row itself.
-        begins, begin_unit: table of the first entry of each stored row, times `begin_unit`: words, pieces, bytes or
-            places; without it, row b begins at `b * begin_unit`.
+        rows: table [B] of the stored row of each row; without it, the row itself.
+        begins, begin_unit: table of the first entry of each stored row, times `begin_unit`: words, pieces, bytes,
+            places or blocks; without it, row b begins at `b * begin_unit`.
         data, data_size: array, and bytes of an entry.
-        more: a second array: a third byte, or words.
+        more: a second array: words.
         number: a base, or a step.
         single: 1 where `data` has one entry for all.
         pieces, counts, sums: of rows with several pieces: table [B + 1] of the first entry of each row in the other
-            two; words before each piece but the last of a row, cumulated over all rows; and what they add up to.
+            two; words before each piece but the last of a row, cumulated over all rows; and what they add up to. Of
+            blocks, `pieces` is a table of 512 times the place of each in `numbers`, plus its words.
+        numbers: array of the bits of blocks.
+        near: table of another Source, whose words the distances are added to.
     """
 
     kind: int
     rows: int = -1
-    row_size: int = 1
     begins: int = -1
     begin_unit: int = 1
     data: int = -1
@@ -100,6 +104,8 @@ class Source(NamedTuple):
     pieces: int = -1
     counts: int = -1
     sums: int = -1
+    numbers: int = -1
+    near: int = -1
 
 
 JOB = 1 + len(Target._fields) + len(Source._fields)

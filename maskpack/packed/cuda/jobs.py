@@ -1,7 +1,7 @@
 """What the decode kernel does for the fields of a batch: its jobs, and the tables that they name.
 
-    encoding of a field --(sources.py)--> Source
-    form of a field     ----------------> Target: the tensor, its layout, its pads      both together are a job
+    entry of a field --(sources.py)--> Source
+    form of a field  ----------------> Target: the tensor, its layout, its pads      both together are a job
 
 A field whose words lie in columns has a job for each column; one that joins two fields has one for each of them.
 """
@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import math
 from array import array as line_of
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
+from maskpack.core import native
 from maskpack.core.index import IntArray, cumulated
 from maskpack.core.pads import EDGE, Pad, pad_words
-from maskpack.fields.registry import Path
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.cuda import job_table as jobs
 from maskpack.packed.cuda.job_table import Source, Target
-from maskpack.packed.cuda.sources import Rows, Sources, Tables, is_flat
-from maskpack.packed.decode import words_of_one
-from maskpack.packed.references import Columns, Joined, Same
+from maskpack.packed.cuda.sources import Rows, Sources, Tables
+from maskpack.packed.table import Table, words_of_one
 
 if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch
@@ -34,9 +32,9 @@ _MOST = (1 << 31) - jobs.CHUNK
 
 
 class Part(NamedTuple):
-    """The field that stores the words of another: for all of each row, its HEAD or its TAIL."""
+    """The entry that stores the words of a field: for all of each row, its HEAD or its TAIL."""
 
-    owner: Path
+    entry: int
     part: int
 
 
@@ -53,28 +51,34 @@ class _Axis(NamedTuple):
     ends: int = -1
 
 
-def parts_of(packed: PackedBatch, form: FieldForm, padded: bool) -> list[Part]:
-    """Where the words of a field are; none if the kernel cannot decode it."""
-    encoding = packed.fields[form.path]
-    if isinstance(encoding, Joined):
-        found = [_part(packed, encoding.head, jobs.HEAD), _part(packed, encoding.tail, jobs.TAIL)]
-    else:
-        found = [_part(packed, form.path, 0)]
+def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, padded: bool) -> list[Part]:
+    """Where the words of a field are, which is tensor `number` of a table; none if the kernel cannot decode it."""
+    at = int(table.fields[number])
+    entry = table.entries[at]
+    found = [Part(at, 0)]
+    if entry["kind"] == native.CONCAT:
+        found = [Part(int(entry["first"]), jobs.HEAD), Part(int(entry["second"]), jobs.TAIL)]
     items = words_of_one(form)
-    for owner, _ in found:
-        stored = packed.fields[owner]
-        if isinstance(stored, Same | Joined):
+    for one, _ in found:
+        own = table.entries[one]
+        columns = own["kind"] == native.COLUMNS
+        if _is_near_columns(table, one):
             return []
-        if isinstance(stored, Columns) and any(words_of_one(packed.forms[part.owner]) != items for part in found):
+        if own["kind"] == native.CONCAT or own["items"] != items or (columns and own["second"] != items):
             return []
     width = 1 if form.layout is None else packed.layouts[form.layout].width
     special = padded and isinstance(form.pads[0], Pad) and form.pads[0] is not EDGE
-    return found if width * items <= _MOST and (not special or form.path in packed.row_pads) else []
+    has_pads = bool(table.row_pads["count"][number])
+    return found if width * items <= _MOST and (not special or not table.rows or has_pads) else []
 
 
-def _part(packed: PackedBatch, path: Path, part: int) -> Part:
-    encoding = packed.fields[path]
-    return Part(encoding.field if isinstance(encoding, Same) else path, part)
+def _is_near_columns(table: Table, at: int) -> bool:
+    """Whether a chain of near fields leads to columns, which have a job each."""
+    while table.entries["kind"][at] == native.BLOCKS and table.entries["second"][at] >= 0:
+        at = int(table.entries["second"][at])
+        if table.entries["kind"][at] in (native.COLUMNS, native.CONCAT):
+            return True
+    return False
 
 
 class Recipe:
@@ -82,16 +86,17 @@ class Recipe:
 
     Args:
         packed: the batch.
-        places: the first byte of each array in the body, by the id of the array.
+        table: its table, or that of some of its fields; its body is the body of the launch.
     """
 
-    def __init__(self, packed: PackedBatch, places: Mapping[int, int]) -> None:
+    def __init__(self, packed: PackedBatch, table: Table) -> None:
         self.tables = Tables()
         self.programs = 0
         self._packed = packed
         self._jobs: list[int] = []
-        self._sources = Sources(places, self.tables)
-        self._known: dict[tuple[Path, bool], list[Source]] = {}
+        self._table = table
+        self._sources = Sources(table, self.tables)
+        self._known: dict[tuple[int, bool], list[Source]] = {}
         self._axes: dict[tuple[str | None, bool], _Axis] = {}
         self._constants: dict[tuple[int, Any], tuple[int, int, int, int]] = {}
 
@@ -113,8 +118,8 @@ class Recipe:
         target = Target(-(-size // jobs.CHUNK), jobs.CHUNK, out.data_ptr(), 8, 1, 1, 0, 1, -1, size)
         self._job(1, target, Source(jobs.TABLE, data=0))
 
-    def add(self, form: FieldForm, parts: list[Part], padded: bool, out: Tensor) -> None:
-        """Lets the kernel decode a field to `out`, [T, *F] or, padded, in the form of the field."""
+    def add(self, form: FieldForm, number: int, parts: list[Part], padded: bool, out: Tensor) -> None:
+        """Lets the kernel decode tensor `number` to `out`, [T, *F] or, padded, in the form of the field."""
         axis, items = self._axis(form.layout, padded), words_of_one(form)
         if not items or not axis.rows:
             return
@@ -122,19 +127,18 @@ class Recipe:
         address, size = out.data_ptr(), min(form.dtype.itemsize, 8)
         inner = _words_behind(form, items) if padded else items
         row_words = items * axis.width if padded else items
-        pads, pad_row, pad_items, edge = self._pads(form) if padded else (-1, 0, 0, 0)
+        pads, pad_row, pad_items, edge = self._pads(form, number) if padded else (-1, 0, 0, 0)
         head, head_items = self._head(parts[0]) if len(parts) > 1 else (-1, 1)
-        for owner, part in parts:
-            encoding = self._packed.fields[owner]
-            flat = not padded and not part and axis.num_tokens * items <= _MOST and is_flat(encoding)
+        for at, part in parts:
+            flat = not padded and not part and axis.num_tokens * items <= _MOST and self._sources.is_flat(at)
             rows, most, bounds, unit = (
                 (1, axis.num_tokens, -1, axis.num_tokens) if flat else (axis.rows, axis.longest, axis.bounds, 1)
             )
-            columns = isinstance(encoding, Columns)
+            columns = self._table.entries["kind"][at] == native.COLUMNS
             own, stride = (1, inner) if columns else (items, 1)
             span = jobs.CHUNK if rows == 1 else jobs.SPAN
             spans = -(-most * own // span)
-            for column, source in enumerate(self._source(owner, flat)):
+            for column, source in enumerate(self._source(at, flat)):
                 layer, item = divmod(column, inner)
                 offset = layer * inner * axis.width + item
                 pad, turn = (pads + (column & pad_items), 0) if columns else (pads, pad_items)
@@ -171,30 +175,31 @@ class Recipe:
 
     def _head(self, part: Part) -> tuple[int, int]:
         """The bounds of the heads of rows, and the words of an element of them."""
-        form = self._packed.forms[part.owner]
-        return self._axis(form.layout, False).bounds, words_of_one(form)
+        entry = self._table.entries[part.entry]
+        return self._axis(self._layout_of(part.entry), False).bounds, int(entry["items"])
 
-    def _source(self, owner: Path, flat: bool) -> list[Source]:
-        """The source of a field, or those of its columns; of `flat` words as one row."""
-        known = self._known.get((owner, flat))
-        if known is not None:
-            return known
-        packed = self._packed
-        encoding, form = packed.fields[owner], packed.forms[owner]
-        assert not isinstance(encoding, Same | Joined)
-        axis, items = self._axis(form.layout, False), words_of_one(form)
+    def _layout_of(self, at: int) -> str | None:
+        layout = int(self._table.entries["layout"][at])
+        return None if layout < 0 else self._table.names[layout]
+
+    def _source(self, at: int, flat: bool) -> list[Source]:
+        """The source of an entry, or those of its columns; of `flat` words as one row."""
+        known = self._known.get((at, flat))
+        if known is None:
+            axis = self._axis(self._layout_of(at), False)
+            known = [self._of_column(column, axis, flat) for column in self._sources.columns(at)]
+            self._known[at, flat] = known
+        return known
+
+    def _of_column(self, at: int, axis: _Axis, flat: bool) -> Source:
+        layout, items = self._layout_of(at), int(self._table.entries["items"][at])
+        whole = np.arange(axis.rows + 1) if layout is None else self._table.layouts[layout].row_offsets
         table, unit = (-1, 0) if flat else (axis.bounds, items)
-        if isinstance(encoding, Columns):
-            rows = Rows(axis.rows, lambda: packed.bounds(owner) // items, table, min(unit, 1))
-            found = [self._sources.of(column, rows) for column in encoding.columns]
-        else:
-            found = [self._sources.of(encoding, Rows(axis.rows, lambda: packed.bounds(owner), table, unit))]
-        self._known[owner, flat] = found
-        return found
+        return self._sources.of(at, Rows(axis.rows, lambda: whole * items, table, unit))
 
-    def _pads(self, form: FieldForm) -> tuple[int, int, int, int]:
+    def _pads(self, form: FieldForm, number: int) -> tuple[int, int, int, int]:
         """Of a target: pads, pad_row, pad_items and edge."""
-        own = self._packed.row_pads.get(form.path)
+        own = self._table.pads_of_rows(number)
         if own is not None:
             pair = own.ndim - 1
             return self.tables.add(own.astype(np.int64).reshape(-1)), 1 + pair, pair, 0

@@ -18,14 +18,18 @@ from torch import Tensor
 from maskpack.packed.cuda import job_table as jobs
 
 JOB = tl.constexpr(jobs.JOB)
-FLAT, LINEAR, BITS, SPARSE = (tl.constexpr(kind) for kind in (jobs.FLAT, jobs.LINEAR, jobs.BITS, jobs.SPARSE))
+FLAT, LINEAR, BITMAP, SPARSE, BLOCKS = (
+    tl.constexpr(kind) for kind in (jobs.FLAT, jobs.LINEAR, jobs.BITMAP, jobs.SPARSE, jobs.BLOCKS)
+)
 HEAD, TAIL = tl.constexpr(jobs.HEAD), tl.constexpr(jobs.TAIL)
 _WARPS = 8
 (
     FIRST, SPANS, SPAN, OUT, SIZE, ITEMS, STRIDE, OFFSET, ROW_WORDS, BOUNDS, UNIT, WIDTH, INNER, SPLITS, STARTS, ENDS,
-    PADS, PAD_ROW, PAD_ITEMS, EDGE, PART, HEAD_BOUNDS, HEAD_UNIT,
-    KIND, ROWS, ROW_SIZE, BEGINS, BEGIN_UNIT, DATA, DATA_SIZE, MORE, NUMBER, SINGLE, PIECES, COUNTS, SUMS,
-) = (tl.constexpr(place) for place in range(jobs.JOB))  # fmt: skip
+    PADS, PAD_ROW, PAD_ITEMS, EDGE, PART, HEAD_BOUNDS, HEAD_UNIT, SOURCE,
+) = (tl.constexpr(place) for place in range(2 + len(jobs.Target._fields)))  # fmt: skip
+(
+    KIND, ROWS, BEGINS, BEGIN_UNIT, DATA, DATA_SIZE, MORE, NUMBER, SINGLE, PIECES, COUNTS, SUMS, NUMBERS, NEAR,
+) = (tl.constexpr(place) for place in range(len(jobs.Source._fields)))  # fmt: skip
 
 
 # -------------------------------------------------------------------- numbers of any size
@@ -83,79 +87,115 @@ def _bound(tables, table, unit, row):
 
 
 @triton.jit
-def _flat(body, job, begin, place, mask):
-    size = tl.load(job + DATA_SIZE)
-    words = _number(body + tl.load(job + DATA) + begin * size, size, place, mask)
-    more = tl.load(job + MORE)
-    if more >= 0:
-        words += tl.load(body + more + begin + place, mask=mask, other=0).to(tl.int64) << 16
-    return words + tl.load(job + NUMBER)
+def _flat(body, source, begin, place, mask):
+    size = tl.load(source + DATA_SIZE)
+    return _number(body + tl.load(source + DATA) + begin * size, size, place, mask) + tl.load(source + NUMBER)
 
 
 @triton.jit
-def _linear(body, tables, job, stored, first, place, mask):
+def _linear(body, tables, source, stored, first, place, mask):
     piece = place * 0
     start = place * 0
     words = place.to(tl.int64) * 0
-    sums = tl.load(job + SUMS)
-    pieces = tl.load(job + PIECES)
+    sums = tl.load(source + SUMS)
+    pieces = tl.load(source + PIECES)
     if pieces >= 0:
         low = tl.load(tables + pieces + stored)
         count = tl.load(tables + pieces + stored + 1) - low
-        counts = tables + tl.load(job + COUNTS) + low
+        counts = tables + tl.load(source + COUNTS) + low
         before = tl.load(counts)
         piece = _at_most((counts + 1).to(tl.pointer_type(tl.uint8)), 8, count, before, place, mask)
         start = (tl.load(counts + piece, mask=mask, other=0) - before).to(tl.int32)
         if sums >= 0:
             words = tl.load(tables + sums + low + piece, mask=mask, other=0) - tl.load(tables + sums + low)
-    size = tl.load(job + DATA_SIZE)
-    several = 1 - tl.load(job + SINGLE)
-    value = _number(body + tl.load(job + DATA) + several * first * size, size, several.to(tl.int32) * piece, mask)
+    size = tl.load(source + DATA_SIZE)
+    several = 1 - tl.load(source + SINGLE)
+    value = _number(body + tl.load(source + DATA) + several * first * size, size, several.to(tl.int32) * piece, mask)
     value = (value << (64 - 8 * size)) >> (64 - 8 * size)
     times = tl.where(sums >= 0, place - start + 1, 1)
-    return words + value * times + tl.load(job + NUMBER) * place
+    return words + value * times + tl.load(source + NUMBER) * place
 
 
 @triton.jit
-def _bits(body, job, first, place, mask):
-    byte = tl.load(body + tl.load(job + DATA) + first + (place >> 3), mask=mask, other=0)
-    bit = (byte.to(tl.int32) >> (7 - (place & 7))) & 1
-    return _number(body + tl.load(job + MORE), tl.load(job + SIZE), bit, mask)
+def _bitmap(body, source, size, first, place, mask):
+    byte = tl.load(body + tl.load(source + DATA) + first + (place >> 3), mask=mask, other=0)
+    bit = (byte.to(tl.int32) >> (place & 7)) & 1
+    return _number(body + tl.load(source + MORE), size, bit, mask)
 
 
 @triton.jit
-def _sparse(body, job, first, count, place, mask):
-    size = tl.load(job + DATA_SIZE)
-    places = body + tl.load(job + DATA) + first * size
-    at = _at_most(places, size, count, 0, place, mask) - 1
+def _sparse(body, source, size, first, count, place, mask):
+    wide = tl.load(source + DATA_SIZE)
+    places = body + tl.load(source + DATA) + first * wide
+    at = _at_most(places, wide, count, 0, place, mask) - 1
     there = mask & (at >= 0)
-    there = there & (_number(places, size, at, there) == place)
-    size = tl.load(job + SIZE)
-    return _number(body + tl.load(job + MORE) + first * size, size, at, there)
+    there = there & (_number(places, wide, at, there) == place)
+    return _number(body + tl.load(source + MORE) + first * size, size, at, there)
+
+
+@triton.jit
+def _blocks(body, tables, source, size, first, place, mask):
+    """The words of blocks, or distances; and which are distances. Above FEW words, a block has eight lanes."""
+    block = first + (place >> 8)
+    place = place & 255
+    info = tl.load(tables + tl.load(source + PIECES) + block, mask=mask, other=0)
+    width = tl.load(body + tl.load(source + DATA) + block, mask=mask, other=0).to(tl.int32)
+    bits = width & 127
+    lanes = (info & 511) >= 64
+    step = tl.where(lanes, 8, 1)
+    at = tl.where(lanes, place >> 3, place) * bits
+    number = (info >> 9) + (at >> 5) * step + tl.where(lanes, place & 7, 0)
+    shift = (at & 31).to(tl.int64)
+    numbers = body + tl.load(source + NUMBERS)
+    low = _number(numbers, 4, number, mask & (bits > 0))
+    high = _number(numbers, 4, number + step, mask & (shift + bits > 32))
+    value = (low >> shift) | (high << (32 - shift))
+    value = value & ((tl.full([1], 1, tl.int64) << bits.to(tl.int64)) - 1)
+    apart = width >= 128
+    base = _number(body + tl.load(source + MORE), size, block, mask)
+    return tl.where(apart, (value >> 1) ^ -(value & 1), base + value), apart
+
+
+@triton.jit
+def _of_source(body, tables, source, size, row, place, mask):
+    """The words at some places of a row, int64; and which of them are distances to the words of the next source."""
+    stored = row
+    rows = tl.load(source + ROWS)
+    if rows >= 0:
+        stored = tl.load(tables + rows + row)
+    begins = tl.load(source + BEGINS)
+    unit = tl.load(source + BEGIN_UNIT)
+    first = _bound(tables, begins, unit, stored)
+    kind = tl.load(source + KIND)
+    apart = place < 0
+    if kind == FLAT:
+        words = _flat(body, source, first, place, mask)
+    elif kind == LINEAR:
+        words = _linear(body, tables, source, stored, first, place, mask)
+    elif kind == BITMAP:
+        words = _bitmap(body, source, size, first, place, mask)
+    elif kind == SPARSE:
+        count = _bound(tables, begins, unit, stored + 1) - first
+        words = _sparse(body, source, size, first, count, place, mask)
+    elif kind == BLOCKS:
+        words, apart = _blocks(body, tables, source, size, first, place, mask)
+    else:
+        words = tl.load(tables + tl.load(source + DATA) + place, mask=mask, other=0)
+    return words, apart
 
 
 @triton.jit
 def _words(body, tables, job, row, place, mask):
     """The words at some places of a row, int64."""
-    stored = row
-    rows = tl.load(job + ROWS)
-    if rows >= 0:
-        stored = _number(body + rows, tl.load(job + ROW_SIZE), row, row >= 0)
-    begins = tl.load(job + BEGINS)
-    unit = tl.load(job + BEGIN_UNIT)
-    first = _bound(tables, begins, unit, stored)
-    kind = tl.load(job + KIND)
-    if kind == FLAT:
-        words = _flat(body, job, first, place, mask)
-    elif kind == LINEAR:
-        words = _linear(body, tables, job, stored, first, place, mask)
-    elif kind == BITS:
-        words = _bits(body, job, first, place, mask)
-    elif kind == SPARSE:
-        count = _bound(tables, begins, unit, stored + 1) - first
-        words = _sparse(body, job, first, count, place, mask)
-    else:
-        words = tl.load(tables + tl.load(job + DATA) + place, mask=mask, other=0)
+    size = tl.load(job + SIZE)
+    words, left = _of_source(body, tables, job + SOURCE, size, row, place, mask)
+    left = left & mask
+    near = tl.load(job + SOURCE + NEAR)
+    while near >= 0:
+        more, apart = _of_source(body, tables, tables + near, size, row, place, left)
+        words += tl.where(left, more, 0)
+        left = left & apart
+        near = tl.load(tables + near + NEAR)
     return words
 
 

@@ -1,13 +1,13 @@
 """Byte compression of a message's arrays, for slow networks: zstd over shuffled bytes.
 
-    words - those of a field close by, zigzag (delta) -> first bytes of all items, then second bytes, ... -> zstd
+    words -> first bytes of all items, then second bytes, ... -> zstd
 
 An array that this does not make smaller stays as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -21,7 +21,6 @@ from maskpack.packed.file.container import brief, fail
 CODECS = ("zstd",)
 _LEVEL = 1
 _LEAST = 512
-_SAMPLE = 1 << 14
 MOST = 1 << 8
 """Bytes that the arrays of a message may stand for, for each one that travels."""
 
@@ -41,30 +40,18 @@ def check(codec: str | None, call: str) -> None:
         ) from error
 
 
-def compressed(arrays: Sequence[Words], near: Mapping[int, int]) -> tuple[list[Words], list[Any]]:
-    """The arrays as they travel, and for each what it was: None, or [dtype, size, number of the array that was
-    subtracted or None]. `near` gives for some arrays another that is close to it, of the same dtype and size; it leads
-    from no array back to itself."""
+def compressed(arrays: Sequence[Words]) -> tuple[list[Words], list[Any]]:
+    """The arrays as they travel, and for each what it was: None, or [dtype, size]."""
     import zstandard
-
-    def squeeze(line: Words) -> bytes:
-        return zstandard.ZstdCompressor(level=_LEVEL).compress(_shuffled(line))
 
     def pack(number: int) -> tuple[Words, Any]:
         array: Words = np.ascontiguousarray(arrays[number])
         if array.nbytes < _LEAST:
             return array, None
-        other, line = near.get(number), array
-        if other is not None:
-            step = max(1, array.size // _SAMPLE)
-            some, beside = _copy(array[::step]), _copy(arrays[other][::step])
-            other = other if len(squeeze(_apart(some, beside))) < len(squeeze(some)) else None
-        if other is not None:
-            line = _apart(array, arrays[other])
-        small = np.frombuffer(squeeze(line), np.uint8)
+        small = np.frombuffer(zstandard.ZstdCompressor(level=_LEVEL).compress(_shuffled(array)), np.uint8)
         if small.nbytes >= array.nbytes:
             return array, None
-        return small, [f"{array.dtype.kind}{array.itemsize}", array.size, other]
+        return small, [f"{array.dtype.kind}{array.itemsize}", array.size]
 
     pairs = _each(pack, range(len(arrays)))
     return [array for array, _ in pairs], [record for _, record in pairs]
@@ -80,7 +67,7 @@ def check_records(arrays: Sequence[Words], records: Any, call: str) -> None:
     if not isinstance(records, list) or len(cast("list[Any]", records)) != len(arrays):
         fail(call, "codec records that are not one for each array", "one for each")
     for record in cast("list[Any]", records):
-        _check(record, len(arrays), call)
+        _check(record, call)
     claimed, nbytes = size_of(cast("list[Any]", records)), sum(array.nbytes for array in arrays)
     if claimed > MOST * nbytes:
         fail(call, f"{nbytes} bytes of arrays that stand for {claimed}", f"at most {MOST} times as many")
@@ -88,34 +75,15 @@ def check_records(arrays: Sequence[Words], records: Any, call: str) -> None:
 
 def restored(arrays: Sequence[Words], records: Sequence[Any], call: str) -> list[Words]:
     """The inverse of `compressed`. Raises WireFormatError for arrays that are not as the records say."""
-    lines: list[Words] = _each(lambda number: _expanded(arrays[number], records[number], call), range(len(arrays)))
-    others: dict[int, int] = {
-        number: record[2] for number, record in enumerate(records) if record is not None and record[2] is not None
-    }
-    for first in list(others):
-        chain: dict[int, None] = {}  # in order; each array waits for the next
-        number = first
-        while number in others:
-            if number in chain:
-                fail(call, f"array {number} that is the difference to itself", "one that is known")
-            chain[number] = None
-            number = others[number]
-        for number in reversed(chain):
-            line, other = lines[number], lines[others.pop(number)]
-            if other.dtype != line.dtype or other.size != line.size:
-                fail(call, f"array {number} that is the difference to one of another size", "one of its own")
-            lines[number] = _together(line, other)
-    return lines
+    return _each(lambda number: _expanded(arrays[number], records[number], call), range(len(arrays)))
 
 
-def _check(record: Any, count: int, call: str) -> None:
+def _check(record: Any, call: str) -> None:
     if record is None:
         return
     parts: list[Any] = cast("list[Any]", record) if isinstance(record, list) else []
-    if len(parts) != 3 or parts[0] not in _SIZES or type(parts[1]) is not int or parts[1] < 0:
-        fail(call, f"codec record {brief(record)}", f"[dtype, size, array], a dtype of {', '.join(_SIZES)}")
-    if parts[2] is not None and (type(parts[2]) is not int or not 0 <= parts[2] < count):
-        fail(call, f"codec record {brief(record)}", f"the number of one of {count} arrays, or null")
+    if len(parts) != 2 or parts[0] not in _SIZES or type(parts[1]) is not int or parts[1] < 0:
+        fail(call, f"codec record {brief(record)}", f"[dtype, size], a dtype of {', '.join(_SIZES)}")
 
 
 def _expanded(array: Words, record: Any, call: str) -> Words:
@@ -123,7 +91,7 @@ def _expanded(array: Words, record: Any, call: str) -> Words:
 
     if record is None:
         return array
-    name, size, _ = record
+    name, size = record
     if array.dtype != np.uint8:
         fail(call, f"a zstd frame in {array.dtype}", "one in uint8")
     nbytes = size * np.dtype(name).itemsize
@@ -142,27 +110,6 @@ def _expanded(array: Words, record: Any, call: str) -> Words:
 
 
 _SIZES = tuple(f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8))
-
-
-def _apart(words: Words, other: Words) -> Words:
-    """How far each word is from the other, zigzag: small for words close by, on either side."""
-    signed = np.dtype(f"i{words.itemsize}")
-    apart: Words = words.view(signed) - other.view(signed)
-    return (apart << 1) ^ (apart >> (8 * words.itemsize - 1))
-
-
-def _together(apart: Words, other: Words) -> Words:
-    unsigned = np.dtype(f"u{apart.itemsize}")
-    zigzag = apart.view(unsigned)
-    back: Words = zigzag & 1
-    np.negative(back, out=back)
-    back ^= zigzag >> 1
-    back += other.view(unsigned)
-    return back.view(apart.dtype)
-
-
-def _copy(line: Words) -> Words:
-    return np.array(line)
 
 
 def _shuffled(line: Words) -> bytes:

@@ -28,13 +28,13 @@ import numpy as np
 from maskpack.core.bits import Words
 from maskpack.errors import WireFormatError
 
-FORMAT, VERSION = "maskpack", "1"
+FORMAT, VERSION = "maskpack", "2"
 MAX_HEADER = 1 << 24
 """Bytes of the longest header."""
 ALIGNMENT = 64
-FREE_ROWS = 1 << 13
-"""Rows that a message may claim whatever its size; each further one needs a byte of arrays, so that a few bytes cannot
-make a reader set up tables for 2^31 rows."""
+FREE_BYTES = 1 << 20
+"""Bytes of memory that the layouts of a message may take whatever its size; what they take more needs as many bytes of
+arrays, so that a few bytes cannot make a reader set up tables for 2^31 rows."""
 MOST_PATH = 64
 """Names in the path of an entry: sub-batches inside each other are walked by recursion."""
 _DTYPES = {f"{kind.upper()}{8 * size}": np.dtype(f"<{kind}{size}") for kind in "iu" for size in (1, 2, 4, 8)}
@@ -42,6 +42,11 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _NUMBER = re.compile(r"(0|[1-9][0-9]{0,8})\.")
 _LONGEST = 500
 _REMEDY = "Read a file or bytes that PackedBatch.save or to_bytes wrote, whole and unchanged."
+
+
+def layout_bytes(layouts: int, rows: int, spans: int) -> int:
+    """Bytes that some layouts take in memory, with so many spans in all."""
+    return 16 * (layouts * (rows + 1) + spans)
 
 
 @dataclass(frozen=True)

@@ -17,21 +17,19 @@ import numpy as np
 import torch
 from tensordict import NonTensorDataBase, is_tensorclass
 
-from maskpack.core import objects
+from maskpack.core import native, objects
 from maskpack.core.bits import DTYPES, Words, odd_bools
-from maskpack.core.index import table_of_bits
 from maskpack.core.objects import Objects
 from maskpack.core.pads import PER_ROW, Pad, PadValue, pad_tensor
 from maskpack.core.tree import Node
-from maskpack.errors import LayoutError, WireFormatError
+from maskpack.errors import WireFormatError
 from maskpack.fields.registry import HINTS, Path, is_hint, show
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema
-from maskpack.packed.bools import odd_field
-from maskpack.packed.decode import MAX_BYTES, shape_of, word_dtype_of, words_of_one
+from maskpack.packed.decode import MAX_BYTES, shape_of
 from maskpack.packed.file import codec
-from maskpack.packed.file.container import FREE_ROWS, MOST_PATH, Message, brief, fail
-from maskpack.packed.references import KINDS, WHOLE, Columns, Encoding, Joined, Same
+from maskpack.packed.file.container import FREE_BYTES, MOST_PATH, Message, brief, fail, layout_bytes
+from maskpack.packed.table import Table, size_of_word, words_of_one
 
 if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch
@@ -39,19 +37,12 @@ if TYPE_CHECKING:
 _DEVICE = re.compile(r"(cpu|cuda|hpu|mps|npu|xla|xpu)(:(0|[1-9][0-9]?))?")
 _MOST = 1 << 31
 _MOST_BYTES = 1 << 62
+_MOST_SPARE = 1 << 36
+"""Bytes that rows of dictionaries may take beyond the rows that they stand for."""
 _NO_BYTES = np.zeros(0, np.uint8)
-TABLE_BYTES = 48
-"""Bytes that one run of a layout, and one row of a layout or an encoding, is taken to need."""
-_ARRAYS: dict[str, int | None] = {
-    **{field.name: 1 for kind in KINDS.values() for field in fields_of(kind) if field.type == "Words"},
-    "row_pads": 1,
-    "runs": 3,
-    "tensor": 1,
-    "array": 1,
-    "pickle": None,
-}
-"""The members of a manifest that name arrays, and how many; None for a list of any length."""
-_FIELD = ("path", "kind", "dtype", "device", "shape", "hints", "reason", "row_pads", "encoding")
+_ARRAYS: dict[str, int | None] = {"tensor": 1, "array": 1, "pickle": None}
+"""The members of an object that name arrays, and how many; None for a list of any length."""
+_FIELD = ("path", "kind", "dtype", "device", "shape", "hints", "reason")
 _MEMBERS = {
     "padded": (*_FIELD, "layout", "dim", "pad"),
     "flat": (*_FIELD, "layout"),
@@ -78,28 +69,25 @@ class _Reader:
         self._pickled = pickled
         self._most = max_bytes
         self._claimed = 0
-        self._rows = 0
-        self._row_pads: dict[Path, Words] = {}
-        self._run_arrays: set[int] = set()
 
     def batch(self, kind: type[PackedBatch]) -> PackedBatch:
         manifest, call = self._manifest, self._call
-        _only(manifest, ("rows", "root", "axes", "layouts", "fields", "codec"), call)
+        _only(manifest, ("rows", "root", "axes", "layouts", "fields", "body", "codec"), call)
         rows = _get(manifest, "rows", int, call)
         if not 0 <= rows < _MOST:
             fail(call, f"{rows} rows", f"0 to {_MOST}")
-        if rows > FREE_ROWS and rows > sum(array.nbytes for array in self._arrays):
-            fail(call, f"{rows} rows in fewer bytes", f"at least a byte of arrays for each, beyond {FREE_ROWS}")
-        self._rows = rows
+        sent = sum(array.nbytes for array in self._arrays)
         name = self._restore()
-        layouts: dict[str, RowLayout] = {}
-        for entry in _get(manifest, "layouts", list, call):
-            layout_name, layout = self._layout(entry, rows)
-            if layout_name in layouts or layout.num_rows != rows:
-                fail(call, f"layout {brief(layout_name)} of {layout.num_rows} rows", f"each once, of {rows}")
-            layouts[layout_name] = layout
         entries = _get(manifest, "fields", list, call)
         forms = [self._form(entry) for entry in entries]
+        root = self._node(manifest.get("root"))
+        if root.kind is not None:
+            fail(call, f"a root of class {root.kind.__name__}", "a TensorDict")
+        names = _get(manifest, "layouts", list, call)
+        if not all(map(objects.is_text, names)) or len(set(names)) != len(names):
+            fail(call, f"layouts {brief(names)}", "different names")
+        table = self._table(rows, 1 if root.more_dims is None else rows, names, sent)
+        layouts = table.layouts
         axes = _get(manifest, "axes", list, call)
         if any(type(axis) is not str or axis not in layouts for axis in axes) or len(set(axes)) != len(axes):
             fail(call, f"axes {brief(axes)}", "names of layouts")
@@ -108,20 +96,88 @@ class _Reader:
             if form.layout is not None and form.layout not in known.get(form.kind, layouts):
                 fail(call, f'field "{show(form.path)}" on layout {brief(form.layout)}', "one that is there, or an axis")
         axes = [(axis, layouts[axis].width, layouts[axis].anchor) for axis in axes]
-        root = self._node(manifest.get("root"))
-        if root.kind is not None:
-            fail(call, f"a root of class {root.kind.__name__}", "a TensorDict")
         self._check_tree(forms, layouts, rows, root)
-        encoded = {
-            form.path: self._encoding(entry.get("encoding"), tuple(KINDS), form)
-            for form, entry in zip(forms, entries, strict=True)
-            if form.kind not in ("object", "node")
-        }
+        self._check_fields(table, [form for form in forms if form.dtype is not None])
         found = self._objects(forms, entries, rows, root)
-        schema = Schema(root, tuple(forms), tuple(axes))
-        out = kind(rows, schema, layouts, encoded, found, self._row_pads, name)
-        self._check(out)
-        return out
+        return kind(rows, Schema(root, tuple(forms), tuple(axes)), table, found, name)
+
+    def _table(self, rows: int, dense_rows: int, names: list[str], sent: int) -> Table:
+        """The table, whose layouts can be read; its fields are not checked yet."""
+        call = self._call
+        line, body = self._array(0), self._body()
+        if line.dtype != np.int64 or line.size < 3 or not all(0 <= count < _MOST for count in line[:3].tolist()):
+            fail(call, f"a table of {line.dtype} {line.shape}", "int64, which begins with three counts")
+        counts = [*line[:3].tolist(), int(line[2])]
+        dtypes = native.STORED, native.ENTRY, np.dtype(np.int64), native.PLACE
+        sizes = [count * dtype.itemsize // 8 for count, dtype in zip(counts, dtypes, strict=True)]
+        if line.size != 3 + sum(sizes) or counts[0] != len(names):
+            fail(
+                call,
+                f"a table of {line.size} numbers for {counts[:3]} layouts, entries and fields",
+                "as many as these take",
+            )
+        parts = np.split(line[3:], np.cumsum(sizes)[:-1])
+        stored, entries, fields, pads = (part.view(dtype) for part, dtype in zip(parts, dtypes, strict=True))
+        most = (FREE_BYTES + sent - layout_bytes(len(names), rows, 0)) // 16
+        bad = native.check_layouts(stored, body, rows, most) if most >= 0 else 1
+        if bad:
+            seen = f"layout {brief(names[bad - 1]) if names else ''} of {rows} rows"
+            fail(
+                call, seen, f"spans that rise within its width, and layouts that take at most {FREE_BYTES + sent} bytes"
+            )
+        self._claim(layout_bytes(len(names), rows, 0), "its layouts")
+        return Table(rows, dense_rows, tuple(names), stored, entries, fields, pads, body)
+
+    def _body(self) -> Words:
+        """The body; of a batch with a codec, its arrays one behind the other, as they were written."""
+        body = self._manifest.get("body")
+        numbers: list[Any] = cast("list[Any]", body) if isinstance(body, list) else [body]
+        arrays = [self._array(number) for number in numbers]
+        if not isinstance(body, list):
+            if arrays[0].dtype != np.uint8:
+                fail(self._call, f"a body of {arrays[0].dtype}", "uint8")
+            return arrays[0]
+        if len(set(numbers)) != len(numbers):
+            fail(self._call, f"a body of arrays {brief(numbers)}", "each once")
+        parts: list[Words] = []
+        for array in arrays:
+            parts += [array.reshape(-1).view(np.uint8), np.zeros(-array.nbytes % 8, np.uint8)]
+        return np.concatenate(parts or [_NO_BYTES])
+
+    def _check_fields(self, table: Table, forms: list[FieldForm]) -> None:
+        """That every field can be decoded to its dtype and shape."""
+        call = self._call
+        if len(forms) != table.fields.size:
+            fail(call, f"{len(forms)} tensors with {table.fields.size} entries", "one for each")
+        bools = np.array([form.dtype is torch.bool for form in forms], np.int64)
+        most = _MOST_SPARE if self._most is None else min(self._most - self._claimed, _MOST_SPARE)
+        line = table.rows, table.dense_rows, most, table.fields, bools
+        bad = native.check_fields(table.entries, table.layout_rows, table.body, *line)
+        if bad < 0:
+            fail(call, f'field "{show(forms[-bad - 1].path)}" of bools with other bytes', "0 and 1 alone")
+        if bad > len(forms):
+            fail(call, "an entry of the table that no field needs", "none")
+        if bad:
+            seen = f'field "{show(forms[bad - 1].path)}": an entry that cannot be decoded'
+            fail(call, seen, f"one as to_bytes writes it, which takes at most {most} bytes besides the field")
+        for number, form in enumerate(forms):
+            entry, place = table.entries[int(table.fields[number])], table.row_pads[number]
+            layout = -1 if form.layout is None else table.names.index(form.layout)
+            name, wanted = f'field "{show(form.path)}"', (layout, words_of_one(form), size_of_word(form))
+            if (int(entry["layout"]), int(entry["items"]), int(entry["size"])) != wanted:
+                fail(call, f"{name} with an entry of layout, words and bytes {entry.tolist()[1:4]}", f"{wanted}")
+            assert form.dtype is not None
+            begin, size, count = map(int, place.tolist())
+            inside = 0 <= begin <= table.body.size and 0 <= count * form.dtype.itemsize <= table.body.size - begin
+            held = size == form.dtype.itemsize and count in (1, table.rows) and inside
+            if not (held if form.pads == (PER_ROW,) and table.rows else count == 0):
+                fail(
+                    call,
+                    f"{name} with pad {form.pads} and {count} pads of rows",
+                    "one pad a row beside PER_ROW, and only there",
+                )
+            if count and form.dtype is torch.bool and odd_bools(table.array(place)):
+                fail(call, f"{name} of bools with other bytes", "0 and 1 alone")
 
     def _restore(self) -> str | None:
         """Puts the arrays of the codec in the place of what travels; its name, None without one."""
@@ -158,48 +214,6 @@ class _Reader:
             fail(self._call, f"array number {brief(number)}", f"one of {len(self._arrays)}")
         return self._arrays[number]
 
-    def _layout(self, entry: Any, rows: int) -> tuple[str, RowLayout]:
-        call = self._call
-        name, width, anchor = (
-            _get(entry, "name", str, call),
-            _get(entry, "width", int, call),
-            _get(entry, "anchor", int, call),
-        )
-        form = "bits" if "bits" in entry else "runs"
-        numbers = [entry["bits"]] if form == "bits" else _get(entry, "runs", list, call)
-        _only(entry, ("name", "width", "anchor", form), call)
-        if not 0 <= anchor <= width < _MOST or len(numbers) != _ARRAYS[form] or not objects.is_text(name):
-            seen = f"layout {brief(name)} {width} wide, anchor {anchor}, with {len(numbers)} arrays of {form}"
-            fail(call, seen, f"0 <= anchor <= width < {_MOST}, {_ARRAYS[form]} arrays")
-        parts = [self._array(number) for number in numbers]
-        if len(set(numbers)) != len(numbers) or not self._run_arrays.isdisjoint(numbers):
-            fail(call, f"layout {brief(name)} with arrays {numbers}", "arrays of its own")
-        self._run_arrays.update(numbers)
-        if form == "bits":
-            self._claim(
-                TABLE_BYTES * (4 * parts[0].nbytes + rows), f"layout {brief(name)}"
-            )  # at most a run for two bits
-            return name, self._layout_of_bits(name, parts[0], rows, width, anchor)
-        starts, counts, runs = parts
-        self._claim(TABLE_BYTES * (starts.size + runs.size), f"layout {brief(name)}")
-        if any(part.dtype.kind != "u" or int(part.max(initial=0)) >= _MOST for part in parts):
-            seen = f"layout {brief(name)} with runs of {[str(part.dtype) for part in parts]}"
-            fail(call, seen, f"unsigned integers below {_MOST}")
-        try:
-            return name, RowLayout.from_spans(starts, counts, runs, width, anchor=anchor)
-        except LayoutError as error:
-            fail(call, f"layout {brief(name)}: {error}", "sound runs")
-
-    def _layout_of_bits(self, name: str, bits: Words, rows: int, width: int, anchor: int) -> RowLayout:
-        size = -(-width // 8)
-        table = None
-        if bits.dtype == np.uint8 and bits.size == rows * size:
-            table = table_of_bits(bits.reshape(rows, size), width)
-        if table is None:
-            seen = f"layout {brief(name)} {width} wide with bits {bits.dtype} {bits.shape}"
-            fail(self._call, seen, f"{size} bytes for each of {rows} rows, and 0 behind the width")
-        return RowLayout.from_table(width, table, "cpu", anchor)
-
     def _form(self, entry: Any) -> FieldForm:
         call = self._call
         path = self._path(_get(entry, "path", list, call))
@@ -209,7 +223,7 @@ class _Reader:
         _only(entry, _MEMBERS[kind], call)
         hints: tuple[str, ...] = tuple(_get(entry, "hints", list, call)) if "hints" in entry else ()
         if not all(objects.is_text(hint) and is_hint(hint) for hint in hints):
-            fail(call, f"hints {brief(hints)}", f"{', '.join(HINTS)}, join:head,tail or delta:field")
+            fail(call, f"hints {brief(hints)}", f"{', '.join(HINTS)}, concat:head,tail or near:field")
         if kind == "node":
             return FieldForm(path, "node", node=self._node(entry.get("node")))
         if kind == "object":
@@ -233,13 +247,6 @@ class _Reader:
             if not 1 <= dim <= len(shape) + 1:
                 fail(call, f'field "{show(path)}" is ragged along dim {dim}', f"1 to {len(shape) + 1}")
             form = replace(form, pads=(pad,), ragged_dim=dim)
-        if "row_pads" in entry:
-            pads = self._array(entry["row_pads"])
-            self._row_pads[path] = (
-                pads.reshape(-1, 2) if form.dtype == DTYPES["complex128"] and not pads.size % 2 else pads
-            )
-        if (path in self._row_pads) != (form.pads == (PER_ROW,)):
-            fail(call, f'field "{show(path)}" with pad {form.pads}', "one pad a row beside PER_ROW, and only there")
         return form
 
     def _node(self, node: Any) -> Node:
@@ -285,30 +292,6 @@ class _Reader:
         if type(value) not in (bool, int, float):
             fail(self._call, f"pad {brief(pad)}", "a number, EDGE or PER_ROW")
         return value
-
-    def _encoding(self, entry: Any, allowed: tuple[str, ...], form: FieldForm) -> Any:
-        kind = _get(entry, "kind", str, self._call)
-        if kind not in allowed:
-            fail(self._call, f'field "{show(form.path)}" encoded as {brief(kind)}', f"one of {', '.join(allowed)}")
-        values: dict[str, Any] = {}
-        self._claim(TABLE_BYTES * self._rows, f'an encoding of field "{show(form.path)}"')
-        _only(entry, ("kind", *(field.name for field in fields_of(KINDS[kind]))), self._call)
-        for field in fields_of(KINDS[kind]):
-            value = entry.get(field.name)
-            if field.type == "Words":
-                values[field.name] = self._array(value)
-            elif field.type == "int":
-                values[field.name] = _get(entry, field.name, int, self._call)
-            elif field.type == "Path":
-                values[field.name] = self._path(_get(entry, field.name, list, self._call))
-            elif field.type == "Runs":
-                values[field.name] = self._encoding(value, ("runs",), form)
-            elif field.type == "Whole":
-                values[field.name] = self._encoding(value, WHOLE, form)
-            else:
-                parts = _get(entry, field.name, list, self._call)
-                values[field.name] = tuple(self._encoding(part, WHOLE, form) for part in parts)
-        return KINDS[kind](**values)
 
     def _objects(self, forms: list[FieldForm], entries: list[Any], rows: int, root: Node) -> dict[Path, Objects]:
         found: dict[Path, Objects] = {}
@@ -382,48 +365,6 @@ class _Reader:
                 fail(self._call, f"{name} of shape {brief(shape)}", "one that memory can hold")
             self._claim(size, name)
 
-    def _check(self, packed: PackedBatch) -> None:
-        """That every field can be decoded."""
-        for path, encoding in packed.fields.items():
-            form = packed.forms[path]
-            bounds = packed.bounds(path)
-            if isinstance(encoding, Same | Joined):
-                problem = self._reference(packed, path, encoding)
-            elif isinstance(encoding, Columns) and len(encoding.columns) != words_of_one(form):
-                problem = f"{len(encoding.columns)} columns of {words_of_one(form)}"
-            else:
-                problem = encoding.problem(word_dtype_of(form), bounds)
-            pads = self._row_pads.get(path)
-            if problem is None and pads is not None:
-                wanted = (bounds.size - 1, *([2] if form.dtype == DTYPES["complex128"] else []))
-                if pads.dtype != word_dtype_of(form) or pads.shape != wanted:
-                    problem = f"row pads {pads.dtype} {pads.shape}"
-            if problem is not None:
-                fail(self._call, f'field "{show(path)}": {problem}', "an encoding that gives its words")
-        for path in packed.fields:  # only now: they may take their words from any other
-            pads = self._row_pads.get(path, _NO_BYTES)
-            if packed.forms[path].dtype is torch.bool and (
-                odd_bools(pads) or odd_field(path, packed.fields, packed.bounds)
-            ):
-                fail(self._call, f'field "{show(path)}" of bools with other bytes', "0 and 1 alone")
-
-    def _reference(self, packed: PackedBatch, path: Path, encoding: Encoding) -> str | None:
-        form = packed.forms[path]
-        others = [encoding.field] if isinstance(encoding, Same) else []
-        if isinstance(encoding, Joined):
-            others = [encoding.head, encoding.tail]
-        for other in others:
-            if other not in packed.fields or isinstance(packed.fields[other], Joined):
-                return f'it takes the words of "{show(other)}"'
-            if isinstance(encoding, Same) and isinstance(packed.fields[other], Same):
-                return f'it takes the words of "{show(other)}"'
-            if word_dtype_of(packed.forms[other]) != word_dtype_of(form):
-                return f'"{show(other)}" has words of another size'
-        rows = [np.diff(packed.bounds(other)) for other in (path, *others)]
-        if len({row.size for row in rows}) > 1 or not np.array_equal(rows[0], sum(rows[1:])):
-            return f"its rows have other lengths than those of {[show(other) for other in others]}"
-        return None
-
 
 def _get(entry: Any, name: str, kind: Callable[..., Any], call: str) -> Any:
     """An entry of a JSON object, of a type."""
@@ -450,10 +391,11 @@ def _holds(dtype: torch.dtype, pad: PadValue) -> bool:
         return False
 
 
-def _named(manifest: dict[str, Any]) -> set[Any]:
-    """The numbers of all arrays that layouts and entries name; whether they fit is checked elsewhere."""
-    found: set[Any] = set()
-    todo: list[Any] = [manifest.get("layouts"), manifest.get("fields")]
+def _named(manifest: dict[str, Any]) -> set[int]:
+    """The numbers of all arrays that a manifest names; whether they fit is checked elsewhere."""
+    body = manifest.get("body")
+    named: list[Any] = [0, *(cast("list[Any]", body) if isinstance(body, list) else [])]
+    todo: list[Any] = [manifest.get("fields")]
     while todo:
         item = todo.pop()
         if isinstance(item, list):
@@ -462,9 +404,9 @@ def _named(manifest: dict[str, Any]) -> set[Any]:
             for name, part in cast("dict[str, Any]", item).items():
                 if name in _ARRAYS:
                     parts = cast("list[Any]", part) if isinstance(part, list) else [part]
-                    found.update(number for number in parts[: _ARRAYS[name]] if type(number) is int)
+                    named += parts[: _ARRAYS[name]]
                 todo.append(part)
-    return found
+    return {number for number in named if type(number) is int}
 
 
 def _is_list(data: Any, sizes: tuple[int | None, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""Writes the manifest of a packed batch: JSON that describes its fields and names their arrays by number.
+"""Writes the manifest of a packed batch: JSON that describes its fields, beside the table and the body as arrays.
 
 PackedBatch --write.py--> manifest, arrays --container.py--> bytes --container.py--> the same --read.py--> PackedBatch
 """
@@ -6,23 +6,22 @@ PackedBatch --write.py--> manifest, arrays --container.py--> bytes --container.p
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping
-from dataclasses import fields as fields_of
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from maskpack.core import objects
+from maskpack.core import native, objects
 from maskpack.core.bits import Words
+from maskpack.core.index import IntArray
 from maskpack.core.pads import Pad, PadValue
 from maskpack.core.tree import Node
 from maskpack.errors import MaskpackError
-from maskpack.fields.registry import path_of, show
-from maskpack.layout.row_layout import RowLayout
+from maskpack.fields.registry import show
 from maskpack.nesting.schema import FieldForm
-from maskpack.packed.encodings import Plain
 from maskpack.packed.file import codec
-from maskpack.packed.file.container import FREE_ROWS, MOST_PATH, Message
+from maskpack.packed.file.container import FREE_BYTES, MOST_PATH, Message, layout_bytes
+from maskpack.packed.table import Table
 
 if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch
@@ -32,28 +31,26 @@ def write(packed: PackedBatch, pickled: bool, with_objects: bool = True) -> tupl
     """The message of a packed batch, and a name for each array. `pickled` allows objects that JSON cannot say;
     without `with_objects` they are left out, to count bytes. Raises MaskpackError for an object that can't be said."""
     writer = _Writer()
-    layouts = [
-        {
-            "name": name,
-            "width": layout.width,
-            "anchor": layout.anchor,
-            **writer.layout(layout, name),
-        }
-        for name, layout in packed.layouts.items()
-    ]
+    table = packed.table.compacted()
+    writer.add(_line(table), "table")
+    if packed.codec is None:
+        body: Any = writer.add(table.body, "body")
+    else:
+        body = [writer.add(array, f"body {number}") for number, array in enumerate(table.arrays())]
     manifest: dict[str, Any] = {
         "rows": packed.num_rows,
         "root": _node_out(packed.schema.root, "the batch"),
         "axes": [name for name, _, _ in packed.schema.axes],
-        "layouts": layouts,
+        "layouts": [_layout_name(name) for name in table.names],
         "fields": [writer.field(packed, form, pickled, with_objects) for form in packed.schema.forms],
+        "body": body,
     }
     arrays = writer.arrays
     records: list[Any] = []
     if packed.codec is not None:
-        arrays, records = codec.compressed(arrays, near(packed, writer.numbers))
+        arrays, records = codec.compressed(arrays)
         manifest["codec"] = {"name": packed.codec, "arrays": records}
-    missing = _unpaid(packed.num_rows, arrays, records)
+    missing = _unpaid(table, arrays, records)
     if missing > 0:
         arrays = [*arrays, np.zeros(missing, np.uint8)]
         records.append(None)
@@ -61,30 +58,28 @@ def write(packed: PackedBatch, pickled: bool, with_objects: bool = True) -> tupl
     return Message(manifest, arrays), writer.names
 
 
-def _unpaid(rows: int, arrays: Iterable[Words], records: Iterable[Any]) -> int:
-    """Bytes that the arrays lack for what the message claims: its rows (FREE_ROWS) and what the codec restores."""
-    wanted = max(rows if rows > FREE_ROWS else 0, -(-codec.size_of(records) // codec.MOST))
-    return wanted - sum(array.nbytes for array in arrays)
+def _line(table: Table) -> IntArray:
+    """The numbers of a table: how many layouts, entries and fields it has, then these, and the pads of rows."""
+    counts = np.array([table.stored.size, table.entries.size, table.fields.size], np.int64)
+    parts = table.stored, table.entries, table.fields, table.row_pads
+    return np.concatenate([counts, *(np.ascontiguousarray(part).view(np.int64).reshape(-1) for part in parts)])
 
 
-def near(packed: PackedBatch, numbers: Mapping[int, int]) -> dict[int, int]:
-    """For arrays whose field has a `delta` hint, the array of the other field, if it has the same layout. `numbers` are
-    those of the arrays, by id. Hints that lead back to where they began are not followed."""
-    found: dict[int, int] = {}
-    plain = {
-        path: numbers[id(encoding.words)] for path, encoding in packed.fields.items() if isinstance(encoding, Plain)
-    }
-    for path, number in plain.items():
-        form = packed.forms[path]
-        for hint in form.hints:
-            name, _, other = hint.partition(":")
-            beside = (*path[:-1], *path_of(tuple(other.split("/"))))
-            if name == "delta" and beside in plain:
-                twin = packed.forms[beside]
-                alike = (twin.layout, twin.dtype, twin.shape) == (form.layout, form.dtype, form.shape)
-                if alike and not _leads(found, plain[beside], number):
-                    found[number] = plain[beside]
-    return found
+def _unpaid(table: Table, arrays: Iterable[Words], records: Iterable[Any]) -> int:
+    """Bytes that the arrays lack for the memory that a reader sets up for the layouts (FREE_BYTES), where a part may
+    have as many spans as its parent, and for what the codec restores."""
+    spans: list[int] = []
+    for stored, name in zip(table.stored, table.names, strict=True):
+        part = stored["kind"] == native.PART
+        spans.append(spans[int(stored["parent"])] if part else table.layouts[name].num_spans)
+    wanted = layout_bytes(table.stored.size, table.rows, sum(spans)) - FREE_BYTES
+    return max(wanted, -(-codec.size_of(records) // codec.MOST)) - sum(array.nbytes for array in arrays)
+
+
+def _layout_name(name: str) -> str:
+    if not objects.is_text(name):
+        raise MaskpackError(f"PackedBatch: layout {name!r} has a name with half a surrogate pair. Rename it.")
+    return name
 
 
 class _Writer:
@@ -102,11 +97,6 @@ class _Writer:
             self._alive.append(array)
             self.names.append(name)
         return self.numbers[id(array)]
-
-    def layout(self, layout: RowLayout, name: str) -> dict[str, Any]:
-        """Its arrays."""
-        numbers = [self.add(part, f"layout {name}") for part in layout.compact()]
-        return {"bits": numbers[0]} if len(numbers) == 1 else {"runs": numbers}
 
     def _forget(self, count: int) -> None:
         """All arrays but the first `count`."""
@@ -139,25 +129,6 @@ class _Writer:
             out["reason"] = form.reason
         if form.axis is not None:
             out["axis"] = form.axis
-        if form.path in packed.row_pads:
-            out["row_pads"] = self.add(packed.row_pads[form.path], f"{show(form.path)} pads")
-        out["encoding"] = self._encoding(packed.fields[form.path], show(form.path))
-        return out
-
-    def _encoding(self, encoding: Any, name: str) -> dict[str, Any]:
-        out: dict[str, Any] = {"kind": type(encoding).__name__.lower()}
-        for field in fields_of(encoding):
-            value: Any = getattr(encoding, field.name)
-            if isinstance(value, np.ndarray):
-                out[field.name] = self.add(cast("Words", value), f"{name} {field.name}")
-            elif field.type == "Path":
-                out[field.name] = list(value)
-            elif field.type == "int":
-                out[field.name] = value
-            elif isinstance(value, tuple):
-                out[field.name] = [self._encoding(part, name) for part in cast("tuple[Any, ...]", value)]
-            else:
-                out[field.name] = self._encoding(value, name)
         return out
 
     def _object(self, packed: PackedBatch, form: FieldForm, pickled: bool) -> dict[str, Any]:
@@ -189,12 +160,6 @@ class _Writer:
             ) from error
         lines = [stream, *[buffer.raw() for buffer in buffers]]
         return out | {"pickle": [self.add(np.frombuffer(line, np.uint8), show(form.path)) for line in lines]}
-
-
-def _leads(found: dict[int, int], begin: int, end: int) -> bool:
-    while begin != end and begin in found:
-        begin = found[begin]
-    return begin == end
 
 
 def _bound(name: str, seen: str, count: int, most: int) -> None:

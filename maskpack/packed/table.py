@@ -1,0 +1,717 @@
+"""The table of a packed batch: how each field is encoded, and where its arrays lie in one body.
+
+    padded tensors, packed values --jobs--> encode --> Table --> take, split, cat --> decode --> tensors
+
+The compiled core writes and reads the body (core.c describes the encodings); here are the jobs that it is given. A
+table is never changed; tables of some rows share the body of the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from maskpack.core import native
+from maskpack.core.bits import Words, address, word_dtype
+from maskpack.core.index import IntArray
+from maskpack.core.keys import Path, path_of
+from maskpack.core.native import HostLayout, Structs
+from maskpack.core.pads import EDGE, PER_ROW, SIGNED_ZERO, Pad, PadValue, pad_words
+from maskpack.layout.row_layout import RowLayout
+from maskpack.nesting.schema import FieldForm
+
+SLACK = 1.1
+"""Most bytes of a body for each byte of the arrays in it, if it is to be sent or joined as it is."""
+_NO_LAYOUT = -1
+
+
+def words_of_one(form: FieldForm) -> int:
+    """Words of one element of a field."""
+    assert form.dtype is not None
+    return math.prod(form.shape) * (2 if form.dtype.itemsize == 16 else 1)
+
+
+def size_of_word(form: FieldForm) -> int:
+    """Bytes of a word of a field; items of 16 bytes have two."""
+    assert form.dtype is not None
+    return min(form.dtype.itemsize, 8)
+
+
+# -------------------------------------------------------------------- tables
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """The tensors of a packed batch.
+
+    Attributes:
+        rows: B.
+        dense_rows: the rows of fields without a layout: B, or 1 if the rows are no batch dim.
+        names: the names of the layouts, in the order in which they are stored.
+        stored: STORED [m], the layouts.
+        entries: ENTRY [n], encoded fields and parts of them.
+        fields: int64 [F], the entry of each tensor of the schema.
+        row_pads: PLACE [F], the pads of the rows of each tensor, of no numbers where its pad is not PER_ROW.
+        body: uint8, the arrays.
+    """
+
+    rows: int
+    dense_rows: int
+    names: tuple[str, ...]
+    stored: Structs
+    entries: Structs
+    fields: IntArray
+    row_pads: Structs
+    body: Words
+
+    @cached_property
+    def layouts(self) -> dict[str, RowLayout]:
+        """The layouts by name, on the host."""
+        if "_cut" in self.__dict__:
+            whole, rows = self.__dict__["_cut"]
+            return {name: layout.take(rows) for name, layout in whole.items()}
+        found = native.read_layouts(self.stored, self.body, self.rows)
+        anchors = self.stored["anchor"].tolist()
+        return {
+            name: RowLayout.of_host(own, anchor) for name, own, anchor in zip(self.names, found, anchors, strict=True)
+        }
+
+    @cached_property
+    def _layout_rows(self) -> tuple[IntArray, list[HostLayout]]:
+        on_host = [layout.on_host for layout in self.layouts.values()]
+        return native.layout_rows(on_host), on_host
+
+    @property
+    def layout_rows(self) -> IntArray:
+        """The table of layouts, for the core."""
+        return self._layout_rows[0]
+
+    def kind(self, field: int) -> str:
+        """The name of the encoding of a field, with those inside it: `dictionary blocks`."""
+        return self._kind(int(self.fields[field]))
+
+    def _kind(self, at: int) -> str:
+        entry = self.entries[at]
+        name, first = native.KINDS[int(entry["kind"])], int(entry["first"])
+        if entry["kind"] == native.DICTIONARY:
+            return f"{name} {self._kind(first)}"
+        if entry["kind"] == native.COLUMNS:
+            parts = dict.fromkeys(self._kind(first + column) for column in range(int(entry["second"])))
+            return " ".join([name, *parts])
+        return name
+
+    def own_entries(self, field: int) -> list[int]:
+        """The entries that a field alone is stored in: its own, and the parts of a dictionary or of columns."""
+        return self._parts(int(self.fields[field]))
+
+    def _parts(self, at: int) -> list[int]:
+        entry = self.entries[at]
+        kind, first = int(entry["kind"]), int(entry["first"])
+        inner = (
+            [first]
+            if kind == native.DICTIONARY
+            else range(first, first + int(entry["second"]))
+            if kind == native.COLUMNS
+            else []
+        )
+        return [*(part for one in inner for part in self._parts(one)), at]
+
+    def _reached(self) -> list[int]:
+        """The entries that some field needs, each once, rising."""
+        seen: set[int] = set()
+        left = self.fields.tolist()
+        while left:
+            at = left.pop()
+            if at in seen:
+                continue
+            seen.add(at)
+            entry = self.entries[at]
+            kind, first, second = int(entry["kind"]), int(entry["first"]), int(entry["second"])
+            if kind == native.DICTIONARY:
+                left.append(first)
+            elif kind == native.COLUMNS:
+                left += range(first, first + second)
+            elif kind == native.CONCAT:
+                left += [first, second]
+            elif kind == native.BLOCKS and second >= 0:
+                left.append(second)
+        return sorted(seen)
+
+    def entry_places(self, at: int) -> list[Any]:
+        """The PLACEs of an entry that hold numbers."""
+        return [place for place in (self.entries[at][name] for name in "abc") if place["count"]]
+
+    def array(self, place: Any) -> Words:
+        """The bytes at a PLACE, uint8."""
+        begin = int(place["at"])
+        return self.body[begin : begin + int(place["size"]) * int(place["count"])]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        entries = self.entries[self._reached()]
+        places = [entries[name] for name in "abc"] + [self.stored[name] for name in "abc"] + [self.row_pads]
+        return sum(int((place["size"] * place["count"]).sum()) for place in places)
+
+    def pads_of_rows(self, field: int) -> Words | None:
+        """The words of the pads of a field, [B] or [B, 2]; None if its pad is not PER_ROW."""
+        place = self.row_pads[field]
+        if not place["count"]:
+            return None
+        size, pair = int(place["size"]), (2,) if place["size"] == 16 else ()
+        line = self.array(place).view(word_dtype(min(size, 8))).reshape(-1, *pair)
+        return np.broadcast_to(line, (self.rows, *pair))
+
+    def shown_as(self, layouts: Mapping[str, RowLayout]) -> Table:
+        """The same values in narrower or wider layouts with the same row lengths."""
+        out = replace(self)
+        out.__dict__["layouts"] = dict(layouts)
+        return out
+
+    # ---------------------------------------------------------------- decoding
+
+    def decode(self, targets: Structs, nbytes: int) -> None:
+        """Decodes fields to tensors, TARGET [n], of `nbytes` in all."""
+        native.decode(targets, self.entries, self.layout_rows, self.body, self.rows, nbytes)
+
+    def words(self, field: int) -> Words:
+        """The packed words of a field, flat."""
+        entry = self.entries[int(self.fields[field])]
+        out = np.empty(self.count_words(field), word_dtype(int(entry["size"])))
+        target = np.zeros(1, native.TARGET)
+        target["field"]["packed"], target["entry"] = address(out), self.fields[field]
+        target["rows"] = self.rows_of(field)
+        self.decode(target, out.nbytes)
+        return out
+
+    def rows_of(self, field: int) -> int:
+        return self.dense_rows if self.entries["layout"][self.fields[field]] < 0 else self.rows
+
+    def count_words(self, field: int) -> int:
+        """The number of words of a field."""
+        entry = self.entries[int(self.fields[field])]
+        layout = int(entry["layout"])
+        elements = self.dense_rows if layout < 0 else self.layouts[self.names[layout]].num_tokens
+        return elements * int(entry["items"])
+
+    def bounds(self, field: int) -> IntArray:
+        """int64 [B + 1]: where the rows of a field begin and end among its elements."""
+        layout = int(self.entries["layout"][self.fields[field]])
+        return np.arange(self.dense_rows + 1) if layout < 0 else self.layouts[self.names[layout]].row_offsets
+
+    # ---------------------------------------------------------------- rows and fields
+
+    def split(self, cuts: IntArray) -> list[Table]:
+        """The rows between `cuts`, int64 [parts + 1], in the same body."""
+        entries, stored = native.split(self.entries, self.stored, self.layout_rows, self.body, self.rows, cuts)
+        parts: list[Table] = []
+        whole = self.layouts
+        for part, (begin, end) in enumerate(zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True)):
+            pads = self.row_pads.copy()
+            several = pads["count"] > 1
+            pads["at"][several] += begin * pads["size"][several]
+            pads["count"][several] = end - begin
+            if begin == end:
+                pads["count"] = 0
+            own = replace(
+                self,
+                rows=end - begin,
+                dense_rows=end - begin,
+                stored=stored[part],
+                entries=entries[part],
+                row_pads=pads,
+            )
+            own.__dict__["_cut"] = whole, slice(begin, end)
+            parts.append(own)
+        return parts
+
+    def without_row_pads(self, field: int) -> Table:
+        pads = self.row_pads.copy()
+        pads["count"][field] = 0
+        return self._like(row_pads=pads)
+
+    def moved(self, memory: Callable[[int], Words]) -> Table:
+        """The table with its body in other memory."""
+        body = memory(self.body.nbytes)
+        body[...] = self.body
+        return self._like(body=body)
+
+    def _like(self, **changes: Any) -> Table:
+        """The same layouts with something else changed."""
+        out = replace(self, **changes)
+        for name in ("layouts", "_cut"):
+            if name in self.__dict__:
+                out.__dict__[name] = self.__dict__[name]
+        return out
+
+    def select(self, fields: Sequence[int]) -> Table:
+        """Some fields, by their numbers."""
+        return self._like(fields=self.fields[list(fields)], row_pads=self.row_pads[list(fields)])
+
+    def own(self, slack: float = 0.0, free: int = 0) -> Table:
+        """The table with a body of its own, which holds its arrays and nothing else; itself, if its body has at most
+        `slack` bytes for each byte of its arrays, and `free` more."""
+        return self if slack and self.body.nbytes <= slack * self.nbytes + free else self.compacted()
+
+    def compacted(self) -> Table:
+        """The table with a new body: its arrays in the order of `arrays`, each from a multiple of 8 bytes on."""
+        entries, fields = self._needed()
+        stored, pads = self.stored.copy(), self.row_pads.copy()
+        for place in [*(line[name] for line in (stored, entries) for name in "abc"), pads]:
+            place["at"][place["count"] == 0] = 0
+        body = native.compact([address(place) for place in _places(stored, entries, pads)], self.body)
+        return self._like(stored=stored, entries=entries, fields=fields, row_pads=pads, body=body)
+
+    def _needed(self) -> tuple[Structs, IntArray]:
+        """The entries that some field needs, a copy, and the entry of each field among them."""
+        kept = self._reached()
+        numbers = np.full(self.entries.size + 1, -1)
+        numbers[kept] = np.arange(len(kept))
+        entries = self.entries[kept].copy()
+        kinds = entries["kind"]
+        concat, near = kinds == native.CONCAT, (kinds == native.BLOCKS) & (entries["second"] >= 0)
+        for name, refers in (
+            ("first", concat | (kinds == native.DICTIONARY) | (kinds == native.COLUMNS)),
+            ("second", concat | near),
+        ):
+            entries[name][refers] = numbers[entries[name][refers]]
+        return entries, numbers[self.fields]
+
+    def layouts_in_use(self) -> set[str]:
+        """The names of the layouts of the fields, and of the fields that they refer to."""
+        numbers = self.entries["layout"][self._reached()]
+        return {self.names[number] for number in numbers.tolist() if number >= 0}
+
+    def with_layouts(self, names: Collection[str]) -> Table:
+        """The table with some of its layouts, which include those of its fields; itself, if these are all."""
+        if set(names) == set(self.names):
+            return self
+        layouts = _wholes_first({name: layout for name, layout in self.layouts.items() if name in names})
+        stored, head = _stored_alone(layouts, self.rows)
+        entries, fields = self._needed()
+        pads = self.row_pads.copy()
+        places = _places(stored[:0], entries, pads)
+        body = native.compact([address(place) for place in places], self.body)
+        for place in places:
+            place["at"] += head.nbytes
+        numbers = np.array([list(layouts).index(name) if name in layouts else -1 for name in self.names], np.int64)
+        under = entries["layout"] >= 0
+        entries["layout"][under] = numbers[entries["layout"][under]]
+        out = replace(
+            self, names=tuple(layouts), stored=stored, entries=entries, fields=fields, row_pads=pads,
+            body=np.concatenate([head, body]),
+        )  # fmt: skip
+        out.__dict__["layouts"] = layouts
+        return out
+
+    def arrays(self) -> list[Words]:
+        """The arrays, in unsigned integers, in the order of `with_arrays`."""
+        found: list[Words] = []
+        for place in _places(self.stored, self.entries, self.row_pads):
+            size = int(place["size"][0])
+            found.append(self.array(place[0]).view(f"u{size}" if size < 16 else "u8"))
+        return found
+
+    def places(self) -> list[int]:
+        """Where each of `arrays` begins in the body."""
+        return [int(place["at"][0]) for place in _places(self.stored, self.entries, self.row_pads)]
+
+    def places_of(self, field: int) -> list[int]:
+        """Where the arrays of a field begin in the body."""
+        own = self.entries[self.own_entries(field)]
+        return [int(place["at"][0]) for place in _places(self.stored[:0], own, self.row_pads[field : field + 1])]
+
+    def with_arrays(self, arrays: Sequence[Words]) -> Table:
+        """The table with other arrays of the same sizes, in a body of their own."""
+        stored, entries, pads = self.stored.copy(), self.entries.copy(), self.row_pads.copy()
+        places = _places(stored, entries, pads)
+        ends = np.cumsum([-(-array.nbytes // 8) * 8 for array in arrays], dtype=np.int64)
+        body = np.zeros(int(ends[-1]) if ends.size else 0, np.uint8)
+        for place, array, end in zip(places, arrays, ends.tolist(), strict=True):
+            begin = end - -(-array.nbytes // 8) * 8
+            body[begin : begin + array.nbytes] = array.reshape(-1).view(np.uint8)
+            place["at"] = begin
+        return self._like(stored=stored, entries=entries, row_pads=pads, body=body)
+
+
+def _places(stored: Structs, entries: Structs, pads: Structs) -> list[Structs]:
+    """The PLACEs [1] of all arrays that hold numbers, to be read or written."""
+    lines = [line[name] for line in (stored, entries) for name in "abc"]
+    found = [line[at : at + 1] for line in [*lines, pads] for at in range(line.size)]
+    return [place for place in found if place["count"][0]]
+
+
+# -------------------------------------------------------------------- encoding
+
+
+class Job(NamedTuple):
+    """A tensor that is to be encoded.
+
+    Attributes:
+        form: with its dtype and shape; its pads are tried in order.
+        padded: the tensor, if it is padded and on the host.
+        words: else its packed words, flat.
+        bounds, taken: of words whose rows are taken: where the rows lie among the elements, and which of them.
+        row_pads: words of the pads of rows, that are known already.
+        trusted: whether the first pad is taken unseen.
+    """
+
+    form: FieldForm
+    padded: Tensor | None = None
+    words: Words | None = None
+    bounds: IntArray | None = None
+    taken: IntArray | None = None
+    row_pads: Words | None = None
+    trusted: bool = False
+
+
+class Encoded(NamedTuple):
+    """A table, and the number of the pad of each padded tensor among those of its job."""
+
+    table: Table
+    pads: list[int]
+
+
+def encode(jobs: Sequence[Job], layouts: Mapping[str, RowLayout], rows: int, dense_rows: int) -> Encoded | None:
+    """Encodes tensors; None if a pad of one is not under its mask."""
+    layouts = _wholes_first(layouts)
+    names = tuple(layouts)
+    places = {name: place for place, name in enumerate(names)}
+    order = _order(jobs)
+    table = native.new_jobs(len(jobs))
+    key = tuple((job.form.path, job.form.dtype, job.form.layout, job.form.shape, job.form.hints) for job in jobs)
+    numbers = {jobs[at].form.path: place for place, at in enumerate(order)}
+    held: list[Any] = []
+    steps = [0] * len(jobs)
+    totals = {name: layout.num_tokens for name, layout in layouts.items()}
+    elements = [dense_rows if jobs[at].form.layout is None else totals[jobs[at].form.layout or ""] for at in order]
+    for place, at in enumerate(order):
+        _describe(table[place], jobs[at], layouts, places, rows, dense_rows, held)
+        _refer(table, place, jobs[at].form, numbers, [jobs[other].form for other in order], steps)
+    known = _forms.get(key)
+    if known is not None:
+        table["form"] = known
+    line = native.layout_rows([layout.on_host for layout in layouts.values()])
+    stored = _stored(layouts)
+    plain = np.array(elements, np.int64) * table["items"] * table["size"]
+    rooms = np.append((plain + 16 * rows + 4103) // 8 * 8, 0)
+    rooms[-1] = rooms[:-1].sum() + _room_of(layouts.values(), rows)
+    body = np.empty(int(rooms[-1]), np.uint8)
+    used = native.store_layouts(stored, line, body, 0)
+    assert used is not None
+    nbytes = sum(job.padded.nbytes for job in jobs if job.padded is not None)
+    found = (
+        native.encode(table, line, body, used, rooms, native.threads_for(nbytes))
+        if jobs
+        else (np.empty(0, native.ENTRY), np.zeros(0, np.int64), used)
+    )
+    if found is None:
+        failed = table["result"][table["result"] != native.FITS]
+        if native.NO_MEMORY in failed:
+            raise MemoryError("maskpack: no memory to encode a batch")
+        assert native.STRAY in failed
+        return None
+    _forms.keep(key, table["form"].copy())
+    entries, fields, used = found
+    back = np.empty(len(jobs), np.int64)
+    back[order] = np.arange(len(jobs))
+    pads = table["row_pads"][back]
+    body, pads = _with_row_pads(body, used, jobs, pads)
+    out = Table(rows, dense_rows, names, stored, entries.copy(), fields[back], pads, body)
+    out.__dict__["layouts"] = dict(layouts)
+    return Encoded(out, table["pad"][back].tolist())
+
+
+def table_of(layouts: Mapping[str, RowLayout], rows: int) -> Table:
+    """A table of layouts without tensors."""
+    found = encode([], layouts, rows, rows)
+    assert found is not None
+    return found.table
+
+
+def _with_row_pads(body: Words, used: int, jobs: Sequence[Job], pads: Structs) -> tuple[Words, Structs]:
+    """The body in use, with the pads of rows that jobs brought along."""
+    brought = [(at, np.ascontiguousarray(job.row_pads)) for at, job in enumerate(jobs) if job.row_pads is not None]
+    parts: list[Words] = [body[:used]]
+    for at, line in brought:
+        gap = -used % 8
+        size = line.itemsize * (line.shape[1] if line.ndim > 1 else 1)
+        pads[at] = used + gap, size, len(line)
+        parts += [np.zeros(gap, np.uint8), line.reshape(-1).view(np.uint8)]
+        used += gap + line.nbytes
+    return (np.concatenate(parts) if brought else body[:used]), pads
+
+
+def _order(jobs: Sequence[Job]) -> list[int]:
+    """The jobs in an order in which each comes after those that its hints name."""
+    numbers = {job.form.path: at for at, job in enumerate(jobs)}
+    order: dict[int, None] = {}
+
+    def visit(at: int, above: frozenset[int]) -> None:
+        if at not in order and at not in above:
+            for path in _named(jobs[at].form):
+                if path in numbers:
+                    visit(numbers[path], above | {at})
+            order[at] = None
+
+    for at in range(len(jobs)):
+        visit(at, frozenset())
+    return list(order)
+
+
+def _named(form: FieldForm) -> list[Path]:
+    """The fields that the hints of a field name."""
+    return [path for hint in form.hints for path in _paths(form, hint.partition(":")[2])]
+
+
+def _describe(
+    row: Any,
+    job: Job,
+    layouts: Mapping[str, RowLayout],
+    places: Mapping[str, int],
+    rows: int,
+    dense_rows: int,
+    held: list[Any],
+) -> None:
+    """Writes where a tensor lies, and which pads it may have, into its row; `held` keeps what the row points to."""
+    form = job.form
+    assert form.dtype is not None
+    row["layout"] = _NO_LAYOUT if form.layout is None else places[form.layout]
+    row["items"], row["size"] = words_of_one(form), size_of_word(form)
+    row["rows"] = (dense_rows if form.layout is None else rows) if job.taken is None else job.taken.size
+    row["integers"] = not (form.dtype.is_floating_point or form.dtype.is_complex)
+    for hint in form.hints:
+        kind = native.KINDS.index(hint) if hint in native.KINDS else None
+        if kind == native.COLUMNS:
+            row["columns"] = row["items"] if row["items"] > 1 else 0
+        elif kind is not None:
+            row["hints"] |= 1 << kind
+    if job.padded is not None:
+        row["field"], tensor = native.described(job.padded.movedim(form.ragged_dim, 1))
+        row["padded"] = 1
+        trials = [trial_of(pad, form.dtype, job.trusted) for pad in form.pads[: native.MOST_PADS]]
+        row["num_pads"] = len(trials)
+        row["pads"][: len(trials)] = trials
+        held.append(tensor)
+        return
+    assert job.words is not None
+    line = np.ascontiguousarray(job.words)
+    bounds = job.bounds if job.bounds is not None or form.layout is None else layouts[form.layout].row_offsets
+    row["field"]["packed"] = address(line)
+    row["bounds"] = 0 if bounds is None else address(bounds)
+    row["index"] = 0 if job.taken is None else address(job.taken)
+    held += [line, bounds, job.taken]
+
+
+def _refer(
+    table: Structs,
+    place: int,
+    form: FieldForm,
+    numbers: Mapping[Path, int],
+    forms: Sequence[FieldForm],
+    steps: list[int],
+) -> None:
+    """Writes the fields that the hints of a field name into its row, if they come before it and fit. `steps` counts
+    how many lead on from each."""
+    row = table[place]
+    for hint in form.hints:
+        name, _, rest = hint.partition(":")
+        found = [numbers.get(path, place) for path in _paths(form, rest)]
+        if (
+            not found
+            or max(found) >= place
+            or max(steps[at] for at in found) >= native.MOST_STEPS
+            or any(table["size"][at] != row["size"] or table["items"][at] != row["items"] for at in found)
+        ):
+            continue
+        others = [forms[at].layout for at in found]
+        if (table["head"][found] >= 0).any() or _chain(table, found[0]) >= native.MOST_NEAR:
+            continue  # what follows from others is nobody's head or tail; neither does a reader take too long a chain
+        if name == "concat" and len({form.layout, *others} - {None}) == 3:
+            row["head"], row["tail"] = found
+        elif name == "near" and others == [form.layout] and form.layout is not None and form.dtype != torch.bool:
+            row["near"] = found[0]
+        else:
+            continue
+        steps[place] = max(steps[place], 1 + max(steps[at] for at in found))
+
+
+def _chain(table: Structs, place: int) -> int:
+    """The number of fields that a field is near to: the one that it names, the one that that one names, ..."""
+    length = 0
+    while table["near"][place] >= 0:
+        place, length = int(table["near"][place]), length + 1
+    return length
+
+
+def _paths(form: FieldForm, names: str) -> list[Path]:
+    """Fields that a hint names, in the sub-batch of its own field."""
+    return [(*form.path[:-1], *path_of(tuple(name.split("/")))) for name in names.split(",")] if names else []
+
+
+def trial_of(pad: PadValue, dtype: torch.dtype, trusted: bool) -> tuple[int, int, int]:
+    """A pad for the core: its mode, and the word of a constant in two halves."""
+    trust = native.TRUSTED if trusted else 0
+    signed = dtype.is_floating_point and dtype.itemsize > 1
+    if pad is PER_ROW or (pad is SIGNED_ZERO and signed):
+        return (native.BY_ROW if pad is PER_ROW else native.BY_SIGN) + trust, 0, 0
+    if trusted:
+        return native.NO_PAD, 0, 0
+    if pad is EDGE:
+        return native.BY_EDGE, 0, 0
+    words = pad_words(0 if isinstance(pad, Pad) else pad, dtype)
+    assert words is not None
+    return native.CONSTANT, words[0], words[-1]
+
+
+def _wholes_first(layouts: Mapping[str, RowLayout]) -> dict[str, RowLayout]:
+    """The layouts in an order in which those that are columns of others come after them."""
+    return dict(sorted(layouts.items(), key=lambda item: "part_of" in item[1].__dict__))
+
+
+def _room_of(layouts: Iterable[RowLayout], rows: int) -> int:
+    """The most bytes that layouts take in a body."""
+    return sum(24 * layout.num_spans + 8 * rows + 64 for layout in layouts) // 8 * 8 + 64
+
+
+def _stored_alone(layouts: Mapping[str, RowLayout], rows: int) -> tuple[Structs, Words]:
+    """STORED [m], and a body that holds layouts and nothing else, a multiple of 8 bytes."""
+    stored, body = _stored(layouts), np.zeros(_room_of(layouts.values(), rows), np.uint8)
+    used = native.store_layouts(stored, native.layout_rows([own.on_host for own in layouts.values()]), body, 0)
+    assert used is not None
+    return stored, body[: -(-used // 8) * 8]
+
+
+def _stored(layouts: Mapping[str, RowLayout]) -> Structs:
+    """STORED [m] before the layouts are in the body: which of them are columns of others."""
+    stored = np.zeros(len(layouts), native.STORED)
+    earlier: dict[int, int] = {}
+    for place, layout in enumerate(layouts.values()):
+        stored["anchor"][place] = layout.anchor
+        whole = layout.__dict__.get("part_of")
+        if whole is not None and id(whole[0]) in earlier:
+            stored["kind"][place], stored["parent"][place] = native.PART, earlier[id(whole[0])]
+            stored["low"][place] = whole[1]
+        earlier[id(layout)] = place
+    return stored
+
+
+class _Forms:
+    """How the fields of batches were encoded the last time, by what the batches are made of; the latest are kept."""
+
+    MOST = 64
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[Any, Structs] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, key: Any) -> Structs | None:
+        with self._lock:
+            return self._known.get(key)
+
+    def keep(self, key: Any, forms: Structs) -> None:
+        with self._lock:
+            self._known[key] = forms
+            self._known.move_to_end(key)
+            while len(self._known) > self.MOST:
+                self._known.popitem(last=False)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._known.clear()
+
+
+_forms = _Forms()
+
+
+def forget() -> None:
+    """Forgets how earlier batches were encoded, so that each field of the next one is looked at anew."""
+    _forms.clear()
+
+
+# -------------------------------------------------------------------- rows in other orders, and of several tables
+
+
+def take(table: Table, forms: Sequence[FieldForm], index: IntArray) -> Table:
+    """Some rows in the order given, in a body of their own."""
+    layouts = {name: layout.take(index) for name, layout in table.layouts.items()}
+    jobs = [
+        Job(
+            form,
+            words=table.words(field),
+            bounds=table.bounds(field),
+            taken=index,
+            row_pads=None if (pads := table.pads_of_rows(field)) is None else pads[index],
+        )
+        for field, form in enumerate(forms)
+    ]
+    found = encode(jobs, layouts, index.size, index.size)
+    assert found is not None
+    return found.table
+
+
+def merge(tables: Iterable[Table], picked: Sequence[tuple[int, int]]) -> Table:
+    """Fields of several tables with the same rows: (table, field) of each. Layouts of one name are one."""
+    parts = [table.own(SLACK) for table in tables]
+    bodies: list[Words] = []
+    begins: list[int] = []
+    end = 0
+    for part in parts:
+        begins.append(end)
+        gap = -part.body.nbytes % 8
+        bodies += [part.body, np.zeros(gap, np.uint8)]
+        end += part.body.nbytes + gap
+    names: dict[str, int] = {}
+    stored: list[Structs] = []
+    entries: list[Structs] = []
+    first: list[int] = []
+    layouts: dict[str, RowLayout] = {}
+    count = 0
+    for part, begin in zip(parts, begins, strict=True):
+        local = [names.setdefault(name, len(names)) for name in part.names]
+        fresh = [at for at, number in enumerate(local) if number >= len(stored)]
+        for at in fresh:
+            row = part.stored[at : at + 1].copy()
+            for place in "abc":
+                row[place]["at"] += begin
+            if row["kind"][0] == native.PART:
+                row["parent"] = local[int(row["parent"][0])]
+            stored.append(row)
+            layouts[part.names[at]] = part.layouts[part.names[at]]
+        own = part.entries.copy()
+        for place in "abc":
+            own[place]["at"] += begin
+        under = own["layout"] >= 0
+        own["layout"][under] = np.array(local, np.int64)[own["layout"][under]]
+        own["first"][own["first"] >= 0] += count
+        two = (own["kind"] == native.CONCAT) | ((own["kind"] == native.BLOCKS) & (own["second"] >= 0))
+        own["second"][two] += count
+        first.append(count)
+        count += own.size
+        entries.append(own)
+    pads = np.concatenate(
+        [parts[at].row_pads[field : field + 1] for at, field in picked] or [np.zeros(0, native.PLACE)]
+    )
+    pads["at"] += np.array([begins[at] for at, _ in picked], np.int64)
+    fields = np.array([first[at] + parts[at].fields[field] for at, field in picked], np.int64)
+    out = Table(
+        parts[0].rows,
+        parts[0].dense_rows,
+        tuple(names),
+        np.concatenate(stored or [np.zeros(0, native.STORED)]),
+        np.concatenate(entries or [np.zeros(0, native.ENTRY)]),
+        fields,
+        pads,
+        np.concatenate(bodies or [np.zeros(0, np.uint8)]),
+    )
+    out.__dict__["layouts"] = layouts
+    return out

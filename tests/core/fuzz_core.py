@@ -1,0 +1,189 @@
+"""Random tables through the compiled core alone, against lists of words: encode, decode packed and padded, split, take.
+
+    python tests/core/fuzz_core.py LIBRARY FIRST_SEED COUNT
+
+Needs NumPy only, so that it runs fast under a sanitizer. test_sanitized.py builds such libraries.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import sys
+from typing import Any
+
+import numpy as np
+
+PLACE = [("at", "i8"), ("size", "i8"), ("count", "i8")]
+_FIELD = "padded packed row_stride outer outer_stride size items layout mode pad pad_high row_pads stray"
+FIELD = [(name, "i8") for name in _FIELD.split()]
+_FIRST = "padded layout items size rows bounds index integers hints near head tail columns num_pads"
+JOB = [
+    ("field", FIELD),
+    *((name, "i8") for name in _FIRST.split()),
+    ("pads", "i8", (4, 3)),
+    ("form", "i8", 7),
+    *((name, "i8") for name in ("result", "pad", "first", "count")),
+    ("row_pads", PLACE),
+]
+ENTRY = [(name, "i8") for name in ["kind", "layout", "items", "size", "number", "first", "second"]]
+ENTRY += [(name, PLACE) for name in "abc"]
+STORED = [*((name, "i8") for name in ["width", "anchor", "kind", "parent", "low"]), *((name, PLACE) for name in "abc")]
+TARGET = [("field", FIELD), ("padded", "i8"), ("entry", "i8"), ("rows", "i8")]
+CONSTANT, EDGE, BY_ROW = 1, 2, 3
+MARGIN = 16
+"""Words behind every output, which stay as they are."""
+
+
+def address(array: Any) -> int:
+    return array.__array_interface__["data"][0]
+
+
+class Mask:
+    """Spans of a random mask, and its row of the table of layouts."""
+
+    def __init__(self, mask: np.ndarray) -> None:
+        self.mask, self.width = mask, mask.shape[1]
+        starts, counts, splits, bounds = [], [], [0], [0]
+        for row in mask:
+            padded = np.concatenate([[False], row, [False]]).astype(np.int8)
+            steps = np.diff(padded)
+            starts += np.flatnonzero(steps == 1).tolist()
+            counts += (np.flatnonzero(steps == -1) - np.flatnonzero(steps == 1)).tolist()
+            splits.append(len(starts))
+            bounds.append(bounds[-1] + int(row.sum()))
+        self.parts = [np.array(part, np.int64) for part in (starts, counts, splits, bounds)]
+        self.bounds = self.parts[3]
+        self.line = np.array([len(mask), self.width, *map(address, self.parts)], np.int64)
+
+
+def words(rng: np.random.Generator, lengths: list[int], dtype: np.dtype[Any], items: int) -> np.ndarray:
+    info, n = np.iinfo(dtype), sum(lengths) * items
+    kinds = [
+        lambda: rng.integers(info.min, info.max, n, dtype, endpoint=True),
+        lambda: rng.integers(0, min(150_000, info.max), n),
+        lambda: (rng.random(n) < 0.3) * 7,
+        lambda: np.repeat(rng.integers(0, 100, n // 7 + 1), 7)[:n],
+        lambda: np.concatenate([[], *(np.arange(m * items) * 3 + rng.integers(0, 9) for m in lengths)]),
+        lambda: np.cumsum(rng.random(n) < 0.9),
+        lambda: (rng.random(n) < 0.02) * rng.integers(1, 99, n),
+        lambda: np.full(n, rng.integers(info.min, info.max, dtype=dtype)),
+        lambda: np.concatenate([[], *(np.arange(m * items) % 50 * rng.integers(1, 3) for m in lengths)]),
+    ]
+    return kinds[rng.integers(len(kinds))]().astype(dtype)
+
+
+class Core:
+    def __init__(self, library: str) -> None:
+        self.core = ctypes.CDLL(library)
+
+    def call(self, name: str, *numbers: int) -> int:
+        function = getattr(self.core, f"maskpack_{name}")
+        function.argtypes, function.restype = [ctypes.c_int64] * len(numbers), ctypes.c_int64
+        return function(*numbers)
+
+    def encode(self, jobs: np.ndarray, mask: Mask, threads: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        jobs["first"] = np.concatenate([[0], np.cumsum(jobs["columns"] + 3)[:-1]])
+        slots, entries = (np.zeros(int((jobs["columns"] + 3).sum()), ENTRY) for _ in range(2))
+        fields, count = np.zeros(jobs.size, np.int64), np.zeros(1, np.int64)
+        rooms = int(mask.bounds[-1]) * jobs["items"] * jobs["size"] // 8 * 8 + 32 * len(mask.mask) + 8192
+        rooms = np.append(rooms, rooms.sum() + 64)
+        body = np.full(int(rooms[-1]), 0xAA, np.uint8)
+        places = map(address, (slots, entries, count, fields, body))
+        numbers = address(jobs), jobs.size, address(mask.line), *places, 0, address(rooms), threads
+        used = self.call("encode", *numbers)
+        assert used >= 0, jobs["result"]
+        return entries[: int(count[0])], fields, body[:used].copy()
+
+    def decode(self, target: np.ndarray, table: Any, mask: Mask) -> None:
+        entries, body = table
+        rows = len(mask.mask)
+        numbers = address(target), 1, address(entries), address(mask.line), address(body), rows, 0, 1
+        assert self.call("decode", *numbers) == 0
+
+    def packed(self, entry: int, table: Any, mask: Mask, want: np.ndarray) -> None:
+        out = np.full(want.size + MARGIN, 0x55, want.dtype)
+        target = np.zeros(1, TARGET)
+        target["field"]["packed"], target["entry"], target["rows"] = address(out), entry, len(mask.mask)
+        self.decode(target, table, mask)
+        assert (out[: want.size] == want).all(), entry
+        assert (out[want.size :] == np.full(MARGIN, 0x55, want.dtype)).all()
+
+
+def run(core: Core, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows, width = int(rng.integers(0, 9)), int(rng.choice([1, 5, 40, 700]))
+    ways = [lambda: np.zeros(width, bool), lambda: np.ones(width, bool), lambda: rng.random(width) < 0.5]
+    ways.append(lambda: np.arange(width) >= rng.integers(0, width + 1))
+    mask = Mask(np.array([ways[rng.integers(4)]() for _ in range(rows)], bool).reshape(rows, width))
+    lengths = np.diff(mask.bounds).tolist()
+    jobs = np.zeros(int(rng.integers(1, 5)), JOB)
+    for name in ("near", "head", "tail"):
+        jobs[name] = -1
+    jobs["form"][:, [0, 3]] = -1
+    truth: list[np.ndarray] = []
+    padded: list[np.ndarray] = []
+    held: list[Any] = []
+    for at, job in enumerate(jobs):
+        dtype = np.dtype(f"i{rng.choice([1, 2, 4, 8])}")
+        outer, inner = int(rng.choice([1, 1, 3])), int(rng.choice([1, 1, 2]))
+        values = words(rng, lengths, dtype, outer * inner)
+        before = jobs[at - 1]
+        if at and (before["size"], before["items"]) == (dtype.itemsize, outer * inner) and rng.random() < 0.7:
+            values = (truth[-1] + rng.integers(-3, 4, values.size)).astype(dtype)
+            job["near"] = at - 1
+        pad, mode = int(rng.integers(0, 5)), int(rng.choice([CONSTANT, EDGE, BY_ROW]))
+        full = np.zeros((rows, outer, width, inner), dtype)
+        elements = values.reshape(-1, outer, inner)
+        for row in range(rows):
+            own, seen = elements[mask.bounds[row] : mask.bounds[row + 1]], 0
+            for column in range(width):
+                seen += int(mask.mask[row, column])
+                nearest = own[max(seen - 1, 0)] if len(own) else 0
+                under = {CONSTANT: pad, EDGE: nearest, BY_ROW: row}[mode]
+                full[row, :, column] = nearest if mask.mask[row, column] else under
+        truth.append(values)
+        padded.append(full)
+        line = job["field"]
+        line["outer"], line["size"], line["items"] = outer, dtype.itemsize, inner
+        line["row_stride"], line["outer_stride"] = full[:1].nbytes or 0, width * inner * dtype.itemsize
+        line["padded"], line["packed"] = address(full), address(values)
+        job["padded"], job["bounds"] = rng.random() < 0.7, address(mask.bounds)
+        job["items"], job["size"], job["rows"], job["integers"] = outer * inner, dtype.itemsize, rows, 1
+        job["columns"] = outer * inner if rng.random() < 0.3 and outer * inner > 1 else 0
+        trials = [[mode, pad, 0]] if rng.random() < 0.7 else [[CONSTANT, 77, 0], [mode, pad, 0]]
+        job["num_pads"] = len(trials)
+        job["pads"][: len(trials)] = trials
+    for threads in (1, 3):  # the second time in the forms that were chosen the first time
+        entries, fields, body = core.encode(jobs, mask, threads)
+        for at, job in enumerate(jobs):
+            core.packed(int(fields[at]), (entries, body), mask, truth[at])
+            full = padded[at]
+            out = np.full(full.size + MARGIN, 0x55, full.dtype)
+            target = np.zeros(1, TARGET)
+            target["field"] = job["field"]
+            mode = job["pads"][int(job["pad"])] if job["padded"] else job["pads"][int(job["num_pads"]) - 1]
+            pads = np.arange(rows, dtype=full.dtype)
+            held.append(pads)
+            target["field"]["padded"], target["field"]["row_pads"] = address(out), address(pads)
+            target["field"]["mode"], target["field"]["pad"] = mode[0], mode[1]
+            target["padded"], target["entry"], target["rows"] = 1, fields[at], rows
+            core.decode(target, (entries, body), mask)
+            assert (out[: full.size].reshape(full.shape) == full).all()
+            assert (out[full.size :] == np.full(MARGIN, 0x55, full.dtype)).all()
+        cuts = np.sort(rng.integers(0, rows + 1, 4))
+        parts, none = np.zeros((3, entries.size), ENTRY), np.zeros(1, STORED)
+        numbers = address(entries), entries.size, address(none), 0, address(mask.line), address(body), rows
+        assert core.call("split", *numbers, address(cuts), 3, address(parts), address(none)) == 0
+        for part, (begin, end) in zip(parts, itertools.pairwise(cuts), strict=True):
+            own = Mask(mask.mask[begin:end])
+            for at, job in enumerate(jobs):
+                low, high = (int(mask.bounds[row]) * int(job["items"]) for row in (begin, end))
+                core.packed(int(fields[at]), (part, body), own, truth[at][low:high])
+
+
+if __name__ == "__main__":
+    library, first, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    for number in range(first, first + count):
+        run(Core(library), number)
+    print("no difference")

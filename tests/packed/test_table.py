@@ -1,0 +1,573 @@
+"""The table of a packed batch: every encoding of words of every size, against rows that are made and moved in loops."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import strategies
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import assert_same_batch
+from samples import PAD, workload
+from strategies import Case, batches, patterns
+from tensordict import TensorDict
+from torch import Tensor
+
+from maskpack import EDGE, PER_ROW, SIGNED_ZERO, MaskNestingSpec, PackedBatch, compress, decompress, unnest
+from maskpack.core import native
+from maskpack.fields.registry import HINTS
+from maskpack.packed import table
+from maskpack.packed.join import merged
+
+pytestmark = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
+
+INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)
+FLOATS = (torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64, torch.complex128)
+KINDS = (*native.KINDS, "near")
+"""The encodings, and blocks of distances to another field."""
+WIDTHS = (0, 1, 7, 8, 64, 257)
+ANY_HINT = (
+    *HINTS,
+    "near:x",
+    "near:y",
+    "near:gone",
+    "concat:prompts,responses",
+    "concat:x,x",
+    "concat:x,y",
+    "concat:y,m",
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_remembered() -> None:
+    table.forget()
+
+
+# -------------------------------------------------------------------- rows of words
+
+
+def signed(dtype: torch.dtype) -> np.dtype[Any]:
+    """The dtype of the words of a tensor."""
+    return np.dtype(f"i{min(dtype.itemsize, 8)}")
+
+
+def words(kind: str, dtype: np.dtype[Any], lengths: Sequence[int], rng: np.random.Generator) -> list[np.ndarray]:
+    """Rows with the regularity that an encoding is for. Numbers wrap at the limits of the dtype."""
+    info, bits = np.iinfo(dtype), 8 * dtype.itemsize
+    limits = np.array([info.min, info.min + 1, -1, 0, 1, info.max - 1, info.max], dtype)
+
+    def noise(size: int) -> np.ndarray:
+        any_word = rng.integers(info.min, info.max, size, dtype, endpoint=True)
+        return np.where(rng.random(size) < 0.1, rng.choice(limits, size), any_word)
+
+    def small(size: int, most: int) -> np.ndarray:
+        return rng.integers(0, most, size).astype(dtype)
+
+    base, pair = noise(1), noise(2)
+    width = int(rng.integers(2, min(bits, 8) - 1))
+    step = rng.choice(np.array([1, -1, 0, 3, noise(1)[0]], dtype))
+    pool = [noise(max([1, *lengths])) for _ in range(2)]
+    makers: dict[str, Callable[[int], np.ndarray]] = {
+        "narrow": lambda n: base + small(n, 256),
+        "blocks": lambda n: np.minimum(base, info.max - 128) + small(n, 1 << width),
+        "bitmap": lambda n: rng.choice(pair, n),
+        "rle": lambda n: np.repeat(noise(n), rng.integers(1, 90, n))[:n],
+        "arange": lambda n: noise(1) + np.arange(n).astype(dtype) * step,
+        "delta": lambda n: np.cumsum(np.repeat(noise(n), 100)[:n], dtype=dtype),
+        "sparse": lambda n: np.where(rng.random(n) < 0.03, noise(n), 0),
+        "dictionary": lambda n: pool[rng.integers(0, 2)][:n],
+    }
+    return [makers.get(kind, noise)(n).astype(dtype) for n in lengths]
+
+
+@dataclass(frozen=True)
+class Form:
+    """Fields x and same, which are equal, and near, which is close to them; for each dtype. If `kind` is concat, x is
+    head and then tail. Elements have dims before the ragged one and behind it."""
+
+    kind: str
+    width: int
+    pad: Any = 0
+    before: tuple[int, ...] = ()
+    behind: tuple[int, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = INTEGERS
+
+    @property
+    def cut(self) -> int:
+        return self.width // 3
+
+    def batch(self, mask: oracle.Mask, rng: np.random.Generator, kind: str = "", split: bool = True) -> TensorDict:
+        """Rows that `kind` is for. Without `split`, head is no part of x."""
+        out: dict[str, Tensor] = {}
+        masks = self._masks(mask)
+        for name, (own, width) in masks.items():
+            out[name] = oracle.mask_tensor(own, width)
+        for dtype in self.dtypes:
+            values = self._values(kind or self.kind, mask, dtype, rng)
+            close = oracle.cells(values).view(signed(dtype)) + rng.integers(-3, 4, 1).astype(signed(dtype))
+            close = close.view(oracle.cells(values).dtype) if close.size else oracle.cells(values)
+            near = oracle.from_cells(close.reshape(values.shape), dtype)
+            pads = self._pads(dtype, len(mask), rng)
+            out[f"x {dtype}"] = self._padded(values, mask, self.width, pads)
+            out[f"same {dtype}"] = out[f"x {dtype}"].clone()
+            out[f"near {dtype}"] = self._padded(near, mask, self.width, pads)
+            if self.kind == "concat":
+                whole = oracle.unpack(values, mask, self.width)
+                head = oracle.pack(whole[:, : self.cut], masks["hm"][0])
+                if not split:
+                    head = self._values("plain", masks["hm"][0], dtype, rng)
+                tail = oracle.pack(whole[:, self.cut :], masks["tm"][0])
+                out[f"head {dtype}"] = self._padded(head, *masks["hm"], pads)
+                out[f"tail {dtype}"] = self._padded(tail, *masks["tm"], pads)
+        return TensorDict(out, [len(mask)])
+
+    def registry(self, hinted: bool = True) -> dict[str, MaskNestingSpec]:
+        specs = {"m": MaskNestingSpec("m"), "hm": MaskNestingSpec("hm"), "tm": MaskNestingSpec("tm")}
+        for dtype in self.dtypes:
+            hints = {"concat": f"concat:head {dtype},tail {dtype}", "plain": "sparse", "near": "dictionary"}
+            for name, own, hint in (
+                ("x", "m", hints.get(self.kind, self.kind)),
+                ("same", "m", "rle"),
+                ("near", "m", f"near:x {dtype}"),
+                ("head", "hm", "narrow"),
+                ("tail", "tm", "blocks"),
+            ):
+                ragged = 1 + len(self.before)
+                specs[f"{name} {dtype}"] = MaskNestingSpec(own, self.pad, ragged, (hint,) if hinted else ())
+        return specs
+
+    def _masks(self, mask: oracle.Mask) -> dict[str, tuple[oracle.Mask, int]]:
+        masks = {"m": (mask, self.width)}
+        if self.kind == "concat":
+            masks["hm"] = [row[: self.cut] for row in mask], self.cut
+            masks["tm"] = [row[self.cut :] for row in mask], self.width - self.cut
+        return masks
+
+    def _values(self, kind: str, mask: oracle.Mask, dtype: torch.dtype, rng: np.random.Generator) -> Tensor:
+        """[T, *before, *behind]"""
+        shape = *self.before, *self.behind
+        items = int(np.prod(shape, dtype=int)) * (2 if dtype.itemsize == 16 else 1)
+        tokens = oracle.lengths(mask)
+        if kind == "columns":
+            several = itertools.islice(itertools.cycle(("arange", "plain", "rle")), items)
+            columns = [np.concatenate([*words(each, signed(dtype), tokens, rng), []]) for each in several]
+            line = np.stack([column.astype(signed(dtype)) for column in columns], 1) if columns else np.zeros(0)
+        else:
+            rows = words(kind, signed(dtype), [n * items for n in tokens], rng)
+            line = np.concatenate([np.zeros(0, signed(dtype)), *rows])
+        raw = np.frombuffer(line.astype(signed(dtype)).tobytes(), f"V{dtype.itemsize}")
+        return oracle.from_cells(raw.reshape(sum(tokens), *shape), dtype)
+
+    def _pads(self, dtype: torch.dtype, rows: int, rng: np.random.Generator) -> Any:
+        if self.pad is PER_ROW:
+            raw = np.frombuffer(rng.bytes(rows * dtype.itemsize), f"V{dtype.itemsize}")
+            return oracle.from_cells(raw, dtype)
+        if self.pad is SIGNED_ZERO:
+            return torch.tensor(rng.choice([0.0, -0.0], rows)).to(dtype)
+        return oracle.EDGE if self.pad is EDGE else self.pad
+
+    def _padded(self, values: Tensor, mask: oracle.Mask, width: int, pad: Any) -> Tensor:
+        return oracle.unpack(values, mask, width, pad).movedim(1, 1 + len(self.before))
+
+
+@st.composite
+def forms(draw: st.DrawFn, kind: str) -> Form:
+    floats = draw(st.booleans())
+    some = st.lists(st.sampled_from(FLOATS if floats else INTEGERS), min_size=1, max_size=2, unique=True)
+    dtypes = tuple(draw(some))
+    pads = [0, EDGE, PER_ROW, SIGNED_ZERO, 2.0] if floats else [0, EDGE, PER_ROW, 127]
+    if torch.complex128 in dtypes or torch.float8_e4m3fn in dtypes:
+        pads.remove(SIGNED_ZERO)
+    before = draw(st.sampled_from([(), (), (3,)]))
+    behind = draw(st.sampled_from([(2,), (3,)] if kind == "columns" else [(), (), (2,), (0,)]))
+    return Form(kind, draw(st.sampled_from(WIDTHS)), draw(st.sampled_from(pads)), before, behind, dtypes)
+
+
+def kinds_of(packed: PackedBatch) -> dict[str, str]:
+    return {path[0]: packed.table.kind(number) for path, number in packed.numbers.items()}
+
+
+def entry_of(packed: PackedBatch, name: str) -> int:
+    return int(packed.table.fields[packed.numbers[name,]])
+
+
+def assert_rows(packed: PackedBatch, want: TensorDict) -> None:
+    """The padded batch, from here and from files and pickles; and its packed values."""
+    for there in (packed, PackedBatch.from_bytes(packed.to_bytes()), pickle.loads(pickle.dumps(packed))):
+        assert_same_batch(decompress(there), want)
+        assert_same_batch(unnest(decompress(there, format="nested")), want)
+
+
+# -------------------------------------------------------------------- there and back, by rows and by fields
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(st.data())
+def test_rows_of_every_encoding(kind: str, data: st.DataObject) -> None:
+    form = data.draw(forms(kind))
+    rng = data.draw(strategies.generators())
+    mask = data.draw(patterns(width=form.width))
+    rows = range(len(mask))
+    batch = form.batch(mask, rng)
+    packed = compress(batch, registry=form.registry())
+    assert_rows(packed, batch)
+    for name, value in batch.items():
+        spec = form.registry()[name]
+        own = form._masks(mask)[spec.masks[0]][0]
+        values = decompress(packed, name, format="nested")[name].values()
+        oracle.assert_same_tensor(values, oracle.pack(value.movedim(spec.ragged_dim, 1), own))
+    start, stop = sorted(data.draw(st.tuples(st.integers(0, len(mask)), st.integers(0, len(mask)))))
+    sizes = [start, stop - start, len(mask) - stop]
+    for part, begin in zip(packed.split(sizes), (0, start, stop), strict=True):
+        own = rows[begin : begin + len(part)]
+        assert_same_batch(decompress(part), oracle.take_rows(batch, own))
+        low, high = sorted(data.draw(st.tuples(st.integers(0, len(own)), st.integers(0, len(own)))))
+        assert_rows(part[low:high], oracle.take_rows(batch, own[low:high]))
+        if len(own):
+            picked = data.draw(st.lists(st.integers(0, len(own) - 1), max_size=6))
+            assert_rows(part.take(picked), oracle.take_rows(batch, [own[row] for row in picked]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(st.data())
+def test_parts_of_different_encodings_join(kind: str, data: st.DataObject) -> None:
+    form = data.draw(forms(kind))
+    rng = data.draw(strategies.generators())
+    others = data.draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=2))
+    parts = [
+        form.batch(data.draw(patterns(width=form.width)), rng, other, split=data.draw(st.booleans()))
+        for other in (kind, *others)
+    ]
+    whole = PackedBatch.cat([compress(part, registry=form.registry(data.draw(st.booleans()))) for part in parts])
+    want = torch.cat(parts)
+    assert_rows(whole, want)
+    if len(want):
+        picked = data.draw(st.lists(st.integers(0, len(want) - 1), max_size=6))
+        again = PackedBatch.cat([whole[1:].take(slice(None, None, 2)), whole.take(picked)])
+        assert_same_batch(decompress(again), oracle.take_rows(want, [*range(1, len(want), 2), *picked]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(st.data())
+def test_fields_leave_and_come_together(kind: str, data: st.DataObject) -> None:
+    form = data.draw(forms(kind))
+    batch = form.batch(data.draw(patterns(width=form.width)), data.draw(strategies.generators()))
+    packed = compress(batch, registry=form.registry())[: len(batch)]
+    homes = {name: data.draw(st.integers(0, 2)) for name in batch.keys()}  # noqa: SIM118
+    parts = [[name for name, home in homes.items() if home == number] for number in range(3)]
+    split = [packed.select(*names) for names in parts if names]
+    for part, names in zip(split, filter(None, parts), strict=True):
+        assert_rows(part, batch.select(*names))
+    order = data.draw(st.permutations([(name,) for name in homes]))
+    assert_rows(merged(split, order), TensorDict({path[0]: batch[path[0]] for path in order}, batch.batch_size))
+
+
+# -------------------------------------------------------------------- which encoding it is
+
+
+def long_mask(rows: int = 8, width: int = 700) -> oracle.Mask:
+    lengths = [0, width, *(300 + 53 * row for row in range(rows - 2))]
+    return [[place < length for place in range(width)] for length in lengths]
+
+
+@pytest.mark.parametrize("hinted", [True, False], ids=["hinted", "by itself"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_encoding_is_taken_for_what_it_is_for(kind: str, hinted: bool) -> None:
+    form = Form(kind, 700, behind=(3,) if kind == "columns" else ())
+    mask = long_mask()
+    if kind == "dictionary":
+        mask = [row for row in mask[1:] for _ in range(3)]
+    for seed in range(3):
+        batch = form.batch(mask, np.random.default_rng(seed))
+        packed = compress(batch, registry=form.registry(hinted))
+        found = kinds_of(packed)
+        for dtype in INTEGERS:
+            name, size = f"x {dtype}", dtype.itemsize
+            number = packed.numbers[name,]
+            own = sum(
+                place["size"] * place["count"]
+                for at in packed.table.own_entries(number)
+                for place in packed.table.entry_places(at)
+            )
+            assert own <= packed.words_nbytes((name,))
+            if kind not in ("concat", "dictionary", "columns"):
+                assert entry_of(packed, f"same {dtype}") == entry_of(packed, name)
+            if kind == "near" and hinted:
+                assert found[f"near {dtype}"] == "blocks"
+                assert packed.table.entries[entry_of(packed, f"near {dtype}")]["second"] == entry_of(packed, name)
+            elif (kind in ("near", "concat", "columns") and not hinted) or (kind == "narrow" and size == 1):
+                continue
+            else:
+                assert found[name].split(" ")[0] == ("plain" if kind == "near" else kind), (name, found[name])
+
+
+@pytest.mark.parametrize("variant", ["reference", "multi-turn", "negative-zeros"])
+def test_fields_of_the_reference_workload(variant: str) -> None:
+    batch = workload(variant, 64, 96, 448)
+    packed = compress(batch, pad_token_id=PAD)
+    found = {name: kind.split(" ")[0] for name, kind in kinds_of(packed).items()}
+    want = {"prompts": "dictionary", "input_ids": "concat", "position_ids": "arange"}
+    assert {name: found[name] for name in want} == want
+    assert entry_of(packed, "token_level_scores") == entry_of(packed, "token_level_rewards")
+    assert entry_of(packed, "advantages") == entry_of(packed, "returns")
+    assert_same_batch(decompress(packed), batch)
+
+
+def test_what_is_equal_stays_small_with_more_tokens() -> None:
+    """Ten times the response: masks, positions, rewards and advantages take (almost) no byte more."""
+    short, long = (compress(workload(rows=64, prompt=64, response=width), pad_token_id=PAD) for width in (448, 4480))
+    for name in ("attention_mask", "position_ids", "response_mask", "advantages", "token_level_scores", "returns"):
+        assert long.select(name).nbytes <= short.select(name).nbytes + 64, name
+
+
+@pytest.mark.parametrize("size", [255, 256, 257, 2047, 2048, 2049, 70_000])
+@pytest.mark.parametrize("hints", [(), ("rle",), ("arange",), ("bitmap", "sparse"), ("delta",)])
+def test_a_sample_is_not_the_whole(size: int, hints: tuple[str, ...]) -> None:
+    """One odd word, anywhere, beside words that every sample takes for equal, rising, or few."""
+    registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", hints=hints)}
+    for family in (np.ones(size, np.int64), np.arange(size), np.zeros(size, np.int64), np.arange(size) % 2):
+        for place in (None, 0, 1, 63, 127, 128, 200, size - 65, size - 1):
+            x = torch.from_numpy(family.copy())[None].repeat(2, 1)
+            if place is not None:
+                x[1, place] = 2**40 + 7
+            batch = TensorDict({"m": torch.ones_like(x), "x": x}, [2])
+            packed = compress(batch, registry=registry)
+            assert torch.equal(decompress(packed)["x"], x)
+            assert packed.nbytes <= x.nbytes + 64
+
+
+@pytest.mark.parametrize("hints", [(), ("rle", "bitmap"), ("sparse", "rle")])
+@pytest.mark.parametrize("name", [name for name in strategies.MANY_RUNS if name != "no width"])
+def test_a_field_of_two_words_takes_its_bits_and_little_more(name: str, hints: tuple[str, ...]) -> None:
+    mask, width = strategies.MANY_RUNS[name]
+    flags = oracle.mask_tensor(mask, width)
+    registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", hints=hints)}
+    for dtype, (high, low) in itertools.product(
+        (torch.uint8, torch.float32, torch.int64), ((1, 0), (0, 200), (9, 100))
+    ):
+        batch = TensorDict({"m": torch.ones_like(flags), "x": torch.where(flags, high, low).to(dtype)}, [len(mask)])
+        packed = compress(batch, registry=registry)
+        assert torch.equal(decompress(packed)["x"], batch["x"])
+        assert packed.select("x").nbytes <= len(mask) * ((width + 7) // 8) + 128
+
+
+# -------------------------------------------------------------------- fields that follow from others
+
+
+def followed(packed: PackedBatch) -> None:
+    """Raises where an entry refers to one that does not come before it, or to one that a reader refuses."""
+    for at, entry in enumerate(packed.table.entries):
+        kind, first, second = native.KINDS[int(entry["kind"])], int(entry["first"]), int(entry["second"])
+        inner = {"concat": [first, second], "dictionary": [first], "columns": range(first, first + second)}
+        for other in inner.get(kind, [second] if kind == "blocks" and second >= 0 else []):
+            assert 0 <= other < at
+            assert native.KINDS[int(packed.table.entries[other]["kind"])] != "concat"
+
+
+def line(*rows: list[int]) -> tuple[Tensor, Tensor]:
+    """Rows of words as a padded field of ones and more, and its mask."""
+    mask = [[place < len(row) for place in range(9)] for row in rows]
+    values = torch.tensor([word for row in rows for word in row], dtype=torch.int64)
+    return oracle.unpack(values, mask, 9), oracle.mask_tensor(mask, 9)
+
+
+def fields_of(order: Sequence[str], rows: dict[str, list[list[int]]], hints: dict[str, tuple[str, ...]]) -> PackedBatch:
+    """Each field under a mask of its own, packed; it must come back."""
+    batch: dict[str, Tensor] = {}
+    for name in order:
+        batch[name], batch[f"{name} mask"] = line(*rows[name])
+    specs = {name: MaskNestingSpec(f"{name} mask", hints=hints.get(name, ())) for name in order}
+    specs |= {f"{name} mask": MaskNestingSpec(f"{name} mask") for name in order}
+    whole = TensorDict(batch, [len(rows[order[0]])])
+    packed = compress(whole, registry=specs)
+    followed(packed)
+    assert_rows(packed, whole)
+    return packed
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["abc", "ab", "a"])))
+def test_a_concat_is_no_part_of_a_concat(order: tuple[str, ...]) -> None:
+    """abc = ab + c and ab = a + b: only one of the two follows from others."""
+    rows = {"a": [[7], [70]], "b": [[800], [5]], "c": [[6], [600]], "ab": [[7, 800], [70, 5]]}
+    rows["abc"] = [[7, 800, 6], [70, 5, 600]]
+    hints = {"ab": ("concat:a,b",), "abc": ("concat:ab,c",)}
+    packed = fields_of(list(dict.fromkeys([*order, *rows])), rows, hints)
+    assert sorted(kind for kind in kinds_of(packed).values() if kind == "concat") == ["concat"]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations("abc")))
+def test_a_circle_of_concats(order: tuple[str, ...]) -> None:
+    """a = b + c, b = a + c, where c has no words: each of a and b could follow from the other."""
+    rows = {"a": [[3, 1, 2], [9, 9, 8, 7]], "b": [[3, 1, 2], [9, 9, 8, 7]], "c": [[], []]}
+    hints = {"a": ("concat:b,c",), "b": ("concat:a,c", "concat:c,a"), "c": ("concat:a,b", "near:a")}
+    assert list(kinds_of(fields_of(order, rows, hints)).values()).count("concat") <= 1
+
+
+@pytest.mark.parametrize(
+    ("change", "hint"),
+    [
+        ([[7, 70, 1], [5, 3]], "concat:head,tail"),
+        ([[7, 70], [1, 5, 2]], "concat:head,tail"),
+        (None, "concat:tail,head"),
+        (None, "concat:head,gone"),
+        (None, "concat:head,head"),
+        (None, "narrow"),
+    ],
+    ids=str,
+)
+def test_what_is_no_concat(change: list[list[int]] | None, hint: str) -> None:
+    rows = {"head": [[7, 70], [5]], "tail": [[1], [2]], "whole": [[7, 70, 1], [5, 2]]}
+    names = ["whole", "head", "tail"]
+    assert kinds_of(fields_of(names, rows, {"whole": ("concat:head,tail",)}))["whole"] == "concat"
+    packed = fields_of(names, {**rows, "whole": change or rows["whole"]}, {"whole": (hint,)})
+    assert kinds_of(packed)["whole"] != "concat"
+
+
+@pytest.mark.parametrize("kind", ["dictionary", "columns", "concat", "near", "bitmap", "delta"])
+def test_near_to_a_field_of_any_encoding(kind: str) -> None:
+    form = Form(kind, 700, behind=(3,) if kind == "columns" else ())
+    mask = [row for row in long_mask()[1:5] for _ in range(3)] if kind == "dictionary" else long_mask()
+    batch = form.batch(mask, np.random.default_rng(0))
+    packed = compress(batch, registry=form.registry())
+    assert kinds_of(packed)["x torch.int64"].split(" ")[0] == {"near": "plain"}.get(kind, kind)
+    followed(packed)
+    assert_rows(packed, batch)
+    assert_rows(packed[2:5], batch[2:5])
+    assert_rows(packed.select("near torch.int64", "m"), batch.select("m", "near torch.int64"))
+
+
+def test_a_long_chain_of_near_fields() -> None:
+    rng = np.random.default_rng(0)
+    names = [f"x{number}" for number in range(12)]
+    steps = torch.from_numpy(rng.integers(0, 3, (12, 4, 300))).cumsum(0)
+    values = torch.from_numpy(rng.integers(-(2**60), 2**60, (4, 300))) + steps
+    batch = TensorDict({"m": torch.ones(4, 300), **dict(zip(names, values, strict=True))}, [4])
+    registry = {"m": MaskNestingSpec("m"), "x0": MaskNestingSpec("m")}
+    registry |= {new: MaskNestingSpec("m", hints=(f"near:{old}",)) for old, new in itertools.pairwise(names)}
+    for order in (batch, TensorDict(dict(reversed(list(batch.items()))), [4])):
+        packed = compress(order, registry=registry)
+        assert sum(kind == "blocks" for kind in kinds_of(packed).values()) == 10
+        assert_rows(packed, order)
+        assert_rows(packed[1:3], order[1:3])
+
+
+def test_equal_fields_share_one_entry() -> None:
+    rng = np.random.default_rng(0)
+    x = torch.from_numpy(rng.integers(0, 50_000, (6, 400)))
+    other, holes = x.clone(), torch.ones_like(x)
+    other[4, 333] += 1
+    holes[:, 100] = 0
+    batch = TensorDict({"m": torch.ones_like(x), "holes": holes, "a": x, "b": x.clone(), "int32": x.int()}, [6])
+    batch["other"], batch["beside"], batch["free"], batch["again"] = other, x * holes, x.clone(), x.clone()
+    under = {"m": "m", "holes": "holes", "a": "m", "b": "m", "int32": "m", "other": "m", "beside": "holes"}
+    packed = compress(batch, registry={name: MaskNestingSpec(mask) for name, mask in under.items()})
+    entries = {name: entry_of(packed, name) for name in batch.keys()}  # noqa: SIM118
+    assert entries["a"] == entries["b"]
+    assert len(set(entries.values())) == len(entries) - 1, "others differ in a word, the dtype, or the layout"
+    assert packed.select("a", "b").nbytes == packed.select("b").nbytes
+    assert_rows(packed, batch)
+    for part in (packed[2:5], packed.take([5, 2, 2]), PackedBatch.cat([packed, packed[1:3]])):
+        assert entry_of(part, "a") == entry_of(part, "b")
+    out = decompress(packed)
+    out["a"].fill_(-1)
+    assert_same_batch(out.exclude("a"), batch.exclude("a"))
+
+
+@given(batches(objects=False), st.data())
+def test_hints_change_no_bit(case: Case, data: st.DataObject) -> None:
+    names = data.draw(st.lists(st.sampled_from(sorted(case.registry, key=str)), max_size=8, unique=True))
+    hints = st.lists(st.sampled_from(ANY_HINT), max_size=3).map(tuple)
+    registry = case.registry | {
+        name: dataclasses.replace(case.registry[name], hints=data.draw(hints)) for name in names
+    }
+    packed = compress(case.batch, registry=registry, pad_token_id=case.pad_token_id)
+    followed(packed)
+    assert_same_batch(decompress(PackedBatch.from_bytes(packed.to_bytes())), case.batch)
+    assert_same_batch(unnest(decompress(packed, format="nested")), case.batch)
+
+
+# -------------------------------------------------------------------- what is remembered, and who works
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_remembered_form_is_exact_when_the_data_change(kind: str) -> None:
+    form = Form(kind, 600, PER_ROW, behind=(2,))
+    masks = [long_mask(6, 600), [], [[False] * 600] * 3, long_mask(3, 600)]
+    for seed, (mask, other) in enumerate(itertools.product(masks, KINDS)):
+        for now in (kind, other):
+            batch = form.batch(mask, np.random.default_rng(seed), now)
+            assert_same_batch(decompress(compress(batch, registry=form.registry())), batch)
+
+
+def test_a_form_that_a_sample_does_not_show_is_kept() -> None:
+    """Floats are not tried as narrow unless a hint asks for it."""
+    x = torch.randint(0, 200, (8, 400), dtype=torch.int32).view(torch.float32)
+    registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", hints=("narrow",))}
+    packs = [compress(TensorDict({"m": torch.ones(8, 400), "x": x}, [8]), registry=registry) for _ in range(3)]
+    assert {kinds_of(packed)["x"] for packed in packs} == {"narrow"}
+    assert len({packed.to_bytes() for packed in packs}) == 1
+
+
+def drifting(way: int, share: float, dtype: np.dtype[Any], rng: np.random.Generator) -> np.ndarray:
+    """[12, 500]: rows whose regularity becomes another while `share` goes from 0 to 1."""
+    rows, width = 12, 500
+    info = np.iinfo(dtype)
+
+    def noise(*shape: int) -> np.ndarray:
+        return rng.integers(info.min, info.max, shape, dtype, endpoint=True)
+
+    few = np.where(rng.random((rows, width)) < share, noise(rows, width), rng.integers(0, 9, (rows, width)))
+    stretch = max(1, round(200 ** (1 - share)))
+    some = max(1, round(2 + share * (rows - 2)))
+    made = {
+        0: lambda: rng.integers(0, 2 ** (1 + round(share * (8 * dtype.itemsize - 2))), (rows, width)),
+        1: lambda: np.where(rng.random((rows, width)) < 0.01 + 0.7 * share, noise(rows, width), 0),
+        2: lambda: np.repeat(noise(rows, width), stretch, 1)[:, :width],
+        3: lambda: noise(some, width)[np.arange(rows) % some],
+        4: lambda: np.where(rng.random((rows, 1)) < share, noise(rows, width), np.arange(width)),
+        5: lambda: few,
+        6: lambda: np.cumsum(rng.random((rows, width)) < 0.5 + 0.5 * share, 1),
+        7: lambda: np.repeat(drifting(2, 1 - share, dtype, rng)[:3], 4, 0),
+    }
+    return made[way]().astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+@pytest.mark.parametrize("way", range(8))
+def test_a_drift_of_the_data_costs_little(way: int, dtype: torch.dtype) -> None:
+    registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m")}
+    numbers = signed(dtype)
+    rng = np.random.default_rng(way)
+    drift = [0.0, 0.0, 0.05, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 0.7, 0.3, 0.0]
+    made = [torch.from_numpy(drifting(way, share, numbers, rng)).view(dtype) for share in drift]
+    steps = [TensorDict({"m": torch.ones(x.shape), "x": x}, [len(x)]) for x in made]
+    remembered = [compress(batch, registry=registry) for batch in steps]
+    for packed, batch in zip(remembered, steps, strict=True):
+        table.forget()
+        anew = compress(batch, registry=registry)
+        assert packed.nbytes <= 1.02 * anew.nbytes + 256, (kinds_of(packed), kinds_of(anew))
+        assert_same_batch(decompress(packed), batch)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_give_equal_words(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = Form(kind, 300, PER_ROW, behind=(2,))
+    batch = form.batch(long_mask(6, 300), np.random.default_rng(1))
+    made: list[list[bytes]] = []
+    for threads in (1, 2, 5):
+        monkeypatch.setattr(native, "threads_for", lambda nbytes, threads=threads: threads)
+        table.forget()
+        packs = [compress(batch, registry=form.registry()) for _ in range(2)]
+        for packed in packs:
+            assert_same_batch(decompress(packed), batch)
+        made.append([packed.to_bytes() for packed in [*packs, packs[0][1:4], packs[1].take([3, 0])]])
+    assert made[0] == made[1] == made[2]
