@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+
 import numpy as np
 import pytest
 import torch
 
 import maskpack
 from bench import __main__ as command
-from bench import baselines, floors, measure, nest, payload, report
+from bench import baselines, floors, measure, nest, payload, payload_rivals, report
 from bench.workloads import PAD_ID, PROMPT_WIDTH, RESPONSE_WIDTH, VARIANTS, make_batch
 
 P, R, ROWS = 37, 229, 33
@@ -132,11 +135,14 @@ def test_the_copy_floor_copies():
         floors.copy([fields[0].T])
 
 
-def test_a_missing_compiler_is_named_with_its_remedy(monkeypatch):
+def test_a_missing_compiler_or_rival_is_named_with_its_remedy(monkeypatch):
     floors._floor.cache_clear()
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(RuntimeError, match=r"no no-such-compiler.*apt-get install gcc"):
         floors.read([torch.zeros(1)])
+    monkeypatch.setitem(sys.modules, "lz4.frame", None)
+    with pytest.raises(ModuleNotFoundError, match=r"lz4.*pip install -e '.\[bench\]'"):
+        importlib.reload(payload_rivals)
 
 
 def test_torch_threads_are_restored():
@@ -153,10 +159,19 @@ def test_payload_has_its_targets(measured):
     variants = ["reference", "multi-turn", "routed-experts"]
     rows = measured("payload", lambda rows, rounds: payload.run(rows, rounds, **SMALL, variants=variants))
     targets = {key: row["target"] for key, row in rows.items() if row["target"]}
-    assert targets["payload reference", "padded / maskpack"] == ">= 47"
+    assert targets["payload reference", "padded / maskpack"] == ">= 59"
     assert targets["payload multi-turn", "padded / maskpack"] == ">= 42"
-    assert targets["payload reference", "compress, verify=always / read"] == "<= 1.6"
-    assert targets["payload reference", "decompress, nested / memcpy"] == "<= 3"
+    verified = "compress, verify=always / one read of the padded bytes"
+    assert targets["payload reference", verified] == "<= 1.25"
+    assert targets["payload reference, 40 rows", verified] == "<= 1.12"
+    assert targets["payload reference, two threads", verified] == "<= 1.2"
+    restored = "decompress, padded / one write of the padded bytes"
+    assert targets["payload reference", restored] == "<= 0.9"
+    assert targets["payload reference, fresh pages", restored] == "<= 0.4"
+    assert targets["payload reference", "maskpack / zstd level 1 of the padded buffers, bytes"] == "<= 0.69"
+    assert rows["payload reference", "blosc2 of the padded buffers, decode / decompress, padded"]["target"] is None
+    chain = "compress + pickle.dumps + pickle.loads + decompress"
+    assert targets["payload 16 rows of 64 + 128", chain] == "<= 120"
     assert ("payload routed-experts", "routed_experts alone") in targets
 
 
