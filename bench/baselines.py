@@ -118,11 +118,6 @@ def gather_by_index(batch: TensorDictBase, indices: Mapping[str, Tensor]) -> lis
     return [field.view(-1).index_select(0, indices[axis_of(name)]) for name, field in batch.items()]
 
 
-def read_all(fields: list[Tensor]) -> list[Tensor]:
-    """One streaming read of integer tensors."""
-    return [torch.count_nonzero(field) for field in fields]
-
-
 def write_all(fields: list[Tensor]) -> list[Tensor]:
     """One write of as many bytes into newly allocated tensors."""
     return [torch.empty_like(field).fill_(1) for field in fields]
