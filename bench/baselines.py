@@ -4,8 +4,8 @@
     masks:    pad, diff, nonzero -> starts and lengths of the runs, as int64 nested tensors
     unnest:   torch.full, then the values scattered through the boolean mask
 
-This is the usual code, neither slowed down nor tuned. It checks nothing: it trusts every pad. `gather_by_mask`,
-`gather_by_index` and `copy_values` are the steps between it and the memory bandwidth.
+This is the usual code, neither slowed down nor tuned. It checks nothing: it trusts every pad. `gather_by_mask`
+and `gather_by_index` are the steps between it and the memory bandwidth; floors.py has the bandwidth itself.
 """
 
 from __future__ import annotations
@@ -116,16 +116,6 @@ def gather_by_mask(batch: TensorDictBase, masks: Mapping[str, Tensor]) -> list[T
 def gather_by_index(batch: TensorDictBase, indices: Mapping[str, Tensor]) -> list[Tensor]:
     """`index_select` for every field, the flat indices of each axis given: values only."""
     return [field.view(-1).index_select(0, indices[axis_of(name)]) for name, field in batch.items()]
-
-
-def copy_values(values: list[Tensor]) -> list[Tensor]:
-    """memcpy: `torch.clone` of each tensor, into newly allocated memory, on all threads."""
-    return [value.clone() for value in values]
-
-
-def read_all(fields: list[Tensor]) -> list[Tensor]:
-    """One streaming read of integer tensors."""
-    return [torch.count_nonzero(field) for field in fields]
 
 
 def write_all(fields: list[Tensor]) -> list[Tensor]:

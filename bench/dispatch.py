@@ -60,10 +60,10 @@ _RATIOS = (
     (PADDED, VERIFIED, ">= 16"),
     (JAGGED, VERIFIED, ">= 4.5"),
     (JAGGED_ZERO_COPY, VERIFIED, None),
-    (ZERO_COPY, VERIFIED, ">= 1"),
+    (ZERO_COPY, VERIFIED, ">= 2"),
     (PADDED, VERIFIED_PADDED, ">= 9"),
     (JAGGED_PADDED, VERIFIED_PADDED, ">= 3"),
-    (ZERO_COPY, VERIFIED_PADDED, None),
+    (ZERO_COPY, VERIFIED_PADDED, ">= 1.1"),
     (PADDED, TRUSTED, ">= 25"),
     (JAGGED, TRUSTED, ">= 7"),
     (JAGGED_ZERO_COPY, TRUSTED, None),
@@ -247,8 +247,8 @@ def _one_process(batch: TensorDict, sender: Sender, rounds: int) -> list[Row]:
     )
     ms |= interleaved({padded: lambda: _got(padded_chunks), jagged: lambda: _got(jagged_chunks)}, rounds)
     ratios = (
-        (once, one, "<= 1.3"),
-        (ranks, one, "<= 1.5"),
+        (once, one, "<= 1.2"),
+        (ranks, one, "<= 2"),
         (ranks, eight, None),
         (padded, ranks, None),
         (jagged, ranks, None),

@@ -10,7 +10,8 @@ import pickle
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -39,6 +40,17 @@ def keep_memory() -> None:
     libc = ctypes.CDLL(None)
     libc.mallopt(_TRIM_THRESHOLD, -1)
     libc.mallopt(_MMAP_THRESHOLD, 1 << 25)  # the most that glibc takes
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Within the context, torch and maskpack use `count` threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def interleaved(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:

@@ -2,31 +2,57 @@
 
 Bytes are those of a pickle (protocol 5), out-of-band buffers included. The rivals: the padded TensorDict, and the
 mask-nested one with response_mask as jagged int64 or as a run table. Every variant must come back bit for bit, or the
-case raises. Times stand beside one read and one write of the padded bytes and a copy of the nested ones, measured in
-the same rounds. The reference workload is measured again with eight times as many rows, and for the memory that
-compress takes.
+case raises. Times are those of one thread, beside a read of the padded bytes and a copy of the nested ones (floors.py),
+one write of the padded bytes, and on the reference workload compressors over the padded buffers, in the same rounds.
+
+The reference workload is measured again with two threads, with eight times as many rows, in fresh pages, in small
+batches, and for the memory that compress takes.
 """
 
 from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from tensordict import TensorDict
 
 import maskpack
-from bench import baselines
-from bench.measure import bits, interleaved, peak_bytes, progress, require_same, tensors, wire_bytes
+from bench import baselines, floors, payload_fresh, payload_small
+from bench.measure import (
+    bits,
+    interleaved,
+    peak_bytes,
+    progress,
+    require_same,
+    tensors,
+    torch_threads,
+    wire_bytes,
+)
+from bench.payload_rivals import RIVALS, encode_checked
 from bench.report import Row
 from bench.workloads import PAD_ID, PROMPT_WIDTH, RESPONSE_WIDTH, VARIANTS, make_batch
 from maskpack.packed.sizes import figures
 
-_SMALLER = {"reference": ">= 47", "multi-turn": ">= 42"}  # padded / maskpack
-_SMALLER_WITH_CODEC = {"reference": ">= 58"}
+_SMALLER = {"reference": ">= 59", "multi-turn": ">= 42"}  # padded / maskpack
+_SMALLER_WITH_CODEC = {"reference": ">= 66"}
+_FASTER, _SMALLER_THAN = {"zstd level 1": ">= 6"}, {"zstd level 1": "<= 0.69"}  # rival / maskpack, and bytes over its
 _FILL = 0.084
 _MORE_ROWS = 8
+_ALWAYS, _NEVER = "compress, verify=always", "compress, verify=never"
+_PADDED, _NESTED = payload_fresh.RESTORE, "decompress, nested"
+_READ, _WRITE, _COPY = "one read of the padded bytes", payload_fresh.WRITE, "memcpy of the nested values"
+_RATIOS = (
+    (_ALWAYS, _READ, "<= 1.25"),
+    (_NEVER, _ALWAYS, "<= 0.42"),
+    (_NESTED, _COPY, "<= 1.4"),
+    (_PADDED, _WRITE, "<= 0.9"),
+)
+
+Ratio = tuple[str, str, str | None]  # of two times, and its target
+Encoded = Mapping[str, list[bytes]]  # what each rival makes of the fields
 
 
 def run(
@@ -43,21 +69,26 @@ def run(
         progress(f"payload {variant}: {rows} rows")
         batch = make_batch(variant, rows, prompt_width=prompt_width, response_width=response_width)
         case = f"payload {variant}"
-        with warnings.catch_warnings():
+        with torch_threads(1), warnings.catch_warnings():
             # that fields travel dense is a row of the report
             warnings.simplefilter("ignore", maskpack.errors.MaskpackWarning)
             packed = maskpack.compress(batch, pad_token_id=PAD_ID)
             check_round_trip(case, batch, packed)
-            squeezed = replace(packed, codec="zstd")
-            check_round_trip(f"{case}, zstd", batch, squeezed)
-            report += _sizes(case, variant, batch, packed, squeezed)
-            report += _times(case, batch, packed, rounds)
-            if variant == "reference":
-                report += _memory(case, batch)
-                del batch, packed, squeezed
-                more = make_batch(variant, rows * _MORE_ROWS, prompt_width=prompt_width, response_width=response_width)
-                report += _scaling(case, report, more, rows, rounds)
-                del more
+            check_round_trip(f"{case}, zstd", batch, replace(packed, codec="zstd"))
+            encoded = encode_checked(tensors(batch)) if variant == "reference" else {}
+            report += _sizes(case, variant, batch, packed, encoded)
+            report += _times(case, variant, batch, packed, encoded, rounds)
+            if variant != "reference":
+                continue
+            report += _memory(case, batch, "<= 0.01")
+            report += _two_threads(f"{case}, two threads", batch, rounds)
+            del batch, packed, encoded
+            fresh = payload_fresh.milliseconds(rows, rounds, prompt_width, response_width)
+            report += _figures(f"{case}, fresh pages", fresh, [(_PADDED, _WRITE, "<= 0.4")])
+            batch = make_batch(variant, rows * _MORE_ROWS, prompt_width=prompt_width, response_width=response_width)
+            report += _more_rows(f"{case}, {rows * _MORE_ROWS:,} rows", batch, max(3, rounds // 2))
+            del batch
+            report += payload_small.run()
     return report
 
 
@@ -71,14 +102,12 @@ def check_round_trip(case: str, batch: TensorDict, packed: maskpack.PackedBatch)
     require_same(f"{case}, decompress nested, unnest", maskpack.unnest(nested), batch)
 
 
-def _sizes(
-    case: str, variant: str, batch: TensorDict, packed: maskpack.PackedBatch, squeezed: maskpack.PackedBatch
-) -> list[Row]:
+def _sizes(case: str, variant: str, batch: TensorDict, packed: maskpack.PackedBatch, encoded: Encoded) -> list[Row]:
     rows = batch.batch_size[0]
     padded = wire_bytes(batch) / rows
     jagged = wire_bytes(baselines.nest(batch)) / rows
     runs = wire_bytes(baselines.nest_all_masks_as_runs(batch)) / rows
-    ours, small = wire_bytes(packed) / rows, wire_bytes(squeezed) / rows
+    ours, small = wire_bytes(packed) / rows, wire_bytes(replace(packed, codec="zstd")) / rows
     dense = maskpack.dense_fields(batch, maskpack.RL_FIELDS, pad_token_id=PAD_ID)
     report = [
         Row(case, "tensors, padded", sum(tensor.nbytes for tensor in tensors(batch)) / rows, "bytes/row"),
@@ -94,6 +123,12 @@ def _sizes(
         Row(case, "padded / maskpack with zstd", padded / small, "x", _SMALLER_WITH_CODEC.get(variant)),
         Row(case, "mask-nested jagged / maskpack", jagged / ours, "x"),
     ]
+    for name, streams in encoded.items():
+        rival = sum(map(len, streams)) / rows
+        report += [
+            Row(case, f"{name} of the padded buffers", rival, "bytes/row"),
+            Row(case, f"maskpack / {name} of the padded buffers, bytes", ours / rival, "x", _SMALLER_THAN.get(name)),
+        ]
     if "routed_experts" in batch.keys():  # noqa: SIM118
         sizes = figures(packed, left=False).fields
         field = next(one.wire_bytes for one in sizes if one.path == ("routed_experts",))
@@ -103,62 +138,67 @@ def _sizes(
     return report
 
 
-def _times(case: str, batch: TensorDict, packed: maskpack.PackedBatch, rounds: int) -> list[Row]:
-    fields = [bits(tensor) for tensor in tensors(batch)]
+def _times(
+    case: str, variant: str, batch: TensorDict, packed: maskpack.PackedBatch, encoded: Encoded, rounds: int
+) -> list[Row]:
+    fields = tensors(batch)
+    padded = [bits(field) for field in fields]
     nested = tensors(maskpack.decompress(packed, format="nested").exclude(maskpack.LAYOUTS))
     squeezed = replace(packed, codec="zstd")
     stream = squeezed.to_bytes()
-    works = {
-        "compress, verify=always": lambda: maskpack.compress(batch, pad_token_id=PAD_ID),
-        "compress, verify=never": lambda: maskpack.compress(batch, pad_token_id=PAD_ID, verify="never"),
-        "decompress, padded": lambda: maskpack.decompress(packed),
-        "decompress, nested": lambda: maskpack.decompress(packed, format="nested"),
+    works: dict[str, Callable[[], object]] = {
+        _ALWAYS: lambda: maskpack.compress(batch, pad_token_id=PAD_ID),
+        _NEVER: lambda: maskpack.compress(batch, pad_token_id=PAD_ID, verify="never"),
+        _PADDED: lambda: maskpack.decompress(packed),
+        _NESTED: lambda: maskpack.decompress(packed, format="nested"),
         "to_bytes": lambda: packed.to_bytes(),
         "to_bytes with zstd": lambda: squeezed.to_bytes(),
         "from_bytes with zstd": lambda: maskpack.PackedBatch.from_bytes(stream),
-        "one read of the padded bytes": lambda: baselines.read_all(fields),
-        "one write of the padded bytes": lambda: baselines.write_all(fields),
-        "memcpy of the nested values": lambda: baselines.copy_values(nested),
+        _READ: lambda: floors.read(padded),
+        _WRITE: lambda: baselines.write_all(padded),
+        _COPY: lambda: floors.copy(nested),
     }
-    ms = interleaved(works, rounds)
-    always, never = ms["compress, verify=always"], ms["compress, verify=never"]
-    read, write = ms["one read of the padded bytes"], ms["one write of the padded bytes"]
-    copy = ms["memcpy of the nested values"]
-    ratios = [
-        ("compress, verify=always / read", always / read, "<= 1.6"),
-        ("compress, verify=never / verify=always", never / always, "<= 0.6"),
-        ("decompress, nested / memcpy", ms["decompress, nested"] / copy, "<= 3"),
-        ("decompress, padded / write", ms["decompress, padded"] / write, "<= 1.5"),
-    ]
-    wanted = case == "payload reference"
+    ratios: list[Ratio] = [(*names, target if variant == "reference" else None) for *names, target in _RATIOS]
+    for name, streams in encoded.items():
+        encode, decode = f"{name} of the padded buffers, encode", f"{name} of the padded buffers, decode"
+        works[encode] = partial(RIVALS[name].encode_all, fields)
+        works[decode] = partial(RIVALS[name].decode_all, streams, fields)
+        ratios += [(encode, _ALWAYS, _FASTER.get(name)), (decode, _PADDED, _FASTER.get(name))]
+    return _figures(case, interleaved(works, rounds), ratios)
+
+
+def _two_threads(case: str, batch: TensorDict, rounds: int) -> list[Row]:
+    fields = tensors(batch)
+    works = {
+        _ALWAYS: lambda: maskpack.compress(batch, pad_token_id=PAD_ID),
+        _READ: lambda: floors.read(fields, threads=2),
+    }
+    with torch_threads(2):
+        times = _figures(case, interleaved(works, rounds), [(_ALWAYS, _READ, "<= 1.2")])
+        return [*times, *_memory(case, batch, None)]
+
+
+def _more_rows(case: str, batch: TensorDict, rounds: int) -> list[Row]:
+    fields = tensors(batch)
+    check_round_trip(case, batch, maskpack.compress(batch, pad_token_id=PAD_ID))
+    works = {
+        _ALWAYS: lambda: maskpack.compress(batch, pad_token_id=PAD_ID),
+        _NEVER: lambda: maskpack.compress(batch, pad_token_id=PAD_ID, verify="never"),
+        _READ: lambda: floors.read(fields),
+    }
+    return _figures(case, interleaved(works, rounds), [(_ALWAYS, _READ, "<= 1.12"), (_NEVER, _ALWAYS, None)])
+
+
+def _figures(case: str, ms: Mapping[str, float], ratios: Sequence[Ratio]) -> list[Row]:
     return [
         *(Row(case, name, value, "ms") for name, value in ms.items()),
-        *(Row(case, name, value, "x", target if wanted else None) for name, value, target in ratios),
+        *(Row(case, f"{above} / {below}", ms[above] / ms[below], "x", target) for above, below, target in ratios),
     ]
 
 
-def _scaling(case: str, report: Sequence[Row], more: TensorDict, rows: int, rounds: int) -> list[Row]:
-    """Time a row with more rows over that with `rows`, which the report has already."""
-    packed = maskpack.compress(more, pad_token_id=PAD_ID)
-    check_round_trip(f"{case}, {more.batch_size[0]} rows", more, packed)
-    works = {
-        "compress, verify=always": lambda: maskpack.compress(more, pad_token_id=PAD_ID),
-        "compress, verify=never": lambda: maskpack.compress(more, pad_token_id=PAD_ID, verify="never"),
-        "decompress, nested": lambda: maskpack.decompress(packed, format="nested"),
-        "one read of the padded bytes": lambda: baselines.read_all([bits(tensor) for tensor in tensors(more)]),
-    }
-    before = {row.name: row.value / rows for row in report if row.case == case and row.unit == "ms"}
-    out: list[Row] = []
-    for name, ms in interleaved(works, max(3, rounds // 2)).items():
-        target = "<= 1.3" if name.startswith("compress") else None
-        label = f"{name}, a row of {more.batch_size[0]} / of {rows}"
-        out.append(Row(case, label, ms / more.batch_size[0] / before[name], "x", target))
-    return out
-
-
-def _memory(case: str, batch: TensorDict) -> list[Row]:
+def _memory(case: str, batch: TensorDict, target: str | None) -> list[Row]:
     """Peak memory of compress beyond the packed batch, over the padded bytes."""
     padded = sum(tensor.nbytes for tensor in tensors(batch))
     packed = maskpack.compress(batch, pad_token_id=PAD_ID)
     extra = peak_bytes(lambda: maskpack.compress(batch, pad_token_id=PAD_ID)) - packed.nbytes
-    return [Row(case, "peak memory of compress beyond the packed bytes / padded", extra / padded, "x", "<= 0.15")]
+    return [Row(case, "peak memory of compress beyond the packed bytes / padded", extra / padded, "x", target)]

@@ -136,7 +136,10 @@ def test_the_case_runs_with_its_targets_and_draws_its_chart(tmp_path, sender, me
     targets = {name: row["target"] for (_, name), row in rows.items() if row["target"]}
     assert targets[f"end to end, {PADDED} / {VERIFIED}"] == ">= 16"
     assert targets[f"end to end, {ZERO_COPY} / {TRUSTED}"] == ">= 2"
-    assert targets["put + get, maskpack / put + get, floor"] == "<= 1.3"
+    assert targets[f"end to end, {ZERO_COPY} / {VERIFIED}"] == ">= 2"
+    assert targets[f"end to end, {ZERO_COPY} / {VERIFIED_PADDED}"] == ">= 1.1"
+    assert targets["put + get, maskpack / put + get, floor"] == "<= 1.2"
+    assert targets["8 ranks, maskpack / put + get, floor"] == "<= 2"
     ElementTree.parse(file)
 
 
@@ -163,6 +166,11 @@ def test_the_model_adds_the_bytes_at_the_speed_of_the_link():
 
 
 # -------------------------------------------------------------------- the link
+
+
+def test_the_link_has_its_target():
+    targets = {row.name: row.target for row in link.report(CROSSINGS) if row.target}
+    assert targets == {f"10 Gbit/s: {ZERO_COPY} / {VERIFIED}": ">= 12"}
 
 
 @pytest.mark.parametrize("reason", ["root", "tc", "Operation not permitted"])
