@@ -27,11 +27,11 @@ typedef uint64_t u64;
 typedef uint32_t u32;
 typedef uint8_t u8;
 
-API i64 maskpack_version(void) { return 1; } /* native.py expects this number */
+API i64 maskpack_version(void) { return 2; } /* native.py expects this number */
 
 /* ------------------------------------------------------------------ words */
 
-enum { AHEAD = 3072, MOST_THREADS = 64 }; /* bytes to prefetch ahead of a read */
+enum { AHEAD = 8192, MOST_THREADS = 64 }; /* bytes to prefetch ahead of a read */
 
 /* A word, repeated over 16 bytes. */
 typedef struct {
@@ -537,12 +537,14 @@ ALWAYS void unpack_lanes(const u32 *from, u32 *words, const int bits) {
     target static u64 above_least_##size##_##isa(const u8 *from, i64 n, i64 *least, u32 *out) {                 \
         S words[BLOCK], low, high;                                                                              \
         memcpy(words, from, (size_t)n * size);                                                                  \
+        for (i64 i = n; i < BLOCK; i++) words[i] = words[0]; /* loops of known length are much faster */        \
         low = high = words[0];                                                                                  \
-        for (i64 i = 0; i < n; i++) {                                                                           \
+        for (i64 i = 0; i < BLOCK; i++) {                                                                       \
             low = words[i] < low ? words[i] : low;                                                              \
             high = words[i] > high ? words[i] : high;                                                           \
         }                                                                                                       \
-        for (i64 i = 0; i < n; i++) out[i] = (u32)(T)((T)words[i] - (T)low);                                    \
+        for (i64 i = 0; i < BLOCK; i++) out[i] = (u32)(T)((T)words[i] - (T)low);                                \
+        for (i64 i = n; i < BLOCK; i++) out[i] = 0;                                                             \
         *least = low;                                                                                           \
         return (T)((T)high - (T)low);                                                                           \
     }                                                                                                           \
@@ -550,7 +552,8 @@ ALWAYS void unpack_lanes(const u32 *from, u32 *words, const int bits) {
         T words[BLOCK], others[BLOCK], any = 0;                                                                 \
         memcpy(words, from, (size_t)n * size);                                                                  \
         memcpy(others, near, (size_t)n * size);                                                                 \
-        for (i64 i = 0; i < n; i++) {                                                                           \
+        for (i64 i = n; i < BLOCK; i++) words[i] = others[i] = 0;                                               \
+        for (i64 i = 0; i < BLOCK; i++) {                                                                       \
             T distance = (T)(words[i] - others[i]), sign = (T)((S)distance >> (8 * size - 1));                  \
             T number = (T)((T)(distance << 1) ^ sign);                                                          \
             any |= number;                                                                                      \
@@ -626,14 +629,16 @@ static const BlockLoops *block_loops(void) {
 
 /* Writes a block to `out`, which has room for 4 * (BLOCK + LANES) bytes; `words` has BLOCK of them, 0 from n on. */
 static void pack_block(const BlockLoops *loops, const u32 *words, i64 n, i64 bits, u8 *out) {
-    u32 numbers[BLOCK + LANES] = {0};
+    u32 numbers[BLOCK + LANES];
     if (n >= FEW_WORDS) loops->pack(words, numbers, bits);
-    else
+    else {
+        memset(numbers, 0, sizeof numbers);
         for (i64 i = 0, at = 0; i < n; i++, at += bits) {
             u64 word = (u64)words[i] << (at & 31);
             numbers[at >> 5] |= (u32)word;
             numbers[(at >> 5) + 1] |= (u32)(word >> 32);
         }
+    }
     memcpy(out, numbers, 4 * (size_t)block_numbers(n, bits));
 }
 
@@ -654,11 +659,18 @@ static i64 bits_for(u64 most) { return most ? 64 - __builtin_clzll(most) : 0; }
 
 /* ------------------------------------------------------------------ decoding: the rows of an entry, one after the other */
 
+/* A field to be decoded: padded, or `packed` alone. */
+typedef struct {
+    Field field;
+    i64 padded, entry, rows;
+} Target;
+
 typedef struct {
     const Entry *entries;
     const Layout *layouts;
     const u8 *body;
     i64 rows;
+    const Target **done; /* for each entry, where it was decoded to before, or NULL; NULL where nobody asks */
 } Table;
 
 /* A place among the rows of an entry: how many numbers of its arrays belong to the rows before. */
@@ -673,6 +685,7 @@ typedef struct Cursor {
     i64 *own;
     u8 *scratch; /* a row of a part */
     const BlockLoops *loops;
+    const Target *done; /* where the rows were decoded to before, or NULL */
 } Cursor;
 
 static i64 words_of(const Cursor *cursor, i64 row) {
@@ -692,6 +705,26 @@ static void next_row(Cursor *cursor, u8 *out);
 
 static int decode_dictionary(Cursor *cursor);
 
+/* Where an entry was decoded to, if all its rows lie together there; else NULL. */
+static const Target *done_before(const Table *table, i64 index) {
+    const Target *done = table->done ? table->done[index] : NULL;
+    if (!done || !done->padded) return done;
+    const Layout *layout = table->layouts + done->field.layout;
+    for (i64 row = 0; row < layout->rows; row++)
+        if (layout->splits[row + 1] - layout->splits[row] > 1) return NULL;
+    return done->field.outer == 1 ? done : NULL;
+}
+
+/* The words of the next row of a field that was decoded before. */
+static const u8 *row_before(Cursor *cursor) {
+    const Field *field = &cursor->done->field;
+    i64 row = cursor->row++, element = cursor->entry->items * cursor->entry->size;
+    if (!cursor->done->padded) return field->packed + (cursor->bounds ? cursor->bounds[row] : row) * element;
+    const Layout *layout = cursor->table->layouts + field->layout;
+    i64 span = layout->splits[row];
+    return field->padded + row * field->row_stride + (span < layout->splits[row + 1] ? layout->starts[span] * element : 0);
+}
+
 /* Opens a cursor at row 0; `stored` are the bounds of rows that do not lie in the layout of the entry. False without
    memory; close it either way. */
 static int open_cursor(Cursor *cursor, const Table *table, i64 index, const i64 *stored, i64 rows) {
@@ -701,6 +734,7 @@ static int open_cursor(Cursor *cursor, const Table *table, i64 index, const i64 
     cursor->entry = entry;
     cursor->loops = block_loops();
     cursor->bounds = stored ? stored : entry->layout < 0 ? NULL : table->layouts[entry->layout].bounds;
+    if (!stored && (cursor->done = done_before(table, index))) return 1;
     int near = entry->kind == BLOCKS && entry->second >= 0;
     i64 parts = entry->kind == COLUMNS ? entry->second : entry->kind == CONCAT ? 2 : near ? 1 : 0;
     if (parts) {
@@ -773,7 +807,8 @@ static void decode_blocks(Cursor *cursor, i64 n, u8 *out) {
     i64 size = entry->size;
     if (entry->second >= 0) {
         near = cursor->scratch;
-        next_row(cursor->parts, cursor->scratch);
+        if (cursor->parts->done) near = row_before(cursor->parts);
+        else next_row(cursor->parts, cursor->scratch);
     }
     for (i64 at = 0; at < n; at += BLOCK, cursor->a++) {
         u32 words[BLOCK];
@@ -816,6 +851,10 @@ static void next_row(Cursor *cursor, u8 *out) {
     const Entry *entry = cursor->entry;
     const u8 *body = cursor->table->body;
     i64 n = words_of(cursor, cursor->row), size = entry->size;
+    if (cursor->done) {
+        memcpy(out, row_before(cursor), (size_t)(n * size));
+        return;
+    }
     switch (entry->kind) {
     case PLAIN:
         memcpy(out, body + entry->a.at + cursor->a * size, (size_t)(n * size));
@@ -902,14 +941,14 @@ typedef struct {
     const u8 *values;
     Field *field;
     const Layout *layout;
-    u8 *scratch;         /* room for the longest row */
-    i64 column, columns; /* one column of elements of several words, if `columns` > 0 */
+    u8 *scratch; /* room for the longest row */
+    u64 *ends;   /* what `row_words` writes `ends_of` each row to; NULL if nobody asks */
 } Rows;
 
 static i64 row_length(const Rows *rows, i64 row) { /* words */
     i64 at = rows->index ? rows->index[row] : row;
     i64 elements = rows->bounds ? rows->bounds[at + 1] - rows->bounds[at] : 1;
-    return elements * (rows->columns ? 1 : rows->items);
+    return elements * rows->items;
 }
 
 static i64 total_words(const Rows *rows) {
@@ -918,22 +957,35 @@ static i64 total_words(const Rows *rows) {
     return total;
 }
 
+static u64 hash_words(const u8 *p, i64 nbytes) {
+    u64 hash = (u64)nbytes * 0x9E3779B97F4A7C15ull;
+    for (; nbytes >= 8; p += 8, nbytes -= 8) hash = (hash ^ load(p)) * 0x9E3779B97F4A7C15ull, hash ^= hash >> 29;
+    for (; nbytes > 0; p++, nbytes--) hash = (hash ^ *p) * 0x9E3779B97F4A7C15ull, hash ^= hash >> 29;
+    return hash;
+}
+
+/* The length, the first and the last word of a row in one number that is not 0; 0 for no words. */
+static u64 ends_of(const u8 *words, i64 n, i64 size) {
+    if (!words || !n) return 0;
+    u64 ends[3] = {(u64)n, word_at(words, size), word_at(words + (n - 1) * size, size)};
+    return hash_words((const u8 *)ends, sizeof ends) | 1;
+}
+
 /* The words of a row; NULL if a pad of a padded field is not what it should be. */
 static const u8 *row_words(const Rows *rows, i64 row) {
     i64 at = rows->index ? rows->index[row] : row, element = rows->items * rows->size;
+    const u8 *words = rows->values + (rows->bounds ? rows->bounds[at] : at) * element;
     if (rows->field) {
         const Layout *layout = rows->layout;
         i64 first = layout->splits[row];
         int lies = layout->splits[row + 1] - first <= 1 && rows->field->outer == 1;
         if (!read_row(rows->field, layout, row, lies ? NULL : rows->scratch)) return NULL;
-        if (!lies) return rows->scratch;
-        return rows->field->padded + row * rows->field->row_stride +
-               (layout->splits[row + 1] > first ? layout->starts[first] * element : 0);
+        words = rows->field->padded + row * rows->field->row_stride;
+        if (!lies) words = rows->scratch;
+        else if (layout->splits[row + 1] > first) words += layout->starts[first] * element;
     }
-    const u8 *words = rows->values + (rows->bounds ? rows->bounds[at] : at) * element;
-    if (!rows->columns) return words;
-    copy_apart(rows->scratch, rows->size, words + rows->column * rows->size, element, row_length(rows, row), rows->size);
-    return rows->scratch;
+    if (rows->ends) rows->ends[row] = ends_of(words, row_length(rows, row), rows->size);
+    return words;
 }
 
 /* A part of the body that begins at its byte `base`. What is between arrays is 0, so that equal batches have equal
@@ -1048,7 +1100,7 @@ static int encode_blocks(const Rows *rows, Out *out, Entry *entry, const Rows *n
         const u8 *words = row_words(rows, row), *others = near && words ? row_words(near, row) : NULL;
         if (!words) return STRAY;
         for (i64 at = 0; at < n; at += BLOCK, bases += size) {
-            u32 numbers[BLOCK] = {0}, apart[BLOCK] = {0};
+            u32 numbers[BLOCK], apart[BLOCK];
             i64 count = n - at < BLOCK ? n - at : BLOCK, least;
             i64 bits = bits_for(loops->above_least(size, words + at * size, count, &least, numbers)), apart_bits = 65;
             if (others) apart_bits = bits_for(loops->distances(size, words + at * size, others + at * size, count, apart));
@@ -1215,9 +1267,11 @@ enum { SAMPLE_ROWS = 64, SAMPLE_WORDS = 2048, GLANCE_WORDS = 512 }; /* a glance 
 
 enum { NO_GAIN = -2 }; /* as `inner_kind`: rows look alike, but a dictionary takes no fewer bytes */
 
-/* How a field was encoded: what to try first the next time. `cost` is bytes for 1024 words. */
+enum { FEW_BYTES = 4096, SOME_BATCHES = 8 }; /* another form is looked for in each batch, with fewer bytes only in one of some */
+
+/* How a field was encoded: what to try first the next time. `cost` is bytes for 2^20 words, `age` how often it was used. */
 typedef struct {
-    i64 kind, number, bytes, inner_kind, inner_number, inner_bytes, cost;
+    i64 kind, number, bytes, inner_kind, inner_number, inner_bytes, cost, age;
 } Form;
 
 /* The least number of bytes, of 1, 2, 4 or 8, for the words less a base; 0 words need one. */
@@ -1269,7 +1323,7 @@ static Rows sample_of(const Rows *rows, i64 most, i64 longest, u8 *words, i64 *b
         if (from) memcpy(words + bounds[i] * rows->size, from, (size_t)(n * rows->size));
         bounds[i + 1] = bounds[i] + (from ? n : 0);
     }
-    return (Rows){count, rows->size, 1, bounds, NULL, words, NULL, NULL, NULL, 0, 0};
+    return (Rows){count, rows->size, 1, bounds, NULL, words, NULL, NULL, NULL, NULL};
 }
 
 /* Bytes of a sample in each encoding; `most` if it does not fit. */
@@ -1322,7 +1376,7 @@ static int choose(const Rows *rows, const Rows *near, i64 hints, int integers, O
         bytes = tried.a.size;
     }
     free(memory);
-    *form = (Form){kept, number, bytes, -1, 0, 0, total ? best * 1024 / total : 0};
+    *form = (Form){kept, number, bytes, -1, 0, 0, total ? (best << 20) / total : 0, 0};
     if (kept != PLAIN) return FITS;
     out->used = start;
     return encode_as(PLAIN, 0, 0, rows, NULL, out, entry);
@@ -1340,13 +1394,6 @@ static int is_better(const Rows *rows, const Rows *near, int integers, i64 kind)
 }
 
 /* ------------------------------------------------------------------ rows that repeat */
-
-static u64 hash_words(const u8 *p, i64 nbytes) {
-    u64 hash = (u64)nbytes * 0x9E3779B97F4A7C15ull;
-    for (; nbytes >= 8; p += 8, nbytes -= 8) hash = (hash ^ load(p)) * 0x9E3779B97F4A7C15ull, hash ^= hash >> 29;
-    for (; nbytes > 0; p++, nbytes--) hash = (hash ^ *p) * 0x9E3779B97F4A7C15ull, hash ^= hash >> 29;
-    return hash;
-}
 
 /* The number of the first row that each row equals, among the rows that differ; `firsts` are these rows. The count of
    them, or -1 without memory. */
@@ -1385,7 +1432,7 @@ static int encode_dictionary(const Rows *rows, i64 hints, int integers, Out *out
     Rows stored = *rows;
     stored.index = firsts;
     stored.rows = found;
-    Form inner = {form->inner_kind, form->inner_number, form->inner_bytes, -1, 0, 0, 0};
+    Form inner = {form->inner_kind, form->inner_number, form->inner_bytes, -1, 0, 0, 0, 0};
     if (done == FITS) {
         done = again ? encode_as(inner.kind, inner.number, inner.bytes, &stored, NULL, out, entries) : MISFIT;
         if (done == MISFIT || done == FULL) {
@@ -1399,25 +1446,22 @@ static int encode_dictionary(const Rows *rows, i64 hints, int integers, Out *out
         index.count = 0;
         for (i64 i = 0; i < found; i++) push(&index, row_length(rows, firsts[i]) / rows->items); /* there is room */
         if (done == FITS && !put_numbers(out, &entries[1].b, &index, 0)) done = FULL;
-        *form = (Form){DICTIONARY, 0, 0, inner.kind, inner.number, inner.bytes, 0};
+        *form = (Form){DICTIONARY, 0, 0, inner.kind, inner.number, inner.bytes, 0, 0};
     }
     free(index.numbers);
     free(firsts);
     return done;
 }
 
-/* Whether rows look alike at their ends, so that a dictionary may pay. */
-static int look_alike(const Rows *rows) {
+/* Whether rows look alike at their ends, so that a dictionary may pay; `ends` are those of each, NULL if they are not known. */
+static int look_alike(const Rows *rows, const u64 *ends) {
     if (rows->rows < 2 || total_words(rows) < 4 * rows->rows) return 0;
     i64 room = 16, different = 0, real = 0;
     while (room < 2 * rows->rows) room *= 2;
     u64 *slots = calloc((size_t)room, sizeof(u64));
     for (i64 row = 0; slots && row < rows->rows; row++) {
-        i64 n = row_length(rows, row);
-        const u8 *words = n ? row_words(rows, row) : NULL;
-        if (!words) continue;
-        u64 ends[3] = {(u64)n, word_at(words, rows->size), word_at(words + (n - 1) * rows->size, rows->size)};
-        u64 hash = hash_words((const u8 *)ends, sizeof ends) | 1, slot = hash >> 7;
+        u64 hash = ends ? ends[row] : ends_of(row_words(rows, row), row_length(rows, row), rows->size), slot = hash >> 7;
+        if (!hash) continue;
         while (slots[slot & (u64)(room - 1)] && slots[slot & (u64)(room - 1)] != hash) slot++;
         different += !slots[slot & (u64)(room - 1)];
         slots[slot & (u64)(room - 1)] = hash;
@@ -1460,7 +1504,7 @@ typedef struct {
 /* Opens the rows of a job; `field` is a copy with the pad to verify. False without memory. */
 static int open_rows(Rows *rows, const Job *job, const Layout *layouts, Field *field) {
     const Layout *layout = job->layout < 0 ? NULL : layouts + job->layout;
-    *rows = (Rows){job->rows, job->size, job->items, job->bounds, job->index, job->field.packed, NULL, NULL, NULL, 0, 0};
+    *rows = (Rows){job->rows, job->size, job->items, job->bounds, job->index, job->field.packed, NULL, NULL, NULL, NULL};
     if (!job->padded) return 1;
     *field = job->field;
     field->mode = NO_PAD;
@@ -1503,7 +1547,7 @@ static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *
     int done = choose(rows, near, job->hints, (int)job->integers, out, slots, form);
     if (done != FITS) return done;
     i64 best = bytes_of(slots), room = plain + 8 * rows->rows + 4096;
-    int columns = job->columns > 1 && total, repeats = job->hints >> DICTIONARY & 1 || (8 * best > plain && look_alike(rows));
+    int columns = job->columns > 1 && total, repeats = job->hints >> DICTIONARY & 1 || (8 * best > plain && look_alike(rows, NULL));
     if (!columns && !repeats) return FITS;
     Entry *tried = calloc((size_t)(job->columns > 1 ? job->columns : 1) + 2, sizeof(Entry));
     u8 *memory = malloc((size_t)room * (size_t)(columns ? job->columns : 1));
@@ -1512,7 +1556,7 @@ static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *
         if (way ? !repeats : !columns) continue;
         Out spare = {memory, out->base + ((start + 7) & ~(i64)7), 0, way ? room : room * job->columns};
         i64 bytes = 0, entries = way ? 2 : job->columns + 1;
-        Form found = {COLUMNS, 0, 0, -1, 0, 0, 0};
+        Form found = {COLUMNS, 0, 0, -1, 0, 0, 0, 0};
         int fits = FITS;
         if (way) {
             tried[0] = tried[1] = (Entry){PLAIN, slots->layout, rows->items, rows->size, 0, -1, -1, {0, 1, 0}, {0, 1, 0}, {0, 1, 0}};
@@ -1541,7 +1585,7 @@ static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *
         *form = found;
     }
     if (repeats && form->kind != DICTIONARY) form->inner_kind = NO_GAIN;
-    form->cost = total ? best * 1024 / total : 0;
+    form->cost = total ? (best << 20) / total : 0;
     free(tried);
     free(memory);
     return done;
@@ -1581,7 +1625,10 @@ static int encode_field(Job *jobs, i64 at, const Layout *layouts, Rows *rows, Ou
     if (has_near && !open_rows(&near, jobs + job->near, layouts, fields + 2)) return NO_MEMORY;
     i64 total = total_words(rows), start = out->used;
     if (form->kind >= PLAIN && form->kind < DICTIONARY) {
+        rows->ends = form->inner_kind == NO_GAIN ? NULL : calloc((size_t)rows->rows + 1, sizeof(u64));
         done = encode_as(form->kind, form->number, form->bytes, rows, has_near ? &near : NULL, out, slots);
+        u64 *ends = rows->ends;
+        rows->ends = NULL;
         if (done == FITS) {
             Rows quick = *rows;
             Field unverified;
@@ -1590,10 +1637,12 @@ static int encode_field(Job *jobs, i64 at, const Layout *layouts, Rows *rows, Ou
                 unverified.mode = NO_PAD;
                 quick.field = &unverified;
             }
-            int larger = (bytes_of(slots) - 64) * 1024 > form->cost * total + form->cost * total / 50;
-            int repeats = form->inner_kind != NO_GAIN && 8 * bytes_of(slots) > total * rows->size && look_alike(&quick);
-            if (larger || repeats || is_better(&quick, has_near ? &near : NULL, (int)job->integers, form->kind)) done = MISFIT;
+            int looks = total * rows->size >= FEW_BYTES || ++form->age % SOME_BATCHES == 0;
+            int larger = (bytes_of(slots) - 64) << 20 > form->cost * total + form->cost * total / 50;
+            int repeats = looks && form->inner_kind != NO_GAIN && 8 * bytes_of(slots) > total * rows->size && look_alike(&quick, ends);
+            if (larger || (looks && (repeats || is_better(&quick, has_near ? &near : NULL, (int)job->integers, form->kind)))) done = MISFIT;
         }
+        free(ends);
     }
     if (done == MISFIT || done == FULL) {
         Rows flat = *rows;
@@ -1616,7 +1665,7 @@ static int encode_field(Job *jobs, i64 at, const Layout *layouts, Rows *rows, Ou
             done = encode_dictionary(&flat, job->hints & ~((i64)1 << DICTIONARY), (int)job->integers, out, slots, form, 1);
             *count = 2;
             i64 bytes = bytes_of(slots) + bytes_of(slots + 1);
-            if (done == FITS && (bytes - 64) * 1024 > form->cost * total + form->cost * total / 50) done = MISFIT;
+            if (done == FITS && (bytes - 64) << 20 > form->cost * total + form->cost * total / 50) done = MISFIT;
             if (done != FITS) out->used = start;
         } else if (done == FITS) done = MISFIT;
         if (done == MISFIT || done == FULL) {
@@ -1739,39 +1788,7 @@ static i64 settle(Work *work, i64 at, u8 *body, Entry *entries, i64 *num_entries
     return *num_entries - 1;
 }
 
-/* Encodes the fields of a batch behind the first `used` bytes of a body. `slots` and `entries` have room for all entries
-   of all jobs, those of a job from its `first` on in `slots`; `fields` [n] are the entries of the fields. A job must come
-   after those that it refers to. Returns the bytes in use; -1 if a job failed, whose result tells how. */
-API i64 maskpack_encode(Job *jobs, i64 n, const Layout *layouts, Entry *slots, Entry *entries, i64 *num_entries, i64 *fields,
-                        u8 *body, i64 used, const i64 *rooms, i64 threads) {
-    Out *outs = calloc((size_t)n + 1, sizeof(Out));
-    Work work = {jobs, layouts, slots, outs};
-    if (!outs) return -1;
-    *num_entries = 0;
-    i64 end = (used + 7) & ~(i64)7, failed = 0;
-    if (threads > 1) {
-        for (i64 at = 0; at < n; end += rooms[at++]) outs[at] = (Out){body + end, end, 0, rooms[at]};
-        run_tasks(encode_job, &work, n, threads);
-    }
-    for (i64 at = 0; at < n && !failed; at++) {
-        if (threads <= 1) {
-            i64 base = (used + 7) & ~(i64)7;
-            outs[at] = (Out){body + base, base, 0, rooms[n] - base};
-            encode_job(&work, at);
-        }
-        failed = jobs[at].result != FITS;
-        if (!failed) fields[at] = settle(&work, at, body, entries, num_entries, fields, &used);
-    }
-    free(outs);
-    return failed ? -1 : used;
-}
-
 /* ------------------------------------------------------------------ decoding: fields to padded or packed tensors */
-
-typedef struct {
-    Field field; /* padded, or `packed` alone */
-    i64 padded, entry, rows;
-} Target;
 
 typedef struct {
     Target *targets;
@@ -1814,16 +1831,7 @@ static void decode_field(void *context, i64 at) {
     _mm_sfence();
 #endif
     if (!fine) __atomic_store_n(&decode->failed, 1, __ATOMIC_RELAXED);
-}
-
-/* Decodes fields of a table. Its layouts may be wider or narrower than when it was encoded, with the same tokens. Returns 0,
-   or -1 without memory. */
-API i64 maskpack_decode(Target *targets, i64 n, const Entry *entries, const Layout *layouts, const u8 *body, i64 rows, i64 stream,
-                        i64 threads) {
-    Table table = {entries, layouts, body, rows};
-    Decode decode = {targets, &table, stream, 0};
-    run_tasks(decode_field, &decode, n, threads);
-    return -decode.failed;
+    else if (decode->table->done) decode->table->done[target->entry] = target;
 }
 
 /* ------------------------------------------------------------------ layouts of a table */
@@ -1938,6 +1946,173 @@ API i64 maskpack_read_layout(const Stored *stored, const u8 *body, i64 rows, i64
         for (i64 i = 0; i < n; i++) bounds[row + 1] += counts[first + i];
     }
     return splits[rows];
+}
+
+/* ------------------------------------------------------------------ a batch to a table and a body, and back */
+
+/* A layout with arrays of its own, which `free_layout` frees; 0 without memory. */
+static int new_layout(Layout *out, i64 rows, i64 width, i64 spans) {
+    i64 *line = malloc(sizeof(i64) * (size_t)(2 * rows + 2 + 2 * spans));
+    *out = (Layout){rows, width, line + 2 * rows + 2, line + 2 * rows + 2 + spans, line, line + rows + 1};
+    return line != NULL;
+}
+
+static void free_layout(const Layout *layout) { free((void *)layout->splits); }
+
+static int cut_layout(const Layout *whole, i64 low, i64 width, Layout *out) {
+    if (!new_layout(out, whole->rows, width, whole->splits[whole->rows])) return 0;
+    maskpack_cut(whole, low, width, (i64 *)out->splits, (i64 *)out->bounds, (i64 *)out->starts, (i64 *)out->counts);
+    return 1;
+}
+
+/* Reads the layouts of a table; 0 without memory. */
+static int read_layouts(const Stored *stored, i64 m, const u8 *body, i64 rows, Layout *out) {
+    for (i64 at = 0; at < m; at++, stored++) {
+        if (stored->kind == PART) {
+            if (!cut_layout(out + stored->parent, stored->low, stored->width, out + at)) return 0;
+            continue;
+        }
+        i64 spans = 0;
+        for (i64 row = 0; row < rows; row++) spans += spans_of_row(stored, body, row, spans, NULL, NULL, 0);
+        if (!new_layout(out + at, rows, stored->width, spans)) return 0;
+        i64 *splits = (i64 *)out[at].splits;
+        maskpack_read_layout(stored, body, rows, splits, NULL, NULL, NULL);
+        maskpack_read_layout(stored, body, rows, splits, (i64 *)out[at].bounds, (i64 *)out[at].starts, (i64 *)out[at].counts);
+    }
+    return 1;
+}
+
+/* The most bytes that a job takes in a body. */
+static i64 room_of(const Job *job, const Layout *layouts) {
+    const Layout *layout = layouts + job->layout;
+    i64 elements = job->layout < 0 ? job->rows : layout->bounds[layout->rows];
+    return (elements * job->items * job->size + 16 * job->rows + 4103) & ~(i64)7;
+}
+
+/* The packed batch that is made: the table of entries, and a body of `room` bytes. `slots` and `entries` have room for all
+   entries of all jobs, those of a job from its `first` on in `slots`; `fields` [n] are the entries of the fields. */
+typedef struct {
+    Entry *slots, *entries;
+    i64 *num_entries, *fields;
+    u8 *body;
+    i64 room;
+} Packed;
+
+enum { FAILED = -1, NO_ROOM = -2 };
+
+static i64 encode_batch(Job *jobs, i64 n, const Layout *layouts, i64 m, Stored *stored, Packed to, i64 threads) {
+    i64 room = 64;
+    for (i64 at = 0; at < m; at++) room += (24 * layouts[at].splits[layouts[at].rows] + 8 * layouts[at].rows + 64) & ~(i64)7;
+    i64 end = room;
+    for (i64 at = 0; at < n; at++) room += room_of(jobs + at, layouts);
+    if (room > to.room && (threads > 1 || !to.room)) return NO_ROOM - room;
+    i64 used = maskpack_store_layouts(stored, m, layouts, to.body, 0, to.room);
+    Out *outs = calloc((size_t)n + 1, sizeof(Out));
+    Work work = {jobs, layouts, to.slots, outs};
+    int done = used < 0 ? FULL : outs ? FITS : NO_MEMORY;
+    *to.num_entries = 0;
+    if (threads > 1 && done == FITS) {
+        for (i64 at = 0; at < n; at++) {
+            i64 own = room_of(jobs + at, layouts);
+            outs[at] = (Out){to.body + end, end, 0, own};
+            end += own;
+        }
+        run_tasks(encode_job, &work, n, threads);
+    }
+    for (i64 at = 0; at < n && done == FITS; at++) {
+        if (threads <= 1) {
+            i64 base = (used + 7) & ~(i64)7;
+            outs[at] = (Out){to.body + base, base, 0, to.room - base};
+            encode_job(&work, at);
+        }
+        done = (int)jobs[at].result;
+        if (done == FITS) to.fields[at] = settle(&work, at, to.body, to.entries, to.num_entries, to.fields, &used);
+    }
+    free(outs);
+    return done == FITS ? used : done == FULL ? NO_ROOM - room : FAILED;
+}
+
+/* Encodes layouts, and fields of these layouts. A job must come after those that it refers to. Returns the bytes of the body
+   in use; FAILED if a job failed, whose result tells how; or NO_ROOM less the bytes that are enough in any case. */
+API i64 maskpack_encode(Job *jobs, i64 n, const Layout *layouts, i64 m, Stored *stored, Entry *slots, Entry *entries,
+                        i64 *num_entries, i64 *fields, u8 *body, i64 room, i64 threads) {
+    return encode_batch(jobs, n, layouts, m, stored, (Packed){slots, entries, num_entries, fields, body, room}, threads);
+}
+
+/* A mask; `uniform` if the batch does not fit where its valid words differ. */
+typedef struct {
+    const u8 *words;
+    i64 size, rows, width, row_stride;
+    u64 significant;
+    i64 uniform;
+} Mask;
+
+/* A layout of a batch: the tokens of a mask, or those in some of its columns if `low` is not negative. */
+typedef struct {
+    i64 mask, low, width;
+} Cut;
+
+static int scan_mask(const Mask *mask, Layout *out, i64 *misfit, i64 threads) {
+    i64 rows = mask->rows, alike[2];
+    i64 *line = malloc(sizeof(i64) * (size_t)(2 * rows + 2));
+    RowScan *found = malloc(sizeof(RowScan) * (size_t)(rows + 1));
+    int fine = line && found;
+    if (fine) {
+        i64 *splits = line, *bounds = line + rows + 1;
+        i64 spans = maskpack_count_spans(mask->words, mask->size, rows, mask->width, mask->row_stride, mask->significant, found,
+                                         splits, bounds, alike, threads);
+        *misfit |= mask->uniform && !alike[0];
+        fine = new_layout(out, rows, mask->width, spans);
+        if (fine) {
+            memcpy((i64 *)out->splits, line, sizeof(i64) * (size_t)(2 * rows + 2));
+            maskpack_list_spans(mask->words, mask->size, rows, mask->width, mask->row_stride, mask->significant, found, out->splits,
+                                (i64 *)out->starts, (i64 *)out->counts, threads);
+        }
+    }
+    free(line);
+    free(found);
+    return fine;
+}
+
+/* Scans masks, and encodes the layouts and the fields of a batch; returns what `maskpack_encode` does. */
+API i64 maskpack_compress(const Mask *masks, i64 num_masks, const Cut *cuts, Stored *stored, i64 m, Job *jobs, i64 n,
+                          Entry *slots, Entry *entries, i64 *num_entries, i64 *fields, u8 *body, i64 room, i64 threads) {
+    Layout *whole = calloc((size_t)(num_masks + 2 * m) + 1, sizeof(Layout));
+    i64 misfit = 0, used = FAILED;
+    if (!whole) {
+        if (n) jobs->result = NO_MEMORY;
+        return FAILED;
+    }
+    Layout *own = whole + num_masks, *layouts = own + m;
+    int fine = 1;
+    for (i64 at = 0; at < num_masks && fine; at++) fine = scan_mask(masks + at, whole + at, &misfit, threads);
+    for (i64 at = 0; at < m && fine; at++) {
+        if (cuts[at].low >= 0) fine = cut_layout(whole + cuts[at].mask, cuts[at].low, cuts[at].width, own + at);
+        layouts[at] = cuts[at].low < 0 ? whole[cuts[at].mask] : own[at];
+    }
+    if (!fine && n) jobs->result = NO_MEMORY;
+    if (fine && !misfit) used = encode_batch(jobs, n, layouts, m, stored, (Packed){slots, entries, num_entries, fields, body, room}, threads);
+    for (i64 at = 0; at < num_masks + m; at++) free_layout(whole + at);
+    free(whole);
+    return used;
+}
+
+/* Decodes fields of a table. Its layouts, unless they are given, are read from the body; those given may be wider or narrower,
+   with the same tokens. Returns 0, or -1 without memory. */
+API i64 maskpack_decode(Target *targets, i64 n, const Entry *entries, const Layout *layouts, const Stored *stored, i64 m,
+                        const u8 *body, i64 rows, i64 stream, i64 threads) {
+    Layout *own = calloc((size_t)m + 1, sizeof(Layout));
+    int fine = own && (layouts || read_layouts(stored, m, body, rows, own));
+    i64 last = 0;
+    for (i64 at = 0; at < n; at++) last = targets[at].entry > last ? targets[at].entry : last;
+    const Target **done = threads == 1 ? calloc((size_t)last + 1, sizeof(Target *)) : NULL; /* without it, all goes as well */
+    Table table = {entries, layouts ? layouts : own, body, rows, done};
+    Decode decode = {targets, &table, stream, 0};
+    if (fine) run_tasks(decode_field, &decode, n, threads);
+    free(done);
+    for (i64 at = 0; at < m && own; at++) free_layout(own + at);
+    free(own);
+    return fine ? -decode.failed : -1;
 }
 
 /* ------------------------------------------------------------------ rows of a table, without decoding them */

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from maskpack.core.bits import Words, address
 from maskpack.core.index import IntArray, SpanTable
 
-VERSION = 1
+VERSION = 2
 _LIBRARY = Path(__file__).with_name("_core.so")
 _REMEDY = "Install maskpack again (`pip install -e .` in a checkout), which compiles it."
 _A_THREAD = 1 << 26
@@ -29,6 +29,10 @@ _CACHE = 1 << 25
 """Writes of so many bytes go past the cache."""
 NO_PAD, CONSTANT, BY_EDGE, BY_ROW, BY_SIGN = range(5)
 """What is under a mask: anything; a constant; the edge of the row; a constant a row; a zero a row, with either sign."""
+_NO_ROOM = -2
+"""Less the bytes that a body must have."""
+_SMALL = 1 << 20
+"""Bodies with room for fewer bytes are copied, so that they take no more memory than they need."""
 TRUSTED = 8
 """Added to one of these: the pads of rows are read, but not verified."""
 
@@ -39,8 +43,9 @@ _FUNCTIONS = {
     "cut": 7,
     "read": 4,
     "write": 5,
-    "encode": 11,
-    "decode": 8,
+    "encode": 12,
+    "compress": 14,
+    "decode": 10,
     "store_layouts": 6,
     "read_layout": 7,
     "split": 11,
@@ -230,7 +235,7 @@ FIELD = _struct(
     *("pad", "pad_high", "row_pads", "stray"),
 )
 """A padded field, or its packed values."""
-FORM = _struct("kind", "number", "bytes", "inner_kind", "inner_number", "inner_bytes", "cost")
+FORM = _struct("kind", "number", "bytes", "inner_kind", "inner_number", "inner_bytes", "cost", "age")
 """How a field was encoded the last time."""
 MOST_PADS = 4
 MOST_STEPS = 8
@@ -248,6 +253,7 @@ JOB = np.dtype(
     ]
 )
 """A field to be encoded."""
+JOB_NUMBERS, MASK_NUMBERS, CUT_NUMBERS = JOB.itemsize // 8, 7, 3
 JOB_ROWS = FIELD.itemsize // 8 + ("padded", "layout", "items", "size", "rows").index("rows")
 """Where the rows of a JOB are among its numbers; `field.padded` and `field.packed` are the first two."""
 TARGET = np.dtype([("field", FIELD), ("padded", np.int64), ("entry", np.int64), ("rows", np.int64)])
@@ -281,31 +287,97 @@ def new_jobs(count: int) -> Structs:
     return jobs
 
 
-def encode(
-    jobs: Structs, layouts: IntArray, body: Words, used: int, rooms: IntArray, threads: int
-) -> tuple[Structs, IntArray, int] | None:
-    """Encodes fields behind the first `used` bytes of a body.
+class Encoded(NamedTuple):
+    """Encoded fields: ENTRY [m]; int64 [n], the entry of each field; and the body."""
+
+    entries: Structs
+    fields: IntArray
+    body: Words
+
+
+def encode(jobs: Structs, layouts: IntArray, stored: Structs, threads: int) -> Encoded | None:
+    """Encodes layouts and fields.
 
     Args:
         jobs: JOB [n], as `number_jobs` leaves them; `result`, `pad`, `form` and `row_pads` are written.
         layouts: as `layout_rows` gives them; must live as long as the call, like all that the jobs point to.
-        rooms: int64 [n + 1]: bytes for each job, if there are several threads; and of the whole body.
+        stored: STORED [m], with `kind`, `parent` and `low` of those that are parts of others; the rest is written.
 
     Returns:
-        The entries, the entry of each field, and the bytes in use; None if a job failed.
+        None if a job failed.
     """
-    count = jobs.size
-    most = int(jobs["first"][-1] + 2 + max(jobs["columns"][-1], 1)) if count else 0
+    source = address(jobs), jobs.size, address(layouts), stored.size, address(stored)
+    return _encoded(lambda *places: _core.maskpack_encode(*source, *places, threads), jobs.size, slots_of(jobs), 0)
+
+
+class Source(NamedTuple):
+    """What a batch is encoded from, in one array: each Mask and whether it must be uniform; each layout, as its mask,
+    its first column or -1 for all, and its width; their STOREDs; the JOBs. `slots`: entries that these may take."""
+
+    masks: int
+    layouts: int
+    jobs: int
+    slots: int
+
+    @property
+    def places(self) -> tuple[int, int, int, int]:
+        """Where each part begins but the first, and the end."""
+        cuts = self.masks * MASK_NUMBERS
+        stored = cuts + self.layouts * CUT_NUMBERS
+        jobs = stored + self.layouts * (STORED.itemsize // 8)
+        return cuts, stored, jobs, jobs + self.jobs * JOB_NUMBERS
+
+
+def compress(source: Source, given: IntArray, room: int, threads: int) -> tuple[Encoded | None, IntArray]:
+    """Scans masks, and encodes the layouts and the fields of a batch; None if it does not fit. `room`: bytes of the
+    body; with more it is tried again. Also returns what is given, changed as `encode` changes its jobs."""
+    line: IntArray = np.array(given)
+    first = address(line)
+    cuts, stored, jobs, _ = (first + 8 * place for place in source.places)
+    call = first, source.masks, cuts, stored, source.layouts, jobs, source.jobs
+
+    def run(*places: int) -> int:
+        line[:] = given
+        return _core.maskpack_compress(*call, *places, threads)
+
+    return _encoded(run, source.jobs, source.slots, room), line
+
+
+def slots_of(jobs: Structs) -> int:
+    """The most entries that numbered jobs take."""
+    return int(jobs["first"][-1] + 2 + max(jobs["columns"][-1], 1)) if jobs.size else 0
+
+
+def _encoded(call: Callable[..., int], count: int, slots: int, room: int) -> Encoded | None:
     width = ENTRY.itemsize // 8
-    line: Any = np.empty(2 * most * width + count + 1, np.int64)
-    slots = address(line)
-    at = [slots + 8 * part for part in (most * width, line.size - 1, 2 * most * width)]
-    places = slots, *at, address(body)
-    used = _core.maskpack_encode(address(jobs), count, address(layouts), *places, used, address(rooms), threads)
+    line: Any = np.empty(2 * slots * width + count + 1, np.int64)
+    first = address(line)
+    places = first, first + 8 * slots * width, first + 8 * (line.size - 1), first + 16 * slots * width
+    while True:
+        body = np.empty(room, np.uint8)
+        used = call(*places, address(body), room)
+        if used > _NO_ROOM:
+            break
+        room = _NO_ROOM - used
     if used < 0:
         return None
-    entries = line[most * width : (most + int(line[-1])) * width].copy()
-    return entries.view(ENTRY), line[2 * most * width : -1].copy(), used
+    fields = line[2 * slots * width : -1].copy()
+    entries: Any = line[slots * width : (slots + int(line[-1])) * width].copy()
+    kept: Words = np.array(body[:used]) if room < _SMALL else body[:used]
+    return Encoded(structs(entries, ENTRY), fields, kept)
+
+
+def structs(line: IntArray, dtype: np.dtype[Any]) -> Structs:
+    """Numbers as structs, in the same memory."""
+    return np.ndarray(line.size * 8 // dtype.itemsize, dtype, line)
+
+
+def bytes_of(structs: Structs) -> int:
+    """Bytes of all arrays whose PLACEs are the last parts of some structs: one of a PLACE, three of others."""
+    numbers = structs.dtype.itemsize // 8
+    line = np.ascontiguousarray(structs).view(np.int64).reshape(-1, numbers)
+    places = line[:, numbers - (9 if numbers > 3 else 3) :].reshape(-1, 3)
+    return int(places[:, 1] @ places[:, 2])
 
 
 def number_jobs(jobs: Structs) -> None:
@@ -313,9 +385,13 @@ def number_jobs(jobs: Structs) -> None:
     jobs["first"][1:] = np.cumsum(2 + np.maximum(jobs["columns"], 1))[:-1]
 
 
-def decode(targets: Structs, entries: Structs, layouts: IntArray, body: Words, rows: int, nbytes: int) -> None:
-    """Decodes fields to tensors of `nbytes` in all, which `targets`, TARGET [n], point to."""
-    places = address(targets), targets.size, address(entries), address(layouts), address(body), rows
+def decode(
+    targets: Structs, entries: Structs, layouts: IntArray | None, stored: Structs, body: Words, rows: int, nbytes: int
+) -> None:
+    """Decodes fields to tensors of `nbytes` in all, which `targets`, TARGET [n], point to. `layouts`: instead of those
+    in the body."""
+    held = 0 if layouts is None else address(layouts)
+    places = address(targets), targets.size, address(entries), held, address(stored), stored.size, address(body), rows
     if _core.maskpack_decode(*places, nbytes >= _CACHE, threads_for(nbytes)):
         raise MemoryError(_NO_MEMORY)
 

@@ -147,7 +147,7 @@ def _sub_batch(node: Node, entries: dict[str, Any], rows: int) -> Any:
     """One TensorDict or tensorclass. Jagged tensors on its device are set without tensordict's checks, which would take
     most of the time; empty stacks, because tensordict 0.10 cannot check them."""
     batch_size = node.batch_size(rows)
-    if not any(_is_jagged(value) or _is_empty_stack(value) for value in entries.values()):
+    if not any(map(_is_unusual, entries.values())):
         return _of_kind(TensorDict(entries, batch_size=batch_size, device=node.device), node)
     batch: Any = TensorDict({}, batch_size=batch_size, device=node.device)
     jagged = () if torch.compiler.is_compiling() else _put_unchecked()
@@ -182,8 +182,9 @@ def _put_unchecked() -> tuple[type, ...]:
     return ()
 
 
-def _is_jagged(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_nested
+def _is_unusual(value: Any) -> bool:
+    """Whether a value is a nested tensor or an empty stack."""
+    return value.is_nested if isinstance(value, Tensor) else _is_empty_stack(value)
 
 
 def _is_empty_stack(value: Any) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
@@ -173,6 +174,11 @@ class MaskNestingRegistry(Mapping[Key, MaskNestingSpec]):
 
     def __len__(self) -> int:
         return len(self.fields)
+
+    @cached_property
+    def told(self) -> str:
+        """All of it as text, which tells pads of other bits apart, unlike `==`."""
+        return repr((list(self.fields.items()), list(self.axes.items())))
 
     def __hash__(self) -> int:
         return hash((frozenset(self.fields.items()), frozenset(self.axes.items())))

@@ -38,7 +38,8 @@ def described(dtype: torch.dtype, bits: Tensor) -> native.Mask:
     size = bits.element_size()
     signed_zero = dtype.is_floating_point and "fnuz" not in str(dtype)
     rows, width = bits.shape
-    return native.Mask(bits.data_ptr(), size, rows, width, bits.stride(0) * size, (1 << 8 * size - signed_zero) - 1)
+    significant = -1 if size == 8 and not signed_zero else (1 << 8 * size - signed_zero) - 1
+    return native.Mask(bits.data_ptr(), size, rows, width, bits.stride(0) * size, significant)
 
 
 def on_device(mask: Tensor, num_tokens: int | None) -> tuple[int, dict[str, Any]]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from hashlib import sha256
 from typing import Any, Literal
 
@@ -88,6 +89,16 @@ class Schema:
     root: Node
     forms: tuple[FieldForm, ...]
     axes: tuple[tuple[str, int, int], ...]
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.root, self.forms, self.axes))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Schema, (self.root, self.forms, self.axes)
 
 
 @dataclass(frozen=True)

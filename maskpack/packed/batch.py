@@ -435,10 +435,10 @@ def _encoded(found: Survey, codec: str | None, signature: Any) -> PackedBatch | 
     encoded = encode(jobs, layouts, found.rows, 1 if found.root.more_dims is None else found.rows)
     if encoded is None:
         return None
-    plan = None if signature is None else BatchPlan.of(found, schema, encoded.jobs)
+    plan = None if signature is None else BatchPlan.of(found, schema, encoded.jobs, encoded.table.body.nbytes)
     if plan is not None:
         plans.keep(signature, plan)
-    table, schema = with_pads(encoded, schema, found.deferred)
+    table, schema = with_pads(encoded.table, encoded.pads, schema, found.deferred)
     objects = {path: Objects.of(found.entries[path]).stowed() for path in _objects_in(schema)}
     return PackedBatch(found.rows, schema, table, objects, codec)
 

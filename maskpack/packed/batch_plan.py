@@ -8,7 +8,7 @@ masks alone. If a plan does not fit (another pad under a mask, odd bools), it gi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,41 +18,44 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack.core import native
+from maskpack.core.index import IntArray
 from maskpack.core.keys import Path
 from maskpack.core.pads import EDGE, PER_ROW, Pad
 from maskpack.core.tree import is_object
 from maskpack.fields.options import Options, VerifyFirst
 from maskpack.layout import scan
-from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import Schema
 from maskpack.nesting.survey import Survey
-from maskpack.packed.table import Encoded, JobTable, Table, encode_table, wholes_first
+from maskpack.packed.table import JobTable, Table, check_memory, stored_before, wholes_first
 
-_NUMBERS = native.JOB.itemsize // 8
-_PADDED, _PACKED, _ROWS = 0, 1, native.JOB_ROWS
+_PADDED, _PACKED = 0, 1
+_PAD, _RESULT, _ROW_PADS = (native.JOB.fields[name][1] // 8 for name in ("pad", "result", "row_pads"))  # type: ignore[index]
+_AT, _ROWS = (native.Mask._fields.index(name) for name in ("at", "rows"))
+_WHOLE = -1
+_SPARE = 1 << 15
 _NO_PLAIN_ZEROS = (torch.complex32, torch.complex64, torch.complex128, torch.float8_e8m0fnu)
 
 
 def signature_of(batch: TensorDictBase, options: Options) -> tuple[Any, ...] | None:
     """All that a plan depends on, but for the values of masks; None for a batch that has no plan."""
-    if type(batch) is not TensorDict or not batch.batch_dims or not batch.batch_size[0]:
+    if type(batch) is not TensorDict or not batch.batch_size or not batch.batch_size[0]:
         return None
-    parts: list[Any] = []
-    for name, value in batch.items():
-        if type(value) is Tensor:
-            if value.layout is not torch.strided or value.device.type != "cpu" or value.is_neg() or value.is_conj():
-                return None
-            parts.append((name, value.dtype, value.shape[1:], value.stride()))
-        elif is_object(value):
-            held: Any = value.data if isinstance(value, NonTensorData) else None
-            parts.append((name, held if type(held) is int else None))  # it may be the width of an axis
-        else:
-            return None
+    size = batch.batch_size
     verify = options.verify
     learnt = verify.times if isinstance(verify, VerifyFirst) else 0
-    given = (options.registry, options.pad_token_id, options.strict, options.ignore, verify, learnt, options.on_loss)
-    size = batch.batch_size
-    return (size[0].bit_length(), size[1:], batch.device, *given, *parts)
+    given = (options.pad_token_id, options.strict, options.ignore, verify, learnt, options.on_loss)
+    parts: list[Any] = [size[0].bit_length(), size[1:], batch.device, options.registry.told, *given]
+    for name, value in batch.items():
+        if type(value) is Tensor:
+            if value.layout is not torch.strided or not value.is_cpu or value.is_neg() or value.is_conj():
+                return None
+            parts += (name, value.dtype, value.shape[1:], value.stride())
+        elif is_object(value):
+            held: Any = value.data if isinstance(value, NonTensorData) else None
+            parts += (name, held if type(held) is int else None)  # it may be the width of an axis
+        else:
+            return None
+    return tuple(parts)
 
 
 @dataclass
@@ -62,103 +65,133 @@ class BatchPlan:
     Attributes:
         schema: with the pads to try.
         deferred: the padded fields.
-        masks: of each mask, the number of its entry, its anchor, and whether its valid words were equal.
-        cuts: of each layout, its mask, and its first column and width if it is not the whole mask.
-        jobs: as the last such batch was encoded.
-        inputs: the numbers of the entries that are tensors.
-        targets: where their addresses are written among the numbers of the jobs.
-        bytes_of_row: bytes of a row of the padded ones.
+        names: the names of the layouts, as they are stored.
+        source: what is in `line`.
+        line: what the last such batch was encoded from.
+        inputs: the numbers of the entries whose addresses are in the line, and `targets` where they are.
+        rows_at: where the number of rows is.
+        order: int64 [n], the place of each tensor among the jobs.
+        bytes_of_row: bytes of a row of the padded fields.
+        room: bytes for a body, enough for one that is a little larger than the last.
         schemas: with the pads that were found, by their numbers.
     """
 
     schema: Schema
     deferred: Collection[Path]
-    masks: Sequence[tuple[int, int, bool]]
-    cuts: Mapping[str, tuple[int, int | None, int]]
-    jobs: JobTable
+    names: tuple[str, ...]
+    source: native.Source
+    line: IntArray
     inputs: Sequence[int]
-    targets: Any
+    targets: IntArray
+    rows_at: IntArray
+    order: IntArray
     bytes_of_row: int
+    room: int
     schemas: dict[tuple[int, ...], Schema] = field(default_factory=dict[tuple[int, ...], Schema])
 
     @classmethod
-    def of(cls, found: Survey, schema: Schema, jobs: JobTable) -> BatchPlan | None:
-        """The plan of a batch that was surveyed and encoded; None if it has none."""
-        if found.scanned is None:
-            return None
-        entries = list(found.entries.values())
+    def of(cls, found: Survey, schema: Schema, table: JobTable, nbytes: int) -> BatchPlan | None:
+        """The plan of a batch that was surveyed and encoded, in `nbytes`; None if it has none."""
+        entries, scanned = list(found.entries.values()), found.scanned
         numbers = {path: number for number, path in enumerate(found.entries)}
-        sources = list(found.scanned.items())
-        masks = [(numbers[path], layout.anchor, uniform) for path, (layout, uniform) in sources]
-        cuts: dict[str, tuple[int, int | None, int]] = {}
-        for name, layout in wholes_first(found.layouts).items():
-            for number, (_, (whole, _)) in enumerate(sources):
-                of_whole, low = layout.__dict__.get("part_of", (None, 0))
-                if layout is whole or of_whole is whole:
-                    cuts[name] = number, None if layout is whole else low, layout.width
-                    break
-            else:
-                return None
+        cuts = None if scanned is None else _cuts(found, list(scanned))
+        if scanned is None or cuts is None:
+            return None
         forms = schema.forms
         inputs = [number for number, form in enumerate(forms) if form.dtype is not None]
         padded = [forms[number].path in found.deferred for number in inputs]
-        plain = all(
-            deferred or (forms[number].kind == "dense" and entries[number].is_contiguous())
-            for number, deferred in zip(inputs, padded, strict=True)
-        )
-        odd = any(entries[at].dtype in _NO_PLAIN_ZEROS or entries[at].stride(1) != 1 for at, _, _ in masks)
-        lines = jobs.jobs.view(np.int64).reshape(-1, _NUMBERS)
-        targets = jobs.order * _NUMBERS + np.where(padded, _PADDED, _PACKED)
-        if not plain or odd or lines.reshape(-1)[targets].tolist() != [entries[at].data_ptr() for at in inputs]:
+        for number, deferred in zip(inputs, padded, strict=True):
+            if not deferred and (forms[number].kind != "dense" or not entries[number].is_contiguous()):
+                return None
+        masks = [numbers[path] for path in scanned]
+        if any(entries[at].dtype in _NO_PLAIN_ZEROS or entries[at].stride(1) != 1 for at in masks):
+            return None
+        lines = [
+            (*scan.described(entries[at].dtype, entries[at]), uniform)
+            for at, (_, uniform) in zip(masks, scanned.values(), strict=True)
+        ]
+        source = native.Source(len(masks), len(cuts), len(inputs), native.slots_of(table.jobs))
+        parts: list[Any] = [lines, cuts, stored_before(wholes_first(found.layouts)), table.jobs]
+        line = np.concatenate([np.ascontiguousarray(part).view(np.int64).reshape(-1) for part in parts])
+        first, each = source.places[2], np.arange(len(inputs))
+        targets = first + table.order * native.JOB_NUMBERS + np.where(padded, _PADDED, _PACKED)
+        if line[targets].tolist() != [entries[at].data_ptr() for at in inputs]:
             return None  # some tensor was copied
-        nbytes = sum(entries[at].nbytes for at, deferred in zip(inputs, padded, strict=True) if deferred)
-        return cls(schema, frozenset(found.deferred), masks, cuts, jobs, inputs, targets, nbytes // found.rows)
+        places = np.arange(len(masks)) * native.MASK_NUMBERS
+        return cls(
+            schema,
+            frozenset(found.deferred),
+            table.names,
+            source,
+            line,
+            [*masks, *inputs],
+            np.concatenate([places + _AT, targets]).astype(np.int64),
+            np.concatenate([places + _ROWS, first + each * native.JOB_NUMBERS + native.JOB_ROWS]).astype(np.int64),
+            table.order,
+            sum(entries[at].nbytes for at, own in zip(inputs, padded, strict=True) if own) // found.rows,
+            _room(nbytes),
+        )
 
     def encoded(self, batch: TensorDictBase) -> tuple[Table, Schema] | None:
         """The table and the schema of a batch of this signature; None if the plan does not fit."""
         entries: list[Any] = list(batch.values())
-        rows = batch.batch_size[0]
-        wholes: list[RowLayout] = []
-        for at, anchor, uniform in self.masks:
-            host, word = native.scan(scan.described(entries[at].dtype, entries[at]))
-            if uniform and word is None:
-                return None
-            wholes.append(RowLayout.of_host(host, anchor))
-        layouts = {name: _cut(wholes[mask], low, width) for name, (mask, low, width) in self.cuts.items()}
-        lines = self.jobs.jobs.view(np.int64).copy()
-        lines[self.targets] = [entries[at].data_ptr() for at in self.inputs]
-        lines[_ROWS::_NUMBERS] = rows
-        jobs = self.jobs._replace(jobs=lines.view(native.JOB))
-        found = encode_table(jobs, layouts, rows, rows, rows * self.bytes_of_row)
+        rows, given, (_, stored, jobs, end) = batch.batch_size[0], np.array(self.line), self.source.places
+        given[self.targets] = [entries[at].data_ptr() for at in self.inputs]
+        given[self.rows_at] = rows
+        threads = native.threads_for(rows * self.bytes_of_row)
+        found, line = native.compress(self.source, given, self.room, threads)
+        done = line[jobs:end].reshape(-1, native.JOB_NUMBERS)
         if found is None:
+            check_memory(done[:, _RESULT])
             return None
-        self.jobs = jobs
-        key = tuple(found.pads)
-        if key in self.schemas and not found.table.row_pads["count"].any():
-            return found.table, self.schemas[key]
-        table, schema = with_pads(found, self.schema, self.deferred)
-        if not found.table.row_pads["count"].any():
+        self.line, self.room = line, _room(found.body.nbytes)
+        done = done[self.order]
+        row_pads = native.structs(np.array(done[:, _ROW_PADS : _ROW_PADS + 3], order="C"), native.PLACE)
+        own = native.structs(np.array(line[stored:jobs]), native.STORED)
+        table = Table(rows, rows, self.names, own, found.entries, found.fields[self.order], row_pads, found.body)
+        key = tuple(done[:, _PAD].tolist())
+        with_row_pads = done[:, _ROW_PADS + 2].any()
+        if key in self.schemas and not with_row_pads:
+            return table.as_compact(), self.schemas[key]
+        table, schema = with_pads(table, key, self.schema, self.deferred)
+        if not with_row_pads:
             self.schemas[key] = schema
         return table, schema
 
 
-def with_pads(found: Encoded, schema: Schema, deferred: Collection[Path]) -> tuple[Table, Schema]:
-    """The table and the schema in which each of the `deferred` fields has the pad that is under its mask. Pads that are
-    0 in all rows are the constant 0."""
-    table, forms = found.table, list(schema.forms)
+def _room(nbytes: int) -> int:
+    return nbytes + nbytes // 4 + _SPARE
+
+
+def _cuts(found: Survey, masks: Sequence[Path]) -> list[tuple[int, int, int]] | None:
+    """Of each layout, its mask, and its first column and width if it is not the whole mask; None if one has no mask."""
+    scanned = found.scanned or {}
+    cuts: list[tuple[int, int, int]] = []
+    for layout in wholes_first(found.layouts).values():
+        of_whole, low = layout.__dict__.get("part_of", (None, _WHOLE))
+        for number, path in enumerate(masks):
+            whole = scanned[path][0]
+            if layout is whole or of_whole is whole:
+                cuts.append((number, _WHOLE if layout is whole else low, layout.width))
+                break
+        else:
+            return None
+    return cuts
+
+
+def with_pads(table: Table, pads: Sequence[int], schema: Schema, deferred: Collection[Path]) -> tuple[Table, Schema]:
+    """The table and the schema in which each of the `deferred` fields has the pad that is under its mask, by its number
+    in `pads`. Pads that are 0 in all rows are the constant 0."""
+    forms = list(schema.forms)
     tensors = [place for place, form in enumerate(forms) if form.dtype is not None]
     for number, place in enumerate(tensors):
         form = forms[place]
         if form.path not in deferred:
             continue
-        pad = form.pads[found.pads[number]]
+        pad = form.pads[pads[number]]
         if isinstance(pad, Pad) and pad is not EDGE:
             rows = table.pads_of_rows(number)
             pad = PER_ROW if pad is PER_ROW or (rows is not None and rows.any()) else 0
             table = table if pad is PER_ROW else table.without_row_pads(number)
         forms[place] = replace(form, pads=(pad,))
     return table, replace(schema, forms=tuple(forms))
-
-
-def _cut(whole: RowLayout, low: int | None, width: int) -> RowLayout:
-    return whole if low is None else whole.narrow(low, low + width)

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 64 << 30
 """The most bytes that a batch may take decoded, unless the caller gives another limit."""
+
+
+_NUMBERS, _PADDED, _PACKED = native.TARGET.itemsize // 8, 0, 1
+_ENTRY, _ROWS = _NUMBERS - 2, _NUMBERS - 1
+_ROW_PADS = native.FIELD.names.index("row_pads")  # type: ignore[union-attr]
 
 
 def shape_of(
@@ -56,15 +62,19 @@ class _Targets(NamedTuple):
     """Where tensors on the host are decoded to, but for their addresses.
 
     Attributes:
-        lines: TARGET [n].
+        lines: TARGET [n], as int64 [n, ...].
         numbers: int64 [n], the tensors among those of the table.
+        dense: bool [n], those without a layout.
+        places: int64 [n], where their addresses are written among the numbers of the lines.
         shapes: the layout whose tokens are the first dim, or None; the other dims, those behind B where a field has
             rows; whether it has; and the dtype.
         bytes_of: bytes of a row of all fields together, of a token of each layout, and of fields without rows.
     """
 
-    lines: native.Structs
+    lines: IntArray
     numbers: IntArray
+    dense: npt.NDArray[np.bool_]
+    places: IntArray
     shapes: Sequence[tuple[str | None, tuple[int, ...], bool, torch.dtype]]
     bytes_of: Mapping[str | bool, int]
 
@@ -95,13 +105,15 @@ def _targets(
         tokens = layout if not padded else None
         shapes.append((tokens, shape, by_rows, form.dtype))
         bytes_of[tokens or by_rows] += math.prod(shape) * form.dtype.itemsize
-    return _Targets(lines, np.array([places[path] for path in paths], np.int64), shapes, bytes_of)
+    numbers = np.array([places[path] for path in paths], np.int64)
+    dense = np.array([forms[path].layout is None for path in paths], np.bool_)
+    first = np.arange(len(paths)) * _NUMBERS + np.where(lines["padded"] != 0, _PADDED, _PACKED)
+    return _Targets(lines.view(np.int64).reshape(len(paths), _NUMBERS), numbers, dense, first, shapes, bytes_of)
 
 
 def _targets_of(packed: PackedBatch, forms: Iterable[FieldForm], nested: bool) -> _Targets:
-    paths = tuple(form.path for form in forms if form.dtype is not None)
-    names, layouts = packed.table.names, packed.layouts
-    return _targets(packed.schema, paths, nested, names, tuple([layouts[name].width for name in names]))
+    paths = tuple([form.path for form in forms if form.dtype is not None])
+    return _targets(packed.schema, paths, nested, packed.table.names, packed.table.widths)
 
 
 def decoded_nbytes(packed: PackedBatch, forms: Iterable[FieldForm], nested: bool) -> int:
@@ -138,24 +150,23 @@ def row_pads_of(packed: PackedBatch, form: FieldForm) -> Tensor | None:
 
 def decoded(packed: PackedBatch, forms: Sequence[FieldForm], nested: bool) -> dict[Path, Tensor]:
     """Tensors on the host in one pass: padded ones in the form of their fields, others as [T, *F]."""
-    targets, table, layouts = _targets_of(packed, forms, nested), packed.table, packed.layouts
+    targets, table = _targets_of(packed, forms, nested), packed.table
     tensors: list[Tensor] = []
     for name, shape, by_rows, dtype in targets.shapes:
-        first = (layouts[name].num_tokens,) if name is not None else (packed.num_rows,) if by_rows else ()
+        first = (packed.layouts[name].num_tokens,) if name is not None else (packed.num_rows,) if by_rows else ()
         tensors.append(empty_of((*first, *shape), dtype))
-    lines = targets.lines.copy()
-    addresses = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
-    padded = lines["padded"] != 0
-    lines["field"]["padded"], lines["field"]["packed"] = addresses, np.where(padded, 0, addresses)
-    lines["entry"] = table.fields[targets.numbers]
-    lines["rows"] = np.where(table.entries["layout"][lines["entry"]] < 0, table.dense_rows, table.rows)
+    lines: IntArray = np.array(targets.lines)
+    lines.reshape(-1)[targets.places] = [tensor.data_ptr() for tensor in tensors]
+    lines[:, _ENTRY] = table.fields[targets.numbers]
+    lines[:, _ROWS] = table.rows
+    lines[targets.dense, _ROWS] = table.dense_rows
     held: list[Words] = []
-    for place in np.flatnonzero(padded & (table.row_pads["count"][targets.numbers] > 0)).tolist():
+    for place in np.flatnonzero(table.row_pads["count"][targets.numbers]).tolist():
         pads = table.pads_of_rows(int(targets.numbers[place]))
         assert pads is not None
         held.append(np.ascontiguousarray(pads))
-        lines["field"]["row_pads"][place] = address(held[-1])
-    table.decode(lines, _tensors_nbytes(packed, targets))
+        lines[place, _ROW_PADS] = address(held[-1])
+    table.decode(native.structs(lines, native.TARGET), _tensors_nbytes(packed, targets))
     return dict(zip((form.path for form in forms), tensors, strict=True))
 
 

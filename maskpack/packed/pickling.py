@@ -59,8 +59,8 @@ def _kind(number: int) -> type[Any]:
 
 
 @lru_cache(_NAMES)
-def _token(schema: Schema, pads: str) -> tuple[bytes, tuple[type[Any], ...]]:
-    """The bytes of a schema, and the tensorclasses that it names. Schemas with pads of other bits are not equal."""
+def _token(schema: Schema) -> tuple[bytes, tuple[type[Any], ...]]:
+    """The bytes of a schema, and the tensorclasses that it names."""
     stream = io.BytesIO()
     writer = _Writer(stream)
     writer.dump(schema)
@@ -75,7 +75,7 @@ def _schema(token: bytes) -> Schema:
 def write(packed: PackedBatch) -> tuple[bytes, tuple[type[Any], ...], tuple[Any, ...], Any, Words]:
     """The token of the schema, its tensorclasses, the table without its body, the records of the codec, the body."""
     table = packed.table.own(SLACK)
-    token, kinds = _token(packed.schema, repr([form.pads for form in packed.schema.forms]))
+    token, kinds = _token(packed.schema)
     parts = table.stored, table.entries, table.fields, table.row_pads
     line = table.rows, table.dense_rows, table.names, *(part.tobytes() for part in parts)
     body, records = table.body, None

@@ -85,6 +85,18 @@ class Table:
             name: RowLayout.of_host(own, anchor) for name, own, anchor in zip(self.names, found, anchors, strict=True)
         }
 
+    @property
+    def _has_layouts(self) -> bool:
+        """Whether the layouts are known, which may be wider or narrower than those in the body."""
+        return "layouts" in self.__dict__ or "_cut" in self.__dict__
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The width of each layout."""
+        if self._has_layouts:
+            return tuple(layout.width for layout in self.layouts.values())
+        return tuple(self.stored["width"].tolist())
+
     @cached_property
     def _layout_rows(self) -> tuple[IntArray, list[HostLayout]]:
         on_host = [layout.on_host for layout in self.layouts.values()]
@@ -127,6 +139,7 @@ class Table:
 
     def _reached(self) -> list[int]:
         """The entries that some field needs, each once, rising."""
+        kinds, firsts, seconds = (self.entries[name].tolist() for name in ("kind", "first", "second"))
         seen: set[int] = set()
         left = self.fields.tolist()
         while left:
@@ -134,8 +147,7 @@ class Table:
             if at in seen:
                 continue
             seen.add(at)
-            entry = self.entries[at]
-            kind, first, second = int(entry["kind"]), int(entry["first"]), int(entry["second"])
+            kind, first, second = kinds[at], firsts[at], seconds[at]
             if kind == native.DICTIONARY:
                 left.append(first)
             elif kind == native.COLUMNS:
@@ -158,9 +170,9 @@ class Table:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
-        entries = self.entries[self._reached()]
-        places = [entries[name] for name in "abc"] + [self.stored[name] for name in "abc"] + [self.row_pads]
-        return sum(int((place["size"] * place["count"]).sum()) for place in places)
+        kept = self._reached()
+        entries = self.entries if len(kept) == self.entries.size else self.entries[kept]
+        return native.bytes_of(entries) + native.bytes_of(self.stored) + native.bytes_of(self.row_pads)
 
     def pads_of_rows(self, field: int) -> Words | None:
         """The words of the pads of a field, [B] or [B, 2]; None if its pad is not PER_ROW."""
@@ -181,7 +193,8 @@ class Table:
 
     def decode(self, targets: Structs, nbytes: int) -> None:
         """Decodes fields to tensors, TARGET [n], of `nbytes` in all."""
-        native.decode(targets, self.entries, self.layout_rows, self.body, self.rows, nbytes)
+        layouts = self.layout_rows if self._has_layouts else None
+        native.decode(targets, self.entries, layouts, self.stored, self.body, self.rows, nbytes)
 
     def words(self, field: int) -> Words:
         """The packed words of a field, flat."""
@@ -260,7 +273,14 @@ class Table:
     def own(self, slack: float = 0.0, free: int = 0) -> Table:
         """The table with a body of its own, which holds its arrays and nothing else; itself, if its body has at most
         `slack` bytes for each byte of its arrays, and `free` more."""
-        return self if slack and self.body.nbytes <= slack * self.nbytes + free else self.compacted()
+        if slack and ("_compact" in self.__dict__ or self.body.nbytes <= slack * self.nbytes + free):
+            return self
+        return self.compacted()
+
+    def as_compact(self) -> Table:
+        """The table, whose body is known to hold its arrays and nothing else."""
+        self.__dict__["_compact"] = True
+        return self
 
     def compacted(self) -> Table:
         """The table with a new body: its arrays in the order of `arrays`, each from a multiple of 8 bytes on."""
@@ -440,29 +460,24 @@ def encode_table(
     table: JobTable, layouts: Mapping[str, RowLayout], rows: int, dense_rows: int, nbytes: int
 ) -> Encoded | None:
     """`encode` of jobs that are described; `nbytes` are those of the padded tensors among them."""
-    jobs, back, names = table
     hosts = [layout.on_host for layout in layouts.values()]
-    line = native.layout_rows(hosts)
-    stored = _stored(layouts)
-    elements = np.array([*(layout.num_tokens for layout in layouts.values()), dense_rows], np.int64)[jobs["layout"]]
-    rooms = np.empty(len(jobs) + 1, np.int64)
-    rooms[:-1] = (elements * jobs["items"] * jobs["size"] + 16 * rows + 4103) // 8 * 8
-    rooms[-1] = rooms[:-1].sum() + _room_of(layouts.values(), rows)
-    body = np.empty(int(rooms[-1]), np.uint8)
-    used = native.store_layouts(stored, line, body, 0)
-    assert used is not None
-    found = native.encode(jobs, line, body, used, rooms, native.threads_for(nbytes))
+    line, stored = native.layout_rows(hosts), stored_before(layouts)
+    jobs, back, names = table
+    found = native.encode(jobs, line, stored, native.threads_for(nbytes))
     if found is None:
-        failed = jobs["result"][jobs["result"] != native.FITS]
-        if native.NO_MEMORY in failed:
-            raise MemoryError("maskpack: no memory to encode a batch")
-        assert native.STRAY in failed or native.ODD in failed
+        check_memory(jobs["result"])
         return None
-    entries, fields, used = found
-    out = Table(rows, dense_rows, names, stored, entries, fields[back], jobs["row_pads"][back], body[:used])
+    pads = jobs["row_pads"][back]
+    out = Table(rows, dense_rows, names, stored, found.entries, found.fields[back], pads, found.body)
     out.__dict__["layouts"] = dict(layouts)
     out.__dict__["_layout_rows"] = line, hosts
-    return Encoded(out, jobs["pad"][back].tolist(), table)
+    return Encoded(out.as_compact(), jobs["pad"][back].tolist(), table)
+
+
+def check_memory(results: IntArray) -> None:
+    """Raises MemoryError if one of some jobs, of which one failed, had no memory."""
+    if native.NO_MEMORY in results:
+        raise MemoryError("maskpack: no memory to encode a batch")
 
 
 def table_of(layouts: Mapping[str, RowLayout], rows: int) -> Table:
@@ -624,13 +639,13 @@ def _room_of(layouts: Iterable[RowLayout], rows: int) -> int:
 
 def _stored_alone(layouts: Mapping[str, RowLayout], rows: int) -> tuple[Structs, Words]:
     """STORED [m], and a body that holds layouts and nothing else, a multiple of 8 bytes."""
-    stored, body = _stored(layouts), np.zeros(_room_of(layouts.values(), rows), np.uint8)
+    stored, body = stored_before(layouts), np.zeros(_room_of(layouts.values(), rows), np.uint8)
     used = native.store_layouts(stored, native.layout_rows([own.on_host for own in layouts.values()]), body, 0)
     assert used is not None
     return stored, body[: -(-used // 8) * 8]
 
 
-def _stored(layouts: Mapping[str, RowLayout]) -> Structs:
+def stored_before(layouts: Mapping[str, RowLayout]) -> Structs:
     """STORED [m] before the layouts are in the body: which of them are columns of others."""
     stored = np.zeros(len(layouts), native.STORED)
     earlier: dict[int, int] = {}

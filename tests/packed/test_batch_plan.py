@@ -21,6 +21,7 @@ from torch import Tensor
 
 import maskpack.packed.batch as packing
 from maskpack import EDGE, PER_ROW, MaskNestingSpec, PackedBatch, VerifyFirst, compress, decompress
+from maskpack.core import native
 from maskpack.errors import CoverageError, LossyPadError, MaskpackError, MaskpackWarning
 from maskpack.packed import table
 
@@ -90,6 +91,49 @@ def test_plans_are_bounded_and_forgotten(surveys: list[int], monkeypatch: pytest
     table.forget()
     compress(made[0], pad_token_id=PAD)
     assert len(surveys) == 5
+
+
+def test_registries_whose_pads_differ_in_bits() -> None:
+    batch = of_floats(CHANGES["nothing"])
+    for pad in (0.0, -0.0, 0.0):
+        registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", pad)}
+        packed = compress(batch, registry=registry, verify="never")
+        assert samples.freeze(packed.forms["x",].pads) == samples.freeze((pad,))
+
+
+def test_a_small_field_is_looked_at_in_some_batches() -> None:
+    """One that takes another form gets it within 8 batches."""
+    registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m")}
+
+    def made(seed: int, most: int) -> TensorDict:
+        x = torch.randint(0, most, (4, 60), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+        x[:, :4] = most - 1
+        return TensorDict({"m": torch.ones(4, 60), "x": x}, [4])
+
+    for seed in range(3):
+        compress(made(seed, 1 << 30), registry=registry)
+    sizes = [compress(made(seed, 5), registry=registry).nbytes for seed in range(8)]
+    assert sizes[-1] <= 1.02 * anew(made(7, 5), registry=registry).nbytes
+
+
+def test_a_batch_that_needs_a_larger_body(surveys: list[int]) -> None:
+    registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m")}
+    mask = torch.ones(7, 5000, dtype=torch.int64)
+    noise = torch.randint(-(1 << 62), 1 << 62, (7, 5000), generator=torch.Generator().manual_seed(0))
+    for x in (torch.zeros_like(noise), noise, torch.zeros_like(noise), torch.arange(5000).expand(7, -1).contiguous()):
+        batch = TensorDict({"m": mask, "x": x}, [7])
+        oracle.assert_same_batch(decompress(compress(batch, registry=registry)), batch)
+    assert surveys == [7]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_encode_what_one_does(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "threads_for", lambda nbytes: threads)
+    for seed in range(4):
+        batch = samples.workload(rows=9, seed=seed)
+        assert_as_anew(compress(batch, pad_token_id=PAD), batch, pad_token_id=PAD)
+        compress(batch, pad_token_id=PAD)
+        oracle.assert_same_batch(decompress(compress(batch, pad_token_id=PAD)), batch)
 
 
 # -------------------------------------------------------------------- what may differ under one signature
