@@ -16,6 +16,7 @@ import stat
 import struct
 import subprocess
 import sys
+import time
 import tracemalloc
 import warnings
 import zlib
@@ -1081,6 +1082,95 @@ def test_arrays_that_an_encoding_has_not() -> None:
         made, lengths = of_rows(3, 2)
         made.layout(5, 2, 0, 0, place)
         refused(made.joined(), "spans that rise")
+
+
+def changed(made: Made, place: int, *values: int) -> bytes:
+    """With other numbers in its table, from a place on."""
+    parts = made.pieces()
+    line = parts.table
+    parts.table = [*line[:place], *values, *line[place + len(values) :]]
+    return parts.joined()
+
+
+@pytest.mark.parametrize("kind", ["plain", "bitmap", "rle", "arange", "delta", "sparse", "blocks"])
+def test_references_that_an_encoding_has_not(kind: str) -> None:
+    made, _ = of_rows(2, 1)
+    for _ in range(2):
+        made.field(BOOLS[kind](made, 1))
+    last = 3 + 14 + 16 + 5
+    for references in ((-1, -1), (0, -1), (-1, 0), (-2, -1), (-1, -2), (1, -1), (-1, 1)):
+        data = changed(made, last, *references)
+        if references == (-1, -1) or (kind == "blocks" and references == (-1, 0)):
+            PackedBatch.from_bytes(data)
+        else:
+            refused(data, "an entry that cannot be decoded")
+
+
+def test_a_tensor_is_an_entry_that_is_there() -> None:
+    for entry in (-1, 1, 2**31, -(2**63)):
+        made, _ = of_rows(2, 1)
+        made.field(made.entry("plain", made.put([1, 2, 3]), layout=0))
+        refused(changed(made, 3 + 14 + 16, entry), f'field "f0" in entry {entry} of 1', "one that is there")
+
+
+def test_indices_of_dictionaries_do_not_wrap() -> None:
+    def dictionary(number: int, *index: int) -> bytes:
+        made, _ = of_rows(3, 3)
+        made.entry("plain", made.put([1, 2, 3, 4, 5, 6]), layout=0)
+        places = made.put(index, 8), made.put([3, 3])
+        made.field(made.entry("dictionary", *places, layout=0, first=0, number=number))
+        return made.joined()
+
+    most = 2**63 - 1
+    packed = PackedBatch.from_bytes(dictionary(most - 1, most - 1, most))
+    for rows in (slice(0, 2), slice(1, 2), slice(0, 1), slice(0, 0)):
+        part = PackedBatch.from_bytes(packed[rows].to_bytes())
+        assert decompress(part)["f0"].values().tolist() == [1, 2, 3, 4, 5, 6][3 * rows.start : 3 * rows.stop]
+    refused(dictionary(most, most, most + 1), "an entry that cannot be decoded")
+    refused(dictionary(1, 1, 2**64 - 1), "an entry that cannot be decoded")
+
+
+@pytest.mark.parametrize(
+    "place", [(0, 3, 0), (0, 0, 0), (-8, 1, 0), (2**40, 1, 0), (0, 1, -1), (4, 1, 1), (0, 1, 2**62)]
+)
+def test_pads_of_rows_outside_the_body(place: tuple[int, int, int]) -> None:
+    for pad in (0, {"pad": "PER_ROW"}):
+        made, _ = of_rows(2, 1)
+        made.manifest["axes"] = ["l0"]
+        array = made.put([1, 2, 3])
+        pads = NONE if pad == 0 else made.put([7])
+        made.field(made.entry("plain", array, layout=0), "padded", pads=pads, dim=1, pad=pad)
+        PackedBatch.from_bytes(made.joined())
+        made.pads = list(place)
+        refused(made.joined(), 'field "f0" with pads of rows', "inside the body")
+
+
+def slow(kind: str) -> Made:
+    """A message of a few kilobytes that says more than a reader can look at one by one."""
+    made = Made(1 << 20 if kind == "rows" else 1)
+    if kind == "rows":  # of entries that no field needs
+        for _ in range(4000):
+            zeros(made)
+        made.field(zeros(made))
+        return made
+    stretches = made.put([1 << 34], 8), made.put([1]), made.put([0])
+    entry = made.entry("delta", *stretches, items=1 << 34)
+    if kind == "stretches":
+        made.field(entry, shape=[1 << 10, 1 << 24])
+    else:  # more words than the field has
+        made.field(entry, dtype="bool", shape=[])
+    return made
+
+
+@pytest.mark.parametrize("kind", ["rows", "stretches", "words"])
+def test_what_a_few_bytes_say_is_not_looked_at_one_by_one(kind: str) -> None:
+    data = slow(kind).joined()
+    start = time.monotonic()
+    if kind == "stretches":
+        PackedBatch.from_bytes(data)
+    else:
+        refused(data)
+    assert time.monotonic() - start < 4
 
 
 def chain(steps: int) -> Made:
