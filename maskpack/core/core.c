@@ -307,8 +307,9 @@ static int read_row(Field *field, const Layout *layout, i64 row, u8 *values) {
     i64 size = field->size, items = field->items, element = items * size, step = field->outer * element;
     i64 first = layout->splits[row], last = layout->splits[row + 1];
     Pattern pad = repeated((const u8 *)field->pad, size);
-    i64 mode = field->mode & TRUSTED || !element ? NO_PAD : field->mode;
+    i64 mode = field->mode & TRUSTED ? NO_PAD : field->mode;
     if ((field->mode & ~TRUSTED) >= PER_ROW) pad = pad_of_row(field, layout, row);
+    if (!element) return 1; /* there may be no memory to point to */
     for (i64 slice = 0; slice < field->outer; slice++) {
         const u8 *from = field->padded + row * field->row_stride + slice * field->outer_stride;
         u8 *to = values ? values + slice * element : NULL;
@@ -927,11 +928,10 @@ static const u8 *row_words(const Rows *rows, i64 row) {
     if (rows->field) {
         const Layout *layout = rows->layout;
         i64 first = layout->splits[row];
-        int lies = layout->splits[row + 1] - first <= 1 && rows->field->outer == 1;
+        int lies = element && layout->splits[row + 1] - first == 1 && rows->field->outer == 1;
         if (!read_row(rows->field, layout, row, lies ? NULL : rows->scratch)) return NULL;
         if (!lies) return rows->scratch;
-        return rows->field->padded + row * rows->field->row_stride +
-               (layout->splits[row + 1] > first ? layout->starts[first] * element : 0);
+        return rows->field->padded + row * rows->field->row_stride + layout->starts[first] * element;
     }
     const u8 *words = rows->values + (rows->bounds ? rows->bounds[at] : at) * element;
     if (!rows->columns) return words;
@@ -1461,7 +1461,8 @@ typedef struct {
 /* Opens the rows of a job; `field` is a copy with the pad to verify. False without memory. */
 static int open_rows(Rows *rows, const Job *job, const Layout *layouts, Field *field) {
     const Layout *layout = job->layout < 0 ? NULL : layouts + job->layout;
-    *rows = (Rows){job->rows, job->size, job->items, job->bounds, job->index, job->field.packed, NULL, NULL, NULL, 0, 0};
+    const u8 *values = job->field.packed ? job->field.packed : (const u8 *)&ZEROS; /* no words are no NULL, which says STRAY */
+    *rows = (Rows){job->rows, job->size, job->items, job->bounds, job->index, values, NULL, NULL, NULL, 0, 0};
     if (!job->padded) return 1;
     *field = job->field;
     field->mode = NO_PAD;
@@ -1768,6 +1769,7 @@ static void decode_field(void *context, i64 at) {
     Target *target = decode->targets + at;
     const Entry *entry = decode->table->entries + target->entry;
     const Layout *layout = target->padded ? decode->table->layouts + target->field.layout : NULL;
+    if (!(target->padded ? target->field.padded : target->field.packed)) return; /* no words: no memory to point to */
     Cursor cursor;
     u8 *scratch = NULL, *to = target->field.packed;
     int fine = open_cursor(&cursor, decode->table, target->entry, NULL, target->rows);
