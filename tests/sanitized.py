@@ -4,7 +4,7 @@ A copy of the package is put into a temporary folder, its core is compiled there
 leads to it; `python -m` and `python -c` find the package in the working directory before that. A finding ends the
 process. Needs gcc.
 
-    python tests/sanitized.py pytest -n 0 tests/packed tests/nesting tests/core
+    python tests/sanitized.py pytest -n 0 --capture=sys tests/packed tests/nesting tests/core
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COMPILE = ["gcc", "-std=c11", "-D_DEFAULT_SOURCE", "-O1", "-g", "-fPIC", "-share
 ADDRESS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 THREAD = ["-fsanitize=thread"]
 OPTIONS = {
-    "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0:allocator_may_return_null=1",
+    "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0:handle_sigbus=0",
     "TSAN_OPTIONS": "halt_on_error=1",
     "UBSAN_OPTIONS": "print_stacktrace=1",
 }
@@ -54,10 +54,12 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, **OPTIONS, "PYTHONPATH": path, "LD_PRELOAD": " ".join(map(str, preload))}
 
 
-def run(*command: str) -> int:
-    """The exit status of a command under ASan and UBSan."""
+def run(*command: str, options: str = "") -> int:
+    """The exit status of a command under ASan and UBSan, with more ASAN_OPTIONS."""
     with tempfile.TemporaryDirectory() as folder:
-        return subprocess.run(command, env=environment(Path(folder)), check=False).returncode
+        made = environment(Path(folder))
+        made["ASAN_OPTIONS"] += options
+        return subprocess.run(command, env=made, check=False).returncode
 
 
 if __name__ == "__main__":

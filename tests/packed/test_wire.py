@@ -13,7 +13,6 @@ import pickle
 import re
 import signal
 import stat
-import struct
 import subprocess
 import sys
 import time
@@ -1250,75 +1249,76 @@ def fuzzed(*arguments: str) -> None:
 
 
 def test_a_short_run_of_the_fuzzer() -> None:
-    fuzzed("--count", "1500", "--seed", "7")
+    fuzzed("--files", "1500", "--seed", "7")
 
 
 @pytest.mark.parametrize("name", ["repeated_rows", "rollout", "many_runs"])
 def test_every_number_of_a_table_set_to_others(name: str) -> None:
-    fuzzed("--table", name)
+    fuzzed("--table", str(make.file(name)))
+
+
+def simple_encodings() -> Made:
+    """Each kind of layout, and each kind of entry that refers to no other; pads of rows."""
+    made, _ = of_rows(4, 2, 4)
+    made.layout(4, 1, 0, 0, made.put([0b1011, 0b0100, 0b1111]))
+    made.layout(3, 2, 0, 1)
+    made.manifest["axes"] = ["l0", "l1", "l2"]
+    plain = made.entry("plain", made.put(range(10)), layout=0)
+    made.field(plain, "padded", pads=made.put([1, 2, 3]), dim=1, pad={"pad": "PER_ROW"})
+    made.field(made.entry("narrow", made.put(range(8)), layout=1, size=2, number=-5), dtype="int16")
+    made.field(made.entry("bitmap", made.put([3, 0, 6]), made.put([0, 1]), layout=0), dtype="bool")
+    made.field(made.entry("rle", made.put([2, 1, 2]), made.put([1, 3]), made.put(range(5)), layout=0))
+    made.field(made.entry("arange", made.put([1, 2, 3]), layout=2, number=7), "padded", dim=1, pad=9)
+    made.field(made.entry("delta", made.put([2, 1, 1]), made.put([1]), made.put([1, 2, 3, 4]), layout=0))
+    made.field(made.entry("sparse", made.put([1, 0, 2]), made.put([3, 0, 1]), made.put([7, 8, 9]), layout=0))
+    blocks = made.put([2, 0, 3]), made.put([1, 2, 3]), made.put([0b11100100, 0o7654], 4)
+    made.field(made.entry("blocks", *blocks, layout=0))
+    return made
+
+
+def encodings_of_others() -> Made:
+    """Each kind of entry that refers to others."""
+    made, _ = of_rows(4, 2, 4)
+    made.layout(8, 0, 0, 0, made.put([0]), made.put([8, 4, 8]), made.put([1]))
+    plain = made.entry("plain", made.put(range(10)), layout=0)
+    made.field(plain)
+    near = made.put([130, 128, 2]), made.put([0, 0, 9]), made.put([0b11100100, 0b11100100], 4)
+    made.field(made.entry("blocks", *near, layout=0, second=plain))
+    stored = made.entry("plain", made.put(range(6)), layout=0)
+    made.field(made.entry("dictionary", made.put([5, 6, 5]), made.put([4, 2]), layout=0, number=5, first=stored))
+    column = made.entry("plain", made.put(range(10)), layout=0)
+    made.entry("arange", made.put([3]), layout=0, number=1)
+    made.field(made.entry("columns", layout=0, items=2, first=column, second=2))
+    made.field(made.entry("concat", layout=1, first=plain, second=plain))
+    return made
+
+
+@pytest.mark.parametrize("made", [simple_encodings(), encodings_of_others()], ids=["simple", "of others"])
+def test_every_number_of_a_table_of_all_encodings_set_to_others(made: Made, tmp_path: Path) -> None:
+    file = tmp_path / "made"
+    file.write_bytes(made.joined())
+    assert fuzz_wire.outcome_closely(made.joined(), fuzz_wire.norm()) == "accepted and decoded, as the norm says"
+    fuzzed("--table", str(file))
+
+
+def test_tables_of_all_encodings() -> None:
+    entries = [*simple_encodings().entries, *encodings_of_others().entries]
+    assert set(entries[::16]) == set(range(len(fuzz_wire.KINDS)))
 
 
 # -------------------------------------------------------------------- the norm
 
-NORM = Path(__file__).parents[2] / "docs" / "wire-format.md"
-
-
-@pytest.fixture(scope="module")
-def norm() -> dict[str, Any]:
-    """The reader that the norm's Python blocks make up."""
-    names: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", NORM.read_text(), re.DOTALL):
-        exec(compile(block, str(NORM), "exec"), names)
-    return names
-
-
-def bytes_of(x: torch.Tensor) -> bytes:
-    x = x.detach().contiguous()
-    real = torch.view_as_real(x) if x.dtype == torch.complex128 else x
-    return real.reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
-
 
 @pytest.mark.parametrize("name", [name for name in GOLDEN if name != "zstd"])
-def test_the_reader_of_the_norm_reads_golden_files(name: str, norm: dict[str, Any]) -> None:
-    """Row by row: real values, and padded forms, against the tensors that went in."""
-    expected = make.GOLDEN[name]().batch
-    seen = norm["read"](golden(name))
-    assert seen
-    for path, (entry, rows, spans, row_pads) in seen.items():
-        x = expected.get(path)
-        item = x.dtype.itemsize
-        raw = [b"".join(word.to_bytes(min(item, 8), "little") for word in row) for row in rows]
-        if x.is_nested:
-            assert b"".join(raw) == bytes_of(x.values())
-            assert [len(row) // item for row in raw] == x.offsets().diff().tolist()
-        elif entry["kind"] != "padded":
-            assert b"".join(raw) == bytes_of(x)
-        else:
-            moved = x.movedim(entry["dim"], 1)
-            element = item * int(np.prod(entry["shape"], dtype=int))
-            for b, row in enumerate(raw):
-                items = [row[place : place + element] for place in range(0, len(row), element)]
-                pad = row_pads[b] * (element // item) if row_pads else pad_bytes(entry, element // item)
-                norm["ZERO"] = bytes(element)
-                assert b"".join(norm["padded"](items, spans[b], moved.shape[1], pad)) == bytes_of(moved[b]), (path, b)
-
-
-def pad_bytes(entry: Any, count: int) -> Any:
-    """One padded element, as the norm says; numbers through torch."""
-    pad, dtype = entry["pad"], getattr(torch, entry["dtype"])
-    if pad == {"pad": "EDGE"}:
-        return "EDGE"
-    if isinstance(pad, dict) and "int" in pad:
-        return int(pad["int"], 16).to_bytes(dtype.itemsize, "little") * count
-    if isinstance(pad, dict) and "float" in pad:
-        (pad,) = struct.unpack("<d", bytes.fromhex(pad["float"]))
-    elif isinstance(pad, dict):
-        pad = complex(*pad["complex"])
-    return bytes_of(torch.tensor(pad).to(dtype)) * count
+def test_the_reader_of_the_norm_reads_golden_files(name: str) -> None:
+    """Against the tensors that went in."""
+    norm = fuzz_wire.norm()
+    assert norm["read"](golden(name))
+    fuzz_wire.assert_as_the_norm_says(golden(name), make.GOLDEN[name]().batch, norm)
 
 
 def test_the_norm_names_every_constant() -> None:
-    text = NORM.read_text()
+    text = fuzz_wire.NORM.read_text()
     for part in (
         f"at most 2^{wire.MAX_HEADER.bit_length() - 1},",
         f"more than 2^{wire.FREE_BYTES.bit_length() - 1} bytes beyond",
