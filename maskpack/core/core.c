@@ -2096,7 +2096,7 @@ API i64 maskpack_check_layouts(const Stored *stored, i64 m, const u8 *body, i64 
 }
 
 enum { MOST_STEPS = 8 };                    /* from a field to fields that it is near to, or that it is put together from */
-enum { INSIDE = 1, CHECKED = 2 };           /* INSIDE: the stored rows of a dictionary. CHECKED: for bytes other than 0 and 1 */
+enum { INSIDE = 1, CHECKED = 2, COLUMN = 4 }; /* INSIDE: the stored rows of a dictionary. CHECKED: for bytes other than 0 and 1 */
 static const i64 MANY = (i64)1 << 58;       /* more words than memory holds */
 
 typedef struct {
@@ -2298,11 +2298,15 @@ static int check_all_references(Check *check, i64 n, i64 *bad) {
     for (*bad = 0; *bad < n; ++*bad) {
         const Entry *entry = entries + *bad;
         if (entry->layout < -1 || entry->layout >= check->num_layouts || !check_references(entry, *bad)) return 0;
+        for (i64 i = 0; entry->kind == COLUMNS && i < entry->second; i++) { /* of one alone, or all may have all of them */
+            if (check->marks[entry->first + i] & COLUMN) return 0;
+            check->marks[entry->first + i] |= COLUMN;
+        }
         if (entry->kind != DICTIONARY) continue;
         const Entry *inner = entries + entry->first;
         if (check->marks[entry->first] & INSIDE || inner->kind < 0 || inner->kind >= DICTIONARY) return 0;
         if (inner->kind == BLOCKS && inner->second >= 0) return 0;
-        check->marks[entry->first] = INSIDE;
+        check->marks[entry->first] |= INSIDE;
     }
     return 1;
 }

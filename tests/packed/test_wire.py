@@ -1214,6 +1214,24 @@ def test_concat_of_fields_that_fit() -> None:
         refused(wrong.joined(), "an entry that cannot be decoded")
 
 
+def test_columns_are_those_of_one_entry() -> None:
+    def columns(first: int) -> bytes:
+        made, _ = of_rows(2, 1)
+        for _ in range(4):
+            made.entry("plain", made.put([1, 2, 3]), layout=0)
+        for begin in (0, first):
+            made.field(made.entry("columns", layout=0, items=2, first=begin, second=2))
+        for column in (2, 3):  # a field may be one, too
+            made.field(column)
+        return made.joined()
+
+    back = decompress(PackedBatch.from_bytes(columns(2)))
+    assert back["f1"].values().tolist() == [[1, 1], [2, 2], [3, 3]]
+    assert back["f2"].values().tolist() == [1, 2, 3]
+    for first in (0, 1):
+        refused(columns(first), 'field "f1"', "an entry that cannot be decoded")
+
+
 BOOLS: dict[str, Callable[[Made, int], int]] = {
     "plain": lambda m, x: m.entry("plain", m.put([0, 1, x]), layout=0),
     "bitmap": lambda m, x: m.entry("bitmap", m.put([0, 0]), m.put([0, x]), layout=0),
