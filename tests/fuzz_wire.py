@@ -1,11 +1,12 @@
-"""A fuzz target for the byte form: `python -m tests.fuzz_wire --count N --seed S`.
+"""A fuzz target for the byte form: `python tests/fuzz_wire.py --files N --seed S --jobs N [--sanitize]`.
 
-Golden files are taken apart with plain loops and put together wrong: bytes, members of the manifest, numbers of the
-table, bytes of the body. Reading must give a batch or raise WireFormatError; a batch that was read must decode, move
-its rows and be written again. What hangs or reads outside its memory ends the process: tests run this in another one.
-To look closer, build the core with `python hatch_build.py -fsanitize=address,undefined` and preload libasan.
+Golden files and files of random batches are taken apart with plain loops and put together wrong: bytes, members of the
+manifest, numbers of the table, bytes of the body. Reading must give a batch or raise WireFormatError; a batch that was
+read must decode. Some are looked at closely: the memory of the reader, rows that move, bytes that are written again,
+and the words, which must be those that the reader in docs/wire-format.md finds. What hangs or reads outside its memory
+ends the process that looks at it; `--sanitize` finds more of that.
 
-`--table NAME` sets every number of the table of a golden file to the values of ODD and to its neighbour's, one by one.
+`--table FILE` sets every number of the table of a file to the values of ODD and to its neighbour's, one by one.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import multiprocessing
 import random
+import re
 import signal
+import struct
 import sys
+import time
 import tracemalloc
 import warnings
 import zlib
@@ -25,10 +30,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from maskpack import PackedBatch, decompress
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import sanitized
+
+from maskpack import EDGE, PER_ROW, PackedBatch, compress, decompress
+from maskpack.core import native
 from maskpack.errors import LayoutError, WireFormatError
 
 GOLDEN = Path(__file__).parent / "golden"
+NORM = Path(__file__).parents[1] / "docs/wire-format.md"
 SIZES = {f"{kind}{8 * size}": size for kind in "IU" for size in (1, 2, 4, 8)}
 ODD = (0, 1, -1, 2**31, 2**62)
 EXTREMES = (*ODD, 2, 3, 7, 63, 64, 127, 128, 255, 256, 2**15, 2**31 - 1, -(2**31), 2**32, 2**40, 2**63 - 1, -(2**63))
@@ -53,6 +66,13 @@ VALUES = (
 SECONDS = 20
 LIMIT = 1 << 22
 FREE = 1 << 20
+SMALL = 1 << 15
+"""The widths and the bytes up to which the slow reader of the norm reads a message, too."""
+MOST_AT_ONCE = 64
+"""The MiB that --sanitize lets be reserved at once."""
+SOURCES = 300
+CLOSELY = 16
+"""One of so many is looked at closely."""
 
 # -------------------------------------------------------------------- a message in pieces
 
@@ -192,7 +212,7 @@ def byte_mutation(data: bytes, other: bytes, rng: random.Random) -> bytes:
     line = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         place = rng.randrange(len(line))
-        way = rng.randrange(6)
+        way = rng.randrange(8)
         if way <= 1:
             line[place] ^= 1 << rng.randrange(8)
         elif way == 2:
@@ -203,6 +223,11 @@ def byte_mutation(data: bytes, other: bytes, rng: random.Random) -> bytes:
         elif way == 4:
             begin, length = rng.randrange(len(line)), rng.choice((1, 8, 64))
             line[place:place] = line[begin : begin + length]
+        elif way == 5:
+            del line[place:]
+            line = line or bytearray(1)
+        elif way == 6:
+            line[place // 8 * 8 : place // 8 * 8 + 8] = written(rng.choice((*EXTREMES, rng.getrandbits(64))), 8)
         else:
             line[place:] = other[rng.randrange(len(other)) :] or b"\0"
     return bytes(line)
@@ -247,7 +272,11 @@ def mutate_table(pieces: Pieces, rng: random.Random) -> None:
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         place = rng.randrange(3, len(line)) if len(line) > 3 else rng.randrange(len(line))
         near = rng.choice((1, -1, 2, 8, -8, line[rng.randrange(len(line))]))
-        line[place] = rng.choice((line[place] + near, near, rng.choice(EXTREMES)))
+        line[place] = rng.choice((line[place] + near, near, rng.choice(EXTREMES), rng.getrandbits(64)))
+        if rng.random() < 0.1:  # a place or an entry over another
+            begin, length = rng.randrange(len(line)), rng.choice((3, 16))
+            part = line[begin : begin + length]
+            line[place : place + len(part)] = part
     pieces.table = line
 
 
@@ -260,11 +289,11 @@ def mutate_body(pieces: Pieces, rng: random.Random) -> None:
     array[2] = bytes(raw)
 
 
-def mutant(golden: dict[str, bytes], seed: str) -> bytes:
+def mutant(sources: Sequence[bytes], seed: str) -> bytes:
     rng = random.Random(seed)
-    source = golden[rng.choice(sorted(golden))]
+    source = rng.choice(sources)
     if rng.random() < 0.15:
-        return byte_mutation(source, golden[rng.choice(sorted(golden))], rng)
+        return byte_mutation(source, rng.choice(sources), rng)
     pieces = Pieces.of(source)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         way = rng.randrange(6)
@@ -277,34 +306,134 @@ def mutant(golden: dict[str, bytes], seed: str) -> bytes:
     return pieces.joined(rng.random() < 0.9, lambda whole: mutate(whole, rng) if rng.random() < 0.05 else None)
 
 
-def tables(name: str) -> Iterator[tuple[str, bytes]]:
-    """A golden file with every number of its table set to other values."""
-    pieces = Pieces.of((GOLDEN / f"{name}.maskpack").read_bytes())
+def golden_files() -> list[bytes]:
+    return [file.read_bytes() for file in sorted(GOLDEN.glob("*.maskpack"))]
+
+
+def random_file(kind: str, rng: np.random.Generator) -> bytes:
+    """A small batch with fields that are encoded so, of one dtype, perhaps some of its rows."""
+    from packed.test_table import FLOATS, INTEGERS, Form
+
+    dtype = rng.choice(np.array([*FLOATS, *INTEGERS], object))
+    width = int(rng.choice([1, 7, 64, 300]))
+    before, behind = rng.choice(np.array([((), ()), ((), (2,)), ((3,), ())], object))
+    form = Form(kind, width, (0, EDGE, PER_ROW)[rng.integers(3)], tuple(before), tuple(behind), (dtype,))
+    rows = [lambda: rng.random(width) < 0.7, lambda: np.arange(width) < rng.integers(width + 1), lambda: np.ones(width)]
+    mask = [rows[rng.integers(3)]().astype(bool).tolist() for _ in range(rng.integers(6))]
+    packed = compress(form.batch(mask, rng), registry=form.registry(), codec="zstd" if rng.random() < 0.1 else None)
+    first = int(rng.integers(2))
+    return packed[first:].to_bytes(checksum=rng.random() < 0.1)
+
+
+def random_files(seed: int, count: int) -> list[bytes]:
+    """Every encoding in turn."""
+    from packed.test_table import KINDS
+
+    return [random_file(KINDS[number % len(KINDS)], np.random.default_rng([seed, number])) for number in range(count)]
+
+
+def tables(file: Path) -> Iterator[tuple[str, bytes]]:
+    """A file with every number of its table set to other values."""
+    pieces = Pieces.of(file.read_bytes())
     line = pieces.table
     for place, number in enumerate(line):
         for value in dict.fromkeys((*ODD, line[place - 1], line[(place + 1) % len(line)], number + 1, number - 1)):
             pieces.table = [*line[:place], value, *line[place + 1 :]]
-            yield f"{name}: number {place} is {value}", pieces.joined()
+            yield f"{file.stem}: number {place} is {value}", pieces.joined()
+
+
+# -------------------------------------------------------------------- the norm
+
+
+def norm() -> dict[str, Any]:
+    """The reader that the Python blocks of the norm make up."""
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", NORM.read_text(), re.DOTALL):
+        exec(compile(block, str(NORM), "exec"), names)
+    return names
+
+
+def bytes_of(x: torch.Tensor) -> bytes:
+    x = x.detach().contiguous()
+    real = torch.view_as_real(x) if x.dtype == torch.complex128 else x
+    return real.reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
+
+
+def pad_bytes(entry: Any, count: int) -> Any:
+    """One padded element, as the norm says; numbers through torch."""
+    pad, dtype = entry["pad"], getattr(torch, entry["dtype"])
+    if pad == {"pad": "EDGE"}:
+        return "EDGE"
+    if isinstance(pad, dict) and "int" in pad:
+        return int(pad["int"], 16).to_bytes(dtype.itemsize, "little") * count
+    if isinstance(pad, dict) and "float" in pad:
+        (pad,) = struct.unpack("<d", bytes.fromhex(pad["float"]))
+    elif isinstance(pad, dict):
+        pad = complex(*pad["complex"])
+    wide = torch.float64 if isinstance(pad, float) else torch.complex128 if isinstance(pad, complex) else None
+    return bytes_of(torch.tensor(pad, dtype=wide).to(dtype)) * count
+
+
+def assert_as_the_norm_says(data: bytes, batch: Any, norm: dict[str, Any]) -> None:
+    """Row by row: real values, and padded forms, of each tensor of a batch."""
+    for path, (entry, rows, spans, row_pads) in norm["read"](data).items():
+        x = batch.get(path)
+        item = x.dtype.itemsize
+        raw = [b"".join(word.to_bytes(min(item, 8), "little") for word in row) for row in rows]
+        if x.is_nested:
+            assert b"".join(raw) == bytes_of(x.values())
+            assert [len(row) // item for row in raw] == (x.offsets().diff() * int(np.prod(entry["shape"]))).tolist()
+        elif entry["kind"] != "padded":
+            assert b"".join(raw) == bytes_of(x)
+        else:
+            moved = x.movedim(entry["dim"], 1)
+            element = item * int(np.prod(entry["shape"], dtype=int))
+            norm["ZERO"] = bytes(element)
+            for b, row in enumerate(raw):
+                items = [row[place : place + element] for place in range(0, len(row), element or 1)]
+                items = items if element else [b""] * sum(count for _, count in spans[b])
+                pad = row_pads[b] * (element // item) if row_pads else pad_bytes(entry, element // item)
+                assert b"".join(norm["padded"](items, spans[b], moved.shape[1], pad)) == bytes_of(moved[b]), (path, b)
 
 
 # -------------------------------------------------------------------- what must hold
 
 
-def outcome(data: bytes, limit: int | None = LIMIT) -> str:
-    """The name of what came of it; anything but a good end is raised."""
-    tracemalloc.start()
+def read(data: bytes, limit: int | None) -> PackedBatch | None:
+    """The batch; None if it is refused, as it must be."""
     try:
-        packed = PackedBatch.from_bytes(data, max_bytes=limit)
+        return PackedBatch.from_bytes(data, max_bytes=limit)
     except WireFormatError as error:
         message = str(error)
         assert message.startswith("PackedBatch.from_bytes: "), message
         assert "; expected " in message
         assert len(message) < 2000
+        return None
+
+
+def outcome(data: bytes, limit: int | None = LIMIT) -> str:
+    """The name of what came of it; anything but a good end is raised."""
+    packed = read(data, limit)
+    if packed is None:
         return "refused"
-    finally:
+    try:
+        decompress(packed, max_bytes=limit)
+    except LayoutError:  # a limit
+        return "accepted, not decoded"
+    return "accepted and decoded"
+
+
+def outcome_closely(data: bytes, norm: dict[str, Any], limit: int | None = LIMIT) -> str:
+    tracemalloc.start()
+    try:
+        packed = read(data, limit)
         peak = tracemalloc.get_traced_memory()[1]
+    finally:
         tracemalloc.stop()
-    assert peak < 2 * len(data) + FREE + 2 * (limit or 0), f"{peak} bytes for {len(data)}"
+    restored = 2 * (limit or 0) if b"codec" in data else 0
+    assert peak < 2 * len(data) + FREE + restored, f"{peak} bytes for {len(data)}"
+    if packed is None:
+        return "refused, closely"
     try:
         whole = decompress(packed, max_bytes=limit)
         decompress(packed, format="nested", max_bytes=limit)
@@ -316,18 +445,25 @@ def outcome(data: bytes, limit: int | None = LIMIT) -> str:
     if whole.batch_size and 0 < len(packed) < 1000:
         for part in (*packed.chunk(2), packed[1:], packed[0:0], packed.take([-1, 0])):
             decompress(PackedBatch.from_bytes(part.to_bytes()))
-    return "accepted and decoded"
+    narrow = all(layout.width <= SMALL for layout in packed.table.layouts.values())
+    if packed.codec or not narrow or whole.bytes() > SMALL:
+        return "accepted and decoded, closely"
+    assert_as_the_norm_says(data, whole, norm)
+    return "accepted and decoded, as the norm says"
 
 
-def run(cases: Iterable[tuple[str, bytes]]) -> tuple[Counter[str], list[str]]:
-    """Counts of outcomes, and the failures. A case that hangs ends the process."""
+def run(cases: Iterable[tuple[str, bytes, bool]], now: Any) -> tuple[Counter[str], list[str]]:
+    """Counts of outcomes, and the failures. A case that hangs ends the process; its name is in `now`."""
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
     counts: Counter[str] = Counter()
     failures: list[str] = []
-    for name, data in cases:
+    reader = norm()
+    for name, data, closely in cases:
+        now.value = name.encode()
         signal.alarm(SECONDS)
         try:
-            counts[outcome(data)] += 1
+            counts[outcome_closely(data, reader) if closely else outcome(data)] += 1
         except Exception as error:
             counts["FAILED"] += 1
             failures.append(f"{name}: {type(error).__name__}: {error!s:.300}")
@@ -335,20 +471,63 @@ def run(cases: Iterable[tuple[str, bytes]]) -> tuple[Counter[str], list[str]]:
     return counts, failures
 
 
+def run_all(jobs: Sequence[Iterable[tuple[str, bytes, bool]]]) -> tuple[Counter[str], list[str]]:
+    """The same, each in a process of its own."""
+    context = multiprocessing.get_context("fork")
+    counts: Counter[str] = Counter()
+    failures: list[str] = []
+    crew: list[Any] = []
+    for cases in jobs:
+        now = context.Array("c", 200, lock=False)
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=lambda cases, now, end: end.send(run(cases, now)), args=(cases, now, theirs))
+        process.start()
+        theirs.close()
+        crew.append((process, ours, now))
+    for process, ours, now in crew:
+        try:
+            own, failed = ours.recv()
+        except EOFError:
+            process.join()
+            own, failed = {"FAILED": 1}, [f"{now.value.decode()}: exit status {process.exitcode}"]
+        counts.update(own)
+        failures += failed
+    return counts, failures
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Mutates the golden files, and reads them.")
-    parser.add_argument("--count", type=int, default=20000)
+    parser = argparse.ArgumentParser(description="Mutates files, and reads them.")
+    parser.add_argument("--files", type=int, default=20000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", help="SEED:NUMBER of one mutant")
-    parser.add_argument("--table", nargs="*", help="golden files whose tables are changed number by number")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--only", type=int, help="the number of one file")
+    parser.add_argument("--sanitize", action="store_true", help="with a core that is compiled with ASan and UBSan")
+    parser.add_argument("--table", nargs="*", type=Path, help="files whose tables are changed number by number")
     given = parser.parse_args()
-    golden = {file.stem: file.read_bytes() for file in sorted(GOLDEN.glob("*.maskpack"))}
-    names = [given.only] if given.only else [f"{given.seed}:{number}" for number in range(given.count)]
-    cases: Iterable[tuple[str, bytes]] = ((name, mutant(golden, name)) for name in names)
+    if given.sanitize:
+        words = [word for word in sys.argv[1:] if word != "--sanitize"]
+        sys.exit(sanitized.run(sys.executable, __file__, *words, options=f":max_allocation_size_mb={MOST_AT_ONCE}"))
+    warnings.simplefilter("ignore")
+    start = time.monotonic()
+    torch.set_num_threads(1)
+    sources = [] if given.table else [*golden_files(), *random_files(given.seed, SOURCES)]
+
+    def cases(numbers: Iterable[int]) -> Iterator[tuple[str, bytes, bool]]:
+        for number in numbers:
+            name = f"{given.seed}:{number}"
+            yield name, mutant(sources, name), number % CLOSELY == 0 or number == given.only
+
+    jobs: list[Iterable[tuple[str, bytes, bool]]]
+    jobs = [cases(range(job, given.files, given.jobs)) for job in range(given.jobs)]
+    if given.only is not None:
+        jobs = [cases([given.only])]
     if given.table:
-        cases = (case for name in given.table for case in tables(name))
-    counts, failures = run(cases)
-    print(dict(counts))
+        jobs = [((*case, True) for file in given.table for case in tables(file))]
+    counts, failures = run_all(jobs)
+    seconds = time.monotonic() - start
+    print(f"{sum(counts.values())} files in {seconds:.0f} s, core of {native.__file__}")
+    for name, count in sorted(counts.items()):
+        print(f"{count:9} {name}")
     print("\n".join(failures[:20]))
     sys.exit(1 if failures else 0)
 

@@ -307,8 +307,9 @@ static int read_row(Field *field, const Layout *layout, i64 row, u8 *values) {
     i64 size = field->size, items = field->items, element = items * size, step = field->outer * element;
     i64 first = layout->splits[row], last = layout->splits[row + 1];
     Pattern pad = repeated((const u8 *)field->pad, size);
-    i64 mode = field->mode & TRUSTED || !element ? NO_PAD : field->mode;
+    i64 mode = field->mode & TRUSTED ? NO_PAD : field->mode;
     if ((field->mode & ~TRUSTED) >= PER_ROW) pad = pad_of_row(field, layout, row);
+    if (!element) return 1; /* there may be no memory to point to */
     for (i64 slice = 0; slice < field->outer; slice++) {
         const u8 *from = field->padded + row * field->row_stride + slice * field->outer_stride;
         u8 *to = values ? values + slice * element : NULL;
@@ -476,6 +477,9 @@ static i64 number_at(const u8 *body, const Array *array, i64 i) {
 static i64 signed_at(const u8 *body, const Array *array, i64 i) {
     return as_signed((u64)number_at(body, array, i), array->size);
 }
+
+/* Which of the stored rows of a dictionary a row is. */
+static i64 stored_row(const u8 *body, const Entry *entry, i64 row) { return number_at(body, &entry->a, row) - entry->number; }
 
 static void put_word(u8 *to, i64 word, i64 size) { memcpy(to, &word, (size_t)size); }
 
@@ -760,7 +764,7 @@ static int open_cursor(Cursor *cursor, const Table *table, i64 index, const i64 
 static i64 stored_rows(const Table *table, const Entry *entry, i64 **bounds) {
     i64 stored = 0;
     for (i64 row = 0; row < table->rows; row++) {
-        i64 index = number_at(table->body, &entry->a, row) - entry->number;
+        i64 index = stored_row(table->body, entry, row);
         stored = index + 1 > stored ? index + 1 : stored;
     }
     if (!(*bounds = calloc((size_t)stored + 1, sizeof(i64)))) return -1;
@@ -883,7 +887,7 @@ static void next_row(Cursor *cursor, u8 *out) {
         break;
     }
     case DICTIONARY: {
-        i64 index = number_at(body, &entry->a, cursor->row) - entry->number;
+        i64 index = stored_row(body, entry, cursor->row);
         memcpy(out, cursor->rows + cursor->own[index] * entry->items * size, (size_t)(n * size));
         break;
     }
@@ -974,16 +978,14 @@ static u64 ends_of(const u8 *words, i64 n, i64 size) {
 /* The words of a row; NULL if a pad of a padded field is not what it should be. */
 static const u8 *row_words(const Rows *rows, i64 row) {
     i64 at = rows->index ? rows->index[row] : row, element = rows->items * rows->size;
-    const u8 *words = rows->values + (rows->bounds ? rows->bounds[at] : at) * element;
+    const u8 *words;
     if (rows->field) {
         const Layout *layout = rows->layout;
         i64 first = layout->splits[row];
-        int lies = layout->splits[row + 1] - first <= 1 && rows->field->outer == 1;
+        int lies = element && layout->splits[row + 1] - first == 1 && rows->field->outer == 1;
         if (!read_row(rows->field, layout, row, lies ? NULL : rows->scratch)) return NULL;
-        words = rows->field->padded + row * rows->field->row_stride;
-        if (!lies) words = rows->scratch;
-        else if (layout->splits[row + 1] > first) words += layout->starts[first] * element;
-    }
+        words = lies ? rows->field->padded + row * rows->field->row_stride + layout->starts[first] * element : rows->scratch;
+    } else words = rows->values + (rows->bounds ? rows->bounds[at] : at) * element;
     if (rows->ends) rows->ends[row] = ends_of(words, row_length(rows, row), rows->size);
     return words;
 }
@@ -1269,10 +1271,17 @@ enum { NO_GAIN = -2 }; /* as `inner_kind`: rows look alike, but a dictionary tak
 
 enum { FEW_BYTES = 4096, SOME_BATCHES = 8 }; /* another form is looked for in each batch, with fewer bytes only in one of some */
 
-/* How a field was encoded: what to try first the next time. `cost` is bytes for 2^20 words, `age` how often it was used. */
+/* How a field was encoded: what to try first the next time. `cost` is bytes for COST_WORDS words, `age` how often it was used. */
 typedef struct {
     i64 kind, number, bytes, inner_kind, inner_number, inner_bytes, cost, age;
 } Form;
+
+enum { COST_WORDS = 1 << 20 };
+
+/* Whether so many bytes for so many words are 2 % more than when a form was chosen. */
+static int is_larger(i64 bytes, const Form *form, i64 words) {
+    return (bytes - 64) * COST_WORDS > form->cost * words + form->cost * words / 50;
+}
 
 /* The least number of bytes, of 1, 2, 4 or 8, for the words less a base; 0 words need one. */
 static void find_narrow(const Rows *rows, i64 *base, i64 *bytes) {
@@ -1376,7 +1385,7 @@ static int choose(const Rows *rows, const Rows *near, i64 hints, int integers, O
         bytes = tried.a.size;
     }
     free(memory);
-    *form = (Form){kept, number, bytes, -1, 0, 0, total ? (best << 20) / total : 0, 0};
+    *form = (Form){kept, number, bytes, -1, 0, 0, total ? best * COST_WORDS / total : 0, 0};
     if (kept != PLAIN) return FITS;
     out->used = start;
     return encode_as(PLAIN, 0, 0, rows, NULL, out, entry);
@@ -1504,7 +1513,8 @@ typedef struct {
 /* Opens the rows of a job; `field` is a copy with the pad to verify. False without memory. */
 static int open_rows(Rows *rows, const Job *job, const Layout *layouts, Field *field) {
     const Layout *layout = job->layout < 0 ? NULL : layouts + job->layout;
-    *rows = (Rows){job->rows, job->size, job->items, job->bounds, job->index, job->field.packed, NULL, NULL, NULL, NULL};
+    const u8 *values = job->field.packed ? job->field.packed : (const u8 *)&ZEROS; /* no words are no NULL, which says STRAY */
+    *rows = (Rows){job->rows, job->size, job->items, job->bounds, job->index, values, NULL, NULL, NULL, NULL};
     if (!job->padded) return 1;
     *field = job->field;
     field->mode = NO_PAD;
@@ -1585,7 +1595,7 @@ static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *
         *form = found;
     }
     if (repeats && form->kind != DICTIONARY) form->inner_kind = NO_GAIN;
-    form->cost = total ? (best << 20) / total : 0;
+    form->cost = total ? best * COST_WORDS / total : 0;
     free(tried);
     free(memory);
     return done;
@@ -1638,7 +1648,7 @@ static int encode_field(Job *jobs, i64 at, const Layout *layouts, Rows *rows, Ou
                 quick.field = &unverified;
             }
             int looks = total * rows->size >= FEW_BYTES || ++form->age % SOME_BATCHES == 0;
-            int larger = (bytes_of(slots) - 64) << 20 > form->cost * total + form->cost * total / 50;
+            int larger = is_larger(bytes_of(slots), form, total);
             int repeats = looks && form->inner_kind != NO_GAIN && 8 * bytes_of(slots) > total * rows->size && look_alike(&quick, ends);
             if (larger || (looks && (repeats || is_better(&quick, has_near ? &near : NULL, (int)job->integers, form->kind)))) done = MISFIT;
         }
@@ -1665,7 +1675,7 @@ static int encode_field(Job *jobs, i64 at, const Layout *layouts, Rows *rows, Ou
             done = encode_dictionary(&flat, job->hints & ~((i64)1 << DICTIONARY), (int)job->integers, out, slots, form, 1);
             *count = 2;
             i64 bytes = bytes_of(slots) + bytes_of(slots + 1);
-            if (done == FITS && (bytes - 64) << 20 > form->cost * total + form->cost * total / 50) done = MISFIT;
+            if (done == FITS && is_larger(bytes, form, total)) done = MISFIT;
             if (done != FITS) out->used = start;
         } else if (done == FITS) done = MISFIT;
         if (done == MISFIT || done == FULL) {
@@ -1801,6 +1811,7 @@ static void decode_field(void *context, i64 at) {
     Target *target = decode->targets + at;
     const Entry *entry = decode->table->entries + target->entry;
     const Layout *layout = target->padded ? decode->table->layouts + target->field.layout : NULL;
+    if (!(target->padded ? target->field.padded : target->field.packed)) return; /* no words: no memory to point to */
     Cursor cursor;
     u8 *scratch = NULL, *to = target->field.packed;
     int fine = open_cursor(&cursor, decode->table, target->entry, NULL, target->rows);
@@ -2137,18 +2148,16 @@ static int split_entry(const Table *table, i64 index, const i64 *bounds, const i
         int fine = stored_rows(table, entry, &stored) >= 0;
         for (i64 part = 0; part < parts && fine; part++) {
             Entry *own = out + part * n + index;
-            i64 low = entry->number, high = low;
+            i64 range[2] = {0, 0};
             for (i64 row = cuts[part]; row < cuts[part + 1]; row++) {
-                i64 used = number_at(table->body, &entry->a, row);
-                if (row == cuts[part]) low = high = used;
-                low = used < low ? used : low;
-                high = used + 1 > high ? used + 1 : high;
+                i64 used = stored_row(table->body, entry, row);
+                if (row == cuts[part] || used < range[0]) range[0] = used;
+                if (used >= range[1]) range[1] = used + 1;
             }
-            i64 range[2] = {low - entry->number, high - entry->number};
             fine = split_entry(table, entry->first, stored, range, 1, out + part * n, n);
             part_of_several(&own->a, cuts[part], cuts[part + 1]);
             part_of_several(&own->b, range[0], range[1]);
-            own->number = low;
+            own->number += range[0];
         }
         free(stored);
         return fine;
@@ -2287,7 +2296,7 @@ API i64 maskpack_check_layouts(const Stored *stored, i64 m, const u8 *body, i64 
 }
 
 enum { MOST_STEPS = 8 };                    /* from a field to fields that it is near to, or that it is put together from */
-enum { USED = 1, INSIDE = 2, CHECKED = 4 }; /* INSIDE: the stored rows of a dictionary. CHECKED: for bytes other than 0 and 1 */
+enum { INSIDE = 1, CHECKED = 2, COLUMN = 4 }; /* INSIDE: the stored rows of a dictionary. CHECKED: for bytes other than 0 and 1 */
 static const i64 MANY = (i64)1 << 58;       /* more words than memory holds */
 
 typedef struct {
@@ -2304,10 +2313,9 @@ static i64 row_elements(const Table *table, const Entry *entry, const i64 *bound
 
 static i64 rows_of(const Check *check, const Entry *entry) { return entry->layout < 0 ? check->dense_rows : check->table->rows; }
 
-/* Marks an entry that another one refers to, in so many steps; false if it must not. */
+/* Counts the steps to an entry that another one refers to, which comes after it; false if it must not. */
 static int refers(Check *check, i64 index, i64 other, i64 steps) {
-    if (other < 0 || other >= index || check->marks[other] & INSIDE || check->steps[other] + steps > MOST_STEPS) return 0;
-    check->marks[other] |= USED;
+    if (check->marks[other] & INSIDE || check->steps[other] + steps > MOST_STEPS) return 0;
     if (check->steps[other] + steps > check->steps[index]) check->steps[index] = (u8)(check->steps[other] + steps);
     return 1;
 }
@@ -2334,11 +2342,15 @@ static int check_stretches(const Check *check, const Entry *entry, const i64 *bo
         i64 left = row_elements(check->table, entry, bounds, row) * entry->items, n = number_at(body, &entry->a, row);
         if (n < 0 || n > left || (left && !n)) return 0;
         if ((entry->b.count != 1 && n > 1 && counts + n - 1 > entry->b.count) || (n > 1 && !entry->b.count)) return 0;
-        for (i64 i = 0; i < n - 1; i++) {
-            i64 count = number_at(body, &entry->b, counts + i);
-            if (count < 1 || count >= left) return 0;
-            left -= count;
-        }
+        if (n > 1 && entry->b.count == 1) { /* a few bytes say any number of these: not one by one */
+            i64 count = number_at(body, &entry->b, 0);
+            if (count < 1 || count > (left - 1) / (n - 1)) return 0;
+        } else
+            for (i64 i = 0; i < n - 1; i++) {
+                i64 count = number_at(body, &entry->b, counts + i);
+                if (count < 1 || count >= left) return 0;
+                left -= count;
+            }
         counts += n > 1 ? n - 1 : 0;
         values += n;
     }
@@ -2370,8 +2382,9 @@ static int check_dictionary(Check *check, i64 index, i64 rows) {
     i64 *stored = NULL, most = 0, element = entry->items ? entry->items * entry->size : 1, spare = 0;
     if (rows != table->rows || !of_each(&entry->a, rows) || entry->number < 0) return 0;
     for (i64 row = 0; row < rows; row++) {
-        i64 number = number_at(body, &entry->a, row) - entry->number;
-        if (number < 0 || number >= (entry->a.count == 1 ? 1 : MANY)) return 0;
+        if (number_at(body, &entry->a, row) < entry->number) return 0; /* or 2^63 and more */
+        i64 number = stored_row(body, entry, row);
+        if (number >= (entry->a.count == 1 ? 1 : MANY)) return 0;
         most = number + 1 > most ? number + 1 : most;
     }
     if (most > rows) { /* of some rows of a larger batch; each row takes a bound */
@@ -2381,7 +2394,7 @@ static int check_dictionary(Check *check, i64 index, i64 rows) {
     if (!of_each(&entry->b, most) || inner->layout != entry->layout || inner->items != entry->items || inner->size != entry->size) return 0;
     for (i64 row = 0; row < rows; row++) {
         i64 elements = row_elements(table, entry, NULL, row);
-        if (number_at(body, &entry->b, number_at(body, &entry->a, row) - entry->number) != elements) return 0;
+        if (number_at(body, &entry->b, stored_row(body, entry, row)) != elements) return 0;
         spare -= elements;
     }
     for (i64 i = 0; i < most; i++) { /* rows that nothing uses, too */
@@ -2432,9 +2445,9 @@ static int check_entry(Check *check, i64 index, const i64 *bounds, i64 rows) {
         return check_blocks(check, entry, bounds, rows);
     case DICTIONARY: return !has_c && check_dictionary(check, index, rows);
     case COLUMNS:
-        if (has_a || has_b || has_c || entry->second < 1 || entry->second != entry->items || entry->second > index) return 0;
+        if (has_a || has_b || has_c || entry->second != entry->items) return 0;
         for (i64 column = 0; column < entry->second; column++) {
-            if (entry->first < 0 || !refers(check, index, entry->first + column, 0)) return 0;
+            if (!refers(check, index, entry->first + column, 0)) return 0;
             a = entries + entry->first + column;
             if (a->layout != entry->layout || a->size != size || a->items != 1) return 0;
             if (a->kind >= DICTIONARY || (a->kind == BLOCKS && a->second >= 0)) return 0;
@@ -2454,18 +2467,53 @@ static int check_entry(Check *check, i64 index, const i64 *bounds, i64 rows) {
     }
 }
 
-/* Whether all entries can be decoded; else the first that cannot is `bad`. */
-static int check_entries(Check *check, i64 n, i64 *bad) {
+/* Whether an entry refers to entries before it as its kind does, and to no other. */
+static int check_references(const Entry *entry, i64 index) {
+    i64 first = entry->first, second = entry->second;
+    switch (entry->kind) {
+    case BLOCKS: return first == -1 && second >= -1 && second < index;
+    case DICTIONARY: return first >= 0 && first < index && second == -1;
+    case COLUMNS: return first >= 0 && second >= 1 && second <= index - first;
+    case CONCAT: return first >= 0 && first < index && second >= 0 && second < index;
+    default: return first == -1 && second == -1;
+    }
+}
+
+/* Whether each entry is a field, or one that another refers to; `needed` are marks, 0 so far. */
+static int all_needed(const Entry *entries, i64 n, const i64 *fields, i64 num_fields, u8 *needed) {
+    for (i64 field = 0; field < num_fields; field++) needed[fields[field]] = 1;
+    for (i64 at = n - 1; at >= 0; at--) {
+        const Entry *entry = entries + at;
+        if (!needed[at]) return 0;
+        if (entry->kind == COLUMNS) memset(needed + entry->first, 1, (size_t)entry->second);
+        else if (entry->first >= 0) needed[entry->first] = 1;
+        if (entry->kind != COLUMNS && entry->second >= 0) needed[entry->second] = 1;
+    }
+    return 1;
+}
+
+/* Whether the references of all entries are as they should be; else the first that is not is `bad`. */
+static int check_all_references(Check *check, i64 n, i64 *bad) {
     const Entry *entries = check->table->entries;
     for (*bad = 0; *bad < n; ++*bad) {
         const Entry *entry = entries + *bad;
-        if (entry->layout < -1 || entry->layout >= check->num_layouts || entry->first >= *bad) return 0;
+        if (entry->layout < -1 || entry->layout >= check->num_layouts || !check_references(entry, *bad)) return 0;
+        for (i64 i = 0; entry->kind == COLUMNS && i < entry->second; i++) { /* of one alone, or all may have all of them */
+            if (check->marks[entry->first + i] & COLUMN) return 0;
+            check->marks[entry->first + i] |= COLUMN;
+        }
         if (entry->kind != DICTIONARY) continue;
         const Entry *inner = entries + entry->first;
-        if (entry->first < 0 || check->marks[entry->first] & INSIDE || inner->kind < 0 || inner->kind >= DICTIONARY) return 0;
+        if (check->marks[entry->first] & INSIDE || inner->kind < 0 || inner->kind >= DICTIONARY) return 0;
         if (inner->kind == BLOCKS && inner->second >= 0) return 0;
-        check->marks[entry->first] = USED | INSIDE;
+        check->marks[entry->first] |= INSIDE;
     }
+    return 1;
+}
+
+/* Whether all entries can be decoded; else the first that cannot is `bad`. */
+static int check_entries(Check *check, i64 n, i64 *bad) {
+    const Entry *entries = check->table->entries;
     for (*bad = 0; *bad < n; ++*bad)
         if (!(check->marks[*bad] & INSIDE) && !check_entry(check, *bad, NULL, rows_of(check, entries + *bad))) return 0;
     return 1;
@@ -2527,18 +2575,19 @@ static int is_odd(const Check *check, i64 index, const i64 *bounds, i64 rows) {
     return any > 1;
 }
 
-/* Checks the fields of a table whose layouts were checked and read; `bools` [num_fields] says which may hold only 0 and 1.
-   Rows of dictionaries may take `most` bytes more than the rows that they stand for. Returns 0, or 1 + the first field that
+/* Checks the fields of a table whose layouts were checked and read: `fields` are entries that are there, `bools` [num_fields]
+   says which may hold only 0 and 1. Rows of dictionaries may take `most` bytes more than the rows that they stand for. Returns 0, or 1 + the first field that
    cannot be decoded (1 + num_fields for an entry that no field needs), or -1 - the first one of other bytes. */
 API i64 maskpack_check_fields(const Entry *entries, i64 n, const Layout *layouts, i64 m, const u8 *body, i64 nbytes, i64 rows,
                               i64 dense_rows, i64 most, const i64 *fields, i64 num_fields, const i64 *bools) {
     Table table = {entries, layouts, body, rows};
-    u8 *marks = calloc((size_t)n + 1, 2);
+    u8 *marks = calloc((size_t)n + 1, 3);
     Check check = {&table, nbytes, m, dense_rows, most, marks, marks + n + 1};
     i64 bad = 0, found = marks ? 0 : 1;
-    for (i64 field = 0; field < num_fields && !found; field++)
-        if (fields[field] < 0 || fields[field] >= n) found = field + 1;
-    if (!found && !check_entries(&check, n, &bad)) {
+    int fine = !found && check_all_references(&check, n, &bad);
+    /* before the rows of the entries are looked at: those of the fields are as many as the fields claim */
+    if (fine && !all_needed(entries, n, fields, num_fields, marks + 2 * (n + 1))) found = num_fields + 1;
+    if (!found && !(fine && check_entries(&check, n, &bad))) {
         found = num_fields + 1; /* the field whose entry is the first one from there on, as parts come first */
         for (i64 field = 0, least = n; field < num_fields; field++)
             if (fields[field] >= bad && fields[field] < least) {
@@ -2550,10 +2599,7 @@ API i64 maskpack_check_fields(const Entry *entries, i64 n, const Layout *layouts
         i64 index = fields[field], own = entries[index].layout < 0 ? dense_rows : rows;
         if (marks[index] & INSIDE) found = field + 1;
         else if (bools[field] && (entries[index].size != 1 || is_odd(&check, index, NULL, own))) found = -1 - field;
-        marks[index] |= USED;
     }
-    for (i64 at = 0; at < n && !found; at++)
-        if (!(marks[at] & USED)) found = num_fields + 1;
     free(marks);
     return found;
 }

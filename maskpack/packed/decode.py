@@ -145,7 +145,7 @@ def row_pads_of(packed: PackedBatch, form: FieldForm) -> Tensor | None:
     """The pads [B] of a field whose pad is PER_ROW; None for other fields."""
     pads = packed.table.pads_of_rows(packed.numbers[form.path])
     assert form.dtype is not None
-    return None if pads is None else from_words(np.array(pads), form.dtype)
+    return None if pads is None else from_words(np.array(pads, order="C"), form.dtype)
 
 
 def decoded(packed: PackedBatch, forms: Sequence[FieldForm], nested: bool) -> dict[Path, Tensor]:

@@ -2,7 +2,8 @@
 
     python tests/core/fuzz_core.py LIBRARY FIRST_SEED COUNT
 
-Needs NumPy only, so that it runs fast under a sanitizer. test_sanitized.py builds such libraries.
+Several threads call the core at a time, which starts threads of its own. Needs NumPy only, so that it runs fast under a
+sanitizer. test_sanitized.py builds such libraries.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import ctypes
 import itertools
 import sys
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +25,7 @@ JOB = [
     ("field", FIELD),
     *((name, "i8") for name in _FIRST.split()),
     ("pads", "i8", (4, 3)),
-    ("form", "i8", 7),
+    ("form", "i8", 8),
     *((name, "i8") for name in ("result", "pad", "first", "count")),
     ("row_pads", PLACE),
 ]
@@ -36,7 +39,8 @@ MARGIN = 16
 
 
 def address(array: Any) -> int:
-    return array.__array_interface__["data"][0]
+    """0 for an array without items, as of tensors."""
+    return array.size and array.__array_interface__["data"][0]
 
 
 class Mask:
@@ -73,6 +77,13 @@ def words(rng: np.random.Generator, lengths: list[int], dtype: np.dtype[Any], it
     return kinds[rng.integers(len(kinds))]().astype(dtype)
 
 
+class Table(NamedTuple):
+    entries: np.ndarray
+    fields: np.ndarray
+    body: np.ndarray
+    stored: np.ndarray
+
+
 class Core:
     def __init__(self, library: str) -> None:
         self.core = ctypes.CDLL(library)
@@ -82,29 +93,59 @@ class Core:
         function.argtypes, function.restype = [ctypes.c_int64] * len(numbers), ctypes.c_int64
         return function(*numbers)
 
-    def encode(self, jobs: np.ndarray, mask: Mask, threads: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def encode(self, jobs: np.ndarray, mask: Mask, threads: int) -> Table:
+        """The jobs of a mask as a table, whose layouts were given and, which must be the same, scanned."""
+        scanned = jobs.copy()
+        layouts = address(mask.line), 1
+        found = self._encoded(
+            "encode", jobs, lambda table: (address(jobs), jobs.size, *layouts, address(table.stored)), threads
+        )
+        bits = mask.mask.astype(np.int8)
+        masks, cuts = np.array([address(bits), 1, *bits.shape, mask.width, -1, 0]), np.array([0, -1, mask.width])
+        first = address(masks), 1, address(cuts)
+        last = 1, address(scanned), jobs.size
+        again = self._encoded("compress", scanned, lambda table: (*first, address(table.stored), *last), threads)
+        assert all((one == other).all() for one, other in zip(found, again, strict=True))
+        return found
+
+    def _encoded(self, name: str, jobs: np.ndarray, source: Callable[[Table], tuple[int, ...]], threads: int) -> Table:
         jobs["first"] = np.concatenate([[0], np.cumsum(jobs["columns"] + 3)[:-1]])
         slots, entries = (np.zeros(int((jobs["columns"] + 3).sum()), ENTRY) for _ in range(2))
+        given, room = jobs.copy(), 0
         fields, count = np.zeros(jobs.size, np.int64), np.zeros(1, np.int64)
-        rooms = int(mask.bounds[-1]) * jobs["items"] * jobs["size"] // 8 * 8 + 32 * len(mask.mask) + 8192
-        rooms = np.append(rooms, rooms.sum() + 64)
-        body = np.full(int(rooms[-1]), 0xAA, np.uint8)
-        places = map(address, (slots, entries, count, fields, body))
-        numbers = address(jobs), jobs.size, address(mask.line), *places, 0, address(rooms), threads
-        used = self.call("encode", *numbers)
-        assert used >= 0, jobs["result"]
-        return entries[: int(count[0])], fields, body[:used].copy()
+        while True:
+            jobs[...] = given
+            table = Table(entries, fields, np.full(room + 1, 0xAA, np.uint8), np.zeros(1, STORED))
+            places = map(address, (slots, entries, count, fields, table.body))
+            used = self.call(name, *source(table), *places, room, threads)
+            assert used != -1, jobs["result"]
+            assert table.body[room] == 0xAA
+            if used >= 0:
+                return Table(entries[: int(count[0])], fields, table.body[: used + 1].copy(), table.stored)
+            assert room < -2 - used
+            room = -2 - used
 
-    def decode(self, target: np.ndarray, table: Any, mask: Mask) -> None:
-        entries, body = table
+    def decode(self, targets: np.ndarray, table: Table, mask: Mask, threads: int = 1, given: bool = True) -> None:
+        """`given`: with the layouts of the mask, not those in the body."""
         rows = len(mask.mask)
-        numbers = address(target), 1, address(entries), address(mask.line), address(body), rows, 0, 1
+        layouts = address(mask.line) if given else 0, address(table.stored), 1 - given
+        numbers = (
+            address(targets),
+            targets.size,
+            address(table.entries),
+            *layouts,
+            address(table.body),
+            rows,
+            0,
+            threads,
+        )
         assert self.call("decode", *numbers) == 0
 
-    def packed(self, entry: int, table: Any, mask: Mask, want: np.ndarray) -> None:
+    def packed(self, entry: int, table: Table, mask: Mask, want: np.ndarray) -> None:
         out = np.full(want.size + MARGIN, 0x55, want.dtype)
         target = np.zeros(1, TARGET)
-        target["field"]["packed"], target["entry"], target["rows"] = address(out), entry, len(mask.mask)
+        target["field"]["packed"], target["entry"] = address(out[: want.size]), entry
+        target["rows"] = len(mask.mask)
         self.decode(target, table, mask)
         assert (out[: want.size] == want).all(), entry
         assert (out[want.size :] == np.full(MARGIN, 0x55, want.dtype)).all()
@@ -112,7 +153,7 @@ class Core:
 
 def run(core: Core, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    rows, width = int(rng.integers(0, 9)), int(rng.choice([1, 5, 40, 700]))
+    rows, width = int(rng.integers(0, 9)), int(rng.choice([0, 1, 5, 40, 700]))
     ways = [lambda: np.zeros(width, bool), lambda: np.ones(width, bool), lambda: rng.random(width) < 0.5]
     ways.append(lambda: np.arange(width) >= rng.integers(0, width + 1))
     mask = Mask(np.array([ways[rng.integers(4)]() for _ in range(rows)], bool).reshape(rows, width))
@@ -126,7 +167,7 @@ def run(core: Core, seed: int) -> None:
     held: list[Any] = []
     for at, job in enumerate(jobs):
         dtype = np.dtype(f"i{rng.choice([1, 2, 4, 8])}")
-        outer, inner = int(rng.choice([1, 1, 3])), int(rng.choice([1, 1, 2]))
+        outer, inner = int(rng.choice([1, 1, 3])), int(rng.choice([0, 1, 1, 1, 2]))
         values = words(rng, lengths, dtype, outer * inner)
         before = jobs[at - 1]
         if at and (before["size"], before["items"]) == (dtype.itemsize, outer * inner) and rng.random() < 0.7:
@@ -134,7 +175,7 @@ def run(core: Core, seed: int) -> None:
             job["near"] = at - 1
         pad, mode = int(rng.integers(0, 5)), int(rng.choice([CONSTANT, EDGE, BY_ROW]))
         full = np.zeros((rows, outer, width, inner), dtype)
-        elements = values.reshape(-1, outer, inner)
+        elements = values.reshape(int(mask.bounds[-1]), outer, inner)
         for row in range(rows):
             own, seen = elements[mask.bounds[row] : mask.bounds[row + 1]], 0
             for column in range(width):
@@ -155,35 +196,37 @@ def run(core: Core, seed: int) -> None:
         job["num_pads"] = len(trials)
         job["pads"][: len(trials)] = trials
     for threads in (1, 3):  # the second time in the forms that were chosen the first time
-        entries, fields, body = core.encode(jobs, mask, threads)
+        table = core.encode(jobs, mask, threads)
+        entries, fields, body, stored = table
+        targets, outs = np.zeros(jobs.size, TARGET), []
         for at, job in enumerate(jobs):
-            core.packed(int(fields[at]), (entries, body), mask, truth[at])
-            full = padded[at]
-            out = np.full(full.size + MARGIN, 0x55, full.dtype)
-            target = np.zeros(1, TARGET)
+            core.packed(int(fields[at]), table, mask, truth[at])
+            target, out = targets[at : at + 1], np.full(padded[at].size + MARGIN, 0x55, padded[at].dtype)
+            outs.append(out)
             target["field"] = job["field"]
             mode = job["pads"][int(job["pad"])] if job["padded"] else job["pads"][int(job["num_pads"]) - 1]
-            pads = np.arange(rows, dtype=full.dtype)
+            pads = np.arange(rows, dtype=out.dtype)
             held.append(pads)
-            target["field"]["padded"], target["field"]["row_pads"] = address(out), address(pads)
+            target["field"]["padded"], target["field"]["row_pads"] = address(out[:-MARGIN]), address(pads)
             target["field"]["mode"], target["field"]["pad"] = mode[0], mode[1]
             target["padded"], target["entry"], target["rows"] = 1, fields[at], rows
-            core.decode(target, (entries, body), mask)
-            assert (out[: full.size].reshape(full.shape) == full).all()
-            assert (out[full.size :] == np.full(MARGIN, 0x55, full.dtype)).all()
+        core.decode(targets, table, mask, threads, bool(rng.random() < 0.5))
+        for out, full in zip(outs, padded, strict=True):
+            assert (out[:-MARGIN].reshape(full.shape) == full).all()
+            assert (out[-MARGIN:] == np.full(MARGIN, 0x55, full.dtype)).all()
         cuts = np.sort(rng.integers(0, rows + 1, 4))
-        parts, none = np.zeros((3, entries.size), ENTRY), np.zeros(1, STORED)
-        numbers = address(entries), entries.size, address(none), 0, address(mask.line), address(body), rows
-        assert core.call("split", *numbers, address(cuts), 3, address(parts), address(none)) == 0
+        parts, of_parts = np.zeros((3, entries.size), ENTRY), np.zeros((3, 1), STORED)
+        numbers = address(entries), entries.size, address(stored), 1, address(mask.line), address(body), rows
+        assert core.call("split", *numbers, address(cuts), 3, address(parts), address(of_parts)) == 0
         for part, (begin, end) in zip(parts, itertools.pairwise(cuts), strict=True):
             own = Mask(mask.mask[begin:end])
             for at, job in enumerate(jobs):
                 low, high = (int(mask.bounds[row]) * int(job["items"]) for row in (begin, end))
-                core.packed(int(fields[at]), (part, body), own, truth[at][low:high])
+                core.packed(int(fields[at]), table._replace(entries=part), own, truth[at][low:high])
 
 
 if __name__ == "__main__":
     library, first, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    for number in range(first, first + count):
-        run(Core(library), number)
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda number: run(Core(library), number), range(first, first + count)))
     print("no difference")

@@ -11,11 +11,10 @@ from pathlib import Path
 import fuzz_core
 import numpy as np
 import pytest
+import sanitized
 
-import maskpack
 from maskpack.core import native
 
-SOURCE = Path(maskpack.__file__).parent / "core/core.c"
 HERE = Path(__file__).parent
 
 
@@ -30,20 +29,18 @@ def test_the_driver_knows_the_structs() -> None:
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc and its sanitizers")
 @pytest.mark.parametrize(
-    ("flags", "runtime"),
-    [("-fsanitize=address,undefined -fno-sanitize-recover=undefined", "libasan.so"), ("-O3", "")],
-    ids=["address and undefined", "as installed"],
+    ("flags", "library"),
+    [(sanitized.ADDRESS, "libasan.so"), (sanitized.THREAD, "libtsan.so"), (["-O3"], "")],
+    ids=["address and undefined", "thread", "as installed"],
 )
-def test_random_tables(flags: str, runtime: str, tmp_path: Path) -> None:
-    library = tmp_path / "core.so"
-    command = ["gcc", "-std=c11", "-D_DEFAULT_SOURCE", "-O1", "-g", "-fPIC", "-shared", "-pthread", *flags.split()]
-    subprocess.run([*command, "-o", str(library), str(SOURCE)], check=True)
-    environment = dict(os.environ)
-    if runtime:
-        found = subprocess.run(["gcc", f"-print-file-name={runtime}"], capture_output=True, text=True, check=True)
-        if not os.path.isabs(found.stdout.strip()):
-            pytest.skip(f"gcc has no {runtime}")
-        environment |= {"LD_PRELOAD": found.stdout.strip(), "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0"}
-    run = [sys.executable, str(HERE / "fuzz_core.py"), str(library), "0", "150"]
+def test_random_tables(flags: list[str], library: str, tmp_path: Path) -> None:
+    environment = {**os.environ, **sanitized.OPTIONS, "LD_PRELOAD": ""}
+    if library:
+        preload = sanitized.runtime(library)
+        if preload is None:
+            pytest.skip(f"gcc has no {library}")
+        environment["LD_PRELOAD"] = preload
+    core = sanitized.compiled(tmp_path / "core.so", *flags)
+    run = [sys.executable, str(HERE / "fuzz_core.py"), str(core), "0", "150"]
     done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout) == (0, "no difference\n"), done.stderr[-3000:]

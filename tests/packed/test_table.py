@@ -271,6 +271,19 @@ def test_fields_leave_and_come_together(kind: str, data: st.DataObject) -> None:
     assert_rows(merged(split, order), TensorDict({path[0]: batch[path[0]] for path in order}, batch.batch_size))
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_equal_pads_of_rows(dtype: torch.dtype) -> None:
+    """They are stored once, and look as if they were there for each row."""
+    mask = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 0]])
+    x = torch.where(mask.bool(), torch.arange(9.0).view(3, 3), 2.0).to(dtype)
+    batch = TensorDict({"m": mask, "x": x}, [3])
+    packed = compress(batch, registry={"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", PER_ROW)})
+    assert packed.forms["x",].pads == (PER_ROW,)
+    assert packed.table.row_pads["count"].tolist() == [0, 1]
+    assert_rows(packed, batch)
+    assert_rows(packed[1:], batch[1:])
+
+
 # -------------------------------------------------------------------- which encoding it is
 
 

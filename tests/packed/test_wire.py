@@ -13,9 +13,9 @@ import pickle
 import re
 import signal
 import stat
-import struct
 import subprocess
 import sys
+import time
 import tracemalloc
 import warnings
 import zlib
@@ -1083,6 +1083,95 @@ def test_arrays_that_an_encoding_has_not() -> None:
         refused(made.joined(), "spans that rise")
 
 
+def changed(made: Made, place: int, *values: int) -> bytes:
+    """With other numbers in its table, from a place on."""
+    parts = made.pieces()
+    line = parts.table
+    parts.table = [*line[:place], *values, *line[place + len(values) :]]
+    return parts.joined()
+
+
+@pytest.mark.parametrize("kind", ["plain", "bitmap", "rle", "arange", "delta", "sparse", "blocks"])
+def test_references_that_an_encoding_has_not(kind: str) -> None:
+    made, _ = of_rows(2, 1)
+    for _ in range(2):
+        made.field(BOOLS[kind](made, 1))
+    last = 3 + 14 + 16 + 5
+    for references in ((-1, -1), (0, -1), (-1, 0), (-2, -1), (-1, -2), (1, -1), (-1, 1)):
+        data = changed(made, last, *references)
+        if references == (-1, -1) or (kind == "blocks" and references == (-1, 0)):
+            PackedBatch.from_bytes(data)
+        else:
+            refused(data, "an entry that cannot be decoded")
+
+
+def test_a_tensor_is_an_entry_that_is_there() -> None:
+    for entry in (-1, 1, 2**31, -(2**63)):
+        made, _ = of_rows(2, 1)
+        made.field(made.entry("plain", made.put([1, 2, 3]), layout=0))
+        refused(changed(made, 3 + 14 + 16, entry), f'field "f0" in entry {entry} of 1', "one that is there")
+
+
+def test_indices_of_dictionaries_do_not_wrap() -> None:
+    def dictionary(number: int, *index: int) -> bytes:
+        made, _ = of_rows(3, 3)
+        made.entry("plain", made.put([1, 2, 3, 4, 5, 6]), layout=0)
+        places = made.put(index, 8), made.put([3, 3])
+        made.field(made.entry("dictionary", *places, layout=0, first=0, number=number))
+        return made.joined()
+
+    most = 2**63 - 1
+    packed = PackedBatch.from_bytes(dictionary(most - 1, most - 1, most))
+    for rows in (slice(0, 2), slice(1, 2), slice(0, 1), slice(0, 0)):
+        part = PackedBatch.from_bytes(packed[rows].to_bytes())
+        assert decompress(part)["f0"].values().tolist() == [1, 2, 3, 4, 5, 6][3 * rows.start : 3 * rows.stop]
+    refused(dictionary(most, most, most + 1), "an entry that cannot be decoded")
+    refused(dictionary(1, 1, 2**64 - 1), "an entry that cannot be decoded")
+
+
+@pytest.mark.parametrize(
+    "place", [(0, 3, 0), (0, 0, 0), (-8, 1, 0), (2**40, 1, 0), (0, 1, -1), (4, 1, 1), (0, 1, 2**62)]
+)
+def test_pads_of_rows_outside_the_body(place: tuple[int, int, int]) -> None:
+    for pad in (0, {"pad": "PER_ROW"}):
+        made, _ = of_rows(2, 1)
+        made.manifest["axes"] = ["l0"]
+        array = made.put([1, 2, 3])
+        pads = NONE if pad == 0 else made.put([7])
+        made.field(made.entry("plain", array, layout=0), "padded", pads=pads, dim=1, pad=pad)
+        PackedBatch.from_bytes(made.joined())
+        made.pads = list(place)
+        refused(made.joined(), 'field "f0" with pads of rows', "inside the body")
+
+
+def slow(kind: str) -> Made:
+    """A message of a few kilobytes that says more than a reader can look at one by one."""
+    made = Made(1 << 20 if kind == "rows" else 1)
+    if kind == "rows":  # of entries that no field needs
+        for _ in range(4000):
+            zeros(made)
+        made.field(zeros(made))
+        return made
+    stretches = made.put([1 << 34], 8), made.put([1]), made.put([0])
+    entry = made.entry("delta", *stretches, items=1 << 34)
+    if kind == "stretches":
+        made.field(entry, shape=[1 << 10, 1 << 24])
+    else:  # more words than the field has
+        made.field(entry, dtype="bool", shape=[])
+    return made
+
+
+@pytest.mark.parametrize("kind", ["rows", "stretches", "words"])
+def test_what_a_few_bytes_say_is_not_looked_at_one_by_one(kind: str) -> None:
+    data = slow(kind).joined()
+    start = time.monotonic()
+    if kind == "stretches":
+        PackedBatch.from_bytes(data)
+    else:
+        refused(data)
+    assert time.monotonic() - start < 4
+
+
 def chain(steps: int) -> Made:
     made, _ = of_rows(70, 1)
     entry = made.entry("plain", made.put(range(71)), layout=0)
@@ -1125,6 +1214,24 @@ def test_concat_of_fields_that_fit() -> None:
         refused(wrong.joined(), "an entry that cannot be decoded")
 
 
+def test_columns_are_those_of_one_entry() -> None:
+    def columns(first: int) -> bytes:
+        made, _ = of_rows(2, 1)
+        for _ in range(4):
+            made.entry("plain", made.put([1, 2, 3]), layout=0)
+        for begin in (0, first):
+            made.field(made.entry("columns", layout=0, items=2, first=begin, second=2))
+        for column in (2, 3):  # a field may be one, too
+            made.field(column)
+        return made.joined()
+
+    back = decompress(PackedBatch.from_bytes(columns(2)))
+    assert back["f1"].values().tolist() == [[1, 1], [2, 2], [3, 3]]
+    assert back["f2"].values().tolist() == [1, 2, 3]
+    for first in (0, 1):
+        refused(columns(first), 'field "f1"', "an entry that cannot be decoded")
+
+
 BOOLS: dict[str, Callable[[Made, int], int]] = {
     "plain": lambda m, x: m.entry("plain", m.put([0, 1, x]), layout=0),
     "bitmap": lambda m, x: m.entry("bitmap", m.put([0, 0]), m.put([0, x]), layout=0),
@@ -1160,75 +1267,76 @@ def fuzzed(*arguments: str) -> None:
 
 
 def test_a_short_run_of_the_fuzzer() -> None:
-    fuzzed("--count", "1500", "--seed", "7")
+    fuzzed("--files", "1500", "--seed", "7")
 
 
 @pytest.mark.parametrize("name", ["repeated_rows", "rollout", "many_runs"])
 def test_every_number_of_a_table_set_to_others(name: str) -> None:
-    fuzzed("--table", name)
+    fuzzed("--table", str(make.file(name)))
+
+
+def simple_encodings() -> Made:
+    """Each kind of layout, and each kind of entry that refers to no other; pads of rows."""
+    made, _ = of_rows(4, 2, 4)
+    made.layout(4, 1, 0, 0, made.put([0b1011, 0b0100, 0b1111]))
+    made.layout(3, 2, 0, 1)
+    made.manifest["axes"] = ["l0", "l1", "l2"]
+    plain = made.entry("plain", made.put(range(10)), layout=0)
+    made.field(plain, "padded", pads=made.put([1, 2, 3]), dim=1, pad={"pad": "PER_ROW"})
+    made.field(made.entry("narrow", made.put(range(8)), layout=1, size=2, number=-5), dtype="int16")
+    made.field(made.entry("bitmap", made.put([3, 0, 6]), made.put([0, 1]), layout=0), dtype="bool")
+    made.field(made.entry("rle", made.put([2, 1, 2]), made.put([1, 3]), made.put(range(5)), layout=0))
+    made.field(made.entry("arange", made.put([1, 2, 3]), layout=2, number=7), "padded", dim=1, pad=9)
+    made.field(made.entry("delta", made.put([2, 1, 1]), made.put([1]), made.put([1, 2, 3, 4]), layout=0))
+    made.field(made.entry("sparse", made.put([1, 0, 2]), made.put([3, 0, 1]), made.put([7, 8, 9]), layout=0))
+    blocks = made.put([2, 0, 3]), made.put([1, 2, 3]), made.put([0b11100100, 0o7654], 4)
+    made.field(made.entry("blocks", *blocks, layout=0))
+    return made
+
+
+def encodings_of_others() -> Made:
+    """Each kind of entry that refers to others."""
+    made, _ = of_rows(4, 2, 4)
+    made.layout(8, 0, 0, 0, made.put([0]), made.put([8, 4, 8]), made.put([1]))
+    plain = made.entry("plain", made.put(range(10)), layout=0)
+    made.field(plain)
+    near = made.put([130, 128, 2]), made.put([0, 0, 9]), made.put([0b11100100, 0b11100100], 4)
+    made.field(made.entry("blocks", *near, layout=0, second=plain))
+    stored = made.entry("plain", made.put(range(6)), layout=0)
+    made.field(made.entry("dictionary", made.put([5, 6, 5]), made.put([4, 2]), layout=0, number=5, first=stored))
+    column = made.entry("plain", made.put(range(10)), layout=0)
+    made.entry("arange", made.put([3]), layout=0, number=1)
+    made.field(made.entry("columns", layout=0, items=2, first=column, second=2))
+    made.field(made.entry("concat", layout=1, first=plain, second=plain))
+    return made
+
+
+@pytest.mark.parametrize("made", [simple_encodings(), encodings_of_others()], ids=["simple", "of others"])
+def test_every_number_of_a_table_of_all_encodings_set_to_others(made: Made, tmp_path: Path) -> None:
+    file = tmp_path / "made"
+    file.write_bytes(made.joined())
+    assert fuzz_wire.outcome_closely(made.joined(), fuzz_wire.norm()) == "accepted and decoded, as the norm says"
+    fuzzed("--table", str(file))
+
+
+def test_tables_of_all_encodings() -> None:
+    entries = [*simple_encodings().entries, *encodings_of_others().entries]
+    assert set(entries[::16]) == set(range(len(fuzz_wire.KINDS)))
 
 
 # -------------------------------------------------------------------- the norm
 
-NORM = Path(__file__).parents[2] / "docs" / "wire-format.md"
-
-
-@pytest.fixture(scope="module")
-def norm() -> dict[str, Any]:
-    """The reader that the norm's Python blocks make up."""
-    names: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", NORM.read_text(), re.DOTALL):
-        exec(compile(block, str(NORM), "exec"), names)
-    return names
-
-
-def bytes_of(x: torch.Tensor) -> bytes:
-    x = x.detach().contiguous()
-    real = torch.view_as_real(x) if x.dtype == torch.complex128 else x
-    return real.reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
-
 
 @pytest.mark.parametrize("name", [name for name in GOLDEN if name != "zstd"])
-def test_the_reader_of_the_norm_reads_golden_files(name: str, norm: dict[str, Any]) -> None:
-    """Row by row: real values, and padded forms, against the tensors that went in."""
-    expected = make.GOLDEN[name]().batch
-    seen = norm["read"](golden(name))
-    assert seen
-    for path, (entry, rows, spans, row_pads) in seen.items():
-        x = expected.get(path)
-        item = x.dtype.itemsize
-        raw = [b"".join(word.to_bytes(min(item, 8), "little") for word in row) for row in rows]
-        if x.is_nested:
-            assert b"".join(raw) == bytes_of(x.values())
-            assert [len(row) // item for row in raw] == x.offsets().diff().tolist()
-        elif entry["kind"] != "padded":
-            assert b"".join(raw) == bytes_of(x)
-        else:
-            moved = x.movedim(entry["dim"], 1)
-            element = item * int(np.prod(entry["shape"], dtype=int))
-            for b, row in enumerate(raw):
-                items = [row[place : place + element] for place in range(0, len(row), element)]
-                pad = row_pads[b] * (element // item) if row_pads else pad_bytes(entry, element // item)
-                norm["ZERO"] = bytes(element)
-                assert b"".join(norm["padded"](items, spans[b], moved.shape[1], pad)) == bytes_of(moved[b]), (path, b)
-
-
-def pad_bytes(entry: Any, count: int) -> Any:
-    """One padded element, as the norm says; numbers through torch."""
-    pad, dtype = entry["pad"], getattr(torch, entry["dtype"])
-    if pad == {"pad": "EDGE"}:
-        return "EDGE"
-    if isinstance(pad, dict) and "int" in pad:
-        return int(pad["int"], 16).to_bytes(dtype.itemsize, "little") * count
-    if isinstance(pad, dict) and "float" in pad:
-        (pad,) = struct.unpack("<d", bytes.fromhex(pad["float"]))
-    elif isinstance(pad, dict):
-        pad = complex(*pad["complex"])
-    return bytes_of(torch.tensor(pad).to(dtype)) * count
+def test_the_reader_of_the_norm_reads_golden_files(name: str) -> None:
+    """Against the tensors that went in."""
+    norm = fuzz_wire.norm()
+    assert norm["read"](golden(name))
+    fuzz_wire.assert_as_the_norm_says(golden(name), make.GOLDEN[name]().batch, norm)
 
 
 def test_the_norm_names_every_constant() -> None:
-    text = NORM.read_text()
+    text = fuzz_wire.NORM.read_text()
     for part in (
         f"at most 2^{wire.MAX_HEADER.bit_length() - 1},",
         f"more than 2^{wire.FREE_BYTES.bit_length() - 1} bytes beyond",

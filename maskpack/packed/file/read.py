@@ -149,6 +149,29 @@ class _Reader:
         call = self._call
         if len(forms) != table.fields.size:
             fail(call, f"{len(forms)} tensors with {table.fields.size} entries", "one for each")
+        for form, at, place in zip(forms, table.fields.tolist(), table.row_pads, strict=True):
+            name = f'field "{show(form.path)}"'
+            if not 0 <= at < table.entries.size:
+                fail(call, f"{name} in entry {at} of {table.entries.size}", "one that is there")
+            # before the check of the entry, which takes as long as it has words: as many as the field claims
+            layout = -1 if form.layout is None else table.names.index(form.layout)
+            entry, wanted = tuple(table.entries[at].tolist()[1:4]), (layout, words_of_one(form), size_of_word(form))
+            if entry != wanted:
+                fail(call, f"{name} with an entry of layout, words and bytes {entry}", f"{wanted}")
+            assert form.dtype is not None
+            begin, size, count = map(int, place.tolist())
+            known = size in (1, 2, 4, 8, 16) and (begin % 8 == 0 or not count)
+            if not (known and 0 <= begin <= table.body.size and 0 <= count * size <= table.body.size - begin):
+                fail(call, f"{name} with pads of rows at {place.tolist()}", "numbers of 1 to 16 bytes inside the body")
+            held = size == form.dtype.itemsize and count in (1, table.rows)
+            if not (held if form.pads == (PER_ROW,) and table.rows else count == 0):
+                fail(
+                    call,
+                    f"{name} with pad {form.pads} and {count} pads of rows",
+                    "one pad a row beside PER_ROW, and only there",
+                )
+            if count and form.dtype is torch.bool and odd_bools(table.array(place)):
+                fail(call, f"{name} of bools with other bytes", "0 and 1 alone")
         bools = np.array([form.dtype is torch.bool for form in forms], np.int64)
         most = _MOST_SPARE if self._most is None else min(self._most - self._claimed, _MOST_SPARE)
         line = table.rows, table.dense_rows, most, table.fields, bools
@@ -160,24 +183,6 @@ class _Reader:
         if bad:
             seen = f'field "{show(forms[bad - 1].path)}": an entry that cannot be decoded'
             fail(call, seen, f"one as to_bytes writes it, which takes at most {most} bytes besides the field")
-        for number, form in enumerate(forms):
-            entry, place = table.entries[int(table.fields[number])], table.row_pads[number]
-            layout = -1 if form.layout is None else table.names.index(form.layout)
-            name, wanted = f'field "{show(form.path)}"', (layout, words_of_one(form), size_of_word(form))
-            if (int(entry["layout"]), int(entry["items"]), int(entry["size"])) != wanted:
-                fail(call, f"{name} with an entry of layout, words and bytes {entry.tolist()[1:4]}", f"{wanted}")
-            assert form.dtype is not None
-            begin, size, count = map(int, place.tolist())
-            inside = 0 <= begin <= table.body.size and 0 <= count * form.dtype.itemsize <= table.body.size - begin
-            held = size == form.dtype.itemsize and count in (1, table.rows) and inside
-            if not (held if form.pads == (PER_ROW,) and table.rows else count == 0):
-                fail(
-                    call,
-                    f"{name} with pad {form.pads} and {count} pads of rows",
-                    "one pad a row beside PER_ROW, and only there",
-                )
-            if count and form.dtype is torch.bool and odd_bools(table.array(place)):
-                fail(call, f"{name} of bools with other bytes", "0 and 1 alone")
 
     def _restore(self) -> str | None:
         """Puts the arrays of the codec in the place of what travels; its name, None without one."""
