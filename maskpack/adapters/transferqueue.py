@@ -45,16 +45,13 @@ _MOST_RATIO, _FREE = 1 << 6, 1 << 16
 _SHORT = 1 << 10
 """The largest deflated manifest, in bytes, that is cached."""
 _USUAL = (
-    b'"shape":[],"encoding":{"kind":"columns","columns":[{"kind":"bits","words":6}{"kind":"sparse","per_row":3,'
-    b'"places":4,"words":5}{"kind":"steps","steps":{"kind":"runs"{"json":"pickle":[{"rows":1,"root":{"dims":[],'
-    b'"device":null},"axes":["prompt","sequence"],"layouts":[{"name":"sequence","width":16384,"anchor":2048,"runs":'
-    b'[0,1,2]}],"fields":[{"path":["attention_mask"],"kind":"dense","dtype":"float32","kind":"padded","dtype":"int64",'
-    b'"device":"cpu","shape":[],"layout":"sequence","dim":1,"pad":{"pad":"EDGE"},"hints":["ramp"],"encoding":{"kind":'
-    b'"repeated","index":3,"rows":{"kind":"narrow","low":4,"high":5}}{"kind":"ramp","firsts":3,"step":1}'
-    b'{"rows":1,"root":{"dims":[],"device":null},"axes":["response"],"layouts":[{"name":"response","width":14336,'
-    b'"anchor":0,"runs":[0,1,2]}],"fields":[{"path":["token_level_scores"],"kind":"padded","dtype":"float32","device":'
-    b'"cpu","shape":[],"layout":"response","dim":1,"pad":0,"hints":["sparse","runs"],"encoding":{"kind":"runs",'
-    b'"pieces":3,"counts":4,"values":5}}]}"encoding":{"kind":"plain","words":3}}]}'
+    b'"shape":[3,4],"hints":["bitmap"]{"json":"pickle":[{"rows":1,"root":{"dims":[],"device":null},"axes":["prompt",'
+    b'"response","sequence"],"layouts":["sequence","prompt"],"fields":[{"path":["attention_mask"],"kind":"dense",'
+    b'"dtype":"bool","dtype":"float32","kind":"padded","dtype":"int64","device":"cpu","shape":[],"layout":"sequence",'
+    b'"dim":1,"pad":{"pad":"EDGE"},"hints":["columns","arange"],"hints":["dictionary"],"hints":["rle","bitmap"]},'
+    b'"hints":["concat:prompts,responses"]},"hints":["near:old_log_probs"]}],"body":1}{"rows":1,"root":{"dims":[],'
+    b'"device":null},"axes":["response"],"layouts":["response"],"fields":[{"path":["token_level_scores"],"kind":'
+    b'"padded","dtype":"float32","device":"cpu","shape":[],"layout":"response","dim":1,"pad":0,"hints":["rle"]}],"body":1}'
 )
 """The zlib dictionary of manifests, which are short and similar."""
 _REMEDY = "Fetch columns that were put as to_samples made them, and name only these."

@@ -80,7 +80,7 @@ def write(packed: PackedBatch) -> tuple[bytes, tuple[type[Any], ...], tuple[Any,
     line = table.rows, table.dense_rows, table.names, *(part.tobytes() for part in parts)
     body, records = table.body, None
     if packed.codec is not None:
-        table = table.compacted()
+        table = codecs.as_sent(table, packed.codec)
         arrays, squeezed = codecs.compressed(table.arrays())
         records = squeezed, [array.nbytes for array in arrays]
         body = np.concatenate([array.reshape(-1).view(np.uint8) for array in arrays] or [np.zeros(0, np.uint8)])

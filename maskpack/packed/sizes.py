@@ -176,7 +176,7 @@ def figures(packed: PackedBatch, batch: TensorDictBase | None = None, *, left: b
         _check(batch, packed)
     message, names = manifest.write(packed, True, with_objects=False)
     pieces = wire.Pieces(message, names)
-    table = packed.table.compacted()
+    table = codecs.as_sent(packed.table, packed.codec)
     arrays = table.arrays()
     sent = [array.nbytes for array in (arrays if packed.codec is None else message.arrays[1:])][: len(arrays)]
     sizes = _sizes(table, sent)
@@ -184,7 +184,8 @@ def figures(packed: PackedBatch, batch: TensorDictBase | None = None, *, left: b
     if left and packed.codec is not None:
         gain = [0] * len(packed.tensors)
     elif left and importlib.util.find_spec("zstandard") is not None:
-        small = _sizes(table, [array.nbytes for array in codecs.compressed(arrays)[0]])
+        loose = codecs.as_sent(table, codecs.CODECS[0])
+        small = _sizes(loose, [array.nbytes for array in codecs.compressed(loose.arrays())[0]])
         gain = [own - other for own, other in zip(sizes.fields, small.fields, strict=True)]
     return Figures(
         packed.num_rows,

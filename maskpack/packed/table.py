@@ -32,6 +32,8 @@ from maskpack.nesting.schema import FieldForm
 SLACK = 1.1
 """Most bytes of a body for each byte of the arrays in it, if it is to be sent or joined as it is."""
 _NO_LAYOUT = -1
+_NOTHING = (0, 1, 0)
+"""A PLACE of no numbers."""
 
 
 def words_of_one(form: FieldForm) -> int:
@@ -332,6 +334,22 @@ class Table:
         )  # fmt: skip
         out.__dict__["layouts"] = layouts
         return out
+
+    def bytes_of_entry(self, at: int) -> int:
+        """Bytes of the arrays of an entry."""
+        return native.bytes_of(self.entries[at : at + 1])
+
+    def with_plain(self, words: Mapping[int, Words]) -> Table:
+        """The same values, with some entries plain: their words, flat, by the numbers of the entries."""
+        entries, parts, end = self.entries.copy(), [self.body], self.body.nbytes
+        for at, own in words.items():
+            gap = np.zeros(-end % 8, np.uint8)
+            parts += [gap, own.view(np.uint8)]
+            line = entries[at]
+            line["kind"], line["number"], line["first"], line["second"] = native.PLAIN, 0, -1, -1
+            line["a"], line["b"], line["c"] = (end + gap.nbytes, own.itemsize, own.size), _NOTHING, _NOTHING
+            end += gap.nbytes + own.nbytes
+        return self.like(entries=entries, body=np.concatenate(parts))
 
     def arrays(self) -> list[Words]:
         """The arrays, in unsigned integers, in the order of `with_arrays`."""

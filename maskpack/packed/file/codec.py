@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -18,9 +18,14 @@ from maskpack.core.bits import Words
 from maskpack.errors import MaskpackError
 from maskpack.packed.file.container import brief, fail
 
+if TYPE_CHECKING:
+    from maskpack.packed.table import Table
+
 CODECS = ("zstd",)
 _LEVEL = 1
 _LEAST = 512
+_SAMPLE = 1 << 17
+"""Words that tell whether the codec makes fewer bytes of plain words than of blocks."""
 MOST = 1 << 8
 """Bytes that the arrays of a message may stand for, for each one that travels."""
 
@@ -38,6 +43,21 @@ def check(codec: str | None, call: str) -> None:
             f'{call}: codec="zstd" needs the package zstandard, which is not installed. '
             "Run: pip install 'maskpack[zstd]'"
         ) from error
+
+
+def as_sent(table: Table, codec: str | None) -> Table:
+    """A table with a body of its own, and for a codec with plain words in place of blocks of bits where a sample says
+    that the codec makes fewer bytes of them."""
+    if codec is None:
+        return table.compacted()
+    plain: dict[int, Words] = {}
+    for field in range(len(table.fields)):
+        at = int(table.fields[field])
+        if at not in plain and table.kind(field) == "blocks":
+            words = table.words(field)
+            if words.size and _share(words) * words.nbytes < table.bytes_of_entry(at):
+                plain[at] = words
+    return table.with_plain(plain).compacted()
 
 
 def compressed(arrays: Sequence[Words]) -> tuple[list[Words], list[Any]]:
@@ -76,6 +96,15 @@ def check_records(arrays: Sequence[Words], records: Any, call: str) -> None:
 def restored(arrays: Sequence[Words], records: Sequence[Any], call: str) -> list[Words]:
     """The inverse of `compressed`. Raises WireFormatError for arrays that are not as the records say."""
     return _each(lambda number: _expanded(arrays[number], records[number], call), range(len(arrays)))
+
+
+def _share(words: Words) -> float:
+    """Bytes that the codec makes of each byte of words, in a sample."""
+    import zstandard
+
+    begin = max(0, (words.size - _SAMPLE) // 2)
+    part: Words = np.ascontiguousarray(words[begin : begin + _SAMPLE]).view(f"u{words.itemsize}")
+    return len(zstandard.ZstdCompressor(level=_LEVEL).compress(_shuffled(part))) / part.nbytes
 
 
 def _check(record: Any, call: str) -> None:

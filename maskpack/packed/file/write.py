@@ -31,7 +31,7 @@ def write(packed: PackedBatch, pickled: bool, with_objects: bool = True) -> tupl
     """The message of a packed batch, and a name for each array. `pickled` allows objects that JSON cannot say;
     without `with_objects` they are left out, to count bytes. Raises MaskpackError for an object that can't be said."""
     writer = _Writer()
-    table = packed.table.compacted()
+    table = codec.as_sent(packed.table, packed.codec)
     writer.add(_line(table), "table")
     if packed.codec is None:
         body: Any = writer.add(table.body, "body")
