@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack.core import native
 from maskpack.core.index import IntArray
 from maskpack.core.keys import Path
 from maskpack.core.pads import EDGE, PER_ROW, Pad
-from maskpack.core.tree import is_object
+from maskpack.core.tree import is_object, number_at
 from maskpack.fields.options import Options, VerifyFirst
 from maskpack.layout import scan
 from maskpack.nesting.schema import Schema
@@ -51,8 +51,7 @@ def signature_of(batch: TensorDictBase, options: Options) -> tuple[Any, ...] | N
                 return None
             parts += (name, value.dtype, value.shape[1:], value.stride())
         elif is_object(value):
-            held: Any = value.data if isinstance(value, NonTensorData) else None
-            parts += (name, held if type(held) is int else None)  # it may be the width of an axis
+            parts += (name, number_at(batch, (name,)))  # it may be the width of an axis
         else:
             return None
     return tuple(parts)

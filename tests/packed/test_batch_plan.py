@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import random
 import threading
 import warnings
@@ -237,6 +238,19 @@ def test_hidden_tensors_of_a_further_batch_are_found(surveys: list[int]) -> None
     assert len(surveys) == 1
     with pytest.raises(CoverageError, match="note"):
         compress(second, registry=registry, strict_mask_nesting=True)
+
+
+@quiet
+@pytest.mark.parametrize("number", [int, enum.IntEnum("Limit", {"three": 3, "four": 4})], ids=["int", "enum"])
+def test_a_number_that_is_a_width_makes_another_plan(number: Any) -> None:
+    mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
+    for width in (3, 4, 3):
+        batch = TensorDict({"attention_mask": mask, "values": torch.rand(2, 3) * mask[:, 2:]}, [2])
+        batch["max_response_length"] = NonTensorData(number(width), batch_size=[2])
+        seen, packed = outcome(batch)
+        assert ("response" in seen) == (width == 4)  # which is wider than the values
+        if packed is not None:
+            oracle.assert_same_batch(decompress(packed), batch)
 
 
 def test_objects_are_those_of_the_batch(surveys: list[int]) -> None:
