@@ -41,7 +41,7 @@ from maskpack.core import native
 from maskpack.errors import LayoutError, WireFormatError
 
 GOLDEN = Path(__file__).parent / "golden"
-NORM = Path(__file__).parents[1] / "docs/wire-format.md"
+NORM = Path(__file__).parents[1] / "docs" / "wire-format.md"
 SIZES = {f"{kind}{8 * size}": size for kind in "IU" for size in (1, 2, 4, 8)}
 ODD = (0, 1, -1, 2**31, 2**62)
 EXTREMES = (*ODD, 2, 3, 7, 63, 64, 127, 128, 255, 256, 2**15, 2**31 - 1, -(2**31), 2**32, 2**40, 2**63 - 1, -(2**63))

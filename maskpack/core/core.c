@@ -1269,7 +1269,7 @@ enum { SAMPLE_ROWS = 64, SAMPLE_WORDS = 2048, GLANCE_WORDS = 512 }; /* a glance 
 
 enum { NO_GAIN = -2 }; /* as `inner_kind`: rows look alike, but a dictionary takes no fewer bytes */
 
-enum { FEW_BYTES = 4096, SOME_BATCHES = 8 }; /* another form is looked for in each batch, with fewer bytes only in one of some */
+enum { FEW_BYTES = 4096, SOME_BATCHES = 8 }; /* with fewer bytes, another form is looked for in one of some batches */
 
 /* How a field was encoded: what to try first the next time. `cost` is bytes for COST_WORDS words, `age` how often it was used. */
 typedef struct {
@@ -1647,9 +1647,10 @@ static int encode_field(Job *jobs, i64 at, const Layout *layouts, Rows *rows, Ou
                 unverified.mode = NO_PAD;
                 quick.field = &unverified;
             }
-            int looks = total * rows->size >= FEW_BYTES || ++form->age % SOME_BATCHES == 0;
-            int larger = is_larger(bytes_of(slots), form, total);
-            int repeats = looks && form->inner_kind != NO_GAIN && 8 * bytes_of(slots) > total * rows->size && look_alike(&quick, ends);
+            i64 bytes = bytes_of(slots);
+            int larger = is_larger(bytes, form, total), other = form->kind == PLAIN || 2 * bytes * COST_WORDS < form->cost * total;
+            int looks = total * rows->size >= FEW_BYTES || other || ++form->age % SOME_BATCHES == 0;
+            int repeats = looks && form->inner_kind != NO_GAIN && 8 * bytes > total * rows->size && look_alike(&quick, ends);
             if (larger || (looks && (repeats || is_better(&quick, has_near ? &near : NULL, (int)job->integers, form->kind)))) done = MISFIT;
         }
         free(ends);

@@ -47,7 +47,8 @@ def signature_of(batch: TensorDictBase, options: Options) -> tuple[Any, ...] | N
     parts: list[Any] = [size[0].bit_length(), size[1:], batch.device, options.registry.told, *given]
     for name, value in batch.items():
         if type(value) is Tensor:
-            if value.layout is not torch.strided or not value.is_cpu or value.is_neg() or value.is_conj():
+            plain = value.layout is torch.strided and not value.is_nested
+            if not plain or not value.is_cpu or value.is_neg() or value.is_conj():
                 return None
             parts += (name, value.dtype, value.shape[1:], value.stride())
         elif is_object(value):

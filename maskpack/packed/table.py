@@ -335,9 +335,9 @@ class Table:
         out.__dict__["layouts"] = layouts
         return out
 
-    def bytes_of_entry(self, at: int) -> int:
-        """Bytes of the arrays of an entry."""
-        return native.bytes_of(self.entries[at : at + 1])
+    def arrays_of(self, at: int) -> list[Words]:
+        """The arrays of an entry, in unsigned integers."""
+        return [self.array(place).view(f"u{place['size']}") for place in self.entry_places(at)]
 
     def with_plain(self, words: Mapping[int, Words]) -> Table:
         """The same values, with some entries plain: their words, flat, by the numbers of the entries."""

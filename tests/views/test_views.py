@@ -25,6 +25,7 @@ from test_packed import TOKEN, Part, assert_same_rows, joined_by_hand, parts_of_
 from maskpack import LAYOUTS, MaskNestingSpec, PackedBatch, compress, decompress, unnest
 from maskpack.core.index import IntArray
 from maskpack.errors import FieldError, LayoutError
+from maskpack.packed import table
 from maskpack.views.column_group import BatchMeta
 from maskpack.views.segments import Segments
 from maskpack.views.view import BatchView
@@ -401,11 +402,15 @@ def test_rows_that_follow_each_other_are_not_copied() -> None:
 def test_a_source_without_rows_does_not_undo_encodings() -> None:
     """Where the values of one source are others, those of the rest still say that two fields are the same."""
     batch, packed = derived()
+    table.forget()  # forms depend on batches before
     view = BatchView.cat([BatchView.of(packed), BatchView.of(derived()[1]), BatchView.of(pack(rollout()))])
     some = view[2:12].to_packed()
-    assert kinds_of(some) == kinds_of(packed)
+    assert kinds_of(some)["input_ids"] == "concat"
     assert entry_of(some, "returns") == entry_of(some, "advantages")
-    assert_same(decompress(some), torch.cat([batch, batch])[2:12])
+    rows = torch.cat([batch, batch])[2:12]
+    assert_same(decompress(some), rows)
+    table.forget()
+    assert kinds_of(some) == kinds_of(pack(rows))
     alone = view[12:15].to_packed()
     assert entry_of(alone, "returns") != entry_of(alone, "advantages")
 

@@ -55,7 +55,8 @@ def as_sent(table: Table, codec: str | None) -> Table:
         at = int(table.fields[field])
         if at not in plain and table.kind(field) == "blocks":
             words = table.words(field)
-            if words.size and _share(words) * words.nbytes < table.bytes_of_entry(at):
+            least = max(_share(words), 1 / MOST) * words.nbytes  # what stands for more is paid for
+            if least < sum(_share(array) * array.nbytes for array in table.arrays_of(at)):
                 plain[at] = words
     return table.with_plain(plain).compacted()
 
@@ -102,6 +103,8 @@ def _share(words: Words) -> float:
     """Bytes that the codec makes of each byte of words, in a sample."""
     import zstandard
 
+    if not words.size:
+        return 1.0
     begin = max(0, (words.size - _SAMPLE) // 2)
     part: Words = np.ascontiguousarray(words[begin : begin + _SAMPLE]).view(f"u{words.itemsize}")
     return len(zstandard.ZstdCompressor(level=_LEVEL).compress(_shuffled(part))) / part.nbytes
