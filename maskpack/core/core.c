@@ -1675,8 +1675,7 @@ static int encode_field(Job *jobs, i64 at, const Layout *layouts, Rows *rows, Ou
         if (done == FITS && form->kind == DICTIONARY) {
             done = encode_dictionary(&flat, job->hints & ~((i64)1 << DICTIONARY), (int)job->integers, out, slots, form, 1);
             *count = 2;
-            i64 bytes = bytes_of(slots) + bytes_of(slots + 1);
-            if (done == FITS && is_larger(bytes, form, total)) done = MISFIT;
+            if (done == FITS && is_larger(bytes_of(slots) + bytes_of(slots + 1), form, total)) done = MISFIT;
             if (done != FITS) out->used = start;
         } else if (done == FITS) done = MISFIT;
         if (done == MISFIT || done == FULL) {

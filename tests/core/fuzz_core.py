@@ -34,6 +34,8 @@ ENTRY += [(name, PLACE) for name in "abc"]
 STORED = [*((name, "i8") for name in ["width", "anchor", "kind", "parent", "low"]), *((name, PLACE) for name in "abc")]
 TARGET = [("field", FIELD), ("padded", "i8"), ("entry", "i8"), ("rows", "i8")]
 CONSTANT, EDGE, BY_ROW = 1, 2, 3
+DICTIONARY = (8, 0, 0, 0, 0, 0, 0, 0)
+"""A form: a dictionary of plain rows."""
 MARGIN = 16
 """Words behind every output, which stay as they are."""
 
@@ -110,7 +112,8 @@ class Core:
 
     def _encoded(self, name: str, jobs: np.ndarray, source: Callable[[Table], tuple[int, ...]], threads: int) -> Table:
         jobs["first"] = np.concatenate([[0], np.cumsum(jobs["columns"] + 3)[:-1]])
-        slots, entries = (np.zeros(int((jobs["columns"] + 3).sum()), ENTRY) for _ in range(2))
+        entries = np.zeros(int((jobs["columns"] + 3).sum()), ENTRY)
+        slots = np.full(entries.nbytes, 0xBE, np.uint8)  # as memory that was in use before
         given, room = jobs.copy(), 0
         fields, count = np.zeros(jobs.size, np.int64), np.zeros(1, np.int64)
         while True:
@@ -195,7 +198,9 @@ def run(core: Core, seed: int) -> None:
         trials = [[mode, pad, 0]] if rng.random() < 0.7 else [[CONSTANT, 77, 0], [mode, pad, 0]]
         job["num_pads"] = len(trials)
         job["pads"][: len(trials)] = trials
-    for threads in (1, 3):  # the second time in the forms that were chosen the first time
+    for threads in (1, 3, 2):  # then in the forms that were chosen before, then as dictionaries, which may not fit
+        if threads == 2:
+            jobs["form"] = DICTIONARY
         table = core.encode(jobs, mask, threads)
         entries, fields, body, stored = table
         targets, outs = np.zeros(jobs.size, TARGET), []
