@@ -207,6 +207,8 @@ def _entry(row: PackedBatch, place: int, allow_pickle: bool) -> bytes:
     message, _ = manifest.write(row, allow_pickle)
     text = _deflated(json.dumps(message.manifest, separators=(",", ":"), allow_nan=False))
     arrays = [np.ascontiguousarray(array) for array in message.arrays]
+    if arrays[0].dtype == np.int64:  # the table, unless a codec has taken it: small numbers, in int8 once deflated
+        arrays[0] = np.frombuffer(_squeezed(arrays[0].tobytes(), 1), np.int8)
     table = [_ARRAY.pack(_CODES[array.dtype], array.size) for array in arrays]
     head = _HEAD.pack(_MAGIC, place, len(arrays), len(text))
     return b"".join([head, *table, text, *[array.tobytes() for array in arrays]])
@@ -231,6 +233,11 @@ def _read(row: Words, call: str, allow_pickle: bool) -> tuple[int, PackedBatch]:
         end += items * dtype.itemsize
     if end != len(data):
         wire.fail(call, f"an entry of {len(data)} bytes", f"{end}")
+    if arrays and arrays[0].dtype == np.int8:
+        line = _expanded(arrays[0].tobytes(), call, "table")
+        if len(line) % 8:
+            wire.fail(call, f"a table of {len(line)} bytes", "int64 numbers")
+        arrays[0] = np.frombuffer(line, np.int64)
     return place, reading.read(PackedBatch, wire.Message(_manifest(text, call), arrays), call, allow_pickle)
 
 
@@ -263,11 +270,16 @@ def _known(text: bytes, call: str) -> dict[str, Any]:
 
 
 def _inflated(text: bytes, call: str) -> dict[str, Any]:
+    told = _expanded(text, call, "manifest")
+    return wire.loads(told, call)
+
+
+def _expanded(text: bytes, call: str, what: str) -> bytes:
     reader = zlib.decompressobj(zdict=_USUAL)
     try:
-        told = reader.decompress(text, _most(text))
+        line = reader.decompress(text, _most(text))
     except zlib.error as error:
-        wire.fail(call, f"a manifest that cannot be inflated ({error})", "one that to_samples wrote")
+        wire.fail(call, f"a {what} that cannot be inflated ({error})", "one that to_samples wrote")
     if not reader.eof or reader.unused_data:
-        wire.fail(call, "a manifest that does not end where it should", f"one of at most {_most(text)} bytes")
-    return wire.loads(told, call)
+        wire.fail(call, f"a {what} that does not end where it should", f"one of at most {_most(text)} bytes")
+    return line

@@ -338,7 +338,7 @@ def test_rows_are_kept_small_and_what_is_overwritten_goes():
 def test_overwritten_rows_are_released():
     packed = storage(400)
     first = mp.compress(batch(1, 300), **OPTIONS)
-    body = first.fields["entropys",].words
+    body = first.table.body
     while body.base is not None:
         body = body.base
     gone = weakref.ref(body)
