@@ -29,7 +29,8 @@ START = 120.0  # seconds to start and to find each other
 PATIENCE = timedelta(seconds=30)  # of one collective
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """NVLink multicast can put GPUs that others share out of service."""
-_READY = "ready"
+_READY, _GO = "ready", "go"
+"""What a rank says that has joined, and the file that appears when all have."""
 
 
 class Outcome(NamedTuple):
@@ -52,13 +53,13 @@ def run_ranks(work: Callable[..., Any], count: int, *args: Any, seconds: float, 
         try:
             for rank in range(count):
                 pipe, far = context.Pipe(duplex=False)
-                place = rank, count, backend, Path(folder, "store").as_uri()
+                place = rank, count, backend, folder
                 process = context.Process(target=_rank, args=(far, place, work, args), daemon=True)
                 process.start()
                 far.close()  # so that the death of the process ends the pipe
                 processes.append(process)
                 pipes.append(pipe)
-            return _collected(pipes, processes, seconds)
+            return _collected(pipes, processes, seconds, Path(folder, _GO))
         finally:
             for process in processes:
                 process.kill()
@@ -73,7 +74,7 @@ def values(outcomes: list[Outcome]) -> list[Any]:
     return [own.value for own in outcomes]
 
 
-def _collected(pipes: list[Connection], processes: list[BaseProcess], seconds: float) -> list[Outcome]:
+def _collected(pipes: list[Connection], processes: list[BaseProcess], seconds: float, go: Path) -> list[Outcome]:
     waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
     outcomes = [Outcome(error="was not ready in time")] * len(pipes)
     unready = len(pipes)
@@ -89,6 +90,7 @@ def _collected(pipes: list[Connection], processes: list[BaseProcess], seconds: f
             outcomes[rank] = Outcome(error=f"did not finish in {seconds} s")
             unready -= 1
             if not unready:
+                go.touch()
                 deadline = time.monotonic() + seconds
     late = time.monotonic() + 5
     for rank in {*range(len(pipes))} - {*waiting.values()}:  # these are about to leave the group
@@ -105,11 +107,13 @@ def _read(pipe: Any, process: BaseProcess) -> Any:
 
 
 def _rank(pipe: Any, place: tuple[int, int, str, str], work: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    rank, count, backend, store = place
+    rank, count, backend, folder = place
     try:
         torch.set_num_threads(1)
-        _join(rank, count, backend, store)
+        _join(rank, count, backend, Path(folder, "store").as_uri())
         pipe.send(_READY)
+        while not Path(folder, _GO).exists():  # the work of a rank may end it while another still connects to it
+            time.sleep(0.005)
         pipe.send(Outcome(work(*args)))
     except Exception:
         pipe.send(Outcome(error=traceback.format_exc()))
