@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import math
+import struct
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import cast
 
@@ -36,6 +38,21 @@ SIGNED_ZERO = Pad.SIGNED_ZERO
 """0.0 in some rows and -0.0 in others, as `advantages * mask` gives."""
 
 PadValue = int | float | bool | complex | Pad
+_NAN = struct.pack("<d", math.nan)
+
+
+def text_of(pads: Sequence[PadValue]) -> str:
+    """Pads as a text that is equal for equal bits alone: 0.0 differs from -0.0, NaN from NaN of other bits."""
+    parts = [
+        (place, part) for place, pad in enumerate(pads) if isinstance(pad, complex | float) for part in _parts(pad)
+    ]
+    odd = [f"{place}:{part.hex()}" for place, part in parts if part != _NAN]
+    return " ".join([repr(tuple(pads)), *odd])
+
+
+def _parts(pad: complex) -> list[bytes]:
+    """The bits of the parts of a number that are NaN."""
+    return [struct.pack("<d", part) for part in (pad.real, pad.imag) if math.isnan(part)]
 
 
 def pad_tensor(pad: complex, dtype: torch.dtype) -> Tensor | None:

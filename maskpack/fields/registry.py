@@ -19,7 +19,7 @@ import numpy as np
 
 from maskpack.core.arguments import said
 from maskpack.core.keys import Key, Path, need_key, need_keys, path_of, plain, show
-from maskpack.core.pads import Pad, PadValue
+from maskpack.core.pads import Pad, PadValue, text_of
 from maskpack.errors import RegistryError
 
 HINTS = ("narrow", "blocks", "bitmap", "rle", "arange", "delta", "sparse", "dictionary", "columns")
@@ -178,7 +178,8 @@ class MaskNestingRegistry(Mapping[Key, MaskNestingSpec]):
     @cached_property
     def told(self) -> str:
         """All of it as text, which tells pads of other bits apart, unlike `==`."""
-        return repr((list(self.fields.items()), list(self.axes.items())))
+        pads = [text_of(spec.pads) for spec in self.fields.values()]
+        return repr((list(self.fields.items()), list(self.axes.items()), pads))
 
     def __hash__(self) -> int:
         return hash((frozenset(self.fields.items()), frozenset(self.axes.items())))

@@ -29,7 +29,7 @@ from torch import Tensor
 from maskpack.core.bits import word_dtype, words
 from maskpack.core.index import IntArray
 from maskpack.core.keys import Path, show
-from maskpack.core.pads import EDGE, PER_ROW, Pad, PadValue, pad_words
+from maskpack.core.pads import EDGE, PER_ROW, Pad, PadValue, pad_words, text_of
 from maskpack.core.tensors import need_batch
 from maskpack.core.tree import Node, entry_at, fields_of, has, is_sub_batch, unflatten
 from maskpack.errors import LayoutError
@@ -76,10 +76,10 @@ class FieldForm:
     reason: str | None = None
     axis: str | None = None
     pads_by_bits: str = field(init=False)
-    """`pads` for comparisons of forms, in which 0.0 differs from -0.0 and NaN equals NaN."""
+    """`pads` for comparisons of forms, by their bits: 0.0 differs from -0.0, and NaN equals NaN of the same bits."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pads_by_bits", repr(self.pads))
+        object.__setattr__(self, "pads_by_bits", text_of(self.pads))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import pickle
 import random
+import struct
 import threading
 import warnings
 from collections.abc import Callable
@@ -21,7 +23,17 @@ from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 
 import maskpack.packed.batch as packing
-from maskpack import EDGE, PER_ROW, MaskNestingSpec, PackedBatch, VerifyFirst, compress, decompress
+from maskpack import (
+    EDGE,
+    PER_ROW,
+    MaskNestingSpec,
+    PackedBatch,
+    VerifyFirst,
+    compress,
+    decompress,
+    nest_batch_by_mask,
+    unnest,
+)
 from maskpack.core import native
 from maskpack.errors import CoverageError, LossyPadError, MaskpackError, MaskpackWarning
 from maskpack.packed import table
@@ -100,6 +112,23 @@ def test_registries_whose_pads_differ_in_bits() -> None:
         registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", pad)}
         packed = compress(batch, registry=registry, verify="never")
         assert samples.freeze(packed.forms["x",].pads) == samples.freeze((pad,))
+
+
+@pytest.mark.parametrize("verify", ["always", "never"])
+def test_pads_that_are_nan_of_other_bits(verify: Any) -> None:
+    """Forms that differ in them alone are others, for plans, for decoding and for pickles."""
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    for bits in (0x7FF8000000000000, 0xFFF8000000000000, 0x7FF8000000000000):
+        (pad,) = struct.unpack("<d", struct.pack("<Q", bits))
+        x = torch.where(mask.bool(), 0.5, torch.tensor(bits - (1 << 64) * (bits >> 63)).view(torch.float64))
+        batch = TensorDict({"m": mask, "x": x}, [2])
+        registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", pad)}
+        packed = compress(batch, registry=registry, verify=verify)
+        assert packed.forms["x",].kind == "padded"
+        for other in (packed, pickle.loads(pickle.dumps(packed)), PackedBatch.from_bytes(packed.to_bytes())):
+            oracle.assert_same_batch(decompress(other), batch)
+        nested = nest_batch_by_mask(batch, registry=registry, verify=verify)
+        oracle.assert_same_batch(unnest(nested), batch)
 
 
 def test_a_small_field_is_looked_at_in_some_batches() -> None:
