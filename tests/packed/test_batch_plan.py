@@ -219,6 +219,19 @@ def test_batches_of_one_signature_follow_each_other(pads: tuple[Any, ...], verif
         assert packed.schema == anew(batch, **options).schema
 
 
+@quiet
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_after_a_plain_batch(change: str) -> None:
+    """The plan of a batch whose mask has one value does not serve a mask that has several, or other zeros."""
+    registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m")}
+    compress(of_floats(CHANGES["nothing"]), registry=registry)
+    batch = of_floats(CHANGES[change])
+    for _ in range(2):
+        packed = compress(batch, registry=registry)
+        oracle.assert_same_batch(decompress(packed), batch)
+    assert packed.schema == anew(batch, registry=registry).schema
+
+
 def test_what_is_lost_raises_with_a_plan_too(surveys: list[int]) -> None:
     options: dict[str, Any] = {"registry": {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m")}, "on_loss": "error"}
     compress(of_floats(CHANGES["nothing"]), **options)
