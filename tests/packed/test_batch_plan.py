@@ -232,6 +232,14 @@ def test_a_change_after_a_plain_batch(change: str) -> None:
     assert packed.schema == anew(batch, registry=registry).schema
 
 
+def test_other_strides_make_another_plan() -> None:
+    registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m")}
+    batch = of_floats(CHANGES["nothing"])
+    turned = TensorDict({"m": batch["m"], "x": batch["x"].T.contiguous().T, "dense": batch["dense"]}, [6])
+    for own in (batch, turned, batch):
+        oracle.assert_same_batch(decompress(compress(own, registry=registry)), batch)
+
+
 def test_what_is_lost_raises_with_a_plan_too(surveys: list[int]) -> None:
     options: dict[str, Any] = {"registry": {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m")}, "on_loss": "error"}
     compress(of_floats(CHANGES["nothing"]), **options)
