@@ -234,7 +234,8 @@ def test_a_change_after_a_plain_batch(change: str) -> None:
 
 def test_other_strides_make_another_plan() -> None:
     registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m")}
-    batch = of_floats(CHANGES["nothing"])
+    batch = of_floats(CHANGES["all tokens"])  # no pad would tell
+    batch["x"] = torch.rand(6, 9)
     turned = TensorDict({"m": batch["m"], "x": batch["x"].T.contiguous().T, "dense": batch["dense"]}, [6])
     for own in (batch, turned, batch):
         oracle.assert_same_batch(decompress(compress(own, registry=registry)), batch)
