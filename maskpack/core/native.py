@@ -19,7 +19,7 @@ from torch import Tensor
 from maskpack.core.bits import Words, address
 from maskpack.core.index import IntArray, SpanTable
 
-VERSION = 2
+VERSION = 3
 _LIBRARY = Path(__file__).with_name("_core.so")
 _REMEDY = "Install maskpack again (`pip install -e .` in a checkout), which compiles it."
 _A_THREAD = 1 << 26
@@ -52,6 +52,7 @@ _FUNCTIONS = {
     "compact": 4,
     "check_layouts": 6,
     "check_fields": 12,
+    "order_prefixes": 7,
 }
 """The functions of the core and the numbers that they take."""
 
@@ -479,3 +480,19 @@ def check_fields(
     table = address(entries), entries.size, address(layouts), layouts.size * 8 // 48, address(body), body.size
     line = address(fields), fields.size, address(bools)
     return _core.maskpack_check_fields(*table, rows, dense_rows, most, *line)
+
+
+# -------------------------------------------------------------------- prefixes
+
+
+def order_prefixes(ids: IntArray, beside: IntArray | None, bounds: IntArray) -> tuple[IntArray, IntArray]:
+    """The rows of token ids [T] in the order of their trie, and the number of tokens that each shares with the one
+    before it. Tokens are equal if their numbers `beside` [T, n] are, too. `bounds` [B + 1] are those of the rows. All
+    are contiguous int64."""
+    rows = bounds.size - 1
+    order, shared = np.empty(rows, np.int64), np.empty(rows, np.int64)
+    items = 0 if beside is None else beside.shape[1]
+    places = address(ids), 0 if beside is None else address(beside), items, address(bounds), rows
+    if _core.maskpack_order_prefixes(*places, address(order), address(shared)):
+        raise MemoryError(_NO_MEMORY)
+    return order, shared
