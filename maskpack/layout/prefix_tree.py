@@ -31,7 +31,7 @@ class PrefixNodes(NamedTuple):
     """The nodes of a tree, depth first. All int64 [nodes].
 
     Attributes:
-        starts, counts: the first token of a node, and the number of its tokens, at least 1. Nodes are next to each other.
+        starts, counts: the first token of a node and the number of its tokens, at least 1. One node follows another.
         ends: one after the last token of its subtree.
         depths: the place of its first token in the rows.
         levels: the number of nodes above it.
@@ -61,9 +61,7 @@ class PrefixTree:
     # ---------------------------------------------------------------- constructors
 
     @classmethod
-    def from_ids(
-        cls, ids: Any, row_offsets: Any, positions: Any = None, *, min_shared: int = MIN_SHARED
-    ) -> PrefixTree:
+    def from_ids(cls, ids: Any, row_offsets: Any, positions: Any = None, *, min_shared: int = MIN_SHARED) -> PrefixTree:
         """From token ids, by exact equality.
 
         Args:
@@ -96,9 +94,7 @@ class PrefixTree:
         return cls(np.diff(bounds), order, shared if least == 1 else _contracted(shared, least))
 
     @classmethod
-    def from_groups(
-        cls, lengths: Any, groups: Any, prefix_lengths: Any, *, min_shared: int = MIN_SHARED
-    ) -> PrefixTree:
+    def from_groups(cls, lengths: Any, groups: Any, prefix_lengths: Any, *, min_shared: int = MIN_SHARED) -> PrefixTree:
         """From labels, where token ids are not at hand: rows with one label begin with the same tokens.
 
         Args:
@@ -256,5 +252,5 @@ def _whole(values: Any, call: str, name: str, most_dims: int) -> IntArray:
     """Contiguous int64, of 1 to `most_dims` dims."""
     array = host_array(values, name, call)
     if not 1 <= array.ndim <= most_dims or (array.size and array.dtype.kind not in "iu"):
-        raise LayoutError(f"{call}: {name} are {array.dtype} {array.shape}; expected whole numbers. Pass such an array.")
+        raise LayoutError(f"{call}: {name} are {array.dtype} {array.shape}; expected whole numbers. Give one a token.")
     return np.ascontiguousarray(array, np.int64)
