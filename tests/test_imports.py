@@ -22,7 +22,13 @@ PACKAGES += ("adapters", "tools")
 """Lowest first: a package imports only those before it."""
 NO_TORCH = {f"planning.{name}" for name in ("balance", "costs", "loss_weights", "packing", "plan", "ranks")}
 """Modules that work with numbers alone, as does what they import of `core`."""
-KERNELS = {"layout.scan_triton", "ops.pack_triton", "ops.log_probs_triton", "packed.cuda.kernel"}
+KERNELS = {
+    "layout.scan_triton",
+    "ops.pack_triton",
+    "ops.log_probs_triton",
+    "ops.prefix_attention_triton",
+    "packed.cuda.kernel",
+}
 """The modules that import Triton; they are imported inside functions."""
 FRAMEWORKS = {
     "transformers": {"transformers"},

@@ -3,6 +3,8 @@
     q k v   [T, heads, D]     row 0 | row 1 | row 2          a token attends to its row, up to itself, within `window`
     cu_seqlens [rows + 1]     0     n0      n0+n1  T
 
+With a PrefixTree the rows are its nodes, and a token attends to the nodes above its own, too (prefix_attention.py).
+
 flash   FlashAttention 4 or 2, varlen kernels               half precision on a GPU; FlashAttention 2 for soft caps
 varlen  torch.nn.attention.varlen                           half precision on a GPU, no soft caps
 flex    flex attention with a document mask                 any dtype on a GPU, compiled
@@ -27,6 +29,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from maskpack.core.arguments import said
 from maskpack.errors import ReplayError
+from maskpack.layout.prefix_tree import PrefixTree
+from maskpack.ops import prefix_attention as prefixes
+from maskpack.ops.prefix_attention import Bounds
 
 AttentionBackend = Literal["auto", "flash", "varlen", "flex", "rows"]
 BACKENDS = ("auto", "flash", "varlen", "flex", "rows")
@@ -49,8 +54,9 @@ def packed_attention(
     window: int | None = None,
     softcap: float | None = None,
     backend: AttentionBackend = "auto",
+    tree: PrefixTree | None = None,
 ) -> Tensor:
-    """Causal attention of each token over its own row.
+    """Causal attention of each token over its own row, or over its path in a tree.
 
         scores = query @ key.T * scale;  softcap: softcap * tanh(scores / softcap)
         out    = softmax(scores where 0 <= i - j, < window, in one row) @ value
@@ -63,6 +69,9 @@ def packed_attention(
         softcap: cap of the scores; None for no cap.
         backend: "auto" selects the first of flash, varlen and flex that supports the inputs on a GPU, and rows
             elsewhere.
+        tree: the tokens are those of this tree, in its order, and maybe one row more; `cu_seqlens` and `max_seqlen` are
+            those of its nodes. A token attends to its node, up to itself, and to the nodes above it. A window counts
+            tokens of a row of the tree.
 
     Returns:
         [T, H, D], differentiable.
@@ -89,9 +98,18 @@ def packed_attention(
     run = _RUN.get(chosen) if isinstance(chosen, str) else None
     if run is None:
         raise ReplayError(f"{_CALL}: backend is {said(backend)}; expected one of {', '.join(BACKENDS)}. Choose one.")
+    if tree is not None:
+        _check_tree(tree, cu_seqlens, query)
     if not query.shape[0]:  # kernels do not accept zero tokens
         return query.clone()
-    return run(query, key, value, cu_seqlens, max_seqlen, scale, window, softcap)
+    bounds = Bounds(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    if tree is None or chosen == "flex":
+        return run(query, key, value, bounds, scale, window, softcap, tree)
+    kernel = None if window is not None or softcap is not None else _merging_kernel(query, chosen, tree)
+    if kernel is not None:
+        return prefixes.merged_attention(query, key, value, bounds, tree, scale, kernel)
+    index, bounds = prefixes.key_rows(tree, query.shape[0], window, query.device)
+    return run(query, key.index_select(0, index), value.index_select(0, index), bounds, scale, window, softcap, None)
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -118,6 +136,18 @@ def _check_bounds(bounds: Tensor, longest: int, query: Tensor) -> None:
         raise ReplayError(
             f"{_CALL}: cu_seqlens run from {ends[:1]} to {ends[-1:]}, in rows of {shortest} to {most} tokens; expected "
             f"0 to {query.shape[0]}, in rows of 1 to {longest} (max_seqlen). Take them from PackedInputs."
+        )
+
+
+def _check_tree(tree: Any, bounds: Tensor, query: Tensor) -> None:
+    known = isinstance(tree, PrefixTree)
+    rows = tree.nodes.starts.size + (query.shape[0] > tree.num_tokens) if known else -1
+    if not known or query.shape[0] < tree.num_tokens or bounds.shape[0] != rows + 1:
+        seen = f"{tree.num_tokens} tokens in {tree.nodes.starts.size} nodes" if known else said(tree)
+        raise ReplayError(
+            f"{_CALL}: tree is {seen}, for {query.shape[0]} tokens and {bounds.shape[0] - 1} rows; expected a "
+            "PrefixTree of these tokens, a row for each node and one for all tokens after them. Take it from "
+            "PackedInputs."
         )
 
 
@@ -151,6 +181,16 @@ def _for_flash_4(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10, 11)
 
 
+def _merging_kernel(query: Tensor, backend: str, tree: PrefixTree) -> prefixes.Kernel | None:
+    """The kernel that attention over a tree is merged with; None where keys are gathered."""
+    if backend not in ("flash", "varlen") or prefixes.depth_of(tree) > prefixes.MOST_LEVELS:
+        return None
+    if backend == "flash" and _flash_package(query, None) == _FLASH_4:
+        return prefixes.Flash4()
+    fits = query.is_cuda and query.dtype in _HALF and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    return prefixes.TorchFlash() if fits and torch.version.hip is None else None
+
+
 @functools.cache
 def _varlen_func(package: str) -> Callable[..., Any] | None:
     """`flash_attn_varlen_func` of a package, or None. FlashAttention 4 installs a `flash_attn` without that function;
@@ -175,15 +215,15 @@ def _varlen_func(package: str) -> Callable[..., Any] | None:
 
 
 def _flash(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, window: Any, softcap: Any
+    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float, window: Any, softcap: Any, tree: Any
 ) -> Tensor:
     package = _flash_package(query, softcap)
     attend: Any = None if package is None else _varlen_func(package)
     kernel = "flash-attn (2 for soft caps and for D other than 32, 64, 96 or 128), and half precision"
     _need(attend is not None, "flash", query, kernel)
     rows: dict[str, Any] = {
-        "cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest,
-        "softmax_scale": scale, "causal": True,
+        "cu_seqlens_q": bounds.queries, "cu_seqlens_k": bounds.keys, "max_seqlen_q": bounds.longest_queries,
+        "max_seqlen_k": bounds.longest_keys, "softmax_scale": scale, "causal": True,
     }  # fmt: skip
     if package == _FLASH_2:
         sides = (-1, -1) if window is None else (window - 1, 0)
@@ -195,15 +235,13 @@ def _flash(
 
 
 def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, window: Any, softcap: Any
+    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float, window: Any, softcap: Any, tree: Any
 ) -> Tensor:
     _need(query.is_cuda and query.dtype in _HALF and softcap is None, "varlen", query, "half precision, no softcap")
     attend: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     left = -1 if window is None else window - 1
     grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] and _varlen_asks_for_groups() else {}
-    return attend(
-        query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=(left, 0), **grouped
-    )  # fmt: skip
+    return attend(query, key, value, *bounds, scale=scale, window_size=(left, 0), **grouped)
 
 
 @functools.cache
@@ -214,7 +252,7 @@ def _varlen_asks_for_groups() -> bool:
 
 
 def _flex(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, window: Any, softcap: Any
+    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float, window: Any, softcap: Any, tree: Any
 ) -> Tensor:
     flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
     attend = _compiled_flex(softcap is None) if query.is_cuda else flex.flex_attention
@@ -225,7 +263,7 @@ def _flex(
     out = attend(
         *(x.transpose(0, 1)[None] for x in (query, key, value)),
         score_mod=None if softcap is None else capped,
-        block_mask=_block_mask(bounds, query.shape[0], window),
+        block_mask=_block_mask(bounds.queries, query.shape[0], window, tree),
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
@@ -252,46 +290,54 @@ _masks: Any = WeakTensorKeyDictionary()
 masks are released with it."""
 
 
-def _block_mask(bounds: Tensor, tokens: int, window: int | None) -> Any:
-    known: dict[tuple[int, int | None], Any] = _masks.setdefault(bounds, {})
-    if (tokens, window) not in known:
-        known[tokens, window] = _new_block_mask(bounds, tokens, window)
-    return known[tokens, window]
+def _block_mask(bounds: Tensor, tokens: int, window: int | None, tree: PrefixTree | None) -> Any:
+    known: dict[Any, Any] = _masks.setdefault(bounds, {})
+    key = tokens, window, tree is None
+    if key not in known:
+        known[key] = _new_block_mask(bounds, tokens, window, tree)
+    return known[key]
 
 
-def _new_block_mask(bounds: Tensor, tokens: int, window: int | None) -> Any:
+def _new_block_mask(bounds: Tensor, tokens: int, window: int | None, tree: PrefixTree | None) -> Any:
     flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
-    row = torch.bucketize(torch.arange(tokens, device=bounds.device, dtype=torch.int32), bounds, right=True)
+    if tree is None:
+        place = torch.arange(tokens, device=bounds.device, dtype=torch.int32)
+        last, depth = bounds[torch.bucketize(place, bounds, right=True)], place
+    else:
+        last, depth = prefixes.visibility(tree, tokens, bounds.device)
 
     def visible(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        causal = (row[i] == row[j]) & (i >= j)
-        return causal if window is None else causal & (i - j < window)
+        seen = (j <= i) & (i < last[j])
+        return seen if window is None else seen & (depth[i] - depth[j] < window)
 
     create = _compiled_block_mask() if bounds.is_cuda else flex.create_block_mask
     return create(visible, None, None, tokens, tokens, device=bounds.device)
 
 
 def _rows(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, window: Any, softcap: Any
+    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float, window: Any, softcap: Any, tree: Any
 ) -> Tensor:
-    ends = cast("list[int]", bounds.tolist())
-    sizes = [end - begin for begin, end in itertools.pairwise(ends)]
-    split = [cast("tuple[Tensor, ...]", x.transpose(0, 1).split(sizes, 1)) for x in (query, key, value)]
+    of_queries, of_keys = (cast("list[int]", ends.diff().tolist()) for ends in (bounds.queries, bounds.keys))
+    sizes = of_queries, of_keys, of_keys
+    split = [
+        cast("tuple[Tensor, ...]", x.transpose(0, 1).split(own, 1))
+        for x, own in zip((query, key, value), sizes, strict=True)
+    ]
     rows = [_row(q, k, v, scale, window, softcap) for q, k, v in zip(*split, strict=True)]
     return torch.cat(rows, 1).transpose(0, 1)
 
 
 def _row(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
-    """Attention of one row; query, key and value are [heads, tokens, D]."""
+    """Attention of one row; query is [H, n, D], key and value are [KV, k, D]. The last query and key are one token."""
     grouped = query.shape[0] != key.shape[0]
-    tokens = query.shape[1]
-    if softcap is None and (window is None or window >= tokens):
+    tokens, before = key.shape[1], key.shape[1] - query.shape[1]
+    if softcap is None and not before and (window is None or window >= tokens):
         out = scaled_dot_product_attention(
             query[None], key[None], value[None], is_causal=True, scale=scale, enable_gqa=grouped
         )
         return out[0]
     place = torch.arange(tokens, device=query.device)
-    apart = place[:, None] - place
+    apart = place[before:, None] - place
     visible = (apart >= 0) & (apart < (tokens if window is None else window))
     if softcap is None:
         out = scaled_dot_product_attention(

@@ -6,6 +6,14 @@
     predict         ^ ^ ^     ^         ^ ^          positions whose outputs score the next token, a response token
 
 A tail that rounds T up is a row of its own: no other token attends to it, and `predict` has no position in it.
+
+With shared prefixes the tokens are those of a PrefixTree, whose nodes are the rows of `cu_seqlens`. A response token
+that several rows share is scored once:
+
+    rows          p p r r r | p p r x             tree   p p r +-- r r
+    input_ids     p p r r r x                                  +-- x
+    cu_seqlens    0     3   5 6                   copies 0 1 2 | 0 3       the scored token that each response token is
+    predict         ^ ^ ^                                                  the outputs at 1 2 3 2 score 2 3 4 5
 """
 
 from __future__ import annotations
@@ -19,7 +27,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from maskpack.core.arguments import said
+from maskpack.core.arguments import flag, said
 from maskpack.core.index import IntArray
 from maskpack.core.keys import need_key
 from maskpack.core.tensors import device_here, need_batch
@@ -29,12 +37,14 @@ from maskpack.fields.options import Registry, registry_of
 from maskpack.fields.registry import Key, MaskNestingRegistry, Path, path_of, show
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import host_offsets
+from maskpack.layout.prefix_tree import MIN_SHARED, PrefixTree
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.response import ResponseAxis, scoring
 from maskpack.ops import pack_torch as plain
 from maskpack.packed.batch import PackedBatch, decompress
 
 NoPrompt = Literal["error", "skip"]
+_CPU = torch.device("cpu")
 _NOT_TEXT = ("pixel_values", "pixel_values_videos", "input_features", "image_grid_thw", "video_grid_thw")
 """Fields of multimodal models, which replay does not pass on."""
 
@@ -46,14 +56,17 @@ class PackedInputs:
     Attributes:
         input_ids: int64 [1, T].
         position_ids: int64 [1, T]; [n, 1, T] for M-RoPE.
-        cu_seqlens: int32 [rows + 1]. Rows without tokens are left out; a tail counts as a row.
-        max_seqlen: the number of tokens of the longest row.
+        cu_seqlens: int32 [rows + 1]. Rows without tokens are left out; a tail counts as a row. With a tree, the rows
+            are its nodes.
+        max_seqlen: the number of tokens of the longest of these rows.
         predict: int64 [N], the positions in T whose outputs score the N scored response tokens.
         targets: int64 [N], the ids of these tokens.
-        scored: int64 [N], the indices of these tokens among all response tokens; None if all are scored.
+        scored: int64 [n], the indices of the scored tokens among all response tokens; None if all are scored.
+        copies: int64 [n], which of the N each of them is; None if n is N, in the same order.
         response: the RowLayout of the response axis.
         bounds: int64 [rows + 1] on the host: `cu_seqlens` without the tail.
         num_tokens: T without the tail.
+        tree: the tree of the rows; None if they share nothing, or were not asked to.
     """
 
     input_ids: Tensor
@@ -63,9 +76,11 @@ class PackedInputs:
     predict: Tensor
     targets: Tensor
     scored: Tensor | None
+    copies: Tensor | None
     response: RowLayout
     bounds: IntArray
     num_tokens: int
+    tree: PrefixTree | None = None
 
     @classmethod
     def of(
@@ -77,6 +92,8 @@ class PackedInputs:
         multiple_of: int = 1,
         no_prompt: NoPrompt = "error",
         device: torch.device | str | None = None,
+        share_prefixes: bool = False,
+        min_shared: int = MIN_SHARED,
     ) -> PackedInputs:
         """Packs the rows of a batch.
 
@@ -91,6 +108,9 @@ class PackedInputs:
             no_prompt: the first token of a row has no output that scores it. If it is a response token, "error" raises
                 and "skip" leaves it unscored.
             device: the device of the inputs; by default that of the batch. The batch itself does not move.
+            share_prefixes: whether tokens that begin several rows, with equal position ids, are there once. Ids and
+                positions are compared on the host; one synchronisation for a batch on CUDA.
+            min_shared: as for `PrefixTree.from_ids`.
 
         Raises:
             ReplayError: no token ids, a field of another shape or dtype, a response without a prompt, or an invalid
@@ -98,10 +118,105 @@ class PackedInputs:
             LayoutError: a batch without a sequence and a response axis.
         """
         call = "PackedInputs.of"
+        flag(share_prefixes, "share_prefixes", call, ReplayError)
+        whole = isinstance(multiple_of, int | np.integer) and not isinstance(multiple_of, bool)
+        if not (whole and 1 <= multiple_of < 1 << 31):
+            raise ReplayError(
+                f"{call}: multiple_of is {said(multiple_of)}; expected a whole number from 1, below 2^31. Choose one."
+            )
+        device = None if device is None else device_here(device, call)
+        rows = _Rows.of(batch, input_ids, registry, device, call, on_host=share_prefixes)
+        where = rows.device if device is None else device
+        ids, positions, sequence = rows.ids, rows.positions, rows.sequence
+        predict, scored = _predict(rows.axis, sequence, no_prompt, call)
+        scores, copies = predict + 1, None
+        tree = rows.tree(min_shared) if share_prefixes else None
+        if tree is not None and tree.num_tokens == sequence.num_tokens:  # nothing is shared
+            tree = None
+        if tree is not None:
+            source = torch.from_numpy(tree.source)
+            ids, positions = ids.index_select(0, source), positions.index_select(0, source)
+            predict, scores, copies = _once(tree.of_row_token[predict], tree.of_row_token[scores], tree.num_tokens)
+        bounds = np.unique(sequence.row_offsets) if tree is None else np.append(tree.nodes.starts, tree.num_tokens)
+        tokens = ids.shape[0]
+        tail = -tokens % multiple_of or (0 if tokens else multiple_of)
+        ends = (np.append(bounds, tokens + tail) if tail else bounds).astype(np.int32)
+        ids, positions = _sent(ids, where).long(), _sent(positions, where)
+        extra = torch.arange(tail, device=where).view(-1, *[1] * (positions.dim() - 1))
+        positions = torch.cat([positions, extra.expand(tail, *positions.shape[1:])])
+        return cls(
+            input_ids=torch.cat([ids, ids.new_zeros(tail)])[None],
+            position_ids=positions[None] if positions.dim() == 1 else positions.T[:, None],
+            cu_seqlens=_sent(torch.from_numpy(ends), where),
+            max_seqlen=int(np.diff(ends).max(initial=0)),
+            predict=_sent(torch.from_numpy(predict), where),
+            targets=ids.index_select(0, _sent(torch.from_numpy(scores), where)),
+            scored=None if scored is None else _sent(torch.from_numpy(scored), where),
+            copies=None if copies is None else _sent(torch.from_numpy(copies), where),
+            response=rows.axis.response.to(where),
+            bounds=bounds,
+            num_tokens=tokens,
+            tree=tree,
+        )
+
+    @property
+    def longest_row(self) -> int:
+        """The number of tokens of the longest row of the batch, or of the tail."""
+        return self.max_seqlen if self.tree is None else max(self.max_seqlen, int(self.tree.lengths.max(initial=0)))
+
+
+def prefix_tree(
+    batch: TensorDictBase | PackedBatch,
+    *,
+    input_ids: Key = "input_ids",
+    registry: Registry = RL_FIELDS,
+    min_shared: int = MIN_SHARED,
+) -> PrefixTree:
+    """The trie of the rows of a batch, for plans with cost="prefix".
+
+    Args:
+        batch, input_ids, registry: as for `PackedInputs.of`. One synchronisation on CUDA.
+        min_shared: as for `PrefixTree.from_ids`, and for the replay that follows.
+
+    Raises:
+        ReplayError: as `PackedInputs.of`.
+    """
+    return _Rows.of(batch, input_ids, registry, _CPU, "prefix_tree", on_host=True).tree(min_shared)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The tokens of a batch, one row after another.
+
+    Attributes:
+        ids: integers [T].
+        positions: integers [T] or [T, n].
+        counted: whether positions are the places in the rows, because the batch has none.
+        device: where the ids were found.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    counted: bool
+    device: torch.device
+    sequence: RowLayout
+    axis: ResponseAxis
+
+    @classmethod
+    def of(
+        cls,
+        batch: TensorDictBase | PackedBatch,
+        input_ids: Key,
+        registry: Registry,
+        device: torch.device | None,
+        call: str,
+        *,
+        on_host: bool,
+    ) -> _Rows:
+        """With `on_host`, ids and positions are copied to the host. Those of a PackedBatch are decoded on `device`."""
         registry = registry_of(registry, call)
         need_key(input_ids, "input_ids", call, ReplayError)
         places = {"input_ids": path_of(input_ids), "position_ids": ("position_ids",)}
-        device = None if device is None else device_here(device, call)
         if not isinstance(batch, PackedBatch):
             need_batch(batch, call)
         for name in _NOT_TEXT:
@@ -110,13 +225,9 @@ class PackedInputs:
                     f'{call}: the batch has a field "{name}"; expected text alone, which is all that the model is '
                     "given. Replay these rows by the model's own forward; without images, drop the field."
                 )
-        whole = isinstance(multiple_of, int | np.integer) and not isinstance(multiple_of, bool)
-        if not (whole and 1 <= multiple_of < 1 << 31):
-            raise ReplayError(
-                f"{call}: multiple_of is {said(multiple_of)}; expected a whole number from 1, below 2^31. Choose one."
-            )
         if isinstance(batch, PackedBatch):
-            axis, fields = _decoded(batch, places, device, registry, call)
+            where = _CPU if on_host and device is not None else device
+            axis, fields = _decoded(batch, places, where, registry, call)
         else:
             axis = ResponseAxis.of(batch, registry, call)
             entries = {name: entry_at(batch, path) for name, path in places.items()}
@@ -133,14 +244,8 @@ class PackedInputs:
                 f'{call}: field "{show(input_ids)}" is {ids.dtype}; expected integers. Fix the producer, or name the '
                 "field that has the token ids."
             )
-        where = ids.device if device is None else torch.device(device)
-        ids = _sent(ids, where).long()
-        tail = -sequence.num_tokens % multiple_of or (0 if sequence.num_tokens else multiple_of)
-        predict, scored = _predict(axis, sequence, no_prompt, call)
-        here = _sent(torch.from_numpy(predict), where)
-        rows = np.unique(sequence.row_offsets)  # leaves out rows without tokens
-        bounds = np.append(rows, sequence.num_tokens + tail).astype(np.int32) if tail else rows.astype(np.int32)
         positions = _packed(fields, "position_ids", sequence, call)
+        counted = positions is None
         if positions is None:
             starts = np.repeat(sequence.row_offsets[:-1], sequence.lengths)
             positions = torch.from_numpy(np.arange(sequence.num_tokens) - starts)
@@ -148,21 +253,24 @@ class PackedInputs:
             raise ReplayError(
                 f'{call}: field "position_ids" is {positions.dtype}; expected integers. Fix the producer, or drop it.'
             )
-        positions = _sent(positions, where)
-        extra = torch.arange(tail, device=where).view(-1, *[1] * (positions.dim() - 1))
-        positions = torch.cat([positions, extra.expand(tail, *positions.shape[1:])])
-        return cls(
-            input_ids=torch.cat([ids, ids.new_zeros(tail)])[None],
-            position_ids=positions[None] if positions.dim() == 1 else positions.T[:, None],
-            cu_seqlens=_sent(torch.from_numpy(bounds), where),
-            max_seqlen=int(np.diff(bounds).max(initial=0)),
-            predict=here,
-            targets=ids.index_select(0, here + 1),
-            scored=None if scored is None else _sent(torch.from_numpy(scored), where),
-            response=axis.response.to(where),
-            bounds=rows,
-            num_tokens=sequence.num_tokens,
-        )
+        tokens = (ids.cpu(), positions.cpu()) if on_host else (ids, positions)
+        return cls(*tokens, counted, ids.device, sequence, axis)
+
+    def tree(self, min_shared: int) -> PrefixTree:
+        """The trie of the rows, which are on the host."""
+        positions = None if self.counted else self.positions.numpy()
+        return PrefixTree.from_ids(self.ids.numpy(), self.sequence.row_offsets, positions, min_shared=min_shared)
+
+
+def _once(predict: IntArray, scores: IntArray, tokens: int) -> tuple[IntArray, IntArray, IntArray]:
+    """Outputs `predict` [n] that score tokens `scores` [n] of a tree, each token once: both [N], and which of the N
+    each of the n is. A token has one output that scores it: at the token before it in the tree."""
+    scored = np.zeros(tokens, np.bool_)
+    scored[scores] = True
+    scoring = np.empty(tokens, np.int64)
+    scoring[scores] = predict
+    own = np.flatnonzero(scored)
+    return scoring[own], own, (np.cumsum(scored) - 1)[scores]
 
 
 class _Field(NamedTuple):

@@ -14,12 +14,13 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from maskpack.core.arguments import said
+from maskpack.core.arguments import flag, said
 from maskpack.errors import ReplayError
 from maskpack.fields.options import Registry, registry_of
 from maskpack.fields.registry import Key
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import jagged
+from maskpack.layout.prefix_tree import MIN_SHARED
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.response import ResponseAxis
 from maskpack.ops import pack_torch as plain
@@ -55,6 +56,8 @@ class ReplayModel(Protocol):
         ReplayError."""
         ...
 
+    # A model that supports `PackedInputs.tree`, by `packed_attention(tree=)`, has `shares_prefixes = True`.
+
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -68,6 +71,8 @@ if TYPE_CHECKING:
         self_check: bool | None
         multiple_of: int
         no_prompt: NoPrompt
+        share_prefixes: bool
+        min_shared: int
         input_ids: Key
         registry: Registry
 
@@ -98,6 +103,8 @@ def response_log_probs(
     self_check: bool | None = None,
     multiple_of: int = 1,
     no_prompt: NoPrompt = "error",
+    share_prefixes: bool = False,
+    min_shared: int = MIN_SHARED,
     input_ids: Key = "input_ids",
     registry: Registry = RL_FIELDS,
 ) -> Any:
@@ -113,7 +120,9 @@ def response_log_probs(
             the micro-batches itself.
         self_check: whether to compare a packed row with the forward pass of that row alone. True: always; False: never;
             None: the first time for each model.
-        multiple_of, no_prompt, input_ids, registry: as for `PackedInputs.of`.
+        share_prefixes: whether a prefix that rows of the batch share, such as the prompt of a group, is computed once.
+            Log-probs are the same within rounding, and gradients add up. In train mode the model must have no dropout.
+        multiple_of, no_prompt, min_shared, input_ids, registry: as for `PackedInputs.of`.
 
     Returns:
         float32 jagged [B, j] on the response layout; with `entropy`, a pair of these. Both are differentiable and on
@@ -125,13 +134,15 @@ def response_log_probs(
     Raises:
         ReplayError: the model cannot replay packed rows, or the self-check failed.
     """
+    packing: dict[str, Any] = {
+        "multiple_of": multiple_of, "no_prompt": no_prompt, "share_prefixes": share_prefixes, "min_shared": min_shared,
+        "input_ids": input_ids, "registry": registry,
+    }  # fmt: skip
     if plan is not None:
-        parts = _of_each(
-            plan, batch, response_log_probs, model, temperature=temperature, entropy=entropy, chunk=chunk,
-            self_check=self_check, multiple_of=multiple_of, no_prompt=no_prompt, input_ids=input_ids, registry=registry,
-        )  # fmt: skip
+        options = {"temperature": temperature, "entropy": entropy, "chunk": chunk, "self_check": self_check, **packing}
+        parts = _of_each(plan, batch, response_log_probs, model, **options)
         return _joined(plan, parts if entropy else [(part,) for part in parts], batch, registry, entropy)
-    inputs = _inputs("response_log_probs", model, batch, input_ids, registry, multiple_of, no_prompt)
+    inputs = _inputs("response_log_probs", model, batch, **packing)
     rows = _scoring_rows("response_log_probs", model, inputs, self_check)
     out: Any = packed_log_probs(rows, model.head, inputs.targets, temperature=temperature, chunk=chunk, entropy=entropy)
     return tuple(_nested(part, inputs) for part in out) if entropy else _nested(out, inputs)
@@ -146,6 +157,8 @@ def response_values(
     self_check: bool | None = None,
     multiple_of: int = 1,
     no_prompt: NoPrompt = "error",
+    share_prefixes: bool = False,
+    min_shared: int = MIN_SHARED,
     input_ids: Key = "input_ids",
     registry: Registry = RL_FIELDS,
 ) -> Tensor:
@@ -158,7 +171,8 @@ def response_values(
         batch: as for `response_log_probs`.
         value_head: a callable, such as a linear layer, of hidden states [N, H] that returns values [N] or [N, 1]. It is
             on the device of the hidden states.
-        plan, self_check, multiple_of, no_prompt, input_ids, registry: as for `response_log_probs`.
+        plan, self_check, multiple_of, no_prompt, share_prefixes, min_shared, input_ids, registry: as for
+            `response_log_probs`.
 
     Returns:
         float32 (float64 if the head returns it) jagged [B, j] on the response layout, differentiable, on the device of
@@ -167,19 +181,19 @@ def response_values(
     Raises:
         ReplayError: as `response_log_probs`; or the head returns another shape.
     """
+    packing: dict[str, Any] = {
+        "multiple_of": multiple_of, "no_prompt": no_prompt, "share_prefixes": share_prefixes, "min_shared": min_shared,
+        "input_ids": input_ids, "registry": registry,
+    }  # fmt: skip
     if plan is not None:
-        options: dict[str, Any] = {
-            "self_check": self_check, "multiple_of": multiple_of, "no_prompt": no_prompt, "input_ids": input_ids,
-            "registry": registry,
-        }  # fmt: skip
-        parts = _of_each(plan, batch, response_values, model, value_head, **options)
+        parts = _of_each(plan, batch, response_values, model, value_head, self_check=self_check, **packing)
         return _joined(plan, [(part,) for part in parts], batch, registry)
     if not callable(value_head):
         raise ReplayError(
             f"response_values: value_head is {said(value_head)}; expected a callable. Pass a layer that takes "
             "hidden states."
         )
-    inputs = _inputs("response_values", model, batch, input_ids, registry, multiple_of, no_prompt)
+    inputs = _inputs("response_values", model, batch, **packing)
     rows = _scoring_rows("response_values", model, inputs, self_check)
     values = value_head(rows)
     if tuple(values.shape) not in ((rows.shape[0],), (rows.shape[0], 1)):
@@ -192,15 +206,9 @@ def response_values(
 
 
 def _inputs(
-    call: str,
-    model: Any,
-    batch: TensorDictBase | PackedBatch,
-    input_ids: Key,
-    registry: Registry,
-    multiple_of: int,
-    no_prompt: NoPrompt,
+    call: str, model: Any, batch: TensorDictBase | PackedBatch, *, share_prefixes: bool, **packing: Any
 ) -> PackedInputs:
-    """The PackedInputs of a batch, on the device of the model."""
+    """The PackedInputs of a batch, on the device of the model. If packing is off, rows share nothing."""
     missing = [name for name in ("hidden", "dense_hidden", "self_check") if not callable(getattr(model, name, None))]
     device = None if missing else getattr(model, "device", None)
     if device is None:
@@ -208,9 +216,14 @@ def _inputs(
             f"{call}: model is {said(model)}; expected a ReplayModel. Pass what "
             "maskpack.adapters.transformers.replayable(model) returns."
         )
-    return PackedInputs.of(
-        batch, input_ids=input_ids, registry=registry, multiple_of=multiple_of, no_prompt=no_prompt, device=device
-    )
+    shares: bool = flag(share_prefixes, "share_prefixes", call, ReplayError)
+    if shares and getattr(model, "shares_prefixes", None) is not True:
+        raise ReplayError(
+            f"{call}: share_prefixes with {said(model)}, which does not say that it supports PackedInputs.tree; "
+            "expected a model that attends by packed_attention(tree=) and has shares_prefixes = True. Use "
+            "maskpack.adapters.transformers.replayable(model), or leave share_prefixes out."
+        )
+    return PackedInputs.of(batch, device=device, share_prefixes=shares and _packs(call), **packing)
 
 
 def _of_each(
@@ -252,16 +265,22 @@ def _joined(plan: MicroBatchPlan, parts: list[Any], batch: Any, registry: Regist
 def _scoring_rows(call: str, model: ReplayModel, inputs: PackedInputs, self_check: bool | None) -> Tensor:
     """[N, H]: the hidden states that score response tokens, by a packed or, if packing is off, a padded forward
     pass."""
-    packing = os.environ.get("MASKPACK_PACKED_REPLAY", "1")
-    if packing not in ("0", "1"):
-        raise ReplayError(f"{call}: MASKPACK_PACKED_REPLAY is {packing!r}; expected 0 or 1. Unset it.")
-    hidden = model.hidden(inputs) if packing == "1" else _dense(model, inputs)
+    hidden = model.hidden(inputs) if _packs(call) else _dense(model, inputs)
     if self_check is not False:
         model.self_check(inputs, hidden, self_check is True)
     return hidden.index_select(0, inputs.predict)
 
 
+def _packs(call: str) -> bool:
+    packing = os.environ.get("MASKPACK_PACKED_REPLAY", "1")
+    if packing not in ("0", "1"):
+        raise ReplayError(f"{call}: MASKPACK_PACKED_REPLAY is {packing!r}; expected 0 or 1. Unset it.")
+    return packing == "1"
+
+
 def _nested(values: Tensor, inputs: PackedInputs) -> Tensor:
+    if inputs.copies is not None:
+        values = values.index_select(0, inputs.copies)
     if inputs.scored is not None:
         values = values.new_zeros(inputs.response.num_tokens).index_copy(0, inputs.scored, values)
     return jagged(values, inputs.response)

@@ -25,6 +25,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from maskpack.adapters.transformers import passes
 from maskpack.adapters.transformers.passes import NAME
-from maskpack.core.arguments import said
+from maskpack.core.arguments import IntArray, said
 from maskpack.errors import ReplayError
 from maskpack.ops import packed_log_probs
 from maskpack.ops.attention import packed_attention
@@ -47,6 +48,19 @@ _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id", "image_to
 """Options with the ids of tokens that a model replaces by image, video or audio embeddings."""
 _CHANGING = ("dynamic", "longrope")
 """RoPE types whose frequencies depend on the longest row."""
+_DROPOUTS = (
+    *(
+        "dropout",
+        "hidden_dropout",
+        "hidden_dropout_prob",
+        "resid_pdrop",
+        "resid_dropout",
+        "embd_pdrop",
+        "embed_dropout",
+    ),
+    *("embedding_dropout", "ffn_dropout", "activation_dropout", "layerdrop", "attention_dropout", "attn_pdrop"),
+)
+"""Options of dropout that some models apply without a layer of it."""
 _PADDED = "Replay it padded: MASKPACK_PACKED_REPLAY=0."
 _KNOWN = ("cu_seq_lens_q", "cu_seq_lens_k", "position_ids", "cache_position")
 """Tensors that an attention accepts. Others would change its result (sinks, biases, sparse indices)."""
@@ -81,6 +95,12 @@ def attention(
             "Call response_log_probs or response_values, or give the model its own attention back before it runs on "
             "padded rows or generates: replayable(model).release()."
         )
+    tree = kwargs.get("prefix_tree")
+    if running is not None and not running.own and tree is not running.tree:
+        raise ReplayError(
+            f"{who}: the model does not pass the tree of shared prefixes on to its attention; expected prefix_tree "
+            "beside cu_seq_lens_q. Replay it without share_prefixes."
+        )
     causal = getattr(module, "is_causal", True) if kwargs.get("is_causal") is None else kwargs["is_causal"]
     odd = sorted(name for name, given in kwargs.items() if isinstance(given, Tensor) and name not in _KNOWN)
     odd += ["a mask"] if attention_mask is not None else []
@@ -93,10 +113,11 @@ def attention(
             "and nothing else. Pass no mask, set attention_dropout to 0, or replay padded: MASKPACK_PACKED_REPLAY=0."
         )
     hidden_window = _window(module) if sliding_window is None else None
-    if hidden_window is not None and longest > hidden_window:
+    longest_row = longest if tree is None else max(longest, int(tree.lengths.max()))
+    if hidden_window is not None and longest_row > hidden_window:
         raise ReplayError(
             f"{who}: the layer has a window of {hidden_window} tokens that it does not tell its attention, and a row "
-            f"has {longest}; expected sliding_window. {_PADDED}"
+            f"has {longest_row}; expected sliding_window. {_PADDED}"
         )
     if value.shape[-1] != query.shape[-1]:
         raise ReplayError(
@@ -119,6 +140,7 @@ def attention(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
         softcap=softcap,
+        tree=tree,
     )
     return out[None].contiguous(), None  # some models take a view of it
 
@@ -179,7 +201,10 @@ class Replayable:
 
     Attributes:
         model: the same module, with its parameters and modes; after `release()`, for padded rows and generation.
+        shares_prefixes: whether it supports `PackedInputs.tree`: True.
     """
+
+    shares_prefixes = True
 
     def __init__(self, model: PreTrainedModel) -> None:
         model = getattr(model, "_orig_mod", model)  # of torch.compile
@@ -192,7 +217,7 @@ class Replayable:
         self._base: Any = getattr(model, model.base_model_prefix, None) or model.get_decoder()
         self._output: Any = cast("Any", model).get_output_embeddings()
         self._config: Any = model.config.get_text_config()
-        self._checked: set[tuple[torch.dtype, bool, bool]] = set()
+        self._checked: set[tuple[torch.dtype, bool, bool, bool]] = set()
         _check_kind(model, self._base, self._output)
         if self._output is not None:
             _check_output(model, self._config, self._output)
@@ -245,10 +270,14 @@ class Replayable:
     def hidden(self, inputs: PackedInputs) -> Tensor:
         """[T, H]: the last hidden states of packed rows."""
         _check_layers(self.model, self._base, self._config)
-        _check_rows(self.model, self._config, inputs.input_ids, inputs.max_seqlen)
+        _check_rows(self.model, self._config, inputs.input_ids, inputs.longest_row)
+        more: dict[str, Any] = {}
+        if inputs.tree is not None:
+            _check_dropout(self.model, self._base, self._config)
+            more["prefix_tree"] = inputs.tree
         self._find_ranks()
         passes.take(self.model, self._config)
-        with passes.Pass().running() as packed:
+        with passes.Pass(tree=inputs.tree).running() as packed:
             states = self._states(
                 input_ids=inputs.input_ids,
                 position_ids=inputs.position_ids,
@@ -256,6 +285,7 @@ class Replayable:
                 cu_seq_lens_k=inputs.cu_seqlens,
                 max_length_q=inputs.max_seqlen,
                 max_length_k=inputs.max_seqlen,
+                **more,
             )
         if packed.attended < self._config.num_hidden_layers:
             raise ReplayError(
@@ -297,19 +327,21 @@ class Replayable:
         """Compares the log-probs of one row with those of the whole model on this row alone, by its original attention.
         For a model without an output layer it compares hidden states, in units of their root mean square.
 
-        It runs once for each Replayable, dtype, and packed or padded path; always with `again`. The first row of a
-        batch proves little, because wrong bounds may not change it; after such a comparison the next batch with two
-        rows is compared too. The ranks of a sharded model compare in the same call, because all of them must run the
-        model; a rank without a row to compare runs one token. If one rank fails, all raise ReplayError."""
+        It runs once for each Replayable, dtype, and path: packed, with shared prefixes, or padded; always with
+        `again`. Of rows that share prefixes it takes one that begins with the tokens of another. Otherwise the first
+        row of a batch proves little, because wrong bounds may not change it; after such a comparison the next batch
+        with two rows is compared too. The ranks of a sharded model compare in the same call, because all of them must
+        run the model; a rank without a row to compare runs one token. If one rank fails, all raise ReplayError."""
         dtype, packed = _precision(hidden), self._config._attn_implementation == NAME
-        if (dtype, packed, True) in self._checked and not again:
+        path = dtype, packed, inputs.tree is not None
+        if (*path, True) in self._checked and not again:
             return
-        begin, end = _row_to_compare(inputs)
-        most = _most_of(self._groups, 0 if end - begin < 2 else 1 if begin == 0 else 2, hidden.device)
-        kind = dtype, packed, most == 2
+        tokens, first = _row_to_compare(inputs)
+        most = _most_of(self._groups, 0 if tokens.size < 2 else 1 if first else 2, hidden.device)
+        kind = *path, most == 2
         if most == 0 or (kind in self._checked and not again):
             return
-        off = self._distance(inputs, hidden, begin, end)
+        off = self._distance(inputs, hidden, tokens)
         worst = _most_of(self._groups, off, hidden.device)
         if not worst <= _TOLERANCE[dtype]:
             what = "hidden states" if self._output is None else "log-probs"
@@ -321,11 +353,11 @@ class Replayable:
             )
         self._checked.add(kind)
 
-    def _distance(self, inputs: PackedInputs, hidden: Tensor, begin: int, end: int) -> float:
-        """The largest difference of the row from `begin` to `end` from its own forward pass; 0 if it scores no
-        token."""
-        tokens = slice(begin, max(end, begin + 1))
-        ids = inputs.input_ids[:, tokens]
+    def _distance(self, inputs: PackedInputs, hidden: Tensor, row: IntArray) -> float:
+        """The largest difference of a row, given by its tokens among the inputs, from its own forward pass; 0 if it
+        scores no token."""
+        tokens = torch.from_numpy(row if row.size else np.zeros(1, np.int64)).to(hidden.device)
+        ids = inputs.input_ids.index_select(1, tokens)
         places = torch.arange(ids.shape[1] - 1, device=ids.device)
         more: dict[str, Any] = {}
         if self._output is not None and places.numel() > 2 * _COMPARED:
@@ -339,13 +371,13 @@ class Replayable:
                 out: Any = alone(
                     input_ids=ids,
                     attention_mask=torch.ones_like(ids),  # without it, positions that jump would begin a row
-                    position_ids=inputs.position_ids[..., tokens],
+                    position_ids=inputs.position_ids.index_select(-1, tokens),
                     use_cache=False,
                     **more,
                 )
-            if end - begin < 2:
+            if row.size < 2:
                 return 0.0
-            states = hidden[begin:end].detach()
+            states = hidden.detach().index_select(0, tokens)
             if self._output is None:
                 truth = out.last_hidden_state[0]
                 off = (states - truth).float().abs().max() / truth.float().square().mean().sqrt()
@@ -368,15 +400,19 @@ def _precision(hidden: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
-def _row_to_compare(inputs: PackedInputs) -> tuple[int, int]:
-    """The bounds of the longest row after the first, which a wrong bound would change; of the first row if no other has
-    two tokens."""
+def _row_to_compare(inputs: PackedInputs) -> tuple[IntArray, bool]:
+    """The tokens of a row among the inputs, and whether it is the first: of the longest row after the first, which a
+    wrong bound would change, or that shares a prefix with another; of the first row if no other has two tokens."""
+    tree = inputs.tree
+    if tree is not None:
+        lengths = np.where(tree.shared > 0, tree.lengths[tree.order], 0)  # the first row of a prefix shares nothing
+        row = int(tree.order[lengths.argmax()])
+        return tree.of_row_token[tree.row_offsets[row] : tree.row_offsets[row + 1]], False
     if not inputs.num_tokens:
-        return 0, 0
-    lengths = inputs.bounds[1:] - inputs.bounds[:-1]
+        return np.zeros(0, np.int64), True
+    lengths = np.diff(inputs.bounds)
     row = 1 + int(lengths[1:].argmax()) if lengths.size > 1 and lengths[1:].max() > 1 else 0
-    begin, end = inputs.bounds[row : row + 2].tolist()
-    return begin, end
+    return np.arange(*inputs.bounds[row : row + 2]), row == 0
 
 
 # -------------------------------------------------------------------- unsupported models
@@ -458,6 +494,23 @@ def _check_rows(model: Any, config: Any, ids: Tensor, longest: int) -> None:
         raise ReplayError(
             f"replayable: input_ids hold places of images, video or audio of {who} (ids {sorted(places)}); expected "
             "text alone: replay passes nothing else to the model. Its log-probs have to come from its own forward."
+        )
+
+
+def _check_dropout(model: Any, base: Any, config: Any) -> None:
+    """Checks that rows do not need random numbers of their own for the tokens that they share."""
+    if not base.training:
+        return
+    layers = [
+        name for name, part in base.named_modules()
+        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p and part.training
+    ]  # fmt: skip
+    options = [name for name in _DROPOUTS if getattr(config, name, None)]
+    if layers or options:
+        raise ReplayError(
+            f"replayable: {type(model).__name__} has dropout ({', '.join([*layers[:4], *options])}) and is in train "
+            "mode; expected none: rows that share a token would share its random numbers. Set it to 0, call eval(), or "
+            "leave share_prefixes out."
         )
 
 

@@ -15,6 +15,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
 
+from maskpack.layout.prefix_tree import PrefixTree
+
 NAME = "maskpack"
 """The name of packed attention in `config._attn_implementation`."""
 
@@ -29,10 +31,12 @@ class Pass:
 
     Attributes:
         own: whether layers use the original attention of the model.
+        tree: the PrefixTree that packed attention has to receive; None without one.
         attended: the number of calls of packed attention so far.
     """
 
     own: bool = False
+    tree: PrefixTree | None = None
     attended: int = 0
 
     @contextmanager

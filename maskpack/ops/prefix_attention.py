@@ -1,0 +1,278 @@
+"""Attention over the tokens of a PrefixTree: a prefix that several rows share is there once, and all of them see it.
+
+    tokens  a b | c d | e | f g        nodes of a tree, depth first: a b is above c d and f g, c d above e
+
+merged    each node sees itself, in one causal call; then, level by level, all tokens below a node see it, in a call
+          without a mask:  c d e f g -> a b,  e -> c d.  Results for a token are merged by their log-sum-exp; the
+          backward pass of each call is its kernel's own, given the merged output and log-sum-exp (as in ring attention,
+          Liu et al., 2023). No key is copied.
+gathered  the keys of each node and of the nodes above it, as far as a window reaches, are copied to one row: for any
+          kernel, any depth, windows and soft caps.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, Protocol, cast
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from maskpack.core.backends import uses_triton
+from maskpack.core.index import IntArray, cumulated, ranges
+from maskpack.layout.prefix_tree import PrefixTree
+
+MOST_LEVELS = 8
+"""The most levels of a tree that are merged: each is a call of the kernel."""
+
+
+class Bounds(NamedTuple):
+    """The bounds of queries and of the keys that they see, int32 [rows + 1], and the lengths of the longest rows. In
+    causal calls the last query and the last key of a row are one token."""
+
+    queries: Tensor
+    keys: Tensor
+    longest_queries: int
+    longest_keys: int
+
+
+class Kernel(Protocol):
+    """A varlen attention kernel. Queries [T, H, D], keys and values [K, KV, D]; log-sum-exp float32 [H, T]."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def backward(
+        self, slope: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, bounds: Bounds,
+        causal: bool, scale: float,
+    ) -> Sequence[Tensor]: ...  # fmt: skip
+
+
+# -------------------------------------------------------------------- which token sees which
+
+
+class Level(NamedTuple):
+    """The tokens below the nodes of a level, and the tokens of these nodes: int64 indices, a row for each node."""
+
+    queries: Tensor
+    keys: Tensor
+    bounds: Bounds
+
+
+_tables: WeakKeyDictionary[PrefixTree, dict[Hashable, Any]] = WeakKeyDictionary()
+"""Index tensors by tree. The layers of a forward pass share them, and they are released with the tree."""
+
+
+def _once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps the results of a function of a tree and other arguments, as long as the tree."""
+
+    @functools.wraps(function)
+    def kept(tree: PrefixTree, *more: Hashable) -> Any:
+        known = _tables.setdefault(tree, {})
+        key = (function.__name__, *more)
+        if key not in known:
+            known[key] = function(tree, *more)
+        return known[key]
+
+    return kept
+
+
+@_once
+def levels(tree: PrefixTree, device: torch.device) -> list[Level]:
+    """The levels of a tree that have nodes below them."""
+    nodes = tree.nodes
+    below = nodes.ends - nodes.starts - nodes.counts
+    out: list[Level] = []
+    for level in range(depth_of(tree)):
+        at = np.flatnonzero((nodes.levels == level) & (below > 0))
+        queries, keys = ranges((nodes.starts + nodes.counts)[at], below[at]), ranges(nodes.starts[at], nodes.counts[at])
+        bounds = _bounds(below[at], nodes.counts[at], device)
+        out.append(Level(_sent(queries, device), _sent(keys, device), bounds))
+    return out
+
+
+def depth_of(tree: PrefixTree) -> int:
+    """The number of levels of a tree that have nodes below them."""
+    nodes = tree.nodes
+    return int(nodes.levels[nodes.ends > nodes.starts + nodes.counts].max(initial=-1)) + 1
+
+
+@_once
+def key_rows(tree: PrefixTree, tokens: int, window: int | None, device: torch.device) -> tuple[Tensor, Bounds]:
+    """The keys that each node sees, int64 [K], those of the nodes above it first, and the bounds. Tokens after the tree
+    are a row of their own."""
+    nodes, tail = tree.nodes, tokens - tree.num_tokens
+    above = nodes.depths if window is None else np.minimum(nodes.depths, window - 1)
+    # a row that has the node: its tokens, from the first that is seen
+    keys = tree.of_row_token[ranges(tree.source[nodes.starts] - above, above + nodes.counts)]
+    rest = np.arange(tree.num_tokens, tokens)
+    sizes = [np.append(counts, [tail] * bool(tail)) for counts in (nodes.counts, above + nodes.counts)]
+    return _sent(np.concatenate([keys, rest]), device), _bounds(*sizes, device)
+
+
+@_once
+def visibility(tree: PrefixTree, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """`end` and `depth` of all tokens, int32 [tokens]. Those after the tree see each other."""
+    rest = np.arange(tree.num_tokens, tokens)
+    ends, depths = np.append(tree.end, np.full(rest.size, tokens)), np.append(tree.depth, rest)
+    return _sent(ends.astype(np.int32), device), _sent(depths.astype(np.int32), device)
+
+
+def _bounds(queries: IntArray, keys: IntArray, device: torch.device) -> Bounds:
+    ends = [_sent(cumulated(counts).astype(np.int32), device) for counts in (queries, keys)]
+    return Bounds(ends[0], ends[1], int(queries.max(initial=0)), int(keys.max(initial=0)))
+
+
+def _sent(array: Any, device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)
+
+
+# -------------------------------------------------------------------- merged
+
+
+def merged_attention(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, tree: PrefixTree, scale: float, kernel: Kernel
+) -> Tensor:
+    """[T, H, D]: attention by a call for all nodes and one for each level, differentiable. `bounds` are those of the
+    nodes, and of the tokens after the tree."""
+    return cast("Tensor", _Merged.apply(query, key, value, bounds, levels(tree, query.device), scale, kernel))
+
+
+class _Merged(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bounds: Bounds,
+        below: list[Level],
+        scale: float,
+        kernel: Kernel,
+    ) -> Tensor:
+        out, lse = kernel.forward(query, key, value, bounds, True, scale)
+        total = _wide(out, below)
+        for level in below:
+            rows = (
+                query.index_select(0, level.queries),
+                key.index_select(0, level.keys),
+                value.index_select(0, level.keys),
+            )
+            merge(total, lse, level.queries, *kernel.forward(*rows, level.bounds, False, scale))
+        out = total.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.more = bounds, below, scale, kernel
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> Any:
+        query, key, value, out, lse = ctx.saved_tensors
+        bounds, below, scale, kernel = ctx.more
+        slope = slopes[0].contiguous()
+        own = kernel.backward(slope, query, key, value, out, lse, bounds, True, scale)
+        total = [_wide(one, below) for one in own]
+        for level in below:
+            of_queries = [x.index_select(0, level.queries) for x in (slope, query, out)]
+            of_keys = [x.index_select(0, level.keys) for x in (key, value)]
+            more = kernel.backward(
+                of_queries[0], of_queries[1], *of_keys, of_queries[2], lse.index_select(1, level.queries), level.bounds,
+                False, scale,
+            )  # fmt: skip
+            for sums, index, part in zip(total, (level.queries, level.keys, level.keys), more, strict=True):
+                add_rows(sums, index, part)
+        return (*(sums.to(query.dtype) for sums in total), None, None, None, None)
+
+
+def _wide(x: Tensor, below: list[Level]) -> Tensor:
+    """Sums over several levels are rounded once, after the last."""
+    return x.to(torch.promote_types(x.dtype, torch.float32)) if len(below) > 1 else x
+
+
+def merge(out: Tensor, lse: Tensor, index: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Merges attention over other keys, [n, H, D] and [H, n], into tokens `index` [n] of `out` [T, H, D] and `lse`
+    [H, T], in place:
+
+        lse = log(exp(lse) + exp(other_lse));  out = exp(lse before - lse) * out + exp(other_lse - lse) * other
+    """
+    if uses_triton(out.device):
+        from maskpack.ops import prefix_attention_triton as _triton
+
+        _triton.merge(out, lse, index, other, other_lse)
+        return
+    before = lse.index_select(1, index)
+    after = torch.logaddexp(before, other_lse)
+    share, other_share = ((x - after).exp().T[..., None] for x in (before, other_lse))
+    rows = share * out.index_select(0, index) + other_share * other
+    out.index_copy_(0, index, rows.to(out.dtype))
+    lse.index_copy_(1, index, after)
+
+
+def add_rows(sums: Tensor, index: Tensor, rows: Tensor) -> None:
+    """Adds rows [n, H, D] to rows `index` [n] of `sums` [T, H, D], in place. No index is there twice."""
+    if uses_triton(sums.device):
+        from maskpack.ops import prefix_attention_triton as _triton
+
+        _triton.add_rows(sums, index, rows)
+        return
+    sums.index_copy_(0, index, (sums.index_select(0, index) + rows).to(sums.dtype))
+
+
+# -------------------------------------------------------------------- kernels
+
+
+class TorchFlash:
+    """The kernels of torch, which are those of FlashAttention 2."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        rows = query, key, value, bounds.queries, bounds.keys, bounds.longest_queries, bounds.longest_keys
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(*rows, 0.0, causal, return_debug_mask=False, scale=scale)
+        return out, lse
+
+    def backward(
+        self, slope: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, bounds: Bounds,
+        causal: bool, scale: float,
+    ) -> Sequence[Tensor]:  # fmt: skip
+        rows = bounds.queries, bounds.keys, bounds.longest_queries, bounds.longest_keys
+        random, unused = torch.zeros(2, dtype=torch.uint64, device=out.device), torch.empty(0, device=out.device)
+        return torch.ops.aten._flash_attention_backward(
+            slope, query, key, value, out, lse, *rows, 0.0, causal, random, unused, scale=scale
+        )
+
+
+class Flash4:
+    """The kernels of FlashAttention 4."""
+
+    def __init__(self) -> None:
+        package: Any = importlib.import_module("flash_attn.cute.interface")
+        self._forward, self._backward = package._flash_attn_fwd, package._flash_attn_bwd
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        with torch.cuda.device_of(query):  # the kernel launches on the current device
+            out, lse, *_ = self._forward(
+                query, key, value, softmax_scale=scale, causal=causal, return_lse=True, **self._rows(bounds)
+            )
+        return out, lse.contiguous()
+
+    def backward(
+        self, slope: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, bounds: Bounds,
+        causal: bool, scale: float,
+    ) -> Sequence[Tensor]:  # fmt: skip
+        with torch.cuda.device_of(query):
+            given = query, key, value, out, slope, lse, scale, causal
+            return self._backward(*given, **self._rows(bounds))[:3]
+
+    @staticmethod
+    def _rows(bounds: Bounds) -> dict[str, Any]:
+        return {
+            "cu_seqlens_q": bounds.queries, "cu_seqlens_k": bounds.keys, "max_seqlen_q": bounds.longest_queries,
+            "max_seqlen_k": bounds.longest_keys,
+        }  # fmt: skip

@@ -1,0 +1,529 @@
+"""Replay with shared prefixes: log-probs, values and gradients against each row alone, in the same model with its own
+attention; and everything that must raise instead of giving other numbers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torch import Tensor
+
+import maskpack as mp
+from maskpack.errors import ReplayError
+from maskpack.planning import plan_micro_batches
+from maskpack.replay import PackedInputs, prefix_tree, response_log_probs, response_values
+
+tf = pytest.importorskip("transformers")
+adapter = pytest.importorskip("maskpack.adapters.transformers.model")
+replayable = adapter.replayable
+
+Row = tuple[list[int], list[int]]
+"""The ids of a prompt and of its response."""
+VOCABULARY = 97
+LIMITS = {torch.float32: (5e-6, 1e-5), torch.float64: (1e-10, 1e-10)}
+"""The largest error of a log-prob, and of the gradient of a weight relative to its norm."""
+TINY = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32}
+MROPE = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}, "rope_theta": 10000.0}
+SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+def qwen3(**more: Any) -> Any:
+    return tf.Qwen3ForCausalLM(tf.Qwen3Config(**TINY | {"head_dim": 8} | more))
+
+
+def llama(**more: Any) -> Any:
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**TINY | more))
+
+
+def gemma3(**more: Any) -> Any:
+    return tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**TINY | {"head_dim": 8} | SLIDING | more))
+
+
+def qwen25_vl(**more: Any) -> Any:
+    config = tf.Qwen2_5_VLConfig(text_config=TINY | MROPE | more, vision_config=VISION)
+    return tf.Qwen2_5_VLForConditionalGeneration(config)
+
+
+MODELS = {make.__name__: make for make in (qwen3, llama, gemma3, qwen25_vl)}
+all_models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+
+
+def wide_norms(model: Any) -> None:
+    """Norms in the dtype of the model; transformers computes them in float32."""
+
+    def norm(layer: Any, x: Tensor) -> Tensor:
+        eps = getattr(layer, "variance_epsilon", getattr(layer, "eps", None))
+        scale = layer.weight + 1 if "Gemma" in type(layer).__name__ else layer.weight
+        return scale * x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+    for layer in model.modules():
+        if "RMSNorm" in type(layer).__name__:
+            layer.forward = functools.partial(norm, layer)
+
+
+@functools.cache
+def _made(make: Callable[..., Any], dtype: torch.dtype, options: tuple[tuple[str, Any], ...]) -> Any:
+    torch.manual_seed(1)
+    model = make(**dict(options)).to(dtype).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(10 if weight.dim() > 1 else 1)  # so that log-probs differ
+    return model
+
+
+def pair(make: Callable[..., Any], dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
+    """Two copies of a model: one to be made replayable, one that keeps its own attention for the truth."""
+    both = tuple(copy.deepcopy(_made(make, dtype, tuple(sorted(options.items())))) for _ in range(2))
+    if dtype == torch.float64:
+        for model in both:
+            wide_norms(model)
+    return both
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Such small models wait longer for threads than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """transformers keeps its advice to itself."""
+    level = logging.getLogger("transformers").level
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    yield
+    logging.getLogger("transformers").setLevel(level)
+
+
+# -------------------------------------------------------------------- rows
+
+
+def drawn(rng: np.random.Generator, count: int, most: int = VOCABULARY) -> list[int]:
+    return rng.integers(3, most, count).tolist()
+
+
+def groups(sizes: Sequence[int], prompt: int = 6, response: int = 8, seed: int = 0) -> list[Row]:
+    """Groups with a prompt each, shuffled; some responses are empty, some begin alike."""
+    rng = np.random.default_rng(seed)
+    rows: list[Row] = []
+    for size in sizes:
+        own = drawn(rng, int(rng.integers(1, prompt + 1)))
+        rows += [(own, drawn(rng, int(rng.integers(0, response + 1)), 6)) for _ in range(size)]
+    return [rows[at] for at in rng.permutation(len(rows))]
+
+
+ROWS: dict[str, list[Row]] = {
+    "groups": groups([4, 3, 1, 5]),
+    "one group": groups([6]),
+    "one row": [([5, 6], [7, 8, 9])],
+    "identical rows": [([5, 6], [7, 8, 9])] * 3 + [([5, 6], [7, 8])] * 2,
+    "rows that extend each other": [([5, 6], list(range(7, 7 + n))) for n in (4, 0, 2, 9, 1)],
+    "nothing is shared": [([b + 5, 6], [7, 8]) for b in range(4)],
+    "empty responses": [([5, 6, 7], []), ([5, 6, 7], []), ([5, 6], []), ([5, 6, 8], [9])],
+    "rows without tokens": [([], []), ([5, 6], [7]), ([5, 6], [8]), ([], [])],
+    "prompt and response at other places": [([5], [6, 7, 8]), ([5, 6], [7, 8]), ([5, 6, 7], [8]), ([5, 6, 7, 8], [])],
+    "a deep trie": [([5], [6] * n + [7] * 3) for n in range(1, 9)],
+}
+
+
+def batch_of(rows: Sequence[Row], *, side: str = "both", mrope: bool = False, extra: int = 2) -> TensorDict:
+    """Prompts padded on the left and responses on the right, or both on one side; `extra` columns more than needed."""
+    prompt, response = (extra + max(map(len, column)) for column in zip(*rows, strict=True))
+    ids = torch.zeros(len(rows), prompt + response, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for b, (own, answer) in enumerate(rows):
+        begin = 0 if side == "right" else prompt - len(own)
+        after = prompt + response - len(answer) if side == "left" else prompt
+        for at, tokens in ((begin, own), (after, answer)):
+            ids[b, at : at + len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+            mask[b, at : at + len(tokens)] = 1
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    fields = {"prompts": ids[:, :prompt], "responses": ids[:, prompt:], "input_ids": ids, "attention_mask": mask}
+    fields["position_ids"] = torch.stack([places, places // 2, (places - 3).clamp(min=0)], 1) if mrope else places
+    return TensorDict(fields, batch_size=[len(rows)])
+
+
+def for_model(make: Callable[..., Any], rows: Sequence[Row], **more: Any) -> TensorDict:
+    return batch_of(rows, mrope=make is qwen25_vl, **more)
+
+
+def truth_of(model: Any, rows: Sequence[Row], mrope: bool = False) -> Tensor:
+    """Log-probs of all response tokens, row after row, each row alone."""
+    out = [torch.zeros(0, dtype=next(model.parameters()).dtype)]
+    for prompt, response in rows:
+        tokens = torch.tensor([[*prompt, *response]])
+        if not response or not prompt:
+            continue
+        places = torch.arange(tokens.shape[1])
+        where = torch.stack([places, places // 2, (places - 3).clamp(min=0)])[:, None] if mrope else places[None]
+        logits = model(
+            input_ids=tokens, attention_mask=torch.ones_like(tokens), position_ids=where, use_cache=False
+        ).logits[0]
+        scores = logits.log_softmax(-1)
+        out += [scores[len(prompt) + nth - 1, token][None] for nth, token in enumerate(response)]
+    return torch.cat(out)
+
+
+def slopes(values: Tensor) -> Tensor:
+    return torch.linspace(0.3, 1.3, values.numel(), dtype=values.dtype)
+
+
+def gradients(model: Any, values: Tensor) -> list[Tensor]:
+    """Of a sum of values with weights of their own."""
+    model.zero_grad()
+    (values * slopes(values)).sum().backward()
+    return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+
+
+def close(seen: list[Tensor], truth: list[Tensor], limit: float = 1e-5) -> None:
+    """Relative to the norm of each; for those that are rounding errors alone, to a tenth of the largest."""
+    assert len(seen) == len(truth) > 0
+    largest = max(float(want.norm()) for want in truth)
+    for got, want in zip(seen, truth, strict=True):
+        assert float((got - want).norm()) <= limit * max(float(want.norm()), largest / 10)
+
+
+def check(make: Callable[..., Any], rows: Sequence[Row], dtype: torch.dtype = torch.float32, **more: Any) -> None:
+    """Log-probs and the gradients of all weights are those of each row alone."""
+    model, plain = pair(make, dtype)
+    limit, gradient_limit = LIMITS[dtype]
+    options = {"min_shared": 1, "self_check": True} | more
+    batch = for_model(make, rows, side=options.pop("side", "both"))
+    seen = response_log_probs(replayable(model), batch, share_prefixes=True, **options)
+    truth = truth_of(plain, rows, make is qwen25_vl)
+    assert seen.offsets().diff().tolist() == [len(response) for _, response in rows]
+    assert seen.values().shape == truth.shape
+    if not truth.numel():
+        return
+    assert float((seen.values() - truth).detach().abs().max()) <= limit
+    close(gradients(model, seen.values()), gradients(plain, truth), gradient_limit)
+
+
+# -------------------------------------------------------------------- right numbers
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@all_models
+def test_log_probs_and_gradients_are_those_of_each_row_alone(make: Any, rows: Any, dtype: torch.dtype) -> None:
+    check(make, rows, dtype)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@all_models
+def test_padding_on_one_side(make: Any, side: str) -> None:
+    check(make, ROWS["groups"], side=side)
+
+
+@pytest.mark.parametrize("min_shared", [1, 3, 16])
+@all_models
+def test_short_prefixes_are_repeated(make: Any, min_shared: int) -> None:
+    rows = [(list(range(5, 5 + n)), answer) for n, answer in zip((20, 20, 20, 2, 2), groups([5])[0:5], strict=True)
+            for answer in [answer[1]]]  # fmt: skip
+    check(make, rows, min_shared=min_shared, multiple_of=8)
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(3, 4), min_size=1, max_size=4), st.lists(st.integers(3, 4), max_size=6)),
+        min_size=1,
+        max_size=8,
+    ),
+    st.sampled_from([qwen3, gemma3, qwen25_vl]),
+    st.integers(1, 3),
+    st.sampled_from([1, 7]),
+)
+@settings(max_examples=40)
+def test_any_rows(rows: list[Row], make: Any, min_shared: int, multiple_of: int) -> None:
+    check(make, rows, min_shared=min_shared, multiple_of=multiple_of)
+
+
+def checkpoint(model: Any, reentrant: bool) -> None:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    model.train()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the self-check's
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("make", [qwen3, gemma3], ids=["qwen3", "gemma3"])
+def test_gradient_checkpointing_in_train_mode(make: Any, reentrant: bool) -> None:
+    model, plain = pair(make)
+    checkpoint(model, reentrant)
+    rows = ROWS["groups"]
+    seen = response_log_probs(replayable(model), batch_of(rows), share_prefixes=True, min_shared=1, self_check=True)
+    close(gradients(model, seen.values()), gradients(plain, truth_of(plain, rows)))
+
+
+@pytest.mark.parametrize("form", ["padded", "nested", "packed"])
+def test_forms_of_a_batch_are_equal_bit_for_bit(form: str) -> None:
+    model, _ = pair(qwen3)
+    batch = batch_of(ROWS["groups"])
+    forms = {
+        "padded": batch,
+        "nested": mp.nest_batch_by_mask(batch, pad_token_id=0),
+        "packed": mp.compress(batch, pad_token_id=0),
+    }
+    options: dict[str, Any] = {"share_prefixes": True, "min_shared": 1}
+    seen = response_log_probs(replayable(model), forms[form], **options)
+    assert torch.equal(seen.values(), response_log_probs(replayable(model), batch, **options).values())
+
+
+def test_positions_are_counted_where_the_batch_has_none() -> None:
+    batch = batch_of(ROWS["groups"])
+    with_positions = PackedInputs.of(batch, share_prefixes=True, min_shared=1)
+    without = PackedInputs.of(batch.exclude("position_ids"), share_prefixes=True, min_shared=1)
+    for name in ("input_ids", "position_ids", "cu_seqlens", "predict", "targets", "copies"):
+        assert torch.equal(getattr(with_positions, name), getattr(without, name))
+
+
+def test_tokens_of_other_positions_are_not_shared() -> None:
+    """Equal ids, and positions of one section that differ from the third token on."""
+    rows = [([5, 6, 7, 8], [9, 10]), ([5, 6, 7, 8], [11])]
+    batch = batch_of(rows, mrope=True)
+    batch["position_ids"][1, 2, 4:] += 1  # two columns of padding before
+    inputs = PackedInputs.of(batch, share_prefixes=True, min_shared=1)
+    assert inputs.tree is not None
+    assert inputs.tree.shared.tolist() == [0, 2]
+    whole = PackedInputs.of(batch_of(rows, mrope=True), share_prefixes=True, min_shared=1)
+    assert whole.tree is not None
+    assert whole.tree.shared.tolist() == [0, 4]
+
+
+def test_temperature_and_entropy() -> None:
+    model, _ = pair(qwen3)
+    ready, batch = replayable(model), batch_of(ROWS["groups"])
+    shared, apart = (
+        response_log_probs(ready, batch, temperature=0.7, entropy=True, chunk=5, share_prefixes=share, min_shared=1)
+        for share in (True, False)
+    )
+    for one, other in zip(shared, apart, strict=True):
+        assert float((one.values() - other.values()).detach().abs().max()) <= 5e-6
+
+
+def test_a_response_without_prompt() -> None:
+    """Its first token has no output that scores it, in all rows that share it."""
+    rows = [([], [5, 6, 7]), ([], [5, 6, 8]), ([9], [5, 6])]
+    model, _ = pair(qwen3)
+    ready, batch = replayable(model), batch_of(rows)
+    with pytest.raises(ReplayError, match="have a response but no prompt token"):
+        response_log_probs(ready, batch, share_prefixes=True, min_shared=1)
+    shared, apart = (
+        response_log_probs(ready, batch, no_prompt="skip", share_prefixes=share, min_shared=1)
+        for share in (True, False)
+    )
+    assert float((shared.values() - apart.values()).detach().abs().max()) <= 5e-6
+    assert [float(row[0]) for row in shared.unbind()[:2]] == [0.0, 0.0]
+
+
+def test_a_plan_cuts_groups_into_subgroups() -> None:
+    """The prompt is repeated in each micro-batch, and log-probs come in the order of the rows."""
+    model, plain = pair(llama)
+    rows = groups([6, 5, 7], prompt=8, response=6, seed=3)
+    batch = batch_of(rows)
+    tokens = [len(prompt) + len(response) for prompt, response in rows]
+    for budget in (14, 30, 200):
+        plan = plan_micro_batches(tokens, budget)
+        seen = response_log_probs(replayable(model), batch, plan=plan, share_prefixes=True, min_shared=1)
+        assert float((seen.values() - truth_of(plain, rows)).abs().max()) <= 5e-6
+
+
+def test_values_of_a_critic_are_those_of_each_row_alone() -> None:
+    config = tf.Qwen3Config(**TINY | {"head_dim": 8, "num_labels": 1})
+    torch.manual_seed(1)
+    model = tf.Qwen3ForTokenClassification(config).eval()
+    batch = batch_of(ROWS["groups"])
+    shared, apart = (
+        response_values(replayable(model), batch, model.score, share_prefixes=share, min_shared=1, self_check=True)
+        for share in (True, False)
+    )
+    assert float((shared.values() - apart.values()).detach().abs().max()) <= 5e-6
+    close(gradients(model, shared.values()), gradients(model, apart.values()))
+
+
+def test_a_token_of_several_rows_is_computed_and_scored_once() -> None:
+    rows = [([5, 6, 7], [8, 9, 10]), ([5, 6, 7], [8, 9, 11, 12]), ([5, 6, 7], [13])]
+    inputs = PackedInputs.of(batch_of(rows), share_prefixes=True, min_shared=1)
+    assert inputs.input_ids.tolist() == [[5, 6, 7, 8, 9, 10, 11, 12, 13]]
+    assert inputs.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 5, 6, 3]]
+    assert inputs.cu_seqlens.tolist() == [0, 3, 5, 6, 8, 9]
+    assert inputs.targets.tolist() == [8, 9, 10, 11, 12, 13]
+    assert inputs.predict.tolist() == [2, 3, 4, 4, 6, 2]
+    assert inputs.copies is not None
+    assert inputs.copies.tolist() == [0, 1, 2, 0, 1, 3, 4, 5]
+    assert (inputs.num_tokens, inputs.longest_row) == (9, 7)
+
+
+def test_rows_that_share_nothing_are_packed_as_ever() -> None:
+    batch = batch_of(ROWS["nothing is shared"])
+    one, other = PackedInputs.of(batch, share_prefixes=True, min_shared=1), PackedInputs.of(batch)
+    assert one.tree is None
+    assert one.copies is None
+    assert torch.equal(one.input_ids, other.input_ids)
+    assert torch.equal(one.cu_seqlens, other.cu_seqlens)
+
+
+def test_without_packing_rows_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = pair(qwen3)
+    monkeypatch.setenv("MASKPACK_PACKED_REPLAY", "0")
+    rows = ROWS["groups"]
+    seen = response_log_probs(replayable(model), batch_of(rows), share_prefixes=True, self_check=True)
+    assert float((seen.values() - truth_of(plain, rows)).detach().abs().max()) <= 5e-6
+
+
+@pytest.mark.parametrize("form", ["padded", "nested", "packed"])
+def test_the_tree_of_a_batch(form: str) -> None:
+    """Its tokens are those of the inputs, and of a set of prefixes."""
+    rows = ROWS["groups"]
+    batch = batch_of(rows)
+    if form != "padded":
+        batch = mp.nest_batch_by_mask(batch, pad_token_id=0) if form == "nested" else mp.compress(batch, pad_token_id=0)
+    tree = prefix_tree(batch, min_shared=1)
+    prefixes = {tuple((prompt + response)[:n]) for prompt, response in rows for n in range(1, 20)}
+    lengths = [len(prompt) + len(response) for prompt, response in rows]
+    assert tree.lengths.tolist() == lengths
+    assert tree.num_tokens == len(prefixes)
+    assert tree.num_tokens == PackedInputs.of(batch, share_prefixes=True, min_shared=1).num_tokens
+
+
+# -------------------------------------------------------------------- it raises instead
+
+
+def refused(message: str, model: Any, **options: Any) -> None:
+    given: dict[str, Any] = {"share_prefixes": True, "min_shared": 1} | options
+    with pytest.raises(ReplayError, match=re.escape(message)):
+        response_log_probs(model, batch_of(ROWS["groups"]), **given)
+
+
+def test_dropout_is_refused_in_train_mode() -> None:
+    config = tf.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0.0)
+    ready = replayable(tf.GPT2LMHeadModel(config).train())
+    refused("GPT2LMHeadModel has dropout (drop, h.0.attn.resid_dropout", ready)
+    ready.model.eval()
+    response_log_probs(ready, batch_of(ROWS["groups"]), share_prefixes=True, min_shared=1)
+
+
+def test_dropout_without_a_layer_is_refused_in_train_mode() -> None:
+    model, _ = pair(qwen3)
+    model.config.hidden_dropout = 0.1
+    model.train()
+    refused("has dropout (hidden_dropout) and is in train mode; expected none", replayable(model))
+
+
+def test_attention_dropout_is_refused_in_train_mode() -> None:
+    model, _ = pair(llama, attention_dropout=0.1)
+    model.train()
+    refused("has dropout (attention_dropout) and is in train mode", replayable(model))
+
+
+def test_layers_that_carry_state_are_refused() -> None:
+    config = tf.Qwen3NextConfig(
+        **TINY | {"head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
+        layer_types=["linear_attention", "full_attention"],
+    )
+    with pytest.raises(ReplayError, match="has layers of kind linear_attention"):
+        replayable(tf.Qwen3NextForCausalLM(config))
+
+
+def test_a_model_that_keeps_the_tree_from_its_attention_is_refused() -> None:
+    model, _ = pair(qwen3)
+    ready = replayable(model)
+    layer = model.model.layers[1].self_attn
+    own = layer.forward
+    layer.forward = lambda *args, **kwargs: own(*args, **{k: v for k, v in kwargs.items() if k != "prefix_tree"})
+    refused("does not pass the tree of shared prefixes on to its attention", ready)
+
+
+def test_a_model_that_does_not_know_trees_is_refused() -> None:
+    class Other:
+        device = torch.device("cpu")
+
+        def hidden(self, inputs: Any) -> Any:
+            raise AssertionError
+
+        dense_hidden = self_check = hidden
+
+    refused("which does not say that it supports PackedInputs.tree", Other())
+
+
+@pytest.mark.parametrize("share", [1, "yes", None])
+def test_share_prefixes_is_true_or_false(share: Any) -> None:
+    model, _ = pair(qwen3)
+    refused("share_prefixes is", replayable(model), share_prefixes=share)
+
+
+def test_min_shared_is_a_whole_number() -> None:
+    model, _ = pair(qwen3)
+    with pytest.raises(mp.MaskpackError, match="min_shared is 0; expected a whole number from 1"):
+        response_log_probs(replayable(model), batch_of(ROWS["groups"]), share_prefixes=True, min_shared=0)
+
+
+def test_rotary_positions_that_depend_on_the_longest_row_count_whole_rows() -> None:
+    """A node is shorter than the row that it is part of."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**TINY | {"max_position_embeddings": 8}, rope_parameters=rope)).eval()
+    rows = [([5, 6, 7, 8, 9], [10, 11, 12, 13]), ([5, 6, 7, 8, 9], [14, 15])]
+    with pytest.raises(
+        ReplayError, match=re.escape("is longer than 8 tokens; a row, or the tail of multiple_of, has 9")
+    ):
+        response_log_probs(replayable(model), batch_of(rows), share_prefixes=True, min_shared=1)
+
+
+# -------------------------------------------------------------------- the self-check
+
+
+def test_the_self_check_compares_a_row_that_shares() -> None:
+    model, _ = pair(qwen3)
+    ready, batch = replayable(model), batch_of([([5, 6, 7], [8, 9]), ([5, 6, 7], [10, 11, 12]), ([13], [14])])
+    compared: list[list[int]] = []
+    own = model.forward
+    model.forward = lambda *args, **kwargs: compared.append(kwargs["input_ids"][0].tolist()) or own(*args, **kwargs)
+    for _ in range(2):
+        response_log_probs(ready, batch, share_prefixes=True, min_shared=1)
+    response_log_probs(ready, batch)
+    assert compared == [[5, 6, 7, 10, 11, 12], [5, 6, 7, 10, 11, 12]]  # once with the tree, once without
+
+
+def test_the_self_check_sees_a_wrong_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that do not see the nodes above them, in every layer."""
+    attention = adapter.packed_attention
+    monkeypatch.setattr(adapter, "packed_attention", lambda *given, tree, **more: attention(*given, **more))
+    model, _ = pair(qwen3)
+    refused("log-probs of Qwen3ForCausalLM are off by", replayable(model))
+
+
+def test_the_self_check_sees_wrong_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = pair(qwen3)
+    of = PackedInputs.of.__func__
+
+    def begun_anew(cls: Any, *given: Any, **more: Any) -> Any:
+        inputs = of(cls, *given, **more)
+        starts = torch.from_numpy(np.repeat(inputs.tree.nodes.depths, inputs.tree.nodes.counts))
+        inputs.position_ids.sub_(starts)
+        return inputs
+
+    monkeypatch.setattr(PackedInputs, "of", classmethod(begun_anew))
+    # it compares with these positions, so that a row alone is as wrong: numbers differ from those of rows alone
+    seen = response_log_probs(
+        replayable(model), batch_of(ROWS["groups"]), share_prefixes=True, min_shared=1, self_check=False
+    )
+    _, plain = pair(qwen3)
+    assert float((seen.values() - truth_of(plain, ROWS["groups"])).detach().abs().max()) > 1e-2
