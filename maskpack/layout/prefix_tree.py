@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -219,10 +219,10 @@ class PrefixTree:
                 token += length - shared
             stretches += [(first, after - depth) for depth, after, first in path]
         closed += [(first, after - depth, depth, token) for depth, after, first in path]
-        starts, counts, depths, ends = np.array(sorted(closed), np.int64).reshape(-1, 4).T
-        levels = np.arange(starts.size) - np.searchsorted(np.sort(ends), starts, side="right")
+        starts, counts, depths, ends = cast("list[IntArray]", list(np.array(sorted(closed), np.int64).reshape(-1, 4).T))
+        levels: IntArray = np.arange(starts.size) - np.searchsorted(np.sort(ends), starts, side="right")
         nodes = PrefixNodes(starts, counts, ends, depths, levels)
-        return nodes, np.array(stretches, np.int64).reshape(-1, 2).T
+        return nodes, cast("IntArray", np.array(stretches, np.int64).reshape(-1, 2).T)
 
 
 def _contracted(shared: IntArray, least: int) -> IntArray:
@@ -230,7 +230,7 @@ def _contracted(shared: IntArray, least: int) -> IntArray:
 
     The branches that hold a row and the one before it are the minima of `shared` around it: the path from the root in a
     tree whose nodes are above larger ones (a Cartesian tree)."""
-    values = shared.tolist()
+    values: list[int] = shared.tolist()
     above = [-1] * len(values)
     path: list[int] = []
     for k in range(1, len(values)):
@@ -242,7 +242,8 @@ def _contracted(shared: IntArray, least: int) -> IntArray:
         above[k] = path[-1] if path else -1
         path.append(k)
     kept = [0] * len(values)
-    for k in np.argsort(shared, kind="stable").tolist():
+    upwards: list[int] = np.argsort(shared, kind="stable").tolist()
+    for k in upwards:
         last = kept[above[k]] if above[k] >= 0 else 0
         kept[k] = values[k] if values[k] - last >= least else last
     return np.array(kept, np.int64)

@@ -107,12 +107,13 @@ def key_rows(tree: PrefixTree, tokens: int, window: int | None, device: torch.de
     """The keys that each node sees, int64 [K], those of the nodes above it first, and the bounds. Tokens after the tree
     are a row of their own."""
     nodes, tail = tree.nodes, tokens - tree.num_tokens
-    above = nodes.depths if window is None else np.minimum(nodes.depths, window - 1)
+    above: IntArray = nodes.depths if window is None else np.minimum(nodes.depths, window - 1)
     # a row that has the node: its tokens, from the first that is seen
     keys = tree.of_row_token[ranges(tree.source[nodes.starts] - above, above + nodes.counts)]
     rest = np.arange(tree.num_tokens, tokens)
-    sizes = [np.append(counts, [tail] * bool(tail)) for counts in (nodes.counts, above + nodes.counts)]
-    return _sent(np.concatenate([keys, rest]), device), _bounds(*sizes, device)
+    more = [tail] * bool(tail)
+    bounds = _bounds(np.append(nodes.counts, more), np.append(above + nodes.counts, more), device)
+    return _sent(np.concatenate([keys, rest]), device), bounds
 
 
 @_once

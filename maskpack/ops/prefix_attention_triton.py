@@ -71,7 +71,17 @@ def merge(out: Tensor, lse: Tensor, index: Tensor, other: Tensor, other_lse: Ten
         grid = triton.cdiv(tokens, _TOKENS), heads
         with torch.cuda.device_of(out):
             _merge[grid](
-                out, lse, index, other, other_lse, tokens, *strides, heads, size, triton.next_power_of_2(size), _TOKENS
+                out,
+                lse,
+                index,
+                other,
+                other_lse,
+                tokens,
+                *strides,
+                HEADS=heads,
+                SIZE=size,
+                LANES=triton.next_power_of_2(size),
+                TOKENS=_TOKENS,
             )
 
 
@@ -81,4 +91,4 @@ def add_rows(sums: Tensor, index: Tensor, rows: Tensor) -> None:
         lanes = min(1024, triton.next_power_of_2(items))
         grid = triton.cdiv(tokens, _TOKENS), triton.cdiv(items, lanes)
         with torch.cuda.device_of(sums):
-            _add_rows[grid](sums, index, rows.contiguous(), tokens, items, lanes, _TOKENS)
+            _add_rows[grid](sums, index, rows.contiguous(), tokens, ITEMS=items, LANES=lanes, TOKENS=_TOKENS)
