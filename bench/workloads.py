@@ -109,8 +109,8 @@ def make_batch(
 
 
 def trajectories(vocabulary: int, *, tasks: int = 50, scale: float = 1.0, seed: int = 0) -> TensorDict:
-    """Trajectories of an agent with tools, padded: four trials of each task of tau-bench's airline, which go the same way
-    for a while. Which messages are equal and how long they are is real (`tau_airline.json`), tokens are random.
+    """Trajectories of an agent with tools, padded: four trials of each task of tau-bench's airline, which begin alike.
+    The lengths of messages, and which of them are equal, are real (`tau_airline.json`); tokens are random.
 
     Prompts, padded on the left, are the messages before the first one of the assistant; responses are all others, and
     `response_mask` is 1 at those of the assistant. The pad is the last id of the vocabulary. `uid` [rows] is the task.

@@ -374,6 +374,14 @@ def test_shared_tokens_of_ids_that_were_jagged():
     assert counts_of(pack(batch)) == (None, None), "rows of other lengths"
 
 
+def test_shared_tokens_of_a_batch_from_a_device_that_is_not_here():
+    rows = tree_rows(TREES[0])
+    packed = pack(tokens(rows))
+    forms = tuple(dataclasses.replace(form, device="cuda:7") for form in packed.schema.forms)
+    packed = dataclasses.replace(packed, schema=dataclasses.replace(packed.schema, forms=forms))
+    assert counts_of(packed) == naive_counts(rows)
+
+
 def test_a_branch_of_few_tokens_is_not_shared():
     ids = list(range(1, 31))
     assert counts_of(pack(tokens([ids, [*ids[:15], 99], [*ids[:16], 99]]))) == (63, 16)
