@@ -5,14 +5,16 @@
 
 The reference workload has P = 2048, R = 14336 and log-normal lengths with 8.4 % of S real: 1 097 728 bytes a row.
 Values have the redundancy of GRPO batches: equal prompts in a group, one advantage a row, scores at the last token
-only, log-probs of three policies close to each other.
+only, log-probs of three policies close to each other. `trajectories` are of agents: rows that share more than a prompt.
 
 Shape letters: B rows, S P R widths, T real tokens in all, F trailing feature dims.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -104,6 +106,49 @@ def make_batch(
     if variant == "jagged-prompts":
         batch["prompts"] = _jagged_prompts(shape, batch["prompts"])
     return batch
+
+
+def trajectories(vocabulary: int, *, tasks: int = 50, scale: float = 1.0, seed: int = 0) -> TensorDict:
+    """Trajectories of an agent with tools, padded: four trials of each task of tau-bench's airline, which begin alike.
+    The lengths of messages, and which of them are equal, are real (`tau_airline.json`); tokens are random.
+
+    Prompts, padded on the left, are the messages before the first one of the assistant; responses are all others, and
+    `response_mask` is 1 at those of the assistant. The pad is the last id of the vocabulary. `uid` [rows] is the task.
+
+    Args:
+        vocabulary: ids are below it. Texts that differ do so in their first token, which is the number of the text
+            modulo `vocabulary - 1`. There are 3,674 texts; with fewer ids, some begin alike.
+        tasks: the first so many, of 50.
+        scale: of the tokens of each text, at least one.
+        seed: of the tokens. A text has the same ones whatever the number of tasks.
+
+    Raises ValueError for tasks that do not exist.
+    """
+    data = json.loads(Path(__file__).with_name("tau_airline.json").read_text())
+    if not 1 <= tasks <= data["rows"][-1][0] + 1:
+        raise ValueError(f"trajectories: tasks is {tasks}; expected 1 to {data['rows'][-1][0] + 1}.")
+    rows = [row for row in data["rows"] if row[0] < tasks]
+    counts = np.maximum(np.rint(scale * np.array(data["tokens"])), 1).astype(np.int64)
+    starts = np.cumsum(counts) - counts
+    ids = np.random.default_rng(seed).integers(0, vocabulary - 1, counts.sum())
+    ids[starts] = np.arange(counts.size) % (vocabulary - 1)
+    texts = np.split(ids, starts[1:])
+    prompt = np.array([counts[numbers[: roles.index("a")]].sum() for _, roles, numbers in rows])
+    response = np.array([counts[numbers].sum() for _, _, numbers in rows]) - prompt
+    p, column = int(prompt.max()), np.arange(prompt.max() + response.max())
+    mask = (column >= p - prompt[:, None]) & (column < p + response[:, None])
+    ids = _padded(np.concatenate([texts[text] for _, _, numbers in rows for text in numbers]), mask, vocabulary - 1)
+    sampled = [np.repeat(np.array(list(roles)) == "a", counts[numbers]) for _, roles, numbers in rows]
+    fields = {
+        "prompts": ids[:, :p].copy(),
+        "responses": ids[:, p:].copy(),
+        "input_ids": ids,
+        "attention_mask": mask.astype(np.int64),
+        "position_ids": np.clip(np.cumsum(mask, axis=1, dtype=np.int64) - 1, 0, None),
+        "response_mask": _padded(np.concatenate(sampled).astype(np.int64), mask, 0)[:, p:].copy(),
+        "uid": np.array([task for task, _, _ in rows]),
+    }
+    return TensorDict({name: torch.from_numpy(array) for name, array in fields.items()}, batch_size=[len(rows)])
 
 
 # -------------------------------------------------------------------- lengths and tokens

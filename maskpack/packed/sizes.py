@@ -3,6 +3,7 @@
     packed --figures--> padded, real and wire bytes of each field, and what else travels
                           |-- report   a flat dict for a logger
                           '-- to_json  what `maskpack inspect` shows (tools/inspector.py)
+    packed --token_counts--> valid tokens, and how many of them rows share
 
 The wire bytes of a field are the bytes of its arrays as they are sent: compressed, if the batch has a codec. Together
 with the layouts, the Python objects and the header they are everything that a worker receives.
@@ -19,6 +20,7 @@ from dataclasses import fields as fields_of
 from typing import Any, NamedTuple
 
 import cloudpickle
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -27,13 +29,17 @@ from maskpack.core.arguments import said
 from maskpack.core.tree import dense_at, entry_at
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Path, show
+from maskpack.layout.prefix_tree import PrefixTree
+from maskpack.nesting.response import SEQUENCE
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.batch import PackedBatch
-from maskpack.packed.decode import shape_in
+from maskpack.packed.decode import decoded, shape_in
 from maskpack.packed.file import codec as codecs
 from maskpack.packed.file import container as wire
 from maskpack.packed.file import write as manifest
 from maskpack.packed.table import Table
+
+_INTEGERS = {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,8 @@ def report(batch: TensorDictBase | None, packed: PackedBatch) -> dict[str, float
         (padded / wire), `maskpack/fill` (share of valid elements in the fields under a mask), `maskpack/layouts_bytes`,
         `maskpack/objects_bytes`, `maskpack/header_bytes`, and for each field
         `maskpack/field/<path>/padded_bytes`, `real_bytes` and `wire_bytes`. Wire bytes of the fields, layouts, objects
-        and header add up to the total; objects count in the padded and the real bytes, too.
+        and header add up to the total; objects count in the padded and the real bytes, too. `maskpack/tokens` and
+        `maskpack/shared_tokens` are there if the batch has token ids: see `token_counts`.
 
     Raises:
         LayoutError: `packed` is not a PackedBatch, or `batch` has other rows or lacks one of its fields.
@@ -157,7 +164,8 @@ def report(batch: TensorDictBase | None, packed: PackedBatch) -> dict[str, float
         for name in ("padded_bytes", "real_bytes", "wire_bytes"):
             key = f"maskpack/field/{show(field.path)}/{name}"
             out[key] = out.get(key, 0) + getattr(field, name)  # ("a", "b") and ("a/b",) have one name
-    return out
+    counts = token_counts(packed)
+    return out if counts is None else out | {f"maskpack/{name}": count for name, count in counts._asdict().items()}
 
 
 def fields(packed: PackedBatch) -> list[FieldReport]:
@@ -198,6 +206,39 @@ def figures(packed: PackedBatch, batch: TensorDictBase | None = None, *, left: b
         _pickled_bytes(packed.objects) if packed.objects else 0,
         len(pieces.header) + pieces.nbytes - sizes.layouts - sum(sizes.fields),
     )
+
+
+class TokenCounts(NamedTuple):
+    """The tokens of a packed batch.
+
+    Attributes:
+        tokens: valid tokens of the sequence axis.
+        shared_tokens: tokens of prefixes that another row has, too, which a forward over the `PrefixTree` of all rows
+            does not compute again.
+    """
+
+    tokens: int
+    shared_tokens: int
+
+
+def token_counts(packed: PackedBatch) -> TokenCounts | None:
+    """The tokens of a packed batch, from `input_ids` and, if the batch has them, `position_ids`, which are decoded on
+    the host.
+
+    None if the batch has no sequence axis or no `input_ids`, or if the rows of either field are not the rows of that
+    axis, one integer a token; of position ids there may be several.
+    """
+    if SEQUENCE not in packed.layouts or ("input_ids",) not in packed.numbers:
+        return None
+    bounds = packed.layouts[SEQUENCE].row_offsets
+    forms = [packed.forms[path] for path in (("input_ids",), ("position_ids",)) if path in packed.numbers]
+    for form, most_dims in zip(forms, (0, 1), strict=False):
+        on_axis = form.layout is not None and np.array_equal(packed.layouts[form.layout].row_offsets, bounds)
+        if not on_axis or form.dtype not in _INTEGERS or len(form.shape) > most_dims:
+            return None
+    ids, *positions = decoded(packed, forms, True).values()
+    tree = PrefixTree.from_ids(ids, bounds, *positions)
+    return TokenCounts(int(bounds[-1]), int(bounds[-1]) - tree.num_tokens)
 
 
 class _Sizes(NamedTuple):

@@ -28,7 +28,7 @@ from maskpack.nesting.coverage import DenseField
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.batch import PackedBatch, compress, decompress
 from maskpack.packed.decode import MAX_BYTES, row_pads_of
-from maskpack.packed.sizes import Figures, figures, printable, to_json
+from maskpack.packed.sizes import Figures, TokenCounts, figures, printable, to_json, token_counts
 from maskpack.tools.files import Unusable, saved_batch, saved_registry
 from maskpack.tools.suggest import Suggester, Suggestion
 
@@ -42,6 +42,7 @@ class Diagnosis:
     Attributes:
         sizes: of the batch as it is.
         covered: sizes with the suggestions; None if there are none, or the batch was packed.
+        counts: tokens of the batch with the suggestions, and those that rows share; None without token ids.
         masks: by name.
         suggestions: one for each field that stays padded.
         notes: warnings, a sentence or two each.
@@ -50,6 +51,7 @@ class Diagnosis:
 
     sizes: Figures
     covered: Figures | None
+    counts: TokenCounts | None
     masks: Mapping[str, RowLayout]
     suggestions: tuple[Suggestion, ...]
     notes: tuple[str, ...]
@@ -94,7 +96,7 @@ def diagnose(
         packed = _compressed(tensors, registry | {one.key: one.spec for one in suggestions}, token)
         covered = figures(packed, left=False)
     notes = tuple(_notes(packed, suggester.tensors, token if pad_token_id is None else None))
-    return Diagnosis(sizes, covered, packed.layouts, suggestions, notes, token)
+    return Diagnosis(sizes, covered, token_counts(packed), packed.layouts, suggestions, notes, token)
 
 
 def _compressed(batch: TensorDictBase, registry: MaskNestingRegistry, pad_token_id: int | None) -> PackedBatch:
@@ -181,8 +183,14 @@ def text(diagnosis: Diagnosis, file: str, gbit: float, base: str) -> str:
         f"padded:    {sizes.padded_bytes:,} bytes, {share:.1%} of them padding, {cost(sizes.padded_bytes)}",
         f"maskpack:  {sizes.wire_bytes:,} bytes, {ratio}, {cost(sizes.wire_bytes)}",
         f"largest on the wire: {', '.join(shown) or 'nothing'}",
-        "",
     ]
+    counts = diagnosis.counts
+    if counts is not None and counts.shared_tokens:
+        out.append(
+            f"prefixes: {counts.shared_tokens / counts.tokens:.1%} of {counts.tokens:,} tokens are shared; "
+            "response_log_probs(share_prefixes=True) computes them once"
+        )
+    out.append("")
     if diagnosis.suggestions:
         out.append(f"{len(diagnosis.suggestions)} stay padded:")
         for one in diagnosis.suggestions:
@@ -217,6 +225,7 @@ def as_json(diagnosis: Diagnosis, file: str, base: str) -> dict[str, Any]:
         **to_json(diagnosis.sizes),
         "padding_bytes": diagnosis.padding,
         "wire_bytes_with_lines": None if covered is None else covered.wire_bytes,
+        **(dict.fromkeys(TokenCounts._fields) if diagnosis.counts is None else diagnosis.counts._asdict()),
         "masks": {
             name: {"rows": mask.num_rows, "width": mask.width, "num_tokens": mask.num_tokens}
             for name, mask in diagnosis.masks.items()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +14,8 @@ import torch
 import maskpack
 from bench import __main__ as command
 from bench import baselines, floors, measure, nest, payload, payload_rivals, report
-from bench.workloads import PAD_ID, PROMPT_WIDTH, RESPONSE_WIDTH, VARIANTS, make_batch
+from bench.workloads import PAD_ID, PROMPT_WIDTH, RESPONSE_WIDTH, VARIANTS, make_batch, trajectories
+from maskpack.layout.prefix_tree import PrefixTree
 
 P, R, ROWS = 37, 229, 33
 SMALL = {"prompt_width": P, "response_width": R}
@@ -73,6 +76,73 @@ def test_variants_have_holes_and_negative_zeros():
     assert product.signbit()[batch["response_mask"] == 0].any()
     with pytest.raises(ValueError, match="multi-urn"):
         make_batch("multi-urn")
+
+
+def rows_of(batch):
+    """The valid tokens of each row."""
+    return [ids[mask != 0].tolist() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+
+
+def naive_trie_size(rows):
+    nodes = {}
+    for row in rows:
+        at = 0
+        for token in row:
+            at = nodes.setdefault((at, token), len(nodes) + 1)
+    return len(nodes)
+
+
+def test_trajectories_share_what_their_messages_share():
+    file = json.loads((Path(measure.__file__).parent / "tau_airline.json").read_text())
+    counts, prefixes, total = file["tokens"], set(), 0
+    for task, roles, texts in file["rows"]:
+        assert len(roles) == len(texts)
+        total += sum(counts[text] for text in texts)
+        prefixes |= {(task, *texts[: k + 1]) for k in range(len(texts))}
+    distinct = sum(counts[prefix[-1]] for prefix in prefixes)
+    assert (total, distinct) == (708_278, 476_345)
+    assert distinct / total == pytest.approx(0.6725, abs=1e-4)
+
+    batch = trajectories(4000)
+    assert batch["uid"].tolist() == [task for task in range(50) for _ in range(4)]
+    rows = rows_of(batch)
+    assert sum(map(len, rows)) == total
+    assert sum(naive_trie_size(rows[begin : begin + 4]) for begin in range(0, 200, 4)) == distinct
+    trees = [
+        PrefixTree.from_ids(np.concatenate(group), np.cumsum([0, *map(len, group)]), min_shared=1)
+        for group in (rows[begin : begin + 4] for begin in range(0, 200, 4))
+    ]
+    assert sum(tree.num_tokens for tree in trees) == distinct
+
+
+@pytest.mark.parametrize(("vocabulary", "tasks", "scale"), [(4000, 3, 0.05), (40, 2, 0.01), (152_000, 50, 1e-9)])
+def test_trajectories_are_padded_prompts_and_responses(vocabulary, tasks, scale):
+    batch = trajectories(vocabulary, tasks=tasks, scale=scale)
+    file = json.loads((Path(measure.__file__).parent / "tau_airline.json").read_text())
+    counts = [max(1, round(scale * count)) for count in file["tokens"]]
+    p, mask, sampled = batch["prompts"].shape[1], batch["attention_mask"], batch["response_mask"]
+    assert len(batch) == 4 * tasks
+    for row, (task, roles, texts) in enumerate(file["rows"][: 4 * tasks]):
+        by_token = [role for role, text in zip(roles, texts, strict=True) for _ in range(counts[text])]
+        begin = by_token.index("a")
+        assert torch.equal(mask[row].nonzero()[:, 0], torch.arange(p - begin, p - begin + len(by_token)))
+        assert sampled[row, : len(by_token) - begin].tolist() == [role == "a" for role in by_token[begin:]]
+        assert not sampled[row, len(by_token) - begin :].any()
+        assert batch["uid"][row] == task
+    assert torch.equal(batch["input_ids"], torch.cat([batch["prompts"], batch["responses"]], 1))
+    assert torch.equal(batch["position_ids"], (mask.cumsum(1) - 1).clamp(min=0))
+    assert (batch["input_ids"][mask == 0] == vocabulary - 1).all()
+    assert 0 <= batch["input_ids"].min() <= batch["input_ids"][mask != 0].max() < vocabulary - 1
+    measure.require_same("trajectories", trajectories(vocabulary, tasks=tasks, scale=scale), batch)
+    assert rows_of(trajectories(vocabulary, tasks=1, scale=scale)) == rows_of(batch)[:4]
+    if scale > 1e-9:
+        assert rows_of(trajectories(vocabulary, tasks=tasks, scale=scale, seed=1)) != rows_of(batch)
+
+
+@pytest.mark.parametrize("tasks", [0, -1, 51])
+def test_trajectories_of_no_task_are_refused(tasks):
+    with pytest.raises(ValueError, match=f"tasks is {tasks}; expected 1 to 50"):
+        trajectories(100, tasks=tasks)
 
 
 # -------------------------------------------------------------------- measuring

@@ -16,6 +16,7 @@ import samples
 import strategies
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from strategies import Case, batches
 from tensordict import NonTensorData, TensorDict
 
@@ -297,6 +298,144 @@ def test_an_array_of_two_fields_counts_once():
     assert [found[f"maskpack/field/{name}/wire_bytes"] for name in "ab"] == [200, 0]
 
 
+# -------------------------------------------------------------------- prefixes
+
+PIECES = [[1000 + 100 * piece + token for token in range(16 + piece)] for piece in range(3)]
+TREES = [
+    [(0, 1), (0, 1, 2), (0, 2), (), (1,), (0,), (0, 1, 2)],
+    [(0, 1, 2), (1, 2), (2,)],
+    [(0,)] * 5,
+    [(), ()],
+    [],
+]
+
+
+def tree_rows(tree):
+    return [[token for piece in row for token in PIECES[piece]] for row in tree]
+
+
+def naive_counts(rows):
+    """Tokens of rows, and those that are not the end of a new prefix."""
+    total = sum(map(len, rows))
+    return total, total - len({tuple(row[: k + 1]) for row in rows for k in range(len(row))})
+
+
+def counts_of(packed):
+    found = report(None, packed)
+    return found.get("maskpack/tokens"), found.get("maskpack/shared_tokens")
+
+
+def padded(rows, pad, side):
+    """Lists of tokens as [B, 60], and their mask."""
+    ids, mask = torch.full((len(rows), 60), pad), torch.zeros(len(rows), 60, dtype=torch.long)
+    for b, row in enumerate(rows):
+        begin = {"left": 60 - len(row), "right": 0, "both": (60 - len(row)) // 2}[side]
+        ids[b, begin : begin + len(row)] = torch.tensor(row, dtype=torch.long)
+        mask[b, begin : begin + len(row)] = 1
+    return ids, mask
+
+
+def tokens(rows, side="right", **more):
+    ids, mask = padded(rows, samples.PAD, side)
+    return TensorDict({"attention_mask": mask, "input_ids": ids, **more}, [len(rows)])
+
+
+@pytest.mark.parametrize("codec", [None, "zstd"])
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+@pytest.mark.parametrize("tree", TREES)
+def test_shared_tokens_are_those_of_a_set_of_prefixes(tree, side, codec):
+    rows = tree_rows(tree)
+    batch = tokens(rows, side)
+    packed = pack(batch, codec=codec)
+    assert counts_of(packed) == counts_of(pack(mp.nest_batch_by_mask(batch, pad_token_id=samples.PAD), codec=codec))
+    assert counts_of(packed) == naive_counts(rows)
+    batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    assert counts_of(pack(batch, codec=codec)) == naive_counts(rows)
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=3), max_size=8), st.data())
+def test_shared_tokens_of_any_tree(tree, data):
+    rows = tree_rows(tree)
+    packed = pack(tokens(rows, "left"))
+    assert counts_of(packed) == naive_counts(rows)
+    if rows:
+        picked = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=6))
+        assert counts_of(packed[picked]) == naive_counts([rows[row] for row in picked])
+
+
+def test_shared_tokens_of_ids_that_were_jagged():
+    rows = tree_rows(TREES[0])
+    ids = samples.jagged([torch.tensor(row, dtype=torch.long) for row in rows])
+    batch = tokens(rows)
+    batch["input_ids"] = ids
+    assert counts_of(pack(batch)) == naive_counts(rows)
+    assert counts_of(pack(batch.exclude("attention_mask"))) == (None, None), "no sequence axis"
+    batch["input_ids"] = samples.jagged([torch.arange(3) for _ in rows])
+    assert counts_of(pack(batch)) == (None, None), "rows of other lengths"
+
+
+def test_shared_tokens_of_a_batch_from_a_device_that_is_not_here():
+    rows = tree_rows(TREES[0])
+    packed = pack(tokens(rows))
+    forms = tuple(dataclasses.replace(form, device="cuda:7") for form in packed.schema.forms)
+    packed = dataclasses.replace(packed, schema=dataclasses.replace(packed.schema, forms=forms))
+    assert counts_of(packed) == naive_counts(rows)
+
+
+def test_a_branch_of_few_tokens_is_not_shared():
+    ids = list(range(1, 31))
+    assert counts_of(pack(tokens([ids, [*ids[:15], 99], [*ids[:16], 99]]))) == (63, 16)
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_positions_must_agree(shape):
+    rows = tree_rows([(0, 1), (0, 1), (0, 2), (0, 2)])
+    batch = tokens(rows)
+    mask = batch["attention_mask"]
+    positions = mask.cumsum(1) * mask
+    positions[1, 32:] += 5 * mask[1, 32:]
+    positions[3] += mask[3]
+    paired = [[*zip(row, positions[b, : len(row)].tolist(), strict=True)] for b, row in enumerate(rows)]
+    batch["position_ids"] = positions[:, None].repeat(1, 3, 1) if shape else positions
+    if shape:
+        batch["position_ids"][:, :2] = mask[:, None]  # only the last of the three differs
+    assert counts_of(pack(batch)) == naive_counts(paired)
+    assert naive_counts(paired)[1] < naive_counts(rows)[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("input_ids", lambda batch: batch["input_ids"].float()),
+        ("input_ids", lambda batch: samples.jagged([torch.ones(n) > 0 for n in batch["attention_mask"].sum(1)])),
+        ("input_ids", lambda batch: batch["input_ids"][..., None].repeat(1, 1, 2)),
+        ("input_ids", lambda batch: batch["input_ids"] + torch.arange(60)),  # several values under the mask
+        ("position_ids", lambda batch: batch["attention_mask"].float()),
+        ("position_ids", lambda batch: torch.zeros(len(batch), 2, 2, 60, dtype=torch.long)),
+        ("position_ids", lambda batch: torch.zeros(len(batch), dtype=torch.long)),
+        ("input_ids", None),
+    ],
+)
+def test_no_counts_without_token_ids(name, change):
+    batch = tokens(tree_rows(TREES[0]))
+    assert counts_of(pack(batch)) != (None, None)
+    batch = batch.exclude(name) if change is None else batch.set(name, change(batch))
+    assert counts_of(pack(batch)) == (None, None)
+    inside = TensorDict(
+        {"attention_mask": batch["attention_mask"], "sub": tokens(tree_rows(TREES[0]))}, batch.batch_size
+    )
+    assert counts_of(pack(inside)) == (None, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint32, torch.uint64])
+def test_shared_tokens_of_every_integer(dtype):
+    rows = [[token % 250 for token in row] for row in tree_rows(TREES[0])]
+    batch = tokens(rows)
+    batch["input_ids"] = torch.where(batch["attention_mask"] != 0, batch["input_ids"], 251).to(dtype)
+    packed = mp.compress(batch, pad_token_id=251)
+    assert counts_of(packed) == naive_counts(rows)
+
+
 # -------------------------------------------------------------------- what is left
 
 
@@ -409,7 +548,7 @@ def test_json_says_what_report_says():
             torch.empty(0, dtype=getattr(torch, field["dtype"])).element_size() * np.prod(field["shape"])
             == (field["padded_bytes"])
         )
-    assert found == {}
+    assert found == {"maskpack/tokens": 36, "maskpack/shared_tokens": 0}, "not asked for by inspect"
 
 
 def bars_of(text):

@@ -129,6 +129,27 @@ def test_larger_batches_say_how_much_smaller(tmp_path, capsys):
     assert f"largest on the wire: {', '.join(f'{name} {sizes[name]:,}' for name in largest)}\n" in shown
 
 
+def test_prefixes_that_rows_share(tmp_path, capsys):
+    alone = saved(rollout(), tmp_path / "alone.pt")
+    assert "prefixes:" not in doctor([alone], capsys, 0)
+    said = json.loads(doctor([alone, "--json"], capsys, 0))
+    assert (said["tokens"], said["shared_tokens"]) == (REAL["sequence"], 0)
+
+    batch = samples.rollout([(30, 20), (30, 10)], 32, 32, objects=False)
+    ids = batch["input_ids"]
+    ids[:, 2:32] = torch.arange(1, 31)
+    batch["prompts"], batch["labels"] = ids[:, :32].clone(), ids.clone()
+    batch["labels"][batch["attention_mask"] == 0] = -100
+    file = saved(batch, tmp_path / "b.pt")
+    line = "prefixes: 33.3% of 90 tokens are shared; response_log_probs(share_prefixes=True) computes them once\n"
+    assert line in doctor([file], capsys, 1)
+    said = json.loads(doctor([file, "--json"], capsys, 1))
+    assert (said["tokens"], said["shared_tokens"]) == (90, 30)
+
+    said = json.loads(doctor([saved(rollout().exclude("input_ids"), tmp_path / "c"), "--json"], capsys, 0))
+    assert said["tokens"] is said["shared_tokens"] is None
+
+
 # -------------------------------------------------------------------- lines that cover
 
 
