@@ -249,7 +249,7 @@ class Stage:
         shape, backward = self.model.shape, step == BOTH
         return {
             name: Work(
-                _once(self.causal_lm, parts, backward),
+                once(self.causal_lm, parts, backward),
                 count / len(rows.padded),
                 (3 if backward else 1) * shape.flops(of.lengths, of.responses) * count / of.lengths.size,
             )
@@ -264,7 +264,7 @@ def replayed(replay: Replayable, nested: TensorDict, plan: MicroBatchPlan) -> It
         yield log_probs.values()
 
 
-def _once(model: Any, parts: Callable[[], Iterable[Tensor]], backward: bool) -> Callable[[], object]:
+def once(model: Any, parts: Callable[[], Iterable[Tensor]], backward: bool) -> Callable[[], object]:
     """A pass over the micro-batches; the gradients of all are summed where they stay, as a trainer does."""
 
     def run() -> None:
@@ -327,9 +327,9 @@ def _timed(case: str, stage: Stage, works: Mapping[str, Work], rounds: int) -> l
     peaks: dict[str, float] = {}
     for name, work in works.items():
         begin = time.perf_counter()
-        peaks[name] = _peak(work.run, stage.device)  # the first run, which warms up
+        peaks[name] = peak_of(work.run, stage.device)  # the first run, which warms up
         progress(f"  {name}: {time.perf_counter() - begin:.1f} s, {peaks[name] / 2**30:.1f} GiB")
-    seconds = _interleaved({name: work.run for name, work in works.items()}, rounds, stage.device)
+    seconds = interleaved({name: work.run for name, work in works.items()}, rounds, stage.device)
     rates = {name: work.flops / seconds[name] / 1e12 for name, work in works.items()}
     all_rows = {name: seconds[name] / work.share for name, work in works.items()}
     padded = stage.padded_name
@@ -343,7 +343,7 @@ def _timed(case: str, stage: Stage, works: Mapping[str, Work], rounds: int) -> l
     ]
 
 
-def _interleaved(runs: Mapping[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, float]:
+def interleaved(runs: Mapping[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, float]:
     """Median seconds of runs that have run before; every round begins with another one."""
     names = list(runs)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -360,7 +360,7 @@ def _interleaved(runs: Mapping[str, Callable[[], object]], rounds: int, device: 
     return {name: statistics.median(taken) for name, taken in seconds.items()}
 
 
-def _peak(run: Callable[[], object], device: torch.device) -> float:
+def peak_of(run: Callable[[], object], device: torch.device) -> float:
     """Bytes at the highest point of a run, with all that was there before. On the CPU, how far the memory of the
     process rises."""
     if device.type != "cuda":

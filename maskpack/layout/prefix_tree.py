@@ -111,7 +111,8 @@ class PrefixTree:
         tokens, prefixes = _whole(lengths, call, "lengths", 1), _whole(prefix_lengths, call, "prefix_lengths", 1)
         if not isinstance(groups, Iterable) or isinstance(groups, str | bytes | set | frozenset | dict):
             raise LayoutError(f"{call}: groups are {said(groups)}; expected one label for each row. Pass a list.")
-        labels: list[Any] = groups.tolist() if hasattr(groups, "tolist") else list(groups)
+        given = cast("Any", groups)
+        labels: list[Any] = given.tolist() if hasattr(given, "tolist") else list(given)
         if not len(labels) == tokens.size == prefixes.size:
             raise LayoutError(
                 f"{call}: {len(labels)} groups and {prefixes.size} prefix_lengths for {tokens.size} lengths; expected "
@@ -219,7 +220,9 @@ class PrefixTree:
                 token += length - shared
             stretches += [(first, after - depth) for depth, after, first in path]
         closed += [(first, after - depth, depth, token) for depth, after, first in path]
-        starts, counts, depths, ends = cast("list[IntArray]", list(np.array(sorted(closed), np.int64).reshape(-1, 4).T))
+        starts, counts, depths, ends = cast(
+            "tuple[IntArray, ...]", (*np.array(sorted(closed), np.int64).reshape(-1, 4).T,)
+        )
         levels: IntArray = np.arange(starts.size) - np.searchsorted(np.sort(ends), starts, side="right")
         nodes = PrefixNodes(starts, counts, ends, depths, levels)
         return nodes, cast("IntArray", np.array(stretches, np.int64).reshape(-1, 2).T)

@@ -4,9 +4,8 @@ The functions of the same names there specify them in plain torch. They compute 
 """
 
 # Kernel parameters have no Python type, and a launch takes more than the kernel has.
-# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
+# pyright: reportOperatorIssue=false
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_a_pass_leaves_no_gradients_and_checkpoints_only_to_train():
     case.response_log_probs(made.replay, made.rows.nested)  # its comparison of a row, done once
     for backward in (False, True):
         runs.clear()
-        case._once(made.causal_lm, lambda: case.replayed(made.replay, made.rows.nested, made.plan), backward)()
+        case.once(made.causal_lm, lambda: case.replayed(made.replay, made.rows.nested, made.plan), backward)()
         assert all(weight.grad is None for weight in made.causal_lm.parameters())
         assert len(runs) == len(made.plan.micro_batches) * (2 if backward else 1)
         assert any(runs) == backward

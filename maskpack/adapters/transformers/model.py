@@ -48,6 +48,7 @@ _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id", "image_to
 """Options with the ids of tokens that a model replaces by image, video or audio embeddings."""
 _CHANGING = ("dynamic", "longrope")
 """RoPE types whose frequencies depend on the longest row."""
+_DROPOUT_LAYERS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _DROPOUTS = (
     *(
         "dropout",
@@ -412,7 +413,8 @@ def _row_to_compare(inputs: PackedInputs) -> tuple[IntArray, bool]:
         return np.zeros(0, np.int64), True
     lengths = np.diff(inputs.bounds)
     row = 1 + int(lengths[1:].argmax()) if lengths.size > 1 and lengths[1:].max() > 1 else 0
-    return np.arange(*inputs.bounds[row : row + 2]), row == 0
+    tokens: IntArray = np.arange(inputs.bounds[row], inputs.bounds[row + 1])
+    return tokens, row == 0
 
 
 # -------------------------------------------------------------------- unsupported models
@@ -503,7 +505,7 @@ def _check_dropout(model: Any, base: Any, config: Any) -> None:
         return
     layers = [
         name for name, part in base.named_modules()
-        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p and part.training
+        if isinstance(part, _DROPOUT_LAYERS) and part.p and part.training
     ]  # fmt: skip
     options = [name for name in _DROPOUTS if getattr(config, name, None)]
     if layers or options:

@@ -1,0 +1,248 @@
+"""Replay that computes shared prefixes once, against packed replay of whole rows: `python -m bench prefixes`.
+
+    whole rows   response_log_probs over micro-batches of a token budget, packed, nothing shared
+    shared       the same with share_prefixes, micro-batches planned with cost="prefix"
+
+Groups of a prompt and G responses, and trajectories of an agent with tools (real lengths: workloads.trajectories), on
+models of Qwen3's shapes; forward, and forward + backward with the layers checkpointed. Both begin with a nested batch
+on the host: trees, plans and inputs are part of what is timed, and are timed alone, too. Before anything is timed both
+are compared with a float32 model that sees each row alone. Synchronised wall time, interleaved, medians.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from bench.measure import NotExact, progress
+from bench.replay import BOTH, FORWARD, interleaved, once, padded_batch, peak_of
+from bench.replay_rivals import Lengths, Shape, lone_log_probs
+from bench.report import Row
+from bench.workloads import trajectories
+from maskpack import nest_batch_by_mask
+from maskpack.adapters.transformers import Replayable, replayable
+from maskpack.planning import plan_micro_batches
+from maskpack.replay import PackedInputs, prefix_tree, response_log_probs
+
+SHARED, WHOLE = "shared", "whole rows"
+_SLACK = 1.05  # of an error that is not worse than another: both are of a sample
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Groups of `size` responses to a prompt, all of one length; `ratio` is the target of forward + backward."""
+
+    prompt: int
+    response: int
+    size: int
+    ratio: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.prompt:,} : {self.response:,}, G = {self.size}"
+
+    def batch(self, tokens: int, vocabulary: int) -> TensorDict:
+        """About so many tokens of rows, at least two groups."""
+        count = self.size * max(2, round(tokens / (self.size * (self.prompt + self.response))))
+        lengths = np.full(count, self.prompt), np.full(count, self.response)
+        batch = padded_batch(*lengths, (self.prompt, self.response), vocabulary)
+        for part in (batch["prompts"], batch["input_ids"][:, : self.prompt]):
+            part.copy_(part[:: self.size].repeat_interleave(self.size, 0))
+        return batch
+
+
+@dataclass(frozen=True)
+class Trajectories:
+    """Tasks of tau-bench's airline, four trials each."""
+
+    tasks: int = 50
+    ratio: float | None = 1.3
+    name: str = "trajectories"
+
+    def batch(self, tokens: int, vocabulary: int) -> TensorDict:
+        return trajectories(vocabulary, tasks=self.tasks)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, and what it is measured on."""
+
+    name: str
+    shape: Shape
+    batches: Sequence[Groups | Trajectories]
+
+
+MODELS: Mapping[str, Model] = {
+    "small": Model(
+        "Qwen3-0.6B",
+        Shape(1024, 28, 16, 8, 128, 3072),
+        (
+            Groups(256, 1024, 8, 1.12),
+            Groups(2048, 512, 8, 2.92),
+            Groups(2048, 512, 16, 3.47),
+            Groups(8192, 1024, 8, 3.72),
+            Groups(8192, 1024, 16, 4.71),
+            Trajectories(),
+        ),
+    ),
+    "large": Model(
+        "Qwen3-4B, 9 of 36 layers",
+        Shape(2560, 9, 32, 8, 128, 9728),
+        (Groups(2048, 512, 8, 2.98), Groups(8192, 1024, 8, 3.92)),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the batches; `compared` rows are compared with a float32 model."""
+
+    tokens: int = 131_072
+    token_budget: int = 32_768
+    compared: int = 4
+    models: Mapping[str, Model] = field(default_factory=lambda: MODELS)
+
+
+def run(
+    rows: int = 256, rounds: int = 9, *, only: Sequence[str] | None = None, sizes: Sizes | None = None
+) -> list[Row]:
+    """The rows of the report, of all models or of those in `only`; a round here is three of the command line. `rows` is
+    not used: batches have a number of tokens.
+
+    Raises ValueError for a group that does not exist, NotExact if shared prefixes are further from float32 than whole
+    rows are.
+    """
+    sizes = sizes or Sizes()
+    wanted = tuple(sizes.models) if only is None else tuple(only)
+    if unknown := [group for group in wanted if group not in sizes.models]:
+        raise ValueError(f"prefixes: no group {', '.join(unknown)}; expected some of {', '.join(sizes.models)}.")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    report: list[Row] = []
+    for group in wanted:
+        model = sizes.models[group]
+        causal_lm: Any = model.shape.model(device)
+        for batch in model.batches:
+            case = f"prefixes, shape of {model.name}, {batch.name}"
+            progress(case)
+            stage = Stage(causal_lm, model.shape, batch, sizes, device)
+            report += [*stage.described(case), *_errors(case, stage)]
+            for step in (FORWARD, BOTH):
+                report += _timed(f"{case}, {step}", stage, step == BOTH, -(-rounds // 3))
+            gc.collect()
+        del causal_lm
+    return report
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A model on the device, and the batch that it runs on, on the host."""
+
+    causal_lm: Any
+    shape: Shape
+    of: Groups | Trajectories
+    sizes: Sizes
+    device: torch.device
+
+    @cached_property
+    def replay(self) -> Replayable:
+        return replayable(self.causal_lm)
+
+    @cached_property
+    def padded(self) -> TensorDict:
+        return self.of.batch(self.sizes.tokens, self.shape.vocabulary).exclude("uid", "response_mask")
+
+    @cached_property
+    def nested(self) -> TensorDict:
+        return nest_batch_by_mask(self.padded, pad_token_id=self.shape.vocabulary - 1)
+
+    @cached_property
+    def lengths(self) -> Lengths:
+        """int64 [B]."""
+        return self.padded["attention_mask"].sum(1).numpy()
+
+    def parts(self, shares: bool) -> Iterator[TensorDict]:
+        """The micro-batches, planned anew."""
+        if not shares:
+            return plan_micro_batches(self.lengths, self.sizes.token_budget).apply(self.nested)
+        tree = prefix_tree(self.nested)
+        return plan_micro_batches(self.lengths, self.sizes.token_budget, cost="prefix", tree=tree).apply(self.nested)
+
+    def log_probs(self, shares: bool) -> Iterator[Tensor]:
+        for part in self.parts(shares):
+            out: Any = response_log_probs(self.replay, part, share_prefixes=shares, self_check=False)
+            yield out.values()
+
+    def described(self, case: str) -> list[Row]:
+        tree = prefix_tree(self.nested)
+        tokens = {shares: sum(self.inputs(shares)) for shares in (False, True)}
+        return [
+            Row(case, "rows", len(self.lengths), "rows"),
+            Row(case, "tokens of rows", tokens[False], "tokens"),
+            Row(case, "tokens of the tree / tokens of rows", tree.num_tokens / tokens[False], "x"),
+            Row(case, "tokens of rows / tokens computed", tokens[False] / tokens[True], "x"),
+        ]
+
+    def inputs(self, shares: bool) -> list[int]:
+        """Makes the inputs of all micro-batches, and no more; the tokens of each."""
+        return [
+            PackedInputs.of(part, share_prefixes=shares, device=self.device).num_tokens for part in self.parts(shares)
+        ]
+
+
+def _errors(case: str, stage: Stage) -> list[Row]:
+    """How far log-probs of some rows are off those of a float32 model that sees each row alone."""
+    model, sizes = stage.causal_lm.eval(), stage.sizes
+    chosen = np.linspace(0, 2 * getattr(stage.of, "size", 4) - 1, sizes.compared).astype(np.int64).tolist()
+    few = stage.padded[chosen]
+    exact = copy.deepcopy(model).float()
+    width = few["responses"].shape[1]
+    with torch.no_grad():
+        truth = torch.cat(
+            [
+                lone_log_probs(exact, row[mask.bool()].to(stage.device), int(mask[-width:].sum()))
+                for row, mask in zip(few["input_ids"], few["attention_mask"], strict=True)
+            ]
+        ).double()
+        seen: dict[str, Any] = {
+            name: response_log_probs(stage.replay, few, share_prefixes=name == SHARED, self_check=True)
+            for name in (SHARED, WHOLE)
+        }
+    del exact
+    rms = {name: float((one.values().double() - truth).square().mean().sqrt()) for name, one in seen.items()}
+    stage.replay.release()
+    if not rms[SHARED] <= _SLACK * rms[WHOLE]:
+        raise NotExact(f"{case}: shared is {rms[SHARED]:.2g} off float32 (rms); whole rows are {rms[WHOLE]:.2g} off.")
+    return [
+        *(Row(case, f"rms error, {name}", one, "nats") for name, one in rms.items()),
+        Row(case, f"rms error, {SHARED} / {WHOLE}", rms[SHARED] / rms[WHOLE], "x", "<= 1.05"),
+    ]
+
+
+def _timed(case: str, stage: Stage, backward: bool, rounds: int) -> list[Row]:
+    runs: dict[str, Callable[[], object]] = {
+        name: once(stage.causal_lm, lambda shares=name == SHARED: stage.log_probs(shares), backward)
+        for name in (SHARED, WHOLE)
+    }
+    peaks = {name: peak_of(run, stage.device) for name, run in runs.items()}  # the first run, which warms up
+    seconds = interleaved(runs, rounds, stage.device)
+    begin = time.perf_counter()
+    stage.inputs(True)
+    host = time.perf_counter() - begin
+    target = f">= {0.95 * stage.of.ratio:.2f}" if backward and stage.of.ratio else None
+    return [
+        *(Row(case, name, 1e3 * taken, "ms") for name, taken in seconds.items()),
+        Row(case, f"{WHOLE} / {SHARED}", seconds[WHOLE] / seconds[SHARED], "x", target),
+        *(Row(case, f"peak, {name}", peak / 2**30, "GiB") for name, peak in peaks.items()),
+        Row(case, f"peak, {SHARED} / {WHOLE}", peaks[SHARED] / max(peaks[WHOLE], 1), "x"),
+        Row(case, "tree, plan and inputs / shared", host / seconds[SHARED], "x", "<= 0.03" if backward else None),
+    ]
