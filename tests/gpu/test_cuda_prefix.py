@@ -1,4 +1,4 @@
-"""Shared prefixes on CUDA: attention over trees by every backend against a dense mask, models against each row alone."""
+"""Shared prefixes on CUDA: attention over trees by every backend against a dense mask; models, each row alone."""
 
 from __future__ import annotations
 

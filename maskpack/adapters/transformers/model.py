@@ -413,8 +413,7 @@ def _row_to_compare(inputs: PackedInputs) -> tuple[IntArray, bool]:
         return np.zeros(0, np.int64), True
     lengths = np.diff(inputs.bounds)
     row = 1 + int(lengths[1:].argmax()) if lengths.size > 1 and lengths[1:].max() > 1 else 0
-    tokens: IntArray = np.arange(inputs.bounds[row], inputs.bounds[row + 1])
-    return tokens, row == 0
+    return np.arange(int(inputs.bounds[row]), int(inputs.bounds[row + 1])), row == 0
 
 
 # -------------------------------------------------------------------- unsupported models
