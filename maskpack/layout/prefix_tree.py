@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -111,7 +111,8 @@ class PrefixTree:
         tokens, prefixes = _whole(lengths, call, "lengths", 1), _whole(prefix_lengths, call, "prefix_lengths", 1)
         if not isinstance(groups, Iterable) or isinstance(groups, str | bytes | set | frozenset | dict):
             raise LayoutError(f"{call}: groups are {said(groups)}; expected one label for each row. Pass a list.")
-        labels: list[Any] = groups.tolist() if hasattr(groups, "tolist") else list(groups)
+        given = cast("Any", groups)
+        labels: list[Any] = given.tolist() if hasattr(given, "tolist") else list(given)
         if not len(labels) == tokens.size == prefixes.size:
             raise LayoutError(
                 f"{call}: {len(labels)} groups and {prefixes.size} prefix_lengths for {tokens.size} lengths; expected "
@@ -180,9 +181,9 @@ class PrefixTree:
     @cached_property
     def of_row_token(self) -> IntArray:
         """int64 [tokens of all rows]: the token of the tree that each is."""
-        firsts, counts = self._built[1]
+        stretches = self._built[1]
         out = np.empty(int(self.row_offsets[-1]), np.int64)
-        out[ranges(self.row_offsets[self.order], self.lengths[self.order])] = ranges(firsts, counts)
+        out[ranges(self.row_offsets[self.order], self.lengths[self.order])] = ranges(stretches[:, 0], stretches[:, 1])
         return out
 
     @cached_property
@@ -197,7 +198,7 @@ class PrefixTree:
 
     @cached_property
     def _built(self) -> tuple[PrefixNodes, IntArray]:
-        """The nodes; and where the tokens of the rows are, one row of `order` after the other: int64 [2, n], the first
+        """The nodes; and where the tokens of the rows are, one row of `order` after the other: int64 [n, 2], the first
         tokens of stretches and their counts. The path to the last token of a row is a stack of nodes:
 
         row k shares s tokens   nodes from s on are closed; the one over s is cut there; the rest of the row is a node
@@ -219,10 +220,11 @@ class PrefixTree:
                 token += length - shared
             stretches += [(first, after - depth) for depth, after, first in path]
         closed += [(first, after - depth, depth, token) for depth, after, first in path]
-        starts, counts, depths, ends = np.array(sorted(closed), np.int64).reshape(-1, 4).T
+        table: IntArray = np.array(sorted(closed), np.int64).reshape(-1, 4)
+        starts, counts, depths, ends = (table[:, column] for column in range(4))
         levels = np.arange(starts.size) - np.searchsorted(np.sort(ends), starts, side="right")
         nodes = PrefixNodes(starts, counts, ends, depths, levels)
-        return nodes, np.array(stretches, np.int64).reshape(-1, 2).T
+        return nodes, np.array(stretches, np.int64).reshape(-1, 2)
 
 
 def _contracted(shared: IntArray, least: int) -> IntArray:
@@ -230,7 +232,7 @@ def _contracted(shared: IntArray, least: int) -> IntArray:
 
     The branches that hold a row and the one before it are the minima of `shared` around it: the path from the root in a
     tree whose nodes are above larger ones (a Cartesian tree)."""
-    values = shared.tolist()
+    values: list[int] = shared.tolist()
     above = [-1] * len(values)
     path: list[int] = []
     for k in range(1, len(values)):
@@ -242,7 +244,8 @@ def _contracted(shared: IntArray, least: int) -> IntArray:
         above[k] = path[-1] if path else -1
         path.append(k)
     kept = [0] * len(values)
-    for k in np.argsort(shared, kind="stable").tolist():
+    ascending: list[int] = np.argsort(shared, kind="stable").tolist()
+    for k in ascending:
         last = kept[above[k]] if above[k] >= 0 else 0
         kept[k] = values[k] if values[k] - last >= least else last
     return np.array(kept, np.int64)
