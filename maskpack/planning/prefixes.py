@@ -90,7 +90,7 @@ class SharedAmounts:
 def kept_apart(tree: PrefixTree, parts: Sequence[Sequence[int]]) -> PrefixTree:
     """The tree of the same rows, in which rows of different parts share nothing. It has one part after the other."""
     rows, _, shared = _arranged(tree, parts, tree.shared)
-    return type(tree)(tree.lengths, rows, shared)
+    return type(tree)(tree.lengths, rows, shared)  # without an import of the class, and so of torch
 
 
 def _arranged(
@@ -98,7 +98,7 @@ def _arranged(
 ) -> tuple[IntArray, IntArray, npt.NDArray[Any]]:
     """The rows of each part in the order of the tree; their parts; and how much each shares with the one before it in
     its part: the least of `of_shared` from there on."""
-    part = np.repeat(np.arange(len(parts)), [len(rows) for rows in parts])
+    part = np.repeat(np.arange(len(parts)), np.array([len(rows) for rows in parts], np.int64))
     places = np.empty(tree.num_rows, np.int64)
     places[tree.order] = np.arange(tree.num_rows)
     at = places[np.fromiter(itertools.chain.from_iterable(parts), np.int64, part.size)]
