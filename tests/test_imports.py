@@ -20,7 +20,7 @@ HEAVY = {"ray", "transformers", "triton", "rich", "verl", "transfer_queue", "tor
 PACKAGES = ("errors", "core", "layout", "fields", "ops", "nesting", "packed", "views", "planning", "dispatch", "replay")
 PACKAGES += ("adapters", "tools")
 """Lowest first: a package imports only those before it."""
-NO_TORCH = {f"planning.{name}" for name in ("balance", "costs", "loss_weights", "packing", "plan", "ranks")}
+NO_TORCH = {f"planning.{name}" for name in ("balance", "costs", "loss_weights", "packing", "plan", "prefixes", "ranks")}
 """Modules that work with numbers alone, as does what they import of `core`."""
 KERNELS = {
     "layout.scan_triton",

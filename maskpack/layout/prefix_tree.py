@@ -181,9 +181,9 @@ class PrefixTree:
     @cached_property
     def of_row_token(self) -> IntArray:
         """int64 [tokens of all rows]: the token of the tree that each is."""
-        firsts, counts = self._built[1]
+        stretches = self._built[1]
         out = np.empty(int(self.row_offsets[-1]), np.int64)
-        out[ranges(self.row_offsets[self.order], self.lengths[self.order])] = ranges(firsts, counts)
+        out[ranges(self.row_offsets[self.order], self.lengths[self.order])] = ranges(stretches[:, 0], stretches[:, 1])
         return out
 
     @cached_property
@@ -198,7 +198,7 @@ class PrefixTree:
 
     @cached_property
     def _built(self) -> tuple[PrefixNodes, IntArray]:
-        """The nodes; and where the tokens of the rows are, one row of `order` after the other: int64 [2, n], the first
+        """The nodes; and where the tokens of the rows are, one row of `order` after the other: int64 [n, 2], the first
         tokens of stretches and their counts. The path to the last token of a row is a stack of nodes:
 
         row k shares s tokens   nodes from s on are closed; the one over s is cut there; the rest of the row is a node
@@ -220,12 +220,11 @@ class PrefixTree:
                 token += length - shared
             stretches += [(first, after - depth) for depth, after, first in path]
         closed += [(first, after - depth, depth, token) for depth, after, first in path]
-        starts, counts, depths, ends = cast(
-            "tuple[IntArray, ...]", (*np.array(sorted(closed), np.int64).reshape(-1, 4).T,)
-        )
-        levels: IntArray = np.arange(starts.size) - np.searchsorted(np.sort(ends), starts, side="right")
+        table: IntArray = np.array(sorted(closed), np.int64).reshape(-1, 4)
+        starts, counts, depths, ends = (table[:, column] for column in range(4))
+        levels = np.arange(starts.size) - np.searchsorted(np.sort(ends), starts, side="right")
         nodes = PrefixNodes(starts, counts, ends, depths, levels)
-        return nodes, cast("IntArray", np.array(stretches, np.int64).reshape(-1, 2).T)
+        return nodes, np.array(stretches, np.int64).reshape(-1, 2)
 
 
 def _contracted(shared: IntArray, least: int) -> IntArray:
@@ -245,8 +244,8 @@ def _contracted(shared: IntArray, least: int) -> IntArray:
         above[k] = path[-1] if path else -1
         path.append(k)
     kept = [0] * len(values)
-    upwards: list[int] = np.argsort(shared, kind="stable").tolist()
-    for k in upwards:
+    ascending: list[int] = np.argsort(shared, kind="stable").tolist()
+    for k in ascending:
         last = kept[above[k]] if above[k] >= 0 else 0
         kept[k] = values[k] if values[k] - last >= least else last
     return np.array(kept, np.int64)

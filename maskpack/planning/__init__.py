@@ -4,8 +4,10 @@ costs.py         lengths, costs of rows, FlopsModel    packing.py      bin packi
 plan.py          plan_micro_batches, MicroBatchPlan    balance.py      balance_rows: rows to DP ranks
 ranks.py         plan_ranks, RankPlans                 agreement.py    agree_on_count, over torch.distributed
 loss_weights.py  denominators of losses                apply.py        plan.apply, plan.restore
+prefixes.py      amounts and units of a PrefixTree
 """
 
+from maskpack.layout.prefix_tree import PrefixTree
 from maskpack.planning import apply as apply  # registers take_rows and join_rows for batches
 from maskpack.planning.agreement import agree_on_count
 from maskpack.planning.balance import balance_rows
@@ -16,6 +18,7 @@ from maskpack.planning.ranks import RankPlans, plan_ranks
 __all__ = [
     "FlopsModel",
     "MicroBatchPlan",
+    "PrefixTree",
     "RankPlans",
     "agree_on_count",
     "balance_rows",

@@ -55,11 +55,18 @@ def balance_rows(
         PlanError: lengths, costs or groups are invalid, `ranks` is below 1, or `seed` is below 0.
     """
     lengths = checked_lengths(lengths, _CALL)
-    ranks, seed = whole_number(ranks, 1, _CALL, "ranks", MOST), whole_number(seed, 0, _CALL, "seed")
-    equal_rows = flag(equal_rows, "equal_rows", _CALL, PlanError)
     check_cost(cost, ["tokens"], _CALL)
     units = Units.of(lengths.size, groups, _CALL)
     weights = units.sums(row_costs(cost, lengths, _CALL)).astype(np.float64)
+    return balance_units(units, weights, ranks, equal_rows=equal_rows, seed=seed)
+
+
+def balance_units(
+    units: Units, weights: FloatArray, ranks: int, *, equal_rows: bool = True, seed: int = 0
+) -> list[list[int]]:
+    """`balance_rows` for units of given weights."""
+    ranks, seed = whole_number(ranks, 1, _CALL, "ranks", MOST), whole_number(seed, 0, _CALL, "seed")
+    equal_rows = flag(equal_rows, "equal_rows", _CALL, PlanError)
     order = np.argsort(-weights, kind="stable")
     ranks_of = (_dealt if equal_rows else _to_the_lightest)(weights, order, ranks)
     by_rank = order[np.argsort(ranks_of[order], kind="stable")]  # of each rank, the largest first

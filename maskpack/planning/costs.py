@@ -7,6 +7,7 @@ Neither this module nor the planners import torch: they map lengths to row indic
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from maskpack.errors import PlanError
 FloatArray = npt.NDArray[np.float64]
 RowCost = Callable[[IntArray], Any]
 """A function of lengths int64 [B] that returns costs [B]. The cost of a micro-batch is their sum."""
-Cost = Literal["tokens", "padded"] | RowCost
+Cost = Literal["tokens", "padded", "prefix"] | RowCost
 MOST = 1 << 24
 """The largest number of ranks, updates or micro-batches of a plan."""
 _NO_ORDER: Any = (set, frozenset, dict)
@@ -102,7 +103,7 @@ def whole_number(value: Any, least: int, call: str, name: str, most: int | None 
 
 
 def row_costs(cost: Any, lengths: IntArray, call: str, name: str = "costs") -> npt.NDArray[Any]:
-    """[B]: the lengths for "tokens" and "padded", or the checked result of a callable."""
+    """[B]: the lengths for a cost with a name, or the checked result of a callable."""
     if isinstance(cost, str):
         return lengths
     return checked_amounts(cost(lengths + 0), lengths.size, call, name, "what the callable gives for each row")
@@ -132,7 +133,7 @@ def in_parts(costs: npt.NDArray[Any], budget: float) -> tuple[IntArray, int]:
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """Units: sets of rows that stay together, in the order of their first rows.
+    """Units: sets of rows that stay together.
 
     Attributes:
         rows: the row numbers of each unit; None if each row is a unit.
@@ -146,7 +147,8 @@ class Units:
 
     @classmethod
     def of(cls, num_rows: int, groups: Any, call: str) -> Units:
-        """`groups` [B] are hashable labels, such as uids; rows with one label are a unit. None: each row is a unit."""
+        """`groups` [B] are hashable labels, such as uids; rows with one label are a unit. None: each row is a unit.
+        Units are in the order of their first rows."""
         if groups is None:
             return cls(None, np.arange(num_rows), np.ones(num_rows, np.int64))
         numbers: dict[Any, int] = {}
@@ -169,6 +171,15 @@ class Units:
         for row, unit in enumerate(of_row):
             rows[unit].append(row)
         return cls(rows, np.array(of_row, np.int64), np.array([len(members) for members in rows], np.int64))
+
+    @classmethod
+    def of_runs(cls, order: IntArray, bounds: IntArray) -> Units:
+        """Runs of the rows in `order` [B]; unit u has the places `bounds[u]` to `bounds[u + 1] - 1`."""
+        rows: list[int] = order.tolist()
+        sizes = np.diff(bounds)
+        of_row = np.empty(order.size, np.int64)
+        of_row[order] = np.repeat(np.arange(sizes.size), sizes)
+        return cls([rows[begin:end] for begin, end in itertools.pairwise(bounds.tolist())], of_row, sizes)
 
     def __len__(self) -> int:
         return self.sizes.size

@@ -2,6 +2,8 @@
 
     rows -> units (groups) -> updates -> bins: packed by best fit -> split to a count -> sorted
 
+With a prefix tree, the rows of each update become new units: roots of the tree, or parts of one.
+
 A bin is a list of units and becomes a micro-batch. Best fit takes the largest item first.
 """
 
@@ -13,7 +15,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +34,10 @@ from maskpack.planning.costs import (
     row_costs,
     whole_number,
 )
+from maskpack.planning.prefixes import SharedAmounts, kept_apart, tree_units
+
+if TYPE_CHECKING:
+    from maskpack.layout.prefix_tree import PrefixTree
 
 Oversize = Literal["alone", "error"]
 CALL = "plan_micro_batches"
@@ -51,7 +57,7 @@ class PlanOptions:
     work: RowCost | None = None
 
     def __post_init__(self) -> None:
-        check_cost(self.cost, ["tokens", "padded"], CALL)
+        check_cost(self.cost, ["tokens", "padded", "prefix"], CALL)
         whole_number(self.num_updates, 1, CALL, "num_updates", MOST)
         whole_number(self.multiple_of, 1, CALL, "multiple_of", MOST)
         for name, most in (("min_count", MOST), ("max_rows", 1 << 62)):
@@ -82,50 +88,73 @@ class PackingProblem:
     """Units (rows that stay together) with their costs, computed once for all updates.
 
     Attributes:
-        num_updates, multiple_of: as in PlanOptions. Its functions are not kept, because a plan is pickled.
+        multiple_of: as in PlanOptions. Its functions are not kept, because a plan is pickled.
         most_rows: the largest number of rows of a bin.
         padded: whether rows are padded to the longest of their bin.
         has_work: whether `work` was given; otherwise it is the cost.
         lengths: int64 [B].
         units: the rows of each unit.
+        updates: the units of each update, in order.
         sizes: int64 [units], costs in integer fractions of the budget; the longest row if the cost is padded.
         budget: in the same fractions; None without one.
         work: float64 [units], the work of each.
+        trie, trie_work: tokens and work with a prefix tree, in which rows of different updates share nothing. A bin
+            has less than the sum of its units if they share prefixes.
     """
 
-    num_updates: int
     multiple_of: int
     most_rows: int
     padded: bool
     has_work: bool
     lengths: IntArray
     units: Units
+    updates: list[list[int]]
     sizes: IntArray
     budget: int | None
     work: FloatArray
+    trie: SharedAmounts | None
+    trie_work: SharedAmounts | None
 
     @classmethod
-    def of(cls, options: PlanOptions, lengths: IntArray, units: Units) -> PackingProblem:
+    def of(
+        cls, options: PlanOptions, lengths: IntArray, units: Units, tree: PrefixTree | None = None
+    ) -> PackingProblem:
         padded = options.cost == "padded"
-        costs = row_costs(options.cost, lengths, CALL)
-        sizes = units.longest(lengths) if padded else units.sums(costs)
-        work = (sizes * units.sizes if padded else sizes).astype(np.float64)
-        if options.work is not None:
-            work = units.sums(row_costs(options.work, lengths, CALL, "amounts of work").astype(np.float64))
+        most_rows = options.max_rows or lengths.size
+        updates = _consecutive(units.sizes, options.num_updates)
+        trie = trie_work = None
+        if tree is not None:
+            assert options.token_budget is not None
+            rows_of = [units.members(part) for part in updates]
+            tree = kept_apart(tree, rows_of)
+            trie = SharedAmounts.of(tree, None, CALL)
+            trie_work = SharedAmounts.of(tree, options.work, CALL)
+            if units.rows is None:
+                units = tree_units(tree, options.token_budget, most_rows)
+                updates = _within(units.sizes, [len(rows) for rows in rows_of])
+            assert units.rows is not None
+            sizes, work = trie.of_parts(units.rows), trie_work.of_parts(units.rows)
+        else:
+            sizes = units.longest(lengths) if padded else units.sums(row_costs(options.cost, lengths, CALL))
+            work = sizes * units.sizes if padded else sizes
+            if options.work is not None:
+                work = units.sums(row_costs(options.work, lengths, CALL, "amounts of work").astype(np.float64))
         budget = None
         if options.token_budget is not None:
             sizes, budget = in_parts(sizes, options.token_budget)
         return cls(
-            num_updates=options.num_updates,
             multiple_of=options.multiple_of,
-            most_rows=options.max_rows or lengths.size,
+            most_rows=most_rows,
             padded=padded,
             has_work=options.work is not None,
             lengths=lengths,
             units=units,
+            updates=updates,
             sizes=sizes,
             budget=budget,
-            work=work,
+            work=work.astype(np.float64),
+            trie=trie,
+            trie_work=trie_work,
         )
 
     @cached_property
@@ -142,6 +171,8 @@ class PackingProblem:
 
     def costs(self, bins: Sequence[Sequence[int]]) -> FloatArray:
         """float64 [bins]: the cost of each, in fractions of the budget."""
+        if self.trie is not None:
+            return self._of_rows(self.trie, bins)
         if not self.padded:
             return _sums(self.sizes, bins)
         longest = _reduced(np.maximum, self.sizes, bins)
@@ -149,19 +180,14 @@ class PackingProblem:
 
     def loads(self, bins: Sequence[Sequence[int]]) -> FloatArray:
         """float64 [bins]: the work of each; its cost if no work was given."""
+        if self.trie_work is not None:
+            return self._of_rows(self.trie_work, bins)
         return self.costs(bins) if self.padded and not self.has_work else _sums(self.work, bins)
 
-    # ---------------------------------------------------------------- bins
+    def _of_rows(self, amounts: SharedAmounts, bins: Sequence[Sequence[int]]) -> FloatArray:
+        return amounts.of_parts([self.units.members(list(items)) for items in bins]).astype(np.float64)
 
-    def updates(self) -> list[list[int]]:
-        """The units of each update: consecutive ones, with row counts as equal as the units allow."""
-        ends = np.cumsum(self.units.sizes)
-        total = int(ends[-1]) if ends.size else 0
-        count = self.num_updates
-        wanted = [total * update // count for update in range(1, count)]
-        # the end of a unit that is nearest
-        cuts = np.searchsorted(np.concatenate([[0], ends[:-1]]) + ends, 2 * np.array(wanted, np.int64))
-        return [part.tolist() for part in np.split(np.arange(ends.size), cuts)]
+    # ---------------------------------------------------------------- bins
 
     def packed(self, part: list[int]) -> list[list[int]]:
         """The bins that best fit finds; without a budget, units in the order given."""
@@ -217,6 +243,22 @@ class PackingProblem:
         if self.budget is None:
             return sorted(bins, key=lambda items: items[0])
         return [bins[at] for at in np.argsort(-self.loads(bins), kind="stable").tolist()]
+
+
+def _consecutive(sizes: IntArray, count: int) -> list[list[int]]:
+    """The units of each update: consecutive ones, with row counts as equal as the units allow."""
+    ends = np.cumsum(sizes)
+    total = int(ends[-1]) if ends.size else 0
+    wanted = [total * update // count for update in range(1, count)]
+    # the end of a unit that is nearest
+    cuts = np.searchsorted(np.concatenate([[0], ends[:-1]]) + ends, 2 * np.array(wanted, np.int64))
+    return [part.tolist() for part in np.split(np.arange(ends.size), cuts)]
+
+
+def _within(sizes: IntArray, rows: Sequence[int]) -> list[list[int]]:
+    """The units of each update, which has so many rows. No unit lies in two."""
+    cuts = np.searchsorted(np.cumsum(sizes), np.cumsum(rows[:-1], dtype=np.int64), side="right")
+    return [part.tolist() for part in np.split(np.arange(sizes.size), cuts)]
 
 
 def _sums(of_units: npt.NDArray[Any], bins: Sequence[Sequence[int]]) -> FloatArray:

@@ -7,6 +7,7 @@
 Invariants of a MicroBatchPlan:
 - Every row is in one micro-batch; only dummies repeat a row.
 - No micro-batch exceeds the budget, except a single row (or group) that alone exceeds it. `oversized` lists such rows.
+- The cost and the tree of a plan do not change which rows an update has.
 - The number of micro-batches of an update is at least `min_count`, a multiple of `multiple_of`, and K after
   `with_count(K)`.
 - Groups are not split. Updates are consecutive parts of the rows.
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, singledispatch
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -36,6 +37,10 @@ from maskpack.planning.costs import (
 )
 from maskpack.planning.loss_weights import MODES, Loss, LossMode
 from maskpack.planning.packing import CALL, Oversize, PackingProblem, PlanOptions
+from maskpack.planning.prefixes import checked_tree
+
+if TYPE_CHECKING:
+    from maskpack.layout.prefix_tree import PrefixTree
 
 
 def plan_micro_batches(
@@ -43,6 +48,7 @@ def plan_micro_batches(
     token_budget: float | None,
     *,
     cost: Cost = "tokens",
+    tree: PrefixTree | None = None,
     num_updates: int = 1,
     groups: Any = None,
     multiple_of: int = 1,
@@ -59,18 +65,22 @@ def plan_micro_batches(
         token_budget: the largest cost of a micro-batch: an integer number of tokens, or any number if `cost` is a
             function. None: micro-batches of `max_rows` rows in the order given.
         cost: "tokens", the sum of the valid tokens (packed replay); "padded", the number of rows times the longest row,
-            for rows padded on one side; or a function of lengths int64 [B] that returns costs [B] in the unit of the
-            budget. Costs of rows are added.
+            for rows padded on one side; "prefix", the tokens of the trie of the rows (replay with shared prefixes); or
+            a function of lengths int64 [B] that returns costs [B] in the unit of the budget. Costs of rows are added.
+        tree: the PrefixTree of the rows, with cost="prefix". Of each update, rows that share a prefix stay together. If
+            they exceed the budget or `max_rows`, they are cut so that the prefixes computed again have the fewest
+            tokens.
         num_updates: the number of optimizer updates. They are consecutive parts of the rows, as equal as groups allow;
             an update without rows has no micro-batches.
-        groups: labels [B]. Rows with one label stay in one micro-batch.
+        groups: labels [B]. Rows with one label stay in one micro-batch. With a tree, they replace the rows that share.
         multiple_of: the number of micro-batches of an update is a multiple of it (pipeline stages).
         min_count: the smallest number of micro-batches of an update.
         max_rows: the largest number of rows of a micro-batch.
         oversize: what happens to a row (or group) that alone exceeds the budget or `max_rows`. "alone" gives it a
             micro-batch of its own and lists it in `plan.oversized`; "error" raises.
         work: a function of lengths int64 [B] that returns amounts of work [B], such as a FlopsModel. It orders
-            micro-batches and says which to split; it does not change what is packed together.
+            micro-batches and says which to split; it does not change what is packed together. With a tree, the work of
+            a row that shares s of its n tokens is work(n) - work(s), and must not decrease with length.
         loss_tokens: [B], the sum of the loss mask of each row, for `plan.loss_weights`.
 
     The micro-batch with the most work (by default the largest cost) comes first in its update. Without a budget,
@@ -80,14 +90,17 @@ def plan_micro_batches(
         PlanError: an argument is not one of these, or `oversize="error"` and a row is too large.
     """
     options = PlanOptions(token_budget, cost, num_updates, multiple_of, min_count, max_rows, oversize, work)
-    return planned(options, checked_lengths(lengths, CALL), groups, loss_tokens)
+    lengths = checked_lengths(lengths, CALL)
+    return planned(options, lengths, groups, loss_tokens, checked_tree(tree, cost, lengths, CALL))
 
 
-def planned(options: PlanOptions, lengths: IntArray, groups: Any = None, loss_tokens: Any = None) -> MicroBatchPlan:
-    """`plan_micro_batches` with checked options and lengths."""
-    problem = PackingProblem.of(options, lengths, Units.of(lengths.size, groups, CALL))
+def planned(
+    options: PlanOptions, lengths: IntArray, groups: Any = None, loss_tokens: Any = None, tree: PrefixTree | None = None
+) -> MicroBatchPlan:
+    """`plan_micro_batches` with checked options, lengths and tree."""
+    problem = PackingProblem.of(options, lengths, Units.of(lengths.size, groups, CALL), tree)
     oversized = oversized_rows(options, problem)
-    parts = problem.updates()
+    parts = problem.updates
     loss = None
     if loss_tokens is not None:
         meaning = "the sum of each row's loss mask"
@@ -180,10 +193,10 @@ class MicroBatchPlan:
     def with_count(self, count: int | Sequence[int]) -> MicroBatchPlan:
         """The same plan with exactly `count` micro-batches in each update; a list gives one count for each update.
 
-        The largest micro-batches are split, so none becomes larger; groups are not split. Once every micro-batch holds
-        one row (or group), dummies are added. A dummy is the shortest row of the plan that has a token, with weight
-        zero. If all rows are empty, a dummy is an empty row; replay runs an empty micro-batch as one token, so that all
-        ranks run.
+        The largest micro-batches are split, so none becomes larger; groups, and rows that share a prefix of a tree, are
+        not split. Once every micro-batch holds one row (or group), dummies are added. A dummy is the shortest row of
+        the plan that has a token, with weight zero. If all rows are empty, a dummy is an empty row; replay runs an
+        empty micro-batch as one token, so that all ranks run.
 
         Raises:
             PlanError: a count is smaller than the present one (micro-batches are not joined), or not a multiple of
@@ -330,7 +343,7 @@ class MicroBatchPlan:
     def metrics(self) -> dict[str, float]:
         """A flat dict for a logger, of how full the micro-batches are. `fill` is the fraction of valid tokens if each
         micro-batch were padded to its longest row; `imbalance` is the largest work of a micro-batch over the mean of
-        its update, the largest of all updates."""
+        its update, the largest of all updates. `shared_tokens`, with a tree, are those that replay does not compute."""
         used = [rows for rows, dummy in zip(self.micro_batches, self.is_dummy, strict=True) if not dummy]
         tokens = int(self.lengths.sum())
         padded = sum(len(rows) * int(self.lengths[rows].max()) for rows in used)
@@ -350,6 +363,8 @@ class MicroBatchPlan:
         if budget is not None:
             spent = sum(self._problem.costs(update).sum() for update in self._bins)
             out["plan/budget_use"] = spent / budget / max(len(used), 1)
+            if self._problem.trie is not None:
+                out["plan/shared_tokens"] = tokens - spent
         return {key: float(value) for key, value in out.items()}
 
 

@@ -8,17 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from maskpack.core.arguments import flag, said
 from maskpack.errors import PlanError
-from maskpack.planning.balance import balance_rows
-from maskpack.planning.costs import Cost, IntArray, RowCost, Units, checked_amounts, checked_lengths
+from maskpack.planning.balance import balance_rows, balance_units
+from maskpack.planning.costs import MOST, Cost, IntArray, RowCost, Units, checked_amounts, checked_lengths, whole_number
 from maskpack.planning.loss_weights import Loss, totals
 from maskpack.planning.packing import Oversize, PackingProblem, PlanOptions
 from maskpack.planning.plan import MicroBatchPlan, oversized_rows, planned
+from maskpack.planning.prefixes import SharedAmounts, checked_tree, tree_units
+
+if TYPE_CHECKING:
+    from maskpack.layout.prefix_tree import PrefixTree
 
 _CALL = "plan_ranks"
 
@@ -29,6 +33,7 @@ def plan_ranks(
     token_budget: float | None,
     *,
     cost: Cost = "tokens",
+    tree: PrefixTree | None = None,
     num_updates: int = 1,
     groups: Any = None,
     multiple_of: int = 1,
@@ -48,6 +53,8 @@ def plan_ranks(
         lengths: integers [B] on the host, the valid tokens of each row of the whole batch: prompt plus response.
         ranks: the number of DP ranks.
         equal_rows, seed: options of `balance_rows`, which balances `work`, by default tokens.
+        tree: the PrefixTree of all rows, with cost="prefix". Rows that share a prefix go to one rank, unless ranks are
+            more alike if they are cut; `equal_rows` counts such parts. Ranks balance the tokens of their tries.
         own_lengths: whether `lengths` may differ from the layouts of the batch. Otherwise a WorkerGroup compares them.
         token_budget: of each rank. This and the other arguments are those of `plan_micro_batches`; `groups` and
             `loss_tokens` are [B], and loss weights count the rows of all ranks.
@@ -58,17 +65,47 @@ def plan_ranks(
     flag(own_lengths, "own_lengths", _CALL, PlanError)
     lengths = checked_lengths(lengths, _CALL)
     options = PlanOptions(token_budget, cost, num_updates, multiple_of, min_count, max_rows, oversize, work)
+    tree = checked_tree(tree, cost, lengths, _CALL)
     units = Units.of(lengths.size, groups, _CALL)
     labels = None if units.rows is None else units.of_row.tolist()
-    oversized_rows(options, PackingProblem.of(options, lengths, units))  # here rows have the caller's numbers
-    balanced = "tokens" if work is None else work
-    rows = balance_rows(lengths, ranks, equal_rows=equal_rows, cost=balanced, groups=labels, seed=seed)
+    oversized_rows(options, PackingProblem.of(options, lengths, units, tree))  # here rows have the caller's numbers
+    if tree is not None:
+        rows = _balanced_prefixes(tree, ranks, options, units, equal_rows=equal_rows, seed=seed)
+    else:
+        balanced = "tokens" if work is None else work
+        rows = balance_rows(lengths, ranks, equal_rows=equal_rows, cost=balanced, groups=labels, seed=seed)
     tokens = None
     if loss_tokens is not None:
         tokens = checked_amounts(loss_tokens, lengths.size, _CALL, "loss_tokens", "the sum of each row's loss mask")
-    plans = RankPlans(rows, lengths, options, labels, tokens, own_lengths)
+    plans = RankPlans(rows, lengths, options, labels, tokens, own_lengths, tree)
     _ = plans.plans  # raises here rather than at first use
     return plans
+
+
+def _balanced_prefixes(
+    tree: PrefixTree, ranks: int, options: PlanOptions, groups: Units, *, equal_rows: bool, seed: int
+) -> list[list[int]]:
+    """The rows of each rank. Roots of the tree are cut at several limits; the division whose heaviest rank has the
+    least work (tokens, by default) wins, and of equal ones that with the fewest cuts."""
+    work = SharedAmounts.of(tree, options.work, _CALL)
+    ranks = whole_number(ranks, 1, "balance_rows", "ranks", MOST)
+
+    def balanced(units: Units) -> list[list[int]]:
+        assert units.rows is not None
+        return balance_units(
+            units, work.of_parts(units.rows).astype(np.float64), ranks, equal_rows=equal_rows, seed=seed
+        )
+
+    if groups.rows is not None:
+        return balanced(groups)
+    assert options.token_budget is not None
+    most_rows = options.max_rows or max(tree.num_rows, 1)
+    fair = min(options.token_budget, tree.num_tokens / ranks)
+    limits = (options.token_budget, fair, fair / 2, fair / 4, fair / 8, 0)  # 0: each row alone
+    divisions = [tree_units(tree, limit, most_rows) for limit in limits]
+    divisions = {units.sizes.tobytes(): units for units in divisions if len(units) >= min(ranks, tree.num_rows)}
+    rows = {units: balanced(units) for units in divisions.values()}
+    return rows[min(rows, key=lambda units: (work.of_parts(rows[units]).max(), len(units)))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +124,7 @@ class RankPlans:
     _groups: Sequence[Any] | None
     _loss_tokens: Any
     own_lengths: bool
+    _tree: PrefixTree | None = None
 
     @cached_property
     def plans(self) -> list[MicroBatchPlan]:
@@ -127,7 +165,8 @@ class RankPlans:
     def _plan(self, rows: list[int]) -> MicroBatchPlan:
         groups = None if self._groups is None else [self._groups[row] for row in rows]
         tokens = None if self._loss_tokens is None else self._loss_tokens[rows]
-        return planned(self._options, self.lengths[rows], groups, tokens)
+        tree = None if self._tree is None else self._tree.take(rows)
+        return planned(self._options, self.lengths[rows], groups, tokens, tree)
 
     def metrics(self) -> dict[str, float]:
         """A flat dict for a logger: sums over ranks of the counts and means of the ratios of their plans, and

@@ -727,9 +727,9 @@ MODEL = FlopsModel(1.0, 1.0)
         ),
         (
             {"cost": "token"},
-            'cost is \'token\'; expected "tokens" or "padded", or a function of the lengths [B]. Choos',
+            'cost is \'token\'; expected "tokens" or "padded" or "prefix", or a function of the lengt',
         ),
-        ({"cost": None}, 'cost is None; expected "tokens" or "padded", or a function'),
+        ({"cost": None}, 'cost is None; expected "tokens" or "padded" or "prefix", or a function'),
         (
             {"cost": lambda n: n[:1]},
             "costs are int64 (1,); expected numbers (2,): what the callable gives for each row.",

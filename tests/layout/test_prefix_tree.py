@@ -1,0 +1,339 @@
+"""PrefixTree against a naive trie: a set of prefixes, each a tuple of tokens."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from maskpack.errors import LayoutError
+from maskpack.layout.prefix_tree import PrefixTree
+
+many = settings(max_examples=max(150, settings.default.max_examples))
+Row = tuple[Any, ...]
+
+
+@st.composite
+def tries(draw: st.DrawFn, most: int = 9) -> list[Row]:
+    """Rows of which many are equal to another one up to some token: branches of any depth, equal rows, empty rows, and
+    rows that are the beginning of another."""
+    rows: list[Row] = []
+    for _ in range(draw(st.integers(0, most))):
+        before = draw(st.sampled_from(rows)) if rows and draw(st.booleans()) else ()
+        kept = before[: draw(st.integers(0, len(before)))]
+        rows.append(kept + tuple(draw(st.lists(st.integers(0, 2), max_size=6))))
+    return rows
+
+
+def tree_of(rows: Sequence[Row], min_shared: int = 1) -> PrefixTree:
+    ids = np.array([token for row in rows for token in row], np.int64)
+    return PrefixTree.from_ids(ids, np.cumsum([0, *map(len, rows)]), min_shared=min_shared)
+
+
+def common(rows: Sequence[Row]) -> int:
+    """How many tokens all of them begin with."""
+    return next(at for at in itertools.count() if len({row[: at + 1] for row in rows}) > 1 or at >= len(rows[0]))
+
+
+def prefixes(rows: Sequence[Row]) -> set[Row]:
+    return {row[: n + 1] for row in rows for n in range(len(row))}
+
+
+def contracted(rows: Sequence[Row], depth: int, least: int) -> int:
+    """The tokens after `depth` of a trie without branches of fewer than `least` tokens."""
+    if len(rows) == 1:
+        return len(rows[0]) - depth
+    branch = common(rows)
+    start = branch if branch - depth >= least else depth
+    out = (start - depth) + sum(branch - start for row in rows if len(row) == branch)
+    longer = [row for row in rows if len(row) > branch]
+    below = [[row for row in longer if row[branch] == token] for token in {row[branch] for row in longer}]
+    return out + sum(contracted(some, start, least) for some in below)
+
+
+def shared_by_two(tree: PrefixTree) -> list[list[int]]:
+    """[B][B]: how many tokens two rows have in common: the least of `shared` between them."""
+    out = np.diag(tree.lengths)
+    for i, j in itertools.combinations(range(tree.num_rows), 2):
+        out[tree.order[i], tree.order[j]] = out[tree.order[j], tree.order[i]] = tree.shared[i + 1 : j + 1].min()
+    return out.tolist()
+
+
+# -------------------------------------------------------------------- the tokens
+
+
+@many
+@given(tries())
+@example([])
+@example([()])
+@example([(), (1,), ()])
+@example([(1, 2), (1, 2), (1, 2, 0), (1,)])
+def test_the_tokens_of_a_tree_are_the_prefixes_of_its_rows(rows: list[Row]) -> None:
+    check(tree_of(rows), rows)
+
+
+@many
+@given(tries(), st.data())
+def test_positions_part_what_ids_share(rows: list[Row], data: st.DataObject) -> None:
+    wide = data.draw(st.integers(1, 3))
+    some = st.lists(st.sampled_from((0, 0, 0, 1)), min_size=wide, max_size=wide).map(tuple)
+    beside = [data.draw(st.lists(some, min_size=len(row), max_size=len(row))) for row in rows]
+    positions = np.array([item for own in beside for item in own], np.int64).reshape(-1, wide)
+    if wide == 1 and data.draw(st.booleans()):
+        positions = positions[:, 0]
+    ids = np.array([token for row in rows for token in row], np.int64)
+    tree = PrefixTree.from_ids(ids, np.cumsum([0, *map(len, rows)]), positions, min_shared=1)
+    check(tree, [tuple(zip(row, own, strict=True)) for row, own in zip(rows, beside, strict=True)])
+
+
+def check(tree: PrefixTree, rows: Sequence[Row]) -> None:
+    assert tree.num_rows == len(rows)
+    assert tree.lengths.tolist() == [len(row) for row in rows]
+    assert sorted(tree.order.tolist()) == list(range(len(rows)))
+    neighbours = itertools.pairwise(tree.order.tolist())
+    assert tree.shared.tolist() == [0, *(common([rows[i], rows[j]]) for i, j in neighbours)][: len(rows)]
+    assert tree.num_tokens == len(prefixes(rows))
+    assert tree.row_offsets.tolist() == [0, *itertools.accumulate(len(row) for row in rows)]
+    flat = [row[: n + 1] for row in rows for n in range(len(row))]  # the prefix that each token of the rows ends
+    of_tree: dict[int, Row] = dict(zip(tree.of_row_token.tolist(), flat, strict=True))
+    assert [of_tree[token] for token in tree.of_row_token.tolist()] == flat
+    assert sorted(of_tree) == list(range(tree.num_tokens))
+    assert [flat[token] for token in tree.source.tolist()] == [of_tree[token] for token in range(tree.num_tokens)]
+    assert tree.depth.tolist() == [len(of_tree[token]) - 1 for token in range(tree.num_tokens)]
+    for i, j in itertools.product(range(tree.num_tokens), repeat=2):
+        assert (j <= i < tree.end[j]) == (of_tree[i][: len(of_tree[j])] == of_tree[j])
+    check_nodes(tree, rows, of_tree)
+    for array in (tree.order, tree.shared, tree.lengths, tree.source, tree.of_row_token, tree.end, tree.depth):
+        assert array.dtype == np.int64
+
+
+def check_nodes(tree: PrefixTree, rows: Sequence[Row], of_tree: dict[int, Row]) -> None:
+    """A node begins after a branch, and after the end of a row."""
+    known = prefixes(rows)
+
+    def begins(prefix: Row) -> bool:
+        above = prefix[:-1]
+        return not above or above in rows or sum(other[:-1] == above for other in known) > 1
+
+    starts = [token for token in range(tree.num_tokens) if begins(of_tree[token])]
+    assert tree.nodes.starts.tolist() == starts
+    assert tree.nodes.counts.tolist() == np.diff([*starts, tree.num_tokens]).tolist()
+    assert tree.nodes.ends.tolist() == [tree.end[token] for token in starts]
+    assert tree.nodes.depths.tolist() == [len(of_tree[token]) - 1 for token in starts]
+    above = [sum(begins(of_tree[token][:n]) for n in range(1, len(of_tree[token]))) for token in starts]
+    assert tree.nodes.levels.tolist() == above
+
+
+@many
+@given(tries(), st.integers(1, 6))
+@example([(0, 0, 0, 1), (0, 0, 0, 2), (0, 0, 1), (0, 0)], 2)
+def test_branches_have_at_least_min_shared_tokens(rows: list[Row], least: int) -> None:
+    tree = tree_of(rows, least)
+    assert tree.num_tokens == (contracted(rows, 0, least) if rows else 0)
+    inner = tree.nodes.ends > tree.nodes.starts + tree.nodes.counts
+    assert (tree.nodes.counts[inner] >= least).all()
+    exact = shared_by_two(tree_of(rows))
+    assert (np.array(shared_by_two(tree)) <= np.array(exact)).all()
+    check_places(tree, rows)
+
+
+def check_places(tree: PrefixTree, rows: Sequence[Row]) -> None:
+    """Each row is on a path of the tree, whether or not it shares all that it could."""
+    flat = [token for row in rows for token in row]
+    assert [flat[token] for token in tree.source[tree.of_row_token].tolist()] == flat
+    for row, (begin, end) in enumerate(itertools.pairwise(tree.row_offsets.tolist())):
+        path = tree.of_row_token[begin:end]
+        assert tree.depth[path].tolist() == list(range(len(rows[row])))
+        for at, token in enumerate(path.tolist()):
+            sees = [j for j in range(token + 1) if token < tree.end[j]]
+            assert sees == path[: at + 1].tolist()
+
+
+def test_by_hand() -> None:
+    """The picture of the module."""
+    rows = [tuple("abcde"), tuple("abyz"), tuple("abcx")]
+    tree = tree_of([tuple(map(ord, row)) for row in rows])
+    assert tree.order.tolist() == [0, 2, 1]
+    assert tree.shared.tolist() == [0, 3, 2]
+    assert "".join("".join(itertools.chain(*rows))[token] for token in tree.source) == "abcdexyz"
+    assert tree.end.tolist() == [8, 8, 6, 5, 5, 6, 8, 8]
+    assert tree.nodes.starts.tolist() == [0, 2, 3, 5, 6]
+    assert tree.nodes.levels.tolist() == [0, 1, 2, 2, 1]
+
+
+def test_branches_of_sixteen_tokens_by_default() -> None:
+    for same, tokens in ((15, 32), (16, 18)):
+        ids = [*range(same), 100, *range(same), 101]
+        assert PrefixTree.from_ids(ids, [0, same + 1, 2 * same + 2]).num_tokens == tokens
+        assert PrefixTree.from_groups([same + 1] * 2, ["a", "a"], [same] * 2).num_tokens == tokens
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor, lambda x: np.array(x, np.int32), lambda x: x])
+def test_ids_of_any_kind(kind: Any) -> None:
+    tree = PrefixTree.from_ids(kind([1, 2, 3, 1, 2]), kind([0, 3, 5]), kind([0, 1, 2, 0, 1]), min_shared=1)
+    assert tree.num_tokens == 3
+
+
+def test_a_deep_tree_does_not_recurse() -> None:
+    rows = [tuple([0] * n) for n in range(3000)]
+    tree = tree_of(rows)
+    assert tree.num_tokens == 2999
+    assert tree.nodes.starts.size == 2999
+    assert tree.nodes.levels.tolist() == list(range(2999))
+    assert tree_of(rows, 16).num_tokens < 3000 * 20
+
+
+# -------------------------------------------------------------------- some rows
+
+
+@many
+@given(tries(), st.integers(1, 4), st.data())
+def test_take(rows: list[Row], least: int, data: st.DataObject) -> None:
+    """Two rows share what they shared, however often each is taken."""
+    tree = tree_of(rows, least)
+    some = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=12)) if rows else []
+    taken = tree.take(some)
+    pairs = shared_by_two(tree)
+    assert taken.lengths.tolist() == [len(rows[row]) for row in some]
+    assert sorted(taken.order.tolist()) == list(range(len(some)))
+    assert shared_by_two(taken) == [[pairs[i][j] for j in some] for i in some]
+    check_places(taken, [rows[row] for row in some])
+    if least == 1:
+        check(taken, [rows[row] for row in some])
+
+
+def test_take_by_any_index() -> None:
+    tree = tree_of([(1, 2), (1, 2, 3), (4,)])
+    for rows in ([1, 0], np.array([1, 0]), torch.tensor([1, 0]), [-2, 0]):
+        assert tree.take(rows).num_tokens == 3
+    assert tree.take(slice(None, None, 2)).num_tokens == 3
+    assert tree.take(np.array([False, True, True])).num_tokens == 4
+    assert tree.take([]).num_tokens == 0
+    with pytest.raises(LayoutError, match=r"PrefixTree.take: rows run from 0 to 3; the batch has 3 rows"):
+        tree.take([0, 3])
+
+
+def test_pickles() -> None:
+    tree = tree_of([(1, 2), (1, 2, 3), (4,)])
+    same = pickle.loads(pickle.dumps(tree))
+    assert same.order.tolist() == tree.order.tolist()
+    assert same.shared.tolist() == tree.shared.tolist()
+    assert same.num_tokens == 4
+
+
+# -------------------------------------------------------------------- groups
+
+
+@many
+@given(st.data(), st.integers(1, 5))
+def test_groups_share_the_shortest_prefix(data: st.DataObject, least: int) -> None:
+    count = data.draw(st.integers(0, 9))
+    lengths = data.draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
+    prefix = [data.draw(st.integers(0, length)) for length in lengths]
+    labels = data.draw(st.lists(st.sampled_from(("a", "b", 3, None)), min_size=count, max_size=count))
+    tree = PrefixTree.from_groups(lengths, labels, prefix, min_shared=least)
+    smallest = {label: min(p for p, own in zip(prefix, labels, strict=True) if own == label) for label in labels}
+    pairs = shared_by_two(tree)
+    for i, j in itertools.combinations(range(count), 2):
+        shared = smallest[labels[i]] if labels[i] == labels[j] else 0
+        assert pairs[i][j] == (shared if shared >= least else 0)
+    assert tree.lengths.tolist() == lengths
+    of_group = [n if n >= least else 0 for n in (smallest[label] for label in labels)]
+    assert tree.num_tokens == sum(lengths) - sum(of_group) + sum(
+        n if n >= least else 0 for label, n in smallest.items()
+    )
+
+
+def test_groups_and_ids_give_one_tree() -> None:
+    rng = np.random.default_rng(0)
+    prompts = [tuple(rng.integers(0, 10**6, n)) for n in (20, 33)]
+    rows = [prompts[group] + tuple(rng.integers(0, 10**6, 5 + row)) for row, group in enumerate([0, 1, 1, 0, 1])]
+    by_ids = tree_of(rows, 16)
+    by_groups = PrefixTree.from_groups([len(row) for row in rows], list("xyyxy"), [20, 33, 33, 20, 33])
+    assert shared_by_two(by_ids) == shared_by_two(by_groups)
+    lengths, prefix = [len(row) for row in rows], [20, 33, 33, 20, 33]
+    for labels in (np.array(list("xyyxy")), torch.tensor([0, 1, 1, 0, 1]), tuple("xyyxy"), [0, 1, 1, 0, 1]):
+        assert PrefixTree.from_groups(lengths, labels, prefix).num_tokens == by_ids.num_tokens
+
+
+# -------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ([1, 2], [0, 3]),
+            "row_offsets run from [0] to [3]; expected to rise from 0 to 2, the tokens. Pass the cumula",
+        ),
+        (([1, 2], [1, 2]), "row_offsets run from [1] to [2]; expected to rise from 0 to 2"),
+        (([1, 2], [0, 2, 1, 2]), "row_offsets run from [0] to [2]; expected to rise from 0 to 2"),
+        (([1, 2], []), "row_offsets run from [] to []; expected to rise from 0 to 2"),
+        (
+            ([1, 2], [0, 2], [1]),
+            "positions are (1,) for 2 tokens; expected (T,) or (T, n). Give one or several for each",
+        ),
+        (([1, 2], [0, 2], [[1, 2]]), "positions are (1, 2) for 2 tokens; expected (T,) or (T, n)."),
+        (([1.0, 2.0], [0, 2]), "ids are float64 (2,); expected whole numbers."),
+        (([True, False], [0, 2]), "ids are bool (2,); expected whole numbers."),
+        (([[1], [2]], [0, 2]), "ids are int64 (2, 1); expected whole numbers."),
+        ((3, [0, 1]), "ids are int64 (); expected whole numbers."),
+        (([[1], [2, 3]], [0, 2]), "ids are a list that is not an array of numbers; expected (n,). Give a flat list."),
+        (([1, 2], [[0, 2]]), "row_offsets are int64 (1, 2); expected whole numbers."),
+        (([1, 2], [0, 2.0]), "row_offsets are float64 (2,); expected whole numbers."),
+        (([1, 2], [0, 2], [0.5, 1]), "positions are float64 (2,); expected whole numbers."),
+        (([1, 2], [0, 2], [[[1]], [[2]]]), "positions are int64 (2, 1, 1); expected whole numbers."),
+    ],
+)
+def test_ids_that_are_none(arguments: Any, words: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        PrefixTree.from_ids(*arguments)
+    assert str(caught.value).startswith(f"PrefixTree.from_ids: {words}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ([3, 4], ["a"], [1, 1]),
+            "1 groups and 2 prefix_lengths for 2 lengths; expected one of each for every row. Give",
+        ),
+        (([3, 4], ["a", "a"], [1]), "2 groups and 1 prefix_lengths for 2 lengths; expected one of each for every row."),
+        (
+            ([3, 4], ["a", "a"], [1, 5]),
+            "row 1 has 4 tokens and a prefix of 5; expected a prefix of 0 to all tokens. Pass",
+        ),
+        (([3, 4], ["a", "a"], [-1, 4]), "row 0 has 3 tokens and a prefix of -1; expected a prefix of 0 to all tokens."),
+        (([-3, 4], ["a", "a"], [0, 4]), "row 0 has -3 tokens and a prefix of 0; expected a prefix of 0 to all tokens."),
+        (([3, 4], "aa", [1, 1]), "groups are 'aa'; expected one label for each row. Pass a list."),
+        (([3, 4], None, [1, 1]), "groups are None; expected one label for each row. Pass a list."),
+        (([3, 4], {1, 2}, [1, 1]), "groups are a set; expected one label for each row. Pass a list."),
+        (
+            ([3, 4], [[1], [2]], [1, 1]),
+            "groups hold unhashable type: 'list'; expected labels, such as uids. Pass strings",
+        ),
+        (([3.0, 4.0], ["a", "a"], [1, 1]), "lengths are float64 (2,); expected whole numbers."),
+        (([[3, 4]], ["a", "a"], [1, 1]), "lengths are int64 (1, 2); expected whole numbers."),
+        (([3, 4], ["a", "a"], [0.5, 1]), "prefix_lengths are float64 (2,); expected whole numbers."),
+    ],
+)
+def test_groups_that_are_none(arguments: Any, words: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        PrefixTree.from_groups(*arguments)
+    assert str(caught.value).startswith(f"PrefixTree.from_groups: {words}")
+
+
+@pytest.mark.parametrize("least", [0, -1, 1.0, True, None, "16"])
+def test_min_shared_that_is_none(least: Any) -> None:
+    words = r": min_shared is .*; expected a whole number from 1"
+    with pytest.raises(LayoutError, match=r"^PrefixTree.from_ids" + words):
+        PrefixTree.from_ids([1], [0, 1], min_shared=least)
+    with pytest.raises(LayoutError, match=r"^PrefixTree.from_groups" + words):
+        PrefixTree.from_groups([1], ["a"], [1], min_shared=least)
