@@ -201,7 +201,7 @@ class Stage:
 
 def _errors(case: str, stage: Stage) -> list[Row]:
     """How far log-probs of some rows are off those of a float32 model that sees each row alone."""
-    model, sizes = stage.causal_lm.eval(), stage.sizes
+    model, sizes = stage.replay.release().eval(), stage.sizes
     chosen = np.linspace(0, 2 * getattr(stage.of, "size", 4) - 1, sizes.compared).astype(np.int64).tolist()
     few = stage.padded[chosen]
     exact = copy.deepcopy(model).float()
@@ -219,7 +219,6 @@ def _errors(case: str, stage: Stage) -> list[Row]:
         }
     del exact
     rms = {name: float((one.values().double() - truth).square().mean().sqrt()) for name, one in seen.items()}
-    stage.replay.release()
     if not rms[SHARED] <= _SLACK * rms[WHOLE]:
         raise NotExact(f"{case}: shared is {rms[SHARED]:.2g} off float32 (rms); whole rows are {rms[WHOLE]:.2g} off.")
     return [
