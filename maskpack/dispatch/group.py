@@ -546,7 +546,8 @@ class WorkerGroup:
             token_budget: the largest number of valid tokens of a micro-batch.
             lengths: integers [B], the valid tokens of each row, prompt plus response; by default those of the sequence
                 layout, or the sum of the prompt and the response layout.
-            options: options of `plan_ranks`.
+            options: options of `plan_ranks`. For cost="prefix", a tree comes from `maskpack.replay.prefix_tree(batch)`,
+                by token ids, or from `PrefixTree.from_groups`, by labels and prompt lengths.
 
         Raises:
             PlanError: as `plan_ranks`; or the layouts of the batch do not determine the lengths.

@@ -24,6 +24,7 @@ from test_docs import BLOCK, DOCS
 import maskpack as mp
 from maskpack.dispatch import Broadcast, WorkerGroup, endpoint
 from maskpack.dispatch import call as calls
+from maskpack.planning import PrefixTree
 
 RANKS = 3
 B = len(ROWS)
@@ -551,6 +552,38 @@ def test_a_method_for_micro_batches(group, batch, count):
     assert sum(map(sum, sizes)) == B
     assert sum(map(sum, tokens)) == batch["attention_mask"].sum().item()
     assert max(max(own) for own in tokens) <= int(batch["attention_mask"].sum(-1).max())
+
+
+@pytest.mark.parametrize("budget", [20, 1000])
+def test_micro_batches_that_share_prefixes(group, batch, budget, tmp_path):
+    rows, lengths = group.put(batch), batch["attention_mask"].sum(-1)
+    prompts = lengths - batch["response_mask"].sum(-1)
+    tree = PrefixTree.from_groups(lengths, [row // 2 for row in range(B)], prompts, min_shared=1)
+    plan = group.plan(rows, budget, cost="prefix", tree=tree, loss_tokens=batch["response_mask"].sum(-1))
+    values, sizes, _ = group.call("scale_in_parts", rows, 3.0, plan=plan)
+    assert same_bits(values["values"], batch["old_log_probs"] * 3.0)
+    assert sum(map(sum, sizes)) == B
+    computed = sum(sum(own.loads()) for own in plan.plans)
+    assert group.metrics["plan/shared_tokens"] == lengths.sum() - computed
+    assert [told["micro_batches"] for told in group.call("planned", rows, plan=plan)] == [
+        own.micro_batches for own in plan.plans
+    ]
+    plan = group.plan(rows, budget, cost="prefix", tree=tree)
+    with pytest.raises(mp.errors.WorkerError, match="once") as caught:
+        group.call("fail_once_in_parts", rows, str(tmp_path / "failed"), plan=plan)
+    result = caught.value.call.retry().result()
+    assert same_bits(result["old_log_probs"], batch["old_log_probs"])
+
+
+def test_a_plan_that_shares_prefixes_needs_their_tree(group, batch):
+    rows = group.pack(batch)
+    with pytest.raises(mp.errors.PlanError, match=r'cost is "prefix" and tree is None.*maskpack.replay.prefix_tree\(b'):
+        group.plan(rows, 100, cost="prefix")
+    tree = PrefixTree.from_groups([4] * B, [0] * B, [2] * B)
+    with pytest.raises(
+        mp.errors.PlanError, match=r"row \d has \d+ tokens, in the tree 4; expected the tree of these rows"
+    ):
+        group.plan(rows, 100, cost="prefix", tree=tree)
 
 
 def test_several_batches_for_micro_batches(group, batch):
