@@ -40,7 +40,8 @@ _SLACK = 1.25  # of an error that is not worse than another: both are of a few r
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of `size` responses to a prompt, all of one length; `ratio` is the target of forward + backward."""
+    """Groups of `size` responses to a prompt, of 3/4 of `response` tokens to all; `ratio` is the target of forward +
+    backward."""
 
     prompt: int
     response: int
@@ -54,8 +55,8 @@ class Groups:
     def batch(self, tokens: int, vocabulary: int) -> TensorDict:
         """About so many tokens of rows, at least two groups."""
         count = self.size * max(2, round(tokens / (self.size * (self.prompt + self.response))))
-        lengths = np.full(count, self.prompt), np.full(count, self.response)
-        batch = padded_batch(*lengths, (self.prompt, self.response), vocabulary)
+        responses = np.random.default_rng(0).integers(-(-3 * self.response // 4), self.response + 1, count)
+        batch = padded_batch(np.full(count, self.prompt), responses, (self.prompt, self.response), vocabulary)
         for part in (batch["prompts"], batch["input_ids"][:, : self.prompt]):
             part.copy_(part[:: self.size].repeat_interleave(self.size, 0))
         return batch
