@@ -19,6 +19,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 import maskpack as mp
+from bench.workloads import trajectories
 from maskpack.errors import ReplayError
 from maskpack.planning import plan_micro_batches
 from maskpack.replay import PackedInputs, prefix_tree, response_log_probs, response_values
@@ -344,6 +345,42 @@ def test_a_plan_cuts_groups_into_subgroups() -> None:
         plan = plan_micro_batches(tokens, budget)
         seen = response_log_probs(replayable(model), batch, plan=plan, share_prefixes=True, min_shared=1)
         assert float((seen.values() - truth_of(plain, rows)).abs().max()) <= 5e-6
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"), [(qwen3, torch.float64), *((make, torch.float32) for make in MODELS.values())]
+)
+def test_real_trajectories(make: Any, dtype: torch.dtype) -> None:
+    """200 trajectories of an agent, four of each task, with one system prompt, in micro-batches of a trie with many
+    branches. Messages have a hundredth of their tokens."""
+    batch = trajectories(VOCABULARY, scale=0.01).exclude("uid", "response_mask")
+    rows: list[Row] = []
+    width = batch["responses"].shape[1]
+    for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+        rows.append((ids[:-width][mask[:-width] > 0].tolist(), ids[-width:][mask[-width:] > 0].tolist()))
+    if make is qwen25_vl:
+        batch = batch_of(rows, mrope=True)
+    lengths = [len(prompt) + len(response) for prompt, response in rows]
+    tree = prefix_tree(batch, min_shared=1)
+    assert len(set(tree.nodes.levels.tolist())) > 5
+    assert tree.num_tokens < 0.7 * sum(lengths)
+    model, plain = pair(make, dtype)
+    ready = replayable(model)
+    plan = plan_micro_batches(lengths, 600, cost="prefix", tree=tree)
+    assert len(plan.micro_batches) > 3
+    seen = response_log_probs(ready, batch, plan=plan, share_prefixes=True, min_shared=1, self_check=True)
+    truth = truth_of(plain, rows, make is qwen25_vl)
+    limit, gradient_limit = LIMITS[dtype]
+    assert float((seen.values() - truth).detach().abs().max()) <= limit
+    weights = slopes(truth)
+    model.zero_grad()
+    own = torch.from_numpy(np.cumsum([0, *(len(response) for _, response in rows)]))
+    for numbers, part in zip(plan.micro_batches, plan.apply(batch), strict=True):
+        values = response_log_probs(ready, part, share_prefixes=True, min_shared=1).values()
+        of_rows = torch.cat([weights[own[row] : own[row + 1]] for row in numbers])
+        (values * of_rows).sum().backward()
+    ours = [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+    close(ours, gradients(plain, truth), gradient_limit)
 
 
 def test_values_of_a_critic_are_those_of_each_row_alone() -> None:
