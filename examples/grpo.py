@@ -5,7 +5,8 @@
       Padded   micro-batches of 8 rows, logits at every position, losses [b, R]
       Packed   compress -> WorkerGroup -> plan -> replay -> losses on nested rows -> gradients of ranks, added up
 
-    python examples/grpo.py          writes tests/golden/grpo.json and docs/grpo.svg; a few minutes on two cores
+    python examples/grpo.py                      writes tests/golden/grpo.json and docs/grpo.svg; minutes on two cores
+    python examples/grpo.py --share-prefixes     runs Packed with shared prefixes against that record; writes nothing
 
 Both paths share the sampler, the batch and the optimizer, and nothing else. Each samples from the weights that it has
 trained itself: from noise that a step's number seeds, so equal weights give equal tokens.
@@ -34,7 +35,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from maskpack.adapters.transformers import replayable
 from maskpack.dispatch import WorkerGroup, endpoint
-from maskpack.replay import response_log_probs
+from maskpack.planning import PrefixTree, RankPlans
+from maskpack.replay import prefix_tree, response_log_probs
+from maskpack.views import BatchView
 
 STEPS, UPDATES = 60, 2
 QUESTIONS, SAMPLES = 8, 8
@@ -53,6 +56,7 @@ PAD, EOS = 0, 1
 PROMPT, RESPONSE = 12, 20  # widths
 RIGHT, ENDED = 1.0, 0.125  # their sums are exact, so a group of equal rewards has no advantages at all
 POOL = 16  # questions that the run asks again and again
+MIN_SHARED = 1  # prompts have 4 to 8 tokens
 
 
 def encoded(text: str) -> list[int]:
@@ -279,8 +283,9 @@ class Padded:
 class Worker:
     """A data-parallel rank. It keeps nothing from call to call but the reference."""
 
-    def __init__(self, start: np.ndarray) -> None:
+    def __init__(self, start: np.ndarray, share_prefixes: bool) -> None:
         torch.set_num_threads(1)
+        self._options: dict[str, Any] = {"share_prefixes": share_prefixes, "min_shared": MIN_SHARED}
         self._policy = replayable(tiny_model())
         self._reference = replayable(load(tiny_model(), start))
 
@@ -289,8 +294,8 @@ class Worker:
         load(self._policy.model, weights)
         out = TensorDict({}, batch_size=batch.batch_size)
         with torch.no_grad():
-            out["old_log_probs"] = response_log_probs(self._policy, batch)
-            out["ref_log_prob"] = response_log_probs(self._reference, batch)
+            out["old_log_probs"] = response_log_probs(self._policy, batch, **self._options)
+            out["ref_log_prob"] = response_log_probs(self._reference, batch, **self._options)
         return out
 
     @endpoint(format="nested")
@@ -299,7 +304,7 @@ class Worker:
         model, total = load(self._policy.model, weights), 0.0
         model.zero_grad()
         for part, share in zip(plan.apply(batch), plan.loss_weights(MODE, gradients="sum"), strict=True):
-            log_probs = response_log_probs(self._policy, part)
+            log_probs = response_log_probs(self._policy, part, **self._options)
             losses = policy_losses(
                 log_probs, part["old_log_probs"], part["advantages"], clip_low=CLIP_LOW, clip_high=CLIP_HIGH
             )
@@ -311,25 +316,42 @@ class Worker:
 
 
 class Packed:
-    """maskpack from end to end: rows travel packed, old log-probs come back packed, nothing is padded on the ranks."""
+    """maskpack from end to end: rows travel packed, old log-probs come back packed, nothing is padded on the ranks.
+
+    With `share_prefixes`, tokens that begin several rows of a micro-batch are computed once.
+
+    Attributes:
+        tokens, shared_tokens: of the updates so far, the valid tokens and those that were not computed.
+    """
 
     token_budget = 128
 
-    def __init__(self, start: np.ndarray, ranks: int = 2) -> None:
-        self._group = WorkerGroup.launch(Worker, ranks, start, num_cpus=ranks, pad_token_id=PAD)
+    def __init__(self, start: np.ndarray, ranks: int = 2, share_prefixes: bool = False) -> None:
+        self._group = WorkerGroup.launch(Worker, ranks, start, share_prefixes, num_cpus=ranks, pad_token_id=PAD)
+        self._shares = share_prefixes
+        self.tokens = self.shared_tokens = 0
 
     def begin(self, model: Any, batch: TensorDict) -> None:
         """As Padded.begin. The log-probs stay where they were computed; the driver knows their places."""
         rows = self._group.put(batch)
-        plan = self._group.plan(rows, self.token_budget)
+        self._tree = prefix_tree(batch, min_shared=MIN_SHARED) if self._shares else None
+        plan = self._plan(rows, self._tree)
         log_probs = self._group.call("log_probs", rows, weights_of(model), plan=plan, format="view")
         self._rows = rows.with_fields(log_probs)
         self._loss_tokens = batch["response_mask"].sum(1)
 
+    def _plan(self, rows: BatchView, tree: PrefixTree | None, **options: Any) -> RankPlans:
+        if tree is not None:
+            options |= {"cost": "prefix", "tree": tree}
+        return self._group.plan(rows, self.token_budget, **options)
+
     def accumulate(self, model: Any, rows: slice) -> float:
         """As Padded.accumulate: the ranks' gradients are added up here."""
         update = self._rows[rows]
-        plan = self._group.plan(update, self.token_budget, loss_tokens=self._loss_tokens[rows])
+        tree = None if self._tree is None else self._tree.take(rows)
+        plan = self._plan(update, tree, loss_tokens=self._loss_tokens[rows])
+        self.tokens += int(plan.metrics()["plan/tokens"])
+        self.shared_tokens += int(plan.metrics().get("plan/shared_tokens", 0))
         shares = self._group.call("gradient", update, weights_of(model), plan=plan)
         for _, gradient in shares:
             for weights, part in zip(model.parameters(), parts(model, gradient), strict=True):
@@ -387,12 +409,17 @@ def recorded() -> dict[str, Curve]:
     return {name: Curve(**curves[name]) for name in ("padded", "maskpack")}
 
 
+def compared(padded: Curve, packed: Curve) -> tuple[float, int]:
+    """The largest difference of their losses, and the number of steps in which the tokens are the same."""
+    same = sum(a == b for a, b in zip(padded.tokens, packed.tokens, strict=True))
+    return float(np.abs(np.array(padded.losses) - np.array(packed.losses)).max()), same
+
+
 def drawn(curves: dict[str, Curve]) -> str:
     """The chart of the curves."""
     padded, packed = curves["padded"], curves["maskpack"]
     losses = [[loss for step in curve.losses for loss in step] for curve in (padded, packed)]
-    same = sum(a == b for a, b in zip(padded.tokens, packed.tokens, strict=True))
-    apart = max(abs(a - b) for a, b in zip(*losses, strict=True))
+    apart, same = compared(padded, packed)
     note = (
         f"{len(losses[0])} optimizer updates on {ROWS // UPDATES} rows each; the same tokens in {same} of "
         f"{len(padded.tokens)} steps, losses at most {apart:.1e} apart"
@@ -400,21 +427,50 @@ def drawn(curves: dict[str, Curve]) -> str:
     return chart((padded.rewards, packed.rewards), (losses[0], losses[1]), note)
 
 
+def timed(name: str, path: Padded | Packed, start: np.ndarray) -> Curve:
+    """The curve of a path, whose time and rewards are printed."""
+    begun = time.perf_counter()
+    curve = train(path, start)
+    tenths = [f"{np.mean(part):.2f}" for part in np.array_split(curve.rewards, 6)]
+    print(f"{name}: {time.perf_counter() - begun:.0f} s, rewards {' '.join(tenths)}")
+    return curve
+
+
+def share_prefixes() -> None:
+    """Runs Packed with shared prefixes, and prints how far it is off the recorded run of Padded."""
+    start, padded = starting_weights(), recorded()["padded"]
+    path = Packed(start, share_prefixes=True)
+    curve = timed("maskpack, shared prefixes", path, start)
+    losses, same = compared(padded, curve)
+    norms = float(np.abs(np.array(padded.norms) - np.array(curve.norms)).max())
+    print(
+        f"the same tokens as the recorded padded run in {same} of {len(curve.tokens)} steps, the same rewards in "
+        f"{sum(a == b for a, b in zip(padded.rewards, curve.rewards, strict=True))}"
+    )
+    print(f"losses at most {losses:.1e} apart, gradient norms {norms:.1e}")
+    print(f"{path.shared_tokens:,} of {path.tokens:,} tokens not computed: {path.shared_tokens / path.tokens:.1%}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="Runs GRPO padded and packed, and writes the golden file and the chart."
     )
-    parser.add_argument("--warm-start", action="store_true", help="make other starting weights first")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--warm-start", action="store_true", help="make other starting weights first")
+    group.add_argument(
+        "--share-prefixes", action="store_true", help="compare shared prefixes with the recorded run; write nothing"
+    )
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    if parser.parse_args().warm_start:
+    if options.share_prefixes:
+        share_prefixes()
+        return
+    if options.warm_start:
         np.save(START, warm_start().astype(np.float16))
     curves: dict[str, Curve] = {}
     for name, path in (("padded", Padded), ("maskpack", Packed)):
-        begun = time.perf_counter()
         start = starting_weights()
-        curves[name] = train(path(start), start)
-        tenths = [f"{np.mean(part):.2f}" for part in np.array_split(curves[name].rewards, 6)]
-        print(f"{name}: {time.perf_counter() - begun:.0f} s, rewards {' '.join(tenths)}")
+        curves[name] = timed(name, path(start), start)
     lines = [
         f' "{name}": {{\n'
         + ",\n".join(f'  "{key}": {json.dumps(value)}' for key, value in asdict(curve).items())

@@ -4,6 +4,7 @@ through the whole model."""
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import os
 from typing import Any
@@ -19,9 +20,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, f
 import maskpack as mp
 from maskpack.adapters.transformers import model as adapter
 from maskpack.adapters.transformers import replayable
+from maskpack.replay import PackedInputs
 
 ROWS = ((2, 3), (4, 5), (1, 1), (3, 2), (4, 1), (2, 5))
 PROMPT, RESPONSE = 4, 5
+SHARE: dict[str, Any] = {"share_prefixes": True, "min_shared": 1}
 
 
 def tiny(tied: bool) -> Any:
@@ -56,7 +59,35 @@ def alone(model: Any, batch: TensorDict) -> Tensor:
     return torch.cat(out)
 
 
-def sharded(tied: bool) -> dict[str, float]:
+GROUPS = ((4, (5, 2, 3)), (2, (1, 4)))  # tokens of a prompt, and of each response to it
+SHARING = {  # whether the rows of rank 0, and of the other, share prefixes
+    "all share": (True, True),
+    "rank 0 shares": (True, False),
+    "rank 1 shares": (False, True),
+    "none shares": (False, False),
+}
+
+
+def groups() -> TensorDict:
+    """Groups of responses to a prompt."""
+    batch = batch_of([(prompt, response) for prompt, responses in GROUPS for response in responses])
+    begin = 0
+    for _, responses in GROUPS:
+        end = begin + len(responses)
+        batch["input_ids"][begin:end, :PROMPT] = batch["input_ids"][begin, :PROMPT].clone()
+        begin = end
+    return batch
+
+
+def _sharing(case: str) -> TensorDict:
+    """The rows of this rank."""
+    rank = min(dist.get_rank(), 1)
+    batch = groups() if SHARING[case][rank] else batch_of(ROWS[rank : 2 + 2 * rank])
+    assert (PackedInputs.of(batch, **SHARE).tree is not None) == SHARING[case][rank]
+    return batch
+
+
+def sharded(tied: bool, sharing: str | None = None) -> dict[str, float]:
     """How far log-probs of all ways are off those of each row alone, and gradients (of the mean over ranks)."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -67,10 +98,12 @@ def sharded(tied: bool) -> dict[str, float]:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     replay = replayable(model)
-    batch = batch_of(ROWS[: 3 * (rank + 1)][rank:])  # other rows, and other counts, on each rank
+    # other rows, and other counts, on each rank
+    batch = batch_of(ROWS[: 3 * (rank + 1)][rank:]) if sharing is None else _sharing(sharing)
+    options: dict[str, Any] = {} if sharing is None else SHARE
     truth = alone(plain, batch)
     off = {}
-    seen = mp.replay.response_log_probs(replay, batch, self_check=True)
+    seen = mp.replay.response_log_probs(replay, batch, self_check=True, **options)
     off["packed"] = _apart(seen.values(), truth)
     weights = torch.linspace(0.5, 1.5, truth.numel())
     (seen.values() * weights).sum().backward()
@@ -82,10 +115,10 @@ def sharded(tied: bool) -> dict[str, float]:
         off["gradients"] = max(off.get("gradients", 0), float((got - want / ranks).norm() / (want / ranks).norm()))
     plan = mp.planning.plan_micro_batches(batch["attention_mask"].sum(1), token_budget=12)
     off["planned"] = _apart(
-        mp.replay.response_log_probs(replay, batch, plan=mp.planning.agree_on_count(plan)).values(), truth
+        mp.replay.response_log_probs(replay, batch, plan=mp.planning.agree_on_count(plan), **options).values(), truth
     )
     os.environ["MASKPACK_PACKED_REPLAY"] = "0"
-    off["padded"] = _apart(mp.replay.response_log_probs(replay, batch).values(), truth)
+    off["padded"] = _apart(mp.replay.response_log_probs(replay, batch, **options).values(), truth)
     return off
 
 
@@ -226,6 +259,41 @@ def compared(kinds: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
             seen["off"] = [one if isinstance(one, str) else _apart(one, truth) for one in values]
             out[kind, case] = seen
     return out
+
+
+def _of_lone_nodes(attend: Any) -> Any:
+    """An attention for which no node is above another."""
+    return lambda *given, tree, **more: attend(*given, **more)
+
+
+def compared_trees(kinds: list[str]) -> dict[tuple[str, ...], dict[str, Any]]:
+    """By kind of sharding and by the rows of each call: how many runs of the model each call takes for its comparison,
+    and how far it is off; and what the comparison says of a wrong attention."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    plain, attend = tiny(False), adapter.packed_attention
+    out: dict[tuple[str, ...], dict[str, Any]] = {}
+    for kind in kinds:
+        for cases in itertools.permutations(SHARING) if kind == "fsdp2" else (("rank 0 shares", "none shares"),):
+            replay = replayable(SHARDED[kind](tiny(False)))
+            calls = _compared_tokens(replay.model)
+            seen: dict[str, Any] = {"runs": [], "off": []}
+            for case in cases:
+                before, batch = len(calls), _sharing(case)
+                values = mp.replay.response_log_probs(replay, batch, **SHARE).values().detach()
+                seen["off"].append(_apart(values, alone(plain, batch)))
+                seen["runs"].append(len(calls) - before)
+            adapter.packed_attention = _of_lone_nodes(attend)
+            seen["wrong"] = _tried(replay, _sharing("rank 0 shares"), self_check=True, **SHARE)
+            adapter.packed_attention = attend
+            out[(kind, *cases)] = seen
+    return out
+
+
+def dropout_with_trees() -> str:
+    """What a model in train mode says where only the rows of rank 0 share prefixes."""
+    model = tiny(False).train()
+    model.config.attention_dropout = 0.1
+    return _tried(replayable(_fsdp2(model)), _sharing("rank 0 shares"), **SHARE)
 
 
 def values_compared() -> list[Any]:

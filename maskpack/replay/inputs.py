@@ -67,6 +67,7 @@ class PackedInputs:
         bounds: int64 [rows + 1] on the host: `cu_seqlens` without the tail.
         num_tokens: T without the tail.
         tree: the tree of the rows; None if they share nothing, or were not asked to.
+        share_prefixes: whether they were asked to. All ranks of a sharded model agree on it, but not on a tree.
     """
 
     input_ids: Tensor
@@ -81,6 +82,7 @@ class PackedInputs:
     bounds: IntArray
     num_tokens: int
     tree: PrefixTree | None = None
+    share_prefixes: bool = False
 
     @classmethod
     def of(
@@ -157,6 +159,7 @@ class PackedInputs:
             bounds=bounds,
             num_tokens=tokens,
             tree=tree,
+            share_prefixes=share_prefixes,
         )
 
     @property

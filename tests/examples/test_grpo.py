@@ -79,6 +79,14 @@ def test_packed_again(local_ray: None) -> None:
     check_first_steps(grpo.train(grpo.Packed(start), start, AGAIN), grpo.recorded()["padded"])
 
 
+def test_shared_prefixes_again(local_ray: None) -> None:
+    """Prefixes of a micro-batch are computed once, and plans count them once; losses are those of padded rows."""
+    start = grpo.starting_weights()
+    path = grpo.Packed(start, share_prefixes=True)
+    check_first_steps(grpo.train(path, start, AGAIN), grpo.recorded()["padded"])
+    assert 0.3 * path.tokens < path.shared_tokens < path.tokens
+
+
 def test_another_loss_is_another_curve(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the comparison is worth: a KL term of another weight shows in the losses of the second step."""
     monkeypatch.setattr(grpo, "KL", 0.03)

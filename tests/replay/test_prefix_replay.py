@@ -464,6 +464,8 @@ def test_dropout_is_refused_in_train_mode() -> None:
     config = tf.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0.0)
     ready = replayable(tf.GPT2LMHeadModel(config).train())
     refused("GPT2LMHeadModel has dropout (drop, h.0.attn.resid_dropout", ready)
+    with pytest.raises(ReplayError, match="has dropout"):  # another rank may have rows that share
+        response_log_probs(ready, batch_of(ROWS["nothing is shared"]), share_prefixes=True)
     ready.model.eval()
     response_log_probs(ready, batch_of(ROWS["groups"]), share_prefixes=True, min_shared=1)
 
@@ -547,6 +549,24 @@ def test_the_self_check_compares_a_row_that_shares() -> None:
         response_log_probs(ready, batch, share_prefixes=True, min_shared=1)
     response_log_probs(ready, batch)
     assert compared == [[5, 6, 7, 10, 11, 12], [5, 6, 7, 10, 11, 12]]  # once with the tree, once without
+
+
+def test_the_self_check_compares_again_when_rows_share() -> None:
+    """Ranks of a sharded model agree on share_prefixes, not on trees: it is the option that makes the path."""
+    model, _ = pair(qwen3)
+    ready = replayable(model)
+    compared: list[int] = []
+    own = model.forward
+    model.forward = lambda *args, **kwargs: compared.append(kwargs["input_ids"].numel()) or own(*args, **kwargs)
+    for rows, seen in (
+        ([([5, 6], [7])], [3]),  # a first row
+        ([([5, 6], [7]), ([8], [9, 10, 11])], [3, 4]),  # a later one
+        ([([5, 6], [7]), ([5, 6], [8, 9, 10])], [3, 4, 5]),  # one that shares
+        ([([5, 6], [7]), ([8], [9])], [3, 4, 5]),
+        ([([5, 6], [7])], [3, 4, 5]),
+    ):
+        response_log_probs(ready, batch_of(rows), share_prefixes=True, min_shared=1)
+        assert compared == seen
 
 
 def test_the_self_check_sees_a_wrong_tree(monkeypatch: pytest.MonkeyPatch) -> None:

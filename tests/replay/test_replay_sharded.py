@@ -12,12 +12,21 @@ pytest.importorskip("transformers")
 
 import replay_work
 from ranks import run_ranks, values
-from replay_work import UNEQUAL
+from replay_work import SHARING, UNEQUAL
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_sharded_replay_is_that_of_each_row_alone(tied: bool) -> None:
     for off in values(run_ranks(replay_work.sharded, 2, tied, seconds=100)):
+        assert off.keys() == {"packed", "gradients", "planned", "padded"}
+        assert off["gradients"] <= 1e-5
+        assert max(off["packed"], off["planned"], off["padded"]) <= 5e-6
+
+
+@pytest.mark.parametrize("sharing", SHARING)
+def test_sharded_replay_with_shared_prefixes_is_that_of_each_row_alone(sharing: str) -> None:
+    """Also where a rank has a tree and another has none."""
+    for off in values(run_ranks(replay_work.sharded, 2, False, sharing, seconds=100)):
         assert off.keys() == {"packed", "gradients", "planned", "padded"}
         assert off["gradients"] <= 1e-5
         assert max(off["packed"], off["planned"], off["padded"]) <= 5e-6
@@ -59,6 +68,34 @@ def test_ranks_compare_a_row_together() -> None:
 def test_models_are_compared_however_they_are_sharded() -> None:
     kinds = [kind for kind in replay_work.SHARDED if kind != "fsdp2"]
     check_compared(values(run_ranks(replay_work.compared, 2, kinds, seconds=200)))
+
+
+def check_trees(found: list[dict[tuple[str, ...], dict[str, Any]]]) -> None:
+    """Ranks compare in the same calls: in the first, and in the first in which rows of one of them share."""
+    for kind, *cases in found[0]:
+        first = next(call for call, case in enumerate(cases) if any(SHARING[case]))
+        wanted = [int(call in (0, first)) for call in range(len(cases))]
+        for rank, own in enumerate(ranks[(kind, *cases)] for ranks in found):
+            where = f"{kind}, {cases}, rank {rank}: {own}"
+            assert own["runs"] == wanted, where
+            assert max(own["off"]) < 2e-6, where
+            assert isinstance(own["wrong"], str), where
+            assert re.match("replayable: packed log-probs of (FSDP)?LlamaForCausalLM are off by", own["wrong"]), where
+            assert ("on another rank" in own["wrong"]) == (rank == 1), where
+
+
+def test_ranks_compare_a_row_together_if_only_some_share_prefixes() -> None:
+    check_trees(values(run_ranks(replay_work.compared_trees, 2, ["fsdp2"], seconds=100)))
+
+
+def test_models_compare_shared_prefixes_however_they_are_sharded() -> None:
+    kinds = [kind for kind in replay_work.SHARDED if kind != "fsdp2"]
+    check_trees(values(run_ranks(replay_work.compared_trees, 2, kinds, seconds=100)))
+
+
+def test_all_ranks_refuse_dropout_if_only_some_share_prefixes() -> None:
+    for said in values(run_ranks(replay_work.dropout_with_trees, 2, seconds=100)):
+        assert "has dropout (attention_dropout) and is in train mode" in said
 
 
 def test_a_sharded_model_of_values_is_compared() -> None:

@@ -68,6 +68,8 @@ _KNOWN = ("cu_seq_lens_q", "cu_seq_lens_k", "position_ids", "cache_position")
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8, torch.bfloat16: 0.25, torch.float16: 0.05}
 """The largest difference of a log-prob from the dense forward pass, by dtype. Rounding alone stays below. The same
 bounds hold for hidden states in units of their root mean square."""
+_FIRST, _LATER, _SHARED = 1, 2, 3
+"""What the comparison of a row proves, more and more: of the first row, of a later one, of one that shares a prefix."""
 _COMPARED = 512
 """The number of tokens at either end of a row that are compared. All logits of a long row may not fit on a GPU."""
 
@@ -218,7 +220,7 @@ class Replayable:
         self._base: Any = getattr(model, model.base_model_prefix, None) or model.get_decoder()
         self._output: Any = cast("Any", model).get_output_embeddings()
         self._config: Any = model.config.get_text_config()
-        self._checked: set[tuple[torch.dtype, bool, bool, bool]] = set()
+        self._checked: dict[tuple[torch.dtype, bool, bool], int] = {}
         _check_kind(model, self._base, self._output)
         if self._output is not None:
             _check_output(model, self._config, self._output)
@@ -272,10 +274,9 @@ class Replayable:
         """[T, H]: the last hidden states of packed rows."""
         _check_layers(self.model, self._base, self._config)
         _check_rows(self.model, self._config, inputs.input_ids, inputs.longest_row)
-        more: dict[str, Any] = {}
-        if inputs.tree is not None:
+        if inputs.share_prefixes:  # with or without a tree: all ranks of a sharded model raise, or none
             _check_dropout(self.model, self._base, self._config)
-            more["prefix_tree"] = inputs.tree
+        more: dict[str, Any] = {} if inputs.tree is None else {"prefix_tree": inputs.tree}
         self._find_ranks()
         passes.take(self.model, self._config)
         with passes.Pass(tree=inputs.tree).running() as packed:
@@ -328,19 +329,19 @@ class Replayable:
         """Compares the log-probs of one row with those of the whole model on this row alone, by its original attention.
         For a model without an output layer it compares hidden states, in units of their root mean square.
 
-        It runs once for each Replayable, dtype, and path: packed, with shared prefixes, or padded; always with
-        `again`. Of rows that share prefixes it takes one that begins with the tokens of another. Otherwise the first
-        row of a batch proves little, because wrong bounds may not change it; after such a comparison the next batch
-        with two rows is compared too. The ranks of a sharded model compare in the same call, because all of them must
-        run the model; a rank without a row to compare runs one token. If one rank fails, all raise ReplayError."""
+        It runs once for each Replayable, dtype, and path: packed, with share_prefixes, or padded; always with `again`.
+        Some rows prove more than others: the first row of a batch little, because wrong bounds may not change it; the
+        most with share_prefixes one that begins with the tokens of another. The next batch with a row that proves more
+        is compared too. The ranks of a sharded model compare in the same call, because all of them must run the model;
+        a rank without a row to compare runs one token. If one rank fails, all raise ReplayError."""
         dtype, packed = _precision(hidden), self._config._attn_implementation == NAME
-        path = dtype, packed, inputs.tree is not None
-        if (*path, True) in self._checked and not again:
+        path = dtype, packed, inputs.share_prefixes
+        before = self._checked.get(path, 0)
+        if before == (_SHARED if inputs.share_prefixes else _LATER) and not again:
             return
-        tokens, first = _row_to_compare(inputs)
-        most = _most_of(self._groups, 0 if tokens.size < 2 else 1 if first else 2, hidden.device)
-        kind = *path, most == 2
-        if most == 0 or (kind in self._checked and not again):
+        tokens, proof = _row_to_compare(inputs)
+        proof = int(_most_of(self._groups, proof, hidden.device))
+        if proof == 0 or (proof <= before and not again):
             return
         off = self._distance(inputs, hidden, tokens)
         worst = _most_of(self._groups, off, hidden.device)
@@ -352,7 +353,7 @@ class Replayable:
                 f"{seen} from its own forward of the same row; expected at most {_TOLERANCE[dtype]}. Replay of "
                 f"this model is not right, or dropout is on. {_PADDED if packed else 'Use its own forward.'}"
             )
-        self._checked.add(kind)
+        self._checked[path] = max(before, proof)
 
     def _distance(self, inputs: PackedInputs, hidden: Tensor, row: IntArray) -> float:
         """The largest difference of a row, given by its tokens among the inputs, from its own forward pass; 0 if it
@@ -401,19 +402,21 @@ def _precision(hidden: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
-def _row_to_compare(inputs: PackedInputs) -> tuple[IntArray, bool]:
-    """The tokens of a row among the inputs, and whether it is the first: of the longest row after the first, which a
-    wrong bound would change, or that shares a prefix with another; of the first row if no other has two tokens."""
+def _row_to_compare(inputs: PackedInputs) -> tuple[IntArray, int]:
+    """The tokens of a row among the inputs, and what it proves: of the longest row that shares a prefix with another,
+    or that is after the first, which a wrong bound would change; of the first row if no other has two tokens."""
     tree = inputs.tree
     if tree is not None:
         lengths = np.where(tree.shared > 0, tree.lengths[tree.order], 0)  # the first row of a prefix shares nothing
         row = int(tree.order[lengths.argmax()])
-        return tree.of_row_token[tree.row_offsets[row] : tree.row_offsets[row + 1]], False
-    if not inputs.num_tokens:
-        return np.zeros(0, np.int64), True
-    lengths = np.diff(inputs.bounds)
-    row = 1 + int(lengths[1:].argmax()) if lengths.size > 1 and lengths[1:].max() > 1 else 0
-    return np.arange(int(inputs.bounds[row]), int(inputs.bounds[row + 1])), row == 0
+        tokens, proof = tree.of_row_token[tree.row_offsets[row] : tree.row_offsets[row + 1]], _SHARED
+    elif inputs.num_tokens:
+        lengths = np.diff(inputs.bounds)
+        row = 1 + int(lengths[1:].argmax()) if lengths.size > 1 and lengths[1:].max() > 1 else 0
+        tokens, proof = np.arange(int(inputs.bounds[row]), int(inputs.bounds[row + 1])), _LATER if row else _FIRST
+    else:
+        return np.zeros(0, np.int64), 0
+    return tokens, proof if tokens.size > 1 else 0
 
 
 # -------------------------------------------------------------------- unsupported models
