@@ -197,10 +197,25 @@ class PackingProblem:
         rows = self.units.sizes
         if not self.padded:
             order = units[np.argsort(-self.sizes[units], kind="stable")]
-            return best_fit(order, self.sizes, np.full(rows.size, self.budget), rows, self.most_rows)
+            bins = best_fit(order, self.sizes, np.full(rows.size, self.budget), rows, self.most_rows)
+            return bins if self.trie is None else self._evened(bins, order)
         # a bin has room for rows as long as its first, which is the longest
         order = units[np.lexsort((-rows[units], -self.sizes[units]))]
         return best_fit(order, rows, self.budget // np.maximum(self.sizes, 1), rows, self.most_rows)
+
+    def _evened(self, bins: list[list[int]], order: IntArray) -> list[list[int]]:
+        """At most as many bins, with sums that are more alike: each unit of `order` in the bin with the smallest. The
+        same ones if these exceed a limit. Best fit leaves the rest to the last bin, and groups are large units."""
+        even: list[list[int]] = [[] for _ in bins]
+        heap = [(0, number) for number in range(len(bins))]
+        for unit, size in zip(order.tolist(), self.sizes[order].tolist(), strict=True):
+            total, number = heap[0]
+            even[number].append(unit)
+            heapq.heapreplace(heap, (total + size, number))
+        even = [items for items in even if items]
+        most_rows = max((int(self.units.sizes[items].sum()) for items in even), default=0)
+        fits = self.budget is not None and max(heap, default=(0, 0))[0] <= self.budget and most_rows <= self.most_rows
+        return even if fits else bins
 
     def _counted(self, part: list[int]) -> list[list[int]]:
         bins: list[list[int]] = []

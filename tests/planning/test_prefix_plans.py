@@ -300,6 +300,16 @@ def test_by_hand() -> None:
     assert (alone.counts, alone.oversized) == ([8], list(range(8)))
 
 
+def test_groups_are_spread_over_micro_batches() -> None:
+    """Best fit would run five groups, and one that is left."""
+    tree = PrefixTree.from_groups([25] * 24, [row // 4 for row in range(24)], [20] * 24)
+    plan = plan_micro_batches([25] * 24, 5 * 40, cost="prefix", tree=tree)
+    assert plan.loads() == [3 * 40, 3 * 40]
+    assert sorted(len(rows) for rows in plan.micro_batches) == [12, 12]
+    limited = plan_micro_batches([25] * 24, 5 * 40, cost="prefix", tree=tree, max_rows=20)
+    assert limited.loads() == [3 * 40, 3 * 40]
+
+
 def test_parts_of_one_root_in_one_micro_batch_share_again() -> None:
     """The groups a and c are one micro-batch; they have the system prompt in common once."""
     system = (9,) * 5
