@@ -83,17 +83,17 @@ class Model:
     batches: Sequence[Groups | Trajectories]
 
 
+_SMALL = Shape(1024, 28, 16, 8, 128, 3072)
 MODELS: Mapping[str, Model] = {
     "small": Model(
         "Qwen3-0.6B",
-        Shape(1024, 28, 16, 8, 128, 3072),
+        _SMALL,
         (
             Groups(256, 1024, 8, 1.12),
             Groups(2048, 512, 8, 2.92),
             Groups(2048, 512, 16, 3.47),
             Groups(8192, 1024, 8, 3.72),
             Groups(8192, 1024, 16, 4.71),
-            Trajectories(),
         ),
     ),
     "large": Model(
@@ -101,6 +101,7 @@ MODELS: Mapping[str, Model] = {
         Shape(2560, 9, 32, 8, 128, 9728),
         (Groups(2048, 512, 8, 2.98), Groups(8192, 1024, 8, 3.92)),
     ),
+    "agent": Model("Qwen3-0.6B", _SMALL, (Trajectories(),)),
 }
 
 
