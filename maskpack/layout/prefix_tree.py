@@ -78,7 +78,7 @@ class PrefixTree:
         least = whole(min_shared, "min_shared", 1, call)
         tokens = _whole(ids, call, "ids", 1)
         bounds = _whole(row_offsets, call, "row_offsets", 1)
-        if bounds.size == 0 or bounds[0] != 0 or bounds[-1] != tokens.size or (np.diff(bounds) < 0).any():
+        if bounds.size == 0 or bounds[0] != 0 or bounds[-1] != tokens.size or (bounds[1:] < bounds[:-1]).any():
             raise LayoutError(
                 f"{call}: row_offsets run from {bounds[:1].tolist()} to {bounds[-1:].tolist()}; expected to rise from "
                 f"0 to {tokens.size}, the tokens. Pass the cumulated lengths of the rows."

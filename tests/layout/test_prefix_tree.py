@@ -276,6 +276,7 @@ def test_groups_and_ids_give_one_tree() -> None:
         (([1, 2], [1, 2]), "row_offsets run from [1] to [2]; expected to rise from 0 to 2"),
         (([1, 2], [0, 2, 1, 2]), "row_offsets run from [0] to [2]; expected to rise from 0 to 2"),
         (([1, 2], []), "row_offsets run from [] to []; expected to rise from 0 to 2"),
+        (([1, 2], [0, 2**63 - 1, -2, 2]), "row_offsets run from [0] to [2]; expected to rise from 0 to 2"),
         (
             ([1, 2], [0, 2], [1]),
             "positions are (1,) for 2 tokens; expected (T,) or (T, n). Give one or several for each",
