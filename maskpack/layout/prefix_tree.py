@@ -109,7 +109,8 @@ class PrefixTree:
         call = "PrefixTree.from_groups"
         least = whole(min_shared, "min_shared", 1, call)
         tokens, prefixes = _whole(lengths, call, "lengths", 1), _whole(prefix_lengths, call, "prefix_lengths", 1)
-        if not isinstance(groups, Iterable) or isinstance(groups, str | bytes | set | frozenset | dict):
+        no_list = isinstance(groups, str | bytes | set | frozenset | dict) or getattr(groups, "ndim", 1) == 0
+        if no_list or not isinstance(groups, Iterable):
             raise LayoutError(f"{call}: groups are {said(groups)}; expected one label for each row. Pass a list.")
         given = cast("Any", groups)
         labels: list[Any] = given.tolist() if hasattr(given, "tolist") else list(given)

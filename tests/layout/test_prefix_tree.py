@@ -316,6 +316,8 @@ def test_ids_that_are_none(arguments: Any, words: str) -> None:
         (([3, 4], "aa", [1, 1]), "groups are 'aa'; expected one label for each row. Pass a list."),
         (([3, 4], None, [1, 1]), "groups are None; expected one label for each row. Pass a list."),
         (([3, 4], {1, 2}, [1, 1]), "groups are a set; expected one label for each row. Pass a list."),
+        (([3], np.array(7), [1]), "groups are an array; expected one label for each row. Pass a list."),
+        (([3], torch.tensor(7), [1]), "groups are a Tensor; expected one label for each row. Pass a list."),
         (
             ([3, 4], [[1], [2]], [1, 1]),
             "groups hold unhashable type: 'list'; expected labels, such as uids. Pass strings",
