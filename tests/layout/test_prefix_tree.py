@@ -267,8 +267,8 @@ def test_a_tree_has_arrays_of_its_own() -> None:
     ids, bounds, lengths, prefixes = (np.array(x) for x in ([1, 2, 1, 3], [0, 2, 4], [2, 2], [1, 1]))
     by_ids = PrefixTree.from_ids(ids, bounds, min_shared=1)
     by_groups = PrefixTree.from_groups(lengths, ["a", "a"], prefixes, min_shared=1)
-    for given in (ids, bounds, lengths, prefixes):
-        given[:] = 0
+    for array in (ids, bounds, lengths, prefixes):
+        array[:] = 0
     for tree in (by_ids, by_groups):
         assert (tree.lengths.tolist(), tree.num_tokens, tree.row_offsets.tolist()) == ([2, 2], 3, [0, 2, 4])
 

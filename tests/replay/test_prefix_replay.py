@@ -428,6 +428,30 @@ def test_dropout_without_a_layer_is_refused_in_train_mode() -> None:
     refused("has dropout (hidden_dropout) and is in train mode; expected none", replayable(model))
 
 
+def test_dropout_of_a_part_in_train_mode_is_refused() -> None:
+    model, _ = pair(llama)
+    mlp = model.model.layers[0].mlp
+    mlp.down_proj = torch.nn.Sequential(mlp.down_proj, torch.nn.Dropout(0.3))
+    mlp.train()
+    refused("has dropout (layers.0.mlp.down_proj.1) and is in train mode", replayable(model))
+
+
+@pytest.mark.parametrize("option", ["residual_dropout", "router_jitter_noise", "drop_path_rate"])
+def test_options_of_dropout_and_noise_are_refused_in_train_mode(option: str) -> None:
+    model, _ = pair(llama)
+    setattr(model.config, option, 0.1)
+    ready = replayable(model.train())
+    refused(f"has dropout ({option}) and is in train mode", ready)
+    setattr(model.config, option, 0.0)
+    model.config.classifier_dropout = model.config.summary_first_dropout = 0.1
+    response_log_probs(ready, batch_of(ROWS["groups"]), share_prefixes=True, min_shared=1)
+
+
+def test_residual_dropout_that_layers_apply_by_a_function_is_refused() -> None:
+    sizes = TINY | {"head_dim": 8, "attention_dropout": 0.0}
+    refused("has dropout (residual_dropout)", replayable(tf.SeedOssForCausalLM(tf.SeedOssConfig(**sizes)).train()))
+
+
 def test_attention_dropout_is_refused_in_train_mode() -> None:
     model, _ = pair(llama, attention_dropout=0.1)
     model.train()
