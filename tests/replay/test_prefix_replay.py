@@ -19,6 +19,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 import maskpack as mp
+from maskpack.core import native
 from maskpack.errors import ReplayError
 from maskpack.planning import plan_micro_batches
 from maskpack.replay import PackedInputs, prefix_tree, response_log_probs, response_values
@@ -532,6 +533,21 @@ def test_the_self_check_sees_a_wrong_tree(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(adapter, "packed_attention", lambda *given, tree, **more: attention(*given, **more))
     model, _ = pair(qwen3)
     refused("log-probs of Qwen3ForCausalLM are off by", replayable(model))
+
+
+def test_a_tree_of_other_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The self-check does not see it: it compares the tokens of the tree."""
+    model, _ = pair(qwen3)
+    rows = [([5, 6, 7], [8, 9, 10]), ([5, 6, 7], [11, 9, 10])]
+    order = native.order_prefixes
+
+    def one_more(*given: Any) -> tuple[Any, Any]:
+        rows_of, shared = order(*given)
+        return rows_of, shared + (shared > 0)
+
+    monkeypatch.setattr(native, "order_prefixes", one_more)
+    with pytest.raises(ReplayError, match="rows have other tokens or positions than their prefix tree"):
+        response_log_probs(replayable(model), batch_of(rows), share_prefixes=True, min_shared=1)
 
 
 def test_the_self_check_sees_wrong_positions(monkeypatch: pytest.MonkeyPatch) -> None:
