@@ -181,6 +181,14 @@ def test_ids_of_any_kind(kind: Any) -> None:
     assert tree.num_tokens == 3
 
 
+def test_many_rows_of_equal_ids_at_other_positions() -> None:
+    """In order n log n: comparing each with each takes a minute."""
+    rows, length = 40_000, 4
+    positions = (np.arange(rows)[:, None] // 2 * 3 + np.arange(length)).reshape(-1)
+    tree = PrefixTree.from_ids(np.ones(positions.size, int), np.arange(rows + 1) * length, positions, min_shared=1)
+    assert tree.num_tokens == rows * length // 2
+
+
 def test_a_deep_tree_does_not_recurse() -> None:
     rows = [tuple([0] * n) for n in range(3000)]
     tree = tree_of(rows)
