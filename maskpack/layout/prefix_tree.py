@@ -135,7 +135,7 @@ class PrefixTree:
         order = np.argsort(of_row, kind="stable")
         first = np.append(True, np.diff(of_row[order]) != 0)[: order.size]
         shared = np.where(first, 0, smallest[of_row[order]])
-        return cls(tokens.copy(), order, np.where(shared < least, 0, shared))
+        return cls(tokens + 0, order, np.where(shared < least, 0, shared))
 
     def take(self, rows: Rows) -> PrefixTree:
         """The tree of some rows, numbered anew in the order given."""

@@ -496,9 +496,8 @@ def _check_dropout(model: Any, base: Any, config: Any) -> None:
         name for name, part in base.named_modules()
         if isinstance(part, _DROPOUT_LAYERS) and part.p and part.training
     ]  # fmt: skip
-    options = [
-        name for name, value in vars(config).items() if _RANDOM.match(name) and isinstance(value, int | float) and value
-    ]
+    given = cast("dict[str, Any]", vars(config))
+    options = [name for name in given if _RANDOM.match(name) and isinstance(given[name], int | float) and given[name]]
     if layers or options:
         raise ReplayError(
             f"replayable: {type(model).__name__} has dropout ({', '.join([*layers[:4], *options])}) and is in train "
