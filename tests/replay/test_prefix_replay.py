@@ -386,7 +386,7 @@ def test_without_packing_rows_share_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     model, plain = pair(qwen3)
     monkeypatch.setenv("MASKPACK_PACKED_REPLAY", "0")
     rows = ROWS["groups"]
-    seen = response_log_probs(replayable(model), batch_of(rows), share_prefixes=True, self_check=True)
+    seen = response_log_probs(replayable(model), batch_of(rows), share_prefixes=True, min_shared=1, self_check=True)
     assert float((seen.values() - truth_of(plain, rows)).detach().abs().max()) <= 5e-6
 
 
@@ -475,6 +475,25 @@ def test_a_model_that_keeps_the_tree_from_its_attention_is_refused() -> None:
     own = layer.forward
     layer.forward = lambda *args, **kwargs: own(*args, **{k: v for k, v in kwargs.items() if k != "prefix_tree"})
     refused("does not pass the tree of shared prefixes on to its attention", ready)
+
+
+def test_a_model_that_gives_its_attention_another_tree_is_refused() -> None:
+    model, _ = pair(qwen3)
+    ready = replayable(model)
+    layer = model.model.layers[1].self_attn
+    own = layer.forward
+    other = prefix_tree(batch_of(ROWS["groups"]), min_shared=1)
+    layer.forward = lambda *args, **kwargs: own(*args, **kwargs | {"prefix_tree": other})
+    refused("does not pass the tree of shared prefixes on to its attention", ready)
+
+
+def test_a_window_that_the_attention_is_not_told_counts_whole_rows() -> None:
+    model, _ = pair(llama)
+    rows = [([5, 6, 7, 8, 9, 10], [11, 12, 13, 14]), ([5, 6, 7, 8, 9, 10], [15, 16, 17])]
+    assert PackedInputs.of(batch_of(rows), share_prefixes=True, min_shared=1).max_seqlen == 6
+    model.config.sliding_window = 7
+    with pytest.raises(ReplayError, match="a window of 7 tokens that it does not tell its attention, and a row has 10"):
+        response_log_probs(replayable(model), batch_of(rows), share_prefixes=True, min_shared=1)
 
 
 def test_a_model_that_does_not_know_trees_is_refused() -> None:
