@@ -2635,6 +2635,13 @@ static i64 equal_numbers(const i64 *one, const i64 *other, i64 n) {
 
 static i64 tokens_of(const Tokens *tokens, i64 row) { return tokens->bounds[row + 1] - tokens->bounds[row]; }
 
+/* A number that is the same for equal tokens. */
+static i64 token_key(const Tokens *tokens, i64 token) {
+    u64 key = (u64)tokens->ids[token];
+    for (i64 i = 0; i < tokens->items; i++) key = key * 0x9E3779B97F4A7C15u + (u64)tokens->beside[token * tokens->items + i];
+    return (i64)key;
+}
+
 /* The number of tokens that two rows share, from their first; `depth` are known to be equal. */
 static i64 shared_tokens(const Tokens *tokens, i64 row, i64 other, i64 depth) {
     i64 a = tokens->bounds[row] + depth, b = tokens->bounds[other] + depth, items = tokens->items;
@@ -2652,7 +2659,7 @@ static int compare_ranked(const void *one, const void *other) {
 
 static void sort_ranked(Ranked *rows, i64 n) { qsort(rows, (size_t)n, sizeof *rows, compare_ranked); }
 
-/* Orders rows that share their first token after `depth`: the first row, then those that share most with it, and so on.
+/* Orders rows whose first tokens after `depth` have one key: the first row, then those that share most with it, and so on.
    Those that share equally many are a bunch of their own. Returns the number of bunches. */
 static i64 order_alike(const Tokens *tokens, Ranked *rows, i64 n, i64 depth, i64 low, i64 *shared, Bunch *bunches) {
     i64 count = 0;
@@ -2666,7 +2673,7 @@ static i64 order_alike(const Tokens *tokens, Ranked *rows, i64 n, i64 depth, i64
     return count;
 }
 
-/* Orders a bunch: rows without further tokens, then those that share a token, one set after the other by their first rows.
+/* Orders a bunch: rows without further tokens, then those with one key of a token, one set after the other by their first rows.
    Writes how many tokens each shares with the row before. Returns the number of bunches that are left to be ordered. */
 static i64 order_bunch(const Tokens *tokens, Ranked *rows, Bunch bunch, i64 *shared, Bunch *bunches) {
     i64 ended = 0, n = bunch.high - bunch.low, count = 0, depth = bunch.depth;
@@ -2675,11 +2682,11 @@ static i64 order_bunch(const Tokens *tokens, Ranked *rows, Bunch bunch, i64 *sha
     for (i64 i = 0; i < n; i++) own[i].key = tokens_of(tokens, own[i].row) > depth; /* rows without tokens first */
     sort_ranked(own, n);
     while (ended < n && !own[ended].key) ended++;
-    for (i64 i = ended; i < n; i++) own[i].key = tokens->ids[tokens->bounds[own[i].row] + depth];
+    for (i64 i = ended; i < n; i++) own[i].key = token_key(tokens, tokens->bounds[own[i].row] + depth);
     sort_ranked(own + ended, n - ended);
     for (i64 from = ended, to; from < n; from = to) {
-        i64 id = own[from].key, first = own[from].row;
-        for (to = from; to < n && own[to].key == id; to++) own[to].key = first;
+        i64 key = own[from].key, first = own[from].row;
+        for (to = from; to < n && own[to].key == key; to++) own[to].key = first;
     }
     sort_ranked(own + ended, n - ended);
     for (i64 i = 1; i < n; i++) shared[i] = depth;

@@ -78,7 +78,7 @@ class PrefixTree:
         least = whole(min_shared, "min_shared", 1, call)
         tokens = _whole(ids, call, "ids", 1)
         bounds = _whole(row_offsets, call, "row_offsets", 1)
-        if bounds.size == 0 or bounds[0] != 0 or bounds[-1] != tokens.size or (np.diff(bounds) < 0).any():
+        if bounds.size == 0 or bounds[0] != 0 or bounds[-1] != tokens.size or (bounds[1:] < bounds[:-1]).any():
             raise LayoutError(
                 f"{call}: row_offsets run from {bounds[:1].tolist()} to {bounds[-1:].tolist()}; expected to rise from "
                 f"0 to {tokens.size}, the tokens. Pass the cumulated lengths of the rows."
@@ -109,7 +109,8 @@ class PrefixTree:
         call = "PrefixTree.from_groups"
         least = whole(min_shared, "min_shared", 1, call)
         tokens, prefixes = _whole(lengths, call, "lengths", 1), _whole(prefix_lengths, call, "prefix_lengths", 1)
-        if not isinstance(groups, Iterable) or isinstance(groups, str | bytes | set | frozenset | dict):
+        no_list = isinstance(groups, str | bytes | set | frozenset | dict) or getattr(groups, "ndim", 1) == 0
+        if no_list or not isinstance(groups, Iterable):
             raise LayoutError(f"{call}: groups are {said(groups)}; expected one label for each row. Pass a list.")
         given = cast("Any", groups)
         labels: list[Any] = given.tolist() if hasattr(given, "tolist") else list(given)
@@ -134,7 +135,7 @@ class PrefixTree:
         order = np.argsort(of_row, kind="stable")
         first = np.append(True, np.diff(of_row[order]) != 0)[: order.size]
         shared = np.where(first, 0, smallest[of_row[order]])
-        return cls(tokens, order, np.where(shared < least, 0, shared))
+        return cls(tokens + 0, order, np.where(shared < least, 0, shared))
 
     def take(self, rows: Rows) -> PrefixTree:
         """The tree of some rows, numbered anew in the order given."""

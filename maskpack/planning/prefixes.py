@@ -77,7 +77,16 @@ class SharedAmounts:
         if work is None:
             return cls(tree, tree.lengths, tree.shared)
         of_rows, of_shared = (row_costs(work, n, call, "amounts of work") for n in (tree.lengths, tree.shared))
-        return cls(tree, of_rows, np.where(tree.shared > 0, of_shared, 0))
+        of_shared = np.where(tree.shared > 0, of_shared, 0)
+        less = np.flatnonzero(of_rows[tree.order] < of_shared)
+        if less.size:
+            row = int(tree.order[less[0]])
+            raise PlanError(
+                f"{call}: work is {of_rows[row]} for the {tree.lengths[row]} tokens of row {row}, and "
+                f"{of_shared[less[0]]} for {tree.shared[less[0]]} of them; expected no less for more tokens. Pass a "
+                "function that does not decrease, such as a FlopsModel."
+            )
+        return cls(tree, of_rows, of_shared)
 
     def of_parts(self, parts: Sequence[Sequence[int]]) -> npt.NDArray[Any]:
         """[parts]: the amount of the rows of each."""

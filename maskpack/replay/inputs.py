@@ -136,7 +136,12 @@ class PackedInputs:
         if tree is not None and tree.num_tokens == sequence.num_tokens:  # nothing is shared
             tree = None
         if tree is not None:
-            source = torch.from_numpy(tree.source)
+            source, copied = torch.from_numpy(tree.source), torch.from_numpy(tree.source[tree.of_row_token])
+            if not all(torch.equal(x.index_select(0, copied), x) for x in (ids, positions)):
+                raise ReplayError(
+                    f"{call}: rows have other tokens or positions than their prefix tree; expected the same. This is a "
+                    "defect of maskpack: report it, and leave share_prefixes out."
+                )
             ids, positions = ids.index_select(0, source), positions.index_select(0, source)
             predict, scores, copies = _once(tree.of_row_token[predict], tree.of_row_token[scores], tree.num_tokens)
         bounds = np.unique(sequence.row_offsets) if tree is None else np.append(tree.nodes.starts, tree.num_tokens)

@@ -1,4 +1,5 @@
-"""Random tables through the compiled core alone, against lists of words: encode, decode packed and padded, split, take.
+"""Random tables through the compiled core alone, against lists of words: encode, decode packed and padded, split, take;
+and rows in the order of a trie.
 
     python tests/core/fuzz_core.py LIBRARY FIRST_SEED COUNT
 
@@ -230,8 +231,35 @@ def run(core: Core, seed: int) -> None:
                 core.packed(int(fields[at]), table._replace(entries=part), own, truth[at][low:high])
 
 
+def order(core: Core, seed: int) -> None:
+    """Of random rows, which begin with tokens of rows before them: any two share the least of what lies between."""
+    rng = np.random.default_rng(seed)
+    ids: list[list[int]] = []
+    words = [[0, 1], [-(2**63), 2**63 - 1, -1, 0], list(range(60))][rng.integers(3)]
+    for _ in range(rng.integers(0, 12)):
+        before = ids[rng.integers(len(ids))] if ids else []
+        ids.append(before[: rng.integers(0, len(before) + 1)] + rng.choice(words, rng.integers(0, 70)).tolist())
+    items = int(rng.integers(0, 3))
+    rows = [[(word, *(rng.random(items) < 0.01).tolist()) for word in row] for row in ids]
+    flat = np.array([token for row in rows for token in row], np.int64).reshape(-1, 1 + items)
+    tokens, beside = flat[:, 0].copy(), flat[:, 1:].copy()
+    bounds = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+    out = np.full((2, len(rows) + 1), -7, np.int64)
+    places = address(tokens), address(beside), items, address(bounds), len(rows), address(out), address(out[1])
+    assert core.call("order_prefixes", *places) == 0
+    assert (out[:, -1] == -7).all()
+    assert sorted(out[0, :-1]) == list(range(len(rows)))
+    for first, one in enumerate(out[0, :-1]):
+        for last in range(first + 1, len(rows)):
+            pairs = itertools.takewhile(
+                lambda pair: pair[0] == pair[1], zip(rows[one], rows[out[0, last]], strict=False)
+            )
+            assert len(list(pairs)) == out[1, first + 1 : last + 1].min()
+
+
 if __name__ == "__main__":
     library, first, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda number: run(Core(library), number), range(first, first + count)))
+        list(pool.map(lambda number: order(Core(library), number), range(first, first + count)))
     print("no difference")

@@ -181,6 +181,14 @@ def test_ids_of_any_kind(kind: Any) -> None:
     assert tree.num_tokens == 3
 
 
+def test_many_rows_of_equal_ids_at_other_positions() -> None:
+    """In order n log n: comparing each with each takes a minute."""
+    rows, length = 40_000, 4
+    positions = (np.arange(rows)[:, None] // 2 * 3 + np.arange(length)).reshape(-1)
+    tree = PrefixTree.from_ids(np.ones(positions.size, int), np.arange(rows + 1) * length, positions, min_shared=1)
+    assert tree.num_tokens == rows * length // 2
+
+
 def test_a_deep_tree_does_not_recurse() -> None:
     rows = [tuple([0] * n) for n in range(3000)]
     tree = tree_of(rows)
@@ -263,6 +271,16 @@ def test_groups_and_ids_give_one_tree() -> None:
         assert PrefixTree.from_groups(lengths, labels, prefix).num_tokens == by_ids.num_tokens
 
 
+def test_a_tree_has_arrays_of_its_own() -> None:
+    ids, bounds, lengths, prefixes = (np.array(x) for x in ([1, 2, 1, 3], [0, 2, 4], [2, 2], [1, 1]))
+    by_ids = PrefixTree.from_ids(ids, bounds, min_shared=1)
+    by_groups = PrefixTree.from_groups(lengths, ["a", "a"], prefixes, min_shared=1)
+    for array in (ids, bounds, lengths, prefixes):
+        array[:] = 0
+    for tree in (by_ids, by_groups):
+        assert (tree.lengths.tolist(), tree.num_tokens, tree.row_offsets.tolist()) == ([2, 2], 3, [0, 2, 4])
+
+
 # -------------------------------------------------------------------- errors
 
 
@@ -276,6 +294,7 @@ def test_groups_and_ids_give_one_tree() -> None:
         (([1, 2], [1, 2]), "row_offsets run from [1] to [2]; expected to rise from 0 to 2"),
         (([1, 2], [0, 2, 1, 2]), "row_offsets run from [0] to [2]; expected to rise from 0 to 2"),
         (([1, 2], []), "row_offsets run from [] to []; expected to rise from 0 to 2"),
+        (([1, 2], [0, 2**63 - 1, -2, 2]), "row_offsets run from [0] to [2]; expected to rise from 0 to 2"),
         (
             ([1, 2], [0, 2], [1]),
             "positions are (1,) for 2 tokens; expected (T,) or (T, n). Give one or several for each",
@@ -315,6 +334,8 @@ def test_ids_that_are_none(arguments: Any, words: str) -> None:
         (([3, 4], "aa", [1, 1]), "groups are 'aa'; expected one label for each row. Pass a list."),
         (([3, 4], None, [1, 1]), "groups are None; expected one label for each row. Pass a list."),
         (([3, 4], {1, 2}, [1, 1]), "groups are a set; expected one label for each row. Pass a list."),
+        (([3], np.array(7), [1]), "groups are an array; expected one label for each row. Pass a list."),
+        (([3], torch.tensor(7), [1]), "groups are a Tensor; expected one label for each row. Pass a list."),
         (
             ([3, 4], [[1], [2]], [1, 1]),
             "groups hold unhashable type: 'list'; expected labels, such as uids. Pass strings",

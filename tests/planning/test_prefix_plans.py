@@ -591,3 +591,11 @@ def test_options_with_a_tree(options: dict[str, Any], words: str) -> None:
 def test_ranks_that_are_none(ranks: Any) -> None:
     with pytest.raises(PlanError, match=r"^balance_rows: ranks is .*; expected a whole number from 1"):
         plan_ranks([3, 2], ranks, 5, cost="prefix", tree=TREE)
+
+
+def test_work_that_decreases_with_length_is_refused() -> None:
+    words = r"^plan_micro_batches: work is 1.0 for the 9 tokens of row 1, and 2.0 for 8 of them; expected no less"
+    tree = PrefixTree.from_groups([10, 9], ["a", "a"], [8, 8], min_shared=1)
+    for call in (plan_micro_batches, lambda lengths, *given, **more: plan_ranks(lengths, 2, *given, **more)):
+        with pytest.raises(PlanError, match=words):
+            call([10, 9], 20, cost="prefix", tree=tree, work=lambda n: 10.0 - n)

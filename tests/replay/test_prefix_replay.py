@@ -21,6 +21,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 import maskpack as mp
+from maskpack.core import native
 from maskpack.errors import ReplayError
 from maskpack.planning import plan_micro_batches
 from maskpack.replay import PackedInputs, prefix_tree, response_log_probs, response_values
@@ -432,7 +433,7 @@ def test_without_packing_rows_share_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     model, plain = pair(qwen3)
     monkeypatch.setenv("MASKPACK_PACKED_REPLAY", "0")
     rows = ROWS["groups"]
-    seen = response_log_probs(replayable(model), batch_of(rows), share_prefixes=True, self_check=True)
+    seen = response_log_probs(replayable(model), batch_of(rows), share_prefixes=True, min_shared=1, self_check=True)
     assert float((seen.values() - truth_of(plain, rows)).detach().abs().max()) <= 5e-6
 
 
@@ -477,6 +478,30 @@ def test_dropout_without_a_layer_is_refused_in_train_mode() -> None:
     refused("has dropout (hidden_dropout) and is in train mode; expected none", replayable(model))
 
 
+def test_dropout_of_a_part_in_train_mode_is_refused() -> None:
+    model, _ = pair(llama)
+    mlp = model.model.layers[0].mlp
+    mlp.down_proj = torch.nn.Sequential(mlp.down_proj, torch.nn.Dropout(0.3))
+    mlp.train()
+    refused("has dropout (layers.0.mlp.down_proj.1) and is in train mode", replayable(model))
+
+
+@pytest.mark.parametrize("option", ["residual_dropout", "router_jitter_noise", "drop_path_rate"])
+def test_options_of_dropout_and_noise_are_refused_in_train_mode(option: str) -> None:
+    model, _ = pair(llama)
+    setattr(model.config, option, 0.1)
+    ready = replayable(model.train())
+    refused(f"has dropout ({option}) and is in train mode", ready)
+    setattr(model.config, option, 0.0)
+    model.config.classifier_dropout = model.config.summary_first_dropout = 0.1
+    response_log_probs(ready, batch_of(ROWS["groups"]), share_prefixes=True, min_shared=1)
+
+
+def test_residual_dropout_that_layers_apply_by_a_function_is_refused() -> None:
+    sizes = TINY | {"head_dim": 8, "attention_dropout": 0.0}
+    refused("has dropout (residual_dropout)", replayable(tf.SeedOssForCausalLM(tf.SeedOssConfig(**sizes)).train()))
+
+
 def test_attention_dropout_is_refused_in_train_mode() -> None:
     model, _ = pair(llama, attention_dropout=0.1)
     model.train()
@@ -499,6 +524,25 @@ def test_a_model_that_keeps_the_tree_from_its_attention_is_refused() -> None:
     own = layer.forward
     layer.forward = lambda *args, **kwargs: own(*args, **{k: v for k, v in kwargs.items() if k != "prefix_tree"})
     refused("does not pass the tree of shared prefixes on to its attention", ready)
+
+
+def test_a_model_that_gives_its_attention_another_tree_is_refused() -> None:
+    model, _ = pair(qwen3)
+    ready = replayable(model)
+    layer = model.model.layers[1].self_attn
+    own = layer.forward
+    other = prefix_tree(batch_of(ROWS["groups"]), min_shared=1)
+    layer.forward = lambda *args, **kwargs: own(*args, **kwargs | {"prefix_tree": other})
+    refused("does not pass the tree of shared prefixes on to its attention", ready)
+
+
+def test_a_window_that_the_attention_is_not_told_counts_whole_rows() -> None:
+    model, _ = pair(llama)
+    rows = [([5, 6, 7, 8, 9, 10], [11, 12, 13, 14]), ([5, 6, 7, 8, 9, 10], [15, 16, 17])]
+    assert PackedInputs.of(batch_of(rows), share_prefixes=True, min_shared=1).max_seqlen == 6
+    model.config.sliding_window = 7
+    with pytest.raises(ReplayError, match="a window of 7 tokens that it does not tell its attention, and a row has 10"):
+        response_log_probs(replayable(model), batch_of(rows), share_prefixes=True, min_shared=1)
 
 
 def test_a_model_that_does_not_know_trees_is_refused() -> None:
@@ -575,6 +619,21 @@ def test_the_self_check_sees_a_wrong_tree(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(adapter, "packed_attention", lambda *given, tree, **more: attention(*given, **more))
     model, _ = pair(qwen3)
     refused("log-probs of Qwen3ForCausalLM are off by", replayable(model))
+
+
+def test_a_tree_of_other_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The self-check does not see it: it compares the tokens of the tree."""
+    model, _ = pair(qwen3)
+    rows = [([5, 6, 7], [8, 9, 10]), ([5, 6, 7], [11, 9, 10])]
+    order = native.order_prefixes
+
+    def one_more(*given: Any) -> tuple[Any, Any]:
+        rows_of, shared = order(*given)
+        return rows_of, shared + (shared > 0)
+
+    monkeypatch.setattr(native, "order_prefixes", one_more)
+    with pytest.raises(ReplayError, match="rows have other tokens or positions than their prefix tree"):
+        response_log_probs(replayable(model), batch_of(rows), share_prefixes=True, min_shared=1)
 
 
 def test_the_self_check_sees_wrong_positions(monkeypatch: pytest.MonkeyPatch) -> None:

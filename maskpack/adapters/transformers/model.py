@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -49,19 +50,8 @@ _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id", "image_to
 _CHANGING = ("dynamic", "longrope")
 """RoPE types whose frequencies depend on the longest row."""
 _DROPOUT_LAYERS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_DROPOUTS = (
-    *(
-        "dropout",
-        "hidden_dropout",
-        "hidden_dropout_prob",
-        "resid_pdrop",
-        "resid_dropout",
-        "embd_pdrop",
-        "embed_dropout",
-    ),
-    *("embedding_dropout", "ffn_dropout", "activation_dropout", "layerdrop", "attention_dropout", "attn_pdrop"),
-)
-"""Options of dropout that some models apply without a layer of it."""
+_RANDOM = re.compile("^(?!classifier|summary).*(drop|jitter)")
+"""Options of dropout and noise, which some models apply without a layer of it; those of other heads have no effect."""
 _PADDED = "Replay it padded: MASKPACK_PACKED_REPLAY=0."
 _KNOWN = ("cu_seq_lens_q", "cu_seq_lens_k", "position_ids", "cache_position")
 """Tensors that an attention accepts. Others would change its result (sinks, biases, sparse indices)."""
@@ -503,13 +493,14 @@ def _check_rows(model: Any, config: Any, ids: Tensor, longest: int) -> None:
 
 def _check_dropout(model: Any, base: Any, config: Any) -> None:
     """Checks that rows do not need random numbers of their own for the tokens that they share."""
-    if not base.training:
+    if not any(part.training for part in base.modules()):
         return
     layers = [
         name for name, part in base.named_modules()
         if isinstance(part, _DROPOUT_LAYERS) and part.p and part.training
     ]  # fmt: skip
-    options = [name for name in _DROPOUTS if getattr(config, name, None)]
+    given = cast("dict[str, Any]", vars(config))
+    options = [name for name in given if _RANDOM.match(name) and isinstance(given[name], int | float) and given[name]]
     if layers or options:
         raise ReplayError(
             f"replayable: {type(model).__name__} has dropout ({', '.join([*layers[:4], *options])}) and is in train "
