@@ -57,6 +57,8 @@ class PrefixTree:
         self.lengths = lengths
         self.order = order
         self.shared = shared
+        for array in (lengths, order, shared):
+            array.setflags(write=False)
 
     # ---------------------------------------------------------------- constructors
 
@@ -138,7 +140,9 @@ class PrefixTree:
         return cls(tokens + 0, order, np.where(shared < least, 0, shared))
 
     def take(self, rows: Rows) -> PrefixTree:
-        """The tree of some rows, numbered anew in the order given."""
+        """The tree of some rows, numbered anew in the order given. Its branches are among those of this tree. `from_ids`
+        of these rows may make others: where branches are close, a row may share up to `min_shared - 1` tokens less.
+        """
         index = row_index(rows, self.num_rows, "PrefixTree.take")
         places = np.empty(self.num_rows, np.int64)
         places[self.order] = np.arange(self.num_rows)
@@ -174,17 +178,20 @@ class PrefixTree:
         """int64 [tokens of the tree]: the token of the rows that each of them is, the first that there is."""
         return ranges(self.row_offsets[self.order] + self.shared, self.lengths[self.order] - self.shared)
 
-    @property
-    def nodes(self) -> PrefixNodes:
-        """The nodes of the tree."""
-        return self._built[0]
-
     @cached_property
     def of_row_token(self) -> IntArray:
         """int64 [tokens of all rows]: the token of the tree that each is."""
-        stretches = self._built[1]
         out = np.empty(int(self.row_offsets[-1]), np.int64)
-        out[ranges(self.row_offsets[self.order], self.lengths[self.order])] = ranges(stretches[:, 0], stretches[:, 1])
+        path = np.empty(
+            int(self.lengths.max(initial=0)), np.int64
+        )  # the tokens of a row; the next one keeps what it shares
+        token = 0
+        for row, shared in zip(self.order.tolist(), self.shared.tolist(), strict=True):
+            begin, end = self.row_offsets[row : row + 2].tolist()
+            length = end - begin
+            path[shared:length] = np.arange(token, token + length - shared)
+            out[begin:end] = path[:length]
+            token += length - shared
         return out
 
     @cached_property
@@ -198,15 +205,13 @@ class PrefixTree:
         return ranges(self.nodes.depths, self.nodes.counts)
 
     @cached_property
-    def _built(self) -> tuple[PrefixNodes, IntArray]:
-        """The nodes; and where the tokens of the rows are, one row of `order` after the other: int64 [n, 2], the first
-        tokens of stretches and their counts. The path to the last token of a row is a stack of nodes:
+    def nodes(self) -> PrefixNodes:
+        """The nodes of the tree. The path to the last token of a row is a stack of nodes:
 
         row k shares s tokens   nodes from s on are closed; the one over s is cut there; the rest of the row is a node
         """
         path: list[list[int]] = []  # nodes [depth, depth after it, first token]
         closed: list[tuple[int, int, int, int]] = []  # first token, tokens, depth, end of the subtree
-        stretches: list[tuple[int, int]] = []
         token = 0
         for shared, length in zip(self.shared.tolist(), self.lengths[self.order].tolist(), strict=True):
             while path and path[-1][0] >= shared:
@@ -219,13 +224,11 @@ class PrefixTree:
             if length > shared:
                 path.append([shared, length, token])
                 token += length - shared
-            stretches += [(first, after - depth) for depth, after, first in path]
         closed += [(first, after - depth, depth, token) for depth, after, first in path]
         table: IntArray = np.array(sorted(closed), np.int64).reshape(-1, 4)
         starts, counts, depths, ends = (table[:, column] for column in range(4))
         levels = np.arange(starts.size) - np.searchsorted(np.sort(ends), starts, side="right")
-        nodes = PrefixNodes(starts, counts, ends, depths, levels)
-        return nodes, np.array(stretches, np.int64).reshape(-1, 2)
+        return PrefixNodes(starts, counts, ends, depths, levels)
 
 
 def _contracted(shared: IntArray, least: int) -> IntArray:
@@ -256,5 +259,5 @@ def _whole(values: Any, call: str, name: str, most_dims: int) -> IntArray:
     """Contiguous int64, of 1 to `most_dims` dims."""
     array = host_array(values, name, call)
     if not 1 <= array.ndim <= most_dims or (array.size and array.dtype.kind not in "iu"):
-        raise LayoutError(f"{call}: {name} are {array.dtype} {array.shape}; expected whole numbers. Give one a token.")
+        raise LayoutError(f"{call}: {name} are {array.dtype} {array.shape}; expected whole numbers. Pass integers.")
     return np.ascontiguousarray(array, np.int64)

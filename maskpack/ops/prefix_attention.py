@@ -68,7 +68,7 @@ _tables: WeakKeyDictionary[PrefixTree, dict[Hashable, Any]] = WeakKeyDictionary(
 """Index tensors by tree. The layers of a forward pass share them, and they are released with the tree."""
 
 
-def _once(function: Callable[..., Any]) -> Callable[..., Any]:
+def _kept_with_tree(function: Callable[..., Any]) -> Callable[..., Any]:
     """Keeps the results of a function of a tree and other arguments, as long as the tree."""
 
     @functools.wraps(function)
@@ -82,7 +82,7 @@ def _once(function: Callable[..., Any]) -> Callable[..., Any]:
     return kept
 
 
-@_once
+@_kept_with_tree
 def levels(tree: PrefixTree, device: torch.device) -> list[Level]:
     """The levels of a tree that have nodes below them."""
     nodes = tree.nodes
@@ -102,7 +102,7 @@ def depth_of(tree: PrefixTree) -> int:
     return int(nodes.levels[nodes.ends > nodes.starts + nodes.counts].max(initial=-1)) + 1
 
 
-@_once
+@_kept_with_tree
 def key_rows(tree: PrefixTree, tokens: int, window: int | None, device: torch.device) -> tuple[Tensor, Bounds]:
     """The keys that each node sees, int64 [K], those of the nodes above it first, and the bounds. Tokens after the tree
     are a row of their own."""
@@ -116,7 +116,7 @@ def key_rows(tree: PrefixTree, tokens: int, window: int | None, device: torch.de
     return _sent(np.concatenate([keys, rest]), device), bounds
 
 
-@_once
+@_kept_with_tree
 def visibility(tree: PrefixTree, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """`end` and `depth` of all tokens, int32 [tokens]. Those after the tree see each other."""
     rest = np.arange(tree.num_tokens, tokens)

@@ -170,7 +170,7 @@ class PackingProblem:
         return np.flatnonzero(over).tolist()
 
     def costs(self, bins: Sequence[Sequence[int]]) -> FloatArray:
-        """float64 [bins]: the cost of each, in fractions of the budget."""
+        """float64 [bins]: the cost of each, in fractions of the budget; tokens with a tree."""
         if self.trie is not None:
             return self._of_rows(self.trie, bins)
         if not self.padded:

@@ -72,7 +72,8 @@ def plan_micro_batches(
             tokens.
         num_updates: the number of optimizer updates. They are consecutive parts of the rows, as equal as groups allow;
             an update without rows has no micro-batches.
-        groups: labels [B]. Rows with one label stay in one micro-batch. With a tree, they replace the rows that share.
+        groups: labels [B]. Rows with one label stay in one micro-batch; with a tree, they do instead of rows that
+            share a prefix.
         multiple_of: the number of micro-batches of an update is a multiple of it (pipeline stages).
         min_count: the smallest number of micro-batches of an update.
         max_rows: the largest number of rows of a micro-batch.
@@ -343,7 +344,8 @@ class MicroBatchPlan:
     def metrics(self) -> dict[str, float]:
         """A flat dict for a logger, of how full the micro-batches are. `fill` is the fraction of valid tokens if each
         micro-batch were padded to its longest row; `imbalance` is the largest work of a micro-batch over the mean of
-        its update, the largest of all updates. `shared_tokens`, with a tree, are those that replay does not compute."""
+        its update, the largest of all updates. With a tree, `shared_tokens` counts the tokens that replay does not
+        compute again."""
         used = [rows for rows, dummy in zip(self.micro_batches, self.is_dummy, strict=True) if not dummy]
         tokens = int(self.lengths.sum())
         padded = sum(len(rows) * int(self.lengths[rows].max()) for rows in used)

@@ -53,8 +53,9 @@ def plan_ranks(
         lengths: integers [B] on the host, the valid tokens of each row of the whole batch: prompt plus response.
         ranks: the number of DP ranks.
         equal_rows, seed: options of `balance_rows`, which balances `work`, by default tokens.
-        tree: the PrefixTree of all rows, with cost="prefix". Rows that share a prefix go to one rank, unless ranks are
-            more alike if they are cut; `equal_rows` counts such parts. Ranks balance the tokens of their tries.
+        tree: the PrefixTree of all rows, with cost="prefix". Rows that share a prefix go to one rank, unless ranks
+            balance better if they are cut; `equal_rows` equalizes such parts, not rows. Ranks balance the tokens of
+            their tries.
         own_lengths: whether `lengths` may differ from the layouts of the batch. Otherwise a WorkerGroup compares them.
         token_budget: of each rank. This and the other arguments are those of `plan_micro_batches`; `groups` and
             `loss_tokens` are [B], and loss weights count the rows of all ranks.

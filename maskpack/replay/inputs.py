@@ -143,7 +143,9 @@ class PackedInputs:
                     "defect of maskpack: report it, and leave share_prefixes out."
                 )
             ids, positions = ids.index_select(0, source), positions.index_select(0, source)
-            predict, scores, copies = _once(tree.of_row_token[predict], tree.of_row_token[scores], tree.num_tokens)
+            predict, scores, copies = _scored_once(
+                tree.of_row_token[predict], tree.of_row_token[scores], tree.num_tokens
+            )
         bounds = np.unique(sequence.row_offsets) if tree is None else np.append(tree.nodes.starts, tree.num_tokens)
         tokens = ids.shape[0]
         tail = -tokens % multiple_of or (0 if tokens else multiple_of)
@@ -270,7 +272,7 @@ class _Rows:
         return PrefixTree.from_ids(self.ids.numpy(), self.sequence.row_offsets, positions, min_shared=min_shared)
 
 
-def _once(predict: IntArray, scores: IntArray, tokens: int) -> tuple[IntArray, IntArray, IntArray]:
+def _scored_once(predict: IntArray, scores: IntArray, tokens: int) -> tuple[IntArray, IntArray, IntArray]:
     """Outputs `predict` [n] that score tokens `scores` [n] of a tree, each token once: both [N], and which of the N
     each of the n is. A token has one output that scores it: at the token before it in the tree."""
     scored = np.zeros(tokens, np.bool_)

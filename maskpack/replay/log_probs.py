@@ -31,7 +31,10 @@ from maskpack.replay.inputs import NoPrompt, PackedInputs
 
 
 class ReplayModel(Protocol):
-    """The interface that replay needs of a causal language model. `adapters.transformers.replayable` returns one."""
+    """The interface that replay needs of a causal language model. `adapters.transformers.replayable` returns one.
+
+    A model that supports `PackedInputs.tree`, by `packed_attention(tree=)`, also has `shares_prefixes = True`.
+    """
 
     @property
     def device(self) -> torch.device:
@@ -55,8 +58,6 @@ class ReplayModel(Protocol):
         """Compares one packed row with the forward pass of that row alone: the first time, or `again`. Raises
         ReplayError."""
         ...
-
-    # A model that supports `PackedInputs.tree`, by `packed_attention(tree=)`, has `shares_prefixes = True`.
 
 
 if TYPE_CHECKING:

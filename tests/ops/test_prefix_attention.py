@@ -205,6 +205,15 @@ def test_a_level_is_a_call() -> None:
     assert prefix_attention.depth_of(problem.tree) == 10
 
 
+@pytest.mark.parametrize(("window", "cap"), OPTIONS)
+def test_windows_and_caps_are_not_merged(window: Any, cap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that are merged know neither."""
+    monkeypatch.setattr(attention, "_merging_kernel", lambda *given: Plain())
+    problem = Problem(TRIES["a deep trie"])
+    truth = problem.results(problem.naive, window, cap)
+    assert apart(problem.results(problem.ours, window, cap), truth) < 1e-12
+
+
 def test_tables_are_made_once_and_released_with_their_tree() -> None:
     problem = Problem(TRIES["groups"])
     for window in (None, 2, None, 2):
@@ -272,6 +281,10 @@ BAD = {
     "tokens of another tree": (
         lambda p: {"tree": Problem([[1] * 40]).tree},
         "tree is 40 tokens in 1 nodes, for 11 tokens",
+    ),
+    "fewer tokens": (
+        lambda p: {"tree": Problem([[5, 6, 7, 7] + [8] * n for n in (0, 1, 4)] + [[9, 10], [9, 11, 12]]).tree},
+        "nodes, for 11 tokens",
     ),
     "other bounds": (
         lambda p: {"tree": Problem([[1] * 8, [2] * 3]).tree},

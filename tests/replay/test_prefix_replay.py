@@ -636,7 +636,7 @@ def test_a_tree_of_other_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         response_log_probs(replayable(model), batch_of(rows), share_prefixes=True, min_shared=1)
 
 
-def test_the_self_check_sees_wrong_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_positions_give_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = pair(qwen3)
     of = PackedInputs.of.__func__
 
