@@ -140,9 +140,9 @@ class PrefixTree:
         return cls(tokens + 0, order, np.where(shared < least, 0, shared))
 
     def take(self, rows: Rows) -> PrefixTree:
-        """The tree of some rows, numbered anew in the order given. Its branches are among those of this tree. `from_ids`
-        of these rows may make others: where branches are close, a row may share up to `min_shared - 1` tokens less.
-        """
+        """The tree of some rows, numbered anew in the order given. Its branches are among those of this tree.
+        `from_ids` of these rows may make others: where branches are close, a row may share up to `min_shared - 1`
+        tokens less."""
         index = row_index(rows, self.num_rows, "PrefixTree.take")
         places = np.empty(self.num_rows, np.int64)
         places[self.order] = np.arange(self.num_rows)
