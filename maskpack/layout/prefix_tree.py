@@ -259,5 +259,8 @@ def _whole(values: Any, call: str, name: str, most_dims: int) -> IntArray:
     """Contiguous int64, of 1 to `most_dims` dims."""
     array = host_array(values, name, call)
     if not 1 <= array.ndim <= most_dims or (array.size and array.dtype.kind not in "iu"):
-        raise LayoutError(f"{call}: {name} are {array.dtype} {array.shape}; expected whole numbers. Pass integers.")
+        shapes = "(n,)" if most_dims == 1 else "(n,) or (n, k)"
+        raise LayoutError(
+            f"{call}: {name} are {array.dtype} {array.shape}; expected integers {shapes}. Pass such an array."
+        )
     return np.ascontiguousarray(array, np.int64)

@@ -117,7 +117,7 @@ class PackedInputs:
         Raises:
             ReplayError: no token ids, a field of another shape or dtype, a response without a prompt, or an invalid
                 option.
-            LayoutError: a batch without a sequence and a response axis.
+            LayoutError: a batch without a sequence and a response axis; min_shared is no integer from 1.
         """
         call = "PackedInputs.of"
         flag(share_prefixes, "share_prefixes", call, ReplayError)

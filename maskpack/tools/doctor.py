@@ -187,8 +187,8 @@ def text(diagnosis: Diagnosis, file: str, gbit: float, base: str) -> str:
     counts = diagnosis.counts
     if counts is not None and counts.shared_tokens:
         out.append(
-            f"prefixes: {counts.shared_tokens / counts.tokens:.1%} of {counts.tokens:,} tokens are shared; "
-            "response_log_probs(share_prefixes=True) computes them once"
+            f"prefixes: {counts.shared_tokens / counts.tokens:.1%} of {counts.tokens:,} tokens repeat another row; "
+            "response_log_probs(share_prefixes=True) skips them"
         )
     out.append("")
     if diagnosis.suggestions:

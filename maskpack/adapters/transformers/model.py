@@ -504,8 +504,8 @@ def _check_dropout(model: Any, base: Any, config: Any) -> None:
     if layers or options:
         raise ReplayError(
             f"replayable: {type(model).__name__} has dropout ({', '.join([*layers[:4], *options])}) and is in train "
-            "mode; expected none: rows that share a token would share its random numbers. Set it to 0, call eval(), or "
-            "leave share_prefixes out."
+            "mode; expected none: rows that share a token would share its random numbers. Set it to 0, or call "
+            "eval()."
         )
 
 
