@@ -3,7 +3,6 @@ attention; and everything that must raise instead of giving other numbers."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import logging
@@ -27,41 +26,16 @@ from maskpack.planning import plan_micro_batches
 from maskpack.replay import PackedInputs, prefix_tree, response_log_probs, response_values
 
 tf = pytest.importorskip("transformers")
+import tiny_models  # noqa: E402
+from tiny_models import TINY, VOCABULARY, gemma3, llama, qwen3, qwen25_vl  # noqa: E402
+
 adapter = pytest.importorskip("maskpack.adapters.transformers.model")
 replayable = adapter.replayable
 
 Row = tuple[list[int], list[int]]
 """The ids of a prompt and of its response."""
-VOCABULARY = 97
 LIMITS = {torch.float32: (5e-6, 1e-5), torch.float64: (1e-10, 1e-10)}
 """The largest error of a log-prob, and of the gradient of a weight relative to its norm."""
-TINY = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
-VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32}
-MROPE = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}, "rope_theta": 10000.0}
-SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
-
-
-def qwen3(**more: Any) -> Any:
-    return tf.Qwen3ForCausalLM(tf.Qwen3Config(**TINY | {"head_dim": 8} | more))
-
-
-def llama(**more: Any) -> Any:
-    return tf.LlamaForCausalLM(tf.LlamaConfig(**TINY | more))
-
-
-def gemma3(**more: Any) -> Any:
-    return tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**TINY | {"head_dim": 8} | SLIDING | more))
-
-
-def qwen25_vl(**more: Any) -> Any:
-    config = tf.Qwen2_5_VLConfig(text_config=TINY | MROPE | more, vision_config=VISION)
-    return tf.Qwen2_5_VLForConditionalGeneration(config)
-
-
 MODELS = {make.__name__: make for make in (qwen3, llama, gemma3, qwen25_vl)}
 all_models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 
@@ -79,19 +53,9 @@ def wide_norms(model: Any) -> None:
             layer.forward = functools.partial(norm, layer)
 
 
-@functools.cache
-def _made(make: Callable[..., Any], dtype: torch.dtype, options: tuple[tuple[str, Any], ...]) -> Any:
-    torch.manual_seed(1)
-    model = make(**dict(options)).to(dtype).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(10 if weight.dim() > 1 else 1)  # so that log-probs differ
-    return model
-
-
 def pair(make: Callable[..., Any], dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
-    """Two copies of a model: one to be made replayable, one that keeps its own attention for the truth."""
-    both = tuple(copy.deepcopy(_made(make, dtype, tuple(sorted(options.items())))) for _ in range(2))
+    """As tiny_models.pair; in float64, norms are too."""
+    both = tiny_models.pair(make, dtype, **options)
     if dtype == torch.float64:
         for model in both:
             wide_norms(model)

@@ -27,38 +27,14 @@ from maskpack.layout.jagged import jagged
 from maskpack.replay import PackedInputs, response_log_probs, response_values
 
 tf = pytest.importorskip("transformers")
+from tiny_models import SLIDING, TINY, VOCABULARY, gemma3, llama, pair, qwen3, qwen25_vl  # noqa: E402
+
 adapter = pytest.importorskip("maskpack.adapters.transformers.model")
 Replayable, replayable = adapter.Replayable, adapter.replayable
 
-PROMPT, RESPONSE, VOCABULARY = 6, 9, 97
+PROMPT, RESPONSE = 6, 9
 LIMIT, GRADIENT_LIMIT = 5e-6, 1e-5
 ROWS = ((2, 3), (6, 9), (1, 0), (3, 4), (0, 0), (5, 1), (1, 1), (4, 7))
-TINY = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
-VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32}
-MROPE = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}, "rope_theta": 10000.0}
-SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
-
-
-def qwen3(**more: Any) -> Any:
-    return tf.Qwen3ForCausalLM(tf.Qwen3Config(**TINY | {"head_dim": 8} | more))
-
-
-def llama(**more: Any) -> Any:
-    return tf.LlamaForCausalLM(tf.LlamaConfig(**TINY | more))
-
-
-def gemma3(**more: Any) -> Any:
-    """Its sliding layers see 4 tokens of rows of up to 15."""
-    return tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**TINY | {"head_dim": 8} | SLIDING | more))
-
-
-def qwen25_vl(**more: Any) -> Any:
-    config = tf.Qwen2_5_VLConfig(text_config=TINY | MROPE | more, vision_config=VISION)
-    return tf.Qwen2_5_VLForConditionalGeneration(config)
 
 
 def gpt2(**more: Any) -> Any:
@@ -79,22 +55,6 @@ def gpt2(**more: Any) -> Any:
 
 MODELS = {make.__name__: make for make in (qwen3, llama, gemma3, qwen25_vl, gpt2)}
 all_models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-
-
-@functools.cache
-def _made(make: Callable[..., Any], dtype: torch.dtype, options: tuple[tuple[str, Any], ...]) -> Any:
-    torch.manual_seed(1)
-    model = make(**dict(options)).to(dtype).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(10 if weight.dim() > 1 else 1)  # so that log-probs differ
-    return model
-
-
-def pair(make: Callable[..., Any], dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
-    """Two copies of a model: one to be made replayable, one that keeps its own attention for the truth."""
-    made = _made(make, dtype, tuple(sorted(options.items())))
-    return copy.deepcopy(made), copy.deepcopy(made)
 
 
 @pytest.fixture(scope="module", autouse=True)
