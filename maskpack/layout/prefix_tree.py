@@ -74,7 +74,7 @@ class PrefixTree:
                 joined there.
 
         Raises:
-            LayoutError: arrays of other shapes or dtypes, or offsets that do not rise from 0 to T.
+            LayoutError: arrays of other shapes or dtypes, offsets that do not rise from 0 to T, or min_shared below 1.
         """
         call = "PrefixTree.from_ids"
         least = whole(min_shared, "min_shared", 1, call)
@@ -106,7 +106,8 @@ class PrefixTree:
             min_shared: as for `from_ids`.
 
         Raises:
-            LayoutError: other numbers of labels or lengths than rows, or a prefix that is longer than its row.
+            LayoutError: other numbers of labels or lengths than rows, a prefix that is longer than its row, or a
+                min_shared below 1.
         """
         call = "PrefixTree.from_groups"
         least = whole(min_shared, "min_shared", 1, call)
@@ -171,6 +172,12 @@ class PrefixTree:
         """int64 [B + 1]: the first token of each row among those of all rows, one row after the other."""
         return cumulated(self.lengths)
 
+    @cached_property
+    def num_levels(self) -> int:
+        """The number of levels that have nodes below them; 0 if rows share nothing."""
+        nodes = self.nodes
+        return int(nodes.levels[nodes.ends > nodes.starts + nodes.counts].max(initial=-1)) + 1
+
     # ---------------------------------------------------------------- tokens
 
     @cached_property
@@ -182,9 +189,7 @@ class PrefixTree:
     def of_row_token(self) -> IntArray:
         """int64 [tokens of all rows]: the token of the tree that each is."""
         out = np.empty(int(self.row_offsets[-1]), np.int64)
-        path = np.empty(
-            int(self.lengths.max(initial=0)), np.int64
-        )  # the tokens of a row; the next one keeps what it shares
+        path = np.empty(int(self.lengths.max(initial=0)), np.int64)  # of a row; the next keeps the part that it shares
         token = 0
         for row, shared in zip(self.order.tolist(), self.shared.tolist(), strict=True):
             begin, end = self.row_offsets[row : row + 2].tolist()

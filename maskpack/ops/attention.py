@@ -109,7 +109,8 @@ def packed_attention(
     if kernel is not None:
         return prefixes.merged_attention(query, key, value, bounds, tree, scale, kernel)
     index, bounds = prefixes.key_rows(tree, query.shape[0], window, query.device)
-    return run(query, key.index_select(0, index), value.index_select(0, index), bounds, scale, window, softcap, None)
+    keys, values = (prefixes.gather_rows(x, index) for x in (key, value))
+    return run(query, keys, values, bounds, scale, window, softcap, None)
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -183,7 +184,7 @@ def _for_flash_4(device: torch.device) -> bool:
 
 def _merging_kernel(query: Tensor, backend: str, tree: PrefixTree) -> prefixes.Kernel | None:
     """The kernel that attention over a tree is merged with; None where keys are gathered."""
-    if backend not in ("flash", "varlen") or prefixes.depth_of(tree) > prefixes.MOST_LEVELS:
+    if backend not in ("flash", "varlen") or tree.num_levels > prefixes.MOST_LEVELS:
         return None
     if backend == "flash" and _flash_package(query, None) == _FLASH_4:
         return prefixes.Flash4()
@@ -286,13 +287,13 @@ def _compiled_block_mask() -> Callable[..., Any]:
 
 
 _masks: Any = WeakTensorKeyDictionary()
-"""Block masks by bounds tensor, then by (tokens, window). The layers of a forward pass share one bounds tensor, and the
+"""Block masks by bounds tensor, then by (tokens, window, tree). The layers of a forward pass share one bounds tensor, and the
 masks are released with it."""
 
 
 def _block_mask(bounds: Tensor, tokens: int, window: int | None, tree: PrefixTree | None) -> Any:
     known: dict[Any, Any] = _masks.setdefault(bounds, {})
-    key = tokens, window, tree is None
+    key = tokens, window, tree
     if key not in known:
         known[key] = _new_block_mask(bounds, tokens, window, tree)
     return known[key]

@@ -88,18 +88,12 @@ def levels(tree: PrefixTree, device: torch.device) -> list[Level]:
     nodes = tree.nodes
     below = nodes.ends - nodes.starts - nodes.counts
     out: list[Level] = []
-    for level in range(depth_of(tree)):
+    for level in range(tree.num_levels):
         at = np.flatnonzero((nodes.levels == level) & (below > 0))
         queries, keys = ranges((nodes.starts + nodes.counts)[at], below[at]), ranges(nodes.starts[at], nodes.counts[at])
         bounds = _bounds(below[at], nodes.counts[at], device)
         out.append(Level(_sent(queries, device), _sent(keys, device), bounds))
     return out
-
-
-def depth_of(tree: PrefixTree) -> int:
-    """The number of levels of a tree that have nodes below them."""
-    nodes = tree.nodes
-    return int(nodes.levels[nodes.ends > nodes.starts + nodes.counts].max(initial=-1)) + 1
 
 
 @_kept_with_tree
@@ -131,6 +125,30 @@ def _bounds(queries: IntArray, keys: IntArray, device: torch.device) -> Bounds:
 
 def _sent(array: Any, device: torch.device) -> Tensor:
     return torch.from_numpy(array).to(device, non_blocking=True)
+
+
+# -------------------------------------------------------------------- gathered
+
+
+def gather_rows(x: Tensor, index: Tensor) -> Tensor:
+    """`x.index_select(0, index)` of indices that repeat, as those of shared tokens do. Gradients of a row are added in
+    float32 at least: in half precision, atomic additions would round after each, and lose small ones."""
+    return cast("Tensor", _Gathered.apply(x, index))
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.shape = x.shape
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> Any:
+        (index,), slope = ctx.saved_tensors, slopes[0]
+        wide = torch.promote_types(slope.dtype, torch.float32)
+        sums = torch.zeros(ctx.shape, dtype=wide, device=slope.device).index_add_(0, index, slope.to(wide))
+        return sums.to(slope.dtype), None
 
 
 # -------------------------------------------------------------------- merged

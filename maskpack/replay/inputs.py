@@ -111,7 +111,7 @@ class PackedInputs:
                 and "skip" leaves it unscored.
             device: the device of the inputs; by default that of the batch. The batch itself does not move.
             share_prefixes: whether tokens that begin several rows, with equal position ids, are there once. Ids and
-                positions are compared on the host; one synchronisation for a batch on CUDA.
+                positions are compared on the host; one synchronisation for each of the two if they are on CUDA.
             min_shared: as for `PrefixTree.from_ids`.
 
         Raises:
@@ -185,7 +185,8 @@ def prefix_tree(
     """The trie of the rows of a batch, for plans with cost="prefix".
 
     Args:
-        batch, input_ids, registry: as for `PackedInputs.of`. One synchronisation on CUDA.
+        batch, input_ids, registry: as for `PackedInputs.of`. One synchronisation for the ids and one for the positions
+            if they are on CUDA.
         min_shared: as for `PrefixTree.from_ids`, and for the replay that follows.
 
     Raises:

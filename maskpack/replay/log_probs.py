@@ -25,6 +25,7 @@ from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.response import ResponseAxis
 from maskpack.ops import pack_torch as plain
 from maskpack.ops import packed_log_probs
+from maskpack.ops.prefix_attention import gather_rows
 from maskpack.packed.batch import PackedBatch
 from maskpack.planning.plan import MicroBatchPlan
 from maskpack.replay.inputs import NoPrompt, PackedInputs
@@ -269,7 +270,9 @@ def _scoring_rows(call: str, model: ReplayModel, inputs: PackedInputs, self_chec
     hidden = model.hidden(inputs) if _packs(call) else _dense(model, inputs)
     if self_check is not False:
         model.self_check(inputs, hidden, self_check is True)
-    return hidden.index_select(0, inputs.predict)
+    if inputs.tree is None:
+        return hidden.index_select(0, inputs.predict)
+    return gather_rows(hidden, inputs.predict)  # the last token of a prompt scores a token of each response
 
 
 def _packs(call: str) -> bool:

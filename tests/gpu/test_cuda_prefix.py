@@ -139,6 +139,22 @@ def test_flex_attention_over_trees(rows: str, window: Any, softcap: Any, dtype: 
     check("flex", TRIES[rows], window=window, softcap=softcap, dtype=dtype, tail=5)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_many_rows_are_not_lost(backend: Any) -> None:
+    """A prefix of 512 rows, whose keys are copied for a window and whose gradients are of one sign."""
+    rows = [[1] * 40 + [10 + r] * 4 for r in range(512)]
+    tree, bounds, longest, (query, key, value), slope = problem(rows, 0, (4, 2), 64, torch.bfloat16)
+
+    def slopes_of(dtype: torch.dtype) -> Tensor:
+        leaf = value.to(dtype).requires_grad_()
+        options: Any = {"scale": 0.125, "window": 30, "backend": backend if dtype == torch.bfloat16 else "rows"}
+        out = packed_attention(query.to(dtype), key.to(dtype), leaf, bounds, longest, tree=tree, **options)
+        return torch.autograd.grad(out, leaf, slope.abs().to(dtype))[0][:40]
+
+    seen, truth = slopes_of(torch.bfloat16).double(), slopes_of(torch.float64)
+    assert float((seen - truth).norm() / truth.norm()) < 0.01
+
+
 def test_the_kernels_that_merge() -> None:
     tree, _, _, (query, *_), _ = problem(TRIES["groups"], 0, (8, 2), 64, torch.bfloat16)
     backend = backend_for(query, None)

@@ -141,6 +141,8 @@ TRIES = {
     "no sharing": [[5, 6], [7, 8, 9]],
     "identical rows": [[5, 6, 7]] * 3,
     "a deep trie": [[5] * n + [6] * 2 for n in range(1, 12)],
+    "eight levels": [[5] * n + [6] * 2 for n in range(1, 10)],
+    "nine levels": [[5] * n + [6] * 2 for n in range(1, 11)],
     "one row": [[5, 6, 7, 8]],
     "empty rows": [[], [5, 6], [5], []],
 }
@@ -164,6 +166,18 @@ def test_flex_attention_sees_the_same_tokens(rows: Any, window: Any, cap: Any) -
     problem = Problem(rows, tail=2)
     seen = problem.ours(*problem.qkv, window, cap, backend="flex")
     assert apart([seen], [problem.naive(*problem.qkv, window, cap)]) < 1e-12
+
+
+def test_masks_of_flex_attention_are_those_of_their_tree() -> None:
+    """Three nodes of a token each: siblings under one, and a chain."""
+    siblings, chain = Problem([[5, 6], [5, 7]]), Problem([[5], [5, 6], [5, 6, 7]])
+    assert torch.equal(siblings.bounds, chain.bounds)
+    chain.bounds = siblings.bounds
+    for problem in (siblings, chain, siblings):
+        seen = problem.ours(*problem.qkv, None, None, backend="flex")
+        assert apart([seen], [problem.naive(*problem.qkv, None, None)]) < 1e-12
+    alone = packed_attention(*siblings.qkv, siblings.bounds, 1, scale=SCALE, backend="flex")
+    assert apart([alone], [siblings.qkv[2].repeat_interleave(2, 1)]) < 1e-12
 
 
 @given(
@@ -202,7 +216,7 @@ def test_a_level_is_a_call() -> None:
     bounds = Bounds(problem.bounds, problem.bounds, problem.longest, problem.longest)
     merged_attention(*problem.qkv, bounds, problem.tree, SCALE, Counted())
     assert calls == [True] + [False] * 10
-    assert prefix_attention.depth_of(problem.tree) == 10
+    assert problem.tree.num_levels == 10
 
 
 @pytest.mark.parametrize(("window", "cap"), OPTIONS)
@@ -212,6 +226,45 @@ def test_windows_and_caps_are_not_merged(window: Any, cap: Any, monkeypatch: pyt
     problem = Problem(TRIES["a deep trie"])
     truth = problem.results(problem.naive, window, cap)
     assert apart(problem.results(problem.ours, window, cap), truth) < 1e-12
+
+
+def test_levels_are_rounded_once() -> None:
+    """Parts in bfloat16, of ten levels: a rounding after each would be off by several units in the last place."""
+    parts: list[tuple[Tensor, Tensor]] = []
+
+    class Rounded(Plain):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, causal: bool, scale: float) -> Any:
+            out, lse = super().forward(query.double(), key.double(), value.double(), bounds, causal, scale)
+            parts.append((out.bfloat16(), lse.float()))
+            return out.bfloat16(), lse.float()
+
+    problem = Problem([[5] * n + [6] * 40 for n in range(1, 12)])
+    bounds = Bounds(problem.bounds, problem.bounds, problem.longest, problem.longest)
+    seen = merged_attention(*(x.bfloat16() for x in problem.qkv), bounds, problem.tree, SCALE, Rounded())
+    (out, lse), *rest = [(x.double(), y.double()) for x, y in parts]
+    for level, (other, other_lse) in zip(prefix_attention.levels(problem.tree, torch.device("cpu")), rest, strict=True):
+        out, lse = merged_by_definition(out, lse, level.queries, other, other_lse)
+    assert seen.dtype == torch.bfloat16
+    half_a_unit = torch.finfo(torch.bfloat16).eps / 2
+    assert bool(((seen.double() - out).abs() <= 1.01 * half_a_unit * out.abs() + 1e-6).all())
+
+
+def test_gradients_of_repeated_rows_are_added_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where atomic additions round, as on a GPU, 1 + 2^-9 is 1 in bfloat16, however often it is added."""
+    added = torch.Tensor.index_add_
+
+    def rounding(sums: Tensor, dim: int, index: Tensor, rows: Tensor) -> Tensor:
+        for at, row in zip(index.tolist(), rows, strict=True):
+            added(sums, dim, torch.tensor([at]), row[None])
+        return sums
+
+    monkeypatch.setattr(torch.Tensor, "index_add_", rounding)
+    x = torch.zeros(2, 3, dtype=torch.bfloat16, requires_grad=True)
+    slopes = torch.full((513, 3), 2.0**-9)
+    slopes[0] = 1.0
+    prefix_attention.gather_rows(x, torch.ones(513, dtype=torch.int64)).backward(slopes.bfloat16())
+    assert x.grad is not None
+    assert x.grad.tolist() == [[0.0] * 3, [2.0] * 3]
 
 
 def test_tables_are_made_once_and_released_with_their_tree() -> None:
@@ -314,6 +367,8 @@ class OnGpu(Tensor):
         ("rows", torch.bfloat16, 64, "groups", None),
         ("varlen", torch.bfloat16, 12, "groups", None),
         ("varlen", torch.bfloat16, 64, "a deep trie", None),
+        ("varlen", torch.bfloat16, 64, "eight levels", "TorchFlash"),
+        ("varlen", torch.bfloat16, 64, "nine levels", None),
     ],
 )
 def test_the_kernel_that_merges(

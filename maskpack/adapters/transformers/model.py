@@ -106,12 +106,13 @@ def attention(
             "and nothing else. Pass no mask, set attention_dropout to 0, or replay padded: MASKPACK_PACKED_REPLAY=0."
         )
     hidden_window = _window(module) if sliding_window is None else None
-    longest_row = longest if tree is None else max(longest, int(tree.lengths.max()))
-    if hidden_window is not None and longest_row > hidden_window:
-        raise ReplayError(
-            f"{who}: the layer has a window of {hidden_window} tokens that it does not tell its attention, and a row "
-            f"has {longest_row}; expected sliding_window. {_PADDED}"
-        )
+    if hidden_window is not None:
+        longest_row = longest if tree is None else max(longest, int(tree.lengths.max()))
+        if longest_row > hidden_window:
+            raise ReplayError(
+                f"{who}: the layer has a window of {hidden_window} tokens that it does not tell its attention, and a "
+                f"row has {longest_row}; expected sliding_window. {_PADDED}"
+            )
     if value.shape[-1] != query.shape[-1]:
         raise ReplayError(
             f"{who}: values have heads of {value.shape[-1]}, queries of {query.shape[-1]}; expected one size. {_PADDED}"
