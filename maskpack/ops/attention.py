@@ -287,8 +287,8 @@ def _compiled_block_mask() -> Callable[..., Any]:
 
 
 _masks: Any = WeakTensorKeyDictionary()
-"""Block masks by bounds tensor, then by (tokens, window, tree). The layers of a forward pass share one bounds tensor, and the
-masks are released with it."""
+"""Block masks by bounds tensor, then by (tokens, window, tree). The layers of a forward pass share one bounds tensor,
+and the masks are released with it."""
 
 
 def _block_mask(bounds: Tensor, tokens: int, window: int | None, tree: PrefixTree | None) -> Any:

@@ -5,7 +5,7 @@
 merged    each node sees itself, in one causal call; then, level by level, all tokens below a node see it, in a call
           without a mask:  c d e f g -> a b,  e -> c d.  Results for a token are merged by their log-sum-exp; the
           backward pass of each call is its kernel's own, given the merged output and log-sum-exp (as in ring attention,
-          Liu et al., 2023). No key is copied.
+          Liu et al., 2023). Keys are not repeated.
 gathered  the keys of each node and of the nodes above it, as far as a window reaches, are copied to one row: for any
           kernel, any depth, windows and soft caps.
 """
