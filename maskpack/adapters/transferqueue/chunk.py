@@ -27,13 +27,13 @@ from maskpack.core.index import IntArray
 from maskpack.core.objects import Objects, Stowed, is_non_tensor, mapped
 from maskpack.core.pads import PAD_TOKEN_ID, PER_ROW
 from maskpack.errors import LayoutError
-from maskpack.fields.registry import MaskNestingRegistry
+from maskpack.fields.registry import MaskNestingRegistry, MaskNestingSpec
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import is_regular, jagged_all, jagged_from, offsets_of
 from maskpack.packed.batch import PackedBatch, compress
 from maskpack.packed.decode import decoded
 
-_FIELDS = MaskNestingRegistry(
+_PADDED = MaskNestingRegistry(
     {
         name: replace(spec, pad=[PER_ROW if pad is PAD_TOKEN_ID else pad for pad in spec.pads])
         for name, spec in RL_FIELDS.items()
@@ -41,6 +41,8 @@ _FIELDS = MaskNestingRegistry(
     RL_FIELDS.axes,
 )
 """RL_FIELDS for rows whose pad token nobody names."""
+_ROWS = MaskNestingRegistry({name: MaskNestingSpec(None, hints=spec.hints) for name, spec in RL_FIELDS.items()})
+"""RL_FIELDS for rows without padding: only the hints."""
 LARGE = 1 << 16
 """Bytes from which on a tensor inside a Python object is stored once for all samples that hold it."""
 
@@ -104,16 +106,17 @@ def packed(data: TensorDictBase, call: str) -> tuple[Chunk, dict[str, dict[str, 
     turned = frozenset(name for name, column in columns.items() if column.turned)
     if _is_padded(columns):
         try:
-            return Chunk(_compressed({name: column.given for name, column in columns.items()}, rows)), schema
+            return Chunk(_compressed({name: column.given for name, column in columns.items()}, rows, _PADDED)), schema
         except LayoutError:  # widths that do not fit the mask: the rows are stored as they are
             pass
     shared: dict[bytes, Tensor] = {}
-    return Chunk(_compressed({name: column.entry(shared) for name, column in columns.items()}, rows), turned), schema
+    fields = {name: column.entry(shared) for name, column in columns.items()}
+    return Chunk(_compressed(fields, rows, _ROWS), turned), schema
 
 
-def _compressed(fields: Mapping[str, Any], rows: int) -> PackedBatch:
-    unknown = [name for name in fields if _FIELDS.find((name,)) is None]
-    return compress(TensorDict(dict(fields), batch_size=[rows]), registry=_FIELDS, ignore_dense_fields=unknown)
+def _compressed(fields: Mapping[str, Any], rows: int, registry: MaskNestingRegistry) -> PackedBatch:
+    unknown = [name for name in fields if registry.find((name,)) is None]
+    return compress(TensorDict(dict(fields), batch_size=[rows]), registry=registry, ignore_dense_fields=unknown)
 
 
 def _is_padded(columns: Mapping[str, _Column]) -> bool:
@@ -160,7 +163,8 @@ class _Column:
         told = {"dtype": self.given.dtype, "is_nested": self.as_nested, "is_non_tensor": False}
         if not self.as_nested:
             return told | {"shape": self.given.shape[1:] or torch.Size([1])}
-        assert self.values is not None and self.lengths is not None
+        assert self.values is not None
+        assert self.lengths is not None
         more = tuple(self.values.shape[1:])
         lengths: list[int] = self.lengths.tolist()
         shapes = [(*more, length) for length in lengths] if self.turned else [(length, *more) for length in lengths]
@@ -170,9 +174,9 @@ class _Column:
 def _column(name: str, value: Any, rows: int, call: str) -> _Column:
     if not isinstance(value, Tensor):
         return _Column(_objects(name, value, rows, call))
-    if len(value) != rows:
+    if value.size(0) != rows:
         raise LayoutError(
-            f'{call}: field "{name}" has {len(value)} rows; expected {rows}, one for each sample. Give the TensorDict '
+            f'{call}: field "{name}" has {value.size(0)} rows; expected {rows}, one for each sample. Give the TensorDict '
             "the number of samples as its batch size, and one row of each field for each."
         )
     value = value.detach().cpu()
@@ -182,7 +186,7 @@ def _column(name: str, value: Any, rows: int, call: str) -> _Column:
         return _Column(_stack(list(value.unbind())), as_nested=False)
     if value.dim() == 1:
         return _Column(value)
-    spec = _FIELDS.find((name,))
+    spec = _PADDED.find((name,))
     turned = value.dim() == 3 and spec is not None and spec.ragged_dim == -1
     line = value.transpose(1, 2) if turned else value
     lengths = np.full(rows, line.shape[1], np.int64)
