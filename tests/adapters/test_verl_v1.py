@@ -42,7 +42,9 @@ from verl.workers.utils.losses import value_loss
 from verl.workers.utils.padding import response_from_nested, response_to_nested
 from verl_v1_workers import EOS, freeze, rows_of
 
-BACKENDS = ["SimpleStorage"]
+import maskpack.adapters.transferqueue
+
+BACKENDS = ["SimpleStorage", "Maskpack"]
 _numbers = itertools.count()
 
 
@@ -51,9 +53,6 @@ def queue(request):
     """TransferQueue over one backend, on a Ray of its own: the clients of a process are global."""
     path = os.pathsep.join([str(Path(tiny.__file__).parent), os.environ.get("PYTHONPATH", "")])
     environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TQ_LOGGING_LEVEL": "ERROR"}
-    if request.param == "Maskpack":
-        __import__("maskpack.adapters.transferqueue")
-        environment["VERL_USE_EXTERNAL_MODULES"] = "maskpack.adapters.transferqueue"
     ray.init(
         address="local",
         num_cpus=8,
@@ -150,9 +149,9 @@ def prompts(count, batch):
     return loader
 
 
-def workers(config):
-    """The worker groups of actor and critic, colocated and spawned as verl's trainers do."""
-    classes = {"actor_rollout_ref": RayClassWithInitArgs(ray.remote(tiny.TinyActor), config=config)}
+def workers():
+    """The worker groups of actor and critic, two ranks each, colocated and spawned as verl's trainers do."""
+    classes = {"actor_rollout_ref": RayClassWithInitArgs(ray.remote(tiny.TinyActor))}
     classes["critic"] = RayClassWithInitArgs(ray.remote(tiny.TinyTraining), model_type="value_model", seed=3)
     pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
     group = RayWorkerGroup(pool, create_colocated_worker_cls(classes), use_gpu=False, device_name="cpu")
@@ -206,15 +205,16 @@ def everything(batch):
     return {"samples": samples, "tags": freeze(tags), "order": list(batch.keys), "columns": columns}
 
 
-def trainer_of(kind, config, monkeypatch, critic=False):
+def trainer_of(kind, config, cluster, monkeypatch):
     """A trainer of verl's with every part that `init` would make."""
     monkeypatch.setattr(trainer_base, "uuid", Numbered("u"))
     monkeypatch.setattr(padding_utils, "uuid", Numbered("p"))
     trainer = recorded(kind)(config)
-    groups = workers(config)
-    trainer.actor_rollout_wg = trainer.ref_policy_wg = groups["actor_rollout_ref"]
-    trainer.critic_wg = groups["critic"]
+    trainer.actor_rollout_wg = trainer.ref_policy_wg = cluster.actor
+    trainer.critic_wg = cluster.critic
+    trainer.actor_rollout_wg.begin(config)
     trainer.critic_wg.reset()
+    ray.get([worker.begin.remote(config) for worker in cluster.loops.agent_loop_workers])
     loss = SimpleNamespace(cliprange_value=0.5, loss_agg_mode="token-mean", loss_scale_factor=None, global_batch_info={})
     trainer.critic_wg.set_loss_fn(partial(value_loss, config=loss))
     nothing = SimpleNamespace(update_weights=lambda *_: None, sleep_replicas=lambda *_: None)
@@ -231,32 +231,29 @@ def trainer_of(kind, config, monkeypatch, critic=False):
     return trainer
 
 
-async def agent_loops(config):
-    class Manager(AgentLoopManagerTQ):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.agent_loop_workers_class = ray.remote(tiny.TinyAgentLoop)
-
-    return await Manager.create(config, None)
+class AgentLoops(AgentLoopManagerTQ):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.agent_loop_workers_class = ray.remote(tiny.TinyAgentLoop)
 
 
-def stopped(trainer, manager):
-    """The processes of a trainer end with it."""
-    for worker in [*manager.agent_loop_workers, *trainer.actor_rollout_wg.workers]:
-        ray.kill(worker)
+@pytest.fixture(scope="module")
+def cluster(queue):
+    groups = workers()
+    loops = AgentLoops.create(configured(), None)
+    return SimpleNamespace(actor=groups["actor_rollout_ref"], critic=groups["critic"], loops=loops)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_training_is_the_same_over_every_backend(queue, scenario, monkeypatch, tmp_path):
+def test_training_is_the_same_over_every_backend(queue, cluster, scenario, monkeypatch, tmp_path):
     """Two whole steps with validation around them: fields, tags, metrics, dumps and weights."""
     written = {"rollout_data_dir": str(tmp_path / "train"), "validation_data_dir": str(tmp_path / "val")}
     rewards = SCENARIOS[scenario]["tiny"].get("rewards", True)
     config = configured(
         SCENARIOS[scenario], **written, val_before_train=rewards, test_freq=2 if rewards else -1, device="cpu"
     )
-    trainer = trainer_of(PPOTrainerSync, config, monkeypatch)
-    manager = asyncio.run(agent_loops(config))
-    trainer.fit(manager)
+    trainer = trainer_of(PPOTrainerSync, config, cluster, monkeypatch)
+    trainer.fit(cluster.loops)
     fields = set(trainer.steps[0]["columns"])
     assert len(trainer.steps) == 4
     assert {"old_log_probs", "advantages", "returns", "rm_scores", "position_ids", "multi_modal_inputs"} <= fields
@@ -264,7 +261,6 @@ def test_training_is_the_same_over_every_backend(queue, scenario, monkeypatch, t
     dumps = {str(path.relative_to(tmp_path)): path.read_text() for path in sorted(tmp_path.rglob("*.jsonl"))}
     assert len(dumps) == (4 if rewards else 2)
     weights = freeze([*trainer.actor_rollout_wg.weights(), *trainer.critic_wg.weights()])
-    stopped(trainer, manager)
     RESULTS[queue, scenario] = result = {"steps": trainer.steps, "dumps": dumps, "weights": weights}
     same(result, RESULTS[BACKENDS[0], scenario])
 

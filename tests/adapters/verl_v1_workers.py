@@ -196,14 +196,19 @@ class TinyTraining(TrainingWorker):
 class TinyActor(ActorRolloutRefWorker):
     """verl's ActorRolloutRefWorker around two of them, an actor and a reference."""
 
-    def __init__(self, config):
+    def __init__(self):
         Worker.__init__(self)
         DistProfilerExtension.__init__(self, DistProfiler(rank=self.rank, config=None))
         self.role, self.enable_routing_replay = "actor_rollout_ref", False
         self.ref, self.actor = TinyTraining("language_model", 1), TinyTraining("language_model", 2)
         for name, part in (("ref", self.ref), ("actor", self.actor)):
-            part.reset()
             self.set_dispatch_collect(mesh_name=name, **part.get_dispatch_collect())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def begin(self, config):
+        """Weights and loss as at the start of a training."""
+        self.ref.reset()
+        self.actor.reset()
         self.actor.set_loss_fn(partial(ppo_loss, config=omega_conf_to_dataclass(config.actor_rollout_ref.actor)))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -314,12 +319,15 @@ class TinyAgentLoop(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     """verl's worker with TinyLoop in it. Prompts and sessions take turns: keys are listed in the order of arrival."""
 
     def __init__(self, config, *clients):
-        self.config, self.reward_loop_worker_handles, self.distillation_enabled = config, None, False
+        self.begin(config)
+        self.reward_loop_worker_handles, self.distillation_enabled = None, False
         self.tokenizer, self.mm_processor_kwargs, self.tools = Tokenizer(), {}, []
-        self.processor = Processor() if config.tiny.images else None
         self.llm_client = self.hf_model_type = self.dataset_cls = None
         self.background_tasks, self.prompt_turn, self.session_turn = set(), asyncio.Lock(), asyncio.Lock()
         tq.init()
+
+    def begin(self, config):
+        self.config, self.processor = config, Processor() if config.tiny.images else None
 
     async def _run_prompt(self, *args, **kwargs):
         async with self.prompt_turn:
