@@ -205,6 +205,8 @@ def _nested(value: Any, rows: int) -> _Column:
 def _objects(name: str, value: Any, rows: int, call: str) -> NonTensorStack:
     if isinstance(value, NonTensorStack) and len(value) == rows:
         return value
+    if isinstance(value, NonTensorData) and isinstance(value.data, list | np.ndarray) and len(value.data) == rows:
+        return _stack(list(value.data))
     if isinstance(value, NonTensorData) or not is_tensor_collection(value) or is_non_tensor(value):
         raise LayoutError(
             f'{call}: field "{name}" is one {type(value).__name__} for all rows; expected one value for each of the '
