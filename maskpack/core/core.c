@@ -4,6 +4,7 @@
    read      padded fields to packed values; every pad is verified on the way
    write     packed values to padded fields
    prefixes  the rows of token ids in the order of a trie
+   palette   words as numbers of the distinct ones
 
    Functions take int64 numbers, addresses among them, and tables whose rows are jobs. They keep no state, call nothing
    back and hand out no memory. Python builds the tables (native.py), checks what it is given and writes the messages.
@@ -28,7 +29,7 @@ typedef uint64_t u64;
 typedef uint32_t u32;
 typedef uint8_t u8;
 
-API i64 maskpack_version(void) { return 3; } /* native.py expects this number */
+API i64 maskpack_version(void) { return 4; } /* native.py expects this number */
 
 /* ------------------------------------------------------------------ words */
 
@@ -2718,4 +2719,35 @@ API i64 maskpack_order_prefixes(const i64 *ids, const i64 *beside, i64 items, co
     free(ranked);
     free(bunches);
     return fine ? 0 : -1;
+}
+
+/* ------------------------------------------------------------------ palettes: words as numbers of the distinct ones */
+
+enum { MOST_COLOURS = 1 << 16, SLOTS = 2 * MOST_COLOURS };
+
+/* Writes the number of each word of 4 bytes among the distinct ones, which go to `palette` [MOST_COLOURS] in the order of
+   their first appearance. Returns how many there are: -1 if more than fit into 2 bytes, -2 without memory. */
+API i64 maskpack_palette(const u32 *words, i64 n, uint16_t *numbers, u32 *palette) {
+    i64 count = 0;
+    u32 *slots = calloc(SLOTS, sizeof *slots); /* 1 + the number of the word that lies there; 0 for none */
+    if (!slots) return -2;
+    for (i64 i = 0; i < n; i++) {
+        if (i && words[i] == words[i - 1]) {
+            numbers[i] = numbers[i - 1];
+            continue;
+        }
+        u32 at = (words[i] * 2654435761u) >> 15; /* the highest bits of the product, as many as number the slots */
+        while (slots[at] && palette[slots[at] - 1] != words[i]) at = (at + 1) & (SLOTS - 1);
+        if (!slots[at]) {
+            if (count == MOST_COLOURS) {
+                free(slots);
+                return -1;
+            }
+            palette[count++] = words[i];
+            slots[at] = (u32)count;
+        }
+        numbers[i] = (uint16_t)(slots[at] - 1);
+    }
+    free(slots);
+    return count;
 }
