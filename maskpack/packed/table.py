@@ -563,7 +563,7 @@ def _describe(
     for hint in form.hints:
         kind = native.KINDS.index(hint) if hint in native.KINDS else None
         if kind == native.COLUMNS:
-            row["columns"] = row["items"] if row["items"] > 1 else 0
+            row["columns"] = form.shape[0] if form.shape and form.shape[0] > 1 and row["items"] else 0
         elif kind is not None:
             row["hints"] |= 1 << kind
     if job.padded is not None:
