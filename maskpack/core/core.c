@@ -456,7 +456,7 @@ API i64 maskpack_write(Field *fields, i64 num_fields, const Layout *layouts, i64
    Rows of a layout have its tokens times `items` words; rows without a layout have `items` words. */
 
 enum { PLAIN, NARROW, BLOCKS, BITMAP, RLE, ARANGE, DELTA, SPARSE, DICTIONARY, COLUMNS, CONCAT, KINDS };
-enum { BLOCK = 256, NEAR = 128, LANES = 8, FEW_WORDS = 64 };
+enum { BLOCK = 256, NEAR = 128, LANES = 8, EIGHT = 8, FEW_WORDS = 64 };
 enum { FITS, MISFIT, STRAY, FULL, NO_MEMORY, ODD }; /* FULL: the form fits, but takes too many bytes; ODD: bools */
 
 typedef struct {
@@ -546,8 +546,9 @@ ALWAYS void unpack_lanes(const u32 *from, u32 *words, const int bits) {
 #define UNPACK_CASE(bits) case bits: unpack_lanes(from, words, bits); break;
 
 /* The loops over words of one size (S signed, T unsigned): words less the least of them; zigzag distances to others,
-   which are small on either side; and back. The first two return the largest number, or one with its highest bit; `range`
-   returns what the first would. */
+   which are small on either side; and back. The first two return the largest number, or one with its highest bit. `ends`
+   are the least and the largest of n words `items` apart, for each of these; `range` is that of some of them. `less` and `more`
+   are the first and its inverse for n tokens of EIGHT words each, `step` bytes apart: loops of known length are faster. */
 #define WORD_LOOPS(isa, target, size, S, T)                                                                     \
     target static u64 above_least_##size##_##isa(const u8 *from, i64 n, i64 *least, u32 *out) {                 \
         S words[BLOCK], low, high;                                                                              \
@@ -563,18 +564,43 @@ ALWAYS void unpack_lanes(const u32 *from, u32 *words, const int bits) {
         *least = low;                                                                                           \
         return (T)((T)high - (T)low);                                                                           \
     }                                                                                                           \
-    target static u64 range_##size##_##isa(const u8 *from, i64 n, i64 *least) {                                 \
-        S words[BLOCK], low, high;                                                                              \
-        memcpy(words, from, (size_t)n * size);                                                                  \
-        for (i64 i = n; i < BLOCK; i++) words[i] = words[0];                                                    \
-        low = high = words[0];                                                                                  \
-        for (i64 i = 0; i < BLOCK; i++) {                                                                       \
-            low = words[i] < low ? words[i] : low;                                                              \
-            high = words[i] > high ? words[i] : high;                                                           \
-        }                                                                                                       \
-        *least = low;                                                                                           \
-        return (T)((T)high - (T)low);                                                                           \
-    }                                                                                                           \
+    target static void ends_##size##_##isa(const u8 *from, i64 n, i64 items, u8 *low, u8 *high) {           \
+        S *restrict least = (S *)low, *restrict most = (S *)high;                                           \
+        memcpy(low, from, (size_t)items * size);                                                            \
+        memcpy(high, from, (size_t)items * size);                                                           \
+        for (i64 at = 1; at < n; at++)                                                                      \
+            for (i64 i = 0; i < items; i++) {                                                               \
+                S word;                                                                                     \
+                memcpy(&word, from + (at * items + i) * size, size);                                        \
+                least[i] = word < least[i] ? word : least[i];                                               \
+                most[i] = word > most[i] ? word : most[i];                                                  \
+            }                                                                                               \
+    }                                                                                                       \
+    static u64 range_##size##_##isa(const u8 *low, const u8 *high, i64 n, i64 *least) {                     \
+        const S *lows = (const S *)low, *highs = (const S *)high;                                           \
+        S first = *lows, last = *highs;                                                                     \
+        for (i64 i = 1; i < n; i++) {                                                                       \
+            first = lows[i] < first ? lows[i] : first;                                                      \
+            last = highs[i] > last ? highs[i] : last;                                                       \
+        }                                                                                                   \
+        *least = first;                                                                                     \
+        return (T)((T)last - (T)first);                                                                     \
+    }                                                                                                       \
+    target static void less_##size##_##isa(const u8 *from, i64 step, i64 n, i64 least, u32 *out) {          \
+        for (i64 at = 0; at < n; at++) {                                                                    \
+            T words[EIGHT];                                                                                 \
+            memcpy(words, from + at * step, sizeof words);                                                  \
+            for (i64 i = 0; i < EIGHT; i++) out[at * EIGHT + i] = (u32)(T)(words[i] - (T)least);            \
+        }                                                                                                   \
+        for (i64 i = n * EIGHT; i < BLOCK; i++) out[i] = 0;                                                 \
+    }                                                                                                       \
+    target static void more_##size##_##isa(const u32 *numbers, i64 least, i64 n, u8 *to, i64 step) {        \
+        for (i64 at = 0; at < n; at++) {                                                                    \
+            T words[EIGHT];                                                                                 \
+            for (i64 i = 0; i < EIGHT; i++) words[i] = (T)((T)numbers[at * EIGHT + i] + (T)least);          \
+            memcpy(to + at * step, words, sizeof words);                                                    \
+        }                                                                                                   \
+    }                                                                                                       \
     target static u64 distances_##size##_##isa(const u8 *from, const u8 *near, i64 n, u32 *out) {               \
         T words[BLOCK], others[BLOCK], any = 0;                                                                 \
         memcpy(words, from, (size_t)n * size);                                                                  \
@@ -612,7 +638,9 @@ ALWAYS void unpack_lanes(const u32 *from, u32 *words, const int bits) {
 typedef struct {
     void (*pack)(const u32 *, u32 *, i64), (*unpack)(const u32 *, u32 *, i64);
     u64 (*above_least)(i64, const u8 *, i64, i64 *, u32 *), (*distances)(i64, const u8 *, const u8 *, i64, u32 *);
-    u64 (*range)(i64, const u8 *, i64, i64 *);
+    void (*ends)(i64, const u8 *, i64, i64, u8 *, u8 *);
+    u64 (*range)(i64, const u8 *, const u8 *, i64, i64 *);
+    void (*less)(i64, const u8 *, i64, i64, i64, u32 *), (*more)(i64, const u32 *, i64, i64, u8 *, i64);
     void (*add_least)(i64, const u32 *, i64, i64, u8 *), (*add_distances)(i64, const u32 *, const u8 *, i64, u8 *);
 } BlockLoops;
 
@@ -630,9 +658,18 @@ typedef struct {
     static u64 above_least_##isa(i64 size, const u8 *from, i64 n, i64 *least, u32 *out) {                       \
         return BY_SIZE(above_least, isa, size, from, n, least, out);                                            \
     }                                                                                                           \
-    static u64 range_##isa(i64 size, const u8 *from, i64 n, i64 *least) {                                       \
-        return BY_SIZE(range, isa, size, from, n, least);                                                       \
-    }                                                                                                           \
+    static void ends_##isa(i64 size, const u8 *from, i64 n, i64 items, u8 *low, u8 *high) {                 \
+        BY_SIZE(ends, isa, size, from, n, items, low, high);                                                \
+    }                                                                                                       \
+    static u64 range_##isa(i64 size, const u8 *low, const u8 *high, i64 n, i64 *least) {                    \
+        return BY_SIZE(range, isa, size, low, high, n, least);                                              \
+    }                                                                                                       \
+    static void less_##isa(i64 size, const u8 *from, i64 step, i64 n, i64 least, u32 *out) {                \
+        BY_SIZE(less, isa, size, from, step, n, least, out);                                                \
+    }                                                                                                       \
+    static void more_##isa(i64 size, const u32 *numbers, i64 least, i64 n, u8 *to, i64 step) {              \
+        BY_SIZE(more, isa, size, numbers, least, n, to, step);                                              \
+    }                                                                                                       \
     static u64 distances_##isa(i64 size, const u8 *from, const u8 *near, i64 n, u32 *out) {                     \
         return BY_SIZE(distances, isa, size, from, near, n, out);                                               \
     }                                                                                                           \
@@ -643,7 +680,7 @@ typedef struct {
         BY_SIZE(add_distances, isa, size, numbers, near, n, to);                                                \
     }                                                                                                           \
     static const BlockLoops loops_##isa = {pack_##isa,      unpack_##isa,    above_least_##isa,                 \
-                                           distances_##isa, range_##isa,     add_least_##isa, add_distances_##isa};
+                                           distances_##isa, ends_##isa, range_##isa, less_##isa, more_##isa, add_least_##isa, add_distances_##isa};
 
 BLOCK_LOOPS(plain, )
 #if defined(__x86_64__)
@@ -661,6 +698,10 @@ static const BlockLoops *block_loops(void) {
 /* Writes a block to `out`, which has room for 4 * (BLOCK + LANES) bytes; `words` has BLOCK of them, 0 from n on. */
 static void pack_block(const BlockLoops *loops, const u32 *words, i64 n, i64 bits, u8 *out) {
     u32 numbers[BLOCK + LANES];
+    if (n == BLOCK && (uintptr_t)out % 4 == 0) {
+        loops->pack(words, (u32 *)out, bits);
+        return;
+    }
     if (n >= FEW_WORDS) loops->pack(words, numbers, bits);
     else {
         memset(numbers, 0, sizeof numbers);
@@ -675,6 +716,10 @@ static void pack_block(const BlockLoops *loops, const u32 *words, i64 n, i64 bit
 
 static void unpack_block(const BlockLoops *loops, const u8 *from, i64 n, i64 bits, u32 *words) {
     u32 numbers[BLOCK + LANES];
+    if (n == BLOCK && (uintptr_t)from % 4 == 0) {
+        loops->unpack((const u32 *)from, words, bits);
+        return;
+    }
     i64 count = block_numbers(n, bits);
     memcpy(numbers, from, 4 * (size_t)count);
     memset(numbers + count, 0, sizeof numbers - 4 * (size_t)count);
@@ -870,6 +915,17 @@ static void next_piece(Cursor *cursor, i64 n, u8 *out) {
     cursor->a += n;
 }
 
+/* The block of the next n tokens, of EIGHT words each, which go `step` bytes apart. */
+static void next_eights(Cursor *cursor, i64 n, u8 *out, i64 step) {
+    const Entry *entry = cursor->entry;
+    const u8 *body = cursor->table->body;
+    u32 words[BLOCK];
+    i64 bits = number_at(body, &entry->a, cursor->a);
+    unpack_block(cursor->loops, body + entry->c.at + 4 * cursor->c, n * EIGHT, bits, words);
+    cursor->loops->more(entry->size, words, number_at(body, &entry->b, cursor->a++), n, out, step);
+    cursor->c += block_numbers(n * EIGHT, bits);
+}
+
 /* Columns of many words are decoded some tokens at a time, so that what is written stays in the first cache. */
 static void decode_columns(Cursor *cursor, i64 n, u8 *out) {
     const Entry *entry = cursor->entry;
@@ -880,8 +936,13 @@ static void decode_columns(Cursor *cursor, i64 n, u8 *out) {
     for (i64 at = 0; at < tokens; at += tile) {
         i64 count = tokens - at < tile ? tokens - at : tile;
         for (i64 column = 0; column < columns; column++) {
-            if (pieces) next_piece(cursor->parts + column, count * items, cursor->scratch);
-            else next_row(cursor->parts + column, cursor->scratch);
+            Cursor *part = cursor->parts + column;
+            if (pieces && items == EIGHT && part->entry->kind == BLOCKS) {
+                next_eights(part, count, out + at * element + column * items * size, element);
+                continue;
+            }
+            if (pieces) next_piece(part, count * items, cursor->scratch);
+            else next_row(part, cursor->scratch);
             copy_apart(out + at * element + column * items * size, element, cursor->scratch, items * size, count, items * size);
         }
     }
@@ -1202,12 +1263,17 @@ static void column_words(u8 *line, const u8 *words, const Rows *rows, i64 column
     copy_apart(line, own, words + column * own, element, tokens, own);
 }
 
+/* Prefetches part `part` of `parts` of the tile behind the one at p, which has so many bytes. */
+static void prefetch(const u8 *p, i64 nbytes, i64 part, i64 parts) {
+    for (i64 at = nbytes * part / parts; at < nbytes * (part + 1) / parts; at += 64) __builtin_prefetch(p + nbytes + at);
+}
+
 /* In `columns` columns of blocks each: columns + 1 entries. Rows are read twice, some tokens at a time, for the bits of all
    blocks and then for their words: what is packed goes to its place at once. */
 static int encode_columns(const Rows *rows, i64 columns, Out *out, Entry *slots) {
     const BlockLoops *loops = block_loops();
     i64 size = rows->size, items = rows->items / columns, element = rows->items * size, tile = tile_tokens(items), blocks = 0;
-    i64 layout = slots->layout;
+    i64 layout = slots->layout, whole = BLOCK % items == 0; /* a tile is one block of each column */
     int done = FITS;
     for (i64 row = 0; row < rows->rows; row++) blocks += (row_length(rows, row) / columns + BLOCK - 1) / BLOCK;
     for (i64 column = 0; column <= columns; column++) {
@@ -1216,7 +1282,7 @@ static int encode_columns(const Rows *rows, i64 columns, Out *out, Entry *slots)
         if (column == columns) *own = (Entry){COLUMNS, layout, rows->items, size, 0, 0, columns, {0, 1, 0}, {0, 1, 0}, {0, 1, 0}};
         else if (!reserve(out, &own->a, 1, blocks) || !reserve(out, &own->b, size, blocks)) return FULL;
     }
-    u8 *line = malloc((size_t)(tile * items * size + 8)), *start = out->memory - out->base;
+    u8 *line = malloc((size_t)(tile * items * size + 2 * element)), *low = line + tile * items * size, *high = low + element;
     if (!line) return NO_MEMORY;
     Field field;
     Rows again = verified(rows, &field);
@@ -1226,32 +1292,38 @@ static int encode_columns(const Rows *rows, i64 columns, Out *out, Entry *slots)
             slots[column].c.count = 0; /* counted again, as it is written */
         }
         for (i64 row = 0, block = 0; row < rows->rows && done == FITS; row++) {
-            i64 tokens = row_length(rows, row) / rows->items, next = block + (tokens * items + BLOCK - 1) / BLOCK;
+            i64 tokens = row_length(rows, row) / rows->items;
             const u8 *words = row_words(way ? &again : rows, row);
             if (!words) done = STRAY;
             for (i64 at = 0; at < tokens && done == FITS; at += tile) {
-                i64 n = (tokens - at < tile ? tokens - at : tile) * items;
+                i64 n = tokens - at < tile ? tokens - at : tile;
+                const u8 *from = words + at * element;
+                if (whole && !way) loops->ends(size, from, n, rows->items, low, high);
                 for (i64 column = 0; column < columns; column++) {
                     Entry *own = slots + column;
-                    column_words(line, words + at * element, rows, columns, column, n / items);
-                    for (i64 word = 0, index = block + at * items / BLOCK; word < n; word += BLOCK, index++) {
-                        i64 count = n - word < BLOCK ? n - word : BLOCK, least;
-                        u8 *width = start + own->a.at + index;
-                        if (way) {
-                            u32 numbers[BLOCK];
-                            loops->above_least(size, line + word * size, count, &least, numbers);
-                            pack_block(loops, numbers, count, *width, start + own->c.at + 4 * own->c.count);
-                        } else {
-                            i64 bits = bits_for(loops->range(size, line + word * size, count, &least));
-                            if (bits > 32) done = MISFIT;
-                            *width = (u8)bits;
-                            put_word(start + own->b.at + index * size, least, size);
+                    i64 direct = whole && (!way || items == EIGHT), index = block + at * items / BLOCK;
+                    if (way && tokens - at >= 2 * tile) prefetch(from, tile * element, column, columns);
+                    if (!direct) column_words(line, from, rows, columns, column, n);
+                    for (i64 word = 0; word < n * items; word += BLOCK, index++) {
+                        i64 count = n * items - word < BLOCK ? n * items - word : BLOCK, least;
+                        u8 *width = out->memory + (own->a.at - out->base) + index;
+                        u8 *base = out->memory + (own->b.at - out->base) + index * size;
+                        u32 numbers[BLOCK];
+                        u64 most = 0;
+                        if (!direct) most = loops->above_least(size, line + word * size, count, &least, numbers);
+                        else if (way) loops->less(size, from + column * items * size, element, n, signed_word(base, size), numbers);
+                        else most = loops->range(size, low + column * items * size, high + column * items * size, items, &least);
+                        if (way) pack_block(loops, numbers, count, *width, out->memory + (own->c.at - out->base) + 4 * own->c.count);
+                        else {
+                            if (bits_for(most) > 32) done = MISFIT;
+                            *width = (u8)bits_for(most);
+                            put_word(base, least, size);
                         }
                         own->c.count += block_numbers(count, *width);
                     }
                 }
             }
-            block = next;
+            block += (tokens * items + BLOCK - 1) / BLOCK;
         }
     }
     free(line);
