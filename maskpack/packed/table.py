@@ -272,6 +272,23 @@ class Table:
         """Some fields, by their numbers."""
         return self.like(fields=self.fields[list(fields)], row_pads=self.row_pads[list(fields)])
 
+    def narrow(self, field: int, start: int, length: int) -> Table | None:
+        """A field with `length` words of each element, from the word `start` on, in the same body; None unless these are
+        whole columns."""
+        entry = self.entries[int(self.fields[field])]
+        columns = int(entry["second"]) if entry["kind"] == native.COLUMNS else 1
+        items = int(entry["items"]) // columns
+        if columns == 1 or not length or start % items or length % items:
+            return None
+        first, count, end = int(entry["first"]) + start // items, length // items, self.entries.size
+        whole = self.entries[[int(self.fields[field])]]
+        whole["items"], whole["first"], whole["second"] = length, end, count
+        entries = [self.entries, self.entries[first : first + count], whole[: count > 1]]  # one column is a field
+        fields = self.fields.copy()
+        fields[field] = end + (count if count > 1 else 0)
+        kept, numbers = self.like(entries=np.concatenate(entries), fields=fields)._needed()
+        return self.like(entries=kept, fields=numbers)
+
     def own(self, slack: float = 0.0, free: int = 0) -> Table:
         """The table with a body of its own, which holds its arrays and nothing else; itself, if its body has at most
         `slack` bytes for each byte of its arrays, and `free` more."""
