@@ -915,13 +915,20 @@ static void next_piece(Cursor *cursor, i64 n, u8 *out) {
     cursor->a += n;
 }
 
+/* Prefetches part `part` of `parts` of the tile behind the one at p, which has so many bytes. */
+static void prefetch(const u8 *p, i64 nbytes, i64 part, i64 parts) {
+    for (i64 at = nbytes * part / parts; at < nbytes * (part + 1) / parts; at += 64) __builtin_prefetch(p + nbytes + at);
+}
+
 /* The block of the next n tokens, of EIGHT words each, which go `step` bytes apart. */
 static void next_eights(Cursor *cursor, i64 n, u8 *out, i64 step) {
     const Entry *entry = cursor->entry;
     const u8 *body = cursor->table->body;
     u32 words[BLOCK];
     i64 bits = number_at(body, &entry->a, cursor->a);
-    unpack_block(cursor->loops, body + entry->c.at + 4 * cursor->c, n * EIGHT, bits, words);
+    const u8 *from = body + entry->c.at + 4 * cursor->c;
+    if (n * EIGHT == BLOCK) prefetch(from, BLOCK / 8 * bits, 0, 1); /* as the next one is likely as long */
+    unpack_block(cursor->loops, from, n * EIGHT, bits, words);
     cursor->loops->more(entry->size, words, number_at(body, &entry->b, cursor->a++), n, out, step);
     cursor->c += block_numbers(n * EIGHT, bits);
 }
@@ -938,6 +945,7 @@ static void decode_columns(Cursor *cursor, i64 n, u8 *out) {
         for (i64 column = 0; column < columns; column++) {
             Cursor *part = cursor->parts + column;
             if (pieces && items == EIGHT && part->entry->kind == BLOCKS) {
+                if (tokens - at >= 2 * tile) prefetch(out + at * element, tile * element, column, columns);
                 next_eights(part, count, out + at * element + column * items * size, element);
                 continue;
             }
@@ -1261,11 +1269,6 @@ static Rows verified(const Rows *rows, Field *field) {
 static void column_words(u8 *line, const u8 *words, const Rows *rows, i64 columns, i64 column, i64 tokens) {
     i64 element = rows->items * rows->size, own = element / columns;
     copy_apart(line, own, words + column * own, element, tokens, own);
-}
-
-/* Prefetches part `part` of `parts` of the tile behind the one at p, which has so many bytes. */
-static void prefetch(const u8 *p, i64 nbytes, i64 part, i64 parts) {
-    for (i64 at = nbytes * part / parts; at < nbytes * (part + 1) / parts; at += 64) __builtin_prefetch(p + nbytes + at);
 }
 
 /* In `columns` columns of blocks each: columns + 1 entries. Rows are read twice, some tokens at a time, for the bits of all
