@@ -5,7 +5,8 @@ mask-nested one with response_mask as jagged int64 or as a run table. Every vari
 case raises. Times are those of one thread, beside a read of the padded bytes and a copy of the nested ones (floors.py),
 one write of the padded bytes, and on the reference workload compressors over the padded buffers, in the same rounds.
 
-Routed experts of 48 layers take 768 bytes a position, so these variants have 16 rows; payload_experts.py has more of them.
+Routed experts of 48 layers take 768 bytes a position, so these variants have 16 rows; payload_experts.py has more of
+them.
 
 The reference workload is measured again with two threads, with eight times as many rows, in fresh pages, in small
 batches, and for the memory that compress takes.

@@ -1,4 +1,4 @@
-"""Routed experts of 48 layers (MoE router replay): bits an id, layers decoded by themselves, and the speed of the field.
+"""Routed experts of 48 layers (MoE router replay): bits an id, layers decoded by themselves, and how fast the field is.
 
 The rival is one byte an id in the order of the tensor, [T, layers, k], and zstd behind it at the level of our codec. A
 pipeline stage decodes 12 of the 48 layers. Rates are of the int16 values of valid tokens, beside a read of them in C.

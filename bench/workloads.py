@@ -305,9 +305,9 @@ def _m_rope(shape: _Rows, *, edge: bool) -> Array:
 def _skewed_choices(rng: np.random.Generator, lengths: Array, layers: int) -> Array:
     """int16 [T, layers, 8]: the experts of each token and layer, in the order of falling score.
 
-    Each layer draws 8 experts without replacement, the r-th of its favourites with a weight of 1 / r: Zipf's law, with a
-    permutation of the experts for each layer. As a race: expert r arrives after r * (x^2 + y^2), x and y normal, and the
-    first 8 are chosen. x and y of a favourite are autoregressive over the tokens of a row (0.7) and over the layers
+    Each layer draws 8 experts without replacement, the r-th of its favourites with a weight of 1 / r: Zipf's law, with
+    a permutation of the experts for each layer. As a race: expert r arrives after r * (x^2 + y^2), x and y normal, and
+    the first 8 are chosen. x and y of a favourite are autoregressive over the tokens of a row (0.7) and over the layers
     (0.5): a favourite that is early stays early for some tokens, and so does the same one of the next layer.
 
     The law was taken before anything was compressed. It gives a layer an entropy of 14.6 % below that of equal experts,

@@ -195,8 +195,8 @@ class PackedBatch:
             field: a tensor.
             start: the first index that is kept; a negative one counts from the end.
             length: how many are kept.
-            dim: a dim of the tensor in its padded form, of [B, j, *F] if it was jagged: not the rows, and not the width.
-                None for the first one of an element, F[0].
+            dim: a dim of the tensor in its padded form, of [B, j, *F] if it was jagged: not the rows, and not the
+                width. None for the first one of an element, F[0].
 
         Raises:
             FieldError: the field is not in the batch.
@@ -211,8 +211,8 @@ class PackedBatch:
         start += size if start < 0 else 0
         if start + length > size:
             raise LayoutError(
-                f'{call}: field "{show(path)}" from {start} on, {length} of them; expected at most {size} in all. Narrow '
-                "to indices that the dim has."
+                f'{call}: field "{show(path)}" from {start} on, {length} of them; expected at most {size} in all. '
+                "Narrow to indices that the dim has."
             )
         return self if length == size else narrowed(self, form, at, start, length)
 
@@ -315,7 +315,7 @@ def _dim_of_element(packed: PackedBatch, form: FieldForm, dim: Any, call: str) -
         expected = " or ".join(map(str, free)) or "a field whose elements have dims"
         raise LayoutError(
             f'{call}: dim is {said(dim)} of field "{show(form.path)}", whose elements are {form.shape}; expected '
-            f"{expected}. Rows are taken with take, and widths trimmed by decompress(widths=\"trim\")."
+            f'{expected}. Rows are taken with take, and widths trimmed by decompress(widths="trim").'
         )
     at = places.index(given)
     return at, form.shape[at]

@@ -1,5 +1,5 @@
-"""Concatenates packed batches by rows (`joined`) and by fields (`merged`), and takes some fields (`restricted`) or a part
-of one (`narrowed`)."""
+"""Concatenates packed batches by rows (`joined`) and by fields (`merged`), and takes some fields (`restricted`) or a
+part of one (`narrowed`)."""
 
 from __future__ import annotations
 

@@ -275,8 +275,8 @@ class Table:
         return self.like(fields=self.fields[list(fields)], row_pads=self.row_pads[list(fields)])
 
     def narrow(self, field: int, start: int, length: int) -> Table | None:
-        """A field with `length` words of each element, from the word `start` on, in the same body; None unless these are
-        whole columns."""
+        """The table with `length` words of each element of a field, from the word `start` on, in the same body; None
+        unless these are whole columns."""
         entry = self.entries[int(self.fields[field])]
         columns = int(entry["second"]) if entry["kind"] == native.COLUMNS else 1
         items = int(entry["items"]) // columns
@@ -286,7 +286,7 @@ class Table:
         whole = self.entries[[int(self.fields[field])]]
         whole["items"], whole["first"], whole["second"] = length, end, count
         entries = [self.entries, self.entries[first : first + count], whole[: count > 1]]  # one column is a field
-        fields = self.fields.copy()
+        fields: IntArray = np.array(self.fields)
         fields[field] = end + (count if count > 1 else 0)
         kept, numbers = self.like(entries=np.concatenate(entries), fields=fields)._needed()
         return self.like(entries=kept, fields=numbers)
@@ -359,8 +359,8 @@ class Table:
         return [self.array(place).view(f"u{place['size']}") for place in self.entry_places(at)]
 
     def with_plain(self, words: Mapping[int, Words]) -> Table:
-        """The same values, with some entries plain: their words, flat, by the numbers of the entries; narrow if the words
-        are in fewer bytes."""
+        """The same values, with some entries plain: their words, flat, by the numbers of the entries; narrow if the
+        words are in fewer bytes."""
         entries, parts, end = self.entries.copy(), [self.body], self.body.nbytes
         for at, own in words.items():
             gap = np.zeros(-end % 8, np.uint8)

@@ -85,7 +85,10 @@ def test_layers_before_and_after_rows_moved(move: str, dtype: torch.dtype) -> No
     moved, rows = MOVES[move]
     for start, length in ((12, 12), (0, 48), (47, 1), (-2, 2), (5, 0)):
         want = with_part(batch, "routed_experts", 2, start % 48, length)[rows]
-        for own in (moved(packed).narrow("routed_experts", start, length), moved(packed.narrow("routed_experts", start, length))):
+        for own in (
+            moved(packed).narrow("routed_experts", start, length),
+            moved(packed.narrow("routed_experts", start, length)),
+        ):
             assert_same_batch(decompress(own), want)
             assert_same_batch(unnest(decompress(own, format="nested")), want)
     assert_same_batch(decompress(packed), batch)
@@ -158,7 +161,13 @@ def test_a_field_that_two_names_hold_is_narrowed_for_one() -> None:
     assert packed.table.fields[packed.numbers["copy",]] == packed.table.fields[packed.numbers["routed_experts",]]
     own = packed.narrow("copy", 3, 20).narrow("copy", 10, 5)
     want = with_part(batch, "copy", 2, 13, 5)
-    for there in (own, PackedBatch.from_bytes(own.to_bytes()), pickle.loads(pickle.dumps(own)), own[:], own.take(range(8))):
+    for there in (
+        own,
+        PackedBatch.from_bytes(own.to_bytes()),
+        pickle.loads(pickle.dumps(own)),
+        own[:],
+        own.take(range(8)),
+    ):
         assert_same_batch(decompress(there), want)
 
 
@@ -166,7 +175,9 @@ def test_a_field_that_two_names_hold_is_narrowed_for_one() -> None:
 def test_any_tensor_of_any_batch(case: Case, data: st.DataObject) -> None:
     packed = compress(case.batch, **case.options)
     assert_same_batch(decompress(packed), case.batch)
-    free = [form for form in packed.tensors if form.kind == "padded" and form.shape and packed.schema.root.more_dims == ()]
+    free = [
+        form for form in packed.tensors if form.kind == "padded" and form.shape and packed.schema.root.more_dims == ()
+    ]
     free = [form for form in free if len(form.path) == 1]
     assume(free)
     form = data.draw(st.sampled_from(free))
@@ -219,7 +230,7 @@ def test_what_cannot_be_narrowed() -> None:
     cases: list[tuple[Any, Any, Any, Any, str]] = [
         ("nope", 0, 1, None, 'no field "nope" in the batch'),
         ("sub", 0, 1, None, 'field "sub" is no tensor; expected one'),
-        ("input_ids", 0, 1, None, "dim is None of field \"input_ids\", whose elements are (); expected a field whose"),
+        ("input_ids", 0, 1, None, 'dim is None of field "input_ids", whose elements are (); expected a field whose'),
         ("routed_experts", 0, 4, None, 'field "routed_experts" from 0 on, 4 of them; expected at most 3 in all'),
         ("routed_experts", -1, 2, None, 'field "routed_experts" from 2 on, 2 of them; expected at most 3 in all'),
         ("routed_experts", 4, 0, None, "start is 4; expected a whole number from -3 to 3"),
@@ -247,7 +258,9 @@ def test_what_cannot_be_narrowed() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
-@pytest.mark.parametrize(("columns", "items"), [(17, 1), (17, 2), (20, 3), (17, 6), (48, 8), (18, 16), (17, 24), (2, 300)])
+@pytest.mark.parametrize(
+    ("columns", "items"), [(17, 1), (17, 2), (20, 3), (17, 6), (48, 8), (18, 16), (17, 24), (2, 300)]
+)
 @pytest.mark.parametrize("pad", [0, EDGE, PER_ROW])
 def test_columns_of_any_words(columns: int, items: int, dtype: torch.dtype, pad: Any) -> None:
     """Each batch twice: the form is looked for, then remembered."""

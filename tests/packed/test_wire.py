@@ -1242,7 +1242,15 @@ def test_columns_of_several_words() -> None:
 
     back = decompress(PackedBatch.from_bytes(columns(4, 2, 2, 2)))
     assert back["f0"].values().tolist() == [[0, 1, 0, 1], [2, 3, 2, 3], [4, 5, 4, 5]]
-    for items, second, *own in ((4, 2, 2, 1), (4, 2, 1, 1), (5, 2, 2, 2), (4, 1, 2), (4, 0), (0, 2, 0, 0), (4, 3, 2, 2, 2)):
+    for items, second, *own in (
+        (4, 2, 2, 1),
+        (4, 2, 1, 1),
+        (5, 2, 2, 2),
+        (4, 1, 2),
+        (4, 0),
+        (0, 2, 0, 0),
+        (4, 3, 2, 2, 2),
+    ):
         refused(columns(items, second, *own), "an entry that cannot be decoded")
 
 

@@ -144,7 +144,10 @@ class Recipe:
             rows, most, bounds, unit = (
                 (1, axis.num_tokens, -1, axis.num_tokens) if flat else (axis.rows, axis.longest, axis.bounds, 1)
             )
-            columns, group = self._table.entries["kind"][at] == native.COLUMNS, _words_of_column(self._table.entries[at])
+            columns, group = (
+                self._table.entries["kind"][at] == native.COLUMNS,
+                _words_of_column(self._table.entries[at]),
+            )
             own, stride = (group, inner) if columns else (items, 1)
             span = jobs.CHUNK if rows == 1 else jobs.SPAN
             spans = -(-most * own // span)
