@@ -65,11 +65,11 @@ def run(
     *,
     prompt_width: int = PROMPT_WIDTH,
     response_width: int = RESPONSE_WIDTH,
-    variants: Sequence[str] = VARIANTS,
+    only: Sequence[str] = VARIANTS,
 ) -> list[Row]:
-    """The rows of the report. Raises NotExact if a variant does not come back as it was."""
+    """The rows of the report, `only` of some variants. Raises NotExact if a variant does not come back as it was."""
     report: list[Row] = []
-    for variant in variants:
+    for variant in only:
         count = min(rows, _DEEP_ROWS) if variant in DEEP else rows
         progress(f"payload {variant}: {count} rows")
         batch = make_batch(variant, count, prompt_width=prompt_width, response_width=response_width)

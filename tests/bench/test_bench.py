@@ -227,7 +227,7 @@ def test_torch_threads_are_restored():
 
 def test_payload_has_its_targets(measured):
     variants = ["reference", "multi-turn", "routed-experts"]
-    rows = measured("payload", lambda rows, rounds: payload.run(rows, rounds, **SMALL, variants=variants))
+    rows = measured("payload", lambda rows, rounds: payload.run(rows, rounds, **SMALL, only=variants))
     targets = {key: row["target"] for key, row in rows.items() if row["target"]}
     assert targets["payload reference", "padded / maskpack"] == ">= 59"
     assert targets["payload multi-turn", "padded / maskpack"] == ">= 42"
@@ -263,7 +263,7 @@ def test_payload_raises_where_a_bit_is_lost(monkeypatch):
 
     monkeypatch.setattr(maskpack, "decompress", lossy)
     with pytest.raises(measure.NotExact, match="advantages"):
-        payload.run(ROWS, 1, **SMALL, variants=["reference"])
+        payload.run(ROWS, 1, **SMALL, only=["reference"])
 
 
 def test_a_target_is_met_from_its_bound_on():
