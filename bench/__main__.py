@@ -49,7 +49,10 @@ batch; replay: log-probs by models on a GPU, a round for three; prefixes: the sa
 verl: arguments of a worker call; endurance: memory over 1000 dispatches a round; all: what runs on this machine, as a
 page"""
 _PLOT_HELP = "also draw a chart there, as SVG; dispatch: times against the link; plan: tokens of each micro-batch"
-_ONLY = "payload: variants of the batch; ops: layout,pack,unpack,wide,decode,logprobs; replay, prefixes: small,large; prefixes: agent"
+_ONLY = (
+    "payload: variants of the batch; ops: layout,pack,unpack,wide,decode,logprobs; replay, prefixes: small,large; "
+    "prefixes: agent"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
