@@ -254,7 +254,7 @@ def test_payload_has_the_targets_of_routers(measured, monkeypatch):
     variants = ["routed-experts-deep", "routed-experts-skewed"]
     rows = measured("payload", lambda rows, rounds: payload.run(rows, rounds, **SMALL, only=variants))
     targets = {key: row["target"] for key, row in rows.items() if row["target"]}
-    deep, skewed = (f"payload {variant}, 16 rows" for variant in variants)
+    deep, skewed = (f"payload {variant}, 5 rows" for variant in variants)
     assert targets[deep, "routed_experts, maskpack"] == "<= 7.35"
     assert targets[skewed, "one byte an id with zstd / maskpack with zstd"] == ">= 1.5"
     for format in ("padded", "nested"):
