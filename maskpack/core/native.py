@@ -266,6 +266,8 @@ PLAIN, NARROW, BLOCKS, BITMAP, RLE, ARANGE, DELTA, SPARSE, DICTIONARY, COLUMNS, 
 FITS, MISFIT, STRAY, FULL, NO_MEMORY, ODD = range(6)
 """What becomes of a job."""
 FLOATS, INTEGERS, BOOLS = range(3)
+FEW_COLUMNS = 16
+"""Words of an element that are a column each; of more, each index of its first dim is one."""
 MOST_NEAR = 8
 """Fields in a chain of near ones."""
 SPANS, MASK, PART = range(3)
