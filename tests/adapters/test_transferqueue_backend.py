@@ -144,10 +144,13 @@ COLUMNS = {
     ),
     "big integers": lambda: stack([10 ** (5 * place) for place in range(ROWS)]),
     "numpy scalars": lambda: stack([np.float32(place) for place in range(ROWS)]),
-    "lines with NULs": lambda: stack(["a\0b\ud800" if place % 2 else "\n" for place in range(ROWS)]),
+    "lines with NULs": lambda: stack(["a\0b" if place % 2 else "\n" for place in range(ROWS)]),
+    "lone surrogates": lambda: stack(["\ud800" * place for place in range(ROWS)]),
     "a list": lambda: [f"item {place}" for place in range(ROWS)],
     "one list for all": lambda: NonTensorData([{"place": place} for place in range(ROWS)], batch_size=[ROWS]),
 }
+PICKLED = {"big integers", "lone surrogates"}
+"""What msgpack refuses. SimpleStorage pickles the whole message then, and cannot read it if float8 is in it."""
 
 
 def told(meta):
@@ -391,7 +394,7 @@ def test_the_streaming_loader_gives_the_same(partition, processes):
 
 def test_a_checkpoint_brings_everything_back(partition, tmp_path):
     keys = [f"{place}" for place in range(ROWS)]
-    fields = {kind: column() for kind, column in COLUMNS.items() if kind != "big integers"}  # nor does SimpleStorage
+    fields = {kind: column() for kind, column in COLUMNS.items() if kind not in PICKLED}
     tq.kv_batch_put(keys, partition, TensorDict(fields, batch_size=[ROWS]), [{"tag": key} for key in keys])
     tq.kv_batch_put(keys[2:4], partition, TensorDict({"strings": stack([b"new", 1])}, batch_size=[2]))
     tq.kv_clear(keys[-1:], partition)
