@@ -35,7 +35,8 @@ class Values(NamedTuple):
 
     def rows(self) -> Sequence[Tensor]:
         """The rows, as views."""
-        return self.values.unbind() if self.lengths is None else self.values.split(self.lengths.tolist())
+        values: Any = self.values
+        return values.unbind() if self.lengths is None else values.split(self.lengths.tolist())
 
 
 def packed_rows(

@@ -22,9 +22,10 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_tensor_collection
 from torch import Tensor
 
-from maskpack.core.bits import Words
+from maskpack.core.arguments import said
+from maskpack.core.bits import Words, word_dtype
 from maskpack.core.index import IntArray
-from maskpack.core.objects import Objects, Stowed, is_non_tensor, mapped
+from maskpack.core.objects import Objects, Stowed, mapped
 from maskpack.core.pads import PAD_TOKEN_ID, PER_ROW
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import MaskNestingRegistry
@@ -80,11 +81,19 @@ class Chunk:
     def take(self, rows: Sequence[int]) -> Chunk:
         return replace(self, packed=self.packed.take(rows if len(rows) else slice(0, 0)))
 
+    def own(self) -> Chunk:
+        """The chunk without the memory of rows that it was taken from."""
+        return replace(self, packed=replace(self.packed, table=self.packed.table.own()))
+
+    @cached_property
+    def joins(self) -> bool:
+        """Whether `cat` joins it with others of its kind: its rows have no padding."""
+        return all(form.kind != "padded" and form.reason is None for form in self.packed.schema.forms)
+
     @staticmethod
     def cat(chunks: Sequence[Chunk]) -> Chunk:
-        batches = [chunk.packed for chunk in chunks]
-        rows = all(form.kind != "padded" and form.reason is None for form in batches[0].schema.forms)
-        return replace(chunks[0], packed=joined_rows(batches, _HINTS, "join") if rows else PackedBatch.cat(batches))
+        """The rows of chunks of one kind."""
+        return replace(chunks[0], packed=joined_rows([chunk.packed for chunk in chunks], _HINTS, "join"))
 
 
 class Piece(NamedTuple):
@@ -173,8 +182,8 @@ def _column(name: str, value: Any, rows: int, call: str) -> _Column:
         return _Column(_objects(name, value, rows, call))
     if value.size(0) != rows:
         raise LayoutError(
-            f'{call}: field "{name}" has {value.size(0)} rows; expected {rows}, one for each sample. Give the TensorDict '
-            "the number of samples as its batch size, and one row of each field for each."
+            f'{call}: field "{name}" has {value.size(0)} rows; expected {rows}, one for each sample. Give as many rows '
+            "of each field as there are samples."
         )
     value = value.detach().cpu()
     if value.is_nested:
@@ -203,16 +212,15 @@ def _nested(value: Any, rows: int) -> _Column:
 
 
 def _objects(name: str, value: Any, rows: int, call: str) -> NonTensorStack:
-    if isinstance(value, NonTensorStack) and len(value) == rows:
-        return value
     if isinstance(value, NonTensorData) and isinstance(value.data, list | np.ndarray) and len(value.data) == rows:
         return _stack(list(value.data))
-    if isinstance(value, NonTensorData) or not is_tensor_collection(value) or is_non_tensor(value):
+    many = is_tensor_collection(value) and not isinstance(value, NonTensorData) and len(value) == rows
+    if not many:
         raise LayoutError(
-            f'{call}: field "{name}" is one {type(value).__name__} for all rows; expected one value for each of the '
-            f"{rows} samples. Pass a list or a NonTensorStack of {rows} values."
+            f'{call}: field "{name}" is not one value for each row, but {said(value)}; expected {rows} values. Pass a '
+            "list or a NonTensorStack of them."
         )
-    return _stack([value[row] for row in range(rows)])
+    return value if isinstance(value, NonTensorStack) else _stack([value[row] for row in range(rows)])
 
 
 def _stack(values: Sequence[Any]) -> NonTensorStack:
@@ -307,7 +315,7 @@ class _Decoded:
                 columns[form.path[0]] = Values(values, None)
             else:
                 lengths = np.full(rows, values.shape[1], np.int64)
-                columns[form.path[0]] = Values(values.reshape(-1, *values.shape[2:]), lengths)
+                columns[form.path[0]] = Values(values.reshape(rows * values.shape[1], *values.shape[2:]), lengths)
         columns |= {path[0]: objects.data for path, objects in batch.objects.items()}
         return cls(columns, piece.places, piece.chunk.turned)
 
@@ -351,13 +359,13 @@ class Shared:
 
     Attributes:
         digest: BLAKE2b of the bits, 20 bytes.
-        dtype: the NumPy dtype of the words.
-        dtype_of, shape, tensor: as in Stowed.
+        size: bytes of a word.
+        dtype, shape, tensor: as in Stowed.
     """
 
     digest: bytes
+    size: int
     dtype: str
-    dtype_of: str
     shape: tuple[int, ...]
     tensor: bool
 
@@ -378,7 +386,7 @@ class _Parting:
             digest = hashlib.blake2b(bits.view(np.uint8).data, digest_size=20).digest()
             self.known[id(item.words)] = digest
             self.found.setdefault(digest, bits)
-        return Shared(digest, item.words.dtype.str, item.dtype, item.shape, item.tensor)
+        return Shared(digest, item.words.itemsize, item.dtype, item.shape, item.tensor)
 
 
 def parted(chunk: Chunk) -> tuple[Chunk, dict[bytes, Words]]:
@@ -401,8 +409,8 @@ def whole(pieces: Iterable[Piece], words: Mapping[bytes, Words]) -> list[Piece]:
         if not isinstance(item, Shared):
             return item
         if item not in stowed:
-            bits = words[item.digest].reshape(-1).view(item.dtype)
-            stowed[item] = Stowed(bits, item.dtype_of, item.shape, item.tensor)
+            bits = words[item.digest].reshape(-1).view(word_dtype(item.size))
+            stowed[item] = Stowed(bits, item.dtype, item.shape, item.tensor)
         return stowed[item]
 
     out: list[Piece] = []
