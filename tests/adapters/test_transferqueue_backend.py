@@ -131,7 +131,7 @@ COLUMNS = {
     "dicts with large tensors": lambda: stack(
         [{"image": torch.full((20_000,), float(place % 3))} for place in range(ROWS)]
     ),
-    "mixed": lambda: stack([1, "a", None, {"k": 1.5}, [b"x"], 2.5, {3, 1}]),
+    "mixed": lambda: stack([1, "a", None, {"k": 1.5}, [b"x"], 2.5, -(2**40)]),
     "arrays": lambda: stack([np.arange(place, dtype=np.int32) for place in range(ROWS)]),
     "arrays of strings": lambda: stack([np.array(["a", "bc"][: place % 3]) for place in range(ROWS)]),
     "one array of strings": lambda: np.array([f"s{place}" for place in range(ROWS)]),
@@ -151,6 +151,8 @@ COLUMNS = {
 }
 PICKLED = {"big integers", "lone surrogates"}
 """What msgpack refuses. SimpleStorage pickles the whole message then, and cannot read it if float8 is in it."""
+FLOAT8 = {f"{form} torch.float8_e4m3fn" for form in ("jagged", "padded", "scalars")}
+"""What SimpleStorage cannot read from a checkpoint, for the same reason."""
 
 
 def told(meta):
@@ -278,12 +280,12 @@ def test_what_was_got_is_the_callers(partition):
     assert freeze(tq.kv_batch_get(["a", "b"], partition)) == first
 
 
-def test_tuples_stay_tuples(queue, partition):
-    """SimpleStorage gives lists back, for msgpack knows no tuples."""
-    tq.kv_put("a", partition, fields={"pair": (1, "b"), "inside": {"k": (1, [2])}})
+def test_tuples_and_sets_stay_what_they_are(queue, partition):
+    """SimpleStorage gives lists back, for msgpack knows neither."""
+    tq.kv_put("a", partition, fields={"pair": (1, "b"), "inside": {"k": (1, [2], {3})}})
     got = tq.kv_batch_get(["a"], partition)
     seen = [got.get("pair").tolist()[0], got.get("inside").tolist()[0]["k"]]
-    assert seen == ([(1, "b"), (1, [2])] if queue == "Maskpack" else [[1, "b"], [1, [2]]])
+    assert seen == ([(1, "b"), (1, [2], {3})] if queue == "Maskpack" else [[1, "b"], [1, [2], [3]]])
 
 
 # -------------------------------------------------------------------- programs
@@ -400,23 +402,23 @@ def test_the_streaming_loader_gives_the_same(partition, processes):
 # -------------------------------------------------------------------- checkpoints
 
 
-def test_a_checkpoint_brings_everything_back(partition, tmp_path):
+def test_a_checkpoint_brings_everything_back(queue, partition, tmp_path):
     keys = [f"{place}" for place in range(ROWS)]
-    fields = {kind: column() for kind, column in COLUMNS.items() if kind not in PICKLED}
-    tq.kv_batch_put(keys, partition, TensorDict(fields, batch_size=[ROWS]), [{"tag": key} for key in keys])
+    kinds = [kind for kind in COLUMNS if kind not in PICKLED and (queue == "Maskpack" or kind not in FLOAT8)]
+    fields = TensorDict({kind: COLUMNS[kind]() for kind in kinds}, batch_size=[ROWS])
+    tq.kv_batch_put(keys, partition, fields, [{"tag": key} for key in keys])
     tq.kv_batch_put(keys[2:4], partition, TensorDict({"strings": stack([b"new", 1])}, batch_size=[2]))
     tq.kv_clear(keys[-1:], partition)
-    before = [error_of(tq.kv_batch_get, keys[:-1], partition), freeze(tq.kv_list(partition))]
+    before = [error_of(tq.kv_batch_get, keys[:-1], partition), tq.kv_list(partition)[partition]]
     tq.save_checkpoint(tmp_path / "saved")
     tq.kv_batch_put(keys[:1], partition, TensorDict({"strings": stack(["gone"])}, batch_size=[1]))
     tq.kv_batch_put(["later"], partition, samples(4))
     tq.kv_clear(keys[1:3], partition)
     tq.load_checkpoint(tmp_path / "saved")
-    assert [error_of(tq.kv_batch_get, keys[:-1], partition), freeze(tq.kv_list(partition))] == before
-    agree(
-        "checkpoint",
-        [before, error_of(tq.kv_batch_get, ["later"], partition), error_of(tq.kv_batch_get, keys[-1:], partition)],
-    )
+    assert [error_of(tq.kv_batch_get, keys[:-1], partition), tq.kv_list(partition)[partition]] == before
+    shared = [kind for kind in kinds if kind not in FLOAT8]
+    asked = [(keys[:-1], shared), (["later"], None), (keys[-1:], shared)]
+    agree("checkpoint", [error_of(tq.kv_batch_get, some, partition, names) for some, names in asked])
     tq.kv_batch_put(["after"], partition, samples(5))
     agree("after checkpoint", error_of(tq.kv_batch_get, ["after", *keys[:2]], partition, ["strings", "uid"]))
     assert error_of(tq.load_checkpoint, tmp_path / "none") == "FileNotFoundError"
