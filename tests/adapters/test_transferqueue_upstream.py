@@ -48,7 +48,7 @@ def test_its_own_tests_pass_over_maskpack(tmp_path):
     )
     cases = ElementTree.parse(report).getroot().findall(".//testcase")
     failed = [case.get("name") for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    skipped = [case.get("name") for case in cases if case.find("skipped") is not None]
+    skipped = [case.get("name", "") for case in cases if case.find("skipped") is not None]
     assert not failed, run.stdout[-5000:]
-    assert all("gpu" in (name or "").lower() or "cuda" in (name or "").lower() for name in skipped), skipped
+    assert all("gdr" in name for name in skipped), skipped  # they need a GPU
     assert len(cases) - len(skipped) >= 75, run.stdout[-2000:]
