@@ -205,6 +205,7 @@ def main() -> int:
     )
     signal.signal(signal.SIGALRM, hung)
     seen: Counter[str] = Counter()
+    rounds = 0
     try:
         start()
         for seed in range(args.seed, args.seed + args.rounds):
@@ -217,10 +218,11 @@ def main() -> int:
                 seen["failed"] += 1
                 tq.close()
                 start()
+            rounds += 1
         tq.close()
     finally:
+        print(f"{rounds} rounds: {dict(sorted(seen.items()))}", flush=True)
         ray.shutdown()
-    print(f"{args.rounds} rounds: {dict(sorted(seen.items()))}", flush=True)
     return int(seen["failed"] > 0)
 
 
