@@ -7,16 +7,21 @@ this process. A Queue can be sent to other processes: it is its config, and the 
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
 from typing import Any
 
+import psutil
 import ray
 import zmq.asyncio
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+from transfer_queue import client as client_module
 from transfer_queue import interface
 from transfer_queue.client import TransferQueueClient
 from transfer_queue.controller import TransferQueueController
@@ -24,9 +29,11 @@ from transfer_queue.sampler import SequentialSampler
 from transfer_queue.storage.bootstrap import StorageBootstrapProvider
 from transfer_queue.utils.zmq_utils import frame_nbytes, process_zmq_server_info
 
-SIMPLE, MASKPACK = "SimpleStorage", "Maskpack"
+from bench.measure import memory
+
+SIMPLE, MASKPACK, NOTHING = "SimpleStorage", "Maskpack", "Nothing"
 UNITS = 2
-_MODULES = {MASKPACK: "maskpack.adapters.transferqueue"}
+_MODULES = {MASKPACK: "maskpack.adapters.transferqueue", NOTHING: "bench.dataplane_floor"}
 """Those that register a backend when they are imported; TransferQueue has the others."""
 _clients: dict[str, TransferQueueClient] = {}
 """Of this process, by controller."""
@@ -100,6 +107,14 @@ class OwnedQueue(Queue):
             ray.kill(actor)
 
 
+def use_threads_of_machine() -> None:
+    """Tells TransferQueue how many cores there are, here and in the processes that Ray starts later. With more threads
+    than cores, which is its default on a small machine, it warns at each call."""
+    count = min(client_module.TQ_NUM_THREADS, psutil.cpu_count(logical=False) or 1)
+    client_module.TQ_NUM_THREADS = count
+    os.environ["TQ_NUM_THREADS"] = str(count)
+
+
 def _load(backend: str) -> None:
     if backend in _MODULES:
         importlib.import_module(_MODULES[backend])
@@ -133,3 +148,37 @@ def counted() -> Iterator[dict[str, int]]:
         yield count
     finally:
         kind.send_multipart, kind.recv_multipart = send, receive
+
+
+def stored_bytes(queue: OwnedQueue) -> int:
+    """Bytes of the values that the storage units hold: those of tensors, and of the pickles of other objects."""
+    return sum(ray.get([unit.__ray_call__.remote(_HELD[queue.backend]) for unit in queue.units]))
+
+
+def resident_bytes(queue: OwnedQueue) -> int:
+    """Memory of the processes of the storage units, after what is free was given back to the system."""
+    return sum(ray.get([unit.__ray_call__.remote(_resident) for unit in queue.units]))
+
+
+def _resident(_: Any) -> int:
+    ctypes.CDLL(None).malloc_trim(0)
+    return memory("VmRSS")
+
+
+def _held_by_simple(unit: Any) -> int:
+    return sum(_nbytes(value) for column in unit.storage_data.field_data.values() for value in column.values())
+
+
+def _held_by_maskpack(unit: Any) -> int:
+    raise NotImplementedError
+
+
+_HELD = {SIMPLE: _held_by_simple, MASKPACK: _held_by_maskpack}
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, dict) and any(isinstance(one, Tensor) for one in value.values()):
+        return sum(_nbytes(one) for one in value.values())
+    return len(pickle.dumps(value, protocol=5))

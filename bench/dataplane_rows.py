@@ -1,5 +1,6 @@
 """Trajectories as the agent loop of verl's V1 trainer puts them into TransferQueue: what `as_dict` of its output gives,
-the columns of the data set, and what it adds. Lengths and values are those of the reference workload, 8 samples a prompt.
+the columns of the data set, and what it adds. Lengths and values are those of the reference workload, with 8 samples
+a prompt.
 
     int64      prompts, responses, response_mask, loss_mask (the same tensor), input_ids, position_ids
     float32    rollout_log_probs, rm_scores (the reward at the last token)
@@ -11,8 +12,7 @@ tokens, position_ids are [4, T], and multi_modal_inputs are what the processor o
 values, each trajectory's own copy.
 
 A picture is no noise and no constant: colour gradients, texture whose strength falls with frequency, a few edges,
-grain of a sensor (a standard deviation of 2 of 256 levels), rounded to 8 bits. Later fields, `old_log_probs` and others,
-come as the trainer puts them.
+grain of a sensor (a standard deviation of 2 of 256 levels), rounded to 8 bits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,22 @@ _LAYERS, _TOP_K, _EXPERTS = 48, 8, 128
 _SIDE, _PATCH, _MERGE = 512, 14, 2
 _IMAGE_PAD, _VISION_START, _VISION_END = 151_655, 151_652, 151_653
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of CLIP
-_WORDS = "the sum of two numbers is given find value such that each integer between how many are there if a has".split()
+_WORDS = (
+    "the",
+    "sum",
+    "of",
+    "two",
+    "numbers",
+    "is",
+    "given",
+    "find",
+    "value",
+    "such",
+    "that",
+    "each",
+    "integer",
+    "has",
+)
 
 
 @dataclass(frozen=True)
