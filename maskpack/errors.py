@@ -60,6 +60,10 @@ class StoreFullError(MaskpackError):
     """Ray's object store is full, in memory and on disk."""
 
 
+class StorageError(MaskpackError, RuntimeError):
+    """A storage unit of a data plane did not answer, or could not do what it was asked to."""
+
+
 class Cancelled(MaskpackError):
     """A call was cancelled before the rank started its part."""
 

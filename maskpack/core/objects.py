@@ -91,7 +91,7 @@ class Objects:
 
     def stowed(self) -> Objects:
         """The entry with its tensors as Stowed; the rows of a lazy stack are copied."""
-        data = [row.clone() for row in self.data] if self.stacked else _mapped(self.data, _Stowing().leaf)
+        data = [row.clone() for row in self.data] if self.stacked else mapped(self.data, _Stowing().leaf)
         return replace(self, data=data)
 
     def entry(self, batch_size: tuple[int, ...]) -> Any:
@@ -103,7 +103,7 @@ class Objects:
 
     def restored(self) -> Any:
         """`data` with copies of the tensors."""
-        return _mapped(self.data, lambda item: item.restored() if isinstance(item, Stowed) else item)
+        return mapped(self.data, lambda item: item.restored() if isinstance(item, Stowed) else item)
 
     @property
     def decoded_nbytes(self) -> int:
@@ -137,7 +137,7 @@ class Objects:
                 arrays[id(item.words)] = item.words
             return item
 
-        _mapped(self.data, note)
+        mapped(self.data, note)
         return list(arrays.values())
 
 
@@ -197,7 +197,7 @@ def _is_plain(x: Tensor) -> bool:
 def on_host(data: Any) -> Any:
     """`data` with all tensors and TensorDicts in its dicts, lists and tuples moved to the host; `data` itself if they
     are there."""
-    return _mapped(data, lambda item: item.to("cpu") if _is_away(item) else item) if _holds_away(data) else data
+    return mapped(data, lambda item: item.to("cpu") if _is_away(item) else item) if _holds_away(data) else data
 
 
 def _holds_away(data: Any) -> bool:
@@ -230,13 +230,13 @@ class _Cycle(Exception):
     pass
 
 
-def _mapped(data: Any, leaf: Callable[[Any], Any]) -> Any:
+def mapped(data: Any, leaf: Callable[[Any], Any]) -> Any:
     """`data` with `leaf` applied to each item of its dicts, lists and tuples. Dicts and lists are copied, and shared
     ones stay shared. Data that contains itself or is nested too deep is returned unchanged."""
     done: dict[int, Any] = {}
     alive: list[Any] = []  # keeps ids unique
 
-    def mapped(item: Any, depth: int) -> Any:
+    def of(item: Any, depth: int) -> Any:
         kind: Any = type(item)  # type: ignore[reportUnknownVariableType]
         if id(item) in done:
             if done[id(item)] is _Cycle:
@@ -253,7 +253,7 @@ def _mapped(data: Any, leaf: Callable[[Any], Any]) -> Any:
         alive.append(item)
         done[id(item)] = _Cycle
         old = list(item.values()) if kind is dict else list(item)
-        new = [mapped(child, depth + 1) for child in old]
+        new = [of(child, depth + 1) for child in old]
         if kind is tuple and all(a is b for a, b in zip(old, new, strict=True)):
             done[id(item)] = item
         else:
@@ -261,7 +261,7 @@ def _mapped(data: Any, leaf: Callable[[Any], Any]) -> Any:
         return done[id(item)]
 
     try:
-        return mapped(data, 0)
+        return of(data, 0)
     except _Cycle:
         return data
 

@@ -308,7 +308,8 @@ class _Planner:
                 pads = [pad for pad in self._pads(path, spec, value.dtype) if pad not in (PER_ROW, SIGNED_ZERO)]
                 layout, pad = self._use(fitting[0].name, fitting[0].layout), pads[0] if pads else 0
                 return FieldForm(path, "padded", layout, (pad,), spec.dim_of(value), value.dtype, hints=spec.hints)
-        return FieldForm(path, "jagged", self._own_layout(path, value), dtype=value.dtype)
+        hints = () if spec is None else spec.hints
+        return FieldForm(path, "jagged", self._own_layout(path, value), dtype=value.dtype, hints=hints)
 
     def _again(self, path: Path, value: Tensor, before: FieldForm) -> FieldForm:
         """The form of a field that is already nested, in its current dtype."""

@@ -1,0 +1,441 @@
+"""Chunks: the samples of one put, packed together, and the fields that a get makes of pieces of them.
+
+    fields of a put, [B] rows --> columns: jagged rows, scalars, objects --> Chunk --> pieces: some fields, some rows
+                                                                                            |
+    fields of a get, any rows <-- rows of all pieces, in the order of the call <-- decoded -+
+
+TransferQueue stores rows: whether a field was put as a padded or as a jagged tensor does not matter, and each row comes
+back with its own shape. So rows of one dim or more become jagged along their first dim. Only the fields of a padded
+batch, one with an attention mask that has zeros, stay as they are: the mask says which of their values are padding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_tensor_collection
+from torch import Tensor
+
+from maskpack.core.bits import Words
+from maskpack.core.index import IntArray
+from maskpack.core.objects import Objects, Stowed, is_non_tensor, mapped
+from maskpack.core.pads import PAD_TOKEN_ID, PER_ROW
+from maskpack.errors import LayoutError
+from maskpack.fields.registry import MaskNestingRegistry, MaskNestingSpec
+from maskpack.fields.rl_fields import RL_FIELDS
+from maskpack.layout.jagged import is_regular, jagged_all, jagged_from, offsets_of
+from maskpack.packed.batch import PackedBatch, compress
+from maskpack.packed.decode import decoded
+
+_PADDED = MaskNestingRegistry(
+    {
+        name: replace(spec, pad=[PER_ROW if pad is PAD_TOKEN_ID else pad for pad in spec.pads])
+        for name, spec in RL_FIELDS.items()
+    },
+    RL_FIELDS.axes,
+)
+"""RL_FIELDS for rows whose pad token nobody names."""
+_ROWS = MaskNestingRegistry({name: MaskNestingSpec(None, hints=spec.hints) for name, spec in RL_FIELDS.items()})
+"""RL_FIELDS for rows without padding: only the hints."""
+LARGE = 1 << 16
+"""Bytes from which on a tensor inside a Python object is stored once for all samples that hold it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Samples that are packed together.
+
+    Attributes:
+        packed: their fields.
+        turned: the fields whose rows [F, L] are stored as [L, F], because L differs from row to row.
+    """
+
+    packed: PackedBatch
+    turned: frozenset[str] = frozenset()
+
+    @cached_property
+    def fields(self) -> frozenset[str]:
+        return frozenset(form.path[0] for form in self.packed.schema.forms)
+
+    @cached_property
+    def kind(self) -> tuple[Any, ...]:
+        """Chunks of one kind can be joined."""
+        return self.packed.schema, self.turned
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def select(self, fields: Iterable[str]) -> Chunk:
+        wanted = frozenset(fields)
+        if wanted >= self.fields:
+            return self
+        return Chunk(self.packed.select(*sorted(wanted)), self.turned & wanted)
+
+    def take(self, rows: Sequence[int]) -> Chunk:
+        return replace(self, packed=self.packed.take(rows if len(rows) else slice(0, 0)))
+
+    @staticmethod
+    def cat(chunks: Sequence[Chunk]) -> Chunk:
+        return replace(chunks[0], packed=PackedBatch.cat([chunk.packed for chunk in chunks]))
+
+
+class Piece(NamedTuple):
+    """Rows of a chunk, and their places among the rows of the call."""
+
+    chunk: Chunk
+    places: Sequence[int]
+
+
+# -------------------------------------------------------------------- put: rows into a chunk
+
+
+def packed(data: TensorDictBase, call: str) -> tuple[Chunk, dict[str, dict[str, Any]]]:
+    """The chunk of some samples, and the schema of their fields as TransferQueue tells it to its controller.
+
+    Raises LayoutError for a field that is not one value for each sample.
+    """
+    rows = data.batch_size[0]
+    columns = {name: _column(name, value, rows, call) for name, value in data.items()}
+    schema = {name: column.schema() for name, column in columns.items()}
+    turned = frozenset(name for name, column in columns.items() if column.turned)
+    if _is_padded(columns):
+        try:
+            return Chunk(_compressed({name: column.given for name, column in columns.items()}, rows, _PADDED)), schema
+        except LayoutError:  # widths that do not fit the mask: the rows are stored as they are
+            pass
+    shared: dict[bytes, Tensor] = {}
+    fields = {name: column.entry(shared) for name, column in columns.items()}
+    return Chunk(_compressed(fields, rows, _ROWS), turned), schema
+
+
+def _compressed(fields: Mapping[str, Any], rows: int, registry: MaskNestingRegistry) -> PackedBatch:
+    unknown = [name for name in fields if registry.find((name,)) is None]
+    return compress(TensorDict(dict(fields), batch_size=[rows]), registry=registry, ignore_dense_fields=unknown)
+
+
+def _is_padded(columns: Mapping[str, _Column]) -> bool:
+    mask = columns.get("attention_mask")
+    if mask is None or not isinstance(mask.given, Tensor) or mask.given.is_nested or mask.given.dim() != 2:
+        return False
+    return not any(column.turned and column.given.is_nested for column in columns.values()) and not bool(
+        mask.given.all()
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Column:
+    """One value for each row.
+
+    Attributes:
+        given: the tensor as it was put, on the host; or a NonTensorStack.
+        values: the values [T, *F] of rows of one dim or more, one after the other; None for scalars and objects.
+        lengths: int64 [B], those of the rows.
+        turned: as in Chunk.
+        as_nested: whether the rows were put as a nested tensor.
+    """
+
+    given: Any
+    values: Tensor | None = None
+    lengths: IntArray | None = None
+    turned: bool = False
+    as_nested: bool = False
+
+    def entry(self, shared: dict[bytes, Tensor]) -> Any:
+        """The entry of the TensorDict that is packed; rows of equal lengths share the offsets in `shared`."""
+        if self.values is None or self.lengths is None:
+            return self.given
+        offsets = _offsets(self.lengths, shared)
+        return jagged_from(self.values, offsets, int(self.lengths.min()), int(self.lengths.max()))
+
+    def schema(self) -> dict[str, Any]:
+        if not isinstance(self.given, Tensor):
+            rows = self.given.tolist() if self.as_nested else None
+            one = None if rows is None else rows[0]
+            told = {"dtype": getattr(one, "dtype", None), "shape": getattr(one, "shape", None)}
+            told |= {"is_nested": self.as_nested, "is_non_tensor": rows is None}
+            return told if rows is None else told | {"per_sample_shapes": [tuple(row.shape) for row in rows]}
+        told = {"dtype": self.given.dtype, "is_nested": self.as_nested, "is_non_tensor": False}
+        if not self.as_nested:
+            return told | {"shape": self.given.shape[1:] or torch.Size([1])}
+        assert self.values is not None
+        assert self.lengths is not None
+        more = tuple(self.values.shape[1:])
+        lengths: list[int] = self.lengths.tolist()
+        shapes = [(*more, length) for length in lengths] if self.turned else [(length, *more) for length in lengths]
+        return told | {"shape": torch.Size(shapes[0]), "per_sample_shapes": shapes}
+
+
+def _column(name: str, value: Any, rows: int, call: str) -> _Column:
+    if not isinstance(value, Tensor):
+        return _Column(_objects(name, value, rows, call))
+    if value.size(0) != rows:
+        raise LayoutError(
+            f'{call}: field "{name}" has {value.size(0)} rows; expected {rows}, one for each sample. Give the TensorDict '
+            "the number of samples as its batch size, and one row of each field for each."
+        )
+    value = value.detach().cpu()
+    if value.is_nested:
+        return _nested(value, rows)
+    if value.layout != torch.strided:
+        return _Column(_stack(list(value.unbind())), as_nested=False)
+    if value.dim() == 1:
+        return _Column(value)
+    spec = _PADDED.find((name,))
+    turned = value.dim() == 3 and spec is not None and spec.ragged_dim == -1
+    line = value.transpose(1, 2) if turned else value
+    lengths = np.full(rows, line.shape[1], np.int64)
+    return _Column(value, line.reshape(rows * line.shape[1], *line.shape[2:]), lengths, turned)
+
+
+def _nested(value: Any, rows: int) -> _Column:
+    if is_regular(value):
+        lengths = np.diff(offsets_of(value).to(torch.int64).numpy())
+        return _Column(value, value.values(), lengths, as_nested=True)
+    parts = list(value.unbind())
+    alike = len({(part.shape[0], part.dim()) for part in parts}) == 1
+    if parts[0].dim() == 2 and alike:
+        lengths = np.array([part.shape[1] for part in parts], np.int64)
+        return _Column(value, torch.cat([part.T for part in parts]), lengths, turned=True, as_nested=True)
+    return _Column(_stack(parts), as_nested=True)
+
+
+def _objects(name: str, value: Any, rows: int, call: str) -> NonTensorStack:
+    if isinstance(value, NonTensorStack) and len(value) == rows:
+        return value
+    if isinstance(value, NonTensorData) or not is_tensor_collection(value) or is_non_tensor(value):
+        raise LayoutError(
+            f'{call}: field "{name}" is one {type(value).__name__} for all rows; expected one value for each of the '
+            f"{rows} samples. Pass a list or a NonTensorStack of {rows} values."
+        )
+    return _stack([value[row] for row in range(rows)])
+
+
+def _stack(values: Sequence[Any]) -> NonTensorStack:
+    return NonTensorStack(*[NonTensorData(value) for value in values])
+
+
+def _offsets(lengths: IntArray, shared: dict[bytes, Tensor]) -> Tensor:
+    key = lengths.tobytes()
+    if key not in shared:
+        bounds = np.zeros(lengths.size + 1, np.int64)
+        np.cumsum(lengths, out=bounds[1:])
+        shared[key] = torch.from_numpy(bounds)
+    return shared[key]
+
+
+# -------------------------------------------------------------------- get: pieces into fields
+
+
+def assembled(pieces: Sequence[Piece], fields: Sequence[str], rows: int) -> TensorDict:
+    """The fields of a call. Each field is in pieces that have all of the rows together.
+
+    Rows of one dim or more are a jagged tensor, if torch can hold them in one; fields of equal row lengths share their
+    offsets. Scalars are a tensor [B]. All others are a NonTensorStack.
+    """
+    parts = [_Decoded.of(piece) for piece in pieces]
+    jagged: dict[tuple[bytes, ...], list[tuple[str, Tensor]]] = {}
+    shared: dict[bytes, Tensor] = {}
+    out: dict[str, Any] = dict.fromkeys(fields)
+    for name in fields:
+        having = [part for part in parts if name in part.columns]
+        columns = [part.columns[name] for part in having]
+        tensors = [column for column in columns if isinstance(column, _Values)]
+        alike = len({(part.values.dtype, part.values.shape[1:], part.lengths is None) for part in tensors}) == 1
+        if len(tensors) < len(columns) or not alike or any(name in part.turned for part in having):
+            out[name] = stacked(_rows(having, name, rows))
+            continue
+        values, lengths = _ordered(tensors, [part.places for part in having], rows)
+        if lengths is None:
+            out[name] = values
+        else:
+            jagged.setdefault((lengths.tobytes(),), []).append((name, values))
+    for (lengths_of,), same in jagged.items():
+        lengths = np.frombuffer(lengths_of, np.int64)
+        bounds = _offsets(lengths, shared)
+        low, high = int(lengths.min(initial=0)), int(lengths.max(initial=0))
+        names, values = [name for name, _ in same], [value for _, value in same]
+        out |= dict(zip(names, jagged_all(values, bounds, low, high), strict=True))
+    return TensorDict(out, batch_size=[rows])
+
+
+def stacked(rows: Sequence[Any]) -> Any:
+    """Rows as TransferQueue gives them back: a jagged tensor, else a nested one, else a NonTensorStack."""
+    if not all(isinstance(row, Tensor) for row in rows):
+        return NonTensorStack(*rows)
+    if all(row.dim() == 0 for row in rows):
+        return torch.stack(list(rows))
+    for layout in (torch.jagged, torch.strided):
+        try:
+            return torch.nested.as_nested_tensor(list(rows), layout=layout)
+        except (RuntimeError, TypeError):
+            continue  # rows of different dtypes or dims
+    return NonTensorStack(*rows)
+
+
+class _Values(NamedTuple):
+    """Rows of a field: values [T, *F] and lengths [n]; or scalars [n], without lengths."""
+
+    values: Tensor
+    lengths: IntArray | None
+
+    def rows(self) -> Sequence[Tensor]:
+        if self.lengths is None:
+            return self.values.unbind()
+        return self.values.split(self.lengths.tolist())
+
+
+@dataclass(frozen=True, eq=False)
+class _Decoded:
+    """A piece with its tensors decoded.
+
+    Attributes:
+        columns: the rows of each field; objects as a list.
+        places, turned: of the piece and its chunk.
+    """
+
+    columns: dict[str, _Values | list[Any]]
+    places: Sequence[int]
+    turned: frozenset[str]
+
+    @classmethod
+    def of(cls, piece: Piece) -> _Decoded:
+        batch, rows = piece.chunk.packed, len(piece.chunk)
+        forms = [form for form in batch.schema.forms if form.dtype is not None]
+        padded = [form for form in forms if form.kind == "padded"]
+        tensors = decoded(batch, [form for form in forms if form.kind != "padded"], True)
+        tensors |= decoded(batch, padded, False) if padded else {}
+        columns: dict[str, _Values | list[Any]] = {}
+        for form in forms:
+            values = tensors[form.path]
+            if form.kind == "jagged":
+                assert form.layout is not None
+                columns[form.path[0]] = _Values(values, batch.layouts[form.layout].lengths)
+            elif values.dim() == 1:
+                columns[form.path[0]] = _Values(values, None)
+            else:
+                lengths = np.full(rows, values.shape[1], np.int64)
+                columns[form.path[0]] = _Values(values.reshape(-1, *values.shape[2:]), lengths)
+        columns |= {path[0]: objects.data for path, objects in batch.objects.items()}
+        return cls(columns, piece.places, piece.chunk.turned)
+
+
+def _ordered(parts: Sequence[_Values], places: Sequence[Sequence[int]], rows: int) -> tuple[Tensor, IntArray | None]:
+    """The rows of all parts in the order of the call, and their lengths."""
+    order = np.concatenate([np.asarray(own, np.int64) for own in places])
+    if len(parts) == 1 and bool((order == np.arange(rows)).all()):
+        return parts[0]
+    if parts[0].lengths is None:
+        out = torch.empty(rows, dtype=parts[0].values.dtype)
+        out[torch.from_numpy(order)] = torch.cat([part.values for part in parts])
+        return out, None
+    lengths = np.empty(rows, np.int64)
+    lengths[order] = np.concatenate([cast("IntArray", part.lengths) for part in parts])
+    found = [row for part in parts for row in part.rows()]
+    line: list[Any] = [None] * rows
+    for place, row in zip(order.tolist(), found, strict=True):
+        line[place] = row
+    return torch.cat(line), lengths
+
+
+def _rows(parts: Sequence[_Decoded], name: str, rows: int) -> list[Any]:
+    """The rows of a field one by one, in the order of the call."""
+    out: list[Any] = [None] * rows
+    for part in parts:
+        column = part.columns[name]
+        found: Iterable[Any] = column.rows() if isinstance(column, _Values) else _restored(column)
+        turned = name in part.turned
+        for place, row in zip(part.places, found, strict=True):
+            out[place] = row.T.contiguous() if turned else row
+    return out
+
+
+# -------------------------------------------------------------------- large tensors in objects
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Stands for the bits of a tensor that is stored by its content.
+
+    Attributes:
+        digest: BLAKE2b of the bits, 20 bytes.
+        dtype: the NumPy dtype of the words.
+        dtype_of, shape, tensor: as in Stowed.
+    """
+
+    digest: bytes
+    dtype: str
+    dtype_of: str
+    shape: tuple[int, ...]
+    tensor: bool
+
+
+@dataclass
+class _Parting:
+    """Replaces large tensors by Shared ones; equal ones are read once."""
+
+    found: dict[bytes, Words] = field(default_factory=dict[bytes, Words])
+    known: dict[int, bytes] = field(default_factory=dict[int, bytes])
+
+    def leaf(self, item: Any) -> Any:
+        if not isinstance(item, Stowed) or item.words.nbytes < LARGE:
+            return item
+        digest = self.known.get(id(item.words))
+        if digest is None:
+            bits = np.ascontiguousarray(item.words)
+            digest = hashlib.blake2b(bits.view(np.uint8).data, digest_size=20).digest()
+            self.known[id(item.words)] = digest
+            self.found.setdefault(digest, bits)
+        return Shared(digest, item.words.dtype.str, item.dtype, item.shape, item.tensor)
+
+
+def parted(chunk: Chunk) -> tuple[Chunk, dict[bytes, Words]]:
+    """The chunk without the large tensors inside its Python objects, and their bits by digest."""
+    parting = _Parting()
+    objects = _with_leaves(chunk.packed.objects, parting.leaf)
+    return replace(chunk, packed=replace(chunk.packed, objects=objects)) if parting.found else chunk, parting.found
+
+
+def digests(chunk: Chunk) -> set[bytes]:
+    """The digests of the large tensors of a chunk."""
+    return {item.digest for objects in chunk.packed.objects.values() for item in _leaves(objects.data, Shared)}
+
+
+def whole(pieces: Iterable[Piece], words: Mapping[bytes, Words]) -> list[Piece]:
+    """The pieces with the bits of their large tensors."""
+    stowed: dict[Shared, Stowed] = {}
+
+    def leaf(item: Any) -> Any:
+        if not isinstance(item, Shared):
+            return item
+        if item not in stowed:
+            bits = words[item.digest].reshape(-1).view(item.dtype)
+            stowed[item] = Stowed(bits, item.dtype_of, item.shape, item.tensor)
+        return stowed[item]
+
+    out: list[Piece] = []
+    for piece in pieces:
+        batch = piece.chunk.packed
+        chunk = replace(piece.chunk, packed=replace(batch, objects=_with_leaves(batch.objects, leaf)))
+        out.append(piece._replace(chunk=chunk))
+    return out
+
+
+def _restored(column: list[Any]) -> list[Any]:
+    """Objects with their tensors; one that several rows hold is restored once and shared by them."""
+    return mapped(column, lambda item: item.restored() if isinstance(item, Stowed) else item)
+
+
+def _with_leaves(objects: Mapping[Any, Objects], leaf: Any) -> dict[Any, Objects]:
+    return {path: replace(entry, data=mapped(entry.data, leaf)) for path, entry in objects.items()}
+
+
+def _leaves(data: Any, kind: type[Any]) -> Iterator[Any]:
+    found: list[Any] = []
+    mapped(data, lambda item: found.append(item) or item if isinstance(item, kind) else item)
+    yield from found

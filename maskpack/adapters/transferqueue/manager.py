@@ -1,0 +1,299 @@
+"""The storage backend "Maskpack" of TransferQueue: its StorageManager, and how its storage units are started.
+
+    put_data: fields --chunk.packed--> one chunk --split by storage unit--> put, then the controller is told
+    get_data: samples --by storage unit--> pieces --chunk.assembled--> fields
+
+A sample lives in the storage unit that its global index gives, in blocks, so that samples that are put together lie
+together. A large tensor inside a Python object lives in the unit that its digest gives, once for all samples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import ray
+import zmq
+from tensordict import TensorDict
+from transfer_queue import BatchMeta, StorageKeyNotFoundError
+from transfer_queue.storage import StorageManager, StorageManagerFactory
+from transfer_queue.storage.bootstrap import StorageBootstrapProvider
+from transfer_queue.utils.common import get_node_round_robin_scheduling_strategies
+from transfer_queue.utils.zmq_utils import ZMQServerInfo, ZMQSocketPool, process_zmq_server_info
+
+from maskpack.adapters.transferqueue import chunk as chunks
+from maskpack.adapters.transferqueue.chunk import Chunk, Piece
+from maskpack.adapters.transferqueue.server import DONE, NO_SAMPLE, SOCKET, frames, message, start_units
+from maskpack.core.bits import Words
+from maskpack.errors import MaskpackError, StorageError
+from maskpack.packed.file import codec as codecs
+
+NAME = "Maskpack"
+_BLOCK = 64
+"""Consecutive global indexes that live in one storage unit."""
+_RUNS = 8
+"""Runs of consecutive rows that are sent as chunks of their own; rows in more pieces are taken into one."""
+_PATIENCE, _TIMEOUT = 5, 200
+"""Seconds after which a silent storage unit is looked for, and after which it is given up."""
+_FILE = "maskpack.json"
+_OPTIONS = {"num_data_storage_units", "required_node_resource", "codec"}
+_STARTED: dict[str, list[Any]] = {}
+"""The storage units that this process has started, by the run that they belong to."""
+
+
+@StorageBootstrapProvider.register_provider(NAME)
+def start(conf: Any) -> list[Any]:
+    """Starts the storage units of a configuration, and writes into it where they are reached."""
+    given: dict[str, Any] = dict(conf.backend.get(NAME) or {})
+    unknown = sorted(given.keys() - _OPTIONS)
+    count, codec = given.get("num_data_storage_units", 2), given.get("codec")
+    if unknown or type(count) is not int or count < 1:
+        seen = f"options {unknown}" if unknown else f"num_data_storage_units {count!r}"
+        raise MaskpackError(
+            f"transfer_queue.init: backend.{NAME} has {seen}; expected some of {sorted(_OPTIONS)}, with at least one "
+            "storage unit. Correct the configuration."
+        )
+    codecs.check(codec, "transfer_queue.init")
+    resource = given.get("required_node_resource")
+    units = start_units(count, get_node_round_robin_scheduling_strategies(count, required_node_resource=resource))
+    infos = list(process_zmq_server_info(dict(enumerate(units))).values())
+    run = uuid4().hex
+    _STARTED[run] = units
+    conf.backend[NAME] = {**given, "codec": codec, "units": Units(run, infos)}
+    return units
+
+
+class Units:
+    """The storage units of a run. TransferQueue hands it to each process with its configuration; that the class is from
+    this package is what registers the backend there."""
+
+    def __init__(self, run: str, infos: Sequence[ZMQServerInfo]) -> None:
+        self.run = run
+        self.infos = list(infos)
+
+
+@StorageManagerFactory.register(NAME)
+class MaskpackStorageManager(StorageManager):
+    """Keeps the samples of TransferQueue as packed chunks in storage units."""
+
+    def __init__(self, controller_info: ZMQServerInfo, config: Any, zmq_context: Any = None) -> None:
+        self._units: Units = config["units"]
+        self._codec: str | None = config.get("codec")
+        super().__init__(controller_info, config, zmq_context=zmq_context)
+        self._sockets = ZMQSocketPool(self.zmq_context, self.storage_manager_id, SOCKET, timeout=_TIMEOUT)
+
+    # ---------------------------------------------------------------- samples
+
+    async def put_data(
+        self, data: TensorDict, metadata: BatchMeta, data_parser: Callable[[Any], Any] | None = None
+    ) -> None:
+        """Stores fields of samples: a value of each field for each sample. Fields that they have are replaced.
+
+        Raises:
+            NotImplementedError: there is a `data_parser`, which runs on the rows of SimpleStorage.
+            LayoutError, ValueError: a field has not one value for each sample.
+            StorageError: a storage unit did not answer.
+        """
+        if data_parser is not None:
+            raise NotImplementedError(
+                f"put_data: the storage backend {NAME} stores packed rows, on which no data_parser runs; expected "
+                "data_parser=None. Parse the fields before they are put."
+            )
+        samples = metadata.global_indexes
+        if not samples:
+            return
+        if not data.batch_size or data.batch_size[0] != len(samples):
+            raise ValueError(
+                f"put_data: the fields have batch_size {list(data.batch_size)}; expected {len(samples)} rows, one for "
+                "each sample. Give one key for each row."
+            )
+        chunk, schema = chunks.packed(data, "put_data")
+        chunk, large = chunks.parted(chunk)
+        puts = [
+            (unit, [samples[row] for row in rows], part)
+            for unit, places in self._by_unit(samples).items()
+            for rows, part in _divided(chunk, places)
+        ]
+        holds = sum((Counter(chunks.digests(part)) for _, _, part in puts), Counter[bytes]()) if large else Counter()
+        await self._bring(holds, large)
+        freed = await _all(self._ask(unit, "put", own, part) for unit, own, part in puts)
+        await self._release(freed)
+        await self.notify_data_update(metadata.partition_ids[0], samples, schema)
+
+    async def get_data(self, metadata: BatchMeta) -> TensorDict:
+        """The fields of samples, in the order of `metadata`: jagged tensors [n, j, *F] on shared offsets for rows of one
+        dim or more, tensors [n] for scalars, and NonTensorStacks for objects and for rows that torch cannot hold in one
+        tensor. Rows that hold the same large tensor share its memory.
+
+        Raises:
+            StorageKeyNotFoundError: a sample, or a field of one, is not stored.
+            StorageError: no sample of a storage unit has one of the fields; or a storage unit did not answer.
+        """
+        samples, fields = metadata.global_indexes, metadata.field_names
+        if not samples or not fields:
+            return TensorDict({}, batch_size=len(samples))
+        asked = self._by_unit(samples)
+        answers = await _all(
+            self._ask(unit, "get", [samples[place] for place in places], fields) for unit, places in asked.items()
+        )
+        pieces = [
+            Piece(piece.chunk, [places[place] for place in piece.places])
+            for places, found in zip(asked.values(), answers, strict=True)
+            for piece in found
+        ]
+        return chunks.assembled(await self._whole(pieces), fields, len(samples))
+
+    async def clear_data(self, metadata: BatchMeta) -> None:
+        """Forgets samples. Raises StorageError if a storage unit did not answer."""
+        samples = metadata.global_indexes
+        freed = await _all(
+            self._ask(unit, "clear", [samples[place] for place in places])
+            for unit, places in self._by_unit(samples).items()
+        )
+        await self._release(freed)
+
+    def _by_unit(self, samples: Sequence[int]) -> dict[int, list[int]]:
+        """The places of samples among `samples`, by storage unit."""
+        count = len(self._units.infos)
+        out: dict[int, list[int]] = {}
+        for place, sample in enumerate(samples):
+            out.setdefault(sample // _BLOCK % count, []).append(place)
+        return out
+
+    # ---------------------------------------------------------------- large tensors
+
+    async def _bring(self, holds: Counter[bytes], large: Mapping[bytes, Words]) -> None:
+        """Announces large tensors, and sends the bits of those that are not stored yet."""
+        by_home = self._by_home(holds)
+        missing = await _all(self._ask(unit, "hold", own) for unit, own in by_home.items())
+        sent = {unit: own for unit, own in zip(by_home, missing, strict=True) if own}
+        await _all(self._ask(unit, "store", self._encoded(own, large)) for unit, own in sent.items())
+
+    async def _whole(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
+        """The pieces with their large tensors, each fetched once."""
+        wanted = Counter(digest for piece in pieces for digest in chunks.digests(piece.chunk))
+        if not wanted:
+            return pieces
+        answers = await _all(self._ask(unit, "fetch", list(own)) for unit, own in self._by_home(wanted).items())
+        found = {digest: stored for answer in answers for digest, stored in answer.items()}
+        arrays, records = [array for array, _ in found.values()], [record for _, record in found.values()]
+        if any(record is not None for record in records):
+            arrays = codecs.restored(arrays, records, "get_data")
+        return chunks.whole(pieces, dict(zip(found, arrays, strict=True)))
+
+    def _encoded(self, digests: Sequence[bytes], large: Mapping[bytes, Words]) -> dict[bytes, tuple[Words, Any]]:
+        arrays: list[Words] = [large[digest] for digest in digests]
+        records: list[Any] = [None] * len(arrays)
+        if self._codec is not None:
+            arrays, records = codecs.compressed(arrays)
+        return dict(zip(digests, zip(arrays, records, strict=True), strict=True))
+
+    async def _release(self, freed: Iterable[Counter[bytes]]) -> None:
+        by_home = self._by_home(sum(freed, Counter[bytes]()))
+        await _all(self._ask(unit, "release", own) for unit, own in by_home.items())
+
+    def _by_home(self, counts: Counter[bytes]) -> dict[int, Counter[bytes]]:
+        out: dict[int, Counter[bytes]] = {}
+        for digest, count in counts.items():
+            home = int.from_bytes(digest[:4], "little") % len(self._units.infos)
+            out.setdefault(home, Counter())[digest] = count
+        return out
+
+    # ---------------------------------------------------------------- checkpoints and sizes
+
+    async def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Writes the samples of all storage units into a folder that all of them reach."""
+        folder = Path(checkpoint_dir) / NAME.lower()
+        folder.mkdir(parents=True, exist_ok=True)
+        count = len(self._units.infos)
+        await _all(self._ask(unit, "save", str(folder / f"{unit}.pickle")) for unit in range(count))
+        (folder / _FILE).write_text(json.dumps({"storage_units": count, "block": _BLOCK}))
+
+    async def load_checkpoint(self, checkpoint_dir: str) -> None:
+        """Replaces all samples by those that `save_checkpoint` wrote.
+
+        Raises FileNotFoundError for a folder without a checkpoint, and ValueError for one of another number of storage
+        units.
+        """
+        folder, count = Path(checkpoint_dir) / NAME.lower(), len(self._units.infos)
+        if not (folder / _FILE).exists():
+            raise FileNotFoundError(
+                f"load_checkpoint: {folder / _FILE} does not exist; expected a checkpoint of the backend {NAME}. Load "
+                "the folder that save_checkpoint wrote."
+            )
+        saved = json.loads((folder / _FILE).read_text())
+        if saved != {"storage_units": count, "block": _BLOCK}:
+            raise ValueError(
+                f"load_checkpoint: the checkpoint is of {saved}; expected {count} storage units in blocks of {_BLOCK}. "
+                "Start TransferQueue with as many storage units as were saved."
+            )
+        await _all(self._ask(unit, "load", str(folder / f"{unit}.pickle")) for unit in range(count))
+
+    async def figures(self) -> list[dict[str, int]]:
+        """For each storage unit: samples, chunks, the bytes it holds in chunks and in large tensors, and the bytes that
+        it received and sent."""
+        return await _all(self._ask(unit, "figures") for unit in range(len(self._units.infos)))
+
+    # ---------------------------------------------------------------- messages
+
+    async def _ask(self, unit: int, request: str, *given: Any) -> Any:
+        info = self._units.infos[unit]
+        async with self._sockets.alease(info) as socket:
+            await socket.send_multipart(frames((request, given)), copy=False)
+            kind, answer = message(await self._received(socket, info, request))
+        if kind == DONE:
+            return answer
+        text = f"{request}: storage unit {info.id} at {info.ip}:{info.ports[SOCKET]}: {answer}"
+        raise StorageKeyNotFoundError(text) if kind == NO_SAMPLE else StorageError(text)
+
+    async def _received(self, socket: Any, info: ZMQServerInfo, request: str) -> Any:
+        """The frames of an answer. A storage unit that is silent for a while must at least be reached."""
+        where, waited = f"{info.ip}:{info.ports[SOCKET]}", 0
+        while not await socket.poll(1000 * _PATIENCE, zmq.POLLIN):
+            waited += _PATIENCE
+            try:
+                _, writer = await asyncio.wait_for(asyncio.open_connection(info.ip, info.ports[SOCKET]), _PATIENCE)
+                writer.close()
+            except OSError as error:
+                raise StorageError(
+                    f"{request}: storage unit {info.id} at {where} is gone ({error}), and the samples in it; expected "
+                    "an answer. Start the run again from its last checkpoint."
+                ) from error
+            if waited >= _TIMEOUT:
+                raise StorageError(
+                    f"{request}: storage unit {info.id} at {where} did not answer in {waited} s; expected an answer. "
+                    "Look whether its process is still at work."
+                )
+        return await socket.recv_multipart(copy=False)
+
+    def close(self) -> None:
+        """Closes the sockets, and ends the storage units that this process has started."""
+        sockets = getattr(self, "_sockets", None)
+        if sockets is not None:
+            sockets.close()
+        super().close()
+        for unit in _STARTED.pop(self._units.run, []) if hasattr(self, "_units") else []:
+            ray.kill(unit)
+
+
+async def _all(asked: Iterable[Awaitable[Any]]) -> list[Any]:
+    """All answers. If some of them fail, the first error, once all others are there."""
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return answers
+
+
+def _divided(chunk: Chunk, places: Sequence[int]) -> list[tuple[Sequence[int], Chunk]]:
+    """The rows at some places, in chunks: those of each run of places, or all of them together."""
+    line = np.asarray(places)
+    cuts = np.flatnonzero(np.diff(line) != 1) + 1
+    runs = np.split(line, cuts) if cuts.size < _RUNS else [line]
+    return [(run.tolist(), chunk if run.size == len(chunk) and cuts.size == 0 else chunk.take(run)) for run in runs]

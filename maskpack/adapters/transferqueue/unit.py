@@ -1,0 +1,275 @@
+"""The samples of one storage unit: chunks, and where each sample lies in them.
+
+    put: a chunk and the samples that its rows are -> the newest rows of these samples
+    get: fields of samples -> pieces of the chunks that have them, the newest first
+    clear: samples -> their rows; a chunk that is mostly dead is rewritten without them
+
+A field that is put again lies in a newer chunk, and hides the older one. Small chunks of one kind, as agent loops write
+them, are joined when they are read.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from maskpack.adapters.transferqueue.chunk import Chunk, Piece, digests
+from maskpack.core.bits import Words
+from maskpack.errors import FieldError
+
+SMALL = 32
+"""Rows below which a chunk is joined with others of its kind."""
+_SEVERAL = 4
+"""Small chunks that a get must meet before they are joined."""
+
+
+class NoSampleError(KeyError):
+    """A sample is not in the storage unit, or has not all of the fields."""
+
+
+@dataclass(eq=False)
+class _Held:
+    """A chunk in the unit.
+
+    Attributes:
+        chunk: the rows.
+        samples: the sample of each row.
+        live: the rows that are still reached from their samples.
+        holds: how often each large tensor was announced for the chunk.
+    """
+
+    chunk: Chunk
+    samples: list[int]
+    live: int
+    holds: Counter[bytes]
+
+
+@dataclass(eq=False)
+class _Large:
+    """A large tensor that chunks of any unit refer to: for how many puts, and its bits with the record of their codec,
+    once a writer has brought them."""
+
+    holds: int = 0
+    stored: tuple[Words, Any] | None = None
+
+
+@dataclass(eq=False)
+class Samples:
+    """What a storage unit holds.
+
+    Attributes:
+        chunks: by number.
+        rows: for each sample, the chunks that hold it, the newest first: (number, row).
+        large: large tensors by digest.
+    """
+
+    chunks: dict[int, _Held] = field(default_factory=dict[int, _Held])
+    rows: dict[int, list[tuple[int, int]]] = field(default_factory=dict[int, list[tuple[int, int]]])
+    large: dict[bytes, _Large] = field(default_factory=dict[bytes, _Large])
+    _next: int = 0
+
+    # ---------------------------------------------------------------- samples
+
+    def put(self, samples: Sequence[int], chunk: Chunk) -> Counter[bytes]:
+        """Adds rows of samples; returns the large tensors that are no longer needed, with the holds to give back."""
+        number = self._add(chunk, list(samples), Counter(digests(chunk)))
+        hidden: Counter[int] = Counter()
+        for row, sample in enumerate(samples):
+            kept = [(number, row)]
+            for place in self.rows.get(sample, ()):
+                if self.chunks[place[0]].chunk.fields <= chunk.fields:
+                    hidden[place[0]] += 1
+                else:
+                    kept.append(place)
+            self.rows[sample] = kept
+        return self._dropped(hidden)
+
+    def get(self, samples: Sequence[int], fields: Sequence[str]) -> list[Piece]:
+        """The fields of samples, as pieces whose places are those in `samples`.
+
+        Raises NoSampleError for a sample that is not here or lacks a field, and FieldError for a field that no sample
+        here has.
+        """
+        found = self._places(samples, fields)
+        small = {number for number, _ in found if len(self.chunks[number].chunk) < SMALL}
+        if len(small) >= _SEVERAL and self._join():
+            found = self._places(samples, fields)
+        pieces: list[Piece] = []
+        for (number, wanted), (rows, places) in found.items():
+            chunk = self.chunks[number].chunk.select(wanted)
+            pieces.append(Piece(chunk if rows == list(range(len(chunk))) else chunk.take(rows), places))
+        return pieces
+
+    def clear(self, samples: Iterable[int]) -> Counter[bytes]:
+        """Forgets samples, known or not; returns as `put`."""
+        dead: Counter[int] = Counter()
+        for sample in samples:
+            dead.update(number for number, _ in self.rows.pop(sample, ()))
+        return self._dropped(dead)
+
+    def _places(
+        self, samples: Sequence[int], fields: Sequence[str]
+    ) -> dict[tuple[int, frozenset[str]], tuple[list[int], list[int]]]:
+        """The rows to take of each chunk, with the fields to take, and their places in `samples`."""
+        out: dict[tuple[int, frozenset[str]], tuple[list[int], list[int]]] = {}
+        known: dict[tuple[int, ...], list[tuple[int, frozenset[str]]]] = {}
+        for place, sample in enumerate(samples):
+            lying = self.rows.get(sample)
+            if lying is None:
+                raise NoSampleError(f"sample {sample} is not stored; it was cleared, or never put")
+            numbers = tuple(number for number, _ in lying)
+            if numbers not in known:
+                known[numbers] = self._cover(sample, numbers, fields)
+            for at, wanted in known[numbers]:
+                rows, places = out.setdefault((numbers[at], wanted), ([], []))
+                rows.append(lying[at][1])
+                places.append(place)
+        return out
+
+    def _cover(self, sample: int, numbers: Sequence[int], fields: Sequence[str]) -> list[tuple[int, frozenset[str]]]:
+        """Which of the chunks of a sample, the newest first, gives which of the fields."""
+        left, cover = set(fields), list[tuple[int, frozenset[str]]]()
+        for at, number in enumerate(numbers):
+            wanted = left & self.chunks[number].chunk.fields
+            if wanted:
+                cover.append((at, frozenset(wanted)))
+                left -= wanted
+        if not left:
+            return cover
+        everywhere = frozenset[str]().union(*(held.chunk.fields for held in self.chunks.values()))
+        if left - everywhere:
+            raise FieldError(
+                f"get: no sample here has the fields {sorted(left - everywhere)}; expected some of "
+                f"{sorted(everywhere)}. Put them first, or select others."
+            )
+        raise NoSampleError(f"sample {sample} has no {sorted(left)}, which other samples have; put them first")
+
+    # ---------------------------------------------------------------- chunks
+
+    def _add(self, chunk: Chunk, samples: list[int], holds: Counter[bytes]) -> int:
+        self._next += 1
+        self.chunks[self._next] = _Held(chunk, samples, len(samples), holds)
+        return self._next
+
+    def _dropped(self, dead: Counter[int]) -> Counter[bytes]:
+        """Takes rows off chunks, and frees those without rows; returns the holds to give back."""
+        freed: Counter[bytes] = Counter()
+        for number, count in dead.items():
+            held = self.chunks[number]
+            held.live -= count
+            if held.live == 0:
+                freed += self.chunks.pop(number).holds
+            elif 2 * held.live < len(held.chunk):
+                freed += self._compacted(number, held)
+        return freed
+
+    def _compacted(self, number: int, held: _Held) -> Counter[bytes]:
+        """Rewrites a chunk without its dead rows; returns the holds to give back."""
+        rows = [row for row, sample in enumerate(held.samples) if (number, row) in self.rows.get(sample, ())]
+        held.chunk, held.samples = held.chunk.take(rows), [held.samples[row] for row in rows]
+        self._moved(number, held.samples, {(number, row): new for new, row in enumerate(rows)})
+        needed = digests(held.chunk)
+        freed = Counter({digest: count for digest, count in held.holds.items() if digest not in needed})
+        held.holds -= freed
+        return freed
+
+    def _join(self) -> bool:
+        """Joins the small chunks of each kind; whether there were any."""
+        kinds: dict[Any, list[int]] = {}
+        for number, held in self.chunks.items():
+            if len(held.chunk) < SMALL:
+                kinds.setdefault(held.chunk.kind, []).append(number)
+        several = [numbers for numbers in kinds.values() if len(numbers) >= _SEVERAL]
+        for numbers in several:
+            parts = [self.chunks.pop(number) for number in numbers]
+            samples = [sample for part in parts for sample in part.samples]
+            holds = sum((part.holds for part in parts), Counter[bytes]())
+            joined = self._add(Chunk.cat([part.chunk for part in parts]), samples, holds)
+            self.chunks[joined].live = sum(part.live for part in parts)
+            places = (
+                (number, row) for number, part in zip(numbers, parts, strict=True) for row in range(len(part.chunk))
+            )
+            self._moved(joined, samples, {place: new for new, place in enumerate(places)})
+        return bool(several)
+
+    def _moved(self, number: int, samples: Iterable[int], moved: dict[tuple[int, int], int]) -> None:
+        """Writes down the new rows of samples, in the chunk `number`, by their old places."""
+        for sample in set(samples):
+            lying = self.rows.get(sample, [])
+            lying[:] = [(number, moved[place]) if place in moved else place for place in lying]
+
+    # ---------------------------------------------------------------- large tensors
+
+    def hold(self, wanted: Counter[bytes]) -> list[bytes]:
+        """Announces puts that refer to large tensors; returns those whose bits are not here yet."""
+        for digest, count in wanted.items():
+            self.large.setdefault(digest, _Large()).holds += count
+        return [digest for digest in wanted if self.large[digest].stored is None]
+
+    def store(self, given: dict[bytes, tuple[Words, Any]]) -> None:
+        """Keeps the bits of large tensors that were announced."""
+        for digest, stored in given.items():
+            large = self.large.get(digest)
+            if large is not None and large.stored is None:
+                large.stored = stored
+
+    def fetch(self, wanted: Iterable[bytes]) -> dict[bytes, tuple[Words, Any]]:
+        """The bits of large tensors. Raises NoSampleError for one that is not here."""
+        found: dict[bytes, tuple[Words, Any]] = {}
+        for digest in wanted:
+            large = self.large.get(digest)
+            if large is None or large.stored is None:
+                raise NoSampleError(f"the large tensor {digest.hex()} is not stored; its sample was cleared")
+            found[digest] = large.stored
+        return found
+
+    def release(self, given: Counter[bytes]) -> None:
+        """Gives holds back; tensors that nothing refers to are freed."""
+        for digest, count in given.items():
+            large = self.large.get(digest)
+            if large is not None:
+                large.holds -= count
+                if large.holds <= 0:
+                    del self.large[digest]
+
+    # ---------------------------------------------------------------- sizes and checkpoints
+
+    def figures(self) -> dict[str, int]:
+        """Samples, chunks, and the bytes of chunks and of large tensors."""
+        stored = [large.stored[0].nbytes for large in self.large.values() if large.stored is not None]
+        return {
+            "samples": len(self.rows),
+            "chunks": len(self.chunks),
+            "chunk_bytes": sum(len(pickle.dumps(held.chunk, 5)) for held in self.chunks.values()),
+            "large_tensors": len(stored),
+            "large_bytes": sum(stored),
+        }
+
+    def save(self, path: str) -> None:
+        """Writes all of it to a file, which appears once it is whole."""
+        target = Path(path)
+        partial = target.with_name(f"{target.name}.partial")
+        with open(partial, "wb") as file:
+            pickle.dump((_FORMAT, self.chunks, self.rows, self.large, self._next), file, protocol=5)
+        partial.replace(target)
+
+    def load(self, path: str) -> None:
+        """Replaces all of it by what `save` wrote. As TransferQueue's own, such files are pickles: load your own only.
+
+        Raises ValueError for a file of another format.
+        """
+        with open(path, "rb") as file:
+            found: Any = pickle.load(file)
+        if not isinstance(found, tuple) or found[:1] != (_FORMAT,):
+            raise ValueError(
+                f"load: {path} is not the checkpoint of a maskpack storage unit; expected {_FORMAT}. Load the folder "
+                "with the storage backend that saved it."
+            )
+        _, self.chunks, self.rows, self.large, self._next = found
+
+
+_FORMAT = "maskpack samples 1"

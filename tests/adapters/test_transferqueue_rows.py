@@ -1,0 +1,241 @@
+"""The packed rows of the data plane against TransferQueue's own way: rows in dicts, one by one, in this process."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+pytest.importorskip("transfer_queue")
+
+from transfer_queue.metadata import extract_field_schema
+from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleStorageManager
+from transfer_queue.storage.simple_storage import StorageUnitData
+
+from maskpack.adapters.transferqueue import chunk as chunks
+from maskpack.adapters.transferqueue.chunk import Piece
+from maskpack.adapters.transferqueue.unit import Samples
+
+_UNITS = 2
+
+
+class Theirs:
+    """Rows as TransferQueue's SimpleStorage keeps them."""
+
+    def __init__(self) -> None:
+        self.units = [StorageUnitData() for _ in range(_UNITS)]
+
+    def put(self, samples: list[int], data: TensorDict) -> dict[str, Any]:
+        for unit, places in routed(samples).items():
+            rows = {name: AsyncSimpleStorageManager._select_by_positions(data[name], places) for name in data.keys()}
+            rows = {name: list(value.unbind()) if is_tensor(value) else value for name, value in rows.items()}
+            self.units[unit].put_data(rows, [samples[place] for place in places])
+        return extract_field_schema(data)
+
+    def get(self, samples: list[int], fields: list[str]) -> TensorDict:
+        rows: dict[str, list[Any]] = {name: [None] * len(samples) for name in fields}
+        for unit, places in routed(samples).items():
+            found = self.units[unit].get_data(fields, [samples[place] for place in places])
+            for name in fields:
+                for place, value in zip(places, found[name], strict=True):
+                    rows[name][place] = value
+        packed = {name: AsyncSimpleStorageManager._pack_field_values(values) for name, values in rows.items()}
+        return TensorDict(packed, batch_size=len(samples))
+
+    def clear(self, samples: list[int]) -> None:
+        for unit, places in routed(samples).items():
+            self.units[unit].clear([samples[place] for place in places])
+
+
+class Ours:
+    """The same calls, with every message pickled as between processes."""
+
+    def __init__(self) -> None:
+        self.units = [Samples() for _ in range(_UNITS)]
+        self.large: dict[bytes, Any] = {}
+
+    def put(self, samples: list[int], data: TensorDict) -> dict[str, Any]:
+        chunk, schema = chunks.packed(data, "put")
+        chunk, large = chunks.parted(chunk)
+        self.large |= large
+        for unit, places in routed(samples).items():
+            self.units[unit].put([samples[place] for place in places], sent(chunk.take(places)))
+        return schema
+
+    def get(self, samples: list[int], fields: list[str]) -> TensorDict:
+        pieces: list[Piece] = []
+        for unit, places in routed(samples).items():
+            for piece in sent(self.units[unit].get([samples[place] for place in places], fields)):
+                pieces.append(Piece(piece.chunk, [places[place] for place in piece.places]))
+        return chunks.assembled(chunks.whole(pieces, self.large), fields, len(samples))
+
+    def clear(self, samples: list[int]) -> None:
+        for unit, places in routed(samples).items():
+            self.units[unit].clear([samples[place] for place in places])
+
+
+def routed(samples: list[int]) -> dict[int, list[int]]:
+    out: dict[int, list[int]] = {}
+    for place, sample in enumerate(samples):
+        out.setdefault(sample % _UNITS, []).append(place)
+    return out
+
+
+def sent(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value, 5))
+
+
+def is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+# -------------------------------------------------------------------- columns of all kinds
+
+
+def ragged(rng: random.Random, rows: int, dtype: torch.dtype, more: tuple[int, ...] = (), least: int = 0) -> Any:
+    parts = [values(rng, (rng.randint(least, 6), *more), dtype) for _ in range(rows)]
+    return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+
+
+def values(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    count = int(np.prod(shape)) * dtype.itemsize
+    line = torch.tensor([rng.randrange(256) for _ in range(count)], dtype=torch.uint8)
+    if dtype is torch.bool:
+        return (line % 2).view(shape).bool()
+    return line.view(dtype).view(shape) if count else torch.zeros(shape, dtype=dtype)
+
+
+_DTYPES = (torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.int16, torch.float64, torch.float8_e4m3fn)
+_WORDS = ("a", "", None, 3, -1.5, True, b"x", (1, "b"))
+
+
+def column(rng: random.Random, rows: int) -> Any:
+    dtype, kind = rng.choice(_DTYPES), rng.randrange(13)
+    if kind == 0:
+        return ragged(rng, rows, dtype)
+    if kind == 1:
+        return ragged(rng, rows, dtype, (rng.randint(1, 3),))
+    if kind == 2:
+        return values(rng, (rows,), dtype)
+    if kind == 3:
+        return values(rng, (rows, rng.randint(0, 5)), dtype)
+    if kind == 4:
+        return values(rng, (rows, rng.randint(1, 3), 2), dtype)
+    if kind == 5:
+        return NonTensorStack(*[rng.choice(_WORDS) for _ in range(rows)])
+    if kind == 6:
+        return NonTensorStack(*[{"n": row, "t": values(rng, (2,), dtype)} for row in range(rows)])
+    if kind == 7:
+        return NonTensorStack(*[[row, "s"] * rng.randint(0, 2) for row in range(rows)])
+    if kind == 8:
+        parts = [values(rng, (rng.randint(1, 3), rng.randint(1, 3)), torch.float32) for _ in range(rows)]
+        return torch.nested.as_nested_tensor(parts, layout=torch.strided)
+    if kind == 9:
+        return NonTensorStack(*[np.arange(rng.randint(0, 4), dtype=np.int32) for _ in range(rows)])
+    if kind == 10:
+        return torch.ones(rows, rng.randint(1, 9), dtype=torch.int64).cumsum(1)
+    if kind == 11:  # rows [F, L]
+        parts = [values(rng, (2, rng.randint(1, 4)), dtype) for _ in range(rows)]
+        return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+    return NonTensorStack(*[values(rng, (40_000,), torch.float32) * 0 + row % 2 for row in range(rows)])
+
+
+_NAMES = ("input_ids", "position_ids", "prompts", "responses", "response_mask", "old_log_probs", "uid", "x", "y", "z")
+
+
+def padded(rng: random.Random, rows: int) -> TensorDict:
+    prompt, response = rng.randint(1, 4), rng.randint(1, 5)
+    mask = torch.zeros(rows, prompt + response, dtype=torch.int64)
+    for row in range(rows):
+        mask[row, prompt - rng.randint(0, prompt) : prompt + rng.randint(0, response)] = 1
+    ids = torch.randint(1, 99, mask.shape) * mask + 7 * (1 - mask)
+    fields = {"prompts": ids[:, :prompt], "responses": ids[:, prompt:], "input_ids": ids, "attention_mask": mask}
+    fields["response_mask"] = mask[:, prompt:]
+    fields["old_log_probs"] = torch.randn(rows, response) * mask[:, prompt:]
+    fields["x"] = torch.randn(rows, 3)
+    return TensorDict(fields, batch_size=[rows])
+
+
+def batch(rng: random.Random, rows: int) -> TensorDict:
+    if rng.random() < 0.2:
+        return padded(rng, rows)
+    names = rng.sample(_NAMES, rng.randint(1, 6))
+    return TensorDict({name: column(rng, rows) for name in names}, batch_size=[rows])
+
+
+def assert_equal(ours: Any, theirs: Any, where: str) -> None:
+    assert type(ours) is type(theirs), (where, type(ours), type(theirs))
+    if isinstance(ours, torch.Tensor):
+        assert (ours.dtype, ours.layout, ours.is_nested) == (theirs.dtype, theirs.layout, theirs.is_nested), where
+        if not ours.is_nested:
+            assert ours.shape == theirs.shape, where
+            assert ours.contiguous().view(-1).view(torch.uint8).equal(theirs.contiguous().view(-1).view(torch.uint8))
+            return
+        ours, theirs = list(ours.unbind()), list(theirs.unbind())
+        assert len(ours) == len(theirs), where
+        for one, other in zip(ours, theirs, strict=True):
+            assert_equal(one.contiguous(), other.contiguous(), where)
+    elif isinstance(ours, NonTensorStack):
+        assert_equal(ours.tolist(), theirs.tolist(), where)
+    elif isinstance(ours, dict):
+        assert list(ours) == list(theirs), where
+        for key in ours:
+            assert_equal(ours[key], theirs[key], where)
+    elif isinstance(ours, list | tuple):
+        assert len(ours) == len(theirs), where
+        for one, other in zip(ours, theirs, strict=True):
+            assert_equal(one, other, where)
+    elif isinstance(ours, np.ndarray):
+        assert ours.dtype == theirs.dtype
+        assert ours.shape == theirs.shape
+        assert ours.tobytes() == theirs.tobytes(), where
+    else:
+        assert ours == theirs, where
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_rows_come_back_as_from_simple_storage(seed: int) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    ours, theirs = Ours(), Theirs()
+    known: dict[int, set[str]] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(12):
+            rows = rng.choice((1, 1, 1, 2, 5, 9))
+            fresh = not known or rng.random() < 0.6
+            most = max(known, default=-1) + 1
+            samples = list(range(most, most + rows)) if fresh else rng.sample(sorted(known), min(rows, len(known)))
+            data = batch(rng, len(samples))
+            mine, other = ours.put(samples, data), theirs.put(samples, data)
+            assert list(mine) == list(other)
+            for name in mine:
+                assert_equal(dict(sorted(mine[name].items())), dict(sorted(other[name].items())), f"{step} {name}")
+            for sample in samples:
+                known.setdefault(sample, set()).update(data.keys())
+            for _ in range(3):
+                some = rng.sample(sorted(known), rng.randint(1, len(known)))
+                fields = sorted(set.intersection(*(known[sample] for sample in some)))
+                if not fields:
+                    continue
+                wanted = rng.sample(fields, rng.randint(1, len(fields)))
+                some += rng.sample(some, rng.randint(0, 1))  # a sample may be asked for twice
+                got, want = ours.get(some, wanted), theirs.get(some, wanted)
+                assert list(got.keys()) == list(want.keys())
+                for name in wanted:
+                    assert_equal(got.get(name), want.get(name), f"{step} {name}")
+            if rng.random() < 0.4:
+                gone = rng.sample(sorted(known), rng.randint(0, len(known)))
+                ours.clear(gone)
+                theirs.clear(gone)
+                for sample in gone:
+                    del known[sample]
+                assert set().union(*(unit.rows for unit in ours.units)) == set(known)
+    ours.clear(list(known))
+    assert not any(unit.chunks or unit.rows for unit in ours.units)
