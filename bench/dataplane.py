@@ -30,6 +30,7 @@ from torch import Tensor
 from transfer_queue.utils.serial_utils import encode
 
 from bench.dataplane_queue import (
+    CPUS,
     MASKPACK,
     NOTHING,
     SIMPLE,
@@ -66,7 +67,7 @@ def run(
     widths = {"prompt_width": prompt_width, "response_width": response_width}
     report: list[Row] = []
     use_threads_of_machine()
-    with local_ray(TensorDict({})):
+    with local_ray(TensorDict({}), num_cpus=CPUS):
         queues = {name: OwnedQueue(name) for name in backends}
         try:
             fewer = max(GROUP, rows // _FEWER_ROWS)

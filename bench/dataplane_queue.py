@@ -33,6 +33,8 @@ from bench.measure import memory
 
 SIMPLE, MASKPACK, NOTHING = "SimpleStorage", "Maskpack", "Nothing"
 UNITS = 2
+CPUS = 16
+"""More than all controllers and storage units ask of Ray, each one; a start beyond them would wait for ever."""
 _MODULES = {MASKPACK: "maskpack.adapters.transferqueue", NOTHING: "bench.dataplane_floor"}
 """Those that register a backend when they are imported; TransferQueue has the others."""
 _clients: dict[str, TransferQueueClient] = {}
@@ -92,8 +94,8 @@ class OwnedQueue(Queue):
         provider = StorageBootstrapProvider.get_provider(backend)
         if provider is None:
             raise LookupError(f"TransferQueue has no backend {backend!r}.")
-        resources_of_it = provider(config)
-        self.units = [unit for unit in resources_of_it.values() if isinstance(unit, ray.actor.ActorHandle)]
+        started = provider(config)
+        self.units = list(started.values() if isinstance(started, dict) else started)
         ray.get(self._controller.store_config.remote(config))
         super().__init__(backend, config)
 
@@ -151,8 +153,12 @@ def counted() -> Iterator[dict[str, int]]:
 
 
 def stored_bytes(queue: OwnedQueue) -> int:
-    """Bytes of the values that the storage units hold: those of tensors, and of the pickles of other objects."""
-    return sum(ray.get([unit.__ray_call__.remote(_HELD[queue.backend]) for unit in queue.units]))
+    """Bytes of what the storage units hold. SimpleStorage: those of tensors, and of the pickles of other objects.
+    Maskpack: those of the pickles of its chunks, and of large tensors that chunks share."""
+    if queue.backend == MASKPACK:
+        figures = queue.client._run_coroutine(queue.client.storage_manager.figures())
+        return sum(one["chunk_bytes"] + one["large_bytes"] for one in figures)
+    return sum(ray.get([unit.__ray_call__.remote(_held_by_simple) for unit in queue.units]))
 
 
 def resident_bytes(queue: OwnedQueue) -> int:
@@ -167,13 +173,6 @@ def _resident(_: Any) -> int:
 
 def _held_by_simple(unit: Any) -> int:
     return sum(_nbytes(value) for column in unit.storage_data.field_data.values() for value in column.values())
-
-
-def _held_by_maskpack(unit: Any) -> int:
-    raise NotImplementedError
-
-
-_HELD = {SIMPLE: _held_by_simple, MASKPACK: _held_by_maskpack}
 
 
 def _nbytes(value: Any) -> int:

@@ -1,4 +1,4 @@
-"""The benchmark of TransferQueue's storage: it puts what verl puts, sees every lost bit, counts what both backends move."""
+"""The benchmark of TransferQueue's storage puts what verl puts, sees every lost bit, and counts what is moved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import transfer_queue as tq
 import zstandard
 
 from bench import dataplane
-from bench.dataplane_queue import MASKPACK, SIMPLE, OwnedQueue, counted, stored_bytes
+from bench.dataplane_queue import CPUS, MASKPACK, SIMPLE, OwnedQueue, counted, stored_bytes
 from bench.dataplane_rows import GROUP, batched, require_rows, trajectories
 from bench.dispatch_forms import local_ray
 from bench.measure import NotExact, require_same_tensor
@@ -111,7 +111,7 @@ def test_rows_that_differ_are_named():
 
 @pytest.fixture(scope="module")
 def queues():
-    with local_ray(TensorDict({})):
+    with local_ray(TensorDict({}), num_cpus=CPUS):
         queues = {name: OwnedQueue(name) for name in (SIMPLE, MASKPACK)}
         yield queues
         for queue in queues.values():
