@@ -33,7 +33,7 @@ KERNELS = {
 FRAMEWORKS = {
     "transformers": {"transformers"},
     "verl": {"verl", "ray"},
-    "transferqueue": {"transfer_queue"},
+    "transferqueue": {"transfer_queue", "ray"},
     "torchrl": {"torchrl"},
 }
 """What each adapter may import beside the core."""

@@ -33,8 +33,10 @@ class Theirs:
 
     def put(self, samples: list[int], data: TensorDict) -> dict[str, Any]:
         for unit, places in routed(samples).items():
-            rows = {name: AsyncSimpleStorageManager._select_by_positions(data[name], places) for name in data.keys()}
-            rows = {name: list(value.unbind()) if is_tensor(value) else value for name, value in rows.items()}
+            fields = {
+                name: AsyncSimpleStorageManager._select_by_positions(data[name], places) for name in list(data.keys())
+            }
+            rows = {name: list(value.unbind()) if is_tensor(value) else value for name, value in fields.items()}
             self.units[unit].put_data(rows, [samples[place] for place in places])
         return extract_field_schema(data)
 

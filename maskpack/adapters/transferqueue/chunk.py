@@ -22,16 +22,18 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_tensor_collection
 from torch import Tensor
 
-from maskpack.core.bits import Words
+from maskpack.core.arguments import said
+from maskpack.core.bits import Words, word_dtype
 from maskpack.core.index import IntArray
-from maskpack.core.objects import Objects, Stowed, is_non_tensor, mapped
+from maskpack.core.objects import Objects, Stowed, mapped
 from maskpack.core.pads import PAD_TOKEN_ID, PER_ROW
 from maskpack.errors import LayoutError
-from maskpack.fields.registry import MaskNestingRegistry, MaskNestingSpec
+from maskpack.fields.registry import MaskNestingRegistry
 from maskpack.fields.rl_fields import RL_FIELDS
-from maskpack.layout.jagged import is_regular, jagged_all, jagged_from, offsets_of
+from maskpack.layout.jagged import is_regular, jagged_all, offsets_of
 from maskpack.packed.batch import PackedBatch, compress
 from maskpack.packed.decode import decoded
+from maskpack.packed.rows import Values, joined_rows, packed_rows
 
 _PADDED = MaskNestingRegistry(
     {
@@ -41,8 +43,7 @@ _PADDED = MaskNestingRegistry(
     RL_FIELDS.axes,
 )
 """RL_FIELDS for rows whose pad token nobody names."""
-_ROWS = MaskNestingRegistry({name: MaskNestingSpec(None, hints=spec.hints) for name, spec in RL_FIELDS.items()})
-"""RL_FIELDS for rows without padding: only the hints."""
+_HINTS = {str(name): spec.hints for name, spec in RL_FIELDS.items()}
 LARGE = 1 << 16
 """Bytes from which on a tensor inside a Python object is stored once for all samples that hold it."""
 
@@ -80,9 +81,19 @@ class Chunk:
     def take(self, rows: Sequence[int]) -> Chunk:
         return replace(self, packed=self.packed.take(rows if len(rows) else slice(0, 0)))
 
+    def own(self) -> Chunk:
+        """The chunk without the memory of rows that it was taken from."""
+        return replace(self, packed=replace(self.packed, table=self.packed.table.own()))
+
+    @cached_property
+    def joins(self) -> bool:
+        """Whether `cat` joins it with others of its kind: its rows have no padding."""
+        return all(form.kind != "padded" and form.reason is None for form in self.packed.schema.forms)
+
     @staticmethod
     def cat(chunks: Sequence[Chunk]) -> Chunk:
-        return replace(chunks[0], packed=PackedBatch.cat([chunk.packed for chunk in chunks]))
+        """The rows of chunks of one kind."""
+        return replace(chunks[0], packed=joined_rows([chunk.packed for chunk in chunks], _HINTS, "join"))
 
 
 class Piece(NamedTuple):
@@ -105,18 +116,15 @@ def packed(data: TensorDictBase, call: str) -> tuple[Chunk, dict[str, dict[str, 
     schema = {name: column.schema() for name, column in columns.items()}
     turned = frozenset(name for name, column in columns.items() if column.turned)
     if _is_padded(columns):
+        unknown = [name for name in columns if _PADDED.find((name,)) is None]
+        batch = TensorDict({name: column.given for name, column in columns.items()}, batch_size=[rows])
         try:
-            return Chunk(_compressed({name: column.given for name, column in columns.items()}, rows, _PADDED)), schema
+            return Chunk(compress(batch, registry=_PADDED, ignore_dense_fields=unknown)), schema
         except LayoutError:  # widths that do not fit the mask: the rows are stored as they are
             pass
-    shared: dict[bytes, Tensor] = {}
-    fields = {name: column.entry(shared) for name, column in columns.items()}
-    return Chunk(_compressed(fields, rows, _ROWS), turned), schema
-
-
-def _compressed(fields: Mapping[str, Any], rows: int, registry: MaskNestingRegistry) -> PackedBatch:
-    unknown = [name for name in fields if registry.find((name,)) is None]
-    return compress(TensorDict(dict(fields), batch_size=[rows]), registry=registry, ignore_dense_fields=unknown)
+    return Chunk(
+        packed_rows({name: column.rows() for name, column in columns.items()}, rows, _HINTS, call), turned
+    ), schema
 
 
 def _is_padded(columns: Mapping[str, _Column]) -> bool:
@@ -146,12 +154,10 @@ class _Column:
     turned: bool = False
     as_nested: bool = False
 
-    def entry(self, shared: dict[bytes, Tensor]) -> Any:
-        """The entry of the TensorDict that is packed; rows of equal lengths share the offsets in `shared`."""
-        if self.values is None or self.lengths is None:
-            return self.given
-        offsets = _offsets(self.lengths, shared)
-        return jagged_from(self.values, offsets, int(self.lengths.min()), int(self.lengths.max()))
+    def rows(self) -> Values | Objects:
+        if not isinstance(self.given, Tensor):
+            return Objects.of(self.given).stowed()
+        return Values(self.given if self.values is None else self.values, self.lengths)
 
     def schema(self) -> dict[str, Any]:
         if not isinstance(self.given, Tensor):
@@ -176,8 +182,8 @@ def _column(name: str, value: Any, rows: int, call: str) -> _Column:
         return _Column(_objects(name, value, rows, call))
     if value.size(0) != rows:
         raise LayoutError(
-            f'{call}: field "{name}" has {value.size(0)} rows; expected {rows}, one for each sample. Give the TensorDict '
-            "the number of samples as its batch size, and one row of each field for each."
+            f'{call}: field "{name}" has {value.size(0)} rows; expected {rows}, one for each sample. Give as many rows '
+            "of each field as there are samples."
         )
     value = value.detach().cpu()
     if value.is_nested:
@@ -206,14 +212,13 @@ def _nested(value: Any, rows: int) -> _Column:
 
 
 def _objects(name: str, value: Any, rows: int, call: str) -> NonTensorStack:
-    if isinstance(value, NonTensorStack) and len(value) == rows:
-        return value
-    if isinstance(value, NonTensorData) or not is_tensor_collection(value) or is_non_tensor(value):
+    many = is_tensor_collection(value) and not isinstance(value, NonTensorData) and len(value) == rows
+    if not many:
         raise LayoutError(
-            f'{call}: field "{name}" is one {type(value).__name__} for all rows; expected one value for each of the '
-            f"{rows} samples. Pass a list or a NonTensorStack of {rows} values."
+            f'{call}: field "{name}" is not one value for each row, but {said(value)}; expected {rows} values. Pass a '
+            "list or a NonTensorStack of them."
         )
-    return _stack([value[row] for row in range(rows)])
+    return value if isinstance(value, NonTensorStack) else _stack([value[row] for row in range(rows)])
 
 
 def _stack(values: Sequence[Any]) -> NonTensorStack:
@@ -245,7 +250,7 @@ def assembled(pieces: Sequence[Piece], fields: Sequence[str], rows: int) -> Tens
     for name in fields:
         having = [part for part in parts if name in part.columns]
         columns = [part.columns[name] for part in having]
-        tensors = [column for column in columns if isinstance(column, _Values)]
+        tensors = [column for column in columns if isinstance(column, Values)]
         alike = len({(part.values.dtype, part.values.shape[1:], part.lengths is None) for part in tensors}) == 1
         if len(tensors) < len(columns) or not alike or any(name in part.turned for part in having):
             out[name] = stacked(_rows(having, name, rows))
@@ -278,18 +283,6 @@ def stacked(rows: Sequence[Any]) -> Any:
     return NonTensorStack(*rows)
 
 
-class _Values(NamedTuple):
-    """Rows of a field: values [T, *F] and lengths [n]; or scalars [n], without lengths."""
-
-    values: Tensor
-    lengths: IntArray | None
-
-    def rows(self) -> Sequence[Tensor]:
-        if self.lengths is None:
-            return self.values.unbind()
-        return self.values.split(self.lengths.tolist())
-
-
 @dataclass(frozen=True, eq=False)
 class _Decoded:
     """A piece with its tensors decoded.
@@ -299,7 +292,7 @@ class _Decoded:
         places, turned: of the piece and its chunk.
     """
 
-    columns: dict[str, _Values | list[Any]]
+    columns: dict[str, Values | list[Any]]
     places: Sequence[int]
     turned: frozenset[str]
 
@@ -310,22 +303,22 @@ class _Decoded:
         padded = [form for form in forms if form.kind == "padded"]
         tensors = decoded(batch, [form for form in forms if form.kind != "padded"], True)
         tensors |= decoded(batch, padded, False) if padded else {}
-        columns: dict[str, _Values | list[Any]] = {}
+        columns: dict[str, Values | list[Any]] = {}
         for form in forms:
             values = tensors[form.path]
             if form.kind == "jagged":
                 assert form.layout is not None
-                columns[form.path[0]] = _Values(values, batch.layouts[form.layout].lengths)
+                columns[form.path[0]] = Values(values, batch.layouts[form.layout].lengths)
             elif values.dim() == 1:
-                columns[form.path[0]] = _Values(values, None)
+                columns[form.path[0]] = Values(values, None)
             else:
                 lengths = np.full(rows, values.shape[1], np.int64)
-                columns[form.path[0]] = _Values(values.reshape(-1, *values.shape[2:]), lengths)
+                columns[form.path[0]] = Values(values.reshape(rows * values.shape[1], *values.shape[2:]), lengths)
         columns |= {path[0]: objects.data for path, objects in batch.objects.items()}
         return cls(columns, piece.places, piece.chunk.turned)
 
 
-def _ordered(parts: Sequence[_Values], places: Sequence[Sequence[int]], rows: int) -> tuple[Tensor, IntArray | None]:
+def _ordered(parts: Sequence[Values], places: Sequence[Sequence[int]], rows: int) -> tuple[Tensor, IntArray | None]:
     """The rows of all parts in the order of the call, and their lengths."""
     order = np.concatenate([np.asarray(own, np.int64) for own in places])
     if len(parts) == 1 and bool((order == np.arange(rows)).all()):
@@ -348,7 +341,7 @@ def _rows(parts: Sequence[_Decoded], name: str, rows: int) -> list[Any]:
     out: list[Any] = [None] * rows
     for part in parts:
         column = part.columns[name]
-        found: Iterable[Any] = column.rows() if isinstance(column, _Values) else _restored(column)
+        found: Iterable[Any] = column.rows() if isinstance(column, Values) else _restored(column)
         turned = name in part.turned
         for place, row in zip(part.places, found, strict=True):
             out[place] = row.T.contiguous() if turned else row
@@ -364,13 +357,13 @@ class Shared:
 
     Attributes:
         digest: BLAKE2b of the bits, 20 bytes.
-        dtype: the NumPy dtype of the words.
-        dtype_of, shape, tensor: as in Stowed.
+        size: bytes of a word.
+        dtype, shape, tensor: as in Stowed.
     """
 
     digest: bytes
+    size: int
     dtype: str
-    dtype_of: str
     shape: tuple[int, ...]
     tensor: bool
 
@@ -391,7 +384,7 @@ class _Parting:
             digest = hashlib.blake2b(bits.view(np.uint8).data, digest_size=20).digest()
             self.known[id(item.words)] = digest
             self.found.setdefault(digest, bits)
-        return Shared(digest, item.words.dtype.str, item.dtype, item.shape, item.tensor)
+        return Shared(digest, item.words.itemsize, item.dtype, item.shape, item.tensor)
 
 
 def parted(chunk: Chunk) -> tuple[Chunk, dict[bytes, Words]]:
@@ -414,8 +407,8 @@ def whole(pieces: Iterable[Piece], words: Mapping[bytes, Words]) -> list[Piece]:
         if not isinstance(item, Shared):
             return item
         if item not in stowed:
-            bits = words[item.digest].reshape(-1).view(item.dtype)
-            stowed[item] = Stowed(bits, item.dtype_of, item.shape, item.tensor)
+            bits = words[item.digest].reshape(-1).view(word_dtype(item.size))
+            stowed[item] = Stowed(bits, item.dtype, item.shape, item.tensor)
         return stowed[item]
 
     out: list[Piece] = []

@@ -19,16 +19,19 @@ from uuid import uuid4
 
 import numpy as np
 import ray
-import zmq
 from tensordict import TensorDict
-from transfer_queue import BatchMeta, StorageKeyNotFoundError
-from transfer_queue.storage import StorageManager, StorageManagerFactory
-from transfer_queue.storage.bootstrap import StorageBootstrapProvider
-from transfer_queue.utils.common import get_node_round_robin_scheduling_strategies
-from transfer_queue.utils.zmq_utils import ZMQServerInfo, ZMQSocketPool, process_zmq_server_info
 
 from maskpack.adapters.transferqueue import chunk as chunks
 from maskpack.adapters.transferqueue.chunk import Chunk, Piece
+from maskpack.adapters.transferqueue.library import (
+    SocketPool,
+    StorageBootstrapProvider,
+    StorageKeyNotFoundError,
+    StorageManager,
+    StorageManagerFactory,
+    strategies_of_nodes,
+    zmq,
+)
 from maskpack.adapters.transferqueue.server import DONE, NO_SAMPLE, SOCKET, frames, message, start_units
 from maskpack.core.bits import Words
 from maskpack.errors import MaskpackError, StorageError
@@ -61,8 +64,8 @@ def start(conf: Any) -> list[Any]:
         )
     codecs.check(codec, "transfer_queue.init")
     resource = given.get("required_node_resource")
-    units = start_units(count, get_node_round_robin_scheduling_strategies(count, required_node_resource=resource))
-    infos = list(process_zmq_server_info(dict(enumerate(units))).values())
+    units = start_units(strategies_of_nodes(count, required_node_resource=resource))
+    infos = ray.get([unit.address.remote() for unit in units])
     run = uuid4().hex
     _STARTED[run] = units
     conf.backend[NAME] = {**given, "codec": codec, "units": Units(run, infos)}
@@ -73,7 +76,7 @@ class Units:
     """The storage units of a run. TransferQueue hands it to each process with its configuration; that the class is from
     this package is what registers the backend there."""
 
-    def __init__(self, run: str, infos: Sequence[ZMQServerInfo]) -> None:
+    def __init__(self, run: str, infos: Sequence[Any]) -> None:
         self.run = run
         self.infos = list(infos)
 
@@ -82,17 +85,15 @@ class Units:
 class MaskpackStorageManager(StorageManager):
     """Keeps the samples of TransferQueue as packed chunks in storage units."""
 
-    def __init__(self, controller_info: ZMQServerInfo, config: Any, zmq_context: Any = None) -> None:
+    def __init__(self, controller_info: Any, config: Any, zmq_context: Any = None) -> None:
         self._units: Units = config["units"]
         self._codec: str | None = config.get("codec")
         super().__init__(controller_info, config, zmq_context=zmq_context)
-        self._sockets = ZMQSocketPool(self.zmq_context, self.storage_manager_id, SOCKET, timeout=_TIMEOUT)
+        self._sockets = SocketPool(self.zmq_context, self.storage_manager_id, SOCKET, timeout=_TIMEOUT)
 
     # ---------------------------------------------------------------- samples
 
-    async def put_data(
-        self, data: TensorDict, metadata: BatchMeta, data_parser: Callable[[Any], Any] | None = None
-    ) -> None:
+    async def put_data(self, data: TensorDict, metadata: Any, data_parser: Callable[[Any], Any] | None = None) -> None:
         """Stores fields of samples: a value of each field for each sample. Fields that they have are replaced.
 
         Raises:
@@ -120,16 +121,18 @@ class MaskpackStorageManager(StorageManager):
             for unit, places in self._by_unit(samples).items()
             for rows, part in _divided(chunk, places)
         ]
-        holds = sum((Counter(chunks.digests(part)) for _, _, part in puts), Counter[bytes]()) if large else Counter()
-        await self._bring(holds, large)
+        if large:
+            await self._bring(Counter(digest for _, _, part in puts for digest in chunks.digests(part)), large)
         freed = await _all(self._ask(unit, "put", own, part) for unit, own, part in puts)
         await self._release(freed)
         await self.notify_data_update(metadata.partition_ids[0], samples, schema)
 
-    async def get_data(self, metadata: BatchMeta) -> TensorDict:
-        """The fields of samples, in the order of `metadata`: jagged tensors [n, j, *F] on shared offsets for rows of one
-        dim or more, tensors [n] for scalars, and NonTensorStacks for objects and for rows that torch cannot hold in one
-        tensor. Rows that hold the same large tensor share its memory.
+    async def get_data(self, metadata: Any) -> TensorDict:
+        """The fields of samples, in the order of `metadata`.
+
+        Rows of one dim or more are jagged tensors [n, j, *F], scalars are tensors [n], and objects, as well as rows
+        that torch cannot hold in one tensor, are NonTensorStacks. Jagged tensors of equal row lengths share their
+        offsets. Objects that hold the same large tensor share its memory.
 
         Raises:
             StorageKeyNotFoundError: a sample, or a field of one, is not stored.
@@ -149,7 +152,7 @@ class MaskpackStorageManager(StorageManager):
         ]
         return chunks.assembled(await self._whole(pieces), fields, len(samples))
 
-    async def clear_data(self, metadata: BatchMeta) -> None:
+    async def clear_data(self, metadata: Any) -> None:
         """Forgets samples. Raises StorageError if a storage unit did not answer."""
         samples = metadata.global_indexes
         freed = await _all(
@@ -252,7 +255,7 @@ class MaskpackStorageManager(StorageManager):
         text = f"{request}: storage unit {info.id} at {info.ip}:{info.ports[SOCKET]}: {answer}"
         raise StorageKeyNotFoundError(text) if kind == NO_SAMPLE else StorageError(text)
 
-    async def _received(self, socket: Any, info: ZMQServerInfo, request: str) -> Any:
+    async def _received(self, socket: Any, info: Any, request: str) -> Any:
         """The frames of an answer. A storage unit that is silent for a while must at least be reached."""
         where, waited = f"{info.ip}:{info.ports[SOCKET]}", 0
         while not await socket.poll(1000 * _PATIENCE, zmq.POLLIN):
@@ -296,4 +299,6 @@ def _divided(chunk: Chunk, places: Sequence[int]) -> list[tuple[Sequence[int], C
     line = np.asarray(places)
     cuts = np.flatnonzero(np.diff(line) != 1) + 1
     runs = np.split(line, cuts) if cuts.size < _RUNS else [line]
-    return [(run.tolist(), chunk if run.size == len(chunk) and cuts.size == 0 else chunk.take(run)) for run in runs]
+    return [
+        (run.tolist(), chunk if run.size == len(chunk) and cuts.size == 0 else chunk.take(run.tolist())) for run in runs
+    ]

@@ -15,15 +15,15 @@ from typing import Any
 from uuid import uuid4
 
 import ray
-import zmq
-from transfer_queue.utils.enum_utils import Role
-from transfer_queue.utils.zmq_utils import (
-    ZMQServerInfo,
-    create_zmq_socket,
-    format_zmq_address,
-    get_node_ip_address,
-)
 
+from maskpack.adapters.transferqueue.library import (
+    STORAGE_ROLE,
+    ServerInfo,
+    address_of,
+    create_socket,
+    node_ip,
+    zmq,
+)
 from maskpack.adapters.transferqueue.unit import NoSampleError, Samples
 from maskpack.errors import FieldError, MaskpackError
 
@@ -51,13 +51,13 @@ class StorageUnit:
     def __init__(self) -> None:
         self._samples = Samples()
         self._sent = self._received = 0
-        ip = get_node_ip_address()
-        self._socket = create_zmq_socket(zmq.Context(), zmq.ROUTER, ip)
-        port = self._socket.bind_to_random_port(format_zmq_address(ip, 0).rpartition(":")[0])
-        self._info = ZMQServerInfo(Role.STORAGE, f"MaskpackStorageUnit_{uuid4().hex[:8]}", ip, {SOCKET: port})
+        ip: str = node_ip()
+        self._socket = create_socket(zmq.Context(), zmq.ROUTER, ip)
+        port: int = self._socket.bind_to_random_port(address_of(ip, 0).rpartition(":")[0])
+        self._info = ServerInfo(STORAGE_ROLE, f"MaskpackStorageUnit_{uuid4().hex[:8]}", ip, {SOCKET: port})
         threading.Thread(target=self._serve, name="maskpack storage unit", daemon=True).start()
 
-    def get_zmq_server_info(self) -> ZMQServerInfo:
+    def address(self) -> Any:
         """Where the unit is reached."""
         return self._info
 
@@ -86,7 +86,7 @@ class StorageUnit:
             return FAILED, f"{type(error).__name__}: {error}"
 
 
-def start_units(count: int, strategies: Sequence[Any]) -> list[Any]:
+def start_units(strategies: Sequence[Any]) -> list[Any]:
     """Actors of storage units, one for each scheduling strategy."""
     actor: Any = ray.remote(num_cpus=1)(StorageUnit)
-    return [actor.options(scheduling_strategy=strategy).remote() for strategy in strategies[:count]]
+    return [actor.options(scheduling_strategy=strategy).remote() for strategy in strategies]

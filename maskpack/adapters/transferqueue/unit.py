@@ -170,7 +170,7 @@ class Samples:
     def _compacted(self, number: int, held: _Held) -> Counter[bytes]:
         """Rewrites a chunk without its dead rows; returns the holds to give back."""
         rows = [row for row, sample in enumerate(held.samples) if (number, row) in self.rows.get(sample, ())]
-        held.chunk, held.samples = held.chunk.take(rows), [held.samples[row] for row in rows]
+        held.chunk, held.samples = held.chunk.take(rows).own(), [held.samples[row] for row in rows]
         self._moved(number, held.samples, {(number, row): new for new, row in enumerate(rows)})
         needed = digests(held.chunk)
         freed = Counter({digest: count for digest, count in held.holds.items() if digest not in needed})
@@ -181,7 +181,7 @@ class Samples:
         """Joins the small chunks of each kind; whether there were any."""
         kinds: dict[Any, list[int]] = {}
         for number, held in self.chunks.items():
-            if len(held.chunk) < SMALL:
+            if len(held.chunk) < SMALL and held.chunk.joins:
                 kinds.setdefault(held.chunk.kind, []).append(number)
         several = [numbers for numbers in kinds.values() if len(numbers) >= _SEVERAL]
         for numbers in several:
@@ -264,12 +264,12 @@ class Samples:
         """
         with open(path, "rb") as file:
             found: Any = pickle.load(file)
-        if not isinstance(found, tuple) or found[:1] != (_FORMAT,):
+        if type(found) is not tuple or found[0] != _FORMAT:
             raise ValueError(
                 f"load: {path} is not the checkpoint of a maskpack storage unit; expected {_FORMAT}. Load the folder "
                 "with the storage backend that saved it."
             )
-        _, self.chunks, self.rows, self.large, self._next = found
+        self.chunks, self.rows, self.large, self._next = found[1:]
 
 
 _FORMAT = "maskpack samples 1"
