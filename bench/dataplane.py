@@ -36,7 +36,6 @@ from bench.dataplane_queue import (
     SIMPLE,
     OwnedQueue,
     counted,
-    resident_bytes,
     stored_bytes,
     use_threads_of_machine,
 )
@@ -112,13 +111,7 @@ def _bytes(kind: str, queues: Mapping[str, OwnedQueue], rows: Sequence[Trajector
     return report
 
 
-_STORED, _RESIDENT, _MOVED, _PUT, _GOT = (
-    "stored",
-    "memory of the units grows by",
-    "moved",
-    "moved by puts",
-    "moved by gets",
-)
+_STORED, _MOVED, _PUT, _GOT = "stored", "moved", "moved by puts", "moved by gets"
 _CONTROLLER = "moved to and from the controller"
 
 
@@ -128,11 +121,10 @@ def _moved_and_stored(case: str, queue: OwnedQueue, parts: Sequence[Sequence[Tra
     controller = queue.config.controller.zmq_info.to_addr("request_handle_socket")
     puts = [_arguments(part) for part in parts]
     with queue:
-        before = resident_bytes(queue)
         with counted() as put:
             for one in puts:
                 tq.kv_batch_put(**one)
-        stored, resident = stored_bytes(queue), resident_bytes(queue)
+        stored = stored_bytes(queue)
         with counted() as got:
             for part in _shuffled(everything, min(RANKS, len(everything))):
                 seen = tq.kv_batch_get(keys=[row.key for row in part], partition_id=PARTITION)
@@ -140,7 +132,6 @@ def _moved_and_stored(case: str, queue: OwnedQueue, parts: Sequence[Sequence[Tra
         tq.kv_clear(keys=[row.key for row in everything], partition_id=PARTITION)
     return {
         _STORED: stored,
-        _RESIDENT: resident - before,
         _MOVED: sum(put.values()) + sum(got.values()),
         _PUT: sum(put.values()),
         _GOT: sum(got.values()),

@@ -7,7 +7,6 @@ this process. A Queue can be sent to other processes: it is its config, and the 
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
 import pickle
@@ -28,8 +27,6 @@ from transfer_queue.controller import TransferQueueController
 from transfer_queue.sampler import SequentialSampler
 from transfer_queue.storage.bootstrap import StorageBootstrapProvider
 from transfer_queue.utils.zmq_utils import frame_nbytes, process_zmq_server_info
-
-from bench.measure import memory
 
 SIMPLE, MASKPACK, NOTHING = "SimpleStorage", "Maskpack", "Nothing"
 UNITS = 2
@@ -159,16 +156,6 @@ def stored_bytes(queue: OwnedQueue) -> int:
         figures = queue.client._run_coroutine(queue.client.storage_manager.figures())
         return sum(one["chunk_bytes"] + one["large_bytes"] for one in figures)
     return sum(ray.get([unit.__ray_call__.remote(_held_by_simple) for unit in queue.units]))
-
-
-def resident_bytes(queue: OwnedQueue) -> int:
-    """Memory of the processes of the storage units, after what is free was given back to the system."""
-    return sum(ray.get([unit.__ray_call__.remote(_resident) for unit in queue.units]))
-
-
-def _resident(_: Any) -> int:
-    ctypes.CDLL(None).malloc_trim(0)
-    return memory("VmRSS")
 
 
 def _held_by_simple(unit: Any) -> int:

@@ -334,8 +334,8 @@ class Sender:
 
 @contextmanager
 def local_ray(batch: TensorDict, *, num_cpus: int | None = None, **more: Any) -> Iterator[None]:
-    """A Ray of this machine alone, with room for a few such batches in its object store; shut down at the end. Without
-    `num_cpus` there are twice as many as cores: each actor has all, and one that ends gives them back a little later."""
+    """A Ray of this machine alone, with room for a few such batches in its object store; shut down at the end.
+    `num_cpus` are twice as many as cores if not given: each actor has all, and gives them back a little later."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(
         address="local",

@@ -109,8 +109,9 @@ def test_rows_that_differ_are_named():
 # -------------------------------------------------------------------- queues
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def queues():
+    """Both, in a Ray of their own: the command starts one, too."""
     with local_ray(TensorDict({}), num_cpus=CPUS):
         queues = {name: OwnedQueue(name) for name in (SIMPLE, MASKPACK)}
         yield queues
@@ -147,10 +148,32 @@ def test_frames_are_counted_by_peer_while_asked_to(queues):
         with counted() as bytes_of:
             tq.kv_batch_get(keys=["a"], partition_id="train")
         tq.kv_clear(keys=["a"], partition_id="train")
-    controller = queue.config.controller.zmq_info.to_addr("request_handle_socket")
-    moved = sum(count for peer, count in bytes_of.items() if peer != controller)
-    assert bytes_of[controller] > 0
-    assert 8000 < moved < 9500
+    assert bytes_of[controller_of(queue)] > 0
+    assert 8000 < by_units(queue, bytes_of) < 9500
+
+
+def test_frames_are_those_that_the_units_of_maskpack_count(queues):
+    queue, manager = queues[MASKPACK], queues[MASKPACK].client.storage_manager
+
+    def counted_by_units():
+        figures = queue.client._run_coroutine(manager.figures())
+        return sum(one["received_bytes"] + one["sent_bytes"] for one in figures)
+
+    before = counted_by_units()
+    with queue, counted() as bytes_of:
+        tq.kv_batch_put(keys=[row.key for row in ROWS], partition_id="train", fields=batched(FIELDS))
+        tq.kv_batch_get(keys=[row.key for row in ROWS], partition_id="train")
+    moved = by_units(queue, bytes_of)
+    assert moved == pytest.approx(counted_by_units() - before, abs=2000)  # less the messages that ask for figures
+    assert moved > stored_bytes(queue)
+
+
+def controller_of(queue):
+    return queue.config.controller.zmq_info.to_addr("request_handle_socket")
+
+
+def by_units(queue, bytes_of):
+    return sum(count for peer, count in bytes_of.items() if peer != controller_of(queue))
 
 
 # -------------------------------------------------------------------- the command
