@@ -15,7 +15,6 @@ from tensordict import TensorDict
 
 import maskpack as mp
 from maskpack import ops
-from maskpack.adapters.transferqueue import from_samples, to_samples
 from maskpack.adapters.transformers.collator import PackedCollator
 from maskpack.dispatch import group as dispatch
 from maskpack.ops.attention import packed_attention
@@ -31,8 +30,6 @@ PUBLIC = EXPORTED | {
     "PackedCollator": PackedCollator,
     "packed_attention": packed_attention,
     "report_fields": fields,
-    "to_samples": to_samples,
-    "from_samples": from_samples,
     "math": math,
     "np": np,
     "pickle": pickle,
@@ -71,7 +68,6 @@ def names():
         "strided": torch.nested.nested_tensor([torch.ones(2), torch.ones(1)]),
         "sparse": mask.to_sparse(),
         "data": packed.to_bytes(),
-        "samples": to_samples(packed),
         "inputs": mp.replay.PackedInputs.of(batch),
         "hidden": hidden,
         "head": torch.ones(7, 4),
@@ -1068,37 +1064,6 @@ collate.micro_batches([sample], 8.0)
 collate.micro_batches(None, 8)
 collate.micro_batches([sample], 8, num_updates=0)
 collate.micro_batches([sample], 8, loss_tokens=[1])
-# ---- samples of a queue
-to_samples(None)
-to_samples(b)
-to_samples(p[:0])
-to_samples(p, columns=["input_ids"])
-to_samples(p, columns="input_ids")
-to_samples(p, columns=3)
-to_samples(p, columns={"a": "input_ids"})
-to_samples(p, columns={"a": ["nope", "input_ids", "attention_mask", "responses"]})
-to_samples(p, columns={"a": ["input_ids"]})
-to_samples(p, columns={"a": [3]})
-to_samples(p, columns={"a": None})
-to_samples(p, columns={3: ["input_ids", "attention_mask", "responses"]})
-to_samples(p, columns={})
-to_samples(p, columns={"a": [["input_ids"]]})
-to_samples(p, after="0")
-to_samples(p, after=-1)
-to_samples(p, after=1 << 20)
-to_samples(p, allow_pickle="no")
-from_samples(None)
-from_samples(b)
-from_samples(p)
-from_samples(TensorDict({}, [0]))
-from_samples(samples, "nope")
-from_samples(samples, ["input_ids"])
-from_samples(samples, 3)
-from_samples(samples, None)
-from_samples(samples, allow_pickle="no")
-from_samples(b, "input_ids")
-from_samples(TensorDict({}, [2]))
-from_samples(TensorDict({"x": torch.zeros(2, 30, dtype=torch.uint8)}, [2]))
 # ---- fields of another memory, and numbers beyond memory
 select_and_pad_to_response(b.clone().set("x", strided), "x")
 select_and_pad_to_response(n.clone().set("x", strided), "x")

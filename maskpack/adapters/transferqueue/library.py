@@ -1,4 +1,4 @@
-"""What the backend uses of TransferQueue and of ZeroMQ, which have no types."""
+"""What the backend uses of TransferQueue, and of the packages that it brings along."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ _storage: Any = import_module("transfer_queue.storage")
 _sockets: Any = import_module("transfer_queue.utils.zmq_utils")
 
 zmq: Any = import_module("zmq")
+open_dict: Any = import_module("omegaconf").open_dict
 StorageManager: Any = _storage.StorageManager
 StorageManagerFactory: Any = _storage.StorageManagerFactory
 StorageKeyNotFoundError: Any = _storage.StorageKeyNotFoundError

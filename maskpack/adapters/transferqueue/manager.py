@@ -29,6 +29,7 @@ from maskpack.adapters.transferqueue.library import (
     StorageKeyNotFoundError,
     StorageManager,
     StorageManagerFactory,
+    open_dict,
     strategies_of_nodes,
     zmq,
 )
@@ -68,7 +69,8 @@ def start(conf: Any) -> list[Any]:
     infos = ray.get([unit.address.remote() for unit in units])
     run = uuid4().hex
     _STARTED[run] = units
-    conf.backend[NAME] = {**given, "codec": codec, "units": Units(run, infos)}
+    with open_dict(conf):
+        conf.backend[NAME] = {**given, "codec": codec, "units": Units(run, infos)}
     return units
 
 
