@@ -29,6 +29,7 @@ from transfer_queue.storage.bootstrap import StorageBootstrapProvider
 from transfer_queue.utils.zmq_utils import frame_nbytes, process_zmq_server_info
 
 SIMPLE, MASKPACK, NOTHING = "SimpleStorage", "Maskpack", "Nothing"
+PARTITION = "train"
 UNITS = 2
 CPUS = 16
 """More than all controllers and storage units ask of Ray, each one; a start beyond them would wait for ever."""

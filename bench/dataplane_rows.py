@@ -18,7 +18,7 @@ grain of a sensor (a standard deviation of 2 of 256 levels), rounded to 8 bits.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -251,6 +251,23 @@ def _column(values: list[Any]) -> Any:
     if all(value.shape == values[0].shape for value in values):
         return torch.stack(values)
     return torch.nested.as_nested_tensor(values, layout=torch.jagged)
+
+
+def arguments(rows: Sequence[Trajectory], partition: str) -> dict[str, Any]:
+    """Those of `tq.kv_batch_put`."""
+    fields = batched([row.fields for row in rows])
+    tags = [row.tag for row in rows]
+    return {"keys": [row.key for row in rows], "partition_id": partition, "fields": fields, "tags": tags}
+
+
+def select(fields: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: fields[name] for name in names}
+
+
+def shuffled(count: int, parts: int) -> list[list[int]]:
+    """The numbers below `count` in `parts` disjoint parts, in random order, the same each time."""
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
+    return [order[count * part // parts : count * (part + 1) // parts] for part in range(parts)]
 
 
 def require_rows(call: str, seen: TensorDict, expected: Sequence[dict[str, Any]]) -> None:

@@ -23,15 +23,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
-import torch
 import transfer_queue as tq
 from tensordict import TensorDict
 
-from bench.dataplane_queue import Queue
-from bench.dataplane_rows import Trajectory, batched, require_rows, trajectories
+from bench.dataplane_queue import PARTITION, Queue
+from bench.dataplane_rows import Trajectory, arguments, batched, require_rows, select, shuffled, trajectories
 
 RANKS = 8
-PARTITION = "train"
 _FOR_OLD_LOG_PROBS = ("entropy", "log_probs", "response_mask", "responses", "rollout_log_probs")
 _FOR_ADVANTAGES = ("uid", "response_mask", "rm_scores", "rollout_log_probs", "old_log_probs")
 _FOR_METRICS = ("prompts", "responses", "response_mask", "advantages", "returns", "rm_scores", "num_turns")
@@ -45,12 +43,10 @@ class Step:
         self._keys = [row.key for row in self._rows]
         self._old = batched([select(row.later, "old_log_probs", "entropy") for row in self._rows])
         self._advantages = batched([select(row.later, "advantages", "returns") for row in self._rows])
-        order = torch.randperm(rows, generator=torch.Generator().manual_seed(0)).tolist()
-        parts = [order[rank * rows // RANKS : (rank + 1) * rows // RANKS] for rank in range(RANKS)]
         kind = ray.remote(Rank).options(num_cpus=0)
         self.ranks = [
             kind.remote(queues, rows, widths, range(rank * rows // RANKS, (rank + 1) * rows // RANKS), part)
-            for rank, part in enumerate(parts)
+            for rank, part in enumerate(shuffled(rows, RANKS))
         ]
 
     def run(self, name: str, *, check: bool = False) -> dict[str, float]:
@@ -129,10 +125,7 @@ class Rank:
     ) -> None:
         everything = trajectories(rows, **widths)
         self._queues = queues
-        self._puts = [
-            {"keys": [row.key], "fields": batched([row.fields]), "tags": [row.tag], "partition_id": PARTITION}
-            for row in (everything[number] for number in written)
-        ]
+        self._puts = [arguments([everything[number]], PARTITION) for number in written]
         self._computed = [everything[number] for number in computed]
         self._keys = [row.key for row in self._computed]
         self._output = batched([row.logits for row in self._computed]) if self._computed else None
@@ -170,10 +163,6 @@ class Rank:
         queue = self._queues[name]
         with queue:
             queue.client._run_coroutine(get_all())
-
-
-def select(fields: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: fields[name] for name in names}
 
 
 def _stored(row: Trajectory, later: bool) -> dict[str, Any]:

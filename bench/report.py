@@ -14,7 +14,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,12 @@ class Row:
             "target": self.target,
             "met": self.met,
         }
+
+
+def compared(case: str, what: str, values: Mapping[str, float], target: str | None = None) -> list[Row]:
+    """The first of the values over each of the others, by name."""
+    (first, value), *others = values.items()
+    return [Row(case, f"{what}, {first} / {name}", value / other, "x", target) for name, other in others]
 
 
 def table(rows: Sequence[Row]) -> str:

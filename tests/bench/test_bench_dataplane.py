@@ -106,12 +106,38 @@ def test_rows_that_differ_are_named():
         require_rows("missing", batched(FIELDS).exclude("uid"), FIELDS)
 
 
+# -------------------------------------------------------------------- the command
+
+
+def test_the_command_reports_bytes_times_and_a_step(measured):
+    rows = measured("dataplane", partial(dataplane.run, **SMALL))
+    for kind in ("text", "experts", "images"):
+        cases = {case for case, _ in rows if case.startswith(f"dataplane {kind}") and "puts of" in case}
+        assert len(cases) == 2
+        for case in cases:
+            stored = [rows[case, f"stored, {name}"]["value"] for name in (SIMPLE, MASKPACK)]
+            assert rows[case, f"stored, {SIMPLE} / {MASKPACK}"]["value"] == pytest.approx(stored[0] / stored[1])
+            assert rows[case, f"moved, {SIMPLE}"]["value"] > 2 * stored[0]
+            target = rows[case, f"moved, {SIMPLE} / {MASKPACK}"]["target"]
+            assert target == {"text": ">= 4", "experts": None, "images": ">= 20"}[kind]
+    for kind, size, target in (
+        ("text", "1 sample", ">= 0.77"),
+        ("text", "5 samples", ">= 2"),
+        ("images", "8 samples", None),
+    ):
+        for call in ("put", "get"):
+            case = f"dataplane {kind}, {size} a call"
+            assert rows[case, f"{call}, {SIMPLE} / {MASKPACK}"]["target"] == target
+            assert ((case, f"{call}, TransferQueue without storage") in rows) == (kind == "text")
+    assert rows["dataplane step, 5 samples, 8 ranks", f"step, {SIMPLE} / {MASKPACK}"]["target"] == ">= 2"
+
+
 # -------------------------------------------------------------------- queues
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def queues():
-    """Both, in a Ray of their own: the command starts one, too."""
+    """Both, until the end of the module: the command, which starts a Ray of its own, comes before."""
     with local_ray(TensorDict({}), num_cpus=CPUS):
         queues = {name: OwnedQueue(name) for name in (SIMPLE, MASKPACK)}
         yield queues
@@ -174,24 +200,3 @@ def controller_of(queue):
 
 def by_units(queue, bytes_of):
     return sum(count for peer, count in bytes_of.items() if peer != controller_of(queue))
-
-
-# -------------------------------------------------------------------- the command
-
-
-def test_the_command_reports_bytes_times_and_a_step(measured):
-    rows = measured("dataplane", partial(dataplane.run, **SMALL))
-    for kind in ("text", "experts", "images"):
-        cases = {case for case, _ in rows if case.startswith(f"dataplane {kind}")}
-        assert len(cases) == 2
-        for case in cases:
-            stored = [rows[case, f"stored, {name}"]["value"] for name in (SIMPLE, MASKPACK)]
-            assert rows[case, f"stored, {SIMPLE} / {MASKPACK}"]["value"] == pytest.approx(stored[0] / stored[1])
-            assert rows[case, f"moved, {SIMPLE}"]["value"] > 2 * stored[0]
-            target = rows[case, f"moved, {SIMPLE} / {MASKPACK}"]["target"]
-            assert target == {"text": ">= 4", "experts": None, "images": ">= 20"}[kind]
-    for case, targets in (("1 sample", ">= 0.77"), ("5 samples", ">= 2")):
-        for call in ("put", "get"):
-            assert rows[f"dataplane, {case}", f"{call}, {SIMPLE} / {MASKPACK}"]["target"] == targets
-            assert (f"dataplane, {case}", f"{call}, TransferQueue without storage") in rows
-    assert rows["dataplane step, 5 samples, 8 ranks", f"step, {SIMPLE} / {MASKPACK}"]["target"] == ">= 2"
