@@ -90,8 +90,9 @@ def joined_rows(batches: Sequence[PackedBatch], hints: Mapping[str, tuple[str, .
     for form in batches[0].schema.forms:
         name = form.path[0]
         if form.kind == "object":
-            data = [row for batch in batches for row in batch.objects[form.path].data]
-            columns[name] = Objects(data, 1)
+            parts_of = [batch.objects[form.path] for batch in batches]
+            data = [row for objects in parts_of for row in objects.data]
+            columns[name] = Objects(data, 1, bare=all(objects.bare for objects in parts_of))
         else:
             values = torch.cat([part[form.path] for part in parts])
             columns[name] = Values(values, None if form.layout is None else lengths[form.layout])

@@ -12,7 +12,7 @@ batch, one with an attention mask that has zeros, stay as they are: the mask say
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, cast
@@ -25,7 +25,7 @@ from torch import Tensor
 from maskpack.core.arguments import said
 from maskpack.core.bits import Words, word_dtype
 from maskpack.core.index import IntArray
-from maskpack.core.objects import Objects, Stowed, mapped
+from maskpack.core.objects import Objects, Stowed, items_of, mapped, stack_of
 from maskpack.core.pads import PAD_TOKEN_ID, PER_ROW
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import MaskNestingRegistry
@@ -55,10 +55,12 @@ class Chunk:
     Attributes:
         packed: their fields.
         turned: the fields whose rows [F, L] are stored as [L, F], because L differs from row to row.
+        shares: whether there are Shared tensors in its objects.
     """
 
     packed: PackedBatch
     turned: frozenset[str] = frozenset()
+    shares: bool = False
 
     @cached_property
     def fields(self) -> frozenset[str]:
@@ -76,7 +78,7 @@ class Chunk:
         wanted = frozenset(fields)
         if wanted >= self.fields:
             return self
-        return Chunk(self.packed.select(*sorted(wanted)), self.turned & wanted)
+        return Chunk(self.packed.select(*sorted(wanted)), self.turned & wanted, self.shares)
 
     def take(self, rows: Sequence[int]) -> Chunk:
         return replace(self, packed=self.packed.take(rows if len(rows) else slice(0, 0)))
@@ -93,7 +95,8 @@ class Chunk:
     @staticmethod
     def cat(chunks: Sequence[Chunk]) -> Chunk:
         """The rows of chunks of one kind."""
-        return replace(chunks[0], packed=joined_rows([chunk.packed for chunk in chunks], _HINTS, "join"))
+        packed = joined_rows([chunk.packed for chunk in chunks], _HINTS, "join")
+        return Chunk(packed, chunks[0].turned, any(chunk.shares for chunk in chunks))
 
 
 class Piece(NamedTuple):
@@ -141,7 +144,7 @@ class _Column:
     """One value for each row.
 
     Attributes:
-        given: the tensor as it was put, on the host; or a NonTensorStack.
+        given: the tensor as it was put, on the host; or a list of objects.
         values: the values [T, *F] of rows of one dim or more, one after the other; None for scalars and objects.
         lengths: int64 [B], those of the rows.
         turned: as in Chunk.
@@ -156,12 +159,12 @@ class _Column:
 
     def rows(self) -> Values | Objects:
         if not isinstance(self.given, Tensor):
-            return Objects.of(self.given).stowed()
+            return Objects(self.given, 1).stowed()
         return Values(self.given if self.values is None else self.values, self.lengths)
 
     def schema(self) -> dict[str, Any]:
         if not isinstance(self.given, Tensor):
-            rows = self.given.tolist() if self.as_nested else None
+            rows = self.given if self.as_nested else None
             one = None if rows is None else rows[0]
             told = {"dtype": getattr(one, "dtype", None), "shape": getattr(one, "shape", None)}
             told |= {"is_nested": self.as_nested, "is_non_tensor": rows is None}
@@ -189,7 +192,7 @@ def _column(name: str, value: Any, rows: int, call: str) -> _Column:
     if value.is_nested:
         return _nested(value, rows)
     if value.layout != torch.strided:
-        return _Column(_stack(list(value.unbind())), as_nested=False)
+        return _Column(list(value.unbind()))
     if value.dim() == 1:
         return _Column(value)
     spec = _PADDED.find((name,))
@@ -208,21 +211,20 @@ def _nested(value: Any, rows: int) -> _Column:
     if parts[0].dim() == 2 and alike:
         lengths = np.array([part.shape[1] for part in parts], np.int64)
         return _Column(value, torch.cat([part.T for part in parts]), lengths, turned=True, as_nested=True)
-    return _Column(_stack(parts), as_nested=True)
+    return _Column(parts, as_nested=True)
 
 
-def _objects(name: str, value: Any, rows: int, call: str) -> NonTensorStack:
-    many = is_tensor_collection(value) and not isinstance(value, NonTensorData) and len(value) == rows
-    if not many:
+def _objects(name: str, value: Any, rows: int, call: str) -> list[Any]:
+    if isinstance(value, NonTensorData) and isinstance(value.data, list | np.ndarray):
+        value = cast("Any", value.data)
+    elif isinstance(value, NonTensorData) or not is_tensor_collection(value):
+        value = None
+    if value is None or len(value) != rows:
         raise LayoutError(
-            f'{call}: field "{name}" is not one value for each row, but {said(value)}; expected {rows} values. Pass a '
-            "list or a NonTensorStack of them."
+            f'{call}: field "{name}" is {said(value)}; expected {rows} values, one for each sample. Pass a list or a '
+            "NonTensorStack of them."
         )
-    return value if isinstance(value, NonTensorStack) else _stack([value[row] for row in range(rows)])
-
-
-def _stack(values: Sequence[Any]) -> NonTensorStack:
-    return NonTensorStack(*[NonTensorData(value) for value in values])
+    return items_of(value) if isinstance(value, NonTensorStack) else [value[row] for row in range(rows)]
 
 
 def _offsets(lengths: IntArray, shared: dict[bytes, Tensor]) -> Tensor:
@@ -272,7 +274,7 @@ def assembled(pieces: Sequence[Piece], fields: Sequence[str], rows: int) -> Tens
 def stacked(rows: Sequence[Any]) -> Any:
     """Rows as TransferQueue gives them back: a jagged tensor, else a nested one, else a NonTensorStack."""
     if not all(isinstance(row, Tensor) for row in rows):
-        return NonTensorStack(*rows)
+        return stack_of(rows)
     if all(row.dim() == 0 for row in rows):
         return torch.stack(list(rows))
     for layout in (torch.jagged, torch.strided):
@@ -280,7 +282,7 @@ def stacked(rows: Sequence[Any]) -> Any:
             return torch.nested.as_nested_tensor(list(rows), layout=layout)
         except (RuntimeError, TypeError):
             continue  # rows of different dtypes or dims
-    return NonTensorStack(*rows)
+    return stack_of(rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,7 +316,9 @@ class _Decoded:
             else:
                 lengths = np.full(rows, values.shape[1], np.int64)
                 columns[form.path[0]] = Values(values.reshape(rows * values.shape[1], *values.shape[2:]), lengths)
-        columns |= {path[0]: objects.data for path, objects in batch.objects.items()}
+        columns |= {
+            path[0]: objects.data if objects.bare else _restored(objects) for path, objects in batch.objects.items()
+        }
         return cls(columns, piece.places, piece.chunk.turned)
 
 
@@ -341,7 +345,7 @@ def _rows(parts: Sequence[_Decoded], name: str, rows: int) -> list[Any]:
     out: list[Any] = [None] * rows
     for part in parts:
         column = part.columns[name]
-        found: Iterable[Any] = column.rows() if isinstance(column, Values) else _restored(column)
+        found: Iterable[Any] = column.rows() if isinstance(column, Values) else column
         turned = name in part.turned
         for place, row in zip(part.places, found, strict=True):
             out[place] = row.T.contiguous() if turned else row
@@ -391,12 +395,23 @@ def parted(chunk: Chunk) -> tuple[Chunk, dict[bytes, Words]]:
     """The chunk without the large tensors inside its Python objects, and their bits by digest."""
     parting = _Parting()
     objects = _with_leaves(chunk.packed.objects, parting.leaf)
-    return replace(chunk, packed=replace(chunk.packed, objects=objects)) if parting.found else chunk, parting.found
+    if not parting.found:
+        return chunk, {}
+    return replace(chunk, packed=replace(chunk.packed, objects=objects), shares=True), parting.found
 
 
 def digests(chunk: Chunk) -> set[bytes]:
     """The digests of the large tensors of a chunk."""
-    return {item.digest for objects in chunk.packed.objects.values() for item in _leaves(objects.data, Shared)}
+    found: set[bytes] = set()
+
+    def note(item: Any) -> Any:
+        if isinstance(item, Shared):
+            found.add(item.digest)
+        return item
+
+    for objects in chunk.packed.objects.values() if chunk.shares else ():
+        mapped(None if objects.bare else objects.data, note)
+    return found
 
 
 def whole(pieces: Iterable[Piece], words: Mapping[bytes, Words]) -> list[Piece]:
@@ -414,21 +429,19 @@ def whole(pieces: Iterable[Piece], words: Mapping[bytes, Words]) -> list[Piece]:
     out: list[Piece] = []
     for piece in pieces:
         batch = piece.chunk.packed
-        chunk = replace(piece.chunk, packed=replace(batch, objects=_with_leaves(batch.objects, leaf)))
-        out.append(piece._replace(chunk=chunk))
+        chunk = Chunk(replace(batch, objects=_with_leaves(batch.objects, leaf)), piece.chunk.turned)
+        out.append(Piece(chunk, piece.places))
     return out
 
 
-def _restored(column: list[Any]) -> list[Any]:
+def _restored(objects: Objects) -> list[Any]:
     """Objects with their tensors; one that several rows hold is restored once and shared by them."""
-    return mapped(column, lambda item: item.restored() if isinstance(item, Stowed) else item)
+    if objects.bare:
+        return objects.data
+    return mapped(objects.data, lambda item: item.restored() if isinstance(item, Stowed) else item)
 
 
 def _with_leaves(objects: Mapping[Any, Objects], leaf: Any) -> dict[Any, Objects]:
-    return {path: replace(entry, data=mapped(entry.data, leaf)) for path, entry in objects.items()}
-
-
-def _leaves(data: Any, kind: type[Any]) -> Iterator[Any]:
-    found: list[Any] = []
-    mapped(data, lambda item: found.append(item) or item if isinstance(item, kind) else item)
-    yield from found
+    return {
+        path: entry if entry.bare else replace(entry, data=mapped(entry.data, leaf)) for path, entry in objects.items()
+    }

@@ -31,7 +31,6 @@ from maskpack.adapters.transferqueue.library import (
     StorageManagerFactory,
     open_dict,
     strategies_of_nodes,
-    zmq,
 )
 from maskpack.adapters.transferqueue.server import DONE, NO_SAMPLE, SOCKET, frames, message, start_units
 from maskpack.core.bits import Words
@@ -260,22 +259,25 @@ class MaskpackStorageManager(StorageManager):
     async def _received(self, socket: Any, info: Any, request: str) -> Any:
         """The frames of an answer. A storage unit that is silent for a while must at least be reached."""
         where, waited = f"{info.ip}:{info.ports[SOCKET]}", 0
-        while not await socket.poll(1000 * _PATIENCE, zmq.POLLIN):
+        answer = asyncio.ensure_future(socket.recv_multipart(copy=False))
+        while not (await asyncio.wait([answer], timeout=_PATIENCE))[0]:
             waited += _PATIENCE
             try:
                 _, writer = await asyncio.wait_for(asyncio.open_connection(info.ip, info.ports[SOCKET]), _PATIENCE)
                 writer.close()
             except OSError as error:
+                answer.cancel()
                 raise StorageError(
                     f"{request}: storage unit {info.id} at {where} is gone ({error}), and the samples in it; expected "
                     "an answer. Start the run again from its last checkpoint."
                 ) from error
             if waited >= _TIMEOUT:
+                answer.cancel()
                 raise StorageError(
                     f"{request}: storage unit {info.id} at {where} did not answer in {waited} s; expected an answer. "
                     "Look whether its process is still at work."
                 )
-        return await socket.recv_multipart(copy=False)
+        return answer.result()
 
     def close(self) -> None:
         """Closes the sockets, and ends the storage units that this process has started."""

@@ -70,6 +70,8 @@ class Samples:
     chunks: dict[int, _Held] = field(default_factory=dict[int, _Held])
     rows: dict[int, list[tuple[int, int]]] = field(default_factory=dict[int, list[tuple[int, int]]])
     large: dict[bytes, _Large] = field(default_factory=dict[bytes, _Large])
+    _waiting: dict[Any, dict[int, None]] = field(default_factory=dict[Any, dict[int, None]])
+    """Small chunks of each kind that are to be joined."""
     _next: int = 0
 
     # ---------------------------------------------------------------- samples
@@ -86,7 +88,10 @@ class Samples:
                 else:
                     kept.append(place)
             self.rows[sample] = kept
-        return self._dropped(hidden)
+        freed = self._dropped(hidden)
+        if len(self._waiting.get(chunk.kind, ())) >= SMALL:
+            self._join(chunk.kind)
+        return freed
 
     def get(self, samples: Sequence[int], fields: Sequence[str]) -> list[Piece]:
         """The fields of samples, as pieces whose places are those in `samples`.
@@ -95,13 +100,19 @@ class Samples:
         here has.
         """
         found = self._places(samples, fields)
-        small = {number for number, _ in found if len(self.chunks[number].chunk) < SMALL}
-        if len(small) >= _SEVERAL and self._join():
+        met = Counter(self.chunks[number].chunk.kind for number, _ in found if self._waits(number))
+        several = [kind for kind, count in met.items() if count >= _SEVERAL]
+        for kind in several:
+            self._join(kind)
+        if several:
             found = self._places(samples, fields)
         pieces: list[Piece] = []
         for (number, wanted), (rows, places) in found.items():
             chunk = self.chunks[number].chunk.select(wanted)
-            pieces.append(Piece(chunk if rows == list(range(len(chunk))) else chunk.take(rows), places))
+            order = sorted(range(len(rows)), key=rows.__getitem__)
+            lying = [rows[at] for at in order]  # rising: rows that lie together need not be encoded again
+            chunk = chunk if lying == list(range(len(chunk))) else chunk.take(lying)
+            pieces.append(Piece(chunk, [places[at] for at in order]))
         return pieces
 
     def clear(self, samples: Iterable[int]) -> Counter[bytes]:
@@ -153,7 +164,21 @@ class Samples:
     def _add(self, chunk: Chunk, samples: list[int], holds: Counter[bytes]) -> int:
         self._next += 1
         self.chunks[self._next] = _Held(chunk, samples, len(samples), holds)
+        self._wait(self._next)
         return self._next
+
+    def _pop(self, number: int) -> _Held:
+        held = self.chunks.pop(number)
+        self._waiting.get(held.chunk.kind, {}).pop(number, None)
+        return held
+
+    def _wait(self, number: int) -> None:
+        chunk = self.chunks[number].chunk
+        if len(chunk) < SMALL and chunk.joins:
+            self._waiting.setdefault(chunk.kind, {})[number] = None
+
+    def _waits(self, number: int) -> bool:
+        return number in self._waiting.get(self.chunks[number].chunk.kind, ())
 
     def _dropped(self, dead: Counter[int]) -> Counter[bytes]:
         """Takes rows off chunks, and frees those without rows; returns the holds to give back."""
@@ -162,7 +187,7 @@ class Samples:
             held = self.chunks[number]
             held.live -= count
             if held.live == 0:
-                freed += self.chunks.pop(number).holds
+                freed += self._pop(number).holds
             elif 2 * held.live < len(held.chunk):
                 freed += self._compacted(number, held)
         return freed
@@ -172,29 +197,23 @@ class Samples:
         rows = [row for row, sample in enumerate(held.samples) if (number, row) in self.rows.get(sample, ())]
         held.chunk, held.samples = held.chunk.take(rows).own(), [held.samples[row] for row in rows]
         self._moved(number, held.samples, {(number, row): new for new, row in enumerate(rows)})
+        self._wait(number)
         needed = digests(held.chunk)
         freed = Counter({digest: count for digest, count in held.holds.items() if digest not in needed})
         held.holds -= freed
         return freed
 
-    def _join(self) -> bool:
-        """Joins the small chunks of each kind; whether there were any."""
-        kinds: dict[Any, list[int]] = {}
-        for number, held in self.chunks.items():
-            if len(held.chunk) < SMALL and held.chunk.joins:
-                kinds.setdefault(held.chunk.kind, []).append(number)
-        several = [numbers for numbers in kinds.values() if len(numbers) >= _SEVERAL]
-        for numbers in several:
-            parts = [self.chunks.pop(number) for number in numbers]
-            samples = [sample for part in parts for sample in part.samples]
-            holds = sum((part.holds for part in parts), Counter[bytes]())
-            joined = self._add(Chunk.cat([part.chunk for part in parts]), samples, holds)
-            self.chunks[joined].live = sum(part.live for part in parts)
-            places = (
-                (number, row) for number, part in zip(numbers, parts, strict=True) for row in range(len(part.chunk))
-            )
-            self._moved(joined, samples, {place: new for new, place in enumerate(places)})
-        return bool(several)
+    def _join(self, kind: Any) -> None:
+        """Joins the small chunks of a kind."""
+        numbers = list(self._waiting.pop(kind))
+        parts = [self.chunks.pop(number) for number in numbers]
+        samples = [sample for part in parts for sample in part.samples]
+        holds = sum((part.holds for part in parts), Counter[bytes]())
+        joined = self._add(Chunk.cat([part.chunk for part in parts]), samples, holds)
+        self.chunks[joined].live = sum(part.live for part in parts)
+        rows = [range(len(part.chunk)) for part in parts]
+        places = ((number, row) for number, own in zip(numbers, rows, strict=True) for row in own)
+        self._moved(joined, samples, {place: new for new, place in enumerate(places)})
 
     def _moved(self, number: int, samples: Iterable[int], moved: dict[tuple[int, int], int]) -> None:
         """Writes down the new rows of samples, in the chunk `number`, by their old places."""
@@ -263,13 +282,16 @@ class Samples:
         Raises ValueError for a file of another format.
         """
         with open(path, "rb") as file:
-            found: Any = pickle.load(file)
+            found: tuple[Any, ...] = pickle.load(file)
         if type(found) is not tuple or found[0] != _FORMAT:
             raise ValueError(
                 f"load: {path} is not the checkpoint of a maskpack storage unit; expected {_FORMAT}. Load the folder "
                 "with the storage backend that saved it."
             )
         self.chunks, self.rows, self.large, self._next = found[1:]
+        self._waiting.clear()
+        for number in tuple(self.chunks):
+            self._wait(number)
 
 
 _FORMAT = "maskpack samples 1"

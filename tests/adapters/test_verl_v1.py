@@ -1,0 +1,273 @@
+"""verl's V1 trainer over TransferQueue, on the CPU: its agent loop workers, replay buffer, worker groups and trainers,
+with a tiny engine in place of the GPU engines. Each backend must leave the same bits as TransferQueue's own."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("verl")
+pytest.importorskip("transfer_queue")
+
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
+import numpy as np
+import ray
+import torch
+import transfer_queue as tq
+import verl
+import verl_v1_workers as tiny
+from omegaconf import OmegaConf
+from verl.single_controller.ray import (
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    create_colocated_worker_cls,
+)
+from verl.trainer.ppo import padding_utils
+from verl.trainer.ppo.v1 import trainer_base
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.workers.utils.losses import value_loss
+from verl_v1_workers import freeze
+
+BACKENDS = ["SimpleStorage", "Maskpack"]
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def queue(request):
+    """TransferQueue over one backend, on a Ray of its own: the clients of a process are global."""
+    path = os.pathsep.join([str(Path(tiny.__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TQ_LOGGING_LEVEL": "ERROR"}
+    ray.init(
+        address="local",
+        num_cpus=8,
+        object_store_memory=200_000_000,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": environment},
+    )
+    try:
+        tq.init(
+            OmegaConf.create(
+                {"backend": {"storage_backend": request.param, request.param: {"num_data_storage_units": 2}}}
+            )
+        )
+        yield request.param
+        tq.close()
+    finally:
+        ray.shutdown()
+
+
+@pytest.fixture
+def partition(queue) -> str:
+    return f"partition-{next(_numbers)}"
+
+
+# -------------------------------------------------------------------- trainers
+
+OVERRIDES = {
+    "actor_rollout_ref": {
+        "rollout": {
+            "name": "vllm",
+            "n": 2,
+            "temperature": 0.8,
+            "agent": {"num_workers": 1, "default_agent_loop": "tiny"},
+            "val_kwargs": {"n": 2},
+        },
+        "actor": {"ppo_mini_batch_size": 3, "use_dynamic_bsz": True, "ppo_epochs": 2, "shuffle": True},
+    },
+    "data": {"train_batch_size": 3},
+    "trainer": {
+        "n_gpus_per_node": 2,
+        "total_epochs": 9,
+        "total_training_steps": 2,
+        "logger": [],
+        "test_freq": 2,
+        "resume_mode": "disable",
+    },
+    "tiny": {"failing": [], "turns": True, "images": False, "rewards": True, "experts": False},
+}
+SCENARIOS = {
+    "images, experts and several outputs": {
+        "actor_rollout_ref": {
+            "rollout": {"moe_load_balance_metrics_interval": 1},
+            "actor": {"use_kl_loss": True, "entropy_coeff": 0.01},
+        },
+        "algorithm": {"adv_estimator": "grpo", "rollout_correction": {"rollout_is": "token"}},
+        "tiny": {"images": True, "experts": True},
+    },
+    "a critic and a colocated reward": {
+        "algorithm": {"adv_estimator": "gae", "lam": 0.9, "use_kl_in_reward": True},
+        "tiny": {"rewards": False, "turns": False},
+    },
+    "sessions that fail": {
+        "algorithm": {"adv_estimator": "grpo", "rollout_correction": {"bypass_mode": True}},
+        "tiny": {"failing": [[1, 1], [4, 0]]},
+    },
+}
+UNSTEADY = re.compile(r"timing|perf/(time|throughput|cpu|max_memory)")
+RESULTS: dict[tuple[str, str], object] = {}
+
+
+def configured(*overrides, **trainer):
+    base = OmegaConf.load(Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml")
+    return OmegaConf.merge(base, OVERRIDES, *overrides, {"trainer": trainer})
+
+
+def prompts(count, batch):
+    """A dataloader: what verl's collate_fn makes of `count` prompts."""
+    loader = []
+    for begin in range(0, count, batch):
+        rows = range(begin, begin + batch)
+        columns = {
+            "raw_prompt": [[{"role": "user", "content": "é" * row}] * (1 + row % 2) for row in rows],
+            "index": list(rows),
+            "data_source": [["gsm8k", "math"][row % 2] for row in rows],
+            "reward_model": [{"style": "rule", "ground_truth": str(row)} for row in rows],
+            "extra_info": [{"split": "train", "none": None, "numbers": np.arange(row)} for row in rows],
+        }
+        arrays = {name: np.empty(batch, dtype=object) for name in columns}
+        for name, items in columns.items():
+            for place, item in enumerate(items):
+                arrays[name][place] = item
+        loader.append({"dummy_tensor": torch.zeros(batch, 1, dtype=torch.uint8), **arrays})
+    return loader
+
+
+def workers():
+    """The worker groups of actor and critic, two ranks each, colocated and spawned as verl's trainers do."""
+    classes = {"actor_rollout_ref": RayClassWithInitArgs(ray.remote(tiny.TinyActor))}
+    classes["critic"] = RayClassWithInitArgs(ray.remote(tiny.TinyTraining), model_type="value_model", seed=3)
+    pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
+    group = RayWorkerGroup(pool, create_colocated_worker_cls(classes), use_gpu=False, device_name="cpu")
+    return group.spawn(prefix_set=classes.keys())
+
+
+class ColocatedReward:
+    """A reward model on the trainer's side: a number from the tokens of each row."""
+
+    reward_loop_worker_handles = None
+
+    def compute_rm_score(self, data):
+        lengths = data.batch["attention_mask"][:, data.batch["prompts"].shape[1] :].sum(1)
+        scores = torch.zeros(data.batch["responses"].shape)
+        scores[torch.arange(len(data)), lengths - 1] = data.batch["responses"].float().sum(1).sin()
+        return SimpleNamespace(batch={"rm_scores": scores}, meta_info={}, non_tensor_batch={})
+
+
+class Numbered:
+    """In place of the module `uuid`: the same names in every run."""
+
+    def __init__(self, prefix):
+        self.names = (f"{prefix}{number}" for number in itertools.count())
+
+    def uuid4(self):
+        name = next(self.names)
+        return type("Name", (), {"hex": name, "__str__": lambda self: self.hex})()
+
+
+def recorded(kind):
+    """A trainer class of verl's that keeps what a step left in the queue, before it is cleared."""
+
+    class Recorded(kind):
+        def _compute_metrics(self, batch, metrics, *args, **kwargs):
+            self.steps.append(everything(batch))
+            super()._compute_metrics(batch, metrics, *args, **kwargs)
+            self.steps.append({name: freeze(value) for name, value in metrics.items() if not UNSTEADY.search(name)})
+
+    return Recorded
+
+
+def everything(batch):
+    """All fields of all samples by key, tags, and each field as one column."""
+    tags = tq.kv_list(batch.partition_id)[batch.partition_id]
+    samples = {}
+    for key in batch.keys:
+        sample = tq.kv_batch_get(keys=[key], partition_id=batch.partition_id)
+        samples[key] = {name: freeze(sample.get(name)) for name in sorted(sample.keys())}
+    whole = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id)
+    columns = {name: freeze(whole.get(name)) for name in sorted(whole.keys())}
+    return {"samples": samples, "tags": freeze(tags), "order": list(batch.keys), "columns": columns}
+
+
+def trainer_of(kind, config, cluster, monkeypatch):
+    """A trainer of verl's with every part that `init` would make."""
+    monkeypatch.setattr(trainer_base, "uuid", Numbered("u"))
+    monkeypatch.setattr(padding_utils, "uuid", Numbered("p"))
+    trainer = recorded(kind)(config)
+    trainer.actor_rollout_wg = trainer.ref_policy_wg = cluster.actor
+    trainer.critic_wg = cluster.critic
+    trainer.actor_rollout_wg.begin(config)
+    trainer.critic_wg.reset()
+    ray.get([worker.begin.remote(config) for worker in cluster.loops.agent_loop_workers])
+    loss = SimpleNamespace(
+        cliprange_value=0.5, loss_agg_mode="token-mean", loss_scale_factor=None, global_batch_info={}
+    )
+    trainer.critic_wg.set_loss_fn(partial(value_loss, config=loss))
+    nothing = SimpleNamespace(update_weights=lambda *_: None, sleep_replicas=lambda *_: None)
+    trainer.tokenizer, trainer.checkpoint_manager, trainer.ref_in_actor = tiny.Tokenizer(), nothing, False
+    trainer.reward_loop_manager = ColocatedReward()
+    if config.tiny.rewards:
+        trainer.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=[])
+    trainer.resource_pool_manager = SimpleNamespace(get_n_gpus=lambda: 2)
+    trainer.train_dataloader, trainer.train_dataloader_it = prompts(12, config.data.train_batch_size), None
+    trainer.val_dataloader = prompts(4, 2) if config.tiny.rewards else []
+    trainer.steps_per_epoch, trainer.total_training_steps = 4, config.trainer.total_training_steps
+    trainer.global_steps, trainer.replay_buffer.poll_interval, trainer.steps = 0, 0.02, []
+    trainer._init_dump_executor()
+    return trainer
+
+
+class AgentLoops(AgentLoopManagerTQ):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.agent_loop_workers_class = ray.remote(tiny.TinyAgentLoop)
+
+
+@pytest.fixture(scope="module")
+def cluster(queue):
+    groups = workers()
+    loops = AgentLoops.create(configured(), None)
+    return SimpleNamespace(actor=groups["actor_rollout_ref"], critic=groups["critic"], loops=loops)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_training_is_the_same_over_every_backend(queue, cluster, scenario, monkeypatch, tmp_path):
+    """Two whole steps with validation around them: fields, tags, metrics, dumps and weights."""
+    written = {"rollout_data_dir": str(tmp_path / "train"), "validation_data_dir": str(tmp_path / "val")}
+    rewards = SCENARIOS[scenario]["tiny"].get("rewards", True)
+    config = configured(
+        SCENARIOS[scenario], **written, val_before_train=rewards, test_freq=2 if rewards else -1, device="cpu"
+    )
+    trainer = trainer_of(PPOTrainerSync, config, cluster, monkeypatch)
+    trainer.fit(cluster.loops)
+    fields = set(trainer.steps[0]["columns"])
+    assert len(trainer.steps) == 4
+    assert {"old_log_probs", "advantages", "returns", "rm_scores", "position_ids", "multi_modal_inputs"} <= fields
+    assert not any(tq.kv_list().values())
+    dumps = {str(path.relative_to(tmp_path)): path.read_text() for path in sorted(tmp_path.rglob("*.jsonl"))}
+    assert len(dumps) == (4 if rewards else 2)
+    weights = freeze([*trainer.actor_rollout_wg.weights(), *trainer.critic_wg.weights()])
+    RESULTS[queue, scenario] = result = {"steps": trainer.steps, "dumps": dumps, "weights": weights}
+    same(result, RESULTS[BACKENDS[0], scenario])
+
+
+def same(seen, expected, path="it"):
+    """Equal plain data; a failure names the place."""
+    if isinstance(expected, dict) and isinstance(seen, dict):
+        assert seen.keys() == expected.keys(), path
+        for name in expected:
+            same(seen[name], expected[name], f"{path}[{name!r}]")
+    elif isinstance(expected, list | tuple) and len(seen) == len(expected):
+        for place, pair in enumerate(zip(seen, expected, strict=True)):
+            same(*pair, f"{path}[{place}]")
+    else:
+        assert seen == expected, path
