@@ -333,12 +333,13 @@ class Sender:
 
 
 @contextmanager
-def local_ray(batch: TensorDict, **more: Any) -> Iterator[None]:
-    """A Ray of this machine alone, with room for a few such batches in its object store; shut down at the end."""
+def local_ray(batch: TensorDict, *, num_cpus: int | None = None, **more: Any) -> Iterator[None]:
+    """A Ray of this machine alone, with room for a few such batches in its object store; shut down at the end.
+    `num_cpus` are twice as many as cores if not given: each actor has all, and gives them back a little later."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(
         address="local",
-        num_cpus=2 * cores(),  # each actor has all cores, and one that ends gives them back a little later
+        num_cpus=num_cpus or 2 * cores(),
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",

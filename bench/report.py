@@ -3,7 +3,7 @@
     {machine: {cpu, cores, memory_gib}, versions: {...}, commit, rows: [{case, name, value, unit, target, met}]}
 
 A target is text, ">= 15" or "<= 4"; `target` and `met` are null where a figure has none. Where torch sees a GPU, the
-machine has its name, `gpu`, and the versions have that of triton; where transformers was used, that of transformers.
+machine has its name, `gpu`, and the versions have that of triton; where transformers or TransferQueue was used, its.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,12 @@ class Row:
         }
 
 
+def compared(case: str, what: str, values: Mapping[str, float], target: str | None = None) -> list[Row]:
+    """The first of the values over each of the others, by name."""
+    (first, value), *others = values.items()
+    return [Row(case, f"{what}, {first} / {name}", value / other, "x", target) for name, other in others]
+
+
 def table(rows: Sequence[Row]) -> str:
     """The rows as text, a heading for each case."""
     width = max((len(row.name) for row in rows), default=0)
@@ -99,7 +105,7 @@ def machine() -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Of everything that a figure depends on."""
     kernels = {"triton": importlib.import_module("triton").__version__} if torch.cuda.is_available() else {}
-    models = {name: sys.modules[name].__version__ for name in ("transformers",) if name in sys.modules}
+    others = {name: sys.modules[name].__version__ for name in ("transformers", "transfer_queue") if name in sys.modules}
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -107,7 +113,7 @@ def versions() -> dict[str, str]:
         "numpy": numpy.__version__,
         "maskpack": maskpack.__version__,
         **kernels,
-        **models,
+        **others,
     }
 
 

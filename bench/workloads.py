@@ -58,6 +58,7 @@ class _Rows:
         prompt, response: int64 [B], lengths.
         mask: bool [B, S].
         prompt_width: P.
+        group: rows that share one prompt.
     """
 
     rng: np.random.Generator
@@ -65,6 +66,7 @@ class _Rows:
     response: Array
     mask: Array
     prompt_width: int
+    group: int
 
     @property
     def on_response(self) -> Array:
@@ -82,15 +84,16 @@ def make_batch(
     *,
     prompt_width: int = PROMPT_WIDTH,
     response_width: int = RESPONSE_WIDTH,
+    group: int = _GROUP,
     seed: int = 0,
 ) -> TensorDict:
-    """One padded batch [rows]; the same arguments give the same bits.
+    """One padded batch [rows], `group` of which share a prompt; the same arguments give the same bits.
 
     Raises ValueError for a variant that is not in VARIANTS.
     """
     if variant not in VARIANTS:
         raise ValueError(f"make_batch: variant is {variant!r}; expected one of {', '.join(VARIANTS)}.")
-    shape = _rows(np.random.default_rng(seed), rows, prompt_width, response_width)
+    shape = _rows(np.random.default_rng(seed), rows, prompt_width, response_width, group)
     fields = _tokens(shape)
     fields["response_mask"] = fields["attention_mask"][:, prompt_width:].copy()
     if variant == "multi-turn":
@@ -163,15 +166,15 @@ def trajectories(vocabulary: int, *, tasks: int = 50, scale: float = 1.0, seed: 
 # -------------------------------------------------------------------- lengths and tokens
 
 
-def _rows(rng: np.random.Generator, rows: int, prompt_width: int, response_width: int) -> _Rows:
-    groups = -(-rows // _GROUP)
+def _rows(rng: np.random.Generator, rows: int, prompt_width: int, response_width: int, group: int) -> _Rows:
+    groups = -(-rows // group)
     width = prompt_width + response_width
-    prompt = np.repeat(_lengths(rng, groups, 0.5, _PROMPT_FILL * prompt_width, prompt_width), _GROUP)[:rows]
+    prompt = np.repeat(_lengths(rng, groups, 0.5, _PROMPT_FILL * prompt_width, prompt_width), group)[:rows]
     mean = _FILL * width - (prompt.mean() if rows else 0)
     response = _lengths(rng, rows, 1.0, mean, response_width)
     column = np.arange(width)
     mask = (column >= prompt_width - prompt[:, None]) & (column < prompt_width + response[:, None])
-    return _Rows(rng, prompt, response, mask, prompt_width)
+    return _Rows(rng, prompt, response, mask, prompt_width, group)
 
 
 def _lengths(rng: np.random.Generator, count: int, sigma: float, mean: float, most: int) -> Array:
@@ -190,9 +193,9 @@ def _lengths(rng: np.random.Generator, count: int, sigma: float, mean: float, mo
 
 def _tokens(shape: _Rows) -> dict[str, Array]:
     rng, p = shape.rng, shape.prompt_width
-    first = slice(None, None, _GROUP)
+    first = slice(None, None, shape.group)
     group_prompts = _padded(_token_ids(rng, int(shape.prompt[first].sum())), shape.mask[first, :p], PAD_ID)
-    prompts = np.repeat(group_prompts, _GROUP, axis=0)[: len(shape.prompt)]
+    prompts = np.repeat(group_prompts, shape.group, axis=0)[: len(shape.prompt)]
     ids = _token_ids(rng, shape.response_tokens)
     finished = shape.response < shape.on_response.shape[1]
     ids[np.cumsum(shape.response)[finished] - 1] = _END_OF_TURN
@@ -243,7 +246,7 @@ def _log_probs(shape: _Rows, response_mask: Array) -> dict[str, Array]:
 def _rewards(shape: _Rows, response_mask: Array) -> dict[str, Array]:
     """GRPO: a reward of 0 or 1 at the last token; every sampled token has the row's advantage over its group."""
     rows = len(shape.response)
-    group = np.arange(rows) // _GROUP
+    group = np.arange(rows) // shape.group
     solved = shape.rng.random(group.max(initial=-1) + 1)[group]
     reward = (shape.rng.random(rows) < solved).astype(np.float32)
     size = np.maximum(np.bincount(group), 1)
