@@ -38,6 +38,23 @@ class Values(NamedTuple):
         values: Any = self.values
         return values.unbind() if self.lengths is None else values.split(self.lengths.tolist())
 
+    def take(self, rows: IntArray | None) -> Values:
+        """The rows at some indices; itself for None."""
+        if rows is None:
+            return self
+        if self.lengths is None:
+            return Values(self.values[torch.from_numpy(rows)])
+        own = self.rows()
+        return Values(torch.cat([own[row] for row in rows.tolist()]), self.lengths[rows])
+
+    @staticmethod
+    def cat(parts: Sequence[Values]) -> Values:
+        """The rows of several of them, all with lengths or all without."""
+        if len(parts) == 1:
+            return parts[0]
+        lengths = [part.lengths for part in parts if part.lengths is not None]
+        return Values(torch.cat([part.values for part in parts]), np.concatenate(lengths) if lengths else None)
+
 
 def packed_rows(
     columns: Mapping[str, Values | Objects], rows: int, hints: Mapping[str, tuple[str, ...]], call: str
@@ -80,23 +97,30 @@ def packed_rows(
     return PackedBatch(rows, schema, encoded.table, objects)
 
 
-def joined_rows(batches: Sequence[PackedBatch], hints: Mapping[str, tuple[str, ...]], call: str) -> PackedBatch:
-    """The rows of batches of `packed_rows` with one schema, one batch after the other."""
-    parts = [decoded(batch, batch.tensors, True) for batch in batches]
-    columns: dict[str, Values | Objects] = {}
-    lengths = {
-        name: np.concatenate([batch.layouts[name].lengths for batch in batches]) for name in batches[0].table.names
-    }
-    for form in batches[0].schema.forms:
+def joined_rows(
+    parts: Sequence[tuple[PackedBatch, IntArray | None]], hints: Mapping[str, tuple[str, ...]], call: str
+) -> PackedBatch:
+    """Rows of batches of `packed_rows` with one schema, one batch after the other: those at some indices, or all."""
+    first = parts[0][0]
+    columns: dict[str, list[Values]] = {form.path[0]: [] for form in first.tensors}
+    objects: dict[str, list[Objects]] = {form.path[0]: [] for form in first.schema.forms if form.dtype is None}
+    for batch, rows in parts:
+        tensors = decoded(batch, batch.tensors, True)
+        for form in batch.tensors:
+            lengths = None if form.layout is None else batch.layouts[form.layout].lengths
+            columns[form.path[0]].append(Values(tensors[form.path], lengths).take(rows))
+        for (name,), held in batch.objects.items():
+            objects[name].append(held if rows is None else held.take(rows.tolist()))
+    joined: dict[str, Values | Objects] = {}
+    for form in first.schema.forms:
         name = form.path[0]
-        if form.kind == "object":
-            parts_of = [batch.objects[form.path] for batch in batches]
-            data = [row for objects in parts_of for row in objects.data]
-            columns[name] = Objects(data, 1, bare=all(objects.bare for objects in parts_of))
+        if form.dtype is None:
+            data = [row for held in objects[name] for row in held.data]
+            joined[name] = Objects(data, 1, bare=all(held.bare for held in objects[name]))
         else:
-            values = torch.cat([part[form.path] for part in parts])
-            columns[name] = Values(values, None if form.layout is None else lengths[form.layout])
-    return packed_rows(columns, sum(len(batch) for batch in batches), hints, call)
+            joined[name] = Values.cat(columns[name])
+    count = sum(len(batch) if rows is None else rows.size for batch, rows in parts)
+    return packed_rows(joined, count, hints, call)
 
 
 @lru_cache(256)

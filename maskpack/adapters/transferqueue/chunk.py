@@ -81,7 +81,7 @@ class Chunk:
         return Chunk(self.packed.select(*sorted(wanted)), self.turned & wanted, self.shares)
 
     def take(self, rows: Sequence[int]) -> Chunk:
-        return replace(self, packed=self.packed.take(rows if len(rows) else slice(0, 0)))
+        return replace(self, packed=self.packed.take(np.array(rows, np.int64)))
 
     def own(self) -> Chunk:
         """The chunk without the memory of rows that it was taken from."""
@@ -93,10 +93,11 @@ class Chunk:
         return all(form.kind != "padded" and form.reason is None for form in self.packed.schema.forms)
 
     @staticmethod
-    def cat(chunks: Sequence[Chunk]) -> Chunk:
-        """The rows of chunks of one kind."""
-        packed = joined_rows([chunk.packed for chunk in chunks], _HINTS, "join")
-        return Chunk(packed, chunks[0].turned, any(chunk.shares for chunk in chunks))
+    def cat(parts: Sequence[tuple[Chunk, Sequence[int] | None]]) -> Chunk:
+        """Rows of chunks of one kind: those at some indices, or all."""
+        first = parts[0][0]
+        taken = [(chunk.packed, None if rows is None else np.array(rows, np.int64)) for chunk, rows in parts]
+        return Chunk(joined_rows(taken, _HINTS, "join"), first.turned, any(chunk.shares for chunk, _ in parts))
 
 
 class Piece(NamedTuple):

@@ -106,12 +106,20 @@ class Samples:
         if several:
             found = self._places(samples, fields)
         pieces: list[Piece] = []
+        scattered: dict[Any, list[tuple[Chunk, list[int], list[int]]]] = {}
         for (number, wanted), (rows, places) in found.items():
             chunk = self.chunks[number].chunk.select(wanted)
             order = sorted(range(len(rows)), key=rows.__getitem__)
-            lying = [rows[at] for at in order]  # rising: rows that lie together need not be encoded again
-            chunk = chunk if lying == list(range(len(chunk))) else chunk.take(lying)
-            pieces.append(Piece(chunk, [places[at] for at in order]))
+            lying, where = [rows[at] for at in order], [places[at] for at in order]
+            if lying == list(range(lying[0], lying[0] + len(lying))):  # they need not be encoded again
+                pieces.append(Piece(chunk if len(lying) == len(chunk) else chunk.take(lying), where))
+            elif chunk.joins:
+                scattered.setdefault(chunk.kind, []).append((chunk, lying, where))
+            else:
+                pieces.append(Piece(chunk.take(lying), where))
+        for parts in scattered.values():
+            joined = Chunk.cat([(chunk, lying) for chunk, lying, _ in parts])
+            pieces.append(Piece(joined, [place for _, _, where in parts for place in where]))
         return pieces
 
     def clear(self, samples: Iterable[int]) -> Counter[bytes]:
@@ -208,7 +216,7 @@ class Samples:
         parts = [self.chunks.pop(number) for number in numbers]
         samples = [sample for part in parts for sample in part.samples]
         holds = sum((part.holds for part in parts), Counter[bytes]())
-        joined = self._add(Chunk.cat([part.chunk for part in parts]), samples, holds)
+        joined = self._add(Chunk.cat([(part.chunk, None) for part in parts]), samples, holds)
         self.chunks[joined].live = sum(part.live for part in parts)
         rows = [range(len(part.chunk)) for part in parts]
         places = ((number, row) for number, own in zip(numbers, rows, strict=True) for row in own)
