@@ -17,7 +17,7 @@ from typing import Any
 from bench.page_chart import chart
 
 Record = Mapping[str, Any]
-_DIGITS = {"ms": 1, "us": 1, "x": 2, "GiB": 2, "%": 3}
+_DIGITS = {"ms": 1, "us": 1, "x": 2, "GiB": 2, "%": 3, "bits/id": 3}
 
 
 def recorded(folder: Path) -> dict[str, Record]:

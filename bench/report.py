@@ -25,14 +25,14 @@ import torch
 
 import maskpack
 
-_DIGITS = {"ms": 2, "us": 1, "x": 2, "GB/s": 1, "TB/s": 2, "GiB": 2, "nats": 5, "%": 3}
+_DIGITS = {"ms": 2, "us": 1, "x": 2, "GB/s": 1, "TB/s": 2, "GiB": 2, "nats": 5, "%": 3, "bits/id": 3}
 _ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
 class Row:
     """One figure. `unit` is a count of something ("bytes", "bytes/row", "fields", "syncs"), a time ("ms", "us"), a rate
-    ("GB/s", "TB/s"), "%", a relative error, or "x", a ratio."""
+    ("GB/s", "TB/s"), "bits/id", "%", a relative error, or "x", a ratio."""
 
     case: str
     name: str

@@ -31,6 +31,8 @@ VARIANTS = (
     "m-rope",  # position_ids (B, 4, S): text and vision rows, all padded with 1
     "m-rope-edge",  # position_ids (B, 3, S): vision rows, padded with the nearest real value
     "routed-experts",  # int16 (B, S, 4, 8); models have about 48 layers, 4 keep the batch in memory
+    "routed-experts-deep",  # int16 (B, S, 48, 8): 768 bytes a position, so take few rows
+    "routed-experts-skewed",  # the same, of routers with favourites: `_skewed_choices`
     "ppo",  # with values; advantages and returns differ from token to token
     "jagged-prompts",  # prompts are a jagged tensor already
 )
@@ -40,6 +42,9 @@ _END_OF_TURN = 151_645
 _FILL = 0.084  # real share of S
 _PROMPT_FILL = 0.074  # real share of P: together with _FILL this gives the 72 kB a row that jagged values take
 _LAYERS, _TOP_K, _EXPERTS = 4, 8, 128
+DEEP = {"routed-experts-deep": 48, "routed-experts-skewed": 48}
+"""Layers of the variants with the depth of a model."""
+_ZIPF, _NEXT_TOKEN, _NEXT_LAYER = 1.0, 0.7, 0.5
 
 Array = npt.NDArray[Any]
 
@@ -102,8 +107,12 @@ def make_batch(
         fields |= _critic(shape)
     if variant.startswith("m-rope"):
         fields["position_ids"] = _m_rope(shape, edge=variant == "m-rope-edge")
-    if variant == "routed-experts":
-        choices = shape.rng.integers(0, _EXPERTS, (int(shape.mask.sum()), _LAYERS, _TOP_K), dtype=np.int16)
+    if variant.startswith("routed-experts"):
+        layers = DEEP.get(variant, _LAYERS)
+        if variant == "routed-experts-skewed":
+            choices = _skewed_choices(shape.rng, shape.mask.sum(1), layers)
+        else:
+            choices = shape.rng.integers(0, _EXPERTS, (int(shape.mask.sum()), layers, _TOP_K), dtype=np.int16)
         fields["routed_experts"] = _padded(choices, shape.mask, 0)
     batch = TensorDict({name: torch.from_numpy(array) for name, array in fields.items()}, batch_size=[rows])
     if variant == "jagged-prompts":
@@ -294,6 +303,44 @@ def _m_rope(shape: _Rows, *, edge: bool) -> Array:
     if edge:
         return np.stack(vision, axis=1)
     return np.where(shape.mask[:, None], np.stack([text, *vision], axis=1), 1)
+
+
+def _skewed_choices(rng: np.random.Generator, lengths: Array, layers: int) -> Array:
+    """int16 [T, layers, 8]: the experts of each token and layer, in the order of falling score.
+
+    Each layer draws 8 experts without replacement, the r-th of its favourites with a weight of 1 / r: Zipf's law, with
+    a permutation of the experts for each layer. As a race: expert r arrives after r * (x^2 + y^2), x and y normal, and
+    the first 8 are chosen. x and y of a favourite are autoregressive over the tokens of a row (0.7) and over the layers
+    (0.5): a favourite that is early stays early for some tokens, and so does the same one of the next layer.
+
+    The law was taken before anything was compressed. It gives a layer an entropy of 14.6 % below that of equal experts,
+    where 15.4 % was published for Qwen3-30B-A3B on texts of one domain (11.1 % on mixed texts); its first expert takes
+    10 % of all choices (6 % there), and 81 experts take 90 % (58 there). Neighbouring tokens share a third of their
+    experts. No trace was available to fit the correlations to.
+    """
+    weights = np.arange(1, _EXPERTS + 1, dtype=np.float32) ** _ZIPF
+    order = rng.permuted(np.tile(np.arange(_EXPERTS, dtype=np.int16), (layers, 1)), axis=1)
+    out = np.empty((int(lengths.sum()), layers, _TOP_K), np.int16)
+    before, begin = np.zeros((layers, _EXPERTS, 2), np.float32), 0
+    for length in lengths.tolist():
+        for first in range(0, length, 64):
+            count = min(64, length - first)
+            noise = rng.standard_normal((count, layers, _EXPERTS, 2), dtype=np.float32)
+            for layer in range(1, layers):
+                noise[:, layer] = _mixed(noise[:, layer - 1], noise[:, layer], _NEXT_LAYER)
+            for place in range(count):
+                before = noise[place] = _mixed(before, noise[place], _NEXT_TOKEN if first + place else 0.0)
+            arrival = np.square(noise).sum(-1) * weights
+            early = np.argpartition(arrival, _TOP_K, axis=-1)[..., :_TOP_K]
+            early = np.take_along_axis(early, np.take_along_axis(arrival, early, -1).argsort(-1), -1)
+            out[begin : begin + count] = np.take_along_axis(order[None], early, -1)
+            begin += count
+    return out
+
+
+def _mixed(before: Array, noise: Array, share: float) -> Array:
+    """Normal numbers with a correlation of `share` to those before."""
+    return np.float32(share) * before + np.float32((1 - share**2) ** 0.5) * noise
 
 
 def _jagged_prompts(shape: _Rows, prompts: torch.Tensor) -> torch.Tensor:

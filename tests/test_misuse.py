@@ -293,6 +293,15 @@ p[slice("a", "b")]
 p[slice(0, 1, 0)]
 p[0.5:1]
 p[p]
+p.narrow("nope", 0, 1)
+p.narrow(["responses"], 0, 1)
+p.narrow(3, 0, 1)
+p.narrow("responses", 0, 1)
+p.narrow("responses", 0, 1, dim=0)
+p.narrow("responses", 0, 1, dim=1)
+p.narrow("responses", 0, 1, dim="layers")
+p.narrow("responses", "0", 1)
+p.narrow("responses", 0, 1.0)
 p.select()
 p.select("nope")
 p.select(["responses"])

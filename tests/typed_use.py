@@ -30,6 +30,8 @@ def wire(batch: TensorDict, path: Path) -> None:
     packed.save(path)
     assert_type(mp.PackedBatch.load(path), mp.PackedBatch)
     assert_type(mp.decompress(packed), TensorDict)
+    assert_type(packed.narrow("routed_experts", 12, 12), mp.PackedBatch)
+    assert_type(packed.narrow(("sub", "x"), -1, 1, dim=-1), mp.PackedBatch)
     assert_type(mp.decompress(packed, "responses", format="nested", device="cpu"), TensorDict)
 
 

@@ -4,6 +4,7 @@
    read      padded fields to packed values; every pad is verified on the way
    write     packed values to padded fields
    prefixes  the rows of token ids in the order of a trie
+   palette   words as numbers of the distinct ones
 
    Functions take int64 numbers, addresses among them, and tables whose rows are jobs. They keep no state, call nothing
    back and hand out no memory. Python builds the tables (native.py), checks what it is given and writes the messages.
@@ -28,7 +29,7 @@ typedef uint64_t u64;
 typedef uint32_t u32;
 typedef uint8_t u8;
 
-API i64 maskpack_version(void) { return 3; } /* native.py expects this number */
+API i64 maskpack_version(void) { return 4; } /* native.py expects this number */
 
 /* ------------------------------------------------------------------ words */
 
@@ -113,6 +114,8 @@ static void fill(u8 *p, i64 n, Pattern pattern, i64 stream) {
 /* Copies n elements of `size` bytes that lie `from_step` and `to_step` bytes apart. */
 static void copy_apart(u8 *to, i64 to_step, const u8 *from, i64 from_step, i64 n, i64 size) {
     if (to_step == size && from_step == size) memcpy(to, from, (size_t)(n * size));
+    else if (size == 16) for (i64 i = 0; i < n; i++) memcpy(to + i * to_step, from + i * from_step, 16);
+    else if (size == 32) for (i64 i = 0; i < n; i++) memcpy(to + i * to_step, from + i * from_step, 32);
     else if (size == 8) for (i64 i = 0; i < n; i++) memcpy(to + i * to_step, from + i * from_step, 8);
     else if (size == 4) for (i64 i = 0; i < n; i++) memcpy(to + i * to_step, from + i * from_step, 4);
     else for (i64 i = 0; i < n; i++) memcpy(to + i * to_step, from + i * from_step, (size_t)size);
@@ -448,13 +451,13 @@ API i64 maskpack_write(Field *fields, i64 num_fields, const Layout *layouts, i64
      DELTA    as RLE, of the first word and the differences behind it
      SPARSE   a: words of each row that are not 0; b: their places in the row; c: the words
      DICTIONARY     a: the row of entry `first` that each row equals, plus `number`; b: the elements of each of those rows
-     COLUMNS  the `second` words of an element, one column each: entries from `first` on
+     COLUMNS  the words of an element in `second` columns of equally many: entries from `first` on
      CONCAT   the rows of entry `first`, each followed by the row of entry `second`
 
    Rows of a layout have its tokens times `items` words; rows without a layout have `items` words. */
 
 enum { PLAIN, NARROW, BLOCKS, BITMAP, RLE, ARANGE, DELTA, SPARSE, DICTIONARY, COLUMNS, CONCAT, KINDS };
-enum { BLOCK = 256, NEAR = 128, LANES = 8, FEW_WORDS = 64 };
+enum { BLOCK = 256, NEAR = 128, LANES = 8, EIGHT = 8, FEW_WORDS = 64 };
 enum { FITS, MISFIT, STRAY, FULL, NO_MEMORY, ODD }; /* FULL: the form fits, but takes too many bytes; ODD: bools */
 
 typedef struct {
@@ -492,6 +495,13 @@ static void put_word(u8 *to, i64 word, i64 size) { memcpy(to, &word, (size_t)siz
 static i64 block_numbers(i64 n, i64 bits) { /* u32 numbers of a block */
     if (n < FEW_WORDS) return (n * bits + 31) / 32;
     return (((n + LANES - 1) / LANES) * bits + 31) / 32 * LANES;
+}
+
+/* Tokens whose words, `items` of each, fill whole blocks. */
+static i64 tile_tokens(i64 items) {
+    i64 tokens = BLOCK;
+    for (; tokens > 1 && tokens / 2 * items % BLOCK == 0;) tokens /= 2;
+    return tokens;
 }
 
 #define ALWAYS static inline __attribute__((always_inline))
@@ -537,7 +547,9 @@ ALWAYS void unpack_lanes(const u32 *from, u32 *words, const int bits) {
 #define UNPACK_CASE(bits) case bits: unpack_lanes(from, words, bits); break;
 
 /* The loops over words of one size (S signed, T unsigned): words less the least of them; zigzag distances to others,
-   which are small on either side; and back. The first two return the largest number, or one with its highest bit. */
+   which are small on either side; and back. The first two return the largest number, or one with its highest bit. `ends`
+   are the least and the largest of n words `items` apart, for each of these; `range` is that of some of them. `less` and `more`
+   are the first and its inverse for n tokens of EIGHT words each, `step` bytes apart: loops of known length are faster. */
 #define WORD_LOOPS(isa, target, size, S, T)                                                                     \
     target static u64 above_least_##size##_##isa(const u8 *from, i64 n, i64 *least, u32 *out) {                 \
         S words[BLOCK], low, high;                                                                              \
@@ -553,6 +565,43 @@ ALWAYS void unpack_lanes(const u32 *from, u32 *words, const int bits) {
         *least = low;                                                                                           \
         return (T)((T)high - (T)low);                                                                           \
     }                                                                                                           \
+    target static void ends_##size##_##isa(const u8 *from, i64 n, i64 items, u8 *low, u8 *high) {           \
+        S *restrict least = (S *)low, *restrict most = (S *)high;                                           \
+        memcpy(low, from, (size_t)items * size);                                                            \
+        memcpy(high, from, (size_t)items * size);                                                           \
+        for (i64 at = 1; at < n; at++)                                                                      \
+            for (i64 i = 0; i < items; i++) {                                                               \
+                S word;                                                                                     \
+                memcpy(&word, from + (at * items + i) * size, size);                                        \
+                least[i] = word < least[i] ? word : least[i];                                               \
+                most[i] = word > most[i] ? word : most[i];                                                  \
+            }                                                                                               \
+    }                                                                                                       \
+    static u64 range_##size##_##isa(const u8 *low, const u8 *high, i64 n, i64 *least) {                     \
+        const S *lows = (const S *)low, *highs = (const S *)high;                                           \
+        S first = *lows, last = *highs;                                                                     \
+        for (i64 i = 1; i < n; i++) {                                                                       \
+            first = lows[i] < first ? lows[i] : first;                                                      \
+            last = highs[i] > last ? highs[i] : last;                                                       \
+        }                                                                                                   \
+        *least = first;                                                                                     \
+        return (T)((T)last - (T)first);                                                                     \
+    }                                                                                                       \
+    target static void less_##size##_##isa(const u8 *from, i64 step, i64 n, i64 least, u32 *out) {          \
+        for (i64 at = 0; at < n; at++) {                                                                    \
+            T words[EIGHT];                                                                                 \
+            memcpy(words, from + at * step, sizeof words);                                                  \
+            for (i64 i = 0; i < EIGHT; i++) out[at * EIGHT + i] = (u32)(T)(words[i] - (T)least);            \
+        }                                                                                                   \
+        for (i64 i = n * EIGHT; i < BLOCK; i++) out[i] = 0;                                                 \
+    }                                                                                                       \
+    target static void more_##size##_##isa(const u32 *numbers, i64 least, i64 n, u8 *to, i64 step) {        \
+        for (i64 at = 0; at < n; at++) {                                                                    \
+            T words[EIGHT];                                                                                 \
+            for (i64 i = 0; i < EIGHT; i++) words[i] = (T)((T)numbers[at * EIGHT + i] + (T)least);          \
+            memcpy(to + at * step, words, sizeof words);                                                    \
+        }                                                                                                   \
+    }                                                                                                       \
     target static u64 distances_##size##_##isa(const u8 *from, const u8 *near, i64 n, u32 *out) {               \
         T words[BLOCK], others[BLOCK], any = 0;                                                                 \
         memcpy(words, from, (size_t)n * size);                                                                  \
@@ -590,6 +639,9 @@ ALWAYS void unpack_lanes(const u32 *from, u32 *words, const int bits) {
 typedef struct {
     void (*pack)(const u32 *, u32 *, i64), (*unpack)(const u32 *, u32 *, i64);
     u64 (*above_least)(i64, const u8 *, i64, i64 *, u32 *), (*distances)(i64, const u8 *, const u8 *, i64, u32 *);
+    void (*ends)(i64, const u8 *, i64, i64, u8 *, u8 *);
+    u64 (*range)(i64, const u8 *, const u8 *, i64, i64 *);
+    void (*less)(i64, const u8 *, i64, i64, i64, u32 *), (*more)(i64, const u32 *, i64, i64, u8 *, i64);
     void (*add_least)(i64, const u32 *, i64, i64, u8 *), (*add_distances)(i64, const u32 *, const u8 *, i64, u8 *);
 } BlockLoops;
 
@@ -607,6 +659,18 @@ typedef struct {
     static u64 above_least_##isa(i64 size, const u8 *from, i64 n, i64 *least, u32 *out) {                       \
         return BY_SIZE(above_least, isa, size, from, n, least, out);                                            \
     }                                                                                                           \
+    static void ends_##isa(i64 size, const u8 *from, i64 n, i64 items, u8 *low, u8 *high) {                 \
+        BY_SIZE(ends, isa, size, from, n, items, low, high);                                                \
+    }                                                                                                       \
+    static u64 range_##isa(i64 size, const u8 *low, const u8 *high, i64 n, i64 *least) {                    \
+        return BY_SIZE(range, isa, size, low, high, n, least);                                              \
+    }                                                                                                       \
+    static void less_##isa(i64 size, const u8 *from, i64 step, i64 n, i64 least, u32 *out) {                \
+        BY_SIZE(less, isa, size, from, step, n, least, out);                                                \
+    }                                                                                                       \
+    static void more_##isa(i64 size, const u32 *numbers, i64 least, i64 n, u8 *to, i64 step) {              \
+        BY_SIZE(more, isa, size, numbers, least, n, to, step);                                              \
+    }                                                                                                       \
     static u64 distances_##isa(i64 size, const u8 *from, const u8 *near, i64 n, u32 *out) {                     \
         return BY_SIZE(distances, isa, size, from, near, n, out);                                               \
     }                                                                                                           \
@@ -617,7 +681,7 @@ typedef struct {
         BY_SIZE(add_distances, isa, size, numbers, near, n, to);                                                \
     }                                                                                                           \
     static const BlockLoops loops_##isa = {pack_##isa,      unpack_##isa,    above_least_##isa,                 \
-                                           distances_##isa, add_least_##isa, add_distances_##isa};
+                                           distances_##isa, ends_##isa, range_##isa, less_##isa, more_##isa, add_least_##isa, add_distances_##isa};
 
 BLOCK_LOOPS(plain, )
 #if defined(__x86_64__)
@@ -635,6 +699,10 @@ static const BlockLoops *block_loops(void) {
 /* Writes a block to `out`, which has room for 4 * (BLOCK + LANES) bytes; `words` has BLOCK of them, 0 from n on. */
 static void pack_block(const BlockLoops *loops, const u32 *words, i64 n, i64 bits, u8 *out) {
     u32 numbers[BLOCK + LANES];
+    if (n == BLOCK && (uintptr_t)out % 4 == 0) {
+        loops->pack(words, (u32 *)out, bits);
+        return;
+    }
     if (n >= FEW_WORDS) loops->pack(words, numbers, bits);
     else {
         memset(numbers, 0, sizeof numbers);
@@ -649,6 +717,10 @@ static void pack_block(const BlockLoops *loops, const u32 *words, i64 n, i64 bit
 
 static void unpack_block(const BlockLoops *loops, const u8 *from, i64 n, i64 bits, u32 *words) {
     u32 numbers[BLOCK + LANES];
+    if (n == BLOCK && (uintptr_t)from % 4 == 0) {
+        loops->unpack((const u32 *)from, words, bits);
+        return;
+    }
     i64 count = block_numbers(n, bits);
     memcpy(numbers, from, 4 * (size_t)count);
     memset(numbers + count, 0, sizeof numbers - 4 * (size_t)count);
@@ -825,6 +897,67 @@ static void decode_blocks(Cursor *cursor, i64 n, u8 *out) {
     }
 }
 
+/* Whether the words of a row can be decoded piece by piece. */
+static int has_pieces(const Cursor *cursor) {
+    const Entry *entry = cursor->entry;
+    return !cursor->done && (entry->kind == PLAIN || entry->kind == NARROW || (entry->kind == BLOCKS && entry->second < 0));
+}
+
+/* Decodes the next n words of a row, which end at a block or with the row. */
+static void next_piece(Cursor *cursor, i64 n, u8 *out) {
+    const Entry *entry = cursor->entry;
+    if (entry->kind == BLOCKS) {
+        decode_blocks(cursor, n, out);
+        return;
+    }
+    const u8 *from = cursor->table->body + entry->a.at + cursor->a * entry->a.size;
+    if (entry->kind == NARROW) decode_narrow(entry, from, n, out);
+    else memcpy(out, from, (size_t)(n * entry->size));
+    cursor->a += n;
+}
+
+/* Prefetches part `part` of `parts` of the tile behind the one at p, which has so many bytes. */
+static void prefetch(const u8 *p, i64 nbytes, i64 part, i64 parts) {
+    for (i64 at = nbytes * part / parts; at < nbytes * (part + 1) / parts; at += 64) __builtin_prefetch(p + nbytes + at);
+}
+
+/* The block of the next n tokens, of EIGHT words each, which go `step` bytes apart. */
+static void next_eights(Cursor *cursor, i64 n, u8 *out, i64 step) {
+    const Entry *entry = cursor->entry;
+    const u8 *body = cursor->table->body;
+    u32 words[BLOCK];
+    i64 bits = number_at(body, &entry->a, cursor->a);
+    const u8 *from = body + entry->c.at + 4 * cursor->c;
+    if (n * EIGHT == BLOCK) prefetch(from, BLOCK / 8 * bits, 0, 1); /* as the next one is likely as long */
+    unpack_block(cursor->loops, from, n * EIGHT, bits, words);
+    cursor->loops->more(entry->size, words, number_at(body, &entry->b, cursor->a++), n, out, step);
+    cursor->c += block_numbers(n * EIGHT, bits);
+}
+
+/* Columns of many words are decoded some tokens at a time, so that what is written stays in the first cache. */
+static void decode_columns(Cursor *cursor, i64 n, u8 *out) {
+    const Entry *entry = cursor->entry;
+    i64 columns = entry->second, items = entry->items / columns, size = entry->size, element = entry->items * size;
+    i64 tokens = n / entry->items, tile = tokens, pieces = 1;
+    for (i64 column = 0; column < columns && pieces; column++) pieces = has_pieces(cursor->parts + column);
+    if (pieces) tile = tile_tokens(items);
+    for (i64 at = 0; at < tokens; at += tile) {
+        i64 count = tokens - at < tile ? tokens - at : tile;
+        for (i64 column = 0; column < columns; column++) {
+            Cursor *part = cursor->parts + column;
+            if (pieces && items == EIGHT && part->entry->kind == BLOCKS) {
+                if (tokens - at >= 2 * tile) prefetch(out + at * element, tile * element, column, columns);
+                next_eights(part, count, out + at * element + column * items * size, element);
+                continue;
+            }
+            if (pieces) next_piece(part, count * items, cursor->scratch);
+            else next_row(part, cursor->scratch);
+            copy_apart(out + at * element + column * items * size, element, cursor->scratch, items * size, count, items * size);
+        }
+    }
+    for (i64 column = 0; column < columns && (pieces || !tokens); column++) cursor->parts[column].row++;
+}
+
 static void decode_stretches(Cursor *cursor, i64 n, u8 *out) {
     const Entry *entry = cursor->entry;
     const u8 *body = cursor->table->body;
@@ -892,12 +1025,7 @@ static void next_row(Cursor *cursor, u8 *out) {
         memcpy(out, cursor->rows + cursor->own[index] * entry->items * size, (size_t)(n * size));
         break;
     }
-    case COLUMNS:
-        for (i64 column = 0; column < entry->second; column++) {
-            next_row(cursor->parts + column, cursor->scratch);
-            copy_apart(out + column * size, entry->second * size, cursor->scratch, size, n / entry->second, size);
-        }
-        break;
+    case COLUMNS: decode_columns(cursor, n, out); break;
     case CONCAT: {
         i64 head = words_of(cursor->parts, cursor->row);
         next_row(cursor->parts, out);
@@ -1127,6 +1255,85 @@ static int encode_blocks(const Rows *rows, Out *out, Entry *entry, const Rows *n
     return FITS;
 }
 
+/* The same rows, whose pads were verified before. `field` is memory for a copy. */
+static Rows verified(const Rows *rows, Field *field) {
+    Rows out = *rows;
+    out.ends = NULL;
+    if (!rows->field) return out;
+    *field = *rows->field;
+    field->mode = NO_PAD;
+    out.field = field;
+    return out;
+}
+
+/* The words of the blocks of one column in some tokens of a row: to `line`, one behind the other. */
+static void column_words(u8 *line, const u8 *words, const Rows *rows, i64 columns, i64 column, i64 tokens) {
+    i64 element = rows->items * rows->size, own = element / columns;
+    copy_apart(line, own, words + column * own, element, tokens, own);
+}
+
+/* In `columns` columns of blocks each: columns + 1 entries. Rows are read twice, some tokens at a time, for the bits of all
+   blocks and then for their words: what is packed goes to its place at once. */
+static int encode_columns(const Rows *rows, i64 columns, Out *out, Entry *slots) {
+    const BlockLoops *loops = block_loops();
+    i64 size = rows->size, items = rows->items / columns, element = rows->items * size, tile = tile_tokens(items), blocks = 0;
+    i64 layout = slots->layout, whole = BLOCK % items == 0; /* a tile is one block of each column */
+    int done = FITS;
+    for (i64 row = 0; row < rows->rows; row++) blocks += (row_length(rows, row) / columns + BLOCK - 1) / BLOCK;
+    for (i64 column = 0; column <= columns; column++) {
+        Entry *own = slots + column;
+        *own = (Entry){BLOCKS, layout, items, size, 0, -1, -1, {0, 1, 0}, {0, 1, 0}, {0, 4, 0}};
+        if (column == columns) *own = (Entry){COLUMNS, layout, rows->items, size, 0, 0, columns, {0, 1, 0}, {0, 1, 0}, {0, 1, 0}};
+        else if (!reserve(out, &own->a, 1, blocks) || !reserve(out, &own->b, size, blocks)) return FULL;
+    }
+    u8 *line = malloc((size_t)(tile * items * size + 2 * element)), *low = line + tile * items * size, *high = low + element;
+    if (!line) return NO_MEMORY;
+    Field field;
+    Rows again = verified(rows, &field);
+    for (int way = 0; way < 2 && done == FITS; way++) {
+        for (i64 column = 0; column < columns && way && done == FITS; column++) {
+            if (!reserve(out, &slots[column].c, 4, slots[column].c.count)) done = FULL;
+            slots[column].c.count = 0; /* counted again, as it is written */
+        }
+        for (i64 row = 0, block = 0; row < rows->rows && done == FITS; row++) {
+            i64 tokens = row_length(rows, row) / rows->items;
+            const u8 *words = row_words(way ? &again : rows, row);
+            if (!words) done = STRAY;
+            for (i64 at = 0; at < tokens && done == FITS; at += tile) {
+                i64 n = tokens - at < tile ? tokens - at : tile;
+                const u8 *from = words + at * element;
+                if (whole && !way) loops->ends(size, from, n, rows->items, low, high);
+                for (i64 column = 0; column < columns; column++) {
+                    Entry *own = slots + column;
+                    i64 direct = whole && (!way || items == EIGHT), index = block + at * items / BLOCK;
+                    if (way && tokens - at >= 2 * tile) prefetch(from, tile * element, column, columns);
+                    if (!direct) column_words(line, from, rows, columns, column, n);
+                    for (i64 word = 0; word < n * items; word += BLOCK, index++) {
+                        i64 count = n * items - word < BLOCK ? n * items - word : BLOCK, least;
+                        u8 *width = out->memory + (own->a.at - out->base) + index;
+                        u8 *base = out->memory + (own->b.at - out->base) + index * size;
+                        u32 numbers[BLOCK];
+                        u64 most = 0;
+                        if (!direct) most = loops->above_least(size, line + word * size, count, &least, numbers);
+                        else if (way) loops->less(size, from + column * items * size, element, n, signed_word(base, size), numbers);
+                        else most = loops->range(size, low + column * items * size, high + column * items * size, items, &least);
+                        if (way) pack_block(loops, numbers, count, *width, out->memory + (own->c.at - out->base) + 4 * own->c.count);
+                        else {
+                            if (bits_for(most) > 32) done = MISFIT;
+                            *width = (u8)bits_for(most);
+                            put_word(base, least, size);
+                        }
+                        own->c.count += block_numbers(count, *width);
+                    }
+                }
+            }
+            block += (tokens * items + BLOCK - 1) / BLOCK;
+        }
+    }
+    free(line);
+    return done;
+}
+
 static int encode_bits(const Rows *rows, Out *out, Entry *entry) {
     i64 size = rows->size, nbytes = 0, known = 0;
     u64 pair[2] = {0, 0};
@@ -1269,6 +1476,8 @@ static int encode_sparse(const Rows *rows, Out *out, Entry *entry) {
 enum { SAMPLE_ROWS = 64, SAMPLE_WORDS = 2048, GLANCE_WORDS = 512 }; /* a glance has less of more rows */
 
 enum { NO_GAIN = -2 }; /* as `inner_kind`: rows look alike, but a dictionary takes no fewer bytes */
+
+enum { FEW_COLUMNS = 16 }; /* more of them are stored in blocks, and looked at together */
 
 enum { FEW_BYTES = 4096, SOME_BATCHES = 8 }; /* with fewer bytes, another form is looked for in one of some batches */
 
@@ -1561,23 +1770,28 @@ static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *
     int columns = job->columns > 1 && total, repeats = job->hints >> DICTIONARY & 1 || (8 * best > plain && look_alike(rows, NULL));
     if (!columns && !repeats) return FITS;
     Entry *tried = calloc((size_t)(job->columns > 1 ? job->columns : 1) + 2, sizeof(Entry));
-    u8 *memory = malloc((size_t)room * (size_t)(columns ? job->columns : 1));
+    int many = job->columns > FEW_COLUMNS;
+    u8 *memory = malloc((size_t)room * (size_t)(columns && !many ? job->columns : 1));
     if (!tried || !memory) done = NO_MEMORY;
     for (int way = 0; way < 2 && done == FITS; way++) {
         if (way ? !repeats : !columns) continue;
-        Out spare = {memory, out->base + ((start + 7) & ~(i64)7), 0, way ? room : room * job->columns};
-        i64 bytes = 0, entries = way ? 2 : job->columns + 1;
+        Out spare = {memory, out->base + ((start + 7) & ~(i64)7), 0, way || many ? room : room * job->columns};
+        i64 bytes = 0, entries = way ? 2 : job->columns + 1, limit = best;
         Form found = {COLUMNS, 0, 0, -1, 0, 0, 0, 0};
         int fits = FITS;
         if (way) {
             tried[0] = tried[1] = (Entry){PLAIN, slots->layout, rows->items, rows->size, 0, -1, -1, {0, 1, 0}, {0, 1, 0}, {0, 1, 0}};
             fits = encode_dictionary(rows, job->hints & ~((i64)1 << DICTIONARY), (int)job->integers, &spare, tried, &found, 0);
+        } else if (many) { /* some more bytes pay: columns are taken without the others, and a codec makes fewer bytes of them */
+            tried[0].layout = slots->layout;
+            fits = encode_columns(rows, job->columns, &spare, tried);
+            limit = best + best / 32 - (i64)sizeof(Entry) * entries;
         } else {
             u8 *column = malloc((size_t)(total / job->columns * rows->size + 8));
             if (!column) fits = NO_MEMORY;
             for (i64 i = 0; i < job->columns && fits == FITS; i++) {
                 Rows one = *rows;
-                copy_apart(column, rows->size, rows->values + i * rows->size, job->columns * rows->size, total / job->columns, rows->size);
+                column_words(column, rows->values, rows, job->columns, i, total / rows->items);
                 one.values = column;
                 one.items = rows->items / job->columns;
                 Form unused;
@@ -1589,7 +1803,7 @@ static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *
         }
         for (i64 i = 0; i < entries; i++) bytes += bytes_of(tried + i);
         if (fits == NO_MEMORY) done = fits;
-        if (fits != FITS || bytes >= best || adopt(out, start, &spare) != FITS) continue;
+        if (fits != FITS || bytes >= limit || adopt(out, start, &spare) != FITS) continue;
         memcpy(slots, tried, sizeof(Entry) * (size_t)entries);
         best = bytes;
         *count = entries;
@@ -1635,24 +1849,23 @@ static int encode_field(Job *jobs, i64 at, const Layout *layouts, Rows *rows, Ou
     }
     if (has_near && !open_rows(&near, jobs + job->near, layouts, fields + 2)) return NO_MEMORY;
     i64 total = total_words(rows), start = out->used;
-    if (form->kind >= PLAIN && form->kind < DICTIONARY) {
+    int many = form->kind == COLUMNS && job->columns > FEW_COLUMNS;
+    if (many || (form->kind >= PLAIN && form->kind < DICTIONARY)) {
         rows->ends = form->inner_kind == NO_GAIN ? NULL : calloc((size_t)rows->rows + 1, sizeof(u64));
-        done = encode_as(form->kind, form->number, form->bytes, rows, has_near ? &near : NULL, out, slots);
+        if (many) done = encode_columns(rows, job->columns, out, slots);
+        else done = encode_as(form->kind, form->number, form->bytes, rows, has_near ? &near : NULL, out, slots);
+        if (many) *count = job->columns + 1;
         u64 *ends = rows->ends;
         rows->ends = NULL;
         if (done == FITS) {
-            Rows quick = *rows;
             Field unverified;
-            if (rows->field) {
-                unverified = *rows->field;
-                unverified.mode = NO_PAD;
-                quick.field = &unverified;
-            }
-            i64 bytes = bytes_of(slots);
+            Rows quick = verified(rows, &unverified);
+            i64 bytes = 0, kind = many ? BLOCKS : form->kind;
+            for (i64 i = 0; i < *count; i++) bytes += bytes_of(slots + i);
             int larger = is_larger(bytes, form, total), other = form->kind == PLAIN || 2 * bytes * COST_WORDS < form->cost * total;
             int looks = total * rows->size >= FEW_BYTES || other || ++form->age % SOME_BATCHES == 0;
             int repeats = looks && form->inner_kind != NO_GAIN && 8 * bytes > total * rows->size && look_alike(&quick, ends);
-            if (larger || (looks && (repeats || is_better(&quick, has_near ? &near : NULL, (int)job->integers, form->kind)))) done = MISFIT;
+            if (larger || (looks && (repeats || is_better(&quick, has_near && !many ? &near : NULL, (int)job->integers, kind)))) done = MISFIT;
         }
         free(ends);
     }
@@ -2446,11 +2659,11 @@ static int check_entry(Check *check, i64 index, const i64 *bounds, i64 rows) {
         return check_blocks(check, entry, bounds, rows);
     case DICTIONARY: return !has_c && check_dictionary(check, index, rows);
     case COLUMNS:
-        if (has_a || has_b || has_c || entry->second != entry->items) return 0;
+        if (has_a || has_b || has_c || !entry->items || entry->items % entry->second) return 0;
         for (i64 column = 0; column < entry->second; column++) {
             if (!refers(check, index, entry->first + column, 0)) return 0;
             a = entries + entry->first + column;
-            if (a->layout != entry->layout || a->size != size || a->items != 1) return 0;
+            if (a->layout != entry->layout || a->size != size || a->items != entry->items / entry->second) return 0;
             if (a->kind >= DICTIONARY || (a->kind == BLOCKS && a->second >= 0)) return 0;
         }
         return 1;
@@ -2718,4 +2931,35 @@ API i64 maskpack_order_prefixes(const i64 *ids, const i64 *beside, i64 items, co
     free(ranked);
     free(bunches);
     return fine ? 0 : -1;
+}
+
+/* ------------------------------------------------------------------ palettes: words as numbers of the distinct ones */
+
+enum { MOST_COLOURS = 1 << 16, SLOTS = 2 * MOST_COLOURS };
+
+/* Writes the number of each word of 4 bytes among the distinct ones, which go to `palette` [MOST_COLOURS] in the order of
+   their first appearance. Returns how many there are: -1 if more than fit into 2 bytes, -2 without memory. */
+API i64 maskpack_palette(const u32 *words, i64 n, uint16_t *numbers, u32 *palette) {
+    i64 count = 0;
+    u32 *slots = calloc(SLOTS, sizeof *slots); /* 1 + the number of the word that lies there; 0 for none */
+    if (!slots) return -2;
+    for (i64 i = 0; i < n; i++) {
+        if (i && words[i] == words[i - 1]) {
+            numbers[i] = numbers[i - 1];
+            continue;
+        }
+        u32 at = (words[i] * 2654435761u) >> 15; /* the highest bits of the product, as many as number the slots */
+        while (slots[at] && palette[slots[at] - 1] != words[i]) at = (at + 1) & (SLOTS - 1);
+        if (!slots[at]) {
+            if (count == MOST_COLOURS) {
+                free(slots);
+                return -1;
+            }
+            palette[count++] = words[i];
+            slots[at] = (u32)count;
+        }
+        numbers[i] = (uint16_t)(slots[at] - 1);
+    }
+    free(slots);
+    return count;
 }

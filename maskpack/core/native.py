@@ -19,7 +19,7 @@ from torch import Tensor
 from maskpack.core.bits import Words, address
 from maskpack.core.index import IntArray, SpanTable
 
-VERSION = 3
+VERSION = 4
 _LIBRARY = Path(__file__).with_name("_core.so")
 _REMEDY = "Install maskpack again (`pip install -e .` in a checkout), which compiles it."
 _A_THREAD = 1 << 26
@@ -53,6 +53,7 @@ _FUNCTIONS = {
     "check_layouts": 6,
     "check_fields": 12,
     "order_prefixes": 7,
+    "palette": 4,
 }
 """The functions of the core and the numbers that they take."""
 
@@ -265,6 +266,8 @@ PLAIN, NARROW, BLOCKS, BITMAP, RLE, ARANGE, DELTA, SPARSE, DICTIONARY, COLUMNS, 
 FITS, MISFIT, STRAY, FULL, NO_MEMORY, ODD = range(6)
 """What becomes of a job."""
 FLOATS, INTEGERS, BOOLS = range(3)
+FEW_COLUMNS = 16
+"""Words of an element that are a column each; of more, each index of its first dim is one."""
 MOST_NEAR = 8
 """Fields in a chain of near ones."""
 SPANS, MASK, PART = range(3)
@@ -496,3 +499,18 @@ def order_prefixes(ids: IntArray, beside: IntArray | None, bounds: IntArray) -> 
     if _core.maskpack_order_prefixes(*places, address(order), address(shared)):
         raise MemoryError(_NO_MEMORY)
     return order, shared
+
+
+# -------------------------------------------------------------------- palettes
+
+
+def palette(words: Words) -> tuple[Words, Words] | None:
+    """The number of each word of 4 bytes among the distinct ones, uint16 [n], and these, uint32; None if there are more
+    than 65,536 of them."""
+    line: Words = np.ascontiguousarray(words).reshape(-1).view(np.uint32)
+    numbers: Words = np.empty(line.size, np.uint16)
+    distinct: Words = np.empty(1 << 16, np.uint32)
+    count = _core.maskpack_palette(address(line), line.size, address(numbers), address(distinct))
+    if count == -2:
+        raise MemoryError(_NO_MEMORY)
+    return None if count < 0 else (numbers, np.array(distinct[:count]))

@@ -171,7 +171,7 @@ _PLAIN = frozenset([*_ATOMS, dict, list, tuple])
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    return vars(value)
+    return value.__dict__
 
 
 @cache

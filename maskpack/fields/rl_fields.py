@@ -54,7 +54,7 @@ RL_FIELDS = MaskNestingRegistry(
                 "rollout_is_weights": (),
             }.items()
         },
-        "routed_experts": _field("sequence", [0, -1]),
+        "routed_experts": _field("sequence", [0, -1], hints=("columns",)),
         "teacher_ids": _field("sequence", PAD_TOKEN_ID),
         "teacher_logprobs": _field("sequence", _ZERO),
         "reward_baselines": DENSE,

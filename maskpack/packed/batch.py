@@ -23,6 +23,7 @@ from tensordict import TensorDict, TensorDictBase
 from maskpack.core.arguments import flag, list_of, named, said, whole
 from maskpack.core.bits import Words, host_words, odd_bools, odd_bools_error
 from maskpack.core.index import IntArray, Rows, even_sizes, no_single_row, part_sizes, row_index
+from maskpack.core.keys import path_of
 from maskpack.core.objects import Objects
 from maskpack.core.tensors import device_here
 from maskpack.core.tree import entry_at, select_entries, unflatten
@@ -43,7 +44,7 @@ from maskpack.packed.file import codec as codecs
 from maskpack.packed.file import container as wire
 from maskpack.packed.file import read as reading
 from maskpack.packed.file import write as manifest
-from maskpack.packed.join import check_named, joined, restricted
+from maskpack.packed.join import check_named, joined, narrowed, restricted
 from maskpack.packed.table import Job, Table, encode, plans, take
 
 Target = Literal["padded", "nested"]
@@ -182,6 +183,39 @@ class PackedBatch:
         forms = select_entries([(form.path, form) for form in self.schema.forms], fields, "PackedBatch.select")
         return restricted(self, {path for path, _ in forms})
 
+    def narrow(self, field: Key, start: int, length: int, *, dim: int | None = None) -> PackedBatch:
+        """All rows and fields, of which one keeps a part of its elements, as `torch.narrow` does: the layers of a
+        pipeline stage of `routed_experts` [B, S, layers, k].
+
+        A field in columns stays encoded, and its other columns are never decoded: `routed_experts` of RL_FIELDS has a
+        column for each layer, unless the batch is so small that they would take more bytes. Another field, or another
+        dim, is decoded and encoded again, and the other fields are copied.
+
+        Args:
+            field: a tensor.
+            start: the first index that is kept; a negative one counts from the end.
+            length: how many are kept.
+            dim: a dim of the tensor in its padded form, of [B, j, *F] if it was jagged: not the rows, and not the
+                width. None for the first one of an element, F[0].
+
+        Raises:
+            FieldError: the field is not in the batch.
+            LayoutError: the field is no tensor, or has no such dim, or fewer elements in it.
+        """
+        call = "PackedBatch.narrow"
+        ((path, form),) = select_entries([(form.path, form) for form in self.schema.forms], [field], call)[-1:]
+        if form.dtype is None or path != path_of(field):
+            raise LayoutError(f'{call}: field "{show(field)}" is no tensor; expected one. Narrow the tensors in it.')
+        at, size = _dim_of_element(self, form, dim, call)
+        start, length = whole(start, "start", -size, call, size), whole(length, "length", 0, call)
+        start += size if start < 0 else 0
+        if start + length > size:
+            raise LayoutError(
+                f'{call}: field "{show(path)}" from {start} on, {length} of them; expected at most {size} in all. '
+                "Narrow to indices that the dim has."
+            )
+        return self if length == size else narrowed(self, form, at, start, length)
+
     # ---------------------------------------------------------------- memory
 
     def pin_memory(self) -> PackedBatch:
@@ -264,6 +298,27 @@ class PackedBatch:
         flag(allow_pickle, "allow_pickle", call)
         flag(checksum, "checksum", call)
         return wire.Pieces(*manifest.write(self, allow_pickle), checksum=checksum)
+
+
+def _dim_of_element(packed: PackedBatch, form: FieldForm, dim: Any, call: str) -> tuple[int, int]:
+    """The dim of an element that `dim` of a field is, and its size. Raises LayoutError if there is none."""
+    rows = 0 if form.layout is None and packed.schema.root.more_dims is None else 1
+    width = form.ragged_dim if form.kind == "padded" else 1 if form.kind == "jagged" else None
+    dims = rows + len(form.shape) + (width is not None)
+    places = [place for place in range(rows, dims) if place != width]
+    node = packed.schema.root if len(form.path) == 1 else packed.forms[form.path[:-1]].node
+    shared = len((node and node.more_dims) or ())
+    free = [place for place in places if place > shared or not rows]
+    given = next(iter(free), dims) if dim is None else whole(dim, "dim", -dims, call)
+    given += dims if given < 0 else 0
+    if given not in free:
+        expected = " or ".join(map(str, free)) or "a field whose elements have dims"
+        raise LayoutError(
+            f'{call}: dim is {said(dim)} of field "{show(form.path)}", whose elements are {form.shape}; expected '
+            f'{expected}. Rows are taken with take, and widths trimmed by decompress(widths="trim").'
+        )
+    at = places.index(given)
+    return at, form.shape[at]
 
 
 def _check_limit(max_bytes: Any, call: str) -> None:

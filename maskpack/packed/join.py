@@ -1,7 +1,9 @@
-"""Concatenates packed batches by rows (`joined`) and by fields (`merged`), and takes some fields (`restricted`)."""
+"""Concatenates packed batches by rows (`joined`) and by fields (`merged`), and takes some fields (`restricted`) or a
+part of one (`narrowed`)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -229,6 +231,27 @@ def restricted(batch: PackedBatch, paths: Collection[Path]) -> PackedBatch:
         table=table.with_layouts({name for name in table.names if name in used} | table.layouts_in_use()),
         objects={form.path: batch.objects[form.path] for form in forms if form.kind == "object"},
     )
+
+
+def narrowed(batch: PackedBatch, form: FieldForm, dim: int, start: int, length: int) -> PackedBatch:
+    """The batch with a part of the elements of one field: `length` of dim `dim` of an element, from `start` on. Whole
+    columns stay encoded; else the field is decoded and encoded again, and the other fields are copied."""
+    number, table = batch.numbers[form.path], batch.table
+    before = math.prod(form.shape[:dim])
+    inner = words_of_one(replace(form, shape=form.shape[dim + 1 :]))
+    own = replace(form, shape=(*form.shape[:dim], length, *form.shape[dim + 1 :]))
+    forms = tuple(own if other.path == form.path else other for other in batch.schema.forms)
+    cut = table.narrow(number, start * inner, length * inner) if before == 1 else None
+    if cut is not None:
+        return replace(batch, schema=replace(batch.schema, forms=forms), table=cut)
+    words = table.words(number).reshape(-1, before, form.shape[dim], inner)[:, :, start : start + length]
+    layouts = {} if form.layout is None else {form.layout: batch.layouts[form.layout]}
+    job = Job(own, words=np.ascontiguousarray(words).reshape(-1), row_pads=table.pads_of_rows(number))
+    encoded = encode([job], layouts, table.rows, table.dense_rows)
+    assert encoded is not None
+    rest = restricted(batch, batch.forms.keys() - {form.path})
+    part = replace(batch, schema=replace(batch.schema, forms=(own,)), table=encoded.table, objects={})
+    return merged([rest, part], [other.path for other in forms])
 
 
 def merged(parts: Sequence[PackedBatch], order: Sequence[Path]) -> PackedBatch:

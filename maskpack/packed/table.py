@@ -200,23 +200,25 @@ class Table:
 
     def words(self, field: int) -> Words:
         """The packed words of a field, flat."""
-        entry = self.entries[int(self.fields[field])]
-        out = np.empty(self.count_words(field), word_dtype(int(entry["size"])))
+        return self.words_of(int(self.fields[field]))
+
+    def words_of(self, at: int) -> Words:
+        """The packed words of an entry, flat."""
+        out = np.empty(self._count(at), word_dtype(int(self.entries["size"][at])))
         target = np.zeros(1, native.TARGET)
-        target["field"]["packed"], target["entry"] = address(out), self.fields[field]
-        target["rows"] = self.rows_of(field)
+        target["field"]["packed"], target["entry"] = address(out), at
+        target["rows"] = self.dense_rows if self.entries["layout"][at] < 0 else self.rows
         self.decode(target, out.nbytes)
         return out
 
-    def rows_of(self, field: int) -> int:
-        return self.dense_rows if self.entries["layout"][self.fields[field]] < 0 else self.rows
-
     def count_words(self, field: int) -> int:
         """The number of words of a field."""
-        entry = self.entries[int(self.fields[field])]
-        layout = int(entry["layout"])
+        return self._count(int(self.fields[field]))
+
+    def _count(self, at: int) -> int:
+        layout = int(self.entries["layout"][at])
         elements = self.dense_rows if layout < 0 else self.layouts[self.names[layout]].num_tokens
-        return elements * int(entry["items"])
+        return elements * int(self.entries["items"][at])
 
     def bounds(self, field: int) -> IntArray:
         """int64 [B + 1]: where the rows of a field begin and end among its elements."""
@@ -271,6 +273,23 @@ class Table:
     def select(self, fields: Sequence[int]) -> Table:
         """Some fields, by their numbers."""
         return self.like(fields=self.fields[list(fields)], row_pads=self.row_pads[list(fields)])
+
+    def narrow(self, field: int, start: int, length: int) -> Table | None:
+        """The table with `length` words of each element of a field, from the word `start` on, in the same body; None
+        unless these are whole columns."""
+        entry = self.entries[int(self.fields[field])]
+        columns = int(entry["second"]) if entry["kind"] == native.COLUMNS else 1
+        items = int(entry["items"]) // columns
+        if columns == 1 or not length or start % items or length % items:
+            return None
+        first, count, end = int(entry["first"]) + start // items, length // items, self.entries.size
+        whole = self.entries[[int(self.fields[field])]]
+        whole["items"], whole["first"], whole["second"] = length, end, count
+        entries = [self.entries, self.entries[first : first + count], whole[: count > 1]]  # one column is a field
+        fields: IntArray = np.array(self.fields)
+        fields[field] = end + (count if count > 1 else 0)
+        kept, numbers = self.like(entries=np.concatenate(entries), fields=fields)._needed()
+        return self.like(entries=kept, fields=numbers)
 
     def own(self, slack: float = 0.0, free: int = 0) -> Table:
         """The table with a body of its own, which holds its arrays and nothing else; itself, if its body has at most
@@ -340,13 +359,15 @@ class Table:
         return [self.array(place).view(f"u{place['size']}") for place in self.entry_places(at)]
 
     def with_plain(self, words: Mapping[int, Words]) -> Table:
-        """The same values, with some entries plain: their words, flat, by the numbers of the entries."""
+        """The same values, with some entries plain: their words, flat, by the numbers of the entries; narrow if the
+        words are in fewer bytes."""
         entries, parts, end = self.entries.copy(), [self.body], self.body.nbytes
         for at, own in words.items():
             gap = np.zeros(-end % 8, np.uint8)
             parts += [gap, own.view(np.uint8)]
             line = entries[at]
-            line["kind"], line["number"], line["first"], line["second"] = native.PLAIN, 0, -1, -1
+            kind = native.PLAIN if own.itemsize == line["size"] else native.NARROW
+            line["kind"], line["number"], line["first"], line["second"] = kind, 0, -1, -1
             line["a"], line["b"], line["c"] = (end + gap.nbytes, own.itemsize, own.size), _NOTHING, _NOTHING
             end += gap.nbytes + own.nbytes
         return self.like(entries=entries, body=np.concatenate(parts))
@@ -563,7 +584,8 @@ def _describe(
     for hint in form.hints:
         kind = native.KINDS.index(hint) if hint in native.KINDS else None
         if kind == native.COLUMNS:
-            row["columns"] = row["items"] if row["items"] > 1 else 0
+            columns = row["items"] if row["items"] <= native.FEW_COLUMNS else form.shape[0]
+            row["columns"] = columns if columns > 1 else 0
         elif kind is not None:
             row["hints"] |= 1 << kind
     if job.padded is not None:

@@ -13,7 +13,7 @@ import torch
 
 import maskpack
 from bench import __main__ as command
-from bench import baselines, floors, measure, nest, payload, payload_rivals, report
+from bench import baselines, floors, measure, nest, payload, payload_experts, payload_rivals, report
 from bench.workloads import PAD_ID, PROMPT_WIDTH, RESPONSE_WIDTH, VARIANTS, make_batch, trajectories
 from maskpack.layout.prefix_tree import PrefixTree
 
@@ -227,7 +227,7 @@ def test_torch_threads_are_restored():
 
 def test_payload_has_its_targets(measured):
     variants = ["reference", "multi-turn", "routed-experts"]
-    rows = measured("payload", lambda rows, rounds: payload.run(rows, rounds, **SMALL, variants=variants))
+    rows = measured("payload", lambda rows, rounds: payload.run(rows, rounds, **SMALL, only=variants))
     targets = {key: row["target"] for key, row in rows.items() if row["target"]}
     assert targets["payload reference", "padded / maskpack"] == ">= 59"
     assert targets["payload multi-turn", "padded / maskpack"] == ">= 42"
@@ -248,6 +248,33 @@ def test_payload_has_its_targets(measured):
     assert ("payload routed-experts", "routed_experts alone") in targets
 
 
+def test_payload_has_the_targets_of_routers(measured, monkeypatch):
+    monkeypatch.setattr(payload_experts, "_SMALL", ((1, P, R),))
+    monkeypatch.setattr(payload_experts, "_CHAINS", 2)
+    variants = ["routed-experts-deep", "routed-experts-skewed"]
+    rows = measured("payload", lambda rows, rounds: payload.run(rows, rounds, **SMALL, only=variants))
+    targets = {key: row["target"] for key, row in rows.items() if row["target"]}
+    deep, skewed = (f"payload {variant}, 5 rows" for variant in variants)
+    assert targets[deep, "routed_experts, maskpack"] == "<= 7.35"
+    assert targets[skewed, "one byte an id with zstd / maskpack with zstd"] == ">= 1.5"
+    for format in ("padded", "nested"):
+        assert targets[deep, f"decompress 12 layers, {format} / decompress 48 layers, {format}"] == "<= 0.3"
+    assert rows[deep, "routed_experts, one byte an id with zstd"]["unit"] == "bits/id"
+
+
+def test_skewed_routers_have_favourites_that_last():
+    experts = small("routed-experts-skewed")
+    ids = experts["routed_experts"][experts["attention_mask"] != 0].long()
+    assert (ids.sort(-1).values.diff(dim=-1) > 0).all()  # eight different ones
+    for layer in (0, 47):
+        counts = torch.bincount(ids[:, layer].flatten(), minlength=128).double()
+        share = counts[counts > 0] / counts.sum()
+        assert 0.11 < 1 + (share * share.log2()).sum() / 7 < 0.19
+    first = torch.bincount(ids[:, 0].flatten(), minlength=128).argsort(descending=True)[:8]
+    second = torch.bincount(ids[:, 1].flatten(), minlength=128).argsort(descending=True)[:8]
+    assert set(first.tolist()) != set(second.tolist())
+
+
 def test_nest_has_its_targets(measured):
     rows = measured("nest", lambda rows, rounds: nest.run(rows, rounds, **SMALL))
     assert {row["target"] for row in rows.values()} == {None, ">= 15", "<= 2.7", "<= 1.35"}
@@ -263,7 +290,7 @@ def test_payload_raises_where_a_bit_is_lost(monkeypatch):
 
     monkeypatch.setattr(maskpack, "decompress", lossy)
     with pytest.raises(measure.NotExact, match="advantages"):
-        payload.run(ROWS, 1, **SMALL, variants=["reference"])
+        payload.run(ROWS, 1, **SMALL, only=["reference"])
 
 
 def test_a_target_is_met_from_its_bound_on():

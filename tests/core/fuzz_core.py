@@ -171,7 +171,7 @@ def run(core: Core, seed: int) -> None:
     held: list[Any] = []
     for at, job in enumerate(jobs):
         dtype = np.dtype(f"i{rng.choice([1, 2, 4, 8])}")
-        outer, inner = int(rng.choice([1, 1, 3])), int(rng.choice([0, 1, 1, 1, 2]))
+        outer, inner = int(rng.choice([1, 1, 3])), int(rng.choice([0, 1, 1, 1, 2, 2, 20, 136]))
         values = words(rng, lengths, dtype, outer * inner)
         before = jobs[at - 1]
         if at and (before["size"], before["items"]) == (dtype.itemsize, outer * inner) and rng.random() < 0.7:
@@ -195,7 +195,9 @@ def run(core: Core, seed: int) -> None:
         line["padded"], line["packed"] = address(full), address(values)
         job["padded"], job["bounds"] = rng.random() < 0.7, address(mask.bounds)
         job["items"], job["size"], job["rows"], job["integers"] = outer * inner, dtype.itemsize, rows, 1
-        job["columns"] = outer * inner if rng.random() < 0.3 and outer * inner > 1 else 0
+        items = outer * inner
+        parts = [count for count in range(2, items + 1) if items % count == 0]
+        job["columns"] = rng.choice(parts) if rng.random() < 0.5 and parts else 0
         trials = [[mode, pad, 0]] if rng.random() < 0.7 else [[CONSTANT, 77, 0], [mode, pad, 0]]
         job["num_pads"] = len(trials)
         job["pads"][: len(trials)] = trials

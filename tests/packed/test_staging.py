@@ -163,6 +163,24 @@ def test_the_width_along_any_dim(ragged_dim: int, dtype: torch.dtype, hint: str)
 
 
 @kernel_test
+@pytest.mark.parametrize("ragged_dim", [1, 2, 3])
+@pytest.mark.parametrize(("dtype", "pad"), [(torch.int16, -1), (torch.int32, EDGE), (torch.int64, PER_ROW)])
+@pytest.mark.parametrize("shape", [(20, 8), (40, 3)])
+def test_columns_of_several_words(shape: tuple[int, ...], dtype: torch.dtype, pad: Any, ragged_dim: int) -> None:
+    """A kernel writes words of a column that lie next to each other; with the width behind them, the host does."""
+    batch = under_mask("blocks", torch.int64, shape, pad, 1)
+    batch["x"] = batch["x"].to(dtype).movedim(1, ragged_dim).contiguous()
+    spec = MaskNestingSpec("mask", pad, ragged_dim, hints=("columns",))
+    packed = compress(batch, registry={"mask": MaskNestingSpec("mask"), "x": spec})
+    assert packed.table.kind(1) == "columns blocks"
+    assert bool(recipes.parts_of(packed, packed.table, packed.tensors[1], 1, True)) == (ragged_dim < 3)
+    for own, want in ((packed, batch), (packed[[5, 2, 2, 4]], batch[[5, 2, 2, 4]])):
+        if ragged_dim < 3:
+            oracle.assert_same_batch(by_kernel(own, chunk=512), want)
+        oracle.assert_same_batch(unnest(by_kernel(own, format="nested")), want)
+
+
+@kernel_test
 @pytest.mark.parametrize("kinds", [("blocks", "rle"), ("sparse", "arange"), ("bitmap", "delta"), ("plain", "blocks")])
 def test_fields_that_are_joined(kinds: tuple[str, str]) -> None:
     head, tail = (under_mask(kind, torch.int64, (), 5, seed) for seed, kind in enumerate(kinds))

@@ -1232,6 +1232,28 @@ def test_columns_are_those_of_one_entry() -> None:
         refused(columns(first), 'field "f1"', "an entry that cannot be decoded")
 
 
+def test_columns_of_several_words() -> None:
+    def columns(items: int, second: int, *own: int) -> bytes:
+        made, _ = of_rows(2, 1)
+        for count in own:
+            made.entry("plain", made.put([*range(3 * count)]), layout=0, items=count)
+        made.field(made.entry("columns", layout=0, items=items, first=0, second=second))
+        return made.joined()
+
+    back = decompress(PackedBatch.from_bytes(columns(4, 2, 2, 2)))
+    assert back["f0"].values().tolist() == [[0, 1, 0, 1], [2, 3, 2, 3], [4, 5, 4, 5]]
+    for items, second, *own in (
+        (4, 2, 2, 1),
+        (4, 2, 1, 1),
+        (5, 2, 2, 2),
+        (4, 1, 2),
+        (4, 0),
+        (0, 2, 0, 0),
+        (4, 3, 2, 2, 2),
+    ):
+        refused(columns(items, second, *own), "an entry that cannot be decoded")
+
+
 BOOLS: dict[str, Callable[[Made, int], int]] = {
     "plain": lambda m, x: m.entry("plain", m.put([0, 1, x]), layout=0),
     "bitmap": lambda m, x: m.entry("bitmap", m.put([0, 0]), m.put([0, x]), layout=0),

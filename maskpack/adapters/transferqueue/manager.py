@@ -23,6 +23,7 @@ from tensordict import TensorDict
 
 from maskpack.adapters.transferqueue import chunk as chunks
 from maskpack.adapters.transferqueue.chunk import Chunk, Piece
+from maskpack.adapters.transferqueue.large import decoded, encoded
 from maskpack.adapters.transferqueue.library import (
     SocketPool,
     StorageBootstrapProvider,
@@ -177,7 +178,10 @@ class MaskpackStorageManager(StorageManager):
         by_home = self._by_home(holds)
         missing = await _all(self._ask(unit, "hold", own) for unit, own in by_home.items())
         sent = {unit: own for unit, own in zip(by_home, missing, strict=True) if own}
-        await _all(self._ask(unit, "store", self._encoded(own, large)) for unit, own in sent.items())
+        await _all(
+            self._ask(unit, "store", encoded({digest: large[digest] for digest in own}, self._codec))
+            for unit, own in sent.items()
+        )
 
     async def _whole(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
         """The pieces with their large tensors, each fetched once."""
@@ -185,18 +189,7 @@ class MaskpackStorageManager(StorageManager):
         if not wanted:
             return pieces
         answers = await _all(self._ask(unit, "fetch", list(own)) for unit, own in self._by_home(wanted).items())
-        found = {digest: stored for answer in answers for digest, stored in answer.items()}
-        arrays, records = [array for array, _ in found.values()], [record for _, record in found.values()]
-        if any(record is not None for record in records):
-            arrays = codecs.restored(arrays, records, "get_data")
-        return chunks.whole(pieces, dict(zip(found, arrays, strict=True)))
-
-    def _encoded(self, digests: Sequence[bytes], large: Mapping[bytes, Words]) -> dict[bytes, tuple[Words, Any]]:
-        arrays: list[Words] = [large[digest] for digest in digests]
-        records: list[Any] = [None] * len(arrays)
-        if self._codec is not None:
-            arrays, records = codecs.compressed(arrays)
-        return dict(zip(digests, zip(arrays, records, strict=True), strict=True))
+        return chunks.whole(pieces, decoded({digest: large for answer in answers for digest, large in answer.items()}))
 
     async def _release(self, freed: Iterable[Counter[bytes]]) -> None:
         by_home = self._by_home(sum(freed, Counter[bytes]()))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from maskpack.adapters.transferqueue.chunk import Chunk, Piece, digests
-from maskpack.core.bits import Words
+from maskpack.adapters.transferqueue.large import Large
 from maskpack.errors import FieldError
 
 SMALL = 32
@@ -49,12 +49,11 @@ class _Held:
 
 
 @dataclass(eq=False)
-class _Large:
-    """A large tensor that chunks of any unit refer to: for how many puts, and its bits with the record of their codec,
-    once a writer has brought them."""
+class _Kept:
+    """A large tensor that chunks of any unit refer to: for how many puts, and what it is, once a writer brought it."""
 
     holds: int = 0
-    stored: tuple[Words, Any] | None = None
+    stored: Large | None = None
 
 
 @dataclass(eq=False)
@@ -69,7 +68,7 @@ class Samples:
 
     chunks: dict[int, _Held] = field(default_factory=dict[int, _Held])
     rows: dict[int, list[tuple[int, int]]] = field(default_factory=dict[int, list[tuple[int, int]]])
-    large: dict[bytes, _Large] = field(default_factory=dict[bytes, _Large])
+    large: dict[bytes, _Kept] = field(default_factory=dict[bytes, _Kept])
     _waiting: dict[Any, dict[int, None]] = field(default_factory=dict[Any, dict[int, None]])
     """Small chunks of each kind that are to be joined."""
     _next: int = 0
@@ -226,40 +225,40 @@ class Samples:
     def hold(self, wanted: Counter[bytes]) -> list[bytes]:
         """Announces puts that refer to large tensors; returns those whose bits are not here yet."""
         for digest, count in wanted.items():
-            self.large.setdefault(digest, _Large()).holds += count
+            self.large.setdefault(digest, _Kept()).holds += count
         return [digest for digest in wanted if self.large[digest].stored is None]
 
-    def store(self, given: dict[bytes, tuple[Words, Any]]) -> None:
+    def store(self, given: dict[bytes, Large]) -> None:
         """Keeps the bits of large tensors that were announced."""
         for digest, stored in given.items():
-            large = self.large.get(digest)
-            if large is not None and large.stored is None:
-                large.stored = stored
+            kept = self.large.get(digest)
+            if kept is not None and kept.stored is None:
+                kept.stored = stored
 
-    def fetch(self, wanted: Iterable[bytes]) -> dict[bytes, tuple[Words, Any]]:
+    def fetch(self, wanted: Iterable[bytes]) -> dict[bytes, Large]:
         """The bits of large tensors. Raises NoSampleError for one that is not here."""
-        found: dict[bytes, tuple[Words, Any]] = {}
+        found: dict[bytes, Large] = {}
         for digest in wanted:
-            large = self.large.get(digest)
-            if large is None or large.stored is None:
+            kept = self.large.get(digest)
+            if kept is None or kept.stored is None:
                 raise NoSampleError(f"the large tensor {digest.hex()} is not stored; its sample was cleared")
-            found[digest] = large.stored
+            found[digest] = kept.stored
         return found
 
     def release(self, given: Counter[bytes]) -> None:
         """Gives holds back; tensors that nothing refers to are freed."""
         for digest, count in given.items():
-            large = self.large.get(digest)
-            if large is not None:
-                large.holds -= count
-                if large.holds <= 0:
+            kept = self.large.get(digest)
+            if kept is not None:
+                kept.holds -= count
+                if kept.holds <= 0:
                     del self.large[digest]
 
     # ---------------------------------------------------------------- sizes and checkpoints
 
     def figures(self) -> dict[str, int]:
         """Samples, chunks, and the bytes of chunks and of large tensors."""
-        stored = [large.stored[0].nbytes for large in self.large.values() if large.stored is not None]
+        stored = [kept.stored.nbytes for kept in self.large.values() if kept.stored is not None]
         return {
             "samples": len(self.rows),
             "chunks": len(self.chunks),

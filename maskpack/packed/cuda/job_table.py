@@ -38,6 +38,7 @@ class Target(NamedTuple):
         edge: 1 where the pad is the nearest real value; 0 bits in an empty row.
         part: HEAD or TAIL if the job writes one part of each row; 0 if it writes all of it.
         head_bounds, head_unit: of the heads of rows, as `bounds` and `unit` but both at once.
+        group: the job's words that lie next to each other in the tensor; these groups are `stride` apart.
     """
 
     spans: int
@@ -62,6 +63,7 @@ class Target(NamedTuple):
     part: int = 0
     head_bounds: int = -1
     head_unit: int = 1
+    group: int = 1
 
 
 class Source(NamedTuple):

@@ -59,12 +59,13 @@ def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, pa
     if entry["kind"] == native.CONCAT:
         found = [Part(int(entry["first"]), jobs.HEAD), Part(int(entry["second"]), jobs.TAIL)]
     items = words_of_one(form)
+    inner = _words_behind(form, items) if padded and items else items
     for one, _ in found:
         own = table.entries[one]
-        columns = own["kind"] == native.COLUMNS
-        if _is_near_columns(table, one):
+        if _is_near_columns(table, one) or own["kind"] == native.CONCAT or own["items"] != items:
             return []
-        if own["kind"] == native.CONCAT or own["items"] != items or (columns and own["second"] != items):
+        group = _words_of_column(own)
+        if own["kind"] == native.COLUMNS and (inner % group or (group > 1 and group % 2 and _is_pair(form))):
             return []
     width = 1 if form.layout is None else packed.layouts[form.layout].width
     special = padded and isinstance(form.pads[0], Pad) and form.pads[0] is not EDGE
@@ -79,6 +80,15 @@ def _is_near_columns(table: Table, at: int) -> bool:
         if table.entries["kind"][at] in (native.COLUMNS, native.CONCAT):
             return True
     return False
+
+
+def _words_of_column(entry: Any) -> int:
+    return int(entry["items"]) // int(entry["second"]) if entry["kind"] == native.COLUMNS else 1
+
+
+def _is_pair(form: FieldForm) -> bool:
+    """Whether an item is two words."""
+    return form.dtype is not None and form.dtype.itemsize == 16
 
 
 class Recipe:
@@ -134,18 +144,21 @@ class Recipe:
             rows, most, bounds, unit = (
                 (1, axis.num_tokens, -1, axis.num_tokens) if flat else (axis.rows, axis.longest, axis.bounds, 1)
             )
-            columns = self._table.entries["kind"][at] == native.COLUMNS
-            own, stride = (1, inner) if columns else (items, 1)
+            columns, group = (
+                self._table.entries["kind"][at] == native.COLUMNS,
+                _words_of_column(self._table.entries[at]),
+            )
+            own, stride = (group, inner) if columns else (items, 1)
             span = jobs.CHUNK if rows == 1 else jobs.SPAN
             spans = -(-most * own // span)
             for column, source in enumerate(self._source(at, flat)):
-                layer, item = divmod(column, inner)
+                layer, item = divmod(column * group, inner)
                 offset = layer * inner * axis.width + item
-                pad, turn = (pads + (column & pad_items), 0) if columns else (pads, pad_items)
+                pad, turn = (pads + (column & pad_items), 0) if columns and group == 1 else (pads, pad_items)
                 target = Target(
                     spans, span, address, size, own, stride, offset, row_words, bounds, unit, axis.width,
-                    1 if columns else inner, axis.splits, axis.starts, axis.ends, pad, pad_row, turn, edge,
-                    part, head, 1 if columns else head_items,
+                    own if columns else inner, axis.splits, axis.starts, axis.ends, pad, pad_row, turn, edge,
+                    part, head, own if columns else head_items, group,
                 )  # fmt: skip
                 self._job(rows, target, source)
 

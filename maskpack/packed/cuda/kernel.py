@@ -25,7 +25,7 @@ HEAD, TAIL = tl.constexpr(jobs.HEAD), tl.constexpr(jobs.TAIL)
 _WARPS = 8
 (
     FIRST, SPANS, SPAN, OUT, SIZE, ITEMS, STRIDE, OFFSET, ROW_WORDS, BOUNDS, UNIT, WIDTH, INNER, SPLITS, STARTS, ENDS,
-    PADS, PAD_ROW, PAD_ITEMS, EDGE, PART, HEAD_BOUNDS, HEAD_UNIT, SOURCE,
+    PADS, PAD_ROW, PAD_ITEMS, EDGE, PART, HEAD_BOUNDS, HEAD_UNIT, GROUP, SOURCE,
 ) = (tl.constexpr(place) for place in range(2 + len(jobs.Target._fields)))  # fmt: skip
 (
     KIND, ROWS, BEGINS, BEGIN_UNIT, DATA, DATA_SIZE, MORE, NUMBER, SINGLE, PIECES, COUNTS, SUMS, NUMBERS, NEAR,
@@ -315,7 +315,14 @@ def _chunk(body, tables, job, row, at, begin, length, items, width, CHUNK: tl.co
         words = tl.where(taken, _words(body, tables, job, row, place, taken), words)
     size = tl.load(job + SIZE)
     address = tl.load(job + OUT) + (base + tl.load(job + OFFSET)) * size
-    _store(address, size, out * tl.load(job + STRIDE).to(tl.int32), words, live)
+    at = out
+    group = tl.load(job + GROUP).to(tl.int32)
+    if group > 1:
+        at = out // group
+    at = at * tl.load(job + STRIDE).to(tl.int32)
+    if group > 1:
+        at += out % group
+    _store(address, size, at, words, live)
 
 
 @triton.jit(do_not_specialize=["jobs_at", "count"])

@@ -26,6 +26,8 @@ _LEVEL = 1
 _LEAST = 512
 _SAMPLE = 1 << 17
 """Words that tell whether the codec makes fewer bytes of plain words than of blocks."""
+_COLUMNS = 4
+"""Columns of a field that tell it for all of them."""
 MOST = 1 << 8
 """Bytes that the arrays of a message may stand for, for each one that travels."""
 
@@ -53,12 +55,21 @@ def as_sent(table: Table, codec: str | None) -> Table:
     plain: dict[int, Words] = {}
     for field in range(len(table.fields)):
         at = int(table.fields[field])
-        if at not in plain and table.kind(field) == "blocks":
-            words = table.words(field)
-            least = max(_share(words), 1 / MOST) * words.nbytes  # what stands for more is paid for
-            if least < sum(_share(array) * array.nbytes for array in table.arrays_of(at)):
-                plain[at] = words
+        if at not in plain and table.kind(field) in ("blocks", "columns blocks"):
+            own = table.own_entries(field)[:-1] or [at]
+            some = {one: _narrow(table.words_of(one)) for one in own[:: -(-len(own) // _COLUMNS)]}
+            least = sum(max(_share(words), 1 / MOST) * words.nbytes for words in some.values())  # more is paid for
+            if least < sum(_share(array) * array.nbytes for one in some for array in table.arrays_of(one)):
+                plain |= some
+                plain |= {one: _narrow(table.words_of(one)) for one in own if one not in some}
     return table.with_plain(plain).compacted()
+
+
+def _narrow(words: Words) -> Words:
+    """The words in as few bytes as hold them, if they are small."""
+    unsigned = words.view(f"u{words.itemsize}")
+    most = int(unsigned.max(initial=0))
+    return unsigned.astype(f"u{1 if most < 1 << 8 else 2 if most < 1 << 16 else words.itemsize}", copy=False)
 
 
 def compressed(arrays: Sequence[Words]) -> tuple[list[Words], list[Any]]:

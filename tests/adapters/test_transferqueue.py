@@ -1,0 +1,270 @@
+"""The storage backend of TransferQueue on a local Ray: options, large tensors, other processes, checkpoints, faults."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+pytest.importorskip("transfer_queue")
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+import transfer_queue as tq
+from omegaconf import OmegaConf
+
+from maskpack.adapters.transferqueue import MaskpackStorageManager, register
+from maskpack.adapters.transferqueue.chunk import LARGE
+from maskpack.errors import MaskpackError, StorageError
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray():
+    ray.init(num_cpus=8, object_store_memory=150_000_000, include_dashboard=False, log_to_driver=False)
+    yield
+    stop()
+    ray.shutdown()
+
+
+@pytest.fixture
+def queue():
+    """Starts TransferQueue with some options; what ran before with the same ones goes on, empty."""
+
+    def start(**options):
+        if _running == [options]:
+            for partition, samples in tq.kv_list().items():
+                if samples:
+                    tq.kv_clear(keys=list(samples), partition_id=partition)
+            return tq.get_client().storage_manager
+        stop()
+        _running.append(options)
+        backend = {"storage_backend": "Maskpack", **({"Maskpack": options} if options else {})}
+        configuration = OmegaConf.create({"backend": backend})
+        OmegaConf.set_struct(configuration, True)  # as Hydra gives it
+        tq.init(configuration)
+        return tq.get_client().storage_manager
+
+    return start
+
+
+_running = []
+
+
+def stop():
+    tq.close()
+    _running.clear()
+
+
+def figures(manager):
+    """The sums of what the storage units say."""
+    units = tq.get_client()._run_coroutine(manager.figures())
+    return {name: sum(unit[name] for unit in units) for name in units[0]}
+
+
+def images(samples, *, group, seed=0):
+    """Rows with a picture of 65,536 floats for each `group` of them, and one small tensor."""
+    torch.manual_seed(seed)
+    levels = torch.rand(256)
+    pictures = [levels[torch.randint(256, (LARGE // 16, 4))] for _ in range(-(-samples // group))]
+    rows = [{"pixel_values": pictures[row // group], "grid": torch.tensor([1, row])} for row in range(samples)]
+    fields = {"multi_modal_inputs": NonTensorStack(*rows), "n": torch.arange(samples)}
+    return TensorDict(fields, batch_size=[samples])
+
+
+def keys(samples):
+    return [f"key-{next(_numbers)}" for _ in range(samples)]
+
+
+def assert_images(got, want):
+    for row, other in zip(got["multi_modal_inputs"], want["multi_modal_inputs"], strict=True):
+        assert torch.equal(row["pixel_values"], other["pixel_values"])
+        assert torch.equal(row["grid"], other["grid"])
+
+
+# -------------------------------------------------------------------- large tensors
+
+
+@pytest.mark.parametrize("codec", [None, "zstd"])
+def test_a_picture_is_stored_once_for_all_samples_and_puts(queue, codec):
+    manager = queue(codec=codec)
+    data, names, before = images(16, group=8), keys(16), figures(manager)
+    for at in range(0, 16, 2):  # in eight puts
+        tq.kv_batch_put(keys=names[at : at + 2], partition_id=f"part-{at % 4}", fields=data[at : at + 2])
+    seen = figures(manager)
+    assert seen["large_tensors"] == 2
+    assert seen["large_bytes"] <= LARGE * 4 * 2 // 2  # two pictures of 4 * LARGE bytes, two bytes for a float of four
+    assert seen["received_bytes"] - before["received_bytes"] < 3 * LARGE * 4
+    odd = [name for at in range(0, 16, 4) for name in names[at : at + 2]]
+    got = tq.kv_batch_get(keys=odd, partition_id="part-0")
+    assert_images(got, torch.cat([data[at : at + 2] for at in range(0, 16, 4)]))
+    pictures = [row["pixel_values"].data_ptr() for row in got["multi_modal_inputs"]]
+    assert len(set(pictures)) == 2  # one memory for each picture
+    tq.kv_clear(keys=odd, partition_id="part-0")
+    assert figures(manager)["large_tensors"] == 2
+    rest = [name for name in names if name not in odd]
+    tq.kv_clear(keys=rest, partition_id="part-2")
+    after = figures(manager)
+    assert not any(after[name] for name in ("samples", "chunks", "chunk_bytes", "large_tensors", "large_bytes"))
+    sent = [row["pixel_values"] for row in got["multi_modal_inputs"]]
+    assert torch.equal(sent[0], data["multi_modal_inputs"][0]["pixel_values"])  # not the memory of a unit
+
+
+def test_a_picture_that_is_put_again_in_other_samples_comes_once_more_if_it_was_cleared(queue):
+    manager = queue()
+    data = images(2, group=2)
+    for _ in range(2):
+        names = keys(2)
+        tq.kv_batch_put(keys=names, partition_id="a", fields=data)
+        tq.kv_batch_put(keys=names, partition_id="a", fields=data)  # in place of themselves
+        assert_images(tq.kv_batch_get(keys=names, partition_id="a"), data)
+        assert figures(manager)["large_tensors"] == 1
+        tq.kv_clear(keys=names, partition_id="a")
+        assert figures(manager)["large_tensors"] == 0
+
+
+def test_floats_of_many_values_and_other_words_are_large_tensors_too(queue):
+    queue()
+    rows = [
+        {"x": torch.randn(LARGE), "y": torch.arange(LARGE), "z": torch.randn(LARGE).bfloat16()},
+        {"x": torch.full((LARGE,), float("nan")), "y": torch.zeros(LARGE, dtype=torch.uint8), "z": torch.zeros(3)},
+    ]
+    names = keys(2)
+    tq.kv_batch_put(keys=names, partition_id="a", fields=TensorDict({"o": NonTensorStack(*rows)}, batch_size=[2]))
+    got = tq.kv_batch_get(keys=names[::-1], partition_id="a")["o"]
+    for row, other in zip(got, rows[::-1], strict=True):
+        for name in other:
+            assert row[name].dtype == other[name].dtype
+            assert row[name].shape == other[name].shape
+            assert torch.equal(row[name].view(torch.uint8), other[name].view(torch.uint8))
+
+
+# -------------------------------------------------------------------- sizes
+
+
+def test_single_samples_are_joined_and_mostly_dead_chunks_are_rewritten(queue):
+    manager = queue()
+    names = keys(40)
+    rows = [torch.randint(0, 1000, (50 + at,)) for at in range(40)]
+    for name, row in zip(names, rows, strict=True):
+        fields = TensorDict({"input_ids": row[None], "uid": NonTensorStack(name)}, batch_size=[1])
+        tq.kv_batch_put(keys=[name], partition_id="a", fields=fields)
+    assert figures(manager)["chunks"] < 40  # 32 in one unit are one
+    got = tq.kv_batch_get(keys=names[::-1], partition_id="a")
+    assert all(map(torch.equal, got["input_ids"].unbind(), rows[::-1]))
+    assert list(got["uid"]) == names[::-1]
+    before = figures(manager)
+    assert before["chunks"] <= 4
+    tq.kv_clear(keys=names[1:], partition_id="a")
+    after = figures(manager)
+    assert after["samples"] == after["chunks"] == 1
+    assert after["chunk_bytes"] < before["chunk_bytes"] / 4
+    assert torch.equal(tq.kv_batch_get(keys=names[0], partition_id="a")["input_ids"].unbind()[0], rows[0])
+
+
+# -------------------------------------------------------------------- other processes, checkpoints
+
+
+@ray.remote
+def read_elsewhere(name):
+    import sys
+
+    before = "maskpack" in sys.modules
+    import transfer_queue as queue
+
+    queue.init()
+    return before, queue.kv_batch_get(keys=name, partition_id="a")["x"].unbind()[0].tolist()
+
+
+def test_other_processes_need_not_import_the_backend(queue):
+    queue()
+    register()
+    tq.kv_batch_put(keys=["one"], partition_id="a", fields=TensorDict({"x": torch.tensor([[3, 4]])}, batch_size=[1]))
+    assert ray.get(read_elsewhere.remote("one"))[1] == [3, 4]
+
+
+def test_a_checkpoint_is_of_all_units_and_for_as_many(queue, tmp_path):
+    manager = queue()
+    data, names = images(100, group=50), keys(100)
+    tq.kv_batch_put(keys=names, partition_id="a", fields=data)
+    tq.save_checkpoint(str(tmp_path / "here"))
+    tq.kv_batch_put(keys=names, partition_id="a", fields=images(100, group=10, seed=1))
+    tq.load_checkpoint(str(tmp_path / "here"))
+    assert_images(tq.kv_batch_get(keys=names, partition_id="a"), data)
+    assert figures(manager)["large_tensors"] == 2
+    folder = next((tmp_path / "here").rglob("maskpack.json")).parent
+    (folder / "0.pickle").write_bytes(b"\x80\x04N.")  # None
+    with pytest.raises(StorageError, match="is not the checkpoint of a maskpack storage unit"):
+        asyncio.run(manager.load_checkpoint(str(folder.parent)))
+    (folder / "maskpack.json").write_text('{"storage_units": 3, "block": 64}')
+    with pytest.raises(ValueError, match="as many storage units as were saved"):
+        asyncio.run(manager.load_checkpoint(str(folder.parent)))
+    with pytest.raises(FileNotFoundError, match=r"maskpack\.json does not exist"):
+        asyncio.run(manager.load_checkpoint(str(tmp_path)))
+
+
+# -------------------------------------------------------------------- errors
+
+
+def test_options_that_do_not_exist(queue):
+    for options in ({"codecs": "zstd"}, {"num_data_storage_units": 0}, {"num_data_storage_units": True}):
+        with pytest.raises(MaskpackError, match=r"backend\.Maskpack has .*; expected .* Correct"):
+            queue(**options)
+    with pytest.raises(MaskpackError, match="codec is 'lz4'"):
+        queue(codec="lz4")
+    stop()
+
+
+def test_fields_that_are_not_one_value_a_sample(queue):
+    manager = queue()
+    names = keys(2)
+    wrong = TensorDict({"x": torch.zeros(2, 3)}, batch_size=[2])
+    wrong.set_non_tensor("y", "one for all")
+    with pytest.raises(ValueError, match=r'put_data: field "y" is .* expected 2 values'):
+        tq.kv_batch_put(keys=names, partition_id="a", fields=wrong)
+    with pytest.raises(NotImplementedError, match="no data_parser runs"):
+        tq.kv_batch_put(keys=names, partition_id="a", fields=wrong.select("x"), data_parser=lambda rows: rows)
+    assert figures(manager)["samples"] == 0
+    tq.kv_batch_put(keys=names, partition_id="a", fields=wrong.select("x"))
+    tq.kv_batch_put(keys=names[:1], partition_id="a", fields=TensorDict({"z": torch.zeros(1)}, batch_size=[1]))
+    client = tq.get_client()
+    meta = client.kv_retrieve_meta(keys=names, partition_id="a", create=False)
+    for fields, error, text in (
+        (["x", "nope"], StorageError, r"no sample here has the fields \['nope'\]"),
+        (["z"], tq.StorageKeyNotFoundError, r"sample 1 has no \['z'\]"),
+    ):
+        meta._field_names = fields
+        with pytest.raises(error, match=text):
+            client.get_data(meta)
+    meta._field_names, meta.global_indexes = ["x"], [0, 7]
+    with pytest.raises(tq.StorageKeyNotFoundError, match="sample 7 is not stored"):
+        client.get_data(meta)
+
+
+def test_a_storage_unit_that_was_killed_is_named(queue):
+    manager = queue(num_data_storage_units=2)
+    names = keys(128)  # 64 in each unit
+    fields = TensorDict({"x": torch.arange(128)[:, None]}, batch_size=[128])
+    tq.kv_batch_put(keys=names, partition_id="a", fields=fields)
+    from maskpack.adapters.transferqueue.manager import _STARTED
+
+    ray.kill(_STARTED[manager._units.run][1])
+    with pytest.raises(StorageError, match=r"storage unit .* is gone .*\. Start the run again"):
+        tq.kv_batch_get(keys=names, partition_id="a")
+    with pytest.raises(StorageError, match="put: storage unit"):
+        tq.kv_batch_put(keys=names, partition_id="a", fields=fields)
+    got = tq.kv_batch_get(keys=names[:64], partition_id="a")["x"].unbind()
+    assert [row.tolist() for row in got] == [[at] for at in range(64)]
+    stop()
+
+
+def test_the_class_is_what_transfer_queue_finds():
+    from transfer_queue.storage import StorageManagerFactory
+
+    assert StorageManagerFactory._registry["Maskpack"] is MaskpackStorageManager

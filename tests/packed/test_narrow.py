@@ -1,0 +1,317 @@
+"""PackedBatch.narrow, and columns of several words: a part of the elements of a field, against plain loops."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import samples
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from oracle import assert_same_batch, assert_same_tensor
+from strategies import Case, batches
+from tensordict import TensorDict
+from torch import Tensor
+
+from maskpack import EDGE, PER_ROW, MaskNestingSpec, PackedBatch, compress, decompress, unnest
+from maskpack.core import native
+from maskpack.errors import FieldError, LayoutError
+from maskpack.packed.table import forget
+
+pytestmark = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
+LENGTHS = (0, 1, 31, 32, 33, 200, 257, 300)
+WIDTH = 300
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_remembered() -> None:
+    forget()
+
+
+def routers(
+    layers: int = 48, k: int = 8, dtype: torch.dtype = torch.int16, lengths: tuple[int, ...] = LENGTHS, seed: int = 0
+) -> TensorDict:
+    """Rows of these lengths, each behind a padding of its number; ids of 128 experts."""
+    rng = np.random.default_rng(seed)
+    mask = np.zeros((len(lengths), WIDTH), np.int64)
+    for row, length in enumerate(lengths):
+        start = min(row, WIDTH - length)
+        mask[row, start : start + length] = 1
+    ids = rng.integers(0, 128, (len(lengths), WIDTH, layers, k)) * mask[:, :, None, None]
+    tokens = rng.integers(1, 1000, mask.shape) * mask
+    fields = {"attention_mask": mask, "input_ids": tokens, "routed_experts": ids}
+    batch = TensorDict({name: torch.from_numpy(field) for name, field in fields.items()}, [len(lengths)])
+    return batch.set("routed_experts", batch["routed_experts"].to(dtype))
+
+
+def part(x: Tensor, dim: int, start: int, length: int) -> Tensor:
+    """`length` of a dim from `start` on."""
+    return x[(slice(None),) * dim + (slice(start, start + length),)]
+
+
+def with_part(batch: TensorDict, name: Any, dim: int, start: int, length: int) -> TensorDict:
+    if isinstance(name, tuple) and len(name) > 1:
+        return batch.clone(recurse=False).set(name[0], with_part(batch[name[0]], name[1:], dim, start, length))
+    return batch.clone(recurse=False).set(name, part(batch[name], dim, start, length).contiguous())
+
+
+def kind(packed: PackedBatch, name: str = "routed_experts") -> str:
+    return packed.table.kind(packed.numbers[name,])
+
+
+ORDER = [7, 2, 2, 5, 0]
+MOVES: dict[str, tuple[Callable[[PackedBatch], PackedBatch], list[int]]] = {
+    "as it is": (lambda packed: packed, [*range(8)]),
+    "take": (lambda packed: packed.take(ORDER), ORDER),
+    "slice": (lambda packed: packed[3:7], [3, 4, 5, 6]),
+    "split": (lambda packed: packed.split([5, 3])[1], [5, 6, 7]),
+    "cat": (lambda packed: PackedBatch.cat([packed[4:], packed[:4]]), [4, 5, 6, 7, 0, 1, 2, 3]),
+    "pickle": (lambda packed: pickle.loads(pickle.dumps(packed)), [*range(8)]),
+    "bytes": (lambda packed: PackedBatch.from_bytes(packed.to_bytes(checksum=True)), [*range(8)]),
+    "select": (lambda packed: packed.select("attention_mask", "routed_experts", "input_ids"), [*range(8)]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
+@pytest.mark.parametrize("move", MOVES)
+def test_layers_before_and_after_rows_moved(move: str, dtype: torch.dtype) -> None:
+    batch = routers(dtype=dtype)
+    packed = compress(batch, pad_token_id=0)
+    assert kind(packed) == "columns blocks"
+    moved, rows = MOVES[move]
+    for start, length in ((12, 12), (0, 48), (47, 1), (-2, 2), (5, 0)):
+        want = with_part(batch, "routed_experts", 2, start % 48, length)[rows]
+        for own in (
+            moved(packed).narrow("routed_experts", start, length),
+            moved(packed.narrow("routed_experts", start, length)),
+        ):
+            assert_same_batch(decompress(own), want)
+            assert_same_batch(unnest(decompress(own, format="nested")), want)
+    assert_same_batch(decompress(packed), batch)
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_jagged_routers(move: str) -> None:
+    batch = routers()
+    mask = batch["attention_mask"] != 0
+    moved, rows = MOVES[move]
+    rows_of = [x[own] for x, own in zip(batch["routed_experts"], mask, strict=True)]
+    jagged = TensorDict({"routed_experts": samples.jagged(rows_of)}, [len(LENGTHS)])
+    spec = MaskNestingSpec(None, hints=("columns",))
+    packed = compress(jagged, registry={"routed_experts": spec})
+    own = moved_all(packed, moved).narrow("routed_experts", 12, 12)
+    seen = samples.row_list(decompress(own)["routed_experts"])
+    for x, row in zip(seen, rows, strict=True):
+        assert_same_tensor(x, part(rows_of[row], 1, 12, 12).contiguous())
+
+
+def moved_all(packed: PackedBatch, moved: Callable[[PackedBatch], PackedBatch]) -> PackedBatch:
+    return packed if moved is MOVES["select"][0] else moved(packed)
+
+
+def test_nested_routers() -> None:
+    batch = routers()
+    nested = decompress(compress(batch, pad_token_id=0), format="nested")
+    packed = compress(nested)
+    assert kind(packed) == "columns blocks"
+    want = with_part(batch, "routed_experts", 2, 12, 12)
+    assert_same_batch(unnest(decompress(packed.narrow("routed_experts", 12, 12), format="nested")), want)
+
+
+def test_a_codec() -> None:
+    pytest.importorskip("zstandard")
+    batch = routers()
+    ids = batch["routed_experts"].long()
+    batch["routed_experts"] = (ids**3 // 127**2).short()  # small ones are frequent
+    packed = compress(batch, pad_token_id=0, codec="zstd")
+    want = with_part(batch, "routed_experts", 2, 36, 12)
+    for own in (PackedBatch.from_bytes(packed.to_bytes()), pickle.loads(pickle.dumps(packed))):
+        assert kind(own).startswith("columns narrow")
+        assert_same_batch(decompress(own), batch)
+        assert_same_batch(decompress(own.narrow("routed_experts", 36, 12)), want)
+        again = PackedBatch.from_bytes(own.narrow("routed_experts", 36, 12).to_bytes())
+        assert_same_batch(decompress(again), want)
+
+
+def test_other_columns_are_not_read() -> None:
+    batch = routers()
+    packed = compress(batch, pad_token_id=0)
+    entry = packed.table.entries[packed.table.fields[packed.numbers["routed_experts",]]]
+    body = packed.table.body.copy()
+    for at in range(int(entry["first"]), int(entry["first"]) + 48):
+        for place in () if at - entry["first"] in range(12, 24) else packed.table.entry_places(at):
+            body[int(place["at"]) : int(place["at"] + place["size"] * place["count"])] = 0xEE
+    spoilt = PackedBatch(packed.num_rows, packed.schema, packed.table.like(body=body), packed.objects)
+    seen = decompress(spoilt.narrow("routed_experts", 12, 12), "routed_experts")["routed_experts"]
+    assert_same_tensor(seen, part(batch["routed_experts"], 2, 12, 12).contiguous())
+    own = packed.narrow("routed_experts", 12, 12)
+    assert own.nbytes < 0.3 * packed.nbytes
+    assert len(own.to_bytes()) < 0.3 * len(packed.to_bytes())
+
+
+def test_a_field_that_two_names_hold_is_narrowed_for_one() -> None:
+    batch = routers()
+    batch["copy"] = batch["routed_experts"].clone()
+    specs = {name: MaskNestingSpec("attention_mask", hints=("columns",)) for name in batch.keys()}  # noqa: SIM118
+    packed = compress(batch, registry=specs)
+    assert packed.table.fields[packed.numbers["copy",]] == packed.table.fields[packed.numbers["routed_experts",]]
+    own = packed.narrow("copy", 3, 20).narrow("copy", 10, 5)
+    want = with_part(batch, "copy", 2, 13, 5)
+    for there in (
+        own,
+        PackedBatch.from_bytes(own.to_bytes()),
+        pickle.loads(pickle.dumps(own)),
+        own[:],
+        own.take(range(8)),
+    ):
+        assert_same_batch(decompress(there), want)
+
+
+@given(batches(), st.data())
+def test_any_tensor_of_any_batch(case: Case, data: st.DataObject) -> None:
+    packed = compress(case.batch, **case.options)
+    assert_same_batch(decompress(packed), case.batch)
+    free = [
+        form for form in packed.tensors if form.kind == "padded" and form.shape and packed.schema.root.more_dims == ()
+    ]
+    free = [form for form in free if len(form.path) == 1]
+    assume(free)
+    form = data.draw(st.sampled_from(free))
+    dims = [dim for dim in range(1, len(form.shape) + 2) if dim != form.ragged_dim]
+    dim = data.draw(st.sampled_from(dims))
+    field = case.batch[form.path]
+    start = data.draw(st.integers(0, field.shape[dim]))
+    length = data.draw(st.integers(0, field.shape[dim] - start))
+    given_dim = data.draw(st.sampled_from([dim, dim - field.dim()]))
+    own = packed.narrow(form.path, start, length, dim=given_dim)
+    want = with_part(case.batch, form.path, dim, start, length)
+    assert_same_batch(decompress(own), want)
+    assert_same_batch(decompress(PackedBatch.from_bytes(own.to_bytes(allow_pickle=True), allow_pickle=True)), want)
+
+
+def test_fields_without_columns() -> None:
+    """Positions with the width behind, a field that stays padded, one in a sub-batch, and one of rows that repeat."""
+    batch = routers(4, 2)[[3, 3, 5, 5, 3]]
+    rows = len(batch)
+    batch["position_ids"] = torch.arange(WIDTH).expand(rows, 3, WIDTH).clone() * batch["attention_mask"][:, None]
+    batch["dense"] = torch.randn(rows, 5, 6)
+    batch["sub"] = TensorDict({"a": torch.randn(rows, 4), "b": torch.arange(rows)}, [rows])
+    batch["pairs"] = torch.zeros(rows, WIDTH, 3, dtype=torch.complex128) + torch.arange(rows)[:, None, None]
+    specs = {"pairs": MaskNestingSpec("attention_mask", PER_ROW), "routed_experts": MaskNestingSpec("attention_mask")}
+    specs |= {name: MaskNestingSpec("attention_mask") for name in ("attention_mask", "input_ids")}
+    specs |= {"position_ids": MaskNestingSpec("attention_mask", ragged_dim=-1, hints=("columns",))}
+    packed = compress(batch, registry=specs)
+    assert kind(packed).startswith("dictionary")
+    for name, dim, start, length in (
+        ("routed_experts", 2, 1, 2),
+        ("routed_experts", 3, 1, 1),
+        ("position_ids", 1, 1, 2),
+        ("dense", 1, 2, 3),
+        ("dense", 2, 5, 1),
+        (("sub", "a"), 1, 0, 3),
+        ("pairs", 2, 1, 2),
+    ):
+        want = with_part(batch, name, dim, start, length)
+        assert_same_batch(decompress(packed.narrow(name, start, length, dim=dim)), want)
+        assert_same_batch(decompress(packed.narrow(name, start, length, dim=dim)[1:4]), want[1:4])
+    assert_same_batch(decompress(packed.narrow("position_ids", 1, 2)), with_part(batch, "position_ids", 1, 1, 2))
+    alone = packed.select("dense").narrow("dense", 1, 1)
+    assert_same_batch(decompress(alone), with_part(batch.select("dense"), "dense", 1, 1, 1))
+
+
+def test_what_cannot_be_narrowed() -> None:
+    batch = routers(3, 2)
+    batch["sub"] = TensorDict({"a": torch.zeros(len(batch), 4)}, [len(batch)])
+    packed = compress(batch, pad_token_id=0)
+    cases: list[tuple[Any, Any, Any, Any, str]] = [
+        ("nope", 0, 1, None, 'no field "nope" in the batch'),
+        ("sub", 0, 1, None, 'field "sub" is no tensor; expected one'),
+        ("input_ids", 0, 1, None, 'dim is None of field "input_ids", whose elements are (); expected a field whose'),
+        ("routed_experts", 0, 4, None, 'field "routed_experts" from 0 on, 4 of them; expected at most 3 in all'),
+        ("routed_experts", -1, 2, None, 'field "routed_experts" from 2 on, 2 of them; expected at most 3 in all'),
+        ("routed_experts", 4, 0, None, "start is 4; expected a whole number from -3 to 3"),
+        ("routed_experts", 0.0, 1, None, "start is 0.0; expected a whole number"),
+        ("routed_experts", 0, -1, None, "length is -1; expected a whole number from 0"),
+        ("routed_experts", 0, 1, 0, "dim is 0 of field"),
+        ("routed_experts", 0, 1, 1, "expected 2 or 3. Rows are taken with take"),
+        ("routed_experts", 0, 1, 4, "dim is 4 of field"),
+        ("routed_experts", 0, 1, -5, "dim is -5; expected a whole number from -4"),
+    ]
+    for field, start, length, dim, message in cases:
+        with pytest.raises(FieldError if field == "nope" else LayoutError) as error:
+            packed.narrow(field, start, length, dim=dim)
+        assert str(error.value).strip("'\"").startswith("PackedBatch.narrow: ")
+        assert message in str(error.value).replace("\\", "")
+    wide = TensorDict({"x": torch.zeros(2, 3, 4)}, batch_size=[2, 3])
+    with pytest.raises(LayoutError, match="dim is 1"):
+        compress(wide, registry={}).narrow("x", 0, 1, dim=1)
+    assert_same_batch(
+        decompress(compress(wide, registry={}).narrow("x", 1, 2)), TensorDict({"x": wide["x"][:, :, 1:3]}, [2, 3])
+    )
+
+
+# -------------------------------------------------------------------- columns of several words
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("columns", "items"), [(17, 1), (17, 2), (20, 3), (17, 6), (48, 8), (18, 16), (17, 24), (2, 300)]
+)
+@pytest.mark.parametrize("pad", [0, EDGE, PER_ROW])
+def test_columns_of_any_words(columns: int, items: int, dtype: torch.dtype, pad: Any) -> None:
+    """Each batch twice: the form is looked for, then remembered."""
+    rng = np.random.default_rng(columns * items)
+    lengths = LENGTHS[:6] if columns * items > 400 else LENGTHS
+    mask = torch.tensor([[int(at < n) for at in range(WIDTH)] for n in lengths])
+    column = np.arange(columns)[:, None]
+    for turn in range(2):
+        values = rng.integers(0, 1 + column % 5, (len(lengths), WIDTH, columns, items)) - 5 * column
+        x = torch.from_numpy(values).to(dtype)
+        for row, n in enumerate(lengths):
+            x[row, n:] = 0 if pad == 0 or (pad is EDGE and not n) else x[row, n - 1] if pad is EDGE else row + 1
+        batch = TensorDict({"m": mask, "x": x}, [len(lengths)])
+        specs = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", pad, hints=("columns",))}
+        packed = compress(batch, registry=specs)
+        if columns > native.FEW_COLUMNS and (dtype == torch.int16 or items >= 8):
+            assert kind(packed, "x") == "columns blocks"
+        assert_same_batch(decompress(packed), batch)
+        nested = unnest(decompress(packed, format="nested"))
+        assert_same_batch(nested, batch)
+        assert_same_batch(decompress(packed.take([5, 0, 3, 3])), batch[[5, 0, 3, 3]])
+        assert_same_batch(decompress(packed.narrow("x", 1, columns - 1)), with_part(batch, "x", 2, 1, columns - 1))
+        assert turn == 0 or kind(packed, "x") == kind(compress(batch, registry=specs), "x")
+
+
+def test_a_remembered_form_that_no_longer_fits() -> None:
+    batch = routers()
+    assert kind(compress(batch, pad_token_id=0)) == "columns blocks"
+    zeros = batch.clone()
+    zeros["routed_experts"].zero_()
+    large = batch.clone()
+    large["routed_experts"] = torch.randint(-(2**15), 2**15, large["routed_experts"].shape).short()
+    large["routed_experts"] *= batch["attention_mask"][:, :, None, None]
+    same = batch[[7] * len(LENGTHS)]
+    stray = batch.clone()
+    stray["routed_experts"][0, WIDTH - 1, 3, 3] = 7
+    for other, form in ((zeros, "arange"), (batch, ""), (large, ""), (batch, ""), (same, "dictionary"), (stray, "")):
+        for _ in range(2):
+            packed = compress(other, pad_token_id=0)
+            assert_same_batch(decompress(packed), other)
+        assert kind(packed).startswith(form)
+
+
+def test_few_tokens_take_no_columns() -> None:
+    """A column has 128 bytes in the table."""
+    small, large = routers(lengths=(3, 2)), routers(lengths=(300,) * 4)
+    assert [kind(compress(batch, pad_token_id=0)) for batch in (small, large)] == ["blocks", "columns blocks"]
+
+
+def test_uniform_ids_take_little_more_than_their_bits() -> None:
+    batch = routers(lengths=(300,) * 20)
+    packed = compress(batch, pad_token_id=0)
+    own = packed.select("routed_experts")
+    assert 8 * len(own.to_bytes()) / batch["routed_experts"].numel() < 1.05 * 7
