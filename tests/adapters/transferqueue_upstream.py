@@ -1,7 +1,7 @@
 """A pytest plugin for tests that others wrote over TransferQueue: with QUEUE_BACKEND=Maskpack, what they initialise as
 SimpleStorage is that backend. Ray is small, and local to the process.
 
-    QUEUE_BACKEND=Maskpack python -m pytest -p transferqueue_upstream .../site-packages/tests/e2e/test_kv_interface_e2e.py
+    QUEUE_BACKEND=Maskpack python -m pytest -p transferqueue_upstream .../tests/e2e/test_kv_interface_e2e.py
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import ray
 import transfer_queue
 from omegaconf import OmegaConf
 from transfer_queue import interface
+
+import maskpack.adapters.transferqueue  # noqa: F401  (registers the backend)
 
 BACKEND = os.environ.get("QUEUE_BACKEND", "SimpleStorage")
 _init, _ray_init = interface.init, ray.init

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed
 import transfer_queue as tq
+from frozen import freeze, rows_of
 from omegaconf import OmegaConf
 from transformers import BatchFeature
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, _agent_loop_registry
@@ -29,41 +30,6 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 
 EOS, IMAGE, LAYERS, EXPERTS = 1, 2, 2, 3
-
-
-# -------------------------------------------------------------------- what comes back, as plain data
-
-
-def freeze(value):
-    """A value as plain data that is equal only to the same bits in the same kind of container."""
-    if isinstance(value, torch.Tensor):
-        if value.is_nested:
-            ragged = value._ragged_idx if value.layout == torch.jagged else None
-            return ("nested", str(value.layout), ragged, [freeze(row) for row in rows_of(value)])
-        raw = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
-        return ("tensor", str(value.dtype), tuple(value.shape), raw)
-    if type(value).__module__ == "numpy" and hasattr(value, "dtype"):
-        raw = [freeze(item) for item in value.ravel().tolist()] if value.dtype == object else value.tobytes()
-        return (type(value).__name__, str(value.dtype), value.shape, raw)
-    if isinstance(value, dict):
-        return ("dict", {name: freeze(item) for name, item in value.items()})
-    if hasattr(value, "batch_size"):
-        if hasattr(value, "tolist"):
-            return ("stack", [freeze(item) for item in value.tolist()])
-        if hasattr(value, "data") and not hasattr(value, "keys"):
-            return ("data", freeze(value.data))
-        return ("batch", tuple(value.batch_size), {name: freeze(value.get(name)) for name in value.keys()})  # noqa: SIM118
-    if isinstance(value, list | tuple):
-        return (type(value).__name__, [freeze(item) for item in value])
-    return (type(value).__name__, repr(value))
-
-
-def rows_of(nested):
-    """The rows of a nested tensor, along whichever dim is ragged; `unbind` of torch splits the wrong one at times."""
-    if nested.layout != torch.jagged:
-        return list(nested.unbind())
-    dim, offsets = nested._ragged_idx - 1, nested.offsets().tolist()
-    return [nested.values().narrow(dim, a, b - a) for a, b in zip(offsets, offsets[1:], strict=False)]
 
 
 # -------------------------------------------------------------------- engine
@@ -155,6 +121,8 @@ class TinyEngine(BaseEngine):
 
     def save_checkpoint(self, local_path, *args):
         pass
+
+    load_checkpoint = save_checkpoint
 
 
 for kind in ("language_model", "value_model"):

@@ -1,0 +1,424 @@
+"""The storage backend Maskpack through TransferQueue's interface, client, loader and checkpoints, beside SimpleStorage:
+whatever one gives back or raises, the other must."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import pickle
+import random
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transfer_queue")
+
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
+import frozen
+import numpy as np
+import ray
+import torch
+import transfer_queue as tq
+from frozen import agree, freeze
+from omegaconf import OmegaConf
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+from transfer_queue.dataloader import StreamingDataLoader, StreamingDataset
+
+import maskpack.adapters.transferqueue  # noqa: F401  (registers the backend)
+
+BACKENDS = ["SimpleStorage", "Maskpack"]
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def queue(request):
+    """TransferQueue over one backend, on a Ray of its own: the clients of a process are global."""
+    path = os.pathsep.join([str(Path(frozen.__file__).parent), os.environ.get("PYTHONPATH", "")])
+    ray.init(
+        address="local",
+        num_cpus=8,
+        object_store_memory=200_000_000,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}},
+    )
+    options = {"storage_backend": request.param, request.param: {"num_data_storage_units": 2}}
+    try:
+        tq.init(OmegaConf.create({"backend": options}))
+        yield request.param
+        tq.close()
+    finally:
+        ray.shutdown()
+
+
+@pytest.fixture
+def partition(queue) -> str:
+    yield (name := f"partition-{next(_numbers)}")
+    if keys := list(tq.kv_list(name).get(name, {})):
+        tq.kv_clear(keys, name)
+
+
+def error_of(call, *given, **options):
+    """The result of a call as plain data, or the type of its error."""
+    try:
+        return freeze(call(*given, **options))
+    except Exception as error:
+        return type(error).__name__
+
+
+# -------------------------------------------------------------------- columns
+
+ROWS = 7
+LENGTHS = (3, 0, 5, 1, 8, 2, 2)
+
+
+def drawn(seed, *shape, dtype=torch.float32):
+    """Values of any bits: NaNs with payloads among them."""
+    count = int(np.prod(shape)) * dtype.itemsize
+    raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    if dtype is torch.bool:
+        return (raw % 2).bool().reshape(shape)
+    return raw.view(dtype).reshape(shape) if count else torch.zeros(shape, dtype=dtype)
+
+
+def jagged(*more, dtype=torch.float32, first=(), lengths=LENGTHS, layout=torch.jagged):
+    rows = [drawn(place, *first, length, *more, dtype=dtype) for place, length in enumerate(lengths)]
+    return torch.nested.as_nested_tensor(rows, layout=layout)
+
+
+def stack(items):
+    return NonTensorStack(*items)
+
+
+NUMBERS = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.int32]
+NUMBERS += [torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64]
+COLUMNS = {
+    **{f"jagged {dtype}": lambda dtype=dtype: jagged(dtype=dtype) for dtype in NUMBERS},
+    **{f"padded {dtype}": lambda dtype=dtype: drawn(1, ROWS, 4, dtype=dtype) for dtype in NUMBERS},
+    **{f"scalars {dtype}": lambda dtype=dtype: drawn(1, ROWS, dtype=dtype) for dtype in NUMBERS},
+    "jagged, rows of two dims": lambda: jagged(3),
+    "jagged, rows of three dims": lambda: jagged(2, 3, dtype=torch.int16),
+    "jagged, all rows empty": lambda: jagged(lengths=[0] * ROWS),
+    "jagged, equal rows": lambda: jagged(lengths=[4] * ROWS),
+    "jagged on wide offsets": lambda: torch.nested.nested_tensor_from_jagged(
+        drawn(3, 40), torch.tensor([0, *range(28, 41, 2)])
+    ),
+    "m-rope": lambda: jagged(first=(4,), lengths=(3, 1, 5, 1, 8, 2, 2), dtype=torch.int64),
+    "m-rope of equal rows": lambda: jagged(first=(4,), lengths=[6] * ROWS, dtype=torch.int64),
+    "m-rope, padded": lambda: torch.arange(ROWS * 24).reshape(ROWS, 4, 6),
+    "strided nested": lambda: jagged(2, lengths=(3, 1, 5, 1, 8, 2, 2), layout=torch.strided),
+    "strided nested, two ragged dims": lambda: torch.nested.nested_tensor(
+        [torch.full((1 + place, 8 - place), float(place)) for place in range(ROWS)], layout=torch.strided
+    ),
+    "padded, three dims": lambda: drawn(1, ROWS, 2, 3),
+    "padded, no columns": lambda: torch.zeros(ROWS, 0),
+    "padded, not contiguous": lambda: drawn(1, 4, ROWS).T,
+    "one column": lambda: drawn(1, ROWS, 1),
+    "positions": lambda: torch.arange(6).expand(ROWS, 6),
+    "strings": lambda: stack([f"é{place}" * place for place in range(ROWS)]),
+    "numbers": lambda: stack([place - 3 for place in range(ROWS)]),
+    "floats": lambda: stack([0.1 * place - 0.0 for place in range(ROWS)]),
+    "booleans": lambda: stack([place % 2 == 0 for place in range(ROWS)]),
+    "nothing": lambda: stack([None] * ROWS),
+    "some nothing": lambda: stack([None if place % 2 else place for place in range(ROWS)]),
+    "lists": lambda: stack([[place] * place for place in range(ROWS)]),
+    "messages": lambda: stack([[{"role": "user", "content": "x" * place}] * (1 + place % 2) for place in range(ROWS)]),
+    "dicts with tensors": lambda: stack(
+        [{"pixel_values": drawn(place, place % 3, 5), "n": place} if place % 2 else {} for place in range(ROWS)]
+    ),
+    "dicts with large tensors": lambda: stack(
+        [{"image": torch.full((20_000,), float(place % 3))} for place in range(ROWS)]
+    ),
+    "mixed": lambda: stack([1, "a", None, {"k": 1.5}, [b"x"], 2.5, -(2**40)]),
+    "arrays": lambda: stack([np.arange(place, dtype=np.int32) for place in range(ROWS)]),
+    "arrays of strings": lambda: stack([np.array(["a", "bc"][: place % 3]) for place in range(ROWS)]),
+    "one array of strings": lambda: np.array([f"s{place}" for place in range(ROWS)]),
+    "one array of bytes": lambda: np.array([f"b{place}".encode() for place in range(ROWS)]),
+    "one array of objects": lambda: np.array([{"n": place} for place in range(ROWS)], dtype=object),
+    "one array of numbers": lambda: np.arange(3 * ROWS).reshape(ROWS, 3),
+    "tensors of any shape": lambda: stack([drawn(place, *[2] * (place % 4)) for place in range(ROWS)]),
+    "tensors of two dtypes": lambda: stack(
+        [torch.zeros(2, dtype=[torch.int8, torch.float16][place % 2]) for place in range(ROWS)]
+    ),
+    "big integers": lambda: stack([10 ** (5 * place) for place in range(ROWS)]),
+    "numpy scalars": lambda: stack([np.float32(place) for place in range(ROWS)]),
+    "lines with NULs": lambda: stack(["a\0b" if place % 2 else "\n" for place in range(ROWS)]),
+    "lone surrogates": lambda: stack(["\ud800" * place for place in range(ROWS)]),
+    "a list": lambda: [f"item {place}" for place in range(ROWS)],
+    "one list for all": lambda: NonTensorData([{"place": place} for place in range(ROWS)], batch_size=[ROWS]),
+}
+PICKLED = {"big integers", "lone surrogates"}
+"""What msgpack refuses. SimpleStorage pickles the whole message then, and cannot read it if float8 is in it."""
+FLOAT8 = {f"{form} torch.float8_e4m3fn" for form in ("jagged", "padded", "scalars")}
+"""What SimpleStorage cannot read from a checkpoint, for the same reason."""
+
+
+def told(meta):
+    """What the controller knows of the fields, but for its own names."""
+    return freeze(
+        {name: {key: repr(item) for key, item in schema.items()} for name, schema in meta.field_schema.items()}
+    )
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_a_column_comes_back(partition, kind):
+    """In any order, together with another column, one sample at a time, and over what was there."""
+    keys = [f"{place}" for place in range(ROWS)]
+    fields = TensorDict({"x": COLUMNS[kind](), "ids": jagged(dtype=torch.int64)}, batch_size=[ROWS])
+    results = [error_of(lambda: sorted(tq.kv_batch_put(keys, partition, fields).fields))]
+    for order in (keys, keys[::-1], keys[2:3], [keys[4], keys[0]], [keys[3], keys[3], keys[5]]):
+        results.append(error_of(tq.kv_batch_get, order, partition))
+        results.append(error_of(tq.kv_batch_get, order, partition, "x"))
+    tq.kv_batch_put(keys[1:3], partition, TensorDict({"x": torch.arange(4).reshape(2, 2)}, batch_size=[2]))
+    results += [error_of(tq.kv_batch_get, order, partition, ["x"]) for order in (keys, keys[1:3], keys[:2])]
+    tq.kv_clear(keys[:2], partition)
+    results += [error_of(tq.kv_batch_get, order, partition, ["x"]) for order in (keys[2:], keys[:1])]
+    agree(f"column {kind}", results)
+
+
+def test_the_controller_is_told_the_same(partition):
+    client = tq.get_client()
+    told_of = {}
+    for kind, column in COLUMNS.items():
+        name = f"{partition} {kind}"
+        try:
+            client.put(TensorDict({"x": column()}, batch_size=[ROWS]), partition_id=name)
+        except Exception as error:
+            told_of[kind] = type(error).__name__
+            continue
+        meta = client.get_meta(data_fields=["x"], batch_size=ROWS, partition_id=name, mode="fetch", task_name="task")
+        told_of[kind] = told(meta)
+        client.clear_partition(name)
+    agree("schemas", told_of)
+
+
+# -------------------------------------------------------------------- keys and errors
+
+
+def samples(*places, **more):
+    """A few samples of several kinds of columns."""
+    rows = [torch.arange(place + 1) + place for place in places]
+    fields = {"ids": torch.nested.as_nested_tensor(rows, layout=torch.jagged), "uid": stack([f"u{p}" for p in places])}
+    return TensorDict({**fields, **more}, batch_size=[len(places)])
+
+
+def test_keys_that_are_unknown_or_lack_a_field(partition):
+    tq.kv_batch_put(["a", "b"], partition, samples(1, 2))
+    tq.kv_batch_put(["b", "c"], partition, TensorDict({"more": torch.ones(2)}, batch_size=[2]))
+    tq.kv_put("tagged", partition, tag={"only": "a tag"})
+    asked = [
+        (["a", "x"], None),
+        (["x"], None),
+        ([], None),
+        (["a", "c"], None),
+        (["a", "c"], ["ids"]),
+        (["a", "b"], ["more"]),
+        (["b"], ["more", "ids"]),
+        (["b"], ["none"]),
+        (["b"], ["ids", "none"]),
+        (["b", "b"], ["ids"]),
+        (["tagged"], None),
+        (["a", "tagged"], ["ids"]),
+        ("a", "ids"),
+    ]
+    results = [error_of(tq.kv_batch_get, keys, partition, fields) for keys, fields in asked]
+    results += [error_of(tq.kv_batch_get, ["a"], "no partition"), error_of(tq.kv_clear, ["x"], partition)]
+    results += [error_of(tq.kv_clear, ["x"], "no partition"), error_of(tq.kv_batch_put, ["a"], partition)]
+    results += [error_of(tq.kv_batch_put, ["a"], partition, samples(1, 2)), freeze(tq.kv_list(partition)[partition])]
+    results += [error_of(tq.kv_batch_get, ["a", "b"], partition)]
+    agree("unknown keys", results)
+
+
+def test_single_samples_are_put_as_dicts(partition):
+    values = {"t": drawn(1, 5), "scalar": torch.tensor(3.5), "s": "text", "none": None, "list": [1, [2]], "d": {"x": 1}}
+    for key in "abc":
+        tq.kv_put(key, partition, fields=values | {"key": key}, tag={"k": key})
+    asyncio.run(tq.async_kv_put("d", partition, fields={"t": drawn(2, 2), "key": "d"}))
+    results = [
+        error_of(tq.kv_batch_get, list(keys), partition, fields)
+        for keys in ("abc", "cb", "d")
+        for fields in (None, "t")
+    ]
+    results += [error_of(tq.kv_batch_get, ["a", "d"], partition, ["t", "key"])]
+    agree("single samples", results)
+
+
+def test_a_duplicate_key_in_one_put(partition):
+    agree("duplicates", [error_of(lambda: tq.kv_batch_put(["a", "b", "a"], partition, samples(0, 1, 2)).keys)])
+    agree(
+        "duplicates read",
+        [error_of(tq.kv_batch_get, keys, partition, "uid") for keys in (["a"], ["b", "a"], ["a", "a"])],
+    )
+
+
+def test_cleared_keys_can_be_put_again(partition):
+    results = []
+    for turn in range(3):
+        tq.kv_batch_put(["a", "b"], partition, samples(turn, 2 * turn))
+        results.append(error_of(tq.kv_batch_get, ["b", "a"], partition))
+        tq.kv_clear(["a"], partition)
+        results.append(error_of(tq.kv_batch_get, ["b", "a"], partition))
+        results.append(error_of(tq.kv_batch_get, ["b"], partition))
+    agree("put again", results)
+
+
+def test_what_was_got_is_the_callers(partition):
+    """Writing to it changes neither what is stored nor the fields that were put."""
+    fields = samples(3, 4, dense=drawn(1, 2, 3), objects=stack([{"t": torch.zeros(2)}, {"t": torch.ones(2)}]))
+    before = freeze(fields)
+    tq.kv_batch_put(["a", "b"], partition, fields)
+    got = tq.kv_batch_get(["a", "b"], partition)
+    first = freeze(got)
+    got["ids"].values().zero_()
+    got["dense"].values().zero_()
+    got.get("objects").tolist()[0]["t"].fill_(9)
+    assert freeze(tq.kv_batch_get(["a", "b"], partition)) == first
+    assert freeze(fields) == before
+    fields["dense"].zero_()
+    assert freeze(tq.kv_batch_get(["a", "b"], partition)) == first
+
+
+def test_tuples_and_sets_stay_what_they_are(queue, partition):
+    """SimpleStorage gives lists back, for msgpack knows neither."""
+    tq.kv_put("a", partition, fields={"pair": (1, "b"), "inside": {"k": (1, [2], {3})}})
+    got = tq.kv_batch_get(["a"], partition)
+    seen = [got.get("pair").tolist()[0], got.get("inside").tolist()[0]["k"]]
+    assert seen == ([(1, "b"), (1, [2], {3})] if queue == "Maskpack" else [[1, "b"], [1, [2], [3]]])
+
+
+# -------------------------------------------------------------------- programs
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_programs_give_the_same(partition, seed):
+    """Puts of any columns over new and old samples, gets in any order, clears; all results and errors."""
+    rng, results = random.Random(seed), []
+    made = {kind: column() for kind, column in COLUMNS.items() if kind not in ("a list", "jagged on wide offsets")}
+    names = ["ids", "responses", "uid", "x", "position_ids"]
+    kinds = rng.sample(sorted(made), 12)
+    for _ in range(25):
+        keys = [f"{place}" for place in rng.sample(range(20), rng.choice([1, 1, 2, 4, 7]))]
+        act = rng.random()
+        if act < 0.5:
+            rows, fields = sorted(rng.sample(range(ROWS), len(keys))), {}
+            for name in rng.sample(names, rng.randint(1, 4)):
+                fields[name] = taken(made[rng.choice(kinds)], rows)
+            batch = TensorDict(fields, batch_size=[len(keys)])
+            results.append(
+                error_of(lambda keys=keys, batch=batch: sorted(tq.kv_batch_put(keys, partition, batch).fields))
+            )
+        elif act < 0.9:
+            results.append(error_of(tq.kv_batch_get, keys, partition, rng.choice([None, *([name] for name in names)])))
+        else:
+            known = [key for key in keys if key in tq.kv_list(partition).get(partition, {})]
+            if known:
+                results.append(error_of(tq.kv_clear, known, partition))
+    every = sorted(tq.kv_list(partition).get(partition, {}))
+    results += [error_of(tq.kv_batch_get, [key], partition) for key in every]
+    results += [error_of(tq.kv_batch_get, every, partition, name) for name in names]
+    agree(f"program {seed}", results)
+
+
+def taken(column, rows):
+    """Some rows of a column, as a column."""
+    if isinstance(column, torch.Tensor) and column.is_nested:
+        parts = frozen.rows_of(column)
+        return torch.nested.as_nested_tensor([parts[row] for row in rows], layout=column.layout)
+    if isinstance(column, torch.Tensor | np.ndarray):
+        return column[rows]
+    items = column.data if isinstance(column, NonTensorData) else column.tolist()
+    return stack([items[row] for row in rows])
+
+
+# -------------------------------------------------------------------- several processes
+
+
+@ray.remote(num_cpus=1)
+def written(partition, keys, seed, field):
+    tq.init()
+    rows = [drawn(seed + place, 1 + (seed + place) % 5) for place in range(len(keys))]
+    for begin in range(0, len(keys), 3):
+        some = torch.nested.as_nested_tensor(rows[begin : begin + 3], layout=torch.jagged)
+        tq.kv_batch_put(keys[begin : begin + 3], partition, TensorDict({field: some}, batch_size=[3]))
+    return freeze(tq.kv_batch_get(keys[::-1], partition, field))
+
+
+def test_processes_write_fields_of_the_same_samples(partition):
+    keys = [f"{place}" for place in range(12)]
+    answers = ray.get([written.remote(partition, keys, seed, f"field {seed}") for seed in range(3)])
+    whole = tq.kv_batch_get(keys, partition)
+    assert sorted(whole.keys()) == ["field 0", "field 1", "field 2"]
+    agree("processes", [answers, {name: freeze(whole[name]) for name in sorted(whole.keys())}])
+
+
+def test_metadata_travels_between_processes(partition):
+    client = tq.get_client()
+    meta = client.put(samples(0, 1, 2), partition_id=partition)
+    meta.update_custom_meta([{"place": place} for place in range(3)])
+    client.set_custom_meta(meta)
+    again = pickle.loads(pickle.dumps(meta))
+    assert freeze(client.get_data(again)) == freeze(client.get_data(meta))
+    part = again.select_samples([2, 0]).select_fields(["ids"])
+    seen = client.get_meta(data_fields=["uid"], batch_size=3, partition_id=partition, task_name="t", mode="fetch")
+    agree("metadata", [freeze(client.get_data(part)), freeze(seen.custom_meta)])
+    client.clear_samples(part)
+    agree("after clear", error_of(client.get_data, meta))
+
+
+def test_samples_are_consumed_as_their_fields_arrive(partition):
+    client = tq.get_client()
+    client.put(samples(0, 1, 2, 3), partition_id=partition)
+    keys = {"data_fields": ["ids", "late"], "partition_id": partition, "task_name": "train", "mode": "fetch"}
+    meta = client.get_meta(data_fields=["ids"], batch_size=4, partition_id=partition, task_name="other", mode="fetch")
+    half = meta.select_samples([3, 1])
+    client.put(TensorDict({"late": torch.ones(2, 2)}, batch_size=[2]), metadata=half)
+    first = client.get_meta(batch_size=2, **keys)
+    rest = meta.select_samples([0, 2])
+    client.put(TensorDict({"late": jagged(lengths=[2, 5])}, batch_size=[2]), metadata=rest)
+    second = client.get_meta(batch_size=2, **keys)
+    agree("consumed", [freeze(client.get_data(batch)) for batch in (first, second)])
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_the_streaming_loader_gives_the_same(partition, processes):
+    keys = [f"{place}" for place in range(8)]
+    tq.kv_batch_put(keys, partition, samples(*range(8), dense=drawn(1, 8, 3)))
+    config = ray.get(ray.get_actor("TransferQueueController", namespace="transfer_queue").get_config.remote())
+    options = {"batch_size": 4, "micro_batch_size": 2, "data_fields": ["ids", "dense", "uid"], "task_name": "stream"}
+    dataset = StreamingDataset(
+        config=config, partition_id=partition, dp_rank=0, should_check_consumption_status=True, **options
+    )
+    batches = [
+        freeze(batch)
+        for batch, meta in itertools.islice(StreamingDataLoader(dataset, num_workers=processes), 4)
+        if len(meta.global_indexes) == 2
+    ]
+    assert len(batches) == 4
+    agree(f"stream {processes}", batches)
+
+
+# -------------------------------------------------------------------- checkpoints
+
+
+def test_a_checkpoint_brings_everything_back(queue, partition, tmp_path):
+    keys = [f"{place}" for place in range(ROWS)]
+    kinds = [kind for kind in COLUMNS if kind not in PICKLED and (queue == "Maskpack" or kind not in FLOAT8)]
+    fields = TensorDict({kind: COLUMNS[kind]() for kind in kinds}, batch_size=[ROWS])
+    tq.kv_batch_put(keys, partition, fields, [{"tag": key} for key in keys])
+    tq.kv_batch_put(keys[2:4], partition, TensorDict({"strings": stack([b"new", 1])}, batch_size=[2]))
+    tq.kv_clear(keys[-1:], partition)
+    before = [error_of(tq.kv_batch_get, keys[:-1], partition), tq.kv_list(partition)[partition]]
+    tq.save_checkpoint(tmp_path / "saved")
+    tq.kv_batch_put(keys[:1], partition, TensorDict({"strings": stack(["gone"])}, batch_size=[1]))
+    tq.kv_batch_put(["later"], partition, samples(4))
+    tq.kv_clear(keys[1:3], partition)
+    tq.load_checkpoint(tmp_path / "saved")
+    assert [error_of(tq.kv_batch_get, keys[:-1], partition), tq.kv_list(partition)[partition]] == before
+    shared = [kind for kind in kinds if kind not in FLOAT8]
+    asked = [(keys[:-1], shared), (["later"], None), (keys[-1:], shared)]
+    agree("checkpoint", [error_of(tq.kv_batch_get, some, partition, names) for some, names in asked])
+    tq.kv_batch_put(["after"], partition, samples(5))
+    agree("after checkpoint", error_of(tq.kv_batch_get, ["after", *keys[:2]], partition, ["strings", "uid"]))
+    assert error_of(tq.load_checkpoint, tmp_path / "none") == "FileNotFoundError"
