@@ -15,7 +15,7 @@ from bench.dispatch_forms import medians
 from bench.measure import progress
 from bench.report import Row, compared
 
-_SINGLES = 8  # samples put or got one after another in each round, where one is timed
+_SINGLES = 8  # different samples in each round, where calls of one are timed: lengths that were met may be remembered
 _TARGETS = ({"put": ">= 0.77", "get": ">= 0.77"}, {"put": ">= 1", "get": ">= 1"}, {"put": ">= 2", "get": ">= 2"})
 """Of text: of one, some and all samples."""
 _OF_SINGLES = "get of shuffled samples that were put one by one"
@@ -29,11 +29,11 @@ def run(kind: str, queues: Mapping[str, OwnedQueue], rows: Sequence[Trajectory],
     for rank, size in enumerate((1, *some, len(rows))):
         progress(f"dataplane {kind}: calls of {size}")
         case = f"dataplane {kind}, {size} {'sample' if size == 1 else 'samples'} a call"
-        calls = {name: _Calls(queue, rows, size) for name, queue in queues.items()}
-        for name, one in calls.items():
-            if name != NOTHING:
-                one.check(case)
-        ms = medians({name: one.run for name, one in calls.items()}, rounds)
+        starts = range(min(_SINGLES, len(rows)) if size == 1 else 1)
+        calls = {name: [_Calls(queue, rows[start:], size) for start in starts] for name, queue in queues.items()}
+        for one in (one for name, several in calls.items() if name != NOTHING for one in several):
+            one.check(case)
+        ms = medians({name: lambda several=several: _seconds(several) for name, several in calls.items()}, rounds)
         targets = _TARGETS[rank] if kind == "text" else {}
         for phase in next(iter(ms.values())):
             took = {name: phases[phase] for name, phases in ms.items()}
@@ -42,6 +42,12 @@ def run(kind: str, queues: Mapping[str, OwnedQueue], rows: Sequence[Trajectory],
             report += [Row(case, f"{phase}, {name}", value, "ms") for name, value in took.items()]
             report += compared(case, phase, took, targets.get(phase))
     return report
+
+
+def _seconds(several: Sequence[_Calls]) -> dict[str, float]:
+    """Of each call, the median over some that differ in their samples."""
+    times = [one.run() for one in several]
+    return {phase: statistics.median(one[phase] for one in times) for phase in times[0]}
 
 
 class _Calls:
@@ -70,9 +76,8 @@ class _Calls:
                 require_rows(f"{case}, {phase}, {self._queue.backend}", seen[phase][1], expected)
 
     def run(self) -> dict[str, float]:
-        """Seconds of each call; of single samples, the median of a few."""
-        times = [self._run() for _ in range(_SINGLES if len(self._rows) == 1 else 1)]
-        return {phase: statistics.median(one[phase][0] for one in times) for phase in times[0]}
+        """Seconds of each call."""
+        return {phase: seconds for phase, (seconds, _) in self._run().items()}
 
     def _run(self) -> dict[str, tuple[float, Any]]:
         """Seconds and result of each call."""
