@@ -117,8 +117,8 @@ _DTYPES = (torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.int16, 
 _WORDS = ("a", "", None, 3, -1.5, True, b"x", (1, "b"))
 
 
-def column(rng: random.Random, rows: int) -> Any:
-    dtype, kind = rng.choice(_DTYPES), rng.randrange(13)
+def column(rng: random.Random, rows: int, kind: int | None = None) -> Any:
+    dtype, kind = rng.choice(_DTYPES), rng.randrange(13) if kind is None else kind
     if kind == 0:
         return ragged(rng, rows, dtype)
     if kind == 1:
@@ -161,7 +161,10 @@ def padded(rng: random.Random, rows: int) -> TensorDict:
     fields["response_mask"] = mask[:, prompt:]
     fields["old_log_probs"] = torch.randn(rows, response) * mask[:, prompt:]
     fields["x"] = torch.randn(rows, 3)
-    return TensorDict(fields, batch_size=[rows])
+    out = TensorDict(fields, batch_size=[rows])
+    for name, kind in (("uid", 5), ("y", 6), ("z", 7)):
+        out[name] = column(rng, rows, kind)
+    return out
 
 
 def batch(rng: random.Random, rows: int) -> TensorDict:

@@ -121,14 +121,13 @@ def packed(data: TensorDictBase, call: str) -> tuple[Chunk, dict[str, dict[str, 
     turned = frozenset(name for name, column in columns.items() if column.turned)
     if _is_padded(columns):
         unknown = [name for name in columns if _PADDED.find((name,)) is None]
-        batch = TensorDict({name: column.given for name, column in columns.items()}, batch_size=[rows])
+        batch = TensorDict({name: column.entry() for name, column in columns.items()}, batch_size=[rows])
         try:
             return Chunk(compress(batch, registry=_PADDED, ignore_dense_fields=unknown)), schema
         except LayoutError:  # widths that do not fit the mask: the rows are stored as they are
             pass
-    return Chunk(
-        packed_rows({name: column.rows() for name, column in columns.items()}, rows, _HINTS, call), turned
-    ), schema
+    values = {name: column.rows() for name, column in columns.items()}
+    return Chunk(packed_rows(values, rows, _HINTS, call), turned), schema
 
 
 def _is_padded(columns: Mapping[str, _Column]) -> bool:
@@ -157,6 +156,9 @@ class _Column:
     lengths: IntArray | None = None
     turned: bool = False
     as_nested: bool = False
+
+    def entry(self) -> Any:
+        return self.given if isinstance(self.given, Tensor) else stack_of(self.given)
 
     def rows(self) -> Values | Objects:
         if not isinstance(self.given, Tensor):
@@ -204,9 +206,9 @@ def _column(name: str, value: Any, rows: int, call: str) -> _Column:
 
 
 def _nested(value: Any, rows: int) -> _Column:
-    if is_regular(value):
-        lengths = np.diff(offsets_of(value).to(torch.int64).numpy())
-        return _Column(value, value.values(), lengths, as_nested=True)
+    bounds = offsets_of(value).to(torch.int64).numpy() if is_regular(value) else None
+    if bounds is not None and bounds[0] == 0 and bounds[-1] == value.values().shape[0]:
+        return _Column(value, value.values(), np.diff(bounds), as_nested=True)
     parts = list(value.unbind())
     alike = len({(part.shape[0], part.dim()) for part in parts}) == 1
     if parts[0].dim() == 2 and alike:
