@@ -46,9 +46,12 @@ def run(
             report += dataplane_calls.run("text", {**queues, NOTHING: floor}, samples, rounds)
             floor.stop()
             report += _step(queues, rows, rounds, widths)
-            for kind in ("experts", "images"):
+            for kind in ("experts", "images", "zstd images"):
+                if kind == "zstd images":
+                    queues[MASKPACK].stop()
+                    queues[MASKPACK] = OwnedQueue(MASKPACK, codec="zstd")
                 fewer = max(GROUP, rows // _FEWER_ROWS)
-                samples = trajectories(fewer, experts=kind == "experts", image=kind == "images", **widths)
+                samples = trajectories(fewer, experts=kind == "experts", image=kind != "experts", **widths)
                 report += dataplane_bytes.run(kind, queues, samples)
                 report += dataplane_calls.run(kind, queues, samples, max(1, rounds // _FEWER_ROUNDS))
         finally:

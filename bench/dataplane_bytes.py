@@ -23,7 +23,7 @@ from bench.dataplane_step import RANKS
 from bench.measure import progress
 from bench.report import Row, compared
 
-_FEWER_BYTES = {"text": ">= 4", "images": ">= 20"}
+_FEWER_BYTES = {"text": ">= 4", "images": ">= 20", "zstd images": ">= 20"}
 
 
 def run(kind: str, queues: Mapping[str, OwnedQueue], rows: Sequence[Trajectory]) -> list[Row]:

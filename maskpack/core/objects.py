@@ -96,6 +96,8 @@ class Objects:
         """The entry with its tensors as Stowed; the rows of a lazy stack are copied."""
         if self.stacked:
             return replace(self, data=[row.clone() for row in self.data])
+        if self.depth == 1 and all(type(item) in _ATOMS for item in self.data):
+            return Objects(list(self.data), 1, bare=True)
         stowing = _Stowing()
         data = mapped(self.data, stowing.leaf)
         return replace(self, data=data, bare=not stowing.known)

@@ -284,7 +284,10 @@ class MaskpackStorageManager(StorageManager):
 
 async def _all(asked: Iterable[Awaitable[Any]]) -> list[Any]:
     """All answers. If some of them fail, the first error, once all others are there."""
-    answers = await asyncio.gather(*asked, return_exceptions=True)
+    asked = list(asked)
+    if len(asked) == 1:
+        return [await asked[0]]
+    answers = await asyncio.gather(*asked, return_exceptions=True) if asked else []
     for answer in answers:
         if isinstance(answer, BaseException):
             raise answer
