@@ -99,7 +99,7 @@ class Objects:
         if self.depth == 1 and all(type(item) in _ATOMS for item in self.data):
             return Objects(list(self.data), 1, bare=True)
         stowing = _Stowing()
-        data = mapped(self.data, stowing.leaf)
+        data = mapped(self.data, stowing.leaf, rows=self.depth > 0)
         return replace(self, data=data, bare=not stowing.known)
 
     def entry(self, batch_size: tuple[int, ...]) -> Any:
@@ -111,7 +111,7 @@ class Objects:
 
     def restored(self) -> Any:
         """`data` with copies of the tensors."""
-        return mapped(self.data, lambda item: item.restored() if isinstance(item, Stowed) else item)
+        return mapped(self.data, lambda item: item.restored() if isinstance(item, Stowed) else item, self.depth > 0)
 
     @property
     def decoded_nbytes(self) -> int:
@@ -147,15 +147,15 @@ class Objects:
                 arrays[id(item.words)] = item.words
             return item
 
-        mapped(self.data, note)
+        mapped(self.data, note, self.depth > 0)
         return list(arrays.values())
 
 
 def items_of(stack: NonTensorStack) -> list[Any]:
-    """`stack.tolist()`, in a hundredth of the time where each entry is one object."""
+    """`stack.tolist()`, in a hundredth of the time where each entry is the object of one row."""
     entries: list[Any] = stack.tensordicts
     try:
-        if all(type(entry) is NonTensorData for entry in entries):
+        if stack.batch_dims == 1 and all(type(entry) is NonTensorData and not entry.batch_size for entry in entries):
             return [entry._non_tensordict["data"] for entry in entries]
     except (AttributeError, KeyError):  # another version of tensordict
         pass
@@ -291,9 +291,10 @@ class _Cycle(Exception):
     pass
 
 
-def mapped(data: Any, leaf: Callable[[Any], Any]) -> Any:
+def mapped(data: Any, leaf: Callable[[Any], Any], rows: bool = False) -> Any:
     """`data` with `leaf` applied to each item of its dicts, lists and tuples. Dicts and lists are copied, and shared
-    ones stay shared. Data that contains itself or is nested too deep is returned unchanged."""
+    ones stay shared. Data that contains itself or is nested too deep is returned unchanged; of a list of `rows`, only
+    the rows that do or are."""
     done: dict[int, Any] = {}
     alive: list[Any] = []  # keeps ids unique
 
@@ -324,7 +325,7 @@ def mapped(data: Any, leaf: Callable[[Any], Any]) -> Any:
     try:
         return of(data, 0)
     except _Cycle:
-        return data
+        return [mapped(row, leaf) for row in data] if rows else data
 
 
 # -------------------------------------------------------------------- JSON

@@ -196,7 +196,7 @@ class PackedBatch:
             start: the first index that is kept; a negative one counts from the end.
             length: how many are kept.
             dim: a dim of the tensor in its padded form, of [B, j, *F] if it was jagged: not the rows, and not the
-                width. None for the first one of an element, F[0].
+                width. None for the first one of an element, F[0], of a field that has a width.
 
         Raises:
             FieldError: the field is not in the batch.
@@ -309,6 +309,11 @@ def _dim_of_element(packed: PackedBatch, form: FieldForm, dim: Any, call: str) -
     node = packed.schema.root if len(form.path) == 1 else packed.forms[form.path[:-1]].node
     shared = len((node and node.more_dims) or ())
     free = [place for place in places if place > shared or not rows]
+    if dim is None and form.reason is not None:
+        raise LayoutError(
+            f'{call}: field "{show(form.path)}" stayed padded, because {form.reason}, so that its width is a dim of its '
+            "elements; expected dim to say which. Pass dim=2 for the layers of [B, S, layers, k]."
+        )
     given = next(iter(free), dims) if dim is None else whole(dim, "dim", -dims, call)
     given += dims if given < 0 else 0
     if given not in free:

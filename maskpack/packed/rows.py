@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maskpack.core.bits import DTYPES, Words, odd_bools, odd_bools_error, words
+from maskpack.core.bits import DTYPES, Words, from_words, odd_bools, odd_bools_error, words
 from maskpack.core.index import IntArray
 from maskpack.core.objects import Objects
 from maskpack.core.tree import Node
@@ -43,7 +43,7 @@ class Values(NamedTuple):
         if rows is None:
             return self
         if self.lengths is None:
-            return Values(self.values[torch.from_numpy(rows)])
+            return Values(from_words(words(self.values.contiguous()).numpy()[rows], self.values.dtype))
         own = self.rows()
         return Values(torch.cat([own[row] for row in rows.tolist()]), self.lengths[rows])
 

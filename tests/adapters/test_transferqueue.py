@@ -248,13 +248,11 @@ def test_fields_that_are_not_one_value_a_sample(queue):
 
 
 def test_a_storage_unit_that_was_killed_is_named(queue):
-    manager = queue(num_data_storage_units=2)
+    queue(num_data_storage_units=2)
     names = keys(128)  # 64 in each unit
     fields = TensorDict({"x": torch.arange(128)[:, None]}, batch_size=[128])
     tq.kv_batch_put(keys=names, partition_id="a", fields=fields)
-    from maskpack.adapters.transferqueue.manager import _STARTED
-
-    ray.kill(_STARTED[manager._units.run][1])
+    ray.kill(tq.interface._TQ_STORAGE["Maskpack"][1])
     with pytest.raises(StorageError, match=r"storage unit .* is gone .*\. Start the run again"):
         tq.kv_batch_get(keys=names, partition_id="a")
     with pytest.raises(StorageError, match="put: storage unit"):

@@ -19,7 +19,7 @@ from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleSt
 from transfer_queue.storage.simple_storage import StorageUnitData
 
 from maskpack.adapters.transferqueue import chunk as chunks
-from maskpack.adapters.transferqueue.chunk import Piece
+from maskpack.adapters.transferqueue.chunk import Piece, stacked
 from maskpack.adapters.transferqueue.unit import Samples
 
 _UNITS = 2
@@ -114,6 +114,7 @@ def values(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> to
 
 
 _DTYPES = (torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.int16, torch.float64, torch.float8_e4m3fn)
+_SCALARS = (*_DTYPES, torch.uint16, torch.uint32, torch.complex128)
 _WORDS = ("a", "", None, 3, -1.5, True, b"x", (1, "b"))
 
 
@@ -124,7 +125,7 @@ def column(rng: random.Random, rows: int, kind: int | None = None) -> Any:
     if kind == 1:
         return ragged(rng, rows, dtype, (rng.randint(1, 3),))
     if kind == 2:
-        return values(rng, (rows,), dtype)
+        return values(rng, (rows,), rng.choice(_SCALARS))
     if kind == 3:
         return values(rng, (rows, rng.randint(0, 5)), dtype)
     if kind == 4:
@@ -244,3 +245,23 @@ def test_rows_come_back_as_from_simple_storage(seed: int) -> None:
                 assert set().union(*(unit.rows for unit in ours.units)) == set(known)
     ours.clear(list(known))
     assert not any(unit.chunks or unit.rows for unit in ours.units)
+
+
+def test_one_row_that_is_nested_too_deep_does_not_stand_for_all() -> None:
+    ours = Ours()
+    deep: list[Any] = []
+    for _ in range(80):
+        deep = [deep]
+    picture = torch.rand(40_000)
+    rows: list[Any] = [{"t": torch.arange(3)}, deep, {"t": picture}, {"t": picture}]
+    for sample, row in enumerate(rows):
+        ours.put([2 * sample], TensorDict({"o": stacked([row]), "n": torch.tensor([sample])}, batch_size=[1]))
+    got = ours.get([6, 2, 0, 4], ["o", "n"])
+    assert got["n"].tolist() == [3, 1, 0, 2]
+    first, second, third, fourth = got.get("o").tolist()
+    assert torch.equal(first["t"], picture)
+    assert torch.equal(fourth["t"], picture)
+    assert torch.equal(third["t"], torch.arange(3))
+    assert second == deep
+    (held,) = ours.units[0].chunks.values()
+    assert len(chunks.digests(held.chunk)) == 1

@@ -452,3 +452,26 @@ def test_what_is_on_the_host_is_left_alone() -> None:
     loop.append(loop)
     for data in (loop, None, 5, torch.ones(1), TensorDict({"x": torch.ones(2)}, batch_size=[2])):
         assert on_host(data) is data
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_stacks_are_taken_apart_and_put_together_as_tensordict_does(plain, monkeypatch):
+    if not plain:
+        monkeypatch.setattr(objects, "_fast_entry", lambda: None)
+    items = ["a", 1, None, -0.5, True, b"x", (1, 2), {"k": [1]}, ["p", "q"]]
+    stack, own = objects.stack_of(items), NonTensorStack(*[NonTensorData(item) for item in items])
+    assert stack.tolist() == own.tolist() == objects.items_of(stack) == objects.items_of(own)
+    assert [vars(entry).keys() for entry in stack.tensordicts] == [vars(entry).keys() for entry in own.tensordicts]
+    wide = torch.stack([NonTensorData("abc", batch_size=[2]), NonTensorData("de", batch_size=[2])])
+    assert objects.items_of(wide) == wide.tolist() == [["abc", "abc"], ["de", "de"]]
+
+
+def test_only_the_row_that_is_too_deep_keeps_its_tensors():
+    deep: list[Any] = []
+    for _ in range(80):
+        deep = [deep]
+    held = Objects([{"t": torch.arange(3)}, deep], 1).stowed()
+    assert isinstance(held.data[0]["t"], Stowed)
+    assert held.data[1] is deep
+    assert not held.bare
+    assert torch.equal(held.restored()[0]["t"], torch.arange(3))

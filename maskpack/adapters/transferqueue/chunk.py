@@ -331,9 +331,9 @@ def _ordered(parts: Sequence[Values], places: Sequence[Sequence[int]], rows: int
     if len(parts) == 1 and bool((order == np.arange(rows)).all()):
         return parts[0]
     if parts[0].lengths is None:
-        out = torch.empty(rows, dtype=parts[0].values.dtype)
-        out[torch.from_numpy(order)] = torch.cat([part.values for part in parts])
-        return out, None
+        back = np.empty(rows, np.int64)
+        back[order] = np.arange(rows)
+        return Values.cat(parts).take(back)
     lengths = np.empty(rows, np.int64)
     lengths[order] = np.concatenate([cast("IntArray", part.lengths) for part in parts])
     found = [row for part in parts for row in part.rows()]
@@ -413,7 +413,7 @@ def digests(chunk: Chunk) -> set[bytes]:
         return item
 
     for objects in chunk.packed.objects.values() if chunk.shares else ():
-        mapped(None if objects.bare else objects.data, note)
+        mapped([] if objects.bare else objects.data, note, rows=True)
     return found
 
 
@@ -441,10 +441,9 @@ def _restored(objects: Objects) -> list[Any]:
     """Objects with their tensors; one that several rows hold is restored once and shared by them."""
     if objects.bare:
         return objects.data
-    return mapped(objects.data, lambda item: item.restored() if isinstance(item, Stowed) else item)
+    return mapped(objects.data, lambda item: item.restored() if isinstance(item, Stowed) else item, rows=True)
 
 
 def _with_leaves(objects: Mapping[Any, Objects], leaf: Any) -> dict[Any, Objects]:
-    return {
-        path: entry if entry.bare else replace(entry, data=mapped(entry.data, leaf)) for path, entry in objects.items()
-    }
+    changed = {path: mapped(entry.data, leaf, rows=True) for path, entry in objects.items() if not entry.bare}
+    return {path: replace(entry, data=changed.get(path, entry.data)) for path, entry in objects.items()}

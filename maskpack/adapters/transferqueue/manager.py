@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import ray
@@ -47,13 +46,11 @@ _PATIENCE, _TIMEOUT = 5, 200
 """Seconds after which a silent storage unit is looked for, and after which it is given up."""
 _FILE = "maskpack.json"
 _OPTIONS = {"num_data_storage_units", "required_node_resource", "codec"}
-_STARTED: dict[str, list[Any]] = {}
-"""The storage units that this process has started, by the run that they belong to."""
 
 
-@StorageBootstrapProvider.register_provider(NAME)
 def start(conf: Any) -> list[Any]:
-    """Starts the storage units of a configuration, and writes into it where they are reached."""
+    """Starts the storage units of a configuration, and writes into it where they are reached. They end once nobody
+    holds the actors that are returned: TransferQueue does, until it is closed."""
     given: dict[str, Any] = dict(conf.backend.get(NAME) or {})
     unknown = sorted(given.keys() - _OPTIONS)
     count, codec = given.get("num_data_storage_units", 2), given.get("codec")
@@ -67,10 +64,8 @@ def start(conf: Any) -> list[Any]:
     resource = given.get("required_node_resource")
     units = start_units(strategies_of_nodes(count, required_node_resource=resource))
     infos = ray.get([unit.address.remote() for unit in units])
-    run = uuid4().hex
-    _STARTED[run] = units
     with open_dict(conf):
-        conf.backend[NAME] = {**given, "codec": codec, "units": Units(run, infos)}
+        conf.backend[NAME] = {**given, "codec": codec, "units": Units(infos)}
     return units
 
 
@@ -78,12 +73,10 @@ class Units:
     """The storage units of a run. TransferQueue hands it to each process with its configuration; that the class is from
     this package is what registers the backend there."""
 
-    def __init__(self, run: str, infos: Sequence[Any]) -> None:
-        self.run = run
+    def __init__(self, infos: Sequence[Any]) -> None:
         self.infos = list(infos)
 
 
-@StorageManagerFactory.register(NAME)
 class MaskpackStorageManager(StorageManager):
     """Keeps the samples of TransferQueue as packed chunks in storage units."""
 
@@ -121,12 +114,11 @@ class MaskpackStorageManager(StorageManager):
         puts = [
             (unit, [samples[row] for row in rows], part)
             for unit, places in self._by_unit(samples).items()
-            for rows, part in _divided(chunk, places)
+            for rows, part in _divided(chunk, places, _RUNS if len(set(samples)) == len(samples) else 1)
         ]
         if large:
             await self._bring(Counter(digest for _, _, part in puts for digest in chunks.digests(part)), large)
-        freed = await _all(self._ask(unit, "put", own, part) for unit, own, part in puts)
-        await self._release(freed)
+        await self._change(self._ask(unit, "put", own, part) for unit, own, part in puts)
         await self.notify_data_update(metadata.partition_ids[0], samples, schema)
 
     async def get_data(self, metadata: Any) -> TensorDict:
@@ -143,25 +135,31 @@ class MaskpackStorageManager(StorageManager):
         samples, fields = metadata.global_indexes, metadata.field_names
         if not samples or not fields:
             return TensorDict({}, batch_size=len(samples))
+        pieces = await self._pieces(samples, fields)
+        try:
+            pieces = await self._whole(pieces)
+        except StorageKeyNotFoundError:  # put again meanwhile, with other large tensors
+            pieces = await self._whole(await self._pieces(samples, fields))
+        return chunks.assembled(pieces, fields, len(samples))
+
+    async def _pieces(self, samples: Sequence[int], fields: Sequence[str]) -> list[Piece]:
         asked = self._by_unit(samples)
         answers = await _all(
             self._ask(unit, "get", [samples[place] for place in places], fields) for unit, places in asked.items()
         )
-        pieces = [
+        return [
             Piece(piece.chunk, [places[place] for place in piece.places])
             for places, found in zip(asked.values(), answers, strict=True)
             for piece in found
         ]
-        return chunks.assembled(await self._whole(pieces), fields, len(samples))
 
     async def clear_data(self, metadata: Any) -> None:
         """Forgets samples. Raises StorageError if a storage unit did not answer."""
         samples = metadata.global_indexes
-        freed = await _all(
+        await self._change(
             self._ask(unit, "clear", [samples[place] for place in places])
             for unit, places in self._by_unit(samples).items()
         )
-        await self._release(freed)
 
     def _by_unit(self, samples: Sequence[int]) -> dict[int, list[int]]:
         """The places of samples among `samples`, by storage unit."""
@@ -191,9 +189,14 @@ class MaskpackStorageManager(StorageManager):
         answers = await _all(self._ask(unit, "fetch", list(own)) for unit, own in self._by_home(wanted).items())
         return chunks.whole(pieces, decoded({digest: large for answer in answers for digest, large in answer.items()}))
 
-    async def _release(self, freed: Iterable[Counter[bytes]]) -> None:
-        by_home = self._by_home(sum(freed, Counter[bytes]()))
-        await _all(self._ask(unit, "release", own) for unit, own in by_home.items())
+    async def _change(self, asked: Iterable[Awaitable[Counter[bytes]]]) -> None:
+        """Waits for requests that free large tensors, and gives their holds back, also if some of them fail."""
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        freed = sum((answer for answer in answers if isinstance(answer, Counter)), Counter[bytes]())
+        await _all(self._ask(unit, "release", own) for unit, own in self._by_home(freed).items())
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
 
     def _by_home(self, counts: Counter[bytes]) -> dict[int, Counter[bytes]]:
         out: dict[int, Counter[bytes]] = {}
@@ -258,7 +261,7 @@ class MaskpackStorageManager(StorageManager):
             try:
                 _, writer = await asyncio.wait_for(asyncio.open_connection(info.ip, info.ports[SOCKET]), _PATIENCE)
                 writer.close()
-            except OSError as error:
+            except (OSError, asyncio.TimeoutError) as error:
                 answer.cancel()
                 raise StorageError(
                     f"{request}: storage unit {info.id} at {where} is gone ({error}), and the samples in it; expected "
@@ -273,13 +276,15 @@ class MaskpackStorageManager(StorageManager):
         return answer.result()
 
     def close(self) -> None:
-        """Closes the sockets, and ends the storage units that this process has started."""
+        """Closes the sockets."""
         sockets = getattr(self, "_sockets", None)
         if sockets is not None:
             sockets.close()
         super().close()
-        for unit in _STARTED.pop(self._units.run, []) if hasattr(self, "_units") else []:
-            ray.kill(unit)
+
+
+StorageBootstrapProvider.register_provider(NAME)(start)
+StorageManagerFactory.register(NAME)(MaskpackStorageManager)
 
 
 async def _all(asked: Iterable[Awaitable[Any]]) -> list[Any]:
@@ -294,11 +299,12 @@ async def _all(asked: Iterable[Awaitable[Any]]) -> list[Any]:
     return answers
 
 
-def _divided(chunk: Chunk, places: Sequence[int]) -> list[tuple[Sequence[int], Chunk]]:
-    """The rows at some places, in chunks: those of each run of places, or all of them together."""
+def _divided(chunk: Chunk, places: Sequence[int], most: int) -> list[tuple[Sequence[int], Chunk]]:
+    """The rows at some places, in chunks: those of each run of places, or all together if there are more runs than
+    `most`."""
     line = np.asarray(places)
     cuts = np.flatnonzero(np.diff(line) != 1) + 1
-    runs = np.split(line, cuts) if cuts.size < _RUNS else [line]
+    runs = np.split(line, cuts) if cuts.size < most else [line]
     return [
         (run.tolist(), chunk if run.size == len(chunk) and cuts.size == 0 else chunk.take(run.tolist())) for run in runs
     ]

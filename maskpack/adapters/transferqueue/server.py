@@ -65,11 +65,11 @@ class StorageUnit:
         while True:
             who, *received = self._socket.recv_multipart(copy=False)
             self._received += sum(len(frame) for frame in received)
-            answer = frames(self._answer(received))
+            answer = self._answer(received)
             self._sent += sum(memoryview(frame).nbytes for frame in answer)
             self._socket.send_multipart([who, *answer], copy=False)
 
-    def _answer(self, received: Sequence[Any]) -> tuple[str, Any]:
+    def _answer(self, received: Sequence[Any]) -> list[Any]:
         try:
             name, given = message(received)
             if name not in _REQUESTS:
@@ -77,13 +77,13 @@ class StorageUnit:
             found = getattr(self._samples, name)(*given)
             if name == "figures":
                 found |= {"received_bytes": self._received, "sent_bytes": self._sent}
-            return DONE, found
+            return frames((DONE, found))
         except NoSampleError as error:
-            return NO_SAMPLE, str(error.args[0])
+            return frames((NO_SAMPLE, str(error.args[0])))
         except FieldError as error:
-            return NO_FIELD, str(error)
+            return frames((NO_FIELD, str(error)))
         except Exception as error:  # it is the caller's, who raises it
-            return FAILED, f"{type(error).__name__}: {error}"
+            return frames((FAILED, f"{type(error).__name__}: {error}"))
 
 
 def start_units(strategies: Sequence[Any]) -> list[Any]:

@@ -212,11 +212,13 @@ class Samples:
 
     def _join(self, kind: Any) -> None:
         """Joins the small chunks of a kind."""
-        numbers = list(self._waiting.pop(kind))
-        parts = [self.chunks.pop(number) for number in numbers]
+        numbers = list(self._waiting[kind])
+        parts = [self.chunks[number] for number in numbers]
+        chunk = Chunk.cat([(part.chunk, None) for part in parts])
+        for number in numbers:
+            self._pop(number)
         samples = [sample for part in parts for sample in part.samples]
-        holds = sum((part.holds for part in parts), Counter[bytes]())
-        joined = self._add(Chunk.cat([(part.chunk, None) for part in parts]), samples, holds)
+        joined = self._add(chunk, samples, sum((part.holds for part in parts), Counter[bytes]()))
         self.chunks[joined].live = sum(part.live for part in parts)
         rows = [range(len(part.chunk)) for part in parts]
         places = ((number, row) for number, own in zip(numbers, rows, strict=True) for row in own)
