@@ -5,7 +5,7 @@ call that raises leaves its input unchanged.
       RegistryError, LayoutError, PlanError, WireFormatError     also ValueError
         FieldError, a LayoutError                                also KeyError
       MethodError                                                also AttributeError
-      CoverageError, LossyPadError, ReplayError, StoreFullError, WorkerError
+      CoverageError, LossyPadError, ReplayError, StoreFullError, StorageError, WorkerError
 """
 
 from __future__ import annotations

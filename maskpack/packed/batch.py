@@ -309,10 +309,10 @@ def _dim_of_element(packed: PackedBatch, form: FieldForm, dim: Any, call: str) -
     node = packed.schema.root if len(form.path) == 1 else packed.forms[form.path[:-1]].node
     shared = len((node and node.more_dims) or ())
     free = [place for place in places if place > shared or not rows]
-    if dim is None and form.reason is not None:
+    if dim is None and form.axis is not None:
         raise LayoutError(
-            f'{call}: field "{show(form.path)}" stayed padded, because {form.reason}, so that its width is a dim of its '
-            "elements; expected dim to say which. Pass dim=2 for the layers of [B, S, layers, k]."
+            f'{call}: field "{show(form.path)}" stayed padded, because {form.reason}; its width is a dim of its '
+            "elements now; expected dim, to say which. Pass dim=2 for the layers of [B, S, layers, k]."
         )
     given = next(iter(free), dims) if dim is None else whole(dim, "dim", -dims, call)
     given += dims if given < 0 else 0
