@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import socket
+import time
 
 import pytest
 import torch
@@ -247,12 +249,23 @@ def test_fields_that_are_not_one_value_a_sample(queue):
         client.get_data(meta)
 
 
+def wait_for_its_end(info):
+    for _ in range(200):
+        try:
+            socket.create_connection((info.ip, info.ports["put_get_socket"])).close()
+        except OSError:
+            return
+        time.sleep(0.1)
+    raise AssertionError("the storage unit goes on")
+
+
 def test_a_storage_unit_that_was_killed_is_named(queue):
-    queue(num_data_storage_units=2)
+    manager = queue(num_data_storage_units=2)
     names = keys(128)  # 64 in each unit
     fields = TensorDict({"x": torch.arange(128)[:, None]}, batch_size=[128])
     tq.kv_batch_put(keys=names, partition_id="a", fields=fields)
     ray.kill(tq.interface._TQ_STORAGE["Maskpack"][1])
+    wait_for_its_end(manager._units.infos[1])
     with pytest.raises(StorageError, match=r"storage unit .* is gone .*\. Start the run again"):
         tq.kv_batch_get(keys=names, partition_id="a")
     with pytest.raises(StorageError, match="put: storage unit"):
