@@ -1,7 +1,7 @@
 """Packed batches of rows without padding: values and lengths in, no masks and no jagged tensors needed.
 
 name -> Values [T, *F] with lengths [B], a tensor [B], or objects --packed_rows--> PackedBatch
-PackedBatches of one schema --joined_rows--> PackedBatch
+rows of PackedBatches of one schema --joined_rows--> PackedBatch
 """
 
 from __future__ import annotations

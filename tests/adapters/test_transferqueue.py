@@ -18,9 +18,12 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
 import transfer_queue as tq
+import zmq
 from omegaconf import OmegaConf
+from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 from maskpack.adapters.transferqueue import MaskpackStorageManager, register
+from maskpack.adapters.transferqueue import manager as manager_module
 from maskpack.adapters.transferqueue.chunk import LARGE
 from maskpack.errors import MaskpackError, StorageError
 
@@ -273,6 +276,20 @@ def test_a_storage_unit_that_was_killed_is_named(queue):
     got = tq.kv_batch_get(keys=names[:64], partition_id="a")["x"].unbind()
     assert [row.tolist() for row in got] == [[at] for at in range(64)]
     stop()
+
+
+def test_a_storage_unit_that_never_answers_is_named(queue, monkeypatch):
+    manager = queue()
+    monkeypatch.setattr(manager_module, "_PATIENCE", 0.1)
+    monkeypatch.setattr(manager_module, "_TIMEOUT", 0.3)
+    assert manager._sockets._timeout is None  # it would end the wait first, with an error of ZeroMQ
+    silent = zmq.Context.instance().socket(zmq.ROUTER)
+    port = silent.bind_to_random_port("tcp://127.0.0.1")
+    info = ZMQServerInfo(manager._units.infos[0].role, "silent", "127.0.0.1", {"put_get_socket": port})
+    monkeypatch.setattr(manager._units, "infos", [info])
+    with pytest.raises(StorageError, match=r"figures: storage unit silent .* did not answer in 0\.\d+ s"):
+        tq.get_client()._run_coroutine(manager.figures())
+    silent.close(linger=0)
 
 
 def test_the_class_is_what_transfer_queue_finds():

@@ -243,7 +243,7 @@ def test_rows_come_back_as_from_simple_storage(seed: int) -> None:
                     del known[sample]
                 assert set().union(*(unit.rows for unit in ours.units)) == set(known)
     ours.clear(list(known))
-    assert not any(unit.chunks or unit.rows for unit in ours.units)
+    assert not any(unit.chunks or unit.rows or unit._waiting for unit in ours.units)
 
 
 def test_one_row_that_is_nested_too_deep_does_not_stand_for_all() -> None:

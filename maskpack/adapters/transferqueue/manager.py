@@ -84,7 +84,7 @@ class MaskpackStorageManager(StorageManager):
         self._units: Units = config["units"]
         self._codec: str | None = config.get("codec")
         super().__init__(controller_info, config, zmq_context=zmq_context)
-        self._sockets = SocketPool(self.zmq_context, self.storage_manager_id, SOCKET, timeout=_TIMEOUT)
+        self._sockets = SocketPool(self.zmq_context, self.storage_manager_id, SOCKET)  # `_received` has its own timeout
 
     # ---------------------------------------------------------------- samples
 
@@ -126,7 +126,7 @@ class MaskpackStorageManager(StorageManager):
 
         Rows of one dim or more are jagged tensors [n, j, *F], scalars are tensors [n], and objects, as well as rows
         that torch cannot hold in one tensor, are NonTensorStacks. Jagged tensors of equal row lengths share their
-        offsets. Objects that hold the same large tensor share its memory.
+        offsets. Objects that hold the same large tensor may share its memory.
 
         Raises:
             StorageKeyNotFoundError: a sample, or a field of one, is not stored.
@@ -256,24 +256,25 @@ class MaskpackStorageManager(StorageManager):
         """The frames of an answer. A storage unit that is silent for a while must at least be reached."""
         where, waited = f"{info.ip}:{info.ports[SOCKET]}", 0
         answer = asyncio.ensure_future(socket.recv_multipart(copy=False))
-        while not (await asyncio.wait([answer], timeout=_PATIENCE))[0]:
-            waited += _PATIENCE
-            try:
-                _, writer = await asyncio.wait_for(asyncio.open_connection(info.ip, info.ports[SOCKET]), _PATIENCE)
-                writer.close()
-            except (OSError, asyncio.TimeoutError) as error:
-                answer.cancel()
-                raise StorageError(
-                    f"{request}: storage unit {info.id} at {where} is gone ({error}), and the samples in it; expected "
-                    "an answer. Start the run again from its last checkpoint."
-                ) from error
-            if waited >= _TIMEOUT:
-                answer.cancel()
-                raise StorageError(
-                    f"{request}: storage unit {info.id} at {where} did not answer in {waited} s; expected an answer. "
-                    "Look whether its process is still at work."
-                )
-        return answer.result()
+        try:
+            while not (await asyncio.wait([answer], timeout=_PATIENCE))[0]:
+                waited += _PATIENCE
+                try:
+                    _, writer = await asyncio.wait_for(asyncio.open_connection(info.ip, info.ports[SOCKET]), _PATIENCE)
+                    writer.close()
+                except (OSError, asyncio.TimeoutError) as error:
+                    raise StorageError(
+                        f"{request}: storage unit {info.id} at {where} is gone ({error}), and the samples in it; "
+                        "expected an answer. Start the run again from its last checkpoint."
+                    ) from error
+                if waited >= _TIMEOUT:
+                    raise StorageError(
+                        f"{request}: storage unit {info.id} at {where} did not answer in {waited} s; expected an "
+                        "answer. Look whether its process is still at work."
+                    )
+            return answer.result()
+        finally:
+            answer.cancel()  # does nothing if it is there
 
     def close(self) -> None:
         """Closes the sockets."""

@@ -5,7 +5,7 @@
     clear: samples -> their rows; a chunk that is mostly dead is rewritten without them
 
 A field that is put again lies in a newer chunk, and hides the older one. Small chunks of one kind, as agent loops write
-them, are joined when they are read.
+them, are joined once there are SMALL of them, or when a get meets several.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from maskpack.adapters.transferqueue.large import Large
 from maskpack.errors import FieldError
 
 SMALL = 32
-"""Rows below which a chunk is joined with others of its kind."""
+"""Rows below which a chunk is joined with others of its kind; and how many of these wait for each other at most."""
 _SEVERAL = 4
 """Small chunks that a get must meet before they are joined."""
 
@@ -176,7 +176,10 @@ class Samples:
 
     def _pop(self, number: int) -> _Held:
         held = self.chunks.pop(number)
-        self._waiting.get(held.chunk.kind, {}).pop(number, None)
+        alike = self._waiting.get(held.chunk.kind, {})
+        alike.pop(number, None)
+        if not alike:
+            self._waiting.pop(held.chunk.kind, None)
         return held
 
     def _wait(self, number: int) -> None:
