@@ -1,0 +1,130 @@
+"""The manager of the storage backend over storage units in this process, where messages can be held up and fail."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+pytest.importorskip("transfer_queue")
+
+from transfer_queue import StorageKeyNotFoundError
+
+from maskpack.adapters.transferqueue.chunk import LARGE
+from maskpack.adapters.transferqueue.manager import MaskpackStorageManager, Units
+from maskpack.adapters.transferqueue.unit import NoSampleError, Samples
+from maskpack.errors import StorageError
+
+
+class Direct(MaskpackStorageManager):
+    """Asks the units by calls, with every message pickled; `before` runs before each request."""
+
+    def __init__(self, units=2, before=None):
+        self.units, self.before = [Samples() for _ in range(units)], before
+        self._units, self._codec = Units(self.units), None
+
+    async def _ask(self, unit, request, *given):
+        if self.before is not None:
+            await self.before(unit, request, given)
+        try:
+            given = pickle.loads(pickle.dumps(given))
+            return pickle.loads(pickle.dumps(getattr(self.units[unit], request)(*given)))
+        except NoSampleError as error:
+            raise StorageKeyNotFoundError(str(error)) from error
+
+    async def notify_data_update(self, *_):
+        pass
+
+    def held(self):
+        return sum(len(unit.large) for unit in self.units)
+
+
+def put(manager, samples, fields):
+    meta = SimpleNamespace(global_indexes=samples, partition_ids=["a"])
+    return manager.put_data(TensorDict(fields, batch_size=[len(samples)]), meta)
+
+
+def get(manager, samples, *fields):
+    return manager.get_data(SimpleNamespace(global_indexes=samples, field_names=list(fields)))
+
+
+def picture(seed):
+    torch.manual_seed(seed)
+    return torch.rand(LARGE // 4)
+
+
+def pictures(*seeds):
+    return {"o": NonTensorStack(*[{"p": picture(seed)} for seed in seeds])}
+
+
+def test_of_a_sample_that_is_named_twice_the_last_row_stays():
+    async def slow_first(unit, request, given):
+        await asyncio.sleep(0.05 if request == "put" and given[0][0] == 0 else 0.1 if request == "put" else 0)
+
+    for samples in ([0, 64, 0], [0, 1, 0], [0, 0], [5, 6, 7, 6]):
+        manager = Direct(1, slow_first)
+        asyncio.run(put(manager, samples, {"x": torch.arange(len(samples))}))
+        last = {sample: row for row, sample in enumerate(samples)}
+        got = asyncio.run(get(manager, list(last), "x"))["x"]
+        assert got.tolist() == list(last.values())
+
+    async def late(unit, request, given):
+        await asyncio.sleep(0.1 if request == "put" and given[0] == [0, 1] else 0)
+
+    manager = Direct(1, late)
+    asyncio.run(put(manager, [0, 1, 70, 0], {"x": torch.arange(4)}))
+    assert asyncio.run(get(manager, [0, 1, 70], "x"))["x"].tolist() == [3, 1, 2]
+
+
+def test_a_sample_that_is_put_again_during_a_get_is_found():
+    changed = []
+
+    async def overwrite(unit, request, given):
+        if request == "fetch" and not changed:
+            changed.append(True)
+            await put(manager, [3], pictures(1))
+
+    manager = Direct(before=overwrite)
+    asyncio.run(put(manager, [3], pictures(0)))
+    got = asyncio.run(get(manager, [3], "o"))["o"]
+    assert changed
+    assert torch.equal(got[0]["p"], picture(1))
+    assert manager.held() == 1
+
+
+def test_what_succeeded_of_a_put_gives_its_holds_back():
+    manager = Direct()
+    asyncio.run(put(manager, [0, 64], pictures(0, 0)))
+
+    async def fail(unit, request, given):
+        if request == "put" and unit == 1:
+            raise StorageError("put: storage unit is gone")
+
+    manager.before = fail
+    with pytest.raises(StorageError, match="is gone"):
+        asyncio.run(put(manager, [0, 64], {"o": NonTensorStack("a", "b")}))
+    (kept,) = [kept for unit in manager.units for kept in unit.large.values()]
+    assert kept.holds == 1  # that of sample 64, which has its picture still
+    assert torch.equal(asyncio.run(get(manager, [64], "o"))["o"][0]["p"], picture(0))
+    manager.before = None
+    asyncio.run(manager.clear_data(SimpleNamespace(global_indexes=[0, 64])))
+    assert manager.held() == 0
+
+
+def test_a_picture_is_sent_to_its_unit_and_fetched_from_it_once():
+    asked = Counter()
+
+    async def count(unit, request, given):
+        asked[request] += len(given[0]) if request in ("store", "fetch") else 1
+
+    manager = Direct(4, count)
+    samples = [0, 1, 64, 65, 128, 300]
+    asyncio.run(put(manager, samples, pictures(0, 1, 0, 1, 0, 1)))
+    got = asyncio.run(get(manager, samples[::-1], "o"))["o"]
+    assert (asked["store"], asked["fetch"]) == (2, 2)
+    assert all(torch.equal(row["p"], picture(seed)) for row, seed in zip(got, (1, 0, 1, 0, 1, 0), strict=True))
