@@ -39,13 +39,14 @@ from maskpack.nesting.survey import Survey, hidden, survey
 from maskpack.packed import pickling as pickles
 from maskpack.packed.batch_plan import BatchPlan, signature_of, with_pads
 from maskpack.packed.cuda import decode as staging
+from maskpack.packed.cuda import encode as encoding
 from maskpack.packed.decode import MAX_BYTES, Decoder, decoded_nbytes, on, trimmed
 from maskpack.packed.file import codec as codecs
 from maskpack.packed.file import container as wire
 from maskpack.packed.file import read as reading
 from maskpack.packed.file import write as manifest
 from maskpack.packed.join import check_named, joined, narrowed, restricted
-from maskpack.packed.table import Job, Table, encode, plans, take
+from maskpack.packed.table import Encoded, Job, Table, encode, merge, plans, take
 
 Target = Literal["padded", "nested"]
 Widths = Literal["padded", "trim"]
@@ -475,30 +476,48 @@ def _encoded(found: Survey, codec: str | None, signature: Any) -> PackedBatch | 
     other bytes than 0 and 1. Its plan is remembered by `signature`."""
     schema = replace(found.schema(), forms=tuple(_packed_form(form, found) for form in found.forms))
     tensors = [form for form in schema.forms if form.dtype is not None]
-    ready = {
-        form.path: found.values.get(form.path, found.entries[form.path])
-        for form in tensors
+    layouts = {name: layout.to("cpu") for name, layout in found.layouts.items()}
+    dense_rows = 1 if found.root.more_dims is None else found.rows
+    values = {
+        number: found.values.get(form.path, found.entries[form.path])
+        for number, form in enumerate(tensors)
         if form.path not in found.deferred
     }
-    bits = host_words(ready, ready)  # encoded before the caller can change them
     row_pads = host_words(found.row_pads, found.row_pads)
-    odd = [form.path for form in tensors if form.dtype is torch.bool and _odd_from_device(form, bits, row_pads)]
+    away = encoding.encoded(tensors, values, row_pads, layouts, found.rows, dense_rows)
+    done = [] if away is None else away.numbers
+    rest = [number for number in range(len(tensors)) if number not in done]
+    ready = {number: values[number] for number in rest if number in values}
+    bits = host_words(ready, ready)  # encoded before the caller can change them
+    odd = [] if away is None else [tensors[number].path for number in away.odd]
+    for number in rest:
+        path = tensors[number].path
+        if number in bits and _odd_from_device(tensors[number], bits[number], row_pads.get(path)):
+            odd.append(path)
     if odd:
         raise odd_bools_error("compress", odd)
-    layouts = {name: layout.to("cpu") for name, layout in found.layouts.items()}
     jobs = [
-        Job(form, padded=found.entries[form.path], trusted=found.deferred[form.path])
-        if form.path in found.deferred
-        else Job(form, words=bits[form.path].reshape(-1), row_pads=row_pads.get(form.path))
-        for form in tensors
+        Job(tensors[number], words=bits[number].reshape(-1), row_pads=row_pads.get(tensors[number].path))
+        if number in bits
+        else Job(
+            tensors[number],
+            padded=found.entries[tensors[number].path],
+            trusted=found.deferred[tensors[number].path],
+        )
+        for number in rest
     ]
-    encoded = encode(jobs, layouts, found.rows, 1 if found.root.more_dims is None else found.rows)
-    if encoded is None:
-        return None
-    plan = None if signature is None else BatchPlan.of(found, schema, encoded.jobs, encoded.table.body.nbytes)
-    if plan is not None:
-        plans.keep(signature, plan)
-    table, schema = with_pads(encoded.table, encoded.pads, schema, found.deferred)
+    encoded = None
+    if rest or away is None:
+        encoded = encode(jobs, layouts, found.rows, dense_rows)
+        if encoded is None:
+            return None
+    if encoded is not None and away is None:
+        encoding.learn(tensors, values, found.rows, encoded)
+        plan = None if signature is None else BatchPlan.of(found, schema, encoded.jobs, encoded.table.body.nbytes)
+        if plan is not None:
+            plans.keep(signature, plan)
+    table, pads = _together(away, encoded, rest, len(tensors))
+    table, schema = with_pads(table, pads, schema, found.deferred)
     objects = {path: Objects.of(found.entries[path]).stowed() for path in _objects_in(schema)}
     return PackedBatch(found.rows, schema, table, objects, codec)
 
@@ -515,9 +534,28 @@ def _objects_of(batch: TensorDictBase, schema: Schema, options: Options) -> dict
     return {path: Objects.of(value).stowed() for path, value in found.items()}
 
 
-def _odd_from_device(form: FieldForm, *arrays: Mapping[Path, Words]) -> bool:
+def _together(
+    away: encoding.OnDevice | None, encoded: Encoded | None, rest: Sequence[int], count: int
+) -> tuple[Table, list[int]]:
+    """The table of all tensors, of which a device encoded some and the host the `rest`; and the number of the pad of
+    each of them."""
+    if encoded is None:
+        assert away is not None
+        return away.table, [0] * count
+    if away is None:
+        return encoded.table, encoded.pads
+    picked = {number: (0, at) for at, number in enumerate(away.numbers)} | {
+        number: (1, at) for at, number in enumerate(rest)
+    }
+    pads = dict(zip(rest, encoded.pads, strict=True))
+    table = merge([away.table, encoded.table], [picked[number] for number in range(count)])
+    return table, [pads.get(number, 0) for number in range(count)]
+
+
+def _odd_from_device(form: FieldForm, *arrays: Words | None) -> bool:
     """Whether a bool field from a device has other bytes than 0 and 1; fields on the host were checked before."""
-    return form.device != "cpu" and any(odd_bools(own[form.path]) for own in arrays if form.path in own)
+    own = [array for array in arrays if array is not None]
+    return form.dtype is torch.bool and form.device != "cpu" and any(map(odd_bools, own))
 
 
 def _packed_form(form: FieldForm, found: Survey) -> FieldForm:

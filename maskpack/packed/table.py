@@ -337,7 +337,7 @@ class Table:
         if set(names) == set(self.names):
             return self
         layouts = wholes_first({name: layout for name, layout in self.layouts.items() if name in names})
-        stored, head = _stored_alone(layouts, self.rows)
+        stored, head = stored_alone(layouts, self.rows)
         entries, fields = self._needed()
         pads = self.row_pads.copy()
         places = _places(stored[:0], entries, pads)
@@ -677,7 +677,7 @@ def _room_of(layouts: Iterable[RowLayout], rows: int) -> int:
     return sum(24 * layout.num_spans + 8 * rows + 64 for layout in layouts) // 8 * 8 + 64
 
 
-def _stored_alone(layouts: Mapping[str, RowLayout], rows: int) -> tuple[Structs, Words]:
+def stored_alone(layouts: Mapping[str, RowLayout], rows: int) -> tuple[Structs, Words]:
     """STORED [m], and a body that holds layouts and nothing else, a multiple of 8 bytes."""
     stored, body = stored_before(layouts), np.zeros(_room_of(layouts.values(), rows), np.uint8)
     used = native.store_layouts(stored, native.layout_rows([own.on_host for own in layouts.values()]), body, 0)

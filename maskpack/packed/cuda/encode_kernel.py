@@ -1,0 +1,383 @@
+"""The encode kernels: packed words on a device to the arrays of their encodings, in two launches for all fields.
+
+A program reads one row of one unit, CHUNK words at a time (encode_job.py says what it is told). All arithmetic is int64
+and wraps, as in the compiled core, whose bytes these are.
+"""
+
+# Kernels have no Python types, and a launch takes more than the kernel has.
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
+# pyright: reportOperatorIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from maskpack.core import native
+from maskpack.packed.cuda import encode_job as job
+from maskpack.packed.cuda.kernel import _number, _store
+
+UNIT, STAT = tl.constexpr(len(job.Unit._fields)), tl.constexpr(len(job.Stat._fields))
+(
+    KIND, WORDS, SIZE, ITEMS, STRIDE, OFFSET, ROWS, BOUNDS, NUMBER, BYTES, NEAR, HEAD, TAIL, BOOLS, B_SIZE, C_SIZE,
+) = (tl.constexpr(place) for place in range(len(job.Unit._fields)))  # fmt: skip
+PLAIN, NARROW, BLOCKS, RLE, ARANGE, SPARSE, CONCAT = (
+    tl.constexpr(kind)
+    for kind in (
+        native.PLAIN, native.NARROW, native.BLOCKS, native.RLE, native.ARANGE, native.SPARSE, native.CONCAT,
+    )
+)  # fmt: skip
+BLOCK, NEAR_BIT = tl.constexpr(job.BLOCK), tl.constexpr(job.NEAR_BIT)
+MISFIT, ODD, NEAR_USED = tl.constexpr(job.MISFIT), tl.constexpr(job.ODD), tl.constexpr(job.NEAR_USED)
+WRITTEN, LEFT_OUT = tl.constexpr(job.WRITTEN), tl.constexpr(job.LEFT_OUT)
+_FEW, _LANES = tl.constexpr(64), tl.constexpr(8)
+_MOST = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+_WARPS = 8
+
+
+# -------------------------------------------------------------------- rows
+
+
+@triton.jit
+def _row(unit, tables, row):
+    """The address of the first word of a row, and the number of its words."""
+    items, stride = tl.load(unit + ITEMS), tl.load(unit + STRIDE)
+    begin = row
+    tokens = row * 0 + 1
+    bounds = tl.load(unit + BOUNDS)
+    if bounds >= 0:
+        begin = tl.load(tables + bounds + row)
+        tokens = tl.load(tables + bounds + row + 1) - begin
+    address = tl.load(unit + WORDS) + (begin * stride + tl.load(unit + OFFSET)) * tl.load(unit + SIZE)
+    return address.to(tl.pointer_type(tl.uint8)), (tokens * items).to(tl.int32)
+
+
+@triton.jit
+def _signed(words, size):
+    """Words of `size` bytes as the numbers that they are."""
+    unused = 64 - 8 * size
+    return (words << unused) >> unused
+
+
+@triton.jit
+def _words(address, size, items, stride, at, mask):
+    """Words of a row, as signed numbers."""
+    place = at
+    if items != stride:
+        place = at // items * stride + at % items
+    return _signed(_number(address, size, place, mask), size)
+
+
+@triton.jit
+def _mixed(words, at):
+    """A number for each word and its place, whose sum is the hash of a row."""
+    mixed = (words ^ (at.to(tl.int64) * 0x1E3779B97F4A7C15)) * 0x3F58476D1CE4E5B9
+    mixed = (mixed ^ (mixed >> 29)) * 0x14D049BB133111EB
+    return mixed ^ (mixed >> 32)
+
+
+@triton.jit
+def _larger(one, other):
+    return tl.maximum(one, other)
+
+
+# -------------------------------------------------------------------- blocks
+
+
+@triton.jit
+def _bits(most):
+    """The bits of a number below 2^32; 65 for others, negative ones too."""
+    bits = (most > 0).to(tl.int64)
+    left = most
+    for step in tl.static_range(5):
+        shift = 16 >> step
+        more = (left >> shift) > 0
+        left = tl.where(more, left >> shift, left)
+        bits += tl.where(more, shift, 0)
+    return tl.where((most >> 32) != 0, 65, bits)
+
+
+@triton.jit
+def _numbers(count, bits):
+    """The u32 numbers of blocks of `count` words of `bits` bits."""
+    in_lanes = ((count + _LANES - 1) // _LANES * bits + 31) // 32 * _LANES
+    return tl.where(count < _FEW, (count * bits + 31) // 32, in_lanes)
+
+
+@triton.jit
+def _distances(words, others, size):
+    """How far words are from others, small numbers on either side."""
+    apart = _signed(words - others, size)
+    apart = (apart << 1) ^ (apart >> 63)
+    return tl.where(size == 8, apart, apart & ((1 << (8 * (size & 7))) - 1))
+
+
+@triton.jit
+def _in_blocks(words, others, near, size, left, CHUNK: tl.constexpr):
+    """The words of each block as numbers of few bits [blocks, BLOCK]; and of each block the words, the bits of a
+    number, the least word, and whether its numbers are distances."""
+    blocks: tl.constexpr = CHUNK // BLOCK
+    block = tl.arange(0, blocks)
+    count = tl.minimum(tl.maximum(left - block * BLOCK, 0), BLOCK)
+    inside = tl.arange(0, BLOCK)[None, :] < count[:, None]
+    lines = tl.reshape(words, (blocks, BLOCK))
+    low = tl.min(tl.where(inside, lines, _MOST), 1)
+    high = tl.max(tl.where(inside, lines, -_MOST - 1), 1)
+    some = count > 0
+    bits = _bits(tl.where(some, high - low, 0))
+    numbers = lines - low[:, None]
+    by_distance = count < 0
+    if near:
+        apart = tl.reshape(_distances(words, others, size), (blocks, BLOCK))
+        apart = tl.where(inside, apart, 0)
+        far = _bits(tl.max(apart, 1))
+        far = tl.where(tl.max(((apart >> 32) != 0).to(tl.int32), 1) > 0, 65, far)
+        by_distance = far < bits
+        bits = tl.minimum(far, bits)
+        numbers = tl.where(by_distance[:, None], apart, numbers)
+        low = tl.where(by_distance, 0, low)
+    return tl.where(inside, numbers, 0), count, bits, low, by_distance
+
+
+# -------------------------------------------------------------------- what a form takes
+
+
+@triton.jit
+def _differ(units, tables, one, other, row, other_row, CHUNK: tl.constexpr):
+    """Whether two rows of the same number of words differ in one."""
+    unit, second = units + one * UNIT, units + other * UNIT
+    address, n = _row(unit, tables, row)
+    beside, others_n = _row(second, tables, other_row)
+    size, items, stride = tl.load(unit + SIZE), tl.load(unit + ITEMS), tl.load(unit + STRIDE)
+    others_stride = tl.load(second + STRIDE)
+    found = tl.zeros((CHUNK,), tl.int32)
+    at = tl.arange(0, CHUNK)
+    begin = n * 0
+    while begin < n:
+        inside = begin + at < n
+        seen = _words(address, size, items, stride, begin + at, inside)
+        expected = _words(beside, size, items, others_stride, begin + at, inside)
+        found = found | (seen != expected).to(tl.int32)
+        begin += CHUNK
+    return tl.maximum(tl.max(found), (n != others_n).to(tl.int32))
+
+
+@triton.jit
+def _measure_row(units, tables, stat, number, row, CHUNK: tl.constexpr):
+    unit = units + number * UNIT
+    address, n = _row(unit, tables, row)
+    kind, size = tl.load(unit + KIND), tl.load(unit + SIZE)
+    items, stride = tl.load(unit + ITEMS), tl.load(unit + STRIDE)
+    near = tl.load(unit + NEAR)
+    beside, others_stride = address, stride
+    head_n, tail_n = n * 0, n * 0
+    behind, behind_stride = address, stride
+    if kind == CONCAT:
+        head, tail = units + tl.load(unit + HEAD) * UNIT, units + tl.load(unit + TAIL) * UNIT
+        beside, head_n = _row(head, tables, row)
+        others_stride = tl.load(head + STRIDE)
+        behind, tail_n = _row(tail, tables, row)
+        behind_stride = tl.load(tail + STRIDE)
+    elif near >= 0:
+        beside, _ = _row(units + near * UNIT, tables, row)
+        others_stride = tl.load(units + near * UNIT + STRIDE)
+    base, step = tl.load(unit + NUMBER), tl.load(unit + NUMBER)
+    first = _signed(_number(address, size, n * 0, n > 0), size)
+    flags = tl.zeros((CHUNK,), tl.int32)
+    count = tl.zeros((CHUNK,), tl.int64)
+    low = tl.full((CHUNK,), _MOST, tl.int64)
+    high = tl.full((CHUNK,), -_MOST - 1, tl.int64)
+    least = tl.full((CHUNK,), _MOST, tl.int64)
+    most = tl.zeros((CHUNK,), tl.int64)
+    hashes = tl.zeros((CHUNK,), tl.int64)
+    numbers = n.to(tl.int64) * 0  # of blocks
+    used = n * 0
+    stretch = n * 0  # where the last one began
+    lane = tl.arange(0, CHUNK)
+    begin = n * 0
+    while begin < n:
+        at = begin + lane
+        inside = at < n
+        words = _words(address, size, items, stride, at, inside)
+        hashes += tl.where(inside, _mixed(words, at), 0)
+        if kind == NARROW:
+            above = _signed(words - base, size) & tl.where(size == 8, -1, (1 << (8 * (size & 7))) - 1)
+            flags = flags | tl.where(inside & ((above >> (8 * tl.load(unit + BYTES))) != 0), MISFIT, 0)
+        elif kind == BLOCKS:
+            others = words
+            if near >= 0:
+                others = _words(beside, size, items, others_stride, at, inside)
+            _, blocks_of, bits, _, by_distance = _in_blocks(words, others, near >= 0, size, n - begin, CHUNK)
+            used = used | tl.max((bits > 32).to(tl.int32)) * MISFIT
+            used = used | tl.max(by_distance.to(tl.int32)) * NEAR_USED
+            numbers += tl.sum(_numbers(blocks_of, bits))
+        elif kind == RLE:
+            before = _words(address, size, items, stride, at - 1, inside & (at > 0))
+            behind_it = _words(address, size, items, stride, at + 1, at + 1 < n)
+            starts = inside & ((at == 0) | (words != before))
+            ends = (at + 1 < n) & (words != behind_it)
+            last = tl.maximum(tl.associative_scan(tl.where(starts, at, -1), 0, _larger), stretch)
+            length = (at + 1 - last).to(tl.int64)
+            stretch = tl.max(tl.where(inside, last, 0))
+            count += starts.to(tl.int64)
+            low = tl.minimum(low, tl.where(starts, words, _MOST))
+            high = tl.maximum(high, tl.where(starts, words, -_MOST - 1))
+            least = tl.minimum(least, tl.where(ends, length, _MOST))
+            most = tl.maximum(most, tl.where(ends, length, 0))
+        elif kind == ARANGE:
+            expected = _signed(first + at.to(tl.int64) * step, size)
+            flags = flags | tl.where(inside & (words != expected), MISFIT, 0)
+        elif kind == SPARSE:
+            real = inside & (words != 0)
+            count += real.to(tl.int64)
+            most = tl.maximum(most, tl.where(real, at, 0).to(tl.int64))
+        elif kind == CONCAT:
+            in_head = at < head_n
+            expected = _words(beside, size, items, others_stride, at, inside & in_head)
+            expected += _words(behind, size, items, behind_stride, at - head_n, inside & (at >= head_n))
+            flags = flags | tl.where(inside & (words != expected), MISFIT, 0)
+        if tl.load(unit + BOOLS) != 0:
+            flags = flags | tl.where(inside & ((words & -2) != 0), ODD, 0)
+        begin += CHUNK
+    misfit = tl.max(flags & MISFIT) | tl.where((kind == CONCAT) & (head_n + tail_n != n), MISFIT, 0)
+    tl.store(stat, (misfit | tl.max(flags & ODD) | used).to(tl.int64))
+    tl.store(stat + 1, tl.sum(count) + numbers)
+    tl.store(stat + 2, tl.where(kind == ARANGE, first, tl.min(low)))
+    tl.store(stat + 3, tl.where(kind == ARANGE, first, tl.max(high)))
+    tl.store(stat + 4, tl.min(least))
+    tl.store(stat + 5, tl.max(most))
+    tl.store(stat + 6, tl.sum(hashes))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _measure(units, tables, stats, rows, CHUNK: tl.constexpr):
+    number = (tl.program_id(0) // rows).to(tl.int64)
+    row = (tl.program_id(0) % rows).to(tl.int64)
+    if row < tl.load(units + number * UNIT + ROWS):
+        _measure_row(units, tables, stats + (number * rows + row) * STAT, number, row, CHUNK)
+
+
+# -------------------------------------------------------------------- writing
+
+
+@triton.jit
+def _write_blocks(
+    body, widths, bases, numbers_at, numbers, count, bits, low, by_distance, size, before, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Writes blocks behind the `before` u32 numbers of the row; how many they have."""
+    blocks: tl.constexpr = CHUNK // BLOCK
+    block = tl.arange(0, blocks)
+    own = _numbers(count, bits)
+    first = before + tl.cumsum(own, 0) - own
+    some = count > 0
+    tl.store(body + widths + block, tl.where(by_distance, bits | NEAR_BIT, bits).to(tl.uint8), mask=some)
+    _store(body + bases, size, block, low, some)
+    place = tl.arange(0, BLOCK)[None, :]
+    in_lanes = (count >= _FEW)[:, None]
+    bit = tl.where(in_lanes, place // _LANES, place) * bits[:, None]
+    step = tl.where(in_lanes, _LANES, 1)
+    at = first[:, None] + (bit >> 5) * step + tl.where(in_lanes, place % _LANES, 0)
+    pair = numbers << (bit & 31)
+    to = (body + numbers_at).to(tl.pointer_type(tl.int32))
+    low_half = ((pair << 32) >> 32).to(tl.int32)
+    high_half = (pair >> 32).to(tl.int32)
+    tl.atomic_or(to + at, low_half, mask=low_half != 0, sem="relaxed")
+    tl.atomic_or(to + at + step, high_half, mask=high_half != 0, sem="relaxed")
+    return tl.sum(own)
+
+
+@triton.jit
+def _write_row(units, tables, places, body, number, row, CHUNK: tl.constexpr):
+    unit = units + number * UNIT
+    address, n = _row(unit, tables, row)
+    kind, size = tl.load(unit + KIND), tl.load(unit + SIZE)
+    items, stride = tl.load(unit + ITEMS), tl.load(unit + STRIDE)
+    b_size, c_size = tl.load(unit + B_SIZE), tl.load(unit + C_SIZE)
+    near = tl.load(unit + NEAR)
+    beside, others_stride = address, stride
+    if (kind == BLOCKS) & (near >= 0):
+        beside, _ = _row(units + near * UNIT, tables, row)
+        others_stride = tl.load(units + near * UNIT + STRIDE)
+    a, b, c = tl.load(places), tl.load(places + 1), tl.load(places + 2)
+    before = n.to(tl.int64) * 0
+    stretch = n * 0
+    lane = tl.arange(0, CHUNK)
+    begin = n * 0
+    while begin < n:
+        at = begin + lane
+        inside = at < n
+        words = _words(address, size, items, stride, at, inside)
+        if kind == PLAIN:
+            _store(body + a, size, at, words, inside)
+        elif kind == NARROW:
+            _store(body + a, tl.load(unit + BYTES), at, words - tl.load(unit + NUMBER), inside)
+        elif kind == BLOCKS:
+            others = words
+            if near >= 0:
+                others = _words(beside, size, items, others_stride, at, inside)
+            numbers, count, bits, low, by_distance = _in_blocks(words, others, near >= 0, size, n - begin, CHUNK)
+            index = (begin // BLOCK).to(tl.int64)
+            before += _write_blocks(
+                body, a + index, b + index * size, c, numbers, count, bits, low, by_distance, size, before, CHUNK
+            )
+        elif kind == RLE:
+            earlier = _words(address, size, items, stride, at - 1, inside & (at > 0))
+            behind = _words(address, size, items, stride, at + 1, at + 1 < n)
+            starts = inside & ((at == 0) | (words != earlier))
+            ends = (at + 1 < n) & (words != behind)
+            last = tl.maximum(tl.associative_scan(tl.where(starts, at, -1), 0, _larger), stretch)
+            stretch = tl.max(tl.where(inside, last, 0))
+            order = before + tl.cumsum(starts.to(tl.int64), 0) - 1
+            if b_size > 0:
+                _store(body + b, b_size, order, (at + 1 - last).to(tl.int64), ends)
+            if c_size > 0:
+                _store(body + c, c_size, order, words, starts)
+            before += tl.sum(starts.to(tl.int64))
+        elif kind == SPARSE:
+            real = inside & (words != 0)
+            order = before + tl.cumsum(real.to(tl.int64), 0) - 1
+            _store(body + b, b_size, order, at.to(tl.int64), real)
+            _store(body + c, size, order, words, real)
+            before += tl.sum(real.to(tl.int64))
+        begin += CHUNK
+
+
+@triton.jit(do_not_specialize=["rows", "differing"])
+def _write(units, tables, places, body, rows, differing, CHUNK: tl.constexpr):
+    number = (tl.program_id(0) // rows).to(tl.int64)
+    row = (tl.program_id(0) % rows).to(tl.int64)
+    if row < tl.load(units + number * UNIT + ROWS):
+        place = places + (number * rows + row) * 4
+        way = tl.load(place + 3)
+        if way == WRITTEN:
+            _write_row(units, tables, place, body, number, row, CHUNK)
+        elif way >= 0:
+            if _differ(units, tables, number, way // rows, row, way % rows, CHUNK) > 0:
+                tl.store(body + differing + number, 1)
+
+
+def measure(units: Tensor, tables: Tensor, stats: Tensor, count: int, rows: int) -> None:
+    """Writes the stats of the rows of all units.
+
+    Args:
+        units: int64 [count, UNIT], on the device, like all others.
+        tables: int64, the tables.
+        stats: int64 [count, rows, STAT].
+    """
+    with torch.cuda.device_of(units):
+        _measure[(count * rows,)](units, tables, stats, rows, CHUNK=job.CHUNK, num_warps=_WARPS)
+
+
+def write(units: Tensor, tables: Tensor, places: Tensor, body: Tensor, count: int, rows: int, differing: int) -> None:
+    """Writes the arrays of all units.
+
+    Args:
+        places: int64 [count, rows, 4]: where the part of each array that belongs to a row begins in the body, and what
+            becomes of the row.
+        body: uint8, 0 before.
+        differing: where the byte of each unit is that becomes 1 if a row is not equal to the row that it must equal.
+    """
+    with torch.cuda.device_of(units):
+        _write[(count * rows,)](units, tables, places, body, rows, differing, CHUNK=job.CHUNK, num_warps=_WARPS)
