@@ -130,11 +130,21 @@ def host_words(tensors: Mapping[_Key, Tensor], fresh: Collection[_Key]) -> dict[
             away.setdefault(tensor.device, []).append(path)
     for paths in away.values():
         parts = [words(tensors[path]).contiguous() for path in paths]
-        line = torch.cat([part.view(-1).view(torch.uint8) for part in parts]).cpu().numpy()
+        line = to_pinned(torch.cat([part.view(-1).view(torch.uint8) for part in parts])).numpy()
         ends = np.cumsum([part.numel() * part.element_size() for part in parts])
         for path, part, piece in zip(paths, parts, np.split(line, ends[:-1]), strict=True):
             dtype = torch.empty(0, dtype=part.dtype, device="cpu").numpy().dtype
             out[path] = (
                 piece.view(dtype).reshape(tuple(part.shape)) if piece.size else np.empty(tuple(part.shape), dtype)
             )
+    return out
+
+
+def to_pinned(x: Tensor) -> Tensor:
+    """A copy [n] of a flat tensor on the host, in pinned memory if it comes from a GPU: fresh pages take forty times as
+    long. Synchronises."""
+    out = torch.empty(x.numel(), dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
+    out.copy_(x, non_blocking=True)
+    if x.is_cuda:
+        torch.cuda.current_stream(x.device).synchronize()
     return out

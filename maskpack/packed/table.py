@@ -125,19 +125,18 @@ class Table:
 
     def own_entries(self, field: int) -> list[int]:
         """The entries that a field alone is stored in: its own, and the parts of a dictionary or of columns."""
-        return self._parts(int(self.fields[field]))
+        return self._own_entries(int(self.fields[field]))
 
-    def _parts(self, at: int) -> list[int]:
+    def _own_entries(self, at: int) -> list[int]:
+        inner = self.parts(at)
+        return [at] if inner == [at] else [*(part for one in inner for part in self._own_entries(one)), at]
+
+    def parts(self, at: int) -> list[int]:
+        """The entries that an entry is made of: the stored rows of a dictionary, columns, or itself."""
         entry = self.entries[at]
         kind, first = int(entry["kind"]), int(entry["first"])
-        inner = (
-            [first]
-            if kind == native.DICTIONARY
-            else range(first, first + int(entry["second"]))
-            if kind == native.COLUMNS
-            else []
-        )
-        return [*(part for one in inner for part in self._parts(one)), at]
+        count = 1 if kind == native.DICTIONARY else int(entry["second"]) if kind == native.COLUMNS else 0
+        return [*range(first, first + count)] if count else [at]
 
     def _reached(self) -> list[int]:
         """The entries that some field needs, each once, rising."""
@@ -731,12 +730,14 @@ _forms: Latest[Structs] = Latest()
 """How the tensors of jobs were encoded the last time."""
 plans: Latest[Any] = Latest()
 """The plans of batches (batch_plan.py)."""
+device_forms: Latest[Any] = Latest()
+"""How the tensors of batches on a GPU were encoded the last time (cuda/encode.py)."""
 
 
 def forget() -> None:
     """Forgets how earlier batches were encoded, so that each field of the next one is looked at anew."""
-    _forms.clear()
-    plans.clear()
+    for known in (_forms, plans, device_forms):
+        known.clear()
 
 
 # -------------------------------------------------------------------- rows in other orders, and of several tables

@@ -2,9 +2,9 @@
 
     packed values, forms of the last batch --measure--> what each row takes --host--> places --write--> body
 
-The first batch with some fields is encoded on the host, which chooses the forms (table.py); the next ones take these, as
-`BatchPlan` does on the host. Fields that do not fit their form any more, and forms that the kernels do not write, are left
-to the host. Two synchronisations: one for the measures, one for the body, which lies in pinned memory.
+The first batch with some fields is encoded on the host, which chooses the forms (table.py); the next ones take these,
+as `BatchPlan` does on the host. Fields that do not fit their form any more, and forms that the kernels do not write,
+are left to the host. Two synchronisations: one for the measures, one for the body, which lies in pinned memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from maskpack.core import native
 from maskpack.core.backends import uses_triton
-from maskpack.core.bits import Words, words
+from maskpack.core.bits import Words, to_pinned, words
 from maskpack.core.index import IntArray, cumulated
 from maskpack.core.keys import Path
 from maskpack.core.native import Structs
@@ -27,10 +27,13 @@ from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.cuda import encode_job as job
 from maskpack.packed.cuda.encode_job import LEFT_OUT, MISFIT, NEAR_USED, ODD, WRITTEN, Stat, Unit
-from maskpack.packed.table import Encoded, Latest, Table, stored_alone, wholes_first
+from maskpack.packed.table import Encoded, Table, device_forms, stored_alone, wholes_first
 
-_FORMS = {native.PLAIN, native.NARROW, native.BLOCKS, native.RLE, native.ARANGE, native.SPARSE}
-_OF_STORED_ROWS = {native.PLAIN, native.NARROW, native.BLOCKS}
+_WRITTEN_HERE = {
+    *(native.PLAIN, native.NARROW, native.BLOCKS, native.BITMAP, native.RLE, native.ARANGE, native.DELTA),
+    *(native.SPARSE, native.CONCAT),
+}
+_UNKNOWN = -1
 _MOST = (1 << 31) - 2 * job.CHUNK
 """Words of a row that the kernels can count."""
 _A_LOOK = 64
@@ -38,6 +41,25 @@ _A_LOOK = 64
 _COST_WORDS, _HEADER = 1 << 20, 64
 """`cost` of a FORM is bytes for so many words; bytes that a field may take beyond 2 % more. (core.c)"""
 _NOTHING = (0, 1, 0)
+
+
+class _Form(NamedTuple):
+    """The form of a unit, as in `Unit`."""
+
+    kind: int
+    number: int = 0
+    second: int = 0
+    bytes: int = 0
+
+    @classmethod
+    def of(cls, table: Table, at: int) -> _Form:
+        """The form of an entry."""
+        entry = table.entries[at]
+        kind, size = int(entry["kind"]), int(entry["size"])
+        if kind == native.BITMAP:
+            first, second = table.array(entry["b"]).view(f"<i{size}").tolist()
+            return cls(kind, first, second)
+        return cls(kind, int(entry["number"]), 0, int(entry["a"]["size"]))
 
 
 @dataclass
@@ -48,6 +70,7 @@ class Forms:
         jobs: JOB [n], each behind those that it refers to.
         order: int64 [n], the place of each tensor among them.
         kinds: the encoding of each job.
+        inner: of each job the forms of its units: one, or those of its columns.
         uses: how many batches took them.
         misses: how often each job did not fit.
         stale: whether the next batch goes to the host.
@@ -56,6 +79,7 @@ class Forms:
     jobs: Structs
     order: IntArray
     kinds: list[int]
+    inner: list[list[_Form]]
     uses: int = 0
     misses: dict[int, int] = field(default_factory=dict[int, int])
     stale: bool = False
@@ -63,12 +87,17 @@ class Forms:
     @classmethod
     def of(cls, encoded: Encoded) -> Forms:
         """The forms of a batch that the host encoded."""
-        jobs, order, _ = encoded.jobs
+        (jobs, order, _), table = encoded.jobs, encoded.table
         kinds = jobs["form"]["kind"].tolist()
-        of_entries = encoded.table.entries["kind"][encoded.table.fields]
-        for tensor in np.flatnonzero(of_entries == native.CONCAT).tolist():
-            kinds[int(order[tensor])] = native.CONCAT
-        return cls(jobs.copy(), np.array(order), kinds)
+        inner: list[list[_Form]] = [[] for _ in kinds]
+        for place, at in zip(order.tolist(), table.fields.tolist(), strict=True):
+            entry = table.entries[at]
+            if entry["kind"] == native.CONCAT:
+                kinds[place] = native.CONCAT
+            elif kinds[place] != int(entry["kind"]):
+                kinds[place] = _UNKNOWN  # of no words
+            inner[place] = [_Form.of(table, part) for part in table.parts(at)]
+        return cls(jobs.copy(), np.array(order), kinds, inner)
 
     def want_host(self) -> bool:
         """Whether the next batch goes to the host."""
@@ -122,7 +151,7 @@ def encoded(
     device = _device_of(values)
     if device is None or not rows:
         return None
-    forms = _known.get(_key(tensors, rows))
+    forms: Forms | None = device_forms.get(_key(tensors, rows))
     if forms is None or forms.want_host():
         return None
     own = {number: x for number, x in values.items() if x.device == device}
@@ -134,11 +163,8 @@ def learn(tensors: Sequence[FieldForm], values: Mapping[int, Tensor], rows: int,
     """Remembers how the host encoded all tensors of a batch, if some lie on a GPU."""
     if _device_of(values) is not None and rows:
         key = _key(tensors, rows)
-        before = _known.get(key)
-        _known.keep(key, Forms.of(done) if before is None else before.renewed(done))
-
-
-_known: Latest[Forms] = Latest()
+        before: Forms | None = device_forms.get(key)
+        device_forms.keep(key, Forms.of(done) if before is None else before.renewed(done))
 
 
 def _key(tensors: Sequence[FieldForm], rows: int) -> tuple[Any, ...]:
@@ -206,13 +232,17 @@ class _Encoder:
                 self._left.add(place)
         pads = {number: self._kept(array) for number, array in self._row_pads.items() if number in self._tensors}
         body, differing = self._written(staged)
-        self._left |= {place for place, own in self._fields.items() if differing[own.units.start : own.units.stop].any()}
+        self._left |= {
+            place for place, own in self._fields.items() if differing[own.units.start : own.units.stop].any()
+        }
         self._left |= {place for place in self._fields if self._refers_to_left(place)}
         body[: head.nbytes] = head
         for at, array in self._small:
             body[at : at + array.nbytes] = array.view(np.uint8)
         self._forms.missed(sorted(self._left))
-        kept = sorted((own for place, own in self._fields.items() if place not in self._left), key=lambda own: own.tensor)
+        kept = sorted(
+            (own for place, own in self._fields.items() if place not in self._left), key=lambda own: own.tensor
+        )
         if not kept:
             return None
         entries: Any = np.zeros(len(self._entries), native.ENTRY)
@@ -238,44 +268,41 @@ class _Encoder:
             needed = [other for other in needed if other >= 0]
             if any(other not in self._fields or len(self._fields[other].units) > 1 for other in needed):
                 continue
-            units = self._units_of(kind, row, x, needed)
+            units = self._units_of(place, x, needed)
             if units:
                 first = len(self._units)
                 self._units += units
                 self._fields[place] = _Field(tensor, place, kind, range(first, first + len(units)))
 
-    def _units_of(self, kind: int, row: Any, x: Tensor, needed: Sequence[int]) -> list[Unit]:
+    def _units_of(self, place: int, x: Tensor, needed: Sequence[int]) -> list[Unit]:
         """The units of a field; none if the kernels cannot encode it."""
-        form, layout, items, size = row["form"], int(row["layout"]), int(row["items"]), int(row["size"])
+        kind, row = self._forms.kinds[place], self._forms.jobs[place]
+        layout, items, size = int(row["layout"]), int(row["items"]), int(row["size"])
         offsets = self._offsets[layout] if layout >= 0 else None
         rows = self._rows if layout >= 0 else self._dense_rows
         lengths: IntArray = np.full(self._rows, items, np.int64) if offsets is None else np.diff(offsets) * items
         if offsets is None:
             lengths[rows:] = 0
-        inner = int(form["inner_kind"]) if kind == native.DICTIONARY else kind
-        columns = int(row["columns"]) if kind == native.COLUMNS else 1
-        many = kind == native.COLUMNS and columns > native.FEW_COLUMNS
-        fits = many or kind == native.CONCAT or inner in (_OF_STORED_ROWS if kind == native.DICTIONARY else _FORMS)
-        if not fits or int(lengths.max(initial=0)) > _MOST or not lengths.any():
+        inner = self._forms.inner[place]
+        if (
+            any(form.kind not in _WRITTEN_HERE for form in inner)
+            or int(lengths.max(initial=0)) > _MOST
+            or not lengths.any()
+        ):
             return []
         held = words(x).contiguous()
         self._held.append(held)
-        number, nbytes = (
-            (form["inner_number"], form["inner_bytes"]) if kind == native.DICTIONARY else (form["number"], form["bytes"])
-        )
-        if inner == native.NARROW and not 0 < int(nbytes) < size:
-            return []
         refs = [self._fields[other].units.start for other in needed]
         near = refs[0] if kind == native.BLOCKS and refs else -1
         head, tail = refs if kind == native.CONCAT else (-1, -1)
-        own = items // columns
-        self._lengths += [lengths // columns] * columns
+        own, bools = items // len(inner), int(row["integers"] == native.BOOLS)
+        self._lengths += [lengths // len(inner)] * len(inner)
         return [
             Unit(
-                native.BLOCKS if many else inner, held.data_ptr(), size, own, items, column * own, rows, layout,
-                int(number), int(nbytes), near, head, tail, int(row["integers"] == native.BOOLS),
+                form.kind, held.data_ptr(), size, own, items, column * own, rows, layout, form.number, form.second,
+                form.bytes, near, head, tail, bools,
             )
-            for column in range(columns)
+            for column, form in enumerate(inner)
         ]  # fmt: skip
 
     def _refers_to_left(self, place: int) -> bool:
@@ -302,21 +329,13 @@ class _Encoder:
     def _pinned(self, count: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(count, dtype=dtype, device="cpu", pin_memory=self._device.type == "cuda")
 
-    def _to_host(self, x: Tensor) -> Words:
-        """A copy in pinned memory. Synchronises."""
-        out = self._pinned(x.numel(), x.dtype)
-        out.copy_(x.view(-1), non_blocking=True)
-        if x.is_cuda:
-            torch.cuda.current_stream(self._device).synchronize()
-        return out.numpy()
-
     def _measured(self, staged: Tensor) -> IntArray:
         from maskpack.packed.cuda import encode_kernel as kernels  # Triton is imported on first use
 
         count, width = len(self._units), len(Stat._fields)
         stats = torch.empty(count * self._rows * width, dtype=torch.int64, device=self._device)
         kernels.measure(staged, staged[count * len(Unit._fields) :], stats, count, self._rows)
-        found = self._to_host(stats).reshape(count, self._rows, width)
+        found = to_pinned(stats).numpy().reshape(count, self._rows, width)
         if self._dense_rows < self._rows:
             for number, unit in enumerate(self._units):
                 found[number, unit.rows :] = 0
@@ -338,7 +357,7 @@ class _Encoder:
         array[count * width :] = self._places.reshape(-1)
         there = again.to(self._device, non_blocking=True)
         kernels.write(there, staged[count * width :], there[count * width :], line, count, self._rows, end)
-        found = self._to_host(line)
+        found = to_pinned(line).numpy()
         return found[: self._used], found[end:]
 
     # ---------------------------------------------------------------- where arrays go
@@ -395,12 +414,11 @@ class _Encoder:
             if (stats[at, :, 0] & NEAR_USED).any():
                 near = self._entry_of[int(row["near"])]
             form = self._units[number]
-            base = form.number if form.kind in (native.NARROW, native.ARANGE) else 0
-            self._entries.append(
-                (form.kind, int(row["layout"]), form.items, form.size, base, -1, near, *places)
-            )
+            base = 0 if form.kind == native.BITMAP else form.number
+            self._entries.append((form.kind, int(row["layout"]), form.items, form.size, base, -1, near, *places))
         if own.kind == native.DICTIONARY:
-            assert index is not None and stored is not None
+            assert index is not None
+            assert stored is not None
             a, b = self._numbers(index), self._numbers(lengths[stored] // int(row["items"]))
             nbytes += a[1] * a[2] + b[1] * b[2]
             self._add(own, row, native.DICTIONARY, made, -1, a, b)
@@ -422,7 +440,16 @@ class _Encoder:
         form = self._units[unit]
         if form.near >= 0 or own.kind == native.DICTIONARY:
             return False
-        key = form.kind, form.number, form.bytes, int(row["layout"]), form.items, form.size, stats[:, 6].tobytes()
+        key = (
+            form.kind,
+            form.number,
+            form.second,
+            form.bytes,
+            int(row["layout"]),
+            form.items,
+            form.size,
+            stats[:, 6].tobytes(),
+        )
         known = self._met.get(key)
         if known is None:
             self._met[key] = unit, own.place
@@ -444,18 +471,13 @@ class _Encoder:
 
     def _arrays(self, number: int, stats: IntArray, stored: IntArray | None) -> list[tuple[int, int, int]]:
         """The PLACEs a, b and c of a unit, of all rows or of the stored ones, and where the parts of rows begin."""
-        unit, places = self._units[number], self._places[number]
-        lengths, counts = self._lengths[number], stats[:, 1]
-        if stored is not None:
-            kept = np.zeros(self._rows, np.bool_)
-            kept[stored] = True
-            lengths, counts = np.where(kept, lengths, 0), np.where(kept, counts, 0)
-        else:
-            places[:, 3] = WRITTEN
+        unit, rows = self._units[number], slice(None) if stored is None else stored
+        lengths, stats = self._lengths[number][rows], stats[rows]
+        counts, places = stats[:, 1], _Places(self._places[number], rows)
+        places.ways(WRITTEN)
         if unit.kind in (native.PLAIN, native.NARROW):
             size = unit.size if unit.kind == native.PLAIN else unit.bytes
-            a = self._parts(places, 0, lengths, size)
-            return [a, _NOTHING, _NOTHING]
+            return [self._parts(places, 0, lengths, size), _NOTHING, _NOTHING]
         if unit.kind == native.BLOCKS:
             blocks = -(-lengths // job.BLOCK)
             return [
@@ -463,41 +485,45 @@ class _Encoder:
                 self._parts(places, 1, blocks, unit.size),
                 self._parts(places, 2, counts, 4),
             ]
+        if unit.kind == native.BITMAP:
+            if int(stats[np.flatnonzero(lengths)[0], 2]) == unit.second:  # the first word of all is stored first
+                unit = self._units[number] = unit._replace(number=unit.second, second=unit.number)
+            pair = np.array([unit.number, unit.second], np.int64)
+            a, b = self._parts(places, 0, (lengths + 7) // 8, 1), self._reserved(unit.size, 2)
+            self._small.append((b[0], pair.astype(f"<i{unit.size}")))
+            return [a, b, _NOTHING]
         if unit.kind == native.ARANGE:
-            places[:, 3] = LEFT_OUT
+            places.ways(LEFT_OUT)
             filled = np.flatnonzero(lengths)
             before = np.maximum(np.searchsorted(filled, np.arange(lengths.size), side="right") - 1, 0)
             return [self._numbers(stats[filled[before], 2], signed=True), _NOTHING, _NOTHING]
+        a, filled = self._numbers(counts), lengths > 0
         if unit.kind == native.SPARSE:
-            a, most = self._numbers(counts), int(stats[:, 5].max(initial=0))
-            wide = _bytes_for(0, most, False)
-            none = not counts.any()
-            b = _NOTHING if none else self._parts(places, 1, counts, wide)
+            wide, some = _bytes_for(0, int(stats[:, 5].max(initial=0)), False), counts.any()
+            b = self._parts(places, 1, counts, wide) if some else _NOTHING
             c = self._parts(places, 2, counts, unit.size)
-            if none:
-                places[:, 3] = LEFT_OUT
             self._units[number] = unit._replace(b_size=wide, c_size=unit.size)
+            if not some:
+                places.ways(LEFT_OUT)
             return [a, b, c]
-        a = self._numbers(counts)
-        filled = lengths > 0
-        least, most = int(stats[filled, 4].min(initial=np.iinfo(np.int64).max)), int(stats[:, 5].max(initial=0))
+        least, most = int(stats[filled, 4].min()), int(stats[:, 5].max())
         low, high = int(stats[filled, 2].min()), int(stats[filled, 3].max())
         b, b_size = self._stretches(places, 1, np.maximum(counts - 1, 0), least, most, False)
         c, c_size = self._stretches(places, 2, counts, low, high, True)
         self._units[number] = unit._replace(b_size=b_size, c_size=c_size)
         if not b_size and not c_size:
-            places[:, 3] = LEFT_OUT
+            places.ways(LEFT_OUT)
         return [a, b, c]
 
-    def _parts(self, places: IntArray, array: int, counts: IntArray, size: int) -> tuple[int, int, int]:
+    def _parts(self, places: _Places, array: int, counts: IntArray, size: int) -> tuple[int, int, int]:
         """The PLACE of an array of `size` bytes a number, of which each row has `counts`."""
         ends = cumulated(counts)
         place = self._reserved(size, int(ends[-1]))
-        places[:, array] = place[0] + ends[:-1] * size
+        places.begin(array, place[0] + ends[:-1] * size)
         return place
 
     def _stretches(
-        self, places: IntArray, array: int, counts: IntArray, low: int, high: int, signed: bool
+        self, places: _Places, array: int, counts: IntArray, low: int, high: int, signed: bool
     ) -> tuple[tuple[int, int, int], int]:
         """The PLACE of numbers between `low` and `high`, and the bytes of one if the kernel writes them."""
         total = int(counts.sum())
@@ -505,6 +531,21 @@ class _Encoder:
             size = _bytes_for(low, high, signed)
             return self._parts(places, array, counts, size), size
         return self._numbers(np.full(total, low, np.int64), signed=signed), 0
+
+
+class _Places(NamedTuple):
+    """Where the arrays of some rows of a unit go."""
+
+    all: IntArray
+    rows: Any
+
+    def begin(self, array: int, at: IntArray) -> None:
+        """Writes where the part of an array that belongs to each row begins."""
+        self.all[self.rows, array] = at
+
+    def ways(self, way: int) -> None:
+        """Writes what becomes of the rows."""
+        self.all[self.rows, 3] = way
 
 
 def _bytes_for(low: int, high: int, signed: bool) -> int:

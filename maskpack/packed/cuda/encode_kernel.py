@@ -21,12 +21,14 @@ from maskpack.packed.cuda.kernel import _number, _store
 
 UNIT, STAT = tl.constexpr(len(job.Unit._fields)), tl.constexpr(len(job.Stat._fields))
 (
-    KIND, WORDS, SIZE, ITEMS, STRIDE, OFFSET, ROWS, BOUNDS, NUMBER, BYTES, NEAR, HEAD, TAIL, BOOLS, B_SIZE, C_SIZE,
+    KIND, WORDS, SIZE, ITEMS, STRIDE, OFFSET, ROWS, BOUNDS, NUMBER, SECOND, BYTES, NEAR, HEAD, TAIL, BOOLS, B_SIZE,
+    C_SIZE,
 ) = (tl.constexpr(place) for place in range(len(job.Unit._fields)))  # fmt: skip
-PLAIN, NARROW, BLOCKS, RLE, ARANGE, SPARSE, CONCAT = (
+PLAIN, NARROW, BLOCKS, BITMAP, RLE, ARANGE, DELTA, SPARSE, CONCAT = (
     tl.constexpr(kind)
     for kind in (
-        native.PLAIN, native.NARROW, native.BLOCKS, native.RLE, native.ARANGE, native.SPARSE, native.CONCAT,
+        native.PLAIN, native.NARROW, native.BLOCKS, native.BITMAP, native.RLE, native.ARANGE, native.DELTA,
+        native.SPARSE, native.CONCAT,
     )
 )  # fmt: skip
 BLOCK, NEAR_BIT = tl.constexpr(job.BLOCK), tl.constexpr(job.NEAR_BIT)
@@ -141,6 +143,29 @@ def _in_blocks(words, others, near, size, left, CHUNK: tl.constexpr):
     return tl.where(inside, numbers, 0), count, bits, low, by_distance
 
 
+# -------------------------------------------------------------------- stretches
+
+
+@triton.jit
+def _stretches(address, size, items, stride, at, n, words, steps, stretch):
+    """What stretches of a row are made of at some places: words, or the steps between them; where stretches begin and
+    which ends are not the end of the row; and where the stretch of each place began, of which `stretch` is the last
+    known."""
+    inside = at < n
+    values = words
+    before = _words(address, size, items, stride, at - 1, inside & (at > 0))
+    behind = _words(address, size, items, stride, at + 1, at + 1 < n)
+    if steps:
+        earlier = _words(address, size, items, stride, at - 2, inside & (at > 1))
+        values = _signed(words - before, size)
+        behind = _signed(behind - words, size)
+        before = _signed(before - earlier, size)
+    starts = inside & ((at == 0) | (values != before))
+    ends = (at + 1 < n) & (values != behind)
+    last = tl.maximum(tl.associative_scan(tl.where(starts, at, -1), 0, _larger), stretch)
+    return values, starts, ends, last
+
+
 # -------------------------------------------------------------------- what a form takes
 
 
@@ -183,7 +208,7 @@ def _measure_row(units, tables, stat, number, row, CHUNK: tl.constexpr):
     elif near >= 0:
         beside, _ = _row(units + near * UNIT, tables, row)
         others_stride = tl.load(units + near * UNIT + STRIDE)
-    base, step = tl.load(unit + NUMBER), tl.load(unit + NUMBER)
+    base, step, second = tl.load(unit + NUMBER), tl.load(unit + NUMBER), tl.load(unit + SECOND)
     first = _signed(_number(address, size, n * 0, n > 0), size)
     flags = tl.zeros((CHUNK,), tl.int32)
     count = tl.zeros((CHUNK,), tl.int64)
@@ -213,19 +238,19 @@ def _measure_row(units, tables, stat, number, row, CHUNK: tl.constexpr):
             used = used | tl.max((bits > 32).to(tl.int32)) * MISFIT
             used = used | tl.max(by_distance.to(tl.int32)) * NEAR_USED
             numbers += tl.sum(_numbers(blocks_of, bits))
-        elif kind == RLE:
-            before = _words(address, size, items, stride, at - 1, inside & (at > 0))
-            behind_it = _words(address, size, items, stride, at + 1, at + 1 < n)
-            starts = inside & ((at == 0) | (words != before))
-            ends = (at + 1 < n) & (words != behind_it)
-            last = tl.maximum(tl.associative_scan(tl.where(starts, at, -1), 0, _larger), stretch)
-            length = (at + 1 - last).to(tl.int64)
+        elif (kind == RLE) | (kind == DELTA):
+            values, starts, ends, last = _stretches(
+                address, size, items, stride, at, n, words, kind == DELTA, stretch
+            )  # fmt: skip
             stretch = tl.max(tl.where(inside, last, 0))
+            length = (at + 1 - last).to(tl.int64)
             count += starts.to(tl.int64)
-            low = tl.minimum(low, tl.where(starts, words, _MOST))
-            high = tl.maximum(high, tl.where(starts, words, -_MOST - 1))
+            low = tl.minimum(low, tl.where(starts, values, _MOST))
+            high = tl.maximum(high, tl.where(starts, values, -_MOST - 1))
             least = tl.minimum(least, tl.where(ends, length, _MOST))
             most = tl.maximum(most, tl.where(ends, length, 0))
+        elif kind == BITMAP:
+            flags = flags | tl.where(inside & (words != base) & (words != second), MISFIT, 0)
         elif kind == ARANGE:
             expected = _signed(first + at.to(tl.int64) * step, size)
             flags = flags | tl.where(inside & (words != expected), MISFIT, 0)
@@ -244,7 +269,7 @@ def _measure_row(units, tables, stat, number, row, CHUNK: tl.constexpr):
     misfit = tl.max(flags & MISFIT) | tl.where((kind == CONCAT) & (head_n + tail_n != n), MISFIT, 0)
     tl.store(stat, (misfit | tl.max(flags & ODD) | used).to(tl.int64))
     tl.store(stat + 1, tl.sum(count) + numbers)
-    tl.store(stat + 2, tl.where(kind == ARANGE, first, tl.min(low)))
+    tl.store(stat + 2, tl.where((kind == ARANGE) | (kind == BITMAP), first, tl.min(low)))
     tl.store(stat + 3, tl.where(kind == ARANGE, first, tl.max(high)))
     tl.store(stat + 4, tl.min(least))
     tl.store(stat + 5, tl.max(most))
@@ -322,18 +347,21 @@ def _write_row(units, tables, places, body, number, row, CHUNK: tl.constexpr):
             before += _write_blocks(
                 body, a + index, b + index * size, c, numbers, count, bits, low, by_distance, size, before, CHUNK
             )
-        elif kind == RLE:
-            earlier = _words(address, size, items, stride, at - 1, inside & (at > 0))
-            behind = _words(address, size, items, stride, at + 1, at + 1 < n)
-            starts = inside & ((at == 0) | (words != earlier))
-            ends = (at + 1 < n) & (words != behind)
-            last = tl.maximum(tl.associative_scan(tl.where(starts, at, -1), 0, _larger), stretch)
+        elif kind == BITMAP:
+            byte = begin // 8 + tl.arange(0, CHUNK // 8)
+            ones = tl.reshape((inside & (words != tl.load(unit + NUMBER))).to(tl.int32), (CHUNK // 8, 8))
+            bytes_of = tl.sum(ones << tl.arange(0, 8)[None, :], 1)
+            tl.store(body + a + byte, bytes_of.to(tl.uint8), mask=byte * 8 < n)
+        elif (kind == RLE) | (kind == DELTA):
+            values, starts, ends, last = _stretches(
+                address, size, items, stride, at, n, words, kind == DELTA, stretch
+            )  # fmt: skip
             stretch = tl.max(tl.where(inside, last, 0))
             order = before + tl.cumsum(starts.to(tl.int64), 0) - 1
             if b_size > 0:
                 _store(body + b, b_size, order, (at + 1 - last).to(tl.int64), ends)
             if c_size > 0:
-                _store(body + c, c_size, order, words, starts)
+                _store(body + c, c_size, order, values, starts)
             before += tl.sum(starts.to(tl.int64))
         elif kind == SPARSE:
             real = inside & (words != 0)
@@ -353,7 +381,7 @@ def _write(units, tables, places, body, rows, differing, CHUNK: tl.constexpr):
         way = tl.load(place + 3)
         if way == WRITTEN:
             _write_row(units, tables, place, body, number, row, CHUNK)
-        elif way >= 0:
+        elif way >= 0:  # noqa: SIM102  # kernels compute both sides of `and`
             if _differ(units, tables, number, way // rows, row, way % rows, CHUNK) > 0:
                 tl.store(body + differing + number, 1)
 

@@ -1,0 +1,86 @@
+"""compress of batches on a GPU, encoded there, against compress of the same batches on the host."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from oracle import assert_same_batch
+from samples import PAD, VARIANTS, workload
+
+from maskpack import compress, decompress, nest_batch_by_mask
+from maskpack.nesting.schema import LAYOUTS
+from maskpack.packed import table as tables
+from maskpack.packed.cuda import encode as encoding
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+_SIZES = {"rows": 96, "prompt": 200, "response": 3000, "fill": 0.2}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_workloads(monkeypatch: pytest.MonkeyPatch, variant: str, nested: bool) -> None:
+    tables.forget()
+    done: list[encoding.OnDevice | None] = []
+    whole = encoding.encoded
+    monkeypatch.setattr(encoding, "encoded", lambda *given: (done.append(whole(*given)), done[-1])[1])
+    for seed in range(4):
+        batch = workload(variant, seed=seed, **_SIZES)
+        there = batch.to("cuda")
+        if nested:
+            there = nest_batch_by_mask(there, pad_token_id=PAD)
+        packed = compress(there, pad_token_id=PAD)
+        assert_same_batch(decompress(packed, device="cpu"), batch)
+        assert_same_batch(decompress(packed).cpu(), batch)
+        expected = compress(batch, pad_token_id=PAD)
+        assert packed.nbytes <= 1.02 * expected.nbytes + 4096
+    assert done[0] is None
+    assert all(found is not None and len(found.numbers) >= 8 for found in done[1:]), done
+
+
+def test_random_fields() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        rows, fields = int(rng.integers(1, 40)), {}
+        lengths = [rng.integers(0, rng.choice([3, 70, 300, 5000]), rows) for _ in range(3)]
+        for number in range(12):
+            dtype = [torch.int64, torch.int32, torch.int16, torch.uint8, torch.float32, torch.bool][number % 6]
+            own = lengths[number % 3]
+            step, wide = int(rng.integers(1, 50)), int(rng.integers(1, 40))
+
+            def row(n: int, step: int = step, wide: int = wide, kind: int = number % 4) -> np.ndarray:
+                if kind == 0:
+                    return np.repeat(rng.integers(0, wide, n // step + 1), step)[:n]
+                if kind == 1:
+                    return np.arange(n) * step
+                return rng.integers(0, 1 << wide, n) * (rng.random(n) < (0.02 if kind == 2 else 1))
+
+            fields[str(number)] = torch.nested.nested_tensor(
+                [torch.from_numpy(row(int(n))).to(dtype) for n in own], layout=torch.jagged, device="cuda"
+            )
+        for order in (torch.arange(rows), torch.randperm(rows)):
+            batch = tables_batch(fields, order, rows)
+            packed = compress(batch)
+            assert_same_batch(decompress(packed, format="nested").exclude(LAYOUTS), batch)
+
+
+def tables_batch(fields: dict[str, torch.Tensor], order: torch.Tensor, rows: int):
+    from tensordict import TensorDict
+
+    taken = {
+        name: torch.nested.nested_tensor([field.unbind()[int(at)] for at in order], layout=torch.jagged)
+        for name, field in fields.items()
+    }
+    return TensorDict(taken, batch_size=[rows])
+
+
+def test_synchronisations() -> None:
+    tables.forget()
+    batches = [
+        nest_batch_by_mask(workload(seed=seed, **_SIZES).to("cuda"), pad_token_id=PAD) for seed in range(3)
+    ]
+    compress(batches[0], pad_token_id=PAD)
+    compress(batches[1], pad_token_id=PAD)
+    packed = compress(batches[2], pad_token_id=PAD)
+    root = torch.from_numpy(packed.table.body)
+    assert root.is_pinned()
