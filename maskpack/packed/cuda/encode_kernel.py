@@ -66,7 +66,7 @@ def _signed(words, size):
 @triton.jit
 def _words(address, size, items, stride, at, mask):
     """Words of a row, as signed numbers."""
-    place = at
+    place = at.to(tl.int64)
     if items != stride:
         place = at // items * stride + at % items
     return _signed(_number(address, size, place, mask), size)
