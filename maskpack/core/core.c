@@ -29,7 +29,7 @@ typedef uint64_t u64;
 typedef uint32_t u32;
 typedef uint8_t u8;
 
-API i64 maskpack_version(void) { return 4; } /* native.py expects this number */
+API i64 maskpack_version(void) { return 5; } /* native.py expects this number */
 
 /* ------------------------------------------------------------------ words */
 
@@ -2010,6 +2010,341 @@ static i64 settle(Work *work, i64 at, u8 *body, Entry *entries, i64 *num_entries
     *num_entries += job->count;
     if (out->used) *used = begin + out->used;
     return *num_entries - 1;
+}
+
+/* ------------------------------------------------------------------ encoding on a device: where its kernels write
+
+   A unit is a field, or one of its columns, in a form that was chosen before. A kernel says what the form of each row of each
+   unit takes; here is where the arrays go. Small arrays, of a few numbers a row, are written here, and the kernel writes the
+   others. (encode_job.py) */
+
+typedef struct {
+    i64 kind, words, size, items, stride, offset, rows, bounds, row_stride, counts, low, width, number, second, bytes;
+    i64 near, head, tail, bools, pad_mode, pad, b_size, c_size;
+} Unit;
+
+typedef struct {
+    i64 flags, count, low, high, least, most, hash;
+} Stat;
+
+/* Where the parts of arrays a, b and c that belong to a row begin, and what becomes of the row. */
+typedef struct {
+    i64 at[3], way;
+} Spot;
+
+enum { WRITTEN = -1, LEFT_OUT = -2 };               /* ways; else the row equals that one, unit * rows + row */
+enum { IS_MISFIT = 1, NEAR_USED = 4, IS_STRAY = 8 }; /* flags */
+
+/* A field: `units` units from `first` on, and the fields that it refers to, which are before it, or -1. `entry` is its entry
+   then, -1 if it does not fit. */
+typedef struct {
+    i64 kind, first, units, layout, items, size, near, head, tail, cost, entry;
+} Settled;
+
+/* An array that was written here: `nbytes` bytes from `from` on belong to the byte `at` of the body. */
+typedef struct {
+    i64 at, from, nbytes;
+} Small;
+
+typedef struct {
+    Unit *units;
+    const Stat *stats;
+    Spot *spots;
+    const i64 *const *bounds;
+    i64 rows, used;
+    u8 *memory;
+    i64 memory_used;
+    Small *small;
+    i64 num_small;
+    Entry *entries;
+    i64 num_entries;
+    i64 *numbers, *index, *firsts, *slots;
+} Placing;
+
+static i64 unit_words(const Placing *placing, i64 unit, i64 row) {
+    const Unit *own = placing->units + unit;
+    const i64 *bounds = own->bounds < 0 ? NULL : placing->bounds[own->bounds];
+    return bounds ? (bounds[row + 1] - bounds[row]) * own->items : row < own->rows ? own->items : 0;
+}
+
+static void place_array(Placing *placing, Array *array, i64 size, i64 count) {
+    i64 at = (placing->used + 7) & ~(i64)7;
+    *array = (Array){at, size, count};
+    placing->used = at + size * count;
+}
+
+/* Notes an array that is written here; its memory. */
+static u8 *place_small(Placing *placing, Array *array, i64 size, i64 count) {
+    place_array(placing, array, size, count);
+    u8 *to = placing->memory + placing->memory_used;
+    placing->small[placing->num_small++] = (Small){array->at, placing->memory_used, size * count};
+    placing->memory_used += size * count;
+    return to;
+}
+
+static i64 bytes_between(i64 low, i64 high, int is_signed) {
+    low = low < 0 ? low : 0;
+    high = high > 0 ? high : 0;
+    i64 size = 1;
+    for (; size < 8; size *= 2) {
+        i64 bits = 8 * size - is_signed;
+        if (high < (i64)1 << bits && low >= (is_signed ? -((i64)1 << bits) : 0)) break;
+    }
+    return size;
+}
+
+/* `put_numbers` of `placing->numbers`. */
+static void place_numbers(Placing *placing, Array *array, i64 count, int is_signed) {
+    const i64 *numbers = placing->numbers;
+    i64 low = count ? numbers[0] : 0, high = low;
+    for (i64 i = 0; i < count; i++) {
+        low = numbers[i] < low ? numbers[i] : low;
+        high = numbers[i] > high ? numbers[i] : high;
+    }
+    if (count > 1 && low == high) count = 1;
+    i64 size = bytes_between(low, high, is_signed);
+    u8 *to = place_small(placing, array, size, count);
+    for (i64 i = 0; i < count; i++) put_word(to + i * size, numbers[i], size);
+}
+
+/* Places `total` numbers between two of them, equal ones once; the bytes of one if the kernel writes them, else 0. */
+static i64 place_stretches(Placing *placing, Array *array, i64 total, i64 low, i64 high, int is_signed) {
+    i64 size = bytes_between(low, high, is_signed);
+    if (total > 1 && low != high) {
+        place_array(placing, array, size, total);
+        return size;
+    }
+    placing->numbers[0] = low;
+    place_numbers(placing, array, total > 0, is_signed);
+    return 0;
+}
+
+/* Places the arrays of a unit in `n` rows, `index` or all. */
+static void place_unit(Placing *placing, i64 unit, const i64 *index, i64 n, Entry *entry) {
+    Unit *own = placing->units + unit;
+    const Stat *stats = placing->stats + unit * placing->rows;
+    Spot *spots = placing->spots + unit * placing->rows;
+    i64 size = own->size, way = WRITTEN, real = -1, sums[3] = {0, 0, 0}, each[3] = {0, 0, 0};
+    i64 low = 0, high = 0, least = INT64_MAX, most = 0;
+    for (i64 i = 0; i < n; i++) {
+        i64 row = index ? index[i] : i, words = unit_words(placing, unit, row), count = stats[row].count;
+        if (own->kind == BITMAP) words = (words + 7) / 8;
+        if (own->kind == BLOCKS) words = (words + BLOCK - 1) / BLOCK;
+        spots[row].at[0] = sums[0];
+        spots[row].at[1] = own->kind == BLOCKS ? sums[0] : own->kind == SPARSE ? sums[2] : sums[1];
+        spots[row].at[2] = sums[2];
+        sums[0] += words;
+        sums[1] += count > 1 ? count - 1 : 0;
+        sums[2] += count;
+        if (!words) continue;
+        low = real < 0 || stats[row].low < low ? stats[row].low : low;
+        high = real < 0 || stats[row].high > high ? stats[row].high : high;
+        least = stats[row].least < least ? stats[row].least : least;
+        most = stats[row].most > most ? stats[row].most : most;
+        if (real < 0) real = row;
+    }
+    if (own->kind == BITMAP && real >= 0 && stats[real].low == own->second) { /* the first word of all is stored first */
+        own->second = own->number;
+        own->number = stats[real].low;
+    }
+    *entry = (Entry){own->kind, entry->layout, own->items, size, own->kind == BITMAP ? 0 : own->number, -1, -1,
+                     {0, 1, 0}, {0, 1, 0}, {0, 1, 0}};
+    switch (own->kind) {
+    case PLAIN:
+    case NARROW:
+        each[0] = own->kind == PLAIN ? size : own->bytes;
+        place_array(placing, &entry->a, each[0], sums[0]);
+        break;
+    case BLOCKS:
+        each[0] = 1, each[1] = size, each[2] = 4;
+        place_array(placing, &entry->a, 1, sums[0]);
+        place_array(placing, &entry->b, size, sums[0]);
+        place_array(placing, &entry->c, 4, sums[2]);
+        break;
+    case BITMAP: {
+        each[0] = 1;
+        place_array(placing, &entry->a, 1, sums[0]);
+        u8 *pair = place_small(placing, &entry->b, size, 2);
+        put_word(pair, own->number, size);
+        put_word(pair + size, own->second, size);
+        break;
+    }
+    case ARANGE: {
+        i64 before = real < 0 ? 0 : stats[real].low; /* of empty rows, any will do */
+        for (i64 i = 0; i < n; i++) {
+            i64 row = index ? index[i] : i;
+            if (unit_words(placing, unit, row)) before = stats[row].low;
+            placing->numbers[i] = before;
+        }
+        place_numbers(placing, &entry->a, n, 1);
+        way = LEFT_OUT;
+        break;
+    }
+    default:
+        for (i64 i = 0; i < n; i++) placing->numbers[i] = stats[index ? index[i] : i].count;
+        place_numbers(placing, &entry->a, n, 0);
+        if (own->kind == SPARSE) {
+            each[1] = bytes_between(0, most, 0);
+            each[2] = size;
+            if (sums[2]) place_array(placing, &entry->b, each[1], sums[2]);
+            place_array(placing, &entry->c, size, sums[2]);
+        } else {
+            each[1] = place_stretches(placing, &entry->b, sums[1], sums[1] ? least : 0, most, 0);
+            each[2] = place_stretches(placing, &entry->c, sums[2], low, high, 1);
+        }
+        own->b_size = each[1];
+        own->c_size = each[2];
+        if (own->kind == SPARSE ? !sums[2] : !each[1] && !each[2]) way = LEFT_OUT;
+    }
+    const Array *arrays[3] = {&entry->a, &entry->b, &entry->c};
+    for (i64 i = 0; i < n; i++) {
+        Spot *spot = spots + (index ? index[i] : i);
+        for (int k = 0; k < 3; k++) spot->at[k] = arrays[k]->at + spot->at[k] * each[k];
+        spot->way = way;
+    }
+}
+
+/* The first of each of the rows that differ, to `firsts`, and of each row its number among them, to `index`, as far as
+   hashes say; how many there are. `slots` has room for four times the rows. */
+static i64 find_alike(Placing *placing, i64 unit) {
+    const Stat *stats = placing->stats + unit * placing->rows;
+    i64 room = 16, found = 0;
+    while (room < 2 * placing->rows) room *= 2;
+    memset(placing->slots, 0, (size_t)room * sizeof(i64));
+    for (i64 row = 0; row < placing->rows; row++) {
+        u64 slot = (u64)stats[row].hash * 0x9E3779B97F4A7C15ull >> 20;
+        i64 words = unit_words(placing, unit, row);
+        for (;; slot++) {
+            i64 *here = placing->slots + (slot & (u64)(room - 1));
+            if (!*here) {
+                *here = found + 1;
+                placing->firsts[found++] = row;
+            }
+            i64 other = placing->firsts[*here - 1];
+            if (stats[other].hash == stats[row].hash && unit_words(placing, unit, other) == words) {
+                placing->index[row] = *here - 1;
+                break;
+            }
+        }
+    }
+    return found;
+}
+
+/* An earlier field of one unit with the same words and form, as far as hashes say; -1 if there is none. */
+static i64 same_before(const Placing *placing, const Settled *fields, i64 at) {
+    const Settled *field = fields + at;
+    const Unit *own = placing->units + field->first;
+    if (field->kind == DICTIONARY || field->kind == COLUMNS || own->near >= 0 || field->layout < 0) return -1;
+    for (i64 before = 0; before < at; before++) {
+        const Settled *other = fields + before;
+        const Unit *theirs = placing->units + other->first;
+        if (other->entry < 0 || other->kind != field->kind || other->layout != field->layout || theirs->near >= 0) continue;
+        if (theirs->items != own->items || theirs->size != own->size || theirs->number != own->number) continue;
+        if (theirs->second != own->second || theirs->bytes != own->bytes) continue;
+        i64 row = 0;
+        const Stat *one = placing->stats + field->first * placing->rows, *two = placing->stats + other->first * placing->rows;
+        while (row < placing->rows && one[row].hash == two[row].hash) row++;
+        if (row == placing->rows) return before;
+    }
+    return -1;
+}
+
+/* Places a field; false if it does not fit its form. */
+static int place_field(Placing *placing, Settled *fields, i64 at) {
+    Settled *field = fields + at;
+    i64 total = 0, rows = placing->rows, nbytes = 0, made = placing->num_entries;
+    for (i64 unit = field->first; unit < field->first + field->units; unit++)
+        for (i64 row = 0; row < rows; row++) {
+            i64 words = unit_words(placing, unit, row);
+            total += words;
+            i64 flags = row < placing->units[unit].rows ? placing->stats[unit * rows + row].flags : 0;
+            if (flags & IS_STRAY || (words && flags & IS_MISFIT)) return 0;
+        }
+    Entry whole = {field->kind, field->layout, field->items, field->size, 0, made, -1, {0, 1, 0}, {0, 1, 0}, {0, 1, 0}};
+    if (!total) {
+        whole.kind = PLAIN;
+        whole.first = -1;
+        place_array(placing, &whole.a, field->size, 0);
+        placing->entries[placing->num_entries++] = whole;
+        field->entry = made;
+        return 1;
+    }
+    if (field->kind == CONCAT) {
+        if (fields[field->head].entry < 0 || fields[field->tail].entry < 0) return 0;
+        whole.first = fields[field->head].entry;
+        whole.second = fields[field->tail].entry;
+        placing->entries[placing->num_entries++] = whole;
+        field->entry = made;
+        return 1;
+    }
+    i64 before = same_before(placing, fields, at);
+    if (before >= 0) {
+        i64 unit = field->first, other = fields[before].first;
+        for (i64 row = 0; row < rows; row++) placing->spots[unit * rows + row].way = other * rows + row;
+        field->entry = fields[before].entry;
+        return 1;
+    }
+    i64 stored = rows;
+    if (field->kind == DICTIONARY) {
+        stored = find_alike(placing, field->first);
+        if (stored == rows) return 0;
+        for (i64 row = 0; row < rows; row++)
+            placing->spots[field->first * rows + row].way = field->first * rows + placing->firsts[placing->index[row]];
+    }
+    for (i64 unit = field->first; unit < field->first + field->units; unit++) {
+        Entry *entry = placing->entries + placing->num_entries++;
+        entry->layout = field->layout;
+        if (field->kind == DICTIONARY) place_unit(placing, unit, placing->firsts, stored, entry);
+        else place_unit(placing, unit, NULL, placing->units[unit].rows, entry);
+        i64 used = 0;
+        for (i64 row = 0; row < rows; row++) used |= placing->stats[unit * rows + row].flags & NEAR_USED;
+        if (used) {
+            if (fields[field->near].entry < 0) return 0;
+            entry->second = fields[field->near].entry;
+        }
+        nbytes += bytes_of(entry);
+    }
+    if (field->kind == DICTIONARY) {
+        memcpy(placing->numbers, placing->index, sizeof(i64) * (size_t)rows);
+        place_numbers(placing, &whole.a, rows, 0);
+        for (i64 i = 0; i < stored; i++)
+            placing->numbers[i] = unit_words(placing, field->first, placing->firsts[i]) / field->items;
+        place_numbers(placing, &whole.b, stored, 0);
+        nbytes += bytes_of(&whole);
+    } else whole.second = field->units;
+    if (field->kind == DICTIONARY || field->kind == COLUMNS) placing->entries[placing->num_entries++] = whole;
+    field->entry = placing->num_entries - 1;
+    Form form = {0};
+    form.cost = field->cost;
+    return !is_larger(nbytes, &form, total);
+}
+
+/* Places the arrays of fields behind the first `used` bytes of a body, whose size it returns, or -1 without memory.
+   `bounds` are those of the layouts. `entries` has room for two a field and one a unit, `small` for three a unit and two a
+   field, `memory` for 24 bytes of each row of each of these. `made` are the numbers of entries and of small arrays. */
+API i64 maskpack_place(Unit *units, i64 num_units, Settled *fields, i64 num_fields, const Stat *stats, i64 rows,
+                       const i64 *const *bounds, i64 used, Spot *spots, Entry *entries, Small *small, u8 *memory, i64 *made) {
+    i64 *scratch = malloc(sizeof(i64) * (size_t)(7 * rows + 64));
+    if (!scratch) return -1;
+    Placing placing = {units, stats, spots, bounds, rows, used, memory, 0, small, 0, entries, 0,
+                       scratch, scratch + rows + 1, scratch + 2 * rows + 2, scratch + 3 * rows + 3};
+    for (i64 spot = 0; spot < num_units * rows; spot++) spots[spot] = (Spot){{0, 0, 0}, LEFT_OUT};
+    for (i64 at = 0; at < num_fields; at++) {
+        Placing before = placing;
+        fields[at].entry = -1;
+        if (place_field(&placing, fields, at)) continue;
+        placing.used = before.used;
+        placing.memory_used = before.memory_used;
+        placing.num_small = before.num_small;
+        placing.num_entries = before.num_entries;
+        fields[at].entry = -1;
+        for (i64 spot = fields[at].first * rows; spot < (fields[at].first + fields[at].units) * rows; spot++)
+            spots[spot].way = LEFT_OUT;
+    }
+    free(scratch);
+    made[0] = placing.num_entries;
+    made[1] = placing.num_small;
+    return placing.used;
 }
 
 /* ------------------------------------------------------------------ decoding: fields to padded or packed tensors */

@@ -19,7 +19,7 @@ from torch import Tensor
 from maskpack.core.bits import Words, address
 from maskpack.core.index import IntArray, SpanTable
 
-VERSION = 4
+VERSION = 5
 _LIBRARY = Path(__file__).with_name("_core.so")
 _REMEDY = "Install maskpack again (`pip install -e .` in a checkout), which compiles it."
 _A_THREAD = 1 << 26
@@ -54,6 +54,7 @@ _FUNCTIONS = {
     "check_fields": 12,
     "order_prefixes": 7,
     "palette": 4,
+    "place": 13,
 }
 """The functions of the core and the numbers that they take."""
 
@@ -273,6 +274,9 @@ MOST_NEAR = 8
 SPANS, MASK, PART = range(3)
 """The kinds of stored layouts."""
 
+SETTLED = _struct("kind", "first", "units", "layout", "items", "size", "near", "head", "tail", "cost", "entry")
+"""A field that kernels encode, in units from `first` on. (Settled in core.c)"""
+
 Structs = Any
 """A NumPy array of structs, whose fields the type checker does not know."""
 
@@ -369,6 +373,42 @@ def _encoded(call: Callable[..., int], count: int, slots: int, room: int) -> Enc
     entries: Any = line[slots * width : (slots + int(line[-1])) * width].copy()
     kept: Words = np.array(body[:used]) if room < _SMALL else body[:used]
     return Encoded(structs(entries, ENTRY), fields, kept)
+
+
+class Placed(NamedTuple):
+    """Where kernels write: int64 [units, rows, 4], where the parts of arrays that belong to each row begin, and what
+    becomes of it; ENTRY [m]; the small arrays that the host writes, each with its place; and the size of the body."""
+
+    spots: IntArray
+    entries: Structs
+    small: list[tuple[int, Words]]
+    nbytes: int
+
+
+def place(
+    units: IntArray, fields: Structs, stats: IntArray, bounds: Sequence[IntArray], used: int, rows: int
+) -> Placed:
+    """Lays out the arrays of fields that kernels encode behind the first `used` bytes of a body.
+
+    Args:
+        units: int64 [n, len(Unit)], changed.
+        fields: SETTLED [m]; `entry` is written, -1 for a field that does not fit its form.
+        stats: int64 [n, rows, len(Stat)].
+        bounds: int64 [rows + 1] of each layout.
+    """
+    count, most = len(units), len(units) + fields.size
+    spots: IntArray = np.empty((count, rows, 4), np.int64)
+    entries: Any = np.empty(most, ENTRY)
+    small: IntArray = np.empty((3 * count + 2 * fields.size, 3), np.int64)
+    memory = np.empty(24 * rows * most + 64 * count, np.uint8)
+    ends: IntArray = np.array([0, 0, *map(address, bounds)], np.int64)
+    outs = address(spots), address(entries), address(small), address(memory), address(ends)
+    fixed = address(units), count, address(fields), fields.size, address(stats), rows, address(ends) + 16, used
+    nbytes = _core.maskpack_place(*fixed, *outs)
+    if nbytes < 0:
+        raise MemoryError(_NO_MEMORY)
+    parts = [(at, memory[begin : begin + size]) for at, begin, size in small[: int(ends[1])].tolist()]
+    return Placed(spots, entries[: int(ends[0])], parts, nbytes)
 
 
 def structs(line: IntArray, dtype: np.dtype[Any]) -> Structs:

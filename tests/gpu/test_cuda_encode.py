@@ -76,9 +76,7 @@ def tables_batch(fields: dict[str, torch.Tensor], order: torch.Tensor, rows: int
 
 def test_synchronisations() -> None:
     tables.forget()
-    batches = [
-        nest_batch_by_mask(workload(seed=seed, **_SIZES).to("cuda"), pad_token_id=PAD) for seed in range(3)
-    ]
+    batches = [nest_batch_by_mask(workload(seed=seed, **_SIZES).to("cuda"), pad_token_id=PAD) for seed in range(3)]
     compress(batches[0], pad_token_id=PAD)
     compress(batches[1], pad_token_id=PAD)
     packed = compress(batches[2], pad_token_id=PAD)

@@ -9,7 +9,7 @@ are left to the host. Two synchronisations: one for the measures, one for the bo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,13 +20,13 @@ from torch import Tensor
 from maskpack.core import native
 from maskpack.core.backends import uses_triton
 from maskpack.core.bits import Words, to_pinned, words
-from maskpack.core.index import IntArray, cumulated
+from maskpack.core.index import IntArray
 from maskpack.core.keys import Path
 from maskpack.core.native import Structs
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.cuda import encode_job as job
-from maskpack.packed.cuda.encode_job import LEFT_OUT, MISFIT, NEAR_USED, ODD, WRITTEN, Stat, Unit
+from maskpack.packed.cuda.encode_job import ODD, Stat, Unit
 from maskpack.packed.table import Encoded, Table, device_forms, stored_alone, wholes_first
 
 _WRITTEN_HERE = {
@@ -38,9 +38,8 @@ _MOST = (1 << 31) - 2 * job.CHUNK
 """Words of a row that the kernels can count."""
 _A_LOOK = 64
 """One in so many batches is encoded on the host, which looks for better forms."""
-_COST_WORDS, _HEADER = 1 << 20, 64
-"""`cost` of a FORM is bytes for so many words; bytes that a field may take beyond 2 % more. (core.c)"""
 _NOTHING = (0, 1, 0)
+_WORDS, _COUNTS = (Unit._fields.index(name) for name in ("words", "counts"))
 
 
 class _Form(NamedTuple):
@@ -60,6 +59,26 @@ class _Form(NamedTuple):
             first, second = table.array(entry["b"]).view(f"<i{size}").tolist()
             return cls(kind, first, second)
         return cls(kind, int(entry["number"]), 0, int(entry["a"]["size"]))
+
+
+class Recipe(NamedTuple):
+    """What the kernels are told of some fields of all batches of one kind.
+
+    Attributes:
+        tensors: the numbers of the fields among all tensors, in the order in which they are encoded.
+        places: the same among the jobs.
+        fields: SETTLED [n].
+        units: int64 [m, len(Unit)], without addresses.
+        owners: int64 [m], the field of each unit, by its place in `tensors`.
+        items: most words of an element.
+    """
+
+    tensors: list[int]
+    places: list[int]
+    fields: Structs
+    units: IntArray
+    owners: IntArray
+    items: int
 
 
 @dataclass
@@ -83,6 +102,7 @@ class Forms:
     uses: int = 0
     misses: dict[int, int] = field(default_factory=dict[int, int])
     stale: bool = False
+    _recipes: dict[Any, Recipe] = field(default_factory=dict[Any, Recipe])
 
     @classmethod
     def of(cls, encoded: Encoded) -> Forms:
@@ -116,6 +136,57 @@ class Forms:
         new = Forms.of(encoded)
         new.misses = self.misses if self.stale else {}
         return new
+
+    def recipe(self, tensors: Iterable[int], rows: int, dense_rows: int) -> Recipe:
+        """What the kernels are told of those of some tensors that they can encode."""
+        out = frozenset(place for place, count in self.misses.items() if count > 1)
+        key = tuple(tensors), out, rows, dense_rows
+        if key not in self._recipes:
+            self._recipes[key] = self._new_recipe(set(key[0]), out, rows, dense_rows)
+        return self._recipes[key]
+
+    def _new_recipe(self, tensors: set[int], out: Collection[int], rows: int, dense_rows: int) -> Recipe:
+        units: list[Unit] = []
+        owners: list[int] = []
+        lines: list[tuple[int, ...]] = []
+        number_of: dict[int, int] = {}  # of a job among the fields
+        taken: list[int] = []
+        for tensor, place in sorted(enumerate(self.order.tolist()), key=lambda pair: pair[1]):
+            kind, row, inner = self.kinds[place], self.jobs[place], self.inner[place]
+            near, head, tail = (int(row[name]) for name in ("near", "head", "tail"))
+            refs = [near] if kind == native.BLOCKS and near >= 0 else [head, tail] if kind == native.CONCAT else []
+            fits = kind != _UNKNOWN and all(form.kind in _WRITTEN_HERE for form in inner)
+            known = all(ref in number_of and lines[number_of[ref]][2] == 1 for ref in refs)
+            if tensor not in tensors or place in out or not fits or not known:
+                continue
+            firsts = [lines[number_of[ref]][1] for ref in refs]
+            named = (firsts[0], -1, -1) if kind == native.BLOCKS and refs else (-1, *(firsts or (-1, -1)))
+            layout, items, size = int(row["layout"]), int(row["items"]), int(row["size"])
+            own, bools = items // len(inner), int(row["integers"] == native.BOOLS)
+            numbers = [number_of[ref] for ref in refs]
+            of_fields = (*numbers, -1, -1) if kind == native.BLOCKS and refs else (-1, *(numbers or (-1, -1)))
+            number_of[place] = len(taken)
+            lines.append(
+                (kind, len(units), len(inner), layout, items, size, *of_fields, int(row["form"]["cost"]), _UNKNOWN)
+            )
+            owners += [len(taken)] * len(inner)
+            taken.append(tensor)
+            units += [
+                Unit(
+                    form.kind, 0, size, own, items, column * own, rows if layout >= 0 else dense_rows, layout,
+                    number=form.number, second=form.second, bytes=form.bytes, near=named[0], head=named[1],
+                    tail=named[2], bools=bools,
+                )
+                for column, form in enumerate(inner)
+            ]  # fmt: skip
+        return Recipe(
+            taken,
+            list(number_of),
+            np.array(lines, native.SETTLED),
+            np.array(units, np.int64).reshape(-1, len(Unit._fields)),
+            np.array(owners, np.int64),
+            max((line[4] for line in lines), default=0),
+        )
 
 
 class OnDevice(NamedTuple):
@@ -155,8 +226,19 @@ def encoded(
     if forms is None or forms.want_host():
         return None
     own = {number: x for number, x in values.items() if x.device == device}
+    recipe = forms.recipe(own, rows, dense_rows)
+    longest = max((layout.max_length for layout in layouts.values()), default=1)
+    if not recipe.tensors or recipe.items * max(longest, 1) > _MOST:
+        return None
+    layouts = wholes_first(layouts)
+    held = [words(own[number]).contiguous() for number in recipe.tensors]
+    units = recipe.units.copy()
+    units[:, _WORDS] = np.array([x.data_ptr() for x in held], np.int64)[recipe.owners]
+    bounds = [layout.row_offsets for layout in layouts.values()]
     pads = {number: row_pads[form.path] for number, form in enumerate(tensors) if form.path in row_pads}
-    return _Encoder(forms, own, pads, wholes_first(layouts), rows, dense_rows, device).run()
+    encoder = Encoder(recipe, units, bounds, rows, device)
+    found = encoder.measured()
+    return encoder.written(forms, found, layouts, dense_rows, pads)
 
 
 def learn(tensors: Sequence[FieldForm], values: Mapping[int, Tensor], rows: int, done: Encoded) -> None:
@@ -177,398 +259,93 @@ def _device_of(values: Mapping[int, Tensor]) -> torch.device | None:
     return next((device for device in devices if uses_triton(device, call="compress")), None)
 
 
-class _Field(NamedTuple):
-    """A field and its units."""
+class Encoder:
+    """The two launches for one batch.
 
-    tensor: int
-    place: int
-    kind: int
-    units: range
-
-
-class _Encoder:
-    """Encodes the tensors of one batch."""
+    Args:
+        recipe: what is encoded.
+        units: those of the recipe, with addresses; changed.
+        bounds: int64 [rows + 1] of each layout, where rows begin in packed values; empty if all tensors are padded.
+        rows: B.
+    """
 
     def __init__(
-        self,
-        forms: Forms,
-        tensors: Mapping[int, Tensor],
-        row_pads: Mapping[int, Words],
-        layouts: Mapping[str, RowLayout],
-        rows: int,
-        dense_rows: int,
-        device: torch.device,
+        self, recipe: Recipe, units: IntArray, bounds: Sequence[IntArray], rows: int, device: torch.device
     ) -> None:
-        self._forms, self._tensors, self._row_pads, self._layouts = forms, tensors, row_pads, layouts
-        self._rows, self._dense_rows, self._device = rows, dense_rows, device
-        self._names = tuple(layouts)
-        self._offsets = [layout.row_offsets for layout in layouts.values()]
-        self._held: list[Tensor] = []
-        self._units: list[Unit] = []
-        self._lengths: list[IntArray] = []  # words of each row, of each unit
-        self._fields: dict[int, _Field] = {}  # by place among the jobs
-        self._left: set[int] = set()
-        self._small: list[tuple[int, Words]] = []  # arrays that the host writes
-        self._entries: list[tuple[Any, ...]] = []
-        self._entry_of: dict[int, int] = {}
-        self._used = 0
-        self._places: IntArray = np.zeros(0, np.int64)
-        self._met: dict[tuple[Any, ...], tuple[int, int]] = {}
+        self._recipe, self._units, self._rows, self._device = recipe, units, rows, device
+        self._bounds = self._sent(*bounds)
 
-    def run(self) -> OnDevice | None:
-        """Encodes all that fit."""
-        self._list_fields()
-        if not self._units:
-            return None
-        staged = self._staged()
-        stats = self._measured(staged)
-        stored, head = stored_alone(self._layouts, self._rows)
-        self._used = head.nbytes
-        self._places = np.zeros((len(self._units), self._rows, 4), np.int64)
-        self._places[:, :, 3] = LEFT_OUT
-        odd = [own.tensor for own in self._fields.values() if (stats[own.units, :, 0] & ODD).any()]
-        for place, own in self._fields.items():
-            if self._refers_to_left(place) or not self._placed(own, stats[own.units.start : own.units.stop]):
-                self._left.add(place)
-        pads = {number: self._kept(array) for number, array in self._row_pads.items() if number in self._tensors}
-        body, differing = self._written(staged)
-        self._left |= {
-            place for place, own in self._fields.items() if differing[own.units.start : own.units.stop].any()
-        }
-        self._left |= {place for place in self._fields if self._refers_to_left(place)}
-        body[: head.nbytes] = head
-        for at, array in self._small:
-            body[at : at + array.nbytes] = array.view(np.uint8)
-        self._forms.missed(sorted(self._left))
-        kept = sorted(
-            (own for place, own in self._fields.items() if place not in self._left), key=lambda own: own.tensor
+    def _sent(self, *arrays: IntArray) -> Tensor:
+        """Arrays, one behind the other, on the device."""
+        sizes = [array.size for array in arrays]
+        staging = torch.empty(
+            max(sum(sizes), 1), dtype=torch.int64, device="cpu", pin_memory=self._device.type == "cuda"
         )
-        if not kept:
-            return None
-        entries: Any = np.zeros(len(self._entries), native.ENTRY)
-        for at, (kind, layout, items, size, number, first, second, a, b, c) in enumerate(self._entries):
-            entries[at] = kind, layout, items, size, number, first, second, a, b, c
-        fields = np.array([self._entry_of[own.place] for own in kept], np.int64)
-        places: Any = np.array([pads.get(own.tensor, _NOTHING) for own in kept], native.PLACE)
-        table = Table(self._rows, self._dense_rows, self._names, stored, entries, fields, places, body)
-        table.__dict__["layouts"] = dict(self._layouts)
-        return OnDevice(table, [own.tensor for own in kept], odd)
-
-    # ---------------------------------------------------------------- what is to be encoded
-
-    def _list_fields(self) -> None:
-        jobs, kinds = self._forms.jobs, self._forms.kinds
-        for tensor, place in sorted(enumerate(self._forms.order.tolist()), key=lambda pair: pair[1]):
-            x = self._tensors.get(tensor)
-            if x is None or self._forms.misses.get(place, 0) > 1:
-                continue
-            kind, row = kinds[place], jobs[place]
-            named = [int(row[name]) for name in ("near", "head", "tail")]
-            needed = named[:1] if kind == native.BLOCKS else named[1:] if kind == native.CONCAT else []
-            needed = [other for other in needed if other >= 0]
-            if any(other not in self._fields or len(self._fields[other].units) > 1 for other in needed):
-                continue
-            units = self._units_of(place, x, needed)
-            if units:
-                first = len(self._units)
-                self._units += units
-                self._fields[place] = _Field(tensor, place, kind, range(first, first + len(units)))
-
-    def _units_of(self, place: int, x: Tensor, needed: Sequence[int]) -> list[Unit]:
-        """The units of a field; none if the kernels cannot encode it."""
-        kind, row = self._forms.kinds[place], self._forms.jobs[place]
-        layout, items, size = int(row["layout"]), int(row["items"]), int(row["size"])
-        offsets = self._offsets[layout] if layout >= 0 else None
-        rows = self._rows if layout >= 0 else self._dense_rows
-        lengths: IntArray = np.full(self._rows, items, np.int64) if offsets is None else np.diff(offsets) * items
-        if offsets is None:
-            lengths[rows:] = 0
-        inner = self._forms.inner[place]
-        if (
-            any(form.kind not in _WRITTEN_HERE for form in inner)
-            or int(lengths.max(initial=0)) > _MOST
-            or not lengths.any()
-        ):
-            return []
-        held = words(x).contiguous()
-        self._held.append(held)
-        refs = [self._fields[other].units.start for other in needed]
-        near = refs[0] if kind == native.BLOCKS and refs else -1
-        head, tail = refs if kind == native.CONCAT else (-1, -1)
-        own, bools = items // len(inner), int(row["integers"] == native.BOOLS)
-        self._lengths += [lengths // len(inner)] * len(inner)
-        return [
-            Unit(
-                form.kind, held.data_ptr(), size, own, items, column * own, rows, layout, form.number, form.second,
-                form.bytes, near, head, tail, bools,
-            )
-            for column, form in enumerate(inner)
-        ]  # fmt: skip
-
-    def _refers_to_left(self, place: int) -> bool:
-        kind, row = self._forms.kinds[place], self._forms.jobs[place]
-        names = ("near",) if kind == native.BLOCKS else ("head", "tail") if kind == native.CONCAT else ()
-        return any(int(row[name]) in self._left for name in names)
-
-    # ---------------------------------------------------------------- on the device
-
-    def _staged(self) -> Tensor:
-        """int64: the units, then the tables, on the device."""
-        count, each = len(self._units), self._rows + 1
-        width = len(Unit._fields)
-        staging = self._pinned(count * width + each * len(self._offsets), torch.int64)
-        line = staging.numpy()
-        units = line[: count * width].reshape(count, width)
-        units[...] = self._units
-        bounds = units[:, Unit._fields.index("bounds")]
-        bounds[bounds >= 0] *= each
-        for at, offsets in enumerate(self._offsets):
-            line[count * width + at * each :][:each] = offsets
+        np.concatenate([array.reshape(-1) for array in arrays] or [np.zeros(1, np.int64)], out=staging.numpy())
         return staging.to(self._device, non_blocking=True)
 
-    def _pinned(self, count: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(count, dtype=dtype, device="cpu", pin_memory=self._device.type == "cuda")
-
-    def _measured(self, staged: Tensor) -> IntArray:
+    def measured(self) -> IntArray:
+        """int64 [units, rows, len(Stat)]: what the forms of all rows take. One synchronisation."""
         from maskpack.packed.cuda import encode_kernel as kernels  # Triton is imported on first use
 
         count, width = len(self._units), len(Stat._fields)
         stats = torch.empty(count * self._rows * width, dtype=torch.int64, device=self._device)
-        kernels.measure(staged, staged[count * len(Unit._fields) :], stats, count, self._rows)
-        found = to_pinned(stats).numpy().reshape(count, self._rows, width)
-        if self._dense_rows < self._rows:
-            for number, unit in enumerate(self._units):
-                found[number, unit.rows :] = 0
-        return found
+        kernels.measure(self._sent(self._units), self._bounds, stats, count, self._rows)
+        return to_pinned(stats).numpy().reshape(count, self._rows, width)
 
-    def _written(self, staged: Tensor) -> tuple[Words, Words]:
-        """The body, and whether a row of a unit was not equal to what it should be, uint8 [units]."""
+    def written(
+        self,
+        forms: Forms,
+        stats: IntArray,
+        layouts: Mapping[str, RowLayout],
+        dense_rows: int,
+        row_pads: Mapping[int, Words],
+    ) -> OnDevice | None:
+        """The table of all fields that fit their form; None if there is none. One synchronisation."""
         from maskpack.packed.cuda import encode_kernel as kernels
 
-        count = len(self._units)
-        end = -(-self._used // 8) * 8
+        recipe, units, rows, count = self._recipe, self._units, self._rows, len(self._units)
+        stored, head = stored_alone(layouts, rows)
+        fields = recipe.fields.copy()
+        bounds = [layout.row_offsets for layout in layouts.values()]
+        placed = native.place(units, fields, stats, bounds, head.nbytes, rows)
+        small, used, pads = placed.small, placed.nbytes, dict[int, tuple[int, int, int]]()
+        for number in recipe.tensors:
+            if number in row_pads:
+                line = np.ascontiguousarray(row_pads[number])
+                used = -(-used // 8) * 8
+                pads[number] = used, line.itemsize * (line.shape[1] if line.ndim > 1 else 1), len(line)
+                small.append((used, line.reshape(-1).view(np.uint8)))
+                used += line.nbytes
+        end = -(-used // 8) * 8
         line = torch.zeros(end + count, dtype=torch.uint8, device=self._device)
-        again = self._pinned(count * len(Unit._fields) + self._places.size, torch.int64)
-        width = len(Unit._fields)
-        array = again.numpy()
-        array[: count * width].reshape(count, width)[...] = self._units
-        bounds = array[: count * width].reshape(count, width)[:, Unit._fields.index("bounds")]
-        bounds[bounds >= 0] *= self._rows + 1
-        array[count * width :] = self._places.reshape(-1)
-        there = again.to(self._device, non_blocking=True)
-        kernels.write(there, staged[count * width :], there[count * width :], line, count, self._rows, end)
+        sent = self._sent(units, placed.spots)
+        kernels.write(sent, self._bounds, sent[units.size :], line, count, rows, end)
+        odd = (stats[:, :, 0] & ODD).any(1) & (units[:, Unit._fields.index("bools")] != 0)
         found = to_pinned(line).numpy()
-        return found[: self._used], found[end:]
-
-    # ---------------------------------------------------------------- where arrays go
-
-    def _reserved(self, size: int, count: int) -> tuple[int, int, int]:
-        """A new PLACE in the body."""
-        at = -(-self._used // 8) * 8
-        self._used = at + size * count
-        return at, size, count
-
-    def _numbers(self, numbers: IntArray, *, signed: bool = False) -> tuple[int, int, int]:
-        """The PLACE of numbers, equal ones once, in as few bytes as they need."""
-        low, high = int(numbers.min(initial=0)), int(numbers.max(initial=0))
-        if numbers.size > 1 and (numbers == numbers[0]).all():
-            numbers = numbers[:1]
-        place = self._reserved(_bytes_for(low, high, signed), numbers.size)
-        self._small.append((place[0], numbers.astype(f"<{'i' if signed else 'u'}{place[1]}")))
-        return place
-
-    def _kept(self, pads: Words) -> tuple[int, int, int]:
-        """The PLACE of the pads of rows, [B] or [B, 2]."""
-        line = np.ascontiguousarray(pads)
-        place = self._reserved(line.itemsize * (line.shape[1] if line.ndim > 1 else 1), len(line))
-        self._small.append((place[0], line.reshape(-1)))
-        return place
-
-    def _placed(self, own: _Field, stats: IntArray) -> bool:
-        """Lays out the arrays of a field, and its entries; False if it does not fit its form."""
-        row = self._forms.jobs[own.place]
-        before, small = self._used, len(self._small)
-        if (stats[:, :, 0] & MISFIT).any():
-            return False
-        if own.kind == native.CONCAT:
-            self._add(own, row, native.CONCAT, *(self._entry_of[int(row[name])] for name in ("head", "tail")))
-            return True
-        unit = own.units.start
-        lengths = self._lengths[unit]
-        stored = index = None
-        if own.kind == native.DICTIONARY:
-            firsts, index = _repeated(stats[0, :, 6], lengths)
-            if firsts.size == self._rows:
-                return False
-            stored = firsts
-            ways = self._places[unit, :, 3]
-            ways[...] = unit * self._rows + firsts[index]
-            ways[firsts] = WRITTEN
-        elif own.kind != native.COLUMNS and self._is_known(own, row, stats[0]):
-            return True
-        nbytes, made = 0, len(self._entries)
-        for at, number in enumerate(own.units):
-            places = self._arrays(number, stats[at], stored)
-            nbytes += sum(size * count for _, size, count in places)
-            near = -1
-            if (stats[at, :, 0] & NEAR_USED).any():
-                near = self._entry_of[int(row["near"])]
-            form = self._units[number]
-            base = 0 if form.kind == native.BITMAP else form.number
-            self._entries.append((form.kind, int(row["layout"]), form.items, form.size, base, -1, near, *places))
-        if own.kind == native.DICTIONARY:
-            assert index is not None
-            assert stored is not None
-            a, b = self._numbers(index), self._numbers(lengths[stored] // int(row["items"]))
-            nbytes += a[1] * a[2] + b[1] * b[2]
-            self._add(own, row, native.DICTIONARY, made, -1, a, b)
-        elif own.kind == native.COLUMNS:
-            self._add(own, row, native.COLUMNS, made, len(own.units))
-        else:
-            self._entry_of[own.place] = made
-        if _is_larger(nbytes, row["form"], int(lengths.sum()) * len(own.units)):
-            del self._entries[made:], self._small[small:]
-            self._entry_of.pop(own.place, None)
-            self._used = before
-            self._places[own.units.start : own.units.stop, :, 3] = LEFT_OUT
-            return False
-        return True
-
-    def _is_known(self, own: _Field, row: Any, stats: IntArray) -> bool:
-        """Whether a field has the words of an earlier one, as far as their hashes say; its rows are then compared."""
-        unit = own.units.start
-        form = self._units[unit]
-        if form.near >= 0 or own.kind == native.DICTIONARY:
-            return False
-        key = (
-            form.kind,
-            form.number,
-            form.second,
-            form.bytes,
-            int(row["layout"]),
-            form.items,
-            form.size,
-            stats[:, 6].tobytes(),
-        )
-        known = self._met.get(key)
-        if known is None:
-            self._met[key] = unit, own.place
-            return False
-        other, place = known
-        if place not in self._entry_of:
-            return False
-        self._places[unit, :, 3] = other * self._rows + np.arange(self._rows)
-        self._entry_of[own.place] = self._entry_of[place]
-        return True
-
-    def _add(
-        self, own: _Field, row: Any, kind: int, first: int, second: int, a: Any = _NOTHING, b: Any = _NOTHING
-    ) -> None:
-        """The entry of a field that other entries are parts of."""
-        items, size = int(row["items"]), int(row["size"])
-        self._entries.append((kind, int(row["layout"]), items, size, 0, first, second, a, b, _NOTHING))
-        self._entry_of[own.place] = len(self._entries) - 1
-
-    def _arrays(self, number: int, stats: IntArray, stored: IntArray | None) -> list[tuple[int, int, int]]:
-        """The PLACEs a, b and c of a unit, of all rows or of the stored ones, and where the parts of rows begin."""
-        unit, rows = self._units[number], slice(None) if stored is None else stored
-        lengths, stats = self._lengths[number][rows], stats[rows]
-        counts, places = stats[:, 1], _Places(self._places[number], rows)
-        places.ways(WRITTEN)
-        if unit.kind in (native.PLAIN, native.NARROW):
-            size = unit.size if unit.kind == native.PLAIN else unit.bytes
-            return [self._parts(places, 0, lengths, size), _NOTHING, _NOTHING]
-        if unit.kind == native.BLOCKS:
-            blocks = -(-lengths // job.BLOCK)
-            return [
-                self._parts(places, 0, blocks, 1),
-                self._parts(places, 1, blocks, unit.size),
-                self._parts(places, 2, counts, 4),
-            ]
-        if unit.kind == native.BITMAP:
-            if int(stats[np.flatnonzero(lengths)[0], 2]) == unit.second:  # the first word of all is stored first
-                unit = self._units[number] = unit._replace(number=unit.second, second=unit.number)
-            pair = np.array([unit.number, unit.second], np.int64)
-            a, b = self._parts(places, 0, (lengths + 7) // 8, 1), self._reserved(unit.size, 2)
-            self._small.append((b[0], pair.astype(f"<i{unit.size}")))
-            return [a, b, _NOTHING]
-        if unit.kind == native.ARANGE:
-            places.ways(LEFT_OUT)
-            filled = np.flatnonzero(lengths)
-            before = np.maximum(np.searchsorted(filled, np.arange(lengths.size), side="right") - 1, 0)
-            return [self._numbers(stats[filled[before], 2], signed=True), _NOTHING, _NOTHING]
-        a, filled = self._numbers(counts), lengths > 0
-        if unit.kind == native.SPARSE:
-            wide, some = _bytes_for(0, int(stats[:, 5].max(initial=0)), False), counts.any()
-            b = self._parts(places, 1, counts, wide) if some else _NOTHING
-            c = self._parts(places, 2, counts, unit.size)
-            self._units[number] = unit._replace(b_size=wide, c_size=unit.size)
-            if not some:
-                places.ways(LEFT_OUT)
-            return [a, b, c]
-        least, most = int(stats[filled, 4].min()), int(stats[:, 5].max())
-        low, high = int(stats[filled, 2].min()), int(stats[filled, 3].max())
-        b, b_size = self._stretches(places, 1, np.maximum(counts - 1, 0), least, most, False)
-        c, c_size = self._stretches(places, 2, counts, low, high, True)
-        self._units[number] = unit._replace(b_size=b_size, c_size=c_size)
-        if not b_size and not c_size:
-            places.ways(LEFT_OUT)
-        return [a, b, c]
-
-    def _parts(self, places: _Places, array: int, counts: IntArray, size: int) -> tuple[int, int, int]:
-        """The PLACE of an array of `size` bytes a number, of which each row has `counts`."""
-        ends = cumulated(counts)
-        place = self._reserved(size, int(ends[-1]))
-        places.begin(array, place[0] + ends[:-1] * size)
-        return place
-
-    def _stretches(
-        self, places: _Places, array: int, counts: IntArray, low: int, high: int, signed: bool
-    ) -> tuple[tuple[int, int, int], int]:
-        """The PLACE of numbers between `low` and `high`, and the bytes of one if the kernel writes them."""
-        total = int(counts.sum())
-        if total > 1 and low != high:
-            size = _bytes_for(low, high, signed)
-            return self._parts(places, array, counts, size), size
-        return self._numbers(np.full(total, low, np.int64), signed=signed), 0
+        body, differing = found[:used], found[end:]
+        body[: head.nbytes] = head
+        for at, array in small:
+            body[at : at + array.nbytes] = array
+        left = _left_out(fields, recipe.owners[differing != 0].tolist())
+        forms.missed(recipe.places[at] for at in left)
+        kept = sorted(set(range(fields.size)) - left, key=lambda at: recipe.tensors[at])
+        if not kept:
+            return None
+        numbers = [recipe.tensors[at] for at in kept]
+        places: Any = np.array([pads.get(number, _NOTHING) for number in numbers], native.PLACE)
+        table = Table(rows, dense_rows, tuple(layouts), stored, placed.entries, fields["entry"][kept], places, body)
+        table.__dict__["layouts"] = dict(layouts)
+        return OnDevice(table, numbers, [recipe.tensors[at] for at in recipe.owners[odd].tolist()])
 
 
-class _Places(NamedTuple):
-    """Where the arrays of some rows of a unit go."""
-
-    all: IntArray
-    rows: Any
-
-    def begin(self, array: int, at: IntArray) -> None:
-        """Writes where the part of an array that belongs to each row begins."""
-        self.all[self.rows, array] = at
-
-    def ways(self, way: int) -> None:
-        """Writes what becomes of the rows."""
-        self.all[self.rows, 3] = way
-
-
-def _bytes_for(low: int, high: int, signed: bool) -> int:
-    """The bytes of the numbers between two of them."""
-    low, high = min(low, 0), max(high, 0)
-    for size in (1, 2, 4):
-        bits = 8 * size - signed
-        if high < 1 << bits and low >= (-(1 << bits) if signed else 0):
-            return size
-    return 8
-
-
-def _repeated(hashes: IntArray, lengths: IntArray) -> tuple[IntArray, IntArray]:
-    """The first of each of the rows that differ, and of each row its number among them, as far as hashes say."""
-    keys = hashes ^ (lengths * 0x1E3779B97F4A7C15)
-    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
-    order = np.argsort(first, kind="stable")
-    rank = np.empty(order.size, np.int64)
-    rank[order] = np.arange(order.size)
-    return first[order], rank[inverse.reshape(-1)]
-
-
-def _is_larger(nbytes: int, form: Any, total: int) -> bool:
-    """Whether so many bytes for so many words are 2 % more than when the form was chosen."""
-    cost = int(form["cost"]) * total
-    return (nbytes - _HEADER) * _COST_WORDS > cost + cost // 50
+def _left_out(fields: Structs, differing: Iterable[int]) -> set[int]:
+    """The fields that did not fit, that had `differing` rows, and that refer to such ones."""
+    left = {*np.flatnonzero(fields["entry"] < 0).tolist(), *differing}
+    entries = {int(fields["entry"][at]) for at in left}
+    for at in range(fields.size):
+        named = {int(fields[name][at]) for name in ("near", "head", "tail")}
+        if named & left or int(fields["entry"][at]) in entries:  # it refers to one, or has its entry
+            left.add(at)
+            entries.add(int(fields["entry"][at]))
+    return left

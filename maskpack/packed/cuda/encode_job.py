@@ -1,7 +1,6 @@
 """What the encode kernels are told and what they say: units, one for each field (or column of one) that is encoded.
 
-A unit is a row of int64, the names of `Unit`. Tables are int64 arrays that lie one behind the other; a unit names one
-by the place of its first entry, -1 for none.
+A unit is a row of int64, the names of `Unit`. The host lays out the arrays between the two launches (core.c).
 
     measure   a program for each row of each unit   words --> Stat, which say what the form of the field takes
     write     the same                              words --> the arrays of the form, where the host says
@@ -15,24 +14,33 @@ CHUNK = 1024
 """Words that a program reads at once: whole blocks of the encoding BLOCKS."""
 BLOCK, NEAR_BIT = 256, 128
 """Words of a block, and the bit of blocks of distances. (core.c)"""
-MISFIT, ODD, NEAR_USED = 1, 2, 4
-"""Flags of a row: its words do not fit the form; bytes of bools are not 0 and 1; some block has distances."""
+MISFIT, ODD, NEAR_USED, STRAY = 1, 2, 4, 8
+"""Flags of a row: its words do not fit the form; bytes of bools are not 0 and 1; some block has distances; something
+under the mask is not the pad."""
 WRITTEN, LEFT_OUT = -1, -2
 """What becomes of a row: it is written; it is not; else it must equal the row with this number, of those of all
 units."""
+UNSEEN, CONSTANT, BY_EDGE = range(3)
+"""What is under a mask: it is not looked at; a constant; the edge of the row."""
 
 
 class Unit(NamedTuple):
-    """The words of a field, or of one of its columns, and their form.
+    """The words of a field, or of one of its columns, and their form. (core.c)
 
     Attributes:
         kind: as numbers of core.c; of DICTIONARY, the form of the stored rows.
         words, size: address of the tensor, and bytes of its words.
         items, stride, offset: words of an element that the unit has, words of the whole element, and the first of them.
-        rows, bounds: how many; table [rows + 1] of the first element of each row; without it each row is one element.
+        rows: how many.
+        bounds: number of the layout, whose table says where rows begin and end in packed values; -1 if each row is one
+            element.
+        row_stride: words from one row to the next in a padded tensor.
+        counts, low, width: of a padded tensor, the address of int32 [3, rows]: valid tokens of its mask, spans (at most
+            one) and first valid position; and the columns of the mask that it has. Address 0 for packed values.
         number, second, bytes: base and bytes of NARROW; step of ARANGE; the two words of BITMAP.
         near, head, tail: the units that a field is near to, or put together from; -1 for none.
         bools: 1 for bools.
+        pad_mode, pad: what is under the mask of a padded tensor, and the word of a constant.
         b_size, c_size: bytes of the numbers of arrays b and c; 0 if the kernel does not write the array.
     """
 
@@ -44,6 +52,10 @@ class Unit(NamedTuple):
     offset: int
     rows: int
     bounds: int = -1
+    row_stride: int = 0
+    counts: int = 0
+    low: int = 0
+    width: int = 0
     number: int = 0
     second: int = 0
     bytes: int = 0
@@ -51,6 +63,8 @@ class Unit(NamedTuple):
     head: int = -1
     tail: int = -1
     bools: int = 0
+    pad_mode: int = 0
+    pad: int = 0
     b_size: int = 0
     c_size: int = 0
 
@@ -60,14 +74,14 @@ class Stat(NamedTuple):
 
     Attributes:
         flags: of the above.
-        count: numbers of the bits of all blocks; stretches of RLE and DELTA; words of SPARSE that are not 0.
+        total: numbers of the bits of all blocks; stretches of RLE and DELTA; words of SPARSE that are not 0.
         low, high: least and largest word of the stretches; of ARANGE and BITMAP, `low` is the first word of the row.
         least, most: of the lengths of all stretches but the last of the row; `most` is the last place of SPARSE.
         hash: of all words; equal rows have the same.
     """
 
     flags: int
-    count: int
+    total: int
     low: int
     high: int
     least: int

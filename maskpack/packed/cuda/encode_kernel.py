@@ -21,8 +21,8 @@ from maskpack.packed.cuda.kernel import _number, _store
 
 UNIT, STAT = tl.constexpr(len(job.Unit._fields)), tl.constexpr(len(job.Stat._fields))
 (
-    KIND, WORDS, SIZE, ITEMS, STRIDE, OFFSET, ROWS, BOUNDS, NUMBER, SECOND, BYTES, NEAR, HEAD, TAIL, BOOLS, B_SIZE,
-    C_SIZE,
+    KIND, WORDS, SIZE, ITEMS, STRIDE, OFFSET, ROWS, BOUNDS, ROW_STRIDE, COUNTS, LOW, WIDTH, NUMBER, SECOND, BYTES, NEAR,
+    HEAD, TAIL, BOOLS, PAD_MODE, PAD, B_SIZE, C_SIZE,
 ) = (tl.constexpr(place) for place in range(len(job.Unit._fields)))  # fmt: skip
 PLAIN, NARROW, BLOCKS, BITMAP, RLE, ARANGE, DELTA, SPARSE, CONCAT = (
     tl.constexpr(kind)
@@ -33,6 +33,7 @@ PLAIN, NARROW, BLOCKS, BITMAP, RLE, ARANGE, DELTA, SPARSE, CONCAT = (
 )  # fmt: skip
 BLOCK, NEAR_BIT = tl.constexpr(job.BLOCK), tl.constexpr(job.NEAR_BIT)
 MISFIT, ODD, NEAR_USED = tl.constexpr(job.MISFIT), tl.constexpr(job.ODD), tl.constexpr(job.NEAR_USED)
+STRAY, BY_EDGE = tl.constexpr(job.STRAY), tl.constexpr(job.BY_EDGE)
 WRITTEN, LEFT_OUT = tl.constexpr(job.WRITTEN), tl.constexpr(job.LEFT_OUT)
 _FEW, _LANES = tl.constexpr(64), tl.constexpr(8)
 _MOST = tl.constexpr(0x7FFFFFFFFFFFFFFF)
@@ -43,17 +44,32 @@ _WARPS = 8
 
 
 @triton.jit
-def _row(unit, tables, row):
+def _real(unit, row, rows):
+    """The first valid column of a row of a padded tensor, and the one behind the last; equal in an empty row."""
+    counts = tl.load(unit + COUNTS).to(tl.pointer_type(tl.int32))
+    length = tl.load(counts + row).to(tl.int64)
+    first = tl.load(counts + 2 * rows + row) - tl.load(unit + LOW)
+    width = tl.load(unit + WIDTH)
+    start = tl.minimum(tl.maximum(first, 0), width)
+    return start, tl.minimum(tl.maximum(first + length, 0), width)
+
+
+@triton.jit
+def _row(unit, tables, row, rows):
     """The address of the first word of a row, and the number of its words."""
-    items, stride = tl.load(unit + ITEMS), tl.load(unit + STRIDE)
     begin = row
     tokens = row * 0 + 1
-    bounds = tl.load(unit + BOUNDS)
-    if bounds >= 0:
-        begin = tl.load(tables + bounds + row)
-        tokens = tl.load(tables + bounds + row + 1) - begin
-    address = tl.load(unit + WORDS) + (begin * stride + tl.load(unit + OFFSET)) * tl.load(unit + SIZE)
-    return address.to(tl.pointer_type(tl.uint8)), (tokens * items).to(tl.int32)
+    stride, bounds = tl.load(unit + STRIDE), tl.load(unit + BOUNDS)
+    shift = tl.load(unit + OFFSET)
+    if tl.load(unit + COUNTS) != 0:
+        begin, stop = _real(unit, row, rows)
+        tokens = stop - begin
+        shift += row * tl.load(unit + ROW_STRIDE)
+    elif bounds >= 0:
+        begin = tl.load(tables + bounds * (rows + 1) + row)
+        tokens = tl.load(tables + bounds * (rows + 1) + row + 1) - begin
+    address = tl.load(unit + WORDS) + (begin * stride + shift) * tl.load(unit + SIZE)
+    return address.to(tl.pointer_type(tl.uint8)), (tokens * tl.load(unit + ITEMS)).to(tl.int32)
 
 
 @triton.jit
@@ -170,11 +186,11 @@ def _stretches(address, size, items, stride, at, n, words, steps, stretch):
 
 
 @triton.jit
-def _differ(units, tables, one, other, row, other_row, CHUNK: tl.constexpr):
+def _differ(units, tables, one, other, row, other_row, rows, CHUNK: tl.constexpr):
     """Whether two rows of the same number of words differ in one."""
     unit, second = units + one * UNIT, units + other * UNIT
-    address, n = _row(unit, tables, row)
-    beside, others_n = _row(second, tables, other_row)
+    address, n = _row(unit, tables, row, rows)
+    beside, others_n = _row(second, tables, other_row, rows)
     size, items, stride = tl.load(unit + SIZE), tl.load(unit + ITEMS), tl.load(unit + STRIDE)
     others_stride = tl.load(second + STRIDE)
     found = tl.zeros((CHUNK,), tl.int32)
@@ -190,9 +206,38 @@ def _differ(units, tables, one, other, row, other_row, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _measure_row(units, tables, stat, number, row, CHUNK: tl.constexpr):
+def _stray(unit, row, rows, CHUNK: tl.constexpr):
+    """STRAY if something under the mask of a row is not the pad."""
+    found = tl.zeros((CHUNK,), tl.int32)
+    mode = tl.load(unit + PAD_MODE)
+    if mode != 0:
+        start, stop = _real(unit, row, rows)
+        size, items = tl.load(unit + SIZE), tl.load(unit + STRIDE)
+        address = tl.load(unit + WORDS) + row * tl.load(unit + ROW_STRIDE) * size
+        line = address.to(tl.pointer_type(tl.uint8))
+        begin, end = (start * items).to(tl.int32), (stop * items).to(tl.int32)
+        width = (tl.load(unit + WIDTH) * items).to(tl.int32)
+        at = tl.arange(0, CHUNK)
+        pads = _signed(tl.load(unit + PAD), size) + at * 0
+        edge = (mode == BY_EDGE) & (begin < end)
+        seen = width * 0
+        while seen < width:
+            place = seen + at
+            outside = (place < width) & ((place < begin) | (place >= end))
+            expected = pads
+            if edge:
+                nearest = tl.where(place < begin, begin, end - items.to(tl.int32)) + place % items.to(tl.int32)
+                expected = _signed(_number(line, size, nearest, outside), size)
+            words = _signed(_number(line, size, place, outside), size)
+            found = found | tl.where(outside & (words != expected), STRAY, 0)
+            seen += CHUNK
+    return tl.max(found)
+
+
+@triton.jit
+def _measure_row(units, tables, stat, number, row, rows, CHUNK: tl.constexpr):
     unit = units + number * UNIT
-    address, n = _row(unit, tables, row)
+    address, n = _row(unit, tables, row, rows)
     kind, size = tl.load(unit + KIND), tl.load(unit + SIZE)
     items, stride = tl.load(unit + ITEMS), tl.load(unit + STRIDE)
     near = tl.load(unit + NEAR)
@@ -201,12 +246,12 @@ def _measure_row(units, tables, stat, number, row, CHUNK: tl.constexpr):
     behind, behind_stride = address, stride
     if kind == CONCAT:
         head, tail = units + tl.load(unit + HEAD) * UNIT, units + tl.load(unit + TAIL) * UNIT
-        beside, head_n = _row(head, tables, row)
+        beside, head_n = _row(head, tables, row, rows)
         others_stride = tl.load(head + STRIDE)
-        behind, tail_n = _row(tail, tables, row)
+        behind, tail_n = _row(tail, tables, row, rows)
         behind_stride = tl.load(tail + STRIDE)
     elif near >= 0:
-        beside, _ = _row(units + near * UNIT, tables, row)
+        beside, _ = _row(units + near * UNIT, tables, row, rows)
         others_stride = tl.load(units + near * UNIT + STRIDE)
     base, step, second = tl.load(unit + NUMBER), tl.load(unit + NUMBER), tl.load(unit + SECOND)
     first = _signed(_number(address, size, n * 0, n > 0), size)
@@ -266,6 +311,7 @@ def _measure_row(units, tables, stat, number, row, CHUNK: tl.constexpr):
         if tl.load(unit + BOOLS) != 0:
             flags = flags | tl.where(inside & ((words & -2) != 0), ODD, 0)
         begin += CHUNK
+    used = used | _stray(unit, row, rows, CHUNK)
     misfit = tl.max(flags & MISFIT) | tl.where((kind == CONCAT) & (head_n + tail_n != n), MISFIT, 0)
     tl.store(stat, (misfit | tl.max(flags & ODD) | used).to(tl.int64))
     tl.store(stat + 1, tl.sum(count) + numbers)
@@ -281,7 +327,7 @@ def _measure(units, tables, stats, rows, CHUNK: tl.constexpr):
     number = (tl.program_id(0) // rows).to(tl.int64)
     row = (tl.program_id(0) % rows).to(tl.int64)
     if row < tl.load(units + number * UNIT + ROWS):
-        _measure_row(units, tables, stats + (number * rows + row) * STAT, number, row, CHUNK)
+        _measure_row(units, tables, stats + (number * rows + row) * STAT, number, row, rows, CHUNK)
 
 
 # -------------------------------------------------------------------- writing
@@ -314,16 +360,16 @@ def _write_blocks(
 
 
 @triton.jit
-def _write_row(units, tables, places, body, number, row, CHUNK: tl.constexpr):
+def _write_row(units, tables, places, body, number, row, rows, CHUNK: tl.constexpr):
     unit = units + number * UNIT
-    address, n = _row(unit, tables, row)
+    address, n = _row(unit, tables, row, rows)
     kind, size = tl.load(unit + KIND), tl.load(unit + SIZE)
     items, stride = tl.load(unit + ITEMS), tl.load(unit + STRIDE)
     b_size, c_size = tl.load(unit + B_SIZE), tl.load(unit + C_SIZE)
     near = tl.load(unit + NEAR)
     beside, others_stride = address, stride
     if (kind == BLOCKS) & (near >= 0):
-        beside, _ = _row(units + near * UNIT, tables, row)
+        beside, _ = _row(units + near * UNIT, tables, row, rows)
         others_stride = tl.load(units + near * UNIT + STRIDE)
     a, b, c = tl.load(places), tl.load(places + 1), tl.load(places + 2)
     before = n.to(tl.int64) * 0
@@ -380,9 +426,9 @@ def _write(units, tables, places, body, rows, differing, CHUNK: tl.constexpr):
         place = places + (number * rows + row) * 4
         way = tl.load(place + 3)
         if way == WRITTEN:
-            _write_row(units, tables, place, body, number, row, CHUNK)
+            _write_row(units, tables, place, body, number, row, rows, CHUNK)
         elif way >= 0:  # noqa: SIM102  # kernels compute both sides of `and`
-            if _differ(units, tables, number, way // rows, row, way % rows, CHUNK) > 0:
+            if _differ(units, tables, number, way // rows, row, way % rows, rows, CHUNK) > 0:
                 tl.store(body + differing + number, 1)
 
 
@@ -391,7 +437,7 @@ def measure(units: Tensor, tables: Tensor, stats: Tensor, count: int, rows: int)
 
     Args:
         units: int64 [count, UNIT], on the device, like all others.
-        tables: int64, the tables.
+        tables: int64 [layouts, rows + 1], where rows begin in packed values.
         stats: int64 [count, rows, STAT].
     """
     with torch.cuda.device_of(units):
