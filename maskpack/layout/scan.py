@@ -86,6 +86,20 @@ def _scan(mask: Tensor, hint: int | None) -> tuple[int, dict[str, Any]]:
     return num_tokens, {"lengths": host_counts[0].astype(np.int64), "index": index}
 
 
+def counted(mask: Tensor) -> Tensor:
+    """int32, of a mask [B, S] on a device with Triton, B and S not 0: its first 3 * B numbers are the valid tokens of
+    each row, its spans, and its first valid position. No synchronisation."""
+    from maskpack.layout.scan_triton import scan_rows
+
+    with torch.cuda.device_of(mask):
+        return scan_rows(_loaded(mask.detach()), 1, False)[0].reshape(-1)
+
+
+def _loaded(mask: Tensor) -> Tensor:
+    """A mask as kernels read it."""
+    return mask if mask.dtype in _LOADED and mask.stride(1) == 1 else _not_zero(mask).contiguous()
+
+
 def table_of_rows(counts: npt.NDArray[np.int32]) -> SpanTable:
     """The span table of rows with at most one span, from [3, B]: valid tokens, spans and first valid position."""
     lengths, spans, first = counts.astype(np.int64)

@@ -109,8 +109,8 @@ def survey(
             if forms[place].kind == "dense":
                 entries[form.path] = checks.to_padded(verifier.values.pop(form.path), form, layout, pads)
     _check_coverage(forms, entries, options)
-    done = all(form.kind != "padded" or form.path in deferred for form in forms) and not schema.forms
-    scanned = planner.scanned() if done and not any(form.reason for form in forms) else None
+    plain = not schema.forms and not any(form.reason for form in forms)
+    scanned = planner.scanned() if plain else None
     values = verifier.values
     return Survey(schema.root, tuple(forms), rows, entries, planner.layouts, axes, values, row_pads, deferred, scanned)
 

@@ -40,6 +40,7 @@ from maskpack.packed import pickling as pickles
 from maskpack.packed.batch_plan import BatchPlan, signature_of, with_pads
 from maskpack.packed.cuda import decode as staging
 from maskpack.packed.cuda import encode as encoding
+from maskpack.packed.cuda.device_plan import DevicePlan
 from maskpack.packed.decode import MAX_BYTES, Decoder, decoded_nbytes, on, trimmed
 from maskpack.packed.file import codec as codecs
 from maskpack.packed.file import container as wire
@@ -388,9 +389,10 @@ def compress(
     known = None if plan is None else plan.encoded(batch)
     if plan is not None and known is not None:
         return PackedBatch(batch.batch_size[0], known[1], known[0], _objects_of(batch, plan.schema, options), codec)
-    packed = _encoded(survey(batch, options, layouts, defer=True), codec, signature)
+    trusted = options.verify == "never"
+    packed = _encoded(survey(batch, options, layouts, defer=True), codec, signature, trusted=trusted)
     if packed is None:
-        packed = _encoded(survey(batch, options, layouts), codec, None)
+        packed = _encoded(survey(batch, options, layouts), codec, None, trusted=trusted)
     assert packed is not None
     return packed
 
@@ -471,7 +473,7 @@ def _layouts_of(like: Any) -> dict[str, RowLayout]:
     return read_layouts(like, "compress: like")[1]
 
 
-def _encoded(found: Survey, codec: str | None, signature: Any) -> PackedBatch | None:
+def _encoded(found: Survey, codec: str | None, signature: Any, *, trusted: bool) -> PackedBatch | None:
     """None if a field that was deferred has to be looked at by itself: it has other values under its mask, or bools of
     other bytes than 0 and 1. Its plan is remembered by `signature`."""
     schema = replace(found.schema(), forms=tuple(_packed_form(form, found) for form in found.forms))
@@ -513,10 +515,14 @@ def _encoded(found: Survey, codec: str | None, signature: Any) -> PackedBatch | 
             return None
     if encoded is not None and away is None:
         encoding.learn(tensors, values, found.rows, encoded)
-        plan = None if signature is None else BatchPlan.of(found, schema, encoded.jobs, encoded.table.body.nbytes)
-        if plan is not None:
-            plans.keep(signature, plan)
     table, pads = _together(away, encoded, rest, len(tensors))
+    plan: Any = None
+    if signature is not None and away is None and encoded is not None:
+        plan = BatchPlan.of(found, schema, encoded.jobs, encoded.table.body.nbytes)
+    elif signature is not None and encoded is None:
+        plan = DevicePlan.of(found, schema, trusted)
+    if plan is not None:
+        plans.keep(signature, plan)
     table, schema = with_pads(table, pads, schema, found.deferred)
     objects = {path: Objects.of(found.entries[path]).stowed() for path in _objects_in(schema)}
     return PackedBatch(found.rows, schema, table, objects, codec)

@@ -31,7 +31,8 @@ from maskpack.packed.table import JobTable, Table, check_memory, stored_before, 
 _PADDED, _PACKED = 0, 1
 _PAD, _RESULT, _ROW_PADS = (native.JOB.fields[name][1] // 8 for name in ("pad", "result", "row_pads"))  # type: ignore[index]
 _AT, _ROWS = (native.Mask._fields.index(name) for name in ("at", "rows"))
-_WHOLE = -1
+WHOLE = -1
+"""The first column of a layout that is the whole mask."""
 _SPARE = 1 << 15
 _NO_PLAIN_ZEROS = (torch.complex32, torch.complex64, torch.complex128, torch.float8_e8m0fnu)
 
@@ -48,9 +49,9 @@ def signature_of(batch: TensorDictBase, options: Options) -> tuple[Any, ...] | N
     for name, value in batch.items():
         if type(value) is Tensor:
             plain = value.layout is torch.strided and not value.is_nested
-            if not plain or not value.is_cpu or value.is_neg() or value.is_conj():
+            if not plain or value.is_neg() or value.is_conj():
                 return None
-            parts += (name, value.dtype, value.shape[1:], value.stride())
+            parts += (name, value.dtype, value.shape[1:], value.stride(), value.device)
         elif is_object(value):
             parts += (name, number_at(batch, (name,)))  # it may be the width of an axis
         else:
@@ -94,8 +95,8 @@ class BatchPlan:
         """The plan of a batch that was surveyed and encoded, in `nbytes`; None if it has none."""
         entries, scanned = list(found.entries.values()), found.scanned
         numbers = {path: number for number, path in enumerate(found.entries)}
-        cuts = None if scanned is None else _cuts(found, list(scanned))
-        if scanned is None or cuts is None:
+        cuts = None if scanned is None else cuts_of(found, list(scanned))
+        if scanned is None or cuts is None or any(form.device != "cpu" for form in schema.forms if form.dtype):
             return None
         forms = schema.forms
         inputs = [number for number, form in enumerate(forms) if form.dtype is not None]
@@ -163,16 +164,16 @@ def _room(nbytes: int) -> int:
     return nbytes + nbytes // 4 + _SPARE
 
 
-def _cuts(found: Survey, masks: Sequence[Path]) -> list[tuple[int, int, int]] | None:
+def cuts_of(found: Survey, masks: Sequence[Path]) -> list[tuple[int, int, int]] | None:
     """Of each layout, its mask, and its first column and width if it is not the whole mask; None if one has no mask."""
     scanned = found.scanned or {}
     cuts: list[tuple[int, int, int]] = []
     for layout in wholes_first(found.layouts).values():
-        of_whole, low = layout.__dict__.get("part_of", (None, _WHOLE))
+        of_whole, low = layout.__dict__.get("part_of", (None, WHOLE))
         for number, path in enumerate(masks):
             whole = scanned[path][0]
             if layout is whole or of_whole is whole:
-                cuts.append((number, _WHOLE if layout is whole else low, layout.width))
+                cuts.append((number, WHOLE if layout is whole else low, layout.width))
                 break
         else:
             return None

@@ -39,7 +39,7 @@ _MOST = (1 << 31) - 2 * job.CHUNK
 _A_LOOK = 64
 """One in so many batches is encoded on the host, which looks for better forms."""
 _NOTHING = (0, 1, 0)
-_WORDS, _COUNTS = (Unit._fields.index(name) for name in ("words", "counts"))
+WORDS, COUNTS = (Unit._fields.index(name) for name in ("words", "counts"))
 
 
 class _Form(NamedTuple):
@@ -87,7 +87,7 @@ class Forms:
 
     Attributes:
         jobs: JOB [n], each behind those that it refers to.
-        order: int64 [n], the place of each tensor among them.
+        order: the place of each tensor among them.
         kinds: the encoding of each job.
         inner: of each job the forms of its units: one, or those of its columns.
         uses: how many batches took them.
@@ -96,7 +96,7 @@ class Forms:
     """
 
     jobs: Structs
-    order: IntArray
+    order: list[int]
     kinds: list[int]
     inner: list[list[_Form]]
     uses: int = 0
@@ -117,12 +117,11 @@ class Forms:
             elif kinds[place] != int(entry["kind"]):
                 kinds[place] = _UNKNOWN  # of no words
             inner[place] = [_Form.of(table, part) for part in table.parts(at)]
-        return cls(jobs.copy(), np.array(order), kinds, inner)
+        return cls(jobs.copy(), order.tolist(), kinds, inner)
 
     def want_host(self) -> bool:
         """Whether the next batch goes to the host."""
-        self.uses += 1
-        return self.stale or self.uses % _A_LOOK == 0
+        return self.stale or self.uses >= _A_LOOK
 
     def missed(self, places: Iterable[int]) -> None:
         """Notes the jobs that did not fit. The host chooses new forms for the next batch, but once only: a job that
@@ -151,7 +150,7 @@ class Forms:
         lines: list[tuple[int, ...]] = []
         number_of: dict[int, int] = {}  # of a job among the fields
         taken: list[int] = []
-        for tensor, place in sorted(enumerate(self.order.tolist()), key=lambda pair: pair[1]):
+        for tensor, place in sorted(enumerate(self.order), key=lambda pair: pair[1]):
             kind, row, inner = self.kinds[place], self.jobs[place], self.inner[place]
             near, head, tail = (int(row[name]) for name in ("near", "head", "tail"))
             refs = [near] if kind == native.BLOCKS and near >= 0 else [head, tail] if kind == native.CONCAT else []
@@ -195,11 +194,13 @@ class OnDevice(NamedTuple):
     Attributes:
         table: the fields `numbers`, by their numbers among all tensors.
         odd: the numbers of bools with bytes other than 0 and 1.
+        left: the places among the jobs of fields that did not fit.
     """
 
     table: Table
     numbers: list[int]
     odd: list[int]
+    left: list[int]
 
 
 def encoded(
@@ -222,7 +223,7 @@ def encoded(
     device = _device_of(values)
     if device is None or not rows:
         return None
-    forms: Forms | None = device_forms.get(_key(tensors, rows))
+    forms = forms_of(tensors, rows)
     if forms is None or forms.want_host():
         return None
     own = {number: x for number, x in values.items() if x.device == device}
@@ -232,13 +233,20 @@ def encoded(
         return None
     layouts = wholes_first(layouts)
     held = [words(own[number]).contiguous() for number in recipe.tensors]
-    units = recipe.units.copy()
-    units[:, _WORDS] = np.array([x.data_ptr() for x in held], np.int64)[recipe.owners]
+    units: IntArray = np.array(recipe.units)
+    units[:, WORDS] = np.array([x.data_ptr() for x in held], np.int64)[recipe.owners]
     bounds = [layout.row_offsets for layout in layouts.values()]
     pads = {number: row_pads[form.path] for number, form in enumerate(tensors) if form.path in row_pads}
     encoder = Encoder(recipe, units, bounds, rows, device)
-    found = encoder.measured()
-    return encoder.written(forms, found, layouts, dense_rows, pads)
+    found = encoder.written(encoder.measured(), layouts, dense_rows, pads)
+    forms.missed(found.left)
+    forms.uses += 1
+    return found if found.numbers else None
+
+
+def forms_of(tensors: Sequence[FieldForm], rows: int) -> Forms | None:
+    """How the fields of a batch on a GPU were encoded before."""
+    return device_forms.get(_key(tensors, rows))
 
 
 def learn(tensors: Sequence[FieldForm], values: Mapping[int, Tensor], rows: int, done: Encoded) -> None:
@@ -295,13 +303,12 @@ class Encoder:
 
     def written(
         self,
-        forms: Forms,
         stats: IntArray,
         layouts: Mapping[str, RowLayout],
         dense_rows: int,
         row_pads: Mapping[int, Words],
-    ) -> OnDevice | None:
-        """The table of all fields that fit their form; None if there is none. One synchronisation."""
+    ) -> OnDevice:
+        """The table of all fields that fit their form. One synchronisation."""
         from maskpack.packed.cuda import encode_kernel as kernels
 
         recipe, units, rows, count = self._recipe, self._units, self._rows, len(self._units)
@@ -328,15 +335,13 @@ class Encoder:
         for at, array in small:
             body[at : at + array.nbytes] = array
         left = _left_out(fields, recipe.owners[differing != 0].tolist())
-        forms.missed(recipe.places[at] for at in left)
         kept = sorted(set(range(fields.size)) - left, key=lambda at: recipe.tensors[at])
-        if not kept:
-            return None
         numbers = [recipe.tensors[at] for at in kept]
         places: Any = np.array([pads.get(number, _NOTHING) for number in numbers], native.PLACE)
         table = Table(rows, dense_rows, tuple(layouts), stored, placed.entries, fields["entry"][kept], places, body)
         table.__dict__["layouts"] = dict(layouts)
-        return OnDevice(table, numbers, [recipe.tensors[at] for at in recipe.owners[odd].tolist()])
+        odd_ones = [recipe.tensors[int(at)] for at in recipe.owners[odd]]
+        return OnDevice(table, numbers, odd_ones, [recipe.places[at] for at in sorted(left)])
 
 
 def _left_out(fields: Structs, differing: Iterable[int]) -> set[int]:

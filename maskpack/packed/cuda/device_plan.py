@@ -1,0 +1,169 @@
+"""DevicePlan: what padded batches of one signature on a GPU are made of, so that the next one is encoded at once.
+
+    masks --scan--> rows --+--> measure: pads verified, what each row takes --> places --> write --> body
+    padded fields ---------+
+
+Nothing is packed on the way: a row of at most one span lies together in its padded field. As for BatchPlan on the host,
+only batches without surprises have a plan, and if it does not fit, it gives nothing, and the batch is surveyed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from maskpack.core.index import IntArray, cumulated
+from maskpack.core.native import HostLayout
+from maskpack.core.pads import EDGE, Pad, pad_words
+from maskpack.layout.row_layout import RowLayout
+from maskpack.layout.scan import counted, table_of_rows
+from maskpack.nesting.schema import FieldForm, Schema
+from maskpack.nesting.survey import Survey
+from maskpack.packed.batch_plan import WHOLE, cuts_of
+from maskpack.packed.cuda import encode_job as job
+from maskpack.packed.cuda.encode import COUNTS, WORDS, Encoder, Forms, Recipe, forms_of
+from maskpack.packed.cuda.encode_job import ODD, Unit
+from maskpack.packed.table import Table, wholes_first, words_of_one
+
+
+@dataclass
+class DevicePlan:
+    """How the batches of one signature are encoded.
+
+    Attributes:
+        schema: with the pads that were found.
+        forms: how the fields were encoded before; the plan ends with them.
+        recipe: what the kernels are told.
+        units: int64 [n, len(Unit)]: units of the recipe that read padded tensors.
+        masks: the numbers of the masks among the entries, and the anchors of their layouts.
+        mask_of: int64 [n], the mask of each unit, -1 for none.
+        cuts: the name of each layout, its mask, and its first column, or WHOLE, and width.
+        inputs: the number of the entry of each tensor of the recipe.
+    """
+
+    schema: Schema
+    forms: Forms
+    recipe: Recipe
+    units: IntArray
+    masks: Sequence[tuple[int, int]]
+    mask_of: IntArray
+    cuts: Sequence[tuple[str, int, int, int]]
+    inputs: Sequence[int]
+
+    @classmethod
+    def of(cls, found: Survey, schema: Schema, trusted: bool) -> DevicePlan | None:
+        """The plan of a batch that was surveyed and encoded on its GPU; None if it has none. `trusted`: whether pads
+        are not looked at."""
+        scanned, tensors = found.scanned, [form for form in schema.forms if form.dtype is not None]
+        cuts = None if scanned is None else cuts_of(found, list(scanned))
+        forms = forms_of(tensors, found.rows)
+        if scanned is None or cuts is None or forms is None or found.row_pads or found.root.more_dims is None:
+            return None
+        numbers = {path: number for number, path in enumerate(found.entries)}
+        entries = [found.entries[form.path] for form in tensors]
+        devices = {x.device for x in entries} | {found.entries[path].device for path in scanned}
+        lines = [_line(form, x, trusted) for form, x in zip(tensors, entries, strict=True)]
+        if len(devices) > 1 or any(line is None for line in lines):
+            return None
+        recipe = forms.recipe(range(len(tensors)), found.rows, found.rows)
+        if len(recipe.tensors) < len(tensors):
+            return None
+        units, mask_of = np.array(recipe.units), np.full(len(recipe.units), -1)
+        for at, owner in enumerate(recipe.owners):
+            own, line, layout = Unit(*units[at].tolist()), lines[recipe.tensors[int(owner)]], int(units[at][_BOUNDS])
+            assert line is not None
+            if layout >= 0:
+                mask_of[at], low, width = cuts[layout]
+                mode = line.pad_mode if own.offset == 0 else job.UNSEEN  # once for all columns of a field
+                units[at] = own._replace(
+                    row_stride=line.row_stride, low=max(low, 0), width=width, pad_mode=mode, pad=line.pad
+                )
+        return cls(
+            schema,
+            forms,
+            recipe,
+            units,
+            [(numbers[path], layout.anchor) for path, (layout, _) in scanned.items()],
+            mask_of,
+            [(name, *cut) for name, cut in zip(wholes_first(found.layouts), cuts, strict=True)],
+            [numbers[tensors[number].path] for number in recipe.tensors],
+        )
+
+    def encoded(self, batch: TensorDictBase) -> tuple[Table, Schema] | None:
+        """The table and the schema of a batch of this signature; None if the plan does not fit. Two
+        synchronisations."""
+        tensors = [form for form in self.schema.forms if form.dtype is not None]
+        entries: list[Any] = list(batch.values())
+        rows = batch.batch_size[0]
+        if self.forms.want_host() or forms_of(tensors, rows) is not self.forms:
+            return None
+        device = entries[self.masks[0][0]].device
+        counts = [counted(entries[at]) for at, _ in self.masks]
+        units: IntArray = np.array(self.units)
+        units[:, WORDS] = np.array([entries[at].data_ptr() for at in self.inputs])[self.recipe.owners]
+        units[:, COUNTS] = np.array([*(own.data_ptr() for own in counts), 0])[self.mask_of]
+        units[:, _ROWS] = rows
+        encoder = Encoder(self.recipe, units, [], rows, device)
+        on_host = [_started(own[: 3 * rows]) for own in counts]
+        stats = encoder.measured()  # the counts are there then, too
+        flags, of_rows = stats[:, :, 0], [own.numpy().reshape(3, rows) for own in on_host]
+        if (flags & (ODD | job.STRAY)).any() or any(int(own[1].max()) > 1 for own in of_rows):
+            return None
+        found = encoder.written(stats, self._layouts(of_rows, entries), rows, {})
+        if found.left:
+            return None
+        self.forms.uses += 1
+        return found.table.as_compact(), self.schema
+
+    def _layouts(self, counts: Sequence[Any], entries: Sequence[Any]) -> dict[str, RowLayout]:
+        wholes: list[RowLayout] = []
+        for own, (at, anchor) in zip(counts, self.masks, strict=True):
+            bounds = cumulated(own[0].astype(np.int64))
+            wholes.append(RowLayout.of_host(HostLayout(entries[at].shape[1], table_of_rows(own), bounds), anchor))
+        return {
+            name: wholes[mask] if low == WHOLE else wholes[mask].narrow(low, low + width)
+            for name, mask, low, width in self.cuts
+        }
+
+
+_BOUNDS, _ROWS = (Unit._fields.index(name) for name in ("bounds", "rows"))
+
+
+@dataclass(frozen=True)
+class _Line:
+    """How the kernels read a padded tensor."""
+
+    row_stride: int = 0
+    pad_mode: int = job.UNSEEN
+    pad: int = 0
+
+
+def _line(form: FieldForm, x: Tensor, trusted: bool) -> _Line | None:
+    """How the kernels read a tensor; None if they cannot."""
+    assert form.dtype is not None
+    if form.kind == "dense":
+        return _Line() if form.layout is None and x.is_contiguous() else None
+    items = words_of_one(form)
+    together = x.dim() >= 2 and x[:1].is_contiguous() and x.stride(1) == items
+    if form.kind != "padded" or form.ragged_dim != 1 or form.dtype.itemsize > 8 or not together or not items:
+        return None
+    pad = form.pads[0]
+    if trusted:
+        return _Line(x.stride(0))
+    if pad is EDGE:
+        return _Line(x.stride(0), job.BY_EDGE)
+    held = None if isinstance(pad, Pad) else pad_words(pad, form.dtype)
+    return _Line(x.stride(0), job.CONSTANT, held[0]) if held is not None and len(held) == 1 else None
+
+
+def _started(x: Tensor) -> Tensor:
+    """A copy in pinned memory that is there after the next synchronisation."""
+    out = torch.empty(x.numel(), dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
+    out.copy_(x, non_blocking=True)
+    return out
