@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
@@ -75,6 +76,8 @@ def loops(mask: oracle.Mask) -> dict[str, list[Any]]:
             "bits": [[sum(1 << i for i, on in enumerate(row[at : at + 32]) if on) for at in columns] for row in mask],
             "before": [[tokens[n] + sum(row[:at]) for at in columns] for n, row in enumerate(mask)],
         }
+        if len(starts) * 8 > len(run_of_token):
+            found["places"] = [place for place, on in enumerate(itertools.chain(*mask)) if on]
     return found
 
 
@@ -102,16 +105,18 @@ def test_the_index_of_a_mask(mask: oracle.Mask, dtype: torch.dtype) -> None:
     for module in (scan_kernels, _Torch):
         real = tensor if module is scan_kernels else tensor != 0
         total = sum(map(sum, mask))
-        counts, cu_seqlens, splits, blocks = module.scan_rows(real, total // BLOCK + 3, False)
+        scanned = module.scan_rows(real, total // BLOCK + 3, None)
+        counts = scanned.counts[: 3 * len(mask)].view(3, -1)
         assert counts.tolist() == [
             [sum(row) for row in mask],
             [len(row) for row in oracle.mask_to_runs(mask)],
             [row.index(True) if any(row) else 0 for row in mask],
         ]
         runs = int(counts[1].sum())
-        index = SpanIndex(counts[2], cu_seqlens, blocks)
+        index = SpanIndex(scanned.starts, scanned.begins, scanned.blocks)
+        assert scanned.bounded is None
         if int(counts[1].max()) > 1:
-            index = module.list_spans(real, cu_seqlens, splits, total, runs)
+            index = module.list_spans(real, scanned, total, runs)
         assert_index(index, mask)
 
 
@@ -148,10 +153,11 @@ def _scanned(mask: Tensor) -> SpanIndex:
     from maskpack.layout import scan_triton as scan_kernels
 
     total = int(mask.sum())
-    counts, cu_seqlens, splits, blocks = scan_kernels.scan_rows(mask, total // BLOCK + 3, False)
-    if int(counts[1].max()) <= 1:
-        return SpanIndex(counts[2], cu_seqlens, blocks)
-    return scan_kernels.list_spans(mask, cu_seqlens, splits, total, int(counts[1].sum()))
+    scanned = scan_kernels.scan_rows(mask, total // BLOCK + 3, None)
+    spans = scanned.counts[mask.shape[0] : 2 * mask.shape[0]]
+    if int(spans.max()) <= 1:
+        return SpanIndex(scanned.starts, scanned.begins, scanned.blocks)
+    return scan_kernels.list_spans(mask, scanned, total, int(spans.sum()))
 
 
 # -------------------------------------------------------------------- moves
@@ -440,10 +446,12 @@ def test_sums_beyond_int32_are_stored_as_the_largest() -> None:
     from maskpack.layout import scan_triton as scan_kernels
 
     lengths = [2**31 - 1, 5, 0, 2**31 - 1]
-    counts = torch.tensor([lengths, [1] * 4, [0] * 4], dtype=torch.int32, device=DEVICE)
-    cu_seqlens, splits, blocks = (torch.full((size,), 77, dtype=torch.int32, device=DEVICE) for size in (6, 6, 9))
-    scan_kernels._sum_up[(1,)](counts, 4, cu_seqlens, splits, blocks, 8, 8, tl.int64, BLOCK, 1024)
+    counts = [*lengths, *[1] * 4, *[0] * 4]
+    line = torch.tensor([*counts, *[77] * 5, *[77] * 5, *[77] * 8, *[77] * 6], dtype=torch.int32, device=DEVICE)
+    scan_kernels._sum_up[(1,)](line, 4, 8, 9, True, tl.int64, BLOCK, 256, 1024)
     largest = 2**31 - 1
-    assert cu_seqlens.tolist() == [0, largest, largest, largest, largest, 77]
-    assert splits.tolist() == [0, 1, 2, 3, 4, 77]
-    assert blocks.tolist() == [0] * 7 + [3, 77]
+    assert line[:12].tolist() == counts
+    assert line[12:17].tolist() == [0, largest, largest, largest, largest]
+    assert line[17:22].tolist() == [0, 1, 2, 3, 4]
+    assert line[22:30].tolist() == [0] * 7 + [3]
+    assert line[30:].tolist() == [0, 9, 9, 9, 9, 77]
