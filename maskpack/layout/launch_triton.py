@@ -71,7 +71,7 @@ class Recent(Generic[_Value]):
 
 def aligned(addresses: Sequence[int]) -> bool:
     """Whether all are multiples of 16 bytes, as memory fresh from the allocator is."""
-    return not any([address & 15 for address in addresses])
+    return not any(address & 15 for address in addresses)
 
 
 def addresses_of(tensors: Sequence[Tensor | None]) -> list[int | None]:

@@ -2,8 +2,8 @@
 
     backward of pack = unpack with pad 0        backward of unpack = pack
 
-The kernels are called directly without gradients, and in an autograd.Function with them, because dispatching an operator
-takes longer than a launch. EDGE with gradients, which repeats elements, and constant pads of 16 bytes use plain torch.
+Without gradients the kernels are called directly, with them in an autograd.Function: dispatching an operator takes longer
+than a launch. EDGE with gradients, which repeats elements, and constant pads of 16 bytes use plain torch.
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ def unpack(
     """`values` [T, *F] -> [B, S, *F]; each pad is a constant with these raw bits, EDGE, or a tensor [B]."""
     compiling = torch.compiler.is_compiling()
     differentiable = compiling or _differentiable(values)
+    if not differentiable and all(len(word) == 1 for word in bits):
+        words = [word for (word,) in bits]
+        return _triton.unpack(
+            values, layout.index, layout.num_rows, layout.width, words, [_triton.CONSTANT] * len(words)
+        )
     jobs = [_job(*each, differentiable) for each in zip(values, pads, bits, strict=True)]
     if not compiling and None not in jobs:
         return _unpacked(values, layout, cast("list[_Job]", jobs), differentiable)
@@ -76,7 +81,7 @@ def _unpacked(values: Sequence[Tensor], layout: RowLayout, jobs: Sequence[_Job],
 
 def _differentiable(fields: Sequence[Tensor]) -> bool:
     """Whether autograd has to see the operation."""
-    return torch.is_grad_enabled() and any([field.requires_grad for field in fields])
+    return torch.is_grad_enabled() and any(field.requires_grad for field in fields)
 
 
 class _Pack(torch.autograd.Function):

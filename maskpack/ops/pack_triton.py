@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -174,8 +173,8 @@ def _unpack(
 
 @triton.jit(do_not_specialize=["num_tokens", "spans"], do_not_specialize_on_alignment=_INDEX[:5])
 def _pack_wide(
-    out, source, starts, begins, blocks, of_rows, places, num_tokens, spans, width, row_stride, col_stride, items, parts,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr
+    out, source, starts, begins, blocks, of_rows, places, num_tokens, spans, width, row_stride, col_stride, items,
+    parts, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
     token = tl.program_id(0) // parts
     at = (tl.program_id(0) % parts) * CHUNK + tl.arange(0, CHUNK)
