@@ -2,8 +2,8 @@
 
     backward of pack = unpack with pad 0        backward of unpack = pack
 
-Without gradients the kernels are called directly, with them in an autograd.Function: dispatching an operator takes longer
-than a launch. EDGE with gradients, which repeats elements, and constant pads of 16 bytes use plain torch.
+Without gradients the kernels are called directly, with them in an autograd.Function, because dispatching an operator
+takes longer than a launch. EDGE with gradients, which repeats elements, and constant pads of 16 bytes use plain torch.
 """
 
 from __future__ import annotations

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,65 @@ pytestmark = [
 ]
 TRAILING = ((), (1,), (3,), (2, 2), (0,), (130,))
 CANARY = 77
+
+
+class Compiled:
+    """A compiled kernel, interpreted: runs with addresses, and only with arguments of the kind it was compiled for."""
+
+    def __init__(self, kernel: Any, arguments: Sequence[Any], options: dict[str, Any]) -> None:
+        self.kernel = kernel
+        self.arguments = arguments
+        self.options = options
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        def run(*arguments: Any) -> None:
+            kinds = zip(self.kernel.arg_names, self.arguments, arguments, strict=True)
+            self.kernel[grid](*[self.pointer(name, first, now) for name, first, now in kinds], **self.options)
+
+        return run
+
+    def pointer(self, name: str, first: Any, now: Any) -> Any:
+        """An argument as the interpreter takes it; `first` is the one that the kernel was compiled for."""
+        if isinstance(first, tuple):
+            assert type(now) is tuple
+            return tuple([self.pointer(name, a, b) for a, b in zip(first, now, strict=True)])
+        if not hasattr(first, "data_ptr"):
+            assert type(now) is type(first), name
+            if name in (self.kernel.kwargs["do_not_specialize"] or ()):
+                assert -(2**31) <= min(first, now) <= max(first, now) < 2**31, name
+            else:
+                assert now == first, name
+            return now
+        assert type(now) is int
+        if name not in (self.kernel.kwargs["do_not_specialize_on_alignment"] or ()):
+            assert (now % 16 == 0) == (first.data_ptr() % 16 == 0), name
+        import triton
+
+        if not now:  # of an empty tensor
+            return first
+        if isinstance(first, Tensor):
+            return torch.frombuffer((ctypes.c_uint8 * first.itemsize).from_address(now), dtype=first.dtype)
+        byte = torch.frombuffer((ctypes.c_uint8 * 1).from_address(now), dtype=torch.uint8)
+        return triton.reinterpret(byte, first.dtype)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def remembered() -> Iterator[None]:
+    """The interpreter has no compiled kernels: these stand in for them, so that launches are remembered here too."""
+    if not INTERPRETED:
+        yield
+        return
+    from maskpack.layout.launch_triton import Launch
+
+    def first(launch: Any, programs: int, arguments: Sequence[Any], *, remember: bool = True) -> None:
+        interpreted(launch, programs, arguments, remember=remember)
+        if remember:
+            launch._compiled = Compiled(launch._kernel, arguments, launch._options)
+
+    interpreted = Launch.first
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Launch, "first", first)
+        yield
 
 
 @st.composite
@@ -147,6 +208,35 @@ def test_many_rows_and_long_ones() -> None:
         torch.rand(3, 3001, generator=generator) < 0.5,
     ):
         assert_index(_scanned(mask.to(DEVICE)), mask.tolist())
+
+
+@pytest.mark.parametrize("rows", [255, 256, 257, 1024, 1025, 2600])
+@pytest.mark.parametrize("several", [False, True])
+def test_groups_of_rows(rows: int, several: bool) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    whole = torch.rand(rows, 40, generator=generator) < 0.5
+    mask = whole if several else torch.arange(40) < whole.sum(1, keepdim=True) * (whole[:, :1] | whole[:, 1:2])
+    padded = torch.nn.functional.pad(mask, (3, 5)).to(DEVICE)
+    for seen in (mask.to(DEVICE), padded[:, 3:43], padded[:, 3:43].to(torch.int32)):
+        assert_index(_scanned(seen), mask.tolist())
+
+
+@pytest.mark.parametrize("extra", [0, 1, BLOCK, 5 * BLOCK, -3 * BLOCK])
+def test_bounds_of_a_hint(extra: int) -> None:
+    from maskpack.layout import scan_triton as scan_kernels
+
+    lengths = torch.randint(0, 41, (1300, 1), generator=torch.Generator().manual_seed(4))
+    mask = torch.arange(40) < lengths
+    hint = int(mask.sum()) + extra
+    for module in (scan_kernels, _Torch):
+        scanned = module.scan_rows(mask.to(DEVICE), -(-hint // BLOCK) + 1, hint)
+        begins = [0, *lengths.clamp(max=40).view(-1).cumsum(0).tolist()]
+        assert scanned.begins.tolist() == begins
+        assert scanned.bounded.tolist() == [min(begin, hint) for begin in begins]
+        row_of_token = [row for row in range(1300) for _ in range(begins[row + 1] - begins[row])] + [1299] * 5000
+        *blocks, end = scanned.blocks.tolist()
+        assert blocks == row_of_token[:hint:BLOCK]
+        assert row_of_token[hint] <= end <= 1299
 
 
 def _scanned(mask: Tensor) -> SpanIndex:
@@ -301,6 +391,73 @@ def test_gradients_of_some_of_several_fields() -> None:
     assert torch.equal(x.grad.cpu(), 2.0 * mask)
     back = ops.unpack([a.detach().requires_grad_(), b, a.detach()], layout, [1.0, 7, EDGE], backend="triton")
     assert [out.requires_grad for out in back] == [True, False, False]
+
+
+@pytest.mark.parametrize("density", [0.0, 0.5, 1.0])
+def test_gradients_of_outputs_that_are_not_used(density: float) -> None:
+    generator = torch.Generator().manual_seed(7)
+    mask = torch.rand(4, 6, generator=generator) < density
+    layout = RowLayout.from_mask(mask.to(DEVICE))
+    x, y, z = (torch.randn(4, 6, generator=generator).to(DEVICE).requires_grad_() for _ in range(3))
+    weights = torch.randn(layout.num_tokens, generator=generator).to(DEVICE)
+    packed = ops.pack([x, y.detach(), z], layout, backend="triton")
+    assert [out.requires_grad for out in packed] == [True, False, True]
+    first, second = torch.autograd.grad((packed[2] * weights).sum(), [x, z], allow_unused=True)
+    assert first is None
+    expected = torch.zeros(4, 6).masked_scatter(mask, weights.cpu())
+    assert torch.equal(second.cpu(), expected)
+    back = ops.unpack([packed[0], weights, packed[2]], layout, [1.0, 2.0, 3.0], backend="triton")
+    assert [out.requires_grad for out in back] == [True, False, True]
+    (first,) = torch.autograd.grad((back[0] ** 3).sum(), x, create_graph=True)
+    assert torch.equal(first.detach().cpu(), (3 * x.detach().cpu() ** 2).masked_fill(~mask, 0.0))
+    (second,) = torch.autograd.grad((first * y.detach()).sum(), x)
+    torch.testing.assert_close(second.cpu(), (6 * x * y).detach().cpu().masked_fill(~mask, 0.0))
+
+
+def test_functional_transforms_are_errors() -> None:
+    """Their tensors have no memory of their own, from which a kernel reads."""
+    layout = RowLayout.from_mask((torch.arange(6) < torch.tensor([[3], [0], [6]])).to(DEVICE))
+    x = torch.randn(3, 6, device=DEVICE)
+    for work in (
+        lambda: torch.func.grad(lambda x: ops.pack(x, layout, backend="triton").sum())(x),
+        lambda: torch.func.jvp(lambda x: ops.pack(x, layout, backend="triton"), (x,), (x,)),
+        lambda: torch.func.vmap(lambda x: ops.pack(x, layout, backend="triton"))(torch.stack([x, x])),
+    ):
+        with pytest.raises(RuntimeError):
+            work()
+
+
+def test_views_of_other_bits_are_packed_as_their_values() -> None:
+    mask = torch.rand(5, 8, generator=torch.Generator().manual_seed(2)) < 0.5
+    layout = RowLayout.from_mask(mask.to(DEVICE))
+    z = torch.randn(5, 8, dtype=torch.complex64, generator=torch.Generator().manual_seed(3))
+    for x in (z, z.conj(), z.conj().imag, torch._neg_view(z.real.contiguous())):
+        values = ops.pack(_moved(x) if x is z else x.to(DEVICE), layout, backend="triton")
+        assert_same_tensor(values.cpu(), x.resolve_conj().resolve_neg()[mask])
+        back = ops.unpack(x.to(DEVICE).flatten()[: layout.num_tokens], layout, 0, backend="triton")
+        flat = x.resolve_conj().resolve_neg().flatten()[: layout.num_tokens]
+        assert_same_tensor(back.cpu(), torch.zeros_like(flat[:1]).repeat(40).view(5, 8).masked_scatter(mask, flat))
+
+
+@given(generators())
+def test_one_layout_and_fields_of_many_kinds(rng: np.random.Generator) -> None:
+    """In turn, so that each launch is told from those of other strides, alignments and pads."""
+    mask = rng.random((6, 21)) < 0.4
+    layout = RowLayout.from_mask(torch.from_numpy(mask).to(DEVICE))
+    for _ in range(6):
+        dtype = [torch.uint8, torch.int16, torch.float32, torch.int64][rng.integers(4)]
+        trailing = TRAILING[rng.integers(len(TRAILING))]
+        whole = strategies.values(rng, (8, 24, *trailing), dtype).to(DEVICE)
+        row, col = rng.integers(0, 3, 2)
+        x = whole[row : row + 6, col : col + 21]
+        values = ops.pack(x, layout, backend="triton")
+        assert_same_tensor(values.cpu(), oracle.pack(x.cpu(), mask.tolist()))
+        pad = [0, 1, 3, EDGE][rng.integers(4)]
+        tokens = torch.cat([values[:1], values])[1:] if rng.integers(2) else values
+        back = ops.unpack(tokens, layout, pad, backend="triton")
+        assert_same_tensor(
+            back.cpu(), oracle.unpack(values.cpu(), mask.tolist(), 21, oracle.EDGE if pad is EDGE else pad)
+        )
 
 
 def _there_and_back(x: Tensor, layout: RowLayout) -> Tensor:
