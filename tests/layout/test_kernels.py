@@ -210,22 +210,20 @@ def test_many_rows_and_long_ones() -> None:
         assert_index(_scanned(mask.to(DEVICE)), mask.tolist())
 
 
-@pytest.mark.parametrize("rows", [255, 256, 257, 1024, 1025, 2600])
-@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize(("rows", "several"), [(255, False), (257, True), (256, False), (1026, False)])
 def test_groups_of_rows(rows: int, several: bool) -> None:
     generator = torch.Generator().manual_seed(rows)
     whole = torch.rand(rows, 40, generator=generator) < 0.5
     mask = whole if several else torch.arange(40) < whole.sum(1, keepdim=True) * (whole[:, :1] | whole[:, 1:2])
     padded = torch.nn.functional.pad(mask, (3, 5)).to(DEVICE)
-    for seen in (mask.to(DEVICE), padded[:, 3:43], padded[:, 3:43].to(torch.int32)):
-        assert_index(_scanned(seen), mask.tolist())
+    assert_index(_scanned(padded[:, 3:43]), mask.tolist())
 
 
 @pytest.mark.parametrize("extra", [0, 1, BLOCK, 5 * BLOCK, -3 * BLOCK])
 def test_bounds_of_a_hint(extra: int) -> None:
     from maskpack.layout import scan_triton as scan_kernels
 
-    lengths = torch.randint(0, 41, (1300, 1), generator=torch.Generator().manual_seed(4))
+    lengths = torch.randint(0, 41, (520, 1), generator=torch.Generator().manual_seed(4))
     mask = torch.arange(40) < lengths
     hint = int(mask.sum()) + extra
     for module in (scan_kernels, _Torch):
@@ -233,10 +231,10 @@ def test_bounds_of_a_hint(extra: int) -> None:
         begins = [0, *lengths.clamp(max=40).view(-1).cumsum(0).tolist()]
         assert scanned.begins.tolist() == begins
         assert scanned.bounded.tolist() == [min(begin, hint) for begin in begins]
-        row_of_token = [row for row in range(1300) for _ in range(begins[row + 1] - begins[row])] + [1299] * 5000
+        row_of_token = [row for row in range(520) for _ in range(begins[row + 1] - begins[row])] + [519] * 5000
         *blocks, end = scanned.blocks.tolist()
         assert blocks == row_of_token[:hint:BLOCK]
-        assert row_of_token[hint] <= end <= 1299
+        assert row_of_token[hint] <= end <= 519
 
 
 def _scanned(mask: Tensor) -> SpanIndex:
