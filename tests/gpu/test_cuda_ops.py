@@ -203,7 +203,7 @@ def test_scans_on_many_streams_at_once() -> None:
             with torch.cuda.stream(stream):
                 for _ in range(50):
                     assert torch.equal(RowLayout.from_mask(mask).indices, expected)
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             failed.append(error)
 
     threads = [Thread(target=thread, args=each) for each in zip(masks, streams, strict=True)]
