@@ -94,7 +94,7 @@ def _on_host(counts: Tensor) -> npt.NDArray[np.int32]:
     staging = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
     staging.copy_(counts, non_blocking=True)
     torch.cuda.current_stream(counts.device).synchronize()
-    return staging.numpy().copy()
+    return np.array(staging.numpy())
 
 
 def host_counts(counts: Tensor, rows: int) -> npt.NDArray[np.int32]:

@@ -31,7 +31,7 @@ def pack(fields: Sequence[Tensor], layout: RowLayout) -> list[Tensor]:
         more = layout.index.tensors(), layout.num_rows, layout.width, layout.num_tokens
         return _apart(fields, lambda places: _pack([fields[place] for place in places], *more))
     if _differentiable(fields):
-        return list(_Pack.apply(layout.index, (layout.num_rows, layout.width), layout.num_tokens, *fields))
+        return list(_apply_pack(layout.index, (layout.num_rows, layout.width), layout.num_tokens, *fields))
     return _triton.pack(fields, layout.index, layout.num_tokens)
 
 
@@ -56,7 +56,7 @@ def unpack(
         fields = [values[place] for place in kernel]
         kernel_jobs = cast("list[_Job]", [jobs[place] for place in kernel])
         if not fields:
-            outs = iter([])
+            outs = iter(list[Tensor]())
         elif compiling:
             columns = map(list, zip(*kernel_jobs, strict=True))
             outs = iter(_unpack(fields, index, layout.num_rows, layout.width, *columns))
@@ -75,7 +75,7 @@ def _unpacked(values: Sequence[Tensor], layout: RowLayout, jobs: Sequence[_Job],
     both = [word if row_pads is None else row_pads for word, row_pads, _ in jobs]
     shape = layout.num_rows, layout.width
     if differentiable:
-        return list(_Unpack.apply(layout.index, shape, both, modes, *values))
+        return list(_apply_unpack(layout.index, shape, both, modes, *values))
     return _triton.unpack(values, layout.index, *shape, both, modes)
 
 
@@ -99,9 +99,10 @@ class _Pack(torch.autograd.Function):
         some = [grad for grad in grads if grad is not None]
         zeros = [0] * len(some)
         if _differentiable(some):
-            back = _Unpack.apply(ctx.index, ctx.shape, zeros, zeros, *some)
+            back = _apply_unpack(ctx.index, ctx.shape, zeros, zeros, *some)
         else:
-            back = _triton.unpack(some, ctx.index, *ctx.shape, zeros, zeros)
+            rows, width = ctx.shape
+            back = _triton.unpack(some, ctx.index, rows, width, zeros, zeros)
         return (None, None, None, *_filled(grads, back))
 
 
@@ -125,10 +126,14 @@ class _Unpack(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         some = [grad for grad in grads if grad is not None]
         if _differentiable(some):
-            back = _Pack.apply(ctx.index, ctx.shape, ctx.num_tokens, *some)
+            back = _apply_pack(ctx.index, ctx.shape, ctx.num_tokens, *some)
         else:
             back = _triton.pack(some, ctx.index, ctx.num_tokens)
         return (None, None, None, None, *_filled(grads, back))
+
+
+_apply_pack = cast("Callable[..., tuple[Tensor, ...]]", _Pack.apply)  # pyright: ignore[reportUnknownMemberType]
+_apply_unpack = cast("Callable[..., tuple[Tensor, ...]]", _Unpack.apply)  # pyright: ignore[reportUnknownMemberType]
 
 
 def _noted(ctx: Any, more: int, outs: list[Tensor]) -> tuple[Tensor, ...]:

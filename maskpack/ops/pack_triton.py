@@ -327,8 +327,9 @@ def _run(
 
 def _plan_pack(fields: Sequence[Tensor]) -> _Plan:
     forms = [_worded(x, 2) for x in fields]
-    if None in forms:
-        return _Plan([], [], [], [at for at, form in enumerate(forms) if form is None])
+    if copied := [at for at, form in enumerate(forms) if form is None]:
+        return _Plan([], [], [], copied)
+    forms = cast("list[_Words]", forms)
     groups: list[_Group] = []
     narrow: dict[tuple[int, ...], list[int]] = {}
     for at, (x, form) in enumerate(zip(fields, forms, strict=True)):
@@ -351,8 +352,9 @@ def _plan_unpack(
     values: Sequence[Tensor], rows: int, width: int, pads: Sequence[int | Tensor], modes: Sequence[int]
 ) -> _Plan:
     forms = [_worded(x, 1, 8 if isinstance(pad, int) else 1) for x, pad in zip(values, pads, strict=True)]
-    if None in forms:
-        return _Plan([], [], [], [at for at, form in enumerate(forms) if form is None])
+    if copied := [at for at, form in enumerate(forms) if form is None]:
+        return _Plan([], [], [], copied)
+    forms = cast("list[_Words]", forms)
     groups: list[_Group] = []
     narrow: dict[int, list[int]] = {}
     for at, (x, form) in enumerate(zip(values, forms, strict=True)):
