@@ -23,6 +23,7 @@ PACKAGES += ("adapters", "tools")
 NO_TORCH = {f"planning.{name}" for name in ("balance", "costs", "loss_weights", "packing", "plan", "prefixes", "ranks")}
 """Modules that work with numbers alone, as does what they import of `core`."""
 KERNELS = {
+    "layout.launch_triton",
     "layout.scan_triton",
     "ops.pack_triton",
     "ops.log_probs_triton",

@@ -189,7 +189,7 @@ class RowLayout:
         if "_host_counts" in self.__dict__:
             return scan.table_of_rows(self.__dict__["_host_counts"])
         if "_device_counts" in self.__dict__:
-            table = scan.table_of_rows(self.__dict__["_device_counts"].cpu().numpy())
+            table = scan.table_of_rows(scan.host_counts(self.__dict__["_device_counts"], self.num_rows))
             _check_num_tokens(table, self.num_tokens)
             return table
         return table_of(self.index)
@@ -263,8 +263,6 @@ class RowLayout:
         """int32 [B + 1]: cumulative row lengths for varlen attention. Never above T, so that kernels that read them
         stay in bounds. Raises LayoutError for more than 2^31 - 1 valid tokens."""
         need_int32("RowLayout.cu_seqlens", num_tokens=self.num_tokens)
-        if "_device_counts" in self.__dict__:
-            return self.index.begins.clamp(max=self.num_tokens)
         if "index" in self.__dict__:
             return self.index.begins if self.index.cu_seqlens is None else self.index.cu_seqlens
         return self.offsets.to(torch.int32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ from maskpack.core.backends import uses_triton
 from maskpack.core.bits import from_words, word_dtype, words
 from maskpack.core.index import SpanTable, cumulated
 from maskpack.errors import LayoutError
-from maskpack.layout.span_index import BLOCK, MOST_TOKENS, SpanIndex, blocks_of, need_int32
+from maskpack.layout.span_index import BLOCK, MOST_TOKENS, SpanIndex, blocks_of, lists_places, need_int32
 
 
 def on_host(mask: Tensor) -> tuple[native.HostLayout, Tensor | None]:
@@ -43,8 +43,8 @@ def described(dtype: torch.dtype, bits: Tensor) -> native.Mask:
 
 
 def on_device(mask: Tensor, num_tokens: int | None) -> tuple[int, dict[str, Any]]:
-    """T, and the attributes of RowLayout that the scan of a mask [B, S] computes: `table`, `index`, `lengths`, or the
-    counts of its rows as `_host_counts` or `_device_counts`.
+    """T, and the attributes of RowLayout that the scan of a mask [B, S] computes: `table`, `index`, `lengths`,
+    `cu_seqlens`, or the counts of its rows as `_host_counts` or `_device_counts`.
 
     One synchronisation copies the counts of all rows to the host; if no row has two spans, they are the whole table.
     With a `num_tokens` hint, which implies at most one span in a row, the counts stay on the device and nothing is
@@ -59,6 +59,8 @@ def on_device(mask: Tensor, num_tokens: int | None) -> tuple[int, dict[str, Any]
             f"RowLayout.from_mask: num_tokens is {num_tokens}; a mask {(rows, width)} has 0 to {rows * width} valid "
             "tokens. Give their number."
         )
+    if not mask.is_cuda or mask.get_device() == torch.cuda.current_device():
+        return _scan(mask, num_tokens)
     with torch.cuda.device_of(mask):  # Triton launches on the current device
         return _scan(mask, num_tokens)
 
@@ -72,18 +74,32 @@ def _scan(mask: Tensor, hint: int | None) -> tuple[int, dict[str, Any]]:
     else:
         list_spans, scan_rows = _list_spans, _scan_rows
         valid = _not_zero(mask).contiguous()
-    entries = blocks_of(rows * width if hint is None else hint)
-    counts, cu_seqlens, splits, blocks = scan_rows(valid, entries, hint is not None)
-    index = SpanIndex(counts[2], cu_seqlens, blocks)
+    scanned = scan_rows(valid, blocks_of(rows * width if hint is None else hint), hint)
+    index = SpanIndex(scanned.starts, scanned.begins, scanned.blocks)
     if hint is not None:
-        return hint, {"_device_counts": counts, "index": index}
-    host_counts = counts.cpu().numpy()
-    num_tokens = int(host_counts[0].sum(dtype=np.int64))
+        return hint, {"_device_counts": scanned.counts, "index": index, "cu_seqlens": scanned.bounded}
+    counts = host_counts(scanned.counts, rows)
+    num_tokens, spans = (int(part.sum(dtype=np.int64)) for part in counts[:2])
     need_int32("RowLayout.from_mask", num_tokens=num_tokens)
-    if int(host_counts[1].max()) <= 1:
-        return num_tokens, {"_host_counts": host_counts, "index": index}
-    index = list_spans(valid, cu_seqlens, splits, num_tokens, int(host_counts[1].sum(dtype=np.int64)))
-    return num_tokens, {"lengths": host_counts[0].astype(np.int64), "index": index}
+    if int(counts[1].max()) <= 1:
+        return num_tokens, {"_host_counts": counts, "index": index}
+    index = list_spans(valid, scanned, num_tokens, spans)
+    return num_tokens, {"lengths": counts[0].astype(np.int64), "index": index}
+
+
+def _on_host(counts: Tensor) -> npt.NDArray[np.int32]:
+    """A copy of [n] on the host, through pinned memory: a copy to other memory takes the driver longer."""
+    if not counts.is_cuda:
+        return counts.numpy()
+    staging = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
+    staging.copy_(counts, non_blocking=True)
+    torch.cuda.current_stream(counts.device).synchronize()
+    return np.array(staging.numpy())
+
+
+def host_counts(counts: Tensor, rows: int) -> npt.NDArray[np.int32]:
+    """[3, B] on the host, of `_device_counts`. One synchronisation on CUDA."""
+    return _on_host(counts[: 3 * rows]).reshape(3, rows)
 
 
 def counted(mask: Tensor) -> Tensor:
@@ -114,12 +130,34 @@ _LOADED = (
 """The dtypes that kernels load without a cast."""
 
 
-def _scan_rows(valid: Tensor, entries: int, hinted: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+class Scan(NamedTuple):
+    """int32 tensors of a mask [B, S].
+
+    Attributes:
+        counts: at least [3 * B]: the number of valid tokens of each row, of its spans, and its first valid position (0
+            in an empty row).
+        starts: [B], the last part of `counts`.
+        begins: [B + 1], where each row begins among the packed tokens, then their number; clamped to int32.
+        splits: [B + 1], the same of the spans.
+        blocks: `SpanIndex.blocks` for rows of one span, filled to the end if T is a hint.
+        bounded: [B + 1], `begins` clamped to the hint; None without one.
+    """
+
+    counts: Tensor
+    starts: Tensor
+    begins: Tensor
+    splits: Tensor
+    blocks: Tensor
+    bounded: Tensor | None
+
+
+def _scan_rows(valid: Tensor, entries: int, num_tokens: int | None) -> Scan:
     """`scan_triton.scan_rows` in plain torch."""
     begin = _begins(valid)
     counts = torch.stack([valid.sum(1), begin.sum(1), begin.to(torch.uint8).argmax(1)]).to(torch.int32)
-    ends = torch.nn.functional.pad(_sums(counts[:2]), (1, 0))
-    return counts, ends[0], ends[1], _blocks(ends[0], entries)
+    begins, splits = torch.nn.functional.pad(_sums(counts[:2]), (1, 0))
+    bounded = None if num_tokens is None else begins.clamp(max=num_tokens)
+    return Scan(counts.view(-1), counts[2], begins, splits, _blocks(begins, entries), bounded)
 
 
 def _sums(counts: Tensor) -> Tensor:
@@ -132,7 +170,7 @@ def _begins(valid: Tensor) -> Tensor:
     return begin
 
 
-def _list_spans(valid: Tensor, cu_seqlens: Tensor, splits: Tensor, num_tokens: int, spans: int) -> SpanIndex:
+def _list_spans(valid: Tensor, scan: Scan, num_tokens: int, spans: int) -> SpanIndex:
     """`scan_triton.list_spans` in plain torch."""
     width = valid.shape[1]
     end = valid.clone()
@@ -146,7 +184,11 @@ def _list_spans(valid: Tensor, cu_seqlens: Tensor, splits: Tensor, num_tokens: i
     sums = words.sum(2).view(-1).cumsum(0, dtype=torch.int32).view(bits.shape)
     before = sums - words.sum(2)
     blocks = _blocks(begins, blocks_of(num_tokens))
-    return SpanIndex(starts, begins, blocks, rows, splits, cu_seqlens, bits, before.to(torch.int32))
+    ranks = bits, before.to(torch.int32)
+    places = None
+    if lists_places(spans, num_tokens, valid.numel()):
+        places = torch.nonzero_static(valid.view(-1), size=num_tokens).view(-1).to(torch.int32)
+    return SpanIndex(starts, begins, blocks, rows, scan.splits, scan.begins, *ranks, places)
 
 
 def _blocks(begins: Tensor, entries: int) -> Tensor:

@@ -1,8 +1,11 @@
 """Triton kernels that turn a mask on a device into spans.
 
-    scan_rows   a program for each row: valid tokens, spans, first valid position. The last program to finish computes
-                where rows begin among the packed tokens and the spans, and `SpanIndex.blocks` for rows of one span
+    scan_rows   a program for each row: valid tokens, spans, first valid position. Then a program for each _GROUP rows:
+                where they begin among the packed tokens and the spans, and `SpanIndex.blocks` for rows of one span
     list_spans  a program for each row: all its spans; needed where rows have several
+
+Programs do not wait for each other, and no memory has to be set to 0 before: several streams and captured graphs may
+run the same kernels at once.
 
 A bool mask is read eight positions at a time: the bytes of a 64-bit word are 0 or 1, and a multiplication sums them.
 """
@@ -13,17 +16,20 @@ A bool mask is read eight positions at a time: the bytes of a 64-bit word are 0 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from maskpack.layout.span_index import BLOCK, MOST_TOKENS, SpanIndex, blocks_of, words_of
+from maskpack.layout.launch_triton import Launch, Recent, addresses_of
+from maskpack.layout.scan import Scan
+from maskpack.layout.span_index import BLOCK, MOST_TOKENS, SpanIndex, blocks_of, lists_places, words_of
 
-_ROWS = 1024
-_ITEMS = 512
+_AHEAD = 1024
+_GROUP = 256
+_ITEMS = 1024
 _POSITIONS = 1024
 
 
@@ -70,64 +76,80 @@ def _most(sums):
 
 
 @triton.jit
-def _sum_up(
-    counts, rows, cu_seqlens, splits, blocks, entries, filled,
-    SUM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    tokens = tl.zeros((), SUM)
-    spans = tl.zeros((), SUM)
-    tl.store(cu_seqlens, 0)
-    tl.store(splits, 0)
-    begin = 0
-    while begin < rows:
-        row = begin + tl.arange(0, ROWS)
-        # Written by other programs: must not come from this program's first-level cache.
-        length = tl.load(counts + row, mask=row < rows, other=0, volatile=True).to(SUM)
-        count = tl.load(counts + rows + row, mask=row < rows, other=0, volatile=True).to(SUM)
-        ends = tokens + tl.cumsum(length, 0)
-        tl.store(cu_seqlens + row + 1, _most(ends), mask=row < rows)
-        tl.store(splits + row + 1, _most(spans + tl.cumsum(count, 0)), mask=row < rows)
-        block = (ends - length + BLOCK - 1) // BLOCK
-        stop = tl.minimum((ends + BLOCK - 1) // BLOCK, entries - 1)
-        left = tl.max(stop - block)
-        while left > 0:
-            tl.store(blocks + block, row, mask=block < stop)
-            block += 1
-            left -= 1
-        tokens += tl.sum(length)
-        spans += tl.sum(count)
-        begin += ROWS
-    last = tl.minimum((tokens + BLOCK - 1) // BLOCK, entries - 1)
-    tl.store(blocks + last, rows - 1)
-    while last < filled:  # several where the mask has fewer tokens than the hint
-        at = last + tl.arange(0, ROWS)
-        tl.store(blocks + at, rows - 1, mask=at < filled)
-        last += ROWS
-
-
-@triton.jit(do_not_specialize=["entries", "filled"])
-def _scan_rows(
-    mask, counts, done, rows, items, stride, entries, filled,
-    LANES: tl.constexpr, SUM: tl.constexpr, ITEMS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
+def _count_rows(mask, counts, rows, items, stride, LANES: tl.constexpr, ITEMS: tl.constexpr):
     row = tl.program_id(0)
     valid, spans, first = _count(mask + row.to(tl.int64) * stride, items, LANES, ITEMS)
-    cu_seqlens = counts + rows + rows + rows
     tl.store(counts + row, valid)
     tl.store(counts + rows + row, spans)
     tl.store(counts + rows + rows + row, first)
-    tl.debug_barrier()  # all threads store before the counter is raised
-    if tl.atomic_add(done, 1, sem="acq_rel") == rows - 1:
-        splits = cu_seqlens + rows + 1
-        _sum_up(counts, rows, cu_seqlens, splits, splits + rows + 1, entries, filled, SUM, BLOCK, ROWS)
 
 
-@triton.jit(do_not_specialize=["entries", "num_tokens", "spans"])
+@triton.jit(do_not_specialize=["entries", "num_tokens"])
+def _sum_up(
+    counts, rows, entries, num_tokens,
+    HINTED: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr
+):  # fmt: skip
+    spans_of = counts + rows
+    begins = spans_of + rows + rows
+    splits = begins + rows + 1
+    blocks = splits + rows + 1
+    bounded = blocks + entries
+    group = tl.program_id(0) * GROUP
+    before = tl.zeros((AHEAD,), SUM)
+    spans_before = tl.zeros((AHEAD,), SUM)
+    begin = 0
+    while begin < group:
+        row = begin + tl.arange(0, AHEAD)
+        before += tl.load(counts + row, mask=row < group, other=0).to(SUM)
+        spans_before += tl.load(spans_of + row, mask=row < group, other=0).to(SUM)
+        begin += AHEAD
+    row = group + tl.arange(0, GROUP)
+    length = tl.load(counts + row, mask=row < rows, other=0).to(SUM)
+    ends = tl.sum(before) + tl.cumsum(length, 0)
+    splits_end = tl.sum(spans_before) + tl.cumsum(tl.load(spans_of + row, mask=row < rows, other=0).to(SUM), 0)
+    tl.store(begins + row + 1, _most(ends), mask=row < rows)
+    tl.store(splits + row + 1, _most(splits_end), mask=row < rows)
+    if HINTED:
+        tl.store(bounded + row + 1, tl.minimum(_most(ends), num_tokens), mask=row < rows)
+    if group == 0:
+        tl.store(begins, 0)
+        tl.store(splits, 0)
+        if HINTED:
+            tl.store(bounded, 0)
+    block = (ends - length + BLOCK - 1) // BLOCK
+    stop = tl.minimum((ends + BLOCK - 1) // BLOCK, entries - 1)
+    left = tl.max(stop - block)
+    at = block[:, None] + tl.arange(0, 8)[None, :]
+    while left > 0:
+        tl.store(blocks + at, tl.zeros_like(at).to(tl.int32) + row[:, None], mask=at < stop[:, None])
+        at += 8
+        left -= 8
+    if group + GROUP >= rows:
+        last = tl.minimum((tl.max(ends) + BLOCK - 1) // BLOCK, entries - 1)
+        tl.store(blocks + last, rows - 1)
+        if HINTED:
+            while last < entries:  # several where the mask has fewer tokens than the hint
+                line = last + tl.arange(0, AHEAD)
+                tl.store(blocks + line, tl.zeros_like(line).to(tl.int32) + rows - 1, mask=line < entries)
+                last += AHEAD
+
+
+@triton.jit(
+    do_not_specialize=["entries", "num_tokens", "spans"], do_not_specialize_on_alignment=["cu_seqlens", "splits"]
+)
 def _list_spans(
-    mask, width, stride, words, cu_seqlens, splits, starts, begins, rows, blocks, bits, before, entries, num_tokens,
-    spans, BLOCK: tl.constexpr, POSITIONS: tl.constexpr
+    mask, line_of_spans, cu_seqlens, splits, entries, num_tokens, spans, width, stride, words,
+    BLOCK: tl.constexpr, POSITIONS: tl.constexpr, PLACES: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0)
+    size = tl.num_programs(0).to(tl.int64) * words
+    starts = line_of_spans
+    begins = starts + spans
+    rows = begins + spans + 1
+    blocks = rows + spans
+    bits = blocks + entries
+    before = bits + size
+    places = before + size
     line = mask + row.to(tl.int64) * stride
     tokens = tl.load(cu_seqlens + row)
     span = tl.load(splits + row)
@@ -138,62 +160,95 @@ def _list_spans(
         previous = tl.load(line + at - 1, mask=(at > 0) & (at < width), other=0) != 0
         first = on & ~previous
         valid = on.to(tl.int32)
-        token = tokens + tl.cumsum(valid, 0) - 1
-        number = span + tl.cumsum(first.to(tl.int32), 0) - 1
+        both = valid + (first.to(tl.int32) << 16)  # two sums in one scan: neither passes 16 bits
+        sums = tl.cumsum(both, 0)
+        token = tokens + (sums & 0xFFFF) - 1
+        number = span + (sums >> 16) - 1
         tl.store(starts + number, at, mask=first)
         tl.store(begins + number, token, mask=first)
         tl.store(rows + number, row, mask=first)
         tl.store(blocks + token // BLOCK, number, mask=on & (token % BLOCK == 0))
+        if PLACES:
+            tl.store(places + token, row * width + at, mask=on)
         word = row.to(tl.int64) * words + at // 32
         tl.store(before + word, token + 1 - valid, mask=(at % 32 == 0) & (at < width))
         whole = row.to(tl.int64) * words + begin // 32 + tl.arange(0, POSITIONS // 32)
         packed = tl.sum(tl.reshape(valid << (at % 32), (POSITIONS // 32, 32)), 1)
         tl.store(bits + whole, packed, mask=begin // 32 + tl.arange(0, POSITIONS // 32) < words)
-        tokens += tl.sum(valid)
-        span += tl.sum(first.to(tl.int32))
+        total = tl.sum(both)
+        tokens += total & 0xFFFF
+        span += total >> 16
         begin += POSITIONS
     if row == tl.num_programs(0) - 1:
         tl.store(begins + spans, num_tokens)
         tl.store(blocks + entries - 1, spans - 1)
 
 
-def scan_rows(mask: Tensor, entries: int, hinted: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """int32 tensors: [3, B], the number of valid tokens, of spans and the first valid position (0 in an empty row) of
-    each row; [B + 1] and [B + 1], where each row begins among the packed tokens and among the spans, clamped to int32;
-    and [entries], `SpanIndex.blocks` for rows of one span, filled to the end if `hinted`.
+class _Kind(NamedTuple):
+    """How masks of one dtype, shape, stride and alignment are read."""
 
-    `mask` is [B, S], contiguous along S; B and S are not 0.
-    """
-    rows, width = mask.shape
-    stride = mask.stride(0)
-    source: Any = mask
-    lanes = 1
-    if mask.dtype == torch.bool:
-        whole_words = width % 8 == 0 and (rows == 1 or stride % 8 == 0) and mask.data_ptr() % 8 == 0
-        lanes = 8 if whole_words else 1
-        source = triton.reinterpret(mask, tl.int64 if whole_words else tl.int8)
-    line = torch.empty(5 * rows + 2 + entries, dtype=torch.int32, device=mask.device)
-    done = torch.zeros(1, dtype=torch.int32, device=mask.device)
+    lanes: int
+    sums: Any
+    count: Launch
+    sum_up: Launch
+    list_spans: tuple[Launch, Launch]
+
+
+_kinds: Recent[_Kind] = Recent()
+
+
+def _kind_of(mask: Tensor, hinted: bool) -> _Kind:
+    key = (mask.device, mask.dtype, mask.shape, mask.stride(0), mask.data_ptr() & 15, hinted)
+    return _kinds.get(key) or _kinds.put(key, _kind(mask))
+
+
+def _kind(mask: Tensor) -> _Kind:
+    (rows, width), stride = mask.shape, mask.stride(0)
+    whole_words = width % 8 == 0 and (rows == 1 or stride % 8 == 0) and mask.data_ptr() % 8 == 0
+    lanes = 8 if mask.dtype == torch.bool and whole_words else 1
     sums = tl.int32 if mask.numel() <= MOST_TOKENS - BLOCK else tl.int64
-    _scan_rows[(rows,)](
-        source, line, done, rows, width // lanes, stride // lanes, entries, entries if hinted else 0,
-        lanes, sums, _ITEMS, BLOCK, _ROWS,
-    )  # fmt: skip
-    counts, cu_seqlens, splits, blocks = line.split([3 * rows, rows + 1, rows + 1, entries])
-    return counts.view(3, rows), cu_seqlens, splits, blocks
+    return _Kind(lanes, sums, Launch(_count_rows), Launch(_sum_up), (Launch(_list_spans), Launch(_list_spans)))
 
 
-def list_spans(mask: Tensor, cu_seqlens: Tensor, splits: Tensor, num_tokens: int, spans: int) -> SpanIndex:
+def _source(mask: Tensor, lanes: int) -> Any:
+    """A mask as Triton takes it."""
+    return triton.reinterpret(mask, tl.int64 if lanes == 8 else tl.int8) if mask.dtype == torch.bool else mask
+
+
+def scan_rows(mask: Tensor, entries: int, num_tokens: int | None) -> Scan:
+    """The rows of a mask [B, S], contiguous along S; B and S are not 0. `entries` is the length of `blocks`; T is
+    `num_tokens` if that is a hint."""
+    (rows, width), hinted = mask.shape, num_tokens is not None
+    kind = _kind_of(mask, hinted)
+    sizes = [2 * rows, rows, rows + 1, rows + 1, entries]
+    line = torch.empty(sum(sizes) + (rows + 1 if hinted else 0), dtype=torch.int32, device=mask.device)
+    at, to = mask.data_ptr(), line.data_ptr()
+    remember = not to & 15
+    numbers = rows, width // kind.lanes, mask.stride(0) // kind.lanes, kind.lanes, _ITEMS
+    if not remember or not kind.count.again(rows, [at, to, *numbers]):
+        kind.count.first(rows, [_source(mask, kind.lanes), line, *numbers], remember=remember)
+    numbers = rows, entries, num_tokens or 0, hinted, kind.sums, BLOCK, _GROUP, _AHEAD
+    programs = -(-rows // _GROUP)
+    if not remember or not kind.sum_up.again(programs, [to, *numbers]):
+        kind.sum_up.first(programs, [line, *numbers], remember=remember)
+    _, starts, begins, splits, blocks, *bounded = line.split([*sizes, rows + 1] if hinted else sizes)
+    return Scan(line, starts, begins, splits, blocks, bounded[0] if hinted else None)
+
+
+def list_spans(mask: Tensor, scan: Scan, num_tokens: int, spans: int) -> SpanIndex:
     """The index of rows with several spans; `num_tokens` is T, `spans` is N."""
     rows, width = mask.shape
     entries, words = blocks_of(num_tokens), words_of(width)
-    sizes = [spans, spans + 1, entries, spans, rows * words, rows * words]
+    with_places = lists_places(spans, num_tokens, rows * width)
+    sizes = [spans, spans + 1, spans, entries, rows * words, rows * words, *([num_tokens] if with_places else [])]
     line = torch.empty(sum(sizes), dtype=torch.int32, device=mask.device)
-    starts, begins, blocks, of_rows, bits, before = line.split(sizes)
-    source: Any = triton.reinterpret(mask, tl.int8) if mask.dtype == torch.bool else mask
-    _list_spans[(rows,)](
-        source, width, mask.stride(0), words, cu_seqlens, splits, starts, begins, of_rows, blocks, bits, before,
-        entries, num_tokens, spans, BLOCK, _POSITIONS,
-    )  # fmt: skip
+    kind = _kind_of(mask, False)
+    launch = kind.list_spans[with_places]
+    remember = not line.data_ptr() & 15
+    parts = line, scan.begins, scan.splits
+    numbers = entries, num_tokens, spans, width, mask.stride(0), words, BLOCK, _POSITIONS, with_places
+    if not remember or not launch.again(rows, [mask.data_ptr(), *addresses_of(parts), *numbers]):
+        launch.first(rows, [_source(mask, 1), *parts, *numbers], remember=remember)
+    starts, begins, of_rows, blocks, bits, before, *places = line.split(sizes)
     ranks = bits.view(rows, words), before.view(rows, words)
-    return SpanIndex(starts, begins, blocks, of_rows, splits, cu_seqlens, *ranks)
+    return SpanIndex(starts, begins, blocks, of_rows, scan.splits, scan.begins, *ranks, *places)

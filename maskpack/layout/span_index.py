@@ -45,6 +45,8 @@ class SpanIndex(NamedTuple):
         cu_seqlens: [B + 1], the first packed token of each row, then T.
         bits: [B, ceil(S / 32)], the mask; the first column of a word is its lowest bit.
         before: [B, ceil(S / 32)], the number of packed tokens before each word.
+        places: [T], the position of each valid token in the flattened [B * S]; only if `lists_places`, where a search
+            for the span of a token takes longer than reading its place.
     """
 
     starts: Tensor
@@ -55,6 +57,7 @@ class SpanIndex(NamedTuple):
     cu_seqlens: Tensor | None = None
     bits: Tensor | None = None
     before: Tensor | None = None
+    places: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
         """The tensors that are not None; `SpanIndex(*tensors)` is the inverse."""
@@ -64,6 +67,11 @@ class SpanIndex(NamedTuple):
 def blocks_of(num_tokens: int) -> int:
     """The number of entries of `SpanIndex.blocks`."""
     return -(-num_tokens // BLOCK) + 1
+
+
+def lists_places(spans: int, num_tokens: int, positions: int) -> bool:
+    """Whether an index of rows with several spans has `SpanIndex.places`: if spans are short."""
+    return spans * 8 > num_tokens and positions <= MOST_TOKENS
 
 
 def words_of(width: int) -> int:
@@ -106,10 +114,12 @@ def index_of(table: SpanTable, width: int, device: torch.device) -> SpanIndex:
         bits = np.packbits(mask, axis=1, bitorder="little").view("<i4")
         valid: Any = mask.reshape(-1, 32).sum(1)
         parts += [rows, table.splits, begins[table.splits], bits.reshape(-1), cumulated(valid)[:-1]]
+        if lists_places(starts.size, int(begins[-1]), spans.size * width):
+            parts.append(ranges(rows * width + starts, counts))
     line = np.concatenate(parts, dtype=np.int32, casting="unsafe")  # type: ignore[reportUnknownArgumentType]
     moved = torch.from_numpy(line).to(device, non_blocking=True)
     tensors = cast("tuple[Tensor, ...]", moved.split([part.size for part in parts]))
-    return SpanIndex(*tensors[:6], *(part.view(spans.size, -1) for part in tensors[6:]))
+    return SpanIndex(*tensors[:6], *(part.view(spans.size, -1) for part in tensors[6:8]), *tensors[8:])
 
 
 def table_of(index: SpanIndex) -> SpanTable:
@@ -123,6 +133,8 @@ def table_of(index: SpanIndex) -> SpanTable:
 def places_of(index: SpanIndex, num_rows: int, width: int, num_tokens: int) -> Tensor:
     """int64 [T]: the position of each valid token in the flattened [B * S]. If T is a hint and wrong, positions are
     left out or others follow the right ones; all are in bounds."""
+    if index.places is not None:
+        return index.places.to(torch.int64)
     device = index.starts.device
     rows = torch.arange(num_rows, device=device) if index.rows is None else index.rows.to(torch.int64)
     shift = rows * width + index.starts - index.begins[:-1]

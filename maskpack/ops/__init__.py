@@ -7,6 +7,7 @@ packed_log_probs  the log-prob of each token from packed hidden states, without 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, cast, overload
 
 import numpy as np
@@ -23,6 +24,8 @@ from maskpack.ops import pack_torch as _torch
 from maskpack.ops.log_probs import packed_log_probs
 
 __all__ = ["pack", "packed_log_probs", "unpack"]
+
+_NUMBERS = {bool, int, float, complex}
 
 
 @overload
@@ -45,10 +48,11 @@ def pack(x: Tensor | Sequence[Tensor], layout: RowLayout, *, backend: Backend = 
     """
     _need_layout(layout, "pack")
     fields = _fields(x, "x", "pack")
+    expected = layout.num_rows, layout.width
     for field in fields:
         if field.is_nested:
             raise LayoutError("pack: x is nested; expected a padded tensor. Its values are packed: use x.values().")
-        if field.shape[:2] != (layout.num_rows, layout.width) or field.device != layout.device:
+        if field.shape[:2] != expected or field.device != layout.device:
             raise LayoutError(
                 f"pack: x is {tuple(field.shape)} on {field.device}; the layout is ({layout.num_rows}, {layout.width}) "
                 f"on {layout.device}. Use the layout of x's own mask, on x's device."
@@ -98,10 +102,14 @@ def unpack(
             f"unpack: {len(pads)} pads for {len(fields)} values; expected one for each. Give one pad, or a list of "
             f"{len(fields)}."
         )
-    pads = [pad.item() if isinstance(pad, np.generic) else pad for pad in pads]
     for field in fields:
         _check(field, layout)
-    words = [_words(pad, field.dtype, layout) for field, pad in zip(fields, pads, strict=True)]
+    dtypes = [field.dtype for field in fields]
+    if _NUMBERS.issuperset(map(type, pads)) and not torch.compiler.is_compiling():
+        words = _words_of(tuple(pads), repr(pads), tuple(dtypes))
+    else:
+        pads = [pad.item() if isinstance(pad, np.generic) else pad for pad in pads]
+        words = [_words(pad, dtype, layout) for pad, dtype in zip(pads, dtypes, strict=True)]
     if uses_triton(layout.device, backend, "unpack"):
         from maskpack.ops import pack_autograd as _autograd
 
@@ -142,9 +150,16 @@ def _check(values: Tensor, layout: RowLayout) -> None:
         )
 
 
-def _words(pad: Any, dtype: torch.dtype, layout: RowLayout) -> tuple[int, ...]:
+@lru_cache(maxsize=256)
+def _words_of(pads: tuple[complex, ...], text: str, dtypes: tuple[torch.dtype, ...]) -> list[tuple[int, ...]]:
+    """The raw bits of numbers. The text tells 0.0 from -0.0 and 1 from True, which are equal."""
+    return [_words(pad, dtype) for pad, dtype in zip(pads, dtypes, strict=True)]
+
+
+def _words(pad: Any, dtype: torch.dtype, layout: RowLayout | None = None) -> tuple[int, ...]:
     """The raw bits of a constant pad; empty for EDGE and for a tensor of pads."""
     if isinstance(pad, Tensor):
+        assert layout is not None
         if pad.shape != (layout.num_rows,) or pad.device != layout.device:
             raise LayoutError(
                 f"unpack: pad_value is a tensor {tuple(pad.shape)} on {pad.device}; expected one pad for each row, "

@@ -1,14 +1,14 @@
-"""The Triton kernels of pack and unpack as torch operators: twice differentiable, and usable in torch.compile.
+"""The Triton kernels of pack and unpack with gradients of any order, and as operators for torch.compile.
 
     backward of pack = unpack with pad 0        backward of unpack = pack
 
-Without gradients and outside torch.compile the kernels are called directly, because dispatching an operator takes
-longer than a launch. EDGE with gradients, which repeats elements, and constant pads of 16 bytes use plain torch.
+Without gradients the kernels are called directly, with them in an autograd.Function, because dispatching an operator
+takes longer than a launch. EDGE with gradients, which repeats elements, and constant pads of 16 bytes use plain torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -27,29 +27,41 @@ _Job = tuple[int, Tensor | None, int]
 
 def pack(fields: Sequence[Tensor], layout: RowLayout) -> list[Tensor]:
     """`fields` [B, S, *F] -> [T, *F]."""
-    if not _needs_operator(fields):
-        return _triton.pack(fields, layout.index, layout.num_tokens)
-    more = layout.index.tensors(), layout.num_rows, layout.width, layout.num_tokens
-    return _apart(fields, lambda places: _pack([fields[place] for place in places], *more))
+    if torch.compiler.is_compiling():
+        more = layout.index.tensors(), layout.num_rows, layout.width, layout.num_tokens
+        return _apart(fields, lambda places: _pack([fields[place] for place in places], *more))
+    if _differentiable(fields):
+        return list(_apply_pack(layout.index, (layout.num_rows, layout.width), layout.num_tokens, *fields))
+    return _triton.pack(fields, layout.index, layout.num_tokens)
 
 
 def unpack(
     values: Sequence[Tensor], layout: RowLayout, pads: Sequence[Any], bits: Sequence[tuple[int, ...]]
 ) -> list[Tensor]:
     """`values` [T, *F] -> [B, S, *F]; each pad is a constant with these raw bits, EDGE, or a tensor [B]."""
-    operator = _needs_operator(values)
-    jobs = [_job(*each, operator) for each in zip(values, pads, bits, strict=True)]
-    if not operator and None not in jobs:
-        modes = [mode for _, _, mode in cast("list[_Job]", jobs)]
-        both = [word if row_pads is None else row_pads for word, row_pads, _ in cast("list[_Job]", jobs)]
-        return _triton.unpack(values, layout.index, layout.num_rows, layout.width, both, modes)
+    compiling = torch.compiler.is_compiling()
+    differentiable = compiling or _differentiable(values)
+    if not differentiable and all(len(word) == 1 for word in bits):
+        words = [word for (word,) in bits]
+        return _triton.unpack(
+            values, layout.index, layout.num_rows, layout.width, words, [_triton.CONSTANT] * len(words)
+        )
+    jobs = [_job(*each, differentiable) for each in zip(values, pads, bits, strict=True)]
+    if not compiling and None not in jobs:
+        return _unpacked(values, layout, cast("list[_Job]", jobs), differentiable)
     index = layout.index.tensors()
 
     def by_kernel(places: Sequence[int]) -> list[Tensor]:
         kernel = [place for place in places if jobs[place] is not None]
         fields = [values[place] for place in kernel]
-        columns = map(list, zip(*cast("list[_Job]", [jobs[place] for place in kernel]), strict=True))
-        outs = iter(_unpack(fields, index, layout.num_rows, layout.width, *columns) if fields else [])
+        kernel_jobs = cast("list[_Job]", [jobs[place] for place in kernel])
+        if not fields:
+            outs = iter(list[Tensor]())
+        elif compiling:
+            columns = map(list, zip(*kernel_jobs, strict=True))
+            outs = iter(_unpack(fields, index, layout.num_rows, layout.width, *columns))
+        else:
+            outs = iter(_unpacked(fields, layout, kernel_jobs, differentiable))
         return [
             _torch.unpack(values[place], layout, pads[place]) if jobs[place] is None else next(outs) for place in places
         ]
@@ -57,11 +69,81 @@ def unpack(
     return _apart(values, by_kernel)
 
 
-def _needs_operator(fields: Sequence[Tensor]) -> bool:
-    """Whether autograd or torch.compile has to see the operation."""
-    if torch.compiler.is_compiling():
-        return True
+def _unpacked(values: Sequence[Tensor], layout: RowLayout, jobs: Sequence[_Job], differentiable: bool) -> list[Tensor]:
+    """By the kernels, outside torch.compile."""
+    modes = [mode for _, _, mode in jobs]
+    both = [word if row_pads is None else row_pads for word, row_pads, _ in jobs]
+    shape = layout.num_rows, layout.width
+    if differentiable:
+        return list(_apply_unpack(layout.index, shape, both, modes, *values))
+    return _triton.unpack(values, layout.index, *shape, both, modes)
+
+
+def _differentiable(fields: Sequence[Tensor]) -> bool:
+    """Whether autograd has to see the operation."""
     return torch.is_grad_enabled() and any(field.requires_grad for field in fields)
+
+
+class _Pack(torch.autograd.Function):
+    """`pack` of fields of which some require grad."""
+
+    @staticmethod
+    def forward(ctx: Any, index: SpanIndex, shape: tuple[int, int], num_tokens: int, *fields: Tensor) -> Any:
+        ctx.index, ctx.shape = index, shape
+        outs = _triton.pack(fields, index, num_tokens)
+        return _noted(ctx, 3, outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        """The gradient of a packed element is the gradient of its copy; padding has gradient 0."""
+        some = [grad for grad in grads if grad is not None]
+        zeros = [0] * len(some)
+        if _differentiable(some):
+            back = _apply_unpack(ctx.index, ctx.shape, zeros, zeros, *some)
+        else:
+            rows, width = ctx.shape
+            back = _triton.unpack(some, ctx.index, rows, width, zeros, zeros)
+        return (None, None, None, *_filled(grads, back))
+
+
+class _Unpack(torch.autograd.Function):
+    """`unpack` of values of which some require grad."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        index: SpanIndex,
+        shape: tuple[int, int],
+        pads: Sequence[int | Tensor],
+        modes: Sequence[int],
+        *values: Tensor,
+    ) -> Any:
+        ctx.index, ctx.shape, ctx.num_tokens = index, shape, values[0].shape[0]
+        outs = _triton.unpack(values, index, *shape, pads, modes)
+        return _noted(ctx, 4, outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        some = [grad for grad in grads if grad is not None]
+        if _differentiable(some):
+            back = _apply_pack(ctx.index, ctx.shape, ctx.num_tokens, *some)
+        else:
+            back = _triton.pack(some, ctx.index, ctx.num_tokens)
+        return (None, None, None, None, *_filled(grads, back))
+
+
+_apply_pack = cast("Callable[..., tuple[Tensor, ...]]", _Pack.apply)  # pyright: ignore[reportUnknownMemberType]
+_apply_unpack = cast("Callable[..., tuple[Tensor, ...]]", _Unpack.apply)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _noted(ctx: Any, more: int, outs: list[Tensor]) -> tuple[Tensor, ...]:
+    """The outputs of a Function whose tensors follow `more` other arguments: those of inputs that require no grad do
+    not either, and outputs that are not used have no gradient."""
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(
+        *[out for out, needed in zip(outs, ctx.needs_input_grad[more:], strict=True) if not needed]
+    )
+    return tuple(outs)
 
 
 def _apart(fields: Sequence[Tensor], work: Callable[[list[int]], list[Tensor]]) -> list[Tensor]:
@@ -74,12 +156,12 @@ def _apart(fields: Sequence[Tensor], work: Callable[[list[int]], list[Tensor]]) 
     return [outs[place] for place in range(len(fields))]
 
 
-def _job(values: Tensor, pad: Any, bits: tuple[int, ...], operator: bool) -> _Job | None:
+def _job(values: Tensor, pad: Any, bits: tuple[int, ...], differentiable: bool) -> _Job | None:
     """The arguments of the kernel; None if it does not support the pad."""
     if len(bits) == 1:
         return bits[0], None, _triton.CONSTANT
     if pad is EDGE:
-        return None if operator and values.requires_grad else (0, None, _triton.EDGE)
+        return None if differentiable and values.requires_grad else (0, None, _triton.EDGE)
     if bits:
         return None
     pads = words(pad.to(values.dtype)).contiguous()
@@ -154,7 +236,7 @@ def _unpack_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...
     return (_filled(grads, back), [None] * len(ctx.saved_tensors), *[None] * 5)
 
 
-def _filled(grads: Sequence[Tensor | None], computed: Sequence[Tensor]) -> list[Tensor | None]:
+def _filled(grads: Sequence[Tensor | None], computed: Iterable[Tensor]) -> list[Tensor | None]:
     rest = iter(computed)
     return [None if grad is None else next(rest) for grad in grads]
 

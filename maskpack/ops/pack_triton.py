@@ -14,14 +14,15 @@ Shape letters: B rows, S the padded width, T valid tokens in all, F trailing dim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple, cast
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from maskpack.layout.launch_triton import Launch, Recent, addresses_of, aligned, device_of
 from maskpack.layout.span_index import BLOCK, MOST_TOKENS, SpanIndex
 
 CONSTANT, EDGE, PER_ROW = 0, 1, 2
@@ -49,32 +50,46 @@ def _span_at(begins, token, low, high):
 
 
 @triton.jit
-def _source(starts, begins, blocks, of_rows, token, first, last, row_stride, col_stride, BLOCK: tl.constexpr):
+def _source(
+    starts, begins, blocks, of_rows, places, token, first, last, inside, width, row_stride, col_stride,
+    BLOCK: tl.constexpr
+):  # fmt: skip
     """Offsets of the padded elements of tokens, which lie between tokens `first` and `last`."""
-    low = tl.load(blocks + first // BLOCK)
-    high = tl.load(blocks + last // BLOCK + 1)
-    span = _span_at(begins, token, low, high)
-    row = span if of_rows is None else tl.load(of_rows + span)
-    col = tl.load(starts + span) + token - tl.load(begins + span)
+    if places is None:
+        low = tl.load(blocks + first // BLOCK)
+        high = tl.load(blocks + last // BLOCK + 1)
+        span = _span_at(begins, token, low, high)
+        row = span if of_rows is None else tl.load(of_rows + span)
+        col = tl.load(starts + span) + token - tl.load(begins + span)
+    else:
+        place = tl.load(places + token, mask=inside, other=0)
+        row = place // width
+        col = place - row * width
     return row.to(tl.int64) * row_stride + col.to(tl.int64) * col_stride
 
 
-@triton.jit(do_not_specialize=["num_tokens", "spans"])
+_INDEX = ["starts", "begins", "blocks", "of_rows", "places", "cu_seqlens", "bits", "before"]
+"""Views of few tensors, of any alignment."""
+
+
+@triton.jit(do_not_specialize=["num_tokens", "spans"], do_not_specialize_on_alignment=_INDEX[:5])
 def _pack(
-    outs, ins, starts, begins, blocks, of_rows, num_tokens, spans, row_stride, col_stride, item_stride,
+    outs, ins, starts, begins, blocks, of_rows, places, num_tokens, spans, width, row_stride, col_stride, item_stride,
     ITEMS: tl.constexpr, BLOCK: tl.constexpr, ELEMENTS: tl.constexpr
 ):  # fmt: skip
     begin = tl.program_id(0).to(tl.int64) * ELEMENTS
     at = begin + tl.arange(0, ELEMENTS)
     stop = tl.minimum(num_tokens, tl.load(begins + spans)).to(tl.int64)  # fewer than T if T is a wrong hint
+    inside = at < num_tokens.to(tl.int64) * ITEMS
     token = (at // ITEMS).to(tl.int32)
     first = (begin // ITEMS).to(tl.int32)
     last = tl.minimum((begin + ELEMENTS - 1) // ITEMS, num_tokens - 1).to(tl.int32)
-    place = _source(starts, begins, blocks, of_rows, token, first, last, row_stride, col_stride, BLOCK)
+    place = _source(
+        starts, begins, blocks, of_rows, places, token, first, last, inside, width, row_stride, col_stride, BLOCK
+    )
     if ITEMS > 1:
         place += (at % ITEMS) * item_stride
     valid = at < stop * ITEMS
-    inside = at < num_tokens.to(tl.int64) * ITEMS
     words = ()
     for field in tl.static_range(len(ins)):
         words = words + (tl.load(ins[field] + place, mask=valid, other=0),)  # noqa: RUF005  # kernels cannot unpack
@@ -128,7 +143,7 @@ def _value_or_pad(values, place, taken, valid, pad, row, mode: tl.constexpr):
     return words
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=[*_INDEX[:2], *_INDEX[5:]])
 def _unpack(
     outs, ins, pads, starts, begins, cu_seqlens, bits, before, num_tokens, width, parts,
     MODES: tl.constexpr, EDGES: tl.constexpr, ITEMS: tl.constexpr, ELEMENTS: tl.constexpr, PLACE: tl.constexpr
@@ -156,20 +171,22 @@ def _unpack(
             tl.store(outs[field] + out, tl.zeros((ELEMENTS,), padding.dtype) + padding, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "spans"])
+@triton.jit(do_not_specialize=["num_tokens", "spans"], do_not_specialize_on_alignment=_INDEX[:5])
 def _pack_wide(
-    out, source, starts, begins, blocks, of_rows, num_tokens, spans, row_stride, col_stride, items, parts,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr
+    out, source, starts, begins, blocks, of_rows, places, num_tokens, spans, width, row_stride, col_stride, items,
+    parts, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
     token = tl.program_id(0) // parts
     at = (tl.program_id(0) % parts) * CHUNK + tl.arange(0, CHUNK)
-    place = _source(starts, begins, blocks, of_rows, token, token, token, row_stride, col_stride, BLOCK)
+    place = _source(
+        starts, begins, blocks, of_rows, places, token, token, token, True, width, row_stride, col_stride, BLOCK
+    )
     stop = tl.where(token < tl.load(begins + spans), items, 0)  # none beyond the last span if T is a wrong hint
     words = tl.load(source + place + at, mask=at < stop, other=0)
     tl.store(out + token.to(tl.int64) * items + at, words, mask=at < items)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=[*_INDEX[:2], *_INDEX[5:]])
 def _unpack_wide(
     out, values, pad, starts, begins, cu_seqlens, bits, before, num_tokens, width, items, parts,
     MODE: tl.constexpr, CHUNK: tl.constexpr
@@ -187,8 +204,6 @@ def _unpack_wide(
 
 
 _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
-_WHOLE = {torch.int8, torch.int16, torch.int32, torch.int64}
-_LOADED = {*_WHOLE, torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 class _Words(NamedTuple):
@@ -201,32 +216,58 @@ class _Words(NamedTuple):
     item: int
 
 
+class _Group(NamedTuple):
+    """Fields that share a launch.
+
+    Attributes:
+        pick: takes the entries of these fields from a list with one entry for each field of the plan.
+        scale: the number of programs for `per` tokens (pack) or rows (unpack).
+        numbers: the arguments of the kernel that are the same in every launch.
+    """
+
+    launch: Launch
+    pick: Callable[[Sequence[Any]], Any]
+    scale: int
+    per: int
+    numbers: tuple[Any, ...]
+
+
+class _Plan(NamedTuple):
+    """How fields of given dtypes, shapes, strides and alignments are moved.
+
+    Attributes:
+        sizes: the bytes of a word of each field.
+        groups: the launches.
+        pads: of unpack, the word of each constant pad.
+        copied: the numbers of the fields that have to be copied first; then there is nothing else.
+    """
+
+    sizes: list[int]
+    groups: list[_Group]
+    pads: list[int]
+    copied: list[int]
+
+
+_packs: Recent[_Plan] = Recent()
+_unpacks: Recent[_Plan] = Recent()
+
+
 def pack(fields: Sequence[Tensor], index: SpanIndex, num_tokens: int) -> list[Tensor]:
     """`fields` [B, S, *F], any dtypes and strides -> [T, *F]."""
+    starts, begins, blocks, of_rows, _, _, _, _, places = index
+    sources = [x.data_ptr() for x in fields]
+    kinds = [
+        (x.dtype, x.shape, x.stride(), source & 15, x.is_neg(), x.is_conj())
+        for x, source in zip(fields, sources, strict=True)
+    ]
+    key = (starts.device, of_rows is None, places is None, *kinds)
+    plan = _packs.get(key) or _packs.put(key, _plan_pack(fields))
+    if plan.copied:
+        return pack(_copied(fields, plan), index, num_tokens)
     outs = [x.new_empty((num_tokens, *x.shape[2:])) for x in fields]
-    launches: dict[tuple[int, ...], list[tuple[Any, Any]]] = {}
-    spans = index.starts.shape[0]
-    with torch.cuda.device_of(index.starts):  # Triton launches on the current device
-        for x, out in zip(fields, outs, strict=True):
-            if not out.numel():
-                continue
-            source, form = _worded(x, 2)
-            pair = _pointer(out, form.size), _pointer(source, form.size)
-            if form.items * form.size < _WIDE or form.item != 1:
-                launches.setdefault(form[1:], []).append(pair)
-                continue
-            chunk, parts = _chunks(form)
-            _pack_wide[(num_tokens * parts,)](
-                *pair, index.starts, index.begins, index.blocks, index.rows, num_tokens, spans, form.row, form.col,
-                form.items, parts, BLOCK, chunk,
-            )  # fmt: skip
-        for (items, row, col, item), pairs in launches.items():
-            for begin in range(0, len(pairs), _AT_ONCE):
-                targets, sources = zip(*pairs[begin : begin + _AT_ONCE], strict=True)
-                _pack[(-(-num_tokens * items // _PACKED),)](
-                    targets, sources, index.starts, index.begins, index.blocks, index.rows, num_tokens, spans, row, col,
-                    item, items, BLOCK, _PACKED, num_warps=8,
-                )  # fmt: skip
+    if num_tokens:
+        parts = starts, begins, blocks, of_rows, places
+        _run(plan, num_tokens, [outs, fields], [addresses_of(outs), sources], parts, (num_tokens, starts.shape[0]))
     return outs
 
 
@@ -240,49 +281,128 @@ def unpack(
 ) -> list[Tensor]:
     """`values` [T, *F] of at most 8 bytes per item -> [B, S, *F]. A pad is the raw bits of an item (CONSTANT), a tensor
     [B] of these (PER_ROW), or ignored (EDGE)."""
+    starts, begins, _, _, _, cu_seqlens, bits, before, _ = index
+    values = [x if x.is_contiguous() else x.contiguous() for x in values]
+    sources = [x.data_ptr() for x in values]
+    kinds = [
+        (x.dtype, x.shape[1:], source & 15, x.is_neg(), x.is_conj()) for x, source in zip(values, sources, strict=True)
+    ]
+    pads_at = [pad.data_ptr() if isinstance(pad, Tensor) else None for pad in pads]
+    alike = [pad if at is None else at & 15 for pad, at in zip(pads, pads_at, strict=True)]
+    key = (starts.device, bits is None, rows, width, *kinds, *alike, *modes)
+    plan = _unpacks.get(key) or _unpacks.put(key, _plan_unpack(values, rows, width, pads, modes))
+    if plan.copied:
+        return unpack(_copied(values, plan), index, rows, width, pads, modes)
     outs = [x.new_empty((rows, width, *x.shape[1:])) for x in values]
-    launches: dict[int, list[tuple[Any, Any, int | Tensor, int]]] = {}
-    places = index.starts, index.begins, index.cu_seqlens, index.bits, index.before
-    num_tokens = values[0].shape[0] if values else 0
-    with torch.cuda.device_of(index.starts):
-        for x, out, pad, mode in zip(values, outs, pads, modes, strict=True):
-            if not out.numel():
-                continue
-            source, form = _worded(x.contiguous(), 1, widest=8 if isinstance(pad, int) else 1)
-            padding = _repeated(pad, x.dtype.itemsize, form.size) if isinstance(pad, int) else pad
-            zero = isinstance(padding, int) and padding == 0  # 0 bits of a float are 0.0
-            job = _pointer(out, form.size, zero), _pointer(source, form.size, zero), padding, mode
-            if form.items * form.size < _WIDE:
-                launches.setdefault(form.items, []).append(job)
-                continue
-            chunk, parts = _chunks(form)
-            _unpack_wide[(rows * width * parts,)](*job[:3], *places, num_tokens, width, form.items, parts, mode, chunk)
-        for items, jobs in launches.items():
-            parts = -(-width * items // _PADDED)
-            place = tl.int32 if parts * _PADDED <= MOST_TOKENS else tl.int64
-            for begin in range(0, len(jobs), _AT_ONCE):
-                targets, sources, paddings, kinds = zip(*jobs[begin : begin + _AT_ONCE], strict=True)
-                _unpack[(rows * parts,)](
-                    targets, sources, paddings, *places, num_tokens, width, parts, kinds, EDGE in kinds, items, _PADDED,
-                    place,
-                )  # fmt: skip
+    if plan.groups:
+        paddings = [pad if isinstance(pad, Tensor) else word for pad, word in zip(pads, plan.pads, strict=True)]
+        words = [word if at is None else at for at, word in zip(pads_at, plan.pads, strict=True)]
+        tensors, addresses = [outs, values, paddings], [addresses_of(outs), sources, words]
+        parts = starts, begins, cu_seqlens, bits, before
+        _run(plan, rows, tensors, addresses, parts, (values[0].shape[0],))
     return outs
 
 
-def _worded(x: Tensor, leading: int, widest: int = 8) -> tuple[Tensor, _Words]:
-    """`x`, copied if need be so that the words of an element (the dims after the `leading` ones) are one stride apart,
-    and its words, which are joined to up to `widest` bytes where they are adjacent."""
-    if x.dim() == leading and x.is_contiguous() and x.dtype in _LOADED:
-        return x, _Words(x.dtype.itemsize, 1, x.stride(0), 1, 1)
+def _run(
+    plan: _Plan,
+    amount: int,
+    tensors: Sequence[Sequence[Any]],
+    addresses: Sequence[Sequence[Any]],
+    parts: Sequence[Tensor | None],
+    sizes: tuple[int, ...],
+) -> None:
+    """Launches a plan for `amount` tokens or rows: of each field the output, the input, and the pad if there is one, as
+    tensors and as addresses; the parts of the index; and the sizes that kernels do not specialise."""
+    at = addresses_of(parts)
+    remember = aligned(addresses[0])
+    with device_of(cast("Tensor", parts[0])):
+        for launch, pick, scale, per, numbers in plan.groups:
+            programs = -(-amount * scale // per)
+            if remember and launch.again(programs, [*map(pick, addresses), *at, *sizes, *numbers]):
+                continue
+            outs, ins, *pads = tensors
+            words = [[_pointer(x, size) for x, size in zip(line, plan.sizes, strict=True)] for line in (outs, ins)]
+            launch.first(programs, [*map(pick, [*words, *pads]), *parts, *sizes, *numbers], remember=remember)
+
+
+def _plan_pack(fields: Sequence[Tensor]) -> _Plan:
+    forms = [_worded(x, 2) for x in fields]
+    if copied := [at for at, form in enumerate(forms) if form is None]:
+        return _Plan([], [], [], copied)
+    forms = cast("list[_Words]", forms)
+    groups: list[_Group] = []
+    narrow: dict[tuple[int, ...], list[int]] = {}
+    for at, (x, form) in enumerate(zip(fields, forms, strict=True)):
+        if not x.numel():
+            continue
+        if form.items * form.size < _WIDE or form.item != 1:
+            narrow.setdefault(form[1:], []).append(at)
+            continue
+        chunk, parts = _chunks(form)
+        numbers = x.shape[1], form.row, form.col, form.items, parts, BLOCK, chunk
+        groups.append(_Group(Launch(_pack_wide), itemgetter(at), parts, 1, numbers))
+    for (items, row, col, item), places in narrow.items():
+        numbers = fields[0].shape[1], row, col, item, items, BLOCK, _PACKED
+        for pick in _picks(places):
+            groups.append(_Group(Launch(_pack, num_warps=8), pick, items, _PACKED, numbers))
+    return _Plan([form.size for form in forms], groups, [], [])
+
+
+def _plan_unpack(
+    values: Sequence[Tensor], rows: int, width: int, pads: Sequence[int | Tensor], modes: Sequence[int]
+) -> _Plan:
+    forms = [_worded(x, 1, 8 if isinstance(pad, int) else 1) for x, pad in zip(values, pads, strict=True)]
+    if copied := [at for at, form in enumerate(forms) if form is None]:
+        return _Plan([], [], [], copied)
+    forms = cast("list[_Words]", forms)
+    groups: list[_Group] = []
+    narrow: dict[int, list[int]] = {}
+    for at, (x, form) in enumerate(zip(values, forms, strict=True)):
+        if not rows * width * x.shape[1:].numel():
+            continue
+        if form.items * form.size < _WIDE:
+            narrow.setdefault(form.items, []).append(at)
+            continue
+        chunk, parts = _chunks(form)
+        numbers = width, form.items, parts, modes[at], chunk
+        groups.append(_Group(Launch(_unpack_wide), itemgetter(at), width * parts, 1, numbers))
+    for items, places in narrow.items():
+        parts = -(-width * items // _PADDED)
+        place = tl.int32 if parts * _PADDED <= MOST_TOKENS else tl.int64
+        for pick in _picks(places):
+            kinds = pick(modes)
+            numbers = width, parts, kinds, EDGE in kinds, items, _PADDED, place
+            groups.append(_Group(Launch(_unpack), pick, parts, 1, numbers))
+    words = [
+        _repeated(pad, x.dtype.itemsize, form.size) if isinstance(pad, int) else 0
+        for x, pad, form in zip(values, pads, forms, strict=True)
+    ]
+    return _Plan([form.size for form in forms], groups, words, [])
+
+
+def _picks(places: Sequence[int]) -> list[Callable[[Sequence[Any]], tuple[Any, ...]]]:
+    """Functions that take the entries `places` of a list as tuples, _AT_ONCE at a time."""
+    chunks = [places[begin : begin + _AT_ONCE] for begin in range(0, len(places), _AT_ONCE)]
+    return [itemgetter(*chunk) if len(chunk) > 1 else lambda line, at=chunk[0]: (line[at],) for chunk in chunks]
+
+
+def _copied(fields: Sequence[Tensor], plan: _Plan) -> list[Tensor]:
+    """The fields, those to be copied as contiguous copies."""
+    return [x.resolve_conj().resolve_neg().contiguous() if at in plan.copied else x for at, x in enumerate(fields)]
+
+
+def _worded(x: Tensor, leading: int, widest: int = 8) -> _Words | None:
+    """The words of `x`, whose elements are the dims after the `leading` ones, joined to up to `widest` bytes where they
+    are adjacent; None if `x` has to be copied so that the words of an element are one stride apart."""
     if x.is_conj() or x.is_neg():
-        x = x.resolve_conj().resolve_neg()
+        return None
     size, items = x.dtype.itemsize, x.shape[leading:].numel()
     item = 1 if x.is_contiguous() else _item_stride(x, leading)
     if item is None or (size == 16 and item != 1):
-        return _worded(x.contiguous(), leading, widest)
+        return None
     row, col = x.stride(0), x.stride(leading - 1)
     if items == 1 and size <= 8:
-        return x, _Words(size, items, row, col, 1)
+        return _Words(size, items, row, col, 1)
     if size == 16:
         size, items, row, col = 8, 2 * items, 2 * row, 2 * col
     if item == 1:
@@ -291,7 +411,7 @@ def _worded(x: Tensor, leading: int, widest: int = 8) -> tuple[Tensor, _Words]:
         times = wide // size
         if times > 1:
             size, items, row, col = wide, items // times, row // times, col // times
-    return x, _Words(size, items, row, col, item)
+    return _Words(size, items, row, col, item)
 
 
 def _item_stride(x: Tensor, leading: int) -> int | None:
@@ -321,7 +441,6 @@ def _chunks(form: _Words) -> tuple[int, int]:
     return chunk, -(-form.items // chunk)
 
 
-def _pointer(x: Tensor, size: int, floats: bool = True) -> Any:
-    """A tensor as words of `size` bytes; `floats` may keep their dtype if the pad is all zero bits."""
-    unchanged = x.dtype.itemsize == size and x.dtype in (_LOADED if floats else _WHOLE)
-    return x if unchanged else triton.reinterpret(x, _WORDS[size])
+def _pointer(x: Tensor, size: int) -> Any:
+    """A tensor as words of `size` bytes."""
+    return triton.reinterpret(x, _WORDS[size])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from threading import Thread
+
+import numpy as np
 import pytest
 import torch
 from test_cuda import count_syncs
@@ -133,6 +136,162 @@ def test_a_graph_of_everything() -> None:
     x.normal_()
     graph.replay()
     assert torch.equal(out, torch.where(mask, x, 3.0))
+
+
+def test_a_graph_of_many_fields_that_runs_beside_other_streams() -> None:
+    """A captured scan counts right while others run: nothing that they write is shared."""
+    lengths = torch.randint(0, 700, (300,), device="cuda")
+    mask, more = prefix(lengths, 800), torch.rand(300, 800, device="cuda") < 0.5
+    several = RowLayout.from_mask(more)
+    total = int(mask.sum())
+    fields = [torch.randint(0, 99, (300, 800), device="cuda") for _ in range(4)]
+    fields += [torch.randn(300, 800, device="cuda") for _ in range(16)]
+    pads = [1, 0, 7, 0, *[0.0, -0.0, 2.5, EDGE] * 4]
+
+    def work() -> list[torch.Tensor]:
+        layout = RowLayout.from_mask(mask, num_tokens=total)
+        packed = ops.pack(fields, layout)
+        return [*packed, *ops.unpack(packed, layout, pads), *ops.pack(fields, several), layout.cu_seqlens]
+
+    work()
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+    outs: list[list[torch.Tensor]] = []
+    for graph in graphs:
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            outs.append(work())
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for turn in range(20):
+        for field in fields:
+            field.copy_(field.flip(1))
+        mask.copy_(prefix(lengths.roll(turn), 800))
+        torch.cuda.synchronize()
+        for stream, graph in zip(streams, graphs, strict=False):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        with torch.cuda.stream(streams[2]):
+            eager = work()
+        torch.cuda.synchronize()
+        for out in outs:
+            assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(out, eager, strict=True))
+        assert torch.equal(eager[0], fields[0][mask])
+        assert torch.equal(eager[40], fields[0][more])
+        assert torch.equal(eager[26], fields[6].where(mask, 2.5))
+
+
+def test_scans_on_many_streams_at_once() -> None:
+    streams = [torch.cuda.Stream() for _ in range(8)]
+    masks = [torch.rand(rows, 1000, device="cuda") < 0.4 for rows in (1, 7, 300, 1025, 64, 2000, 33, 513)]
+    masks[::2] = [prefix(mask.sum(1), 1000) for mask in masks[::2]]
+    totals = [int(mask.sum()) for mask in masks]
+    torch.cuda.synchronize()
+    for _ in range(30):
+        layouts: list[list[RowLayout]] = []
+        for stream, mask, total in zip(streams, masks, totals, strict=True):
+            with torch.cuda.stream(stream):
+                layouts.append([RowLayout.from_mask(mask, num_tokens=total) for _ in range(4)])
+        torch.cuda.synchronize()
+        for mask, of_stream in zip(masks, layouts, strict=True):
+            ends = mask.sum(1).cumsum(0).to(torch.int32)
+            assert all(torch.equal(layout.cu_seqlens[1:], ends) for layout in of_stream)
+
+    failed: list[BaseException] = []
+
+    def thread(mask: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        try:
+            expected = mask.view(-1).nonzero().view(-1)
+            with torch.cuda.stream(stream):
+                for _ in range(50):
+                    assert torch.equal(RowLayout.from_mask(mask).indices, expected)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [Thread(target=thread, args=each) for each in zip(masks, streams, strict=True)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not failed, failed
+
+
+@pytest.mark.timeout(300)
+def test_a_hundred_thousand_scans() -> None:
+    """Of random shapes, checked in batches on the device."""
+    random = np.random.default_rng(0)
+    bad = torch.zeros((), dtype=torch.int64, device="cuda")
+    pool = torch.rand(1 << 20, device="cuda")
+    shapes = [(int(rows), int(width)) for rows, width in random.integers(1, (1400, 700), (100, 2))]
+    for rows, width in shapes:
+        noise = (
+            pool[random.integers(1 << 10) :][: rows * width]
+            if rows * width < 1 << 19
+            else torch.rand(rows * width, device="cuda")
+        )
+        noise = noise.view(rows, width)
+        lengths = (noise[:, :1] * (width + 1)).long()
+        one = torch.arange(width, device="cuda") < lengths
+        total = int(one.sum())
+        ends = one.sum(1).cumsum(0)
+        several = noise < 0.3
+        expected = several.view(-1).nonzero().view(-1)
+        for turn in range(10):
+            held = [RowLayout.from_mask(one, num_tokens=total) for _ in range(95)]
+            begins = torch.stack([layout.cu_seqlens for layout in held])
+            starts = torch.stack([layout.index.starts for layout in held])
+            blocks = torch.stack([layout.index.blocks for layout in held])
+            bad += (begins[:, 1:] != ends).sum() + begins[:, 0].abs().sum() + starts.abs().sum()
+            tokens = torch.arange(0, total, 512, device="cuda")
+            bad += (blocks[:, : tokens.numel()] != torch.searchsorted(ends, tokens, right=True)).sum()
+            bad += (blocks[:, -1] != rows - 1).sum()
+            for _ in range(5):
+                layout = RowLayout.from_mask(several)
+                assert layout.num_tokens == expected.numel()
+                bad += (layout.indices != expected).sum()
+            assert turn or int(bad) == 0, (rows, width)
+        assert int(bad) == 0, (rows, width)
+
+
+@pytest.mark.parametrize("trailing", [(), (3,), (700,)])
+@pytest.mark.parametrize("several", [False, True])
+def test_gradients_of_both_orders_on_the_device(several: bool, trailing: tuple[int, ...]) -> None:
+    mask = torch.rand(6, 40, device="cuda") < 0.5
+    mask = mask if several else prefix(mask.sum(1), 40)
+    layout = RowLayout.from_mask(mask)
+    x, w = (torch.randn(6, 40, *trailing, dtype=torch.float64, device="cuda").requires_grad_() for _ in range(2))
+    ids = torch.arange(240, device="cuda").view(6, 40)
+
+    def ours(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        a, _, b, _ = ops.pack([x, ids, w, w.detach()], layout)
+        back, _ = ops.unpack([a * a * b, b], layout, [2.0, 0.0])
+        return (back * w).sum()
+
+    def plain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        whole = mask.view(6, 40, *[1] * len(trailing))
+        return (torch.where(whole, x * x * w, 2.0) * w).sum()
+
+    seen, expected = (torch.autograd.grad(work(x, w), [x, w], create_graph=True) for work in (ours, plain))
+    for a, b in zip(seen, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    seconds = [torch.autograd.grad(sum(g.pow(2).sum() for g in grads), [x, w]) for grads in (seen, expected)]
+    for a, b in zip(*seconds, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_fields_of_many_strides_and_alignments_in_turn() -> None:
+    mask = torch.rand(33, 100, device="cuda") < 0.3
+    layout = RowLayout.from_mask(mask)
+    for _ in range(3):
+        for dtype in (torch.uint8, torch.int16, torch.float32, torch.int64):
+            for trailing in ((), (3,), (4,), (600,)):
+                whole = torch.randint(0, 99, (36, 104, *trailing), device="cuda").to(dtype)
+                for row, col in ((0, 0), (1, 1), (2, 2), (3, 4), (0, 3)):
+                    x = whole[row : row + 33, col : col + 100]
+                    values = ops.pack(x, layout)
+                    assert torch.equal(values, x[mask])
+                    odd = torch.cat([values[:1], values])[1:]
+                    for pad in (0, 1, 7, EDGE):
+                        expected = ops.unpack(values, layout, pad, backend="torch")
+                        assert torch.equal(ops.unpack(odd, layout, pad), expected)
 
 
 def test_inductor() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +32,65 @@ pytestmark = [
 ]
 TRAILING = ((), (1,), (3,), (2, 2), (0,), (130,))
 CANARY = 77
+
+
+class Compiled:
+    """A compiled kernel, interpreted: runs with addresses, and only with arguments of the kind it was compiled for."""
+
+    def __init__(self, kernel: Any, arguments: Sequence[Any], options: dict[str, Any]) -> None:
+        self.kernel = kernel
+        self.arguments = arguments
+        self.options = options
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        def run(*arguments: Any) -> None:
+            kinds = zip(self.kernel.arg_names, self.arguments, arguments, strict=True)
+            self.kernel[grid](*[self.pointer(name, first, now) for name, first, now in kinds], **self.options)
+
+        return run
+
+    def pointer(self, name: str, first: Any, now: Any) -> Any:
+        """An argument as the interpreter takes it; `first` is the one that the kernel was compiled for."""
+        if isinstance(first, tuple):
+            assert type(now) is tuple
+            return tuple([self.pointer(name, a, b) for a, b in zip(first, now, strict=True)])
+        if not hasattr(first, "data_ptr"):
+            assert type(now) is type(first), name
+            if name in (self.kernel.kwargs["do_not_specialize"] or ()):
+                assert -(2**31) <= min(first, now) <= max(first, now) < 2**31, name
+            else:
+                assert now == first, name
+            return now
+        assert type(now) is int
+        if name not in (self.kernel.kwargs["do_not_specialize_on_alignment"] or ()):
+            assert (now % 16 == 0) == (first.data_ptr() % 16 == 0), name
+        import triton
+
+        if not now:  # of an empty tensor
+            return first
+        if isinstance(first, Tensor):
+            return torch.frombuffer((ctypes.c_uint8 * first.itemsize).from_address(now), dtype=first.dtype)
+        byte = torch.frombuffer((ctypes.c_uint8 * 1).from_address(now), dtype=torch.uint8)
+        return triton.reinterpret(byte, first.dtype)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def remembered() -> Iterator[None]:
+    """The interpreter has no compiled kernels: these stand in for them, so that launches are remembered here too."""
+    if not INTERPRETED:
+        yield
+        return
+    from maskpack.layout.launch_triton import Launch
+
+    def first(launch: Any, programs: int, arguments: Sequence[Any], *, remember: bool = True) -> None:
+        interpreted(launch, programs, arguments, remember=remember)
+        if remember:
+            launch._compiled = Compiled(launch._kernel, arguments, launch._options)
+
+    interpreted = Launch.first
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Launch, "first", first)
+        yield
 
 
 @st.composite
@@ -75,6 +137,8 @@ def loops(mask: oracle.Mask) -> dict[str, list[Any]]:
             "bits": [[sum(1 << i for i, on in enumerate(row[at : at + 32]) if on) for at in columns] for row in mask],
             "before": [[tokens[n] + sum(row[:at]) for at in columns] for n, row in enumerate(mask)],
         }
+        if len(starts) * 8 > len(run_of_token):
+            found["places"] = [place for place, on in enumerate(itertools.chain(*mask)) if on]
     return found
 
 
@@ -102,16 +166,18 @@ def test_the_index_of_a_mask(mask: oracle.Mask, dtype: torch.dtype) -> None:
     for module in (scan_kernels, _Torch):
         real = tensor if module is scan_kernels else tensor != 0
         total = sum(map(sum, mask))
-        counts, cu_seqlens, splits, blocks = module.scan_rows(real, total // BLOCK + 3, False)
+        scanned = module.scan_rows(real, total // BLOCK + 3, None)
+        counts = scanned.counts[: 3 * len(mask)].view(3, -1)
         assert counts.tolist() == [
             [sum(row) for row in mask],
             [len(row) for row in oracle.mask_to_runs(mask)],
             [row.index(True) if any(row) else 0 for row in mask],
         ]
         runs = int(counts[1].sum())
-        index = SpanIndex(counts[2], cu_seqlens, blocks)
+        index = SpanIndex(scanned.starts, scanned.begins, scanned.blocks)
+        assert scanned.bounded is None
         if int(counts[1].max()) > 1:
-            index = module.list_spans(real, cu_seqlens, splits, total, runs)
+            index = module.list_spans(real, scanned, total, runs)
         assert_index(index, mask)
 
 
@@ -144,14 +210,42 @@ def test_many_rows_and_long_ones() -> None:
         assert_index(_scanned(mask.to(DEVICE)), mask.tolist())
 
 
+@pytest.mark.parametrize(("rows", "several"), [(255, False), (257, True), (256, False), (1026, False)])
+def test_groups_of_rows(rows: int, several: bool) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    whole = torch.rand(rows, 40, generator=generator) < 0.5
+    mask = whole if several else torch.arange(40) < whole.sum(1, keepdim=True) * (whole[:, :1] | whole[:, 1:2])
+    padded = torch.nn.functional.pad(mask, (3, 5)).to(DEVICE)
+    assert_index(_scanned(padded[:, 3:43]), mask.tolist())
+
+
+@pytest.mark.parametrize("extra", [0, 1, BLOCK, 5 * BLOCK, -3 * BLOCK])
+def test_bounds_of_a_hint(extra: int) -> None:
+    from maskpack.layout import scan_triton as scan_kernels
+
+    lengths = torch.randint(0, 41, (520, 1), generator=torch.Generator().manual_seed(4))
+    mask = torch.arange(40) < lengths
+    hint = int(mask.sum()) + extra
+    for module in (scan_kernels, _Torch):
+        scanned = module.scan_rows(mask.to(DEVICE), -(-hint // BLOCK) + 1, hint)
+        begins = [0, *lengths.clamp(max=40).view(-1).cumsum(0).tolist()]
+        assert scanned.begins.tolist() == begins
+        assert scanned.bounded.tolist() == [min(begin, hint) for begin in begins]
+        row_of_token = [row for row in range(520) for _ in range(begins[row + 1] - begins[row])] + [519] * 5000
+        *blocks, end = scanned.blocks.tolist()
+        assert blocks == row_of_token[:hint:BLOCK]
+        assert row_of_token[hint] <= end <= 519
+
+
 def _scanned(mask: Tensor) -> SpanIndex:
     from maskpack.layout import scan_triton as scan_kernels
 
     total = int(mask.sum())
-    counts, cu_seqlens, splits, blocks = scan_kernels.scan_rows(mask, total // BLOCK + 3, False)
-    if int(counts[1].max()) <= 1:
-        return SpanIndex(counts[2], cu_seqlens, blocks)
-    return scan_kernels.list_spans(mask, cu_seqlens, splits, total, int(counts[1].sum()))
+    scanned = scan_kernels.scan_rows(mask, total // BLOCK + 3, None)
+    spans = scanned.counts[mask.shape[0] : 2 * mask.shape[0]]
+    if int(spans.max()) <= 1:
+        return SpanIndex(scanned.starts, scanned.begins, scanned.blocks)
+    return scan_kernels.list_spans(mask, scanned, total, int(spans.sum()))
 
 
 # -------------------------------------------------------------------- moves
@@ -297,6 +391,73 @@ def test_gradients_of_some_of_several_fields() -> None:
     assert [out.requires_grad for out in back] == [True, False, False]
 
 
+@pytest.mark.parametrize("density", [0.0, 0.5, 1.0])
+def test_gradients_of_outputs_that_are_not_used(density: float) -> None:
+    generator = torch.Generator().manual_seed(7)
+    mask = torch.rand(4, 6, generator=generator) < density
+    layout = RowLayout.from_mask(mask.to(DEVICE))
+    x, y, z = (torch.randn(4, 6, generator=generator).to(DEVICE).requires_grad_() for _ in range(3))
+    weights = torch.randn(layout.num_tokens, generator=generator).to(DEVICE)
+    packed = ops.pack([x, y.detach(), z], layout, backend="triton")
+    assert [out.requires_grad for out in packed] == [True, False, True]
+    first, second = torch.autograd.grad((packed[2] * weights).sum(), [x, z], allow_unused=True)
+    assert first is None
+    expected = torch.zeros(4, 6).masked_scatter(mask, weights.cpu())
+    assert torch.equal(second.cpu(), expected)
+    back = ops.unpack([packed[0], weights, packed[2]], layout, [1.0, 2.0, 3.0], backend="triton")
+    assert [out.requires_grad for out in back] == [True, False, True]
+    (first,) = torch.autograd.grad((back[0] ** 3).sum(), x, create_graph=True)
+    assert torch.equal(first.detach().cpu(), (3 * x.detach().cpu() ** 2).masked_fill(~mask, 0.0))
+    (second,) = torch.autograd.grad((first * y.detach()).sum(), x)
+    torch.testing.assert_close(second.cpu(), (6 * x * y).detach().cpu().masked_fill(~mask, 0.0))
+
+
+def test_functional_transforms_are_errors() -> None:
+    """Their tensors have no memory of their own, from which a kernel reads."""
+    layout = RowLayout.from_mask((torch.arange(6) < torch.tensor([[3], [0], [6]])).to(DEVICE))
+    x = torch.randn(3, 6, device=DEVICE)
+    for work in (
+        lambda: torch.func.grad(lambda x: ops.pack(x, layout, backend="triton").sum())(x),
+        lambda: torch.func.jvp(lambda x: ops.pack(x, layout, backend="triton"), (x,), (x,)),
+        lambda: torch.func.vmap(lambda x: ops.pack(x, layout, backend="triton"))(torch.stack([x, x])),
+    ):
+        with pytest.raises(RuntimeError):
+            work()
+
+
+def test_views_of_other_bits_are_packed_as_their_values() -> None:
+    mask = torch.rand(5, 8, generator=torch.Generator().manual_seed(2)) < 0.5
+    layout = RowLayout.from_mask(mask.to(DEVICE))
+    z = torch.randn(5, 8, dtype=torch.complex64, generator=torch.Generator().manual_seed(3))
+    for x in (z, z.conj(), z.conj().imag, torch._neg_view(z.real.contiguous())):
+        values = ops.pack(_moved(x) if x is z else x.to(DEVICE), layout, backend="triton")
+        assert_same_tensor(values.cpu(), x.resolve_conj().resolve_neg()[mask])
+        back = ops.unpack(x.to(DEVICE).flatten()[: layout.num_tokens], layout, 0, backend="triton")
+        flat = x.resolve_conj().resolve_neg().flatten()[: layout.num_tokens]
+        assert_same_tensor(back.cpu(), torch.zeros_like(flat[:1]).repeat(40).view(5, 8).masked_scatter(mask, flat))
+
+
+@given(generators())
+def test_one_layout_and_fields_of_many_kinds(rng: np.random.Generator) -> None:
+    """In turn, so that each launch is told from those of other strides, alignments and pads."""
+    mask = rng.random((6, 21)) < 0.4
+    layout = RowLayout.from_mask(torch.from_numpy(mask).to(DEVICE))
+    for _ in range(6):
+        dtype = [torch.uint8, torch.int16, torch.float32, torch.int64][rng.integers(4)]
+        trailing = TRAILING[rng.integers(len(TRAILING))]
+        whole = strategies.values(rng, (8, 24, *trailing), dtype).to(DEVICE)
+        row, col = rng.integers(0, 3, 2)
+        x = whole[row : row + 6, col : col + 21]
+        values = ops.pack(x, layout, backend="triton")
+        assert_same_tensor(values.cpu(), oracle.pack(x.cpu(), mask.tolist()))
+        pad = [0, 1, 3, EDGE][rng.integers(4)]
+        tokens = torch.cat([values[:1], values])[1:] if rng.integers(2) else values
+        back = ops.unpack(tokens, layout, pad, backend="triton")
+        assert_same_tensor(
+            back.cpu(), oracle.unpack(values.cpu(), mask.tolist(), 21, oracle.EDGE if pad is EDGE else pad)
+        )
+
+
 def _there_and_back(x: Tensor, layout: RowLayout) -> Tensor:
     return ops.unpack(ops.pack(x * 2, layout, backend="triton") + 1, layout, 3.0, backend="triton")
 
@@ -440,10 +601,12 @@ def test_sums_beyond_int32_are_stored_as_the_largest() -> None:
     from maskpack.layout import scan_triton as scan_kernels
 
     lengths = [2**31 - 1, 5, 0, 2**31 - 1]
-    counts = torch.tensor([lengths, [1] * 4, [0] * 4], dtype=torch.int32, device=DEVICE)
-    cu_seqlens, splits, blocks = (torch.full((size,), 77, dtype=torch.int32, device=DEVICE) for size in (6, 6, 9))
-    scan_kernels._sum_up[(1,)](counts, 4, cu_seqlens, splits, blocks, 8, 8, tl.int64, BLOCK, 1024)
+    counts = [*lengths, *[1] * 4, *[0] * 4]
+    line = torch.tensor([*counts, *[77] * 5, *[77] * 5, *[77] * 8, *[77] * 6], dtype=torch.int32, device=DEVICE)
+    scan_kernels._sum_up[(1,)](line, 4, 8, 9, True, tl.int64, BLOCK, 256, 1024)
     largest = 2**31 - 1
-    assert cu_seqlens.tolist() == [0, largest, largest, largest, largest, 77]
-    assert splits.tolist() == [0, 1, 2, 3, 4, 77]
-    assert blocks.tolist() == [0] * 7 + [3, 77]
+    assert line[:12].tolist() == counts
+    assert line[12:17].tolist() == [0, largest, largest, largest, largest]
+    assert line[17:22].tolist() == [0, 1, 2, 3, 4]
+    assert line[22:30].tolist() == [0] * 7 + [3]
+    assert line[30:].tolist() == [0, 9, 9, 9, 9, 77]

@@ -708,9 +708,10 @@ def test_a_hint_that_no_mask_has_is_refused_at_once(mask: torch.Tensor, total: i
 def test_more_tokens_than_int32_counts_are_refused_when_they_are_counted(
     monkeypatch: pytest.MonkeyPatch, spans_per_row: list[int]
 ) -> None:
-    def scan_rows(real: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+    def scan_rows(real: torch.Tensor, *_: Any) -> scan.Scan:
         counts = torch.tensor([[2**31 - 2, 2], spans_per_row, [0, 0]], dtype=torch.int32)
-        return counts, torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32), torch.zeros(9)
+        begins = torch.zeros(3, dtype=torch.int32)
+        return scan.Scan(counts.view(-1), counts[2], begins, begins, torch.zeros(9), None)
 
     monkeypatch.setattr(scan, "_scan_rows", scan_rows)
     message = r"^RowLayout.from_mask: the rows have 2147483648 valid tokens; expected at most 2147483647"

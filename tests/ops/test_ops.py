@@ -357,6 +357,17 @@ def test_several_fields_are_each_as_alone() -> None:
     assert ops.unpack([], layout) == []
 
 
+def test_equal_pads_of_other_bits() -> None:
+    layout = RowLayout.from_lengths([0, 0], 1)
+    values = [torch.zeros(0), torch.zeros(0, dtype=torch.float64)]
+    for _ in range(2):
+        for pads in ([0.0, -0.0], [-0.0, 0.0], [0, -0.0], [False, 0.0], [1, True], [1.0, 1]):
+            for out, pad, value in zip(ops.unpack(values, layout, pads), pads, values, strict=True):
+                assert_same_tensor(out, torch.full((2, 1), pad, dtype=value.dtype))
+    with pytest.raises(MaskpackError, match=r"pad_value is 0\.5; values are int64"):
+        ops.unpack([torch.zeros(0), torch.zeros(0, dtype=torch.int64)], layout, [0.5, 0.5])
+
+
 def test_pads_that_are_not_as_many() -> None:
     layout = layout_of(MANY_RUNS, 9)
     values = ops.pack([torch.zeros(3, 9)] * 2, layout)

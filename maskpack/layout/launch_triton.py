@@ -1,0 +1,85 @@
+"""Launches of Triton kernels that were launched before with arguments of the same kind.
+
+`kernel[grid](...)` looks at every argument to find its compiled kernel, which takes longer than small kernels run. A
+Launch remembers the compiled kernel; its caller vouches that the arguments are of one kind.
+"""
+
+# A launch takes whatever its kernel takes.
+# pyright: basic
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from threading import Lock
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from triton.compiler import CompiledKernel
+
+_Value = TypeVar("_Value")
+_HERE = nullcontext()
+
+
+class Launch:
+    """A kernel for arguments of one kind: on one device, with pointers of equal types that are aligned or not in the
+    same places, and equal numbers except those that the kernel does not specialise."""
+
+    __slots__ = ("_compiled", "_kernel", "_options")
+
+    def __init__(self, kernel: Any, **options: Any) -> None:
+        self._kernel = kernel
+        self._options = options
+        self._compiled: Any = None
+
+    def again(self, programs: int, arguments: Sequence[Any]) -> bool:
+        """Runs `programs` programs of the compiled kernel; pointers are integers. False if there is none yet."""
+        if self._compiled is None:
+            return False
+        try:
+            self._compiled[programs, 1, 1](*arguments)
+        except TypeError:  # before the launch, from a version of Triton that takes other arguments
+            self._compiled = None
+            return False
+        return True
+
+    def first(self, programs: int, arguments: Sequence[Any], *, remember: bool = True) -> None:
+        """Runs `programs` programs with arguments as Triton takes them, and may remember the compiled kernel."""
+        compiled = self._kernel[(programs,)](*arguments, **self._options)
+        if remember and isinstance(compiled, CompiledKernel):  # the interpreter has none
+            self._compiled = compiled
+
+
+class Recent(Generic[_Value]):
+    """The values of at most `most` keys; the key that was put first is dropped first."""
+
+    def __init__(self, most: int = 256) -> None:
+        self._values: dict[Hashable, _Value] = {}
+        self._most = most
+        self._lock = Lock()
+        self.get = self._values.get
+
+    def put(self, key: Hashable, value: _Value) -> _Value:
+        """Remembers a value and returns it."""
+        with self._lock:
+            while len(self._values) >= self._most:
+                del self._values[next(iter(self._values))]
+            self._values[key] = value
+        return value
+
+
+def aligned(addresses: Sequence[int]) -> bool:
+    """Whether all are multiples of 16 bytes, as memory fresh from the allocator is."""
+    return not any(address & 15 for address in addresses)
+
+
+def addresses_of(tensors: Sequence[Tensor | None]) -> list[int | None]:
+    """Their addresses; None for None."""
+    return [None if x is None else x.data_ptr() for x in tensors]
+
+
+def device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """A context in which the device of `x` is the current one, on which Triton launches."""
+    here = not x.is_cuda or x.get_device() == torch.cuda.current_device()
+    return _HERE if here else torch.cuda.device_of(x)
