@@ -115,7 +115,7 @@ def _differentiate_block(
     inside = at < columns
     here = tl.load(logits + row.to(tl.int64) * stride + at, mask=inside, other=0.0).to(tl.float32)
     if KEPT:
-        p = tl.where(here < 0, tl.exp(here), here * (1 / _UNIT))
+        p = tl.where(here < 0, tl.exp(tl.minimum(here, 0.0)), here * (1 / _UNIT))
         log_p = tl.where(here < 0, here, tl.log(tl.where(p > 0, p, 1.0)))
     else:
         log_p = here * scale - tl.load(lse + row)

@@ -398,8 +398,8 @@ def test_gradients_of_kept_tokens_are_near_those_that_are_rounded(
     narrow: None, products_of: None, kept: int, logit: float | None, dtype: torch.dtype, backend: Any
 ) -> None:
     """Sure tokens and others, kept and not, in three blocks: rounding log-probs adds less than the gradient's own."""
-    if (DEVICE, backend, dtype) == ("cpu", "triton", torch.bfloat16):
-        pytest.skip("the interpreter cuts floats off where it stores bfloat16")
+    if (DEVICE, backend) == ("cpu", "triton") and (dtype, logit, kept) != (torch.float16, 12, 128):
+        pytest.skip("the interpreter is slow, and cuts floats off where it stores bfloat16")
     hidden, weight, ids, sure = with_sure_tokens(8 if logit is None else logit, dtype, tokens=300, vocabulary=1000)
     if logit is None:  # likely, but not given
         ids = (ids + 1) % 1000
