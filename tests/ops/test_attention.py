@@ -256,7 +256,10 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> N
 @pytest.mark.parametrize(
     ("backend", "need"),
     [
-        ("flash", "a GPU with flash-attn (2 for soft caps, 2 or 3 for D other than 32, 64, 96 or 128), and half precision"),
+        (
+            "flash",
+            "a GPU with flash-attn (2 for soft caps, 2 or 3 for D other than 32, 64, 96 or 128), and half precision",
+        ),
         ("varlen", "a GPU with half precision, no softcap"),
     ],
 )
