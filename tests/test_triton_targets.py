@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ class Target:
 
 
 @pytest.fixture(params=TARGETS)
-def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, set[str]]]:
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[Any, set[str]]:
     """The kernels that were launched, with the forms to which all their versions were compiled."""
     jit: Any = importlib.import_module("triton.runtime.jit")
     driver: Any = importlib.import_module("triton.runtime.driver").driver
@@ -127,7 +127,7 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(jit.JITFunction, "run", compile_only)
     monkeypatch.setattr(driver, "_active", Target(request.param))
-    yield forms
+    return forms
 
 
 def kernels_of_the_package() -> dict[str, Any]:

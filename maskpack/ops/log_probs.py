@@ -33,8 +33,8 @@ _SLICE_BYTES = 1 << 28  # logits of a block, their rounded gradient, and the sum
 _BLOCK_TOKENS = 8192  # of a block; twice as many are still one block
 _TILE, _ALIGN = 128, 256  # of a tile of a matrix product; the row stride of a buffer is a multiple of _ALIGN
 _PROCESSORS = 132  # that compute a tile each, on Hopper
-_UNIT = 2.0**15  # stored probabilities are multiplied by it, because float16 has no small ones
-_LIKELY, _SURE = -0.7, -1e-7  # log-probs between them are stored themselves
+UNIT = 2.0**15  # stored probabilities are multiplied by it, because float16 has no small ones
+LIKELY, SURE = -0.7, -1e-7  # log-probs between them are stored themselves
 _COLDEST = 1 / 3e38  # float32 overflows at the inverse of a lower temperature
 _HALF = (torch.float16, torch.bfloat16)
 _DTYPES = (*_HALF, torch.float32, torch.float64)
@@ -257,7 +257,8 @@ class _Slopes(NamedTuple):
     scale: float
 
     def of(self, begin: int, end: int, *, kept: bool = False) -> _Slopes:
-        rows = _Slopes(*(x[begin:end] if isinstance(x, Tensor) else x for x in self))
+        parts: list[Any] = [x[begin:end] if isinstance(x, Tensor) else x for x in self]
+        rows = _Slopes(*parts)
         return rows._replace(lse=None) if kept else rows
 
 
@@ -474,13 +475,13 @@ def reduce_rows(
 def stored(log_p: Tensor) -> Tensor:
     """Numbers that can be rounded to half precision: p, or log p < 0 where p is above one half. Then the relative error
     of p is that of the dtype for all p, and log p is precise where it is near 0."""
-    return log_p.where((log_p > _LIKELY) & (log_p < _SURE), log_p.exp() * _UNIT)
+    return log_p.where((log_p > LIKELY) & (log_p < SURE), log_p.exp() * UNIT)
 
 
 def _restored(x: Tensor) -> tuple[Tensor, Tensor]:
     """p and log p of stored numbers; log p is 0 where p is 0."""
     x = x.to(_wide(x.dtype))
-    p = x.exp().where(x < 0, x / _UNIT)
+    p = x.exp().where(x < 0, x / UNIT)
     return p, x.where(x < 0, p.where(p > 0, 1).log())
 
 

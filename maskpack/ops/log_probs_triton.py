@@ -19,14 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from maskpack.ops import log_probs as specification
+from maskpack.ops.log_probs import LIKELY, SURE, UNIT
 
 _BLOCK, _WARPS = 4096, 8
 _ROW_BLOCK, _ROW_WARPS = 8192, 16
 """Of reduce_rows: one program for each processor, so that few rows are read at a time and stay in the cache."""
-_UNIT, _LIKELY, _SURE = (
-    tl.constexpr(number) for number in (specification._UNIT, specification._LIKELY, specification._SURE)
-)
+_UNIT, _LIKELY, _SURE = tl.constexpr(UNIT), tl.constexpr(LIKELY), tl.constexpr(SURE)
 
 
 @triton.jit(do_not_specialize=["kept_rows"])
@@ -78,7 +76,7 @@ def _reduce_row(
     if ENTROPY:
         below = tl.where(power > 0, below, 0.0)
         tl.store(entropy + row, log_sum - tl.sum(power * (weighted + total * below), 0) / sum_of_powers)
-    if KEEP:
+    if KEEP:  # noqa: SIM102  # decided when the kernel is compiled
         if row < kept_rows:
             line_kept = kept + row.to(tl.int64) * kept_stride
             for block in range(BLOCKS):

@@ -627,7 +627,7 @@ def test_probabilities_of_the_first_rows_are_stored(backend: Any, columns: int, 
     assert torch.equal(kept[rows:], others)
     assert_guarded(memory, columns)
     cut = 1.0 if DEVICE == "cpu" and backend == "triton" else 0.5  # the interpreter cuts floats off
-    step, least = cut * torch.finfo(dtype).eps + 1e-5, torch.finfo(torch.float16).smallest_normal / module._UNIT
+    step, least = cut * torch.finfo(dtype).eps + 1e-5, torch.finfo(torch.float16).smallest_normal / module.UNIT
     p, log_p = module._restored(kept[:rows])
     assert torch.allclose(p.double(), want[:rows], rtol=step, atol=least * step, equal_nan=True)
     likely = (want[:rows] > 0.6) & (want[:rows] < 1 - 1e-6)

@@ -1,9 +1,11 @@
-"""replayable(compile=True) beside replay without it: the same bits with the backend "eager" of torch.compile, which runs
-what was traced, and the same within float32 with inductor."""
+"""replayable(compile=True) beside replay without it: the same bits where traced graphs run as they are, and the same
+within float32 with inductor."""
 
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -158,8 +160,20 @@ def test_release_gives_all_parts_back_and_the_next_replay_takes_them(backend: Co
     assert backend.graphs == 0
     response_log_probs(ours, batch_of())
     assert owners(model) == parts
-    replayable(model)  # without compile
+    plain = replayable(model)
     assert owners(model) == []
+    for replay, want in ((ours, parts), (plain, []), (ours, parts), (plain, [])):  # each runs its own way
+        response_log_probs(replay, batch_of(), self_check=False)
+        assert owners(model) == want
+
+
+def test_parts_do_not_keep_a_model() -> None:
+    model, _ = pair(llama)
+    gone = weakref.ref(model.model)
+    replayable(model, compile=True)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_copy_runs_with_its_own_weights(backend: Counting) -> None:

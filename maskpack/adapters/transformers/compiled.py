@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 import re
+import weakref
 from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any, cast
@@ -38,7 +39,7 @@ class CompiledParts:
         ReplayError: the model has no such part, or one with a `forward` of its own.
     """
 
-    def __init__(self, model: nn.Module, base: nn.Module, changing: bool) -> None:
+    def __init__(self, model: nn.Module, base: Any, changing: bool) -> None:
         """`changing` leaves rotary embeddings out, because they depend on the longest row."""
         who = type(model).__name__
         if any(isinstance(part, FullyShardedDataParallel) for part in model.modules()):
@@ -47,9 +48,11 @@ class CompiledParts:
                 "fully_shard, or none. Leave compile out."
             )
         shared: dict[Any, _Forward] = {}
+        self._base: nn.Module = base
         self._forwards: list[tuple[nn.Module, _Forward]] = []
-        for name, part in base.named_modules():
-            kind = type(part)
+        parts: list[tuple[str, Any]] = list(base.named_modules())
+        for name, part in parts:
+            kind = cast("Any", type(part))
             end = _PART.search(kind.__name__)
             rotates = _ROTARY in _names_of(kind.forward)
             if not (end or rotates) or (changing and end and end[1] == "RotaryEmbedding"):
@@ -59,7 +62,8 @@ class CompiledParts:
                     f"replayable: compile=True, but {name} ({kind.__name__}) of {who} has a forward of its own, or is "
                     "compiled already; expected the forward of its class. Leave compile out."
                 )
-            key = kind.forward, *((key, tuple(weight.shape)) for key, weight in part.named_parameters())
+            weights: dict[str, Tensor] = dict(part.named_parameters())
+            key = kind.forward, *((key, tuple(weight.shape)) for key, weight in weights.items())
             if key not in shared:
                 shared[key] = _Forward(kind, len(shared), rotates=not end)
             self._forwards.append((part, shared[key]))
@@ -70,14 +74,27 @@ class CompiledParts:
             )
 
     def install(self) -> None:
-        for part, forward in self._forwards:
-            if "forward" not in vars(part):
+        if _compiled.get(self._base) != weakref.ref(self):
+            restore(self._base)
+            for part, forward in self._forwards:
                 part.forward = MethodType(forward, part)  # a deep copy of it belongs to the copy of the part
+            _compiled[self._base] = weakref.ref(self)
 
 
-def restore(base: nn.Module) -> None:
+_compiled: weakref.WeakKeyDictionary[nn.Module, weakref.ref[CompiledParts]] = weakref.WeakKeyDictionary()
+"""Base models whose parts have a `forward` of ours, and whose it is; without those that are copies."""
+
+
+def restore_if_compiled(base: Any) -> None:
+    if base in _compiled:
+        restore(base)
+
+
+def restore(base: Any) -> None:
     """Gives all parts the `forward` of their class back."""
-    for part in base.modules():
+    _compiled.pop(base, None)
+    parts: list[nn.Module] = list(base.modules())
+    for part in parts:
         forward = vars(part).get("forward")
         if isinstance(forward, MethodType) and isinstance(forward.__func__, _Forward):
             del part.forward
@@ -119,11 +136,12 @@ class _Forward:
         for x in (*args, *kwargs.values()):
             if isinstance(x, Tensor):  # [..., T, ..., width], or positions [..., T]
                 sizes = x.dim() - 1 if x.is_floating_point() else x.dim()
-                torch._dynamo.maybe_mark_dynamic(x, list(range(sizes)))
+                _dynamo().maybe_mark_dynamic(x, list(range(sizes)))
         try:
             return compiled(*args, **kwargs)
         except Exception as error:
-            if isinstance(error, _compile_errors()):
+            known = _dynamo().exc
+            if isinstance(error, known.TorchDynamoException | known.FailOnRecompileLimitHit):
                 raise self._failure(error) from error
             raise
 
@@ -137,9 +155,8 @@ class _Forward:
 
 
 @functools.cache
-def _compile_errors() -> tuple[type[Exception], ...]:
-    known: Any = importlib.import_module("torch._dynamo.exc")  # takes a second
-    return known.TorchDynamoException, known.FailOnRecompileLimitHit
+def _dynamo() -> Any:
+    return importlib.import_module("torch._dynamo")  # takes a second
 
 
 def _copied(function: Any, code: Any, names: dict[str, Any]) -> Any:

@@ -245,13 +245,15 @@ class Replayable:
 
     def _take(self) -> None:
         passes.take(self.model, self._config)
-        if self._parts is not None:
+        if self._parts is None:
+            compiled.restore_if_compiled(self._base)
+        else:
             self._parts.install()
 
     def release(self) -> PreTrainedModel:
-        """Restores the attention of the model, and its parts that were compiled, for padded rows and generation, and returns the model. The next replay
-        replaces it again. Do not call it between a forward pass and its backward pass, which may run layers again
-        (gradient checkpointing), nor while another thread replays the model."""
+        """Restores the attention of the model, and the parts that were compiled, for padded rows and generation, and
+        returns the model. The next replay replaces them again. Do not call it between a forward pass and its backward
+        pass, which may run layers again (gradient checkpointing), nor while another thread replays the model."""
         passes.release(self.model, self._config)
         compiled.restore(self._base)
         return self.model
