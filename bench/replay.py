@@ -1,6 +1,8 @@
 """Log-probs of a rollout batch by replay, packed and padded, on models of Qwen3's shapes: `python -m bench replay`.
 
     ours                      response_log_probs over micro-batches of a token budget, from a nested batch
+    ours, compiled            the same with replayable(model, compile=True)
+    ours, attention of torch  the same, also compiled, where a flash-attn is installed, but without it
     ours, rows of one length  the same without any padding to save: the mean length, as many tokens a micro-batch
     own attention, the same   these rows as a dense [b, n], by the model's own scaled dot product attention
     padded                    micro-batches of a few rows at full width, the model's own attention, all logits
@@ -21,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -32,11 +35,14 @@ from bench.replay_rivals import Lengths, Shape, dense_log_probs, lone_log_probs,
 from bench.report import Row
 from maskpack import nest_batch_by_mask
 from maskpack.adapters.transformers import Replayable, replayable
+from maskpack.ops import attention
 from maskpack.planning import FlopsModel, MicroBatchPlan, plan_micro_batches
 from maskpack.replay import response_log_probs
 
 OURS, EVEN, DENSE, PADDED = "ours", "ours, rows of one length", "own attention, dense rows of one length", "padded"
+COMPILED, OF_TORCH = "ours, compiled", "ours, compiled, attention of torch"
 _ALONE = "each row alone"
+_PEAK_RATE = 989  # TFLOP/s of dense bfloat16 products on H100 and H200
 FORWARD, BOTH = "forward", "forward + backward, layers checkpointed"
 _GROUP = 16  # rows that share a prompt
 _TIMES_ROUNDS = 3  # rounds of the command line that are one here, where a round takes most of a minute
@@ -72,6 +78,10 @@ class Sizes:
     padded_rows: int = 4
     compared: int = 4
     models: Mapping[str, Model] = field(default_factory=lambda: MODELS)
+
+
+LONG = Sizes(rows=64, prompt_width=2048, response_width=14_336, fill=0.084)
+"""Longer rows, of which less is real, for `run`."""
 
 
 def run(
@@ -189,6 +199,16 @@ class Stage:
         return replayable(self.causal_lm)
 
     @cached_property
+    def compiled(self) -> Replayable:
+        return replayable(self.causal_lm, compile=True)
+
+    @cached_property
+    def flash_package(self) -> str | None:
+        """The flash-attn that replay uses, if any."""
+        head = torch.empty(1, 1, self.model.shape.head_dim, dtype=torch.bfloat16, device=self.device)
+        return attention._flash_package(head, None)
+
+    @cached_property
     def rows(self) -> Rows:
         return self.laid_out(
             *prompt_and_response_lengths(self.sizes), (self.sizes.prompt_width, self.sizes.response_width)
@@ -226,6 +246,7 @@ class Stage:
         sizes, lengths, even = self.sizes, self.rows.lengths, self.even.lengths
         positions = sizes.rows * (sizes.prompt_width + sizes.response_width)
         return [
+            Row(case, f"ours attends by {self.flash_package or 'torch'}", 1, "x"),
             Row(case, "rows", sizes.rows, "rows"),
             Row(case, "real tokens", int(lengths.sum()), "tokens"),
             Row(case, "real tokens / padded positions", float(lengths.sum() / positions), "x"),
@@ -242,10 +263,14 @@ class Stage:
         first = rows.padded[: self.model.padded * of_padded]
         passes: dict[str, tuple[Rows, int, Callable[[], Iterable[Tensor]]]] = {
             OURS: (rows, len(rows.padded), lambda: replayed(replay, rows.nested, self.plan)),
+            COMPILED: (rows, len(rows.padded), lambda: replayed(self.compiled, rows.nested, self.plan)),
             EVEN: (even, len(even.padded), lambda: replayed(replay, even.nested, even_plan)),
             DENSE: (even, len(even.padded), lambda: dense_log_probs(replay.release(), even.padded, of_even)),
             self.padded_name: (rows, len(first), lambda: padded_log_probs(replay.release(), first, of_padded)),
         }
+        if self.flash_package is not None:
+            of_torch = (rows, len(rows.padded), lambda: without_flash(replayed(self.compiled, rows.nested, self.plan)))
+            passes[OF_TORCH] = of_torch
         shape, backward = self.model.shape, step == BOTH
         return {
             name: Work(
@@ -262,6 +287,12 @@ def replayed(replay: Replayable, nested: TensorDict, plan: MicroBatchPlan) -> It
     for part in plan.apply(nested):
         log_probs: Any = response_log_probs(replay, part)
         yield log_probs.values()
+
+
+def without_flash(parts: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The same parts, whose attention, also in backward passes, is torch's."""
+    with mock.patch.object(attention, "_flash_package", return_value=None):
+        yield from parts
 
 
 def once(model: Any, parts: Callable[[], Iterable[Tensor]], backward: bool) -> Callable[[], object]:
@@ -337,6 +368,7 @@ def _timed(case: str, stage: Stage, works: Mapping[str, Work], rounds: int) -> l
         *(Row(case, name, 1e3 * taken, "ms") for name, taken in all_rows.items()),
         Row(case, f"{PADDED} / {OURS}", all_rows[padded] / all_rows[OURS], "x", ">= 3.5"),
         *(Row(case, f"rate, {name}", rate, "TFLOP/s") for name, rate in rates.items()),
+        *(Row(case, f"rate, {name} / {_PEAK_RATE} TFLOP/s", rate / _PEAK_RATE, "x") for name, rate in rates.items()),
         *(Row(case, f"rate, {OURS} / {name}", rates[OURS] / rates[name], "x", ">= 0.95") for name in (EVEN, DENSE)),
         *(Row(case, f"peak, {name}", peak / 2**30, "GiB") for name, peak in peaks.items()),
         Row(case, f"peak, {OURS} / {PADDED}", peaks[OURS] / max(peaks[padded], 1), "x", "<= 1"),

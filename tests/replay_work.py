@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 
 import maskpack as mp
+from maskpack.adapters.transformers import compiled, replayable
 from maskpack.adapters.transformers import model as adapter
-from maskpack.adapters.transformers import replayable
 from maskpack.replay import PackedInputs
 
 ROWS = ((2, 3), (4, 5), (1, 1), (3, 2), (4, 1), (2, 5))
@@ -87,7 +87,13 @@ def _sharing(case: str) -> TensorDict:
     return batch
 
 
-def sharded(tied: bool, sharing: str | None = None) -> dict[str, float]:
+def sharded_and_compiled(tied: bool) -> dict[str, float]:
+    """As `sharded`; what torch.compile has traced runs as it is."""
+    compiled._OPTIONS["backend"] = "aot_eager"
+    return sharded(tied, compiles=True)
+
+
+def sharded(tied: bool, sharing: str | None = None, *, compiles: bool = False) -> dict[str, float]:
     """How far log-probs of all ways are off those of each row alone, and gradients (of the mean over ranks)."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -97,7 +103,7 @@ def sharded(tied: bool, sharing: str | None = None) -> dict[str, float]:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    replay = replayable(model)
+    replay = replayable(model, compile=compiles)
     # other rows, and other counts, on each rank
     batch = batch_of(ROWS[: 3 * (rank + 1)][rank:]) if sharing is None else _sharing(sharing)
     options: dict[str, Any] = {} if sharing is None else SHARE
@@ -177,6 +183,14 @@ def _fsdp1_layers(model: Any, **options: Any) -> Any:
     for number, layer in enumerate(model.model.layers):
         model.model.layers[number] = FullyShardedDataParallel(layer, device_id=torch.device("cpu"), **options)
     return model
+
+
+def flattened_and_compiled() -> str:
+    try:
+        replayable(_fsdp1_layers(tiny(False)), compile=True)
+    except mp.errors.ReplayError as error:
+        return str(error)
+    return "nothing"
 
 
 SHARDED = {

@@ -5,7 +5,7 @@
 
 With a PrefixTree the rows are its nodes, and a token attends to the nodes above its own, too (prefix_attention.py).
 
-flash   FlashAttention 4 or 2, varlen kernels               half precision on a GPU; FlashAttention 2 for soft caps
+flash   FlashAttention 4, 3 or 2, varlen kernels            half precision on a GPU; FlashAttention 2 for soft caps
 varlen  torch.nn.attention.varlen                           half precision on a GPU, no soft caps
 flex    flex attention with a document mask                 any dtype on a GPU, compiled
 rows    scaled dot product attention, row by row            any device
@@ -39,7 +39,7 @@ _CALL = "packed_attention"
 _WHOLE: Any = int | np.integer
 _NUMBER: Any = int | float | np.number
 _HALF = (torch.float16, torch.bfloat16)
-_FLASH_4, _FLASH_2 = "flash_attn.cute", "flash_attn"
+_FLASH_4, _FLASH_3, _FLASH_2 = "flash_attn.cute", "flash_attn_interface", "flash_attn"
 _SIZES_OF_FLASH_4 = (32, 64, 96, 128)  # its gradients are wrong for many other sizes: docs/replay.md
 
 
@@ -174,6 +174,9 @@ def _flash_package(query: Tensor, softcap: float | None) -> str | None:
         return None
     if softcap is None and size in _SIZES_OF_FLASH_4 and _for_flash_4(query.device) and _varlen_func(_FLASH_4):
         return _FLASH_4
+    hopper = torch.version.hip is None and torch.cuda.get_device_capability(query.device)[0] == 9
+    if softcap is None and hopper and size <= 256 and size % 8 == 0 and _varlen_func(_FLASH_3):
+        return _FLASH_3
     return _FLASH_2 if size <= 256 and _varlen_func(_FLASH_2) else None
 
 
@@ -220,18 +223,17 @@ def _flash(
 ) -> Tensor:
     package = _flash_package(query, softcap)
     attend: Any = None if package is None else _varlen_func(package)
-    kernel = "flash-attn (2 for soft caps and for D other than 32, 64, 96 or 128), and half precision"
+    kernel = "flash-attn (2 for soft caps, 2 or 3 for D other than 32, 64, 96 or 128), and half precision"
     _need(attend is not None, "flash", query, kernel)
     rows: dict[str, Any] = {
         "cu_seqlens_q": bounds.queries, "cu_seqlens_k": bounds.keys, "max_seqlen_q": bounds.longest_queries,
         "max_seqlen_k": bounds.longest_keys, "softmax_scale": scale, "causal": True,
     }  # fmt: skip
-    if package == _FLASH_2:
-        sides = (-1, -1) if window is None else (window - 1, 0)
-        return attend(query, key, value, **rows, window_size=sides, softcap=softcap or 0.0)
-    with torch.cuda.device_of(query):  # the kernel launches on the current device
-        sides = (None, None) if window is None else (window - 1, 0)
-        out: Tensor | tuple[Tensor, ...] = attend(query, key, value, **rows, window_size=sides)
+    unbounded = None if package == _FLASH_4 else -1
+    sides = (unbounded, unbounded) if window is None else (window - 1, 0)
+    capped = {} if package == _FLASH_4 else {"softcap": softcap or 0.0}
+    with torch.cuda.device_of(query):  # kernels launch on the current device
+        out: Tensor | tuple[Tensor, ...] = attend(query, key, value, **rows, window_size=sides, **capped)
     return out[0] if isinstance(out, tuple) else out  # some versions return the log-sum-exp too
 
 

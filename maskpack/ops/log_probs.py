@@ -1,12 +1,17 @@
 """packed_log_probs: log-probs of given tokens from hidden states, without storing all logits.
 
     forward   a chunk of rows at a time            logits [chunk, V] -> log-prob, log-sum-exp, entropy of each row
-    backward  a slice of the vocabulary at a time  logits [T, slice] -> their gradient -> both matrix products
+    backward  a slice of the vocabulary at a time  logits [block, slice] -> their gradient -> both matrix products,
+              and in it a block of tokens          summed in float32
 
-One float32 buffer is reused for the logits of all chunks, another for those of all slices. Neither is kept for the
-backward pass, which computes the logits again. The gradient of the logits is rounded to the dtype of the weight before
-the products. With slices of the vocabulary, each row of the weight's gradient is one sum over all tokens. Between the
-products, logits are processed by a Triton kernel or by the plain torch below, which specifies it.
+              slice    slice    of kept tokens, the forward pass stores all probabilities [K, V] in the dtype of hidden
+    block     kept     kept     (`stored`); the logits of the other tokens are computed again, in float32
+    block     again    again
+
+One float32 buffer is reused for the logits of all chunks, another for those of all slices. The gradient of the logits
+is rounded to the dtype of the weight before the products. Each row of the weight's gradient is one sum over all tokens,
+rounded once. Between the products, logits are processed by a Triton kernel or by the plain torch below, which specifies
+it.
 """
 
 from __future__ import annotations
@@ -24,11 +29,15 @@ from maskpack.core.backends import Backend, uses_triton
 from maskpack.errors import LayoutError, MaskpackError
 
 _CHUNK_BYTES = 3 << 27  # logits of a chunk
-_SLICE_BYTES = 1 << 28  # logits of a slice and their rounded gradient
-_TILE = 128  # rows of a tile of a matrix product
-_ALIGN = 256  # columns; the row stride of a buffer is a multiple, which fast matrix products need
+_SLICE_BYTES = 1 << 28  # logits of a block, their rounded gradient, and the sums of the weight's gradient
+_BLOCK_TOKENS = 8192  # of a block; twice as many are still one block
+_TILE, _ALIGN = 128, 256  # of a tile of a matrix product; the row stride of a buffer is a multiple of _ALIGN
+_PROCESSORS = 132  # that compute a tile each, on Hopper
+UNIT = 2.0**15  # stored probabilities are multiplied by it, because float16 has no small ones
+LIKELY, SURE = -0.7, -1e-7  # log-probs between them are stored themselves
 _COLDEST = 1 / 3e38  # float32 overflows at the inverse of a lower temperature
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_HALF = (torch.float16, torch.bfloat16)
+_DTYPES = (*_HALF, torch.float32, torch.float64)
 
 
 @overload
@@ -39,6 +48,7 @@ def packed_log_probs(
     *,
     temperature: float = ...,
     chunk: int | None = ...,
+    keep: int | None = ...,
     entropy: Literal[False] = ...,
     backend: Backend = ...,
 ) -> Tensor: ...
@@ -50,6 +60,7 @@ def packed_log_probs(
     *,
     temperature: float = ...,
     chunk: int | None = ...,
+    keep: int | None = ...,
     entropy: Literal[True],
     backend: Backend = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -61,6 +72,7 @@ def packed_log_probs(
     *,
     temperature: float = ...,
     chunk: int | None = ...,
+    keep: int | None = ...,
     entropy: bool,
     backend: Backend = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
@@ -72,6 +84,7 @@ def packed_log_probs(
     *,
     temperature: float = 1.0,
     chunk: int | None = None,
+    keep: int | None = None,
     entropy: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -82,10 +95,11 @@ def packed_log_probs(
         entropy[t]   = -(log_p[t].exp() * log_p[t]).sum()
 
     Logits are accumulated and reduced in float32, so the result is more exact than plain torch in half precision. The
-    backward pass computes them again in float32 and rounds their gradient to the dtype of `hidden` once; it is exact
-    for tokens with a probability near 1, too. Besides its results, the forward pass allocates the logits of one chunk
-    (about 0.4 GiB), the backward pass 0.25 GiB and a float32 [T, H]. Tensor-parallel vocabularies are not supported:
-    `lm_head_weight` is the whole head. Under torch.compile the call is a graph break.
+    backward pass rounds their gradient to the dtype of `hidden` once; it is exact for tokens with a probability near 1,
+    too. It computes logits again in float32, except those of the tokens that fit into `keep`: three matrix products
+    instead of four for these. Besides its results and the kept bytes, the forward pass allocates the logits of one
+    chunk (about 0.4 GiB), the backward pass 0.25 GiB and a float32 [T, H]. Tensor-parallel vocabularies are not
+    supported: `lm_head_weight` is the whole head. Under torch.compile the call is a graph break.
 
     Args:
         hidden: [T, H] float16, bfloat16, float32 or float64, any strides; packed hidden states.
@@ -95,6 +109,10 @@ def packed_log_probs(
         temperature: the logits are divided by it; above 0.
         chunk: number of rows whose logits are stored at once in the forward pass; by default as many as fit into
             0.375 GiB.
+        keep: bytes that the forward pass may keep for the backward pass, in which the distributions [K, V] of the first
+            K tokens are stored in the dtype of `hidden`. By default as many as the weight has, so that up to H tokens
+            are all kept; 0 keeps nothing. Nothing is kept without gradients, nor in float32 and float64, whose
+            gradients would lose digits.
         entropy: whether to return the entropy too.
         backend: "auto" uses Triton kernels on a GPU and torch elsewhere; or "torch", or "triton".
 
@@ -105,11 +123,11 @@ def packed_log_probs(
 
     Raises:
         LayoutError: shapes, dtypes or devices that do not match; on the CPU, an id outside [0, V); an invalid
-            temperature, chunk or backend.
+            temperature, chunk, keep or backend.
         MaskpackError: in the backward pass with create_graph=True.
     """
     _check_tensors(hidden, lm_head_weight, token_ids)
-    _check_options(temperature, chunk)
+    _check_options(temperature, chunk, keep)
     entropy = flag(entropy, "entropy", "packed_log_probs")
     kernels = uses_triton(hidden.device, backend, "packed_log_probs")
     if hidden.dtype == torch.float64:
@@ -120,8 +138,10 @@ def packed_log_probs(
             )
         kernels = False
     ids = token_ids.long().contiguous()
+    differentiable = torch.is_grad_enabled() and (hidden.requires_grad or lm_head_weight.requires_grad)
+    kept = _kept_tokens(hidden, lm_head_weight, keep) if differentiable else 0
     apply = cast(Callable[..., Any], _LogProbs.apply)
-    return apply(hidden, lm_head_weight, ids, 1 / float(temperature), chunk, entropy, kernels)
+    return apply(hidden, lm_head_weight, ids, 1 / float(temperature), chunk, kept, entropy, kernels)
 
 
 def _check_tensors(hidden: Tensor, weight: Tensor, ids: Tensor) -> None:
@@ -153,19 +173,20 @@ def _check_tensors(hidden: Tensor, weight: Tensor, ids: Tensor) -> None:
             )
 
 
-def _check_options(temperature: float, chunk: int | None) -> None:
+def _check_options(temperature: float, chunk: int | None, keep: int | None) -> None:
     is_number = isinstance(temperature, int | float | np.number) and not isinstance(temperature, bool | complex)
     if not is_number or not _COLDEST < float(temperature) < math.inf:
         raise LayoutError(
             f"packed_log_probs: temperature is {temperature!r:.60}; expected a finite number above 0. "
             "For a temperature of 0, take the argmax."
         )
-    whole = isinstance(chunk, int | np.integer) and not isinstance(chunk, bool)
-    if chunk is not None and not (whole and chunk >= 1):
-        raise LayoutError(
-            f"packed_log_probs: chunk is {said(chunk)}; expected a number of rows, at least 1. "
-            "Leave it out for the default."
-        )
+    for name, number, least, of in (("chunk", chunk, 1, "rows"), ("keep", keep, 0, "bytes")):
+        whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
+        if number is not None and not (whole and number >= least):
+            raise LayoutError(
+                f"packed_log_probs: {name} is {said(number)}; expected a number of {of}, at least {least}. "
+                "Leave it out for the default."
+            )
 
 
 def _form(x: Tensor) -> str:
@@ -185,13 +206,15 @@ class _LogProbs(torch.autograd.Function):
         ids: Tensor,
         scale: float,
         chunk: int | None,
+        kept_tokens: int,
         with_entropy: bool,
         kernels: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        log_probs, lse, entropy = _forward(hidden, weight, ids, scale, chunk, with_entropy, _program(kernels))
+        kept = _buffer(kept_tokens, weight.shape[0], hidden.dtype, hidden.device) if kept_tokens else None
+        log_probs, lse, entropy = _forward(hidden, weight, ids, scale, chunk, kept, with_entropy, _program(kernels))
         ctx.set_materialize_grads(False)
         others = torch.expm1(log_probs).neg_() if any(ctx.needs_input_grad[:2]) else None
-        ctx.save_for_backward(hidden, weight, ids, others, lse, entropy)
+        ctx.save_for_backward(hidden, weight, ids, others, lse, entropy, kept)
         ctx.scale, ctx.kernels = scale, kernels
         return log_probs if entropy is None else (log_probs, entropy)
 
@@ -203,10 +226,10 @@ class _LogProbs(torch.autograd.Function):
                 "packed_log_probs: backward ran with create_graph=True; it can be differentiated once. For second "
                 "derivatives, use the plain program in its docstring."
             )
-        hidden, weight, ids, others, lse, entropy = ctx.saved_tensors
+        hidden, weight, ids, others, lse, entropy, kept = ctx.saved_tensors
         grad_log_probs, grad_entropy = (*grads, None)[:2]
         if grad_log_probs is None and grad_entropy is None:
-            return (None,) * 7
+            return (None,) * 8
         slopes = _Slopes(
             ids,
             others,
@@ -216,26 +239,33 @@ class _LogProbs(torch.autograd.Function):
             None if grad_entropy is None else grad_entropy.contiguous(),
             ctx.scale,
         )
-        return (*_backward(hidden, weight, slopes, ctx.needs_input_grad[:2], _program(ctx.kernels)), *(None,) * 5)
+        grads = _backward(hidden, weight, slopes, kept, ctx.needs_input_grad[:2], _program(ctx.kernels))
+        return (*grads, *(None,) * 6)
 
 
 class _Slopes(NamedTuple):
     """The inputs of the gradient of the logits: tensors [T], and the scale. `others` is 1 - p, the probability of all
-    tokens except the given one, computed without the cancellation of that difference."""
+    tokens except the given one, computed without the cancellation of that difference. Without `lse`, stored
+    probabilities are given in place of logits."""
 
     ids: Tensor
     others: Tensor
-    lse: Tensor
+    lse: Tensor | None
     entropy: Tensor | None
     grad_log_probs: Tensor | None
     grad_entropy: Tensor | None
     scale: float
 
+    def of(self, begin: int, end: int, *, kept: bool = False) -> _Slopes:
+        parts: list[Any] = [x[begin:end] if isinstance(x, Tensor) else x for x in self]
+        rows = _Slopes(*parts)
+        return rows._replace(lse=None) if kept else rows
+
 
 class _Program(NamedTuple):
     """`reduce_rows` and `differentiate`, in Triton or torch."""
 
-    reduce_rows: Callable[[Tensor, Tensor, float, Tensor, Tensor, Tensor | None], None]
+    reduce_rows: Callable[[Tensor, Tensor, float, Tensor, Tensor, Tensor | None, Tensor | None], None]
     differentiate: Callable[..., None]
 
 
@@ -253,10 +283,11 @@ def _forward(
     ids: Tensor,
     scale: float,
     chunk: int | None,
+    kept: Tensor | None,
     with_entropy: bool,
     program: _Program,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """log_probs, log-sum-exp and entropy, [T] each."""
+    """log_probs, log-sum-exp and entropy, [T] each. Stores the probabilities of the first tokens in `kept` [K, V]."""
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     hidden, weight = _matrix(hidden), _matrix(weight)
     wide = _wide(hidden.dtype)
@@ -273,36 +304,84 @@ def _forward(
             part = slice(first, first + columns)
             _product(hidden[rows], weight[part].t(), logits[:, part])
         rows_entropy = None if entropy is None else entropy[rows]
-        program.reduce_rows(logits, ids[rows], scale, log_probs[rows], lse[rows], rows_entropy)
+        rows_kept = None if kept is None or begin >= kept.shape[0] else kept[rows]
+        program.reduce_rows(logits, ids[rows], scale, log_probs[rows], lse[rows], rows_entropy, rows_kept)
     return log_probs, lse, entropy
 
 
 def _backward(
-    hidden: Tensor, weight: Tensor, slopes: _Slopes, needed: tuple[bool, bool], program: _Program
+    hidden: Tensor,
+    weight: Tensor,
+    slopes: _Slopes,
+    kept: Tensor | None,
+    needed: tuple[bool, bool],
+    program: _Program,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of hidden and weight, or None where not needed."""
-    tokens, vocabulary = hidden.shape[0], weight.shape[0]
+    (tokens, width), vocabulary = hidden.shape, weight.shape[0]
     hidden, weight = _matrix(hidden), _matrix(weight)
-    wide = _wide(hidden.dtype)
+    wide, num_kept = _wide(hidden.dtype), 0 if kept is None else kept.shape[0]
     rounded = _has_wide_products(hidden) and hidden.dtype != wide
-    dtypes = (wide, hidden.dtype) if rounded else (wide,)  # logits, and their gradient if its dtype differs
-    size = sum(dtype.itemsize for dtype in dtypes)
-    columns = _piece(vocabulary, _SLICE_BYTES // (size * max(tokens, 1)), _ALIGN)
-    buffers = [_buffer(tokens, min(columns, vocabulary), dtype, hidden.device) for dtype in dtypes]
+    dtypes = [wide, hidden.dtype] if rounded else [wide]  # logits, and their gradient if its dtype differs
+    if rounded and num_kept == tokens:
+        del dtypes[0]
+    most = _BLOCK_TOKENS if needed[1] else _BLOCK_TOKENS // 4  # sums of the weight's gradient want large blocks
+    block = max(tokens if tokens <= 2 * most else _piece(tokens, most, _TILE), 1)
+    summed = needed[1] and block < tokens and weight.dtype != wide
+    size = block * sum(dtype.itemsize for dtype in dtypes) + width * wide.itemsize * summed
+    columns = _slice_columns(vocabulary, _SLICE_BYTES // size, block, width)
+    buffers = [_buffer(block, min(columns, vocabulary), dtype, hidden.device) for dtype in dtypes]
+    sums = torch.empty((min(columns, vocabulary), width), dtype=wide, device=hidden.device) if summed else None
     grad_hidden = torch.empty(hidden.shape, dtype=wide, device=hidden.device) if needed[0] else None
     grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if needed[1] else None
     for first in range(0, vocabulary, columns):
         part = weight[first : first + columns]
-        logits, grad = (buffer[:, : part.shape[0]] for buffer in (buffers[0], buffers[-1]))
-        _product(hidden, part.t(), logits)
-        program.differentiate(logits, grad, first, *slopes)
-        if grad_weight is not None:
-            _product(grad.t(), hidden, grad_weight[first : first + columns])
-        if grad_hidden is not None:
-            _product(grad, part, grad_hidden, add=first > 0)
-        del logits, grad
-    del buffers  # before the rounded gradient is allocated
+        last = first + part.shape[0]
+        for begin in range(0, max(tokens, 1), block):
+            end = min(begin + block, tokens)
+            logits, grad = (buffer[: end - begin, : part.shape[0]] for buffer in (buffers[0], buffers[-1]))
+            middle = min(max(begin, num_kept), end)
+            if kept is not None and begin < middle:
+                of_kept = slopes.of(begin, middle, kept=True)
+                program.differentiate(kept[begin:middle, first:last], grad[: middle - begin], first, *of_kept)
+            if middle < end:
+                _product(hidden[middle:end], part.t(), logits[middle - begin :])
+                of_others = slopes.of(middle, end)
+                program.differentiate(logits[middle - begin :], grad[middle - begin :], first, *of_others)
+            if grad_weight is not None:
+                total = grad_weight[first:last] if sums is None else sums[: part.shape[0]]
+                _product(grad.t(), hidden[begin:end], total, add=begin > 0)
+                del total
+            if grad_hidden is not None:
+                _product(grad, part, grad_hidden[begin:end], add=first > 0)
+            del logits, grad
+        if grad_weight is not None and sums is not None:
+            grad_weight[first:last] = sums[: part.shape[0]]
+    del buffers, sums  # before the rounded gradient is allocated
     return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight
+
+
+def _kept_tokens(hidden: Tensor, weight: Tensor, budget: int | None) -> int:
+    """The number of tokens whose distributions are kept: whole tiles, or all."""
+    if hidden.dtype not in _HALF:
+        return 0
+    budget = weight.numel() * weight.itemsize if budget is None else int(budget)
+    most = budget // (hidden.itemsize * _aligned(weight.shape[0]))
+    return hidden.shape[0] if most >= hidden.shape[0] else most // _TILE * _TILE
+
+
+def _slice_columns(vocabulary: int, most: int, block: int, width: int) -> int:
+    """The columns of a slice, about `most`, with which products of [block, columns] and [columns, width] leave few
+    processors without a tile. Small results make few waves of tiles, of which the last may be nearly empty."""
+
+    def waves(rows: int, columns: int) -> int:
+        return -(-(-(-rows // _TILE) * -(-columns // _ALIGN)) // _PROCESSORS)
+
+    def cost(columns: int) -> int:
+        return -(-vocabulary // columns) * (waves(block, columns) * width + waves(columns, width) * block)
+
+    even = _piece(vocabulary, most, _ALIGN)
+    return min(range(even, even // 2, -_ALIGN), key=cost)
 
 
 # -------------------------------------------------------------------- products and their buffers
@@ -366,22 +445,44 @@ def _piece(length: int, most: int, multiple: int) -> int:
 
 
 def reduce_rows(
-    logits: Tensor, ids: Tensor, scale: float, log_probs: Tensor, lse: Tensor, entropy: Tensor | None
+    logits: Tensor,
+    ids: Tensor,
+    scale: float,
+    log_probs: Tensor,
+    lse: Tensor,
+    entropy: Tensor | None,
+    kept: Tensor | None,
 ) -> None:
-    """Writes log_probs, log-sum-exp and entropy [N] of softmax(logits * scale). Overwrites the logits [N, V]. The
-    log-prob of an id outside [0, V) is NaN."""
+    """Writes log_probs, log-sum-exp and entropy [N] of softmax(logits * scale), and the `stored` probabilities of
+    the first rows to `kept` [K, V]. Overwrites the logits [N, V]. The log-prob of an id outside [0, V) is NaN."""
     known = (ids >= 0) & (ids < logits.shape[1])
     logits.mul_(scale)
     top = logits.amax(1, keepdim=True)
     logits.sub_(top)  # differences of large logits are exact, differences of their sums are not
     token = logits.gather(1, ids.where(known, 0).unsqueeze(1)).squeeze(1)
-    powers = logits.exp_() if entropy is None else logits.exp()
+    powers = logits.exp_() if entropy is None and kept is None else logits.exp()
     total = powers.sum(1)
     log_sum = total.log()
     log_probs.copy_((token - log_sum).where(known, math.nan))
     lse.copy_(log_sum + top.squeeze(1))
     if entropy is not None:
         entropy.copy_(log_sum - powers.mul_(logits).sum(1) / total)
+    if kept is not None:
+        rows = kept.shape[0]
+        kept.copy_(stored(logits[:rows].sub_(log_sum[:rows].unsqueeze(1))))
+
+
+def stored(log_p: Tensor) -> Tensor:
+    """Numbers that can be rounded to half precision: p, or log p < 0 where p is above one half. Then the relative error
+    of p is that of the dtype for all p, and log p is precise where it is near 0."""
+    return log_p.where((log_p > LIKELY) & (log_p < SURE), log_p.exp() * UNIT)
+
+
+def _restored(x: Tensor) -> tuple[Tensor, Tensor]:
+    """p and log p of stored numbers; log p is 0 where p is 0."""
+    x = x.to(_wide(x.dtype))
+    p = x.exp().where(x < 0, x / UNIT)
+    return p, x.where(x < 0, p.where(p > 0, 1).log())
 
 
 def differentiate(
@@ -390,7 +491,7 @@ def differentiate(
     first: int,
     ids: Tensor,
     others: Tensor,
-    lse: Tensor,
+    lse: Tensor | None,
     entropy: Tensor | None,
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
@@ -401,10 +502,13 @@ def differentiate(
 
     scale * (grad_log_probs * ([token == id] - p) - grad_entropy * p * (log p + entropy)),  log p = logits * scale - lse
 
-    where `others` is 1 - p of the id.
+    where `others` is 1 - p of the id. Without `lse`, the logits are `stored` probabilities, in half precision.
     """
-    log_p = (logits * scale).sub_(lse.unsqueeze(1))
-    p = log_p.exp()
+    if lse is None:
+        p, log_p = _restored(logits)
+    else:
+        log_p = (logits * scale).sub_(lse.unsqueeze(1))
+        p = log_p.exp()
     factor = log_p.zero_() if grad_entropy is None else log_p
     if grad_entropy is not None:
         assert entropy is not None

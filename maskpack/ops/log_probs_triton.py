@@ -1,6 +1,7 @@
 """Triton kernels of `packed_log_probs`, which process the logits between two matrix products.
 
-    reduce_rows    a program for each row reads its logits once: log-prob of the token, log-sum-exp, entropy
+    reduce_rows    a program for each row reads its logits once: log-prob of the token, log-sum-exp, entropy;
+                   then it may read them again, from the cache where they are still there, to store the probabilities
     differentiate  a program for each block of a row: logits to their gradient, in place or in another dtype
 
 Both compute in float32. The functions of the same names in log_probs.py specify them in plain torch.
@@ -18,50 +19,73 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 4096
+from maskpack.ops.log_probs import LIKELY, SURE, UNIT
+
+_BLOCK, _WARPS = 4096, 8
+_ROW_BLOCK, _ROW_WARPS = 8192, 16
+"""Of reduce_rows: one program for each processor, so that few rows are read at a time and stay in the cache."""
+_UNIT, _LIKELY, _SURE = tl.constexpr(UNIT), tl.constexpr(LIKELY), tl.constexpr(SURE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kept_rows"])
 def _reduce_row(
     logits,
     ids,
     log_probs,
     lse,
     entropy,
+    kept,
+    kept_rows,
     vocabulary,
     stride,
+    kept_stride,
     scale,
     ENTROPY: tl.constexpr,
+    KEEP: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     row = tl.program_id(0)
     line = logits + row.to(tl.int64) * stride
     at = tl.arange(0, BLOCK)
-    # Finite, so that the differences below are finite: in the first block, sums of 0 are scaled by exp(-3e38) = 0.
-    top = tl.full((), -3.0e38, tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)  # of exp(logit - top), lane by lane
+    # Lane by lane, so that warps do not wait for each other. The first top is finite, so that differences are, too.
+    top = tl.full((BLOCK,), -3.0e38, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)  # of exp(logit - top)
     weighted = tl.zeros((BLOCK,), tl.float32)  # of exp(logit - top) * (logit - top)
     for block in range(BLOCKS):
         token = block * BLOCK + at
         here = tl.load(line + token, mask=token < vocabulary, other=float("-inf")) * scale
-        higher = tl.maximum(top, tl.max(here, 0))
-        shrink = tl.exp(top - higher)
-        power = tl.exp(here - higher)
+        higher = here > top
+        below = -tl.abs(here - top)
+        power = tl.exp(below)
         if ENTROPY:
-            below = tl.where(power > 0, here - higher, 0.0)
-            weighted = shrink * (weighted + total * (top - higher)) + power * below
-        total = total * shrink + power
-        top = higher
-    sum_of_powers = tl.sum(total, 0)
+            below = tl.where(power > 0, below, 0.0)
+            weighted = tl.where(higher, power * (weighted + total * below), weighted + power * below)
+        total = tl.where(higher, total * power + 1, total + power)
+        top = tl.where(higher, here, top)
+    highest = tl.max(top, 0)
+    below = top - highest
+    power = tl.exp(below)
+    sum_of_powers = tl.sum(total * power, 0)
     log_sum = tl.log(sum_of_powers)
     wanted = tl.load(ids + row)
     known = (wanted >= 0) & (wanted < vocabulary)
     logit = tl.load(line + wanted, mask=known, other=float("nan")) * scale
-    tl.store(log_probs + row, logit - top - log_sum)
-    tl.store(lse + row, top + log_sum)
+    tl.store(log_probs + row, logit - highest - log_sum)
+    tl.store(lse + row, highest + log_sum)
     if ENTROPY:
-        tl.store(entropy + row, log_sum - tl.sum(weighted, 0) / sum_of_powers)
+        below = tl.where(power > 0, below, 0.0)
+        tl.store(entropy + row, log_sum - tl.sum(power * (weighted + total * below), 0) / sum_of_powers)
+    if KEEP:  # noqa: SIM102  # decided when the kernel is compiled
+        if row < kept_rows:
+            line_kept = kept + row.to(tl.int64) * kept_stride
+            for block in range(BLOCKS):
+                token = (BLOCKS - 1 - block) * BLOCK + at  # what was read last is in the cache
+                here = tl.load(line + token, mask=token < vocabulary, other=0.0, eviction_policy="evict_first")
+                log_p = here * scale - highest - log_sum
+                number = tl.where((log_p > _LIKELY) & (log_p < _SURE), log_p, tl.exp(log_p) * _UNIT)
+                number = number.to(kept.dtype.element_ty)
+                tl.store(line_kept + token, number, mask=token < vocabulary, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -81,12 +105,19 @@ def _differentiate_block(
     scale,
     LOG_PROBS: tl.constexpr,
     ENTROPY: tl.constexpr,
+    KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns
-    log_p = tl.load(logits + row.to(tl.int64) * stride + at, mask=inside, other=0.0) * scale - tl.load(lse + row)
+    here = tl.load(logits + row.to(tl.int64) * stride + at, mask=inside, other=0.0).to(tl.float32)
+    if KEPT:
+        p = tl.where(here < 0, tl.exp(tl.minimum(here, 0.0)), here * (1 / _UNIT))
+        log_p = tl.where(here < 0, here, tl.log(tl.where(p > 0, p, 1.0)))
+    else:
+        log_p = here * scale - tl.load(lse + row)
+        p = tl.exp(log_p)
     factor = tl.zeros((BLOCK,), tl.float32)
     if LOG_PROBS:
         slope = tl.load(grad_log_probs + row)
@@ -94,7 +125,7 @@ def _differentiate_block(
         factor += tl.where(wanted, 0.0, slope)
     if ENTROPY:
         factor += tl.load(grad_entropy + row) * (log_p + tl.load(entropy + row))
-    grad = -tl.exp(log_p) * factor
+    grad = -p * factor
     if LOG_PROBS:
         grad += tl.where(wanted, slope * tl.load(others + row), 0.0)
     out += row.to(tl.int64) * out_stride
@@ -102,10 +133,16 @@ def _differentiate_block(
 
 
 def reduce_rows(
-    logits: Tensor, ids: Tensor, scale: float, log_probs: Tensor, lse: Tensor, entropy: Tensor | None
+    logits: Tensor,
+    ids: Tensor,
+    scale: float,
+    log_probs: Tensor,
+    lse: Tensor,
+    entropy: Tensor | None,
+    kept: Tensor | None,
 ) -> None:
     rows, vocabulary = logits.shape
-    block = _block(vocabulary)
+    block = _block(vocabulary, _ROW_BLOCK)
     with torch.cuda.device_of(logits):
         _reduce_row[(rows,)](
             logits,
@@ -113,13 +150,17 @@ def reduce_rows(
             log_probs,
             lse,
             entropy,
+            kept,
+            0 if kept is None else kept.shape[0],
             vocabulary,
             logits.stride(0),
+            0 if kept is None else kept.stride(0),
             scale,
             ENTROPY=entropy is not None,
+            KEEP=kept is not None,
             BLOCK=block,
             BLOCKS=triton.cdiv(vocabulary, block),
-            num_warps=8,
+            num_warps=_ROW_WARPS,
         )
 
 
@@ -129,7 +170,7 @@ def differentiate(
     first: int,
     ids: Tensor,
     others: Tensor,
-    lse: Tensor,
+    lse: Tensor | None,
     entropy: Tensor | None,
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
@@ -139,7 +180,7 @@ def differentiate(
     if rows == 0:
         return
     # From the stride, which all slices share, so that a narrower last slice does not compile another kernel.
-    block = _block(logits.stride(0))
+    block = _block(grad.stride(0), _BLOCK)
     with torch.cuda.device_of(logits):
         _differentiate_block[(rows, triton.cdiv(columns, block))](
             logits,
@@ -157,10 +198,11 @@ def differentiate(
             scale,
             LOG_PROBS=grad_log_probs is not None,
             ENTROPY=grad_entropy is not None,
+            KEPT=lse is None,
             BLOCK=block,
-            num_warps=8,
+            num_warps=_WARPS,
         )
 
 
-def _block(columns: int) -> int:
-    return min(_BLOCK, max(256, 1 << (columns - 1).bit_length()))
+def _block(columns: int, most: int) -> int:
+    return min(most, max(256, 1 << (columns - 1).bit_length()))

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
 
         temperature: float
         chunk: int | None
+        keep: int | None
         plan: MicroBatchPlan | None
         self_check: bool | None
         multiple_of: int
@@ -101,6 +102,7 @@ def response_log_probs(
     temperature: float = 1.0,
     entropy: bool = False,
     chunk: int | None = None,
+    keep: int | None = None,
     plan: MicroBatchPlan | None = None,
     self_check: bool | None = None,
     multiple_of: int = 1,
@@ -116,8 +118,8 @@ def response_log_probs(
         model: the result of `adapters.transformers.replayable`, or any other ReplayModel.
         batch: as for `PackedInputs.of`, on any device. The fields that the model needs are sent to its device, one
             micro-batch of a plan at a time.
-        temperature, entropy, chunk: as for `ops.packed_log_probs`, which reduces logits in float32, a chunk of tokens
-            at a time; the logits of all tokens never exist at once.
+        temperature, entropy, chunk, keep: as for `ops.packed_log_probs`, which reduces logits in float32, a chunk of
+            tokens at a time. `keep` is the memory in bytes that may make its backward pass faster.
         plan: the micro-batches of the rows, run one after the other without gradients. A training loop iterates over
             the micro-batches itself.
         self_check: whether to compare a packed row with the forward pass of that row alone. True: always; False: never;
@@ -141,12 +143,17 @@ def response_log_probs(
         "input_ids": input_ids, "registry": registry,
     }  # fmt: skip
     if plan is not None:
-        options = {"temperature": temperature, "entropy": entropy, "chunk": chunk, "self_check": self_check, **packing}
+        options = {
+            "temperature": temperature, "entropy": entropy, "chunk": chunk, "keep": keep, "self_check": self_check,
+            **packing,
+        }  # fmt: skip
         parts = _of_each(plan, batch, response_log_probs, model, **options)
         return _joined(plan, parts if entropy else [(part,) for part in parts], batch, registry, entropy)
     inputs = _inputs("response_log_probs", model, batch, **packing)
     rows = _scoring_rows("response_log_probs", model, inputs, self_check)
-    out: Any = packed_log_probs(rows, model.head, inputs.targets, temperature=temperature, chunk=chunk, entropy=entropy)
+    out: Any = packed_log_probs(
+        rows, model.head, inputs.targets, temperature=temperature, chunk=chunk, keep=keep, entropy=entropy
+    )
     return tuple(_nested(part, inputs) for part in out) if entropy else _nested(out, inputs)
 
 

@@ -235,7 +235,7 @@ def test_figures_show_ours_in_all_ways_and_the_others_in_their_best():
 def test_log_probs_run_at_a_tiny_size():
     sizes = ops_log_probs.Sizes(rows=4, width=9, hidden=8, vocabulary=50, sample=5)
     rows = ops_log_probs.rows(sizes, (0.3, 1.0), rounds=1, device=CPU)
-    assert len({(row.case, row.name) for row in rows}) == len(rows) == 2 * (18 + 4 * 4)
+    assert len({(row.case, row.name) for row in rows}) == len(rows) == 2 * (28 + 4 * 6)
     assert {row.case for row in rows} == {"logprobs density 0.3, 10 rows", "logprobs density 1, 36 rows"}
     assert all(math.isfinite(row.value) and row.value >= 0 for row in rows)
     assert all(row.target is None for row in rows)  # the targets are those of the full size on a GPU

@@ -100,7 +100,13 @@ def test_the_command_takes_groups_and_a_round_for_three(tmp_path, monkeypatch):
 def test_every_work_gives_the_log_probs_and_gradients_of_each_row_alone(step, monkeypatch):
     made = stage()
     model, backward = made.causal_lm, step == case.BOTH
-    rows = {case.OURS: made.rows, made.padded_name: made.rows, case.EVEN: made.even, case.DENSE: made.even}
+    rows = {
+        case.OURS: made.rows,
+        case.COMPILED: made.rows,
+        made.padded_name: made.rows,
+        case.EVEN: made.even,
+        case.DENSE: made.even,
+    }
     monkeypatch.setattr(case, "once", lambda _model, parts, backward: (parts, backward))
     for name, work in made.works(step).items():
         parts, both = work.run
@@ -119,7 +125,7 @@ def test_every_work_gives_the_log_probs_and_gradients_of_each_row_alone(step, mo
         model.eval()
         for key, weight in model.named_parameters():
             torch.testing.assert_close(weight.grad, gradients[key], rtol=1e-3, atol=1e-4)
-        if name in (case.OURS, case.EVEN):
+        if name in (case.OURS, case.COMPILED, case.EVEN):
             order = [row for micro_batch in _micro_batches(made, name) for row in micro_batch]
             values = torch.cat([want[row] for row in order])
             torch.testing.assert_close(torch.cat(seen), values.float(), rtol=1e-4, atol=1e-4)
@@ -130,7 +136,7 @@ def test_every_work_gives_the_log_probs_and_gradients_of_each_row_alone(step, mo
 
 
 def _micro_batches(made, name):
-    if name == case.OURS:
+    if name in (case.OURS, case.COMPILED):
         return made.plan.micro_batches
     count = made.even.lengths.size // made.model.even
     return case.plan_micro_batches(made.even.lengths, count * int(made.even.lengths[0])).micro_batches

@@ -280,11 +280,12 @@ def gradients(model: nn.Module, log_probs: Tensor) -> dict[str, Tensor]:
     return {name: weight.grad.detach().clone() for name, weight in model.named_parameters() if weight.grad is not None}
 
 
+@pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma3"])
 def test_log_probs_and_gradients_are_as_good_as_of_each_row_alone(
-    kind: str, dtype: torch.dtype, checkpointed: bool
+    kind: str, dtype: torch.dtype, checkpointed: bool, compiles: bool
 ) -> None:
     batch = batch_of([3, 1, 9, 4, 2], [30, 1, 6, 75, 12])
     model = tiny(kind, dtype)
@@ -296,7 +297,7 @@ def test_log_probs_and_gradients_are_as_good_as_of_each_row_alone(
     wanted = gradients(exact, truth)
     plain = each_alone(model, batch)
     theirs = gradients(model, plain)
-    replay = replayable(model)
+    replay = replayable(model, compile=compiles)
     nested = nest_batch_by_mask(batch, pad_token_id=PAD)
     for given in (batch, nested):
         seen = packed(replay, given)

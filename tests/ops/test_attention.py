@@ -256,7 +256,10 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> N
 @pytest.mark.parametrize(
     ("backend", "need"),
     [
-        ("flash", "a GPU with flash-attn (2 for soft caps and for D other than 32, 64, 96 or 128), and half precision"),
+        (
+            "flash",
+            "a GPU with flash-attn (2 for soft caps, 2 or 3 for D other than 32, 64, 96 or 128), and half precision",
+        ),
         ("varlen", "a GPU with half precision, no softcap"),
     ],
 )
@@ -287,7 +290,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any]
 
     def there(packages: dict[str, Any], capability: tuple[int, int] = (9, 0)) -> list[Any]:
         calls: list[Any] = []
-        for name in ("flash_attn", "flash_attn.cute"):
+        for name in ("flash_attn", "flash_attn.cute", "flash_attn_interface"):
             found = packages.get(name)
             monkeypatch.setitem(sys.modules, name, found(name, calls) if callable(found) else found)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -312,6 +315,27 @@ def flash_2(name: str, calls: list[Any]) -> ModuleType:
 
     made.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
     return made
+
+
+def flash_3(name: str, calls: list[Any], *, pair: bool = False) -> ModuleType:
+    made = ModuleType(name)
+
+    def flash_attn_varlen_func(
+        q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int,
+        seqused_q: Any = None, seqused_k: Any = None, softmax_scale: Any = None, causal: bool = False, qv: Any = None,
+        window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0,
+    ) -> Any:  # fmt: skip
+        assert (seqused_q, seqused_k, qv, attention_chunk) == (None, None, None, 0)
+        calls.append(("3", cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal))
+        calls.append((window_size, softcap))
+        return (q + 3, None) if pair else q + 3
+
+    made.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
+    return made
+
+
+def pair_3(name: str, calls: list[Any]) -> ModuleType:
+    return flash_3(name, calls, pair=True)
 
 
 def flash_4(name: str, calls: list[Any], *, pair: bool = True) -> ModuleType:
@@ -355,6 +379,10 @@ INSTALLED: dict[str, tuple[dict[str, Any], str]] = {
     "2": ({"flash_attn": flash_2}, "2"),
     "2 with an early 4": ({"flash_attn": flash_2, "flash_attn.cute": early_4}, "2"),
     "both": ({"flash_attn": flash_2, "flash_attn.cute": flash_4}, "4"),
+    "3": ({"flash_attn_interface": flash_3}, "3"),
+    "3 with log-sum-exp": ({"flash_attn_interface": pair_3}, "3"),
+    "2 and 3": ({"flash_attn": flash_2, "flash_attn_interface": flash_3}, "3"),
+    "3 and 4": ({"flash_attn": empty, "flash_attn.cute": flash_4, "flash_attn_interface": flash_3}, "4"),
 }
 
 
@@ -419,6 +447,8 @@ def test_a_package_whose_own_needs_are_missing_is_not_there(folder: Path) -> Non
 
 BOTH = {"flash_attn": flash_2, "flash_attn.cute": flash_4}
 FOUR = {"flash_attn": empty, "flash_attn.cute": flash_4}
+THREE = {"flash_attn_interface": flash_3}
+ALL = {**BOTH, **THREE}
 
 
 @pytest.mark.parametrize(
@@ -432,6 +462,16 @@ FOUR = {"flash_attn": empty, "flash_attn.cute": flash_4}
         (BOTH, (8, 0), 64, torch.bfloat16, None, "flash_attn"),
         (BOTH, (9, 0), 64, torch.bfloat16, 20.0, "flash_attn"),
         (BOTH, (9, 0), 136, torch.bfloat16, None, "flash_attn"),
+        (ALL, (9, 0), 128, torch.bfloat16, None, "flash_attn.cute"),
+        (ALL, (9, 0), 80, torch.bfloat16, None, "flash_attn_interface"),
+        (ALL, (9, 0), 256, torch.float16, None, "flash_attn_interface"),
+        (ALL, (9, 0), 12, torch.float16, None, "flash_attn"),
+        (ALL, (9, 0), 64, torch.bfloat16, 20.0, "flash_attn"),
+        (ALL, (8, 0), 64, torch.bfloat16, None, "flash_attn"),
+        (ALL, (12, 0), 64, torch.bfloat16, None, "flash_attn"),
+        (THREE, (10, 0), 64, torch.bfloat16, None, "varlen"),
+        (THREE, (9, 0), 64, torch.bfloat16, 20.0, "flex"),
+        (THREE, (9, 0), 64, torch.float32, None, "flex"),
         (BOTH, (9, 0), 12, torch.bfloat16, None, "flash_attn"),
         (BOTH, (9, 0), 264, torch.bfloat16, None, "flex"),
         (BOTH, (9, 0), 64, torch.float32, None, "flex"),

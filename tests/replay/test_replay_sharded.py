@@ -23,6 +23,19 @@ def test_sharded_replay_is_that_of_each_row_alone(tied: bool) -> None:
         assert max(off["packed"], off["planned"], off["padded"]) <= 5e-6
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_sharded_models_are_compiled(tied: bool) -> None:
+    for off in values(run_ranks(replay_work.sharded_and_compiled, 2, tied, seconds=200)):
+        assert off["gradients"] <= 1e-5
+        assert max(off["packed"], off["planned"], off["padded"]) <= 5e-6
+
+
+def test_flattened_weights_are_not_compiled() -> None:
+    for said in values(run_ranks(replay_work.flattened_and_compiled, 2, seconds=100)):
+        assert "compile=True with" in said
+        assert "FullyShardedDataParallel flattens weights" in said
+
+
 @pytest.mark.parametrize("sharing", SHARING)
 def test_sharded_replay_with_shared_prefixes_is_that_of_each_row_alone(sharing: str) -> None:
     """Also where a rank has a tree and another has none."""

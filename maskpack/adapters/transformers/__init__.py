@@ -1,6 +1,7 @@
 """transformers and TRL: models that run packed rows, and a collator that packs samples.
 
 model.py       replayable: checks, packed attention, sharded models
+compiled.py    torch.compile of norms, MLPs and rotary embeddings, in place
 passes.py      which attention the layers use in a forward pass
 collator.py    PackedCollator
 """

@@ -34,9 +34,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from maskpack.adapters.transformers import passes
+from maskpack.adapters.transformers import compiled, passes
+from maskpack.adapters.transformers.compiled import CompiledParts
 from maskpack.adapters.transformers.passes import NAME
-from maskpack.core.arguments import IntArray, said
+from maskpack.core.arguments import IntArray, flag, said
 from maskpack.errors import ReplayError
 from maskpack.ops import packed_log_probs
 from maskpack.ops.attention import packed_attention
@@ -177,17 +178,24 @@ def _window(module: nn.Module) -> int | None:
     return getattr(config, "sliding_window", None) or None
 
 
-def replayable(model: PreTrainedModel) -> Replayable:
+def replayable(model: PreTrainedModel, *, compile: bool = False) -> Replayable:
     """Prepares a model for `response_log_probs` and `response_values`.
 
     The attention of the model is replaced by packed attention until `release()`, also in backward passes that run
     layers again (gradient checkpointing). The next replay replaces it again. A model without an output layer
     (AutoModel, AutoModelForTokenClassification) works with `response_values`.
 
+    Args:
+        model: a causal language model, or its base model.
+        compile: whether norms, MLPs and rotary embeddings run under torch.compile until `release()`. They are compiled
+            in the first forward and backward pass, once for all numbers of tokens, and found by the names of their
+            classes. The model keeps its modules and parameters. Results are the same within rounding, and the
+            self-check compares them with the model as it is.
+
     Raises:
-        ReplayError: replay does not support the model; the message says why.
+        ReplayError: replay does not support the model, or torch.compile cannot run; the message says why.
     """
-    return Replayable(model)
+    return Replayable(model, compile=compile)
 
 
 class Replayable:
@@ -200,7 +208,8 @@ class Replayable:
 
     shares_prefixes = True
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, compile: bool = False) -> None:
+        compiles = flag(compile, "compile", "replayable", ReplayError)
         model = getattr(model, "_orig_mod", model)  # of torch.compile
         if not isinstance(model, PreTrainedModel):
             raise ReplayError(
@@ -219,8 +228,11 @@ class Replayable:
             _check_layers(model, self._base, self._config)
         _check_root(model)
         self._groups = _groups_of(model)
+        compiled.restore(self._base)
+        changing = any(_changes(self._config))
+        self._parts = CompiledParts(model, self._base, changing) if compiles else None
         self._watch()
-        passes.take(self.model, self._config)
+        self._take()
 
     def _watch(self) -> None:
         """Registers the two hooks that stay with the model."""
@@ -231,11 +243,19 @@ class Replayable:
             if "Attention" in type(layer).__name__ and not watched:
                 layer.register_forward_pre_hook(_own_without_bounds, with_kwargs=True)
 
+    def _take(self) -> None:
+        passes.take(self.model, self._config)
+        if self._parts is None:
+            compiled.restore_if_compiled(self._base)
+        else:
+            self._parts.install()
+
     def release(self) -> PreTrainedModel:
-        """Restores the attention of the model, for padded rows and generation, and returns the model. The next replay
-        replaces it again. Do not call it between a forward pass and its backward pass, which may run layers again
-        (gradient checkpointing), nor while another thread replays the model."""
+        """Restores the attention of the model, and the parts that were compiled, for padded rows and generation, and
+        returns the model. The next replay replaces them again. Do not call it between a forward pass and its backward
+        pass, which may run layers again (gradient checkpointing), nor while another thread replays the model."""
         passes.release(self.model, self._config)
+        compiled.restore(self._base)
         return self.model
 
     # ---------------------------------------------------------------- ReplayModel
@@ -269,7 +289,7 @@ class Replayable:
             _check_dropout(self.model, self._base, self._config)
         more: dict[str, Any] = {} if inputs.tree is None else {"prefix_tree": inputs.tree}
         self._find_ranks()
-        passes.take(self.model, self._config)
+        self._take()
         with passes.Pass(tree=inputs.tree).running() as packed:
             states = self._states(
                 input_ids=inputs.input_ids,

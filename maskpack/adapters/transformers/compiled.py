@@ -1,0 +1,171 @@
+"""torch.compile of the parts of a model between its matrix products and its attention, in place.
+
+part                            found by                                          compiled
+norms, MLPs, rotary embeddings  the ends of class names: RMSNorm, LayerNorm, MLP  their forward
+attention layers                apply_rotary_pos_emb, which their forward calls   that function alone, for this model
+
+While the model replays, each part has a `forward` of its own; modules, parameters and hooks stay as they are, and hooks
+run outside of what is compiled. Parts of one kind and shape share the compiled code, which is compiled for any number
+of tokens. The original attention of the self-check runs with the original parts.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import weakref
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from maskpack.adapters.transformers import passes
+from maskpack.errors import ReplayError
+
+_PART = re.compile("(Norm|MLP|Mlp|RotaryEmbedding)$")
+_ROTARY = "apply_rotary_pos_emb"
+_OPTIONS: dict[str, Any] = {"fullgraph": True}
+"""Options of torch.compile. Without `fullgraph`, it would silently run uncompiled what it does not support."""
+
+
+class CompiledParts:
+    """The parts of a model, with the `forward` that each of them has while the model replays.
+
+    Raises:
+        ReplayError: the model has no such part, or one with a `forward` of its own.
+    """
+
+    def __init__(self, model: nn.Module, base: Any, changing: bool) -> None:
+        """`changing` leaves rotary embeddings out, because they depend on the longest row."""
+        who = type(model).__name__
+        if any(isinstance(part, FullyShardedDataParallel) for part in model.modules()):
+            raise ReplayError(
+                f"replayable: compile=True with {who}, in which FullyShardedDataParallel flattens weights; expected "
+                "fully_shard, or none. Leave compile out."
+            )
+        shared: dict[Any, _Forward] = {}
+        self._base: nn.Module = base
+        self._forwards: list[tuple[nn.Module, _Forward]] = []
+        parts: list[tuple[str, Any]] = list(base.named_modules())
+        for name, part in parts:
+            kind = cast("Any", type(part))
+            end = _PART.search(kind.__name__)
+            rotates = _ROTARY in _names_of(kind.forward)
+            if not (end or rotates) or (changing and end and end[1] == "RotaryEmbedding"):
+                continue
+            if "forward" in vars(part) or part._compiled_call_impl is not None:
+                raise ReplayError(
+                    f"replayable: compile=True, but {name} ({kind.__name__}) of {who} has a forward of its own, or is "
+                    "compiled already; expected the forward of its class. Leave compile out."
+                )
+            weights: dict[str, Tensor] = dict(part.named_parameters())
+            key = kind.forward, *((key, tuple(weight.shape)) for key, weight in weights.items())
+            if key not in shared:
+                shared[key] = _Forward(kind, len(shared), rotates=not end)
+            self._forwards.append((part, shared[key]))
+        if not self._forwards:
+            raise ReplayError(
+                f"replayable: compile=True, but {who} has no norm, MLP or rotary embedding that is known by the name "
+                "of its class; expected classes as RMSNorm, LayerNorm, MLP or RotaryEmbedding. Leave compile out."
+            )
+
+    def install(self) -> None:
+        if _compiled.get(self._base) != weakref.ref(self):
+            restore(self._base)
+            for part, forward in self._forwards:
+                part.forward = MethodType(forward, part)  # a deep copy of it belongs to the copy of the part
+            _compiled[self._base] = weakref.ref(self)
+
+
+_compiled: weakref.WeakKeyDictionary[nn.Module, weakref.ref[CompiledParts]] = weakref.WeakKeyDictionary()
+"""Base models whose parts have a `forward` of ours, and whose it is; without those that are copies."""
+
+
+def restore_if_compiled(base: Any) -> None:
+    if base in _compiled:
+        restore(base)
+
+
+def restore(base: Any) -> None:
+    """Gives all parts the `forward` of their class back."""
+    _compiled.pop(base, None)
+    parts: list[nn.Module] = list(base.modules())
+    for part in parts:
+        forward = vars(part).get("forward")
+        if isinstance(forward, MethodType) and isinstance(forward.__func__, _Forward):
+            del part.forward
+
+
+class _Forward:
+    """What `part.forward(...)` calls, for all parts of one kind and shape."""
+
+    __name__ = "forward"  # by which methods are pickled
+
+    def __init__(self, kind: Any, number: int, *, rotates: bool) -> None:
+        self._own, self._who = kind.forward, kind.__name__
+        if rotates:
+            plain = self._own.__globals__[_ROTARY]
+            rotate = functools.partial(self._run, self._compiled(plain, f"{_ROTARY}_{number}"))
+            names = {**self._own.__globals__, _ROTARY: rotate}
+            self._replaying: Callable[..., Any] = _copied(self._own, self._own.__code__, names)
+        else:
+            compiled = self._compiled(self._own, f"{self._who}_{number}")
+            self._replaying = functools.partial(self._run, compiled)
+
+    def __call__(self, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        running = passes.current()
+        forward = self._own if running is not None and running.own else self._replaying
+        return forward(part, *args, **kwargs)
+
+    def _compiled(self, plain: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return plain(*args, **kwargs)
+
+        # torch.compile counts recompilations by code object: each kind and shape has its own.
+        own = _copied(call, call.__code__.replace(co_name=name), call.__globals__)
+        try:
+            return cast("Any", torch.compile(own, **_OPTIONS))
+        except RuntimeError as error:  # such as a version of Python that it does not support
+            raise self._failure(error) from error
+
+    def _run(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, Tensor):  # [..., T, ..., width], or positions [..., T]
+                sizes = x.dim() - 1 if x.is_floating_point() else x.dim()
+                _dynamo().maybe_mark_dynamic(x, list(range(sizes)))
+        try:
+            return compiled(*args, **kwargs)
+        except Exception as error:
+            known = _dynamo().exc
+            if isinstance(error, known.TorchDynamoException | known.FailOnRecompileLimitHit):
+                raise self._failure(error) from error
+            raise
+
+    def _failure(self, error: Exception) -> ReplayError:
+        said = str(error).strip().partition("\n")[0][:300]
+        return ReplayError(
+            f"replayable: torch.compile failed for {self._who} ({type(error).__name__}: {said}); expected a part that "
+            "it supports, and a compiler on this host: of C++ for the CPU, Triton and one of C for a GPU. Install it, "
+            "or leave compile out."
+        )
+
+
+@functools.cache
+def _dynamo() -> Any:
+    return importlib.import_module("torch._dynamo")  # takes a second
+
+
+def _copied(function: Any, code: Any, names: dict[str, Any]) -> Any:
+    copy = FunctionType(code, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _names_of(function: Any) -> tuple[str, ...]:
+    """The global names that a function reads, if all are there."""
+    code, known = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    return tuple(name for name in code.co_names if name in known) if code is not None else ()

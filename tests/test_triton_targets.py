@@ -1,0 +1,165 @@
+"""Every Triton kernel of the package, compiled ahead of time for GPUs that are not there: gfx942 of AMD, down to its
+machine code, and sm_90 of NVIDIA.
+
+The functions that launch kernels run with tensors on the host, where a launch compiles and does nothing else. So
+arguments, constants and options are those that are really used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import maskpack
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted, not compiled"),
+    pytest.mark.timeout(300),
+]
+TARGETS = {"gfx942": ("hip", "gfx942", 64, "hsaco"), "sm_90": ("cuda", 90, 32, "ptx")}
+HALF = (torch.bfloat16, torch.float16)
+
+
+def log_probs() -> None:
+    kernels = importlib.import_module("maskpack.ops.log_probs_triton")
+    rows, columns = 3, 20_000
+    logits, ids = torch.zeros(rows, columns), torch.zeros(rows, dtype=torch.int64)
+    numbers = list(torch.zeros(5, rows))
+    for kept in (None, *(torch.zeros(2, columns, dtype=dtype) for dtype in HALF)):
+        for entropy in (None, numbers[2]):
+            kernels.reduce_rows(logits, ids, 1.0, *numbers[:2], entropy, kept)
+            all_slopes = [(numbers[3], None)]
+            if entropy is not None:
+                all_slopes += [(None, numbers[4]), (numbers[3], numbers[4])]
+            for slopes in all_slopes:
+                given = (0, ids, numbers[0], numbers[1] if kept is None else None, entropy, *slopes, 1.0)
+                if kept is None:
+                    for grad in (logits, *(torch.zeros(rows, columns, dtype=dtype) for dtype in HALF)):
+                        kernels.differentiate(logits, grad, *given)
+                else:
+                    kernels.differentiate(kept, torch.zeros_like(kept), *given)
+
+
+def prefix_attention() -> None:
+    kernels = importlib.import_module("maskpack.ops.prefix_attention_triton")
+    for dtype in (*HALF, torch.float32):
+        out, other = torch.zeros(5, 4, 64, dtype=dtype), torch.zeros(3, 4, 64, dtype=HALF[0])
+        index = torch.tensor([0, 2, 4])
+        kernels.merge(out, torch.zeros(4, 5), index, other, torch.zeros(4, 3))
+        kernels.add_rows(out, index, other)
+
+
+def pack_and_unpack() -> None:
+    scans = importlib.import_module("maskpack.layout.scan_triton")
+    kernels = importlib.import_module("maskpack.ops.pack_triton")
+    for dtype in (torch.bool, torch.int64, torch.uint8, torch.float32, torch.bfloat16):
+        for width in (64, 63):
+            mask = torch.ones(4, width).to(dtype)
+            scans.scan_rows(mask, 5, False)
+            counts = torch.arange(5, dtype=torch.int32)
+            scans.list_spans(mask, counts, counts, 5, 4)
+    for lengths in ([[1, 1, 0, 0], [1, 1, 1, 0]], [[1, 0, 1, 0], [1, 1, 1, 0]]):
+        layout = maskpack.RowLayout.from_mask(torch.tensor(lengths))
+        index, tokens = layout.index, layout.num_tokens
+        for size in ((), (3,), (1024,)):
+            for dtype in (torch.int64, torch.float32, torch.bfloat16, torch.uint8):
+                x = torch.zeros(2, 4, *size, dtype=dtype)
+                kernels.pack([x, x], index, tokens)
+                kernels.pack([x], index, tokens)
+                values = torch.zeros(tokens, *size, dtype=dtype)
+                word = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+                for pad in (0, 7):
+                    kernels.unpack([values], index, 2, 4, [pad], [kernels.CONSTANT])
+                kernels.unpack([values], index, 2, 4, [0], [kernels.EDGE])
+                kernels.unpack([values], index, 2, 4, [torch.zeros(2, dtype=word)], [kernels.PER_ROW])
+                kernels.unpack([values, values], index, 2, 4, [0, 0], [kernels.CONSTANT, kernels.EDGE])
+
+
+def decode() -> None:
+    kernels = importlib.import_module("maskpack.packed.cuda.kernel")
+    kernels.launch(torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.int64), 5, 1, 1)
+
+
+CASES: tuple[Callable[[], None], ...] = (log_probs, prefix_attention, pack_and_unpack, decode)
+
+
+class Target:
+    """What Triton asks its driver for before it compiles."""
+
+    def __init__(self, name: str) -> None:
+        compiler: Any = importlib.import_module("triton.backends.compiler")
+        self._target, self._name = compiler.GPUTarget(*TARGETS[name][:3]), name
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> str:
+        return self._name  # kernels are remembered by device
+
+    def get_current_stream(self, _device: Any) -> int:
+        return 0
+
+
+@pytest.fixture(params=TARGETS)
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[Any, set[str]]:
+    """The kernels that were launched, with the forms to which all their versions were compiled."""
+    jit: Any = importlib.import_module("triton.runtime.jit")
+    driver: Any = importlib.import_module("triton.runtime.driver").driver
+    backends: Any = importlib.import_module("triton.backends").backends
+    if {"hip": "amd", "cuda": "nvidia"}[TARGETS[request.param][0]] not in backends:
+        pytest.skip("this Triton has no backend for it")
+    forms: dict[Any, set[str]] = {}
+    run = jit.JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **more: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **more)
+        forms[self] = forms.get(self, set(kernel.asm)) & set(kernel.asm)
+        return kernel
+
+    monkeypatch.setattr(jit.JITFunction, "run", compile_only)
+    monkeypatch.setattr(driver, "_active", Target(request.param))
+    return forms
+
+
+def kernels_of_the_package() -> dict[str, Any]:
+    """By module and name: all functions for a GPU that no other one calls."""
+    jit: Any = importlib.import_module("triton.runtime.jit")
+    modules = [
+        importlib.import_module(part.name)
+        for part in pkgutil.walk_packages(maskpack.__path__, "maskpack.")
+        if part.name.endswith(("_triton", ".kernel"))
+    ]
+    functions = {
+        f"{module.__name__}.{name}": thing
+        for module in modules
+        for name, thing in vars(module).items()
+        if isinstance(thing, jit.JITFunction) and thing.fn.__module__ == module.__name__
+    }
+    called = {id(thing.fn.__globals__.get(name)) for thing in functions.values() for name in thing.fn.__code__.co_names}
+    return {name: thing for name, thing in functions.items() if id(thing) not in called}
+
+
+def test_every_kernel_compiles(compiled: dict[Any, set[str]], request: pytest.FixtureRequest) -> None:
+    for case in CASES:
+        case()
+    kernels = kernels_of_the_package()
+    form = TARGETS[request.node.callspec.params["compiled"]][3]
+    assert len(kernels) >= 10
+    assert [name for name, kernel in kernels.items() if kernel not in compiled] == [], "add them to a case"
+    assert [name for name, kernel in kernels.items() if form not in compiled[kernel]] == []
+
+
+def test_kernels_are_in_the_modules_that_are_searched() -> None:
+    for part in pkgutil.walk_packages(maskpack.__path__, "maskpack."):
+        spec = find_spec(part.name)
+        source = Path(spec.origin).read_text() if spec and spec.origin and spec.origin.endswith(".py") else ""
+        assert ("triton.jit" not in source) or part.name.endswith(("_triton", ".kernel")), part.name
