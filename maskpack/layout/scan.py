@@ -108,7 +108,7 @@ def counted(mask: Tensor) -> Tensor:
     from maskpack.layout.scan_triton import scan_rows
 
     with torch.cuda.device_of(mask):
-        return scan_rows(_loaded(mask.detach()), 1, False)[0].reshape(-1)
+        return scan_rows(_loaded(mask.detach()), 1, None).counts
 
 
 def _loaded(mask: Tensor) -> Tensor:

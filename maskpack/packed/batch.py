@@ -47,7 +47,7 @@ from maskpack.packed.file import container as wire
 from maskpack.packed.file import read as reading
 from maskpack.packed.file import write as manifest
 from maskpack.packed.join import check_named, joined, narrowed, restricted
-from maskpack.packed.table import Encoded, Job, Table, encode, merge, plans, take
+from maskpack.packed.table import Encoded, Job, Table, encode, merge, plans, take, wholes_first
 
 Target = Literal["padded", "nested"]
 Widths = Literal["padded", "trim"]
@@ -478,7 +478,7 @@ def _encoded(found: Survey, codec: str | None, signature: Any, *, trusted: bool)
     other bytes than 0 and 1. Its plan is remembered by `signature`."""
     schema = replace(found.schema(), forms=tuple(_packed_form(form, found) for form in found.forms))
     tensors = [form for form in schema.forms if form.dtype is not None]
-    layouts = {name: layout.to("cpu") for name, layout in found.layouts.items()}
+    layouts = _on_host(found.layouts)
     dense_rows = 1 if found.root.more_dims is None else found.rows
     values = {
         number: found.values.get(form.path, found.entries[form.path])
@@ -526,6 +526,18 @@ def _encoded(found: Survey, codec: str | None, signature: Any, *, trusted: bool)
     table, schema = with_pads(table, pads, schema, found.deferred)
     objects = {path: Objects.of(found.entries[path]).stowed() for path in _objects_in(schema)}
     return PackedBatch(found.rows, schema, table, objects, codec)
+
+
+def _on_host(layouts: Mapping[str, RowLayout]) -> dict[str, RowLayout]:
+    """The layouts on the host. Columns of another layout stay columns of it."""
+    moved: dict[int, RowLayout] = {}
+    out: dict[str, RowLayout] = {}
+    for name, layout in wholes_first(layouts).items():
+        whole, low = layout.__dict__.get("part_of", (None, 0))
+        again = layout.device.type != "cpu" and id(whole) in moved
+        own = moved[id(whole)].narrow(low, low + layout.width) if again else layout.to("cpu")
+        out[name] = moved[id(layout)] = own if own.anchor == layout.anchor else own.anchored(layout.anchor)
+    return out
 
 
 def _objects_in(schema: Schema) -> list[Path]:

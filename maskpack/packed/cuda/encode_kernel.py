@@ -37,7 +37,7 @@ STRAY, BY_EDGE = tl.constexpr(job.STRAY), tl.constexpr(job.BY_EDGE)
 WRITTEN, LEFT_OUT = tl.constexpr(job.WRITTEN), tl.constexpr(job.LEFT_OUT)
 _FEW, _LANES = tl.constexpr(64), tl.constexpr(8)
 _MOST = tl.constexpr(0x7FFFFFFFFFFFFFFF)
-_WARPS = 8
+_WARPS = 4
 
 
 # -------------------------------------------------------------------- rows
@@ -90,10 +90,11 @@ def _words(address, size, items, stride, at, mask):
 
 @triton.jit
 def _mixed(words, at):
-    """A number for each word and its place, whose sum is the hash of a row."""
-    mixed = (words ^ (at.to(tl.int64) * 0x1E3779B97F4A7C15)) * 0x3F58476D1CE4E5B9
-    mixed = (mixed ^ (mixed >> 29)) * 0x14D049BB133111EB
-    return mixed ^ (mixed >> 32)
+    """A number of 32 bits for each word and its place, whose sum is the hash of a row."""
+    mixed = (words.to(tl.int32) ^ ((words >> 32).to(tl.int32) * 0x2C1B3C6D)) + at.to(tl.int32) * 0x1E3779B9
+    mixed = (mixed ^ (mixed >> 15)) * 0x297A2D39
+    mixed = (mixed ^ (mixed >> 12)) * 0x5BD1E995
+    return (mixed ^ (mixed >> 16)).to(tl.int64)
 
 
 @triton.jit
