@@ -24,6 +24,7 @@ NO_TORCH = {f"planning.{name}" for name in ("balance", "costs", "loss_weights", 
 """Modules that work with numbers alone, as does what they import of `core`."""
 KERNELS = {
     "layout.scan_triton",
+    "nesting.read_triton",
     "ops.pack_triton",
     "ops.log_probs_triton",
     "ops.prefix_attention_triton",
