@@ -177,12 +177,13 @@ def pad_table(
     forms: Iterable[FieldForm], row_pads: Mapping[Path, Tensor], rows: int, device: torch.device | str
 ) -> Tensor:
     """The pads of all padded fields, uint8 [B, K] on `device`. `row_pads` are the pads [B] of PER_ROW fields."""
-    line = _pad_line(forms := list(forms))
+    line = _pad_line(forms := tuple(forms))
     table = copies_of([np.broadcast_to(line, (rows, line.size))], torch.device(device))[0]
     return _with_row_pads(table, forms, row_pads)
 
 
-def _pad_line(forms: Iterable[FieldForm]) -> Words:
+@lru_cache(256)
+def _pad_line(forms: tuple[FieldForm, ...]) -> Words:
     """A row of the pad table."""
     padded = [form for form in forms if form.kind == "padded" and form.dtype is not None]
     return np.frombuffer(b"".join([_pad_bytes(form.pads[0], form.dtype) for form in padded]), np.uint8)

@@ -25,7 +25,7 @@ from torch import Tensor
 from maskpack import EDGE, PER_ROW, SIGNED_ZERO, MaskNestingSpec, RowLayout, VerifyFirst, compress, nest_batch_by_mask
 from maskpack import unnest as restore
 from maskpack.errors import LayoutError, LossyPadError, MaskpackError
-from maskpack.nesting import device_read, verify
+from maskpack.nesting import checks, device_read, survey, verify
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -67,6 +67,7 @@ def by_kernel(chunk: int = 32) -> Iterator[None]:
         patch.setattr(device_read, "CHUNK", chunk)
         patch.setattr(device_read, "SPAN", 2 * chunk)
         patch.setattr(verify, "is_away", lambda x: True)
+        patch.setattr(checks, "uses_triton", lambda device: True)
         yield
     guarded.check()
 
@@ -223,7 +224,9 @@ def assert_nests_alike(batch: TensorDict, **options: Any) -> None:
         assert seen[0] is want[0]
         return
     oracle.assert_same_batch(seen[0], want[0])
-    oracle.assert_same_batch(restore(seen[0]), restore(want[0]))
+    with by_kernel(256):
+        restored = restore(seen[0])
+    oracle.assert_same_batch(restored, restore(want[0]))
 
 
 MORE = ({}, {"verify": "never"}, {"on_loss": "error"}, {"on_loss": "drop"}, {"strict_mask_nesting": True})
@@ -255,6 +258,42 @@ def test_workloads_nest_as_on_the_host(variant: str) -> None:
             seen = nest_batch_by_mask(batch, pad_token_id=PAD, verify=other)
         oracle.assert_same_batch(seen, want)
     assert first.times == other.times
+
+
+def test_forms_are_remembered_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[Any] = []
+    real = survey._Planner._dense
+    monkeypatch.setattr(survey._Planner, "_dense", lambda *given: computed.append(given[1]) or real(*given))
+    survey._known_forms.clear()
+    rng = torch.Generator().manual_seed(0)
+
+    def batch(width: int = 12, stray: int = 0, **more: Any) -> TensorDict:
+        mask = (torch.rand(3, width, generator=rng) < 0.5).long()
+        fields = {"m": mask, "x": mask * torch.randint(1, 9, (3, width), generator=rng) + stray * (1 - mask)}
+        return TensorDict({**fields, "free": torch.rand(3, generator=rng)}, batch_size=[3]).update(more)
+
+    registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", [0, 7])}
+    for known, one, options in (
+        (False, batch(), {}),
+        (True, batch(), {}),
+        (True, batch(stray=7), {}),
+        (True, batch(stray=5), {}),
+        (False, batch(13), {}),
+        (False, batch(y=torch.zeros(3, 12)), {}),
+        (False, batch(), {"ignore_dense_fields": ["x"]}),
+        (False, batch(), {"registry": registry | {"x": MaskNestingSpec("m", 5)}}),
+        (False, batch(), {"registry": registry | {"x": MaskNestingSpec("m", [0.0, 7])}}),
+        (True, batch(), {}),
+    ):
+        options = {"registry": registry, **options}
+        want = outcome(lambda one=one, options=options: nest_batch_by_mask(one, **options))
+        computed.clear()
+        with by_kernel():
+            seen = outcome(lambda one=one, options=options: nest_batch_by_mask(one, **options))
+        assert known == (not computed)
+        assert seen[1] == want[1]
+        oracle.assert_same_batch(seen[0], want[0])
+        computed.clear()
 
 
 @pytest.mark.parametrize("place", ["x", "free", "m"])
