@@ -34,6 +34,7 @@ pytestmark = [
     pytest.mark.skipif(DEVICE.type == "cpu" and not INTERPRETED, reason="needs a GPU or TRITON_INTERPRET=1"),
     pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning"),
 ]
+on_the_host = pytest.mark.skipif(not INTERPRETED, reason="tests/gpu/test_cuda.py nests batches on a GPU")
 CANARY = 32
 TRAILING = ((), (1,), (3,), (2, 2), (8,), (0,), (40,))
 AS_ORACLE = {EDGE: oracle.EDGE, PER_ROW: oracle.PER_ROW, SIGNED_ZERO: oracle.SIGNED_ZERO}
@@ -232,11 +233,13 @@ def assert_nests_alike(batch: TensorDict, **options: Any) -> None:
 MORE = ({}, {"verify": "never"}, {"on_loss": "error"}, {"on_loss": "drop"}, {"strict_mask_nesting": True})
 
 
+@on_the_host
 @given(batches(), st.sampled_from(MORE))
 def test_batches_nest_as_on_the_host(case: Case, more: dict[str, Any]) -> None:
     assert_nests_alike(case.batch, **case.options, **more)
 
 
+@on_the_host
 @given(batches())
 def test_batches_are_packed_as_on_the_host(case: Case) -> None:
     want = compress(case.batch, **case.options)
@@ -247,6 +250,7 @@ def test_batches_are_packed_as_on_the_host(case: Case) -> None:
     assert seen.to_bytes(allow_pickle=True) == want.to_bytes(allow_pickle=True)
 
 
+@on_the_host
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_workloads_nest_as_on_the_host(variant: str) -> None:
     batch = workload(variant, 2)
@@ -260,6 +264,7 @@ def test_workloads_nest_as_on_the_host(variant: str) -> None:
     assert first.times == other.times
 
 
+@on_the_host
 def test_forms_are_remembered_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[Any] = []
     real = survey._Planner._dense
@@ -296,6 +301,7 @@ def test_forms_are_remembered_by_all_that_they_depend_on(monkeypatch: pytest.Mon
         computed.clear()
 
 
+@on_the_host
 @pytest.mark.parametrize("place", ["x", "free", "m"])
 def test_bools_of_other_bytes_are_refused(place: str) -> None:
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
@@ -306,6 +312,7 @@ def test_bools_of_other_bytes_are_refused(place: str) -> None:
         nest_batch_by_mask(batch, registry, ignore_dense_fields=["free"])
 
 
+@on_the_host
 def test_the_message_names_what_is_lost() -> None:
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
     batch = TensorDict({"m": mask, "x": mask * 3 + torch.tensor([0, 0, 0, 5])}, batch_size=[2])
@@ -314,6 +321,7 @@ def test_the_message_names_what_is_lost() -> None:
         nest_batch_by_mask(batch, registry, on_loss="error")
 
 
+@on_the_host
 def test_fields_that_require_gradients_keep_them() -> None:
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
     x = (torch.rand(2, 4) * mask).requires_grad_()
