@@ -24,9 +24,9 @@ from maskpack.core.pads import EDGE, PER_ROW, SIGNED_ZERO, Pad, PadValue, pad_wo
 from maskpack.layout.row_layout import RowLayout
 
 CONSTANT, EDGE_PAD, BY_ROW, BY_SIGN = range(4)
-CHUNK = 1024
+CHUNK = 512
 """Words that a program reads at once."""
-SPAN = 4 * CHUNK
+SPAN = 8 * CHUNK
 """Words of a row that one program reads."""
 FIRSTS = 32
 """Jobs among which a program searches its own at once."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -34,6 +35,12 @@ def is_away(x: Tensor) -> bool:
 def _key(forms: Mapping[Path, FieldForm]) -> tuple[Any, ...]:
     """What VerifyFirst remembers fields by."""
     return tuple((f.path, f.dtype, f.layout, f.ragged_dim, f.pads_by_bits) for f in forms.values())
+
+
+@lru_cache(1024)
+def _with_one(form: FieldForm, place: int) -> FieldForm:
+    """The form with one of its pads. Forms are equal only if the bits of their pads are."""
+    return replace(form, pads=(form.pads[place],))
 
 
 class Verifier:
@@ -112,7 +119,8 @@ class Verifier:
                     held = 0
                 elif isinstance(held, Tensor):
                     row_pads[form.path], held = held, PER_ROW
-                sure.append(replace(form, pads=(held,)))
+                place = next((number for number, own in enumerate(form.pads) if own is held), -1)
+                sure.append(_with_one(form, place) if place >= 0 else replace(form, pads=(held,)))
         for form in [form for form in sure if form.path not in skip]:
             self._look(form, row_pads.get(form.path))
             self._look(form, self._entries[form.path] if form.kind == "dense" else None)
