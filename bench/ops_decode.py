@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 import maskpack
-from bench import baselines
+from bench import baselines, nest
 from bench.gpu import Clock, Work
 from bench.measure import NotExact, progress, require_same, require_same_tensor
 from bench.report import Row
@@ -25,6 +25,7 @@ _PARTS = 8  # the large batch is so many small ones, one after the other
 _TARGETS = {"nested": ">= 8", "padded": ">= 7"}
 _TARGETS_LARGE = {"nested": ">= 20", "padded": ">= 15"}
 _COPY_PINNED, _COPY = "copy of the padded batch, pinned", "copy of the padded batch"
+_JAGGED, _WRITE = "copy of the jagged values alone, pinned", "one write of the padded bytes"
 _FLOOR = "one copy of the packed bytes, pinned"
 
 
@@ -35,8 +36,21 @@ def rows(clock: Clock, count: int, prompt_width: int, response_width: int) -> li
         for seed in range(_PARTS)
     ]
     packed = [compress(part, pad_token_id=PAD_ID) for part in parts]
-    report = _decode(clock, parts[0], packed[0], _TARGETS)
-    return report + _decode(clock, _joined(parts), PackedBatch.cat(packed), _TARGETS_LARGE)
+    report = _decode(clock, parts[0], packed[0], _TARGETS) + nest.on_device(clock, parts[0])
+    report += _one_by_one(clock, packed)
+    whole = _joined(parts)
+    return [*report, *_decode(clock, whole, PackedBatch.cat(packed), _TARGETS_LARGE), *nest.on_device(clock, whole)]
+
+
+def _one_by_one(clock: Clock, packed: list[PackedBatch]) -> list[Row]:
+    """The small batches one after the other, each another batch of the same fields."""
+    pinned = [one.pin_memory() for one in packed] if clock.device.type == "cuda" else packed
+    works: dict[str, Work] = {}
+    for layout in ("nested", "padded"):
+        decoding = [_decoding(one, layout, clock.device) for one in pinned]
+        works[layout] = lambda decoding=decoding: [work() for work in decoding]
+    case = f"ops decode, {len(packed)} batches of {packed[0].num_rows} rows"
+    return [Row(case, f"{name}, pinned, wall", us, "us") for name, us in clock.wall_us(works).items()]
 
 
 def _joined(parts: list[TensorDict]) -> TensorDict:
@@ -52,6 +66,9 @@ def _decode(clock: Clock, batch: TensorDict, packed: PackedBatch, targets: Mappi
     pinned = packed.pin_memory() if cuda else packed
     fields = list(batch.values())
     pinned_fields = [field.pin_memory() for field in fields] if cuda else fields
+    masks = baselines.masks_of(batch)
+    values = [field[masks[baselines.axis_of(name)]] for name, field in batch.items()]
+    pinned_values = [one.pin_memory() for one in values] if cuda else values
     line = torch.empty(packed.nbytes, dtype=torch.uint8, pin_memory=cuda)
     ours: dict[str, Work] = {}
     others: dict[str, Work] = {}
@@ -64,6 +81,9 @@ def _decode(clock: Clock, batch: TensorDict, packed: PackedBatch, targets: Mappi
                 _require(f"{case}, {name}", work(), batch, layout)
     others[_COPY_PINNED] = lambda: [field.to(device, non_blocking=True, copy=True) for field in pinned_fields]
     others[_COPY] = lambda: [field.to(device, copy=True) for field in fields]
+    others[_JAGGED] = lambda: [one.to(device, non_blocking=True, copy=True) for one in pinned_values]
+    shapes = [(field.shape, field.dtype) for field in fields]
+    others[_WRITE] = lambda: [torch.empty(shape, dtype=dtype, device=device).fill_(1) for shape, dtype in shapes]
     others[_FLOOR] = lambda: line.to(device, non_blocking=True, copy=True)
     wall, host = clock.wall_us({**ours, **others}), clock.host_us(ours)
     return [

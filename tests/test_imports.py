@@ -25,6 +25,7 @@ NO_TORCH = {f"planning.{name}" for name in ("balance", "costs", "loss_weights", 
 KERNELS = {
     "layout.launch_triton",
     "layout.scan_triton",
+    "nesting.read_triton",
     "ops.pack_triton",
     "ops.log_probs_triton",
     "ops.prefix_attention_triton",

@@ -12,7 +12,10 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-FILES = ["layout/test_kernels.py", "ops/test_log_probs.py", "ops/test_prefix_attention.py", "packed/test_staging.py"]
+FILES = [
+    *("layout/test_kernels.py", "nesting/test_device_read.py", "ops/test_log_probs.py", "ops/test_prefix_attention.py"),
+    "packed/test_staging.py",
+]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves run here")

@@ -96,7 +96,12 @@ def encode() -> None:
     kernels.write(line, line, line, torch.zeros(64, dtype=torch.uint8), 1, 1, 5)
 
 
-CASES: tuple[Callable[[], None], ...] = (log_probs, prefix_attention, pack_and_unpack, decode, encode)
+def read() -> None:
+    kernels = importlib.import_module("maskpack.nesting.read_triton")
+    kernels.launch(torch.zeros(64, dtype=torch.int64), 1, 5, 1)
+
+
+CASES: tuple[Callable[[], None], ...] = (log_probs, prefix_attention, pack_and_unpack, decode, encode, read)
 
 
 class Target:

@@ -159,8 +159,19 @@ def offsets_of(field: Any) -> Tensor:
     return field.offsets()
 
 
+def values_of(field: Any) -> Tensor:
+    """The values of a jagged tensor, [T, *F]. They may be the ones that it holds: do not change their attributes."""
+    private = cast("dict[str, Any]", vars(field)).get("_values")
+    if private is None or torch.compiler.is_compiling() or (torch.is_grad_enabled() and field.requires_grad):
+        return field.values()
+    return private
+
+
 def is_regular(field: Any) -> bool:
     """Whether a nested tensor is jagged along dim 1 without gaps, so that values and offsets define it."""
+    private = cast("dict[str, Any]", vars(field))
+    if private.keys() >= {"_ragged_idx", "_lengths", "_offsets"}:  # each attribute of torch takes microseconds
+        return private["_ragged_idx"] == 1 and private["_lengths"] is None
     return field.layout == torch.jagged and ragged_dim(field) == 1 and field.lengths() is None
 
 
@@ -177,11 +188,20 @@ def stated_dim(field: Any) -> int:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[IntArray]:
-    """Integer tensors [n] as int64 arrays on the host, with one synchronisation for all."""
-    if all(tensor.device.type == "cpu" for tensor in tensors):  # true of an empty sequence too
-        return [tensor.to(torch.int64).numpy() for tensor in tensors]
-    ends = np.cumsum([tensor.numel() for tensor in tensors])
-    return np.split(torch.cat([tensor.to(torch.int64) for tensor in tensors]).cpu().numpy(), ends[:-1])
+    """Integer tensors [n] as int64 arrays on the host, with one synchronisation for all of a device."""
+    arrays: dict[int, IntArray] = {}
+    away: dict[torch.device, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        if tensor.device.type == "cpu":
+            arrays[place] = tensor.to(torch.int64).numpy()
+        else:
+            away.setdefault(tensor.device, []).append(place)
+    for places in away.values():
+        parts = [tensors[place].to(torch.int64) for place in places]
+        line = (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu().numpy()
+        ends = np.cumsum([part.numel() for part in parts])
+        arrays.update(zip(places, np.split(line, ends[:-1]), strict=True))
+    return [arrays[place] for place in range(len(tensors))]
 
 
 def _shares(field: Tensor, layout: RowLayout) -> bool:

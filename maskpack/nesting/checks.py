@@ -8,7 +8,7 @@ packed values. For EDGE, elements that differ from their neighbours are counted 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from maskpack.core import native
+from maskpack.core.backends import uses_triton
 from maskpack.core.bits import Words, words
 from maskpack.core.index import IntArray, cumulated
-from maskpack.core.pads import EDGE, PER_ROW, SIGNED_ZERO, Pad, PadValue, pad_tensor
+from maskpack.core.pads import EDGE, PER_ROW, SIGNED_ZERO, Pad, PadValue, pad_tensor, pad_words
 from maskpack.errors import RegistryError
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import FieldForm, RowPads
 from maskpack.ops import pack_torch as ops
+from maskpack.ops import unpack
 
 
 def held_pads(field: str, pads: Sequence[PadValue], dtype: torch.dtype, call: str) -> tuple[PadValue, ...]:
@@ -38,7 +40,7 @@ def held_pads(field: str, pads: Sequence[PadValue], dtype: torch.dtype, call: st
 
 def holds(pad: PadValue, dtype: torch.dtype) -> bool:
     """Whether a dtype can hold a pad."""
-    return isinstance(pad, Pad) or pad_tensor(pad, dtype) is not None
+    return isinstance(pad, Pad) or pad_words(pad, dtype) is not None
 
 
 def cast_pad(form: FieldForm, dtype: torch.dtype) -> PadValue:
@@ -62,6 +64,40 @@ def to_padded(values: Tensor, form: FieldForm, layout: RowLayout, row_pads: RowP
     edges = ops.unpack(values, layout, EDGE, form.ragged_dim)
     by_edge = cast("list[bool]", row_pads.edge.tolist())
     return torch.cat([(edges if by_edge[row] else out)[row : row + 1] for row in range(layout.num_rows)])
+
+
+class Packed(NamedTuple):
+    """The arguments of `to_padded` for one field."""
+
+    values: Tensor
+    form: FieldForm
+    layout: RowLayout
+    row_pads: RowPads | None
+
+
+def all_to_padded(fields: Sequence[Packed]) -> list[Tensor]:
+    """`to_padded` of several fields. Those on a GPU are written by one launch for each layout."""
+    out: dict[int, Tensor] = {}
+    together: dict[tuple[int, torch.device], list[int]] = {}
+    for place, (values, _, layout, row_pads) in enumerate(fields):
+        differentiable = values.requires_grad and torch.is_grad_enabled()
+        if differentiable or not uses_triton(values.device) or (row_pads is not None and row_pads.edge is not None):
+            out[place] = to_padded(*fields[place])
+        else:
+            together.setdefault((id(layout), values.device), []).append(place)
+    for (_, device), places in together.items():
+        some = [fields[place] for place in places]
+        pads = [
+            cast_pad(form, values.dtype) if row_pads is None else row_pads.pads.to(values)
+            for values, form, _, row_pads in some
+        ]
+        padded = unpack([values for values, *_ in some], some[0].layout.to(device), pads)
+        out.update(zip(places, map(_with_dim, padded, [form.ragged_dim for _, form, *_ in some]), strict=True))
+    return [out[place] for place in range(len(fields))]
+
+
+def _with_dim(out: Tensor, ragged_dim: int) -> Tensor:
+    return out if ragged_dim == 1 else out.movedim(1, ragged_dim).contiguous()
 
 
 def read(x: Tensor, layout: RowLayout, pad: PadValue, values: Tensor | None = None) -> tuple[bool, Tensor | None]:

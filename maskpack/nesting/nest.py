@@ -16,20 +16,18 @@ from maskpack.core.tree import Node, flatten, rows_in, select_entries, unflatten
 from maskpack.errors import LayoutError
 from maskpack.fields.options import OnLoss, Options, Registry, Verify
 from maskpack.fields.rl_fields import RL_FIELDS
-from maskpack.layout.jagged import check_lengths, jagged
+from maskpack.layout.jagged import check_lengths, jagged_all, values_of
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks
 from maskpack.nesting.schema import (
     INTACT,
     LAYOUTS,
     FieldForm,
-    pad_table,
+    layouts_entry,
     read_layouts,
     read_pads,
-    span_tables,
-    write_layouts,
 )
-from maskpack.nesting.survey import survey
+from maskpack.nesting.survey import Survey, survey
 
 
 def nest_batch_by_mask(
@@ -67,32 +65,38 @@ def nest_batch_by_mask(
         LayoutError: a field does not match any of its masks.
         RegistryError: pad_token_id is missing, or the dtype of a field cannot hold its pad.
 
-    On CUDA: one synchronisation for each mask, one for all checks.
+    On CUDA with Triton a kernel reads all padded fields once, packs them and checks their pads. One synchronisation for
+    each mask, a second one if its rows have several spans, and one for all checks; none for checks if every pad is
+    trusted.
     """
     options = Options.of(
         "nest_batch_by_mask", registry, pad_token_id, strict_mask_nesting, ignore_dense_fields, verify, on_loss
     )
     plan = survey(batch, options, {})
-    moved: dict[tuple[str, torch.device], RowLayout] = {}
+    fields = _jagged_fields(plan, options.call)
 
     def nested(form: FieldForm) -> Any:
-        if form.node is not None:
-            return rows_only(form.node)
-        if form.layout is None:
-            return plan.entries[form.path]
-        values = plan.values[form.path].contiguous()
-        need_gradients(values, f'field "{show(form.path)}"', options.call, nested=True)
-        place = form.layout, values.device
-        if place not in moved:
-            moved[place] = plan.layouts[form.layout].to(values.device)
-        return jagged(values, moved[place])
+        return rows_only(form.node) if form.node is not None else fields.get(form.path, plan.entries[form.path])
 
     schema = plan.schema()
     out = unflatten(rows_only(plan.root), [(form.path, nested(form)) for form in plan.forms], plan.rows)
-    tables = span_tables(plan.layouts)
-    device = next((table.device for table in tables.values()), plan.root.device or "cpu")
-    pads = pad_table(schema.forms, plan.row_pads, plan.rows, device)
-    return out.set(LAYOUTS, write_layouts(schema, tables, pads, plan.rows, plan.root.device))
+    return out.set(LAYOUTS, layouts_entry(schema, plan.layouts, plan.row_pads, plan.rows))
+
+
+def _jagged_fields(plan: Survey, call: str) -> dict[Path, Tensor]:
+    """The fields with a layout as jagged tensors; those of one layout on one device share its offsets."""
+    groups: dict[tuple[str, torch.device], dict[Path, Tensor]] = {}
+    for form in plan.forms:
+        if form.layout is not None:
+            values = plan.values[form.path].contiguous()
+            need_gradients(values, f'field "{show(form.path)}"', call, nested=True)
+            groups.setdefault((form.layout, values.device), {})[form.path] = values
+    fields: dict[Path, Tensor] = {}
+    for (name, device), values in groups.items():
+        layout = plan.layouts[name].to(device)
+        made = jagged_all([*values.values()], layout.offsets, layout.min_length, layout.max_length)
+        fields.update(zip(values, made, strict=True))
+    return fields
 
 
 def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:
@@ -118,11 +122,15 @@ def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:
     forms = {form.path: form for form in schema.forms}
     entries = select_entries([entry for entry in flatten(batch) if entry[0][0] != LAYOUTS], fields, call)
     nested = _nested_fields(entries, forms, layouts, call)
+    packed = [
+        checks.Packed(values_of(field), forms[path], layout, read_pads(batch, forms, path, call))
+        for path, (field, layout) in nested.items()
+    ]
+    padded = dict(zip(nested, checks.all_to_padded(packed), strict=True))
 
     def restored(path: Path, value: Any) -> Any:
-        if path in nested:
-            field, layout = nested[path]
-            return checks.to_padded(field.values(), forms[path], layout, read_pads(batch, forms, path, call))
+        if path in padded:
+            return padded[path]
         if isinstance(value, Node):
             return _with_dims_of(value, forms[path].node if path in forms else None)
         return value.values() if path in forms and forms[path].kind == "flat" else value

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import sha256
 from typing import Any, Literal
 
@@ -26,14 +26,14 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
-from maskpack.core.bits import word_dtype, words
-from maskpack.core.index import IntArray
+from maskpack.core.bits import Words, word_dtype, words
+from maskpack.core.index import IntArray, cumulated
 from maskpack.core.keys import Path, show
 from maskpack.core.pads import EDGE, PER_ROW, Pad, PadValue, pad_words, text_of
 from maskpack.core.tensors import need_batch
 from maskpack.core.tree import Node, entry_at, fields_of, has, is_sub_batch, unflatten
 from maskpack.errors import LayoutError
-from maskpack.layout.jagged import is_regular, jagged_from, offsets_of, to_host
+from maskpack.layout.jagged import is_regular, jagged_from, offsets_of, to_host, values_of
 from maskpack.layout.row_layout import RowLayout
 from maskpack.layout.span_table import lines_of, table_of_lines
 
@@ -121,25 +121,80 @@ def write_layouts(
     batch = schema.root.batch_size(rows)[:1]
     here = Node(() if batch else None, device)
     stored: Any = NonTensorData(schema, batch_size=batch, device=device)
-    part = sha256(repr(sorted(form.path for form in schema.forms)).encode()).hexdigest()[:16]
+    part = _part_of(tuple([form.path for form in schema.forms]))
     entries: list[tuple[Path, Any]] = [((part,), here), ((part, "schema"), stored), ((part, "spans"), here)]
     entries += [((part, "spans", name), tables[name]) for name, _, _ in schema.axes]
     entries.append(((part, "pads"), pads))
     return unflatten(here, entries, rows)
 
 
+@lru_cache(256)
+def _part_of(paths: tuple[Path, ...]) -> str:
+    """The name of the part of these fields."""
+    return sha256(repr(sorted(paths)).encode()).hexdigest()[:16]
+
+
+def layouts_entry(
+    schema: Schema, layouts: Mapping[str, RowLayout], row_pads: Mapping[Path, Tensor], rows: int
+) -> TensorDict:
+    """The LAYOUTS entry of a batch. Span tables and pads of one device take one copy to it."""
+    lines = {name: lines_of(layout.table, layout.width) for name, layout in layouts.items()}
+    arrays: dict[torch.device, dict[Any, Words]] = {}
+    for name, layout in layouts.items():
+        arrays.setdefault(layout.device, {}).update({(name, 0): lines[name][0], (name, 1): lines[name][1]})
+    home = next(iter(arrays), torch.device(schema.root.device or "cpu"))
+    arrays.setdefault(home, {})[""] = np.broadcast_to(_pad_line(schema.forms), (rows, len(_pad_line(schema.forms))))
+    sent: dict[Any, Tensor] = {}
+    for device, some in arrays.items():
+        sent.update(zip(some, copies_of([*some.values()], device), strict=True))
+    tables = {
+        name: jagged_from(sent[name, 0].view(torch.uint8), sent[name, 1], 0, most_lines(lines[name][1]))
+        for name in layouts
+    }
+    pads = _with_row_pads(sent[""], schema.forms, row_pads)
+    return write_layouts(schema, tables, pads, rows, schema.root.device)
+
+
+def copies_of(arrays: Sequence[Words], device: torch.device) -> list[Tensor]:
+    """Arrays as tensors of their own on a device, with one copy from pinned memory to a GPU."""
+    if device.type == "cpu":
+        whole = [torch.from_numpy(np.array(array)) for array in arrays]
+        # an empty array may have any strides
+        return [part if part.numel() else torch.empty(part.shape, dtype=part.dtype, device=device) for part in whole]
+    ends = cumulated(np.array([-(-array.nbytes // 8) * 8 for array in arrays])).tolist()
+    line = torch.empty(ends[-1], dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+    own = line.numpy()
+    for array, begin in zip(arrays, ends[:-1], strict=True):
+        own[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+    there = line.to(device, non_blocking=True)
+    return [
+        there[begin : begin + array.nbytes].view(torch.from_numpy(np.empty(0, array.dtype)).dtype).view(array.shape)
+        for array, begin in zip(arrays, ends[:-1], strict=True)
+    ]
+
+
 def pad_table(
     forms: Iterable[FieldForm], row_pads: Mapping[Path, Tensor], rows: int, device: torch.device | str
 ) -> Tensor:
     """The pads of all padded fields, uint8 [B, K] on `device`. `row_pads` are the pads [B] of PER_ROW fields."""
-    places = _pad_places(forms := list(forms))
-    line = b"".join(_pad_bytes(form.pads[0], form.dtype) for form in forms if form.path in places)
-    here = torch.tensor(list(line), dtype=torch.uint8, device="cpu")
-    table = here.to(device, non_blocking=True).expand(rows, -1).clone()
+    line = _pad_line(forms := tuple(forms))
+    table = copies_of([np.broadcast_to(line, (rows, line.size))], torch.device(device))[0]
+    return _with_row_pads(table, forms, row_pads)
+
+
+@lru_cache(256)
+def _pad_line(forms: tuple[FieldForm, ...]) -> Words:
+    """A row of the pad table."""
+    padded = [form for form in forms if form.kind == "padded" and form.dtype is not None]
+    return np.frombuffer(b"".join([_pad_bytes(form.pads[0], form.dtype) for form in padded]), np.uint8)
+
+
+def _with_row_pads(table: Tensor, forms: Iterable[FieldForm], row_pads: Mapping[Path, Tensor]) -> Tensor:
+    places = _pad_places(forms) if row_pads else {}
     for path in row_pads.keys() & places.keys():
         begin, end = places[path].start + 1, places[path].stop
-        bits = words(row_pads[path]).to(device).clone(memory_format=torch.contiguous_format)
-        table[:, begin:end] = bits.view(torch.uint8).view(rows, end - begin)
+        bits = words(row_pads[path]).to(table.device).clone(memory_format=torch.contiguous_format)
+        table[:, begin:end] = bits.view(torch.uint8).view(table.shape[0], end - begin)
     return table
 
 
@@ -223,7 +278,7 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
             )
         tables[part, name] = table
     sizes = {(part, name): (width, anchor) for part, stored in parts.items() for name, width, anchor in stored.axes}
-    lines = [table.values().to(torch.uint8).contiguous().view(torch.int32).view(-1) for table in tables.values()]
+    lines = [values_of(table).to(torch.uint8).contiguous().view(torch.int32).view(-1) for table in tables.values()]
     first = _first_fields(batch, schema, {name for _, name in tables})
     read = to_host([*lines, *[offsets_of(value) for value in (*tables.values(), *first.values())]])
     layouts: dict[str, RowLayout] = {}
@@ -329,9 +384,11 @@ def _first_fields(batch: TensorDictBase, schema: Schema, layouts: Collection[str
     """The first jagged field of each layout."""
     fields: dict[str, Tensor] = {}
     for form in schema.forms:
-        value = entry_at(batch, form.path) if form.kind == "padded" else None
-        if form.layout is not None and form.layout in layouts and isinstance(value, Tensor) and is_regular(value):
-            fields.setdefault(form.layout, value)
+        name = form.layout
+        if form.kind == "padded" and name is not None and name in layouts and name not in fields:
+            value = entry_at(batch, form.path)
+            if isinstance(value, Tensor) and value.is_nested and is_regular(value):
+                fields[name] = value
     return fields
 
 

@@ -8,9 +8,9 @@ The batch is not changed, and no result is built before all checks have passed.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,15 +19,16 @@ from torch import Tensor
 
 from maskpack.core.bits import DTYPES, from_words, words
 from maskpack.core.keys import Key, Path, path_of, show
+from maskpack.core.latest import Latest
 from maskpack.core.pads import EDGE, PAD_TOKEN_ID, PER_ROW, SIGNED_ZERO, Pad, PadValue
 from maskpack.core.tensors import need_batch
-from maskpack.core.tree import Node, dense_stack, entry_at, flatten, has, is_object
+from maskpack.core.tree import Node, dense_stack, entry_at, flatten, has, is_object, number_at
 from maskpack.errors import LayoutError, MaskpackWarning, RegistryError
 from maskpack.fields.options import Options, Registry, registry_of
 from maskpack.fields.registry import MaskNestingSpec
 from maskpack.layout.jagged import check_lengths, is_regular, offsets_of, to_host
 from maskpack.layout.row_layout import RowLayout
-from maskpack.nesting import checks
+from maskpack.nesting import checks, verify
 from maskpack.nesting.axes import Axes, Axis
 from maskpack.nesting.coverage import DenseField, check_strict, hidden_tensors
 from maskpack.nesting.schema import INTACT, LAYOUTS, FieldForm, RowPads, Schema, read_layouts, read_pads
@@ -88,7 +89,14 @@ def survey(
     before = {form.path: form for form in schema.forms}
     planner = _Planner(batch, options, layouts, stand_in, before)
     entries = {path: value for path, value in flatten(batch) if path[0] != LAYOUTS}
-    forms = [planner.form(path, value) for path, value in entries.items()]
+    signature = None if schema.forms or stand_in else _signature(batch, entries, options)
+    known = _known_forms.get(signature)
+    if known is None:
+        forms = [planner.form(path, value) for path, value in entries.items()]
+        if signature is not None and planner.scanned() is not None:
+            _known_forms.keep(signature, planner.outcome(forms))
+    else:
+        forms = planner.again(known)
     rows = planner.rows(forms)
     axes = tuple(dict.fromkeys(form.layout for form in forms if form.kind == "padded" and form.layout is not None))
     masks = planner.masks(forms)
@@ -113,6 +121,33 @@ def survey(
     scanned = planner.scanned() if plain else None
     values = verifier.values
     return Survey(schema.root, tuple(forms), rows, entries, planner.layouts, axes, values, row_pads, deferred, scanned)
+
+
+class _Forms(NamedTuple):
+    """The forms of the entries of a batch; and for each layout that they use, the mask and the path of a field that
+    it was found for."""
+
+    forms: tuple[FieldForm, ...]
+    uses: Mapping[str, tuple[Key, Path]]
+
+
+_known_forms: Latest[_Forms] = Latest()
+"""The forms of batches of a signature, which depend on no value in them, because all axes come from masks."""
+
+
+def _signature(batch: TensorDictBase, entries: Mapping[Path, Any], options: Options) -> tuple[Any, ...] | None:
+    """All that the forms of a flat batch on a device depend on; None for other batches."""
+    parts: list[Any] = [batch.batch_size, batch.device, options.registry.told, options.pad_token_id, options.ignore]
+    for path, value in entries.items():
+        if type(value) is Tensor:
+            if not verify.is_away(value) or value.layout is not torch.strided or value.is_meta:
+                return None
+            parts += (path, value.device, value.dtype, value.shape)
+        elif is_object(value):
+            parts += (path, number_at(batch, path))  # it may be the width of an axis
+        else:
+            return None
+    return tuple(parts)
 
 
 def _with_one_rule(
@@ -153,7 +188,20 @@ class _Planner:
         self._axes = Axes(batch, options.registry, carried, stand_in, options.call)
         self._own: dict[int, str] = {}
         self._met = False  # two layouts of one name, equal in this batch
+        self._uses: dict[str, tuple[Key, Path]] = {}
         self.layouts: dict[str, RowLayout] = {}
+
+    def outcome(self, forms: Sequence[FieldForm]) -> _Forms:
+        """What `again` needs."""
+        return _Forms(tuple(forms), dict(self._uses))
+
+    def again(self, known: _Forms) -> list[FieldForm]:
+        """The forms of another batch of the same signature, whose layouts are looked up."""
+        for mask, path in known.uses.values():
+            axis = self._axes.find(mask, path)
+            assert axis is not None
+            self._use(axis.name, axis.layout)
+        return list(known.forms)
 
     def form(self, path: Path, value: Any) -> FieldForm:
         if isinstance(value, Node):
@@ -259,6 +307,9 @@ class _Planner:
             if not axis.flat and 1 <= dim < value.dim() and (value.shape[0], value.shape[dim]) == shape:
                 pads = self._pads(path, spec, value.dtype)
                 layout = self._use(axis.name, axis.layout)
+                if layout not in self._uses:
+                    found = ((mask, self._axes.find(mask, path)) for mask in spec.masks)
+                    self._uses[layout] = next(mask for mask, other in found if other is axis), path
                 return FieldForm(path, "padded", layout, pads, dim, value.dtype, hints=spec.hints)
         if value.dim() <= 1:
             return dense

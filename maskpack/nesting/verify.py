@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ from torch import Tensor
 
 from maskpack.core import native
 from maskpack.core.bits import odd_bools, odd_bools_error, words
+from maskpack.core.index import IntArray
 from maskpack.core.keys import Path, show
 from maskpack.core.pads import EDGE, PER_ROW, SIGNED_ZERO, PadValue
 from maskpack.errors import LossyPadError
 from maskpack.fields.options import Options, VerifyFirst
 from maskpack.layout.jagged import to_host
 from maskpack.layout.row_layout import RowLayout
-from maskpack.nesting import checks
+from maskpack.nesting import checks, device_read
 from maskpack.nesting.schema import FieldForm
 
 _KEPT = 'it has non-pad values under its mask (on_loss="error" names one, and the remedy)'
@@ -25,9 +27,20 @@ _MIXED_ZEROS = "A row mixes 0.0 and -0.0, as x * mask gives; x.masked_fill(mask 
 _OTHER_ZERO = "0.0 and -0.0 differ in their bits: the pads [0, SIGNED_ZERO] take either, one sign a row. "
 
 
+def is_away(x: Tensor) -> bool:
+    """Whether a tensor is on a device, where plain torch or kernels read it; the compiled core reads others."""
+    return x.device.type != "cpu"
+
+
 def _key(forms: Mapping[Path, FieldForm]) -> tuple[Any, ...]:
     """What VerifyFirst remembers fields by."""
     return tuple((f.path, f.dtype, f.layout, f.ragged_dim, f.pads_by_bits) for f in forms.values())
+
+
+@lru_cache(1024)
+def _with_one(form: FieldForm, place: int) -> FieldForm:
+    """The form with one of its pads. Forms are equal only if the bits of their pads are."""
+    return replace(form, pads=(form.pads[place],))
 
 
 class Verifier:
@@ -53,6 +66,7 @@ class Verifier:
         self._ambiguous: set[Path] = set()
         self._odd: list[Path] = []  # bools with bytes other than 0 and 1
         self._bools: dict[Path, Tensor] = {}  # those on devices, which are checked together with the pads
+        self._moved: dict[tuple[str, torch.device], RowLayout] = {}
         self.values: dict[Path, Tensor] = {}
 
     def deferred(self, forms: list[FieldForm]) -> dict[Path, bool]:
@@ -67,7 +81,7 @@ class Verifier:
                 return {}
         found: dict[Path, bool] = {}
         for place, form in enumerate(forms):
-            here = form.path in unsure and self._entries[form.path].device.type == "cpu"
+            here = form.path in unsure and not is_away(self._entries[form.path])
             if here and len(form.pads) <= native.MOST_PADS:
                 pad = sure.get(form.path)
                 found[form.path] = pad is not None or self._options.verify == "never"
@@ -84,7 +98,7 @@ class Verifier:
         field with non-pad values under its mask stays padded, or raises LossyPadError."""
         unsure = {path: form for path, form in self._unsure(forms).items() if path not in skip}
         bools = [(form.path, self._entries[form.path]) for form in forms if form.dtype is torch.bool]
-        away = [(path, x.values() if x.is_nested else x) for path, x in bools if x.device.type != "cpu"]
+        away = [(path, x.values() if x.is_nested else x) for path, x in bools if is_away(x)]
         self._bools = {path: x for path, x in away if x.layout == torch.strided}
         found = self._pads(unsure, [form for form in forms if form.layout is not None and form.path not in skip])
         lossy = [form for path, form in unsure.items() if found[path] is None]
@@ -105,7 +119,8 @@ class Verifier:
                     held = 0
                 elif isinstance(held, Tensor):
                     row_pads[form.path], held = held, PER_ROW
-                sure.append(replace(form, pads=(held,)))
+                place = next((number for number, own in enumerate(form.pads) if own is held), -1)
+                sure.append(_with_one(form, place) if place >= 0 else replace(form, pads=(held,)))
         for form in [form for form in sure if form.path not in skip]:
             self._look(form, row_pads.get(form.path))
             self._look(form, self._entries[form.path] if form.kind == "dense" else None)
@@ -117,7 +132,7 @@ class Verifier:
 
     def _look(self, form: FieldForm, x: Tensor | None) -> None:
         """Records a field on the host whose bools have bytes other than 0 and 1."""
-        if form.dtype is not torch.bool or x is None or x.device.type != "cpu" or x.layout != torch.strided:
+        if form.dtype is not torch.bool or x is None or is_away(x) or x.layout != torch.strided:
             return
         line = x[:1] if x.dim() and not x.stride(0) else x  # an expanded row
         if odd_bools(words(line).numpy()):
@@ -127,14 +142,15 @@ class Verifier:
         """The pad of each field, or None if none of its pads fits. Also gathers the values."""
         options = self._options
         if options.verify == "never":
-            return self._read(gathered, {}) | {path: form.pads[0] for path, form in unsure.items()}
+            first = {path: form.pads[0] for path, form in unsure.items()}
+            return {**first, **self._read(gathered, {}, first)}
         key = _key(unsure)
         trusted = (
             options.verify.known(key) if isinstance(options.verify, VerifyFirst) else dict[Path, PadValue | None]()
         )
         sure = {path: pad for path, pad in {**trusted, **self._known}.items() if pad is not None}
         doubtful = {path: form for path, form in unsure.items() if path not in sure}  # lossy before, or new
-        found = {**sure, **self._read(gathered, doubtful)}
+        found = {**sure, **self._read(gathered, doubtful, sure)}
         if isinstance(options.verify, VerifyFirst):
             sure_of = {path: form for path, form in unsure.items() if self._has_padding(form)} if doubtful else {}
             learnt = {path: found[path] for path in sure_of if path not in self._ambiguous}
@@ -149,20 +165,51 @@ class Verifier:
         layout = self._layouts[form.layout or ""]
         return layout.num_tokens < layout.num_rows * layout.width
 
-    def _read(self, gathered: Sequence[FieldForm], doubtful: Mapping[Path, FieldForm]) -> dict[Path, PadValue | None]:
-        """Gathers all fields and returns the pads of the doubtful ones."""
-        if any(self._entries[form.path].device.type != "cpu" for form in gathered):
-            self.values |= {form.path: self._gather(form) for form in gathered}
-            return self._tried(doubtful)
+    def _read(
+        self, gathered: Sequence[FieldForm], doubtful: Mapping[Path, FieldForm], sure: Mapping[Path, PadValue]
+    ) -> dict[Path, PadValue | None]:
+        """Gathers all fields and returns the pads of the doubtful ones. The pads of the others are in `sure`."""
         found: dict[Path, PadValue | None] = {}
+        away: dict[torch.device, list[FieldForm]] = {}
         for form in gathered:
+            if is_away(self._entries[form.path]):
+                away.setdefault(self._entries[form.path].device, []).append(form)
+                continue
             known = form.path not in doubtful
             if known:
                 self.values[form.path] = self._gather(form)
             else:
                 found[form.path] = self._read_on_host(form)
             self._look(form, self.values[form.path])
-        return found
+        reads = [self._read_on_device(forms, device, doubtful, sure) for device, forms in away.items()]
+        return found | self._tried({path: form for path, form in doubtful.items() if path not in found}, reads)
+
+    def _read_on_device(
+        self,
+        forms: Sequence[FieldForm],
+        device: torch.device,
+        doubtful: Mapping[Path, FieldForm],
+        sure: Mapping[Path, PadValue],
+    ) -> device_read.Reads:
+        """Gathers all fields of a device. A kernel tries the pads of the padded ones, but for those that it cannot
+        read."""
+        fields: dict[Path, device_read.Field] = {}
+        for form in forms:
+            if form.kind == "padded" and not self._entries[form.path].is_nested:
+                x, layout = self._padded(form)
+                if device_read.fits(x, layout):
+                    pad = sure.get(form.path)
+                    pads = form.pads if form.path in doubtful or pad is None else (pad,)
+                    checked = form.path in doubtful or (bool(doubtful) and form.dtype is torch.bool)
+                    fields[form.path] = device_read.Field(x, layout, pads, checked)
+                    continue
+            self.values[form.path] = self._gather(form)
+        if not fields:
+            return device_read.NOTHING
+        reads = device_read.read(fields, device)
+        self.values |= reads.values
+        self._row_pads |= reads.row_pads
+        return reads
 
     def _read_on_host(self, form: FieldForm) -> PadValue | None:
         """Gathers the values of a padded field, in one pass with the check of its pad; None if no pad fits."""
@@ -185,24 +232,55 @@ class Verifier:
         self.values[form.path] = self._gather(form)
         return None
 
-    def _tried(self, unsure: Mapping[Path, FieldForm]) -> dict[Path, PadValue | None]:
-        """Tries the first pads of all fields with one synchronisation, then the next pads of the fields that failed,
-        ..."""
+    def _tried(
+        self, unsure: Mapping[Path, FieldForm], reads: Sequence[device_read.Reads]
+    ) -> dict[Path, PadValue | None]:
+        """Takes the first pad that fits of each field that a kernel has read. Tries those of all other fields one after
+        the other: the first pads with the same synchronisation, then the next pads of the fields that failed, ..."""
         found: dict[Path, PadValue | None] = dict.fromkeys(unsure)
-        for attempt in range(max((len(form.pads) for form in unsure.values()), default=0)):
-            trials = [form for path, form in unsure.items() if found[path] is None and attempt < len(form.pads)]
-            counts = [self._count_non_pads(form, form.pads[attempt]) for form in trials]
-            odd = {} if attempt else {path: torch.count_nonzero(words(x) > 1) for path, x in self._bools.items()}
-            read = iter(to_host([n.view(1) for n in [*counts, *odd.values()]]))
-            for form in trials:
-                found[form.path] = None if next(read)[0] else form.pads[attempt]
-            self._odd += [path for path in odd if next(read)[0]]
-        rivals = [(path, other) for path, pad in found.items() for other in self._rivals(unsure[path], pad)]
+        if not unsure:
+            return found
+        places = {path: place for read in reads for path, place in read.places.items()}
+        flags = [read.flags for read in reads if read.flags.numel()]
+        rest = [form for path, form in unsure.items() if path not in places]
+        odd = [path for path in self._bools if path not in places]
+        counts = [torch.count_nonzero(words(self._bools[path]) > 1) for path in odd]
+        for attempt in range(max((len(form.pads) for form in rest), default=1)):
+            trials = [form for form in rest if found[form.path] is None and attempt < len(form.pads)]
+            counts += [self._count_non_pads(form, form.pads[attempt]) for form in trials]
+            on_host = to_host([*flags, *[count.view(1) for count in counts]])
+            if not attempt:
+                for read, line in zip([read for read in reads if read.flags.numel()], on_host, strict=False):
+                    self._take(read, line, unsure, found)
+                self._odd += [path for path, (count,) in zip(odd, on_host[len(flags) :], strict=False) if count]
+            for form, (count,) in zip(trials, on_host[len(on_host) - len(trials) :], strict=True):
+                found[form.path] = None if count else form.pads[attempt]
+            flags, counts = [], []
+        rivals = [(form.path, other) for form in rest for other in self._rivals(form, found[form.path])]
         counts = [self._count_non_pads(unsure[path], other) for path, other in rivals]
-        for (path, _), count in zip(rivals, to_host([count.view(1) for count in counts]), strict=True):
-            if not count[0]:
+        for (path, _), (count,) in zip(rivals, to_host([count.view(1) for count in counts]), strict=True):
+            if not count:
                 self._ambiguous.add(path)
         return found
+
+    def _take(
+        self,
+        read: device_read.Reads,
+        flags: IntArray,
+        unsure: Mapping[Path, FieldForm],
+        found: dict[Path, PadValue | None],
+    ) -> None:
+        """The pads of the fields that a kernel has read, from its flags on the host."""
+        for path, place in read.places.items():
+            form = unsure.get(path)
+            differs = flags[place].tolist()
+            if form is not None:
+                fitting = [pad for pad, differ in zip(form.pads, differs, strict=False) if not differ]
+                found[path] = fitting[0] if fitting else None
+                if any(other is pad for pad in fitting for other in self._rivals(form, found[path])):
+                    self._ambiguous.add(path)
+            if path in self._bools and differs and differs[-1]:
+                self._odd.append(path)
 
     def _rivals(self, form: FieldForm, pad: PadValue | None) -> list[PadValue]:
         """Other pads that could also fit, and would give later batches other values: EDGE next to constants. Needed
@@ -224,8 +302,12 @@ class Verifier:
         return self._row_pads[form.path, pad]
 
     def _padded(self, form: FieldForm) -> tuple[Tensor, RowLayout]:
-        x = self._entries[form.path].movedim(form.ragged_dim, 1)
-        return x, self._layouts[form.layout or ""].to(x.device)
+        x = self._entries[form.path]
+        x = x if form.ragged_dim == 1 else x.movedim(form.ragged_dim, 1)
+        place = form.layout or "", x.device
+        if place not in self._moved:
+            self._moved[place] = self._layouts[place[0]].to(x.device)
+        return x, self._moved[place]
 
     def _message(self, form: FieldForm) -> str:
         x, layout = self._padded(form)

@@ -204,7 +204,8 @@ class Decoder:
     def decode(self, forms: Iterable[FieldForm]) -> None:
         """Decodes fields, of which `entry` is then asked one by one."""
         wanted = [form for form in forms if form.dtype is not None and form.path not in self._ready.entries]
-        self._tensors |= decoded(self._packed, wanted, self.nested)
+        if wanted:
+            self._tensors |= decoded(self._packed, wanted, self.nested)
 
     def entry(self, form: FieldForm) -> Any:
         """An entry of the batch, in its own memory."""

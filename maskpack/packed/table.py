@@ -9,12 +9,10 @@ table is never changed; tables of some rows share the body of the whole.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from threading import Lock
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +22,7 @@ from maskpack.core import native
 from maskpack.core.bits import Words, address, word_dtype
 from maskpack.core.index import IntArray
 from maskpack.core.keys import Path, path_of
+from maskpack.core.latest import Latest
 from maskpack.core.native import HostLayout, Structs
 from maskpack.core.pads import EDGE, PER_ROW, SIGNED_ZERO, Pad, PadValue, pad_words
 from maskpack.layout.row_layout import RowLayout
@@ -696,34 +695,6 @@ def stored_before(layouts: Mapping[str, RowLayout]) -> Structs:
             stored["low"][place] = whole[1]
         earlier[id(layout)] = place
     return stored
-
-
-_T = TypeVar("_T")
-
-
-class Latest(Generic[_T]):
-    """What was remembered latest, by keys."""
-
-    MOST = 64
-
-    def __init__(self) -> None:
-        self._known: OrderedDict[Any, _T] = OrderedDict()
-        self._lock = Lock()
-
-    def get(self, key: Any) -> _T | None:
-        with self._lock:
-            return self._known.get(key)
-
-    def keep(self, key: Any, value: _T) -> None:
-        with self._lock:
-            self._known[key] = value
-            self._known.move_to_end(key)
-            while len(self._known) > self.MOST:
-                self._known.popitem(last=False)
-
-    def clear(self) -> None:
-        with self._lock:
-            self._known.clear()
 
 
 _forms: Latest[Structs] = Latest()

@@ -53,8 +53,9 @@ def test_the_case_runs_with_its_targets(measured):
         assert targets[name, "copy of the padded batch, pinned / nested, pinned"] == f">= {nested}"
         assert targets[name, "copy of the padded batch, pinned / padded, pinned"] == f">= {padded}"
     synchronisations = {name: to for name, to in targets.items() if name[1].endswith("synchronisations")}
-    from_masks = "ops layout", "ops pack from the mask"
+    from_masks = "ops layout", "ops nest", "ops pack from the mask"
     assert {to for (name, _), to in synchronisations.items() if not name.startswith(from_masks)} == {"<= 0"}
+    assert targets[f"ops nest, {ROWS} rows", "nest, verify=always, host synchronisations"] == "<= 2"
 
 
 def test_groups_run_alone_and_are_named(measured):

@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
 from samples import PAD, VARIANTS, workload
+from strategies import Case, batches
 from tensordict import TensorDict
 
 from maskpack import (
+    LAYOUTS,
     MaskNestingSpec,
     RowLayout,
+    VerifyFirst,
     compress,
     decompress,
     extract_response,
@@ -45,7 +49,8 @@ def count_syncs() -> Iterator[list[str]]:
 
 def bits(x: torch.Tensor) -> list[Any]:
     x = x.values() if x.is_nested else x
-    return x.detach().cpu().contiguous().view(-1).view(torch.uint8).tolist()
+    # contiguous tensors of at most one element may have any strides
+    return x.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).tolist()
 
 
 def assert_same(a: TensorDict, b: TensorDict) -> None:
@@ -130,6 +135,29 @@ def test_syncs_of_the_batch_functions() -> None:
         unnest(nested)
     assert len(nesting) == 2
     assert len(restoring) == 1
+
+
+def test_trusted_pads_cost_no_sync() -> None:
+    batch, first = cuda_batch("negative-zeros"), VerifyFirst()
+    want = nest_batch_by_mask(batch, pad_token_id=PAD)
+    nest_batch_by_mask(batch, pad_token_id=PAD, verify=first)
+    for verify in (first, "never"):
+        with count_syncs() as seen:
+            nested = nest_batch_by_mask(batch, pad_token_id=PAD, verify=verify)
+        assert len(seen) == 1, seen  # for the mask
+        assert_same(nested.exclude(LAYOUTS), want.exclude(LAYOUTS))
+    assert_same(unnest(nest_batch_by_mask(batch, pad_token_id=PAD, verify=first)), batch)
+
+
+@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
+@given(batches())
+def test_any_batch_nests_as_on_the_host(case: Case) -> None:
+    want = nest_batch_by_mask(case.batch, **case.options)
+    seen = nest_batch_by_mask(case.batch.to("cuda"), **case.options)
+    assert_same(seen.exclude(LAYOUTS).cpu(), want.exclude(LAYOUTS))
+    assert_same(unnest(seen).cpu(), unnest(want))
+    packed = compress(case.batch.to("cuda"), **case.options)
+    assert_same(decompress(packed, device="cpu"), unnest(want))
 
 
 @pytest.mark.parametrize("place", ["x", "free", "m"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from array import array as line_of
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from maskpack.core.pads import EDGE, Pad, pad_words
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.cuda import job_table as jobs
 from maskpack.packed.cuda.job_table import Source, Target
-from maskpack.packed.cuda.sources import Rows, Sources, Tables
+from maskpack.packed.cuda.sources import Entry, Rows, Sources, Tables, entries_of
 from maskpack.packed.table import Table, words_of_one
 
 if TYPE_CHECKING:
@@ -53,19 +54,18 @@ class _Axis(NamedTuple):
 
 def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, padded: bool) -> list[Part]:
     """Where the words of a field are, which is tensor `number` of a table; none if the kernel cannot decode it."""
-    at = int(table.fields[number])
-    entry = table.entries[at]
+    at, entries = int(table.fields[number]), entries_of(table)
     found = [Part(at, 0)]
-    if entry["kind"] == native.CONCAT:
-        found = [Part(int(entry["first"]), jobs.HEAD), Part(int(entry["second"]), jobs.TAIL)]
+    if entries[at].kind == native.CONCAT:
+        found = [Part(entries[at].first, jobs.HEAD), Part(entries[at].second, jobs.TAIL)]
     items = words_of_one(form)
     inner = _words_behind(form, items) if padded and items else items
     for one, _ in found:
-        own = table.entries[one]
-        if _is_near_columns(table, one) or own["kind"] == native.CONCAT or own["items"] != items:
+        own = entries[one]
+        if _is_near_columns(entries, one) or own.kind == native.CONCAT or own.items != items:
             return []
         group = _words_of_column(own)
-        if own["kind"] == native.COLUMNS and (inner % group or (group > 1 and group % 2 and _is_pair(form))):
+        if own.kind == native.COLUMNS and (inner % group or (group > 1 and group % 2 and _is_pair(form))):
             return []
     width = 1 if form.layout is None else packed.layouts[form.layout].width
     special = padded and isinstance(form.pads[0], Pad) and form.pads[0] is not EDGE
@@ -73,17 +73,17 @@ def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, pa
     return found if width * items <= _MOST and (not special or not table.rows or has_pads) else []
 
 
-def _is_near_columns(table: Table, at: int) -> bool:
+def _is_near_columns(entries: Sequence[Entry], at: int) -> bool:
     """Whether a chain of near fields leads to columns, which have a job each."""
-    while table.entries["kind"][at] == native.BLOCKS and table.entries["second"][at] >= 0:
-        at = int(table.entries["second"][at])
-        if table.entries["kind"][at] in (native.COLUMNS, native.CONCAT):
+    while entries[at].kind == native.BLOCKS and entries[at].second >= 0:
+        at = entries[at].second
+        if entries[at].kind in (native.COLUMNS, native.CONCAT):
             return True
     return False
 
 
-def _words_of_column(entry: Any) -> int:
-    return int(entry["items"]) // int(entry["second"]) if entry["kind"] == native.COLUMNS else 1
+def _words_of_column(entry: Entry) -> int:
+    return entry.items // entry.second if entry.kind == native.COLUMNS else 1
 
 
 def _is_pair(form: FieldForm) -> bool:
@@ -105,6 +105,8 @@ class Recipe:
         self._packed = packed
         self._jobs: list[int] = []
         self._table = table
+        self._entries = entries_of(table)
+        self._words_of_rows: dict[tuple[str | None, int], IntArray] = {}
         self._sources = Sources(table, self.tables)
         self._known: dict[tuple[int, bool], list[Source]] = {}
         self._axes: dict[tuple[str | None, bool], _Axis] = {}
@@ -144,10 +146,7 @@ class Recipe:
             rows, most, bounds, unit = (
                 (1, axis.num_tokens, -1, axis.num_tokens) if flat else (axis.rows, axis.longest, axis.bounds, 1)
             )
-            columns, group = (
-                self._table.entries["kind"][at] == native.COLUMNS,
-                _words_of_column(self._table.entries[at]),
-            )
+            columns, group = self._entries[at].kind == native.COLUMNS, _words_of_column(self._entries[at])
             own, stride = (group, inner) if columns else (items, 1)
             span = jobs.CHUNK if rows == 1 else jobs.SPAN
             spans = -(-most * own // span)
@@ -188,11 +187,10 @@ class Recipe:
 
     def _head(self, part: Part) -> tuple[int, int]:
         """The bounds of the heads of rows, and the words of an element of them."""
-        entry = self._table.entries[part.entry]
-        return self._axis(self._layout_of(part.entry), False).bounds, int(entry["items"])
+        return self._axis(self._layout_of(part.entry), False).bounds, self._entries[part.entry].items
 
     def _layout_of(self, at: int) -> str | None:
-        layout = int(self._table.entries["layout"][at])
+        layout = self._entries[at].layout
         return None if layout < 0 else self._table.names[layout]
 
     def _source(self, at: int, flat: bool) -> list[Source]:
@@ -205,10 +203,16 @@ class Recipe:
         return known
 
     def _of_column(self, at: int, axis: _Axis, flat: bool) -> Source:
-        layout, items = self._layout_of(at), int(self._table.entries["items"][at])
-        whole = np.arange(axis.rows + 1) if layout is None else self._table.layouts[layout].row_offsets
+        layout, items = self._layout_of(at), self._entries[at].items
         table, unit = (-1, 0) if flat else (axis.bounds, items)
-        return self._sources.of(at, Rows(axis.rows, lambda: whole * items, table, unit))
+        return self._sources.of(at, Rows(axis.rows, lambda: self._bounds(layout, items, axis.rows), table, unit))
+
+    def _bounds(self, layout: str | None, items: int, rows: int) -> IntArray:
+        """Where rows begin and end in words of `items` for each element."""
+        if (layout, items) not in self._words_of_rows:
+            whole = np.arange(rows + 1) if layout is None else self._table.layouts[layout].row_offsets
+            self._words_of_rows[layout, items] = whole * items
+        return self._words_of_rows[layout, items]
 
     def _pads(self, form: FieldForm, number: int) -> tuple[int, int, int, int]:
         """Of a target: pads, pad_row, pad_items and edge."""
