@@ -148,8 +148,9 @@ def _tensors_nbytes(packed: PackedBatch, targets: _Targets) -> int:
 
 def pad_table_of(packed: PackedBatch, forms: Iterable[FieldForm]) -> Tensor:
     """`pad_table` of some fields, on the host."""
-    forms = [form for form in forms if form.dtype is not None]
-    row_pads = {form.path: pads for form in forms if (pads := row_pads_of(packed, form)) is not None}
+    forms, row_pads = [form for form in forms if form.dtype is not None], dict[Path, Tensor]()
+    if packed.table.row_pads["count"].any():
+        row_pads = {form.path: pads for form in forms if (pads := row_pads_of(packed, form)) is not None}
     return pad_table(forms, row_pads, packed.num_rows, "cpu")
 
 

@@ -87,8 +87,8 @@ def _decode(
 def _need_no_capture(device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise LayoutError(
-            "decompress: a CUDA graph is being captured, whose replays would read buffers on the host that are in other "
-            "use by then; expected no capture. Decode the batch before, and capture what is done with its tensors."
+            "decompress: a CUDA graph is being captured, whose replays would read buffers on the host that are in "
+            "other use by then; expected no capture. Decode the batch before, and capture the use of its tensors."
         )
 
 
@@ -102,7 +102,7 @@ def _run(
     table: Table,
     padded: bool,
     staged: Tensor,
-    kept: Sequence[IntArray],
+    kept: Sequence[Words],
     tensors: Sequence[Tensor],
     is_kept: bool,
 ) -> Tensor:
@@ -110,7 +110,7 @@ def _run(
     of all layouts. It has no entries otherwise."""
     from maskpack.packed.cuda import kernel as _decode_kernel
 
-    first = sum(part.size for part in kept)
+    first = sum(map(_entries_for, kept))
     size = first + len(table.names) * (table.rows + 1) if is_kept else 0
     own = _new((size,), torch.int64, staged.device)
     while True:
@@ -121,7 +121,10 @@ def _run(
         if used <= room:
             break
         recipe.room = used + used // 4  # the next batch may have more
-    np.concatenate(kept, out=line[:first])
+    begin = 0
+    for array in kept:
+        line[begin:].view(np.uint8)[: array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+        begin += _entries_for(array)
     numbers[-2 - len(tensors) :] = [size, own.data_ptr(), *[tensor.data_ptr() for tensor in tensors]]
     end = used + recipe.jobs.size
     programs = recipe.fill(line[used:end].reshape(recipe.jobs.shape), numbers, table)
@@ -145,7 +148,7 @@ class _Kept:
     """
 
     def __init__(self, packed: PackedBatch, constants: IntArray, forms: Sequence[FieldForm] | None) -> None:
-        self.tables = [constants]
+        self.tables: list[Words] = [constants]
         self.sizes: dict[Any, int] = {"constants": constants.size}
         self.has_layouts = forms is not None
         layouts = packed.layouts.items()
@@ -157,16 +160,15 @@ class _Kept:
         for names in self._alike:
             self._add(("splits", names[0]), self._lines[names[0]][1])
         if self._alike:
-            lines = np.concatenate([self._lines[name][0] for names in self._alike for name in names])
-            self._add("lines", _as_table(lines))
+            self._add("lines", np.concatenate([self._lines[name][0] for names in self._alike for name in names]))
         self._pads = None if forms is None else pad_table_of(packed, forms).numpy()
         if self._pads is not None:
-            self._add("pads", _as_table(self._pads))
+            self._add("pads", self._pads)
         self.sizes |= {("offsets", name): packed.num_rows + 1 for name in packed.layouts}
 
-    def _add(self, key: Any, table: IntArray) -> None:
+    def _add(self, key: Any, table: Words) -> None:
         self.tables.append(table)
-        self.sizes[key] = table.size
+        self.sizes[key] = _entries_for(table)
 
     def span_tables(self, sent: dict[Any, Tensor]) -> dict[str, Tensor]:
         """Of LAYOUTS."""
@@ -188,11 +190,9 @@ class _Kept:
         return sent["pads"].view(torch.uint8)[: self._pads.size].view(self._pads.shape)
 
 
-def _as_table(array: Words) -> IntArray:
-    """The bytes of an array in int64, the last one filled up."""
-    line = np.zeros(-(-array.nbytes // 8), np.int64)
-    line.view(np.uint8)[: array.nbytes] = array.reshape(-1).view(np.uint8)
-    return line
+def _entries_for(array: Words) -> int:
+    """The int64 entries that an array takes."""
+    return -(-array.nbytes // 8)
 
 
 # -------------------------------------------------------------------- the encoded bytes
