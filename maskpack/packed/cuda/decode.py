@@ -61,7 +61,7 @@ def _decode(
 ) -> None:
     """Adds the fields of one device, those that the kernel can decode; `whole`: the batch lies there too."""
     numbers = [packed.numbers[form.path] for form in forms]
-    table = packed.table if len(numbers) == len(packed.tensors) else packed.table.select(numbers)
+    table = packed.table if numbers == [*range(len(packed.tensors))] else packed.table.select(numbers)
     table = table.own(SLACK, _FREE)
     staged = _sent(table.body, device)
     recipe = recipe_of(packed, table, forms, nested)

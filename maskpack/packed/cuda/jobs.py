@@ -160,7 +160,7 @@ def recipe_of(packed: PackedBatch, table: Table, forms: Sequence[FieldForm], nes
     """How some fields are decoded, which are the tensors of a table."""
     numbers = table.entries.view(np.int64).reshape(table.entries.size, -1)
     most = max((layout.num_tokens for layout in packed.layouts.values()), default=0)
-    is_large = max(most, table.dense_rows) * int(numbers[:, 2].max(initial=0)) > _MOST
+    is_large = max(most, table.dense_rows) * int(table.entries["items"].max(initial=0)) > _MOST
     has_pads = table.row_pads["count"] > 0
     key = (
         *(packed.schema, tuple([form.path for form in forms]), nested, table.names, packed.table.widths),
