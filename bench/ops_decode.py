@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 import maskpack
-from bench import baselines, nest
+from bench import baselines, nest, ops_encode
 from bench.gpu import Clock, Work
 from bench.measure import NotExact, progress, require_same, require_same_tensor
 from bench.report import Row
@@ -37,9 +37,10 @@ def rows(clock: Clock, count: int, prompt_width: int, response_width: int) -> li
     ]
     packed = [compress(part, pad_token_id=PAD_ID) for part in parts]
     report = _decode(clock, parts[0], packed[0], _TARGETS) + nest.on_device(clock, parts[0])
-    report += _one_by_one(clock, packed)
+    report += _one_by_one(clock, packed) + ops_encode.rows(clock, parts[0])
     whole = _joined(parts)
-    return [*report, *_decode(clock, whole, PackedBatch.cat(packed), _TARGETS_LARGE), *nest.on_device(clock, whole)]
+    report += _decode(clock, whole, PackedBatch.cat(packed), _TARGETS_LARGE) + nest.on_device(clock, whole)
+    return report + ops_encode.rows(clock, whole)
 
 
 def _one_by_one(clock: Clock, packed: list[PackedBatch]) -> list[Row]:

@@ -328,8 +328,9 @@ class Planned(Seen):
 
 @kernel_test
 @quiet
-@pytest.mark.parametrize("verify", ["always", "never"])
-@pytest.mark.parametrize("variant", ["reference", "ppo", "routed-experts"])
+@pytest.mark.parametrize(
+    ("variant", "verify"), [("reference", "always"), ("ppo", "never"), ("routed-experts", "always")]
+)
 def test_padded_batches_of_a_plan(monkeypatch: pytest.MonkeyPatch, variant: str, verify: Any) -> None:
     options: dict[str, Any] = {"pad_token_id": PAD, "verify": verify}
     batches = [workload(variant, rows=6, prompt=24, response=100, seed=seed, fill=0.4, group=3) for seed in range(4)]
