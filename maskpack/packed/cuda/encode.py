@@ -9,6 +9,7 @@ are left to the host. Two synchronisations: one for the measures, one for the bo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -246,7 +247,7 @@ def encoded(
     bounds = [layout.row_offsets for layout in layouts.values()]
     pads = {number: row_pads[form.path] for number, form in enumerate(tensors) if form.path in row_pads}
     encoder = Encoder(recipe, units, bounds, rows, device)
-    found = encoder.written(encoder.measured(), layouts, dense_rows, pads)
+    found = encoder.written(encoder.measured()[0], layouts, dense_rows, pads)
     forms.missed(found.left)
     forms.uses += 1
     return found if found.numbers else None
@@ -289,28 +290,38 @@ class Encoder:
         self, recipe: Recipe, units: IntArray, bounds: Sequence[IntArray], rows: int, device: torch.device
     ) -> None:
         self._recipe, self._units, self._rows, self._device = recipe, units, rows, device
-        self._told = self._sent(units, *bounds)
+        size = units.size + sum(own.size for own in bounds)
+        self._staging = self._pinned(size + units.size + 4 * rows * len(units))
+        self._told = self._sent(self._staging[:size], units, *bounds)
 
-    @property
-    def _tables(self) -> Tensor:
-        return self._told[self._units.size :]
+    def _pinned(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=self._device.type == "cuda")
 
-    def _sent(self, *arrays: IntArray) -> Tensor:
+    def _sent(self, staging: Tensor, *arrays: IntArray) -> Tensor:
         """Arrays, one behind the other, on the device."""
-        size = sum(array.size for array in arrays)
-        staging = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=self._device.type == "cuda")
         np.concatenate([array.reshape(-1) for array in arrays], out=staging.numpy())
         return staging.to(self._device, non_blocking=True)
 
-    def measured(self) -> IntArray:
-        """int64 [units, rows, len(Stat)]: what the forms of all rows take. One synchronisation."""
+    def measured(self, *others: Tensor) -> tuple[IntArray, list[Words]]:
+        """int64 [units, rows, len(Stat)]: what the forms of all rows take; and copies of `others`, int32 [n] on the
+        device, n even, on the host. One synchronisation."""
         from maskpack.packed.cuda import encode_kernel as kernels  # Triton is imported on first use
 
         count, width = len(self._units), len(Stat._fields)
         fresh = torch.empty if (self._units[:, ROWS] == self._rows).all() else torch.zeros
-        stats = fresh(count * self._rows * width, dtype=torch.int64, device=self._device)
-        kernels.measure(self._told, self._tables, stats, count, self._rows)
-        return to_pinned(stats).numpy().reshape(count, self._rows, width)
+        size = count * self._rows * width
+        stats = fresh(size, dtype=torch.int64, device=self._device)
+        kernels.measure(self._told, self._told[self._units.size :], stats, count, self._rows)
+        out = self._pinned(size + sum(x.numel() // 2 for x in others))
+        out[:size].copy_(stats, non_blocking=True)
+        ends = np.cumsum([size, *(x.numel() // 2 for x in others)]).tolist()
+        for x, begin, end in zip(others, ends[:-1], ends[1:], strict=True):
+            out[begin:end].copy_(x.view(torch.int64), non_blocking=True)
+        if stats.is_cuda:
+            torch.cuda.current_stream(self._device).synchronize()
+        line = out.numpy()
+        copies = [line[begin:end].view(np.int32) for begin, end in itertools.pairwise(ends)]
+        return line[:size].reshape(count, self._rows, width), copies
 
     def written(
         self,
@@ -337,8 +348,8 @@ class Encoder:
                 used += line.nbytes
         end = -(-used // 8) * 8
         line = torch.zeros(end + count, dtype=torch.uint8, device=self._device)
-        sent = self._sent(units, placed.spots)
-        kernels.write(sent, self._tables, sent[units.size :], line, count, rows, end)
+        sent = self._sent(self._staging[self._told.numel() :], units, placed.spots)
+        kernels.write(sent, self._told[units.size :], sent[units.size :], line, count, rows, end)
         odd = (stats[:, :, 0] & ODD).any(1) & (units[:, _BOOLS] != 0)
         found = to_pinned(line).numpy()
         body, differing = found[:used], found[end:]
