@@ -7,7 +7,8 @@ The bytes of a pinned batch are copied from its own memory, others go through a 
 came from another device lie there already (`mirrored`). While they are copied, the host writes the tables, which follow
 in a second, small copy.
 
-Nothing here synchronises. The tensors returned keep neither the staged bytes nor the memory of each other alive.
+Nothing here synchronises but `mirrored`. The tensors returned keep neither the staged bytes nor the memory of each
+other alive.
 """
 
 from __future__ import annotations
