@@ -51,7 +51,7 @@ verl: arguments of a worker call; dataplane: bytes and times of TransferQueue, w
 endurance: memory over 1000 dispatches a round; all: what runs on this machine, as a page"""
 _PLOT_HELP = "also draw a chart there, as SVG; dispatch: times against the link; plan: tokens of each micro-batch"
 _ONLY = (
-    "payload: variants of the batch; ops: layout,pack,unpack,wide,decode,logprobs; replay, prefixes: small,large; "
+    "payload: variants of the batch; ops: layout,pack,unpack,wide,decode,peer,logprobs; replay, prefixes: small,large; "
     "prefixes: agent"
 )
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from bench.workloads import PAD_ID
 
 _SEQUENCE = ("input_ids", "attention_mask", "position_ids", "routed_experts")
-_AXES = ("sequence", "prompt", "response")
+AXES = ("sequence", "prompt", "response")
 
 
 def axis_of(name: str) -> str:
@@ -32,7 +32,7 @@ def masks_of(batch: TensorDictBase) -> dict[str, Tensor]:
     """bool [B, S], [B, P], [B, R]: the masks of the three axes, from attention_mask."""
     sequence = batch["attention_mask"].bool()
     split = sequence.shape[1] - batch["responses"].shape[1]
-    return dict(zip(_AXES, (sequence, sequence[:, :split], sequence[:, split:]), strict=True))
+    return dict(zip(AXES, (sequence, sequence[:, :split], sequence[:, split:]), strict=True))
 
 
 # -------------------------------------------------------------------- the usual code

@@ -3,6 +3,7 @@
     layout    a mask [B, S] -> RowLayout        wide       pack and unpack rows of features, and their gradients
     pack      ten fields in one call, and one   decode     a packed batch from the host to the device
     unpack    ten fields, a pad for each        logprobs   log-probs without the logits
+    peer      a batch from one GPU to another of the same host
 
 B is four times `rows`. Masks: those of the reference workload (one run a row), its multi-turn variant with the tool
 output left out (several runs), scattered positions of the same density, all real. Every result is compared bit for bit
@@ -22,7 +23,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from bench import baselines, ops_decode
+from bench import baselines, ops_decode, ops_peer
 from bench import ops_rivals as rivals
 from bench.gpu import Clock, Times, Work, copy_terabytes, fill_terabytes, launch_us
 from bench.measure import progress, require_same_tensor
@@ -91,7 +92,7 @@ class Stage:
 def run(
     rows: int = 256, rounds: int = 9, *, only: Sequence[str] | None = None, sizes: Sizes | None = None
 ) -> list[Row]:
-    """The rows of the report, of all groups or of those in `only`; logprobs needs a GPU.
+    """The rows of the report, of all groups or of those in `only`; logprobs needs a GPU, peer two.
 
     Raises ValueError for a group that does not exist, NotExact if ours or a rival gives other bits.
     """
@@ -107,6 +108,8 @@ def run(
             report += KERNELS[group](stage)
     if "decode" in wanted:
         report += ops_decode.rows(Clock(device, rounds), rows, sizes.prompt_width, sizes.response_width)
+    if "peer" in wanted:
+        report += ops_peer.rows(rows, rounds, sizes.prompt_width, sizes.response_width)
     if "logprobs" in wanted and device.type == "cuda":
         from bench import ops_log_probs
 
@@ -419,4 +422,4 @@ def uneven_rows(rows: int, width: int, total: int) -> Tensor:
 
 
 KERNELS: dict[str, Callable[[Stage], list[Row]]] = {"layout": _layout, "pack": _pack, "unpack": _unpack, "wide": _wide}
-GROUPS = (*KERNELS, "decode", "logprobs")
+GROUPS = (*KERNELS, "decode", "peer", "logprobs")

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 import maskpack
-from bench import baselines, nest
+from bench import baselines, nest, ops_encode
 from bench.gpu import Clock, Work
 from bench.measure import NotExact, progress, require_same, require_same_tensor
 from bench.report import Row
@@ -37,9 +37,10 @@ def rows(clock: Clock, count: int, prompt_width: int, response_width: int) -> li
     ]
     packed = [compress(part, pad_token_id=PAD_ID) for part in parts]
     report = _decode(clock, parts[0], packed[0], _TARGETS) + nest.on_device(clock, parts[0])
-    report += _one_by_one(clock, packed)
-    whole = _joined(parts)
-    return [*report, *_decode(clock, whole, PackedBatch.cat(packed), _TARGETS_LARGE), *nest.on_device(clock, whole)]
+    report += _one_by_one(clock, packed) + ops_encode.rows(clock, parts[0])
+    whole = joined(parts)
+    report += _decode(clock, whole, PackedBatch.cat(packed), _TARGETS_LARGE) + nest.on_device(clock, whole)
+    return report + ops_encode.rows(clock, whole)
 
 
 def _one_by_one(clock: Clock, packed: list[PackedBatch]) -> list[Row]:
@@ -53,7 +54,8 @@ def _one_by_one(clock: Clock, packed: list[PackedBatch]) -> list[Row]:
     return [Row(case, f"{name}, pinned, wall", us, "us") for name, us in clock.wall_us(works).items()]
 
 
-def _joined(parts: list[TensorDict]) -> TensorDict:
+def joined(parts: list[TensorDict]) -> TensorDict:
+    """The rows of padded batches, one after the other."""
     names = parts[0].keys()
     fields = {name: torch.cat([part[name] for part in parts]) for name in names}
     return TensorDict(fields, batch_size=[sum(part.batch_size[0] for part in parts)])
@@ -78,7 +80,7 @@ def _decode(clock: Clock, batch: TensorDict, packed: PackedBatch, targets: Mappi
         others[f"{layout}, decoded on the host"] = _decoding_on_host(packed, layout, device)
         for name, work in {**ours, **others}.items():
             if name.startswith(layout):
-                _require(f"{case}, {name}", work(), batch, layout)
+                require_batch(f"{case}, {name}", work(), batch, layout)
     others[_COPY_PINNED] = lambda: [field.to(device, non_blocking=True, copy=True) for field in pinned_fields]
     others[_COPY] = lambda: [field.to(device, copy=True) for field in fields]
     others[_JAGGED] = lambda: [one.to(device, non_blocking=True, copy=True) for one in pinned_values]
@@ -138,10 +140,11 @@ def _ratios(case: str, wall: Mapping[str, float], targets: Mapping[str, str]) ->
 # -------------------------------------------------------------------- exactness
 
 
-def _require(what: str, seen: TensorDict, batch: TensorDict, layout: str) -> None:
-    """Raises NotExact unless `seen` is the batch, padded or nested, on the host for the comparison."""
+def require_batch(what: str, seen: TensorDict, batch: TensorDict, layout: str) -> None:
+    """Raises NotExact unless `seen` is the batch, padded or nested; compared on the device of the batch."""
+    home = batch["attention_mask"].device
     if layout == "padded":
-        require_same(what, seen.cpu(), batch)
+        require_same(what, seen.to(home), batch)
         return
     seen = seen.exclude(maskpack.LAYOUTS)
     if list(seen.keys()) != list(batch.keys()):
@@ -153,7 +156,7 @@ def _require(what: str, seen: TensorDict, batch: TensorDict, layout: str) -> Non
 
 
 def _require_nested(what: str, seen: Tensor, values: Tensor, mask: Tensor) -> None:
-    require_same_tensor(f"{what}, values", seen.values().cpu(), values)
+    require_same_tensor(f"{what}, values", seen.values().to(values.device), values)
     require_same_tensor(
-        f"{what}, offsets", seen.offsets().cpu(), torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0))
+        f"{what}, offsets", seen.offsets().to(mask.device), torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0))
     )

@@ -29,6 +29,7 @@ KERNELS = {
     "ops.pack_triton",
     "ops.log_probs_triton",
     "ops.prefix_attention_triton",
+    "packed.cuda.encode_kernel",
     "packed.cuda.kernel",
 }
 """The modules that import Triton; they are imported inside functions."""

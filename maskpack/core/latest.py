@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Hashable
 from threading import Lock
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 _T = TypeVar("_T")
 
 
 class Latest(Generic[_T]):
-    """What was remembered latest, by keys."""
+    """The values of at most `most` keys; the key that was kept first is dropped first."""
 
-    MOST = 64
-
-    def __init__(self) -> None:
-        self._known: OrderedDict[Any, _T] = OrderedDict()
+    def __init__(self, most: int = 64) -> None:
+        self._known: dict[Hashable, _T] = {}
+        self._most = most
         self._lock = Lock()
+        self.get = self._known.get
 
-    def get(self, key: Any) -> _T | None:
+    def keep(self, key: Hashable, value: _T) -> _T:
+        """Remembers a value, and returns it."""
         with self._lock:
-            return self._known.get(key)
-
-    def keep(self, key: Any, value: _T) -> None:
-        with self._lock:
+            self._known.pop(key, None)
+            while len(self._known) >= self._most:
+                del self._known[next(iter(self._known))]
             self._known[key] = value
-            self._known.move_to_end(key)
-            while len(self._known) > self.MOST:
-                self._known.popitem(last=False)
+        return value
 
     def clear(self) -> None:
         with self._lock:

@@ -9,16 +9,14 @@ Launch remembers the compiled kernel; its caller vouches that the arguments are 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from threading import Lock
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-_Value = TypeVar("_Value")
 _HERE = nullcontext()
 
 
@@ -49,24 +47,6 @@ class Launch:
         compiled = self._kernel[(programs,)](*arguments, **self._options)
         if remember and isinstance(compiled, CompiledKernel):  # the interpreter has none
             self._compiled = compiled
-
-
-class Recent(Generic[_Value]):
-    """The values of at most `most` keys; the key that was put first is dropped first."""
-
-    def __init__(self, most: int = 256) -> None:
-        self._values: dict[Hashable, _Value] = {}
-        self._most = most
-        self._lock = Lock()
-        self.get = self._values.get
-
-    def put(self, key: Hashable, value: _Value) -> _Value:
-        """Remembers a value and returns it."""
-        with self._lock:
-            while len(self._values) >= self._most:
-                del self._values[next(iter(self._values))]
-            self._values[key] = value
-        return value
 
 
 def aligned(addresses: Sequence[int]) -> bool:

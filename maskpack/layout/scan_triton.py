@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from maskpack.layout.launch_triton import Launch, Recent, addresses_of
+from maskpack.core.latest import Latest
+from maskpack.layout.launch_triton import Launch, addresses_of
 from maskpack.layout.scan import Scan
 from maskpack.layout.span_index import BLOCK, MOST_TOKENS, SpanIndex, blocks_of, lists_places, words_of
 
@@ -194,12 +195,12 @@ class _Kind(NamedTuple):
     list_spans: tuple[Launch, Launch]
 
 
-_kinds: Recent[_Kind] = Recent()
+_kinds: Latest[_Kind] = Latest(256)
 
 
 def _kind_of(mask: Tensor, hinted: bool) -> _Kind:
     key = (mask.device, mask.dtype, mask.shape, mask.stride(0), mask.data_ptr() & 15, hinted)
-    return _kinds.get(key) or _kinds.put(key, _kind(mask))
+    return _kinds.get(key) or _kinds.keep(key, _kind(mask))
 
 
 def _kind(mask: Tensor) -> _Kind:

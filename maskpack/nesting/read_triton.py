@@ -26,8 +26,6 @@ from maskpack.nesting import device_read as jobs
 KIND, WORD, ROW_PADS, PAD = (tl.constexpr(place) for place in (0, 1, 3, jobs.PAD_NUMBERS))
 EDGE, BY_ROW, BY_SIGN = tl.constexpr(jobs.EDGE_PAD), tl.constexpr(jobs.BY_ROW), tl.constexpr(jobs.BY_SIGN)
 _WARPS = 4
-_MORE = {} if torch.version.hip else {"maxnreg": 80}
-"""The compiler would take 115 registers; a multiprocessor then holds 4 programs instead of 6."""
 
 
 @triton.jit
@@ -214,5 +212,5 @@ def launch(tables: Tensor, count: int, jobs_at: int, programs: int) -> None:
     """
     with torch.cuda.device_of(tables):  # Triton launches on the current device
         _read[(programs,)](
-            tables, count, jobs_at, CHUNK=jobs.CHUNK, SPAN=jobs.SPAN, FIRSTS=jobs.FIRSTS, num_warps=_WARPS, **_MORE
+            tables, count, jobs_at, CHUNK=jobs.CHUNK, SPAN=jobs.SPAN, FIRSTS=jobs.FIRSTS, num_warps=_WARPS
         )

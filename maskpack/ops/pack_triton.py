@@ -22,7 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from maskpack.layout.launch_triton import Launch, Recent, addresses_of, aligned, device_of
+from maskpack.core.latest import Latest
+from maskpack.layout.launch_triton import Launch, addresses_of, aligned, device_of
 from maskpack.layout.span_index import BLOCK, MOST_TOKENS, SpanIndex
 
 CONSTANT, EDGE, PER_ROW = 0, 1, 2
@@ -248,8 +249,8 @@ class _Plan(NamedTuple):
     copied: list[int]
 
 
-_packs: Recent[_Plan] = Recent()
-_unpacks: Recent[_Plan] = Recent()
+_packs: Latest[_Plan] = Latest(256)
+_unpacks: Latest[_Plan] = Latest(256)
 
 
 def pack(fields: Sequence[Tensor], index: SpanIndex, num_tokens: int) -> list[Tensor]:
@@ -261,7 +262,7 @@ def pack(fields: Sequence[Tensor], index: SpanIndex, num_tokens: int) -> list[Te
         for x, source in zip(fields, sources, strict=True)
     ]
     key = (starts.device, of_rows is None, places is None, *kinds)
-    plan = _packs.get(key) or _packs.put(key, _plan_pack(fields))
+    plan = _packs.get(key) or _packs.keep(key, _plan_pack(fields))
     if plan.copied:
         return pack(_copied(fields, plan), index, num_tokens)
     outs = [x.new_empty((num_tokens, *x.shape[2:])) for x in fields]
@@ -290,7 +291,7 @@ def unpack(
     pads_at = [pad.data_ptr() if isinstance(pad, Tensor) else None for pad in pads]
     alike = [pad if at is None else at & 15 for pad, at in zip(pads, pads_at, strict=True)]
     key = (starts.device, bits is None, rows, width, *kinds, *alike, *modes)
-    plan = _unpacks.get(key) or _unpacks.put(key, _plan_unpack(values, rows, width, pads, modes))
+    plan = _unpacks.get(key) or _unpacks.keep(key, _plan_unpack(values, rows, width, pads, modes))
     if plan.copied:
         return unpack(_copied(values, plan), index, rows, width, pads, modes)
     outs = [x.new_empty((rows, width, *x.shape[1:])) for x in values]

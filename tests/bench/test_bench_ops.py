@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch.nn.functional import log_softmax
 
-from bench import baselines, gpu, ops_decode, ops_log_probs
+from bench import baselines, gpu, ops_decode, ops_log_probs, ops_peer
 from bench import ops as case
 from bench import ops_rivals as rivals
 from bench.measure import NotExact
+from bench.workloads import make_batch
 from maskpack import ops
 
 CPU = torch.device("cpu")
@@ -228,6 +229,55 @@ def test_figures_show_ours_in_all_ways_and_the_others_in_their_best():
         ("waits / maskpack", 4.0, "x", None, None),
         ("maskpack / flows", 10 / 30, "x", "<= 0.5", True),
     ]
+
+
+# -------------------------------------------------------------------- from one GPU to another
+
+
+def test_batches_cross_between_two_processes():
+    rows = ops_peer.measured("gloo", 2, ops_peer.Sizes(ROWS, 37, 229))
+    assert len({(row.case, row.name) for row in rows}) == len(rows) == 2 * (4 + 5 + 2 + 2 * 3 + 4)
+    assert {row.case for row in rows} == {"ops peer, 5 rows", "ops peer, 40 rows"}
+    assert all(math.isfinite(row.value) and row.value > 0 for row in rows)
+    for case_name in ("ops peer, 5 rows", "ops peer, 40 rows"):
+        figures = {row.name: row.value for row in rows if row.case == case_name}
+        sent = [figures[f"{name}, crossing"] for name in ("padded tensors", "jagged values and offsets", "packed")]
+        assert sent == sorted(sent, reverse=True)
+
+
+def test_figures_of_peers_are_of_what_both_did():
+    tensors = (lambda: None), (lambda tensors: None)
+    ways = {name: ops_peer.Way(tensors, tensors, "nested") for name in (ops_peer._PADDED, ops_peer._JAGGED)}
+    ways[ops_peer._NESTED] = ops_peer.Way(tensors, tensors, "nested", ("nest", "send"))
+    ways |= {
+        name: ops_peer.Way(tensors, tensors, "nested", ("encode", "send", "decode"))
+        for name in ops_peer._PACKED.values()
+    }
+    sender = {name: [ops_peer.Marks(1.0, 1.25, 1.75)] for name in ways}
+    receiver = {name: [ops_peer.Marks(0.5, 2.0, 3.0)] for name in ways}
+    receiver[ops_peer._PADDED] = [ops_peer.Marks(0.5, 4.0, 5.0)]
+    rows = {row.name: row.value for row in ops_peer._figures("c", ways, sender, receiver)}
+    assert rows["padded tensors, wall"] == 4000
+    assert rows["packed, to nested, wall"] == 2000
+    stages = [rows[f"packed, to nested, {stage}"] for stage in ("encode", "send", "decode")]
+    assert stages == [250, 750, 1000]
+    assert rows["padded tensors / packed, to padded"] == 2
+
+
+def test_a_bit_that_is_lost_on_the_way_raises(monkeypatch):
+    batch = make_batch("reference", ROWS, prompt_width=37, response_width=229)
+    peer = ops_peer._Peer(1, CPU, None, batch)
+    spoilt = batch.clone()
+    spoilt["entropys"] = _spoil(spoilt["entropys"])
+    monkeypatch.setattr(peer, "_run", lambda way: (spoilt, None))
+    with pytest.raises(NotExact, match=r"ops peer, 5 rows, padded tensors.*entropys"):
+        peer.rows(1)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="for machines without two GPUs")
+def test_peers_need_two_gpus(capsys):
+    assert {row.case for row in run("peer")} == {"ops, what the device can do"}
+    assert capsys.readouterr().err == "ops peer: skipped, because this machine has fewer than two GPUs\n"
 
 
 # -------------------------------------------------------------------- log-probs

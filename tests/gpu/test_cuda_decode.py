@@ -148,6 +148,20 @@ def test_one_launch_few_copies_no_sync(layout: Any, pinned: bool) -> None:
     assert "decode" in kernels[0]
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_body_that_lies_there_is_not_copied(layout: Any) -> None:
+    packed, buffers = packed_of(), list[pickle.PickleBuffer]()
+    stream = pickle.dumps(packed, protocol=5, buffer_callback=buffers.append)
+    there = torch.frombuffer(bytearray(buffers[0]), dtype=torch.uint8).cuda()
+    received = pickle.loads(stream, buffers=[staging.mirrored(there)])
+    assert_same(decompress(received, format=layout, device="cuda"), decompress(packed, format=layout, device="cpu"))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        decompress(received, format=layout, device="cuda")
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len([name for name in names if "Memcpy HtoD" in name]) == 1, names
+
+
 @pytest.mark.parametrize("pinned", [False, True])
 def test_many_in_flight_on_two_streams(pinned: bool) -> None:
     """Staging memory goes round while copies are under way."""

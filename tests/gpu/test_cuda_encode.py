@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ def test_workloads(monkeypatch: pytest.MonkeyPatch, variant: str, nested: bool) 
     tables.forget()
     done: list[encoding.OnDevice | None] = []
     plans: list[bool] = []
+    encoded = 0
     of_fields, of_plan = encoding.encoded, DevicePlan.encoded
     monkeypatch.setattr(encoding, "encoded", lambda *given: (done.append(of_fields(*given)), done[-1])[1])
 
@@ -48,10 +50,9 @@ def test_workloads(monkeypatch: pytest.MonkeyPatch, variant: str, nested: bool) 
         assert_fields(decompress(packed, device="cpu"), batch)
         assert_fields(decompress(packed), batch)
         assert packed.nbytes <= 1.02 * expected.nbytes + 4096
-        by_plan = bool(plans) and plans[-1]
-        assert (done == [None]) == (seed == 0)
-        assert by_plan or seed == 0 or len(done[0].numbers) >= 8
-    assert plans == ([True, True] if not nested and variant in _PLANNED else [])
+        encoded += bool(plans and plans[-1]) or any(found is not None and len(found.numbers) >= 8 for found in done)
+    assert encoded >= 2  # the host chooses forms for the first one, and where some field does not fit its form
+    assert any(plans) == (not nested and variant in _PLANNED)
 
 
 def assert_fields(seen: TensorDict, expected: TensorDict) -> None:
@@ -81,12 +82,12 @@ def test_random_fields() -> None:
                 [torch.from_numpy(row(int(n))).to(dtype) for n in own], layout=torch.jagged, device="cuda"
             )
         for order in (torch.arange(rows), torch.randperm(rows)):
-            batch = tables_batch(fields, order, rows)
+            batch = batch_of(fields, order, rows)
             packed = compress(batch)
             assert_fields(decompress(packed, format="nested").exclude(LAYOUTS), batch.cpu())
 
 
-def tables_batch(fields: dict[str, torch.Tensor], order: torch.Tensor, rows: int):
+def batch_of(fields: dict[str, torch.Tensor], order: torch.Tensor, rows: int):
     taken = {
         name: torch.nested.nested_tensor([field.unbind()[int(at)] for at in order], layout=torch.jagged)
         for name, field in fields.items()
@@ -96,9 +97,15 @@ def tables_batch(fields: dict[str, torch.Tensor], order: torch.Tensor, rows: int
 
 def test_synchronisations() -> None:
     tables.forget()
-    batches = [nest_batch_by_mask(workload(seed=seed, **_SIZES).to("cuda"), pad_token_id=PAD) for seed in range(3)]
-    compress(batches[0], pad_token_id=PAD)
-    compress(batches[1], pad_token_id=PAD)
-    packed = compress(batches[2], pad_token_id=PAD)
-    root = torch.from_numpy(packed.table.body)
-    assert root.is_pinned()
+    batches = [workload(seed=seed, **_SIZES).to("cuda") for seed in range(4)]
+    for batch in batches[:3]:
+        compress(batch, pad_token_id=PAD)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            packed = compress(batches[3], pad_token_id=PAD)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sum("synchronizing CUDA operation" in str(warning.message) for warning in seen) <= 2
+    assert torch.from_numpy(packed.table.body).is_pinned()

@@ -94,7 +94,7 @@ def test_other_rows_of_about_as_many(surveys: list[int]) -> None:
 
 
 def test_plans_are_bounded_and_forgotten(surveys: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table.Latest, "MOST", 2)
+    monkeypatch.setattr(table.plans, "_most", 2)
     made = [samples.workload(rows=4, response=response) for response in (8, 9, 10)]
     for batch in (*made, *made[1:]):
         compress(batch, pad_token_id=PAD)

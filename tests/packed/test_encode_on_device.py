@@ -176,6 +176,34 @@ def test_workloads_have_the_arrays_of_the_core(monkeypatch: pytest.MonkeyPatch, 
 
 @kernel_test
 @quiet
+def test_forms_of_a_padded_batch_serve_a_nested_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose layouts come in another order."""
+    batches = [workload(rows=6, prompt=24, response=100, seed=seed, fill=0.4, group=3) for seed in (0, 1, 2)]
+    seen = Planned(monkeypatch)
+    compress(batches[0], pad_token_id=PAD)
+    for batch in batches:
+        packed = compress(nest_batch_by_mask(batch, pad_token_id=PAD), pad_token_id=PAD)
+        assert len(seen.names(packed)) >= 10
+        assert_same_batch(decompress(packed), batch)
+
+
+@kernel_test
+@quiet
+def test_a_batch_of_jagged_fields_and_one_that_is_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(3)
+    batches = [
+        TensorDict({"a": rows_of([rng.integers(0, 9, n) for n in (3, 0, 70)], torch.int64), "b": own}, batch_size=[])
+        for own in (torch.tensor([[True, False]] * 5), torch.tensor([[False, True]] * 5))
+    ]
+    seen = Seen(monkeypatch)
+    for batch in batches:
+        packed = compress(batch, registry={"b": DENSE})
+        assert_same_batch(decompress(packed, format="nested").exclude(LAYOUTS), batch)
+    assert seen.names(packed) == {"a", "b"}
+
+
+@kernel_test
+@quiet
 def test_what_does_not_fit_its_form_is_left_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(5)
     steps, noise, other = ([f(n) for n in LENGTHS[0]] for f in (np.arange, lambda n: rng.integers(0, 99, n), np.arange))
@@ -207,9 +235,9 @@ def test_rows_are_equal_by_their_words_not_by_their_hash(monkeypatch: pytest.Mon
     if hashes == "equal":
         measured = encoding.Encoder.measured
 
-        def collided(self: Any) -> Any:
-            found = measured(self)
-            found[:, :, 6] = 1
+        def collided(self: Any, *others: Tensor) -> Any:
+            found = measured(self, *others)
+            found[0][:, :, 6] = 1
             return found
 
         monkeypatch.setattr(encoding.Encoder, "measured", collided)
@@ -300,8 +328,9 @@ class Planned(Seen):
 
 @kernel_test
 @quiet
-@pytest.mark.parametrize("verify", ["always", "never"])
-@pytest.mark.parametrize("variant", ["reference", "ppo", "routed-experts"])
+@pytest.mark.parametrize(
+    ("variant", "verify"), [("reference", "always"), ("ppo", "never"), ("routed-experts", "always")]
+)
 def test_padded_batches_of_a_plan(monkeypatch: pytest.MonkeyPatch, variant: str, verify: Any) -> None:
     options: dict[str, Any] = {"pad_token_id": PAD, "verify": verify}
     batches = [workload(variant, rows=6, prompt=24, response=100, seed=seed, fill=0.4, group=3) for seed in range(4)]

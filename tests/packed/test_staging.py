@@ -376,6 +376,34 @@ def test_pinned_batches_are_copied_from_where_they_lie(monkeypatch: pytest.Monke
     assert_decodes(large[3:5])
 
 
+@kernel_test
+def test_bodies_on_the_device_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = small("reference")
+    buffers: list[pickle.PickleBuffer] = []
+    stream = pickle.dumps(packed, protocol=5, buffer_callback=buffers.append)
+    there = torch.frombuffer(bytearray(buffers[0]), dtype=torch.uint8)
+    launch, seen = _launch(), list[int]()
+    monkeypatch.setattr(
+        "maskpack.packed.cuda.kernel.launch", lambda body, *more: [seen.append(body.data_ptr()), launch(body, *more)]
+    )
+    received = pickle.loads(stream, buffers=[staging.mirrored(there)])
+    assert_decodes(received)
+    assert_decodes(received[2:])
+    assert set(seen) == {there.data_ptr()}
+    assert_decodes(received[[3, 0]])
+    assert len(set(seen)) > 1
+
+
+def test_a_body_on_another_device_is_copied() -> None:
+    there = torch.arange(80, dtype=torch.uint8)
+    body = staging.mirrored(there)[8:40]
+    assert staging._sent(body, torch.device("cpu")).data_ptr() == there.data_ptr() + 8
+    body = memoryview(body).toreadonly()
+    for array in (np.frombuffer(body, np.uint8), np.frombuffer(pickle.PickleBuffer(body), np.uint8)[4:]):
+        assert staging._sent(array, torch.device("cpu")).tolist() == array.tolist()
+        assert staging._sent(array, torch.device("meta")).is_meta
+
+
 def _launch() -> Any:
     from maskpack.packed.cuda import kernel as _decode_kernel
 

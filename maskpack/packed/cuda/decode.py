@@ -3,10 +3,12 @@
     body of a table ---one copy---> body  ---+
     jobs of its fields (jobs.py) ----------> tables --one kernel--> nested or padded tensors
 
-The bytes of a pinned batch are copied from its own memory, others go through a pinned buffer. While they are copied,
-the host writes the tables, which follow in a second, small copy.
+The bytes of a pinned batch are copied from its own memory, others go through a pinned buffer; those of a body that
+came from another device lie there already (`mirrored`). While they are copied, the host writes the tables, which follow
+in a second, small copy.
 
-Nothing here synchronises. The tensors returned keep neither the staged bytes nor the memory of each other alive.
+Nothing here synchronises but `mirrored`. The tensors returned keep neither the staged bytes nor the memory of each
+other alive.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 
 from maskpack.core.backends import uses_triton
-from maskpack.core.bits import Words, address, from_words, root_of
+from maskpack.core.bits import Words, address, from_words, root_of, to_pinned
 from maskpack.core.index import IntArray
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Path
@@ -199,7 +201,11 @@ def _entries_for(array: Words) -> int:
 
 
 def _sent(body: Words, device: torch.device) -> Tensor:
-    """The bytes of a body, uint8, on their way to the device."""
+    """The bytes of a body, uint8, on their way to the device, or there already."""
+    owner = _owner(body)
+    if isinstance(owner, _Mirror) and owner.there.device == torch.empty(0, device=device).device:  # cuda is cuda:0
+        begin = address(body) - owner.address
+        return owner.there[begin : begin + body.nbytes]
     source = _pinned(body)
     if source is None:
         source = torch.empty(body.size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
@@ -218,6 +224,29 @@ def _pinned(body: Words) -> Tensor | None:
         return None
     begin = address(body) - whole.data_ptr()
     return whole[begin : begin + body.nbytes]
+
+
+def _owner(memory: Any) -> Any:
+    """What owns the memory of an array or of a buffer."""
+    while isinstance(memory, np.ndarray | memoryview):
+        memory = memory.base if isinstance(memory, np.ndarray) else memory.obj
+    return memory
+
+
+class _Mirror:
+    """A copy on the host of bytes that lie on a device."""
+
+    def __init__(self, there: Tensor) -> None:
+        self.there = there
+        self._host = to_pinned(there)
+        self.address = self._host.data_ptr()
+        self.__array_interface__ = self._host.numpy().__array_interface__
+
+
+def mirrored(there: Tensor) -> Words:
+    """uint8 [nbytes] on the host, a copy of `there`. A batch whose body it is, unpickled with it as the buffer, is
+    decoded on the device of `there` from there: the host reads the small arrays of the body alone. Synchronises."""
+    return np.asarray(_Mirror(there))
 
 
 def pinned_memory(nbytes: int) -> Words:

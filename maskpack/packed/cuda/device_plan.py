@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
@@ -27,7 +26,7 @@ from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.nesting.survey import Survey
 from maskpack.packed.batch_plan import WHOLE, cuts_of
 from maskpack.packed.cuda import encode_job as job
-from maskpack.packed.cuda.encode import COUNTS, WORDS, Encoder, Forms, Recipe, forms_of
+from maskpack.packed.cuda.encode import BOUNDS, COUNTS, ROWS, WORDS, Encoder, Forms, Recipe, forms_of
 from maskpack.packed.cuda.encode_job import ODD, Unit
 from maskpack.packed.table import Table, wholes_first, words_of_one
 
@@ -71,12 +70,12 @@ class DevicePlan:
         lines = [_line(form, x, trusted) for form, x in zip(tensors, entries, strict=True)]
         if len(devices) > 1 or any(line is None for line in lines):
             return None
-        recipe = forms.recipe(range(len(tensors)), found.rows, found.rows)
+        recipe = forms.recipe(range(len(tensors)), wholes_first(found.layouts), found.rows, found.rows)
         if len(recipe.tensors) < len(tensors):
             return None
         units, mask_of = np.array(recipe.units), np.full(len(recipe.units), -1)
         for at, owner in enumerate(recipe.owners):
-            own, line, layout = Unit(*units[at].tolist()), lines[recipe.tensors[int(owner)]], int(units[at][_BOUNDS])
+            own, line, layout = Unit(*units[at].tolist()), lines[recipe.tensors[int(owner)]], int(units[at][BOUNDS])
             assert line is not None
             if layout >= 0:
                 mask_of[at], low, width = cuts[layout]
@@ -108,11 +107,11 @@ class DevicePlan:
         units: IntArray = np.array(self.units)
         units[:, WORDS] = np.array([entries[at].data_ptr() for at in self.inputs])[self.recipe.owners]
         units[:, COUNTS] = np.array([*(own.data_ptr() for own in counts), 0])[self.mask_of]
-        units[:, _ROWS] = rows
+        units[:, ROWS] = rows
         encoder = Encoder(self.recipe, units, [], rows, device)
-        on_host = [_started(own[: 3 * rows]) for own in counts]
-        stats = encoder.measured()  # the counts are there then, too
-        flags, of_rows = stats[:, :, 0], [own.numpy().reshape(3, rows) for own in on_host]
+        even = 3 * rows + rows % 2
+        stats, copies = encoder.measured(*(own[:even] for own in counts))
+        flags, of_rows = stats[:, :, 0], [own[: 3 * rows].reshape(3, rows) for own in copies]
         if (flags & (ODD | job.STRAY)).any() or any(int(own[1].max()) > 1 for own in of_rows):
             return None
         found = encoder.written(stats, self._layouts(of_rows, entries), rows, {})
@@ -130,9 +129,6 @@ class DevicePlan:
             name: wholes[mask] if low == WHOLE else wholes[mask].narrow(low, low + width)
             for name, mask, low, width in self.cuts
         }
-
-
-_BOUNDS, _ROWS = (Unit._fields.index(name) for name in ("bounds", "rows"))
 
 
 @dataclass(frozen=True)
@@ -160,10 +156,3 @@ def _line(form: FieldForm, x: Tensor, trusted: bool) -> _Line | None:
         return _Line(x.stride(0), job.BY_EDGE)
     held = None if isinstance(pad, Pad) else pad_words(pad, form.dtype)
     return _Line(x.stride(0), job.CONSTANT, held[0]) if held is not None and len(held) == 1 else None
-
-
-def _started(x: Tensor) -> Tensor:
-    """A copy in pinned memory that is there after the next synchronisation."""
-    out = torch.empty(x.numel(), dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
-    out.copy_(x, non_blocking=True)
-    return out

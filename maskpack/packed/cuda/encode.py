@@ -9,6 +9,7 @@ are left to the host. Two synchronisations: one for the measures, one for the bo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -39,7 +40,9 @@ _MOST = (1 << 31) - 2 * job.CHUNK
 _A_LOOK = 64
 """One in so many batches is encoded on the host, which looks for better forms."""
 _NOTHING = (0, 1, 0)
-WORDS, COUNTS = (Unit._fields.index(name) for name in ("words", "counts"))
+WORDS, COUNTS, ROWS, BOUNDS, _BOOLS = (
+    Unit._fields.index(name) for name in ("words", "counts", "rows", "bounds", "bools")
+)
 
 
 class _Form(NamedTuple):
@@ -88,6 +91,7 @@ class Forms:
     Attributes:
         jobs: JOB [n], each behind those that it refers to.
         order: the place of each tensor among them.
+        names: the layouts that the jobs refer to.
         kinds: the encoding of each job.
         inner: of each job the forms of its units: one, or those of its columns.
         uses: how many batches took them.
@@ -97,6 +101,7 @@ class Forms:
 
     jobs: Structs
     order: list[int]
+    names: tuple[str, ...]
     kinds: list[int]
     inner: list[list[_Form]]
     uses: int = 0
@@ -107,7 +112,7 @@ class Forms:
     @classmethod
     def of(cls, encoded: Encoded) -> Forms:
         """The forms of a batch that the host encoded."""
-        (jobs, order, _), table = encoded.jobs, encoded.table
+        (jobs, order, names), table = encoded.jobs, encoded.table
         kinds = jobs["form"]["kind"].tolist()
         inner: list[list[_Form]] = [[] for _ in kinds]
         for place, at in zip(order.tolist(), table.fields.tolist(), strict=True):
@@ -117,7 +122,7 @@ class Forms:
             elif kinds[place] != int(entry["kind"]):
                 kinds[place] = _UNKNOWN  # of no words
             inner[place] = [_Form.of(table, part) for part in table.parts(at)]
-        return cls(jobs.copy(), order.tolist(), kinds, inner)
+        return cls(jobs.copy(), order.tolist(), names, kinds, inner)
 
     def want_host(self) -> bool:
         """Whether the next batch goes to the host."""
@@ -136,15 +141,18 @@ class Forms:
         new.misses = self.misses if self.stale else {}
         return new
 
-    def recipe(self, tensors: Iterable[int], rows: int, dense_rows: int) -> Recipe:
-        """What the kernels are told of those of some tensors that they can encode."""
+    def recipe(self, tensors: Iterable[int], layouts: Iterable[str], rows: int, dense_rows: int) -> Recipe:
+        """What the kernels are told of those of some tensors that they can encode, in a batch with these `layouts`, in
+        this order."""
         out = frozenset(place for place, count in self.misses.items() if count > 1)
-        key = tuple(tensors), out, rows, dense_rows
+        key = tuple(tensors), tuple(layouts), out, rows, dense_rows
         if key not in self._recipes:
-            self._recipes[key] = self._new_recipe(set(key[0]), out, rows, dense_rows)
+            self._recipes[key] = self._new_recipe(set(key[0]), key[1], out, rows, dense_rows)
         return self._recipes[key]
 
-    def _new_recipe(self, tensors: set[int], out: Collection[int], rows: int, dense_rows: int) -> Recipe:
+    def _new_recipe(
+        self, tensors: set[int], names: Sequence[str], out: Collection[int], rows: int, dense_rows: int
+    ) -> Recipe:
         units: list[Unit] = []
         owners: list[int] = []
         lines: list[tuple[int, ...]] = []
@@ -160,7 +168,8 @@ class Forms:
                 continue
             firsts = [lines[number_of[ref]][1] for ref in refs]
             named = (firsts[0], -1, -1) if kind == native.BLOCKS and refs else (-1, *(firsts or (-1, -1)))
-            layout, items, size = int(row["layout"]), int(row["items"]), int(row["size"])
+            items, size = int(row["items"]), int(row["size"])
+            layout = -1 if row["layout"] < 0 else names.index(self.names[int(row["layout"])])
             own, bools = items // len(inner), int(row["integers"] == native.BOOLS)
             numbers = [number_of[ref] for ref in refs]
             of_fields = (*numbers, -1, -1) if kind == native.BLOCKS and refs else (-1, *(numbers or (-1, -1)))
@@ -227,18 +236,18 @@ def encoded(
     if forms is None or forms.want_host():
         return None
     own = {number: x for number, x in values.items() if x.device == device}
-    recipe = forms.recipe(own, rows, dense_rows)
+    layouts = wholes_first(layouts)
+    recipe = forms.recipe(own, layouts, rows, dense_rows)
     longest = max((layout.max_length for layout in layouts.values()), default=1)
     if not recipe.tensors or recipe.items * max(longest, 1) > _MOST:
         return None
-    layouts = wholes_first(layouts)
     held = [words(own[number]).contiguous() for number in recipe.tensors]
     units: IntArray = np.array(recipe.units)
     units[:, WORDS] = np.array([x.data_ptr() for x in held], np.int64)[recipe.owners]
     bounds = [layout.row_offsets for layout in layouts.values()]
     pads = {number: row_pads[form.path] for number, form in enumerate(tensors) if form.path in row_pads}
     encoder = Encoder(recipe, units, bounds, rows, device)
-    found = encoder.written(encoder.measured(), layouts, dense_rows, pads)
+    found = encoder.written(encoder.measured()[0], layouts, dense_rows, pads)
     forms.missed(found.left)
     forms.uses += 1
     return found if found.numbers else None
@@ -281,25 +290,38 @@ class Encoder:
         self, recipe: Recipe, units: IntArray, bounds: Sequence[IntArray], rows: int, device: torch.device
     ) -> None:
         self._recipe, self._units, self._rows, self._device = recipe, units, rows, device
-        self._bounds = self._sent(*bounds)
+        size = units.size + sum(own.size for own in bounds)
+        self._staging = self._pinned(size + units.size + 4 * rows * len(units))
+        self._told = self._sent(self._staging[:size], units, *bounds)
 
-    def _sent(self, *arrays: IntArray) -> Tensor:
+    def _pinned(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=self._device.type == "cuda")
+
+    def _sent(self, staging: Tensor, *arrays: IntArray) -> Tensor:
         """Arrays, one behind the other, on the device."""
-        sizes = [array.size for array in arrays]
-        staging = torch.empty(
-            max(sum(sizes), 1), dtype=torch.int64, device="cpu", pin_memory=self._device.type == "cuda"
-        )
-        np.concatenate([array.reshape(-1) for array in arrays] or [np.zeros(1, np.int64)], out=staging.numpy())
+        np.concatenate([array.reshape(-1) for array in arrays], out=staging.numpy())
         return staging.to(self._device, non_blocking=True)
 
-    def measured(self) -> IntArray:
-        """int64 [units, rows, len(Stat)]: what the forms of all rows take. One synchronisation."""
+    def measured(self, *others: Tensor) -> tuple[IntArray, list[Words]]:
+        """int64 [units, rows, len(Stat)]: what the forms of all rows take; and copies of `others`, int32 [n] on the
+        device, n even, on the host. One synchronisation."""
         from maskpack.packed.cuda import encode_kernel as kernels  # Triton is imported on first use
 
         count, width = len(self._units), len(Stat._fields)
-        stats = torch.empty(count * self._rows * width, dtype=torch.int64, device=self._device)
-        kernels.measure(self._sent(self._units), self._bounds, stats, count, self._rows)
-        return to_pinned(stats).numpy().reshape(count, self._rows, width)
+        fresh = torch.empty if (self._units[:, ROWS] == self._rows).all() else torch.zeros
+        size = count * self._rows * width
+        stats = fresh(size, dtype=torch.int64, device=self._device)
+        kernels.measure(self._told, self._told[self._units.size :], stats, count, self._rows)
+        out = self._pinned(size + sum(x.numel() // 2 for x in others))
+        out[:size].copy_(stats, non_blocking=True)
+        ends = np.cumsum([size, *(x.numel() // 2 for x in others)]).tolist()
+        for x, begin, end in zip(others, ends[:-1], ends[1:], strict=True):
+            out[begin:end].copy_(x.view(torch.int64), non_blocking=True)
+        if stats.is_cuda:
+            torch.cuda.current_stream(self._device).synchronize()
+        line = out.numpy()
+        copies = [line[begin:end].view(np.int32) for begin, end in itertools.pairwise(ends)]
+        return line[:size].reshape(count, self._rows, width), copies
 
     def written(
         self,
@@ -326,9 +348,9 @@ class Encoder:
                 used += line.nbytes
         end = -(-used // 8) * 8
         line = torch.zeros(end + count, dtype=torch.uint8, device=self._device)
-        sent = self._sent(units, placed.spots)
-        kernels.write(sent, self._bounds, sent[units.size :], line, count, rows, end)
-        odd = (stats[:, :, 0] & ODD).any(1) & (units[:, Unit._fields.index("bools")] != 0)
+        sent = self._sent(self._staging[self._told.numel() :], units, placed.spots)
+        kernels.write(sent, self._told[units.size :], sent[units.size :], line, count, rows, end)
+        odd = (stats[:, :, 0] & ODD).any(1) & (units[:, _BOOLS] != 0)
         found = to_pinned(line).numpy()
         body, differing = found[:used], found[end:]
         body[: head.nbytes] = head

@@ -166,11 +166,7 @@ def recipe_of(packed: PackedBatch, table: Table, forms: Sequence[FieldForm], nes
         *(packed.schema, tuple([form.path for form in forms]), nested, table.names, packed.table.widths),
         *(is_large, table.rows > 0, has_pads.tobytes(), table.fields.tobytes(), numbers[:, _KIND].tobytes()),
     )
-    recipe = recipes.get(key)
-    if recipe is None:
-        recipe = _Writer(packed, table, nested, is_large).recipe(forms)
-        recipes.keep(key, recipe)
-    return recipe
+    return recipes.get(key) or recipes.keep(key, _Writer(packed, table, nested, is_large).recipe(forms))
 
 
 @dataclass
