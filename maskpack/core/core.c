@@ -29,7 +29,7 @@ typedef uint64_t u64;
 typedef uint32_t u32;
 typedef uint8_t u8;
 
-API i64 maskpack_version(void) { return 5; } /* native.py expects this number */
+API i64 maskpack_version(void) { return 6; } /* native.py expects this number */
 
 /* ------------------------------------------------------------------ words */
 
@@ -2392,6 +2392,230 @@ static void decode_field(void *context, i64 at) {
 #endif
     if (!fine) __atomic_store_n(&decode->failed, 1, __ATOMIC_RELAXED);
     else if (decode->table->done) decode->table->done[target->entry] = target;
+}
+
+/* ------------------------------------------------------------------ decoding on a device: what its kernel reads beside the body
+
+   Tables of int64, one behind the other, that axes and sources name by their first number, -1 for none.
+   (packed/cuda/job_table.py describes them; `Source` has the same numbers there) */
+
+enum { BY_PLACE, BY_PIECE, BY_BIT, BY_SEARCH, BY_BLOCK }; /* FLAT, LINEAR, BITMAP, SPARSE and BLOCKS in job_table.py */
+
+typedef struct {
+    i64 tokens, longest, bounds, splits, starts, ends;
+} Axis;
+
+typedef struct {
+    i64 kind, rows, begins, begin_unit, data, data_size, more, number, single, pieces, counts, sums, numbers, near;
+} Source;
+
+typedef struct {
+    i64 entry, flat; /* whether its words are found without their row */
+} Wanted;
+
+/* The rows of an entry; their bounds are in tokens, NULL for one token each. `table` and `unit`: the bounds for the kernel. */
+typedef struct {
+    i64 rows;
+    const i64 *bounds;
+    i64 table, unit;
+} Extent;
+
+typedef struct {
+    const Entry *entries;
+    const u8 *body;
+    i64 *tables, used, room;
+    const Wanted *wanted;
+    const Source *sources; /* those that are made already */
+    i64 num_sources;
+} Stage;
+
+/* Adds a number to the tables; beyond their room it is only counted. */
+static void add(Stage *stage, i64 number) {
+    if (stage->used < stage->room) stage->tables[stage->used] = number;
+    stage->used++;
+}
+
+static i64 words_in(const Extent *extent, const Entry *entry, i64 row) {
+    return (extent->bounds ? extent->bounds[row + 1] - extent->bounds[row] : 1) * entry->items;
+}
+
+/* The table of the first block of each row; fields of a layout share it. */
+static i64 block_begins(Stage *stage, const Entry *entry, const Extent *extent) {
+    for (i64 at = 0; at < stage->num_sources; at++) {
+        const Entry *other = stage->entries + stage->wanted[at].entry;
+        if (other->kind == BLOCKS && other->layout == entry->layout && other->items == entry->items && extent->table >= 0)
+            return stage->sources[at].begins;
+    }
+    i64 begins = stage->used, block = 0;
+    add(stage, 0);
+    for (i64 row = 0; row < extent->rows; row++) add(stage, block += (words_in(extent, entry, row) + BLOCK - 1) / BLOCK);
+    return begins;
+}
+
+static int add_source(Stage *stage, i64 index, const Extent *extent, Source *source);
+
+static int add_blocks(Stage *stage, const Entry *entry, const Extent *extent, Source *source) {
+    source->kind = BY_BLOCK;
+    source->more = entry->b.at;
+    source->numbers = entry->c.at;
+    source->begins = block_begins(stage, entry, extent);
+    source->pieces = stage->used;
+    i64 block = 0, number = 0;
+    for (i64 row = 0; row < extent->rows; row++)
+        for (i64 left = words_in(extent, entry, row); left > 0; left -= BLOCK) {
+            i64 n = left < BLOCK ? left : BLOCK;
+            add(stage, 512 * number + n);
+            number += block_numbers(n, number_at(stage->body, &entry->a, block++) & ~NEAR);
+        }
+    if (entry->second < 0) return 1;
+    Source near;
+    if (!add_source(stage, entry->second, extent, &near)) return 0;
+    source->near = stage->used;
+    for (size_t at = 0; at < sizeof near / sizeof(i64); at++) add(stage, ((const i64 *)&near)[at]);
+    return 1;
+}
+
+/* RLE and DELTA: pieces of each row. A row has its pieces in `begins`, and all but the last of them in `pieces`. */
+static void add_stretches(Stage *stage, const Entry *entry, const Extent *extent, Source *source) {
+    const u8 *body = stage->body;
+    i64 inner = 0, at = 0, total = 0;
+    for (i64 row = 0; row < extent->rows; row++) inner += number_at(body, &entry->a, row) > 1;
+    source->kind = BY_PIECE;
+    source->data = entry->c.at;
+    source->data_size = entry->c.size;
+    source->number = 0;
+    source->single = entry->c.count == 1;
+    source->sums = entry->kind == DELTA && !inner ? 0 : -1;
+    if (inner || entry->c.count > 1) {
+        source->begins = stage->used;
+        add(stage, 0);
+        for (i64 row = 0; row < extent->rows; row++) add(stage, at += number_at(body, &entry->a, row));
+    }
+    if (!inner) return;
+    source->pieces = stage->used;
+    add(stage, inner = 0);
+    for (i64 row = 0; row < extent->rows; row++) {
+        i64 pieces = number_at(body, &entry->a, row);
+        add(stage, inner += pieces > 1 ? pieces - 1 : 0);
+    }
+    source->counts = stage->used;
+    add(stage, 0);
+    for (i64 piece = 0; piece < inner; piece++) add(stage, total += number_at(body, &entry->b, piece));
+    if (entry->kind == RLE) return;
+    source->sums = stage->used;
+    u64 sum = 0;
+    i64 value = 0, piece = 0;
+    add(stage, 0);
+    for (i64 row = 0; row < extent->rows; row++)
+        for (i64 left = number_at(body, &entry->a, row); left > 0; left--, value++) {
+            if (left == 1) continue;
+            sum += (u64)signed_at(body, &entry->c, value) * (u64)number_at(body, &entry->b, piece++);
+            add(stage, (i64)sum);
+        }
+}
+
+static int add_dictionary(Stage *stage, const Entry *entry, const Extent *extent, Source *source) {
+    i64 index = stage->used, stored = 0;
+    for (i64 row = 0; row < extent->rows; row++) {
+        i64 own = stored_row(stage->body, entry, row);
+        stored = own + 1 > stored ? own + 1 : stored;
+        add(stage, own);
+    }
+    i64 *bounds = calloc((size_t)stored + 1, sizeof(i64));
+    if (!bounds) return 0;
+    for (i64 i = 0; i < stored; i++) bounds[i + 1] = bounds[i] + number_at(stage->body, &entry->b, i);
+    Extent rows = {stored, bounds, stage->used, entry->items};
+    i64 kind = stage->entries[entry->first].kind;
+    if (kind == PLAIN || kind == NARROW)
+        for (i64 i = 0; i <= stored; i++) add(stage, bounds[i]);
+    else rows.table = -1;
+    int fine = add_source(stage, entry->first, &rows, source);
+    free(bounds);
+    source->rows = index;
+    return fine;
+}
+
+/* Where the kernel finds the words of an entry; false without memory. */
+static int add_source(Stage *stage, i64 index, const Extent *extent, Source *source) {
+    const Entry *entry = stage->entries + index;
+    i64 total = 0;
+    *source = (Source){BY_PLACE, -1, extent->table, extent->unit, entry->a.at, entry->a.size, -1, entry->number, 0,
+                       -1, -1, -1, -1, -1};
+    if (entry->kind == PLAIN || entry->kind == NARROW) return 1;
+    if (entry->kind == DICTIONARY) return add_dictionary(stage, entry, extent, source);
+    source->begins = -1;
+    source->begin_unit = 1;
+    if (entry->kind == BLOCKS) return add_blocks(stage, entry, extent, source);
+    if (entry->kind == BITMAP) {
+        source->kind = BY_BIT;
+        source->more = entry->b.at;
+    } else if (entry->kind == SPARSE) {
+        source->kind = BY_SEARCH;
+        source->data = entry->b.at;
+        source->data_size = entry->b.size;
+        source->more = entry->c.at;
+    } else if (entry->kind == ARANGE) {
+        source->kind = BY_PIECE;
+        source->single = entry->a.count == 1;
+        return 1;
+    } else {
+        add_stretches(stage, entry, extent, source);
+        return 1;
+    }
+    source->begins = stage->used;
+    add(stage, 0);
+    for (i64 row = 0; row < extent->rows; row++)
+        add(stage, total += entry->kind == BITMAP ? (words_in(extent, entry, row) + 7) / 8 : number_at(stage->body, &entry->a, row));
+    return 1;
+}
+
+/* Writes tables behind the first `used` numbers: the bounds of all layouts, their spans if `padded`, those of the wanted
+   entries, and the pads of rows. `axes` [m + 1]: of the layouts, and of rows without one; `pad_places` [num_pads]. Returns
+   the numbers in use, of which only `room` are written; -1 without memory. */
+API i64 maskpack_stage(const Entry *entries, const Layout *layouts, i64 m, const u8 *body, i64 rows, i64 dense_rows, i64 padded,
+                       const Wanted *wanted, i64 num_wanted, const Array *pads, i64 num_pads, i64 *tables, i64 used, i64 room,
+                       Axis *axes, Source *sources, i64 *pad_places) {
+    Stage stage = {entries, body, tables, used, room, wanted, sources, 0};
+    for (i64 at = 0; at <= m; at++) axes[at] = (Axis){dense_rows, 1, -1, -1, -1, -1};
+    for (i64 at = 0; at < m; at++) {
+        const i64 *bounds = layouts[at].bounds;
+        axes[at] = (Axis){bounds[rows], 0, stage.used, -1, -1, -1};
+        add(&stage, 0);
+        for (i64 row = 0; row < rows; row++) {
+            i64 length = bounds[row + 1] - bounds[row];
+            axes[at].longest = length > axes[at].longest ? length : axes[at].longest;
+            add(&stage, bounds[row + 1]);
+        }
+    }
+    for (i64 at = 0; at < m && padded; at++) {
+        const Layout *layout = layouts + at;
+        i64 spans = layout->splits[rows], tokens = 0;
+        axes[at].splits = stage.used;
+        for (i64 row = 0; row <= rows; row++) add(&stage, layout->splits[row]);
+        axes[at].starts = stage.used;
+        for (i64 span = 0; span < spans; span++) add(&stage, layout->starts[span]);
+        axes[at].ends = stage.used;
+        add(&stage, 0);
+        for (i64 span = 0; span < spans; span++) add(&stage, tokens += layout->counts[span]);
+    }
+    for (; stage.num_sources < num_wanted; stage.num_sources++) {
+        const Wanted *one = wanted + stage.num_sources;
+        const Entry *entry = entries + one->entry;
+        Extent extent = {dense_rows, NULL, -1, one->flat ? 0 : entry->items};
+        if (entry->layout >= 0) {
+            extent.rows = rows;
+            extent.bounds = layouts[entry->layout].bounds;
+            if (!one->flat) extent.table = axes[entry->layout].bounds;
+        }
+        if (!add_source(&stage, one->entry, &extent, sources + stage.num_sources)) return -1;
+    }
+    for (i64 at = 0; at < num_pads; at++) {
+        i64 size = pads[at].size < 8 ? pads[at].size : 8, words = pads[at].size / size;
+        pad_places[at] = stage.used;
+        for (i64 word = 0; word < rows * words; word++)
+            add(&stage, (i64)word_at(body + pads[at].at + (pads[at].count == 1 ? word % words : word) * size, size));
+    }
+    return stage.used;
 }
 
 /* ------------------------------------------------------------------ layouts of a table */

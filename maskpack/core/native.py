@@ -19,7 +19,7 @@ from torch import Tensor
 from maskpack.core.bits import Words, address
 from maskpack.core.index import IntArray, SpanTable
 
-VERSION = 5
+VERSION = 6
 _LIBRARY = Path(__file__).with_name("_core.so")
 _REMEDY = "Install maskpack again (`pip install -e .` in a checkout), which compiles it."
 _A_THREAD = 1 << 26
@@ -55,6 +55,7 @@ _FUNCTIONS = {
     "order_prefixes": 7,
     "palette": 4,
     "place": 13,
+    "stage": 17,
 }
 """The functions of the core and the numbers that they take."""
 
@@ -276,6 +277,8 @@ SPANS, MASK, PART = range(3)
 
 SETTLED = _struct("kind", "first", "units", "layout", "items", "size", "near", "head", "tail", "cost", "entry")
 """A field that kernels encode, in units from `first` on. (Settled in core.c)"""
+LAYOUT_NUMBERS, AXIS_NUMBERS, SOURCE_NUMBERS = 6, 6, 14
+"""Numbers of a row of the table of layouts, of an axis and of a source. (Layout, Axis and Source in core.c)"""
 
 Structs = Any
 """A NumPy array of structs, whose fields the type checker does not know."""
@@ -409,6 +412,40 @@ def place(
         raise MemoryError(_NO_MEMORY)
     parts = [(at, memory[begin : begin + size]) for at, begin, size in small[: int(ends[1])].tolist()]
     return Placed(spots, entries[: int(ends[0])], parts, nbytes)
+
+
+def stage(
+    table: tuple[Structs, Words, int, int],
+    layouts: IntArray,
+    wanted: IntArray,
+    pads: Structs,
+    padded: bool,
+    tables: IntArray,
+    used: int,
+    found: IntArray,
+) -> int:
+    """Writes what the decode kernel reads beside a body (packed/cuda/job_table.py), behind the first `used` numbers of
+    `tables`. Returns the numbers in use; if `tables` has fewer, not all are written.
+
+    Args:
+        table: its entries, its body, its rows, and those of fields without a layout.
+        layouts: the table of layouts.
+        wanted: int64 [n, 2], entries, and whether the words of each are found without their row.
+        pads: PLACE [k], the pads of rows.
+        padded: whether the spans of layouts are written, too.
+        found: AXIS_NUMBERS of each layout and of rows without one, a Source of each entry, and the place of the pads of
+            each field; written.
+    """
+    entries, body, rows, dense_rows = table
+    sources = address(found) + 8 * AXIS_NUMBERS * (layouts.size // LAYOUT_NUMBERS + 1)
+    used = _core.maskpack_stage(
+        address(entries), address(layouts), layouts.size // LAYOUT_NUMBERS, address(body), rows, dense_rows, padded,
+        address(wanted), len(wanted), address(pads), pads.size, address(tables), used, tables.size,
+        address(found), sources, sources + 8 * SOURCE_NUMBERS * len(wanted),
+    )  # fmt: skip
+    if used < 0:
+        raise MemoryError(_NO_MEMORY)
+    return used
 
 
 def structs(line: IntArray, dtype: np.dtype[Any]) -> Structs:

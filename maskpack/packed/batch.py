@@ -422,7 +422,8 @@ def decompress(
 
     Raises:
         LayoutError: a field that is not in the batch, an unknown format, a device that this process does not have,
-            widths="trim" of fields that share a batch dim and would differ in it, or more than `max_bytes`.
+            widths="trim" of fields that share a batch dim and would differ in it, more than `max_bytes`, or the capture
+            of a CUDA graph.
     """
     if not isinstance(packed, PackedBatch):
         raise LayoutError(

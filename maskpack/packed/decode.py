@@ -116,6 +116,18 @@ def _targets_of(packed: PackedBatch, forms: Iterable[FieldForm], nested: bool) -
     return _targets(packed.schema, paths, nested, packed.table.names, packed.table.widths)
 
 
+def shapes_of(
+    packed: PackedBatch, forms: Iterable[FieldForm], nested: bool
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """The shapes and dtypes of tensors as `decoded` gives them."""
+    tokens = {name: (layout.num_tokens,) for name, layout in packed.layouts.items()}
+    rows = (packed.num_rows,)
+    return [
+        ((*(tokens[name] if name is not None else rows if by_rows else ()), *shape), dtype)
+        for name, shape, by_rows, dtype in _targets_of(packed, forms, nested).shapes
+    ]
+
+
 def decoded_nbytes(packed: PackedBatch, forms: Iterable[FieldForm], nested: bool) -> int:
     """Bytes that some fields take decoded, without decoding them: tensors, Python objects, and the LAYOUTS entry."""
     forms = list(forms)
@@ -136,8 +148,9 @@ def _tensors_nbytes(packed: PackedBatch, targets: _Targets) -> int:
 
 def pad_table_of(packed: PackedBatch, forms: Iterable[FieldForm]) -> Tensor:
     """`pad_table` of some fields, on the host."""
-    forms = [form for form in forms if form.dtype is not None]
-    row_pads = {form.path: pads for form in forms if (pads := row_pads_of(packed, form)) is not None}
+    forms, row_pads = [form for form in forms if form.dtype is not None], dict[Path, Tensor]()
+    if packed.table.row_pads["count"].any():
+        row_pads = {form.path: pads for form in forms if (pads := row_pads_of(packed, form)) is not None}
     return pad_table(forms, row_pads, packed.num_rows, "cpu")
 
 
@@ -151,10 +164,7 @@ def row_pads_of(packed: PackedBatch, form: FieldForm) -> Tensor | None:
 def decoded(packed: PackedBatch, forms: Sequence[FieldForm], nested: bool) -> dict[Path, Tensor]:
     """Tensors on the host in one pass: padded ones in the form of their fields, others as [T, *F]."""
     targets, table = _targets_of(packed, forms, nested), packed.table
-    tensors: list[Tensor] = []
-    for name, shape, by_rows, dtype in targets.shapes:
-        first = (packed.layouts[name].num_tokens,) if name is not None else (packed.num_rows,) if by_rows else ()
-        tensors.append(empty_of((*first, *shape), dtype))
+    tensors = [empty_of(shape, dtype) for shape, dtype in shapes_of(packed, forms, nested)]
     lines: IntArray = np.array(targets.lines)
     lines.reshape(-1)[targets.places] = [tensor.data_ptr() for tensor in tensors]
     lines[:, _ENTRY] = table.fields[targets.numbers]

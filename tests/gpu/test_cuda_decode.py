@@ -16,6 +16,7 @@ from tensordict import TensorDict
 
 from maskpack import EDGE, PER_ROW, RL_FIELDS, MaskNestingSpec, PackedBatch, compress, decompress, unnest
 from maskpack.core.backends import uses_triton
+from maskpack.errors import LayoutError
 from maskpack.packed.cuda import decode as staging
 
 pytestmark = [
@@ -185,6 +186,24 @@ def test_many_in_flight_on_two_streams(pinned: bool) -> None:
             if any(isinstance(x, torch.Tensor) and x.is_nested for x in batch.values()):
                 batch = unnest(batch)
             assert_same(batch, expected)
+
+
+def test_no_capture() -> None:
+    packed = packed_of()
+    decompress(packed, device="cuda")
+    graph, x = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
+    with torch.cuda.graph(graph):
+        x += 1
+        with pytest.raises(LayoutError, match=r"decompress: a CUDA graph is being captured"):
+            decompress(packed, device="cuda")
+    assert_decodes(packed)
+
+
+def test_kinds_of_batches_take_turns() -> None:
+    """Recipes are made once for each kind, and larger batches of a kind need more room for tables."""
+    for rows in (3, 40, 7, 1):
+        for variant in ("reference", "negative-zeros", "m-rope-edge"):
+            assert_decodes(packed_of(variant, rows, 24, 100 * rows))
 
 
 def test_no_memory_is_shared() -> None:

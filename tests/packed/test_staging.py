@@ -24,6 +24,7 @@ from torch import Tensor
 
 from maskpack import EDGE, PER_ROW, MaskNestingSpec, PackedBatch, compress, decompress, unnest
 from maskpack.core.bits import root_of
+from maskpack.core.latest import Latest
 from maskpack.core.native import KINDS
 from maskpack.errors import LayoutError
 from maskpack.fields.rl_fields import RL_FIELDS
@@ -295,15 +296,26 @@ def test_offsets_are_shared_and_values_are_not() -> None:
 
 
 @kernel_test
+def test_batches_of_a_kind_share_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipes, "recipes", known := Latest[recipes.Recipe]())
+    packed = small("negative-zeros")
+    for rows in (packed[:1], packed, packed[1:3], packed[:0]):
+        assert_decodes(rows)
+    assert len(known._known) == 4  # padded and nested, with rows and without
+    assert len({recipe.room for recipe in known._known.values()}) > 1
+
+
+@kernel_test
 def test_a_field_that_the_kernel_cannot_decode_takes_the_hosts_way(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = small("reference")
-    refused = {("responses",), ("returns",)}
+    refused, all_parts = {("responses",), ("returns",)}, recipes.parts_of
 
     def parts(packed: Any, table: Any, form: FieldForm, number: int, padded: bool) -> Any:
-        return [] if form.path in refused else recipes.parts_of(packed, table, form, number, padded)
+        return [] if form.path in refused else all_parts(packed, table, form, number, padded)
 
     monkeypatch.setattr(staging, "uses_triton", lambda device, call: True)
-    monkeypatch.setattr(staging, "parts_of", parts)
+    monkeypatch.setattr(recipes, "parts_of", parts)
+    monkeypatch.setattr(recipes, "recipes", Latest())
     for format in ("padded", "nested"):
         seen = decompress(packed, format=format, device="cpu")
         monkeypatch.setattr(staging, "uses_triton", lambda device, call: False)

@@ -1,6 +1,5 @@
 """Decoding on the GPU: the body of a table is copied once, and one kernel writes every field.
 
 decode.py      the copy, and what is handed out       jobs.py       fields to jobs of the kernel
-sources.py     where the words of an entry lie        job_table.py  the columns of the table of jobs
-kernel.py      the kernel, in Triton
+kernel.py      the kernel, in Triton                  job_table.py  the columns of the table of jobs
 """

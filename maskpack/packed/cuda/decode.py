@@ -23,13 +23,14 @@ from torch import Tensor
 from maskpack.core.backends import uses_triton
 from maskpack.core.bits import Words, address, from_words, root_of, to_pinned
 from maskpack.core.index import IntArray
+from maskpack.errors import LayoutError
 from maskpack.fields.registry import Path
 from maskpack.layout.jagged import jagged_all
 from maskpack.layout.span_table import LINE, lines_of
 from maskpack.nesting.schema import FieldForm, most_lines
-from maskpack.packed.cuda.jobs import Recipe, parts_of
-from maskpack.packed.decode import Decoded, pad_table_of, shape_in
-from maskpack.packed.table import SLACK
+from maskpack.packed.cuda.jobs import Recipe, recipe_of
+from maskpack.packed.decode import Decoded, pad_table_of, shapes_of
+from maskpack.packed.table import SLACK, Table
 
 if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch
@@ -52,6 +53,7 @@ def decoded(
     for home, own in homes.items():
         home = torch.device(home)
         if uses_triton(home, call="decompress"):
+            _need_no_capture(home)
             _decode(packed, own, nested, home, out, whole=device is not None)
     return out
 
@@ -60,98 +62,115 @@ def _decode(
     packed: PackedBatch, forms: Sequence[FieldForm], nested: bool, device: torch.device, out: Decoded, *, whole: bool
 ) -> None:
     """Adds the fields of one device, those that the kernel can decode; `whole`: the batch lies there too."""
-    padded = {form.path for form in forms if form.kind == "padded" and not nested}
-    table = packed.table.select([packed.numbers[form.path] for form in forms]).own(SLACK, _FREE)
-    numbers = {form.path: number for number, form in enumerate(forms)}
-    parts = {
-        form.path: found
-        for form in forms
-        if (found := parts_of(packed, table, form, numbers[form.path], form.path in padded))
-    }
+    numbers = [packed.numbers[form.path] for form in forms]
+    table = packed.table if numbers == [*range(len(packed.tensors))] else packed.table.select(numbers)
+    table = table.own(SLACK, _FREE)
     staged = _sent(table.body, device)
-    recipe = Recipe(packed, table)
-    taken = [form for form in forms if form.path in parts]
+    recipe = recipe_of(packed, table, forms, nested)
     jagged: dict[str, list[Path]] = {}
-    for form in taken:
+    for form in recipe.forms:
         if form.layout is not None and (nested or form.kind == "jagged"):
             jagged.setdefault(form.layout, []).append(form.path)
-    kept = _Kept(packed, recipe, jagged, forms if nested and whole else None)
-    sent = kept.sent(device)
-    tensors = {form.path: _new(shape_in(packed, form, nested), form.dtype, device) for form in taken if form.dtype}
-    for form in taken:
-        recipe.add(form, numbers[form.path], parts[form.path], form.path in padded, tensors[form.path])
-    if recipe.count:
-        _run(recipe, staged)
-    out.entries.update(tensors)
+    kept = _Kept(packed, recipe.constants, forms if nested and whole else None)
+    tensors = [_new(shape, dtype, device) for shape, dtype in shapes_of(packed, recipe.forms, nested)]
+    own = _run(recipe, packed, table, not nested, staged, kept.tables, tensors, bool(jagged or kept.has_layouts))
+    values = dict(zip([form.path for form in recipe.forms], tensors, strict=True))
+    out.entries.update(values)
+    sent = dict(zip(kept.sizes, own.split_with_sizes([*kept.sizes.values()]), strict=True)) if own.numel() else {}
     out.pads = kept.pads(sent) if out.pads is None else out.pads
     out.tables.update(kept.span_tables(sent))
     for name, paths in jagged.items():
         layout, offsets = packed.layouts[name], sent["offsets", name]
-        made = jagged_all([tensors[path] for path in paths], offsets, layout.min_length, layout.max_length)
+        made = jagged_all([values[path] for path in paths], offsets, layout.min_length, layout.max_length)
         out.entries.update(zip(paths, made, strict=True))
         out.offsets[name, str(offsets.device)] = offsets
 
 
+def _need_no_capture(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise LayoutError(
+            "decompress: a CUDA graph is being captured, whose replays would read buffers on the host that are in "
+            "other use by then; expected no capture. Decode the batch before, and capture the use of its tensors."
+        )
+
+
 def _new(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(tuple(shape), dtype=dtype, device=device)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _run(recipe: Recipe, staged: Tensor) -> None:
+def _run(
+    recipe: Recipe,
+    packed: PackedBatch,
+    table: Table,
+    padded: bool,
+    staged: Tensor,
+    kept: Sequence[Words],
+    tensors: Sequence[Tensor],
+    is_kept: bool,
+) -> Tensor:
+    """Lets the kernel fill tensors, and one of its own with the first tables, if they are kept: `kept`, and the bounds
+    of all layouts. It has no entries otherwise."""
     from maskpack.packed.cuda import kernel as _decode_kernel
 
-    tables, jobs = recipe.tables.size, recipe.line()
-    staging = torch.empty(tables + jobs.size, dtype=torch.int64, device="cpu", pin_memory=staged.is_cuda)
-    line = staging.numpy()
-    recipe.tables.write(line)
-    line[tables:] = jobs
-    there = staging.to(staged.device, non_blocking=True)
-    with torch.cuda.device_of(staged):
-        _decode_kernel.launch(staged, there, tables, recipe.count, recipe.programs)
+    first = sum(map(_entries_for, kept))
+    size = first + len(table.names) * (table.rows + 1) if is_kept else 0
+    own = _new((size,), torch.int64, staged.device)
+    while True:
+        room = recipe.room
+        staging = torch.empty(room + recipe.jobs.size, dtype=torch.int64, device="cpu", pin_memory=staged.is_cuda)
+        line = staging.numpy()
+        used, numbers = recipe.tables(packed, table, padded, line[:room], first)
+        if used <= room:
+            break
+        recipe.room = used + used // 4  # the next batch may have more
+    begin = 0
+    for array in kept:
+        line[begin:].view(np.uint8)[: array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+        begin += _entries_for(array)
+    numbers[-2 - len(tensors) :] = [size, own.data_ptr(), *[tensor.data_ptr() for tensor in tensors]]
+    end = used + recipe.jobs.size
+    programs = recipe.fill(line[used:end].reshape(recipe.jobs.shape), numbers, table)
+    if programs:
+        there = staging[:end].to(staged.device, non_blocking=True)
+        with torch.cuda.device_of(staged):
+            _decode_kernel.launch(staged, there, used, len(recipe.jobs), programs)
+    return own
 
 
 # -------------------------------------------------------------------- what tensors given out keep
 
 
 class _Kept:
-    """The first tables of a recipe, which a nested batch keeps; the kernel copies them to memory of their own."""
+    """The first tables of a batch, which a nested batch keeps; the kernel copies them to memory of their own.
 
-    def __init__(
-        self, packed: PackedBatch, recipe: Recipe, jagged: Iterable[str], forms: Sequence[FieldForm] | None
-    ) -> None:
-        """The offsets of the layouts `jagged`; and what LAYOUTS holds for `forms`, unless they are None."""
-        self._packed = packed
-        self._recipe = recipe
-        self._sizes: dict[Any, int] = {}
-        self._lines = {
-            name: lines_of(layout.table, layout.width) for name, layout in packed.layouts.items() if forms is not None
-        }
+    Attributes:
+        tables: all but the bounds of layouts, which follow.
+        sizes: the entries of each of them.
+        has_layouts: whether there are those of LAYOUTS, which are for `forms`.
+    """
+
+    def __init__(self, packed: PackedBatch, constants: IntArray, forms: Sequence[FieldForm] | None) -> None:
+        self.tables: list[Words] = [constants]
+        self.sizes: dict[Any, int] = {"constants": constants.size}
+        self.has_layouts = forms is not None
+        layouts = packed.layouts.items()
+        self._lines = {name: lines_of(layout.table, layout.width) for name, layout in layouts if self.has_layouts}
         alike: dict[bytes, list[str]] = {}
         for name, (_, splits) in self._lines.items():
             alike.setdefault(splits.tobytes(), []).append(name)
         self._alike = list(alike.values())
-        for name in jagged:
-            recipe.bounds(name)
-            self._sizes["offsets", name] = packed.num_rows + 1
         for names in self._alike:
             self._add(("splits", names[0]), self._lines[names[0]][1])
         if self._alike:
-            lines = np.concatenate([self._lines[name][0] for names in self._alike for name in names])
-            self._add("lines", _as_table(lines))
+            self._add("lines", np.concatenate([self._lines[name][0] for names in self._alike for name in names]))
         self._pads = None if forms is None else pad_table_of(packed, forms).numpy()
         if self._pads is not None:
-            self._add("pads", _as_table(self._pads))
+            self._add("pads", self._pads)
+        self.sizes |= {("offsets", name): packed.num_rows + 1 for name in packed.layouts}
 
-    def _add(self, key: Any, table: IntArray) -> None:
-        self._recipe.tables.add(table)
-        self._sizes[key] = table.size
-
-    def sent(self, device: torch.device) -> dict[Any, Tensor]:
-        """int64 tensors that the kernel is going to fill."""
-        size = self._recipe.tables.size
-        own = _new((size,), torch.int64, device)
-        if size:
-            self._recipe.copy(size, own)
-        return dict(zip(self._sizes, own.split_with_sizes([*self._sizes.values()]), strict=True)) if size else {}
+    def _add(self, key: Any, table: Words) -> None:
+        self.tables.append(table)
+        self.sizes[key] = _entries_for(table)
 
     def span_tables(self, sent: dict[Any, Tensor]) -> dict[str, Tensor]:
         """Of LAYOUTS."""
@@ -173,11 +192,9 @@ class _Kept:
         return sent["pads"].view(torch.uint8)[: self._pads.size].view(self._pads.shape)
 
 
-def _as_table(array: Words) -> IntArray:
-    """The bytes of an array in int64, the last one filled up."""
-    line = np.zeros(-(-array.nbytes // 8), np.int64)
-    line.view(np.uint8)[: array.nbytes] = array.reshape(-1).view(np.uint8)
-    return line
+def _entries_for(array: Words) -> int:
+    """The int64 entries that an array takes."""
+    return -(-array.nbytes // 8)
 
 
 # -------------------------------------------------------------------- the encoded bytes

@@ -1,28 +1,30 @@
-"""What the decode kernel does for the fields of a batch: its jobs, and the tables that they name.
+"""What the decode kernel does for the fields of a batch: its jobs.
 
-    entry of a field --(sources.py)--> Source
+    entry of a field ------(core.c)--> Source
     form of a field  ----------------> Target: the tensor, its layout, its pads      both together are a job
 
-A field whose words lie in columns has a job for each column; one that joins two fields has one for each of them.
+A field whose words lie in columns has a job for each column; one that joins two fields has one for each of them. A
+recipe has the jobs of all batches of one kind; the sizes of a batch, and the places of its arrays, tables and tensors,
+are added to them.
 """
 
 from __future__ import annotations
 
 import math
-from array import array as line_of
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from torch import Tensor
+import numpy.typing as npt
 
 from maskpack.core import native
 from maskpack.core.index import IntArray, cumulated
+from maskpack.core.latest import Latest
 from maskpack.core.pads import EDGE, Pad, pad_words
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.cuda import job_table as jobs
 from maskpack.packed.cuda.job_table import Source, Target
-from maskpack.packed.cuda.sources import Entry, Rows, Sources, Tables, entries_of
 from maskpack.packed.table import Table, words_of_one
 
 if TYPE_CHECKING:
@@ -30,6 +32,11 @@ if TYPE_CHECKING:
 
 _MOST = (1 << 31) - jobs.CHUNK
 """Words of a row that the kernel can count."""
+_KIND = [native.ENTRY.names.index(name) for name in ("kind", "layout", "items", "size", "first", "second")]  # type: ignore[union-attr]
+"""What a recipe depends on, among the numbers of an entry."""
+_SPANS, _SPAN, _ITEMS = (1 + Target._fields.index(name) for name in ("spans", "span", "items"))
+_TOKENS, _LONGEST, _BOUNDS, _SPLITS, _STARTS, _ENDS = range(native.AXIS_NUMBERS)
+recipes: Latest[Recipe] = Latest()
 
 
 class Part(NamedTuple):
@@ -39,17 +46,21 @@ class Part(NamedTuple):
     part: int
 
 
-class _Axis(NamedTuple):
-    """The rows of a target: how many, elements in all and in the longest, and the places of tables, as in Target."""
+class Entry(NamedTuple):
+    """The first numbers of ENTRY of core/native.py."""
 
-    rows: int
-    num_tokens: int
-    longest: int
-    bounds: int
-    width: int
-    splits: int = -1
-    starts: int = -1
-    ends: int = -1
+    kind: int
+    layout: int
+    items: int
+    size: int
+    number: int
+    first: int
+    second: int
+
+
+def entries_of(table: Table) -> list[Entry]:
+    """The entries of a table, in plain numbers."""
+    return [Entry._make(line[: len(Entry._fields)]) for line in table.entries.tolist()]
 
 
 def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, padded: bool) -> list[Part]:
@@ -91,145 +102,198 @@ def _is_pair(form: FieldForm) -> bool:
     return form.dtype is not None and form.dtype.itemsize == 16
 
 
+@dataclass
 class Recipe:
-    """The jobs of one launch.
+    """The jobs of all batches of one kind.
 
-    Args:
-        packed: the batch.
-        table: its table, or that of some of its fields; its body is the body of the launch.
+    Attributes:
+        forms: the fields that the kernel decodes.
+        constants: int64, pads; the first of the tables.
+        wanted: int64 [n, 2], the entries that are read, and whether the words of each are found without their row.
+        with_pads: the tensors whose pads differ from row to row.
+        jobs: int64 [m, JOB], to which the numbers of a batch are added.
+        places, origins: which numbers of the jobs those of a batch are added to, and where these are among them.
+        sources: int64 [m - 1], which of `wanted` each job but the first reads.
+        single: bool [m], jobs of one row.
+        dense: bool [m], jobs of rows without a layout.
+        room: the numbers of tables that a batch is likely to have.
     """
 
-    def __init__(self, packed: PackedBatch, table: Table) -> None:
-        self.tables = Tables()
-        self.programs = 0
-        self._packed = packed
-        self._jobs: list[int] = []
-        self._table = table
-        self._entries = entries_of(table)
-        self._words_of_rows: dict[tuple[str | None, int], IntArray] = {}
-        self._sources = Sources(table, self.tables)
-        self._known: dict[tuple[int, bool], list[Source]] = {}
-        self._axes: dict[tuple[str | None, bool], _Axis] = {}
-        self._constants: dict[tuple[int, Any], tuple[int, int, int, int]] = {}
+    forms: list[FieldForm]
+    constants: IntArray
+    wanted: IntArray
+    with_pads: list[int]
+    jobs: IntArray
+    places: IntArray
+    origins: IntArray
+    sources: IntArray
+    single: npt.NDArray[np.bool_]
+    dense: npt.NDArray[np.bool_]
+    room: int = 0
 
-    @property
-    def count(self) -> int:
-        """Jobs."""
-        return len(self._jobs) // jobs.JOB
+    def tables(self, packed: PackedBatch, table: Table, padded: bool, out: IntArray, used: int) -> tuple[int, IntArray]:
+        """Writes tables to `out`, behind the first `used` numbers. Returns the numbers in use, more than `out` has if
+        they are to be written again to more; and the numbers of the batch, to which sizes and addresses are added."""
+        layouts, pads = packed.table.layout_rows, table.row_pads[self.with_pads]
+        axes = native.AXIS_NUMBERS * (len(table.names) + 1)
+        count = axes + native.SOURCE_NUMBERS * len(self.wanted) + len(self.with_pads)
+        numbers: IntArray = np.empty(count + 2 + len(self.forms), np.int64)
+        own = table.entries, table.body, table.rows, table.dense_rows
+        return native.stage(own, layouts, self.wanted, pads, padded, out, used, numbers), numbers
 
-    def line(self) -> IntArray:
-        """int64: the jobs, one behind the other."""
-        return np.frombuffer(line_of("q", self._jobs), np.int64)
+    def fill(self, lines: IntArray, numbers: IntArray, table: Table) -> int:
+        """Writes the jobs of a batch to int64 [m, JOB]. Returns the number of programs."""
+        lines[...] = self.jobs
+        lines.reshape(-1)[self.places] += numbers[self.origins]
+        first = native.AXIS_NUMBERS * (len(table.names) + 1)
+        sources = numbers[first : first + native.SOURCE_NUMBERS * len(self.wanted)]
+        lines[1:, -native.SOURCE_NUMBERS :] = sources.reshape(-1, native.SOURCE_NUMBERS)[self.sources]
+        rows = np.where(self.single, 1, np.where(self.dense, table.dense_rows, table.rows))
+        lines[:, _SPAN] = np.where(rows == 1, jobs.CHUNK, jobs.SPAN)
+        lines[:, _SPANS] = -(-lines[:, _SPANS] * lines[:, _ITEMS] // lines[:, _SPAN])
+        programs = cumulated(rows * lines[:, _SPANS])
+        lines[:, 0] = programs[:-1]
+        return int(programs[-1])
 
-    def bounds(self, layout: str) -> int:
-        """The table of the first element of each row."""
-        return self._axis(layout, False).bounds
 
-    def copy(self, size: int, out: Tensor) -> None:
-        """Lets the kernel copy the first `size` entries of the tables to a tensor int64 [size]."""
-        target = Target(-(-size // jobs.CHUNK), jobs.CHUNK, out.data_ptr(), 8, 1, 1, 0, 1, -1, size)
-        self._job(1, target, Source(jobs.TABLE, data=0))
+def recipe_of(packed: PackedBatch, table: Table, forms: Sequence[FieldForm], nested: bool) -> Recipe:
+    """How some fields are decoded, which are the tensors of a table."""
+    numbers = table.entries.view(np.int64).reshape(table.entries.size, -1)
+    most = max((layout.num_tokens for layout in packed.layouts.values()), default=0)
+    is_large = max(most, table.dense_rows) * int(table.entries["items"].max(initial=0)) > _MOST
+    has_pads = table.row_pads["count"] > 0
+    key = (
+        *(packed.schema, tuple([form.path for form in forms]), nested, table.names, packed.table.widths),
+        *(is_large, table.rows > 0, has_pads.tobytes(), table.fields.tobytes(), numbers[:, _KIND].tobytes()),
+    )
+    recipe = recipes.get(key)
+    if recipe is None:
+        recipe = _Writer(packed, table, nested, is_large).recipe(forms)
+        recipes.keep(key, recipe)
+    return recipe
 
-    def add(self, form: FieldForm, number: int, parts: list[Part], padded: bool, out: Tensor) -> None:
-        """Lets the kernel decode tensor `number` to `out`, [T, *F] or, padded, in the form of the field."""
-        axis, items = self._axis(form.layout, padded), words_of_one(form)
-        if not items or not axis.rows:
+
+@dataclass
+class _Writer:
+    """Writes a recipe."""
+
+    packed: PackedBatch
+    table: Table
+    nested: bool
+    is_large: bool
+    _jobs: list[list[int]] = field(default_factory=list[list[int]])
+    _cells: list[tuple[int, int, str, int]] = field(default_factory=list[tuple[int, int, str, int]])
+    _wanted: dict[tuple[int, bool], int] = field(default_factory=dict[tuple[int, bool], int])
+    _sources: list[int] = field(default_factory=list[int])
+    _rows: list[tuple[bool, bool]] = field(default_factory=list[tuple[bool, bool]])
+    _constants: list[int] = field(default_factory=list[int])
+    _with_pads: list[int] = field(default_factory=list[int])
+
+    def recipe(self, forms: Sequence[FieldForm]) -> Recipe:
+        self._entries = entries_of(self.table)
+        copy = Target(0, 0, 0, 8, 1, 1, 0, 1, -1, 0)
+        self._job(copy, {"spans": ("sizes", 0), "unit": ("sizes", 0), "out": ("sizes", 1)}, Source(jobs.TABLE, data=0))
+        self._rows.append((True, False))
+        taken: list[FieldForm] = []
+        for number, form in enumerate(forms):
+            padded = form.kind == "padded" and not self.nested
+            parts = parts_of(self.packed, self.table, form, number, padded)
+            if parts:
+                self._add(form, number, parts, padded, len(taken))
+                taken.append(form)
+        begins = {"axes": 0, "pads": native.AXIS_NUMBERS * (len(self.table.names) + 1)}
+        begins["pads"] += native.SOURCE_NUMBERS * len(self._wanted)
+        begins["sizes"] = begins["pads"] + len(self._with_pads)
+        begins["out"] = begins["sizes"] + 2
+        return Recipe(
+            taken,
+            np.array(self._constants, np.int64),
+            np.array([*self._wanted], np.int64).reshape(-1, 2),
+            self._with_pads,
+            np.array(self._jobs, np.int64),
+            np.array([job * jobs.JOB + place for job, place, _, _ in self._cells], np.int64),
+            np.array([begins[group] + at for _, _, group, at in self._cells], np.int64),
+            np.array(self._sources, np.int64),
+            np.array([single for single, _ in self._rows], np.bool_),
+            np.array([dense for _, dense in self._rows], np.bool_),
+        )
+
+    def _job(self, target: Target, numbers: dict[str, tuple[str, int]], source: Source | None = None) -> None:
+        """Adds a job. `numbers` of its target are added for each batch, by their group and their place in it."""
+        for name, (group, at) in numbers.items():
+            self._cells.append((len(self._jobs), 1 + Target._fields.index(name), group, at))
+        self._jobs.append([0, *target, *(source or [0] * native.SOURCE_NUMBERS)])
+
+    def _axis(self, name: str | None, number: int) -> tuple[str, int]:
+        at = len(self.table.names) if name is None else self.table.names.index(name)
+        return "axes", at * native.AXIS_NUMBERS + number
+
+    def _add(self, form: FieldForm, number: int, parts: list[Part], padded: bool, out: int) -> None:
+        """The jobs of tensor `number` of the table, which is the tensor `out` of those decoded: [T, *F] or, padded, in
+        the form of the field."""
+        items, width = words_of_one(form), -1
+        if not items:
             return
         assert form.dtype is not None
-        address, size = out.data_ptr(), min(form.dtype.itemsize, 8)
+        size = min(form.dtype.itemsize, 8)
         inner = _words_behind(form, items) if padded else items
-        row_words = items * axis.width if padded else items
-        pads, pad_row, pad_items, edge = self._pads(form, number) if padded else (-1, 0, 0, 0)
-        head, head_items = self._head(parts[0]) if len(parts) > 1 else (-1, 1)
+        numbers: dict[str, tuple[str, int]] = {"out": ("out", out)}
+        row_words, pads, pad_row, pad_items, edge = items, -1, 0, 0, 0
+        if padded:
+            width = self.packed.layouts[form.layout or ""].width
+            row_words = items * width
+            pads, pad_row, pad_items, edge = self._pads(form, number)
+            places = (("splits", _SPLITS), ("starts", _STARTS), ("ends", _ENDS))
+            numbers |= {name: self._axis(form.layout, at) for name, at in places}
+            if pad_row:
+                numbers["pads"] = "pads", len(self._with_pads) - 1
+        head, head_items = -1, 1
+        if len(parts) > 1:
+            layout, head_items = self._entries[parts[0].entry].layout, self._entries[parts[0].entry].items
+            if layout >= 0:
+                head, numbers["head_bounds"] = 0, self._axis(self.table.names[layout], _BOUNDS)
         for at, part in parts:
-            flat = not padded and not part and axis.num_tokens * items <= _MOST and self._sources.is_flat(at)
-            rows, most, bounds, unit = (
-                (1, axis.num_tokens, -1, axis.num_tokens) if flat else (axis.rows, axis.longest, axis.bounds, 1)
-            )
-            columns, group = self._entries[at].kind == native.COLUMNS, _words_of_column(self._entries[at])
-            own, stride = (group, inner) if columns else (items, 1)
-            span = jobs.CHUNK if rows == 1 else jobs.SPAN
-            spans = -(-most * own // span)
-            for column, source in enumerate(self._source(at, flat)):
+            entry = self._entries[at]
+            columns = range(entry.first, entry.first + entry.second) if entry.kind == native.COLUMNS else [at]
+            by_place = all(self._entries[column].kind in (native.PLAIN, native.NARROW) for column in columns)
+            flat = not padded and not part and not self.is_large and by_place
+            of_rows = dict(numbers)
+            if flat:
+                of_rows["unit"] = self._axis(form.layout, _TOKENS)
+            elif form.layout is not None:
+                of_rows["bounds"] = self._axis(form.layout, _BOUNDS)
+            if not padded:
+                of_rows["spans"] = self._axis(form.layout, _TOKENS if flat else _LONGEST)
+            runs = (0, 0, 0) if padded else (-1, -1, -1)
+            group = _words_of_column(entry)
+            own, stride = (group, inner) if entry.kind == native.COLUMNS else (items, 1)
+            for column, source in enumerate(columns):
                 layer, item = divmod(column * group, inner)
-                offset = layer * inner * axis.width + item
-                pad, turn = (pads + (column & pad_items), 0) if columns and group == 1 else (pads, pad_items)
+                pad, turn = pads, pad_items
+                if entry.kind == native.COLUMNS and group == 1:
+                    pad, turn = pads + (column & pad_items), 0
                 target = Target(
-                    spans, span, address, size, own, stride, offset, row_words, bounds, unit, axis.width,
-                    own if columns else inner, axis.splits, axis.starts, axis.ends, pad, pad_row, turn, edge,
-                    part, head, own if columns else head_items, group,
+                    max(width, 0), 0, 0, size, own, stride, layer * inner * width + item, row_words,
+                    0 if "bounds" in of_rows else -1, 0 if flat else 1, width,
+                    own if entry.kind == native.COLUMNS else inner, *runs, pad, pad_row,
+                    turn, edge, part, head, own if entry.kind == native.COLUMNS else head_items, group,
                 )  # fmt: skip
-                self._job(rows, target, source)
-
-    def _job(self, rows: int, target: Target, source: Source) -> None:
-        if target.spans:
-            self._jobs.append(self.programs)
-            self._jobs += target
-            self._jobs += source
-            self.programs += rows * target.spans
-
-    def _axis(self, name: str | None, padded: bool) -> _Axis:
-        axis = self._axes.get((name, padded))
-        if axis is None:
-            axis = self._axes[name, padded] = self._new_axis(name, padded)
-        return axis
-
-    def _new_axis(self, name: str | None, padded: bool) -> _Axis:
-        if name is None:
-            rows = 1 if self._packed.schema.root.more_dims is None else self._packed.num_rows
-            return _Axis(rows, rows, 1, -1, -1)
-        layout, add = self._packed.layouts[name], self.tables.add
-        if not padded:
-            return _Axis(layout.num_rows, layout.num_tokens, layout.max_length, add(layout.row_offsets), -1)
-        starts, counts, splits = layout.table
-        runs = add(splits), add(starts), add(cumulated(counts))
-        return _Axis(layout.num_rows, layout.num_tokens, layout.width, self.bounds(name), layout.width, *runs)
-
-    def _head(self, part: Part) -> tuple[int, int]:
-        """The bounds of the heads of rows, and the words of an element of them."""
-        return self._axis(self._layout_of(part.entry), False).bounds, self._entries[part.entry].items
-
-    def _layout_of(self, at: int) -> str | None:
-        layout = self._entries[at].layout
-        return None if layout < 0 else self._table.names[layout]
-
-    def _source(self, at: int, flat: bool) -> list[Source]:
-        """The source of an entry, or those of its columns; of `flat` words as one row."""
-        known = self._known.get((at, flat))
-        if known is None:
-            axis = self._axis(self._layout_of(at), False)
-            known = [self._of_column(column, axis, flat) for column in self._sources.columns(at)]
-            self._known[at, flat] = known
-        return known
-
-    def _of_column(self, at: int, axis: _Axis, flat: bool) -> Source:
-        layout, items = self._layout_of(at), self._entries[at].items
-        table, unit = (-1, 0) if flat else (axis.bounds, items)
-        return self._sources.of(at, Rows(axis.rows, lambda: self._bounds(layout, items, axis.rows), table, unit))
-
-    def _bounds(self, layout: str | None, items: int, rows: int) -> IntArray:
-        """Where rows begin and end in words of `items` for each element."""
-        if (layout, items) not in self._words_of_rows:
-            whole = np.arange(rows + 1) if layout is None else self._table.layouts[layout].row_offsets
-            self._words_of_rows[layout, items] = whole * items
-        return self._words_of_rows[layout, items]
+                self._job(target, of_rows)
+                self._sources.append(self._wanted.setdefault((source, flat), len(self._wanted)))
+                self._rows.append((flat, form.layout is None))
 
     def _pads(self, form: FieldForm, number: int) -> tuple[int, int, int, int]:
         """Of a target: pads, pad_row, pad_items and edge."""
-        own = self._table.pads_of_rows(number)
-        if own is not None:
-            pair = own.ndim - 1
-            return self.tables.add(own.astype(np.int64).reshape(-1)), 1 + pair, pair, 0
+        assert form.dtype is not None
+        if self.table.row_pads["count"][number]:
+            pair = int(form.dtype.itemsize == 16)
+            self._with_pads.append(number)
+            return 0, 1 + pair, pair, 0
         pad = form.pads[0]
-        key = id(pad), form.dtype  # 0.0 equals -0.0
-        known = self._constants.get(key)
-        if known is None:
-            assert form.dtype is not None
-            found = (0,) if isinstance(pad, Pad) else pad_words(pad, form.dtype)
-            assert found is not None
-            known = self.tables.add(np.array(found, np.int64)), 0, len(found) - 1, int(pad is EDGE)
-            self._constants[key] = known
-        return known
+        words = (0,) if isinstance(pad, Pad) else pad_words(pad, form.dtype)
+        assert words is not None
+        self._constants += words
+        return len(self._constants) - len(words), 0, len(words) - 1, int(pad is EDGE)
 
 
 def _words_behind(form: FieldForm, items: int) -> int:

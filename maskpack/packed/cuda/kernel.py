@@ -1,7 +1,7 @@
 """The decode kernel: the encoded bytes of a batch, on the device, to all its nested or padded tensors in one launch.
 
 A program writes a span of one row of one tensor, CHUNK words at a time, each word once, value or pad. What it does is
-in its job (_decode_jobs.py): the places of words in their row come from the layout, the words from the encoding. All
+in its job (job_table.py): the places of words in their row come from the layout, the words from the encoding. All
 arithmetic is int64 and wraps; what is stored is cut to the size of the words.
 """
 
