@@ -158,7 +158,7 @@ def layouts_entry(
 def copies_of(arrays: Sequence[Words], device: torch.device) -> list[Tensor]:
     """Arrays as tensors of their own on a device, with one copy from pinned memory to a GPU."""
     if device.type == "cpu":
-        whole = [torch.from_numpy(np.array(array)) for array in arrays]
+        whole = [torch.from_numpy(np.array(array, order="C")) for array in arrays]
         # an empty array may have any strides
         return [part if part.numel() else torch.empty(part.shape, dtype=part.dtype, device=device) for part in whole]
     ends = cumulated(np.array([-(-array.nbytes // 8) * 8 for array in arrays])).tolist()
