@@ -376,6 +376,9 @@ def compress(
     Raises:
         CoverageError, LossyPadError, LayoutError, RegistryError: as `nest_batch_by_mask`.
         MaskpackError: the codec is unknown, or its package is missing.
+
+    On CUDA with Triton, batches of a kind that was compressed before are encoded on the device, into pinned memory. Two
+    synchronisations for padded fields whose rows have at most one span.
     """
     if isinstance(batch, PackedBatch):
         raise LayoutError(
