@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from maskpack.nesting import device_read as jobs
+from maskpack.ops.pack_triton import _ones
 
 (
     PARTS, X, OUT, SIZE, ITEMS, ROW, COL, ITEM, INNER, TURN, WIDTH, STARTS, BEGINS, BOUNDS, SPLITS, BITS, BEFORE, PADS,
@@ -52,16 +53,6 @@ def _store(address, size, at, word, mask):
         tl.store(address.to(tl.pointer_type(tl.int16)) + at, word.to(tl.int16), mask=mask)
     else:
         tl.store(address.to(tl.pointer_type(tl.uint8)) + at, word.to(tl.uint8), mask=mask)
-
-
-@triton.jit
-def _ones(words):
-    """The number of bits of int32 words that are 1."""
-    words = words.to(tl.uint32, bitcast=True)
-    words -= (words >> 1) & 0x55555555
-    words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
-    words = (words + (words >> 4)) & 0x0F0F0F0F
-    return ((words * 0x01010101) >> 24).to(tl.int32)
 
 
 @triton.jit

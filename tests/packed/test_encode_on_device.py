@@ -21,6 +21,7 @@ from maskpack.errors import LayoutError
 from maskpack.nesting.schema import LAYOUTS
 from maskpack.nesting.verify import Verifier
 from maskpack.packed import table as tables
+from maskpack.packed.cuda import device_plan
 from maskpack.packed.cuda import encode as encoding
 from maskpack.packed.cuda.device_plan import DevicePlan
 
@@ -361,6 +362,19 @@ def _several_spans(batch: TensorDict) -> None:
     batch["attention_mask"][0, 1] = 0
 
 
+def _gap_in_numbers(batch: TensorDict) -> None:
+    """A gap in a mask of many numbers, which has no form that a 0 does not fit."""
+    _several_spans(batch)
+    _numbered(batch)
+
+
+def _numbered(batch: TensorDict) -> None:
+    mask = batch["attention_mask"]
+    batch["attention_mask"] = (mask != 0) * torch.randint(
+        1, 200, mask.shape, generator=torch.Generator().manual_seed(0)
+    )
+
+
 def _noise(batch: TensorDict) -> None:
     mask = batch["response_mask"] != 0
     batch["advantages"] = torch.randn(mask.shape).where(mask, 0)
@@ -368,14 +382,44 @@ def _noise(batch: TensorDict) -> None:
 
 @kernel_test
 @quiet
-@pytest.mark.parametrize("change", [_stray, _stray_edge, _several_spans, _noise])
-def test_a_batch_that_does_not_fit_its_plan(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+@pytest.mark.parametrize(
+    ("change", "verify"),
+    [
+        (_stray, "always"),
+        (_stray_edge, "always"),
+        (_several_spans, "always"),
+        (_several_spans, "never"),
+        (_gap_in_numbers, "never"),
+        (_noise, "always"),
+    ],
+)
+def test_a_batch_that_does_not_fit_its_plan(monkeypatch: pytest.MonkeyPatch, change: Any, verify: Any) -> None:
     batches = [workload(rows=6, prompt=24, response=100, seed=seed, fill=0.4, group=3) for seed in range(4)]
     change(batches[3])
+    for batch in batches[:3] if change is _gap_in_numbers else []:
+        _numbered(batch)
     seen = Planned(monkeypatch)
     for batch in batches:
-        packed = compress(batch, pad_token_id=PAD)
+        packed = compress(batch, pad_token_id=PAD, verify=verify)
         assert_same_batch(decompress(packed), batch)
     assert seen.plans == [True, False]
     for name, lossy in {"old_log_probs": _stray, "position_ids": _stray_edge}.items():
         assert packed.forms[(name,)].kind == ("dense" if change is lossy else "padded")
+
+
+@kernel_test
+@quiet
+@pytest.mark.parametrize("reason", ["rows of several spans", "rows that are too long"])
+def test_batches_without_a_plan(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    """Nothing is measured in vain for them."""
+    if reason == "rows that are too long":
+        monkeypatch.setattr(device_plan, "MOST", 123)
+    batches = [workload(rows=6, prompt=24, response=100, seed=seed, fill=0.4, group=3) for seed in (0, 1, 0)]
+    if reason == "rows of several spans":
+        for batch in batches:
+            _several_spans(batch)
+    seen = Planned(monkeypatch)
+    for batch in batches:
+        assert_same_batch(decompress(compress(batch, pad_token_id=PAD)), batch)
+    assert seen.plans == []
+    assert seen.done[-1] is not None

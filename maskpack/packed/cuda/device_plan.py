@@ -26,7 +26,7 @@ from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.nesting.survey import Survey
 from maskpack.packed.batch_plan import WHOLE, cuts_of
 from maskpack.packed.cuda import encode_job as job
-from maskpack.packed.cuda.encode import BOUNDS, COUNTS, ROWS, WORDS, Encoder, Forms, Recipe, forms_of
+from maskpack.packed.cuda.encode import BOUNDS, COUNTS, MOST, ROWS, WORDS, Encoder, Forms, Recipe, forms_of
 from maskpack.packed.cuda.encode_job import ODD, Unit
 from maskpack.packed.table import Table, wholes_first, words_of_one
 
@@ -64,6 +64,8 @@ class DevicePlan:
         forms = forms_of(tensors, found.rows)
         if scanned is None or cuts is None or forms is None or found.row_pads or found.root.more_dims is None:
             return None
+        if any((np.diff(layout.table.splits) > 1).any() for layout, _ in scanned.values()):
+            return None  # the next batch is likely to have such rows, too
         numbers = {path: number for number, path in enumerate(found.entries)}
         entries = [found.entries[form.path] for form in tensors]
         devices = {x.device for x in entries} | {found.entries[path].device for path in scanned}
@@ -148,6 +150,8 @@ def _line(form: FieldForm, x: Tensor, trusted: bool) -> _Line | None:
     items = words_of_one(form)
     together = x.dim() >= 2 and x[:1].is_contiguous() and x.stride(1) == items
     if form.kind != "padded" or form.ragged_dim != 1 or form.dtype.itemsize > 8 or not together or not items:
+        return None
+    if x.shape[1] * items > MOST:
         return None
     pad = form.pads[0]
     if trusted:

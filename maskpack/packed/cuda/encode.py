@@ -35,7 +35,7 @@ _WRITTEN_HERE = {
     *(native.SPARSE, native.CONCAT),
 }
 _UNKNOWN = -1
-_MOST = (1 << 31) - 2 * job.CHUNK
+MOST = (1 << 31) - 2 * job.CHUNK
 """Words of a row that the kernels can count."""
 _A_LOOK = 64
 """One in so many batches is encoded on the host, which looks for better forms."""
@@ -239,7 +239,7 @@ def encoded(
     layouts = wholes_first(layouts)
     recipe = forms.recipe(own, layouts, rows, dense_rows)
     longest = max((layout.max_length for layout in layouts.values()), default=1)
-    if not recipe.tensors or recipe.items * max(longest, 1) > _MOST:
+    if not recipe.tensors or recipe.items * max(longest, 1) > MOST:
         return None
     held = [words(own[number]).contiguous() for number in recipe.tensors]
     units: IntArray = np.array(recipe.units)
