@@ -4,6 +4,8 @@
     cu_seqlens [rows + 1]     0     n0      n0+n1  T
 
 With a PrefixTree the rows are its nodes, and a token attends to the nodes above its own, too (prefix_attention.py).
+With a group, each rank has a shard of the tokens, and attends over all of them with some of the heads
+(context_parallel.py).
 
 flash   FlashAttention 4, 3 or 2, varlen kernels            half precision on a GPU; FlashAttention 2 for soft caps
 varlen  torch.nn.attention.varlen                           half precision on a GPU, no soft caps
@@ -24,6 +26,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -31,6 +34,7 @@ from maskpack.core.arguments import said
 from maskpack.errors import ReplayError
 from maskpack.layout.prefix_tree import PrefixTree
 from maskpack.ops import prefix_attention as prefixes
+from maskpack.ops.context_parallel import to_heads, to_tokens
 from maskpack.ops.prefix_attention import Bounds
 
 AttentionBackend = Literal["auto", "flash", "varlen", "flex", "rows"]
@@ -55,6 +59,7 @@ def packed_attention(
     softcap: float | None = None,
     backend: AttentionBackend = "auto",
     tree: PrefixTree | None = None,
+    group: ProcessGroup | None = None,
 ) -> Tensor:
     """Causal attention of each token over its own row, or over its path in a tree.
 
@@ -72,9 +77,12 @@ def packed_attention(
         tree: the tokens are those of this tree, in its order, and maybe one row more; `cu_seqlens` and `max_seqlen` are
             those of its nodes. A token attends to its node, up to itself, and to the nodes above it. A window counts
             tokens of a row of the tree.
+        group: the ranks over which the tokens are sharded: query, key and value are those of this rank, the same number
+            on all ranks, in the order of the ranks. The other arguments describe all T tokens. Every rank must call;
+            H is a multiple of the number of ranks.
 
     Returns:
-        [T, H, D], differentiable.
+        [T, H, D], differentiable; with a group, of the tokens of this rank.
 
     Raises:
         ReplayError: the backend is not installed or does not support the inputs; shapes that do not match.
@@ -88,29 +96,55 @@ def packed_attention(
         if not missing and (isinstance(number, bool) or not isinstance(number, known)):
             raise ReplayError(f"{_CALL}: {name} is {said(number)}; expected {kind}. Pass one.")
     _check_tensors(query, key, value)
-    _check_bounds(cu_seqlens, max_seqlen, query)
     if (window is not None and window < 1) or (softcap is not None and not softcap > 0):
         raise ReplayError(
             f"{_CALL}: window is {window} and softcap {softcap}; expected a window of at least 1 token and a cap above "
             "0. Pass None for none."
         )
-    chosen = backend_for(query, softcap) if backend == "auto" else backend
-    run = _RUN.get(chosen) if isinstance(chosen, str) else None
-    if run is None:
+    if backend not in BACKENDS:
         raise ReplayError(f"{_CALL}: backend is {said(backend)}; expected one of {', '.join(BACKENDS)}. Choose one.")
+    if group is not None:
+        query, key, value = to_heads(query, key, value, _need_group(group))
+    _check_bounds(cu_seqlens, max_seqlen, query)
     if tree is not None:
         _check_tree(tree, cu_seqlens, query)
+    chosen = backend_for(query, softcap) if backend == "auto" else backend
+    bounds = Bounds(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    out = _attend(chosen, query, key, value, bounds, scale, window, softcap, tree)
+    return out if group is None else to_tokens(out, group)
+
+
+def _attend(
+    backend: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Bounds,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    tree: PrefixTree | None,
+) -> Tensor:
     if not query.shape[0]:  # kernels do not accept zero tokens
         return query.clone()
-    bounds = Bounds(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    if tree is None or chosen == "flex":
+    run = _RUN[backend]
+    if tree is None or backend == "flex":
         return run(query, key, value, bounds, scale, window, softcap, tree)
-    kernel = None if window is not None or softcap is not None else _merging_kernel(query, chosen, tree)
+    kernel = None if window is not None or softcap is not None else _merging_kernel(query, backend, tree)
     if kernel is not None:
         return prefixes.merged_attention(query, key, value, bounds, tree, scale, kernel)
     index, bounds = prefixes.key_rows(tree, query.shape[0], window, query.device)
     keys, values = (prefixes.gather_rows(x, index) for x in (key, value))
     return run(query, keys, values, bounds, scale, window, softcap, None)
+
+
+def _need_group(group: Any) -> ProcessGroup:
+    if not isinstance(group, ProcessGroup):
+        raise ReplayError(
+            f"{_CALL}: group is {said(group)}; expected a process group that this rank is in. Pass what "
+            "torch.distributed.new_group returned, or get_group() of a device mesh."
+        )
+    return group
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import sys
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,11 +56,13 @@ class PlanOptions:
     max_rows: int | None = None
     oversize: Oversize = "alone"
     work: RowCost | None = None
+    context_parallel: int = 1
 
     def __post_init__(self) -> None:
         check_cost(self.cost, ["tokens", "padded", "prefix"], CALL)
         whole_number(self.num_updates, 1, CALL, "num_updates", MOST)
         whole_number(self.multiple_of, 1, CALL, "multiple_of", MOST)
+        whole_number(self.context_parallel, 1, CALL, "context_parallel", MOST)
         for name, most in (("min_count", MOST), ("max_rows", 1 << 62)):
             if getattr(self, name) is not None:
                 whole_number(getattr(self, name), 1, CALL, name, most)
@@ -81,6 +84,16 @@ class PlanOptions:
             whole_number(budget, 1, CALL, "token_budget")
         elif isinstance(budget, bool) or not isinstance(budget, int | float | np.number) or not 0 < budget < np.inf:
             raise PlanError(f"{CALL}: token_budget is {budget!r}; expected a finite number above 0. Give one.")
+
+    @property
+    def budget(self) -> float | None:
+        """The largest cost of a micro-batch, on all ranks that share it."""
+        given: Any = self.token_budget
+        if given is None or self.context_parallel == 1:
+            return given
+        given = given.item() if isinstance(given, np.generic) else given  # integers of numpy may overflow
+        budget = given * self.context_parallel
+        return min(budget, sys.float_info.max) if isinstance(budget, float) else budget
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,13 +137,13 @@ class PackingProblem:
         updates = _consecutive(units.sizes, options.num_updates)
         trie = trie_work = None
         if tree is not None:
-            assert options.token_budget is not None
+            assert options.budget is not None
             rows_of = [units.members(part) for part in updates]
             tree = kept_apart(tree, rows_of)
             trie = SharedAmounts.of(tree, None, CALL)
             trie_work = SharedAmounts.of(tree, options.work, CALL)
             if units.rows is None:
-                units = tree_units(tree, options.token_budget, most_rows)
+                units = tree_units(tree, options.budget, most_rows)
                 updates = _within(units.sizes, [len(rows) for rows in rows_of])
             assert units.rows is not None
             sizes, work = trie.of_parts(units.rows), trie_work.of_parts(units.rows)
@@ -140,8 +153,8 @@ class PackingProblem:
             if options.work is not None:
                 work = units.sums(row_costs(options.work, lengths, CALL, "amounts of work").astype(np.float64))
         budget = None
-        if options.token_budget is not None:
-            sizes, budget = in_parts(sizes, options.token_budget)
+        if options.budget is not None:
+            sizes, budget = in_parts(sizes, options.budget)
         return cls(
             multiple_of=options.multiple_of,
             most_rows=most_rows,

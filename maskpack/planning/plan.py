@@ -52,6 +52,7 @@ def plan_micro_batches(
     num_updates: int = 1,
     groups: Any = None,
     multiple_of: int = 1,
+    context_parallel: int = 1,
     min_count: int | None = None,
     max_rows: int | None = None,
     oversize: Oversize = "alone",
@@ -75,6 +76,8 @@ def plan_micro_batches(
         groups: labels [B]. Rows with one label stay in one micro-batch; with a tree, they do instead of rows that
             share a prefix.
         multiple_of: the number of micro-batches of an update is a multiple of it (pipeline stages).
+        context_parallel: the number of ranks that share each micro-batch (replay with `context_group`). The budget is
+            that of one rank: a micro-batch costs at most the budgets of all of them.
         min_count: the smallest number of micro-batches of an update.
         max_rows: the largest number of rows of a micro-batch.
         oversize: what happens to a row (or group) that alone exceeds the budget or `max_rows`. "alone" gives it a
@@ -90,7 +93,9 @@ def plan_micro_batches(
     Raises:
         PlanError: an argument is not one of these, or `oversize="error"` and a row is too large.
     """
-    options = PlanOptions(token_budget, cost, num_updates, multiple_of, min_count, max_rows, oversize, work)
+    options = PlanOptions(
+        token_budget, cost, num_updates, multiple_of, min_count, max_rows, oversize, work, context_parallel
+    )
     lengths = checked_lengths(lengths, CALL)
     return planned(options, lengths, groups, loss_tokens, checked_tree(tree, cost, lengths, CALL))
 
@@ -121,7 +126,7 @@ def oversized_rows(options: PlanOptions, problem: PackingProblem) -> list[int]:
     rows = sorted(problem.units.members(problem.too_large()))
     if rows and options.oversize == "error":
         raise PlanError(
-            f"{CALL}: rows {rows[:8]} alone, or their groups, are over token_budget {options.token_budget} or max_rows "
+            f"{CALL}: rows {rows[:8]} alone, or their groups, are over token_budget {options.budget} or max_rows "
             f'{options.max_rows}; expected less. Raise these, cut the rows, or pass oversize="alone".'
         )
     return rows

@@ -37,6 +37,7 @@ def plan_ranks(
     num_updates: int = 1,
     groups: Any = None,
     multiple_of: int = 1,
+    context_parallel: int = 1,
     min_count: int | None = None,
     max_rows: int | None = None,
     oversize: Oversize = "alone",
@@ -51,7 +52,8 @@ def plan_ranks(
 
     Args:
         lengths: integers [B] on the host, the valid tokens of each row of the whole batch: prompt plus response.
-        ranks: the number of DP ranks.
+        ranks: the number of DP ranks. With `context_parallel`, each of them is a group of that many ranks, which all
+            run the plan of the group.
         equal_rows, seed: options of `balance_rows`, which balances `work`, by default tokens.
         tree: the PrefixTree of all rows, with cost="prefix". Rows that share a prefix go to one rank, unless ranks
             balance better if they are cut; `equal_rows` equalizes such parts, not rows. Ranks balance the tokens of
@@ -65,7 +67,9 @@ def plan_ranks(
     """
     flag(own_lengths, "own_lengths", _CALL, PlanError)
     lengths = checked_lengths(lengths, _CALL)
-    options = PlanOptions(token_budget, cost, num_updates, multiple_of, min_count, max_rows, oversize, work)
+    options = PlanOptions(
+        token_budget, cost, num_updates, multiple_of, min_count, max_rows, oversize, work, context_parallel
+    )
     tree = checked_tree(tree, cost, lengths, _CALL)
     units = Units.of(lengths.size, groups, _CALL)
     labels = None if units.rows is None else units.of_row.tolist()
@@ -99,10 +103,10 @@ def _balanced_prefixes(
 
     if groups.rows is not None:
         return balanced(groups)
-    assert options.token_budget is not None
+    assert options.budget is not None
     most_rows = options.max_rows or max(tree.num_rows, 1)
-    fair = min(options.token_budget, tree.num_tokens / ranks)
-    limits = (options.token_budget, fair, fair / 2, fair / 4, fair / 8, 0)  # 0: each row alone
+    fair = min(options.budget, tree.num_tokens / ranks)
+    limits = (options.budget, fair, fair / 2, fair / 4, fair / 8, 0)  # 0: each row alone
     divisions = [tree_units(tree, limit, most_rows) for limit in limits]
     divisions = {units.sizes.tobytes(): units for units in divisions if len(units) >= min(ranks, tree.num_rows)}
     rows = {units: balanced(units) for units in divisions.values()}

@@ -19,13 +19,14 @@ that several rows share is scored once:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from maskpack.core.arguments import flag, said
 from maskpack.core.index import IntArray
@@ -42,6 +43,7 @@ from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.response import ResponseAxis, scoring
 from maskpack.ops import pack_torch as plain
 from maskpack.packed.batch import PackedBatch, decompress
+from maskpack.replay.context import ContextShard, need_same, shard_of
 
 NoPrompt = Literal["error", "skip"]
 _CPU = torch.device("cpu")
@@ -68,6 +70,10 @@ class PackedInputs:
         num_tokens: T without the tail.
         tree: the tree of the rows; None if they share nothing, or were not asked to.
         share_prefixes: whether they were asked to. All ranks of a sharded model agree on it, but not on a tree.
+        context: the shard of this rank, after `shard`; None for all tokens.
+
+    After `shard`, `input_ids`, `position_ids`, `predict` and `targets` are those of the shard, and `predict` counts
+    from its first token. All others describe the whole.
     """
 
     input_ids: Tensor
@@ -83,6 +89,7 @@ class PackedInputs:
     num_tokens: int
     tree: PrefixTree | None = None
     share_prefixes: bool = False
+    context: ContextShard | None = None
 
     @classmethod
     def of(
@@ -168,6 +175,53 @@ class PackedInputs:
             tree=tree,
             share_prefixes=share_prefixes,
         )
+
+    def shard(self, group: ProcessGroup) -> PackedInputs:
+        """The inputs of this rank: one of equal, consecutive shards of T tokens, which a longer tail makes a multiple
+        of the ranks.
+
+        Args:
+            group: the context-parallel ranks. All of them call this with the same rows.
+
+        One small collective compares the rows; it and the division take two synchronisations on CUDA.
+
+        Raises:
+            ReplayError: on all ranks, if their rows differ; or the inputs are a shard already.
+        """
+        call = "PackedInputs.shard"
+        if self.context is not None:
+            raise ReplayError(f"{call}: the inputs are a shard already; expected whole ones. Take PackedInputs.of.")
+        if not isinstance(group, ProcessGroup):
+            raise ReplayError(
+                f"{call}: group is {said(group)}; expected a process group that this rank is in. Pass what "
+                "torch.distributed.new_group returned, or get_group() of a device mesh."
+            )
+        same = {"token ids": self.input_ids, "position ids": self.position_ids, "bounds": self.cu_seqlens}
+        need_same({**same, "scored tokens": self.predict}, group, call)
+        total = -(-self.input_ids.shape[1] // group.size()) * group.size()
+        tail, where = total - self.num_tokens, self.input_ids.device
+        ends = (np.append(self.bounds, total) if tail else self.bounds).astype(np.int32)
+        ids, positions = (x[..., : self.num_tokens] for x in (self.input_ids, self.position_ids))
+        counted = torch.arange(tail, device=where, dtype=positions.dtype)
+        context, own = shard_of(self.predict, total, group)
+        here = slice(context.begin, context.begin + context.size)
+        return replace(
+            self,
+            input_ids=torch.cat([ids, ids.new_zeros((1, tail))], -1)[:, here],
+            position_ids=torch.cat([positions, counted.expand(*positions.shape[:-1], tail)], -1)[..., here],
+            cu_seqlens=_sent(torch.from_numpy(ends), where),
+            max_seqlen=int(np.diff(ends).max(initial=0)),
+            predict=self.predict[own] - context.begin,
+            targets=self.targets[own],
+            context=context,
+        )
+
+    def collected(self, own: Tensor, tokens: IntArray) -> Tensor:
+        """[n, ...]: entries of some of all T tokens, without gradient, from a tensor [T, ...] like `input_ids[0]`; of a
+        shard, on all ranks, which must all call."""
+        if self.context is not None:
+            return self.context.collected(own, tokens)
+        return own.detach().index_select(0, torch.from_numpy(tokens).to(own.device))
 
     @property
     def longest_row(self) -> int:

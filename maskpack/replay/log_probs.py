@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from maskpack.core.arguments import flag, said
 from maskpack.errors import ReplayError
@@ -34,7 +35,8 @@ from maskpack.replay.inputs import NoPrompt, PackedInputs
 class ReplayModel(Protocol):
     """The interface that replay needs of a causal language model. `adapters.transformers.replayable` returns one.
 
-    A model that supports `PackedInputs.tree`, by `packed_attention(tree=)`, also has `shares_prefixes = True`.
+    A model that supports `PackedInputs.tree`, by `packed_attention(tree=)`, also has `shares_prefixes = True`; one that
+    supports `PackedInputs.context`, by `packed_attention(group=)`, `context_parallel = True`.
     """
 
     @property
@@ -48,7 +50,8 @@ class ReplayModel(Protocol):
         ...
 
     def hidden(self, inputs: PackedInputs) -> Tensor:
-        """[T, H]: hidden states of packed rows, by varlen attention with their bounds."""
+        """[T, H]: hidden states of packed rows, by varlen attention with their bounds; of a shard, those of its
+        tokens."""
         ...
 
     def dense_hidden(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
@@ -76,6 +79,7 @@ if TYPE_CHECKING:
         no_prompt: NoPrompt
         share_prefixes: bool
         min_shared: int
+        context_group: ProcessGroup | None
         input_ids: Key
         registry: Registry
 
@@ -109,6 +113,7 @@ def response_log_probs(
     no_prompt: NoPrompt = "error",
     share_prefixes: bool = False,
     min_shared: int = MIN_SHARED,
+    context_group: ProcessGroup | None = None,
     input_ids: Key = "input_ids",
     registry: Registry = RL_FIELDS,
 ) -> Any:
@@ -126,6 +131,9 @@ def response_log_probs(
             None: the first time for each model.
         share_prefixes: whether a prefix that rows of the batch share, such as the prompt of a group, is computed once.
             Log-probs are the same within rounding, and gradients add up. In train mode the model must have no dropout.
+        context_group: ranks with the same rows that share the work: each runs a shard of the tokens
+            (`PackedInputs.shard`). Every rank must call. All get the same result; gradients are those of one process
+            when they are averaged over the ranks, as by DDP and FSDP.
         multiple_of, no_prompt, min_shared, input_ids, registry: as for `PackedInputs.of`.
 
     Returns:
@@ -140,7 +148,7 @@ def response_log_probs(
     """
     packing: dict[str, Any] = {
         "multiple_of": multiple_of, "no_prompt": no_prompt, "share_prefixes": share_prefixes, "min_shared": min_shared,
-        "input_ids": input_ids, "registry": registry,
+        "context_group": context_group, "input_ids": input_ids, "registry": registry,
     }  # fmt: skip
     if plan is not None:
         options = {
@@ -168,6 +176,7 @@ def response_values(
     no_prompt: NoPrompt = "error",
     share_prefixes: bool = False,
     min_shared: int = MIN_SHARED,
+    context_group: ProcessGroup | None = None,
     input_ids: Key = "input_ids",
     registry: Registry = RL_FIELDS,
 ) -> Tensor:
@@ -180,8 +189,8 @@ def response_values(
         batch: as for `response_log_probs`.
         value_head: a callable, such as a linear layer, of hidden states [N, H] that returns values [N] or [N, 1]. It is
             on the device of the hidden states.
-        plan, self_check, multiple_of, no_prompt, share_prefixes, min_shared, input_ids, registry: as for
-            `response_log_probs`.
+        plan, self_check, multiple_of, no_prompt, share_prefixes, min_shared, context_group, input_ids, registry: as
+            for `response_log_probs`.
 
     Returns:
         float32 (float64 if the head returns it) jagged [B, j] on the response layout, differentiable, on the device of
@@ -192,7 +201,7 @@ def response_values(
     """
     packing: dict[str, Any] = {
         "multiple_of": multiple_of, "no_prompt": no_prompt, "share_prefixes": share_prefixes, "min_shared": min_shared,
-        "input_ids": input_ids, "registry": registry,
+        "context_group": context_group, "input_ids": input_ids, "registry": registry,
     }  # fmt: skip
     if plan is not None:
         parts = _of_each(plan, batch, response_values, model, value_head, self_check=self_check, **packing)
@@ -215,9 +224,16 @@ def response_values(
 
 
 def _inputs(
-    call: str, model: Any, batch: TensorDictBase | PackedBatch, *, share_prefixes: bool, **packing: Any
+    call: str,
+    model: Any,
+    batch: TensorDictBase | PackedBatch,
+    *,
+    share_prefixes: bool,
+    context_group: ProcessGroup | None,
+    **packing: Any,
 ) -> PackedInputs:
-    """The PackedInputs of a batch, on the device of the model. If packing is off, rows share nothing."""
+    """The PackedInputs of a batch, on the device of the model. If packing is off, rows share nothing, and each rank of
+    a context group runs them all."""
     missing = [name for name in ("hidden", "dense_hidden", "self_check") if not callable(getattr(model, name, None))]
     device = None if missing else getattr(model, "device", None)
     if device is None:
@@ -232,7 +248,14 @@ def _inputs(
             "expected a model that attends by packed_attention(tree=) and has shares_prefixes = True. Use "
             "maskpack.adapters.transformers.replayable(model), or leave share_prefixes out."
         )
-    return PackedInputs.of(batch, device=device, share_prefixes=shares and _packs(call), **packing)
+    if context_group is not None and getattr(model, "context_parallel", None) is not True:
+        raise ReplayError(
+            f"{call}: context_group with {said(model)}, which does not say that it supports PackedInputs.shard; "
+            "expected a model that attends by packed_attention(group=) and has context_parallel = True. Use "
+            "maskpack.adapters.transformers.replayable(model), or leave context_group out."
+        )
+    inputs = PackedInputs.of(batch, device=device, share_prefixes=shares and _packs(call), **packing)
+    return inputs if context_group is None or not _packs(call) else inputs.shard(context_group)
 
 
 def _of_each(
@@ -290,6 +313,8 @@ def _packs(call: str) -> bool:
 
 
 def _nested(values: Tensor, inputs: PackedInputs) -> Tensor:
+    if inputs.context is not None:
+        values = inputs.context.gathered(values)
     if inputs.copies is not None:
         values = values.index_select(0, inputs.copies)
     if inputs.scored is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import pickle
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maskpack.errors import PlanError
-from maskpack.planning import FlopsModel, MicroBatchPlan, plan_micro_batches
+from maskpack.planning import FlopsModel, MicroBatchPlan, PrefixTree, plan_micro_batches, plan_ranks
 from maskpack.planning.packing import best_fit, halved
 
 many = settings(max_examples=max(60, settings.default.max_examples))
@@ -825,3 +826,44 @@ def test_with_count_errors() -> None:
     assert plan.counts == [2, 2]
     with pytest.raises(PlanError, match=r"with_count: count is 3 for a plan without rows; expected a row to run"):
         plan_micro_batches([], 5, num_updates=2).with_count([0, 3])
+
+
+# -------------------------------------------------------------------- context parallelism
+
+
+@many
+@given(
+    st.lists(st.integers(0, 50), max_size=30), st.integers(1, 40), st.integers(1, 8), st.sampled_from(["tokens", "own"])
+)
+def test_the_budget_is_that_of_one_of_the_ranks_that_share_a_micro_batch(
+    lengths: Lengths, budget: int, ranks: int, kind: str
+) -> None:
+    cost: Any = "tokens" if kind == "tokens" else (lambda n: n * 1.5)
+    plan = plan_micro_batches(lengths, budget, cost=cost, context_parallel=ranks)
+    assert plan.updates == plan_micro_batches(lengths, budget * ranks, cost=cost).updates
+    for rows in plan.micro_batches:
+        tokens = sum(lengths[row] for row in rows)
+        if len(rows) > 1 and kind == "tokens":
+            assert -(-tokens // ranks) <= budget  # a shard, after T was rounded up to a multiple of the ranks
+
+
+def test_ranks_that_share_micro_batches_have_one_plan() -> None:
+    lengths = [5, 9, 2, 7, 8, 1, 6, 4]
+    plans = plan_ranks(lengths, 2, 6, context_parallel=2, loss_tokens=lengths)
+    assert [plan.updates for plan in plans.plans] == [plan.updates for plan in plan_ranks(lengths, 2, 12).plans]
+    again = pickle.loads(pickle.dumps(plans))
+    assert again.plans[0].updates == plans.plans[0].updates
+    tree = PrefixTree.from_groups([10, 9, 9], ["a", "a", "a"], [8, 8, 8], min_shared=1)
+    assert len(plan_micro_batches([10, 9, 9], 6, cost="prefix", tree=tree, context_parallel=2).micro_batches) == 1
+    assert len(plan_micro_batches([10, 9, 9], 6, cost="prefix", tree=tree).micro_batches) > 1
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 1.0, True, None, "2"])
+def test_numbers_of_ranks_that_are_none(ranks: Any) -> None:
+    with pytest.raises(PlanError, match=r"^plan_micro_batches: context_parallel is .*; expected a whole number from 1"):
+        plan_micro_batches([3, 2], 5, context_parallel=ranks)
+
+
+def test_budgets_of_many_ranks_do_not_overflow() -> None:
+    assert plan_micro_batches([3, 2], np.int64(1 << 61), context_parallel=16).counts == [1]
+    assert plan_micro_batches([3, 2], 1e308, cost=lambda n: n * 1.0, context_parallel=16).counts == [1]

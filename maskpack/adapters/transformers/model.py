@@ -89,11 +89,16 @@ def attention(
             "Call response_log_probs or response_values, or give the model its own attention back before it runs on "
             "padded rows or generates: replayable(model).release()."
         )
-    tree = kwargs.get("prefix_tree")
+    tree, group = kwargs.get("prefix_tree"), kwargs.get("context_group")
     if running is not None and not running.own and tree is not running.tree:
         raise ReplayError(
             f"{who}: the model does not pass the tree of shared prefixes on to its attention; expected prefix_tree "
             "beside cu_seq_lens_q. Replay it without share_prefixes."
+        )
+    if running is not None and not running.own and group is not running.group:
+        raise ReplayError(
+            f"{who}: the model does not pass the context-parallel group on to its attention; expected context_group "
+            "beside cu_seq_lens_q. Replay it without context_group."
         )
     causal = getattr(module, "is_causal", True) if kwargs.get("is_causal") is None else kwargs["is_causal"]
     odd = sorted(name for name, given in kwargs.items() if isinstance(given, Tensor) and name not in _KNOWN)
@@ -136,6 +141,7 @@ def attention(
         window=sliding_window,
         softcap=softcap,
         tree=tree,
+        group=group,
     )
     return out[None].contiguous(), None  # some models take a view of it
 
@@ -203,10 +209,10 @@ class Replayable:
 
     Attributes:
         model: the same module, with its parameters and modes; after `release()`, for padded rows and generation.
-        shares_prefixes: whether it supports `PackedInputs.tree`: True.
+        shares_prefixes, context_parallel: whether it supports `PackedInputs.tree` and `PackedInputs.context`: True.
     """
 
-    shares_prefixes = True
+    shares_prefixes = context_parallel = True
 
     def __init__(self, model: PreTrainedModel, *, compile: bool = False) -> None:
         compiles = flag(compile, "compile", "replayable", ReplayError)
@@ -220,7 +226,7 @@ class Replayable:
         self._base: Any = getattr(model, model.base_model_prefix, None) or model.get_decoder()
         self._output: Any = cast("Any", model).get_output_embeddings()
         self._config: Any = model.config.get_text_config()
-        self._checked: dict[tuple[torch.dtype, bool, bool], int] = {}
+        self._checked: dict[tuple[torch.dtype, bool, bool, bool], int] = {}
         _check_kind(model, self._base, self._output)
         if self._output is not None:
             _check_output(model, self._config, self._output)
@@ -282,15 +288,17 @@ class Replayable:
         return _plain_weight(self.model, self._output)
 
     def hidden(self, inputs: PackedInputs) -> Tensor:
-        """[T, H]: the last hidden states of packed rows."""
+        """[T, H]: the last hidden states of packed rows; of a shard, those of its tokens."""
         _check_layers(self.model, self._base, self._config)
-        _check_rows(self.model, self._config, inputs.input_ids, inputs.longest_row)
+        group = None if inputs.context is None else inputs.context.group
+        _check_rows(self.model, self._config, inputs.input_ids, inputs.longest_row, group)
         if inputs.share_prefixes:  # with or without a tree: all ranks of a sharded model raise, or none
             _check_dropout(self.model, self._base, self._config)
         more: dict[str, Any] = {} if inputs.tree is None else {"prefix_tree": inputs.tree}
+        more |= {} if group is None else {"context_group": group}
         self._find_ranks()
         self._take()
-        with passes.Pass(tree=inputs.tree).running() as packed:
+        with passes.Pass(tree=inputs.tree, group=group).running() as packed:
             states = self._states(
                 input_ids=inputs.input_ids,
                 position_ids=inputs.position_ids,
@@ -340,22 +348,24 @@ class Replayable:
         """Compares the log-probs of one row with those of the whole model on this row alone, by its original attention.
         For a model without an output layer it compares hidden states, in units of their root mean square.
 
-        It runs once for each Replayable, dtype, and path: packed, with share_prefixes, or padded; always with `again`.
+        It runs once for each Replayable, dtype, and path: packed, with share_prefixes, with a context group, or padded;
+        always with `again`.
         Some rows prove more than others: the first row of a batch little, because wrong bounds may not change it; the
         most with share_prefixes one that begins with the tokens of another. The next batch with a row that proves more
         is compared too. The ranks of a sharded model compare in the same call, because all of them must run the model;
         a rank without a row to compare runs one token. If one rank fails, all raise ReplayError."""
         dtype, packed = _precision(hidden), self._config._attn_implementation == NAME
-        path = dtype, packed, inputs.share_prefixes
+        path = dtype, packed, inputs.share_prefixes, inputs.context is not None
         before = self._checked.get(path, 0)
         if before == (_SHARED if inputs.share_prefixes else _LATER) and not again:
             return
         tokens, proof = _row_to_compare(inputs)
-        proof = int(_most_of(self._groups, proof, hidden.device))
+        groups = self._groups if inputs.context is None else (*self._groups, inputs.context.group)
+        proof = int(_most_of(groups, proof, hidden.device))
         if proof == 0 or (proof <= before and not again):
             return
         off = self._distance(inputs, hidden, tokens)
-        worst = _most_of(self._groups, off, hidden.device)
+        worst = _most_of(groups, off, hidden.device)
         if not worst <= _TOLERANCE[dtype]:
             what = "hidden states" if self._output is None else "log-probs"
             seen = f"{worst:.3g} on another rank" if off <= _TOLERANCE[dtype] else f"{off:.3g}"
@@ -369,14 +379,16 @@ class Replayable:
     def _distance(self, inputs: PackedInputs, hidden: Tensor, row: IntArray) -> float:
         """The largest difference of a row, given by its tokens among the inputs, from its own forward pass; 0 if it
         scores no token."""
-        tokens = torch.from_numpy(row if row.size else np.zeros(1, np.int64)).to(hidden.device)
-        ids = inputs.input_ids.index_select(1, tokens)
-        places = torch.arange(ids.shape[1] - 1, device=ids.device)
+        tokens = row if row.size else np.zeros(1, np.int64)
+        ids = inputs.collected(inputs.input_ids[0], tokens)[None]
+        positions = inputs.collected(inputs.position_ids.movedim(-1, 0), tokens).movedim(0, -1)
+        compared = np.arange(tokens.size - (self._output is not None))
         more: dict[str, Any] = {}
-        if self._output is not None and places.numel() > 2 * _COMPARED:
-            places = torch.cat([places[:_COMPARED], places[-_COMPARED:]])
-            if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
-                more["logits_to_keep"] = places
+        if self._output is not None and compared.size > 2 * _COMPARED:
+            compared = np.append(compared[:_COMPARED], compared[-_COMPARED:])
+        places = torch.from_numpy(compared).to(ids.device)
+        if places.shape[0] < ids.shape[1] - 1 and "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+            more["logits_to_keep"] = places
         passes.follow_passes(self.model)
         alone = self._base if self._output is None else self.model
         with torch.no_grad():
@@ -384,19 +396,19 @@ class Replayable:
                 out: Any = alone(
                     input_ids=ids,
                     attention_mask=torch.ones_like(ids),  # without it, positions that jump would begin a row
-                    position_ids=inputs.position_ids.index_select(-1, tokens),
+                    position_ids=positions,
                     use_cache=False,
                     **more,
                 )
             if row.size < 2:
                 return 0.0
-            states = hidden.detach().index_select(0, tokens)
+            states = inputs.collected(hidden, row[compared])
             if self._output is None:
                 truth = out.last_hidden_state[0]
                 off = (states - truth).float().abs().max() / truth.float().square().mean().sqrt()
             else:
                 scored = ids[0, places + 1]
-                seen = packed_log_probs(states[places], self.head, scored)
+                seen = packed_log_probs(states, self.head, scored)
                 logits = out.logits[0] if more else out.logits[0, places]
                 truth = logits.to(seen.dtype).log_softmax(-1).gather(-1, scored[:, None])[:, 0]
                 off = (seen - truth).abs().max()
@@ -495,8 +507,9 @@ def _check_layers(model: Any, base: Any, config: Any) -> None:
         )
 
 
-def _check_rows(model: Any, config: Any, ids: Tensor, longest: int) -> None:
-    """Checks the rows of a call. One synchronisation on CUDA if the model has image, video or audio tokens."""
+def _check_rows(model: Any, config: Any, ids: Tensor, longest: int, group: dist.ProcessGroup | None = None) -> None:
+    """Checks the rows of a call, of which the ranks of a group have shards. One synchronisation on CUDA if the model
+    has image, video or audio tokens."""
     who = type(model).__name__
     for kind, limit in _changes(config):
         if longest > limit:
@@ -505,7 +518,8 @@ def _check_rows(model: Any, config: Any, ids: Tensor, longest: int) -> None:
                 f"than {limit} tokens; a row, or the tail of multiple_of, has {longest}. Keep all within {limit}."
             )
     places: set[Any] = {getattr(part, name, None) for part in (model.config, config) for name in _PLACEHOLDERS} - {None}
-    if places and bool(torch.isin(ids, torch.tensor(sorted(places), device=ids.device)).any()):
+    found = bool(places) and bool(torch.isin(ids, torch.tensor(sorted(places), device=ids.device)).any())
+    if places and _most_of([] if group is None else [group], found, ids.device):
         raise ReplayError(
             f"replayable: input_ids hold places of images, video or audio of {who} (ids {sorted(places)}); expected "
             "text alone: replay passes nothing else to the model. Its log-probs have to come from its own forward."

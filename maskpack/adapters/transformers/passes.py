@@ -15,6 +15,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
 
+from torch.distributed import ProcessGroup
+
 from maskpack.layout.prefix_tree import PrefixTree
 
 NAME = "maskpack"
@@ -32,11 +34,13 @@ class Pass:
     Attributes:
         own: whether layers use the original attention of the model.
         tree: the PrefixTree that packed attention has to receive; None without one.
+        group: the context-parallel group that it has to receive; None without one.
         attended: the number of calls of packed attention so far.
     """
 
     own: bool = False
     tree: PrefixTree | None = None
+    group: ProcessGroup | None = None
     attended: int = 0
 
     @contextmanager

@@ -1,0 +1,268 @@
+"""What a rank does in the tests of context parallelism: its shard of the tokens, beside each row alone."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from replay_work import SHARE, alone, batch_of, groups, tiny
+from tensordict import TensorDict
+from tiny_models import gemma3, llama, qwen3
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import maskpack as mp
+from maskpack.adapters.transformers import model as adapter
+from maskpack.adapters.transformers import replayable
+from maskpack.ops.attention import packed_attention
+
+MODELS = {"llama": llama, "qwen3": qwen3, "gemma3": gemma3}  # gemma3 has windows of 4 tokens
+EIGHT: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
+ROWS = ((2, 3), (4, 5), (1, 1), (3, 2), (4, 1), (2, 5))
+
+
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def far(seen: Tensor, truth: Tensor) -> float:
+    """The largest difference; infinite for other shapes."""
+    if seen.shape != truth.shape:
+        return float("inf")
+    return float((seen.detach() - truth.detach()).abs().max()) if truth.numel() else 0.0
+
+
+def mean_gradient_off(model: Any, plain: Any) -> float:
+    """The relative error of the gradient averaged over ranks, weight by weight, the largest."""
+    worst = 0.0
+    for name, weight in model.named_parameters():
+        want, got = plain.get_parameter(name).grad, weight.grad
+        if hasattr(got, "full_tensor"):  # averaged by FSDP
+            got = got.full_tensor()
+        else:
+            got = torch.zeros_like(weight) if got is None else got.clone()
+            dist.all_reduce(got)
+            got /= dist.get_world_size()
+        want = torch.zeros_like(got) if want is None else want
+        worst = max(worst, float((got - want).norm() / want.norm().clamp(min=1e-30)) if want.any() else far(got, want))
+    return worst
+
+
+# -------------------------------------------------------------------- attention
+
+
+def naive_attention(
+    q: Tensor, k: Tensor, v: Tensor, ends: list[int], scale: float, window: int | None, cap: float | None
+) -> Tensor:
+    """Token by token, head by head."""
+    out = []
+    for head in range(q.shape[1]):
+        own = head * k.shape[1] // q.shape[1]
+        for token in range(q.shape[0]):
+            begin = max(end for end in ends if end <= token)
+            begin = begin if window is None else max(begin, token - window + 1)
+            scores = k[begin : token + 1, own] @ q[token, head] * scale
+            scores = scores if cap is None else cap * torch.tanh(scores / cap)
+            out.append(scores.softmax(0) @ v[begin : token + 1, own])
+    return torch.stack(out).view(q.shape[1], q.shape[0], -1).transpose(0, 1)
+
+
+def attention_off() -> dict[Any, tuple[float, float]]:
+    """By heads and options: the errors of outputs and of gradients, in float64."""
+    group, rank, ranks = world(), dist.get_rank(), dist.get_world_size()
+    tokens, ends = 3 * ranks, [0, 1, 2 * ranks + 1, 3 * ranks]
+    bounds = torch.tensor(ends, dtype=torch.int32)
+    here = slice(3 * rank, 3 * rank + 3)
+    out = {}
+    for heads, own in ((4, 4), (4, 2), (8, 1), (8, 2), (12, 6), (12, 4)):
+        for window, cap in ((None, None), (2, None), (None, 3.0)):
+            torch.manual_seed(heads * 100 + own)
+            whole = [torch.randn(tokens, n, 6, dtype=torch.float64).requires_grad_() for n in (heads, own, own)]
+            slope = torch.randn(tokens, heads, 6, dtype=torch.float64)
+            truth = naive_attention(*whole, ends, 0.3, window, cap)
+            wanted = torch.autograd.grad((truth * slope).sum(), whole)
+            parts = [x.detach()[here].clone().requires_grad_() for x in whole]
+            seen = packed_attention(*parts, bounds, 2 * ranks, scale=0.3, window=window, softcap=cap, group=group)
+            got = torch.autograd.grad((seen * slope[here]).sum(), parts)
+            grads = max(far(a, b[here]) for a, b in zip(got, wanted, strict=True))
+            out[heads, own, window, cap] = far(seen, truth[here]), grads
+    return out
+
+
+# -------------------------------------------------------------------- replay
+
+
+def replayed(kind: str, shares: bool, checkpoints: bool) -> dict[str, float]:
+    """How far log-probs, their gradients and values are from those of each row alone."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    torch.manual_seed(0)
+    model = MODELS[kind](**EIGHT)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(5 if weight.dim() > 1 else 1)
+    plain = copy.deepcopy(model)
+    if checkpoints:
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    batch = groups() if shares else batch_of(ROWS)
+    options: dict[str, Any] = {"context_group": world(), **(SHARE if shares else {})}
+    replay = replayable(model)
+    truth = alone(plain, batch)
+    seen, entropy = mp.replay.response_log_probs(replay, batch, entropy=True, self_check=True, **options)
+    weights = torch.linspace(0.5, 1.5, truth.numel())
+    (seen.values() * weights).sum().backward()
+    (truth * weights).sum().backward()
+    off = {"log_probs": far(seen.values(), truth), "gradients": mean_gradient_off(model, plain)}
+    one, spread = mp.replay.response_log_probs(replayable(plain), batch, entropy=True)
+    off["entropy"] = far(entropy.values(), spread.values())
+    off["one rank"] = far(one.values(), truth)
+    plan = mp.planning.plan_micro_batches(batch["attention_mask"].sum(1), 5, context_parallel=dist.get_world_size())
+    again = mp.replay.response_log_probs(replay, batch, plan=plan, **options)
+    off["planned"] = far(again.values(), truth)
+    head = torch.nn.Linear(model.config.hidden_size, 1)
+    with torch.no_grad():
+        head.weight.copy_(torch.linspace(-1, 1, head.weight.numel())[None])
+        values = mp.replay.response_values(replay, batch, head, **options)
+        off["values"] = far(values.values(), mp.replay.response_values(replayable(plain), batch, head).values())
+    return off
+
+
+def sharded() -> dict[str, float]:
+    """A model in FSDP2 shards over data-parallel pairs of context-parallel ranks, each pair with rows of its own."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("data", "context"))
+    model = tiny(False)
+    plain = copy.deepcopy(model)
+    over_all = init_device_mesh("cpu", (ranks,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=over_all)
+    fully_shard(model, mesh=over_all)
+    replay = replayable(model)
+    pair = mesh.get_local_rank("data")
+    batch = batch_of(ROWS[pair : 3 + 2 * pair])
+    truth = alone(plain, batch)
+    group = mesh.get_group("context")
+    seen = mp.replay.response_log_probs(replay, batch, context_group=group, self_check=True)
+    off = {"log_probs": far(seen.values(), truth)}
+    weights = torch.linspace(0.5, 1.5, truth.numel())
+    (seen.values() * weights).sum().backward()
+    (truth * weights).sum().backward()
+    for weight in plain.parameters():  # the mean of all pairs
+        dist.all_reduce(weight.grad)
+        weight.grad /= ranks
+    off["gradients"] = mean_gradient_off(model, plain)
+    return off
+
+
+def rounds(count: int) -> dict[str, float]:
+    """Batches of random rows, often fewer tokens than ranks, or none that is scored on some rank."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    model = tiny(True)
+    plain = copy.deepcopy(model)
+    replay = replayable(model)
+    source = random.Random(0)
+    worst = {"log_probs": 0.0, "gradients": 0.0}
+    without, few = 0, 0
+    for _ in range(count):
+        rows = [(source.randint(1, 4), source.choice((0, 0, 1, 5))) for _ in range(source.randint(1, 4))]
+        if source.random() < 0.2:
+            rows = [(0, 0)] * len(rows)
+        batch = batch_of(rows)
+        truth = alone(plain, batch)
+        model.zero_grad()
+        plain.zero_grad()
+        inputs = mp.replay.PackedInputs.of(batch).shard(world())
+        assert inputs.context is not None
+        without += any(number == 0 for number in inputs.context.counts)
+        few += inputs.num_tokens < dist.get_world_size()
+        seen = mp.replay.response_log_probs(replay, batch, context_group=world(), self_check=False)
+        worst["log_probs"] = max(worst["log_probs"], far(seen.values(), truth))
+        seen.values().sum().backward()
+        if truth.numel():
+            truth.sum().backward()
+            worst["gradients"] = max(worst["gradients"], mean_gradient_off(model, plain))
+    return worst | {"without": without, "few": few}
+
+
+# -------------------------------------------------------------------- failures
+
+
+def said_of(work: Any) -> str:
+    try:
+        work()
+    except mp.errors.MaskpackError as error:
+        return str(error)
+    return "nothing"
+
+
+def refusals() -> dict[str, str]:
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    rank, group = dist.get_rank(), world()
+    replay = replayable(tiny(False))
+    own = batch_of(ROWS[: 2 + rank])  # others on each rank
+    moved = batch_of(ROWS[:2])
+    moved["input_ids"][0, 3] += rank
+    three = replayable(llama(num_attention_heads=3, num_key_value_heads=3, hidden_size=24))
+    dist.barrier()
+
+    class Unaware:
+        device, head = torch.device("cpu"), torch.zeros(97, 64)
+        hidden = dense_hidden = self_check = print
+
+    def shard_twice() -> None:
+        mp.replay.PackedInputs.of(batch_of(ROWS[:2])).shard(group).shard(group)
+
+    def lose_the_group() -> None:
+        def forgets(_: Any, args: Any, given: dict[str, Any]) -> Any:
+            return args, {name: value for name, value in given.items() if name != "context_group"}
+
+        for layer in replay.model.model.layers:
+            layer.self_attn.register_forward_pre_hook(forgets, with_kwargs=True)
+        mp.replay.response_log_probs(replay, batch_of(ROWS[:2]), context_group=group)
+
+    def replayed(model: Any, batch: TensorDict) -> Any:
+        return lambda: mp.replay.response_log_probs(model, batch, context_group=group)
+
+    return {
+        "rows": said_of(replayed(replay, own)),
+        "ids": said_of(replayed(replay, moved)),
+        "heads": said_of(replayed(three, batch_of(ROWS[:2]))),
+        "model": said_of(replayed(Unaware(), batch_of(ROWS[:2]))),
+        "twice": said_of(shard_twice),
+        "forgotten": said_of(lose_the_group),
+    }
+
+
+def compared() -> dict[str, str]:
+    """What the self-check says if ranks get the heads of the keys of others, or see the rows as one."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    batch, group = batch_of(ROWS), world()
+
+    def said_with(attend: Any) -> str:
+        adapter.packed_attention = attend
+        try:
+            return said_of(lambda: mp.replay.response_log_probs(replayable(tiny(False)), batch, context_group=group))
+        finally:
+            adapter.packed_attention = packed_attention
+
+    def crossed(q: Tensor, k: Tensor, v: Tensor, *more: Any, **options: Any) -> Tensor:
+        return packed_attention(q, k.flip(1), v, *more, **options)
+
+    def merged(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, **options: Any) -> Tensor:
+        return packed_attention(q, k, v, bounds[[0, -1]], int(bounds[-1]), **options)
+
+    def local(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, **options: Any) -> Tensor:
+        del options["group"]  # each rank attends to its own tokens alone
+        return packed_attention(q, k, v, torch.tensor([0, q.shape[0]], dtype=torch.int32), q.shape[0], **options)
+
+    return {"right": said_with(packed_attention)} | {
+        name: said_with(attend) for name, attend in (("crossed", crossed), ("merged", merged), ("local", local))
+    }

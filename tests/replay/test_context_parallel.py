@@ -1,0 +1,75 @@
+"""Context parallelism: ranks that share the tokens of a forward pass give the numbers of each row alone, the gradients
+of one process, and raise together."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import context_work
+from ranks import run_ranks, values
+
+LOG_PROBS, GRADIENTS = 5e-6, 1e-5
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_attention_of_shards_is_that_of_naive_loops(ranks: int) -> None:
+    """Heads of keys that are split, and that several ranks read; windows and caps."""
+    for off in values(run_ranks(context_work.attention_off, ranks, seconds=100)):
+        assert len(off) == 18
+        for case, (outputs, gradients) in off.items():
+            assert outputs < 1e-12, case
+            assert gradients < 1e-12, case
+
+
+@pytest.mark.parametrize(
+    ("kind", "shares", "checkpoints", "ranks"),
+    [
+        ("llama", False, False, 2),
+        ("qwen3", False, True, 4),
+        ("gemma3", False, False, 4),
+        ("qwen3", True, False, 2),
+        ("gemma3", True, True, 4),
+    ],
+)
+def test_replay_of_shards_is_that_of_each_row_alone(kind: str, shares: bool, checkpoints: bool, ranks: int) -> None:
+    for off in values(run_ranks(context_work.replayed, ranks, kind, shares, checkpoints, seconds=150)):
+        assert off.keys() == {"log_probs", "gradients", "entropy", "one rank", "planned", "values"}
+        assert off["gradients"] <= GRADIENTS
+        assert max(off["log_probs"], off["planned"], off["entropy"]) <= LOG_PROBS, off
+        assert off["values"] <= 2e-5  # of up to 30
+
+
+def test_sharded_weights_and_sharded_tokens() -> None:
+    for off in values(run_ranks(context_work.sharded, 4, seconds=150)):
+        assert off["log_probs"] <= LOG_PROBS
+        assert off["gradients"] <= GRADIENTS
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_hundred_rounds_of_few_tokens(ranks: int) -> None:
+    for off in values(run_ranks(context_work.rounds, ranks, 100, seconds=250)):
+        assert off["log_probs"] <= LOG_PROBS
+        assert off["gradients"] <= GRADIENTS
+        assert off["without"] > 20  # rounds in which a rank scores nothing
+        assert off["few"] > 5  # rounds with fewer tokens than ranks
+
+
+def test_all_ranks_refuse_together() -> None:
+    for said in values(run_ranks(context_work.refusals, 2, seconds=100)):
+        assert re.match("PackedInputs.shard: token ids differ between the 2 ranks", said["rows"])
+        assert re.match("PackedInputs.shard: token ids differ between the 2 ranks", said["ids"])
+        assert "3 heads over 2 ranks" in said["heads"]
+        assert "does not say that it supports PackedInputs.shard" in said["model"]
+        assert "are a shard already" in said["twice"]
+        assert "does not pass the context-parallel group on" in said["forgotten"]
+
+
+def test_the_self_check_sees_wrong_exchanges() -> None:
+    for said in values(run_ranks(context_work.compared, 2, seconds=100)):
+        assert said.pop("right") == "nothing"
+        for name, message in said.items():
+            assert "are off by" in message, name
