@@ -72,7 +72,7 @@ class _ToHeads(torch.autograd.Function):
             send[:, :, begin : begin + each] = chosen.reshape(tokens, ranks, each, size).transpose(0, 1)
         ctx.heads, ctx.group, ctx.keys = heads, group, key.shape[1]
         received = _all_to_all(send, group).view(ranks * tokens, own + 2 * each, size)
-        query, key, value = received.split([own, each, each], 1)
+        query, key, value = (received.narrow(1, begin, n) for begin, n in ((0, own), (own, each), (own + each, each)))
         return query, key, value
 
     @staticmethod
@@ -82,16 +82,18 @@ class _ToHeads(torch.autograd.Function):
         own, each, size = grads[0].shape[1], grads[1].shape[1], grads[0].shape[2]
         send = torch.cat(grads, 1).view(ranks, -1, own + 2 * each, size)
         received = _all_to_all(send, ctx.group).transpose(0, 1)  # [t, ranks, heads, D]
-        query, *others = received.split([own, each, each], 2)
-        out = [query.flatten(1, 2)]
-        for x in others:
-            parts = x.flatten(1, 2)
-            if len(heads) != ctx.keys:  # several ranks read a head
-                wide = torch.promote_types(x.dtype, torch.float32)
-                total = parts.new_zeros((parts.shape[0], ctx.keys, size), dtype=wide)
-                parts = total.index_add_(1, torch.tensor(heads, device=x.device), parts.to(wide)).to(x.dtype)
-            out.append(parts)
-        return (*out, None, None)
+        query, key, value = (received.narrow(2, begin, n) for begin, n in ((0, own), (own, each), (own + each, each)))
+        key, value = (_summed(x.flatten(1, 2), heads, ctx.keys) for x in (key, value))
+        return query.flatten(1, 2), key, value, None, None
+
+
+def _summed(grads: Tensor, heads: list[int], keys: int) -> Tensor:
+    """[t, keys, D]: the gradients of the heads of all ranks, added up where several ranks read a head."""
+    if len(heads) == keys:
+        return grads
+    wide = torch.promote_types(grads.dtype, torch.float32)
+    total = torch.zeros((grads.shape[0], keys, grads.shape[2]), dtype=wide, device=grads.device)
+    return total.index_add_(1, torch.tensor(heads, device=grads.device), grads.to(wide)).to(grads.dtype)
 
 
 class _ToTokens(torch.autograd.Function):

@@ -88,12 +88,12 @@ class PlanOptions:
     @property
     def budget(self) -> float | None:
         """The largest cost of a micro-batch, on all ranks that share it."""
-        given: Any = self.token_budget
+        given = self.token_budget
         if given is None or self.context_parallel == 1:
             return given
-        given = given.item() if isinstance(given, np.generic) else given  # integers of numpy may overflow
-        budget = given * self.context_parallel
-        return min(budget, sys.float_info.max) if isinstance(budget, float) else budget
+        if isinstance(self.cost, str):
+            return int(given) * self.context_parallel  # integers of numpy may overflow
+        return min(float(given) * self.context_parallel, sys.float_info.max)
 
 
 @dataclass(frozen=True, eq=False)

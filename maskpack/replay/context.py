@@ -113,7 +113,7 @@ def need_same(parts: Mapping[str, Tensor], group: dist.ProcessGroup, call: str) 
     out = own.new_zeros(group.size(), own.numel())
     out[group.rank()] = own
     dist.all_reduce(out, group=group)  # the other ranks have zeros there
-    seen: list[list[int]] = out.tolist()
+    seen = cast("list[list[int]]", out.tolist())
     for at, name in enumerate(parts):
         numbers = [(own[2 * at], own[2 * at + 1]) for own in seen]
         if len(set(numbers)) > 1:
