@@ -162,10 +162,37 @@ def sharded() -> dict[str, float]:
     return off
 
 
-def rounds(count: int) -> dict[str, float]:
+def on_gpus(shares: bool) -> dict[str, float]:
+    """The rms errors of two GPUs and of one in bfloat16, beside a float32 model that sees each row alone."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    device = torch.device("cuda", dist.get_rank())
+    exact = tiny(False).to(device)
+    batch = (groups() if shares else batch_of(ROWS)).to(device)
+    truth = alone(exact, batch)
+    truth.sum().backward()
+    off = {}
+    for name, group in (("", world()), (" of one", None)):
+        model = tiny(False).to(device, torch.bfloat16)
+        options: dict[str, Any] = {"context_group": group, **(SHARE if shares else {})}
+        seen = mp.replay.response_log_probs(replayable(model), batch, self_check=True, **options).values()
+        seen.sum().backward()
+        off[f"log_probs{name}"] = float((seen - truth).detach().square().mean().sqrt())
+        errors = []
+        for weight, wanted in zip(model.parameters(), exact.parameters(), strict=True):
+            got = weight.grad.float()
+            if group is not None:
+                dist.all_reduce(got)
+                got /= dist.get_world_size()
+            errors.append(float((got - wanted.grad).norm() / wanted.grad.norm()))
+        off[f"gradients{name}"] = sum(errors) / len(errors)
+    return off
+
+
+def rounds(count: int, kind: str = "cpu") -> dict[str, float]:
     """Batches of random rows, often fewer tokens than ranks, or none that is scored on some rank."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    model = tiny(True)
+    device = torch.device(kind, dist.get_rank()) if kind == "cuda" else torch.device(kind)
+    model = tiny(True).to(device)
     plain = copy.deepcopy(model)
     replay = replayable(model)
     source = random.Random(0)
@@ -175,7 +202,7 @@ def rounds(count: int) -> dict[str, float]:
         rows = [(source.randint(1, 4), source.choice((0, 0, 1, 5))) for _ in range(source.randint(1, 4))]
         if source.random() < 0.2:
             rows = [(0, 0)] * len(rows)
-        batch = batch_of(rows)
+        batch = batch_of(rows).to(device)
         truth = alone(plain, batch)
         model.zero_grad()
         plain.zero_grad()
