@@ -10,6 +10,7 @@ Each function runs in all ranks of a group (ranks.py).
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,9 +81,9 @@ def largest(seen: Tensor, truth: Tensor) -> float:
 
 
 def relative(seen: Tensor, truth: Tensor) -> float:
+    """The norm of the difference, as a part of that of the truth, or of 1 where that is smaller."""
     assert seen.shape == truth.shape
-    size = float(truth.norm())
-    return float((seen.double() - truth).norm()) / size if size else float(seen.double().norm())
+    return float((seen.double() - truth).norm() / truth.norm().clamp(min=1))
 
 
 def same_on_all(tensors: Sequence[Tensor]) -> bool:
@@ -319,19 +320,36 @@ EVERYWHERE: dict[str, dict[str, Any]] = {
 """What all ranks pass."""
 
 
-def failures() -> dict[str, tuple[str, float]]:
+def failures(device: str = "cpu") -> dict[str, tuple[str, float]]:
     """The error of each case on this rank; and the result of a right call after it, which shows whether ranks still
     are at the same place."""
     last = dist.get_rank() == dist.get_world_size() - 1
+
+    def there(given: dict[str, Any]) -> dict[str, Any]:
+        moves = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.device.type != "meta"}
+        return {**given, **{name: x.detach().to(device).requires_grad_(x.requires_grad) for name, x in moves.items()}}
+
+    right = {"hidden": torch.zeros(5, 4), "lm_head_weight": torch.zeros(3, 4), "token_ids": torch.arange(5)}
     out = {}
     for name, changes in {**FAILURES, **EVERYWHERE}.items():
-        right: dict[str, Any] = {
-            "hidden": torch.zeros(5, 4), "lm_head_weight": torch.zeros(3, 4), "token_ids": torch.arange(5),
-            "group": dist.group.WORLD,
-        }  # fmt: skip
-        error = _error_of(**{**right, **(changes if last or name in EVERYWHERE else {})})
-        out[name] = error, float(packed_log_probs(**right)[0].exp())
+        call = there({**right, **(changes if last or name in EVERYWHERE else {})})
+        error = _error_of(**call, group=dist.group.WORLD)
+        out[name] = error, float(packed_log_probs(**there(right), group=dist.group.WORLD)[0].exp())
     return out
+
+
+def waits() -> int:
+    """How often the host waits for the GPU in a call with its backward pass."""
+    hidden, weight, ids, factors = problem(case(300, 64, [5003], "bfloat16", device="cuda"))
+    part = weight.chunk(dist.get_world_size())[dist.get_rank()]
+    ours(hidden, part, ids, factors, "LE", group=dist.group.WORLD)  # compiles, and makes the communicator
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        ours(hidden, part, ids, factors, "LE", group=dist.group.WORLD)
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(warning.message) for warning in seen)
 
 
 def pairs_of_ranks() -> tuple[float, str]:

@@ -13,13 +13,7 @@ from vocab_work import Case, case
 from maskpack.ops import log_probs as module
 
 BOUNDS = {  # where slices end; the last end is V
-    2: {
-        "even": [258, 515],
-        "uneven": [500, 515],
-        "first empty": [0, 515],
-        "last empty": [515, 515],
-        "one row": [1, 515],
-    },
+    2: {"even": [258, 515], "uneven": [500, 515], "first empty": [0, 515], "last empty": [515, 515]},
     4: {"even": [128, 256, 384, 515], "uneven": [3, 400, 401, 515], "empty": [0, 300, 300, 515]},
 }
 EXACT = {"float32": 5e-6, "float64": 1e-12, "bfloat16": 5e-6, "float16": 5e-6}
@@ -77,8 +71,7 @@ def test_any_sizes_bounds_and_options() -> None:
         for seen in of_rank:
             limit = 1e-11 if seen["dtype"] == "float64" else 2e-5 * (1 + seen["sharpness"])
             assert seen["same"], seen
-            assert max(seen[name] for name in ("log_probs", "entropy")) < limit, seen
-            assert max(seen[name] for name in ("hidden", "weight")) < 10 * limit, seen
+            assert max(seen[name] for name in ("log_probs", "entropy", "hidden", "weight")) < limit, seen
 
 
 def test_large_logits_lose_no_digits() -> None:
