@@ -9,6 +9,7 @@ Each function runs in all ranks of a group (ranks.py).
 
 from __future__ import annotations
 
+import math
 import random
 import warnings
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -24,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from maskpack.errors import LayoutError
 from maskpack.ops import log_probs as module
 from maskpack.ops import packed_log_probs
+from maskpack.replay import response_log_probs
 
 Case = dict[str, Any]
 
@@ -281,6 +284,44 @@ def refused_dtensors() -> list[str]:
         (distribute_tensor(weight, backwards, [Shard(0)]), dist.group.WORLD),
     ]
     return [_error_of(hidden, part, ids, group=group) for part, group in tries]
+
+
+# -------------------------------------------------------------------- replay
+
+
+class Embeddings:
+    """A model for replay whose hidden states are those of the tokens themselves."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, embedding: Tensor, head: Tensor, head_group: Any = None) -> None:
+        self.embedding, self.head, self.head_group = embedding, head, head_group
+
+    def hidden(self, inputs: Any) -> Tensor:
+        return self.embedding[inputs.input_ids[0]]
+
+    def dense_hidden(self, *_: Any) -> Tensor:
+        raise NotImplementedError
+
+    def self_check(self, *_: Any) -> None:
+        pass
+
+
+def replayed() -> float:
+    """The largest error of log-probs of a model that has a slice of its head, against those of a loop."""
+    source = torch.Generator().manual_seed(0)
+    embedding, head = torch.randn(11, 4, generator=source), torch.randn(11, 4, generator=source)
+    rank = dist.get_rank()
+    model = Embeddings(embedding, head[:7] if rank == 0 else head[7:], dist.group.WORLD)
+    ids = torch.randint(1, 11, (3, 5), generator=source)
+    batch = TensorDict({"input_ids": ids, "attention_mask": torch.ones_like(ids), "responses": ids[:, 2:]}, [3])
+    seen = response_log_probs(model, batch).values().tolist()
+    want = []
+    for row in ids.tolist():
+        for place in range(2, 5):
+            scores = [float(embedding[row[place - 1]].double() @ one.double()) for one in head]
+            want.append(scores[row[place]] - math.log(math.fsum(math.exp(score) for score in scores)))
+    return max(abs(x - y) for x, y in zip(seen, want, strict=True))
 
 
 # -------------------------------------------------------------------- what goes wrong

@@ -79,9 +79,10 @@ def _said(weight: DTensor) -> str:
 
 def need_group(group: Any) -> None:
     """Raises LayoutError unless this rank is in the group, on this rank alone: it has nobody to tell."""
-    if dist.is_available() and dist.is_initialized() and isinstance(group, dist.ProcessGroup):
+    running = dist.is_available() and dist.is_initialized()
+    if running and isinstance(group, dist.ProcessGroup):
         return
-    seen = said(group) if dist.is_available() and dist.is_initialized() else "given without torch.distributed"
+    seen = said(group) if running else f"{said(group)} without torch.distributed initialised"
     raise LayoutError(
         f"{_CALL}: group is {seen}; expected a process group that this rank is in. Pass what "
         "torch.distributed.new_group returned on its ranks, or leave it out for a whole head."

@@ -140,6 +140,10 @@ def test_other_dtensors_are_refused() -> None:
         assert all("expected Shard(0) over one mesh dim" in error for error in seen[1:5])
 
 
+def test_replay_takes_the_group_of_the_model() -> None:
+    assert max(ran(vocab_work.replayed, 2)) < 5e-6
+
+
 # -------------------------------------------------------------------- what goes wrong
 
 
