@@ -83,8 +83,9 @@ def _reduce_row(
         tl.store(lse + row, highest + log_sum)
     if ENTROPY:
         below = tl.where(power > 0, below, 0.0)
+        place = entropy + row
         sum_of_weighted = tl.sum(power * (weighted + total * below), 0)
-        tl.store(entropy + row, sum_of_weighted if PARTS else log_sum - sum_of_weighted / sum_of_powers)
+        tl.store(place, sum_of_weighted if PARTS else log_sum - sum_of_weighted / sum_of_powers)
     if KEEP:  # noqa: SIM102  # decided when the kernel is compiled
         if row < kept_rows:
             line_kept = kept + row.to(tl.int64) * kept_stride
