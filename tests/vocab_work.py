@@ -283,7 +283,9 @@ def refused_dtensors() -> list[str]:
         (distribute_tensor(weight, line, [Shard(0)]), half),
         (distribute_tensor(weight, backwards, [Shard(0)]), dist.group.WORLD),
     ]
-    return [_error_of(hidden, part, ids, group=group) for part, group in tries]
+    errors = [_error_of(hidden, part, ids, group=group) for part, group in tries]
+    states = distribute_tensor(hidden, line, [Replicate()])
+    return [*errors, _error_of(states, weight, ids), _error_of(states, weight[:2], ids, group=dist.group.WORLD)]
 
 
 # -------------------------------------------------------------------- replay

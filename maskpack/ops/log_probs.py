@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from maskpack.core.arguments import flag, said
 from maskpack.core.backends import Backend, uses_triton
@@ -207,6 +208,8 @@ def _check_tensors(hidden: Tensor, weight: Tensor, ids: Tensor, split: bool) -> 
     seen = f"packed_log_probs: hidden is {_form(hidden)}; lm_head_weight is {_form(weight)}; token_ids are {_form(ids)}"
     if any(x.is_nested or x.layout != torch.strided for x in (hidden, weight, ids)):
         raise LayoutError(f"{seen}; expected strided tensors. Pass the values of jagged ones.")
+    if isinstance(hidden, DTensor) or isinstance(ids, DTensor):
+        raise LayoutError(f"{seen}, DTensors among them; expected plain hidden and token_ids. Pass full_tensor().")
     if (hidden.dim(), weight.dim(), ids.dim()) != (2, 2, 1):
         raise LayoutError(f"{seen}; expected [T, H], [V, H] and [T]. Pack the padded dims first (ops.pack).")
     empty = weight.shape[0] == 0 and not split

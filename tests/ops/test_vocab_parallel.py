@@ -130,7 +130,9 @@ def test_a_dtensor_has_its_gradient_as_a_dtensor() -> None:
 
 
 def test_other_dtensors_are_refused() -> None:
-    for seen in ran(vocab_work.refused_dtensors, 4):
+    for *seen, states, states_of_slices in ran(vocab_work.refused_dtensors, 4):
+        for error in (states, states_of_slices):
+            assert "DTensors among them; expected plain hidden and token_ids" in error
         named = ["Shard(dim=0)", "Replicate()", "Shard(dim=1)", "Partial(sum)", "mesh (2, 2)", "group has the ranks"]
         named.append("on ranks [3, 2, 1, 0]; group has the ranks [0, 1, 2, 3]")
         assert all(error.startswith("packed_log_probs: lm_head_weight is a DTensor (8, 4) of ") for error in seen)
