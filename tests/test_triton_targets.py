@@ -36,7 +36,8 @@ def log_probs() -> None:
     numbers = list(torch.zeros(5, rows))
     for kept in (None, *(torch.zeros(2, columns, dtype=dtype) for dtype in HALF)):
         for entropy in (None, numbers[2]):
-            kernels.reduce_rows(logits, ids, 1.0, *numbers[:2], entropy, kept)
+            for top in (None, numbers[4]):
+                kernels.reduce_rows(logits, ids, 1.0, *numbers[:2], entropy, kept, top)
             all_slopes = [(numbers[3], None)]
             if entropy is not None:
                 all_slopes += [(None, numbers[4]), (numbers[3], numbers[4])]
@@ -46,7 +47,8 @@ def log_probs() -> None:
                     for grad in (logits, *(torch.zeros(rows, columns, dtype=dtype) for dtype in HALF)):
                         kernels.differentiate(logits, grad, *given)
                 else:
-                    kernels.differentiate(kept, torch.zeros_like(kept), *given)
+                    for shift in (None, numbers[1]):
+                        kernels.differentiate(kept, torch.zeros_like(kept), *given, shift)
 
 
 def prefix_attention() -> None:

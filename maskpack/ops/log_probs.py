@@ -23,10 +23,14 @@ from typing import Any, Literal, NamedTuple, cast, overload
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from maskpack.core.arguments import flag, said
 from maskpack.core.backends import Backend, uses_triton
 from maskpack.errors import LayoutError, MaskpackError
+from maskpack.ops import split_head
+from maskpack.ops.split_head import Split
 
 _CHUNK_BYTES = 3 << 27  # logits of a chunk
 _SLICE_BYTES = 1 << 28  # logits of a block, their rounded gradient, and the sums of the weight's gradient
@@ -51,6 +55,7 @@ def packed_log_probs(
     keep: int | None = ...,
     entropy: Literal[False] = ...,
     backend: Backend = ...,
+    group: ProcessGroup | None = ...,
 ) -> Tensor: ...
 @overload
 def packed_log_probs(
@@ -63,6 +68,7 @@ def packed_log_probs(
     keep: int | None = ...,
     entropy: Literal[True],
     backend: Backend = ...,
+    group: ProcessGroup | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def packed_log_probs(
@@ -75,6 +81,7 @@ def packed_log_probs(
     keep: int | None = ...,
     entropy: bool,
     backend: Backend = ...,
+    group: ProcessGroup | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @torch.compiler.disable
 def packed_log_probs(
@@ -87,6 +94,7 @@ def packed_log_probs(
     keep: int | None = None,
     entropy: bool = False,
     backend: Backend = "auto",
+    group: ProcessGroup | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The log-prob of one token for each hidden state, and optionally the entropy of the distribution.
 
@@ -98,12 +106,22 @@ def packed_log_probs(
     backward pass rounds their gradient to the dtype of `hidden` once; it is exact for tokens with a probability near 1,
     too. It computes logits again in float32, except those of the tokens that fit into `keep`: three matrix products
     instead of four for these. Besides its results and the kept bytes, the forward pass allocates the logits of one
-    chunk (about 0.4 GiB), the backward pass 0.25 GiB and a float32 [T, H]. Tensor-parallel vocabularies are not
-    supported: `lm_head_weight` is the whole head. Under torch.compile the call is a graph break.
+    chunk (about 0.4 GiB), the backward pass 0.25 GiB and a float32 [T, H]. Under torch.compile the call is a graph
+    break.
+
+    With `group`, the head is split by rows over the ranks of the group, as in vocabulary-parallel layers. All ranks
+    call with the same hidden states and ids, each with its own slice of the weight, and all get the same results. They
+    run the same loss and call backward; the gradients are those of one such loss, not of the sum over ranks: that of
+    `hidden` is whole and the same on all ranks, that of the weight belongs to the slice. No rank holds more than its
+    slice, and the logits of a chunk take 1 / ranks of the bytes. The forward pass takes three all-reduces: of 10
+    numbers a rank, for which the host waits; of [T] maxima; of [2, T] sums ([3, T] with entropy). The backward pass
+    takes one, of the gradient of `hidden` in float32.
 
     Args:
         hidden: [T, H] float16, bfloat16, float32 or float64, any strides; packed hidden states.
-        lm_head_weight: [V, H] in the dtype of `hidden`, V >= 1.
+        lm_head_weight: [V, H] in the dtype of `hidden`, V >= 1. With `group`, the rows [V_r, H] of this rank,
+            V_r >= 0: in the order of the ranks they make up the head, and they may differ in number. Or a DTensor
+            [V, H], Shard(0) over a mesh of one dim with the ranks of `group`; its gradient is such a DTensor.
         token_ids: [T] int64 or int32, in [0, V): the token that each hidden state scores. For a causal model it is the
             next token; this function does not shift.
         temperature: the logits are divided by it; above 0.
@@ -115,6 +133,7 @@ def packed_log_probs(
             gradients would lose digits.
         entropy: whether to return the entropy too.
         backend: "auto" uses Triton kernels on a GPU and torch elsewhere; or "torch", or "triton".
+        group: the ranks over which the vocabulary is split; None if `lm_head_weight` is the whole head.
 
     Returns:
         log_probs [T], or (log_probs [T], entropy [T]): float32, or float64 for float64 inputs; differentiable with
@@ -123,37 +142,78 @@ def packed_log_probs(
 
     Raises:
         LayoutError: shapes, dtypes or devices that do not match; on the CPU, an id outside [0, V); an invalid
-            temperature, chunk, keep or backend.
+            temperature, chunk, keep, backend or group; a DTensor without `group`. With `group`, on all ranks if it is
+            raised on one, or if ranks differ in what must be the same. Ranks are numbered as in the default group.
         MaskpackError: in the backward pass with create_graph=True.
     """
-    _check_tensors(hidden, lm_head_weight, token_ids)
-    _check_options(temperature, chunk, keep)
-    entropy = flag(entropy, "entropy", "packed_log_probs")
-    kernels = uses_triton(hidden.device, backend, "packed_log_probs")
-    if hidden.dtype == torch.float64:
-        if backend == "triton":
-            raise LayoutError(
-                'packed_log_probs: backend is "triton", but hidden is torch.float64; its kernels compute in float32. '
-                'Use backend="auto".'
-            )
-        kernels = False
+    options = temperature, chunk, keep, entropy, backend
+    if group is None:
+        weight, split = split_head.whole_head(lm_head_weight), None
+        kernels = _check(hidden, weight, token_ids, *options)
+        vocabulary = weight.shape[0]
+    else:
+        split_head.need_group(group)
+        try:
+            weight = split_head.slice_of_head(lm_head_weight, group)
+            kernels = _check(hidden, weight, token_ids, *options, split=True)
+            split_head.need_backend(hidden.device, group)
+            message = split_head.message_of(hidden, weight, token_ids, temperature, entropy)
+        except Exception:
+            split_head.tell_failure(group)
+            raise
+        split = split_head.agree(message, group)
+        vocabulary = split.vocabulary
+    _check_ids(token_ids, vocabulary)
     ids = token_ids.long().contiguous()
-    differentiable = torch.is_grad_enabled() and (hidden.requires_grad or lm_head_weight.requires_grad)
-    kept = _kept_tokens(hidden, lm_head_weight, keep) if differentiable else 0
+    if split is not None:
+        ids = ids - split.first
+        chunk = _chunk_rows(hidden, vocabulary) if chunk is None else chunk
+    differentiable = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    kept = _kept_tokens(hidden, weight, keep) if differentiable else 0
     apply = cast(Callable[..., Any], _LogProbs.apply)
-    return apply(hidden, lm_head_weight, ids, 1 / float(temperature), chunk, kept, entropy, kernels)
+    return apply(hidden, weight, ids, 1 / float(temperature), chunk, kept, bool(entropy), kernels, split)
 
 
-def _check_tensors(hidden: Tensor, weight: Tensor, ids: Tensor) -> None:
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    temperature: float,
+    chunk: int | None,
+    keep: int | None,
+    entropy: bool,
+    backend: Backend,
+    *,
+    split: bool = False,
+) -> bool:
+    """Whether kernels are used. Checks everything but the bounds of the ids, which are those of all slices."""
+    _check_tensors(hidden, weight, ids, split)
+    _check_options(temperature, chunk, keep)
+    flag(entropy, "entropy", "packed_log_probs")
+    kernels = uses_triton(hidden.device, backend, "packed_log_probs")
+    if hidden.dtype != torch.float64:
+        return kernels
+    if backend == "triton":
+        raise LayoutError(
+            'packed_log_probs: backend is "triton", but hidden is torch.float64; its kernels compute in float32. '
+            'Use backend="auto".'
+        )
+    return False
+
+
+def _check_tensors(hidden: Tensor, weight: Tensor, ids: Tensor, split: bool) -> None:
     for name, x in (("hidden", hidden), ("lm_head_weight", weight), ("token_ids", ids)):
         if not isinstance(x, Tensor):
             raise LayoutError(f"packed_log_probs: {name} is {said(x)}; expected a tensor. Pass one.")
     seen = f"packed_log_probs: hidden is {_form(hidden)}; lm_head_weight is {_form(weight)}; token_ids are {_form(ids)}"
     if any(x.is_nested or x.layout != torch.strided for x in (hidden, weight, ids)):
         raise LayoutError(f"{seen}; expected strided tensors. Pass the values of jagged ones.")
+    if isinstance(hidden, DTensor) or isinstance(ids, DTensor):
+        raise LayoutError(f"{seen}, DTensors among them; expected plain hidden and token_ids. Pass full_tensor().")
     if (hidden.dim(), weight.dim(), ids.dim()) != (2, 2, 1):
         raise LayoutError(f"{seen}; expected [T, H], [V, H] and [T]. Pack the padded dims first (ops.pack).")
-    if hidden.shape[1] != weight.shape[1] or hidden.shape[0] != ids.shape[0] or weight.shape[0] == 0:
+    empty = weight.shape[0] == 0 and not split
+    if hidden.shape[1] != weight.shape[1] or hidden.shape[0] != ids.shape[0] or empty:
         raise LayoutError(
             f"{seen}; expected [T, H], [V, H] and [T] with one H, one T and V >= 1. "
             "Pass the whole head, and one token id for each hidden state."
@@ -164,11 +224,14 @@ def _check_tensors(hidden: Tensor, weight: Tensor, ids: Tensor) -> None:
         raise LayoutError(f"{seen}; expected token_ids of int64 or int32. Cast them.")
     if not hidden.device == weight.device == ids.device:
         raise LayoutError(f"{seen}; expected one device. Move them to the device of the weight.")
+
+
+def _check_ids(ids: Tensor, vocabulary: int) -> None:
     if ids.device.type == "cpu" and ids.numel():
         low, high = (int(bound) for bound in ids.aminmax())
-        if low < 0 or high >= weight.shape[0]:
+        if low < 0 or high >= vocabulary:
             raise LayoutError(
-                f"packed_log_probs: token_ids lie in [{low}, {high}]; expected [0, {weight.shape[0]}), the rows of "
+                f"packed_log_probs: token_ids lie in [{low}, {high}]; expected [0, {vocabulary}), the rows of "
                 "lm_head_weight. Where no token is scored, pass 0 and mask the result."
             )
 
@@ -209,13 +272,22 @@ class _LogProbs(torch.autograd.Function):
         kept_tokens: int,
         with_entropy: bool,
         kernels: bool,
+        split: Split | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         kept = _buffer(kept_tokens, weight.shape[0], hidden.dtype, hidden.device) if kept_tokens else None
-        log_probs, lse, entropy = _forward(hidden, weight, ids, scale, chunk, kept, with_entropy, _program(kernels))
+        given = hidden, weight, ids, scale, chunk, kept, with_entropy, _program(kernels)
+        if split is None:
+            (log_probs, lse, entropy), shift = _forward(*given), None
+        else:
+            wide = _wide(hidden.dtype)
+            top = torch.full(ids.shape, torch.finfo(wide).min, dtype=wide, device=ids.device)
+            token, total, weighted = _forward(*given, top)
+            results = split_head.combined(top, token, total, weighted, ids, weight.shape[0], split)
+            log_probs, lse, entropy, shift = results
         ctx.set_materialize_grads(False)
         others = torch.expm1(log_probs).neg_() if any(ctx.needs_input_grad[:2]) else None
-        ctx.save_for_backward(hidden, weight, ids, others, lse, entropy, kept)
-        ctx.scale, ctx.kernels = scale, kernels
+        ctx.save_for_backward(hidden, weight, ids, others, lse, entropy, shift if kept_tokens else None, kept)
+        ctx.scale, ctx.kernels, ctx.split = scale, kernels, split
         return log_probs if entropy is None else (log_probs, entropy)
 
     @staticmethod
@@ -226,10 +298,10 @@ class _LogProbs(torch.autograd.Function):
                 "packed_log_probs: backward ran with create_graph=True; it can be differentiated once. For second "
                 "derivatives, use the plain program in its docstring."
             )
-        hidden, weight, ids, others, lse, entropy, kept = ctx.saved_tensors
+        hidden, weight, ids, others, lse, entropy, shift, kept = ctx.saved_tensors
         grad_log_probs, grad_entropy = (*grads, None)[:2]
         if grad_log_probs is None and grad_entropy is None:
-            return (None,) * 8
+            return (None,) * 9
         slopes = _Slopes(
             ids,
             others,
@@ -238,15 +310,17 @@ class _LogProbs(torch.autograd.Function):
             None if grad_log_probs is None else grad_log_probs.contiguous(),
             None if grad_entropy is None else grad_entropy.contiguous(),
             ctx.scale,
+            shift,
         )
-        grads = _backward(hidden, weight, slopes, kept, ctx.needs_input_grad[:2], _program(ctx.kernels))
-        return (*grads, *(None,) * 6)
+        grads = _backward(hidden, weight, slopes, kept, ctx.needs_input_grad[:2], _program(ctx.kernels), ctx.split)
+        return (*grads, *(None,) * 7)
 
 
 class _Slopes(NamedTuple):
     """The inputs of the gradient of the logits: tensors [T], and the scale. `others` is 1 - p, the probability of all
     tokens except the given one, computed without the cancellation of that difference. Without `lse`, stored
-    probabilities are given in place of logits."""
+    probabilities are given in place of logits; `shift` is the log of the probability of all that are stored, or None
+    for 0."""
 
     ids: Tensor
     others: Tensor
@@ -255,6 +329,7 @@ class _Slopes(NamedTuple):
     grad_log_probs: Tensor | None
     grad_entropy: Tensor | None
     scale: float
+    shift: Tensor | None = None
 
     def of(self, begin: int, end: int, *, kept: bool = False) -> _Slopes:
         parts: list[Any] = [x[begin:end] if isinstance(x, Tensor) else x for x in self]
@@ -265,7 +340,7 @@ class _Slopes(NamedTuple):
 class _Program(NamedTuple):
     """`reduce_rows` and `differentiate`, in Triton or torch."""
 
-    reduce_rows: Callable[[Tensor, Tensor, float, Tensor, Tensor, Tensor | None, Tensor | None], None]
+    reduce_rows: Callable[[Tensor, Tensor, float, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], None]
     differentiate: Callable[..., None]
 
 
@@ -286,15 +361,19 @@ def _forward(
     kept: Tensor | None,
     with_entropy: bool,
     program: _Program,
+    top: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """log_probs, log-sum-exp and entropy, [T] each. Stores the probabilities of the first tokens in `kept` [K, V]."""
+    """log_probs, log-sum-exp and entropy, [T] each. Stores the probabilities of the first tokens in `kept` [K, V].
+    With `top` [T], what `reduce_rows` writes instead; zeros without a row of the weight, and `top` as it was."""
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     hidden, weight = _matrix(hidden), _matrix(weight)
     wide = _wide(hidden.dtype)
     log_probs, lse = (torch.empty(tokens, dtype=wide, device=hidden.device) for _ in range(2))
     entropy = torch.empty_like(lse) if with_entropy else None
+    if vocabulary == 0:
+        return log_probs.zero_(), lse.zero_(), None if entropy is None else entropy.zero_()
     if chunk is None:
-        chunk = _piece(tokens, _CHUNK_BYTES // (wide.itemsize * _aligned(vocabulary)), _TILE)
+        chunk = _chunk_rows(hidden, vocabulary)
     buffer = _buffer(min(chunk, tokens), vocabulary, wide, hidden.device)
     columns = _cast_columns(weight)
     for begin in range(0, tokens, chunk):
@@ -305,7 +384,8 @@ def _forward(
             _product(hidden[rows], weight[part].t(), logits[:, part])
         rows_entropy = None if entropy is None else entropy[rows]
         rows_kept = None if kept is None or begin >= kept.shape[0] else kept[rows]
-        program.reduce_rows(logits, ids[rows], scale, log_probs[rows], lse[rows], rows_entropy, rows_kept)
+        rows_top = None if top is None else top[rows]
+        program.reduce_rows(logits, ids[rows], scale, log_probs[rows], lse[rows], rows_entropy, rows_kept, rows_top)
     return log_probs, lse, entropy
 
 
@@ -316,8 +396,9 @@ def _backward(
     kept: Tensor | None,
     needed: tuple[bool, bool],
     program: _Program,
+    split: Split | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of hidden and weight, or None where not needed."""
+    """The gradients of hidden and weight, or None where not needed; that of hidden of all slices."""
     (tokens, width), vocabulary = hidden.shape, weight.shape[0]
     hidden, weight = _matrix(hidden), _matrix(weight)
     wide, num_kept = _wide(hidden.dtype), 0 if kept is None else kept.shape[0]
@@ -333,6 +414,8 @@ def _backward(
     buffers = [_buffer(block, min(columns, vocabulary), dtype, hidden.device) for dtype in dtypes]
     sums = torch.empty((min(columns, vocabulary), width), dtype=wide, device=hidden.device) if summed else None
     grad_hidden = torch.empty(hidden.shape, dtype=wide, device=hidden.device) if needed[0] else None
+    if grad_hidden is not None and vocabulary == 0:
+        grad_hidden.zero_()
     grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if needed[1] else None
     for first in range(0, vocabulary, columns):
         part = weight[first : first + columns]
@@ -358,16 +441,23 @@ def _backward(
         if grad_weight is not None and sums is not None:
             grad_weight[first:last] = sums[: part.shape[0]]
     del buffers, sums  # before the rounded gradient is allocated
+    if grad_hidden is not None and split is not None:
+        split_head.add_up(grad_hidden, split)
     return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight
 
 
 def _kept_tokens(hidden: Tensor, weight: Tensor, budget: int | None) -> int:
     """The number of tokens whose distributions are kept: whole tiles, or all."""
-    if hidden.dtype not in _HALF:
+    if hidden.dtype not in _HALF or weight.shape[0] == 0:
         return 0
     budget = weight.numel() * weight.itemsize if budget is None else int(budget)
     most = budget // (hidden.itemsize * _aligned(weight.shape[0]))
     return hidden.shape[0] if most >= hidden.shape[0] else most // _TILE * _TILE
+
+
+def _chunk_rows(hidden: Tensor, vocabulary: int) -> int:
+    """The rows of a chunk, whose logits of this vocabulary fit into _CHUNK_BYTES."""
+    return _piece(hidden.shape[0], _CHUNK_BYTES // (_wide(hidden.dtype).itemsize * _aligned(vocabulary)), _TILE)
 
 
 def _slice_columns(vocabulary: int, most: int, block: int, width: int) -> int:
@@ -452,21 +542,36 @@ def reduce_rows(
     lse: Tensor,
     entropy: Tensor | None,
     kept: Tensor | None,
+    top: Tensor | None = None,
 ) -> None:
     """Writes log_probs, log-sum-exp and entropy [N] of softmax(logits * scale), and the `stored` probabilities of
-    the first rows to `kept` [K, V]. Overwrites the logits [N, V]. The log-prob of an id outside [0, V) is NaN."""
+    the first rows to `kept` [K, V]. Overwrites the logits [N, V]. The log-prob of an id outside [0, V) is NaN.
+
+    With `top` [N], writes what ranks make these of, who have a slice of the vocabulary each:
+
+        top        the largest logit * scale
+        log_probs  logit * scale of the id, NaN outside the slice
+        lse        sum of exp(logit * scale - top)
+        entropy    sum of exp(logit * scale - top) * (logit * scale - top)
+    """
     known = (ids >= 0) & (ids < logits.shape[1])
     logits.mul_(scale)
-    top = logits.amax(1, keepdim=True)
-    logits.sub_(top)  # differences of large logits are exact, differences of their sums are not
-    token = logits.gather(1, ids.where(known, 0).unsqueeze(1)).squeeze(1)
+    highest = logits.amax(1, keepdim=True)
+    place = ids.where(known, 0).unsqueeze(1)
+    if top is not None:
+        top.copy_(highest.squeeze(1))
+        log_probs.copy_(logits.gather(1, place).squeeze(1).where(known, math.nan))
+    logits.sub_(highest)  # differences of large logits are exact, differences of their sums are not
+    token = logits.gather(1, place).squeeze(1)
     powers = logits.exp_() if entropy is None and kept is None else logits.exp()
     total = powers.sum(1)
     log_sum = total.log()
-    log_probs.copy_((token - log_sum).where(known, math.nan))
-    lse.copy_(log_sum + top.squeeze(1))
+    if top is None:
+        log_probs.copy_((token - log_sum).where(known, math.nan))
+    lse.copy_(log_sum + highest.squeeze(1) if top is None else total)
     if entropy is not None:
-        entropy.copy_(log_sum - powers.mul_(logits).sum(1) / total)
+        weighted = powers.mul_(logits).sum(1)
+        entropy.copy_(log_sum - weighted / total if top is None else weighted)
     if kept is not None:
         rows = kept.shape[0]
         kept.copy_(stored(logits[:rows].sub_(log_sum[:rows].unsqueeze(1))))
@@ -474,7 +579,8 @@ def reduce_rows(
 
 def stored(log_p: Tensor) -> Tensor:
     """Numbers that can be rounded to half precision: p, or log p < 0 where p is above one half. Then the relative error
-    of p is that of the dtype for all p, and log p is precise where it is near 0."""
+    of p is that of the dtype for all p, and log p is precise where it is near 0. Both stay so if p is the
+    probability within a slice of the vocabulary, and the log of that of the slice is added to log p."""
     return log_p.where((log_p > LIKELY) & (log_p < SURE), log_p.exp() * UNIT)
 
 
@@ -496,16 +602,20 @@ def differentiate(
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
     scale: float,
+    shift: Tensor | None = None,
 ) -> None:
     """Writes the gradient of the logits [T, N] of vocabulary entries `first` to `first + N - 1` to `grad`, of any
     dtype, which may share the memory of the logits:
 
     scale * (grad_log_probs * ([token == id] - p) - grad_entropy * p * (log p + entropy)),  log p = logits * scale - lse
 
-    where `others` is 1 - p of the id. Without `lse`, the logits are `stored` probabilities, in half precision.
+    where `others` is 1 - p of the id. Without `lse`, the logits are `stored` probabilities, in half precision,
+    and log p is theirs, plus `shift` [T] if it is given.
     """
     if lse is None:
         p, log_p = _restored(logits)
+        if shift is not None:
+            p, log_p = p * shift.exp().unsqueeze(1), log_p + shift.unsqueeze(1)
     else:
         log_p = (logits * scale).sub_(lse.unsqueeze(1))
         p = log_p.exp()

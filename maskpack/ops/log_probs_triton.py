@@ -1,6 +1,7 @@
 """Triton kernels of `packed_log_probs`, which process the logits between two matrix products.
 
-    reduce_rows    a program for each row reads its logits once: log-prob of the token, log-sum-exp, entropy;
+    reduce_rows    a program for each row reads its logits once: log-prob of the token, log-sum-exp, entropy, or what
+                   ranks with slices of the vocabulary make them of;
                    then it may read them again, from the cache where they are still there, to store the probabilities
     differentiate  a program for each block of a row: logits to their gradient, in place or in another dtype
 
@@ -35,6 +36,7 @@ def _reduce_row(
     lse,
     entropy,
     kept,
+    tops,
     kept_rows,
     vocabulary,
     stride,
@@ -42,6 +44,7 @@ def _reduce_row(
     scale,
     ENTROPY: tl.constexpr,
     KEEP: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
@@ -71,11 +74,18 @@ def _reduce_row(
     wanted = tl.load(ids + row)
     known = (wanted >= 0) & (wanted < vocabulary)
     logit = tl.load(line + wanted, mask=known, other=float("nan")) * scale
-    tl.store(log_probs + row, logit - highest - log_sum)
-    tl.store(lse + row, highest + log_sum)
+    if PARTS:
+        tl.store(tops + row, highest)
+        tl.store(log_probs + row, logit)
+        tl.store(lse + row, sum_of_powers)
+    else:
+        tl.store(log_probs + row, logit - highest - log_sum)
+        tl.store(lse + row, highest + log_sum)
     if ENTROPY:
         below = tl.where(power > 0, below, 0.0)
-        tl.store(entropy + row, log_sum - tl.sum(power * (weighted + total * below), 0) / sum_of_powers)
+        place = entropy + row
+        sum_of_weighted = tl.sum(power * (weighted + total * below), 0)
+        tl.store(place, sum_of_weighted if PARTS else log_sum - sum_of_weighted / sum_of_powers)
     if KEEP:  # noqa: SIM102  # decided when the kernel is compiled
         if row < kept_rows:
             line_kept = kept + row.to(tl.int64) * kept_stride
@@ -98,6 +108,7 @@ def _differentiate_block(
     entropy,
     grad_log_probs,
     grad_entropy,
+    shift,
     first,
     columns,
     stride,
@@ -106,6 +117,7 @@ def _differentiate_block(
     LOG_PROBS: tl.constexpr,
     ENTROPY: tl.constexpr,
     KEPT: tl.constexpr,
+    SHIFTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -115,6 +127,10 @@ def _differentiate_block(
     if KEPT:
         p = tl.where(here < 0, tl.exp(tl.minimum(here, 0.0)), here * (1 / _UNIT))
         log_p = tl.where(here < 0, here, tl.log(tl.where(p > 0, p, 1.0)))
+        if SHIFTED:
+            below = tl.load(shift + row)
+            p *= tl.exp(below)
+            log_p += below
     else:
         log_p = here * scale - tl.load(lse + row)
         p = tl.exp(log_p)
@@ -140,6 +156,7 @@ def reduce_rows(
     lse: Tensor,
     entropy: Tensor | None,
     kept: Tensor | None,
+    top: Tensor | None = None,
 ) -> None:
     rows, vocabulary = logits.shape
     block = _block(vocabulary, _ROW_BLOCK)
@@ -151,6 +168,7 @@ def reduce_rows(
             lse,
             entropy,
             kept,
+            top,
             0 if kept is None else kept.shape[0],
             vocabulary,
             logits.stride(0),
@@ -158,6 +176,7 @@ def reduce_rows(
             scale,
             ENTROPY=entropy is not None,
             KEEP=kept is not None,
+            PARTS=top is not None,
             BLOCK=block,
             BLOCKS=triton.cdiv(vocabulary, block),
             num_warps=_ROW_WARPS,
@@ -175,6 +194,7 @@ def differentiate(
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
     scale: float,
+    shift: Tensor | None = None,
 ) -> None:
     rows, columns = logits.shape
     if rows == 0:
@@ -191,6 +211,7 @@ def differentiate(
             entropy,
             grad_log_probs,
             grad_entropy,
+            shift,
             first,
             columns,
             logits.stride(0),
@@ -199,6 +220,7 @@ def differentiate(
             LOG_PROBS=grad_log_probs is not None,
             ENTROPY=grad_entropy is not None,
             KEPT=lse is None,
+            SHIFTED=lse is None and shift is not None,
             BLOCK=block,
             num_warps=_WARPS,
         )

@@ -36,7 +36,8 @@ class ReplayModel(Protocol):
     """The interface that replay needs of a causal language model. `adapters.transformers.replayable` returns one.
 
     A model that supports `PackedInputs.tree`, by `packed_attention(tree=)`, also has `shares_prefixes = True`; one that
-    supports `PackedInputs.context`, by `packed_attention(group=)`, `context_parallel = True`.
+    supports `PackedInputs.context`, by `packed_attention(group=)`, `context_parallel = True`. One whose `head` is split
+    over ranks also has `head_group`: `group` of `ops.packed_log_probs`.
     """
 
     @property
@@ -159,8 +160,9 @@ def response_log_probs(
         return _joined(plan, parts if entropy else [(part,) for part in parts], batch, registry, entropy)
     inputs = _inputs("response_log_probs", model, batch, **packing)
     rows = _scoring_rows("response_log_probs", model, inputs, self_check)
+    group = getattr(model, "head_group", None)
     out: Any = packed_log_probs(
-        rows, model.head, inputs.targets, temperature=temperature, chunk=chunk, keep=keep, entropy=entropy
+        rows, model.head, inputs.targets, temperature=temperature, chunk=chunk, keep=keep, entropy=entropy, group=group
     )
     return tuple(_nested(part, inputs) for part in out) if entropy else _nested(out, inputs)
 

@@ -10,11 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import ranks
 import torch
+import vocab_work
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from vocab_work import case
 
 from maskpack import MaskpackError
 from maskpack.errors import LayoutError
@@ -611,6 +614,42 @@ def test_rows_are_reduced_as_specified(backend: str, columns: int, scale: float)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("scale", [1.0, 1 / 0.7])
+@pytest.mark.parametrize("kept", [None, torch.float16])
+def test_parts_of_rows_are_what_ranks_combine(
+    backend: Any, columns: int, scale: float, kept: torch.dtype | None
+) -> None:
+    """Of ids inside and outside, without the digits that a log-sum-exp of 2000 loses."""
+    memory, logits, ids = guarded(columns, torch.float32)
+    ids[1] = columns
+    logits[2] += 2000
+    scaled = (logits * scale).double()
+    top = scaled.amax(1)
+    below = scaled - top[:, None]
+    out = torch.full((4, 4), 55.0, device=DEVICE)
+    stores = None if kept is None else torch.empty(3, columns, device=DEVICE, dtype=kept)
+    entropy = out[2, :3] if columns != 255 else None
+    module._program(backend == "triton").reduce_rows(
+        logits, ids, scale, out[0, :3], out[1, :3], entropy, stores, out[3, :3]
+    )
+    assert (out[:, 3] == 55).all()
+    assert_guarded(memory, columns)
+    token, total, weighted, seen_top = out[:, :3].double()
+    assert token.isnan().tolist() == [False, True, False]
+    assert torch.equal(token[[0, 2]], scaled[[0, 2], ids[[0, 2]]])
+    assert torch.equal(seen_top, top)
+    assert torch.allclose(total, below.exp().sum(1), rtol=1e-5)
+    if entropy is None:
+        assert (weighted == 55).all()
+    else:
+        assert torch.allclose(weighted, (below.exp() * below).sum(1), rtol=1e-5, atol=1e-6)
+    if stores is not None:
+        p, _ = module._restored(stores)
+        assert torch.allclose(p.double(), below.softmax(1), rtol=2e-3, atol=1e-8)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("columns", [*COLUMNS, 20_000])
 @pytest.mark.parametrize("rows", [1, 2, 3])
@@ -654,6 +693,45 @@ def test_stored_probabilities_are_differentiated_as_logits_are(backend: Any, dty
     module._program(backend == "triton").differentiate(kept, grad, 0, ids, others, None, entropy, *slopes, 2.0)
     assert torch.equal(kept, before)
     assert torch.allclose(grad, 2 * want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("use", ["L", "E", "LE"])
+def test_stored_probabilities_of_a_slice_are_shifted(backend: Any, dtype: torch.dtype, use: str) -> None:
+    """Rows whose slice has nearly all, one hundredth, and nothing of the probability."""
+    _, logits, ids = guarded(5003, torch.float32)
+    logits[0, 3] = 12.0
+    shift = torch.tensor([-1e-4, -4.6, -3e4], device=DEVICE)
+    kept = module.stored(logits.log_softmax(1)).to(dtype)
+    others, entropy = torch.tensor([0.9, 0.8, 0.7], device=DEVICE), torch.tensor([7.0, 6.0, 8.0], device=DEVICE)
+    first, second = torch.tensor([1, -0.5, 2.0], device=DEVICE), torch.tensor([3, 1, -1.0], device=DEVICE)
+    p, log_p = (x.double() for x in module._restored(kept))
+    p, log_p = p * shift.double().exp()[:, None], log_p + shift.double()[:, None]
+    want = torch.zeros(3, 5003, device=DEVICE, dtype=torch.float64)
+    if "L" in use:
+        want += -p * first[:, None]
+        want[range(3), ids] = (first * others).double()
+    if "E" in use:
+        want -= second[:, None] * p * (log_p + entropy[:, None])
+    grad = torch.empty(3, 5003, device=DEVICE)
+    slopes = first if "L" in use else None, second if "E" in use else None
+    module._program(backend == "triton").differentiate(kept, grad, 0, ids, others, None, entropy, *slopes, 2.0, shift)
+    assert torch.allclose(grad.double(), 2 * want, rtol=1e-5, atol=1e-6)
+    assert grad[2].count_nonzero() == (1 if "L" in use else 0)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="gpu/test_cuda_vocab.py runs it on GPUs")
+@pytest.mark.parametrize("backend", [pytest.param("triton", marks=kernels)])
+def test_kernels_of_ranks_with_a_slice_each(backend: str) -> None:
+    slices = ([300, 515], "float32", 0), ([0, 515], "float16", 0), ([500, 515], "float16", 1 << 30)
+    cases = [case(5, 8, bounds, dtype, temperature=0.7, keep=keep, backend=backend) for bounds, dtype, keep in slices]
+    for of_rank in ranks.values(ranks.run_ranks(vocab_work.compare, 2, cases, True, seconds=100)):
+        for which, seen in zip(cases, of_rank, strict=True):
+            assert seen["same"], which
+            assert max(seen["log_probs"], seen["entropy"]) < 5e-6, which
+            for name in ("hidden", "weight"):
+                assert seen[name] < 1.25 * seen["alone"][name] + (1e-5 if which["dtype"] == "float32" else 2e-4), which
 
 
 @pytest.mark.parametrize("backend", [pytest.param("triton", marks=kernels)])

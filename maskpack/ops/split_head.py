@@ -1,0 +1,238 @@
+"""Output layers whose rows are split over the ranks of a process group: what ranks agree on, and what they exchange.
+
+    rank 0   weight [V_0, H]   maximum and sum of exp of its logits, [T] --+
+    rank 1   weight [V_1, H]   maximum and sum of exp of its logits, [T] --+-- two all-reduces --> log-probs, entropy
+    rank 2   weight [V_2, H]   maximum and sum of exp of its logits, [T] --+
+
+A few numbers of each rank come first, so that all ranks raise if one must, or if they differ. A rank that does not
+call blocks the others, as with any collective.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from maskpack.core.arguments import said
+from maskpack.errors import LayoutError
+
+_CALL = "packed_log_probs"
+Message = tuple[list[int], Tensor | None]
+"""int64 numbers: 1, or 0 of a failure; the rows of the slice; those of _SAME. The last one, a checksum, lies apart."""
+_ODD = 0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D, 0x3F58476D1CE4E5B9  # factors of a checksum
+
+
+class Split(NamedTuple):
+    """The first row of this rank's slice, and the rows V of all slices."""
+
+    group: dist.ProcessGroup
+    first: int
+    vocabulary: int
+
+
+# -------------------------------------------------------------------- the slice of a rank
+
+
+def whole_head(weight: Any) -> Any:
+    """The weight. Raises LayoutError for a DTensor, which may be anything: without a group, nobody else is asked."""
+    if isinstance(weight, DTensor):
+        raise LayoutError(
+            f"{_CALL}: lm_head_weight is {_said(weight)}, without group; expected the whole head. Pass what FSDP "
+            "gathers, or full_tensor(), if ranks have tokens of their own; if they split the vocabulary and have the "
+            "same tokens, add group=weight.device_mesh.get_group()."
+        )
+    return weight
+
+
+def slice_of_head(weight: Any, group: dist.ProcessGroup) -> Any:
+    """The rows of this rank as a plain tensor, whose gradient becomes a DTensor again if the weight is one. Raises
+    LayoutError for a DTensor that is sharded in another way."""
+    if not isinstance(weight, DTensor):
+        return weight
+    mesh, placements = weight.device_mesh, weight.placements
+    if not (mesh.ndim == 1 and type(placements[0]) is Shard and placements[0].dim == 0):
+        raise LayoutError(
+            f"{_CALL}: lm_head_weight is {_said(weight)}; expected Shard(0) over one mesh dim, that of group. "
+            "Redistribute it, or pass the rows of this rank as a plain tensor."
+        )
+    ranks = dist.get_process_group_ranks(group)
+    if mesh.mesh.tolist() != ranks:
+        raise LayoutError(
+            f"{_CALL}: lm_head_weight is {_said(weight)}, on ranks {mesh.mesh.tolist()}; group has the ranks {ranks}; "
+            "expected the same, in one order. Pass group=weight.device_mesh.get_group()."
+        )
+    return weight.to_local(grad_placements=placements)
+
+
+def _said(weight: DTensor) -> str:
+    return f"a DTensor {tuple(weight.shape)} of {weight.placements} over a mesh {tuple(weight.device_mesh.shape)}"
+
+
+# -------------------------------------------------------------------- what ranks agree on
+
+
+def need_group(group: Any) -> None:
+    """Raises LayoutError unless this rank is in the group, on this rank alone: it has nobody to tell."""
+    running = dist.is_available() and dist.is_initialized()
+    if running and isinstance(group, dist.ProcessGroup):
+        return
+    seen = said(group) if running else f"{said(group)} without torch.distributed initialised"
+    raise LayoutError(
+        f"{_CALL}: group is {seen}; expected a process group that this rank is in. Pass what "
+        "torch.distributed.new_group returned on its ranks, or leave it out for a whole head."
+    )
+
+
+def need_backend(device: torch.device, group: dist.ProcessGroup) -> None:
+    """Raises LayoutError unless the group can reduce tensors of this device."""
+    config = dist.get_backend_config(group)
+    if f"{device.type}:" not in config:
+        raise LayoutError(
+            f"{_CALL}: tensors are on {device}, and the backends of group are {config}; expected one for their device. "
+            "Make the group with such a backend."
+        )
+
+
+def message_of(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, entropy: bool) -> Message:
+    """What a rank tells the others of its valid arguments."""
+    (bits,) = struct.unpack("<q", struct.pack("<d", float(temperature)))
+    dtype = _word(str(hidden.dtype).removeprefix("torch."))
+    reduces = torch.is_grad_enabled() and hidden.requires_grad  # in the backward pass
+    shared = *hidden.shape, dtype, _word(hidden.device.type), bits, int(entropy), int(reduces)
+    return [1, weight.shape[0], *shared, 0], _checksum(ids)
+
+
+def tell_failure(group: dist.ProcessGroup) -> None:
+    """Tells the other ranks, which call `agree`, to raise."""
+    _gathered(([0] * (2 + len(_SAME)), None), group)
+
+
+def agree(message: Message, group: dist.ProcessGroup) -> Split:
+    """Where this rank's slice lies. One all-reduce, for which the host waits.
+
+    Raises LayoutError on all ranks if one told its failure, if they differ, or if no rank has a row.
+    """
+    messages = _gathered(message, group)
+    ranks = dist.get_process_group_ranks(group)
+    failed = [rank for rank, message in zip(ranks, messages, strict=True) if not message[0]]
+    if failed:
+        raise LayoutError(
+            f"{_CALL}: arguments of ranks {failed} are invalid; expected valid ones on all ranks of group. Look for "
+            "the error on these ranks."
+        )
+    for at, (name, read) in enumerate(_SAME, 2):
+        seen = [message[at] for message in messages]
+        if len(set(seen)) > 1:
+            raise LayoutError(
+                f"{_CALL}: {name} is {[read(number) for number in seen]} on ranks {ranks}; expected the same on all "
+                "ranks of group, which split the vocabulary and not the tokens. Pass the same on each; ranks with "
+                "tokens of their own leave group out."
+            )
+    rows = [message[1] for message in messages]
+    if sum(rows) == 0:
+        raise LayoutError(
+            f"{_CALL}: lm_head_weight has no row on any of the ranks {ranks}; expected slices of a head with V >= 1. "
+            "Pass the rows of each rank."
+        )
+    return Split(group, sum(rows[: dist.get_rank(group)]), sum(rows))
+
+
+def _word(text: str) -> int:
+    """Up to 8 characters as an int64."""
+    return int.from_bytes(text.encode()[:8], "little")
+
+
+def _text(word: int) -> str:
+    return word.to_bytes(8, "little").rstrip(b"\0").decode()
+
+
+def _float(word: int) -> float:
+    return struct.unpack("<d", struct.pack("<q", word))[0]
+
+
+_SAME: tuple[tuple[str, Callable[[int], Any]], ...] = (
+    ("the number of hidden states", int),
+    ("the width of hidden", int),
+    ("the dtype of hidden", _text),
+    ("the device of hidden", _text),
+    ("temperature", _float),
+    ("entropy", bool),
+    ("hidden.requires_grad", bool),
+    ("a checksum of token_ids", lambda word: f"{word & (1 << 64) - 1:016x}"),
+)
+"""What must be the same, as errors name it, and how they show its number."""
+
+
+def _checksum(ids: Tensor) -> Tensor:
+    """int64, the same on all devices: products and sums wrap around."""
+    place = torch.arange(ids.numel(), device=ids.device)
+    mixed = ids.long() * _ODD[0] + place * _ODD[1]
+    return ((mixed ^ (mixed >> 32)) * _ODD[2]).sum()
+
+
+def _gathered(message: Message, group: dist.ProcessGroup) -> list[list[int]]:
+    """The messages of all ranks, by one all-reduce. The host waits for the device once, here."""
+    numbers, checksum = message
+    device = torch.device("cpu")
+    if "cpu:" not in dist.get_backend_config(group):  # such as cpu:gloo,cuda:nccl
+        device = torch.device("cuda", torch.cuda.current_device())
+        if checksum is not None:
+            device = checksum.device
+    out = torch.zeros(dist.get_world_size(group), len(numbers), dtype=torch.int64, device="cpu")
+    own = dist.get_rank(group)
+    out[own] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    out = out.to(device, non_blocking=True)
+    if checksum is not None:
+        out[own, -1] = checksum
+    dist.all_reduce(out, group=group)  # every other rank has zeros there
+    return cast("list[list[int]]", out.tolist())
+
+
+# -------------------------------------------------------------------- what ranks exchange
+
+
+def combined(
+    top: Tensor, token: Tensor, total: Tensor, weighted: Tensor | None, ids: Tensor, rows: int, split: Split
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """log_probs, log-sum-exp, entropy and shift [T] over all slices, by a maximum and a sum over the ranks.
+
+    Args:
+        top, token, total, weighted: [T] of this slice, from `reduce_rows` with `top`.
+        ids: [T], from the first of the `rows` of this slice on.
+
+    Logits are taken from the largest of all, G, so that nothing large is subtracted from something large:
+
+        sum of exp(logit - G)                  = sum over ranks of exp(top - G) * total
+        sum of exp(logit - G) * (logit - G)    = sum over ranks of exp(top - G) * (weighted + total * (top - G))
+
+    The shift is the log of the probability of this slice: log p = log p within the slice + shift.
+    """
+    highest = _reduced(top.clone(), dist.ReduceOp.MAX, split.group)
+    below = top - highest
+    power = below.exp()
+    parts = [power * total, (token - highest).where((ids >= 0) & (ids < rows), 0)]
+    if weighted is not None:
+        parts.append((power * (weighted + total * below)).where(power > 0, 0))
+    sums = _reduced(torch.stack(parts), dist.ReduceOp.SUM, split.group)
+    log_sum = sums[0].log()
+    place = ids + split.first
+    log_probs = (sums[1] - log_sum).where((place >= 0) & (place < split.vocabulary), torch.nan)
+    entropy = None if weighted is None else log_sum - sums[2] / sums[0]
+    return log_probs, highest + log_sum, entropy, below + (total.log() - log_sum)
+
+
+def add_up(grad_hidden: Tensor, split: Split) -> None:
+    """Adds the parts of all ranks, in place."""
+    _reduced(grad_hidden, dist.ReduceOp.SUM, split.group)
+
+
+def _reduced(x: Tensor, op: Any, group: dist.ProcessGroup) -> Tensor:
+    if x.numel():
+        dist.all_reduce(x, op=op, group=group)
+    return x
