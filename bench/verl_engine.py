@@ -11,7 +11,8 @@ tokens, of log-probs and, where they are computed, of entropies. Gradients are s
 is timed, all must be verl's numbers. On the CPU the model is small, in float32, and attends by sdpa in verl; its output
 layer has the share of the weights that it has in Qwen3-0.6B. On a GPU it is Qwen3-0.6B with random weights, by verl's
 mixed precision, with flash-attn where it is installed. Where it is not, verl takes log-probs of logits token by token;
-that loop is also timed alone. The peak is how far the memory of the process rises, or of a GPU's allocations.
+that loop is also timed alone. On the CPU, times are those of the processor, in one thread, because other processes may
+hold this one up for as long as it works; on a GPU they are those of the wall. The peak is how far the memory of the process rises, or of a GPU's allocations.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,7 +38,7 @@ from torch import Tensor
 from verl.plugin.platform import platform_manager
 from verl.plugin.platform.platform_cuda import PlatformCUDA
 
-from bench.measure import NotExact, interleaved, peak_bytes, progress
+from bench.measure import NotExact, interleaved, peak_bytes, progress, torch_threads
 from bench.replay import MODELS, Sizes, padded_batch, prompt_and_response_lengths
 from bench.replay_rivals import Shape
 from bench.report import Row
@@ -124,7 +126,7 @@ def run(rows: int = 256, rounds: int = 9, *, shape: Shape | None = None, sizes: 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = shape or (_CPU_SHAPE if device.type == "cpu" else MODELS["small"].shape)
     sizes = sizes or (_CPU_SIZES if device.type == "cpu" else _GPU_SIZES)
-    with _alone(device):
+    with _alone(device), torch_threads(1):
         stage = _Stage.of(shape, sizes, device)
         report = stage.described()
         for entropy in (False, True):
@@ -198,7 +200,8 @@ class _Stage:
         }
         self._check(case, ways)
         works = {name: (lambda way=way: self._forward_backward(way)) for name, way in ways.items()}
-        ms = interleaved({**works, "the loop of verl over tokens, alone": self._loop}, rounds)
+        clock = time.process_time if self.device.type == "cpu" else time.perf_counter
+        ms = interleaved({**works, "the loop of verl over tokens, alone": self._loop}, rounds, clock)
         peaks = {name: self._peak(works[name]) for name in ways}
         return [
             *(Row(case, name, taken, "ms") for name, taken in ms.items()),
