@@ -12,7 +12,8 @@ is timed, all must be verl's numbers. On the CPU the model is small, in float32,
 layer has the share of the weights that it has in Qwen3-0.6B. On a GPU it is Qwen3-0.6B with random weights, by verl's
 mixed precision, with flash-attn where it is installed. Where it is not, verl takes log-probs of logits token by token;
 that loop is also timed alone. On the CPU, times are those of the processor, in one thread, because other processes may
-hold this one up for as long as it works; on a GPU they are those of the wall. The peak is how far the memory of the process rises, or of a GPU's allocations.
+hold this one up for as long as it works; on a GPU they are those of the wall. The peak is how far the memory of the
+process rises, or of a GPU's allocations.
 """
 
 from __future__ import annotations
