@@ -53,8 +53,10 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def interleaved(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median milliseconds of every work.
+def interleaved(
+    works: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
+    """Median milliseconds of every work, by a clock of seconds.
 
     Each round runs all works once, beginning with another one each time, so that a slow spell of the machine meets
     all alike and none always follows the same neighbour. One round before the first warms up and does not count.
@@ -70,9 +72,9 @@ def interleaved(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[
             gc.collect()
             shift = turn % len(names)
             for name in names[shift:] + names[:shift]:
-                begin = time.perf_counter()
+                begin = clock()
                 result = works[name]()
-                seconds[name].append(time.perf_counter() - begin)
+                seconds[name].append(clock() - begin)
                 del result
     finally:
         if collecting:

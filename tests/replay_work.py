@@ -93,16 +93,24 @@ def sharded_and_compiled(tied: bool) -> dict[str, float]:
     return sharded(tied, compiles=True)
 
 
-def sharded(tied: bool, sharing: str | None = None, *, compiles: bool = False) -> dict[str, float]:
+def sharded_in_all_parts(tied: bool, sharing: str | None = None) -> dict[str, float]:
+    """As `sharded`, where the root shards its weights again after each forward pass, and the embedding and the output
+    layer, unless they share a weight, have shards of their own."""
+    return sharded(tied, sharing, all_parts=True)
+
+
+def sharded(
+    tied: bool, sharing: str | None = None, *, compiles: bool = False, all_parts: bool = False
+) -> dict[str, float]:
     """How far log-probs of all ways are off those of each row alone, and gradients (of the mean over ranks)."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = tiny(tied)
     plain = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (ranks,))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    parts = [*model.model.layers, *([model.model.embed_tokens, model.lm_head] if all_parts and not tied else [])]
+    for part in (*parts, model):
+        fully_shard(part, mesh=mesh, reshard_after_forward=True if all_parts else None)
     replay = replayable(model, compile=compiles)
     # other rows, and other counts, on each rank
     batch = batch_of(ROWS[: 3 * (rank + 1)][rank:]) if sharing is None else _sharing(sharing)
@@ -134,11 +142,9 @@ def _apart(seen: Tensor, truth: Tensor) -> float:
 
 
 def head_of_its_own() -> str:
-    """The output layer in shards of its own is whole only within its own forward pass."""
+    """No root gathers the weight of the output layer."""
     model = tiny(False)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    fully_shard(model.lm_head, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    fully_shard(model.lm_head, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     try:
         mp.replay.response_log_probs(replayable(model), batch_of(ROWS[:2]))
     except mp.errors.ReplayError as error:

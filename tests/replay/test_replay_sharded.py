@@ -45,9 +45,19 @@ def test_sharded_replay_with_shared_prefixes_is_that_of_each_row_alone(sharing: 
         assert max(off["packed"], off["planned"], off["padded"]) <= 5e-6
 
 
-def test_an_output_layer_in_shards_of_its_own_is_named() -> None:
+@pytest.mark.parametrize("sharing", [None, "rank 0 shares"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_output_layer_is_gathered_where_it_was_sharded_again(tied: bool, sharing: str | None) -> None:
+    """Also where a rank has more rows to compare than another."""
+    for off in values(run_ranks(replay_work.sharded_in_all_parts, 2, tied, sharing, seconds=100)):
+        assert off.keys() == {"packed", "gradients", "planned", "padded"}
+        assert off["gradients"] <= 1e-5
+        assert max(off["packed"], off["planned"], off["padded"]) <= 5e-6
+
+
+def test_an_output_layer_in_shards_without_a_root_is_named() -> None:
     for said in values(run_ranks(replay_work.head_of_its_own, 2, seconds=100)):
-        assert said.startswith("replayable: the output layer of FSDPLlamaForCausalLM is sharded; expected its whole")
+        assert said.startswith("replayable: the output layer of LlamaForCausalLM is sharded; expected its whole")
 
 
 # -------------------------------------------------------------------- the comparison of a row

@@ -340,9 +340,19 @@ class Replayable:
             )
         self._output.forward = _as_it_is
         try:
-            return cast("Any", self.model)(**given, use_cache=False).logits
+            states = cast("Any", self.model)(**given, use_cache=False).logits
         finally:
             del self._output.forward
+        self._gather_output()
+        return states
+
+    def _gather_output(self) -> None:
+        """Gathers the weight of the output layer, where FSDP2 has sharded it again after the forward pass. All ranks
+        call it; the backward pass, or the next forward pass, shards it again."""
+        if isinstance(self.model, FSDPModule):
+            for part in (self.model, self._output):
+                if isinstance(part, FSDPModule) and isinstance(self._output.weight, DTensor):
+                    part.unshard()
 
     def self_check(self, inputs: PackedInputs, hidden: Tensor, again: bool = False) -> None:
         """Compares the log-probs of one row with those of the whole model on this row alone, by its original attention.
@@ -400,6 +410,8 @@ class Replayable:
                     use_cache=False,
                     **more,
                 )
+            if self._output is not None:
+                self._gather_output()
             if row.size < 2:
                 return 0.0
             states = inputs.collected(hidden, row[compared])
@@ -477,12 +489,14 @@ def _plain_weight(model: Any, output: Any) -> Tensor:
     """[V, H]: the weight of the output layer. Every call checks that the layer applies nothing else, because adapters
     can be added later."""
     who, layer = type(model).__name__, cast("Any", type(output))
-    if isinstance(getattr(output, "weight", None), DTensor):
+    sharded = FSDPModule in layer.__mro__
+    if (sharded and FSDPModule not in type(model).__mro__) or isinstance(getattr(output, "weight", None), DTensor):
         raise ReplayError(
             f"replayable: the output layer of {who} is sharded; expected its whole weight after a forward "
-            "pass. Leave it to the root of the sharding: fully_shard of the layers, then of the model."
+            "pass. Shard the model too, as the root: fully_shard of its parts, then of the model."
         )
-    hooked = [name for name in ("_forward_hooks", "_forward_pre_hooks") if getattr(output, name, None)]
+    hooks = [*output._forward_hooks.values(), *output._forward_pre_hooks.values()]
+    hooked = not all(sharded and _of_fsdp(hook) for hook in hooks)
     plain = isinstance(output, nn.Linear) and layer.forward is nn.Linear.forward and "forward" not in vars(output)
     if not plain or hooked:
         raise ReplayError(
@@ -490,6 +504,11 @@ def _plain_weight(model: Any, output: Any) -> Tensor:
             "torch.nn.Linear, whose weight says all. Merge adapters of the output layer, or leave it without one."
         )
     return output.weight
+
+
+def _of_fsdp(hook: Any) -> bool:
+    """Whether a hook gathers and shards weights, and does nothing to the outputs."""
+    return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
 
 
 def _check_layers(model: Any, base: Any, config: Any) -> None:

@@ -1,0 +1,277 @@
+"""What a rank does in the tests of verl's FSDP engine: the same rows through the engine, through replay of the module
+that the engine has wrapped, and each row alone through a plain copy of the model.
+
+    rows --> left_right_2_no_padding --> engine.forward_backward_batch --> no_padding_2_padding --> [B, R]
+         --> response_log_probs(replayable(engine.module), rows)       --> jagged              --> [B, R]
+         --> model(row) for each row                                                          --> [B, R]
+
+Of verl only the platform is replaced, because it has none for the CPU: a name, a device, and no memory to report."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from tensordict import TensorDict
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from verl.utils import tensordict_utils as tu
+from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
+
+from bench.verl_engine import engine_of  # puts the platform in place before an engine of verl is imported
+from maskpack.adapters.transformers import replayable
+from maskpack.errors import MaskpackError
+from maskpack.replay import response_log_probs
+
+PAGE = Path(__file__).parents[2] / "docs" / "verl.md"
+PROMPT, RESPONSE, VOCABULARY = 5, 6, 97
+ROWS = ((3, 6), (5, 2), (1, 4), (4, 0), (2, 1), (5, 6), (2, 3))
+"""Prompt and response tokens of each row."""
+
+
+# -------------------------------------------------------------------- model, engine, rows
+
+
+def tiny(kind: str = "Qwen3", tied: bool = True, **more: Any) -> Any:
+    """A model whose distributions are not flat."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    heads = {"head_dim": 8} if kind != "Llama" else {}
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCABULARY, num_hidden_layers=2, tie_word_embeddings=tied, **sizes, **heads, **more
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(5 if weight.dim() > 1 else 1)
+    return model
+
+
+def batch_of(rows: Sequence[tuple[int, int]], seed: int = 0) -> TensorDict:
+    """Prompts padded on the left, responses on the right, as verl's padded trainer holds them, with a weight for each
+    log-prob and entropy of a loss."""
+    source = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor(rows)
+    left = torch.arange(PROMPT) >= PROMPT - lengths[:, :1]
+    real = torch.cat([left, torch.arange(RESPONSE) < lengths[:, 1:]], dim=1)
+    ids = torch.randint(1, VOCABULARY, real.shape, generator=source) * real
+    weights = torch.rand(2, len(rows), RESPONSE, generator=source) * real[:, PROMPT:] / RESPONSE
+    return TensorDict(
+        {
+            "input_ids": ids,
+            "attention_mask": real.long(),
+            "position_ids": (real.cumsum(1) - 1).clamp(min=0),
+            "prompts": ids[:, :PROMPT],
+            "responses": ids[:, PROMPT:],
+            "response_mask": real[:, PROMPT:].long(),
+            "weights": weights[0],
+            "entropy_weights": weights[1],
+        },
+        batch_size=[len(rows)],
+    )
+
+
+# -------------------------------------------------------------------- three ways to log-probs, entropies, gradients
+
+
+class Seen:
+    """Log-probs and entropies [B, R], 0 where no token is, and the gradients of a weighted sum by parameter."""
+
+    def __init__(self, log_probs: Tensor, entropy: Tensor | None, gradients: dict[str, Tensor]) -> None:
+        self.log_probs, self.entropy, self.gradients = log_probs, entropy, gradients
+
+    def off(self, truth: Seen) -> dict[str, float]:
+        """The largest difference of each."""
+        found = {"log_probs": float((self.log_probs - truth.log_probs).abs().max())}
+        if self.entropy is not None:
+            found["entropy"] = float((self.entropy - truth.entropy).abs().max())
+        assert self.gradients.keys() == truth.gradients.keys()
+        pairs = [(own, truth.gradients[name]) for name, own in self.gradients.items()]
+        found["gradients"] = max(float((own - want).abs().max()) for own, want in pairs)
+        return found
+
+
+def loss_of(log_probs: Tensor, entropy: Tensor | None, batch: TensorDict) -> Tensor:
+    loss = (log_probs * batch["weights"]).sum()
+    return loss if entropy is None else loss + (entropy * batch["entropy_weights"]).sum()
+
+
+def gradients_of(module: Any) -> dict[str, Tensor]:
+    """Of all parameters, which have none afterwards."""
+    out = {}
+    for name, weight in module.named_parameters():
+        grad = weight.grad.full_tensor() if isinstance(weight.grad, DTensor) else weight.grad
+        out[name] = grad.clone()
+        weight.grad = None
+    return out
+
+
+def by_verl(
+    engine: Any,
+    batch: TensorDict,
+    *,
+    temperature: Any,
+    entropy: bool,
+    remove_padding: bool = True,
+    jagged: bool = False,
+    budget: int = 24,
+) -> Seen:
+    """By the engine's micro-batches of `budget` tokens, on the rows of this rank. `jagged`: prompts and responses too,
+    as the trainer over TransferQueue holds them."""
+    data = left_right_2_no_padding(batch.copy())
+    if jagged:
+        for name, real in (("prompts", slice(None, PROMPT)), ("responses", slice(PROMPT, None))):
+            mask = batch["attention_mask"][:, real].bool()
+            rows = [row[own] for row, own in zip(batch[name], mask, strict=True)]
+            data[name] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        del data["attention_mask"]
+    options = {"calculate_entropy": entropy, "use_remove_padding": remove_padding, "return_model_output": True}
+    fused = engine.model_config.use_fused_kernels
+    tu.assign_non_tensor(data, max_token_len_per_gpu=budget, use_dynamic_bsz=True, use_fused_kernels=fused, **options)
+    if isinstance(temperature, Tensor):
+        data["temperature"] = temperature
+    else:
+        tu.assign_non_tensor(data, temperature=temperature)
+
+    def loss_function(model_output: Any, data: TensorDict, dp_group: Any) -> tuple[Tensor, dict[str, Any]]:
+        parts = [no_padding_2_padding(model_output[name], data) for name in ("log_probs", "entropy")[: 1 + entropy]]
+        return loss_of(parts[0], parts[1] if entropy else None, data), {}
+
+    with engine.train_mode(zero_grad_on_exit=False):
+        out = engine.forward_backward_batch(data, loss_function)["model_output"]
+    parts = [no_padding_2_padding(out[name], data) for name in ("log_probs", "entropy")[: 1 + entropy]]
+    return Seen(parts[0], parts[1] if entropy else None, gradients_of(engine.module))
+
+
+def by_replay(replay: Any, batch: TensorDict, *, temperature: float, entropy: bool, **options: Any) -> Seen:
+    out: Any = response_log_probs(replay, batch, temperature=temperature, entropy=entropy, **options)
+    padded = [_padded(part) for part in (out if entropy else (out,))]
+    loss_of(padded[0], padded[1] if entropy else None, batch).backward()
+    parts = [part.detach() for part in padded]
+    return Seen(parts[0], parts[1] if entropy else None, gradients_of(replay.model))
+
+
+def by_row(model: Any, batch: TensorDict, *, temperature: Any, entropy: bool) -> Seen:
+    """Each row alone; gradients are the mean over the ranks, as FSDP takes it."""
+    log_probs, entropies = torch.zeros(len(batch), RESPONSE), torch.zeros(len(batch), RESPONSE)
+    temperatures = temperature if isinstance(temperature, Tensor) else torch.full((len(batch),), temperature)
+    for row in range(len(batch)):
+        real = batch["attention_mask"][row].bool()
+        ids = batch["input_ids"][row][real]
+        first = int(real[:PROMPT].sum())
+        log_p = (model(input_ids=ids[None], use_cache=False).logits[0] / temperatures[row]).log_softmax(-1)
+        for place in range(first, len(ids)):
+            log_probs[row, place - first] = log_p[place - 1, ids[place]]
+            entropies[row, place - first] = -(log_p[place - 1].exp() * log_p[place - 1]).sum()
+    loss_of(log_probs, entropies if entropy else None, batch).backward()
+    found = gradients_of(model)
+    for grad in found.values():
+        dist.all_reduce(grad.div_(dist.get_world_size()))
+    return Seen(log_probs.detach(), entropies.detach() if entropy else None, found)
+
+
+def _padded(jagged: Tensor) -> Tensor:
+    """[B, R], 0 behind the tokens of each row."""
+    rows = [torch.nn.functional.pad(row, (0, RESPONSE - row.shape[0])) for row in jagged.unbind()]
+    return torch.stack(rows)
+
+
+def own_rows() -> TensorDict:
+    """Of this rank: all rows on one, other counts on each of two."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    return batch_of(ROWS if ranks == 1 else (ROWS[:5], ROWS[3:])[rank], seed=rank)
+
+
+# -------------------------------------------------------------------- what a rank does
+
+PLAIN = {"use_torch_compile": False}
+WAYS = ((1.0, False), (0.7, True))
+"""Temperatures, and whether entropies are computed."""
+
+
+def same_numbers(kind: str, tied: bool, engine: Mapping[str, Any] = PLAIN) -> dict[str, dict[str, float]]:
+    """How far verl's engine and replay are off each row alone."""
+    model, batch = tiny(kind, tied), own_rows()
+    made, found = engine_of(model, engine=engine), {}
+    for temperature, entropy in WAYS:
+        ways: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
+        truth = by_row(model, batch, **ways)
+        assert min(float(grad.abs().max()) for grad in truth.gradients.values()) > 1e-3  # all weights matter
+        for remove_padding in (True, False):
+            name = f"verl, remove_padding={remove_padding}, {ways}"
+            found[name] = by_verl(made, batch, remove_padding=remove_padding, **ways).off(truth)
+        made.module.train()
+        replay = replayable(made.module)
+        found[f"replay, {ways}"] = by_replay(replay, batch, self_check=True, **ways).off(truth)
+        replay.release()
+    return found
+
+
+def engine_of_the_page(tied: bool) -> dict[str, dict[str, float]]:
+    """As `same_numbers`, of the engine in docs/verl.md."""
+    (code,) = (
+        block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "forward_step" in block
+    )
+    names: dict[str, Any] = {}
+    exec(compile(code, PAGE.name, "exec"), names)
+    model, batch = tiny(tied=tied), own_rows()
+    made, found = engine_of(model, names["ReplayEngine"], engine=PLAIN), {}
+    for temperature, entropy in WAYS:
+        ways: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
+        truth = by_row(model, batch, **ways)
+        for jagged in (True, False):
+            found[f"jagged={jagged}, {ways}"] = by_verl(made, batch, jagged=jagged, **ways).off(truth)
+    return found
+
+
+def temperatures_of_rows() -> dict[str, float]:
+    model, batch = tiny(), own_rows()
+    ways: dict[str, Any] = {"temperature": torch.linspace(0.5, 1.5, len(batch)), "entropy": True}
+    return by_verl(engine_of(model, engine=PLAIN), batch, **ways).off(by_row(model, batch, **ways))
+
+
+def _said(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except (MaskpackError, RuntimeError) as error:
+        return str(error)
+
+
+MIXING: Mapping[str, Callable[[], Any]] = {
+    "masks that are not given positions": lambda: tiny("GptOss", num_local_experts=4, num_experts_per_tok=2),
+    "a short convolution": lambda: tiny("Lfm2", layer_types=["conv", "full_attention"], block_multiple_of=8),
+}
+
+
+def mixed_rows(name: str) -> dict[str, Any]:
+    """How far log-probs are off those of each row alone, of a model whose rows see each other when they are packed
+    without bounds; or the error."""
+    model, batch = MIXING[name]().eval(), own_rows()
+    ways: dict[str, Any] = {"temperature": 1.0, "entropy": False}
+    truth = by_row(model, batch, **ways)
+    attention = "eager" if "GptOss" in type(model).__name__ else "sdpa"
+    made = engine_of(model, engine=PLAIN, attention=attention)
+    found: dict[str, Any] = {}
+    for remove_padding in (True, False):
+        off = by_verl(made, batch, remove_padding=remove_padding, **ways).off(truth)
+        found[f"remove_padding={remove_padding}"] = off["log_probs"]
+    found["replay"] = _said(lambda: by_replay(replayable(made.module), batch, **ways).off(truth))
+    return found
+
+
+def fused(tied: bool) -> dict[str, Any]:
+    """Numbers or errors of verl's fused kernels in torch, and of replay of the module that they patch."""
+    model, batch = tiny(tied=tied), own_rows()
+    ways: dict[str, Any] = {"temperature": 0.7, "entropy": True}
+    truth = by_row(model, batch, **ways)  # before the class of the model is patched
+    options = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}
+    made = engine_of(model, engine=PLAIN, **options)
+    return {
+        "verl": _said(lambda: by_verl(made, batch, **ways).off(truth)),
+        "replay": _said(lambda: by_replay(replayable(made.module), batch, **ways).off(truth)),
+    }
