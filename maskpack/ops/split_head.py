@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from maskpack.core.arguments import said
+from maskpack.core.ranks import checksum, gathered
 from maskpack.errors import LayoutError
 
 _CALL = "packed_log_probs"
 Message = tuple[list[int], Tensor | None]
 """int64 numbers: 1, or 0 of a failure; the rows of the slice; those of _SAME. The last one, a checksum, lies apart."""
-_ODD = 0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D, 0x3F58476D1CE4E5B9  # factors of a checksum
 
 
 class Split(NamedTuple):
@@ -105,7 +105,7 @@ def message_of(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, 
     dtype = _word(str(hidden.dtype).removeprefix("torch."))
     reduces = torch.is_grad_enabled() and hidden.requires_grad  # in the backward pass
     shared = *hidden.shape, dtype, _word(hidden.device.type), bits, int(entropy), int(reduces)
-    return [1, weight.shape[0], *shared, 0], _checksum(ids)
+    return [1, weight.shape[0], *shared, 0], checksum(ids)
 
 
 def tell_failure(group: dist.ProcessGroup) -> None:
@@ -169,29 +169,11 @@ _SAME: tuple[tuple[str, Callable[[int], Any]], ...] = (
 """What must be the same, as errors name it, and how they show its number."""
 
 
-def _checksum(ids: Tensor) -> Tensor:
-    """int64, the same on all devices: products and sums wrap around."""
-    place = torch.arange(ids.numel(), device=ids.device)
-    mixed = ids.long() * _ODD[0] + place * _ODD[1]
-    return ((mixed ^ (mixed >> 32)) * _ODD[2]).sum()
-
-
 def _gathered(message: Message, group: dist.ProcessGroup) -> list[list[int]]:
-    """The messages of all ranks, by one all-reduce. The host waits for the device once, here."""
-    numbers, checksum = message
-    device = torch.device("cpu")
-    if "cpu:" not in dist.get_backend_config(group):  # such as cpu:gloo,cuda:nccl
-        device = torch.device("cuda", torch.cuda.current_device())
-        if checksum is not None:
-            device = checksum.device
-    out = torch.zeros(dist.get_world_size(group), len(numbers), dtype=torch.int64, device="cpu")
-    own = dist.get_rank(group)
-    out[own] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    out = out.to(device, non_blocking=True)
-    if checksum is not None:
-        out[own, -1] = checksum
-    dist.all_reduce(out, group=group)  # every other rank has zeros there
-    return cast("list[list[int]]", out.tolist())
+    """The messages of all ranks. The host waits for the device once, here."""
+    numbers, last = message
+    own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    return cast("list[list[int]]", gathered(own, group, None if last is None else last[None]).tolist())
 
 
 # -------------------------------------------------------------------- what ranks exchange

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from maskpack.core.ranks import gathered
 from maskpack.errors import PlanError
 from maskpack.planning.costs import FloatArray, IntArray
 from maskpack.planning.loss_weights import Loss
@@ -94,14 +95,7 @@ def _rows(plan: MicroBatchPlan) -> list[list[int]]:
 
 
 def _gathered(message: FloatArray, group: dist.ProcessGroup | None) -> FloatArray:
-    """[ranks, ...]: the messages of all ranks, by one all-reduce."""
-    on_cpu = "cpu:" in dist.get_backend_config(group)  # such as cpu:gloo,cuda:nccl
-    device = "cpu" if on_cpu else torch.device("cuda", torch.cuda.current_device())
-    out = torch.zeros(dist.get_world_size(group), message.size, dtype=torch.float64, device="cpu")
-    out[dist.get_rank(group)] = torch.from_numpy(message)
-    out = out.to(device)
-    dist.all_reduce(out, group=group)  # every other rank has zeros there
-    return out.cpu().numpy()
+    return gathered(torch.from_numpy(message), group).numpy()
 
 
 def _check(messages: FloatArray, ranks: IntArray) -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from maskpack.core.arguments import IntArray
+from maskpack.core.ranks import checksum, gathered
 from maskpack.errors import ReplayError
 from maskpack.ops.context_parallel import once_only
 
@@ -107,24 +108,11 @@ def shard_of(predict: Tensor, tokens: int, group: dist.ProcessGroup) -> tuple[Co
 def need_same(parts: Mapping[str, Tensor], group: dist.ProcessGroup, call: str) -> None:
     """Raises ReplayError on all ranks of a group unless they have the same integers. Every rank must call. One
     synchronisation on CUDA."""
-    sums = [(x.numel(), _checksum(x)) for x in parts.values()]
-    device = next(iter(parts.values())).device
-    own = torch.stack([torch.as_tensor(number, device=device) for pair in sums for number in pair])
-    out = own.new_zeros(group.size(), own.numel())
-    out[group.rank()] = own
-    dist.all_reduce(out, group=group)  # the other ranks have zeros there
-    seen = cast("list[list[int]]", out.tolist())
+    own = torch.tensor([*(x.numel() for x in parts.values()), *[0] * len(parts)], device="cpu")
+    seen = gathered(own, group, torch.stack([checksum(x) for x in parts.values()]))
     for at, name in enumerate(parts):
-        numbers = [(own[2 * at], own[2 * at + 1]) for own in seen]
-        if len(set(numbers)) > 1:
-            sizes = [count for count, _ in numbers]
+        if not bool((seen[:, at :: len(parts)] == seen[0, at :: len(parts)]).all()):
             raise ReplayError(
-                f"{call}: {name} differ between the {group.size()} ranks of the context-parallel group, which have "
-                f"{sizes} numbers; expected the same rows on all of them. Give every rank of a group the same batch."
+                f"{call}: {name} differ between the {group.size()} ranks of the context group, which have "
+                f"{seen[:, at].tolist()} numbers; expected the same rows on all of them. Give each the same batch."
             )
-
-
-def _checksum(x: Tensor) -> Tensor:
-    """int64: a sum with weights that depend on the place."""
-    x = x.flatten().to(torch.int64)
-    return (x * (torch.arange(x.shape[0], device=x.device) * 0x9E3779B1 + 1)).sum()
