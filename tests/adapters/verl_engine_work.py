@@ -9,9 +9,13 @@ Of verl only the platform is replaced, because it has none for the CPU: a name, 
 
 from __future__ import annotations
 
+import logging
 import re
+import tempfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,18 +24,39 @@ import transformers
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from verl.utils import tensordict_utils as tu
-from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
+from verl.plugin.platform.platform_cuda import PlatformCUDA
+from verl.plugin.platform.platform_manager import set_platform
 
-from bench.verl_engine import engine_of  # puts the platform in place before an engine of verl is imported
 from maskpack.adapters.transformers import replayable
 from maskpack.errors import MaskpackError
 from maskpack.replay import response_log_probs
+
+
+class Cpu(PlatformCUDA):
+    """A platform without an accelerator, which verl does not have: a name, a device, no memory to report."""
+
+    device_name = "cpu"
+    device_module = SimpleNamespace(mem_get_info=lambda: (0, 0), memory_allocated=lambda: 0, memory_reserved=lambda: 0)
+
+    def current_device(self) -> Any:
+        return "cpu"
+
+
+set_platform(Cpu())  # before the engine is imported, which reads the name of the device
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # engines whose packages are not installed
+    from verl.trainer.config import CheckpointConfig
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+    from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 PAGE = Path(__file__).parents[2] / "docs" / "verl.md"
 PROMPT, RESPONSE, VOCABULARY = 5, 6, 97
 ROWS = ((3, 6), (5, 2), (1, 4), (4, 0), (2, 1), (5, 6), (2, 3))
 """Prompt and response tokens of each row."""
+EXACT = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
 
 # -------------------------------------------------------------------- model, engine, rows
@@ -50,6 +75,36 @@ def tiny(kind: str = "Qwen3", tied: bool = True, **more: Any) -> Any:
         for weight in model.parameters():
             weight.mul_(5 if weight.dim() > 1 else 1)
     return model
+
+
+def engine_of(
+    model: Any,
+    engine_class: Any = FSDPEngineWithLMHead,
+    *,
+    attention: str = "sdpa",
+    mixed_precision: Mapping[str, str] | None = EXACT,
+    engine: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """verl's engine with a checkpoint of the model, by its own `initialize`. `engine` are fields of FSDPEngineConfig,
+    `options` of HFModelConfig. All ranks of the group call it."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder:
+        shared = [folder]
+        dist.broadcast_object_list(shared)
+        if dist.get_rank() == 0:
+            model.save_pretrained(folder)
+        dist.barrier()
+        own = HFModelConfig(
+            path=shared[0], load_tokenizer=False, override_config={"attn_implementation": attention}, **options
+        )
+        precision = None if mixed_precision is None else dict(mixed_precision)
+        config = FSDPEngineConfig(**{"strategy": "fsdp2", "mixed_precision": precision, **(engine or {})})
+        made = engine_class(own, config, FSDPOptimizerConfig(lr=0.01, total_training_steps=1), CheckpointConfig())
+        made.initialize()
+        dist.barrier()
+    return made
 
 
 def batch_of(rows: Sequence[tuple[int, int]], seed: int = 0) -> TensorDict:
