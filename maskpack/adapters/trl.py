@@ -156,8 +156,11 @@ class _Inside(Replayable):
         return self._base(**given, use_cache=False).last_hidden_state
 
     def check_head(self) -> None:
-        """Raises ReplayError for an output layer that is more than one weight. Its shards are whole only inside."""
-        if not isinstance(getattr(self._output, "weight", None), DTensor):
+        """Raises ReplayError for an output layer that is more than one weight. One that is sharded has hooks of FSDP,
+        and its weight is whole only while it runs."""
+        layer: Any = self._output
+        sharded = isinstance(layer, FSDPModule) or isinstance(getattr(layer, "weight", None), DTensor)
+        if not (sharded and isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward):
             _ = self.head
 
     def dropout(self) -> str | None:
@@ -170,16 +173,30 @@ class _Inside(Replayable):
 
     def answer(self, ask: _Ask) -> tuple[Tensor, ...]:
         """(log-probs [N],) or (log-probs [N], entropies [N]) of the scored tokens."""
-        inputs = ask.inputs
-        hidden, weight = self.hidden(inputs), self.head
+        self.check_head()
+        inputs, layer = ask.inputs, self._output
+        hidden = self.hidden(inputs)
         rows = hidden.index_select(0, inputs.predict) if inputs.tree is None else gather_rows(hidden, inputs.predict)
-        device = rows.device.type
-        if torch.is_autocast_enabled(device) and rows.dtype != torch.float64:  # the layer would cast both, too
+        layer.forward = functools.partial(self._scores, ask)
+        try:
+            return layer(rows)  # by its hooks: FSDP gathers its weight, which may be sharded with the last norm
+        finally:
+            del layer.forward
+
+    def _scores(self, ask: _Ask, rows: Tensor) -> tuple[Tensor, ...]:
+        """The forward of the output layer while it answers."""
+        weight, device = self._output.weight, rows.device.type
+        if isinstance(weight, DTensor):
+            raise ReplayError(
+                f"{_CALL}: the output layer of {type(self.model).__name__} is sharded within its own forward pass; "
+                "expected FSDP2, which gathers it. Shard with fully_shard, or train padded, MASKPACK_PACKED_REPLAY=0."
+            )
+        if torch.is_autocast_enabled(device) and rows.dtype != torch.float64:  # its product would cast both, too
             dtype = torch.get_autocast_dtype(device)
             rows, weight = rows.to(dtype), weight.to(dtype)
         with torch.autocast(device, enabled=False):
             out: Any = packed_log_probs(
-                rows, weight, inputs.targets, temperature=ask.temperature, entropy=ask.entropy
+                rows, weight, ask.inputs.targets, temperature=ask.temperature, entropy=ask.entropy
             )
         return out if ask.entropy else (out,)
 
