@@ -111,10 +111,10 @@ def packed(
         )
     names = tuple(inspect.signature(own).parameters)
     if names != ("self", *_TAKEN, *_LEFT):
-        differ = sorted({*names} ^ {"self", *_TAKEN, *_LEFT})
+        differ = ", ".join(sorted({*names} ^ {"self", *_TAKEN, *_LEFT})) or "in another order"
         raise ReplayError(
-            f"{_CALL}: {trainer_class.__name__}.{_METHOD} has other parameters ({', '.join(differ) or 'in another order'}) "
-            "than in TRL 1.16; expected the same. Use TRL 1.16, or a maskpack that knows this version."
+            f"{_CALL}: {trainer_class.__name__}.{_METHOD} has other parameters than in TRL 1.16 ({differ}); "
+            "expected the same. Use TRL 1.16, or a maskpack that knows this version."
         )
     options = _Options(
         flag(share_prefixes, "share_prefixes", _CALL, ReplayError),
@@ -205,11 +205,13 @@ class _Inside(Replayable):
         model: Any = self.model
         before = model.forward
 
-        @functools.wraps(type(model).forward)  # generate checks its arguments against the signature
+        kind = cast("Any", type(model))
+
+        @functools.wraps(kind.forward)  # generate checks its arguments against the signature
         def forward(_: nn.Module, *args: Any, packed_rows: _Ask | None = None, **kwargs: Any) -> Any:
             return before(*args, **kwargs) if packed_rows is None else self.answer(packed_rows)
 
-        model.forward = types.MethodType(forward, model)
+        model.forward = types.MethodType(cast("Any", forward), model)
 
 
 class _Packed:
@@ -314,7 +316,9 @@ class _Packed:
 
     def _tell(self, reason: str) -> None:
         if reason not in self._told and self.accelerator.is_local_main_process:
-            warnings.warn(f"{type(self).__qualname__}: TRL's own padded pass runs: {reason}", MaskpackWarning, stacklevel=4)
+            warnings.warn(
+                f"{type(self).__qualname__}: TRL's own padded pass runs: {reason}", MaskpackWarning, stacklevel=4
+            )
         self._told.add(reason)
 
 
@@ -404,8 +408,7 @@ class _Run:
         most = _SHARED if options.share_prefixes else _LATER
         if options.self_check is False or (before == most and not options.self_check):
             return self._scores(inputs, part)
-        scored = part["attention_mask"][:, -self.width :].ne(0).sum(-1).numpy()
-        row, proof = _row_to_compare(inputs, scored, part["attention_mask"].ne(0).sum(-1).numpy())
+        row, proof = _row_to_compare(inputs, part["attention_mask"].ne(0).numpy(), self.width)
         proof = int(_most(accelerator, proof))
         if not options.self_check and proof <= before:
             return self._scores(inputs, part)
@@ -429,15 +432,17 @@ class _Run:
         return out
 
 
-def _row_to_compare(inputs: PackedInputs, scored: Any, lengths: Any) -> tuple[int, int]:
-    """The longest row that proves the most, of those with a scored token, and what it proves; (0, 0) without any."""
+def _row_to_compare(inputs: PackedInputs, mask: Any, width: int) -> tuple[int, int]:
+    """The row that proves the most and what it proves, by the mask [b, P + C]; (0, 0) without a scored token. Of
+    several, one with pads before it, whose positions do not begin at 0, and of these the longest."""
+    scored, lengths = mask[:, -width:].sum(1), mask.sum(1)
     kinds = np.where(scored > 0, _LATER, 0)
-    with_tokens = np.flatnonzero(lengths)
-    kinds[with_tokens[:1]] = np.minimum(kinds[with_tokens[:1]], _FIRST)
     if inputs.tree is not None:
         sharing = inputs.tree.order[inputs.tree.shared > 0]
         kinds[sharing] = np.where(scored[sharing] > 0, _SHARED, 0)
-    row = int(np.lexsort((lengths, kinds))[-1])
+    first = np.flatnonzero(lengths)[:1]
+    kinds[first] = np.minimum(kinds[first], _FIRST)
+    row = int(np.lexsort((lengths, ~mask[:, 0], kinds))[-1])
     return row, int(kinds[row])
 
 
@@ -456,7 +461,7 @@ def _check_padding(mask: Tensor, width: int) -> None:
     begins = real.clone()
     begins[:, 1:] &= ~real[:, :-1]
     alone = real[:, prompt:].any(1) & ~(real[:, prompt - 1] if prompt else real[:, 0] & False)
-    odd = torch.nonzero((begins.sum(1) > 1) | alone)[:8, 0].tolist()
+    odd: list[int] = torch.nonzero((begins.sum(1) > 1) | alone)[:8, 0].tolist()
     if odd:
         raise ReplayError(
             f"{_CALL}: rows {odd} have no prompt token right before the completion, or pads between their tokens; "
@@ -480,7 +485,7 @@ def _refused(trainer: Any) -> str | None:
     ranks = str(accelerator.distributed_type.value)
     if ranks not in _RANKS or (ranks == "FSDP" and not accelerator.is_fsdp2):
         version = " version 1" if ranks == "FSDP" else ""
-        return f"the processes are of kind {ranks}{version}. Packed rows run in one process, DDP and FSDP2 (fsdp_version: 2)."
+        return f"the processes are of kind {ranks}{version}. Use one process, DDP, or FSDP2 (version 2 in fsdp_config)."
     parallel = getattr(accelerator, "parallelism_config", None)
     split = [kind for kind in ("tp", "cp", "sp") if getattr(parallel, f"{kind}_enabled", False)]
     if split:
@@ -493,7 +498,8 @@ def _refused(trainer: Any) -> str | None:
         return "the router's auxiliary loss counts padded rows. Set router_aux_loss_coef=0 to train without it."
     if getattr(trainer, "_is_vlm", False):
         return "the processing class is of a model with images. For text alone, pass its tokenizer as processing_class."
-    if len(set((getattr(trainer.model, "hf_device_map", None) or {}).values())) > 1:
+    devices: dict[str, Any] = getattr(trainer.model, "hf_device_map", None) or {}
+    if len(set(devices.values())) > 1:
         return "device_map spreads the model over devices. Use data parallelism."
     virtual = [
         name for name, config in getattr(trainer.model, "peft_config", {}).items()

@@ -21,11 +21,13 @@ from ranks import run_ranks, values
 from trl import GRPOTrainer, RLOOTrainer, SFTTrainer
 
 from maskpack.adapters import trl as adapter
-from maskpack.adapters.trl import packed
 from maskpack.adapters.transformers.passes import NAME
+from maskpack.adapters.trl import packed
 from maskpack.errors import LayoutError, MaskpackWarning, ReplayError
 
 CLOSE = 1e-5
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
+SINGLE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
 REUSED = {"steps_per_generation": 4, "num_iterations": 2, "beta": 0.04}  # old and reference log-probs
 METHOD = "_get_per_token_logps_and_entropies"
 
@@ -70,7 +72,10 @@ def assert_same_runs(padded, ours, close=CLOSE):
 
 
 def both(kind, tmp_path, model, **options):
-    runs = [work.trained(one, tmp_path / str(n), model, **options) for n, one in enumerate((kind, packed(kind, min_shared=2)))]
+    runs = [
+        work.trained(one, tmp_path / str(n), model, **options)
+        for n, one in enumerate((kind, packed(kind, min_shared=2)))
+    ]
     assert any("maskpack/computed_fraction" in step for step in runs[1].state.log_history)
     return runs
 
@@ -111,7 +116,9 @@ def test_checkpoints_are_exchanged(tmp_path, models):
     files = [sorted(path.name for path in (tmp_path / name / "checkpoint-4").iterdir()) for name in kinds]
     assert files[0] == files[1]
     resumed = {
-        (start, then): work.trained(kind, tmp_path / f"{start}-{then}", models(), tmp_path / start / "checkpoint-4", **options)
+        (start, then): work.trained(
+            kind, tmp_path / f"{start}-{then}", models(), tmp_path / start / "checkpoint-4", **options
+        )
         for start, (then, kind) in itertools.product(kinds, kinds.items())
     }
     first, *others = resumed.values()
@@ -132,8 +139,8 @@ LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_pr
         pytest.param(GRPOTrainer, {"temperature": 0.6, "loss_type": "grpo"}, id="temperature"),
         pytest.param(GRPOTrainer, {"importance_sampling_level": "sequence", **REUSED}, id="sequence level"),
         pytest.param(GRPOTrainer, {"gradient_checkpointing": False}, id="no checkpointing"),
-        pytest.param(GRPOTrainer, {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}, id="evaluation"),
-        pytest.param(GRPOTrainer, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}, id="single rows"),
+        pytest.param(GRPOTrainer, EVALUATED, id="evaluation"),
+        pytest.param(GRPOTrainer, SINGLE, id="single rows"),
     ],
 )  # fmt: skip
 def test_options_of_trl(tmp_path, models, kind, options):
@@ -184,7 +191,9 @@ def test_autocast_is_as_close_as_bfloat16_is(tmp_path, models):
     )
     ids, mask, width = padded_rows((3, 5, 5, 1, 9, 4), (4, 6, 0, 2, 8, 8))
     with torch.no_grad():
-        truth, other, ours = (getattr(run, METHOD)(run.model, ids, mask, width, compute_entropy=True) for run in (exact, theirs, own))
+        truth, other, ours = (
+            getattr(run, METHOD)(run.model, ids, mask, width, compute_entropy=True) for run in (exact, theirs, own)
+        )
     for true, seen, mine in zip(truth[:2], other[:2], ours[:2], strict=True):
         assert mine.dtype == seen.dtype == torch.float32
         assert (seen - true).abs().max() > 1e-4  # bfloat16 it is
@@ -205,7 +214,14 @@ def naive(model, ids, mask, width, temperature):
         prompt = ids.shape[1] - width
         for place, column in enumerate(columns.tolist()):
             if column >= prompt:
-                rows.append((row, column - prompt, lines[place - 1, ids[row, column]], -(lines[place - 1].exp() * lines[place - 1]).sum()))
+                rows.append(
+                    (
+                        row,
+                        column - prompt,
+                        lines[place - 1, ids[row, column]],
+                        -(lines[place - 1].exp() * lines[place - 1]).sum(),
+                    )
+                )
     where = tuple(torch.tensor([row[at] for row in rows]) for at in (0, 1))
     return (
         log_probs.index_put(where, torch.stack([row[2] for row in rows])),
@@ -215,11 +231,15 @@ def naive(model, ids, mask, width, temperature):
 
 @pytest.mark.parametrize("share", [True, False])
 def test_values_and_gradients_in_float64(tmp_path, models, share):
-    run = work.trainer(packed(GRPOTrainer, share_prefixes=share, min_shared=1, self_check=False), tmp_path, models(), temperature=0.7)
+    run = work.trainer(
+        packed(GRPOTrainer, share_prefixes=share, min_shared=1, self_check=False), tmp_path, models(), temperature=0.7
+    )
     run.model.double()
     alone = work.loaded(models()).double()
     ids, mask, width = padded_rows()
-    log_probs, entropies, aux = run._get_per_token_logps_and_entropies(run.model, ids, mask, width, compute_entropy=True)
+    log_probs, entropies, aux = run._get_per_token_logps_and_entropies(
+        run.model, ids, mask, width, compute_entropy=True
+    )
     expected = naive(alone, ids, mask, width, 0.7)
     assert aux is None
     slopes = torch.randn(2, *log_probs.shape, dtype=torch.float64)
@@ -233,12 +253,16 @@ def test_values_and_gradients_in_float64(tmp_path, models, share):
 
 
 def test_gradients_of_a_loss_are_those_of_trl(tmp_path, models):
-    padded, ours = (work.trainer(kind, tmp_path / kind.__qualname__, models()) for kind in (GRPOTrainer, packed(GRPOTrainer, min_shared=1)))
+    padded, ours = (
+        work.trainer(kind, tmp_path / kind.__qualname__, models())
+        for kind in (GRPOTrainer, packed(GRPOTrainer, min_shared=1))
+    )
     ids, mask, width = padded_rows()
     prompt = ids.shape[1] - width
     inputs = {
-        "prompt_ids": ids[:, :prompt], "prompt_mask": mask[:, :prompt], "completion_ids": ids[:, prompt:],
-        "completion_mask": mask[:, prompt:], "advantages": torch.tensor([1.0, -0.5, 2.0, -1.5]), "num_items_in_batch": mask[:, prompt:].sum(),
+        "prompt_ids": ids[:, :prompt], "prompt_mask": mask[:, :prompt],
+        "completion_ids": ids[:, prompt:], "completion_mask": mask[:, prompt:],
+        "advantages": torch.tensor([1.0, -0.5, 2.0, -1.5]), "num_items_in_batch": mask[:, prompt:].sum(),
     }  # fmt: skip
     losses = []
     for run in (padded, ours):
@@ -249,7 +273,9 @@ def test_gradients_of_a_loss_are_those_of_trl(tmp_path, models):
         losses.append(loss.detach())
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=1e-6)
     for (name, theirs), own in zip(padded.model.named_parameters(), ours.model.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, theirs.grad, rtol=1e-4, atol=2e-6 * float(theirs.grad.abs().max()), msg=name)
+        torch.testing.assert_close(
+            own.grad, theirs.grad, rtol=1e-4, atol=2e-6 * float(theirs.grad.abs().max()), msg=name
+        )
 
 
 def test_a_batch_without_completions_still_reaches_all_weights(tmp_path, models):
@@ -258,7 +284,8 @@ def test_a_batch_without_completions_still_reaches_all_weights(tmp_path, models)
     ids, mask, width = padded_rows(completions=(1, 4, 2, 2))
     mask[:, -width:] = 0
     log_probs, entropies, _ = run._get_per_token_logps_and_entropies(run.model, ids, mask, width, compute_entropy=True)
-    assert not log_probs.any() and log_probs.shape == (4, width)
+    assert not log_probs.any()
+    assert log_probs.shape == (4, width)
     (log_probs.sum() + entropies.sum()).backward()
     assert all(weight.grad is not None and not weight.grad.any() for weight in run.model.parameters())
 
@@ -267,12 +294,16 @@ def test_passes_without_gradients_are_few_and_small(tmp_path, models, monkeypatc
     run = work.trainer(packed(GRPOTrainer, min_shared=1), tmp_path, models())
     asked = []
     answer = adapter._Inside.answer
-    monkeypatch.setattr(adapter._Inside, "answer", lambda self, ask: asked.append(ask.inputs.num_tokens) or answer(self, ask))
+    monkeypatch.setattr(
+        adapter._Inside, "answer", lambda self, ask: asked.append(ask.inputs.num_tokens) or answer(self, ask)
+    )
     ids, mask, width = padded_rows((3, 5, 5, 1, 20, 4, 3, 3), (4, 6, 0, 2, 8, 8, 3, 1))
     for batch_size in (1, 2, 3, 8, 100):
         asked.clear()
         with torch.no_grad():
-            parts = run._get_per_token_logps_and_entropies(run.model, ids, mask, width, batch_size, compute_entropy=True)
+            parts = run._get_per_token_logps_and_entropies(
+                run.model, ids, mask, width, batch_size, compute_entropy=True
+            )
             whole = run._get_per_token_logps_and_entropies(run.model, ids, mask, width, compute_entropy=True)
         for one, other in zip(parts[:2], whole[:2], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
@@ -304,9 +335,9 @@ def test_other_padding_is_refused(tmp_path, models, wrong, rows):
 
 
 def shifted(inputs):
-    """The bounds of the second row, one token late."""
+    """The bounds of rows, one token late."""
     bounds = inputs.cu_seqlens.clone()
-    bounds[1] += 1
+    bounds[1:-1] += 1
     object.__setattr__(inputs, "cu_seqlens", bounds)
     return inputs
 
@@ -316,7 +347,9 @@ def test_the_self_check_sees_a_wrong_bound(tmp_path, models, monkeypatch):
     hidden = adapter.Replayable.hidden
     monkeypatch.setattr(adapter.Replayable, "hidden", lambda self, inputs: hidden(self, shifted(inputs)))
     run = work.trainer(packed(GRPOTrainer, share_prefixes=False), tmp_path, models())
-    with pytest.raises(ReplayError, match=r"from packed rows are off by [\d.]+ from TRL's own; expected at most 0.0001"):
+    with pytest.raises(
+        ReplayError, match=r"from packed rows are off by [\d.]+ from TRL's own; expected at most 0.0001"
+    ):
         run._get_per_token_logps_and_entropies(run.model, ids, mask, width)
     assert run.model.config._attn_implementation == NAME  # a backward pass could follow
     run = work.trainer(packed(GRPOTrainer, share_prefixes=False, self_check=False), tmp_path, models())
@@ -332,22 +365,22 @@ def test_the_self_check_sees_other_positions(tmp_path, models, monkeypatch):
         run._get_per_token_logps_and_entropies(run.model, *padded_rows())
 
 
-@pytest.mark.parametrize(("self_check", "expected"), [(None, [1, 0, 1, 0]), (True, [1, 1, 1, 1]), (False, [0, 0, 0, 0])])
+@pytest.mark.parametrize(
+    ("self_check", "expected"), [(None, [1, 0, 1, 0]), (True, [1, 1, 1, 1]), (False, [0, 0, 0, 0])]
+)
 def test_what_is_compared(tmp_path, models, monkeypatch, self_check, expected):
     """A row, and once more the first time that rows share a prefix."""
     run = work.trainer(packed(GRPOTrainer, min_shared=1, self_check=self_check), tmp_path, models())
     compared = []
     own = GRPOTrainer.__dict__[METHOD]
-    monkeypatch.setattr(GRPOTrainer, METHOD, lambda self, *args, **more: compared.append(len(args[1])) or own(self, *args, **more))
-    apart, sharing = padded_rows((3, 4, 4, 1)), padded_rows((3, 4, 4, 1))
-    apart[0][2, :5] += apart[1][2, :5]
-    apart[0].clamp_(max=31)
+    monkeypatch.setattr(
+        GRPOTrainer, METHOD, lambda self, *args, **more: compared.append(len(args[1])) or own(self, *args, **more)
+    )
+    ids, mask, width = padded_rows(completions=(4, 6, 3, 2))
     counts = []
-    for ids, mask, width in (apart, apart, sharing, sharing):
+    for rows in (2, 2, 4, 4):  # the third begins as the second
         compared.clear()
-        if ids is apart[0]:
-            ids, mask = ids[:2], mask[:2]
-        run._get_per_token_logps_and_entropies(run.model, ids, mask, width)
+        run._get_per_token_logps_and_entropies(run.model, ids[:rows], mask[:rows], width)
         counts.append(len(compared))
         assert set(compared) <= {1}
     assert counts == expected
@@ -392,7 +425,9 @@ def test_the_model_has_its_own_attention_outside_of_passes(tmp_path, models, mon
         return out
 
     monkeypatch.setattr(adapter._Inside, "answer", answering)
-    run.model.generate = lambda *args, **kwargs: generating.add(run.model.config._attn_implementation) or generate(*args, **kwargs)
+    run.model.generate = lambda *args, **kwargs: (
+        generating.add(run.model.config._attn_implementation) or generate(*args, **kwargs)
+    )
     run.training_step = stepping
     run.train()
     assert generating == after == {own}
@@ -416,7 +451,6 @@ def fallback(run, match, calls=2, training=True, **left):
     """The one warning of several calls, whose results are TRL's."""
     ids, mask, width = padded_rows()
     run.model.train(training)
-    given = {name: value for name, value in left.items() if name != "compute_aux_loss"}
     own = getattr(GRPOTrainer if isinstance(run, GRPOTrainer) else RLOOTrainer, METHOD)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -434,12 +468,16 @@ def fallback(run, match, calls=2, training=True, **left):
     assert run.model.config._attn_implementation != NAME
 
 
+LINEAR = {"head_dim": 8, "linear_num_value_heads": 2, "linear_num_key_heads": 2}
+LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+
+
 @pytest.mark.parametrize(
     ("kind", "sizes", "match"),
     [
         ("Cohere", {"logit_scale": 0.5}, "scales or caps its logits"),
         ("Gemma2", {"head_dim": 8}, "scales or caps its logits"),
-        ("Qwen3_5", {"head_dim": 8, "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}, "linear_attention"),
+        ("Qwen3_5", LINEAR, "linear_attention"),
         ("Phi", {}, "output layer with a bias"),
     ],
 )  # fmt: skip
@@ -469,14 +507,13 @@ def test_adapters_that_packed_rows_do_not_have(tmp_path, models, falls_back):
     peft = pytest.importorskip("peft")
     for number, (adapters, match) in enumerate(
         [
-            (peft.LoraConfig(**LORA | {"target_modules": ["q_proj", "lm_head"]}), "Merge adapters of the output layer"),
             (peft.LoraConfig(**LORA | {"lora_dropout": 0.1}), "lora_dropout=0"),
             (peft.LoraConfig(**LORA | {"modules_to_save": ["lm_head"]}), "output layer of"),
             (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "learns virtual tokens"),
         ]
     ):
         run = work.trainer(packed(GRPOTrainer), tmp_path / str(number), models(), peft=adapters)
-        if number == 3:  # which TRL does not run either
+        if number == 2:  # which TRL does not run either
             assert re.search(match, run._refused)
         else:
             fallback(run, match)
@@ -489,10 +526,10 @@ def test_adapters_that_packed_rows_do_not_have(tmp_path, models, falls_back):
         (lambda run: setattr(run, "aux_loss_enabled", True), "auxiliary loss"),
         (lambda run: setattr(run, "_is_vlm", True), "model with images"),
         (lambda run: setattr(run.model, "hf_device_map", {"model": 0, "lm_head": 1}), "device_map"),
-        (lambda run: setattr(run, "accelerator", Accelerator(run.accelerator, "DEEPSPEED")), "kind DEEPSPEED"),
-        (lambda run: setattr(run, "accelerator", Accelerator(run.accelerator, "FSDP", is_fsdp2=False)), "FSDP version 1"),
-        (lambda run: setattr(run, "accelerator", Accelerator(run.accelerator, mixed_precision="fp8")), "fp8"),
-        (lambda run: setattr(run, "accelerator", Accelerator(run.accelerator, parallelism_config=Parallel())), "cp, which"),
+        (lambda run: says(run, "DEEPSPEED"), "kind DEEPSPEED"),
+        (lambda run: says(run, "FSDP", is_fsdp2=False), "FSDP version 1"),
+        (lambda run: says(run, mixed_precision="fp8"), "fp8"),
+        (lambda run: says(run, parallelism_config=Parallel()), "cp, which"),
     ],
 )  # fmt: skip
 def test_configurations(tmp_path, models, falls_back, change, match):
@@ -502,6 +539,10 @@ def test_configurations(tmp_path, models, falls_back, change, match):
             change(self)
 
     fallback(work.trainer(packed(Changed), tmp_path, models()), match)
+
+
+def says(run, kind=None, **more):
+    run.accelerator = Accelerator(run.accelerator, kind, **more)
 
 
 class Parallel:
@@ -528,7 +569,11 @@ def test_images_and_types_of_tokens(tmp_path, models, falls_back):
 def test_the_router_s_loss(tmp_path, falls_back):
     torch.manual_seed(0)
     model = tf.MixtralForCausalLM(tf.MixtralConfig(**work.SIZES, num_local_experts=4))
-    fallback(work.trainer(packed(GRPOTrainer), tmp_path / "loss", model, router_aux_loss_coef=0.01), "auxiliary loss", compute_aux_loss=True)
+    fallback(
+        work.trainer(packed(GRPOTrainer), tmp_path / "loss", model, router_aux_loss_coef=0.01),
+        "auxiliary loss",
+        compute_aux_loss=True,
+    )
     run = work.trainer(packed(GRPOTrainer), tmp_path / "none", copy.deepcopy(model), router_aux_loss_coef=0.0)
     fallback(run, "compute_aux_loss was asked for", compute_aux_loss=True)
 
@@ -588,7 +633,7 @@ def test_another_trl_is_refused_by_name(monkeypatch):
 
     changed.__module__ = "trl.trainer.grpo_trainer"
     monkeypatch.setattr(GRPOTrainer, METHOD, changed)
-    with pytest.raises(ReplayError, match=r"has other parameters \(batch_size, chunk, .*\) than in TRL 1.16"):
+    with pytest.raises(ReplayError, match=r"has other parameters than in TRL 1.16 \(batch_size, chunk, "):
         packed(GRPOTrainer)
 
 
@@ -613,7 +658,11 @@ def test_two_ranks(tmp_path, models, sharded):
     runs = of_ranks(tmp_path, models, cases, sharded)
     for theirs, own in zip(runs["padded"], runs["packed"], strict=True):
         assert theirs[3] == own[3]
-        assert theirs[2] == own[2] == ({"FSDPQwen3ForCausalLM"} if sharded else {"Qwen3ForCausalLM", "DistributedDataParallel"})
+        assert (
+            theirs[2]
+            == own[2]
+            == ({"FSDPQwen3ForCausalLM"} if sharded else {"Qwen3ForCausalLM", "DistributedDataParallel"})
+        )
         assert furthest(theirs[1], own[1]) < CLOSE
         for one, other in zip(theirs[0], own[0], strict=True):
             assert one == pytest.approx(other, rel=CLOSE, abs=CLOSE)

@@ -41,7 +41,9 @@ def tokenizer() -> Any:
 def prompts(count: int = 16) -> Any:
     """Prompts of 3 to 22 words, which TRL pads on the left."""
     source = random.Random(0)
-    return Dataset.from_dict({"prompt": [" ".join(source.choices(WORDS[3:], k=3 + 5 * row % 20)) for row in range(count)]})
+    return Dataset.from_dict(
+        {"prompt": [" ".join(source.choices(WORDS[3:], k=3 + 5 * row % 20)) for row in range(count)]}
+    )
 
 
 def saved(folder: Path, kind: str = "Qwen3", scale: float = 6.0, **sizes: Any) -> str:
@@ -76,7 +78,7 @@ class Rewards:
 
 def trainer(kind: Any, folder: Any, model: Any, peft: Any = None, callbacks: Any = None, **options: Any) -> Any:
     """A trainer of GRPO or RLOO; of a model or the folder of one."""
-    config = GRPOConfig if "GRPO" in kind.__name__ else RLOOConfig
+    config = GRPOConfig if issubclass(kind, GRPOTrainer) else RLOOConfig
     rewards = Rewards()
     torch.manual_seed(0)
     made = kind(
@@ -102,7 +104,11 @@ def trained(kind: Any, folder: Any, model: Any, resume: Any = None, **options: A
 def history(run: Any) -> list[dict[str, float]]:
     """All logged numbers, without times and what maskpack adds."""
     return [
-        {name: value for name, value in step.items() if not any(time in name for time in TIMES) and "maskpack" not in name}
+        {
+            name: value
+            for name, value in step.items()
+            if not any(time in name for time in TIMES) and "maskpack" not in name
+        }
         for step in run.state.log_history
     ]
 
@@ -111,7 +117,7 @@ def history(run: Any) -> list[dict[str, float]]:
 
 
 def join_accelerate(sharded: bool) -> None:
-    """Tells accelerate of the group that this process is in. It shards on GPUs alone, so it is told that it has some."""
+    """Tells accelerate of the group that this process is in. It shards on GPUs alone: it is told so."""
     import torch.distributed as dist
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
@@ -126,7 +132,10 @@ def join_accelerate(sharded: bool) -> None:
 
 def weights(run: Any) -> dict[str, Any]:
     """Whole weights, by name."""
-    full = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in run.model.named_parameters()}
+    full = {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in run.model.named_parameters()
+    }
     return {name.removeprefix("module."): value.detach().numpy().copy() for name, value in full.items()}
 
 
