@@ -461,7 +461,7 @@ def _check_padding(mask: Tensor, width: int) -> None:
     begins = real.clone()
     begins[:, 1:] &= ~real[:, :-1]
     alone = real[:, prompt:].any(1) & ~(real[:, prompt - 1] if prompt else real[:, 0] & False)
-    odd: list[int] = torch.nonzero((begins.sum(1) > 1) | alone)[:8, 0].tolist()
+    odd = cast("list[int]", torch.nonzero((begins.sum(1) > 1) | alone)[:8, 0].tolist())
     if odd:
         raise ReplayError(
             f"{_CALL}: rows {odd} have no prompt token right before the completion, or pads between their tokens; "

@@ -6,7 +6,9 @@ import copy
 import itertools
 import math
 import re
+import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +17,10 @@ import torch
 pytest.importorskip("trl")
 pytest.importorskip("accelerate")
 
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+
 import transformers as tf
+import trl_grpo
 import trl_work as work
 from ranks import run_ranks, values
 from trl import GRPOTrainer, RLOOTrainer, SFTTrainer
@@ -635,6 +640,17 @@ def test_another_trl_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(GRPOTrainer, METHOD, changed)
     with pytest.raises(ReplayError, match=r"has other parameters than in TRL 1.16 \(batch_size, chunk, "):
         packed(GRPOTrainer)
+
+
+# -------------------------------------------------------------------- the example
+
+
+def test_the_example_trains_alike():
+    theirs, ours = (trl_grpo.train(kind) for kind in (GRPOTrainer, packed(GRPOTrainer)))
+    assert len(theirs) == trl_grpo.STEPS
+    for one, other in zip(theirs, ours, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=CLOSE)
+        assert one.get("reward") == other.get("reward")
 
 
 # -------------------------------------------------------------------- ranks
