@@ -6,9 +6,10 @@
     padded   GRPOTrainer              packed   packed(GRPOTrainer)              packed, alone   share_prefixes=False
 
 TRL's defaults: float32 weights under bfloat16 autocast, checkpointed layers. All see the same completions, whose
-lengths are log-normal, behind prompts that are as long as their width; a group of 8 shares one. Weights and tokens are random.
-Synchronised wall time of whole steps, interleaved, medians; the peak is of a step, above the weights and the state of
-the optimizer. On the CPU, in float32 and with tiny sizes. Before anything is timed, log-probs of both are compared.
+lengths are log-normal, behind prompts that are as long as their width; a group of 8 shares one. Weights and tokens are
+random. Synchronised wall time of whole steps, interleaved, medians; the peak is of a step, above the weights and the
+state of the optimizer. On the CPU, in float32 and with tiny sizes. Before anything is timed, log-probs of both are
+compared.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 import re
@@ -85,8 +86,9 @@ def both(kind, tmp_path, model, **options):
     return runs
 
 
-def padded_rows(prompts=(3, 5, 5, 1), completions=(4, 6, 0, 2), seed=0):
-    """input_ids, attention_mask [B, P + C] and C, as TRL pads them; the second and third prompt are the same."""
+def padded_rows(prompts=(3, 5, 5, 1, 5), completions=(4, 6, 0, 2, 3), seed=0):
+    """input_ids, attention_mask [B, P + C] and C, as TRL pads them; the prompt of the third row is that of the second,
+    and so are that of the fifth and its first response token."""
     source = torch.Generator().manual_seed(seed)
     width, longest = max(prompts), max(completions)
     mask = torch.zeros(len(prompts), width + longest, dtype=torch.long)
@@ -94,6 +96,7 @@ def padded_rows(prompts=(3, 5, 5, 1), completions=(4, 6, 0, 2), seed=0):
         mask[row, width - prompt : width + completion] = 1
     ids = torch.randint(3, 32, mask.shape, generator=source)
     ids[2, :width] = ids[1, :width]
+    ids[4:5, : width + 1] = ids[1, : width + 1]
     return ids * mask, mask, longest
 
 
@@ -205,6 +208,20 @@ def test_autocast_is_as_close_as_bfloat16_is(tmp_path, models):
         assert (mine - true).abs().mean() <= 1.5 * (seen - true).abs().mean()
 
 
+def test_autocast_multiplies_by_the_output_layer_in_bfloat16(tmp_path, models, monkeypatch):
+    seen = []
+    score = adapter.packed_log_probs
+
+    def noted(rows, weight, *args, **more):
+        seen.append((rows.dtype, weight.dtype, torch.is_autocast_enabled("cpu")))
+        return score(rows, weight, *args, **more)
+
+    monkeypatch.setattr(adapter, "packed_log_probs", noted)
+    run = work.trainer(packed(GRPOTrainer), tmp_path, models(), bf16=True)
+    run._get_per_token_logps_and_entropies(run.model, *padded_rows())
+    assert seen == [(torch.bfloat16, torch.bfloat16, False)]
+
+
 # -------------------------------------------------------------------- one call
 
 
@@ -234,13 +251,24 @@ def naive(model, ids, mask, width, temperature):
     )
 
 
+def in_float64(model):
+    """Its norms, too, which compute in float32 whatever the weights are."""
+    model.double()
+    for part in model.modules():
+        if "Norm" in type(part).__name__:
+            part.forward = functools.partial(
+                torch.nn.functional.rms_norm, normalized_shape=part.weight.shape, weight=part.weight, eps=1e-6
+            )
+
+
 @pytest.mark.parametrize("share", [True, False])
 def test_values_and_gradients_in_float64(tmp_path, models, share):
     run = work.trainer(
         packed(GRPOTrainer, share_prefixes=share, min_shared=1, self_check=False), tmp_path, models(), temperature=0.7
     )
-    run.model.double()
-    alone = work.loaded(models()).double()
+    alone = work.loaded(models())
+    for model in (run.model, alone):
+        in_float64(model)
     ids, mask, width = padded_rows()
     log_probs, entropies, aux = run._get_per_token_logps_and_entropies(
         run.model, ids, mask, width, compute_entropy=True
@@ -267,7 +295,7 @@ def test_gradients_of_a_loss_are_those_of_trl(tmp_path, models):
     inputs = {
         "prompt_ids": ids[:, :prompt], "prompt_mask": mask[:, :prompt],
         "completion_ids": ids[:, prompt:], "completion_mask": mask[:, prompt:],
-        "advantages": torch.tensor([1.0, -0.5, 2.0, -1.5]), "num_items_in_batch": mask[:, prompt:].sum(),
+        "advantages": torch.tensor([1.0, -0.5, 2.0, -1.5, 0.5]), "num_items_in_batch": mask[:, prompt:].sum(),
     }  # fmt: skip
     losses = []
     for run in (padded, ours):
@@ -286,11 +314,11 @@ def test_gradients_of_a_loss_are_those_of_trl(tmp_path, models):
 def test_a_batch_without_completions_still_reaches_all_weights(tmp_path, models):
     """DDP waits for the gradient of every weight."""
     run = work.trainer(packed(GRPOTrainer), tmp_path, models())
-    ids, mask, width = padded_rows(completions=(1, 4, 2, 2))
+    ids, mask, width = padded_rows(completions=(1, 4, 2, 2, 1))
     mask[:, -width:] = 0
     log_probs, entropies, _ = run._get_per_token_logps_and_entropies(run.model, ids, mask, width, compute_entropy=True)
     assert not log_probs.any()
-    assert log_probs.shape == (4, width)
+    assert log_probs.shape == (5, width)
     (log_probs.sum() + entropies.sum()).backward()
     assert all(weight.grad is not None and not weight.grad.any() for weight in run.model.parameters())
 
@@ -316,6 +344,9 @@ def test_passes_without_gradients_are_few_and_small(tmp_path, models, monkeypatc
         assert len(several) <= math.ceil(8 / batch_size)
         assert max(several) <= min(batch_size, 8) * ids.shape[1]
     assert len(several) == 1
+    with torch.no_grad():
+        run._get_per_token_logps_and_entropies(run.model, ids, mask, width)
+    assert run.model.config._attn_implementation != NAME
 
 
 @pytest.mark.parametrize(
@@ -381,7 +412,7 @@ def test_what_is_compared(tmp_path, models, monkeypatch, self_check, expected):
     monkeypatch.setattr(
         GRPOTrainer, METHOD, lambda self, *args, **more: compared.append(len(args[1])) or own(self, *args, **more)
     )
-    ids, mask, width = padded_rows(completions=(4, 6, 3, 2))
+    ids, mask, width = padded_rows(completions=(4, 6, 3, 2, 1))
     counts = []
     for rows in (2, 2, 4, 4):  # the third begins as the second
         compared.clear()
@@ -568,7 +599,7 @@ class Accelerator:
 
 def test_images_and_types_of_tokens(tmp_path, models, falls_back):
     run = work.trainer(packed(GRPOTrainer), tmp_path, models())
-    fallback(run, "the batch has num_images, which", num_images=[0, 0, 0, 0])
+    fallback(run, "the batch has num_images, which", num_images=[0] * 5)
 
 
 def test_the_router_s_loss(tmp_path, falls_back):
