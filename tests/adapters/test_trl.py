@@ -168,6 +168,22 @@ def test_other_models(tmp_path, models, family):
     assert_same_runs(*both(GRPOTrainer, tmp_path, folder, max_steps=3, **REUSED | options))
 
 
+def test_text_alone_of_a_model_with_images(tmp_path):
+    """Its three position ids are then the columns, too."""
+    torch.manual_seed(0)
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    places = {"image_token_id": 31, "video_token_id": 30, "vision_start_token_id": 29, "vision_end_token_id": 28}
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32}
+    config = tf.Qwen2_5_VLConfig(text_config=work.SIZES | {"rope_parameters": rope}, vision_config=vision, **places)
+    run = work.trainer(packed(GRPOTrainer), tmp_path, tf.Qwen2_5_VLForConditionalGeneration(config))
+    ids, mask, width = padded_rows()
+    ids = ids.clamp(max=27)
+    ours, _, _ = run._get_per_token_logps_and_entropies(run.model, ids, mask, width)
+    run._release()
+    theirs, _, _ = getattr(GRPOTrainer, METHOD)(run, run.model, ids, mask, width)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=CLOSE)
+
+
 def test_lora(tmp_path, models):
     peft = pytest.importorskip("peft")
     runs = both(GRPOTrainer, tmp_path, models(), max_steps=4, peft=peft.LoraConfig(**LORA), **REUSED)
@@ -687,9 +703,13 @@ def test_the_example_trains_alike():
 # -------------------------------------------------------------------- ranks
 
 
+MANY_PASSES = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "steps_per_generation": 16}
+"""The ranks plan 14 and 12 of them, and would wait for each other if they did not agree."""
+
+
 def of_ranks(tmp_path, models, cases, sharded):
     """The results of two ranks, by case."""
-    options = {"max_steps": 3, **REUSED}
+    options = {"max_steps": 3, **REUSED} | (MANY_PASSES if sharded else {})
     given = str(tmp_path), models(), cases, sharded, options
     return dict(zip(cases, zip(*values(run_ranks(work.of_rank, 2, *given, seconds=150)), strict=True), strict=True))
 
