@@ -203,9 +203,7 @@ class _Inside(Replayable):
     def teach(self) -> None:
         """Gives the model a forward that answers `packed_rows`, and otherwise is the one that it had."""
         model: Any = self.model
-        before = model.forward
-
-        kind = cast("Any", type(model))
+        before, kind = model.forward, cast("Any", type(model))
 
         @functools.wraps(kind.forward)  # generate checks its arguments against the signature
         def forward(_: nn.Module, *args: Any, packed_rows: _Ask | None = None, **kwargs: Any) -> Any:
