@@ -3,7 +3,8 @@
     {machine: {cpu, cores, memory_gib}, versions: {...}, commit, rows: [{case, name, value, unit, target, met}]}
 
 A target is text, ">= 15" or "<= 4"; `target` and `met` are null where a figure has none. Where torch sees a GPU, the
-machine has its name, `gpu`, and the versions have that of triton; where transformers or TransferQueue was used, its.
+machine has its name, `gpu`, and the versions have that of triton; where transformers, TRL or TransferQueue was used,
+its.
 """
 
 from __future__ import annotations
@@ -105,7 +106,9 @@ def machine() -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Of everything that a figure depends on."""
     kernels = {"triton": importlib.import_module("triton").__version__} if torch.cuda.is_available() else {}
-    others = {name: sys.modules[name].__version__ for name in ("transformers", "transfer_queue") if name in sys.modules}
+    others = {
+        name: sys.modules[name].__version__ for name in ("transformers", "trl", "transfer_queue") if name in sys.modules
+    }
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -38,6 +38,7 @@ FRAMEWORKS = {
     "verl": {"verl", "ray"},
     "transferqueue": {"transfer_queue", "ray"},
     "torchrl": {"torchrl"},
+    "trl": {"transformers", "trl"},
 }
 """What each adapter may import beside the core."""
 MAY_IMPORT_RAY = {"dispatch", "tools", "__main__"}

@@ -16,6 +16,7 @@ from tensordict import TensorDict
 import maskpack as mp
 from maskpack import ops
 from maskpack.adapters.transformers.collator import PackedCollator
+from maskpack.adapters.trl import packed as packed_trainer
 from maskpack.dispatch import group as dispatch
 from maskpack.ops.attention import packed_attention
 from maskpack.packed.sizes import fields
@@ -28,6 +29,7 @@ PUBLIC = EXPORTED | {
     "WorkerGroup": dispatch.WorkerGroup,
     "endpoint": dispatch.endpoint,
     "PackedCollator": PackedCollator,
+    "packed_trainer": packed_trainer,
     "packed_attention": packed_attention,
     "report_fields": fields,
     "math": math,
@@ -1046,6 +1048,10 @@ report(3, p)
 report_fields(b)
 report_fields(None)
 # ---- collator
+packed_trainer(None)
+packed_trainer("GRPOTrainer")
+packed_trainer(print)
+packed_trainer(PackedCollator)
 PackedCollator(multiple_of=0)
 PackedCollator(multiple_of="8")
 PackedCollator(multiple_of=None)

@@ -1,0 +1,514 @@
+"""packed: GRPOTrainer and RLOOTrainer of TRL with log-probs from packed rows.
+
+TRL      input_ids [B, P+C], attention_mask  -> model(padded rows)  -> log-probs [B, C], 0 at masked tokens
+packed   the same -> PackedInputs            -> model(packed_rows=) -> the same
+
+`_get_per_token_logps_and_entropies` is the one method in which TRL runs the model for log-probs; it is replaced. The
+passes go through the module that TRL passes (DDP, the root of FSDP2, PEFT), whose forward synchronises gradients and
+gathers weights; the causal language model within learns a keyword for them. What packed rows cannot do goes to TRL's
+own method, with one warning for each reason. This is decided by the configuration, which all ranks share.
+
+attention   TRL's own   packed, forward   packed, backward   TRL's own
+            generate    old, ref                             generate, callbacks, checkpoints
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from maskpack.adapters.transformers.model import (
+    _TOLERANCE,  # pyright: ignore[reportPrivateUsage]
+    Replayable,
+    _check_dropout,  # pyright: ignore[reportPrivateUsage]
+    _precision,  # pyright: ignore[reportPrivateUsage]
+)
+from maskpack.core.arguments import flag, said, whole
+from maskpack.errors import MaskpackWarning, ReplayError
+from maskpack.layout.prefix_tree import MIN_SHARED
+from maskpack.ops import packed_log_probs
+from maskpack.ops.prefix_attention import gather_rows
+from maskpack.planning.agreement import agree_on_count
+from maskpack.planning.plan import plan_micro_batches
+from maskpack.replay.inputs import PackedInputs, prefix_tree
+from maskpack.replay.log_probs import _packs  # pyright: ignore[reportPrivateUsage]
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+_Trainer = TypeVar("_Trainer", bound="Trainer")
+_CALL = "packed"
+_METHOD = "_get_per_token_logps_and_entropies"
+_TAKEN = ("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy", "compute_aux_loss")
+_LEFT = (
+    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
+    *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
+)
+"""The parameters of TRL's method: those that packed rows have, and those of images and token types."""
+_RANKS = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
+"""The kinds of accelerate's processes that were tested."""
+_FIRST, _LATER, _SHARED = 1, 2, 3
+"""What the comparison of a row proves, more and more: of the first row, of a later one, of one that shares a prefix."""
+
+
+def packed(
+    trainer_class: type[_Trainer],
+    *,
+    share_prefixes: bool = True,
+    min_shared: int = MIN_SHARED,
+    self_check: bool | None = None,
+) -> type[_Trainer]:
+    """A subclass of GRPOTrainer or RLOOTrainer that computes log-probs and entropies from packed rows.
+
+    Args:
+        trainer_class: one of the two, or a subclass that leaves their method `_get_per_token_logps_and_entropies`.
+        share_prefixes: whether tokens that begin several rows, such as the prompts of a group, are computed once.
+        min_shared: the fewest tokens of a shared prefix, as for `PrefixTree.from_ids`.
+        self_check: whether to compare a row with TRL's own pass over that row, padded. True: in every pass; False:
+            never; None: the first time for each model, and the first time that rows share a prefix.
+
+    Returns:
+        A class with the same name and arguments. Log-probs are those of TRL within rounding, float32 [B, C] and 0 at
+        masked tokens; losses, metrics and checkpoints are TRL's. Passes without gradients run in as few micro-batches
+        as hold the tokens of TRL's. What packed rows do not support runs TRL's own method, with a MaskpackWarning that
+        says why; so does everything with MASKPACK_PACKED_REPLAY=0 in the environment.
+
+    Raises:
+        ReplayError: not such a class, or of a TRL whose method has other parameters; an invalid option. While it
+            trains: rows that are padded elsewhere than TRL pads them; a failed self-check; an input that replay
+            refuses.
+        LayoutError: min_shared is no integer from 1.
+    """
+    method = getattr(trainer_class, _METHOD, None)
+    if not isinstance(trainer_class, type) or not callable(method):
+        raise ReplayError(
+            f"{_CALL}: got {said(trainer_class)}; expected a class with the method {_METHOD}. Pass GRPOTrainer or "
+            "RLOOTrainer of TRL 1.16, and make the trainer of the class that packed returns."
+        )
+    if issubclass(trainer_class, _Packed):
+        raise ReplayError(
+            f"{_CALL}: {trainer_class.__name__} is packed already; expected a trainer of TRL. Call packed once."
+        )
+    own = inspect.unwrap(method)
+    if not own.__module__.startswith("trl."):
+        raise ReplayError(
+            f"{_CALL}: {trainer_class.__name__} has a {_METHOD} of its own, of {own.__module__}; expected TRL's, which "
+            "is replaced. Leave the method out, or keep the trainer padded."
+        )
+    names = tuple(inspect.signature(own).parameters)
+    if names != ("self", *_TAKEN, *_LEFT):
+        differ = ", ".join(sorted({*names} ^ {"self", *_TAKEN, *_LEFT})) or "in another order"
+        raise ReplayError(
+            f"{_CALL}: {trainer_class.__name__}.{_METHOD} has other parameters than in TRL 1.16 ({differ}); "
+            "expected the same. Use TRL 1.16, or a maskpack that knows this version."
+        )
+    options = _Options(
+        flag(share_prefixes, "share_prefixes", _CALL, ReplayError),
+        whole(min_shared, "min_shared", 1, _CALL),
+        None if self_check is None else flag(self_check, "self_check", _CALL, ReplayError),
+    )
+    body = {
+        "__doc__": trainer_class.__doc__,
+        "__module__": __name__,
+        "__qualname__": f"{_CALL}({trainer_class.__name__})",
+        "_options": options,
+    }
+    return cast("Any", type)(trainer_class.__name__, (_Packed, trainer_class), body)  # the name is in TRL's metrics
+
+
+@dataclass(frozen=True)
+class _Options:
+    share_prefixes: bool
+    min_shared: int
+    self_check: bool | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Ask:
+    """What a model is asked in one forward pass."""
+
+    inputs: PackedInputs
+    temperature: float
+    entropy: bool
+
+
+class _Inside(Replayable):
+    """A Replayable that runs inside the forward pass of its model, in which the weights of the root are gathered."""
+
+    def _find_ranks(self) -> None:
+        """Nothing: it would reshard the weights. The trainer compares rows on all ranks."""
+
+    def _states(self, **given: Any) -> Tensor:
+        return self._base(**given, use_cache=False).last_hidden_state
+
+    def check_head(self) -> None:
+        """Raises ReplayError for an output layer that is more than one weight. One that is sharded has hooks of FSDP,
+        and its weight is whole only while it runs."""
+        layer: Any = self._output
+        sharded = isinstance(layer, FSDPModule) or isinstance(getattr(layer, "weight", None), DTensor)
+        if not (sharded and isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward):
+            _ = self.head
+
+    def dropout(self) -> str | None:
+        """Why rows would need random numbers of their own; None if they do not."""
+        try:
+            _check_dropout(self.model, self._base, self._config)
+        except ReplayError as error:
+            return str(error)
+        return None
+
+    def answer(self, ask: _Ask) -> tuple[Tensor, ...]:
+        """(log-probs [N],) or (log-probs [N], entropies [N]) of the scored tokens."""
+        self.check_head()
+        inputs, layer = ask.inputs, self._output
+        hidden = self.hidden(inputs)
+        rows = hidden.index_select(0, inputs.predict) if inputs.tree is None else gather_rows(hidden, inputs.predict)
+        layer.forward = functools.partial(self._scores, ask)
+        try:
+            return layer(rows)  # by its hooks: FSDP gathers its weight, which may be sharded with the last norm
+        finally:
+            del layer.forward
+
+    def _scores(self, ask: _Ask, rows: Tensor) -> tuple[Tensor, ...]:
+        """The forward of the output layer while it answers."""
+        weight, device = self._output.weight, rows.device.type
+        if isinstance(weight, DTensor):
+            raise ReplayError(
+                f"{_CALL}: the output layer of {type(self.model).__name__} is sharded within its own forward pass; "
+                "expected FSDP2, which gathers it. Shard with fully_shard, or train padded, MASKPACK_PACKED_REPLAY=0."
+            )
+        if torch.is_autocast_enabled(device) and rows.dtype != torch.float64:  # its product would cast both, too
+            dtype = torch.get_autocast_dtype(device)
+            rows, weight = rows.to(dtype), weight.to(dtype)
+        with torch.autocast(device, enabled=False):
+            out: Any = packed_log_probs(
+                rows, weight, ask.inputs.targets, temperature=ask.temperature, entropy=ask.entropy
+            )
+        return out if ask.entropy else (out,)
+
+    def teach(self) -> None:
+        """Gives the model a forward that answers `packed_rows`, and otherwise is the one that it had."""
+        model: Any = self.model
+        before, kind = model.forward, cast("Any", type(model))
+
+        @functools.wraps(kind.forward)  # generate checks its arguments against the signature
+        def forward(_: nn.Module, *args: Any, packed_rows: _Ask | None = None, **kwargs: Any) -> Any:
+            return before(*args, **kwargs) if packed_rows is None else self.answer(packed_rows)
+
+        model.forward = types.MethodType(cast("Any", forward), model)
+
+
+class _Packed:
+    """What `packed` puts before a trainer of TRL."""
+
+    _options: ClassVar[_Options]
+    accelerator: Any
+    args: Any
+    model: Any
+    temperature: float
+    _metrics: dict[str, Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        cast("Any", super()).__init__(*args, **kwargs)
+        self._told: set[str] = set()
+        self._proved: dict[int, int] = {}
+        self._replays: list[_Inside] = []
+        self._refused = _refused(self)
+        if self._refused is None:
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Teaches the policy and the reference model, or notes why not."""
+        made: list[_Inside] = []
+        try:
+            for model in (self.model, getattr(self, "ref_model", None)):
+                if model is not None:
+                    made.append(_Inside(_causal_lm(self, model)))
+                    made[-1].check_head()
+        except ReplayError as error:
+            self._refused = str(error)
+        for replay in made:
+            replay.release()
+            if self._refused is None:
+                replay.teach()
+                self._replays.append(replay)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return cast("Any", super()).training_step(*args, **kwargs)
+        finally:
+            self._release()  # not before: the backward pass may run layers again
+
+    def _release(self) -> None:
+        for replay in self._replays:
+            replay.release()
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **left: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        trl: Any = super()
+        found = self._taken(model, compute_aux_loss, left)
+        if isinstance(found, str):
+            self._tell(found)
+            self._release()
+            return trl._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss, **left
+            )
+
+        def own(rows: Tensor) -> tuple[Tensor, Tensor | None, None]:
+            return trl._get_per_token_logps_and_entropies(
+                model, input_ids[rows], attention_mask[rows], logits_to_keep, compute_entropy=compute_entropy
+            )
+
+        profiled: Any = import_module("trl.extras.profiling").profiling_context
+        with profiled(self, _METHOD):
+            try:
+                run = _Run(self, model, found, logits_to_keep, compute_entropy, own)
+                log_probs, entropies = run.of(input_ids, attention_mask, batch_size)
+            finally:
+                if not torch.is_grad_enabled():
+                    self._release()
+        return log_probs, entropies, None
+
+    def _taken(self, model: Any, compute_aux_loss: bool, left: dict[str, Any]) -> _Inside | str:
+        """The Replayable of a model, or why TRL's own method runs."""
+        if self._refused is not None:
+            return self._refused
+        if not _packs(_CALL):
+            return "MASKPACK_PACKED_REPLAY is 0. Unset it for packed rows."
+        given = [name for name in left if left[name] is not None]
+        if given:
+            return f"the batch has {', '.join(given)}, which packed rows do not have. Drop images where there are none."
+        if compute_aux_loss:
+            return "compute_aux_loss was asked for, which needs the router of padded rows. Set router_aux_loss_coef=0."
+        causal = _causal_lm(self, model)
+        replay = next((replay for replay in self._replays if replay.model is causal), None)
+        if replay is None:
+            return f"{type(causal).__name__} is neither model nor ref_model of the trainer. Keep these two."
+        dropout = replay.dropout()
+        if dropout is not None:
+            return f"{dropout} In the trainer: disable_dropout=True, lora_dropout=0, attention_dropout=0."
+        return replay
+
+    def _tell(self, reason: str) -> None:
+        if reason not in self._told and self.accelerator.is_local_main_process:
+            warnings.warn(
+                f"{type(self).__qualname__}: TRL's own padded pass runs: {reason}", MaskpackWarning, stacklevel=4
+            )
+        self._told.add(reason)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The packed passes of one call, over rows [B, P + C] of which the last `width` columns are scored.
+
+    Attributes:
+        model: what TRL runs, around the model of `replay`.
+        own: TRL's own method for some of the rows.
+    """
+
+    trainer: Any
+    model: Any
+    replay: _Inside
+    width: int
+    entropy: bool
+    own: Any
+
+    def of(self, input_ids: Tensor, attention_mask: Tensor, batch_size: int | None) -> tuple[Tensor, Tensor | None]:
+        """float32 [B, C]: log-probs and entropies, 0 at masked tokens."""
+        ids, mask = input_ids.cpu(), attention_mask.cpu()
+        _check_padding(mask, self.width)
+        columns = torch.arange(ids.shape[1], device="cpu")  # the position ids of models that are given none
+        batch = TensorDict(
+            {
+                "input_ids": ids,
+                "attention_mask": mask.long(),
+                "responses": ids[:, -self.width :],
+                "position_ids": columns.expand(ids.shape),
+            },
+            batch_size=[ids.shape[0]],
+        )
+        parts = [list(range(ids.shape[0]))] if batch_size is None else self._planned(batch, batch_size)
+        outs: list[list[Tensor]] = []
+        tokens = 0
+        for number, rows in enumerate(parts):
+            part = batch if batch_size is None else batch[torch.tensor(rows, device="cpu")]
+            inputs = self._inputs(part)
+            tokens += inputs.num_tokens
+            outs.append(self._checked(inputs, part, rows) if number == 0 else self._scores(inputs, part))
+        mode = "train" if self.trainer.model.training else "eval"
+        self.trainer._metrics[mode]["maskpack/computed_fraction"].append(tokens / ids.numel())
+        if batch_size is None:
+            joined = outs[0]
+        else:
+            order = torch.from_numpy(_first_places(parts)).to(outs[0][0].device)
+            joined = [torch.cat(one).index_select(0, order) for one in zip(*outs, strict=True)]
+        return joined[0], joined[1] if self.entropy else None
+
+    def _planned(self, batch: TensorDict, batch_size: int) -> list[list[int]]:
+        """Rows of each pass, each with at most the tokens that TRL's padded one of `batch_size` rows has."""
+        options = self.trainer._options
+        tree = prefix_tree(batch, min_shared=options.min_shared) if options.share_prefixes else None
+        plan = plan_micro_batches(
+            batch["attention_mask"].ne(0).sum(-1).numpy(),
+            batch_size * batch["input_ids"].shape[1],
+            cost="tokens" if tree is None else "prefix",
+            tree=tree,
+        )
+        together = isinstance(self.model, DistributedDataParallel | FSDPModule)
+        return (agree_on_count(plan) if together else plan).micro_batches
+
+    def _inputs(self, part: TensorDict) -> PackedInputs:
+        options = self.trainer._options
+        return PackedInputs.of(
+            part,
+            device=self.replay.device,
+            share_prefixes=options.share_prefixes,
+            min_shared=options.min_shared,
+        )
+
+    def _scores(self, inputs: PackedInputs, part: TensorDict) -> list[Tensor]:
+        """[b, C] each: log-probs, and entropies if asked for."""
+        with self.trainer.accelerator.autocast():
+            out = self.model(packed_rows=_Ask(inputs, self.trainer.temperature, self.entropy))
+        real = part["attention_mask"][:, -self.width :].ne(0).to(out[0].device, non_blocking=True)
+        every = out if inputs.copies is None else [one.index_select(0, inputs.copies) for one in out]
+        return [one.new_zeros(real.shape).masked_scatter(real, one) for one in every]
+
+    # ---------------------------------------------------------------- self-check
+
+    def _checked(self, inputs: PackedInputs, part: TensorDict, rows: Sequence[int]) -> list[Tensor]:
+        """`_scores`, of which a row is compared with TRL's own. All ranks compare in the same call, or none."""
+        options, accelerator = self.trainer._options, self.trainer.accelerator
+        before = self.trainer._proved.get(id(self.replay), 0)
+        most = _SHARED if options.share_prefixes else _LATER
+        if options.self_check is False or (before == most and not options.self_check):
+            return self._scores(inputs, part)
+        row, proof = _row_to_compare(inputs, part["attention_mask"].ne(0).numpy(), self.width)
+        proof = int(_most(accelerator, proof))
+        if not options.self_check and proof <= before:
+            return self._scores(inputs, part)
+        self.replay.release()
+        with torch.no_grad():
+            truth = self.own(torch.tensor([rows[row]], device=accelerator.device))
+        out = self._scores(inputs, part)
+        pairs = zip(out, truth, strict=False)
+        off = max(float((ours.detach()[row] - own[0]).abs().nan_to_num(torch.inf).max()) for ours, own in pairs)
+        worst = _most(accelerator, off)
+        with accelerator.autocast():
+            dtype = _precision(out[0].new_zeros(0, dtype=self.trainer.model.dtype))
+        allowed = _TOLERANCE[dtype] / min(self.trainer.temperature, 1.0)
+        if not worst <= allowed:
+            raise ReplayError(
+                f"{_CALL}: log-probs or entropies of {type(self.replay.model).__name__} from packed rows are off by "
+                f"{worst:.3g} from TRL's own; expected at most {allowed:.3g} in {dtype}. Packed rows of this model are "
+                "not right: train it padded, MASKPACK_PACKED_REPLAY=0."
+            )
+        self.trainer._proved[id(self.replay)] = max(before, proof)
+        return out
+
+
+def _row_to_compare(inputs: PackedInputs, mask: Any, width: int) -> tuple[int, int]:
+    """The row that proves the most and what it proves, by the mask [b, P + C]; (0, 0) without a scored token. Of
+    several, one with pads before it, whose positions do not begin at 0, and of these the longest."""
+    scored, lengths = mask[:, -width:].sum(1), mask.sum(1)
+    kinds = np.where(scored > 0, _LATER, 0)
+    if inputs.tree is not None:
+        sharing = inputs.tree.order[inputs.tree.shared > 0]
+        kinds[sharing] = np.where(scored[sharing] > 0, _SHARED, 0)
+    first = np.flatnonzero(lengths)[:1]
+    kinds[first] = np.minimum(kinds[first], _FIRST)
+    row = int(np.lexsort((lengths, ~mask[:, 0], kinds))[-1])
+    return row, int(kinds[row])
+
+
+def _most(accelerator: Any, number: float) -> float:
+    """The largest number of all ranks."""
+    if accelerator.num_processes == 1:
+        return number
+    own = torch.tensor([number], dtype=torch.float32, device=accelerator.device)
+    return float(accelerator.gather(own).max())
+
+
+def _check_padding(mask: Tensor, width: int) -> None:
+    """Checks that rows have a prompt, and no pads between their tokens."""
+    real = mask.ne(0)
+    prompt = real.shape[1] - width
+    begins = real.clone()
+    begins[:, 1:] &= ~real[:, :-1]
+    alone = real[:, prompt:].any(1) & ~(real[:, prompt - 1] if prompt else real[:, 0] & False)
+    odd = cast("list[int]", torch.nonzero((begins.sum(1) > 1) | alone)[:8, 0].tolist())
+    if odd:
+        raise ReplayError(
+            f"{_CALL}: rows {odd} have no prompt token right before the completion, or pads between their tokens; "
+            "expected prompts padded on the left and completions on the right, as TRL pads them. There the padded pass "
+            "scores by the output at a pad: drop prompts without tokens, or train padded, MASKPACK_PACKED_REPLAY=0."
+        )
+
+
+def _first_places(parts: Sequence[Sequence[int]]) -> Any:
+    """int64 [B]: where each row is in the parts. Dummies, which come last, repeat rows."""
+    _, first = np.unique(np.concatenate([np.asarray(rows, np.int64) for rows in parts]), return_index=True)
+    return first
+
+
+# -------------------------------------------------------------------- what goes to TRL's own path
+
+
+def _refused(trainer: Any) -> str | None:
+    """Why nothing of a trainer can be packed, by its configuration; None if all can."""
+    accelerator, args = trainer.accelerator, trainer.args
+    ranks = str(accelerator.distributed_type.value)
+    if ranks not in _RANKS or (ranks == "FSDP" and not accelerator.is_fsdp2):
+        version = " version 1" if ranks == "FSDP" else ""
+        return f"the processes are of kind {ranks}{version}. Use one process, DDP, or FSDP2 (version 2 in fsdp_config)."
+    parallel = getattr(accelerator, "parallelism_config", None)
+    split = [kind for kind in ("tp", "cp", "sp") if getattr(parallel, f"{kind}_enabled", False)]
+    if split:
+        return f"parallelism_config has {', '.join(split)}, which splits models or rows. Use data parallelism alone."
+    if args.torch_compile or str(accelerator.state.dynamo_plugin.backend.value) != "NO":
+        return "torch_compile is on. Leave it off: compiled models would be compiled again for each number of tokens."
+    if accelerator.mixed_precision == "fp8":
+        return 'mixed_precision is "fp8". Use bf16.'
+    if getattr(trainer, "aux_loss_enabled", False):
+        return "the router's auxiliary loss counts padded rows. Set router_aux_loss_coef=0 to train without it."
+    if getattr(trainer, "_is_vlm", False):
+        return "the processing class is of a model with images. For text alone, pass its tokenizer as processing_class."
+    devices: dict[str, Any] = getattr(trainer.model, "hf_device_map", None) or {}
+    if len(set(devices.values())) > 1:
+        return "device_map spreads the model over devices. Use data parallelism."
+    virtual = [
+        name for name, config in getattr(trainer.model, "peft_config", {}).items()
+        if getattr(config, "is_prompt_learning", False)
+    ]  # fmt: skip
+    if virtual:
+        return f"the adapter {', '.join(virtual)} of PEFT learns virtual tokens. Use LoRA."
+    return None
+
+
+def _causal_lm(trainer: Any, model: Any) -> Any:
+    """The causal language model in what TRL runs: DDP, PEFT, or the model itself."""
+    inner = trainer.accelerator.unwrap_model(model)
+    return inner.get_base_model() if hasattr(inner, "peft_config") and hasattr(inner, "get_base_model") else inner
