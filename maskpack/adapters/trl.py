@@ -31,12 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from maskpack.adapters.transformers.model import (
-    _TOLERANCE,  # pyright: ignore[reportPrivateUsage]
-    Replayable,
-    _check_dropout,  # pyright: ignore[reportPrivateUsage]
-    _precision,  # pyright: ignore[reportPrivateUsage]
-)
+from maskpack.adapters.transformers.model import TOLERANCE, Replayable, check_dropout, precision
 from maskpack.core.arguments import flag, said, whole
 from maskpack.errors import MaskpackWarning, ReplayError
 from maskpack.layout.prefix_tree import MIN_SHARED
@@ -45,7 +40,7 @@ from maskpack.ops.prefix_attention import gather_rows
 from maskpack.planning.agreement import agree_on_count
 from maskpack.planning.plan import plan_micro_batches
 from maskpack.replay.inputs import PackedInputs, prefix_tree
-from maskpack.replay.log_probs import _packs  # pyright: ignore[reportPrivateUsage]
+from maskpack.replay.log_probs import packing_is_on
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -166,7 +161,7 @@ class _Inside(Replayable):
     def dropout(self) -> str | None:
         """Why rows would need random numbers of their own; None if they do not."""
         try:
-            _check_dropout(self.model, self._base, self._config)
+            check_dropout(self.model, self._base, self._config)
         except ReplayError as error:
             return str(error)
         return None
@@ -296,7 +291,7 @@ class _Packed:
         """The Replayable of a model, or why TRL's own method runs."""
         if self._refused is not None:
             return self._refused
-        if not _packs(_CALL):
+        if not packing_is_on(_CALL):
             return "MASKPACK_PACKED_REPLAY is 0. Unset it for packed rows."
         given = [name for name in left if left[name] is not None]
         if given:
@@ -418,8 +413,8 @@ class _Run:
         off = max(float((ours.detach()[row] - own[0]).abs().nan_to_num(torch.inf).max()) for ours, own in pairs)
         worst = _most(accelerator, off)
         with accelerator.autocast():
-            dtype = _precision(out[0].new_zeros(0, dtype=self.trainer.model.dtype))
-        allowed = _TOLERANCE[dtype] / min(self.trainer.temperature, 1.0)
+            dtype = precision(out[0].new_zeros(0, dtype=self.trainer.model.dtype))
+        allowed = TOLERANCE[dtype] / min(self.trainer.temperature, 1.0)
         if not worst <= allowed:
             raise ReplayError(
                 f"{_CALL}: log-probs or entropies of {type(self.replay.model).__name__} from packed rows are off by "

@@ -256,8 +256,8 @@ def _inputs(
             "expected a model that attends by packed_attention(group=) and has context_parallel = True. Use "
             "maskpack.adapters.transformers.replayable(model), or leave context_group out."
         )
-    inputs = PackedInputs.of(batch, device=device, share_prefixes=shares and _packs(call), **packing)
-    return inputs if context_group is None or not _packs(call) else inputs.shard(context_group)
+    inputs = PackedInputs.of(batch, device=device, share_prefixes=shares and packing_is_on(call), **packing)
+    return inputs if context_group is None or not packing_is_on(call) else inputs.shard(context_group)
 
 
 def _of_each(
@@ -299,7 +299,7 @@ def _joined(plan: MicroBatchPlan, parts: list[Any], batch: Any, registry: Regist
 def _scoring_rows(call: str, model: ReplayModel, inputs: PackedInputs, self_check: bool | None) -> Tensor:
     """[N, H]: the hidden states that score response tokens, by a packed or, if packing is off, a padded forward
     pass."""
-    hidden = model.hidden(inputs) if _packs(call) else _dense(model, inputs)
+    hidden = model.hidden(inputs) if packing_is_on(call) else _dense(model, inputs)
     if self_check is not False:
         model.self_check(inputs, hidden, self_check is True)
     if inputs.tree is None:
@@ -307,7 +307,7 @@ def _scoring_rows(call: str, model: ReplayModel, inputs: PackedInputs, self_chec
     return gather_rows(hidden, inputs.predict)  # the last token of a prompt scores a token of each response
 
 
-def _packs(call: str) -> bool:
+def packing_is_on(call: str) -> bool:
     packing = os.environ.get("MASKPACK_PACKED_REPLAY", "1")
     if packing not in ("0", "1"):
         raise ReplayError(f"{call}: MASKPACK_PACKED_REPLAY is {packing!r}; expected 0 or 1. Unset it.")

@@ -56,7 +56,7 @@ _RANDOM = re.compile("^(?!classifier|summary).*(drop|jitter)")
 _PADDED = "Replay it padded: MASKPACK_PACKED_REPLAY=0."
 _KNOWN = ("cu_seq_lens_q", "cu_seq_lens_k", "position_ids", "cache_position")
 """Tensors that an attention accepts. Others would change its result (sinks, biases, sparse indices)."""
-_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8, torch.bfloat16: 0.25, torch.float16: 0.05}
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8, torch.bfloat16: 0.25, torch.float16: 0.05}
 """The largest difference of a log-prob from the dense forward pass, by dtype. Rounding alone stays below. The same
 bounds hold for hidden states in units of their root mean square."""
 _FIRST, _LATER, _SHARED = 1, 2, 3
@@ -293,7 +293,7 @@ class Replayable:
         group = None if inputs.context is None else inputs.context.group
         _check_rows(self.model, self._config, inputs.input_ids, inputs.longest_row, group)
         if inputs.share_prefixes:  # with or without a tree: all ranks of a sharded model raise, or none
-            _check_dropout(self.model, self._base, self._config)
+            check_dropout(self.model, self._base, self._config)
         more: dict[str, Any] = {} if inputs.tree is None else {"prefix_tree": inputs.tree}
         more |= {} if group is None else {"context_group": group}
         self._find_ranks()
@@ -364,7 +364,7 @@ class Replayable:
         most with share_prefixes one that begins with the tokens of another. The next batch with a row that proves more
         is compared too. The ranks of a sharded model compare in the same call, because all of them must run the model;
         a rank without a row to compare runs one token. If one rank fails, all raise ReplayError."""
-        dtype, packed = _precision(hidden), self._config._attn_implementation == NAME
+        dtype, packed = precision(hidden), self._config._attn_implementation == NAME
         path = dtype, packed, inputs.share_prefixes, inputs.context is not None
         before = self._checked.get(path, 0)
         if before == (_SHARED if inputs.share_prefixes else _LATER) and not again:
@@ -376,12 +376,12 @@ class Replayable:
             return
         off = self._distance(inputs, hidden, tokens)
         worst = _most_of(groups, off, hidden.device)
-        if not worst <= _TOLERANCE[dtype]:
+        if not worst <= TOLERANCE[dtype]:
             what = "hidden states" if self._output is None else "log-probs"
-            seen = f"{worst:.3g} on another rank" if off <= _TOLERANCE[dtype] else f"{off:.3g}"
+            seen = f"{worst:.3g} on another rank" if off <= TOLERANCE[dtype] else f"{off:.3g}"
             raise ReplayError(
                 f"replayable: {'packed' if packed else 'padded'} {what} of {type(self.model).__name__} are off by "
-                f"{seen} from its own forward of the same row; expected at most {_TOLERANCE[dtype]}. Replay of "
+                f"{seen} from its own forward of the same row; expected at most {TOLERANCE[dtype]}. Replay of "
                 f"this model is not right, or dropout is on. {_PADDED if packed else 'Use its own forward.'}"
             )
         self._checked[path] = max(before, proof)
@@ -431,7 +431,7 @@ def _as_it_is(hidden: Tensor) -> Tensor:
     return hidden
 
 
-def _precision(hidden: Tensor) -> torch.dtype:
+def precision(hidden: Tensor) -> torch.dtype:
     """The dtype in which the model computed."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
@@ -545,7 +545,7 @@ def _check_rows(model: Any, config: Any, ids: Tensor, longest: int, group: dist.
         )
 
 
-def _check_dropout(model: Any, base: Any, config: Any) -> None:
+def check_dropout(model: Any, base: Any, config: Any) -> None:
     """Checks that rows do not need random numbers of their own for the tokens that they share."""
     if not any(part.training for part in base.modules()):
         return
