@@ -255,10 +255,24 @@ def refusals() -> dict[str, str]:
             layer.self_attn.register_forward_pre_hook(forgets, with_kwargs=True)
         mp.replay.response_log_probs(replay, batch_of(ROWS[:2]), context_group=group)
 
-    def replayed(model: Any, batch: TensorDict) -> Any:
-        return lambda: mp.replay.response_log_probs(model, batch, context_group=group)
+    def replayed(model: Any, batch: TensorDict, **options: Any) -> Any:
+        return lambda: mp.replay.response_log_probs(model, batch, context_group=group, **options)
+
+    same = batch_of(ROWS[:2])
+    options: dict[str, dict[str, Any]] = {
+        "temperature": {"temperature": 1.0 + rank},
+        "entropy": {"entropy": bool(rank)},
+        "self_check": {"self_check": None if rank else True},
+        "share_prefixes": {"share_prefixes": bool(rank)},
+        "invalid": {"temperature": "hot" if rank else 1.0},
+    }
+    differing = {name: said_of(replayed(replay, same, **given)) for name, given in options.items()}
+    with torch.set_grad_enabled(bool(rank)):
+        differing["gradients"] = said_of(replayed(replay, same))
 
     return {
+        **differing,
+        "hot": said_of(replayed(replay, same, temperature="hot")),
         "rows": said_of(replayed(replay, own)),
         "ids": said_of(replayed(replay, moved)),
         "heads": said_of(replayed(three, batch_of(ROWS[:2]))),

@@ -90,9 +90,10 @@ def packed(
     """
     method = getattr(trainer_class, _METHOD, None)
     if not isinstance(trainer_class, type) or not callable(method):
+        seen = getattr(trainer_class, "__name__", None) or said(trainer_class)
         raise ReplayError(
-            f"{_CALL}: got {said(trainer_class)}; expected a class with the method {_METHOD}. Pass GRPOTrainer or "
-            "RLOOTrainer of TRL 1.16, and make the trainer of the class that packed returns."
+            f"{_CALL}: got {seen}; expected a class with the method {_METHOD}. Pass GRPOTrainer or RLOOTrainer of TRL "
+            "1.16, and make the trainer of the class that packed returns; SFTTrainer takes a PackedCollator."
         )
     if issubclass(trainer_class, _Packed):
         raise ReplayError(

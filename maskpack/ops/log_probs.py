@@ -214,9 +214,10 @@ def _check_tensors(hidden: Tensor, weight: Tensor, ids: Tensor, split: bool) -> 
         raise LayoutError(f"{seen}; expected [T, H], [V, H] and [T]. Pack the padded dims first (ops.pack).")
     empty = weight.shape[0] == 0 and not split
     if hidden.shape[1] != weight.shape[1] or hidden.shape[0] != ids.shape[0] or empty:
+        rows = "this rank's rows of the head" if split else "the whole head"
         raise LayoutError(
-            f"{seen}; expected [T, H], [V, H] and [T] with one H, one T and V >= 1. "
-            "Pass the whole head, and one token id for each hidden state."
+            f"{seen}; expected [T, H], [V, H] and [T] with one H, one T and V >= {int(not split)}. "
+            f"Pass {rows}, and one token id for each hidden state."
         )
     if hidden.dtype != weight.dtype or hidden.dtype not in _DTYPES:
         raise LayoutError(f"{seen}; expected hidden and lm_head_weight of one floating dtype. Cast one of them.")
@@ -232,7 +233,7 @@ def _check_ids(ids: Tensor, vocabulary: int) -> None:
         if low < 0 or high >= vocabulary:
             raise LayoutError(
                 f"packed_log_probs: token_ids lie in [{low}, {high}]; expected [0, {vocabulary}), the rows of "
-                "lm_head_weight. Where no token is scored, pass 0 and mask the result."
+                "lm_head_weight, on all ranks together. Where no token is scored, pass 0 and mask the result."
             )
 
 

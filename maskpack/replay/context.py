@@ -105,11 +105,20 @@ def shard_of(predict: Tensor, tokens: int, group: dist.ProcessGroup) -> tuple[Co
     return ContextShard(group, size, on_host, places), order[begin : begin + on_host[group.rank()]]
 
 
-def need_same(parts: Mapping[str, Tensor], group: dist.ProcessGroup, call: str) -> None:
-    """Raises ReplayError on all ranks of a group unless they have the same integers. Every rank must call. One
-    synchronisation on CUDA."""
-    own = torch.tensor([*(x.numel() for x in parts.values()), *[0] * len(parts)], device="cpu")
+def need_same(parts: Mapping[str, Tensor], options: Mapping[str, float], group: dist.ProcessGroup, call: str) -> None:
+    """Raises ReplayError on all ranks of a group unless they have the same integers and options. Every rank must call.
+    One synchronisation on CUDA."""
+    bits = torch.tensor([float(option) for option in options.values()], dtype=torch.float64, device="cpu")
+    sizes = torch.tensor([x.numel() for x in parts.values()], device="cpu")
+    own = torch.cat([bits.view(torch.int64), sizes, torch.zeros_like(sizes)])
     seen = gathered(own, group, torch.stack([checksum(x) for x in parts.values()]))
+    chosen, seen = seen[:, : len(options)], seen[:, len(options) :]
+    for name, numbers in zip(options, chosen.T.contiguous(), strict=True):
+        if not bool((numbers == numbers[0]).all()):  # as bits: NaN is NaN
+            raise ReplayError(
+                f"{call}: {name} is {numbers.view(torch.float64).tolist()} on the ranks of the context group; expected "
+                "the same on all of them. Give each the same options."
+            )
     for at, name in enumerate(parts):
         if not bool((seen[:, at :: len(parts)] == seen[0, at :: len(parts)]).all()):
             raise ReplayError(

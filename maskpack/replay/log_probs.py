@@ -5,8 +5,9 @@ batch -> PackedInputs -> hidden states [T, H] -> those at `predict` [N, H] -> lo
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, overload
 
 import numpy as np
@@ -158,7 +159,8 @@ def response_log_probs(
         }  # fmt: skip
         parts = _of_each(plan, batch, response_log_probs, model, **options)
         return _joined(plan, parts if entropy else [(part,) for part in parts], batch, registry, entropy)
-    inputs = _inputs("response_log_probs", model, batch, **packing)
+    same = {"temperature": temperature, "entropy": entropy, "self_check": self_check}
+    inputs = _inputs("response_log_probs", model, batch, same, **packing)
     rows = _scoring_rows("response_log_probs", model, inputs, self_check)
     group = getattr(model, "head_group", None)
     out: Any = packed_log_probs(
@@ -213,7 +215,7 @@ def response_values(
             f"response_values: value_head is {said(value_head)}; expected a callable. Pass a layer that takes "
             "hidden states."
         )
-    inputs = _inputs("response_values", model, batch, **packing)
+    inputs = _inputs("response_values", model, batch, {"self_check": self_check}, **packing)
     rows = _scoring_rows("response_values", model, inputs, self_check)
     values = value_head(rows)
     if tuple(values.shape) not in ((rows.shape[0],), (rows.shape[0], 1)):
@@ -229,13 +231,14 @@ def _inputs(
     call: str,
     model: Any,
     batch: TensorDictBase | PackedBatch,
+    same: Mapping[str, Any],
     *,
     share_prefixes: bool,
     context_group: ProcessGroup | None,
     **packing: Any,
 ) -> PackedInputs:
     """The PackedInputs of a batch, on the device of the model. If packing is off, rows share nothing, and each rank of
-    a context group runs them all."""
+    a context group runs them all. `same` are the options that its ranks compare."""
     missing = [name for name in ("hidden", "dense_hidden", "self_check") if not callable(getattr(model, name, None))]
     device = None if missing else getattr(model, "device", None)
     if device is None:
@@ -257,7 +260,15 @@ def _inputs(
             "maskpack.adapters.transformers.replayable(model), or leave context_group out."
         )
     inputs = PackedInputs.of(batch, device=device, share_prefixes=shares and packing_is_on(call), **packing)
-    return inputs if context_group is None or not packing_is_on(call) else inputs.shard(context_group)
+    if context_group is None or not packing_is_on(call):
+        return inputs
+    return inputs.shard(context_group, **{name: _as_number(option) for name, option in same.items()})
+
+
+def _as_number(option: Any) -> float:
+    """A number for an option that ranks compare; NaN for one that is none, which is refused later on each of them."""
+    known = option is None or isinstance(option, int | float | np.number)
+    return (-1.0 if option is None else float(option)) if known else math.nan
 
 
 def _of_each(

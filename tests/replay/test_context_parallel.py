@@ -60,6 +60,10 @@ def test_a_hundred_rounds_of_few_tokens(ranks: int) -> None:
 
 def test_all_ranks_refuse_together() -> None:
     for said in values(run_ranks(context_work.refusals, 2, seconds=100)):
+        for name in ("temperature", "entropy", "self_check", "share_prefixes", "gradients"):
+            assert re.match(rf"PackedInputs.shard: {name} is \[", said[name]), name
+        assert re.match(r"PackedInputs.shard: temperature is \[1.0, nan\]", said["invalid"])
+        assert said["hot"].startswith("packed_log_probs: temperature is 'hot'")
         assert re.match("PackedInputs.shard: token ids differ between the 2 ranks", said["rows"])
         assert re.match("PackedInputs.shard: token ids differ between the 2 ranks", said["ids"])
         assert "3 heads over 2 ranks" in said["heads"]

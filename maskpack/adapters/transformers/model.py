@@ -220,7 +220,9 @@ class Replayable:
         if not isinstance(model, PreTrainedModel):
             raise ReplayError(
                 f"replayable: got {said(model)}; expected a model of transformers. Pass the model itself; "
-                "of PEFT with adapters in its layers, get_base_model(); shard with fully_shard, which wraps nothing."
+                "of PEFT with adapters in its layers, get_base_model(); shard with fully_shard, which wraps nothing. "
+                "DistributedDataParallel averages only what goes through its own forward: pass what it wraps, and "
+                "average the gradients yourself."
             )
         self.model = model
         self._base: Any = getattr(model, model.base_model_prefix, None) or model.get_decoder()
