@@ -87,6 +87,7 @@ if TYPE_CHECKING:
 
 
 _Batch = TensorDictBase | PackedBatch
+_NUMBER: Any = int | float | np.number
 
 
 @overload
@@ -267,8 +268,9 @@ def _inputs(
 
 def _as_number(option: Any) -> float:
     """A number for an option that ranks compare; NaN for one that is none, which is refused later on each of them."""
-    known = option is None or isinstance(option, int | float | np.number)
-    return (-1.0 if option is None else float(option)) if known else math.nan
+    if option is None:
+        return -1.0
+    return float(option) if isinstance(option, _NUMBER) else math.nan
 
 
 def _of_each(
