@@ -244,6 +244,22 @@ def refusals() -> dict[str, str]:
         device, head = torch.device("cpu"), torch.zeros(97, 64)
         hidden = dense_hidden = self_check = print
 
+    def changing() -> Any:
+        """A model whose rotary positions change for all rows after 16 tokens."""
+        rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+        return replayable(llama(rope_parameters=rope, max_position_embeddings=16))
+
+    def moved_on(rows: TensorDict) -> TensorDict:
+        """The positions of the last row, which lies in the last shard, are above those of its length."""
+        rows["position_ids"] = (rows["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        rows["position_ids"][-1] += 30
+        return rows
+
+    def dropped() -> None:
+        other = replayable(llama(attention_dropout=0.1))
+        other.model.train(bool(rank))
+        mp.replay.response_log_probs(other, same, context_group=group, **SHARE)
+
     def shard_twice() -> None:
         mp.replay.PackedInputs.of(batch_of(ROWS[:2])).shard(group).shard(group)
 
@@ -272,6 +288,9 @@ def refusals() -> dict[str, str]:
 
     return {
         **differing,
+        "no prompt": said_of(replayed(replay, batch_of(((0, 3), (2, 4)) if rank else ROWS[:2]))),
+        "positions": said_of(replayed(changing(), moved_on(batch_of(ROWS[:2])))),
+        "dropout": said_of(dropped),
         "hot": said_of(replayed(replay, same, temperature="hot")),
         "rows": said_of(replayed(replay, own)),
         "ids": said_of(replayed(replay, moved)),

@@ -16,6 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
 
 import maskpack as mp
 from maskpack.adapters.transformers import compiled, replayable
@@ -134,6 +135,25 @@ def sharded(
     os.environ["MASKPACK_PACKED_REPLAY"] = "0"
     off["padded"] = _apart(mp.replay.response_log_probs(replay, batch, **options).values(), truth)
     return off
+
+
+def gathered_without_gradients() -> dict[str, float]:
+    """Of an output layer that FSDP2 shards again after each pass: how far log-probs are off after the weights have
+    changed behind a pass without gradients; and whether its weight and the embedding's are shards after it."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    model = tiny(False)
+    plain = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh, reshard_after_forward=True)
+    replay, batch = replayable(model), batch_of(ROWS)
+    with torch.no_grad():
+        mp.replay.response_log_probs(replay, batch, self_check=True)
+        whole = sum(not isinstance(weight, DTensor) for weight in model.parameters())
+        for weight in (*model.parameters(), *plain.parameters()):
+            weight.mul_(1.25)
+        off = _apart(mp.replay.response_log_probs(replay, batch, self_check=False).values(), alone(plain, batch))
+    return {"off": off, "whole": whole}
 
 
 def _apart(seen: Tensor, truth: Tensor) -> float:

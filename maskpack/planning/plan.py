@@ -125,9 +125,10 @@ def oversized_rows(options: PlanOptions, problem: PackingProblem) -> list[int]:
     """The rows that alone, or with their group, exceed the budget or `max_rows`. Raises with oversize="error"."""
     rows = sorted(problem.units.members(problem.too_large()))
     if rows and options.oversize == "error":
+        ranks = f" of each of {options.context_parallel} ranks" if options.context_parallel > 1 else ""
         raise PlanError(
-            f"{CALL}: rows {rows[:8]} alone, or their groups, are over token_budget {options.budget} or max_rows "
-            f'{options.max_rows}; expected less. Raise these, cut the rows, or pass oversize="alone".'
+            f"{CALL}: rows {rows[:8]} alone, or their groups, are over token_budget {options.token_budget}{ranks} or "
+            f'max_rows {options.max_rows}; expected less. Raise these, cut the rows, or pass oversize="alone".'
         )
     return rows
 

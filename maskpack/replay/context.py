@@ -13,6 +13,7 @@ the gradients are those of one process.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -26,6 +27,8 @@ from maskpack.core.arguments import IntArray
 from maskpack.core.ranks import checksum, gathered
 from maskpack.errors import ReplayError
 from maskpack.ops.context_parallel import once_only
+
+_NUMBERS: Any = int | float | np.number
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,23 +108,49 @@ def shard_of(predict: Tensor, tokens: int, group: dist.ProcessGroup) -> tuple[Co
     return ContextShard(group, size, on_host, places), order[begin : begin + on_host[group.rank()]]
 
 
-def need_same(parts: Mapping[str, Tensor], options: Mapping[str, float], group: dist.ProcessGroup, call: str) -> None:
-    """Raises ReplayError on all ranks of a group unless they have the same integers and options. Every rank must call.
-    One synchronisation on CUDA."""
-    bits = torch.tensor([float(option) for option in options.values()], dtype=torch.float64, device="cpu")
-    sizes = torch.tensor([x.numel() for x in parts.values()], device="cpu")
-    own = torch.cat([bits.view(torch.int64), sizes, torch.zeros_like(sizes)])
+OPTIONS = ("temperature", "entropy", "self_check", "share_prefixes", "gradients")
+"""What ranks compare beside their rows."""
+_PARTS = 4  # tensors that they compare
+
+
+def need_same(
+    parts: Mapping[str, Tensor], options: Mapping[str, float | bool | None], group: dist.ProcessGroup, call: str
+) -> None:
+    """Raises ReplayError on all ranks of a group unless they have the same integers in four tensors and the same ones
+    of OPTIONS. Every rank must call, or `tell_failure`. One synchronisation on CUDA."""
+    assert len(parts) == _PARTS
+    chosen = torch.tensor([_number(options.get(name)) for name in OPTIONS], dtype=torch.float64, device="cpu")
+    sizes = torch.tensor([1, *(x.numel() for x in parts.values())], device="cpu")  # 1: no failure
+    own = torch.cat([sizes, chosen.view(torch.int64), torch.zeros_like(sizes[1:])])
     seen = gathered(own, group, torch.stack([checksum(x) for x in parts.values()]))
-    chosen, seen = seen[:, : len(options)], seen[:, len(options) :]
-    for name, numbers in zip(options, chosen.T.contiguous(), strict=True):
-        if not bool((numbers == numbers[0]).all()):  # as bits: NaN is NaN
+    if not bool(seen[:, 0].all()):
+        failed = np.flatnonzero(seen[:, 0].numpy() == 0).tolist()
+        raise ReplayError(
+            f"{call}: ranks {failed} of the context group have failed; expected rows on all of them. Look for the "
+            "error there."
+        )
+    for name, bits in zip(OPTIONS, seen[:, 1 + _PARTS : -_PARTS].T.contiguous(), strict=True):
+        if not bool((bits == bits[0]).all()):  # NaN is NaN
             raise ReplayError(
-                f"{call}: {name} is {numbers.view(torch.float64).tolist()} on the ranks of the context group; expected "
+                f"{call}: {name} is {bits.view(torch.float64).tolist()} on the ranks of the context group; expected "
                 "the same on all of them. Give each the same options."
             )
-    for at, name in enumerate(parts):
-        if not bool((seen[:, at :: len(parts)] == seen[0, at :: len(parts)]).all()):
+    for name, size, total in zip(parts, seen[:, 1:].T, seen[:, -_PARTS:].T, strict=False):
+        if not bool((size == size[0]).all() and (total == total[0]).all()):
             raise ReplayError(
                 f"{call}: {name} differ between the {group.size()} ranks of the context group, which have "
-                f"{seen[:, at].tolist()} numbers; expected the same rows on all of them. Give each the same batch."
+                f"{size.tolist()} numbers; expected the same rows on all of them. Give each the same batch."
             )
+
+
+def tell_failure(group: Any) -> None:
+    """Makes `need_same` raise on the other ranks."""
+    if isinstance(group, dist.ProcessGroup):
+        gathered(torch.zeros(1 + len(OPTIONS) + 2 * _PARTS, dtype=torch.int64, device="cpu"), group)
+
+
+def _number(option: Any) -> float:
+    """A number for an option: -1 for None, and NaN for one that is none, which each rank refuses later."""
+    if option is None:
+        return -1.0
+    return float(option) if isinstance(option, _NUMBERS) else math.nan

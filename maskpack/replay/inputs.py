@@ -176,19 +176,23 @@ class PackedInputs:
             share_prefixes=share_prefixes,
         )
 
-    def shard(self, group: ProcessGroup, **options: float) -> PackedInputs:
+    def shard(self, group: ProcessGroup, *, temperature: float = 1.0) -> PackedInputs:
         """The inputs of this rank: one of equal, consecutive shards of T tokens, which a longer tail makes a multiple
         of the ranks.
 
         Args:
             group: the context-parallel ranks. All of them call this with the same rows.
-            options: numbers that must be the same on all ranks, too, such as the temperature.
+            temperature: of the log-probs to come; it is compared, too.
 
         One small collective compares the rows; it and the division take two synchronisations on CUDA.
 
         Raises:
-            ReplayError: on all ranks, if their rows or options differ; or the inputs are a shard already.
+            ReplayError: on all ranks, if their rows or temperatures differ; or the inputs are a shard already.
         """
+        return self._shard(group, {"temperature": temperature})
+
+    def _shard(self, group: ProcessGroup, options: Mapping[str, float | bool | None]) -> PackedInputs:
+        """`shard`, which compares further options of OPTIONS."""
         call = "PackedInputs.shard"
         if self.context is not None:
             raise ReplayError(f"{call}: the inputs are a shard already; expected whole ones. Take PackedInputs.of.")
@@ -198,8 +202,8 @@ class PackedInputs:
                 "torch.distributed.new_group returned, or get_group() of a device mesh."
             )
         same = {"token ids": self.input_ids, "position ids": self.position_ids, "bounds": self.cu_seqlens}
-        options["share_prefixes"], options["gradients"] = self.share_prefixes, torch.is_grad_enabled()
-        need_same({**same, "scored tokens": self.predict}, options, group, call)
+        own = {**options, "share_prefixes": self.share_prefixes, "gradients": torch.is_grad_enabled()}
+        need_same({**same, "scored tokens": self.predict}, own, group, call)
         total = -(-self.input_ids.shape[1] // group.size()) * group.size()
         tail, where = total - self.num_tokens, self.input_ids.device
         ends = (np.append(self.bounds, total) if tail else self.bounds).astype(np.int32)

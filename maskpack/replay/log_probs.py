@@ -5,7 +5,6 @@ batch -> PackedInputs -> hidden states [T, H] -> those at `predict` [N, H] -> lo
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, overload
@@ -30,6 +29,7 @@ from maskpack.ops import packed_log_probs
 from maskpack.ops.prefix_attention import gather_rows
 from maskpack.packed.batch import PackedBatch
 from maskpack.planning.plan import MicroBatchPlan
+from maskpack.replay.context import tell_failure
 from maskpack.replay.inputs import NoPrompt, PackedInputs
 
 
@@ -87,7 +87,6 @@ if TYPE_CHECKING:
 
 
 _Batch = TensorDictBase | PackedBatch
-_NUMBER: Any = int | float | np.number
 
 
 @overload
@@ -137,7 +136,8 @@ def response_log_probs(
         context_group: ranks with the same rows that share the work: each runs a shard of the tokens
             (`PackedInputs.shard`). Every rank must call. All get the same result; gradients are those of one process
             when they are averaged over the ranks, as by DDP and FSDP.
-        multiple_of, no_prompt, min_shared, input_ids, registry: as for `PackedInputs.of`.
+        multiple_of, no_prompt, min_shared, input_ids, registry: as for `PackedInputs.of`; with `context_group` the
+            shard of each rank is a multiple.
 
     Returns:
         float32 jagged [B, j] on the response layout; with `entropy`, a pair of these. Both are differentiable and on
@@ -260,17 +260,17 @@ def _inputs(
             "expected a model that attends by packed_attention(group=) and has context_parallel = True. Use "
             "maskpack.adapters.transformers.replayable(model), or leave context_group out."
         )
-    inputs = PackedInputs.of(batch, device=device, share_prefixes=shares and packing_is_on(call), **packing)
     if context_group is None or not packing_is_on(call):
-        return inputs
-    return inputs.shard(context_group, **{name: _as_number(option) for name, option in same.items()})
-
-
-def _as_number(option: Any) -> float:
-    """A number for an option that ranks compare; NaN for one that is none, which is refused later on each of them."""
-    if option is None:
-        return -1.0
-    return float(option) if isinstance(option, _NUMBER) else math.nan
+        return PackedInputs.of(batch, device=device, share_prefixes=shares and packing_is_on(call), **packing)
+    try:
+        multiple = packing["multiple_of"]
+        if isinstance(context_group, ProcessGroup) and type(multiple) is int:
+            packing["multiple_of"] = multiple * context_group.size()  # each shard is a multiple
+        inputs = PackedInputs.of(batch, device=device, share_prefixes=shares, **packing)
+    except Exception:
+        tell_failure(context_group)
+        raise
+    return inputs._shard(context_group, same)  # pyright: ignore[reportPrivateUsage]
 
 
 def _of_each(

@@ -59,7 +59,14 @@ def test_a_hundred_rounds_of_few_tokens(ranks: int) -> None:
 
 
 def test_all_ranks_refuse_together() -> None:
-    for said in values(run_ranks(context_work.refusals, 2, seconds=100)):
+    both = values(run_ranks(context_work.refusals, 2, seconds=100))
+    assert "have a response but no prompt token" in both[1]["no prompt"]
+    assert "ranks [1] of the context group have failed" in both[0]["no prompt"]
+    assert "has dropout" in both[1]["dropout"]
+    assert "another rank of the context group cannot run these rows" in both[0]["dropout"]
+    assert "has rotary positions of kind dynamic" in both[1]["positions"]
+    for said in both:
+        assert said["positions"].startswith("replayable: ")
         for name in ("temperature", "entropy", "self_check", "share_prefixes", "gradients"):
             assert re.match(rf"PackedInputs.shard: {name} is \[", said[name]), name
         assert re.match(r"PackedInputs.shard: temperature is \[1.0, nan\]", said["invalid"])

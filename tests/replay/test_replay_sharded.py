@@ -55,6 +55,13 @@ def test_an_output_layer_is_gathered_where_it_was_sharded_again(tied: bool, shar
         assert max(off["packed"], off["planned"], off["padded"]) <= 5e-6
 
 
+def test_a_pass_without_gradients_leaves_shards() -> None:
+    """A weight that stayed whole would be read by the next pass, whatever became of its shards."""
+    for seen in values(run_ranks(replay_work.gathered_without_gradients, 2, seconds=100)):
+        assert seen["whole"] == 0
+        assert seen["off"] <= 5e-6
+
+
 def test_an_output_layer_in_shards_without_a_root_is_named() -> None:
     for said in values(run_ranks(replay_work.head_of_its_own, 2, seconds=100)):
         assert said.startswith("replayable: the output layer of LlamaForCausalLM is sharded; expected its whole")

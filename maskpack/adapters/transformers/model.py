@@ -281,21 +281,35 @@ class Replayable:
 
     @property
     def head(self) -> Tensor:
-        """[V, H]: the weight of the output layer."""
+        """[V, H]: the weight of the output layer. Where FSDP2 has sharded it again after the forward pass, all ranks
+        have to ask for it: it is gathered, until the backward pass, or without gradients as a copy."""
         if self._output is None:
             raise ReplayError(
                 f"replayable: {type(self.model).__name__} has no output layer that scores tokens; expected one for "
                 "log-probs. Ask it for response_values, or load it as a causal language model."
             )
-        return _plain_weight(self.model, self._output)
+        weight = _plain_weight(self.model, self._output)
+        gathered: list[Any] = []
+        for part in (self._output, self.model):
+            if isinstance(weight, DTensor) and isinstance(part, FSDPModule):
+                part.unshard()
+                gathered.append(part)
+                weight = cast("Tensor", self._output.weight)
+        if isinstance(weight, DTensor):
+            raise ReplayError(
+                f"replayable: the output layer of {type(self.model).__name__} is sharded; expected its whole weight "
+                "after a forward pass. Shard the model too, as the root: fully_shard of its parts, then of the model."
+            )
+        if gathered and not torch.is_grad_enabled():  # no backward pass would shard it again
+            weight = weight.detach().clone()
+            for part in gathered:
+                part.reshard()
+        return weight
 
     def hidden(self, inputs: PackedInputs) -> Tensor:
         """[T, H]: the last hidden states of packed rows; of a shard, those of its tokens."""
-        _check_layers(self.model, self._base, self._config)
         group = None if inputs.context is None else inputs.context.group
-        _check_rows(self.model, self._config, inputs.input_ids, inputs.longest_row, group)
-        if inputs.share_prefixes:  # with or without a tree: all ranks of a sharded model raise, or none
-            check_dropout(self.model, self._base, self._config)
+        self._check(inputs, group)
         more: dict[str, Any] = {} if inputs.tree is None else {"prefix_tree": inputs.tree}
         more |= {} if group is None else {"context_group": group}
         self._find_ranks()
@@ -318,9 +332,26 @@ class Replayable:
             )
         return states[0]
 
+    def _check(self, inputs: PackedInputs, group: dist.ProcessGroup | None) -> None:
+        """Raises ReplayError for inputs that replay does not support, on all ranks of a context group if on one."""
+        groups = [] if group is None else [group]
+        try:
+            _check_layers(self.model, self._base, self._config)
+            _check_rows(self.model, self._config, inputs.input_ids, inputs.position_ids, inputs.longest_row)
+            if inputs.share_prefixes:  # with or without a tree: all ranks of a sharded model raise, or none
+                check_dropout(self.model, self._base, self._config)
+        except ReplayError:
+            _most_of(groups, 1, inputs.input_ids.device)  # tells the other ranks
+            raise
+        if _most_of(groups, 0, inputs.input_ids.device):
+            raise ReplayError(
+                "replayable: another rank of the context group cannot run these rows; expected all ranks to. Look for "
+                "the error there."
+            )
+
     def dense_hidden(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
         """[B, S, H]: the last hidden states of padded rows, by the original attention."""
-        _check_rows(self.model, self._config, input_ids, input_ids.shape[1])
+        _check_rows(self.model, self._config, input_ids, position_ids, input_ids.shape[1])
         self._find_ranks()
         self.release()
         return self._states(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids)
@@ -342,19 +373,9 @@ class Replayable:
             )
         self._output.forward = _as_it_is
         try:
-            states = cast("Any", self.model)(**given, use_cache=False).logits
+            return cast("Any", self.model)(**given, use_cache=False).logits
         finally:
             del self._output.forward
-        self._gather_output()
-        return states
-
-    def _gather_output(self) -> None:
-        """Gathers the weight of the output layer, where FSDP2 has sharded it again after the forward pass. All ranks
-        call it; the backward pass, or the next forward pass, shards it again."""
-        if isinstance(self.model, FSDPModule):
-            for part in (self.model, self._output):
-                if isinstance(part, FSDPModule) and isinstance(self._output.weight, DTensor):
-                    part.unshard()
 
     def self_check(self, inputs: PackedInputs, hidden: Tensor, again: bool = False) -> None:
         """Compares the log-probs of one row with those of the whole model on this row alone, by its original attention.
@@ -412,17 +433,16 @@ class Replayable:
                     use_cache=False,
                     **more,
                 )
-            if self._output is not None:
-                self._gather_output()
+            head = None if self._output is None else self.head  # all ranks gather it
             if row.size < 2:
                 return 0.0
             states = inputs.collected(hidden, row[compared])
-            if self._output is None:
+            if head is None:
                 truth = out.last_hidden_state[0]
                 off = (states - truth).float().abs().max() / truth.float().square().mean().sqrt()
             else:
                 scored = ids[0, places + 1]
-                seen = packed_log_probs(states, self.head, scored)
+                seen = packed_log_probs(states, head, scored)
                 logits = out.logits[0] if more else out.logits[0, places]
                 truth = logits.to(seen.dtype).log_softmax(-1).gather(-1, scored[:, None])[:, 0]
                 off = (seen - truth).abs().max()
@@ -488,11 +508,11 @@ def _check_output(model: Any, config: Any, output: Any) -> None:
 
 
 def _plain_weight(model: Any, output: Any) -> Tensor:
-    """[V, H]: the weight of the output layer. Every call checks that the layer applies nothing else, because adapters
-    can be added later."""
+    """[V, H]: the weight of the output layer, or its shard. Every call checks that the layer applies nothing else,
+    because adapters can be added later."""
     who, layer = type(model).__name__, cast("Any", type(output))
     sharded = FSDPModule in layer.__mro__
-    if (sharded and FSDPModule not in type(model).__mro__) or isinstance(getattr(output, "weight", None), DTensor):
+    if FSDPModule not in type(model).__mro__ and (sharded or isinstance(getattr(output, "weight", None), DTensor)):
         raise ReplayError(
             f"replayable: the output layer of {who} is sharded; expected its whole weight after a forward "
             "pass. Shard the model too, as the root: fully_shard of its parts, then of the model."
@@ -528,19 +548,19 @@ def _check_layers(model: Any, base: Any, config: Any) -> None:
         )
 
 
-def _check_rows(model: Any, config: Any, ids: Tensor, longest: int, group: dist.ProcessGroup | None = None) -> None:
-    """Checks the rows of a call, of which the ranks of a group have shards. One synchronisation on CUDA if the model
-    has image, video or audio tokens."""
+def _check_rows(model: Any, config: Any, ids: Tensor, positions: Tensor, longest: int) -> None:
+    """Checks the rows of a call, or of the shard of a rank. One synchronisation on CUDA if the model has rotary
+    positions that change, or image, video or audio tokens."""
     who = type(model).__name__
     for kind, limit in _changes(config):
+        longest = max(longest, int(positions.max()) + 1 if positions.numel() else 0)  # positions may begin above 0
         if longest > limit:
             raise ReplayError(
                 f"replayable: {who} has rotary positions of kind {kind}, which change for all rows where one is longer "
                 f"than {limit} tokens; a row, or the tail of multiple_of, has {longest}. Keep all within {limit}."
             )
     places: set[Any] = {getattr(part, name, None) for part in (model.config, config) for name in _PLACEHOLDERS} - {None}
-    found = bool(places) and bool(torch.isin(ids, torch.tensor(sorted(places), device=ids.device)).any())
-    if places and _most_of([] if group is None else [group], found, ids.device):
+    if places and bool(torch.isin(ids, torch.tensor(sorted(places), device=ids.device)).any()):
         raise ReplayError(
             f"replayable: input_ids hold places of images, video or audio of {who} (ids {sorted(places)}); expected "
             "text alone: replay passes nothing else to the model. Its log-probs have to come from its own forward."
