@@ -509,6 +509,9 @@ def test_rotary_positions_that_depend_on_the_longest_row_raise(
     assert off(response_log_probs(ready, short, self_check=True), truth_of(plain, short)[0]) <= LIMIT
     with pytest.raises(ReplayError, match=r"change for all rows where one is longer than 8 tokens; a row, .* has 15"):
         response_log_probs(ready, batch_of())
+    moved = short.clone().set("position_ids", (short["attention_mask"].cumsum(1) - 1).clamp(min=0) + 3)
+    with pytest.raises(ReplayError, match=r"change for all rows where one is longer than 8 tokens; a row, .* has 11"):
+        response_log_probs(ready, moved)
     if packing == "1":
         with pytest.raises(ReplayError, match="or the tail of multiple_of, has 48"):
             response_log_probs(ready, short, multiple_of=64)
