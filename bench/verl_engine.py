@@ -51,7 +51,9 @@ class Cpu(PlatformCUDA):
     """A platform without an accelerator, which verl does not have: a name, a device, no memory to report."""
 
     device_name = "cpu"
-    device_module = SimpleNamespace(mem_get_info=lambda: (0, 0), memory_allocated=lambda: 0, memory_reserved=lambda: 0)
+    device_module = SimpleNamespace(
+        is_available=lambda: False, mem_get_info=lambda: (0, 0), memory_allocated=lambda: 0, memory_reserved=lambda: 0
+    )
 
     def current_device(self) -> Any:
         return "cpu"
