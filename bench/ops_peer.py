@@ -18,13 +18,11 @@ same each time, so that the forms of its fields fit.
 from __future__ import annotations
 
 import gc
-import os
 import pickle
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -35,8 +33,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from bench import baselines
-from bench.measure import keep_memory, progress
+from bench.measure import progress
 from bench.ops_decode import joined, require_batch
+from bench.pair import Link, join
 from bench.report import Row
 from bench.workloads import PAD_ID, make_batch
 from maskpack import compress, decompress, nest_batch_by_mask
@@ -45,9 +44,6 @@ from maskpack.packed.cuda.decode import mirrored
 _PARTS = 8  # the large batch is so many small ones, one after the other
 _SENDER, _RECEIVER = 0, 1
 _CHECKS = 3  # the first batch is encoded on the host, the next on the device, then by its plan
-_PATIENCE = timedelta(seconds=120)
-_NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-"""NVLink multicast can put GPUs that others share out of service."""
 _PADDED, _JAGGED, _NESTED = "padded tensors", "jagged values and offsets", "nest, then jagged values and offsets"
 _PACKED = {"nested": "packed, to nested", "padded": "packed, to padded"}
 
@@ -94,7 +90,7 @@ def rows(count: int, rounds: int, prompt_width: int, response_width: int) -> lis
     return measured("nccl", rounds, Sizes(count, prompt_width, response_width))
 
 
-def measured(backend: Literal["nccl", "gloo"], rounds: int, sizes: Sizes) -> list[Row]:
+def measured(backend: Link, rounds: int, sizes: Sizes) -> list[Row]:
     """`rows` of two processes: with NCCL on two GPUs, with gloo on the CPU."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_rank, (folder, backend, rounds, sizes), nprocs=2)
@@ -102,14 +98,7 @@ def measured(backend: Literal["nccl", "gloo"], rounds: int, sizes: Sizes) -> lis
 
 
 def _rank(rank: int, folder: str, backend: str, rounds: int, sizes: Sizes) -> None:
-    os.environ.update(_NO_MULTICAST)
-    keep_memory()
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    store = f"file://{folder}/store"
-    dist.init_process_group(backend, init_method=store, rank=rank, world_size=2, timeout=_PATIENCE)
-    host: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    device, host = join(rank, folder, backend)
     widths = {"prompt_width": sizes.prompt_width, "response_width": sizes.response_width}
     parts = [make_batch("reference", sizes.rows, **widths, seed=seed) for seed in range(_PARTS)]
     report = [row for batch in (parts[0], joined(parts)) for row in _Peer(rank, device, host, batch).rows(rounds)]

@@ -12,24 +12,23 @@ during a run: the weights lie there before.
 
 from __future__ import annotations
 
-import os
 import pickle
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.measure import NotExact, keep_memory, progress
+from bench.measure import NotExact, progress
+from bench.pair import Link, join
 from bench.replay import padded_batch, peak_of
 from bench.replay_rivals import Shape
 from bench.report import Row
@@ -39,9 +38,6 @@ from maskpack.ops import packed_log_probs
 from maskpack.replay import response_log_probs
 
 _RANKS = 2
-_PATIENCE = timedelta(seconds=300)
-_NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-"""NVLink multicast can put GPUs that others share out of service."""
 _TIMES_ROUNDS = 3  # rounds of the command line that are one here
 _CLOSE = {torch.bfloat16: 0.05, torch.float32: 1e-5}  # rms of the differences of log-probs, in nats
 ALONE, SHARED = "one rank", "two ranks"
@@ -78,7 +74,7 @@ def run(
     return measured("nccl", -(-rounds // _TIMES_ROUNDS), sizes or Sizes(), only or ("context", "heads"))
 
 
-def measured(backend: Literal["nccl", "gloo"], rounds: int, sizes: Sizes, groups: Sequence[str]) -> list[Row]:
+def measured(backend: Link, rounds: int, sizes: Sizes, groups: Sequence[str]) -> list[Row]:
     """`run` of two processes: with NCCL on two GPUs, with gloo on the CPU."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_rank, (folder, backend, rounds, sizes, groups), nprocs=_RANKS)
@@ -86,14 +82,8 @@ def measured(backend: Literal["nccl", "gloo"], rounds: int, sizes: Sizes, groups
 
 
 def _rank(rank: int, folder: str, backend: str, rounds: int, sizes: Sizes, groups: Sequence[str]) -> None:
-    os.environ.update(_NO_MULTICAST)
-    keep_memory()
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    store = f"file://{folder}/store"
-    dist.init_process_group(backend, init_method=store, rank=rank, world_size=_RANKS, timeout=_PATIENCE)
-    pair = _Pair(rank, device, rounds, dist.new_group(backend="gloo", timeout=_PATIENCE))
+    device, host = join(rank, folder, backend)
+    pair = _Pair(rank, device, rounds, host)
     report: list[Row] = []
     if "context" in groups:
         report += _context(pair, sizes)

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from replay_work import SHARE, alone, batch_of, groups, tiny
+from replay_work import PROMPT, SHARE, alone, batch_of, groups, tiny
 from tensordict import TensorDict
-from tiny_models import gemma3, llama, qwen3
+from tiny_models import gemma3, llama, qwen3, qwen25_vl
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -134,6 +134,33 @@ def replayed(kind: str, shares: bool, checkpoints: bool) -> dict[str, float]:
     return off
 
 
+def options() -> dict[str, float]:
+    """Rows without a prompt that are skipped, packed batches, M-RoPE; how far log-probs are off those of one rank. And
+    the tokens of the shards for a multiple of 4."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    model = tiny(False)
+    group, sizes = world(), []
+    replay, one = replayable(model), replayable(copy.deepcopy(model))
+    model.model.embed_tokens.register_forward_hook(lambda _, given, out: sizes.append(given[0].numel()))
+
+    def apart(batch: Any, **more: Any) -> float:
+        seen = mp.replay.response_log_probs(replay, batch, context_group=group, self_check=False, **more)
+        return far(seen.values(), mp.replay.response_log_probs(one, batch, self_check=False, **more).values())
+
+    alone_too = batch_of(((0, 3), (2, 4), (0, 0), (3, 1)))
+    off = {"skip": apart(alone_too, no_prompt="skip"), "packed": apart(mp.compress(batch_of(ROWS), pad_token_id=0))}
+    sizes.clear()
+    off["multiple"] = apart(batch_of(ROWS[:2]), multiple_of=4)  # 14 tokens
+    off["tokens of a shard"] = sizes[0]
+    vision = qwen25_vl().eval()
+    rows = batch_of(ROWS)
+    places = (rows["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    rows["position_ids"] = torch.stack([places, places * 2, places // 2], 1)
+    seen = mp.replay.response_log_probs(replayable(vision), rows, context_group=group)
+    off["M-RoPE"] = far(seen.values(), mp.replay.response_log_probs(replayable(vision), rows).values())
+    return off
+
+
 def sharded() -> dict[str, float]:
     """A model in FSDP2 shards over data-parallel pairs of context-parallel ranks, each pair with rows of its own."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -159,7 +186,32 @@ def sharded() -> dict[str, float]:
         dist.all_reduce(weight.grad)
         weight.grad /= ranks
     off["gradients"] = mean_gradient_off(model, plain)
+    off["planned"] = planned_gradients_off(replay, copy.deepcopy(plain), mesh, batch)
     return off
+
+
+def planned_gradients_off(replay: Any, plain: Any, mesh: Any, batch: TensorDict) -> float:
+    """Of the mean over the response tokens of all pairs, by micro-batches whose number all ranks agreed on."""
+    model = replay.model
+    tokens = batch["attention_mask"][:, PROMPT:].sum(1)
+    plan = mp.planning.agree_on_count(
+        lambda: mp.planning.plan_micro_batches(
+            batch["attention_mask"].sum(1), 5, context_parallel=2, loss_tokens=tokens
+        )
+    )
+    model.zero_grad()
+    plain.zero_grad()
+    for rows, weights in zip(plan.apply(batch), plan.loss_weights("token-mean"), strict=True):
+        seen = mp.replay.response_log_probs(replay, rows, context_group=mesh.get_group("context"))
+        (seen.values() * torch.from_numpy(weights).float().repeat_interleave(seen.offsets().diff())).sum().backward()
+    count = tokens.sum() / 2  # both ranks of a pair have it
+    dist.all_reduce(count)
+    (alone(plain, batch).sum() / count).backward()
+    for weight in plain.parameters():
+        dist.all_reduce(weight.grad)
+        weight.grad /= 2
+    assert len(plan.micro_batches) > 1
+    return mean_gradient_off(model, plain)
 
 
 def on_gpus(shares: bool) -> dict[str, float]:

@@ -7,8 +7,8 @@
                                      ^ ^                  positions in the shard of the rank
     gathered       3 tokens of row 0, 1 of row 1, 2 of row 2 on all ranks
 
-All ranks of the group have the same rows. Their losses are the same, too: averaged over the group, as DDP and FSDP do,
-the gradients are those of one process.
+All ranks of the group have the same rows, and compute the same loss. Averaged over the group, as FSDP does, their
+gradients are those of one process.
 """
 
 from __future__ import annotations

@@ -202,8 +202,8 @@ class PackedInputs:
                 "torch.distributed.new_group returned, or get_group() of a device mesh."
             )
         same = {"token ids": self.input_ids, "position ids": self.position_ids, "bounds": self.cu_seqlens}
-        own = {**options, "share_prefixes": self.share_prefixes, "gradients": torch.is_grad_enabled()}
-        need_same({**same, "scored tokens": self.predict}, own, group, call)
+        options = {**options, "share_prefixes": self.share_prefixes, "gradients": torch.is_grad_enabled()}
+        need_same({**same, "scored tokens": self.predict}, options, group, call)
         total = -(-self.input_ids.shape[1] // group.size()) * group.size()
         tail, where = total - self.num_tokens, self.input_ids.device
         ends = (np.append(self.bounds, total) if tail else self.bounds).astype(np.int32)

@@ -135,7 +135,8 @@ def response_log_probs(
             Log-probs are the same within rounding, and gradients add up. In train mode the model must have no dropout.
         context_group: ranks with the same rows that share the work: each runs a shard of the tokens
             (`PackedInputs.shard`). Every rank must call. All get the same result; gradients are those of one process
-            when they are averaged over the ranks, as by DDP and FSDP.
+            when they are averaged over the ranks, as by FSDP. A batch takes two small all-reduces for which the host
+            waits, to compare rows and options and to fail together.
         multiple_of, no_prompt, min_shared, input_ids, registry: as for `PackedInputs.of`; with `context_group` the
             shard of each rank is a multiple.
 

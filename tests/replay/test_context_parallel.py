@@ -46,7 +46,13 @@ def test_replay_of_shards_is_that_of_each_row_alone(kind: str, shares: bool, che
 def test_sharded_weights_and_sharded_tokens() -> None:
     for off in values(run_ranks(context_work.sharded, 4, seconds=150)):
         assert off["log_probs"] <= LOG_PROBS
-        assert off["gradients"] <= GRADIENTS
+        assert max(off["gradients"], off["planned"]) <= GRADIENTS
+
+
+def test_options_of_one_rank_are_those_of_shards() -> None:
+    for off in values(run_ranks(context_work.options, 2, seconds=100)):
+        assert off.pop("tokens of a shard") == 8
+        assert max(off.values()) <= LOG_PROBS
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
