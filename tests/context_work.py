@@ -150,7 +150,7 @@ def options() -> dict[str, float]:
     alone_too = batch_of(((0, 3), (2, 4), (0, 0), (3, 1)))
     off = {"skip": apart(alone_too, no_prompt="skip"), "packed": apart(mp.compress(batch_of(ROWS), pad_token_id=0))}
     sizes.clear()
-    off["multiple"] = apart(batch_of(ROWS[:2]), multiple_of=4)  # 14 tokens
+    off["multiple"] = apart(batch_of(((2, 3), (4, 2))), multiple_of=4)  # 11 tokens: 12 would make shards of 6
     off["tokens of a shard"] = sizes[0]
     vision = qwen25_vl().eval()
     rows = batch_of(ROWS)
