@@ -3,7 +3,7 @@
     completions, made up --> old log-probs --> reference log-probs --> a loss and its gradients a micro-batch --> AdamW
                              no gradients      no gradients
 
-    padded   GRPOTrainer              packed   packed(GRPOTrainer)              packed, alone   share_prefixes=False
+    padded   GRPOTrainer              packed   packed(GRPOTrainer), with one option where its name says so
 
 TRL's defaults: float32 weights under bfloat16 autocast, checkpointed layers. All see the same completions, whose
 lengths are log-normal, behind prompts that are as long as their width; a group of 8 shares one. Weights and tokens are
@@ -35,8 +35,13 @@ from bench.replay_rivals import Shape
 from bench.report import Row
 from maskpack.adapters.trl import packed
 
-PADDED, PACKED, ALONE = "padded", "packed", "packed, share_prefixes=False"
-_KINDS = {PADDED: GRPOTrainer, PACKED: packed(GRPOTrainer), ALONE: packed(GRPOTrainer, share_prefixes=False)}
+PADDED, PACKED, ALONE, COMPILED = "padded", "packed", "packed, share_prefixes=False", "packed, compile=True"
+_KINDS = {
+    PADDED: GRPOTrainer,
+    PACKED: packed(GRPOTrainer),
+    ALONE: packed(GRPOTrainer, share_prefixes=False),
+    COMPILED: packed(GRPOTrainer, compile=True),
+}
 _GROUP = 8
 _WORDS = 512
 _TIMES_ROUNDS = 3  # rounds of the command line that are one here

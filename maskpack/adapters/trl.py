@@ -66,6 +66,7 @@ def packed(
     share_prefixes: bool = True,
     min_shared: int = MIN_SHARED,
     self_check: bool | None = None,
+    compile: bool = False,
 ) -> type[_Trainer]:
     """A subclass of GRPOTrainer or RLOOTrainer that computes log-probs and entropies from packed rows.
 
@@ -75,6 +76,8 @@ def packed(
         min_shared: the fewest tokens of a shared prefix, as for `PrefixTree.from_ids`.
         self_check: whether to compare a row with TRL's own pass over that row, padded. True: in every pass; False:
             never; None: the first time for each model, and the first time that rows share a prefix.
+        compile: whether norms, MLPs and rotary embeddings run under torch.compile in packed passes, as `replayable`
+            compiles them. Several times fewer kernels are launched, which is what small models wait for.
 
     Returns:
         A class with the same name and arguments. Log-probs are those of TRL within rounding, float32 [B, C] and 0 at
@@ -116,6 +119,7 @@ def packed(
         flag(share_prefixes, "share_prefixes", _CALL, ReplayError),
         whole(min_shared, "min_shared", 1, _CALL),
         None if self_check is None else flag(self_check, "self_check", _CALL, ReplayError),
+        flag(compile, "compile", _CALL, ReplayError),
     )
     body = {
         "__doc__": trainer_class.__doc__,
@@ -131,6 +135,7 @@ class _Options:
     share_prefixes: bool
     min_shared: int
     self_check: bool | None
+    compile: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,7 +238,7 @@ class _Packed:
         try:
             for model in (self.model, getattr(self, "ref_model", None)):
                 if model is not None:
-                    made.append(_Inside(_causal_lm(self, model)))
+                    made.append(_Inside(_causal_lm(self, model), compile=self._options.compile))
                     made[-1].check_head()
         except ReplayError as error:
             self._refused = str(error)
@@ -485,7 +490,9 @@ def _refused(trainer: Any) -> str | None:
     if split:
         return f"parallelism_config has {', '.join(split)}, which splits models or rows. Use data parallelism alone."
     if args.torch_compile or str(accelerator.state.dynamo_plugin.backend.value) != "NO":
-        return "torch_compile is on. Leave it off: compiled models would be compiled again for each number of tokens."
+        return (
+            "torch_compile is on, which compiles anew for each number of tokens. Leave it off; packed has compile=True."
+        )
     if accelerator.mixed_precision == "fp8":
         return 'mixed_precision is "fp8". Use bf16.'
     if getattr(trainer, "aux_loss_enabled", False):

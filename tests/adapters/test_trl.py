@@ -27,6 +27,7 @@ from ranks import run_ranks, values
 from trl import GRPOTrainer, RLOOTrainer, SFTTrainer
 
 from maskpack.adapters import trl as adapter
+from maskpack.adapters.transformers import compiled
 from maskpack.adapters.transformers.passes import NAME
 from maskpack.adapters.trl import packed
 from maskpack.errors import LayoutError, MaskpackWarning, ReplayError
@@ -113,6 +114,26 @@ def test_twenty_steps_are_those_of_trl(tmp_path, models):
         torch.testing.assert_close(own, theirs, rtol=0, atol=1e-4, msg=name)
     fractions = [step["maskpack/computed_fraction"] for step in ours.state.log_history if "loss" in step]
     assert all(0 < fraction < 1 for fraction in fractions)
+
+
+def test_compiled_parts(tmp_path, models, monkeypatch):
+    """With checkpointed layers and a reference model; TRL's own pass of the self-check runs them as they are."""
+    ran = []
+    run = compiled._Forward._run
+
+    def seen(self, *args, **kwargs):
+        ran.append(self._who)
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(compiled._Forward, "_run", seen)
+    padded = work.trained(GRPOTrainer, tmp_path / "0", models(), max_steps=4, **REUSED)
+    assert not ran
+    ours = work.trained(
+        packed(GRPOTrainer, min_shared=2, compile=True), tmp_path / "1", models(), max_steps=4, **REUSED
+    )
+    assert {"Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention"} <= set(ran)
+    assert_same_runs(padded, ours)
+    assert not any("forward" in vars(part) for part in ours.model.model.modules())
 
 
 def test_checkpoints_are_exchanged(tmp_path, models):
@@ -671,6 +692,7 @@ class Own(GRPOTrainer):
         (lambda: packed(Own), ReplayError, "Own has a _get_per_token_logps_and_entropies of its own, of test_trl"),
         (lambda: packed(GRPOTrainer, share_prefixes=1), ReplayError, "share_prefixes is 1"),
         (lambda: packed(GRPOTrainer, self_check="no"), ReplayError, "self_check is 'no'"),
+        (lambda: packed(GRPOTrainer, compile=None), ReplayError, "compile is None"),
         (lambda: packed(GRPOTrainer, min_shared=0), LayoutError, "min_shared is 0"),
     ],
 )  # fmt: skip
