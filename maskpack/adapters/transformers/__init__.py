@@ -2,6 +2,7 @@
 
 model.py       replayable: checks, packed attention, sharded models
 compiled.py    torch.compile of norms, MLPs and rotary embeddings, in place
+layers.py      what a decoder layer was called with, for the parts within it
 passes.py      which attention the layers use in a forward pass
 collator.py    PackedCollator
 """
