@@ -44,9 +44,12 @@ from maskpack.nesting.response import ResponseAxis, scoring
 from maskpack.ops import pack_torch as plain
 from maskpack.packed.batch import PackedBatch, decompress
 from maskpack.replay.context import ContextShard, need_same, shard_of
+from maskpack.replay.routes import RoutedExperts
 
 NoPrompt = Literal["error", "skip"]
 _CPU = torch.device("cpu")
+_DIMS = {"input_ids": 1, "position_ids": 2, "routed_experts": 3}
+"""The most dims of the packed tokens of a field."""
 _NOT_TEXT = ("pixel_values", "pixel_values_videos", "input_features", "image_grid_thw", "video_grid_thw")
 """Fields of multimodal models, which replay does not pass on."""
 
@@ -71,9 +74,10 @@ class PackedInputs:
         tree: the tree of the rows; None if they share nothing, or were not asked to.
         share_prefixes: whether they were asked to. All ranks of a sharded model agree on it, but not on a tree.
         context: the shard of this rank, after `shard`; None for all tokens.
+        routed_experts: the experts that routers have to choose for the T tokens; None if they choose themselves.
 
-    After `shard`, `input_ids`, `position_ids`, `predict` and `targets` are those of the shard, and `predict` counts
-    from its first token. All others describe the whole.
+    After `shard`, `input_ids`, `position_ids`, `routed_experts`, `predict` and `targets` are those of the shard, and
+    `predict` counts from its first token. All others describe the whole.
     """
 
     input_ids: Tensor
@@ -90,6 +94,7 @@ class PackedInputs:
     tree: PrefixTree | None = None
     share_prefixes: bool = False
     context: ContextShard | None = None
+    routed_experts: RoutedExperts | None = None
 
     @classmethod
     def of(
@@ -103,6 +108,7 @@ class PackedInputs:
         device: torch.device | str | None = None,
         share_prefixes: bool = False,
         min_shared: int = MIN_SHARED,
+        routed_experts: bool = False,
     ) -> PackedInputs:
         """Packs the rows of a batch.
 
@@ -120,10 +126,14 @@ class PackedInputs:
             share_prefixes: whether tokens that begin several rows, with equal position ids, are there once. Ids and
                 positions are compared on the host; one synchronisation for each of the two if they are on CUDA.
             min_shared: as for `PrefixTree.from_ids`.
+            routed_experts: whether to take the field "routed_experts" [B, S, layers, k] of the sequence axis, for
+                models of experts: k different ids from 0 for each token and layer, or k times -1 where the router
+                chooses; it always does at the last token of a row, on which no log-prob depends. Tokens are shared only
+                if these are equal, too. One more synchronisation on CUDA.
 
         Raises:
-            ReplayError: no token ids, a field of another shape or dtype, a response without a prompt, or an invalid
-                option.
+            ReplayError: no token ids, a field of another shape or dtype, a response without a prompt, experts that are
+                not different, or an invalid option.
             LayoutError: a batch without a sequence and a response axis; min_shared is no integer from 1.
         """
         call = "PackedInputs.of"
@@ -134,9 +144,10 @@ class PackedInputs:
                 f"{call}: multiple_of is {said(multiple_of)}; expected a whole number from 1, below 2^31. Choose one."
             )
         device = None if device is None else device_here(device, call)
-        rows = _Rows.of(batch, input_ids, registry, device, call, on_host=share_prefixes)
+        flag(routed_experts, "routed_experts", call, ReplayError)
+        rows = _Rows.of(batch, input_ids, registry, device, call, on_host=share_prefixes, routed=routed_experts)
         where = rows.device if device is None else device
-        ids, positions, sequence = rows.ids, rows.positions, rows.sequence
+        ids, positions, routes, sequence = rows.ids, rows.positions, rows.routes, rows.sequence
         predict, scored = _predict(rows.axis, sequence, no_prompt, call)
         scores, copies = predict + 1, None
         tree = rows.tree(min_shared) if share_prefixes else None
@@ -144,12 +155,14 @@ class PackedInputs:
             tree = None
         if tree is not None:
             source, copied = torch.from_numpy(tree.source), torch.from_numpy(tree.source[tree.of_row_token])
-            if not all(torch.equal(x.index_select(0, copied), x) for x in (ids, positions)):
+            compared = [ids, positions] + ([] if routes is None else [routes.ids])
+            if not all(torch.equal(x.index_select(0, copied), x) for x in compared):
                 raise ReplayError(
                     f"{call}: rows have other tokens or positions than their prefix tree; expected the same. This is a "
                     "defect of maskpack: report it, and leave share_prefixes out."
                 )
             ids, positions = ids.index_select(0, source), positions.index_select(0, source)
+            routes = None if routes is None else replace(routes, ids=routes.ids.index_select(0, source))
             predict, scores, copies = _scored_once(
                 tree.of_row_token[predict], tree.of_row_token[scores], tree.num_tokens
             )
@@ -174,6 +187,7 @@ class PackedInputs:
             num_tokens=tokens,
             tree=tree,
             share_prefixes=share_prefixes,
+            routed_experts=None if routes is None else routes.to(where).with_tail(tail),
         )
 
     def shard(self, group: ProcessGroup, *, temperature: float = 1.0) -> PackedInputs:
@@ -201,8 +215,12 @@ class PackedInputs:
                 f"{call}: group is {said(group)}; expected a process group that this rank is in. Pass what "
                 "torch.distributed.new_group returned, or get_group() of a device mesh."
             )
-        same = {"token ids": self.input_ids, "position ids": self.position_ids, "bounds": self.cu_seqlens}
+        routes = self.routed_experts
+        ids = self.input_ids[0] if routes is None else torch.cat([self.input_ids[0], routes.ids.flatten()])
+        named = "token ids" if routes is None else "token ids and routed experts"
+        same = {named: ids, "position ids": self.position_ids, "bounds": self.cu_seqlens}
         options = {**options, "share_prefixes": self.share_prefixes, "gradients": torch.is_grad_enabled()}
+        options["routed_experts"] = routes is not None
         need_same({**same, "scored tokens": self.predict}, options, group, call)
         total = -(-self.input_ids.shape[1] // group.size()) * group.size()
         tail, where = total - self.num_tokens, self.input_ids.device
@@ -211,6 +229,9 @@ class PackedInputs:
         counted = torch.arange(tail, device=where, dtype=positions.dtype)
         context, own = shard_of(self.predict, total, group)
         here = slice(context.begin, context.begin + context.size)
+        if routes is not None:
+            whole = replace(routes, ids=routes.ids[: self.num_tokens]).with_tail(tail)
+            routes = replace(whole, ids=whole.ids[here])
         return replace(
             self,
             input_ids=torch.cat([ids, ids.new_zeros((1, tail))], -1)[:, here],
@@ -220,6 +241,7 @@ class PackedInputs:
             predict=self.predict[own] - context.begin,
             targets=self.targets[own],
             context=context,
+            routed_experts=routes,
         )
 
     def collected(self, own: Tensor, tokens: IntArray) -> Tensor:
@@ -241,18 +263,21 @@ def prefix_tree(
     input_ids: Key = "input_ids",
     registry: Registry = RL_FIELDS,
     min_shared: int = MIN_SHARED,
+    routed_experts: bool = False,
 ) -> PrefixTree:
     """The trie of the rows of a batch, for plans with cost="prefix".
 
     Args:
         batch, input_ids, registry: as for `PackedInputs.of`. One synchronisation for the ids and one for the positions
             if they are on CUDA.
-        min_shared: as for `PrefixTree.from_ids`, and for the replay that follows.
+        min_shared, routed_experts: as for `PackedInputs.of`, and for the replay that follows.
 
     Raises:
         ReplayError: as `PackedInputs.of`.
     """
-    return _Rows.of(batch, input_ids, registry, _CPU, "prefix_tree", on_host=True).tree(min_shared)
+    flag(routed_experts, "routed_experts", "prefix_tree", ReplayError)
+    rows = _Rows.of(batch, input_ids, registry, _CPU, "prefix_tree", on_host=True, routed=routed_experts)
+    return rows.tree(min_shared)
 
 
 @dataclass(frozen=True)
@@ -263,12 +288,14 @@ class _Rows:
         ids: integers [T].
         positions: integers [T] or [T, n].
         counted: whether positions are the places in the rows, because the batch has none.
+        routes: the experts of the tokens, if they were asked for.
         device: where the ids were found.
     """
 
     ids: Tensor
     positions: Tensor
     counted: bool
+    routes: RoutedExperts | None
     device: torch.device
     sequence: RowLayout
     axis: ResponseAxis
@@ -283,11 +310,14 @@ class _Rows:
         call: str,
         *,
         on_host: bool,
+        routed: bool,
     ) -> _Rows:
-        """With `on_host`, ids and positions are copied to the host. Those of a PackedBatch are decoded on `device`."""
+        """With `on_host`, tokens are copied to the host. Those of a PackedBatch are decoded on `device`."""
         registry = registry_of(registry, call)
         need_key(input_ids, "input_ids", call, ReplayError)
         places = {"input_ids": path_of(input_ids), "position_ids": ("position_ids",)}
+        if routed:
+            places["routed_experts"] = ("routed_experts",)
         if not isinstance(batch, PackedBatch):
             need_batch(batch, call)
         for name in _NOT_TEXT:
@@ -324,12 +354,23 @@ class _Rows:
             raise ReplayError(
                 f'{call}: field "position_ids" is {positions.dtype}; expected integers. Fix the producer, or drop it.'
             )
-        tokens = (ids.cpu(), positions.cpu()) if on_host else (ids, positions)
-        return cls(*tokens, counted, ids.device, sequence, axis)
+        experts = _packed(fields, "routed_experts", sequence, call)
+        if routed and experts is None:
+            raise ReplayError(
+                f'{call}: the batch has no field "routed_experts"; expected the experts of each token [B, S, layers, '
+                "k]. Have the rollout engine return them, or leave routed_experts out."
+            )
+        where = ids.device
+        if on_host:
+            ids, positions, experts = ids.cpu(), positions.cpu(), None if experts is None else experts.cpu()
+        routes = None if experts is None else RoutedExperts.of(experts, np.unique(sequence.row_offsets)[1:], call)
+        return cls(ids, positions, counted, routes, where, sequence, axis)
 
     def tree(self, min_shared: int) -> PrefixTree:
         """The trie of the rows, which are on the host."""
         positions = None if self.counted else self.positions.numpy()
+        if self.routes is not None:
+            positions = np.column_stack([self.positions.numpy(), self.routes.codes()])
         return PrefixTree.from_ids(self.ids.numpy(), self.sequence.row_offsets, positions, min_shared=min_shared)
 
 
@@ -393,7 +434,7 @@ def _packed(fields: Mapping[str, _Field], name: str, sequence: RowLayout, call: 
                 f"{sequence.width}). Fix the producer."
             )
         packed = plain.pack(value, sequence.to(value.device))
-    if packed.dim() > (1 if name == "input_ids" else 2):
+    if packed.dim() > _DIMS[name]:
         raise ReplayError(
             f'{call}: field "{show(path)}" is {tuple(packed.shape)} packed; expected one number for each token, or of '
             "position ids a few. Fix the producer."

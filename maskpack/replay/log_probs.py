@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, overload
 
 import numpy as np
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
         no_prompt: NoPrompt
         share_prefixes: bool
         min_shared: int
+        routed_experts: bool
         context_group: ProcessGroup | None
         input_ids: Key
         registry: Registry
@@ -115,6 +117,7 @@ def response_log_probs(
     no_prompt: NoPrompt = "error",
     share_prefixes: bool = False,
     min_shared: int = MIN_SHARED,
+    routed_experts: bool = False,
     context_group: ProcessGroup | None = None,
     input_ids: Key = "input_ids",
     registry: Registry = RL_FIELDS,
@@ -133,6 +136,9 @@ def response_log_probs(
             None: the first time for each model.
         share_prefixes: whether a prefix that rows of the batch share, such as the prompt of a group, is computed once.
             Log-probs are the same within rounding, and gradients add up. In train mode the model must have no dropout.
+        routed_experts: whether routers of a mixture of experts take the ids of the field "routed_experts" [B, S,
+            layers, k], as for `PackedInputs.of`, with their own probabilities as weights. `layers` are those of the
+            model, or those that have a router.
         context_group: ranks with the same rows that share the work: each runs a shard of the tokens
             (`PackedInputs.shard`). Every rank must call. All get the same result; gradients are those of one process
             when they are averaged over the ranks, as by FSDP. A batch takes two small all-reduces for which the host
@@ -153,6 +159,7 @@ def response_log_probs(
     packing: dict[str, Any] = {
         "multiple_of": multiple_of, "no_prompt": no_prompt, "share_prefixes": share_prefixes, "min_shared": min_shared,
         "context_group": context_group, "input_ids": input_ids, "registry": registry,
+        "routed_experts": routed_experts,
     }  # fmt: skip
     if plan is not None:
         options = {
@@ -261,6 +268,13 @@ def _inputs(
             "expected a model that attends by packed_attention(group=) and has context_parallel = True. Use "
             "maskpack.adapters.transformers.replayable(model), or leave context_group out."
         )
+    routed = flag(packing.get("routed_experts", False), "routed_experts", call, ReplayError)
+    if routed and getattr(model, "replays_routes", None) is not True:
+        raise ReplayError(
+            f"{call}: routed_experts with {said(model)}, which does not say that it supports "
+            "PackedInputs.routed_experts; expected a model whose routers take them, and replays_routes = True. Use "
+            "maskpack.adapters.transformers.replayable(model), or leave routed_experts out."
+        )
     if context_group is None or not packing_is_on(call):
         return PackedInputs.of(batch, device=device, share_prefixes=shares and packing_is_on(call), **packing)
     try:
@@ -347,5 +361,10 @@ def _dense(model: ReplayModel, inputs: PackedInputs) -> Tensor:
     places = inputs.position_ids[..., :real].movedim(-1, 0).reshape(real, -1)
     positions = plain.unpack(places, layout, 0).movedim(-1, 0)
     mask = layout.to_mask(torch.int64)
-    hidden = model.dense_hidden(ids, mask, positions[0] if positions.shape[0] == 1 else positions)
+    routes = inputs.routed_experts
+    more: dict[str, Any] = {}
+    if routes is not None:
+        padded = plain.unpack(routes.ids[:real], layout, -1)
+        more["routed_experts"] = replace(routes, ids=padded.flatten(0, 1))
+    hidden = model.dense_hidden(ids, mask, positions[0] if positions.shape[0] == 1 else positions, **more)
     return plain.pack(hidden, layout)

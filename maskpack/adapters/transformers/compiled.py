@@ -15,7 +15,7 @@ import functools
 import importlib
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType, MethodType
 from typing import Any, cast
 
@@ -71,6 +71,16 @@ class CompiledParts:
             raise ReplayError(
                 f"replayable: compile=True, but {who} has no norm, MLP or rotary embedding that is known by the name "
                 "of its class; expected classes as RMSNorm, LayerNorm, MLP or RotaryEmbedding. Leave compile out."
+            )
+
+    def need_outside(self, names: Sequence[str]) -> None:
+        """Raises ReplayError for parts of the base model, by name, that lie within a compiled one."""
+        compiled = {id(inner) for part, _ in self._forwards for inner in part.modules()}
+        within = [name for name in names if id(self._base.get_submodule(name)) in compiled]
+        if within:
+            raise ReplayError(
+                f"replayable: compile=True compiles {within[0]}, a router, whose experts the batch gives; expected a "
+                "router outside of MLPs. Leave compile or routed_experts out."
             )
 
     def install(self) -> None:

@@ -24,6 +24,7 @@ import inspect
 import os
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -34,14 +35,16 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from maskpack.adapters.transformers import compiled, passes
+from maskpack.adapters.transformers import compiled, experts, passes
 from maskpack.adapters.transformers.compiled import CompiledParts
+from maskpack.adapters.transformers.experts import Routers
 from maskpack.adapters.transformers.passes import NAME
 from maskpack.core.arguments import IntArray, flag, said
 from maskpack.errors import ReplayError
 from maskpack.ops import packed_log_probs
 from maskpack.ops.attention import packed_attention
 from maskpack.replay.inputs import PackedInputs
+from maskpack.replay.routes import RoutedExperts
 
 _LAYERS = {"full_attention", "sliding_attention"}
 _SCALES = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -209,10 +212,11 @@ class Replayable:
 
     Attributes:
         model: the same module, with its parameters and modes; after `release()`, for padded rows and generation.
-        shares_prefixes, context_parallel: whether it supports `PackedInputs.tree` and `PackedInputs.context`: True.
+        shares_prefixes, context_parallel, replays_routes: whether it supports `PackedInputs.tree`, `.context` and
+            `.routed_experts`: True.
     """
 
-    shares_prefixes = context_parallel = True
+    shares_prefixes = context_parallel = replays_routes = True
 
     def __init__(self, model: PreTrainedModel, *, compile: bool = False) -> None:
         compiles = flag(compile, "compile", "replayable", ReplayError)
@@ -228,7 +232,8 @@ class Replayable:
         self._base: Any = getattr(model, model.base_model_prefix, None) or model.get_decoder()
         self._output: Any = cast("Any", model).get_output_embeddings()
         self._config: Any = model.config.get_text_config()
-        self._checked: dict[tuple[torch.dtype, bool, bool, bool], int] = {}
+        self._checked: dict[tuple[torch.dtype, bool, bool, bool, bool], int] = {}
+        self._routers: Routers | None = None
         _check_kind(model, self._base, self._output)
         if self._output is not None:
             _check_output(model, self._config, self._output)
@@ -312,6 +317,7 @@ class Replayable:
         self._check(inputs, group)
         more: dict[str, Any] = {} if inputs.tree is None else {"prefix_tree": inputs.tree}
         more |= {} if group is None else {"context_group": group}
+        more |= self._routed(inputs.routed_experts)
         self._find_ranks()
         self._take()
         with passes.Pass(tree=inputs.tree, group=group).running() as packed:
@@ -330,7 +336,27 @@ class Replayable:
                 f"{self._config.num_hidden_layers} layers; expected every layer to attend through transformers' "
                 f"attention interface. {_PADDED}"
             )
+        self._check_routed(packed, inputs.routed_experts)
         return states[0]
+
+    def _routed(self, routes: RoutedExperts | None) -> dict[str, Any]:
+        """The keyword argument by which routers are told the experts of tokens."""
+        if routes is None:
+            return {}
+        if self._routers is None:
+            self._routers = Routers(self.model, self._base, self._config)
+        self._routers.check(routes)
+        if self._parts is not None:
+            self._parts.need_outside(self._routers.names)
+        return {experts.NAME: routes}
+
+    def _check_routed(self, done: passes.Pass, routes: RoutedExperts | None) -> None:
+        if routes is not None and self._routers is not None and done.routed != self._routers.count:
+            raise ReplayError(
+                f"replayable: {done.routed} routers of {type(self.model).__name__} took the experts of the batch; "
+                f"expected {self._routers.count}. The model does not pass them on to its layers: leave routed_experts "
+                "out."
+            )
 
     def _check(self, inputs: PackedInputs, group: dist.ProcessGroup | None) -> None:
         """Raises ReplayError for inputs that replay does not support, on all ranks of a context group if on one."""
@@ -349,12 +375,22 @@ class Replayable:
                 "the error there."
             )
 
-    def dense_hidden(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+    def dense_hidden(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        routed_experts: RoutedExperts | None = None,
+    ) -> Tensor:
         """[B, S, H]: the last hidden states of padded rows, by the original attention."""
         _check_rows(self.model, self._config, input_ids, position_ids, input_ids.shape[1])
+        more = self._routed(routed_experts)
         self._find_ranks()
         self.release()
-        return self._states(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids)
+        with passes.Pass(own=True).running() as padded:
+            states = self._states(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **more)
+        self._check_routed(padded, routed_experts)
+        return states
 
     def _find_ranks(self) -> None:
         """Finds the process groups of a model that was sharded after `replayable`."""
@@ -388,7 +424,7 @@ class Replayable:
         is compared too. The ranks of a sharded model compare in the same call, because all of them must run the model;
         a rank without a row to compare runs one token. If one rank fails, all raise ReplayError."""
         dtype, packed = precision(hidden), self._config._attn_implementation == NAME
-        path = dtype, packed, inputs.share_prefixes, inputs.context is not None
+        path = dtype, packed, inputs.share_prefixes, inputs.context is not None, inputs.routed_experts is not None
         before = self._checked.get(path, 0)
         if before == (_SHARED if inputs.share_prefixes else _LATER) and not again:
             return
@@ -422,6 +458,9 @@ class Replayable:
         places = torch.from_numpy(compared).to(ids.device)
         if places.shape[0] < ids.shape[1] - 1 and "logits_to_keep" in inspect.signature(self.model.forward).parameters:
             more["logits_to_keep"] = places
+        routes = inputs.routed_experts
+        if routes is not None:
+            more |= self._routed(replace(routes, ids=inputs.collected(routes.ids, tokens)))
         passes.follow_passes(self.model)
         alone = self._base if self._output is None else self.model
         with torch.no_grad():

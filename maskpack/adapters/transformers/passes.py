@@ -36,12 +36,14 @@ class Pass:
         tree: the PrefixTree that packed attention has to receive; None without one.
         group: the context-parallel group that it has to receive; None without one.
         attended: the number of calls of packed attention so far.
+        routed: the number of routers that took the experts of the batch so far.
     """
 
     own: bool = False
     tree: PrefixTree | None = None
     group: ProcessGroup | None = None
     attended: int = 0
+    routed: int = 0
 
     @contextmanager
     def running(self) -> Generator[Pass]:
