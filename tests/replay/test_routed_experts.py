@@ -233,7 +233,8 @@ def test_the_model_is_as_before() -> None:
     assert torch.equal(model(input_ids=ids, use_cache=False).logits, plain(input_ids=ids, use_cache=False).logits)
 
 
-def test_compiled_parts(name: str = "deepseek") -> None:
+def test_compiled_parts() -> None:
+    name = "deepseek"
     model, plain = made(name)
     batch = routed(name, batch_of())
     seen = response_log_probs(replayable(model, compile=True), batch, routed_experts=True, self_check=True)
