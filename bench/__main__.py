@@ -35,6 +35,7 @@ CASES = {
     "plan": _case("plan"),
     "replay": _case("replay"),
     "prefixes": _case("prefixes"),
+    "routes": _case("routes"),
     "ranks": _case("ranks"),
     "trl": _case("trl_grpo"),
     "verl": _case("verl"),
@@ -44,16 +45,16 @@ CASES = {
 }
 AS_IT_COMES = {"dispatch", "dataplane", "endurance"}
 """Cases whose memory is what trainers have: glibc is not told to keep what is freed."""
-ON_THE_CPU, ON_A_GPU = ("payload", "nest", "dispatch", "plan"), ("ops", "replay", "prefixes")
+ON_THE_CPU, ON_A_GPU = ("payload", "nest", "dispatch", "plan"), ("ops", "replay", "prefixes", "routes")
 CHARTS = ("dispatch", "plan")
 GROUPED = ("payload", "ops", "replay", "prefixes", "ranks", "trl")
 _HELP = """payload: bytes on the wire; nest: time to nest and restore; dispatch: time to a Ray actor, and over a link;
 ops: kernels on a GPU, ten times in a round; plan: micro-batches and ranks of 8,192 and 65,536 lengths, and those of the
 batch; replay: log-probs by models on a GPU, a round for three; prefixes: the same, prompts of groups computed once;
-ranks: work that two GPUs share, a round for three; trl: a step of TRL's GRPOTrainer without generation, a round for
-three; verl: arguments of a worker call; verl-engine: log-probs and gradients by its FSDP2 engine; dataplane: bytes and
-times of TransferQueue, with its own storage and with ours; endurance: memory over 1000 dispatches a round; all: what
-runs on this machine, as a page"""
+routes: the same by a mixture of experts, with the experts of the batch; ranks: work that two GPUs share, a round for
+three; trl: a step of TRL's GRPOTrainer without generation, a round for three; verl: arguments of a worker call;
+verl-engine: log-probs and gradients by its FSDP2 engine; dataplane: bytes and times of TransferQueue, with its own
+storage and with ours; endurance: memory over 1000 dispatches a round; all: what runs on this machine, as a page"""
 _PLOT_HELP = "also draw a chart there, as SVG; dispatch: times against the link; plan: tokens of each micro-batch"
 _ONLY = (
     "payload: variants of the batch; ops: layout,pack,unpack,wide,decode,peer,logprobs; replay, prefixes: small,large; "
