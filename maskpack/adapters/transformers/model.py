@@ -122,10 +122,6 @@ def attention(
                 f"{who}: the layer has a window of {hidden_window} tokens that it does not tell its attention, and a "
                 f"row has {longest_row}; expected sliding_window. {_PADDED}"
             )
-    if value.shape[-1] != query.shape[-1]:
-        raise ReplayError(
-            f"{who}: values have heads of {value.shape[-1]}, queries of {query.shape[-1]}; expected one size. {_PADDED}"
-        )
     if key.shape[2] != query.shape[2]:
         raise ReplayError(
             f"{who}: {key.shape[2]} keys for {query.shape[2]} queries; expected as many: a cache was in use. Pass "
@@ -134,10 +130,13 @@ def attention(
     if running is not None:
         running.attended += 1
     dtype = value.dtype  # rotary tables widen queries and keys under autocast
+    size = max(
+        query.shape[-1], value.shape[-1]
+    )  # of multi-head latent attention, values are narrower: zeros add nothing
     out = packed_attention(
-        query[0].transpose(0, 1).to(dtype),
-        key[0].transpose(0, 1).to(dtype),
-        value[0].transpose(0, 1),
+        _widened(query[0].transpose(0, 1).to(dtype), size),
+        _widened(key[0].transpose(0, 1).to(dtype), size),
+        _widened(value[0].transpose(0, 1), size),
         bounds,
         int(longest),
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -146,7 +145,12 @@ def attention(
         tree=tree,
         group=group,
     )
-    return out[None].contiguous(), None  # some models take a view of it
+    return out[None, ..., : value.shape[-1]].contiguous(), None  # some models take a view of it
+
+
+def _widened(x: Tensor, size: int) -> Tensor:
+    """[T, H, D] with zeros up to a head size."""
+    return x if x.shape[-1] == size else nn.functional.pad(x, (0, size - x.shape[-1]))
 
 
 AttentionInterface.register(NAME, attention)
