@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from replay_work import PROMPT, SHARE, alone, batch_of, groups, tiny
 from tensordict import TensorDict
-from tiny_models import gemma3, llama, qwen3, qwen25_vl
+from tiny_models import gemma3, llama, mixtral, qwen3, qwen25_vl
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -158,7 +158,23 @@ def options() -> dict[str, float]:
     rows["position_ids"] = torch.stack([places, places * 2, places // 2], 1)
     seen = mp.replay.response_log_probs(replayable(vision), rows, context_group=group)
     off["M-RoPE"] = far(seen.values(), mp.replay.response_log_probs(replayable(vision), rows).values())
+    off |= routed(group)
     return off
+
+
+def routed(group: Any) -> dict[str, float]:
+    """Experts of the batch: log-probs beside one rank, with `self_check`; 0 if other experts on a rank are refused."""
+    mixture = mixtral().eval()
+    source = torch.Generator().manual_seed(5)
+    rows = batch_of(ROWS)
+    rows["routed_experts"] = torch.rand(*rows["input_ids"].shape, 2, 6, generator=source).argsort(-1)[..., :2]
+    replay = replayable(mixture)
+    seen = mp.replay.response_log_probs(replay, rows, routed_experts=True, self_check=True, context_group=group)
+    one = mp.replay.response_log_probs(replayable(copy.deepcopy(mixture)), rows, routed_experts=True)
+    rows["routed_experts"][0, 3, 0] = torch.tensor([4, 5] if dist.get_rank() else [1, 2])
+    said = said_of(lambda: mp.replay.response_log_probs(replay, rows, routed_experts=True, context_group=group))
+    refused = "token ids and routed experts differ between the 2 ranks" in said
+    return {"routed": far(seen.values(), one.values()), "other experts": float(not refused)}
 
 
 def sharded() -> dict[str, float]:
@@ -327,11 +343,13 @@ def refusals() -> dict[str, str]:
         return lambda: mp.replay.response_log_probs(model, batch, context_group=group, **options)
 
     same = batch_of(ROWS[:2])
+    same["routed_experts"] = torch.zeros(*same["input_ids"].shape, 1, 1, dtype=torch.int16)
     options: dict[str, dict[str, Any]] = {
         "temperature": {"temperature": 1.0 + rank},
         "entropy": {"entropy": bool(rank)},
         "self_check": {"self_check": None if rank else True},
         "share_prefixes": {"share_prefixes": bool(rank)},
+        "routed_experts": {"routed_experts": bool(rank)},
         "invalid": {"temperature": "hot" if rank else 1.0},
     }
     differing = {name: said_of(replayed(replay, same, **given)) for name, given in options.items()}

@@ -39,6 +39,10 @@ def qwen25_vl(**more: Any) -> Any:
     return tf.Qwen2_5_VLForConditionalGeneration(config)
 
 
+def mixtral(**more: Any) -> Any:
+    return tf.MixtralForCausalLM(tf.MixtralConfig(**TINY | {"num_local_experts": 6, "num_experts_per_tok": 2} | more))
+
+
 @functools.cache
 def _made(make: Callable[..., Any], dtype: torch.dtype, options: tuple[tuple[str, Any], ...]) -> Any:
     torch.manual_seed(1)

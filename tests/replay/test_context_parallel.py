@@ -73,7 +73,7 @@ def test_all_ranks_refuse_together() -> None:
     assert "has rotary positions of kind dynamic" in both[1]["positions"]
     for said in both:
         assert said["positions"].startswith("replayable: ")
-        for name in ("temperature", "entropy", "self_check", "share_prefixes", "gradients"):
+        for name in ("temperature", "entropy", "self_check", "share_prefixes", "routed_experts", "gradients"):
             assert re.match(rf"PackedInputs.shard: {name} is \[", said[name]), name
         assert re.match(r"PackedInputs.shard: temperature is \[1.0, nan\]", said["invalid"])
         assert said["hot"].startswith("packed_log_probs: temperature is 'hot'")

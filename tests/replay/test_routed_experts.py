@@ -20,7 +20,7 @@ from maskpack.replay import PackedInputs, response_log_probs, response_values
 from maskpack.replay.inputs import prefix_tree
 
 tf = pytest.importorskip("transformers")
-from tiny_models import TINY, qwen3  # noqa: E402
+from tiny_models import TINY, mixtral, qwen3  # noqa: E402
 
 from maskpack.adapters.transformers import experts as adapter  # noqa: E402
 from maskpack.adapters.transformers import replayable  # noqa: E402
@@ -29,10 +29,6 @@ from maskpack.adapters.transformers import replayable  # noqa: E402
 def qwen3_moe(**more: Any) -> Any:
     sizes = {"head_dim": 8, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
     return tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**TINY | sizes | {"norm_topk_prob": True} | more))
-
-
-def mixtral() -> Any:
-    return tf.MixtralForCausalLM(tf.MixtralConfig(**TINY | {"num_local_experts": 6, "num_experts_per_tok": 2}))
 
 
 def deepseek() -> Any:

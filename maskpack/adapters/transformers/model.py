@@ -464,7 +464,7 @@ class Replayable:
             more["logits_to_keep"] = places
         routes = inputs.routed_experts
         if routes is not None:
-            more |= self._routed(replace(routes, ids=inputs.collected(routes.ids, tokens)))
+            more |= self._routed(replace(routes, ids=inputs.collected(routes.ids.int(), tokens)))
         passes.follow_passes(self.model)
         alone = self._base if self._output is None else self.model
         with torch.no_grad():
