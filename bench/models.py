@@ -44,7 +44,7 @@ LIMIT, GRADIENT_LIMIT = 2e-5, 1e-4
 """Of log-probs, times the largest one; of a gradient, relative. Wider than in tests, because weights are large."""
 VISIBLE = 1e-3  # what a leak has to change
 PATIENCE = 60  # seconds for a class
-MOST = 5_000_000  # weights
+MOST = 20_000_000  # weights
 VOCABULARY = 97
 SMALL: Mapping[str, Any] = {
     "vocab_size": VOCABULARY, "max_position_embeddings": 64, "n_positions": 64, "pad_token_id": 0, "bos_token_id": 1,
@@ -71,18 +71,26 @@ SMALL: Mapping[str, Any] = {
     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY,
 }  # fmt: skip
 """Options by name. Those of each class that are none of its own are left out."""
+_ZAMBA = {"hybrid_layer_ids": [1, 3], "layers_block_type": ["mamba", "hybrid"] * 2}
+_LFM2 = {"layer_types": ["conv", "full_attention"] * 2}
+_GEMMA = {"num_kv_shared_layers": 0}
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
-    "mamba2": {"num_heads": 8, "head_dim": 8},
     "bamba": {"attn_layer_indices": [1, 3]},
-    "zamba2": {"hybrid_layer_ids": [1, 3]},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "falcon_h1": {"mamba_d_ssm": 64},
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
-    "recurrent_gemma": {"lru_width": 32, "attention_window_size": 16, "conv1d_width": 4},
+    "gemma3n": _GEMMA, "gemma3n_text": _GEMMA, "gemma4": _GEMMA, "gemma4_text": _GEMMA, "gemma4_unified": _GEMMA,
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": _LFM2, "lfm2_moe": _LFM2,
+    "longcat_flash": {"ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 2},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
     "nemotron_h": {"hybrid_override_pattern": "M*M*"},
-}
-
-
+    "recurrent_gemma": {"lru_width": 32, "attention_window_size": 16, "conv1d_width": 4},
+    "reformer": {"is_decoder": True},
+    "xmod": {"default_language": "en_XX", "is_decoder": True},
+    "zamba": _ZAMBA, "zamba2": _ZAMBA,
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+"""Options of some kinds, which the rules by name do not find."""
 LEFT_OUT: Sequence[Sequence[str]] = ((), ("head_dim",), ("num_key_value_heads",), ("head_dim", "num_key_value_heads"))
 """Options that are left out one way after the other, until the model of a class runs."""
 
@@ -112,7 +120,10 @@ def classes(names: Sequence[str] = ()) -> Iterator[tuple[str, Any, Any]]:
 
 
 def tiny(kind: str, config_class: Any, model_class: Any, left_out: Sequence[str]) -> Any:
-    """A small random model, in eval mode, whose weights are large enough that tokens differ."""
+    """A small random model, in eval mode, whose weights are large enough that tokens differ. Of a class for text alone
+    that comes with the configuration of a model for images, too, the configuration of its text."""
+    text = getattr(config_class, "sub_configs", {}).get("text_config")
+    config_class = text if text and not hasattr(config_class, "vocab_size") else config_class
     known = {field.name for field in dataclasses.fields(config_class)} - {*left_out}
     given = {name: value for name, value in {**SMALL, **SPECIAL.get(kind, {})}.items() if name in known}
     config = config_class(**given)
@@ -194,16 +205,17 @@ def look_at(kind: str, config_class: Any, model_class: Any) -> Found:
 
 
 def sweep(names: Sequence[str] = (), tell: Callable[[Found], object] = print) -> list[Found]:
-    found: list[Found] = []
+    found: dict[str, Found] = {}  # several kinds may have one class
     for kind, config_class, model_class in classes(names):
         with _patience(kind):
             one = Found(kind, UNKNOWN, "its own code takes too long")
             with contextlib.suppress(TimeoutError):
                 one = look_at(kind, config_class, model_class)
-        found.append(one)
+        if one.name not in found or found[one.name].way == UNKNOWN:
+            found[one.name] = one
         tell(one)
         gc.collect()
-    return sorted(found, key=lambda one: one.name)
+    return [found[name] for name in sorted(found)]
 
 
 @contextlib.contextmanager

@@ -1,0 +1,41 @@
+"""Runs the tests marked `interpreter` once more, in a process of their own where Triton interprets its kernels.
+
+Each group is a test file, `test_interpreted_GROUP.py`, so that workers share them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+GROUPS = {
+    "staging": ["packed/test_staging.py"],
+    "encoding": ["packed/test_encode_on_device.py", "nesting/test_device_read.py"],
+    "ops": ["ops/test_log_probs.py", "layout/test_kernels.py", "ops/test_prefix_attention.py"],
+}
+needed = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves run here"),
+    pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton"),
+    pytest.mark.timeout(600),
+]
+
+
+def run_interpreted(file: str) -> None:
+    options = ["-n", "0", "-m", "interpreter", "-p", "no:cacheprovider", "-rp", "--no-header"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, str(HERE / file)],
+        env={"HYPOTHESIS_PROFILE": "slow", **os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=580,
+        cwd=HERE.parent,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert done.stdout.count(f"PASSED tests/{file}::") > 10, done.stdout
