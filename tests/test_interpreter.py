@@ -14,7 +14,7 @@ import torch
 HERE = Path(__file__).parent
 FILES = [
     *("packed/test_staging.py", "ops/test_log_probs.py", "packed/test_encode_on_device.py", "layout/test_kernels.py"),
-    *("nesting/test_device_read.py", "ops/test_prefix_attention.py"),
+    *("nesting/test_device_read.py", "ops/test_prefix_attention.py", "ops/test_logits.py"),
 ]
 """Those that take longest come first, so that two workers share the work."""
 
