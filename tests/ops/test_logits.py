@@ -287,7 +287,8 @@ def test_kernels_cap_as_their_specification(backend: Any, dtype: torch.dtype) ->
     logits = (20 * torch.randn(5, 300, generator=source)).to(DEVICE)
     ids = torch.tensor([0, 299, 7, 300, -1], device=DEVICE)
     results = []
-    for program, wide in ((module._program(backend == "triton"), torch.float32), (module._program(False), torch.float64)):
+    single, double = (backend == "triton", torch.float32), (False, torch.float64)
+    for program, wide in ((module._program(kernels), wide) for kernels, wide in (single, double)):
         out = torch.zeros(4, 5, dtype=wide, device=DEVICE)
         ranks = torch.zeros(4, 5, dtype=wide, device=DEVICE)
         program.reduce_rows(logits.to(wide, copy=True), ids, 12.5, *out[:2], out[2], None, None, 0.08)
