@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 GROUPS = {
     "staging": ["packed/test_staging.py"],
     "encoding": ["packed/test_encode_on_device.py", "nesting/test_device_read.py"],
-    "ops": ["ops/test_log_probs.py", "layout/test_kernels.py", "ops/test_prefix_attention.py"],
+    "ops": ["ops/test_log_probs.py", "layout/test_kernels.py", "ops/test_prefix_attention.py", "ops/test_logits.py"],
 }
 needed = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves run here"),

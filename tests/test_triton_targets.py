@@ -38,6 +38,8 @@ def log_probs() -> None:
         for entropy in (None, numbers[2]):
             for top in (None, numbers[4]):
                 kernels.reduce_rows(logits, ids, 1.0, *numbers[:2], entropy, kept, top)
+                if kept is None:
+                    kernels.reduce_rows(logits, ids, 1.0, *numbers[:2], entropy, None, top, 0.1)
             all_slopes = [(numbers[3], None)]
             if entropy is not None:
                 all_slopes += [(None, numbers[4]), (numbers[3], numbers[4])]
@@ -46,6 +48,7 @@ def log_probs() -> None:
                 if kept is None:
                     for grad in (logits, *(torch.zeros(rows, columns, dtype=dtype) for dtype in HALF)):
                         kernels.differentiate(logits, grad, *given)
+                        kernels.differentiate(logits, grad, *given, None, 0.1)
                 else:
                     for shift in (None, numbers[1]):
                         kernels.differentiate(kept, torch.zeros_like(kept), *given, shift)

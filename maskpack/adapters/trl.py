@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from maskpack.adapters.transformers.model import TOLERANCE, Replayable, check_dropout, precision
+from maskpack.adapters.transformers.output import Layer
 from maskpack.core.arguments import flag, said, whole
 from maskpack.errors import MaskpackWarning, ReplayError
 from maskpack.layout.prefix_tree import MIN_SHARED
@@ -157,8 +158,8 @@ class _Inside(Replayable):
         return self._base(**given, use_cache=False).last_hidden_state
 
     def check_head(self) -> None:
-        """Raises ReplayError for an output layer that is more than one weight. One that is sharded has hooks of FSDP,
-        and its weight is whole only while it runs."""
+        """Raises ReplayError for an output layer that replay does not know. One that is sharded has hooks of FSDP, and
+        its weight is whole only while it runs."""
         layer: Any = self._output
         sharded = isinstance(layer, FSDPModule) or isinstance(getattr(layer, "weight", None), DTensor)
         if not (sharded and isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward):
@@ -186,18 +187,24 @@ class _Inside(Replayable):
 
     def _scores(self, ask: _Ask, rows: Tensor) -> tuple[Tensor, ...]:
         """The forward of the output layer while it answers."""
-        weight, device = self._output.weight, rows.device.type
-        if isinstance(weight, DTensor):
+        layer, device = Layer.of(self._output), rows.device.type
+        if layer.is_sharded(weight=True):
             raise ReplayError(
                 f"{_CALL}: the output layer of {type(self.model).__name__} is sharded within its own forward pass; "
                 "expected FSDP2, which gathers it. Shard with fully_shard, or train padded, MASKPACK_PACKED_REPLAY=0."
             )
         if torch.is_autocast_enabled(device) and rows.dtype != torch.float64:  # its product would cast both, too
             dtype = torch.get_autocast_dtype(device)
-            rows, weight = rows.to(dtype), weight.to(dtype)
+            rows, layer = rows.to(dtype), layer._replace(weight=layer.weight.to(dtype))
+        logits = layer.logits(self._scale, self._softcap)
         with torch.autocast(device, enabled=False):
             out: Any = packed_log_probs(
-                rows, weight, ask.inputs.targets, temperature=ask.temperature, entropy=ask.entropy
+                rows,
+                layer.weight,
+                ask.inputs.targets,
+                temperature=ask.temperature,
+                entropy=ask.entropy,
+                logits=logits,
             )
         return out if ask.entropy else (out,)
 

@@ -2,6 +2,7 @@
 
 pack, unpack      padded [B, S, *F] to packed [T, *F] and back, for any dtype
 packed_log_probs  the log-prob of each token from packed hidden states, without storing the logits
+Logits            what an output layer does beside its weight: bias, LoRA, scale, soft cap
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from maskpack.errors import LayoutError, RegistryError
 from maskpack.layout.row_layout import RowLayout
 from maskpack.ops import pack_torch as _torch
 from maskpack.ops.log_probs import packed_log_probs
+from maskpack.ops.logits import Logits
 
-__all__ = ["pack", "packed_log_probs", "unpack"]
+__all__ = ["Logits", "pack", "packed_log_probs", "unpack"]
 
 _NUMBERS = {bool, int, float, complex}
 

@@ -11,7 +11,7 @@
 One float32 buffer is reused for the logits of all chunks, another for those of all slices. The gradient of the logits
 is rounded to the dtype of the weight before the products. Each row of the weight's gradient is one sum over all tokens,
 rounded once. Between the products, logits are processed by a Triton kernel or by the plain torch below, which specifies
-it.
+it. A bias and LoRA are one more product, of two thin float32 matrices (`_Thin`), that is added to each chunk of logits.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from maskpack.core.arguments import flag, said
 from maskpack.core.backends import Backend, uses_triton
 from maskpack.errors import LayoutError, MaskpackError
 from maskpack.ops import split_head
+from maskpack.ops.logits import Curve, Logits, check_logits
 from maskpack.ops.split_head import Split
 
 _CHUNK_BYTES = 3 << 27  # logits of a chunk
@@ -56,6 +57,7 @@ def packed_log_probs(
     entropy: Literal[False] = ...,
     backend: Backend = ...,
     group: ProcessGroup | None = ...,
+    logits: Logits | None = ...,
 ) -> Tensor: ...
 @overload
 def packed_log_probs(
@@ -69,6 +71,7 @@ def packed_log_probs(
     entropy: Literal[True],
     backend: Backend = ...,
     group: ProcessGroup | None = ...,
+    logits: Logits | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def packed_log_probs(
@@ -82,6 +85,7 @@ def packed_log_probs(
     entropy: bool,
     backend: Backend = ...,
     group: ProcessGroup | None = ...,
+    logits: Logits | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @torch.compiler.disable
 def packed_log_probs(
@@ -95,12 +99,15 @@ def packed_log_probs(
     entropy: bool = False,
     backend: Backend = "auto",
     group: ProcessGroup | None = None,
+    logits: Logits | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The log-prob of one token for each hidden state, and optionally the entropy of the distribution.
 
         log_p = (hidden.float() @ lm_head_weight.float().T / temperature).log_softmax(-1)        # [T, V], not stored
         log_probs[t] = log_p[t, token_ids[t]]
         entropy[t]   = -(log_p[t].exp() * log_p[t]).sum()
+
+    With `logits`, the output layer is more than this product: a bias, LoRA, a scale, a soft cap (`ops.Logits`).
 
     Logits are accumulated and reduced in float32, so the result is more exact than plain torch in half precision. The
     backward pass rounds their gradient to the dtype of `hidden` once; it is exact for tokens with a probability near 1,
@@ -113,9 +120,9 @@ def packed_log_probs(
     call with the same hidden states and ids, each with its own slice of the weight, and all get the same results. They
     run the same loss and call backward; the gradients are those of one such loss, not of the sum over ranks: that of
     `hidden` is whole and the same on all ranks, that of the weight belongs to the slice. No rank holds more than its
-    slice, and the logits of a chunk take 1 / ranks of the bytes. The forward pass takes three all-reduces: of 10
+    slice, and the logits of a chunk take 1 / ranks of the bytes. The forward pass takes three all-reduces: of 15
     numbers a rank, for which the host waits; of [T] maxima; of [2, T] sums ([3, T] with entropy). The backward pass
-    takes one, of the gradient of `hidden` in float32.
+    takes one, of the gradient of `hidden` in float32, and one of that of `lora_a`.
 
     Args:
         hidden: [T, H] float16, bfloat16, float32 or float64, any strides; packed hidden states.
@@ -134,30 +141,38 @@ def packed_log_probs(
         entropy: whether to return the entropy too.
         backend: "auto" uses Triton kernels on a GPU and torch elsewhere; or "torch", or "triton".
         group: the ranks over which the vocabulary is split; None if `lm_head_weight` is the whole head.
+        logits: what makes logits beside the weight; None for the product alone. With `group`, `bias` and `lora_b` have
+            the rows of this rank, everything else is the same on all ranks, and so is the gradient of `lora_a`. With a
+            soft cap nothing is kept: a rounded probability says too little about the slope of the cap.
 
     Returns:
         log_probs [T], or (log_probs [T], entropy [T]): float32, or float64 for float64 inputs; differentiable with
-        respect to `hidden` and `lm_head_weight`. On a GPU, ids outside [0, V) are not checked, which would
-        synchronise: their log-prob is NaN, and their entropy is correct.
+        respect to `hidden`, `lm_head_weight` and the tensors of `logits`. On a GPU, ids outside [0, V) are not checked,
+        which would synchronise: their log-prob is NaN, and their entropy is correct.
 
     Raises:
         LayoutError: shapes, dtypes or devices that do not match; on the CPU, an id outside [0, V); an invalid
-            temperature, chunk, keep, backend or group; a DTensor without `group`. With `group`, on all ranks if it is
-            raised on one, or if ranks differ in what must be the same. Ranks are numbered as in the default group.
+            temperature, chunk, keep, backend, group or logits; a DTensor without `group`. With `group`, on all ranks if
+            it is raised on one, or if ranks differ in what must be the same. Ranks are numbered as in the default
+            group.
         MaskpackError: in the backward pass with create_graph=True.
     """
     options = temperature, chunk, keep, entropy, backend
     if group is None:
         weight, split = split_head.whole_head(lm_head_weight), None
         kernels = _check(hidden, weight, token_ids, *options)
+        layer = check_logits(logits, weight)
+        curve = Curve.of(layer, float(temperature))
         vocabulary = weight.shape[0]
     else:
         split_head.need_group(group)
         try:
             weight = split_head.slice_of_head(lm_head_weight, group)
             kernels = _check(hidden, weight, token_ids, *options, split=True)
+            layer = check_logits(logits, weight)
+            curve = Curve.of(layer, float(temperature))
             split_head.need_backend(hidden.device, group)
-            message = split_head.message_of(hidden, weight, token_ids, temperature, entropy)
+            message = split_head.message_of(hidden, weight, token_ids, temperature, entropy, layer)
         except Exception:
             split_head.tell_failure(group)
             raise
@@ -168,10 +183,24 @@ def packed_log_probs(
     if split is not None:
         ids = ids - split.first
         chunk = _chunk_rows(hidden, vocabulary) if chunk is None else chunk
-    differentiable = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    kept = _kept_tokens(hidden, weight, keep) if differentiable else 0
+    factors = hidden, weight, *layer.tensors
+    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in factors)
+    kept = _kept_tokens(hidden, weight, keep) if differentiable and curve.inner is None else 0
+    how = _How(curve, float(layer.lora_scale), chunk, kept, bool(entropy), kernels, split)
     apply = cast(Callable[..., Any], _LogProbs.apply)
-    return apply(hidden, weight, ids, 1 / float(temperature), chunk, kept, bool(entropy), kernels, split)
+    return apply(*factors, ids, how)
+
+
+class _How(NamedTuple):
+    """What `_LogProbs` is told beside tensors."""
+
+    curve: Curve
+    lora_scale: float
+    chunk: int | None
+    kept_tokens: int
+    entropy: bool
+    kernels: bool
+    split: Split | None
 
 
 def _check(
@@ -267,28 +296,29 @@ class _LogProbs(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
+        lora_a: Tensor | None,
+        lora_b: Tensor | None,
         ids: Tensor,
-        scale: float,
-        chunk: int | None,
-        kept_tokens: int,
-        with_entropy: bool,
-        kernels: bool,
-        split: Split | None,
+        how: _How,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        kept = _buffer(kept_tokens, weight.shape[0], hidden.dtype, hidden.device) if kept_tokens else None
-        given = hidden, weight, ids, scale, chunk, kept, with_entropy, _program(kernels)
-        if split is None:
+        kept = _buffer(how.kept_tokens, weight.shape[0], hidden.dtype, hidden.device) if how.kept_tokens else None
+        thin = _Thin.of(hidden, bias, lora_a, lora_b, how.lora_scale)
+        given = hidden, weight, thin, ids, how.curve, how.chunk, kept, how.entropy, _program(how.kernels)
+        if how.split is None:
             (log_probs, lse, entropy), shift = _forward(*given), None
         else:
             wide = _wide(hidden.dtype)
             top = torch.full(ids.shape, torch.finfo(wide).min, dtype=wide, device=ids.device)
             token, total, weighted = _forward(*given, top)
-            results = split_head.combined(top, token, total, weighted, ids, weight.shape[0], split)
+            results = split_head.combined(top, token, total, weighted, ids, weight.shape[0], how.split)
             log_probs, lse, entropy, shift = results
         ctx.set_materialize_grads(False)
-        others = torch.expm1(log_probs).neg_() if any(ctx.needs_input_grad[:2]) else None
-        ctx.save_for_backward(hidden, weight, ids, others, lse, entropy, shift if kept_tokens else None, kept)
-        ctx.scale, ctx.kernels, ctx.split = scale, kernels, split
+        others = torch.expm1(log_probs).neg_() if any(ctx.needs_input_grad) else None
+        left, right = (None, None) if thin is None else thin
+        layer = hidden, weight, bias, lora_a, lora_b, left, right
+        ctx.save_for_backward(*layer, ids, others, lse, entropy, shift if kept is not None else None, kept)
+        ctx.how = how
         return log_probs if entropy is None else (log_probs, entropy)
 
     @staticmethod
@@ -299,10 +329,11 @@ class _LogProbs(torch.autograd.Function):
                 "packed_log_probs: backward ran with create_graph=True; it can be differentiated once. For second "
                 "derivatives, use the plain program in its docstring."
             )
-        hidden, weight, ids, others, lse, entropy, shift, kept = ctx.saved_tensors
+        hidden, weight, bias, lora_a, lora_b, left, right, ids, others, lse, entropy, shift, kept = ctx.saved_tensors
         grad_log_probs, grad_entropy = (*grads, None)[:2]
         if grad_log_probs is None and grad_entropy is None:
-            return (None,) * 9
+            return (None,) * 7
+        how: _How = ctx.how
         slopes = _Slopes(
             ids,
             others,
@@ -310,15 +341,45 @@ class _LogProbs(torch.autograd.Function):
             entropy,
             None if grad_log_probs is None else grad_log_probs.contiguous(),
             None if grad_entropy is None else grad_entropy.contiguous(),
-            ctx.scale,
+            how.curve.scale,
             shift,
+            how.curve.inner,
         )
-        grads = _backward(hidden, weight, slopes, kept, ctx.needs_input_grad[:2], _program(ctx.kernels), ctx.split)
-        return (*grads, *(None,) * 7)
+        thin = None if left is None else _Thin(left, right)
+        needed, program = ctx.needs_input_grad[:5], _program(how.kernels)
+        of_layer = (hidden, weight, bias, lora_a, lora_b)
+        return *_backward(of_layer, thin, how.lora_scale, slopes, kept, needed, program, how.split), None, None
+
+
+class _Thin(NamedTuple):
+    """The bias and LoRA: left [T, R] @ right.T [R, V] is added to the logits, in float32 (float64). LoRA is first."""
+
+    left: Tensor
+    right: Tensor
+
+    @staticmethod
+    def of(
+        hidden: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, lora_scale: float
+    ) -> _Thin | None:
+        wide, columns = _wide(hidden.dtype), [] if lora_b is None else [lora_b]
+        columns += [] if bias is None else [bias.unsqueeze(1)]
+        if not columns:
+            return None
+        right = torch.cat([column.to(wide) for column in columns], 1)
+        left = torch.ones((hidden.shape[0], right.shape[1]), dtype=wide, device=hidden.device)
+        if lora_a is not None:
+            given = lora_a.to(wide).t()
+            for rows in _pieces(hidden.shape[0]):
+                _product(hidden[rows].to(wide), given, left[rows, : lora_a.shape[0]])
+            left[:, : lora_a.shape[0]] *= lora_scale
+        return _Thin(left, right)
+
+    def add(self, rows: slice, columns: slice, logits: Tensor) -> None:
+        _product(self.left[rows], self.right[columns].t(), logits, add=True)
 
 
 class _Slopes(NamedTuple):
-    """The inputs of the gradient of the logits: tensors [T], and the scale. `others` is 1 - p, the probability of all
+    """The inputs of the gradient of the logits: tensors [T], and the curve. `others` is 1 - p, the probability of all
     tokens except the given one, computed without the cancellation of that difference. Without `lse`, stored
     probabilities are given in place of logits; `shift` is the log of the probability of all that are stored, or None
     for 0."""
@@ -331,6 +392,7 @@ class _Slopes(NamedTuple):
     grad_entropy: Tensor | None
     scale: float
     shift: Tensor | None = None
+    inner: float | None = None
 
     def of(self, begin: int, end: int, *, kept: bool = False) -> _Slopes:
         parts: list[Any] = [x[begin:end] if isinstance(x, Tensor) else x for x in self]
@@ -341,7 +403,7 @@ class _Slopes(NamedTuple):
 class _Program(NamedTuple):
     """`reduce_rows` and `differentiate`, in Triton or torch."""
 
-    reduce_rows: Callable[[Tensor, Tensor, float, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], None]
+    reduce_rows: Callable[..., None]
     differentiate: Callable[..., None]
 
 
@@ -356,8 +418,9 @@ def _program(kernels: bool) -> _Program:
 def _forward(
     hidden: Tensor,
     weight: Tensor,
+    thin: _Thin | None,
     ids: Tensor,
-    scale: float,
+    curve: Curve,
     chunk: int | None,
     kept: Tensor | None,
     with_entropy: bool,
@@ -383,23 +446,29 @@ def _forward(
         for first in range(0, vocabulary, columns):
             part = slice(first, first + columns)
             _product(hidden[rows], weight[part].t(), logits[:, part])
+        if thin is not None:
+            thin.add(rows, slice(None), logits)
         rows_entropy = None if entropy is None else entropy[rows]
         rows_kept = None if kept is None or begin >= kept.shape[0] else kept[rows]
         rows_top = None if top is None else top[rows]
-        program.reduce_rows(logits, ids[rows], scale, log_probs[rows], lse[rows], rows_entropy, rows_kept, rows_top)
+        outs = log_probs[rows], lse[rows], rows_entropy, rows_kept, rows_top
+        program.reduce_rows(logits, ids[rows], curve.scale, *outs, curve.inner)
     return log_probs, lse, entropy
 
 
 def _backward(
-    hidden: Tensor,
-    weight: Tensor,
+    layer: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
+    thin: _Thin | None,
+    lora_scale: float,
     slopes: _Slopes,
     kept: Tensor | None,
-    needed: tuple[bool, bool],
+    needed: tuple[bool, ...],
     program: _Program,
     split: Split | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of hidden and weight, or None where not needed; that of hidden of all slices."""
+) -> tuple[Tensor | None, ...]:
+    """The gradients of hidden, weight, bias, lora_a and lora_b, or None where not needed; those of hidden and lora_a of
+    all slices."""
+    hidden, weight, bias, lora_a, lora_b = layer
     (tokens, width), vocabulary = hidden.shape, weight.shape[0]
     hidden, weight = _matrix(hidden), _matrix(weight)
     wide, num_kept = _wide(hidden.dtype), 0 if kept is None else kept.shape[0]
@@ -418,6 +487,7 @@ def _backward(
     if grad_hidden is not None and vocabulary == 0:
         grad_hidden.zero_()
     grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if needed[1] else None
+    thin_grads = _ThinGrads.of(thin, lora_a, needed)
     for first in range(0, vocabulary, columns):
         part = weight[first : first + columns]
         last = first + part.shape[0]
@@ -430,6 +500,8 @@ def _backward(
                 program.differentiate(kept[begin:middle, first:last], grad[: middle - begin], first, *of_kept)
             if middle < end:
                 _product(hidden[middle:end], part.t(), logits[middle - begin :])
+                if thin is not None:
+                    thin.add(slice(middle, end), slice(first, last), logits[middle - begin :])
                 of_others = slopes.of(middle, end)
                 program.differentiate(logits[middle - begin :], grad[middle - begin :], first, *of_others)
             if grad_weight is not None:
@@ -438,13 +510,69 @@ def _backward(
                 del total
             if grad_hidden is not None:
                 _product(grad, part, grad_hidden[begin:end], add=first > 0)
+            if thin is not None:
+                thin_grads.add(thin, grad, slice(begin, end), slice(first, last))
             del logits, grad
         if grad_weight is not None and sums is not None:
             grad_weight[first:last] = sums[: part.shape[0]]
     del buffers, sums  # before the rounded gradient is allocated
-    if grad_hidden is not None and split is not None:
-        split_head.add_up(grad_hidden, split)
-    return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight
+    grad_a = thin_grads.through(hidden, lora_a, lora_scale, grad_hidden, needed[3])
+    for whole in (grad_hidden, grad_a):
+        if whole is not None and split is not None:
+            split_head.add_up(whole, split)
+    of_bias, of_b = thin_grads.right_parts(bias, lora_b, needed)
+    if grad_a is not None and lora_a is not None:
+        grad_a = grad_a.to(lora_a.dtype)
+    return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, of_bias, grad_a, of_b
+
+
+class _ThinGrads(NamedTuple):
+    """The sums of the gradients of both thin matrices, or None where they are not needed."""
+
+    left: Tensor | None
+    right: Tensor | None
+
+    @staticmethod
+    def of(thin: _Thin | None, lora_a: Tensor | None, needed: tuple[bool, ...]) -> _ThinGrads:
+        if thin is None:
+            return _ThinGrads(None, None)
+        through = lora_a is not None and (needed[0] or needed[3])
+        left = torch.zeros_like(thin.left) if through else None
+        return _ThinGrads(left, torch.zeros_like(thin.right) if needed[2] or needed[4] else None)
+
+    def add(self, thin: _Thin, grad: Tensor, rows: slice, columns: slice) -> None:
+        """Adds what the gradient of a block of logits says. Factors take its dtype, which the logits' own has too."""
+        if self.left is not None:
+            _product(grad, thin.right[columns].to(grad.dtype), self.left[rows], add=True)
+        if self.right is not None:
+            _product(grad.t(), thin.left[rows].to(grad.dtype), self.right[columns], add=True)
+
+    def through(
+        self, hidden: Tensor, lora_a: Tensor | None, lora_scale: float, grad_hidden: Tensor | None, needs_a: bool
+    ) -> Tensor | None:
+        """The gradient of lora_a in float32 (float64), or None. Adds that of hidden by way of lora_a."""
+        if self.left is None or lora_a is None:
+            return None
+        wide = self.left.dtype
+        given = lora_a.to(wide)
+        grad_a = torch.zeros_like(given) if needs_a else None
+        for rows in _pieces(hidden.shape[0]):
+            slope = self.left[rows, : given.shape[0]] * lora_scale
+            if grad_hidden is not None:
+                _product(slope, given, grad_hidden[rows], add=True)
+            if grad_a is not None:
+                _product(slope.t(), hidden[rows].to(wide), grad_a, add=True)
+        return grad_a
+
+    def right_parts(
+        self, bias: Tensor | None, lora_b: Tensor | None, needed: tuple[bool, ...]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of bias and lora_b."""
+        if self.right is None:
+            return None, None
+        of_bias = self.right[:, -1].to(bias.dtype) if bias is not None and needed[2] else None
+        of_b = self.right[:, : lora_b.shape[1]].to(lora_b.dtype) if lora_b is not None and needed[4] else None
+        return of_bias, of_b
 
 
 def _kept_tokens(hidden: Tensor, weight: Tensor, budget: int | None) -> int:
@@ -521,6 +649,11 @@ def _buffer(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -
     return torch.empty((rows, _aligned(columns)), dtype=dtype, device=device)[:, :columns]
 
 
+def _pieces(tokens: int) -> list[slice]:
+    """Rows of which a wide copy is made at once."""
+    return [slice(begin, begin + _BLOCK_TOKENS // 4) for begin in range(0, tokens, _BLOCK_TOKENS // 4)]
+
+
 def _aligned(columns: int) -> int:
     return -(-columns // _ALIGN) * _ALIGN
 
@@ -544,9 +677,11 @@ def reduce_rows(
     entropy: Tensor | None,
     kept: Tensor | None,
     top: Tensor | None = None,
+    inner: float | None = None,
 ) -> None:
     """Writes log_probs, log-sum-exp and entropy [N] of softmax(logits * scale), and the `stored` probabilities of
-    the first rows to `kept` [K, V]. Overwrites the logits [N, V]. The log-prob of an id outside [0, V) is NaN.
+    the first rows to `kept` [K, V]. Overwrites the logits [N, V]. The log-prob of an id outside [0, V) is NaN. With
+    `inner`, a soft cap: tanh(logits * inner) in place of the logits.
 
     With `top` [N], writes what ranks make these of, who have a slice of the vocabulary each:
 
@@ -556,6 +691,8 @@ def reduce_rows(
         entropy    sum of exp(logit * scale - top) * (logit * scale - top)
     """
     known = (ids >= 0) & (ids < logits.shape[1])
+    if inner is not None:
+        logits.mul_(inner).tanh_()
     logits.mul_(scale)
     highest = logits.amax(1, keepdim=True)
     place = ids.where(known, 0).unsqueeze(1)
@@ -604,6 +741,7 @@ def differentiate(
     grad_entropy: Tensor | None,
     scale: float,
     shift: Tensor | None = None,
+    inner: float | None = None,
 ) -> None:
     """Writes the gradient of the logits [T, N] of vocabulary entries `first` to `first + N - 1` to `grad`, of any
     dtype, which may share the memory of the logits:
@@ -611,13 +749,17 @@ def differentiate(
     scale * (grad_log_probs * ([token == id] - p) - grad_entropy * p * (log p + entropy)),  log p = logits * scale - lse
 
     where `others` is 1 - p of the id. Without `lse`, the logits are `stored` probabilities, in half precision,
-    and log p is theirs, plus `shift` [T] if it is given.
+    and log p is theirs, plus `shift` [T] if it is given. With `inner`, a soft cap, which is not stored: x =
+    tanh(logits * inner) is in place of the logits, and the gradient is that of the logits: times inner * (1 - x^2).
     """
+    bend = None
     if lse is None:
         p, log_p = _restored(logits)
         if shift is not None:
             p, log_p = p * shift.exp().unsqueeze(1), log_p + shift.unsqueeze(1)
     else:
+        if inner is not None:
+            logits, bend = _capped(logits * inner, inner)
         log_p = (logits * scale).sub_(lse.unsqueeze(1))
         p = log_p.exp()
     factor = log_p.zero_() if grad_entropy is None else log_p
@@ -625,11 +767,19 @@ def differentiate(
         assert entropy is not None
         factor.add_(entropy.unsqueeze(1)).mul_(grad_entropy.unsqueeze(1))
     if grad_log_probs is None:
-        grad.copy_(factor.mul_(p).mul_(-scale))
+        factor.mul_(p).mul_(-scale)
+        grad.copy_(factor if bend is None else factor.mul_(bend))
         return
     place = ids - first
     here = (place >= 0) & (place < logits.shape[1])
     column, slope = place.where(here, 0).unsqueeze(1), grad_log_probs.where(here, 0).unsqueeze(1)
     factor.add_(grad_log_probs.unsqueeze(1)).scatter_add_(1, column, -slope).mul_(p).neg_()
     factor.scatter_add_(1, column, slope * others.where(here, 0).unsqueeze(1))
-    grad.copy_(factor.mul_(scale))
+    factor.mul_(scale)
+    grad.copy_(factor if bend is None else factor.mul_(bend))
+
+
+def _capped(x: Tensor, inner: float) -> tuple[Tensor, Tensor]:
+    """tanh(x), and inner * (1 - tanh(x)^2) without the cancellation of that difference."""
+    power = x.abs().mul_(-2).exp_()
+    return x.tanh(), power.mul(4 * inner).div_(power.add_(1).square_())

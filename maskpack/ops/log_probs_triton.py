@@ -28,6 +28,16 @@ _ROW_BLOCK, _ROW_WARPS = 8192, 16
 _UNIT, _LIKELY, _SURE = tl.constexpr(UNIT), tl.constexpr(LIKELY), tl.constexpr(SURE)
 
 
+@triton.jit
+def _tanh(x):
+    """Within two roundings: a fraction where 1 - exp cancels, exp elsewhere."""
+    square = x * x
+    near = x * (945 + square * (105 + square)) / (945 + square * (420 + 15 * square))
+    power = tl.exp(-2 * tl.abs(x))
+    far = (1 - power) / (1 + power)
+    return tl.where(tl.abs(x) < 0.5, near, tl.where(x < 0, -far, far))
+
+
 @triton.jit(do_not_specialize=["kept_rows"])
 def _reduce_row(
     logits,
@@ -42,9 +52,11 @@ def _reduce_row(
     stride,
     kept_stride,
     scale,
+    inner,
     ENTROPY: tl.constexpr,
     KEEP: tl.constexpr,
     PARTS: tl.constexpr,
+    CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
@@ -57,7 +69,11 @@ def _reduce_row(
     weighted = tl.zeros((BLOCK,), tl.float32)  # of exp(logit - top) * (logit - top)
     for block in range(BLOCKS):
         token = block * BLOCK + at
-        here = tl.load(line + token, mask=token < vocabulary, other=float("-inf")) * scale
+        if CAPPED:
+            capped = _tanh(tl.load(line + token, mask=token < vocabulary, other=0.0) * inner)
+            here = tl.where(token < vocabulary, capped, float("-inf")) * scale
+        else:
+            here = tl.load(line + token, mask=token < vocabulary, other=float("-inf")) * scale
         higher = here > top
         below = -tl.abs(here - top)
         power = tl.exp(below)
@@ -73,7 +89,10 @@ def _reduce_row(
     log_sum = tl.log(sum_of_powers)
     wanted = tl.load(ids + row)
     known = (wanted >= 0) & (wanted < vocabulary)
-    logit = tl.load(line + wanted, mask=known, other=float("nan")) * scale
+    logit = tl.load(line + wanted, mask=known, other=float("nan"))
+    if CAPPED:
+        logit = _tanh(logit * inner)
+    logit *= scale
     if PARTS:
         tl.store(tops + row, highest)
         tl.store(log_probs + row, logit)
@@ -114,10 +133,12 @@ def _differentiate_block(
     stride,
     out_stride,
     scale,
+    inner,
     LOG_PROBS: tl.constexpr,
     ENTROPY: tl.constexpr,
     KEPT: tl.constexpr,
     SHIFTED: tl.constexpr,
+    CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -132,6 +153,10 @@ def _differentiate_block(
             p *= tl.exp(below)
             log_p += below
     else:
+        if CAPPED:
+            power = tl.exp(-2 * tl.abs(here * inner))
+            bend = inner * 4 * power / ((1 + power) * (1 + power))  # inner * (1 - tanh^2), which would cancel
+            here = _tanh(here * inner)
         log_p = here * scale - tl.load(lse + row)
         p = tl.exp(log_p)
     factor = tl.zeros((BLOCK,), tl.float32)
@@ -145,6 +170,8 @@ def _differentiate_block(
     if LOG_PROBS:
         grad += tl.where(wanted, slope * tl.load(others + row), 0.0)
     out += row.to(tl.int64) * out_stride
+    if CAPPED:
+        grad *= bend
     tl.store(out + at, (grad * scale).to(out.dtype.element_ty), mask=inside)
 
 
@@ -157,6 +184,7 @@ def reduce_rows(
     entropy: Tensor | None,
     kept: Tensor | None,
     top: Tensor | None = None,
+    inner: float | None = None,
 ) -> None:
     rows, vocabulary = logits.shape
     block = _block(vocabulary, _ROW_BLOCK)
@@ -174,9 +202,11 @@ def reduce_rows(
             logits.stride(0),
             0 if kept is None else kept.stride(0),
             scale,
+            inner,
             ENTROPY=entropy is not None,
             KEEP=kept is not None,
             PARTS=top is not None,
+            CAPPED=inner is not None,
             BLOCK=block,
             BLOCKS=triton.cdiv(vocabulary, block),
             num_warps=_ROW_WARPS,
@@ -195,6 +225,7 @@ def differentiate(
     grad_entropy: Tensor | None,
     scale: float,
     shift: Tensor | None = None,
+    inner: float | None = None,
 ) -> None:
     rows, columns = logits.shape
     if rows == 0:
@@ -217,10 +248,12 @@ def differentiate(
             logits.stride(0),
             grad.stride(0),
             scale,
+            inner,
             LOG_PROBS=grad_log_probs is not None,
             ENTROPY=grad_entropy is not None,
             KEPT=lse is None,
             SHIFTED=lse is None and shift is not None,
+            CAPPED=inner is not None,
             BLOCK=block,
             num_warps=_WARPS,
         )

@@ -10,6 +10,7 @@ call blocks the others, as with any collective.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from maskpack.core.arguments import said
 from maskpack.core.ranks import checksum, gathered
 from maskpack.errors import LayoutError
+from maskpack.ops.logits import Logits
 
 _CALL = "packed_log_probs"
 Message = tuple[list[int], Tensor | None]
@@ -99,12 +101,19 @@ def need_backend(device: torch.device, group: dist.ProcessGroup) -> None:
         )
 
 
-def message_of(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, entropy: bool) -> Message:
+def message_of(
+    hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, entropy: bool, logits: Logits
+) -> Message:
     """What a rank tells the others of its valid arguments."""
-    (bits,) = struct.unpack("<q", struct.pack("<d", float(temperature)))
+    cap = math.inf if logits.softcap is None else logits.softcap
+    bits = [_bits(number) for number in (temperature, logits.scale, cap, logits.lora_scale)]
+    rank = 0 if logits.lora_a is None else logits.lora_a.shape[0]
+    parts = int(logits.bias is not None) + 2 * rank
     dtype = _word(str(hidden.dtype).removeprefix("torch."))
     reduces = torch.is_grad_enabled() and hidden.requires_grad  # in the backward pass
-    shared = *hidden.shape, dtype, _word(hidden.device.type), bits, int(entropy), int(reduces)
+    sums = torch.is_grad_enabled() and logits.lora_a is not None and logits.lora_a.requires_grad
+    kinds = dtype, _word(hidden.device.type)
+    shared = *hidden.shape, *kinds, *bits, parts, int(entropy), int(reduces), int(sums)
     return [1, weight.shape[0], *shared, 0], checksum(ids)
 
 
@@ -152,6 +161,10 @@ def _text(word: int) -> str:
     return word.to_bytes(8, "little").rstrip(b"\0").decode()
 
 
+def _bits(number: float) -> int:
+    return struct.unpack("<q", struct.pack("<d", float(number)))[0]
+
+
 def _float(word: int) -> float:
     return struct.unpack("<d", struct.pack("<q", word))[0]
 
@@ -162,8 +175,13 @@ _SAME: tuple[tuple[str, Callable[[int], Any]], ...] = (
     ("the dtype of hidden", _text),
     ("the device of hidden", _text),
     ("temperature", _float),
+    ("scale", _float),
+    ("softcap", _float),
+    ("lora_scale", _float),
+    ("the bias and LoRA", lambda word: f"{'a' if word % 2 else 'no'} bias, rank {word // 2}"),
     ("entropy", bool),
     ("hidden.requires_grad", bool),
+    ("lora_a.requires_grad", bool),
     ("a checksum of token_ids", lambda word: f"{word & (1 << 64) - 1:016x}"),
 )
 """What must be the same, as errors name it, and how they show its number."""

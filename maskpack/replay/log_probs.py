@@ -39,7 +39,8 @@ class ReplayModel(Protocol):
 
     A model that supports `PackedInputs.tree`, by `packed_attention(tree=)`, also has `shares_prefixes = True`; one that
     supports `PackedInputs.context`, by `packed_attention(group=)`, `context_parallel = True`. One whose `head` is split
-    over ranks also has `head_group`: `group` of `ops.packed_log_probs`.
+    over ranks also has `head_group`, and one with a bias, LoRA, a scale or a soft cap `head_logits`: `group` and
+    `logits` of `ops.packed_log_probs`.
     """
 
     @property
@@ -171,9 +172,16 @@ def response_log_probs(
     same = {"temperature": temperature, "entropy": entropy, "self_check": self_check}
     inputs = _inputs("response_log_probs", model, batch, same, **packing)
     rows = _scoring_rows("response_log_probs", model, inputs, self_check)
-    group = getattr(model, "head_group", None)
     out: Any = packed_log_probs(
-        rows, model.head, inputs.targets, temperature=temperature, chunk=chunk, keep=keep, entropy=entropy, group=group
+        rows,
+        model.head,
+        inputs.targets,
+        temperature=temperature,
+        chunk=chunk,
+        keep=keep,
+        entropy=entropy,
+        group=getattr(model, "head_group", None),
+        logits=getattr(model, "head_logits", None),
     )
     return tuple(_nested(part, inputs) for part in out) if entropy else _nested(out, inputs)
 

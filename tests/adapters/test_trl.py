@@ -177,13 +177,16 @@ def test_options_of_trl(tmp_path, models, kind, options):
     assert_same_runs(*runs)
 
 
-@pytest.mark.parametrize("family", ["Llama", "tied", "gpt2"])
+@pytest.mark.parametrize("family", ["Llama", "tied", "gpt2", "scale", "cap", "bias"])
 def test_other_models(tmp_path, models, family):
     """GPT-2 learns positions, which it numbers by column."""
     folder = {
         "Llama": lambda: models("Llama"),
         "tied": lambda: models("Qwen3", tie_word_embeddings=True),
         "gpt2": lambda: models("GPT2", n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+        "scale": lambda: models("Granite", logits_scaling=0.25),
+        "cap": lambda: models("Gemma2", head_dim=8, final_logit_softcapping=1.5),
+        "bias": lambda: models("Phi", embd_pdrop=0.0, resid_pdrop=0.0, attention_dropout=0.0),
     }[family]()
     options = {"learning_rate": 1e-4} if family == "gpt2" else {}
     assert_same_runs(*both(GRPOTrainer, tmp_path, folder, max_steps=3, **REUSED | options))
@@ -548,10 +551,7 @@ LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
 @pytest.mark.parametrize(
     ("kind", "sizes", "match"),
     [
-        ("Cohere", {"logit_scale": 0.5}, "scales or caps its logits"),
-        ("Gemma2", {"head_dim": 8}, "scales or caps its logits"),
         ("Qwen3_5", LINEAR, "linear_attention"),
-        ("Phi", {}, "output layer with a bias"),
     ],
 )  # fmt: skip
 def test_models_that_replay_refuses(tmp_path, falls_back, kind, sizes, match):

@@ -700,22 +700,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: llama(layer_types=["full_attention", "chunked_attention"]),
         "LlamaForCausalLM has layers of kind chunked_attention; expected full or sliding attention.",
     ),
-    "capped logits": (
-        lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**TINY, head_dim=8)),
-        "Gemma2ForCausalLM scales or caps its logits (final_logit_softcapping); expected plain logits.",
-    ),
-    "scaled logits": (
-        lambda: tf.GraniteForCausalLM(tf.GraniteConfig(**TINY, logits_scaling=4.0)),
-        "GraniteForCausalLM scales or caps its logits (logits_scaling); expected plain logits.",
-    ),
-    "scaled logits of Cohere": (
-        lambda: tf.CohereForCausalLM(tf.CohereConfig(**TINY)),
-        "CohereForCausalLM scales or caps its logits (logit_scale); expected plain logits.",
-    ),
-    "a head with a bias": (
-        lambda: tf.PhiForCausalLM(tf.PhiConfig(**TINY)),
-        "PhiForCausalLM has an output layer with a bias; expected one weight [V, H].",
-    ),
 }
 
 

@@ -8,7 +8,7 @@ It raises without it, and for every input that it does not support: a mask, a ca
 Models that replay would compute wrongly are refused by name before anything runs:
 
 its kind        encoder and decoder, no model of hidden states              always
-its output      scaled or capped logits, a layer that is not one weight     for log-probs
+its output      logits or a layer that ops.Logits cannot say (output.py)     for log-probs
 its layers      state carried from token to token, no position_ids          for packed rows
 its rows        longer than the limit of dynamic RoPE, image tokens         for these rows
 
@@ -38,17 +38,16 @@ from transformers import AttentionInterface, PreTrainedModel
 from maskpack.adapters.transformers import compiled, experts, passes
 from maskpack.adapters.transformers.compiled import CompiledParts
 from maskpack.adapters.transformers.experts import Routers
+from maskpack.adapters.transformers.output import Layer, check_layer, curve_of, states_of
 from maskpack.adapters.transformers.passes import NAME
 from maskpack.core.arguments import IntArray, flag, said
 from maskpack.errors import ReplayError
-from maskpack.ops import packed_log_probs
+from maskpack.ops import Logits, packed_log_probs
 from maskpack.ops.attention import packed_attention
 from maskpack.replay.inputs import PackedInputs
 from maskpack.replay.routes import RoutedExperts
 
 _LAYERS = {"full_attention", "sliding_attention"}
-_SCALES = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier")
-"""Options that scale or cap the logits; 1 or None leaves them plain."""
 _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id", "image_token_index")
 """Options with the ids of tokens that a model replaces by image, video or audio embeddings."""
 _CHANGING = ("dynamic", "longrope")
@@ -240,7 +239,7 @@ class Replayable:
         self._routers: Routers | None = None
         _check_kind(model, self._base, self._output)
         if self._output is not None:
-            _check_output(model, self._config, self._output)
+            self._scale, self._softcap = curve_of(model, self._base, self._output)
         if os.environ.get("MASKPACK_PACKED_REPLAY") != "0":
             _check_layers(model, self._base, self._config)
         _check_root(model)
@@ -292,28 +291,38 @@ class Replayable:
     def head(self) -> Tensor:
         """[V, H]: the weight of the output layer. Where FSDP2 has sharded it again after the forward pass, all ranks
         have to ask for it: it is gathered, until the backward pass, or without gradients as a copy."""
+        return self._whole(weight=True).weight
+
+    @property
+    def head_logits(self) -> Logits:
+        """What the output layer does beside `head`, and the scale and soft cap of the model. Its tensors are gathered
+        as `head` is."""
+        return self._whole(weight=False).logits(self._scale, self._softcap)
+
+    def _whole(self, *, weight: bool) -> Layer:
+        """The output layer with gathered tensors; without `weight`, that one may be a shard."""
         if self._output is None:
             raise ReplayError(
                 f"replayable: {type(self.model).__name__} has no output layer that scores tokens; expected one for "
                 "log-probs. Ask it for response_values, or load it as a causal language model."
             )
-        weight = _plain_weight(self.model, self._output)
+        check_layer(self.model, self._output)
         gathered: list[Any] = []
         for part in (self._output, self.model):
-            if isinstance(weight, DTensor) and isinstance(part, FSDPModule):
+            if Layer.of(self._output).is_sharded(weight=weight) and isinstance(part, FSDPModule):
                 part.unshard()
                 gathered.append(part)
-                weight = cast("Tensor", self._output.weight)
-        if isinstance(weight, DTensor):
+        layer = Layer.of(self._output)
+        if layer.is_sharded(weight=weight):
             raise ReplayError(
                 f"replayable: the output layer of {type(self.model).__name__} is sharded; expected its whole weight "
                 "after a forward pass. Shard the model too, as the root: fully_shard of its parts, then of the model."
             )
         if gathered and not torch.is_grad_enabled():  # no backward pass would shard it again
-            weight = weight.detach().clone()
+            layer = layer.copied(weight=weight)
             for part in gathered:
                 part.reshard()
-        return weight
+        return layer
 
     def hidden(self, inputs: PackedInputs) -> Tensor:
         """[T, H]: the last hidden states of packed rows; of a shard, those of its tokens."""
@@ -411,11 +420,7 @@ class Replayable:
                 f"replayable: {type(self.model).__name__} is sharded, with a head that replay does not know; expected "
                 "its base model as the root of the sharding. Shard and replay that, and its head apart."
             )
-        self._output.forward = _as_it_is
-        try:
-            return cast("Any", self.model)(**given, use_cache=False).logits
-        finally:
-            del self._output.forward
+        return states_of(self.model, self._output, given | {"use_cache": False})
 
     def self_check(self, inputs: PackedInputs, hidden: Tensor, again: bool = False) -> None:
         """Compares the log-probs of one row with those of the whole model on this row alone, by its original attention.
@@ -476,7 +481,7 @@ class Replayable:
                     use_cache=False,
                     **more,
                 )
-            head = None if self._output is None else self.head  # all ranks gather it
+            head = None if self._output is None else (self.head, self.head_logits)  # all ranks gather it
             if row.size < 2:
                 return 0.0
             states = inputs.collected(hidden, row[compared])
@@ -485,15 +490,11 @@ class Replayable:
                 off = (states - truth).float().abs().max() / truth.float().square().mean().sqrt()
             else:
                 scored = ids[0, places + 1]
-                seen = packed_log_probs(states, head, scored)
+                seen = packed_log_probs(states, head[0], scored, logits=head[1])
                 logits = out.logits[0] if more else out.logits[0, places]
                 truth = logits.to(seen.dtype).log_softmax(-1).gather(-1, scored[:, None])[:, 0]
                 off = (seen - truth).abs().max()
         return float(off)
-
-
-def _as_it_is(hidden: Tensor) -> Tensor:
-    return hidden
 
 
 def precision(hidden: Tensor) -> torch.dtype:
@@ -532,48 +533,6 @@ def _check_kind(model: Any, base: Any, output: Any) -> None:
             f"replayable: {who} has no model of hidden states within; expected one in "
             f'"{model.base_model_prefix}". Its log-probs have to come from its own forward.'
         )
-
-
-def _check_output(model: Any, config: Any, output: Any) -> None:
-    """Checks that logits are the product with one weight, without bias, scale or cap."""
-    who = type(model).__name__
-    scales = [name for name in _SCALES if getattr(config, name, None) not in (None, 1)]
-    if scales:
-        raise ReplayError(
-            f"replayable: {who} scales or caps its logits ({', '.join(scales)}); expected plain logits. Its "
-            "log-probs have to come from its own forward."
-        )
-    if getattr(output, "bias", None) is not None:
-        raise ReplayError(
-            f"replayable: {who} has an output layer with a bias; expected one weight [V, H]. Its log-probs have to "
-            "come from its own forward."
-        )
-
-
-def _plain_weight(model: Any, output: Any) -> Tensor:
-    """[V, H]: the weight of the output layer, or its shard. Every call checks that the layer applies nothing else,
-    because adapters can be added later."""
-    who, layer = type(model).__name__, cast("Any", type(output))
-    sharded = FSDPModule in layer.__mro__
-    if FSDPModule not in type(model).__mro__ and (sharded or isinstance(getattr(output, "weight", None), DTensor)):
-        raise ReplayError(
-            f"replayable: the output layer of {who} is sharded; expected its whole weight after a forward "
-            "pass. Shard the model too, as the root: fully_shard of its parts, then of the model."
-        )
-    hooks = [*output._forward_hooks.values(), *output._forward_pre_hooks.values()]
-    hooked = not all(sharded and _of_fsdp(hook) for hook in hooks)
-    plain = isinstance(output, nn.Linear) and layer.forward is nn.Linear.forward and "forward" not in vars(output)
-    if not plain or hooked:
-        raise ReplayError(
-            f"replayable: the output layer of {who} is a {layer.__module__}.{layer.__name__}, or has hooks; expected "
-            "torch.nn.Linear, whose weight says all. Merge adapters of the output layer, or leave it without one."
-        )
-    return output.weight
-
-
-def _of_fsdp(hook: Any) -> bool:
-    """Whether a hook gathers and shards weights, and does nothing to the outputs."""
-    return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
 
 
 def _check_layers(model: Any, base: Any, config: Any) -> None:

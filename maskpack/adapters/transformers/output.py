@@ -1,0 +1,289 @@
+"""What output layers are made of, and what models do to their logits.
+
+    Layer   of modules    nn.Linear: weight, bias; LoRA of PEFT around it: the active pairs of lora_A and lora_B
+    curve   of forward    scale and soft cap, found by running the model's own forward on given logits
+
+A model applies its scale and cap in its forward pass, by options with names of its own: `logits_scaling` divides in one
+and multiplies in another. So nothing is read from options. The forward pass runs once, on a copy of the outer modules
+whose base model and output layer are replaced: the one gives no states, the other a few given logits for all tokens.
+
+    z -> forward -> z * scale                            no cap
+    z -> forward -> softcap * tanh(scale * z / softcap)  a cap
+    z -> forward -> anything else                        refused
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from maskpack.errors import ReplayError
+from maskpack.ops import Logits
+
+_OWN = "Its log-probs have to come from its own forward."
+_LORA = ("lora_A", "lora_B", "lora_dropout", "scaling", "active_adapters", "disable_adapters", "merged")
+"""What LoRA around a layer has in PEFT, beside base_layer."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Layer(NamedTuple):
+    """The tensors of an output layer: weight [V, H], bias [V], and of each active adapter A [r, H], B [V, r] and
+    its factor."""
+
+    weight: Tensor
+    bias: Tensor | None
+    adapters: tuple[tuple[Tensor, Tensor, float], ...] = ()
+
+    @staticmethod
+    def of(output: Any) -> Layer:
+        """Of a layer that `check_layer` accepts."""
+        linear = output.base_layer if _is_lora(output) else output
+        pairs = [(output.lora_A[name].weight, output.lora_B[name].weight, output.scaling[name]) for name in _on(output)]
+        return Layer(linear.weight, linear.bias, tuple(pairs))
+
+    def is_sharded(self, *, weight: bool) -> bool:
+        """Whether a tensor is a shard of FSDP2; without `weight`, one of the others."""
+        thin = [self.bias, *(x for low, high, _ in self.adapters for x in (low, high))]
+        return any(isinstance(x, DTensor) for x in [*thin, *([self.weight] if weight else [])])
+
+    def copied(self, *, weight: bool) -> Layer:
+        """Copies without gradients; without `weight`, that one stays."""
+        pairs = [(a.detach().clone(), b.detach().clone(), factor) for a, b, factor in self.adapters]
+        bias = None if self.bias is None else self.bias.detach().clone()
+        return Layer(self.weight.detach().clone() if weight else self.weight, bias, tuple(pairs))
+
+    def logits(self, scale: float, softcap: float | None) -> Logits:
+        """Several adapters are one whose ranks are joined, each with its factor, in float32."""
+        low = [a.to(torch.promote_types(a.dtype, torch.float32)) * factor for a, _, factor in self.adapters]
+        high = [b for _, b, _ in self.adapters]
+        return Logits(
+            bias=self.bias,
+            lora_a=torch.cat(low) if low else None,
+            lora_b=torch.cat(high, 1) if high else None,
+            scale=scale,
+            softcap=softcap,
+        )
+
+
+# -------------------------------------------------------------------- modules
+
+
+def check_layer(model: Any, output: Any) -> None:
+    """Raises ReplayError unless `Layer.of` says all that an output layer does. Adapters can be added later, so every
+    call checks."""
+    who, kind = type(model).__name__, cast("Any", type(output))
+    sharded = FSDPModule in kind.__mro__
+    if FSDPModule not in type(model).__mro__ and (sharded or isinstance(getattr(output, "weight", None), DTensor)):
+        raise ReplayError(
+            f"replayable: the output layer of {who} is sharded; expected its whole weight after a forward "
+            "pass. Shard the model too, as the root: fully_shard of its parts, then of the model."
+        )
+    if _is_lora(output):
+        _check_lora(who, output)
+    elif not _is_plain(output) or kind.forward is not nn.Linear.forward:
+        raise ReplayError(
+            f"replayable: the output layer of {who} is a {kind.__module__}.{kind.__name__}, or has hooks; expected "
+            "torch.nn.Linear, whose weight and bias say all, or LoRA of PEFT around it. Merge other adapters of the "
+            "output layer, or leave it without one."
+        )
+
+
+def _is_lora(output: Any) -> bool:
+    return hasattr(output, "base_layer") and all(hasattr(output, name) for name in _LORA)
+
+
+def _on(output: Any) -> list[str]:
+    """The adapters that an output layer adds to its base layer."""
+    if not _is_lora(output) or output.disable_adapters or output.merged:
+        return []
+    return [name for name in output.active_adapters if name in output.lora_A]
+
+
+def _check_lora(who: str, output: Any) -> None:
+    """LoRA adds scaling * lora_B(lora_A(dropout(x))) for each active adapter, and no more."""
+    seen: str | None = None
+    if output.disable_adapters and output.merged:
+        seen, remedy = "merged adapters that are disabled", "Call unmerge_adapter() first"
+    elif not (_unhooked(output) and _is_plain(output.base_layer)):
+        kind = cast("Any", type(output.base_layer))
+        seen, remedy = f"a base layer {kind.__module__}.{kind.__name__}, or hooks", "Use torch.nn.Linear without hooks"
+    else:
+        remedy = "Merge the adapter, or leave the output layer without one"
+        for name in _on(output):
+            seen = seen or _odd_adapter(output, name)
+    if seen is not None:
+        raise ReplayError(
+            f"replayable: the output layer of {who} has LoRA with {seen}; expected lora_B(lora_A(x)) * scaling beside "
+            f"torch.nn.Linear. {remedy}."
+        )
+
+
+def _odd_adapter(output: Any, name: str) -> str | None:
+    variants: dict[str, Any] = getattr(output, "lora_variant", {})
+    if name in variants or getattr(output, "use_dora", {}).get(name):
+        variant = type(variants[name]).__name__ if name in variants else "DoRA"
+        return f"a variant of its own ({variant}) in the adapter {name}"
+    dropout = output.lora_dropout[name]
+    if not isinstance(dropout, nn.Identity) and getattr(dropout, "p", 1) and output.training:
+        return f"dropout {getattr(dropout, 'p', '')} in train mode in the adapter {name}"
+    pair = output.lora_A[name], output.lora_B[name]
+    if not all(_is_plain(part) and part.bias is None for part in pair):
+        return f"a bias, hooks or other layers than torch.nn.Linear in the adapter {name}"
+    return None
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether a layer is x @ weight.T + bias."""
+    return isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward and _unhooked(layer)
+
+
+def _unhooked(layer: Any) -> bool:
+    """Whether a layer runs its class's forward without hooks, or with those by which FSDP gathers weights."""
+    hooks = [*layer._forward_hooks.values(), *layer._forward_pre_hooks.values()]
+    plain = all(isinstance(layer, FSDPModule) and _of_fsdp(hook) for hook in hooks)
+    return plain and "forward" not in vars(layer)
+
+
+def _of_fsdp(hook: Any) -> bool:
+    """Whether a hook gathers and shards weights, and does nothing to the outputs."""
+    return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
+
+
+# -------------------------------------------------------------------- the forward pass after the output layer
+
+
+class _Through(torch.autograd.Function):
+    """The states, of which the logits were made; the backward pass goes through both, with zeros for the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, logits: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.like = logits.shape, logits.dtype
+        return states.view_as(states)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        (grad,) = grads
+        shape, dtype = ctx.like
+        return grad, None if grad is None else grad.new_zeros(shape, dtype=dtype)
+
+
+def states_of(model: Any, output: Any, given: dict[str, Any]) -> Tensor:
+    """The states that reach the output layer in a forward pass of the model, which would scale and cap them if the
+    layer returned them. The backward pass begins at the outputs of the model, where FSDP gathers weights for it."""
+    seen: list[Tensor] = []
+
+    def note(states: Tensor) -> Tensor:
+        seen.append(states)
+        return states
+
+    output.forward = note
+    try:
+        logits = model(**given).logits
+    finally:
+        del output.forward
+    return cast("Callable[..., Any]", _Through.apply)(seen[0], logits)
+
+
+_SMALL, _LARGE = 2.0**-20, 1e30
+_POINTS = (_SMALL, -3.0, 3.0, 40.0, _LARGE, 0.0)
+
+
+def curve_of(model: Any, base: Any, output: Any) -> tuple[float, float | None]:
+    """The scale and the soft cap that a model applies to its logits.
+
+    Raises ReplayError if it does anything else to them.
+    """
+    seen = _outputs(model, base, output)
+    small, large = seen[0] / _SMALL, seen[_POINTS.index(_LARGE)]
+    linear = math.isclose(small, large / _LARGE, rel_tol=1e-6)
+    softcap = None if linear else large
+    scale = 1.0 if math.isclose(small, 1, rel_tol=1e-6) else small  # float32 in between rounds
+    if scale > 0 and (softcap is None or softcap > 0):
+        want = [scale * z if softcap is None else softcap * math.tanh(scale * z / softcap) for z in _POINTS]
+        if all(math.isclose(x, y, rel_tol=1e-5, abs_tol=1e-9) for x, y in zip(seen, want, strict=True)):
+            return scale, softcap
+    raise ReplayError(
+        f"replayable: the forward of {type(model).__name__} makes {[float(f'{x:.4g}') for x in seen]} of the logits "
+        f"{[*_POINTS]}; expected a positive scale, and softcap * tanh(x / softcap) after it. {_OWN}"
+    )
+
+
+def _outputs(model: Any, base: Any, output: Any) -> list[float]:
+    """What the forward of a model makes of the logits `_POINTS`, one for each token."""
+    who, weight = type(model).__name__, getattr(output, "weight", None)
+    rows = model.config.get_text_config().vocab_size if weight is None else weight.shape[0]
+    device = torch.device("cpu") if weight is None or weight.is_meta else weight.device
+    points = torch.tensor(_POINTS, dtype=torch.float64, device=device)
+    given = points[:, None].expand(-1, rows)[None].clone()
+    states = _States(torch.zeros(1, len(_POINTS), 1, dtype=torch.float64, device=device))
+    ids = torch.zeros(1, len(_POINTS), dtype=torch.int64, device=device)
+    parts = {id(base): _copy(base, lambda *_, **__: states), id(output): _copy(output, lambda *_, **__: given)}
+    outer = _outer(model, parts)
+    try:
+        with torch.no_grad():
+            logits = cast("Tensor", outer.forward(input_ids=ids, use_cache=False).logits)
+    except Exception as error:
+        raise ReplayError(
+            f"replayable: the forward of {who} failed on given logits with {type(error).__name__}: {error}; expected "
+            f"the base model, then the output layer, then a scale or cap. {_OWN}"
+        ) from error
+    if logits.shape != given.shape:
+        raise ReplayError(
+            f"replayable: the forward of {who} makes logits {tuple(logits.shape)} of the output layer's "
+            f"{tuple(given.shape)}; expected as many. {_OWN}"
+        )
+    found = logits[0].double()
+    if not torch.equal(found, found[:, :1].expand_as(found)):
+        raise ReplayError(
+            f"replayable: the forward of {who} changes the logits of some tokens and not of others; expected the same "
+            f"scale and cap for all. {_OWN}"
+        )
+    return cast("list[float]", found[:, 0].tolist())
+
+
+class _States:
+    """The outputs of a base model: these states, and None for everything else."""
+
+    def __init__(self, states: Tensor) -> None:
+        self.last_hidden_state = states
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, at: Any) -> Any:
+        everything: Any = (self.last_hidden_state,)
+        return everything[at]
+
+
+def _outer(module: Any, parts: dict[int, Any]) -> Any:
+    """A copy of a module in which some parts are replaced. Weights and other parts are shared."""
+    if id(module) in parts:
+        return parts[id(module)]
+    if not any(id(part) in parts for part in module.modules()):
+        return module
+    copied = _copy(module)
+    for name, child in module._modules.items():
+        copied._modules[name] = None if child is None else _outer(child, parts)
+    return copied
+
+
+def _copy(module: Any, forward: Callable[..., Any] | None = None) -> Any:
+    """A shallow copy without hooks, of the class that FSDP2 found, with the forward of that class or the given one."""
+    kinds = cast("tuple[Any, ...]", type(module).__mro__)
+    kind = next(kind for kind in kinds if not issubclass(kind, FSDPModule))
+    copied = kind.__new__(kind)
+    vars(copied).update(vars(module))
+    vars(copied).update({name: OrderedDict() for name in _HOOKS}, _modules=dict(module._modules))
+    vars(copied).pop("forward", None)
+    if forward is not None:
+        vars(copied)["forward"] = forward
+    return copied
