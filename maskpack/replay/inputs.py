@@ -44,11 +44,10 @@ from maskpack.nesting.response import ResponseAxis, scoring
 from maskpack.ops import pack_torch as plain
 from maskpack.packed.batch import PackedBatch, decompress
 from maskpack.replay.context import ContextShard, need_same, shard_of
+from maskpack.replay.media import Media
 
 NoPrompt = Literal["error", "skip"]
 _CPU = torch.device("cpu")
-_NOT_TEXT = ("pixel_values", "pixel_values_videos", "input_features", "image_grid_thw", "video_grid_thw")
-"""Fields of multimodal models, which replay does not pass on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +70,7 @@ class PackedInputs:
         tree: the tree of the rows; None if they share nothing, or were not asked to.
         share_prefixes: whether they were asked to. All ranks of a sharded model agree on it, but not on a tree.
         context: the shard of this rank, after `shard`; None for all tokens.
+        media: the images and videos of the rows, on the device; None for text.
 
     After `shard`, `input_ids`, `position_ids`, `predict` and `targets` are those of the shard, and `predict` counts
     from its first token. All others describe the whole.
@@ -90,6 +90,7 @@ class PackedInputs:
     tree: PrefixTree | None = None
     share_prefixes: bool = False
     context: ContextShard | None = None
+    media: Media | None = None
 
     @classmethod
     def of(
@@ -109,7 +110,9 @@ class PackedInputs:
         Args:
             batch: token ids, and the fields of the sequence and response axes: `attention_mask` and `responses`, or
                 the layouts of a nested or packed batch. Padding may be on the left, on the right or on both sides.
-                Without `position_ids`, positions count the valid tokens of each row.
+                Without `position_ids`, positions count the valid tokens of each row. Images and videos are in
+                `multi_modal_inputs`, a dict of tensors for each row, or in jagged fields `pixel_values`,
+                `image_grid_thw`, `pixel_values_videos`, `video_grid_thw` and `image_sizes`.
             input_ids: the field of the token ids.
             registry: its axes `sequence` and `response` name the masks.
             multiple_of: T is rounded up to a multiple by a tail. A batch without tokens becomes a tail alone, because
@@ -118,12 +121,13 @@ class PackedInputs:
                 and "skip" leaves it unscored.
             device: the device of the inputs; by default that of the batch. The batch itself does not move.
             share_prefixes: whether tokens that begin several rows, with equal position ids, are there once. Ids and
-                positions are compared on the host; one synchronisation for each of the two if they are on CUDA.
+                positions are compared on the host; one synchronisation for each of the two if they are on CUDA. Rows
+                with images or videos share only with rows that have the same.
             min_shared: as for `PrefixTree.from_ids`.
 
         Raises:
-            ReplayError: no token ids, a field of another shape or dtype, a response without a prompt, or an invalid
-                option.
+            ReplayError: no token ids, a field of another shape or dtype, audio, a response without a prompt, or an
+                invalid option.
             LayoutError: a batch without a sequence and a response axis; min_shared is no integer from 1.
         """
         call = "PackedInputs.of"
@@ -174,6 +178,7 @@ class PackedInputs:
             num_tokens=tokens,
             tree=tree,
             share_prefixes=share_prefixes,
+            media=None if rows.media is None else rows.media.to(torch.device(where)),
         )
 
     def shard(self, group: ProcessGroup, *, temperature: float = 1.0) -> PackedInputs:
@@ -264,6 +269,7 @@ class _Rows:
         positions: integers [T] or [T, n].
         counted: whether positions are the places in the rows, because the batch has none.
         device: where the ids were found.
+        media: the images and videos of the rows.
     """
 
     ids: Tensor
@@ -272,6 +278,7 @@ class _Rows:
     device: torch.device
     sequence: RowLayout
     axis: ResponseAxis
+    media: Media | None
 
     @classmethod
     def of(
@@ -290,12 +297,6 @@ class _Rows:
         places = {"input_ids": path_of(input_ids), "position_ids": ("position_ids",)}
         if not isinstance(batch, PackedBatch):
             need_batch(batch, call)
-        for name in _NOT_TEXT:
-            if (name,) in batch.forms if isinstance(batch, PackedBatch) else entry_at(batch, (name,)) is not None:
-                raise ReplayError(
-                    f'{call}: the batch has a field "{name}"; expected text alone, which is all that the model is '
-                    "given. Replay these rows by the model's own forward; without images, drop the field."
-                )
         if isinstance(batch, PackedBatch):
             where = _CPU if on_host and device is not None else device
             axis, fields = _decoded(batch, places, where, registry, call)
@@ -325,11 +326,17 @@ class _Rows:
                 f'{call}: field "position_ids" is {positions.dtype}; expected integers. Fix the producer, or drop it.'
             )
         tokens = (ids.cpu(), positions.cpu()) if on_host else (ids, positions)
-        return cls(*tokens, counted, ids.device, sequence, axis)
+        media = Media.of(batch, sequence.lengths, call, compare=on_host)
+        return cls(*tokens, counted, ids.device, sequence, axis, media)
 
     def tree(self, min_shared: int) -> PrefixTree:
-        """The trie of the rows, which are on the host."""
+        """The trie of the rows, which are on the host. Those with other images have no token in common: the ids of all
+        images are equal."""
         positions = None if self.counted else self.positions.numpy()
+        if self.media is not None:
+            parts = np.repeat(self.media.of_row, self.sequence.lengths)[:, None]
+            beside = [] if positions is None else [positions.reshape(parts.shape[0], -1)]
+            positions = np.concatenate([*beside, parts], 1)
         return PrefixTree.from_ids(self.ids.numpy(), self.sequence.row_offsets, positions, min_shared=min_shared)
 
 

@@ -37,8 +37,9 @@ class ReplayModel(Protocol):
     """The interface that replay needs of a causal language model. `adapters.transformers.replayable` returns one.
 
     A model that supports `PackedInputs.tree`, by `packed_attention(tree=)`, also has `shares_prefixes = True`; one that
-    supports `PackedInputs.context`, by `packed_attention(group=)`, `context_parallel = True`. One whose `head` is split
-    over ranks also has `head_group`: `group` of `ops.packed_log_probs`.
+    supports `PackedInputs.context`, by `packed_attention(group=)`, `context_parallel = True`; one that supports
+    `PackedInputs.media`, which its `dense_hidden` takes, too (`media=`), `takes_media = True`. One whose `head` is
+    split over ranks also has `head_group`: `group` of `ops.packed_log_probs`.
     """
 
     @property
@@ -262,16 +263,28 @@ def _inputs(
             "maskpack.adapters.transformers.replayable(model), or leave context_group out."
         )
     if context_group is None or not packing_is_on(call):
-        return PackedInputs.of(batch, device=device, share_prefixes=shares and packing_is_on(call), **packing)
+        inputs = PackedInputs.of(batch, device=device, share_prefixes=shares and packing_is_on(call), **packing)
+        _need_media_taken(call, model, inputs)
+        return inputs
     try:
         multiple = packing["multiple_of"]
         if isinstance(context_group, ProcessGroup) and type(multiple) is int:
             packing["multiple_of"] = multiple * context_group.size()  # each shard is a multiple
         inputs = PackedInputs.of(batch, device=device, share_prefixes=shares, **packing)
+        _need_media_taken(call, model, inputs)
     except Exception:
         tell_failure(context_group)
         raise
     return inputs._shard(context_group, same)  # pyright: ignore[reportPrivateUsage]
+
+
+def _need_media_taken(call: str, model: Any, inputs: PackedInputs) -> None:
+    if inputs.media is not None and getattr(model, "takes_media", None) is not True:
+        raise ReplayError(
+            f"{call}: the batch has images or videos ({', '.join(inputs.media.names)}) for {said(model)}, which does "
+            "not say that it supports PackedInputs.media; expected a model that gives them to its vision tower and has "
+            "takes_media = True. Use maskpack.adapters.transformers.replayable(model); without images, drop the fields."
+        )
 
 
 def _of_each(
@@ -347,5 +360,6 @@ def _dense(model: ReplayModel, inputs: PackedInputs) -> Tensor:
     places = inputs.position_ids[..., :real].movedim(-1, 0).reshape(real, -1)
     positions = plain.unpack(places, layout, 0).movedim(-1, 0)
     mask = layout.to_mask(torch.int64)
-    hidden = model.dense_hidden(ids, mask, positions[0] if positions.shape[0] == 1 else positions)
+    more: dict[str, Any] = {} if inputs.media is None else {"media": inputs.media}
+    hidden = model.dense_hidden(ids, mask, positions[0] if positions.shape[0] == 1 else positions, **more)
     return plain.pack(hidden, layout)

@@ -68,13 +68,18 @@ class _Taken(str):
 
 
 def take(model: Any, config: Any) -> None:
-    """Switches a model to packed attention. `config` is its text configuration."""
+    """Switches a model to packed attention. `config` is its text configuration: parts with another one, such as a
+    vision tower, keep their attention."""
     with _switching:
         if config._attn_implementation != NAME:
             own = [(part, part._attn_implementation) for part in _parts(model.config)]
             model.set_attn_implementation(NAME)
+            of_text = {id(part) for part in _parts(model.config) if any(below is config for below in _parts(part))}
+            of_text |= {id(part) for part in _parts(config) if config is not model.config}
             for part, name in own:
-                if part._attn_implementation == NAME:
+                if id(part) not in of_text:
+                    part._attn_implementation_internal = name
+                elif part._attn_implementation == NAME:
                     taken = _Taken(NAME)
                     taken.own = getattr(name, "own", None) or name
                     part._attn_implementation_internal = taken
