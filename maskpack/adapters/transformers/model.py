@@ -225,8 +225,9 @@ class Replayable:
                 "average the gradients yourself."
             )
         self.model = model
-        self._base: Any = getattr(model, model.base_model_prefix, None) or model.get_decoder()
         self._output: Any = cast("Any", model).get_output_embeddings()
+        whole = self._output is None and vision.sees(model)  # its decoder takes text alone
+        self._base: Any = getattr(model, model.base_model_prefix, None) or (model if whole else model.get_decoder())
         self._config: Any = model.config.get_text_config()
         self._checked: dict[tuple[Any, ...], int] = {}
         _check_kind(model, self._base, self._output)

@@ -187,7 +187,7 @@ def _check_rows(model: Any, media: Media, counts: Sequence[IntArray]) -> None:
                 expected = "some" if pixels else 0
             elif alike and pixels:
                 ratio = ratio or (places, pixels)
-                expected = places if places * ratio[1] == pixels * ratio[0] else f"{ratio[0]} for {ratio[1]}, as before"
+                expected = places if places * ratio[1] == pixels * ratio[0] else f"{pixels * ratio[0] / ratio[1]:g}"
             if places != expected:
                 raise ReplayError(
                     f"replayable: row {row} has {places} {kind.name} tokens in its ids, and media of {pixels} entries "
