@@ -204,7 +204,7 @@ def _sound(name: str, call: str) -> ReplayError:
 
 
 def _need_joinable(parts: Sequence[Mapping[str, Tensor]], call: str) -> None:
-    """Raises ReplayError unless rows have the same names, entries of one name are alike, and grids have three numbers."""
+    """Raises ReplayError unless rows have the same names, entries of a name are alike, and grids have three numbers."""
     forms: dict[str, tuple[Any, ...]] = {}
     of_kind: dict[bool, list[str]] = {}
     for part in parts:
@@ -212,8 +212,8 @@ def _need_joinable(parts: Sequence[Mapping[str, Tensor]], call: str) -> None:
             names = sorted(name for name in part if ("video" in name) == video)
             if names and of_kind.setdefault(video, names) != names:
                 raise ReplayError(
-                    f"{call}: a row has {', '.join(of_kind[video])}, another {', '.join(names)}; expected the same names "
-                    f"in all rows with {'videos' if video else 'images'}. Fix the producer."
+                    f"{call}: a row has {', '.join(of_kind[video])}, another {', '.join(names)}; expected the same "
+                    f"names in all rows with {'videos' if video else 'images'}. Fix the producer."
                 )
         for name, x in part.items():
             form = tuple(x.shape[1:]), x.dtype, x.device

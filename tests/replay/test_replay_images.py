@@ -18,7 +18,9 @@ from maskpack.errors import ReplayError
 from maskpack.replay import PackedInputs, prefix_tree, response_log_probs, response_values
 
 tf = pytest.importorskip("transformers")
+import images_work  # noqa: E402
 import tiny_vision as tiny  # noqa: E402
+from ranks import run_ranks, values  # noqa: E402
 from tiny_models import llama, pair  # noqa: E402
 from tiny_vision import IMAGE, ROWS, WITH_VIDEO, Row, Sample, batch_of, samples, truth  # noqa: E402
 
@@ -401,7 +403,7 @@ def test_images_of_other_rows_are_refused_without_grids(make: Any) -> None:
     refused(model, right, "row 0 has .* image tokens .* expected 0 tokens")
     if make is not tiny.mistral3:  # whose images have other sizes
         right["multi_modal_inputs"] = NonTensorStack(*[media[n] for n in (2, 1, 0, 3, 4, 5)])
-        refused(model, right, "row 2 has .* image tokens .* expected (8|32) tokens")
+        refused(model, right, "row 2 has .* image tokens .* expected (2|8|32) tokens")
 
 
 @pytest.mark.parametrize("change", [1, -1])
@@ -525,3 +527,25 @@ def test_fields_of_other_forms_are_refused() -> None:
 
 
 PATCHES = tiny.PATCH
+
+
+# -------------------------------------------------------------------- over ranks
+
+
+@pytest.mark.parametrize("name", ["qwen25_vl", "qwen3_vl"])
+def test_sharded_replay_is_that_of_each_row_alone(name: str) -> None:
+    """Rank 0 has images, the other a video."""
+    for apart in values(run_ranks(images_work.sharded, 2, name, seconds=100)):
+        assert apart["gradients"] <= GRADIENT_LIMIT
+        assert max(apart["packed"], apart["padded"]) <= LIMIT
+
+
+def test_images_on_some_ranks_of_a_sharded_model_are_refused_on_all() -> None:
+    for said in values(run_ranks(images_work.images_on_one_rank, 2, seconds=100)):
+        assert len(said) == 2
+        assert all("is sharded, and some ranks have rows with images" in one for one in said)
+
+
+def test_images_with_a_context_group_are_refused_on_all_ranks() -> None:
+    for said in values(run_ranks(images_work.images_in_shards, 2, seconds=100)):
+        assert "images or videos came with context_group; expected text alone" in said
