@@ -35,7 +35,11 @@ def _sharded(name: str) -> tuple[Any, Any]:
     return model, plain
 
 
-def sharded(name: str) -> dict[str, float]:
+def sharded(*names: str) -> dict[str, dict[str, float]]:
+    return {name: _off(name) for name in names}
+
+
+def _off(name: str) -> dict[str, float]:
     """How far log-probs and gradients (of the mean over ranks) are off those of each row alone."""
     model, plain = _sharded(name)
     replay = replayable(model)
@@ -56,7 +60,12 @@ def sharded(name: str) -> dict[str, float]:
         off["gradients"] = max(off["gradients"], apart / (float(expected.norm()) + 1e-6))
     os.environ["MASKPACK_PACKED_REPLAY"] = "0"
     off["padded"] = float((response_log_probs(replay, batch).values() - want).detach().abs().max())
+    del os.environ["MASKPACK_PACKED_REPLAY"]
     return off
+
+
+def refused() -> tuple[list[str], str]:
+    return images_on_one_rank(), images_in_shards()
 
 
 def images_on_one_rank() -> list[str]:
@@ -71,6 +80,7 @@ def images_on_one_rank() -> list[str]:
             response_log_probs(replay, batch)
         except ReplayError as error:
             said.append(str(error))
+    del os.environ["MASKPACK_PACKED_REPLAY"]
     text = samples(tiny.qwen25_vl, [Row(3, 2 + dist.get_rank())])
     off = (response_log_probs(replay, batch_of(plain, text)).values() - truth(plain, text)).abs().max()
     assert float(off) <= 5e-6

@@ -25,6 +25,7 @@ from tiny_models import llama, pair  # noqa: E402
 from tiny_vision import IMAGE, ROWS, WITH_VIDEO, Row, Sample, batch_of, samples, truth  # noqa: E402
 
 adapter = pytest.importorskip("maskpack.adapters.transformers.model")
+compiled = pytest.importorskip("maskpack.adapters.transformers.compiled")
 replayable = adapter.replayable
 passes = adapter.passes
 
@@ -204,6 +205,8 @@ def test_rows_without_tokens_may_have_images() -> None:
     given = given_to(tiny.qwen25_vl)
     assert not given[3].ids
     given[3].media = given[0].media
+    text = [given[1], given[3], given[5]]
+    assert PackedInputs.of(batch_of(plain, text)).media is None
     for media in ("objects", "jagged"):
         assert (
             off(response_log_probs(replayable(model), batch_of(plain, given, media=media)), truth(plain, given))
@@ -249,6 +252,12 @@ def test_the_vision_tower_keeps_its_attention(make: Any) -> None:
     response_log_probs(ready, batch_of(plain, given))
     assert told
     assert not any({"cu_seq_lens_q", "max_length_q"} & names for names in told)
+    tower = model.model.visual if make in tiny.GRIDS else model.model.vision_tower
+    grid = {"grid_thw": given[0].media["image_grid_thw"]} if make in tiny.GRIDS else {}
+    told.clear()
+    tower(given[0].media["pixel_values"], **grid, cu_seq_lens_q=torch.tensor([0, 16]), max_length_q=16)
+    assert told
+    assert not any({"cu_seq_lens_q", "max_length_q"} & names for names in told)
     released = ready.release()
     assert [part._attn_implementation for part in passes._parts(released.config)] == [
         part._attn_implementation for part in passes._parts(plain.config)
@@ -284,6 +293,19 @@ def test_the_self_check_compares_a_row_with_images() -> None:
 
 def samples_of_text(plain: Any) -> TensorDict:
     return batch_of(plain, samples(tiny.qwen25_vl, [Row(3, 4), Row(2, 5)]))
+
+
+@pytest.mark.parametrize("make", [tiny.qwen25_vl, tiny.qwen3_vl])
+def test_compiled_parts_of_both_towers(make: Any, monkeypatch: Any) -> None:
+    """What torch.compile has traced runs as it is."""
+    monkeypatch.setitem(compiled._OPTIONS, "backend", "eager")
+    model, plain = pair(make)
+    ready = replayable(model, compile=True)
+    for seed in (0, 1):
+        given = given_to(make, seed=seed)
+        seen = response_log_probs(ready, batch_of(plain, given), self_check=True)
+        assert off(seen, truth(plain, given)) <= LIMIT
+        close_gradients(gradients(model, seen.values()), gradients(plain, truth(plain, given)))
 
 
 # -------------------------------------------------------------------- shared prefixes
@@ -352,7 +374,9 @@ def test_equal_ids_with_other_pixels_share_nothing(media: str) -> None:
 
 def test_short_prefixes_are_not_shared_and_images_go_in_for_each() -> None:
     model, plain = pair(tiny.qwen3_vl)
-    given = group(tiny.qwen3_vl, [Row(12, 4, images=[(1, 4, 4)]), Row(1, 4, images=[(1, 2, 2)])], 3)
+    short = [Row(1, 4, images=[(1, 2, 2)]), Row(1, 4, images=[(1, 2, 4)])]
+    given = group(tiny.qwen3_vl, [*short, Row(12, 4, images=[(1, 4, 4)])], 3)
+    given = [given[n] for n in (0, 6, 3, 1, 4, 7, 5, 2, 8)]  # the tree does not have them in this order
     batch = batch_of(plain, given)
     inputs = PackedInputs.of(batch, share_prefixes=True)
     assert inputs.tree is not None
@@ -532,20 +556,17 @@ PATCHES = tiny.PATCH
 # -------------------------------------------------------------------- over ranks
 
 
-@pytest.mark.parametrize("name", ["qwen25_vl", "qwen3_vl"])
-def test_sharded_replay_is_that_of_each_row_alone(name: str) -> None:
+def test_sharded_replay_is_that_of_each_row_alone() -> None:
     """Rank 0 has images, the other a video."""
-    for apart in values(run_ranks(images_work.sharded, 2, name, seconds=100)):
-        assert apart["gradients"] <= GRADIENT_LIMIT
-        assert max(apart["packed"], apart["padded"]) <= LIMIT
+    for off_of in values(run_ranks(images_work.sharded, 2, "qwen25_vl", "qwen3_vl", seconds=100)):
+        for apart in off_of.values():
+            assert apart["gradients"] <= GRADIENT_LIMIT
+            assert max(apart["packed"], apart["padded"]) <= LIMIT
 
 
-def test_images_on_some_ranks_of_a_sharded_model_are_refused_on_all() -> None:
-    for said in values(run_ranks(images_work.images_on_one_rank, 2, seconds=100)):
-        assert len(said) == 2
-        assert all("is sharded, and some ranks have rows with images" in one for one in said)
-
-
-def test_images_with_a_context_group_are_refused_on_all_ranks() -> None:
-    for said in values(run_ranks(images_work.images_in_shards, 2, seconds=100)):
-        assert "images or videos came with context_group; expected text alone" in said
+def test_what_ranks_refuse_together() -> None:
+    """Images on some ranks of a sharded model; images in shards of a context group."""
+    for sharded, in_shards in values(run_ranks(images_work.refused, 2, seconds=100)):
+        assert len(sharded) == 2
+        assert all("is sharded, and some ranks have rows with images" in one for one in sharded)
+        assert "images or videos came with context_group; expected text alone" in in_shards
