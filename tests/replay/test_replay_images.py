@@ -259,8 +259,8 @@ def test_the_vision_tower_keeps_its_attention(make: Any) -> None:
     assert told
     assert not any({"cu_seq_lens_q", "max_length_q"} & names for names in told)
     released = ready.release()
-    assert [part._attn_implementation for part in passes._parts(released.config)] == [
-        part._attn_implementation for part in passes._parts(plain.config)
+    assert [part._attn_implementation for part in passes.parts_of(released.config)] == [
+        part._attn_implementation for part in passes.parts_of(plain.config)
     ]
     assert off(truth(released, given), truth(plain, given)) == 0
 
@@ -394,6 +394,17 @@ def test_rows_that_share_one_of_two_images_are_refused() -> None:
     with pytest.raises(ReplayError, match=r"shares some places .* Leave share_prefixes out"):
         response_log_probs(replayable(model), batch, share_prefixes=True, min_shared=1)
     assert off(response_log_probs(replayable(model), batch), truth(plain, given)) <= LIMIT
+
+
+def test_dropout_of_the_tower_with_shared_images_is_refused() -> None:
+    model, plain = pair(tiny.llava)
+    given = group(tiny.llava, [Row(5, 4, images=[(1, 4, 4)])], 2)
+    model.config.vision_config.attention_dropout = 0.1
+    batch = batch_of(plain, given)
+    response_log_probs(replayable(model), batch, share_prefixes=True)
+    model.train()
+    with pytest.raises(ReplayError, match=r"has dropout \(attention_dropout\) and is in train mode"):
+        response_log_probs(replayable(model), batch, share_prefixes=True)
 
 
 # -------------------------------------------------------------------- refused
