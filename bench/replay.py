@@ -41,6 +41,7 @@ from maskpack.replay import response_log_probs
 
 OURS, EVEN, DENSE, PADDED = "ours", "ours, rows of one length", "own attention, dense rows of one length", "padded"
 COMPILED, OF_TORCH = "ours, compiled", "ours, compiled, attention of torch"
+IMAGES = "images"
 _ALONE = "each row alone"
 _PEAK_RATE = 989  # TFLOP/s of dense bfloat16 products on H100 and H200
 FORWARD, BOTH = "forward", "forward + backward, layers checkpointed"
@@ -87,20 +88,26 @@ LONG = Sizes(rows=64, prompt_width=2048, response_width=14_336, fill=0.084)
 def run(
     rows: int = 256, rounds: int = 9, *, only: Sequence[str] | None = None, sizes: Sizes | None = None
 ) -> list[Row]:
-    """The rows of the report, of all models or of those in `only`; a round here is three of the command line.
+    """The rows of the report, of all models or of those in `only`, which may name IMAGES (`replay_images`), too; a
+    round here is three of the command line.
 
     Raises ValueError for a group that does not exist, NotExact if ours is further from float32 than each row alone is.
     """
     sizes = sizes or Sizes(rows)
     wanted = tuple(sizes.models) if only is None else tuple(only)
-    if unknown := [group for group in wanted if group not in sizes.models]:
-        raise ValueError(f"replay: no group {', '.join(unknown)}; expected some of {', '.join(sizes.models)}.")
+    known = (*sizes.models, IMAGES)
+    if unknown := [group for group in wanted if group not in known]:
+        raise ValueError(f"replay: no group {', '.join(unknown)}; expected some of {', '.join(known)}.")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     report: list[Row] = []
     for group, model in sizes.models.items():
         if group in wanted:
             report += _of_model(model, sizes, -(-rounds // _TIMES_ROUNDS), device)
             gc.collect()  # the model, before the next is made
+    if IMAGES in wanted:
+        from bench import replay_images
+
+        report += replay_images.run(replay_images.Sizes(), -(-rounds // _TIMES_ROUNDS), device)
     return report
 
 

@@ -1,7 +1,7 @@
 """Forward passes over packed rows, without padding: log-probs and values of response tokens.
 
 inputs.py      PackedInputs, prefix_tree                   log_probs.py   response_log_probs, response_values
-context.py     shards of the tokens, one a rank
+context.py     shards of the tokens, one a rank             media.py      images and videos of the rows
 """
 
 from maskpack.replay.inputs import PackedInputs, prefix_tree

@@ -44,14 +44,13 @@ from maskpack.nesting.response import ResponseAxis, scoring
 from maskpack.ops import pack_torch as plain
 from maskpack.packed.batch import PackedBatch, decompress
 from maskpack.replay.context import ContextShard, need_same, shard_of
+from maskpack.replay.media import Media
 from maskpack.replay.routes import RoutedExperts
 
 NoPrompt = Literal["error", "skip"]
 _CPU = torch.device("cpu")
 _DIMS = {"input_ids": 1, "position_ids": 2, "routed_experts": 3}
 """The most dims of the packed tokens of a field."""
-_NOT_TEXT = ("pixel_values", "pixel_values_videos", "input_features", "image_grid_thw", "video_grid_thw")
-"""Fields of multimodal models, which replay does not pass on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +74,7 @@ class PackedInputs:
         share_prefixes: whether they were asked to. All ranks of a sharded model agree on it, but not on a tree.
         context: the shard of this rank, after `shard`; None for all tokens.
         routed_experts: the experts that routers have to choose for the T tokens; None if they choose themselves.
+        media: the images and videos of the rows, on the device; None for text.
 
     After `shard`, `input_ids`, `position_ids`, `routed_experts`, `predict` and `targets` are those of the shard, and
     `predict` counts from its first token. All others describe the whole.
@@ -95,6 +95,7 @@ class PackedInputs:
     share_prefixes: bool = False
     context: ContextShard | None = None
     routed_experts: RoutedExperts | None = None
+    media: Media | None = None
 
     @classmethod
     def of(
@@ -115,7 +116,9 @@ class PackedInputs:
         Args:
             batch: token ids, and the fields of the sequence and response axes: `attention_mask` and `responses`, or
                 the layouts of a nested or packed batch. Padding may be on the left, on the right or on both sides.
-                Without `position_ids`, positions count the valid tokens of each row.
+                Without `position_ids`, positions count the valid tokens of each row. Images and videos are in
+                `multi_modal_inputs`, a dict of tensors for each row, or in jagged fields `pixel_values`,
+                `image_grid_thw`, `pixel_values_videos`, `video_grid_thw` and `image_sizes`.
             input_ids: the field of the token ids.
             registry: its axes `sequence` and `response` name the masks.
             multiple_of: T is rounded up to a multiple by a tail. A batch without tokens becomes a tail alone, because
@@ -124,7 +127,8 @@ class PackedInputs:
                 and "skip" leaves it unscored.
             device: the device of the inputs; by default that of the batch. The batch itself does not move.
             share_prefixes: whether tokens that begin several rows, with equal position ids, are there once. Ids and
-                positions are compared on the host; one synchronisation for each of the two if they are on CUDA.
+                positions are compared on the host; one synchronisation for each of the two if they are on CUDA. Rows
+                with images or videos share only with rows that have the same.
             min_shared: as for `PrefixTree.from_ids`.
             routed_experts: whether to take the field "routed_experts" [B, S, layers, k] of the sequence axis, for
                 models of experts: k different ids from 0 for each token and layer, or k times -1 where the router
@@ -132,8 +136,8 @@ class PackedInputs:
                 if these are equal, too. One more synchronisation on CUDA.
 
         Raises:
-            ReplayError: no token ids, a field of another shape or dtype, a response without a prompt, experts that are
-                not different, or an invalid option.
+            ReplayError: no token ids, a field of another shape or dtype, audio, a response without a prompt, experts
+                that are not different, or an invalid option.
             LayoutError: a batch without a sequence and a response axis; min_shared is no integer from 1.
         """
         call = "PackedInputs.of"
@@ -188,6 +192,7 @@ class PackedInputs:
             tree=tree,
             share_prefixes=share_prefixes,
             routed_experts=None if routes is None else routes.to(where).with_tail(tail),
+            media=None if rows.media is None else rows.media.to(torch.device(where)),
         )
 
     def shard(self, group: ProcessGroup, *, temperature: float = 1.0) -> PackedInputs:
@@ -290,6 +295,7 @@ class _Rows:
         counted: whether positions are the places in the rows, because the batch has none.
         routes: the experts of the tokens, if they were asked for.
         device: where the ids were found.
+        media: the images and videos of the rows.
     """
 
     ids: Tensor
@@ -299,6 +305,7 @@ class _Rows:
     device: torch.device
     sequence: RowLayout
     axis: ResponseAxis
+    media: Media | None
 
     @classmethod
     def of(
@@ -320,12 +327,6 @@ class _Rows:
             places["routed_experts"] = ("routed_experts",)
         if not isinstance(batch, PackedBatch):
             need_batch(batch, call)
-        for name in _NOT_TEXT:
-            if (name,) in batch.forms if isinstance(batch, PackedBatch) else entry_at(batch, (name,)) is not None:
-                raise ReplayError(
-                    f'{call}: the batch has a field "{name}"; expected text alone, which is all that the model is '
-                    "given. Replay these rows by the model's own forward; without images, drop the field."
-                )
         if isinstance(batch, PackedBatch):
             where = _CPU if on_host and device is not None else device
             axis, fields = _decoded(batch, places, where, registry, call)
@@ -364,13 +365,20 @@ class _Rows:
         if on_host:
             ids, positions, experts = ids.cpu(), positions.cpu(), None if experts is None else experts.cpu()
         routes = None if experts is None else RoutedExperts.of(experts, np.unique(sequence.row_offsets)[1:], call)
-        return cls(ids, positions, counted, routes, where, sequence, axis)
+        media = Media.of(batch, sequence.lengths, call, compare=on_host)
+        return cls(ids, positions, counted, routes, where, sequence, axis, media)
 
     def tree(self, min_shared: int) -> PrefixTree:
-        """The trie of the rows, which are on the host."""
+        """The trie of the rows, which are on the host. Those with other images have no token in common: the ids of all
+        images are equal."""
         positions = None if self.counted else self.positions.numpy()
+        tokens = self.ids.shape[0]
+        beside = [] if positions is None else [positions.reshape(tokens, -1)]
         if self.routes is not None:
-            positions = np.column_stack([self.positions.numpy(), self.routes.codes()])
+            beside.append(self.routes.codes())
+        if self.media is not None:
+            beside.append(np.repeat(self.media.of_row, self.sequence.lengths)[:, None])
+        positions = np.concatenate(beside, 1) if beside else None
         return PrefixTree.from_ids(self.ids.numpy(), self.sequence.row_offsets, positions, min_shared=min_shared)
 
 

@@ -38,9 +38,11 @@ class ReplayModel(Protocol):
     """The interface that replay needs of a causal language model. `adapters.transformers.replayable` returns one.
 
     A model that supports `PackedInputs.tree`, by `packed_attention(tree=)`, also has `shares_prefixes = True`; one that
-    supports `PackedInputs.context`, by `packed_attention(group=)`, `context_parallel = True`. One whose `head` is split
-    over ranks also has `head_group`, and one with a bias, LoRA, a scale or a soft cap `head_logits`: `group` and
-    `logits` of `ops.packed_log_probs`.
+    supports `PackedInputs.context`, by `packed_attention(group=)`, `context_parallel = True`; one that supports
+    `PackedInputs.media`, which its `dense_hidden` takes, too (`media=`), `takes_media = True`; one whose routers take
+    `PackedInputs.routed_experts`, as its `dense_hidden` does (`routed_experts=`), `replays_routes = True`. One whose
+    `head` is split over ranks also has `head_group`, and one with a bias, LoRA, a scale or a soft cap `head_logits`:
+    `group` and `logits` of `ops.packed_log_probs`.
     """
 
     @property
@@ -284,16 +286,28 @@ def _inputs(
             "maskpack.adapters.transformers.replayable(model), or leave routed_experts out."
         )
     if context_group is None or not packing_is_on(call):
-        return PackedInputs.of(batch, device=device, share_prefixes=shares and packing_is_on(call), **packing)
+        inputs = PackedInputs.of(batch, device=device, share_prefixes=shares and packing_is_on(call), **packing)
+        _need_media_taken(call, model, inputs)
+        return inputs
     try:
         multiple = packing["multiple_of"]
         if isinstance(context_group, ProcessGroup) and type(multiple) is int:
             packing["multiple_of"] = multiple * context_group.size()  # each shard is a multiple
         inputs = PackedInputs.of(batch, device=device, share_prefixes=shares, **packing)
+        _need_media_taken(call, model, inputs)
     except Exception:
         tell_failure(context_group)
         raise
     return inputs._shard(context_group, same)  # pyright: ignore[reportPrivateUsage]
+
+
+def _need_media_taken(call: str, model: Any, inputs: PackedInputs) -> None:
+    if inputs.media is not None and getattr(model, "takes_media", None) is not True:
+        raise ReplayError(
+            f"{call}: the batch has images or videos ({', '.join(inputs.media.names)}) for {said(model)}, which does "
+            "not say that it supports PackedInputs.media; expected a model that gives them to its vision tower and has "
+            "takes_media = True. Use maskpack.adapters.transformers.replayable(model); without images, drop the fields."
+        )
 
 
 def _of_each(
@@ -369,8 +383,8 @@ def _dense(model: ReplayModel, inputs: PackedInputs) -> Tensor:
     places = inputs.position_ids[..., :real].movedim(-1, 0).reshape(real, -1)
     positions = plain.unpack(places, layout, 0).movedim(-1, 0)
     mask = layout.to_mask(torch.int64)
+    more: dict[str, Any] = {} if inputs.media is None else {"media": inputs.media}
     routes = inputs.routed_experts
-    more: dict[str, Any] = {}
     if routes is not None:
         padded = plain.unpack(routes.ids[:real], layout, -1)
         more["routed_experts"] = replace(routes, ids=padded.flatten(0, 1))

@@ -10,7 +10,7 @@ Models that replay would compute wrongly are refused by name before anything run
 its kind        encoder and decoder, no model of hidden states              always
 its output      logits or a layer that ops.Logits cannot say (output.py)     for log-probs
 its layers      state carried from token to token, no position_ids          for packed rows
-its rows        longer than the limit of dynamic RoPE, image tokens         for these rows
+its rows        longer than the limit of dynamic RoPE, other images         for these rows
 
 The ranks of a sharded model run together and agree on the self-check:
 
@@ -35,7 +35,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from maskpack.adapters.transformers import compiled, experts, passes
+from maskpack.adapters.transformers import compiled, experts, passes, vision
 from maskpack.adapters.transformers.compiled import CompiledParts
 from maskpack.adapters.transformers.experts import Routers
 from maskpack.adapters.transformers.output import Layer, check_layer, curve_of, states_of
@@ -45,11 +45,10 @@ from maskpack.errors import ReplayError
 from maskpack.ops import Logits, packed_log_probs
 from maskpack.ops.attention import packed_attention
 from maskpack.replay.inputs import PackedInputs
+from maskpack.replay.media import Media
 from maskpack.replay.routes import RoutedExperts
 
 _LAYERS = {"full_attention", "sliding_attention"}
-_PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id", "image_token_index")
-"""Options with the ids of tokens that a model replaces by image, video or audio embeddings."""
 _CHANGING = ("dynamic", "longrope")
 """RoPE types whose frequencies depend on the longest row."""
 _DROPOUT_LAYERS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -215,11 +214,11 @@ class Replayable:
 
     Attributes:
         model: the same module, with its parameters and modes; after `release()`, for padded rows and generation.
-        shares_prefixes, context_parallel, replays_routes: whether it supports `PackedInputs.tree`, `.context` and
-            `.routed_experts`: True.
+        shares_prefixes, context_parallel, replays_routes, takes_media: whether it supports `PackedInputs.tree`,
+            `.context`, `.routed_experts` and `.media`: True.
     """
 
-    shares_prefixes = context_parallel = replays_routes = True
+    shares_prefixes = context_parallel = replays_routes = takes_media = True
 
     def __init__(self, model: PreTrainedModel, *, compile: bool = False) -> None:
         compiles = flag(compile, "compile", "replayable", ReplayError)
@@ -232,10 +231,11 @@ class Replayable:
                 "average the gradients yourself."
             )
         self.model = model
-        self._base: Any = getattr(model, model.base_model_prefix, None) or model.get_decoder()
         self._output: Any = cast("Any", model).get_output_embeddings()
+        whole = self._output is None and vision.sees(model)  # its decoder takes text alone
+        self._base: Any = getattr(model, model.base_model_prefix, None) or (model if whole else model.get_decoder())
         self._config: Any = model.config.get_text_config()
-        self._checked: dict[tuple[torch.dtype, bool, bool, bool, bool], int] = {}
+        self._checked: dict[tuple[Any, ...], int] = {}
         self._routers: Routers | None = None
         _check_kind(model, self._base, self._output)
         if self._output is not None:
@@ -251,13 +251,14 @@ class Replayable:
         self._take()
 
     def _watch(self) -> None:
-        """Registers the two hooks that stay with the model."""
+        """Registers the hooks that stay with the model."""
         if _only_bounds not in self._base._forward_pre_hooks.values():
             self._base.register_forward_pre_hook(_only_bounds, with_kwargs=True)
         for layer in self._base.modules():
             watched = _own_without_bounds in layer._forward_pre_hooks.values()
             if "Attention" in type(layer).__name__ and not watched:
                 layer.register_forward_pre_hook(_own_without_bounds, with_kwargs=True)
+        vision.keep_bounds_in_text(self._base)
 
     def _take(self) -> None:
         passes.take(self.model, self._config)
@@ -327,11 +328,12 @@ class Replayable:
     def hidden(self, inputs: PackedInputs) -> Tensor:
         """[T, H]: the last hidden states of packed rows; of a shard, those of its tokens."""
         group = None if inputs.context is None else inputs.context.group
-        self._check(inputs, group)
-        more: dict[str, Any] = {} if inputs.tree is None else {"prefix_tree": inputs.tree}
+        more = self._check(inputs, group)
+        more |= {} if inputs.tree is None else {"prefix_tree": inputs.tree}
         more |= {} if group is None else {"context_group": group}
         more |= self._routed(inputs.routed_experts)
         self._find_ranks()
+        self._need_media_on_all_ranks(inputs.media, inputs.input_ids.device)
         self._take()
         with passes.Pass(tree=inputs.tree, group=group).running() as packed:
             states = self._states(
@@ -371,12 +373,19 @@ class Replayable:
                 "out."
             )
 
-    def _check(self, inputs: PackedInputs, group: dist.ProcessGroup | None) -> None:
-        """Raises ReplayError for inputs that replay does not support, on all ranks of a context group if on one."""
+    def _check(self, inputs: PackedInputs, group: dist.ProcessGroup | None) -> dict[str, Any]:
+        """The images and videos that the model is given. Raises ReplayError for inputs that replay does not support, on
+        all ranks of a context group if on one."""
         groups = [] if group is None else [group]
         try:
             _check_layers(self.model, self._base, self._config)
-            _check_rows(self.model, self._config, inputs.input_ids, inputs.position_ids, inputs.longest_row)
+            _check_rows(self.model, self._config, inputs.position_ids, inputs.longest_row)
+            if group is not None and inputs.media is not None:
+                raise ReplayError(
+                    "replayable: rows with images or videos came with context_group; expected text alone, whose tokens "
+                    "ranks divide. Leave context_group out."
+                )
+            media = vision.given_media(self.model, self._base, self._config, inputs)
             if inputs.share_prefixes:  # with or without a tree: all ranks of a sharded model raise, or none
                 check_dropout(self.model, self._base, self._config)
         except ReplayError:
@@ -387,23 +396,45 @@ class Replayable:
                 "replayable: another rank of the context group cannot run these rows; expected all ranks to. Look for "
                 "the error there."
             )
+        return media
 
     def dense_hidden(
         self,
         input_ids: Tensor,
         attention_mask: Tensor,
         position_ids: Tensor,
+        media: Media | None = None,
         routed_experts: RoutedExperts | None = None,
     ) -> Tensor:
-        """[B, S, H]: the last hidden states of padded rows, by the original attention."""
-        _check_rows(self.model, self._config, input_ids, position_ids, input_ids.shape[1])
-        more = self._routed(routed_experts)
+        """[B, S, H]: the last hidden states of padded rows, by the original attention. `media` are of these rows, and
+        `routed_experts` of all their B * S cells."""
+        _check_rows(self.model, self._config, position_ids, input_ids.shape[1])
+        if media is None:
+            vision.need_text(self.model, self._config, input_ids)
+            more: dict[str, Any] = {}
+        else:
+            more = vision.padded_media(self.model, self._base, self._config, input_ids, position_ids, media)
+        more |= self._routed(routed_experts)
         self._find_ranks()
+        self._need_media_on_all_ranks(media, input_ids.device)
         self.release()
         with passes.Pass(own=True).running() as padded:
             states = self._states(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **more)
         self._check_routed(padded, routed_experts)
         return states
+
+    def _need_media_on_all_ranks(self, media: Media | None, device: torch.device) -> None:
+        """Raises ReplayError on all ranks of a sharded model if some have images or videos and some have none: they
+        would gather the weights of the vision tower alone."""
+        if not self._groups or not vision.sees(self._base):
+            return
+        some, none = (bool(_most_of(self._groups, one, device)) for one in (media is not None, media is None))
+        if some and none:
+            raise ReplayError(
+                f"replayable: {type(self.model).__name__} is sharded, and some ranks have rows with images or videos, "
+                f"others text alone{'' if media is not None else ', as this one'}; expected one or the other on all of "
+                "them, which run the vision tower together. Give each micro-batch such a row."
+            )
 
     def _find_ranks(self) -> None:
         """Finds the process groups of a model that was sharded after `replayable`."""
@@ -426,23 +457,26 @@ class Replayable:
         """Compares the log-probs of one row with those of the whole model on this row alone, by its original attention.
         For a model without an output layer it compares hidden states, in units of their root mean square.
 
-        It runs once for each Replayable, dtype, and path: packed, with share_prefixes, with a context group, or padded;
-        always with `again`.
+        It runs once for each Replayable, dtype, and path: packed, with share_prefixes, with a context group, or padded,
+        each with and without images; always with `again`. Of a batch with images it compares a row that has some.
         Some rows prove more than others: the first row of a batch little, because wrong bounds may not change it; the
         most with share_prefixes one that begins with the tokens of another. The next batch with a row that proves more
         is compared too. The ranks of a sharded model compare in the same call, because all of them must run the model;
         a rank without a row to compare runs one token. If one rank fails, all raise ReplayError."""
         dtype, packed = precision(hidden), self._config._attn_implementation == NAME
-        path = dtype, packed, inputs.share_prefixes, inputs.context is not None, inputs.routed_experts is not None
+        path: tuple[Any, ...] = (
+            *(dtype, packed, inputs.share_prefixes, inputs.context is not None),
+            *(inputs.media is not None, inputs.routed_experts is not None),
+        )
         before = self._checked.get(path, 0)
         if before == (_SHARED if inputs.share_prefixes else _LATER) and not again:
             return
-        tokens, proof = _row_to_compare(inputs)
+        row, tokens, proof = _row_to_compare(inputs)
         groups = self._groups if inputs.context is None else (*self._groups, inputs.context.group)
         proof = int(_most_of(groups, proof, hidden.device))
         if proof == 0 or (proof <= before and not again):
             return
-        off = self._distance(inputs, hidden, tokens)
+        off = self._distance(inputs, hidden, row, tokens)
         worst = _most_of(groups, off, hidden.device)
         if not worst <= TOLERANCE[dtype]:
             what = "hidden states" if self._output is None else "log-probs"
@@ -454,14 +488,14 @@ class Replayable:
             )
         self._checked[path] = max(before, proof)
 
-    def _distance(self, inputs: PackedInputs, hidden: Tensor, row: IntArray) -> float:
-        """The largest difference of a row, given by its tokens among the inputs, from its own forward pass; 0 if it
-        scores no token."""
+    def _distance(self, inputs: PackedInputs, hidden: Tensor, number: int, row: IntArray) -> float:
+        """The largest difference of a row, given by its number in the batch and its tokens among the inputs, from its
+        own forward pass; 0 if it scores no token."""
         tokens = row if row.size else np.zeros(1, np.int64)
         ids = inputs.collected(inputs.input_ids[0], tokens)[None]
         positions = inputs.collected(inputs.position_ids.movedim(-1, 0), tokens).movedim(0, -1)
         compared = np.arange(tokens.size - (self._output is not None))
-        more: dict[str, Any] = {}
+        more: dict[str, Any] = {} if inputs.media is None else inputs.media.joined([number])
         if self._output is not None and compared.size > 2 * _COMPARED:
             compared = np.append(compared[:_COMPARED], compared[-_COMPARED:])
         places = torch.from_numpy(compared).to(ids.device)
@@ -491,7 +525,7 @@ class Replayable:
             else:
                 scored = ids[0, places + 1]
                 seen = packed_log_probs(states, head[0], scored, logits=head[1])
-                logits = out.logits[0] if more else out.logits[0, places]
+                logits = out.logits[0] if "logits_to_keep" in more else out.logits[0, places]
                 truth = logits.to(seen.dtype).log_softmax(-1).gather(-1, scored[:, None])[:, 0]
                 off = (seen - truth).abs().max()
         return float(off)
@@ -503,21 +537,31 @@ def precision(hidden: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
-def _row_to_compare(inputs: PackedInputs) -> tuple[IntArray, int]:
-    """The tokens of a row among the inputs, and what it proves: of the longest row that shares a prefix with another,
-    or that is after the first, which a wrong bound would change; of the first row if no other has two tokens."""
-    tree = inputs.tree
+def _row_to_compare(inputs: PackedInputs) -> tuple[int, IntArray, int]:
+    """A row, its tokens among the inputs, and what it proves: of the longest row that shares a prefix with another, or
+    that is after the first, which a wrong bound would change; of the first row if no other has two tokens. Of a batch
+    with images or videos it has some: all ranks of a sharded model run the vision tower."""
+    tree, media = inputs.tree, inputs.media
     if tree is not None:
         lengths = np.where(tree.shared > 0, tree.lengths[tree.order], 0)  # the first row of a prefix shares nothing
+        if media is not None:
+            lengths = np.where(media.of_row[tree.order] >= 0, 1 + lengths, 0)
         row = int(tree.order[lengths.argmax()])
-        tokens, proof = tree.of_row_token[tree.row_offsets[row] : tree.row_offsets[row + 1]], _SHARED
+        tokens = tree.of_row_token[tree.row_offsets[row] : tree.row_offsets[row + 1]]
+        proof = _SHARED if lengths.max() > 1 or media is None else _LATER
     elif inputs.num_tokens:
         lengths = np.diff(inputs.bounds)
-        row = 1 + int(lengths[1:].argmax()) if lengths.size > 1 and lengths[1:].max() > 1 else 0
-        tokens, proof = np.arange(int(inputs.bounds[row]), int(inputs.bounds[row + 1])), _LATER if row else _FIRST
+        if media is not None:
+            lengths = np.where(media.of_row[media.rows] >= 0, lengths, 0)
+        place = 1 + int(lengths[1:].argmax()) if lengths.size > 1 and lengths[1:].max() > 1 else 0
+        if not lengths[place]:  # the only rows with images have one token
+            place = int(lengths.argmax())
+        row = place if media is None else int(media.rows[place])
+        tokens = np.arange(int(inputs.bounds[place]), int(inputs.bounds[place + 1]))
+        proof = _LATER if place else _FIRST
     else:
-        return np.zeros(0, np.int64), 0
-    return tokens, proof if tokens.size > 1 else 0
+        return 0, np.zeros(0, np.int64), 0
+    return row, tokens, proof if tokens.size > 1 else 0
 
 
 # -------------------------------------------------------------------- unsupported models
@@ -550,9 +594,9 @@ def _check_layers(model: Any, base: Any, config: Any) -> None:
         )
 
 
-def _check_rows(model: Any, config: Any, ids: Tensor, positions: Tensor, longest: int) -> None:
+def _check_rows(model: Any, config: Any, positions: Tensor, longest: int) -> None:
     """Checks the rows of a call, or of the shard of a rank. One synchronisation on CUDA if the model has rotary
-    positions that change, or image, video or audio tokens."""
+    positions that change."""
     who = type(model).__name__
     for kind, limit in _changes(config):
         longest = max(longest, int(positions.max()) + 1 if positions.numel() else 0)  # positions may begin above 0
@@ -561,12 +605,6 @@ def _check_rows(model: Any, config: Any, ids: Tensor, positions: Tensor, longest
                 f"replayable: {who} has rotary positions of kind {kind}, which change for all rows where one is longer "
                 f"than {limit} tokens; a row, or the tail of multiple_of, has {longest}. Keep all within {limit}."
             )
-    places: set[Any] = {getattr(part, name, None) for part in (model.config, config) for name in _PLACEHOLDERS} - {None}
-    if places and bool(torch.isin(ids, torch.tensor(sorted(places), device=ids.device)).any()):
-        raise ReplayError(
-            f"replayable: input_ids hold places of images, video or audio of {who} (ids {sorted(places)}); expected "
-            "text alone: replay passes nothing else to the model. Its log-probs have to come from its own forward."
-        )
 
 
 def check_dropout(model: Any, base: Any, config: Any) -> None:
@@ -577,7 +615,10 @@ def check_dropout(model: Any, base: Any, config: Any) -> None:
         name for name, part in base.named_modules()
         if isinstance(part, _DROPOUT_LAYERS) and part.p and part.training
     ]  # fmt: skip
-    given = cast("dict[str, Any]", vars(config))
+    given: dict[str, Any] = {}
+    for part in (*passes.parts_of(model.config), config):  # also of a vision tower, whose images rows share
+        own = cast("dict[str, Any]", vars(part))
+        given |= {name: value for name, value in own.items() if name not in given or value}
     options = [name for name in given if _RANDOM.match(name) and isinstance(given[name], int | float) and given[name]]
     if layers or options:
         raise ReplayError(

@@ -70,13 +70,18 @@ class _Taken(str):
 
 
 def take(model: Any, config: Any) -> None:
-    """Switches a model to packed attention. `config` is its text configuration."""
+    """Switches a model to packed attention. `config` is its text configuration: parts with another one, such as a
+    vision tower, keep their attention."""
     with _switching:
         if config._attn_implementation != NAME:
-            own = [(part, part._attn_implementation) for part in _parts(model.config)]
+            own = [(part, part._attn_implementation) for part in parts_of(model.config)]
             model.set_attn_implementation(NAME)
+            of_text = {id(part) for part in parts_of(model.config) if any(below is config for below in parts_of(part))}
+            of_text |= {id(part) for part in parts_of(config) if config is not model.config}
             for part, name in own:
-                if part._attn_implementation == NAME:
+                if id(part) not in of_text:
+                    part._attn_implementation_internal = name
+                elif part._attn_implementation == NAME:
                     taken = _Taken(NAME)
                     taken.own = getattr(name, "own", None) or name
                     part._attn_implementation_internal = taken
@@ -86,7 +91,7 @@ def release(model: Any, config: Any) -> None:
     """Restores the original attention of a model."""
     with _switching:
         if config._attn_implementation == NAME:
-            for part in _parts(model.config):
+            for part in parts_of(model.config):
                 if part._attn_implementation == NAME:
                     part._attn_implementation_internal = _own_of(part._attn_implementation)
 
@@ -94,7 +99,7 @@ def release(model: Any, config: Any) -> None:
 def follow_passes(model: Any) -> None:
     """Wraps the property `_attn_implementation` of the configuration classes of a model, which layers read in every
     forward pass: it returns the original attention in a pass with `own`. The configurations do not change."""
-    for config in _parts(model.config):
+    for config in parts_of(model.config):
         kinds = cast("tuple[Any, ...]", type(config).__mro__)
         kind = next(kind for kind in kinds if "_attn_implementation" in vars(kind))
         known = cast("Any", vars(kind))["_attn_implementation"]  # a property
@@ -117,9 +122,9 @@ def _own_of(name: str) -> str | None:
     return name.own if isinstance(name, _Taken) else "sdpa"
 
 
-def _parts(config: Any) -> Iterator[Any]:
+def parts_of(config: Any) -> Iterator[Any]:
     """A configuration and its sub-configurations."""
     yield config
     for name in config.sub_configs:
         if getattr(config, name, None) is not None:
-            yield from _parts(getattr(config, name))
+            yield from parts_of(getattr(config, name))

@@ -1,0 +1,213 @@
+"""Images and videos of packed rows: which a model takes, and whether each row has as many as its ids say.
+
+    input_ids      p I I I I p r | p p r | p I I p r r     I: places of an image, which all have one id
+    pixel_values   [16, d]                 [8, d]           joined in the order of the rows
+
+A model puts the features of all images, one after the other, at all places. It compares their total numbers alone: if
+one row had a place too many and another one too few, features would go to other rows. So they are compared row by row.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from maskpack.core.arguments import IntArray
+from maskpack.errors import ReplayError
+from maskpack.layout.prefix_tree import PrefixTree
+from maskpack.replay.inputs import PackedInputs
+from maskpack.replay.media import Media
+
+_BOUNDS = (
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "prefix_tree", "context_group",
+)  # fmt: skip
+"""What replay passes to the text layers."""
+_OWN = "Its log-probs have to come from its own forward."
+
+
+class Kind(NamedTuple):
+    """The options that have the ids of its places, and the names of its tensors."""
+
+    name: str
+    ids: tuple[str, ...]
+    pixels: str
+    grid: str
+
+
+KINDS = (
+    Kind("image", ("image_token_id", "image_token_index"), "pixel_values", "image_grid_thw"),
+    Kind("video", ("video_token_id", "video_token_index"), "pixel_values_videos", "video_grid_thw"),
+)
+_AUDIO = ("audio_token_id", "audio_token_index")
+
+
+def sees(base: Any) -> bool:
+    """Whether a model takes images or videos."""
+    return any(kind.pixels in inspect.signature(base.forward).parameters for kind in KINDS)
+
+
+def text_model(base: Any) -> nn.Module:
+    """The part of a model that has the text layers; the model itself if it has no other."""
+    decoder = base.get_decoder() if callable(getattr(base, "get_decoder", None)) else base
+    return decoder if isinstance(decoder, nn.Module) and decoder in list(base.modules()) else base
+
+
+def keep_bounds_in_text(base: Any) -> None:
+    """Parts beside the text model are not told the bounds of packed rows: some vision towers pass bounds of their
+    images to their attention by the same names. The hooks stay with the parts."""
+    text = text_model(base)
+    around = [part for part in base.modules() if part is not text and text in list(part.modules())]
+    for part in around:
+        for beside in part.children():
+            if beside is not text and beside not in around and _no_bounds not in beside._forward_pre_hooks.values():
+                beside.register_forward_pre_hook(_no_bounds, with_kwargs=True)
+
+
+def _no_bounds(_part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return args, {name: value for name, value in kwargs.items() if name not in _BOUNDS}
+
+
+# -------------------------------------------------------------------- what goes in
+
+
+def need_text(model: Any, config: Any, ids: Tensor) -> None:
+    """Raises ReplayError if ids have places of images, videos or audio. One synchronisation on CUDA if the model has
+    such ids."""
+    names = [*_AUDIO, *(name for kind in KINDS for name in kind.ids)]
+    _need_none(model, _ids_of(model, config, names), ids, "text alone: the batch has no pixels of these rows")
+
+
+def _need_none(model: Any, places: set[int], ids: Tensor, expected: str) -> None:
+    if places and bool(torch.isin(ids, torch.tensor(sorted(places), device=ids.device)).any()):
+        raise ReplayError(
+            f"replayable: input_ids hold places of images, video or audio of {type(model).__name__} (ids "
+            f"{sorted(places)}); expected {expected}. Give them in multi_modal_inputs. Of audio, {_OWN.lower()}"
+        )
+
+
+def _ids_of(model: Any, config: Any, names: Sequence[str]) -> set[int]:
+    found: set[Any] = {getattr(part, name, None) for part in (model.config, config) for name in names}
+    return found - {None}
+
+
+def given_media(model: Any, base: Any, config: Any, inputs: PackedInputs) -> dict[str, Tensor]:
+    """The images and videos of packed rows, by the names of the arguments of the model; nothing for text. One or two
+    synchronisations on CUDA if the model has ids of places.
+
+    Raises:
+        ReplayError: the model does not take what there is, or a row has another number of places than of features.
+    """
+    media = inputs.media
+    if media is None:
+        need_text(model, config, inputs.input_ids)
+        return {}
+    _check_model(model, base, media, inputs.position_ids.dim() == 3)
+    ids = inputs.input_ids[0, : inputs.num_tokens]
+    _need_none(model, _ids_of(model, config, _AUDIO), ids, "no audio")
+    marked = _marked(model, config, ids)
+    _check_rows(model, media, [_counts(part, inputs) for part in marked])
+    if inputs.tree is None:
+        return media.joined(media.rows)
+    return media.joined(_once(model, inputs.tree, np.logical_or.reduce(marked)))
+
+
+def padded_media(model: Any, base: Any, config: Any, ids: Tensor, positions: Tensor, media: Media) -> dict[str, Tensor]:
+    """`given_media` of padded rows [b, S]: those with tokens."""
+    _check_model(model, base, media, positions.dim() == 3)
+    _need_none(model, _ids_of(model, config, _AUDIO), ids, "no audio")
+    _check_rows(model, media, [part.sum(-1) for part in _marked(model, config, ids)])
+    return media.joined(media.rows)
+
+
+def _check_model(model: Any, base: Any, media: Media, sections: bool) -> None:
+    who = type(model).__name__
+    taken = inspect.signature(base.forward).parameters
+    if not sees(base):
+        raise ReplayError(
+            f"replayable: the batch has images or videos ({', '.join(media.names)}), and {who} takes text alone; "
+            "expected a model that takes them. Drop these fields, or replay another model."
+        )
+    if odd := [name for name in media.names if name not in taken]:
+        raise ReplayError(
+            f"replayable: the batch has {', '.join(odd)} of images or videos, which {type(base).__name__} does not "
+            f"take by name; expected {', '.join(name for kind in KINDS for name in kind[2:] if name in taken)}. Drop "
+            "what the model does not need."
+        )
+    if "token_type_ids" in taken or hasattr(model, "create_masks_for_generate"):
+        raise ReplayError(
+            f"replayable: {who} makes masks of its own, by which tokens of an image may see later ones; expected "
+            f"causal attention in rows with images. Replay its rows of text alone. Of these, {_OWN.lower()}"
+        )
+    if callable(getattr(base, "get_rope_index", None)) and not sections:
+        raise ReplayError(
+            f"replayable: {who} has position ids of several sections (M-RoPE), and rows with images or videos have one "
+            "number a token; expected position_ids [B, 3, S] or [B, 4, S] in the batch, as get_rope_index of the model "
+            "makes them. Keep them in the batch."
+        )
+
+
+def _marked(model: Any, config: Any, ids: Tensor) -> list[Any]:
+    """For each of KINDS, the bools on the host that say which ids are its places. One synchronisation on CUDA."""
+    found = [_ids_of(model, config, kind.ids) for kind in KINDS]
+    places = [torch.isin(ids, torch.tensor(sorted(one), dtype=ids.dtype, device=ids.device)) for one in found]
+    return list(torch.stack(places).cpu().numpy())
+
+
+def _counts(marked: Any, inputs: PackedInputs) -> IntArray:
+    """How many tokens of each row with tokens are marked."""
+    tree = inputs.tree
+    if tree is None:
+        return np.diff(np.append(0, marked.cumsum())[inputs.bounds])
+    before = np.append(0, marked[tree.of_row_token].cumsum())[tree.row_offsets]
+    return np.diff(before)[tree.lengths > 0]
+
+
+def _check_rows(model: Any, media: Media, counts: Sequence[IntArray]) -> None:
+    """Raises ReplayError unless each row has a place for each feature of its images, and of its videos."""
+    who, merge = type(model).__name__, getattr(getattr(model.config, "vision_config", None), "spatial_merge_size", None)
+    for kind, of_rows in zip(KINDS, counts, strict=True):
+        ratio: tuple[int, int] | None = None  # places and images of a row, where all images have as many places
+        alike = media.names == [kind.pixels]
+        for row, places in zip(media.rows.tolist(), of_rows.tolist(), strict=True):
+            pixels, patches = media.entries(row, kind.pixels), media.patches_of(row, kind.grid)
+            if patches is not None and patches != pixels:
+                raise ReplayError(
+                    f"replayable: row {row} has {pixels} patches in {kind.pixels}, and {kind.grid} says {patches}; "
+                    "expected as many. Fix the producer."
+                )
+            expected: int | str = places
+            if patches is not None and merge:
+                expected = patches // merge**2
+            elif bool(places) != bool(pixels):
+                expected = "some" if pixels else 0
+            elif alike and pixels:
+                ratio = ratio or (places, pixels)
+                expected = places if places * ratio[1] == pixels * ratio[0] else f"{pixels * ratio[0] / ratio[1]:g}"
+            if places != expected:
+                raise ReplayError(
+                    f"replayable: row {row} has {places} {kind.name} tokens in its ids, and media of {pixels} entries "
+                    f"({kind.pixels}); expected {expected} tokens for {who}. Media have to stay with their rows, and "
+                    "ids have to keep all places: fix the producer."
+                )
+
+
+def _once(model: Any, tree: PrefixTree, marked: Any) -> Iterator[int]:
+    """The rows whose media go in: the first of those that share all their places, in the order of the tree."""
+    seen = np.zeros(tree.num_tokens, np.bool_)
+    for row in tree.order.tolist():
+        tokens = tree.of_row_token[tree.row_offsets[row] : tree.row_offsets[row + 1]]
+        places = tokens[marked[tokens]]
+        known = seen[places]
+        if known.any() and not known.all():
+            raise ReplayError(
+                f"replayable: row {row} shares some places of its images or videos with another row, but not all, for "
+                f"{type(model).__name__}; expected all or none of rows with equal media. Leave share_prefixes out."
+            )
+        if places.size and not known.any():
+            seen[places] = True
+            yield row
