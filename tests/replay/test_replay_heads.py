@@ -149,7 +149,7 @@ def test_adapters_follow_their_switches() -> None:
         {},
         {"active_adapters": ["two"]},
         {"active_adapters": ["elsewhere"]},
-        {"disable_adapters": True},
+        {"active_adapters": ["one", "two"], "disable_adapters": True},
         {"disable_adapters": False, "merged": True},
     ):
         for one in (layer, own):
