@@ -613,7 +613,7 @@ def check_dropout(model: Any, base: Any, config: Any) -> None:
         if isinstance(part, _DROPOUT_LAYERS) and part.p and part.training
     ]  # fmt: skip
     given: dict[str, Any] = {}
-    for part in (*passes.parts_of(model.config), config):  # also of a vision tower, whose images rows share
+    for part in (*passes.configurations(model), config):  # also of a vision tower, whose images rows share
         given |= {name: value for name, value in vars(part).items() if name not in given or value}
     options = [name for name in given if _RANDOM.match(name) and isinstance(given[name], int | float) and given[name]]
     if layers or options:
