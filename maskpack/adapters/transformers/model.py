@@ -614,7 +614,8 @@ def check_dropout(model: Any, base: Any, config: Any) -> None:
     ]  # fmt: skip
     given: dict[str, Any] = {}
     for part in (*passes.configurations(model), config):  # also of a vision tower, whose images rows share
-        given |= {name: value for name, value in vars(part).items() if name not in given or value}
+        seen = cast("dict[str, Any]", vars(part))
+        given |= {name: value for name, value in seen.items() if name not in given or value}
     options = [name for name in given if _RANDOM.match(name) and isinstance(given[name], int | float) and given[name]]
     if layers or options:
         raise ReplayError(
