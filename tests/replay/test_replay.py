@@ -285,10 +285,11 @@ def test_a_device_is_where_everything_lies() -> None:
 
 def test_fields_beside_text_and_ids_that_are_not_whole_raise() -> None:
     batch = batch_of(*CASES["both"])
-    images = batch.clone().set("pixel_values", torch.zeros(7, 3))
-    for source in (images, mp.compress(images, pad_token_id=PAD)):
-        with pytest.raises(ReplayError, match='the batch has a field "pixel_values"; expected text alone'):
-            PackedInputs.of(source)
+    for name, said in (("pixel_values", "expected a jagged tensor"), ("input_features", "the batch has audio in")):
+        other = batch.clone().set(name, torch.zeros(7, 3))
+        for source in (other, mp.compress(other, pad_token_id=PAD)):
+            with pytest.raises(ReplayError, match=said):
+                PackedInputs.of(source)
     with pytest.raises(ReplayError, match=r'field "input_ids" is torch\.float32; expected integers'):
         PackedInputs.of(batch.clone().set("input_ids", batch["input_ids"].float()))
     with pytest.raises(ReplayError, match="response_log_probs: plan is a list; expected a MicroBatchPlan"):
