@@ -9,7 +9,7 @@ Models that replay would compute wrongly are refused by name before anything run
 
 its kind        encoder and decoder, no model of hidden states              always
 its output      scaled or capped logits, a layer that is not one weight     for log-probs
-its layers      state carried from token to token, no position_ids          for packed rows
+its layers      state without a mixer that runs on rows, no position_ids    for packed rows
 its rows        longer than the limit of dynamic RoPE, image tokens         for these rows
 
 The ranks of a sharded model run together and agree on the self-check:
@@ -34,8 +34,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from maskpack.adapters.transformers import compiled, passes
+from maskpack.adapters.transformers import compiled, mixers, passes
 from maskpack.adapters.transformers.compiled import CompiledParts
+from maskpack.adapters.transformers.mixers import Mixers
 from maskpack.adapters.transformers.passes import NAME
 from maskpack.core.arguments import IntArray, flag, said
 from maskpack.errors import ReplayError
@@ -43,7 +44,6 @@ from maskpack.ops import packed_log_probs
 from maskpack.ops.attention import packed_attention
 from maskpack.replay.inputs import PackedInputs
 
-_LAYERS = {"full_attention", "sliding_attention"}
 _SCALES = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Options that scale or cap the logits; 1 or None leaves them plain."""
 _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id", "image_token_index")
@@ -230,10 +230,12 @@ class Replayable:
         self._config: Any = model.config.get_text_config()
         self._checked: dict[tuple[torch.dtype, bool, bool, bool], int] = {}
         _check_kind(model, self._base, self._output)
+        mixers.restore(self._base)
+        self._mixers = Mixers(model, self._base, self._config)
         if self._output is not None:
             _check_output(model, self._config, self._output)
         if os.environ.get("MASKPACK_PACKED_REPLAY") != "0":
-            _check_layers(model, self._base, self._config)
+            _check_layers(model, self._base, self._mixers)
         _check_root(model)
         self._groups = _groups_of(model)
         compiled.restore(self._base)
@@ -257,13 +259,16 @@ class Replayable:
             compiled.restore_if_compiled(self._base)
         else:
             self._parts.install()
+        self._mixers.install()
 
     def release(self) -> PreTrainedModel:
-        """Restores the attention of the model, and the parts that were compiled, for padded rows and generation, and
-        returns the model. The next replay replaces them again. Do not call it between a forward pass and its backward
-        pass, which may run layers again (gradient checkpointing), nor while another thread replays the model."""
+        """Restores the attention of the model, the mixers of layers that carry state, and the parts that were compiled,
+        for padded rows and generation, and returns the model. The next replay replaces them again. Do not call it
+        between a forward pass and its backward pass, which may run layers again (gradient checkpointing), nor while
+        another thread replays the model."""
         passes.release(self.model, self._config)
         compiled.restore(self._base)
+        mixers.restore(self._base)
         return self.model
 
     # ---------------------------------------------------------------- ReplayModel
@@ -312,9 +317,11 @@ class Replayable:
         self._check(inputs, group)
         more: dict[str, Any] = {} if inputs.tree is None else {"prefix_tree": inputs.tree}
         more |= {} if group is None else {"context_group": group}
+        rows = self._mixers.rows(inputs)
+        more |= {} if rows is None else {mixers.KEYWORD: rows}
         self._find_ranks()
         self._take()
-        with passes.Pass(tree=inputs.tree, group=group).running() as packed:
+        with passes.Pass(tree=inputs.tree, group=group, rows=rows).running() as packed:
             states = self._states(
                 input_ids=inputs.input_ids,
                 position_ids=inputs.position_ids,
@@ -324,19 +331,14 @@ class Replayable:
                 max_length_k=inputs.max_seqlen,
                 **more,
             )
-        if packed.attended < self._config.num_hidden_layers:
-            raise ReplayError(
-                f"replayable: {type(self.model).__name__} attended {packed.attended} times in "
-                f"{self._config.num_hidden_layers} layers; expected every layer to attend through transformers' "
-                f"attention interface. {_PADDED}"
-            )
+        self._mixers.check_run(packed)
         return states[0]
 
     def _check(self, inputs: PackedInputs, group: dist.ProcessGroup | None) -> None:
         """Raises ReplayError for inputs that replay does not support, on all ranks of a context group if on one."""
         groups = [] if group is None else [group]
         try:
-            _check_layers(self.model, self._base, self._config)
+            _check_layers(self.model, self._base, self._mixers, inputs)
             _check_rows(self.model, self._config, inputs.input_ids, inputs.position_ids, inputs.longest_row)
             if inputs.share_prefixes:  # with or without a tree: all ranks of a sharded model raise, or none
                 check_dropout(self.model, self._base, self._config)
@@ -533,16 +535,10 @@ def _of_fsdp(hook: Any) -> bool:
     return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
 
 
-def _check_layers(model: Any, base: Any, config: Any) -> None:
-    """Checks that the layers support packed rows."""
-    who = type(model).__name__
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
-    if kinds:
-        raise ReplayError(
-            f"replayable: {who} has layers of kind {', '.join(kinds)}; expected full or sliding attention. Such layers "
-            f"carry tokens of one row into the next. {_PADDED}"
-        )
-    if "position_ids" not in inspect.signature(base.forward).parameters:
+def _check_layers(model: Any, base: Any, mixers: Mixers, inputs: PackedInputs | None = None) -> None:
+    """Checks that the layers support packed rows, and these inputs."""
+    mixers.check(inputs)
+    if "position_ids" not in inspect.signature(base.forward).parameters and not mixers.pure:
         raise ReplayError(
             f"replayable: {type(base).__name__} takes no position_ids; expected them, row by row. {_PADDED}"
         )

@@ -35,13 +35,16 @@ class Pass:
         own: whether layers use the original attention of the model.
         tree: the PrefixTree that packed attention has to receive; None without one.
         group: the context-parallel group that it has to receive; None without one.
-        attended: the number of calls of packed attention so far.
+        rows: the MixerRows that mixers have to be told; None for a model without mixers.
+        attended, mixed: the number of calls of packed attention and of mixers so far.
     """
 
     own: bool = False
     tree: PrefixTree | None = None
     group: ProcessGroup | None = None
+    rows: Any = None
     attended: int = 0
+    mixed: int = 0
 
     @contextmanager
     def running(self) -> Generator[Pass]:
