@@ -17,7 +17,7 @@ token of the tree takes the output of the first row that has it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MethodType
@@ -196,12 +196,11 @@ class Mixers:
             for name, part in inner:
                 name = f"layer {number}, {name}"
                 self._found[name] = part, forwards.setdefault(_key_of(part), _Forward(part, name))
+                layers.listen(_told_layer(layer, part))
                 if _no_rows_left not in part._forward_pre_hooks.values():
                     part.register_forward_pre_hook(_no_rows_left)
             self.count += len(inner)
-            if inner:
-                layers.listen(layer)
-            elif kind in _CARRYING:
+            if kind in _CARRYING and not inner:
                 self._empty.append(number)
 
     @property
@@ -215,8 +214,8 @@ class Mixers:
         unknown = sorted(set(self._kinds) - _ATTENDING - _CARRYING - _TOKENWISE)
         if unknown:
             raise ReplayError(
-                f"replayable: {who} has layers of kind {', '.join(unknown)}; expected full or sliding attention, or "
-                f"layers that carry state by a mixer. Such layers carry tokens of one row into the next. {_PADDED}"
+                f"replayable: {who} has layers of kind {', '.join(unknown)}; expected full or sliding attention. Such "
+                f"layers carry tokens of one row into the next. {_PADDED}"
             )
         numbers = [number for number, kind in enumerate(self._kinds) if kind in _CARRYING]
         missing = self._empty if self.count else numbers
@@ -257,7 +256,7 @@ class Mixers:
                 f"run. {_PADDED}"
             )
 
-    def ways(self) -> Mapping[str, str]:
+    def ways(self) -> dict[str, str]:
         """How each mixer runs: "bounds", or "rows" with why; "not run yet"."""
         return {name: forward.way for name, (_, forward) in self._found.items()}
 
@@ -306,6 +305,12 @@ def _mixers_in(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         within = [inner for inner in part.modules() if inner is not part]
         if part is not layer and _takes_cache(part) and not any(_takes_cache(x) or _attends(x) for x in within):
             yield name, part
+
+
+def _told_layer(layer: nn.Module, mixer: nn.Module) -> nn.Module:
+    """The innermost part around a mixer that a backward pass may run again by itself, or its layer."""
+    around = [part for part in layer.modules() if hasattr(part, "gradient_checkpointing") and mixer in part.modules()]
+    return around[-1] if around else layer
 
 
 def _takes_cache(part: nn.Module) -> bool:

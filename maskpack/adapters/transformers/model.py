@@ -271,6 +271,12 @@ class Replayable:
         mixers.restore(self._base)
         return self.model
 
+    @property
+    def mixers(self) -> dict[str, str]:
+        """How each part runs that carries state from token to token: "bounds", by kernels of the library, or "rows"
+        with why, by groups of padded rows; "not run yet". Empty for a model without."""
+        return self._mixers.ways()
+
     # ---------------------------------------------------------------- ReplayModel
 
     @property
