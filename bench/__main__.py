@@ -57,7 +57,7 @@ runs on this machine, as a page"""
 _PLOT_HELP = "also draw a chart there, as SVG; dispatch: times against the link; plan: tokens of each micro-batch"
 _ONLY = (
     "payload: variants of the batch; ops: layout,pack,unpack,wide,decode,peer,logprobs; replay, prefixes: small,large; "
-    "prefixes: agent; ranks: context,heads; trl: tiny,small"
+    "replay: hybrid; prefixes: agent; ranks: context,heads; trl: tiny,small"
 )
 
 

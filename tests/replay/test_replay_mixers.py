@@ -395,7 +395,9 @@ class Conv:
         self.own, self.way, self.told = own, way, 0
 
     def forward(self) -> Any:
-        def forward(part: Any, hidden_states: Any, past_key_values: Any = None, attention_mask: Any = None, **more: Any):
+        def forward(
+            part: Any, hidden_states: Any, past_key_values: Any = None, attention_mask: Any = None, **more: Any
+        ):
             cuts = more.get("cu_seq_lens_q")
             if cuts is None:
                 return self.own(part, hidden_states, past_key_values, attention_mask)
@@ -631,7 +633,9 @@ def test_padded_rows_and_late_backward_passes_are_refused() -> None:
 def test_dropout_with_shared_prefixes_is_refused() -> None:
     model, _ = pair(qwen35, attention_dropout=0.1)
     model.train()
-    refused(replayable(model), "has dropout (attention_dropout) and is in train mode", tree_batch(TREES["groups"]), **SHARE)
+    refused(
+        replayable(model), "has dropout (attention_dropout) and is in train mode", tree_batch(TREES["groups"]), **SHARE
+    )
 
 
 # -------------------------------------------------------------------- what the tests would see
