@@ -8,10 +8,11 @@ Qwen3.5's in which three layers of four carry state: `python -m bench replay`.
     own attention, the same   these rows as a dense [b, n], by the model's own scaled dot product attention
     padded                    micro-batches of a few rows at full width, the model's own attention, all logits
 
-The hybrid runs ours and padded alone. Forward, and forward + backward with the layers checkpointed, in all alike. Weights and tokens are random, lengths
-log-normal. Micro-batches of equal shapes take equal time, so of those a few are run, and times are of all rows. TFLOP/s
-are those that real tokens need (`replay_rivals`). Before anything is timed ours is compared with a float32 model.
-Synchronised wall time, interleaved, medians; the peak is of the process's allocations, weights and gradients too.
+The hybrid runs ours and padded alone. Forward, and forward + backward with the layers checkpointed, in all alike.
+Weights and tokens are random, lengths log-normal. Micro-batches of equal shapes take equal time, so of those a few are
+run, and times are of all rows. TFLOP/s are those that real tokens need (`replay_rivals`). Before anything is timed ours
+is compared with a float32 model. Synchronised wall time, interleaved, medians; the peak is of the process's
+allocations, weights and gradients too.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ _SLACK = 1.05  # of an error that is not worse than another: both are of a sampl
 
 @dataclass(frozen=True)
 class Model:
-    """A model, and how many micro-batches of equal shape are run: of padded rows, and of rows of one length (0: ours and
-    padded rows are all that is run). `target` is that of padded / ours."""
+    """A model, and how many micro-batches of equal shape are run: of padded rows, and of rows of one length; without
+    the latter, ours and padded rows are all that is run. `target` is that of padded / ours."""
 
     name: str
     shape: Shape

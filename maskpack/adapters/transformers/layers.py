@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
@@ -53,7 +53,7 @@ def listen(layer: Any) -> None:
 
 
 def _begin(layer: Any, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    checkpoint = vars(layer).get(_CHECKPOINT)
+    checkpoint = cast("dict[str, Any]", vars(layer)).get(_CHECKPOINT)
     if checkpoint is not None and not isinstance(checkpoint, _Telling):
         setattr(layer, _CHECKPOINT, _Telling(checkpoint))
     _told.set(kwargs)

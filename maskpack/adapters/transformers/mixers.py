@@ -24,6 +24,7 @@ from types import MethodType
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -87,7 +88,7 @@ class MixerRows:
 
     @classmethod
     def of(cls, inputs: PackedInputs) -> MixerRows:
-        """One copy to the device, or three with a tree."""
+        """One copy to the device, or four with a tree."""
         where, total = inputs.input_ids.device, inputs.input_ids.shape[1]
         tree, tail = inputs.tree, total - inputs.num_tokens
         offsets = inputs.bounds if tree is None else np.unique(tree.row_offsets)
@@ -99,20 +100,20 @@ class MixerRows:
             stored = np.append(tree.of_row_token, np.arange(inputs.num_tokens, total))
             first = np.append(tree.source, np.arange(count, count + tail))
         return cls(
-            stored=None if stored is None else torch.from_numpy(stored).to(where),
-            first=None if first is None else torch.from_numpy(first).to(where),
-            bounds=inputs.cu_seqlens if tree is None else torch.from_numpy(cumulated(lengths)).int().to(where),
+            stored=None if stored is None else _sent(stored, where),
+            first=None if first is None else _sent(first, where),
+            bounds=inputs.cu_seqlens if tree is None else _sent(cumulated(lengths).astype(np.int32), where),
             lengths=lengths,
             groups=groups,
-            cells=torch.from_numpy(cells).to(where),
+            cells=_sent(cells, where),
         )
 
     @classmethod
     def of_lengths(cls, lengths: IntArray, device: torch.device) -> MixerRows:
         """Rows that share nothing."""
         groups, cells = _grouped(lengths)
-        bounds = torch.from_numpy(cumulated(lengths)).int().to(device)
-        return cls(None, None, bounds, lengths, groups, torch.from_numpy(cells).to(device))
+        bounds = _sent(cumulated(lengths).astype(np.int32), device)
+        return cls(None, None, bounds, lengths, groups, _sent(cells, device))
 
     @cached_property
     def back(self) -> Tensor:
@@ -150,6 +151,10 @@ class MixerRows:
             begin += rows * longest
 
 
+def _sent(numbers: npt.NDArray[Any], device: torch.device) -> Tensor:
+    return torch.from_numpy(numbers).to(device, non_blocking=True)
+
+
 def _grouped(lengths: IntArray) -> tuple[list[tuple[int, int]], IntArray]:
     """Groups of rows, from the longest rows to the shortest, and the cell of each token."""
     order = np.argsort(-lengths, kind="stable")
@@ -178,7 +183,7 @@ class Mixers:
         count: how many mixers run in a forward pass.
     """
 
-    def __init__(self, model: nn.Module, base: nn.Module, config: Any) -> None:
+    def __init__(self, model: Any, base: Any, config: Any) -> None:
         self._who = type(model).__name__
         self._kinds = _kinds_of(config)
         self._found: dict[str, tuple[nn.Module, _Forward]] = {}
@@ -192,13 +197,12 @@ class Mixers:
             kind = self._kinds[number]
             attends = any(_attends(part) for part in layer.modules())
             self.attending += attends or kind in _ATTENDING
-            inner = list(_mixers_in(layer)) if kind in _CARRYING else []
+            inner = _mixers_in(layer) if kind in _CARRYING else []
             for name, part in inner:
                 name = f"layer {number}, {name}"
                 self._found[name] = part, forwards.setdefault(_key_of(part), _Forward(part, name))
                 layers.listen(_told_layer(layer, part))
-                if _no_rows_left not in part._forward_pre_hooks.values():
-                    part.register_forward_pre_hook(_no_rows_left)
+                _watch(part)
             self.count += len(inner)
             if kind in _CARRYING and not inner:
                 self._empty.append(number)
@@ -261,7 +265,7 @@ class Mixers:
         return {name: forward.way for name, (_, forward) in self._found.items()}
 
 
-def restore(base: nn.Module) -> None:
+def restore(base: Any) -> None:
     """Gives all mixers the `forward` of their class back."""
     parts: list[Any] = list(base.modules())
     for part in parts:
@@ -272,6 +276,12 @@ def restore(base: nn.Module) -> None:
 def _is_ours(part: nn.Module) -> bool:
     forward = vars(part).get("forward")
     return isinstance(forward, MethodType) and isinstance(forward.__func__, _Forward)
+
+
+def _watch(part: Any) -> None:
+    """The hook stays with the mixer."""
+    if _no_rows_left not in part._forward_pre_hooks.values():
+        part.register_forward_pre_hook(_no_rows_left)
 
 
 def _no_rows_left(part: nn.Module, _args: tuple[Any, ...]) -> None:
@@ -293,23 +303,25 @@ def _kinds_of(config: Any) -> list[str]:
 def _layers_of(model: Any, base: Any, count: int) -> Iterator[tuple[int, nn.Module]]:
     """The decoder layers: the entries of the first list of as many modules as there are kinds."""
     decoder: Any = model.get_decoder() if callable(getattr(model, "get_decoder", None)) else base
-    for part in (decoder if isinstance(decoder, nn.Module) else base).modules():
+    parts: list[nn.Module] = list((decoder if isinstance(decoder, nn.Module) else base).modules())
+    for part in parts:
         if isinstance(part, nn.ModuleList) and len(part) == count:
             yield from enumerate(part)
             return
 
 
-def _mixers_in(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _mixers_in(layer: nn.Module) -> list[tuple[str, nn.Module]]:
     """The parts of a layer that take a cache and do not attend, without those that have such a part within."""
-    for name, part in layer.named_modules():
-        within = [inner for inner in part.modules() if inner is not part]
-        if part is not layer and _takes_cache(part) and not any(_takes_cache(x) or _attends(x) for x in within):
-            yield name, part
+    parts: list[tuple[str, nn.Module]] = list(layer.named_modules())
+    taking = [(name, part) for name, part in parts if part is not layer and _takes_cache(part)]
+    own = [part for _, part in parts if _takes_cache(part) or _attends(part)]
+    return [(name, part) for name, part in taking if not any(x in own for x in list(part.modules())[1:])]
 
 
 def _told_layer(layer: nn.Module, mixer: nn.Module) -> nn.Module:
     """The innermost part around a mixer that a backward pass may run again by itself, or its layer."""
-    around = [part for part in layer.modules() if hasattr(part, "gradient_checkpointing") and mixer in part.modules()]
+    parts: list[nn.Module] = list(layer.modules())
+    around = [part for part in parts if hasattr(part, "gradient_checkpointing") and mixer in list(part.modules())]
     return around[-1] if around else layer
 
 
@@ -512,9 +524,9 @@ class _Forward:
         hidden = given[self._input]
         device = hidden.device
         devices = [] if device.type == "cpu" else [device]
-        with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type):
-            torch.manual_seed(0)
-            both, other = (self._probe(given, sum(_PROBED)) for _ in range(2))
+        source = torch.Generator(device).manual_seed(0)
+        with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type):  # of a mixer with dropout
+            both, other = (self._probe(given, source) for _ in range(2))
             other[self._input][:, _PROBED[0] :] = both[self._input][:, _PROBED[0] :]
             rows = MixerRows.of_lengths(np.array(_PROBED), device)
             try:
@@ -528,8 +540,9 @@ class _Forward:
             return "rows: with bounds, one row changes the outputs of the next"
         return "bounds"
 
-    def _probe(self, given: dict[str, Any], tokens: int) -> dict[str, Any]:
+    def _probe(self, given: dict[str, Any], source: torch.Generator) -> dict[str, Any]:
         """Arguments as those given, of other tokens."""
+        tokens = sum(_PROBED)
 
         def like(name: str, x: Any) -> Any:
             if isinstance(x, tuple | list):
@@ -541,7 +554,7 @@ class _Forward:
                 places = torch.cat([torch.arange(count, device=x.device) for count in _PROBED]).to(x.dtype)
                 return places.expand(*x.shape[:dim], tokens)
             if name == self._input:
-                return torch.randn(1, tokens, *x.shape[2:], device=x.device).to(x.dtype)
+                return torch.randn(1, tokens, *x.shape[2:], generator=source, device=x.device).to(x.dtype)
             return x.detach().index_select(dim, torch.arange(tokens, device=x.device) % x.shape[dim])
 
         return {name: like(name, x) for name, x in given.items()}
