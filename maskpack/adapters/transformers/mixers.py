@@ -312,7 +312,7 @@ def _layers_of(model: Any, base: Any, count: int) -> Iterator[tuple[int, nn.Modu
 
 def _mixers_in(layer: nn.Module) -> list[tuple[str, nn.Module]]:
     """The parts of a layer that take a cache and do not attend, without those that have such a part within."""
-    parts: list[tuple[str, nn.Module]] = list(layer.named_modules())
+    parts: list[tuple[str, nn.Module]] = list(cast("Any", layer).named_modules())
     taking = [(name, part) for name, part in parts if part is not layer and _takes_cache(part)]
     own = [part for _, part in parts if _takes_cache(part) or _attends(part)]
     return [(name, part) for name, part in taking if not any(x in own for x in list(part.modules())[1:])]
