@@ -236,6 +236,27 @@ def test_rows_of_several_chunks(name: str) -> None:
     close_gradients(gradients(model, seen.values()), gradients(plain, truth))
 
 
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("Zaya", ["hybrid_sliding", "hybrid"]),
+        ("Lfm3", ["conv", "sliding_attention"]),
+        ("MiniMax", ["linear_attention", "full_attention"]),
+    ],
+)
+def test_windows_of_attention_beside_mixers(name: str, kinds: list[str]) -> None:
+    """Rows are longer than the window, in layers with a mixer too."""
+    model, plain = pair(MODELS[name], sliding_window=4, layer_types=kinds)
+    wide, _ = pair(MODELS[name], layer_types=[kind.replace("hybrid_sliding", "hybrid") for kind in kinds])
+    for options in ({}, SHARE):
+        batch = batch_of()
+        seen = response_log_probs(replayable(model), batch, self_check=True, **options)
+        truth, _ = truth_of(plain, batch)
+        assert off(seen, truth) <= LIMIT
+        close_gradients(gradients(model, seen.values()), gradients(plain, truth))
+        assert off(seen, truth_of(wide, batch)[0]) > 100 * LIMIT
+
+
 def test_sections_of_positions() -> None:
     """The text model of Qwen3.5 takes one section, three, or four."""
     model, plain = pair(qwen35)

@@ -821,13 +821,13 @@ def test_layers_that_never_attend_through_the_interface_are_found() -> None:
 
 def test_models_with_other_layers_replay_without_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As their errors say. Packing is refused for the same object as well."""
-    model = tf.Lfm2ForCausalLM(tf.Lfm2Config(**TINY, full_attn_idxs=[1])).eval()
+    model = llama(layer_types=["full_attention", "chunked_attention"]).eval()
     plain = copy.deepcopy(model)
     monkeypatch.setenv("MASKPACK_PACKED_REPLAY", "0")
     ready = replayable(model)
     assert off(response_log_probs(ready, batch_of()), truth_of(plain, batch_of())[0]) <= LIMIT
     monkeypatch.delenv("MASKPACK_PACKED_REPLAY")
-    with pytest.raises(ReplayError, match="has layers of kind conv"):
+    with pytest.raises(ReplayError, match="has layers of kind chunked_attention"):
         response_log_probs(ready, batch_of())
 
 

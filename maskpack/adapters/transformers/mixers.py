@@ -200,7 +200,7 @@ class Mixers:
             inner = _mixers_in(layer) if kind in _CARRYING else []
             for name, part in inner:
                 name = f"layer {number}, {name}"
-                self._found[name] = part, forwards.setdefault(_key_of(part), _Forward(part, name))
+                self._found[name] = part, forwards.setdefault(_key_of(part), _Forward(part))
                 layers.listen(_told_layer(layer, part))
                 _watch(part)
             self.count += len(inner)
@@ -365,13 +365,14 @@ class _Forward:
 
     __name__ = "forward"  # by which methods are pickled
 
-    def __init__(self, part: nn.Module, name: str) -> None:
+    def __init__(self, part: nn.Module) -> None:
         kind = cast("Any", type(part))
-        self._own, self._who = kind.forward, f"{kind.__name__} ({name})"
-        named = inspect.signature(self._own).parameters
-        self._named = inspect.signature(self._own)
-        self._any = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in named.values())
-        self._input = list(named)[1]
+        self._own, self._who = kind.forward, kind.__name__
+        self._signature = inspect.signature(self._own)
+        parameters = self._signature.parameters.values()
+        self._any = any(x.kind is x.VAR_KEYWORD for x in parameters)
+        self._names = [x.name for x in parameters if x.kind is not x.VAR_KEYWORD][1:]
+        self._input = self._names[0]
         self._ways: dict[Any, str] = {}
 
     @property
@@ -402,9 +403,11 @@ class _Forward:
 
     def _given(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rows: MixerRows) -> dict[str, Any]:
         """The arguments that the forward names, by name; the hidden states first."""
-        bound = self._named.bind_partial(part, *args, **{name: x for name, x in kwargs.items() if self._takes(name)})
-        given = {name: x for name, x in list(bound.arguments.items())[1:] if name in self._named.parameters}
-        given.pop(next((x.name for x in self._named.parameters.values() if x.kind is x.VAR_KEYWORD), ""), None)
+        known = {name: x for name, x in kwargs.items() if name in self._names}
+        bound = self._signature.bind_partial(part, *args, **known).arguments
+        given = {name: x for name, x in bound.items() if name in self._names}
+        if "use_cache" in self._names:
+            given["use_cache"] = False
         hidden = given.get(self._input)
         if not isinstance(hidden, Tensor) or hidden.shape[:2] != (1, rows.tokens):
             seen = tuple(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
@@ -419,9 +422,6 @@ class _Forward:
                 f"a mask or a cache. Pass use_cache=False and no mask. {_PADDED}"
             )
         return given
-
-    def _takes(self, name: str) -> bool:
-        return name in self._named.parameters
 
     # ---------------------------------------------------------------- two ways
 
@@ -469,7 +469,7 @@ class _Forward:
             "max_length_k": longest,
             "seq_idx": rows.row_of,
         }
-        told = {name: x for name, x in told.items() if self._any or self._takes(name)}
+        told = {name: x for name, x in told.items() if self._any or name in self._names}
         whole = {name: self._whole(name, x, rows) for name, x in given.items()}
         out = self._own(part, **whole | told)
         several = isinstance(out, tuple | list)
@@ -519,7 +519,7 @@ class _Forward:
     def _decided(self, part: nn.Module, given: dict[str, Any]) -> str:
         """Runs two rows of random hidden states together with their bounds, and each alone. Whatever the mixer raises
         with bounds says that it does not take them: kernels that are missing, or that do not fit."""
-        if not (self._any or any(map(self._takes, _BOUNDS))):
+        if not (self._any or any(name in self._names for name in _BOUNDS)):
             return "rows: its forward takes no bounds"
         hidden = given[self._input]
         device = hidden.device

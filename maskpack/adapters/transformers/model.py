@@ -44,6 +44,8 @@ from maskpack.ops import packed_log_probs
 from maskpack.ops.attention import packed_attention
 from maskpack.replay.inputs import PackedInputs
 
+_SLIDING = {"sliding_attention", "hybrid_sliding"}
+"""Kinds of layers whose attention has a window."""
 _SCALES = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Options that scale or cap the logits; 1 or None leaves them plain."""
 _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id", "image_token_index")
@@ -179,7 +181,8 @@ def _window(module: nn.Module) -> int | None:
     config: Any = getattr(module, "config", None)
     kinds = list(getattr(config, "layer_types", None) or ["sliding_attention"])
     index = getattr(module, "layer_idx", None)
-    if "sliding_attention" not in (kinds if index is None or len(kinds) == 1 else kinds[index : index + 1]):
+    own = kinds if index is None or len(kinds) == 1 else kinds[index : index + 1]
+    if not _SLIDING & set(own):
         return None
     return getattr(config, "sliding_window", None) or None
 
