@@ -58,7 +58,7 @@ storage and with ours; endurance: memory over 1000 dispatches a round; all: what
 _PLOT_HELP = "also draw a chart there, as SVG; dispatch: times against the link; plan: tokens of each micro-batch"
 _ONLY = (
     "payload: variants of the batch; ops: layout,pack,unpack,wide,decode,peer,logprobs; replay, prefixes: small,large; "
-    "replay: images; prefixes: agent; ranks: context,heads; trl: tiny,small"
+    "replay: hybrid,images; prefixes: agent; ranks: context,heads; trl: tiny,small"
 )
 
 

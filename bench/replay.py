@@ -1,4 +1,5 @@
-"""Log-probs of a rollout batch by replay, packed and padded, on models of Qwen3's shapes: `python -m bench replay`.
+"""Log-probs of a rollout batch by replay, packed and padded, on models of the shapes of Qwen3, and of a hybrid of
+Qwen3.5's in which three layers of four carry state: `python -m bench replay`.
 
     ours                      response_log_probs over micro-batches of a token budget, from a nested batch
     ours, compiled            the same with replayable(model, compile=True)
@@ -7,10 +8,11 @@
     own attention, the same   these rows as a dense [b, n], by the model's own scaled dot product attention
     padded                    micro-batches of a few rows at full width, the model's own attention, all logits
 
-Forward, and forward + backward with the layers checkpointed, in all alike. Weights and tokens are random, lengths
-log-normal. Micro-batches of equal shapes take equal time, so of those a few are run, and times are of all rows. TFLOP/s
-are those that real tokens need (`replay_rivals`). Before anything is timed ours is compared with a float32 model.
-Synchronised wall time, interleaved, medians; the peak is of the process's allocations, weights and gradients too.
+The hybrid runs ours and padded alone. Forward, and forward + backward with the layers checkpointed, in all alike.
+Weights and tokens are random, lengths log-normal. Micro-batches of equal shapes take equal time, so of those a few are
+run, and times are of all rows. TFLOP/s are those that real tokens need (`replay_rivals`). Before anything is timed ours
+is compared with a float32 model. Synchronised wall time, interleaved, medians; the peak is of the process's
+allocations, weights and gradients too.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import copy
 import gc
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,7 +34,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from bench.measure import NotExact, peak_bytes, progress
-from bench.replay_rivals import Lengths, Shape, dense_log_probs, lone_log_probs, padded_log_probs
+from bench.replay_rivals import HybridShape, Lengths, Shape, dense_log_probs, lone_log_probs, padded_log_probs
 from bench.report import Row
 from maskpack import nest_batch_by_mask
 from maskpack.adapters.transformers import Replayable, replayable
@@ -52,17 +55,26 @@ _SLACK = 1.05  # of an error that is not worse than another: both are of a sampl
 
 @dataclass(frozen=True)
 class Model:
-    """A model, and how many micro-batches of equal shape are run: of padded rows, and of rows of one length."""
+    """A model, and how many micro-batches of equal shape are run: of padded rows, and of rows of one length; without
+    the latter, ours and padded rows are all that is run. `target` is that of padded / ours."""
 
     name: str
     shape: Shape
     padded: int
     even: int
+    target: str = ">= 3.5"
 
 
 MODELS: Mapping[str, Model] = {
     "small": Model("Qwen3-0.6B", Shape(1024, 28, 16, 8, 128, 3072), padded=16, even=4),
     "large": Model("Qwen3-4B", Shape(2560, 36, 32, 8, 128, 9728), padded=4, even=2),
+    "hybrid": Model(
+        "12 layers of Qwen3.5, 3 gated delta nets to 1 attention",
+        HybridShape(1024, 12, 8, 2, 256, 3584),
+        padded=4,
+        even=0,
+        target=">= 3",
+    ),
 }
 
 
@@ -115,7 +127,7 @@ def _of_model(model: Model, sizes: Sizes, rounds: int, device: torch.device) -> 
     case = f"replay, shape of {model.name}"
     progress(case)
     stage = Stage(model, sizes, device)
-    report = [*stage.described(case), *_errors(case, stage)]
+    report = [*stage.described(case), *_errors(case, stage), *stage.mixed(case)]
     for step in (FORWARD, BOTH):
         progress(f"{case}, {step}")
         report += _timed(f"{case}, {step}", stage, stage.works(step), rounds)
@@ -250,7 +262,7 @@ class Stage:
         return f"{PADDED} to {width:,}, {min(self.model.padded, count)} of {count} micro-batches run"
 
     def described(self, case: str) -> list[Row]:
-        sizes, lengths, even = self.sizes, self.rows.lengths, self.even.lengths
+        sizes, lengths = self.sizes, self.rows.lengths
         positions = sizes.rows * (sizes.prompt_width + sizes.response_width)
         return [
             Row(case, f"ours attends by {self.flash_package or 'torch'}", 1, "x"),
@@ -258,26 +270,31 @@ class Stage:
             Row(case, "real tokens", int(lengths.sum()), "tokens"),
             Row(case, "real tokens / padded positions", float(lengths.sum() / positions), "x"),
             Row(case, f"micro-batches of {sizes.token_budget:,} tokens", len(self.plan.micro_batches), "bins"),
-            Row(case, "tokens of rows of one length", int(even[0]), "tokens"),
-            Row(case, "rows of one length in a micro-batch", even.size // self.model.even, "rows"),
+            *(self._described_even(case) if self.model.even else []),
         ]
+
+    def _described_even(self, case: str) -> list[Row]:
+        lengths = self.even.lengths
+        return [
+            Row(case, "tokens of rows of one length", int(lengths[0]), "tokens"),
+            Row(case, "rows of one length in a micro-batch", lengths.size // self.model.even, "rows"),
+        ]
+
+    def mixed(self, case: str) -> list[Row]:
+        """How layers that carry state were run."""
+        ways = Counter(way.partition(":")[0] for way in self.replay.mixers.values())
+        return [Row(case, f"layers that carry state, run by {way}", count, "layers") for way, count in ways.items()]
 
     def works(self, step: str) -> dict[str, Work]:
         """By name. Padded micro-batches cost the same whatever is real in them: the FLOPs of theirs are their share."""
-        replay, rows, even, of_padded = self.replay, self.rows, self.even, self.sizes.padded_rows
-        of_even = even.lengths.size // self.model.even
-        even_plan = plan_micro_batches(even.lengths, of_even * int(even.lengths[0]))
+        replay, rows, of_padded = self.replay, self.rows, self.sizes.padded_rows
         first = rows.padded[: self.model.padded * of_padded]
         passes: dict[str, tuple[Rows, int, Callable[[], Iterable[Tensor]]]] = {
             OURS: (rows, len(rows.padded), lambda: replayed(replay, rows.nested, self.plan)),
-            COMPILED: (rows, len(rows.padded), lambda: replayed(self.compiled, rows.nested, self.plan)),
-            EVEN: (even, len(even.padded), lambda: replayed(replay, even.nested, even_plan)),
-            DENSE: (even, len(even.padded), lambda: dense_log_probs(replay.release(), even.padded, of_even)),
             self.padded_name: (rows, len(first), lambda: padded_log_probs(replay.release(), first, of_padded)),
         }
-        if self.flash_package is not None:
-            of_torch = (rows, len(rows.padded), lambda: without_flash(replayed(self.compiled, rows.nested, self.plan)))
-            passes[OF_TORCH] = of_torch
+        if self.model.even:
+            passes |= self._more_passes()
         shape, backward = self.model.shape, step == BOTH
         return {
             name: Work(
@@ -287,6 +304,21 @@ class Stage:
             )
             for name, (of, count, parts) in passes.items()
         }
+
+    def _more_passes(self) -> dict[str, tuple[Rows, int, Callable[[], Iterable[Tensor]]]]:
+        """Compiled, and rows of one length."""
+        replay, rows, even = self.replay, self.rows, self.even
+        of_even = even.lengths.size // self.model.even
+        even_plan = plan_micro_batches(even.lengths, of_even * int(even.lengths[0]))
+        passes: dict[str, tuple[Rows, int, Callable[[], Iterable[Tensor]]]] = {
+            COMPILED: (rows, len(rows.padded), lambda: replayed(self.compiled, rows.nested, self.plan)),
+            EVEN: (even, len(even.padded), lambda: replayed(replay, even.nested, even_plan)),
+            DENSE: (even, len(even.padded), lambda: dense_log_probs(replay.release(), even.padded, of_even)),
+        }
+        if self.flash_package is not None:
+            of_torch = (rows, len(rows.padded), lambda: without_flash(replayed(self.compiled, rows.nested, self.plan)))
+            passes[OF_TORCH] = of_torch
+        return passes
 
 
 def replayed(replay: Replayable, nested: TensorDict, plan: MicroBatchPlan) -> Iterator[Tensor]:
@@ -373,10 +405,14 @@ def _timed(case: str, stage: Stage, works: Mapping[str, Work], rounds: int) -> l
     padded = stage.padded_name
     return [
         *(Row(case, name, 1e3 * taken, "ms") for name, taken in all_rows.items()),
-        Row(case, f"{PADDED} / {OURS}", all_rows[padded] / all_rows[OURS], "x", ">= 3.5"),
+        Row(case, f"{PADDED} / {OURS}", all_rows[padded] / all_rows[OURS], "x", stage.model.target),
         *(Row(case, f"rate, {name}", rate, "TFLOP/s") for name, rate in rates.items()),
         *(Row(case, f"rate, {name} / {_PEAK_RATE} TFLOP/s", rate / _PEAK_RATE, "x") for name, rate in rates.items()),
-        *(Row(case, f"rate, {OURS} / {name}", rates[OURS] / rates[name], "x", ">= 0.95") for name in (EVEN, DENSE)),
+        *(
+            Row(case, f"rate, {OURS} / {name}", rates[OURS] / rates[name], "x", ">= 0.95")
+            for name in (EVEN, DENSE)
+            if name in rates
+        ),
         *(Row(case, f"peak, {name}", peak / 2**30, "GiB") for name, peak in peaks.items()),
         Row(case, f"peak, {OURS} / {PADDED}", peaks[OURS] / max(peaks[padded], 1), "x", "<= 1"),
     ]

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 import maskpack as mp
 from maskpack.adapters.transformers import compiled, replayable
 from maskpack.adapters.transformers import model as adapter
+from maskpack.errors import ReplayError
 from maskpack.replay import PackedInputs
 
 ROWS = ((2, 3), (4, 5), (1, 1), (3, 2), (4, 1), (2, 5))
@@ -101,12 +102,12 @@ def sharded_in_all_parts(tied: bool, sharing: str | None = None) -> dict[str, fl
 
 
 def sharded(
-    tied: bool, sharing: str | None = None, *, compiles: bool = False, all_parts: bool = False
+    tied: bool, sharing: str | None = None, *, compiles: bool = False, all_parts: bool = False, model: Any = None
 ) -> dict[str, float]:
     """How far log-probs of all ways are off those of each row alone, and gradients (of the mean over ranks)."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = tiny(tied)
+    model = tiny(tied) if model is None else model
     plain = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (ranks,))
     parts = [*model.model.layers, *([model.model.embed_tokens, model.lm_head] if all_parts and not tied else [])]
@@ -135,6 +136,39 @@ def sharded(
     os.environ["MASKPACK_PACKED_REPLAY"] = "0"
     off["padded"] = _apart(mp.replay.response_log_probs(replay, batch, **options).values(), truth)
     return off
+
+
+def tiny_hybrid() -> Any:
+    """A gated delta net, and attention."""
+    kinds = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    heads = {"head_dim": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
+    config = transformers.Qwen3_5TextConfig(vocab_size=97, num_hidden_layers=2, **kinds, **sizes, **heads)
+    torch.manual_seed(0)
+    model = transformers.Qwen3_5ForCausalLM(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(5 if weight.dim() == 2 else 1)
+    return model
+
+
+def sharded_mixers() -> dict[str, Any]:
+    """As `sharded`, of a model with layers that carry state; and what is refused."""
+    seen: dict[str, Any] = sharded(False, model=tiny_hybrid())
+    del os.environ["MASKPACK_PACKED_REPLAY"]
+    inside = tiny_hybrid()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (inside.model.layers[0].linear_attn.conv1d, *inside.model.layers, inside):
+        fully_shard(part, mesh=mesh)
+    for name, made, options in (
+        ("inside", inside, {}),
+        ("context", tiny_hybrid(), {"context_group": dist.group.WORLD}),
+    ):
+        try:
+            seen[name] = mp.replay.response_log_probs(replayable(made), batch_of(ROWS), **options)
+        except ReplayError as error:
+            seen[name] = str(error)
+    return seen
 
 
 def gathered_without_gradients() -> dict[str, float]:

@@ -15,11 +15,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench import __main__ as command
 from bench import replay as case
 from bench.measure import NotExact
-from bench.replay_rivals import Shape
+from bench.replay_rivals import HybridShape, Shape
 
 CPU = torch.device("cpu")
 SHAPE = Shape(32, 2, 4, 2, 8, 48, 97)
 MODELS = {"small": case.Model("A", SHAPE, padded=2, even=2), "large": case.Model("B", SHAPE, padded=9, even=1)}
+HYBRID = HybridShape(32, 4, 2, 1, 8, 48, 97, delta_heads=2, delta_dim=8)
+MODELS["hybrid"] = case.Model("C", HYBRID, padded=2, even=0, target=">= 3")
 SIZES = case.Sizes(10, 7, 29, 0.3, token_budget=40, padded_rows=3, compared=3, models=MODELS)
 
 
@@ -32,9 +34,9 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def stage():
-    made = case.Stage(MODELS["small"], SIZES, CPU)
-    made.__dict__["causal_lm"] = SHAPE.model(CPU, torch.float32).eval()
+def stage(group="small"):
+    made = case.Stage(MODELS[group], SIZES, CPU)
+    made.__dict__["causal_lm"] = MODELS[group].shape.model(CPU, torch.float32).eval()
     return made
 
 
@@ -69,6 +71,17 @@ def test_a_model_has_its_rows_and_targets(measured):
         case.run(10, 1, only=["smal"], sizes=SIZES)
 
 
+def test_a_hybrid_runs_packed_and_padded(measured):
+    rows = measured("replay", lambda rows, rounds, **more: case.run(10, 1, sizes=SIZES, **more), "--only", "hybrid")
+    model = "replay, shape of C"
+    wanted = {(model, "rms error, ours / each row alone"): "<= 1"}
+    for step in (case.FORWARD, case.BOTH):
+        wanted[f"{model}, {step}", "padded / ours"] = ">= 3"
+        wanted[f"{model}, {step}", "peak, ours / padded"] = "<= 1"
+    assert {key: row["target"] for key, row in rows.items() if row["target"]} == wanted
+    assert rows[model, "layers that carry state, run by rows"]["value"] == 3
+
+
 def test_ours_that_is_off_raises(monkeypatch):
     exact = case.response_log_probs
     monkeypatch.setattr(case, "response_log_probs", lambda *given: exact(*given) + 1e-2)
@@ -90,23 +103,21 @@ def test_the_command_takes_groups_and_a_round_for_three(tmp_path, monkeypatch):
         ("Qwen3-4B", 256, 3),
         ("Qwen3-0.6B", 8, 2),
         ("Qwen3-4B", 8, 2),
+        ("12 layers of Qwen3.5, 3 gated delta nets to 1 attention", 8, 2),
     ]
 
 
 # -------------------------------------------------------------------- works
 
 
+@pytest.mark.parametrize("group", ["small", "hybrid"])
 @pytest.mark.parametrize("step", [case.FORWARD, case.BOTH])
-def test_every_work_gives_the_log_probs_and_gradients_of_each_row_alone(step, monkeypatch):
-    made = stage()
+def test_every_work_gives_the_log_probs_and_gradients_of_each_row_alone(step, group, monkeypatch):
+    made = stage(group)
     model, backward = made.causal_lm, step == case.BOTH
-    rows = {
-        case.OURS: made.rows,
-        case.COMPILED: made.rows,
-        made.padded_name: made.rows,
-        case.EVEN: made.even,
-        case.DENSE: made.even,
-    }
+    rows = {case.OURS: made.rows, case.COMPILED: made.rows, made.padded_name: made.rows}
+    if made.model.even:
+        rows |= {case.EVEN: made.even, case.DENSE: made.even}
     monkeypatch.setattr(case, "once", lambda _model, parts, backward: (parts, backward))
     for name, work in made.works(step).items():
         parts, both = work.run
@@ -165,7 +176,11 @@ def test_flops_of_products_are_those_that_torch_counts():
     one = np.array([11])
     assert SHAPE.flops(one, one) - 4 * 2 * 4 * 8 * 66 == counted  # scores, and the sums of values
     parameters = {name: model.shape.parameters for name, model in case.MODELS.items()}
+    hybrid = parameters.pop("hybrid")
     assert parameters == {"small": 440_401_920, "large": 3_633_315_840}  # 0.44 and 3.6 billion beside embeddings
+    with torch.device("meta"):
+        layers = case.MODELS["hybrid"].shape.model(torch.device("meta")).model.layers
+    assert hybrid == sum(part.weight.numel() for part in layers.modules() if isinstance(part, torch.nn.Linear))
 
 
 def test_lengths_fill_their_share_and_groups_share_a_prompt_length():

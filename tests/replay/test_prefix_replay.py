@@ -472,15 +472,6 @@ def test_attention_dropout_is_refused_in_train_mode() -> None:
     refused("has dropout (attention_dropout) and is in train mode", replayable(model))
 
 
-def test_layers_that_carry_state_are_refused() -> None:
-    config = tf.Qwen3NextConfig(
-        **TINY | {"head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
-        layer_types=["linear_attention", "full_attention"],
-    )
-    with pytest.raises(ReplayError, match="has layers of kind linear_attention"):
-        replayable(tf.Qwen3NextForCausalLM(config))
-
-
 def test_a_model_that_keeps_the_tree_from_its_attention_is_refused() -> None:
     model, _ = pair(qwen3)
     ready = replayable(model)

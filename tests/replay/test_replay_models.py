@@ -681,21 +681,7 @@ def test_a_window_that_the_attention_is_not_told_raises() -> None:
         assert off(response_log_probs(replayable(model), batch), truth_of(plain, batch)[0]) <= LIMIT
 
 
-LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-EXPERTS = {"num_experts": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "head_dim": 8}
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "linear attention": (
-        lambda: tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**TINY, **LINEAR, **EXPERTS)),
-        "Qwen3NextForCausalLM has layers of kind linear_attention; expected full or sliding attention.",
-    ),
-    "convolutions": (
-        lambda: tf.Lfm2ForCausalLM(tf.Lfm2Config(**TINY, full_attn_idxs=[1])),
-        "Lfm2ForCausalLM has layers of kind conv; expected full or sliding attention.",
-    ),
-    "mamba": (
-        lambda: tf.MambaForCausalLM(tf.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)),
-        "MambaForCausalLM has layers of kind linear_attention; expected full or sliding attention.",
-    ),
     "chunks": (
         lambda: llama(layer_types=["full_attention", "chunked_attention"]),
         "LlamaForCausalLM has layers of kind chunked_attention; expected full or sliding attention.",
@@ -819,13 +805,13 @@ def test_layers_that_never_attend_through_the_interface_are_found() -> None:
 
 def test_models_with_other_layers_replay_without_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As their errors say. Packing is refused for the same object as well."""
-    model = tf.Lfm2ForCausalLM(tf.Lfm2Config(**TINY, full_attn_idxs=[1])).eval()
+    model = llama(layer_types=["full_attention", "chunked_attention"]).eval()
     plain = copy.deepcopy(model)
     monkeypatch.setenv("MASKPACK_PACKED_REPLAY", "0")
     ready = replayable(model)
     assert off(response_log_probs(ready, batch_of()), truth_of(plain, batch_of())[0]) <= LIMIT
     monkeypatch.delenv("MASKPACK_PACKED_REPLAY")
-    with pytest.raises(ReplayError, match="has layers of kind conv"):
+    with pytest.raises(ReplayError, match="has layers of kind chunked_attention"):
         response_log_probs(ready, batch_of())
 
 

@@ -9,7 +9,7 @@ Models that replay would compute wrongly are refused by name before anything run
 
 its kind        encoder and decoder, no model of hidden states              always
 its output      logits or a layer that ops.Logits cannot say (output.py)     for log-probs
-its layers      state carried from token to token, no position_ids          for packed rows
+its layers      state without a mixer that runs on rows, no position_ids    for packed rows
 its rows        longer than the limit of dynamic RoPE, other images         for these rows
 
 The ranks of a sharded model run together and agree on the self-check:
@@ -35,9 +35,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from maskpack.adapters.transformers import compiled, experts, passes, vision
+from maskpack.adapters.transformers import compiled, experts, mixers, passes, vision
 from maskpack.adapters.transformers.compiled import CompiledParts
 from maskpack.adapters.transformers.experts import Routers
+from maskpack.adapters.transformers.mixers import Mixers
 from maskpack.adapters.transformers.output import Layer, check_layer, curve_of, states_of
 from maskpack.adapters.transformers.passes import NAME
 from maskpack.core.arguments import IntArray, flag, said
@@ -48,7 +49,8 @@ from maskpack.replay.inputs import PackedInputs
 from maskpack.replay.media import Media
 from maskpack.replay.routes import RoutedExperts
 
-_LAYERS = {"full_attention", "sliding_attention"}
+_SLIDING = {"sliding_attention", "hybrid_sliding"}
+"""Kinds of layers whose attention has a window."""
 _CHANGING = ("dynamic", "longrope")
 """RoPE types whose frequencies depend on the longest row."""
 _DROPOUT_LAYERS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -184,7 +186,8 @@ def _window(module: nn.Module) -> int | None:
     config: Any = getattr(module, "config", None)
     kinds = list(getattr(config, "layer_types", None) or ["sliding_attention"])
     index = getattr(module, "layer_idx", None)
-    if "sliding_attention" not in (kinds if index is None or len(kinds) == 1 else kinds[index : index + 1]):
+    own = kinds if index is None or len(kinds) == 1 else kinds[index : index + 1]
+    if not _SLIDING & set(own):
         return None
     return getattr(config, "sliding_window", None) or None
 
@@ -238,10 +241,12 @@ class Replayable:
         self._checked: dict[tuple[Any, ...], int] = {}
         self._routers: Routers | None = None
         _check_kind(model, self._base, self._output)
+        mixers.restore(self._base)
+        self._mixers = Mixers(model, self._base, self._config)
         if self._output is not None:
             self._scale, self._softcap = curve_of(model, self._base, self._output)
         if os.environ.get("MASKPACK_PACKED_REPLAY") != "0":
-            _check_layers(model, self._base, self._config)
+            _check_layers(model, self._base, self._mixers)
         _check_root(model)
         self._groups = _groups_of(model)
         compiled.restore(self._base)
@@ -266,14 +271,23 @@ class Replayable:
             compiled.restore_if_compiled(self._base)
         else:
             self._parts.install()
+        self._mixers.install()
 
     def release(self) -> PreTrainedModel:
-        """Restores the attention of the model, and the parts that were compiled, for padded rows and generation, and
-        returns the model. The next replay replaces them again. Do not call it between a forward pass and its backward
-        pass, which may run layers again (gradient checkpointing), nor while another thread replays the model."""
+        """Restores the attention of the model, the mixers of layers that carry state, and the parts that were compiled,
+        for padded rows and generation, and returns the model. The next replay replaces them again. Do not call it
+        between a forward pass and its backward pass, which may run layers again (gradient checkpointing), nor while
+        another thread replays the model."""
         passes.release(self.model, self._config)
         compiled.restore(self._base)
+        mixers.restore(self._base)
         return self.model
+
+    @property
+    def mixers(self) -> dict[str, str]:
+        """How each part runs that carries state from token to token: "bounds", by kernels of the library, or "rows"
+        with why, by groups of padded rows; "not run yet". Empty for a model without."""
+        return self._mixers.ways()
 
     # ---------------------------------------------------------------- ReplayModel
 
@@ -332,10 +346,12 @@ class Replayable:
         more |= {} if inputs.tree is None else {"prefix_tree": inputs.tree}
         more |= {} if group is None else {"context_group": group}
         more |= self._routed(inputs.routed_experts)
+        rows = self._mixers.rows(inputs)
+        more |= {} if rows is None else {mixers.KEYWORD: rows}
         self._find_ranks()
         self._need_media_on_all_ranks(inputs.media, inputs.input_ids.device)
         self._take()
-        with passes.Pass(tree=inputs.tree, group=group).running() as packed:
+        with passes.Pass(tree=inputs.tree, group=group, rows=rows).running() as packed:
             states = self._states(
                 input_ids=inputs.input_ids,
                 position_ids=inputs.position_ids,
@@ -345,12 +361,7 @@ class Replayable:
                 max_length_k=inputs.max_seqlen,
                 **more,
             )
-        if packed.attended < self._config.num_hidden_layers:
-            raise ReplayError(
-                f"replayable: {type(self.model).__name__} attended {packed.attended} times in "
-                f"{self._config.num_hidden_layers} layers; expected every layer to attend through transformers' "
-                f"attention interface. {_PADDED}"
-            )
+        self._mixers.check_run(packed)
         self._check_routed(packed, inputs.routed_experts)
         return states[0]
 
@@ -378,7 +389,7 @@ class Replayable:
         all ranks of a context group if on one."""
         groups = [] if group is None else [group]
         try:
-            _check_layers(self.model, self._base, self._config)
+            _check_layers(self.model, self._base, self._mixers, inputs)
             _check_rows(self.model, self._config, inputs.position_ids, inputs.longest_row)
             if group is not None and inputs.media is not None:
                 raise ReplayError(
@@ -579,16 +590,10 @@ def _check_kind(model: Any, base: Any, output: Any) -> None:
         )
 
 
-def _check_layers(model: Any, base: Any, config: Any) -> None:
-    """Checks that the layers support packed rows."""
-    who = type(model).__name__
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
-    if kinds:
-        raise ReplayError(
-            f"replayable: {who} has layers of kind {', '.join(kinds)}; expected full or sliding attention. Such layers "
-            f"carry tokens of one row into the next. {_PADDED}"
-        )
-    if "position_ids" not in inspect.signature(base.forward).parameters:
+def _check_layers(model: Any, base: Any, mixers: Mixers, inputs: PackedInputs | None = None) -> None:
+    """Checks that the layers support packed rows, and these inputs."""
+    mixers.check(inputs)
+    if "position_ids" not in inspect.signature(base.forward).parameters and not mixers.pure:
         raise ReplayError(
             f"replayable: {type(base).__name__} takes no position_ids; expected them, row by row. {_PADDED}"
         )

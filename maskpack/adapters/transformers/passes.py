@@ -35,14 +35,17 @@ class Pass:
         own: whether layers use the original attention of the model.
         tree: the PrefixTree that packed attention has to receive; None without one.
         group: the context-parallel group that it has to receive; None without one.
-        attended: the number of calls of packed attention so far.
+        rows: the MixerRows that mixers have to be told; None for a model without mixers.
+        attended, mixed: the number of calls of packed attention and of mixers so far.
         routed: the number of routers that took the experts of the batch so far.
     """
 
     own: bool = False
     tree: PrefixTree | None = None
     group: ProcessGroup | None = None
+    rows: Any = None
     attended: int = 0
+    mixed: int = 0
     routed: int = 0
 
     @contextmanager

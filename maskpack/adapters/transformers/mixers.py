@@ -1,0 +1,572 @@
+"""Layers that carry state from token to token (gated delta nets, Mamba, short convolutions, linear attention) over
+packed rows: their mixers alone run on rows, everything else of the model stays packed.
+
+A *mixer* is the innermost part of such a layer that takes hidden states and a cache, and does not attend through
+transformers' attention interface. While the model replays, each has a `forward` of its own, which runs one of two ways:
+
+bounds   a a a b b c c c c c                   the library's kernels, which start anew at each bound
+rows     a a a b b c c c c c  ->  c c c c c    groups of rows of similar length, pads on the right, which a causal
+                                  a a a . .    mixer does not see
+                                  b b
+
+What runs is decided by behaviour, once for each kind of mixer: the kernels may be missing, and some versions of
+transformers then raise, others ignore the bounds. With a tree of shared prefixes, both ways run whole rows, and each
+token of the tree takes the output of the first row that has it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import MethodType
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from maskpack.adapters.transformers import layers, passes
+from maskpack.core.arguments import IntArray
+from maskpack.core.index import cumulated, ranges
+from maskpack.errors import ReplayError
+from maskpack.ops.prefix_attention import gather_rows
+from maskpack.replay.inputs import PackedInputs
+
+_ATTENDING = {"full_attention", "sliding_attention", "attention"}
+_CARRYING = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent"}
+_TOKENWISE = {"moe", "mlp"}
+"""Kinds of layers by `config.layer_types`: those that attend alone, that carry state, and that do neither."""
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+"""What the forward of an attention layer reads to attend through transformers' interface."""
+_CACHES = ("cache_params", "past_key_values", "past_key_value", "layer_past")
+_CACHED = (*_CACHES, "use_cache")
+"""Arguments for a cache, one of which a mixer takes."""
+_NONE = (*_CACHES, "attention_mask", "conv_mask", "mamba_attention_mask", "mamba_mask", "padding_mask", "mask")
+"""Arguments that a mixer does not get: rows have no cache, and no pads that it would see."""
+_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_SHORTEST = 0.5
+"""The shortest row of a group, as a share of its longest. With s, tokens and pads together are at most 1 / s times the
+tokens, and the longest rows of all groups at most 1 / (1 - s) times the longest row: a mixer without kernels launches
+as many loops over them. At one half, neither is more than doubled."""
+KEYWORD = "mixer_rows"
+"""The keyword argument of a forward pass by which layers are told the MixerRows."""
+_PROBED = (9, 70)
+"""Tokens of the rows that decide whether a mixer keeps rows apart: the second crosses a chunk of 64."""
+_CLOSE = {torch.float32: 5e-3, torch.float64: 1e-6}
+"""The largest difference of a token's outputs from those of its row alone, both as root mean squares. 0.05 in half
+precision. Rounding alone stays below; a token of another row is of order 1."""
+_PADDED = "Replay it padded: MASKPACK_PACKED_REPLAY=0."
+
+
+# -------------------------------------------------------------------- rows
+
+
+@dataclass(frozen=True, eq=False)
+class MixerRows:
+    """The whole rows of packed inputs, for mixers; the tail of `multiple_of` is one. N tokens of rows, one row after
+    another, are T stored tokens, or more than T if rows share some.
+
+    Attributes:
+        stored: int64 [N], the stored token that each token of the rows is; None if it is the same.
+        first: int64 [T], the token of the rows from which a stored token takes its output; None with `stored`.
+        bounds: int32 [rows + 1], of the rows among the N tokens.
+        lengths: int64 [rows] on the host.
+        groups: (rows, longest row) of each group; the cells [rows, longest] of all groups lie one after the other.
+        cells: int64 [N], the cell of each token of the rows.
+    """
+
+    stored: Tensor | None
+    first: Tensor | None
+    bounds: Tensor
+    lengths: IntArray
+    groups: Sequence[tuple[int, int]]
+    cells: Tensor
+
+    @classmethod
+    def of(cls, inputs: PackedInputs) -> MixerRows:
+        """One copy to the device, or four with a tree."""
+        where, total = inputs.input_ids.device, inputs.input_ids.shape[1]
+        tree, tail = inputs.tree, total - inputs.num_tokens
+        offsets = inputs.bounds if tree is None else np.unique(tree.row_offsets)
+        count = int(offsets[-1]) if offsets.size else 0
+        lengths = np.append(np.diff(offsets), tail) if tail else np.diff(offsets)
+        groups, cells = _grouped(lengths)
+        stored = first = None
+        if tree is not None:
+            stored = np.append(tree.of_row_token, np.arange(inputs.num_tokens, total))
+            first = np.append(tree.source, np.arange(count, count + tail))
+        return cls(
+            stored=None if stored is None else _sent(stored, where),
+            first=None if first is None else _sent(first, where),
+            bounds=inputs.cu_seqlens if tree is None else _sent(cumulated(lengths).astype(np.int32), where),
+            lengths=lengths,
+            groups=groups,
+            cells=_sent(cells, where),
+        )
+
+    @classmethod
+    def of_lengths(cls, lengths: IntArray, device: torch.device) -> MixerRows:
+        """Rows that share nothing."""
+        groups, cells = _grouped(lengths)
+        bounds = _sent(cumulated(lengths).astype(np.int32), device)
+        return cls(None, None, bounds, lengths, groups, _sent(cells, device))
+
+    @cached_property
+    def back(self) -> Tensor:
+        """int64 [T]: the cell from which a stored token takes its output."""
+        return self.cells if self.first is None else self.cells.index_select(0, self.first)
+
+    @cached_property
+    def row_of(self) -> Tensor:
+        """int32 [1, N]: the row of each token of the rows."""
+        number = torch.arange(self.lengths.size, dtype=torch.int32, device=self.bounds.device)
+        return number.repeat_interleave(self.bounds.diff(), output_size=int(self.lengths.sum()))[None]
+
+    @property
+    def tokens(self) -> int:
+        """T, the number of stored tokens."""
+        return self.back.shape[0]
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Stored tokens [T, ...] as tokens of rows [N, ...]."""
+        if self.stored is None:
+            return x
+        return gather_rows(x, self.stored) if x.is_floating_point() else x.index_select(0, self.stored)
+
+    def grid(self, x: Tensor) -> Tensor:
+        """Stored tokens [T, ...] in the cells of the groups [cells, ...]; 0 in pads."""
+        total = sum(rows * longest for rows, longest in self.groups)
+        whole = self.whole(x)
+        return whole.new_zeros(total, *whole.shape[1:]).index_copy(0, self.cells, whole)
+
+    def parts(self, grid: Tensor, dim: int = 0) -> Iterator[Tensor]:
+        """The cells of each group, [rows, longest, ...]."""
+        begin = 0
+        for rows, longest in self.groups:
+            yield grid.narrow(dim, begin, rows * longest).unflatten(dim, (rows, longest))
+            begin += rows * longest
+
+
+def _sent(numbers: npt.NDArray[Any], device: torch.device) -> Tensor:
+    return torch.from_numpy(numbers).to(device, non_blocking=True)
+
+
+def _grouped(lengths: IntArray) -> tuple[list[tuple[int, int]], IntArray]:
+    """Groups of rows, from the longest rows to the shortest, and the cell of each token."""
+    order = np.argsort(-lengths, kind="stable")
+    falling = lengths[order]
+    groups: list[tuple[int, int]] = []
+    starts = np.zeros(lengths.size, np.int64)
+    begin = cell = 0
+    while begin < falling.size:
+        longest = int(falling[begin])
+        end = int(np.searchsorted(-falling, -_SHORTEST * longest, side="right"))
+        starts[order[begin:end]] = cell + longest * np.arange(end - begin)
+        groups.append((end - begin, longest))
+        cell += (end - begin) * longest
+        begin = end
+    return groups, ranges(starts, lengths)
+
+
+# -------------------------------------------------------------------- the mixers of a model
+
+
+class Mixers:
+    """The mixers of a model, which replace their forward while it replays.
+
+    Attributes:
+        attending: how many layers attend.
+        count: how many mixers run in a forward pass.
+    """
+
+    def __init__(self, model: Any, base: Any, config: Any) -> None:
+        self._who = type(model).__name__
+        self._kinds = _kinds_of(config)
+        self._found: dict[str, tuple[nn.Module, _Forward]] = {}
+        self._empty: list[int] = []
+        self.attending, self.count = int(config.num_hidden_layers), 0
+        if set(self._kinds) <= _ATTENDING:
+            return
+        self.attending = 0
+        forwards: dict[Any, _Forward] = {}
+        for number, layer in _layers_of(model, base, len(self._kinds)):
+            kind = self._kinds[number]
+            attends = any(_attends(part) for part in layer.modules())
+            self.attending += attends or kind in _ATTENDING
+            inner = _mixers_in(layer) if kind in _CARRYING else []
+            for name, part in inner:
+                name = f"layer {number}, {name}"
+                self._found[name] = part, forwards.setdefault(_key_of(part), _Forward(part))
+                layers.listen(_told_layer(layer, part))
+                _watch(part)
+            self.count += len(inner)
+            if kind in _CARRYING and not inner:
+                self._empty.append(number)
+
+    @property
+    def pure(self) -> bool:
+        """Whether no layer attends, so that nothing but mixers sees other tokens."""
+        return bool(self._found) and self.attending == 0
+
+    def check(self, inputs: PackedInputs | None = None) -> None:
+        """Raises ReplayError for layers that packed rows would leak through, and for inputs that mixers cannot run."""
+        who = self._who
+        unknown = sorted(set(self._kinds) - _ATTENDING - _CARRYING - _TOKENWISE)
+        if unknown:
+            raise ReplayError(
+                f"replayable: {who} has layers of kind {', '.join(unknown)}; expected full or sliding attention. Such "
+                f"layers carry tokens of one row into the next. {_PADDED}"
+            )
+        numbers = [number for number, kind in enumerate(self._kinds) if kind in _CARRYING]
+        missing = self._empty if self.count else numbers
+        if missing:
+            number = min(missing)
+            raise ReplayError(
+                f"replayable: {who} has layers of kind {self._kinds[number]}, but layer {number} has no mixer; "
+                f"expected a part within it that takes hidden states and one of {', '.join(_CACHED)}, and does not "
+                f"attend. Such layers carry tokens of one row into the next. {_PADDED}"
+            )
+        for name, (part, _) in self._found.items():
+            _check_part(f"{name} of {who}", part)
+        if inputs is not None and inputs.context is not None and self.count:
+            raise ReplayError(
+                f"replayable: {who} has layers that carry state ({next(iter(self._found))}), and rows are divided over "
+                "a context group; expected attention alone, which exchanges tokens. Leave context_group out."
+            )
+
+    def rows(self, inputs: PackedInputs) -> MixerRows | None:
+        """What layers are told; None for a model without mixers."""
+        return MixerRows.of(inputs) if self.count else None
+
+    def install(self) -> None:
+        for part, forward in self._found.values():
+            if not _is_ours(part):
+                part.forward = MethodType(forward, part)  # a deep copy of it belongs to the copy of the part
+
+    def check_run(self, packed: passes.Pass) -> None:
+        """Raises ReplayError if a layer neither attended through the interface nor ran its mixers."""
+        if packed.attended < self.attending:
+            raise ReplayError(
+                f"replayable: {self._who} attended {packed.attended} times in {self.attending} layers; expected every "
+                f"layer to attend through transformers' attention interface. {_PADDED}"
+            )
+        if packed.mixed < self.count:
+            raise ReplayError(
+                f"replayable: {self._who} ran {packed.mixed} of {self.count} parts that carry state; expected all to "
+                f"run. {_PADDED}"
+            )
+
+    def ways(self) -> dict[str, str]:
+        """How each mixer runs: "bounds", or "rows" with why; "not run yet"."""
+        return {name: forward.way for name, (_, forward) in self._found.items()}
+
+
+def restore(base: Any) -> None:
+    """Gives all mixers the `forward` of their class back."""
+    parts: list[Any] = list(base.modules())
+    for part in parts:
+        if _is_ours(part):
+            del part.forward
+
+
+def _is_ours(part: nn.Module) -> bool:
+    forward = vars(part).get("forward")
+    return isinstance(forward, MethodType) and isinstance(forward.__func__, _Forward)
+
+
+def _watch(part: Any) -> None:
+    """The hook stays with the mixer."""
+    if _no_rows_left not in part._forward_pre_hooks.values():
+        part.register_forward_pre_hook(_no_rows_left)
+
+
+def _no_rows_left(part: nn.Module, _args: tuple[Any, ...]) -> None:
+    """A forward pre-hook of mixers: the forward of their class would carry tokens of one row into the next. It fires if
+    a backward pass runs layers again (gradient checkpointing) after `release`."""
+    if KEYWORD in layers.told() and not _is_ours(part):
+        raise ReplayError(
+            f"{type(part).__name__}: packed rows came to the model's own forward, which carries state from one row to "
+            "the next; expected maskpack's. Run the backward pass before release(), and before "
+            "MASKPACK_PACKED_REPLAY=0."
+        )
+
+
+def _kinds_of(config: Any) -> list[str]:
+    """The kind of each layer; empty if the configuration does not say."""
+    return list(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
+
+
+def _layers_of(model: Any, base: Any, count: int) -> Iterator[tuple[int, nn.Module]]:
+    """The decoder layers: the entries of the first list of as many modules as there are kinds."""
+    decoder: Any = model.get_decoder() if callable(getattr(model, "get_decoder", None)) else base
+    parts: list[nn.Module] = list((decoder if isinstance(decoder, nn.Module) else base).modules())
+    for part in parts:
+        if isinstance(part, nn.ModuleList) and len(part) == count:
+            yield from enumerate(part)
+            return
+
+
+def _mixers_in(layer: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The parts of a layer that take a cache and do not attend, without those that have such a part within."""
+    parts: list[tuple[str, nn.Module]] = list(cast("Any", layer).named_modules())
+    taking = [(name, part) for name, part in parts if part is not layer and _takes_cache(part)]
+    own = [part for _, part in parts if _takes_cache(part) or _attends(part)]
+    return [(name, part) for name, part in taking if not any(x in own for x in list(part.modules())[1:])]
+
+
+def _told_layer(layer: nn.Module, mixer: nn.Module) -> nn.Module:
+    """The innermost part around a mixer that a backward pass may run again by itself, or its layer."""
+    parts: list[nn.Module] = list(layer.modules())
+    around = [part for part in parts if hasattr(part, "gradient_checkpointing") and mixer in list(part.modules())]
+    return around[-1] if around else layer
+
+
+def _takes_cache(part: nn.Module) -> bool:
+    """Whether a part takes a cache, and does not attend by itself."""
+    names = inspect.signature(cast("Any", type(part)).forward).parameters
+    return any(name in names for name in _CACHED) and not _attends(part)
+
+
+def _attends(part: nn.Module) -> bool:
+    code = getattr(inspect.unwrap(cast("Any", type(part)).forward), "__code__", None)
+    return code is not None and _INTERFACE in code.co_names
+
+
+def _key_of(part: nn.Module) -> Any:
+    """Mixers of one kind and shape."""
+    shapes = {name: tuple(weight.shape) for name, weight in part.named_parameters()}
+    return cast("Any", type(part)).forward, tuple(shapes.items())
+
+
+def _check_part(name: str, part: nn.Module) -> None:
+    if "forward" in vars(part) and not _is_ours(part):
+        raise ReplayError(
+            f"replayable: {name} ({type(part).__name__}), which carries state, has a forward of its own; expected the "
+            f"forward of its class. Remove what replaced it, such as hooks of accelerate. {_PADDED}"
+        )
+    for inner in part.modules():
+        if inner is not part and isinstance(inner, FSDPModule | FullyShardedDataParallel):
+            raise ReplayError(
+                f"replayable: a part within {name} is sharded by itself ({type(inner).__name__}); expected its layer "
+                "to be: ranks call such parts as often as their rows have groups, and would wait for each other. Shard "
+                "whole layers."
+            )
+
+
+# -------------------------------------------------------------------- the forward of a mixer
+
+
+class _Forward:
+    """What `mixer.forward(...)` calls while the model replays, for all mixers of one kind and shape."""
+
+    __name__ = "forward"  # by which methods are pickled
+
+    def __init__(self, part: nn.Module) -> None:
+        kind = cast("Any", type(part))
+        self._own, self._who = kind.forward, kind.__name__
+        self._signature = inspect.signature(self._own)
+        parameters = self._signature.parameters.values()
+        self._any = any(x.kind is x.VAR_KEYWORD for x in parameters)
+        self._names = [x.name for x in parameters if x.kind is not x.VAR_KEYWORD][1:]
+        self._input = self._names[0]
+        self._ways: dict[Any, str] = {}
+
+    @property
+    def way(self) -> str:
+        return "; ".join(dict.fromkeys(self._ways.values())) or "not run yet"
+
+    def __call__(self, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        running = passes.current()
+        if running is not None and running.own:
+            return self._own(part, *args, **kwargs)
+        rows = layers.told().get(KEYWORD)
+        if running is not None and rows is not running.rows:
+            raise ReplayError(
+                f"{self._who}: the model does not pass the rows on to its layers; expected {KEYWORD} beside "
+                f"cu_seq_lens_q. {_PADDED}"
+            )
+        if not isinstance(rows, MixerRows):
+            raise ReplayError(
+                f"{self._who}: the layer did not receive {KEYWORD}; expected the rows that packed tokens belong to. "
+                "Call response_log_probs or response_values, or give the model its own layers back before it runs on "
+                "padded rows or generates: replayable(model).release()."
+            )
+        given = self._given(part, args, kwargs, rows)
+        if running is not None:
+            running.mixed += 1
+        by_bounds = self._keeps_rows_apart(part, given)
+        return self._by_bounds(part, given, rows) if by_bounds else self._by_rows(part, given, rows)
+
+    def _given(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rows: MixerRows) -> dict[str, Any]:
+        """The arguments that the forward names, by name; the hidden states first."""
+        known = {name: x for name, x in kwargs.items() if name in self._names}
+        bound = self._signature.bind_partial(part, *args, **known).arguments
+        given = {name: x for name, x in bound.items() if name in self._names}
+        if "use_cache" in self._names:
+            given["use_cache"] = False
+        hidden = given.get(self._input)
+        if not isinstance(hidden, Tensor) or hidden.shape[:2] != (1, rows.tokens):
+            seen = tuple(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
+            raise ReplayError(
+                f"{self._who}: {self._input} is {seen}; expected hidden states [1, {rows.tokens}, H] of packed rows. "
+                f"{_PADDED}"
+            )
+        odd = [name for name in _NONE if given.get(name) is not None]
+        if odd:
+            raise ReplayError(
+                f"{self._who}: a layer that carries state got {', '.join(odd)}; expected packed rows alone, without "
+                f"a mask or a cache. Pass use_cache=False and no mask. {_PADDED}"
+            )
+        return given
+
+    # ---------------------------------------------------------------- two ways
+
+    def _by_rows(self, part: nn.Module, given: dict[str, Any], rows: MixerRows) -> Any:
+        """By groups of padded rows."""
+        parts = {name: self._parts(name, x, rows) for name, x in given.items()}
+        outs = [
+            self._own(part, **{name: parts[name][nth] for name in given}) for nth in range(len(rows.groups))
+        ]  # fmt: skip
+        several = isinstance(outs[0], tuple | list)
+        columns = list(zip(*outs, strict=True)) if several else [tuple(outs)]
+        for out, shape in zip(columns[0], rows.groups, strict=True):
+            self._check_out(out, shape)
+        back = [self._joined(column, rows) for column in columns]
+        return tuple(back) if several else back[0]
+
+    def _parts(self, name: str, x: Any, rows: MixerRows) -> list[Any]:
+        """An argument for each group: entries of tokens in their cells, anything else as it is."""
+        if isinstance(x, tuple | list):
+            each = [self._parts(name, entry, rows) for entry in cast("Sequence[Any]", x)]
+            return [tuple(column) for column in zip(*each, strict=True)] if each else [x] * len(rows.groups)
+        if not isinstance(x, Tensor) or x.dim() == 0:
+            return [x] * len(rows.groups)
+        if x.shape[:2] == (1, rows.tokens):
+            return list(rows.parts(rows.grid(x[0])))
+        if x.shape[1:3] == (1, rows.tokens):  # sections of M-RoPE
+            return list(rows.parts(rows.grid(x[:, 0].transpose(0, 1)).transpose(0, 1), 1))
+        raise self._odd(name, x, rows)
+
+    def _joined(self, outs: Sequence[Any], rows: MixerRows) -> Tensor | None:
+        """The outputs of all groups at the stored tokens, [1, T, ...]; None for what is no output of tokens."""
+        if not all(
+            isinstance(out, Tensor) and out.shape[:2] == shape for out, shape in zip(outs, rows.groups, strict=True)
+        ):
+            return None
+        return torch.cat([out.flatten(0, 1) for out in outs]).index_select(0, rows.back)[None]
+
+    def _by_bounds(self, part: nn.Module, given: dict[str, Any], rows: MixerRows) -> Any:
+        """By kernels that start anew at each bound."""
+        longest = int(rows.lengths.max())
+        told = {
+            "cu_seq_lens_q": rows.bounds,
+            "cu_seq_lens_k": rows.bounds,
+            "max_length_q": longest,
+            "max_length_k": longest,
+            "seq_idx": rows.row_of,
+        }
+        told = {name: x for name, x in told.items() if self._any or name in self._names}
+        whole = {name: self._whole(name, x, rows) for name, x in given.items()}
+        out = self._own(part, **whole | told)
+        several = isinstance(out, tuple | list)
+        outs: list[Any] = list(cast("Any", out)) if several else [out]
+        shape = 1, int(rows.lengths.sum())
+        self._check_out(outs[0], shape)
+        fit = [x if isinstance(x, Tensor) and x.shape[:2] == shape else None for x in outs]
+        back = [x if x is None or rows.first is None else x.index_select(1, rows.first) for x in fit]
+        return tuple(back) if several else back[0]
+
+    def _whole(self, name: str, x: Any, rows: MixerRows) -> Any:
+        """An argument for whole rows: entries of tokens for each token of the rows, anything else as it is."""
+        if isinstance(x, tuple | list):
+            return tuple(self._whole(name, entry, rows) for entry in cast("Sequence[Any]", x))
+        if not isinstance(x, Tensor) or x.dim() == 0:
+            return x
+        if x.shape[:2] == (1, rows.tokens):
+            return rows.whole(x[0])[None]
+        if x.shape[1:3] == (1, rows.tokens):
+            return rows.whole(x[:, 0].transpose(0, 1)).transpose(0, 1)[:, None]
+        raise self._odd(name, x, rows)
+
+    def _odd(self, name: str, x: Tensor, rows: MixerRows) -> ReplayError:
+        return ReplayError(
+            f"{self._who}: {name} is {tuple(x.shape)}; expected entries of {rows.tokens} tokens, [1, T, ...] or "
+            f"[n, 1, T, ...], which can be cut into rows. {_PADDED}"
+        )
+
+    def _check_out(self, out: Any, shape: tuple[int, int]) -> None:
+        if not isinstance(out, Tensor) or out.shape[:2] != shape:
+            seen = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            raise ReplayError(
+                f"{self._who}: made {seen} of hidden states [{shape[0]}, {shape[1]}, H]; expected outputs of as many "
+                f"rows and tokens, first in a tuple. {_PADDED}"
+            )
+
+    # ---------------------------------------------------------------- which way
+
+    def _keeps_rows_apart(self, part: nn.Module, given: dict[str, Any]) -> bool:
+        hidden = given[self._input]
+        device, half = hidden.device.type, torch.is_autocast_enabled(hidden.device.type)
+        key = device, hidden.dtype, half and torch.get_autocast_dtype(device), part.training
+        if key not in self._ways:
+            self._ways[key] = self._decided(part, given)
+        return self._ways[key] == "bounds"
+
+    def _decided(self, part: nn.Module, given: dict[str, Any]) -> str:
+        """Runs two rows of random hidden states together with their bounds, and each alone. Whatever the mixer raises
+        with bounds says that it does not take them: kernels that are missing, or that do not fit."""
+        if not (self._any or any(name in self._names for name in _BOUNDS)):
+            return "rows: its forward takes no bounds"
+        hidden = given[self._input]
+        device = hidden.device
+        devices = [] if device.type == "cpu" else [device]
+        source = torch.Generator(device).manual_seed(0)
+        with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type):  # of a mixer with dropout
+            both, other = (self._probe(given, source) for _ in range(2))
+            other[self._input][:, _PROBED[0] :] = both[self._input][:, _PROBED[0] :]
+            rows = MixerRows.of_lengths(np.array(_PROBED), device)
+            try:
+                seen, again = (_outputs(self._by_bounds(part, x, rows)) for x in (both, other))
+            except Exception as error:
+                return f"rows: {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+            truth = _outputs(self._by_rows(part, both, rows))
+        if len(seen) != len(truth) or any(not _same(*xs) for xs in zip(seen, truth, strict=True)):
+            return "rows: with bounds, outputs differ from those of each row alone"
+        if any(not torch.equal(x[:, _PROBED[0] :], y[:, _PROBED[0] :]) for x, y in zip(seen, again, strict=True)):
+            return "rows: with bounds, one row changes the outputs of the next"
+        return "bounds"
+
+    def _probe(self, given: dict[str, Any], source: torch.Generator) -> dict[str, Any]:
+        """Arguments as those given, of other tokens."""
+        tokens = sum(_PROBED)
+
+        def like(name: str, x: Any) -> Any:
+            if isinstance(x, tuple | list):
+                return tuple(like(name, entry) for entry in cast("Sequence[Any]", x))
+            if not isinstance(x, Tensor) or x.dim() == 0:
+                return x
+            dim = 1 if x.shape[0] == 1 and x.shape[1] == given[self._input].shape[1] else 2
+            if name == "position_ids":
+                places = torch.cat([torch.arange(count, device=x.device) for count in _PROBED]).to(x.dtype)
+                return places.expand(*x.shape[:dim], tokens)
+            if name == self._input:
+                return torch.randn(1, tokens, *x.shape[2:], generator=source, device=x.device).to(x.dtype)
+            return x.detach().index_select(dim, torch.arange(tokens, device=x.device) % x.shape[dim])
+
+        return {name: like(name, x) for name, x in given.items()}
+
+
+def _outputs(out: Any) -> list[Tensor]:
+    """Those of tokens."""
+    outs = cast("Sequence[Any]", out) if isinstance(out, tuple | list) else [out]
+    return [x for x in outs if isinstance(x, Tensor)]
+
+
+def _same(seen: Tensor, truth: Tensor) -> bool:
+    """Whether outputs [1, n, ...] are the same within rounding, token by token."""
+    off = (seen - truth)[0].double().flatten(1).square().mean(1).sqrt()
+    return bool((off <= _CLOSE.get(seen.dtype, 0.05) * truth.double().square().mean().sqrt()).all())
