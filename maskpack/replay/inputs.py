@@ -372,8 +372,7 @@ class _Rows:
         """The trie of the rows, which are on the host. Those with other images have no token in common: the ids of all
         images are equal."""
         positions = None if self.counted else self.positions.numpy()
-        tokens = self.ids.shape[0]
-        beside = [] if positions is None else [positions.reshape(tokens, -1)]
+        beside = [] if positions is None else [positions if positions.ndim == 2 else positions[:, None]]
         if self.routes is not None:
             beside.append(self.routes.codes())
         if self.media is not None:

@@ -241,13 +241,13 @@ class Replayable:
         self._checked: dict[tuple[Any, ...], int] = {}
         self._routers: Routers | None = None
         _check_kind(model, self._base, self._output)
+        _check_root(model)
         mixers.restore(self._base)
         self._mixers = Mixers(model, self._base, self._config)
         if self._output is not None:
             self._scale, self._softcap = curve_of(model, self._base, self._output)
         if os.environ.get("MASKPACK_PACKED_REPLAY") != "0":
             _check_layers(model, self._base, self._mixers)
-        _check_root(model)
         self._groups = _groups_of(model)
         compiled.restore(self._base)
         changing = any(_changes(self._config))
