@@ -48,6 +48,21 @@ def qwen3_vl(**more: Any) -> Any:
     return tf.Qwen3VLForConditionalGeneration(tf.Qwen3VLConfig(text_config=text, vision_config=seen, **TOKENS))
 
 
+def qwen35_vl(**more: Any) -> Any:
+    """The first layer of its text carries state: a gated delta net."""
+    seen = VISION | {"num_position_embeddings": 16}
+    state = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "head_dim": 8}
+    heads = {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    text = TINY | SECTIONS | state | heads | more
+    model = tf.Qwen3_5ForConditionalGeneration(tf.Qwen3_5Config(text_config=text, vision_config=seen, **TOKENS))
+    with torch.no_grad():  # as `_calmed`; a convolution stays as it is made
+        for weight in model.model.language_model.layers[0].linear_attn.parameters():
+            weight.mul_({3: 0.1, 2: 0.5}.get(weight.dim(), 1))
+        for weight in model.model.visual.parameters():
+            weight.mul_(0.3 if weight.dim() > 1 else 1)
+    return model
+
+
 def glm4v(**more: Any) -> Any:
     rope = {"rope_parameters": SECTIONS["rope_parameters"] | {"partial_rotary_factor": 1.0}}
     text = TINY | rope | {"head_dim": 8} | more
@@ -105,7 +120,7 @@ def gemma3(**more: Any) -> Any:
     return tf.Gemma3ForConditionalGeneration(config)
 
 
-GRIDS = (qwen25_vl, qwen2_vl, qwen3_vl, glm4v)  # patches of images of any size, with M-RoPE
+GRIDS = (qwen25_vl, qwen2_vl, qwen3_vl, qwen35_vl, glm4v)  # patches of images of any size, with M-RoPE
 
 
 @dataclass(frozen=True)

@@ -42,11 +42,21 @@ def deepseek() -> Any:
     return tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(**TINY | sizes))
 
 
-LAYERS, CHOSEN, EXPERTS = "layers", "chosen", "experts"
+def qwen35_moe() -> Any:
+    """Its first layer carries state; both have routers and shared experts."""
+    sizes = {
+        "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16, "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    }  # fmt: skip
+    return tf.Qwen3_5MoeForCausalLM(tf.Qwen3_5MoeTextConfig(**TINY | sizes))
+
+
 MODELS: dict[str, tuple[Callable[[], Any], int, int, int]] = {  # of routers, chosen experts, experts
     "qwen3_moe": (qwen3_moe, 2, 3, 8),
     "mixtral": (mixtral, 2, 2, 6),
     "deepseek": (deepseek, 2, 2, 8),
+    "qwen35_moe": (qwen35_moe, 2, 3, 8),
 }
 all_models = pytest.mark.parametrize("name", MODELS)
 
