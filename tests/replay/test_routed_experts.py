@@ -42,6 +42,17 @@ def deepseek() -> Any:
     return tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(**TINY | sizes))
 
 
+def deepseek_v2() -> Any:
+    """Its router masks scores of groups that it does not choose, and weighs by what topk returns."""
+    sizes = {
+        "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2,
+        "moe_intermediate_size": 16, "first_k_dense_replace": 0, "q_lora_rank": 8, "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6, "routed_scaling_factor": 1.5,
+        "topk_method": "group_limited_greedy", "norm_topk_prob": False,
+    }  # fmt: skip
+    return tf.DeepseekV2ForCausalLM(tf.DeepseekV2Config(**TINY | sizes))
+
+
 def qwen35_moe() -> Any:
     """Its first layer carries state; both have routers and shared experts."""
     sizes = {
@@ -56,6 +67,7 @@ MODELS: dict[str, tuple[Callable[[], Any], int, int, int]] = {  # of routers, ch
     "qwen3_moe": (qwen3_moe, 2, 3, 8),
     "mixtral": (mixtral, 2, 2, 6),
     "deepseek": (deepseek, 2, 2, 8),
+    "deepseek_v2": (deepseek_v2, 2, 2, 8),
     "qwen35_moe": (qwen35_moe, 2, 3, 8),
 }
 all_models = pytest.mark.parametrize("name", MODELS)
@@ -88,7 +100,10 @@ def weights_of(router: Any, hidden: Tensor, chosen: list[list[int]]) -> Tensor:
     kind, out = type(router).__name__, []
     for state, ids in zip(hidden, chosen, strict=True):
         logits = torch.stack([(state * row).sum() for row in router.weight])
-        if kind.startswith("Deepseek"):
+        if kind.startswith("DeepseekV2"):
+            p = logits.exp() / logits.exp().sum()
+            out.append(torch.stack([router.routed_scaling_factor * p[i] for i in ids]))
+        elif kind.startswith("Deepseek"):
             scores = [1 / (1 + (-logits[i]).exp()) for i in ids]
             out.append(torch.stack([router.routed_scaling_factor * one / (sum(scores) + 1e-20) for one in scores]))
         else:
@@ -246,6 +261,54 @@ def test_compiled_parts() -> None:
     batch = routed(name, batch_of())
     seen = response_log_probs(replayable(model, compile=True), batch, routed_experts=True, self_check=True)
     assert off(seen, alone(name, plain, batch)) <= LIMIT
+
+
+def test_nothing_stays_behind_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router that is interrupted leaves no mode behind, which would choose for other models."""
+    model, plain = made("qwen3_moe")
+    batch = routed("qwen3_moe", batch_of())
+    ready = replayable(model)
+    truth = response_log_probs(ready, batch, routed_experts=True).values()
+
+    class Interrupted(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.topk:
+                raise KeyboardInterrupt
+            return func(*args, **(kwargs or {}))
+
+    with Interrupted(), pytest.raises(KeyboardInterrupt):
+        response_log_probs(ready, batch, routed_experts=True)
+    assert torch.overrides._len_torch_function_stack() == 0
+    assert torch.equal(response_log_probs(ready, batch, routed_experts=True).values(), truth)
+    ids = torch.arange(3, 12)[None]
+    own = ready.release()(input_ids=ids, use_cache=False).logits
+    assert torch.equal(own, plain(input_ids=ids, use_cache=False).logits)
+    assert not any("forward" in vars(part) for part in model.modules())
+
+
+@pytest.mark.parametrize("place", ["self_attn", "mlp.gate"])
+def test_a_hook_may_replay_another_model(place: str) -> None:
+    """Also where the backward pass runs layers again."""
+    model, plain = made("qwen3_moe")
+    other = replayable(made("mixtral")[0])
+    batch, second = routed("qwen3_moe", batch_of()), routed("mixtral", batch_of(seed=4))
+    model.train()
+    checkpoint(model, True)
+    ready = replayable(model)
+    want = response_log_probs(other, second, routed_experts=True).values()
+    seen_within = []
+
+    def hook(*_: Any) -> None:
+        with torch.no_grad():
+            seen_within.append(response_log_probs(other, second, routed_experts=True).values())
+
+    model.model.layers[1].get_submodule(place).register_forward_hook(hook)
+    seen = response_log_probs(ready, batch, routed_experts=True, self_check=False)
+    truth = alone("qwen3_moe", plain, batch)
+    assert off(seen, truth) <= LIMIT
+    close_gradients(gradients(model, seen.values()), gradients(plain, truth))
+    assert len(seen_within) == 2
+    assert all(torch.equal(one, want) for one in seen_within)
 
 
 # -------------------------------------------------------------------- errors

@@ -15,8 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator
-from contextvars import ContextVar
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, cast
 
 import torch
@@ -31,12 +30,13 @@ from maskpack.replay.routes import RoutedExperts
 NAME = "routed_experts"
 """The keyword argument of a forward pass with the experts."""
 _TOPK: tuple[Any, ...] = (torch.topk, cast("Any", Tensor).topk)
+_MASKING: tuple[Any, ...] = (torch.masked_fill, Tensor.masked_fill)
 _NUMBERS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Options with the number of experts."""
 
 
 class Routers:
-    """The routers of a model, which choose the experts of the batch from here on whenever they are told some.
+    """The routers of a model, which choose the experts of the batch while they are installed and told some.
 
     Raises:
         ReplayError: the model has none, or several in a layer.
@@ -55,13 +55,21 @@ class Routers:
             )
         self.names, self.count = [name for name, _ in found], len(found)
         experts = next((number for name in _NUMBERS if (number := getattr(config, name, None))), None)
+        self._parts: list[tuple[Any, _Forward]] = []
         for nth, (name, place) in enumerate(found):
-            router = _Router(f"{self._who}.{name}", nth, place.number, self.count, experts)
             listen(place.layer)
             part: Any = base.get_submodule(name)
-            if not any(isinstance(hook, _Router) for hook in part._forward_pre_hooks.values()):
-                part.register_forward_pre_hook(router)
-                part.register_forward_hook(functools.partial(_after, router), always_call=True)
+            if "forward" in vars(part) and not _is_ours(part):
+                raise ReplayError(
+                    f"replayable: routed_experts with {self._who}, whose router {name} has a forward of its own; "
+                    "expected that of its class. Remove what replaced it, such as hooks of accelerate."
+                )
+            forward = _Forward(f"{self._who}.{name}", nth, place.number, self.count, experts)
+            self._parts.append((part, forward))
+
+    def install(self) -> None:
+        for part, forward in self._parts:
+            part.forward = MethodType(forward, part)  # a deep copy of it belongs to the copy of the part
 
     def check(self, routes: RoutedExperts) -> None:
         """Raises ReplayError for the experts of another number of layers."""
@@ -91,60 +99,70 @@ def _calls_topk(kind: Any) -> bool:
     return any(isinstance(one, FunctionType) and "topk" in one.__code__.co_names for one in own)
 
 
-class _Router:
-    """The forward pre-hook of a router: from here to `_after`, topk chooses the experts of the batch."""
+def restore(base: Any) -> None:
+    """Gives all routers the forward of their class back."""
+    parts: list[Any] = list(base.modules())
+    for part in parts:
+        if _is_ours(part):
+            del part.forward
+
+
+def _is_ours(part: Any) -> bool:
+    forward = cast("dict[str, Any]", vars(part)).get("forward")
+    return isinstance(forward, MethodType) and isinstance(forward.__func__, _Forward)
+
+
+class _Forward:
+    """What `router.forward(...)` calls: while the forward of its class runs, topk chooses the experts of the batch."""
+
+    __name__ = "forward"  # by which methods are pickled
 
     def __init__(self, who: str, nth: int, layer: int, routers: int, experts: int | None) -> None:
         self.who, self.nth, self.layer, self.routers, self.experts = who, nth, layer, routers, experts
 
-    def __call__(self, _part: nn.Module, _args: Any) -> None:
-        routes: RoutedExperts | None = told().get(NAME)
-        if routes is not None:
-            column = self.nth if routes.ids.shape[1] == self.routers else self.layer
-            mode = _Chosen(self, routes.ids[:, column], routes.highest)
-            mode.__enter__()
-            _running.set(mode)
-
-
-_running: ContextVar[_Chosen | None] = ContextVar("_running", default=None)
-
-
-def _after(router: _Router, _part: nn.Module, _args: Any, out: Any) -> None:
-    """The forward hook of a router, which also runs where its forward raised: then `out` is None."""
-    mode = _running.get()
-    if mode is None or mode.router is not router:
-        return
-    _running.set(None)
-    mode.__exit__(None, None, None)
-    if out is not None and mode.taken != 1:
-        raise ReplayError(
-            f"{router.who}: {mode.taken} calls of topk chose experts, of {mode.seen}; expected one, of k = "
-            f"{mode.ids.shape[1]} experts for {mode.ids.shape[0]} tokens. This router cannot replay the experts of the "
-            "batch: leave routed_experts out."
-        )
-    replay = passes.current()
-    if replay is not None:
-        replay.routed += 1
+    def __call__(self, part: Any, *args: Any, **kwargs: Any) -> Any:
+        own, routes = cast("Any", type(part)).forward, cast("RoutedExperts | None", told().get(NAME))
+        if routes is None:
+            return own(part, *args, **kwargs)
+        column = self.nth if routes.ids.shape[1] == self.routers else self.layer
+        with _Chosen(self, routes.ids[:, column], routes.highest) as mode:
+            out = own(part, *args, **kwargs)
+        if mode.taken != 1:
+            raise ReplayError(
+                f"{self.who}: {mode.taken} calls of topk chose experts, of {mode.seen}; expected one, of k = "
+                f"{mode.ids.shape[1]} experts for {mode.ids.shape[0]} tokens. This router cannot replay the experts of "
+                "the batch: leave routed_experts out."
+            )
+        running = passes.current()
+        if running is not None:
+            running.routed += 1
+        return out
 
 
 class _Chosen(TorchFunctionMode):
-    """While a router runs: the call of topk that chooses experts returns those of the batch, `ids` [T, k]."""
+    """While a router runs: the call of topk that chooses experts returns those of the batch, `ids` [T, k], and the
+    scores there. Scores that were masked before, such as those of groups that the router did not choose, are those
+    from before the mask: the batch has chosen."""
 
-    def __init__(self, router: _Router, ids: Tensor, highest: int) -> None:
+    def __init__(self, router: _Forward, ids: Tensor, highest: int) -> None:
         super().__init__()
         self.router, self.ids, self.highest = router, ids, highest
         self.taken = 0
         self.seen: list[str] = []
+        self._unmasked: list[tuple[Tensor, Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         out: Any = func(*args, **(kwargs or {}))
+        if func in _MASKING and args:
+            self._unmasked.append((out, args[0]))
         return self._instead(out, *args, **(kwargs or {})) if func in _TOPK else out
 
     def _instead(self, out: Any, x: Tensor, k: int, dim: int = -1, *_: Any, **__: Any) -> Any:
         self.seen.append(f"{k} of {tuple(x.shape)}")
         tokens, chosen = self.ids.shape
-        last = dim in (-1, x.dim() - 1) and x.shape[:-1].numel() == tokens
-        if not last or k != chosen or self.router.experts not in (None, x.shape[-1]):
+        several = x.dim() == 3 and (x.shape[1] > 1 or tokens == 1)  # [T, 1, E] are scores of groups
+        fits = (x.dim() == 2 or several) and x.shape[:-1].numel() == tokens and dim in (-1, x.dim() - 1)
+        if not fits or k != chosen or self.router.experts not in (None, x.shape[-1]):
             return out
         if self.highest >= x.shape[-1]:
             raise ReplayError(
@@ -154,4 +172,11 @@ class _Chosen(TorchFunctionMode):
         self.taken += 1
         ids = self.ids.to(torch.int64).view(out.indices.shape)
         indices = ids.where(ids >= 0, out.indices)
-        return cast("Any", torch.return_types).topk((x.gather(-1, indices), indices))
+        scores = next((before for masked, before in reversed(self._unmasked) if masked is x), x)
+        values = scores.gather(-1, indices)
+        if len(self.seen) > 1 and scores is x and bool(((values == 0) | values.isneginf()).any()):
+            raise ReplayError(
+                f"{self.router.who}: the router masked scores of experts that the batch has chosen; expected to see "
+                "how, by masked_fill. Leave routed_experts out."
+            )
+        return cast("Any", torch.return_types).topk((values, indices))

@@ -19,12 +19,13 @@ from torch import nn
 
 _NOTHING: Mapping[str, Any] = {}
 _CHECKPOINT = "_gradient_checkpointing_func"
-_told: ContextVar[Mapping[str, Any]] = ContextVar("_told", default=_NOTHING)
+_told: ContextVar[tuple[Mapping[str, Any], ...]] = ContextVar("_told", default=(_NOTHING,))
+"""Those of the layers that run in this thread, the innermost last: a hook within a layer may run another model."""
 
 
 def told() -> Mapping[str, Any]:
     """The keyword arguments of the layer that runs in this thread; none outside of layers that `listen`."""
-    return _told.get()
+    return _told.get()[-1]
 
 
 class Place(NamedTuple):
@@ -56,11 +57,11 @@ def _begin(layer: Any, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     checkpoint = cast("dict[str, Any]", vars(layer)).get(_CHECKPOINT)
     if checkpoint is not None and not isinstance(checkpoint, _Telling):
         setattr(layer, _CHECKPOINT, _Telling(checkpoint))
-    _told.set(kwargs)
+    _told.set((*_told.get(), kwargs))
 
 
 def _end(_layer: nn.Module, _args: tuple[Any, ...], _out: Any) -> None:
-    _told.set(_NOTHING)
+    _told.set(_told.get()[:-1] or (_NOTHING,))
 
 
 class _Telling:

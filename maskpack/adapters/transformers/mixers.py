@@ -188,6 +188,7 @@ class Mixers:
         self._kinds = _kinds_of(config)
         self._found: dict[str, tuple[nn.Module, _Forward]] = {}
         self._empty: list[int] = []
+        self._outer: list[str] = []
         self.attending, self.count = int(config.num_hidden_layers), 0
         if set(self._kinds) <= _ATTENDING:
             return
@@ -197,7 +198,8 @@ class Mixers:
             kind = self._kinds[number]
             attends = any(_attends(part) for part in layer.modules())
             self.attending += attends or kind in _ATTENDING
-            inner = _mixers_in(layer) if kind in _CARRYING else []
+            inner, outer = _mixers_in(layer) if kind in _CARRYING else ([], [])
+            self._outer += [f"layer {number}, {name}" for name in outer]
             for name, part in inner:
                 name = f"layer {number}, {name}"
                 self._found[name] = part, forwards.setdefault(_key_of(part), _Forward(part))
@@ -229,6 +231,11 @@ class Mixers:
                 f"replayable: {who} has layers of kind {self._kinds[number]}, but layer {number} has no mixer; "
                 f"expected a part within it that takes hidden states and one of {', '.join(_CACHED)}, and does not "
                 f"attend. Such layers carry tokens of one row into the next. {_PADDED}"
+            )
+        if self._outer:
+            raise ReplayError(
+                f"replayable: {self._outer[0]} of {who} takes a cache, and so does a part within it; expected the "
+                f"innermost alone to carry state, which is what runs on rows. {_PADDED}"
             )
         for name, (part, _) in self._found.items():
             _check_part(f"{name} of {who}", part)
@@ -310,12 +317,15 @@ def _layers_of(model: Any, base: Any, count: int) -> Iterator[tuple[int, nn.Modu
             return
 
 
-def _mixers_in(layer: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The parts of a layer that take a cache and do not attend, without those that have such a part within."""
+def _mixers_in(layer: nn.Module) -> tuple[list[tuple[str, nn.Module]], list[str]]:
+    """The parts of a layer that take a cache and do not attend, without those that have such a part within; and the
+    names of these outer ones, which may carry state beside it, unless they are layers themselves."""
     parts: list[tuple[str, nn.Module]] = list(cast("Any", layer).named_modules())
     taking = [(name, part) for name, part in parts if part is not layer and _takes_cache(part)]
     own = [part for _, part in parts if _takes_cache(part) or _attends(part)]
-    return [(name, part) for name, part in taking if not any(x in own for x in list(part.modules())[1:])]
+    outer = [(name, part) for name, part in taking if any(x in own for x in list(part.modules())[1:])]
+    within = [(name, part) for name, part in taking if (name, part) not in outer]
+    return within, [name for name, part in outer if not hasattr(part, "gradient_checkpointing")]
 
 
 def _told_layer(layer: nn.Module, mixer: nn.Module) -> nn.Module:

@@ -243,6 +243,7 @@ class Replayable:
         _check_kind(model, self._base, self._output)
         _check_root(model)
         mixers.restore(self._base)
+        experts.restore(self._base)
         self._mixers = Mixers(model, self._base, self._config)
         if self._output is not None:
             self._scale, self._softcap = curve_of(model, self._base, self._output)
@@ -281,6 +282,7 @@ class Replayable:
         passes.release(self.model, self._config)
         compiled.restore(self._base)
         mixers.restore(self._base)
+        experts.restore(self._base)
         return self.model
 
     @property
@@ -374,6 +376,7 @@ class Replayable:
         self._routers.check(routes)
         if self._parts is not None:
             self._parts.need_outside(self._routers.names)
+        self._routers.install()
         return {experts.NAME: routes}
 
     def _check_routed(self, done: passes.Pass, routes: RoutedExperts | None) -> None:
@@ -425,10 +428,10 @@ class Replayable:
             more: dict[str, Any] = {}
         else:
             more = vision.padded_media(self.model, self._base, self._config, input_ids, position_ids, media)
-        more |= self._routed(routed_experts)
         self._find_ranks()
         self._need_media_on_all_ranks(media, input_ids.device)
         self.release()
+        more |= self._routed(routed_experts)
         with passes.Pass(own=True).running() as padded:
             states = self._states(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **more)
         self._check_routed(padded, routed_experts)

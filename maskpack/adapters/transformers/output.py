@@ -223,18 +223,30 @@ def _outputs(model: Any, base: Any, output: Any) -> list[float]:
     device = torch.device("cpu") if weight is None or weight.is_meta else weight.device
     points = torch.tensor(_POINTS, dtype=torch.float64, device=device)
     given = points[:, None].expand(-1, rows)[None].clone()
-    states = _States(torch.zeros(1, len(_POINTS), 1, dtype=torch.float64, device=device))
+    hidden = torch.arange(4.0 * len(_POINTS), dtype=torch.float64, device=device).view(1, -1, 4) / 8 - 1  # any dtype
+    reached: list[Any] = []
+
+    def layer(*got: Any, **_: Any) -> Tensor:
+        reached.extend(got)
+        return given
+
+    states = _States(hidden.clone())
     ids = torch.zeros(1, len(_POINTS), dtype=torch.int64, device=device)
-    parts = {id(base): _copy(base, lambda *_, **__: states), id(output): _copy(output, lambda *_, **__: given)}
+    parts = {id(base): _copy(base, lambda *_, **__: states), id(output): _copy(output, layer)}
     outer = _outer(model, parts)
     try:
         with torch.no_grad():
-            logits = cast("Tensor", outer.forward(input_ids=ids, use_cache=False).logits)
+            logits = cast("Tensor", outer.forward(input_ids=ids, use_cache=False, return_dict=True).logits)
     except Exception as error:
         raise ReplayError(
             f"replayable: the forward of {who} failed on given logits with {type(error).__name__}: {error}; expected "
             f"the base model, then the output layer, then a scale or cap. {_OWN}"
         ) from error
+    if len(reached) != 1 or not torch.equal(reached[0].double().reshape(-1), hidden.reshape(-1)):
+        raise ReplayError(
+            f"replayable: the forward of {who} changes hidden states before its output layer; expected those of the "
+            f"base model as they are. {_OWN}"
+        )
     if logits.shape != given.shape:
         raise ReplayError(
             f"replayable: the forward of {who} makes logits {tuple(logits.shape)} of the output layer's "
