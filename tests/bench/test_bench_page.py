@@ -85,6 +85,15 @@ def test_all_measures_each_case_in_its_own_process(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(command, "subprocess", SimpleNamespace(run=run))
     monkeypatch.setattr(command.torch.cuda, "is_available", lambda: True)
     command.main(["all", "--report", str(tmp_path / "new" / "page.md"), "--rows", "7", "--rounds", "3"])
-    assert [words[0] for words in seen] == ["payload", "nest", "dispatch", "plan", "ops", "replay", "prefixes"]
+    assert [words[0] for words in seen] == [
+        "payload",
+        "nest",
+        "dispatch",
+        "plan",
+        "ops",
+        "replay",
+        "prefixes",
+        "routes",
+    ]
     assert all(words[1:5] == ["--rows", "7", "--rounds", "3"] for words in seen)
-    assert (tmp_path / "new" / "page.md").read_text().count("\n## ") == 7
+    assert (tmp_path / "new" / "page.md").read_text().count("\n## ") == 8
