@@ -526,13 +526,36 @@ def test_models_that_do_not_say_what_carries_state_are_refused(name: str, more: 
 
 
 def test_attention_with_biases_of_a_hybrid_is_refused() -> None:
+    """And its log-probs, because it scales hidden states before the output layer."""
     if not hasattr(tf, "InklingForCausalLM"):
         pytest.skip("transformers has no Inkling")
     sizes = TINY | {"head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8}
     sizes |= {"sliding_window_size": 4, "d_rel": 4, "rel_extent": 8, "layer_types": ["hybrid_sliding", "hybrid"]}
     sizes |= {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
     model = tf.InklingForCausalLM(tf.InklingTextConfig(**sizes))
-    refused(replayable(model), "packed attention with position_bias")
+    with pytest.raises(ReplayError, match="changes hidden states before its output layer"):
+        replayable(model)
+    with pytest.raises(ReplayError, match="packed attention with position_bias"):
+        response_values(replayable(model.model), batch_of(), torch.nn.Linear(32, 1))
+
+
+def test_state_around_a_mixer_is_refused() -> None:
+    """A part with a convolution of its own, around a part that takes a cache, too."""
+
+    class Around(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, hidden_states: Tensor, past_key_values: Any = None, **given: Any) -> Tensor:
+            return self.inner(hidden_states.cumsum(1), past_key_values=past_key_values, **given)
+
+    model = lfm2()
+    model.model.layers[0].conv = Around(model.model.layers[0].conv)
+    with pytest.raises(
+        ReplayError, match="layer 0, conv of Lfm2ForCausalLM takes a cache, and so does a part within it"
+    ):
+        replayable(model)
 
 
 def test_layers_without_a_mixer_are_refused() -> None:

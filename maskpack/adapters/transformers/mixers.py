@@ -325,7 +325,9 @@ def _mixers_in(layer: nn.Module) -> tuple[list[tuple[str, nn.Module]], list[str]
     own = [part for _, part in parts if _takes_cache(part) or _attends(part)]
     outer = [(name, part) for name, part in taking if any(x in own for x in list(part.modules())[1:])]
     within = [(name, part) for name, part in taking if (name, part) not in outer]
-    return within, [name for name, part in outer if not hasattr(part, "gradient_checkpointing")]
+    mixers = {id(part) for _, part in within}
+    around = [(name, part) for name, part in outer if any(id(x) in mixers for x in part.modules())]
+    return within, [name for name, part in around if not hasattr(part, "gradient_checkpointing")]
 
 
 def _told_layer(layer: nn.Module, mixer: nn.Module) -> nn.Module:
