@@ -186,7 +186,9 @@ def test_other_models(tmp_path, models, family):
         "gpt2": lambda: models("GPT2", n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
         "scale": lambda: models("Granite", logits_scaling=0.25),
         "cap": lambda: models("Gemma2", head_dim=8, final_logit_softcapping=1.5),
-        "state": lambda: models("Lfm2", layer_types=["conv", "full_attention"], block_multiple_of=8),
+        "state": lambda: work.saved(
+            tmp_path / "m", "Lfm2", layer_types=["conv", "full_attention"], block_multiple_of=8
+        ),
         "bias": lambda: models("Phi", embd_pdrop=0.0, resid_pdrop=0.0, attention_dropout=0.0),
     }[family]()
     options = {"learning_rate": 1e-4} if family == "gpt2" else {}
