@@ -396,7 +396,10 @@ class _Forward:
         if running is not None and running.own:
             return self._own(part, *args, **kwargs)
         rows = layers.told().get(KEYWORD)
-        if running is not None and rows is not running.rows:
+        own = getattr(running.rows, "lengths", None) if running is not None else None
+        if (
+            running is not None and getattr(rows, "lengths", None) is not own
+        ):  # FSDP copies arguments that are dataclasses
             raise ReplayError(
                 f"{self._who}: the model does not pass the rows on to its layers; expected {KEYWORD} beside "
                 f"cu_seq_lens_q. {_PADDED}"
