@@ -284,6 +284,26 @@ def test_the_vision_tower_keeps_its_attention(make: Any) -> None:
     assert off(truth(released, given), truth(plain, given)) == 0
 
 
+def test_the_vision_tower_is_told_nothing_of_packed_rows() -> None:
+    """Of all that replay gives to the model, and the layers of text are told."""
+    model, plain = pair(tiny.qwen35_vl)
+    ready = replayable(model)
+    told: dict[str, set[str]] = {}
+    for name, part in (
+        ("base", model.model),
+        ("layer", model.model.language_model.layers[0]),
+        ("tower", model.model.visual),
+    ):
+        part.register_forward_pre_hook(
+            lambda _part, _args, given, name=name: told.setdefault(name, set()).update(given), with_kwargs=True
+        )
+    given = given_to(tiny.qwen35_vl)
+    response_log_probs(ready, batch_of(plain, given), self_check=False, share_prefixes=True, min_shared=1)
+    of_rows = told["base"] & told["layer"] - {"position_ids", "use_cache"}
+    assert {"cu_seq_lens_q", "mixer_rows"} <= of_rows
+    assert not of_rows & told["tower"]
+
+
 def test_a_copy_replays() -> None:
     model, plain = pair(tiny.qwen25_vl)
     replayable(model)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from maskpack.adapters.transformers import experts, mixers
 from maskpack.core.arguments import IntArray
 from maskpack.errors import ReplayError
 from maskpack.layout.prefix_tree import PrefixTree
@@ -24,8 +25,9 @@ from maskpack.replay.inputs import PackedInputs
 from maskpack.replay.media import Media
 
 _BOUNDS = (
-    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "prefix_tree", "context_group",
-)  # fmt: skip
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "prefix_tree", "context_group"),
+    *(experts.NAME, mixers.KEYWORD),
+)
 """What replay passes to the text layers."""
 _OWN = "Its log-probs have to come from its own forward."
 
