@@ -24,14 +24,6 @@ from maskpack.errors import ReplayError
 CLOSE = 1e-5  # of losses from 4 down to 0.01, over 24 optimizer steps
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # -------------------------------------------------------------------- the page
 
 PAGE = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,24 +59,6 @@ def pair(make: Callable[..., Any], dtype: torch.dtype = torch.float32, **options
         for model in both:
             wide_norms(model)
     return both
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Such small models wait longer for threads than they compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """transformers keeps its advice to itself."""
-    level = logging.getLogger("transformers").level
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    yield
-    logging.getLogger("transformers").setLevel(level)
 
 
 # -------------------------------------------------------------------- rows

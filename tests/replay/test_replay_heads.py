@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,15 +27,6 @@ from tiny_models import SLIDING, TINY, VOCABULARY, gemma3, llama, pair, qwen25_v
 adapter = pytest.importorskip("maskpack.adapters.transformers.model")
 output = pytest.importorskip("maskpack.adapters.transformers.output")
 replayable = adapter.replayable
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Such small models wait longer for threads than they compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def maker(kind: str, config: str | None = None, /, *, bias: bool = False, **sizes: Any) -> Callable[..., Any]:

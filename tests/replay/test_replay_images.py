@@ -4,8 +4,7 @@ forward of each row alone; and what must raise instead of giving other numbers."
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,22 +33,6 @@ GRIDS = [make for make in tiny.GRIDS if make is not tiny.qwen35_vl]
 MODELS = {make.__name__: make for make in (*GRIDS, tiny.llava, tiny.internvl, tiny.mistral3)}
 all_models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 main_models = pytest.mark.parametrize("make", [tiny.qwen25_vl, tiny.qwen3_vl, tiny.llava])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    level = logging.getLogger("transformers").level
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    yield
-    logging.getLogger("transformers").setLevel(level)
 
 
 def given_to(make: Callable[..., Any], rows: Any = None, seed: int = 0) -> list[Sample]:

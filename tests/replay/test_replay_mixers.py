@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,21 +116,6 @@ FEW = ("Qwen3_5", "FalconH1", "Mamba2", "Lfm2")
 few_models = pytest.mark.parametrize("make", [MODELS[name] for name in FEW], ids=FEW)
 qwen35, lfm2 = MODELS["Qwen3_5"], MODELS["Lfm2"]
 SHARE: dict[str, Any] = {"share_prefixes": True, "min_shared": 1}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Such small models wait longer for threads than they compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    """transformers keeps its advice to itself."""
-    caplog.set_level("ERROR", "transformers")
 
 
 def owners(model: Any) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import pickle
 import re
 import sys
@@ -57,24 +56,6 @@ def gpt2(**more: Any) -> Any:
 
 MODELS = {make.__name__: make for make in (qwen3, llama, gemma3, qwen25_vl, gpt2)}
 all_models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Such small models wait longer for threads than they compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """transformers keeps its advice to itself."""
-    level = logging.getLogger("transformers").level
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    yield
-    logging.getLogger("transformers").setLevel(level)
 
 
 def batch_of(

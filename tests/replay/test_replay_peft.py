@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,14 +20,6 @@ from tiny_models import llama, pair  # noqa: E402
 from maskpack.adapters.transformers import replayable  # noqa: E402
 
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "lm_head"], "init_lora_weights": False}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def adapted(make: Any = llama, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -85,15 +85,6 @@ def made(name: str) -> tuple[Any, Any]:
         for path, weight in model.named_parameters():
             weight.mul_(0.3 if "linear_attn" in path and weight.dim() > 1 else 1)  # rounding grows in a state
     return model, copy.deepcopy(model)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Such small models wait longer for threads than they compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def routed(name: str, batch: TensorDict, layers: int | None = None, dtype: torch.dtype = torch.int32) -> TensorDict:
