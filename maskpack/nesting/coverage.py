@@ -21,7 +21,7 @@ _LEAVES = (*_PLAIN, np.generic, torch.dtype, torch.device)
 
 @dataclasses.dataclass(frozen=True)
 class DenseField:
-    """A tensor that would stay padded.
+    """A tensor that would stay padded: an entry of `dense_fields`.
 
     Attributes:
         path: the path of the field; inside a Python object it continues with keys and indices, as in

@@ -40,7 +40,7 @@ def nest_batch_by_mask(
     verify: Verify = "always",
     on_loss: OnLoss = "keep",
 ) -> TensorDict:
-    """A nested batch, in which all padded fields of the registry are jagged. The input is not changed.
+    """Converts the padded fields of a batch to nested tensors (layout `torch.jagged`). The input is not changed.
 
     Args:
         batch: any mix of padded fields [B, S, *F] (the registry may name another dim for the width), jagged fields,
@@ -71,7 +71,7 @@ def nest_batch_by_mask(
     """
     options = Options.of(
         "nest_batch_by_mask", registry, pad_token_id, strict_mask_nesting, ignore_dense_fields, verify, on_loss
-    )
+    ).of_this_process()
     plan = survey(batch, options, {})
     fields = _jagged_fields(plan, options.call)
 
@@ -100,7 +100,7 @@ def _jagged_fields(plan: Survey, call: str) -> dict[Path, Tensor]:
 
 
 def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:
-    """The padded form of a nested batch: bit for bit the original values of its rows. The input is not changed.
+    """Restores the padded batch from a nested batch, bit for bit. The input is not changed.
 
     Args:
         batch: the result of `nest_batch_by_mask`, possibly after indexing, chunk, split, cat of equal widths, casts,
@@ -155,7 +155,7 @@ def _nested_fields(
         if not (isinstance(value, Tensor) and value.is_nested):
             if form is not None and form.layout is not None and not isinstance(value, Tensor):
                 raise LayoutError(
-                    f'{call}: field "{show(path)}" is not a tensor any more; expected a jagged one. {INTACT}'
+                    f'{call}: field "{show(path)}" is no longer a tensor; expected a jagged tensor. {INTACT}'
                 )
             continue
         if form is None:

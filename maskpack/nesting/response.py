@@ -38,7 +38,7 @@ SEQUENCE = "sequence"
 
 
 def select_and_pad_to_response(batch: TensorDictBase, *fields: Key, registry: Registry = RL_FIELDS) -> TensorDict:
-    """Fields at the padded response width R of the batch, which is the same in all its chunks and micro-batches.
+    """Pads fields to the response width R of the batch, which is the same in all its parts and micro-batches.
 
     Args:
         batch: nested or padded. Jagged fields may be on the response or the sequence layout; from fields on the
@@ -75,7 +75,7 @@ def select_and_pad_to_response(batch: TensorDictBase, *fields: Key, registry: Re
 
 
 def extract_response(batch: TensorDictBase, values: Tensor, *, registry: Registry = RL_FIELDS) -> Tensor:
-    """The model outputs that score the response tokens: entry k of a row scores response token k.
+    """Selects the model outputs that score the response tokens: entry k of a row scores response token k.
 
     Args:
         batch: the nested or padded batch that the model was run on.
@@ -219,8 +219,8 @@ class ResponseAxis:
             return self._columns(path, value, _ragged_dim(path, value, registry), call)
         if not is_regular(value):
             raise LayoutError(
-                f'{call}: field "{show(path)}" is nested, but not jagged along dim 1 without gaps; expected that. '
-                "Build it with maskpack, or with nested_tensor_from_jagged."
+                f'{call}: field "{show(path)}" is nested, but not jagged along dim 1 without gaps; expected such a '
+                "tensor. Build it with maskpack, or with nested_tensor_from_jagged."
             )
         need_gradients(value, f'field "{show(path)}"', call)
         form = self.forms.get(path) or self._form_of_new(path, value, registry, call)

@@ -273,8 +273,9 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
         table = entry_at(batch, (LAYOUTS, part, "spans", name))
         if not isinstance(table, Tensor) or not table.is_nested:
             raise LayoutError(
-                f'{call}: the span table of layout "{name}" is not a jagged tensor any more; a single row was taken '
-                "by an integer index, or the entry was replaced. Take one row with a list: batch[[i]]."
+                f'{call}: the span table of layout "{name}" is no longer a jagged tensor; a single row was taken by an '
+                "integer index, or the entry was replaced. Take one row with a list: "
+                "maskpack.nesting.take(batch, [i])."
             )
         tables[part, name] = table
     sizes = {(part, name): (width, anchor) for part, stored in parts.items() for name, width, anchor in stored.axes}

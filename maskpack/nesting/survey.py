@@ -7,6 +7,7 @@ The batch is not changed, and no result is built before all checks have passed.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -35,6 +36,9 @@ from maskpack.nesting.schema import INTACT, LAYOUTS, FieldForm, RowPads, Schema,
 from maskpack.nesting.verify import Verifier
 from maskpack.ops import pack_torch as ops
 
+_log = logging.getLogger(__name__)
+_logged: Latest[bool] = Latest(1024)
+"""The call, field and reason of the records of fields that stay padded, each of which is logged once."""
 _DIFFERENT_PADS = "its rows were nested with different pads"
 
 
@@ -412,6 +416,11 @@ def _check_coverage(forms: Iterable[FieldForm], entries: Mapping[Path, Any], opt
         objects = {form.path: entries[form.path] for form in forms if form.kind == "object"}
         check_strict(options.call, [*dense, *hidden(objects, options)])
     elif dense:
+        for field in dense if _log.isEnabledFor(logging.INFO) else ():
+            record = options.call, field.path, field.reason
+            if _logged.get(record) is None:
+                _logged.keep(record, True)
+                _log.info("%s: stays padded: %s", options.call, field)
         # without sizes, so that Python shows the warning once for batches of all widths
         fields = "; ".join(f'"{show(field.path)}": {field.reason}' for field in dense)
         warnings.warn(f"{options.call}: fields stay padded: {fields}", MaskpackWarning, stacklevel=4)
@@ -435,9 +444,11 @@ def dense_fields(
     pad_token_id: int | None = None,
     ignore_dense_fields: Iterable[Key] = (),
 ) -> tuple[DenseField, ...]:
-    """The tensors of `batch` that would stay padded: those that the registry does not know, that have no mask in the
-    batch, or that have non-pad values under their mask; then one DenseField for each Python object with tensors inside.
-    Tensors of at most one dim, and fields declared DENSE or ignored, are left out.
+    """Lists the tensors of a batch that would stay padded, as DenseFields.
+
+    These are tensors that the registry does not know, that have no mask in the batch, or that have non-pad values under
+    their mask; then one DenseField for each Python object with tensors inside. Tensors of at most one dim, and fields
+    declared DENSE or ignored, are left out.
 
     Raises LayoutError and RegistryError as `nest_batch_by_mask` does.
     """

@@ -17,6 +17,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from oracle import assert_same_batch, assert_same_object, assert_same_tensor
+from samples import indexes_jagged, joined, parts_of, rows_of
 from strategies import Case, batches, row_ops, rows_after
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
@@ -46,6 +47,7 @@ from maskpack import (
 from maskpack.core import native
 from maskpack.errors import CoverageError, LayoutError, LossyPadError, MaskpackWarning, RegistryError
 from maskpack.layout.span_table import lines_of, table_of_lines
+from maskpack.nesting import take
 
 quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 PROMPT, RESPONSE = 3, 5
@@ -417,7 +419,7 @@ def test_copies_restore(name: str, case: Case) -> None:
 
 def test_cat_of_equal_widths() -> None:
     parts = [exact_zero(rollout(rows, seed=rows)) for rows in (3, 1, 4)]
-    nested = torch.cat([nest_batch_by_mask(part, pad_token_id=0) for part in parts])
+    nested = joined([nest_batch_by_mask(part, pad_token_id=0) for part in parts])
     assert_same_batch(unnest(nested), torch.cat(parts))
 
 
@@ -466,16 +468,17 @@ def test_row_operations_on_masks_of_many_runs(name: str) -> None:
     rows = len(batch)
     order = torch.from_numpy(np.random.default_rng(0).permutation(rows))
     parts = {
-        "slice": (nested[1:3], batch[1:3]),
-        "index": (nested[order], batch[order]),
-        "mask": (nested[order > 1], batch[order > 1]),
-        "chunk": (nested.chunk(3)[1], batch.chunk(3)[1]),
-        "cat": (torch.cat([nested[2:], nested[:2]]), torch.cat([batch[2:], batch[:2]])),
-        "again": (nest_batch_by_mask(nested[order]), batch[order]),
-        "decoded": (decompress(compress(nested[order]), format="nested"), batch[order]),
+        "slice": (rows_of(nested, slice(1, 3)), batch[1:3]),
+        "index": (rows_of(nested, order), batch[order]),
+        "mask": (rows_of(nested, order > 1), batch[order > 1]),
+        "cat": (joined(parts_of(nested, [2, rows - 2])[::-1]), torch.cat([batch[2:], batch[:2]])),
+        "again": (nest_batch_by_mask(rows_of(nested, order)), batch[order]),
+        "decoded": (decompress(compress(rows_of(nested, order)), format="nested"), batch[order]),
         "consolidate": (nested.consolidate(), batch),
-        "pickle": (pickle.loads(pickle.dumps(nested[3:7])), batch[3:7]),
+        "pickle": (pickle.loads(pickle.dumps(rows_of(nested, slice(3, 7)))), batch[3:7]),
     }
+    if indexes_jagged():
+        parts["chunk"] = nested.chunk(3)[1], batch.chunk(3)[1]
     for way, (seen, want) in parts.items():
         assert_same_batch(unnest(seen), want), way
     doubled = unnest(nested.double())
@@ -489,10 +492,10 @@ def test_rows_in_bits_and_rows_in_runs_are_joined() -> None:
     parts = []
     for mask, width in (strategies.MANY_RUNS["alternating"], strategies.FEW_RUNS["right"]):
         parts.append(strategies.batch_under(mask, width))
-    nested = torch.cat([nest_batch_by_mask(batch, registry) for batch, registry in parts])
+    nested = joined([nest_batch_by_mask(batch, registry) for batch, registry in parts])
     batch = torch.cat([batch for batch, _ in parts])
     assert_same_batch(unnest(nested), batch)
-    assert_same_batch(unnest(nested[torch.tensor([30, 3, 17, 8])]), batch[torch.tensor([30, 3, 17, 8])])
+    assert_same_batch(unnest(rows_of(nested, [30, 3, 17, 8])), batch[torch.tensor([30, 3, 17, 8])])
     sizes = [row.numel() for row in nested[LAYOUTS, part_of(nested), "spans", "mask"].unbind()]
     assert sizes == [72] * 16 + [12 * (row > 0) for row in range(40)]
 
@@ -501,7 +504,7 @@ def test_rows_in_bits_and_rows_in_runs_are_joined() -> None:
 def test_a_changed_table_of_many_runs_is_refused(name: str) -> None:
     """Every byte of it, and every operation on all entries that is more than a cast."""
     _, nested = nest_under(name)
-    nested = nested[3:6]
+    nested = rows_of(nested, slice(3, 6))
     table = nested[LAYOUTS, part_of(nested), "spans", "mask"]
     changes = [lambda x: x + 1, lambda x: x * 2, torch.zeros_like, torch.ones_like, lambda x: x.clamp(max=1)]
     changes += [lambda x: x.clamp(min=3), lambda x: x.clamp(max=254), torch.sign, lambda x: -x, lambda x: x.bool()]
@@ -581,7 +584,7 @@ def added(batch: TensorDict) -> TensorDict:
 def reordered(batch: TensorDict) -> TensorDict:
     """One field follows a new order of rows, the others and LAYOUTS do not."""
     batch = batch.clone()
-    batch["advantages"] = batch[[3, 2, 1, 0]]["advantages"]
+    batch["advantages"] = rows_of(batch, [3, 2, 1, 0])["advantages"]
     return batch
 
 
@@ -598,15 +601,15 @@ def without_spans(batch: TensorDict) -> TensorDict:
 
 
 def wider(batch: TensorDict) -> TensorDict:
-    return torch.cat([batch, nested_rollout(rows=4, response=RESPONSE + 1)])
+    return joined([batch, nested_rollout(rows=4, response=RESPONSE + 1)])
 
 
 NOT_RESTORABLE = {
     "select drops LAYOUTS": (lambda batch: batch.select("responses"), LAYOUTS),
     "exclude drops LAYOUTS": (lambda batch: batch.exclude(LAYOUTS), LAYOUTS),
     "never nested": (lambda batch: exact_zero(rollout()), "not nested"),
-    "integer index": (lambda batch: batch[0], "batch[[i]]"),
-    "unbind": (lambda batch: batch.unbind(0)[1], "batch[[i]]"),
+    "integer index": (lambda batch: batch[0], "maskpack.nesting.take(batch, [i])"),
+    "unbind": (lambda batch: batch.unbind(0)[1], "maskpack.nesting.take(batch, [i])"),
     "cat of different widths": (wider, "different widths"),
     "add": (lambda batch: batch.apply(lambda x: x + 1), "changed"),
     "multiply": (lambda batch: batch.apply(lambda x: x * 2), "changed"),
@@ -644,8 +647,8 @@ def test_update_with_results_of_the_same_rows(pad: float) -> None:
     order = torch.tensor([2, 0, 3, 3])
     ways = {
         "whole": (nested, batch),
-        "index": (nested[order], batch[order]),
-        "cat": (torch.cat([nested[2:], nested[:2]]), torch.cat([batch[2:], batch[:2]])),
+        "index": (rows_of(nested, order), batch[order]),
+        "cat": (joined(parts_of(nested, [2, len(batch) - 2])[::-1]), torch.cat([batch[2:], batch[:2]])),
         "pickle": (pickle.loads(pickle.dumps(nested)), batch),
         "again": (nest_batch_by_mask(nested, pad_token_id=0), batch),
     }
@@ -706,9 +709,9 @@ def test_update_with_a_field_of_another_pad(pads: tuple[Any, Any]) -> None:
 @pytest.mark.parametrize("row", [0, 2, -1, -4])
 def test_one_row_is_taken_as_the_error_says(row: int) -> None:
     nested = nested_rollout(prompt=6, response=6)
-    with pytest.raises(LayoutError, match=r"Take one row with a list: batch\[\[i\]\]"):
+    with pytest.raises(LayoutError, match=r"Take one row with a list: maskpack\.nesting\.take\(batch, \[i\]\)"):
         unnest(nested[row])
-    assert_same_batch(unnest(nested[[row]]), unnest(nested)[[row]])
+    assert_same_batch(unnest(take(nested, [row])), unnest(nested)[[row]])
 
 
 @pytest.mark.parametrize("name", NOT_RESTORABLE)
@@ -768,7 +771,7 @@ def test_named_fields_skip_what_cannot_be_restored() -> None:
 def test_field_that_became_an_object_is_an_error() -> None:
     nested = nested_rollout()
     nested.set("advantages", NonTensorData("gone", batch_size=[4]))
-    with pytest.raises(LayoutError, match='"advantages" is not a tensor any more'):
+    with pytest.raises(LayoutError, match='"advantages" is no longer a tensor; expected a jagged tensor'):
         unnest(nested)
 
 
@@ -1023,7 +1026,7 @@ def advantages_of(sign: float, edge: bool, response: int = 4) -> TensorDict:
 @pytest.mark.parametrize("edges", [(False, False), (False, True), (True, True)])
 def test_nested_batches_join_whatever_pads_they_found(edges: tuple[bool, bool], rows: list[int]) -> None:
     parts = [advantages_of(1.0, edges[0]), advantages_of(0.0, edges[1])]
-    whole = torch.cat([nest_batch_by_mask(part, pad_token_id=0) for part in parts])[torch.tensor(rows)]
+    whole = rows_of(joined([nest_batch_by_mask(part, pad_token_id=0) for part in parts]), rows)
     want = oracle.take_rows(torch.cat(parts), rows)
     assert_same_batch(unnest(whole), want)
     for again in (pickle.loads(pickle.dumps(whole)), nest_batch_by_mask(whole, pad_token_id=0)):
@@ -1046,8 +1049,8 @@ def test_pads_of_every_size_join(dtype: torch.dtype) -> None:
         TensorDict({"m": torch.tensor([[1, 0, 0]]), "x": torch.tensor([[1, pad, pad]]).to(dtype)}, batch_size=[1])
         for pad in (0, 1)
     ]
-    whole = torch.cat([nest_batch_by_mask(part, registry) for part in parts])
-    assert_same_batch(unnest(whole[torch.tensor([1, 0])]), oracle.take_rows(torch.cat(parts), [1, 0]))
+    whole = joined([nest_batch_by_mask(part, registry) for part in parts])
+    assert_same_batch(unnest(rows_of(whole, [1, 0])), oracle.take_rows(torch.cat(parts), [1, 0]))
 
 
 def test_a_sub_batch_of_a_batch_without_batch_dims() -> None:
@@ -1109,7 +1112,7 @@ def test_cat_keeps_pads_apart_by_their_bits() -> None:
     nested = [nest_batch_by_mask(part, registry) for part in parts]
     assert nested[1]["x"].is_nested
     try:
-        got = unnest(torch.cat(nested))
+        got = unnest(joined(nested))
     except LayoutError:
         return
     assert_same_batch(got, torch.cat(parts))
@@ -1347,8 +1350,8 @@ def test_signed_zeros_under_the_mask_nest() -> None:
     assert_same_batch(unnest(nested), batch)
     for rows in ([3, 1, 1, 0], [-1], slice(1, 3), torch.tensor([True, False, True, False])):
         want = oracle.take_rows(batch, np.arange(4)[rows].tolist())
-        assert_same_batch(unnest(nested[rows]), want)
-    assert_same_batch(unnest(torch.cat(nested.split(1))), batch)
+        assert_same_batch(unnest(rows_of(nested, rows)), want)
+    assert_same_batch(unnest(joined(parts_of(nested, [1] * len(batch)))), batch)
     assert_same_batch(unnest(nest_batch_by_mask(nested, pad_token_id=0)), batch)
     assert_same_batch(unnest(pickle.loads(pickle.dumps(nested))), batch)
     for cast in CASTS.values():
@@ -1423,7 +1426,7 @@ def test_cat_of_one_pad_a_row_and_one_pad_for_all() -> None:
     """What cannot be concatenated nested is a named error, never another pad."""
     parts = [signed_zeros(), exact_zero(signed_zeros())]
     try:
-        got = unnest(torch.cat([nest_batch_by_mask(part, pad_token_id=0) for part in parts]))
+        got = unnest(joined([nest_batch_by_mask(part, pad_token_id=0) for part in parts]))
     except (LayoutError, KeyError, RuntimeError):
         return
     assert_same_batch(got, torch.cat(parts))

@@ -21,6 +21,7 @@ from samples import (
     real_positions,
     rollout,
     row_list,
+    rows_of,
 )
 from tensordict import TensorDict
 
@@ -73,7 +74,7 @@ def test_every_chunk_has_the_same_width(form):
     source = form(batch)
     whole = mp.select_and_pad_to_response(source, "responses", "old_log_probs", "input_ids")
     bounds = [(0, 1), (1, 3), (3, 5), (5, 7)]
-    parts = [mp.select_and_pad_to_response(source[a:b], *whole.keys()) for a, b in bounds]
+    parts = [mp.select_and_pad_to_response(rows_of(source, slice(a, b)), *whole.keys()) for a, b in bounds]
     for part, (a, b) in zip(parts, bounds, strict=True):
         assert part["responses"].shape == (b - a, RESPONSE)
         assert part["input_ids"].shape == (b - a, RESPONSE)
@@ -82,7 +83,7 @@ def test_every_chunk_has_the_same_width(form):
 
 @all_forms
 def test_no_rows(form):
-    source = form(rollout(objects=False))[0:0]
+    source = rows_of(form(rollout(objects=False)), slice(0, 0))
     assert mp.select_and_pad_to_response(source, "responses")["responses"].shape == (0, RESPONSE)
 
 
@@ -320,7 +321,7 @@ def test_extract_response_over_holes_in_the_attention_mask(kind):
 @pytest.mark.parametrize("form", ["nested", "unpacked"])
 def test_jagged_arithmetic_with_fields_of_the_batch(kind, rows, form):
     batch = rollout(PROMPTED, PROMPT, RESPONSE, objects=False)
-    source = FORMS[form](batch)[rows]
+    source = rows_of(FORMS[form](batch), rows)
     values = torch.randn(len(PROMPTED), S)[rows]
     outputs = shaped(kind, values, MASK[rows])
     log_probs = mp.extract_response(source, outputs)

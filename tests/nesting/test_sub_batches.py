@@ -107,7 +107,7 @@ def test_rows_follow_plans_and_nested_batches(make: Callable[[], TensorDict]) ->
         assert_same_batch(mp.decompress(back) if isinstance(back, mp.PackedBatch) else back.exclude(mp.LAYOUTS), batch)
     nested = mp.nest_batch_by_mask(batch)
     for rows in ROWS[:-1]:
-        assert_same_batch(mp.unnest(nested[rows]), oracle.take_rows(batch, rows))
+        assert_same_batch(mp.unnest(samples.rows_of(nested, rows)), oracle.take_rows(batch, rows))
 
 
 @quiet

@@ -1,0 +1,202 @@
+"""take and cat: rows of padded, nested and mixed batches, beside naive row loops."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import samples
+import strategies
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import assert_same_batch
+from strategies import Case, batches
+from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
+
+import maskpack as mp
+from maskpack.errors import LayoutError
+from maskpack.nesting import cat, take
+
+quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
+
+
+def rollout() -> TensorDict:
+    return samples.rollout(holes=True)
+
+
+ROWS: dict[str, Any] = {
+    "list": [3, 1, 1],
+    "negative": [-1, 0],
+    "slice": slice(1, 4),
+    "reversed": slice(None, None, -1),
+    "mask": torch.tensor([True, False, True, False, False, True, False]),
+    "indices": torch.tensor([5, 0]),
+    "array": np.array([2, 2]),
+    "one": [4],
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_of_every_form(name: str) -> None:
+    batch, rows = rollout(), ROWS[name]
+    want = oracle.take_rows(batch, np.arange(7)[rows if isinstance(rows, slice) else np.asarray(rows)].tolist())
+    nested = mp.nest_batch_by_mask(batch, pad_token_id=samples.PAD)
+    assert_same_batch(take(batch, rows), want)
+    taken = take(nested, rows)
+    assert_same_batch(mp.unnest(taken), want)
+    assert taken["responses"].offsets() is taken["old_log_probs"].offsets()
+    assert_same_batch(mp.decompress(mp.compress(taken, pad_token_id=samples.PAD)), want)
+
+
+def test_no_rows() -> None:
+    batch = samples.rollout(objects=False)
+    nested = mp.nest_batch_by_mask(batch, pad_token_id=samples.PAD)
+    assert_same_batch(mp.unnest(take(nested, [])), oracle.take_rows(batch, []))
+    assert_same_batch(mp.unnest(cat([take(nested, []), nested])), batch)
+
+
+@quiet
+@given(batches(home_jagged=False, min_rows=1, dtypes=strategies.PLAIN_DTYPES), st.data())
+def test_any_batch(case: Case, data: st.DataObject) -> None:
+    rows = data.draw(st.lists(st.integers(0, case.rows - 1), min_size=1, max_size=6))
+    want = oracle.take_rows(case.batch, rows)
+    nested = mp.nest_batch_by_mask(case.batch, **case.options)
+    assert_same_batch(take(case.batch, rows), want)
+    assert_same_batch(mp.unnest(take(nested, rows)), want)
+    both = oracle.take_rows(case.batch, [*rows, *range(case.rows)])
+    assert_same_batch(mp.unnest(cat([take(nested, rows), nested])), both)
+
+
+def test_neither_changes_the_batch() -> None:
+    nested = mp.nest_batch_by_mask(rollout(), pad_token_id=samples.PAD)
+    before = copy.deepcopy(mp.unnest(nested))
+    taken = take(nested, slice(None))
+    joined = cat([nested, nested])
+    taken["responses"].values().zero_()
+    joined["responses"].values().zero_()
+    assert_same_batch(mp.unnest(nested), before)
+
+
+def test_batches_of_other_widths_join_but_are_not_restored() -> None:
+    parts = [mp.nest_batch_by_mask(samples.rollout(response=width), pad_token_id=samples.PAD) for width in (6, 7)]
+    whole = cat(parts)
+    assert [row.tolist() for row in whole["responses"].unbind()] == [
+        row.tolist() for part in parts for row in part["responses"].unbind()
+    ]
+    with pytest.raises(LayoutError, match="different widths"):
+        mp.unnest(whole)
+
+
+def test_a_lazy_stack_is_a_batch() -> None:
+    batch = samples.rollout(objects=False)
+    stack: Any = lazy_stack(list(batch.unbind(0)))
+    assert_same_batch(take(stack, [2, 0]), oracle.take_rows(batch, [2, 0]))
+
+
+def td(**fields: Any) -> TensorDict:
+    return TensorDict(fields, batch_size=[2])
+
+
+def strided() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(1, 2), torch.ones(2, 2)])
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "no batch": (lambda: take([1], [0]), "take: the batch is a list; expected a TensorDict"),  # type: ignore[arg-type]
+    "no rows": (lambda: take(TensorDict({}, []), [0]), "take: the batch has batch_size []; expected rows"),
+    "one row": (lambda: take(td(x=torch.ones(2)), 1), "take"),  # type: ignore[arg-type]
+    "too far": (lambda: take(td(x=torch.ones(2)), [2]), "take: rows run from 2 to 2; the batch has 2 rows"),
+    "sparse": (
+        lambda: take(td(x=torch.ones(2, 2).to_sparse()), [0]),
+        'take: field "x" has the memory layout',
+    ),
+    "strided": (lambda: take(td(x=strided()), [0]), 'take: field "x" is nested, but not jagged along dim 1'),
+    "nothing": (lambda: cat([]), "cat: got an empty list; expected a list of at least one TensorDictBase"),
+    "one batch": (lambda: cat(td(x=torch.ones(2))), "cat: got one TensorDictBase; expected a list"),  # type: ignore[arg-type]
+    "other fields": (
+        lambda: cat([td(x=torch.ones(2)), td(y=torch.ones(2))]),
+        "cat: fields ['x', 'y'] are not in every batch; expected the same fields. Select the fields that all of them",
+    ),
+    "other widths": (
+        lambda: cat([td(x=torch.ones(2, 3)), td(x=torch.ones(2, 4))]),
+        'cat: field "x" of batch 1 is padded torch.float32 [..., 4] on cpu, and of the first padded torch.float32 '
+        "[..., 3] on cpu; expected the same. Cast, move or pad them.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_say_what_to_do(name: str) -> None:
+    call, message = WRONG[name]
+    with pytest.raises(LayoutError, match="^" + re.escape(message)):
+        call()
+
+
+def test_objects_of_the_whole_batch_are_kept_or_given_to_each_row() -> None:
+    one, other = (td(x=torch.ones(2), n=NonTensorData(number, batch_size=[2])) for number in (1, 2))
+    assert cat([one, one]).get("n").data == 1
+    assert cat([one, other]).get("n").tolist() == [1, 1, 2, 2]
+    assert take(other, [1]).get("n").data == 2
+
+
+def test_rows_that_begin_behind_the_first_value_are_joined() -> None:
+    behind = torch.nested.nested_tensor_from_jagged(torch.arange(10.0), torch.tensor([3, 5, 6]))
+    slack = torch.nested.nested_tensor_from_jagged(torch.arange(100.0, 110.0), torch.tensor([0, 1, 2]))
+    joined = cat([TensorDict({"x": one}, batch_size=[2]) for one in (behind, slack)])
+    assert [row.tolist() for row in joined["x"].unbind()] == [[3.0, 4.0], [5.0], [100.0], [101.0]]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, True), (0.0, -0.0), ([1.0], [True]), ({"lr": 1}, {"lr": 1.0}), ((0.0,), (-0.0,)),
+        (np.ones(2, np.float32), np.ones(2)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_objects_that_are_equal_but_not_the_same_stay_apart(one: Any, other: Any) -> None:
+    batches = [
+        TensorDict({"x": torch.zeros(2), "o": NonTensorData(each, batch_size=[2])}, [2]) for each in (one, other)
+    ]
+    joined = cat(batches)
+    for row, want in enumerate([one, one, other, other]):
+        seen = joined[row].get("o").data
+        assert (type(seen), repr(seen)) == (type(want), repr(want))
+        if isinstance(want, np.ndarray):
+            assert seen.dtype == want.dtype
+
+
+SUB = TensorDict({"x": torch.zeros(2)}, [2])
+KINDS = {
+    "tensor": torch.zeros(2),
+    "object": NonTensorData("a", batch_size=[2]),
+    "sub-batch": SUB,
+    "empty sub-batch": TensorDict({}, [2]),
+    "more dims": TensorDict({"x": torch.zeros(2, 3)}, [2, 3]),
+}
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.permutations(KINDS, 2)))
+def test_entries_of_different_kinds_are_refused(one: str, other: str) -> None:
+    batches = [TensorDict({"s": KINDS[name]}, [2]) for name in (one, other)]
+    message = r'cat: (?:fields .* are not in every batch|field "s" of batch 1 is .*); expected the same'
+    with pytest.raises(LayoutError, match=message):
+        cat(batches)
+
+
+def test_batches_of_different_batch_dims_are_refused() -> None:
+    batches = [TensorDict({"x": torch.zeros(3, 2)}, size) for size in ([3, 2], [3])]
+    with pytest.raises(LayoutError, match=r"cat: batch 1 is a TensorDict with batch_size \['rows'\], and of the first"):
+        cat(batches)
+
+
+def test_objects_of_the_batch_and_of_rows_are_joined() -> None:
+    of_rows = NonTensorStack(*[NonTensorData(each) for each in "bc"])
+    batches = [TensorDict({"o": each}, [2]) for each in (NonTensorData("a", batch_size=[2]), of_rows)]
+    assert [cat(batches)[row].get("o").data for row in range(4)] == ["a", "a", "b", "c"]
