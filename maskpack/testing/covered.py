@@ -1,0 +1,43 @@
+"""assert_covered: no field of a batch stays padded under a registry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tensordict import TensorDictBase
+
+from maskpack.core.keys import Key
+from maskpack.fields.options import Registry, registry_of
+from maskpack.fields.rl_fields import RL_FIELDS
+from maskpack.nesting.survey import dense_fields
+from maskpack.tools.suggest import Suggester
+
+
+def assert_covered(
+    batch: TensorDictBase,
+    registry: Registry = RL_FIELDS,
+    *,
+    pad_token_id: int | None = None,
+    ignore_dense_fields: Iterable[Key] = (),
+) -> None:
+    """Asserts that strict mode takes a batch: every padded field is covered by a mask of the registry, and holds its
+    pad under that mask.
+
+    Args:
+        batch: padded or nested. It is not changed.
+        registry, pad_token_id, ignore_dense_fields: as for `compress`.
+
+    Raises:
+        AssertionError: a field would stay padded. The message names each such field, the reason, the values under the
+            mask that fits, and the line to register.
+        LayoutError, RegistryError: as `compress`.
+    """
+    fields = dense_fields(batch, registry, pad_token_id=pad_token_id, ignore_dense_fields=ignore_dense_fields)
+    if not fields:
+        return
+    suggester = Suggester(batch, registry_of(registry, "assert_covered"), pad_token_id)
+    out = [f"assert_covered: {len(fields)} of the fields stay padded; expected none:"]
+    for one in map(suggester.suggest, fields):
+        out += [f"  {one.field}", f"    {one.seen}", f"    {one.line}"]
+    out.append("Add the lines to the registry: registry | {...}.")
+    raise AssertionError("\n".join(out))
