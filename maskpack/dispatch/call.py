@@ -10,6 +10,7 @@ begun can be taken back: a Ticket in the key-value store of the cluster records 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import re
 import threading
@@ -32,6 +33,7 @@ from maskpack.core.arguments import said
 from maskpack.core.index import IntArray
 from maskpack.dispatch.messages import RankReply
 from maskpack.dispatch.placement import nodes_alive
+from maskpack.dispatch.timeline import PREFIX, STAGES, CallTimes, Span, rank_spans
 from maskpack.errors import Cancelled, LayoutError, MaskpackError, RemoteTraceback, StoreFullError, WorkerError
 from maskpack.packed.batch import PackedBatch, decompress
 from maskpack.planning.ranks import RankPlans
@@ -41,6 +43,7 @@ from maskpack.views.view import BatchView
 Results = Literal["padded", "nested", "view"]
 """The format of a result: decoded rows, or a BatchView of rows that stay in the object store."""
 
+_log = logging.getLogger(__name__)
 _ray: Any = ray
 _kv: Any = internal_kv
 _LOOK = 0.1
@@ -113,6 +116,9 @@ class Part:
         ticket: records whether an actor has begun.
         reply, result: of the collector, once all actors have answered. `result` is a PackedBatch or a BatchView.
         error: the reason if there is no reply.
+        sent: when its actors were called: by the driver's clock, and by the time of day.
+        spans: its stages, once there is a reply.
+        told: the error that was logged.
     """
 
     rank: int
@@ -124,11 +130,14 @@ class Part:
     reply: RankReply | None = None
     result: Any = None
     error: BaseException | None = None
+    sent: tuple[float, float] = field(default_factory=lambda: (time.perf_counter(), time.time()))
+    spans: Sequence[Span] = ()
+    told: BaseException | None = None
 
     @property
     def late(self) -> bool:
-        """Whether the part has not answered yet: no reply, and no error but a timeout."""
-        return self.reply is None and (self.error is None or isinstance(self.error, TimeoutError))
+        """Whether the part has not answered yet: no reply, and no error but the timeout of the driver."""
+        return self.reply is None and (self.error is None or isinstance(self.error, _Late))
 
     @property
     def lost(self) -> bool:
@@ -183,6 +192,8 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, rows: IntArray | None, error: BaseException, actor: int | None = None) -> Failure:
+        if isinstance(error, _Late):
+            error = TimeoutError(*error.args)
         remote = error.__cause__
         return cls(rank, rows, error, remote.args[0] if isinstance(remote, RemoteTraceback) else "", actor)
 
@@ -213,10 +224,17 @@ class Sender(Protocol):
     @property
     def num_ranks(self) -> int: ...
 
-    def send(
-        self, request: Request, rows: Mapping[int, IntArray], *, again: bool
-    ) -> tuple[list[Part], dict[str, float]]:
-        """Sends the request to some ranks; `again` puts objects anew that may have been lost."""
+    def send(self, request: Request, rows: Mapping[int, IntArray], *, again: bool) -> tuple[list[Part], int, Span]:
+        """Sends the request to some ranks; `again` puts objects anew that may have been lost. Returns their parts, the
+        number of bytes that were put, and the stage of putting them."""
+        ...
+
+    def returned(self, call: CallTimes, metrics: Mapping[str, float]) -> None:
+        """Records a call that returned."""
+        ...
+
+    def failed(self, method: str, failure: Failure, lost: bool) -> None:
+        """Records that a rank failed; `lost` if an actor of it died or cannot be reached."""
         ...
 
     def ran_on(self, rank: int, nodes: Sequence[str]) -> None:
@@ -241,9 +259,13 @@ class Call:
     parts: list[Part]
     metrics: dict[str, float]
     """A flat dict for a logger; complete once `result` has returned."""
+    spans: tuple[Span, ...] = ()
+    """The stages of the driver, also those of earlier attempts."""
     lost: frozenset[int] = frozenset()
     """The ranks that earlier attempts lost; a retry does not use them."""
-    _begun: float = field(default_factory=time.perf_counter)
+    attempts: int = 1
+    """The number of times that rows were sent."""
+    _begun: float = field(default_factory=lambda: time.perf_counter())
     _done: bool = False
     _value: Any = None
     _turn: Any = field(default_factory=threading.Lock)
@@ -403,10 +425,12 @@ class Call:
         missing = np.sort(np.concatenate([part.rows for part in failed]))
         ranks = ranks[: max(1, missing.size)]  # one is called where there are no rows, for an empty result
         rows = dict(zip(ranks, np.array_split(missing, len(ranks)), strict=True))
-        sent, metrics = to.send(request, rows, again=True)
+        _log.info('"%s": sends %d rows again, to ranks %s; lost: %s', request.method, missing.size, ranks, sorted(lost))
+        sent, nbytes, put = to.send(request, rows, again=True)
         # results without rows are a list in this order
         parts = sorted([*sent, *kept], key=lambda part: part.rows[:1].tolist())
-        return Call(to, request, parts, metrics, lost - away)
+        metrics = self.metrics | {f"{PREFIX}bytes_sent": self.metrics[f"{PREFIX}bytes_sent"] + nbytes}
+        return Call(to, request, parts, metrics, (*self.spans, put), lost - away, self.attempts + 1)
 
     # ---------------------------------------------------------------- waiting
 
@@ -416,22 +440,25 @@ class Call:
         for part in self.parts:
             if id(part) in gone:
                 part.reply, part.result, part.error = None, None, gone[id(part)]
+        self._tell()
         self._check()
         begun = time.perf_counter()
+        request, parts = self.request, self.parts
         try:
-            self._value = _gathered(self.parts, self.request)
+            self._value = _gathered(parts, request)
         except LayoutError as error:
-            method = self.request.method
+            method = request.method
             raise WorkerError(
                 f'WorkerGroup: what the ranks returned from "{method}" does not fit together: {error}', method, (), self
             ) from error
-        self._count(begun)
         self._done = True
         self.parts = []
-        self.request = replace(self.request, args=(), kwargs={})
+        self.request = replace(request, args=(), kwargs={})
+        self._count(parts, begun)  # an error in it leaves the result to the next `result`
 
     def _collect(self, timeout: float | None, wanted: Callable[[], bool]) -> None:
         """Collects replies until all parts are settled, the timeout is over, or the grace after a failure is over."""
+        begun = time.perf_counter()
         until = math.inf if timeout is None else time.monotonic() + timeout
         graced = math.inf
         if any(part.reply is None and not part.late for part in self.parts):  # failed in an earlier `result`
@@ -455,7 +482,7 @@ class Call:
             for ref in ready:
                 part = owner[ref]
                 if all(peer not in waiting for peer in part.replies):
-                    self._settle(part, left)
+                    self._settle(part, left, begun)
                 elif part.error is None:
                     part.error = _got([ref], left)[1]  # its peers may wait for it forever
                 if part.error is not None:
@@ -464,10 +491,23 @@ class Call:
             if part.late:
                 waited = f"no answer in {time.perf_counter() - self._begun:.1f} s"
                 grace = f", {self.request.grace} s of grace after another rank failed" if graced < until else ""
-                part.error = TimeoutError(waited + grace)
+                part.error = _Late(waited + grace)
 
-    def _settle(self, part: Part, timeout: float | None) -> None:
-        """Sets the reply, the result or the error of a part that all its actors have answered."""
+    def _tell(self) -> None:
+        """Logs and counts the ranks that failed, each once."""
+        for part in self.parts:
+            error = part.error
+            if error is None or error is part.told or isinstance(error, Cancelled | _Late):
+                continue
+            part.told = error
+            lost = isinstance(error, _ray.exceptions.RayActorError)
+            failure = Failure.of(part.rank, part.rows, error)
+            _log.log(logging.WARNING if lost else logging.INFO, '"%s" failed on %s', self.request.method, failure)
+            self.group.failed(self.request.method, failure, lost)
+
+    def _settle(self, part: Part, timeout: float | None, waited: float) -> None:
+        """Sets the reply, the result or the error of a part that all its actors have answered. `waited` is when the
+        driver began to wait."""
         replies, part.error = _got(part.replies, timeout)
         if part.error is None:
             reply: RankReply | None = replies[part.collector]
@@ -480,13 +520,16 @@ class Call:
             elif reply.has_rows:
                 (part.result,), part.error = _got([part.packed], timeout)
             part.reply = reply if part.error is None else None
+            if part.reply is not None:
+                now = time.perf_counter()
+                part.spans = rank_spans(part.rank, *part.sent, waited, now, part.reply.begun, part.reply.seconds)
         if part.error is not None:
             for reference in (*part.replies, part.packed):  # Ray would log errors that were never fetched
                 _got([reference], 0)
 
     def _check(self) -> None:
         failures = tuple(
-            Failure.of(part.rank, part.rows, part.error or TimeoutError("no answer"))
+            Failure.of(part.rank, part.rows, part.error or _Late("no answer"))
             for part in self.parts
             if part.reply is None
         )
@@ -505,14 +548,24 @@ class Call:
     def _divisible(self) -> bool:
         return self.request.plan is None or self.request.plan.divisible
 
-    def _count(self, gathering: float) -> None:
+    def _count(self, parts: Sequence[Part], gathering: float) -> None:
         now = time.perf_counter()
-        replies = [part.reply for part in self.parts if part.reply is not None]
-        self.metrics["dispatch/wait_ms"] = 1e3 * (gathering - self._begun)
-        self.metrics["dispatch/gather_ms"] = 1e3 * (now - gathering)
-        self.metrics["dispatch/bytes_returned"] = float(sum(reply.nbytes for reply in replies))
-        for phase in ("decode", "run", "encode"):
-            self.metrics[f"dispatch/rank_{phase}_ms"] = max((reply.ms[phase] for reply in replies), default=0.0)
+        replies = [part.reply for part in parts if part.reply is not None]
+        ranks = [span for part in parts for span in part.spans]
+        call = CallTimes(self.request.method, (*self.spans, *ranks, Span(None, "gather", gathering, now - gathering)))
+        took = call.slowest()
+        took["put"] = sum(span.seconds for span in self.spans if span.stage == "put")
+        more = {
+            "wait_seconds": gathering - self._begun,
+            "bytes_returned": float(sum(reply.nbytes for reply in replies)),
+            "bytes_avoided": self.metrics[f"{PREFIX}bytes_padded"] - self.metrics[f"{PREFIX}bytes_sent"],
+            "retries": float(self.attempts - 1),
+            "lost_ranks": float(len(self.lost)),
+            **{f"{stage}_seconds": took.get(stage, 0.0) for stage in STAGES},
+        }
+        self.metrics |= {PREFIX + name: value for name, value in more.items()}
+        _log.debug('"%s" returned in %.3f s; the slowest stages took %s s', call.method, call.end - call.begin, took)
+        self.group.returned(call, self.metrics)
 
 
 def _rows_gone(parts: Sequence[Part], alive: Collection[str]) -> dict[int, BaseException]:
@@ -523,11 +576,11 @@ def _rows_gone(parts: Sequence[Part], alive: Collection[str]) -> dict[int, BaseE
         if node in alive or not isinstance(part.result, BatchView):
             continue
         error = _got([part.packed], 0)[1]  # small objects are in this process; Ray may know that an object is lost
-        if isinstance(error, TimeoutError):
+        if isinstance(error, _Late):
             places = _ray.experimental.get_object_locations([part.packed])[part.packed]["node_ids"]
             if not any(place in alive for place in places):
                 error = MaskpackError(f"node {node[:8]} is gone, and with it the rows that this rank returned")
-        if error is not None and not isinstance(error, TimeoutError):
+        if error is not None and not isinstance(error, _Late):
             gone[id(part)] = error
     return gone
 
@@ -543,6 +596,10 @@ class _Unwanted(Exception):
     """The call is not awaited any more."""
 
 
+class _Late(TimeoutError):
+    """The driver waited long enough. A TimeoutError of a worker is another error. Callers see a plain TimeoutError."""
+
+
 def _open(references: Sequence[Any]) -> list[Any]:
     """The references without an answer."""
     if not references:
@@ -555,7 +612,9 @@ def _got(references: Sequence[Any], timeout: float | None) -> tuple[Sequence[Any
     try:
         return _ray.get(list(references), timeout=timeout), None
     except _ray.exceptions.RayError as error:
-        return [None] * len(references), _told(error)
+        ours = isinstance(error, _ray.exceptions.GetTimeoutError)
+        ours = ours and not isinstance(error, _ray.exceptions.RayTaskError)
+        return [None] * len(references), _Late(str(error)) if ours else _told(error)
 
 
 def _told(error: Any) -> BaseException:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from maskpack.core.arguments import said
 from maskpack.core.index import IntArray, cumulated, even_sizes, row_index
+from maskpack.dispatch.timeline import PREFIX
 from maskpack.errors import LayoutError, MaskpackError, PlanError
 from maskpack.planning.ranks import RankPlans
 from maskpack.views.view import BatchView
@@ -125,11 +126,12 @@ def _nearest(sums: IntArray, wanted: npt.NDArray[np.float64]) -> IntArray:
 
 
 def shares(view: BatchView, rows: Sequence[IntArray]) -> dict[str, float]:
-    """Metrics of the division: rows and tokens of each rank, and their imbalance."""
+    """Metrics of the batch and of its division: its bytes, rows and tokens of each rank, and their imbalance."""
     tokens = view.tokens()
     sums = [int(tokens[own].sum()) for own in rows]
-    out = {"dispatch/bytes_padded": float(view.padded_nbytes), "dispatch/rows": float(view.num_rows)}
-    out["dispatch/imbalance"] = max(sums) * len(sums) / sum(sums) if sum(sums) else 1.0
+    padded, packed = view.padded_nbytes, view.nbytes
+    out = {"bytes_padded": float(padded), "ratio": padded / packed if packed else 1.0, "rows": float(view.num_rows)}
+    out["imbalance"] = max(sums) * len(sums) / sum(sums) if sum(sums) else 1.0
     for rank, (own, total) in enumerate(zip(rows, sums, strict=True)):
-        out |= {f"dispatch/rows/rank_{rank}": float(own.size), f"dispatch/tokens/rank_{rank}": float(total)}
-    return out
+        out |= {f"rows/rank_{rank}": float(own.size), f"tokens/rank_{rank}": float(total)}
+    return {PREFIX + name: value for name, value in out.items()}

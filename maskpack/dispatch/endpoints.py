@@ -162,7 +162,7 @@ def _served(
     meta = BatchMeta.of(packed) if rank_call.keep and packed is not None else None
     timer.lap("encode")
     nbytes = 0 if packed is None else packed.nbytes
-    return RankReply(packed is not None, rest, meta, nbytes, timer.ms, this_node()), packed
+    return RankReply(packed is not None, rest, meta, nbytes, timer.begun, timer.seconds, this_node()), packed
 
 
 class _Given:
@@ -273,15 +273,16 @@ def _kind(result: Any, name: str) -> str:
 
 
 class _Timer:
-    """Milliseconds of each phase."""
+    """The time of day at which the rank began, and the seconds of each stage."""
 
     def __init__(self) -> None:
-        self.ms: dict[str, float] = {"decode": 0.0, "run": 0.0, "encode": 0.0}
+        self.begun = time.time()
+        self.seconds: dict[str, float] = {"decode": 0.0, "run": 0.0, "encode": 0.0}
         self._last = time.perf_counter()
 
-    def lap(self, phase: str) -> None:
+    def lap(self, stage: str) -> None:
         now = time.perf_counter()
-        self.ms[phase] += 1e3 * (now - self._last)
+        self.seconds[stage] += now - self._last
         self._last = now
 
 

@@ -12,6 +12,7 @@ Within the core, only this package imports Ray.
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -25,13 +26,15 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensorclass
 from tensordict import is_non_tensor as is_non_tensor  # type: ignore[reportUnknownVariableType]
 
-from maskpack.core.arguments import said, whole
+from maskpack.core.arguments import flag, said, whole
 from maskpack.core.index import IntArray
-from maskpack.dispatch.call import Call, Part, Request, Results, Ticket, answers, seconds, storing
+from maskpack.dispatch.call import Call, Failure, Part, Request, Results, Ticket, answers, seconds, storing
 from maskpack.dispatch.division import Balance, divided, of_plan, planned_lengths, ranks_of, shares
 from maskpack.dispatch.endpoints import endpoint
 from maskpack.dispatch.messages import ObjectAt, Packing, RankCall, RowsAt
 from maskpack.dispatch.placement import Placement, Site
+from maskpack.dispatch.ray_metrics import count, publish
+from maskpack.dispatch.timeline import PREFIX, CallTimes, Span, Timeline
 from maskpack.errors import LayoutError, MaskpackError, MethodError, PlanError, RegistryError
 from maskpack.fields.options import Options, Registry, Verify, kept_verify
 from maskpack.fields.rl_fields import RL_FIELDS
@@ -60,6 +63,7 @@ _RESTARTING = 3
 _PATIENCE = 60.0
 """Seconds that a call waits for actors that are being restarted."""
 
+_log = logging.getLogger(__name__)
 _ray: Any = ray
 
 
@@ -80,6 +84,7 @@ class WorkerGroup:
         strict_mask_nesting: option of `compress` on the driver. Ranks pack a field that no mask covers padded, with a
             warning; with "both" they raise, too.
         verify: option of `compress` on the driver. Ranks always verify their results.
+        ray_metrics: whether calls are recorded in Ray's own metrics, too, which Prometheus reads (docs/operations.md).
 
     A group can be passed to tasks and actors, which then call the same actors; `close` there kills none. A group is a
     context manager that closes itself.
@@ -87,6 +92,7 @@ class WorkerGroup:
     Attributes:
         actors: the handles, in the order given.
         metrics: a flat dict of the last `call` or `put` that returned.
+        timeline: the stages of the last calls, as a table and a picture.
     """
 
     def __init__(
@@ -100,6 +106,7 @@ class WorkerGroup:
         strict_mask_nesting: bool | Literal["both"] = False,
         verify: Verify = "always",
         codec: str | None = None,
+        ray_metrics: bool = False,
     ) -> None:
         if not isinstance(actors, Iterable) or isinstance(actors, str | bytes | Mapping):
             raise MaskpackError(f"WorkerGroup: actors are {said(actors)}; expected a list of actor handles. Pass one.")
@@ -126,6 +133,8 @@ class WorkerGroup:
         }
         self._store = Placement(len(self._ranks))
         self.metrics: dict[str, float] = {}
+        self.timeline = Timeline()
+        self._ray_metrics = flag(ray_metrics, "ray_metrics", "WorkerGroup")
 
     @classmethod
     def launch(
@@ -216,7 +225,7 @@ class WorkerGroup:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_store": None, "_launched": (), "metrics": {}}
+        return {**self.__dict__, "_store": None, "_launched": (), "metrics": {}, "timeline": Timeline()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
@@ -325,7 +334,11 @@ class WorkerGroup:
         until = time.monotonic() + _PATIENCE
         given: list[Any] = [self.actors[actor] for actor in actors]
         handles = [handle for handle in given if isinstance(handle, _Handle)]
+        told = False
         while any(handle._get_local_state() == _RESTARTING for handle in handles):
+            if not told:
+                _log.info("waits for actors that Ray restarts, up to %.0f s", _PATIENCE)
+                told = True
             if time.monotonic() > until:
                 return  # their calls will raise
             time.sleep(0.05)
@@ -477,9 +490,11 @@ class WorkerGroup:
         ranks = self.num_ranks
         rows = divided(view, balance, ranks) if plan is None else of_plan(plan, view, balance, ranks)
         encoded = time.perf_counter()
-        parts, metrics = self.send(request, dict(enumerate(rows)))
-        metrics |= {"dispatch/encode_ms": 1e3 * (encoded - begun)} | shares(view, rows)
-        return Call(self, request, parts, metrics | ({} if plan is None else plan.metrics()))
+        parts, nbytes, put = self.send(request, dict(enumerate(rows)))
+        metrics = shares(view, rows) | ({} if plan is None else plan.metrics())
+        metrics[f"{PREFIX}bytes_sent"] = float(nbytes)
+        _log.debug('"%s": %d rows to %d ranks, %d bytes put', method, view.num_rows, ranks, nbytes)
+        return Call(self, request, parts, metrics, (Span(None, "prepare", begun, encoded - begun), put))
 
     def put(
         self,
@@ -513,11 +528,11 @@ class WorkerGroup:
         back = np.argsort(np.concatenate([index for _, _, index in sites]), kind="stable")
         there = BatchView.cat([part for part, _ in settled]).take(back)
         there = there.known_as((view if onto is None else onto).origins())
-        self.metrics = {
-            "dispatch/bytes_sent": float(sum(nbytes for _, nbytes in settled)),
-            "dispatch/encode_ms": 1e3 * (encoded - begun),
-            "dispatch/put_ms": 1e3 * (time.perf_counter() - encoded),
-        }
+        stages = ("prepare", begun, encoded - begun), ("put", encoded, time.perf_counter() - encoded)
+        metrics = {"bytes_sent": float(sum(nbytes for _, nbytes in settled)), "bytes_padded": float(view.padded_nbytes)}
+        metrics |= {f"{stage}_seconds": took for stage, _, took in stages}
+        self.metrics = {PREFIX + name: value for name, value in metrics.items()}
+        self.returned(CallTimes("put", tuple(Span(None, *stage) for stage in stages)), self.metrics)
         return there if onto is None else onto.with_fields(there)
 
     def release(self, batch: PackedBatch | None = None) -> None:
@@ -573,9 +588,9 @@ class WorkerGroup:
 
     def send(
         self, request: Request, rows: Mapping[int, IntArray], *, again: bool = False
-    ) -> tuple[list[Part], dict[str, float]]:
+    ) -> tuple[list[Part], int, Span]:
         """Sends a request to some ranks, each with its rows of the batches; `again` puts objects anew that may have
-        been lost.
+        been lost. Returns their parts, the number of bytes that were put, and the stage of putting them.
 
         All objects are put before the first rank is called. If a later rank cannot be called, its part has the error.
         """
@@ -612,8 +627,7 @@ class WorkerGroup:
                 for part in parts.values():
                     part.take_back()
                 raise
-        metrics = {"dispatch/bytes_sent": float(nbytes), "dispatch/put_ms": 1e3 * (time.perf_counter() - begun)}
-        return [parts[rank] for rank in rows], metrics
+        return [parts[rank] for rank in rows], nbytes, Span(None, "put", begun, time.perf_counter() - begun)
 
     def _start(
         self,
@@ -657,6 +671,17 @@ class WorkerGroup:
             replies.append(reply)
             packed = returned if collects else packed
         return Part(rank, rows, replies, self._ranks[rank].index(self._collectors[rank]), packed, ticket)
+
+    def returned(self, call: CallTimes, metrics: Mapping[str, float]) -> None:
+        """Records a call that returned."""
+        self.timeline.add(call)
+        if self._ray_metrics:
+            publish(call, metrics)
+
+    def failed(self, method: str, failure: Failure, lost: bool) -> None:
+        """Records that a rank failed; `lost` if an actor of it died or cannot be reached."""
+        if self._ray_metrics:
+            count("lost_ranks" if lost else "errors", 1.0, method)
 
     def ran_on(self, rank: int, nodes: Sequence[str]) -> None:
         """Records the nodes of the actors of a rank."""

@@ -117,7 +117,8 @@ class RankReply:
         rest: a result without rows, or the rest of the tuple; None if there is none.
         meta: the metadata of rows that stay in the object store.
         nbytes: the number of encoded bytes of the rows.
-        ms: milliseconds of `decode`, `run` and `encode`.
+        begun: when the actor began, in seconds of `time.time` on its machine.
+        seconds: of `decode`, `run` and `encode`.
         node: the id of the node that the actor runs on.
     """
 
@@ -125,5 +126,6 @@ class RankReply:
     rest: Any
     meta: BatchMeta | None
     nbytes: int
-    ms: Mapping[str, float]
+    begun: float
+    seconds: Mapping[str, float]
     node: str

@@ -9,6 +9,7 @@ full."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from threading import RLock
@@ -34,6 +35,7 @@ of the batch used last."""
 _PATIENCE = 60.0
 """Seconds that a node has to answer after an actor on it has died. Ray takes a while to notice that a node is gone."""
 
+_log = logging.getLogger(__name__)
 _ray: Any = ray
 
 
@@ -192,6 +194,7 @@ class Placement:
             if total <= room:
                 break
             total -= sizes[batch]
+            _log.debug("forgets a put batch of %d bytes; later calls with it put it again", sizes[batch])
             out.append(self._put.pop(batch, None))
         return out
 

@@ -216,7 +216,7 @@ def test_rows_that_stay_where_they_are_move_nothing(group, batch, puts, needed):
     assert puts == []
     assert {source.held for _, source in needed} == {source.held for source in sources(kept)}
     assert [lies(source.held)[0] for source in sources(kept)] == before
-    assert group.metrics["dispatch/bytes_sent"] == 0
+    assert group.metrics["maskpack/dispatch/bytes_sent"] == 0
 
 
 def test_a_node_that_needs_all_rows_gets_the_object(group, nodes, batch, needed):
@@ -276,7 +276,9 @@ def test_a_site_is_one_put(group, nodes, batch, puts, needed):
     assert here[0] == [nodes[0]]  # the rows of one node never reach the other
     assert set(there[0]) == set(nodes)
     assert min(here[1], there[1]) > 100_000
-    assert group.metrics["dispatch/bytes_sent"] == pytest.approx(sum(packed.nbytes for packed in puts), rel=1e-3)
+    assert group.metrics["maskpack/dispatch/bytes_sent"] == pytest.approx(
+        sum(packed.nbytes for packed in puts), rel=1e-3
+    )
 
 
 def test_what_was_put_is_not_put_again(group, batch, puts):

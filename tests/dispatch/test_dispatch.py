@@ -503,10 +503,10 @@ def test_several_batches_are_divided_alike(group, batch):
 def test_equal_tokens(group, batch):
     assert_same(group.call("echo", batch, balance="tokens"), batch)
     tokens = [p + r for p, r in ROWS]
-    sums = [group.metrics[f"dispatch/tokens/rank_{rank}"] for rank in range(RANKS)]
+    sums = [group.metrics[f"maskpack/dispatch/tokens/rank_{rank}"] for rank in range(RANKS)]
     assert sum(sums) == sum(tokens)
     assert max(sums) - min(sums) <= max(tokens)
-    assert group.metrics["dispatch/imbalance"] == max(sums) * RANKS / sum(sums)
+    assert group.metrics["maskpack/dispatch/imbalance"] == max(sums) * RANKS / sum(sums)
 
 
 # -------------------------------------------------------------------- plans
@@ -783,9 +783,9 @@ def test_of_the_rows_of_a_packed_batch_the_last_are_remembered(group, batch):
         group.call("nothing", view.take(rows))
     group.call("nothing", packed)
     assert len(group._store._put[packed]) == 2
-    assert group.metrics["dispatch/bytes_sent"] > 0
+    assert group.metrics["maskpack/dispatch/bytes_sent"] > 0
     group.call("nothing", packed)
-    assert group.metrics["dispatch/bytes_sent"] == 0
+    assert group.metrics["maskpack/dispatch/bytes_sent"] == 0
 
 
 # -------------------------------------------------------------------- which rows they are
@@ -837,10 +837,10 @@ def test_what_was_put_is_released(group, batch):
     group.call("nothing", packed)
     group.release(packed)
     group.call("nothing", packed)
-    assert group.metrics["dispatch/bytes_sent"] > 0
+    assert group.metrics["maskpack/dispatch/bytes_sent"] > 0
     group.release()
     assert_same(group.call("echo", packed), batch)
-    assert group.metrics["dispatch/bytes_sent"] > 0
+    assert group.metrics["maskpack/dispatch/bytes_sent"] > 0
     with pytest.raises(
         mp.errors.LayoutError, match=r"WorkerGroup\.release: got a TensorDict; expected a PackedBatch that was"
     ):
