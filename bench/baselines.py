@@ -116,8 +116,3 @@ def gather_by_mask(batch: TensorDictBase, masks: Mapping[str, Tensor]) -> list[T
 def gather_by_index(batch: TensorDictBase, indices: Mapping[str, Tensor]) -> list[Tensor]:
     """`index_select` for every field, the flat indices of each axis given: values only."""
     return [field.view(-1).index_select(0, indices[axis_of(name)]) for name, field in batch.items()]
-
-
-def write_all(fields: list[Tensor]) -> list[Tensor]:
-    """One write of as many bytes into newly allocated tensors."""
-    return [torch.empty_like(field).fill_(1) for field in fields]

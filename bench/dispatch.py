@@ -21,6 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,8 @@ from bench.dispatch_forms import (
     medians,
 )
 from bench.measure import interleaved, keep_memory, progress, require_same
-from bench.report import Row
-from bench.workloads import PAD_ID, PROMPT_WIDTH, RESPONSE_WIDTH, make_batch
+from bench.report import Row, without_targets
+from bench.workloads import PAD_ID, batch_of
 from maskpack.dispatch import WorkerGroup, endpoint
 
 CASE = "dispatch reference"
@@ -84,17 +85,18 @@ def run(
     rows: int = 256,
     rounds: int = 9,
     *,
-    prompt_width: int = PROMPT_WIDTH,
-    response_width: int = RESPONSE_WIDTH,
+    workload: str = "reference",
+    scale: float = 1.0,
     speeds: Sequence[int | None] = link.SPEEDS,
     plot: Path | None = None,
 ) -> list[Row]:
     """The rows of the report, and the chart where `plot` names a file. Raises NotExact if a form loses a bit.
 
-    `speeds` are those of the link, in Gbit/s, None for one without limit; with none at all there is only the model.
+    `scale` is that of `batch_of`. `speeds` are those of the link, in Gbit/s, None for one without limit; with none at
+    all there is only the model.
     """
-    progress(f"dispatch: {rows} rows")
-    batch = make_batch("reference", rows, prompt_width=prompt_width, response_width=response_width)
+    progress(f"dispatch {workload}: {rows} rows")
+    batch = batch_of(workload, rows, scale=scale)
     with local_ray(batch):
         with closing(Sender(batch, keep=False)) as sender:
             check(sender)
@@ -106,13 +108,16 @@ def run(
         report += _kept_memory(batch, rounds)
     report += [Row(CASE, f"object store, {name}", size, "bytes") for name, size in sizes.items()]
     report.append(Row(CASE, f"object store, {PADDED} / maskpack", sizes[PADDED] / sizes[VERIFIED], "x", ">= 40"))
-    crossings = link.measure(rows, rounds, speeds, prompt_width=prompt_width, response_width=response_width)
+    crossings = link.measure(workload, rows, rounds, speeds, scale=scale)
     report += link.report(crossings)
     model = dispatch_model.Model(local, sizes)
     report += dispatch_model.report(model, crossings)
     if plot is not None:
-        plot.write_text(dispatch_model.chart(model, crossings, rows))
-    return report
+        plot.write_text(dispatch_model.chart(model, crossings, rows, workload))
+    if workload == "reference":
+        return report
+    cases = {CASE: f"dispatch {workload}"}
+    return [replace(row, case=cases.get(row.case, f"{row.case}, {workload}")) for row in without_targets(report)]
 
 
 def check(sender: Sender) -> None:
@@ -201,8 +206,8 @@ def _called(group: WorkerGroup, layout: str, batch: TensorDict) -> dict[str, flo
     begin = time.perf_counter()
     group.call(layout, batch)
     end = time.perf_counter()
-    phases = {"encode": "encode_ms", "put": "put_ms", "rank decodes": "rank_decode_ms"}
-    seconds = {phase: 1e-3 * group.metrics[f"dispatch/{name}"] for phase, name in phases.items()}
+    stages = {"encode": "prepare", "put": "put", "rank decodes": "decode"}
+    seconds = {phase: group.metrics[f"maskpack/dispatch/{stage}_seconds"] for phase, stage in stages.items()}
     return {"end to end": end - begin, **seconds}
 
 

@@ -1,6 +1,6 @@
 """The driver of `link`, run inside the near network namespace: head node, batch, and an actor on the far node.
 
-    python -m bench.dispatch_far FOLDER ROWS PROMPT_WIDTH RESPONSE_WIDTH
+    python -m bench.dispatch_far FOLDER WORKLOAD ROWS SCALE
 
 It talks in lines of JSON. It says where the head is, {"address", "cpus", "store"}. Then the answer to {} is {}, when
 the far node is there and the actor has hashed every form; the answer to {"rounds": n} are the median milliseconds of
@@ -18,14 +18,14 @@ import ray
 
 from bench.dispatch_forms import Sender, cores, digest, local_ray, medians, store_bytes
 from bench.link import FAR, FORMS, NEAR_ADDRESS
-from bench.workloads import make_batch
+from bench.workloads import batch_of
 
 _PATIENCE = 120  # seconds for the far node
 
 
 def main(arguments: Sequence[str]) -> None:
-    folder, (rows, prompt_width, response_width) = arguments[0], map(int, arguments[1:])
-    batch = make_batch("reference", rows, prompt_width=prompt_width, response_width=response_width)
+    folder, workload, rows, scale = arguments
+    batch = batch_of(workload, int(rows), scale=float(scale))
     with local_ray(batch, _node_ip_address=NEAR_ADDRESS, _temp_dir=folder):
         address = ray.get_runtime_context().gcs_address
         _say({"address": address, "cpus": cores(), "store": store_bytes(batch)})

@@ -337,6 +337,8 @@ def local_ray(batch: TensorDict, *, num_cpus: int | None = None, **more: Any) ->
     """A Ray of this machine alone, with room for a few such batches in its object store; shut down at the end.
     `num_cpus` are twice as many as cores if not given: each actor has all, and gives them back a little later."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # 15 by default: an actor would wait for all else that the machine does
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     ray.init(
         address="local",
         num_cpus=num_cpus or 2 * cores(),

@@ -71,7 +71,7 @@ _INK, _FAINT = ("#1f2328", "#e6e8eb"), ("#d5d9de", "#3b424b")
 _PAPER = ("#ffffff", "#14181d")
 
 
-def chart(model: Model, crossings: Sequence[Crossing], rows: int) -> str:
+def chart(model: Model, crossings: Sequence[Crossing], rows: int, workload: str) -> str:
     """An SVG: time against the speed of the link, both on log axes. Lines are the model, dots were measured, those at
     the right edge on one machine; diamonds are points of break-even."""
     scale = _Scale.of(model, crossings)
@@ -82,7 +82,7 @@ def chart(model: Model, crossings: Sequence[Crossing], rows: int) -> str:
         _style(),
         '<rect width="100%" height="100%" rx="6" class="paper"/>',
         _text(24, 28, "Time from driver to actor, against the speed of the link", 'font-size="16" font-weight="bold"'),
-        _text(24, 48, f"{rows} rows of the reference workload; lines: model; dots: measured; both axes log"),
+        _text(24, 48, f"{rows} rows of the {workload} workload; lines: model; dots: measured; both axes log"),
         _text(24, 64, _note(model)),
         *_axes(scale),
     ]

@@ -1,4 +1,5 @@
-"""What memory alone costs: one read and one copy of tensors. The read is the loop of floor.c, compiled at first use.
+"""What memory alone costs: one read, one write and one copy of tensors, by loops in C. The read is that of floor.c,
+compiled at first use; the others are those of the C library.
 
 They stand where passes of torch could: a pass of torch on several threads waits for its pool of threads, and stalls
 when another process has a core.
@@ -31,6 +32,15 @@ def read(tensors: Sequence[Tensor], threads: int = 1) -> int:
     if _floor().floor_read(ctypes.c_int64(count), addresses, sizes, ctypes.c_int64(threads), ctypes.byref(total)):
         raise OSError("floors.read: the second thread did not start.")
     return total.value
+
+
+def write(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """memset of newly allocated memory, as large as each tensor."""
+    written: list[Tensor] = []
+    for tensor in tensors:
+        written.append(torch.empty(tensor.nbytes, dtype=torch.uint8))
+        ctypes.memset(written[-1].data_ptr(), 1, tensor.nbytes)
+    return written
 
 
 def copy(tensors: Sequence[Tensor]) -> list[Tensor]:

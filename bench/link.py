@@ -66,7 +66,7 @@ class Crossing:
 
 
 def measure(
-    rows: int, rounds: int, speeds: Sequence[int | None], *, prompt_width: int, response_width: int
+    workload: str, rows: int, rounds: int, speeds: Sequence[int | None], *, scale: float = 1.0
 ) -> list[Crossing]:
     """One crossing a speed; none where this machine cannot have such a link. Raises NotExact in the driver process if
     a form loses a bit on the way, which ends this with an error too."""
@@ -83,7 +83,7 @@ def measure(
         except subprocess.CalledProcessError as error:
             progress(f"link: skipped, {error.stderr.strip()}; only the model is shown")
             return []
-        driver = stack.enter_context(_driver(near, far, [rows, prompt_width, response_width]))
+        driver = stack.enter_context(_driver(near, far, [workload, rows, scale]))
         return [_crossing(driver, near, far, speed, rounds) for speed in speeds]
 
 
@@ -188,7 +188,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 
 @contextmanager
-def _driver(near: str, far: str, batch: list[int]) -> Iterator[subprocess.Popen[str]]:
+def _driver(near: str, far: str, batch: list[str | int | float]) -> Iterator[subprocess.Popen[str]]:
     """The driver with the head node, after the far node has joined it and every form has arrived with all its bits."""
     folder = tempfile.mkdtemp(prefix="mp", dir="/tmp")  # paths of sockets must be short
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

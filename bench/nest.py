@@ -79,7 +79,7 @@ def run(
         _UNNEST: lambda: maskpack.unnest(ours),
         _SCATTER: lambda: baselines.unnest(usual, masks, order),
         _READ: lambda: floors.read(padded),
-        _WRITE: lambda: baselines.write_all(padded),
+        _WRITE: lambda: floors.write(padded),
     }
     with torch_threads(1):
         ms = interleaved(works, rounds)
@@ -130,7 +130,7 @@ def on_device(clock: Clock, batch: TensorDict) -> list[Row]:
         _PACK: lambda: [ops.pack(fields[axis], layouts[axis]) for axis in masks],
         _MASK: lambda: [x[masks[axis]] for axis in masks for x in fields[axis]],
         _READ: lambda: [x.sum() for x in padded],
-        _WRITE: lambda: baselines.write_all(padded),
+        _WRITE: lambda: floors.write(padded),
     }
     wall, host = clock.wall_us({**ours, **others}), clock.host_us(ours)
     syncs = {name: clock.syncs(work) for name, work in ours.items()}

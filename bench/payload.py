@@ -1,20 +1,22 @@
-"""Bytes on the wire, and the time to encode and decode, for every variant of the workload.
+"""Bytes on the wire, and the time to encode and decode, for a workload, and for every variant of the reference one.
 
 Bytes are those of a pickle (protocol 5), out-of-band buffers included. The rivals: the padded TensorDict, and the
 mask-nested one with response_mask as jagged int64 or as a run table. Every variant must come back bit for bit, or the
-case raises. Times are those of one thread, beside a read of the padded bytes and a copy of the nested ones (floors.py),
-one write of the padded bytes, and on the reference workload compressors over the padded buffers, in the same rounds.
+case raises. Times are processor time of one thread, which other processes disturb less than the clock on the wall,
+beside one read and one write of the padded bytes, a copy of the nested ones (floors.py), and on workloads compressors
+over the padded buffers, in the same rounds.
 
 Routed experts of 48 layers take 768 bytes a position, so these variants have 16 rows; payload_experts.py has more of
 them.
 
-The reference workload is measured again with two threads, with eight times as many rows, in fresh pages, in small
-batches, and for the memory that compress takes.
+Workloads are measured again with two threads, by the clock on the wall, and for the memory that compress takes; the
+reference one also with eight times as many rows, in fresh pages, and in small batches.
 """
 
 from __future__ import annotations
 
 import pickle
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -35,8 +37,8 @@ from bench.measure import (
     wire_bytes,
 )
 from bench.payload_rivals import RIVALS, encode_checked
-from bench.report import Row
-from bench.workloads import DEEP, PAD_ID, PROMPT_WIDTH, RESPONSE_WIDTH, VARIANTS, make_batch
+from bench.report import Row, without_targets
+from bench.workloads import DEEP, PAD_ID, VARIANTS, WORKLOADS, batch_of
 from maskpack.packed.sizes import figures
 
 _SMALLER = {"reference": ">= 59", "multi-turn": ">= 42"}  # padded / maskpack
@@ -63,16 +65,17 @@ def run(
     rows: int = 256,
     rounds: int = 9,
     *,
-    prompt_width: int = PROMPT_WIDTH,
-    response_width: int = RESPONSE_WIDTH,
+    workload: str = "reference",
+    scale: float = 1.0,
     only: Sequence[str] = VARIANTS,
 ) -> list[Row]:
-    """The rows of the report, `only` of some variants. Raises NotExact if a variant does not come back as it was."""
+    """The rows of the report: a workload, of the reference one `only` some variants. `scale` is that of `batch_of`.
+    Raises NotExact if a batch does not come back as it was."""
     report: list[Row] = []
-    for variant in only:
+    for variant in only if workload == "reference" else [workload]:
         count = min(rows, _DEEP_ROWS) if variant in DEEP else rows
         progress(f"payload {variant}: {count} rows")
-        batch = make_batch(variant, count, prompt_width=prompt_width, response_width=response_width)
+        batch = batch_of(variant, count, scale=scale)
         case = f"payload {variant}, {count} rows" if variant in DEEP else f"payload {variant}"
         with torch_threads(1), warnings.catch_warnings():
             # that fields travel dense is a row of the report
@@ -80,23 +83,24 @@ def run(
             packed = maskpack.compress(batch, pad_token_id=PAD_ID)
             check_round_trip(case, batch, packed)
             check_round_trip(f"{case}, zstd", batch, replace(packed, codec="zstd"))
-            encoded = encode_checked(tensors(batch)) if variant == "reference" else {}
+            encoded = encode_checked(tensors(batch)) if variant in WORKLOADS else {}
             report += _sizes(case, variant, batch, packed, encoded)
             report += _times(case, variant, batch, packed, encoded, rounds)
             if variant in DEEP:
                 report += payload_experts.run(case, variant, batch, packed, rounds)
+            if variant in WORKLOADS:
+                report += _memory(case, batch, "<= 0.01")
+                report += _two_threads(f"{case}, two threads", batch, rounds)
             if variant != "reference":
                 continue
-            report += _memory(case, batch, "<= 0.01")
-            report += _two_threads(f"{case}, two threads", batch, rounds)
             del batch, packed, encoded
-            fresh = payload_fresh.milliseconds(rows, rounds, prompt_width, response_width)
+            fresh = payload_fresh.milliseconds(rows, rounds, scale)
             report += _figures(f"{case}, fresh pages", fresh, [(_PADDED, _WRITE, "<= 0.4")])
-            batch = make_batch(variant, rows * _MORE_ROWS, prompt_width=prompt_width, response_width=response_width)
+            batch = batch_of(variant, rows * _MORE_ROWS, scale=scale)
             report += _more_rows(f"{case}, {rows * _MORE_ROWS:,} rows", batch, max(3, rounds // 2))
             del batch
             report += payload_small.run()
-    return report
+    return report if workload == "reference" else without_targets(report)
 
 
 def check_round_trip(case: str, batch: TensorDict, packed: maskpack.PackedBatch) -> None:
@@ -162,7 +166,7 @@ def _times(
         "to_bytes with zstd": lambda: squeezed.to_bytes(),
         "from_bytes with zstd": lambda: maskpack.PackedBatch.from_bytes(stream),
         _READ: lambda: floors.read(padded),
-        _WRITE: lambda: baselines.write_all(padded),
+        _WRITE: lambda: floors.write(padded),
         _COPY: lambda: floors.copy(nested),
     }
     ratios: list[Ratio] = [(*names, target if variant == "reference" else None) for *names, target in _RATIOS]
@@ -171,7 +175,7 @@ def _times(
         works[encode] = partial(RIVALS[name].encode_all, fields)
         works[decode] = partial(RIVALS[name].decode_all, streams, fields)
         ratios += [(encode, _ALWAYS, _FASTER.get(name)), (decode, _PADDED, _FASTER.get(name))]
-    return _figures(case, interleaved(works, rounds), ratios)
+    return _figures(case, interleaved(works, rounds, time.process_time), ratios)
 
 
 def _two_threads(case: str, batch: TensorDict, rounds: int) -> list[Row]:
@@ -193,7 +197,8 @@ def _more_rows(case: str, batch: TensorDict, rounds: int) -> list[Row]:
         _NEVER: lambda: maskpack.compress(batch, pad_token_id=PAD_ID, verify="never"),
         _READ: lambda: floors.read(fields),
     }
-    return _figures(case, interleaved(works, rounds), [(_ALWAYS, _READ, "<= 1.12"), (_NEVER, _ALWAYS, None)])
+    ms = interleaved(works, rounds, time.process_time)
+    return _figures(case, ms, [(_ALWAYS, _READ, "<= 1.12"), (_NEVER, _ALWAYS, None)])
 
 
 def _figures(case: str, ms: Mapping[str, float], ratios: Sequence[Ratio]) -> list[Row]:

@@ -49,9 +49,12 @@ def _memory(x: Tensor) -> memoryview:
     return memoryview(x.numpy()).cast("B")
 
 
+_ZSTD, _UNZSTD = zstandard.ZstdCompressor(level=1), zstandard.ZstdDecompressor()  # kept: new ones allocate their tables
+
+
 def _zstd_decode(encoded: bytes, field: Tensor) -> Tensor:
     out = torch.empty_like(field)  # decoding into it takes less time than decoding into bytes
-    zstandard.ZstdDecompressor().stream_reader(encoded).readinto(_memory(out))
+    _UNZSTD.stream_reader(encoded).readinto(_memory(out))
     return out
 
 
@@ -66,7 +69,7 @@ def _blosc2_decode(encoded: bytes, field: Tensor) -> Tensor:
 
 
 RIVALS = {
-    "zstd level 1": Rival(lambda x: zstandard.ZstdCompressor(level=1).compress(_memory(x)), _zstd_decode),
+    "zstd level 1": Rival(lambda x: _ZSTD.compress(_memory(x)), _zstd_decode),
     "lz4": Rival(lambda x: lz4.frame.compress(_memory(x)), _lz4_decode),
     "blosc2": Rival(lambda x: blosc2.compress2(x.numpy(), typesize=x.element_size(), nthreads=1), _blosc2_decode),
 }

@@ -1,15 +1,17 @@
 """Time and quality of plans: micro-batches by token budget, rows to ranks, and both for all ranks.
 
-Lengths are log-normal (the reference workload), uniform, and bimodal: half of the rows fill three quarters of the
-budget, so that a bound on bins must know more than the total. Two numbers of them: Karmarkar-Karp and first-fit
-decreasing as trainers write it are measured at the smaller one only, because their time grows with its square.
+Lengths are those of the reference workload (log-normal), uniform, and bimodal: half of the rows fill three quarters of
+the budget, so that a bound on bins must know more than the total; of the other workloads all rows that there are, over
+as many ranks as have 25 rows or more. Two numbers of synthetic lengths: Karmarkar-Karp and first-fit decreasing as
+trainers write it are measured at the smaller one only, because their time grows with its square.
 
-Ours gets an array and checks it; rivals get a list of Python integers for nothing. The floor is a sort of the lengths
-with the result as a list. The collector of cycles is off while anything is timed.
+Ours gets an array and checks it; rivals get a list of Python integers for nothing. Times are processor time. The floor
+is a sort of the lengths with the result as a list. The collector of cycles is off while anything is timed.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from bench import plan_rivals as rivals
+from bench import workloads
 from bench.measure import NotExact, interleaved, progress
 from bench.plan_chart import chart
-from bench.report import Row
-from bench.workloads import PROMPT_WIDTH, RESPONSE_WIDTH, make_batch
+from bench.report import Row, without_targets
 from maskpack.planning import FlopsModel, MicroBatchPlan, RankPlans, balance_rows, plan_micro_batches, plan_ranks
 
 Array = npt.NDArray[np.int64]
@@ -29,6 +31,7 @@ Amounts = npt.NDArray[np.float64]
 
 BUDGET, RANK_BUDGET, UPDATES = 16_384, 32_768, 4
 _SEEDS = 20
+_ROWS_OF_RANK = 25
 _ROWS_BEFORE = 4
 """Of a micro-batch by count, in the chart."""
 _WORK_OF = FlopsModel.of_transformer(7e9, layers=32, hidden=4096)
@@ -50,46 +53,61 @@ def run(
     sizes: tuple[int, int] = (8_192, 65_536),
     ranks: int = 64,
     plot: Path | None = None,
-    prompt_width: int = PROMPT_WIDTH,
-    response_width: int = RESPONSE_WIDTH,
+    workload: str = "reference",
+    scale: float = 1.0,
 ) -> list[Row]:
     """The rows of the report, and the chart where `plot` names a file. Raises NotExact if a plan loses a row or breaks
     the budget, or if the two ways of first-fit decreasing give different bins.
 
-    `rows` are those of the reference batch: its lengths are balanced over a node's ranks, and the chart shows them.
+    `rows` are those of a batch of the workload, which the chart shows; the reference lengths are balanced over a node's
+    ranks. `scale` is that of `workloads.lengths`.
     """
-    reference = reference_lengths(rows, prompt_width, response_width)
+    of = workloads.lengths(workload, rows, scale=scale)
+    in_batch, width = of.prompt + of.response, of.prompt_width + of.response_width
+    if workload == "reference":
+        report = _synthetic(in_batch, rounds, sizes, ranks)
+    else:
+        of = workloads.lengths(workload, workloads.MOST_ROWS[workload], scale=scale)
+        report = _real(workload, of.prompt + of.response, rounds, ranks)
+    if plot is not None:
+        plot.write_text(_drawn(workload, in_batch, width))
+    return report
+
+
+def _synthetic(reference: Array, rounds: int, sizes: tuple[int, int], ranks: int) -> list[Row]:
     report: list[Row] = []
     small, large = ({kind: drawn(count) for kind, drawn in LENGTHS.items()} for count in sizes)
     for kind, lengths in small.items():
-        report += _micro_batches(kind, lengths, rounds, "<= 25", slow=True)
+        report += _micro_batches(kind, lengths, BUDGET, rounds, "<= 25", slow=True)
     for kind, lengths in large.items():
-        report += _micro_batches(kind, lengths, rounds, "<= 250", slow=False)
+        report += _micro_batches(kind, lengths, BUDGET, rounds, "<= 250", slow=False)
     for kind, lengths in small.items():
         report += _balance(kind, lengths, ranks, rounds)
     report += _order("reference", reference, 8)
     report += _order("log-normal", small["log-normal"], ranks)
-    report += _all_ranks("log-normal", small["log-normal"], ranks, rounds)
-    if plot is not None:
-        plot.write_text(_drawn(reference, prompt_width + response_width))
-    return report
+    return [*report, *_all_ranks("log-normal", small["log-normal"], ranks, RANK_BUDGET, rounds)]
+
+
+def _real(workload: str, lengths: Array, rounds: int, ranks: int) -> list[Row]:
+    """Budgets are the usual ones, or the next power of two from the longest row on."""
+    longest = 1 << int(lengths.max() - 1).bit_length()
+    ranks = min(ranks, max(1, lengths.size // _ROWS_OF_RANK))
+    report = [
+        *_micro_batches(workload, lengths, max(BUDGET, longest), rounds, None, slow=True),
+        *_balance(workload, lengths, ranks, rounds),
+        *_order(workload, lengths, ranks),
+        *_all_ranks(workload, lengths, ranks, max(RANK_BUDGET, longest), rounds),
+    ]
+    return without_targets(report)
 
 
 # -------------------------------------------------------------------- lengths
 
 
-def reference_lengths(rows: int, prompt_width: int, response_width: int) -> Array:
-    """int64 [B]: prompt plus response of the reference batch."""
-    batch = make_batch("reference", rows, prompt_width=prompt_width, response_width=response_width)
-    return batch["attention_mask"].sum(1).numpy()
-
-
 def log_normal(count: int) -> Array:
-    """As the reference workload draws them: 16 responses a prompt, 8.4 % of a width of 16 384."""
-    rng = np.random.default_rng(0)
-    prompt = 134 * np.exp(0.5 * rng.standard_normal(-(-count // 16))).repeat(16)[:count]
-    response = 748 * np.exp(rng.standard_normal(count))
-    return _whole(prompt, PROMPT_WIDTH) + _whole(response, RESPONSE_WIDTH)
+    """Of the reference workload."""
+    of = workloads.lengths("reference", count)
+    return of.prompt + of.response
 
 
 def uniform(count: int) -> Array:
@@ -114,49 +132,53 @@ def _whole(lengths: Amounts, most: int) -> Array:
 # -------------------------------------------------------------------- micro-batches
 
 
-def _micro_batches(kind: str, lengths: Array, rounds: int, target: str, *, slow: bool) -> list[Row]:
-    case = f"plan {lengths.size:,} {kind} lengths, budget {BUDGET:,}"
+def _micro_batches(kind: str, lengths: Array, budget: int, rounds: int, target: str | None, *, slow: bool) -> list[Row]:
+    case = f"plan {lengths.size:,} {kind} lengths, budget {budget:,}"
     progress(case)
     listed = lengths.tolist()
     ours: dict[str, Callable[[], MicroBatchPlan]] = {
-        _OURS: lambda: plan_micro_batches(lengths, BUDGET),
-        _PADDED: lambda: plan_micro_batches(lengths, BUDGET, cost="padded"),
-        _UPDATES: lambda: plan_micro_batches(lengths, BUDGET, num_updates=UPDATES),
+        _OURS: lambda: plan_micro_batches(lengths, budget),
+        _PADDED: lambda: plan_micro_batches(lengths, budget, cost="padded"),
+        _UPDATES: lambda: plan_micro_batches(lengths, budget, num_updates=UPDATES),
     }
     plans = {name: work().micro_batches for name, work in ours.items()}
     count = len(plans[_OURS])
-    theirs: dict[str, Callable[[], rivals.Bins]] = {_TREE: lambda: rivals.first_fit_on_a_tree(listed, BUDGET)}
+    theirs: dict[str, Callable[[], rivals.Bins]] = {_TREE: lambda: rivals.first_fit_on_a_tree(listed, budget)}
     if slow:
-        theirs[_FFD] = lambda: rivals.first_fit_decreasing(listed, BUDGET)
+        theirs[_FFD] = lambda: rivals.first_fit_decreasing(listed, budget)
         theirs[_KK] = lambda: rivals.karmarkar_karp(listed, count)
     bins = {name: work() for name, work in theirs.items()}
-    _check(case, plans, bins, lengths)
+    _check(case, plans, bins, lengths, budget)
     floors = {_SORT: lambda: np.sort(lengths).tolist(), _ARGSORT: lambda: np.argsort(lengths).tolist()}
-    ms = interleaved({**ours, **theirs, **floors}, rounds)
+    ms = interleaved({**ours, **theirs, **floors}, rounds, time.process_time)
     pairs = [(rival, _OURS) for rival in theirs] + [(_OURS, _ARGSORT)]
     return [
-        *_bins(case, lengths, plans, bins),
+        *_bins(case, lengths, budget, plans, bins),
         *(Row(case, name, value, "ms", target if name == _OURS else None) for name, value in ms.items()),
         *(Row(case, f"{above} / {below}", ms[above] / ms[below], "x") for above, below in pairs),
     ]
 
 
-def _check(case: str, plans: Mapping[str, rivals.Bins], bins: Mapping[str, rivals.Bins], lengths: Array) -> None:
+def _check(
+    case: str, plans: Mapping[str, rivals.Bins], bins: Mapping[str, rivals.Bins], lengths: Array, budget: int
+) -> None:
     for name, found in {**plans, **bins}.items():
         require_rows_once(f"{case}: {name}", found, lengths.size)
         if name != _KK:
-            require_within(f"{case}: {name}", found, lengths, BUDGET, padded=name == _PADDED)
+            require_within(f"{case}: {name}", found, lengths, budget, padded=name == _PADDED)
     if _FFD in bins and bins[_FFD] != bins[_TREE]:
         raise NotExact(f"{case}: {_TREE}: other bins than {_FFD}.")
-    ours, bound = len(plans[_OURS]), rivals.martello_toth(lengths, BUDGET)
+    ours, bound = len(plans[_OURS]), rivals.martello_toth(lengths, budget)
     if ours < bound:
         raise NotExact(f"{case}: {ours} bins within the budget; the Martello-Toth bound says at least {bound}.")
 
 
-def _bins(case: str, lengths: Array, plans: Mapping[str, rivals.Bins], bins: Mapping[str, rivals.Bins]) -> list[Row]:
+def _bins(
+    case: str, lengths: Array, budget: int, plans: Mapping[str, rivals.Bins], bins: Mapping[str, rivals.Bins]
+) -> list[Row]:
     """How many bins there are, and how well they are filled and evened out."""
     ours, first_fit = len(plans[_OURS]), len(bins[_TREE])
-    needed, bound = rivals.total_bound(lengths, BUDGET), rivals.martello_toth(lengths, BUDGET)
+    needed, bound = rivals.total_bound(lengths, budget), rivals.martello_toth(lengths, budget)
     report = [
         Row(case, "ceil(total / budget)", needed, "bins"),
         Row(case, "bins above ceil(total / budget)", ours - needed, "bins"),
@@ -165,8 +187,8 @@ def _bins(case: str, lengths: Array, plans: Mapping[str, rivals.Bins], bins: Map
     ]
     if _KK in bins:
         parts = _sums(lengths, bins[_KK])
-        report.append(Row(case, f"{_KK}: parts over the budget", int((parts > BUDGET).sum()), "parts"))
-        report.append(Row(case, f"{_KK}: largest part above the budget", max(0, parts.max() - BUDGET), "tokens"))
+        report.append(Row(case, f"{_KK}: parts over the budget", int((parts > budget).sum()), "parts"))
+        report.append(Row(case, f"{_KK}: largest part above the budget", max(0, parts.max() - budget), "tokens"))
     padded = sum(len(items) * int(lengths[items].max()) for items in plans[_PADDED])
     work = _sums(_WORK_OF(lengths), plans[_OURS])
     return [
@@ -198,7 +220,7 @@ def _balance(kind: str, lengths: Array, ranks: int, rounds: int) -> list[Row]:
         raise NotExact(
             f"{case}: {_EQUAL}: {min(counts[_EQUAL])} to {max(counts[_EQUAL])} rows; expected at most one apart."
         )
-    ms = interleaved({**works, _ARGSORT: lambda: np.argsort(lengths).tolist()}, rounds)
+    ms = interleaved({**works, _ARGSORT: lambda: np.argsort(lengths).tolist()}, rounds, time.process_time)
     loads = {name: _sums(lengths, found) for name, found in parts.items()}
     report = [Row(case, "tokens of a rank, mean", loads[_LPT].mean(), "tokens")]
     for name, own in loads.items():
@@ -236,28 +258,28 @@ def spread(lengths: Array, parts: rivals.Bins) -> float:
 # -------------------------------------------------------------------- plans of all ranks
 
 
-def _all_ranks(kind: str, lengths: Array, ranks: int, rounds: int) -> list[Row]:
-    case = f"plan, {lengths.size:,} {kind} lengths, {ranks} ranks, {UPDATES} updates, budget {RANK_BUDGET:,}"
+def _all_ranks(kind: str, lengths: Array, ranks: int, budget: int, rounds: int) -> list[Row]:
+    case = f"plan, {lengths.size:,} {kind} lengths, {ranks} ranks, {UPDATES} updates, budget {budget:,}"
     progress(case)
     listed = lengths.tolist()
 
     def usual(shared_out: bool) -> list[rivals.Bins]:
-        return rivals.usual_rank_plans(listed, ranks, UPDATES, RANK_BUDGET, shared_out=shared_out)
+        return rivals.usual_rank_plans(listed, ranks, UPDATES, budget, shared_out=shared_out)
 
     ours = {
-        _RANKS: lambda: plan_ranks(lengths, ranks, RANK_BUDGET, num_updates=UPDATES),
-        _RANKS_WORK: lambda: plan_ranks(lengths, ranks, RANK_BUDGET, num_updates=UPDATES, work=_WORK_OF),
+        _RANKS: lambda: plan_ranks(lengths, ranks, budget, num_updates=UPDATES),
+        _RANKS_WORK: lambda: plan_ranks(lengths, ranks, budget, num_updates=UPDATES, work=_WORK_OF),
     }
     theirs = {_DUMMIES: lambda: usual(shared_out=False), _SHARED: lambda: usual(shared_out=True)}
     plans = {name: _rows_of(work()) for name, work in ours.items()} | {name: work() for name, work in theirs.items()}
     for name, found in plans.items():
         require_rows_once(f"{case}: {name}", [rows for rank in found for rows in rank], lengths.size)
         for rank in found if name != _SHARED else ():
-            require_within(f"{case}: {name}", rank, lengths, RANK_BUDGET)
+            require_within(f"{case}: {name}", rank, lengths, budget)
     timed: dict[str, Callable[[], object]] = {name: lambda made=made: made().plans for name, made in ours.items()}
-    ms = interleaved({**timed, **theirs, _ARGSORT: lambda: np.argsort(lengths).tolist()}, rounds)
+    ms = interleaved({**timed, **theirs, _ARGSORT: lambda: np.argsort(lengths).tolist()}, rounds, time.process_time)
     return [
-        *(row for name, found in plans.items() for row in _of_ranks(case, name, found, lengths)),
+        *(row for name, found in plans.items() for row in _of_ranks(case, name, found, lengths, budget)),
         *(Row(case, name, value, "ms") for name, value in ms.items()),
     ]
 
@@ -273,7 +295,7 @@ def _rows_of(found: RankPlans) -> list[rivals.Bins]:
     ]
 
 
-def _of_ranks(case: str, name: str, plans: Sequence[rivals.Bins], lengths: Array) -> list[Row]:
+def _of_ranks(case: str, name: str, plans: Sequence[rivals.Bins], lengths: Array, budget: int) -> list[Row]:
     """Ranks wait for each other in every micro-batch: the one with most to do is the time of all."""
     loads, work = (np.array([_sums(of_rows, rank) for rank in plans]) for of_rows in (lengths, _WORK_OF(lengths)))
     dummies = loads == 0
@@ -282,8 +304,8 @@ def _of_ranks(case: str, name: str, plans: Sequence[rivals.Bins], lengths: Array
         Row(case, f"{name}: dummies on all ranks", int(dummies.sum()), "bins"),
         Row(case, f"{name}: most tokens of a rank / mean, by micro-batch", rank_imbalance(loads), "x"),
         Row(case, f"{name}: most work of a rank / mean, by micro-batch", rank_imbalance(work), "x"),
-        Row(case, f"{name}: tokens / budget, dummies left out", loads[~dummies].mean() / RANK_BUDGET, "x"),
-        Row(case, f"{name}: largest micro-batch above the budget", max(0, loads.max() - RANK_BUDGET), "tokens"),
+        Row(case, f"{name}: tokens / budget, dummies left out", loads[~dummies].mean() / budget, "x"),
+        Row(case, f"{name}: largest micro-batch above the budget", max(0, loads.max() - budget), "tokens"),
     ]
 
 
@@ -314,9 +336,9 @@ def _sums(of_rows: npt.NDArray[Any], bins: rivals.Bins) -> Amounts:
     return np.array([of_rows[items].sum() for items in bins], np.float64)
 
 
-def _drawn(lengths: Array, width: int) -> str:
+def _drawn(workload: str, lengths: Array, width: int) -> str:
     """The chart, with a token budget of one row of full width."""
     plan = plan_micro_batches(lengths, width)
     in_order = lengths.tolist()
     before = [in_order[at : at + _ROWS_BEFORE] for at in range(0, len(in_order), _ROWS_BEFORE)]
-    return chart(before, [lengths[rows].tolist() for rows in plan.micro_batches], width, width)
+    return chart(workload, before, [lengths[rows].tolist() for rows in plan.micro_batches], width, width)

@@ -43,10 +43,11 @@ class _Scale:
         return _TOP + _HEIGHT * (1 - tokens / self.high)
 
 
-def chart(before: Bars, after: Bars, budget: int, width: int) -> str:
+def chart(workload: str, before: Bars, after: Bars, budget: int, width: int) -> str:
     """An SVG.
 
     Args:
+        workload: its name.
         before, after: the same rows; at least one micro-batch each, none without rows.
         budget: in tokens.
         width: S, what the batch is padded to.
@@ -61,7 +62,7 @@ def chart(before: Bars, after: Bars, budget: int, width: int) -> str:
         '<rect width="100%" height="100%" rx="6" class="paper"/>',
         _text(24, 28, "Tokens of each micro-batch, before and after", f'font-size="16" {_BOLD}'),
         _text(
-            24, 48, f"{rows:,} rows of the reference workload, {tokens:,} tokens; a bar is a micro-batch, a box a row"
+            24, 48, f"{rows:,} rows of the {workload} workload, {tokens:,} tokens; a bar is a micro-batch, a box a row"
         ),
         *_axes(scale, len(before), len(after)),
         *_heading(_LEFT, _words_before(before, tokens, budget, width)),

@@ -36,6 +36,7 @@ from torch import Tensor
 from bench.measure import NotExact, peak_bytes, progress
 from bench.replay_rivals import HybridShape, Lengths, Shape, dense_log_probs, lone_log_probs, padded_log_probs
 from bench.report import Row
+from bench.workloads import token_fields
 from maskpack import nest_batch_by_mask
 from maskpack.adapters.transformers import Replayable, replayable
 from maskpack.ops import attention
@@ -98,13 +99,22 @@ LONG = Sizes(rows=64, prompt_width=2048, response_width=14_336, fill=0.084)
 
 
 def run(
-    rows: int = 256, rounds: int = 9, *, only: Sequence[str] | None = None, sizes: Sizes | None = None
+    rows: int = 256,
+    rounds: int = 9,
+    *,
+    only: Sequence[str] | None = None,
+    sizes: Sizes | None = None,
+    workload: str | None = None,
 ) -> list[Row]:
     """The rows of the report, of all models or of those in `only`, which may name IMAGES (`replay_images`), too; a
-    round here is three of the command line.
+    round here is three of the command line. With a workload, those of `replay_workloads` instead.
 
     Raises ValueError for a group that does not exist, NotExact if ours is further from float32 than each row alone is.
     """
+    if workload is not None:
+        from bench import replay_workloads
+
+        return replay_workloads.run(workload, rows, rounds)
     sizes = sizes or Sizes(rows)
     wanted = tuple(sizes.models) if only is None else tuple(only)
     known = (*sizes.models, IMAGES)
@@ -164,14 +174,8 @@ def padded_batch(prompts: Lengths, responses: Lengths, widths: tuple[int, int], 
     column, random = np.arange(sum(widths)), np.random.default_rng(1)
     mask = (column >= widths[0] - prompts[:, None]) & (column < widths[0] + responses[:, None])
     ids = np.where(mask, random.integers(0, vocabulary - 1, mask.shape), vocabulary - 1)
-    fields = {
-        "prompts": ids[:, : widths[0]],
-        "responses": ids[:, widths[0] :],
-        "input_ids": ids,
-        "attention_mask": mask.astype(np.int64),
-        "position_ids": np.clip(np.cumsum(mask, axis=1, dtype=np.int64) - 1, 0, None),
-    }
-    return TensorDict({name: torch.from_numpy(value.copy()) for name, value in fields.items()}, [len(prompts)])
+    fields = token_fields(ids, mask, widths[0])
+    return TensorDict({name: torch.from_numpy(value) for name, value in fields.items()}, [len(prompts)])
 
 
 @dataclass(frozen=True)

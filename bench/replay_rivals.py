@@ -120,8 +120,9 @@ def _made(config: Any, device: torch.device, dtype: torch.dtype) -> PreTrainedMo
     return model
 
 
-def padded_log_probs(model: Any, batch: TensorDict, rows: int) -> Iterator[Tensor]:
-    """Of each micro-batch of so many rows: [rows, R] in the dtype of the model, 0 where pads are."""
+def padded_log_probs(model: Any, batch: TensorDict, rows: int, *, scored: bool = False) -> Iterator[Tensor]:
+    """Of each micro-batch of so many rows: [rows, R] in the dtype of the model, 0 where pads are. With `scored`, logits
+    of the responses' width alone."""
     width = batch["responses"].shape[1]
     for part in batch.split(rows):
         logits = model(
@@ -129,6 +130,7 @@ def padded_log_probs(model: Any, batch: TensorDict, rows: int) -> Iterator[Tenso
             attention_mask=part["attention_mask"],
             position_ids=part["position_ids"],
             use_cache=False,
+            **({"logits_to_keep": width + 1} if scored else {}),
         ).logits
         log_p = logits[:, -width - 1 : -1].log_softmax(-1)
         del logits

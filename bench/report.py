@@ -16,7 +16,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,11 @@ def compared(case: str, what: str, values: Mapping[str, float], target: str | No
     """The first of the values over each of the others, by name."""
     (first, value), *others = values.items()
     return [Row(case, f"{what}, {first} / {name}", value / other, "x", target) for name, other in others]
+
+
+def without_targets(rows: Sequence[Row]) -> list[Row]:
+    """The same figures. Targets are those of the reference workload."""
+    return [replace(row, target=None) for row in rows]
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -1,11 +1,19 @@
 """The batches that every benchmark runs on, made from a seed: the fields of an `update_actor` call, padded.
 
-    prompts  . . . # # | # # # # # . . . . . .  responses      # real, . pad; 16 rows (a group) share one prompt
+    prompts  . . . # # | # # # # # . . . . . .  responses      # real, . pad
              P columns   R columns, S = P + R
 
-The reference workload has P = 2048, R = 14336 and log-normal lengths with 8.4 % of S real: 1 097 728 bytes a row.
-Values have the redundancy of GRPO batches: equal prompts in a group, one advantage a row, scores at the last token
-only, log-probs of three policies close to each other. `trajectories` are of agents: rows that share more than a prompt.
+    reference   synthetic lengths, log-normal, 8.4 % of S real; P = 2048, R = 14336: 1 097 728 bytes a row; GRPO,
+                16 rows (a group) share one prompt
+    tau         200 trajectories of an agent with tools, four of each task of tau-bench's airline: lengths of messages,
+                and which of them are equal, are real (`tau_airline.json`); GRPO, groups of 4
+    mooncake    requests of a chat service with long contexts: lengths of prompt and response are real
+                (`mooncake_lengths.json`), 256 drawn of 12 031; PPO with values, no two rows share a prompt
+
+The last two are padded to the longest prompt and the longest response of the batch, the least that any padding is.
+Values are synthetic in all three. Token ids are Zipf-like; a group of GRPO has equal prompts, one advantage a row and
+scores at the last token only; log-probs of three policies are close to each other. PPO has advantages, returns and
+values that differ from token to token.
 
 Shape letters: B rows, S P R widths, T real tokens in all, F trailing feature dims.
 """
@@ -15,7 +23,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +46,7 @@ VARIANTS = (
 )
 
 _GROUP = 16
+_TRIALS = 4  # of each task of tau
 _END_OF_TURN = 151_645
 _FILL = 0.084  # real share of S
 _PROMPT_FILL = 0.074  # real share of P: together with _FILL this gives the 72 kB a row that jagged values take
@@ -47,6 +56,20 @@ DEEP = {"routed-experts-deep": 48, "routed-experts-skewed": 48}
 _ZIPF, _NEXT_TOKEN, _NEXT_LAYER = 1.0, 0.7, 0.5
 
 Array = npt.NDArray[Any]
+
+WORKLOADS = {"reference": 256, "tau": 200, "mooncake": 256}
+"""Rows of a batch of each workload."""
+MOST_ROWS = {"tau": 200, "mooncake": 12_031}
+"""Rows that there are."""
+
+
+class Lengths(NamedTuple):
+    """Tokens of the prompt and of the response of each row, int64 [B], and the widths P and R."""
+
+    prompt: Array
+    response: Array
+    prompt_width: int
+    response_width: int
 
 
 @dataclass(frozen=True)
@@ -67,6 +90,10 @@ class _Rows:
     mask: Array
     prompt_width: int
     group: int
+
+    @classmethod
+    def of(cls, rng: np.random.Generator, lengths: Lengths, group: int) -> _Rows:
+        return cls(rng, lengths.prompt, lengths.response, _mask(lengths), lengths.prompt_width, group)
 
     @property
     def on_response(self) -> Array:
@@ -93,9 +120,9 @@ def make_batch(
     """
     if variant not in VARIANTS:
         raise ValueError(f"make_batch: variant is {variant!r}; expected one of {', '.join(VARIANTS)}.")
-    shape = _rows(np.random.default_rng(seed), rows, prompt_width, response_width, group)
+    rng = np.random.default_rng(seed)
+    shape = _Rows.of(rng, _log_normal_lengths(rng, rows, prompt_width, response_width, group), group)
     fields = _tokens(shape)
-    fields["response_mask"] = fields["attention_mask"][:, prompt_width:].copy()
     if variant == "multi-turn":
         fields["response_mask"] *= ~_tool_spans(shape)
     fields |= _log_probs(shape, fields["response_mask"])
@@ -114,15 +141,59 @@ def make_batch(
         else:
             choices = shape.rng.integers(0, _EXPERTS, (int(shape.mask.sum()), layers, _TOP_K), dtype=np.int16)
         fields["routed_experts"] = _padded(choices, shape.mask, 0)
-    batch = TensorDict({name: torch.from_numpy(array) for name, array in fields.items()}, batch_size=[rows])
+    batch = _batch(fields)
     if variant == "jagged-prompts":
         batch["prompts"] = _jagged_prompts(shape, batch["prompts"])
     return batch
 
 
+def batch_of(name: str, rows: int, *, scale: float = 1.0) -> TensorDict:
+    """One padded batch [rows] of a workload, or of a variant of the reference workload; the same arguments give the
+    same bits.
+
+    Args:
+        name: of WORKLOADS or VARIANTS.
+        rows: of tau, the first so many.
+        scale: of all widths and lengths, each at least one token.
+
+    Raises ValueError for a name that does not exist, and for more rows than tau or mooncake have.
+    """
+    if name not in ("tau", "mooncake"):
+        prompt_width, response_width = _reference_widths(scale)
+        return make_batch(name, rows, prompt_width=prompt_width, response_width=response_width)
+    rng, of = np.random.default_rng(1), lengths(name, rows, scale=scale)
+    if name == "tau":
+        shape, critic = _Rows.of(rng, of, _TRIALS), {}
+        fields = _trajectories(PAD_ID + 1, rows, scale, seed=0)
+        del fields["uid"]
+    else:
+        shape = _Rows.of(rng, of, 1)
+        fields, critic = _tokens(shape), _critic(shape)
+    fields |= _log_probs(shape, fields["response_mask"]) | _rewards(shape, fields["response_mask"])
+    return _batch(fields | critic)
+
+
+def lengths(workload: str, rows: int, *, scale: float = 1.0) -> Lengths:
+    """Those of `batch_of` with the same arguments.
+
+    Raises ValueError as `batch_of` does.
+    """
+    if workload == "reference":
+        return _log_normal_lengths(np.random.default_rng(0), rows, *_reference_widths(scale), _GROUP)
+    if workload not in WORKLOADS:
+        raise ValueError(f"lengths: workload is {workload!r}; expected one of {', '.join(WORKLOADS)}.")
+    if not 1 <= rows <= MOST_ROWS[workload]:
+        raise ValueError(f"lengths: rows is {rows}; {workload} has {MOST_ROWS[workload]:,}.")
+    if workload == "tau":
+        return _trials(scale, rows)[2]
+    data = _recorded("mooncake_lengths")
+    chosen = np.random.default_rng(0).choice(MOST_ROWS[workload], rows, replace=False)
+    return _padded_to_longest(*(_scaled(np.array(data[side])[chosen], scale) for side in ("prompt", "response")))
+
+
 def trajectories(vocabulary: int, *, tasks: int = 50, scale: float = 1.0, seed: int = 0) -> TensorDict:
     """Trajectories of an agent with tools, padded: four trials of each task of tau-bench's airline, which begin alike.
-    The lengths of messages, and which of them are equal, are real (`tau_airline.json`); tokens are random.
+    The lengths of messages, and which of them are equal, are real (`tau_airline.json`); tokens are random, Zipf-like.
 
     Prompts, padded on the left, are the messages before the first one of the assistant; responses are all others, and
     `response_mask` is 1 at those of the assistant. The pad is the last id of the vocabulary. `uid` [rows] is the task.
@@ -136,45 +207,58 @@ def trajectories(vocabulary: int, *, tasks: int = 50, scale: float = 1.0, seed: 
 
     Raises ValueError for tasks that do not exist.
     """
-    data = json.loads(Path(__file__).with_name("tau_airline.json").read_text())
-    if not 1 <= tasks <= data["rows"][-1][0] + 1:
-        raise ValueError(f"trajectories: tasks is {tasks}; expected 1 to {data['rows'][-1][0] + 1}.")
-    rows = [row for row in data["rows"] if row[0] < tasks]
-    counts = np.maximum(np.rint(scale * np.array(data["tokens"])), 1).astype(np.int64)
+    most = MOST_ROWS["tau"] // _TRIALS
+    if not 1 <= tasks <= most:
+        raise ValueError(f"trajectories: tasks is {tasks}; expected 1 to {most}.")
+    return _batch(_trajectories(vocabulary, _TRIALS * tasks, scale, seed))
+
+
+def _trajectories(vocabulary: int, rows: int, scale: float, seed: int) -> dict[str, Array]:
+    trials, counts, of = _trials(scale, rows)
     starts = np.cumsum(counts) - counts
-    ids = np.random.default_rng(seed).integers(0, vocabulary - 1, counts.sum())
+    ids = _token_ids(np.random.default_rng(seed), counts.sum(), vocabulary - 1)
     ids[starts] = np.arange(counts.size) % (vocabulary - 1)
     texts = np.split(ids, starts[1:])
-    prompt = np.array([counts[numbers[: roles.index("a")]].sum() for _, roles, numbers in rows])
-    response = np.array([counts[numbers].sum() for _, _, numbers in rows]) - prompt
-    p, column = int(prompt.max()), np.arange(prompt.max() + response.max())
-    mask = (column >= p - prompt[:, None]) & (column < p + response[:, None])
-    ids = _padded(np.concatenate([texts[text] for _, _, numbers in rows for text in numbers]), mask, vocabulary - 1)
-    sampled = [np.repeat(np.array(list(roles)) == "a", counts[numbers]) for _, roles, numbers in rows]
-    fields = {
-        "prompts": ids[:, :p].copy(),
-        "responses": ids[:, p:].copy(),
+    mask, p = _mask(of), of.prompt_width
+    ids = _padded(np.concatenate([texts[text] for _, _, numbers in trials for text in numbers]), mask, vocabulary - 1)
+    sampled = [np.repeat(np.array(list(roles)) == "a", counts[numbers]) for _, roles, numbers in trials]
+    return {
+        **token_fields(ids, mask, p),
+        "response_mask": _padded(np.concatenate(sampled).astype(np.int64), mask, 0)[:, p:].copy(),
+        "uid": np.array([task for task, _, _ in trials]),
+    }
+
+
+def token_fields(ids: Array, mask: Array, prompt_width: int) -> dict[str, Array]:
+    """The fields that follow from token ids and a mask, [B, S] each; all are new but `input_ids`."""
+    return {
+        "prompts": ids[:, :prompt_width].copy(),
+        "responses": ids[:, prompt_width:].copy(),
         "input_ids": ids,
         "attention_mask": mask.astype(np.int64),
         "position_ids": np.clip(np.cumsum(mask, axis=1, dtype=np.int64) - 1, 0, None),
-        "response_mask": _padded(np.concatenate(sampled).astype(np.int64), mask, 0)[:, p:].copy(),
-        "uid": np.array([task for task, _, _ in rows]),
     }
-    return TensorDict({name: torch.from_numpy(array) for name, array in fields.items()}, batch_size=[len(rows)])
+
+
+def _batch(fields: dict[str, Array]) -> TensorDict:
+    tensors = {name: torch.from_numpy(array) for name, array in fields.items()}
+    return TensorDict(tensors, batch_size=[len(fields["input_ids"])])
 
 
 # -------------------------------------------------------------------- lengths and tokens
 
 
-def _rows(rng: np.random.Generator, rows: int, prompt_width: int, response_width: int, group: int) -> _Rows:
+def _reference_widths(scale: float) -> tuple[int, int]:
+    return max(1, round(scale * PROMPT_WIDTH)), max(1, round(scale * RESPONSE_WIDTH))
+
+
+def _log_normal_lengths(
+    rng: np.random.Generator, rows: int, prompt_width: int, response_width: int, group: int
+) -> Lengths:
     groups = -(-rows // group)
-    width = prompt_width + response_width
     prompt = np.repeat(_lengths(rng, groups, 0.5, _PROMPT_FILL * prompt_width, prompt_width), group)[:rows]
-    mean = _FILL * width - (prompt.mean() if rows else 0)
-    response = _lengths(rng, rows, 1.0, mean, response_width)
-    column = np.arange(width)
-    mask = (column >= prompt_width - prompt[:, None]) & (column < prompt_width + response[:, None])
-    return _Rows(rng, prompt, response, mask, prompt_width, group)
+    mean = _FILL * (prompt_width + response_width) - (prompt.mean() if rows else 0)
+    return Lengths(prompt, _lengths(rng, rows, 1.0, mean, response_width), prompt_width, response_width)
 
 
 def _lengths(rng: np.random.Generator, count: int, sigma: float, mean: float, most: int) -> Array:
@@ -191,6 +275,33 @@ def _lengths(rng: np.random.Generator, count: int, sigma: float, mean: float, mo
     return scaled(high)
 
 
+def _trials(scale: float, rows: int) -> tuple[list[tuple[int, str, list[int]]], Array, Lengths]:
+    """The first rows of tau: task, roles and numbers of the texts of each; the tokens of every text; the lengths."""
+    data = _recorded("tau_airline")
+    trials, counts = data["rows"][:rows], _scaled(np.array(data["tokens"]), scale)
+    prompt = np.array([counts[numbers[: roles.index("a")]].sum() for _, roles, numbers in trials])
+    total = np.array([counts[numbers].sum() for _, _, numbers in trials])
+    return trials, counts, _padded_to_longest(prompt, total - prompt)
+
+
+def _padded_to_longest(prompt: Array, response: Array) -> Lengths:
+    return Lengths(prompt, response, int(prompt.max()), int(response.max()))
+
+
+def _recorded(name: str) -> dict[str, Any]:
+    return json.loads(Path(__file__).with_name(f"{name}.json").read_text())
+
+
+def _scaled(counts: Array, scale: float) -> Array:
+    return np.maximum(np.rint(scale * counts), 1).astype(np.int64)
+
+
+def _mask(of: Lengths) -> Array:
+    """bool [B, S]."""
+    column, p = np.arange(of.prompt_width + of.response_width), of.prompt_width
+    return (column >= p - of.prompt[:, None]) & (column < p + of.response[:, None])
+
+
 def _tokens(shape: _Rows) -> dict[str, Array]:
     rng, p = shape.rng, shape.prompt_width
     first = slice(None, None, shape.group)
@@ -200,18 +311,13 @@ def _tokens(shape: _Rows) -> dict[str, Array]:
     finished = shape.response < shape.on_response.shape[1]
     ids[np.cumsum(shape.response)[finished] - 1] = _END_OF_TURN
     responses = _padded(ids, shape.on_response, PAD_ID)
-    return {
-        "prompts": prompts,
-        "responses": responses,
-        "input_ids": np.concatenate([prompts, responses], axis=1),
-        "attention_mask": shape.mask.astype(np.int64),
-        "position_ids": np.clip(np.cumsum(shape.mask, axis=1, dtype=np.int64) - 1, 0, None),
-    }
+    fields = token_fields(np.concatenate([prompts, responses], axis=1), shape.mask, p)
+    return {**fields, "response_mask": fields["attention_mask"][:, p:].copy()}
 
 
-def _token_ids(rng: np.random.Generator, count: int) -> Array:
-    """Zipf-like ids below PAD_ID: small ids are frequent, as with byte-pair vocabularies."""
-    return np.exp(rng.random(count) * np.log(PAD_ID)).astype(np.int64) - 1
+def _token_ids(rng: np.random.Generator, count: int, below: int = PAD_ID) -> Array:
+    """Zipf-like ids: small ids are frequent, as with byte-pair vocabularies."""
+    return np.exp(rng.random(count) * np.log(below)).astype(np.int64) - 1
 
 
 def _padded(values: Array, mask: Array, pad: float) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import sys
@@ -14,11 +15,24 @@ import torch
 import maskpack
 from bench import __main__ as command
 from bench import baselines, floors, measure, nest, payload, payload_experts, payload_rivals, report
-from bench.workloads import PAD_ID, PROMPT_WIDTH, RESPONSE_WIDTH, VARIANTS, make_batch, trajectories
+from bench.workloads import (
+    MOST_ROWS,
+    PAD_ID,
+    PROMPT_WIDTH,
+    RESPONSE_WIDTH,
+    VARIANTS,
+    WORKLOADS,
+    batch_of,
+    lengths,
+    make_batch,
+    trajectories,
+)
 from maskpack.layout.prefix_tree import PrefixTree
 
 P, R, ROWS = 37, 229, 33
 SMALL = {"prompt_width": P, "response_width": R}
+SCALE = 0.016
+FOLDER = Path(measure.__file__).parent
 
 
 def small(variant="reference", seed=0):
@@ -93,7 +107,7 @@ def naive_trie_size(rows):
 
 
 def test_trajectories_share_what_their_messages_share():
-    file = json.loads((Path(measure.__file__).parent / "tau_airline.json").read_text())
+    file = json.loads((FOLDER / "tau_airline.json").read_text())
     counts, prefixes, total = file["tokens"], set(), 0
     for task, roles, texts in file["rows"]:
         assert len(roles) == len(texts)
@@ -118,7 +132,7 @@ def test_trajectories_share_what_their_messages_share():
 @pytest.mark.parametrize(("vocabulary", "tasks", "scale"), [(4000, 3, 0.05), (40, 2, 0.01), (152_000, 50, 1e-9)])
 def test_trajectories_are_padded_prompts_and_responses(vocabulary, tasks, scale):
     batch = trajectories(vocabulary, tasks=tasks, scale=scale)
-    file = json.loads((Path(measure.__file__).parent / "tau_airline.json").read_text())
+    file = json.loads((FOLDER / "tau_airline.json").read_text())
     counts = [max(1, round(scale * count)) for count in file["tokens"]]
     p, mask, sampled = batch["prompts"].shape[1], batch["attention_mask"], batch["response_mask"]
     assert len(batch) == 4 * tasks
@@ -137,6 +151,73 @@ def test_trajectories_are_padded_prompts_and_responses(vocabulary, tasks, scale)
     assert rows_of(trajectories(vocabulary, tasks=1, scale=scale)) == rows_of(batch)[:4]
     if scale > 1e-9:
         assert rows_of(trajectories(vocabulary, tasks=tasks, scale=scale, seed=1)) != rows_of(batch)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_workload_is_one_batch_with_its_lengths(name):
+    rows, of = WORKLOADS[name], lengths(name, WORKLOADS[name], scale=0.01)
+    batch = batch_of(name, rows, scale=0.01)
+    measure.require_same(name, batch_of(name, rows, scale=0.01), batch)
+    real, sampled = batch["attention_mask"] != 0, batch["response_mask"] != 0
+    p = of.prompt_width
+    assert batch["prompts"].shape == (rows, p)
+    assert batch["responses"].shape == (rows, of.response_width)
+    assert real[:, :p].sum(1).tolist() == of.prompt.tolist()
+    assert real[:, p:].sum(1).tolist() == of.response.tolist()
+    assert (batch["input_ids"][~real] == PAD_ID).all()
+    assert (sampled & ~real[:, p:]).sum() == 0
+    assert (batch["rollout_log_probs"][~sampled] == 0).all()
+    assert (batch["old_log_probs"][real[:, p:]] < 0).all()
+    assert ("values" in batch.keys()) == (name == "mooncake")  # noqa: SIM118
+    for field in ("old_log_probs", "ref_log_prob", "entropys"):  # no fill that a compressor would like
+        values = batch[field][real[:, p:]]
+        assert values.unique().numel() > 0.99 * values.numel()
+
+
+def test_tau_has_the_lengths_groups_and_holes_of_its_trajectories():
+    of, data = lengths("tau", 200), json.loads((FOLDER / "tau_airline.json").read_text())
+    totals = [sum(data["tokens"][text] for text in texts) for _, _, texts in data["rows"]]
+    assert (of.prompt + of.response).tolist() == totals
+    assert (of.prompt_width, of.response_width) == (1607, 6692)
+    batch, all_rows = batch_of("tau", 6, scale=0.05), trajectories(PAD_ID + 1, tasks=2, scale=0.05)
+    assert rows_of(batch) == rows_of(all_rows)[:6]
+    begin = batch["prompts"].shape[1]
+    real, sampled = batch["attention_mask"][:, begin:] != 0, batch["response_mask"] != 0
+    holes = (real & ~sampled) & (sampled.flip(1).cummax(1).values.flip(1))
+    assert holes.any(1).all()  # before the last token of the assistant
+    advantages = batch["advantages"]
+    assert all(len(row[on].unique()) == 1 for row, on in zip(advantages, sampled, strict=True))
+    assert (advantages[~sampled] == 0).all()
+    batch = batch_of("tau", 40, scale=0.02)
+    of_rows = [row[on != 0][0] for row, on in zip(batch["advantages"], batch["response_mask"], strict=True)]
+    of_groups = torch.stack(of_rows).view(10, 4)
+    assert of_groups.sum(1).abs().max() < 1e-4
+    assert of_groups.any(1).sum() > 2
+
+
+def test_mooncake_has_pairs_of_its_requests_each_once():
+    data = json.loads((FOLDER / "mooncake_lengths.json").read_text())
+    pairs = list(zip(data["prompt"], data["response"], strict=True))
+    assert len(pairs) == MOST_ROWS["mooncake"]
+    every = lengths("mooncake", len(pairs))
+    assert sorted(zip(every.prompt.tolist(), every.response.tolist(), strict=True)) == sorted(pairs)
+    few = lengths("mooncake", 256)
+    assert set(zip(few.prompt.tolist(), few.response.tolist(), strict=True)) <= set(pairs)
+    assert (few.prompt_width, few.response_width) == (few.prompt.max(), few.response.max())
+    batch = batch_of("mooncake", 9, scale=0.01)
+    assert batch["advantages"][batch["response_mask"] != 0].unique().numel() == batch["response_mask"].sum()
+    assert len({tuple(ids) for ids in batch["prompts"].tolist()}) == 9
+
+
+def test_workloads_that_do_not_exist_are_refused():
+    with pytest.raises(ValueError, match="workload is 'ta'; expected one of reference, tau, mooncake"):
+        lengths("ta", 3)
+    with pytest.raises(ValueError, match="variant is 'ta'"):
+        batch_of("ta", 3)
+    for name, most in (("tau", "200"), ("mooncake", "12,031")):
+        for rows in (0, MOST_ROWS[name] + 1):
+            with pytest.raises(ValueError, match=f"rows is {rows}; {name} has {most}"):
+                batch_of(name, rows)
 
 
 @pytest.mark.parametrize("tasks", [0, -1, 51])
@@ -205,6 +286,13 @@ def test_the_copy_floor_copies():
         floors.copy([fields[0].T])
 
 
+def test_the_write_floor_writes_as_much():
+    fields = [torch.randn(3, 5), torch.arange(1001), torch.empty(0)]
+    written = floors.write(fields)
+    assert [one.nbytes for one in written] == [field.nbytes for field in fields]
+    assert all((one == 1).all() for one in written)
+
+
 def test_a_missing_compiler_or_rival_is_named_with_its_remedy(monkeypatch):
     floors._floor.cache_clear()
     monkeypatch.setenv("CC", "no-such-compiler")
@@ -227,7 +315,7 @@ def test_torch_threads_are_restored():
 
 def test_payload_has_its_targets(measured):
     variants = ["reference", "multi-turn", "routed-experts"]
-    rows = measured("payload", lambda rows, rounds: payload.run(rows, rounds, **SMALL, only=variants))
+    rows = measured("payload", lambda rows, rounds: payload.run(rows, rounds, scale=SCALE, only=variants))
     targets = {key: row["target"] for key, row in rows.items() if row["target"]}
     assert targets["payload reference", "padded / maskpack"] == ">= 59"
     assert targets["payload multi-turn", "padded / maskpack"] == ">= 42"
@@ -248,11 +336,26 @@ def test_payload_has_its_targets(measured):
     assert ("payload routed-experts", "routed_experts alone") in targets
 
 
+@pytest.mark.parametrize("workload", ["tau", "mooncake"])
+def test_payload_of_a_real_workload_has_its_rivals_and_floors(measured, workload):
+    run = functools.partial(payload.run, scale=0.01)
+    rows = measured("payload", lambda rows, rounds, **more: run(rows, rounds, **more), "--workload", workload)
+    case = f"payload {workload}"
+    assert {name for name, _ in rows} == {case, f"{case}, two threads"}
+    assert not any(row["target"] for row in rows.values())
+    for name in ("zstd level 1", "lz4"):
+        assert rows[case, f"{name} of the padded buffers"]["unit"] == "bytes/row"
+        for way in ("encode / compress, verify=always", "decode / decompress, padded"):
+            assert rows[case, f"{name} of the padded buffers, {way}"]["unit"] == "x"
+    for name in ("compress, verify=always / one read", "decompress, padded / one write"):
+        assert rows[case, f"{name} of the padded bytes"]["unit"] == "x"
+
+
 def test_payload_has_the_targets_of_routers(measured, monkeypatch):
     monkeypatch.setattr(payload_experts, "_SMALL", ((1, P, R),))
     monkeypatch.setattr(payload_experts, "_CHAINS", 2)
     variants = ["routed-experts-deep", "routed-experts-skewed"]
-    rows = measured("payload", lambda rows, rounds: payload.run(rows, rounds, **SMALL, only=variants))
+    rows = measured("payload", lambda rows, rounds: payload.run(rows, rounds, scale=SCALE, only=variants))
     targets = {key: row["target"] for key, row in rows.items() if row["target"]}
     deep, skewed = (f"payload {variant}, 5 rows" for variant in variants)
     assert targets[deep, "routed_experts, maskpack"] == "<= 7.35"
@@ -290,7 +393,7 @@ def test_payload_raises_where_a_bit_is_lost(monkeypatch):
 
     monkeypatch.setattr(maskpack, "decompress", lossy)
     with pytest.raises(measure.NotExact, match="advantages"):
-        payload.run(ROWS, 1, **SMALL, only=["reference"])
+        payload.run(ROWS, 1, scale=SCALE, only=["reference"])
 
 
 def test_a_target_is_met_from_its_bound_on():
@@ -307,6 +410,8 @@ def test_a_target_is_met_from_its_bound_on():
         (["nest", "--rows", "0"], "0 is not at least 1"),
         (["nest", "--only", "pack"], "nest has no groups"),
         (["nest", "--plot", "chart.svg"], "nest has no chart"),
+        (["nest", "--workload", "tau"], "--workload is for payload, dispatch, plan, replay"),
+        (["payload", "--workload", "tau", "--only", "ppo"], "--only is for the case without --workload"),
         (["all"], "all needs --report, and no other case takes"),
         (["plan", "--report", "x.md"], "all needs --report, and no other case takes"),
         (["plan", "--recorded", "x"], "all needs --report, and no other case takes"),

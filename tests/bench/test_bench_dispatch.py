@@ -21,11 +21,11 @@ import maskpack
 from bench import dispatch, dispatch_forms, dispatch_model, link
 from bench.dispatch_forms import FORMS, JAGGED, PADDED, TRUSTED, VERIFIED, VERIFIED_PADDED, ZERO_COPY
 from bench.measure import NotExact
-from bench.workloads import PAD_ID, make_batch
+from bench.workloads import PAD_ID, batch_of
 
 ROWS = 33
-SMALL = {"prompt_width": 37, "response_width": 229}
-BATCH = make_batch("reference", ROWS, **SMALL)
+SCALE = 0.016
+BATCH = batch_of("reference", ROWS, scale=SCALE)
 
 has_namespaces = pytest.mark.skipif(
     os.geteuid() != 0 or not all(map(shutil.which, link._TOOLS)),
@@ -127,7 +127,7 @@ def test_the_case_runs_with_its_targets_and_draws_its_chart(tmp_path, sender, me
     file = tmp_path / "chart.svg"
     rows = measured(
         "dispatch",
-        lambda rows, rounds, **more: dispatch.run(ROWS, rounds, **SMALL, speeds=(), **more),
+        lambda rows, rounds, **more: dispatch.run(ROWS, rounds, scale=SCALE, speeds=(), **more),
         *("--plot", str(file)),
     )
     names = {name for _, name in rows}
@@ -141,6 +141,23 @@ def test_the_case_runs_with_its_targets_and_draws_its_chart(tmp_path, sender, me
     assert targets["put + get, maskpack / put + get, floor"] == "<= 1.2"
     assert targets["8 ranks, maskpack / put + get, floor"] == "<= 2"
     ElementTree.parse(file)
+
+
+@pytest.mark.parametrize("workload", ["tau", "mooncake"])
+def test_a_real_workload_is_dispatched_in_every_form_without_targets(tmp_path, sender, measured, monkeypatch, workload):
+    monkeypatch.setattr(dispatch, "local_ray", lambda batch: nullcontext())
+    monkeypatch.setattr(dispatch, "keep_memory", lambda: None)
+    file = tmp_path / "chart.svg"
+    rows = measured(
+        "dispatch",
+        lambda rows, rounds, **more: dispatch.run(rows, rounds, scale=0.01, speeds=(), **more),
+        *("--workload", workload, "--plot", str(file)),
+    )
+    assert {case for case, _ in rows} == {f"dispatch {workload}", f"dispatch model, {workload}"}
+    assert not any(row["target"] for row in rows.values())
+    for form in FORMS:
+        assert (f"dispatch {workload}", f"end to end, {form}") in rows
+    assert f"5 rows of the {workload} workload" in file.read_text()
 
 
 # -------------------------------------------------------------------- model and chart
@@ -181,7 +198,7 @@ def test_without_what_it_needs_the_link_says_so(monkeypatch, capsys, reason):
     monkeypatch.setattr(os, "geteuid", lambda: 1000 if reason == "root" else 0)
     monkeypatch.setattr(shutil, "which", lambda tool: None if tool == reason else tool)
     monkeypatch.setattr(link, "_run", refused)
-    assert link.measure(ROWS, 1, link.SPEEDS, **SMALL) == []
+    assert link.measure("reference", ROWS, 1, link.SPEEDS, scale=SCALE) == []
     shown = capsys.readouterr().err
     assert "link: skipped" in shown
     assert reason in shown
@@ -190,7 +207,7 @@ def test_without_what_it_needs_the_link_says_so(monkeypatch, capsys, reason):
 @has_namespaces
 def test_a_batch_crosses_a_link_and_nothing_is_left():
     before = _namespaces()
-    (crossing,) = link.measure(ROWS, 1, [10], **SMALL)
+    (crossing,) = link.measure("tau", ROWS, 1, [10], scale=SCALE)
     assert list(crossing.ms) == list(link.FORMS)
     assert 0 < crossing.tcp < 11
     assert _namespaces() == before

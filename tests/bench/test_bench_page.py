@@ -84,8 +84,8 @@ def test_all_measures_each_case_in_its_own_process(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(command, "subprocess", SimpleNamespace(run=run))
     monkeypatch.setattr(command.torch.cuda, "is_available", lambda: True)
-    command.main(["all", "--report", str(tmp_path / "new" / "page.md"), "--rows", "7", "--rounds", "3"])
-    assert [words[0] for words in seen] == [
+    command.main(["all", "--report", str(tmp_path / "new" / "page.md"), "--rows", "700", "--rounds", "3"])
+    files = [
         "payload",
         "nest",
         "dispatch",
@@ -94,6 +94,23 @@ def test_all_measures_each_case_in_its_own_process(tmp_path: Path, monkeypatch: 
         "replay",
         "prefixes",
         "routes",
+        "replay-reference",
+        "payload-tau",
+        "dispatch-tau",
+        "plan-tau",
+        "replay-tau",
+        "payload-mooncake",
+        "dispatch-mooncake",
+        "plan-mooncake",
+        "replay-mooncake",
     ]
-    assert all(words[1:5] == ["--rows", "7", "--rounds", "3"] for words in seen)
-    assert (tmp_path / "new" / "page.md").read_text().count("\n## ") == 8
+    for words, file in zip(seen, files, strict=True):
+        case, *workload = file.split("-")
+        rows = "200" if workload == ["tau"] else "700"
+        named = ["--workload", *workload] if workload else []
+        assert words[:-1] == [case, "--rows", rows, "--rounds", "3", *named, "--json"]
+        assert Path(words[-1]).name == f"{file}.json"
+    assert (tmp_path / "new" / "page.md").read_text().count("\n## ") == len(files)
+    seen.clear()
+    command.main(["all", "--report", str(tmp_path / "new" / "page.md")])
+    assert {words[2] for words in seen} == {"256", "200"}

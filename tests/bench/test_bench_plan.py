@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
 from bench import plan as case
 from bench import plan_rivals as rivals
 from bench.measure import NotExact
-from bench.workloads import make_batch
 
 ROWS = 33
-WIDTHS = {"prompt_width": 37, "response_width": 229}
-SMALL = {"sizes": (40, 90), "ranks": 4, **WIDTHS}
+SMALL = {"sizes": (40, 90), "ranks": 4, "scale": 0.016}
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -29,11 +29,6 @@ def test_lengths_are_the_same_each_time_and_fit_the_budget(kind):
     assert lengths.dtype == np.int64
     assert np.array_equal(lengths, case.LENGTHS[kind](1000))
     assert 1 <= lengths.min() <= lengths.max() <= case.BUDGET
-
-
-def test_reference_lengths_are_those_of_the_batch():
-    batch = make_batch("reference", ROWS, **WIDTHS)
-    assert case.reference_lengths(ROWS, *WIDTHS.values()).tolist() == batch["attention_mask"].sum(1).tolist()
 
 
 # -------------------------------------------------------------------- bounds, bins and ranks
@@ -161,3 +156,29 @@ def test_the_case_runs_with_its_targets_and_draws(measured, tmp_path):
         wanted[name, "balance_rows, worst of 20 seeds"] = "<= 1.10"
     assert {key: row["target"] for key, row in rows.items() if row["target"]} == wanted
     assert "5 rows of the reference workload" in chart.read_text()
+
+
+@pytest.mark.parametrize(("workload", "rows", "ranks"), [("tau", "200", 8), ("mooncake", "12,031", 64)])
+def test_real_lengths_are_planned_within_budgets_that_hold_the_longest_row(
+    measured, monkeypatch, tmp_path, workload, rows, ranks
+):
+    monkeypatch.setattr(case, "BUDGET", 16)
+    monkeypatch.setattr(case, "RANK_BUDGET", 4096)
+    chart = tmp_path / "chart.svg"
+    run = functools.partial(case.run, scale=0.01)
+    for name in ("first_fit_decreasing", "karmarkar_karp"):  # their time grows with the square of the rows
+        if workload == "mooncake":
+            monkeypatch.setattr(rivals, name, rivals.first_fit_on_a_tree if name[0] == "f" else in_turn)
+    seen = measured(
+        "plan", lambda rows, rounds, **more: run(rows, rounds, **more), "--workload", workload, "--plot", str(chart)
+    )
+    assert not any(row["target"] for row in seen.values())
+    budget = {"tau": "128", "mooncake": "2,048"}[workload]
+    assert (f"plan {rows} {workload} lengths, budget {budget}", "bins above first-fit decreasing") in seen
+    assert (f"plan, {rows} {workload} lengths over {ranks} ranks", "balance_rows") in seen
+    assert (f"plan, {rows} {workload} lengths, {ranks} ranks, 4 updates, budget 4,096", "plan_ranks") in seen
+    assert f"5 rows of the {workload} workload" in chart.read_text()
+
+
+def in_turn(lengths, count):
+    return [list(range(part, len(lengths), count)) for part in range(count)]
