@@ -1,22 +1,27 @@
-"""maskpack moves and shapes the padded batches of RL post-training, without the padding and without losing a bit.
+"""maskpack stores, sends and computes on RL post-training batches without their padding.
 
-compress, decompress              between a batch and its packed form, a PackedBatch
-nest_batch_by_mask, unnest        between padded and jagged fields
-select_and_pad_to_response, extract_response   the response axis, for losses
-report                            where the bytes of a packed batch went
+compress, decompress              encode a batch as a PackedBatch, and restore it bit for bit
+nest_batch_by_mask, unnest        convert padded fields to nested (jagged) tensors, and back
+select_and_pad_to_response, extract_response   fields and model outputs at the response width, for losses
+report                            the bytes of each field of a packed batch
 
 maskpack.dispatch                 WorkerGroup and endpoint: batches to Ray actors and back
-maskpack.views                    BatchView: rows of packed batches that lie elsewhere
-maskpack.planning                 which rows run together, and on which rank
-maskpack.replay                   packed rows through a model (maskpack.adapters.transformers)
-maskpack.ops                      pack and unpack single tensors; log-probs without the logits
+maskpack.nesting                  take and cat: rows of padded and nested batches, with every tensordict
+maskpack.views                    BatchView: rows of packed batches in the object store or on other nodes
+maskpack.planning                 micro-batches within a token budget, on all ranks
+maskpack.replay                   log-probs and values from packed rows (models: maskpack.adapters.transformers)
+maskpack.ops                      pack and unpack tensors; log-probs without storing all logits
 maskpack.adapters                 verl, TransferQueue, transformers and TRL, TorchRL
-maskpack.errors                   what is raised
+maskpack.testing                  exact comparison, coverage and random batches for tests
+maskpack.errors                   the errors
 
-`dispatch` and `adapters` load Ray and the frameworks, and are imported by their names.
+`import maskpack` does not import `dispatch` and `adapters`, which load Ray and the frameworks, and `testing`.
 """
 
+import logging
+
 from maskpack import errors as errors
+from maskpack import nesting as nesting
 from maskpack import ops as ops
 from maskpack import planning as planning
 from maskpack import replay as replay
@@ -35,7 +40,9 @@ from maskpack.nesting.survey import dense_fields
 from maskpack.packed.batch import PackedBatch, compress, decompress
 from maskpack.packed.sizes import report
 
-__version__ = "0.1.0"
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # records go where the program sends them
+
+__version__ = "0.2.0"
 
 __all__ = [
     "DENSE",

@@ -27,7 +27,7 @@ class LayoutError(MaskpackError, ValueError):
 
 
 class FieldError(LayoutError, KeyError):
-    """There is no field or layout of the given name."""
+    """There is no field or layout with the given name."""
 
     __str__ = Exception.__str__  # KeyError.__str__ puts the message in quotes
 
@@ -53,7 +53,7 @@ class WireFormatError(MaskpackError, ValueError):
 
 
 class MethodError(MaskpackError, AttributeError):
-    """The actors of a WorkerGroup have no method of the given name."""
+    """The actors of a WorkerGroup have no method with the given name."""
 
 
 class StoreFullError(MaskpackError):

@@ -4,6 +4,8 @@
     python -m tests.fuzz_dispatch --threads 8 --seconds 60 [--nodes 3]   threads that share a group and a PackedBatch;
                                                                          after --count sequences, if this is given
     python -m tests.fuzz_dispatch --kills 100 --seed 0                   a node dies while calls run, 100 times
+    python -m tests.fuzz_dispatch --minutes 30 --nodes 2                 sequences for 30 minutes; each minute memory is
+                                                                         measured, and a rank dies in a call
 
 A failure prints its seed; the end prints what was done, and resident memory and file descriptors at the begin and the
 end. Not collected by pytest: test_fuzz_dispatch.py runs a little of it.
@@ -12,6 +14,7 @@ end. Not collected by pytest: test_fuzz_dispatch.py runs a little of it.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import tempfile
@@ -68,6 +71,9 @@ class Worker:
     @endpoint
     def rows(self, batch):
         return batch["row"].tolist()
+
+    def memory(self):
+        return resident()
 
     @endpoint
     def once(self, batch, row, path, how):
@@ -286,20 +292,35 @@ class Sequence:
 
 
 def run_sequences(scene: Scene, args: argparse.Namespace) -> Counter[str]:
+    """Sequences of steps: `count` of them, or as many as fit into `minutes`, with one more step, `die`, each minute."""
     done: Counter[str] = Counter()
-    for seed in range(args.seed, args.seed + args.count):
+    begun = time.monotonic()
+    minutes: list[list[int]] = []
+    for seed in range(args.seed, sys.maxsize if args.minutes else args.seed + args.count):
         try:
             sequence = Sequence(scene, seed)
             for _ in range(2 + sequence.number(10)):
                 sequence.step()
+            if time.monotonic() - begun > 60 * (len(minutes) + 1):
+                sequence.die()
+                sequence.done["die"] += 1
+                gc.collect()
+                minutes.append([resident(), *ray.get([actor.memory.remote() for actor in scene.actors]), stored()])
+                print(f"minute {len(minutes)}: {said(minutes[-1])}; {done['sequences']} sequences", flush=True)
             assert freeze(sequence.batch) == sequence.before, "the caller's batch was changed"
             done.update(sequence.done, sequences=1)
+            if args.minutes and len(minutes) >= args.minutes:
+                break
         except Exception:
             print(f"seed {seed}:", flush=True)
             traceback.print_exc()
             done["failed"] += 1
             if done["failed"] >= 5:
                 break
+    fifth = len(minutes) // 5
+    if fifth:
+        for name, part in (("second", minutes[fifth : 2 * fifth]), ("last", minutes[-fifth:])):
+            print(f"median of the {name} fifth: {said(np.median(part, 0).astype(int).tolist())}")
     return done
 
 
@@ -414,10 +435,26 @@ def survived(group: WorkerGroup, view: BatchView, kept: bool, done: Counter[str]
     raise AssertionError("rows of the driver did not come back")
 
 
-def used() -> str:
+def resident() -> int:
+    """MB of this process."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1]) // 1024
+
+
+def stored() -> int:
+    """MB in the object stores of all nodes."""
+    seen = (resources["object_store_memory"] for resources in (ray.cluster_resources(), ray.available_resources()))
+    return int(next(seen) - next(seen)) >> 20
+
+
+def said(sizes: list[int]) -> str:
+    driver, *ranks, objects = sizes
+    return f"driver {driver} MB, ranks {ranks} MB, object stores {objects} MB"
+
+
+def used() -> str:
     files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
-    return f"{int(line.split()[1]) // 1024} MB resident, {files} file descriptors, {threads} threads"
+    return f"{resident()} MB resident, {files} file descriptors, {threads} threads"
 
 
 def main() -> int:
@@ -427,6 +464,7 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--threads", type=int, default=0, help="threads that share a group")
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--minutes", type=int, default=0, help="how long sequences run, instead of a count")
     parser.add_argument("--kills", type=int, default=0, help="nodes that die, instead of sequences")
     args = parser.parse_args()
     if args.count is None:

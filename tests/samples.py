@@ -6,6 +6,7 @@ Nothing here calls maskpack: what the tests expect does not come from what they 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import random
@@ -16,6 +17,8 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
+
+import maskpack as mp
 
 PAD = 151643
 ROWS = ((2, 3), (5, 6), (1, 0), (0, 4), (0, 0), (5, 1), (3, 6))
@@ -323,3 +326,32 @@ def jagged(rows: Sequence[Tensor]) -> Tensor:
 def row_list(x: Tensor) -> list[Tensor]:
     """The rows of a jagged tensor, read from its values and offsets."""
     return [x.values()[begin:end] for begin, end in itertools.pairwise(x.offsets().tolist())]
+
+
+# -------------------------------------------------------------------- rows of nested batches
+
+
+@functools.cache
+def indexes_jagged() -> bool:
+    """Whether this tensordict takes and joins rows of jagged fields: from 0.15 on."""
+    batch = TensorDict({"x": jagged([torch.ones(1), torch.ones(2)])}, batch_size=[2])
+    try:
+        return len(torch.cat([batch[:1], batch[1:]])) == 2
+    except (RuntimeError, NotImplementedError, ValueError):
+        return False
+
+
+def rows_of(batch: Any, rows: Any) -> Any:
+    """`batch[rows]`; for a nested batch by `maskpack.nesting.take` where this tensordict cannot."""
+    return batch[rows] if indexes_jagged() or not isinstance(batch, TensorDictBase) else mp.nesting.take(batch, rows)
+
+
+def joined(batches: Sequence[Any]) -> Any:
+    """`torch.cat(batches)`; of nested batches by `maskpack.nesting.cat` where this tensordict cannot."""
+    return torch.cat(list(batches)) if indexes_jagged() else mp.nesting.cat(batches)
+
+
+def parts_of(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """Consecutive parts of some sizes."""
+    ends = list(itertools.accumulate(sizes))
+    return [rows_of(batch, slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]

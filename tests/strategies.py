@@ -15,11 +15,12 @@ import numpy as np
 import oracle
 import torch
 from hypothesis import strategies as st
-from samples import RESPONSE_FIELDS
+from samples import RESPONSE_FIELDS, indexes_jagged
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack import EDGE, PAD_TOKEN_ID, PER_ROW, RL_FIELDS, SIGNED_ZERO, MaskNestingRegistry, MaskNestingSpec
+from maskpack.nesting import take
 
 Path = tuple[str, ...]
 
@@ -612,6 +613,8 @@ class RowOp:
         return [row for part in reversed(parts) for row in part]
 
     def on_batch(self, batch: TensorDictBase) -> TensorDictBase:
+        if not indexes_jagged():
+            return take(batch, self.on_list([*range(len(batch))], even_chunks=False))
         if self.name in ("slice", "index"):
             return batch[self.arg]
         if self.name == "mask":

@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 
 import maskpack as mp
+from maskpack import testing
 
 HOUSE = Path(mp.__file__).parent
 SOURCES = {".".join(path.relative_to(HOUSE).with_suffix("").parts): path for path in sorted(HOUSE.rglob("*.py"))}
 HEAVY = {"ray", "transformers", "triton", "rich", "verl", "transfer_queue", "torchrl", "trl", "accelerate"}
+HEAVY |= {"hypothesis", "pytest"}
 
 PACKAGES = ("errors", "core", "layout", "fields", "ops", "nesting", "packed", "views", "planning", "dispatch", "replay")
-PACKAGES += ("adapters", "tools")
+PACKAGES += ("adapters", "tools", "testing")
 """Lowest first: a package imports only those before it."""
 NO_TORCH = {f"planning.{name}" for name in ("balance", "costs", "loss_weights", "packing", "plan", "prefixes", "ranks")}
 """Modules that work with numbers alone, as does what they import of `core`."""
@@ -42,6 +44,7 @@ FRAMEWORKS = {
 }
 """What each adapter may import beside the core."""
 MAY_IMPORT_RAY = {"dispatch", "tools", "__main__"}
+MAY_IMPORT_HYPOTHESIS = {"testing.strategies"}
 
 
 def package(module):
@@ -89,7 +92,7 @@ def forbidden(module, source):
         if name.startswith("."):
             other = name[1:]
             if module == "__init__":
-                if package(other) in {"dispatch", "adapters", "tools"}:
+                if package(other) in {"dispatch", "adapters", "tools", "testing"}:
                     wrong.append(name)
             elif package(other) != package(module) and place(other) >= place(module):
                 wrong.append(name)
@@ -105,6 +108,8 @@ def may_import(module, library):
         return module in KERNELS
     if package(module) == "adapters":
         return library not in HEAVY or library in FRAMEWORKS.get(module.split(".")[1], ())
+    if library == "hypothesis":
+        return module in MAY_IMPORT_HYPOTHESIS
     return library not in HEAVY or package(module) in MAY_IMPORT_RAY
 
 
@@ -143,6 +148,11 @@ def test_importing_maskpack_is_light(loaded):
     assert {"maskpack", "torch", "tensordict", "numpy"} <= modules
     assert modules & HEAVY <= loaded["torch, tensordict, numpy"] & {"triton"}
     assert modules & {f"maskpack.{module}" for module in KERNELS} == set()
+
+
+def test_the_plugin_of_pytest_imports_no_more_than_pytest():
+    """pytest loads it in every run, with or without its option."""
+    assert set(imports((HOUSE.parent / "pytest_maskpack.py").read_text())) == {"__future__", "os", "pytest"}
 
 
 def test_a_heavy_import_would_be_seen(loaded):
@@ -186,6 +196,11 @@ def test_imports_go_down(module):
         ("__init__", "from maskpack.tools import cli", [".tools"]),
         ("packed.batch", "from maskpack.nesting.nest import unnest\nimport torch", []),
         ("dispatch.group", "import ray\nfrom maskpack.packed.batch import compress", []),
+        ("testing.strategies", "from hypothesis import strategies", []),
+        ("testing.exact", "import hypothesis", ["hypothesis"]),
+        ("testing.covered", "import pytest\nfrom maskpack.tools.suggest import Suggester", ["pytest"]),
+        ("tools.doctor", "from maskpack.testing import assert_exact", [".testing"]),
+        ("__init__", "from maskpack.testing import batches", [".testing"]),
         ("tools.demo", "import rich, ray\nfrom maskpack.tools.files import x", []),
     ],
 )
@@ -235,6 +250,25 @@ def test_a_tensor_on_the_default_device_would_be_seen(source, lines):
     assert list(without_device(source)) == lines
 
 
+# -------------------------------------------------------------------- output
+
+
+def printing(source):
+    """The lines that print."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
+
+
+@pytest.mark.parametrize("module", [module for module in SOURCES if module != "tools.cli"])
+def test_only_the_command_line_prints(module):
+    """The rest logs, below the logger `maskpack`."""
+    assert printing(SOURCES[module].read_text()) == []
+
+
+def test_a_print_would_be_seen():
+    assert printing("x = 1\nprint(x)\nlog.print(x)") == [2]
+
+
 # -------------------------------------------------------------------- files and names
 
 
@@ -266,7 +300,9 @@ def documentation(name, value):
     return constants().get(name)
 
 
-@pytest.mark.parametrize("part", [mp, mp.ops, mp.planning, mp.replay, mp.views], ids=lambda part: part.__name__)
+@pytest.mark.parametrize(
+    "part", [mp, mp.nesting, mp.ops, mp.planning, mp.replay, mp.views, testing], ids=lambda part: part.__name__
+)
 def test_every_public_name_is_there_and_documented(part):
     assert [name for name in part.__all__ if not documentation(name, getattr(part, name))] == []
 

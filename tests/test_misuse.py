@@ -14,19 +14,20 @@ from samples import freeze
 from tensordict import TensorDict
 
 import maskpack as mp
-from maskpack import ops
+from maskpack import ops, testing
 from maskpack.adapters.transformers.collator import PackedCollator
 from maskpack.adapters.trl import packed as packed_trainer
 from maskpack.dispatch import group as dispatch
 from maskpack.ops.attention import packed_attention
 from maskpack.packed.sizes import fields
 
-PARTS = (mp, mp.planning, mp.replay, mp.views)
+PARTS = (mp, mp.nesting, mp.planning, mp.replay, mp.views, testing)
 EXPORTED = {name: getattr(part, name) for part in PARTS for name in part.__all__}
 PUBLIC = EXPORTED | {
     "ops": ops,
     "TensorDict": TensorDict,
     "WorkerGroup": dispatch.WorkerGroup,
+    "Timeline": dispatch.Timeline,
     "endpoint": dispatch.endpoint,
     "PackedCollator": PackedCollator,
     "packed_trainer": packed_trainer,
@@ -180,6 +181,21 @@ nest_batch_by_mask(b, pad_token_id=0, verify=True)
 nest_batch_by_mask(b, pad_token_id=0, on_loss=None)
 nest_batch_by_mask(TensorDict({"x": meta}, [2]))
 nest_batch_by_mask(TensorDict({"_maskpack": m}, [2]))
+take(p, [0])
+take(b, 0)
+take(b, [2])
+take(b, "first")
+take(n, [True])
+take(TensorDict({}, []), [0])
+take(TensorDict({"x": strided}, [2]), [0])
+take(TensorDict({"x": sparse}, [2]), [0])
+cat(b)
+cat([])
+cat(None)
+cat([b, p])
+cat([b, n])
+cat([b, b.float()])
+cat([n, TensorDict({}, [])])
 dense_fields(None, RL_FIELDS)
 dense_fields(b, None)
 dense_fields(b, "RL_FIELDS")
@@ -1059,6 +1075,34 @@ report(b.exclude("responses"), p)
 report(3, p)
 report_fields(b)
 report_fields(None)
+# ---- testing
+assert_exact(view, view)
+assert_exact(p, view)
+assert_exact(meta, meta)
+assert_exact(sparse, sparse)
+assert_exact(strided, strided)
+assert_exact({"k": [meta]}, {"k": [meta.clone()]})
+assert_covered(None)
+assert_covered(b.to_dict())
+assert_covered(p)
+assert_covered(view)
+assert_covered(b)
+assert_covered(b, None)
+assert_covered(b, "RL_FIELDS")
+assert_covered(b, pad_token_id="0")
+assert_covered(b, pad_token_id=0, ignore_dense_fields="x")
+assert_covered(b, pad_token_id=0, ignore_dense_fields=3)
+batches(min_rows=-1)
+batches(min_rows=7)
+batches(max_rows=1.5)
+batches(max_rows="4")
+batches(min_rows=3, max_rows=2)
+batches(max_prompt=None)
+batches(max_response=-1)
+batches(pad_token_id="0")
+batches(pad_token_id=None)
+batches(objects="no")
+batches(awkward=1)
 # ---- collator
 packed_trainer(None)
 packed_trainer("GRPOTrainer")
@@ -1234,6 +1278,9 @@ group.plan(p, 10, lengths=[3, 2], cost="flops")
 group.plan(compress(TensorDict({"x": torch.ones(2)}, [2])), 10)
 group.pack(None)
 group.pack(p)
+WorkerGroup([None], ray_metrics="yes")
+Timeline().svg(0)
+Timeline().svg("2")
 endpoint(3)
 endpoint("update")
 endpoint(format="jagged")

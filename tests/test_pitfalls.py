@@ -18,13 +18,16 @@ from samples import (
     field,
     freeze,
     jagged,
+    joined,
     of,
+    parts_of,
     per_row,
     positions,
     real_positions,
     response_mask,
     rollout,
     row_list,
+    rows_of,
     tokens,
 )
 from tensordict import TensorDict, TensorDictBase
@@ -224,9 +227,9 @@ def test_03_signed_zeros_under_the_mask(name, dtype):
     assert nested[name].is_nested
     assert_same(mp.unnest(nest(nested)), batch)
     assert_same(mp.unnest(pickle.loads(pickle.dumps(nested))), batch)
-    assert_same(mp.unnest(nested[1:4]), batch[1:4])
-    assert_same(mp.unnest(nested[torch.tensor([5, 0, 0])]), batch[torch.tensor([5, 0, 0])])
-    assert_same(mp.unnest(torch.cat([nested, nested])), torch.cat([batch, batch]))
+    assert_same(mp.unnest(rows_of(nested, slice(1, 4))), batch[1:4])
+    assert_same(mp.unnest(rows_of(nested, [5, 0, 0])), batch[torch.tensor([5, 0, 0])])
+    assert_same(mp.unnest(joined([nested, nested])), torch.cat([batch, batch]))
     assert_same(mp.unnest(nested.to(torch.float16)), batch.to(torch.float16))
     assert_same(mp.decompress(packed[[5, 0, 0]]), batch[[5, 0, 0]])
     assert_same(mp.decompress(pickle.loads(pickle.dumps(packed[2:]))), batch[2:])
@@ -454,7 +457,7 @@ def test_10_arithmetic_on_the_run_table_is_refused():
 def test_10_cat_of_equal_widths():
     batch = rollout(objects=False)
     nested = nest(batch)
-    assert_same(mp.unnest(torch.cat([nested, nested])), torch.cat([batch, batch]))
+    assert_same(mp.unnest(joined([nested, nested])), torch.cat([batch, batch]))
     parts = [mp.decompress(compress(part), format="nested") for part in batch.split([3, 4])]
     assert_same(mp.unnest(torch.cat(parts)), batch)
 
@@ -463,9 +466,9 @@ def test_10_cat_of_unequal_width():
     """Nested batches of unequal width cannot be restored together, and say so; packed ones meet at the widest."""
     rows = ((1, 1), (2, 3)), ((3, 4), (0, 2))
     wide, narrow = rollout(rows[0], 5, 6, objects=False), rollout(rows[1], 3, 4, objects=False)
-    joined = torch.cat([nest(wide), nest(narrow)])
+    whole = joined([nest(wide), nest(narrow)])
     with pytest.raises(mp.errors.LayoutError, match="different widths"):
-        mp.unnest(joined)
+        mp.unnest(whole)
     for parts, order in (([wide, narrow], rows), ([narrow, wide], rows[::-1])):
         whole = torch.cat([rollout(part, 5, 6, objects=False) for part in order])
         assert_same(mp.decompress(mp.PackedBatch.cat([compress(part) for part in parts])), whole)
@@ -491,7 +494,7 @@ def test_10_rows_then_restore(rows):
     index = torch.arange(B).numpy()[::-1].copy() if rows == slice(None, None, -1) else rows
     assert_same(mp.decompress(compress(batch)[rows]), batch[index])
     if not isinstance(rows, slice) or rows.step is None:
-        assert_same(mp.unnest(nest(batch)[rows]), batch[rows])
+        assert_same(mp.unnest(rows_of(nest(batch), rows)), batch[rows])
 
 
 # -------------------------------------------------------------------- torch, tensordict, Ray
@@ -501,7 +504,7 @@ def test_10_rows_then_restore(rows):
 def test_11_max_length_is_set(rows):
     batch = rollout(rows, objects=False)
     longest = {"prompts": max(p for p, _ in rows), "responses": max(r for _, r in rows)}
-    for nested in (nest(batch), mp.decompress(compress(batch), format="nested"), nest(batch)[1:4]):
+    for nested in (nest(batch), mp.decompress(compress(batch), format="nested"), rows_of(nest(batch), slice(1, 4))):
         for name in longest:
             lengths = [len(row) for row in row_list(nested[name])]
             assert nested[name]._get_max_seqlen() == max(lengths)
@@ -763,7 +766,7 @@ def test_18_restored_tokens_are_padded_with_the_pad_token():
             assert (restored[column][4] == PAD).all(), (name, column)  # the empty row is pad tokens throughout
     rows = mp.decompress(compress(batch)[4:5], "input_ids")
     assert (rows["input_ids"] == PAD).all()
-    chunk = nest(batch)[4:5]
+    chunk = rows_of(nest(batch), slice(4, 5))
     assert (mp.select_and_pad_to_response(chunk, "responses")["responses"] == PAD).all()
 
 
@@ -847,8 +850,10 @@ def test_34_torchs_defaults_change_nothing(default):
         out = {}
         for verify in ("always", "first", "never"):
             out["nest", verify] = nested = nest(batch, verify=verify)
-        out["chunk"], out["cat"] = nested.chunk(3)[1], torch.cat(list(nested.chunk(3)))
-        out["unnest"] = [mp.unnest(out[name]) for name in ("chunk", "cat")]
+        chunks = parts_of(nested, [3, 2, 2])
+        out["chunk"], out["cat"] = chunks[1], joined(chunks)
+        out["take"], out["joined"] = mp.nesting.take(nested, chosen), mp.nesting.cat([nested, nested])
+        out["unnest"] = [mp.unnest(out[name]) for name in ("chunk", "cat", "take", "joined")]
         out["response"] = mp.select_and_pad_to_response(nested)
         out["named"] = mp.select_and_pad_to_response(batch, "responses", "old_log_probs")
         out["extracted"] = [mp.extract_response(b, logits) for b in (scored, nest(scored))]

@@ -56,8 +56,10 @@ def qwen35_vl(**more: Any) -> Any:
     text = TINY | SECTIONS | state | heads | more
     model = tf.Qwen3_5ForConditionalGeneration(tf.Qwen3_5Config(text_config=text, vision_config=seen, **TOKENS))
     with torch.no_grad():  # as `_calmed`; a convolution stays as it is made
-        for weight in model.model.language_model.layers[0].linear_attn.parameters():
+        state = model.model.language_model.layers[0].linear_attn
+        for weight in state.parameters():
             weight.mul_({3: 0.1, 2: 0.5}.get(weight.dim(), 1))
+        state.A_log.fill_(-1.0)  # the state lasts, and gradients of decays do not cancel
         for weight in model.model.visual.parameters():
             weight.mul_(0.3 if weight.dim() > 1 else 1)
     return model

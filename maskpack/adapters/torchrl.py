@@ -59,14 +59,14 @@ class PackedCheckpointer(_Checkpointer):
         file = Path(path) / _FILE
         if not Path(path).is_dir():
             raise LayoutError(
-                f"PackedStorage.loads: {path} is no folder; expected one that dumps wrote. Check the path."
+                f"PackedStorage.loads: {path} is not a folder; expected a folder that dumps wrote. Check the path."
             )
         packed = PackedBatch.load(file, allow_pickle=storage.allow_pickle, max_bytes=None) if file.is_file() else None
         storage.restore(packed)
 
 
 class PackedStorage(_ListStorage):
-    """A storage of replay buffers that keeps its rows packed.
+    """A storage for TorchRL replay buffers that keeps its rows packed.
 
     Args:
         max_size: the number of slots.
@@ -202,7 +202,8 @@ class PackedStorage(_ListStorage):
         data: Any = cast("dict[str, Any]", held).get("packed", held) if isinstance(held, dict) else 0
         if data is not None and not isinstance(data, Tensor):
             raise LayoutError(
-                f"PackedStorage.load_state_dict: got {said(held)} without rows; expected what state_dict gave. Pass it."
+                f"PackedStorage.load_state_dict: got {said(held)} without rows; expected the result of state_dict. "
+                "Pass that."
             )
         packed = None
         if data is not None:
@@ -218,8 +219,8 @@ class PackedStorage(_ListStorage):
             )
         if packed is not None and len(packed) > self.max_size:
             raise LayoutError(
-                f"PackedStorage: {len(packed)} rows for {self.max_size} slots; expected no more than slots. Give the "
-                "storage the max_size that it was saved with."
+                f"PackedStorage: {len(packed)} rows for {self.max_size} slots; expected no more rows than slots. Give "
+                "the storage the max_size that it was saved with."
             )
         self._rows = None if packed is None else BatchView.of(packed)
         self._bump_mutation_revision()
@@ -300,8 +301,7 @@ def _copied(packed: PackedBatch) -> PackedBatch:
 
 
 class MaskNesting(_Transform):
-    """A transform for replay buffers whose storage is a list: it packs rows when they are added, and restores them when
-    they are sampled.
+    """A transform for TorchRL replay buffers with a list storage: packs rows when they are added, restores samples.
 
     Args:
         format: of samples, "padded" or "nested".
@@ -327,9 +327,7 @@ class MaskNesting(_Transform):
         single = not tensordict.batch_dims
         batch = tensordict.unsqueeze(0) if single else tensordict
         if not batch.batch_size[0]:
-            raise LayoutError(
-                "MaskNesting: the batch has no rows; expected at least one. Store nothing where none are."
-            )
+            raise LayoutError("MaskNesting: the batch has no rows; expected at least one. Do not store an empty batch.")
         missing = [show(name) for name in self.keep if entry_at(batch, path_of(name)) is None]
         if missing:
             known = [*cast("Any", batch).keys()]

@@ -69,7 +69,7 @@ def packed(
     self_check: bool | None = None,
     compile: bool = False,
 ) -> type[_Trainer]:
-    """A subclass of GRPOTrainer or RLOOTrainer that computes log-probs and entropies from packed rows.
+    """Makes a subclass of GRPOTrainer or RLOOTrainer that computes log-probs and entropies from packed rows.
 
     Args:
         trainer_class: one of the two, or a subclass that leaves their method `_get_per_token_logps_and_entropies`.
@@ -78,7 +78,7 @@ def packed(
         self_check: whether to compare a row with TRL's own pass over that row, padded. True: in every pass; False:
             never; None: the first time for each model, and the first time that rows share a prefix.
         compile: whether norms, MLPs and rotary embeddings run under torch.compile in packed passes, as `replayable`
-            compiles them. Several times fewer kernels are launched, which is what small models wait for.
+            compiles them. Several times fewer kernels are launched, and small models wait mostly for launches.
 
     Returns:
         A class with the same name and arguments. Log-probs are those of TRL within rounding, float32 [B, C] and 0 at
@@ -431,8 +431,8 @@ class _Run:
         if not worst <= allowed:
             raise ReplayError(
                 f"{_CALL}: log-probs or entropies of {type(self.replay.model).__name__} from packed rows are off by "
-                f"{worst:.3g} from TRL's own; expected at most {allowed:.3g} in {dtype}. Packed rows of this model are "
-                "not right: train it padded, MASKPACK_PACKED_REPLAY=0."
+                f"{worst:.3g} from TRL's own; expected at most {allowed:.3g} in {dtype}. Packed rows give wrong "
+                "results for this model: train it padded, MASKPACK_PACKED_REPLAY=0."
             )
         self.trainer._proved[id(self.replay)] = max(before, proof)
         return out

@@ -108,7 +108,11 @@ def dense_stack(batch: Any, call: str) -> Any:
             "ones. Pad them (tensordict.pad_sequence), or put the stack into a TensorDict, which keeps its rows as "
             "objects."
         )
-    return batch.contiguous()
+    whole: Any = torch.stack(rows) if rows else batch.contiguous()
+    order, entries = [path for row in rows[:1] for path, _ in flatten(row)], dict(flatten(whole))
+    if not rows or list(entries) == order:
+        return whole
+    return unflatten(Node.of(whole), [(path, entries[path]) for path in order], len(rows))  # tensordict 0.10 sorts keys
 
 
 def _form_of(row: Any) -> list[Any] | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any, Literal
 
@@ -16,11 +19,26 @@ from maskpack.core.pads import PadValue
 from maskpack.errors import RegistryError
 from maskpack.fields.registry import MaskNestingRegistry, MaskNestingSpec
 
+STRICT = "MASKPACK_STRICT"
+"""The environment variable that puts the calls of a process into strict mode while it is "1". `pytest
+--maskpack-strict` sets it, so that processes that tests start are in strict mode, too."""
+_not_strict: ContextVar[bool] = ContextVar("not_strict", default=False)
 _MOST_FIELD_SETS = 256
 
 
+@contextmanager
+def not_strict() -> Generator[None]:
+    """In this block STRICT has no effect: for tools that show the fields that stay padded, and for calls inside
+    maskpack whose caller has no strict option."""
+    before = _not_strict.set(True)
+    try:
+        yield
+    finally:
+        _not_strict.reset(before)
+
+
 class VerifyFirst:
-    """`verify=` for a loop: checks the pads of the first batch with given fields, and assumes them for later batches.
+    """A value of `verify=` that checks the pads of the first batch with given fields, and trusts them in later batches.
 
     Use one object for each producer of batches, because their pads may differ even if their fields are the same. A pad
     is remembered only if no other pad of the registry also fits the batch and would give later batches other values. A
@@ -109,10 +127,26 @@ class Options:
         registry = registry_of(registry, call)
         strict = flag(strict, "strict_mask_nesting", call, RegistryError)
         ignore = frozenset(map(path_of, need_keys(ignore_dense_fields, "ignore_dense_fields", call)))
-        if strict and on_loss == "keep":
-            on_loss = "error"
         resolved: Any = kept_verify(verify)
-        return cls(call, registry, pad_token_id, strict, ignore, resolved, on_loss)
+        options = cls(call, registry, pad_token_id, False, ignore, resolved, on_loss)
+        return options.in_strict_mode() if strict else options
+
+    def in_strict_mode(self) -> Options:
+        """These options in strict mode, in which a field with non-pad values is an error unless they are dropped."""
+        return replace(self, strict=True, on_loss="error" if self.on_loss == "keep" else self.on_loss)
+
+    def of_this_process(self) -> Options:
+        """These options, in strict mode if the variable STRICT says so. Raises RegistryError if its value is none of
+        those that it may have."""
+        if _not_strict.get():
+            return self
+        value = os.environ.get(STRICT, "")
+        if value not in ("", "0", "1"):
+            raise RegistryError(
+                f'{self.call}: the environment variable {STRICT} is {value!r}; expected "1" for strict mode, or "0", '
+                f'"" or no such variable. Set {STRICT}=1, or unset it.'
+            )
+        return self.in_strict_mode() if value == "1" else self
 
 
 def kept_verify(verify: Verify) -> Verify:

@@ -28,7 +28,7 @@ HINTS = ("narrow", "blocks", "bitmap", "rle", "arange", "delta", "sparse", "dict
 
 @dataclass(frozen=True)
 class MaskAxis:
-    """One way to compute a layout.
+    """A rule that computes a layout: from a mask, from row lengths, or from cu_seqlens.
 
     Attributes:
         source: the batch field to read.
@@ -66,7 +66,7 @@ class MaskAxis:
 
 @dataclass(frozen=True)
 class MaskNestingSpec:
-    """How one field is padded.
+    """The mask and the pad of one field.
 
     Attributes:
         mask: an axis or a mask field (a tuple is the key of a field in a sub-TensorDict), or a list of these, of which
@@ -74,9 +74,9 @@ class MaskNestingSpec:
         pad: the value under the mask: a number or one of `PAD_TOKEN_ID`, `EDGE`, `SIGNED_ZERO`, `PER_ROW`; or a list,
             of which the first that matches the batch is used.
         ragged_dim: the dim of the width: 1 for [B, S, *F], -1 for both [B, S] and [B, 4, S].
-        hints: encodings that `compress` tries first; a wrong hint costs time, but never exactness. Names of HINTS;
-            `concat:head,tail` for a field that concatenates the rows of two others; `near:field` for a field with
-            values close to another's.
+        hints: encodings that `compress` tries first; a wrong hint costs time, but the result is still exact. Names of
+            HINTS; `concat:head,tail` for a field that concatenates the rows of two others; `near:field` for a field
+            with values close to another's.
         masks, pads: tuples of the masks and pads to try in order; `masks` is empty for a field without a mask. Specs
             are compared by these.
     """
@@ -134,7 +134,9 @@ DENSE = MaskNestingSpec(mask=None)
 
 @dataclass(frozen=True)
 class MaskNestingRegistry(Mapping[Key, MaskNestingSpec]):
-    """Specs by field, and axes by name. A field is looked up by its full path, then by its last name.
+    """The mask and pad of each field, as specs by field name, and the axes that they name.
+
+    A field is looked up by its full path, then by its last name.
 
     `registry | other` returns a merged registry, in which `other` (a registry or a dict of specs) takes precedence.
     """
@@ -191,7 +193,7 @@ class MaskNestingRegistry(Mapping[Key, MaskNestingSpec]):
         return f"MaskNestingRegistry({len(self.fields)} fields, axes {', '.join(self.axes) or 'none'})"
 
     def find(self, path: Path) -> MaskNestingSpec | None:
-        """The spec of the field at `path`, or None."""
+        """Returns the spec of the field at `path`, or None."""
         return self.fields.get(plain(path)) or self.fields.get(path[-1])
 
     def ways(self, mask: Key) -> tuple[MaskAxis, ...]:
@@ -212,7 +214,7 @@ class MaskNestingRegistry(Mapping[Key, MaskNestingSpec]):
     # ------------------------------------------------------------ plain dicts, for YAML and Hydra
 
     def to_dict(self) -> dict[str, Any]:
-        """The registry as strings, numbers, lists and dicts; tuple keys are joined with "/"."""
+        """Converts the registry to strings, numbers, lists and dicts; tuple keys are joined with "/"."""
         return {
             "axes": {name: [_axis_to_dict(way) for way in ways] for name, ways in self.axes.items()},
             "fields": {_joined(key): _spec_to_dict(spec) for key, spec in self.fields.items()},
@@ -220,7 +222,7 @@ class MaskNestingRegistry(Mapping[Key, MaskNestingSpec]):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> MaskNestingRegistry:
-        """The inverse of `to_dict`. Raises RegistryError for unknown entries."""
+        """Builds a registry from the result of `to_dict`. Raises RegistryError for unknown entries."""
         call = "MaskNestingRegistry.from_dict"
         _known(call, data, ("axes", "fields"))
         axes, fields = (data.get(name, {}) for name in ("axes", "fields"))

@@ -223,7 +223,8 @@ def check_lengths(fields: Mapping[str, tuple[Tensor, RowLayout]], call: str, rem
     for name, (field, _) in fields.items():
         if not is_regular(field):
             raise LayoutError(
-                f'{call}: field "{name}" is nested, but not jagged along dim 1 without gaps; expected that. {remedy}'
+                f'{call}: field "{name}" is nested, but not jagged along dim 1 without gaps; expected such a tensor. '
+                f"{remedy}"
             )
     apart = {
         id(offsets_of(field)): offsets_of(field) for field, layout in fields.values() if not _shares(field, layout)

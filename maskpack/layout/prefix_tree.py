@@ -64,7 +64,7 @@ class PrefixTree:
 
     @classmethod
     def from_ids(cls, ids: Any, row_offsets: Any, positions: Any = None, *, min_shared: int = MIN_SHARED) -> PrefixTree:
-        """From token ids, by exact equality.
+        """Builds the tree from token ids, which are compared exactly.
 
         Args:
             ids: integers [T], the tokens of all rows, one after the other.
@@ -97,7 +97,7 @@ class PrefixTree:
 
     @classmethod
     def from_groups(cls, lengths: Any, groups: Any, prefix_lengths: Any, *, min_shared: int = MIN_SHARED) -> PrefixTree:
-        """From labels, where token ids are not at hand: rows with one label begin with the same tokens.
+        """Builds the tree from labels, without token ids: rows with the same label begin with the same tokens.
 
         Args:
             lengths: integers [B], tokens of each row, prompt plus response.
@@ -141,8 +141,8 @@ class PrefixTree:
         return cls(tokens + 0, order, np.where(shared < least, 0, shared))
 
     def take(self, rows: Rows) -> PrefixTree:
-        """The tree of some rows, numbered anew in the order given. Its branches are among those of this tree.
-        `from_ids` of these rows may make others: where branches are close, a row may share up to `min_shared - 1`
+        """Returns the tree of some rows, which are numbered in the order given. Its branches are among those of this
+        tree. `from_ids` of these rows may make others: where branches are close, a row may share up to `min_shared - 1`
         tokens less."""
         index = row_index(rows, self.num_rows, "PrefixTree.take")
         places = np.empty(self.num_rows, np.int64)

@@ -70,7 +70,7 @@ class RowLayout:
 
     @classmethod
     def from_mask(cls, mask: Tensor, *, num_tokens: int | None = None) -> RowLayout:
-        """From a mask [B, S] of any dtype; non-zero entries are valid tokens.
+        """Builds a layout from a mask [B, S] of any dtype; non-zero entries are valid tokens.
 
         Args:
             mask: is scanned on its device. One synchronisation on CUDA.
@@ -91,7 +91,7 @@ class RowLayout:
         *,
         device: torch.device | str | None = None,
     ) -> RowLayout:
-        """From the lengths of rows padded on the right: the valid tokens of row b are at 0 to `lengths[b] - 1`.
+        """Builds a layout of rows padded on the right: the valid tokens of row b are at 0 to `lengths[b] - 1`.
 
         `lengths` is an integer [B]; `width` defaults to the longest row. One synchronisation if `lengths` is on CUDA.
         Raises LayoutError for negative lengths, fractions, and lengths beyond `width`.
@@ -103,7 +103,8 @@ class RowLayout:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor | Sequence[int] | IntArray, width: int | None = None) -> RowLayout:
-        """From cumulative lengths, integer [B + 1], non-decreasing from 0. One synchronisation on CUDA."""
+        """Builds a layout from cumulative lengths, integer [B + 1], non-decreasing from 0. One synchronisation on
+        CUDA."""
         call = "RowLayout.from_cu_seqlens"
         host = _whole(cu_seqlens, call, "cu_seqlens", "(B + 1,)")
         if host.size == 0 or int(host[0]) != 0:
@@ -139,7 +140,7 @@ class RowLayout:
         device: torch.device | str = "cpu",
         anchor: int = 0,
     ) -> RowLayout:
-        """From spans: `starts` and `counts` [N], and `spans_per_row` [B], which sums to N.
+        """Builds a layout from spans: `starts` and `counts` [N], and `spans_per_row` [B], which sums to N.
 
         The spans of a row must be in order and must not touch each other. Raises LayoutError otherwise.
         """
@@ -279,7 +280,7 @@ class RowLayout:
         return places_of(self.index, self.num_rows, self.width, self.num_tokens)
 
     def to_mask(self, dtype: torch.dtype = torch.bool) -> Tensor:
-        """The mask [B, S]: 1 at valid tokens, 0 elsewhere."""
+        """Returns the mask [B, S]: 1 at valid tokens, 0 elsewhere."""
         if not isinstance(dtype, torch.dtype):
             raise LayoutError(f"RowLayout.to_mask: dtype is {said(dtype)}; expected a torch.dtype. Pass torch.bool.")
         mask = torch.zeros(self.num_rows * self.width, dtype=torch.bool, device=self.device)
@@ -288,7 +289,7 @@ class RowLayout:
     # ---------------------------------------------------------------- new layouts from old ones
 
     def to(self, device: torch.device | str) -> RowLayout:
-        """The same layout on another device."""
+        """Returns the same layout on another device."""
         if device == self.device:
             return self
         device = numbered(device_here(device, "RowLayout.to"))
@@ -297,12 +298,12 @@ class RowLayout:
         return RowLayout.from_table(self.width, self.table, device, self.anchor)
 
     def take(self, rows: Rows) -> RowLayout:
-        """The layout of the rows given by a slice, indices (repeated or negative ones too), or a bool mask [B]."""
+        """Selects rows by a slice, indices (repeated or negative ones too), or a bool mask [B]."""
         index = row_index(rows, self.num_rows, "RowLayout.take")
         return RowLayout.from_table(self.width, table_rows(self.table, index), self.device, self.anchor)
 
     def narrow(self, start: int, stop: int) -> RowLayout:
-        """The layout of `mask[:, start:stop]`, computed from the spans."""
+        """Returns the layout of `mask[:, start:stop]`, computed from the spans."""
         start, stop = (whole(column, "a column", 0, "RowLayout.narrow") for column in (start, stop))
         if not start <= stop <= self.width:
             raise LayoutError(
@@ -317,7 +318,7 @@ class RowLayout:
         return layout
 
     def anchored(self, anchor: int) -> RowLayout:
-        """The same rows with another anchor, from 0 to the width."""
+        """Returns the same rows with another anchor, from 0 to the width."""
         if whole(anchor, "anchor", 0, "RowLayout.anchored") > self.width:
             raise LayoutError(f"RowLayout.anchored: anchor is {anchor}; expected 0 to {self.width}. Choose a column.")
         layout = replace(self, anchor=anchor)
@@ -325,14 +326,14 @@ class RowLayout:
         return layout
 
     def widened(self, left: int, right: int) -> RowLayout:
-        """The same rows with `left` and `right` more columns of padding."""
+        """Returns the same rows with `left` and `right` more columns of padding."""
         table = self.table
         left, right = (whole(columns, "columns", 0, "RowLayout.widened") for columns in (left, right))
         table = SpanTable(table.starts + left, table.counts, table.splits)
         return RowLayout.from_table(left + self.width + right, table, self.device, left + self.anchor)
 
     def prefix(self) -> RowLayout:
-        """One span in each row: position 0 to the last valid token. Gaps between spans become valid."""
+        """Returns a layout with one span in each row, from position 0 to the last valid token. Gaps become valid."""
         table = self.table
         lengths = np.zeros(self.num_rows, np.int64)
         filled = np.diff(table.splits) > 0
@@ -342,7 +343,8 @@ class RowLayout:
 
     @staticmethod
     def cat(layouts: Sequence[RowLayout]) -> RowLayout:
-        """The rows of several layouts in order. Layouts of different widths are padded so that their anchors align."""
+        """Concatenates the rows of several layouts. Layouts of different widths are padded so that their anchors
+        align."""
         layouts = list_of(layouts, RowLayout, "RowLayout.cat", "Pass a list of layouts.")
         left = max(layout.anchor for layout in layouts)
         right = max(layout.width - layout.anchor for layout in layouts)
@@ -430,7 +432,8 @@ def _check_num_tokens(table: SpanTable, num_tokens: int | None) -> None:
     if total != num_tokens or most > 1:
         raise LayoutError(
             f"RowLayout.from_mask: the mask has {total} valid tokens and up to {most} spans in a row; expected "
-            f"num_tokens={num_tokens} and at most one. Give the true num_tokens, or none where rows have several spans."
+            f"num_tokens={num_tokens} and at most one. Give the true num_tokens, or leave it out if rows have several "
+            "spans."
         )
 
 

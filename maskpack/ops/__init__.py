@@ -35,7 +35,7 @@ def pack(x: Tensor, layout: RowLayout, *, backend: Backend = "auto") -> Tensor: 
 @overload
 def pack(x: Sequence[Tensor], layout: RowLayout, *, backend: Backend = "auto") -> list[Tensor]: ...
 def pack(x: Tensor | Sequence[Tensor], layout: RowLayout, *, backend: Backend = "auto") -> Tensor | list[Tensor]:
-    """The elements of `x` at valid tokens, row after row.
+    """Gathers the elements of `x` at valid tokens, one row after the other, without padding.
 
     Args:
         x: [B, S, *F] of any dtype and strides, on the layout's device; or a list of these, packed by one kernel.
@@ -79,7 +79,7 @@ def unpack(
 def unpack(
     values: Tensor | Sequence[Tensor], layout: RowLayout, pad_value: Any = 0, *, backend: Backend = "auto"
 ) -> Tensor | list[Tensor]:
-    """The inverse of `pack`: `values` at valid tokens, `pad_value` everywhere else.
+    """Scatters packed values to padded rows: the inverse of `pack`, with `pad_value` at all other positions.
 
     Args:
         values: [T, *F] of any dtype, on the layout's device; or a list of these, unpacked by one kernel.

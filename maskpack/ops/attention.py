@@ -8,7 +8,7 @@ With a group, each rank has a shard of the tokens, and attends over all of them 
 (context_parallel.py).
 
 flash   FlashAttention 4, 3 or 2, varlen kernels            half precision on a GPU; FlashAttention 2 for soft caps
-varlen  torch.nn.attention.varlen                           half precision on a GPU, no soft caps
+varlen  torch.nn.attention.varlen of torch 2.11             half precision on a GPU, no soft caps
 flex    flex attention with a document mask                 any dtype on a GPU, compiled
 rows    scaled dot product attention, row by row            any device
 """
@@ -196,9 +196,8 @@ def backend_for(query: Tensor, softcap: float | None) -> str:
         return "rows"
     if _flash_package(query, softcap) is not None:
         return "flash"
-    if query.dtype in _HALF and softcap is None and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256:
-        return "varlen"  # the limits of its kernels
-    return "flex"
+    fits = query.dtype in _HALF and softcap is None and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    return "varlen" if fits and _varlen_attn() is not None else "flex"  # the limits of its kernels
 
 
 def _flash_package(query: Tensor, softcap: float | None) -> str | None:
@@ -275,16 +274,26 @@ def _varlen(
     query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float, window: Any, softcap: Any, tree: Any
 ) -> Tensor:
     _need(query.is_cuda and query.dtype in _HALF and softcap is None, "varlen", query, "half precision, no softcap")
-    attend: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    attend: Any = _varlen_attn()
+    _need(attend is not None, "varlen", query, "torch 2.11 or later")
     left = -1 if window is None else window - 1
-    grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] and _varlen_asks_for_groups() else {}
+    grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] and _asks_for_groups(attend) else {}
     return attend(query, key, value, *bounds, scale=scale, window_size=(left, 0), **grouped)
 
 
 @functools.cache
-def _varlen_asks_for_groups() -> bool:
+def _varlen_attn() -> Callable[..., Any] | None:
+    """`varlen_attn` of torch, or None: torch 2.9 has none, and that of torch 2.10 has no scale and no window."""
+    try:
+        attend: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    except ModuleNotFoundError:
+        return None
+    return attend if {"scale", "window_size"} <= inspect.signature(attend).parameters.keys() else None
+
+
+@functools.cache
+def _asks_for_groups(attend: Callable[..., Any]) -> bool:
     """Whether `varlen_attn` has an argument for grouped queries; torch 2.11 accepts them without one."""
-    attend: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     return "enable_gqa" in inspect.signature(attend).parameters
 
 

@@ -101,7 +101,7 @@ def packed_log_probs(
     group: ProcessGroup | None = None,
     logits: Logits | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The log-prob of one token for each hidden state, and optionally the entropy of the distribution.
+    """Computes the log-prob of one token for each hidden state, and optionally the entropy, without storing all logits.
 
         log_p = (hidden.float() @ lm_head_weight.float().T / temperature).log_softmax(-1)        # [T, V], not stored
         log_probs[t] = log_p[t, token_ids[t]]

@@ -29,7 +29,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True, eq=False)
 class Logits:
-    """How an output layer makes logits, beside its weight [V, H]:
+    """The parts of an output layer beside its weight [V, H]: bias, LoRA, scale and soft cap.
 
         logits = cap(scale * (hidden @ weight.T + bias + lora_scale * hidden @ lora_a.T @ lora_b.T))
         cap(x) = softcap * tanh(x / softcap)

@@ -55,7 +55,7 @@ Widths = Literal["padded", "trim"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedBatch:
-    """A batch whose fields are encoded one by one. Build one with `compress`.
+    """A batch whose fields are encoded, so that rows can be moved without decoding. Build one with `compress`.
 
     Attributes:
         num_rows: B.
@@ -79,12 +79,13 @@ class PackedBatch:
 
     @property
     def layouts(self) -> dict[str, RowLayout]:
-        """The RowLayouts of the fields, by name, on the host."""
+        """The RowLayouts of the fields, a dict by name, on the host."""
         return self.table.layouts
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the encoded tensors, of the tensors inside Python objects and of the layouts, before any codec."""
+        """The size in bytes of the encoded tensors, the tensors inside Python objects and the layouts, before any
+        codec."""
         return self.table.nbytes + sum(array.nbytes for entry in self.objects.values() for array in entry.arrays())
 
     @cached_property
@@ -108,13 +109,13 @@ class PackedBatch:
         return self.table.count_words(number) * int(self.table.entries["size"][self.table.fields[number]])
 
     def lengths(self, layout: str) -> IntArray:
-        """int64 [B]: the row lengths of a layout, for planning."""
+        """The row lengths of a layout, int64 [B], for planning."""
         return named(self.layouts, layout, "PackedBatch.lengths").lengths + 0
 
     # ---------------------------------------------------------------- rows
 
     def take(self, rows: Rows) -> PackedBatch:
-        """Some rows, in the order given: a slice, indices (repeats allowed, negative from the end), or a bool mask [B].
+        """Selects rows by a slice, indices (repeated or negative ones too), or a bool mask [B], in the order given.
 
         Consecutive rows share the memory of this batch; other rows are copied, still encoded.
         """
@@ -131,18 +132,20 @@ class PackedBatch:
         return self.take(rows)
 
     def split(self, sizes: int | Sequence[int]) -> tuple[PackedBatch, ...]:
-        """Consecutive parts of `sizes` rows: a list that sums to B, or one size (the last part may be smaller)."""
+        """Splits the rows into consecutive parts: `sizes` is a list that sums to B, or one size (the last part may be
+        smaller)."""
         self._need_rows("split")
         sizes = part_sizes(sizes, self.num_rows, "PackedBatch.split")
         return self._parts(np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
 
     def chunk(self, parts: int) -> tuple[PackedBatch, ...]:
-        """`parts` consecutive parts whose sizes differ by one at most; parts beyond the rows are empty."""
+        """Splits the rows into `parts` consecutive parts whose sizes differ by at most one; parts beyond the rows are
+        empty."""
         return self.split(even_sizes(self.num_rows, parts, "PackedBatch.chunk"))
 
     @staticmethod
     def cat(batches: Sequence[PackedBatch]) -> PackedBatch:
-        """The rows of several batches with the same fields, one after the other.
+        """Concatenates the rows of several batches with the same fields.
 
         Batches of different padded widths become as wide as the widest: the padding of prompts grows on the left, the
         padding of responses on the right. A field that stays padded in one of the batches stays padded in the result.
@@ -167,14 +170,14 @@ class PackedBatch:
     def _need_rows(self, call: str) -> None:
         if self.schema.root.more_dims is None:
             raise LayoutError(
-                f"PackedBatch.{call}: the batch was packed from a TensorDict with batch_size [], whose rows are no "
+                f"PackedBatch.{call}: the batch was packed from a TensorDict with batch_size [], so its rows are not a "
                 "batch dim. Give the TensorDict batch_size=[rows] before packing."
             )
 
     # ---------------------------------------------------------------- fields
 
     def select(self, *fields: Key) -> PackedBatch:
-        """Some fields with all rows, still encoded, in the order of the batch.
+        """Selects fields, still encoded, with all rows, in the order of the batch.
 
         The name of a sub-batch stands for all that is in it, a tuple of names for one entry in it. Layouts of the axes
         stay, so that `lengths` and `compress(..., like=)` work as before. Nothing is decoded.
@@ -186,8 +189,9 @@ class PackedBatch:
         return restricted(self, {path for path, _ in forms})
 
     def narrow(self, field: Key, start: int, length: int, *, dim: int | None = None) -> PackedBatch:
-        """All rows and fields, of which one keeps a part of its elements, as `torch.narrow` does: the layers of a
-        pipeline stage of `routed_experts` [B, S, layers, k].
+        """Keeps a part of the elements of one field, like `torch.narrow`, with all rows and the other fields.
+
+        For example, a pipeline stage keeps its layers of `routed_experts` [B, S, layers, k].
 
         A field in columns stays encoded, and its other columns are never decoded: `routed_experts` of RL_FIELDS has a
         column for each layer, unless the batch is so small that they would take more bytes. Another field, or another
@@ -207,7 +211,9 @@ class PackedBatch:
         call = "PackedBatch.narrow"
         ((path, form),) = select_entries([(form.path, form) for form in self.schema.forms], [field], call)[-1:]
         if form.dtype is None or path != path_of(field):
-            raise LayoutError(f'{call}: field "{show(field)}" is no tensor; expected one. Narrow the tensors in it.')
+            raise LayoutError(
+                f'{call}: field "{show(field)}" is not a tensor; expected a tensor. Narrow the tensors in it.'
+            )
         at, size = _dim_of_element(self, form, dim, call)
         start, length = whole(start, "start", -size, call, size), whole(length, "length", 0, call)
         start += size if start < 0 else 0
@@ -221,8 +227,10 @@ class PackedBatch:
     # ---------------------------------------------------------------- memory
 
     def pin_memory(self) -> PackedBatch:
-        """The same batch with its encoded values in pinned memory, which a GPU reads by itself: `decompress` needs no
-        other copy on the host. Rows that are taken from the result, in another order or with gaps, need one.
+        """Returns the batch with its encoded values in pinned memory, which a GPU reads directly.
+
+        `decompress` then needs no other copy on the host. Rows that are taken from the result, in another order or with
+        gaps, need one.
 
         Raises LayoutError if this process has no CUDA device.
         """
@@ -241,7 +249,7 @@ class PackedBatch:
         return _unpickled, (schema, kinds, table, records, held, self.objects, self.codec)
 
     def to_bytes(self, *, allow_pickle: bool = False, checksum: bool = False) -> bytes:
-        """The batch as bytes that are a legal safetensors file (docs/wire-format.md).
+        """Returns the batch as the bytes of a valid safetensors file (docs/wire-format.md).
 
         Args:
             allow_pickle: pickle Python objects that JSON cannot express, instead of raising MaskpackError. The reader
@@ -251,14 +259,16 @@ class PackedBatch:
         return self._pieces(allow_pickle, checksum, "PackedBatch.to_bytes").joined()
 
     def save(self, file: str | os.PathLike[str], *, allow_pickle: bool = False, checksum: bool = False) -> None:
-        """Writes `to_bytes` to a file. An existing file is replaced once the new one is on the disk completely."""
+        """Writes `to_bytes` to a file. An existing file is replaced only when the new one is complete on the disk."""
         target = _path(file, "PackedBatch.save")
         self._pieces(allow_pickle, checksum, "PackedBatch.save").save(target)
 
     @classmethod
     def from_bytes(cls, data: Any, *, allow_pickle: bool = False, max_bytes: int | None = MAX_BYTES) -> PackedBatch:
-        """The batch in `data`, which is bytes or another object with a buffer. The batch reads from this memory, so it
-        must not be changed afterwards. Nothing in it is executed unless `allow_pickle` is true.
+        """Reads a batch from bytes, or from another object with a buffer.
+
+        The batch keeps reading from this memory, so the memory must not be changed afterwards. Nothing in it is
+        executed unless `allow_pickle` is true.
 
         Args:
             max_bytes: the most bytes that the whole padded batch may take; None for no limit. A few bytes can describe
@@ -280,7 +290,7 @@ class PackedBatch:
         mmap: bool = True,
         max_bytes: int | None = MAX_BYTES,
     ) -> PackedBatch:
-        """The batch in a file that `save` wrote.
+        """Reads a batch from a file that `save` wrote.
 
         Args:
             mmap: map the file into memory: rows are read when they are decoded. If the file is later truncated or
@@ -313,8 +323,9 @@ def _dim_of_element(packed: PackedBatch, form: FieldForm, dim: Any, call: str) -
     free = [place for place in places if place > shared or not rows]
     if dim is None and form.axis is not None:
         raise LayoutError(
-            f'{call}: field "{show(form.path)}" stayed padded, because {form.reason}; its width is a dim of its '
-            "elements now; expected dim, to say which. Pass dim=2 for the layers of [B, S, layers, k]."
+            f'{call}: field "{show(form.path)}" stayed padded, because {form.reason}; its width is '
+            "now a dim of its elements; expected dim=, the dim to narrow. Pass dim=2 for the layers of [B, S, layers, "
+            "k]."
         )
     given = next(iter(free), dims) if dim is None else whole(dim, "dim", -dims, call)
     given += dims if given < 0 else 0
@@ -363,7 +374,7 @@ def compress(
     like: PackedBatch | TensorDictBase | None = None,
     codec: str | None = None,
 ) -> PackedBatch:
-    """Encodes a padded, nested or mixed batch.
+    """Encodes a padded, nested or mixed batch without its padding, as a PackedBatch.
 
     Args:
         batch: as for `nest_batch_by_mask`, as are the other arguments; it is not changed.
@@ -371,7 +382,7 @@ def compress(
         like: a packed or nested batch with the same rows. Its layouts replace masks that `batch` lacks, as the outputs
             of a worker do.
         codec: `zstd` compresses the bytes when the batch is pickled, saved or turned into bytes, for slow networks
-            (docs/benchmarks.md shows where it pays); needs maskpack[zstd]. Rows move uncompressed.
+            (docs/benchmarks.md shows when it helps); needs maskpack[zstd]. Operations on rows use uncompressed bytes.
 
     Raises:
         CoverageError, LossyPadError, LayoutError, RegistryError: as `nest_batch_by_mask`.
@@ -386,6 +397,7 @@ def compress(
         )
     codecs.check(codec, "compress")
     options = Options.of("compress", registry, pad_token_id, strict_mask_nesting, ignore_dense_fields, verify, on_loss)
+    options = options.of_this_process()
     layouts = _layouts_of(like)
     signature = None if layouts else signature_of(batch, options)
     plan = None if signature is None else plans.get(signature)
@@ -408,7 +420,7 @@ def decompress(
     widths: Widths = "padded",
     max_bytes: int | None = MAX_BYTES,
 ) -> TensorDict:
-    """The batch that was packed, bit for bit, with the rows it has now.
+    """Decodes a PackedBatch to a padded or nested TensorDict, bit for bit the batch that was packed.
 
     Args:
         packed: is not changed; the tensors returned share no memory with it.
@@ -472,7 +484,7 @@ def _layouts_of(like: Any) -> dict[str, RowLayout]:
     if not isinstance(like, TensorDictBase):
         raise LayoutError(
             f"compress: like is {said(like)}; expected a PackedBatch or a nested TensorDict. Pass the batch that has "
-            "the layouts; of a BatchView, view.layouts_alone()."
+            "the layouts; for a BatchView, pass view.layouts_alone()."
         )
     return read_layouts(like, "compress: like")[1]
 

@@ -130,7 +130,7 @@ class Figures:
 
 
 def report(batch: TensorDictBase | None, packed: PackedBatch) -> dict[str, float | int]:
-    """Where the bytes of a packed batch go, as a flat dict for a logger.
+    """Reports the bytes of each field of a packed batch, as a flat dict for a logger.
 
     Args:
         batch: the padded or nested batch that was packed: the padded bytes of a field are the bytes of its tensor. If

@@ -1,4 +1,4 @@
-"""Micro-batches by token budget: which rows run together, on which DP rank, and in which optimizer update.
+"""Plans of micro-batches within a token budget, of DP ranks and of optimizer updates, from row lengths alone.
 
 costs.py         lengths, costs of rows, FlopsModel    packing.py      bin packing: best fit, splitting
 plan.py          plan_micro_batches, MicroBatchPlan    balance.py      balance_rows: rows to DP ranks

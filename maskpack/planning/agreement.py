@@ -32,14 +32,15 @@ _HEAD = 4  # whether there is a plan, its updates, multiple_of, whether it knows
 def agree_on_count(
     plan: MicroBatchPlan | Callable[[], MicroBatchPlan], process_group: dist.ProcessGroup | None = None
 ) -> MicroBatchPlan:
-    """The plan of this rank with the largest number of micro-batches of any rank in each update, and with loss weights
-    that count the rows of all ranks.
+    """Extends the plan of this rank so that all ranks have the same number of micro-batches in each update.
+
+    That number is the largest of all ranks. The loss weights of the result count the rows of all ranks.
 
     Args:
         plan: the plan of this rank; a function that returns it, whose errors then reach all ranks; or None.
         process_group: the DP ranks, all of which must call; the default group if None.
 
-    It takes one collective: an all-reduce of 6 KB for each rank, on the device of the group.
+    One collective: an all-reduce of 6 KB for each rank, on the device of the group.
 
     Raises:
         PlanError: on all ranks, if one has no plan or no row to run, or if they differ in the number of updates, in
@@ -49,7 +50,7 @@ def agree_on_count(
     if not dist.is_available() or not dist.is_initialized():
         raise PlanError(
             f"{_CALL}: torch.distributed is not initialised in this process; expected the process group of the "
-            "data-parallel ranks. Call init_process_group first; one process alone has nobody to agree with."
+            "data-parallel ranks. Call init_process_group first; a single process does not need to agree."
         )
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise PlanError(
@@ -109,10 +110,10 @@ def _check(messages: FloatArray, ranks: IntArray) -> None:
         if len(set(messages[:, at].tolist())) > 1:
             raise PlanError(
                 f"{_CALL}: {what} is {messages[:, at].astype(np.int64).tolist()} on ranks {ranks.tolist()}; expected "
-                "the same on all. Plan alike on every rank."
+                "the same on all. Use the same options on every rank."
             )
     if (states == 1).any() and messages[:, _HEAD : _HEAD + _MOST_UPDATES].any():
         raise PlanError(
-            f"{_CALL}: ranks {ranks[states == 1].tolist()} have no row to run, others have; expected at least "
+            f"{_CALL}: ranks {ranks[states == 1].tolist()} have no row to run, but other ranks have; expected at least "
             "one on each. Give every rank a row, of weight zero if it must be."
         )

@@ -30,15 +30,15 @@ _NO_ORDER: Any = (set, frozenset, dict)
 
 @dataclass(frozen=True)
 class FlopsModel:
-    """A cost of rows: the floating-point operations of a row of n tokens, linear * n + quadratic * n^2."""
+    """A cost function: a row of n tokens costs linear * n + quadratic * n^2 floating-point operations."""
 
     linear: float
     quadratic: float
 
     @classmethod
     def of_transformer(cls, parameters: float, layers: int, hidden: int) -> FlopsModel:
-        """The forward and backward pass of a decoder: 6 operations for each parameter and token, and 12 * layers *
-        hidden for each pair of tokens, of which a causal mask leaves half (Chowdhery et al., PaLM, 2022, appendix B).
+        """Counts the forward and backward pass of a decoder: 6 operations for each parameter and token, and 12 * layers
+        * hidden for each pair of tokens, of which a causal mask leaves half (Chowdhery et al., PaLM, 2022, appendix B).
         `hidden` is heads times head size. Parameters include an output layer, but no embeddings."""
         sizes: list[Any] = [parameters, layers, hidden]
         if not all(isinstance(size, int | float | np.number) for size in sizes):
@@ -73,7 +73,9 @@ def checked_lengths(lengths: Any, call: str) -> IntArray:
     if array.size and int(array.min()) < 0:
         raise PlanError(f"{call}: a length is {int(array.min())}; expected whole numbers from 0. Count valid tokens.")
     if array.size and float(array.sum(dtype=np.float64)) >= 2**62:
-        raise PlanError(f"{call}: lengths sum to more than 2^62; expected valid tokens of rows. Look for bad ones.")
+        raise PlanError(
+            f"{call}: lengths sum to more than 2^62; expected the valid tokens of each row. Look for invalid values."
+        )
     return array.astype(np.int64)
 
 
@@ -87,8 +89,8 @@ def checked_amounts(amounts: Any, rows: int, call: str, name: str, meaning: str)
     out = array.astype(np.float64)
     if out.size and not (np.isfinite(out).all() and out.min() >= 0):
         raise PlanError(
-            f"{call}: {name} run from {out.min()} to {out.max()}; expected finite numbers from 0: {meaning}. Look "
-            "for bad ones."
+            f"{call}: {name} run from {out.min()} to {out.max()}; expected finite numbers from 0: {meaning}. Look for "
+            "invalid values."
         )
     return out
 
@@ -221,7 +223,7 @@ def _array(values: Any, call: str, name: str, meaning: str) -> npt.NDArray[Any]:
         array: npt.NDArray[Any] = np.asarray(values)
     except (TypeError, ValueError, RuntimeError) as error:  # a tensor on another device, rows of several sizes
         raise PlanError(
-            f"{call}: {name} are no array: {error}; expected numbers [B] on the host: {meaning}. Copy them there."
+            f"{call}: {name} are not an array: {error}; expected numbers [B] on the host: {meaning}. Copy them there."
         ) from error
     if array.ndim != 1 or array.dtype == object:
         seen = said(values) if array.ndim == 0 else f"{array.dtype} {array.shape}"

@@ -59,7 +59,7 @@ def plan_micro_batches(
     work: RowCost | None = None,
     loss_tokens: Any = None,
 ) -> MicroBatchPlan:
-    """Packs rows into micro-batches within a token budget, as few as best fit finds, for each optimizer update.
+    """Groups rows into micro-batches within a token budget, as few as best fit finds, for each optimizer update.
 
     Args:
         lengths: integers [B] on the host, the valid tokens of each row: prompt plus response.
@@ -149,7 +149,7 @@ def _with_counts(
 
 @dataclass(frozen=True, eq=False)
 class MicroBatchPlan:
-    """The micro-batches of a batch, by optimizer update.
+    """The micro-batches of a batch, grouped by optimizer update.
 
     Attributes:
         updates: a list of updates, each a list of micro-batches, each a list of row indices.
@@ -194,11 +194,11 @@ class MicroBatchPlan:
 
     @property
     def multiple_of(self) -> int:
-        """The number of micro-batches of an update is a multiple of it."""
+        """The number of which the number of micro-batches of an update is a multiple."""
         return self._problem.multiple_of
 
     def with_count(self, count: int | Sequence[int]) -> MicroBatchPlan:
-        """The same plan with exactly `count` micro-batches in each update; a list gives one count for each update.
+        """Returns the same plan with exactly `count` micro-batches in each update; a list gives one count per update.
 
         The largest micro-batches are split, so none becomes larger; groups, and rows that share a prefix of a tree, are
         not split. Once every micro-batch holds one row (or group), dummies are added. A dummy is the shortest row of
@@ -302,7 +302,7 @@ class MicroBatchPlan:
     def loss_weights(
         self, mode: LossMode, update: int | None = None, *, gradients: Literal["mean", "sum"] = "mean"
     ) -> list[FloatArray]:
-        """The weight of each row's sum of token losses: float64 [b] for each micro-batch.
+        """Returns the weight of each row's sum of token losses, float64 [b] for each micro-batch.
 
         The loss of a micro-batch is `(weights * (token_loss * mask).sum(-1)).sum()`. Its sum over the micro-batches of
         an update, on all ranks, is the loss of the whole update; do not divide it by anything else:
@@ -326,8 +326,8 @@ class MicroBatchPlan:
             raise PlanError(f'{call}: gradients is {said(gradients)}; expected "mean" or "sum". Choose one.')
         if self.loss is None:
             raise PlanError(
-                f"{call}: the plan knows no loss tokens; expected them when it is made. Pass loss_tokens, the sum of "
-                "each row's loss mask."
+                f"{call}: the plan was made without loss tokens; expected them. Make the plan with loss_tokens, the "
+                "sum of each row's loss mask."
             )
         loss = self.loss if gradients == "mean" else replace(self.loss, ranks=1)
         out: list[FloatArray] = []
@@ -340,7 +340,7 @@ class MicroBatchPlan:
         return out
 
     def loads(self) -> list[float]:
-        """The work of each of `micro_batches`, by default its cost; 0 for dummies."""
+        """Returns the work of each of `micro_batches`, by default its cost; 0 for dummies."""
         return [
             load
             for update, dummies in zip(self._bins, self.dummies, strict=True)
@@ -348,9 +348,9 @@ class MicroBatchPlan:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """A flat dict for a logger, of how full the micro-batches are. `fill` is the fraction of valid tokens if each
-        micro-batch were padded to its longest row; `imbalance` is the largest work of a micro-batch over the mean of
-        its update, the largest of all updates. With a tree, `shared_tokens` counts the tokens that replay does not
+        """Returns a flat dict for a logger: how full the micro-batches are. `fill` is the fraction of valid tokens if
+        each micro-batch were padded to its longest row; `imbalance` is the largest work of a micro-batch over the mean
+        of its update, the largest of all updates. With a tree, `shared_tokens` counts the tokens that replay does not
         compute again."""
         used = [rows for rows, dummy in zip(self.micro_batches, self.is_dummy, strict=True) if not dummy]
         tokens = int(self.lengths.sum())
@@ -381,7 +381,7 @@ class MicroBatchPlan:
 
 @singledispatch
 def take_rows(batch: Any, parts: Sequence[Sequence[int]], num_rows: int) -> Iterator[Any]:
-    """Yields the rows of each part. Implementations for other kinds of batches can be registered."""
+    """Yields the rows of each part of a batch. To support another type of batch, register a function for it."""
     raise PlanError(
         f"MicroBatchPlan.apply: got {said(batch)}; expected a TensorDict, a PackedBatch, a BatchView or a "
         f"tensor of {num_rows} rows. Pass the batch."
@@ -390,7 +390,7 @@ def take_rows(batch: Any, parts: Sequence[Sequence[int]], num_rows: int) -> Iter
 
 @singledispatch
 def join_rows(first: Any, outputs: Sequence[Any], parts: Sequence[Sequence[int]], lengths: IntArray | None) -> Any:
-    """Joins `outputs` in the order of the rows: the inverse of `take_rows`. `first` is `outputs[0]`."""
+    """Joins outputs in the order of the rows: the inverse of `take_rows`. `first` is `outputs[0]`."""
     raise PlanError(
         f"MicroBatchPlan.restore: outputs are of type {type(first).__name__}; expected tensors, TensorDicts, "
         "PackedBatches, BatchViews or lists. Return one of these, and restore several things one by one."

@@ -46,7 +46,9 @@ def checked_tree(tree: Any, cost: Any, lengths: IntArray, call: str) -> PrefixTr
     if not isinstance(tree, PrefixTree):
         raise PlanError(f"{call}: tree is {said(tree)}; expected the PrefixTree of the rows. {_REMEDY}")
     if tree.num_rows != lengths.size:
-        raise PlanError(f"{call}: tree of {tree.num_rows} rows for {lengths.size} lengths; expected as many. {_REMEDY}")
+        raise PlanError(
+            f"{call}: tree of {tree.num_rows} rows for {lengths.size} lengths; expected the same number. {_REMEDY}"
+        )
     if not np.array_equal(tree.lengths, lengths):
         row = int(np.flatnonzero(tree.lengths != lengths)[0])
         raise PlanError(

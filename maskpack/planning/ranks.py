@@ -47,8 +47,9 @@ def plan_ranks(
     seed: int = 0,
     own_lengths: bool = False,
 ) -> RankPlans:
-    """Divides rows among DP ranks with `balance_rows`, and the rows of each rank into micro-batches with
-    `plan_micro_batches`. All ranks have the same number of micro-batches in the same update.
+    """Divides rows among DP ranks, and the rows of each rank into micro-batches.
+
+    It uses `balance_rows` and `plan_micro_batches`. All ranks have the same number of micro-batches in an update.
 
     Args:
         lengths: integers [B] on the host, the valid tokens of each row of the whole batch: prompt plus response.
@@ -115,7 +116,7 @@ def _balanced_prefixes(
 
 @dataclass(frozen=True, eq=False)
 class RankPlans:
-    """The rows and the MicroBatchPlan of each DP rank.
+    """The rows and the MicroBatchPlan of each DP rank: the result of `plan_ranks`.
 
     Attributes:
         rows: for each rank a list of row numbers of the whole batch.
@@ -143,7 +144,7 @@ class RankPlans:
 
     @property
     def divisible(self) -> bool:
-        """Whether the rows can be divided anew: the plan has one update, no loss weights and no groups."""
+        """Whether the rows can be divided again: the plan has one update, no loss weights and no groups."""
         return self._options.num_updates == 1 and self._loss_tokens is None and self._groups is None
 
     def for_rows(self, rows: Mapping[int, IntArray]) -> dict[int, MicroBatchPlan]:
@@ -174,7 +175,7 @@ class RankPlans:
         return planned(self._options, self.lengths[rows], groups, tokens, tree)
 
     def metrics(self) -> dict[str, float]:
-        """A flat dict for a logger: sums over ranks of the counts and means of the ratios of their plans, and
+        """Returns a flat dict for a logger: sums over ranks of the counts and means of the ratios of their plans, and
         `plan/rank_imbalance`, the largest work of a rank over the mean. It is computed micro-batch by micro-batch,
         because ranks wait for each other in each."""
         return dict(self._metrics)
@@ -199,8 +200,8 @@ def equalized(plans: Sequence[MicroBatchPlan]) -> list[MicroBatchPlan]:
     empty = [rank for rank, plan in enumerate(plans) if not plan.num_rows]
     if empty and any(counts):
         raise PlanError(
-            f"{_CALL}: ranks {empty[:8]} have no row to run, others have; expected at least one on each. Use fewer "
-            "ranks, or more rows."
+            f"{_CALL}: ranks {empty[:8]} have no row to run, but other ranks have; expected at least one on each. Use "
+            "fewer ranks, or more rows."
         )
     out = [plan.with_count(counts) for plan in plans]
     losses = [plan.loss for plan in out if plan.loss is not None]

@@ -111,7 +111,7 @@ class PackedInputs:
         min_shared: int = MIN_SHARED,
         routed_experts: bool = False,
     ) -> PackedInputs:
-        """Packs the rows of a batch.
+        """Packs the rows of a batch as inputs of a model, without padding.
 
         Args:
             batch: token ids, and the fields of the sequence and response axes: `attention_mask` and `responses`, or
@@ -196,8 +196,9 @@ class PackedInputs:
         )
 
     def shard(self, group: ProcessGroup, *, temperature: float = 1.0) -> PackedInputs:
-        """The inputs of this rank: one of equal, consecutive shards of T tokens, which a longer tail makes a multiple
-        of the ranks.
+        """Returns the inputs of this rank for context parallelism: one of equal, consecutive shards of the T tokens.
+
+        The tail is made longer so that T is a multiple of the number of ranks.
 
         Args:
             group: the context-parallel ranks. All of them call this with the same rows.
@@ -250,8 +251,9 @@ class PackedInputs:
         )
 
     def collected(self, own: Tensor, tokens: IntArray) -> Tensor:
-        """[n, ...]: entries of some of all T tokens, without gradient, from a tensor [T, ...] like `input_ids[0]`; of a
-        shard, on all ranks, which must all call."""
+        """Returns the entries [n, ...] of some tokens, without gradient, from a tensor [T, ...] like `input_ids[0]`.
+
+        `tokens` counts all T tokens. For a shard, all ranks must call, and all get the result."""
         if self.context is not None:
             return self.context.collected(own, tokens)
         return own.detach().index_select(0, torch.from_numpy(tokens).to(own.device))

@@ -37,17 +37,19 @@ from maskpack.replay.inputs import NoPrompt, PackedInputs
 class ReplayModel(Protocol):
     """The interface that replay needs of a causal language model. `adapters.transformers.replayable` returns one.
 
-    A model that supports `PackedInputs.tree`, by `packed_attention(tree=)`, also has `shares_prefixes = True`; one that
-    supports `PackedInputs.context`, by `packed_attention(group=)`, `context_parallel = True`; one that supports
-    `PackedInputs.media`, which its `dense_hidden` takes, too (`media=`), `takes_media = True`; one whose routers take
-    `PackedInputs.routed_experts`, as its `dense_hidden` does (`routed_experts=`), `replays_routes = True`. One whose
-    `head` is split over ranks also has `head_group`, and one with a bias, LoRA, a scale or a soft cap `head_logits`:
-    `group` and `logits` of `ops.packed_log_probs`.
+    These attributes are optional, and declare what else the model supports:
+
+    - `shares_prefixes = True`: `PackedInputs.tree`, by `packed_attention(tree=)`.
+    - `context_parallel = True`: `PackedInputs.context`, by `packed_attention(group=)`.
+    - `takes_media = True`: `PackedInputs.media`, also in `dense_hidden(media=)`.
+    - `replays_routes = True`: `PackedInputs.routed_experts`, also in `dense_hidden(routed_experts=)`.
+    - `head_group`: the ranks over which `head` is split, as `group` of `ops.packed_log_probs`.
+    - `head_logits`: a bias, LoRA, a scale or a soft cap, as `logits` of `ops.packed_log_probs`.
     """
 
     @property
     def device(self) -> torch.device:
-        """The device of its inputs. Each batch, or each micro-batch of a plan, is sent there."""
+        """The device of the model's inputs, to which each batch or each micro-batch of a plan is sent."""
         ...
 
     @property
@@ -125,7 +127,7 @@ def response_log_probs(
     input_ids: Key = "input_ids",
     registry: Registry = RL_FIELDS,
 ) -> Any:
-    """Log-probs of the response tokens, from a forward pass over packed rows.
+    """Computes the log-probs of response tokens in a forward pass over packed rows, without padding.
 
     Args:
         model: the result of `adapters.transformers.replayable`, or any other ReplayModel.
@@ -203,9 +205,9 @@ def response_values(
     input_ids: Key = "input_ids",
     registry: Registry = RL_FIELDS,
 ) -> Tensor:
-    """Values of the states in which response tokens were chosen, from a forward pass over packed rows.
+    """Computes the values of a critic for response tokens in a forward pass over packed rows, without padding.
 
-    The value of a token is read at the same position as its log-prob: the one before it.
+    The value of a token is read at the same position as its log-prob, which is the position before the token.
 
     Args:
         model: as for `response_log_probs`; it needs no output layer.
@@ -268,20 +270,20 @@ def _inputs(
     shares: bool = flag(share_prefixes, "share_prefixes", call, ReplayError)
     if shares and getattr(model, "shares_prefixes", None) is not True:
         raise ReplayError(
-            f"{call}: share_prefixes with {said(model)}, which does not say that it supports PackedInputs.tree; "
+            f"{call}: share_prefixes with {said(model)}, which does not declare support for PackedInputs.tree; "
             "expected a model that attends by packed_attention(tree=) and has shares_prefixes = True. Use "
             "maskpack.adapters.transformers.replayable(model), or leave share_prefixes out."
         )
     if context_group is not None and getattr(model, "context_parallel", None) is not True:
         raise ReplayError(
-            f"{call}: context_group with {said(model)}, which does not say that it supports PackedInputs.shard; "
+            f"{call}: context_group with {said(model)}, which does not declare support for PackedInputs.shard; "
             "expected a model that attends by packed_attention(group=) and has context_parallel = True. Use "
             "maskpack.adapters.transformers.replayable(model), or leave context_group out."
         )
     routed = flag(packing.get("routed_experts", False), "routed_experts", call, ReplayError)
     if routed and getattr(model, "replays_routes", None) is not True:
         raise ReplayError(
-            f"{call}: routed_experts with {said(model)}, which does not say that it supports "
+            f"{call}: routed_experts with {said(model)}, which does not declare support for "
             "PackedInputs.routed_experts; expected a model whose routers take them, and replays_routes = True. Use "
             "maskpack.adapters.transformers.replayable(model), or leave routed_experts out."
         )
@@ -305,8 +307,9 @@ def _need_media_taken(call: str, model: Any, inputs: PackedInputs) -> None:
     if inputs.media is not None and getattr(model, "takes_media", None) is not True:
         raise ReplayError(
             f"{call}: the batch has images or videos ({', '.join(inputs.media.names)}) for {said(model)}, which does "
-            "not say that it supports PackedInputs.media; expected a model that gives them to its vision tower and has "
-            "takes_media = True. Use maskpack.adapters.transformers.replayable(model); without images, drop the fields."
+            "not declare support for PackedInputs.media; expected a model that gives them to its vision tower and has "
+            "takes_media = True. Use maskpack.adapters.transformers.replayable(model); without images, drop the "
+            "fields."
         )
 
 

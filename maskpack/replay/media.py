@@ -186,8 +186,8 @@ def _of_jagged(name: str, value: Any, rows: int, call: str) -> list[Tensor]:
         seen = tuple(value.shape) if tensor and not value.is_nested else said(value)
         raise ReplayError(
             f'{call}: field "{name}" is {seen}; expected a jagged tensor [B, entries, ...] with the entries of each '
-            f'row, or dicts of tensors in "{OBJECTS}": a plain tensor does not say which entries are of which row. '
-            "With one entry a row: torch.nested.as_nested_tensor(list(x[:, None]), layout=torch.jagged)."
+            f'row, or dicts of tensors in "{OBJECTS}": a plain tensor does not record the row of each entry. '
+            "With one entry per row: torch.nested.as_nested_tensor(list(x[:, None]), layout=torch.jagged)."
         )
     jagged: Any = value
     ends: list[int] = jagged.offsets().tolist()
@@ -198,8 +198,8 @@ def _of_jagged(name: str, value: Any, rows: int, call: str) -> list[Tensor]:
 
 def _sound(name: str, call: str) -> ReplayError:
     return ReplayError(
-        f'{call}: the batch has audio in "{name}"; expected text, images or videos, which are all that the model is '
-        "given. Replay these rows by the model's own forward; without sounds, drop the field."
+        f'{call}: the batch has audio in "{name}"; expected text, images or videos only. Run these rows with '
+        "the model's own forward; if there is no sound, drop the field."
     )
 
 
@@ -221,7 +221,7 @@ def _need_joinable(parts: Sequence[Mapping[str, Tensor]], call: str) -> None:
                 raise ReplayError(
                     f'{call}: entries of "{name}" are {forms[name][0]} of {forms[name][1]} on {forms[name][2]} in one '
                     f"row, {form[0]} of {form[1]} on {form[2]} in another; expected the same in all rows, which are "
-                    "joined. Pad the images of all rows to one size, or replay these rows apart."
+                    "joined. Pad the images of all rows to one size, or replay these rows separately."
                 )
             whole = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
             if name in GRIDS and (x.dim() != 2 or x.shape[1] != 3 or not whole):

@@ -85,6 +85,6 @@ def _check_different(ids: Tensor, call: str) -> None:
         token, layer = cast("list[int]", torch.nonzero(wrong)[0].tolist())
         raise ReplayError(
             f'{call}: field "{_FIELD}" has experts {ids[token, layer].tolist()} for a token in layer {layer}, and '
-            f"{int(wrong.sum())} more such; expected different experts, or -1 alone where the router chooses. A row of "
-            "zeros is what engines leave where they recorded nothing: drop such rows, or set these tokens to -1."
+            f"{int(wrong.sum())} more such; expected different experts, or -1 alone where the router chooses. Engines "
+            "leave zeros for tokens that they did not record: drop such rows, or set these tokens to -1."
         )

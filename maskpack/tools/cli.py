@@ -83,18 +83,21 @@ def _add_doctor(commands: Any) -> None:
         description="Says what padding costs a saved batch, what maskpack sends, which fields stay padded, and the "
         "registry line for each. Exits with status 1 if a field stays padded.",
     )
-    _add_file(parser)
+    _add_file(parser, nargs="+")
+    strict = "check each FILE for a CI run: print only the fields that stay padded, and exit with 1 if there are any"
+    parser.add_argument("--strict", action="store_true", help=strict)
     mask = 'a field that is a mask, "sub/name" inside a sub-batch; once for each (default: looked for)'
     parser.add_argument("--mask", action="append", default=[], metavar="NAME", help=mask)
     link = "speed of the link in Gbit/s (default: %(default)g)"
     parser.add_argument("--gbit", type=float, default=10.0, metavar="N", help=link)
 
 
-def _add_file(parser: argparse.ArgumentParser) -> None:
+def _add_file(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
     """The arguments of the commands that read a saved batch."""
     parser.add_argument(
         "file",
         metavar="FILE",
+        nargs=nargs,
         help="a packed batch of PackedBatch.save; a TensorDict, a dict of tensors or a verl DataProto of torch.save; a "
         "pickled DataProto; or the directory of a memory-mapped TensorDict",
     )

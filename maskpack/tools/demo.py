@@ -19,7 +19,6 @@ import logging
 import os
 import pickle
 import random
-import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
+from maskpack.core.difference import difference
 from maskpack.dispatch.group import WorkerGroup, endpoint
 from maskpack.errors import MaskpackError
 from maskpack.nesting.nest import unnest
@@ -344,23 +344,15 @@ def _compare(name: str, padded: Tensor, maskpack: Tensor) -> None:
             f'"{name}" is {padded.dtype} {tuple(padded.shape)} the padded way; {maskpack.dtype} '
             f"{tuple(maskpack.shape)} through maskpack."
         )
-    bits, other = (value.reshape(-1).contiguous().view(torch.uint8) for value in (padded, maskpack))
-    differs = (bits != other).view(padded.numel(), -1).any(1) if padded.numel() else torch.zeros(0, dtype=torch.bool)
-    if not differs.any():
+    found = difference(padded, maskpack)
+    if found is None:
         return
-    first = int(differs.nonzero()[0])
-    row, *rest = (int(index) for index in torch.unravel_index(torch.tensor(first), padded.shape))
+    row, *rest = found.place
     place = f"row {row}" + (f", column {', '.join(map(str, rest))}" if rest else "")
     raise OutputsDiffer(
-        f'"{name}" differs in {int(differs.sum())} of {padded.numel()} values, first in {place}: '
-        f"{_shown(padded, first)} the padded way; {_shown(maskpack, first)} through maskpack."
+        f'"{name}" differs in {found.count} of {padded.numel()} values, first in {place}: '
+        f"{found.values[0]} the padded way; {found.values[1]} through maskpack."
     )
-
-
-def _shown(values: Tensor, index: int) -> str:
-    value = values.reshape(-1)[index : index + 1]
-    bits = int.from_bytes(value.view(torch.uint8).numpy().tobytes(), sys.byteorder)
-    return f"{value.item()!r} (bits {bits:#x})"
 
 
 # -------------------------------------------------------------------- the run

@@ -11,7 +11,7 @@ import argparse
 import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path as FilePath
 from typing import Any, cast
@@ -20,7 +20,9 @@ import torch
 from tensordict import TensorDictBase
 
 from maskpack.core.keys import Key, plain, show
-from maskpack.errors import MaskpackWarning
+from maskpack.core.pads import PAD_TOKEN_ID
+from maskpack.errors import MaskpackError, MaskpackWarning, WireFormatError
+from maskpack.fields.options import not_strict
 from maskpack.fields.registry import MaskNestingRegistry
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.row_layout import RowLayout
@@ -29,8 +31,8 @@ from maskpack.nesting.schema import FieldForm
 from maskpack.packed.batch import PackedBatch, compress, decompress
 from maskpack.packed.decode import MAX_BYTES, row_pads_of
 from maskpack.packed.sizes import Figures, TokenCounts, figures, printable, to_json, token_counts
-from maskpack.tools.files import Unusable, saved_batch, saved_registry
-from maskpack.tools.suggest import Suggester, Suggestion
+from maskpack.tools.files import Unusable, one_line, saved_batch, saved_registry
+from maskpack.tools.suggest import NoSuchMask, Suggester, Suggestion
 
 _LARGEST = 5
 
@@ -47,6 +49,7 @@ class Diagnosis:
         suggestions: one for each field that stays padded.
         notes: warnings, a sentence or two each.
         pad_token_id: the one given, or the one seen under the masks.
+        guess: the note about a pad_token_id that was not given; empty if none is needed.
     """
 
     sizes: Figures
@@ -56,6 +59,7 @@ class Diagnosis:
     suggestions: tuple[Suggestion, ...]
     notes: tuple[str, ...]
     pad_token_id: int | None
+    guess: str
 
     @property
     def padding(self) -> int:
@@ -81,8 +85,8 @@ def diagnose(
         masks: fields [B, width] that are masks, beside the axes of the registry; by default looked for.
 
     Raises:
-        LayoutError: a mask is no field [B, width], a field fits none of its masks or has no plain bits, or the batch
-            takes more than `max_bytes`.
+        LayoutError: a mask is no field [B, width] (NoSuchMask), a field fits none of its masks or has no plain
+            bits, or the batch takes more than `max_bytes`.
     """
     saved = cast("PackedBatch | None", batch if isinstance(batch, PackedBatch) else None)
     tensors: Any = batch if saved is None else decompress(saved, max_bytes=max_bytes)
@@ -91,26 +95,35 @@ def diagnose(
     packed = _compressed(tensors, registry, token) if saved is None else saved
     sizes, covered = figures(packed, left=False), None
     padded = [DenseField(of.path, of.shape, of.dtype, of.padded_bytes, of.reason) for of in sizes.fields if of.reason]
-    suggestions = tuple(map(suggester.suggest, [*padded, *(suggester.hidden() if saved is None else ())]))
+    suggestions = tuple(map(suggester.suggest, [*padded, *suggester.hidden()]))
     if suggestions and saved is None:
         packed = _compressed(tensors, registry | {one.key: one.spec for one in suggestions}, token)
         covered = figures(packed, left=False)
-    notes = tuple(_notes(packed, suggester.tensors, token if pad_token_id is None else None))
-    return Diagnosis(sizes, covered, token_counts(packed), packed.layouts, suggestions, notes, token)
+    guess = "" if pad_token_id is not None else _guess(packed.schema.forms if saved is None else (), registry, token)
+    notes = (*([guess] if guess else []), *_notes(packed, suggester.tensors))
+    return Diagnosis(sizes, covered, token_counts(packed), packed.layouts, suggestions, notes, token, guess)
 
 
 def _compressed(batch: TensorDictBase, registry: MaskNestingRegistry, pad_token_id: int | None) -> PackedBatch:
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), not_strict():
         warnings.simplefilter("ignore", MaskpackWarning)  # the suggestions say it
         return compress(batch, registry=registry, pad_token_id=pad_token_id or 0)
 
 
-def _notes(packed: PackedBatch, tensors: Mapping[tuple[str, ...], torch.Tensor], token: int | None) -> Iterator[str]:
+def _guess(forms: Sequence[FieldForm], registry: MaskNestingRegistry, token: int | None) -> str:
+    """The note about a pad_token_id that was not given; `token` was seen under the masks."""
     if token is not None:
-        yield (
+        return (
             f"pad_token_id was not given; {token} is the value under the masks of the token fields. Pass it to "
             f"compress as pad_token_id={token}."
         )
+    specs = (registry.find(form.path) for form in forms if form.kind == "padded")
+    if any(spec is not None and PAD_TOKEN_ID in spec.pads for spec in specs):
+        return "pad_token_id was not given, and no padding shows it. Pass that of the tokenizer to compress."
+    return ""
+
+
+def _notes(packed: PackedBatch, tensors: Mapping[tuple[str, ...], torch.Tensor]) -> Iterator[str]:
     signed = ", ".join(show(form.path) for form in packed.schema.forms if _has_minus_zero(packed, form))
     if signed:
         yield (
@@ -153,13 +166,49 @@ def run(args: argparse.Namespace) -> tuple[str, int]:
     """The command; returns what to print and the exit status."""
     if not 0 < args.gbit < float("inf"):
         raise Unusable(f"--gbit is {args.gbit}; expected the speed of a link, above 0")
+    if len(args.file) > 1 and not args.strict:
+        raise Unusable(f"{len(args.file)} files; expected one. Give one file, or check several with --strict")
     registry = saved_registry(args.registry)
-    batch = saved_batch(FilePath(args.file), args.allow_pickle, args.max_bytes)
     masks = [plain(tuple(name.split("/"))) for name in args.mask]
-    diagnosis = diagnose(batch, registry, args.pad_token_id, max_bytes=None, masks=masks)
     base = "RL_FIELDS" if args.registry is None else "registry"
-    out = as_json(diagnosis, args.file, base) if args.json else text(diagnosis, args.file, args.gbit, base)
+
+    def diagnosed(file: str) -> Diagnosis:
+        batch = saved_batch(FilePath(file), args.allow_pickle, args.max_bytes)
+        return diagnose(batch, registry, args.pad_token_id, max_bytes=None, masks=masks)
+
+    if args.strict:
+        return _strict(args.file, diagnosed, base, args.json)
+    (file,) = args.file
+    diagnosis = diagnosed(file)
+    out = as_json(diagnosis, file, base) if args.json else text(diagnosis, file, args.gbit, base)
     return out if isinstance(out, str) else json.dumps(out, indent=2), 1 if diagnosis.suggestions else 0
+
+
+def _strict(files: Sequence[str], diagnosed: Callable[[str], Diagnosis], base: str, in_json: bool) -> tuple[str, int]:
+    """The check of several files, each by itself: a line for each, the registry line for each field that stays padded,
+    and a pad token that was not given. The status is 1 if a field stays padded or `compress` refuses a batch, and 2 if
+    a file cannot be read or has no field of the name of a mask."""
+    out: list[str] = []
+    found: list[dict[str, Any]] = []
+    status = 0
+    for file in files:
+        try:
+            diagnosis = diagnosed(file)
+        except (Unusable, MaskpackError, OSError, MemoryError, RuntimeError) as error:
+            refused = isinstance(error, MaskpackError) and not isinstance(error, WireFormatError | NoSuchMask)
+            failed = "packed" if refused else "checked" if isinstance(error, NoSuchMask) else "read"
+            status = max(status, 1 if refused else 2)
+            found.append({"file": file, "error": one_line(error)})
+            out.append(f"{file}: cannot be {failed}: {one_line(error)}")
+            continue
+        found.append(as_json(diagnosis, file, base))
+        padded, fields = len(diagnosis.suggestions), len(diagnosis.sizes.fields)
+        status = max(status, min(padded, 1))
+        out.append(f"{file}: {f'{padded} stay padded' if padded else f'{fields:,} fields, none stays padded'}")
+        for one in diagnosis.suggestions:
+            out += [f"  {one.field}", f"    {one.seen}", f"    {one.line}"]
+        out += [f"  note: {diagnosis.guess}"] if diagnosis.guess else []
+    return json.dumps(found, indent=2) if in_json else "\n".join(map(printable, out)), status
 
 
 def text(diagnosis: Diagnosis, file: str, gbit: float, base: str) -> str:

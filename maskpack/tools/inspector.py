@@ -12,6 +12,7 @@ from xml.sax.saxutils import escape
 
 from maskpack.core.keys import show
 from maskpack.errors import MaskpackWarning
+from maskpack.fields.options import not_strict
 from maskpack.packed.batch import PackedBatch, compress
 from maskpack.packed.sizes import FieldReport, Figures, dtype_name, figures, printable, to_json
 from maskpack.tools.files import Unusable, saved_batch, saved_registry
@@ -26,7 +27,7 @@ def run(args: argparse.Namespace) -> tuple[str, int]:
     registry = saved_registry(args.registry)
     batch = saved_batch(Path(args.file), args.allow_pickle, args.max_bytes)
     if not isinstance(batch, PackedBatch):
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), not_strict():
             warnings.simplefilter("ignore", MaskpackWarning)  # the table lists the fields that stay padded
             batch = compress(batch, registry=registry, pad_token_id=args.pad_token_id)
     sizes = figures(batch)

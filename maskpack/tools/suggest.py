@@ -44,6 +44,10 @@ _PAD_WORDS: dict[PadValue, str] = {
 }
 
 
+class NoSuchMask(LayoutError):
+    """A mask that was named is no field [B, width] of the batch."""
+
+
 @dataclass(frozen=True)
 class Suggestion:
     """A registry entry for a field that stays padded.
@@ -94,7 +98,7 @@ class Suggester:
             if another field has one pad under them.
 
     Raises:
-        LayoutError: a mask is no field [B, width].
+        NoSuchMask: a mask is no field [B, width].
     """
 
     def __init__(
@@ -114,7 +118,7 @@ class Suggester:
         for mask in masks:
             if show(mask) not in wide:
                 names = ", ".join(wide) or "there is none"
-                raise LayoutError(f'{_CALL}: mask "{show(mask)}" is no field (B, width). Name one: {names}.')
+                raise NoSuchMask(f'{_CALL}: mask "{show(mask)}" is no field (B, width). Name one: {names}.')
         self._masks: dict[Key, bool] = {**dict.fromkeys(mask_fields, False), **dict.fromkeys(known, True)}
         """Every mask to try, and whether the registry knows it."""
         self._served: Counter[Key] = Counter()

@@ -1,4 +1,4 @@
-"""Rows of packed batches that lie elsewhere: in the object store, on other nodes.
+"""Views of rows of packed batches, which may be in the object store or on other nodes.
 
 view.py        BatchView                     column_group.py    fields whose rows come from the same batches
 segments.py    which rows of which batch     origins.py         which rows of which batch the rows of a view stand for

@@ -28,7 +28,7 @@ from maskpack.views.segments import Segments
 
 @dataclass(frozen=True, eq=False)
 class BatchMeta:
-    """The schema, lengths and size of a packed batch that lies elsewhere.
+    """The schema, row lengths and size of a packed batch that may be in another process or on another node.
 
     Attributes:
         head: the batch without its rows: the schema, and Python objects that stand for all rows.
@@ -44,7 +44,7 @@ class BatchMeta:
 
     @classmethod
     def of(cls, packed: PackedBatch) -> BatchMeta:
-        """The BatchMeta of a packed batch. It keeps no memory of the batch alive.
+        """Returns the BatchMeta of a packed batch. It keeps no memory of the batch alive.
 
         Raises LayoutError for a batch packed with batch_size [].
         """
@@ -54,7 +54,7 @@ class BatchMeta:
         return cls(replace(head, table=head.table.own()), packed.layouts, packed.num_rows, packed.nbytes)
 
     def take(self, rows: IntArray) -> BatchMeta:
-        """The BatchMeta of some rows of the batch."""
+        """Returns the BatchMeta of some rows of the batch."""
         layouts = {name: layout.take(rows) for name, layout in self.layouts.items()}
         return BatchMeta(self.head, layouts, rows.size, self.nbytes_of(rows.size))
 
@@ -91,15 +91,15 @@ class Source:
         """`packed`, as it was fetched. Raises LayoutError unless it is the batch that `meta` describes."""
         if not isinstance(packed, PackedBatch):
             raise LayoutError(
-                f"BatchView.materialize: a reference led to {said(packed)}; expected a PackedBatch. Put "
-                "what compress returned."
+                f"BatchView.materialize: a reference resolved to {said(packed)}; expected a PackedBatch. Put what "
+                "compress returned."
             )
         meta = self.meta
         fits = packed.num_rows == meta.num_rows and packed.schema == meta.head.schema
         if not fits or dict(packed.layouts) != dict(meta.layouts):
             raise LayoutError(
-                f"BatchView.materialize: a reference led to {packed!r}; expected {meta.num_rows} rows with the "
-                "fields and lengths of its BatchMeta. Give BatchView.at the BatchMeta of the batch that lies there."
+                f"BatchView.materialize: a reference resolved to {packed!r}; expected {meta.num_rows} rows with the "
+                "fields and lengths of its BatchMeta. Give BatchView.at the BatchMeta of that batch."
             )
         return packed
 

@@ -1,4 +1,4 @@
-"""BatchView: an ordered list of row segments over packed batches that may lie elsewhere.
+"""BatchView: an ordered list of row segments of packed batches, which may be in another process or on another node.
 
     here       lengths, schema, segments     view.take(...), sort_by_length(), split(...): numbers move, data stays
     elsewhere  the packed batches            view.materialize(get=ray.get): each is fetched once, its rows are decoded
@@ -47,7 +47,9 @@ Get = Callable[[list[Any]], list[Any]]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BatchView:
-    """Rows of packed batches, wherever they lie. Build one with `of` or `at`, or take one from a WorkerGroup.
+    """A list of rows of packed batches, which may be in this process, in the object store or on other nodes.
+
+    Build one with `of` or `at`, or get one from a WorkerGroup. Operations on a view do not move data.
 
     Attributes:
         groups: its fields, grouped by the batches that their rows come from.
@@ -61,7 +63,7 @@ class BatchView:
 
     @classmethod
     def of(cls, packed: PackedBatch) -> BatchView:
-        """All rows of a packed batch that is here."""
+        """Returns a view of all rows of a packed batch in this process."""
         if not isinstance(packed, PackedBatch):
             raise LayoutError(
                 f"BatchView.of: got {said(packed)}; expected a PackedBatch. Compress it first, or give a "
@@ -72,7 +74,8 @@ class BatchView:
 
     @classmethod
     def at(cls, reference: Any, meta: BatchMeta) -> BatchView:
-        """All rows of the packed batch behind `reference`. `meta` is its `BatchMeta.of`."""
+        """Returns a view of all rows of the packed batch behind `reference`. `meta` is the `BatchMeta.of` of this
+        batch."""
         if not isinstance(meta, BatchMeta):
             raise LayoutError(
                 f"BatchView.at: meta is {said(meta)}; expected a BatchMeta. Pass BatchMeta.of(packed), made where "
@@ -108,7 +111,7 @@ class BatchView:
 
     @property
     def nbytes(self) -> int:
-        """Encoded bytes of its rows, if each row takes an equal share of the packed batch that it lies in."""
+        """The encoded bytes of the rows, if every row of a packed batch takes an equal share."""
         return sum(
             group.sources[share.source].meta.nbytes_of(share.rows.size)
             for group in self.groups
@@ -117,7 +120,7 @@ class BatchView:
 
     @property
     def padded_nbytes(self) -> int:
-        """Bytes of its tensors in padded form; a jagged tensor counts with its values."""
+        """The bytes of the fields as padded tensors; a jagged field counts its values."""
         total = 0
         for form in self.head.schema.forms:
             if form.dtype is not None:
@@ -125,16 +128,16 @@ class BatchView:
         return total
 
     def layouts_alone(self) -> PackedBatch:
-        """Its rows and layouts without any field, for `compress(..., like=)`."""
+        """The rows and layouts of the view, without any field, for `compress(..., like=)`."""
         schema = replace(self.head.schema, forms=())
         return PackedBatch(self.num_rows, schema, table_of(self.layouts, self.num_rows), {})
 
     def lengths(self, layout: str) -> IntArray:
-        """int64 [B]: row lengths of one of the layouts."""
+        """The row lengths of a layout, int64 [B]."""
         return named(self.layouts, layout, "BatchView.lengths").lengths + 0
 
     def tokens(self) -> IntArray:
-        """int64 [B]: valid tokens of each row, in the layout that has most of them."""
+        """The valid tokens of each row, int64 [B], in the layout that has most of them."""
         lengths = [layout.lengths for layout in self.layouts.values()]
         return max(lengths, key=lambda of_rows: int(of_rows.sum())) + 0 if lengths else np.zeros(len(self), np.int64)
 
@@ -152,7 +155,7 @@ class BatchView:
     # ---------------------------------------------------------------- rows
 
     def take(self, rows: Rows) -> BatchView:
-        """Some rows, in the order given: a slice, indices (repeats allowed, negative from the end), or a bool mask [B].
+        """Selects rows by a slice, indices (repeated or negative ones too), or a bool mask [B], in the order given.
 
         Raises LayoutError for rows that the view does not have.
         """
@@ -163,7 +166,8 @@ class BatchView:
         return self.take(rows)
 
     def split(self, sizes: int | Sequence[int]) -> tuple[BatchView, ...]:
-        """Consecutive parts of `sizes` rows: a list that sums to B, or one size (the last part may be smaller)."""
+        """Splits the rows into consecutive parts: `sizes` is a list that sums to B, or one size (the last part may be
+        smaller)."""
         sizes = part_sizes(sizes, self.num_rows, "BatchView.split")
         ends = np.cumsum(sizes, dtype=np.int64).tolist()
         return tuple(
@@ -172,18 +176,20 @@ class BatchView:
         )
 
     def chunk(self, parts: int) -> tuple[BatchView, ...]:
-        """`parts` consecutive parts whose sizes differ by one at most; parts beyond the rows are empty."""
+        """Splits the rows into `parts` consecutive parts whose sizes differ by at most one; parts beyond the rows are
+        empty."""
         return self.split(even_sizes(self.num_rows, parts, "BatchView.chunk"))
 
     def repeat(self, times: int, *, interleave: bool = True) -> BatchView:
-        """Every row `times` times: each row after itself, or the whole view after itself."""
+        """Repeats every row `times` times: each row next to itself, or the whole view one after the other."""
         times = whole(times, "times", 0, "BatchView.repeat")
         flag(interleave, "interleave", "BatchView.repeat")
         rows = np.arange(self.num_rows)
         return self._rows(np.repeat(rows, times) if interleave else np.tile(rows, times))
 
     def sort_by_length(self, layout: str | None = None, *, descending: bool = False) -> BatchView:
-        """Rows by their length in a layout (by `tokens` where none is named); rows of one length keep their order."""
+        """Sorts the rows by their length in a layout (by `tokens` if none is named). Equally long rows keep their
+        order."""
         call = "BatchView.sort_by_length"
         flag(descending, "descending", call)
         lengths = self.tokens() if layout is None else named(self.layouts, layout, call).lengths
@@ -191,7 +197,7 @@ class BatchView:
 
     @staticmethod
     def cat(views: Sequence[BatchView]) -> BatchView:
-        """The rows of several views with the same fields, one after the other.
+        """Concatenates the rows of several views with the same fields.
 
         Batches of different padded widths become as wide as the widest, as in `PackedBatch.cat`. Raises LayoutError if
         fields, dtypes or the shapes of their elements differ: here, not when the rows are fetched.
@@ -221,7 +227,7 @@ class BatchView:
     # ---------------------------------------------------------------- fields
 
     def select(self, *fields: Key) -> BatchView:
-        """Some fields with all rows, in the order of the view. No data moves, and it still knows which rows it has.
+        """Selects fields, with all rows, in the order of the view. No data moves, and the origins of the rows are kept.
 
         The name of a sub-batch stands for all that is in it, a tuple of names for one entry in it. Batches that lie
         elsewhere are still fetched whole.
@@ -237,7 +243,7 @@ class BatchView:
         return BatchView(tuple(groups), order, self.num_rows)
 
     def with_fields(self, other: BatchView | PackedBatch) -> BatchView:
-        """The same rows with the fields of `other`; new fields come after the fields of the view. No data moves.
+        """Adds or replaces the fields of `other`, a view of the same rows. New fields come last. No data moves.
 
         A view knows which rows it has: the results of a call, and fields that were put `onto` a view, stand for the
         rows that they were computed from. Rows that were packed separately are compared by their lengths only.
@@ -293,7 +299,7 @@ class BatchView:
         device: torch.device | str | None = None,
         max_bytes: int | None = MAX_BYTES,
     ) -> TensorDict:
-        """The rows, decoded as by `decompress`.
+        """Fetches and decodes the rows, like `decompress`.
 
         Args:
             fields: the fields to decode; all if none is named.
@@ -307,7 +313,7 @@ class BatchView:
         return decompress(self.to_packed(*fields, get=get), format=format, device=device, max_bytes=max_bytes)
 
     def to_packed(self, *fields: Key, get: Get | None = None) -> PackedBatch:
-        """The rows, still encoded, as one packed batch in this process. Arguments and errors as for `materialize`."""
+        """Fetches the rows, still encoded, as one PackedBatch. Arguments and errors are those of `materialize`."""
         groups, order = narrowed(self.groups, self.order, fields, "BatchView.materialize")
         fetched = _fetched([source for group in groups for source in group.sources], get)
         root = self.head.schema.root
@@ -329,7 +335,8 @@ def _check_rows(view: BatchView, other: BatchView) -> None:
         raise LayoutError(
             f"BatchView.with_fields: row {odd.row} of the fields is row {odd.theirs} of the batch that it comes from; "
             f"row {odd.row} of the view is {known}. Expected the same rows in the same order. Select and sort the rows "
-            "of both alike, or add the fields first; to_packed(get=ray.get) gives fields that may lie beside any rows."
+            "of both alike, or add the fields first; to_packed(get=ray.get) returns fields that can be combined with "
+            "any rows."
         )
 
 
@@ -356,8 +363,8 @@ def _check_places(
             if places.setdefault(name, place) != place:
                 raise LayoutError(
                     f'BatchView.cat: layout "{name}" becomes {places[name][0]} wide for some fields and {place[0]} for '
-                    "others, or begins elsewhere; expected one place for its columns. Compress all its fields with "
-                    "like= the batch that has prompts and responses, or together with these."
+                    "others, or begins at another column; expected the same columns for all fields. Compress all its "
+                    "fields with like= the batch that has prompts and responses, or together with these."
                 )
 
 
@@ -366,8 +373,8 @@ def _fetched(sources: Sequence[Source], get: Get | None) -> dict[int, PackedBatc
     away: dict[int, Any] = {id(s.held): s.held for s in sources if not isinstance(s.held, PackedBatch)}
     if away and get is None:
         raise LayoutError(
-            f"BatchView.materialize: {len(away)} packed batches lie elsewhere, and get is None; expected a function "
-            "that fetches them. Pass get=ray.get."
+            f"BatchView.materialize: {len(away)} packed batches are not in this process, and get is None; expected a "
+            "function that fetches them. Pass get=ray.get."
         )
     if get is not None and not callable(get):
         raise LayoutError(

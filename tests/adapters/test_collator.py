@@ -281,8 +281,8 @@ def test_trl_leaves_masks_to_its_trainer(padding_free):
         ([{"labels": [1]}], 'sample 0 has no field "input_ids"; expected it beside'),
         ([{"input_ids": [[1, 2]]}], r'sample 0 has a field "input_ids" of shape \(1, 2\)'),
         ([{"input_ids": [1.0]}], 'sample 0 has a field "input_ids" of torch.float32; expected integers'),
-        ([{"input_ids": ["a"]}], 'sample 0 has a field "input_ids" that is no list of numbers'),
-        ([{"input_ids": [1, None]}], 'sample 0 has a field "input_ids" that is no list of numbers'),
+        ([{"input_ids": ["a"]}], 'sample 0 has a field "input_ids" that is not a list of numbers'),
+        ([{"input_ids": [1, None]}], 'sample 0 has a field "input_ids" that is not a list of numbers'),
         ([sample(3), {"input_ids": [1, 2], "labels": [1]}], r'sample 1 has a field "labels" of shape \(1,\); .*\(2,\)'),
         ([{"input_ids": [1, 2], "labels": [True, False]}], "torch.bool; expected integers"),
         ([{"input_ids": [1, 2], "completion_mask": [1]}], '"completion_mask" of shape'),
@@ -293,8 +293,8 @@ def test_trl_leaves_masks_to_its_trainer(padding_free):
         ([{"input_ids": [1, 2], "attention_mask": [0, 1]}], "zeros in its attention_mask; expected valid tokens only"),
         ([{"input_ids": [1, 2], "seq_lengths": [1]}], r"seq_lengths \[1\] and 2 tokens; expected lengths that add up"),
         ([{"input_ids": [1, 2], "seq_lengths": [3, -1]}], "expected lengths that add up"),
-        ([{"input_ids": [1], "position_ids": [0]}], 'sample 0 has a field "position_ids"; expected text alone'),
-        ([{"input_ids": [1], "pixel_values": [0.5]}], 'sample 0 has a field "pixel_values"; expected text alone'),
+        ([{"input_ids": [1], "position_ids": [0]}], 'sample 0 has a field "position_ids"; expected text only'),
+        ([{"input_ids": [1], "pixel_values": [0.5]}], 'sample 0 has a field "pixel_values"; expected text only'),
     ],
 )
 def test_samples_that_cannot_be(samples, message):

@@ -404,7 +404,7 @@ def test_empty_storages_are_saved_and_loaded(tmp_path):
     storage(12).dumps(tmp_path / "s")
     kept.loads(tmp_path / "s")
     assert len(kept) == 0
-    with pytest.raises(mp.errors.LayoutError, match="is no folder"):
+    with pytest.raises(mp.errors.LayoutError, match="is not a folder"):
         kept.loads(tmp_path / "nowhere")
 
 

@@ -233,7 +233,7 @@ def test_fields_that_are_not_one_value_a_sample(queue):
     wrong.set_non_tensor("y", "one for all")
     with pytest.raises(ValueError, match=r'put_data: field "y" is .* expected 2 values'):
         tq.kv_batch_put(keys=names, partition_id="a", fields=wrong)
-    with pytest.raises(NotImplementedError, match="no data_parser runs"):
+    with pytest.raises(NotImplementedError, match="to which it cannot apply a data_parser"):
         tq.kv_batch_put(keys=names, partition_id="a", fields=wrong.select("x"), data_parser=lambda rows: rows)
     assert figures(manager)["samples"] == 0
     tq.kv_batch_put(keys=names, partition_id="a", fields=wrong.select("x"))
@@ -269,7 +269,7 @@ def test_a_storage_unit_that_was_killed_is_named(queue):
     tq.kv_batch_put(keys=names, partition_id="a", fields=fields)
     ray.kill(tq.interface._TQ_STORAGE["Maskpack"][1])
     wait_for_its_end(manager._units.infos[1])
-    with pytest.raises(StorageError, match=r"storage unit .* is gone .*\. Start the run again"):
+    with pytest.raises(StorageError, match=r"storage unit .* is gone .*\. Restart the run from its last"):
         tq.kv_batch_get(keys=names, partition_id="a")
     with pytest.raises(StorageError, match="put: storage unit"):
         tq.kv_batch_put(keys=names, partition_id="a", fields=fields)

@@ -276,3 +276,20 @@ def test_scalars_that_torch_cannot_index_are_reordered(dtype: torch.dtype) -> No
     assert got.dtype == dtype
     want = [given[row].view(1).view(torch.uint8).tolist() for row in (5, 0, 4, 2, 1, 3)]
     assert [row.view(1).view(torch.uint8).tolist() for row in got.unbind()] == want
+
+
+def test_padded_samples_are_put_whatever_the_variable_of_strict_mode_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values under the mask, a tensor inside an object, and a field whose mask is not in the batch."""
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    batch = TensorDict({"attention_mask": mask, "input_ids": torch.arange(6).view(2, 3)}, batch_size=[2])
+    batch["old_log_probs"] = torch.rand(2, 3)
+    batch.set("extra", NonTensorStack({"t": torch.rand(2)}, {"t": torch.rand(3)}))
+    ours = Ours()
+    monkeypatch.setenv("MASKPACK_STRICT", "1")
+    ours.put([0, 1], batch)
+    got = ours.get([1, 0], ["attention_mask", "input_ids", "old_log_probs", "extra"])
+    for name in ("attention_mask", "input_ids", "old_log_probs"):
+        for row, other in enumerate((1, 0)):
+            assert torch.equal(got[name][row], batch[name][other]), name
+    for row, other in enumerate((1, 0)):
+        assert torch.equal(got.get("extra").tolist()[row]["t"], batch.get("extra").tolist()[other]["t"])

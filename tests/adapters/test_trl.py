@@ -440,7 +440,7 @@ def test_the_self_check_sees_other_positions(tmp_path, models, monkeypatch):
     of = adapter.PackedInputs.of
     monkeypatch.setattr(adapter.PackedInputs, "of", lambda batch, **more: of(batch.exclude("position_ids"), **more))
     run = work.trainer(packed(GRPOTrainer, share_prefixes=False), tmp_path, folder)
-    with pytest.raises(ReplayError, match="Packed rows of this model are not right"):
+    with pytest.raises(ReplayError, match="Packed rows give wrong results for this model"):
         run._get_per_token_logps_and_entropies(run.model, *padded_rows())
 
 

@@ -23,8 +23,7 @@ from omegaconf import OmegaConf
 from samples import workload
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from verl import DataProto
-from verl.protocol import BatchData
-from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base.decorator import Dispatch, _split_args_kwargs_data_proto, register
 from verl.single_controller.ray import (
     RayClassWithInitArgs,
     RayResourcePool,
@@ -599,6 +598,11 @@ def wire_bytes(things):
     return total
 
 
+def sent_by_verl(data, ranks):
+    (chunks,), _ = _split_args_kwargs_data_proto(ranks, data)
+    return chunks
+
+
 def test_twelve_times_fewer_bytes_than_verl_sends():
     # the fill of the reference workload of the benchmarks: 8 % of the columns are real
     data = rollouts(32, prompt_width=200, response_width=200)
@@ -614,7 +618,7 @@ def test_twelve_times_fewer_bytes_than_verl_sends():
     for given in (DataProto(batch), batch):
         packed = verl.pack(given, pad_token_id=PAD, strict_mask_nesting=True)
         parts = [packed.take(slice(begin, begin + 8)) for begin in range(0, 32, 8)]
-        assert 12 * wire_bytes(parts) <= wire_bytes(BatchData(given).chunk(chunks=4))
+        assert 12 * wire_bytes(parts) <= wire_bytes(sent_by_verl(given, 4))
 
 
 # -------------------------------------------------------------------- verl's worker groups
@@ -686,7 +690,7 @@ def test_rows_of_true_widths(group):
     assert_same(group.packed_score(data), group.plain_score(data))
     packed = verl.pack(data, pad_token_id=PAD)
     parts = [packed.take(slice(begin, begin + 32)) for begin in (0, 32)]
-    assert 12 * wire_bytes(parts) <= wire_bytes(BatchData(data).chunk(chunks=2))
+    assert 12 * wire_bytes(parts) <= wire_bytes(sent_by_verl(data, 2))
 
 
 @pytest.mark.parametrize("method", ["score", "all_score"])
@@ -826,6 +830,19 @@ def test_a_result_of_another_width_goes_whole():
         back = verl.unpack(config.pack_result(result, like))
         assert torch.equal(back["old_log_probs"], result["old_log_probs"])
         assert torch.equal(back["values"], result["values"])
+
+
+def test_a_result_stays_padded_whatever_the_variable_of_strict_mode_says(monkeypatch):
+    config = verl.MaskNestingConfig(use_mask_nesting=True, pad_token_id=0)
+    like = config.pack(rollouts())
+    result = TensorDict({"nobody_knows_it": torch.randn(4, 9), "old_log_probs": torch.full((4, R), 0.5)}, [4])
+    monkeypatch.setenv("MASKPACK_STRICT", "1")
+    with pytest.warns(mp.errors.MaskpackWarning, match="nobody_knows_it"):
+        back = verl.unpack(config.pack_result(result, like))
+    assert torch.equal(back["nobody_knows_it"], result["nobody_knows_it"])
+    assert torch.equal(back["old_log_probs"], result["old_log_probs"])
+    with pytest.raises(mp.errors.CoverageError, match="nobody_knows_it"):
+        config.pack(result)
 
 
 def test_object_columns_of_two_dims_are_copies():

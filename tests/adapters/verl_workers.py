@@ -62,7 +62,7 @@ def digest(value):
 def seen(self, data):
     """One digest a row of what this rank was given."""
     rows = len(data)
-    if isinstance(data, TensorDict):
+    if isinstance(data, TensorDict) and hasattr(tu, "maybe_fix_3d_position_ids"):  # not in verl 0.7.0
         tu.maybe_fix_3d_position_ids(data)  # as verl's workers do: its wire loses which dim is ragged
     if isinstance(data, DataProto):
         return DataProto(non_tensor_batch={"digest": np.array([digest(data)] * rows, dtype=object)})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,22 +27,16 @@ KINDS = {"python", "text", "bash", "yaml", "diff", "", "{toctree}", "{eval-rst}"
 """Of fences. A block of code under another name would not run."""
 
 README_PRELUDE = """
-import torch
 from tensordict import TensorDict
 
 
 def score(batch):
     return TensorDict({"old_log_probs": -batch["responses"].float()}, batch_size=batch.batch_size)
-
-
-real = torch.arange(6) < torch.tensor([[3], [6], [1], [4]])
-responses = torch.randint(1, 100, (4, 6)) * real
-batch = TensorDict({"responses": responses, "response_mask": real.long()}, batch_size=[4])
-expected = score(batch)
 """
 README_CHECK = """
 from samples import assert_same
-assert_same(log_probs, expected)
+assert_same(log_probs, score(batch))
+group.close()
 """
 
 
@@ -71,8 +66,20 @@ PAGES = {
     "docs/gpu.md": Page(),
     "docs/inspect.md": Page(),
     "docs/nesting.md": Page(),
+    "docs/operations.md": Page(needs=("ray",), script=True),
     "docs/replay.md": Page(needs=("transformers",)),
+    "docs/testing.md": Page(),
     "docs/torchrl.md": Page(needs=("torchrl",)),
+    "docs/trainers.md": Page(
+        also={
+            0: ("verl",),
+            1: ("verl",),
+            2: ("trl",),
+            3: ("torchrl",),
+            4: ("transfer_queue", "omegaconf"),
+            5: ("ray",),
+        }
+    ),
     "docs/tour.md": Page(needs=("ray", "transformers"), script=True, shown=True),
     "docs/transferqueue.md": Page(needs=("transfer_queue",), script=True),
     "docs/transformers.md": Page(needs=("transformers",), also={1: ("accelerate",)}),
@@ -142,6 +149,18 @@ def runs() -> list[Any]:
     return found
 
 
+@pytest.fixture
+def logging_as_before() -> Iterator[None]:
+    """Pages show how to configure loggers."""
+    loggers = [logging.getLogger(), logging.getLogger("maskpack")]
+    before = [(logger.level, list(logger.handlers)) for logger in loggers]
+    yield
+    for logger, (level, handlers) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
+
+
+@pytest.mark.usefixtures("logging_as_before")
 @pytest.mark.parametrize(("name", "number"), runs())
 def test_blocks_run(
     name: str, number: int | None, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

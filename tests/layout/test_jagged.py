@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from samples import PAD, assert_same, freeze, rollout
+from samples import PAD, assert_same, freeze, joined, parts_of, rollout
 from tensordict import TensorDict
 from torch.nested._internal.nested_tensor import NestedTensor
 
@@ -183,7 +183,7 @@ def assert_round_trips(batch: TensorDict) -> None:
                 lengths = value.offsets().diff()
                 assert (value._get_min_seqlen(), value._get_max_seqlen()) == (int(lengths.min()), int(lengths.max()))
                 assert {"min_seqlen", "max_seqlen"} <= set(value._metadata_cache)
-    assert_same(mp.unnest(torch.cat(list(nested.chunk(2)))), batch)
+    assert_same(mp.unnest(joined(parts_of(nested, [3, len(batch) - 3]))), batch)
     assert_same(mp.decompress(packed), batch)
     one, other = nested["advantages"], nested["token_level_scores"]
     assert one.offsets() is other.offsets()

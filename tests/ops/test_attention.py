@@ -286,19 +286,28 @@ def on_gpu(dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any]]]:
-    """`machine(packages, capability)` puts packages there, by name, and a GPU; it returns the list of calls."""
+    """`machine(packages, capability, varlen)` puts packages there, by name, a GPU, and the `varlen_attn` of torch; it
+    returns the list of calls."""
 
-    def there(packages: dict[str, Any], capability: tuple[int, int] = (9, 0)) -> list[Any]:
+    def varlen_2_11(*rows: Any, scale: float | None = None, window_size: tuple[int, int] = (-1, -1)) -> None: ...
+
+    def there(packages: dict[str, Any], capability: tuple[int, int] = (9, 0), varlen: Any = varlen_2_11) -> list[Any]:
         calls: list[Any] = []
+        of_torch: Any = None if varlen is None else ModuleType("varlen")
+        if of_torch is not None:
+            of_torch.varlen_attn = varlen
+        monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", of_torch)
         for name in ("flash_attn", "flash_attn.cute", "flash_attn_interface"):
             found = packages.get(name)
             monkeypatch.setitem(sys.modules, name, found(name, calls) if callable(found) else found)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         module._varlen_func.cache_clear()
+        module._varlen_attn.cache_clear()
         return calls
 
     yield there
     module._varlen_func.cache_clear()
+    module._varlen_attn.cache_clear()
 
 
 def flash_2(name: str, calls: list[Any]) -> ModuleType:
@@ -406,6 +415,17 @@ def test_the_fastest_kernel_that_is_there_is_taken(machine: Any, name: str) -> N
         assert all(torch.equal(x, ends) for x in rows)
         sides = sides if want == "4" or sides[0] is not None else (-1, -1)
         assert calls[number + 1] == (sides if want == "4" else (sides, 0.0))
+
+
+def varlen_2_10(q: Any, k: Any, v: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int) -> None: ...
+
+
+@pytest.mark.parametrize("of_torch", [None, varlen_2_10], ids=["2.9", "2.10"])
+def test_flex_stands_in_where_torch_has_no_varlen(machine: Any, of_torch: Any) -> None:
+    machine({}, varlen=of_torch)
+    assert module.backend_for(on_gpu()[0], None) == "flex"
+    with pytest.raises(ReplayError, match=r'backend "varlen" with .*; it needs a GPU with torch 2\.11 or later'):
+        attend(on_gpu(), [3, 4], backend="varlen")
 
 
 @pytest.fixture

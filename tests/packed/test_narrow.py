@@ -229,7 +229,7 @@ def test_what_cannot_be_narrowed() -> None:
     packed = compress(batch, pad_token_id=0)
     cases: list[tuple[Any, Any, Any, Any, str]] = [
         ("nope", 0, 1, None, 'no field "nope" in the batch'),
-        ("sub", 0, 1, None, 'field "sub" is no tensor; expected one'),
+        ("sub", 0, 1, None, 'field "sub" is not a tensor; expected a tensor'),
         ("input_ids", 0, 1, None, 'dim is None of field "input_ids", whose elements are (); expected a field whose'),
         ("routed_experts", 0, 4, None, 'field "routed_experts" from 0 on, 4 of them; expected at most 3 in all'),
         ("routed_experts", -1, 2, None, 'field "routed_experts" from 2 on, 2 of them; expected at most 3 in all'),

@@ -717,7 +717,7 @@ def test_files_with_pickles(tmp_path: Path) -> None:
 def test_the_writer_names_the_field_that_json_cannot_say(tmp_path: Path) -> None:
     packed = compress(trapped())
     with pytest.raises(
-        MaskpackError, match=r'field "trap" holds a Trap; expected what JSON can say.*allow_pickle=True'
+        MaskpackError, match=r'field "trap" holds a Trap; expected what JSON can represent.*allow_pickle=True'
     ):
         packed.to_bytes()
     with pytest.raises(MaskpackError, match='field "trap" holds a Trap'):
@@ -919,6 +919,7 @@ def test_the_writer_says_no_dict_that_a_reader_refuses() -> None:
         assert decompress(back)["o"] == [data]
 
 
+@pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.0.0", reason="NumPy 1 compares them")
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64"])
 def test_keys_that_cannot_be_compared(dtype: str) -> None:
     one = {"scalar": [dtype, np.ones((), dtype).tobytes().hex()]}

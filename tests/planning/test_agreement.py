@@ -134,7 +134,7 @@ BAD: dict[str, tuple[str, dict[int, tuple[str, str]]]] = {
         "ranks [0, 3] have no plan",
         dict.fromkeys([0, 3], ("PlanError", "plan_micro_batches: lengths are")),
     ),
-    "no rows on one": ("ranks [3] have no row to run, others have; expected at least one on each", {}),
+    "no rows on one": ("ranks [3] have no row to run, but other ranks have; expected at least one on each", {}),
     "other updates": ("num_updates is [2, 1, 1, 1] on ranks [0, 1, 2, 3]; expected the same", {}),
     "too many updates": ("ranks [1] have no plan of at most 256 updates", {}),
     "other multiple": ("multiple_of is [1, 1, 1, 2] on ranks [0, 1, 2, 3]; expected the same", {}),

@@ -448,7 +448,10 @@ def strided(rows: int = 7) -> Tensor:
     return torch.nested.nested_tensor([torch.zeros(n + 1) for n in range(rows)])
 
 
-GAPS = "is nested, but not jagged along dim 1 without gaps; expected that. Build it with maskpack, or with nested_tenso"
+GAPS = (
+    "is nested, but not jagged along dim 1 without gaps; expected such a tensor. Build it with maskpack, or with "
+    "nested_tenso"
+)
 
 
 @pytest.mark.parametrize(

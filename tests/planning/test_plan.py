@@ -684,9 +684,9 @@ def test_metrics_by_hand() -> None:
         (None, "lengths are None; expected numbers [B]: the valid tokens of each row, prompt plus response. Give"),
         (7, "lengths are 7; expected numbers [B]"),
         ([1, None], "lengths are object (2,); expected numbers [B]"),
-        ([[1], [2, 3]], "lengths are no array: "),
-        (torch.ones(2, requires_grad=True), "lengths are no array: "),
-        ([2**61] * 3, "lengths sum to more than 2^62; expected valid tokens of rows."),
+        ([[1], [2, 3]], "lengths are not an array: "),
+        (torch.ones(2, requires_grad=True), "lengths are not an array: "),
+        ([2**61] * 3, "lengths sum to more than 2^62; expected the valid tokens of each row."),
         (np.array([2**63 + 5], np.uint64), "lengths sum to more than 2^62;"),
     ],
 )

@@ -131,7 +131,9 @@ def test_a_failed_rank_is_planned_alone() -> None:
 
 
 def test_a_rank_without_rows_raises() -> None:
-    with pytest.raises(PlanError, match=r"^plan_ranks: ranks \[2\] have no row to run, others have; expected at least"):
+    with pytest.raises(
+        PlanError, match=r"^plan_ranks: ranks \[2\] have no row to run, but other ranks have; expected at least"
+    ):
         plan_ranks([5, 4], 3, 8)
     with pytest.raises(PlanError, match=r"ranks \[1, 2, 3, 4, 5, 6, 7, 8\] have no row.*Use fewer ranks, or more rows"):
         plan_ranks([5, 4], 20, 8, groups=["a", "a"])
@@ -386,7 +388,7 @@ def test_loss_weights_cannot_be_asked_for_otherwise() -> None:
         )
     with pytest.raises(PlanError, match=r'loss_weights: gradients is \'avg\'; expected "mean" or "sum"\. Choose one\.'):
         plan.loss_weights("token-mean", gradients="avg")  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match=r"loss_weights: the plan knows no loss tokens; expected them when it is made"):
+    with pytest.raises(PlanError, match=r"loss_weights: the plan was made without loss tokens; expected them"):
         plan_micro_batches([4, 3], 5).loss_weights("token-mean")
-    with pytest.raises(PlanError, match="Pass loss_tokens, the sum of each row's loss mask"):
+    with pytest.raises(PlanError, match="Make the plan with loss_tokens, the sum of each row's loss mask"):
         plan_ranks([4, 3], 2, 5).plans[0].loss_weights("token-mean")

@@ -80,7 +80,7 @@ def test_all_ranks_refuse_together() -> None:
         assert re.match("PackedInputs.shard: token ids differ between the 2 ranks", said["rows"])
         assert re.match("PackedInputs.shard: token ids differ between the 2 ranks", said["ids"])
         assert "3 heads over 2 ranks" in said["heads"]
-        assert "does not say that it supports PackedInputs.shard" in said["model"]
+        assert "does not declare support for PackedInputs.shard" in said["model"]
         assert "are a shard already" in said["twice"]
         assert "does not pass the context-parallel group on" in said["forgotten"]
 

@@ -169,7 +169,7 @@ def test_the_trainer_passes_its_count_on_to_the_attention(tmp_path):
 
 def test_the_trainer_refuses_padded_rows_with_packed_attention(tmp_path):
     pytest.importorskip("accelerate")
-    with pytest.raises(ReplayError, match="an attention_mask came with packed attention"):
+    with pytest.raises(ReplayError, match="packed attention received an attention_mask"):
         trained(packed_model(), padded, tmp_path)
 
 

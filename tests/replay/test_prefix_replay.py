@@ -477,7 +477,9 @@ def test_a_window_that_the_attention_is_not_told_counts_whole_rows() -> None:
     rows = [([5, 6, 7, 8, 9, 10], [11, 12, 13, 14]), ([5, 6, 7, 8, 9, 10], [15, 16, 17])]
     assert PackedInputs.of(batch_of(rows), share_prefixes=True, min_shared=1).max_seqlen == 6
     model.config.sliding_window = 7
-    with pytest.raises(ReplayError, match="a window of 7 tokens that it does not tell its attention, and a row has 10"):
+    with pytest.raises(
+        ReplayError, match="a window of 7 tokens that it does not pass to its attention, and a row has 10"
+    ):
         response_log_probs(replayable(model), batch_of(rows), share_prefixes=True, min_shared=1)
 
 
@@ -490,7 +492,7 @@ def test_a_model_that_does_not_know_trees_is_refused() -> None:
 
         dense_hidden = self_check = hidden
 
-    refused("which does not say that it supports PackedInputs.tree", Other())
+    refused("which does not declare support for PackedInputs.tree", Other())
 
 
 @pytest.mark.parametrize("share", [1, "yes", None])

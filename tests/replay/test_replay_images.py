@@ -85,8 +85,6 @@ def test_log_probs_and_gradients_are_those_of_each_row_alone(make: Any, media: s
 
 @pytest.mark.parametrize("shares", [False, True])
 def test_images_before_layers_that_carry_state(shares: bool) -> None:
-    """Their decays have few numbers, whose gradients sum up all tokens in float32, whatever the dtype of the model:
-    they are measured beside that of the layer."""
     model, plain = pair(tiny.qwen35_vl)
     ready = replayable(model)
     given = given_to(tiny.qwen35_vl)
@@ -94,11 +92,7 @@ def test_images_before_layers_that_carry_state(shares: bool) -> None:
     want = truth(plain, given)
     assert all(way.startswith("rows: ") for way in ready.mixers.values())
     assert off(seen, want) <= LIMIT
-    got, expected = gradients(model, seen.values()), gradients(plain, want)
-    for name in [name for name in got if name.endswith(("A_log", "dt_bias"))]:
-        layer = expected["model.language_model.layers.0.linear_attn.in_proj_qkv.weight"].norm()
-        assert float((got.pop(name) - expected.pop(name)).norm()) <= GRADIENT_LIMIT * float(layer), name
-    close_gradients(got, expected)
+    close_gradients(gradients(model, seen.values()), gradients(plain, want))
 
 
 @main_models
@@ -482,9 +476,9 @@ def test_places_without_media_and_audio_are_refused() -> None:
     model, plain = pair(tiny.qwen25_vl)
     given = given_to(tiny.qwen25_vl)
     batch = batch_of(plain, given, media="none")
-    refused(model, batch, "input_ids hold places of images.*expected text alone: the batch has no pixels")
+    refused(model, batch, "input_ids contain placeholders of images.*expected text alone: the batch has no pixels")
     batch["multi_modal_inputs"] = NonTensorStack(*[{}] * len(given))
-    refused(model, batch, "input_ids hold places of images.*expected text alone")
+    refused(model, batch, "input_ids contain placeholders of images.*expected text alone")
     dicts = [one.media for one in given]
     batch["multi_modal_inputs"] = NonTensorStack(*[*dicts[:2], {}, *dicts[3:]])
     refused(model, batch, "row 2 has 8 image tokens in its ids, and media of 0 entries.*expected 0")
@@ -505,7 +499,7 @@ def test_media_with_a_text_model_are_refused() -> None:
         device = torch.device("cpu")
         hidden = dense_hidden = self_check = print
 
-    with pytest.raises(ReplayError, match=r"not say that it supports PackedInputs\.media.*takes_media = True"):
+    with pytest.raises(ReplayError, match=r"not declare support for PackedInputs\.media.*takes_media = True"):
         response_log_probs(Own(), batch)
 
 
@@ -526,7 +520,7 @@ def test_attention_in_both_directions_is_refused() -> None:
     given = samples(tiny.gemma3, [Row(3, 4, images=[(1, 4, 4)]), Row(2, 3)])
     for one in given:
         one.ids = [token for n, token in enumerate(one.ids) if token != IMAGE or n % 4 == 0]
-    refused(model, batch_of(plain, given), "makes masks of its own.*expected causal attention")
+    refused(model, batch_of(plain, given), "makes its own masks.*expected causal attention")
     text = samples(tiny.gemma3, [Row(3, 4), Row(2, 3)])
     assert off(response_log_probs(replayable(model), batch_of(plain, text)), truth(plain, text)) <= LIMIT
 

@@ -556,7 +556,7 @@ def test_layers_without_a_mixer_are_refused() -> None:
 def test_a_mixer_with_a_forward_of_its_own_is_refused() -> None:
     model = lfm2()
     model.model.layers[0].conv.forward = model.model.layers[0].conv.forward
-    with pytest.raises(ReplayError, match=r"layer 0, conv of Lfm2ForCausalLM .* has a forward of its own"):
+    with pytest.raises(ReplayError, match=r"layer 0, conv of Lfm2ForCausalLM .* has a replaced forward"):
         replayable(model)
 
 

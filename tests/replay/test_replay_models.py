@@ -418,7 +418,7 @@ def test_a_mask_raises(fill: Any, shape: tuple[int, ...]) -> None:
     model, _ = pair(llama)
     ready = replayable(model)
     for call in (packed_call, lambda model, **more: packed_call(model.model, **more)):
-        with pytest.raises(ReplayError, match="LlamaModel: an attention_mask came with packed attention; expected bou"):
+        with pytest.raises(ReplayError, match="LlamaModel: packed attention received an attention_mask; expected bou"):
             call(model, attention_mask=fill(*shape))
     own = ready.release()
     assert own(input_ids=torch.ones(1, 40, dtype=torch.long), attention_mask=torch.ones(1, 40)).logits.shape[1] == 40
@@ -510,7 +510,7 @@ def test_places_of_images_raise(packing: str, monkeypatch: pytest.MonkeyPatch) -
     ready = replayable(model)
     response_log_probs(ready, batch)
     batch["input_ids"][1, PROMPT - 2] = 90
-    with pytest.raises(ReplayError, match="places of images, video or audio of Qwen2_5_VLForConditionalGeneration"):
+    with pytest.raises(ReplayError, match="placeholders of images, video or audio of Qwen2_5_VLForConditionalGene"):
         response_log_probs(ready, batch)
 
 
@@ -556,7 +556,7 @@ def test_layers_that_run_again_after_a_release_raise() -> None:
     ready = replayable(model)
     seen = response_log_probs(ready, batch_of(), self_check=False)
     ready.release()
-    with pytest.raises(ReplayError, match="LlamaAttention: packed rows came to the model's own attention; expected"):
+    with pytest.raises(ReplayError, match="LlamaAttention: packed rows reached the model's own attention; expected"):
         seen.values().sum().backward()
 
 
@@ -1214,7 +1214,7 @@ def test_released_layers_do_not_run_again_unnoticed() -> None:
     ready = replayable(model)
     seen = response_log_probs(ready, batch_of())
     ready.release()
-    with pytest.raises(ReplayError, match="packed rows came to the model's own attention"):
+    with pytest.raises(ReplayError, match="packed rows reached the model's own attention"):
         seen.values().sum().backward()
 
 

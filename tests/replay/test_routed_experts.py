@@ -356,7 +356,7 @@ def test_other_layers_and_fields() -> None:
 def test_models_that_do_not_say_so() -> None:
     ready = replayable(made("qwen3_moe")[0])
     ready.replays_routes = False
-    with pytest.raises(ReplayError, match="does not say that it supports"):
+    with pytest.raises(ReplayError, match=r"does not declare support for PackedInputs\.routed_experts"):
         response_log_probs(ready, routed("qwen3_moe", batch_of()), routed_experts=True)
     with pytest.raises(TypeError, match="routed_experts"):
         response_values(ready, routed("qwen3_moe", batch_of()), lambda x: x[:, 0], routed_experts=True)

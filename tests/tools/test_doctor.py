@@ -506,6 +506,130 @@ def test_a_registry_of_ones_own(tmp_path, capsys):
     assert "1 stay padded:" in shown
 
 
+# -------------------------------------------------------------------- --strict
+
+
+def test_strict_checks_several_files(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, batch in (("good", rollout()), ("also", rollout()), ("bad", rollout(mine=UNCOVERED[2][0]))):
+        saved(batch, tmp_path / name)
+    fields = len(rollout().keys())
+    given = ["--strict", "--pad-token-id", samples.PAD]
+    assert doctor([*given, "good"], capsys, 0) == f"good: {fields} fields, none stays padded\n"
+    shown = doctor([*given, "good", "bad", "also"], capsys, 1)
+    lines = shown.splitlines()
+    assert lines[:2] == [f"good: {fields} fields, none stays padded", "bad: 1 stay padded"]
+    assert lines[2].startswith('  "mine" ')
+    assert lines[2].endswith("bytes: the registry does not know it")
+    assert lines[3:] == [
+        '    under mask "prompt" it is padded with -100',
+        "    'mine': MaskNestingSpec('prompt', pad=-100),",
+        f"also: {fields} fields, none stays padded",
+    ]
+    own = {"mine": MaskNestingSpec("prompt", -100)}
+    (tmp_path / "r.json").write_text(json.dumps((RL_FIELDS | own).to_dict()))
+    doctor(["--strict", "good", "bad", "--registry", "r.json"], capsys, 0)
+
+
+def test_strict_refuses_values_under_a_mask_and_hidden_tensors(tmp_path, capsys):
+    stray = rollout()
+    stray["old_log_probs"][0, -1] = 7.0
+    assert "1 stay padded" in doctor(["--strict", saved(stray, tmp_path / "stray")], capsys, 1)
+    batch = rollout()
+    batch.set_non_tensor("held", {"x": torch.ones(3)})
+    torch.save(batch, tmp_path / "held")
+    assert "'held': DENSE" in doctor(["--strict", "--allow-pickle", tmp_path / "held"], capsys, 1)
+
+
+def test_strict_tells_a_batch_that_cannot_be_packed_from_a_file_that_cannot_be_read(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saved(rollout(), tmp_path / "good")
+    saved(rollout(responses=torch.zeros(B, 99)), tmp_path / "odd")
+    (tmp_path / "text").write_text("no batch")
+    given = ["--strict", "--pad-token-id", samples.PAD]
+    shown = doctor([*given, "odd", "good"], capsys, 1)
+    assert re.match(r'odd: cannot be packed: .*"responses".*\ngood: \d+ fields, none stays padded\n$', shown)
+    shown = doctor([*given, "text", "none", "odd", "good"], capsys, 2)
+    starts = ["text: cannot be read: ", "none: cannot be read: ", "odd: cannot be packed: ", "good: "]
+    assert [line.startswith(start) for line, start in zip(shown.splitlines(), starts, strict=True)] == [True] * 4
+
+
+def test_strict_says_the_pad_token_that_it_takes(tmp_path, capsys):
+    """`compress` refuses the batch without a pad token."""
+    file, fields = saved(rollout(), tmp_path / "b"), len(rollout().keys())
+    with pytest.raises(maskpack.errors.RegistryError, match="no pad_token_id was given"):
+        maskpack.compress(rollout(), strict_mask_nesting=True)
+    note = (
+        f"pad_token_id was not given; {samples.PAD} is the value under the masks of the token fields. Pass it to "
+        f"compress as pad_token_id={samples.PAD}."
+    )
+    shown = doctor(["--strict", file], capsys, 0)
+    assert shown == f"{file}: {fields} fields, none stays padded\n  note: {note}\n"
+    assert f"note: {note}\n" in doctor([file], capsys, 0)
+    (found,) = json.loads(doctor(["--strict", "--json", file], capsys, 0))
+    assert found["notes"][0] == note
+
+
+def test_a_pad_token_that_no_padding_shows(tmp_path, capsys):
+    ids, mask = torch.arange(6).view(2, 3), torch.ones(2, 3, dtype=torch.int64)
+    file = saved(TensorDict({"attention_mask": mask, "input_ids": ids}, batch_size=[2]), tmp_path / "b")
+    note = "note: pad_token_id was not given, and no padding shows it. Pass that of the tokenizer to compress.\n"
+    assert doctor(["--strict", file], capsys, 0) == f"{file}: 2 fields, none stays padded\n  {note}"
+    assert note in doctor([file], capsys, 0)
+    assert "note" not in doctor(["--strict", file, "--pad-token-id", "0"], capsys, 0)
+    alone = saved(TensorDict({"attention_mask": mask}, batch_size=[2]), tmp_path / "alone")
+    assert "note" not in doctor(["--strict", alone], capsys, 0)
+
+
+def test_strict_looks_into_the_objects_of_a_packed_file(tmp_path, capsys):
+    batch = rollout()
+    batch.set_non_tensor("held", {"x": torch.ones(3)})
+    packed = maskpack.compress(batch, pad_token_id=samples.PAD)
+    packed.save(tmp_path / "packed", allow_pickle=True)
+    for more in (["--strict"], []):
+        shown = doctor([*more, "--allow-pickle", tmp_path / "packed"], capsys, 1)
+        assert "1 stay padded" in shown
+        assert "a tensor inside the Python object" in shown
+        assert "'held': DENSE" in shown
+    registry = RL_FIELDS | {"held": maskpack.DENSE}
+    (tmp_path / "r.json").write_text(json.dumps(registry.to_dict()))
+    doctor(["--strict", "--allow-pickle", tmp_path / "packed", "--registry", tmp_path / "r.json"], capsys, 0)
+    with pytest.raises(maskpack.errors.CoverageError, match="held"):
+        maskpack.compress(batch, pad_token_id=samples.PAD, strict_mask_nesting=True)
+    maskpack.compress(batch, registry=registry, pad_token_id=samples.PAD, strict_mask_nesting=True)
+
+
+def test_a_mask_that_no_batch_has_is_an_error_of_usage(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saved(rollout(mine=UNCOVERED[2][0]), tmp_path / "bad")
+    saved(rollout(own=samples.of("response", torch.bool)), tmp_path / "good")
+    expected = 'cannot be checked: maskpack doctor: mask "respnse_mask" is no field (B, width). Name one: '
+    shown = doctor(["--strict", "bad", "good", "--mask", "respnse_mask"], capsys, 2).splitlines()
+    assert [line.startswith(f"{file}: {expected}") for file, line in zip(["bad", "good"], shown, strict=True)] == [
+        True,
+        True,
+    ]
+    shown = doctor(["--strict", "bad", "good", "--mask", "own"], capsys, 2)
+    assert shown.startswith('bad: cannot be checked: maskpack doctor: mask "own" is no field (B, width).')
+    assert "\ngood: " in shown
+    assert "\ngood: cannot" not in shown
+    assert 'mask "respnse_mask" is no field' in refused(["good", "--mask", "respnse_mask"], capsys)
+
+
+def test_strict_in_json(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saved(rollout(mine=UNCOVERED[2][0]), tmp_path / "bad")
+    found = json.loads(doctor(["--strict", "--json", "bad", "none"], capsys, 2))
+    assert [one["file"] for one in found] == ["bad", "none"]
+    assert [one["line"] for one in found[0]["stay_padded"]] == ["'mine': MaskNestingSpec('prompt', pad=-100),"]
+    assert found[1] == {"file": "none", "error": "none: No such file or directory"}
+
+
+def test_several_files_need_strict(tmp_path, capsys):
+    file = saved(rollout(), tmp_path / "b")
+    assert "2 files; expected one. Give one file, or check several with --strict" in refused([file, file], capsys)
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

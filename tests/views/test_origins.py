@@ -145,7 +145,7 @@ def test_the_message_names_the_row_and_what_to_do() -> None:
     assert str(caught.value) == (
         "BatchView.with_fields: row 2 of the fields is row 3 of the batch that it comes from; row 2 of the view is row "
         "2. Expected the same rows in the same order. Select and sort the rows of both alike, or add the fields first; "
-        "to_packed(get=ray.get) gives fields that may lie beside any rows."
+        "to_packed(get=ray.get) returns fields that can be combined with any rows."
     )
     with pytest.raises(LayoutError, match="row 1 of the view is another"):
         BatchView.cat([view[:1], BatchView.of(numbers(1)), view[2:]]).with_fields(result_of(view, "y"))

@@ -855,8 +855,8 @@ def test_layouts_that_would_widen_apart() -> None:
     with pytest.raises(LayoutError) as caught:
         BatchView.cat(apart)
     assert str(caught.value).startswith(
-        'BatchView.cat: layout "sequence" becomes 13 wide for some fields and 11 for others, or begins elsewhere; '
-        "expected one place for its columns. Compress all its fields with like="
+        'BatchView.cat: layout "sequence" becomes 13 wide for some fields and 11 for others, or begins at another '
+        "column; expected the same columns for all fields. Compress all its fields with like="
     )
     together = BatchView.cat([view(one, True), view(two, True)]).materialize("values", "attention_mask")
     assert together["values"].shape == (3, 13)
@@ -958,19 +958,19 @@ def test_nothing_is_changed() -> None:
 def test_a_reference_to_something_else(found: Any, seen: str) -> None:
     batch = rollout()
     view = BatchView.at(Ref(), BatchMeta.of(pack(batch)))
-    with pytest.raises(LayoutError, match=rf"^BatchView\.materialize: a reference led to {seen}") as caught:
+    with pytest.raises(LayoutError, match=rf"^BatchView\.materialize: a reference resolved to {seen}") as caught:
         view[2:4].materialize("prompts", get=lambda refs: [found(batch)])
     if "expected a Packed" not in str(caught.value):
         assert str(caught.value).endswith(
-            "; expected 7 rows with the fields and lengths of its BatchMeta. Give BatchView.at the BatchMeta of the "
-            "batch that lies there."
+            "; expected 7 rows with the fields and lengths of its BatchMeta. Give BatchView.at the BatchMeta of that "
+            "batch."
         )
 
 
 def test_a_reference_to_other_rows_where_nothing_lies_under_a_mask() -> None:
     view = BatchView.at(Ref(), BatchMeta.of(numbers(10)))
     assert rows_of_others(view, numbers(10)[::-1]) == list(range(10))[::-1], "whose values nobody knows"
-    with pytest.raises(LayoutError, match=r"a reference led to PackedBatch\(rows=9, .*; expected 10 rows with"):
+    with pytest.raises(LayoutError, match=r"a reference resolved to PackedBatch\(rows=9, .*; expected 10 rows with"):
         rows_of_others(view, numbers(9))
 
 
@@ -984,8 +984,8 @@ def test_what_get_must_do() -> None:
     with pytest.raises(LayoutError) as caught:
         view.materialize()
     assert str(caught.value) == (
-        "BatchView.materialize: 2 packed batches lie elsewhere, and get is None; expected a function that fetches "
-        "them. Pass get=ray.get."
+        "BatchView.materialize: 2 packed batches are not in this process, and get is None; expected a function that "
+        "fetches them. Pass get=ray.get."
     )
     with pytest.raises(
         LayoutError, match=r"^BatchView\.materialize: get gave 1 packed batches for 2 references; expected one"
@@ -1145,7 +1145,7 @@ def test_fields_that_do_not_fit_the_view() -> None:
 def test_rows_that_are_no_batch_dim() -> None:
     packed = compress(TensorDict({"x": torch.zeros(3)}, []))
     with pytest.raises(
-        LayoutError, match=r"batch_size \[\], whose rows are no batch dim\. Give the TensorDict batch_size"
+        LayoutError, match=r"batch_size \[\], so its rows are not a batch dim\. Give the TensorDict batch_size"
     ):
         BatchView.of(packed)
 

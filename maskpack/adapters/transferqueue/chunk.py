@@ -28,6 +28,7 @@ from maskpack.core.index import IntArray
 from maskpack.core.objects import Objects, Stowed, items_of, mapped, stack_of
 from maskpack.core.pads import PAD_TOKEN_ID, PER_ROW
 from maskpack.errors import LayoutError
+from maskpack.fields.options import not_strict
 from maskpack.fields.registry import MaskNestingRegistry
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import is_regular, jagged_all, offsets_of
@@ -123,7 +124,8 @@ def packed(data: TensorDictBase, call: str) -> tuple[Chunk, dict[str, dict[str, 
         unknown = [name for name in columns if _PADDED.find((name,)) is None]
         batch = TensorDict({name: column.entry() for name, column in columns.items()}, batch_size=[rows])
         try:
-            return Chunk(compress(batch, registry=_PADDED, ignore_dense_fields=unknown)), schema
+            with not_strict():
+                return Chunk(compress(batch, registry=_PADDED, ignore_dense_fields=unknown)), schema
         except LayoutError:  # widths that do not fit the mask: the rows are stored as they are
             pass
     values = {name: column.rows() for name, column in columns.items()}

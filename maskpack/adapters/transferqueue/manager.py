@@ -78,7 +78,7 @@ class Units:
 
 
 class MaskpackStorageManager(StorageManager):
-    """Keeps the samples of TransferQueue as packed chunks in storage units."""
+    """The storage manager of the backend `Maskpack`: keeps samples of TransferQueue as packed chunks."""
 
     def __init__(self, controller_info: Any, config: Any, zmq_context: Any = None) -> None:
         self._units: Units = config["units"]
@@ -98,8 +98,8 @@ class MaskpackStorageManager(StorageManager):
         """
         if data_parser is not None:
             raise NotImplementedError(
-                f"put_data: the storage backend {NAME} stores packed rows, on which no data_parser runs; expected "
-                "data_parser=None. Parse the fields before they are put."
+                f"put_data: the storage backend {NAME} stores packed rows, to which it cannot apply a data_parser; "
+                "expected data_parser=None. Parse the fields before they are put."
             )
         samples = metadata.global_indexes
         if not samples:
@@ -264,13 +264,13 @@ class MaskpackStorageManager(StorageManager):
                     writer.close()
                 except (OSError, asyncio.TimeoutError) as error:
                     raise StorageError(
-                        f"{request}: storage unit {info.id} at {where} is gone ({error}), and the samples in it; "
-                        "expected an answer. Start the run again from its last checkpoint."
+                        f"{request}: storage unit {info.id} at {where} is gone ({error}), and its samples are lost; "
+                        "expected an answer. Restart the run from its last checkpoint."
                     ) from error
                 if waited >= _TIMEOUT:
                     raise StorageError(
                         f"{request}: storage unit {info.id} at {where} did not answer in {waited} s; expected an "
-                        "answer. Look whether its process is still at work."
+                        "answer. Check whether its process is still running."
                     )
             return answer.result()
         finally:

@@ -7,6 +7,16 @@ passes.py      which attention the layers use in a forward pass
 collator.py    PackedCollator
 """
 
+import transformers
+
+from maskpack.errors import ReplayError
+
+if not hasattr(transformers, "AttentionInterface"):
+    raise ReplayError(
+        f"maskpack.adapters.transformers: transformers {transformers.__version__} has no AttentionInterface; expected "
+        "transformers 5.0 or later. Install it: pip install 'maskpack[transformers]'."
+    )
+
 from maskpack.adapters.transformers.collator import PackedCollator
 from maskpack.adapters.transformers.model import Replayable, replayable
 

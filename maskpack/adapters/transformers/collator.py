@@ -56,12 +56,14 @@ class _Sample:
 
 @dataclass(frozen=True)
 class PackedCollator:
-    """Packs samples for a model whose attention reads the row bounds from `cu_seq_lens_q`: after
-    `adapters.transformers.replayable`, or with the flash attention of transformers.
+    """A data collator that packs samples one after the other, without padding.
+
+    The attention of the model must read the row bounds from `cu_seq_lens_q`: after `adapters.transformers.replayable`,
+    or with the flash attention of transformers.
 
     A sample is a mapping with `input_ids` [n], and optionally `labels` [n], the masks `completion_mask` and
     `assistant_masks` [n], and `seq_lengths`, the lengths of several rows that the dataset joined. All samples must have
-    the same ones of these fields. Without labels, the ids are the labels. A token gets the label -100 if its label is
+    the same fields of this list. Without labels, the ids are the labels. A token gets the label -100 if its label is
     -100, if a mask is 0, or if it is the first of a row. Other fields are left out, except those that change what a
     model computes, which raise.
 
@@ -161,16 +163,17 @@ class PackedCollator:
             odd = [name for name in _CHANGES if name in sample and name not in self.extras]
             if odd:
                 raise LayoutError(
-                    f'{_CALL}: sample {number} has a field "{odd[0]}"; expected text alone. Drop the field if the '
-                    "model can do without, or name it in extras if it has one number for each token."
+                    f'{_CALL}: sample {number} has a field "{odd[0]}"; expected text only. Drop the field if the '
+                    "model does not need it, or name it in extras if it has one number for each token."
                 )
             own = [name for name in known if name in sample]
             first = own if first is None else first
             missing = [name for name in ("input_ids", *self.extras) if name not in sample]
             if missing:
                 raise LayoutError(
-                    f'{_CALL}: sample {number} has no field "{missing[0]}"; expected it beside {sorted(sample)}. Add '
-                    "it; a Trainer keeps columns that it does not know with remove_unused_columns=False."
+                    f'{_CALL}: sample {number} has no field "{missing[0]}"; expected it beside '
+                    f"{sorted(sample)}. Add it; with remove_unused_columns=False, a Trainer keeps columns that it does "
+                    "not know."
                 )
             if own != first:
                 raise LayoutError(
@@ -183,7 +186,7 @@ class PackedCollator:
             if len(dtypes) > 1:
                 raise LayoutError(
                     f'{_CALL}: field "{name}" is {", ".join(sorted(map(str, dtypes)))} in different samples; expected '
-                    "one dtype. Make it one in the dataset: [0.0, 0.0] is not [0, 0]."
+                    "one dtype. Use one dtype in the dataset: [0.0, 0.0] is not [0, 0]."
                 )
         return read
 
@@ -255,7 +258,7 @@ def _line(number: int, sample: Mapping[str, Any], name: str, tokens: int | None)
         line = given.detach().cpu() if isinstance(given, Tensor) else torch.tensor(given, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise LayoutError(
-            f'{_CALL}: sample {number} has a field "{name}" that is no list of numbers ({error}); expected one for '
+            f'{_CALL}: sample {number} has a field "{name}" that is not a list of numbers ({error}); expected one for '
             "each token. Fix the dataset."
         ) from error
     if line.layout != torch.strided or line.dim() != 1 or (tokens is not None and line.numel() != tokens):

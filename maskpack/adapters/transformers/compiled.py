@@ -59,8 +59,8 @@ class CompiledParts:
                 continue
             if "forward" in vars(part) or part._compiled_call_impl is not None:
                 raise ReplayError(
-                    f"replayable: compile=True, but {name} ({kind.__name__}) of {who} has a forward of its own, or is "
-                    "compiled already; expected the forward of its class. Leave compile out."
+                    f"replayable: compile=True, but {name} ({kind.__name__}) of {who} has a replaced forward, or is "
+                    "already compiled; expected the forward of its class. Leave compile out."
                 )
             weights: dict[str, Tensor] = dict(part.named_parameters())
             key = kind.forward, *((key, tuple(weight.shape)) for key, weight in weights.items())
@@ -69,8 +69,8 @@ class CompiledParts:
             self._forwards.append((part, shared[key]))
         if not self._forwards:
             raise ReplayError(
-                f"replayable: compile=True, but {who} has no norm, MLP or rotary embedding that is known by the name "
-                "of its class; expected classes as RMSNorm, LayerNorm, MLP or RotaryEmbedding. Leave compile out."
+                f"replayable: compile=True, but {who} has no norm, MLP or rotary embedding whose class has a known "
+                "name; expected classes such as RMSNorm, LayerNorm, MLP or RotaryEmbedding. Leave compile out."
             )
 
     def need_outside(self, names: Sequence[str]) -> None:
@@ -159,8 +159,8 @@ class _Forward:
         said = str(error).strip().partition("\n")[0][:300]
         return ReplayError(
             f"replayable: torch.compile failed for {self._who} ({type(error).__name__}: {said}); expected a part that "
-            "it supports, and a compiler on this host: of C++ for the CPU, Triton and one of C for a GPU. Install it, "
-            "or leave compile out."
+            "it supports, and a compiler on this host: C++ for the CPU, Triton and C for a GPU. Install it, or leave "
+            "compile out."
         )
 
 

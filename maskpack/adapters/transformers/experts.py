@@ -61,8 +61,8 @@ class Routers:
             part: Any = base.get_submodule(name)
             if "forward" in vars(part) and not _is_ours(part):
                 raise ReplayError(
-                    f"replayable: routed_experts with {self._who}, whose router {name} has a forward of its own; "
-                    "expected that of its class. Remove what replaced it, such as hooks of accelerate."
+                    f"replayable: routed_experts with {self._who}, whose router {name} has a replaced forward; "
+                    "expected the forward of its class. Remove what replaced it, such as hooks of accelerate."
                 )
             forward = _Forward(f"{self._who}.{name}", nth, place.number, self.count, experts)
             self._parts.append((part, forward))
@@ -176,7 +176,7 @@ class _Chosen(TorchFunctionMode):
         values = scores.gather(-1, indices)
         if len(self.seen) > 1 and scores is x and bool(((values == 0) | values.isneginf()).any()):
             raise ReplayError(
-                f"{self.router.who}: the router masked scores of experts that the batch has chosen; expected to see "
-                "how, by masked_fill. Leave routed_experts out."
+                f"{self.router.who}: the router masked scores of experts that the batch has chosen; expected a mask "
+                "that replay can see, by masked_fill. Leave routed_experts out."
             )
         return cast("Any", torch.return_types).topk((values, indices))

@@ -234,15 +234,15 @@ class Mixers:
             )
         if self._outer:
             raise ReplayError(
-                f"replayable: {self._outer[0]} of {who} takes a cache, and so does a part within it; expected the "
-                f"innermost alone to carry state, which is what runs on rows. {_PADDED}"
+                f"replayable: {self._outer[0]} of {who} takes a cache, and so does a part within it; expected only the "
+                f"innermost part to carry state, because that part runs on rows. {_PADDED}"
             )
         for name, (part, _) in self._found.items():
             _check_part(f"{name} of {who}", part)
         if inputs is not None and inputs.context is not None and self.count:
             raise ReplayError(
                 f"replayable: {who} has layers that carry state ({next(iter(self._found))}), and rows are divided over "
-                "a context group; expected attention alone, which exchanges tokens. Leave context_group out."
+                "a context group; expected layers with attention only, which exchange tokens. Leave context_group out."
             )
 
     def rows(self, inputs: PackedInputs) -> MixerRows | None:
@@ -296,8 +296,8 @@ def _no_rows_left(part: nn.Module, _args: tuple[Any, ...]) -> None:
     a backward pass runs layers again (gradient checkpointing) after `release`."""
     if KEYWORD in layers.told() and not _is_ours(part):
         raise ReplayError(
-            f"{type(part).__name__}: packed rows came to the model's own forward, which carries state from one row to "
-            "the next; expected maskpack's. Run the backward pass before release(), and before "
+            f"{type(part).__name__}: packed rows reached the model's own forward, which carries state from one row to "
+            "the next; expected maskpack's forward. Run the backward pass before release(), and before "
             "MASKPACK_PACKED_REPLAY=0."
         )
 
@@ -357,7 +357,7 @@ def _key_of(part: nn.Module) -> Any:
 def _check_part(name: str, part: nn.Module) -> None:
     if "forward" in vars(part) and not _is_ours(part):
         raise ReplayError(
-            f"replayable: {name} ({type(part).__name__}), which carries state, has a forward of its own; expected the "
+            f"replayable: {name} ({type(part).__name__}), which carries state, has a replaced forward; expected the "
             f"forward of its class. Remove what replaced it, such as hooks of accelerate. {_PADDED}"
         )
     for inner in part.modules():

@@ -119,8 +119,8 @@ def attention(
         longest_row = longest if tree is None else max(longest, int(tree.lengths.max()))
         if longest_row > hidden_window:
             raise ReplayError(
-                f"{who}: the layer has a window of {hidden_window} tokens that it does not tell its attention, and a "
-                f"row has {longest_row}; expected sliding_window. {_PADDED}"
+                f"{who}: the layer has a window of {hidden_window} tokens that it does not pass to its attention, and "
+                f"a row has {longest_row}; expected sliding_window. {_PADDED}"
             )
     if key.shape[2] != query.shape[2]:
         raise ReplayError(
@@ -165,7 +165,7 @@ def _only_bounds(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     given = {**given, **given.get("kwargs", {})}
     if given.get("attention_mask") is not None:
         raise ReplayError(
-            f"{type(module).__name__}: an attention_mask came with packed attention; expected bounds alone. Pass none, "
+            f"{type(module).__name__}: packed attention received an attention_mask; expected bounds only. Pass none, "
             "or give the model its own attention back for padded rows: replayable(model).release()."
         )
 
@@ -176,8 +176,8 @@ def _own_without_bounds(module: nn.Module, _args: tuple[Any, ...], kwargs: dict[
     config: Any = getattr(module, "config", None)
     if "cu_seq_lens_q" in kwargs and getattr(config, "_attn_implementation", NAME) != NAME:
         raise ReplayError(
-            f"{type(module).__name__}: packed rows came to the model's own attention; expected maskpack's. Run the "
-            "backward pass before release(), and before MASKPACK_PACKED_REPLAY=0."
+            f"{type(module).__name__}: packed rows reached the model's own attention; expected maskpack's attention. "
+            "Run the backward pass before release(), and before MASKPACK_PACKED_REPLAY=0."
         )
 
 
@@ -193,7 +193,7 @@ def _window(module: nn.Module) -> int | None:
 
 
 def replayable(model: PreTrainedModel, *, compile: bool = False) -> Replayable:
-    """Prepares a model for `response_log_probs` and `response_values`.
+    """Prepares a model of transformers to run packed rows, for `response_log_probs` and `response_values`.
 
     The attention of the model is replaced by packed attention until `release()`, also in backward passes that run
     layers again (gradient checkpointing). The next replay replaces it again. A model without an output layer
@@ -213,7 +213,7 @@ def replayable(model: PreTrainedModel, *, compile: bool = False) -> Replayable:
 
 
 class Replayable:
-    """The ReplayModel of a model of transformers. Build one with `replayable`.
+    """A model of transformers that replay can run on packed rows. Build one with `replayable`.
 
     Attributes:
         model: the same module, with its parameters and modes; after `release()`, for padded rows and generation.
@@ -228,10 +228,10 @@ class Replayable:
         model = getattr(model, "_orig_mod", model)  # of torch.compile
         if not isinstance(model, PreTrainedModel):
             raise ReplayError(
-                f"replayable: got {said(model)}; expected a model of transformers. Pass the model itself; "
-                "of PEFT with adapters in its layers, get_base_model(); shard with fully_shard, which wraps nothing. "
-                "DistributedDataParallel averages only what goes through its own forward: pass what it wraps, and "
-                "average the gradients yourself."
+                f"replayable: got {said(model)}; expected a model of transformers. Pass the model itself. For PEFT "
+                "with adapters in its layers, pass get_base_model(). Shard with fully_shard, which does not wrap the "
+                "model. Instead of a DistributedDataParallel, pass the model that it wraps, and average the gradients "
+                "yourself, because it averages only in its own forward and backward pass."
             )
         self.model = model
         self._output: Any = cast("Any", model).get_output_embeddings()
@@ -275,10 +275,11 @@ class Replayable:
         self._mixers.install()
 
     def release(self) -> PreTrainedModel:
-        """Restores the attention of the model, the mixers of layers that carry state, and the parts that were compiled,
-        for padded rows and generation, and returns the model. The next replay replaces them again. Do not call it
-        between a forward pass and its backward pass, which may run layers again (gradient checkpointing), nor while
-        another thread replays the model."""
+        """Restores the model for padded rows and generation, and returns it. The next replay replaces its parts again.
+
+        It restores the attention, the mixers of layers that carry state, and the compiled parts. Do not call it between
+        a forward pass and its backward pass, which may run layers again (gradient checkpointing), nor while another
+        thread replays the model."""
         passes.release(self.model, self._config)
         compiled.restore(self._base)
         mixers.restore(self._base)
@@ -287,8 +288,10 @@ class Replayable:
 
     @property
     def mixers(self) -> dict[str, str]:
-        """How each part runs that carries state from token to token: "bounds", by kernels of the library, or "rows"
-        with why, by groups of padded rows; "not run yet". Empty for a model without."""
+        """How each part that carries state from token to token runs, by its name. Empty for a model without such parts.
+
+        The values are "bounds" (kernels of the library), "rows" with the reason (groups of padded rows), or "not run
+        yet"."""
         return self._mixers.ways()
 
     # ---------------------------------------------------------------- ReplayModel
@@ -321,7 +324,7 @@ class Replayable:
         if self._output is None:
             raise ReplayError(
                 f"replayable: {type(self.model).__name__} has no output layer that scores tokens; expected one for "
-                "log-probs. Ask it for response_values, or load it as a causal language model."
+                "log-probs. Use response_values, or load it as a causal language model."
             )
         check_layer(self.model, self._output)
         gathered: list[Any] = []
@@ -446,8 +449,8 @@ class Replayable:
         if some and none:
             raise ReplayError(
                 f"replayable: {type(self.model).__name__} is sharded, and some ranks have rows with images or videos, "
-                f"others text alone{'' if media is not None else ', as this one'}; expected one or the other on all of "
-                "them, which run the vision tower together. Give each micro-batch such a row."
+                f"others text alone{'' if media is not None else ', as this one'}; expected the same on all ranks, "
+                "which run the vision tower together. Give each micro-batch such a row."
             )
 
     def _find_ranks(self) -> None:
@@ -463,7 +466,8 @@ class Replayable:
         if self._output is None:
             raise ReplayError(
                 f"replayable: {type(self.model).__name__} is sharded, with a head that replay does not know; expected "
-                "its base model as the root of the sharding. Shard and replay that, and its head apart."
+                "its base model as the root of the sharding. Shard and replay the base model, and apply its head "
+                "separately."
             )
         return states_of(self.model, self._output, given | {"use_cache": False})
 
@@ -497,8 +501,8 @@ class Replayable:
             seen = f"{worst:.3g} on another rank" if off <= TOLERANCE[dtype] else f"{off:.3g}"
             raise ReplayError(
                 f"replayable: {'packed' if packed else 'padded'} {what} of {type(self.model).__name__} are off by "
-                f"{seen} from its own forward of the same row; expected at most {TOLERANCE[dtype]}. Replay of "
-                f"this model is not right, or dropout is on. {_PADDED if packed else 'Use its own forward.'}"
+                f"{seen} from its own forward of the same row; expected at most {TOLERANCE[dtype]}. Replay of this "
+                f"model is incorrect, or dropout is on. {_PADDED if packed else 'Use its own forward.'}"
             )
         self._checked[path] = max(before, proof)
 

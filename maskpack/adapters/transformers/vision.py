@@ -87,7 +87,7 @@ def need_text(model: Any, config: Any, ids: Tensor) -> None:
 def _need_none(model: Any, places: set[int], ids: Tensor, expected: str) -> None:
     if places and bool(torch.isin(ids, torch.tensor(sorted(places), device=ids.device)).any()):
         raise ReplayError(
-            f"replayable: input_ids hold places of images, video or audio of {type(model).__name__} (ids "
+            f"replayable: input_ids contain placeholders of images, video or audio of {type(model).__name__} (ids "
             f"{sorted(places)}); expected {expected}. Give them in multi_modal_inputs. Of audio, {_OWN.lower()}"
         )
 
@@ -142,7 +142,7 @@ def _check_model(model: Any, base: Any, media: Media, sections: bool) -> None:
         )
     if "token_type_ids" in taken or hasattr(model, "create_masks_for_generate"):
         raise ReplayError(
-            f"replayable: {who} makes masks of its own, by which tokens of an image may see later ones; expected "
+            f"replayable: {who} makes its own masks, in which tokens of an image may attend to later tokens; expected "
             f"causal attention in rows with images. Replay its rows of text alone. Of these, {_OWN.lower()}"
         )
     if callable(getattr(base, "get_rope_index", None)) and not sections:

@@ -119,8 +119,10 @@ def _changed(data: Any, work: _Work, call: str) -> Any:
 
 
 def pickle_data_protos(**options: Any) -> Callable[[], None]:
-    """Makes this process pickle each DataProto packed, through Ray or into a file. It is restored bit for bit; the
-    reader needs maskpack installed, and no call. Subclasses are pickled as before.
+    """Makes this process pickle every DataProto in packed form, for Ray and for files.
+
+    A DataProto is restored bit for bit. The reading process needs maskpack installed, but no call. Subclasses are
+    pickled as before.
 
     Args:
         options: options of `pack`.

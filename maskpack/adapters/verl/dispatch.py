@@ -23,7 +23,7 @@ from maskpack.adapters.verl.protocol import VERL_FIELDS, DataProto, PackedProto,
 from maskpack.core.index import even_sizes
 from maskpack.core.memory import Pool
 from maskpack.errors import LayoutError, MaskpackError, RegistryError
-from maskpack.fields.options import Options, Registry, Verify, kept_verify
+from maskpack.fields.options import Options, Registry, Verify, kept_verify, not_strict
 from maskpack.packed.batch import Target
 
 _decorator: Any = importlib.import_module("verl.single_controller.base.decorator")
@@ -36,7 +36,7 @@ _CONFIG = "_maskpack_config"
 
 @dataclass(frozen=True)
 class MaskNestingConfig:
-    """Whether and how batches are packed for the workers.
+    """The options of packed dispatch for a worker group of verl: whether and how batches are packed.
 
     Attributes:
         use_mask_nesting: False runs the dispatch of verl.
@@ -97,22 +97,25 @@ class MaskNestingConfig:
         )
 
     def pack_result(self, data: Any, like: PackedProto) -> PackedProto:
-        """Packs a result under the layouts of `like`, or without them if a field has another width."""
+        """Packs a result under the layouts of `like`, or without them if a field has another width. A field that no
+        mask covers stays padded, also if the environment variable of strict mode is set."""
         options: dict[str, Any] = {
             "registry": self._fields(), "pad_token_id": self.pad_token_id, "codec": self.codec,
         }  # fmt: skip
-        try:
-            return pack(data, like=like, **options)
-        except LayoutError:
-            return pack(data, **options)
+        with not_strict():
+            try:
+                return pack(data, like=like, **options)
+            except LayoutError:
+                return pack(data, **options)
 
 
 _ON = MaskNestingConfig(use_mask_nesting=True)
 
 
 def configure(group: Any, config: MaskNestingConfig) -> Any:
-    """Sets the MaskNestingConfig of a worker group, and returns the group. Configure the groups whose methods are
-    called: those that `spawn` returned."""
+    """Sets the MaskNestingConfig of a worker group, and returns the group.
+
+    Configure the groups whose methods are called, which are the groups that `spawn` returned."""
     if not isinstance(config, MaskNestingConfig):
         raise RegistryError(
             f"configure: config is a {type(config).__name__}; expected a MaskNestingConfig. Use MaskNestingConfig.of."
@@ -137,7 +140,7 @@ class RankCall:
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise MaskpackError(
-            f"mask_nesting_dispatch: a worker method was given packed rows, {self._packed!r}, and took them for a "
+            f"mask_nesting_dispatch: a worker method was given packed rows, {self._packed!r}, and used them as a "
             "batch; expected a method that decodes them. Put @packed_endpoint between @register and the method."
         )
 
@@ -157,7 +160,7 @@ class RankCall:
 def mask_nesting_dispatch(
     mesh_name: str | None = None, config: MaskNestingConfig | None = None
 ) -> dict[str, Callable[..., Any]]:
-    """A dispatch mode for `@register(dispatch_mode=...)` that sends packed rows.
+    """Returns a dispatch mode for `@register(dispatch_mode=...)` of verl that sends packed rows.
 
     Args:
         mesh_name: the rows are divided among the DP ranks of this mesh, as `make_nd_compute_dataproto_dispatch_fn`
@@ -215,7 +218,7 @@ def _to_all(config: MaskNestingConfig | None, group: Any, *args: Any, **kwargs: 
         if added.setdefault("rows", len(value)) != len(value):
             raise LayoutError(
                 f"mask_nesting_dispatch: a padded batch of {len(value)} rows beside one of {added['rows']}; expected "
-                "as many. Give them the same rows."
+                "the same number. Give both arguments the same rows."
             )
         rows = [*range(len(value)), *[len(value) - 1] * missing]  # the last row again, as verl pads
         added["padding"] = missing
@@ -232,12 +235,24 @@ def _config_of(group: Any, config: MaskNestingConfig | None) -> MaskNestingConfi
 def _parts(value: Any, ranks: int, config: MaskNestingConfig, mesh: str | None) -> Sequence[Any]:
     """The parts of an argument: RankCalls for a batch, and the chunks of verl for anything else that it can divide."""
     if not isinstance(value, DataProto | TensorDictBase | PackedProto):
-        whole = _protocol.BatchData(value)
-        if not whole.is_chunkable():
+        if not _is_chunkable(value):
             raise _no_batch(value, "a DataProto, a TensorDict, a PackedProto, or what else verl cuts")
-        return whole.chunk(chunks=ranks)
+        return _chunks(value, ranks)
     sizes = _sizes(value, ranks)
     return _cut(value if isinstance(value, PackedProto) else config.pack(value), sizes, config, mesh)
+
+
+def _is_chunkable(value: Any) -> bool:
+    """Whether verl divides an argument. Its `BatchData`, which knows that, came in 0.7.1."""
+    if hasattr(_protocol, "BatchData"):
+        return _protocol.BatchData(value).is_chunkable()
+    return isinstance(value, _protocol.DataProtoFuture | _decorator.BatchMeta)
+
+
+def _chunks(value: Any, ranks: int) -> Sequence[Any]:
+    """The chunks of verl."""
+    (chunks,), _ = _decorator._split_args_kwargs_data_proto(ranks, value)
+    return chunks
 
 
 def _cut(packed: PackedProto, sizes: Sequence[int], config: MaskNestingConfig, mesh: str | None) -> list[RankCall]:
@@ -295,7 +310,7 @@ class PackedFuture(_protocol.DataProtoFuture):
                     f"PackedFuture.get: a worker returned a {type(result).__name__}; expected a DataProto or a "
                     "TensorDict. Return one from the method, or register it with blocking=True."
                 )
-        joined = _protocol.BatchData(output).concat()
+        joined = _decorator._concat_data_proto_or_future(output)
         return joined if self.dispatch_fn is None else self.dispatch_fn(joined)
 
     def chunk(self, chunks: int) -> list[PackedFuture]:
@@ -306,7 +321,7 @@ class PackedFuture(_protocol.DataProtoFuture):
 
 
 def _share(joined: Any, rank: int, ranks: int) -> Any:
-    return _protocol.BatchData(joined).chunk(chunks=ranks)[rank]
+    return _chunks(joined, ranks)[rank]
 
 
 def _future(collected: Any) -> Any:
@@ -324,8 +339,9 @@ def packed_endpoint(
     format: Target | None = None,
     device: torch.device | str | None = None,
 ) -> Any:
-    """Decorates a worker method, plain or async, under `@register`. The method receives the DataProto or TensorDict of
-    the driver, and its result is packed.
+    """Decorates a worker method of verl, plain or async, so that it receives packed batches and its result is packed.
+
+    The method itself receives the DataProto or TensorDict of the driver. Place the decorator below `@register`:
 
         @register(dispatch_mode=mask_nesting_dispatch("actor"))
         @packed_endpoint

@@ -71,8 +71,8 @@ class Column:
     def of(cls, array: Any) -> Column:
         if type(array) is not np.ndarray:
             raise LayoutError(
-                f"pack: a column of non_tensor_batch is a {type(array).__name__}; expected numpy.ndarray. Convert it: "
-                "what it is beyond an array would be lost."
+                f"pack: a column of non_tensor_batch is a {type(array).__name__}; expected numpy.ndarray. Convert it; "
+                "everything beyond a plain array would be lost."
             )
         if array.dtype != object:
             return cls(np.array(array), array.shape[1:])
@@ -197,7 +197,7 @@ def pack(
     codec: str | None = None,
     like: PackedProto | None = None,
 ) -> PackedProto:
-    """Encodes a DataProto or a TensorDict: padded fields [B, S, *F], jagged ones, Python objects, in any mix.
+    """Encodes a DataProto or a TensorDict as a PackedProto: padded and jagged fields and Python objects, in any mix.
 
     Args:
         data: a DataProto or a TensorDict. It is not changed.
@@ -210,6 +210,7 @@ def pack(
             tensors in `non_tensor_batch` and `meta_info`.
     """
     options = Options.of("pack", registry, pad_token_id, strict_mask_nesting, ignore_dense_fields, verify, on_loss)
+    options = options.of_this_process()
 
     def compressed(parts: _Parts) -> PackedBatch:
         batch = parts.batch
@@ -233,7 +234,7 @@ def pack(
         return PackedProto(None, rows, {}, Objects({}, 0), parts.odd, parts.wide, has(data, LAYOUTS), rows.num_rows)
     if not isinstance(data, DataProto):
         raise wrong_kind("pack", data)
-    if strict_mask_nesting:
+    if options.strict:
         _check_objects(data, options)
     columns = {name: Column.of(array) for name, array in data.non_tensor_batch.items()}
     meta_info = Objects(data.meta_info, 0).stowed()

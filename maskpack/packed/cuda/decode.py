@@ -89,8 +89,8 @@ def _decode(
 def _need_no_capture(device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise LayoutError(
-            "decompress: a CUDA graph is being captured, whose replays would read buffers on the host that are in "
-            "other use by then; expected no capture. Decode the batch before, and capture the use of its tensors."
+            "decompress: a CUDA graph is being captured, and its replays would read host buffers that have been "
+            "reused; expected no capture. Decode the batch before, and capture the use of its tensors."
         )
 
 

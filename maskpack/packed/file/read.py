@@ -14,8 +14,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import tensordict
 import torch
-from tensordict import NonTensorDataBase, is_tensorclass
+from tensordict import NonTensorData, is_tensorclass
 
 from maskpack.core import native, objects
 from maskpack.core.bits import DTYPES, Words, odd_bools
@@ -40,6 +41,8 @@ _MOST_BYTES = 1 << 62
 _MOST_SPARE = 1 << 36
 """Bytes that rows of dictionaries may take beyond the rows that they stand for."""
 _NO_BYTES = np.zeros(0, np.uint8)
+_OBJECTS: type[Any] = getattr(tensordict, "NonTensorDataBase", NonTensorData)
+"""The class of Python objects in a TensorDict; tensordict 0.8 has one kind of them."""
 _ARRAYS: dict[str, int | None] = {"tensor": 1, "array": 1, "pickle": None}
 """The members of an object that name arrays, and how many; None for a list of any length."""
 _FIELD = ("path", "kind", "dtype", "device", "shape", "hints", "reason")
@@ -274,7 +277,7 @@ class _Reader:
         for part in names.split("."):
             kind = vars(kind).get(part) if isinstance(kind, type | ModuleType) else None
         whole = isinstance(kind, type) and is_tensorclass(kind) and is_dataclass(kind)  # no base of tensorclasses
-        if not whole or issubclass(kind, NonTensorDataBase):
+        if not whole or issubclass(kind, _OBJECTS):
             seen = f"a sub-batch of class {brief(name)}"
             fail(self._call, seen, "a tensorclass that this process has; import its module first")
         return cast("Any", kind)

@@ -146,7 +146,7 @@ class _Writer:
             self._forget(before)
             if not pickled:
                 raise MaskpackError(
-                    f'PackedBatch: field "{show(form.path)}" holds {error}; expected what JSON can say (numbers, '
+                    f'PackedBatch: field "{show(form.path)}" holds {error}; expected what JSON can represent (numbers, '
                     "text, lists, tuples, dicts, tensors), because pickles run code when they are read. Leave it out, "
                     "or pass allow_pickle=True here and where it is read."
                 ) from error
