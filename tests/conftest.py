@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: threads of several processes would wait for each other
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -15,6 +17,11 @@ sys.path[:0] = [
     str(HERE),
     *(str(path) for path in HERE.iterdir() if path.is_dir()),
 ]  # some tests share what others have
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from quick_interpreter import hasten
+
+    hasten()
 
 _QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 

@@ -138,7 +138,7 @@ def joined(batches: Sequence[TensorDictBase], order: IntArray, caller: Caller) -
         check_alike([own[path] for own in entries], caller, f'field "{show(path)}" of ')
     jagged = [{path: value for path, value in own.items() if _is_jagged(value)} for own in entries]
     odd = [path for path, value in entries[0].items() if _is_odd(value)]
-    stacks = [path for path, value in entries[0].items() if is_object(value) and is_lazy(value)]
+    stacks = [path for path in entries[0] if any(is_object(own[path]) and is_lazy(own[path]) for own in entries)]
     single = _differing_objects(entries)
     apart = [{*own, *odd, *stacks} for own in jagged]
     dense: Any = torch.cat([cast("Any", _without(out, own, single)) for out, own in zip(batches, apart, strict=True)])

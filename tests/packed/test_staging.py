@@ -168,11 +168,11 @@ def test_the_width_along_any_dim(ragged_dim: int, dtype: torch.dtype, hint: str)
     ("shape", "dtype", "pad", "ragged_dim"),
     [  # a third of all; each shape and each dtype with two dims or more
         ((20, 8), torch.int16, -1, 1),
-        ((20, 8), torch.int32, EDGE, 2),
+        ((12, 4), torch.int32, EDGE, 2),
         ((20, 8), torch.int64, PER_ROW, 3),
         ((40, 3), torch.int16, -1, 3),
-        ((40, 3), torch.int32, EDGE, 1),
-        ((40, 3), torch.int64, PER_ROW, 2),
+        ((9, 3), torch.int32, EDGE, 1),
+        ((9, 3), torch.int64, PER_ROW, 2),
     ],
 )
 def test_columns_of_several_words(shape: tuple[int, ...], dtype: torch.dtype, pad: Any, ragged_dim: int) -> None:
