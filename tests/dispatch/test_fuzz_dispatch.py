@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.timeout(300)
 def test_a_short_run() -> None:
-    options = ["--count", "6", "--seed", "3", "--threads", "8", "--seconds", "4"]
+    options = ["--count", "3", "--seed", "3", "--threads", "4", "--seconds", "2"]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(
         [sys.executable, "-m", "tests.fuzz_dispatch", *options],
