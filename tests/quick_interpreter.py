@@ -1,5 +1,5 @@
-"""Triton's interpreter without what it does again and again: at each call of a function within a kernel it looks through
-its whole language, and for each array it makes a table of dtypes."""
+"""Makes Triton's interpreter faster: for each call of a function within a kernel it searches its whole language, and for
+each array it makes a table of dtypes."""
 
 from __future__ import annotations
 
