@@ -1,5 +1,5 @@
-"""Makes Triton's interpreter faster: for each call of a function within a kernel it searches its whole language, and for
-each array it makes a table of dtypes."""
+"""Makes Triton's interpreter faster. It searches its whole language for each call of a function within a kernel, and
+makes a table of dtypes for each array."""
 
 from __future__ import annotations
 
