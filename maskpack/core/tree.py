@@ -112,7 +112,8 @@ def dense_stack(batch: Any, call: str) -> Any:
     order, entries = [path for row in rows[:1] for path, _ in flatten(row)], dict(flatten(whole))
     if not rows or list(entries) == order:
         return whole
-    return unflatten(Node.of(whole), [(path, entries[path]) for path in order], len(rows))  # tensordict 0.10 sorts keys
+    in_order = unflatten(Node.of(whole), [(path, entries[path]) for path in order], len(rows))
+    return with_names(in_order, whole)  # tensordict 0.10 sorts keys
 
 
 def _form_of(row: Any) -> list[Any] | None:
@@ -145,6 +146,20 @@ def unflatten(root: Node, entries: Iterable[tuple[Path, Any]], rows: int) -> Ten
             return batch
         children[path[:-1]][path[-1]] = batch
     raise AssertionError("the root is always a node")
+
+
+def with_names(batch: Any, like: Any) -> Any:
+    """The batch, whose dims and those of its sub-batches get the names that they have in another.
+
+    Python objects keep the names that they have. The setter of `names` would rename them, also where other batches
+    share them, and raises for a stack of objects with different names.
+    """
+    fields, others = cast("Any", fields_of(batch)), cast("Any", fields_of(like))
+    fields._td_dim_names = others.names if any(others.names) else None
+    for name, value in fields.items():
+        if not isinstance(value, Tensor) and is_sub_batch(value):
+            with_names(value, others.get(name))
+    return batch
 
 
 def _sub_batch(node: Node, entries: dict[str, Any], rows: int) -> Any:

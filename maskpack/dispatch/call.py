@@ -554,7 +554,6 @@ class Call:
         ranks = [span for part in parts for span in part.spans]
         call = CallTimes(self.request.method, (*self.spans, *ranks, Span(None, "gather", gathering, now - gathering)))
         took = call.slowest()
-        took["put"] = sum(span.seconds for span in self.spans if span.stage == "put")
         more = {
             "wait_seconds": gathering - self._begun,
             "bytes_returned": float(sum(reply.nbytes for reply in replies)),

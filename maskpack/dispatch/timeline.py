@@ -62,10 +62,13 @@ class CallTimes:
         return max(span.begin + span.seconds for span in self.spans)
 
     def slowest(self) -> dict[str, float]:
-        """The seconds of each stage: of the driver, or of the rank that took longest."""
-        out: dict[str, float] = {}
+        """The seconds of each stage over all attempts: of the driver, or of the rank that took longest."""
+        sums: dict[tuple[str, int | None], float] = {}
         for span in self.spans:
-            out[span.stage] = max(out.get(span.stage, 0.0), span.seconds)
+            sums[span.stage, span.rank] = sums.get((span.stage, span.rank), 0.0) + span.seconds
+        out: dict[str, float] = {}
+        for (stage, _), seconds in sums.items():
+            out[stage] = max(out.get(stage, 0.0), seconds)
         return out
 
 
@@ -111,7 +114,7 @@ class Timeline:
 
     def metrics(self) -> dict[str, float]:
         """Sums over the recorded calls of each method, as a flat dict for a logger: `maskpack/dispatch/<method>/calls`,
-        `seconds`, and `<stage>_seconds` of the driver or the slowest rank of each call."""
+        `seconds`, and `<stage>_seconds` over all attempts, of the driver or the slowest rank of each call."""
         out: dict[str, float] = {}
         for method, calls in self._by_method().items():
             sums = {"calls": float(len(calls)), "seconds": sum(call.end - call.begin for call in calls)}

@@ -24,7 +24,7 @@ from maskpack.core.index import IntArray, Rows, cumulated, no_single_row, ranges
 from maskpack.core.keys import Path, show
 from maskpack.core.objects import lazy_stack  # type: ignore[reportUnknownVariableType]
 from maskpack.core.tensors import need_batch
-from maskpack.core.tree import Node, dense_stack, flatten, is_lazy, is_object, unflatten
+from maskpack.core.tree import Node, dense_stack, flatten, is_lazy, is_object, unflatten, with_names
 from maskpack.errors import LayoutError, MaskpackError
 from maskpack.layout.jagged import is_regular, jagged_all, offsets_of, to_host
 
@@ -57,8 +57,8 @@ def take(batch: TensorDictBase, rows: Rows) -> TensorDict:
 def cat(batches: Sequence[TensorDictBase]) -> TensorDict:
     """The rows of several TensorDicts with the same fields, one after the other.
 
-    `torch.cat(batches)`, for every tensordict from 0.8 on. Nested batches of different padded widths are joined, but
-    `unnest` cannot restore them.
+    `torch.cat(batches)`, for every tensordict from 0.8 on. The dims have the names of the first batch. Nested batches
+    of different padded widths are joined, but `unnest` cannot restore them.
 
     Raises:
         LayoutError: no batches; fields, dtypes, devices or the widths of padded fields that differ.
@@ -118,13 +118,13 @@ def taken(batch: TensorDictBase, parts: Sequence[Sequence[int]], caller: Caller)
 
     def part(rows: Sequence[int], own: Jagged) -> TensorDict:
         of_odd = {path: picked(value, index_of(rows, value.device)) for path, value in odd.items()}
-        return _merged(_rows_of(dense, list(rows)), own | of_odd, order, len(rows))
+        return with_names(_merged(_rows_of(dense, list(rows)), own | of_odd, order, len(rows)), batch)
 
     return (part(rows, own) for rows, own in zip(parts, jagged_parts(jagged, parts, caller), strict=True))
 
 
 def joined(batches: Sequence[TensorDictBase], order: IntArray, caller: Caller) -> TensorDict:
-    """The rows of all batches, one after the other, then in an order."""
+    """The rows of all batches, one after the other, then in an order. The dims have the names of the first batch."""
     entries = [dict(flatten(batch)) for batch in batches]
     for own in entries[1:]:
         odd = set(own) ^ set(entries[0])
@@ -149,7 +149,7 @@ def joined(batches: Sequence[TensorDictBase], order: IntArray, caller: Caller) -
     for path in stacks:
         rows = [row for own in entries for row in own[path].unbind(0)]
         fields[path] = lazy_stack([rows[at] for at in order.tolist()])
-    return _merged(_rows_of(dense, order.tolist()), fields, list(entries[0]), order.size)
+    return with_names(_merged(_rows_of(dense, order.tolist()), fields, list(entries[0]), order.size), batches[0])
 
 
 def jagged_parts(fields: Jagged, parts: Sequence[Sequence[int]], caller: Caller) -> Iterator[Jagged]:

@@ -89,16 +89,18 @@ class _Comparison:
     visited: dict[tuple[int, int], tuple[Any, Any]]
 
     def same(self, seen: Any, expected: Any) -> None:
-        """Raises AssertionError at the first difference."""
-        if isinstance(seen, type) or isinstance(expected, type):  # tensordict takes some classes for batches
+        """Raises AssertionError at the first difference. Each kind of value compares the types first."""
+        if seen is expected:
+            return
+        if isinstance(seen, type):  # tensordict takes some classes for batches
             self._objects(seen, expected)
-        elif isinstance(seen, Tensor) or isinstance(expected, Tensor):
+        elif isinstance(seen, Tensor):
             self._tensors(seen, expected)
-        elif is_non_tensor(seen) or is_non_tensor(expected):
+        elif is_non_tensor(seen):
             self._equal("type", type(seen), type(expected))
             self._equal("batch size", tuple(seen.batch_size), tuple(expected.batch_size))
-            self._objects(Objects.of(seen).data, Objects.of(expected).data)
-        elif is_tensor_collection(seen) or is_tensor_collection(expected):
+            self.same(Objects.of(seen).data, Objects.of(expected).data)
+        elif is_tensor_collection(seen):
             self._batches(seen, expected)
         else:
             self._objects(seen, expected)
@@ -107,19 +109,18 @@ class _Comparison:
 
     def _batches(self, seen: Any, expected: Any) -> None:
         self._equal("type", type(seen), type(expected))
-        a, b = fields_of(seen), fields_of(expected)
+        a, b = (cast("Any", fields_of(x)) for x in (seen, expected))
         self._equal("type", type(a), type(b))
         self._equal("batch size", tuple(a.batch_size), tuple(b.batch_size))
-        self._equal("names", *(cast("Any", x).names for x in (a, b)))
+        self._equal("names", a.names, b.names)
         if is_lazy(seen):
-            self._equal("stack dim", *(cast("Any", x).stack_dim for x in (a, b)))
-            for row, pair in enumerate(zip(cast("Any", a).unbind(0), cast("Any", b).unbind(0), strict=True)):
+            self._equal("stack dim", a.stack_dim, b.stack_dim)
+            for row, pair in enumerate(zip(a.unbind(0), b.unbind(0), strict=True)):
                 self._at(f"[{row}]").same(*pair)
             return
         self._equal("device", a.device, b.device)
-        names, others = ([*cast("Any", x).keys()] for x in (a, b))
-        self._keys(names, others)
-        for name in names:
+        self._keys([*a.keys()], [*b.keys()])
+        for name in a.keys():  # noqa: SIM118
             if name != LAYOUTS:
                 dataclasses.replace(self, path=(*self.path, name)).same(a.get(name), b.get(name))
         if has(a, LAYOUTS):
@@ -169,12 +170,7 @@ class _Comparison:
     # ---------------------------------------------------------------- Python objects
 
     def _objects(self, seen: Any, expected: Any) -> None:
-        if seen is expected:
-            return
         kind = cast("type[Any]", type(seen))
-        if any(isinstance(x, Tensor) or _is_batch(x) for x in (seen, expected)):
-            self.same(seen, expected)
-            return
         if kind is not type(expected):
             self._differ("type", kind, type(expected))
         if kind in _ATOMS:
@@ -190,15 +186,15 @@ class _Comparison:
         elif kind is dict:
             self._keys([*seen], [*expected])
             for key, *values in zip(seen, seen.values(), expected.values(), strict=True):
-                self._at(f"[{key!r}]")._objects(*values)
+                self._at(f"[{key!r}]").same(*values)
         elif kind in (set, frozenset):
             self._unordered("elements", seen, expected)
         elif kind is np.ndarray:
             self._arrays(seen, expected)
         elif issubclass(kind, UntypedStorage):
-            self._tensors(_bytes_of(seen), _bytes_of(expected))
+            self._tensors(*(torch.empty(0, dtype=torch.uint8, device=x.device).set_(x) for x in (seen, expected)))
         elif issubclass(kind, TypedStorage):
-            self._objects(vars(seen), vars(expected))
+            self.same(vars(seen), vars(expected))
         elif issubclass(kind, type | FunctionType):
             self._differ("value", seen, expected)
         else:
@@ -207,14 +203,14 @@ class _Comparison:
     def _sequences(self, seen: Any, expected: Any) -> None:
         self._equal("length", len(seen), len(expected))
         for place, pair in enumerate(zip(seen, expected, strict=True)):
-            self._at(f"[{place}]")._objects(*pair)
+            self._at(f"[{place}]").same(*pair)
 
     def _arrays(self, seen: Any, expected: Any) -> None:
         self._equal("dtype", seen.dtype, expected.dtype)
         self._equal("shape", seen.shape, expected.shape)
         if seen.dtype.names:
             for name in seen.dtype.names:
-                self._at(f"[{name!r}]")._objects(seen[name], expected[name])
+                self._at(f"[{name!r}]").same(seen[name], expected[name])
         elif seen.dtype.kind in "OT":  # objects, or strings of any length
             self._sequences([*seen.flat], [*expected.flat])
         elif seen.tobytes() != expected.tobytes():
@@ -225,7 +221,7 @@ class _Comparison:
         if isinstance(a, str) or isinstance(b, str):  # the name of a global, of which there is one
             self._differ("value", seen, expected)
         for name, *parts in zip(_STATE, a, b, strict=True):
-            (self._at(name) if name else self)._objects(*parts)
+            (self._at(name) if name else self).same(*parts)
 
     def _state(self, value: Any) -> str | list[Any]:
         """The state that pickle would write: the name of a global, or the six parts that _STATE lists."""
@@ -272,7 +268,7 @@ class _Comparison:
             return True
         before = len(self.visited)
         try:
-            self._objects(seen, expected)
+            self.same(seen, expected)
         except AssertionError:
             while len(self.visited) > before:
                 self.visited.popitem()
@@ -303,14 +299,6 @@ def _short(text: str) -> str:
 
 def _names(items: list[Any]) -> str:
     return _short(", ".join(map(repr, items)))
-
-
-def _is_batch(value: Any) -> bool:
-    return not isinstance(value, type) and is_tensor_collection(value)
-
-
-def _bytes_of(storage: UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(cast("Any", storage))
 
 
 def _by_token(items: Iterable[Any]) -> dict[Any, Any]:

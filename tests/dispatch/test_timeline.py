@@ -226,6 +226,44 @@ def test_a_lost_rank_is_logged_once_counted_and_in_the_metrics_of_the_retry(
     assert [span.seconds for span in times.spans if span.stage == "run"] == [1.0, 0.5]
 
 
+def test_stages_of_several_attempts_are_sums_in_every_metric(clock: Clock) -> None:
+    """Rank 0 answers, also the retry; rank 1 answers, the slowest in one attempt; rank 2 dies."""
+    answers = {
+        0: (16.0, reply(1011.0, 0.5, 2.0, 0.25)),
+        1: (16.0, reply(1010.5, 0.125, 4.0, 0.5)),
+        2: (16.0, ray.exceptions.RayActorError()),
+    }
+    sender = FakeGroup(clock, answers)
+    request = calls.Request("update", (), {}, "padded", None, 60.0)
+    parts, nbytes, put = sender.send(request, {rank: np.array([rank]) for rank in range(3)}, again=False)
+    metrics = {f"maskpack/dispatch/{name}": float(nbytes) for name in ("bytes_padded", "bytes_sent")}
+    call = calls.Call(sender, request, parts, metrics, (Span(None, "prepare", 9.0, 1.0), put))
+    with pytest.raises(WorkerError):
+        call.result()
+    sender.answers[0] = (25.0, reply(1018.25, 0.25, 3.0, 0.125))  # called at 16.25
+    again = call.retry()
+    again.result()
+    stages = {
+        "prepare_seconds": 1.0,
+        "put_seconds": 0.5 + 0.5,
+        "fetch_seconds": 0.75 + 2.0,  # rank 0, called at 10.25
+        "decode_seconds": 0.5 + 0.25,
+        "run_seconds": 2.0 + 3.0,  # rank 0; rank 1 took 4.0
+        "encode_seconds": 0.5,  # rank 1; rank 0 took 0.375
+        "return_seconds": 2.25 + 3.375,  # rank 0; rank 1 took 0.875
+        "gather_seconds": 0.0,
+    }
+    assert {name: again.metrics[f"maskpack/dispatch/{name}"] for name in stages} == stages
+    timeline = Timeline()
+    timeline.add(sender.recorded[-1][0])
+    assert timeline.metrics() == {
+        "maskpack/dispatch/update/calls": 1.0,
+        "maskpack/dispatch/update/seconds": 16.0,  # from 9 to 25
+        **{f"maskpack/dispatch/update/{name}": seconds for name, seconds in stages.items()},
+    }
+    assert "driver      1,000.0  1,000.0" in timeline.report()
+
+
 def test_an_error_of_the_method_is_information(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     sender = FakeGroup(clock, {0: (12.0, reply(1010.25, 0.5, 1.0, 0.25)), 1: (11.0, ray.exceptions.RayError("no"))})
     call = sent(clock, sender)

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import assert_same_batch
 from strategies import Case, batches
-from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
+from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack, tensorclass
 
 import maskpack as mp
 from maskpack.errors import LayoutError
@@ -91,6 +91,69 @@ def test_batches_of_other_widths_join_but_are_not_restored() -> None:
     ]
     with pytest.raises(LayoutError, match="different widths"):
         mp.unnest(whole)
+
+
+@tensorclass
+class Scores:
+    value: torch.Tensor
+
+
+NAMES: dict[str, dict[str, list[str | None]]] = {
+    "of all dims": {"": ["row", "turn"], "sub": ["row", "turn", "head"], "scores": ["row", "turn"]},
+    "of some dims": {"": [None, "turn"], "sub": [None, "turn", "head"], "scores": [None, "turn"]},
+    "of a sub-batch": {"sub": [None, None, "head"]},
+    "none": {},
+}
+
+
+def named(names: dict[str, list[str | None]], rows: int = 4, *, nested: bool = False) -> Any:
+    batch: Any = TensorDict(
+        {
+            "x": torch.arange(2.0 * rows).reshape(rows, 2),
+            "sub": TensorDict({"y": torch.ones(rows, 2, 3)}, batch_size=[rows, 2, 3]),
+            "scores": Scores(value=torch.ones(rows, 2), batch_size=[rows, 2]),
+            "uid": NonTensorStack(*[NonTensorStack("a", "b") for _ in range(rows)]),
+        },
+        batch_size=[rows, 2],
+    )
+    if nested:  # jagged along dim 1, which so is no batch dim
+        values, ends = torch.arange(3.0 * rows), torch.arange(0, 3 * rows + 1, 3)
+        jagged = torch.nested.nested_tensor_from_jagged(values, ends)
+        batch = TensorDict({"x": jagged, "sub": batch["sub"], "scores": batch["scores"]}, batch_size=[rows])
+    for name, value in names.items():
+        part = batch.get(name) if name else batch
+        part.names = value[: part.batch_dims]
+    return batch
+
+
+def names_of(batch: Any) -> list[Any]:
+    return [batch.names, batch.get("sub").names, batch.get("scores").names]
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_names_of_dims_are_those_that_tensordict_gives(case: str) -> None:
+    batch, unnamed = named(NAMES[case]), named({})
+    for rows in ([2, 0], slice(1, 3), torch.tensor([3])):
+        assert names_of(take(batch, rows)) == names_of(batch[rows])
+    for parts in ([batch], [batch, named(NAMES[case], 3)], [batch, unnamed], [unnamed, batch]):
+        assert names_of(cat(parts)) == names_of(torch.cat(parts))
+    assert unnamed.get("uid").names == [None, None]
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_names_of_dims_of_nested_batches_are_kept(case: str) -> None:
+    batch, unnamed = named(NAMES[case], nested=True), named({}, nested=True)
+    whole = names_of(batch)
+    assert any(map(any, whole)) == (case != "none")
+    for rows in ([2, 0], slice(1, 3), [], torch.tensor([True, False, True, False])):
+        assert names_of(take(batch, rows)) == whole
+    assert names_of(cat([batch, unnamed])) == whole
+    assert names_of(cat([unnamed, batch])) == names_of(unnamed)
+
+
+def test_names_of_dims_of_a_lazy_stack_are_those_that_stacking_gives() -> None:
+    stack: Any = lazy_stack([named(NAMES["of all dims"])[row] for row in range(4)])
+    assert names_of(take(stack, [2, 0])) == names_of(torch.stack(stack.unbind(0)))
 
 
 def test_a_lazy_stack_is_a_batch() -> None:

@@ -9,6 +9,7 @@ import io
 import math
 import pickle
 import random
+import re
 import struct
 import threading
 from collections import OrderedDict, UserDict, defaultdict, deque
@@ -25,7 +26,7 @@ import strategies
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack, tensorclass
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, lazy_stack, tensorclass
 from test_oracle import DIFFERENT, batch, jagged
 
 import maskpack as mp
@@ -222,6 +223,10 @@ STATES: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {
     "bytes of a buffer": (io.BytesIO, b"a", b"b"),
     "a storage": (lambda value: torch.full((2,), value).untyped_storage(), 0.0, -0.0),
     "the size of a storage": (lambda size: torch.ones(size).untyped_storage(), 2, 3),
+    "a typed storage": (lambda value: torch.TypedStorage([1.0, value]), 0.0, -0.0),
+    "the dtype of a typed storage": (lambda dtype: torch.TypedStorage([0, 0], dtype=dtype), torch.int32, torch.float32),
+    "a pattern, whose reducer copyreg holds": (lambda text: (re.purge(), re.compile(text)), "a", "b"),
+    "a union of types, whose reducer copyreg holds": (lambda kind: kind | None, int, str),
     "slots beside attributes": (Slotted, "a", "b"),
     "attributes beside slots": (lambda note: noted(Slotted("a"), note), "a", "b"),
     "an == that is always true": (AlwaysEqual, 1, 2),
@@ -268,6 +273,7 @@ STATES: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("name", STATES)
 def test_state_is_told_apart(name: str) -> None:
     build, value, other = STATES[name]
@@ -299,9 +305,16 @@ def test_functions_and_classes_are_equal_to_themselves_only() -> None:
     for item in (len, max, str.upper, Plain, TensorDict, Sample, failure, torch.float32, threading):
         assert_exact(item, item)
         assert_exact([item], [item])
-    classes = (TensorDict, Sample), (TensorDict, NonTensorData)
-    for a, b in ((math.sqrt, cmath.sqrt), (torch.float32, torch.float64), *classes):
-        failure(a, b)
+    classes = (
+        (TensorDict, Sample),
+        (TensorDict, NonTensorData),
+        (TensorDict, LazyStackedTensorDict),
+        (Sample, NonTensorData),
+    )
+    beside = (int, torch.ones(1)), (Sample, Sample(torch.ones(1))), (TensorDict, NonTensorData(1)), (type, int)
+    for a, b in ((math.sqrt, cmath.sqrt), (torch.float32, torch.float64), *classes, *beside):
+        assert failure(a, b).startswith("assert_exact: the value differs in its ")
+        failure(b, a)
         failure([a], [b])
 
 

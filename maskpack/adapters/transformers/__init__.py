@@ -9,12 +9,10 @@ collator.py    PackedCollator
 
 import transformers
 
-from maskpack.errors import ReplayError
-
 if not hasattr(transformers, "AttentionInterface"):
-    raise ReplayError(
-        f"maskpack.adapters.transformers: transformers {transformers.__version__} has no AttentionInterface; expected "
-        "transformers 5.0 or later. Install it: pip install 'maskpack[transformers]'."
+    raise ImportError(
+        "maskpack.adapters.transformers needs the AttentionInterface of transformers 4.51 or later; got transformers "
+        f"{transformers.__version__}: pip install 'maskpack[transformers]'"
     )
 
 from maskpack.adapters.transformers.collator import PackedCollator
