@@ -496,7 +496,7 @@ def test_the_page_names_every_metric(local_ray: Any) -> None:
 
 def test_counters_of_the_page_are_those_that_are_there() -> None:
     page = (DOCS / "operations.md").read_text()
-    (line,) = re.findall(r"the counters (.*?) with the tag", page, re.S)
+    (line,) = re.findall(r"The counters (.*?) have the tag", page, re.S)
     assert {name.removeprefix("maskpack_dispatch") for name in re.findall(r"`(\w+)`", line)} == {
         f"_{name}" for name in ray_metrics.COUNTERS
     }
