@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from samples import workload
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from verl import DataProto
-from verl.single_controller.base.decorator import Dispatch, _split_args_kwargs_data_proto, register
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.single_controller.ray import (
     RayClassWithInitArgs,
     RayResourcePool,
@@ -588,39 +588,6 @@ def test_decorators_in_the_wrong_order_raise():
         verl.packed_endpoint(format="flat")(method)
 
 
-def wire_bytes(things):
-    """Bytes of the pickles, protocol 5, with their out-of-band buffers; of objects that are the same once."""
-    total = 0
-    for thing in {id(thing): thing for thing in things}.values():
-        buffers = []
-        total += len(pickle.dumps(thing, protocol=5, buffer_callback=buffers.append))
-        total += sum(buffer.raw().nbytes for buffer in buffers)
-    return total
-
-
-def sent_by_verl(data, ranks):
-    (chunks,), _ = _split_args_kwargs_data_proto(ranks, data)
-    return chunks
-
-
-def test_twelve_times_fewer_bytes_than_verl_sends():
-    # the fill of the reference workload of the benchmarks: 8 % of the columns are real
-    data = rollouts(32, prompt_width=200, response_width=200)
-    keep = torch.cat([torch.arange(200) >= 180, torch.arange(200) < 12])
-    fields = {}
-    for name, value in data.batch.items():
-        cut = keep[-value.shape[1] :] if value.shape[1] == 400 or name != "prompts" else keep[:200]
-        pad = PAD if name in ("prompts", "responses", "input_ids") else 0
-        fields[name] = torch.where(cut, value, torch.tensor(pad, dtype=value.dtype))
-    mask = fields["attention_mask"]
-    fields["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-    batch = TensorDict(fields, batch_size=[32])
-    for given in (DataProto(batch), batch):
-        packed = verl.pack(given, pad_token_id=PAD, strict_mask_nesting=True)
-        parts = [packed.take(slice(begin, begin + 8)) for begin in range(0, 32, 8)]
-        assert 12 * wire_bytes(parts) <= wire_bytes(sent_by_verl(given, 4))
-
-
 # -------------------------------------------------------------------- verl's worker groups
 
 
@@ -673,6 +640,43 @@ def test_workers_see_what_verl_gives_them(group, name):
     assert len(set(digests)) == 2  # one a DP rank
 
 
+def wire_bytes(things):
+    """Bytes of the pickles, protocol 5, with their out-of-band buffers."""
+    total = 0
+    for thing in things:
+        buffers = []
+        total += len(pickle.dumps(thing, protocol=5, buffer_callback=buffers.append))
+        total += sum(buffer.raw().nbytes for buffer in buffers)
+    return total
+
+
+PLAIN = make_nd_compute_dataproto_dispatch_fn("actor")
+"""The dispatch mode that verl's own workers use."""
+
+
+def sent(group, mode, data):
+    """What a dispatch mode puts into the object store for the workers; DP peers share an object."""
+    (references,), _ = mode["dispatch_fn"](group, data)
+    return ray.get([*dict.fromkeys(references)])
+
+
+def test_twelve_times_fewer_bytes_than_verl_sends(group):
+    # the fill of the reference workload of the benchmarks: 8 % of the columns are real
+    data = rollouts(32, prompt_width=200, response_width=200)
+    keep = torch.cat([torch.arange(200) >= 180, torch.arange(200) < 12])
+    fields = {}
+    for name, value in data.batch.items():
+        cut = keep[-value.shape[1] :] if value.shape[1] == 400 or name != "prompts" else keep[:200]
+        pad = PAD if name in ("prompts", "responses", "input_ids") else 0
+        fields[name] = torch.where(cut, value, torch.tensor(pad, dtype=value.dtype))
+    mask = fields["attention_mask"]
+    fields["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    batch = TensorDict(fields, batch_size=[32])
+    strict = verl.mask_nesting_dispatch("actor", verl.MaskNestingConfig(True, True, pad_token_id=PAD))
+    for given in (DataProto(batch), batch):
+        assert 12 * wire_bytes(sent(group, strict, given)) <= wire_bytes(sent(group, PLAIN, given))
+
+
 def test_a_batch_that_was_packed_before_can_be_sent_again(group):
     data = rollouts(8)
     packed = verl.pack(data, pad_token_id=PAD)
@@ -688,9 +692,8 @@ def test_rows_of_true_widths(group):
     data = DataProto(batch=batch, non_tensor_batch={"uid": uid}, meta_info={"temperature": 1.0})
     assert_same(group.packed_seen(data), group.plain_seen(data))
     assert_same(group.packed_score(data), group.plain_score(data))
-    packed = verl.pack(data, pad_token_id=PAD)
-    parts = [packed.take(slice(begin, begin + 32)) for begin in (0, 32)]
-    assert 12 * wire_bytes(parts) <= wire_bytes(sent_by_verl(data, 2))
+    packed, plain = (wire_bytes(sent(group, mode, data)) for mode in (verl.mask_nesting_dispatch("actor"), PLAIN))
+    assert 12 * packed <= plain
 
 
 @pytest.mark.parametrize("method", ["score", "all_score"])
