@@ -88,7 +88,8 @@ def _dealt(weights: FloatArray, order: IntArray, ranks: int) -> IntArray:
 
 
 def _to_the_lightest(weights: FloatArray, order: IntArray, ranks: int) -> IntArray:
-    """The rank of each unit: each goes to the rank with the smallest load (Graham, 1969: largest processing time)."""
+    """The rank of each unit: each goes to the rank with the smallest load (longest processing time first,
+    Graham, 1969)."""
     out = np.empty(order.size, np.int64)
     loads: list[tuple[float, int, int]] = [(0, 0, rank) for rank in range(ranks)]
     for unit, weight in zip(order.tolist(), weights[order].tolist(), strict=True):
