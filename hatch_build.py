@@ -4,7 +4,8 @@ CC names the compiler; otherwise it is cc, gcc or clang. A machine that has none
 index, for the build only. The wheel is for the machine that built it.
 
 MASKPACK_PLATFORM=manylinux_2_17_aarch64, or another tag of that kind, makes a wheel for that processor and for every
-glibc from that version on. ziglang compiles it, on any machine.
+glibc from that version on. ziglang compiles it, on any machine. An editable install runs the core of the checkout, which
+is for this machine, and refuses the variable.
 """
 
 from __future__ import annotations
@@ -59,6 +60,11 @@ class CustomBuildHook(BuildHookInterface[Any]):
             return
         source = Path(self.root) / SOURCE
         if platform := os.environ.get("MASKPACK_PLATFORM"):
+            if version == "editable":
+                raise ValueError(
+                    f"MASKPACK_PLATFORM is {platform!r} in an editable install, which runs the core of the checkout; "
+                    "expected it for wheels only. Unset it, or install without -e."
+                )
             self.folder = tempfile.TemporaryDirectory()  # a checkout keeps the core of its own machine
             target = Path(self.folder.name) / "_core.so"
             compile_core(source, target, [*ZIG, *zig_target(platform)])

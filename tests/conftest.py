@@ -1,10 +1,14 @@
-"""Hypothesis profiles, HYPOTHESIS_PROFILE: `ci` (few examples, the same ones every time), `full`, and `slow` for tests
-whose every example takes long."""
+"""What many tests share: the path, a local Ray, and hypothesis profiles.
+
+HYPOTHESIS_PROFILE is `ci` (few examples, the same ones every time), `full`, or `slow` for tests whose every example
+takes long.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: threads of several processes would wait for each other
@@ -44,3 +48,17 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    """A Ray on this machine for the tests of a file. Some environments have none."""
+    import ray
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(
+            address="local", num_cpus=2, include_dashboard=False, object_store_memory=200 * 2**20, log_to_driver=False
+        )
+        yield
+        ray.shutdown()

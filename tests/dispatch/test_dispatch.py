@@ -306,17 +306,6 @@ def _scribbled(batch):
 
 
 @pytest.fixture(scope="module")
-def local_ray():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(
-            address="local", num_cpus=2, include_dashboard=False, object_store_memory=200 * 2**20, log_to_driver=False
-        )
-        yield
-        ray.shutdown()
-
-
-@pytest.fixture(scope="module")
 def group(local_ray):
     return WorkerGroup.launch(Worker, RANKS, pad_token_id=PAD)
 

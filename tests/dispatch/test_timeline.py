@@ -427,17 +427,6 @@ def rows() -> TensorDict:
     return TensorDict(fields, batch_size=[4])
 
 
-@pytest.fixture(scope="module")
-def local_ray() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(
-            address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False
-        )
-        yield
-        ray.shutdown()
-
-
 class Recorded:
     """What reaches a metric of Ray, which still records it."""
 

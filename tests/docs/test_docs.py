@@ -115,19 +115,6 @@ def printed(code: str, name: str, names: dict[str, Any]) -> str:
     return out.getvalue()
 
 
-@pytest.fixture(scope="module")
-def local_ray() -> Iterator[None]:
-    import ray
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(
-            address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False
-        )
-        yield
-        ray.shutdown()
-
-
 def run(name: str, text: str, page: Page, only: int | None = None) -> None:
     """All blocks of a page, or one."""
     names: dict[str, Any] = {"__name__": "__main__"}
