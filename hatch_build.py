@@ -4,8 +4,8 @@ CC names the compiler; otherwise it is cc, gcc or clang. A machine that has none
 index, for the build only. The wheel is for the machine that built it.
 
 MASKPACK_PLATFORM=manylinux_2_17_aarch64, or another tag of that kind, makes a wheel for that processor and for every
-glibc from that version on. ziglang compiles it, on any machine. An editable install runs the core of the checkout, which
-is for this machine, and refuses the variable.
+glibc from that version on. ziglang compiles it, on any machine. An editable install refuses the variable: it runs the
+core of the checkout, which is for this machine.
 """
 
 from __future__ import annotations

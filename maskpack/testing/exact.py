@@ -90,8 +90,6 @@ class _Comparison:
 
     def same(self, seen: Any, expected: Any) -> None:
         """Raises AssertionError at the first difference. Each kind of value compares the types first."""
-        if seen is expected:
-            return
         if isinstance(seen, type):  # tensordict takes some classes for batches
             self._objects(seen, expected)
         elif isinstance(seen, Tensor):
@@ -170,6 +168,8 @@ class _Comparison:
     # ---------------------------------------------------------------- Python objects
 
     def _objects(self, seen: Any, expected: Any) -> None:
+        if seen is expected:
+            return
         kind = cast("type[Any]", type(seen))
         if kind is not type(expected):
             self._differ("type", kind, type(expected))

@@ -15,7 +15,7 @@ def test_an_editable_install_is_for_this_machine(tmp_path: Path, monkeypatch: py
     before = core.stat()
     monkeypatch.setenv("MASKPACK_PLATFORM", "manylinux_2_17_aarch64")
     build = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["editable"])
-    with pytest.raises(ValueError, match=r"^MASKPACK_PLATFORM is 'manylinux_2_17_aarch64' in an editable install, .*-e"):
+    with pytest.raises(ValueError, match=r"^MASKPACK_PLATFORM is '.*_aarch64' in an editable install, .*-e"):
         next(build)
     assert core.stat() == before
     assert list(tmp_path.iterdir()) == []
