@@ -29,7 +29,7 @@ typedef uint64_t u64;
 typedef uint32_t u32;
 typedef uint8_t u8;
 
-API i64 maskpack_version(void) { return 6; } /* native.py expects this number */
+API i64 maskpack_version(void) { return 7; } /* native.py expects this number */
 
 /* ------------------------------------------------------------------ words */
 
@@ -473,17 +473,24 @@ static i64 bytes_of(const Entry *entry) {
     return entry->a.size * entry->a.count + entry->b.size * entry->b.count + entry->c.size * entry->c.count;
 }
 
+/* Number i of an array, or its last one, which may stand for all. */
 static i64 number_at(const u8 *body, const Array *array, i64 i) {
-    u64 number = word_at(body + array->at + (array->count == 1 ? 0 : i) * array->size, array->size);
-    return (i64)number;
+    if (i >= array->count && (i = array->count - 1) < 0) return 0;
+    return (i64)word_at(body + array->at + i * array->size, array->size);
 }
 
 static i64 signed_at(const u8 *body, const Array *array, i64 i) {
     return as_signed((u64)number_at(body, array, i), array->size);
 }
 
-/* Which of the stored rows of a dictionary a row is. */
-static i64 stored_row(const u8 *body, const Entry *entry, i64 row) { return number_at(body, &entry->a, row) - entry->number; }
+/* Which of the stored rows of a dictionary a row is; negative if it is none. */
+static i64 stored_row(const u8 *body, const Entry *entry, i64 row) {
+    return (i64)((u64)number_at(body, &entry->a, row) - (u64)entry->number);
+}
+
+/* A number of a body, 0 to `most`. Other processes may write to a file that is mapped, after it was checked: what a body
+   says is cut to what there is, wherever it is used. */
+static i64 cut_to(i64 number, i64 most) { return (u64)number > (u64)most ? most : number; }
 
 static void put_word(u8 *to, i64 word, i64 size) { memcpy(to, &word, (size_t)size); }
 
@@ -734,7 +741,11 @@ static void unpack_block(const BlockLoops *loops, const u8 *from, i64 n, i64 bit
 
 static i64 bits_for(u64 most) { return most ? 64 - __builtin_clzll(most) : 0; }
 
-/* ------------------------------------------------------------------ decoding: the rows of an entry, one after the other */
+/* ------------------------------------------------------------------ decoding: the rows of an entry, one after the other
+
+   Layouts and tables are known to fit each other. Of the body only this is known: the arrays lie inside it. */
+
+static const i64 MANY = (i64)1 << 58; /* more words than memory holds */
 
 /* A field to be decoded: padded, or `packed` alone. */
 typedef struct {
@@ -747,6 +758,8 @@ typedef struct {
     const Layout *layouts;
     const u8 *body;
     i64 rows;
+    const i64 *kept; /* the rows that are decoded, rising, `num_kept` of them; NULL for all */
+    i64 num_kept;
     const Target **done; /* for each entry, where it was decoded to before, or NULL; NULL where nobody asks */
 } Table;
 
@@ -758,8 +771,8 @@ typedef struct Cursor {
     i64 row, a, b, c;
     struct Cursor *parts; /* of CONCAT and COLUMNS, and of the field that is near */
     i64 num_parts;
-    u8 *rows;     /* of DICTIONARY: the stored rows, decoded, and their bounds */
-    i64 *own;
+    u8 *rows;     /* of DICTIONARY: its stored rows that are used, decoded, and the bounds of all, which are empty otherwise */
+    i64 *own, stored;
     u8 *scratch; /* a row of a part */
     const BlockLoops *loops;
     const Target *done; /* where the rows were decoded to before, or NULL */
@@ -779,6 +792,8 @@ static void close_cursor(Cursor *cursor) {
 }
 
 static void next_row(Cursor *cursor, u8 *out);
+
+static void skip_row(Cursor *cursor);
 
 static int decode_dictionary(Cursor *cursor);
 
@@ -802,15 +817,17 @@ static const u8 *row_before(Cursor *cursor) {
     return field->padded + row * field->row_stride + (span < layout->splits[row + 1] ? layout->starts[span] * element : 0);
 }
 
-/* Opens a cursor at row 0; `stored` are the bounds of rows that do not lie in the layout of the entry. False without
-   memory; close it either way. */
+/* A cursor at row 0 that can skip rows; `stored` are the bounds of rows that do not lie in the layout of the entry. */
+static Cursor cursor_of(const Table *table, i64 index, const i64 *stored) {
+    const Entry *entry = table->entries + index;
+    const i64 *bounds = stored || entry->layout < 0 ? stored : table->layouts[entry->layout].bounds;
+    return (Cursor){.table = table, .entry = entry, .loops = block_loops(), .bounds = bounds};
+}
+
+/* Opens a cursor that can decode `rows` rows, too. False without memory; close it either way. */
 static int open_cursor(Cursor *cursor, const Table *table, i64 index, const i64 *stored, i64 rows) {
     const Entry *entry = table->entries + index;
-    memset(cursor, 0, sizeof *cursor);
-    cursor->table = table;
-    cursor->entry = entry;
-    cursor->loops = block_loops();
-    cursor->bounds = stored ? stored : entry->layout < 0 ? NULL : table->layouts[entry->layout].bounds;
+    *cursor = cursor_of(table, index, stored);
     if (!stored && (cursor->done = done_before(table, index))) return 1;
     int near = entry->kind == BLOCKS && entry->second >= 0;
     i64 parts = entry->kind == COLUMNS ? entry->second : entry->kind == CONCAT ? 2 : near ? 1 : 0;
@@ -833,28 +850,44 @@ static int open_cursor(Cursor *cursor, const Table *table, i64 index, const i64 
     return entry->kind != DICTIONARY || decode_dictionary(cursor);
 }
 
+/* The most rows that a dictionary of `rows` rows stores. They differ: those that no row uses have a number each, at least. */
+static i64 most_stored(const Entry *entries, const Entry *entry, i64 rows) {
+    const Entry *inner = entries + entry->first;
+    return rows + entry->b.count + inner->a.count + inner->b.count + inner->c.count;
+}
+
 /* The bounds of the stored rows of a dictionary; how many there are, or -1 without memory. */
-static i64 stored_rows(const Table *table, const Entry *entry, i64 **bounds) {
-    i64 stored = 0;
-    for (i64 row = 0; row < table->rows; row++) {
-        i64 index = stored_row(table->body, entry, row);
+static i64 stored_rows(const Entry *entries, const Entry *entry, const u8 *body, i64 rows, i64 **bounds) {
+    i64 stored = 0, most = most_stored(entries, entry, rows) - 1, words = MANY / (entry->items ? entry->items : 1);
+    for (i64 row = 0; row < rows; row++) {
+        i64 index = cut_to(stored_row(body, entry, row), most);
         stored = index + 1 > stored ? index + 1 : stored;
     }
     if (!(*bounds = calloc((size_t)stored + 1, sizeof(i64)))) return -1;
-    for (i64 i = 0; i < stored; i++) (*bounds)[i + 1] = (*bounds)[i] + number_at(table->body, &entry->b, i);
+    for (i64 i = 0; i < stored; i++) (*bounds)[i + 1] = (*bounds)[i] + cut_to(number_at(body, &entry->b, i), words - (*bounds)[i]);
     return stored;
 }
 
-/* Decodes the stored rows of a dictionary. */
+/* Decodes the stored rows of a dictionary that rows use; others take no memory. */
 static int decode_dictionary(Cursor *cursor) {
+    const Table *table = cursor->table;
     const Entry *entry = cursor->entry;
-    i64 stored = stored_rows(cursor->table, entry, &cursor->own), element = entry->items * entry->size;
-    if (stored < 0 || !(cursor->rows = malloc((size_t)(cursor->own[stored] * element + 8)))) return 0;
-    Cursor rows;
-    int opened = open_cursor(&rows, cursor->table, entry->first, cursor->own, stored);
-    for (i64 i = 0; i < stored && opened; i++) next_row(&rows, cursor->rows + cursor->own[i] * element);
-    close_cursor(&rows);
-    return opened;
+    i64 *bounds = NULL, element = entry->items * entry->size, rows = table->kept ? table->num_kept : table->rows;
+    i64 stored = cursor->stored = stored_rows(table->entries, entry, table->body, table->rows, &bounds);
+    i64 *own = cursor->own = stored < 0 ? NULL : calloc((size_t)stored + 1, sizeof(i64));
+    Cursor inner = {0};
+    int fine = own != NULL;
+    for (i64 i = 0; i < rows && fine; i++)
+        own[1 + cut_to(stored_row(table->body, entry, table->kept ? table->kept[i] : i), stored - 1)] = 1;
+    for (i64 i = 0; i < stored && fine; i++) own[i + 1] = own[i] + (own[i + 1] ? bounds[i + 1] - bounds[i] : 0);
+    fine = fine && (cursor->rows = malloc((size_t)(own[stored] * element + 8))) && open_cursor(&inner, table, entry->first, bounds, stored);
+    for (i64 i = 0; i < stored && fine; i++) {
+        if (own[i + 1] > own[i]) next_row(&inner, cursor->rows + own[i] * element);
+        else skip_row(&inner);
+    }
+    close_cursor(&inner);
+    free(bounds);
+    return fine;
 }
 
 static void fill_words(u8 *out, i64 n, i64 word, i64 size) {
@@ -878,22 +911,48 @@ static void decode_narrow(const Entry *entry, const u8 *from, i64 n, u8 *out) {
     WIDEN(4, u32, 8, u64)
 }
 
+/* PLAIN and NARROW. */
+static void decode_words(Cursor *cursor, i64 n, u8 *out) {
+    const Entry *entry = cursor->entry;
+    const u8 *from = cursor->table->body + entry->a.at + cursor->a * entry->a.size;
+    if (n > entry->a.count - cursor->a) memset(out, 0, (size_t)(n * entry->size));
+    else if (entry->kind == NARROW) decode_narrow(entry, from, n, out);
+    else memcpy(out, from, (size_t)(n * entry->size));
+    cursor->a += n;
+}
+
+typedef struct {
+    const u8 *from;
+    i64 bits, base, near; /* near: whether its words are distances */
+} Block;
+
+/* The next block, of n words; the cursor moves over it. */
+static Block next_block(Cursor *cursor, i64 n) {
+    const Entry *entry = cursor->entry;
+    const u8 *body = cursor->table->body;
+    i64 said = number_at(body, &entry->a, cursor->a), bits = said & ~NEAR, numbers = block_numbers(n, bits);
+    if (bits > 32 || numbers > entry->c.count - cursor->c) bits = numbers = 0;
+    Block block = {body + entry->c.at + 4 * cursor->c, bits, number_at(body, &entry->b, cursor->a++), said & NEAR && entry->second >= 0};
+    cursor->c += numbers;
+    return block;
+}
+
 static void decode_blocks(Cursor *cursor, i64 n, u8 *out) {
     const Entry *entry = cursor->entry;
-    const u8 *body = cursor->table->body, *near = NULL;
+    const u8 *near = NULL;
     i64 size = entry->size;
     if (entry->second >= 0) {
         near = cursor->scratch;
         if (cursor->parts->done) near = row_before(cursor->parts);
         else next_row(cursor->parts, cursor->scratch);
     }
-    for (i64 at = 0; at < n; at += BLOCK, cursor->a++) {
+    for (i64 at = 0; at < n; at += BLOCK) {
         u32 words[BLOCK];
-        i64 count = n - at < BLOCK ? n - at : BLOCK, bits = number_at(body, &entry->a, cursor->a);
-        unpack_block(cursor->loops, body + entry->c.at + 4 * cursor->c, count, bits & ~NEAR, words);
-        cursor->c += block_numbers(count, bits & ~NEAR);
-        if (bits & NEAR) cursor->loops->add_distances(size, words, near + at * size, count, out + at * size);
-        else cursor->loops->add_least(size, words, number_at(body, &entry->b, cursor->a), count, out + at * size);
+        i64 count = n - at < BLOCK ? n - at : BLOCK;
+        Block block = next_block(cursor, count);
+        unpack_block(cursor->loops, block.from, count, block.bits, words);
+        if (block.near) cursor->loops->add_distances(size, words, near + at * size, count, out + at * size);
+        else cursor->loops->add_least(size, words, block.base, count, out + at * size);
     }
 }
 
@@ -905,15 +964,8 @@ static int has_pieces(const Cursor *cursor) {
 
 /* Decodes the next n words of a row, which end at a block or with the row. */
 static void next_piece(Cursor *cursor, i64 n, u8 *out) {
-    const Entry *entry = cursor->entry;
-    if (entry->kind == BLOCKS) {
-        decode_blocks(cursor, n, out);
-        return;
-    }
-    const u8 *from = cursor->table->body + entry->a.at + cursor->a * entry->a.size;
-    if (entry->kind == NARROW) decode_narrow(entry, from, n, out);
-    else memcpy(out, from, (size_t)(n * entry->size));
-    cursor->a += n;
+    if (cursor->entry->kind == BLOCKS) decode_blocks(cursor, n, out);
+    else decode_words(cursor, n, out);
 }
 
 /* Prefetches part `part` of `parts` of the tile behind the one at p, which has so many bytes. */
@@ -923,15 +975,11 @@ static void prefetch(const u8 *p, i64 nbytes, i64 part, i64 parts) {
 
 /* The block of the next n tokens, of EIGHT words each, which go `step` bytes apart. */
 static void next_eights(Cursor *cursor, i64 n, u8 *out, i64 step) {
-    const Entry *entry = cursor->entry;
-    const u8 *body = cursor->table->body;
     u32 words[BLOCK];
-    i64 bits = number_at(body, &entry->a, cursor->a);
-    const u8 *from = body + entry->c.at + 4 * cursor->c;
-    if (n * EIGHT == BLOCK) prefetch(from, BLOCK / 8 * bits, 0, 1); /* as the next one is likely as long */
-    unpack_block(cursor->loops, from, n * EIGHT, bits, words);
-    cursor->loops->more(entry->size, words, number_at(body, &entry->b, cursor->a++), n, out, step);
-    cursor->c += block_numbers(n * EIGHT, bits);
+    Block block = next_block(cursor, n * EIGHT);
+    if (n * EIGHT == BLOCK) prefetch(block.from, BLOCK / 8 * block.bits, 0, 1); /* as the next one is likely as long */
+    unpack_block(cursor->loops, block.from, n * EIGHT, block.bits, words);
+    cursor->loops->more(cursor->entry->size, words, block.base, n, out, step);
 }
 
 /* Columns of many words are decoded some tokens at a time, so that what is written stays in the first cache. */
@@ -958,12 +1006,18 @@ static void decode_columns(Cursor *cursor, i64 n, u8 *out) {
     for (i64 column = 0; column < columns && (pieces || !tokens); column++) cursor->parts[column].row++;
 }
 
+/* Stretches of the row at the cursor, which has n words. */
+static i64 stretches_of(const Cursor *cursor, i64 n) {
+    return cut_to(number_at(cursor->table->body, &cursor->entry->a, cursor->row), n);
+}
+
 static void decode_stretches(Cursor *cursor, i64 n, u8 *out) {
     const Entry *entry = cursor->entry;
     const u8 *body = cursor->table->body;
-    i64 stretches = number_at(body, &entry->a, cursor->row), word = 0, size = entry->size;
+    i64 stretches = stretches_of(cursor, n), word = 0, size = entry->size;
+    if (!stretches) memset(out, 0, (size_t)(n * size));
     for (i64 left = stretches; left > 0; left--) {
-        i64 count = left > 1 ? number_at(body, &entry->b, cursor->b++) : n;
+        i64 count = left > 1 ? cut_to(number_at(body, &entry->b, cursor->b++), n) : n;
         i64 value = signed_at(body, &entry->c, cursor->c++);
         if (entry->kind == RLE) fill_words(out, count, value, size);
         else
@@ -984,6 +1038,12 @@ static void decode_range(u8 *out, i64 n, i64 first, i64 step, i64 size) {
     switch (size) { RANGE(1) RANGE(2) RANGE(4) RANGE(8) }
 }
 
+/* Words of the row at a cursor of SPARSE that are stored. */
+static i64 words_stored(const Cursor *cursor) {
+    const Entry *entry = cursor->entry;
+    return cut_to(number_at(cursor->table->body, &entry->a, cursor->row), entry->c.count - cursor->b);
+}
+
 /* Decodes the row at the cursor to `out`, and moves on. */
 static void next_row(Cursor *cursor, u8 *out) {
     const Entry *entry = cursor->entry;
@@ -995,17 +1055,12 @@ static void next_row(Cursor *cursor, u8 *out) {
     }
     switch (entry->kind) {
     case PLAIN:
-        memcpy(out, body + entry->a.at + cursor->a * size, (size_t)(n * size));
-        cursor->a += n;
-        break;
-    case NARROW:
-        decode_narrow(entry, body + entry->a.at + cursor->a * entry->a.size, n, out);
-        cursor->a += n;
-        break;
+    case NARROW: decode_words(cursor, n, out); break;
     case BLOCKS: decode_blocks(cursor, n, out); break;
     case BITMAP: {
         const u8 *bits = body + entry->a.at + cursor->a;
-        for (i64 i = 0; i < n; i++)
+        if ((n + 7) / 8 > entry->a.count - cursor->a) memset(out, 0, (size_t)(n * size));
+        else for (i64 i = 0; i < n; i++)
             memcpy(out + i * size, body + entry->b.at + (bits[i >> 3] >> (i & 7) & 1) * size, (size_t)size);
         cursor->a += (n + 7) / 8;
         break;
@@ -1014,22 +1069,28 @@ static void next_row(Cursor *cursor, u8 *out) {
     case DELTA: decode_stretches(cursor, n, out); break;
     case ARANGE: decode_range(out, n, signed_at(body, &entry->a, cursor->row), entry->number, size); break;
     case SPARSE: {
-        i64 count = number_at(body, &entry->a, cursor->row);
         memset(out, 0, (size_t)(n * size));
-        for (; count > 0; count--, cursor->b++)
-            memcpy(out + number_at(body, &entry->b, cursor->b) * size, body + entry->c.at + cursor->b * size, (size_t)size);
+        for (i64 count = words_stored(cursor); count > 0; count--, cursor->b++) {
+            i64 place = number_at(body, &entry->b, cursor->b);
+            if (place >= 0 && place < n) memcpy(out + place * size, body + entry->c.at + cursor->b * size, (size_t)size);
+        }
         break;
     }
     case DICTIONARY: {
-        i64 index = stored_row(body, entry, cursor->row);
-        memcpy(out, cursor->rows + cursor->own[index] * entry->items * size, (size_t)(n * size));
+        const i64 *own = cursor->own + cut_to(stored_row(body, entry, cursor->row), cursor->stored - 1);
+        i64 element = entry->items * size, nbytes = cut_to((own[1] - own[0]) * element, n * size);
+        memcpy(out, cursor->rows + own[0] * element, (size_t)nbytes);
+        memset(out + nbytes, 0, (size_t)(n * size - nbytes));
         break;
     }
     case COLUMNS: decode_columns(cursor, n, out); break;
     case CONCAT: {
         i64 head = words_of(cursor->parts, cursor->row);
-        next_row(cursor->parts, out);
-        next_row(cursor->parts + 1, out + head * size);
+        if (head + words_of(cursor->parts + 1, cursor->row) > n) memset(out, 0, (size_t)(n * size));
+        else {
+            next_row(cursor->parts, out);
+            next_row(cursor->parts + 1, out + head * size);
+        }
         break;
     }
     default: break;
@@ -1039,25 +1100,22 @@ static void next_row(Cursor *cursor, u8 *out) {
 
 /* Moves over a row without decoding it. */
 static void skip_row(Cursor *cursor) {
-    const Entry *entry = cursor->entry;
-    const u8 *body = cursor->table->body;
     i64 n = words_of(cursor, cursor->row);
-    switch (entry->kind) {
+    switch (cursor->done ? KINDS : cursor->entry->kind) {
     case PLAIN:
     case NARROW: cursor->a += n; break;
     case BITMAP: cursor->a += (n + 7) / 8; break;
     case BLOCKS:
-        for (i64 at = 0; at < n; at += BLOCK, cursor->a++)
-            cursor->c += block_numbers(n - at < BLOCK ? n - at : BLOCK, number_at(body, &entry->a, cursor->a) & ~NEAR);
+        for (i64 at = 0; at < n; at += BLOCK) next_block(cursor, n - at < BLOCK ? n - at : BLOCK);
         break;
     case RLE:
     case DELTA: {
-        i64 stretches = number_at(body, &entry->a, cursor->row);
+        i64 stretches = stretches_of(cursor, n);
         cursor->b += stretches > 1 ? stretches - 1 : 0;
         cursor->c += stretches;
         break;
     }
-    case SPARSE: cursor->b += number_at(body, &entry->a, cursor->row); break;
+    case SPARSE: cursor->b += words_stored(cursor); break;
     default: break;
     }
     for (i64 part = 0; part < cursor->num_parts; part++) skip_row(cursor->parts + part);
@@ -2369,8 +2427,16 @@ static void decode_field(void *context, i64 at) {
         for (i64 row = 0; row < target->rows; row++) most = words_of(&cursor, row) > most ? words_of(&cursor, row) : most;
         fine = (scratch = malloc((size_t)(most * entry->size + 8))) != NULL;
     }
-    for (i64 row = 0; fine && row < target->rows; row++) {
+    for (i64 row = 0, at = 0; fine && row < target->rows; row++) {
         i64 n = words_of(&cursor, row);
+        if (decode->table->kept) {
+            if (at == decode->table->num_kept) break;
+            if (row < decode->table->kept[at]) {
+                skip_row(&cursor);
+                continue;
+            }
+            at++;
+        }
         if (!target->padded) {
             next_row(&cursor, to);
             to += n * entry->size;
@@ -2665,23 +2731,30 @@ API i64 maskpack_store_layouts(Stored *stored, i64 n, const Layout *layouts, u8 
     return out.used;
 }
 
-/* The spans of a row, at most `room` of them; how many there are. */
+/* The spans of a row, at most `room` of them, that rise within the width; how many there are, or may be without `starts`. */
 static i64 spans_of_row(const Stored *stored, const u8 *body, i64 row, i64 first, i64 *starts, i64 *counts, i64 room) {
-    if (stored->kind == SPANS) {
-        i64 n = number_at(body, &stored->c, row);
-        for (i64 i = 0; i < n && i < room; i++) {
-            starts[i] = number_at(body, &stored->a, first + i);
-            counts[i] = number_at(body, &stored->b, first + i);
+    i64 n = 0;
+    if (stored->kind == SPANS) { /* those of a row differ in their starts */
+        i64 most = stored->a.count == 1 ? 1 : stored->a.count - first;
+        if (stored->b.count != 1 && stored->b.count - first < most) most = stored->b.count - first;
+        i64 there = most > 0 ? cut_to(number_at(body, &stored->c, row), most) : 0;
+        if (!starts) return there;
+        for (i64 low = 0; n < there && n < room && low < stored->width; n++) {
+            i64 start = number_at(body, &stored->a, first + n), count = number_at(body, &stored->b, first + n);
+            start = start < low ? low : cut_to(start, stored->width - 1);
+            count = count < 1 ? 1 : cut_to(count, stored->width - start);
+            starts[n] = start;
+            counts[n] = count;
+            low = start + count + 1;
         }
         return n;
     }
     const u8 *bits = body + stored->a.at + row * ((stored->width + 7) / 8);
-    i64 n = 0;
-    for (i64 at = 0; at < stored->width;) {
+    for (i64 at = 0; at < stored->width && (n < room || !starts);) {
         while (at < stored->width && !(bits[at >> 3] >> (at & 7) & 1)) at++;
         i64 start = at;
         while (at < stored->width && bits[at >> 3] >> (at & 7) & 1) at++;
-        if (at > start && n < room) {
+        if (at > start && starts) {
             starts[n] = start;
             counts[n] = at - start;
         }
@@ -2714,22 +2787,23 @@ API i64 maskpack_cut(const Layout *whole, i64 low, i64 width, i64 *splits, i64 *
     return n;
 }
 
-/* Reads a stored layout that is no PART, in the same two steps. */
+/* Reads a stored layout that is no PART, in the same two steps; the second may find fewer spans than the first. */
 API i64 maskpack_read_layout(const Stored *stored, const u8 *body, i64 rows, i64 *splits, i64 *bounds, i64 *starts, i64 *counts) {
-    splits[0] = 0;
+    i64 first = 0, n = 0;
     if (!starts) {
-        for (i64 row = 0; row < rows; row++)
-            splits[row + 1] = splits[row] + spans_of_row(stored, body, row, splits[row], NULL, NULL, 0);
+        splits[0] = 0;
+        for (i64 row = 0; row < rows; row++) splits[row + 1] = splits[row] + spans_of_row(stored, body, row, splits[row], NULL, NULL, 0);
         return splits[rows];
     }
     bounds[0] = 0;
     for (i64 row = 0; row < rows; row++) {
-        i64 first = splits[row], n = splits[row + 1] - first;
-        spans_of_row(stored, body, row, first, starts + first, counts + first, n);
+        i64 next = splits[row + 1], end = n + spans_of_row(stored, body, row, first, starts + n, counts + n, next - first);
         bounds[row + 1] = bounds[row];
-        for (i64 i = 0; i < n; i++) bounds[row + 1] += counts[first + i];
+        for (; n < end; n++) bounds[row + 1] += counts[n];
+        first = next;
+        splits[row + 1] = n;
     }
-    return splits[rows];
+    return n;
 }
 
 /* ------------------------------------------------------------------ a batch to a table and a body, and back */
@@ -2746,23 +2820,6 @@ static void free_layout(const Layout *layout) { free((void *)layout->splits); }
 static int cut_layout(const Layout *whole, i64 low, i64 width, Layout *out) {
     if (!new_layout(out, whole->rows, width, whole->splits[whole->rows])) return 0;
     maskpack_cut(whole, low, width, (i64 *)out->splits, (i64 *)out->bounds, (i64 *)out->starts, (i64 *)out->counts);
-    return 1;
-}
-
-/* Reads the layouts of a table; 0 without memory. */
-static int read_layouts(const Stored *stored, i64 m, const u8 *body, i64 rows, Layout *out) {
-    for (i64 at = 0; at < m; at++, stored++) {
-        if (stored->kind == PART) {
-            if (!cut_layout(out + stored->parent, stored->low, stored->width, out + at)) return 0;
-            continue;
-        }
-        i64 spans = 0;
-        for (i64 row = 0; row < rows; row++) spans += spans_of_row(stored, body, row, spans, NULL, NULL, 0);
-        if (!new_layout(out + at, rows, stored->width, spans)) return 0;
-        i64 *splits = (i64 *)out[at].splits;
-        maskpack_read_layout(stored, body, rows, splits, NULL, NULL, NULL);
-        maskpack_read_layout(stored, body, rows, splits, (i64 *)out[at].bounds, (i64 *)out[at].starts, (i64 *)out[at].counts);
-    }
     return 1;
 }
 
@@ -2881,27 +2938,25 @@ API i64 maskpack_compress(const Mask *masks, i64 num_masks, const Cut *cuts, Sto
     return used;
 }
 
-/* Decodes fields of a table. Its layouts, unless they are given, are read from the body; those given may be wider or narrower,
-   with the same tokens. Returns 0, or -1 without memory. */
-API i64 maskpack_decode(Target *targets, i64 n, const Entry *entries, const Layout *layouts, const Stored *stored, i64 m,
-                        const u8 *body, i64 rows, i64 stream, i64 threads) {
-    Layout *own = calloc((size_t)m + 1, sizeof(Layout));
-    int fine = own && (layouts || read_layouts(stored, m, body, rows, own));
+/* Decodes fields of a table. Its layouts may be wider or narrower than those in the body, with the same tokens. `kept`: the
+   rows [num_kept] that are decoded, rising, of packed fields; NULL for all. Returns 0, or -1 without memory. */
+API i64 maskpack_decode(Target *targets, i64 n, const Entry *entries, const Layout *layouts, const u8 *body, i64 rows,
+                        const i64 *kept, i64 num_kept, i64 stream, i64 threads) {
     i64 last = 0;
     for (i64 at = 0; at < n; at++) last = targets[at].entry > last ? targets[at].entry : last;
-    const Target **done = threads == 1 ? calloc((size_t)last + 1, sizeof(Target *)) : NULL; /* without it, all goes as well */
-    Table table = {entries, layouts ? layouts : own, body, rows, done};
+    const Target **done = threads == 1 && !kept ? calloc((size_t)last + 1, sizeof(Target *)) : NULL; /* without it, all goes as well */
+    Table table = {entries, layouts, body, rows, kept, num_kept, done};
     Decode decode = {targets, &table, stream, 0};
-    if (fine) run_tasks(decode_field, &decode, n, threads);
+    run_tasks(decode_field, &decode, n, threads);
     free(done);
-    for (i64 at = 0; at < m && own; at++) free_layout(own + at);
-    free(own);
-    return fine ? -decode.failed : -1;
+    return -decode.failed;
 }
 
 /* ------------------------------------------------------------------ rows of a table, without decoding them */
 
 static void part_of(Array *array, i64 from, i64 to) {
+    to = to < array->count ? to : array->count;
+    from = from < to ? from : to;
     array->at += from * array->size;
     array->count = to - from;
 }
@@ -2911,66 +2966,86 @@ static void part_of_several(Array *array, i64 from, i64 to) { /* equal numbers a
     else if (array->count > 1) part_of(array, from, to);
 }
 
-/* The parts of an entry between the rows `cuts` [parts + 1], in the same arrays: part p goes to out[p * n]. `bounds` as for
-   `open_cursor`. False without memory. */
-static int split_entry(const Table *table, i64 index, const i64 *bounds, const i64 *cuts, i64 parts, Entry *out, i64 n) {
+/* How many numbers of the arrays of an entry belong to the rows before one. */
+typedef struct {
+    i64 row, a, b, c;
+} Mark;
+
+static Mark mark_of(Cursor *cursor, i64 row) {
+    while (cursor->row < row) skip_row(cursor);
+    return (Mark){row, cursor->a, cursor->b, cursor->c};
+}
+
+/* Cuts an entry, whose rows are in its own arrays, to those between two marks. */
+static void cut_entry(Entry *own, const Mark *from, const Mark *to) {
+    switch (own->kind) {
+    case PLAIN:
+    case NARROW:
+    case BITMAP: part_of(&own->a, from->a, to->a); break;
+    case BLOCKS:
+        part_of(&own->a, from->a, to->a);
+        part_of(&own->b, from->a, to->a);
+        part_of(&own->c, from->c, to->c);
+        break;
+    case SPARSE:
+        part_of(&own->b, from->b, to->b);
+        part_of(&own->c, from->b, to->b);
+        part_of_several(&own->a, from->row, to->row);
+        break;
+    default: /* RLE, DELTA, ARANGE */
+        part_of_several(&own->a, from->row, to->row);
+        part_of_several(&own->b, from->b, to->b);
+        part_of_several(&own->c, from->c, to->c);
+    }
+}
+
+/* Cuts a dictionary, and the rows that it stores to those from the first to the last that each part uses. False without
+   memory. */
+static int split_dictionary(const Table *table, i64 index, const i64 *cuts, i64 parts, Entry *out, i64 n) {
+    const Entry *entry = table->entries + index;
+    i64 *bounds = NULL, stored = stored_rows(table->entries, entry, table->body, table->rows, &bounds);
+    Mark *marks = stored < 0 ? NULL : malloc(sizeof(Mark) * (size_t)(stored + 1));
+    Cursor cursor = cursor_of(table, entry->first, bounds);
+    for (i64 row = 0; row <= stored && marks; row++) marks[row] = mark_of(&cursor, row);
+    for (i64 part = 0; part < parts && marks; part++, out += n) {
+        i64 first = stored, end = 0;
+        for (i64 row = cuts[part]; row < cuts[part + 1]; row++) {
+            i64 used = cut_to(stored_row(table->body, entry, row), stored - 1);
+            first = used < first ? used : first;
+            end = used >= end ? used + 1 : end;
+        }
+        first = first < end ? first : end;
+        cut_entry(out + entry->first, marks + first, marks + end);
+        part_of_several(&out[index].a, cuts[part], cuts[part + 1]);
+        part_of_several(&out[index].b, first, end);
+        out[index].number = (i64)((u64)entry->number + (u64)first);
+    }
+    free(marks);
+    free(bounds);
+    return marks != NULL;
+}
+
+/* The parts of an entry between the rows `cuts` [parts + 1], in the same arrays: part p goes to out[p * n]. False without
+   memory. */
+static int split_entry(const Table *table, i64 index, const i64 *cuts, i64 parts, Entry *out, i64 n) {
     const Entry *entry = table->entries + index;
     if (entry->kind == COLUMNS || entry->kind == CONCAT) return 1;
-    if (entry->kind == DICTIONARY) {
-        i64 *stored = NULL;
-        int fine = stored_rows(table, entry, &stored) >= 0;
-        for (i64 part = 0; part < parts && fine; part++) {
-            Entry *own = out + part * n + index;
-            i64 range[2] = {0, 0};
-            for (i64 row = cuts[part]; row < cuts[part + 1]; row++) {
-                i64 used = stored_row(table->body, entry, row);
-                if (row == cuts[part] || used < range[0]) range[0] = used;
-                if (used >= range[1]) range[1] = used + 1;
-            }
-            fine = split_entry(table, entry->first, stored, range, 1, out + part * n, n);
-            part_of_several(&own->a, cuts[part], cuts[part + 1]);
-            part_of_several(&own->b, range[0], range[1]);
-            own->number += range[0];
-        }
-        free(stored);
-        return fine;
+    if (entry->kind == DICTIONARY) return split_dictionary(table, index, cuts, parts, out, n);
+    Cursor cursor = cursor_of(table, index, NULL);
+    Mark from = mark_of(&cursor, cuts[0]);
+    for (i64 part = 0; part < parts; part++, out += n) {
+        Mark to = mark_of(&cursor, cuts[part + 1]);
+        cut_entry(out + index, &from, &to);
+        from = to;
     }
-    Cursor cursor;
-    int fine = open_cursor(&cursor, table, index, bounds, 0);
-    for (i64 row = 0; fine && row < cuts[0]; row++) skip_row(&cursor);
-    for (i64 part = 0; part < parts && fine; part++) {
-        Entry *own = out + part * n + index;
-        i64 a = cursor.a, b = cursor.b, c = cursor.c, begin = cuts[part], end = cuts[part + 1];
-        for (i64 row = begin; row < end; row++) skip_row(&cursor);
-        switch (entry->kind) {
-        case PLAIN:
-        case NARROW:
-        case BITMAP: part_of(&own->a, a, cursor.a); break;
-        case BLOCKS:
-            part_of(&own->a, a, cursor.a);
-            part_of(&own->b, a, cursor.a);
-            part_of(&own->c, c, cursor.c);
-            break;
-        case SPARSE:
-            part_of(&own->b, b, cursor.b);
-            part_of(&own->c, b, cursor.b);
-            part_of_several(&own->a, begin, end);
-            break;
-        default: /* RLE, DELTA, ARANGE */
-            part_of_several(&own->a, begin, end);
-            part_of_several(&own->b, b, cursor.b);
-            part_of_several(&own->c, c, cursor.c);
-        }
-    }
-    close_cursor(&cursor);
-    return fine;
+    return 1;
 }
 
 /* The parts of the rows of a table between `cuts` [parts + 1], in the same body: their entries, n each, and layouts, m
    each. Returns 0, or -1 without memory. */
 API i64 maskpack_split(const Entry *entries, i64 n, const Stored *stored, i64 m, const Layout *layouts, const u8 *body, i64 rows,
                        const i64 *cuts, i64 parts, Entry *out, Stored *out_stored) {
-    Table table = {entries, layouts, body, rows};
+    Table table = {entries, layouts, body, rows, NULL, 0, NULL};
     u8 *inside = calloc((size_t)n + 1, 1); /* stored rows of dictionaries, which are taken with these */
     int fine = inside != NULL;
     for (i64 part = 0; part < parts; part++) {
@@ -2987,7 +3062,7 @@ API i64 maskpack_split(const Entry *entries, i64 n, const Stored *stored, i64 m,
         }
     }
     for (i64 i = 0; i < n && fine; i++) inside[entries[i].kind == DICTIONARY ? entries[i].first : n] = 1;
-    for (i64 i = 0; i < n && fine; i++) fine = inside[i] || split_entry(&table, i, NULL, cuts, parts, out, n);
+    for (i64 i = 0; i < n && fine; i++) fine = inside[i] || split_entry(&table, i, cuts, parts, out, n);
     free(inside);
     return fine - 1;
 }
@@ -3070,7 +3145,6 @@ API i64 maskpack_check_layouts(const Stored *stored, i64 m, const u8 *body, i64 
 
 enum { MOST_STEPS = 8 };                    /* from a field to fields that it is near to, or that it is put together from */
 enum { INSIDE = 1, CHECKED = 2, COLUMN = 4 }; /* INSIDE: the stored rows of a dictionary. CHECKED: for bytes other than 0 and 1 */
-static const i64 MANY = (i64)1 << 58;       /* more words than memory holds */
 
 typedef struct {
     const Table *table;
@@ -3079,27 +3153,45 @@ typedef struct {
     u8 *marks, *steps; /* of each entry */
 } Check;
 
-static i64 row_elements(const Table *table, const Entry *entry, const i64 *bounds, i64 row) {
-    if (!bounds && entry->layout >= 0) bounds = table->layouts[entry->layout].bounds;
+/* Elements of a row; `lengths` has those of the stored rows of a dictionary. */
+static i64 row_elements(const Table *table, const Entry *entry, const Array *lengths, i64 row) {
+    if (lengths) return cut_to(number_at(table->body, lengths, row), MANY / (entry->items ? entry->items : 1));
+    const i64 *bounds = entry->layout < 0 ? NULL : table->layouts[entry->layout].bounds;
     return bounds ? bounds[row + 1] - bounds[row] : 1;
+}
+
+/* Whether rows have one length. A few bytes may say any number of these, so they are not looked at one by one. */
+static int alike(const Entry *entry, const Array *lengths) { return lengths ? lengths->count == 1 : entry->layout < 0; }
+
+/* The pieces of up to `unit` words that some rows have; -1 if they have MANY words or more. */
+static i64 count_pieces(const Table *table, const Entry *entry, const Array *lengths, i64 rows, i64 unit) {
+    i64 some = rows && alike(entry, lengths) ? 1 : rows, times = some ? rows / some : 0, words = 0, pieces = 0;
+    for (i64 row = 0; row < some; row++) {
+        i64 elements = row_elements(table, entry, lengths, row);
+        if (entry->items && elements > (MANY / times - words) / entry->items) return -1;
+        words += elements * entry->items;
+        pieces += (elements * entry->items + unit - 1) / unit;
+    }
+    return pieces * times;
 }
 
 static i64 rows_of(const Check *check, const Entry *entry) { return entry->layout < 0 ? check->dense_rows : check->table->rows; }
 
 /* Counts the steps to an entry that another one refers to, which comes after it; false if it must not. */
 static int refers(Check *check, i64 index, i64 other, i64 steps) {
-    if (check->marks[other] & INSIDE || check->steps[other] + steps > MOST_STEPS) return 0;
+    if (check->marks[other] & INSIDE || check->table->entries[other].kind == CONCAT || check->steps[other] + steps > MOST_STEPS) return 0;
     if (check->steps[other] + steps > check->steps[index]) check->steps[index] = (u8)(check->steps[other] + steps);
     return 1;
 }
 
-static int check_blocks(const Check *check, const Entry *entry, const i64 *bounds, i64 rows) {
+static int check_blocks(const Check *check, const Entry *entry, const Array *lengths, i64 rows) {
     const u8 *body = check->table->body;
     i64 block = 0, numbers = 0;
+    if (!entry->items) rows = 0;
     for (i64 row = 0; row < rows; row++) {
-        i64 n = row_elements(check->table, entry, bounds, row) * entry->items;
+        i64 n = row_elements(check->table, entry, lengths, row) * entry->items;
         for (i64 at = 0; at < n; at += BLOCK, block++) {
-            i64 width = body[entry->a.at + block];
+            i64 width = number_at(body, &entry->a, block);
             if ((width & ~NEAR) > 32 || (width & NEAR && entry->second < 0)) return 0;
             numbers += block_numbers(n - at < BLOCK ? n - at : BLOCK, width & ~NEAR);
         }
@@ -3107,15 +3199,19 @@ static int check_blocks(const Check *check, const Entry *entry, const i64 *bound
     return numbers == entry->c.count;
 }
 
-static int check_stretches(const Check *check, const Entry *entry, const i64 *bounds, i64 rows) {
+static int check_stretches(const Check *check, const Entry *entry, const Array *lengths, i64 rows) {
     const u8 *body = check->table->body;
-    i64 counts = 0, values = 0;
+    i64 counts = 0, values = 0, times = 1;
     if (!of_each(&entry->a, rows) || entry->c.size > entry->size) return 0;
+    if (rows > 1 && entry->a.count == 1 && entry->b.count <= 1 && alike(entry, lengths)) { /* all rows say the same */
+        times = rows;
+        rows = 1;
+    }
     for (i64 row = 0; row < rows; row++) {
-        i64 left = row_elements(check->table, entry, bounds, row) * entry->items, n = number_at(body, &entry->a, row);
+        i64 left = row_elements(check->table, entry, lengths, row) * entry->items, n = number_at(body, &entry->a, row);
         if (n < 0 || n > left || (left && !n)) return 0;
         if ((entry->b.count != 1 && n > 1 && counts + n - 1 > entry->b.count) || (n > 1 && !entry->b.count)) return 0;
-        if (n > 1 && entry->b.count == 1) { /* a few bytes say any number of these: not one by one */
+        if (n > 1 && entry->b.count == 1) {
             i64 count = number_at(body, &entry->b, 0);
             if (count < 1 || count > (left - 1) / (n - 1)) return 0;
         } else
@@ -3127,15 +3223,16 @@ static int check_stretches(const Check *check, const Entry *entry, const i64 *bo
         counts += n > 1 ? n - 1 : 0;
         values += n;
     }
-    return of_each(&entry->b, counts) && of_each(&entry->c, values);
+    return of_each(&entry->b, counts * times) && of_each(&entry->c, values * times);
 }
 
-static int check_sparse(const Check *check, const Entry *entry, const i64 *bounds, i64 rows) {
+static int check_sparse(const Check *check, const Entry *entry, const Array *lengths, i64 rows) {
     const u8 *body = check->table->body;
     i64 at = 0;
     if (!of_each(&entry->a, rows) || entry->c.size != entry->size || entry->b.count != entry->c.count) return 0;
+    if (rows && entry->a.count == 1 && !number_at(body, &entry->a, 0)) return !entry->b.count;
     for (i64 row = 0; row < rows; row++) {
-        i64 n = row_elements(check->table, entry, bounds, row) * entry->items, count = number_at(body, &entry->a, row), before = -1;
+        i64 n = row_elements(check->table, entry, lengths, row) * entry->items, count = number_at(body, &entry->a, row), before = -1;
         if (count < 0 || count > entry->b.count - at) return 0;
         for (; count > 0; count--, at++) {
             i64 place = number_at(body, &entry->b, at);
@@ -3146,26 +3243,36 @@ static int check_sparse(const Check *check, const Entry *entry, const i64 *bound
     return at == entry->b.count;
 }
 
-static int check_entry(Check *check, i64 index, const i64 *bounds, i64 rows);
+static int check_entry(Check *check, i64 index, const Array *lengths, i64 rows);
+
+/* The rows that a dictionary stores. */
+static i64 count_stored(const u8 *body, const Entry *entry, i64 rows) {
+    i64 stored = 0;
+    for (i64 row = 0; row < rows && row < entry->a.count; row++) {
+        i64 number = stored_row(body, entry, row);
+        stored = number + 1 > stored ? number + 1 : stored;
+    }
+    return stored;
+}
 
 static int check_dictionary(Check *check, i64 index, i64 rows) {
     const Table *table = check->table;
     const Entry *entry = table->entries + index, *inner = table->entries + entry->first;
     const u8 *body = table->body;
-    i64 *stored = NULL, most = 0, element = entry->items ? entry->items * entry->size : 1, spare = 0;
+    i64 element = entry->items ? entry->items * entry->size : 1, spare = 0, most = most_stored(table->entries, entry, rows);
     if (rows != table->rows || !of_each(&entry->a, rows) || entry->number < 0) return 0;
-    for (i64 row = 0; row < rows; row++) {
-        if (number_at(body, &entry->a, row) < entry->number) return 0; /* or 2^63 and more */
+    for (i64 row = 0; row < rows && row < entry->a.count; row++) {
         i64 number = stored_row(body, entry, row);
-        if (number >= (entry->a.count == 1 ? 1 : MANY)) return 0;
-        most = number + 1 > most ? number + 1 : most;
+        if (number_at(body, &entry->a, row) < entry->number || number >= (entry->a.count == 1 ? 1 : most)) return 0; /* or 2^63 and more */
     }
+    most = count_stored(body, entry, rows);
     if (most > rows) { /* of some rows of a larger batch; each row takes a bound */
         if (most - rows > check->left / 8) return 0;
         check->left -= 8 * (most - rows);
     }
     if (!of_each(&entry->b, most) || inner->layout != entry->layout || inner->items != entry->items || inner->size != entry->size) return 0;
-    for (i64 row = 0; row < rows; row++) {
+    i64 some = rows && entry->a.count == 1 && alike(entry, NULL) ? 1 : rows;
+    for (i64 row = 0; row < some; row++) {
         i64 elements = row_elements(table, entry, NULL, row);
         if (number_at(body, &entry->b, stored_row(body, entry, row)) != elements) return 0;
         spare -= elements;
@@ -3177,45 +3284,50 @@ static int check_dictionary(Check *check, i64 index, i64 rows) {
         if (spare > check->left / element) return 0;
     }
     if (spare > 0) check->left -= spare * element;
-    int fine = stored_rows(table, entry, &stored) == most && check_entry(check, entry->first, stored, most);
-    free(stored);
-    return fine;
+    return check_entry(check, entry->first, &entry->b, most);
 }
 
-/* Whether an entry can be decoded: every number is in its range, every array as long as its rows say. `bounds` are those of
+/* Whether each row of CONCAT has as many words as the two that it is put together from. */
+static int check_sums(const Check *check, const Entry *entry, const Entry *a, const Entry *b, i64 rows) {
+    const Table *table = check->table;
+    if (rows_of(check, a) != rows || rows_of(check, b) != rows) return 0;
+    if (alike(entry, NULL) && alike(a, NULL) && alike(b, NULL) && rows > 1) rows = 1;
+    for (i64 row = 0; row < rows; row++) {
+        i64 sum = row_elements(table, a, NULL, row) * a->items + row_elements(table, b, NULL, row) * b->items;
+        if (sum != row_elements(table, entry, NULL, row) * entry->items) return 0;
+    }
+    return 1;
+}
+
+/* Whether an entry can be decoded: every number is in its range, every array as long as its rows say. `lengths` are those of
    stored rows of a dictionary. */
-static int check_entry(Check *check, i64 index, const i64 *bounds, i64 rows) {
+static int check_entry(Check *check, i64 index, const Array *lengths, i64 rows) {
     const Table *table = check->table;
     const Entry *entry = table->entries + index, *entries = table->entries, *a = NULL, *b = NULL;
-    i64 total = 0, blocks = 0, bits = 0, size = entry->size;
+    i64 size = entry->size, total = 0, blocks = 0;
     int has_a = entry->a.count > 0, has_b = entry->b.count > 0, has_c = entry->c.count > 0;
     if (entry->items < 0 || entry->items > (i64)1 << 40 || (size != 1 && size != 2 && size != 4 && size != 8)) return 0;
     if (!holds(&entry->a, check->nbytes) || !holds(&entry->b, check->nbytes) || !holds(&entry->c, check->nbytes)) return 0;
-    for (i64 row = 0; row < rows; row++) {
-        i64 elements = row_elements(table, entry, bounds, row);
-        if (entry->items && elements > MANY / entry->items) return 0;
-        i64 n = elements * entry->items;
-        if (total > MANY - n) return 0;
-        total += n;
-        blocks += (n + BLOCK - 1) / BLOCK;
-        bits += (n + 7) / 8;
-    }
+    if ((total = count_pieces(table, entry, lengths, rows, 1)) < 0) return 0;
     switch (entry->kind) {
     case PLAIN: return entry->a.size == size && entry->a.count == total && !has_b && !has_c;
     case NARROW: return entry->a.size < size && entry->a.count == total && !has_b && !has_c;
-    case BITMAP: return entry->a.size == 1 && entry->a.count == bits && entry->b.size == size && entry->b.count == 2 && !has_c;
+    case BITMAP:
+        if (entry->a.size != 1 || entry->a.count != count_pieces(table, entry, lengths, rows, 8)) return 0;
+        return entry->b.size == size && entry->b.count == 2 && !has_c;
     case RLE:
-    case DELTA: return check_stretches(check, entry, bounds, rows);
+    case DELTA: return check_stretches(check, entry, lengths, rows);
     case ARANGE: return entry->a.size <= size && of_each(&entry->a, rows) && !has_b && !has_c;
-    case SPARSE: return check_sparse(check, entry, bounds, rows);
+    case SPARSE: return check_sparse(check, entry, lengths, rows);
     case BLOCKS:
+        blocks = count_pieces(table, entry, lengths, rows, BLOCK);
         if (entry->a.size != 1 || entry->a.count != blocks || entry->b.size != size || entry->b.count != blocks || entry->c.size != 4) return 0;
         if (entry->second >= 0) {
             if (!refers(check, index, entry->second, 1)) return 0;
             a = entries + entry->second;
             if (a->layout != entry->layout || a->items != entry->items || a->size != size) return 0;
         }
-        return check_blocks(check, entry, bounds, rows);
+        return check_blocks(check, entry, lengths, rows);
     case DICTIONARY: return !has_c && check_dictionary(check, index, rows);
     case COLUMNS:
         if (has_a || has_b || has_c || !entry->items || entry->items % entry->second) return 0;
@@ -3230,12 +3342,7 @@ static int check_entry(Check *check, i64 index, const i64 *bounds, i64 rows) {
         if (has_a || has_b || has_c || !refers(check, index, entry->first, 1) || !refers(check, index, entry->second, 1)) return 0;
         a = entries + entry->first;
         b = entries + entry->second;
-        if (a->size != size || b->size != size || rows_of(check, a) != rows || rows_of(check, b) != rows) return 0;
-        for (i64 row = 0; row < rows; row++) {
-            i64 sum = row_elements(table, a, NULL, row) * a->items + row_elements(table, b, NULL, row) * b->items;
-            if (sum != row_elements(table, entry, NULL, row) * entry->items) return 0;
-        }
-        return 1;
+        return a->size == size && b->size == size && check_sums(check, entry, a, b, rows);
     default: return 0;
     }
 }
@@ -3294,7 +3401,7 @@ static int check_entries(Check *check, i64 n, i64 *bad) {
 
 /* Whether a field of bytes, which was checked, has values other than 0 and 1. What rises by equal steps leaves 0 and 1 within
    three words, so stretches are looked at where they begin. */
-static int is_odd(const Check *check, i64 index, const i64 *bounds, i64 rows) {
+static int is_odd(const Check *check, i64 index, const Array *lengths, i64 rows) {
     const Table *table = check->table;
     const Entry *entry = table->entries + index;
     const u8 *body = table->body;
@@ -3307,41 +3414,37 @@ static int is_odd(const Check *check, i64 index, const i64 *bounds, i64 rows) {
             if (is_odd(check, entry->first + column, NULL, rows)) return 1;
         return 0;
     }
-    if (entry->kind == DICTIONARY) {
-        i64 *stored = NULL, count = stored_rows(table, entry, &stored);
-        int odd = count < 0 || is_odd(check, entry->first, stored, count);
-        free(stored);
-        return odd;
-    }
+    if (entry->kind == DICTIONARY) return is_odd(check, entry->first, &entry->b, count_stored(body, entry, rows));
     const Array *array = entry->kind == BITMAP ? &entry->b : entry->kind == SPARSE || entry->kind == RLE ? &entry->c : &entry->a;
     if (entry->kind == PLAIN || entry->kind == BITMAP || entry->kind == SPARSE || entry->kind == RLE) {
         for (i64 i = 0; i < array->count; i++) any |= body[array->at + i];
         return any > 1;
     }
-    i64 block = 0, numbers = 0, counts = 0, values = 0;
+    if (entry->kind == BLOCKS && entry->second >= 0) return 1; /* distances between bools are not written */
+    if (alike(entry, lengths) && entry->a.count <= 1 && entry->b.count <= 1 && entry->c.count <= 1 && rows > 1) rows = 1;
+    i64 counts = 0, values = 0;
+    Cursor blocks = cursor_of(table, index, NULL);
     for (i64 row = 0; row < rows; row++) {
-        i64 n = row_elements(table, entry, bounds, row) * entry->items;
+        i64 n = row_elements(table, entry, lengths, row) * entry->items;
         if (entry->kind == ARANGE) {
             decode_range(words, n < 3 ? n : 3, signed_at(body, &entry->a, row), entry->number, 1);
             for (i64 i = 0; i < n && i < 3; i++) any |= words[i];
         } else if (entry->kind == DELTA) {
-            i64 stretches = number_at(body, &entry->a, row);
             u8 word = 0;
-            for (i64 left = stretches; left > 0; left--) {
-                i64 count = left > 1 ? number_at(body, &entry->b, counts++) : n, step = signed_at(body, &entry->c, values++);
+            for (i64 left = cut_to(number_at(body, &entry->a, row), n); left > 0; left--) {
+                i64 count = left > 1 ? cut_to(number_at(body, &entry->b, counts++), n) : n, step = signed_at(body, &entry->c, values++);
                 for (i64 i = 1; i <= count && i <= 3; i++) any |= (u8)(word + (u8)(i * step));
                 word = (u8)(word + (u8)((u64)count * (u64)step));
                 any |= word;
                 n -= count;
             }
-        } else if (entry->second >= 0) return 1; /* distances between bools are not written */
-        else
-            for (i64 at = 0; at < n; at += BLOCK, block++) {
+        } else
+            for (i64 at = 0; at < n; at += BLOCK) {
                 u32 unpacked[BLOCK];
-                i64 count = n - at < BLOCK ? n - at : BLOCK, width = body[entry->a.at + block];
-                unpack_block(block_loops(), body + entry->c.at + 4 * numbers, count, width, unpacked);
-                numbers += block_numbers(count, width);
-                block_loops()->add_least(1, unpacked, body[entry->b.at + block], count, words);
+                i64 count = n - at < BLOCK ? n - at : BLOCK;
+                Block block = next_block(&blocks, count);
+                unpack_block(blocks.loops, block.from, count, block.bits, unpacked);
+                blocks.loops->add_least(1, unpacked, block.base, count, words);
                 for (i64 i = 0; i < count; i++) any |= words[i];
             }
     }
@@ -3353,7 +3456,7 @@ static int is_odd(const Check *check, i64 index, const i64 *bounds, i64 rows) {
    cannot be decoded (1 + num_fields for an entry that no field needs), or -1 - the first one of other bytes. */
 API i64 maskpack_check_fields(const Entry *entries, i64 n, const Layout *layouts, i64 m, const u8 *body, i64 nbytes, i64 rows,
                               i64 dense_rows, i64 most, const i64 *fields, i64 num_fields, const i64 *bools) {
-    Table table = {entries, layouts, body, rows};
+    Table table = {entries, layouts, body, rows, NULL, 0, NULL};
     u8 *marks = calloc((size_t)n + 1, 3);
     Check check = {&table, nbytes, m, dense_rows, most, marks, marks + n + 1};
     i64 bad = 0, found = marks ? 0 : 1;

@@ -19,7 +19,7 @@ from torch import Tensor
 from maskpack.core.bits import Words, address
 from maskpack.core.index import IntArray, SpanTable
 
-VERSION = 6
+VERSION = 7
 _LIBRARY = Path(__file__).with_name("_core.so")
 _REMEDY = "Install maskpack again (`pip install -e .` in a checkout), which compiles it."
 _A_THREAD = 1 << 26
@@ -467,12 +467,12 @@ def number_jobs(jobs: Structs) -> None:
 
 
 def decode(
-    targets: Structs, entries: Structs, layouts: IntArray | None, stored: Structs, body: Words, rows: int, nbytes: int
+    targets: Structs, entries: Structs, layouts: IntArray, body: Words, rows: int, nbytes: int, kept: IntArray | None
 ) -> None:
-    """Decodes fields to tensors of `nbytes` in all, which `targets`, TARGET [n], point to. `layouts`: instead of those
-    in the body."""
-    held = 0 if layouts is None else address(layouts)
-    places = address(targets), targets.size, address(entries), held, address(stored), stored.size, address(body), rows
+    """Decodes fields to tensors of `nbytes` in all, which `targets`, TARGET [n], point to. `kept`: the rows that are
+    decoded, rising, of packed fields; None for all."""
+    some = (0, 0) if kept is None else (address(kept), kept.size)
+    places = address(targets), targets.size, address(entries), address(layouts), address(body), rows, *some
     if _core.maskpack_decode(*places, nbytes >= _CACHE, threads_for(nbytes)):
         raise MemoryError(_NO_MEMORY)
 
@@ -513,8 +513,8 @@ def read_layouts(stored: Structs, body: Words, rows: int) -> list[HostLayout]:
         spans = np.empty(2 * count, np.int64)
         starts = address(spans)
         places = starts, starts + 8 * count, *row[3:]
-        _core.maskpack_read_layout(*row, *places[:2])
-        table = SpanTable(spans[:count], spans[count:], line[: rows + 1])
+        found = _core.maskpack_read_layout(*row, *places[:2])
+        table = SpanTable(spans[:found], spans[count : count + found], line[: rows + 1])
         layouts.append(HostLayout(width, table, line[rows + 1 :], places))
     return layouts
 

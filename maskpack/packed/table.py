@@ -9,7 +9,7 @@ table is never changed; tables of some rows share the body of the whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -191,22 +191,21 @@ class Table:
 
     # ---------------------------------------------------------------- decoding
 
-    def decode(self, targets: Structs, nbytes: int) -> None:
-        """Decodes fields to tensors, TARGET [n], of `nbytes` in all."""
-        layouts = self.layout_rows if self._has_layouts else None
-        native.decode(targets, self.entries, layouts, self.stored, self.body, self.rows, nbytes)
+    def decode(self, targets: Structs, nbytes: int, kept: IntArray | None = None) -> None:
+        """Decodes fields to tensors, TARGET [n], of `nbytes` in all. `kept`: some rows, rising, of packed fields."""
+        native.decode(targets, self.entries, self.layout_rows, self.body, self.rows, nbytes, kept)
 
     def words(self, field: int) -> Words:
         """The packed words of a field, flat."""
         return self.words_of(int(self.fields[field]))
 
-    def words_of(self, at: int) -> Words:
-        """The packed words of an entry, flat."""
-        out = np.empty(self._count(at), word_dtype(int(self.entries["size"][at])))
+    def words_of(self, at: int, count: int | None = None, kept: IntArray | None = None) -> Words:
+        """The packed words of an entry, flat; of some rows, the `count` words that they have."""
+        out = np.empty(self._count(at) if count is None else count, word_dtype(int(self.entries["size"][at])))
         target = np.zeros(1, native.TARGET)
         target["field"]["packed"], target["entry"] = address(out), at
         target["rows"] = self.dense_rows if self.entries["layout"][at] < 0 else self.rows
-        self.decode(target, out.nbytes)
+        self.decode(target, out.nbytes, kept)
         return out
 
     def count_words(self, field: int) -> int:
@@ -342,7 +341,8 @@ class Table:
         body = native.compact([address(place) for place in places], self.body)
         for place in places:
             place["at"] += head.nbytes
-        numbers = np.array([list(layouts).index(name) if name in layouts else -1 for name in self.names], np.int64)
+        places = {name: place for place, name in enumerate(layouts)}
+        numbers = np.array([places.get(name, -1) for name in self.names], np.int64)
         under = entries["layout"] >= 0
         entries["layout"][under] = numbers[entries["layout"][under]]
         out = replace(
@@ -545,15 +545,19 @@ def _order(jobs: Sequence[Job]) -> list[int]:
     numbers = {job.form.path: at for at, job in enumerate(jobs)}
     order: dict[int, None] = {}
 
-    def visit(at: int, above: frozenset[int]) -> None:
-        if at not in order and at not in above:
-            for path in _named(jobs[at].form):
-                if path in numbers:
-                    visit(numbers[path], above | {at})
-            order[at] = None
+    def named(at: int) -> Iterator[int]:
+        return (numbers[path] for path in _named(jobs[at].form) if path in numbers)
 
-    for at in range(len(jobs)):
-        visit(at, frozenset())
+    for first in range(len(jobs)):
+        above = {} if first in order else {first: named(first)}
+        while above:
+            at, left = next(reversed(above.items()))
+            found = next((other for other in left if other not in order and other not in above), None)
+            if found is None:
+                order[at] = None
+                del above[at]
+            else:
+                above[found] = named(found)
     return list(order)
 
 
@@ -715,18 +719,18 @@ def forget() -> None:
 
 
 def take(table: Table, forms: Sequence[FieldForm], index: IntArray) -> Table:
-    """Some rows in the order given, in a body of their own."""
+    """Some rows in the order given, in a body of their own. Other rows are not decoded."""
     layouts = {name: layout.take(index) for name, layout in table.layouts.items()}
-    jobs = [
-        Job(
-            form,
-            words=table.words(field),
-            bounds=table.bounds(field),
-            taken=index,
-            row_pads=None if (pads := table.pads_of_rows(field)) is None else pads[index],
-        )
-        for field, form in enumerate(forms)
-    ]
+    kept, taken = np.unique(index, return_inverse=True)
+    taken = taken.reshape(-1)
+    jobs: list[Job] = []
+    for field, form in enumerate(forms):
+        bounds: IntArray = np.arange(kept.size + 1)
+        if form.layout is not None:
+            bounds[1:] = np.cumsum(table.layouts[form.layout].lengths[kept])
+        words = table.words_of(int(table.fields[field]), int(bounds[-1]) * words_of_one(form), kept)
+        pads = table.pads_of_rows(field)
+        jobs.append(Job(form, words=words, bounds=bounds, taken=taken, row_pads=None if pads is None else pads[index]))
     found = encode(jobs, layouts, index.size, index.size)
     assert found is not None
     return found.table

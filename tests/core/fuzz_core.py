@@ -1,5 +1,5 @@
 """Random tables through the compiled core alone, against lists of words: encode, decode packed and padded, split, take;
-and rows in the order of a trie.
+the same of bodies that are written to after they were checked; and rows in the order of a trie.
 
     python tests/core/fuzz_core.py LIBRARY FIRST_SEED COUNT
 
@@ -46,11 +46,30 @@ def address(array: Any) -> int:
     return array.size and array.__array_interface__["data"][0]
 
 
-class Mask:
-    """Spans of a random mask, and its row of the table of layouts."""
+class Layout:
+    """Spans, and the row of the table of layouts."""
+
+    def __init__(self, width: int, *parts: np.ndarray) -> None:
+        self.width, self.parts, self.bounds = width, parts, parts[3]
+        self.rows = self.bounds.size - 1
+        self.line = np.array([self.rows, width, *map(address, parts)], np.int64)
+
+    def assert_in_order(self) -> None:
+        """Spans lie inside the width and rise, with a gap between two of them."""
+        starts, counts, splits, bounds = (part.tolist() for part in self.parts)
+        for row, (begin, end) in enumerate(itertools.pairwise(splits)):
+            last = -1
+            for start, count in zip(starts[begin:end], counts[begin:end], strict=True):
+                assert last < start < start + count <= self.width
+                last = start + count
+            assert bounds[row + 1] - bounds[row] == sum(counts[begin:end])
+
+
+class Mask(Layout):
+    """A random mask."""
 
     def __init__(self, mask: np.ndarray) -> None:
-        self.mask, self.width = mask, mask.shape[1]
+        self.mask = mask
         starts, counts, splits, bounds = [], [], [0], [0]
         for row in mask:
             padded = np.concatenate([[False], row, [False]]).astype(np.int8)
@@ -59,9 +78,7 @@ class Mask:
             counts += (np.flatnonzero(steps == -1) - np.flatnonzero(steps == 1)).tolist()
             splits.append(len(starts))
             bounds.append(bounds[-1] + int(row.sum()))
-        self.parts = [np.array(part, np.int64) for part in (starts, counts, splits, bounds)]
-        self.bounds = self.parts[3]
-        self.line = np.array([len(mask), self.width, *map(address, self.parts)], np.int64)
+        super().__init__(mask.shape[1], *(np.array(part, np.int64) for part in (starts, counts, splits, bounds)))
 
 
 def words(rng: np.random.Generator, lengths: list[int], dtype: np.dtype[Any], items: int) -> np.ndarray:
@@ -129,30 +146,41 @@ class Core:
             assert room < -2 - used
             room = -2 - used
 
-    def decode(self, targets: np.ndarray, table: Table, mask: Mask, threads: int = 1, given: bool = True) -> None:
-        """`given`: with the layouts of the mask, not those in the body."""
-        rows = len(mask.mask)
-        layouts = address(mask.line) if given else 0, address(table.stored), 1 - given
-        numbers = (
-            address(targets),
-            targets.size,
-            address(table.entries),
-            *layouts,
-            address(table.body),
-            rows,
-            0,
-            threads,
-        )
-        assert self.call("decode", *numbers) == 0
+    def layout(self, table: Table, width: int, rows: int) -> Layout:
+        """The layout in the body."""
+        splits, bounds = np.zeros((2, rows + 1), np.int64)
+        places = address(table.stored), address(table.body), rows, address(splits), address(bounds)
+        count = self.call("read_layout", *places, 0, 0)
+        starts, counts = np.full((2, count + 1), -1)
+        count = self.call("read_layout", *places, address(starts), address(counts))
+        return Layout(width, starts[:count], counts[:count], splits, bounds)
 
-    def packed(self, entry: int, table: Table, mask: Mask, want: np.ndarray) -> None:
+    def decode(
+        self, targets: np.ndarray, table: Table, layout: Layout, threads: int = 1, kept: np.ndarray | None = None
+    ) -> None:
+        places = map(address, (targets, table.entries, layout.line, table.body))
+        first, *others = places
+        some = (0, 0) if kept is None else (address(kept), kept.size)
+        assert self.call("decode", first, targets.size, *others, layout.rows, *some, 0, threads) == 0
+
+    def packed(
+        self, entry: int, table: Table, layout: Layout, want: np.ndarray, kept: np.ndarray | None = None
+    ) -> np.ndarray:
+        """The words of an entry, as many as are wanted."""
         out = np.full(want.size + MARGIN, 0x55, want.dtype)
         target = np.zeros(1, TARGET)
         target["field"]["packed"], target["entry"] = address(out[: want.size]), entry
-        target["rows"] = len(mask.mask)
-        self.decode(target, table, mask)
-        assert (out[: want.size] == want).all(), entry
+        target["rows"] = layout.rows
+        self.decode(target, table, layout, kept=kept)
         assert (out[want.size :] == np.full(MARGIN, 0x55, want.dtype)).all()
+        return out[: want.size]
+
+    def split(self, table: Table, layout: Layout, cuts: np.ndarray) -> list[Table]:
+        parts, stored = np.zeros((cuts.size - 1, table.entries.size), ENTRY), np.zeros((cuts.size - 1, 1), STORED)
+        numbers = address(table.entries), table.entries.size, address(table.stored), 1, address(layout.line)
+        places = address(table.body), layout.rows, address(cuts), len(parts), address(parts), address(stored)
+        assert self.call("split", *numbers, *places) == 0
+        return [table._replace(entries=part, stored=own) for part, own in zip(parts, stored, strict=True)]
 
 
 def run(core: Core, seed: int) -> None:
@@ -205,10 +233,15 @@ def run(core: Core, seed: int) -> None:
         if threads == 2:
             jobs["form"] = DICTIONARY
         table = core.encode(jobs, mask, threads)
-        entries, fields, body, stored = table
+        fields = table.fields
         targets, outs = np.zeros(jobs.size, TARGET), []
         for at, job in enumerate(jobs):
-            core.packed(int(fields[at]), table, mask, truth[at])
+            assert (core.packed(int(fields[at]), table, mask, truth[at]) == truth[at]).all()
+            kept = np.flatnonzero(rng.random(rows) < 0.5)
+            ends = mask.bounds * job["items"]
+            want = np.concatenate([truth[at][:0], *(truth[at][ends[row] : ends[row + 1]] for row in kept)])
+            if kept.size:
+                assert (core.packed(int(fields[at]), table, mask, want, kept) == want).all()
             target, out = targets[at : at + 1], np.full(padded[at].size + MARGIN, 0x55, padded[at].dtype)
             outs.append(out)
             target["field"] = job["field"]
@@ -218,19 +251,47 @@ def run(core: Core, seed: int) -> None:
             target["field"]["padded"], target["field"]["row_pads"] = address(out[:-MARGIN]), address(pads)
             target["field"]["mode"], target["field"]["pad"] = mode[0], mode[1]
             target["padded"], target["entry"], target["rows"] = 1, fields[at], rows
-        core.decode(targets, table, mask, threads, bool(rng.random() < 0.5))
+        core.decode(targets, table, core.layout(table, width, rows) if rng.random() < 0.5 else mask, threads)
         for out, full in zip(outs, padded, strict=True):
             assert (out[:-MARGIN].reshape(full.shape) == full).all()
             assert (out[-MARGIN:] == np.full(MARGIN, 0x55, full.dtype)).all()
         cuts = np.sort(rng.integers(0, rows + 1, 4))
-        parts, of_parts = np.zeros((3, entries.size), ENTRY), np.zeros((3, 1), STORED)
-        numbers = address(entries), entries.size, address(stored), 1, address(mask.line), address(body), rows
-        assert core.call("split", *numbers, address(cuts), 3, address(parts), address(of_parts)) == 0
-        for part, (begin, end) in zip(parts, itertools.pairwise(cuts), strict=True):
+        for part, (begin, end) in zip(core.split(table, mask, cuts), itertools.pairwise(cuts), strict=True):
             own = Mask(mask.mask[begin:end])
             for at, job in enumerate(jobs):
                 low, high = (int(mask.bounds[row]) * int(job["items"]) for row in (begin, end))
-                core.packed(int(fields[at]), table._replace(entries=part), own, truth[at][low:high])
+                want = truth[at][low:high]
+                assert (core.packed(int(fields[at]), part, own, want) == want).all()
+        for _ in range(4):
+            written_to(core, rng, table, mask, jobs)
+
+
+def written_to(core: Core, rng: np.random.Generator, table: Table, mask: Mask, jobs: np.ndarray) -> None:
+    """Any bytes may be in a body once it was checked: nothing is read or written outside of it and of the outputs. Layouts
+    that are read from it then are no longer those that the table was made for."""
+    body = table.body
+    part = rng.random(body.size) < rng.choice([0.01, 0.3, 1])
+    body[part] = rng.choice(np.array([0, 1, 127, 255, *rng.integers(0, 256, 4)], np.uint8), int(part.sum()))
+    layout = core.layout(table, mask.width, mask.rows)
+    layout.assert_in_order()
+    cuts = np.sort(rng.integers(0, mask.rows + 1, 3))
+    parts = list(zip(core.split(table, mask, cuts), itertools.pairwise(cuts), strict=True))
+    parts = [(part, core.layout(part, mask.width, int(end - begin))) for part, (begin, end) in parts]
+    for own, spans in ((table, mask), (table, layout), *parts):
+        spans.assert_in_order()
+        kept = np.arange(0, spans.rows, 2)
+        sizes = int(spans.bounds[-1]), int(np.diff(spans.bounds)[kept].sum())
+        for at, job in enumerate(jobs):
+            for rows, size in list(zip((None, kept), sizes, strict=True))[: 1 + (kept.size > 0)]:
+                core.packed(int(table.fields[at]), own, spans, np.zeros(size * int(job["items"]), f"i{job['size']}"), rows)
+            full = np.full(spans.rows * mask.width * int(job["items"]) + MARGIN, 0x55, f"i{job['size']}")
+            target, pads = np.zeros(1, TARGET), np.zeros(spans.rows, full.dtype)
+            target["field"] = job["field"]
+            target["field"]["padded"], target["field"]["row_pads"] = address(full[:-MARGIN]), address(pads)
+            target["field"]["mode"] = rng.choice([CONSTANT, EDGE, BY_ROW])
+            target["padded"], target["entry"], target["rows"] = 1, table.fields[at], spans.rows
+            core.decode(target, own, spans)
+            assert (full[-MARGIN:] == np.full(MARGIN, 0x55, full.dtype)).all()
 
 
 def order(core: Core, seed: int) -> None:

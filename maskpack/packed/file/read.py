@@ -107,7 +107,7 @@ class _Reader:
     def _table(self, rows: int, dense_rows: int, names: list[str], sent: int) -> Table:
         """The table, whose layouts can be read; its fields are not checked yet."""
         call = self._call
-        line, body = self._array(0), self._body()
+        line, body = np.array(self._array(0)), self._body()  # what is checked here stays so, also of a file that is mapped
         if line.dtype != np.int64 or line.size < 3 or not all(0 <= count < _MOST for count in line[:3].tolist()):
             fail(call, f"a table of {line.dtype} {line.shape}", "int64, which begins with three counts")
         counts = [*line[:3].tolist(), int(line[2])]
@@ -152,12 +152,13 @@ class _Reader:
         call = self._call
         if len(forms) != table.fields.size:
             fail(call, f"{len(forms)} tensors with {table.fields.size} entries", "one for each")
+        places = {name: place for place, name in enumerate(table.names)}
         for form, at, place in zip(forms, table.fields.tolist(), table.row_pads, strict=True):
             name = f'field "{show(form.path)}"'
             if not 0 <= at < table.entries.size:
                 fail(call, f"{name} in entry {at} of {table.entries.size}", "one that is there")
             # before the check of the entry, which takes as long as it has words: as many as the field claims
-            layout = -1 if form.layout is None else table.names.index(form.layout)
+            layout = -1 if form.layout is None else places[form.layout]
             entry, wanted = tuple(table.entries[at].tolist()[1:4]), (layout, words_of_one(form), size_of_word(form))
             if entry != wanted:
                 fail(call, f"{name} with an entry of layout, words and bytes {entry}", f"{wanted}")
