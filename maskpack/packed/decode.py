@@ -17,6 +17,7 @@ from torch import Tensor
 from maskpack.core import native
 from maskpack.core.bits import Words, address, empty_of, from_words
 from maskpack.core.index import IntArray
+from maskpack.core.pads import PER_ROW
 from maskpack.core.tree import Node
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Path, show
@@ -158,7 +159,9 @@ def row_pads_of(packed: PackedBatch, form: FieldForm) -> Tensor | None:
     """The pads [B] of a field whose pad is PER_ROW; None for other fields."""
     pads = packed.table.pads_of_rows(packed.numbers[form.path])
     assert form.dtype is not None
-    return None if pads is None else from_words(np.array(pads, order="C"), form.dtype)
+    if pads is None:  # without rows the table holds none
+        return torch.zeros(0, dtype=form.dtype, device="cpu") if form.pads == (PER_ROW,) else None
+    return from_words(np.array(pads, order="C"), form.dtype)
 
 
 def decoded(packed: PackedBatch, forms: Sequence[FieldForm], nested: bool) -> dict[Path, Tensor]:
