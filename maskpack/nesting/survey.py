@@ -162,8 +162,9 @@ def _with_one_rule(
     own = pads.pads.to(values)
     if pads.edge is None:
         return replace(form, pads=(PER_ROW,)), own
-    bits = words(own).cpu().numpy().reshape(own.shape[0], -1)
-    line = words(values).cpu().numpy().reshape(values.shape[0], -1, bits.shape[1])
+    parts = 2 if own.dtype.itemsize == 16 else 1
+    bits = words(own).cpu().numpy().reshape(own.shape[0], parts)
+    line = words(values).cpu().numpy().reshape(values.shape[0], values.shape[1:].numel(), parts)
     edges, single = checks.edge_pads(line, layout)
     rule = checks.one_rule(pads.edge.cpu().numpy(), bits, edges, single, layout.lengths == layout.width)
     if rule is EDGE:
