@@ -431,7 +431,9 @@ def test_parts_of_any_pads_join_and_so_do_empty_ones(one: str, two: str, dtype: 
     registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", [0, EDGE, SIGNED_ZERO, PER_ROW])}
     fields = [torch.tensor(_UNDER[kind], dtype=torch.float64) for kind in (one, two)]
     mask = torch.tensor([[1, 1, 1, 0, 0]] * 2)
-    parts = [TensorDict({"m": mask, "x": torch.complex(x, x) if dtype.is_complex else x.to(dtype)}, [2]) for x in fields]
+    parts = [
+        TensorDict({"m": mask, "x": torch.complex(x, x) if dtype.is_complex else x.to(dtype)}, [2]) for x in fields
+    ]
     packed = [compress(part, registry=registry) for part in parts]
     for order in ("ab", "ba", "aB", "Ab", "Ba", "bA", "AB", "aBb", "AbaB"):  # a capital: no rows of this part
         picked = [packed["ab".index(name.lower())][: 2 * name.islower()] for name in order]
