@@ -26,7 +26,7 @@ from maskpack import ops as ops
 from maskpack import planning as planning
 from maskpack import replay as replay
 from maskpack import views as views
-from maskpack.core.pads import EDGE, PAD_TOKEN_ID, PER_ROW, SIGNED_ZERO
+from maskpack.core.pads import ANY_ZERO, EDGE, PAD_TOKEN_ID, PER_ROW, SIGNED_ZERO
 from maskpack.errors import MaskpackError
 from maskpack.fields.options import VerifyFirst
 from maskpack.fields.registry import DENSE, MaskAxis, MaskNestingRegistry, MaskNestingSpec
@@ -45,6 +45,7 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())  # records go wher
 __version__ = "0.2.0"
 
 __all__ = [
+    "ANY_ZERO",
     "DENSE",
     "EDGE",
     "LAYOUTS",

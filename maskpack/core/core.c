@@ -259,8 +259,8 @@ API void maskpack_list_spans(const u8 *mask, i64 size, i64 rows, i64 width, i64 
 
 /* ------------------------------------------------------------------ padded fields */
 
-enum { NO_PAD, CONSTANT, EDGE, PER_ROW, SIGNED_ZERO }; /* NO_PAD: neither verified nor written */
-enum { TRUSTED = 8 };                                  /* with one of them: the pads of rows are read, but not verified */
+enum { NO_PAD, CONSTANT, EDGE, PER_ROW, SIGNED_ZERO, ANY_ZERO }; /* NO_PAD: neither verified nor written */
+enum { TRUSTED = 8 };                                            /* with one of them: the pads of rows are read, but not verified */
 
 /* The spans of rows: starts and counts of each, splits [rows + 1] into them, bounds [rows + 1] into packed tokens. */
 typedef struct {
@@ -269,7 +269,8 @@ typedef struct {
 } Layout;
 
 /* A padded field and its packed values. `pad` is the word of a constant pad; `row_pads` has a word for each row, which
-   `read` writes and `write` reads. `read` sets `stray` to 1 + the first row with another value under the mask; a value
+   `read` writes and `write` reads; of ANY_ZERO, whose words lie together, a bit for each word of the row: whether it is
+   a masked-out -0.0, the first in the highest bit. `read` sets `stray` to 1 + the first row with another value under the mask; a value
    stays 0 if all is well. */
 typedef struct {
     u8 *padded, *packed;
@@ -305,6 +306,26 @@ static Pattern pad_of_row(Field *field, const Layout *layout, i64 row) {
     return repeated(word, size);
 }
 
+/* Bytes of the pads of a row. */
+static i64 row_pad_size(const Field *field, const Layout *layout) {
+    return (field->mode & ~TRUSTED) == ANY_ZERO ? (layout->width + 7) / 8 : field->size;
+}
+
+/* Reads the signs of masked-out words; returns whether all of them are zeros. */
+static int read_signs(const u8 *words, i64 from, i64 to, i64 size, u8 *bits) {
+    u64 minus = 1ull << (8 * size - 1), others = 0;
+    for (i64 at = from; at < to; at++) {
+        u64 word = word_at(words + at * size, size);
+        others |= word & ~minus;
+        bits[at >> 3] |= (u8)((word >> (8 * size - 1)) << (7 - (at & 7)));
+    }
+    return !others;
+}
+
+static void write_signs(u8 *words, i64 from, i64 to, i64 size, const u8 *bits) {
+    for (i64 at = from; at < to; at++) words[(at + 1) * size - 1] |= (u8)(bits[at >> 3] << (at & 7) & 0x80);
+}
+
 /* Verifies the pads of a row and gathers its values to `values`, unless that is NULL; returns whether every masked-out
    element is its pad. */
 static int read_row(Field *field, const Layout *layout, i64 row, u8 *values) {
@@ -312,7 +333,9 @@ static int read_row(Field *field, const Layout *layout, i64 row, u8 *values) {
     i64 first = layout->splits[row], last = layout->splits[row + 1];
     Pattern pad = repeated((const u8 *)field->pad, size);
     i64 mode = field->mode & TRUSTED ? NO_PAD : field->mode;
-    if ((field->mode & ~TRUSTED) >= PER_ROW) pad = pad_of_row(field, layout, row);
+    u8 *signs = (field->mode & ~TRUSTED) == ANY_ZERO ? field->row_pads + row * row_pad_size(field, layout) : NULL;
+    if (signs) memset(signs, 0, (size_t)row_pad_size(field, layout));
+    else if ((field->mode & ~TRUSTED) >= PER_ROW) pad = pad_of_row(field, layout, row);
     if (!element) return 1; /* there may be no memory to point to */
     for (i64 slice = 0; slice < field->outer; slice++) {
         const u8 *from = field->padded + row * field->row_stride + slice * field->outer_stride;
@@ -321,7 +344,9 @@ static int read_row(Field *field, const Layout *layout, i64 row, u8 *values) {
         i64 at = 0;
         for (i64 span = first; span <= last; span++) {
             i64 stop = span < last ? layout->starts[span] : layout->width, masked = (stop - at) * element;
-            if (mode == EDGE && edge) {
+            if (signs) {
+                if (!read_signs(from, at, stop, size, signs) && mode) return 0;
+            } else if (mode == EDGE && edge) {
                 if (!equal_elements(from + at * element, stop - at, edge, items, size)) return 0;
             } else if (mode == EDGE) {
                 if (equal_bytes(from + at * element, masked, ZEROS) < masked) return 0;
@@ -344,7 +369,8 @@ static void write_row(const Field *field, const Layout *layout, i64 row, const u
     i64 size = field->size, items = field->items, element = items * size, step = field->outer * element;
     i64 first = layout->splits[row], last = layout->splits[row + 1];
     if (!element) return; /* there may be no memory to point to */
-    Pattern pad = repeated(field->mode >= PER_ROW ? field->row_pads + row * size : (const u8 *)field->pad, size);
+    const u8 *signs = field->mode == ANY_ZERO ? field->row_pads + row * row_pad_size(field, layout) : NULL;
+    Pattern pad = repeated(!signs && field->mode >= PER_ROW ? field->row_pads + row * size : (const u8 *)field->pad, size);
     for (i64 slice = 0; slice < field->outer; slice++) {
         u8 *to = field->padded + row * field->row_stride + slice * field->outer_stride;
         const u8 *from = values ? values + slice * element : NULL, *edge = from;
@@ -357,6 +383,7 @@ static void write_row(const Field *field, const Layout *layout, i64 row, const u
                 for (; at < stop; at++) memcpy(to + at * element, edge, (size_t)element);
             else if (field->mode)
                 fill(to + at * element, (stop - at) * element, field->mode != EDGE ? pad : edge ? repeated(edge, size) : ZEROS, stream);
+            if (signs) write_signs(to, at, stop, size, signs);
             if (span == last) break;
             i64 n = layout->counts[span];
             if (values) {
@@ -1978,7 +2005,8 @@ static void encode_job(void *context, i64 at) {
     Job *job = work->jobs + at;
     Field field;
     Rows rows;
-    u8 *row_pads = malloc((size_t)(16 * job->rows + 16));
+    i64 width = job->padded ? work->layouts[job->layout].width : 0;
+    u8 *row_pads = malloc((size_t)((width / 8 + 16) * job->rows + 16));
     int done = row_pads && open_rows(&rows, job, work->layouts, &field) ? STRAY : NO_MEMORY;
     job->row_pads = (Array){0, 1, 0};
     for (job->pad = 0; done == STRAY && job->pad < (job->padded ? job->num_pads : 1); job->pad++) {
@@ -1990,7 +2018,7 @@ static void encode_job(void *context, i64 at) {
     }
     job->pad--;
     if (done == FITS && job->padded && (field.mode & ~TRUSTED) >= PER_ROW) {
-        i64 size = field.size, equal = 1;
+        i64 size = row_pad_size(&field, work->layouts + job->layout), equal = 1;
         for (i64 row = 1; row < job->rows && equal; row++) equal = !memcmp(row_pads, row_pads + row * size, (size_t)size);
         u8 *to = reserve(work->outs + at, &job->row_pads, size, equal && job->rows ? 1 : job->rows);
         if (to) memcpy(to, row_pads, (size_t)(size * job->row_pads.count));

@@ -27,8 +27,9 @@ _A_THREAD = 1 << 26
 _NO_MEMORY = "maskpack: no memory for the tasks of a pass"
 _CACHE = 1 << 25
 """Writes of so many bytes go past the cache."""
-NO_PAD, CONSTANT, BY_EDGE, BY_ROW, BY_SIGN = range(5)
-"""What is under a mask: anything; a constant; the edge of the row; a constant a row; a zero a row, with either sign."""
+NO_PAD, CONSTANT, BY_EDGE, BY_ROW, BY_SIGN, BY_SIGNS = range(6)
+"""What is under a mask: anything; a constant; the edge of the row; a constant a row; a zero a row, with either sign;
+zeros with any signs, of a field [B, width]."""
 _NO_ROOM = -2
 """Less the bytes that a body must have."""
 _SMALL = 1 << 20
@@ -130,7 +131,8 @@ def scan(mask: Mask) -> tuple[HostLayout, int | None]:
 
 
 class Pads(NamedTuple):
-    """What is under a mask: a mode, the word of a constant (two halves of 16 bytes), or the words of all rows [B]."""
+    """What is under a mask: a mode, the word of a constant (two halves of 16 bytes), or the words of all rows [B]; of
+    BY_SIGNS, uint8 [B, ceil(width / 8)], a bit for each position."""
 
     mode: int
     word: Sequence[int] = ()

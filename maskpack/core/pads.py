@@ -22,6 +22,7 @@ class Pad(enum.Enum):
     EDGE = "EDGE"
     PER_ROW = "PER_ROW"
     SIGNED_ZERO = "SIGNED_ZERO"
+    ANY_ZERO = "ANY_ZERO"
 
     def __repr__(self) -> str:
         return self.name
@@ -36,6 +37,10 @@ PER_ROW = Pad.PER_ROW
 """One constant for each row: the masked-out elements of a row are equal, and rows may differ."""
 SIGNED_ZERO = Pad.SIGNED_ZERO
 """0.0 in some rows and -0.0 in others, as `advantages * mask` gives."""
+
+ANY_ZERO = Pad.ANY_ZERO
+"""0.0 and -0.0 in any order, as `x * mask` gives if the sign of `x` changes within a row. The signs are kept as a bit for
+each position. In a field with several numbers for each token it is SIGNED_ZERO."""
 
 PadValue = int | float | bool | complex | Pad
 _NAN = struct.pack("<d", math.nan)

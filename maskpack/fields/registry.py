@@ -71,8 +71,8 @@ class MaskNestingSpec:
     Attributes:
         mask: an axis or a mask field (a tuple is the key of a field in a sub-TensorDict), or a list of these, of which
             the first with a matching shape is used. None: the field has no mask and stays padded.
-        pad: the value under the mask: a number or one of `PAD_TOKEN_ID`, `EDGE`, `SIGNED_ZERO`, `PER_ROW`; or a list,
-            of which the first that matches the batch is used.
+        pad: the value under the mask: a number or one of `PAD_TOKEN_ID`, `EDGE`, `SIGNED_ZERO`, `ANY_ZERO`, `PER_ROW`; or
+            a list, of which the first that matches the batch is used.
         ragged_dim: the dim of the width: 1 for [B, S, *F], -1 for both [B, S] and [B, 4, S].
         hints: encodings that `compress` tries first; a wrong hint costs time, but the result is still exact. Names of
             HINTS; `concat:head,tail` for a field that concatenates the rows of two others; `near:field` for a field
@@ -114,8 +114,8 @@ class MaskNestingSpec:
             if not isinstance(pad, int | float | complex | Pad):
                 name = f"maskpack.{pad}" if isinstance(pad, str) and pad in Pad.__members__ else None
                 raise RegistryError(
-                    f"MaskNestingSpec: pad is {said(pad)}; expected a number, PAD_TOKEN_ID, EDGE, PER_ROW or "
-                    f"SIGNED_ZERO, or a list of these. Give {name or 'the value under the mask'}."
+                    f"MaskNestingSpec: pad is {said(pad)}; expected a number, PAD_TOKEN_ID, EDGE, PER_ROW, "
+                    f"SIGNED_ZERO or ANY_ZERO, or a list of these. Give {name or 'the value under the mask'}."
                 )
         if isinstance(self.ragged_dim, bool) or not isinstance(self.ragged_dim, int) or self.ragged_dim == 0:
             seen = "0, the rows" if self.ragged_dim == 0 else said(self.ragged_dim)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from maskpack.core.keys import Key
-from maskpack.core.pads import EDGE, PAD_TOKEN_ID, SIGNED_ZERO, PadValue
+from maskpack.core.pads import ANY_ZERO, EDGE, PAD_TOKEN_ID, PER_ROW, SIGNED_ZERO, PadValue
 from maskpack.fields.registry import DENSE, MaskAxis, MaskNestingRegistry, MaskNestingSpec
 
 _SPLIT: dict[str, Any] = {
@@ -13,7 +13,10 @@ _SPLIT: dict[str, Any] = {
     "tail": ("responses", "response_mask", "max_response_length"),
 }
 _RESPONSE_OR_SEQUENCE: list[Key] = ["response", "sequence"]
-_ZERO: list[PadValue] = [0, SIGNED_ZERO]
+ZEROS: list[PadValue] = [0, SIGNED_ZERO, ANY_ZERO]
+"""The pads that `x * mask` leaves."""
+_WHITENED: list[PadValue] = [*ZEROS, PER_ROW]
+"""Also the pads of `masked_whiten(x, mask)`: one constant in each batch."""
 
 
 def _field(mask: Key | list[Key], pad: PadValue | list[PadValue] = 0, **more: Any) -> MaskNestingSpec:
@@ -38,25 +41,23 @@ RL_FIELDS = MaskNestingRegistry(
         "response_mask": _field("response", hints=("rle", "bitmap")),
         "loss_mask": _field(_RESPONSE_OR_SEQUENCE, hints=("rle", "bitmap")),
         **{
-            name: _field(_RESPONSE_OR_SEQUENCE, _ZERO, hints=hints)
+            name: _field(_RESPONSE_OR_SEQUENCE, ZEROS, hints=hints)
             for name, hints in {
                 "rollout_log_probs": (),
                 "old_log_probs": ("near:rollout_log_probs",),
                 "ref_log_prob": ("near:old_log_probs",),
                 "entropys": (),
-                "values": (),
                 "sum_pi_squared": (),
-                "advantages": ("rle",),
-                "returns": (),
                 "token_level_scores": (),
-                "token_level_rewards": (),
                 "rm_scores": (),
                 "rollout_is_weights": (),
             }.items()
         },
+        "advantages": _field(_RESPONSE_OR_SEQUENCE, _WHITENED, hints=("rle",)),
+        **{name: _field(_RESPONSE_OR_SEQUENCE, _WHITENED) for name in ("values", "returns", "token_level_rewards")},
         "routed_experts": _field("sequence", [0, -1], hints=("columns",)),
         "teacher_ids": _field("sequence", PAD_TOKEN_ID),
-        "teacher_logprobs": _field("sequence", _ZERO),
+        "teacher_logprobs": _field("sequence", ZEROS),
         "reward_baselines": DENSE,
         "dummy_tensor": DENSE,
         "multi_modal_inputs": DENSE,

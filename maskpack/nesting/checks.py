@@ -19,10 +19,11 @@ from maskpack.core import native
 from maskpack.core.backends import uses_triton
 from maskpack.core.bits import Words, words
 from maskpack.core.index import IntArray, cumulated
-from maskpack.core.pads import EDGE, PER_ROW, SIGNED_ZERO, Pad, PadValue, pad_tensor, pad_words
+from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, SIGNED_ZERO, Pad, PadValue, pad_tensor, pad_words
 from maskpack.errors import RegistryError
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import FieldForm, RowPads
+from maskpack.nesting.signs import with_signs
 from maskpack.ops import pack_torch as ops
 from maskpack.ops import unpack
 
@@ -54,11 +55,13 @@ def cast_pad(form: FieldForm, dtype: torch.dtype) -> PadValue:
 
 
 def to_padded(values: Tensor, form: FieldForm, layout: RowLayout, row_pads: RowPads | None) -> Tensor:
-    """Packed values [T, *F] in the padded form of their field; `row_pads` if its pad is PER_ROW."""
+    """Packed values [T, *F] in the padded form of their field; `row_pads` if its pad is PER_ROW or ANY_ZERO."""
     layout = layout.to(values.device)
     if row_pads is None:
         return ops.unpack(values, layout, cast_pad(form, values.dtype), form.ragged_dim)
     out = ops.unpack(values, layout, row_pads.pads.to(values), form.ragged_dim)
+    if row_pads.signs is not None:
+        out = with_signs(out, row_pads.signs)
     if row_pads.edge is None:
         return out
     edges = ops.unpack(values, layout, EDGE, form.ragged_dim)
@@ -81,7 +84,8 @@ def all_to_padded(fields: Sequence[Packed]) -> list[Tensor]:
     together: dict[tuple[int, torch.device], list[int]] = {}
     for place, (values, _, layout, row_pads) in enumerate(fields):
         differentiable = values.requires_grad and torch.is_grad_enabled()
-        if differentiable or not uses_triton(values.device) or (row_pads is not None and row_pads.edge is not None):
+        plain = row_pads is None or (row_pads.edge is None and row_pads.signs is None)
+        if differentiable or not uses_triton(values.device) or not plain:
             out[place] = to_padded(*fields[place])
         else:
             together.setdefault((id(layout), values.device), []).append(place)
@@ -101,13 +105,17 @@ def _with_dim(out: Tensor, ragged_dim: int) -> Tensor:
 
 
 def read(x: Tensor, layout: RowLayout, pad: PadValue, values: Tensor | None = None) -> tuple[bool, Tensor | None]:
-    """Whether all masked-out elements of a field on the host are its pad, and the pads [B] of PER_ROW and SIGNED_ZERO.
+    """Whether all masked-out elements of a field on the host are its pad, and the pads [B] of PER_ROW and SIGNED_ZERO, or
+    the signs of ANY_ZERO.
 
     `x` is [B, S, *F] with any strides; its values are gathered into `values`, contiguous [T, *F], if given. They are
     not complete if the result is False.
     """
-    if pad is not PER_ROW and pad is not SIGNED_ZERO:
+    if pad is not PER_ROW and pad is not SIGNED_ZERO and pad is not ANY_ZERO:
         return native.read(x, layout.on_host, ops.host_pads(pad, x.dtype), values), None
+    if pad is ANY_ZERO:
+        signs = torch.zeros((layout.num_rows, -(-layout.width // 8)), dtype=torch.uint8, device="cpu")
+        return native.read(x, layout.on_host, native.Pads(native.BY_SIGNS, (0,), signs), values), signs
     pads = torch.zeros(layout.num_rows, dtype=x.dtype, device="cpu")
     signed = x.dtype.is_floating_point and x.dtype.itemsize > 1
     mode = native.BY_ROW if pad is PER_ROW else native.BY_SIGN if signed else native.CONSTANT
@@ -154,9 +162,11 @@ def _count_not_pad(x: Tensor, pad: PadValue) -> Tensor:
 def count_non_pads(x: Tensor, values: Tensor, layout: RowLayout, pad: PadValue | Tensor) -> Tensor:
     """The number of non-pad values under the mask, int64 (), of a field on a device.
 
-    `x` is [B, S, *F] with any strides, `values` are its packed values [T, *F], `pad` is a constant, EDGE or a tensor
-    [B] with the pad of each row. No synchronisation for a constant pad.
+    `x` is [B, S, *F] with any strides, `values` are its packed values [T, *F], `pad` is a constant, EDGE, ANY_ZERO or
+    a tensor [B] with the pad of each row. No synchronisation for a constant pad.
     """
+    if pad is ANY_ZERO:  # values that are no zeros
+        return torch.count_nonzero(x) - torch.count_nonzero(values)
     padded, real = words(x), words(values)
     if isinstance(pad, Tensor):
         return _count_row_non_pads(padded, real, words(pad), layout)

@@ -3,9 +3,11 @@
 A nested batch has one more entry than the padded one, LAYOUTS. It has one part, which contains
 
 - a jagged span table for each layout, with one row for each row of the batch, so that indexing, chunk, split and cat
-  apply to it. A row is lines of three int32 (span_table.py) stored as bytes. Bytes survive the casts of `float()` and
+  apply to it. A row is lines of three int32 (span_table.py) stored as bytes; behind its spans are the signs of fields
+  with ANY_ZERO pads that have a -0.0 in this row. Bytes survive the casts of `float()` and
   `to(dtype)`, which apply to all entries; checksums detect other arithmetic.
-- the pads of all padded fields in each row: one byte for each field, which is 1 for EDGE, then the bytes of the pad.
+- the pads of all padded fields in each row: one byte for each field, which is 1 for EDGE and 2 for ANY_ZERO with
+  a -0.0 in this row, then the bytes of the pad.
   Batches with different pads have the same entries, so that torch.cat can join them.
 - the schema.
 
@@ -22,6 +24,7 @@ from hashlib import sha256
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
@@ -29,18 +32,20 @@ from torch import Tensor
 from maskpack.core.bits import Words, word_dtype, words
 from maskpack.core.index import IntArray, cumulated
 from maskpack.core.keys import Path, show
-from maskpack.core.pads import EDGE, PER_ROW, Pad, PadValue, pad_words, text_of
+from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, Pad, PadValue, pad_words, text_of
 from maskpack.core.tensors import need_batch
 from maskpack.core.tree import Node, entry_at, fields_of, has, is_sub_batch, unflatten
 from maskpack.errors import LayoutError
 from maskpack.layout.jagged import is_regular, jagged_from, offsets_of, to_host, values_of
 from maskpack.layout.row_layout import RowLayout
-from maskpack.layout.span_table import lines_of, table_of_lines
+from maskpack.layout.span_table import lines_of, lines_with, lines_without, table_of_lines
 
 LAYOUTS = "_maskpack"
 """The key of the entry that `unnest` needs. Name it in `select` to keep it."""
 
 _RESTORE_FIRST = "Restore both first, then update the padded batch: unnest(batch).update(unnest(other))."
+_SIGNS = 2
+"""The flag, in the pad table, of a row with signs."""
 INTACT = "Restore from the batch that nest_batch_by_mask returned; indexing, chunk, cat and casts are supported."
 
 
@@ -108,10 +113,12 @@ class RowPads:
     Attributes:
         pads: [B], in the dtype of the field when it was nested.
         edge: bool [B], rows whose pad is EDGE instead; None if there are none.
+        signs: which zeros are negative (signs.py); None if the pad is ANY_ZERO in no row.
     """
 
     pads: Tensor
     edge: Tensor | None = None
+    signs: Tensor | None = None
 
 
 def write_layouts(
@@ -138,7 +145,7 @@ def layouts_entry(
     schema: Schema, layouts: Mapping[str, RowLayout], row_pads: Mapping[Path, Tensor], rows: int
 ) -> TensorDict:
     """The LAYOUTS entry of a batch. Span tables and pads of one device take one copy to it."""
-    lines = {name: lines_of(layout.table, layout.width) for name, layout in layouts.items()}
+    lines = lines_of_layouts(schema.forms, layouts, row_pads)
     arrays: dict[torch.device, dict[Any, Words]] = {}
     for name, layout in layouts.items():
         arrays.setdefault(layout.device, {}).update({(name, 0): lines[name][0], (name, 1): lines[name][1]})
@@ -173,10 +180,30 @@ def copies_of(arrays: Sequence[Words], device: torch.device) -> list[Tensor]:
     ]
 
 
+def lines_of_layouts(
+    forms: Iterable[FieldForm], layouts: Mapping[str, RowLayout], row_pads: Mapping[Path, Tensor]
+) -> dict[str, tuple[npt.NDArray[np.int32], IntArray]]:
+    """The lines of each layout, and the first line of each row."""
+    lines = {name: lines_of(layout.table, layout.width) for name, layout in layouts.items()}
+    for name in {form.layout for form in forms if _has_signs(form)} & lines.keys():
+        signs = [row_pads[form.path].numpy() for form in _signed(forms, name)]
+        lines[name] = lines_with(*lines[name], layouts[name].width, signs)
+    return lines
+
+
+def _has_signs(form: FieldForm) -> bool:
+    return ANY_ZERO in form.pads and form.kind == "padded" and form.dtype is not None
+
+
+def _signed(forms: Iterable[FieldForm], layout: str) -> list[FieldForm]:
+    return [form for form in forms if form.layout == layout and _has_signs(form)]
+
+
 def pad_table(
     forms: Iterable[FieldForm], row_pads: Mapping[Path, Tensor], rows: int, device: torch.device | str
 ) -> Tensor:
-    """The pads of all padded fields, uint8 [B, K] on `device`. `row_pads` are the pads [B] of PER_ROW fields."""
+    """The pads of all padded fields, uint8 [B, K] on `device`. `row_pads` are the pads [B] of PER_ROW fields, and
+    the signs of ANY_ZERO fields."""
     line = _pad_line(forms := tuple(forms))
     table = copies_of([np.broadcast_to(line, (rows, line.size))], torch.device(device))[0]
     return _with_row_pads(table, forms, row_pads)
@@ -193,6 +220,9 @@ def _with_row_pads(table: Tensor, forms: Iterable[FieldForm], row_pads: Mapping[
     places = _pad_places(forms) if row_pads else {}
     for path in row_pads.keys() & places.keys():
         begin, end = places[path].start + 1, places[path].stop
+        if row_pads[path].dim() == 2:
+            table[:, begin - 1] = _SIGNS * row_pads[path].any(1).to(table.device)
+            continue
         bits = words(row_pads[path]).to(table.device).clone(memory_format=torch.contiguous_format)
         table[:, begin:end] = bits.view(torch.uint8).view(table.shape[0], end - begin)
     return table
@@ -216,11 +246,13 @@ def _pad_places(forms: Iterable[FieldForm]) -> dict[Path, slice]:
     return places
 
 
-def span_tables(layouts: Mapping[str, RowLayout]) -> dict[str, Tensor]:
+def span_tables(
+    forms: Iterable[FieldForm], layouts: Mapping[str, RowLayout], row_pads: Mapping[Path, Tensor]
+) -> dict[str, Tensor]:
     """The span table of each layout, on its device."""
     tables: dict[str, Tensor] = {}
-    for name, layout in layouts.items():
-        lines, splits = lines_of(layout.table, layout.width)
+    for name, (lines, splits) in lines_of_layouts(forms, layouts, row_pads).items():
+        layout = layouts[name]
         values = torch.from_numpy(lines).clone(
             memory_format=torch.contiguous_format
         )  # an empty array may have any strides
@@ -235,24 +267,49 @@ def most_lines(splits: IntArray) -> int:
 
 
 def read_pads(batch: TensorDictBase, forms: Mapping[Path, FieldForm], path: Path, call: str) -> RowPads | None:
-    """The pads of a field whose pad is PER_ROW, or PER_ROW in some rows and EDGE in others; else None. `forms` come
-    from `read_layouts`."""
+    """The pads of a field whose pad is PER_ROW or ANY_ZERO, or differs in its kind from row to row; else None. `forms`
+    come from `read_layouts`. One synchronisation on CUDA for ANY_ZERO."""
     form = forms.get(path)
-    if form is None or form.dtype is None or PER_ROW not in form.pads:
+    if form is None or form.dtype is None or not (PER_ROW in form.pads or ANY_ZERO in form.pads):
         return None
     columns: list[Tensor] = []
+    signs: list[Tensor] = []
     for part, schema in _parts(batch, call).items():
         if any(other.path == path and other.pads_by_bits == form.pads_by_bits for other in schema.forms):
-            table = entry_at(batch, (LAYOUTS, part, "pads"))
-            place = _pad_places(schema.forms)[path]
-            if not isinstance(table, Tensor) or table.dim() != 2 or table.shape[1] < place.stop:
-                raise LayoutError(f'{call}: the row pads of field "{show(path)}" are missing. {INTACT}')
-            columns.append(table[:, place].to(torch.uint8))
+            columns.append(_pad_columns(batch, part, schema, path, call))
+            if _has_signs(form):
+                table = entry_at(batch, (LAYOUTS, part, "spans", form.layout))
+                read = to_host([_numbers_of(table), offsets_of(table)])
+                signs.append(torch.from_numpy(_apart(batch, part, schema, form.layout or "", *read, call)[2][path]))
     column = columns[0]
-    if not all(torch.equal(column, other) for other in columns[1:]):
+    if not all(torch.equal(one[0], other) for one in (columns, signs) for other in one[1:]):
         raise _several_pads(path, form, form, call)
     pads = column[:, 1:].clone(memory_format=torch.contiguous_format).view(form.dtype).view(-1)
-    return RowPads(pads, column[:, 0] != 0 if EDGE in form.pads else None)
+    return RowPads(pads, column[:, 0] == 1 if EDGE in form.pads else None, signs[0] if signs else None)
+
+
+def _pad_columns(batch: TensorDictBase, part: str, schema: Schema, path: Path, call: str) -> Tensor:
+    """The columns of a field in the pad table of a part."""
+    table = entry_at(batch, (LAYOUTS, part, "pads"))
+    place = _pad_places(schema.forms)[path]
+    if not isinstance(table, Tensor) or table.dim() != 2 or table.shape[1] < place.stop:
+        raise LayoutError(f'{call}: the row pads of field "{show(path)}" are missing. {INTACT}')
+    return table[:, place].to(torch.uint8)
+
+
+def _apart(
+    batch: TensorDictBase, part: str, schema: Schema, name: str, numbers: IntArray, splits: IntArray, call: str
+) -> tuple[IntArray, IntArray, dict[Path, Words]]:
+    """The lines of the spans of a layout, the first line of each row, and the signs of the fields with ANY_ZERO pads."""
+    signed, lines = _signed(schema.forms, name), numbers.reshape(-1, 3)
+    if not signed:
+        return lines, splits, {}
+    width = next(width for axis, width, _ in schema.axes if axis == name)
+    flags = [_pad_columns(batch, part, schema, form.path, call)[:, 0].cpu().numpy() == _SIGNS for form in signed]
+    found = lines_without(lines, splits, width, flags)
+    if found is None:
+        raise _changed(name, call)
+    return found[0], found[1], dict(zip((form.path for form in signed), found[2], strict=True))
 
 
 def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, RowLayout]]:
@@ -279,12 +336,13 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
             )
         tables[part, name] = table
     sizes = {(part, name): (width, anchor) for part, stored in parts.items() for name, width, anchor in stored.axes}
-    lines = [values_of(table).to(torch.uint8).contiguous().view(torch.int32).view(-1) for table in tables.values()]
+    lines = [_numbers_of(table) for table in tables.values()]
     first = _first_fields(batch, schema, {name for _, name in tables})
     read = to_host([*lines, *[offsets_of(value) for value in (*tables.values(), *first.values())]])
     layouts: dict[str, RowLayout] = {}
     for (key, line), numbers, splits in zip(zip(tables, lines, strict=True), read, read[len(lines) :], strict=False):
-        layout = _layout(numbers.reshape(-1, 3), splits, sizes[key], line.device, call, key[1])
+        own, ends, _ = _apart(batch, key[0], parts[key[0]], key[1], numbers, splits, call)
+        layout = _layout(own, ends, sizes[key], line.device, call, key[1])
         if layouts.setdefault(key[1], layout) != layout:
             raise LayoutError(
                 f'{call}: layout "{key[1]}" of another batch, with other rows or widths, replaced the layout of '
@@ -356,8 +414,8 @@ def _several_pads(path: Path, one: FieldForm, other: FieldForm, call: str) -> La
 
 
 def _schema_of(entry: Any) -> Schema | None:
-    """The common schema of all rows. If rows differ in the pad of a field, its pads are PER_ROW, and EDGE if some row
-    has EDGE. None if rows differ in more."""
+    """The common schema of all rows. If rows differ in the pad of a field, its pads are PER_ROW, and EDGE or ANY_ZERO
+    if some row has these. None if rows differ in more."""
     if isinstance(entry, NonTensorData):
         return entry.data if isinstance(entry.data, Schema) else None
     by_row: list[Any] = entry.tolist() if isinstance(entry, NonTensorStack) else []
@@ -378,7 +436,7 @@ def _with_all_pads(column: Sequence[FieldForm]) -> FieldForm:
     form = column[0]
     if all(other.pads_by_bits == form.pads_by_bits for other in column):
         return form
-    return replace(form, pads=(PER_ROW, EDGE) if any(EDGE in other.pads for other in column) else (PER_ROW,))
+    return replace(form, pads=(PER_ROW, *(pad for pad in (EDGE, ANY_ZERO) if any(pad in own.pads for own in column))))
 
 
 def _first_fields(batch: TensorDictBase, schema: Schema, layouts: Collection[str]) -> dict[str, Tensor]:
@@ -393,13 +451,22 @@ def _first_fields(batch: TensorDictBase, schema: Schema, layouts: Collection[str
     return fields
 
 
+def _numbers_of(table: Tensor) -> Tensor:
+    """The int32 of a span table, flat."""
+    return values_of(table).to(torch.uint8).contiguous().view(torch.int32).view(-1)
+
+
+def _changed(name: str, call: str) -> LayoutError:
+    return LayoutError(f'{call}: the span table of layout "{name}" was changed by arithmetic. {INTACT}')
+
+
 def _layout(
     lines: IntArray, splits: IntArray, size: tuple[int, int], device: torch.device, call: str, name: str
 ) -> RowLayout:
     width, anchor = size
     table = table_of_lines(lines, splits, width)
     if table is None:
-        raise LayoutError(f'{call}: the span table of layout "{name}" was changed by arithmetic. {INTACT}')
+        raise _changed(name, call)
     try:
         return RowLayout.from_spans(*table[:2], np.diff(table.splits), width, device=device, anchor=anchor)
     except LayoutError as error:

@@ -21,7 +21,7 @@ from torch import Tensor
 from maskpack.core.bits import DTYPES, from_words, words
 from maskpack.core.keys import Key, Path, path_of, show
 from maskpack.core.latest import Latest
-from maskpack.core.pads import EDGE, PAD_TOKEN_ID, PER_ROW, SIGNED_ZERO, Pad, PadValue
+from maskpack.core.pads import ANY_ZERO, EDGE, PAD_TOKEN_ID, PER_ROW, SIGNED_ZERO, Pad, PadValue
 from maskpack.core.tensors import need_batch
 from maskpack.core.tree import Node, dense_stack, entry_at, flatten, has, is_object, number_at
 from maskpack.errors import LayoutError, MaskpackWarning, RegistryError
@@ -33,6 +33,7 @@ from maskpack.nesting import checks, verify
 from maskpack.nesting.axes import Axes, Axis
 from maskpack.nesting.coverage import DenseField, check_strict, hidden_tensors
 from maskpack.nesting.schema import INTACT, LAYOUTS, FieldForm, RowPads, Schema, read_layouts, read_pads
+from maskpack.nesting.signs import signs_of_rows
 from maskpack.nesting.verify import Verifier
 from maskpack.ops import pack_torch as ops
 
@@ -53,7 +54,7 @@ class Survey:
         layouts: the layouts of the forms and the axes, by name.
         axes: names of the layouts of padded fields, also of those that stay padded for non-pad values.
         values: packed values [T, *F] of padded, flat and jagged forms, except those in `deferred`.
-        row_pads: the pads [B] of fields whose pad is PER_ROW.
+        row_pads: the pads [B] of fields whose pad is PER_ROW, and the signs of those whose pad is ANY_ZERO.
         deferred: padded fields on the host that are still to be read, with the pads to try in their forms; and whether
             the first of these may be taken unseen.
         scanned: the layouts of the masks, and whether all valid words of each are equal, if nothing else of the result
@@ -157,19 +158,25 @@ def _signature(batch: TensorDictBase, entries: Mapping[Path, Any], options: Opti
 def _with_one_rule(
     form: FieldForm, pads: RowPads, values: Tensor, layout: RowLayout
 ) -> tuple[FieldForm, Tensor | None]:
-    """The form of a field whose rows have different pads, and its pads [B] if they are PER_ROW. If some rows have EDGE
-    pads and no rule fits all rows, the field stays padded."""
+    """The form of a field whose rows have different pads, and its pads [B] if they are PER_ROW, or its signs. If some
+    rows have EDGE pads or signs and no rule fits all rows, the field stays padded."""
     own = pads.pads.to(values)
+    dense = FieldForm(form.path, "dense", dtype=form.dtype, reason=_DIFFERENT_PADS, axis=form.layout)
+    if pads.signs is not None and values.dtype.is_floating_point and bool(pads.signs.any()):
+        by_edge = pads.edge is not None and bool(pads.edge.any())
+        more = None if by_edge or values.dtype.itemsize == 1 else signs_of_rows(own, layout)
+        return (dense, None) if more is None else (replace(form, pads=(ANY_ZERO,)), pads.signs | more)
     if pads.edge is None:
         return replace(form, pads=(PER_ROW,)), own
-    bits = words(own).cpu().numpy().reshape(own.shape[0], -1)
-    line = words(values).cpu().numpy().reshape(values.shape[0], -1, bits.shape[1])
+    parts = 2 if own.dtype.itemsize == 16 else 1
+    bits = words(own).cpu().numpy().reshape(own.shape[0], parts)
+    line = words(values).cpu().numpy().reshape(values.shape[0], values.shape[1:].numel(), parts)
     edges, single = checks.edge_pads(line, layout)
     rule = checks.one_rule(pads.edge.cpu().numpy(), bits, edges, single, layout.lengths == layout.width)
     if rule is EDGE:
         return replace(form, pads=(EDGE,)), None
     if rule is None or isinstance(rule, Pad):
-        return FieldForm(form.path, "dense", dtype=form.dtype, reason=_DIFFERENT_PADS, axis=form.layout), None
+        return dense, None
     return replace(form, pads=(PER_ROW,)), from_words(rule.reshape(words(own).shape), own.dtype).to(own.device)
 
 
@@ -309,7 +316,7 @@ class _Planner:
             dim = spec.dim_of(value)
             shape = (axis.layout.num_rows, axis.layout.width)
             if not axis.flat and 1 <= dim < value.dim() and (value.shape[0], value.shape[dim]) == shape:
-                pads = self._pads(path, spec, value.dtype)
+                pads = self._pads(path, spec, value)
                 layout = self._use(axis.name, axis.layout)
                 if layout not in self._uses:
                     found = ((mask, self._axes.find(mask, path)) for mask in spec.masks)
@@ -360,7 +367,8 @@ class _Planner:
                 key=lambda axis: axis.layout.offsets is not offsets_of(value)
             )  # equal lengths may be a coincidence
             if fitting:
-                pads = [pad for pad in self._pads(path, spec, value.dtype) if pad not in (PER_ROW, SIGNED_ZERO)]
+                of_rows = PER_ROW, SIGNED_ZERO, ANY_ZERO
+                pads = [pad for pad in self._pads(path, spec, value) if pad not in of_rows]
                 layout, pad = self._use(fitting[0].name, fitting[0].layout), pads[0] if pads else 0
                 return FieldForm(path, "padded", layout, (pad,), spec.dim_of(value), value.dtype, hints=spec.hints)
         hints = () if spec is None else spec.hints
@@ -396,7 +404,7 @@ class _Planner:
         self._met |= known is not layout
         return name
 
-    def _pads(self, path: Path, spec: MaskNestingSpec, dtype: torch.dtype) -> tuple[PadValue, ...]:
+    def _pads(self, path: Path, spec: MaskNestingSpec, value: Tensor) -> tuple[PadValue, ...]:
         call, token = self._options.call, self._options.pad_token_id
         if PAD_TOKEN_ID in spec.pads and token is None:
             raise RegistryError(
@@ -404,7 +412,10 @@ class _Planner:
                 "Pass pad_token_id=tokenizer.pad_token_id."
             )
         pads = [token if pad is PAD_TOKEN_ID and token is not None else pad for pad in spec.pads]
-        return checks.held_pads(show(path), pads, dtype, call)
+        if value.dim() > 2 or not value.is_floating_point() or value.dtype.itemsize == 1:  # ANY_ZERO is SIGNED_ZERO
+            known = SIGNED_ZERO in pads
+            pads = [SIGNED_ZERO if pad is ANY_ZERO else pad for pad in pads if not (known and pad is ANY_ZERO)]
+        return checks.held_pads(show(path), pads, value.dtype, call)
 
 
 # -------------------------------------------------------------------- exactness and coverage

@@ -14,16 +14,17 @@ from maskpack.core import native
 from maskpack.core.bits import odd_bools, odd_bools_error, words
 from maskpack.core.index import IntArray
 from maskpack.core.keys import Path, show
-from maskpack.core.pads import EDGE, PER_ROW, SIGNED_ZERO, PadValue
+from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, SIGNED_ZERO, PadValue
 from maskpack.errors import LossyPadError
 from maskpack.fields.options import Options, VerifyFirst
 from maskpack.layout.jagged import to_host
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks, device_read
 from maskpack.nesting.schema import FieldForm
+from maskpack.nesting.signs import signs_of
 
 _KEPT = 'it has non-pad values under its mask (on_loss="error" names one, and the remedy)'
-_MIXED_ZEROS = "A row mixes 0.0 and -0.0, as x * mask gives; x.masked_fill(mask == 0, 0) does not. "
+_MIXED_ZEROS = "A row mixes 0.0 and -0.0, as x * mask gives: the pad ANY_ZERO takes them in a field [B, width]. "
 _OTHER_ZERO = "0.0 and -0.0 differ in their bits: the pads [0, SIGNED_ZERO] take either, one sign a row. "
 
 
@@ -35,6 +36,11 @@ def is_away(x: Tensor) -> bool:
 def _key(forms: Mapping[Path, FieldForm]) -> tuple[Any, ...]:
     """What VerifyFirst remembers fields by."""
     return tuple((f.path, f.dtype, f.layout, f.ragged_dim, f.pads_by_bits) for f in forms.values())
+
+
+def _of_kernel(pads: Sequence[PadValue]) -> list[PadValue]:
+    """The pads that the kernel of device_read.py tries."""
+    return [pad for pad in pads if pad is not ANY_ZERO]
 
 
 @lru_cache(1024)
@@ -94,8 +100,8 @@ class Verifier:
     def verified(
         self, forms: list[FieldForm], skip: Collection[Path] = ()
     ) -> tuple[list[FieldForm], dict[Path, Tensor]]:
-        """The forms with one pad each, except those of `skip`, and the pads [B] of the fields whose pad is PER_ROW. A
-        field with non-pad values under its mask stays padded, or raises LossyPadError."""
+        """The forms with one pad each, except those of `skip`, and the pads [B] of the fields whose pad is PER_ROW,
+        or the signs of those whose pad is ANY_ZERO. A field with non-pad values under its mask stays padded, or raises LossyPadError."""
         unsure = {path: form for path, form in self._unsure(forms).items() if path not in skip}
         bools = [(form.path, self._entries[form.path]) for form in forms if form.dtype is torch.bool]
         away = [(path, x.values() if x.is_nested else x) for path, x in bools if is_away(x)]
@@ -115,10 +121,11 @@ class Verifier:
                 sure.append(FieldForm(form.path, "dense", dtype=form.dtype, reason=_KEPT, axis=form.layout))
             else:
                 held = self._pad(form, pad)
-                if isinstance(held, Tensor) and pad is SIGNED_ZERO and not held.is_cuda and not words(held).any():
+                zeros = pad is SIGNED_ZERO or pad is ANY_ZERO
+                if isinstance(held, Tensor) and zeros and not held.is_cuda and not words(held).any():
                     held = 0
                 elif isinstance(held, Tensor):
-                    row_pads[form.path], held = held, PER_ROW
+                    row_pads[form.path], held = held, ANY_ZERO if pad is ANY_ZERO else PER_ROW
                 place = next((number for number, own in enumerate(form.pads) if own is held), -1)
                 sure.append(_with_one(form, place) if place >= 0 else replace(form, pads=(held,)))
         for form in [form for form in sure if form.path not in skip]:
@@ -199,7 +206,7 @@ class Verifier:
                 x, layout = self._padded(form)
                 if device_read.fits(x, layout):
                     pad = sure.get(form.path)
-                    pads = form.pads if form.path in doubtful or pad is None else (pad,)
+                    pads = _of_kernel(form.pads if form.path in doubtful or pad is None else (pad,))
                     checked = form.path in doubtful or (bool(doubtful) and form.dtype is torch.bool)
                     fields[form.path] = device_read.Field(x, layout, pads, checked)
                     continue
@@ -236,7 +243,8 @@ class Verifier:
         self, unsure: Mapping[Path, FieldForm], reads: Sequence[device_read.Reads]
     ) -> dict[Path, PadValue | None]:
         """Takes the first pad that fits of each field that a kernel has read. Tries those of all other fields one after
-        the other: the first pads with the same synchronisation, then the next pads of the fields that failed, ..."""
+        the other: the first pads with the same synchronisation, then the next pads of the fields that failed, ... The
+        kernel does not know ANY_ZERO, which is tried then."""
         found: dict[Path, PadValue | None] = dict.fromkeys(unsure)
         if not unsure:
             return found
@@ -245,16 +253,23 @@ class Verifier:
         rest = [form for path, form in unsure.items() if path not in places]
         odd = [path for path in self._bools if path not in places]
         counts = [torch.count_nonzero(words(self._bools[path]) > 1) for path in odd]
-        for attempt in range(max((len(form.pads) for form in rest), default=1)):
-            trials = [form for form in rest if found[form.path] is None and attempt < len(form.pads)]
-            counts += [self._count_non_pads(form, form.pads[attempt]) for form in trials]
+        left = {form.path: form.pads for form in rest}
+        left |= {path: (None, ANY_ZERO) for path in places if path in unsure and ANY_ZERO in unsure[path].pads}
+        for attempt in range(max(map(len, left.values()), default=1)):
+            trials = [
+                (unsure[path], pad)
+                for path, pads in left.items()
+                for pad in pads[attempt : attempt + 1]
+                if found[path] is None and pad is not None
+            ]
+            counts += [self._count_non_pads(form, pad) for form, pad in trials]
             on_host = to_host([*flags, *[count.view(1) for count in counts]])
             if not attempt:
                 for read, line in zip([read for read in reads if read.flags.numel()], on_host, strict=False):
                     self._take(read, line, unsure, found)
                 self._odd += [path for path, (count,) in zip(odd, on_host[len(flags) :], strict=False) if count]
-            for form, (count,) in zip(trials, on_host[len(on_host) - len(trials) :], strict=True):
-                found[form.path] = None if count else form.pads[attempt]
+            for (form, pad), (count,) in zip(trials, on_host[len(on_host) - len(trials) :], strict=True):
+                found[form.path] = None if count else pad
             flags, counts = [], []
         rivals = [(form.path, other) for form in rest for other in self._rivals(form, found[form.path])]
         counts = [self._count_non_pads(unsure[path], other) for path, other in rivals]
@@ -275,7 +290,7 @@ class Verifier:
             form = unsure.get(path)
             differs = flags[place].tolist()
             if form is not None:
-                fitting = [pad for pad, differ in zip(form.pads, differs, strict=False) if not differ]
+                fitting = [pad for pad, differ in zip(_of_kernel(form.pads), differs, strict=False) if not differ]
                 found[path] = fitting[0] if fitting else None
                 if any(other is pad for pad in fitting for other in self._rivals(form, found[path])):
                     self._ambiguous.add(path)
@@ -291,12 +306,15 @@ class Verifier:
 
     def _count_non_pads(self, form: FieldForm, pad: PadValue) -> Tensor:
         x, layout = self._padded(form)
-        return checks.count_non_pads(x, self.values[form.path], layout, self._pad(form, pad))
+        pads = pad if pad is ANY_ZERO else self._pad(form, pad)
+        return checks.count_non_pads(x, self.values[form.path], layout, pads)
 
     def _pad(self, form: FieldForm, pad: PadValue) -> PadValue | Tensor:
-        if pad is not PER_ROW and pad is not SIGNED_ZERO:
+        if pad is not PER_ROW and pad is not SIGNED_ZERO and pad is not ANY_ZERO:
             return pad
-        if (form.path, pad) not in self._row_pads:
+        if (form.path, pad) not in self._row_pads and pad is ANY_ZERO:
+            self._row_pads[form.path, pad] = signs_of(*self._padded(form))
+        elif (form.path, pad) not in self._row_pads:
             pads = checks.row_pads(*self._padded(form))
             self._row_pads[form.path, pad] = checks.zeros_of(pads) if pad is SIGNED_ZERO else pads
         return self._row_pads[form.path, pad]
@@ -312,6 +330,8 @@ class Verifier:
     def _message(self, form: FieldForm) -> str:
         x, layout = self._padded(form)
         pad = SIGNED_ZERO if SIGNED_ZERO in form.pads else form.pads[0]
+        if ANY_ZERO in form.pads:
+            x, pad = torch.where(x == 0, 0, x), 0
         place, seen = checks.first_non_pad(x, layout, self._pad(form, pad))
         zero = ""
         if seen in ("0.0", "-0.0"):

@@ -473,7 +473,7 @@ def decompress(
     out = unflatten(on(rows_only(root), device), entries, packed.num_rows)
     schema = replace(packed.schema, forms=tuple(forms))
     home = on(root, device).device
-    return out.set(LAYOUTS, write_layouts(schema, decoder.tables(), decoder.pads(forms), packed.num_rows, home))
+    return out.set(LAYOUTS, write_layouts(schema, decoder.tables(forms), decoder.pads(forms), packed.num_rows, home))
 
 
 def _layouts_of(like: Any) -> dict[str, RowLayout]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from maskpack.core import native
 from maskpack.core.index import IntArray
 from maskpack.core.keys import Path
-from maskpack.core.pads import EDGE, PER_ROW, Pad
+from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, Pad
 from maskpack.core.tree import is_object, number_at
 from maskpack.fields.options import Options, VerifyFirst
 from maskpack.layout import scan
@@ -192,7 +192,8 @@ def with_pads(table: Table, pads: Sequence[int], schema: Schema, deferred: Colle
         pad = form.pads[pads[number]]
         if isinstance(pad, Pad) and pad is not EDGE:
             rows = table.pads_of_rows(number)
-            pad = PER_ROW if pad is PER_ROW or (rows is not None and rows.any()) else 0
-            table = table if pad is PER_ROW else table.without_row_pads(number)
+            held = ANY_ZERO if pad is ANY_ZERO else PER_ROW
+            pad = held if pad is PER_ROW or (rows is not None and rows.any()) else 0
+            table = table if pad is held else table.without_row_pads(number)
         forms[place] = replace(form, pads=(pad,))
     return table, replace(schema, forms=tuple(forms))

@@ -17,6 +17,7 @@ from torch import Tensor
 from maskpack.core import native
 from maskpack.core.bits import Words, address, empty_of, from_words
 from maskpack.core.index import IntArray
+from maskpack.core.pads import ANY_ZERO, PER_ROW
 from maskpack.core.tree import Node
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Path, show
@@ -25,6 +26,7 @@ from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.checks import to_padded
 from maskpack.nesting.nest import rows_only
 from maskpack.nesting.schema import FieldForm, RowPads, Schema, pad_table, span_tables
+from maskpack.nesting.signs import moved_signs
 from maskpack.packed.table import trial_of
 
 if TYPE_CHECKING:
@@ -148,17 +150,25 @@ def _tensors_nbytes(packed: PackedBatch, targets: _Targets) -> int:
 
 def pad_table_of(packed: PackedBatch, forms: Iterable[FieldForm]) -> Tensor:
     """`pad_table` of some fields, on the host."""
-    forms, row_pads = [form for form in forms if form.dtype is not None], dict[Path, Tensor]()
-    if packed.table.row_pads["count"].any():
-        row_pads = {form.path: pads for form in forms if (pads := row_pads_of(packed, form)) is not None}
-    return pad_table(forms, row_pads, packed.num_rows, "cpu")
+    forms = [form for form in forms if form.dtype is not None]
+    return pad_table(forms, all_row_pads(packed, forms), packed.num_rows, "cpu")
+
+
+def all_row_pads(packed: PackedBatch, forms: Iterable[FieldForm]) -> dict[Path, Tensor]:
+    """`row_pads_of` those of some fields that have any."""
+    tensors = [form for form in forms if form.dtype is not None]
+    return {form.path: pads for form in tensors if (pads := row_pads_of(packed, form)) is not None}
 
 
 def row_pads_of(packed: PackedBatch, form: FieldForm) -> Tensor | None:
-    """The pads [B] of a field whose pad is PER_ROW; None for other fields."""
+    """The pads [B] of a field whose pad is PER_ROW, and the signs of one whose pad is ANY_ZERO; None for other fields."""
+    if form.pads == (ANY_ZERO,):
+        return torch.from_numpy(np.array(packed.table.signs(packed.numbers[form.path])))
     pads = packed.table.pads_of_rows(packed.numbers[form.path])
     assert form.dtype is not None
-    return None if pads is None else from_words(np.array(pads, order="C"), form.dtype)
+    if pads is None:  # without rows the table holds none
+        return torch.zeros(0, dtype=form.dtype, device="cpu") if form.pads == (PER_ROW,) else None
+    return from_words(np.array(pads, order="C"), form.dtype)
 
 
 def decoded(packed: PackedBatch, forms: Sequence[FieldForm], nested: bool) -> dict[Path, Tensor]:
@@ -241,9 +251,13 @@ class Decoder:
     def widened(self, form: FieldForm, left: int, right: int) -> Tensor:
         """A padded field with `left` and `right` more columns of padding."""
         layout = self._packed.layouts[form.layout or ""].widened(left, right)
-        pads = row_pads_of(self._packed, form)
+        pads, signs = row_pads_of(self._packed, form), None
+        if form.pads == (ANY_ZERO,):
+            own = self._packed.table.signs(self._packed.numbers[form.path])
+            signs = torch.from_numpy(moved_signs(own, layout.width - left - right, left, layout.width))
+            pads = torch.zeros(layout.num_rows, dtype=form.dtype, device="cpu")
         values = decoded(self._packed, [form], True)[form.path]
-        return to_padded(values, form, layout, None if pads is None else RowPads(pads))
+        return to_padded(values, form, layout, None if pads is None else RowPads(pads, signs=signs))
 
     def pads(self, forms: Iterable[FieldForm]) -> Tensor:
         """The pads of the LAYOUTS entry."""
@@ -251,12 +265,13 @@ class Decoder:
             return self._ready.pads
         return pad_table_of(self._packed, forms).to(self._device or "cpu")
 
-    def tables(self) -> dict[str, Tensor]:
-        """The span tables of the LAYOUTS entry; they share no memory with the packed batch."""
+    def tables(self, forms: Iterable[FieldForm]) -> dict[str, Tensor]:
+        """The span tables of the LAYOUTS entry for these forms; they share no memory with the packed batch."""
         if self._ready.tables:
             return self._ready.tables
+        layouts = {name: self._layout(name, torch.device(self._device or "cpu")) for name in self._packed.layouts}
         return span_tables(
-            {name: self._layout(name, torch.device(self._device or "cpu")) for name in self._packed.layouts}
+            forms, layouts, all_row_pads(self._packed, [form for form in forms if ANY_ZERO in form.pads])
         )
 
     def words(self, path: Path) -> Words:
@@ -294,13 +309,23 @@ def trimmed(packed: PackedBatch, forms: Sequence[FieldForm], call: str) -> Packe
     """The same rows in layouts without the outer columns that have no valid token in any row. Values lie row by row, so
     none of them moves. Batch dims behind the rows follow the fields of `forms`."""
     layouts: dict[str, RowLayout] = {}
+    begins: dict[str, int] = {}
     for name, layout in packed.layouts.items():
         table = layout.table
         end = int((table.starts + table.counts).max(initial=0))
-        begin = int(table.starts.min(initial=end))
-        layouts[name] = layout.narrow(begin, end)
+        begins[name] = int(table.starts.min(initial=end))
+        layouts[name] = layout.narrow(begins[name], end)
+    signs: dict[int, Words] = {}
+    for number, form in enumerate(packed.tensors):
+        if form.pads == (ANY_ZERO,):
+            name = form.layout or ""
+            place = packed.layouts[name].width, -begins[name], layouts[name].width
+            signs[number] = moved_signs(packed.table.signs(number), *place)
+    shown = packed.table.shown_as(layouts)
     axes = tuple((name, layouts[name].width, layouts[name].anchor) for name, _, _ in packed.schema.axes)
-    narrow = replace(packed, table=packed.table.shown_as(layouts), schema=replace(packed.schema, axes=axes))
+    narrow = replace(
+        packed, table=shown.with_row_pads(signs) if signs else shown, schema=replace(packed.schema, axes=axes)
+    )
     nodes = _fitted(narrow, forms, call)
     all_forms = [
         replace(form, node=nodes.get(form.path)) if form.path in nodes else form for form in packed.schema.forms

@@ -13,16 +13,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from maskpack.core.bits import Words, words
+from maskpack.core.bits import Words, from_words, words
 from maskpack.core.index import IntArray
 from maskpack.core.objects import Objects, Stowed
-from maskpack.core.pads import EDGE, PER_ROW, Pad, PadValue, pad_tensor
+from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, Pad, PadValue, pad_tensor
 from maskpack.core.tree import Node, unflatten
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Key, Path, show
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.checks import edge_pads, one_rule
 from maskpack.nesting.schema import FieldForm, Schema
+from maskpack.nesting.signs import moved_signs, signs_of_rows
 from maskpack.packed.decode import Decoder
 from maskpack.packed.table import Job, encode, merge, words_of_one
 
@@ -59,7 +60,7 @@ def joined(batches: Sequence[PackedBatch], call: str) -> PackedBatch:
     for column in columns:
         form = _form(column, call)
         if form.kind == "padded":
-            pads = _pads(column, batches, decoders)
+            pads = _pads(column, batches, decoders, layouts)
             form = _apart(column) if pads is None else replace(form, pads=pads[0])
             row_pads |= {} if pads is None or pads[1] is None else {form.path: pads[1]}
         if form.kind == "dense":
@@ -149,14 +150,25 @@ def _apart(column: Sequence[FieldForm]) -> FieldForm:
 
 
 def _pads(
-    column: Sequence[FieldForm], batches: Sequence[PackedBatch], decoders: Sequence[Decoder]
+    column: Sequence[FieldForm],
+    batches: Sequence[PackedBatch],
+    decoders: Sequence[Decoder],
+    joined_layouts: Mapping[str, RowLayout],
 ) -> tuple[tuple[PadValue, ...], Words | None] | None:
-    """The pads of a padded field in the result; and words [B], one pad a row, if no single pad holds for all rows. None
-    if some rows are padded by EDGE and others by constants, and neither rule can express the other."""
+    """The pads of a padded field in the result; and words [B], one pad a row, if no single pad holds for all rows, or
+    the signs of ANY_ZERO. None if some rows are padded by EDGE, others by constants or ANY_ZERO, and no rule can express
+    the others."""
     path = column[0].path
     layouts = [batch.layouts[form.layout or ""] for form, batch in zip(column, batches, strict=True)]
     full = [layout.num_tokens == layout.num_rows * layout.width for layout in layouts]  # no element has its pad
     seen = [form for form, is_full in zip(column, full, strict=True) if not is_full] or [column[0]]
+    if any(form.pads == (ANY_ZERO,) for form in seen):
+        parts = [
+            None if form.pads == (EDGE,) and not is_full else _signs(form, batch, joined_layouts[form.layout or ""])
+            for form, batch, is_full in zip(column, batches, full, strict=True)
+        ]
+        held = [part for part in parts if part is not None]
+        return ((ANY_ZERO,), np.concatenate(held)) if len(held) == len(parts) else None
     alike = all(form.pads_by_bits == seen[0].pads_by_bits for form in seen)
     if alike and seen[0].pads != (PER_ROW,):
         return seen[0].pads, None
@@ -175,6 +187,19 @@ def _pads(
         if constant is not None and (pads == constant)[~unpadded].all():
             return form.pads, None
     return (PER_ROW,), pads.reshape(own.shape)
+
+
+def _signs(form: FieldForm, batch: PackedBatch, whole: RowLayout) -> Words | None:
+    """The signs of a field whose pads are zeros, as wide as in the result; None if they are not."""
+    layout = batch.layouts[form.layout or ""]
+    if form.pads == (ANY_ZERO,):
+        signs = batch.table.signs(batch.numbers[form.path])
+    else:
+        pads = signs_of_rows(from_words(_row_pads(batch, form.path), form.dtype or torch.float32), layout)
+        if pads is None:
+            return None
+        signs = pads.numpy()
+    return moved_signs(signs, layout.width, whole.anchor - layout.anchor, whole.width)
 
 
 def _edges(form: FieldForm, decoder: Decoder, layout: RowLayout) -> tuple[Words, npt.NDArray[np.bool_]]:
@@ -244,7 +269,8 @@ def narrowed(batch: PackedBatch, form: FieldForm, dim: int, start: int, length: 
     cut = table.narrow(number, start * inner, length * inner) if before == 1 else None
     if cut is not None:
         return replace(batch, schema=replace(batch.schema, forms=forms), table=cut)
-    words = table.words(number).reshape(-1, before, form.shape[dim], inner)[:, :, start : start + length]
+    sizes = int(table.bounds(number)[-1]), before, form.shape[dim], inner  # one of them may be 0
+    words = table.words(number).reshape(sizes)[:, :, start : start + length]
     layouts = {} if form.layout is None else {form.layout: batch.layouts[form.layout]}
     job = Job(own, words=np.ascontiguousarray(words).reshape(-1), row_pads=table.pads_of_rows(number))
     encoded = encode([job], layouts, table.rows, table.dense_rows)

@@ -24,7 +24,7 @@ from maskpack.core.index import IntArray
 from maskpack.core.keys import Path, path_of
 from maskpack.core.latest import Latest
 from maskpack.core.native import HostLayout, Structs
-from maskpack.core.pads import EDGE, PER_ROW, SIGNED_ZERO, Pad, PadValue, pad_words
+from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, SIGNED_ZERO, Pad, PadValue, pad_words
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import FieldForm
 
@@ -61,7 +61,8 @@ class Table:
         stored: STORED [m], the layouts.
         entries: ENTRY [n], encoded fields and parts of them.
         fields: int64 [F], the entry of each tensor of the schema.
-        row_pads: PLACE [F], the pads of the rows of each tensor, of no numbers where its pad is not PER_ROW.
+        row_pads: PLACE [F], the pads of the rows of each tensor, of no numbers where its pad is not PER_ROW or
+            ANY_ZERO; `size` is the bytes of a row.
         body: uint8, the arrays.
     """
 
@@ -175,13 +176,21 @@ class Table:
         return native.bytes_of(entries) + native.bytes_of(self.stored) + native.bytes_of(self.row_pads)
 
     def pads_of_rows(self, field: int) -> Words | None:
-        """The words of the pads of a field, [B] or [B, 2]; None if its pad is not PER_ROW."""
+        """The words of the pads of a field, [B] or [B, n]; None if its pad is not PER_ROW or ANY_ZERO."""
         place = self.row_pads[field]
         if not place["count"]:
             return None
-        size, pair = int(place["size"]), (2,) if place["size"] == 16 else ()
-        line = self.array(place).view(word_dtype(min(size, 8))).reshape(-1, *pair)
-        return np.broadcast_to(line, (self.rows, *pair))
+        size, word = int(place["size"]), _word_of(place)
+        more = () if size == word else (size // word,)
+        line = self.array(place).view(word_dtype(word)).reshape(int(place["count"]), *more)
+        return np.broadcast_to(line, (self.rows, *more))
+
+    def signs(self, field: int) -> Words:
+        """The signs of a field whose pad is ANY_ZERO, uint8 [B, n]."""
+        pads, layout = self.pads_of_rows(field), int(self.entries["layout"][self.fields[field]])
+        if pads is None:  # without rows the table holds none
+            return np.zeros((self.rows, -(-self.widths[layout] // 8)), np.uint8)
+        return np.ascontiguousarray(pads).view(np.uint8).reshape(self.rows, int(self.row_pads["size"][field]))
 
     def shown_as(self, layouts: Mapping[str, RowLayout]) -> Table:
         """The same values in narrower or wider layouts with the same row lengths."""
@@ -252,6 +261,18 @@ class Table:
         pads = self.row_pads.copy()
         pads["count"][field] = 0
         return self.like(row_pads=pads)
+
+    def with_row_pads(self, pads: Mapping[int, Words]) -> Table:
+        """The table with words of pads of rows, [B] or [B, n], by the numbers of their fields."""
+        places, used = self.row_pads.copy(), self.body.nbytes
+        parts: list[Words] = [self.body]
+        for at, words in pads.items():
+            line = np.ascontiguousarray(words)
+            gap = -used % 8
+            places[at] = used + gap, line.itemsize * math.prod(line.shape[1:]), len(line)
+            parts += [np.zeros(gap, np.uint8), line.reshape(-1).view(np.uint8)]
+            used += gap + line.nbytes
+        return self.like(row_pads=places, body=np.concatenate(parts))
 
     def moved(self, memory: Callable[[int], Words]) -> Table:
         """The table with its body in other memory."""
@@ -374,8 +395,7 @@ class Table:
         """The arrays, in unsigned integers, in the order of `with_arrays`."""
         found: list[Words] = []
         for place in _places(self.stored, self.entries, self.row_pads):
-            size = int(place["size"][0])
-            found.append(self.array(place[0]).view(f"u{size}" if size < 16 else "u8"))
+            found.append(self.array(place[0]).view(f"u{_word_of(place[0])}"))
         return found
 
     def places(self) -> list[int]:
@@ -398,6 +418,12 @@ class Table:
             body[begin : begin + array.nbytes] = array.reshape(-1).view(np.uint8)
             place["at"] = begin
         return self.like(stored=stored, entries=entries, row_pads=pads, body=body)
+
+
+def _word_of(place: Any) -> int:
+    """Bytes of a word of the numbers at a PLACE: 16 bytes are two words, the signs of a row are bytes."""
+    size = int(place["size"])
+    return size if size in (1, 2, 4, 8) else 8 if size == 16 else 1
 
 
 def _places(stored: Structs, entries: Structs, pads: Structs) -> list[Structs]:
@@ -468,8 +494,9 @@ def encode(jobs: Sequence[Job], layouts: Mapping[str, RowLayout], rows: int, den
     if found is None:
         return None
     _forms.keep(key, table.jobs["form"].copy())
-    if any(job.row_pads is not None for job in jobs):
-        found = found._replace(table=_with_row_pads(found.table, jobs))
+    row_pads = {at: job.row_pads for at, job in enumerate(jobs) if job.row_pads is not None}
+    if row_pads:
+        found = found._replace(table=found.table.with_row_pads(row_pads))
     return found
 
 
@@ -522,22 +549,6 @@ def table_of(layouts: Mapping[str, RowLayout], rows: int) -> Table:
     found = encode([], layouts, rows, rows)
     assert found is not None
     return found.table
-
-
-def _with_row_pads(table: Table, jobs: Sequence[Job]) -> Table:
-    """The table with the pads of rows that jobs brought along."""
-    places, used = table.row_pads, table.body.nbytes
-    parts: list[Words] = [table.body]
-    for at, job in enumerate(jobs):
-        if job.row_pads is None:
-            continue
-        line = np.ascontiguousarray(job.row_pads)
-        gap = -used % 8
-        size = line.itemsize * (line.shape[1] if line.ndim > 1 else 1)
-        places[at] = used + gap, size, len(line)
-        parts += [np.zeros(gap, np.uint8), line.reshape(-1).view(np.uint8)]
-        used += gap + line.nbytes
-    return table.like(body=np.concatenate(parts))
 
 
 def _order(jobs: Sequence[Job]) -> list[int]:
@@ -658,8 +669,9 @@ def trial_of(pad: PadValue, dtype: torch.dtype, trusted: bool) -> tuple[int, int
     """A pad for the core: its mode, and the word of a constant in two halves."""
     trust = native.TRUSTED if trusted else 0
     signed = dtype.is_floating_point and dtype.itemsize > 1
-    if pad is PER_ROW or (pad is SIGNED_ZERO and signed):
-        return (native.BY_ROW if pad is PER_ROW else native.BY_SIGN) + trust, 0, 0
+    if pad is PER_ROW or pad is ANY_ZERO or (pad is SIGNED_ZERO and signed):
+        modes = {PER_ROW: native.BY_ROW, ANY_ZERO: native.BY_SIGNS, SIGNED_ZERO: native.BY_SIGN}
+        return modes[pad] + trust, 0, 0
     if trusted:
         return native.NO_PAD, 0, 0
     if pad is EDGE:

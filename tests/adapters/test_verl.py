@@ -4,6 +4,7 @@ local Ray with packed batches beside plain ones."""
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import os
 import pickle
@@ -30,6 +31,8 @@ from verl.single_controller.ray import (
     RayWorkerGroup,
     create_colocated_worker_cls,
 )
+from verl.trainer.config import AlgoConfig
+from verl.trainer.ppo import core_algos
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import ActorConfig, CriticConfig
 from verl.workers.utils.losses import ppo_loss, value_loss
@@ -38,6 +41,7 @@ from verl.workers.utils.padding import left_right_2_no_padding
 import maskpack as mp
 from maskpack.adapters import verl
 from maskpack.adapters.verl.dispatch import RankCall
+from maskpack.testing import assert_exact
 
 PAD = 7
 P, R = 5, 6
@@ -305,6 +309,57 @@ def test_every_field_of_the_trainers_is_known():
     assert mp.dense_fields(batch, verl.VERL_FIELDS, pad_token_id=PAD) == ()
     packed = verl.pack(DataProto(batch), pad_token_id=PAD, strict_mask_nesting=True)
     assert_same(verl.unpack(packed), DataProto(batch))
+
+
+KEEPS = {
+    "x * mask": lambda x, mask: x * mask,
+    "masked_fill": lambda x, mask: x.masked_fill(mask == 0, 0),
+}
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", sorted(core_algos.ADV_ESTIMATOR_REGISTRY))
+def test_what_estimators_write_is_packed_without_its_padding(name, dtype, holes, keep):
+    rows, width, keep = 12, 40, KEEPS[keep]
+    noise = torch.Generator().manual_seed(rows)
+    lengths = torch.randint(1, width - 2, (rows, 1), generator=noise)
+    valid = (torch.arange(width) < lengths).long()
+    mask = valid * (torch.rand(rows, width, generator=noise) < 0.8) if holes else valid
+    mask[:, 0] = 1
+
+    def floats():
+        return torch.randn(rows, width, generator=noise)
+
+    rewards = torch.zeros(rows, width).scatter(1, lengths - 1, floats()[:, :1])
+    rewards -= 0.01 * keep(floats(), valid)
+    given = {
+        "token_level_rewards": keep(rewards, valid),
+        "values": keep(floats(), valid),
+        "old_log_probs": keep(-floats().abs(), valid),
+        "sum_pi_squared": keep(floats().abs(), valid),
+        "rollout_is_weights": keep(floats().exp(), valid),
+        "response_mask": mask,
+        "reward_baselines": floats()[:, 0],
+    }
+    others = {"index": np.arange(rows) // 3, "gamma": 1.0, "lam": 0.95, "config": AlgoConfig()}
+    estimator = core_algos.ADV_ESTIMATOR_REGISTRY[name]
+    wanted = inspect.signature(estimator).parameters
+    advantages, returns = estimator(**{key: value for key, value in (given | others).items() if key in wanted})
+    fields = {
+        "prompts": torch.ones(rows, 2).long(),
+        "attention_mask": torch.cat([torch.ones(rows, 2).long(), valid], 1),
+    }
+    fields |= {"advantages": advantages, "returns": returns} | given
+    batch = TensorDict({n: x.to(dtype) if x.is_floating_point() else x for n, x in fields.items()}, [rows])
+    options = {"registry": verl.VERL_FIELDS, "strict_mask_nesting": True}
+    packed = mp.compress(batch, pad_token_id=0, **options)
+    assert_exact(mp.decompress(packed), batch)
+    assert_exact(mp.decompress(mp.PackedBatch.cat([packed[3:], packed[:3]])), torch.cat([batch[3:], batch[:3]]))
+    assert_exact(mp.unnest(mp.nest_batch_by_mask(batch, pad_token_id=0, **options)), batch)
+    padded = sum(x.nbytes for x in batch.values())
+    assert packed.nbytes < padded * (0.1 + valid.float().mean())
 
 
 # -------------------------------------------------------------------- errors

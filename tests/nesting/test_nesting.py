@@ -1053,6 +1053,19 @@ def test_pads_of_every_size_join(dtype: torch.dtype) -> None:
     assert_same_batch(unnest(rows_of(whole, [1, 0])), oracle.take_rows(torch.cat(parts), [1, 0]))
 
 
+@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
+@pytest.mark.parametrize("dtype", [torch.int16, torch.complex128], ids=str)
+def test_rows_without_a_valid_token_of_two_pads_join(dtype: torch.dtype) -> None:
+    registry = {"x": MaskNestingSpec("m", [EDGE, 5]), "m": MaskNestingSpec("m")}
+    fields = torch.tensor([[0, 0], [1, 1]]), torch.tensor([[5, 5], [1, 5]])
+    mask = torch.tensor([[0, 0], [1, 0]])
+    parts = [TensorDict({"m": mask, "x": x.to(dtype)}, batch_size=[2]) for x in fields]
+    whole = rows_of(joined([nest_batch_by_mask(part, registry) for part in parts]), [0, 2])
+    want = oracle.take_rows(torch.cat(parts), [0, 2])
+    assert_same_batch(unnest(nest_batch_by_mask(whole, registry)), want)
+    assert_same_batch(decompress(compress(whole, registry=registry)), want)
+
+
 def test_a_sub_batch_of_a_batch_without_batch_dims() -> None:
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -252,6 +253,18 @@ def test_what_cannot_be_narrowed() -> None:
     assert_same_batch(
         decompress(compress(wide, registry={}).narrow("x", 1, 2)), TensorDict({"x": wide["x"][:, :, 1:3]}, [2, 3])
     )
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 3, 0), (2, 4, 0, 3), (2, 4, 3, 2), (0, 4, 3, 2)])
+def test_a_dim_of_size_0(shape: tuple[int, ...]) -> None:
+    batch = TensorDict({"m": torch.ones(shape[:2]), "x": torch.arange(math.prod(shape)).view(shape)}, shape[:1])
+    packed = compress(batch, registry={name: MaskNestingSpec("m") for name in "mx"})
+    for dim, size in enumerate(shape[2:], 2):
+        for length in range(size + 1):
+            less = packed.narrow("x", 0, length, dim=dim)
+            want = with_part(batch, "x", dim, 0, length)
+            assert_same_batch(decompress(less), want)
+            assert_same_batch(decompress(less.narrow("x", 0, 0, dim=5 - dim)), with_part(want, "x", 5 - dim, 0, 0))
 
 
 # -------------------------------------------------------------------- columns of several words

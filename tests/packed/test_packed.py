@@ -24,7 +24,9 @@ from torch import Tensor
 from maskpack import (
     EDGE,
     LAYOUTS,
+    PER_ROW,
     RL_FIELDS,
+    SIGNED_ZERO,
     MaskAxis,
     MaskNestingRegistry,
     MaskNestingSpec,
@@ -410,6 +412,35 @@ def test_cat_where_pads_differ_in_their_sign_bit() -> None:
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     parts = [TensorDict({"m": mask, "x": torch.where(mask != 0, 5.0, pad)}, [2]) for pad in (0.0, -0.0)]
     assert_same_batch(decompress(PackedBatch.cat([compress(p, registry=registry) for p in parts])), torch.cat(parts))
+
+
+_UNDER = {  # rows of 3 tokens and 2 pads, in each form that a field may have
+    "zero": [[5, 6, 7, 0, 0], [5, 6, -7, 0, 0]],
+    "edge": [[5, 6, 7, 7, 7], [5, 6, -7, -7, -7]],
+    "per row": [[5, 6, 7, 1, 1], [5, 6, -7, 2, 2]],
+    "one sign a row": [[5, 6, 7, -0.0, -0.0], [5, 6, -7, 0, 0]],
+    "stays padded": [[5, 6, 7, 8, 9], [5, 6, -7, 0, 0]],
+}
+
+
+@quiet
+@pytest.mark.parametrize("one", _UNDER)
+@pytest.mark.parametrize("two", _UNDER)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex128], ids=str)
+def test_parts_of_any_pads_join_and_so_do_empty_ones(one: str, two: str, dtype: torch.dtype) -> None:
+    registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", [0, EDGE, SIGNED_ZERO, PER_ROW])}
+    fields = [torch.tensor(_UNDER[kind], dtype=torch.float64) for kind in (one, two)]
+    mask = torch.tensor([[1, 1, 1, 0, 0]] * 2)
+    parts = [
+        TensorDict({"m": mask, "x": torch.complex(x, x) if dtype.is_complex else x.to(dtype)}, [2]) for x in fields
+    ]
+    packed = [compress(part, registry=registry) for part in parts]
+    for order in ("ab", "ba", "aB", "Ab", "Ba", "bA", "AB", "aBb", "AbaB"):  # a capital: no rows of this part
+        picked = [packed["ab".index(name.lower())][: 2 * name.islower()] for name in order]
+        want = torch.cat([parts["ab".index(name.lower())][: 2 * name.islower()] for name in order])
+        for whole in (PackedBatch.cat(picked), BatchView.cat([BatchView.of(part) for part in picked]).materialize()):
+            whole = decompress(whole) if isinstance(whole, PackedBatch) else whole
+            assert_same_batch(whole, want)
 
 
 @quiet

@@ -21,12 +21,11 @@ from torch import Tensor
 
 from maskpack.core.index import Rows, row_index
 from maskpack.core.objects import Objects
-from maskpack.core.pads import SIGNED_ZERO, PadValue
 from maskpack.core.tree import Node, flatten, has, is_object, unflatten
 from maskpack.errors import LayoutError
 from maskpack.fields.options import OnLoss, Options, Registry, Verify
 from maskpack.fields.registry import Key, MaskNestingSpec, Path, path_of
-from maskpack.fields.rl_fields import RL_FIELDS
+from maskpack.fields.rl_fields import RL_FIELDS, ZEROS
 from maskpack.layout.jagged import jagged_from, ragged_dim, stated_dim, to_host
 from maskpack.nesting.coverage import check_strict, hidden_tensors
 from maskpack.nesting.schema import LAYOUTS
@@ -36,11 +35,10 @@ from maskpack.packed.batch import PackedBatch, Target
 DataProto: Any = importlib.import_module("verl.protocol").DataProto
 
 _ON_RESPONSE: list[Key] = ["response", "sequence"]
-_ZERO: list[PadValue] = [0, SIGNED_ZERO]
 
 VERL_FIELDS = RL_FIELDS | {
     **{
-        name: MaskNestingSpec(_ON_RESPONSE, _ZERO)
+        name: MaskNestingSpec(_ON_RESPONSE, ZEROS)
         for name in ("log_probs", "entropy", "distillation_losses", "student_mass", "teacher_mass")
     },
     **{

@@ -23,6 +23,7 @@ from torch import Tensor
 from maskpack.core.backends import uses_triton
 from maskpack.core.bits import Words, address, from_words, root_of, to_pinned
 from maskpack.core.index import IntArray
+from maskpack.core.pads import ANY_ZERO
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Path
 from maskpack.layout.jagged import jagged_all
@@ -71,7 +72,8 @@ def _decode(
     for form in recipe.forms:
         if form.layout is not None and (nested or form.kind == "jagged"):
             jagged.setdefault(form.layout, []).append(form.path)
-    kept = _Kept(packed, recipe.constants, forms if nested and whole else None)
+    plain = all(form.pads != (ANY_ZERO,) for form in forms)  # the lines of rows have no signs behind them
+    kept = _Kept(packed, recipe.constants, forms if nested and whole and plain else None)
     tensors = [_new(shape, dtype, device) for shape, dtype in shapes_of(packed, recipe.forms, nested)]
     own = _run(recipe, packed, table, not nested, staged, kept.tables, tensors, bool(jagged or kept.has_layouts))
     values = dict(zip([form.path for form in recipe.forms], tensors, strict=True))

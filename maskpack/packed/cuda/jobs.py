@@ -21,7 +21,7 @@ import numpy.typing as npt
 from maskpack.core import native
 from maskpack.core.index import IntArray, cumulated
 from maskpack.core.latest import Latest
-from maskpack.core.pads import EDGE, Pad, pad_words
+from maskpack.core.pads import ANY_ZERO, EDGE, Pad, pad_words
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.cuda import job_table as jobs
 from maskpack.packed.cuda.job_table import Source, Target
@@ -79,6 +79,8 @@ def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, pa
         if own.kind == native.COLUMNS and (inner % group or (group > 1 and group % 2 and _is_pair(form))):
             return []
     width = 1 if form.layout is None else packed.layouts[form.layout].width
+    if padded and form.pads == (ANY_ZERO,):
+        return []
     special = padded and isinstance(form.pads[0], Pad) and form.pads[0] is not EDGE
     has_pads = bool(table.row_pads["count"][number])
     return found if width * items <= _MOST and (not special or not table.rows or has_pads) else []

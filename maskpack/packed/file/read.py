@@ -21,7 +21,7 @@ from tensordict import NonTensorData, is_tensorclass
 from maskpack.core import native, objects
 from maskpack.core.bits import DTYPES, Words, odd_bools
 from maskpack.core.objects import Objects
-from maskpack.core.pads import PER_ROW, Pad, PadValue, pad_tensor
+from maskpack.core.pads import ANY_ZERO, PER_ROW, Pad, PadValue, pad_tensor
 from maskpack.core.tree import Node
 from maskpack.errors import WireFormatError
 from maskpack.fields.registry import HINTS, Path, is_hint, show
@@ -164,15 +164,17 @@ class _Reader:
                 fail(call, f"{name} with an entry of layout, words and bytes {entry}", f"{wanted}")
             assert form.dtype is not None
             begin, size, count = map(int, place.tolist())
-            known = size in (1, 2, 4, 8, 16) and (begin % 8 == 0 or not count)
+            signs = form.pads == (ANY_ZERO,)
+            known = 0 <= size < _MOST and (begin % 8 == 0 or not count)
             if not (known and 0 <= begin <= table.body.size and 0 <= count * size <= table.body.size - begin):
-                fail(call, f"{name} with pads of rows at {place.tolist()}", "numbers of 1 to 16 bytes inside the body")
-            held = size == form.dtype.itemsize and count in (1, table.rows)
-            if not (held if form.pads == (PER_ROW,) and table.rows else count == 0):
+                fail(call, f"{name} with pads of rows at {place.tolist()}", "numbers inside the body")
+            wide = -(-table.widths[layout] // 8) if signs else form.dtype.itemsize
+            held = size == wide and count in (1, table.rows)
+            if not (held if form.pads in ((PER_ROW,), (ANY_ZERO,)) and table.rows else count == 0):
                 fail(
                     call,
-                    f"{name} with pad {form.pads} and {count} pads of rows",
-                    "one pad a row beside PER_ROW, and only there",
+                    f"{name} with pad {form.pads} and {count} pads of rows of {size} bytes",
+                    f"one pad a row of {wide} bytes beside PER_ROW and ANY_ZERO, and only there",
                 )
             if count and form.dtype is torch.bool and odd_bools(table.array(place)):
                 fail(call, f"{name} of bools with other bytes", "0 and 1 alone")
@@ -251,7 +253,8 @@ class _Reader:
             fail(call, f'field "{show(path)}" of kind {kind} on layout {brief(layout)}', "a layout, unless it is dense")
         if kind == "padded":
             dim, pad = _get(entry, "dim", int, call), self._pad(entry.get("pad"))
-            if not _holds(DTYPES[dtype], pad):
+            plain = DTYPES[dtype].is_floating_point and DTYPES[dtype].itemsize > 1 and not shape
+            if not _holds(DTYPES[dtype], pad) or (pad is ANY_ZERO and not plain):
                 fail(call, f'field "{show(path)}" of dtype {dtype} with pad {brief(pad)}', "one that its dtype holds")
             if not 1 <= dim <= len(shape) + 1:
                 fail(call, f'field "{show(path)}" is ragged along dim {dim}', f"1 to {len(shape) + 1}")
@@ -291,7 +294,7 @@ class _Reader:
     def _pad(self, pad: Any) -> PadValue:
         if isinstance(pad, dict) and len(cast("dict[str, Any]", pad)) == 1:
             ((name, value),) = cast("dict[str, Any]", pad).items()
-            if name == "pad" and value in ("EDGE", "PER_ROW"):
+            if name == "pad" and value in ("EDGE", "PER_ROW", "ANY_ZERO"):
                 return Pad[value]
             if name == "complex" and isinstance(value, list) and len(cast("list[Any]", value)) == 2:
                 real, imag = (self._said(part) for part in cast("list[Any]", value))
@@ -299,7 +302,7 @@ class _Reader:
                     return complex(real, imag)
         value = self._said(pad)
         if type(value) not in (bool, int, float):
-            fail(self._call, f"pad {brief(pad)}", "a number, EDGE or PER_ROW")
+            fail(self._call, f"pad {brief(pad)}", "a number, EDGE, PER_ROW or ANY_ZERO")
         return value
 
     def _objects(self, forms: list[FieldForm], entries: list[Any], rows: int, root: Node) -> dict[Path, Objects]:
