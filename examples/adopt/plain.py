@@ -30,13 +30,14 @@ def rollouts(step: int) -> TensorDict:
     rng = torch.Generator().manual_seed(step)
     prompt = torch.arange(PROMPT) >= torch.randint(PROMPT, (ROWS, 1), generator=rng)
     completion = torch.arange(COMPLETION) <= torch.randint(COMPLETION, (ROWS, 1), generator=rng)
+    ours = torch.arange(COMPLETION) // 3 % 2 == 0  # the model and a tool take turns
     attn = torch.cat([prompt, completion], dim=1)
     tokens = torch.randint(1, VOCABULARY, attn.shape, generator=rng)
     adv = torch.randn(ROWS, 1, generator=rng) * torch.ones(COMPLETION)
     fields = {
         "tokens": tokens.where(attn, PAD),
         "attn": attn.long(),
-        "completion_mask": completion.long(),
+        "completion_mask": (completion & ours).long(),
         "adv": adv.where(completion, 0.0),
         "sample_id": NonTensorStack(*[f"step {step} row {row}" for row in range(ROWS)]),
     }

@@ -49,13 +49,14 @@ def rollouts(step: int) -> TensorDict:
     rng = torch.Generator().manual_seed(step)
     prompt = torch.arange(PROMPT) >= torch.randint(PROMPT, (ROWS, 1), generator=rng)
     completion = torch.arange(COMPLETION) <= torch.randint(COMPLETION, (ROWS, 1), generator=rng)
+    ours = torch.arange(COMPLETION) // 3 % 2 == 0  # the model and a tool take turns
     attn = torch.cat([prompt, completion], dim=1)
     tokens = torch.randint(1, VOCABULARY, attn.shape, generator=rng)
     adv = torch.randn(ROWS, 1, generator=rng) * torch.ones(COMPLETION)
     fields = {
         "tokens": tokens.where(attn, PAD),
         "attn": attn.long(),
-        "completion_mask": completion.long(),
+        "completion_mask": (completion & ours).long(),
         "adv": adv.where(completion, 0.0),
         "sample_id": NonTensorStack(*[f"step {step} row {row}" for row in range(ROWS)]),
     }
@@ -90,7 +91,8 @@ class Worker:
         for part, weights in zip(plan.apply(batch), plan.loss_weights("token-mean", gradients="sum"), strict=True):
             logp = mp.replay.response_log_probs(self.policy, part, registry=REGISTRY, input_ids="tokens")
             losses = policy_losses(logp.values(), part["old_logp"].values(), part["adv"].values())
-            loss = (torch.as_tensor(weights).float().repeat_interleave(logp.offsets().diff()) * losses).sum()
+            weights = torch.as_tensor(weights).float().repeat_interleave(logp.offsets().diff())
+            loss = (losses * part["completion_mask"].values() * weights).sum()
             loss.backward()
             total += loss.item()
         return total, [weights.grad for weights in self.model.parameters()]
@@ -114,8 +116,9 @@ def train(steps: int = 3) -> tuple[list[float], Tensor]:
     group = WorkerGroup.launch(Worker, 2, num_cpus=2, pad_token_id=PAD, registry=REGISTRY, strict_mask_nesting="both")
     curve: list[float] = []
     for step in range(steps):
-        rows = group.put(rollouts(step))
-        plan = group.plan(rows, token_budget=48, loss_tokens=rows.lengths("response"))
+        batch = rollouts(step)
+        rows = group.put(batch)
+        plan = group.plan(rows, token_budget=48, loss_tokens=batch["completion_mask"].sum(1))
         rows = rows.with_fields(group.call("old_logp", rows, plan=plan, format="view"))
         losses, gradients = zip(*group.call("gradients", rows, plan=plan), strict=True)
         group.run("step", added(gradients))

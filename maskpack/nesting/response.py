@@ -17,11 +17,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from maskpack.core.arguments import whole
 from maskpack.core.index import IntArray, ranges
-from maskpack.core.keys import Key, Path, show
-from maskpack.core.pads import Pad
+from maskpack.core.keys import Key, Path, path_of, show
+from maskpack.core.pads import EDGE, PAD_TOKEN_ID, Pad, PadValue, pad_tensor
 from maskpack.core.tensors import need_batch, need_gradients, need_tensor
-from maskpack.core.tree import Node, flatten, has, select_entries
+from maskpack.core.tree import Node, flatten, has, number_at, select_entries
 from maskpack.errors import LayoutError
 from maskpack.fields.options import Registry, registry_of
 from maskpack.fields.registry import MaskNestingRegistry
@@ -37,25 +38,37 @@ RESPONSE = "response"
 SEQUENCE = "sequence"
 
 
-def select_and_pad_to_response(batch: TensorDictBase, *fields: Key, registry: Registry = RL_FIELDS) -> TensorDict:
+def select_and_pad_to_response(
+    batch: TensorDictBase, *fields: Key, width: int | None = None, registry: Registry = RL_FIELDS
+) -> TensorDict:
     """Pads fields to the response width R of the batch, which is the same in all its parts and micro-batches.
 
     Args:
         batch: nested or padded. Jagged fields may be on the response or the sequence layout; from fields on the
             sequence axis, padded or jagged, the response columns are taken. Fields of one dim are unchanged.
-        fields: the fields to return; by default all on the response axis.
+        fields: the fields to return, in this order; by default all on the response axis.
+        width: the width to pad to, at least that of the longest response. By default it is R, or a larger number that
+            the batch has under a name by which the registry splits the axis (`max_response_length`), so that batches of
+            one run agree.
         registry: gives the axes `response` and `sequence`, and the pads of jagged fields added after nesting.
 
     Returns:
-        TensorDict of [B, R, *F] tensors, padded with the pad of each field. Tokens keep their positions, and dtypes are
-        unchanged.
+        TensorDict of [B, width, *F] tensors, padded with the pad of each field. Tokens keep their positions, and dtypes
+        are unchanged.
 
     Raises:
-        LayoutError: there is no response axis, a field is not on it, or a row is longer than R.
+        LayoutError: there is no response axis, a field is not on it, a row is longer than R or `width`, or the pad of
+            further columns is not known.
     """
     call = "select_and_pad_to_response"
     registry = registry_of(registry, call)
     axis = ResponseAxis.of(batch, registry, call)
+    if width is None:
+        named = (number_at(batch, path_of(name)) for way in registry.ways(RESPONSE) for name in way.tail)
+        width = max(axis.response.width, *(number for number in named if number is not None), 0)
+    else:
+        width = whole(width, "width", 0, call)
+        axis.check_width(width, call)
     entries = {path: value for path, value in flatten(batch) if path[0] != LAYOUTS}
     wanted = [
         path for path, value in select_entries(list(entries.items()), fields, call) if not isinstance(value, Node)
@@ -65,12 +78,15 @@ def select_and_pad_to_response(batch: TensorDictBase, *fields: Key, registry: Re
             raise LayoutError(
                 f'{call}: field "{show(path)}" is a Python object; expected a tensor. Read it from the batch itself.'
             )
-    if not fields:
+    if fields:
+        names = [path_of(field) for field in fields]
+        wanted.sort(key=lambda path: next(at for at, name in enumerate(names) if path[: len(name)] == name))
+    else:
         tensors = [path for path in wanted if isinstance(entries[path], Tensor)]
         wanted = [path for path in tensors if axis.holds(path, entries[path], registry)]
     out = TensorDict({}, batch_size=[axis.response.num_rows], device=batch.device)
     for path in wanted:
-        out.set(path, axis.padded(path, entries[path], registry, call, batch))
+        out.set(path, axis.padded(path, entries[path], width, registry, call, batch))
     return out
 
 
@@ -114,6 +130,13 @@ def _no_axis(name: str, call: str) -> LayoutError:
     )
 
 
+def _columns_of(layout: RowLayout, row: int) -> str:
+    spans = slice(*layout.table.splits[row : row + 2])
+    starts, counts = layout.table.starts[spans].tolist(), layout.table.counts[spans].tolist()
+    shown = [f"{start}:{start + count}" for start, count in zip(starts, counts, strict=True)]
+    return " and ".join([*shown[:4], "more"] if len(shown) > 4 else shown) or "none"
+
+
 def _packed_values(values: Tensor, sequence: RowLayout, call: str) -> tuple[Tensor, bool]:
     if values.is_nested and is_regular(values):
         packed = values.values()
@@ -140,11 +163,14 @@ def _packed_values(values: Tensor, sequence: RowLayout, call: str) -> tuple[Tens
 
 @dataclass(frozen=True)
 class ResponseAxis:
-    """The response layout of a batch, its sequence layout if it has one, and the forms of its fields."""
+    """The response layout of a batch, its sequence layout if it has one, and the forms of its fields.
+
+    `counted` says that the response layout tells lengths alone. Else its columns are the last ones of the sequence."""
 
     response: RowLayout
     sequence: RowLayout | None
     forms: dict[Path, FieldForm]
+    counted: bool
 
     @classmethod
     def of(cls, batch: TensorDictBase, registry: MaskNestingRegistry, call: str) -> ResponseAxis:
@@ -174,12 +200,47 @@ class ResponseAxis:
         response, sequence = axes.find(RESPONSE, (RESPONSE,)), axes.find(SEQUENCE, (SEQUENCE,))
         if response is None:
             raise _no_axis(RESPONSE, call)
-        return cls(response.layout, None if sequence is None else sequence.layout, forms)
+        ways = registry.axes.get(RESPONSE, ())
+        counted = bool(ways) and all(way.form != "mask" or way.part == "prefix" for way in ways)
+        return cls(response.layout, None if sequence is None else sequence.layout, forms, counted)
 
     def need_sequence(self, call: str) -> RowLayout:
+        """The sequence layout, in each row of which the response is the last valid tokens. Raises LayoutError."""
         if self.sequence is None:
             raise _no_axis(SEQUENCE, call)
+        row = self._row_apart(by_columns=not self.counted)
+        if row is not None:
+            raise LayoutError(
+                f'{call}: row {row} of the axis "{RESPONSE}" is at columns {_columns_of(self.response, row)}, of '
+                f'{self.response.width}; the row of the axis "{SEQUENCE}" is at {_columns_of(self.sequence, row)}, of '
+                f"{self.sequence.width}. Expected the response to be the last valid tokens of its row. Tool tokens and "
+                "a loss mask are data: let the axis be the tail of the attention mask, or all of it with "
+                'no_prompt="skip", and multiply the loss by the mask. If the axis tells only lengths, give it '
+                'part="prefix" or form="lengths".'
+            )
         return self.sequence
+
+    def _row_apart(self, *, by_columns: bool) -> int | None:
+        """The first row whose response is not its end, by the spans on the host. Without `by_columns`, only lengths
+        count."""
+        response, sequence = self.response, self.sequence
+        assert sequence is not None
+        shift = sequence.width - response.width
+        if response.__dict__.get("part_of") == (sequence, shift):
+            return None
+        own, spans = response.table, sequence.table
+        rows = np.repeat(np.arange(response.num_rows), np.diff(own.splits))
+        if not by_columns:
+            odd = own.starts > 0
+        elif spans.starts.size:
+            place = np.arange(rows.size) - own.splits[rows + 1] + spans.splits[rows + 1]  # counted from the last span
+            starts, ends = (x[place.clip(0)] - shift for x in (spans.starts, spans.starts + spans.counts))
+            first = np.arange(rows.size) == own.splits[rows]
+            same = (own.starts == starts) | (first & (own.starts > starts))
+            odd = (place < spans.splits[rows]) | ~same | (own.starts + own.counts != ends)
+        else:
+            odd = np.ones(rows.size, np.bool_)
+        return int(rows[odd][0]) if odd.any() else None
 
     def predict_index(self, call: str) -> Tensor:
         """int64 [response tokens]: the packed index of the output that scores each response token."""
@@ -207,8 +268,9 @@ class ResponseAxis:
         return tuple(value.shape[:2]) == (self.response.num_rows, self.response.width)
 
     def padded(
-        self, path: Path, value: Tensor, registry: MaskNestingRegistry, call: str, batch: TensorDictBase
+        self, path: Path, value: Tensor, width: int, registry: MaskNestingRegistry, call: str, batch: TensorDictBase
     ) -> Tensor:
+        """The response columns of a field, at a width."""
         spec = registry.find(path)
         if path not in self.forms and spec is not None and spec.masks and not {RESPONSE, SEQUENCE} & set(spec.masks):
             raise LayoutError(
@@ -216,7 +278,8 @@ class ResponseAxis:
                 "response or the sequence axis. Name one of these."
             )
         if not value.is_nested:
-            return self._columns(path, value, _ragged_dim(path, value, registry), call)
+            dim, pad = (1, 0) if spec is None else (spec.dim_of(value), spec.pads[0])
+            return self._at_width(path, self._columns(path, value, dim, call), dim, width, pad, call)
         if not is_regular(value):
             raise LayoutError(
                 f'{call}: field "{show(path)}" is nested, but not jagged along dim 1 without gaps; expected such a '
@@ -225,7 +288,7 @@ class ResponseAxis:
         need_gradients(value, f'field "{show(path)}"', call)
         form = self.forms.get(path) or self._form_of_new(path, value, registry, call)
         offsets = host_offsets(value, self.response, self.sequence)
-        layout = self.need_sequence(call) if form.layout == SEQUENCE else self.response
+        layout = self.sequence if form.layout == SEQUENCE and self.sequence is not None else self.response
         lengths = np.diff(offsets)
         long = np.flatnonzero(lengths > layout.width)
         if long.size:
@@ -239,8 +302,9 @@ class ResponseAxis:
                 f'"{form.layout}"; the responses have {self.response.num_tokens} in {self.response.num_rows}. Name '
                 "fields on the response or the sequence axis."
             )
-        whole = to_padded(value.values(), form, layout, read_pads(batch, self.forms, path, call))
-        return self._columns(path, whole, form.ragged_dim, call)
+        padded = to_padded(value.values(), form, layout, read_pads(batch, self.forms, path, call))
+        columns = self._columns(path, padded, form.ragged_dim, call)
+        return self._at_width(path, columns, form.ragged_dim, width, form.pads[0], call)
 
     def _columns(self, path: Path, value: Tensor, dim: int, call: str) -> Tensor:
         """The response columns of a padded field with its width in dim `dim`."""
@@ -251,6 +315,11 @@ class ResponseAxis:
             if value.shape[dim] == width:
                 return value
             if self.sequence is not None and value.shape[dim] == self.sequence.width:
+                if self.counted and self._row_apart(by_columns=True) is not None:
+                    raise LayoutError(
+                        f'{call}: field "{show(path)}" is on the sequence axis, whose last {width} columns are not '
+                        "the response axis, which tells only lengths. Name fields on the response axis."
+                    )
                 return value.narrow(dim, self.sequence.width - width, width)
         raise LayoutError(
             f'{call}: field "{show(path)}" is {tuple(value.shape)}; the response axis is ({rows}, {width}). '
@@ -269,11 +338,41 @@ class ResponseAxis:
         layout = SEQUENCE if whole and self.response.num_tokens != value.values().shape[0] else RESPONSE
         return FieldForm(path, "padded", layout, (pad,), dtype=value.dtype)
 
+    def check_width(self, width: int, call: str) -> None:
+        """Raises LayoutError for a width that the longest response does not fit into."""
+        table = self.response.table
+        longest = int((table.starts + table.counts).max(initial=0))
+        if width < longest:
+            raise LayoutError(
+                f"{call}: width is {width}; the longest response ends at column {longest}. Pass at least {longest}."
+            )
+
+    def _at_width(self, path: Path, columns: Tensor, dim: int, width: int, pad: PadValue, call: str) -> Tensor:
+        """Response columns cut or padded to a width. A row whose last column is no token goes on with its value, which
+        is the pad; others go on with the pad of the field."""
+        if columns.dim() <= 1:
+            return columns
+        if width <= columns.shape[dim]:
+            return columns.narrow(dim, 0, width)
+        table, rows = self.response.table, np.arange(self.response.num_rows)
+        ends = table.starts + table.counts == self.response.width
+        full = np.isin(rows, np.repeat(rows, np.diff(table.splits))[ends]) | (columns.shape[dim] == 0)
+        shape = [*columns.shape[:dim], width - columns.shape[dim], *columns.shape[dim + 1 :]]
+        last = columns.narrow(dim, -1, 1).expand(shape) if columns.shape[dim] else columns.new_empty(shape)
+        if not full.any() or pad is EDGE:
+            return torch.cat([columns, last], dim)
+        constant = pad_tensor(0 if isinstance(pad, Pad) else pad, columns.dtype)
+        if pad is PAD_TOKEN_ID:
+            constant = None if full.all() else last[int(full.argmin())].flatten()[0]
+        if constant is None:
+            raise LayoutError(
+                f'{call}: field "{show(path)}" has pad {pad!r}, whose value is not known; expected it, because {width} '
+                f"columns were asked for and the batch has {columns.shape[dim]}. Nest the batch with pad_token_id, or "
+                "give the field a pad that its dtype holds."
+            )
+        fills = torch.from_numpy(full).view(-1, *[1] * (len(shape) - 1)).to(columns.device, non_blocking=True)
+        return torch.cat([columns, torch.where(fills, constant.to(columns.device, non_blocking=True), last)], dim)
+
     def tail(self, sequence: RowLayout) -> IntArray:
         """The packed indices of the response tokens, which are the last of each row."""
         return ranges(sequence.row_offsets[1:] - self.response.lengths, self.response.lengths)
-
-
-def _ragged_dim(path: Path, value: Tensor, registry: MaskNestingRegistry) -> int:
-    spec = registry.find(path)
-    return 1 if spec is None else spec.dim_of(value)

@@ -185,6 +185,79 @@ def test_the_pad_of_an_added_field_comes_from_the_registry():
         mp.select_and_pad_to_response(nested, "labels", registry=tokens)
 
 
+@all_forms
+def test_fields_come_in_the_order_asked_for(form):
+    batch = rollout(objects=False)
+    batch["more"] = TensorDict({"values": batch["values"]}, [B]) if "values" in batch else TensorDict({}, [B])
+    source = form(batch)
+    for names in (("old_log_probs", "advantages", "responses"), ("responses", "reward_baselines", "old_log_probs")):
+        assert tuple(mp.select_and_pad_to_response(source, *names).keys()) == names
+        assert tuple(mp.select_and_pad_to_response(source, *names[::-1], names[0]).keys()) == names[::-1]
+
+
+WIDE = ("responses", "old_log_probs", "advantages", "position_ids", "input_ids", "reward_baselines")
+
+
+@all_forms
+@pytest.mark.parametrize("more", [0, 1, 5])
+def test_a_width_is_that_of_the_run(form, more):
+    """By an argument, and by the number that the batch has; against the batch whose rollout was padded to it."""
+    wide = mp.select_and_pad_to_response(rollout(PROMPTED, PROMPT, RESPONSE + more, objects=False), *WIDE)
+    batch = rollout(PROMPTED, PROMPT, RESPONSE, objects=False)
+    source, run = form(batch), form(batch.clone().set_non_tensor("max_response_length", RESPONSE + more))
+    assert_same(mp.select_and_pad_to_response(source, *WIDE, width=RESPONSE + more), wide)
+    assert_same(mp.select_and_pad_to_response(run, *WIDE), wide)
+    for rows in (slice(0, 2), slice(1, 2), slice(0, 0)):  # in row 1 all columns are tokens
+        part = mp.select_and_pad_to_response(rows_of(run, rows), "old_log_probs", "position_ids")
+        assert_same(part, wide[rows].select("old_log_probs", "position_ids"))
+    assert mp.select_and_pad_to_response(run)["responses"].shape == (B - 1, RESPONSE + more)
+    assert mp.select_and_pad_to_response(run, "responses", width=RESPONSE)["responses"].shape == (B - 1, RESPONSE)
+
+
+@all_forms
+def test_a_width_below_that_of_the_batch(form):
+    batch = rollout(((2, 3), (1, 0)), PROMPT, RESPONSE, objects=False).set_non_tensor("max_response_length", 2)
+    assert mp.select_and_pad_to_response(form(batch), "responses")["responses"].shape == (2, RESPONSE)
+    out = mp.select_and_pad_to_response(form(batch), "responses", "position_ids", width=3)
+    assert freeze(out["responses"]) == freeze(batch["responses"][:, :3])
+    assert freeze(out["position_ids"]) == freeze(batch["position_ids"][:, PROMPT : PROMPT + 3])
+    for width, message in (
+        (2, "width is 2; the longest response ends at column 3"),
+        (-1, "width is -1"),
+        (True, "width"),
+    ):
+        with pytest.raises(mp.errors.LayoutError, match=f"select_and_pad_to_response: {message}"):
+            mp.select_and_pad_to_response(form(batch), "responses", width=width)
+
+
+def test_a_pad_of_further_columns_has_to_be_known():
+    batch = rollout(((2, RESPONSE),), PROMPT, RESPONSE, objects=False)
+    with pytest.raises(mp.errors.LayoutError, match='"responses" has pad PAD_TOKEN_ID, whose value is not known'):
+        mp.select_and_pad_to_response(batch, "responses", width=RESPONSE + 1)
+    out = mp.select_and_pad_to_response(nest(batch), "responses", width=RESPONSE + 2)
+    assert out["responses"][0, RESPONSE:].tolist() == [PAD, PAD]
+
+
+def test_columns_of_an_axis_of_lengths_are_not_those_of_the_sequence():
+    """Rows are padded on the right as a whole, so the last columns of the sequence are other tokens."""
+    axes = {
+        "sequence": mp.MaskAxis("lengths", form="lengths", head=("input_ids",)),
+        "response": mp.MaskAxis("response_lengths", form="lengths", head=("scores",)),
+    }
+    registry = mp.MaskNestingRegistry(
+        {"input_ids": mp.MaskNestingSpec("sequence"), "scores": mp.MaskNestingSpec("response")}, axes
+    )
+    ids = torch.tensor([[1, 2, 3, 0, 0, 0], [1, 2, 3, 4, 5, 6]])
+    batch = TensorDict({"input_ids": ids, "lengths": torch.tensor([3, 6])}, [2])
+    batch["scores"], batch["response_lengths"] = torch.tensor([[1.0, 0, 0], [1, 2, 3]]), torch.tensor([1, 3])
+    for form in (batch, mp.nest_batch_by_mask(batch, registry)):
+        out = mp.select_and_pad_to_response(form, "scores", registry=registry)
+        assert freeze(out["scores"]) == freeze(batch["scores"])
+        with pytest.raises(mp.errors.LayoutError, match='"input_ids" is on the sequence axis, whose last 3 columns'):
+            mp.select_and_pad_to_response(form, "input_ids", registry=registry)
+        assert mp.extract_response(form, ids.float(), registry=registry).tolist() == [[2, 0, 0], [3, 4, 5]]
+
+
 def test_select_errors():
     nested = nest(rollout(objects=False))
     nested["long"] = jagged([torch.zeros(RESPONSE + 1), *[torch.zeros(r) for _, r in ROWS[1:]]])
@@ -314,6 +387,24 @@ def test_extract_response_over_holes_in_the_attention_mask(kind):
             assert out.tolist() == [[2.0, 0.0, 3.0, 0.0], [0.0, 0.0, 0.0, 9.0]]
         else:
             assert [row.tolist() for row in row_list(out)] == [[2.0, 3.0], [9.0]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mask", [[0, 0, 1, 1, 0, 0, 1, 0], [1, 0, 1], [1, 1, 0]], ids=str)
+def test_a_response_that_is_not_the_end_of_its_row_is_refused(kind, mask):
+    """Its columns are still columns, of the sequence and of the response."""
+    axes = {"sequence": mp.MaskAxis("attention_mask"), "response": mp.MaskAxis("mask")}
+    fields = {name: mp.MaskNestingSpec("sequence") for name in ("input_ids", "attention_mask")}
+    registry = mp.MaskNestingRegistry({**fields, "mask": mp.MaskNestingSpec("response")}, axes)
+    batch = TensorDict({"attention_mask": torch.ones(1, 8), "mask": torch.tensor([mask])}, [1])
+    batch["input_ids"] = torch.arange(11, 19)[None]
+    values = shaped(kind, torch.randn(1, 8), [[True] * 8])
+    for form in (batch, mp.nest_batch_by_mask(batch, registry)):
+        with pytest.raises(mp.errors.LayoutError, match='extract_response: row 0 of the axis "response" is at columns'):
+            mp.extract_response(form, values, registry=registry)
+        out = mp.select_and_pad_to_response(form, "input_ids", "mask", registry=registry)
+        assert out["input_ids"].tolist() == [list(range(19 - len(mask), 19))]
+        assert out["mask"].tolist() == [mask]
 
 
 @pytest.mark.parametrize("kind", ["jagged", "packed", "one row"])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 import maskpack as mp
 from maskpack.errors import LayoutError, ReplayError
-from maskpack.replay import PackedInputs, response_log_probs, response_values
+from maskpack.replay import PackedInputs, prefix_tree, response_log_probs, response_values
 from maskpack.replay import inputs as module
 
 VOCABULARY = 23
@@ -426,6 +426,109 @@ def test_what_does_not_fit_is_refused(kind: type, batch: Any, options: dict[str,
         PackedInputs.of(batch, **options)
     assert type(caught.value) is kind
     assert str(caught.value).startswith("PackedInputs.of: ")
+
+
+# -------------------------------------------------------------------- responses that are not the end of their rows
+
+
+def masked(rows: Lines, mask: Lines) -> TensorDict:
+    """Rows of token ids 1, 2, ... under `rows`, and a mask of their trained tokens."""
+    on = torch.tensor(rows, dtype=torch.int64)
+    ids = torch.arange(1, 1 + on.numel()).view_as(on) * on
+    data = {"input_ids": ids, "attention_mask": on, "input_lengths": on.sum(1), "mask": torch.tensor(mask)}
+    return TensorDict(data | {"response_lengths": data["mask"].sum(1)}, batch_size=[len(rows)])
+
+
+def axes_of(response: mp.MaskAxis, sequence: mp.MaskAxis | None = None) -> mp.MaskNestingRegistry:
+    fields = {name: mp.MaskNestingSpec("sequence") for name in ("input_ids", "attention_mask")}
+    fields |= {"mask": mp.MaskNestingSpec(["response", "sequence"]), "scores": mp.MaskNestingSpec("response")}
+    return mp.MaskNestingRegistry(
+        fields, axes={"sequence": sequence or mp.MaskAxis("attention_mask"), "response": response}
+    )
+
+
+FULL = [[1] * 8, [1] * 8]
+LEFT = [[0, 1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1, 1]]
+SHORT = [[1, 1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1]]
+LENGTHS = mp.MaskAxis("input_lengths", form="lengths", head=("input_ids",))
+MASK = mp.MaskAxis("mask")
+APART: dict[str, tuple[Lines, Lines, mp.MaskNestingRegistry, int, str]] = {
+    "a hole": (FULL, [[0, 0, 0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 0, 0, 1, 0]], axes_of(MASK), 1, "2:4 and 6:7"),
+    "a suffix with a hole": (LEFT, [[0, 0, 0, 1, 1, 0, 1, 0], [0] * 8], axes_of(MASK), 0, "3:5 and 6:7"),
+    "more spans": (SHORT, [[1, 0, 1, 0, 1, 0, 0, 1], [0] * 8], axes_of(MASK), 0, "0:1 and 2:3 and 4:5 and 7:8"),
+    "no sequence": ([[0] * 8, [0] * 8], [[0] * 8, [0, 1] * 4], axes_of(MASK), 1, "1:2 and 3:4 and 5:6 and 7:8"),
+    "before the end": (LEFT, [[0] * 8, [0, 0, 0, 0, 0, 1, 1, 0]], axes_of(MASK), 1, "5:7"),
+    "token_mask": (SHORT, [[0, 1, 1, 0, 1, 0, 0, 0], [0] * 8], axes_of(MASK, LENGTHS), 0, "1:3 and 4:5"),
+    "a hole of [B, R]": (LEFT, [[1, 0, 1, 0], [1, 1, 1, 1]], axes_of(MASK), 0, "0:1 and 2:3"),
+    "[B, R] before the end": (LEFT, [[1, 1, 1, 0], [1, 1, 0, 0]], axes_of(MASK), 1, "0:2"),
+    "under padding": (SHORT, [[0, 0, 0, 0, 0, 1, 0, 0], [0] * 8], axes_of(MASK), 0, "5:6"),
+    "a tail of another mask": (FULL, [[0, 0, 0, 1, 1, 0, 0, 1], [0] * 8],
+        axes_of(mp.MaskAxis("mask", part="tail", tail=("scores",))), 0, "0:2 and 4:5"),
+}  # fmt: skip
+READERS: dict[str, Any] = {
+    "PackedInputs.of": PackedInputs.of,
+    "shared": lambda batch, **options: PackedInputs.of(batch, share_prefixes=True, **options),
+    "prefix_tree": prefix_tree,
+    "response_log_probs": lambda batch, **options: response_log_probs(Sums(), batch, **options),
+    "planned": lambda batch, **options: response_log_probs(Sums(), batch, plan=TWO, **options),
+    "response_values": lambda batch, **options: response_values(Sums(), batch, VALUE_HEADS["[N]"], **options),
+}
+TWO = mp.planning.plan_micro_batches([8, 8], 8)
+
+
+def forms_under(registry: mp.MaskNestingRegistry, batch: TensorDict) -> Iterator[tuple[Any, mp.MaskNestingRegistry]]:
+    """A batch in all forms, with the registries by which it may be read."""
+    yield batch, registry
+    for form in (
+        mp.nest_batch_by_mask(batch, registry, strict_mask_nesting=True),
+        mp.compress(batch, registry=registry),
+    ):
+        yield form, registry
+        yield form, mp.RL_FIELDS
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(("rows", "mask", "registry", "row", "columns"), APART.values(), ids=APART)
+def test_a_response_that_is_not_the_end_of_its_row_is_refused(
+    rows: Lines, mask: Lines, registry: mp.MaskNestingRegistry, row: int, columns: str, reader: str
+) -> None:
+    batch = masked(rows, mask)
+    if "scores" in registry.axes["response"][0].tail:
+        batch["scores"] = torch.zeros(2, 5)
+    number = 0 if reader == "planned" else row
+    for form, own in forms_under(registry, batch):
+        with pytest.raises(mp.MaskpackError, match=f'row {number} of the axis "response" is at columns {columns}, '):
+            READERS[reader](form, registry=own)
+
+
+ENDS: dict[str, tuple[Lines, Lines, mp.MaskNestingRegistry, list[int]]] = {
+    "a mask [B, S]": (LEFT, [[0, 0, 0, 0, 1, 1, 1, 0], [0] * 7 + [1]], axes_of(MASK), [5, 6, 7, 16]),
+    "padding within": ([[1, 1, 0, 1, 0, 1]], [[0, 1, 0, 1, 0, 1]], axes_of(MASK), [2, 4, 6]),
+    "a mask [B, R]": (LEFT, [[1, 1, 1, 0], [1, 1, 1, 1]], axes_of(MASK), [5, 6, 7, 13, 14, 15, 16]),
+    "token_mask": (SHORT, [[0, 0, 0, 1, 1, 0, 0, 0], [0] * 6 + [1, 1]], axes_of(MASK, LENGTHS), [4, 5, 15, 16]),
+    "lengths": (SHORT, [[1, 0, 0], [1, 1, 1]],
+        axes_of(mp.MaskAxis("response_lengths", form="lengths", head=("mask",)), LENGTHS), [5, 14, 15, 16]),
+    "prefix": (SHORT, [[0, 1, 0], [1, 0, 1]], axes_of(mp.MaskAxis("mask", part="prefix")), [4, 5, 14, 15, 16]),
+    "no responses": (LEFT, [[0] * 8, [0] * 8], axes_of(MASK), []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "mask", "registry", "targets"), ENDS.values(), ids=ENDS)
+def test_responses_that_are_the_end_of_their_rows(
+    rows: Lines, mask: Lines, registry: mp.MaskNestingRegistry, targets: list[int]
+) -> None:
+    for form, own in forms_under(registry, masked(rows, mask)):
+        if own is registry:
+            assert PackedInputs.of(form, registry=own).targets.tolist() == targets
+            assert PackedInputs.of(form, registry=own, share_prefixes=True).targets.tolist() == targets
+
+
+def test_holes_are_data_on_an_axis_of_all_tokens() -> None:
+    """What the error tells to do."""
+    batch, own = masked(FULL, [[0, 0, 1, 1, 0, 0, 1, 0], [0] * 8]), axes_of(mp.MaskAxis("attention_mask"))
+    for form in (batch, mp.nest_batch_by_mask(batch, own), mp.compress(batch, registry=own)):
+        inputs = PackedInputs.of(form, registry=own, no_prompt="skip")
+        assert inputs.targets.tolist() == [*range(2, 9), *range(10, 17)]
 
 
 # -------------------------------------------------------------------- response_log_probs
