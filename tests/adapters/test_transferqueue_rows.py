@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from frozen import uncast
 from tensordict import NonTensorStack, TensorDict
 
 pytest.importorskip("transfer_queue")
@@ -47,7 +48,7 @@ class Theirs:
             for name in fields:
                 for place, value in zip(places, found[name], strict=True):
                     rows[name][place] = value
-        packed = {name: AsyncSimpleStorageManager._pack_field_values(values) for name, values in rows.items()}
+        packed = {name: uncast(AsyncSimpleStorageManager._pack_field_values)(values) for name, values in rows.items()}
         return TensorDict(packed, batch_size=len(samples))
 
     def clear(self, samples: list[int]) -> None:
@@ -276,6 +277,26 @@ def test_scalars_that_torch_cannot_index_are_reordered(dtype: torch.dtype) -> No
     assert got.dtype == dtype
     want = [given[row].view(1).view(torch.uint8).tolist() for row in (5, 0, 4, 2, 1, 3)]
     assert [row.view(1).view(torch.uint8).tolist() for row in got.unbind()] == want
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [torch.tensor([1]), torch.tensor([-0.7066])],
+        [torch.tensor([1.0]).bfloat16(), torch.tensor([16777217.0], dtype=torch.float64)],
+        [torch.tensor([True, False]), torch.tensor([3])],
+        [torch.tensor([[1, 2], [3, 4]]), torch.tensor([[0.5, 0.25]])],
+        [torch.tensor(2**53 + 1), torch.tensor(0.5)],
+    ],
+)
+def test_rows_of_different_dtypes_keep_them(rows: list[torch.Tensor]) -> None:
+    ours = Ours()
+    for sample, row in enumerate(rows):
+        ours.put([sample], TensorDict({"x": row[None]}, batch_size=[1]))
+    for order in ([0, 1], [1, 0]):
+        got = ours.get(order, ["x"]).get("x")
+        assert isinstance(got, NonTensorStack)
+        assert_equal(got.tolist(), [rows[sample] for sample in order], "x")
 
 
 def test_padded_samples_are_put_whatever_the_variable_of_strict_mode_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,7 +278,7 @@ def assembled(pieces: Sequence[Piece], fields: Sequence[str], rows: int) -> Tens
 
 def stacked(rows: Sequence[Any]) -> Any:
     """Rows as TransferQueue gives them back: a jagged tensor, else a nested one, else a NonTensorStack."""
-    if not all(isinstance(row, Tensor) for row in rows):
+    if not all(isinstance(row, Tensor) and row.dtype == rows[0].dtype for row in rows):  # torch would cast them
         return stack_of(rows)
     if all(row.dim() == 0 for row in rows):
         return torch.stack(list(rows))
@@ -286,7 +286,7 @@ def stacked(rows: Sequence[Any]) -> Any:
         try:
             return torch.nested.as_nested_tensor(list(rows), layout=layout)
         except (RuntimeError, TypeError):
-            continue  # rows of different dtypes or dims
+            continue  # rows of different dims
     return stack_of(rows)
 
 
