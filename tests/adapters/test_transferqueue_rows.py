@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from frozen import uncast
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorStack, TensorDict, lazy_stack
 
 pytest.importorskip("transfer_queue")
 
@@ -22,6 +22,7 @@ from transfer_queue.storage.simple_storage import StorageUnitData
 from maskpack.adapters.transferqueue import chunk as chunks
 from maskpack.adapters.transferqueue.chunk import Piece, stacked
 from maskpack.adapters.transferqueue.unit import Samples
+from maskpack.errors import LayoutError
 
 _UNITS = 2
 
@@ -297,6 +298,15 @@ def test_rows_of_different_dtypes_keep_them(rows: list[torch.Tensor]) -> None:
         got = ours.get(order, ["x"]).get("x")
         assert isinstance(got, NonTensorStack)
         assert_equal(got.tolist(), [rows[sample] for sample in order], "x")
+
+
+def test_a_lazy_stack_of_rows_of_different_dtypes_is_refused() -> None:
+    rows = [TensorDict({"x": torch.tensor([2**24 + 1])}), TensorDict({"x": torch.tensor([0.5])})]
+    with pytest.raises(LayoutError, match="lazy stack whose rows differ"):
+        Ours().put([0, 1], lazy_stack(rows))
+    ours = Ours()
+    ours.put([0, 1], lazy_stack([rows[0], rows[0]]))
+    assert ours.get([1, 0], ["x"])["x"].values().tolist() == [2**24 + 1] * 2
 
 
 def test_padded_samples_are_put_whatever_the_variable_of_strict_mode_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from maskpack.core.bits import Words, word_dtype
 from maskpack.core.index import IntArray
 from maskpack.core.objects import Objects, Stowed, items_of, mapped, stack_of
 from maskpack.core.pads import PAD_TOKEN_ID, PER_ROW
+from maskpack.core.tree import dense_stack
 from maskpack.errors import LayoutError
 from maskpack.fields.options import not_strict
 from maskpack.fields.registry import MaskNestingRegistry
@@ -114,9 +115,10 @@ class Piece(NamedTuple):
 def packed(data: TensorDictBase, call: str) -> tuple[Chunk, dict[str, dict[str, Any]]]:
     """The chunk of some samples, and the schema of their fields as TransferQueue tells it to its controller.
 
-    Raises LayoutError for a field that is not one value for each sample.
+    Raises LayoutError for a field that is not one value for each sample, and for a lazy stack of rows that differ in
+    their shapes or dtypes.
     """
-    rows = data.batch_size[0]
+    data, rows = dense_stack(data, call), data.batch_size[0]
     columns = {name: _column(name, value, rows, call) for name, value in data.items()}
     schema = {name: column.schema() for name, column in columns.items()}
     turned = frozenset(name for name, column in columns.items() if column.turned)

@@ -233,23 +233,23 @@ class MaskpackStorageManager(StorageManager):
         return {"format": _FORMAT, "storage_units": len(self._units.infos), "block": _BLOCK}
 
     async def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Writes the samples of all storage units into a folder that all of them reach."""
+        """Writes the samples of all storage units into a folder that all of them reach, and the BLAKE2b of each file:
+        of the units, and of the controller, which TransferQueue has written before."""
         folder = Path(checkpoint_dir) / NAME.lower()
         folder.mkdir(parents=True, exist_ok=True)
-        files = [folder / f"{unit}.pickle" for unit in range(len(self._units.infos))]
-        digests = await _all(self._ask(unit, "save", str(file)) for unit, file in enumerate(files))
-        listed = {file.name: digest for file, digest in zip(files, digests, strict=True)}
+        digests = await _all(self._ask(unit, "save", str(file)) for unit, file in enumerate(self._files(folder)))
+        controller = None
         if (folder / _CONTROLLER).exists():
             with open(folder / _CONTROLLER, "rb") as file:
-                listed[_CONTROLLER] = digest_of(file)
-        (folder / _FILE).write_text(json.dumps({**self._form(), "blake2b": listed}))
+                controller = digest_of(file)
+        (folder / _FILE).write_text(json.dumps({**self._form(), "blake2b": [*digests, controller]}))
 
     async def load_checkpoint(self, checkpoint_dir: str) -> None:
-        """Replaces all samples by those that `save_checkpoint` wrote; if that fails, they stay as they are.
+        """Replaces all samples by those that `save_checkpoint` wrote. If a file is not as it was written, all samples
+        stay as they are.
 
         Raises FileNotFoundError for a folder without a checkpoint, ValueError for one of another number of storage
-        units or with another controller than was saved, and StorageError for files of samples that are not what was
-        saved.
+        units and for another file of the controller, and StorageError for other files of samples.
         """
         folder, form = Path(checkpoint_dir) / NAME.lower(), self._form()
         if not (folder / _FILE).exists():
@@ -259,55 +259,60 @@ class MaskpackStorageManager(StorageManager):
             )
         try:
             saved = json.loads((folder / _FILE).read_text())
-            listed = dict(saved.pop("blake2b"))
+            *digests, controller = saved.pop("blake2b")
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise ValueError(
                 f"load_checkpoint: {folder / _FILE} is not what save_checkpoint wrote ({error!r}); expected JSON with "
                 "the BLAKE2b of each file. Load another checkpoint."
             ) from error
-        if saved != form:
+        if saved != form or len(digests) != len(self._units.infos):
             raise ValueError(
                 f"load_checkpoint: {folder / _FILE} has {saved}; expected {form}. Start TransferQueue with as many "
                 "storage units as were saved."
             )
-        if _CONTROLLER in listed:
+        if controller is not None:
             with open(folder / _CONTROLLER, "rb") as file:
-                check_digest(file, listed[_CONTROLLER])
-        units, loaded = range(len(self._units.infos)), False
-        names = [f"{unit}.pickle" for unit in units]
+                check_digest(file, controller)
+        loads = enumerate(zip(map(str, self._files(folder)), digests, strict=True))
+        loaded = False
         try:
-            await _all(self._ask(unit, "load", str(folder / names[unit]), listed[names[unit]]) for unit in units)
+            await _all(self._ask(unit, "load", *given) for unit, given in loads)
             loaded = True
         finally:
-            await _all(self._ask(unit, "switch", loaded) for unit in units)
+            await self._all_units("switch", loaded)
+
+    def _files(self, folder: Path) -> list[Path]:
+        return [folder / f"{unit}.pickle" for unit in range(len(self._units.infos))]
 
     async def figures(self) -> list[dict[str, int]]:
         """For each storage unit: samples, chunks, the bytes it holds in chunks and in large tensors, and the bytes that
         it received and sent."""
-        return await _all(self._ask(unit, "figures") for unit in range(len(self._units.infos)))
+        return await self._all_units("figures")
+
+    async def _all_units(self, request: str, *given: Any) -> list[Any]:
+        return await _all(self._ask(unit, request, *given) for unit in range(len(self._units.infos)))
 
     # ---------------------------------------------------------------- messages
 
     async def _ask(self, unit: int, request: str, *given: Any) -> Any:
         info, nonce = self._units.infos[unit], token_bytes(NONCE)
+        where = f"{request}: storage unit {info.id} at {info.ip}:{info.ports[SOCKET]}"
         async with self._sockets.alease(info) as socket:
             await socket.send_multipart(self._requests.frames((request, given), nonce), copy=False)
-            received = await self._received(socket, info, request)
-        where = f"{request}: storage unit {info.id} at {info.ip}:{info.ports[SOCKET]}"
+            received = await self._received(socket, info, where)
         if self._answers.nonce(received) != nonce:
             raise StorageError(
-                f"{where} did not prove that it is of this run; expected an answer with the secret of the run. The "
-                "storage unit is gone, and another process has its port: restart the run from its last checkpoint."
+                f"{where} did not prove that it knows the secret of the run; expected that of the run. Another process "
+                "may have its port: restart the run from its last checkpoint."
             )
         kind, answer = message(received)
         if kind == DONE:
             return answer
-        text = f"{where}: {answer}"
-        raise StorageKeyNotFoundError(text) if kind == NO_SAMPLE else StorageError(text)
+        raise (StorageKeyNotFoundError if kind == NO_SAMPLE else StorageError)(f"{where}: {answer}")
 
-    async def _received(self, socket: Any, info: Any, request: str) -> Any:
+    async def _received(self, socket: Any, info: Any, where: str) -> Any:
         """The frames of an answer. A storage unit that is silent for a while must at least be reached."""
-        where, waited = f"{info.ip}:{info.ports[SOCKET]}", 0
+        waited = 0
         answer = asyncio.ensure_future(socket.recv_multipart(copy=False))
         try:
             while not (await asyncio.wait([answer], timeout=_PATIENCE))[0]:
@@ -317,13 +322,13 @@ class MaskpackStorageManager(StorageManager):
                     writer.close()
                 except (OSError, asyncio.TimeoutError) as error:
                     raise StorageError(
-                        f"{request}: storage unit {info.id} at {where} is gone ({error}), and its samples are lost; "
-                        "expected an answer. Restart the run from its last checkpoint."
+                        f"{where} is gone ({error}), and its samples are lost; expected an answer. Restart the run "
+                        "from its last checkpoint."
                     ) from error
                 if waited >= _TIMEOUT:
                     raise StorageError(
-                        f"{request}: storage unit {info.id} at {where} did not answer in {waited} s; expected an "
-                        "answer. Check whether its process is still running."
+                        f"{where} did not answer in {waited} s; expected an answer. Check whether its process is "
+                        "still running."
                     )
             return answer.result()
         finally:
