@@ -42,6 +42,16 @@ def rows_of(nested):
     return [nested.values().narrow(dim, a, b - a) for a, b in itertools.pairwise(offsets)]
 
 
+def uncast(pack):
+    """SimpleStorage's way to put rows together, without the casts of rows whose dtypes differ."""
+
+    def packed(values):
+        dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}
+        return pack(values) if len(dtypes) < 2 else NonTensorStack(*values)
+
+    return packed
+
+
 def agree(name, result):
     """The first backend says what the others are to give."""
     same(result, RESULTS.setdefault(name, result))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
+import pickle
+import shutil
 import socket
+import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -194,6 +198,10 @@ def test_other_processes_need_not_import_the_backend(queue):
     assert ray.get(read_elsewhere.remote("one"))[1] == [3, 4]
 
 
+def numbers(samples, version):
+    return TensorDict({"x": torch.arange(samples)[:, None] + 1000 * version}, batch_size=[samples])
+
+
 def test_a_checkpoint_is_of_all_units_and_for_as_many(queue, tmp_path):
     manager = queue()
     data, names = images(100, group=50), keys(100)
@@ -203,15 +211,153 @@ def test_a_checkpoint_is_of_all_units_and_for_as_many(queue, tmp_path):
     tq.load_checkpoint(str(tmp_path / "here"))
     assert_images(tq.kv_batch_get(keys=names, partition_id="a"), data)
     assert figures(manager)["large_tensors"] == 2
-    folder = next((tmp_path / "here").rglob("maskpack.json")).parent
-    (folder / "0.pickle").write_bytes(b"\x80\x04N.")  # None
-    with pytest.raises(StorageError, match="is not the checkpoint of a maskpack storage unit"):
-        asyncio.run(manager.load_checkpoint(str(folder.parent)))
-    (folder / "maskpack.json").write_text('{"storage_units": 3, "block": 64}')
-    with pytest.raises(ValueError, match="as many storage units as were saved"):
-        asyncio.run(manager.load_checkpoint(str(folder.parent)))
+    listed = next((tmp_path / "here").rglob("maskpack.json"))
+    written = listed.read_text()
+    for text, message in (
+        (written.replace('"storage_units": 2', '"storage_units": 3'), "as many storage units as were saved"),
+        (written[:-1], r"maskpack\.json is not what save_checkpoint wrote"),
+        ("[]", r"maskpack\.json is not what save_checkpoint wrote"),
+    ):
+        listed.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            tq.load_checkpoint(str(tmp_path / "here"))
+    listed.unlink()
     with pytest.raises(FileNotFoundError, match=r"maskpack\.json does not exist"):
-        asyncio.run(manager.load_checkpoint(str(tmp_path)))
+        tq.load_checkpoint(str(tmp_path / "here"))
+
+
+def test_samples_are_saved_whatever_include_storage_says(queue, tmp_path):
+    queue()
+    data, names = numbers(100, 1), keys(100)
+    tq.kv_batch_put(keys=names, partition_id="a", fields=data)
+    tq.save_checkpoint(tmp_path / "saved", include_storage=False)
+    stop()
+    queue()
+    tq.load_checkpoint(tmp_path / "saved")
+    assert torch.equal(tq.kv_batch_get(keys=names, partition_id="a")["x"].values(), data["x"].flatten())
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 255
+    file.write_bytes(content)
+
+
+def swap(file):
+    first, second = file.read_bytes(), file.with_name("0.pickle").read_bytes()
+    file.write_bytes(second)
+    file.with_name("0.pickle").write_bytes(first)
+
+
+DAMAGE = {
+    "flipped byte": flip,
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-1]),
+    "empty": lambda file: file.write_bytes(b""),
+    "missing": Path.unlink,
+    "swapped": swap,
+    "of another step": lambda file: shutil.copy(file.parents[2] / "second" / file.parent.name / file.name, file),
+    "flipped byte of the controller": lambda file: flip(file.parents[1] / "controller_state.pkl"),
+}
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_queue_stays_as_it_was(queue, tmp_path):
+    queue()
+    names, wrong = keys(128), []
+    for version, folder in ((1, "first"), (2, "second")):
+        tq.kv_batch_put(keys=names, partition_id="a", fields=numbers(128, version))
+        tq.save_checkpoint(tmp_path / folder)
+    for damage in DAMAGE:
+        shutil.copytree(tmp_path / "first", tmp_path / "damaged", dirs_exist_ok=True)
+        DAMAGE[damage](tmp_path / "damaged" / "maskpack" / "1.pickle")
+        seen = error_of(tq.load_checkpoint, tmp_path / "damaged")
+        got = error_of(lambda: tq.kv_batch_get(names, "a")["x"].values())
+        if str(tmp_path / "damaged") not in seen or got != f"{numbers(128, 2)['x'].flatten()}":
+            wrong.append((damage, seen, got))
+            tq.load_checkpoint(tmp_path / "second")
+    assert not wrong
+    tq.load_checkpoint(tmp_path / "first")
+    assert torch.equal(tq.kv_batch_get(names, "a")["x"].values(), numbers(128, 1)["x"].flatten())
+
+
+def error_of(call, *given):
+    """What it says, or what its error says."""
+    try:
+        return str(call(*given))
+    except (StorageError, ValueError, tq.StorageKeyNotFoundError) as error:
+        return str(error)
+
+
+# -------------------------------------------------------------------- strangers
+
+
+class Does:
+    """Whoever unpickles it calls a function."""
+
+    def __init__(self, *call):
+        self.call = call
+
+    def __reduce__(self):
+        return self.call[0], self.call[1:]
+
+
+def test_an_object_that_ends_the_thread_which_unpickles_it_is_an_error(queue, monkeypatch):
+    queue()
+    monkeypatch.setattr(manager_module, "_PATIENCE", 1)
+    monkeypatch.setattr(manager_module, "_TIMEOUT", 2)
+    name, again = keys(2)
+    with pytest.raises(StorageError, match="SystemExit"):
+        tq.kv_batch_put([name], "a", TensorDict({"x": NonTensorStack(Does(sys.exit, 1))}, batch_size=[1]))
+    tq.kv_batch_put([name, again], "a", numbers(2, 0))
+    assert tq.kv_batch_get([again], "a")["x"].values().tolist() == [1]
+
+
+def test_nothing_of_a_stranger_is_unpickled(queue, tmp_path):
+    manager = queue()
+    names, mark = keys(70), tmp_path / "ran"
+    tq.kv_batch_put(names, "a", numbers(70, 0))
+    code = pickle.dumps(Does(Path.touch, mark))
+    messages = [[code], [b""], [b"", b""], [b"\x80\x05garbage"], [b"", code], [b"x" * 5, code], [code, code, code]]
+    messages += [[bytes(size), code] for size in (16, 32, 48, 64)] + [[os.urandom(48), code]]
+    for info in manager._units.infos:
+        for identity in (b"stranger", manager.storage_manager_id.encode()):
+            with zmq.Context.instance().socket(zmq.DEALER) as stranger:
+                stranger.linger, stranger.rcvtimeo, stranger.identity = 0, 5000, identity
+                stranger.connect(info.to_addr("put_get_socket"))
+                for message in messages:
+                    stranger.send_multipart(message)
+                    assert stranger.recv_multipart() == [b""], message
+    assert not mark.exists()
+    assert tq.kv_batch_get(names, "a")["x"].values().tolist() == list(range(70))
+
+
+def test_nothing_of_an_impostor_is_unpickled(queue, tmp_path, monkeypatch):
+    """Another process has the port of a storage unit that is gone."""
+    manager, mark = queue(), tmp_path / "ran"
+    code = pickle.dumps(Does(Path.touch, mark))
+    with zmq.Context.instance().socket(zmq.ROUTER) as impostor:
+        port = impostor.bind_to_random_port("tcp://127.0.0.1")
+        info = ZMQServerInfo(manager._units.infos[0].role, "impostor", "127.0.0.1", {"put_get_socket": port})
+        monkeypatch.setattr(manager._units, "infos", [info])
+        for answer in ([code], [b"", code], [None, code], [None, None]):  # None: what it was sent
+
+            def answered(answer=answer):
+                who, *asked = impostor.recv_multipart()
+                impostor.send_multipart([who, *(frame or asked[at] for at, frame in enumerate(answer))])
+
+            thread = threading.Thread(target=answered)
+            thread.start()
+            with pytest.raises(StorageError, match=r"figures: storage unit impostor .* did not prove"):
+                tq.get_client()._run_coroutine(manager.figures())
+            thread.join()
+    assert not mark.exists()
+
+
+def test_the_secret_is_not_told_with_the_configuration(queue):
+    manager = queue()
+    conf = ray.get(ray.get_actor("TransferQueueController", namespace="transfer_queue").get_config.remote())
+    told = f"{conf}{conf.backend.Maskpack.units!r}{vars(manager)}"
+    assert "infos" not in told
+    assert repr(manager._units.secret) not in told
 
 
 # -------------------------------------------------------------------- errors

@@ -25,6 +25,7 @@ from frozen import agree, freeze
 from omegaconf import OmegaConf
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from transfer_queue.dataloader import StreamingDataLoader, StreamingDataset
+from transfer_queue.storage import AsyncSimpleStorageManager
 
 import maskpack.adapters.transferqueue  # noqa: F401  (registers the backend)
 
@@ -45,11 +46,14 @@ def queue(request):
         runtime_env={"env_vars": {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}},
     )
     options = {"storage_backend": request.param, request.param: {"num_data_storage_units": 2}}
+    pack = AsyncSimpleStorageManager._pack_field_values
+    AsyncSimpleStorageManager._pack_field_values = staticmethod(frozen.uncast(pack))
     try:
         tq.init(OmegaConf.create({"backend": options}))
         yield request.param
         tq.close()
     finally:
+        AsyncSimpleStorageManager._pack_field_values = staticmethod(pack)
         ray.shutdown()
 
 

@@ -26,7 +26,7 @@ class Direct(MaskpackStorageManager):
 
     def __init__(self, units=2, before=None):
         self.units, self.before = [Samples() for _ in range(units)], before
-        self._units, self._codec = Units(self.units), None
+        self._units, self._codec = Units(self.units, b""), None
 
     async def _ask(self, unit, request, *given):
         if self.before is not None:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import NonTensorStack, TensorDict
+from frozen import uncast
+from tensordict import NonTensorStack, TensorDict, lazy_stack
 
 pytest.importorskip("transfer_queue")
 
@@ -21,6 +22,7 @@ from transfer_queue.storage.simple_storage import StorageUnitData
 from maskpack.adapters.transferqueue import chunk as chunks
 from maskpack.adapters.transferqueue.chunk import Piece, stacked
 from maskpack.adapters.transferqueue.unit import Samples
+from maskpack.errors import LayoutError
 
 _UNITS = 2
 
@@ -47,7 +49,7 @@ class Theirs:
             for name in fields:
                 for place, value in zip(places, found[name], strict=True):
                     rows[name][place] = value
-        packed = {name: AsyncSimpleStorageManager._pack_field_values(values) for name, values in rows.items()}
+        packed = {name: uncast(AsyncSimpleStorageManager._pack_field_values)(values) for name, values in rows.items()}
         return TensorDict(packed, batch_size=len(samples))
 
     def clear(self, samples: list[int]) -> None:
@@ -276,6 +278,35 @@ def test_scalars_that_torch_cannot_index_are_reordered(dtype: torch.dtype) -> No
     assert got.dtype == dtype
     want = [given[row].view(1).view(torch.uint8).tolist() for row in (5, 0, 4, 2, 1, 3)]
     assert [row.view(1).view(torch.uint8).tolist() for row in got.unbind()] == want
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [torch.tensor([1]), torch.tensor([-0.7066])],
+        [torch.tensor([1.0]).bfloat16(), torch.tensor([16777217.0], dtype=torch.float64)],
+        [torch.tensor([True, False]), torch.tensor([3])],
+        [torch.tensor([[1, 2], [3, 4]]), torch.tensor([[0.5, 0.25]])],
+        [torch.tensor(2**53 + 1), torch.tensor(0.5)],
+    ],
+)
+def test_rows_of_different_dtypes_keep_them(rows: list[torch.Tensor]) -> None:
+    ours = Ours()
+    for sample, row in enumerate(rows):
+        ours.put([sample], TensorDict({"x": row[None]}, batch_size=[1]))
+    for order in ([0, 1], [1, 0]):
+        got = ours.get(order, ["x"]).get("x")
+        assert isinstance(got, NonTensorStack)
+        assert_equal(got.tolist(), [rows[sample] for sample in order], "x")
+
+
+def test_a_lazy_stack_of_rows_of_different_dtypes_is_refused() -> None:
+    rows = [TensorDict({"x": torch.tensor([2**24 + 1])}), TensorDict({"x": torch.tensor([0.5])})]
+    with pytest.raises(LayoutError, match="lazy stack whose rows differ"):
+        Ours().put([0, 1], lazy_stack(rows))
+    ours = Ours()
+    ours.put([0, 1], lazy_stack([rows[0], rows[0]]))
+    assert ours.get([1, 0], ["x"])["x"].values().tolist() == [2**24 + 1] * 2
 
 
 def test_padded_samples_are_put_whatever_the_variable_of_strict_mode_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from maskpack.core.bits import Words, word_dtype
 from maskpack.core.index import IntArray
 from maskpack.core.objects import Objects, Stowed, items_of, mapped, stack_of
 from maskpack.core.pads import PAD_TOKEN_ID, PER_ROW
+from maskpack.core.tree import dense_stack
 from maskpack.errors import LayoutError
 from maskpack.fields.options import not_strict
 from maskpack.fields.registry import MaskNestingRegistry
@@ -114,9 +115,10 @@ class Piece(NamedTuple):
 def packed(data: TensorDictBase, call: str) -> tuple[Chunk, dict[str, dict[str, Any]]]:
     """The chunk of some samples, and the schema of their fields as TransferQueue tells it to its controller.
 
-    Raises LayoutError for a field that is not one value for each sample.
+    Raises LayoutError for a field that is not one value for each sample, and for a lazy stack of rows that differ in
+    their shapes or dtypes.
     """
-    rows = data.batch_size[0]
+    data, rows = dense_stack(data, call), data.batch_size[0]
     columns = {name: _column(name, value, rows, call) for name, value in data.items()}
     schema = {name: column.schema() for name, column in columns.items()}
     turned = frozenset(name for name, column in columns.items() if column.turned)
@@ -278,7 +280,7 @@ def assembled(pieces: Sequence[Piece], fields: Sequence[str], rows: int) -> Tens
 
 def stacked(rows: Sequence[Any]) -> Any:
     """Rows as TransferQueue gives them back: a jagged tensor, else a nested one, else a NonTensorStack."""
-    if not all(isinstance(row, Tensor) for row in rows):
+    if not all(isinstance(row, Tensor) and row.dtype == rows[0].dtype for row in rows):  # torch would cast them
         return stack_of(rows)
     if all(row.dim() == 0 for row in rows):
         return torch.stack(list(rows))
@@ -286,7 +288,7 @@ def stacked(rows: Sequence[Any]) -> Any:
         try:
             return torch.nested.as_nested_tensor(list(rows), layout=layout)
         except (RuntimeError, TypeError):
-            continue  # rows of different dtypes or dims
+            continue  # rows of different dims
     return stack_of(rows)
 
 

@@ -10,6 +10,7 @@ _sockets: Any = import_module("transfer_queue.utils.zmq_utils")
 
 zmq: Any = import_module("zmq")
 open_dict: Any = import_module("omegaconf").open_dict
+InMemoryStorageManager: Any = _storage.AsyncSimpleStorageManager
 StorageManager: Any = _storage.StorageManager
 StorageManagerFactory: Any = _storage.StorageManagerFactory
 StorageKeyNotFoundError: Any = _storage.StorageKeyNotFoundError

@@ -14,6 +14,7 @@ import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from secrets import token_bytes
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from maskpack.adapters.transferqueue import chunk as chunks
 from maskpack.adapters.transferqueue.chunk import Chunk, Piece
 from maskpack.adapters.transferqueue.large import decoded, encoded
 from maskpack.adapters.transferqueue.library import (
+    InMemoryStorageManager,
     SocketPool,
     StorageBootstrapProvider,
     StorageKeyNotFoundError,
@@ -32,7 +34,18 @@ from maskpack.adapters.transferqueue.library import (
     open_dict,
     strategies_of_nodes,
 )
-from maskpack.adapters.transferqueue.server import DONE, NO_SAMPLE, SOCKET, frames, message, start_units
+from maskpack.adapters.transferqueue.server import (
+    ANSWER,
+    DONE,
+    NO_SAMPLE,
+    NONCE,
+    REQUEST,
+    SOCKET,
+    Seal,
+    message,
+    start_units,
+)
+from maskpack.adapters.transferqueue.unit import check_digest, digest_of
 from maskpack.core.bits import Words
 from maskpack.errors import MaskpackError, StorageError
 from maskpack.packed.file import codec as codecs
@@ -44,7 +57,9 @@ _RUNS = 8
 """Runs of consecutive rows that are sent as chunks of their own; rows in more pieces are taken into one."""
 _PATIENCE, _TIMEOUT = 5, 200
 """Seconds after which a silent storage unit is looked for, and after which it is given up."""
-_FILE = "maskpack.json"
+_FILE, _CONTROLLER = "maskpack.json", "../controller_state.pkl"
+"""In the folder of a checkpoint: the list of the files, and the file that TransferQueue writes beside it before."""
+_FORMAT = "maskpack samples 1"
 _OPTIONS = {"num_data_storage_units", "required_node_resource", "codec"}
 
 
@@ -62,19 +77,25 @@ def start(conf: Any) -> list[Any]:
         )
     codecs.check(codec, "transfer_queue.init")
     resource = given.get("required_node_resource")
-    units = start_units(strategies_of_nodes(count, required_node_resource=resource))
+    secret = token_bytes(32)
+    units = start_units(strategies_of_nodes(count, required_node_resource=resource), secret)
     infos = ray.get([unit.address.remote() for unit in units])
     with open_dict(conf):
-        conf.backend[NAME] = {**given, "codec": codec, "units": Units(infos)}
+        conf.backend[NAME] = {**given, "codec": codec, "units": Units(infos, secret)}
     return units
 
 
 class Units:
     """The storage units of a run. TransferQueue hands it to each process with its configuration; that the class is from
-    this package is what registers the backend there."""
+    this package is what registers the backend there.
 
-    def __init__(self, infos: Sequence[Any]) -> None:
-        self.infos = list(infos)
+    Attributes:
+        infos: where they are reached.
+        secret: what the processes of the run prove to each other that they know.
+    """
+
+    def __init__(self, infos: Sequence[Any], secret: bytes) -> None:
+        self.infos, self.secret = list(infos), secret
 
 
 class MaskpackStorageManager(StorageManager):
@@ -82,6 +103,7 @@ class MaskpackStorageManager(StorageManager):
 
     def __init__(self, controller_info: Any, config: Any, zmq_context: Any = None) -> None:
         self._units: Units = config["units"]
+        self._requests, self._answers = (Seal(self._units.secret, direction) for direction in (REQUEST, ANSWER))
         self._codec: str | None = config.get("codec")
         super().__init__(controller_info, config, zmq_context=zmq_context)
         self._sockets = SocketPool(self.zmq_context, self.storage_manager_id, SOCKET)  # `_received` has its own timeout
@@ -207,54 +229,90 @@ class MaskpackStorageManager(StorageManager):
 
     # ---------------------------------------------------------------- checkpoints and sizes
 
+    def _form(self) -> dict[str, Any]:
+        return {"format": _FORMAT, "storage_units": len(self._units.infos), "block": _BLOCK}
+
     async def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Writes the samples of all storage units into a folder that all of them reach."""
+        """Writes the samples of all storage units into a folder that all of them reach, and the BLAKE2b of each file:
+        of the units, and of the controller, which TransferQueue has written before."""
         folder = Path(checkpoint_dir) / NAME.lower()
         folder.mkdir(parents=True, exist_ok=True)
-        count = len(self._units.infos)
-        await _all(self._ask(unit, "save", str(folder / f"{unit}.pickle")) for unit in range(count))
-        (folder / _FILE).write_text(json.dumps({"storage_units": count, "block": _BLOCK}))
+        digests = await _all(self._ask(unit, "save", str(file)) for unit, file in enumerate(self._files(folder)))
+        controller = None
+        if (folder / _CONTROLLER).exists():
+            with open(folder / _CONTROLLER, "rb") as file:
+                controller = digest_of(file)
+        (folder / _FILE).write_text(json.dumps({**self._form(), "blake2b": [*digests, controller]}))
 
     async def load_checkpoint(self, checkpoint_dir: str) -> None:
-        """Replaces all samples by those that `save_checkpoint` wrote.
+        """Replaces all samples by those that `save_checkpoint` wrote. If a file is not as it was written, all samples
+        stay as they are.
 
-        Raises FileNotFoundError for a folder without a checkpoint, and ValueError for one of another number of storage
-        units.
+        Raises FileNotFoundError for a folder without a checkpoint, ValueError for one of another number of storage
+        units and for another file of the controller, and StorageError for other files of samples.
         """
-        folder, count = Path(checkpoint_dir) / NAME.lower(), len(self._units.infos)
+        folder, form = Path(checkpoint_dir) / NAME.lower(), self._form()
         if not (folder / _FILE).exists():
             raise FileNotFoundError(
                 f"load_checkpoint: {folder / _FILE} does not exist; expected a checkpoint of the backend {NAME}. Load "
                 "the folder that save_checkpoint wrote."
             )
-        saved = json.loads((folder / _FILE).read_text())
-        if saved != {"storage_units": count, "block": _BLOCK}:
+        try:
+            saved = json.loads((folder / _FILE).read_text())
+            *digests, controller = saved.pop("blake2b")
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise ValueError(
-                f"load_checkpoint: the checkpoint is of {saved}; expected {count} storage units in blocks of {_BLOCK}. "
-                "Start TransferQueue with as many storage units as were saved."
+                f"load_checkpoint: {folder / _FILE} is not what save_checkpoint wrote ({error!r}); expected JSON with "
+                "the BLAKE2b of each file. Load another checkpoint."
+            ) from error
+        if saved != form or len(digests) != len(self._units.infos):
+            raise ValueError(
+                f"load_checkpoint: {folder / _FILE} has {saved}; expected {form}. Start TransferQueue with as many "
+                "storage units as were saved."
             )
-        await _all(self._ask(unit, "load", str(folder / f"{unit}.pickle")) for unit in range(count))
+        if controller is not None:
+            with open(folder / _CONTROLLER, "rb") as file:
+                check_digest(file, controller)
+        loads = enumerate(zip(map(str, self._files(folder)), digests, strict=True))
+        loaded = False
+        try:
+            await _all(self._ask(unit, "load", *given) for unit, given in loads)
+            loaded = True
+        finally:
+            await self._all_units("switch", loaded)
+
+    def _files(self, folder: Path) -> list[Path]:
+        return [folder / f"{unit}.pickle" for unit in range(len(self._units.infos))]
 
     async def figures(self) -> list[dict[str, int]]:
         """For each storage unit: samples, chunks, the bytes it holds in chunks and in large tensors, and the bytes that
         it received and sent."""
-        return await _all(self._ask(unit, "figures") for unit in range(len(self._units.infos)))
+        return await self._all_units("figures")
+
+    async def _all_units(self, request: str, *given: Any) -> list[Any]:
+        return await _all(self._ask(unit, request, *given) for unit in range(len(self._units.infos)))
 
     # ---------------------------------------------------------------- messages
 
     async def _ask(self, unit: int, request: str, *given: Any) -> Any:
-        info = self._units.infos[unit]
+        info, nonce = self._units.infos[unit], token_bytes(NONCE)
+        where = f"{request}: storage unit {info.id} at {info.ip}:{info.ports[SOCKET]}"
         async with self._sockets.alease(info) as socket:
-            await socket.send_multipart(frames((request, given)), copy=False)
-            kind, answer = message(await self._received(socket, info, request))
+            await socket.send_multipart(self._requests.frames((request, given), nonce), copy=False)
+            received = await self._received(socket, info, where)
+        if self._answers.nonce(received) != nonce:
+            raise StorageError(
+                f"{where} did not prove that it knows the secret of the run; expected that of the run. Another process "
+                "may have its port: restart the run from its last checkpoint."
+            )
+        kind, answer = message(received)
         if kind == DONE:
             return answer
-        text = f"{request}: storage unit {info.id} at {info.ip}:{info.ports[SOCKET]}: {answer}"
-        raise StorageKeyNotFoundError(text) if kind == NO_SAMPLE else StorageError(text)
+        raise (StorageKeyNotFoundError if kind == NO_SAMPLE else StorageError)(f"{where}: {answer}")
 
-    async def _received(self, socket: Any, info: Any, request: str) -> Any:
+    async def _received(self, socket: Any, info: Any, where: str) -> Any:
         """The frames of an answer. A storage unit that is silent for a while must at least be reached."""
-        where, waited = f"{info.ip}:{info.ports[SOCKET]}", 0
+        waited = 0
         answer = asyncio.ensure_future(socket.recv_multipart(copy=False))
         try:
             while not (await asyncio.wait([answer], timeout=_PATIENCE))[0]:
@@ -264,13 +322,13 @@ class MaskpackStorageManager(StorageManager):
                     writer.close()
                 except (OSError, asyncio.TimeoutError) as error:
                     raise StorageError(
-                        f"{request}: storage unit {info.id} at {where} is gone ({error}), and its samples are lost; "
-                        "expected an answer. Restart the run from its last checkpoint."
+                        f"{where} is gone ({error}), and its samples are lost; expected an answer. Restart the run "
+                        "from its last checkpoint."
                     ) from error
                 if waited >= _TIMEOUT:
                     raise StorageError(
-                        f"{request}: storage unit {info.id} at {where} did not answer in {waited} s; expected an "
-                        "answer. Check whether its process is still running."
+                        f"{where} did not answer in {waited} s; expected an answer. Check whether its process is "
+                        "still running."
                     )
             return answer.result()
         finally:
@@ -286,6 +344,7 @@ class MaskpackStorageManager(StorageManager):
 
 StorageBootstrapProvider.register_provider(NAME)(start)
 StorageManagerFactory.register(NAME)(MaskpackStorageManager)
+InMemoryStorageManager.register(MaskpackStorageManager)  # whose samples are saved also for include_storage=False
 
 
 async def _all(asked: Iterable[Awaitable[Any]]) -> list[Any]:

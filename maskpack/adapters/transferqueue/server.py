@@ -1,16 +1,18 @@
 """Storage units as Ray actors, and the messages between them and the clients.
 
-    client --[request, buffers...]--> ROUTER of a unit, one thread --[answer, buffers...]--> client
+    client --[seal, request, buffers...]--> ROUTER of a unit, one thread --[seal, answer, buffers...]--> client
 
 A message is a pickle whose large buffers are frames of their own, so that ZeroMQ sends packed rows from where they lie.
-As all traffic of TransferQueue, it is for processes that trust each other.
+Pickles can run code, so one is read only if its seal is right: a nonce, and a MAC by the secret of the run.
 """
 
 from __future__ import annotations
 
+import hmac
 import pickle
 import threading
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any
 from uuid import uuid4
 
@@ -28,27 +30,54 @@ from maskpack.adapters.transferqueue.unit import NoSampleError, Samples
 from maskpack.errors import FieldError, MaskpackError
 
 SOCKET = "put_get_socket"
+REQUEST, ANSWER = b"request", b"answer"
 DONE, NO_SAMPLE, NO_FIELD, FAILED = "done", "no sample", "no field", "failed"
-_REQUESTS = frozenset(["put", "get", "clear", "hold", "store", "fetch", "release", "figures", "save", "load"])
+_REQUESTS = frozenset(["put", "get", "clear", "hold", "store", "fetch", "release", "figures", "save", "load", "switch"])
 
 
-def frames(message: Any) -> list[Any]:
-    """A message as frames: a pickle, then its buffers."""
-    buffers: list[pickle.PickleBuffer] = []
-    head = pickle.dumps(message, 5, buffer_callback=buffers.append)
-    return [head, *(buffer.raw() for buffer in buffers)]
+NONCE, _MAC = 16, 32
+REFUSAL: list[Any] = [b""]
+"""The answer to those who do not know the secret."""
+
+
+class Seal:
+    """Makes and checks the messages in one direction, named by at most 16 bytes, between processes of a run.
+
+    An answer has the nonce of its request, so an older answer cannot stand for it. Buffers are not part of the MAC:
+    they hold numbers only.
+    """
+
+    def __init__(self, secret: bytes, direction: bytes) -> None:
+        self._secret, self._direction = secret, direction
+
+    def frames(self, message: Any, nonce: bytes) -> list[Any]:
+        """A message as frames: its seal, a pickle, then the buffers of the pickle."""
+        buffers: list[pickle.PickleBuffer] = []
+        head = pickle.dumps(message, 5, buffer_callback=buffers.append)
+        return [nonce + self._mac(head, nonce), head, *(buffer.raw() for buffer in buffers)]
+
+    def nonce(self, received: Sequence[Any]) -> bytes | None:
+        """The nonce of a message whose seal is right, else None."""
+        if len(received) < 2 or len(received[0]) != NONCE + _MAC:
+            return None
+        nonce, mac = received[0].bytes[:NONCE], received[0].bytes[NONCE:]
+        return nonce if hmac.compare_digest(mac, self._mac(received[1].buffer, nonce)) else None
+
+    def _mac(self, head: Any, nonce: bytes) -> bytes:
+        return blake2b(head, digest_size=_MAC, key=self._secret, salt=nonce, person=self._direction).digest()
 
 
 def message(received: Sequence[Any]) -> Any:
-    """The message in frames; its arrays lie in them."""
-    head, *buffers = received
+    """The message in frames whose seal is right; its arrays lie in them."""
+    _, head, *buffers = received
     return pickle.loads(head.buffer, buffers=[frame.buffer for frame in buffers])
 
 
 class StorageUnit:
     """Serves the samples of one storage unit, from the start until its process ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, secret: bytes) -> None:
+        self._requests, self._answers = Seal(secret, REQUEST), Seal(secret, ANSWER)
         self._samples = Samples()
         self._sent = self._received = 0
         ip: str = node_ip()
@@ -70,6 +99,9 @@ class StorageUnit:
             self._socket.send_multipart([who, *answer], copy=False)
 
     def _answer(self, received: Sequence[Any]) -> list[Any]:
+        nonce = self._requests.nonce(received)
+        if nonce is None:
+            return REFUSAL
         try:
             name, given = message(received)
             if name not in _REQUESTS:
@@ -77,16 +109,17 @@ class StorageUnit:
             found = getattr(self._samples, name)(*given)
             if name == "figures":
                 found |= {"received_bytes": self._received, "sent_bytes": self._sent}
-            return frames((DONE, found))
+            return self._answers.frames((DONE, found), nonce)
         except NoSampleError as error:
-            return frames((NO_SAMPLE, str(error.args[0])))
+            failed = NO_SAMPLE, str(error.args[0])
         except FieldError as error:
-            return frames((NO_FIELD, str(error)))
-        except Exception as error:  # it is the caller's, who raises it
-            return frames((FAILED, f"{type(error).__name__}: {error}"))
+            failed = NO_FIELD, str(error)
+        except BaseException as error:  # it is the caller's, who raises it; SystemExit would end the thread
+            failed = FAILED, f"{type(error).__name__}: {error}"
+        return self._answers.frames(failed, nonce)
 
 
-def start_units(strategies: Sequence[Any]) -> list[Any]:
+def start_units(strategies: Sequence[Any], secret: bytes) -> list[Any]:
     """Actors of storage units, one for each scheduling strategy."""
     actor: Any = ray.remote(num_cpus=1)(StorageUnit)
-    return [actor.options(scheduling_strategy=strategy).remote() for strategy in strategies]
+    return [actor.options(scheduling_strategy=strategy).remote(secret) for strategy in strategies]

@@ -10,12 +10,13 @@ them, are joined once there are SMALL of them, or when a get meets several.
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from maskpack.adapters.transferqueue.chunk import Chunk, Piece, digests
 from maskpack.adapters.transferqueue.large import Large
@@ -72,6 +73,7 @@ class Samples:
     _waiting: dict[Any, dict[int, None]] = field(default_factory=dict[Any, dict[int, None]])
     """Small chunks of each kind that are to be joined."""
     _next: int = 0
+    _loaded: Any = None
 
     # ---------------------------------------------------------------- samples
 
@@ -280,30 +282,47 @@ class Samples:
             "large_bytes": sum(stored),
         }
 
-    def save(self, path: str) -> None:
-        """Writes all of it to a file, which appears once it is whole."""
+    def save(self, path: str) -> str:
+        """Writes all of it to a file, which appears once it is whole; returns `digest_of` the file."""
         target = Path(path)
         partial = target.with_name(f"{target.name}.partial")
-        with open(partial, "wb") as file:
-            pickle.dump((_FORMAT, self.chunks, self.rows, self.large, self._next), file, protocol=5)
+        with open(partial, "wb+") as file:
+            pickle.dump((self.chunks, self.rows, self.large, self._next), file, protocol=5)
+            digest = digest_of(file)
         partial.replace(target)
+        return digest
 
-    def load(self, path: str) -> None:
-        """Replaces all of it by what `save` wrote. As TransferQueue's own, such files are pickles: load your own only.
-
-        Raises ValueError for a file of another format.
-        """
+    def load(self, path: str, digest: str) -> None:
+        """Reads what `save` wrote, beside what is here; raises ValueError for other bytes than that."""
         with open(path, "rb") as file:
-            found: tuple[Any, ...] = pickle.load(file)
-        if type(found) is not tuple or found[0] != _FORMAT:
-            raise ValueError(
-                f"load: {path} is not the checkpoint of a maskpack storage unit; expected {_FORMAT}. Load the folder "
-                "with the storage backend that saved it."
-            )
-        self.chunks, self.rows, self.large, self._next = found[1:]
-        self._waiting.clear()
-        for number in tuple(self.chunks):
-            self._wait(number)
+            check_digest(file, digest)
+            self._loaded = pickle.load(file)
+
+    def switch(self, loaded: bool) -> None:
+        """Replaces all of it by what was loaded, or forgets what was loaded."""
+        found, self._loaded = self._loaded, None
+        if loaded:
+            self.chunks, self.rows, self.large, self._next = found
+            self._waiting.clear()
+            for number in tuple(self.chunks):
+                self._wait(number)
 
 
-_FORMAT = "maskpack samples 1"
+def digest_of(file: BinaryIO) -> str:
+    """BLAKE2b of a file, from its beginning."""
+    digest = hashlib.blake2b(digest_size=32)
+    file.seek(0)
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def check_digest(file: BinaryIO, digest: str) -> None:
+    """Raises ValueError for a file with another digest; then it is at its beginning."""
+    seen = digest_of(file)
+    if seen != digest:
+        raise ValueError(
+            f"load_checkpoint: {file.name} has the BLAKE2b {seen}; expected {digest}. It is damaged, or from another "
+            "checkpoint. Load a folder as save_checkpoint wrote it."
+        )
+    file.seek(0)
