@@ -65,7 +65,7 @@ class StorageError(MaskpackError, RuntimeError):
 
 
 class Cancelled(MaskpackError):
-    """A call was cancelled before the rank started its part."""
+    """A call was cancelled before the rank answered."""
 
 
 class RemoteTraceback(Exception):

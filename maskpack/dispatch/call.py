@@ -3,8 +3,8 @@
     Part  rank 0  rows 0 1 2   replies of its actors, returned rows   answered | failed | open
     Part  rank 1  rows 3 4 5
 
-`retry` sends the rows of parts without a result again and keeps the results of the others. A part that no actor has
-begun can be taken back: a Ticket in the key-value store of the cluster records who came first, an actor or the driver.
+`retry` sends the rows of parts without a result again and keeps the results of the others. An actor runs what it was
+sent, also when the driver waits no more.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import math
 import re
 import threading
 import time
-import uuid
-from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -26,7 +24,6 @@ from typing import Any, Literal, Protocol, cast
 import numpy as np
 import ray
 import torch
-from ray.experimental import internal_kv
 from tensordict import TensorDict
 
 from maskpack.core.arguments import said
@@ -45,7 +42,6 @@ Results = Literal["padded", "nested", "view"]
 
 _log = logging.getLogger(__name__)
 _ray: Any = ray
-_kv: Any = internal_kv
 _LOOK = 0.1
 """Seconds between two checks of a waiting thread whether the call is still awaited."""
 
@@ -72,37 +68,6 @@ class Request:
     plan: RankPlans | None = None
 
 
-_ended: deque[bytes] = deque()
-"""The keys of tickets that this process has used, the oldest first."""
-_KEPT = 256
-"""The number of used tickets that are kept: the driver may not have the reply yet, and a peer may not have begun."""
-
-
-@dataclass(frozen=True)
-class Ticket:
-    """Decides a race: either the actors of a part begin it, or the driver takes it back."""
-
-    key: bytes = field(default_factory=lambda: uuid.uuid4().bytes)
-
-    def begin(self) -> bool:
-        """Called by the actors. Returns False if the driver has taken the part back."""
-        while len(_ended) > _KEPT:
-            _kv._internal_kv_del(_ended.popleft(), namespace="maskpack")
-        return self._is_first(b"begun")
-
-    def end(self) -> None:
-        """Marks the ticket as used; its entry is deleted some calls later."""
-        _ended.append(self.key)
-
-    def take_back(self) -> bool:
-        """Called by the driver. Returns False if an actor has begun."""
-        return self._is_first(b"taken back")
-
-    def _is_first(self, word: bytes) -> bool:
-        there: bool = _kv._internal_kv_put(self.key, word, overwrite=False, namespace="maskpack")
-        return not there or _kv._internal_kv_get(self.key, namespace="maskpack") == word
-
-
 @dataclass
 class Part:
     """The rows of one rank, and their state.
@@ -110,10 +75,9 @@ class Part:
     Attributes:
         rank: the number of the rank in the group.
         rows: int64 [n], row numbers of the batch.
-        replies: a reference for each actor of the rank; empty if the part could not be sent.
+        replies: a reference for each actor of the rank; empty if the part could not be sent, or was cancelled.
         collector: the index in `replies` of the actor whose result is collected.
         packed: a reference to the rows that the collector returns.
-        ticket: records whether an actor has begun.
         reply, result: of the collector, once all actors have answered. `result` is a PackedBatch or a BatchView.
         error: the reason if there is no reply.
         sent: when its actors were called: by the driver's clock, and by the time of day.
@@ -126,7 +90,6 @@ class Part:
     replies: list[Any]
     collector: int
     packed: Any
-    ticket: Ticket
     reply: RankReply | None = None
     result: Any = None
     error: BaseException | None = None
@@ -142,10 +105,8 @@ class Part:
     @property
     def lost(self) -> bool:
         """Whether one of its actors has died, cannot be reached, or has not answered (it may wait for a peer that
-        failed). False for a part that was never sent."""
-        if not self.replies or self.taken_back:
-            return False
-        return not self.answered or isinstance(self.error, _ray.exceptions.RayActorError)
+        failed). False for a part that was never sent, or was cancelled."""
+        return not self.answered or (bool(self.replies) and isinstance(self.error, _ray.exceptions.RayActorError))
 
     @property
     def away(self) -> bool:
@@ -156,19 +117,6 @@ class Part:
     def answered(self) -> bool:
         """Whether each of its actors has answered or died."""
         return not _open(self.replies)
-
-    @property
-    def taken_back(self) -> bool:
-        return isinstance(self.error, Cancelled)
-
-    def take_back(self) -> bool:
-        """Takes the part back. Returns whether no actor has begun it, and none will."""
-        if self.taken_back or not self.replies:
-            return True
-        if self.reply is not None or not self.late or self.answered or not self.ticket.take_back():
-            return False
-        self.error = Cancelled("taken back before it began")
-        return True
 
 
 @dataclass(frozen=True)
@@ -271,14 +219,10 @@ class Call:
     _turn: Any = field(default_factory=threading.Lock)
     """Held by the thread that waits for the ranks; other threads wait for that one."""
     _guard: Any = field(default_factory=threading.Lock)
-    """Guards the four attributes below."""
+    """Guards the two attributes below, and the parts against `cancel`."""
     _future: Future[Any] | None = None
     """The future that all awaits share; one thread waits for the ranks."""
     _awaiting: int = 0
-    _waiting: int = 0
-    """The number of threads in `result`."""
-    _given_up: bool = False
-    """Whether the last await was cancelled while no thread was in `result`."""
 
     def __await__(self) -> Generator[Any, None, Any]:
         with self._guard:
@@ -289,16 +233,11 @@ class Call:
                 # asyncio would join a thread of its executor on exit
                 threading.Thread(target=self._watch, args=(self._future,), daemon=True).start()
             future = self._future
-        given_up = False
         try:
             return (yield from asyncio.wrap_future(future).__await__())
-        except (asyncio.CancelledError, GeneratorExit):
-            given_up = True
-            raise
         finally:
             with self._guard:
                 self._awaiting -= 1
-                self._given_up = given_up and not self._awaiting and not self._waiting
 
     def _is_awaited(self) -> bool:
         return self._awaiting > 0
@@ -307,17 +246,14 @@ class Call:
         """Waits for the ranks as long as the call is awaited."""
         while True:
             try:
-                value, error = self._result(None, self._is_awaited), None
+                value, error = self._result(math.inf, self._is_awaited), None
             except BaseException as raised:
                 value, error = None, raised
             with self._guard:
-                gone, given_up = isinstance(error, _Unwanted), self._given_up
-                if gone and self._awaiting:
+                if isinstance(error, _Unwanted) and self._awaiting:
                     continue
                 self._future = None
-            if gone and given_up:
-                self.cancel()
-            elif error is None:
+            if error is None:
                 future.set_result(value)
             else:
                 future.set_exception(error)
@@ -328,16 +264,20 @@ class Call:
         return not _open([ref for part in self.parts if part.late for ref in part.replies])
 
     def cancel(self) -> list[int]:
-        """Takes back the parts that no rank has begun. They will not run, even if their rank is busy or hangs.
+        """Gives up the ranks that have not answered, and returns them.
 
-        Parts that have begun continue, and their results count. `result` then raises a WorkerError that names the ranks
-        whose parts were taken back, and `retry` sends their rows again. Ranks that have begun and enter a collective
-        wait there for the others.
-
-        Returns:
-            The ranks that have begun or answered.
+        They run what they were sent, and later calls wait behind it, but its results are dropped. `result` then raises
+        a WorkerError that names these ranks, and `retry` sends their rows again, also to them.
         """
-        return sorted({part.rank for part in self.parts if not part.take_back()})
+        given_up = Cancelled("cancelled before it answered; the rank runs it, and its result is dropped")
+        with self._guard:
+            ranks = [] if self._done else [part.rank for part in self.parts if part.late and not part.answered]
+            if ranks:
+                self.parts = [
+                    replace(part, replies=[], packed=None, error=given_up) if part.rank in ranks else part
+                    for part in self.parts
+                ]
+        return ranks
 
     def result(self, timeout: float | None = None) -> Any:
         """Waits for the result, which is that of `WorkerGroup.call`.
@@ -349,42 +289,28 @@ class Call:
             WorkerError: ranks failed or did not answer in time, or their results do not fit together. A later `result`
                 collects the answers of late ranks.
         """
-        if timeout is not None:
-            seconds(timeout, "timeout", "Call.result")
-        with self._guard:
-            self._waiting += 1
         try:
-            return self._result(timeout)
+            return self._result(deadline(timeout, "Call.result"))
         except KeyboardInterrupt as stop:
-            self._interrupted(stop)
+            cast("Any", stop).call = self
+            if hasattr(stop, "add_note"):
+                cast("Any", stop).add_note(
+                    f'WorkerGroup: "{self.request.method}" goes on on the ranks that have not answered. The Call is '
+                    "the attribute `call` of this KeyboardInterrupt: its result() waits for them again."
+                )
             raise
-        finally:
-            with self._guard:
-                self._waiting -= 1
 
-    def _result(self, timeout: float | None, wanted: Callable[[], bool] = lambda: True) -> Any:
-        until = math.inf if timeout is None else time.monotonic() + timeout
+    def _result(self, until: float, wanted: Callable[[], bool] = lambda: True) -> Any:
+        timeout = left(until)
         if not self._turn.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
             self._check()  # another thread waits for these ranks, with its own timeout
             self._turn.acquire()  # all ranks have answered, and the other thread decodes the results
         try:
             if not self._done:
-                self._finish(None if timeout is None else max(0.0, until - time.monotonic()), wanted)
+                self._finish(until, wanted)
             return self._value
         finally:
             self._turn.release()
-
-    def _interrupted(self, stop: KeyboardInterrupt) -> None:
-        """Takes back parts that have not begun, and adds the call and a note to the exception."""
-        begun = self.cancel()
-        cast("Any", stop).call = self
-        note = (
-            f'WorkerGroup: "{self.request.method}" was interrupted; '
-            f"{f'ranks {begun} have begun, and go on' if begun else 'no rank has begun'}. The Call is the attribute "
-            "`call` of this KeyboardInterrupt: its retry() sends the rows that have no result."
-        )
-        if hasattr(stop, "add_note"):
-            cast("Any", stop).add_note(note)
 
     def retry(self, group: Sender | None = None) -> Call:
         """Sends the rows without a result again, to the ranks that are alive or to those of another group.
@@ -434,8 +360,8 @@ class Call:
 
     # ---------------------------------------------------------------- waiting
 
-    def _finish(self, timeout: float | None, wanted: Callable[[], bool]) -> None:
-        self._collect(timeout, wanted)
+    def _finish(self, until: float, wanted: Callable[[], bool]) -> None:
+        self._collect(until, wanted)
         gone = _rows_gone(self.parts, nodes_alive()) if self.request.format == "view" else {}
         for part in self.parts:
             if id(part) in gone:
@@ -451,40 +377,38 @@ class Call:
             raise WorkerError(
                 f'WorkerGroup: what the ranks returned from "{method}" does not fit together: {error}', method, (), self
             ) from error
-        self._done = True
-        self.parts = []
+        with self._guard:
+            self._done, self.parts = True, []
         self.request = replace(request, args=(), kwargs={})
         self._count(parts, begun)  # an error in it leaves the result to the next `result`
 
-    def _collect(self, timeout: float | None, wanted: Callable[[], bool]) -> None:
+    def _collect(self, until: float, wanted: Callable[[], bool]) -> None:
         """Collects replies until all parts are settled, the timeout is over, or the grace after a failure is over."""
         begun = time.perf_counter()
-        until = math.inf if timeout is None else time.monotonic() + timeout
         graced = math.inf
-        if any(part.reply is None and not part.late for part in self.parts):  # failed in an earlier `result`
+        parts = self.parts
+        if any(part.reply is None and not part.late for part in parts):  # failed in an earlier `result`
             graced = time.monotonic() + self.request.grace
-        owner = {ref: part for part in self.parts if part.late for ref in part.replies}
+        owner = {ref: part for part in parts if part.late for ref in part.replies}
         for part in owner.values():
             part.error = None
         waiting = list(owner)
         while waiting:
-            left = max(0.0, min(until, graced) - time.monotonic())
-            ready, waiting = _ray.wait(waiting, num_returns=1, timeout=min(left, _LOOK), fetch_local=False)
+            rest = max(0.0, min(until, graced) - time.monotonic())
+            ready, waiting = _ray.wait(waiting, num_returns=1, timeout=min(rest, _LOOK), fetch_local=False)
             if not wanted():
                 raise _Unwanted
-            if not ready and left <= _LOOK:
+            if self.parts is not parts:  # cancelled by another thread
+                self._collect(until, wanted)
+                return
+            if not ready and rest <= _LOOK:
                 break
-            back = [ref for ref in waiting if owner[ref].taken_back]  # by another thread, or after an interrupt
-            if back:
-                waiting = [ref for ref in waiting if ref not in back]
-                graced = min(graced, time.monotonic() + self.request.grace)
-            left = None if until == math.inf else max(0.0, until - time.monotonic())
             for ref in ready:
                 part = owner[ref]
                 if all(peer not in waiting for peer in part.replies):
-                    self._settle(part, left, begun)
+                    self._settle(part, until, begun)
                 elif part.error is None:
-                    part.error = _got([ref], left)[1]  # its peers may wait for it forever
+                    part.error = _got([ref], left(until))[1]  # its peers may wait for it forever
                 if part.error is not None:
                     graced = min(graced, time.monotonic() + self.request.grace)
         for part in (owner[ref] for ref in waiting):
@@ -505,20 +429,17 @@ class Call:
             _log.log(logging.WARNING if lost else logging.INFO, '"%s" failed on %s', self.request.method, failure)
             self.group.failed(self.request.method, failure, lost)
 
-    def _settle(self, part: Part, timeout: float | None, waited: float) -> None:
+    def _settle(self, part: Part, until: float, waited: float) -> None:
         """Sets the reply, the result or the error of a part that all its actors have answered. `waited` is when the
         driver began to wait."""
-        replies, part.error = _got(part.replies, timeout)
+        replies, part.error = _got(part.replies, left(until))
         if part.error is None:
-            reply: RankReply | None = replies[part.collector]
-            if all(each is not None for each in replies):
-                self.group.ran_on(part.rank, [each.node for each in replies])
-            if reply is None:
-                part.error = Cancelled("taken back before it began")
-            elif reply.has_rows and self.request.format == "view":
+            reply: RankReply = replies[part.collector]
+            self.group.ran_on(part.rank, [each.node for each in replies])
+            if reply.has_rows and self.request.format == "view":
                 part.result = BatchView.at(part.packed, cast("BatchMeta", reply.meta))
             elif reply.has_rows:
-                (part.result,), part.error = _got([part.packed], timeout)
+                (part.result,), part.error = _got([part.packed], left(until))
             part.reply = reply if part.error is None else None
             if part.reply is not None:
                 now = time.perf_counter()
@@ -589,6 +510,19 @@ def seconds(value: Any, name: str, call: str) -> None:
     known = isinstance(value, int | float | np.number) and not isinstance(value, bool)
     if not known or not cast("Any", value) >= 0:
         raise MaskpackError(f"{call}: {name} is {said(value)}; expected seconds, from 0. Give a number.")
+
+
+def deadline(timeout: float | None, call: str) -> float:
+    """When `timeout` seconds from now are over, by `time.monotonic`; infinity for None."""
+    if timeout is None:
+        return math.inf
+    seconds(timeout, "timeout", call)
+    return time.monotonic() + timeout
+
+
+def left(until: float) -> float | None:
+    """The seconds until a deadline; None without one."""
+    return None if until == math.inf else max(0.0, until - time.monotonic())
 
 
 class _Unwanted(Exception):
@@ -673,22 +607,20 @@ def _failed(
 
 
 def answers(
-    asked: Mapping[Any, tuple[int, int]], method: str, timeout: float | None, grace: float, remedy: str
+    asked: Mapping[Any, tuple[int, int]], method: str, until: float, grace: float, remedy: str
 ) -> dict[Any, Any]:
     """The value of each reference, which belongs to a rank and an actor. Raises WorkerError if actors fail or are
     late."""
     begun = time.monotonic()
-    until = math.inf if timeout is None else begun + timeout
     values: dict[Any, Any] = {}
     errors: dict[Any, BaseException] = {}
     waiting = list(asked)
     while waiting:
-        left = None if until == math.inf else max(0.0, until - time.monotonic())
-        ready, waiting = _ray.wait(waiting, num_returns=1, timeout=left, fetch_local=False)
+        ready, waiting = _ray.wait(waiting, num_returns=1, timeout=left(until), fetch_local=False)
         if not ready:
             break
         for ref in ready:
-            (values[ref],), error = _got([ref], left)
+            (values[ref],), error = _got([ref], left(until))
             if error is not None:
                 errors[ref] = error
                 until = min(until, time.monotonic() + grace)

@@ -118,13 +118,8 @@ def endpoint(
                 f"{method.__name__}: called with a plan, and takes none; expected a parameter `plan`. Add it, decorate "
                 "the method with @endpoint(micro_batches=True), or pass balance=plan.rows."
             )
-        if not args[0].ticket.begin():
-            return None, None
-        try:
-            bound = functools.partial(method, self)
-            return _served(bound, method.__name__, args[0], args[1:], format, device, fields, micro_batches)
-        finally:
-            args[0].ticket.end()
+        bound = functools.partial(method, self)
+        return _served(bound, method.__name__, args[0], args[1:], format, device, fields, micro_batches)
 
     # Ray would bind arguments to the wrapped signature, which does not take a RankCall and its objects
     del served.__wrapped__

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -28,7 +29,7 @@ from tensordict import is_non_tensor as is_non_tensor  # type: ignore[reportUnkn
 
 from maskpack.core.arguments import flag, said, whole
 from maskpack.core.index import IntArray
-from maskpack.dispatch.call import Call, Failure, Part, Request, Results, Ticket, answers, seconds, storing
+from maskpack.dispatch.call import Call, Failure, Part, Request, Results, answers, deadline, left, seconds, storing
 from maskpack.dispatch.division import Balance, divided, of_plan, planned_lengths, ranks_of, shares
 from maskpack.dispatch.endpoints import endpoint
 from maskpack.dispatch.messages import ObjectAt, Packing, RankCall, RowsAt
@@ -246,11 +247,10 @@ class WorkerGroup:
             WorkerError: a constructor failed (the error has its traceback), or an actor did not answer in `timeout`
                 seconds.
         """
-        if timeout is not None:
-            seconds(timeout, "timeout", "WorkerGroup.ready")
+        until = deadline(timeout, "WorkerGroup.ready")
         asked = {self.actors[actor].__ray_call__.remote(_node): (rank, actor) for rank, actor in self._places()}
         remedy = "Look at the constructor, or at the resources that the actors ask for and the cluster has: ray status."
-        nodes = answers(asked, "__init__", timeout, 60.0, remedy)
+        nodes = answers(asked, "__init__", until, 60.0, remedy)
         self._nodes = {self.actors[actor]: nodes[ref] for ref, (_, actor) in asked.items()}
 
     def replace(self, rank: int, *actors: Any) -> None:
@@ -281,7 +281,7 @@ class WorkerGroup:
         The method needs no decorator. Every actor gets all arguments; large ones are put into the object store once.
 
         Args:
-            timeout: seconds to wait for the actors.
+            timeout: seconds to wait for the actors, also for those that Ray restarts.
             grace: seconds that the others have to answer once one has failed.
 
         Returns:
@@ -291,14 +291,13 @@ class WorkerGroup:
             WorkerError: actors failed, died or were late.
             MethodError: an actor has no such method; then none is called.
         """
-        if timeout is not None:
-            seconds(timeout, "timeout", "WorkerGroup.run")
+        until = deadline(timeout, "WorkerGroup.run")
         seconds(grace, "grace", "WorkerGroup.run")
         if rank is not None:
             whole(rank, "rank", 0, "WorkerGroup.run", self.num_ranks - 1)
         places = [place for place in self._places() if rank is None or place[0] == rank]
         self._need_method(method, [actor for _, actor in places], "a method of the actors.")
-        self._await_restarts([actor for _, actor in places])
+        self._await_restarts([actor for _, actor in places], until)
         asked: dict[Any, tuple[int, int]] = {}
         with storing():
             given = [_passed(value) for value in args]
@@ -311,7 +310,7 @@ class WorkerGroup:
                         f'WorkerGroup.run: method "{method}" cannot be called so: {error}; expected arguments that it '
                         "takes. Give these after its name."
                     ) from error
-        return list(answers(asked, method, timeout, grace, "Run it again if it may run twice.").values())
+        return list(answers(asked, method, until, grace, "Run it again if it may run twice.").values())
 
     def _places(self) -> list[tuple[int, int]]:
         """The rank and the number of each actor, in the order of `actors`."""
@@ -329,15 +328,15 @@ class WorkerGroup:
                 f'WorkerGroup: {who} no method "{method}"; expected one of theirs. Give the name of {kind}'
             )
 
-    def _await_restarts(self, actors: Sequence[int]) -> None:
+    def _await_restarts(self, actors: Sequence[int], until: float) -> None:
         """Waits for actors that Ray is restarting: they take no calls before they are constructed."""
-        until = time.monotonic() + _PATIENCE
+        until = min(until, time.monotonic() + _PATIENCE)
         given: list[Any] = [self.actors[actor] for actor in actors]
         handles = [handle for handle in given if isinstance(handle, _Handle)]
         told = False
         while any(handle._get_local_state() == _RESTARTING for handle in handles):
             if not told:
-                _log.info("waits for actors that Ray restarts, up to %.0f s", _PATIENCE)
+                _log.info("waits for actors that Ray restarts, up to %.0f s", until - time.monotonic())
                 told = True
             if time.monotonic() > until:
                 return  # their calls will raise
@@ -420,7 +419,7 @@ class WorkerGroup:
                 as rows allow; or the row numbers of each rank. With fewer rows than ranks, some ranks are called with
                 none.
             plan: the result of `plan`, which replaces `balance` and gives each rank the MicroBatchPlan of its rows.
-            timeout: seconds to wait for the ranks.
+            timeout: seconds to wait for the ranks, also for actors that Ray restarts.
             grace: seconds that the other ranks have to answer once one has failed.
 
         Returns:
@@ -433,12 +432,12 @@ class WorkerGroup:
                 these rows again.
             LayoutError: batches have different numbers of rows, or `balance` is not a partition of the rows.
         """
-        if timeout is not None:
-            seconds(timeout, "timeout", "WorkerGroup")
+        until = deadline(timeout, "WorkerGroup")
         sent = self.submit(
-            method, batch, *args, format=format, device=device, balance=balance, plan=plan, grace=grace, **kwargs
-        )
-        result = sent.result(timeout)
+            method, batch, *args, format=format, device=device, balance=balance, plan=plan, timeout=timeout,
+            grace=grace, **kwargs,
+        )  # fmt: skip
+        result = sent.result(left(until))
         self.metrics = sent.metrics
         return result
 
@@ -452,10 +451,13 @@ class WorkerGroup:
         device: torch.device | str | None = None,
         balance: Balance = "rows",
         plan: RankPlans | None = None,
+        timeout: float | None = None,
         grace: float = 60.0,
         **kwargs: Any,
     ) -> Call:
-        """`call` without waiting: returns a Call once the rows are encoded and sent."""
+        """`call` without waiting for results: returns a Call once the rows are encoded and sent. `timeout` is the
+        number of seconds that it may wait for actors that Ray restarts, at most a minute."""
+        until = deadline(timeout, "WorkerGroup")
         self._need_batch(batch, "WorkerGroup")
         if not isinstance(method, str):
             raise MethodError(f'WorkerGroup: method is {said(method)}; expected the name of one. Pass it: "update".')
@@ -490,7 +492,7 @@ class WorkerGroup:
         ranks = self.num_ranks
         rows = divided(view, balance, ranks) if plan is None else of_plan(plan, view, balance, ranks)
         encoded = time.perf_counter()
-        parts, nbytes, put = self.send(request, dict(enumerate(rows)))
+        parts, nbytes, put = self.send(request, dict(enumerate(rows)), until=until)
         metrics = shares(view, rows) | ({} if plan is None else plan.metrics())
         metrics[f"{PREFIX}bytes_sent"] = float(nbytes)
         _log.debug('"%s": %d rows to %d ranks, %d bytes put', method, view.num_rows, ranks, nbytes)
@@ -551,13 +553,18 @@ class WorkerGroup:
         self._store.release(batch)
 
     def plan(
-        self, batch: PackedBatch | BatchView, token_budget: float | None, *, lengths: Any = None, **options: Any
+        self,
+        batch: TensorDictBase | PackedBatch | BatchView,
+        token_budget: float | None,
+        *,
+        lengths: Any = None,
+        **options: Any,
     ) -> RankPlans:
         """`plan_ranks` for the ranks of the group, from lengths alone. Pass the result to `call(plan=)`, and its rows
         to `put(balance=plan.rows)`, so that rows are put on the nodes where they will run.
 
         Args:
-            batch: packed, or a view.
+            batch: packed, or a view; with `lengths` also a TensorDict.
             token_budget: the largest number of valid tokens of a micro-batch.
             lengths: integers [B], the valid tokens of each row, prompt plus response; by default those of the sequence
                 layout, or the sum of the prompt and the response layout.
@@ -565,16 +572,24 @@ class WorkerGroup:
                 by token ids, or from `PrefixTree.from_groups`, by labels and prompt lengths.
 
         Raises:
-            PlanError: as `plan_ranks`; or the layouts of the batch do not determine the lengths.
+            PlanError: as `plan_ranks`; or the layouts of the batch do not determine the lengths; or `lengths` has
+                another number of rows.
         """
-        if not isinstance(batch, PackedBatch | BatchView):
-            raise LayoutError(
-                f"WorkerGroup.plan: got {said(batch)}; expected a PackedBatch or a BatchView, whose lengths "
-                "are known. Put the batch first: rows = group.put(batch)."
+        self._need_batch(batch, "WorkerGroup.plan")
+        if lengths is None:
+            if isinstance(batch, TensorDictBase):
+                raise LayoutError(
+                    "WorkerGroup.plan: got a TensorDict and no lengths; expected a PackedBatch or a BatchView, whose "
+                    "lengths are known. Put the batch first, rows = group.put(batch), or pass lengths=."
+                )
+            return plan_ranks(planned_lengths(self._argument(batch)), self.num_ranks, token_budget, **options)
+        plan = plan_ranks(lengths, self.num_ranks, token_budget, own_lengths=True, **options)
+        if plan.lengths.size != len(batch):
+            raise PlanError(
+                f"WorkerGroup.plan: lengths of {plan.lengths.size} rows for a batch of {len(batch)}; expected one for "
+                "each row. Pass the lengths of this batch."
             )
-        view = self._argument(batch)
-        known = planned_lengths(view) if lengths is None else lengths
-        return plan_ranks(known, self.num_ranks, token_budget, own_lengths=lengths is not None, **options)
+        return plan
 
     def pack(self, batch: TensorDictBase, beside: BatchView | None = None) -> PackedBatch:
         """`compress` with the options of the group. A batch without a mask is packed under the layouts of `beside` if
@@ -587,17 +602,18 @@ class WorkerGroup:
     # ---------------------------------------------------------------- sending
 
     def send(
-        self, request: Request, rows: Mapping[int, IntArray], *, again: bool = False
+        self, request: Request, rows: Mapping[int, IntArray], *, again: bool = False, until: float = math.inf
     ) -> tuple[list[Part], int, Span]:
         """Sends a request to some ranks, each with its rows of the batches; `again` puts objects anew that may have
-        been lost. Returns their parts, the number of bytes that were put, and the stage of putting them.
+        been lost. It waits until `until` for actors that Ray restarts. Returns their parts, the number of bytes that
+        were put, and the stage of putting them.
 
         All objects are put before the first rank is called. If a later rank cannot be called, its part has the error.
         """
         begun = time.perf_counter()
         actors = [actor for rank in rows for actor in self._ranks[rank]]
         self._need_method(request.method, actors, "a method that is decorated with @endpoint.")
-        self._await_restarts(actors)
+        self._await_restarts(actors, until)
         arguments = [*request.args, *request.kwargs.values()]
         plans = {} if request.plan is None else request.plan.for_rows(rows)
         nbytes = 0
@@ -622,11 +638,7 @@ class WorkerGroup:
             except (MaskpackError, _ray.exceptions.RayError) as error:
                 if not parts:
                     raise
-                parts[rank] = Part(rank, rows[rank], [], 0, None, Ticket(), error=error)
-            except KeyboardInterrupt:
-                for part in parts.values():
-                    part.take_back()
-                raise
+                parts[rank] = Part(rank, rows[rank], [], 0, None, error=error)
         return [parts[rank] for rank in rows], nbytes, Span(None, "put", begun, time.perf_counter() - begun)
 
     def _start(
@@ -659,18 +671,13 @@ class WorkerGroup:
         kwargs = {key: travelling(value) for key, value in request.kwargs.items()}
         replies: list[Any] = []
         packed: Any = None
-        ticket = Ticket()
         for actor in self._ranks[rank]:
             collects = actor == self._collectors[rank]
-            rank_call = RankCall(args, kwargs, self._packing, collects, request.format == "view", ticket, plan)
-            try:
-                reply, returned = _started(self.actors[actor], request.method, rank_call, objects)
-            except BaseException:
-                ticket.take_back()  # from the peers that were called before
-                raise
+            rank_call = RankCall(args, kwargs, self._packing, collects, request.format == "view", plan)
+            reply, returned = _started(self.actors[actor], request.method, rank_call, objects)
             replies.append(reply)
             packed = returned if collects else packed
-        return Part(rank, rows, replies, self._ranks[rank].index(self._collectors[rank]), packed, ticket)
+        return Part(rank, rows, replies, self._ranks[rank].index(self._collectors[rank]), packed)
 
     def returned(self, call: CallTimes, metrics: Mapping[str, float]) -> None:
         """Records a call that returned."""
@@ -755,8 +762,8 @@ def _started(actor: Any, method: str, rank_call: RankCall, objects: Sequence[Any
     """Calls a method of an actor. Returns references to its reply and its rows."""
     try:
         return getattr(actor, method).options(num_returns=2).remote(rank_call, *objects)
-    except (AttributeError, TypeError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise MaskpackError(
             f'WorkerGroup: the actors cannot be called by "{method}": {error}; expected a method that takes packed '
-            "rows. Give its name, and decorate the method with @endpoint."
+            "rows. Give its name, and decorate the method with @endpoint, without tensor_transport."
         ) from error

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from maskpack.core.tree import Node
 from maskpack.errors import MaskpackError
@@ -66,14 +66,6 @@ class Packing:
     codec: str | None
 
 
-class Turn(Protocol):
-    """The part of call.Ticket that ranks use."""
-
-    def begin(self) -> bool: ...
-
-    def end(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class RankCall:
     """A method call of one actor.
@@ -84,7 +76,6 @@ class RankCall:
         packing: options by which the result is packed.
         collects: whether the driver collects the result of this actor.
         keep: whether returned rows stay in the object store.
-        ticket: an actor whose ticket was taken back does nothing.
         plan: the micro-batches of its rows, if the call has a plan.
     """
 
@@ -93,7 +84,6 @@ class RankCall:
     packing: Packing
     collects: bool
     keep: bool
-    ticket: Turn
     plan: MicroBatchPlan | None = None
 
     def __getitem__(self, _: Any) -> NoReturn:

@@ -662,7 +662,7 @@ def test_plans_that_do_not_fit_the_call(group, batch):
         group.call("planned", rows[1:], plan=plan)
     with pytest.raises(mp.errors.PlanError, match="and no balance"):
         group.call("planned", rows, plan=plan, balance="tokens")
-    with pytest.raises(mp.errors.LayoutError, match=r"got a TensorDict; expected a PackedBatch or a BatchView"):
+    with pytest.raises(mp.errors.LayoutError, match=r"got a TensorDict and no lengths; expected a PackedBatch or"):
         group.plan(batch, 100)
     alone = group.pack(batch.select("response_mask", "old_log_probs"))
     with pytest.raises(
@@ -685,8 +685,11 @@ def test_plans_that_do_not_fit_the_call(group, batch):
         group.plan(rows[:2], 100)
     longer = group.plan(rows, 100, lengths=plan.lengths + 1)
     assert sum(len(told["uid"]) for told in group.call("planned", rows, plan=longer)) == B
-    given = group.plan(alone, 100, lengths=batch["attention_mask"].sum(-1))
-    assert given.lengths.tolist() == plan.lengths.tolist() == batch["attention_mask"].sum(-1).tolist()
+    lengths = batch["attention_mask"].sum(-1)
+    for given in (batch, mp.nest_batch_by_mask(batch, pad_token_id=PAD), alone):
+        assert group.plan(given, 100, lengths=lengths).rows == plan.rows
+        with pytest.raises(mp.errors.PlanError, match=rf"plan: lengths of {B - 1} rows for a batch of {B}; expected"):
+            group.plan(given, 100, lengths=lengths[1:])
 
 
 def test_calls_are_awaited_together(group, batch):
@@ -936,6 +939,20 @@ def test_writing_on_a_rank_does_not_reach_the_store(group, batch, method):
 
 
 # -------------------------------------------------------------------- what goes wrong
+
+
+@pytest.mark.skipif("tensor_transport" not in str(ray.method.__doc__), reason="Ray without tensor transport")
+def test_a_method_with_a_tensor_transport_is_refused(local_ray, batch):
+    class Direct:
+        @ray.method(tensor_transport="gloo")
+        @endpoint
+        def echo(self, batch):
+            return batch
+
+    group = WorkerGroup([ray.remote(num_cpus=0)(Direct).remote()], pad_token_id=PAD)
+    for send in (group.call, group.submit):
+        with pytest.raises(mp.MaskpackError, match=r'by "echo": .*transport.*; expected .* without tensor_transport'):
+            send("echo", batch)
 
 
 def test_a_wrong_number_of_rows_is_an_error(group, batch):

@@ -10,10 +10,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import fault_ranks
 import faults
@@ -22,6 +20,7 @@ import pytest
 import ray
 from fault_ranks import FACTOR, RANKS, RemoteDoomed, Sample, Team
 from faults import KINDS, SCENES, STORE, Tally, Wrong, check_error, failure, play, waiting
+from ray.experimental import internal_kv
 from samples import PAD, freeze
 
 import maskpack as mp
@@ -278,60 +277,45 @@ def test_the_grace_begins_with_the_failure(team, sample):
 # -------------------------------------------------------------------- cancelled, and interrupted
 
 
-def test_what_has_not_begun_is_taken_back(team, sample):
+def test_what_is_cancelled_runs_and_its_result_is_dropped(team, sample):
     with waiting(team, 2) as folder:
         first = team.group().submit("score", sample.batch, FACTOR)
         faults.until((folder / "began").exists)
         second = team.group().submit("score", sample.batch, FACTOR)
         faults.until(lambda: sum(part.answered for part in second.parts) == RANKS - 1)
-        assert second.cancel() == second.cancel() == [0, 1, 3]
-        error = failure(second.result)
+        with ThreadPoolExecutor(1) as threads:
+            waits = threads.submit(failure, second.result)
+            assert (second.cancel(), second.cancel()) == ([2], [])
+            error = waits.result(10)
         assert [one.rank for one in error.failures] == [2]
-        assert "rank 2 (rows 16 to 23): Cancelled: taken back before it began" in str(error)
-        assert first.cancel() == [0, 1, 2, 3]  # what has begun goes on
+        assert "rank 2 (rows 16 to 23): Cancelled: cancelled before it answered" in str(error)
+        assert second.done()
+        assert (second.parts[2].replies, second.parts[2].packed) == ([], None)
+        again = second.retry()  # waits behind what the rank has begun and what was cancelled
+    sample.check(again.result(20))
     sample.check(first.result(20))
-    assert team.ran() == sorted([*range(B), *(row for row in range(B) if row not in sample.rows(2))])
-    sample.check(error.call.retry().result(20))
-    assert team.ran() == sample.rows(2)
-    assert first.cancel() == []
+    assert (first.cancel(), again.cancel()) == ([], [])
+    assert team.ran() == sorted([*range(B), *range(B), *sample.rows(2)])
+    assert internal_kv._internal_kv_list(b"", namespace="maskpack") == []
 
 
-@contextmanager
-def interrupted() -> Iterator[Any]:
-    """Ctrl-C after half a second, also in a process that was started in the background, which ignores it."""
+def test_ctrl_c_ends_the_waiting(team, sample):
+    """Also in a process that was started in the background, which ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt) as caught:
-            yield caught
+        with waiting(team, 1):
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt) as caught:
+                team.group().call("score", sample.batch, FACTOR)
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_ctrl_c_takes_back_what_has_not_begun(team, sample):
-    with waiting(team, 1) as folder:
-        first = team.group().submit("score", sample.batch, FACTOR)
-        faults.until((folder / "began").exists)
-        alone = WorkerGroup(team.actors[1:2], pad_token_id=PAD)
-        sent = alone.submit("score", sample.batch, FACTOR)
-        with interrupted() as caught:
-            sent.result()
-        call = caught.value.call
-        assert any("no rank has begun" in note for note in getattr(caught.value, "__notes__", ["no rank has begun"]))
-    sample.check(first.result(20))
-    assert team.ran() == list(range(B))
-    sample.check(call.retry().result(20))
-    with waiting(team, 1) as folder:
-        sent = alone.submit("score", sample.batch, FACTOR)
-        faults.until((folder / "began").exists)
-        with interrupted() as caught:
-            sent.result()
-    assert any("ranks [0] have begun" in note for note in getattr(caught.value, "__notes__", ["ranks [0] have begun"]))
+    assert all("goes on" in note for note in getattr(caught.value, "__notes__", []))
     sample.check(caught.value.call.result(20))
+    assert team.ran() == list(range(B))
 
 
-def test_awaits_that_were_cancelled_leave_nothing(team, sample):
-    """No thread, and nothing that the rank would still do, however long it hangs."""
+def test_awaits_that_were_cancelled_leave_no_thread(team, sample):
+    """However long the rank hangs; whoever awaits later gets the result."""
 
     async def give_up(calls):
         for call in calls:
@@ -339,35 +323,14 @@ def test_awaits_that_were_cancelled_leave_nothing(team, sample):
                 await asyncio.wait_for(call, 0.01)
 
     alone = WorkerGroup(team.actors[1:2], pad_token_id=PAD)
-    with waiting(team, 1) as folder:
-        first = alone.submit("score", sample.batch, FACTOR)
-        faults.until((folder / "began").exists)
+    with waiting(team, 1):
         threads = threading.active_count()
-        calls = [alone.submit("score", sample.batch, FACTOR) for _ in range(100)]
-        asyncio.run(give_up([first, *calls]))
+        calls = [alone.submit("score", sample.batch, FACTOR) for _ in range(30)]
+        asyncio.run(give_up(calls))
         faults.until(lambda: threading.active_count() <= threads)
-    sample.check(first.result(20))  # had begun
-    assert [[one.rank for one in failure(call.result).failures] for call in calls] == [[0]] * 100
-    assert team.ran() == list(range(B))
-
-
-def test_an_await_that_is_cancelled_takes_nothing_from_who_still_waits(team, sample):
-    async def one_gives_up(call, folder):
-        patient = asyncio.ensure_future(_awaited(call))
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(call, 0.3)
-        (folder / "began").unlink()
-        folder.rmdir()
-        return await patient
-
-    with waiting(team, 1) as folder:
-        first = team.group().submit("score", sample.batch, FACTOR)
-        faults.until((folder / "began").exists)
-        second = team.group().submit("score", sample.batch, FACTOR)
-        sample.check(asyncio.run(one_gives_up(second, folder)))
-        sample.check(first.result(20))
-        folder.mkdir()
-        (folder / "began").touch()
+    for call in calls:
+        sample.check(asyncio.run(_awaited(call)))
+    assert team.ran() == sorted(30 * list(range(B)))
 
 
 async def _awaited(call):
@@ -393,3 +356,29 @@ def test_actors_that_start_again_come_back(team, sample):
     faults.until(lambda: again._get_local_state() == 3)
     sample.check(group.call("score", sample.batch, FACTOR))  # waits for it
     assert group.run("process", rank=0) != pid
+
+
+def test_a_timeout_bounds_the_wait_for_a_restart(team, sample, tmp_path):
+    class Slow(fault_ranks.Worker):
+        def __init__(self):
+            super().__init__()
+            while (tmp_path / "held").exists():
+                time.sleep(0.01)
+
+    slow = ray.remote(num_cpus=0, max_restarts=-1)(Slow).remote()
+    group = WorkerGroup([team.actors[0], slow], pad_token_id=PAD)
+    sample.check(group.call("score", sample.batch, FACTOR))
+    (tmp_path / "held").touch()
+    ray.kill(slow, no_restart=False)
+    faults.until(lambda: slow._get_local_state() == 3)
+    for late in (
+        lambda: group.call("score", sample.batch, FACTOR, timeout=0.3),
+        lambda: group.run("process", timeout=0.3),
+        lambda: group.submit("score", sample.batch, FACTOR, timeout=0.3).result(0.3),
+    ):
+        begun = time.monotonic()
+        failure(late)
+        assert time.monotonic() - begun < 5
+    (tmp_path / "held").unlink()
+    sample.check(group.call("score", sample.batch, FACTOR))
+    team.ran()

@@ -130,9 +130,7 @@ class FakeGroup:
     def send(self, request: Any, rows: Any, *, again: bool) -> Any:
         begun = self.clock.now
         self.clock.now += 0.25
-        parts = [
-            calls.Part(rank, own, [Ref(*self.answers[rank])], 0, None, calls.Ticket()) for rank, own in rows.items()
-        ]
+        parts = [calls.Part(rank, own, [Ref(*self.answers[rank])], 0, None) for rank, own in rows.items()]
         self.clock.now += 0.25
         return parts, 100, Span(None, "put", begun, 0.5)
 
