@@ -3653,3 +3653,13 @@ API i64 maskpack_palette(const u32 *words, i64 n, uint16_t *numbers, u32 *palett
     free(slots);
     return count;
 }
+
+/* ------------------------------------------------------------------ sizes, which native.py compares with its own */
+
+API i64 maskpack_size(i64 number) {
+    static const i64 sizes[] = {
+        sizeof(Array), sizeof(Field), sizeof(Entry), sizeof(Target), sizeof(Form), sizeof(Job), sizeof(Settled),
+        sizeof(Stored), sizeof(Layout), sizeof(Axis), sizeof(Source), sizeof(Mask), sizeof(Cut),
+    };
+    return sizes[number];
+}

@@ -57,6 +57,7 @@ _FUNCTIONS = {
     "palette": 4,
     "place": 13,
     "stage": 17,
+    "size": 1,
 }
 """The functions of the core and the numbers that they take."""
 
@@ -281,6 +282,15 @@ SETTLED = _struct("kind", "first", "units", "layout", "items", "size", "near", "
 """A field that kernels encode, in units from `first` on. (Settled in core.c)"""
 LAYOUT_NUMBERS, AXIS_NUMBERS, SOURCE_NUMBERS = 6, 6, 14
 """Numbers of a row of the table of layouts, of an axis and of a source. (Layout, Axis and Source in core.c)"""
+
+_STRUCTS = {"Array": PLACE, "Field": FIELD, "Entry": ENTRY, "Target": TARGET, "Form": FORM, "Job": JOB}
+_NUMBERS = {"Layout": LAYOUT_NUMBERS, "Axis": AXIS_NUMBERS, "Source": SOURCE_NUMBERS, "Mask": MASK_NUMBERS}
+_SIZES = {name: struct.itemsize for name, struct in (_STRUCTS | {"Settled": SETTLED, "Stored": STORED}).items()}
+_SIZES |= {name: 8 * count for name, count in (_NUMBERS | {"Cut": CUT_NUMBERS}).items()}
+"""Bytes of the structs that are passed to the core, in the order of maskpack_size."""
+for _number, (_name, _size) in enumerate(_SIZES.items()):
+    if (_found := _core.maskpack_size(_number)) != _size:
+        raise ImportError(f"maskpack: {_name} has {_found} bytes in its compiled core; expected {_size}. {_REMEDY}")
 
 Structs = Any
 """A NumPy array of structs, whose fields the type checker does not know."""
@@ -559,7 +569,7 @@ def check_fields(
     """0 if fields can be decoded and those of `bools` hold only 0 and 1; else 1 + the number of the first that cannot
     (1 + the number of fields for an entry that none needs), or -1 - that of the first with other bytes. `layouts` were
     checked and read; rows of dictionaries may take `most` bytes more than the rows that they stand for."""
-    table = address(entries), entries.size, address(layouts), layouts.size * 8 // 48, address(body), body.size
+    table = address(entries), entries.size, address(layouts), layouts.size // LAYOUT_NUMBERS, address(body), body.size
     line = address(fields), fields.size, address(bools)
     return _core.maskpack_check_fields(*table, rows, dense_rows, most, *line)
 

@@ -30,6 +30,7 @@ from maskpack.fields.registry import MaskNestingRegistry
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.packed.batch import PackedBatch
 from maskpack.packed.decode import MAX_BYTES
+from maskpack.packed.file.container import MAX_HEADER
 from maskpack.packed.sizes import printable
 from maskpack.tools.pickles import DataProto, read_pickle, read_torch
 
@@ -62,8 +63,12 @@ def saved_batch(file: Path, allow_pickle: bool, max_bytes: int | None = None) ->
     if not file.is_dir():
         with file.open("rb") as opened:
             start = opened.read(32)
-        if start[8:9] == b"{" or not start.startswith((b"PK\x03\x04", b"\x80")):
+        if start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= MAX_HEADER:
             return PackedBatch.load(file, allow_pickle=allow_pickle, max_bytes=max_bytes)
+        if not start.startswith((b"PK\x03\x04", b"\x80")):
+            raise Unusable(
+                f"{file} is neither a torch.save file, a pickle, a packed batch nor a memory-mapped TensorDict"
+            )
         read = read_torch if start[:1] == b"P" or _OLD_TORCH in start else read_pickle
     try:
         batch = read(file, allow_pickle)
@@ -140,7 +145,8 @@ def _nbytes(batch: TensorDictBase) -> int:
         known[id(item)] = item
         if isinstance(item, Tensor | np.ndarray):
             array = cast("Any", item)
-            total += math.prod(array.shape) * max(array.dtype.itemsize, 1)
+            shape = [array.numel()] if isinstance(item, Tensor) and item.is_nested else array.shape
+            total += math.prod(shape) * max(array.dtype.itemsize, 1)
         elif isinstance(item, Mapping | list | tuple | set | frozenset):
             todo += item.values() if isinstance(item, Mapping) else item
     return total

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import _codecs
 import collections
+import importlib
 import io
 import pickle
 import pickletools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +21,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
 _CLASS = "verl.protocol.DataProto"
@@ -83,12 +85,14 @@ def read_torch(file: Path | io.BytesIO, allow_pickle: bool = False) -> Any:
         trusting: Any = SimpleNamespace(__name__="pickle", Unpickler=_Trusting, load=pickle.load)
         return torch.load(file, map_location="cpu", weights_only=False, pickle_module=trusting)
     kinds = [type(np.dtype(kind)) for kind in "?bBhHiIlLqQefdgFDGOSUMm"]
-    safe: Any = [*((value, name) for name, value in _ARRAYS.items()), *kinds]
+    safe: Any = [*((value, name) for name, value in _ARRAYS.items()), *kinds, *_BATCHES]
     try:
         with torch.serialization.safe_globals(safe):
             return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise pickle.UnpicklingError("it is damaged, or names a class or function that is no plain data") from error
+        named = re.search(r"GLOBAL (\S+) was not", str(error))
+        reason = f"it names {named[1]}, which" if named else "it is damaged, or names a class or function that"
+        raise pickle.UnpicklingError(f"{reason} is no plain data") from error
 
 
 def read_pickle(file: Path, allow_pickle: bool) -> Any:
@@ -147,6 +151,14 @@ def _from(kind: Any, *sources: type[Any]) -> Any:
     return make
 
 
+_MAKERS: Any = importlib.import_module("tensordict._reductions")
+_LOCKED: Any = getattr(importlib.import_module("tensordict.utils"), "_LockedSchema", None)  # a tuple, from 0.14 on
+_BATCHES: list[Any] = [
+    *(_MAKERS._make_td, _MAKERS._rebuild_tensordict_files_consolidated, *filter(None, [_LOCKED])),
+    *(TensorDict, LazyStackedTensorDict, NonTensorData, NonTensorStack),
+]
+"""How a TensorDict is made again: attributes of a new one are set, views of a tensor are taken; nothing is imported,
+opened or unpickled. tensordict before 0.15 does not tell torch so."""
 _SCALAR: Any = np.float32(0).__reduce__()[0]
 _CALLS: dict[str, Any] = {
     "multiarray._reconstruct": np.empty(0).__reduce__()[0],

@@ -43,6 +43,25 @@ def test_a_core_of_another_version_says_what_to_do(package: Path) -> None:
     assert f"its compiled core has version {native.VERSION}; expected 987. Install maskpack again" in shown
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "changed"),
+    [
+        ("Field", '"pad_high", "row_pads", "stray")', '"pad_high", "row_pads", "stray", "more")'),
+        ("Entry", '"size", "number", "first", "second"', '"size", "number", "first"'),
+        ("Job", '("row_pads", PLACE)', '("row_pads", PLACE), ("more", PLACE)'),
+        ("Source", "AXIS_NUMBERS, SOURCE_NUMBERS = 6, 6, 14", "AXIS_NUMBERS, SOURCE_NUMBERS = 6, 6, 15"),
+    ],
+)
+def test_a_struct_of_another_size_says_what_to_do(name: str, text: str, changed: str, package: Path) -> None:
+    binding = package / "core/native.py"
+    code = binding.read_text()
+    assert text in code
+    binding.write_text(code.replace(text, changed))
+    shown = imported(package)
+    assert f"ImportError: maskpack: {name} has " in shown
+    assert "bytes in its compiled core; expected " in shown
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtype", ["u1", "i2", "i4", "i8"])
 def test_a_scan_finds_the_spans_that_a_loop_finds(dtype: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:

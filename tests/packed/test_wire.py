@@ -325,9 +325,10 @@ def test_header_too_long() -> None:
     data = golden("rollout")
     for size in (2**24 + 64, 2**63, 2**64 - 8):
         refused(size.to_bytes(8, "little") + data[8:], f"a header of {size} bytes", "at most 16777216")
-    long = bytes(2**24 + 8)
+    long = b"{" + bytes(2**24 + 7)
     refused((2**24 + 8).to_bytes(8, "little") + long, "a header of 16777224 bytes in 16777232")
-    refused(bytes(8), "begins with b''", "a JSON object")
+    for other in (b"", bytes(8), b"hello, this is text", b"PK" + bytes(30)):
+        refused(other, f"data that begins with {other[:16]!r}; expected a packed batch")
 
 
 def test_header_of_odd_length() -> None:

@@ -12,13 +12,14 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 import samples
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 import maskpack
 import maskpack.tools
 from maskpack.dispatch import WorkerGroup
 from maskpack.packed.sizes import report
 from maskpack.tools import cli, demo
+from maskpack.tools.files import saved_batch
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +199,9 @@ class Own:
         return isinstance(other, Own)
 
     __hash__ = None
+
+
+NEITHER = "neither a torch.save file, a pickle, a packed batch nor a memory-mapped TensorDict"
 
 
 class Running:
@@ -389,8 +393,7 @@ def test_inspect_draws_a_chart(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "0 bytes; expected at least 8"),
-        (b"hello, this is text", "a header of"),
+        *((data, f"b is {NEITHER}") for data in (b"", b"hello, this is text", b'{"rows":{"a": 1}}', b"\x07" * 5000)),
         (b"PK\x03\x04 no zip", "cannot be read: RuntimeError"),
         (b"\x80\x02 no pickle", "cannot be read: ValueError"),
         (b"\x80", "cannot be read: ValueError"),
@@ -410,6 +413,34 @@ def test_inspect_refuses_files_cut_anywhere(save, tmp_path, capsys):
         (tmp_path / "b").write_bytes(data[:end])
         refused([tmp_path / "b", *PAD], capsys)
         refused([tmp_path / "b", "--allow-pickle", *PAD], capsys)
+
+
+@pytest.mark.parametrize(
+    "change", [TensorDict.clone, TensorDict.lock_, TensorDict.consolidate], ids=["plain", "locked", "consolidated"]
+)
+def test_what_any_tensordict_saved_is_read(change, tmp_path):
+    """Those before 0.15 do not tell torch that their classes are safe."""
+    batch = TensorDict({"rows": NonTensorStack("a", "b"), "all": NonTensorData({"k": 1}, batch_size=[2])}, [2])
+    batch["m"], batch["sub"] = torch.randn(2, 3), TensorDict({"x": torch.zeros(2)}, [2])
+    torch.save(change(batch), tmp_path / "b")
+    safe = torch.serialization.get_safe_globals()
+    try:
+        torch.serialization.clear_safe_globals()
+        samples.assert_same(saved_batch(tmp_path / "b", allow_pickle=False).select(*batch.keys()), batch)
+    finally:
+        torch.serialization.add_safe_globals(safe)
+
+
+def test_inspect_names_the_class_that_it_refuses(tmp_path, capsys):
+    torch.save({"x": torch.zeros(2), "o": Own()}, tmp_path / "b")
+    assert f"it names {Own.__module__}.Own, which is no plain data" in refused([tmp_path / "b"], capsys)
+
+
+def test_inspect_reads_jagged_tensors(tmp_path, capsys):
+    rows = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    torch.save(TensorDict({"x": rows}, [2]), tmp_path / "b")
+    assert "2 rows, 1 fields" in inspected([tmp_path / "b"], capsys)
+    assert "holds 20 bytes padded; expected at most 19" in refused([tmp_path / "b", "--max-bytes", "19"], capsys)
 
 
 def test_inspect_reads_pickles_only_when_told(tmp_path, capsys):

@@ -636,7 +636,7 @@ def test_several_files_need_strict(tmp_path, capsys):
         (["none"], "none: No such file or directory"),
         (["b", "--gbit", "0"], "--gbit is 0.0; expected the speed of a link"),
         (["b", "--gbit", "nan"], "--gbit is nan"),
-        (["text"], "a header of"),
+        (["text"], "text is neither a torch.save file, a pickle, a packed batch nor a memory-mapped TensorDict"),
     ],
 )
 def test_what_cannot_be_read_is_one_line(argv, message, tmp_path, capsys, monkeypatch):

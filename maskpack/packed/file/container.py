@@ -119,21 +119,16 @@ def loaded(file: str | os.PathLike[str], mapped: bool) -> Any:
 def read(data: Any, call: str) -> Message:
     """The message in `data`, an object with bytes; the arrays are read-only views of it. Raises WireFormatError."""
     view = _bytes_of(data, call)
-    if len(view) < 8:
-        fail(call, f"{len(view)} bytes", "at least 8")
+    start = bytes(view[:16])
+    if start[8:9] != b"{":
+        fail(call, f"data that begins with {start!r}", "a packed batch: eight bytes, then a JSON object")
     size = int.from_bytes(view[:8], "little")
     if size > MAX_HEADER or size > len(view) - 8 or (size + 8) % 8:
         fail(
             call, f"a header of {size} bytes in {len(view)}", f"a multiple of 8, at most {MAX_HEADER} and what follows"
         )
-    return read_parts(bytes(view[8 : 8 + size]), view[8 + size :], call)
-
-
-def read_parts(header: bytes, body: Any, call: str) -> Message:
-    """As `read`, from a header without its size and the bytes behind it."""
-    if header[:1] != b"{":
-        fail(call, f"a header that begins with {header[:1]!r}", "a JSON object")
-    parsed = loads(header, call)
+    body = view[8 + size :]
+    parsed = loads(bytes(view[8 : 8 + size]), call)
     metadata = parsed.pop("__metadata__", None)
     if not isinstance(metadata, dict) or cast("dict[str, Any]", metadata).get("format") != FORMAT:
         fail(call, "a safetensors file without our metadata", f'"format": "{FORMAT}"')
