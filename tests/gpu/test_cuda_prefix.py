@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,11 @@ def dense(q: Tensor, k: Tensor, v: Tensor, tree: PrefixTree, window: int | None,
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
 
+def head_major(x: Tensor) -> Tensor:
+    """Equal values, head after head in memory, as rotary embeddings that end in torch.cat leave them."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
 def with_gradients(call: Any, tensors: list[Tensor], slope: Tensor) -> list[Tensor]:
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
     out = call(*leaves)
@@ -88,9 +94,11 @@ def check(
     dtype: torch.dtype = torch.bfloat16,
     window: int | None = None,
     softcap: float | None = None,
+    turned: Collection[int] = (),
 ) -> None:
-    """Errors are at most twice those of plain torch in the same dtype."""
+    """Errors are at most twice those of plain torch in the same dtype. `turned` of query, key and value are head-major."""
     tree, bounds, longest, qkv, slope = problem(rows, tail, heads, size, dtype)
+    qkv = [head_major(x) if number in turned else x for number, x in enumerate(qkv)]
 
     def ours(*given: Tensor) -> Tensor:
         options: Any = {"scale": size**-0.5, "window": window, "softcap": softcap, "backend": backend, "tree": tree}
@@ -116,6 +124,16 @@ BACKENDS = ["varlen", pytest.param("flash", marks=needs_flash), "rows"]
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_attention_over_trees(backend: Any, rows: list[list[int]], window: int | None) -> None:
     check(backend, rows, window=window, tail=13)
+
+
+@pytest.mark.parametrize("turned", [[0], [1], [2], [0, 1, 2]], ids=["queries", "keys", "values", "all"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", ["groups", "three levels"])
+@pytest.mark.parametrize("backend", [*BACKENDS, "flex"])
+def test_queries_keys_and_values_may_be_head_major(
+    backend: Any, rows: str, dtype: torch.dtype, turned: list[int]
+) -> None:
+    check(backend, TRIES[rows], tail=13, dtype=dtype, turned=turned)
 
 
 @pytest.mark.parametrize(("heads", "size"), [((4, 4), 64), ((3, 1), 128), ((4, 2), 32)])
@@ -167,17 +185,15 @@ def test_the_kernels_that_merge() -> None:
 
 
 def tiny(kind: str, dtype: torch.dtype) -> Any:
-    """Two layers with weights so large that attention matters."""
+    """Two layers with weights so large that attention matters, and heads that every kernel takes."""
     sizes: dict[str, Any] = {
-        "vocab_size": PAD + 1, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.15,
-        "attn_implementation": "sdpa",
+        "vocab_size": PAD + 1, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.1,
+        "attn_implementation": "sdpa", "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
-    if kind == "gemma3":
-        kinds = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
-        config = transformers.Gemma3TextConfig(**sizes, **kinds, query_pre_attn_scalar=16)
-    else:
-        config = transformers.Qwen3Config(**sizes)
+    if kind == "Gemma3Text":
+        sizes |= {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+    config = getattr(transformers, f"{kind}Config")(**sizes)
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).to(DEVICE).eval()
 
@@ -220,7 +236,7 @@ def gradients(model: Any, log_probs: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("kind", ["Qwen3", "Gemma3Text", "Glm4", "Phi3", "GPTNeoX"])  # the last three turn heads
 def test_log_probs_and_gradients_are_as_good_as_of_each_row_alone(
     kind: str, dtype: torch.dtype, checkpointed: bool
 ) -> None:
@@ -249,7 +265,7 @@ def test_log_probs_and_gradients_are_as_good_as_of_each_row_alone(
 
 def test_a_plan_of_a_tree_gives_the_rows_in_order() -> None:
     batch = groups([30, 17, 64], [1, 30, 6, 75, 0, 12])
-    model = tiny("qwen3", torch.bfloat16)
+    model = tiny("Qwen3", torch.bfloat16)
     lengths, tree = batch["attention_mask"].sum(1).cpu(), prefix_tree(batch)
     whole: Any = response_log_probs(replayable(model), batch, share_prefixes=True)
     for budget in (150, 400):

@@ -195,6 +195,25 @@ def test_any_rows(rows: list[list[int]], min_shared: int, tail: int, window: int
         assert apart(problem.results(problem.merged, None, None), truth) < 1e-12
 
 
+def head_major(x: Tensor) -> Tensor:
+    """Equal values, head after head in memory, as torch.cat leaves the queries and keys of a rotary embedding. Kernels
+    of FlashAttention return such results for such inputs; so does Plain."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+@pytest.mark.parametrize("of", ["torch", pytest.param("triton", marks=kernels)])
+@pytest.mark.parametrize("turned", [[0], [1], [2], [0, 1, 2]], ids=["queries", "keys", "values", "all"])
+@pytest.mark.parametrize("rows", ["groups", "a deep trie"])
+def test_queries_keys_and_values_may_be_head_major(
+    rows: str, turned: list[int], of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = Problem(TRIES[rows], tail=2)
+    truth = problem.results(problem.naive, None, None)
+    problem.qkv = [head_major(x) if number in turned else x for number, x in enumerate(problem.qkv)]
+    monkeypatch.setattr(prefix_attention, "uses_triton", lambda device: of == "triton")
+    assert apart(problem.results(problem.merged, None, None), truth) < (1e-12 if of == "torch" else 1e-5)
+
+
 def test_a_row_does_not_see_the_others() -> None:
     problem = Problem(TRIES["groups"])
     before = problem.ours(*problem.qkv, None, None)
@@ -293,12 +312,13 @@ def merged_by_definition(out: Tensor, lse: Tensor, index: Tensor, other: Tensor,
 
 @pytest.mark.parametrize("of", ["torch", pytest.param("triton", marks=kernels)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stored", [Tensor.contiguous, head_major], ids=["token-major", "head-major"])
 @pytest.mark.parametrize(
     ("tokens", "rows", "heads", "size"),
     [(40, 17, 3, 8), (5, 5, 1, 72), (33, 1, 2, 128), (9, 0, 2, 8), (70, 33, 1, 16), (20, 16, 4, 24)],
 )
 def test_results_are_merged_and_added_in_place(
-    of: str, dtype: torch.dtype, tokens: int, rows: int, heads: int, size: int
+    of: str, dtype: torch.dtype, stored: Any, tokens: int, rows: int, heads: int, size: int
 ) -> None:
     source = torch.Generator().manual_seed(0)
 
@@ -309,8 +329,8 @@ def test_results_are_merged_and_added_in_place(
     if of == "triton":
         from maskpack.ops import prefix_attention_triton as module
     index = torch.randperm(tokens, generator=source)[:rows].to(DEVICE)
-    out, lse = random(tokens, heads, size).to(dtype), random(heads, tokens + 3)[:, :tokens]
-    other, other_lse = random(rows, heads, size).to(dtype), random(heads, rows)
+    out, lse = stored(random(tokens, heads, size).to(dtype)), random(heads, tokens + 3)[:, :tokens]
+    other, other_lse = stored(random(rows, heads, size).to(dtype)), random(heads, rows)
     truth = merged_by_definition(out, lse, index, other, other_lse)
     sums = out.clone()
     wanted = sums.double().index_add(0, index, other.double())
