@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from maskpack.core.arguments import said
 from maskpack.errors import LayoutError, MaskpackError
+
+_RAN_OUT = re.compile("out of memory|can't allocate memory|_ALLOC_FAILED")
+"""What errors of CUDA, of its libraries and of the host's allocator say that have no class of their own."""
 
 
 def need_batch(batch: Any, call: str, error: type[MaskpackError] = LayoutError) -> None:
@@ -45,6 +49,15 @@ def need_gradients(x: Tensor, name: str, call: str, *, nested: bool = False) -> 
             f"{call}: {name} is {x.dtype} and requires grad; expected a dtype whose gradients torch supports{where}. "
             "Detach it, or cast it first."
         )
+
+
+def out_of_memory(error: BaseException | None) -> BaseException | None:
+    """The error that says that memory ran out, if it is this one, one within it, or its cause."""
+    if error is None:
+        return None
+    within = out_of_memory(getattr(error, "inner_exception", None) or error.__cause__)
+    ran_out = isinstance(error, RuntimeError) and _RAN_OUT.search(str(error))
+    return within or (error if ran_out or isinstance(error, MemoryError | torch.OutOfMemoryError) else None)
 
 
 def host_array(values: Any, name: str, call: str) -> npt.NDArray[Any]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
+import re
+import types
 import weakref
 from collections.abc import Callable
 from types import MethodType
@@ -226,6 +229,88 @@ def test_what_it_cannot_compile_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     model, _ = pair(llama)
     with pytest.raises(ReplayError, match=r"torch.compile failed for Llama.* a compiler on this host"):
         response_log_probs(replayable(model, compile=True), batch_of())
+
+
+ELSEWHERE = """
+import torch
+
+class OtherRMSNorm(torch.nn.Module):
+    def __init__(self, hidden_size, eps=1e-6):
+        super().__init__()
+        self.weight, self.variance_epsilon = torch.nn.Parameter(torch.ones(hidden_size)), eps
+
+    def forward(self, hidden_states):
+        torch._dynamo.graph_break()
+        return torch.nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+
+def rotated(q, k, cos, sin):
+    torch._dynamo.graph_break()
+    return own(q, k, cos, sin)
+"""
+
+
+@pytest.mark.parametrize("way", ["classes", "instances"])
+def test_parts_of_another_package_are_left_as_they_are(
+    way: str, backend: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of a package that replaces classes and functions of transformers, or the forward of some parts."""
+    modeling = importlib.import_module("transformers.models.qwen3.modeling_qwen3")
+    other = types.ModuleType("other_kernels.transformers")
+    vars(other)["own"] = modeling.apply_rotary_pos_emb
+    exec(ELSEWHERE, vars(other))
+    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", vars(other)["rotated"])
+    if way == "classes":
+        monkeypatch.setattr(modeling, "Qwen3RMSNorm", vars(other)["OtherRMSNorm"])
+    model, plain = pair(qwen3)
+    for part in (*model.modules(), *plain.modules()) if way == "instances" else ():
+        if type(part).__name__ == "Qwen3RMSNorm":
+            part.forward = MethodType(vars(other)["OtherRMSNorm"].forward, part)
+    before = owners(model)
+    ours = replayable(model, compile=True)
+    for x, y in zip(replayed(ours, batch_of()), replayed(replayable(plain), batch_of()), strict=True):
+        assert torch.equal(x, y)
+    kinds = {type(model.get_submodule(name)).__name__ for name in {*owners(model)} - {*before}}
+    assert kinds == {"Qwen3MLP", "Qwen3RotaryEmbedding"}
+    assert backend.graphs > 0
+    ours.release()
+    assert owners(model) == before
+
+
+class Failing(Exception):
+    pass
+
+
+@pytest.mark.parametrize("where", ["traced", "compiled"])
+@pytest.mark.parametrize("kind", [AssertionError, IndexError, Failing, torch.OutOfMemoryError, MemoryError])
+def test_what_torch_compile_raises(where: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named, whatever it is, but not if memory ran out, or if a part raises it as it runs."""
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise kind("out of memory" if kind in (torch.OutOfMemoryError, MemoryError) else "odd")
+
+    monkeypatch.setitem(compiled._OPTIONS, "backend", broken if where == "compiled" else Counting())
+    if where == "traced":
+        tracer = importlib.import_module("torch._dynamo.symbolic_convert").InstructionTranslator
+        monkeypatch.setattr(tracer, "run", broken)
+    with pytest.raises(Exception, match=r"out of memory|odd") as caught:
+        response_log_probs(replayable(pair(llama)[0], compile=True), batch_of())
+    if kind in (torch.OutOfMemoryError, MemoryError):
+        assert not isinstance(caught.value, ReplayError)
+        assert where == "traced" or type(caught.value) is kind
+    else:
+        assert re.match(f"replayable: torch.compile failed for Llama.*{kind.__name__}", str(caught.value))
+
+
+def test_an_error_of_a_part_that_runs_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(_graph: Any, _inputs: Any) -> Any:
+        def run(*_: Any) -> Any:
+            raise Failing("as it runs")
+
+        return run
+
+    monkeypatch.setitem(compiled._OPTIONS, "backend", failing)
+    with pytest.raises(Failing, match="as it runs"):
+        response_log_probs(replayable(pair(llama)[0], compile=True), batch_of())
 
 
 def test_parts_with_a_forward_of_their_own_are_named() -> None:

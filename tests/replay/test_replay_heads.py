@@ -241,6 +241,18 @@ def test_other_changes_of_logits_are_refused_by_name(change: Any, message: str) 
     assert str(caught.value).startswith("replayable: the forward of Changed ")
 
 
+def test_memory_that_ran_out_is_no_refusal() -> None:
+    model, error = Changed(tf.LlamaConfig(**TINY)), torch.OutOfMemoryError("all of it")
+
+    def change(_: Any) -> Any:
+        raise error
+
+    model.change = change
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        replayable(model)
+    assert caught.value is error
+
+
 @pytest.mark.parametrize("cast", [torch.float64, torch.float32])
 @pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.125, None), (1 / 3, 20.0), (1.0, 30.0), (3.0, 0.5)])
 def test_scales_and_caps_are_found(scale: float, softcap: float | None, cast: torch.dtype) -> None:

@@ -411,6 +411,8 @@ class Conv:
             self.told += 1
             if self.way == "raises":
                 raise ValueError("no kernels")
+            if isinstance(self.way, Exception):
+                raise self.way
             if self.way == "ignores":
                 return self.own(part, hidden_states)
             bounds = cuts.tolist()
@@ -475,6 +477,22 @@ def test_rows_are_taken_where_bounds_do_not_work(way: str, said: str, stand_in: 
     assert ready.mixers == {"layer 0, conv": said}
     assert 1 <= conv.told <= 2  # to decide, once
     assert off(seen, truth_of(plain, batch_of())[0]) <= LIMIT
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("all of it"), MemoryError(), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"),
+              torch.AcceleratorError("CUDA error: an illegal memory access was encountered")], ids=repr,
+)  # fmt: skip
+def test_memory_that_ran_out_does_not_decide(error: Exception, stand_in: Any) -> None:
+    conv = stand_in("cu_seq_lens_q")
+    ready, conv.way = replayable(pair(lfm2)[0]), error
+    with pytest.raises(type(error)) as caught:
+        response_log_probs(ready, batch_of())
+    assert caught.value is error
+    assert ready.mixers == {"layer 0, conv": "not run yet"}
+    conv.way = "cu_seq_lens_q"
+    response_log_probs(ready, batch_of())
+    assert ready.mixers == {"layer 0, conv": "bounds"}
 
 
 def test_it_is_decided_once_for_each_dtype_and_mode(stand_in: Any) -> None:

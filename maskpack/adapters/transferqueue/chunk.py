@@ -27,6 +27,7 @@ from maskpack.core.bits import Words, word_dtype
 from maskpack.core.index import IntArray
 from maskpack.core.objects import Objects, Stowed, items_of, mapped, stack_of
 from maskpack.core.pads import PAD_TOKEN_ID, PER_ROW
+from maskpack.core.tensors import out_of_memory
 from maskpack.core.tree import dense_stack
 from maskpack.errors import LayoutError
 from maskpack.fields.options import not_strict
@@ -287,7 +288,9 @@ def stacked(rows: Sequence[Any]) -> Any:
     for layout in (torch.jagged, torch.strided):
         try:
             return torch.nested.as_nested_tensor(list(rows), layout=layout)
-        except (RuntimeError, TypeError):
+        except (RuntimeError, TypeError) as error:
+            if out_of_memory(error) is not None:
+                raise
             continue  # rows of different dims
     return stack_of(rows)
 

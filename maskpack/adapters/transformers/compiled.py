@@ -4,6 +4,9 @@ part                            found by                                        
 norms, MLPs, rotary embeddings  the ends of class names: RMSNorm, LayerNorm, MLP  their forward
 attention layers                apply_rotary_pos_emb, which their forward calls   that function alone, for this model
 
+Parts and functions whose code is neither torch's nor transformers' nor of the package of the model, such as the kernels
+of Liger, are left as they are: torch.compile may not be able to trace them.
+
 While the model replays, each part has a `forward` of its own; modules, parameters and hooks stay as they are, and hooks
 run outside of what is compiled. Parts of one kind and shape share the compiled code, which is compiled for any number
 of tokens. The original attention of the self-check runs with the original parts.
@@ -13,9 +16,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import re
 import weakref
 from collections.abc import Callable, Sequence
+from traceback import walk_tb
 from types import FunctionType, MethodType
 from typing import Any, cast
 
@@ -24,10 +29,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from maskpack.adapters.transformers import passes
+from maskpack.core.tensors import out_of_memory
 from maskpack.errors import ReplayError
 
 _PART = re.compile("(Norm|MLP|Mlp|RotaryEmbedding)$")
 _ROTARY = "apply_rotary_pos_emb"
+_TRACER = "torch._dynamo.convert_frame"
+"""The module of the frames in which torch.compile traces. Some errors leave it as they are."""
 _OPTIONS: dict[str, Any] = {"fullgraph": True}
 """Options of torch.compile. Without `fullgraph`, it would silently run uncompiled what it does not support."""
 
@@ -36,7 +44,7 @@ class CompiledParts:
     """The parts of a model, with the `forward` that each of them has while the model replays.
 
     Raises:
-        ReplayError: the model has no such part, or one with a `forward` of its own.
+        ReplayError: the model has no such part, or one with a replaced `forward`.
     """
 
     def __init__(self, model: nn.Module, base: Any, changing: bool) -> None:
@@ -47,6 +55,8 @@ class CompiledParts:
                 f"replayable: compile=True with {who}, in which FullyShardedDataParallel flattens weights; expected "
                 "fully_shard, or none. Leave compile out."
             )
+        kinds = cast("tuple[Any, ...]", (*type(model).__mro__, *type(base).__mro__))
+        homes = {kind.__module__.partition(".")[0] for kind in kinds}
         shared: dict[Any, _Forward] = {}
         self._base: nn.Module = base
         self._forwards: list[tuple[nn.Module, _Forward]] = []
@@ -56,6 +66,10 @@ class CompiledParts:
             end = _PART.search(kind.__name__)
             rotates = _ROTARY in _names_of(kind.forward)
             if not (end or rotates) or (changing and end and end[1] == "RotaryEmbedding"):
+                continue
+            runs: list[Any] = [vars(part).get("forward", kind.forward)]
+            runs += [] if end else [kind.forward.__globals__[_ROTARY]]
+            if not homes.issuperset(map(_package_of, runs)):
                 continue
             if "forward" in vars(part) or part._compiled_call_impl is not None:
                 raise ReplayError(
@@ -70,7 +84,8 @@ class CompiledParts:
         if not self._forwards:
             raise ReplayError(
                 f"replayable: compile=True, but {who} has no norm, MLP or rotary embedding whose class has a known "
-                "name; expected classes such as RMSNorm, LayerNorm, MLP or RotaryEmbedding. Leave compile out."
+                "name, and code of the package of the model; expected classes such as RMSNorm, LayerNorm, MLP or "
+                "RotaryEmbedding. Leave compile out."
             )
 
     def need_outside(self, names: Sequence[str]) -> None:
@@ -150,15 +165,20 @@ class _Forward:
         try:
             return compiled(*args, **kwargs)
         except Exception as error:
-            known = _dynamo().exc
-            if isinstance(error, known.TorchDynamoException | known.FailOnRecompileLimitHit):
-                raise self._failure(error) from error
-            raise
+            lacking = out_of_memory(error)
+            if lacking is not None:
+                raise lacking  # noqa: B904 (it may be the error itself)
+            known = _dynamo().exc.TorchDynamoException | _dynamo().exc.FailOnRecompileLimitHit
+            tracing = any(frame.f_globals.get("__name__") == _TRACER for frame, _ in walk_tb(error.__traceback__))
+            if not tracing and not isinstance(error, known):
+                raise
+            raise self._failure(error) from error
 
     def _failure(self, error: Exception) -> ReplayError:
-        said = str(error).strip().partition("\n")[0][:300]
+        cause = getattr(error, "inner_exception", error)
+        said = str(cause).strip().partition("\n")[0][:300]
         return ReplayError(
-            f"replayable: torch.compile failed for {self._who} ({type(error).__name__}: {said}); expected a part that "
+            f"replayable: torch.compile failed for {self._who} ({type(cause).__name__}: {said}); expected a part that "
             "it supports, and a compiler on this host: C++ for the CPU, Triton and C for a GPU. Install it, or leave "
             "compile out."
         )
@@ -173,6 +193,11 @@ def _copied(function: Any, code: Any, names: dict[str, Any]) -> Any:
     copy = FunctionType(code, names, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
+
+
+def _package_of(function: Any) -> str:
+    """The package whose code a function is, within its wrappers."""
+    return str(getattr(inspect.unwrap(function), "__module__", "")).partition(".")[0]
 
 
 def _names_of(function: Any) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from maskpack.adapters.transformers import layers, passes
 from maskpack.core.arguments import IntArray
 from maskpack.core.index import cumulated, ranges
+from maskpack.core.tensors import out_of_memory
 from maskpack.errors import ReplayError
 from maskpack.ops.prefix_attention import gather_rows
 from maskpack.replay.inputs import PackedInputs
@@ -532,8 +533,9 @@ class _Forward:
         return self._ways[key] == "bounds"
 
     def _decided(self, part: nn.Module, given: dict[str, Any]) -> str:
-        """Runs two rows of random hidden states together with their bounds, and each alone. Whatever the mixer raises
-        with bounds says that it does not take them: kernels that are missing, or that do not fit."""
+        """Runs two rows of random hidden states together with their bounds, and each alone. What the mixer raises with
+        bounds says that it does not take them: kernels that are missing, or that do not fit. Memory that ran out and a
+        device that failed do not say so, and are raised."""
         if not (self._any or any(name in self._names for name in _BOUNDS)):
             return "rows: its forward takes no bounds"
         hidden = given[self._input]
@@ -547,6 +549,8 @@ class _Forward:
             try:
                 seen, again = (_outputs(self._by_bounds(part, x, rows)) for x in (both, other))
             except Exception as error:
+                if isinstance(error, torch.AcceleratorError) or out_of_memory(error) is not None:
+                    raise
                 return f"rows: {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
             truth = _outputs(self._by_rows(part, both, rows))
         if len(seen) != len(truth) or any(not _same(*xs) for xs in zip(seen, truth, strict=True)):

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from maskpack.core.tensors import out_of_memory
 from maskpack.errors import ReplayError
 from maskpack.ops import Logits
 
@@ -243,6 +244,8 @@ def _outputs(model: Any, base: Any, output: Any) -> list[float]:
         with torch.no_grad():
             logits = cast("Tensor", outer.forward(input_ids=ids, use_cache=False, return_dict=True).logits)
     except Exception as error:
+        if out_of_memory(error) is not None:
+            raise
         raise ReplayError(
             f"replayable: the forward of {who} failed on given logits with {type(error).__name__}: {error}; expected "
             f"the base model, then the output layer, then a scale or cap. {_OWN}"
