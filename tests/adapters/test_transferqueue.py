@@ -26,8 +26,8 @@ import zmq
 from omegaconf import OmegaConf
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
-from maskpack.adapters.transferqueue import MaskpackStorageManager, register
 from maskpack.adapters.transferqueue import manager as manager_module
+from maskpack.adapters.transferqueue import register
 from maskpack.adapters.transferqueue.chunk import LARGE
 from maskpack.errors import MaskpackError, StorageError
 
@@ -436,9 +436,3 @@ def test_a_storage_unit_that_never_answers_is_named(queue, monkeypatch):
     with pytest.raises(StorageError, match=r"figures: storage unit silent .* did not answer in 0\.\d+ s"):
         tq.get_client()._run_coroutine(manager.figures())
     silent.close(linger=0)
-
-
-def test_the_class_is_what_transfer_queue_finds():
-    from transfer_queue.storage import StorageManagerFactory
-
-    assert StorageManagerFactory._registry["Maskpack"] is MaskpackStorageManager

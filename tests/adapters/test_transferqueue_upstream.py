@@ -17,7 +17,7 @@ THEIRS = Path(transfer_queue.__file__).parents[1] / "tests" / "e2e"
 FILES = ["test_kv_interface_e2e.py", "test_checkpoint_e2e.py", "test_e2e_lifecycle_consistency.py"]
 UNFIT = {
     "test_tensor_fields": "looks for the folder that SimpleStorage writes",
-    "test_storage_saved_is_true": "TransferQueue keeps the data of SimpleStorage against the caller's word",
+    "test_storage_saved_is_true": "looks for the folder that SimpleStorage writes",
     "test_load_raises_on_storage_unit_count_mismatch": "edits a file that SimpleStorage writes",
 }
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from maskpack.core.arguments import said
 from maskpack.core.bits import Words, word_dtype
-from maskpack.core.index import IntArray
+from maskpack.core.index import IntArray, cumulated
 from maskpack.core.objects import Objects, Stowed, items_of, mapped, stack_of
 from maskpack.core.pads import PAD_TOKEN_ID, PER_ROW
 from maskpack.core.tensors import out_of_memory
@@ -235,15 +235,6 @@ def _objects(name: str, value: Any, rows: int, call: str) -> list[Any]:
     return items_of(value) if isinstance(value, NonTensorStack) else [value[row] for row in range(rows)]
 
 
-def _offsets(lengths: IntArray, shared: dict[bytes, Tensor]) -> Tensor:
-    key = lengths.tobytes()
-    if key not in shared:
-        bounds = np.zeros(lengths.size + 1, np.int64)
-        np.cumsum(lengths, out=bounds[1:])
-        shared[key] = torch.from_numpy(bounds)
-    return shared[key]
-
-
 # -------------------------------------------------------------------- get: pieces into fields
 
 
@@ -254,8 +245,7 @@ def assembled(pieces: Sequence[Piece], fields: Sequence[str], rows: int) -> Tens
     offsets. Scalars are a tensor [B]. All others are a NonTensorStack.
     """
     parts = [_Decoded.of(piece) for piece in pieces]
-    jagged: dict[tuple[bytes, ...], list[tuple[str, Tensor]]] = {}
-    shared: dict[bytes, Tensor] = {}
+    jagged: dict[bytes, list[tuple[str, Tensor]]] = {}
     out: dict[str, Any] = dict.fromkeys(fields)
     for name in fields:
         having = [part for part in parts if name in part.columns]
@@ -269,10 +259,10 @@ def assembled(pieces: Sequence[Piece], fields: Sequence[str], rows: int) -> Tens
         if lengths is None:
             out[name] = values
         else:
-            jagged.setdefault((lengths.tobytes(),), []).append((name, values))
-    for (lengths_of,), same in jagged.items():
+            jagged.setdefault(lengths.tobytes(), []).append((name, values))
+    for lengths_of, same in jagged.items():
         lengths = np.frombuffer(lengths_of, np.int64)
-        bounds = _offsets(lengths, shared)
+        bounds = torch.from_numpy(cumulated(lengths))
         low, high = int(lengths.min(initial=0)), int(lengths.max(initial=0))
         names, values = [name for name, _ in same], [value for _, value in same]
         out |= dict(zip(names, jagged_all(values, bounds, low, high), strict=True))
@@ -327,7 +317,7 @@ class _Decoded:
                 lengths = np.full(rows, values.shape[1], np.int64)
                 columns[form.path[0]] = Values(values.reshape(rows * values.shape[1], *values.shape[2:]), lengths)
         columns |= {
-            path[0]: objects.data if objects.bare else _restored(objects) for path, objects in batch.objects.items()
+            path[0]: objects.data if objects.bare else objects.restored() for path, objects in batch.objects.items()
         }
         return cls(columns, piece.places, piece.chunk.turned)
 
@@ -442,13 +432,6 @@ def whole(pieces: Iterable[Piece], words: Mapping[bytes, Words]) -> list[Piece]:
         chunk = Chunk(replace(batch, objects=_with_leaves(batch.objects, leaf)), piece.chunk.turned)
         out.append(Piece(chunk, piece.places))
     return out
-
-
-def _restored(objects: Objects) -> list[Any]:
-    """Objects with their tensors; one that several rows hold is restored once and shared by them."""
-    if objects.bare:
-        return objects.data
-    return mapped(objects.data, lambda item: item.restored() if isinstance(item, Stowed) else item, rows=True)
 
 
 def _with_leaves(objects: Mapping[Any, Objects], leaf: Any) -> dict[Any, Objects]:
