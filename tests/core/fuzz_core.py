@@ -283,7 +283,9 @@ def written_to(core: Core, rng: np.random.Generator, table: Table, mask: Mask, j
         sizes = int(spans.bounds[-1]), int(np.diff(spans.bounds)[kept].sum())
         for at, job in enumerate(jobs):
             for rows, size in list(zip((None, kept), sizes, strict=True))[: 1 + (kept.size > 0)]:
-                core.packed(int(table.fields[at]), own, spans, np.zeros(size * int(job["items"]), f"i{job['size']}"), rows)
+                core.packed(
+                    int(table.fields[at]), own, spans, np.zeros(size * int(job["items"]), f"i{job['size']}"), rows
+                )
             full = np.full(spans.rows * mask.width * int(job["items"]) + MARGIN, 0x55, f"i{job['size']}")
             target, pads = np.zeros(1, TARGET), np.zeros(spans.rows, full.dtype)
             target["field"] = job["field"]
