@@ -454,8 +454,8 @@ def outcome_closely(data: bytes, norm: dict[str, Any], limit: int | None = LIMIT
 
 
 Found = tuple[Counter[str], list[str], list[tuple[float, str]]]
-"""Counts of outcomes; the failures; and the most CPU seconds of a file, and the MiB by which one raised the peak, with its
-name."""
+"""Counts of outcomes; the failures; the most CPU seconds of a file and the most MiB by which one raised the peak, with
+their names."""
 
 
 def run(cases: Iterable[tuple[str, bytes, bool]], now: Any) -> Found:

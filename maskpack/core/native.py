@@ -557,9 +557,15 @@ def check_fields(
     """0 if fields can be decoded and those of `bools` hold only 0 and 1; else 1 + the number of the first that cannot
     (1 + the number of fields for an entry that none needs), or -1 - that of the first with other bytes. `layouts` were
     checked and read; rows of dictionaries may take `most` bytes more than the rows that they stand for."""
-    table = address(entries), entries.size, address(layouts), layouts.size * 8 // 48, address(body), body.size
+    table = address(entries), entries.size, address(layouts), layouts.size // LAYOUT_NUMBERS, address(body), body.size
     line = address(fields), fields.size, address(bools)
     return _core.maskpack_check_fields(*table, rows, dense_rows, most, *line)
+
+
+def can_decode(entries: Structs, layouts: IntArray, body: Words, rows: int, dense_rows: int, fields: IntArray) -> bool:
+    """Whether the fields of a table, of which some entries may not be needed, can be decoded from a body."""
+    table = address(entries), entries.size, address(layouts), layouts.size // LAYOUT_NUMBERS, address(body), body.size
+    return not _core.maskpack_check_fields(*table, rows, dense_rows, 1 << 62, address(fields), fields.size, 0)
 
 
 # -------------------------------------------------------------------- prefixes

@@ -281,8 +281,8 @@ def used(packed: PackedBatch, buffers: list[Any], pickled: bytes) -> None:
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_a_mapped_file_that_is_written_to_leads_nowhere_else(name: str, tmp_path: Path) -> None:
-    """All bytes behind the header may change once they were checked: those of the table, of layouts and of entries of all
-    kinds. Nothing outside of them is read or written, which ends the process, or is found by a sanitizer."""
+    """All bytes behind the header may change once they were checked: those of the table, of layouts and of entries of
+    all kinds. Nothing outside of them is read or written, which ends the process, or is found by a sanitizer."""
     file, data = tmp_path / "batch.maskpack", golden(name)
     begin = 8 + int.from_bytes(data[:8], "little")
 
@@ -1292,7 +1292,8 @@ def test_dictionaries_store_no_more_rows_than_they_have_rows_and_numbers() -> No
         made.layout(1, 0, 0, 0, NONE, NONE, made.put([0]))
         stored = made.entry("plain", layout=0)
         made.field(made.entry("dictionary", made.put([0, last], 8), made.put([0]), layout=0, first=stored))
-        in_a_process(lambda: refused(made.joined(), 'field "f0"', "an entry that cannot be decoded"))
+        data = made.joined()
+        in_a_process(lambda data=data: refused(data, 'field "f0"', "an entry that cannot be decoded"))
 
 
 def test_a_dictionary_is_split_row_by_row() -> None:
