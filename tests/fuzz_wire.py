@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import random
 import re
+import resource
 import signal
 import struct
 import sys
@@ -452,30 +453,40 @@ def outcome_closely(data: bytes, norm: dict[str, Any], limit: int | None = LIMIT
     return "accepted and decoded, as the norm says"
 
 
-def run(cases: Iterable[tuple[str, bytes, bool]], now: Any) -> tuple[Counter[str], list[str]]:
-    """Counts of outcomes, and the failures. A case that hangs ends the process; its name is in `now`."""
+Found = tuple[Counter[str], list[str], list[tuple[float, str]]]
+"""Counts of outcomes; the failures; the most CPU seconds of a file and the most MiB by which one raised the peak, with
+their names."""
+
+
+def run(cases: Iterable[tuple[str, bytes, bool]], now: Any) -> Found:
+    """A case that hangs ends the process; its name is in `now`."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     counts: Counter[str] = Counter()
     failures: list[str] = []
     reader = norm()
+    most = [(0.0, ""), (0.0, "")]
     for name, data, closely in cases:
         now.value = name.encode()
         signal.alarm(SECONDS)
+        before, peak = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         try:
             counts[outcome_closely(data, reader) if closely else outcome(data)] += 1
         except Exception as error:
             counts["FAILED"] += 1
             failures.append(f"{name}: {type(error).__name__}: {error!s:.300}")
         signal.alarm(0)
-    return counts, failures
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) / 1024
+        most = [max(pair) for pair in zip(most, [(time.process_time() - before, name), (grown, name)], strict=True)]
+    return counts, failures, most
 
 
-def run_all(jobs: Sequence[Iterable[tuple[str, bytes, bool]]]) -> tuple[Counter[str], list[str]]:
+def run_all(jobs: Sequence[Iterable[tuple[str, bytes, bool]]]) -> Found:
     """The same, each in a process of its own."""
     context = multiprocessing.get_context("fork")
     counts: Counter[str] = Counter()
     failures: list[str] = []
+    most = [(0.0, ""), (0.0, "")]
     crew: list[Any] = []
     for cases in jobs:
         now = context.Array("c", 200, lock=False)
@@ -486,13 +497,14 @@ def run_all(jobs: Sequence[Iterable[tuple[str, bytes, bool]]]) -> tuple[Counter[
         crew.append((process, ours, now))
     for process, ours, now in crew:
         try:
-            own, failed = ours.recv()
+            own, failed, worst = ours.recv()
         except EOFError:
             process.join()
-            own, failed = {"FAILED": 1}, [f"{now.value.decode()}: exit status {process.exitcode}"]
+            own, failed, worst = {"FAILED": 1}, [f"{now.value.decode()}: exit status {process.exitcode}"], most
         counts.update(own)
         failures += failed
-    return counts, failures
+        most = list(map(max, most, worst))
+    return counts, failures, most
 
 
 def main() -> None:
@@ -523,9 +535,10 @@ def main() -> None:
         jobs = [cases([given.only])]
     if given.table:
         jobs = [((*case, True) for file in given.table for case in tables(file))]
-    counts, failures = run_all(jobs)
+    counts, failures, most = run_all(jobs)
     seconds = time.monotonic() - start
     print(f"{sum(counts.values())} files in {seconds:.0f} s, core of {native.__file__}")
+    print("at most {:.2f} s of CPU ({}); the peak raised by at most {:.0f} MiB ({})".format(*most[0], *most[1]))
     for name, count in sorted(counts.items()):
         print(f"{count:9} {name}")
     print("\n".join(failures[:20]))

@@ -3115,11 +3115,11 @@ API i64 maskpack_compact(Array **places, i64 n, const u8 *body, u8 *to) {
 
 /* ------------------------------------------------------------------ checks of tables from elsewhere, before they are used */
 
-/* Whether an array lies in a body of so many bytes, from a multiple of 8 on; one without numbers lies anywhere. */
-static int holds(const Array *array, i64 nbytes) {
+/* Whether an array lies in a body of so many bytes, from a multiple of `align` on; one without numbers lies anywhere. */
+static int holds(const Array *array, i64 nbytes, i64 align) {
     int known = array->size == 1 || array->size == 2 || array->size == 4 || array->size == 8;
     return known && array->at >= 0 && array->at <= nbytes && array->count >= 0 && array->count <= (nbytes - array->at) / array->size &&
-           (array->at % 8 == 0 || !array->count);
+           (array->at % align == 0 || !array->count);
 }
 
 static int of_each(const Array *array, i64 count) { return array->count == count || (array->count == 1 && count > 1); }
@@ -3130,7 +3130,7 @@ static int check_layout(const Stored *all, i64 index, const u8 *body, i64 nbytes
     const Stored *stored = all + index;
     i64 first = 0, empty = !stored->b.count && !stored->c.count;
     if (stored->width < 0 || stored->width >= (i64)1 << 31 || stored->anchor < 0 || stored->anchor > stored->width) return 0;
-    if (!holds(&stored->a, nbytes) || !holds(&stored->b, nbytes) || !holds(&stored->c, nbytes)) return 0;
+    if (!holds(&stored->a, nbytes, 8) || !holds(&stored->b, nbytes, 8) || !holds(&stored->c, nbytes, 8)) return 0;
     if (stored->kind == PART) {
         if (stored->parent < 0 || stored->parent >= index || !empty || stored->a.count) return 0;
         spans[index] = spans[stored->parent];
@@ -3179,6 +3179,7 @@ typedef struct {
     i64 nbytes, num_layouts, dense_rows;
     i64 left;          /* bytes left for rows of dictionaries beyond those of their fields */
     u8 *marks, *steps; /* of each entry */
+    i64 align;         /* of arrays; 1 for those of rows that were taken in place */
 } Check;
 
 /* Elements of a row; `lengths` has those of the stored rows of a dictionary. */
@@ -3335,7 +3336,8 @@ static int check_entry(Check *check, i64 index, const Array *lengths, i64 rows) 
     i64 size = entry->size, total = 0, blocks = 0;
     int has_a = entry->a.count > 0, has_b = entry->b.count > 0, has_c = entry->c.count > 0;
     if (entry->items < 0 || entry->items > (i64)1 << 40 || (size != 1 && size != 2 && size != 4 && size != 8)) return 0;
-    if (!holds(&entry->a, check->nbytes) || !holds(&entry->b, check->nbytes) || !holds(&entry->c, check->nbytes)) return 0;
+    for (const Array *array = &entry->a; array <= &entry->c; array++)
+        if (!holds(array, check->nbytes, check->align)) return 0;
     if ((total = count_pieces(table, entry, lengths, rows, 1)) < 0) return 0;
     switch (entry->kind) {
     case PLAIN: return entry->a.size == size && entry->a.count == total && !has_b && !has_c;
@@ -3480,17 +3482,18 @@ static int is_odd(const Check *check, i64 index, const Array *lengths, i64 rows)
 }
 
 /* Checks the fields of a table whose layouts were checked and read: `fields` are entries that are there, `bools` [num_fields]
-   says which may hold only 0 and 1. Rows of dictionaries may take `most` bytes more than the rows that they stand for. Returns 0, or 1 + the first field that
-   cannot be decoded (1 + num_fields for an entry that no field needs), or -1 - the first one of other bytes. */
+   says which may hold only 0 and 1; NULL for rows that may be taken in place, of a table that was checked before. Rows of dictionaries
+   may take `most` bytes more than the rows that they stand for. Returns 0, or 1 + the first field that cannot be decoded
+   (1 + num_fields for an entry that no field needs), or -1 - the first one of other bytes. */
 API i64 maskpack_check_fields(const Entry *entries, i64 n, const Layout *layouts, i64 m, const u8 *body, i64 nbytes, i64 rows,
                               i64 dense_rows, i64 most, const i64 *fields, i64 num_fields, const i64 *bools) {
     Table table = {entries, layouts, body, rows, NULL, 0, NULL};
     u8 *marks = calloc((size_t)n + 1, 3);
-    Check check = {&table, nbytes, m, dense_rows, most, marks, marks + n + 1};
+    Check check = {&table, nbytes, m, dense_rows, most, marks, marks + n + 1, bools ? 8 : 1};
     i64 bad = 0, found = marks ? 0 : 1;
     int fine = !found && check_all_references(&check, n, &bad);
     /* before the rows of the entries are looked at: those of the fields are as many as the fields claim */
-    if (fine && !all_needed(entries, n, fields, num_fields, marks + 2 * (n + 1))) found = num_fields + 1;
+    if (fine && bools && !all_needed(entries, n, fields, num_fields, marks + 2 * (n + 1))) found = num_fields + 1;
     if (!found && !(fine && check_entries(&check, n, &bad))) {
         found = num_fields + 1; /* the field whose entry is the first one from there on, as parts come first */
         for (i64 field = 0, least = n; field < num_fields; field++)
@@ -3502,7 +3505,7 @@ API i64 maskpack_check_fields(const Entry *entries, i64 n, const Layout *layouts
     for (i64 field = 0; field < num_fields && !found; field++) {
         i64 index = fields[field], own = entries[index].layout < 0 ? dense_rows : rows;
         if (marks[index] & INSIDE) found = field + 1;
-        else if (bools[field] && (entries[index].size != 1 || is_odd(&check, index, NULL, own))) found = -1 - field;
+        else if (bools && bools[field] && (entries[index].size != 1 || is_odd(&check, index, NULL, own))) found = -1 - field;
     }
     free(marks);
     return found;

@@ -574,6 +574,12 @@ def check_fields(
     return _core.maskpack_check_fields(*table, rows, dense_rows, most, *line)
 
 
+def can_decode(entries: Structs, layouts: IntArray, body: Words, rows: int, dense_rows: int, fields: IntArray) -> bool:
+    """Whether the fields of a table, of which some entries may not be needed, can be decoded from a body."""
+    table = address(entries), entries.size, address(layouts), layouts.size // LAYOUT_NUMBERS, address(body), body.size
+    return not _core.maskpack_check_fields(*table, rows, dense_rows, 1 << 62, address(fields), fields.size, 0)
+
+
 # -------------------------------------------------------------------- prefixes
 
 

@@ -293,9 +293,10 @@ class PackedBatch:
         """Reads a batch from a file that `save` wrote.
 
         Args:
-            mmap: map the file into memory: rows are read when they are decoded. If the file is later truncated or
-                written to in place, reading a lost part ends the process with SIGBUS, which no error handler catches;
-                `save` never changes a file in place. False reads the whole file first.
+            mmap: map the file into memory: rows are read when they are decoded. If the file is later truncated, reading
+                a lost part ends the process with SIGBUS, which no error handler catches; if it is written to in place,
+                values may be wrong, but no memory outside of the file is touched. `save` never changes a file in
+                place. False reads the whole file first.
             max_bytes: as for `from_bytes`.
 
         Raises WireFormatError as `from_bytes`.
@@ -439,6 +440,7 @@ def decompress(
         LayoutError: a field that is not in the batch, an unknown format, a device that this process does not have,
             widths="trim" of fields that share a batch dim and would differ in it, more than `max_bytes`, or the capture
             of a CUDA graph.
+        WireFormatError: a mapped file was written to since it was loaded (found on CUDA only).
     """
     if not isinstance(packed, PackedBatch):
         raise LayoutError(

@@ -267,8 +267,8 @@ def run(core: Core, seed: int) -> None:
 
 
 def written_to(core: Core, rng: np.random.Generator, table: Table, mask: Mask, jobs: np.ndarray) -> None:
-    """Any bytes may be in a body once it was checked: nothing is read or written outside of it and of the outputs. Layouts
-    that are read from it then are no longer those that the table was made for."""
+    """Any bytes may be in a body once it was checked: nothing is read or written outside of it and of the outputs.
+    Layouts that are read from it then are no longer those that the table was made for."""
     body = table.body
     part = rng.random(body.size) < rng.choice([0.01, 0.3, 1])
     body[part] = rng.choice(np.array([0, 1, 127, 255, *rng.integers(0, 256, 4)], np.uint8), int(part.sum()))
@@ -283,7 +283,9 @@ def written_to(core: Core, rng: np.random.Generator, table: Table, mask: Mask, j
         sizes = int(spans.bounds[-1]), int(np.diff(spans.bounds)[kept].sum())
         for at, job in enumerate(jobs):
             for rows, size in list(zip((None, kept), sizes, strict=True))[: 1 + (kept.size > 0)]:
-                core.packed(int(table.fields[at]), own, spans, np.zeros(size * int(job["items"]), f"i{job['size']}"), rows)
+                core.packed(
+                    int(table.fields[at]), own, spans, np.zeros(size * int(job["items"]), f"i{job['size']}"), rows
+                )
             full = np.full(spans.rows * mask.width * int(job["items"]) + MARGIN, 0x55, f"i{job['size']}")
             target, pads = np.zeros(1, TARGET), np.zeros(spans.rows, full.dtype)
             target["field"] = job["field"]

@@ -26,7 +26,7 @@ from maskpack import EDGE, PER_ROW, MaskNestingSpec, PackedBatch, compress, deco
 from maskpack.core.bits import root_of
 from maskpack.core.latest import Latest
 from maskpack.core.native import KINDS
-from maskpack.errors import LayoutError
+from maskpack.errors import LayoutError, WireFormatError
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import jagged_all
 from maskpack.nesting.schema import FieldForm
@@ -467,3 +467,21 @@ def test_jagged_tensors_made_together_do_not_share_what_may_change() -> None:
     assert other.values().tolist() == [2] * 7
     assert pickle.loads(pickle.dumps(other)).values().tolist() == [2] * 7
     assert torch.equal((one + other).values(), torch.full((7,), 2.0))
+
+
+@kernel_test
+def test_a_mapped_file_that_was_written_to_is_not_decoded(tmp_path: Path) -> None:
+    """The kernel reads a copy that was checked."""
+    x = (torch.arange(600).view(2, 300) * 7919) % 1000
+    packed = compress(TensorDict({"x": x, "s": (x % 50 == 0) * x, "r": x // 20 * 20}, [2]))
+    packed.save(tmp_path / "b")
+    back, data = PackedBatch.load(tmp_path / "b"), (tmp_path / "b").read_bytes()
+    oracle.assert_same_batch(by_kernel(back), decompress(packed))
+    begin = 8 + int.from_bytes(data[:8], "little")
+    with (tmp_path / "b").open("r+b") as opened:
+        opened.seek(begin)
+        opened.write(b"\xff" * (len(data) - begin))
+    with pytest.raises(
+        WireFormatError, match=r"^decompress: the packed bytes were written to .*; expected .*mmap=False"
+    ):
+        by_kernel(back)

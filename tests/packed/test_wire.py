@@ -6,11 +6,14 @@ maskpack.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import multiprocessing
 import os
 import pickle
 import re
+import resource
 import signal
 import stat
 import subprocess
@@ -256,6 +259,67 @@ def test_a_map_of_a_file_that_is_cut_off_kills_the_process(tmp_path: Path) -> No
     code += "os.truncate(sys.argv[1], 4096)\nmaskpack.decompress(packed)\n"
     done = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, timeout=120, check=False)
     assert done.returncode == -signal.SIGBUS
+
+
+def used(packed: PackedBatch, buffers: list[Any], pickled: bytes) -> None:
+    """Everything that reads the body; what is read may be wrong, or refused."""
+    ways: list[Callable[[], Any]] = [
+        lambda: decompress(packed),
+        lambda: decompress(packed, format="nested"),
+        lambda: decompress(packed.take([len(packed) - 1, 0])),
+        lambda: [decompress(part) for part in packed.split(1)],
+        lambda: [decompress(pickle.loads(pickle.dumps(part))) for part in packed.split(2)],
+        lambda: decompress(pickle.loads(pickled, buffers=buffers)),
+        lambda: [decompress(part, widths="trim") for part in pickle.loads(pickled, buffers=buffers).split(2)],
+        lambda: PackedBatch.cat([packed, packed]),
+        lambda: PackedBatch.from_bytes(packed.to_bytes()),
+    ]
+    for way in ways:
+        with contextlib.suppress(Exception):
+            way()
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_mapped_file_that_is_written_to_leads_nowhere_else(name: str, tmp_path: Path) -> None:
+    """All bytes behind the header may change once they were checked: those of the table, of layouts and of entries of
+    all kinds. Nothing outside of them is read or written, which ends the process, or is found by a sanitizer."""
+    file, data = tmp_path / "batch.maskpack", golden(name)
+    begin = 8 + int.from_bytes(data[:8], "little")
+
+    def run() -> None:
+        rng = np.random.default_rng(0)
+        for fill in (255, 127, 128, 1, 0, None, None, None):
+            file.write_bytes(data)
+            packed = PackedBatch.load(file, allow_pickle=name == "pickled")
+            buffers: list[Any] = []
+            pickled = pickle.dumps(packed, protocol=5, buffer_callback=buffers.append)
+            line = np.frombuffer(data, np.uint8)[begin:].copy()
+            some = rng.random(line.size) < (1 if fill is not None else 0.05)
+            line[some] = rng.integers(0, 256, int(some.sum())) if fill is None else fill
+            with file.open("r+b") as opened:
+                opened.seek(begin)
+                opened.write(line.tobytes())
+            used(packed, buffers, pickled)
+
+    in_a_process(run, seconds=60)
+
+
+def in_a_process(run: Callable[[], Any], seconds: int = 5, most: int = 64) -> None:
+    """Lets it run in a fork that may use so many seconds of CPU, and may raise its peak by so many MiB."""
+
+    def limited() -> None:
+        warnings.simplefilter("ignore")
+        torch.set_num_threads(1)
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + seconds, -1))
+        run()
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used.ru_maxrss
+        assert grown < most << 10, f"{grown} KiB"
+
+    process = multiprocessing.get_context("fork").Process(target=limited)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 def test_save_syncs_the_file_before_it_takes_its_place_and_the_folder_after(
@@ -1174,6 +1238,115 @@ def test_what_a_few_bytes_say_is_not_looked_at_one_by_one(kind: str) -> None:
     assert time.monotonic() - start < 4
 
 
+MANY_ROWS: dict[str, Callable[[Made], int]] = {
+    "arange": zeros,
+    "rle": lambda m: m.entry("rle", m.put([1]), NONE, m.put([1])),
+    "delta": lambda m: m.entry("delta", m.put([2]), m.put([1]), m.put([0]), items=2),
+    "sparse": lambda m: m.entry("sparse", m.put([0])),
+    "blocks": lambda m: m.entry("blocks", (0, 1, 0), (0, 1, 0), (0, 4, 0), items=0),
+    "dictionary": lambda m: m.entry("dictionary", m.put([0]), m.put([1]), first=m.entry("plain", m.put([1]))),
+    "columns": lambda m: m.entry("columns", items=2, first=[zeros(m), zeros(m)][0], second=2),
+    "concat": lambda m: m.entry("concat", items=2, first=zeros(m), second=zeros(m)),
+}
+
+
+@pytest.mark.parametrize("kind", MANY_ROWS)
+def test_rows_of_one_length_are_checked_at_once(kind: str) -> None:
+    made = Made(2**31 - 1)
+    for _ in range(8):
+        made.field(MANY_ROWS[kind](made), dtype="bool")
+    in_a_process(lambda: PackedBatch.from_bytes(made.joined()), 2)
+
+
+def test_rows_that_are_not_taken_are_not_decoded() -> None:
+    made = Made(1 << 20)
+    made.field(made.entry("arange", made.put([5]), items=4096, number=1))
+    row = (5 + np.arange(4096)) % 256
+
+    def run() -> None:
+        packed = PackedBatch.from_bytes(made.joined())
+        for rows in ([0, 5], [2**20 - 1, 7, 7], slice(0, 9, 4)):
+            taken = decompress(packed.take(rows))["f0"].numpy()
+            assert (taken == row).all()
+
+    in_a_process(run)
+
+
+def test_stored_rows_of_a_dictionary_that_no_row_uses_are_not_decoded() -> None:
+    made = Made(2)
+    stored = made.entry("rle", made.put([1]), NONE, made.put([3, 4, 5]))
+    one = made.entry("dictionary", made.put([2, 0]), made.put([1, 1 << 26, 1], 8), first=stored)
+    made.field(made.entry("concat", items=2, first=one, second=one))
+
+    def run() -> None:
+        packed = PackedBatch.from_bytes(made.joined(), max_bytes=80 << 20)
+        for ways in (packed, *packed.split(1), packed.take([1, 0]).take([1, 0])):
+            assert decompress(ways, max_bytes=80 << 20)["f0"].tolist() in ([[5, 5], [3, 3]], [[5, 5]], [[3, 3]])
+
+    in_a_process(run)
+
+
+def test_dictionaries_store_no_more_rows_than_they_have_rows_and_numbers() -> None:
+    """Bounds of stored rows take memory that nobody claims."""
+    for last in (3, 4, 1 << 27):
+        made = Made(2)
+        made.layout(1, 0, 0, 0, NONE, NONE, made.put([0]))
+        stored = made.entry("plain", layout=0)
+        made.field(made.entry("dictionary", made.put([0, last], 8), made.put([0]), layout=0, first=stored))
+        data = made.joined()
+        in_a_process(lambda data=data: refused(data, 'field "f0"', "an entry that cannot be decoded"))
+
+
+def test_a_dictionary_is_split_row_by_row() -> None:
+    n = 100_000
+    made = Made(n)
+    stored = made.entry("plain", made.put(range(n), 4), size=4)
+    made.field(made.entry("dictionary", made.put(range(n), 4), made.put([1]), size=4, first=stored), dtype="int32")
+    packed = PackedBatch.from_bytes(made.joined())
+    table = packed.table
+
+    def run() -> None:
+        line = table.layout_rows, table.body, n, np.arange(n + 1)
+        entries, _ = native.split(table.entries, table.stored, *line)
+        assert (entries["number"][:, 1] == np.arange(n)).all()
+
+    in_a_process(run, 3)
+    for part, row in zip(packed[n - 3 :].split(1), range(n - 3, n), strict=True):
+        assert decompress(part)["f0"].tolist() == [row]
+
+
+def test_many_layouts_and_fields() -> None:
+    made = Made(0)
+    for _ in range(20_000):
+        made.layout(1)
+    entry = made.entry("plain", layout=19_999)
+    for _ in range(30_000):
+        made.field(entry, "flat")
+    made.body = bytes(20_000 * 16)
+    data = made.joined()
+    in_a_process(lambda: PackedBatch.from_bytes(data), 6, 200)
+
+
+def test_a_field_claims_a_byte_for_each_row() -> None:
+    made = Made(1 << 15)
+    made.layout(1, 0, 0, 0, NONE, NONE, made.put([0]))
+    for _ in range(4):
+        made.field(made.entry("sparse", made.put([0]), layout=0))
+    claimed = 4 * 2**15 + 16 * (2**15 + 1)
+    PackedBatch.from_bytes(made.joined(), max_bytes=claimed)
+    refused(made.joined(), "bytes in memory, padded", max_bytes=claimed - 1)
+
+
+def test_hints_that_name_each_other_in_a_long_chain() -> None:
+    made, _ = of_rows(1, 1, 1)
+    entry = made.entry("plain", made.put([1, 2, 3]), layout=0)
+    for at in range(3000):
+        made.field(entry, hints=[f"near:f{at + 1}"])
+    packed = PackedBatch.from_bytes(made.joined())
+    assert decompress(packed.take([2, 0]), "f0", "f2999")["f0"].values().tolist() == [3, 1]
+    assert decompress(PackedBatch.cat([packed, packed]), "f7")["f7"].values().tolist() == [1, 2, 3, 1, 2, 3]
+
+
 def chain(steps: int) -> Made:
     made, _ = of_rows(70, 1)
     entry = made.entry("plain", made.put(range(71)), layout=0)
@@ -1199,6 +1372,29 @@ def test_chains_of_near_fields_have_an_end() -> None:
     assert_same(decompress(PackedBatch.from_bytes(compress(batch, registry=specs).to_bytes())), batch)
 
 
+def concat_of_one() -> Made:
+    """Rows 1 2 and 3, and each of them twice."""
+    made, _ = of_rows(2, 1)
+    made.layout(4, 0, 0, 0, made.put([0]), made.put([4, 2]), made.put([1]))
+    made.field(made.entry("plain", made.put([1, 2, 3]), layout=0))
+    made.field(made.entry("concat", layout=1, first=0, second=0))
+    return made
+
+
+def test_no_entry_refers_to_a_concat() -> None:
+    """Entries that lead on to two others each would be a tree, of a number of entries that nothing claims."""
+    made = concat_of_one()
+    blocks = made.put([128, 128]), made.put([0, 0]), (0, 4, 0)
+    made.field(made.entry("blocks", *blocks, layout=1, second=1))
+    refused(made.joined(), 'field "f2"', "an entry that cannot be decoded")
+    nothing = Made(1 << 24)
+    entry = nothing.entry("plain", items=0)
+    for _ in range(8):
+        entry = nothing.entry("concat", items=0, first=entry, second=entry)
+    nothing.field(entry, shape=[0])
+    in_a_process(lambda: refused(nothing.joined(), 'field "f0"', "an entry that cannot be decoded"), 2)
+
+
 def test_concat_of_fields_that_fit() -> None:
     made, _ = of_rows(2, 1)
     made.layout(4, 0, 0, 0, made.put([0]), made.put([4, 2]), made.put([1]))
@@ -1206,12 +1402,14 @@ def test_concat_of_fields_that_fit() -> None:
     made.field(made.entry("plain", made.put([1, 2, 3]), layout=0))
     made.field(made.entry("concat", layout=1, first=0, second=0))
     made.field(made.entry("concat", layout=2, first=1, second=1))
+    refused(made.joined(), 'field "f2"', "an entry that cannot be decoded")  # of a concat
+    made = concat_of_one()
     back = decompress(PackedBatch.from_bytes(made.joined()))
-    assert back["f2"].values().tolist() == [1, 2] * 4 + [3] * 4
-    for first, second in ((0, 1), (2, 2), (-1, 0), (3, 3), (2**40, 0)):
+    assert back["f1"].values().tolist() == [1, 2, 1, 2, 3, 3]
+    for first, second in ((0, 1), (1, 1), (-1, 0), (2, 2), (2**40, 0)):
         wrong = Pieces.of(made.joined())
         line = wrong.table
-        at = 3 + 3 * 14 + 2 * 16
+        at = 3 + 2 * 14 + 1 * 16
         wrong.table = [*line[: at + 5], first, second, *line[at + 7 :]]
         refused(wrong.joined(), "an entry that cannot be decoded")
 

@@ -20,11 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from maskpack.core import native
 from maskpack.core.backends import uses_triton
 from maskpack.core.bits import Words, address, from_words, root_of, to_pinned
 from maskpack.core.index import IntArray
 from maskpack.core.pads import ANY_ZERO
-from maskpack.errors import LayoutError
+from maskpack.errors import LayoutError, WireFormatError
 from maskpack.fields.registry import Path
 from maskpack.layout.jagged import jagged_all
 from maskpack.layout.span_table import LINE, lines_of
@@ -66,7 +67,13 @@ def _decode(
     numbers = [packed.numbers[form.path] for form in forms]
     table = packed.table if numbers == [*range(len(packed.tensors))] else packed.table.select(numbers)
     table = table.own(SLACK, _FREE)
-    staged = _sent(table.body, device)
+    staged, body = _sent(table.body, device)
+    table = table.like(body=body)
+    if not native.can_decode(table.entries, packed.table.layout_rows, body, table.rows, table.dense_rows, table.fields):
+        raise WireFormatError(
+            "decompress: the packed bytes were written to since they were read; expected those that were checked. Load "
+            "a file that others write to with mmap=False."
+        )
     recipe = recipe_of(packed, table, forms, nested)
     jagged: dict[str, list[Path]] = {}
     for form in recipe.forms:
@@ -202,12 +209,13 @@ def _entries_for(array: Words) -> int:
 # -------------------------------------------------------------------- the encoded bytes
 
 
-def _sent(body: Words, device: torch.device) -> Tensor:
-    """The bytes of a body, uint8, on their way to the device, or there already."""
+def _sent(body: Words, device: torch.device) -> tuple[Tensor, Words]:
+    """The bytes of a body, uint8, on their way to the device, or there already; and the same bytes on the host, in
+    memory that no other process writes to."""
     owner = _owner(body)
     if isinstance(owner, _Mirror) and owner.there.device == torch.empty(0, device=device).device:  # cuda is cuda:0
         begin = address(body) - owner.address
-        return owner.there[begin : begin + body.nbytes]
+        return owner.there[begin : begin + body.nbytes], body
     source = _pinned(body)
     if source is None:
         source = torch.empty(body.size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
@@ -215,7 +223,7 @@ def _sent(body: Words, device: torch.device) -> Tensor:
             source.numpy()[...] = body
         else:
             source.copy_(from_words(body, torch.uint8))  # in several threads
-    return source.to(device, non_blocking=True)
+    return source.to(device, non_blocking=True), source.numpy()
 
 
 def _pinned(body: Words) -> Tensor | None:

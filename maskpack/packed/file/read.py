@@ -107,7 +107,10 @@ class _Reader:
     def _table(self, rows: int, dense_rows: int, names: list[str], sent: int) -> Table:
         """The table, whose layouts can be read; its fields are not checked yet."""
         call = self._call
-        line, body = np.array(self._array(0)), self._body()  # what is checked here stays so, also of a file that is mapped
+        line, body = (
+            np.array(self._array(0)),
+            self._body(),
+        )  # what is checked here stays so, also of a file that is mapped
         if line.dtype != np.int64 or line.size < 3 or not all(0 <= count < _MOST for count in line[:3].tolist()):
             fail(call, f"a table of {line.dtype} {line.shape}", "int64, which begins with three counts")
         counts = [*line[:3].tolist(), int(line[2])]
@@ -373,6 +376,7 @@ class _Reader:
             if form.kind == "jagged" and len(dims) > 1:  # its second dim is no number
                 fail(self._call, f"{name}, which is jagged", f"no such field in a node of {dims}")
             size = math.prod(max(size, 1) for size in shape) * (1 if form.dtype is None else form.dtype.itemsize)
+            size = size if form.layout is None else max(size, rows)  # each row is looked at
             if size >= _MOST_BYTES:
                 fail(self._call, f"{name} of shape {brief(shape)}", "one that memory can hold")
             self._claim(size, name)
