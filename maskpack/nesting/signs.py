@@ -1,7 +1,7 @@
 """ANY_ZERO: the signs of the zeros under a mask, as bits.
 
-uint8 [B, ceil(width / 8)] on the host: a bit for each position of a row, set where -0.0 is masked out. The first position
-is the highest bit of the first byte. The core reads and writes them; here is what else is done with them.
+uint8 [B, ceil(width / 8)] on the host: a bit for each position of a row, set where -0.0 is masked out. The first
+position is the highest bit of the first byte. The core reads and writes them; here is what else is done with them.
 """
 
 from __future__ import annotations
