@@ -33,8 +33,9 @@ def with_signs(x: Tensor, signs: Tensor) -> Tensor:
     """A padded field [B, width] with -0.0 where a bit is set, in any dtype that it was cast to."""
     minus = pad_tensor(-0.0, x.dtype)
     assert minus is not None
-    negative = np.unpackbits(signs.cpu().numpy(), axis=1, count=x.shape[1]).view(np.bool_)
-    return torch.where(torch.from_numpy(negative).to(x.device), minus.to(x.device), x)
+    lanes = torch.arange(7, -1, -1, dtype=torch.uint8, device=x.device)
+    bits = (signs.to(x.device, non_blocking=True)[:, :, None] >> lanes) & 1
+    return torch.where(bits.flatten(1)[:, : x.shape[1]].bool(), minus.to(x.device, non_blocking=True), x)
 
 
 def moved_signs(signs: Words, width: int, left: int, to_width: int) -> Words:
