@@ -420,14 +420,20 @@ def _schema_of(entry: Any) -> Schema | None:
     schemas = list({id(schema): schema for schema in by_row}.values())
     if not schemas or not all(isinstance(schema, Schema) for schema in schemas):
         return None
-    forms = [[replace(form, pads=()) for form in schema.forms] for schema in schemas]
-    first = schemas[0]
-    if any((schema.root, schema.axes) != (first.root, first.axes) for schema in schemas) or forms.count(forms[0]) < len(
-        forms
-    ):
+    forms = [
+        [*schema.axes, *[(replace(form, node=None, pads=()), _unnamed(form.node)) for form in schema.forms]]
+        for schema in schemas
+    ]
+    roots = [_unnamed(schema.root) for schema in schemas]
+    if any(root != roots[0] for root in roots) or any(other != forms[0] for other in forms):
         return None
     columns = zip(*(schema.forms for schema in schemas), strict=True)
     return replace(schemas[0], forms=tuple(map(_with_all_pads, columns)))
+
+
+def _unnamed(node: Node | None) -> Node | None:
+    """A node without the names of its dims, which may differ."""
+    return node if node is None else replace(node, names=None)
 
 
 def _with_all_pads(column: Sequence[FieldForm]) -> FieldForm:

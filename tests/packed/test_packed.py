@@ -23,6 +23,7 @@ from torch import Tensor
 
 from maskpack import (
     ANY_ZERO,
+    DENSE,
     EDGE,
     LAYOUTS,
     PER_ROW,
@@ -479,6 +480,27 @@ def test_zeros_of_any_sign(width: int, dtype: torch.dtype) -> None:
     nested = nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
     assert_same_tensor(unnest(nested.to(torch.float64))["x"], x.double())
     assert_same_tensor(unnest(nested.to(torch.int32))["x"], x.int())
+
+
+def test_names_of_dims_are_kept() -> None:
+    def named(*names: str | None) -> TensorDict:
+        mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+        inner = TensorDict({"z": torch.arange(6).view(2, 3)}, [2, 3], names=[*names, "columns"])
+        return TensorDict({"attention_mask": mask, "x": mask * 2.0, "inner": inner}, [2], names=names)
+
+    def names_of(batch: Any) -> tuple[Any, Any]:
+        return tuple(batch.names), tuple(batch["inner"].names)
+
+    for name in ("rows", "rows", "others", None, "rows"):  # a plan of one batch is not that of the next
+        batch = named(name)
+        packed = compress(batch, ignore_dense_fields=["z"], registry=RL_FIELDS | {"x": MaskNestingSpec("sequence")})
+        moved = packed[1:], packed[[1, 0]], packed.split(1)[0], PackedBatch.cat([packed[1:], packed[:1]])
+        sent = pickle.loads(pickle.dumps(packed)), PackedBatch.from_bytes(packed.to_bytes())
+        for some in (packed, *moved, *sent, packed.select("x", "inner")):
+            assert names_of(decompress(some)) == ((name,), (name, "columns"))
+            assert names_of(unnest(decompress(some, format="nested"))) == ((name,), (name, "columns"))
+    nested = samples.joined([nest_batch_by_mask(named(name), {"x": DENSE}) for name in ("one", "two")])
+    assert unnest(nested)["x"].shape == (4, 3)
 
 
 def test_zeros_of_any_sign_in_wider_batches() -> None:
