@@ -393,7 +393,10 @@ def assert_as_the_norm_says(data: bytes, batch: Any, norm: dict[str, Any]) -> No
             for b, row in enumerate(raw):
                 items = [row[place : place + element] for place in range(0, len(row), element or 1)]
                 items = items if element else [b""] * sum(count for _, count in spans[b])
-                pad = row_pads[b] * (element // item) if row_pads else pad_bytes(entry, element // item)
+                if entry["pad"] == {"pad": "ANY_ZERO"}:
+                    pad = norm["any_zero"](row_pads[b], moved.shape[1], item)
+                else:
+                    pad = row_pads[b] * (element // item) if row_pads else pad_bytes(entry, element // item)
                 assert b"".join(norm["padded"](items, spans[b], moved.shape[1], pad)) == bytes_of(moved[b]), (path, b)
 
 

@@ -36,6 +36,9 @@ PER_ROW = "per row"
 SIGNED_ZERO = "signed zero"
 """The pad that is 0.0 in some rows and -0.0 in others."""
 
+ANY_ZERO = "any zero"
+"""The pad that is 0.0 or -0.0 in every element; as SIGNED_ZERO in fields with several elements for each position."""
+
 _WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -184,10 +187,11 @@ def fits(x: Tensor, mask: Mask, pad: Any) -> bool:
     """Whether every element of `x` [B, S, *F] under the mask is the pad, bit for bit: a number or one of the above."""
     array = cells(x)
     edges = cells(unpack(pack(x, mask), mask, x.shape[1], EDGE)) if pad is EDGE else array
-    if pad is SIGNED_ZERO:
+    if pad in (SIGNED_ZERO, ANY_ZERO):
         held = {pad_cell(zero, x.dtype).tobytes() for zero in (0.0, -0.0)}
     else:
         held = set() if pad in (EDGE, PER_ROW) else {pad_cell(pad, x.dtype).tobytes()}
+    several = pad == EDGE or (pad == ANY_ZERO and x.dim() == 2)
     for row, line in enumerate(mask):
         seen: set[bytes] = set()
         for place, real in enumerate(line):
@@ -196,7 +200,7 @@ def fits(x: Tensor, mask: Mask, pad: Any) -> bool:
             if pad is EDGE and array[row, place].tobytes() != edges[row, place].tobytes():
                 return False
             seen.update(item.tobytes() for item in array[row, place].reshape(-1))
-        if pad is not EDGE and (len(seen) > 1 or (held and not seen <= held)):
+        if (len(seen) > 1 and not several) or (held and not seen <= held):
             return False
     return True
 

@@ -19,7 +19,7 @@ from samples import RESPONSE_FIELDS, indexes_jagged
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
-from maskpack import EDGE, PAD_TOKEN_ID, PER_ROW, RL_FIELDS, SIGNED_ZERO, MaskNestingRegistry, MaskNestingSpec
+from maskpack import ANY_ZERO, EDGE, PAD_TOKEN_ID, PER_ROW, RL_FIELDS, SIGNED_ZERO, MaskNestingRegistry, MaskNestingSpec
 from maskpack.nesting import take
 
 Path = tuple[str, ...]
@@ -293,6 +293,11 @@ class _Maker:
                 pads = torch.tensor([0.0, -0.0]).to(dtype)[torch.from_numpy(self.rng.integers(0, 2, self.case.rows))]
             pads = oracle.cells(pads)
             array[~flags] = np.broadcast_to(pads.reshape(-1, *[1] * (array.ndim - 1)), array.shape)[~flags]
+        elif pad is ANY_ZERO:
+            signs = self.rng.integers(0, 2, (self.case.rows, width if array.ndim == 2 else 1))
+            zeros = oracle.cells(torch.tensor([0.0, -0.0]).to(dtype)[torch.from_numpy(signs)])
+            zeros = zeros.reshape(*signs.shape, *[1] * (array.ndim - 2))
+            array[~flags] = np.broadcast_to(zeros, array.shape)[~flags]
         elif pad is not EDGE:
             array[~flags] = oracle.pad_cell(pad, dtype)[()]
         if self.stray and not flags.all() and x.numel() and self.draw(st.integers(0, 5)) == 0:
@@ -322,6 +327,7 @@ class _Maker:
             EDGE: oracle.EDGE,
             PER_ROW: oracle.PER_ROW,
             SIGNED_ZERO: oracle.SIGNED_ZERO,
+            ANY_ZERO: oracle.ANY_ZERO,
             PAD_TOKEN_ID: self.case.pad_token_id,
         }
         return special.get(pad, pad)
@@ -345,7 +351,7 @@ class _Maker:
             self.padded("position_ids", "sequence", sequence, dtype, EDGE, heads, 1 + len(heads))
         for name in draw(st.lists(st.sampled_from(RESPONSE_FIELDS), max_size=4, unique=True)):
             whole = two_axes and prompt > 0 and draw(st.integers(0, 3)) == 0
-            pad = draw(st.sampled_from((0, 0, 0, SIGNED_ZERO, SIGNED_ZERO, PER_ROW if self.stray else 0)))
+            pad = draw(st.sampled_from((0, 0, 0, SIGNED_ZERO, ANY_ZERO, ANY_ZERO, PER_ROW if self.stray else 0)))
             self.padded(name, *(("sequence", sequence) if whole else ("response", response)), draw(floats), pad)
         if draw(st.integers(0, 3)) == 0:
             dtype, pad = draw(
@@ -516,7 +522,7 @@ def _beside(
     if generic and attention and maker.wants():
         dtype = draw(st.sampled_from(dtypes))
         pads = [0, 1] if dtype in UNSIGNED or dtype == torch.bool else [0, -1]
-        pad = draw(st.sampled_from([*pads, PER_ROW, *([0.5, -0.0, SIGNED_ZERO] if dtype in FLOATS else [])]))
+        pad = draw(st.sampled_from([*pads, PER_ROW, *([0.5, -0.0, SIGNED_ZERO, ANY_ZERO] if dtype in FLOATS else [])]))
         trailing = draw(st.sampled_from(((), (2,), (0,), (1, 3))))
         case.registry = RL_FIELDS | {"generic": MaskNestingSpec("sequence", pad)}
         maker.padded("generic", "sequence", sequence, dtype, pad, trailing)

@@ -39,8 +39,8 @@ SIGNED_ZERO = Pad.SIGNED_ZERO
 """0.0 in some rows and -0.0 in others, as `advantages * mask` gives."""
 
 ANY_ZERO = Pad.ANY_ZERO
-"""0.0 and -0.0 in any order, as `x * mask` gives if the sign of `x` changes within a row. The signs are kept as a bit for
-each position. In a field with several numbers for each token it is SIGNED_ZERO."""
+"""0.0 and -0.0 in any order, as `x * mask` gives if the sign of `x` changes within a row. The signs are kept as a bit
+for each position. In a field with several numbers for each token it is SIGNED_ZERO."""
 
 PadValue = int | float | bool | complex | Pad
 _NAN = struct.pack("<d", math.nan)

@@ -37,21 +37,30 @@ class Node:
         more_dims: the batch dims after the rows; None if the rows are not a batch dim.
         device: the device of the sub-batch, or None.
         kind: the tensorclass; None for a TensorDict.
+        names: the names of the batch dims, the rows first; None if no dim has one.
     """
 
     more_dims: tuple[int, ...] | None
     device: str | None
     kind: type[Any] | None = None
+    names: tuple[str | None, ...] | None = None
 
     @classmethod
     def of(cls, batch: Any) -> Node:
         fields = fields_of(batch)
         dims = tuple(fields.batch_size)
         device = None if fields.device is None else str(fields.device)
-        return cls(dims[1:] if dims else None, device, None if fields is batch else cast("Any", type(batch)))
+        kind = None if fields is batch else cast("Any", type(batch))
+        return cls(dims[1:] if dims else None, device, kind, names_of(fields))
 
     def batch_size(self, rows: int) -> tuple[int, ...]:
         return () if self.more_dims is None else (rows, *self.more_dims)
+
+
+def names_of(batch: TensorDictBase) -> tuple[str | None, ...] | None:
+    """The names of the batch dims; None if no dim has one."""
+    names: Any = batch.names
+    return tuple(names) if any(names) else None
 
 
 def is_object(value: Any) -> bool:
@@ -112,8 +121,7 @@ def dense_stack(batch: Any, call: str) -> Any:
     order, entries = [path for row in rows[:1] for path, _ in flatten(row)], dict(flatten(whole))
     if not rows or list(entries) == order:
         return whole
-    in_order = unflatten(Node.of(whole), [(path, entries[path]) for path in order], len(rows))
-    return with_names(in_order, whole)  # tensordict 0.10 sorts keys
+    return unflatten(Node.of(whole), [(path, entries[path]) for path in order], len(rows))  # tensordict 0.10 sorts keys
 
 
 def _form_of(row: Any) -> list[Any] | None:
@@ -179,7 +187,9 @@ def _sub_batch(node: Node, entries: dict[str, Any], rows: int) -> Any:
     return _of_kind(batch, node)
 
 
-def _of_kind(batch: TensorDict, node: Node) -> Any:
+def _of_kind(batch: Any, node: Node) -> Any:
+    if node.names is not None:
+        batch._td_dim_names = list(node.names)  # the setter of `names` would rename Python objects, too
     return batch if node.kind is None else node.kind.from_tensordict(batch)
 
 

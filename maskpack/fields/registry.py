@@ -71,8 +71,8 @@ class MaskNestingSpec:
     Attributes:
         mask: an axis or a mask field (a tuple is the key of a field in a sub-TensorDict), or a list of these, of which
             the first with a matching shape is used. None: the field has no mask and stays padded.
-        pad: the value under the mask: a number or one of `PAD_TOKEN_ID`, `EDGE`, `SIGNED_ZERO`, `ANY_ZERO`, `PER_ROW`; or
-            a list, of which the first that matches the batch is used.
+        pad: the value under the mask: a number or one of `PAD_TOKEN_ID`, `EDGE`, `SIGNED_ZERO`, `ANY_ZERO`,
+            `PER_ROW`; or a list, of which the first that matches the batch is used.
         ragged_dim: the dim of the width: 1 for [B, S, *F], -1 for both [B, S] and [B, 4, S].
         hints: encodings that `compress` tries first; a wrong hint costs time, but the result is still exact. Names of
             HINTS; `concat:head,tail` for a field that concatenates the rows of two others; `near:field` for a field

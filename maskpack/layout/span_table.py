@@ -2,7 +2,7 @@
 
     a row of few spans     start, count, checksum | start, count, checksum | ...        one line for each span
     a row of many          -1, checksum, bits | bits | bits                             the mask as bits, then zeros
-    behind them            -1, checksum, bits | bits | bits                             other bits of the row, if it has any
+    behind them            -1, checksum, bits | bits | bits                             other bits, if any is set
 
 A row is stored as bits if that takes fewer lines. The lines of a row do not depend on other rows, so rows can be
 reordered, taken and joined with others of the same width.

@@ -105,8 +105,8 @@ def _with_dim(out: Tensor, ragged_dim: int) -> Tensor:
 
 
 def read(x: Tensor, layout: RowLayout, pad: PadValue, values: Tensor | None = None) -> tuple[bool, Tensor | None]:
-    """Whether all masked-out elements of a field on the host are its pad, and the pads [B] of PER_ROW and SIGNED_ZERO, or
-    the signs of ANY_ZERO.
+    """Whether all masked-out elements of a field on the host are its pad, and the pads [B] of PER_ROW and SIGNED_ZERO,
+    or the signs of ANY_ZERO.
 
     `x` is [B, S, *F] with any strides; its values are gathered into `values`, contiguous [T, *F], if given. They are
     not complete if the result is False.

@@ -172,8 +172,8 @@ def _nested_fields(
 
 def rows_only(node: Node) -> Node:
     """The root of a nested batch, whose rows are its only batch dim, because a jagged width cannot be one."""
-    return replace(node, more_dims=None if node.more_dims is None else ())
+    return replace(node, more_dims=None if node.more_dims is None else (), names=node.names and node.names[:1])
 
 
 def _with_dims_of(node: Node, padded: Node | None) -> Node:
-    return node if padded is None else replace(node, more_dims=padded.more_dims)
+    return node if padded is None else replace(node, more_dims=padded.more_dims, names=padded.names)

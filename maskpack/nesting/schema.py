@@ -185,18 +185,15 @@ def lines_of_layouts(
 ) -> dict[str, tuple[npt.NDArray[np.int32], IntArray]]:
     """The lines of each layout, and the first line of each row."""
     lines = {name: lines_of(layout.table, layout.width) for name, layout in layouts.items()}
-    for name in {form.layout for form in forms if _has_signs(form)} & lines.keys():
+    for name, (own, splits) in lines.items():
         signs = [row_pads[form.path].numpy() for form in _signed(forms, name)]
-        lines[name] = lines_with(*lines[name], layouts[name].width, signs)
+        lines[name] = lines_with(own, splits, layouts[name].width, signs) if signs else (own, splits)
     return lines
 
 
-def _has_signs(form: FieldForm) -> bool:
-    return ANY_ZERO in form.pads and form.kind == "padded" and form.dtype is not None
-
-
 def _signed(forms: Iterable[FieldForm], layout: str) -> list[FieldForm]:
-    return [form for form in forms if form.layout == layout and _has_signs(form)]
+    """The fields with ANY_ZERO pads under a layout."""
+    return [form for form in forms if ANY_ZERO in form.pads and form.kind == "padded" and form.layout == layout]
 
 
 def pad_table(
@@ -276,11 +273,12 @@ def read_pads(batch: TensorDictBase, forms: Mapping[Path, FieldForm], path: Path
     signs: list[Tensor] = []
     for part, schema in _parts(batch, call).items():
         if any(other.path == path and other.pads_by_bits == form.pads_by_bits for other in schema.forms):
-            columns.append(_pad_columns(batch, part, schema, path, call))
-            if _has_signs(form):
-                table = entry_at(batch, (LAYOUTS, part, "spans", form.layout))
-                read = to_host([_numbers_of(table), offsets_of(table)])
-                signs.append(torch.from_numpy(_apart(batch, part, schema, form.layout or "", *read, call)[2][path]))
+            columns.append(_columns_of(batch, part, schema, path, call))
+            if ANY_ZERO in form.pads:
+                table: Any = entry_at(batch, (LAYOUTS, part, "spans", form.layout or ""))
+                numbers, splits = to_host([_numbers_of(table), offsets_of(table)])
+                own = _apart(batch, part, schema, form.layout or "", numbers, splits, call)[2]
+                signs.append(torch.from_numpy(own[path]))
     column = columns[0]
     if not all(torch.equal(one[0], other) for one in (columns, signs) for other in one[1:]):
         raise _several_pads(path, form, form, call)
@@ -288,7 +286,7 @@ def read_pads(batch: TensorDictBase, forms: Mapping[Path, FieldForm], path: Path
     return RowPads(pads, column[:, 0] == 1 if EDGE in form.pads else None, signs[0] if signs else None)
 
 
-def _pad_columns(batch: TensorDictBase, part: str, schema: Schema, path: Path, call: str) -> Tensor:
+def _columns_of(batch: TensorDictBase, part: str, schema: Schema, path: Path, call: str) -> Tensor:
     """The columns of a field in the pad table of a part."""
     table = entry_at(batch, (LAYOUTS, part, "pads"))
     place = _pad_places(schema.forms)[path]
@@ -300,12 +298,12 @@ def _pad_columns(batch: TensorDictBase, part: str, schema: Schema, path: Path, c
 def _apart(
     batch: TensorDictBase, part: str, schema: Schema, name: str, numbers: IntArray, splits: IntArray, call: str
 ) -> tuple[IntArray, IntArray, dict[Path, Words]]:
-    """The lines of the spans of a layout, the first line of each row, and the signs of the fields with ANY_ZERO pads."""
+    """The lines of the spans of a layout, the first line of each row, and the signs of fields with ANY_ZERO pads."""
     signed, lines = _signed(schema.forms, name), numbers.reshape(-1, 3)
     if not signed:
         return lines, splits, {}
     width = next(width for axis, width, _ in schema.axes if axis == name)
-    flags = [_pad_columns(batch, part, schema, form.path, call)[:, 0].cpu().numpy() == _SIGNS for form in signed]
+    flags = [_columns_of(batch, part, schema, form.path, call)[:, 0].cpu().numpy() == _SIGNS for form in signed]
     found = lines_without(lines, splits, width, flags)
     if found is None:
         raise _changed(name, call)
@@ -422,14 +420,20 @@ def _schema_of(entry: Any) -> Schema | None:
     schemas = list({id(schema): schema for schema in by_row}.values())
     if not schemas or not all(isinstance(schema, Schema) for schema in schemas):
         return None
-    forms = [[replace(form, pads=()) for form in schema.forms] for schema in schemas]
-    first = schemas[0]
-    if any((schema.root, schema.axes) != (first.root, first.axes) for schema in schemas) or forms.count(forms[0]) < len(
-        forms
-    ):
+    forms = [
+        [*schema.axes, *[(replace(form, node=None, pads=()), _unnamed(form.node)) for form in schema.forms]]
+        for schema in schemas
+    ]
+    roots = [_unnamed(schema.root) for schema in schemas]
+    if any(root != roots[0] for root in roots) or any(other != forms[0] for other in forms):
         return None
     columns = zip(*(schema.forms for schema in schemas), strict=True)
     return replace(schemas[0], forms=tuple(map(_with_all_pads, columns)))
+
+
+def _unnamed(node: Node | None) -> Node | None:
+    """A node without the names of its dims, which may differ."""
+    return node if node is None else replace(node, names=None)
 
 
 def _with_all_pads(column: Sequence[FieldForm]) -> FieldForm:

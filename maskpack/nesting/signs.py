@@ -1,7 +1,7 @@
 """ANY_ZERO: the signs of the zeros under a mask, as bits.
 
-uint8 [B, ceil(width / 8)] on the host: a bit for each position of a row, set where -0.0 is masked out. The first position
-is the highest bit of the first byte. The core reads and writes them; here is what else is done with them.
+uint8 [B, ceil(width / 8)] on the host: a bit for each position of a row, set where -0.0 is masked out. The first
+position is the highest bit of the first byte. The core reads and writes them; here is what else is done with them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def with_signs(x: Tensor, signs: Tensor) -> Tensor:
     """A padded field [B, width] with -0.0 where a bit is set, in any dtype that it was cast to."""
     minus = pad_tensor(-0.0, x.dtype)
     assert minus is not None
-    negative = np.unpackbits(signs.cpu().numpy(), axis=1, count=x.shape[1]).view(np.bool_)
-    return torch.where(torch.from_numpy(negative).to(x.device), minus.to(x.device), x)
+    lanes = torch.arange(7, -1, -1, dtype=torch.uint8, device=x.device)
+    bits = (signs.to(x.device, non_blocking=True)[:, :, None] >> lanes) & 1
+    return torch.where(bits.flatten(1)[:, : x.shape[1]].bool(), minus.to(x.device, non_blocking=True), x)
 
 
 def moved_signs(signs: Words, width: int, left: int, to_width: int) -> Words:

@@ -100,8 +100,9 @@ class Verifier:
     def verified(
         self, forms: list[FieldForm], skip: Collection[Path] = ()
     ) -> tuple[list[FieldForm], dict[Path, Tensor]]:
-        """The forms with one pad each, except those of `skip`, and the pads [B] of the fields whose pad is PER_ROW,
-        or the signs of those whose pad is ANY_ZERO. A field with non-pad values under its mask stays padded, or raises LossyPadError."""
+        """The forms with one pad each, except those of `skip`; and the pads [B] of fields whose pad is PER_ROW, or the
+        signs of those whose pad is ANY_ZERO. A field with non-pad values under its mask stays padded, or raises
+        LossyPadError."""
         unsure = {path: form for path, form in self._unsure(forms).items() if path not in skip}
         bools = [(form.path, self._entries[form.path]) for form in forms if form.dtype is torch.bool]
         away = [(path, x.values() if x.is_nested else x) for path, x in bools if is_away(x)]
@@ -253,7 +254,7 @@ class Verifier:
         rest = [form for path, form in unsure.items() if path not in places]
         odd = [path for path in self._bools if path not in places]
         counts = [torch.count_nonzero(words(self._bools[path]) > 1) for path in odd]
-        left = {form.path: form.pads for form in rest}
+        left: dict[Path, tuple[PadValue | None, ...]] = {form.path: form.pads for form in rest}
         left |= {path: (None, ANY_ZERO) for path in places if path in unsure and ANY_ZERO in unsure[path].pads}
         for attempt in range(max(map(len, left.values()), default=1)):
             trials = [

@@ -21,7 +21,7 @@ from maskpack.core import native
 from maskpack.core.index import IntArray
 from maskpack.core.keys import Path
 from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, Pad
-from maskpack.core.tree import is_object, number_at
+from maskpack.core.tree import is_object, names_of, number_at
 from maskpack.fields.options import Options, VerifyFirst
 from maskpack.layout import scan
 from maskpack.nesting.schema import Schema
@@ -45,7 +45,7 @@ def signature_of(batch: TensorDictBase, options: Options) -> tuple[Any, ...] | N
     verify = options.verify
     learnt = verify.times if isinstance(verify, VerifyFirst) else 0
     given = (options.pad_token_id, options.strict, options.ignore, verify, learnt, options.on_loss)
-    parts: list[Any] = [size[0].bit_length(), size[1:], batch.device, options.registry.told, *given]
+    parts: list[Any] = [size[0].bit_length(), size[1:], batch.device, names_of(batch), options.registry.told, *given]
     for name, value in batch.items():
         if type(value) is Tensor:
             plain = value.layout is torch.strided and not value.is_nested

@@ -161,7 +161,7 @@ def all_row_pads(packed: PackedBatch, forms: Iterable[FieldForm]) -> dict[Path, 
 
 
 def row_pads_of(packed: PackedBatch, form: FieldForm) -> Tensor | None:
-    """The pads [B] of a field whose pad is PER_ROW, and the signs of one whose pad is ANY_ZERO; None for other fields."""
+    """The pads [B] of a field whose pad is PER_ROW, the signs of one whose pad is ANY_ZERO; None for other fields."""
     if form.pads == (ANY_ZERO,):
         return torch.from_numpy(np.array(packed.table.signs(packed.numbers[form.path])))
     pads = packed.table.pads_of_rows(packed.numbers[form.path])

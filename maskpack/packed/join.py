@@ -156,8 +156,8 @@ def _pads(
     joined_layouts: Mapping[str, RowLayout],
 ) -> tuple[tuple[PadValue, ...], Words | None] | None:
     """The pads of a padded field in the result; and words [B], one pad a row, if no single pad holds for all rows, or
-    the signs of ANY_ZERO. None if some rows are padded by EDGE, others by constants or ANY_ZERO, and no rule can express
-    the others."""
+    the signs of ANY_ZERO. None if some rows are padded by EDGE, others by constants or ANY_ZERO, and no rule can
+    express the others."""
     path = column[0].path
     layouts = [batch.layouts[form.layout or ""] for form, batch in zip(column, batches, strict=True)]
     full = [layout.num_tokens == layout.num_rows * layout.width for layout in layouts]  # no element has its pad

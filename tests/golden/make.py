@@ -1,4 +1,4 @@
-"""The golden files: what version 2 of the format wrote, and what they hold in plain tensors.
+"""The golden files: what versions 2 and 3 of the format wrote, and what they hold in plain tensors.
 
 `python -m tests.golden.make` writes the files that are missing. One that is there is never written again: bytes that
 were written once must stay readable.
@@ -18,6 +18,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from maskpack import (
+    ANY_ZERO,
     DENSE,
     EDGE,
     PAD_TOKEN_ID,
@@ -366,6 +367,17 @@ def zstd() -> Golden:
     return Golden(batch, {"registry": specs, "codec": "zstd"}, kinds={"old_log_probs": "blocks"})
 
 
+def zeros() -> Golden:
+    """Version 3: zeros of any sign, and names of dims."""
+    mask = torch.tensor([[0, 1, 1, 0, 0, 0, 0, 0, 0, 0], [0] * 10, [1] * 10])
+    x = torch.tensor([-1.0, 2.0, -3.0, 4.0, 5.0, -6.0, -7.0, 8.0, 9.0, -10.0]) * mask
+    fields = {"mask": mask, "one": x, "two": -x, "half": x.half(), "brain": x.bfloat16(), "double": x.double()}
+    inner = TensorDict({"y": torch.arange(6.0).view(3, 2)}, [3, 2], names=["rows", None])
+    batch = TensorDict({**fields, "same": x[:1].repeat(3, 1) * 0, "inner": inner}, [3], names=["rows"])
+    specs = {name: MaskNestingSpec("mask", 0 if name == "mask" else ANY_ZERO) for name in (*fields, "same")}
+    return Golden(batch, {"registry": specs | {"y": DENSE}})
+
+
 def checksum() -> Golden:
     golden = rollout()
     return replace(golden, writing={"checksum": True})
@@ -387,6 +399,7 @@ GOLDEN: dict[str, Callable[[], Golden]] = {
         many_runs,
         zstd,
         checksum,
+        zeros,
     )
 }
 

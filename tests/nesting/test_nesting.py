@@ -22,6 +22,7 @@ from strategies import Case, batches, row_ops, rows_after
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from maskpack import (
+    ANY_ZERO,
     DENSE,
     EDGE,
     LAYOUTS,
@@ -940,8 +941,9 @@ def test_on_loss_drop_restores_the_pad() -> None:
 def test_no_stray_is_too_small(stray: float) -> None:
     batch = stray_batch()
     batch["advantages"][batch["advantages"] == 7.5] = stray
+    registry = RL_FIELDS | {"advantages": MaskNestingSpec("response", [0, SIGNED_ZERO])}
     with pytest.warns(MaskpackWarning):
-        nested = nest_batch_by_mask(batch, pad_token_id=0)
+        nested = nest_batch_by_mask(batch, registry, pad_token_id=0)
     assert_same_batch(unnest(nested), batch)
 
 
@@ -1419,13 +1421,15 @@ def test_minus_zero_has_a_remedy_that_works() -> None:
     assert_same_batch(unnest(nest_batch_by_mask(batch, registry, strict_mask_nesting=True)), batch)
 
 
-def test_two_pads_in_a_row_are_a_loss() -> None:
+def test_two_zeros_in_a_row_are_kept_by_any_zero_alone() -> None:
     batch = signed_zeros()
     row = int((batch["attention_mask"][:, 6:].sum(1)).argmin())
     batch["advantages"][row, 5] *= -1
+    assert_same_batch(unnest(nest_batch_by_mask(batch, pad_token_id=0, strict_mask_nesting=True)), batch)
+    registry = RL_FIELDS | {"advantages": MaskNestingSpec("response", [0, SIGNED_ZERO])}
     with pytest.raises(LossyPadError, match='"advantages"'):
-        nest_batch_by_mask(batch, pad_token_id=0, strict_mask_nesting=True)
-    assert_same_batch(unnest(_quietly(batch, pad_token_id=0)), batch)
+        nest_batch_by_mask(batch, registry, pad_token_id=0, strict_mask_nesting=True)
+    assert_same_batch(unnest(_quietly(batch, registry=registry, pad_token_id=0)), batch)
 
 
 def test_row_pads_that_are_gone() -> None:
@@ -1475,10 +1479,19 @@ def test_the_message_tells_mixed_zeros_from_non_pads(pads: list[float], place: s
     batch = TensorDict(
         {"response_mask": torch.tensor([[1, 0, 0]]), "advantages": torch.tensor([[2.0, *pads]])}, batch_size=[1]
     )
+    registry = RL_FIELDS | {"advantages": MaskNestingSpec("response", [0, SIGNED_ZERO])}
     with pytest.raises(LossyPadError) as caught:
-        nest_batch_by_mask(batch, strict_mask_nesting=True)
+        nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
     assert f"holds {place} at (0, 2)" in str(caught.value)
-    assert ("masked_fill" in str(caught.value)) == mixed
+    assert ("ANY_ZERO" in str(caught.value)) == mixed
+    registry |= {"advantages": MaskNestingSpec("response", [0, SIGNED_ZERO, ANY_ZERO])}
+    if mixed:
+        assert_same_batch(unnest(nest_batch_by_mask(batch, registry, strict_mask_nesting=True)), batch)
+    else:
+        with pytest.raises(
+            LossyPadError, match=r"holds 1.0 at \(0, 2\).*expected its pad 0 or SIGNED_ZERO or ANY_ZERO"
+        ):
+            nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex128])

@@ -22,6 +22,8 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack import (
+    ANY_ZERO,
+    DENSE,
     EDGE,
     LAYOUTS,
     PER_ROW,
@@ -419,6 +421,7 @@ _UNDER = {  # rows of 3 tokens and 2 pads, in each form that a field may have
     "edge": [[5, 6, 7, 7, 7], [5, 6, -7, -7, -7]],
     "per row": [[5, 6, 7, 1, 1], [5, 6, -7, 2, 2]],
     "one sign a row": [[5, 6, 7, -0.0, -0.0], [5, 6, -7, 0, 0]],
+    "any zero": [[5, 6, 7, 0, -0.0], [5, 6, -7, -0.0, 0]],
     "stays padded": [[5, 6, 7, 8, 9], [5, 6, -7, 0, 0]],
 }
 
@@ -428,7 +431,7 @@ _UNDER = {  # rows of 3 tokens and 2 pads, in each form that a field may have
 @pytest.mark.parametrize("two", _UNDER)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex128], ids=str)
 def test_parts_of_any_pads_join_and_so_do_empty_ones(one: str, two: str, dtype: torch.dtype) -> None:
-    registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", [0, EDGE, SIGNED_ZERO, PER_ROW])}
+    registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", [0, EDGE, SIGNED_ZERO, ANY_ZERO, PER_ROW])}
     fields = [torch.tensor(_UNDER[kind], dtype=torch.float64) for kind in (one, two)]
     mask = torch.tensor([[1, 1, 1, 0, 0]] * 2)
     parts = [
@@ -441,6 +444,80 @@ def test_parts_of_any_pads_join_and_so_do_empty_ones(one: str, two: str, dtype: 
         for whole in (PackedBatch.cat(picked), BatchView.cat([BatchView.of(part) for part in picked]).materialize()):
             whole = decompress(whole) if isinstance(whole, PackedBatch) else whole
             assert_same_batch(whole, want)
+    if "stays padded" not in (one, two) and not (dtype.is_complex and "any zero" in (one, two)):
+        nested = [nest_batch_by_mask(part, registry) for part in parts]
+        for rows in ([0, 1, 2, 3], [3, 0, 0], [2], [1, 2]):
+            some = samples.rows_of(samples.joined(nested), rows)
+            assert_same_batch(unnest(some), torch.cat(parts)[rows])
+            assert_same_batch(decompress(compress(some, registry=registry)), torch.cat(parts)[rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [1, 7, 8, 9, 64, 300])
+def test_zeros_of_any_sign(width: int, dtype: torch.dtype) -> None:
+    """`x * mask`: rows of holes, of no valid token and of all; each batch twice, looked at and by its plan."""
+    rng = torch.Generator().manual_seed(width)
+    mask = (torch.rand(7, width, generator=rng) < torch.tensor([0, 0.5, 1, 0.1, 0.9, 0.5, 0.3])[:, None]).long()
+    mask[4:, width // 2 :] = 0
+    x = (torch.randn(7, width, generator=rng) * mask).to(dtype)
+    registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", [0, SIGNED_ZERO, ANY_ZERO])}
+    registry["turned"] = MaskNestingSpec("m", ANY_ZERO, ragged_dim=-1)
+    batch = TensorDict({"m": mask, "x": x, "turned": (-x).t().contiguous().t()}, [7])
+    for _ in range(2):
+        packed = compress(batch, registry=registry, strict_mask_nesting=True)
+        assert packed.forms["turned",].pads == (ANY_ZERO,)
+        assert packed.nbytes < batch["m"].nbytes + 2 * x.nbytes * mask.float().mean() + 2 * 7 * -(-width // 8) + 64
+        for some in (packed, travelled(packed)[0], PackedBatch.from_bytes(packed.to_bytes(checksum=True))):
+            assert_same_batch(decompress(some), batch)
+        for rows in ([0], [2], [6, 1, 1, 3], [], [0, 2]):
+            want = oracle.take_rows(batch, rows)
+            assert_same_batch(decompress(packed[rows]), want)
+            assert_same_batch(unnest(decompress(packed[rows], format="nested")), want)
+    thin = decompress(packed[5:], widths="trim")
+    columns = torch.nonzero(mask[5:].any(0)).view(-1)
+    at = slice(int(columns[0]), int(columns[-1]) + 1) if len(columns) else slice(0, 0)
+    assert_same_tensor(thin["x"], x[5:, at].contiguous())
+    nested = nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
+    assert_same_tensor(unnest(nested.to(torch.float64))["x"], x.double())
+    assert_same_tensor(unnest(nested.to(torch.int32))["x"], x.int())
+
+
+def test_names_of_dims_are_kept() -> None:
+    def named(*names: str | None) -> TensorDict:
+        mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+        inner = TensorDict({"z": torch.arange(6).view(2, 3)}, [2, 3], names=[*names, "columns"])
+        return TensorDict({"attention_mask": mask, "x": mask * 2.0, "inner": inner}, [2], names=names)
+
+    def names_of(batch: Any) -> tuple[Any, Any]:
+        return tuple(batch.names), tuple(batch["inner"].names)
+
+    for name in ("rows", "rows", "others", None, "rows"):  # a plan of one batch is not that of the next
+        batch = named(name)
+        packed = compress(batch, ignore_dense_fields=["z"], registry=RL_FIELDS | {"x": MaskNestingSpec("sequence")})
+        moved = packed[1:], packed[[1, 0]], packed.split(1)[0], PackedBatch.cat([packed[1:], packed[:1]])
+        sent = pickle.loads(pickle.dumps(packed)), PackedBatch.from_bytes(packed.to_bytes())
+        for some in (packed, *moved, *sent, packed.select("x", "inner")):
+            assert names_of(decompress(some)) == ((name,), (name, "columns"))
+            assert names_of(unnest(decompress(some, format="nested"))) == ((name,), (name, "columns"))
+    nested = samples.joined([nest_batch_by_mask(named(name), {"x": DENSE}) for name in ("one", "two")])
+    assert unnest(nested)["x"].shape == (4, 3)
+
+
+def test_zeros_of_any_sign_in_wider_batches() -> None:
+    """Columns that a join adds hold 0.0, on either side."""
+    axes = {"m": MaskAxis("m"), "left": MaskAxis("n", padded="left")}
+    specs = {"m": MaskNestingSpec("m"), "n": MaskNestingSpec("left")}
+    specs |= {"x": MaskNestingSpec("m", ANY_ZERO), "y": MaskNestingSpec("left", ANY_ZERO)}
+    mask = torch.tensor([[1.0, 0, 1, 0, 0]])
+    zeros = torch.tensor([[1.0, -0.0, -2.0, 0.0, -0.0]])
+    narrow = TensorDict({"m": mask, "n": mask, "x": zeros, "y": zeros}, [1])
+    wide = TensorDict({name: torch.arange(1.0, 15)[None] for name in "mnxy"}, [1])
+    parts = [compress(part, registry=MaskNestingRegistry(specs, axes=axes)) for part in (narrow, wide)]
+    for order in ([0, 1], [1, 0]):
+        whole = decompress(PackedBatch.cat([parts[at] for at in order]))
+        row = order.index(0)
+        assert_same_tensor(whole["x"][row], torch.cat([zeros[0], torch.zeros(9)]))
+        assert_same_tensor(whole["y"][row], torch.cat([torch.zeros(9), zeros[0]]))
 
 
 @quiet

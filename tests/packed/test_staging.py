@@ -22,7 +22,7 @@ from strategies import Case, batches, row_ops
 from tensordict import TensorDict
 from torch import Tensor
 
-from maskpack import EDGE, PER_ROW, MaskNestingSpec, PackedBatch, compress, decompress, unnest
+from maskpack import ANY_ZERO, EDGE, PER_ROW, MaskNestingSpec, PackedBatch, compress, decompress, unnest
 from maskpack.core.bits import root_of
 from maskpack.core.latest import Latest
 from maskpack.core.native import KINDS
@@ -125,6 +125,8 @@ def under_mask(kind: str, dtype: torch.dtype, shape: tuple[int, ...], pad: Any, 
         before = np.maximum(np.cumsum(real) - 1, 0)
         if pad is EDGE and len(values):
             field[row, ~real] = values[before[~real]]
+        elif pad is ANY_ZERO:  # the bits of float32
+            field[row, ~real] = -(2**31) * rng.integers(0, 2, (~real).sum())
         elif pad is not EDGE:
             field[row, ~real] = row if pad is PER_ROW else pad
     x = torch.from_numpy(field)
@@ -134,7 +136,14 @@ def under_mask(kind: str, dtype: torch.dtype, shape: tuple[int, ...], pad: Any, 
 
 @kernel_test
 @pytest.mark.parametrize(
-    ("dtype", "pad"), [(torch.int64, EDGE), (torch.uint8, 5), (torch.int16, PER_ROW), (torch.float32, PER_ROW)]
+    ("dtype", "pad"),
+    [
+        (torch.int64, EDGE),
+        (torch.uint8, 5),
+        (torch.int16, PER_ROW),
+        (torch.float32, PER_ROW),
+        (torch.float32, ANY_ZERO),
+    ],
 )
 @pytest.mark.parametrize("kind", WORDS)
 def test_every_encoding_of_a_field(kind: str, dtype: torch.dtype, pad: Any) -> None:

@@ -436,7 +436,7 @@ def test_foreign_safetensors_files() -> None:
 
 @pytest.mark.parametrize("version", ["1", "0", "", 2, None, "1.0", ["1"]])
 def test_unknown_version(version: Any) -> None:
-    refused(metadata(version=version), f"version {version!r}", 'expected "2"')
+    refused(metadata(version=version), f"version {version!r}", 'expected "2" or "3"')
 
 
 def test_unknown_metadata() -> None:
@@ -662,6 +662,8 @@ WRONG_FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
     "complex pad of ints": ("advantages", {"pad": {"complex": [1, 0]}}),
     "scalar pad": ("responses", {"pad": {"scalar": ["int64", "0000000000000000"]}}),
     "row pads missing": ("responses", {"pad": {"pad": "PER_ROW"}}),
+    "signs missing": ("advantages", {"pad": {"pad": "ANY_ZERO"}}),
+    "signs of ints": ("responses", {"pad": {"pad": "ANY_ZERO"}}),
     "row pads too many": ("responses", {"row_pads": 0}),
     "empty path": ("responses", {"path": []}),
     "path twice": ("responses", {"path": ["prompts"]}),
@@ -1208,6 +1210,25 @@ def test_pads_of_rows_outside_the_body(place: tuple[int, int, int]) -> None:
         PackedBatch.from_bytes(made.joined())
         made.pads = list(place)
         refused(made.joined(), 'field "f0" with pads of rows', "inside the body")
+
+
+def test_signs_and_names() -> None:
+    def zeros(change: Callable[[Any], Any]) -> bytes:
+        return manifest(change, "zeros")
+
+    def one(m: Any) -> Any:
+        return next(entry for entry in m["fields"] if entry["path"] == ["one"])
+
+    PackedBatch.from_bytes(zeros(lambda m: one(m).update(hints=[])))
+    refused(zeros(lambda m: one(m).update(pad={"pad": "PER_ROW"})), "pads of rows of 2 bytes", "of 4 bytes")
+    refused(zeros(lambda m: one(m).update(pad=0)), "pads of rows of 2 bytes")
+    refused(zeros(lambda m: one(m).update(dtype="int32")), "with pad ANY_ZERO", "one that its dtype holds")
+    for names in ([], ["rows", "x"], [None], [""], "r", [1], ["\udc00"]):
+        refused(zeros(lambda m, names=names: m["root"].update(names=names)), "names of dims")
+    refused(zeros(lambda m: m["root"].update(dims=None)))
+    refused(metadata(version="3"), "version 3", 'expected "2", the first that has the pads and names')
+    parts = pieces("zeros")
+    refused(parts.joined(text=lambda text, *_: text.replace('"version":"3"', '"version":"2"')), "version 2", '"3"')
 
 
 def slow(kind: str) -> Made:

@@ -30,6 +30,7 @@ from maskpack.fields.registry import Path
 from maskpack.layout.jagged import jagged_all
 from maskpack.layout.span_table import LINE, lines_of
 from maskpack.nesting.schema import FieldForm, most_lines
+from maskpack.nesting.signs import with_signs
 from maskpack.packed.cuda.jobs import Recipe, recipe_of
 from maskpack.packed.decode import Decoded, pad_table_of, shapes_of
 from maskpack.packed.table import SLACK, Table
@@ -84,6 +85,10 @@ def _decode(
     tensors = [_new(shape, dtype, device) for shape, dtype in shapes_of(packed, recipe.forms, nested)]
     own = _run(recipe, packed, table, not nested, staged, kept.tables, tensors, bool(jagged or kept.has_layouts))
     values = dict(zip([form.path for form in recipe.forms], tensors, strict=True))
+    for form in recipe.forms:
+        if form.pads == (ANY_ZERO,) and not nested:
+            signs = torch.from_numpy(np.array(packed.table.signs(packed.numbers[form.path])))
+            values[form.path] = with_signs(values[form.path], signs)
     out.entries.update(values)
     sent = dict(zip(kept.sizes, own.split_with_sizes([*kept.sizes.values()]), strict=True)) if own.numel() else {}
     out.pads = kept.pads(sent) if out.pads is None else out.pads

@@ -79,9 +79,7 @@ def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, pa
         if own.kind == native.COLUMNS and (inner % group or (group > 1 and group % 2 and _is_pair(form))):
             return []
     width = 1 if form.layout is None else packed.layouts[form.layout].width
-    if padded and form.pads == (ANY_ZERO,):
-        return []
-    special = padded and isinstance(form.pads[0], Pad) and form.pads[0] is not EDGE
+    special = padded and isinstance(form.pads[0], Pad) and form.pads[0] is not EDGE and form.pads[0] is not ANY_ZERO
     has_pads = bool(table.row_pads["count"][number])
     return found if width * items <= _MOST and (not special or not table.rows or has_pads) else []
 
@@ -283,7 +281,7 @@ class _Writer:
     def _pads(self, form: FieldForm, number: int) -> tuple[int, int, int, int]:
         """Of a target: pads, pad_row, pad_items and edge."""
         assert form.dtype is not None
-        if self.table.row_pads["count"][number]:
+        if self.table.row_pads["count"][number] and form.pads[0] is not ANY_ZERO:  # whose signs are written later
             pair = int(form.dtype.itemsize == 16)
             self._with_pads.append(number)
             return 0, 1 + pair, pair, 0

@@ -30,6 +30,7 @@ from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema
 from maskpack.packed.decode import MAX_BYTES, shape_of
 from maskpack.packed.file import codec
 from maskpack.packed.file.container import FREE_BYTES, MOST_PATH, Message, brief, fail, layout_bytes
+from maskpack.packed.file.write import version_of
 from maskpack.packed.table import Table, size_of_word, words_of_one
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class _Reader:
     def __init__(self, message: Message, call: str, pickled: bool, max_bytes: int | None) -> None:
         self._manifest = message.manifest
         self._arrays = message.arrays
+        self._version = message.version
         self._call = call
         self._pickled = pickled
         self._most = max_bytes
@@ -101,6 +103,9 @@ class _Reader:
         axes = [(axis, layouts[axis].width, layouts[axis].anchor) for axis in axes]
         self._check_tree(forms, layouts, rows, root)
         self._check_fields(table, [form for form in forms if form.dtype is not None])
+        version = version_of(Schema(root, tuple(forms), ()))
+        if version != self._version:
+            fail(call, f"version {self._version}", f'"{version}", the first that has the pads and names in it')
         found = self._objects(forms, entries, rows, root)
         return kind(rows, Schema(root, tuple(forms), tuple(axes)), table, found, name)
 
@@ -268,6 +273,7 @@ class _Reader:
         held = dict(cast("dict[str, Any]", node)) if isinstance(node, dict) else {}
         dims, device = held.get("dims"), held.get("device")
         kind = self._kind(held.pop("kind")) if "kind" in held else None
+        names = held.pop("names", None)
         if set(held) != {"dims", "device"} or not isinstance(dims, list | None) or not isinstance(device, str | None):
             fail(self._call, f"node {brief(node)}", "dims and device")
         sizes = None if dims is None else tuple(cast("list[Any]", dims))
@@ -275,7 +281,13 @@ class _Reader:
             fail(self._call, f"node of dims {brief(sizes)}", f"at most {objects.MOST_DIMS} whole numbers below {_MOST}")
         if device is not None and not _DEVICE.fullmatch(device):
             fail(self._call, f"node on device {brief(device)}", "one of torch")
-        return Node(sizes, device, kind)
+        if names is None:
+            return Node(sizes, device, kind)
+        line: list[Any] = cast("list[Any]", names) if isinstance(names, list) else []
+        known = all(name is None or objects.is_text(name) for name in line)
+        if not known or not any(line) or sizes is None or len(line) != 1 + len(sizes):
+            fail(self._call, f"names of dims {brief(names)}", "a text or null for each batch dim, and not null alone")
+        return Node(sizes, device, kind, tuple(line))
 
     def _kind(self, name: Any) -> Any:
         """The tensorclass of that name, if this process has imported it; reading imports nothing."""

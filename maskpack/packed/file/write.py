@@ -14,13 +14,13 @@ import numpy as np
 from maskpack.core import native, objects
 from maskpack.core.bits import Words
 from maskpack.core.index import IntArray
-from maskpack.core.pads import Pad, PadValue
+from maskpack.core.pads import ANY_ZERO, Pad, PadValue
 from maskpack.core.tree import Node
 from maskpack.errors import MaskpackError
 from maskpack.fields.registry import show
-from maskpack.nesting.schema import FieldForm
+from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.packed.file import codec
-from maskpack.packed.file.container import FREE_BYTES, MOST_PATH, Message, layout_bytes
+from maskpack.packed.file.container import FREE_BYTES, MOST_PATH, VERSIONS, Message, layout_bytes
 from maskpack.packed.table import Table
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def write(packed: PackedBatch, pickled: bool, with_objects: bool = True) -> tupl
         arrays = [*arrays, np.zeros(missing, np.uint8)]
         records.append(None)
         writer.names.append("claims")
-    return Message(manifest, arrays), writer.names
+    return Message(manifest, arrays, version_of(packed.schema)), writer.names
 
 
 def _line(table: Table) -> IntArray:
@@ -173,7 +173,16 @@ def _bound(name: str, seen: str, count: int, most: int) -> None:
 def _node_out(node: Node, name: str) -> dict[str, Any]:
     _bound(name, "{} batch dims behind its rows", len(node.more_dims or ()), objects.MOST_DIMS)
     out = {"dims": None if node.more_dims is None else list(node.more_dims), "device": node.device}
+    if not all(name is None or objects.is_text(name) for name in node.names or ()):
+        raise MaskpackError(f"PackedBatch: {name} has dims named {node.names}, which is no Unicode text. Rename them.")
+    out |= {} if node.names is None else {"names": [*node.names]}
     return out if node.kind is None else out | {"kind": f"{node.kind.__module__}:{node.kind.__qualname__}"}
+
+
+def version_of(schema: Schema) -> str:
+    """The version of a message with this schema: the first that says all of it."""
+    named = any(node.names for node in (schema.root, *[form.node for form in schema.forms]) if node is not None)
+    return VERSIONS[named or any(form.pads == (ANY_ZERO,) for form in schema.forms)]
 
 
 def _pad_out(pad: PadValue) -> Any:
