@@ -266,18 +266,19 @@ class Call:
     def cancel(self) -> list[int]:
         """Gives up the ranks that have not answered, and returns them.
 
-        They run what they were sent, and later calls wait behind it, but its results are dropped. `result` then raises
+        They run what they were sent, and later calls wait behind it, but the results are dropped. `result` then raises
         a WorkerError that names these ranks, and `retry` sends their rows again, also to them.
         """
         given_up = Cancelled("cancelled before it answered; the rank runs it, and its result is dropped")
         with self._guard:
-            ranks = [] if self._done else [part.rank for part in self.parts if part.late and not part.answered]
-            if ranks:
-                self.parts = [
-                    replace(part, replies=[], packed=None, error=given_up) if part.rank in ranks else part
-                    for part in self.parts
-                ]
-        return ranks
+            dropped = {
+                id(part): replace(part, replies=[], packed=None, error=given_up)
+                for part in self.parts
+                if part.late and not part.answered
+            }
+            if dropped:  # the thread that waits looks for another list
+                self.parts = [dropped.get(id(part), part) for part in self.parts]
+        return sorted(part.rank for part in dropped.values())
 
     def result(self, timeout: float | None = None) -> Any:
         """Waits for the result, which is that of `WorkerGroup.call`.

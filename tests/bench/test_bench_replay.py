@@ -29,7 +29,8 @@ IMAGES = replay_images.Sizes(
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_models_are_replayed(measured):
+def test_models_are_replayed(measured, monkeypatch):
+    monkeypatch.setattr(replay.Stage, "compiled", replay.Stage.replay)
     rows = measured("replay", lambda rows, rounds: replay.run(10, rounds, sizes=SIZES))
     for name in "AC":
         assert (f"replay, shape of {name}, {replay.BOTH}", "padded / ours") in rows

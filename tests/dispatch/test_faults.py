@@ -252,18 +252,6 @@ def test_rows_are_named_as_they_are(team, sample):
         sample.check(error.call.retry().result())
 
 
-def test_a_call_that_waits_in_another_thread_can_be_given_up(team, sample):
-    """A timeout, and nothing else, ends a call to a rank that is alive and hangs."""
-    with waiting(team, 2):
-        call = team.group().submit("score", sample.batch, FACTOR)
-        begun = time.monotonic()
-        error = failure(lambda: call.result(0.5))
-        assert time.monotonic() - begun < 5
-        assert not call.done()
-    sample.check(error.call.result(20))
-    assert call.done()
-
-
 def test_the_grace_begins_with_the_failure(team, sample):
     """Ranks that answer within it are kept."""
     with waiting(team, 2) as folder:
