@@ -6,5 +6,6 @@ index.py       index arithmetic on NumPy arrays      pads.py      pads and their
 objects.py     Python objects as arrays and JSON     tree.py      TensorDicts as lists of paths and values
 core.c         the compiled core                     native.py    its binding
 memory.py      reusable buffers                      backends.py  Triton or torch
-ranks.py       what ranks compare
+ranks.py       what ranks compare                    latest.py     a bounded memory
+difference.py  the first element that differs
 """

@@ -286,7 +286,7 @@ LAYOUT_NUMBERS, AXIS_NUMBERS, SOURCE_NUMBERS = 6, 6, 14
 _STRUCTS = {"Array": PLACE, "Field": FIELD, "Entry": ENTRY, "Target": TARGET, "Form": FORM, "Job": JOB}
 _NUMBERS = {"Layout": LAYOUT_NUMBERS, "Axis": AXIS_NUMBERS, "Source": SOURCE_NUMBERS, "Mask": MASK_NUMBERS}
 _SIZES = {name: struct.itemsize for name, struct in (_STRUCTS | {"Settled": SETTLED, "Stored": STORED}).items()}
-_SIZES |= {name: 8 * count for name, count in (_NUMBERS | {"Cut": CUT_NUMBERS}).items()}
+_SIZES.update((name, 8 * count) for name, count in (_NUMBERS | {"Cut": CUT_NUMBERS}).items())
 """Bytes of the structs that are passed to the core, in the order of maskpack_size."""
 for _number, (_name, _size) in enumerate(_SIZES.items()):
     if (_found := _core.maskpack_size(_number)) != _size:

@@ -1,4 +1,4 @@
-"""PackedBatch: a batch encoded field by field, ready to be sent; its rows move without being decoded.
+"""PackedBatch: a batch encoded field by field, ready to be sent.
 
     compress(padded or nested) -> PackedBatch -> take, slices, split, chunk, cat -> decompress(padded or nested)
                                      |  ^
@@ -55,7 +55,7 @@ Widths = Literal["padded", "trim"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedBatch:
-    """A batch whose fields are encoded, so that rows can be moved without decoding. Build one with `compress`.
+    """A batch whose fields are encoded. Build one with `compress`.
 
     Attributes:
         num_rows: B.
@@ -117,7 +117,8 @@ class PackedBatch:
     def take(self, rows: Rows) -> PackedBatch:
         """Selects rows by a slice, indices (repeated or negative ones too), or a bool mask [B], in the order given.
 
-        Consecutive rows share the memory of this batch; other rows are copied, still encoded.
+        Consecutive rows share the memory of this batch. For other rows, each field is decoded completely and the
+        selected rows are encoded.
         """
         self._need_rows("take")
         index = row_index(rows, self.num_rows, "PackedBatch.take")
@@ -149,7 +150,7 @@ class PackedBatch:
 
         Batches of different padded widths become as wide as the widest: the padding of prompts grows on the left, the
         padding of responses on the right. A field that stays padded in one of the batches stays padded in the result.
-        Fields that the batches encode differently are encoded again. Raises LayoutError if fields, dtypes or the shapes
+        All rows are decoded and encoded. Raises LayoutError if fields, dtypes or the shapes
         of their elements differ, or the widths of a field that stays padded.
         """
         batches = list_of(batches, PackedBatch, "PackedBatch.cat", "Compress what is not packed.")

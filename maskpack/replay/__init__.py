@@ -2,6 +2,7 @@
 
 inputs.py      PackedInputs, prefix_tree                   log_probs.py   response_log_probs, response_values
 context.py     shards of the tokens, one a rank             media.py      images and videos of the rows
+routes.py      experts that the rollout recorded
 """
 
 from maskpack.replay.inputs import PackedInputs, prefix_tree

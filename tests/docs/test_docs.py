@@ -26,16 +26,10 @@ FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 KINDS = {"python", "text", "bash", "yaml", "diff", "", "{toctree}", "{eval-rst}"}
 """Of fences. A block of code under another name would not run."""
 
-README_PRELUDE = """
-from tensordict import TensorDict
-
-
-def score(batch):
-    return TensorDict({"old_log_probs": -batch["responses"].float()}, batch_size=batch.batch_size)
-"""
+README_PRELUDE = "from maskpack.packed.table import forget; forget()"  # encoded as in a new process
 README_CHECK = """
 from samples import assert_same
-assert_same(log_probs, score(batch))
+assert_same(log_probs["old_log_probs"], -batch["responses"].float())
 group.close()
 """
 

@@ -30,13 +30,19 @@ def batch():
 # -------------------------------------------------------------------- the run
 
 
+WITH_RATIO = {"the model": False, "all but the model": True, "whole": False}
+"""The times of the demo, and whether a ratio is shown: both ways run the same model."""
+
+
 def test_demo_runs_from_any_directory(tmp_path):
     """In a process of its own, with a row count that the ranks cannot share evenly."""
     command = [sys.executable, "-m", "maskpack.tools.cli", "demo", "--prompts", "3", "--responses", "1", "--seed", "1"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     assert "All outputs were bitwise equal" in done.stdout
-    assert "all but the model" in done.stdout
+    assert "times fewer bytes than padded." in done.stdout
+    cells = [[cell.strip() for cell in line.split("│")] for line in done.stdout.splitlines() if " ms" in line]
+    assert {row[1]: bool(row[4]) for row in cells} == WITH_RATIO
     assert "Warning" not in done.stderr
 
 

@@ -4,7 +4,9 @@ model.py       replayable: checks, packed attention, sharded models
 compiled.py    torch.compile of norms, MLPs and rotary embeddings, in place
 layers.py      what a decoder layer was called with, for the parts within it
 passes.py      which attention the layers use in a forward pass
-collator.py    PackedCollator
+output.py      output layers, and what is done to logits
+mixers.py      layers that carry state               experts.py     routers that take given experts
+vision.py      images and videos                     collator.py    PackedCollator
 """
 
 import transformers
