@@ -31,9 +31,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from maskpack.adapters.transformers import gradients, passes
 from maskpack.adapters.transformers.model import TOLERANCE, Replayable, check_dropout, precision
 from maskpack.adapters.transformers.output import Layer
-from maskpack.core.arguments import flag, said, whole
+from maskpack.core.arguments import IntArray, flag, said, whole
 from maskpack.errors import MaskpackWarning, ReplayError
 from maskpack.layout.prefix_tree import MIN_SHARED
 from maskpack.ops import packed_log_probs
@@ -233,7 +234,7 @@ class _Packed:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         cast("Any", super()).__init__(*args, **kwargs)
         self._told: set[str] = set()
-        self._proved: dict[int, int] = {}
+        self._proved: dict[tuple[int, bool], int] = {}
         self._replays: list[_Inside] = []
         self._refused = _refused(self)
         if self._refused is None:
@@ -410,7 +411,8 @@ class _Run:
     def _checked(self, inputs: PackedInputs, part: TensorDict, rows: Sequence[int]) -> list[Tensor]:
         """`_scores`, of which a row is compared with TRL's own. All ranks compare in the same call, or none."""
         options, accelerator = self.trainer._options, self.trainer.accelerator
-        before = self.trainer._proved.get(id(self.replay), 0)
+        path = id(self.replay), torch.is_grad_enabled()
+        before = self.trainer._proved.get(path, 0)
         most = _SHARED if options.share_prefixes else _LATER
         if options.self_check is False or (before == most and not options.self_check):
             return self._scores(inputs, part)
@@ -421,7 +423,8 @@ class _Run:
         self.replay.release()
         with torch.no_grad():
             truth = self.own(torch.tensor([rows[row]], device=accelerator.device))
-        out = self._scores(inputs, part)
+        with passes.noting() as calls:
+            out = self._scores(inputs, part)
         pairs = zip(out, truth, strict=False)
         off = max(float((ours.detach()[row] - own[0]).abs().nan_to_num(torch.inf).max()) for ours, own in pairs)
         worst = _most(accelerator, off)
@@ -434,8 +437,26 @@ class _Run:
                 f"{worst:.3g} from TRL's own; expected at most {allowed:.3g} in {dtype}. Packed rows give wrong "
                 "results for this model: train it padded, MASKPACK_PACKED_REPLAY=0."
             )
-        self.trainer._proved[id(self.replay)] = max(before, proof)
+        if out[0].requires_grad:
+            off = gradients.error(calls.values(), inputs, _tokens_of(inputs, part["attention_mask"].ne(0).numpy(), row))
+            worst, allowed = _most(accelerator, off), gradients.TOLERANCE[dtype]
+            if not worst <= allowed:
+                raise ReplayError(
+                    f"{_CALL}: gradients of packed attention in {type(self.replay.model).__name__} are off by "
+                    f"{worst:.3g} of their norm from those of a row alone; expected at most {allowed} in {dtype}. Its "
+                    "attention kernel is incorrect for these tensors: train it padded, MASKPACK_PACKED_REPLAY=0."
+                )
+        self.trainer._proved[path] = max(before, proof)
         return out
+
+
+def _tokens_of(inputs: PackedInputs, mask: Any, row: int) -> IntArray:
+    """The tokens of a row among the inputs."""
+    if inputs.tree is not None:
+        begin, end = inputs.tree.row_offsets[row : row + 2]
+        return inputs.tree.of_row_token[begin:end]
+    begin = int(mask[:row].sum())
+    return np.arange(begin, begin + int(mask[row].sum()))
 
 
 def _row_to_compare(inputs: PackedInputs, mask: Any, width: int) -> tuple[int, int]:

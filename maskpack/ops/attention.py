@@ -44,6 +44,7 @@ _WHOLE: Any = int | np.integer
 _NUMBER: Any = int | float | np.number
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_4, _FLASH_3, _FLASH_2 = "flash_attn.cute", "flash_attn_interface", "flash_attn"
+_LEAST_OF_FLEX = 16  # the smallest head of its kernels on a GPU
 _SIZES_OF_FLASH_4 = (32, 64, 96, 128)  # its gradients are wrong for many other sizes: docs/replay.md
 
 
@@ -306,14 +307,22 @@ def _flex(
     def capped(score: Tensor, _b: Tensor, _h: Tensor, _i: Tensor, _j: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
 
+    size = query.shape[-1]
     out = attend(
-        *(x.transpose(0, 1)[None] for x in (query, key, value)),
+        *(widened(x, max(size, _LEAST_OF_FLEX)).transpose(0, 1)[None] for x in (query, key, value)),
         score_mod=None if softcap is None else capped,
         block_mask=_block_mask(bounds.queries, query.shape[0], window, tree),
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
+        # A graph for any number of tokens does not fit the kernel that torch selects below 128 queries.
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
     )
-    return out[0].transpose(0, 1)
+    return out[0, ..., :size].transpose(0, 1)
+
+
+def widened(x: Tensor, size: int) -> Tensor:
+    """[T, H, D] with zeros up to a head size, which change neither scores nor outputs."""
+    return x if x.shape[-1] == size else torch.nn.functional.pad(x, (0, size - x.shape[-1]))
 
 
 @functools.cache

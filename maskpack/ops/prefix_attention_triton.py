@@ -1,7 +1,7 @@
 """Triton kernels of prefix_attention.py: rows merged and added in place, by index.
 
-The functions of the same names there specify them in plain torch. They compute in float32. Tensors may have any strides:
-kernels of FlashAttention return those of their queries, keys and values.
+The functions of the same names there specify them in plain torch. They compute in float32. Tensors may have any
+strides: kernels of FlashAttention return those of their queries, keys and values.
 """
 
 # Kernel parameters have no Python type, and a launch takes more than the kernel has.

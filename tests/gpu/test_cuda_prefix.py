@@ -96,7 +96,7 @@ def check(
     softcap: float | None = None,
     turned: Collection[int] = (),
 ) -> None:
-    """Errors are at most twice those of plain torch in the same dtype. `turned` of query, key and value are head-major."""
+    """Errors are at most twice those of plain torch in the same dtype. `turned` of q, k and v are head-major."""
     tree, bounds, longest, qkv, slope = problem(rows, tail, heads, size, dtype)
     qkv = [head_major(x) if number in turned else x for number, x in enumerate(qkv)]
 

@@ -145,6 +145,23 @@ def test_flex_attention_is_as_good_as_each_row_alone(
         check_attention("flex", lengths, heads, 64, dtype, window, softcap)
 
 
+@pytest.mark.parametrize("sizes", [(400, 300, 90), (40, 400, 90), (90, 127, 128, 5)], ids=str)
+def test_flex_attention_of_micro_batches_of_any_size(sizes: tuple[int, ...]) -> None:
+    """Compiled anew, so that the order is that of a process."""
+    torch.compiler.reset()
+    attention._compiled_flex.cache_clear()
+    for tokens in sizes:
+        check_attention("flex", [tokens // 2, tokens - tokens // 2], (4, 2), 32, torch.float32)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [4, 8, 24])
+def test_flex_attention_of_small_heads(size: int, dtype: torch.dtype, heads: tuple[int, int]) -> None:
+    check_attention("flex", [33, 1, 140], heads, size, dtype)
+    check_attention("auto", [33, 1, 140], heads, size, torch.float32)
+
+
 @pytest.mark.parametrize("softcap", [None, 20.0])
 def test_attention_of_rows_in_float32(softcap: float | None) -> None:
     check_attention("rows", [7, 1, 130], (4, 2), 64, torch.float32, 5, softcap)

@@ -147,6 +147,19 @@ def test_a_row_does_not_see_the_others(backend: Any) -> None:
     assert torch.equal(attend(qkv, lengths, backend=backend)[3:7], first[3:7])
 
 
+@pytest.mark.parametrize("size", [8, 16, 20])
+def test_flex_is_given_what_its_kernels_on_a_gpu_take(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of 16 at least, and not the kernel for few queries, which does not support any number of keys."""
+    flex = importlib.import_module("torch.nn.attention.flex_attention")
+    own, calls = flex.flex_attention, []
+    monkeypatch.setattr(flex, "flex_attention", lambda *qkv, **more: calls.append((qkv, more)) or own(*qkv, **more))
+    source = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(12, heads, size, generator=source, dtype=torch.float64) for heads in (4, 2, 2)]
+    assert error(attend(qkv, [5, 7], backend="flex"), naive(*qkv, [5, 7], 0.4, None, None)) < 1e-12
+    assert {x.shape[-1] for x in calls[0][0]} == {max(size, 16)}
+    assert calls[0][1]["kernel_options"]["FORCE_USE_FLEX_ATTENTION"]
+
+
 def test_flex_makes_a_mask_for_each_rows_and_window() -> None:
     """It keeps masks: the layers of a forward pass ask for the same ones in turn."""
     one, other = [3, 4], [4, 3]

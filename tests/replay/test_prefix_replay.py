@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from torch import Tensor
 import maskpack as mp
 from maskpack.core import native
 from maskpack.errors import ReplayError
+from maskpack.ops import attention, prefix_attention
 from maskpack.planning import plan_micro_batches
 from maskpack.replay import PackedInputs, prefix_tree, response_log_probs, response_values
 
@@ -557,6 +558,55 @@ def test_the_self_check_sees_a_wrong_tree(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(adapter, "packed_attention", lambda *given, tree, **more: attention(*given, **more))
     model, _ = pair(qwen3)
     refused("log-probs of Qwen3ForCausalLM are off by", replayable(model))
+
+
+class Shifted(torch.autograd.Function):
+    """Its input. The gradient of a token becomes that of the next one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> Tensor:
+        return slopes[0].roll(1, 0)
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("wrong", [0, 1, 2, None], ids=["queries", "keys", "values", "none"])
+def test_the_self_check_sees_gradients_of_attention(
+    wrong: int | None, share: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs are right. Nothing reaches the parameters, nor their hooks."""
+    attend = attention._RUN["rows"]
+
+    def attended(*given: Any) -> Tensor:
+        return attend(*(cast("Any", Shifted).apply(x) if at == wrong else x for at, x in enumerate(given)))
+
+    monkeypatch.setitem(attention._RUN, "rows", attended)
+    model, _ = pair(qwen3)
+    reached: list[Tensor] = []
+    for weight in model.parameters():
+        weight.register_hook(reached.append)
+    ready, batch = replayable(model), batch_of(ROWS["groups"])
+    with torch.no_grad():
+        response_log_probs(ready, batch, share_prefixes=share, min_shared=1)
+    if wrong is None:
+        response_log_probs(ready, batch, share_prefixes=share, min_shared=1)
+    else:
+        with pytest.raises(ReplayError, match="gradients of packed attention in Qwen3ForCausalLM are off by"):
+            response_log_probs(ready, batch, share_prefixes=share, min_shared=1)
+    assert not reached
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_the_self_check_sees_gradients_of_shared_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered = prefix_attention._Gathered.backward
+    shifted = staticmethod(lambda ctx, *slopes: (gathered(ctx, slopes[0].roll(1, 0))[0], None))
+    monkeypatch.setattr(prefix_attention._Gathered, "backward", shifted)
+    model, _ = pair(qwen3)
+    response_log_probs(replayable(model), batch_of(ROWS["groups"]))
+    refused("gradients of packed attention in Qwen3ForCausalLM are off by", replayable(model))
 
 
 def test_a_tree_of_other_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

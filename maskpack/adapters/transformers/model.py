@@ -35,7 +35,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from maskpack.adapters.transformers import compiled, experts, mixers, passes, vision
+from maskpack.adapters.transformers import compiled, experts, gradients, mixers, passes, vision
 from maskpack.adapters.transformers.compiled import CompiledParts
 from maskpack.adapters.transformers.experts import Routers
 from maskpack.adapters.transformers.mixers import Mixers
@@ -44,7 +44,7 @@ from maskpack.adapters.transformers.passes import NAME
 from maskpack.core.arguments import IntArray, flag, said
 from maskpack.errors import ReplayError
 from maskpack.ops import Logits, packed_log_probs
-from maskpack.ops.attention import packed_attention
+from maskpack.ops.attention import packed_attention, widened
 from maskpack.replay.inputs import PackedInputs
 from maskpack.replay.media import Media
 from maskpack.replay.routes import RoutedExperts
@@ -133,24 +133,18 @@ def attention(
     size = max(
         query.shape[-1], value.shape[-1]
     )  # of multi-head latent attention, values are narrower: zeros add nothing
-    out = packed_attention(
-        _widened(query[0].transpose(0, 1).to(dtype), size),
-        _widened(key[0].transpose(0, 1).to(dtype), size),
-        _widened(value[0].transpose(0, 1), size),
-        bounds,
-        int(longest),
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
-        softcap=softcap,
-        tree=tree,
-        group=group,
+    given = (
+        widened(query[0].transpose(0, 1).to(dtype), size),
+        widened(key[0].transpose(0, 1).to(dtype), size),
+        widened(value[0].transpose(0, 1), size),
     )
+    options: dict[str, Any] = {
+        "scale": query.shape[-1] ** -0.5 if scaling is None else scaling, "window": sliding_window,
+        "softcap": softcap, "tree": tree, "group": group,
+    }  # fmt: skip
+    passes.note(gradients.Call(given, bounds, int(longest), options))
+    out = packed_attention(*given, bounds, int(longest), **options)
     return out[None, ..., : value.shape[-1]].contiguous(), None  # some models take a view of it
-
-
-def _widened(x: Tensor, size: int) -> Tensor:
-    """[T, H, D] with zeros up to a head size."""
-    return x if x.shape[-1] == size else nn.functional.pad(x, (0, size - x.shape[-1]))
 
 
 AttentionInterface.register(NAME, attention)
@@ -473,18 +467,20 @@ class Replayable:
 
     def self_check(self, inputs: PackedInputs, hidden: Tensor, again: bool = False) -> None:
         """Compares the log-probs of one row with those of the whole model on this row alone, by its original attention.
-        For a model without an output layer it compares hidden states, in units of their root mean square.
+        For a model without an output layer it compares hidden states, in units of their root mean square. If packed
+        rows need gradients, it also compares those of queries, keys and values of each kind of attention layer.
+        Parameters get no gradients, and their hooks do not run.
 
         It runs once for each Replayable, dtype, and path: packed, with share_prefixes, with a context group, or padded,
-        each with and without images; always with `again`. Of a batch with images it compares a row that has some.
-        Some rows prove more than others: the first row of a batch little, because wrong bounds may not change it; the
-        most with share_prefixes one that begins with the tokens of another. The next batch with a row that proves more
-        is compared too. The ranks of a sharded model compare in the same call, because all of them must run the model;
-        a rank without a row to compare runs one token. If one rank fails, all raise ReplayError."""
+        each with and without gradients and images; always with `again`. Of a batch with images it compares a row that
+        has some. Some rows prove more than others: the first row of a batch little, because wrong bounds may not change
+        it; the most with share_prefixes one that begins with the tokens of another. The next batch with a row that
+        proves more is compared too. The ranks of a sharded model compare in the same call, because all of them must run
+        the model; a rank without a row to compare runs one token. If one rank fails, all raise ReplayError."""
         dtype, packed = precision(hidden), self._config._attn_implementation == NAME
         path: tuple[Any, ...] = (
             *(dtype, packed, inputs.share_prefixes, inputs.context is not None),
-            *(inputs.media is not None, inputs.routed_experts is not None),
+            *(inputs.media is not None, inputs.routed_experts is not None, hidden.requires_grad),
         )
         before = self._checked.get(path, 0)
         if before == (_SHARED if inputs.share_prefixes else _LATER) and not again:
@@ -504,7 +500,23 @@ class Replayable:
                 f"{seen} from its own forward of the same row; expected at most {TOLERANCE[dtype]}. Replay of this "
                 f"model is incorrect, or dropout is on. {_PADDED if packed else 'Use its own forward.'}"
             )
+        if packed and hidden.requires_grad:
+            self._check_gradients(inputs, tokens, groups, dtype)
         self._checked[path] = max(before, proof)
+
+    def _check_gradients(self, inputs: PackedInputs, row: IntArray, groups: Sequence[Any], dtype: torch.dtype) -> None:
+        """Compares the gradients of attention for a row, in one more forward pass."""
+        with torch.no_grad(), passes.noting() as calls:
+            self.hidden(inputs)
+        off = gradients.error(calls.values(), inputs, row)
+        worst = _most_of(groups, off, inputs.input_ids.device)
+        if not worst <= gradients.TOLERANCE[dtype]:
+            seen = f"{worst:.3g} on another rank" if off <= gradients.TOLERANCE[dtype] else f"{off:.3g}"
+            raise ReplayError(
+                f"replayable: gradients of packed attention in {type(self.model).__name__} are off by {seen} of their "
+                f"norm from those of the same row alone; expected at most {gradients.TOLERANCE[dtype]}. Its attention "
+                f"kernel is incorrect for these tensors: use another one. {_PADDED}"
+            )
 
     def _distance(self, inputs: PackedInputs, hidden: Tensor, number: int, row: IntArray) -> float:
         """The largest difference of a row, given by its number in the batch and its tokens among the inputs, from its

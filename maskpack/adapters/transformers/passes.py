@@ -65,6 +65,26 @@ def current() -> Pass | None:
     return _current.get()
 
 
+_noted: ContextVar[dict[Any, Any] | None] = ContextVar("_noted", default=None)
+
+
+@contextmanager
+def noting() -> Generator[dict[Any, Any]]:
+    """Gives the first call of each kind of packed attention that this thread makes meanwhile, by kind."""
+    token = _noted.set({})
+    try:
+        yield cast("dict[Any, Any]", _noted.get())
+    finally:
+        _noted.reset(token)
+
+
+def note(call: Any) -> None:
+    """Notes a call, if this thread is asked to and has none of its kind."""
+    noted = _noted.get()
+    if noted is not None:
+        noted.setdefault(call.kind, call)
+
+
 class _Taken(str):
     """NAME, with the name of the attention that it replaces. The configuration holds it, so that copies of a model have
     it and models that share a configuration agree."""
