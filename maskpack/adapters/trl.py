@@ -422,6 +422,7 @@ class _Run:
         with torch.no_grad():
             truth = self.own(torch.tensor([rows[row]], device=accelerator.device))
         out = self._scores(inputs, part)
+        self.replay.need_same_cap()
         pairs = zip(out, truth, strict=False)
         off = max(float((ours.detach()[row] - own[0]).abs().nan_to_num(torch.inf).max()) for ours, own in pairs)
         worst = _most(accelerator, off)
