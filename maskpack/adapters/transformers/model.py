@@ -574,7 +574,7 @@ def _ignores_caps(name: str) -> bool:
     if function is None or "softcap" in inspect.signature(function).parameters:
         return False
     layer: Any = SimpleNamespace(is_causal=True, training=False)
-    qkv = torch.linspace(-1, 1, 3 * 2 * 16).view(3, 1, 1, 2, 16).unbind()
+    qkv = torch.linspace(-1, 1, 3 * 2 * 16, device="cpu").view(3, 1, 1, 2, 16).unbind()
     try:
         seen: list[Tensor] = [function(layer, *qkv, None, scaling=1.0, softcap=cap)[0] for cap in (None, 0.5)]
     except Exception:  # one that refuses caps, or runs on a GPU alone: the forward of the model says so
