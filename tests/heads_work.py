@@ -34,7 +34,7 @@ def model_of(kind: str) -> Any:
     if kind == "scale":
         model = transformers.GraniteForCausalLM(transformers.GraniteConfig(logits_scaling=3.0, **sizes))
     else:
-        more = {"head_dim": 16, "final_logit_softcapping": 4.0}
+        more = {"head_dim": 16, "final_logit_softcapping": 4.0, "attn_implementation": "eager"}
         model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes, **more))
     with torch.no_grad():
         for weight in model.parameters():

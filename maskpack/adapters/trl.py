@@ -425,6 +425,7 @@ class _Run:
             truth = self.own(torch.tensor([rows[row]], device=accelerator.device))
         with passes.noting() as calls:
             out = self._scores(inputs, part)
+        self.replay.need_same_cap()
         pairs = zip(out, truth, strict=False)
         off = max(float((ours.detach()[row] - own[0]).abs().nan_to_num(torch.inf).max()) for ours, own in pairs)
         worst = _most(accelerator, off)

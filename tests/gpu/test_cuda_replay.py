@@ -328,6 +328,34 @@ def test_log_probs_and_gradients_are_as_good_as_of_each_row_alone(
             assert error <= 2 * allowed + 1e-5, f"{name}: {error} off, each row alone {allowed}"
 
 
+@pytest.mark.parametrize("way", ["classes", "instance"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_model_with_kernels_of_liger_compiles(dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its norms, MLPs and rotation run as they are, and its rotary embedding compiled."""
+    liger = pytest.importorskip("liger_kernel.transformers")
+    modeling = transformers.models.qwen3.modeling_qwen3
+    for name in ("apply_rotary_pos_emb", "Qwen3RMSNorm", "Qwen3MLP"):
+        monkeypatch.setattr(modeling, name, getattr(modeling, name))  # given back after the test
+    batch, own = batch_of([3, 1, 9, 4, 2], [30, 1, 6, 75, 12]), tiny("qwen3", dtype)
+    exact = tiny("qwen3", dtype).double()
+    truth, plain = each_alone(exact, batch), each_alone(own, batch)
+    wanted, theirs = gradients(exact, truth), gradients(own, plain)
+    if way == "classes":
+        liger.apply_liger_kernel_to_qwen3(fused_linear_cross_entropy=False)
+    model = tiny("qwen3", dtype)
+    model.load_state_dict(own.state_dict())
+    if way == "instance":
+        liger.apply_liger_kernel_to_qwen3(fused_linear_cross_entropy=False, model=model)
+    seen = packed(replayable(model, compile=True), batch)
+    ours = gradients(model, seen)
+    assert "forward" in vars(model.model.rotary_emb)
+    assert_as_good([seen.detach()], [plain.detach()], [truth.detach()], 5e-5)
+    for name, gradient in ours.items():
+        error = float((gradient.double() - wanted[name]).norm() / wanted[name].norm())
+        allowed = float((theirs[name].double() - wanted[name]).norm() / wanted[name].norm())
+        assert error <= 2 * allowed + 1e-5, f"{name}: {error} off, each row alone {allowed}"
+
+
 def test_padded_replay_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     batch, model = batch_of([3, 1, 9], [30, 1, 6]), tiny("qwen3", torch.bfloat16)
     exact = tiny("qwen3", torch.bfloat16).double()

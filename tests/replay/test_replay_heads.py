@@ -43,11 +43,12 @@ def maker(kind: str, config: str | None = None, /, *, bias: bool = False, **size
 
 
 CAP = {"head_dim": 8, "final_logit_softcapping": 3.0}
+GEMMA2 = {"query_pre_attn_scalar": 8, "sliding_window": 4, "attn_implementation": "eager"}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 GEMMA4 = {"global_head_dim": 8, "hidden_size_per_layer_input": 0}
 ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_num_shared_experts": 1}
 HEADS: dict[str, tuple[Callable[..., Any], float, float | None, bool]] = {
-    "Gemma 2, a cap": (maker("Gemma2", **CAP, query_pre_attn_scalar=8, sliding_window=4), 1.0, 3.0, False),
+    "Gemma 2, a cap": (maker("Gemma2", **CAP, **GEMMA2), 1.0, 3.0, False),
     "Gemma 4, a cap": (maker("Gemma4", "Gemma4TextConfig", **CAP, **GEMMA4), 1.0, 3.0, False),
     "NanoChat, a cap": (maker("NanoChat", final_logit_softcapping=3.0), 1.0, 3.0, False),
     "Cohere, multiplied": (maker("Cohere", logit_scale=0.25), 0.25, None, False),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import pickle
 import re
 import sys
@@ -884,6 +885,54 @@ def test_of_a_long_row_both_ends_are_compared(make: Any, monkeypatch: pytest.Mon
             patch.setattr(adapter, "packed_attention", wrong_bounds(adapter.packed_attention))
             with pytest.raises(ReplayError, match="are off by"):
                 response_log_probs(ready, for_model(make, lengths), self_check=True)
+
+
+def capped_by(own: str, cap: float | None) -> Any:
+    """A Gemma 2 whose scores reach its cap."""
+    config = tf.Gemma2Config(**TINY | {"head_dim": 8, "attn_logit_softcapping": cap, "final_logit_softcapping": None})
+    config._attn_implementation = own
+    torch.manual_seed(1)
+    return tf.Gemma2ForCausalLM(config).eval()
+
+
+@pytest.fixture
+def other_attention() -> Iterator[Callable[..., str]]:
+    """`other_attention(name, applies)` is a scaled dot product that ignores caps, as sdpa of some versions, or applies
+    them, without a parameter of that name."""
+    interface = tf.AttentionInterface
+    eager = importlib.import_module("transformers.models.gemma2.modeling_gemma2").eager_attention_forward
+    made: list[str] = []
+
+    def attention(applies: bool) -> str:
+        def run(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: Any = None, **more: Any) -> Any:
+            module.num_key_value_groups = query.shape[1] // key.shape[1]
+            return eager(module, query, key, value, mask, 0.0, scaling, more.get("softcap") if applies else None)
+
+        made.append(f"caps {applies}")
+        interface.register(made[-1], run)
+        tf.AttentionMaskInterface.register(made[-1], tf.masking_utils.eager_mask)
+        return made[-1]
+
+    yield attention
+    for name in made:
+        interface._global_mapping.pop(name)
+        tf.AttentionMaskInterface._global_mapping.pop(name)
+    adapter._ignores_caps.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cap_that_the_own_attention_ignores_is_named(dtype: torch.dtype, other_attention: Any) -> None:
+    """Packed rows have it; so the two would differ, in half precision within its tolerance."""
+    ignoring, applying = other_attention(False), other_attention(True)
+    model = capped_by(ignoring, 0.5).to(dtype)
+    for self_check in (None, True):
+        with pytest.raises(ReplayError, match=r'has a soft cap of 0.5 in .*"caps False" ignores it.*"eager"'):
+            response_log_probs(replayable(model), batch_of(), self_check=self_check)
+    seen = response_log_probs(replayable(model), batch_of(), self_check=False)
+    for own, cap in (("eager", 0.5), (applying, 0.5), (ignoring, None)):
+        other = capped_by(own, cap).to(dtype)
+        again = response_log_probs(replayable(other), batch_of(), self_check=True)
+        assert torch.equal(again.values(), seen.values()) == (cap is not None)
 
 
 def test_nan_does_not_pass_the_self_check() -> None:

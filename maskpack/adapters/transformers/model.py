@@ -20,11 +20,13 @@ rank 1   no row to compare: 0               ---+--> most: 2     runs one token, 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -129,6 +131,7 @@ def attention(
         )
     if running is not None:
         running.attended += 1
+        running.softcap = softcap if softcap is not None else running.softcap
     dtype = value.dtype  # rotary tables widen queries and keys under autocast
     size = max(
         query.shape[-1], value.shape[-1]
@@ -234,6 +237,7 @@ class Replayable:
         self._config: Any = model.config.get_text_config()
         self._checked: dict[tuple[Any, ...], int] = {}
         self._routers: Routers | None = None
+        self._attention_cap: float | None = None
         _check_kind(model, self._base, self._output)
         _check_root(model)
         mixers.restore(self._base)
@@ -360,6 +364,7 @@ class Replayable:
                 max_length_k=inputs.max_seqlen,
                 **more,
             )
+        self._attention_cap = packed.softcap
         self._mixers.check_run(packed)
         self._check_routed(packed, inputs.routed_experts)
         return states[0]
@@ -490,6 +495,8 @@ class Replayable:
         proof = int(_most_of(groups, proof, hidden.device))
         if proof == 0 or (proof <= before and not again):
             return
+        if packed:
+            self.need_same_cap()
         off = self._distance(inputs, hidden, row, tokens)
         worst = _most_of(groups, off, hidden.device)
         if not worst <= TOLERANCE[dtype]:
@@ -516,6 +523,17 @@ class Replayable:
                 f"replayable: gradients of packed attention in {type(self.model).__name__} are off by {seen} of their "
                 f"norm from those of the same row alone; expected at most {gradients.TOLERANCE[dtype]}. Its attention "
                 f"kernel is incorrect for these tensors: use another one. {_PADDED}"
+            )
+
+    def need_same_cap(self) -> None:
+        """Raises ReplayError if packed attention was told a soft cap that the model's own attention ignores."""
+        own = passes.own_of(self._config._attn_implementation)
+        if self._attention_cap is not None and own is not None and _ignores_caps(own):
+            raise ReplayError(
+                f"replayable: {type(self.model).__name__} has a soft cap of {self._attention_cap:g} in its attention. "
+                f'Packed rows apply it; padded rows do not, because attn_implementation="{own}" ignores it. Expected '
+                "the same of both. Packed rows are right: the cap is a part of the model. Load the model with "
+                'attn_implementation="eager"; if it never runs padded, pass self_check=False.'
             )
 
     def _distance(self, inputs: PackedInputs, hidden: Tensor, number: int, row: IntArray) -> float:
@@ -559,6 +577,21 @@ class Replayable:
                 truth = logits.to(seen.dtype).log_softmax(-1).gather(-1, scored[:, None])[:, 0]
                 off = (seen - truth).abs().max()
         return float(off)
+
+
+@functools.cache
+def _ignores_caps(name: str) -> bool:
+    """Whether an attention of transformers gives the same for any soft cap. "eager" is each model's own, and has it."""
+    function = cast("Any", AttentionInterface().get(name))  # pyright: ignore[reportUnknownMemberType]
+    if function is None or "softcap" in inspect.signature(function).parameters:
+        return False
+    layer: Any = SimpleNamespace(is_causal=True, training=False)
+    qkv = torch.linspace(-1, 1, 3 * 2 * 16, device="cpu").view(3, 1, 1, 2, 16).unbind()
+    try:
+        seen: list[Tensor] = [function(layer, *qkv, None, scaling=1.0, softcap=cap)[0] for cap in (None, 0.5)]
+    except Exception:  # one that refuses caps, or runs on a GPU alone: the forward of the model says so
+        return False
+    return torch.equal(*seen)
 
 
 def precision(hidden: Tensor) -> torch.dtype:

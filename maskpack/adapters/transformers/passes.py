@@ -38,6 +38,7 @@ class Pass:
         rows: the MixerRows that mixers have to be told; None for a model without mixers.
         attended, mixed: the number of calls of packed attention and of mixers so far.
         routed: the number of routers that took the experts of the batch so far.
+        softcap: the soft cap that packed attention was told; None without one.
     """
 
     own: bool = False
@@ -47,6 +48,7 @@ class Pass:
     attended: int = 0
     mixed: int = 0
     routed: int = 0
+    softcap: float | None = None
 
     @contextmanager
     def running(self) -> Generator[Pass]:
@@ -116,7 +118,7 @@ def release(model: Any, config: Any) -> None:
         if config._attn_implementation == NAME:
             for part in _parts(model.config):
                 if part._attn_implementation == NAME:
-                    part._attn_implementation_internal = _own_of(part._attn_implementation)
+                    part._attn_implementation_internal = own_of(part._attn_implementation)
 
 
 def follow_passes(model: Any) -> None:
@@ -135,13 +137,14 @@ def _following(getter: Any) -> Any:
     def of_this_pass(config: Any) -> Any:
         name = getter(config)
         running = _current.get() if name == NAME else None
-        return name if running is None or not running.own else _own_of(name)
+        return name if running is None or not running.own else own_of(name)
 
     cast("Any", of_this_pass).follows_passes = True
     return of_this_pass
 
 
-def _own_of(name: str) -> str | None:
+def own_of(name: str) -> str | None:
+    """The attention that NAME replaces, by what a configuration holds."""
     return name.own if isinstance(name, _Taken) else "sdpa"
 
 
