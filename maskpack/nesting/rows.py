@@ -24,9 +24,10 @@ from maskpack.core.index import IntArray, Rows, cumulated, no_single_row, ranges
 from maskpack.core.keys import Path, show
 from maskpack.core.objects import lazy_stack  # type: ignore[reportUnknownVariableType]
 from maskpack.core.tensors import need_batch
-from maskpack.core.tree import Node, dense_stack, flatten, is_lazy, is_object, unflatten, with_names
+from maskpack.core.tree import Node, dense_stack, flatten, has, is_lazy, is_object, unflatten, with_names
 from maskpack.errors import LayoutError, MaskpackError
 from maskpack.layout.jagged import is_regular, jagged_all, offsets_of, to_host
+from maskpack.nesting.schema import LAYOUTS
 
 Jagged = dict[Path, Any]
 _HOST = torch.device("cpu")
@@ -66,6 +67,10 @@ def cat(batches: Sequence[TensorDictBase]) -> TensorDict:
     parts = [
         _with_rows(batch, "cat") for batch in list_of(batches, TensorDictBase, "cat", "Wrap dicts in TensorDicts.")
     ]
+    if len({has(part, LAYOUTS) for part in parts}) > 1:
+        raise LayoutError(
+            "cat: some batches are nested and others padded; expected one kind. Nest or unnest all of them."
+        )
     rows = np.arange(sum(part.batch_size[0] for part in parts))
     caller = Caller("cat", LayoutError, "batch", "Select the fields that all of them have.", "Cast, move or pad them.")
     return joined(parts, rows, caller)
