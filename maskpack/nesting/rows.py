@@ -304,14 +304,15 @@ def _of_rows(value: Any) -> Any:
 
 
 def _without(batch: TensorDictBase, fields: Collection[Path], single: Collection[Path] = ()) -> TensorDict:
-    """The batch without some fields. Objects in `single` become
+    """The batch without some fields and without names of dims, which would have to be alike. Objects in `single` become
     one object for each row."""
     entries = [
         (path, _of_rows(value) if path in single and batch.batch_size[0] else value)
         for path, value in flatten(batch)
         if path not in fields
     ]
-    return unflatten(Node.of(batch), entries, batch.batch_size[0])
+    unnamed = [(path, value.unnamed() if isinstance(value, Node) else value) for path, value in entries]
+    return unflatten(Node.of(batch).unnamed(), unnamed, batch.batch_size[0])
 
 
 def _merged(dense: TensorDictBase, fields: Jagged, order: Sequence[Path], rows: int) -> TensorDict:

@@ -210,9 +210,9 @@ def test_objects_of_the_whole_batch_are_kept_or_given_to_each_row() -> None:
 
 def test_a_padded_and_a_nested_batch_are_not_joined() -> None:
     padded = TensorDict({"attention_mask": torch.tensor([[1, 0]])}, [1])
-    parts = [padded, nest_batch_by_mask(padded)]
+    parts = [padded, mp.nest_batch_by_mask(padded)]
     for order in (parts, parts[::-1]):
-        with pytest.raises(LayoutError, match="^cat: some batches are nested and others padded; expected one kind"):
+        with pytest.raises(LayoutError, match=r"^cat: some batches are nested and others padded; expected one kind"):
             cat(order)
 
 

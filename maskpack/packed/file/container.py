@@ -100,7 +100,8 @@ class Pieces:
                 os.fsync(out.fileno())
             part.replace(target)
         except OSError as error:
-            error.filename = str(target)
+            if error.filename is not None:
+                error.filename = str(target)
             raise
         finally:
             with contextlib.suppress(OSError):
