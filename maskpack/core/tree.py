@@ -9,7 +9,7 @@ whatever the shapes of its rows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
 
@@ -52,6 +52,10 @@ class Node:
         device = None if fields.device is None else str(fields.device)
         kind = None if fields is batch else cast("Any", type(batch))
         return cls(dims[1:] if dims else None, device, kind, names_of(fields))
+
+    def unnamed(self) -> Node:
+        """The node without the names of its dims, which may differ between batches."""
+        return replace(self, names=None)
 
     def batch_size(self, rows: int) -> tuple[int, ...]:
         return () if self.more_dims is None else (rows, *self.more_dims)

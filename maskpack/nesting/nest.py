@@ -49,7 +49,7 @@ def nest_batch_by_mask(
         registry: the mask and pad of each field: a MaskNestingRegistry or a dict of specs.
         pad_token_id: the tokenizer's pad id, for fields padded with PAD_TOKEN_ID.
         strict_mask_nesting: raise an error instead of letting a field stay padded.
-        ignore_dense_fields: fields (paths or last names) that may stay padded in strict mode.
+        ignore_dense_fields: fields (paths or last names) that may stay padded in strict mode. A batch may lack some.
         verify: when to check that masked-out elements equal the pad: `always`; for a `VerifyFirst`, only in its first
             batch with these fields; or `never`.
         on_loss: how to treat a field with non-pad values under its mask: `keep` it padded and warn, raise an `error`

@@ -24,9 +24,10 @@ from maskpack.core.index import IntArray, Rows, cumulated, no_single_row, ranges
 from maskpack.core.keys import Path, show
 from maskpack.core.objects import lazy_stack  # type: ignore[reportUnknownVariableType]
 from maskpack.core.tensors import need_batch
-from maskpack.core.tree import Node, dense_stack, flatten, is_lazy, is_object, unflatten, with_names
+from maskpack.core.tree import Node, dense_stack, flatten, has, is_lazy, is_object, unflatten, with_names
 from maskpack.errors import LayoutError, MaskpackError
 from maskpack.layout.jagged import is_regular, jagged_all, offsets_of, to_host
+from maskpack.nesting.schema import LAYOUTS
 
 Jagged = dict[Path, Any]
 _HOST = torch.device("cpu")
@@ -66,6 +67,10 @@ def cat(batches: Sequence[TensorDictBase]) -> TensorDict:
     parts = [
         _with_rows(batch, "cat") for batch in list_of(batches, TensorDictBase, "cat", "Wrap dicts in TensorDicts.")
     ]
+    if len({has(part, LAYOUTS) for part in parts}) > 1:
+        raise LayoutError(
+            "cat: some batches are nested and others padded; expected one kind. Nest or unnest all of them."
+        )
     rows = np.arange(sum(part.batch_size[0] for part in parts))
     caller = Caller("cat", LayoutError, "batch", "Select the fields that all of them have.", "Cast, move or pad them.")
     return joined(parts, rows, caller)
@@ -299,14 +304,15 @@ def _of_rows(value: Any) -> Any:
 
 
 def _without(batch: TensorDictBase, fields: Collection[Path], single: Collection[Path] = ()) -> TensorDict:
-    """The batch without some fields. Objects in `single` become
+    """The batch without some fields and without names of dims, which would have to be alike. Objects in `single` become
     one object for each row."""
     entries = [
         (path, _of_rows(value) if path in single and batch.batch_size[0] else value)
         for path, value in flatten(batch)
         if path not in fields
     ]
-    return unflatten(Node.of(batch), entries, batch.batch_size[0])
+    unnamed = [(path, value.unnamed() if isinstance(value, Node) else value) for path, value in entries]
+    return unflatten(Node.of(batch).unnamed(), unnamed, batch.batch_size[0])
 
 
 def _merged(dense: TensorDictBase, fields: Jagged, order: Sequence[Path], rows: int) -> TensorDict:

@@ -420,20 +420,17 @@ def _schema_of(entry: Any) -> Schema | None:
     schemas = list({id(schema): schema for schema in by_row}.values())
     if not schemas or not all(isinstance(schema, Schema) for schema in schemas):
         return None
-    forms = [
-        [*schema.axes, *[(replace(form, node=None, pads=()), _unnamed(form.node)) for form in schema.forms]]
+    alike = [
+        (
+            *(schema.root.unnamed(), schema.axes),
+            *(replace(form, pads=(), node=form.node and form.node.unnamed()) for form in schema.forms),
+        )
         for schema in schemas
     ]
-    roots = [_unnamed(schema.root) for schema in schemas]
-    if any(root != roots[0] for root in roots) or any(other != forms[0] for other in forms):
+    if any(other != alike[0] for other in alike):
         return None
     columns = zip(*(schema.forms for schema in schemas), strict=True)
     return replace(schemas[0], forms=tuple(map(_with_all_pads, columns)))
-
-
-def _unnamed(node: Node | None) -> Node | None:
-    """A node without the names of its dims, which may differ."""
-    return node if node is None else replace(node, names=None)
 
 
 def _with_all_pads(column: Sequence[FieldForm]) -> FieldForm:

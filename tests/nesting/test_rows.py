@@ -208,6 +208,14 @@ def test_objects_of_the_whole_batch_are_kept_or_given_to_each_row() -> None:
     assert take(other, [1]).get("n").data == 2
 
 
+def test_a_padded_and_a_nested_batch_are_not_joined() -> None:
+    padded = TensorDict({"attention_mask": torch.tensor([[1, 0]])}, [1])
+    parts = [padded, mp.nest_batch_by_mask(padded)]
+    for order in (parts, parts[::-1]):
+        with pytest.raises(LayoutError, match=r"^cat: some batches are nested and others padded; expected one kind"):
+            cat(order)
+
+
 def test_rows_that_begin_behind_the_first_value_are_joined() -> None:
     behind = torch.nested.nested_tensor_from_jagged(torch.arange(10.0), torch.tensor([3, 5, 6]))
     slack = torch.nested.nested_tensor_from_jagged(torch.arange(100.0, 110.0), torch.tensor([0, 1, 2]))

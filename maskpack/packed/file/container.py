@@ -99,8 +99,13 @@ class Pieces:
                 out.flush()
                 os.fsync(out.fileno())
             part.replace(target)
+        except OSError as error:
+            if error.filename is not None:
+                error.filename = str(target)
+            raise
         finally:
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not every system can open a directory or sync it
             folder = os.open(target.parent, os.O_RDONLY)
             try:
