@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.linalg import vector_norm as norm
 
 from maskpack.core.arguments import IntArray
 from maskpack.ops.attention import packed_attention
@@ -69,7 +68,8 @@ def _error(call: Call, inputs: PackedInputs, row: IntArray) -> float:
     subtracted = scale * key * value, scale * query * value, torch.zeros_like(value)
     off: list[Tensor] = []
     for x, y, more in zip(seen, truth, subtracted, strict=True):
-        apart, unit = norm(inputs.collected(x, row).to(wide) - y), norm(y) + _CANCELLED * more
+        unit = y.square().sum().sqrt() + _CANCELLED * more
+        apart = (inputs.collected(x, row) - y).square().sum().sqrt()
         off.append(apart / unit.clamp_min(torch.finfo(wide).tiny))
     return float(torch.stack(off).nan_to_num(torch.inf).max())
 
