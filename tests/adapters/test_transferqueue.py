@@ -283,7 +283,7 @@ def error_of(call, *given):
     """What it says, or what its error says."""
     try:
         return str(call(*given))
-    except (StorageError, ValueError, tq.StorageKeyNotFoundError) as error:
+    except (RuntimeError, ValueError, tq.StorageKeyNotFoundError) as error:
         return str(error)
 
 
