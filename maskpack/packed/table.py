@@ -226,11 +226,6 @@ class Table:
         elements = self.dense_rows if layout < 0 else self.layouts[self.names[layout]].num_tokens
         return elements * int(self.entries["items"][at])
 
-    def bounds(self, field: int) -> IntArray:
-        """int64 [B + 1]: where the rows of a field begin and end among its elements."""
-        layout = int(self.entries["layout"][self.fields[field]])
-        return np.arange(self.dense_rows + 1) if layout < 0 else self.layouts[self.names[layout]].row_offsets
-
     # ---------------------------------------------------------------- rows and fields
 
     def split(self, cuts: IntArray) -> list[Table]:
