@@ -31,6 +31,7 @@ from maskpack.adapters.transformers import compiled
 from maskpack.adapters.transformers.passes import NAME
 from maskpack.adapters.trl import packed
 from maskpack.errors import LayoutError, MaskpackWarning, ReplayError
+from maskpack.ops import attention
 
 CLOSE = 1e-5
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
@@ -433,6 +434,19 @@ def test_the_self_check_sees_a_wrong_bound(tmp_path, models, monkeypatch):
     assert run.model.config._attn_implementation == NAME  # a backward pass could follow
     run = work.trainer(packed(GRPOTrainer, share_prefixes=False, self_check=False), tmp_path, models())
     run._get_per_token_logps_and_entropies(run.model, ids, mask, width)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_the_self_check_sees_wrong_gradients(tmp_path, models, monkeypatch, share):
+    """Values that get none."""
+    ids, mask, width = padded_rows((3, 5, 5, 3), (4, 6, 2, 2))
+    attend = attention._RUN["rows"]
+    monkeypatch.setitem(attention._RUN, "rows", lambda q, k, v, *more: attend(q, k, v.detach() + 0 * v, *more))
+    run = work.trainer(packed(GRPOTrainer, share_prefixes=share, min_shared=1), tmp_path, models())
+    with torch.no_grad():
+        run._get_per_token_logps_and_entropies(run.model, ids, mask, width)
+    with pytest.raises(ReplayError, match=r"gradients of packed attention in \w+ are off by 1 of their norm"):
+        run._get_per_token_logps_and_entropies(run.model, ids, mask, width)
 
 
 def test_the_self_check_sees_other_positions(tmp_path, models, monkeypatch):

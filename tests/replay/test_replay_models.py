@@ -34,8 +34,8 @@ Replayable, replayable = adapter.Replayable, adapter.replayable
 
 PROMPT, RESPONSE = 6, 9
 LIMIT, GRADIENT_LIMIT = 5e-6, 1e-5
-PATH = (True, False, False, False, False)
-"""Beside the dtype, what a Replayable remembers of a row that it compared: packed, and nothing else."""
+PATH = (True, False, False, False, False, True)
+"""Beside the dtype, what a Replayable remembers of a row that it compared: packed, with gradients, and nothing else."""
 ROWS = ((2, 3), (6, 9), (1, 0), (3, 4), (0, 0), (5, 1), (1, 1), (4, 7))
 
 
