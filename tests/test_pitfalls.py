@@ -161,7 +161,6 @@ def test_02_masks_keep_their_weights(name, weights):
 
 STRAYS = [
     ("old_log_probs", (0, 5), 1e-30),
-    ("old_log_probs", (0, 5), -0.0),
     ("old_log_probs", (4, 0), float("nan")),
     ("responses", (2, 0), 0),
     ("prompts", (0, 0), PAD - 1),

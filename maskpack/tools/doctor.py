@@ -20,7 +20,7 @@ import torch
 from tensordict import TensorDictBase
 
 from maskpack.core.keys import Key, plain, show
-from maskpack.core.pads import PAD_TOKEN_ID
+from maskpack.core.pads import ANY_ZERO, PAD_TOKEN_ID
 from maskpack.errors import MaskpackError, MaskpackWarning, WireFormatError
 from maskpack.fields.options import not_strict
 from maskpack.fields.registry import MaskNestingRegistry
@@ -127,8 +127,8 @@ def _notes(packed: PackedBatch, tensors: Mapping[tuple[str, ...], torch.Tensor])
     signed = ", ".join(show(form.path) for form in packed.schema.forms if _has_minus_zero(packed, form))
     if signed:
         yield (
-            f"-0.0 under the mask of {signed}, which is not 0.0 bit for bit. It is carried, at one value a row; "
-            "x.masked_fill(mask == 0, 0) in the producer leaves 0.0 and costs nothing."
+            f"-0.0 under the mask of {signed}, which is not 0.0 bit for bit. It is carried, at one value a "
+            "row or a bit a position; x.masked_fill(mask == 0, 0) in the producer leaves 0.0 and costs nothing."
         )
     padded = {path: value for path, value in tensors.items() if value.dim() > 1 and not value.is_nested}
     wide = {path: value for path, value in padded.items() if value.dtype == torch.float64}
@@ -149,6 +149,8 @@ def _total(tensors: Mapping[tuple[str, ...], torch.Tensor]) -> str:
 def _has_minus_zero(packed: PackedBatch, form: FieldForm) -> bool:
     if form.dtype is None or not form.dtype.is_floating_point or form.kind != "padded":
         return False
+    if form.pads == (ANY_ZERO,):
+        return True
     rows = row_pads_of(packed, form)
     pads = form.pads if rows is None else cast("list[float]", rows.double().tolist())
     return "-0.0" in map(str, pads)
@@ -259,7 +261,9 @@ def snippet(diagnosis: Diagnosis, base: str) -> str:
     """Python code of a registry with which `compress(batch, registry=registry)` covers every field."""
     lines = [f"    {one.line}" for one in diagnosis.suggestions]
     code = re.sub(r"'.*?'", "", " ".join([base, *lines]))  # without the names of fields and masks
-    names = set(re.findall(r"\b(?:MaskNestingSpec|DENSE|RL_FIELDS|EDGE|PAD_TOKEN_ID|PER_ROW|SIGNED_ZERO)\b", code))
+    names = set(
+        re.findall(r"\b(?:MaskNestingSpec|DENSE|RL_FIELDS|EDGE|PAD_TOKEN_ID|PER_ROW|SIGNED_ZERO|ANY_ZERO)\b", code)
+    )
     token = "" if diagnosis.pad_token_id is None else f", pad_token_id={diagnosis.pad_token_id}"
     imported = ", ".join(sorted(names, key=lambda name: (not name.isupper(), name)))
     head = [f"from maskpack import {imported}", "", f"registry = {base} | {{"]

@@ -40,6 +40,7 @@ _NO_PAD = (
 _PAD_WORDS: dict[PadValue, str] = {
     Pad.EDGE: "the nearest valid value (EDGE)",
     Pad.SIGNED_ZERO: "0.0 in some rows and -0.0 in others (SIGNED_ZERO)",
+    Pad.ANY_ZERO: "0.0 and -0.0 in one row, as x * mask leaves them (ANY_ZERO)",
     Pad.PER_ROW: "one value a row (PER_ROW)",
 }
 
@@ -233,7 +234,9 @@ def _pad_of(x: Tensor, layout: RowLayout, pad_token_id: int | None) -> PadValue 
     first: Any = rows[int(padded[0])].item()
     usual = x.dtype == torch.bool or (first in (*_USUAL, pad_token_id) and str(first) != "-0.0")
     pads: list[Any] = [first] if usual else []
-    pads += [Pad.EDGE] if _is_integer(x) else [Pad.SIGNED_ZERO] if first == 0 and x.is_floating_point() else []
+    if first == 0 and x.is_floating_point():
+        pads += [Pad.SIGNED_ZERO, *([Pad.ANY_ZERO] if x.dim() == 2 and x.dtype.itemsize > 1 else [])]
+    pads += [Pad.EDGE] if _is_integer(x) else []
     pads += [float("nan") if first != first else first, Pad.PER_ROW]  # a NaN of other bits can be no constant
     return next((pad for pad in pads if checks.holds(pad, x.dtype) and checks.read(x, layout, pad)[0]), None)
 

@@ -238,11 +238,11 @@ def test_several_fields_have_one_snippet(tmp_path, capsys):
     ("name", "pad", "line"),
     [
         (
-            "advantages",
+            "rm_scores",
             -100,
-            "MaskNestingSpec(['response', 'sequence'], pad=[-100.0, 0, SIGNED_ZERO], hints=('rle',))",
+            "MaskNestingSpec(['response', 'sequence'], pad=[-100.0, 0, SIGNED_ZERO, ANY_ZERO])",
         ),
-        ("old_log_probs", 1, "MaskNestingSpec(['response', 'sequence'], pad=[1.0, 0, SIGNED_ZERO], hints="),
+        ("old_log_probs", 1, "MaskNestingSpec(['response', 'sequence'], pad=[1.0, 0, SIGNED_ZERO, ANY_ZERO], hints="),
     ],
 )
 def test_a_known_field_with_another_pad_keeps_its_spec(name, pad, line, tmp_path, capsys):
@@ -398,10 +398,15 @@ def test_more_values_than_are_shown(tmp_path, capsys):
 def test_mixed_zeros_have_a_remedy(tmp_path, capsys):
     batch = rollout()
     batch["advantages"] = torch.tensor([1.0, -1.0] * R)[:R] * samples.of("response", torch.bool)
+    shown = doctor([saved(batch, tmp_path / "b")], capsys, 0)
+    assert "-0.0 under the mask of advantages" in shown
+    batch["own"] = batch["advantages"]
+    shown = doctor([saved(batch, tmp_path / "b")], capsys, 1)
+    assert "0.0 and -0.0 in one row, as x * mask leaves them (ANY_ZERO)" in shown
+    assert covers(executed(shown), batch, "own")
+    batch["own"] = batch["advantages"][:, :, None].expand(B, R, 2).contiguous()
     shown = doctor([saved(batch, tmp_path / "b")], capsys, 1)
     assert "0.0 and -0.0 in one row, as x * mask leaves them. No pad covers that: x.masked_fill(mask == 0, 0)" in shown
-    batch["advantages"] = batch["advantages"].masked_fill(~samples.of("response", torch.bool), 0)
-    doctor([saved(batch, tmp_path / "b")], capsys, 0)
 
 
 def test_fields_of_no_masks_size(tmp_path, capsys):
