@@ -172,11 +172,10 @@ class _Reader:
                 fail(call, f"{name} with an entry of layout, words and bytes {entry}", f"{wanted}")
             assert form.dtype is not None
             begin, size, count = map(int, place.tolist())
-            signs = form.pads == (ANY_ZERO,)
-            known = 0 <= size < _MOST and (begin % 8 == 0 or not count)
+            wide = -(-table.widths[layout] // 8) if form.pads == (ANY_ZERO,) else form.dtype.itemsize
+            known = size in (1, 2, 4, 8, 16, wide) and (begin % 8 == 0 or not count)
             if not (known and 0 <= begin <= table.body.size and 0 <= count * size <= table.body.size - begin):
                 fail(call, f"{name} with pads of rows at {place.tolist()}", "numbers inside the body")
-            wide = -(-table.widths[layout] // 8) if signs else form.dtype.itemsize
             held = size == wide and count in (1, table.rows)
             if not (held if form.pads in ((PER_ROW,), (ANY_ZERO,)) and table.rows else count == 0):
                 fail(
