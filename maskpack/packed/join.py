@@ -269,7 +269,8 @@ def narrowed(batch: PackedBatch, form: FieldForm, dim: int, start: int, length: 
     cut = table.narrow(number, start * inner, length * inner) if before == 1 else None
     if cut is not None:
         return replace(batch, schema=replace(batch.schema, forms=forms), table=cut)
-    sizes = int(table.bounds(number)[-1]), before, form.shape[dim], inner  # one of them may be 0
+    elements = table.dense_rows if form.layout is None else batch.layouts[form.layout].num_tokens
+    sizes = elements, before, form.shape[dim], inner  # one of them may be 0
     words = table.words(number).reshape(sizes)[:, :, start : start + length]
     layouts = {} if form.layout is None else {form.layout: batch.layouts[form.layout]}
     job = Job(own, words=np.ascontiguousarray(words).reshape(-1), row_pads=table.pads_of_rows(number))
