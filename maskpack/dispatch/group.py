@@ -93,7 +93,7 @@ class WorkerGroup:
     Attributes:
         actors: the handles, in the order given.
         metrics: a flat dict of the last `call` or `put` that returned.
-        timeline: the stages of the last calls, as a table and a picture.
+        timeline: the stages of the last calls, as a table.
     """
 
     def __init__(

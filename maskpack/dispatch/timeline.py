@@ -1,4 +1,4 @@
-"""Where the time of calls goes: stages of the driver and of each rank, as metrics, a table and a picture.
+"""Where the time of calls goes: stages of the driver and of each rank, as metrics and a table.
 
     driver   prepare | put                                            gather
     rank 0                 fetch | decode | run | encode | return
@@ -14,9 +14,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
-from xml.sax.saxutils import escape
-
-from maskpack.core.arguments import whole
 
 PREFIX = "maskpack/dispatch/"
 """Of the names of metrics."""
@@ -129,11 +126,6 @@ class Timeline:
         rest of the call, in which the rank waited for others."""
         return "\n\n".join("\n".join(_table(method, calls)) for method, calls in self._by_method().items())
 
-    def svg(self, last: int = 1) -> str:
-        """A picture of the last calls as an SVG: a line for the driver and for each rank, the stages along the time."""
-        calls = self.calls[-whole(last, "last", 1, "Timeline.svg") :]
-        return "\n".join([*_picture(calls), ""])
-
     def _by_method(self) -> dict[str, list[CallTimes]]:
         out: dict[str, list[CallTimes]] = {}
         for call in self.calls:
@@ -159,45 +151,3 @@ def _table(method: str, calls: list[CallTimes]) -> Iterator[str]:
         sums["idle"] = max(total - sum(sums.values()), 0.0)
         cells = [f"{1e3 * sums[stage] / len(calls):,.1f}" if stage in sums else "" for stage in (*STAGES, "idle")]
         yield f"{name:<10}{''.join(f'{cell:>9}' for cell in cells)}".rstrip()
-
-
-# -------------------------------------------------------------------- the picture
-
-_COLOURS = ("#7aa5ff", "#1d4ed8", "#9ca3af", "#5eead4", "#16a34a", "#f59e0b", "#c2410c", "#7c3aed")
-_LEFT, _WIDE, _TOP, _HIGH = 90, 900, 76, 24
-
-
-def _picture(calls: tuple[CallTimes, ...]) -> Iterator[str]:
-    names = _lines(calls)
-    begin, end = min((call.begin for call in calls), default=0.0), max((call.end for call in calls), default=0.0)
-    scale = _WIDE / ((end - begin) or 1.0)
-    high = _TOP + _HIGH * len(names) + 34
-    methods = ", ".join(dict.fromkeys(call.method for call in calls)) or "no calls"
-    yield (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDE + 24} {high}" '
-        'font-family="sans-serif" font-size="11" fill="#222">'
-    )
-    yield '<rect width="100%" height="100%" fill="white"/>'
-    yield _text(16, 24, f"{methods}: {1e3 * (end - begin):,.1f} ms", 'font-size="15" font-weight="bold"')
-    for place, (stage, colour) in enumerate(zip(STAGES, _COLOURS, strict=True)):
-        x = _LEFT + 80 * place
-        yield f'<rect x="{x}" y="41" width="10" height="10" fill="{colour}"/>'
-        yield _text(x + 14, 50, stage)
-    for part in range(5):
-        x = _LEFT + _WIDE * part / 4
-        yield f'<line x1="{x:.1f}" y1="{_TOP - 8}" x2="{x:.1f}" y2="{high - 26}" stroke="#e3e6ea"/>'
-        yield _text(x, high - 12, f"{1e3 * (end - begin) * part / 4:,.1f} ms", 'text-anchor="middle" fill="#666"')
-    for place, (rank, name) in enumerate(names.items()):
-        y = _TOP + _HIGH * place
-        yield _text(16, y + 13, name)
-        for span in (span for call in calls for span in call.spans if span.rank == rank and span.seconds > 0):
-            yield (
-                f'<rect x="{_LEFT + scale * (span.begin - begin):.1f}" y="{y}" width="{scale * span.seconds:.1f}" '
-                f'height="{_HIGH - 6}" fill="{_COLOURS[STAGES.index(span.stage)]}">'
-                f"<title>{name}: {span.stage} {1e3 * span.seconds:,.1f} ms</title></rect>"
-            )
-    yield "</svg>"
-
-
-def _text(x: float, y: float, text: str, more: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(text)}</text>'

@@ -1,4 +1,4 @@
-"""Stages, metrics, table and picture of calls: exact numbers from a clock that the test turns; then a real group."""
+"""Stages, metrics and table of calls: exact numbers from a clock that the test turns; then a real group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -28,7 +27,7 @@ from maskpack.dispatch import WorkerGroup, endpoint, endpoints, ray_metrics
 from maskpack.dispatch import call as calls
 from maskpack.dispatch.messages import RankReply
 from maskpack.dispatch.timeline import STAGES, CallTimes, Span, Timeline, rank_spans
-from maskpack.errors import LayoutError, WorkerError
+from maskpack.errors import WorkerError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 TESTS = Path(__file__).parents[1]
@@ -368,29 +367,6 @@ def test_sums_for_a_logger() -> None:
         "maskpack/dispatch/put/prepare_seconds": 0.5,
         "maskpack/dispatch/put/put_seconds": 0.25,
     }
-
-
-def test_the_picture() -> None:
-    timeline = two_calls()
-    drawn = ElementTree.fromstring(timeline.svg(last=2))
-    stages: dict[str, tuple[float, float, float]] = {}
-    for rect in drawn.iter("{http://www.w3.org/2000/svg}rect"):
-        for title in rect.iter("{http://www.w3.org/2000/svg}title"):
-            at = tuple(float(rect.get(name, "nan")) for name in ("x", "width", "y"))
-            stages.setdefault(str(title.text), at)  # type: ignore[arg-type]
-    # 900 pixels for 100.75 s from 200 on, the line of the driver at 76 and those of the ranks below it
-    scale = 900 / 100.75
-    assert stages["rank 1: run 1,500.0 ms"] == (round(90 + 0.375 * scale, 1), round(1.5 * scale, 1), 124.0)
-    assert stages["driver: gather 500.0 ms"] == (round(90 + 2.0 * scale, 1), round(0.5 * scale, 1), 76.0)
-    assert stages["driver: put 250.0 ms"] == (round(90 + 100.5 * scale, 1), round(0.25 * scale, 1), 76.0)
-    assert "update, put: 100,750.0 ms" in timeline.svg(last=2)
-    assert ">put: 750.0 ms<" in timeline.svg()
-    assert ElementTree.fromstring(Timeline().svg()) is not None
-    escaped = Timeline()
-    escaped.add(CallTimes("<b>&", (Span(None, "put", 0.0, 1.0),)))
-    assert "&lt;b&gt;&amp;: 1,000.0 ms" in escaped.svg()
-    with pytest.raises(LayoutError, match=r"Timeline.svg: last is 0"):
-        timeline.svg(0)
 
 
 def test_the_last_calls_are_kept() -> None:
