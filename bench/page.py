@@ -1,8 +1,7 @@
-"""One page of all comparisons, Markdown and a chart: `python -m bench all --report FILE.md`.
+"""One page of all comparisons, Markdown: `python -m bench all --report FILE.md`.
 
     records        {name: what a results file holds}     measured now, or read from a folder with --recorded
       page         for each: machine, versions, commit, and its comparisons
-      page_chart   how far each ratio is from its target
 
 A comparison is a figure that has a target, or is a ratio. The other figures stand in the results files.
 """
@@ -13,8 +12,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from bench.page_chart import chart
 
 Record = Mapping[str, Any]
 _DIGITS = {"ms": 1, "us": 1, "x": 2, "GiB": 2, "%": 3, "bits/id": 3}
@@ -29,16 +26,14 @@ def recorded(folder: Path) -> dict[str, Record]:
 
 
 def write_page(records: Mapping[str, Record], path: Path) -> None:
-    """Writes the page, and its chart beside it with the suffix .svg."""
-    path.write_text(page(records, path.with_suffix(".svg").name))
-    path.with_suffix(".svg").write_text(chart({name: comparisons(one) for name, one in records.items()}))
+    path.write_text(page(records))
 
 
 def comparisons(record: Record) -> list[Mapping[str, Any]]:
     return [row for row in record["rows"] if row["target"] is not None or row["unit"] == "x"]
 
 
-def page(records: Mapping[str, Record], picture: str) -> str:
+def page(records: Mapping[str, Record]) -> str:
     """The Markdown."""
     rows = [row for record in records.values() for row in comparisons(record) if row["target"] is not None]
     met = sum(bool(row["met"]) for row in rows)
@@ -47,8 +42,6 @@ def page(records: Mapping[str, Record], picture: str) -> str:
         "",
         f"{len(rows)} figures have a target, {met} reach it. Ratios and floors are explained in",
         "[Benchmarks](benchmarks.md). Made by `python -m bench all --report`.",
-        "",
-        f"![Ratios over their targets]({picture})",
     ]
     for name, record in records.items():
         lines += ["", f"## {name}", "", _where(record), *_table(comparisons(record))]

@@ -410,41 +410,6 @@ def test_old_names_take_both_kinds_of_batches():
     assert verl.MaskNestingSpec is mp.MaskNestingSpec
 
 
-@pytest.mark.parametrize("kind", ["proto", "tensordict"])
-def test_in_place_changes_the_batch_that_was_given(kind):
-    data, before = (x if kind == "proto" else x.batch for x in (rollouts(), rollouts()))
-    if kind == "proto":
-        before.non_tensor_batch["multi_modal_inputs"] = data.non_tensor_batch["multi_modal_inputs"]
-    assert verl.nest_batch_by_mask_(data, pad_token_id=PAD) is data
-    assert (data.batch if kind == "proto" else data)["input_ids"].is_nested
-    assert verl.unnest_batch_by_mask_(data) is data
-    assert_same(data, before)
-
-
-@pytest.mark.parametrize("kind", ["proto", "tensordict"])
-def test_in_place_leaves_the_batch_as_it_was_after_an_error(kind):
-    def spoilt():
-        proto = rollouts()
-        proto.batch["advantages"][:, -1] = 3.0
-        return proto if kind == "proto" else proto.batch
-
-    data, before = spoilt(), spoilt()
-    if kind == "proto":
-        before.non_tensor_batch["multi_modal_inputs"] = data.non_tensor_batch["multi_modal_inputs"]
-    with pytest.raises(mp.errors.LossyPadError, match="advantages"):
-        verl.nest_batch_by_mask_(data, pad_token_id=PAD, strict_mask_nesting=True)
-    assert_same(data, before)
-    with pytest.raises(mp.errors.LayoutError, match="unnest_batch_by_mask"):
-        verl.unnest_batch_by_mask_(data)
-    assert_same(data, before)
-
-
-def test_a_locked_batch_is_not_changed_in_place():
-    batch = rollouts().batch.lock_()
-    with pytest.raises(mp.errors.LayoutError, match="locked; expected an unlocked TensorDict"):
-        verl.nest_batch_by_mask_(batch, pad_token_id=PAD)
-
-
 # -------------------------------------------------------------------- verl's own losses
 
 

@@ -2,7 +2,7 @@
 
 protocol.py   pack, unpack: a DataProto or TensorDict in packed form, and back bit for bit
 dispatch.py   mask_nesting_dispatch, packed_endpoint: packed batches to the workers of verl and back
-here          nesting of a DataProto or TensorDict, also in place; pickles
+here          nesting of a DataProto or TensorDict; pickles
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from maskpack.adapters.verl.dispatch import (
     packed_endpoint,
 )
 from maskpack.adapters.verl.protocol import VERL_FIELDS, DataProto, PackedProto, pack, unpack, wrong_kind
-from maskpack.core.tree import has
-from maskpack.errors import LayoutError
 from maskpack.fields.options import Registry
 from maskpack.fields.registry import Key, MaskNestingRegistry, MaskNestingSpec
 from maskpack.nesting import nest as nesting
@@ -37,13 +35,11 @@ __all__ = [
     "configure",
     "mask_nesting_dispatch",
     "nest_batch_by_mask",
-    "nest_batch_by_mask_",
     "pack",
     "packed_endpoint",
     "pickle_data_protos",
     "select_and_pad_to_response",
     "unnest_batch_by_mask",
-    "unnest_batch_by_mask_",
     "unpack",
 ]
 
@@ -58,16 +54,6 @@ def nest_batch_by_mask(data: Any, registry: Registry = VERL_FIELDS, **options: A
 def unnest_batch_by_mask(data: Any, *fields: Key) -> Any:
     """`maskpack.unnest_batch_by_mask` of a TensorDict, or of the `batch` of a DataProto. `data` is not changed."""
     return _renewed(data, lambda batch: nesting.unnest_batch_by_mask(batch, *fields), "unnest_batch_by_mask")
-
-
-def nest_batch_by_mask_(data: Any, registry: Registry = VERL_FIELDS, **options: Any) -> Any:
-    """`nest_batch_by_mask` in place: `data` is nested and returned. After an error it is unchanged."""
-    return _changed(data, lambda batch: nesting.nest_batch_by_mask(batch, registry, **options), "nest_batch_by_mask_")
-
-
-def unnest_batch_by_mask_(data: Any) -> Any:
-    """`unnest_batch_by_mask` in place: `data` is padded and returned. After an error it is unchanged."""
-    return _changed(data, nesting.unnest_batch_by_mask, "unnest_batch_by_mask_")
 
 
 def select_and_pad_to_response(data: Any, *fields: Key, registry: MaskNestingRegistry = VERL_FIELDS) -> TensorDict:
@@ -93,26 +79,6 @@ def _renewed(data: Any, work: _Work, call: str) -> Any:
     if not isinstance(data, DataProto):
         return batch
     return type(data)(batch=batch, non_tensor_batch=dict(data.non_tensor_batch), meta_info=dict(data.meta_info))
-
-
-def _changed(data: Any, work: _Work, call: str) -> Any:
-    batch = _batch_of(data, call)
-    if isinstance(data, DataProto):
-        data.batch = work(batch)
-        return data
-    if not isinstance(batch, TensorDict) or batch.is_locked or len(batch.batch_size) != 1:
-        raise LayoutError(
-            f"{call}: the batch is a {type(batch).__name__} of batch size {tuple(batch.batch_size)}"
-            f"{', locked' if batch.is_locked else ''}; expected an unlocked TensorDict with its rows as only batch "
-            "dim. Take the name without the underscore, which returns a new one."
-        )
-    new = work(batch)
-    fields: Any = batch
-    for name in [name for name in fields.keys() if not has(new, name)]:  # noqa: SIM118 (TensorDict has no `in`)
-        del fields[name]
-    for name, value in new.items():
-        batch.set(name, value)
-    return data
 
 
 # -------------------------------------------------------------------- pickles
