@@ -2854,8 +2854,10 @@ static int cut_layout(const Layout *whole, i64 low, i64 width, Layout *out) {
 /* The most bytes that a job takes in a body. */
 static i64 room_of(const Job *job, const Layout *layouts) {
     const Layout *layout = layouts + job->layout;
-    i64 elements = job->layout < 0 ? job->rows : layout->bounds[layout->rows];
-    return (elements * job->items * job->size + 16 * job->rows + 4103) & ~(i64)7;
+    i64 elements = job->layout < 0 ? job->rows : layout->bounds[layout->rows], pads = 16;
+    for (i64 pad = 0; job->padded && pad < job->num_pads; pad++)
+        if ((job->pads[pad].mode & ~TRUSTED) == ANY_ZERO) pads = layout->width / 8 + 16;
+    return (elements * job->items * job->size + pads * job->rows + 4103) & ~(i64)7;
 }
 
 /* The packed batch that is made: the table of entries, and a body of `room` bytes. `slots` and `entries` have room for all

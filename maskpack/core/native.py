@@ -381,6 +381,7 @@ def _encoded(call: Callable[..., int], count: int, slots: int, room: int) -> Enc
         used = call(*places, address(body), room)
         if used > _NO_ROOM:
             break
+        assert room < _NO_ROOM - used, "the core asks for the room that it has"
         room = _NO_ROOM - used
     if used < 0:
         return None

@@ -64,7 +64,7 @@ class Node:
 def names_of(batch: TensorDictBase) -> tuple[str | None, ...] | None:
     """The names of the batch dims; None if no dim has one."""
     names: Any = batch.names
-    return tuple(names) if any(names) else None
+    return tuple(names) if any(name is not None for name in names) else None
 
 
 def is_object(value: Any) -> bool:
@@ -167,7 +167,8 @@ def with_names(batch: Any, like: Any) -> Any:
     share them, and raises for a stack of objects with different names.
     """
     fields, others = cast("Any", fields_of(batch)), cast("Any", fields_of(like))
-    fields._td_dim_names = others.names if any(others.names) else None
+    names = names_of(others)
+    fields._td_dim_names = None if names is None else list(names)
     for name, value in fields.items():
         if not isinstance(value, Tensor) and is_sub_batch(value):
             with_names(value, others.get(name))
@@ -192,8 +193,8 @@ def _sub_batch(node: Node, entries: dict[str, Any], rows: int) -> Any:
 
 
 def _of_kind(batch: Any, node: Node) -> Any:
-    if node.names is not None:
-        batch._td_dim_names = list(node.names)  # the setter of `names` would rename Python objects, too
+    # the setter of `names` would rename Python objects, too; without names, a batch has taken those of its sub-batches
+    batch._td_dim_names = None if node.names is None else list(node.names)
     return batch if node.kind is None else node.kind.from_tensordict(batch)
 
 

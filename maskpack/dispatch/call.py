@@ -274,7 +274,7 @@ class Call:
             dropped = {
                 id(part): replace(part, replies=[], packed=None, error=given_up)
                 for part in self.parts
-                if part.late and not part.answered
+                if not part.answered
             }
             if dropped:  # the thread that waits looks for another list
                 self.parts = [dropped.get(id(part), part) for part in self.parts]

@@ -281,7 +281,7 @@ class WorkerGroup:
         The method needs no decorator. Every actor gets all arguments; large ones are put into the object store once.
 
         Args:
-            timeout: seconds to wait for the actors, also for those that Ray restarts.
+            timeout: seconds for the whole call, also for actors that Ray restarts.
             grace: seconds that the others have to answer once one has failed.
 
         Returns:
@@ -419,7 +419,7 @@ class WorkerGroup:
                 as rows allow; or the row numbers of each rank. With fewer rows than ranks, some ranks are called with
                 none.
             plan: the result of `plan`, which replaces `balance` and gives each rank the MicroBatchPlan of its rows.
-            timeout: seconds to wait for the ranks, also for actors that Ray restarts.
+            timeout: seconds for the whole call: encoding, actors that Ray restarts, and the ranks.
             grace: seconds that the other ranks have to answer once one has failed.
 
         Returns:

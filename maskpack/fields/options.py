@@ -41,8 +41,9 @@ class VerifyFirst:
     """A value of `verify=` that checks the pads of the first batch with given fields, and trusts them in later batches.
 
     Use one object for each producer of batches, because their pads may differ even if their fields are the same. A pad
-    is remembered only if no other pad of the registry also fits the batch and would give later batches other values. A
-    pickled object remembers nothing.
+    is remembered only if no other pad of the registry also fits the batch and would give later batches other values;
+    but of zeros `SIGNED_ZERO` is remembered, so a row that mixes 0.0 and -0.0 later gets one sign. A pickled object
+    remembers nothing.
     """
 
     def __init__(self) -> None:

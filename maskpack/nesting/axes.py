@@ -7,7 +7,7 @@ take precedence over its fields. If the batch does not give an axis, the layout 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from tensordict import TensorDictBase
@@ -24,11 +24,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Axis:
-    """A layout and its name; `flat` if its fields are [T, *F] with `cu_seqlens`."""
+    """A layout and its name; `flat` if its fields are [T, *F] with `cu_seqlens`; `counted` if it tells lengths alone."""
 
     name: str
     layout: RowLayout
     flat: bool = False
+    counted: bool = False
 
     def __str__(self) -> str:
         size = f"{self.layout.num_tokens} tokens" if self.flat else (self.layout.num_rows, self.layout.width)
@@ -86,7 +87,7 @@ class Axes:
             axis = None if way in guesses else self._by(way, name, scope)
             if axis is not None:
                 other = self._stand_in.get(name)  # the same rows, whose anchor is known
-                return axis if other is None or other != axis.layout else Axis(name, other, axis.flat)
+                return axis if other is None or other != axis.layout else replace(axis, layout=other)
         if name in self._stand_in:
             return Axis(name, self._stand_in[name])
         return next((axis for way in guesses if (axis := self._by(way, name, scope)) is not None), None)
@@ -98,11 +99,12 @@ class Axes:
             return None
         self._masks_alone &= way.form == "mask" and way.part != "prefix"
         if way.form == "cu_seqlens":
-            return Axis(name, self._read(source, RowLayout.from_cu_seqlens, tensor), flat=True)
+            return Axis(name, self._read(source, RowLayout.from_cu_seqlens, tensor), flat=True, counted=True)
         if way.form == "lengths":
-            return Axis(name, self._read(source, RowLayout.from_lengths, tensor, self._first_width(scope, way.head)))
+            width = self._first_width(scope, way.head)
+            return Axis(name, self._read(source, RowLayout.from_lengths, tensor, width), counted=True)
         layout = self._cut(self._mask(source), way, scope, name)
-        return None if layout is None else Axis(name, layout)
+        return None if layout is None else Axis(name, layout, counted=way.part == "prefix")
 
     def _mask(self, source: Path) -> RowLayout:
         """One scan a mask, however many axes are cut from it."""

@@ -53,8 +53,8 @@ def select_and_pad_to_response(
         registry: gives the axes `response` and `sequence`, and the pads of jagged fields added after nesting.
 
     Returns:
-        TensorDict of [B, width, *F] tensors, padded with the pad of each field. Tokens keep their positions, and dtypes
-        are unchanged.
+        TensorDict of [B, width, *F] tensors, padded with the pad of each field; columns beyond R repeat what is under
+        the mask at the end of a row. Tokens keep their positions, and dtypes are unchanged.
 
     Raises:
         LayoutError: there is no response axis, a field is not on it, a row is longer than R or `width`, or the pad of
@@ -200,8 +200,9 @@ class ResponseAxis:
         response, sequence = axes.find(RESPONSE, (RESPONSE,)), axes.find(SEQUENCE, (SEQUENCE,))
         if response is None:
             raise _no_axis(RESPONSE, call)
-        ways = registry.axes.get(RESPONSE, ())
-        counted = bool(ways) and all(way.form != "mask" or way.part == "prefix" for way in ways)
+        counted, ways = response.counted, registry.axes.get(RESPONSE, ())
+        if RESPONSE in known:  # a stored layout does not say where it is from
+            counted = bool(ways) and all(way.form != "mask" or way.part == "prefix" for way in ways)
         return cls(response.layout, None if sequence is None else sequence.layout, forms, counted)
 
     def need_sequence(self, call: str) -> RowLayout:

@@ -117,8 +117,8 @@ class PackedBatch:
     def take(self, rows: Rows) -> PackedBatch:
         """Selects rows by a slice, indices (repeated or negative ones too), or a bool mask [B], in the order given.
 
-        Consecutive rows share the memory of this batch. For other rows, each field is decoded completely and the
-        selected rows are encoded.
+        Consecutive rows share the memory of this batch. For other rows, the selected rows of each field
+        are decoded and encoded again.
         """
         self._need_rows("take")
         index = row_index(rows, self.num_rows, "PackedBatch.take")

@@ -254,7 +254,7 @@ class Table:
 
     def without_row_pads(self, field: int) -> Table:
         pads = self.row_pads.copy()
-        pads["count"][field] = 0
+        pads[field] = 0, 1, 0
         return self.like(row_pads=pads)
 
     def with_row_pads(self, pads: Mapping[int, Words]) -> Table:

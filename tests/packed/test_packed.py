@@ -482,6 +482,17 @@ def test_zeros_of_any_sign(width: int, dtype: torch.dtype) -> None:
     assert_same_tensor(unnest(nested.to(torch.int32))["x"], x.int())
 
 
+def test_more_signs_than_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "threads_for", lambda nbytes: 2)
+    mask = torch.zeros(64, 8200, dtype=torch.int64)
+    mask[:, 0] = 1
+    generator = torch.Generator().manual_seed(1)
+    for x in (torch.randn(64, 8200, generator=generator) * mask, 1.0 * mask):  # the second has no sign to keep
+        batch = TensorDict({"m": mask, "x": x}, [64])
+        packed = compress(batch, registry={"x": MaskNestingSpec("m", ANY_ZERO)}, ignore_dense_fields=["m"])
+        assert_same_batch(decompress(PackedBatch.from_bytes(packed.to_bytes())), batch)
+
+
 def test_names_of_dims_are_kept() -> None:
     def named(*names: str | None) -> TensorDict:
         mask = torch.tensor([[1, 1, 0], [1, 0, 0]])

@@ -414,11 +414,11 @@ def test_bodies_on_the_device_are_read_where_they_lie(monkeypatch: pytest.Monkey
 def test_a_body_on_another_device_is_copied() -> None:
     there = torch.arange(80, dtype=torch.uint8)
     body = staging.mirrored(there)[8:40]
-    assert staging._sent(body, torch.device("cpu")).data_ptr() == there.data_ptr() + 8
+    assert staging._sent(body, torch.device("cpu"))[0].data_ptr() == there.data_ptr() + 8
     body = memoryview(body).toreadonly()
     for array in (np.frombuffer(body, np.uint8), np.frombuffer(pickle.PickleBuffer(body), np.uint8)[4:]):
-        assert staging._sent(array, torch.device("cpu")).tolist() == array.tolist()
-        assert staging._sent(array, torch.device("meta")).is_meta
+        assert [sent.tolist() for sent in staging._sent(array, torch.device("cpu"))] == [array.tolist()] * 2
+        assert staging._sent(array, torch.device("meta"))[0].is_meta
 
 
 def _launch() -> Any:
