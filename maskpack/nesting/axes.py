@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Axis:
-    """A layout and its name; `flat` if its fields are [T, *F] with `cu_seqlens`; `counted` if it tells lengths alone."""
+    """A layout and its name; `flat` if its fields are [T, *F] with `cu_seqlens`; `counted` if it tells only lengths."""
 
     name: str
     layout: RowLayout
