@@ -439,7 +439,9 @@ def masked(rows: Lines, mask: Lines) -> TensorDict:
     return TensorDict(data | {"response_lengths": data["mask"].sum(1)}, batch_size=[len(rows)])
 
 
-def axes_of(response: mp.MaskAxis, sequence: mp.MaskAxis | None = None) -> mp.MaskNestingRegistry:
+def axes_of(
+    response: mp.MaskAxis | tuple[mp.MaskAxis, ...], sequence: mp.MaskAxis | None = None
+) -> mp.MaskNestingRegistry:
     fields = {name: mp.MaskNestingSpec("sequence") for name in ("input_ids", "attention_mask")}
     fields |= {"mask": mp.MaskNestingSpec(["response", "sequence"]), "scores": mp.MaskNestingSpec("response")}
     return mp.MaskNestingRegistry(
@@ -521,6 +523,14 @@ def test_responses_that_are_the_end_of_their_rows(
         if own is registry:
             assert PackedInputs.of(form, registry=own).targets.tolist() == targets
             assert PackedInputs.of(form, registry=own, share_prefixes=True).targets.tolist() == targets
+
+
+def test_an_axis_of_lengths_with_a_mask_to_fall_back_on() -> None:
+    lengths = mp.MaskAxis("response_lengths", form="lengths", head=("mask",))
+    batch = masked(SHORT, [[1, 0, 0], [1, 1, 1]])
+    for ways in ((lengths, MASK), (mp.MaskAxis("absent"), lengths)):
+        own = axes_of(ways, LENGTHS)
+        assert PackedInputs.of(batch, registry=own).targets.tolist() == [5, 14, 15, 16]
 
 
 def test_holes_are_data_on_an_axis_of_all_tokens() -> None:
