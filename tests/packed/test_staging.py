@@ -485,7 +485,7 @@ def test_a_mapped_file_that_was_written_to_is_not_decoded(tmp_path: Path) -> Non
     packed = compress(TensorDict({"x": x, "s": (x % 50 == 0) * x, "r": x // 20 * 20}, [2]))
     packed.save(tmp_path / "b")
     back, data = PackedBatch.load(tmp_path / "b"), (tmp_path / "b").read_bytes()
-    oracle.assert_same_batch(by_kernel(back), decompress(packed))
+    oracle.assert_same_batch(by_kernel(back), decompress(packed, device="cpu"))
     begin = 8 + int.from_bytes(data[:8], "little")
     with (tmp_path / "b").open("r+b") as opened:
         opened.seek(begin)
