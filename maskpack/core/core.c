@@ -502,7 +502,7 @@ static i64 bytes_of(const Entry *entry) {
 
 /* Number i of an array, or its last one, which may stand for all. */
 static i64 number_at(const u8 *body, const Array *array, i64 i) {
-    if (i >= array->count && (i = array->count - 1) < 0) return 0;
+    if ((u64)i >= (u64)array->count && (i = array->count - 1) < 0) return 0;
     return (i64)word_at(body + array->at + i * array->size, array->size);
 }
 
@@ -3280,7 +3280,7 @@ static int check_entry(Check *check, i64 index, const Array *lengths, i64 rows);
 static i64 count_stored(const u8 *body, const Entry *entry, i64 rows) {
     i64 stored = 0;
     for (i64 row = 0; row < rows && row < entry->a.count; row++) {
-        i64 number = stored_row(body, entry, row);
+        i64 number = cut_to(stored_row(body, entry, row), MANY);
         stored = number + 1 > stored ? number + 1 : stored;
     }
     return stored;

@@ -507,21 +507,6 @@ def test_report_changes_nothing():
     assert packed.to_bytes() == bits
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (lambda batch, packed: (packed, batch), "packed is a TensorDict; expected a PackedBatch"),
-        (lambda batch, packed: (dict(batch), packed), "the batch is a dict; expected the TensorDict"),
-        (lambda batch, packed: (batch[:3], packed), "the batch has 3 rows; the packed one has 7"),
-        (lambda batch, packed: (batch.exclude("returns"), packed), 'the batch has no tensor "returns"'),
-    ],
-)
-def test_errors(wrong, message):
-    batch = samples.rollout()
-    with pytest.raises(mp.errors.LayoutError, match=f"^report: {message}"):
-        report(*wrong(batch, pack(batch)))
-
-
 # -------------------------------------------------------------------- JSON and the chart
 
 

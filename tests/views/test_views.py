@@ -999,57 +999,6 @@ def test_what_get_must_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("use", "message"),
-    [
-        (lambda view: view[[10]], "take: rows run from 10 to 10; the batch has 10 rows. Choose rows from 0 to 9."),
-        (
-            lambda view: view[3:6][[-4]],
-            "take: rows run from -4 to -4; the batch has 3 rows. Choose rows from 0 to 2.",
-        ),
-        (lambda view: view.take([0.5]), r"take: rows are float64 (1,); expected whole numbers (n,). Pass a slice"),
-        (
-            lambda view: view[[True, False]],
-            "take: row mask is (2,); expected (10,). Give one true or false for each row.",
-        ),
-        (lambda view: view[np.ones((10, 1), bool)], "take: row mask is (10, 1); expected (10,)."),
-        (
-            lambda view: view.split([4, 4]),
-            "split: sizes [4, 4] sum to 8; the batch has 10 rows. Give sizes that sum to",
-        ),
-        (lambda view: view.split([11, -1]), "split: sizes [11, -1] sum to 10; the batch has 10 rows."),
-        (lambda view: view.split(0), "split: size is 0; expected at least 1. Give a positive size."),
-        (lambda view: view.split(2.0), "split: sizes are 2.0; expected whole numbers. Give one, or a list of them."),
-        (lambda view: view.chunk(0), "chunk: parts is 0; expected a whole number from 1. Give one."),
-        (lambda view: view.chunk(True), "chunk: parts is True; expected a whole number from 1."),
-        (lambda view: view.repeat(-1), "repeat: times is -1; expected a whole number from 0. Give one."),
-        (lambda view: view.repeat(1.5), "repeat: times is 1.5; expected a whole number from 0. Give one."),
-        (lambda view: view.repeat(True), "repeat: times is True; expected a whole number from 0."),
-        (lambda view: view.lengths("axis"), 'lengths: no layout "axis"; the batch has none, because no mask covers'),
-        (lambda view: view.sort_by_length("axis"), 'sort_by_length: no layout "axis"; the batch has none, because'),
-        (lambda view: view.materialize("y"), 'materialize: no field "y" in the batch; it has x. Name one of these.'),
-        (lambda view: BatchView.cat([]), "cat: got an empty list; expected a list of at least one BatchView, and of"),
-        (
-            lambda view: BatchView.cat([view, numbers()]),
-            "cat: got a list with PackedBatch; expected a list of at least one BatchView, and of nothing else.",
-        ),
-        (lambda view: BatchView.of(7), "of: got 7; expected a PackedBatch. Compress it first, or give a reference"),
-        (
-            lambda view: view.with_fields(TensorDict({}, [10])),
-            "with_fields: got a TensorDict; expected a PackedBatch or a BatchView. Compress the fields, with like=",
-        ),
-        (
-            lambda view: view.with_fields(numbers(9)),
-            "with_fields: the fields have 9 rows; the view has 10. Give one row for each row of the view",
-        ),
-    ],
-)
-def test_messages(use: Callable[[BatchView], Any], message: str) -> None:
-    with pytest.raises(LayoutError) as caught:
-        use(BatchView.of(numbers()))
-    assert str(caught.value).startswith(f"BatchView.{message}")
-
-
-@pytest.mark.parametrize(
     ("rows", "seen"), [(2, "the whole number 2"), (np.int64(-1), "the whole number -1"), ("x", 'the name "x"')]
 )
 def test_an_index_that_names_no_rows(rows: Any, seen: str) -> None:
