@@ -273,6 +273,7 @@ def test_what_is_cancelled_runs_and_its_result_is_dropped(team, sample):
         faults.until(lambda: sum(part.answered for part in second.parts) == RANKS - 1)
         with ThreadPoolExecutor(1) as threads:
             waits = threads.submit(failure, second.result)
+            second.parts[2].error = ValueError()  # as if one of several actors had failed: the others have not answered
             assert (second.cancel(), second.cancel()) == ([2], [])
             error = waits.result(10)
         assert [one.rank for one in error.failures] == [2]

@@ -75,7 +75,7 @@ PAGES = {
         }
     ),
     "docs/tour.md": Page(needs=("ray", "transformers"), script=True, shown=True),
-    "docs/transferqueue.md": Page(needs=("transfer_queue",), script=True),
+    "docs/transferqueue.md": Page(needs=("transfer_queue",), script=True, before="import ray; ray.shutdown()"),
     "docs/transformers.md": Page(needs=("transformers",), also={1: ("accelerate",)}),
     "docs/trl.md": Page(needs=("trl", "accelerate", "datasets")),
 }

@@ -493,6 +493,13 @@ def test_more_signs_than_values(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same_batch(decompress(PackedBatch.from_bytes(packed.to_bytes())), batch)
 
 
+def test_a_batch_without_names_does_not_take_those_of_its_sub_batches() -> None:
+    batch = TensorDict({"m": torch.ones(2, 3), "sub": TensorDict({"x": torch.ones(2, 3)}, [2, 3])}, [2])
+    batch["sub"].names = ["rows", ""]
+    for restored in (decompress(compress(batch, registry={})), unnest(nest_batch_by_mask(batch, {}))):
+        assert (restored.names, restored["sub"].names) == ([None], ["rows", ""])
+
+
 def test_names_of_dims_are_kept() -> None:
     def named(*names: str | None) -> TensorDict:
         mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
