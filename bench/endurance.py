@@ -35,7 +35,7 @@ class _Worker:
 def run(dispatches: int = 10_000) -> list[Row]:
     """The rows of the report."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)
     try:
         group = WorkerGroup.launch(_Worker, 2, pad_token_id=PAD_ID)
         batch = make_batch("reference", _ROWS, prompt_width=_PROMPT, response_width=_RESPONSE)

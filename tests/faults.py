@@ -380,7 +380,7 @@ def play(scene: Callable[[Team, Sample, Tally], None], team: Team, sample: Sampl
 
 def run(rounds: int) -> Tally:
     """Every kind of fault, `rounds` times. Ends at the first hang."""
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=STORE, log_to_driver=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=STORE, log_to_driver=False)
     tally, begun = Tally(), time.perf_counter()
     try:
         team, given = Team(MANY, spares=2), samples()

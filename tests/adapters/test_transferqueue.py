@@ -36,7 +36,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():
-    ray.init(num_cpus=8, object_store_memory=150_000_000, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=8, object_store_memory=150_000_000, include_dashboard=False, log_to_driver=False)
     yield
     stop()
     ray.shutdown()
