@@ -116,7 +116,7 @@ def _ours(encode: Callable[[TensorDict], maskpack.PackedBatch], layout: str) -> 
     return Form(
         encode,
         lambda value, given: _decoded(value, layout),
-        lambda value, given: maskpack.unnest(value) if nested else value,
+        lambda value, given: maskpack.unnest_batch_by_mask(value) if nested else value,
         nested=nested,
     )
 
@@ -230,7 +230,7 @@ class Receiver:
         """Of the padded batch that the form stands for. Raises NotExact where a jagged form is not jagged."""
         form = FORMS[name]
         usable = form.restore(ray.get(refs[0]), self._given)
-        fields = usable.exclude(maskpack.LAYOUTS)
+        fields = usable.exclude("_maskpack")
         tensors = [field for field in _leaves(fields) if isinstance(field, Tensor)]
         if not all(field.is_nested == form.nested for field in tensors):
             raise NotExact(f"dispatch: {name} came to the actor with fields that are {'not ' * form.nested}jagged.")

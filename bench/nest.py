@@ -61,7 +61,7 @@ def run(
     for name in order:
         if name != "attention_mask":
             require_same_tensor(f'nest: field "{name}"', ours[name], usual[name])
-    require_same("unnest", maskpack.unnest(ours), batch)
+    require_same("unnest", maskpack.unnest_batch_by_mask(ours), batch)
     require_same("unnest, usual code", baselines.unnest(usual, masks, order), batch)
     values = [ours[name].values() for name in order]
     layouts = {mask.shape[1]: RowLayout.from_mask(mask) for mask in masks.values()}
@@ -76,7 +76,7 @@ def run(
         _INDEX: lambda: baselines.gather_by_index(batch, indices),
         _PACK: lambda: [ops.pack(field, layouts[field.shape[1]]) for field in batch.values()],
         _MEMCPY: lambda: floors.copy(values),
-        _UNNEST: lambda: maskpack.unnest(ours),
+        _UNNEST: lambda: maskpack.unnest_batch_by_mask(ours),
         _SCATTER: lambda: baselines.unnest(usual, masks, order),
         _READ: lambda: floors.read(padded),
         _WRITE: lambda: floors.write(padded),
@@ -121,11 +121,11 @@ def on_device(clock: Clock, batch: TensorDict) -> list[Row]:
             for field, x in batch.items():
                 values = x[masks[baselines.axis_of(field)]]
                 require_same_tensor(f'{case}, {name}: field "{field}"', nested[field].values().cpu(), values.cpu())
-            require_same(f"{case}, unnest", maskpack.unnest(nested).cpu(), batch.cpu())
+            require_same(f"{case}, unnest", maskpack.unnest_batch_by_mask(nested).cpu(), batch.cpu())
     nested = maskpack.nest_batch_by_mask(batch, pad_token_id=PAD_ID)
     layouts = {axis: RowLayout.from_mask(mask) for axis, mask in masks.items()}
     padded = [x.view(torch.int64) if x.shape[-1] % 2 == 0 else x for x in map(bits, batch.values())]
-    ours[_UNNEST] = lambda: maskpack.unnest(nested)
+    ours[_UNNEST] = lambda: maskpack.unnest_batch_by_mask(nested)
     others: dict[str, Work] = {
         _PACK: lambda: [ops.pack(fields[axis], layouts[axis]) for axis in masks],
         _MASK: lambda: [x[masks[axis]] for axis in masks for x in fields[axis]],

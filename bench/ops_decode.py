@@ -13,7 +13,6 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-import maskpack
 from bench import baselines, nest, ops_encode
 from bench.gpu import Clock, Work
 from bench.measure import NotExact, progress, require_same, require_same_tensor
@@ -146,7 +145,7 @@ def require_batch(what: str, seen: TensorDict, batch: TensorDict, layout: str) -
     if layout == "padded":
         require_same(what, seen.to(home), batch)
         return
-    seen = seen.exclude(maskpack.LAYOUTS)
+    seen = seen.exclude("_maskpack")
     if list(seen.keys()) != list(batch.keys()):
         raise NotExact(f"{what}: fields {list(seen.keys())}; expected {list(batch.keys())}.")
     masks = baselines.masks_of(batch)

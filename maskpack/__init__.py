@@ -1,7 +1,8 @@
 """maskpack stores, sends and computes on RL post-training batches without their padding.
 
 compress, decompress              encode a batch as a PackedBatch, and restore it bit for bit
-nest_batch_by_mask, unnest        convert padded fields to nested (jagged) tensors, and back
+nest_batch_by_mask, unnest_batch_by_mask
+                                  convert padded fields to nested (jagged) tensors, and back
 select_and_pad_to_response, extract_response   fields and model outputs at the response width, for losses
 report                            the bytes of each field of a packed batch
 
@@ -29,13 +30,12 @@ from maskpack import views as views
 from maskpack.core.pads import ANY_ZERO, EDGE, PAD_TOKEN_ID, PER_ROW, SIGNED_ZERO
 from maskpack.errors import MaskpackError
 from maskpack.fields.options import VerifyFirst
-from maskpack.fields.registry import DENSE, MaskAxis, MaskNestingRegistry, MaskNestingSpec
+from maskpack.fields.registry import MaskAxis, MaskNestingRegistry, MaskNestingSpec
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.coverage import DenseField
-from maskpack.nesting.nest import nest_batch_by_mask, unnest, unnest_batch_by_mask
+from maskpack.nesting.nest import nest_batch_by_mask, unnest_batch_by_mask
 from maskpack.nesting.response import extract_response, select_and_pad_to_response
-from maskpack.nesting.schema import LAYOUTS
 from maskpack.nesting.survey import dense_fields
 from maskpack.packed.batch import PackedBatch, compress, decompress
 from maskpack.packed.sizes import report
@@ -46,9 +46,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "ANY_ZERO",
-    "DENSE",
     "EDGE",
-    "LAYOUTS",
     "PAD_TOKEN_ID",
     "PER_ROW",
     "RL_FIELDS",
@@ -68,6 +66,5 @@ __all__ = [
     "nest_batch_by_mask",
     "report",
     "select_and_pad_to_response",
-    "unnest",
     "unnest_batch_by_mask",
 ]

@@ -191,14 +191,14 @@ def try_rows(maker: Maker, batch: TensorDict, packed: mp.PackedBatch, options: d
         batch,
         rows + rows[::-1],
     )
-    same(mp.unnest(mp.decompress(packed[rows], format="nested")), batch, rows)
+    same(mp.unnest_batch_by_mask(mp.decompress(packed[rows], format="nested")), batch, rows)
     parts = packed.chunk(int(maker.rng.integers(1, 4)))
     same(mp.decompress(mp.PackedBatch.cat(parts)), batch, list(range(count)))
     same(mp.decompress(mp.PackedBatch.cat([packed[rows], packed])), batch, [*rows, *range(count)])
     nested = mp.nest_batch_by_mask(batch, **options)
-    same(mp.unnest(nested), batch, list(range(count)))
+    same(mp.unnest_batch_by_mask(nested), batch, list(range(count)))
     if rows:
-        same(mp.unnest(nested[torch.tensor(rows)]), batch, rows)
+        same(mp.unnest_batch_by_mask(nested[torch.tensor(rows)]), batch, rows)
     if count:
         plan = mp.planning.plan_micro_batches(maker.rng.integers(1, 9, count), 12)
         for whole in (batch, nested, packed, view):
@@ -213,7 +213,7 @@ def opened(part: Any) -> TensorDict:
         return mp.decompress(part)
     if isinstance(part, mp.views.BatchView):
         return part.materialize()
-    return mp.unnest(part) if mp.LAYOUTS in part.keys() else part  # noqa: SIM118
+    return mp.unnest_batch_by_mask(part) if "_maskpack" in part.keys() else part  # noqa: SIM118
 
 
 def try_joining(

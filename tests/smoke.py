@@ -39,7 +39,7 @@ def same(other: TensorDict) -> None:
         assert torch.equal(other[key], value), key
 
 
-same(mp.unnest(mp.nest_batch_by_mask(batch, pad_token_id=0, strict_mask_nesting=True)))
+same(mp.unnest_batch_by_mask(mp.nest_batch_by_mask(batch, pad_token_id=0, strict_mask_nesting=True)))
 with tempfile.TemporaryDirectory() as folder:
     file = Path(folder) / "batch.maskpack"
     mp.compress(batch, pad_token_id=0, strict_mask_nesting=True).save(file)

@@ -61,7 +61,7 @@ VIEW = mp.views.BatchView.of(PACKED)
         lambda name: VIEW.materialize(name),
         lambda name: VIEW.to_packed(name),
         lambda name: VIEW.select(name),
-        lambda name: mp.unnest(mp.nest_batch_by_mask(batch(), pad_token_id=0), name),
+        lambda name: mp.unnest_batch_by_mask(mp.nest_batch_by_mask(batch(), pad_token_id=0), name),
         lambda name: mp.select_and_pad_to_response(batch(), name),
         lambda name: PACKED.lengths(name),
         lambda name: VIEW.lengths(name),

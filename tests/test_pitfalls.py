@@ -57,9 +57,9 @@ def compress(batch, **options):
 def both_ways(batch, **options):
     """The batch after each way there and back."""
     return {
-        "nest": mp.unnest(nest(batch, **options)),
+        "nest": mp.unnest_batch_by_mask(nest(batch, **options)),
         "compress": mp.decompress(compress(batch, **options)),
-        "compress, nested": mp.unnest(mp.decompress(compress(batch, **options), format="nested")),
+        "compress, nested": mp.unnest_batch_by_mask(mp.decompress(compress(batch, **options), format="nested")),
     }
 
 
@@ -224,12 +224,12 @@ def test_03_signed_zeros_under_the_mask(name, dtype):
     assert_exact(batch)
     nested, packed = nest(batch), compress(batch)
     assert nested[name].is_nested
-    assert_same(mp.unnest(nest(nested)), batch)
-    assert_same(mp.unnest(pickle.loads(pickle.dumps(nested))), batch)
-    assert_same(mp.unnest(rows_of(nested, slice(1, 4))), batch[1:4])
-    assert_same(mp.unnest(rows_of(nested, [5, 0, 0])), batch[torch.tensor([5, 0, 0])])
-    assert_same(mp.unnest(joined([nested, nested])), torch.cat([batch, batch]))
-    assert_same(mp.unnest(nested.to(torch.float16)), batch.to(torch.float16))
+    assert_same(mp.unnest_batch_by_mask(nest(nested)), batch)
+    assert_same(mp.unnest_batch_by_mask(pickle.loads(pickle.dumps(nested))), batch)
+    assert_same(mp.unnest_batch_by_mask(rows_of(nested, slice(1, 4))), batch[1:4])
+    assert_same(mp.unnest_batch_by_mask(rows_of(nested, [5, 0, 0])), batch[torch.tensor([5, 0, 0])])
+    assert_same(mp.unnest_batch_by_mask(joined([nested, nested])), torch.cat([batch, batch]))
+    assert_same(mp.unnest_batch_by_mask(nested.to(torch.float16)), batch.to(torch.float16))
     assert_same(mp.decompress(packed[[5, 0, 0]]), batch[[5, 0, 0]])
     assert_same(mp.decompress(pickle.loads(pickle.dumps(packed[2:]))), batch[2:])
     assert_same(mp.decompress(mp.PackedBatch.cat(packed.chunk(3))), batch)
@@ -245,7 +245,7 @@ def test_03_cat_of_parts_with_other_zeros():
     assert_same(mp.decompress(mp.PackedBatch.cat(parts)), batch)
     nested = mp.decompress(mp.PackedBatch.cat(parts), format="nested")
     assert nested["returns"].is_nested
-    assert_same(mp.unnest(nested), batch)
+    assert_same(mp.unnest_batch_by_mask(nested), batch)
 
 
 def test_03_position_ids_repeat_their_last_number():
@@ -278,8 +278,8 @@ def test_05_key_order_stays_and_no_helper_key_is_left():
     batch = TensorDict({name: batch.get(name) for name in names}, batch_size=[B])
     for restored in both_ways(batch).values():
         assert list(restored.keys()) == names
-    assert list(nest(batch).keys()) == [*names, mp.LAYOUTS]
-    assert list(mp.unnest(nest(batch), "responses", "advantages").keys()) == [
+    assert list(nest(batch).keys()) == [*names, "_maskpack"]
+    assert list(mp.unnest_batch_by_mask(nest(batch), "responses", "advantages").keys()) == [
         name for name in names if name in ("responses", "advantages")
     ]
 
@@ -339,7 +339,7 @@ def test_07_a_locked_batch():
     batch = rollout().lock_()
     assert_exact(batch)
     assert batch.is_locked
-    assert not mp.unnest(nest(batch)).is_locked
+    assert not mp.unnest_batch_by_mask(nest(batch)).is_locked
 
 
 @pytest.mark.parametrize("trailing", [(), (3,)], ids=["(B, S)", "(B, S, 3)"])
@@ -402,7 +402,7 @@ def test_09_an_error_leaves_the_batch_as_it_was(last):
 def test_09_nesting_twice_keeps_the_way_back():
     batch = rollout(holes=True)
     twice = nest(nest(batch))
-    assert_same(mp.unnest(twice), batch)
+    assert_same(mp.unnest_batch_by_mask(twice), batch)
     assert_same(mp.decompress(compress(twice)), batch)
 
 
@@ -413,7 +413,7 @@ def test_09_a_field_kept_whole_stays_whole_through_nesting_twice():
         twice = nest(nest(batch))
     with pytest.warns(mp.errors.MaskpackWarning, match="old_log_probs"):
         packed = compress(twice)
-    assert_same(mp.unnest(twice), batch)
+    assert_same(mp.unnest_batch_by_mask(twice), batch)
     assert_same(mp.decompress(packed), batch)
 
 
@@ -421,10 +421,10 @@ def test_10_select_of_some_fields():
     batch = rollout()
     nested = nest(batch)
     with pytest.raises(mp.errors.LayoutError, match=r"select\(\)"):
-        mp.unnest(nested.select("responses", "advantages"))
-    some = nested.select("responses", "advantages", mp.LAYOUTS)
-    assert_same(mp.unnest(some), batch.select("responses", "advantages"))
-    assert_same(mp.unnest(nested, "advantages"), batch.select("advantages"))
+        mp.unnest_batch_by_mask(nested.select("responses", "advantages"))
+    some = nested.select("responses", "advantages", "_maskpack")
+    assert_same(mp.unnest_batch_by_mask(some), batch.select("responses", "advantages"))
+    assert_same(mp.unnest_batch_by_mask(nested, "advantages"), batch.select("advantages"))
 
 
 CASTS = {
@@ -441,7 +441,7 @@ def test_10_casts_then_restore(cast):
     batch = rollout(holes=True, objects=False)
     nested = nest(batch)
     before = freeze(nested)
-    assert_same(mp.unnest(cast(nested)), cast(batch))
+    assert_same(mp.unnest_batch_by_mask(cast(nested)), cast(batch))
     assert freeze(nested) == before
 
 
@@ -450,15 +450,15 @@ def test_10_arithmetic_on_the_run_table_is_refused():
     for change in (lambda x: x + 1, lambda x: x.to(torch.float32) * 1.5, lambda x: x.to(torch.float32) - 1):
         changed = nested.apply(change)
         with pytest.raises(mp.errors.LayoutError, match="span table"):
-            mp.unnest(changed)
+            mp.unnest_batch_by_mask(changed)
 
 
 def test_10_cat_of_equal_widths():
     batch = rollout(objects=False)
     nested = nest(batch)
-    assert_same(mp.unnest(joined([nested, nested])), torch.cat([batch, batch]))
+    assert_same(mp.unnest_batch_by_mask(joined([nested, nested])), torch.cat([batch, batch]))
     parts = [mp.decompress(compress(part), format="nested") for part in batch.split([3, 4])]
-    assert_same(mp.unnest(torch.cat(parts)), batch)
+    assert_same(mp.unnest_batch_by_mask(torch.cat(parts)), batch)
 
 
 def test_10_cat_of_unequal_width():
@@ -467,7 +467,7 @@ def test_10_cat_of_unequal_width():
     wide, narrow = rollout(rows[0], 5, 6, objects=False), rollout(rows[1], 3, 4, objects=False)
     whole = joined([nest(wide), nest(narrow)])
     with pytest.raises(mp.errors.LayoutError, match="different widths"):
-        mp.unnest(whole)
+        mp.unnest_batch_by_mask(whole)
     for parts, order in (([wide, narrow], rows), ([narrow, wide], rows[::-1])):
         whole = torch.cat([rollout(part, 5, 6, objects=False) for part in order])
         assert_same(mp.decompress(mp.PackedBatch.cat([compress(part) for part in parts])), whole)
@@ -493,7 +493,7 @@ def test_10_rows_then_restore(rows):
     index = torch.arange(B).numpy()[::-1].copy() if rows == slice(None, None, -1) else rows
     assert_same(mp.decompress(compress(batch)[rows]), batch[index])
     if not isinstance(rows, slice) or rows.step is None:
-        assert_same(mp.unnest(rows_of(nest(batch), rows)), batch[rows])
+        assert_same(mp.unnest_batch_by_mask(rows_of(nest(batch), rows)), batch[rows])
 
 
 # -------------------------------------------------------------------- torch, tensordict, Ray
@@ -515,7 +515,7 @@ def test_11_restored_after_pickle():
     batch = rollout(holes=True)
     for protocol in (2, 4, 5):
         nested = pickle.loads(pickle.dumps(nest(batch), protocol=protocol))
-        assert_same(mp.unnest(nested), batch)
+        assert_same(mp.unnest_batch_by_mask(nested), batch)
         assert_same(mp.decompress(compress(nested)), batch)
         packed = pickle.loads(pickle.dumps(compress(batch), protocol=protocol))
         assert_same(mp.decompress(packed), batch)
@@ -524,9 +524,9 @@ def test_11_restored_after_pickle():
 def test_11_restored_after_consolidate():
     batch = rollout(holes=True, objects=False)
     consolidated = nest(batch).consolidate()
-    assert_same(mp.unnest(consolidated), batch)
+    assert_same(mp.unnest_batch_by_mask(consolidated), batch)
     assert_same(mp.decompress(compress(consolidated)), batch)
-    assert_same(mp.unnest(pickle.loads(pickle.dumps(consolidated))), batch)
+    assert_same(mp.unnest_batch_by_mask(pickle.loads(pickle.dumps(consolidated))), batch)
 
 
 def test_11_nesting_again_sets_the_max_length():
@@ -593,7 +593,7 @@ def test_12a_packed_rows_never_index_a_jagged_leaf(monkeypatch):
     monkeypatch.undo()
     for name, (padded, nested) in restored.items():
         assert_same(padded, expected[name])
-        assert_same(mp.unnest(nested), expected[name])
+        assert_same(mp.unnest_batch_by_mask(nested), expected[name])
 
 
 def _row_operations(packed):
@@ -635,8 +635,8 @@ def test_14_run_tables_are_no_larger_than_bits():
     assert len(packed.to_bytes()) <= bits + 2048
     assert len(pickle.dumps(packed)) <= bits + 2048
     nested = nest(batch)
-    (part,) = nested[mp.LAYOUTS].keys()
-    assert nested[mp.LAYOUTS, part, "spans", "sequence"].values().numel() <= bits + 20 * rows
+    (part,) = nested["_maskpack"].keys()
+    assert nested["_maskpack", part, "spans", "sequence"].values().numel() <= bits + 20 * rows
     assert_exact(batch)
 
 
@@ -703,7 +703,7 @@ def test_16_what_comes_from_read_only_buffers_is_a_copy():
             for part in (received, received[1:4], received.take([2, 0]), mp.PackedBatch.cat(received.chunk(2))):
                 out = mp.decompress(part, format=layout)
                 expected = freeze(mp.decompress(part, format=layout))
-                for tensor in writable_tensors(out.exclude(mp.LAYOUTS)):
+                for tensor in writable_tensors(out.exclude("_maskpack")):
                     tensor.fill_(1)
                 assert freeze(mp.decompress(part, format=layout)) == expected
     assert stored == [bytes(buffer.raw()) for buffer in buffers]
@@ -718,7 +718,7 @@ def test_16_writing_to_either_side_does_not_reach_the_other():
         tensor.fill_(1)
     assert_same(mp.decompress(packed), expected)
     for layout in ("padded", "nested"):
-        for tensor in writable_tensors(mp.decompress(packed, format=layout).exclude(mp.LAYOUTS)):
+        for tensor in writable_tensors(mp.decompress(packed, format=layout).exclude("_maskpack")):
             tensor.fill_(1)
     assert_same(mp.decompress(packed), expected)
 
@@ -727,7 +727,7 @@ def test_16_writing_to_a_nested_batch_does_not_reach_the_padded_one():
     """What nesting gathers is new memory; what it leaves dense is the caller's tensor, as in any TensorDict."""
     batch = rollout(objects=False)
     before = freeze(batch)
-    for tensor in nest(batch).exclude(mp.LAYOUTS).values():
+    for tensor in nest(batch).exclude("_maskpack").values():
         if tensor.is_nested:
             tensor.values().fill_(1)
     assert freeze(batch) == before
@@ -754,7 +754,7 @@ def test_17_strict_finds_tensors_wherever_they_hide():
 
 def test_17_one_entry_a_row_is_no_failure():
     batch = TensorDict({"score": torch.ones(4), "rewards_per_row": torch.ones(4, dtype=torch.int32)}, batch_size=[4])
-    assert_same(mp.unnest(nest(batch, strict_mask_nesting=True)), batch)
+    assert_same(mp.unnest_batch_by_mask(nest(batch, strict_mask_nesting=True)), batch)
     assert mp.dense_fields(batch, mp.RL_FIELDS) == ()
 
 
@@ -852,7 +852,7 @@ def test_34_torchs_defaults_change_nothing(default):
         chunks = parts_of(nested, [3, 2, 2])
         out["chunk"], out["cat"] = chunks[1], joined(chunks)
         out["take"], out["joined"] = mp.nesting.take(nested, chosen), mp.nesting.cat([nested, nested])
-        out["unnest"] = [mp.unnest(out[name]) for name in ("chunk", "cat", "take", "joined")]
+        out["unnest"] = [mp.unnest_batch_by_mask(out[name]) for name in ("chunk", "cat", "take", "joined")]
         out["response"] = mp.select_and_pad_to_response(nested)
         out["named"] = mp.select_and_pad_to_response(batch, "responses", "old_log_probs")
         out["extracted"] = [mp.extract_response(b, logits) for b in (scored, nest(scored))]
@@ -869,7 +869,7 @@ def test_34_torchs_defaults_change_nothing(default):
         out["like"] = mp.decompress(compress(batch.select("advantages"), like=packed))
         view = mp.views.BatchView.of(packed).take(chosen)
         out["view"] = [view.materialize(), view.with_fields(packed.take(chosen)).materialize(format="nested")]
-        out["every dtype"] = mp.unnest(nest(every, registry=registry))
+        out["every dtype"] = mp.unnest_batch_by_mask(nest(every, registry=registry))
         every_packed = mp.PackedBatch.from_bytes(compress(every, registry=registry).to_bytes())
         out["every dtype, packed"] = mp.decompress(every_packed)
         out["every dtype, nested"] = mp.decompress(every_packed, format="nested")

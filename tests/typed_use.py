@@ -42,7 +42,7 @@ def nesting(batch: TensorDict) -> None:
     assert_type(mp.nest_batch_by_mask(batch, plain, verify="never"), TensorDict)
     nested = mp.nest_batch_by_mask(batch, registry, pad_token_id=0, strict_mask_nesting=True)
     assert_type(nested, TensorDict)
-    assert_type(mp.unnest(nested), TensorDict)
+    assert_type(mp.unnest_batch_by_mask(nested), TensorDict)
     assert_type(mp.select_and_pad_to_response(nested, "score"), TensorDict)
     assert_type(mp.extract_response(nested, torch.zeros(3, 8)), Tensor)
 

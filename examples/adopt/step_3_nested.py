@@ -89,7 +89,7 @@ class Worker:
 
     @endpoint(format="nested")
     def gradients(self, batch: TensorDict, tokens: int) -> tuple[float, list[Tensor]]:
-        padded = mp.unnest(batch)
+        padded = mp.unnest_batch_by_mask(batch)
         logp = self.logp(padded)[padded["attn"][:, -COMPLETION:].bool()]
         losses = policy_losses(logp, batch["old_logp"].values(), batch["adv"].values())
         loss = (losses * batch["completion_mask"].values()).sum() / tokens

@@ -128,10 +128,6 @@ class MaskNestingSpec:
         return self.ragged_dim + field.dim() if self.ragged_dim < 0 else self.ragged_dim
 
 
-DENSE = MaskNestingSpec(mask=None)
-"""The spec of a field without a mask. It stays padded, which strict mode allows."""
-
-
 @dataclass(frozen=True)
 class MaskNestingRegistry(Mapping[Key, MaskNestingSpec]):
     """The mask and pad of each field, as specs by field name, and the axes that they name.

@@ -6,7 +6,7 @@ from typing import Any
 
 from maskpack.core.keys import Key
 from maskpack.core.pads import ANY_ZERO, EDGE, PAD_TOKEN_ID, PER_ROW, SIGNED_ZERO, PadValue
-from maskpack.fields.registry import DENSE, MaskAxis, MaskNestingRegistry, MaskNestingSpec
+from maskpack.fields.registry import MaskAxis, MaskNestingRegistry, MaskNestingSpec
 
 _SPLIT: dict[str, Any] = {
     "head": ("prompts",),
@@ -58,10 +58,10 @@ RL_FIELDS = MaskNestingRegistry(
         "routed_experts": _field("sequence", [0, -1], hints=("columns",)),
         "teacher_ids": _field("sequence", PAD_TOKEN_ID),
         "teacher_logprobs": _field("sequence", ZEROS),
-        "reward_baselines": DENSE,
-        "dummy_tensor": DENSE,
-        "multi_modal_inputs": DENSE,
-        "global_token_num": DENSE,
+        "reward_baselines": MaskNestingSpec(None),
+        "dummy_tensor": MaskNestingSpec(None),
+        "multi_modal_inputs": MaskNestingSpec(None),
+        "global_token_num": MaskNestingSpec(None),
     },
 )
 """The fields of PPO, GRPO and DAPO batches; docs/fields.md has the table."""

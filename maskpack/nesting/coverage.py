@@ -102,5 +102,5 @@ def check_strict(call: str, dense: Iterable[DenseField]) -> None:
         raise CoverageError(
             f"{call}: {len(fields)} field(s) would stay padded; expected none in strict mode:\n{lines}\n"
             "Give each field a MaskNestingSpec in the registry, or allow it to stay padded: name it, or the Python "
-            "object that the tensor is in, in ignore_dense_fields, or as DENSE in the registry."
+            "object that the tensor is in, in ignore_dense_fields, or as MaskNestingSpec(None) in the registry."
         )

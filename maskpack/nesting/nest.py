@@ -142,9 +142,6 @@ def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:
     )
 
 
-unnest = unnest_batch_by_mask
-
-
 def _nested_fields(
     entries: Iterable[tuple[Path, Any]], forms: Mapping[Path, FieldForm], layouts: Mapping[str, RowLayout], call: str
 ) -> dict[Path, tuple[Tensor, RowLayout]]:

@@ -41,9 +41,11 @@ from maskpack.layout.row_layout import RowLayout
 from maskpack.layout.span_table import lines_of, lines_with, lines_without, table_of_lines
 
 LAYOUTS = "_maskpack"
-"""The key of the entry that `unnest` needs. Name it in `select` to keep it."""
+"""The key of the entry that `unnest_batch_by_mask` needs. Name it in `select` to keep it."""
 
-_RESTORE_FIRST = "Restore both first, then update the padded batch: unnest(batch).update(unnest(other))."
+_RESTORE_FIRST = (
+    "Restore both first, then update the padded batch: unnest_batch_by_mask(batch).update(unnest_batch_by_mask(other))."
+)
 _SIGNS = 2
 """The flag, in the pad table, of a row with signs."""
 INTACT = "Restore from the batch that nest_batch_by_mask returned; indexing, chunk, cat and casts are supported."
@@ -319,7 +321,7 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
     if not has(batch, LAYOUTS):
         raise LayoutError(
             f'{call}: the batch has no entry "{LAYOUTS}", so it was not nested by nest_batch_by_mask, or select() '
-            f'dropped it. Nest the batch first, or select the entry too: batch.select("responses", maskpack.LAYOUTS).'
+            f'dropped it. Nest the batch first, or select the entry too: batch.select("responses", "_maskpack").'
         )
     parts = _parts(batch, call)
     schema = _merged(batch, list(parts.values()), call)

@@ -438,7 +438,7 @@ def _check_coverage(forms: Iterable[FieldForm], entries: Mapping[Path, Any], opt
 
 
 def hidden(objects: Mapping[Path, Any], options: Options) -> list[DenseField]:
-    """The tensors inside the Python objects that are not declared DENSE or ignored."""
+    """The tensors inside the Python objects that are not declared without a mask or ignored."""
     found: list[DenseField] = []
     for path, value in objects.items():
         spec = options.registry.find(path)
@@ -459,7 +459,7 @@ def dense_fields(
 
     These are tensors that the registry does not know, that have no mask in the batch, or that have non-pad values under
     their mask; then one DenseField for each Python object with tensors inside. Tensors of at most one dim, and fields
-    declared DENSE or ignored, are left out.
+    declared without a mask or ignored, are left out.
 
     Raises LayoutError and RegistryError as `nest_batch_by_mask` does.
     """

@@ -445,8 +445,8 @@ def decompress(
     """
     if not isinstance(packed, PackedBatch):
         raise LayoutError(
-            f"decompress: got {said(packed)}; expected a PackedBatch. Pass what compress returned; unnest "
-            "restores a nested TensorDict, and materialize decodes a BatchView."
+            f"decompress: got {said(packed)}; expected a PackedBatch. Pass what compress returned; "
+            "unnest_batch_by_mask restores a nested TensorDict, and materialize decodes a BatchView."
         )
     if format not in ("padded", "nested"):
         raise LayoutError(f'decompress: format is {said(format)}; expected "padded" or "nested". Choose one of these.')

@@ -44,7 +44,7 @@ def assert_exact(seen: Any, expected: Any) -> None:
         seen, expected: padded or nested batches, PackedBatches (which are decoded), tensors, or Python objects. Of
             tensors the dtype, the shape (of jagged ones the offsets), the device and every bit must be equal: 0.0
             differs from -0.0, and a NaN from a NaN with another payload. Of batches the keys and their order, the batch
-            size, the names of the dims and the device, too; of nested ones also the padded form that `unnest` restores;
+            size, the names of the dims and the device, too; of nested ones also the padded form that is restored;
             a lazy stack differs from a dense batch. Python objects must have equal types and bits all the way down. An
             object of a class is compared by its type and the state that pickle would write, not by its `==`; a function
             or a class is equal only to itself.

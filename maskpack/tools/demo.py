@@ -37,7 +37,7 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 from maskpack.core.difference import difference
 from maskpack.dispatch.group import WorkerGroup, endpoint
 from maskpack.errors import MaskpackError
-from maskpack.nesting.nest import unnest
+from maskpack.nesting.nest import unnest_batch_by_mask
 from maskpack.nesting.response import extract_response, select_and_pad_to_response
 from maskpack.packed.batch import decompress
 
@@ -212,7 +212,8 @@ class Trainer:
             row_loss float32 [B], grad_norm float32 [1], and weight_bits int64 [parameters]: the sum of the new weights'
             bits, for each parameter.
         """
-        inputs = unnest(batch, *_MODEL_INPUTS) if batch["input_ids"].is_nested else batch.select(*_MODEL_INPUTS)
+        nested = batch["input_ids"].is_nested
+        inputs = batch.select(*_MODEL_INPUTS) if not nested else unnest_batch_by_mask(batch, *_MODEL_INPUTS)
         rows = inputs.update(select_and_pad_to_response(batch, "old_log_probs", "advantages", "response_mask"))
         begin = time.monotonic()
         model, losses = copy.deepcopy(self._model), list[Tensor]()

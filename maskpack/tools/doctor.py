@@ -261,9 +261,7 @@ def snippet(diagnosis: Diagnosis, base: str) -> str:
     """Python code of a registry with which `compress(batch, registry=registry)` covers every field."""
     lines = [f"    {one.line}" for one in diagnosis.suggestions]
     code = re.sub(r"'.*?'", "", " ".join([base, *lines]))  # without the names of fields and masks
-    names = set(
-        re.findall(r"\b(?:MaskNestingSpec|DENSE|RL_FIELDS|EDGE|PAD_TOKEN_ID|PER_ROW|SIGNED_ZERO|ANY_ZERO)\b", code)
-    )
+    names = set(re.findall(r"\b(?:MaskNestingSpec|RL_FIELDS|EDGE|PAD_TOKEN_ID|PER_ROW|SIGNED_ZERO|ANY_ZERO)\b", code))
     token = "" if diagnosis.pad_token_id is None else f", pad_token_id={diagnosis.pad_token_id}"
     imported = ", ".join(sorted(names, key=lambda name: (not name.isupper(), name)))
     head = [f"from maskpack import {imported}", "", f"registry = {base} | {{"]

@@ -22,7 +22,7 @@ from torch import Tensor
 from maskpack.core.keys import Key, Path, plain, show
 from maskpack.core.tree import flatten, has, is_object
 from maskpack.errors import LayoutError
-from maskpack.fields.registry import DENSE, MaskNestingRegistry, MaskNestingSpec, Pad, PadValue
+from maskpack.fields.registry import MaskNestingRegistry, MaskNestingSpec, Pad, PadValue
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks
 from maskpack.nesting.axes import Axes
@@ -35,7 +35,7 @@ _USUAL = (0, -1, -100)
 _SHOWN = 3
 _NO_PAD = (
     "No pad covers that: x.masked_fill(mask == 0, 0) in the producer, if these mean nothing; another mask, if they do; "
-    "or declare it DENSE"
+    "or declare it without a mask"
 )
 _PAD_WORDS: dict[PadValue, str] = {
     Pad.EDGE: "the nearest valid value (EDGE)",
@@ -56,7 +56,7 @@ class Suggestion:
     Attributes:
         field: the field.
         key: of the entry; for a tensor inside a Python object, the object.
-        spec: DENSE where no mask fits, or no pad covers the values under it.
+        spec: MaskNestingSpec(None) where no mask fits, or no pad covers the values under it.
         seen: a clause about the values under the mask.
     """
 
@@ -69,7 +69,7 @@ class Suggestion:
     def line(self) -> str:
         """The entry in Python."""
         if self.spec.mask is None:
-            return f"{self.key!r}: DENSE,  # stays padded"
+            return f"{self.key!r}: MaskNestingSpec(None),  # stays padded"
         line = f"{self.key!r}: MaskNestingSpec({self.spec.mask!r}"
         for option in [option for option in fields(self.spec)[1:] if option.init]:
             text = repr(getattr(self.spec, option.name))
@@ -131,7 +131,7 @@ class Suggester:
             self._masks = {mask: known for mask, known in self._masks.items() if known or self._served[mask]}
 
     def hidden(self) -> Iterator[DenseField]:
-        """The tensors inside Python objects that the registry does not declare DENSE."""
+        """The tensors inside Python objects that the registry does not declare without a mask."""
         for path, value in self._entries.items():
             spec = self._registry.find(path)
             if is_object(value) and (spec is None or spec.mask is not None):
@@ -143,17 +143,18 @@ class Suggester:
         key = plain(next(path[:end] for end in range(len(path), 0, -1) if path[:end] in self._entries))
         value = self.tensors.get(path)
         if value is None:
-            seen = "no mask reaches into a Python object: make it a field of the batch, or declare the object DENSE"
-            return Suggestion(field, key, DENSE, seen)
+            seen = "no mask reaches into a Python object: make it a field of the batch, or declare it without a mask"
+            return Suggestion(field, key, MaskNestingSpec(None), seen)
         fit = min(self._fits(path), key=self._rank, default=None)
         if fit is None:
             axes = [str(axis) for mask in self._masks if (axis := self._axes.find(mask, ("",))) is not None]
             seen = f"no mask of the batch has its size; {'; '.join(axes) or 'there is no mask'}"
-            return Suggestion(field, key, DENSE, seen)
+            return Suggestion(field, key, MaskNestingSpec(None), seen)
         masked = fit.layout.num_rows * fit.layout.width - fit.layout.num_tokens
         where, pad = f'under mask "{show(fit.mask)}"', fit.pad
         if pad is None:
-            return Suggestion(field, key, DENSE, f"{where}, {masked:,} positions hold {_several(value, fit)}")
+            several = f"{where}, {masked:,} positions hold {_several(value, fit)}"
+            return Suggestion(field, key, MaskNestingSpec(None), several)
         seen = f"{where} it is padded with {_PAD_WORDS.get(pad, repr(pad))}"
         if not masked:
             seen = f"{where} nothing is padded in this batch, so its pad is not seen; 0 is assumed"

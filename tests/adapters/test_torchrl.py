@@ -33,6 +33,7 @@ from torchrl.data.replay_buffers.samplers import prioritized
 from torchrl.modules.llm.policies.common import Tokens
 
 import maskpack as mp
+from maskpack import unnest_batch_by_mask as unnest
 from maskpack.adapters.torchrl import MaskNesting, PackedStorage
 
 OPTIONS = {"pad_token_id": PAD}
@@ -240,7 +241,7 @@ def test_samples_come_nested_and_restore_to_the_padded_rows():
     picked = packed.get([6, 0, 3])
     assert picked["responses"].is_nested
     assert picked["responses"].offsets() is picked["old_log_probs"].offsets()
-    assert_same(mp.unnest(picked), batch(1)[[6, 0, 3]])
+    assert_same(unnest(picked), batch(1)[[6, 0, 3]])
 
 
 def test_nested_and_packed_batches_go_in():
@@ -525,7 +526,8 @@ def test_a_transform_restores_rows_nested_and_objects():
     assert list(rows.keys()) == ["packed"]
     assert_same(MaskNesting(format="nested")(rows[[4, 1]]).get("uid"), per_row(["row-2", "row-0"]))
     assert_same(
-        mp.unnest(MaskNesting(format="nested")(rows[[4, 1]])), mp.decompress(mp.compress(whole, **OPTIONS)[[4, 1]])
+        unnest(MaskNesting(format="nested")(rows[[4, 1]])),
+        mp.decompress(mp.compress(whole, **OPTIONS)[[4, 1]]),
     )
     one = MaskNesting()(rows[2])
     assert isinstance(one, TensorDictBase)

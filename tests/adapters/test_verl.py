@@ -227,7 +227,7 @@ def test_a_nested_batch_comes_back_nested():
     data = rollouts()
     nested = verl.nest_batch_by_mask(data, pad_token_id=PAD)
     back = verl.unpack(verl.pack(nested, pad_token_id=PAD))
-    assert_same(back.batch.exclude(mp.LAYOUTS), nested.batch.exclude(mp.LAYOUTS))
+    assert_same(back.batch.exclude("_maskpack"), nested.batch.exclude("_maskpack"))
     assert_same(verl.unnest_batch_by_mask(back), data)
     assert_same(verl.unpack(verl.pack(nested, pad_token_id=PAD), format="padded"), data)
 
@@ -357,7 +357,7 @@ def test_what_estimators_write_is_packed_without_its_padding(name, dtype, holes,
     packed = mp.compress(batch, pad_token_id=0, **options)
     assert_exact(mp.decompress(packed), batch)
     assert_exact(mp.decompress(mp.PackedBatch.cat([packed[3:], packed[:3]])), torch.cat([batch[3:], batch[:3]]))
-    assert_exact(mp.unnest(mp.nest_batch_by_mask(batch, pad_token_id=0, **options)), batch)
+    assert_exact(mp.unnest_batch_by_mask(mp.nest_batch_by_mask(batch, pad_token_id=0, **options)), batch)
     padded = sum(x.nbytes for x in batch.values())
     assert packed.nbytes < padded * (0.1 + valid.float().mean())
 
@@ -438,7 +438,7 @@ def with_numbers(batch, numbers):
 def restored(nested, *fields):
     """Fields at the padded response width, beside the prompts, responses and mask that verl reads lengths from."""
     wide = verl.select_and_pad_to_response(nested, *fields)
-    for name, value in mp.unnest(nested, "prompts", "responses", "attention_mask").items():
+    for name, value in mp.unnest_batch_by_mask(nested, "prompts", "responses", "attention_mask").items():
         wide.set(name, value)
     return wide
 

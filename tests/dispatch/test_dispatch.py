@@ -299,7 +299,7 @@ def _elsewhere():
 def _scribbled(batch):
     """What was in the batch; then every tensor of it is overwritten."""
     before = batch.clone()
-    for value in batch.exclude(mp.LAYOUTS).values(include_nested=True, leaves_only=True):
+    for value in batch.exclude("_maskpack").values(include_nested=True, leaves_only=True):
         if isinstance(value, torch.Tensor):
             (value.values() if value.is_nested else value).fill_(1)
     return before
@@ -367,7 +367,7 @@ def test_a_tensorclass_as_an_argument_is_refused_or_given_whole(group, batch):
 @pytest.mark.parametrize("method", ["echo", "echo_nested"])
 def test_rows_there_and_back(group, batch, method):
     assert_same(group.call(method, batch), batch)
-    assert_same(mp.unnest(group.call(method, batch, format="nested")), batch)
+    assert_same(mp.unnest_batch_by_mask(group.call(method, batch, format="nested")), batch)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 0])
@@ -401,7 +401,7 @@ def test_new_fields_come_back_padded_or_nested(group, batch, method, rows):
     assert_same(out["values"], expected)
     nested = group.call(method, part, factor, format="nested")
     assert nested["values"].is_nested
-    assert_same(mp.unnest(nested)["values"], expected)
+    assert_same(mp.unnest_batch_by_mask(nested)["values"], expected)
 
 
 @pytest.mark.parametrize("rows", [B, 2, 1])
@@ -421,7 +421,7 @@ def test_outputs_with_a_response_mask_lie_under_the_axis_of_the_batch(group):
         out = group.call("response_outputs", batch, format="nested")
     assert out["old_log_probs"].is_nested
     assert [len(row) for row in samples.row_list(out["old_log_probs"])] == [4, 2, 4]
-    assert_same(mp.unnest(out), batch.select("response_mask", "old_log_probs"))
+    assert_same(mp.unnest_batch_by_mask(out), batch.select("response_mask", "old_log_probs"))
 
 
 def test_none_comes_back_as_none(group, batch):
@@ -585,7 +585,7 @@ def test_nested_micro_batches(group, batch):
     plan = group.plan(group.pack(batch), 40, oversize="alone")
     for layout in ("padded", "nested"):
         result = group.call("scale_nested_in_parts", batch, plan=plan, format=layout)
-        result = result if layout == "padded" else mp.unnest(result)
+        result = result if layout == "padded" else mp.unnest_batch_by_mask(result)
         assert same_bits(result["values"], batch["old_log_probs"] * 2)
 
 
@@ -827,7 +827,7 @@ def test_results_come_to_the_host(gpus, batch, method):
         assert out.device == (None if device is None else torch.device("cpu"))
         assert_same(out.clear_device_(), batch)
         nested = gpus.call(method, batch, format="nested", device=device, **options)
-        assert_same(mp.unnest(nested).clear_device_(), batch)
+        assert_same(mp.unnest_batch_by_mask(nested).clear_device_(), batch)
     assert_same(gpus.submit(method, batch, **options).result(), batch)
 
     async def waited():
@@ -841,7 +841,7 @@ def test_rows_that_stay_where_they_are_come_to_the_host(gpus, group, batch):
     view = gpus.call("echo", batch, format="view")
     assert {form.device for form in view.head.schema.forms} <= {"cpu", None}
     assert_same(view.materialize(get=ray.get), batch)
-    assert_same(mp.unnest(view.materialize(get=ray.get, format="nested")), batch)
+    assert_same(mp.unnest_batch_by_mask(view.materialize(get=ray.get, format="nested")), batch)
     assert_same(group.call("echo", view), batch)
     both = gpus.put(batch).with_fields(gpus.call("scale", batch, 2.0, format="view"))
     assert_same(both.materialize("values", "responses", get=ray.get)["values"], batch["old_log_probs"] * 2.0)
@@ -1105,7 +1105,7 @@ def test_a_nested_batch_is_updated_with_results(group, batch):
     nested.update(group.call("score_every_token", nested, format="nested"))
     entropys = torch.where(batch["attention_mask"].bool(), batch["input_ids"].to(torch.float32), 0.0)
     wanted = batch.copy().set("values", batch["old_log_probs"] * 2.0).set("entropys", entropys)
-    assert_same(mp.unnest(nested), wanted)
+    assert_same(mp.unnest_batch_by_mask(nested), wanted)
     assert_same(group.call("echo", nested), wanted)
 
 
@@ -1127,7 +1127,7 @@ def test_strict_on_the_way_back(group, batch):
         )
     with pytest.raises(mp.errors.WorkerError, match=r'LossyPadError: .*field "old_log_probs" holds 7.0'):
         strict.call("values_under_the_mask", batch)
-    known = WorkerGroup(group.actors, **options, registry=mp.RL_FIELDS | {"found": mp.DENSE})
+    known = WorkerGroup(group.actors, **options, registry=mp.RL_FIELDS | {"found": mp.MaskNestingSpec(None)})
     assert_same(known.call("unknown_field", batch)["found"], torch.ones(B, 4))
     with pytest.raises(
         mp.errors.RegistryError, match="strict_mask_nesting is 'back'; expected True, False or \"both\""

@@ -160,7 +160,7 @@ def test_a_retry_of_every_form(team, sample, given, options, permuted, layout):
     result = error.call.retry().result()
     if layout == "view":
         result = result.materialize(get=ray.get)
-    result = mp.unnest(result) if layout == "nested" else result
+    result = mp.unnest_batch_by_mask(result) if layout == "nested" else result
     expected = sample.expected[_permuted(sample.batch)] if permuted else sample.expected
     assert freeze(result) == freeze(expected)
 

@@ -216,10 +216,12 @@ def test_blocks_of_a_script_share_their_names() -> None:
 
 def missing_files(text: str) -> set[str]:
     """Files that a page names, from the root of the repository, and that are not there."""
-    return {name for name in re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|md|txt))`", text) if not (ROOT / name).is_file()}
+    return {
+        name for name in re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|c|json|md|txt))`", text) if not (ROOT / name).is_file()
+    }
 
 
-@pytest.mark.parametrize("name", ["docs/house.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("name", ["docs/house.md", "docs/decisions.md", "CONTRIBUTING.md"])
 def test_files_that_are_named_are_there(name: str) -> None:
     assert missing_files((ROOT / name).read_text()) == set()
 

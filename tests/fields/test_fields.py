@@ -46,13 +46,13 @@ def round_trips(batch, registry=mp.RL_FIELDS, *, pad_token_id=PAD, strict=True, 
         repacked = mp.compress(nested, registry=registry, pad_token_id=pad_token_id, **options)
         again = mp.nest_batch_by_mask(nested, registry, pad_token_id=pad_token_id, **options)
     unpacked = mp.decompress(packed, format="nested")
-    assert_same(mp.unnest(nested), batch)
-    assert_same(mp.unnest(again), batch)
+    assert_same(mp.unnest_batch_by_mask(nested), batch)
+    assert_same(mp.unnest_batch_by_mask(again), batch)
     assert_same(mp.decompress(packed), batch)
-    assert_same(mp.unnest(unpacked), batch)
+    assert_same(mp.unnest_batch_by_mask(unpacked), batch)
     assert_same(mp.decompress(repacked), batch)
-    assert_same(mp.unnest(mp.decompress(repacked, format="nested")), batch)
-    assert freeze(unpacked.exclude(mp.LAYOUTS)) == freeze(nested.exclude(mp.LAYOUTS))
+    assert_same(mp.unnest_batch_by_mask(mp.decompress(repacked, format="nested")), batch)
+    assert freeze(unpacked.exclude("_maskpack")) == freeze(nested.exclude("_maskpack"))
     assert freeze(batch) == before
     return nested
 
@@ -179,7 +179,7 @@ def test_dense_prompts_without_attention_mask():
         nested = mp.nest_batch_by_mask(batch, pad_token_id=PAD)
     assert nested["responses"].is_nested
     assert not nested["prompts"].is_nested
-    assert_same(mp.unnest(nested), batch)
+    assert_same(mp.unnest_batch_by_mask(nested), batch)
     with pytest.warns(mp.errors.MaskpackWarning, match="prompts"):
         assert_same(mp.decompress(mp.compress(batch, pad_token_id=PAD)), batch)
     with pytest.raises(mp.errors.CoverageError, match="prompts"):
@@ -216,7 +216,7 @@ def test_lengths_instead_of_a_mask():
     # A field that is added to the nested batch leaves the width as it was.
     nested["extra"] = nested["generation_logprobs"] * 2
     wider = registry | {"extra": mp.MaskNestingSpec("sequence")}
-    restored = mp.unnest(mp.nest_batch_by_mask(nested, wider, pad_token_id=PAD))
+    restored = mp.unnest_batch_by_mask(mp.nest_batch_by_mask(nested, wider, pad_token_id=PAD))
     assert restored["extra"].shape == (4, width)
     assert_same(restored.select(*batch.keys()), batch)
 
@@ -230,7 +230,7 @@ def test_a_dense_field_added_under_lengths_fits_the_old_width():
     batch = TensorDict({"ids": field(mask, INT), "lengths": torch.tensor([2, 1])}, batch_size=[2])
     nested = mp.nest_batch_by_mask(batch, registry)
     nested["extra"] = field(mask, FLOAT)
-    restored = mp.unnest(mp.nest_batch_by_mask(nested, registry))
+    restored = mp.unnest_batch_by_mask(mp.nest_batch_by_mask(nested, registry))
     assert freeze(restored["extra"]) == freeze(nested["extra"])
     assert freeze(restored["ids"]) == freeze(batch["ids"])
 
@@ -271,9 +271,9 @@ def test_rows_already_jagged():
     packed = mp.compress(batch, strict_mask_nesting=True)
     for out in (
         mp.decompress(packed),
-        mp.unnest(mp.decompress(packed, format="nested")),
-        mp.unnest(mp.nest_batch_by_mask(batch, strict_mask_nesting=True)),
-        mp.unnest(mp.nest_batch_by_mask(mp.nest_batch_by_mask(batch))),
+        mp.unnest_batch_by_mask(mp.decompress(packed, format="nested")),
+        mp.unnest_batch_by_mask(mp.nest_batch_by_mask(batch, strict_mask_nesting=True)),
+        mp.unnest_batch_by_mask(mp.nest_batch_by_mask(mp.nest_batch_by_mask(batch))),
     ):
         assert freeze(out) == before
         assert (out["input_ids"].unsqueeze(-1) - out["old_log_probs"]).shape[0] == 3  # they share their offsets
@@ -300,9 +300,9 @@ def test_one_packed_tensor_with_cu_seqlens():
     nested = mp.nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
     assert [row.tolist() for row in row_list(nested["input_ids"])] == [[0, 1, 2], [], [3, 4, 5, 6]]
     packed = mp.compress(batch, registry=registry, strict_mask_nesting=True)
-    assert_same(mp.unnest(nested), batch)
+    assert_same(mp.unnest_batch_by_mask(nested), batch)
     assert_same(mp.decompress(packed), batch)
-    assert_same(mp.unnest(mp.decompress(packed, format="nested")), batch)
+    assert_same(mp.unnest_batch_by_mask(mp.decompress(packed, format="nested")), batch)
 
 
 def test_one_packed_tensor_with_cu_seqlens_nested_twice():

@@ -15,7 +15,7 @@ from samples import PAD, assert_same, field, freeze, of, rollout, tokens
 from tensordict import TensorDict
 
 import maskpack as mp
-from maskpack import DENSE, EDGE, PAD_TOKEN_ID, RL_FIELDS, MaskAxis, MaskNestingRegistry, MaskNestingSpec
+from maskpack import EDGE, PAD_TOKEN_ID, RL_FIELDS, MaskAxis, MaskNestingRegistry, MaskNestingSpec
 from maskpack.errors import RegistryError
 from maskpack.fields.registry import HINTS
 
@@ -27,7 +27,7 @@ EVERYTHING = MaskNestingRegistry(
         ("sub", "three"): MaskNestingSpec([("sub", "mask"), "axis"], [0, -1], ragged_dim=2, hints=("rle",)),
         "four": MaskNestingSpec("mask", 0.5),
         "five": MaskNestingSpec(["mask"], [PAD_TOKEN_ID, 0]),
-        "six": DENSE,
+        "six": MaskNestingSpec(None),
         "seven": MaskNestingSpec("flat", True),
         "eight": MaskNestingSpec("mask", [0, mp.PER_ROW]),
     },
@@ -107,7 +107,7 @@ def test_override_at_one_call():
     override = RL_FIELDS | {"routed_experts": MaskNestingSpec("sequence", -100)}
     nested = mp.nest_batch_by_mask(batch, override, pad_token_id=PAD, strict_mask_nesting=True)
     assert nested["routed_experts"].is_nested
-    assert_same(mp.unnest(nested), batch)
+    assert_same(mp.unnest_batch_by_mask(nested), batch)
     assert RL_FIELDS["routed_experts"].pads == (0, -1)
 
 
@@ -122,7 +122,7 @@ def test_frozen():
 def test_equal_registries_hash_alike():
     assert hash(EVERYTHING) == hash(copy.deepcopy(EVERYTHING))
     assert {RL_FIELDS: 1}[MaskNestingRegistry(dict(RL_FIELDS), RL_FIELDS.axes)] == 1
-    assert RL_FIELDS != RL_FIELDS | {"input_ids": DENSE}
+    assert RL_FIELDS | {"input_ids": MaskNestingSpec(None)} != RL_FIELDS
     assert MaskNestingSpec("a", 1) != MaskNestingSpec("a", 2)
     left, right = MaskNestingRegistry({"x": A, "y": B}), MaskNestingRegistry({"y": B, "x": A})
     assert left == right
@@ -261,7 +261,7 @@ def test_look_up_in_a_batch():
     registry = {"x": MaskNestingSpec("m", 1), ("s", "x"): MaskNestingSpec("m", 2)}
     nested = mp.nest_batch_by_mask(batch, registry, on_loss="error", ignore_dense_fields=["m"])
     assert all(nested[key].is_nested for key in ("x", ("s", "x"), ("t", "x")))
-    assert_same(mp.unnest(nested), batch)
+    assert_same(mp.unnest_batch_by_mask(nested), batch)
 
 
 def test_masks_are_tried_in_order():
@@ -290,7 +290,7 @@ def test_pads_are_tried_in_order():
         batch = TensorDict({"m": torch.tensor(mask), "x": field(mask, torch.int32, pad)}, batch_size=[2])
         registry = {"x": MaskNestingSpec("m", pads), "m": MaskNestingSpec("m")}
         nested = mp.nest_batch_by_mask(batch, registry, pad_token_id=PAD, strict_mask_nesting=True)
-        assert_same(mp.unnest(nested), batch)
+        assert_same(mp.unnest_batch_by_mask(nested), batch)
         packed = mp.compress(batch, registry=registry, pad_token_id=PAD, strict_mask_nesting=True)
         assert_same(mp.decompress(packed), batch)
 
@@ -300,7 +300,7 @@ def test_pads_0_and_minus_0_are_told_apart():
     registry = {"x": MaskNestingSpec("m", [0.0, -0.0]), "m": MaskNestingSpec("m")}
     for pad in (0.0, -0.0):
         batch = TensorDict({"m": torch.tensor(mask), "x": field(mask, torch.float32, pad)}, batch_size=[2])
-        assert_same(mp.unnest(mp.nest_batch_by_mask(batch, registry, strict_mask_nesting=True)), batch)
+        assert_same(mp.unnest_batch_by_mask(mp.nest_batch_by_mask(batch, registry, strict_mask_nesting=True)), batch)
 
 
 @pytest.mark.parametrize("hint", [*HINTS, "concat:a,b", "concat:a/b,c", "near:a", "near:a/b"])
@@ -339,7 +339,7 @@ def test_a_negative_pad_token_id_is_a_number_like_any_other():
     batch = rollout(objects=False)
     for name in ("prompts", "responses", "input_ids"):
         batch[name][batch[name] == PAD] = -1
-    assert_same(mp.unnest(mp.nest_batch_by_mask(batch, pad_token_id=-1, strict_mask_nesting=True)), batch)
+    assert_same(mp.unnest_batch_by_mask(mp.nest_batch_by_mask(batch, pad_token_id=-1, strict_mask_nesting=True)), batch)
 
 
 @pytest.mark.parametrize(
@@ -373,7 +373,7 @@ def test_a_pad_that_does_not_fit_is_passed_over_where_another_fits():
     nested = mp.nest_batch_by_mask(
         batch, {"x": MaskNestingSpec("m", [-1, 0]), "m": MaskNestingSpec("m")}, strict_mask_nesting=True
     )
-    assert_same(mp.unnest(nested), batch)
+    assert_same(mp.unnest_batch_by_mask(nested), batch)
 
 
 def test_whole_floats_fit_integers():
@@ -382,7 +382,7 @@ def test_whole_floats_fit_integers():
     nested = mp.nest_batch_by_mask(
         batch, {"x": MaskNestingSpec("m", 3.0), "m": MaskNestingSpec("m")}, strict_mask_nesting=True
     )
-    assert_same(mp.unnest(nested), batch)
+    assert_same(mp.unnest_batch_by_mask(nested), batch)
 
 
 @pytest.mark.parametrize(

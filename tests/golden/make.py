@@ -19,7 +19,6 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from maskpack import (
     ANY_ZERO,
-    DENSE,
     EDGE,
     PAD_TOKEN_ID,
     PER_ROW,
@@ -229,7 +228,7 @@ def forms() -> Golden:
         "elements": 0,
     }
     specs = {name: MaskNestingSpec("mask", pad, -1 if name == "rope" else 1) for name, pad in pads.items()}
-    return Golden(batch, {"registry": specs | {"x": DENSE}, "pad_token_id": 50256})
+    return Golden(batch, {"registry": specs | {"x": MaskNestingSpec(None)}, "pad_token_id": 50256})
 
 
 def dtypes() -> Golden:
@@ -274,7 +273,7 @@ def objects() -> Golden:
     outer.set("per_row", stack({"pixels": tensors}, (tensors["a"], [])))
     outer.set("listed", NonTensorData([torch.tensor([1]), 2]))
     outer.set("below", batch)
-    return Golden(outer, {"registry": {"listed": MaskNestingSpec(None), "x": DENSE}})
+    return Golden(outer, {"registry": {"listed": MaskNestingSpec(None), "x": MaskNestingSpec(None)}})
 
 
 def pickled() -> Golden:
@@ -375,7 +374,7 @@ def zeros() -> Golden:
     inner = TensorDict({"y": torch.arange(6.0).view(3, 2)}, [3, 2], names=["rows", None])
     batch = TensorDict({**fields, "same": x[:1].repeat(3, 1) * 0, "inner": inner}, [3], names=["rows"])
     specs = {name: MaskNestingSpec("mask", 0 if name == "mask" else ANY_ZERO) for name in (*fields, "same")}
-    return Golden(batch, {"registry": specs | {"y": DENSE}})
+    return Golden(batch, {"registry": specs | {"y": MaskNestingSpec(None)}})
 
 
 def checksum() -> Golden:

@@ -15,7 +15,6 @@ from strategies import Case, batches
 from tensordict import TensorDict
 
 from maskpack import (
-    LAYOUTS,
     MaskNestingSpec,
     RowLayout,
     VerifyFirst,
@@ -25,10 +24,13 @@ from maskpack import (
     nest_batch_by_mask,
     ops,
     select_and_pad_to_response,
-    unnest,
+)
+from maskpack import (
+    unnest_batch_by_mask as unnest,
 )
 from maskpack.core.pads import EDGE
 from maskpack.errors import LayoutError
+from maskpack.nesting.schema import LAYOUTS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -14,7 +14,8 @@ import torch
 from samples import PAD, VARIANTS, workload
 from tensordict import TensorDict
 
-from maskpack import EDGE, PER_ROW, RL_FIELDS, MaskNestingSpec, PackedBatch, compress, decompress, unnest
+from maskpack import EDGE, PER_ROW, RL_FIELDS, MaskNestingSpec, PackedBatch, compress, decompress
+from maskpack import unnest_batch_by_mask as unnest
 from maskpack.core.backends import uses_triton
 from maskpack.errors import LayoutError
 from maskpack.packed.cuda import decode as staging

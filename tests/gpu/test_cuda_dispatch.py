@@ -94,7 +94,7 @@ def test_results_come_to_the_host(group: WorkerGroup, batch: TensorDict, method:
         assert_same(out.clear_device_(), batch)
         nested = group.call(method, driver, format="nested")
         assert devices(nested) == {"cpu"}
-        assert_same(mp.unnest(nested).clear_device_(), batch)
+        assert_same(mp.unnest_batch_by_mask(nested).clear_device_(), batch)
 
         async def waited(driver: Any = driver) -> Any:
             return await group.submit(method, driver)
@@ -108,7 +108,7 @@ def test_or_where_the_call_says(group: WorkerGroup, batch: TensorDict, layout: A
     assert devices(out) == {"cuda"}
     assert out.device is not None
     assert out.device.type == "cuda"
-    back = out if layout == "padded" else mp.unnest(out)
+    back = out if layout == "padded" else mp.unnest_batch_by_mask(out)
     assert_same(back.to("cpu").clear_device_(), batch)
 
 

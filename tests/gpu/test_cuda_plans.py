@@ -28,7 +28,7 @@ def test_rows_are_those_of_the_host(form):
     parts = list(plan.apply(whole))
     assert all(value.is_cuda for part in parts for value in part.values() if isinstance(value, torch.Tensor))
     joined = plan.restore(parts)
-    assert_same((joined if form == "padded" else mp.unnest(joined)).to("cpu"), batch.to("cpu"))
+    assert_same((joined if form == "padded" else mp.unnest_batch_by_mask(joined)).to("cpu"), batch.to("cpu"))
 
 
 def test_jagged_rows_take_one_synchronisation():

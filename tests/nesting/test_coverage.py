@@ -242,7 +242,7 @@ def test_the_objects_of_all_rows_are_one_line():
     first, *listed, last = str(caught.value).splitlines()
     assert first.startswith("compress: 3 field(s) would stay padded")
     assert listed == lines
-    assert "as DENSE in the registry" in last
+    assert "as MaskNestingSpec(None) in the registry" in last
     found = mp.dense_fields(batch, mp.RL_FIELDS)
     assert [f"  {field}" for field in found] == lines
     assert [(field.tensors, field.nbytes) for field in found] == [(1, 12 * rows), (rows, nbytes), (1, 8)]
@@ -258,7 +258,7 @@ def test_what_the_error_says_to_do_covers_a_batch():
     ):
         mp.compress(batch, **options)
     assert_same(mp.decompress(mp.compress(batch, **options, ignore_dense_fields=["secret", "extra"])), batch)
-    registry = mp.RL_FIELDS | {"secret": mp.DENSE, "extra": mp.DENSE}
+    registry = mp.RL_FIELDS | dict.fromkeys(("secret", "extra"), mp.MaskNestingSpec(None))
     assert_same(mp.decompress(mp.compress(batch, **options, registry=registry)), batch)
 
 
@@ -269,7 +269,7 @@ def test_without_strict_a_warning_lists_the_dense_fields_and_nothing_is_lost():
         nested = mp.nest_batch_by_mask(batch, pad_token_id=PAD)
     with pytest.warns(mp.errors.MaskpackWarning, match="secret"):
         packed = mp.compress(batch, pad_token_id=PAD)
-    assert_same(mp.unnest(nested), batch)
+    assert_same(mp.unnest_batch_by_mask(nested), batch)
     assert_same(mp.decompress(packed), batch)
 
 
@@ -344,8 +344,9 @@ def test_fields_that_are_dense_by_design():
 def test_a_field_declared_in_the_registry():
     batch = TensorDict({"position_table": torch.ones(2, 9)}, batch_size=[2]).set("cache", entry({"k": torch.ones(3)}))
     assert len(paths(batch, {})) == 2
-    assert paths(batch, {"position_table": mp.DENSE, "cache": mp.MaskNestingSpec(None)}) == []
-    mp.nest_batch_by_mask(batch, {"position_table": mp.DENSE, "cache": mp.DENSE}, strict_mask_nesting=True)
+    dense = dict.fromkeys(("position_table", "cache"), mp.MaskNestingSpec(None))
+    assert paths(batch, dense) == []
+    mp.nest_batch_by_mask(batch, dense, strict_mask_nesting=True)
 
 
 IGNORED = [
@@ -370,7 +371,7 @@ def test_ignore_dense_fields_by_path_and_by_last_name(ignore, left):
             mp.nest_batch_by_mask(batch, {}, strict_mask_nesting=True, ignore_dense_fields=ignore)
     else:
         nested = mp.nest_batch_by_mask(batch, {}, strict_mask_nesting=True, ignore_dense_fields=ignore)
-        assert_same(mp.unnest(nested), batch)
+        assert_same(mp.unnest_batch_by_mask(nested), batch)
         packed = mp.compress(batch, registry={}, strict_mask_nesting=True, ignore_dense_fields=ignore)
         assert_same(mp.decompress(packed), batch)
 
@@ -380,7 +381,7 @@ def test_an_ignored_field_that_the_registry_knows_stays_dense():
     nested = mp.nest_batch_by_mask(batch, pad_token_id=PAD, strict_mask_nesting=True, ignore_dense_fields=["returns"])
     assert not nested["returns"].is_nested
     assert nested["advantages"].is_nested
-    assert_same(mp.unnest(nested), batch)
+    assert_same(mp.unnest_batch_by_mask(nested), batch)
 
 
 # -------------------------------------------------------------------- logging

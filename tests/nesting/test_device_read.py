@@ -23,7 +23,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from maskpack import EDGE, PER_ROW, SIGNED_ZERO, MaskNestingSpec, RowLayout, VerifyFirst, compress, nest_batch_by_mask
-from maskpack import unnest as restore
+from maskpack import unnest_batch_by_mask as restore
 from maskpack.errors import LayoutError, LossyPadError, MaskpackError
 from maskpack.nesting import checks, device_read, survey, verify
 

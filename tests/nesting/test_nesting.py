@@ -23,9 +23,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from maskpack import (
     ANY_ZERO,
-    DENSE,
     EDGE,
-    LAYOUTS,
     PAD_TOKEN_ID,
     PER_ROW,
     RL_FIELDS,
@@ -42,13 +40,16 @@ from maskpack import (
     dense_fields,
     nest_batch_by_mask,
     select_and_pad_to_response,
-    unnest,
     unnest_batch_by_mask,
+)
+from maskpack import (
+    unnest_batch_by_mask as unnest,
 )
 from maskpack.core import native
 from maskpack.errors import CoverageError, LayoutError, LossyPadError, MaskpackWarning, RegistryError
 from maskpack.layout.span_table import lines_of, table_of_lines
 from maskpack.nesting import take
+from maskpack.nesting.schema import LAYOUTS
 
 quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 PROMPT, RESPONSE = 3, 5
@@ -684,7 +685,7 @@ def test_update_with_results_of_other_rows(other: str) -> None:
     nested = nest_batch_by_mask(TensorDict({"a": mask * 3, "mask": mask}, [2]), registry)
     result = nest_batch_by_mask(TensorDict({"b": wrong * 4, "mask": wrong}, [2]), registry).exclude("mask")
     nested.update(result)
-    said = r'layout "mask" of another batch.*update\(\).*unnest\(batch\).update'
+    said = r'layout "mask" of another batch.*update\(\).*unnest_batch_by_mask\(batch\).update'
     for call in (unnest, lambda batch: nest_batch_by_mask(batch, registry)):
         with pytest.raises(LayoutError, match=said) as caught:
             call(nested)
@@ -700,7 +701,11 @@ def test_update_with_a_field_of_another_pad(pads: tuple[Any, Any]) -> None:
         under = torch.tensor([[5 + number], [6 - number]]) if pad is PER_ROW else torch.tensor([[pad], [pad]])
         x = torch.where(mask.bool(), torch.full_like(mask, 3 + number), under)
         fields = TensorDict({"x": x, "mask": mask, f"y{number}": mask}, [2])
-        registry = {"mask": MaskNestingSpec("mask"), "x": MaskNestingSpec("mask", pad), f"y{number}": DENSE}
+        registry = {
+            "mask": MaskNestingSpec("mask"),
+            "x": MaskNestingSpec("mask", pad),
+            f"y{number}": MaskNestingSpec(None),
+        }
         parts.append(nest_batch_by_mask(fields, registry))
     nested = parts[0].update(parts[1])
     with pytest.raises(LayoutError, match=r'field "x" was nested twice, with the pads .* and update\(\) replaced one'):

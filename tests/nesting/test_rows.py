@@ -49,7 +49,7 @@ def test_rows_of_every_form(name: str) -> None:
     nested = mp.nest_batch_by_mask(batch, pad_token_id=samples.PAD)
     assert_same_batch(take(batch, rows), want)
     taken = take(nested, rows)
-    assert_same_batch(mp.unnest(taken), want)
+    assert_same_batch(mp.unnest_batch_by_mask(taken), want)
     assert taken["responses"].offsets() is taken["old_log_probs"].offsets()
     assert_same_batch(mp.decompress(mp.compress(taken, pad_token_id=samples.PAD)), want)
 
@@ -57,8 +57,8 @@ def test_rows_of_every_form(name: str) -> None:
 def test_no_rows() -> None:
     batch = samples.rollout(objects=False)
     nested = mp.nest_batch_by_mask(batch, pad_token_id=samples.PAD)
-    assert_same_batch(mp.unnest(take(nested, [])), oracle.take_rows(batch, []))
-    assert_same_batch(mp.unnest(cat([take(nested, []), nested])), batch)
+    assert_same_batch(mp.unnest_batch_by_mask(take(nested, [])), oracle.take_rows(batch, []))
+    assert_same_batch(mp.unnest_batch_by_mask(cat([take(nested, []), nested])), batch)
 
 
 @quiet
@@ -68,19 +68,19 @@ def test_any_batch(case: Case, data: st.DataObject) -> None:
     want = oracle.take_rows(case.batch, rows)
     nested = mp.nest_batch_by_mask(case.batch, **case.options)
     assert_same_batch(take(case.batch, rows), want)
-    assert_same_batch(mp.unnest(take(nested, rows)), want)
+    assert_same_batch(mp.unnest_batch_by_mask(take(nested, rows)), want)
     both = oracle.take_rows(case.batch, [*rows, *range(case.rows)])
-    assert_same_batch(mp.unnest(cat([take(nested, rows), nested])), both)
+    assert_same_batch(mp.unnest_batch_by_mask(cat([take(nested, rows), nested])), both)
 
 
 def test_neither_changes_the_batch() -> None:
     nested = mp.nest_batch_by_mask(rollout(), pad_token_id=samples.PAD)
-    before = copy.deepcopy(mp.unnest(nested))
+    before = copy.deepcopy(mp.unnest_batch_by_mask(nested))
     taken = take(nested, slice(None))
     joined = cat([nested, nested])
     taken["responses"].values().zero_()
     joined["responses"].values().zero_()
-    assert_same_batch(mp.unnest(nested), before)
+    assert_same_batch(mp.unnest_batch_by_mask(nested), before)
 
 
 def test_batches_of_other_widths_join_but_are_not_restored() -> None:
@@ -90,7 +90,7 @@ def test_batches_of_other_widths_join_but_are_not_restored() -> None:
         row.tolist() for part in parts for row in part["responses"].unbind()
     ]
     with pytest.raises(LayoutError, match="different widths"):
-        mp.unnest(whole)
+        mp.unnest_batch_by_mask(whole)
 
 
 @tensorclass

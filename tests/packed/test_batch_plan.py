@@ -32,7 +32,9 @@ from maskpack import (
     compress,
     decompress,
     nest_batch_by_mask,
-    unnest,
+)
+from maskpack import (
+    unnest_batch_by_mask as unnest,
 )
 from maskpack.core import native
 from maskpack.errors import CoverageError, LossyPadError, MaskpackError, MaskpackWarning

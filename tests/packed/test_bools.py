@@ -102,7 +102,7 @@ def test_what_the_error_says_to_do():
     for good in (ODD.view(torch.uint8) != 0, ODD.view(torch.uint8)):
         batch = TensorDict({"m": MASK, "x": good}, batch_size=[2])
         assert_same(mp.decompress(mp.compress(batch, registry=REGISTRY)), batch)
-        assert_same(mp.unnest(mp.nest_batch_by_mask(batch, REGISTRY)), batch)
+        assert_same(mp.unnest_batch_by_mask(mp.nest_batch_by_mask(batch, REGISTRY)), batch)
 
 
 def test_empty_bools():

@@ -16,7 +16,7 @@ from samples import PAD, workload
 from tensordict import TensorDict
 from torch import Tensor
 
-from maskpack import DENSE, PackedBatch, compress, decompress, nest_batch_by_mask
+from maskpack import MaskNestingSpec, PackedBatch, compress, decompress, nest_batch_by_mask
 from maskpack.errors import LayoutError
 from maskpack.nesting.schema import LAYOUTS
 from maskpack.nesting.verify import Verifier
@@ -198,7 +198,7 @@ def test_a_batch_of_jagged_fields_and_one_that_is_no_row(monkeypatch: pytest.Mon
     ]
     seen = Seen(monkeypatch)
     for batch in batches:
-        packed = compress(batch, registry={"b": DENSE})
+        packed = compress(batch, registry={"b": MaskNestingSpec(None)})
         assert_same_batch(decompress(packed, format="nested").exclude(LAYOUTS), batch)
     assert seen.names(packed) == {"a", "b"}
 
@@ -279,7 +279,7 @@ def test_odd_bools_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         TensorDict({"a": torch.tensor([[0, 1, 1]] * 4).bool(), "b": torch.ones(4, 3)}, batch_size=[4]) for _ in range(2)
     ]
     seen = Seen(monkeypatch)
-    registry = {"a": DENSE, "b": DENSE}
+    registry = {"a": MaskNestingSpec(None), "b": MaskNestingSpec(None)}
     compress(batches[0], registry=registry)
     batches[1]["a"] = torch.tensor([[0, 1, 2]] * 4, dtype=torch.uint8).view(torch.bool)
     monkeypatch.setattr("maskpack.nesting.verify.odd_bools", lambda words: False)  # as for tensors on a GPU
@@ -295,7 +295,7 @@ def test_a_batch_whose_rows_are_no_batch_dim(monkeypatch: pytest.MonkeyPatch) ->
     batches = [TensorDict({"a": torch.from_numpy(rng.integers(0, 9, (7, 5)))}, batch_size=[]) for _ in range(2)]
     seen = Seen(monkeypatch)
     for batch in batches:
-        packed = compress(batch, registry={"a": DENSE})
+        packed = compress(batch, registry={"a": MaskNestingSpec(None)})
         assert_same_batch(decompress(packed), batch)
     assert seen.done
 

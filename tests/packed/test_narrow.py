@@ -18,7 +18,8 @@ from strategies import Case, batches
 from tensordict import TensorDict
 from torch import Tensor
 
-from maskpack import EDGE, PER_ROW, MaskNestingSpec, PackedBatch, compress, decompress, unnest
+from maskpack import EDGE, PER_ROW, MaskNestingSpec, PackedBatch, compress, decompress
+from maskpack import unnest_batch_by_mask as unnest
 from maskpack.core import native
 from maskpack.errors import FieldError, LayoutError
 from maskpack.packed.table import forget

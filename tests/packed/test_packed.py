@@ -23,9 +23,7 @@ from torch import Tensor
 
 from maskpack import (
     ANY_ZERO,
-    DENSE,
     EDGE,
-    LAYOUTS,
     PER_ROW,
     RL_FIELDS,
     SIGNED_ZERO,
@@ -38,11 +36,14 @@ from maskpack import (
     compress,
     decompress,
     nest_batch_by_mask,
-    unnest,
+)
+from maskpack import (
+    unnest_batch_by_mask as unnest,
 )
 from maskpack.core import native
 from maskpack.errors import CoverageError, LayoutError, LossyPadError, MaskpackWarning, RegistryError
 from maskpack.nesting import checks
+from maskpack.nesting.schema import LAYOUTS
 from maskpack.planning import plan_micro_batches
 from maskpack.views import BatchView
 
@@ -517,7 +518,7 @@ def test_names_of_dims_are_kept() -> None:
         for some in (packed, *moved, *sent, packed.select("x", "inner")):
             assert names_of(decompress(some)) == ((name,), (name, "columns"))
             assert names_of(unnest(decompress(some, format="nested"))) == ((name,), (name, "columns"))
-    nested = samples.joined([nest_batch_by_mask(named(name), {"x": DENSE}) for name in ("one", "two")])
+    nested = samples.joined([nest_batch_by_mask(named(name), {"x": MaskNestingSpec(None)}) for name in ("one", "two")])
     assert unnest(nested)["x"].shape == (4, 3)
 
 

@@ -14,7 +14,8 @@ from oracle import assert_same_batch
 from strategies import Case, batches
 from tensordict import NonTensorData, TensorDict
 
-from maskpack import PER_ROW, MaskNestingSpec, PackedBatch, compress, decompress, unnest
+from maskpack import PER_ROW, MaskNestingSpec, PackedBatch, compress, decompress
+from maskpack import unnest_batch_by_mask as unnest
 from maskpack.errors import FieldError, LayoutError
 
 pytestmark = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")

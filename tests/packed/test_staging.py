@@ -22,7 +22,8 @@ from strategies import Case, batches, row_ops
 from tensordict import TensorDict
 from torch import Tensor
 
-from maskpack import ANY_ZERO, EDGE, PER_ROW, MaskNestingSpec, PackedBatch, compress, decompress, unnest
+from maskpack import ANY_ZERO, EDGE, PER_ROW, MaskNestingSpec, PackedBatch, compress, decompress
+from maskpack import unnest_batch_by_mask as unnest
 from maskpack.core.bits import root_of
 from maskpack.core.latest import Latest
 from maskpack.core.native import KINDS

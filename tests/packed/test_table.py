@@ -22,7 +22,8 @@ from strategies import Case, batches, patterns
 from tensordict import TensorDict
 from torch import Tensor
 
-from maskpack import EDGE, PER_ROW, SIGNED_ZERO, MaskNestingSpec, PackedBatch, compress, decompress, unnest
+from maskpack import EDGE, PER_ROW, SIGNED_ZERO, MaskNestingSpec, PackedBatch, compress, decompress
+from maskpack import unnest_batch_by_mask as unnest
 from maskpack.core import native
 from maskpack.fields.registry import HINTS
 from maskpack.packed import table

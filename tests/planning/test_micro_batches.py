@@ -22,7 +22,8 @@ from tensordict import NonTensorData, TensorDict
 from test_packed import assert_same_rows
 from torch import Tensor
 
-from maskpack import compress, decompress, nest_batch_by_mask, unnest
+from maskpack import compress, decompress, nest_batch_by_mask
+from maskpack import unnest_batch_by_mask as unnest
 from maskpack.errors import LayoutError, PlanError
 from maskpack.planning import MicroBatchPlan, plan_micro_batches
 from maskpack.views import BatchView

@@ -12,7 +12,7 @@ from samples import PAD, freeze, rollout
 from tensordict import NonTensorData
 
 import maskpack as mp
-from maskpack import DENSE, RL_FIELDS, MaskNestingSpec
+from maskpack import RL_FIELDS, MaskNestingSpec
 from maskpack.errors import CoverageError, LayoutError, LossyPadError
 from maskpack.testing import assert_covered
 
@@ -41,10 +41,10 @@ def test_each_field_and_its_line() -> None:
     assert lines == [
         "'kl': MaskNestingSpec('response', pad=-1.0)",
         "'labels': MaskNestingSpec('sequence', pad=-100)",
-        "'odd': DENSE",
+        "'odd': MaskNestingSpec(None)",
     ]
     assert freeze(batch) == before
-    more = eval("{" + ",".join(lines) + "}", {"MaskNestingSpec": MaskNestingSpec, "DENSE": DENSE})
+    more = eval("{" + ",".join(lines) + "}", {"MaskNestingSpec": MaskNestingSpec})
     assert_covered(batch, RL_FIELDS | more, pad_token_id=PAD)
     mp.compress(batch, registry=RL_FIELDS | more, pad_token_id=PAD, strict_mask_nesting=True)
     assert_covered(batch, pad_token_id=PAD, ignore_dense_fields=iter(["kl", "labels", "odd"]))
@@ -57,7 +57,7 @@ def test_values_under_a_mask_and_tensors_in_objects_are_found() -> None:
         assert_covered(batch, pad_token_id=PAD)
     batch = rollout(objects=False)
     batch["extra"] = NonTensorData({"x": torch.ones(3)}, batch_size=batch.batch_size)
-    with pytest.raises(AssertionError, match=r"'extra': DENSE"):
+    with pytest.raises(AssertionError, match=r"'extra': MaskNestingSpec\(None\)"):
         assert_covered(batch, pad_token_id=PAD)
 
 

@@ -29,10 +29,10 @@ def batch():
     return TensorDict({"response_mask": mask, "kl": mask * 0.5, "flaw": mask + 1}, batch_size=[1])
 
 def test_compress():
-    compress(batch(), registry=mp.RL_FIELDS | {"flaw": mp.DENSE})
+    compress(batch(), registry=mp.RL_FIELDS | {"flaw": mp.MaskNestingSpec(None)})
 
 def test_nest():
-    nest_batch_by_mask(batch(), registry=mp.RL_FIELDS | {"flaw": mp.DENSE})
+    nest_batch_by_mask(batch(), registry=mp.RL_FIELDS | {"flaw": mp.MaskNestingSpec(None)})
 
 def test_values_under_the_mask():
     compress(batch(), registry=mp.RL_FIELDS | {name: mp.MaskNestingSpec("response") for name in ("kl", "flaw")})

@@ -304,9 +304,9 @@ def test_masks_are_known_by_what_they_hold(tmp_path, capsys):
         "'trained': MaskNestingSpec('trained'),",
         "'behaviour_logp': MaskNestingSpec('trained'),",
         "'turns': MaskNestingSpec('trained'),",
-        "'coin': DENSE,  # stays padded",
+        "'coin': MaskNestingSpec(None),  # stays padded",
     ]
-    assert re.findall(r"^    ('\w+': (?:MaskNestingSpec\(.*\)|DENSE),.*)$", snippet_in(shown), re.MULTILINE) == wanted
+    assert re.findall(r"^    ('\w+': MaskNestingSpec\(.*\),.*)$", snippet_in(shown), re.MULTILINE) == wanted
     names = [name for name in batch.keys() if name not in ("coin", "adv")]  # noqa: SIM118
     assert covers(executed(shown), batch, *names)
 
@@ -384,7 +384,7 @@ def test_several_values_under_a_mask_are_counted(tmp_path, capsys):
     shown = doctor([saved(batch, tmp_path / "b")], capsys, 1)
     held = f"{masked} positions hold 0.0 ({masked - 4} times), 2.5 (3 times), -7.0 (1 times). No pad covers that"
     assert shown.count(f'under mask "response", {held}') == 2
-    assert "'mine': DENSE,  # stays padded\n" in shown
+    assert "'mine': MaskNestingSpec(None),  # stays padded\n" in shown
     assert "it has non-pad values under its mask" in shown
     packed = maskpack.compress(batch, registry=executed(shown), pad_token_id=samples.PAD, strict_mask_nesting=True)
     samples.assert_same(maskpack.decompress(packed), batch)
@@ -478,7 +478,7 @@ def test_no_rows_and_no_masks():
     assert diagnose(rollout()[:0], pad_token_id=1).suggestions == ()
     found = diagnose(TensorDict({"x": torch.ones(2, 3)}, [2]))
     assert [one.seen for one in found.suggestions] == ["no mask of the batch has its size; there is no mask"]
-    assert "'x': DENSE,  # stays padded" in snippet(found, "RL_FIELDS")
+    assert "'x': MaskNestingSpec(None),  # stays padded" in snippet(found, "RL_FIELDS")
 
 
 # -------------------------------------------------------------------- files
@@ -543,7 +543,7 @@ def test_strict_refuses_values_under_a_mask_and_hidden_tensors(tmp_path, capsys)
     batch = rollout()
     batch.set_non_tensor("held", {"x": torch.ones(3)})
     torch.save(batch, tmp_path / "held")
-    assert "'held': DENSE" in doctor(["--strict", "--allow-pickle", tmp_path / "held"], capsys, 1)
+    assert "'held': MaskNestingSpec(None)" in doctor(["--strict", "--allow-pickle", tmp_path / "held"], capsys, 1)
 
 
 def test_strict_tells_a_batch_that_cannot_be_packed_from_a_file_that_cannot_be_read(tmp_path, capsys, monkeypatch):
@@ -595,8 +595,8 @@ def test_strict_looks_into_the_objects_of_a_packed_file(tmp_path, capsys):
         shown = doctor([*more, "--allow-pickle", tmp_path / "packed"], capsys, 1)
         assert "1 stay padded" in shown
         assert "a tensor inside the Python object" in shown
-        assert "'held': DENSE" in shown
-    registry = RL_FIELDS | {"held": maskpack.DENSE}
+        assert "'held': MaskNestingSpec(None)" in shown
+    registry = RL_FIELDS | {"held": maskpack.MaskNestingSpec(None)}
     (tmp_path / "r.json").write_text(json.dumps(registry.to_dict()))
     doctor(["--strict", "--allow-pickle", tmp_path / "packed", "--registry", tmp_path / "r.json"], capsys, 0)
     with pytest.raises(maskpack.errors.CoverageError, match="held"):

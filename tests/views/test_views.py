@@ -22,9 +22,11 @@ from strategies import Case, batches, row_ops, rows_after
 from tensordict import NonTensorData, TensorDict
 from test_packed import TOKEN, Part, assert_same_rows, joined_by_hand, parts_of_widths
 
-from maskpack import LAYOUTS, MaskNestingSpec, PackedBatch, compress, decompress, unnest
+from maskpack import MaskNestingSpec, PackedBatch, compress, decompress
+from maskpack import unnest_batch_by_mask as unnest
 from maskpack.core.index import IntArray
 from maskpack.errors import FieldError, LayoutError
+from maskpack.nesting.schema import LAYOUTS
 from maskpack.packed import table
 from maskpack.views.column_group import BatchMeta
 from maskpack.views.segments import Segments
