@@ -29,7 +29,7 @@ typedef uint64_t u64;
 typedef uint32_t u32;
 typedef uint8_t u8;
 
-API i64 maskpack_version(void) { return 7; } /* native.py expects this number */
+API i64 maskpack_version(void) { return 8; } /* native.py expects this number */
 
 /* ------------------------------------------------------------------ words */
 
@@ -485,6 +485,7 @@ API i64 maskpack_write(Field *fields, i64 num_fields, const Layout *layouts, i64
 
 enum { PLAIN, NARROW, BLOCKS, BITMAP, RLE, ARANGE, DELTA, SPARSE, DICTIONARY, COLUMNS, CONCAT, KINDS };
 enum { BLOCK = 256, NEAR = 128, LANES = 8, EIGHT = 8, FEW_WORDS = 64 };
+enum { MARKED = 8 }; /* rows from one mark to the next */
 enum { FITS, MISFIT, STRAY, FULL, NO_MEMORY, ODD }; /* FULL: the form fits, but takes too many bytes; ODD: bools */
 
 typedef struct {
@@ -774,27 +775,39 @@ static i64 bits_for(u64 most) { return most ? 64 - __builtin_clzll(most) : 0; }
 
 static const i64 MANY = (i64)1 << 58; /* more words than memory holds */
 
-/* A field to be decoded: padded, or `packed` alone. */
+/* A field to be decoded from one part: padded, or `packed` alone, whose rows lie as those of `field.layout`, -1 for rows of
+   one element. */
 typedef struct {
     Field field;
-    i64 padded, entry, rows;
+    i64 padded, entry, part;
 } Target;
 
+/* The rows of one body. `marks` says where they begin (maskpack_mark); without it, they are read one after the other. */
 typedef struct {
     const Entry *entries;
     const Layout *layouts;
     const u8 *body;
-    i64 rows;
-    const i64 *kept; /* the rows that are decoded, rising, `num_kept` of them; NULL for all */
-    i64 num_kept;
-    const Target **done; /* for each entry, where it was decoded to before, or NULL; NULL where nobody asks */
+    i64 rows, dense_rows;
+    const i64 *marks;
 } Table;
+
+/* The rows of a table that are decoded, and which rows of the result they are: `count` of each, NULL for all in order. */
+typedef struct {
+    Table table;
+    const i64 *taken, *places;
+    i64 count;
+    const Target **done; /* for each entry, where it was decoded to before, or NULL; NULL where nobody asks */
+    const Layout *out;   /* the layouts of the result */
+    i64 now;             /* the row of the result that is decoded; known if `done` is */
+} Part;
 
 /* A place among the rows of an entry: how many numbers of its arrays belong to the rows before. */
 typedef struct Cursor {
     const Table *table;
+    const Part *part;
     const Entry *entry;
     const i64 *bounds; /* of the rows, in tokens; NULL for rows of `items` words */
+    const i64 *marks;  /* a, b and c of each MARKED rows; NULL if they follow from the bounds, or are not known */
     i64 row, a, b, c;
     struct Cursor *parts; /* of CONCAT and COLUMNS, and of the field that is near */
     i64 num_parts;
@@ -810,6 +823,19 @@ static i64 words_of(const Cursor *cursor, i64 row) {
     return cursor->bounds ? (cursor->bounds[row + 1] - cursor->bounds[row]) * items : items;
 }
 
+/* The row of a table that is row `i` of those that are decoded. */
+static i64 taken_row(const Part *part, i64 i) { return part->taken ? part->taken[i] : i; }
+
+/* The words of the longest row that is decoded. */
+static i64 longest_row(const Cursor *cursor) {
+    i64 most = 0;
+    for (i64 i = 0; i < cursor->part->count; i++) {
+        i64 words = words_of(cursor, taken_row(cursor->part, i));
+        most = words > most ? words : most;
+    }
+    return most;
+}
+
 static void close_cursor(Cursor *cursor) {
     for (i64 part = 0; part < cursor->num_parts; part++) close_cursor(cursor->parts + part);
     free(cursor->parts);
@@ -820,27 +846,36 @@ static void close_cursor(Cursor *cursor) {
 
 static void next_row(Cursor *cursor, u8 *out);
 
+static void skip_own_row(Cursor *cursor);
+
 static void skip_row(Cursor *cursor);
 
 static int decode_dictionary(Cursor *cursor);
 
 /* Where an entry was decoded to, if all its rows lie together there; else NULL. */
-static const Target *done_before(const Table *table, i64 index) {
-    const Target *done = table->done ? table->done[index] : NULL;
+static const Target *done_before(const Part *part, i64 index) {
+    const Target *done = part->done ? part->done[index] : NULL;
     if (!done || !done->padded) return done;
-    const Layout *layout = table->layouts + done->field.layout;
-    for (i64 row = 0; row < layout->rows; row++)
+    const Layout *layout = part->out + done->field.layout;
+    for (i64 i = 0; i < part->count; i++) {
+        i64 row = part->places ? part->places[i] : i;
         if (layout->splits[row + 1] - layout->splits[row] > 1) return NULL;
+    }
     return done->field.outer == 1 ? done : NULL;
 }
 
-/* The words of the next row of a field that was decoded before. */
-static const u8 *row_before(Cursor *cursor) {
+/* The words of a row of the result in a packed field. */
+static u8 *packed_row(const Part *part, const Field *field, i64 row) {
+    return field->packed + (field->layout < 0 ? row : part->out[field->layout].bounds[row]) * field->items * field->size;
+}
+
+/* The words of the row that is decoded, in a field that was decoded before. */
+static const u8 *row_before(const Cursor *cursor) {
     const Field *field = &cursor->done->field;
-    i64 row = cursor->row++, element = cursor->entry->items * cursor->entry->size;
-    if (!cursor->done->padded) return field->packed + (cursor->bounds ? cursor->bounds[row] : row) * element;
-    const Layout *layout = cursor->table->layouts + field->layout;
-    i64 span = layout->splits[row];
+    i64 row = cursor->part->now;
+    if (!cursor->done->padded) return packed_row(cursor->part, field, row);
+    const Layout *layout = cursor->part->out + field->layout;
+    i64 span = layout->splits[row], element = field->items * field->size;
     return field->padded + row * field->row_stride + (span < layout->splits[row + 1] ? layout->starts[span] * element : 0);
 }
 
@@ -848,14 +883,33 @@ static const u8 *row_before(Cursor *cursor) {
 static Cursor cursor_of(const Table *table, i64 index, const i64 *stored) {
     const Entry *entry = table->entries + index;
     const i64 *bounds = stored || entry->layout < 0 ? stored : table->layouts[entry->layout].bounds;
-    return (Cursor){.table = table, .entry = entry, .loops = block_loops(), .bounds = bounds};
+    const i64 *marks = table->marks && table->marks[index] >= 0 ? table->marks + table->marks[index] : NULL;
+    return (Cursor){.table = table, .entry = entry, .loops = block_loops(), .bounds = bounds, .marks = marks};
 }
 
-/* Opens a cursor that can decode `rows` rows, too. False without memory; close it either way. */
-static int open_cursor(Cursor *cursor, const Table *table, i64 index, const i64 *stored, i64 rows) {
+/* Moves to a row, in a table that has marks. */
+static void seek_row(Cursor *cursor, i64 row) {
+    if (cursor->marks && cursor->entry->kind != DICTIONARY) {
+        if (row < cursor->row || row - cursor->row > MARKED) {
+            const i64 *mark = cursor->marks + 3 * (row / MARKED);
+            cursor->row = row / MARKED * MARKED;
+            cursor->a = mark[0];
+            cursor->b = mark[1];
+            cursor->c = mark[2];
+        }
+        while (cursor->row < row) skip_own_row(cursor);
+    } else cursor->a = (cursor->bounds ? cursor->bounds[row] : row) * cursor->entry->items;
+    cursor->row = row;
+    for (i64 part = 0; part < cursor->num_parts; part++) seek_row(cursor->parts + part, row);
+}
+
+/* Opens a cursor that can decode the rows of a part, too. False without memory; close it either way. */
+static int open_cursor(Cursor *cursor, const Part *rows, i64 index) {
+    const Table *table = &rows->table;
     const Entry *entry = table->entries + index;
-    *cursor = cursor_of(table, index, stored);
-    if (!stored && (cursor->done = done_before(table, index))) return 1;
+    *cursor = cursor_of(table, index, NULL);
+    cursor->part = rows;
+    if ((cursor->done = done_before(rows, index))) return 1;
     int near = entry->kind == BLOCKS && entry->second >= 0;
     i64 parts = entry->kind == COLUMNS ? entry->second : entry->kind == CONCAT ? 2 : near ? 1 : 0;
     if (parts) {
@@ -863,17 +917,13 @@ static int open_cursor(Cursor *cursor, const Table *table, i64 index, const i64 
         for (; cursor->num_parts < parts; cursor->num_parts++) {
             i64 part = entry->first + cursor->num_parts;
             if (near || (entry->kind == CONCAT && cursor->num_parts)) part = entry->second;
-            if (!open_cursor(cursor->parts + cursor->num_parts, table, part, entry->kind == COLUMNS ? stored : NULL, rows)) {
+            if (!open_cursor(cursor->parts + cursor->num_parts, rows, part)) {
                 cursor->num_parts++;
                 return 0;
             }
         }
     }
-    if (near || entry->kind == COLUMNS) {
-        i64 most = 0;
-        for (i64 row = 0; row < rows; row++) most = words_of(cursor, row) > most ? words_of(cursor, row) : most;
-        if (!(cursor->scratch = malloc((size_t)(most * entry->size + 8)))) return 0;
-    }
+    if ((near || entry->kind == COLUMNS) && !(cursor->scratch = malloc((size_t)(longest_row(cursor) * entry->size + 8)))) return 0;
     return entry->kind != DICTIONARY || decode_dictionary(cursor);
 }
 
@@ -899,21 +949,23 @@ static i64 stored_rows(const Entry *entries, const Entry *entry, const u8 *body,
 static int decode_dictionary(Cursor *cursor) {
     const Table *table = cursor->table;
     const Entry *entry = cursor->entry;
-    i64 *bounds = NULL, element = entry->items * entry->size, rows = table->kept ? table->num_kept : table->rows;
-    i64 stored = cursor->stored = stored_rows(table->entries, entry, table->body, table->rows, &bounds);
+    i64 *counted = NULL, element = entry->items * entry->size;
+    i64 stored = cursor->stored = cursor->marks ? *cursor->marks : stored_rows(table->entries, entry, table->body, table->rows, &counted);
+    const i64 *bounds = cursor->marks ? cursor->marks + 1 : counted;
     i64 *own = cursor->own = stored < 0 ? NULL : calloc((size_t)stored + 1, sizeof(i64));
-    Cursor inner = {0};
     int fine = own != NULL;
-    for (i64 i = 0; i < rows && fine; i++)
-        own[1 + cut_to(stored_row(table->body, entry, table->kept ? table->kept[i] : i), stored - 1)] = 1;
+    for (i64 i = 0; i < cursor->part->count && fine; i++)
+        own[1 + cut_to(stored_row(table->body, entry, taken_row(cursor->part, i)), stored - 1)] = 1;
     for (i64 i = 0; i < stored && fine; i++) own[i + 1] = own[i] + (own[i + 1] ? bounds[i + 1] - bounds[i] : 0);
-    fine = fine && (cursor->rows = malloc((size_t)(own[stored] * element + 8))) && open_cursor(&inner, table, entry->first, bounds, stored);
+    fine = fine && (cursor->rows = malloc((size_t)(own[stored] * element + 8)));
+    Cursor inner = cursor_of(table, entry->first, bounds); /* its rows are in arrays of its own */
     for (i64 i = 0; i < stored && fine; i++) {
+        if (own[i + 1] == own[i] && table->marks) continue;
+        if (table->marks) seek_row(&inner, i);
         if (own[i + 1] > own[i]) next_row(&inner, cursor->rows + own[i] * element);
         else skip_row(&inner);
     }
-    close_cursor(&inner);
-    free(bounds);
+    free(counted);
     return fine;
 }
 
@@ -970,8 +1022,10 @@ static void decode_blocks(Cursor *cursor, i64 n, u8 *out) {
     i64 size = entry->size;
     if (entry->second >= 0) {
         near = cursor->scratch;
-        if (cursor->parts->done) near = row_before(cursor->parts);
-        else next_row(cursor->parts, cursor->scratch);
+        if (cursor->parts->done) {
+            near = row_before(cursor->parts);
+            cursor->parts->row++;
+        } else next_row(cursor->parts, cursor->scratch);
     }
     for (i64 at = 0; at < n; at += BLOCK) {
         u32 words[BLOCK];
@@ -1078,6 +1132,7 @@ static void next_row(Cursor *cursor, u8 *out) {
     i64 n = words_of(cursor, cursor->row), size = entry->size;
     if (cursor->done) {
         memcpy(out, row_before(cursor), (size_t)(n * size));
+        cursor->row++;
         return;
     }
     switch (entry->kind) {
@@ -1125,8 +1180,8 @@ static void next_row(Cursor *cursor, u8 *out) {
     cursor->row++;
 }
 
-/* Moves over a row without decoding it. */
-static void skip_row(Cursor *cursor) {
+/* Moves over a row without decoding it, but not in the parts. */
+static void skip_own_row(Cursor *cursor) {
     i64 n = words_of(cursor, cursor->row);
     switch (cursor->done ? KINDS : cursor->entry->kind) {
     case PLAIN:
@@ -1145,8 +1200,12 @@ static void skip_row(Cursor *cursor) {
     case SPARSE: cursor->b += words_stored(cursor); break;
     default: break;
     }
-    for (i64 part = 0; part < cursor->num_parts; part++) skip_row(cursor->parts + part);
     cursor->row++;
+}
+
+static void skip_row(Cursor *cursor) {
+    for (i64 part = 0; part < cursor->num_parts; part++) skip_row(cursor->parts + part);
+    skip_own_row(cursor);
 }
 
 /* ------------------------------------------------------------------ encoding: rows of words to an entry */
@@ -2436,48 +2495,36 @@ API i64 maskpack_place(Unit *units, i64 num_units, Settled *fields, i64 num_fiel
 /* ------------------------------------------------------------------ decoding: fields to padded or packed tensors */
 
 typedef struct {
-    Target *targets;
-    const Table *table;
+    const Target *targets;
+    Part *parts;
     i64 stream, failed;
 } Decode;
 
+/* Decodes the row at the cursor to row `to` of a padded field; `scratch` has room for it. */
+static void decode_padded(Cursor *cursor, const Field *field, const Layout *layout, i64 to, u8 *scratch, i64 stream) {
+    i64 first = layout->splits[to], lies = field->outer == 1 && layout->splits[to + 1] - first == 1;
+    u8 *out = lies ? field->padded + to * field->row_stride + layout->starts[first] * field->items * field->size : scratch;
+    next_row(cursor, out);
+    write_row(field, layout, to, lies ? NULL : scratch, stream);
+}
+
 static void decode_field(void *context, i64 at) {
     Decode *decode = context;
-    Target *target = decode->targets + at;
-    const Entry *entry = decode->table->entries + target->entry;
-    const Layout *layout = target->padded ? decode->table->layouts + target->field.layout : NULL;
-    if (!(target->padded ? target->field.padded : target->field.packed)) return; /* no words: no memory to point to */
+    const Target *target = decode->targets + at;
+    const Field *field = &target->field;
+    Part *part = decode->parts + target->part;
+    const Entry *entry = part->table.entries + target->entry;
+    if (!(target->padded ? field->padded : field->packed)) return; /* no words: no memory to point to */
     Cursor cursor;
-    u8 *scratch = NULL, *to = target->field.packed;
-    int fine = open_cursor(&cursor, decode->table, target->entry, NULL, target->rows);
-    if (fine && target->padded) {
-        i64 most = 0;
-        for (i64 row = 0; row < target->rows; row++) most = words_of(&cursor, row) > most ? words_of(&cursor, row) : most;
-        fine = (scratch = malloc((size_t)(most * entry->size + 8))) != NULL;
-    }
-    for (i64 row = 0, at = 0; fine && row < target->rows; row++) {
-        i64 n = words_of(&cursor, row);
-        if (decode->table->kept) {
-            if (at == decode->table->num_kept) break;
-            if (row < decode->table->kept[at]) {
-                skip_row(&cursor);
-                continue;
-            }
-            at++;
-        }
-        if (!target->padded) {
-            next_row(&cursor, to);
-            to += n * entry->size;
-            continue;
-        }
-        i64 first = layout->splits[row], element = target->field.items * target->field.size;
-        if (target->field.outer == 1 && layout->splits[row + 1] - first == 1) {
-            next_row(&cursor, target->field.padded + row * target->field.row_stride + layout->starts[first] * element);
-            write_row(&target->field, layout, row, NULL, decode->stream);
-        } else {
-            next_row(&cursor, scratch);
-            write_row(&target->field, layout, row, scratch, decode->stream);
-        }
+    u8 *scratch = NULL;
+    int fine = open_cursor(&cursor, part, target->entry);
+    if (fine && target->padded) fine = (scratch = malloc((size_t)(longest_row(&cursor) * entry->size + 8))) != NULL;
+    for (i64 i = 0; fine && i < part->count; i++) {
+        i64 to = part->places ? part->places[i] : i;
+        if (part->taken) seek_row(&cursor, part->taken[i]);
+        if (part->done) part->now = to;
+        if (target->padded) decode_padded(&cursor, field, part->out + field->layout, to, scratch, decode->stream);
+        else next_row(&cursor, packed_row(part, field, to));
     }
     close_cursor(&cursor);
     free(scratch);
@@ -2485,7 +2532,7 @@ static void decode_field(void *context, i64 at) {
     _mm_sfence();
 #endif
     if (!fine) __atomic_store_n(&decode->failed, 1, __ATOMIC_RELAXED);
-    else if (decode->table->done) decode->table->done[target->entry] = target;
+    else if (part->done) part->done[target->entry] = target;
 }
 
 /* ------------------------------------------------------------------ decoding on a device: what its kernel reads beside the body
@@ -2968,18 +3015,103 @@ API i64 maskpack_compress(const Mask *masks, i64 num_masks, const Cut *cuts, Sto
     return used;
 }
 
-/* Decodes fields of a table. Its layouts may be wider or narrower than those in the body, with the same tokens. `kept`: the
-   rows [num_kept] that are decoded, rising, of packed fields; NULL for all. Returns 0, or -1 without memory. */
-API i64 maskpack_decode(Target *targets, i64 n, const Entry *entries, const Layout *layouts, const u8 *body, i64 rows,
-                        const i64 *kept, i64 num_kept, i64 stream, i64 threads) {
-    i64 last = 0;
-    for (i64 at = 0; at < n; at++) last = targets[at].entry > last ? targets[at].entry : last;
-    const Target **done = threads == 1 && !kept ? calloc((size_t)last + 1, sizeof(Target *)) : NULL; /* without it, all goes as well */
-    Table table = {entries, layouts, body, rows, kept, num_kept, done};
-    Decode decode = {targets, &table, stream, 0};
-    run_tasks(decode_field, &decode, n, threads);
+/* What `maskpack_decode` is given for a part: its table, as `Table` has it, `taken`, `places` and `count`. */
+typedef struct {
+    Table table;
+    const i64 *taken, *places;
+    i64 count;
+} Given;
+
+/* Whether the rows that are taken are there. */
+static int has_rows(const Given *part, i64 out_rows) {
+    for (i64 i = 0; i < part->count; i++) {
+        if (part->taken && (u64)part->taken[i] >= (u64)part->table.rows) return 0;
+        if (part->places && (u64)part->places[i] >= (u64)out_rows) return 0;
+    }
+    const Table *table = &part->table;
+    return part->taken ? table->marks != NULL : part->count <= table->rows || part->count <= table->dense_rows;
+}
+
+/* Decodes fields of rows that lie in one or more bodies. The layouts `out` of the result may be wider or narrower than those
+   in the bodies, with the same tokens. Returns 0; -1 without memory; -2 for a row that is not there. */
+API i64 maskpack_decode(const Target *targets, i64 n, const Given *given, i64 num_parts, const Layout *out, i64 rows, i64 stream,
+                        i64 threads) {
+    i64 most = 0;
+    for (i64 at = 0; at < n; at++) most = targets[at].entry >= most ? targets[at].entry + 1 : most;
+    Part *parts = calloc((size_t)num_parts + 1, sizeof(Part));
+    const Target **done = threads == 1 ? calloc((size_t)(most * num_parts) + 1, sizeof(Target *)) : NULL; /* without it, all goes as well */
+    Decode decode = {targets, parts, stream, parts == NULL};
+    int there = 1;
+    for (i64 at = 0; at < num_parts && parts && there; at++) {
+        const Given *one = given + at;
+        parts[at] = (Part){one->table, one->taken, one->places, one->count, done ? done + at * most : NULL, out, 0};
+        there = has_rows(one, rows);
+    }
+    if (parts && there) run_tasks(decode_field, &decode, n, threads);
     free(done);
-    return -decode.failed;
+    free(parts);
+    return there ? -decode.failed : -2;
+}
+
+/* The numbers that the marks of an entry take: of a dictionary the rows that it stores and their bounds, else a, b and c of
+   every row that is MARKED; none where these follow from the bounds of the rows. */
+static i64 count_marks(const Entry *entry, i64 rows) {
+    int fixed = entry->kind == PLAIN || entry->kind == NARROW || entry->kind == ARANGE || entry->kind > DICTIONARY;
+    return fixed ? 0 : entry->kind == DICTIONARY ? rows + 2 : 3 * (rows / MARKED + 1);
+}
+
+typedef struct {
+    i64 *numbers, used, room;
+} Marks;
+
+/* Marks the rows of an entry; `stored` are the bounds of rows that a dictionary stores. */
+static void mark_rows(Marks *marks, const Table *table, i64 index, const i64 *stored, i64 rows) {
+    i64 own = marks->used, count = count_marks(table->entries + index, rows);
+    marks->used += count;
+    if (!count || marks->used > marks->room) return;
+    marks->numbers[index] = own;
+    Cursor cursor = cursor_of(table, index, stored);
+    for (i64 *to = marks->numbers + own; cursor.row <= rows; skip_own_row(&cursor)) {
+        if (cursor.row % MARKED == 0) {
+            i64 mark[3] = {cursor.a, cursor.b, cursor.c};
+            memcpy(to, mark, sizeof mark);
+            to += 3;
+        }
+        if (cursor.row == rows) break;
+    }
+}
+
+/* Marks a dictionary and the rows that it stores; false without memory. */
+static int mark_dictionary(Marks *marks, const Table *table, i64 index) {
+    const Entry *entry = table->entries + index;
+    i64 *bounds = NULL, own = marks->used, stored = stored_rows(table->entries, entry, table->body, table->rows, &bounds);
+    if (stored < 0) return 0;
+    marks->used += count_marks(entry, stored);
+    if (marks->used <= marks->room) {
+        marks->numbers[index] = own;
+        marks->numbers[own] = stored;
+        memcpy(marks->numbers + own + 1, bounds, sizeof(i64) * (size_t)(stored + 1));
+    }
+    mark_rows(marks, table, entry->first, bounds, stored);
+    free(bounds);
+    return 1;
+}
+
+/* Writes where the rows of entries begin, as `Table.marks` has it: for each entry the place of its marks, -1 for none, then
+   the marks. Returns the numbers in use, of which only `room` are there; -1 without memory. */
+API i64 maskpack_mark(const Entry *entries, i64 n, const Layout *layouts, const u8 *body, i64 rows, i64 dense_rows, i64 *numbers, i64 room) {
+    Table table = {entries, layouts, body, rows, dense_rows, NULL};
+    Marks marks = {numbers, n, room};
+    u8 *inside = calloc((size_t)n + 1, 1);
+    int fine = inside != NULL;
+    for (i64 at = 0; at < n && at < room; at++) numbers[at] = -1;
+    for (i64 at = 0; at < n && fine; at++) inside[entries[at].kind == DICTIONARY ? entries[at].first : n] = 1;
+    for (i64 at = 0; at < n && fine; at++) {
+        if (entries[at].kind == DICTIONARY) fine = mark_dictionary(&marks, &table, at);
+        else if (!inside[at]) mark_rows(&marks, &table, at, NULL, entries[at].layout < 0 ? dense_rows : rows);
+    }
+    free(inside);
+    return fine ? marks.used : -1;
 }
 
 /* ------------------------------------------------------------------ rows of a table, without decoding them */
@@ -3002,7 +3134,7 @@ typedef struct {
 } Mark;
 
 static Mark mark_of(Cursor *cursor, i64 row) {
-    while (cursor->row < row) skip_row(cursor);
+    seek_row(cursor, row);
     return (Mark){row, cursor->a, cursor->b, cursor->c};
 }
 
@@ -3029,15 +3161,13 @@ static void cut_entry(Entry *own, const Mark *from, const Mark *to) {
     }
 }
 
-/* Cuts a dictionary, and the rows that it stores to those from the first to the last that each part uses. False without
-   memory. */
-static int split_dictionary(const Table *table, i64 index, const i64 *cuts, i64 parts, Entry *out, i64 n) {
+/* Cuts a dictionary, and the rows that it stores to those from the first to the last that each part uses. */
+static void split_dictionary(const Table *table, i64 index, const i64 *cuts, i64 parts, Entry *out, i64 n) {
     const Entry *entry = table->entries + index;
-    i64 *bounds = NULL, stored = stored_rows(table->entries, entry, table->body, table->rows, &bounds);
-    Mark *marks = stored < 0 ? NULL : malloc(sizeof(Mark) * (size_t)(stored + 1));
-    Cursor cursor = cursor_of(table, entry->first, bounds);
-    for (i64 row = 0; row <= stored && marks; row++) marks[row] = mark_of(&cursor, row);
-    for (i64 part = 0; part < parts && marks; part++, out += n) {
+    const i64 *marks = table->marks + table->marks[index];
+    i64 stored = *marks;
+    Cursor cursor = cursor_of(table, entry->first, marks + 1);
+    for (i64 part = 0; part < parts; part++, out += n) {
         i64 first = stored, end = 0;
         for (i64 row = cuts[part]; row < cuts[part + 1]; row++) {
             i64 used = cut_to(stored_row(table->body, entry, row), stored - 1);
@@ -3045,39 +3175,36 @@ static int split_dictionary(const Table *table, i64 index, const i64 *cuts, i64 
             end = used >= end ? used + 1 : end;
         }
         first = first < end ? first : end;
-        cut_entry(out + entry->first, marks + first, marks + end);
+        Mark from = mark_of(&cursor, first), to = mark_of(&cursor, end);
+        cut_entry(out + entry->first, &from, &to);
         part_of_several(&out[index].a, cuts[part], cuts[part + 1]);
         part_of_several(&out[index].b, first, end);
         out[index].number = (i64)((u64)entry->number + (u64)first);
     }
-    free(marks);
-    free(bounds);
-    return marks != NULL;
 }
 
-/* The parts of an entry between the rows `cuts` [parts + 1], in the same arrays: part p goes to out[p * n]. False without
-   memory. */
-static int split_entry(const Table *table, i64 index, const i64 *cuts, i64 parts, Entry *out, i64 n) {
+/* The parts of an entry between the rows `cuts` [parts + 1], in the same arrays: part p goes to out[p * n]. */
+static void split_entry(const Table *table, i64 index, const i64 *cuts, i64 parts, Entry *out, i64 n) {
     const Entry *entry = table->entries + index;
-    if (entry->kind == COLUMNS || entry->kind == CONCAT) return 1;
-    if (entry->kind == DICTIONARY) return split_dictionary(table, index, cuts, parts, out, n);
-    Cursor cursor = cursor_of(table, index, NULL);
-    Mark from = mark_of(&cursor, cuts[0]);
-    for (i64 part = 0; part < parts; part++, out += n) {
-        Mark to = mark_of(&cursor, cuts[part + 1]);
-        cut_entry(out + index, &from, &to);
-        from = to;
+    if (entry->kind == COLUMNS || entry->kind == CONCAT) return;
+    if (entry->kind == DICTIONARY) {
+        split_dictionary(table, index, cuts, parts, out, n);
+        return;
     }
-    return 1;
+    Cursor cursor = cursor_of(table, index, NULL);
+    for (i64 part = 0; part < parts; part++, out += n) {
+        Mark from = mark_of(&cursor, cuts[part]), to = mark_of(&cursor, cuts[part + 1]);
+        cut_entry(out + index, &from, &to);
+    }
 }
 
-/* The parts of the rows of a table between `cuts` [parts + 1], in the same body: their entries, n each, and layouts, m
-   each. Returns 0, or -1 without memory. */
+/* The parts of the rows of a table, with its `marks`, between `cuts` [parts + 1], in the same body: their entries, n each,
+   and layouts, m each. Returns 0, or -1 without memory. */
 API i64 maskpack_split(const Entry *entries, i64 n, const Stored *stored, i64 m, const Layout *layouts, const u8 *body, i64 rows,
-                       const i64 *cuts, i64 parts, Entry *out, Stored *out_stored) {
-    Table table = {entries, layouts, body, rows, NULL, 0, NULL};
+                       const i64 *marks, const i64 *cuts, i64 parts, Entry *out, Stored *out_stored) {
+    Table table = {entries, layouts, body, rows, rows, marks};
     u8 *inside = calloc((size_t)n + 1, 1); /* stored rows of dictionaries, which are taken with these */
-    int fine = inside != NULL;
+    if (!inside) return -1;
     for (i64 part = 0; part < parts; part++) {
         memcpy(out + part * n, entries, sizeof(Entry) * (size_t)n);
         memcpy(out_stored + part * m, stored, sizeof(Stored) * (size_t)m);
@@ -3091,10 +3218,11 @@ API i64 maskpack_split(const Entry *entries, i64 n, const Stored *stored, i64 m,
             part_of_several(&own->c, begin, end);
         }
     }
-    for (i64 i = 0; i < n && fine; i++) inside[entries[i].kind == DICTIONARY ? entries[i].first : n] = 1;
-    for (i64 i = 0; i < n && fine; i++) fine = inside[i] || split_entry(&table, i, cuts, parts, out, n);
+    for (i64 i = 0; i < n; i++) inside[entries[i].kind == DICTIONARY ? entries[i].first : n] = 1;
+    for (i64 i = 0; i < n; i++)
+        if (!inside[i]) split_entry(&table, i, cuts, parts, out, n);
     free(inside);
-    return fine - 1;
+    return 0;
 }
 
 /* Copies the arrays at `places` to another body, each behind the one before. Returns the bytes in use; with no `to` it only
@@ -3489,7 +3617,7 @@ static int is_odd(const Check *check, i64 index, const Array *lengths, i64 rows)
    (1 + num_fields for an entry that no field needs), or -1 - the first one of other bytes. */
 API i64 maskpack_check_fields(const Entry *entries, i64 n, const Layout *layouts, i64 m, const u8 *body, i64 nbytes, i64 rows,
                               i64 dense_rows, i64 most, const i64 *fields, i64 num_fields, const i64 *bools) {
-    Table table = {entries, layouts, body, rows, NULL, 0, NULL};
+    Table table = {entries, layouts, body, rows, dense_rows, NULL};
     u8 *marks = calloc((size_t)n + 1, 3);
     Check check = {&table, nbytes, m, dense_rows, most, marks, marks + n + 1, bools ? 8 : 1};
     i64 bad = 0, found = marks ? 0 : 1;

@@ -19,7 +19,7 @@ from torch import Tensor
 from maskpack.core.bits import Words, address
 from maskpack.core.index import IntArray, SpanTable
 
-VERSION = 7
+VERSION = 8
 _LIBRARY = Path(__file__).with_name("_core.so")
 _REMEDY = "Install maskpack again (`pip install -e .` in a checkout), which compiles it."
 _A_THREAD = 1 << 26
@@ -46,10 +46,11 @@ _FUNCTIONS = {
     "write": 5,
     "encode": 12,
     "compress": 14,
-    "decode": 10,
+    "decode": 8,
+    "mark": 8,
     "store_layouts": 6,
     "read_layout": 7,
-    "split": 11,
+    "split": 12,
     "compact": 4,
     "check_layouts": 6,
     "check_fields": 12,
@@ -263,8 +264,10 @@ JOB = np.dtype(
 JOB_NUMBERS, MASK_NUMBERS, CUT_NUMBERS = JOB.itemsize // 8, 7, 3
 JOB_ROWS = FIELD.itemsize // 8 + ("padded", "layout", "items", "size", "rows").index("rows")
 """Where the rows of a JOB are among its numbers; `field.padded` and `field.packed` are the first two."""
-TARGET = np.dtype([("field", FIELD), ("padded", np.int64), ("entry", np.int64), ("rows", np.int64)])
-"""A field to be decoded."""
+TARGET = np.dtype([("field", FIELD), ("padded", np.int64), ("entry", np.int64), ("part", np.int64)])
+"""A field to be decoded, from one part; a packed one needs `packed`, `items`, `size` and `layout` of FIELD."""
+GIVEN = _struct("entries", "layouts", "body", "rows", "dense_rows", "marks", "taken", "places", "count")
+"""A part: a table; which of its rows are decoded, and which rows of the result they are; 0 for all in order."""
 KINDS = ("plain", "narrow", "blocks", "bitmap", "rle", "arange", "delta", "sparse", "dictionary", "columns", "concat")
 """The encodings, in the order of their numbers."""
 PLAIN, NARROW, BLOCKS, BITMAP, RLE, ARANGE, DELTA, SPARSE, DICTIONARY, COLUMNS, CONCAT = range(len(KINDS))
@@ -479,15 +482,32 @@ def number_jobs(jobs: Structs) -> None:
     jobs["first"][1:] = np.cumsum(2 + np.maximum(jobs["columns"], 1))[:-1]
 
 
-def decode(
-    targets: Structs, entries: Structs, layouts: IntArray, body: Words, rows: int, nbytes: int, kept: IntArray | None
-) -> None:
-    """Decodes fields to tensors of `nbytes` in all, which `targets`, TARGET [n], point to. `kept`: the rows that are
-    decoded, rising, of packed fields; None for all."""
-    some = (0, 0) if kept is None else (address(kept), kept.size)
-    places = address(targets), targets.size, address(entries), address(layouts), address(body), rows, *some
-    if _core.maskpack_decode(*places, nbytes >= _CACHE, threads_for(nbytes)):
+def decode(targets: Structs, parts: Structs, layouts: IntArray, rows: int, nbytes: int) -> None:
+    """Decodes fields to tensors of `nbytes` in all.
+
+    Args:
+        targets: TARGET [n], each after the one that it is near to.
+        parts: GIVEN [p], the rows of one body each.
+        layouts: the table of the layouts of the result.
+        rows: of the result.
+    """
+    places = address(targets), targets.size, address(parts), parts.size, address(layouts), rows
+    done = _core.maskpack_decode(*places, nbytes >= _CACHE, threads_for(nbytes))
+    if done == -2:
+        raise IndexError("maskpack: a row is decoded that its table does not have")
+    if done:
         raise MemoryError(_NO_MEMORY)
+
+
+def mark(entries: Structs, layouts: IntArray, body: Words, rows: int, dense_rows: int) -> IntArray:
+    """Where the rows of entries begin in their arrays, for `decode` of some rows and for `split`."""
+    table = address(entries), entries.size, address(layouts), address(body), rows, dense_rows
+    marks: IntArray = np.empty(0, np.int64)
+    while (used := _core.maskpack_mark(*table, address(marks), marks.size)) > marks.size:
+        marks = np.empty(used, np.int64)
+    if used < 0:
+        raise MemoryError(_NO_MEMORY)
+    return marks
 
 
 def cut(layout: HostLayout, low: int, width: int) -> HostLayout:
@@ -533,13 +553,14 @@ def read_layouts(stored: Structs, body: Words, rows: int) -> list[HostLayout]:
 
 
 def split(
-    entries: Structs, stored: Structs, layouts: IntArray, body: Words, rows: int, cuts: IntArray
+    entries: Structs, stored: Structs, layouts: IntArray, body: Words, rows: int, marks: IntArray, cuts: IntArray
 ) -> tuple[Structs, Structs]:
-    """The parts of the rows of a table between `cuts`, int64 [parts + 1]: ENTRY [parts, n] and STORED [parts, m]."""
+    """The parts of the rows of a table between `cuts`, int64 [parts + 1]: ENTRY [parts, n] and STORED [parts, m].
+    `marks` are those of the table."""
     parts = cuts.size - 1
     out, out_stored = np.empty((parts, entries.size), ENTRY), np.empty((parts, stored.size), STORED)
     table = address(entries), entries.size, address(stored), stored.size, address(layouts), address(body), rows
-    if _core.maskpack_split(*table, address(cuts), parts, address(out), address(out_stored)):
+    if _core.maskpack_split(*table, address(marks), address(cuts), parts, address(out), address(out_stored)):
         raise MemoryError(_NO_MEMORY)
     return out, out_stored
 
