@@ -253,7 +253,7 @@ class PackedBatch:
         """Returns the batch as the bytes of a valid safetensors file (docs/wire-format.md).
 
         Args:
-            allow_pickle: pickle Python objects that JSON cannot express, instead of raising MaskpackError. The reader
+            allow_pickle: pickle Python objects that are more than plain data, instead of raising MaskpackError. The reader
                 must allow it, too.
             checksum: add a checksum, which `from_bytes` verifies.
         """

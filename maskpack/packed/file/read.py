@@ -358,7 +358,7 @@ class _Reader:
             return objects.from_json(data, self._array)
         except WireFormatError:
             raise
-        except (ValueError, TypeError, ArithmeticError) as error:  # of keys: a list; numbers that cannot be compared
+        except ValueError as error:
             fail(self._call, f"{error}, in the object {brief(data)}", "one as to_bytes writes it")
 
     # ---------------------------------------------------------------- what must fit together

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def write(packed: PackedBatch, pickled: bool, with_objects: bool = True) -> tuple[Message, list[str]]:
-    """The message of a packed batch, and a name for each array. `pickled` allows objects that JSON cannot say;
+    """The message of a packed batch, and a name for each array. `pickled` allows objects that are more than plain data;
     without `with_objects` they are left out, to count bytes. Raises MaskpackError for an object that can't be said."""
     writer = _Writer()
     table = codec.as_sent(packed.table, packed.codec)
@@ -146,9 +146,9 @@ class _Writer:
             self._forget(before)
             if not pickled:
                 raise MaskpackError(
-                    f'PackedBatch: field "{show(form.path)}" holds {error}; expected what JSON can represent (numbers, '
-                    "text, lists, tuples, dicts, tensors), because pickles run code when they are read. Leave it out, "
-                    "or pass allow_pickle=True here and where it is read."
+                    f'PackedBatch: field "{show(form.path)}" holds {error}; expected plain data (None, bools, numbers, '
+                    "text, lists, tuples, dicts with text as keys, tensors, NumPy arrays), because pickles run code when "
+                    "they are read. Leave it out, or pass allow_pickle=True here and where it is read."
                 ) from error
         buffers: list[pickle.PickleBuffer] = []
         try:
