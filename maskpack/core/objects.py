@@ -334,8 +334,8 @@ class NotInJson(Exception):
 def to_json(data: Any, store: Callable[[Words], int]) -> Any:
     """Plain data as JSON; `store` stores the array of a stowed tensor and returns its number. Raises NotInJson.
 
-    Plain are None, bools, numbers, text, lists, tuples, dicts with text as keys, tensors, NumPy arrays and scalars. What
-    JSON has no exact form for becomes an object of one entry, named after its kind.
+    Plain are None, bools, numbers, text, lists, tuples, dicts with text as keys, tensors, NumPy arrays and scalars.
+    What JSON has no exact form for becomes an object of one entry, named after its kind.
     """
     items = 0
 

@@ -44,8 +44,7 @@ from maskpack.core import native, objects
 from maskpack.errors import LayoutError, WireFormatError
 from maskpack.fields.registry import HINTS
 from maskpack.packed import decode
-from maskpack.packed.file import codec
-from maskpack.packed.file import container as wire
+from maskpack.packed.file import codec, container
 
 GOLDEN = sorted(make.GOLDEN)
 
@@ -1526,13 +1525,13 @@ def test_the_reader_of_the_norm_reads_golden_files(name: str) -> None:
 def test_the_norm_names_every_constant() -> None:
     text = fuzz_wire.NORM.read_text()
     for part in (
-        f"at most 2^{wire.MAX_HEADER.bit_length() - 1},",
-        f"more than 2^{wire.FREE_BYTES.bit_length() - 1} bytes beyond",
+        f"at most 2^{container.MAX_HEADER.bit_length() - 1},",
+        f"more than 2^{container.FREE_BYTES.bit_length() - 1} bytes beyond",
         f"at most {codec.MOST} times as long",
         f"at most {objects.MOST_DIMS} sizes",
         f"at most {objects.MOST_DIMS} `dims`",
         f"and at most {objects.MOST_DEPTH};",
-        f"a list of 1 to {wire.MOST_PATH} names",
+        f"a list of 1 to {container.MOST_PATH} names",
         f"and {objects.ITEM_BYTES} bytes for each entry of a",
         f"{decode.MAX_BYTES >> 30} GiB unless it",
         f"At most {native.MOST_STEPS} steps",
