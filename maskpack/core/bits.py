@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from maskpack.core import memory as pool
 from maskpack.core.keys import Path, show
+from maskpack.core.memory import LEAST, memory
 from maskpack.errors import LayoutError
 
 Words = npt.NDArray[Any]
@@ -105,12 +105,12 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     if device.type != "cpu" or not math.prod(shape) or torch.compiler.is_compiling():  # an empty array has any strides
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     nbytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(pool.memory(nbytes).view(word_dtype(dtype.itemsize)).reshape(tuple(shape)))
+    return torch.from_numpy(memory(nbytes).view(word_dtype(dtype.itemsize)).reshape(tuple(shape)))
 
 
 def empty_of(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """`empty` of any dtype, on the CPU."""
-    if math.prod(shape) * dtype.itemsize < pool.LEAST:
+    if math.prod(shape) * dtype.itemsize < LEAST:
         return torch.empty(shape, dtype=dtype, device=_CPU)
     if dtype.itemsize == 16:
         return torch.view_as_complex(empty((*shape, 2), torch.int64, _CPU).view(torch.float64))

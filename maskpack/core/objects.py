@@ -2,8 +2,8 @@
 
     {"pixel_values": tensor, "n": 3}  --stowed-->  {"pixel_values": Stowed(words, ...), "n": 3}  --entry-->  tensors
 
-A stowed tensor is an array, which pickle protocol 5 does not copy; tensors with equal bits share one array. Objects
-that JSON can represent exactly are written as JSON, so that reading a file runs no code.
+A stowed tensor is an array, which pickle protocol 5 does not copy; tensors with equal bits share one array. Plain data
+is written as JSON, so that reading a file runs no code; all else needs a pickle.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -34,9 +33,6 @@ MOST_DIMS = 28
 addition."""
 MOST_DEPTH = 8
 """The largest depth of a stack of objects in a file: tensordict takes 2^depth steps to find the device of a stack."""
-MOST_COLLIDING, MOST_KEYS = 16, 1 << 15
-"""Limits of a dict in JSON: keys with equal hashes, and keys that are not text. Equal hashes make a dict slow, and are
-easy to construct for ints, floats and tuples; Python salts only the hashes of text."""
 ITEM_BYTES = 1 << 10
 """The assumed size of one entry of a NonTensorStack in bytes."""
 
@@ -332,14 +328,14 @@ def mapped(data: Any, leaf: Callable[[Any], Any], rows: bool = False) -> Any:
 
 
 class NotInJson(Exception):
-    """JSON cannot represent an object exactly."""
+    """An object is no plain data."""
 
 
 def to_json(data: Any, store: Callable[[Words], int]) -> Any:
-    """`data` as JSON; `store` stores the array of a stowed tensor and returns its number. Raises NotInJson.
+    """Plain data as JSON; `store` stores the array of a stowed tensor and returns its number. Raises NotInJson.
 
-    Dicts, tuples, special numbers, text that is not UTF-8 and tensors become objects of one entry, named after their
-    kind.
+    Plain are None, bools, numbers, text, lists, tuples, dicts with text as keys, tensors, NumPy arrays and scalars.
+    What JSON has no exact form for becomes an object of one entry, named after its kind.
     """
     items = 0
 
@@ -354,7 +350,9 @@ def to_json(data: Any, store: Callable[[Words], int]) -> Any:
         if item is None or kind is bool:
             return item
         if kind is str:
-            return item if is_text(item) else {"text": item.encode("utf-8", "surrogatepass").hex()}
+            if not is_text(item):
+                raise NotInJson("text with half a surrogate pair")
+            return item
         if kind is int:
             return item if -(2**63) <= item < 2**63 else {"int": hex(item)}
         if kind is float:
@@ -364,9 +362,9 @@ def to_json(data: Any, store: Callable[[Words], int]) -> Any:
         if kind is tuple:
             return {"tuple": [encoded(part, depth + 1) for part in item]}
         if kind is dict:
-            if problem := _wrong_keys(item):
-                raise NotInJson(problem)
-            return {"dict": [[encoded(key, depth + 1), encoded(value, depth + 1)] for key, value in item.items()]}
+            if not all(type(key) is str and is_text(key) for key in item):
+                raise NotInJson("a dict with other keys than text")
+            return {"dict": [[key, encoded(value, depth + 1)] for key, value in item.items()]}
         if kind is Stowed:
             return {"tensor" if item.tensor else "array": [store(item.words), item.dtype, list(item.shape)]}
         if isinstance(item, np.generic):
@@ -426,29 +424,13 @@ def _parts(items: list[Any], arrays: Callable[[Any], Words], depth: int) -> list
     return [from_json(item, arrays, depth + 1) for item in items]
 
 
-def _dict(items: list[Any], arrays: Callable[[Any], Words], depth: int) -> dict[Any, Any]:
-    if any(not isinstance(item, list) or len(cast("list[Any]", item)) != 2 for item in items):
-        raise ValueError("a dict entry without key and value")
-    keys = _parts([item[0] for item in items], _no_array, depth)
-    if problem := _wrong_keys(keys):
-        raise ValueError(problem)
-    out = dict(zip(keys, _parts([item[1] for item in items], arrays, depth), strict=True))
+def _dict(items: list[Any], arrays: Callable[[Any], Words], depth: int) -> dict[str, Any]:
+    if any(not isinstance(item, list) or len(cast("list[Any]", item)) != 2 or not is_text(item[0]) for item in items):
+        raise ValueError("a dict entry without a text as its key, and a value")
+    out = dict(zip([item[0] for item in items], _parts([item[1] for item in items], arrays, depth), strict=True))
     if len(out) != len(items):
         raise ValueError("a dict with one key twice")
     return out
-
-
-def _wrong_keys(keys: Iterable[Any]) -> str | None:
-    """The reason why a dict with these keys would be slow, or None."""
-    odd = [key for key in keys if type(key) is not str]
-    if len(odd) > MOST_KEYS:
-        return f"a dict with {len(odd)} keys that are not text, more than {MOST_KEYS}"
-    most = max(Counter(map(hash, odd)).values(), default=0)
-    return f"a dict with {most} keys of one hash, more than {MOST_COLLIDING}" if most > MOST_COLLIDING else None
-
-
-def _no_array(number: Any) -> Words:
-    raise ValueError("a tensor as the key of a dict")
 
 
 def _stowed(tensor: bool, items: list[Any], arrays: Callable[[Any], Words]) -> Stowed:
@@ -486,9 +468,9 @@ def _scalar(items: list[Any]) -> Any:
     return np.frombuffer(data, items[0])[0]
 
 
-def _from_hex(text: str, size: int | None = None) -> bytes:
+def _from_hex(text: str, size: int) -> bytes:
     data = bytes.fromhex(text)
-    if data.hex() != text or (size is not None and len(data) != size):
+    if data.hex() != text or len(data) != size:
         raise ValueError(f"{len(data)} bytes of hex; expected {size}, in lower case")
     return data
 
@@ -507,14 +489,7 @@ def _int(text: str) -> int:
     return number
 
 
-def _text(text: str) -> str:
-    decoded = _from_hex(text).decode("utf-8", "surrogatepass")
-    if is_text(decoded):
-        raise ValueError("a text that is a JSON string")
-    return decoded
-
-
-_SPECIAL: dict[str, Callable[[str], Any]] = {"float": _float, "int": _int, "text": _text}
+_SPECIAL: dict[str, Callable[[str], Any]] = {"float": _float, "int": _int}
 _NUMPY = tuple(
     ["bool", "float16", "float32", "float64", "complex64"]
     + [f"{sign}int{8 * size}" for sign in ("", "u") for size in (1, 2, 4, 8)]

@@ -41,7 +41,7 @@ from maskpack.fields.options import Options, Registry, Verify, kept_verify
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.nesting.survey import has_masks
 from maskpack.packed.batch import PackedBatch, Target, check_devices, compress
-from maskpack.packed.file import codec as codecs
+from maskpack.packed.file.codec import check_codec
 from maskpack.planning.plan import MicroBatchPlan
 from maskpack.planning.ranks import RankPlans, plan_ranks
 from maskpack.views.view import BatchView
@@ -111,7 +111,7 @@ class WorkerGroup:
     ) -> None:
         if not isinstance(actors, Iterable) or isinstance(actors, str | bytes | Mapping):
             raise MaskpackError(f"WorkerGroup: actors are {said(actors)}; expected a list of actor handles. Pass one.")
-        codecs.check(codec, "WorkerGroup")
+        check_codec(codec, "WorkerGroup")
         strict = strict_mask_nesting is True or strict_mask_nesting == "both"
         if not strict and strict_mask_nesting is not False:
             raise RegistryError(

@@ -36,17 +36,17 @@ from maskpack.nesting.coverage import check_strict
 from maskpack.nesting.nest import rows_only
 from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema, read_layouts, write_layouts
 from maskpack.nesting.survey import Survey, hidden, survey
-from maskpack.packed import pickling as pickles
 from maskpack.packed.batch_plan import BatchPlan, signature_of, with_pads
-from maskpack.packed.cuda import decode as staging
-from maskpack.packed.cuda import encode as encoding
+from maskpack.packed.cuda.decode import decode_on_device, pinned_memory
 from maskpack.packed.cuda.device_plan import DevicePlan
+from maskpack.packed.cuda.encode import OnDevice, encode_on_device, learn_forms
 from maskpack.packed.decode import MAX_BYTES, Decoder, decoded_nbytes, on, trimmed
-from maskpack.packed.file import codec as codecs
-from maskpack.packed.file import container as wire
-from maskpack.packed.file import read as reading
-from maskpack.packed.file import write as manifest
+from maskpack.packed.file.codec import check_codec
+from maskpack.packed.file.container import Pieces, file_bytes, read_message
+from maskpack.packed.file.read import read_batch
+from maskpack.packed.file.write import write_message
 from maskpack.packed.join import check_named, joined, narrowed, restricted
+from maskpack.packed.pickling import from_parts, to_parts
 from maskpack.packed.table import Encoded, Job, Table, encode, merge, plans, take, wholes_first
 
 Target = Literal["padded", "nested"]
@@ -239,13 +239,13 @@ class PackedBatch:
             raise LayoutError(
                 "PackedBatch.pin_memory: this process has no CUDA device; expected one. Decode the batch as it is."
             )
-        return replace(self, table=self.table.own().moved(staging.pinned_memory))
+        return replace(self, table=self.table.own().moved(pinned_memory))
 
     # ---------------------------------------------------------------- bytes
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """The schema, the table and its body, which protocol 5 sends out of band, and the Python objects."""
-        schema, kinds, table, records, body = pickles.write(self)
+        schema, kinds, table, records, body = to_parts(self)
         held: Any = pickle.PickleBuffer(body.data) if protocol >= 5 else body.tobytes()
         return _unpickled, (schema, kinds, table, records, held, self.objects, self.codec)
 
@@ -253,8 +253,8 @@ class PackedBatch:
         """Returns the batch as the bytes of a valid safetensors file (docs/wire-format.md).
 
         Args:
-            allow_pickle: pickle Python objects that JSON cannot express, instead of raising MaskpackError. The reader
-                must allow it, too.
+            allow_pickle: pickle Python objects that are more than plain data, instead of raising MaskpackError. The
+                reader must allow it, too.
             checksum: add a checksum, which `from_bytes` verifies.
         """
         return self._pieces(allow_pickle, checksum, "PackedBatch.to_bytes").joined()
@@ -280,7 +280,7 @@ class PackedBatch:
         call = "PackedBatch.from_bytes"
         flag(allow_pickle, "allow_pickle", call)
         _check_limit(max_bytes, call)
-        return reading.read(cls, wire.read(data, call), call, allow_pickle, max_bytes)
+        return read_batch(cls, read_message(data, call), call, allow_pickle, max_bytes)
 
     @classmethod
     def load(
@@ -306,12 +306,12 @@ class PackedBatch:
         flag(allow_pickle, "allow_pickle", "PackedBatch.load")
         flag(mmap, "mmap", "PackedBatch.load")
         _check_limit(max_bytes, "PackedBatch.load")
-        return reading.read(cls, wire.read(wire.loaded(file, mmap), call), call, allow_pickle, max_bytes)
+        return read_batch(cls, read_message(file_bytes(file, mmap), call), call, allow_pickle, max_bytes)
 
-    def _pieces(self, allow_pickle: bool, checksum: bool, call: str) -> wire.Pieces:
+    def _pieces(self, allow_pickle: bool, checksum: bool, call: str) -> Pieces:
         flag(allow_pickle, "allow_pickle", call)
         flag(checksum, "checksum", call)
-        return wire.Pieces(*manifest.write(self, allow_pickle), checksum=checksum)
+        return Pieces(*write_message(self, allow_pickle), checksum=checksum)
 
 
 def _dim_of_element(packed: PackedBatch, form: FieldForm, dim: Any, call: str) -> tuple[int, int]:
@@ -358,7 +358,7 @@ def _path(file: Any, call: str) -> str:
 
 
 def _unpickled(*parts: Any) -> PackedBatch:
-    return PackedBatch(*pickles.read(*parts))
+    return PackedBatch(*from_parts(*parts))
 
 
 # -------------------------------------------------------------------- in and out
@@ -397,7 +397,7 @@ def compress(
         raise LayoutError(
             "compress: the batch is a PackedBatch; expected a TensorDict. Use it as it is, or decompress it first."
         )
-    codecs.check(codec, "compress")
+    check_codec(codec, "compress")
     options = Options.of("compress", registry, pad_token_id, strict_mask_nesting, ignore_dense_fields, verify, on_loss)
     options = options.of_this_process()
     layouts = _layouts_of(like)
@@ -466,7 +466,7 @@ def decompress(
             f"fields, or pass max_bytes={size}."
         )
     check_devices({form.device or "cpu" for form in forms} if device is None else [device], "decompress")
-    ready = staging.decoded(packed, forms, format == "nested", device)
+    ready = decode_on_device(packed, forms, format == "nested", device)
     decoder = Decoder(packed, format == "nested", device, ready)
     decoder.decode(forms)
     entries = [(form.path, decoder.entry(form)) for form in forms]
@@ -505,7 +505,7 @@ def _encoded(found: Survey, codec: str | None, signature: Any, *, trusted: bool)
         if form.path not in found.deferred
     }
     row_pads = host_words(found.row_pads, found.row_pads)
-    away = encoding.encoded(tensors, values, row_pads, layouts, found.rows, dense_rows)
+    away = encode_on_device(tensors, values, row_pads, layouts, found.rows, dense_rows)
     done = [] if away is None else away.numbers
     rest = [number for number in range(len(tensors)) if number not in done]
     ready = {number: values[number] for number in rest if number in values}
@@ -533,7 +533,7 @@ def _encoded(found: Survey, codec: str | None, signature: Any, *, trusted: bool)
         if encoded is None:
             return None
     if encoded is not None and away is None:
-        encoding.learn(tensors, values, found.rows, encoded)
+        learn_forms(tensors, values, found.rows, encoded)
     table, pads = _together(away, encoded, rest, len(tensors))
     plan: Any = None
     if signature is not None and away is None and encoded is not None:
@@ -572,7 +572,7 @@ def _objects_of(batch: TensorDictBase, schema: Schema, options: Options) -> dict
 
 
 def _together(
-    away: encoding.OnDevice | None, encoded: Encoded | None, rest: Sequence[int], count: int
+    away: OnDevice | None, encoded: Encoded | None, rest: Sequence[int], count: int
 ) -> tuple[Table, list[int]]:
     """The table of all tensors, of which a device encoded some and the host the `rest`; and the number of the pad of
     each of them."""

@@ -191,7 +191,7 @@ def decoded(packed: PackedBatch, forms: Sequence[FieldForm], nested: bool) -> di
 
 
 @dataclass
-class Decoded:
+class DeviceFields:
     """Fields that a kernel has decoded on a device.
 
     Attributes:
@@ -212,12 +212,12 @@ class Decoder:
     once. The fields in `ready` are decoded already."""
 
     def __init__(
-        self, packed: PackedBatch, nested: bool, device: torch.device | str | None, ready: Decoded | None = None
+        self, packed: PackedBatch, nested: bool, device: torch.device | str | None, ready: DeviceFields | None = None
     ) -> None:
         self.nested = nested
         self._packed = packed
         self._device = device
-        self._ready = ready or Decoded()
+        self._ready = ready or DeviceFields()
         self._moved: dict[tuple[str, str], RowLayout] = {}
         self._tensors: dict[Path, Tensor] = {}
 

@@ -20,7 +20,7 @@ from maskpack.core.bits import Words, address
 from maskpack.core.objects import Objects
 from maskpack.fields.registry import Path
 from maskpack.nesting.schema import Schema
-from maskpack.packed.file import codec as codecs
+from maskpack.packed.file.codec import as_sent, compressed_arrays, restored_arrays
 from maskpack.packed.table import SLACK, Table
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _NAMES = 256
 """Schemas that are remembered."""
 
 
-class _Writer(pickle.Pickler):
+class _SchemaPickler(pickle.Pickler):
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, 5)
         self.kinds: list[type[Any]] = []
@@ -42,7 +42,7 @@ class _Writer(pickle.Pickler):
         return NotImplemented
 
 
-class _Reader(pickle.Unpickler):
+class _SchemaUnpickler(pickle.Unpickler):
     def __init__(self, stream: bytes, kinds: Sequence[type[Any]]) -> None:
         super().__init__(io.BytesIO(stream))
         self._kinds = kinds
@@ -62,17 +62,17 @@ def _kind(number: int) -> type[Any]:
 def _token(schema: Schema) -> tuple[bytes, tuple[type[Any], ...]]:
     """The bytes of a schema, and the tensorclasses that it names."""
     stream = io.BytesIO()
-    writer = _Writer(stream)
+    writer = _SchemaPickler(stream)
     writer.dump(schema)
     return stream.getvalue(), tuple(writer.kinds)
 
 
 @lru_cache(_NAMES)
 def _schema(token: bytes) -> Schema:
-    return _Reader(token, ()).load()
+    return _SchemaUnpickler(token, ()).load()
 
 
-def write(packed: PackedBatch) -> tuple[bytes, tuple[type[Any], ...], tuple[Any, ...], Any, Words]:
+def to_parts(packed: PackedBatch) -> tuple[bytes, tuple[type[Any], ...], tuple[Any, ...], Any, Words]:
     """The token of the schema, its tensorclasses, the table without its body, the records of the codec, the body."""
     table = packed.table.own(SLACK)
     token, kinds = _token(packed.schema)
@@ -80,8 +80,8 @@ def write(packed: PackedBatch) -> tuple[bytes, tuple[type[Any], ...], tuple[Any,
     line = table.rows, table.dense_rows, table.names, *(part.tobytes() for part in parts)
     body, records = table.body, None
     if packed.codec is not None:
-        table = codecs.as_sent(table, packed.codec)
-        arrays, squeezed = codecs.compressed(table.arrays())
+        table = as_sent(table, packed.codec)
+        arrays, squeezed = compressed_arrays(table.arrays())
         records = squeezed, [array.nbytes for array in arrays]
         body = np.concatenate([array.reshape(-1).view(np.uint8) for array in arrays] or [np.zeros(0, np.uint8)])
         line = (
@@ -93,7 +93,7 @@ def write(packed: PackedBatch) -> tuple[bytes, tuple[type[Any], ...], tuple[Any,
     return token, kinds, line, records, body
 
 
-def read(
+def from_parts(
     token: bytes,
     kinds: Sequence[type[Any]],
     line: tuple[Any, ...],
@@ -102,7 +102,7 @@ def read(
     objects: Mapping[Path, Objects],
     codec: str | None,
 ) -> tuple[Any, ...]:
-    """The attributes of the PackedBatch that `write` was given; its arrays are read-only views of the buffer."""
+    """The attributes of the PackedBatch that `to_parts` was given; its arrays are read-only views of the buffer."""
     body: Words = np.frombuffer(buffer, np.uint8)
     if address(body) % 8:
         body = np.array(body)
@@ -114,6 +114,6 @@ def read(
     if records is not None:
         squeezed, sizes = records
         arrays = np.split(body, np.cumsum(sizes)[:-1]) if sizes else []
-        table = table.with_arrays(codecs.restored(arrays, squeezed, "PackedBatch"))
-    schema = _Reader(token, kinds).load() if kinds else _schema(token)
+        table = table.with_arrays(restored_arrays(arrays, squeezed, "PackedBatch"))
+    schema = _SchemaUnpickler(token, kinds).load() if kinds else _schema(token)
     return rows, schema, table, objects, codec

@@ -34,9 +34,9 @@ from maskpack.nesting.response import SEQUENCE
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.batch import PackedBatch
 from maskpack.packed.decode import decoded, shape_in
-from maskpack.packed.file import codec as codecs
-from maskpack.packed.file import container as wire
-from maskpack.packed.file import write as manifest
+from maskpack.packed.file.codec import CODECS, as_sent, compressed_arrays
+from maskpack.packed.file.container import Pieces
+from maskpack.packed.file.write import write_message
 from maskpack.packed.table import Table
 
 _INTEGERS = {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
@@ -182,9 +182,9 @@ def figures(packed: PackedBatch, batch: TensorDictBase | None = None, *, left: b
         )
     if batch is not None:
         _check(batch, packed)
-    message, names = manifest.write(packed, True, with_objects=False)
-    pieces = wire.Pieces(message, names)
-    table = codecs.as_sent(packed.table, packed.codec)
+    message, names = write_message(packed, True, with_objects=False)
+    pieces = Pieces(message, names)
+    table = as_sent(packed.table, packed.codec)
     arrays = table.arrays()
     sent = [array.nbytes for array in (arrays if packed.codec is None else message.arrays[1:])][: len(arrays)]
     sizes = _sizes(table, sent)
@@ -192,8 +192,8 @@ def figures(packed: PackedBatch, batch: TensorDictBase | None = None, *, left: b
     if left and packed.codec is not None:
         gain = [0] * len(packed.tensors)
     elif left and importlib.util.find_spec("zstandard") is not None:
-        loose = codecs.as_sent(table, codecs.CODECS[0])
-        small = _sizes(loose, [array.nbytes for array in codecs.compressed(loose.arrays())[0]])
+        loose = as_sent(table, CODECS[0])
+        small = _sizes(loose, [array.nbytes for array in compressed_arrays(loose.arrays())[0]])
         gain = [own - other for own, other in zip(sizes.fields, small.fields, strict=True)]
     return Figures(
         packed.num_rows,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import enum
 import json
 import math
 import operator
@@ -82,42 +83,29 @@ def tensor_of(name: str, shape: tuple[int, ...] = (3, 2)) -> Tensor:
 # -------------------------------------------------------------------- stowing
 
 
-@pytest.mark.parametrize("name", TORCH_DTYPES)
-@pytest.mark.parametrize("shape", [(), (1,), (3, 2), (0,), (2, 0, 3), (1,) * 28])
-def test_tensors_of_every_dtype_and_shape(name: str, shape: tuple[int, ...]) -> None:
-    x = tensor_of(name, shape)
-    held = stow({"x": x})
-    assert isinstance(held.data["x"], Stowed)
-    assert exact(restored(held)) == exact({"x": x})
-    assert exact(through_json([x])) == exact([x])
+@pytest.mark.parametrize("shape", [(), (3, 2), (0,), (2, 0, 3), (1,) * 28])
+def test_tensors_and_arrays_of_every_dtype(shape: tuple[int, ...]) -> None:
+    for name in TORCH_DTYPES:
+        x = tensor_of(name, shape)
+        held = stow({"x": x})
+        assert isinstance(held.data["x"], Stowed)
+        assert exact(restored(held)) == exact({"x": x})
+        assert exact(through_json([x])) == exact([x])
+        if name in NUMPY_DTYPES:
+            assert exact(restored(stow(x.numpy()))) == exact(x.numpy())
+            assert exact(through_json((x.numpy(),))) == exact((x.numpy(),))
 
 
-@pytest.mark.parametrize("name", NUMPY_DTYPES)
-@pytest.mark.parametrize("shape", [(), (1,), (3, 2), (0,), (2, 0, 3)])
-def test_arrays_of_every_dtype_and_shape(name: str, shape: tuple[int, ...]) -> None:
-    rng = np.random.default_rng(0)
-    raw = rng.integers(0, 2 if name == "bool" else 256, (math.prod(shape), np.dtype(name).itemsize)).astype(np.uint8)
-    x = raw.view(name).reshape(shape) if raw.size else np.zeros(shape, name)
-    held = stow([x])
-    assert isinstance(held.data[0], Stowed)
-    assert exact(restored(held)) == exact([x])
-    assert exact(through_json((x,))) == exact((x,))
-
-
-def test_words_are_copies_that_nobody_may_write() -> None:
-    x, y = torch.arange(3), np.arange(4)
-    held = stow([x, y])
-    x.zero_()
-    y[:] = 0
-    assert restored(held)[0].tolist() == [0, 1, 2]
-    assert restored(held)[1].tolist() == [0, 1, 2, 3]
-    for item in held.data:
-        assert not item.words.flags.writeable
-    first, second = restored(held), restored(held)
-    first[0].zero_()
-    first[1][:] = 0
-    assert second[0].tolist() == [0, 1, 2]
-    assert restored(held)[1].tolist() == [0, 1, 2, 3]
+def test_what_is_stowed_is_a_copy_that_nobody_may_write() -> None:
+    data = {"tensor": torch.arange(3), "array": np.arange(4), "list": [1, (2, "x")]}
+    want = exact(data)
+    held = stow(data)
+    assert not held.data["tensor"].words.flags.writeable
+    for items in (data, restored(held)):
+        items["tensor"].zero_()
+        items["array"][:] = 0
+        items["list"].append(5)
+        assert exact(restored(held)) == want
 
 
 def test_strides_conjugates_and_negatives() -> None:
@@ -156,25 +144,6 @@ def test_equal_tensors_share_words_and_stay_two() -> None:
     assert back[3].shape == (5, 1)
 
 
-def test_bits_that_are_equal_by_value_only_are_two() -> None:
-    held = stow([torch.tensor([0.0]), torch.tensor([-0.0]), torch.tensor([0.0])])
-    assert held.data[0].words is held.data[2].words
-    assert held.data[0].words is not held.data[1].words
-    assert math.copysign(1, restored(held)[1].item()) == -1
-
-
-def test_dicts_and_lists_are_copies() -> None:
-    shared = {"c": None}
-    data = {"a": [1, (2, "x")], "b": shared, "again": shared}
-    mixed = {"a": data, "x": torch.ones(1)}
-    held = stow(mixed).data
-    assert held["a"] == data
-    assert held["a"] is not data
-    assert held["a"]["a"] is not data["a"]
-    assert held["a"]["b"] is held["a"]["again"] is not shared, "what was shared is shared"
-    assert type(mixed["x"]) is Tensor, "the caller's dict is not changed"
-
-
 def test_cycles_are_left_as_they_are() -> None:
     loop: list[Any] = [torch.ones(1)]
     loop.append(loop)
@@ -189,33 +158,20 @@ def test_cycles_are_left_as_they_are() -> None:
         objects.to_json(loop, lambda _: 0)
 
 
-def nest(depth: int, leaf: Any, kind: Any = list) -> Any:
+@pytest.mark.parametrize("kind", ["list", "tuple", "dict"])
+@pytest.mark.parametrize("depth", [63, 64, 65, 500])
+def test_nesting_has_a_bound(kind: str, depth: int) -> None:
+    data: Any = torch.arange(2)
+    said: Any = 1
     for _ in range(depth):
-        leaf = kind([leaf]) if kind is not dict else {"k": leaf}
-    return leaf
-
-
-@pytest.mark.parametrize("kind", [list, tuple, dict])
-@pytest.mark.parametrize("depth", [0, 1, 63, 64])
-def test_nesting_up_to_the_bound(kind: Any, depth: int) -> None:
-    data = nest(depth, torch.arange(2), kind)
-    assert exact(restored(stow(data))) == exact(data)
-    assert exact(through_json(data)) == exact(data)
-
-
-@pytest.mark.parametrize("kind", [list, tuple, dict])
-@pytest.mark.parametrize("depth", [65, 66, 500, 100_000])
-def test_nesting_beyond_the_bound(kind: Any, depth: int) -> None:
-    data = nest(depth, torch.arange(2), kind)
+        data = {"list": lambda x: [x], "tuple": lambda x: (x,), "dict": lambda x: {"k": x}}[kind](data)
+        said = {"list": [said], "tuple": {"tuple": [said]}, "dict": {"dict": [["k", said]]}}[kind]
+    if depth <= 64:
+        assert exact(restored(stow(data))) == exact(through_json(data)) == exact(data)
+        return
     assert stow(data).data is data
     with pytest.raises(objects.NotInJson, match="nested too deep"):
         objects.to_json(data, lambda _: 0)
-    plain = nest(min(depth, 500), 1, kind)
-    with pytest.raises(objects.NotInJson, match="nested too deep"):
-        objects.to_json(plain, lambda _: 0)
-    said = 1
-    for _ in range(min(depth, 500)):
-        said = {"dict": [["k", said]]} if kind is dict else {"tuple": [said]} if kind is tuple else [said]
     with pytest.raises(ValueError, match="nested too deep"):
         objects.from_json(said, lambda _: np.zeros(0))
 
@@ -268,6 +224,9 @@ def test_subclasses_are_left_alone() -> None:
         {x},
         b"bytes",
         1j,
+        np.str_("x"),
+        np.longdouble(1),
+        enum.IntEnum("Number", "one").one,
     ]
     held = stow(items)
     assert all(map(operator.is_, held.data, items))
@@ -276,53 +235,14 @@ def test_subclasses_are_left_alone() -> None:
             objects.to_json([item], lambda _: 0)
 
 
-def test_bools_and_ints_of_subclasses_are_not_said() -> None:
-    class Number(int):
-        pass
-
-    class Text(str):
-        pass
-
-    for item in (Number(3), Text("x"), Point(1), Words([1]), np.str_("x")):
-        with pytest.raises(objects.NotInJson):
-            objects.to_json(item, lambda _: 0)
+@pytest.mark.parametrize("item", ["\ud800", {"\udfff": 1}, {1: 2}, {None: 2}, {(): 2}, {b"k": 1}], ids=repr)
+def test_text_and_keys_that_are_no_plain_data(item: Any) -> None:
+    assert exact(restored(stow([item]))) == exact([item])
+    with pytest.raises(objects.NotInJson, match=r"text with half a surrogate pair|a dict with other keys than text"):
+        objects.to_json([item], lambda _: 0)
 
 
 # -------------------------------------------------------------------- JSON
-
-
-SAID = {
-    "none": None,
-    "bools": [True, False],
-    "zero": [0.0, -0.0, 0, False],
-    "floats": [0.1, 1e16, 1e-7, 1.7976931348623157e308, 5e-324, -2.5, 1 / 3],
-    "infinite": [math.inf, -math.inf],
-    "ints": [0, -1, 2**53 + 1, 2**63 - 1, -(2**63), 2**63, -(2**63) - 1, 10**5000, -(10**5000)],
-    "texts": ["", "a", "é", '\0\x1f"\\/', "\u2028", "😀", "\ud800", "a\udfff", "\ud83d\ude00", "\ude00\ud83d"],
-    "lists": [[], [[]], [1, [2, [3]]]],
-    "tuples": [(), ((),), (1, (2, [3]))],
-    "dicts": [{}, {"a": 1, "b": {"a": 1}}, {1: 2, "1": 3, 1.5: 4, None: 5, False: 6}],
-    "keys": {(1, "a"): 1, (1, ("b", None)): 2, (): 3, "\ud800": 4, -0.0: 5, 2**70: 6},
-    "order": {"b": 1, "a": 2, "c": 0},
-    "words that look like ours": {"tensor": [0, "int64", [3]], "dict": [], "float": "inf", "tuple": [1]},
-    "scalars": [np.float32(0.1), np.int64(3), np.bool_(True), np.complex64(1 - 0j), np.float64(-0.0), np.uint8(0)],
-    "scalar keys": {np.int64(3): 1, np.float32(2.5): 2},
-}
-
-
-@pytest.mark.parametrize("name", SAID)
-def test_json_is_exact(name: str) -> None:
-    assert exact(through_json(SAID[name])) == exact(SAID[name])
-
-
-@pytest.mark.parametrize(
-    "bits", ["000000000000f87f", "000000000000f8ff", "010000000000f87f", "efbeadde0000f8ff", "0100000000000cfc"]
-)
-def test_floats_by_their_bits(bits: str) -> None:
-    (number,) = struct.unpack("<d", bytes.fromhex(bits))
-    back = through_json([number, {number: 1}])
-    assert struct.pack("<d", back[0]) == struct.pack("<d", number)
-    assert struct.pack("<d", next(iter(back[1]))) == struct.pack("<d", number)
 
 
 _leaves = st.one_of(
@@ -330,13 +250,13 @@ _leaves = st.one_of(
     st.booleans(),
     st.integers(),
     st.floats(width=64),
-    st.text(st.characters(), max_size=4),
-    st.text(st.sampled_from("\ud800\udbff\udc00\udfffa"), max_size=4),
+    st.sampled_from([2**53 + 1, 2**63, -(2**63) - 1, 10**4000, -0.0, 5e-324]),
+    st.text(max_size=4),
     st.sampled_from(NUMPY_DTYPES).flatmap(lambda name: npst.from_dtype(np.dtype(name))),
     st.sampled_from(NUMPY_DTYPES).flatmap(lambda name: npst.arrays(name, npst.array_shapes(min_side=0, max_side=3))),
     st.sampled_from(TORCH_DTYPES).map(tensor_of),
 )
-_keys = st.one_of(st.integers(-3, 3), st.text(max_size=2), st.booleans(), st.tuples(st.integers(0, 2)), st.floats(0, 1))
+_keys = st.one_of(st.text(max_size=2), st.sampled_from(["tensor", "dict", "float", "tuple"]))
 _data = st.recursive(
     _leaves,
     lambda inner: st.one_of(
@@ -356,20 +276,6 @@ def test_any_object(data: Any) -> None:
     assert exact(restored(again)) == exact(data)
 
 
-def test_scalars_that_have_no_name_of_their_own() -> None:
-    """numpy has two types for one size of integer; the one that `np.dtype(name)` does not give is not said."""
-    for kind in (np.longlong, np.intc, np.int_, np.ulonglong):
-        item = kind(1)
-        if type(item) is np.dtype(item.dtype.name).type:
-            assert exact(through_json(item)) == exact(item)
-        else:
-            with pytest.raises(objects.NotInJson):
-                objects.to_json(item, lambda _: 0)
-    for item in (np.datetime64("2020-01-01"), np.complex128(1), np.longdouble(1), np.bytes_(b"x"), np.void(b"x")):
-        with pytest.raises(objects.NotInJson):
-            objects.to_json(item, lambda _: 0)
-
-
 # -------------------------------------------------------------------- rows
 
 
@@ -385,6 +291,10 @@ def test_rows_follow() -> None:
     assert back.tolist() == ["c", "a", "c"]
     assert exact(held.take(range(1, 2)).entry((1,)).tolist()) == exact([[torch.ones(1)]])
     assert held.data[0] == "a", "nothing was changed"
+    deep = Objects.of(NonTensorStack(stack(1, 2, 3), stack(4, 5, 6)))
+    assert deep.depth == 2
+    assert deep.entry((2, 3)).tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert deep.take([1]).entry((1, 3)).tolist() == [[4, 5, 6]]
 
 
 def test_batch_wide_objects_stay() -> None:
@@ -392,15 +302,6 @@ def test_batch_wide_objects_stay() -> None:
     assert held.take([0]) is held
     assert held.take([]).entry((0,)).batch_size == (0,)
     assert Objects.of("plain").data == "plain"
-
-
-def test_stacks_below_further_batch_dims() -> None:
-    deep = NonTensorStack(stack(1, 2, 3), stack(4, 5, 6))
-    held = Objects.of(deep)
-    assert held.depth == 2
-    assert held.entry((2, 3)).tolist() == [[1, 2, 3], [4, 5, 6]]
-    assert held.entry((2, 3)).batch_size == (2, 3)
-    assert held.take([1]).entry((1, 3)).tolist() == [[4, 5, 6]]
 
 
 @pytest.mark.parametrize("sizes", [(0,), (0, 2), (0, 2, 3), (2, 0), (2, 0, 3)])
@@ -445,13 +346,10 @@ def test_tensors_come_to_the_host() -> None:
     assert seen["a"][1] is here
     assert (seen["a"][2][1], seen["c"], seen["meta"]) == ("x", {1, 2}, data["meta"])
     assert type(data["b"]) is type(data["a"][0]) is Far
-
-
-def test_what_is_on_the_host_is_left_alone() -> None:
-    loop: list[Any] = [torch.ones(2), 3, "x", None, {"y": (1.0, torch.empty(2, device="meta"))}]
+    loop: list[Any] = [here, 3, {"y": (1.0, data["meta"])}]
     loop.append(loop)
-    for data in (loop, None, 5, torch.ones(1), TensorDict({"x": torch.ones(2)}, batch_size=[2])):
-        assert on_host(data) is data
+    for near in (loop, None, here, TensorDict({"x": here}, batch_size=[2])):
+        assert on_host(near) is near
 
 
 @pytest.mark.parametrize("plain", [True, False])

@@ -12,6 +12,7 @@ import torch
 from samples import PAD, assert_same, rollout
 
 import maskpack as mp
+from maskpack.core import bits
 from maskpack.core import memory as pools
 from maskpack.core.memory import Pool, memory
 
@@ -125,7 +126,8 @@ def test_a_pool_may_go_before_its_blocks():
 
 
 def test_decoding_into_what_was_used_before_is_exact(monkeypatch):
-    monkeypatch.setattr(pools, "LEAST", 1)
+    for module in (pools, bits):
+        monkeypatch.setattr(module, "LEAST", 1)
     pool, batch = Pool(), rollout(holes=True)
     packed = mp.compress(batch, pad_token_id=PAD)
     places = []

@@ -249,10 +249,11 @@ def dtypes() -> Golden:
     return Golden(batch, {"registry": specs | {"mask": MaskNestingSpec("mask")}})
 
 
-def objects() -> Golden:
+def plain_objects() -> Golden:
+    """None, bools, numbers, text, lists, tuples, dicts, tensors, NumPy arrays and scalars."""
     every = [None, True, False, 0, -1, 2**63 - 1, -(2**63), 2**63, -(10**40), 0.0, -0.0, 0.1, 1e300, 5e-324]
-    every += [math.inf, -math.inf, NAN, "", 'täxt\n"\\ 😀', "\ud83d\ude00", "\udc00", [], (), {}, [[]], ((1,), [2])]
-    every += [{1: "a", "1": "b", (2, "x"): [3.5], None: (), 2.5: None, True + 1: False}]
+    every += [math.inf, -math.inf, NAN, "", 'täxt\n"\\ 😀', [], (), {}, [[]], ((1,), [2])]
+    every += [{"b": "a", "a": {"": [3.5]}, "ü": None}]
     scalars = [np.float32(0.1), np.float64(-0.0), np.int8(-3), np.uint64(2**64 - 1), np.bool_(True), np.float16(7)]
     scalars += [np.complex64(1 - 2j), np.int64(5)]
     image = torch.arange(6, dtype=torch.float32).view(2, 3)
@@ -390,7 +391,7 @@ GOLDEN: dict[str, Callable[[], Golden]] = {
         rollout,
         forms,
         dtypes,
-        objects,
+        plain_objects,
         pickled,
         rootless,
         no_rows,

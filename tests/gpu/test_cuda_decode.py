@@ -58,7 +58,7 @@ def assert_same(seen: TensorDict, want: TensorDict) -> None:
 def assert_decodes(packed: PackedBatch, *names: Any) -> None:
     """Every tensor by the kernel, bit for bit as on the host."""
     for layout in LAYOUTS:
-        made = staging.decoded(packed, packed.schema.forms, layout == "nested", "cuda")
+        made = staging.decode_on_device(packed, packed.schema.forms, layout == "nested", "cuda")
         assert set(made.entries) == set(packed.numbers)
         seen = decompress(packed, *names, format=layout, device="cuda")
         assert_same(seen, decompress(packed, *names, format=layout, device="cpu"))
@@ -257,7 +257,7 @@ def test_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = packed_of()
     monkeypatch.setenv("MASKPACK_TRITON", "0")
     for layout in LAYOUTS:
-        assert not staging.decoded(packed, packed.schema.forms, layout == "nested", "cuda").entries
+        assert not staging.decode_on_device(packed, packed.schema.forms, layout == "nested", "cuda").entries
         seen = decompress(packed, format=layout, device="cuda")
         assert_same(seen, decompress(packed, format=layout, device="cpu"))
 

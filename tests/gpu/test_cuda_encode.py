@@ -14,6 +14,7 @@ from tensordict import TensorDict
 
 from maskpack import compress, decompress, nest_batch_by_mask
 from maskpack.nesting.schema import LAYOUTS
+from maskpack.packed import batch as packing
 from maskpack.packed import table as tables
 from maskpack.packed.cuda import encode as encoding
 from maskpack.packed.cuda.device_plan import DevicePlan
@@ -30,8 +31,8 @@ def test_workloads(monkeypatch: pytest.MonkeyPatch, variant: str, nested: bool) 
     done: list[encoding.OnDevice | None] = []
     plans: list[bool] = []
     encoded = 0
-    of_fields, of_plan = encoding.encoded, DevicePlan.encoded
-    monkeypatch.setattr(encoding, "encoded", lambda *given: (done.append(of_fields(*given)), done[-1])[1])
+    of_fields, of_plan = encoding.encode_on_device, DevicePlan.encoded
+    monkeypatch.setattr(packing, "encode_on_device", lambda *given: (done.append(of_fields(*given)), done[-1])[1])
 
     def planned(plan: DevicePlan, batch: TensorDict) -> Any:
         found = of_plan(plan, batch)

@@ -39,16 +39,16 @@ def lines(dtype: str, size: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def round_trip(arrays: list[np.ndarray]) -> tuple[list[np.ndarray], list[Any]]:
-    small, records = codec.compressed(arrays)
-    return codec.restored(small, records, "test"), records
+    small, records = codec.compressed_arrays(arrays)
+    return codec.restored_arrays(small, records, "test"), records
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
 def test_every_dtype_and_size(dtype: str, size: int) -> None:
     arrays = list(lines(dtype, size).values())
-    small, records = codec.compressed(arrays)
-    back = codec.restored(small, records, "test")
+    small, records = codec.compressed_arrays(arrays)
+    back = codec.restored_arrays(small, records, "test")
     assert [array.dtype for array in back] == [np.dtype(dtype)] * len(arrays)
     assert [array.tolist() for array in back] == [array.tolist() for array in arrays]
     assert all(now.nbytes <= before.nbytes for now, before in zip(small, arrays, strict=True))
@@ -56,7 +56,7 @@ def test_every_dtype_and_size(dtype: str, size: int) -> None:
 
 def test_shuffle_by_plain_loops() -> None:
     line = (np.arange(1000) * 7).astype(np.int64)
-    (small,), records = codec.compressed([line])
+    (small,), records = codec.compressed_arrays([line])
     assert records == [["i8", 1000]]
     frame = zstandard.get_frame_parameters(small.tobytes())
     assert frame.content_size == 8000
@@ -68,7 +68,7 @@ def test_shuffle_by_plain_loops() -> None:
 def test_what_does_not_shrink_stays_as_it_is() -> None:
     noise = np.random.default_rng(0).integers(0, 256, 5000).astype(np.uint8)
     short = np.zeros(60, np.int64)
-    small, records = codec.compressed([noise, short])
+    small, records = codec.compressed_arrays([noise, short])
     assert records == [None, None]
     assert small[0] is noise
     assert small[1] is short
@@ -78,9 +78,9 @@ def test_what_does_not_shrink_stays_as_it_is() -> None:
 def test_what_shrinks_to_almost_nothing(size: int) -> None:
     """The bound is that of a message, whose writer pays for it."""
     line = np.zeros(size, np.int64)
-    (small,), records = codec.compressed([line])
+    (small,), records = codec.compressed_arrays([line])
     assert records == [["i8", size]]
-    assert codec.restored([small], records, "test")[0].tobytes() == line.tobytes()
+    assert codec.restored_arrays([small], records, "test")[0].tobytes() == line.tobytes()
     assert codec.size_of(records) == line.nbytes
 
 

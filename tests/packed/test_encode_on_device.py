@@ -20,6 +20,7 @@ from maskpack import MaskNestingSpec, PackedBatch, compress, decompress, nest_ba
 from maskpack.errors import LayoutError
 from maskpack.nesting.schema import LAYOUTS
 from maskpack.nesting.verify import Verifier
+from maskpack.packed import batch as packing
 from maskpack.packed import table as tables
 from maskpack.packed.cuda import device_plan
 from maskpack.packed.cuda import encode as encoding
@@ -45,9 +46,9 @@ class Seen:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.done: list[encoding.OnDevice | None] = []
-        whole = encoding.encoded
+        whole = encoding.encode_on_device
         monkeypatch.setattr(encoding, "uses_triton", lambda device, call: True)
-        monkeypatch.setattr(encoding, "encoded", lambda *given: self._kept(whole(*given)))
+        monkeypatch.setattr(packing, "encode_on_device", lambda *given: self._kept(whole(*given)))
 
     def _kept(self, found: encoding.OnDevice | None) -> encoding.OnDevice | None:
         self.done.append(found)

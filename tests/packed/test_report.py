@@ -21,7 +21,7 @@ from strategies import Case, batches
 from tensordict import NonTensorData, TensorDict
 
 import maskpack as mp
-from maskpack.packed.file import codec as codecs
+from maskpack.packed.file.codec import as_sent
 from maskpack.packed.sizes import fields, figures, report, to_json
 from maskpack.tools.inspector import chart
 
@@ -51,7 +51,7 @@ def naive_wire(packed):
     for name, entry in header.items():
         begin, end = entry["data_offsets"]
         sent[int(name.partition(".")[0])] = end - begin
-    table = codecs.as_sent(packed.table, packed.codec)
+    table = as_sent(packed.table, packed.codec)
     plain = dataclasses.replace(packed, table=table, codec=None).to_bytes()
     size, header = header_of(plain)
     begin, end = header["0.table"]["data_offsets"]

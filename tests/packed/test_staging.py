@@ -315,7 +315,7 @@ def test_offsets_are_shared_and_values_are_not() -> None:
 
 @kernel_test
 def test_batches_of_a_kind_share_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipes, "recipes", known := Latest[recipes.Recipe]())
+    monkeypatch.setattr(recipes, "recipes", known := Latest[recipes.DecodeRecipe]())
     packed = small("negative-zeros")
     for rows in (packed[:1], packed, packed[1:3], packed[:0]):
         assert_decodes(rows)

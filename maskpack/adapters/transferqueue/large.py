@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from maskpack.core import native
 from maskpack.core.bits import Words
-from maskpack.packed.file import codec as codecs
+from maskpack.packed.file.codec import compressed_arrays, restored_arrays
 
 _PALETTE_WORD = 4
 
@@ -37,7 +37,7 @@ def encoded(tensors: Mapping[bytes, Words], codec: str | None) -> dict[bytes, La
         arrays = (words,) if found is None else found
         records: tuple[Any, ...] = (None,) * len(arrays)
         if codec is not None:
-            arrays, records = map(tuple, codecs.compressed(arrays))
+            arrays, records = map(tuple, compressed_arrays(arrays))
         out[digest] = Large(arrays, records)
     return out
 
@@ -48,6 +48,6 @@ def decoded(stored: Mapping[bytes, Large]) -> dict[bytes, Words]:
     for digest, large in stored.items():
         arrays = list(large.arrays)
         if any(record is not None for record in large.records):
-            arrays = codecs.restored(arrays, large.records, "get_data")
+            arrays = restored_arrays(arrays, large.records, "get_data")
         out[digest] = arrays[0] if len(arrays) == 1 else arrays[1].take(arrays[0])
     return out

@@ -48,7 +48,7 @@ from maskpack.adapters.transferqueue.server import (
 from maskpack.adapters.transferqueue.unit import check_digest, digest_of
 from maskpack.core.bits import Words
 from maskpack.errors import MaskpackError, StorageError
-from maskpack.packed.file import codec as codecs
+from maskpack.packed.file.codec import check_codec
 
 NAME = "Maskpack"
 _BLOCK = 64
@@ -75,7 +75,7 @@ def start(conf: Any) -> list[Any]:
             f"transfer_queue.init: backend.{NAME} has {seen}; expected some of {sorted(_OPTIONS)}, with at least one "
             "storage unit. Correct the configuration."
         )
-    codecs.check(codec, "transfer_queue.init")
+    check_codec(codec, "transfer_queue.init")
     resource = given.get("required_node_resource")
     secret = token_bytes(32)
     units = start_units(strategies_of_nodes(count, required_node_resource=resource), secret)

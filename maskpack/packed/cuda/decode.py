@@ -31,8 +31,8 @@ from maskpack.layout.jagged import jagged_all
 from maskpack.layout.span_table import LINE, lines_of
 from maskpack.nesting.schema import FieldForm, most_lines
 from maskpack.nesting.signs import with_signs
-from maskpack.packed.cuda.jobs import Recipe, recipe_of
-from maskpack.packed.decode import Decoded, pad_table_of, shapes_of
+from maskpack.packed.cuda.jobs import DecodeRecipe, recipe_of
+from maskpack.packed.decode import DeviceFields, pad_table_of, shapes_of
 from maskpack.packed.table import SLACK, Table
 
 if TYPE_CHECKING:
@@ -44,11 +44,11 @@ _LARGE = 1 << 20
 """Bodies of at least this many bytes are copied by torch, in several threads."""
 
 
-def decoded(
+def decode_on_device(
     packed: PackedBatch, forms: Iterable[FieldForm], nested: bool, device: torch.device | str | None
-) -> Decoded:
+) -> DeviceFields:
     """The fields of `forms` that a kernel decodes; all others are left out."""
-    out = Decoded()
+    out = DeviceFields()
     homes: dict[torch.device | str, list[FieldForm]] = {}
     for form in forms:
         if form.dtype is not None:
@@ -62,7 +62,13 @@ def decoded(
 
 
 def _decode(
-    packed: PackedBatch, forms: Sequence[FieldForm], nested: bool, device: torch.device, out: Decoded, *, whole: bool
+    packed: PackedBatch,
+    forms: Sequence[FieldForm],
+    nested: bool,
+    device: torch.device,
+    out: DeviceFields,
+    *,
+    whole: bool,
 ) -> None:
     """Adds the fields of one device, those that the kernel can decode; `whole`: the batch lies there too."""
     numbers = [packed.numbers[form.path] for form in forms]
@@ -81,7 +87,7 @@ def _decode(
         if form.layout is not None and (nested or form.kind == "jagged"):
             jagged.setdefault(form.layout, []).append(form.path)
     plain = all(form.pads != (ANY_ZERO,) for form in forms)  # the lines of rows have no signs behind them
-    kept = _Kept(packed, recipe.constants, forms if nested and whole and plain else None)
+    kept = _FirstTables(packed, recipe.constants, forms if nested and whole and plain else None)
     tensors = [_new(shape, dtype, device) for shape, dtype in shapes_of(packed, recipe.forms, nested)]
     own = _run(recipe, packed, table, not nested, staged, kept.tables, tensors, bool(jagged or kept.has_layouts))
     values = dict(zip([form.path for form in recipe.forms], tensors, strict=True))
@@ -113,7 +119,7 @@ def _new(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tens
 
 
 def _run(
-    recipe: Recipe,
+    recipe: DecodeRecipe,
     packed: PackedBatch,
     table: Table,
     padded: bool,
@@ -154,7 +160,7 @@ def _run(
 # -------------------------------------------------------------------- what tensors given out keep
 
 
-class _Kept:
+class _FirstTables:
     """The first tables of a batch, which a nested batch keeps; the kernel copies them to memory of their own.
 
     Attributes:

@@ -26,7 +26,7 @@ from maskpack.core.keys import Path
 from maskpack.core.native import Structs
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import FieldForm
-from maskpack.packed.cuda import encode_job as job
+from maskpack.packed.cuda import encode_job
 from maskpack.packed.cuda.encode_job import ODD, Stat, Unit
 from maskpack.packed.table import Encoded, Table, device_forms, stored_alone, wholes_first
 
@@ -35,7 +35,7 @@ _WRITTEN_HERE = {
     *(native.SPARSE, native.CONCAT),
 }
 _UNKNOWN = -1
-MOST = (1 << 31) - 2 * job.CHUNK
+MOST = (1 << 31) - 2 * encode_job.CHUNK
 """Words of a row that the kernels can count."""
 _A_LOOK = 64
 """One in so many batches is encoded on the host, which looks for better forms."""
@@ -64,7 +64,7 @@ class _Form(NamedTuple):
         return cls(kind, int(entry["number"]), 0, int(entry["a"]["size"]))
 
 
-class Recipe(NamedTuple):
+class EncodeRecipe(NamedTuple):
     """What the kernels are told of some fields of all batches of one kind.
 
     Attributes:
@@ -85,7 +85,7 @@ class Recipe(NamedTuple):
 
 
 @dataclass
-class Forms:
+class KnownForms:
     """How the fields of a batch were encoded on the host.
 
     Attributes:
@@ -107,10 +107,10 @@ class Forms:
     uses: int = 0
     misses: dict[int, int] = field(default_factory=dict[int, int])
     stale: bool = False
-    _recipes: dict[Any, Recipe] = field(default_factory=dict[Any, Recipe])
+    _recipes: dict[Any, EncodeRecipe] = field(default_factory=dict[Any, EncodeRecipe])
 
     @classmethod
-    def of(cls, encoded: Encoded) -> Forms:
+    def of(cls, encoded: Encoded) -> KnownForms:
         """The forms of a batch that the host encoded."""
         (jobs, order, names), table = encoded.jobs, encoded.table
         kinds = jobs["form"]["kind"].tolist()
@@ -135,13 +135,13 @@ class Forms:
             self.misses[place] = self.misses.get(place, 0) + 1
             self.stale |= self.misses[place] == 1
 
-    def renewed(self, encoded: Encoded) -> Forms:
+    def renewed(self, encoded: Encoded) -> KnownForms:
         """The forms of a later batch, which the host encoded."""
-        new = Forms.of(encoded)
+        new = KnownForms.of(encoded)
         new.misses = self.misses if self.stale else {}
         return new
 
-    def recipe(self, tensors: Iterable[int], layouts: Iterable[str], rows: int, dense_rows: int) -> Recipe:
+    def recipe(self, tensors: Iterable[int], layouts: Iterable[str], rows: int, dense_rows: int) -> EncodeRecipe:
         """What the kernels are told of those of some tensors that they can encode, in a batch with these `layouts`, in
         this order."""
         out = frozenset(place for place, count in self.misses.items() if count > 1)
@@ -152,7 +152,7 @@ class Forms:
 
     def _new_recipe(
         self, tensors: set[int], names: Sequence[str], out: Collection[int], rows: int, dense_rows: int
-    ) -> Recipe:
+    ) -> EncodeRecipe:
         units: list[Unit] = []
         owners: list[int] = []
         lines: list[tuple[int, ...]] = []
@@ -187,7 +187,7 @@ class Forms:
                 )
                 for column, form in enumerate(inner)
             ]  # fmt: skip
-        return Recipe(
+        return EncodeRecipe(
             taken,
             list(number_of),
             np.array(lines, native.SETTLED),
@@ -212,7 +212,7 @@ class OnDevice(NamedTuple):
     left: list[int]
 
 
-def encoded(
+def encode_on_device(
     tensors: Sequence[FieldForm],
     values: Mapping[int, Tensor],
     row_pads: Mapping[Path, Words],
@@ -253,17 +253,17 @@ def encoded(
     return found if found.numbers else None
 
 
-def forms_of(tensors: Sequence[FieldForm], rows: int) -> Forms | None:
+def forms_of(tensors: Sequence[FieldForm], rows: int) -> KnownForms | None:
     """How the fields of a batch on a GPU were encoded before."""
     return device_forms.get(_key(tensors, rows))
 
 
-def learn(tensors: Sequence[FieldForm], values: Mapping[int, Tensor], rows: int, done: Encoded) -> None:
+def learn_forms(tensors: Sequence[FieldForm], values: Mapping[int, Tensor], rows: int, done: Encoded) -> None:
     """Remembers how the host encoded all tensors of a batch, if some lie on a GPU."""
     if _device_of(values) is not None and rows:
         key = _key(tensors, rows)
-        before: Forms | None = device_forms.get(key)
-        device_forms.keep(key, Forms.of(done) if before is None else before.renewed(done))
+        before: KnownForms | None = device_forms.get(key)
+        device_forms.keep(key, KnownForms.of(done) if before is None else before.renewed(done))
 
 
 def _key(tensors: Sequence[FieldForm], rows: int) -> tuple[Any, ...]:
@@ -287,7 +287,7 @@ class Encoder:
     """
 
     def __init__(
-        self, recipe: Recipe, units: IntArray, bounds: Sequence[IntArray], rows: int, device: torch.device
+        self, recipe: EncodeRecipe, units: IntArray, bounds: Sequence[IntArray], rows: int, device: torch.device
     ) -> None:
         self._recipe, self._units, self._rows, self._device = recipe, units, rows, device
         size = units.size + sum(own.size for own in bounds)

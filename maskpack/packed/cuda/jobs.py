@@ -23,23 +23,23 @@ from maskpack.core.index import IntArray, cumulated
 from maskpack.core.latest import Latest
 from maskpack.core.pads import ANY_ZERO, EDGE, Pad, pad_words
 from maskpack.nesting.schema import FieldForm
-from maskpack.packed.cuda import job_table as jobs
+from maskpack.packed.cuda import job_table
 from maskpack.packed.cuda.job_table import Source, Target
 from maskpack.packed.table import Table, words_of_one
 
 if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch
 
-_MOST = (1 << 31) - jobs.CHUNK
+_MOST = (1 << 31) - job_table.CHUNK
 """Words of a row that the kernel can count."""
 _KIND = [native.ENTRY.names.index(name) for name in ("kind", "layout", "items", "size", "first", "second")]  # type: ignore[union-attr]
 """What a recipe depends on, among the numbers of an entry."""
 _SPANS, _SPAN, _ITEMS = (1 + Target._fields.index(name) for name in ("spans", "span", "items"))
 _TOKENS, _LONGEST, _BOUNDS, _SPLITS, _STARTS, _ENDS = range(native.AXIS_NUMBERS)
-recipes: Latest[Recipe] = Latest()
+recipes: Latest[DecodeRecipe] = Latest()
 
 
-class Part(NamedTuple):
+class EntryPart(NamedTuple):
     """The entry that stores the words of a field: for all of each row, its HEAD or its TAIL."""
 
     entry: int
@@ -63,12 +63,12 @@ def entries_of(table: Table) -> list[Entry]:
     return [Entry._make(line[: len(Entry._fields)]) for line in table.entries.tolist()]
 
 
-def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, padded: bool) -> list[Part]:
+def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, padded: bool) -> list[EntryPart]:
     """Where the words of a field are, which is tensor `number` of a table; none if the kernel cannot decode it."""
     at, entries = int(table.fields[number]), entries_of(table)
-    found = [Part(at, 0)]
+    found = [EntryPart(at, 0)]
     if entries[at].kind == native.CONCAT:
-        found = [Part(entries[at].first, jobs.HEAD), Part(entries[at].second, jobs.TAIL)]
+        found = [EntryPart(entries[at].first, job_table.HEAD), EntryPart(entries[at].second, job_table.TAIL)]
     items = words_of_one(form)
     inner = _words_behind(form, items) if padded and items else items
     for one, _ in found:
@@ -103,7 +103,7 @@ def _is_pair(form: FieldForm) -> bool:
 
 
 @dataclass
-class Recipe:
+class DecodeRecipe:
     """The jobs of all batches of one kind.
 
     Attributes:
@@ -149,14 +149,14 @@ class Recipe:
         sources = numbers[first : first + native.SOURCE_NUMBERS * len(self.wanted)]
         lines[1:, -native.SOURCE_NUMBERS :] = sources.reshape(-1, native.SOURCE_NUMBERS)[self.sources]
         rows = np.where(self.single, 1, np.where(self.dense, table.dense_rows, table.rows))
-        lines[:, _SPAN] = np.where(rows == 1, jobs.CHUNK, jobs.SPAN)
+        lines[:, _SPAN] = np.where(rows == 1, job_table.CHUNK, job_table.SPAN)
         lines[:, _SPANS] = -(-lines[:, _SPANS] * lines[:, _ITEMS] // lines[:, _SPAN])
         programs = cumulated(rows * lines[:, _SPANS])
         lines[:, 0] = programs[:-1]
         return int(programs[-1])
 
 
-def recipe_of(packed: PackedBatch, table: Table, forms: Sequence[FieldForm], nested: bool) -> Recipe:
+def recipe_of(packed: PackedBatch, table: Table, forms: Sequence[FieldForm], nested: bool) -> DecodeRecipe:
     """How some fields are decoded, which are the tensors of a table."""
     numbers = table.entries.view(np.int64).reshape(table.entries.size, -1)
     most = max((layout.num_tokens for layout in packed.layouts.values()), default=0)
@@ -166,11 +166,11 @@ def recipe_of(packed: PackedBatch, table: Table, forms: Sequence[FieldForm], nes
         *(packed.schema, tuple([form.path for form in forms]), nested, table.names, packed.table.widths),
         *(is_large, table.rows > 0, has_pads.tobytes(), table.fields.tobytes(), numbers[:, _KIND].tobytes()),
     )
-    return recipes.get(key) or recipes.keep(key, _Writer(packed, table, nested, is_large).recipe(forms))
+    return recipes.get(key) or recipes.keep(key, _RecipeWriter(packed, table, nested, is_large).recipe(forms))
 
 
 @dataclass
-class _Writer:
+class _RecipeWriter:
     """Writes a recipe."""
 
     packed: PackedBatch
@@ -185,10 +185,12 @@ class _Writer:
     _constants: list[int] = field(default_factory=list[int])
     _with_pads: list[int] = field(default_factory=list[int])
 
-    def recipe(self, forms: Sequence[FieldForm]) -> Recipe:
+    def recipe(self, forms: Sequence[FieldForm]) -> DecodeRecipe:
         self._entries = entries_of(self.table)
         copy = Target(0, 0, 0, 8, 1, 1, 0, 1, -1, 0)
-        self._job(copy, {"spans": ("sizes", 0), "unit": ("sizes", 0), "out": ("sizes", 1)}, Source(jobs.TABLE, data=0))
+        self._job(
+            copy, {"spans": ("sizes", 0), "unit": ("sizes", 0), "out": ("sizes", 1)}, Source(job_table.TABLE, data=0)
+        )
         self._rows.append((True, False))
         taken: list[FieldForm] = []
         for number, form in enumerate(forms):
@@ -201,13 +203,13 @@ class _Writer:
         begins["pads"] += native.SOURCE_NUMBERS * len(self._wanted)
         begins["sizes"] = begins["pads"] + len(self._with_pads)
         begins["out"] = begins["sizes"] + 2
-        return Recipe(
+        return DecodeRecipe(
             taken,
             np.array(self._constants, np.int64),
             np.array([*self._wanted], np.int64).reshape(-1, 2),
             self._with_pads,
             np.array(self._jobs, np.int64),
-            np.array([job * jobs.JOB + place for job, place, _, _ in self._cells], np.int64),
+            np.array([job * job_table.JOB + place for job, place, _, _ in self._cells], np.int64),
             np.array([begins[group] + at for _, _, group, at in self._cells], np.int64),
             np.array(self._sources, np.int64),
             np.array([single for single, _ in self._rows], np.bool_),
@@ -224,7 +226,7 @@ class _Writer:
         at = len(self.table.names) if name is None else self.table.names.index(name)
         return "axes", at * native.AXIS_NUMBERS + number
 
-    def _add(self, form: FieldForm, number: int, parts: list[Part], padded: bool, out: int) -> None:
+    def _add(self, form: FieldForm, number: int, parts: list[EntryPart], padded: bool, out: int) -> None:
         """The jobs of tensor `number` of the table, which is the tensor `out` of those decoded: [T, *F] or, padded, in
         the form of the field."""
         items, width = words_of_one(form), -1

@@ -32,7 +32,7 @@ MOST = 1 << 8
 """Bytes that the arrays of a message may stand for, for each one that travels."""
 
 
-def check(codec: str | None, call: str) -> None:
+def check_codec(codec: str | None, call: str) -> None:
     """Raises MaskpackError for an unknown codec, and for one whose library is not installed."""
     if codec is None:
         return
@@ -72,7 +72,7 @@ def _narrow(words: Words) -> Words:
     return unsigned.astype(f"u{1 if most < 1 << 8 else 2 if most < 1 << 16 else words.itemsize}", copy=False)
 
 
-def compressed(arrays: Sequence[Words]) -> tuple[list[Words], list[Any]]:
+def compressed_arrays(arrays: Sequence[Words]) -> tuple[list[Words], list[Any]]:
     """The arrays as they travel, and for each what it was: None, or [dtype, size]."""
     import zstandard
 
@@ -105,8 +105,8 @@ def check_records(arrays: Sequence[Words], records: Any, call: str) -> None:
         fail(call, f"{nbytes} bytes of arrays that stand for {claimed}", f"at most {MOST} times as many")
 
 
-def restored(arrays: Sequence[Words], records: Sequence[Any], call: str) -> list[Words]:
-    """The inverse of `compressed`. Raises WireFormatError for arrays that are not as the records say."""
+def restored_arrays(arrays: Sequence[Words], records: Sequence[Any], call: str) -> list[Words]:
+    """The inverse of `compressed_arrays`. Raises WireFormatError for arrays that are not as the records say."""
     return _each(lambda number: _expanded(arrays[number], records[number], call), range(len(arrays)))
 
 

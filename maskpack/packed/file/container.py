@@ -114,7 +114,7 @@ class Pieces:
                 os.close(folder)
 
 
-def loaded(file: str | os.PathLike[str], mapped: bool) -> Any:
+def file_bytes(file: str | os.PathLike[str], mapped: bool) -> Any:
     """The bytes of a file: mapped to memory, or read into it."""
     with open(file, "rb") as opened:
         if mapped and os.fstat(opened.fileno()).st_size:
@@ -122,7 +122,7 @@ def loaded(file: str | os.PathLike[str], mapped: bool) -> Any:
         return opened.read()
 
 
-def read(data: Any, call: str) -> Message:
+def read_message(data: Any, call: str) -> Message:
     """The message in `data`, an object with bytes; the arrays are read-only views of it. Raises WireFormatError."""
     view = _bytes_of(data, call)
     start = bytes(view[:16])

@@ -28,7 +28,7 @@ from maskpack.fields.registry import HINTS, Path, is_hint, show
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema
 from maskpack.packed.decode import MAX_BYTES, shape_of
-from maskpack.packed.file import codec
+from maskpack.packed.file.codec import CODECS, check_codec, check_records, restored_arrays, size_of
 from maskpack.packed.file.container import FREE_BYTES, MOST_PATH, Message, brief, fail, layout_bytes
 from maskpack.packed.file.write import version_of
 from maskpack.packed.table import Table, size_of_word, words_of_one
@@ -57,15 +57,15 @@ _MEMBERS = {
 }
 
 
-def read(
+def read_batch(
     kind: type[PackedBatch], message: Message, call: str, pickled: bool, max_bytes: int | None = MAX_BYTES
 ) -> PackedBatch:
     """The batch in a message; `kind` is PackedBatch, which lies above this module. Raises WireFormatError, also if the
     batch would take more than `max_bytes`."""
-    return _Reader(message, call, pickled, max_bytes).batch(kind)
+    return _MessageReader(message, call, pickled, max_bytes).batch(kind)
 
 
-class _Reader:
+class _MessageReader:
     def __init__(self, message: Message, call: str, pickled: bool, max_bytes: int | None) -> None:
         self._manifest = message.manifest
         self._arrays = message.arrays
@@ -204,16 +204,16 @@ class _Reader:
             return None
         _only(squeezed, ("name", "arrays"), call)
         name = _get(squeezed, "name", str, call)
-        if name not in codec.CODECS:
-            fail(call, f"codec {brief(name)}", f"one of {', '.join(codec.CODECS)}")
-        codec.check(name, call)
+        if name not in CODECS:
+            fail(call, f"codec {brief(name)}", f"one of {', '.join(CODECS)}")
+        check_codec(name, call)
         records = squeezed.get("arrays")
-        codec.check_records(self._arrays, records, call)
-        self._claim(codec.size_of(records), "the compressed arrays")
+        check_records(self._arrays, records, call)
+        self._claim(size_of(records), "the compressed arrays")
         idle = {number for number, record in enumerate(records) if record is not None} - _named(self._manifest)
         if idle:
             fail(call, f"compressed arrays {brief(sorted(idle))} that nothing refers to", "none")
-        self._arrays = codec.restored(self._arrays, records, call)
+        self._arrays = restored_arrays(self._arrays, records, call)
         return name
 
     def _claim(self, nbytes: int, what: str) -> None:
@@ -358,7 +358,7 @@ class _Reader:
             return objects.from_json(data, self._array)
         except WireFormatError:
             raise
-        except (ValueError, TypeError, ArithmeticError) as error:  # of keys: a list; numbers that cannot be compared
+        except ValueError as error:
             fail(self._call, f"{error}, in the object {brief(data)}", "one as to_bytes writes it")
 
     # ---------------------------------------------------------------- what must fit together

@@ -19,7 +19,7 @@ from maskpack.core.tree import Node
 from maskpack.errors import MaskpackError
 from maskpack.fields.registry import show
 from maskpack.nesting.schema import FieldForm, Schema
-from maskpack.packed.file import codec
+from maskpack.packed.file.codec import MOST, as_sent, compressed_arrays, size_of
 from maskpack.packed.file.container import FREE_BYTES, MOST_PATH, VERSIONS, Message, layout_bytes
 from maskpack.packed.table import Table
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch
 
 
-def write(packed: PackedBatch, pickled: bool, with_objects: bool = True) -> tuple[Message, list[str]]:
-    """The message of a packed batch, and a name for each array. `pickled` allows objects that JSON cannot say;
+def write_message(packed: PackedBatch, pickled: bool, with_objects: bool = True) -> tuple[Message, list[str]]:
+    """The message of a packed batch, and a name for each array. `pickled` allows objects that are more than plain data;
     without `with_objects` they are left out, to count bytes. Raises MaskpackError for an object that can't be said."""
-    writer = _Writer()
-    table = codec.as_sent(packed.table, packed.codec)
+    writer = _MessageWriter()
+    table = as_sent(packed.table, packed.codec)
     writer.add(_line(table), "table")
     if packed.codec is None:
         body: Any = writer.add(table.body, "body")
@@ -48,7 +48,7 @@ def write(packed: PackedBatch, pickled: bool, with_objects: bool = True) -> tupl
     arrays = writer.arrays
     records: list[Any] = []
     if packed.codec is not None:
-        arrays, records = codec.compressed(arrays)
+        arrays, records = compressed_arrays(arrays)
         manifest["codec"] = {"name": packed.codec, "arrays": records}
     missing = _unpaid(table, arrays, records)
     if missing > 0:
@@ -73,7 +73,7 @@ def _unpaid(table: Table, arrays: Iterable[Words], records: Iterable[Any]) -> in
         part = stored["kind"] == native.PART
         spans.append(spans[int(stored["parent"])] if part else table.layouts[name].num_spans)
     wanted = layout_bytes(table.stored.size, table.rows, sum(spans)) - FREE_BYTES
-    return max(wanted, -(-codec.size_of(records) // codec.MOST)) - sum(array.nbytes for array in arrays)
+    return max(wanted, -(-size_of(records) // MOST)) - sum(array.nbytes for array in arrays)
 
 
 def _layout_name(name: str) -> str:
@@ -82,7 +82,7 @@ def _layout_name(name: str) -> str:
     return name
 
 
-class _Writer:
+class _MessageWriter:
     def __init__(self) -> None:
         self.arrays: list[Words] = []
         self.names: list[str] = []
@@ -146,9 +146,9 @@ class _Writer:
             self._forget(before)
             if not pickled:
                 raise MaskpackError(
-                    f'PackedBatch: field "{show(form.path)}" holds {error}; expected what JSON can represent (numbers, '
-                    "text, lists, tuples, dicts, tensors), because pickles run code when they are read. Leave it out, "
-                    "or pass allow_pickle=True here and where it is read."
+                    f'PackedBatch: field "{show(form.path)}" holds {error}; expected plain data (None, bools, numbers, '
+                    "text, lists, tuples, dicts with text as keys, tensors, NumPy arrays), because pickles run code "
+                    "when they are read. Leave it out, or pass allow_pickle=True here and where it is read."
                 ) from error
         buffers: list[pickle.PickleBuffer] = []
         try:
