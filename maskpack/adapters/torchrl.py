@@ -11,7 +11,6 @@ Samples are bit for bit those of a storage of padded tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -294,7 +293,7 @@ def _tidied(rows: BatchView) -> BatchView:
 
 def _copied(packed: PackedBatch) -> PackedBatch:
     """A copy with its own memory, so that the original can be freed."""
-    return replace(packed, table=packed.table.own())
+    return packed.own()
 
 
 # -------------------------------------------------------------------- transform

@@ -22,8 +22,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from maskpack.core.index import IntArray
 from maskpack.packed.batch import PackedBatch
+from maskpack.packed.segments import Segments
 from maskpack.views.column_group import BatchMeta, ColumnGroup, Source
-from maskpack.views.segments import Segments
 from maskpack.views.view import BatchView
 
 Site = frozenset[str]

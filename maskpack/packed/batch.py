@@ -9,6 +9,7 @@ A PackedBatch is never changed, and the tensors decoded from it are copies.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from maskpack.core import native
 from maskpack.core.arguments import flag, list_of, named, said, whole
 from maskpack.core.bits import Words, host_words, odd_bools, odd_bools_error
 from maskpack.core.index import IntArray, Rows, even_sizes, no_single_row, part_sizes, row_index
@@ -37,17 +39,18 @@ from maskpack.nesting.nest import rows_only
 from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema, read_layouts, write_layouts
 from maskpack.nesting.survey import Survey, hidden, survey
 from maskpack.packed.batch_plan import BatchPlan, signature_of, with_pads
+from maskpack.packed.columns import Picked
 from maskpack.packed.cuda.decode import decode_on_device, pinned_memory
 from maskpack.packed.cuda.device_plan import DevicePlan
 from maskpack.packed.cuda.encode import OnDevice, encode_on_device, learn_forms
-from maskpack.packed.decode import MAX_BYTES, Decoder, decoded_nbytes, on, trimmed
+from maskpack.packed.decode import MAX_BYTES, Decoder, decoded_nbytes, on, shape_in, trimmed
 from maskpack.packed.file.codec import check_codec
 from maskpack.packed.file.container import Pieces, file_bytes, read_message
 from maskpack.packed.file.read import read_batch
 from maskpack.packed.file.write import write_message
-from maskpack.packed.join import check_named, joined, narrowed, restricted
+from maskpack.packed.join import check_named, joined, narrowed, restricted, table_of_rows
 from maskpack.packed.pickling import from_parts, to_parts
-from maskpack.packed.table import Encoded, Job, Table, encode, merge, plans, take, wholes_first
+from maskpack.packed.table import Encoded, Job, Table, encode, merge, plans, wholes_first
 
 Target = Literal["padded", "nested"]
 Widths = Literal["padded", "trim"]
@@ -60,14 +63,14 @@ class PackedBatch:
     Attributes:
         num_rows: B.
         schema: the forms of the fields, in key order.
-        table: the encoded tensors, in the order of the schema.
+        rows: the encoded tensors: a table of these rows, in the order of the schema, or rows of other tables by number.
         objects: the Python objects.
         codec: the codec that compresses the bytes when the batch is pickled or saved; None for none.
     """
 
     num_rows: int
     schema: Schema
-    table: Table
+    rows: Table | Picked
     objects: Mapping[Path, Objects]
     codec: str | None = None
 
@@ -77,16 +80,40 @@ class PackedBatch:
     def __repr__(self) -> str:
         return f"PackedBatch(rows={self.num_rows}, fields={len(self.numbers)}, nbytes={self.nbytes:,})"
 
+    @cached_property
+    def table(self) -> Table:
+        """The encoded tensors of these rows alone. Rows of other tables are cut from them, or encoded again."""
+        return self.rows if isinstance(self.rows, Table) else table_of_rows(self)
+
+    @cached_property
+    def picked(self) -> Picked:
+        """The rows by number."""
+        return self.rows if isinstance(self.rows, Picked) else Picked.of(self.rows, self.numbers)
+
     @property
+    def frames(self) -> Mapping[str, tuple[int, int]]:
+        """The width and the anchor of each layout."""
+        return self.rows.frames
+
+    @cached_property
     def layouts(self) -> dict[str, RowLayout]:
         """The RowLayouts of the fields, a dict by name, on the host."""
-        return self.table.layouts
+        return self.rows.layouts if isinstance(self.rows, Table) else self.rows.layouts()
+
+    @cached_property
+    def layout_rows(self) -> IntArray:
+        """The table of layouts, for the core."""
+        if isinstance(self.rows, Table):
+            return self.rows.layout_rows
+        return native.layout_rows([layout.on_host for layout in self.layouts.values()])
 
     @property
     def nbytes(self) -> int:
         """The size in bytes of the encoded tensors, the tensors inside Python objects and the layouts, before any
-        codec."""
-        return self.table.nbytes + sum(array.nbytes for entry in self.objects.values() for array in entry.arrays())
+        codec. Rows that were selected have the share of the bytes that an equal division gives them."""
+        held = self.rows if isinstance(self.rows, Table) else self.__dict__.get("table")
+        tensors = self.picked.nbytes() if held is None else held.nbytes
+        return tensors + sum(array.nbytes for entry in self.objects.values() for array in entry.arrays())
 
     @cached_property
     def forms(self) -> dict[Path, FieldForm]:
@@ -105,8 +132,7 @@ class PackedBatch:
 
     def words_nbytes(self, path: Path) -> int:
         """Bytes of the words of a field, decoded."""
-        number = self.numbers[path]
-        return self.table.count_words(number) * int(self.table.entries["size"][self.table.fields[number]])
+        return math.prod(shape_in(self, form := self.forms[path], True)) * (form.dtype.itemsize if form.dtype else 0)
 
     def lengths(self, layout: str) -> IntArray:
         """The row lengths of a layout, int64 [B], for planning."""
@@ -117,16 +143,13 @@ class PackedBatch:
     def take(self, rows: Rows) -> PackedBatch:
         """Selects rows by a slice, indices (repeated or negative ones too), or a bool mask [B], in the order given.
 
-        Consecutive rows share the memory of this batch. For other rows, the selected rows of each field
-        are decoded and encoded again.
+        No value is copied: the rows are numbers, and share the memory of this batch, which lives as long as they do.
+        `own` cuts them loose. Their bytes are made when they are pickled or saved.
         """
         self._need_rows("take")
         index = row_index(rows, self.num_rows, "PackedBatch.take")
-        if index.size == 0 or bool((np.diff(index) == 1).all()):
-            start = int(index[0]) if index.size else 0
-            return self._slice(start, start + index.size)
         objects = {path: entry.take(index.tolist()) for path, entry in self.objects.items()}
-        return replace(self, num_rows=index.size, table=take(self.table, self.tensors, index), objects=objects)
+        return replace(self, num_rows=index.size, rows=self.picked.take(index), objects=objects)
 
     def __getitem__(self, rows: Rows) -> PackedBatch:
         no_single_row(rows, self.num_rows, "PackedBatch")
@@ -137,7 +160,8 @@ class PackedBatch:
         smaller)."""
         self._need_rows("split")
         sizes = part_sizes(sizes, self.num_rows, "PackedBatch.split")
-        return self._parts(np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
+        ends = np.cumsum(sizes, dtype=np.int64).tolist()
+        return tuple(self._slice(end - size, end) for end, size in zip(ends, sizes, strict=True))
 
     def chunk(self, parts: int) -> tuple[PackedBatch, ...]:
         """Splits the rows into `parts` consecutive parts whose sizes differ by at most one; parts beyond the rows are
@@ -150,7 +174,7 @@ class PackedBatch:
 
         Batches of different padded widths become as wide as the widest: the padding of prompts grows on the left, the
         padding of responses on the right. A field that stays padded in one of the batches stays padded in the result.
-        All rows are decoded and encoded. Raises LayoutError if fields, dtypes or the shapes
+        No value is copied: the result has the rows of all of them by number. Raises LayoutError if fields, dtypes or the shapes
         of their elements differ, or the widths of a field that stays padded.
         """
         batches = list_of(batches, PackedBatch, "PackedBatch.cat", "Compress what is not packed.")
@@ -158,15 +182,13 @@ class PackedBatch:
             batch._need_rows("cat")
         return batches[0] if len(batches) == 1 else joined(batches, "PackedBatch.cat")
 
-    def _slice(self, start: int, stop: int) -> PackedBatch:
-        return self._parts(np.array([start, stop]))[0]
+    def _slice(self, begin: int, end: int) -> PackedBatch:
+        objects = {path: entry.take(range(begin, end)) for path, entry in self.objects.items()}
+        return replace(self, num_rows=end - begin, rows=self.picked.slice(begin, end), objects=objects)
 
-    def _parts(self, cuts: IntArray) -> tuple[PackedBatch, ...]:
-        parts: list[PackedBatch] = []
-        for table, begin, end in zip(self.table.split(cuts), cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
-            objects = {path: entry.take(range(begin, end)) for path, entry in self.objects.items()}
-            parts.append(replace(self, num_rows=end - begin, table=table, objects=objects))
-        return tuple(parts)
+    def own(self) -> PackedBatch:
+        """Returns the rows with bytes of their own, which keep no memory of other rows alive."""
+        return replace(self, rows=self.table.own())
 
     def _need_rows(self, call: str) -> None:
         if self.schema.root.more_dims is None:
@@ -239,7 +261,7 @@ class PackedBatch:
             raise LayoutError(
                 "PackedBatch.pin_memory: this process has no CUDA device; expected one. Decode the batch as it is."
             )
-        return replace(self, table=self.table.own().moved(pinned_memory))
+        return replace(self, rows=self.table.own().moved(pinned_memory))
 
     # ---------------------------------------------------------------- bytes
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from maskpack.core import native
-from maskpack.core.bits import Words, address, empty_of, from_words
+from maskpack.core.bits import Words, address, empty_of, from_words, word_dtype, words
 from maskpack.core.index import IntArray
 from maskpack.core.pads import ANY_ZERO, PER_ROW
 from maskpack.core.tree import Node
@@ -27,7 +27,8 @@ from maskpack.nesting.checks import to_padded
 from maskpack.nesting.nest import rows_only
 from maskpack.nesting.schema import FieldForm, RowPads, Schema, pad_table, span_tables
 from maskpack.nesting.signs import moved_signs
-from maskpack.packed.table import trial_of
+from maskpack.packed.columns import Shown
+from maskpack.packed.table import size_of_word, trial_of, words_of_one
 
 if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch
@@ -37,7 +38,7 @@ MAX_BYTES = 64 << 30
 
 
 _NUMBERS, _PADDED, _PACKED = native.TARGET.itemsize // 8, 0, 1
-_ENTRY, _ROWS = _NUMBERS - 2, _NUMBERS - 1
+_ENTRY, _PART = _NUMBERS - 2, _NUMBERS - 1
 _ROW_PADS = native.FIELD.names.index("row_pads")  # type: ignore[union-attr]
 
 
@@ -65,18 +66,18 @@ class _Targets(NamedTuple):
 
     Attributes:
         lines: TARGET [n], as int64 [n, ...].
-        numbers: int64 [n], the tensors among those of the table.
         dense: bool [n], those without a layout.
         places: int64 [n], where their addresses are written among the numbers of the lines.
+        row_pads: the numbers of the tensors that have pads of rows.
         shapes: the layout whose tokens are the first dim, or None; the other dims, those behind B where a field has
             rows; whether it has; and the dtype.
         bytes_of: bytes of a row of all fields together, of a token of each layout, and of fields without rows.
     """
 
     lines: IntArray
-    numbers: IntArray
     dense: npt.NDArray[np.bool_]
     places: IntArray
+    row_pads: Sequence[int]
     shapes: Sequence[tuple[str | None, tuple[int, ...], bool, torch.dtype]]
     bytes_of: Mapping[str | bool, int]
 
@@ -87,7 +88,6 @@ def _targets(
 ) -> _Targets:
     """The targets of some tensors. `names` and `widths` are those of the layouts."""
     forms = {form.path: form for form in schema.forms if form.dtype is not None}
-    places = {path: number for number, path in enumerate(forms)}
     lines = np.zeros(len(paths), native.TARGET)
     shapes: list[tuple[str | None, tuple[int, ...], bool, torch.dtype]] = []
     bytes_of: Counter[str | bool] = Counter()
@@ -96,26 +96,36 @@ def _targets(
         shape, layout = form.shape, form.layout
         padded = layout is not None and form.kind == "padded" and not nested
         by_rows = padded or (layout is None and schema.root.more_dims is not None)
+        number = -1 if layout is None else names.index(layout)
+        line["field"]["items"], line["field"]["size"] = words_of_one(form), size_of_word(form)
         if padded:
-            before, number = form.ragged_dim - 1, names.index(layout or "")
+            before = form.ragged_dim - 1
             shape = (*shape[:before], widths[number], *shape[before:])
             one = torch.empty((1, *shape), dtype=form.dtype, device="meta")
             line["field"], _ = native.described(one.movedim(form.ragged_dim, 1))
-            line["padded"], line["field"]["layout"] = 1, number
+            line["padded"] = 1
             mode = trial_of(form.pads[0], form.dtype, False)
             line["field"]["mode"], line["field"]["pad"], line["field"]["pad_high"] = mode
+        line["field"]["layout"] = number
         tokens = layout if not padded else None
         shapes.append((tokens, shape, by_rows, form.dtype))
         bytes_of[tokens or by_rows] += math.prod(shape) * form.dtype.itemsize
-    numbers = np.array([places[path] for path in paths], np.int64)
+    with_pads = [
+        at
+        for at, path in enumerate(paths)
+        if lines["padded"][at] and (forms[path].pads == (PER_ROW,) or forms[path].pads == (ANY_ZERO,))
+    ]
     dense = np.array([forms[path].layout is None for path in paths], np.bool_)
     first = np.arange(len(paths)) * _NUMBERS + np.where(lines["padded"] != 0, _PADDED, _PACKED)
-    return _Targets(lines.view(np.int64).reshape(len(paths), _NUMBERS), numbers, dense, first, shapes, bytes_of)
+    return _Targets(lines.view(np.int64).reshape(len(paths), _NUMBERS), dense, first, with_pads, shapes, bytes_of)
 
 
 def _targets_of(packed: PackedBatch, forms: Iterable[FieldForm], nested: bool) -> _Targets:
     paths = tuple([form.path for form in forms if form.dtype is not None])
-    return _targets(packed.schema, paths, nested, packed.table.names, packed.table.widths)
+    names, widths = (
+        zip(*((name, width) for name, (width, _) in packed.frames.items()), strict=True) if packed.frames else ((), ())
+    )
+    return _targets(packed.schema, paths, nested, names, widths)
 
 
 def shapes_of(
@@ -162,32 +172,84 @@ def all_row_pads(packed: PackedBatch, forms: Iterable[FieldForm]) -> dict[Path, 
 
 def row_pads_of(packed: PackedBatch, form: FieldForm) -> Tensor | None:
     """The pads [B] of a field whose pad is PER_ROW, the signs of one whose pad is ANY_ZERO; None for other fields."""
-    if form.pads == (ANY_ZERO,):
-        return torch.from_numpy(np.array(packed.table.signs(packed.numbers[form.path])))
-    pads = packed.table.pads_of_rows(packed.numbers[form.path])
+    if form.pads not in ((PER_ROW,), (ANY_ZERO,)):
+        return None
     assert form.dtype is not None
-    if pads is None:  # without rows the table holds none
-        return torch.zeros(0, dtype=form.dtype, device="cpu") if form.pads == (PER_ROW,) else None
-    return from_words(np.array(pads, order="C"), form.dtype)
+    return from_words(pad_words_of(packed, form), torch.uint8 if form.pads == (ANY_ZERO,) else form.dtype)
+
+
+def pad_words_of(packed: PackedBatch, form: FieldForm) -> Words:
+    """The words [B] or [B, 2] of the pads of a field whose pad is PER_ROW, the signs [B, n] of one whose pad is
+    ANY_ZERO, in memory of their own."""
+    picked = packed.picked
+    if form.path in picked.row_pads:
+        return np.array(picked.row_pads[form.path], order="C")
+    own = next(columns for columns in picked.columns if form.path in columns.paths)
+    shares, order = own.rows.shares()
+    parts: list[Words] = []
+    for share in shares:
+        body = own.parts[share.source]
+        number = body.numbers[form.path]
+        if form.pads == (ANY_ZERO,):
+            parts.append(body.table.signs(number)[share.rows])
+        else:
+            pads = body.table.pads_of_rows(number)
+            assert pads is not None
+            parts.append(pads[share.rows])
+    if not parts:
+        width = packed.frames[form.layout or ""][0]
+        return empty_pads(form, width)
+    words = np.concatenate(parts)
+    return words if order is None else words[order]
+
+
+def empty_pads(form: FieldForm, width: int) -> Words:
+    """`pad_words_of` no rows."""
+    assert form.dtype is not None
+    if form.pads == (ANY_ZERO,):
+        return np.zeros((0, -(-width // 8)), np.uint8)
+    more = (2,) if form.dtype.itemsize == 16 else ()
+    return np.zeros((0, *more), word_dtype(min(form.dtype.itemsize, 8)))
 
 
 def decoded(packed: PackedBatch, forms: Sequence[FieldForm], nested: bool) -> dict[Path, Tensor]:
     """Tensors on the host in one pass: padded ones in the form of their fields, others as [T, *F]."""
-    targets, table = _targets_of(packed, forms, nested), packed.table
+    targets = _targets_of(packed, forms, nested)
     tensors = [empty_of(shape, dtype) for shape, dtype in shapes_of(packed, forms, nested)]
     lines: IntArray = np.array(targets.lines)
     lines.reshape(-1)[targets.places] = [tensor.data_ptr() for tensor in tensors]
-    lines[:, _ENTRY] = table.fields[targets.numbers]
-    lines[:, _ROWS] = table.rows
-    lines[targets.dense, _ROWS] = table.dense_rows
-    held: list[Words] = []
-    for place in np.flatnonzero(table.row_pads["count"][targets.numbers]).tolist():
-        pads = table.pads_of_rows(int(targets.numbers[place]))
-        assert pads is not None
-        held.append(np.ascontiguousarray(pads))
-        lines[place, _ROW_PADS] = address(held[-1])
-    table.decode(native.structs(lines, native.TARGET), _tensors_nbytes(packed, targets))
+    held: list[Any] = [pad_words_of(packed, forms[at]) for at in targets.row_pads]
+    lines[targets.row_pads, _ROW_PADS] = [address(pads) for pads in held]
+    numbers = {form.path: at for at, form in enumerate(forms)}
+    blocks: list[IntArray] = []
+    parts: list[tuple[int, ...]] = []
+    for own in packed.picked.columns:
+        chosen = [path for path in own.paths if path in numbers]
+        if not chosen:
+            continue
+        places = [numbers[path] for path in chosen]
+        for body, taken, to in own.taken():
+            table = body.table
+            block = lines[places]
+            block[:, _ENTRY] = table.fields[[body.numbers[path] for path in chosen]]
+            block[:, _PART] = len(parts)
+            count = table.rows if taken is None else taken.size
+            parts.append(table.given(count, taken, to))
+            if table.dense_rows != table.rows:  # the rows are no batch dim
+                block[targets.dense[places], _PART] += 1
+                parts.append(table.given(table.dense_rows))
+            held += [taken, to]
+            blocks.append(block)
+    if blocks:
+        given = native.structs(np.array(parts, np.int64).reshape(-1), native.GIVEN)
+        line = native.structs(np.concatenate(blocks).reshape(-1), native.TARGET)
+        native.decode(line, given, packed.layout_rows, packed.num_rows, _tensors_nbytes(packed, targets))
     return dict(zip((form.path for form in forms), tensors, strict=True))
+
+
+def field_words(packed: PackedBatch, form: FieldForm) -> Words:
+    """The packed words of a field, flat."""
+    return words(decoded(packed, [form], True)[form.path]).numpy().reshape(-1)
 
 
 @dataclass
@@ -253,7 +315,7 @@ class Decoder:
         layout = self._packed.layouts[form.layout or ""].widened(left, right)
         pads, signs = row_pads_of(self._packed, form), None
         if form.pads == (ANY_ZERO,):
-            own = self._packed.table.signs(self._packed.numbers[form.path])
+            own = pad_words_of(self._packed, form)
             signs = torch.from_numpy(moved_signs(own, layout.width - left - right, left, layout.width))
             pads = torch.zeros(layout.num_rows, dtype=form.dtype, device="cpu")
         values = decoded(self._packed, [form], True)[form.path]
@@ -276,7 +338,7 @@ class Decoder:
 
     def words(self, path: Path) -> Words:
         """The packed words of a field, flat."""
-        return self._packed.table.words(self._packed.numbers[path])
+        return field_words(self._packed, self._packed.forms[path])
 
     def _layout(self, name: str, device: torch.device) -> RowLayout:
         place = name, str(device)
@@ -315,17 +377,15 @@ def trimmed(packed: PackedBatch, forms: Sequence[FieldForm], call: str) -> Packe
         end = int((table.starts + table.counts).max(initial=0))
         begins[name] = int(table.starts.min(initial=end))
         layouts[name] = layout.narrow(begins[name], end)
-    signs: dict[int, Words] = {}
-    for number, form in enumerate(packed.tensors):
+    signs: dict[Path, Words] = {}
+    for form in packed.tensors:
         if form.pads == (ANY_ZERO,):
             name = form.layout or ""
             place = packed.layouts[name].width, -begins[name], layouts[name].width
-            signs[number] = moved_signs(packed.table.signs(number), *place)
-    shown = packed.table.shown_as(layouts)
+            signs[form.path] = moved_signs(pad_words_of(packed, form), *place)
     axes = tuple((name, layouts[name].width, layouts[name].anchor) for name, _, _ in packed.schema.axes)
-    narrow = replace(
-        packed, table=shown.with_row_pads(signs) if signs else shown, schema=replace(packed.schema, axes=axes)
-    )
+    rows = packed.picked.shown_as(Shown(layouts, signs, packed))
+    narrow = replace(packed, rows=rows, schema=replace(packed.schema, axes=axes))
     nodes = _fitted(narrow, forms, call)
     all_forms = [
         replace(form, node=nodes.get(form.path)) if form.path in nodes else form for form in packed.schema.forms

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from maskpack.core.bits import Words, from_words, words
-from maskpack.core.index import IntArray
 from maskpack.core.objects import Objects, Stowed
 from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, Pad, PadValue, pad_tensor
 from maskpack.core.tree import Node, unflatten
@@ -24,8 +23,9 @@ from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.checks import edge_pads, one_rule
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.nesting.signs import moved_signs, signs_of_rows
-from maskpack.packed.decode import Decoder
-from maskpack.packed.table import Job, encode, merge, words_of_one
+from maskpack.packed.columns import Body, Columns, Frame, Picked, cat_columns
+from maskpack.packed.decode import Decoder, decoded, field_words, pad_words_of, shape_in
+from maskpack.packed.table import Job, Table, encode, merge, words_of_one
 
 if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch
@@ -48,11 +48,26 @@ def joined(batches: Sequence[PackedBatch], call: str) -> PackedBatch:
                 "fields, or decode and drop the others."
             )
     _check_dims([batch.schema.root for batch in batches], "the batch", call)
+    objects = {
+        form.path: _objects(
+            [batch.objects[form.path] for batch in batches],
+            [_dims(batch, form.path) for batch in batches],
+            f'{call}: field "{show(form.path)}"',
+        )
+        for form in batches[0].schema.forms
+        if form.kind == "object" and all(batch.forms[form.path].kind == "object" for batch in batches)
+    }
+    rows = sum(batch.num_rows for batch in batches)
+    first = batches[0]
+    if all(batch.schema == first.schema and batch.frames == first.frames for batch in batches[1:]):
+        return replace(
+            first, num_rows=rows, rows=_picked_together(batches, first.tensors, first.frames), objects=objects
+        )
     decoders = [Decoder(batch, False, "cpu") for batch in batches]
     columns = [[batch.forms[path] for batch in batches] for path in paths]
-    axes = [name for name, _, _ in batches[0].schema.axes if all(name in batch.layouts for batch in batches)]
+    axes = [name for name, _, _ in first.schema.axes if all(name in batch.frames for batch in batches)]
     used = [name for column in columns for form in column for name in (form.layout, form.axis)]
-    names = [name for name in dict.fromkeys([*axes, *used]) if name and all(name in batch.layouts for batch in batches)]
+    names = [name for name in dict.fromkeys([*axes, *used]) if name and all(name in batch.frames for batch in batches)]
     layouts = {name: RowLayout.cat([batch.layouts[name] for batch in batches]) for name in names}
     forms: list[FieldForm] = []
     row_pads: dict[Path, Words] = {}
@@ -70,46 +85,79 @@ def joined(batches: Sequence[PackedBatch], call: str) -> PackedBatch:
             form = replace(form, shape=tuple(apart[form.path].shape[1:]))
         forms.append(form)
     kept = dict.fromkeys([*axes, *(name for form in forms for name in (form.layout, form.axis))])
-    layouts = {name: layout for name, layout in layouts.items() if name in kept}
-    schema = Schema(
-        batches[0].schema.root,
-        tuple(forms),
-        tuple((name, layouts[name].width, layouts[name].anchor) for name in axes),
-    )
-    rows = sum(batch.num_rows for batch in batches)
-    objects = {
-        form.path: _objects(
-            [batch.objects[form.path] for batch in batches],
-            [_dims(batch, form.path) for batch in batches],
-            f'{call}: field "{show(form.path)}"',
-        )
-        for form in forms
-        if form.kind == "object"
-    }
+    frames = {name: (layout.width, layout.anchor) for name, layout in layouts.items() if name in kept}
+    schema = Schema(first.schema.root, tuple(forms), tuple((name, *frames[name]) for name in axes))
+    tensors = [form for form in forms if form.dtype is not None and form.path not in apart]
+    picked = _picked_together(batches, tensors, frames)
+    lone = [_alone(form, words(apart[form.path]).numpy(), {}, rows) for form in forms if form.path in apart]
+    picked = replace(picked, columns=(*picked.columns, *lone), row_pads=row_pads)
+    return replace(first, num_rows=rows, schema=schema, rows=picked, objects=objects)
+
+
+def _picked_together(batches: Sequence[PackedBatch], forms: Sequence[FieldForm], frames: Mapping[str, Frame]) -> Picked:
+    """The rows of some tensors of several batches, one after the other."""
+    columns = cat_columns([batch.picked.columns for batch in batches], [form.path for form in forms])
+    own = {form.path: form for form in forms if any(form.path in batch.picked.row_pads for batch in batches)}
+    pads = {path: np.concatenate([pad_words_of(batch, form) for batch in batches]) for path, form in own.items()}
+    return Picked(tuple(columns for columns, _ in columns), frames, pads)
+
+
+def _alone(
+    form: FieldForm, held: Words, layouts: Mapping[str, RowLayout], rows: int, pads: Words | None = None
+) -> Columns:
+    """A field in a body of its own."""
+    job = Job(form, words=held.reshape(-1), row_pads=pads)
+    encoded = encode([job], layouts, rows, rows)
+    assert encoded is not None
+    return Columns.whole([form.path], Body(encoded.table, {form.path: 0}), rows)
+
+
+def table_of_rows(packed: PackedBatch) -> Table:
+    """The table of rows that lie in other tables. Consecutive rows of one table are cut from it; others are encoded."""
+    picked = packed.picked
+    if picked.shown is not None:
+        table = picked.shown.batch.table.shown_as(picked.shown.layouts)
+        pads = {packed.numbers[path]: held for path, held in picked.shown.row_pads.items()}
+        return table.with_row_pads(pads) if pads else table
+    tables: list[Table] = []
+    places: dict[Path, tuple[int, int]] = {}
+    for columns in picked.columns:
+        forms = [packed.forms[path] for path in columns.paths]
+        places |= {form.path: (len(tables), number) for number, form in enumerate(forms)}
+        tables.append(_cut(packed, columns) or _encoded(packed, forms))
+    if len(tables) == 1 and [*places] == [form.path for form in packed.tensors]:
+        return tables[0]
+    return merge(tables, [places[form.path] for form in packed.tensors])
+
+
+def _cut(packed: PackedBatch, columns: Columns) -> Table | None:
+    """The rows as they lie in one table; None if they do not lie one after the other, or have other widths or pads."""
+    picked = packed.picked
+    if len(columns.parts) != 1 or columns.rows.count.size != 1 or picked.row_pads.keys() & set(columns.paths):
+        return None
+    table, numbers = columns.parts[0].table, columns.parts[0].numbers
+    if any(table.frames.get(name, frame) != frame for name, frame in picked.frames.items()):
+        return None
+    start, count = int(columns.rows.start[0]), int(columns.rows.count[0])
+    table = table if count == table.rows else table.cut(start, start + count)
+    chosen = [numbers[path] for path in columns.paths]
+    table = table if chosen == [*range(table.fields.size)] else table.select(chosen)
+    return table.with_layouts((table.frames.keys() & picked.frames.keys()) | table.layouts_in_use())
+
+
+def _encoded(packed: PackedBatch, forms: Sequence[FieldForm]) -> Table:
+    tensors = decoded(packed, forms, True)
     jobs = [
         Job(
             form,
-            words=_words_together(form, decoders, apart),
-            bounds=_bounds(form, layouts, rows),
-            row_pads=row_pads.get(form.path),
+            words=words(tensors[form.path]).numpy().reshape(-1),
+            row_pads=pad_words_of(packed, form) if form.pads in ((PER_ROW,), (ANY_ZERO,)) else None,
         )
         for form in forms
-        if form.dtype is not None
     ]
-    encoded = encode(jobs, layouts, rows, rows)
+    encoded = encode(jobs, packed.layouts, packed.num_rows, packed.num_rows)
     assert encoded is not None
-    return replace(batches[0], num_rows=rows, schema=schema, table=encoded.table, objects=objects)
-
-
-def _words_together(form: FieldForm, decoders: Sequence[Decoder], apart: Mapping[Path, Tensor]) -> Words:
-    """The words of the rows of all batches, flat."""
-    if form.path in apart:
-        return words(apart[form.path]).numpy().reshape(-1)
-    return np.concatenate([decoder.words(form.path) for decoder in decoders])
-
-
-def _bounds(form: FieldForm, layouts: Mapping[str, RowLayout], rows: int) -> IntArray:
-    return np.arange(rows + 1) if form.layout is None else layouts[form.layout].row_offsets
+    return encoded.table
 
 
 def _form(column: Sequence[FieldForm], call: str) -> FieldForm:
@@ -193,7 +241,7 @@ def _signs(form: FieldForm, batch: PackedBatch, whole: RowLayout) -> Words | Non
     """The signs of a field whose pads are zeros, as wide as in the result; None if they are not."""
     layout = batch.layouts[form.layout or ""]
     if form.pads == (ANY_ZERO,):
-        signs = batch.table.signs(batch.numbers[form.path])
+        signs = pad_words_of(batch, form)
     else:
         pads = signs_of_rows(from_words(_row_pads(batch, form.path), form.dtype or torch.float32), layout)
         if pads is None:
@@ -249,11 +297,10 @@ def restricted(batch: PackedBatch, paths: Collection[Path]) -> PackedBatch:
     above = {path[:n] for path in paths for n in range(1, len(path))}
     forms = [form for form in batch.schema.forms if form.path in paths or (form.kind == "node" and form.path in above)]
     used = {name for form in forms for name in (form.layout, form.axis)} | {name for name, _, _ in batch.schema.axes}
-    table = batch.table.select([batch.numbers[form.path] for form in forms if form.dtype is not None])
     return replace(
         batch,
         schema=replace(batch.schema, forms=tuple(forms)),
-        table=table.with_layouts({name for name in table.names if name in used} | table.layouts_in_use()),
+        rows=batch.picked.only(paths, {name for name in used if name is not None}),
         objects={form.path: batch.objects[form.path] for form in forms if form.kind == "object"},
     )
 
@@ -261,40 +308,46 @@ def restricted(batch: PackedBatch, paths: Collection[Path]) -> PackedBatch:
 def narrowed(batch: PackedBatch, form: FieldForm, dim: int, start: int, length: int) -> PackedBatch:
     """The batch with a part of the elements of one field: `length` of dim `dim` of an element, from `start` on. Whole
     columns stay encoded; else the field is decoded and encoded again, and the other fields are copied."""
-    number, table = batch.numbers[form.path], batch.table
     before = math.prod(form.shape[:dim])
     inner = words_of_one(replace(form, shape=form.shape[dim + 1 :]))
     own = replace(form, shape=(*form.shape[:dim], length, *form.shape[dim + 1 :]))
     forms = tuple(own if other.path == form.path else other for other in batch.schema.forms)
-    cut = table.narrow(number, start * inner, length * inner) if before == 1 else None
-    if cut is not None:
-        return replace(batch, schema=replace(batch.schema, forms=forms), table=cut)
-    elements = table.dense_rows if form.layout is None else batch.layouts[form.layout].num_tokens
-    sizes = elements, before, form.shape[dim], inner  # one of them may be 0
-    words = table.words(number).reshape(sizes)[:, :, start : start + length]
-    layouts = {} if form.layout is None else {form.layout: batch.layouts[form.layout]}
-    job = Job(own, words=np.ascontiguousarray(words).reshape(-1), row_pads=table.pads_of_rows(number))
-    encoded = encode([job], layouts, table.rows, table.dense_rows)
-    assert encoded is not None
-    rest = restricted(batch, batch.forms.keys() - {form.path})
-    part = replace(batch, schema=replace(batch.schema, forms=(own,)), table=encoded.table, objects={})
-    return merged([rest, part], [other.path for other in forms])
+    picked = batch.picked
+    home = next(columns for columns in picked.columns if form.path in columns.paths)
+    cut = [_narrow_body(body, form.path, start * inner, length * inner) for body in home.parts if before == 1]
+    if len(cut) == len(home.parts) and None not in cut:
+        mine = replace(home, paths=(form.path,), parts=tuple(cut))
+    else:
+        elements = (
+            math.prod(shape_in(batch, form, True)[:1]) if form.layout or batch.schema.root.more_dims is not None else 1
+        )
+        sizes = elements, before, form.shape[dim], inner  # one of them may be 0
+        held: Words = np.ascontiguousarray(field_words(batch, form).reshape(sizes)[:, :, start : start + length])
+        layouts = {} if form.layout is None else {form.layout: batch.layouts[form.layout]}
+        pads = pad_words_of(batch, form) if form.pads in ((PER_ROW,), (ANY_ZERO,)) else None
+        mine = _alone(own, held, layouts, batch.num_rows, pads)
+    columns = (*(columns.without({form.path}) for columns in picked.columns), mine)
+    kept = tuple(columns for columns in columns if columns.paths)
+    return replace(batch, schema=replace(batch.schema, forms=forms), rows=replace(picked, columns=kept))
+
+
+def _narrow_body(body: Body, path: Path, start: int, length: int) -> Body | None:
+    table = body.table.narrow(body.numbers[path], start, length)
+    return None if table is None else replace(body, table=table)
 
 
 def merged(parts: Sequence[PackedBatch], order: Sequence[Path]) -> PackedBatch:
     """The fields of several batches with the same rows and layouts, in the order given. No field is in two batches."""
     forms = {form.path: form for part in reversed(parts) for form in part.schema.forms}
     axes = {axis[0]: axis for part in reversed(parts) for axis in part.schema.axes}
-    homes = {form.path: at for at, part in reversed(list(enumerate(parts))) for form in part.schema.forms}
-    chosen = [forms[path] for path in order]
-    picked = [
-        (homes[form.path], parts[homes[form.path]].numbers[form.path]) for form in chosen if form.dtype is not None
-    ]
+    columns = tuple(columns for part in parts for columns in part.picked.columns)
+    frames = {name: frame for part in reversed(parts) for name, frame in part.frames.items()}
+    pads = {path: held for part in parts for path, held in part.picked.row_pads.items()}
     first = parts[0]
     return replace(
         first,
-        schema=Schema(first.schema.root, tuple(chosen), tuple(axes.values())),
-        table=merge([part.table for part in parts], picked),
+        schema=Schema(first.schema.root, tuple(forms[path] for path in order), tuple(axes.values())),
+        rows=Picked(columns, frames, pads),
         objects={path: held for part in parts for path, held in part.objects.items()},
     )
 
@@ -327,8 +380,8 @@ def _padded(
 
 
 def _row_pads(batch: PackedBatch, path: Path) -> Words:
-    pads = batch.table.pads_of_rows(batch.numbers[path])
-    return _pad_words(batch.forms[path], batch.num_rows) if pads is None else np.array(pads)
+    form = batch.forms[path]
+    return pad_words_of(batch, form) if form.pads == (PER_ROW,) else _pad_words(form, batch.num_rows)
 
 
 def _pad_words(form: FieldForm, rows: int) -> Words:

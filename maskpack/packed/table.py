@@ -78,9 +78,6 @@ class Table:
     @cached_property
     def layouts(self) -> dict[str, RowLayout]:
         """The layouts by name, on the host."""
-        if "_cut" in self.__dict__:
-            whole, rows = self.__dict__["_cut"]
-            return {name: layout.take(rows) for name, layout in whole.items()}
         found = native.read_layouts(self.stored, self.body, self.rows)
         anchors = self.stored["anchor"].tolist()
         return {
@@ -88,16 +85,21 @@ class Table:
         }
 
     @property
-    def _has_layouts(self) -> bool:
-        """Whether the layouts are known, which may be wider or narrower than those in the body."""
-        return "layouts" in self.__dict__ or "_cut" in self.__dict__
+    def frames(self) -> dict[str, tuple[int, int]]:
+        """The width and the anchor of each layout, which may be shown wider or narrower than in the body."""
+        if "layouts" in self.__dict__:
+            return {name: (layout.width, layout.anchor) for name, layout in self.layouts.items()}
+        return dict(zip(self.names, zip(self.stored["width"].tolist(), self.stored["anchor"].tolist()), strict=True))
 
     @property
     def widths(self) -> tuple[int, ...]:
         """The width of each layout."""
-        if self._has_layouts:
-            return tuple(layout.width for layout in self.layouts.values())
-        return tuple(self.stored["width"].tolist())
+        return tuple(width for width, _ in self.frames.values())
+
+    @cached_property
+    def marks(self) -> IntArray:
+        """Where rows begin in the arrays of each entry."""
+        return native.mark(self.entries, self.layout_rows, self.body, self.rows, self.dense_rows)
 
     @cached_property
     def _layout_rows(self) -> tuple[IntArray, list[HostLayout]]:
@@ -200,21 +202,25 @@ class Table:
 
     # ---------------------------------------------------------------- decoding
 
-    def decode(self, targets: Structs, nbytes: int, kept: IntArray | None = None) -> None:
-        """Decodes fields to tensors, TARGET [n], of `nbytes` in all. `kept`: some rows, rising, of packed fields."""
-        native.decode(targets, self.entries, self.layout_rows, self.body, self.rows, nbytes, kept)
+    def given(self, count: int, taken: IntArray | None = None, places: IntArray | None = None) -> tuple[int, ...]:
+        """GIVEN: the rows of the table that are decoded, and which rows of the result they are."""
+        marks = 0 if taken is None else address(self.marks)
+        rows = [0 if index is None else address(index) for index in (taken, places)]
+        table = address(self.entries), address(self.layout_rows), address(self.body), self.rows, self.dense_rows
+        return (*table, marks, *rows, count)
 
-    def words(self, field: int) -> Words:
-        """The packed words of a field, flat."""
-        return self.words_of(int(self.fields[field]))
-
-    def words_of(self, at: int, count: int | None = None, kept: IntArray | None = None) -> Words:
-        """The packed words of an entry, flat; of some rows, the `count` words that they have."""
-        out = np.empty(self._count(at) if count is None else count, word_dtype(int(self.entries["size"][at])))
+    def words_of(self, at: int) -> Words:
+        """The packed words of an entry, flat."""
+        entry = self.entries[at]
+        out = np.empty(self._count(at), word_dtype(int(entry["size"])))
         target = np.zeros(1, native.TARGET)
         target["field"]["packed"], target["entry"] = address(out), at
-        target["rows"] = self.dense_rows if self.entries["layout"][at] < 0 else self.rows
-        self.decode(target, out.nbytes, kept)
+        target["field"]["items"], target["field"]["size"], target["field"]["layout"] = (
+            entry["items"], entry["size"], entry["layout"],
+        )  # fmt: skip
+        rows = self.dense_rows if entry["layout"] < 0 else self.rows
+        parts = np.array([self.given(rows)], np.int64)
+        native.decode(target, native.structs(parts.reshape(-1), native.GIVEN), self.layout_rows, rows, out.nbytes)
         return out
 
     def count_words(self, field: int) -> int:
@@ -228,29 +234,21 @@ class Table:
 
     # ---------------------------------------------------------------- rows and fields
 
-    def split(self, cuts: IntArray) -> list[Table]:
-        """The rows between `cuts`, int64 [parts + 1], in the same body."""
-        entries, stored = native.split(self.entries, self.stored, self.layout_rows, self.body, self.rows, cuts)
-        parts: list[Table] = []
-        whole = self.layouts
-        for part, (begin, end) in enumerate(zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True)):
-            pads = self.row_pads.copy()
-            several = pads["count"] > 1
-            pads["at"][several] += begin * pads["size"][several]
-            pads["count"][several] = end - begin
-            if begin == end:
-                pads["count"] = 0
-            own = replace(
-                self,
-                rows=end - begin,
-                dense_rows=end - begin,
-                stored=stored[part],
-                entries=entries[part],
-                row_pads=pads,
-            )
-            own.__dict__["_cut"] = whole, slice(begin, end)
-            parts.append(own)
-        return parts
+    def cut(self, begin: int, end: int) -> Table:
+        """The rows from `begin` to `end`, in the same body."""
+        cuts = np.array([begin, end])
+        line = self.entries, self.stored, self.layout_rows, self.body, self.rows, self.marks, cuts
+        entries, stored = native.split(*line)
+        pads = self.row_pads.copy()
+        several = pads["count"] > 1
+        pads["at"][several] += begin * pads["size"][several]
+        pads["count"][several] = end - begin
+        if begin == end:
+            pads["count"] = 0
+        rows = end - begin
+        out = replace(self, rows=rows, dense_rows=rows, stored=stored[0], entries=entries[0], row_pads=pads)
+        out.__dict__["layouts"] = {name: layout.take(slice(begin, end)) for name, layout in self.layouts.items()}
+        return out
 
     def without_row_pads(self, field: int) -> Table:
         pads = self.row_pads.copy()
@@ -278,9 +276,8 @@ class Table:
     def like(self, **changes: Any) -> Table:
         """The same layouts with something else changed."""
         out = replace(self, **changes)
-        for name in ("layouts", "_cut"):
-            if name in self.__dict__:
-                out.__dict__[name] = self.__dict__[name]
+        if "layouts" in self.__dict__:
+            out.__dict__["layouts"] = self.layouts
         return out
 
     def select(self, fields: Sequence[int]) -> Table:
@@ -438,7 +435,6 @@ class Job(NamedTuple):
         form: with its dtype and shape; its pads are tried in order.
         padded: the tensor, if it is padded and on the host.
         words: else its packed words, flat.
-        bounds, taken: of words whose rows are taken: where the rows lie among the elements, and which of them.
         row_pads: words of the pads of rows, that are known already.
         trusted: whether the first pad is taken unseen.
     """
@@ -446,8 +442,6 @@ class Job(NamedTuple):
     form: FieldForm
     padded: Tensor | None = None
     words: Words | None = None
-    bounds: IntArray | None = None
-    taken: IntArray | None = None
     row_pads: Words | None = None
     trusted: bool = False
 
@@ -586,7 +580,7 @@ def _describe(
     assert form.dtype is not None
     row["layout"] = _NO_LAYOUT if form.layout is None else places[form.layout]
     row["items"], row["size"] = words_of_one(form), size_of_word(form)
-    row["rows"] = (dense_rows if form.layout is None else rows) if job.taken is None else job.taken.size
+    row["rows"] = dense_rows if form.layout is None else rows
     floats = form.dtype.is_floating_point or form.dtype.is_complex
     row["integers"] = native.FLOATS if floats else native.BOOLS if form.dtype is torch.bool else native.INTEGERS
     for hint in form.hints:
@@ -607,11 +601,10 @@ def _describe(
         return
     assert job.words is not None
     line = np.ascontiguousarray(job.words)
-    bounds = job.bounds if job.bounds is not None or form.layout is None else layouts[form.layout].row_offsets
+    bounds = None if form.layout is None else layouts[form.layout].row_offsets
     row["field"]["packed"] = address(line)
     row["bounds"] = 0 if bounds is None else address(bounds)
-    row["index"] = 0 if job.taken is None else address(job.taken)
-    held += [line, bounds, job.taken]
+    held += [line, bounds]
 
 
 def _refer(
@@ -722,25 +715,7 @@ def forget() -> None:
         known.clear()
 
 
-# -------------------------------------------------------------------- rows in other orders, and of several tables
-
-
-def take(table: Table, forms: Sequence[FieldForm], index: IntArray) -> Table:
-    """Some rows in the order given, in a body of their own. Other rows are not decoded."""
-    layouts = {name: layout.take(index) for name, layout in table.layouts.items()}
-    kept, taken = np.unique(index, return_inverse=True)
-    taken = taken.reshape(-1)
-    jobs: list[Job] = []
-    for field, form in enumerate(forms):
-        bounds: IntArray = np.arange(kept.size + 1)
-        if form.layout is not None:
-            bounds[1:] = np.cumsum(table.layouts[form.layout].lengths[kept])
-        words = table.words_of(int(table.fields[field]), int(bounds[-1]) * words_of_one(form), kept)
-        pads = table.pads_of_rows(field)
-        jobs.append(Job(form, words=words, bounds=bounds, taken=taken, row_pads=None if pads is None else pads[index]))
-    found = encode(jobs, layouts, index.size, index.size)
-    assert found is not None
-    return found.table
+# -------------------------------------------------------------------- fields of several tables
 
 
 def merge(tables: Iterable[Table], picked: Sequence[tuple[int, int]]) -> Table:

@@ -22,8 +22,8 @@ from maskpack.fields.registry import Key, Path
 from maskpack.layout.row_layout import RowLayout
 from maskpack.packed.batch import PackedBatch
 from maskpack.packed.join import DIFFERENT_FORMS, joined, merged, restricted
+from maskpack.packed.segments import Segments
 from maskpack.views.origins import UNKNOWN, Origins
-from maskpack.views.segments import Segments
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class BatchMeta:
         if not isinstance(packed, PackedBatch):
             raise LayoutError(f"BatchMeta.of: got {said(packed)}; expected a PackedBatch. Pass what compress returned.")
         head = packed.take(slice(0, 0))
-        return cls(replace(head, table=head.table.own()), packed.layouts, packed.num_rows, packed.nbytes)
+        return cls(head.own(), packed.layouts, packed.num_rows, packed.nbytes)
 
     def take(self, rows: IntArray) -> BatchMeta:
         """Returns the BatchMeta of some rows of the batch."""

@@ -27,6 +27,7 @@ from maskpack.layout.row_layout import RowLayout
 from maskpack.packed.batch import PackedBatch, Target, decompress
 from maskpack.packed.decode import MAX_BYTES, shape_of
 from maskpack.packed.join import check_named
+from maskpack.packed.segments import Segments
 from maskpack.packed.table import table_of
 from maskpack.views.column_group import (
     BatchMeta,
@@ -39,7 +40,6 @@ from maskpack.views.column_group import (
     without,
 )
 from maskpack.views.origins import Origins
-from maskpack.views.segments import Segments
 
 Get = Callable[[list[Any]], list[Any]]
 """Fetches the packed batches of a list of references, in their order: `ray.get`."""

@@ -15,9 +15,9 @@ from tensordict import TensorDict
 from maskpack import PackedBatch, compress
 from maskpack.dispatch.messages import RowsAt
 from maskpack.errors import LayoutError
+from maskpack.packed.segments import Segments
 from maskpack.views.column_group import BatchMeta
 from maskpack.views.origins import UNKNOWN, Origins
-from maskpack.views.segments import Segments
 from maskpack.views.view import BatchView
 
 Claim = tuple[int, int, int]

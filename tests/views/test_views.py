@@ -28,8 +28,8 @@ from maskpack.core.index import IntArray
 from maskpack.errors import FieldError, LayoutError
 from maskpack.nesting.schema import LAYOUTS
 from maskpack.packed import table
+from maskpack.packed.segments import Segments
 from maskpack.views.column_group import BatchMeta
-from maskpack.views.segments import Segments
 from maskpack.views.view import BatchView
 
 quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")

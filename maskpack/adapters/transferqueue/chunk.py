@@ -88,7 +88,7 @@ class Chunk:
 
     def own(self) -> Chunk:
         """The chunk without the memory of rows that it was taken from."""
-        return replace(self, packed=replace(self.packed, table=self.packed.table.own()))
+        return replace(self, packed=self.packed.own())
 
     @cached_property
     def joins(self) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maskpack.views.segments import Segments
+from maskpack.packed.segments import Segments
 
 Pair = tuple[int, int]
 PAIRS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=12)

@@ -1,0 +1,224 @@
+"""Rows as numbers: which rows of which body a packed batch has.
+
+    Body      a table: the encoded rows of some fields
+    Columns   some fields, the bodies that hold them, and Segments: which rows of which body
+    Picked    all columns of a batch, and the widths of its layouts
+
+take, split and cat change segments and copy no values. A body lives as long as a batch that has rows of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from maskpack.core.bits import Words
+from maskpack.core.index import IntArray, SpanTable
+from maskpack.fields.registry import Path
+from maskpack.layout.row_layout import RowLayout
+from maskpack.packed.segments import Segments
+from maskpack.packed.table import Table
+
+Frame = tuple[int, int]
+"""The width and the anchor of a layout."""
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """A table, and the number of each of its fields."""
+
+    table: Table
+    numbers: Mapping[Path, int]
+
+    @property
+    def key(self) -> Any:
+        """A key that is equal for bodies that are one."""
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """Some fields, and where their rows come from.
+
+    Attributes:
+        paths: the fields.
+        parts: Bodies, or what stands for packed batches that are elsewhere; each has a `key`.
+        rows: which rows of which part, for all rows.
+    """
+
+    paths: tuple[Path, ...]
+    parts: tuple[Any, ...]
+    rows: Segments
+
+    @classmethod
+    def whole(cls, paths: Sequence[Path], part: Any, num_rows: int) -> Columns:
+        """All rows of one part."""
+        return cls(tuple(paths), (part,), Segments.whole(num_rows))
+
+    def take(self, index: IntArray) -> Columns:
+        """Some rows, in the order given."""
+        return replace(self, rows=self.rows.take(index)).trimmed()
+
+    def slice(self, begin: int, end: int) -> Columns:
+        """The rows from `begin` to `end`."""
+        return replace(self, rows=self.rows.slice(begin, end)).trimmed()
+
+    def trimmed(self) -> Columns:
+        """The same rows without the parts that give none."""
+        used, numbers = np.unique(self.rows.source, return_inverse=True)
+        if used.size == len(self.parts):
+            return self
+        parts = tuple(self.parts[number] for number in used)
+        return replace(self, parts=parts, rows=replace(self.rows, source=numbers))
+
+    def taken(self) -> list[tuple[Any, IntArray | None, IntArray | None]]:
+        """Each part that gives rows, which of its rows, and which rows of all they are; None for all in order."""
+        if len(self.parts) == 1 and self.rows.count.size == 1:
+            start, count = int(self.rows.start[0]), int(self.rows.count[0])
+            whole = start == 0 and count == self.parts[0].table.rows
+            return [(self.parts[0], None if whole else np.arange(start, start + count), None)]
+        source, row = self.rows.by_row()
+        if len(self.parts) == 1:
+            return [(self.parts[0], row, None)]
+        order = np.argsort(source, kind="stable")
+        ends = np.searchsorted(source[order], np.arange(len(self.parts) + 1))
+        places = [order[begin:end] for begin, end in zip(ends[:-1], ends[1:], strict=True)]
+        return [(part, row[own], own) for part, own in zip(self.parts, places, strict=True) if own.size]
+
+    def without(self, paths: Collection[Path]) -> Columns:
+        """The columns without some fields."""
+        kept = tuple(path for path in self.paths if path not in paths)
+        return self if len(kept) == len(self.paths) else replace(self, paths=kept)
+
+    @staticmethod
+    def cat(columns: Sequence[Columns], paths: Sequence[Path]) -> Columns:
+        """The rows of several, of the fields `paths`. Equal parts are one."""
+        numbers: dict[Any, int] = {}
+        parts: dict[Any, Any] = {}
+        rows: list[Segments] = []
+        for own in columns:
+            keys = [part.key for part in own.parts]
+            for key, part in zip(keys, own.parts, strict=True):
+                numbers.setdefault(key, len(numbers))
+                parts.setdefault(key, part)
+            rows.append(own.rows.renumbered(np.array([numbers[key] for key in keys], np.int64)))
+        return Columns(tuple(paths), tuple(parts.values()), Segments.cat(rows))
+
+
+def cat_columns(batches: Sequence[Sequence[Columns]], paths: Sequence[Path]) -> list[tuple[Columns, tuple[int, ...]]]:
+    """The rows of several batches, one after the other: fields that come from the same columns of each batch are one.
+    With each, the number of its columns in every batch."""
+    homes = [{path: at for at, own in enumerate(batch) for path in own.paths} for batch in batches]
+    paths_of: dict[tuple[int, ...], list[Path]] = {}
+    for path in paths:
+        paths_of.setdefault(tuple(home[path] for home in homes), []).append(path)
+    if not paths_of:  # a batch without fields has rows, too
+        paths_of[(0,) * len(batches)] = []
+    return [
+        (Columns.cat([batch[at] for batch, at in zip(batches, numbers, strict=True)], own), numbers)
+        for numbers, own in paths_of.items()
+    ]
+
+
+class Shown(NamedTuple):
+    """The rows of a batch in narrower layouts with the same tokens.
+
+    Attributes:
+        layouts: all of them.
+        row_pads: those of fields whose pads are as wide as the rows.
+        batch: the PackedBatch in its own widths.
+    """
+
+    layouts: Mapping[str, RowLayout]
+    row_pads: Mapping[Path, Words]
+    batch: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Picked:
+    """The tensors of a packed batch as rows of bodies.
+
+    Attributes:
+        columns: each tensor is in one of them; at least one, which may have no field.
+        frames: the layouts, each at least as wide as in the bodies.
+        row_pads: words [B] or [B, n] of the pads of fields whose bodies have other pads than the batch.
+        shown: the layouts, if they are narrower than in the bodies; None if not.
+    """
+
+    columns: tuple[Columns, ...]
+    frames: Mapping[str, Frame]
+    row_pads: Mapping[Path, Words] = field(default_factory=dict[Path, Words])
+    shown: Shown | None = None
+
+    @classmethod
+    def of(cls, table: Table, numbers: Mapping[Path, int]) -> Picked:
+        """All rows of a table."""
+        return cls((Columns.whole([*numbers], Body(table, numbers), table.rows),), table.frames)
+
+    def take(self, index: IntArray) -> Picked:
+        """Some rows, in the order given."""
+        pads = {path: words[index] for path, words in self.row_pads.items()}
+        return replace(self, columns=tuple(own.take(index) for own in self.columns), row_pads=pads)
+
+    def slice(self, begin: int, end: int) -> Picked:
+        """The rows from `begin` to `end`."""
+        pads = {path: words[begin:end] for path, words in self.row_pads.items()}
+        return replace(self, columns=tuple(own.slice(begin, end) for own in self.columns), row_pads=pads)
+
+    def only(self, paths: Collection[Path], layouts: Collection[str]) -> Picked:
+        """Some fields and layouts."""
+        columns = [replace(own, paths=tuple(path for path in own.paths if path in paths)) for own in self.columns]
+        frames = {name: frame for name, frame in self.frames.items() if name in layouts}
+        pads = {path: words for path, words in self.row_pads.items() if path in paths}
+        return Picked(tuple([own for own in columns if own.paths] or columns[:1]), frames, pads)
+
+    def shown_as(self, shown: Shown) -> Picked:
+        """The same rows in narrower layouts."""
+        frames = {name: (layout.width, layout.anchor) for name, layout in shown.layouts.items()}
+        return replace(self, frames=frames, row_pads={**self.row_pads, **shown.row_pads}, shown=shown)
+
+    def layouts(self) -> dict[str, RowLayout]:
+        """The layouts of the rows, on the host."""
+        if self.shown is not None:
+            return dict(self.shown.layouts)
+        out: dict[str, RowLayout] = {}
+        for own in self.columns:
+            shares, order = own.rows.shares()
+            tables = [own.parts[share.source].table for share in shares]
+            for name, (width, anchor) in self.frames.items():
+                if name in out or not all(name in table.names for table in tables):
+                    continue
+                held = [table.layouts[name] for table in tables]
+                parts = [
+                    layout
+                    if share.rows.size == layout.num_rows and order is None and _rises(share.rows)
+                    else layout.take(share.rows)
+                    for layout, share in zip(held, shares, strict=True)
+                ]
+                if len(parts) != 1 or (parts[0].width, parts[0].anchor) != (width, anchor):
+                    parts = [RowLayout.cat([empty_layout(width, anchor), *parts])]
+                out[name] = parts[0] if order is None else parts[0].take(order)
+        return {name: out[name] for name in self.frames}
+
+    def nbytes(self) -> int:
+        """The encoded bytes of the rows, if each row of a body takes an equal share of it."""
+        total = 0.0
+        for own in self.columns:
+            counts = np.bincount(np.repeat(own.rows.source, own.rows.count), minlength=len(own.parts)).tolist()
+            for part, count in zip(own.parts, counts, strict=True):
+                table = part.table.select([part.numbers[path] for path in own.paths])
+                total += table.nbytes * count / max(1, table.rows)
+        return round(total)
+
+
+def empty_layout(width: int, anchor: int) -> RowLayout:
+    """A layout without rows."""
+    nothing = np.zeros(0, np.int64)
+    return RowLayout.from_table(width, SpanTable(nothing, nothing, np.zeros(1, np.int64)), "cpu", anchor)
+
+
+def _rises(rows: IntArray) -> bool:
+    return bool((np.diff(rows) == 1).all())
