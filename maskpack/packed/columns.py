@@ -84,8 +84,7 @@ class Columns:
         if len(self.parts) == 1:
             return [(self.parts[0], row, None)]
         order = np.argsort(source, kind="stable")
-        ends = np.searchsorted(source[order], np.arange(len(self.parts) + 1))
-        places = [order[begin:end] for begin, end in zip(ends[:-1], ends[1:], strict=True)]
+        places = np.split(order, np.searchsorted(source[order], np.arange(1, len(self.parts))))
         return [(part, row[own], own) for part, own in zip(self.parts, places, strict=True) if own.size]
 
     def without(self, paths: Collection[Path]) -> Columns:
@@ -192,12 +191,7 @@ class Picked:
                 if name in out or not all(name in table.names for table in tables):
                     continue
                 held = [table.layouts[name] for table in tables]
-                parts = [
-                    layout
-                    if share.rows.size == layout.num_rows and order is None and _rises(share.rows)
-                    else layout.take(share.rows)
-                    for layout, share in zip(held, shares, strict=True)
-                ]
+                parts = [_rows_of(layout, share.rows) for layout, share in zip(held, shares, strict=True)]
                 if len(parts) != 1 or (parts[0].width, parts[0].anchor) != (width, anchor):
                     parts = [RowLayout.cat([empty_layout(width, anchor), *parts])]
                 out[name] = parts[0] if order is None else parts[0].take(order)
@@ -220,5 +214,7 @@ def empty_layout(width: int, anchor: int) -> RowLayout:
     return RowLayout.from_table(width, SpanTable(nothing, nothing, np.zeros(1, np.int64)), "cpu", anchor)
 
 
-def _rises(rows: IntArray) -> bool:
-    return bool((np.diff(rows) == 1).all())
+def _rows_of(layout: RowLayout, rows: IntArray) -> RowLayout:
+    """Some rows of a layout; itself for all of them in order."""
+    whole = rows.size == layout.num_rows and bool((np.diff(rows) == 1).all())
+    return layout if whole else layout.take(rows)

@@ -122,10 +122,8 @@ def _targets(
 
 def _targets_of(packed: PackedBatch, forms: Iterable[FieldForm], nested: bool) -> _Targets:
     paths = tuple([form.path for form in forms if form.dtype is not None])
-    names, widths = (
-        zip(*((name, width) for name, (width, _) in packed.frames.items()), strict=True) if packed.frames else ((), ())
-    )
-    return _targets(packed.schema, paths, nested, names, widths)
+    widths = tuple([width for width, _ in packed.frames.values()])
+    return _targets(packed.schema, paths, nested, tuple(packed.frames), widths)
 
 
 def shapes_of(

@@ -60,9 +60,8 @@ def joined(batches: Sequence[PackedBatch], call: str) -> PackedBatch:
     rows = sum(batch.num_rows for batch in batches)
     first = batches[0]
     if all(batch.schema == first.schema and batch.frames == first.frames for batch in batches[1:]):
-        return replace(
-            first, num_rows=rows, rows=_picked_together(batches, first.tensors, first.frames), objects=objects
-        )
+        picked = _picked_together(batches, first.tensors, first.frames, _row_pads_together(batches))
+        return replace(first, num_rows=rows, rows=picked, objects=objects)
     decoders = [Decoder(batch, False, "cpu") for batch in batches]
     columns = [[batch.forms[path] for batch in batches] for path in paths]
     axes = [name for name, _, _ in first.schema.axes if all(name in batch.frames for batch in batches)]
@@ -88,18 +87,27 @@ def joined(batches: Sequence[PackedBatch], call: str) -> PackedBatch:
     frames = {name: (layout.width, layout.anchor) for name, layout in layouts.items() if name in kept}
     schema = Schema(first.schema.root, tuple(forms), tuple((name, *frames[name]) for name in axes))
     tensors = [form for form in forms if form.dtype is not None and form.path not in apart]
-    picked = _picked_together(batches, tensors, frames)
+    picked = _picked_together(batches, tensors, frames, row_pads)
     lone = [_alone(form, words(apart[form.path]).numpy(), {}, rows) for form in forms if form.path in apart]
-    picked = replace(picked, columns=(*picked.columns, *lone), row_pads=row_pads)
+    picked = replace(picked, columns=(*picked.columns, *lone))
     return replace(first, num_rows=rows, schema=schema, rows=picked, objects=objects)
 
 
-def _picked_together(batches: Sequence[PackedBatch], forms: Sequence[FieldForm], frames: Mapping[str, Frame]) -> Picked:
+def _picked_together(
+    batches: Sequence[PackedBatch],
+    forms: Sequence[FieldForm],
+    frames: Mapping[str, Frame],
+    row_pads: Mapping[Path, Words],
+) -> Picked:
     """The rows of some tensors of several batches, one after the other."""
     columns = cat_columns([batch.picked.columns for batch in batches], [form.path for form in forms])
-    own = {form.path: form for form in forms if any(form.path in batch.picked.row_pads for batch in batches)}
-    pads = {path: np.concatenate([pad_words_of(batch, form) for batch in batches]) for path, form in own.items()}
-    return Picked(tuple(columns for columns, _ in columns), frames, pads)
+    return Picked(tuple(columns for columns, _ in columns), frames, row_pads)
+
+
+def _row_pads_together(batches: Sequence[PackedBatch]) -> dict[Path, Words]:
+    """The pads of rows of the fields that one of some batches of equal forms has apart from its bodies."""
+    apart = {path for batch in batches for path in batch.picked.row_pads}
+    return {path: np.concatenate([pad_words_of(batch, batch.forms[path]) for batch in batches]) for path in apart}
 
 
 def _alone(
@@ -318,9 +326,8 @@ def narrowed(batch: PackedBatch, form: FieldForm, dim: int, start: int, length: 
     if len(cut) == len(home.parts) and None not in cut:
         mine = replace(home, paths=(form.path,), parts=tuple(cut))
     else:
-        elements = (
-            math.prod(shape_in(batch, form, True)[:1]) if form.layout or batch.schema.root.more_dims is not None else 1
-        )
+        has_rows = form.layout is not None or batch.schema.root.more_dims is not None
+        elements = shape_in(batch, form, True)[0] if has_rows else 1
         sizes = elements, before, form.shape[dim], inner  # one of them may be 0
         held: Words = np.ascontiguousarray(field_words(batch, form).reshape(sizes)[:, :, start : start + length])
         layouts = {} if form.layout is None else {form.layout: batch.layouts[form.layout]}

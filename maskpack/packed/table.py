@@ -89,7 +89,7 @@ class Table:
         """The width and the anchor of each layout, which may be shown wider or narrower than in the body."""
         if "layouts" in self.__dict__:
             return {name: (layout.width, layout.anchor) for name, layout in self.layouts.items()}
-        return dict(zip(self.names, zip(self.stored["width"].tolist(), self.stored["anchor"].tolist()), strict=True))
+        return dict(zip(self.names, map(tuple, self.stored[["width", "anchor"]].tolist()), strict=True))
 
     @property
     def widths(self) -> tuple[int, ...]:
