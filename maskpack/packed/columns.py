@@ -81,8 +81,8 @@ class Columns:
             whole = start == 0 and count == self.parts[0].table.rows
             return [(self.parts[0], None if whole else np.arange(start, start + count), None)]
         source, row = self.rows.by_row()
-        if len(self.parts) == 1:
-            return [(self.parts[0], row, None)]
+        if len(self.parts) <= 1:
+            return [(part, row, None) for part in self.parts]
         order = np.argsort(source, kind="stable")
         places = np.split(order, np.searchsorted(source[order], np.arange(1, len(self.parts))))
         return [(part, row[own], own) for part, own in zip(self.parts, places, strict=True) if own.size]
