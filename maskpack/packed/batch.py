@@ -47,7 +47,7 @@ from maskpack.packed.file.read import read_batch
 from maskpack.packed.file.write import write_message
 from maskpack.packed.join import check_named, joined, narrowed, restricted
 from maskpack.packed.pickling import from_parts, to_parts
-from maskpack.packed.table import Encoded, Job, Table, encode, merge, plans, take, wholes_first
+from maskpack.packed.table import EncodedTable, Job, Table, encode, merge, plans, take, wholes_first
 
 Target = Literal["padded", "nested"]
 Widths = Literal["padded", "trim"]
@@ -572,7 +572,7 @@ def _objects_of(batch: TensorDictBase, schema: Schema, options: Options) -> dict
 
 
 def _together(
-    away: OnDevice | None, encoded: Encoded | None, rest: Sequence[int], count: int
+    away: OnDevice | None, encoded: EncodedTable | None, rest: Sequence[int], count: int
 ) -> tuple[Table, list[int]]:
     """The table of all tensors, of which a device encoded some and the host the `rest`; and the number of the pad of
     each of them."""

@@ -64,6 +64,9 @@ class Table:
         row_pads: PLACE [F], the pads of the rows of each tensor, of no numbers where its pad is not PER_ROW or
             ANY_ZERO; `size` is the bytes of a row.
         body: uint8, the arrays.
+        known: the layouts by name, which may be wider or narrower than those in the body; None to read those.
+        cut: the layouts of a whole, and the rows of it that these are; None if they are no slice.
+        is_compact: whether the body is known to hold the arrays and nothing else.
     """
 
     rows: int
@@ -74,12 +77,17 @@ class Table:
     fields: IntArray
     row_pads: Structs
     body: Words
+    known: dict[str, RowLayout] | None = None
+    cut: tuple[dict[str, RowLayout], slice] | None = None
+    is_compact: bool = False
 
     @cached_property
     def layouts(self) -> dict[str, RowLayout]:
         """The layouts by name, on the host."""
-        if "_cut" in self.__dict__:
-            whole, rows = self.__dict__["_cut"]
+        if self.known is not None:
+            return self.known
+        if self.cut is not None:
+            whole, rows = self.cut
             return {name: layout.take(rows) for name, layout in whole.items()}
         found = native.read_layouts(self.stored, self.body, self.rows)
         anchors = self.stored["anchor"].tolist()
@@ -88,16 +96,10 @@ class Table:
         }
 
     @property
-    def _has_layouts(self) -> bool:
-        """Whether the layouts are known, which may be wider or narrower than those in the body."""
-        return "layouts" in self.__dict__ or "_cut" in self.__dict__
-
-    @property
     def widths(self) -> tuple[int, ...]:
         """The width of each layout."""
-        if self._has_layouts:
-            return tuple(layout.width for layout in self.layouts.values())
-        return tuple(self.stored["width"].tolist())
+        layouts = self.cut[0] if self.cut is not None else self.known
+        return tuple(self.stored["width"].tolist() if layouts is None else [own.width for own in layouts.values()])
 
     @cached_property
     def _layout_rows(self) -> tuple[IntArray, list[HostLayout]]:
@@ -194,9 +196,7 @@ class Table:
 
     def shown_as(self, layouts: Mapping[str, RowLayout]) -> Table:
         """The same values in narrower or wider layouts with the same row lengths."""
-        out = replace(self)
-        out.__dict__["layouts"] = dict(layouts)
-        return out
+        return self.like(known=dict(layouts), cut=None)
 
     # ---------------------------------------------------------------- decoding
 
@@ -240,16 +240,9 @@ class Table:
             pads["count"][several] = end - begin
             if begin == end:
                 pads["count"] = 0
-            own = replace(
-                self,
-                rows=end - begin,
-                dense_rows=end - begin,
-                stored=stored[part],
-                entries=entries[part],
-                row_pads=pads,
-            )
-            own.__dict__["_cut"] = whole, slice(begin, end)
-            parts.append(own)
+            own = {"stored": stored[part], "entries": entries[part], "row_pads": pads}
+            rows = {"rows": end - begin, "dense_rows": end - begin, "known": None, "cut": (whole, slice(begin, end))}
+            parts.append(self.like(**own, **rows))
         return parts
 
     def without_row_pads(self, field: int) -> Table:
@@ -276,12 +269,8 @@ class Table:
         return self.like(body=body)
 
     def like(self, **changes: Any) -> Table:
-        """The same layouts with something else changed."""
-        out = replace(self, **changes)
-        for name in ("layouts", "_cut"):
-            if name in self.__dict__:
-                out.__dict__[name] = self.__dict__[name]
-        return out
+        """The table with something changed, which may not be compact."""
+        return replace(self, is_compact=False, **changes)
 
     def select(self, fields: Sequence[int]) -> Table:
         """Some fields, by their numbers."""
@@ -307,14 +296,9 @@ class Table:
     def own(self, slack: float = 0.0, free: int = 0) -> Table:
         """The table with a body of its own, which holds its arrays and nothing else; itself, if its body has at most
         `slack` bytes for each byte of its arrays, and `free` more."""
-        if slack and ("_compact" in self.__dict__ or self.body.nbytes <= slack * self.nbytes + free):
+        if slack and (self.is_compact or self.body.nbytes <= slack * self.nbytes + free):
             return self
         return self.compacted()
-
-    def as_compact(self) -> Table:
-        """The table, whose body is known to hold its arrays and nothing else."""
-        self.__dict__["_compact"] = True
-        return self
 
     def compacted(self) -> Table:
         """The table with a new body: its arrays in the order of `arrays`, each from a multiple of 8 bytes on."""
@@ -361,12 +345,8 @@ class Table:
         numbers = np.array([places.get(name, -1) for name in self.names], np.int64)
         under = entries["layout"] >= 0
         entries["layout"][under] = numbers[entries["layout"][under]]
-        out = replace(
-            self, names=tuple(layouts), stored=stored, entries=entries, fields=fields, row_pads=pads,
-            body=np.concatenate([head, body]),
-        )  # fmt: skip
-        out.__dict__["layouts"] = layouts
-        return out
+        own = {"stored": stored, "entries": entries, "row_pads": pads, "body": np.concatenate([head, body])}
+        return self.like(names=tuple(layouts), fields=fields, known=layouts, cut=None, **own)
 
     def arrays_of(self, at: int) -> list[Words]:
         """The arrays of an entry, in unsigned integers."""
@@ -466,7 +446,7 @@ class JobTable(NamedTuple):
     names: tuple[str, ...]
 
 
-class Encoded(NamedTuple):
+class EncodedTable(NamedTuple):
     """A table; the number of the pad of each padded tensor among those of its job; and the jobs, as they were done."""
 
     table: Table
@@ -474,7 +454,7 @@ class Encoded(NamedTuple):
     jobs: JobTable
 
 
-def encode(jobs: Sequence[Job], layouts: Mapping[str, RowLayout], rows: int, dense_rows: int) -> Encoded | None:
+def encode(jobs: Sequence[Job], layouts: Mapping[str, RowLayout], rows: int, dense_rows: int) -> EncodedTable | None:
     """Encodes tensors; None if a pad of one is not under its mask, or if bools have other bytes than 0 and 1."""
     held: list[Any] = []
     layouts = wholes_first(layouts)
@@ -517,7 +497,7 @@ def job_table(
 
 def encode_table(
     table: JobTable, layouts: Mapping[str, RowLayout], rows: int, dense_rows: int, nbytes: int
-) -> Encoded | None:
+) -> EncodedTable | None:
     """`encode` of jobs that are described; `nbytes` are those of the padded tensors among them."""
     hosts = [layout.on_host for layout in layouts.values()]
     line, stored = native.layout_rows(hosts), stored_before(layouts)
@@ -526,11 +506,9 @@ def encode_table(
     if found is None:
         check_memory(jobs["result"])
         return None
-    pads = jobs["row_pads"][back]
-    out = Table(rows, dense_rows, names, stored, found.entries, found.fields[back], pads, found.body)
-    out.__dict__["layouts"] = dict(layouts)
-    out.__dict__["_layout_rows"] = line, hosts
-    return Encoded(out.as_compact(), jobs["pad"][back].tolist(), table)
+    places = rows, dense_rows, names, stored, found.entries, found.fields[back], jobs["row_pads"][back]
+    out = Table(*places, found.body, known=dict(layouts), is_compact=True)
+    return EncodedTable(out, jobs["pad"][back].tolist(), table)
 
 
 def check_memory(results: IntArray) -> None:
@@ -787,7 +765,7 @@ def merge(tables: Iterable[Table], picked: Sequence[tuple[int, int]]) -> Table:
     )
     pads["at"] += np.array([begins[at] for at, _ in picked], np.int64)
     fields = np.array([first[at] + parts[at].fields[field] for at, field in picked], np.int64)
-    out = Table(
+    return Table(
         parts[0].rows,
         parts[0].dense_rows,
         tuple(names),
@@ -796,6 +774,5 @@ def merge(tables: Iterable[Table], picked: Sequence[tuple[int, int]]) -> Table:
         fields,
         pads,
         np.concatenate(bodies or [np.zeros(0, np.uint8)]),
+        known=layouts,
     )
-    out.__dict__["layouts"] = layouts
-    return out

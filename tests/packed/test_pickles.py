@@ -291,7 +291,7 @@ def test_most_rows_travel_in_their_body_and_few_do_not() -> None:
 @pytest.mark.parametrize(("more", "whole"), [(0, True), (300, True), (700, False)])
 def test_a_tenth_more_is_the_most_that_a_body_brings_along(more: int, whole: bool) -> None:
     kept = compress(TensorDict({"a": torch.randn(1000)}, [1000]))
-    wide = replace(kept.table, body=np.concatenate([kept.table.body, np.zeros(more, np.uint8)]))
+    wide = kept.table.like(body=np.concatenate([kept.table.body, np.zeros(more, np.uint8)]))
     assert (carried(replace(kept, table=wide)) == 4000 + more) is whole
     assert carried(replace(kept, table=wide)) in (4000, 4000 + more)
 

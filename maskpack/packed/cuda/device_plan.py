@@ -120,7 +120,7 @@ class DevicePlan:
         if found.left:
             return None
         self.forms.uses += 1
-        return found.table.as_compact(), self.schema
+        return found.table, self.schema
 
     def _layouts(self, counts: Sequence[Any], entries: Sequence[Any]) -> dict[str, RowLayout]:
         wholes: list[RowLayout] = []

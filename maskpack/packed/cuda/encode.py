@@ -28,7 +28,7 @@ from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.cuda import encode_job
 from maskpack.packed.cuda.encode_job import ODD, Stat, Unit
-from maskpack.packed.table import Encoded, Table, device_forms, stored_alone, wholes_first
+from maskpack.packed.table import EncodedTable, Table, device_forms, stored_alone, wholes_first
 
 _WRITTEN_HERE = {
     *(native.PLAIN, native.NARROW, native.BLOCKS, native.BITMAP, native.RLE, native.ARANGE, native.DELTA),
@@ -110,7 +110,7 @@ class KnownForms:
     _recipes: dict[Any, EncodeRecipe] = field(default_factory=dict[Any, EncodeRecipe])
 
     @classmethod
-    def of(cls, encoded: Encoded) -> KnownForms:
+    def of(cls, encoded: EncodedTable) -> KnownForms:
         """The forms of a batch that the host encoded."""
         (jobs, order, names), table = encoded.jobs, encoded.table
         kinds = jobs["form"]["kind"].tolist()
@@ -135,7 +135,7 @@ class KnownForms:
             self.misses[place] = self.misses.get(place, 0) + 1
             self.stale |= self.misses[place] == 1
 
-    def renewed(self, encoded: Encoded) -> KnownForms:
+    def renewed(self, encoded: EncodedTable) -> KnownForms:
         """The forms of a later batch, which the host encoded."""
         new = KnownForms.of(encoded)
         new.misses = self.misses if self.stale else {}
@@ -258,7 +258,7 @@ def forms_of(tensors: Sequence[FieldForm], rows: int) -> KnownForms | None:
     return device_forms.get(_key(tensors, rows))
 
 
-def learn_forms(tensors: Sequence[FieldForm], values: Mapping[int, Tensor], rows: int, done: Encoded) -> None:
+def learn_forms(tensors: Sequence[FieldForm], values: Mapping[int, Tensor], rows: int, done: EncodedTable) -> None:
     """Remembers how the host encoded all tensors of a batch, if some lie on a GPU."""
     if _device_of(values) is not None and rows:
         key = _key(tensors, rows)
@@ -360,8 +360,8 @@ class Encoder:
         kept = sorted(set(range(fields.size)) - left, key=lambda at: recipe.tensors[at])
         numbers = [recipe.tensors[at] for at in kept]
         places: Any = np.array([pads.get(number, _NOTHING) for number in numbers], native.PLACE)
-        table = Table(rows, dense_rows, tuple(layouts), stored, placed.entries, fields["entry"][kept], places, body)
-        table.__dict__["layouts"] = dict(layouts)
+        own = rows, dense_rows, tuple(layouts), stored, placed.entries, fields["entry"][kept], places, body
+        table = Table(*own, known=dict(layouts), is_compact=not left)
         odd_ones = [recipe.tensors[int(at)] for at in recipe.owners[odd]]
         return OnDevice(table, numbers, odd_ones, [recipe.places[at] for at in sorted(left)])
 
