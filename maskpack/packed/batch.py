@@ -105,8 +105,8 @@ class PackedBatch:
 
     def words_nbytes(self, path: Path) -> int:
         """Bytes of the words of a field, decoded."""
-        number = self.numbers[path]
-        return self.table.count_words(number) * int(self.table.entries["size"][self.table.fields[number]])
+        at = int(self.table.fields[self.numbers[path]])
+        return self.table.count_words(at) * int(self.table.entries["size"][at])
 
     def lengths(self, layout: str) -> IntArray:
         """The row lengths of a layout, int64 [B], for planning."""
@@ -245,9 +245,9 @@ class PackedBatch:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """The schema, the table and its body, which protocol 5 sends out of band, and the Python objects."""
-        schema, kinds, table, records, body = to_parts(self)
+        schema, table, records, body = to_parts(self)
         held: Any = pickle.PickleBuffer(body.data) if protocol >= 5 else body.tobytes()
-        return _unpickled, (schema, kinds, table, records, held, self.objects, self.codec)
+        return _unpickled, (schema, table, records, held, self.objects, self.codec)
 
     def to_bytes(self, *, allow_pickle: bool = False, checksum: bool = False) -> bytes:
         """Returns the batch as the bytes of a valid safetensors file (docs/wire-format.md).
@@ -433,13 +433,13 @@ def decompress(
             copy on the host). Otherwise the fields are decoded on the host.
         widths: `padded`, the padded widths of the batch that was packed; or `trim`, the columns of each axis from
             the first to the last with a valid token in any of these rows, for padded micro-batches. Fields that stay
-            padded keep their widths. Batch dims behind the rows follow the fields.
+            padded keep their widths.
         max_bytes: the most bytes that these fields may take decoded; None for no limit. Nothing is decoded if they take
             more.
 
     Raises:
         LayoutError: a field that is not in the batch, an unknown format, a device that this process does not have,
-            widths="trim" of fields that share a batch dim and would differ in it, more than `max_bytes`, or the capture
+            widths="trim" of a batch with batch dims behind its rows, more than `max_bytes`, or the capture
             of a CUDA graph.
         WireFormatError: a mapped file was written to since it was loaded (found on CUDA only).
     """

@@ -307,7 +307,15 @@ def on(node: Node, device: torch.device | str | None) -> Node:
 
 def trimmed(packed: PackedBatch, forms: Sequence[FieldForm], call: str) -> PackedBatch:
     """The same rows in layouts without the outer columns that have no valid token in any row. Values lie row by row, so
-    none of them moves. Batch dims behind the rows follow the fields of `forms`."""
+    none of them moves. Raises LayoutError for `forms` in a batch with batch dims behind its rows."""
+    nodes = {(): packed.schema.root} | {form.path: form.node for form in forms if form.node is not None}
+    for path, node in nodes.items():
+        if node.more_dims:
+            where = f'sub-batch "{show(path)}"' if path else "batch"
+            raise LayoutError(
+                f'{call}: widths="trim" in a {where} with batch dims {node.more_dims} behind its rows; expected none, '
+                "since widths change. Leave the widths padded, or give the TensorDict batch_size=[rows] before packing."
+            )
     layouts: dict[str, RowLayout] = {}
     begins: dict[str, int] = {}
     for name, layout in packed.layouts.items():
@@ -321,43 +329,7 @@ def trimmed(packed: PackedBatch, forms: Sequence[FieldForm], call: str) -> Packe
             name = form.layout or ""
             place = packed.layouts[name].width, -begins[name], layouts[name].width
             signs[number] = moved_signs(packed.table.signs(number), *place)
-    shown = packed.table.shown_as(layouts)
+    shown = packed.table.like(known=layouts, cut=None)
     axes = tuple((name, layouts[name].width, layouts[name].anchor) for name, _, _ in packed.schema.axes)
-    narrow = replace(
-        packed, table=shown.with_row_pads(signs) if signs else shown, schema=replace(packed.schema, axes=axes)
-    )
-    nodes = _fitted(narrow, forms, call)
-    all_forms = [
-        replace(form, node=nodes.get(form.path)) if form.path in nodes else form for form in packed.schema.forms
-    ]
-    return replace(narrow, schema=replace(narrow.schema, root=nodes[()], forms=tuple(all_forms)))
-
-
-def _fitted(packed: PackedBatch, forms: Sequence[FieldForm], call: str) -> dict[Path, Node]:
-    """The nodes of the batch and its sub-batches, with the batch dims of the trimmed tensors in them."""
-    nodes: dict[Path, Node] = {(): packed.schema.root}
-    nodes |= {
-        form.path: form.node for form in forms if form.node is not None
-    }  # a node comes after the node that it is in
-    for path, node in nodes.items():
-        if not node.more_dims:
-            continue
-        dims = node.more_dims
-        within = [form for form in forms if form.path[: len(path)] == path]
-        seen = {
-            form.path: shape_in(packed, form)[1 : 1 + len(dims)] for form in within if form.kind in ("padded", "dense")
-        }
-        above = nodes[path[:-1]].more_dims or () if path else ()
-        fits = next(iter(seen.values()), (*above, *dims[len(above) :]))
-        lists = [form for form in within if form.kind == "object" and packed.objects[form.path].depth > 1]
-        if any(own != fits for own in seen.values()) or (lists and fits != dims):
-            where = f'sub-batch "{show(path)}"' if path else "batch"
-            cut = ", ".join(f'"{show(name)}" {own}' for name, own in seen.items())
-            cut += "".join(f', the items of "{show(form.path)}" {dims}' for form in lists)
-            raise LayoutError(
-                f'{call}: widths="trim" in a {where} with batch dims {dims} behind its rows, of which its fields would '
-                f"keep {cut}; expected the same of each. Name fields of one axis, leave the widths padded, or give "
-                "the TensorDict batch_size=[rows] before packing."
-            )
-        nodes[path] = node if fits == dims else replace(node, more_dims=fits)
-    return nodes
+    table = shown.with_row_pads(signs) if signs else shown
+    return replace(packed, table=table, schema=replace(packed.schema, axes=axes))

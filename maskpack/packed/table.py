@@ -111,55 +111,50 @@ class Table:
         """The table of layouts, for the core."""
         return self._layout_rows[0]
 
+    @cached_property
+    def references(self) -> list[list[int]]:
+        """The entries that each entry refers to: the stored rows of a dictionary, columns, the head and tail of a
+        concat, the field that blocks are near to."""
+        out: list[list[int]] = []
+        numbers = (self.entries[name].tolist() for name in ("kind", "first", "second"))
+        for kind, first, second in zip(*numbers, strict=True):
+            if kind == native.COLUMNS:
+                out.append([*range(first, first + second)])
+            elif kind in (native.DICTIONARY, native.CONCAT):
+                out.append([first, second] if kind == native.CONCAT else [first])
+            else:
+                out.append([second] if kind == native.BLOCKS and second >= 0 else [])
+        return out
+
     def kind(self, field: int) -> str:
         """The name of the encoding of a field, with those inside it: `dictionary blocks`."""
         return self._kind(int(self.fields[field]))
 
     def _kind(self, at: int) -> str:
-        entry = self.entries[at]
-        name, first = native.KINDS[int(entry["kind"])], int(entry["first"])
-        if entry["kind"] == native.DICTIONARY:
-            return f"{name} {self._kind(first)}"
-        if entry["kind"] == native.COLUMNS:
-            parts = dict.fromkeys(self._kind(first + column) for column in range(int(entry["second"])))
-            return " ".join([name, *parts])
-        return name
+        inner = [self._kind(part) for part in self.parts(at) if part != at]
+        return " ".join([native.KINDS[int(self.entries["kind"][at])], *dict.fromkeys(inner)])
 
     def own_entries(self, field: int) -> list[int]:
         """The entries that a field alone is stored in: its own, and the parts of a dictionary or of columns."""
         return self._own_entries(int(self.fields[field]))
 
     def _own_entries(self, at: int) -> list[int]:
-        inner = self.parts(at)
-        return [at] if inner == [at] else [*(part for one in inner for part in self._own_entries(one)), at]
+        return [*(own for part in self.parts(at) if part != at for own in self._own_entries(part)), at]
 
     def parts(self, at: int) -> list[int]:
         """The entries that an entry is made of: the stored rows of a dictionary, columns, or itself."""
-        entry = self.entries[at]
-        kind, first = int(entry["kind"]), int(entry["first"])
-        count = 1 if kind == native.DICTIONARY else int(entry["second"]) if kind == native.COLUMNS else 0
-        return [*range(first, first + count)] if count else [at]
+        return self.references[at] if self.entries["kind"][at] in (native.DICTIONARY, native.COLUMNS) else [at]
 
     def _reached(self) -> list[int]:
         """The entries that some field needs, each once, rising."""
-        kinds, firsts, seconds = (self.entries[name].tolist() for name in ("kind", "first", "second"))
-        seen: set[int] = set()
+        reached: set[int] = set()
         left = self.fields.tolist()
         while left:
             at = left.pop()
-            if at in seen:
-                continue
-            seen.add(at)
-            kind, first, second = kinds[at], firsts[at], seconds[at]
-            if kind == native.DICTIONARY:
-                left.append(first)
-            elif kind == native.COLUMNS:
-                left += range(first, first + second)
-            elif kind == native.CONCAT:
-                left += [first, second]
-            elif kind == native.BLOCKS and second >= 0:
-                left.append(second)
-        return sorted(seen)
+            if at not in reached:
+                reached.add(at)
+                left += self.references[at]
+        return sorted(reached)
 
     def entry_places(self, at: int) -> list[Any]:
         """The PLACEs of an entry that hold numbers."""
@@ -194,10 +189,6 @@ class Table:
             return np.zeros((self.rows, -(-self.widths[layout] // 8)), np.uint8)
         return np.ascontiguousarray(pads).view(np.uint8).reshape(self.rows, int(self.row_pads["size"][field]))
 
-    def shown_as(self, layouts: Mapping[str, RowLayout]) -> Table:
-        """The same values in narrower or wider layouts with the same row lengths."""
-        return self.like(known=dict(layouts), cut=None)
-
     # ---------------------------------------------------------------- decoding
 
     def decode(self, targets: Structs, nbytes: int, kept: IntArray | None = None) -> None:
@@ -210,18 +201,15 @@ class Table:
 
     def words_of(self, at: int, count: int | None = None, kept: IntArray | None = None) -> Words:
         """The packed words of an entry, flat; of some rows, the `count` words that they have."""
-        out = np.empty(self._count(at) if count is None else count, word_dtype(int(self.entries["size"][at])))
+        out = np.empty(self.count_words(at) if count is None else count, word_dtype(int(self.entries["size"][at])))
         target = np.zeros(1, native.TARGET)
         target["field"]["packed"], target["entry"] = address(out), at
         target["rows"] = self.dense_rows if self.entries["layout"][at] < 0 else self.rows
         self.decode(target, out.nbytes, kept)
         return out
 
-    def count_words(self, field: int) -> int:
-        """The number of words of a field."""
-        return self._count(int(self.fields[field]))
-
-    def _count(self, at: int) -> int:
+    def count_words(self, at: int) -> int:
+        """The number of words of an entry."""
         layout = int(self.entries["layout"][at])
         elements = self.dense_rows if layout < 0 else self.layouts[self.names[layout]].num_tokens
         return elements * int(self.entries["items"][at])

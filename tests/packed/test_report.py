@@ -109,7 +109,7 @@ def objects_only(packed):
 
 def pickled_arrays(packed):
     """Bytes of the buffer of a pickle, in which the arrays of fields and layouts lie from multiples of 8 bytes on."""
-    return packed.__reduce_ex__(5)[1][4].raw().nbytes
+    return packed.__reduce_ex__(5)[1][3].raw().nbytes
 
 
 # -------------------------------------------------------------------- figures against naive sums
