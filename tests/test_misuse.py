@@ -19,7 +19,6 @@ from maskpack.adapters.transformers.collator import PackedCollator
 from maskpack.adapters.trl import packed as packed_trainer
 from maskpack.dispatch import group as dispatch
 from maskpack.ops.attention import packed_attention
-from maskpack.packed.sizes import fields
 
 PARTS = (mp, mp.nesting, mp.planning, mp.replay, mp.views, testing)
 EXPORTED = {name: getattr(part, name) for part in PARTS for name in part.__all__}
@@ -32,7 +31,6 @@ PUBLIC = EXPORTED | {
     "PackedCollator": PackedCollator,
     "packed_trainer": packed_trainer,
     "packed_attention": packed_attention,
-    "report_fields": fields,
     "math": math,
     "np": np,
     "pickle": pickle,
@@ -1072,8 +1070,6 @@ report(b.to_dict(), p)
 report(b[:1], p)
 report(b.exclude("responses"), p)
 report(3, p)
-report_fields(b)
-report_fields(None)
 # ---- testing
 assert_exact(view, view)
 assert_exact(p, view)
