@@ -40,7 +40,7 @@ from maskpack.packed.batch_plan import BatchPlan, signature_of, with_pads
 from maskpack.packed.cuda.decode import decode_on_device, pinned_memory
 from maskpack.packed.cuda.device_plan import DevicePlan
 from maskpack.packed.cuda.encode import OnDevice, encode_on_device, learn_forms
-from maskpack.packed.decode import MAX_BYTES, Decoder, decoded_nbytes, on, trimmed
+from maskpack.packed.decode import MAX_BYTES, Decoder, decoded_nbytes, dims_above, on, trimmed
 from maskpack.packed.file.codec import check_codec
 from maskpack.packed.file.container import Pieces, file_bytes, read_message
 from maskpack.packed.file.read import read_batch
@@ -320,8 +320,7 @@ def _dim_of_element(packed: PackedBatch, form: FieldForm, dim: Any, call: str) -
     width = form.ragged_dim if form.kind == "padded" else 1 if form.kind == "jagged" else None
     dims = rows + len(form.shape) + (width is not None)
     places = [place for place in range(rows, dims) if place != width]
-    node = packed.schema.root if len(form.path) == 1 else packed.forms[form.path[:-1]].node
-    shared = len((node and node.more_dims) or ())
+    shared = max(len(dims_above(packed, form.path)) - 1, 0)
     free = [place for place in places if place > shared or not rows]
     if dim is None and form.axis is not None:
         raise LayoutError(

@@ -234,7 +234,7 @@ class Decoder:
         if form.node is not None:
             return on(rows_only(form.node) if self.nested else form.node, self._device)
         if form.kind == "object":
-            return self._packed.objects[form.path].entry(self._node_above(form.path).batch_size(self._packed.num_rows))
+            return self._packed.objects[form.path].entry(dims_above(self._packed, form.path))
         if form.path not in self._tensors:
             self.decode([form])
         tensor = self._tensors[form.path]
@@ -274,10 +274,6 @@ class Decoder:
             forms, layouts, all_row_pads(self._packed, [form for form in forms if ANY_ZERO in form.pads])
         )
 
-    def words(self, path: Path) -> Words:
-        """The packed words of a field, flat."""
-        return self._packed.table.words(self._packed.numbers[path])
-
     def _layout(self, name: str, device: torch.device) -> RowLayout:
         place = name, str(device)
         if place not in self._moved:
@@ -289,12 +285,12 @@ class Decoder:
                 moved.__dict__["offsets"] = self._ready.offsets[place]
         return self._moved[place]
 
-    def _node_above(self, path: Path) -> Node:
-        if len(path) == 1:
-            return self._packed.schema.root
-        node = self._packed.forms[path[:-1]].node
-        assert node is not None
-        return node
+
+def dims_above(packed: PackedBatch, path: Path) -> tuple[int, ...]:
+    """The batch dims of the batch or sub-batch that an entry lies in."""
+    node = packed.schema.root if len(path) == 1 else packed.forms[path[:-1]].node
+    assert node is not None
+    return node.batch_size(packed.num_rows)
 
 
 def on(node: Node, device: torch.device | str | None) -> Node:

@@ -3,9 +3,11 @@ part of one (`narrowed`)."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,8 +16,7 @@ import torch
 from torch import Tensor
 
 from maskpack.core.bits import Words, from_words, words
-from maskpack.core.index import IntArray
-from maskpack.core.objects import Objects, Stowed
+from maskpack.core.objects import NotInJson, Objects, to_json
 from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, Pad, PadValue, pad_tensor
 from maskpack.core.tree import Node, unflatten
 from maskpack.errors import LayoutError
@@ -24,7 +25,7 @@ from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.checks import edge_pads, one_rule
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.nesting.signs import moved_signs, signs_of_rows
-from maskpack.packed.decode import Decoder
+from maskpack.packed.decode import Decoder, dims_above
 from maskpack.packed.table import Job, encode, merge, words_of_one
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def joined(batches: Sequence[PackedBatch], call: str) -> PackedBatch:
     for column in columns:
         form = _form(column, call)
         if form.kind == "padded":
-            pads = _pads(column, batches, decoders, layouts)
+            pads = _pads(column, batches, layouts)
             form = _apart(column) if pads is None else replace(form, pads=pads[0])
             row_pads |= {} if pads is None or pads[1] is None else {form.path: pads[1]}
         if form.kind == "dense":
@@ -80,19 +81,14 @@ def joined(batches: Sequence[PackedBatch], call: str) -> PackedBatch:
     objects = {
         form.path: _objects(
             [batch.objects[form.path] for batch in batches],
-            [_dims(batch, form.path) for batch in batches],
+            [dims_above(batch, form.path) for batch in batches],
             f'{call}: field "{show(form.path)}"',
         )
         for form in forms
         if form.kind == "object"
     }
     jobs = [
-        Job(
-            form,
-            words=_words_together(form, decoders, apart),
-            bounds=_bounds(form, layouts, rows),
-            row_pads=row_pads.get(form.path),
-        )
+        Job(form, words=_words_together(form, batches, apart), row_pads=row_pads.get(form.path))
         for form in forms
         if form.dtype is not None
     ]
@@ -101,15 +97,11 @@ def joined(batches: Sequence[PackedBatch], call: str) -> PackedBatch:
     return replace(batches[0], num_rows=rows, schema=schema, table=encoded.table, objects=objects)
 
 
-def _words_together(form: FieldForm, decoders: Sequence[Decoder], apart: Mapping[Path, Tensor]) -> Words:
+def _words_together(form: FieldForm, batches: Sequence[PackedBatch], apart: Mapping[Path, Tensor]) -> Words:
     """The words of the rows of all batches, flat."""
     if form.path in apart:
         return words(apart[form.path]).numpy().reshape(-1)
-    return np.concatenate([decoder.words(form.path) for decoder in decoders])
-
-
-def _bounds(form: FieldForm, layouts: Mapping[str, RowLayout], rows: int) -> IntArray:
-    return np.arange(rows + 1) if form.layout is None else layouts[form.layout].row_offsets
+    return np.concatenate([batch.table.words(batch.numbers[form.path]) for batch in batches])
 
 
 def _form(column: Sequence[FieldForm], call: str) -> FieldForm:
@@ -152,7 +144,6 @@ def _apart(column: Sequence[FieldForm]) -> FieldForm:
 def _pads(
     column: Sequence[FieldForm],
     batches: Sequence[PackedBatch],
-    decoders: Sequence[Decoder],
     joined_layouts: Mapping[str, RowLayout],
 ) -> tuple[tuple[PadValue, ...], Words | None] | None:
     """The pads of a padded field in the result; and words [B], one pad a row, if no single pad holds for all rows, or
@@ -178,7 +169,7 @@ def _pads(
     rows = [layout.num_rows for layout in layouts]
     by_edge = np.repeat([form.pads == (EDGE,) for form in column], rows)
     unpadded = np.concatenate([layout.lengths == layout.width for layout in layouts])
-    edges, single = map(np.concatenate, zip(*map(_edges, column, decoders, layouts), strict=True))
+    edges, single = map(np.concatenate, zip(*map(_edges, column, batches, layouts), strict=True))
     pads = one_rule(by_edge, own.reshape(edges.shape), edges, single, unpadded)
     if pads is None or isinstance(pads, Pad):
         return None if pads is None else ((pads,), None)
@@ -202,9 +193,10 @@ def _signs(form: FieldForm, batch: PackedBatch, whole: RowLayout) -> Words | Non
     return moved_signs(signs, layout.width, whole.anchor - layout.anchor, whole.width)
 
 
-def _edges(form: FieldForm, decoder: Decoder, layout: RowLayout) -> tuple[Words, npt.NDArray[np.bool_]]:
+def _edges(form: FieldForm, batch: PackedBatch, layout: RowLayout) -> tuple[Words, npt.NDArray[np.bool_]]:
     parts = 2 if form.dtype == torch.complex128 else 1
-    return edge_pads(decoder.words(form.path).reshape(layout.num_tokens, words_of_one(form) // parts, parts), layout)
+    words = batch.table.words(batch.numbers[form.path])
+    return edge_pads(words.reshape(layout.num_tokens, words_of_one(form) // parts, parts), layout)
 
 
 def _check_axis(
@@ -342,13 +334,6 @@ def _pad_words(form: FieldForm, rows: int) -> Words:
 # -------------------------------------------------------------------- objects
 
 
-def _dims(batch: PackedBatch, path: Path) -> tuple[int, ...]:
-    """The batch dims of the node that an object lies in."""
-    node = batch.schema.root if len(path) == 1 else batch.forms[path[:-1]].node
-    assert node is not None
-    return node.batch_size(batch.num_rows)
-
-
 def with_stacks(batches: Sequence[PackedBatch]) -> list[PackedBatch]:
     """The batches, with each sub-batch that one of them holds as a lazy stack held as one by all of them."""
     stacks = {path for batch in batches for path, held in batch.objects.items() if held.stacked}
@@ -396,24 +381,17 @@ def _spread(part: Objects, dims: tuple[int, ...], depth: int) -> list[Any]:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two objects of whole batches are equal bit by bit. Objects that cannot be compared count as different."""
+    """Whether two objects of whole batches are one, or plain data that is equal bit by bit."""
     if a is b:
         return True
-    if type(a) is not type(b):
+    arrays: tuple[list[Words], list[Words]] = [], []
+
+    def kept(held: list[Words], words: Words) -> int:
+        held.append(words)
+        return len(held)
+
+    try:
+        one, other = (json.dumps(to_json(x, partial(kept, own))) for x, own in zip((a, b), arrays, strict=True))
+    except NotInJson:
         return False
-    x, y = a, b
-    if isinstance(a, Stowed):
-        alike: bool = (x.dtype, x.shape, x.tensor) == (y.dtype, y.shape, y.tensor)
-        return alike and np.array_equal(x.words, y.words)
-    if isinstance(a, Tensor):
-        return x.dtype == y.dtype and x.shape == y.shape and not x.is_nested and torch.equal(words(x), words(y))
-    if isinstance(a, np.ndarray):
-        alike = x.dtype == y.dtype and x.shape == y.shape
-        return alike and (_equal(x.tolist(), y.tolist()) if x.dtype == object else x.tobytes() == y.tobytes())
-    if isinstance(a, dict):
-        return list(x) == list(y) and all(_equal(x[key], y[key]) for key in x)
-    if isinstance(a, list | tuple):
-        return len(x) == len(y) and all(map(_equal, x, y))
-    if isinstance(a, float | complex):
-        return repr(a) == repr(b)
-    return isinstance(a, int | str | bytes) and a == b
+    return one == other and all(map(np.array_equal, *arrays))

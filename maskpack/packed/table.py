@@ -148,7 +148,7 @@ class Table:
     def _reached(self) -> list[int]:
         """The entries that some field needs, each once, rising."""
         reached: set[int] = set()
-        left = self.fields.tolist()
+        left: list[int] = self.fields.tolist()
         while left:
             at = left.pop()
             if at not in reached:
