@@ -497,10 +497,6 @@ def test_zeros_of_any_sign_in_wider_batches() -> None:
 
 # -------------------------------------------------------------------- parts of different widths
 
-FLOATS = ("rollout_log_probs", "old_log_probs", "ref_log_prob", "entropys", "values", "sum_pi_squared", "returns")
-SCORES = ("token_level_scores", "token_level_rewards", "rm_scores", "rollout_is_weights")
-TOKEN = 7
-
 
 @dataclass
 class Part:
@@ -519,70 +515,49 @@ def lengths(most: int) -> st.SearchStrategy[int]:
 @st.composite
 def parts_of_widths(draw: st.DrawFn) -> list[Part]:
     """Parts of one run: the same fields and dtypes, other widths, other rows; also none."""
-    rope, text_pad = draw(st.sampled_from([(0, oracle.EDGE), (3, oracle.EDGE), (4, oracle.EDGE), (4, 1)]))
+    rope, text_pad = draw(st.sampled_from([(0, samples.EDGE), (3, samples.EDGE), (4, samples.EDGE), (4, 1)]))
     forms = {
         "mask": draw(st.sampled_from([torch.int64, torch.bool, torch.float32])),
-        "float": draw(st.sampled_from([torch.float32, torch.bfloat16])),
-        "rope": rope,
-        "text_pad": text_pad,
-        "experts": draw(st.sampled_from([0, -1])),
-        "whole": draw(st.sets(st.sampled_from(FLOATS))),
+        "values": ("values", "response", draw(st.sampled_from([torch.float32, torch.bfloat16]))),
+        "returns": ("returns", draw(st.sampled_from(["response", "sequence"])), torch.float32),
+        "rope": ("position_ids", "sequence", torch.int64, text_pad, (rope,) if rope else ()),
+        "experts": ("routed_experts", "sequence", torch.int16, draw(st.sampled_from([0, -1])), (2, 2)),
     }
-    visible = text_pad == 1 or forms["experts"] == -1  # a part without padding cannot tell which of its pads it has
+    visible = text_pad == 1 or forms["experts"][3] == -1  # without padding, a part cannot tell which pads it has
     return [draw(_part(forms, visible)) for _ in range(draw(st.integers(1, 4)))]
 
 
 @st.composite
 def _part(draw: st.DrawFn, forms: dict[str, Any], visible: bool) -> Part:
+    """Fields of a rollout, and others: any values on their axis, the pad elsewhere."""
     prompt, response = draw(st.integers(1, 4)), draw(st.integers(1, 6))
     rows = draw(st.lists(st.tuples(lengths(prompt), lengths(response)), min_size=int(visible), max_size=3))
-    if visible:
-        rows.append((0, 0))
-    return _filled(np.random.default_rng(draw(st.integers(0, 2**32 - 1))), rows, prompt, response, forms)
-
-
-def _filled(
-    rng: np.random.Generator, rows: list[tuple[int, int]], prompt: int, response: int, forms: dict[str, Any]
-) -> Part:
-    """All fields of docs/fields.md: real values anywhere on their axis, the pad elsewhere."""
-    count, width = len(rows), {"prompt": prompt, "response": response, "sequence": prompt + response}
-    head = [[place >= prompt - p for place in range(prompt)] for p, _ in rows]
-    tail = [[place < r for place in range(response)] for _, r in rows]
-    masks = {"prompt": head, "response": tail, "sequence": [a + b for a, b in zip(head, tail, strict=True)]}
-    data: dict[str, Any] = {}
-    padded: dict[str, tuple[str, int, Any]] = {}
-
-    def put(name: str, axis: str, dtype: torch.dtype, pad: Any = 0, more: tuple[int, ...] = (), dim: int = 1) -> None:
-        made = strategies.values(rng, (oracle.offsets(masks[axis])[-1], *more), dtype)
-        data[name] = oracle.unpack(made, masks[axis], width[axis], pad).movedim(1, dim).contiguous()
-        padded[name] = axis, dim, pad
-
-    put("prompts", "prompt", torch.int64, TOKEN)
-    put("responses", "response", torch.int64, TOKEN)
-    data["input_ids"] = torch.cat([data["prompts"], data["responses"]], 1)
-    data["attention_mask"] = oracle.mask_tensor(masks["sequence"], prompt + response).to(forms["mask"])
-    padded |= {"input_ids": ("sequence", 1, TOKEN), "attention_mask": ("sequence", 1, 0)}
-    rope = forms["rope"]
-    put("position_ids", "sequence", torch.int64, forms["text_pad"], (rope,) if rope else (), 2 if rope else 1)
-    ones = rng.integers(0, 2, (count, response))
-    data["response_mask"] = torch.from_numpy(ones) * oracle.mask_tensor(tail, response)
-    data["loss_mask"] = data["response_mask"] * 0.5
-    padded |= {"response_mask": ("response", 1, 0), "loss_mask": ("response", 1, 0)}
-    for name in FLOATS:
-        put(name, "sequence" if name in forms["whole"] else "response", forms["float"])
-    for name in SCORES:
-        put(name, "response", torch.float32)
-    zeros = [0.0 if r == response else rng.choice([0.0, -0.0]) for _, r in rows]
-    put("advantages", "response", torch.float32, torch.tensor(zeros, dtype=torch.float32))
-    put("routed_experts", "sequence", torch.int16, forms["experts"], (2, 2))
-    put("teacher_ids", "sequence", torch.int32, TOKEN, (2,))
-    put("teacher_logprobs", "sequence", torch.float32, 0, (2,))
-    data["reward_baselines"] = strategies.values(rng, (count,), torch.float32)
-    data["dummy_tensor"] = strategies.values(rng, (count, 1), torch.uint8)
-    data["temperature"] = NonTensorData(0.7, batch_size=[count])
-    data["global_token_num"] = NonTensorData([p + r for p, r in rows], batch_size=[count])
-    order = sorted(data)  # every part has the same keys in the same order
-    return Part(TensorDict({name: data[name] for name in order}, [count]), prompt, response, padded)
+    rows += [(0, 0)] * visible
+    where = {"rows": rows, "prompt": prompt, "response": response}
+    batch = samples.rollout(**where, values=True, holes=draw(st.booleans()), objects=False)
+    padded: dict[str, tuple[str, int, Any]] = dict.fromkeys(samples.RESPONSE_FIELDS, ("response", 1, 0))
+    padded |= {"prompts": ("prompt", 1, samples.PAD), "responses": ("response", 1, samples.PAD)}
+    padded |= {"input_ids": ("sequence", 1, samples.PAD), "attention_mask": ("sequence", 1, 0)}
+    padded["response_mask"] = "response", 1, 0
+    batch["attention_mask"] = batch["attention_mask"].to(forms["mask"])
+    teacher = ("teacher_ids", "sequence", torch.int32, samples.PAD, (2,))
+    for name, axis, dtype, pad, *trailing in (
+        (*forms["values"], 0),
+        (*forms["returns"], 0),
+        forms["rope"],
+        forms["experts"],
+        teacher,
+    ):
+        dim = 2 if name == "position_ids" and trailing != [()] else 1
+        batch[name] = samples.of(axis, dtype, pad, *trailing, **where).movedim(1, dim).contiguous()
+        padded[name] = axis, dim, oracle.EDGE if pad == samples.EDGE else pad
+    zeros = torch.tensor([0.0 if r == response else draw(st.sampled_from([0.0, -0.0])) for _, r in rows])
+    scored = torch.arange(response) < torch.tensor([r for _, r in rows])[:, None]
+    batch["advantages"] = batch["advantages"].where(scored, zeros[:, None])
+    padded["advantages"] = "response", 1, zeros
+    batch["temperature"] = NonTensorData(0.7, batch_size=[len(rows)])
+    batch["global_token_num"] = NonTensorData([p + r for p, r in rows], batch_size=[len(rows)])
+    return Part(batch, prompt, response, padded)
 
 
 def widened(x: Tensor, left: int, right: int, dim: int, pad: Any) -> Tensor:
@@ -618,7 +593,7 @@ def joined_by_hand(parts: list[Part]) -> TensorDict:
 @quiet
 @given(parts_of_widths(), st.data())
 def test_cat_of_any_widths(parts: list[Part], data: st.DataObject) -> None:
-    options = {"pad_token_id": TOKEN, "strict_mask_nesting": True}
+    options = {"pad_token_id": samples.PAD, "strict_mask_nesting": True}
     packs = [compress(part.batch, **options) for part in parts]
     for part, packed in zip(parts, packs, strict=True):
         assert_same_batch(decompress(packed), part.batch)
