@@ -245,8 +245,8 @@ def test_the_last_words_of_the_longest_rows_are_written() -> None:
     words = (1 << 31) - jobs.SPAN // 2
     out = torch.full((words + jobs.SPAN,), 77, dtype=torch.uint8, device="cuda")
     spans = -(-words // jobs.SPAN)
-    target = jobs.Target(spans, jobs.SPAN, out.data_ptr(), 1, 1, 1, 0, 1, -1, words)
-    job = [0, *target, *jobs.Source(jobs.LINEAR, begin_unit=0, data=0, data_size=1, single=1)]
+    target = jobs.JobTarget(spans, jobs.SPAN, out.data_ptr(), 1, 1, 1, 0, 1, -1, words)
+    job = [0, *target, *jobs.JobSource(jobs.LINEAR, begin_unit=0, data=0, data_size=1, single=1)]
     body = torch.full((1,), 9, dtype=torch.uint8, device="cuda")
     _decode_kernel.launch(body, torch.tensor(job, device="cuda"), 0, 1, spans)
     assert int((out[:words] != 9).sum()) == 0

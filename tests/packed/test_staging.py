@@ -441,11 +441,11 @@ def test_the_kernel_and_the_host_number_the_entries_of_a_job_alike() -> None:
     pytest.importorskip("triton")
     from maskpack.packed.cuda import kernel
 
-    names = ["first", *jobs.Target._fields, "source"]
+    names = ["first", *jobs.JobTarget._fields, "source"]
     assert [getattr(kernel, name.upper()).value for name in names] == list(range(len(names)))
-    assert len(names) - 1 + len(jobs.Source._fields) == jobs.JOB
-    assert [getattr(kernel, name.upper()).value for name in jobs.Source._fields] == list(
-        range(len(jobs.Source._fields))
+    assert len(names) - 1 + len(jobs.JobSource._fields) == jobs.JOB
+    assert [getattr(kernel, name.upper()).value for name in jobs.JobSource._fields] == list(
+        range(len(jobs.JobSource._fields))
     )
 
 

@@ -26,10 +26,10 @@ _WARPS = 8
 (
     FIRST, SPANS, SPAN, OUT, SIZE, ITEMS, STRIDE, OFFSET, ROW_WORDS, BOUNDS, UNIT, WIDTH, INNER, SPLITS, STARTS, ENDS,
     PADS, PAD_ROW, PAD_ITEMS, EDGE, PART, HEAD_BOUNDS, HEAD_UNIT, GROUP, SOURCE,
-) = (tl.constexpr(place) for place in range(2 + len(jobs.Target._fields)))  # fmt: skip
+) = (tl.constexpr(place) for place in range(2 + len(jobs.JobTarget._fields)))  # fmt: skip
 (
     KIND, ROWS, BEGINS, BEGIN_UNIT, DATA, DATA_SIZE, MORE, NUMBER, SINGLE, PIECES, COUNTS, SUMS, NUMBERS, NEAR,
-) = (tl.constexpr(place) for place in range(len(jobs.Source._fields)))  # fmt: skip
+) = (tl.constexpr(place) for place in range(len(jobs.JobSource._fields)))  # fmt: skip
 
 
 # -------------------------------------------------------------------- numbers of any size
