@@ -19,6 +19,7 @@ from maskpack.adapters.transformers.collator import PackedCollator
 from maskpack.adapters.trl import packed as packed_trainer
 from maskpack.dispatch import group as dispatch
 from maskpack.ops.attention import packed_attention
+from maskpack.packed.sizes import fields
 
 PARTS = (mp, mp.nesting, mp.planning, mp.replay, mp.views, testing)
 EXPORTED = {name: getattr(part, name) for part in PARTS for name in part.__all__}
@@ -31,6 +32,7 @@ PUBLIC = EXPORTED | {
     "PackedCollator": PackedCollator,
     "packed_trainer": packed_trainer,
     "packed_attention": packed_attention,
+    "report_fields": fields,
     "math": math,
     "np": np,
     "pickle": pickle,
@@ -1070,6 +1072,8 @@ report(b.to_dict(), p)
 report(b[:1], p)
 report(b.exclude("responses"), p)
 report(3, p)
+report_fields(b)
+report_fields(None)
 # ---- testing
 assert_exact(view, view)
 assert_exact(p, view)

@@ -164,6 +164,11 @@ def report(batch: TensorDictBase | None, packed: PackedBatch) -> dict[str, float
     return out if counts is None else out | {f"maskpack/{name}": count for name, count in counts._asdict().items()}
 
 
+def fields(packed: PackedBatch) -> list[FieldReport]:
+    """The bytes of every tensor of a packed batch, in key order. Compresses the batch once to see what is `left`."""
+    return list(figures(packed).fields)
+
+
 def figures(packed: PackedBatch, batch: TensorDictBase | None = None, *, left: bool = True) -> Figures:
     """The bytes of a packed batch and of each of its tensors. `left`: compress it once to see what is left."""
     if not isinstance(packed, PackedBatch):
