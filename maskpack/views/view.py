@@ -169,7 +169,7 @@ class BatchView:
         """Splits the rows into consecutive parts: `sizes` is a list that sums to B, or one size (the last part may be
         smaller)."""
         sizes = part_sizes(sizes, self.num_rows, "BatchView.split")
-        ends = np.cumsum(sizes, dtype=np.int64).tolist()
+        ends: list[int] = np.cumsum(sizes, dtype=np.int64).tolist()
         return tuple(self._rows(np.arange(end - size, end)) for end, size in zip(ends, sizes, strict=True))
 
     def chunk(self, parts: int) -> tuple[BatchView, ...]:
