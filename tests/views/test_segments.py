@@ -64,6 +64,10 @@ def test_rows(pairs: list[Pair], more: list[Pair], numbers: list[int], data: st.
         assert column.tolist() == old.tolist(), "what is given is not changed"
 
 
+def test_two_sources_that_become_one_join() -> None:
+    check(made([(0, 0), (0, 1), (1, 2), (1, 3)]).renumbered(np.array([7, 7])), [(7, row) for row in range(4)])
+
+
 @given(PAIRS)
 def test_shares(pairs: list[Pair]) -> None:
     shares, order = made(pairs).shares()
