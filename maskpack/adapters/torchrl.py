@@ -97,7 +97,7 @@ class PackedStorage(_ListStorage):
         self._format: Target = format
         self._fields = need_keys(fields, "fields", "PackedStorage", LayoutError)
         self._to = None if device is None else device_here(device, "PackedStorage")
-        self._options = options | {"verify": kept_verify(options.get("verify", "always"))}
+        self._options: dict[str, Any] = {**options, "verify": kept_verify(options.get("verify", "always"))}
         self._rows: BatchView | None = None
 
     @property

@@ -40,7 +40,7 @@ from verl.workers.utils.padding import left_right_2_no_padding
 
 import maskpack as mp
 from maskpack.adapters import verl
-from maskpack.adapters.verl.dispatch import RankCall
+from maskpack.adapters.verl.dispatch import RankRows
 from maskpack.testing import assert_exact
 
 PAD = 7
@@ -216,26 +216,26 @@ def test_a_batch_comes_back_as_it_was(name):
     data = BATCHES[name]()
     torch.manual_seed(0)
     before = BATCHES[name]()
-    packed = verl.pack(data, pad_token_id=PAD)
+    packed = verl.compress(data, pad_token_id=PAD)
     assert_same(data, before)
-    assert_same(verl.unpack(packed), before)
-    assert_same(verl.unpack(pickle.loads(pickle.dumps(packed, protocol=5))), before)
+    assert_same(verl.decompress(packed), before)
+    assert_same(verl.decompress(pickle.loads(pickle.dumps(packed, protocol=5))), before)
     assert len(packed) == (len(data) if isinstance(data, DataProto) or data.batch_dims else 0)
 
 
 def test_a_nested_batch_comes_back_nested():
     data = rollouts()
     nested = verl.nest_batch_by_mask(data, pad_token_id=PAD)
-    back = verl.unpack(verl.pack(nested, pad_token_id=PAD))
+    back = verl.decompress(verl.compress(nested, pad_token_id=PAD))
     assert_same(back.batch.exclude("_maskpack"), nested.batch.exclude("_maskpack"))
     assert_same(verl.unnest_batch_by_mask(back), data)
-    assert_same(verl.unpack(verl.pack(nested, pad_token_id=PAD), format="padded"), data)
+    assert_same(verl.decompress(verl.compress(nested, pad_token_id=PAD), format="padded"), data)
 
 
 def test_two_equal_rows_are_regular_although_they_are_m_rope():
     rows = [torch.arange(8).reshape(4, 2), torch.arange(8, 16).reshape(4, 2)]
     batch = TensorDict({"position_ids": by_torch(rows)}, batch_size=[2])
-    assert_same(verl.unpack(verl.pack(batch)), TensorDict({"position_ids": by_torch(rows)}, batch_size=[2]))
+    assert_same(verl.decompress(verl.compress(batch)), TensorDict({"position_ids": by_torch(rows)}, batch_size=[2]))
 
 
 @pytest.mark.parametrize("rows", [[2, 0, 2], slice(1, 3), torch.tensor([True, False, False, True])])
@@ -243,10 +243,10 @@ def test_rows_are_those_that_verl_selects(rows):
     data = rollouts()
     index = list(range(4))[rows] if isinstance(rows, slice) else rows
     index = index.nonzero().flatten().tolist() if isinstance(index, torch.Tensor) else index
-    assert_same(verl.unpack(verl.pack(data, pad_token_id=PAD).take(rows)), data.select_idxs(index))
+    assert_same(verl.decompress(verl.compress(data, pad_token_id=PAD).take(rows)), data.select_idxs(index))
     mixed = no_padding(data)
     chosen = tu.index_select_tensor_dict(mixed, index)
-    back = verl.unpack(verl.pack(mixed, pad_token_id=PAD).take(rows))
+    back = verl.decompress(verl.compress(mixed, pad_token_id=PAD).take(rows))
     for name in mixed.keys():  # noqa: SIM118
         if isinstance(mixed[name], torch.Tensor):
             seen, wanted = back[name], chosen[name]
@@ -260,38 +260,38 @@ def test_rows_are_those_that_verl_selects(rows):
 
 def test_what_is_packed_does_not_change_with_the_batch():
     data, before = rollouts(), rollouts()
-    packed = verl.pack(data, pad_token_id=PAD)
+    packed = verl.compress(data, pad_token_id=PAD)
     before.non_tensor_batch["multi_modal_inputs"] = copy.deepcopy(data.non_tensor_batch["multi_modal_inputs"])
     data.batch["responses"].zero_()
     data.non_tensor_batch["index"][:] = 9
     data.non_tensor_batch["raw_prompt"][0].append(1)
     data.non_tensor_batch["multi_modal_inputs"][1]["pixel_values"].zero_()
     data.meta_info["metrics"]["a"].append(2.0)
-    assert_same(verl.unpack(packed), before)
+    assert_same(verl.decompress(packed), before)
 
 
 def test_fields_that_share_their_lengths_are_sent_once():
     batch = all_jagged(rollouts(64))
     batch["returns"] = batch["advantages"].clone()
-    packed = verl.pack(batch)
+    packed = verl.compress(batch)
     with_one_more = packed.nbytes
     assert len(packed.rows.layouts) == 3
-    assert with_one_more == verl.pack(batch.exclude("returns")).nbytes
+    assert with_one_more == verl.compress(batch.exclude("returns")).nbytes
 
 
 def test_indices_of_the_whole_batch_stay_small():
-    packed = verl.pack(no_padding(rollouts(200)), pad_token_id=PAD)
+    packed = verl.compress(no_padding(rollouts(200)), pad_token_id=PAD)
     assert packed.take([0]).wide["indices",].nbytes < 8 * 200
-    assert_same(verl.unpack(packed.take([0]))["indices"], no_padding(rollouts(200))["indices"])
+    assert_same(verl.decompress(packed.take([0]))["indices"], no_padding(rollouts(200))["indices"])
 
 
 def test_every_part_has_the_lists_of_the_whole_batch():
-    proto = verl.pack(rollouts(), pad_token_id=PAD)
+    proto = verl.compress(rollouts(), pad_token_id=PAD)
     batch = rollouts().to_tensordict()
-    td = verl.pack(batch, pad_token_id=PAD)
+    td = verl.compress(batch, pad_token_id=PAD)
     for rows in ([0, 1], [3]):
-        assert verl.unpack(proto.take(rows)).meta_info["global_token_num"] == [0, 1, 2, 3]
-        assert tu.get(verl.unpack(td.take(rows)), "global_token_num") == [0, 1, 2, 3]
+        assert verl.decompress(proto.take(rows)).meta_info["global_token_num"] == [0, 1, 2, 3]
+        assert tu.get(verl.decompress(td.take(rows)), "global_token_num") == [0, 1, 2, 3]
 
 
 def test_every_field_of_the_trainers_is_known():
@@ -307,8 +307,8 @@ def test_every_field_of_the_trainers_is_known():
     batch["prompt_embeds_mask"] = (torch.arange(3) < torch.tensor([[1], [2], [3], [0]])).long()
     batch["prompt_embeds"] = torch.rand(4, 3, 2) * batch["prompt_embeds_mask"][..., None]
     assert mp.dense_fields(batch, verl.VERL_FIELDS, pad_token_id=PAD) == ()
-    packed = verl.pack(DataProto(batch), pad_token_id=PAD, strict_mask_nesting=True)
-    assert_same(verl.unpack(packed), DataProto(batch))
+    packed = verl.compress(DataProto(batch), pad_token_id=PAD, strict_mask_nesting=True)
+    assert_same(verl.decompress(packed), DataProto(batch))
 
 
 KEEPS = {
@@ -367,25 +367,25 @@ def test_what_estimators_write_is_packed_without_its_padding(name, dtype, holes,
 
 def test_strict_mode_looks_into_arrays_and_meta_info():
     data = rollouts()
-    verl.pack(data, pad_token_id=PAD, strict_mask_nesting=True)  # multi_modal_inputs are dense by design
+    verl.compress(data, pad_token_id=PAD, strict_mask_nesting=True)  # multi_modal_inputs are dense by design
     data.non_tensor_batch["mine"] = np.array([torch.ones(2)] + [None] * 3, dtype=object)
     with pytest.raises(mp.errors.CoverageError, match=r"mine/\[0\]"):
-        verl.pack(data, pad_token_id=PAD, strict_mask_nesting=True)
-    verl.pack(data, pad_token_id=PAD, strict_mask_nesting=True, ignore_dense_fields=["mine"])
+        verl.compress(data, pad_token_id=PAD, strict_mask_nesting=True)
+    verl.compress(data, pad_token_id=PAD, strict_mask_nesting=True, ignore_dense_fields=["mine"])
     data.meta_info["kept"] = {"x": torch.ones(2)}
     with pytest.raises(mp.errors.CoverageError, match="meta_info/kept/x"):
-        verl.pack(data, pad_token_id=PAD, strict_mask_nesting=True, ignore_dense_fields=["mine"])
+        verl.compress(data, pad_token_id=PAD, strict_mask_nesting=True, ignore_dense_fields=["mine"])
 
 
 def test_errors_say_what_to_do():
     with pytest.raises(mp.errors.LayoutError, match="pack: got a dict; expected a DataProto"):
-        verl.pack({})
+        verl.compress({})
     with pytest.raises(mp.errors.LayoutError, match="unpack: got a DataProto; expected a PackedProto"):
-        verl.unpack(rollouts())
+        verl.decompress(rollouts())
     with pytest.raises(mp.errors.RegistryError, match=r"Pass pad_token_id=tokenizer\.pad_token_id"):
-        verl.pack(rollouts())
+        verl.compress(rollouts())
     with pytest.raises(mp.errors.RegistryError, match="verify is 'sometimes'"):
-        verl.pack(rollouts(), verify="sometimes")
+        verl.compress(rollouts(), verify="sometimes")
     with pytest.raises(
         mp.errors.LayoutError, match="select_and_pad_to_response: got a DataProto; expected a DataProto with"
     ):
@@ -403,7 +403,7 @@ def test_old_names_take_both_kinds_of_batches():
         assert inner["responses"].is_nested
         assert not batch["responses"].is_nested
         assert_same(verl.unnest_batch_by_mask(nested), given)
-        assert_same(verl.unpack(verl.pack(given, pad_token_id=PAD)), given)
+        assert_same(verl.decompress(verl.compress(given, pad_token_id=PAD)), given)
         wide = verl.select_and_pad_to_response(nested, "old_log_probs", "input_ids")
         assert_same(wide["old_log_probs"], batch["old_log_probs"])
         assert_same(wide["input_ids"], batch["responses"])
@@ -447,8 +447,8 @@ def restored(nested, *fields):
 @pytest.mark.parametrize("rows", [slice(0, 5), slice(1, 3)])
 def test_the_policy_loss_of_verl_is_the_same_number(mode, rows):
     data, numbers, outputs = loss_inputs(3)
-    packed = verl.pack(DataProto(data), pad_token_id=PAD).take(rows)
-    nested = verl.unpack(packed, format="nested").batch
+    packed = verl.compress(DataProto(data), pad_token_id=PAD).take(rows)
+    nested = verl.decompress(packed, format="nested").batch
     part = {
         name: torch.nested.as_nested_tensor(list(x.unbind())[rows], layout=torch.jagged) for name, x in outputs.items()
     }
@@ -575,13 +575,13 @@ def test_auto_padding_leaves_the_batch_alone_and_counts_as_verl_does():
     assert len(data) == 5
     assert named.pop("_padding_size_key_x123d") == 3
     parts = [part for parts in (positional[0], named["other"]) for part in parts]
-    rows = [verl.unpack(part._packed).non_tensor_batch["index"].tolist() for part in parts]
+    rows = [verl.decompress(part._packed).non_tensor_batch["index"].tolist() for part in parts]
     assert rows == [[0, 1], [2, 3], [4, 4], [4, 4]] * 2
 
 
 def test_a_parcel_refuses_to_be_taken_for_a_batch():
     call = to_all(rollouts())[0][0][0]
-    assert isinstance(call, RankCall)
+    assert isinstance(call, RankRows)
     uses = [
         lambda: call["input_ids"],
         lambda: call.batch,
@@ -699,7 +699,7 @@ def test_twelve_times_fewer_bytes_than_verl_sends(group):
 
 def test_a_batch_that_was_packed_before_can_be_sent_again(group):
     data = rollouts(8)
-    packed = verl.pack(data, pad_token_id=PAD)
+    packed = verl.compress(data, pad_token_id=PAD)
     assert_same(group.packed_seen(packed), group.plain_seen(data))
     assert_same(group.packed_score(data=packed), group.plain_score(data))
 
@@ -850,7 +850,7 @@ def test_a_result_of_another_width_goes_whole():
     like = config.pack(rollouts())
     for shape in ((4, R + 2), (4, 1)):
         result = TensorDict({"old_log_probs": torch.randn(shape), "values": torch.randn(4)}, [4])
-        back = verl.unpack(config.pack_result(result, like))
+        back = verl.decompress(config.pack_result(result, like))
         assert torch.equal(back["old_log_probs"], result["old_log_probs"])
         assert torch.equal(back["values"], result["values"])
 
@@ -861,7 +861,7 @@ def test_a_result_stays_padded_whatever_the_variable_of_strict_mode_says(monkeyp
     result = TensorDict({"nobody_knows_it": torch.randn(4, 9), "old_log_probs": torch.full((4, R), 0.5)}, [4])
     monkeypatch.setenv("MASKPACK_STRICT", "1")
     with pytest.warns(mp.errors.MaskpackWarning, match="nobody_knows_it"):
-        back = verl.unpack(config.pack_result(result, like))
+        back = verl.decompress(config.pack_result(result, like))
     assert torch.equal(back["nobody_knows_it"], result["nobody_knows_it"])
     assert torch.equal(back["old_log_probs"], result["old_log_probs"])
     with pytest.raises(mp.errors.CoverageError, match="nobody_knows_it"):
@@ -874,9 +874,9 @@ def test_object_columns_of_two_dims_are_copies():
         held[row, 0], held[row, 1] = torch.full((2,), float(row)), [row]
     data = rollouts()
     data.non_tensor_batch["held"] = held
-    packed = verl.pack(data, pad_token_id=0)
+    packed = verl.compress(data, pad_token_id=0)
     held[1, 1].append("later")
-    back = verl.unpack(packed).non_tensor_batch["held"]
+    back = verl.decompress(packed).non_tensor_batch["held"]
     assert (back.shape, back.dtype) == ((4, 2), object)
     assert [cell.tolist() for cell in back[:, 0]] == [[row, row] for row in range(4)]
     assert [*back[:, 1]] == [[0], [1], [2], [3]]
@@ -888,4 +888,4 @@ def test_arrays_that_are_more_than_arrays_raise():
     data = rollouts()
     data.non_tensor_batch["some"] = np.ma.masked_array([1, 2, 3, 4], mask=[0, 1, 0, 0])
     with pytest.raises(mp.errors.LayoutError, match=r"a MaskedArray; expected numpy.ndarray"):
-        verl.pack(data, pad_token_id=0)
+        verl.compress(data, pad_token_id=0)

@@ -63,11 +63,12 @@ class CompiledParts:
         for name, part in parts:
             kind = cast("Any", type(part))
             end = _PART.search(kind.__name__)
-            rotates = _ROTARY in _names_of(kind.forward)
+            inner = inspect.unwrap(kind.forward)
+            rotates = _ROTARY in _names_of(inner)
             if not (end or rotates) or (changing and end and end[1] == "RotaryEmbedding"):
                 continue
             runs: list[Any] = [vars(part).get("forward", kind.forward)]
-            runs += [] if end else [kind.forward.__globals__[_ROTARY]]
+            runs += [] if end else [inner.__globals__[_ROTARY]]
             if not homes.issuperset(map(_package_of, runs)):
                 continue
             if "forward" in vars(part) or part._compiled_call_impl is not None:
@@ -109,10 +110,11 @@ class PartForward(Forward):
     def __init__(self, kind: Any, number: int, *, rotates: bool) -> None:
         self._own, self._who = kind.forward, kind.__name__
         if rotates:
-            plain = self._own.__globals__[_ROTARY]
+            inner = inspect.unwrap(self._own)
+            plain = inner.__globals__[_ROTARY]
             rotate = functools.partial(self._run, self._compiled(plain, f"{_ROTARY}_{number}"))
-            names = {**self._own.__globals__, _ROTARY: rotate}
-            self._replaying: Callable[..., Any] = _copied(self._own, self._own.__code__, names)
+            names = {**inner.__globals__, _ROTARY: rotate}
+            self._replaying: Callable[..., Any] = _copied(inner, inner.__code__, names)
         else:
             compiled = self._compiled(self._own, f"{self._who}_{number}")
             self._replaying = functools.partial(self._run, compiled)

@@ -65,7 +65,7 @@ _KNOWN = ("cu_seq_lens_q", "cu_seq_lens_k", "position_ids", "cache_position")
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8, torch.bfloat16: 0.25, torch.float16: 0.05}
 """The largest difference of a log-prob from the dense forward pass, by dtype. Rounding alone stays below. The same
 bounds hold for hidden states in units of their root mean square."""
-_FIRST, _LATER, _SHARED = 1, 2, 3
+FIRST, LATER, SHARED = 1, 2, 3
 """What the comparison of a row proves, more and more: of the first row, of a later one, of one that shares a prefix."""
 _COMPARED = 512
 """The number of tokens at either end of a row that are compared. All logits of a long row may not fit on a GPU."""
@@ -93,13 +93,12 @@ def attention(
             raise Refusal.NOT_RECEIVED(who, part="attention", keywords=keywords)
         raise Refusal.NOT_PASSED(who, what="the bounds of rows", parts="attention", keyword=keywords, without=PADDED)
     tree, group = kwargs.get("prefix_tree"), kwargs.get("context_group")
-    for keyword, given, wanted, option in (
-        ("prefix_tree", tree, told and told.tree, "share_prefixes"),
-        ("context_group", group, told and told.group, "context_group"),
+    for what, given, wanted, keyword, option in (
+        ("the tree of shared prefixes", tree, told and told.tree, "prefix_tree", "share_prefixes"),
+        ("the context-parallel group", group, told and told.group, "context_group", "context_group"),
     ):
         if told is not None and given is not wanted:
-            what, without = f"the {keyword.replace('_', ' ')}", f"without {option}"
-            raise Refusal.NOT_PASSED(who, what=what, parts="attention", keyword=keyword, without=without)
+            raise Refusal.NOT_PASSED(who, what=what, parts="attention", keyword=keyword, without=f"without {option}")
     causal = getattr(module, "is_causal", True) if kwargs.get("is_causal") is None else kwargs["is_causal"]
     odd = sorted(name for name, given in kwargs.items() if isinstance(given, Tensor) and name not in _KNOWN)
     odd += ["a mask"] if attention_mask is not None else []
@@ -130,7 +129,7 @@ def attention(
         "scale": query.shape[-1] ** -0.5 if scaling is None else scaling, "window": sliding_window,
         "softcap": softcap, "tree": tree, "group": group,
     }  # fmt: skip
-    passes.note(gradients.Call(given, bounds, int(longest), options))
+    passes.note(gradients.AttentionCall(given, bounds, int(longest), options))
     out = packed_attention(*given, bounds, int(longest), **options)
     return out[None, ..., : value.shape[-1]].contiguous(), None  # some models take a view of it
 
@@ -214,7 +213,7 @@ class Replayable:
         self._attention_cap: float | None = None
         _check_kind(model, self._base, self._output)
         _check_root(model)
-        Forward.restore(self._base)
+        Forward.restore(cast("nn.Module", self._base))
         self._mixers = Mixers(model, self._base, self._config)
         if self._output is not None:
             self._scale, self._softcap = curve_of(model, self._base, self._output)
@@ -359,9 +358,9 @@ class Replayable:
             if inputs.share_prefixes:  # with or without a tree: all ranks of a sharded model raise, or none
                 check_dropout(self.model, self._base, self._config)
         except ReplayError:
-            _most_of(groups, 1, inputs.input_ids.device)  # tells the other ranks
+            most_of(groups, 1, inputs.input_ids.device)  # tells the other ranks
             raise
-        if _most_of(groups, 0, inputs.input_ids.device):
+        if most_of(groups, 0, inputs.input_ids.device):
             raise Refusal.OTHER_RANK()
         return media
 
@@ -395,7 +394,7 @@ class Replayable:
         would gather the weights of the vision tower alone."""
         if not self._groups or not vision.sees(self._base):
             return
-        some, none = (bool(_most_of(self._groups, one, device)) for one in (media is not None, media is None))
+        some, none = (bool(most_of(self._groups, one, device)) for one in (media is not None, media is None))
         if some and none:
             raise Refusal.SOME_MEDIA(model=type(self.model).__name__, this="" if media is not None else ", as this one")
 
@@ -431,17 +430,17 @@ class Replayable:
             *(inputs.media is not None, inputs.routed_experts is not None, hidden.requires_grad),
         )
         before = self._checked.get(path, 0)
-        if before == (_SHARED if inputs.share_prefixes else _LATER) and not again:
+        if before == (SHARED if inputs.share_prefixes else LATER) and not again:
             return
         row, tokens, proof = _row_to_compare(inputs)
         groups = self._groups if inputs.context is None else (*self._groups, inputs.context.group)
-        proof = int(_most_of(groups, proof, hidden.device))
+        proof = int(most_of(groups, proof, hidden.device))
         if proof == 0 or (proof <= before and not again):
             return
         if packed:
             self.need_same_cap()
         off = self._distance(inputs, hidden, row, tokens)
-        worst = _most_of(groups, off, hidden.device)
+        worst = most_of(groups, off, hidden.device)
         if not worst <= TOLERANCE[dtype]:
             what = "hidden states" if self._output is None else "log-probs"
             remedy = f"Replay it {PADDED}" if packed else "Use its own forward"
@@ -462,7 +461,7 @@ class Replayable:
         with torch.no_grad(), passes.noting() as calls:
             self.hidden(inputs)
         off = gradients.error(calls.values(), inputs, row)
-        worst = _most_of(groups, off, inputs.input_ids.device)
+        worst = most_of(groups, off, inputs.input_ids.device)
         if not worst <= gradients.TOLERANCE[dtype]:
             seen = f"{worst:.3g} on another rank" if off <= gradients.TOLERANCE[dtype] else f"{off:.3g}"
             raise Refusal.GRADIENTS_OFF(model=type(self.model).__name__, off=seen, most=gradients.TOLERANCE[dtype])
@@ -550,7 +549,7 @@ def _row_to_compare(inputs: PackedInputs) -> tuple[int, IntArray, int]:
             lengths = np.where(media.of_row[tree.order] >= 0, 1 + lengths, 0)
         row = int(tree.order[lengths.argmax()])
         tokens = tree.of_row_token[tree.row_offsets[row] : tree.row_offsets[row + 1]]
-        proof = _SHARED if lengths.max() > 1 or media is None else _LATER
+        proof = SHARED if lengths.max() > 1 or media is None else LATER
     elif inputs.num_tokens:
         lengths = np.diff(inputs.bounds)
         if media is not None:
@@ -560,7 +559,7 @@ def _row_to_compare(inputs: PackedInputs) -> tuple[int, IntArray, int]:
             place = int(lengths.argmax())
         row = place if media is None else int(media.rows[place])
         tokens = np.arange(int(inputs.bounds[place]), int(inputs.bounds[place + 1]))
-        proof = _LATER if place else _FIRST
+        proof = LATER if place else FIRST
     else:
         return 0, np.zeros(0, np.int64), 0
     return row, tokens, proof if tokens.size > 1 else 0
@@ -656,7 +655,7 @@ def _device_of(weight: Tensor) -> torch.device:
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def _most_of(groups: Sequence[Any], number: float, device: torch.device) -> float:
+def most_of(groups: Sequence[Any], number: float, device: torch.device) -> float:
     """The largest number of all ranks; NaN counts as infinity. Every rank of the groups must call it."""
     if not groups:
         return number

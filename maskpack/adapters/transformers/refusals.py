@@ -339,6 +339,15 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def section() -> str:
+    """The section of docs/models.md with the table."""
+    about = (
+        "The messages of all refusals of a model, a batch or a set-up, as maskpack/adapters/transformers/refusals.py "
+        "has them. Words in *italics* stand for what a message names."
+    )
+    return f"## Refusals\n\n{about}\n\n<!-- refusals -->\n{table()}\n<!-- end of refusals -->\n"
+
+
 def may_refuse(error: Exception, *more: type[Exception]) -> bool:
     """Whether code of a model or a kernel may raise this for what it does not support; `more` are further kinds. Memory
     that ran out and a device that failed decide nothing."""

@@ -31,7 +31,7 @@ _BOUNDS = (
 """What replay passes to the text layers."""
 
 
-class _Kind(NamedTuple):
+class _MediaKind(NamedTuple):
     """The options that have the ids of its places, and the names of its tensors."""
 
     name: str
@@ -41,8 +41,8 @@ class _Kind(NamedTuple):
 
 
 _MEDIA = (
-    _Kind("image", ("image_token_id", "image_token_index"), "pixel_values", "image_grid_thw"),
-    _Kind("video", ("video_token_id", "video_token_index"), "pixel_values_videos", "video_grid_thw"),
+    _MediaKind("image", ("image_token_id", "image_token_index"), "pixel_values", "image_grid_thw"),
+    _MediaKind("video", ("video_token_id", "video_token_index"), "pixel_values_videos", "video_grid_thw"),
 )
 _AUDIO = ("audio_token_id", "audio_token_index")
 
