@@ -35,7 +35,6 @@ from maskpack.ops import attention
 
 CLOSE = 1e-5
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
-SINGLE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
 REUSED = {"steps_per_generation": 4, "num_iterations": 2, "beta": 0.04}  # old and reference log-probs
 METHOD = "_get_per_token_logps_and_entropies"
 
@@ -164,13 +163,9 @@ LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_pr
     [
         pytest.param(RLOOTrainer, {"beta": 0.05, "steps_per_generation": 4, "num_iterations": 2}, id="rloo"),
         pytest.param(GRPOTrainer, {"entropy_coef": 0.05}, id="entropy bonus"),
-        pytest.param(GRPOTrainer, {"top_entropy_quantile": 0.4}, id="entropy mask"),
-        pytest.param(GRPOTrainer, {"mask_truncated_completions": True}, id="truncated completions"),
         pytest.param(GRPOTrainer, {"temperature": 0.6, "loss_type": "grpo"}, id="temperature"),
-        pytest.param(GRPOTrainer, {"importance_sampling_level": "sequence", **REUSED}, id="sequence level"),
         pytest.param(GRPOTrainer, {"gradient_checkpointing": False}, id="no checkpointing"),
         pytest.param(GRPOTrainer, EVALUATED, id="evaluation"),
-        pytest.param(GRPOTrainer, SINGLE, id="single rows"),
     ],
 )  # fmt: skip
 def test_options_of_trl(tmp_path, models, kind, options):
@@ -178,19 +173,16 @@ def test_options_of_trl(tmp_path, models, kind, options):
     assert_same_runs(*runs)
 
 
-@pytest.mark.parametrize("family", ["Llama", "tied", "gpt2", "scale", "cap", "bias", "state"])
+@pytest.mark.parametrize("family", ["gpt2", "scale", "cap", "state"])
 def test_other_models(tmp_path, models, family):
     """GPT-2 learns positions, which it numbers by column."""
     folder = {
-        "Llama": lambda: models("Llama"),
-        "tied": lambda: models("Qwen3", tie_word_embeddings=True),
         "gpt2": lambda: models("GPT2", n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
         "scale": lambda: models("Granite", logits_scaling=0.25),
         "cap": lambda: models("Gemma2", head_dim=8, final_logit_softcapping=1.5),
         "state": lambda: work.saved(
             tmp_path / "m", "Lfm2", layer_types=["conv", "full_attention"], block_multiple_of=8
         ),
-        "bias": lambda: models("Phi", embd_pdrop=0.0, resid_pdrop=0.0, attention_dropout=0.0),
     }[family]()
     options = {"learning_rate": 1e-4} if family == "gpt2" else {}
     assert_same_runs(*both(GRPOTrainer, tmp_path, folder, max_steps=3, **REUSED | options))
@@ -329,32 +321,6 @@ def test_values_and_gradients_in_float64(tmp_path, models, share):
         torch.testing.assert_close(own.grad, true.grad, rtol=1e-8, atol=1e-9, msg=name)
 
 
-def test_gradients_of_a_loss_are_those_of_trl(tmp_path, models):
-    padded, ours = (
-        work.trainer(kind, tmp_path / kind.__qualname__, models())
-        for kind in (GRPOTrainer, packed(GRPOTrainer, min_shared=1))
-    )
-    ids, mask, width = padded_rows()
-    prompt = ids.shape[1] - width
-    inputs = {
-        "prompt_ids": ids[:, :prompt], "prompt_mask": mask[:, :prompt],
-        "completion_ids": ids[:, prompt:], "completion_mask": mask[:, prompt:],
-        "advantages": torch.tensor([1.0, -0.5, 2.0, -1.5, 0.5]), "num_items_in_batch": mask[:, prompt:].sum(),
-    }  # fmt: skip
-    losses = []
-    for run in (padded, ours):
-        run.model.train()
-        run.current_gradient_accumulation_steps = 1
-        loss = run.compute_loss(run.model, inputs)
-        loss.backward()
-        losses.append(loss.detach())
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=1e-6)
-    for (name, theirs), own in zip(padded.model.named_parameters(), ours.model.parameters(), strict=True):
-        torch.testing.assert_close(
-            own.grad, theirs.grad, rtol=1e-4, atol=2e-6 * float(theirs.grad.abs().max()), msg=name
-        )
-
-
 def test_a_batch_without_completions_still_reaches_all_weights(tmp_path, models):
     """DDP waits for the gradient of every weight."""
     run = work.trainer(packed(GRPOTrainer), tmp_path, models())
@@ -428,7 +394,8 @@ def test_the_self_check_sees_a_wrong_bound(tmp_path, models, monkeypatch):
     monkeypatch.setattr(adapter.Replayable, "hidden", lambda self, inputs: hidden(self, shifted(inputs)))
     run = work.trainer(packed(GRPOTrainer, share_prefixes=False), tmp_path, models())
     with pytest.raises(
-        ReplayError, match=r"from packed rows are off by [\d.]+ from TRL's own; expected at most 0.0001"
+        ReplayError,
+        match=r"from packed rows of \w+ are off by [\d.]+ from its own .*; expected at most 0.0001",
     ):
         run._get_per_token_logps_and_entropies(run.model, ids, mask, width)
     assert run.model.config._attn_implementation == NAME  # a backward pass could follow
@@ -454,7 +421,7 @@ def test_the_self_check_sees_other_positions(tmp_path, models, monkeypatch):
     of = adapter.PackedInputs.of
     monkeypatch.setattr(adapter.PackedInputs, "of", lambda batch, **more: of(batch.exclude("position_ids"), **more))
     run = work.trainer(packed(GRPOTrainer, share_prefixes=False), tmp_path, folder)
-    with pytest.raises(ReplayError, match="Packed rows give wrong results for this model"):
+    with pytest.raises(ReplayError, match="log-probs or entropies from packed rows of GPT2LMHeadModel are off by"):
         run._get_per_token_logps_and_entropies(run.model, *padded_rows())
 
 
@@ -640,11 +607,6 @@ class Accelerator:
         return self.says[name] if name in self.says else getattr(self.own, name)
 
 
-def test_images_and_types_of_tokens(tmp_path, models, falls_back):
-    run = work.trainer(packed(GRPOTrainer), tmp_path, models())
-    fallback(run, "the batch has num_images, which", num_images=[0] * 5)
-
-
 def test_the_router_s_loss(tmp_path, falls_back):
     torch.manual_seed(0)
     model = tf.MixtralForCausalLM(tf.MixtralConfig(**work.SIZES, num_local_experts=4))
@@ -693,12 +655,9 @@ class Own(GRPOTrainer):
     ("call", "error", "match"),
     [
         (lambda: packed(SFTTrainer), ReplayError, "expected a class with the method"),
-        (lambda: packed(None), ReplayError, "packed: got None; expected a class"),
         (lambda: packed(packed(GRPOTrainer)), ReplayError, "GRPOTrainer is packed already"),
         (lambda: packed(Own), ReplayError, "Own has a _get_per_token_logps_and_entropies of its own, of test_trl"),
-        (lambda: packed(GRPOTrainer, share_prefixes=1), ReplayError, "share_prefixes is 1"),
         (lambda: packed(GRPOTrainer, self_check="no"), ReplayError, "self_check is 'no'"),
-        (lambda: packed(GRPOTrainer, compile=None), ReplayError, "compile is None"),
         (lambda: packed(GRPOTrainer, min_shared=0), LayoutError, "min_shared is 0"),
     ],
 )  # fmt: skip

@@ -251,26 +251,8 @@ WAYS = ((1.0, False), (0.7, True))
 """Temperatures, and whether entropies are computed."""
 
 
-def same_numbers(kind: str, tied: bool, engine: Mapping[str, Any] = PLAIN) -> dict[str, dict[str, float]]:
-    """How far verl's engine and replay are off each row alone."""
-    model, batch = tiny(kind, tied), own_rows()
-    made, found = engine_of(model, engine=engine), {}
-    for temperature, entropy in WAYS:
-        ways: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
-        truth = by_row(model, batch, **ways)
-        assert min(float(grad.abs().max()) for grad in truth.gradients.values()) > 1e-3  # all weights matter
-        for remove_padding in (True, False):
-            name = f"verl, remove_padding={remove_padding}, {ways}"
-            found[name] = by_verl(made, batch, remove_padding=remove_padding, **ways).off(truth)
-        made.module.train()
-        replay = replayable(made.module)
-        found[f"replay, {ways}"] = by_replay(replay, batch, self_check=True, **ways).off(truth)
-        replay.release()
-    return found
-
-
 def engine_of_the_page(tied: bool) -> dict[str, dict[str, float]]:
-    """As `same_numbers`, of the engine in docs/verl.md."""
+    """How far the engine in docs/verl.md is off each row alone."""
     (code,) = (
         block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "forward_step" in block
     )
@@ -284,12 +266,6 @@ def engine_of_the_page(tied: bool) -> dict[str, dict[str, float]]:
         for jagged in (True, False):
             found[f"jagged={jagged}, {ways}"] = by_verl(made, batch, jagged=jagged, **ways).off(truth)
     return found
-
-
-def temperatures_of_rows() -> dict[str, float]:
-    model, batch = tiny(), own_rows()
-    ways: dict[str, Any] = {"temperature": torch.linspace(0.5, 1.5, len(batch)), "entropy": True}
-    return by_verl(engine_of(model, engine=PLAIN), batch, **ways).off(by_row(model, batch, **ways))
 
 
 def _said(call: Callable[[], Any]) -> Any:
@@ -319,16 +295,3 @@ def mixed_rows(name: str) -> dict[str, Any]:
         found[f"remove_padding={remove_padding}"] = off["log_probs"]
     found["replay"] = _said(lambda: by_replay(replayable(made.module), batch, **ways).off(truth))
     return found
-
-
-def fused(tied: bool) -> dict[str, Any]:
-    """Numbers or errors of verl's fused kernels in torch, and of replay of the module that they patch."""
-    model, batch = tiny(tied=tied), own_rows()
-    ways: dict[str, Any] = {"temperature": 0.7, "entropy": True}
-    truth = by_row(model, batch, **ways)  # before the class of the model is patched
-    options = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}
-    made = engine_of(model, engine=PLAIN, **options)
-    return {
-        "verl": _said(lambda: by_verl(made, batch, **ways).off(truth)),
-        "replay": _said(lambda: by_replay(replayable(made.module), batch, **ways).off(truth)),
-    }
