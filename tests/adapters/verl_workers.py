@@ -111,9 +111,3 @@ class Trainer(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def echo(self, data):
         return digest(data)
-
-
-class AsyncTrainer(Trainer):
-    """With a coroutine among its methods, Ray runs all of them in an event loop."""
-
-    plain_later, packed_later = pair(later)
