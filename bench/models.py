@@ -34,7 +34,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers.models.auto import configuration_auto, modeling_auto
 
-from maskpack.adapters.transformers import replayable
+from maskpack.adapters.transformers import refusals, replayable
 from maskpack.errors import ReplayError
 from maskpack.replay import response_log_probs
 
@@ -250,7 +250,8 @@ def page(found: Sequence[Found]) -> str:
         "| class | way | why not |",
         "|---|---|---|",
     ]
-    return "\n".join([*lines, *(f"| `{one.name}` | {one.way} | {_short(one.reason)} |" for one in found), ""])
+    lines += [f"| `{one.name}` | {one.way} | {_short(one.reason)} |" for one in found]
+    return "\n".join([*lines, "", refusals.section()])
 
 
 def _short(reason: str) -> str:

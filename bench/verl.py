@@ -1,7 +1,7 @@
 """Bytes and time of the arguments of a worker call, as verl sends them and packed, for 8 data-parallel ranks.
 
     verl       BatchData(data).chunk(8), each part pickled (a DataProto through torch.save) --> unpickled
-    maskpack   pack(data), 8 slices, each pickled                                           --> unpickled, unpack
+    maskpack   compress(data), 8 slices, each pickled                                       --> unpickled, decompress
 
 Pickles are of protocol 5, out-of-band buffers included; no Ray, no link. Three forms of the reference workload: a
 DataProto; the TensorDict that verl's padded trainer makes of it, some fields jagged; and one with all fields jagged, as
@@ -28,7 +28,7 @@ from bench.baselines import axis_of, masks_of
 from bench.measure import interleaved, progress, require_same
 from bench.report import Row
 from bench.workloads import PAD_ID, PROMPT_WIDTH, RESPONSE_WIDTH, make_batch
-from maskpack.adapters.verl import PackedProto, pack, unpack
+from maskpack.adapters.verl import PackedProto, compress, decompress
 
 RANKS = 8
 _FEWER = {"DataProto": ">= 12", "TensorDict, padded": ">= 12"}
@@ -74,7 +74,7 @@ def _all_jagged(proto: Any) -> Any:
 
 def _form(case: str, data: Any, rows: int, rounds: int, target: str | None) -> list[Row]:
     usual, ours = _usual(data), _ours(data)
-    _check(case, _received([*_pickled([pack(data, pad_token_id=PAD_ID)])])[0], data)
+    _check(case, _received([*_pickled([compress(data, pad_token_id=PAD_ID)])])[0], data)
     works: dict[str, Callable[[], object]] = {
         "verl, to pickles": lambda: _usual(data),
         "verl, from pickles": lambda: [_loaded(part) for part in usual],
@@ -117,7 +117,7 @@ def _usual(data: Any) -> list[_Pickle]:
 
 
 def _ours(data: Any, **options: Any) -> list[_Pickle]:
-    packed = pack(data, pad_token_id=PAD_ID, **options)
+    packed = compress(data, pad_token_id=PAD_ID, **options)
     share = len(packed) // RANKS
     return _pickled([packed.take(slice(rank * share, (rank + 1) * share)) for rank in range(RANKS)])
 
@@ -125,7 +125,7 @@ def _ours(data: Any, **options: Any) -> list[_Pickle]:
 def _received(parts: Sequence[_Pickle]) -> list[Any]:
     def one(part: _Pickle) -> Any:
         packed: PackedProto = _loaded(part)
-        return unpack(packed)
+        return decompress(packed)
 
     return [one(part) for part in parts]
 
