@@ -1,0 +1,146 @@
+"""Plants faults, one at a time, and says which test catches each: what the suite is worth.
+
+    python tests/tools/plant.py --results planted.jsonl                     all of faults.json; goes on where it stopped
+    python tests/tools/plant.py --results planted.jsonl --only core-01      some of them
+    python tests/tools/plant.py --results planted.jsonl --report            what the file says, beside what it should be
+    python tests/tools/plant.py --check                                     whether every anchor is there, once
+
+A fault is a text of a file and what stands there instead. The tree is copied, the fault is planted in the copy, and the
+tests of its package run there until one fails. `caught` in faults.json says whether a test has caught it before: if
+code moves, edit the anchor, not the fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+FAULTS = HERE / "faults.json"
+LIMIT = 1800  # seconds of one run of pytest
+COMMON = "tests/test_pitfalls.py tests/test_misuse.py"
+TESTS = {
+    "core.c": f"tests/packed tests/nesting tests/layout {COMMON} tests/core",
+    "core": f"tests/nesting tests/packed tests/layout tests/fields {COMMON} tests/core",
+    "layout": f"tests/layout tests/nesting tests/packed {COMMON}",
+    "fields": f"tests/fields tests/nesting {COMMON}",
+    "nesting": f"tests/nesting {COMMON} tests/packed",
+    "packed": f"tests/packed tests/nesting {COMMON} tests/views",
+    "device": "tests/test_interpreted_staging.py tests/test_interpreted_encoding.py tests/test_interpreted_ops.py",
+    "views": f"tests/views {COMMON} tests/dispatch/test_placement.py",
+    "dispatch": f"tests/dispatch {COMMON}",
+    "planning": f"tests/planning {COMMON}",
+    "replay": f"tests/replay {COMMON}",
+    "adapters": f"tests/adapters tests/replay {COMMON}",
+    "ops": f"tests/ops tests/replay/test_replay.py {COMMON}",
+}
+"""The tests of a package, those that are likely to catch a fault first."""
+_NAMED = re.compile(r"^(?:FAILED|ERROR) (tests/\S+)", re.MULTILINE)
+_CRASHED = re.compile(r'File ".*?/(tests/\S+?\.py)", line \d+ in (\w+)')
+
+
+def plant(fault: dict[str, Any], tree: Path) -> None:
+    """Writes the fault into a tree. Raises ValueError unless the anchor is there once."""
+    file = tree / fault["file"]
+    text = file.read_text()
+    if text.count(fault["old"]) != 1:
+        raise ValueError(f"{fault['id']}: {fault['file']} has its anchor {text.count(fault['old'])} times; expected 1")
+    file.write_text(text.replace(fault["old"], fault["new"]))
+    if file.suffix == ".c":
+        flags = "-std=c11 -D_DEFAULT_SOURCE -O1 -fPIC -shared -fvisibility=hidden -pthread -w"
+        command = ["gcc", *flags.split(), "-o", str(file.with_name("_core.so")), str(file)]
+        subprocess.run(command, check=True)
+
+
+def caught_by(tree: Path, paths: list[str]) -> str | None:
+    """The first test that fails; None if all pass."""
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "-p", "no:cacheprovider", "--timeout", "200"]
+    env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    try:
+        run = subprocess.run(
+            [*command, *paths], cwd=tree, env=env, capture_output=True, text=True, timeout=LIMIT, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "no end"
+    out = run.stdout + run.stderr
+    if run.returncode in (0, 4, 5):  # 4: no test of that name; 5: no tests
+        return None
+    found = _NAMED.findall(out) or ["::".join(place) for place in _CRASHED.findall(out)]
+    return f"{found[0] if found else out[-300:]}{'' if run.returncode == 1 else f' (exit {run.returncode})'}"
+
+
+def try_fault(fault: dict[str, Any], source: Path, quick: bool) -> dict[str, Any]:
+    """With `quick`, a fault that its `first` tests do not catch has no result yet."""
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
+        tree = Path(folder) / "tree"
+        # modification times are kept, so that compiled modules count but for the one with the fault
+        shutil.copytree(source, tree, ignore=shutil.ignore_patterns(".git", "results", ".venv"))
+        plant(fault, tree)
+        first, all_paths = (
+            [path for path in paths.split() if (tree / path).exists()]
+            for paths in (fault.get("first", ""), TESTS[fault["package"]])
+        )
+        by = caught_by(tree, first) if first else None
+        if by is None and not quick:
+            by = caught_by(tree, [path for path in all_paths if path not in first])
+    return {"id": fault["id"], "caught": by is not None, "by": by, "seconds": round(time.monotonic() - begin)}
+
+
+def report(faults: list[dict[str, Any]], results: dict[str, dict[str, Any]]) -> int:
+    """Prints the faults that no test catches; 1 if one of them was caught before."""
+    tried = [fault for fault in faults if fault["id"] in results]
+    caught = [fault for fault in tried if results[fault["id"]]["caught"]]
+    print(f"{len(caught)} of {len(tried)} faults are caught; {len(faults) - len(tried)} were not tried")
+    survivors = [fault for fault in tried if fault not in caught]
+    for fault in survivors:
+        print(f"{'LOST' if fault.get('caught') else 'survives'}  {fault['id']}  {fault['file']}: {fault['wrong']}")
+    return int(any(fault.get("caught") for fault in survivors))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tree", type=Path, default=ROOT, help="what to plant in; default: this checkout")
+    parser.add_argument("--results", type=Path, help="JSON lines, one for each fault that was tried")
+    parser.add_argument("--only", nargs="+", default=[], help="ids of faults, or packages")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="run the `first` tests of each fault only")
+    parser.add_argument("--check", action="store_true", help="look for the anchors only")
+    parser.add_argument("--report", action="store_true", help="run nothing")
+    options = parser.parse_args()
+    faults: list[dict[str, Any]] = json.loads(FAULTS.read_text())
+    if options.only:
+        faults = [fault for fault in faults if {fault["id"], fault["package"]} & set(options.only)]
+    if options.check:
+        texts = {fault["file"]: (options.tree / fault["file"]).read_text() for fault in faults}
+        gone = [fault["id"] for fault in faults if texts[fault["file"]].count(fault["old"]) != 1]
+        print(f"{len(faults) - len(gone)} anchors are there; not: {' '.join(gone) or 'none'}")
+        return int(bool(gone))
+    lines = options.results.read_text().splitlines() if options.results.exists() else []
+    results = {line["id"]: line for line in map(json.loads, lines)}
+    if options.report:
+        return report(faults, results)
+    left = [fault for fault in faults if fault["id"] not in results]
+    with ThreadPoolExecutor(options.jobs) as pool, options.results.open("a") as file:
+        for done in as_completed(pool.submit(try_fault, fault, options.tree, options.quick) for fault in left):
+            result = done.result()
+            if result["caught"] or not options.quick:
+                results[result["id"]] = result
+                print(json.dumps(result), file=file, flush=True)
+            print(f"{result['id']:12} {result['seconds']:5} s  {result['by'] or 'survives'}", flush=True)
+    return report(faults, results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
