@@ -83,7 +83,7 @@ ELSEWHERE = {
     "docs/dispatch.md": "dispatch/test_dispatch.py",
     "docs/planning.md": "dispatch/test_dispatch.py",
     "docs/verl.md": "adapters/test_verl.py",
-    "docs/wire-format.md": "fuzz_wire.py",
+    "docs/wire-format.md": "tools/fuzz_wire.py",
 }
 """Pages that other files run, which look at more than that they run."""
 

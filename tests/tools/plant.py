@@ -13,22 +13,29 @@ code moves, edit the anchor, not the fault.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FAULTS = HERE / "faults.json"
-LIMIT = 1800  # seconds of one run of pytest
+LIMIT = 3600  # seconds of one fault
+PRELOADED = ("torch", "tensordict", "numpy", "hypothesis", "_hypothesis_pytestplugin", "xdist", "transformers")
 COMMON = "tests/test_pitfalls.py tests/test_misuse.py"
 TESTS = {
     "core.c": f"tests/packed tests/nesting tests/layout {COMMON} tests/core",
@@ -63,39 +70,105 @@ def plant(fault: dict[str, Any], tree: Path) -> None:
         subprocess.run(command, check=True)
 
 
-def caught_by(tree: Path, paths: list[str]) -> str | None:
-    """The first test that fails; None if all pass."""
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "-p", "no:cacheprovider", "--timeout", "200"]
-    env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    try:
-        run = subprocess.run(
-            [*command, *paths], cwd=tree, env=env, capture_output=True, text=True, timeout=LIMIT, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return "no end"
-    out = run.stdout + run.stderr
-    if run.returncode in (0, 4, 5):  # 4: no test of that name; 5: no tests
+def started(tree: Path, paths: list[str], output: Path, environment: dict[str, str]) -> int:
+    """A process, forked from this one, that runs tests in a tree; its number."""
+    child = os.fork()
+    if child:
+        return child
+    os.setsid()  # so that all that it starts can be ended
+    line = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(line, 1)
+    os.dup2(line, 2)
+    os.chdir(tree)
+    os.environ |= {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", **environment}
+    sys.path.insert(0, str(tree))
+    options = ["-n", "0", "-x", "-q", "-p", "no:cacheprovider", "--timeout", "900"]
+    os._exit(int(pytest.main([*options, *paths])))
+
+
+def caught_by(status: int, output: Path) -> str | None:
+    """The first test that failed, from the status of a process of `started` and what it printed; None if none did."""
+    code = os.waitstatus_to_exitcode(status)
+    if code in (0, 4, 5):  # 4: no test of that name; 5: no tests
         return None
+    out = output.read_text(errors="replace")
     found = _NAMED.findall(out) or ["::".join(place) for place in _CRASHED.findall(out)]
-    return f"{found[0] if found else out[-300:]}{'' if run.returncode == 1 else f' (exit {run.returncode})'}"
+    return f"{found[0] if found else out[-300:]}{'' if code == 1 else f' (exit {code})'}"
 
 
-def try_fault(fault: dict[str, Any], source: Path, quick: bool) -> dict[str, Any]:
-    """With `quick`, a fault that its `first` tests do not catch has no result yet."""
-    begin = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
-        tree = Path(folder) / "tree"
+@dataclass
+class Trial:
+    """A fault that is being tried: in a copy of the tree, by the tests of `stages`, one after the other."""
+
+    fault: dict[str, Any]
+    folder: Path
+    stages: list[list[str]]
+    begun: float
+    child: int = 0
+
+    @classmethod
+    def of(cls, fault: dict[str, Any], source: Path, quick: bool) -> Trial:
+        folder = Path(tempfile.mkdtemp(prefix="planted-"))
+        tree = folder / "tree"
         # modification times are kept, so that compiled modules count but for the one with the fault
         shutil.copytree(source, tree, ignore=shutil.ignore_patterns(".git", "results", ".venv"))
         plant(fault, tree)
-        first, all_paths = (
-            [path for path in paths.split() if (tree / path).exists()]
+        first, every = (
+            [path for path in paths.split() if (tree / path.partition("::")[0]).exists()]
             for paths in (fault.get("first", ""), TESTS[fault["package"]])
         )
-        by = caught_by(tree, first) if first else None
-        if by is None and not quick:
-            by = caught_by(tree, [path for path in all_paths if path not in first])
-    return {"id": fault["id"], "caught": by is not None, "by": by, "seconds": round(time.monotonic() - begin)}
+        stages = [first, [] if quick else [path for path in every if path not in first]]
+        return cls(fault, folder, [stage for stage in stages if stage], time.monotonic())
+
+    def next(self) -> bool:
+        """Starts the next stage, if there is one."""
+        if self.stages:
+            paths = self.stages.pop(0)
+            interpreted = self.fault["package"] == "device" and "interpreted" not in paths[0]
+            environment = {"TRITON_INTERPRET": "1"} if interpreted else {}
+            self.child = started(self.folder / "tree", paths, self.folder / "output", environment)
+        return self.child > 0
+
+    def ended(self, status: int) -> dict[str, Any] | None:
+        """The result, once there is one."""
+        self.child = 0
+        by = caught_by(status, self.folder / "output")
+        if by is None and self.next():
+            return None
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return {
+            "id": self.fault["id"],
+            "caught": by is not None,
+            "by": by,
+            "seconds": round(time.monotonic() - self.begun),
+        }
+
+
+def try_all(faults: list[dict[str, Any]], source: Path, jobs: int, quick: bool) -> Iterator[dict[str, Any]]:
+    """The results of faults, `jobs` of them at a time."""
+    for name in PRELOADED:  # once, not in every process
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    left, trials = list(reversed(faults)), dict[int, Trial]()
+    while left or trials:
+        while left and len(trials) < jobs:
+            trial = Trial.of(left.pop(), source, quick)
+            if trial.next():
+                trials[trial.child] = trial
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if not child:
+            time.sleep(0.2)
+            for late in [trial for trial in trials.values() if time.monotonic() - trial.begun > LIMIT]:
+                os.killpg(late.child, signal.SIGKILL)
+            continue
+        trial = trials.pop(child)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        result = trial.ended(status)
+        if result is not None:
+            yield result
+        else:
+            trials[trial.child] = trial
 
 
 def report(faults: list[dict[str, Any]], results: dict[str, dict[str, Any]]) -> int:
@@ -132,9 +205,8 @@ def main() -> int:
     if options.report:
         return report(faults, results)
     left = [fault for fault in faults if fault["id"] not in results]
-    with ThreadPoolExecutor(options.jobs) as pool, options.results.open("a") as file:
-        for done in as_completed(pool.submit(try_fault, fault, options.tree, options.quick) for fault in left):
-            result = done.result()
+    with options.results.open("a") as file:
+        for result in try_all(left, options.tree, options.jobs, options.quick):
             if result["caught"] or not options.quick:
                 results[result["id"]] = result
                 print(json.dumps(result), file=file, flush=True)
