@@ -8,7 +8,6 @@ import pickle
 import struct
 import sys
 import warnings
-import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ from tensordict import NonTensorData, TensorDict
 import maskpack as mp
 from maskpack.packed.file import codec as codecs
 from maskpack.packed.sizes import fields, figures, report, to_json
-from maskpack.tools.inspector import chart
 
 LONG = ((40, 300), (60, 700), (3, 10), (0, 0), (60, 512))
 WIDE = {"prompt": 64, "response": 768}
@@ -507,7 +505,7 @@ def test_report_changes_nothing():
     assert packed.to_bytes() == bits
 
 
-# -------------------------------------------------------------------- JSON and the chart
+# -------------------------------------------------------------------- JSON
 
 
 def test_metrics_are_plain_numbers():
@@ -534,58 +532,6 @@ def test_json_says_what_report_says():
             == (field["padded_bytes"])
         )
     assert found == {"maskpack/tokens": 36, "maskpack/shared_tokens": 0}, "not asked for by inspect"
-
-
-def bars_of(text):
-    """For each field of a chart its name and the lengths of its bars."""
-    root = ElementTree.fromstring(text)
-    width, height = float(root.get("width")), float(root.get("height"))
-    for rect in root.iter(f"{SVG}rect"):
-        if rect.get("width") != "100%":
-            assert 0 <= float(rect.get("x")) <= float(rect.get("x")) + float(rect.get("width")) < width
-            assert 0 <= float(rect.get("y")) < height
-    found = []
-    for group in root.iter(f"{SVG}g"):
-        bars = {rect.get("class"): float(rect.get("width")) for rect in group.iter(f"{SVG}rect")}
-        found.append((group.find(f"{SVG}title").text, bars))
-    return found
-
-
-def test_chart_has_bars_for_every_field():
-    packed = pack(samples.rollout(LONG, **WIDE))
-    found = figures(packed)
-    bars = bars_of(chart(found, "a title"))
-    assert [name for name, _ in bars] == ["/".join(field.path) for field in found.fields]
-    sizes = [
-        (getattr(field, f"{bar}_bytes"), drawn[bar])
-        for field, (_, drawn) in zip(found.fields, bars, strict=True)
-        for bar in ("padded", "real", "wire")
-    ]
-    for size, length in sizes:
-        assert (length == 0) == (size == 0)
-        for other, longer in sizes:
-            assert size >= other or length <= longer
-    decade = dict(sizes)
-    assert decade[max(decade)] > 4 * decade[min(size for size in decade if size)]
-
-
-def test_chart_of_nothing_and_of_strange_names():
-    names = ["<b>&\"'", "line\nbreak", "\x00\x1b[31m", "x" * 300, "größe"]
-    batch = TensorDict({name: torch.zeros(2) for name in names}, [2])
-    text = chart(figures(pack(batch)), "<&>\x07\udc80")
-    text.encode()
-    seen = [name for name, _ in bars_of(text)]
-    assert seen == ["<b>&\"'", "line\\nbreak", "\\x00\\x1b[31m", "x" * 300, "größe"]
-    empty = pack(TensorDict({}, [0]))
-    assert bars_of(chart(figures(empty), "empty")) == []
-    assert report(None, empty)["maskpack/ratio"] == 0.0
-
-
-def test_chart_of_sizes_that_no_memory_holds():
-    """A file of a few bytes may say that it stands for as many."""
-    found = figures(pack(samples.rollout(objects=False)))
-    huge = tuple(dataclasses.replace(field, padded_bytes=1 << 100) for field in found.fields)
-    assert len(bars_of(chart(dataclasses.replace(found, fields=huge), "huge"))) == len(huge)
 
 
 def test_rows_that_take_no_bytes_are_paid_for() -> None:
