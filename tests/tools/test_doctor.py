@@ -150,39 +150,26 @@ def signed(axis):
 
 UNCOVERED = [
     (samples.of("response", torch.float32), "MaskNestingSpec('response')", "0.0"),
-    (samples.of("sequence", torch.bfloat16), "MaskNestingSpec('sequence')", "0.0"),
     (samples.of("prompt", torch.int32, -100), "MaskNestingSpec('prompt', pad=-100)", "-100"),
-    (samples.of("sequence", torch.int64, -100), "MaskNestingSpec('sequence', pad=-100)", "-100"),
-    (samples.of("response", torch.float64, -1.5), "MaskNestingSpec('response', pad=-1.5)", "-1.5"),
     (samples.of("response", torch.float32, math.nan), "MaskNestingSpec('response', pad=float(\"nan\"))", "nan"),
-    (samples.of("response", torch.float32, -math.inf), "MaskNestingSpec('response', pad=float(\"-inf\"))", "-inf"),
+    (samples.of("sequence", torch.int64, -100), "MaskNestingSpec('sequence', pad=-100)", "-100"),
     (
         samples.of("response", torch.int64, samples.PAD),
         "MaskNestingSpec('response', pad=PAD_TOKEN_ID)",
-        f"the pad token, {samples.PAD}",
+        "the pad token",
     ),
     (
         samples.of("sequence", torch.int64, samples.EDGE),
         "MaskNestingSpec('sequence', pad=EDGE)",
-        "the nearest valid value (EDGE)",
+        "the nearest valid value",
     ),
     (samples.of("response", torch.bool), "MaskNestingSpec('response', pad=False)", "False"),
     (per_row("response"), "MaskNestingSpec('response', pad=PER_ROW)", "one value a row (PER_ROW)"),
-    (
-        signed("response"),
-        "MaskNestingSpec('response', pad=SIGNED_ZERO)",
-        "0.0 in some rows and -0.0 in others (SIGNED_ZERO)",
-    ),
-    (samples.of("sequence", torch.int16, 0, (2, 3)), "MaskNestingSpec('sequence')", "0"),
+    (signed("response"), "MaskNestingSpec('response', pad=SIGNED_ZERO)", "0.0 in some rows and -0.0 in others"),
     (
         samples.of("sequence", torch.int64, samples.EDGE, (4,)).movedim(1, 2).contiguous(),
         "MaskNestingSpec('sequence', pad=EDGE, ragged_dim=-1)",
         "the nearest valid value (EDGE)",
-    ),
-    (
-        samples.of("response", torch.float32, 0, (4, 3)).movedim(1, 2).contiguous(),
-        "MaskNestingSpec('response', ragged_dim=2)",
-        "0.0",
     ),
 ]
 
@@ -208,7 +195,7 @@ def test_the_printed_line_covers_the_field(value, spec, pad, tmp_path, capsys):
 
 
 def test_several_fields_have_one_snippet(tmp_path, capsys):
-    batch = rollout(a=UNCOVERED[2][0], b=UNCOVERED[8][0], sub=rollout(c=UNCOVERED[0][0]))
+    batch = rollout(a=UNCOVERED[1][0], b=UNCOVERED[5][0], sub=rollout(c=UNCOVERED[0][0]))
     torch.save(batch, tmp_path / "b")
     shown = doctor([tmp_path / "b"], capsys, 1)
     assert "3 stay padded:" in shown
@@ -394,17 +381,6 @@ def test_fields_of_no_masks_size(tmp_path, capsys):
     maskpack.compress(batch, registry=executed(shown), pad_token_id=samples.PAD, strict_mask_nesting=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("advantages", torch.zeros(B, R + 1), 'field "advantages" is (7, 7); mask "response" is (7, 6);'),
-        ("teacher_ids", samples.of("sequence", torch.uint8, 9, (2,)), 'field "teacher_ids" is uint8; its pad'),
-    ],
-)
-def test_what_compress_refuses_is_one_line(name, value, message, tmp_path, capsys):
-    assert message in refused([saved(rollout(**{name: value}), tmp_path / "b")], capsys)
-
-
 def test_tensors_inside_python_objects_are_one_finding(tmp_path, capsys):
     batch = rollout()
     batch.set("extra", samples.per_row([{"tokens": torch.zeros(b + 1)} for b in range(B)]))
@@ -443,7 +419,7 @@ def test_no_rows_and_no_masks():
 
 
 def test_a_packed_batch_a_nested_one_and_a_memory_map(tmp_path, capsys):
-    batch = rollout(mine=UNCOVERED[2][0])
+    batch = rollout(mine=UNCOVERED[1][0])
     with pytest.warns(maskpack.errors.MaskpackWarning):
         packed = maskpack.compress(batch, pad_token_id=samples.PAD)
     packed.save(tmp_path / "packed")
@@ -464,7 +440,7 @@ def test_a_packed_batch_a_nested_one_and_a_memory_map(tmp_path, capsys):
 
 def test_strict_checks_several_files(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, batch in (("good", rollout()), ("also", rollout()), ("bad", rollout(mine=UNCOVERED[2][0]))):
+    for name, batch in (("good", rollout()), ("also", rollout()), ("bad", rollout(mine=UNCOVERED[1][0]))):
         saved(batch, tmp_path / name)
     fields = len(rollout().keys())
     given = ["--strict", "--pad-token-id", samples.PAD]
@@ -482,16 +458,6 @@ def test_strict_checks_several_files(tmp_path, capsys, monkeypatch):
     own = {"mine": MaskNestingSpec("prompt", -100)}
     (tmp_path / "r.json").write_text(json.dumps((RL_FIELDS | own).to_dict()))
     doctor(["--strict", "good", "bad", "--registry", "r.json"], capsys, 0)
-
-
-def test_strict_refuses_values_under_a_mask_and_hidden_tensors(tmp_path, capsys):
-    stray = rollout()
-    stray["old_log_probs"][0, -1] = 7.0
-    assert "1 stay padded" in doctor(["--strict", saved(stray, tmp_path / "stray")], capsys, 1)
-    batch = rollout()
-    batch.set_non_tensor("held", {"x": torch.ones(3)})
-    torch.save(batch, tmp_path / "held")
-    assert "'held': MaskNestingSpec(None)" in doctor(["--strict", "--allow-pickle", tmp_path / "held"], capsys, 1)
 
 
 def test_strict_tells_a_batch_that_cannot_be_packed_from_a_file_that_cannot_be_read(tmp_path, capsys, monkeypatch):
@@ -534,27 +500,9 @@ def test_a_pad_token_that_no_padding_shows(tmp_path, capsys):
     assert "note" not in doctor(["--strict", alone], capsys, 0)
 
 
-def test_strict_looks_into_the_objects_of_a_packed_file(tmp_path, capsys):
-    batch = rollout()
-    batch.set_non_tensor("held", {"x": torch.ones(3)})
-    packed = maskpack.compress(batch, pad_token_id=samples.PAD)
-    packed.save(tmp_path / "packed", allow_pickle=True)
-    for more in (["--strict"], []):
-        shown = doctor([*more, "--allow-pickle", tmp_path / "packed"], capsys, 1)
-        assert "1 stay padded" in shown
-        assert "a tensor inside the Python object" in shown
-        assert "'held': MaskNestingSpec(None)" in shown
-    registry = RL_FIELDS | {"held": maskpack.MaskNestingSpec(None)}
-    (tmp_path / "r.json").write_text(json.dumps(registry.to_dict()))
-    doctor(["--strict", "--allow-pickle", tmp_path / "packed", "--registry", tmp_path / "r.json"], capsys, 0)
-    with pytest.raises(maskpack.errors.CoverageError, match="held"):
-        maskpack.compress(batch, pad_token_id=samples.PAD, strict_mask_nesting=True)
-    maskpack.compress(batch, registry=registry, pad_token_id=samples.PAD, strict_mask_nesting=True)
-
-
 def test_a_mask_that_no_batch_has_is_an_error_of_usage(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    saved(rollout(mine=UNCOVERED[2][0]), tmp_path / "bad")
+    saved(rollout(mine=UNCOVERED[1][0]), tmp_path / "bad")
     saved(rollout(own=samples.of("response", torch.bool)), tmp_path / "good")
     expected = 'cannot be checked: maskpack doctor: mask "respnse_mask" is no field (B, width). Name one: '
     shown = doctor(["--strict", "bad", "good", "--mask", "respnse_mask"], capsys, 2).splitlines()
@@ -567,39 +515,6 @@ def test_a_mask_that_no_batch_has_is_an_error_of_usage(tmp_path, capsys, monkeyp
     assert "\ngood: " in shown
     assert "\ngood: cannot" not in shown
     assert 'mask "respnse_mask" is no field' in refused(["good", "--mask", "respnse_mask"], capsys)
-
-
-def test_strict_in_json(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    saved(rollout(mine=UNCOVERED[2][0]), tmp_path / "bad")
-    found = json.loads(doctor(["--strict", "--json", "bad", "none"], capsys, 2))
-    assert [one["file"] for one in found] == ["bad", "none"]
-    assert [one["line"] for one in found[0]["stay_padded"]] == ["'mine': MaskNestingSpec('prompt', pad=-100),"]
-    assert found[1] == {"file": "none", "error": "none: No such file or directory"}
-
-
-def test_several_files_need_strict(tmp_path, capsys):
-    file = saved(rollout(), tmp_path / "b")
-    assert "2 files; expected one. Give one file, or check several with --strict" in refused([file, file], capsys)
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["none"], "none: No such file or directory"),
-        (["text"], "text is neither a torch.save file, a pickle, a packed batch nor a memory-mapped TensorDict"),
-    ],
-)
-def test_what_cannot_be_read_is_one_line(argv, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    saved(rollout(), tmp_path / "b")
-    (tmp_path / "text").write_text("hello, this is text")
-    assert message in refused(argv, capsys)
-
-
-def test_masks_that_are_none_are_one_line(tmp_path, capsys):
-    torch.save({"attention_mask": torch.ones(4), "input_ids": torch.ones(4, 2)}, tmp_path / "b")
-    assert 'mask field "attention_mask" is (4,); expected (B, width)' in refused([tmp_path / "b"], capsys)
 
 
 # -------------------------------------------------------------------- a DataProto
