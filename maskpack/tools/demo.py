@@ -217,7 +217,7 @@ def _trip(way: str, taps: Sequence[_Tap], batch: TensorDict) -> Trip:
         # Cloned, because a view of the batch would be pickled with the storage of all its rows.
         refs = [ray.put(part.clone()) for part in batch.split(sizes)]
         results: Any = ray.get([tap.log_probs.remote(ref) for tap, ref in zip(taps, refs, strict=True)])
-        output: TensorDict = torch.cat(results)
+        output: Any = torch.cat(results)
     else:
         group = WorkerGroup(taps, pad_token_id=PAD)
         output = group.call("log_probs", group.pack(batch))

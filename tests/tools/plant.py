@@ -3,6 +3,7 @@
     python tests/tools/plant.py --results planted.jsonl                     all of faults.json; goes on where it stopped
     python tests/tools/plant.py --results planted.jsonl --only core-01      some of them
     python tests/tools/plant.py --results planted.jsonl --report            what the file says, beside what it should be
+    python tests/tools/plant.py --results planted.jsonl --clean             whether these tests pass without a fault
     python tests/tools/plant.py --check                                     whether every anchor is there, once
 
 A fault is a text of a file and what stands there instead. The tree is copied, the fault is planted in the copy, and the
@@ -50,10 +51,10 @@ TESTS = {
     "planning": f"tests/planning {COMMON}",
     "replay": f"tests/replay {COMMON}",
     "adapters": f"tests/adapters tests/replay {COMMON}",
-    "ops": f"tests/ops tests/replay/test_replay.py {COMMON}",
+    "ops": f"tests/ops tests/replay/test_replay.py {COMMON} tests/test_interpreted_ops.py",
 }
 """The tests of a package, those that are likely to catch a fault first."""
-_NAMED = re.compile(r"^(?:FAILED|ERROR) (tests/\S+)", re.MULTILINE)
+_NAMED = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)
 _CRASHED = re.compile(r'File ".*?/(tests/\S+?\.py)", line \d+ in (\w+)')
 
 
@@ -82,8 +83,10 @@ def started(tree: Path, paths: list[str], output: Path, environment: dict[str, s
     os.chdir(tree)
     os.environ |= {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", **environment}
     sys.path.insert(0, str(tree))
-    options = ["-n", "0", "-x", "-q", "-p", "no:cacheprovider", "--timeout", "900"]
-    os._exit(int(pytest.main([*options, *paths])))
+    options = ["-n", "0", "-q", "-p", "no:cacheprovider", "--timeout", "900", *paths]
+    if environment:  # Triton, which is loaded already, has read its own
+        os.execv(sys.executable, [sys.executable, "-m", "pytest", *options])
+    os._exit(int(pytest.main(options)))
 
 
 def caught_by(status: int, output: Path) -> str | None:
@@ -126,7 +129,7 @@ class Trial:
             paths = self.stages.pop(0)
             interpreted = self.fault["package"] == "device" and "interpreted" not in paths[0]
             environment = {"TRITON_INTERPRET": "1"} if interpreted else {}
-            self.child = started(self.folder / "tree", paths, self.folder / "output", environment)
+            self.child = started(self.folder / "tree", ["-x", *paths], self.folder / "output", environment)
         return self.child > 0
 
     def ended(self, status: int) -> dict[str, Any] | None:
@@ -171,6 +174,21 @@ def try_all(faults: list[dict[str, Any]], source: Path, jobs: int, quick: bool) 
             trials[trial.child] = trial
 
 
+def failing(results: dict[str, dict[str, Any]], tree: Path) -> set[str]:
+    """The tests that caught faults and fail without one, too: they have caught nothing."""
+    names = {result["by"].partition("[")[0] for result in results.values() if result["caught"]}
+    failed: set[str] = set()
+    for environment in ({}, {"TRITON_INTERPRET": "1"}):
+        kernels = bool(environment)
+        of_kind = sorted(
+            name for name in names if "::" in name and ("on_device" in name or "staging" in name) is kernels
+        )
+        with tempfile.NamedTemporaryFile() as output:
+            os.waitpid(started(tree, of_kind, Path(output.name), environment), 0)
+            failed |= {name.partition("[")[0] for name in _NAMED.findall(Path(output.name).read_text(errors="replace"))}
+    return failed
+
+
 def report(faults: list[dict[str, Any]], results: dict[str, dict[str, Any]]) -> int:
     """Prints the faults that no test catches; 1 if one of them was caught before."""
     tried = [fault for fault in faults if fault["id"] in results]
@@ -189,6 +207,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], help="ids of faults, or packages")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="run the `first` tests of each fault only")
+    parser.add_argument("--clean", action="store_true", help="run what caught faults where none is planted")
     parser.add_argument("--check", action="store_true", help="look for the anchors only")
     parser.add_argument("--report", action="store_true", help="run nothing")
     options = parser.parse_args()
@@ -204,7 +223,12 @@ def main() -> int:
     results = {line["id"]: line for line in map(json.loads, lines)}
     if options.report:
         return report(faults, results)
+    if options.clean:
+        failed = failing(results, options.tree)
+        print(f"without a fault, {len(failed)} tests fail that caught some: {' '.join(sorted(failed)) or 'none'}")
+        return int(bool(failed))
     left = [fault for fault in faults if fault["id"] not in results]
+    left.sort(key=lambda fault: fault["id"].rpartition("-")[2])  # some of each package first
     with options.results.open("a") as file:
         for result in try_all(left, options.tree, options.jobs, options.quick):
             if result["caught"] or not options.quick:
