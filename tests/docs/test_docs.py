@@ -90,7 +90,7 @@ PAGES = {
 }
 ELSEWHERE = {
     "docs/verl.md": "adapters/test_verl.py",
-    "docs/wire-format.md": "fuzz_wire.py",
+    "docs/wire-format.md": "tools/fuzz_wire.py",
 }
 """Pages that other files run, which look at more than that they run."""
 

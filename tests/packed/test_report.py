@@ -8,7 +8,6 @@ import pickle
 import struct
 import sys
 import warnings
-import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
@@ -21,8 +20,7 @@ from tensordict import NonTensorData, TensorDict
 
 import maskpack as mp
 from maskpack.packed.file.codec import as_sent
-from maskpack.packed.sizes import figures, report, to_json
-from maskpack.tools.inspector import chart
+from maskpack.packed.sizes import fields, figures, report, to_json
 
 LONG = ((40, 300), (60, 700), (3, 10), (0, 0), (60, 512))
 WIDE = {"prompt": 64, "response": 768}
@@ -400,7 +398,17 @@ def test_padded_bytes_are_those_of_the_batch_where_rows_were_widened():
     assert report(None, joined[:7])["maskpack/field/returns/padded_bytes"] == 7 * 9 * 4
 
 
-# -------------------------------------------------------------------- JSON and the chart
+def test_report_changes_nothing():
+    batch = samples.rollout()
+    packed = pack(batch)
+    before, bits = samples.freeze(batch), packed.to_bytes()
+    report(batch, packed)
+    fields(packed)
+    assert samples.freeze(batch) == before
+    assert packed.to_bytes() == bits
+
+
+# -------------------------------------------------------------------- JSON
 
 
 def test_json_says_what_report_says():
@@ -423,21 +431,6 @@ def test_json_says_what_report_says():
             == (field["padded_bytes"])
         )
     assert found == {"maskpack/tokens": 36, "maskpack/shared_tokens": 0}, "not asked for by inspect"
-
-
-def test_chart_of_nothing_of_strange_names_and_of_sizes_that_no_memory_holds():
-    """A file of a few bytes may say that it stands for as many."""
-    names = ["<b>&\"'", "line\nbreak", "\x00\x1b[31m", "x" * 300, "größe"]
-    found = figures(pack(TensorDict({name: torch.zeros(2) for name in names}, [2])))
-    huge = tuple(dataclasses.replace(field, padded_bytes=1 << 100) for field in found.fields)
-    for own in (found, dataclasses.replace(found, fields=huge)):
-        root = ElementTree.fromstring(chart(own, "<&>\x07\udc80"))
-        assert all(0 <= float(bar.get("width").rstrip("%")) < 1e4 for bar in root.iter(f"{SVG}rect"))
-        titles = [group.find(f"{SVG}title").text for group in root.iter(f"{SVG}g")]
-        assert titles == ["<b>&\"'", "line\\nbreak", "\\x00\\x1b[31m", "x" * 300, "größe"]
-    empty = pack(TensorDict({}, [0]))
-    assert "<g" not in chart(figures(empty), "empty")
-    assert report(None, empty)["maskpack/ratio"] == 0.0
 
 
 def test_rows_that_take_no_bytes_are_paid_for() -> None:

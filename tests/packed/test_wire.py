@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import fuzz
 import fuzz_wire
 import numpy as np
 import pytest
@@ -1249,16 +1250,13 @@ def test_bools_are_0_and_1(kind: str) -> None:
 
 
 def fuzzed(*arguments: str) -> None:
-    code = "import sys; sys.argv = ['fuzz', *sys.argv[1:]]; import fuzz_wire; fuzz_wire.main()"
-    here = str(Path(__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=here, timeout=600, check=False
-    )
+    command = [sys.executable, fuzz.__file__, "wire", "--jobs", "1", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 def test_a_short_run_of_the_fuzzer() -> None:
-    fuzzed("--files", "1500", "--seed", "7")
+    fuzzed("--count", "1500", "--seed", "7")
 
 
 @pytest.mark.parametrize("name", ["repeated_rows", "rollout", "many_runs"])

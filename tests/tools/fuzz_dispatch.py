@@ -1,32 +1,23 @@
 """Random sequences of dispatch, each step compared bit for bit with plain indexing of the padded batch.
 
-    python -m tests.fuzz_dispatch --count 200 --seed 0 [--nodes 3]       sequences: put, call, move rows, fail, retry
-    python -m tests.fuzz_dispatch --threads 8 --seconds 60 [--nodes 3]   threads that share a group and a PackedBatch;
-                                                                         after --count sequences, if this is given
-    python -m tests.fuzz_dispatch --kills 100 --seed 0                   a node dies while calls run, 100 times
-    python -m tests.fuzz_dispatch --minutes 30 --nodes 2                 sequences for 30 minutes; each minute memory is
-                                                                         measured, and a rank dies in a call
-
-A failure prints its seed; the end prints what was done, and resident memory and file descriptors at the begin and the
-end. Not collected by pytest: test_fuzz_dispatch.py runs a little of it.
+python -m tests.tools.fuzz dispatch --count 200 [--nodes 3]                sequences: put, call, move rows, fail, retry
+python -m tests.tools.fuzz dispatch --threads 8 --count 10 [--nodes 3]     threads that share a group and a PackedBatch
+python -m tests.tools.fuzz dispatch --kills --count 100                    a node dies while calls run
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import sys
 import tempfile
 import threading
 import time
-import traceback
-import warnings
 from collections import Counter
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
 import ray
@@ -71,9 +62,6 @@ class Worker:
     @endpoint
     def rows(self, batch):
         return batch["row"].tolist()
-
-    def memory(self):
-        return resident()
 
     @endpoint
     def once(self, batch, row, path, how):
@@ -288,127 +276,88 @@ class Sequence:
             self.keep(seen, want)
 
 
-def run_sequences(scene: Scene, args: argparse.Namespace) -> Counter[str]:
-    """Sequences of steps: `count` of them, or as many as fit into `minutes`, with one more step, `die`, each minute."""
-    done: Counter[str] = Counter()
-    begun = time.monotonic()
-    minutes: list[list[int]] = []
-    for seed in range(args.seed, sys.maxsize if args.minutes else args.seed + args.count):
-        try:
-            sequence = Sequence(scene, seed)
-            for _ in range(2 + sequence.number(10)):
-                sequence.step()
-            if time.monotonic() - begun > 60 * (len(minutes) + 1):
-                sequence.die()
-                sequence.done["die"] += 1
-                gc.collect()
-                minutes.append([resident(), *ray.get([actor.memory.remote() for actor in scene.actors]), stored()])
-                print(f"minute {len(minutes)}: {said(minutes[-1])}; {done['sequences']} sequences", flush=True)
-            assert freeze(sequence.batch) == sequence.before, "the caller's batch was changed"
-            done.update(sequence.done, sequences=1)
-            if args.minutes and len(minutes) >= args.minutes:
-                break
-        except Exception:
-            print(f"seed {seed}:", flush=True)
-            traceback.print_exc()
-            done["failed"] += 1
-            if done["failed"] >= 5:
-                break
-    fifth = len(minutes) // 5
-    if fifth:
-        for name, part in (("second", minutes[fifth : 2 * fifth]), ("last", minutes[-fifth:])):
-            print(f"median of the {name} fifth: {said(np.median(part, 0).astype(int).tolist())}")
-    return done
+def play_sequence(scene: Scene, seed: int) -> Counter[str]:
+    sequence = Sequence(scene, seed)
+    for _ in range(2 + sequence.number(10)):
+        sequence.step()
+    assert freeze(sequence.batch) == sequence.before, "the caller's batch was changed"
+    return sequence.done
 
 
-def run_threads(scene: Scene, args: argparse.Namespace) -> Counter[str]:
+def play_threads(scene: Scene, seed: int, number: int, seconds: float = 6) -> Counter[str]:
     """All threads take rows of one PackedBatch through one group, many at once: an object that was put is released when
     the next one is."""
     group = WorkerGroup(scene.actors[:1], pad_token_id=PAD)
-    first = Sequence(scene, args.seed)
+    first = Sequence(scene, seed)
     batch = torch.cat([first.batch] * (1 + 64 // len(first.batch)))
     batch["row"] = torch.arange(len(batch))
     packed = group.pack(batch)
     view, count = BatchView.of(packed), len(batch)
-    end, done, lock = time.monotonic() + args.seconds, Counter[str](), threading.Lock()
+    end, done, lock = time.monotonic() + seconds, Counter[str](), threading.Lock()
 
     def check(seen: Any, want: TensorDict) -> None:
         assert_same(seen.materialize(get=ray.get) if isinstance(seen, BatchView) else seen, want)
 
-    def work(seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        while time.monotonic() < end and not done["failed"]:
-            rows = rng.choice(count, int(rng.integers(1, count)), replace=False)
-            part, want = view.take(rows), batch[torch.from_numpy(rows)]
-            kind = ("padded", "view", "put", "packed", "fields", "raise")[int(rng.integers(6))]
+    def step(rng: np.random.Generator) -> str:
+        rows = rng.choice(count, int(rng.integers(1, count)), replace=False)
+        part, want = view.take(rows), batch[torch.from_numpy(rows)]
+        kind = ("padded", "view", "put", "packed", "fields", "raise")[int(rng.integers(6))]
+        halves = [np.sort(rng.choice(count, count // 2, replace=False)) for _ in range(30)]
+        calls = [group.submit("rows", view.take(half)) for half in halves]
+        for half, call in zip(halves, calls, strict=True):
+            assert call.result() == [half.tolist()], "rows of another thread"
+        if kind in ("padded", "view"):
+            check(group.call("echo", part, format=kind), want)
+        elif kind == "put":
+            check(group.call("echo", group.put(part)), want)
+        elif kind == "packed":
+            check(group.call("echo", packed), batch)
+        elif kind == "fields":
+            values = group.call("scale", part, 2.0, format="view")
+            check(part.with_fields(values), want.clone(recurse=False).set("values", want["returns"] * 2.0))
+        else:
+            path = tempfile.mktemp(prefix="fuzz-", dir=FOLDERS["dir"])
             try:
-                halves = [np.sort(rng.choice(count, count // 2, replace=False)) for _ in range(30)]
-                calls = [group.submit("rows", view.take(half)) for half in halves]
-                for half, call in zip(halves, calls, strict=True):
-                    assert call.result() == [half.tolist()], "rows of another thread"
-                if kind in ("padded", "view"):
-                    check(group.call("echo", part, format=kind), want)
-                elif kind == "put":
-                    check(group.call("echo", group.put(part)), want)
-                elif kind == "packed":
-                    check(group.call("echo", packed), batch)
-                elif kind == "fields":
-                    values = group.call("scale", part, 2.0, format="view")
-                    check(part.with_fields(values), want.clone(recurse=False).set("values", want["returns"] * 2.0))
-                else:
-                    path = tempfile.mktemp(prefix="fuzz-", dir=FOLDERS["dir"])
-                    try:
-                        seen = group.call("once", part, int(rows[0]), path, "raise")
-                    except mp.errors.WorkerError as error:
-                        seen = error.call.retry().result()
-                    check(seen, want)
-            except Exception:
-                print(f"thread {seed}, {kind}:", flush=True)
-                traceback.print_exc()
-                kind = "failed"
+                seen = group.call("once", part, int(rows[0]), path, "raise")
+            except mp.errors.WorkerError as error:
+                seen = error.call.retry().result()
+            check(seen, want)
+        return kind
+
+    def work(own: int) -> None:
+        rng = np.random.default_rng([seed, own])
+        while time.monotonic() < end:
+            kind = step(rng)
             with lock:
                 done[kind] += 1
-                done["rows"] += 30
 
-    threads = [threading.Thread(target=work, args=(args.seed + k,)) for k in range(args.threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(number) as pool:
+        list(pool.map(work, range(number)))
     return done
 
 
-def run_kills(cluster: Any, args: argparse.Namespace) -> Counter[str]:
+def play_kill(cluster: Any, seed: int) -> Counter[str]:
     """A node dies while calls on rows of the driver run, for results here and for results that stay on the ranks. What
     is on the driver comes back; of a view that was given before, the only copy may be lost, with an error of Ray's."""
-    rng, done = np.random.default_rng(args.seed), Counter[str]()
+    rng, done = np.random.default_rng(seed), Counter[str](kills=1)
     batch = samples.rollout([(int(rng.integers(6)), int(rng.integers(7))) for _ in range(40)], PROMPT, RESPONSE)
     batch = batch.exclude("global_token_num").set("wide", torch.from_numpy(rng.random((40, 4000))))
-    for number in range(args.kills):
-        victim = next(iter(cluster.worker_nodes))
-        there = NodeAffinitySchedulingStrategy(victim.node_id, soft=True)
-        actors = [Remote.options(max_restarts=-1, scheduling_strategy=at).remote() for at in (there, "DEFAULT", there)]
-        group = WorkerGroup(actors, pad_token_id=PAD)
-        group.ready()
-        view = BatchView.of(group.pack(batch))
-        kill = threading.Timer(float(rng.random()) * 0.35, cluster.remove_node, (victim,), {"allow_graceful": False})
-        kill.start()
-        calls = 0
-        while kill.is_alive() or calls < 6:
-            rows = rng.integers(40, size=12)
-            kept = bool(rng.integers(2))
-            try:
-                assert_same(survived(group, view.take(rows), kept, done), batch[torch.from_numpy(rows)])
-            except Exception:
-                print(f"kill {number}:", flush=True)
-                traceback.print_exc()
-                done["failed"] += 1
-            calls += 1
+    victim = next(iter(cluster.worker_nodes))
+    there = NodeAffinitySchedulingStrategy(victim.node_id, soft=True)
+    actors = [Remote.options(max_restarts=-1, scheduling_strategy=at).remote() for at in (there, "DEFAULT", there)]
+    group = WorkerGroup(actors, pad_token_id=PAD)
+    group.ready()
+    view = BatchView.of(group.pack(batch))
+    kill = threading.Timer(float(rng.random()) * 0.35, cluster.remove_node, (victim,), {"allow_graceful": False})
+    kill.start()
+    try:
+        while kill.is_alive() or done["calls"] < 6:
+            rows, kept = rng.integers(40, size=12), bool(rng.integers(2))
+            assert_same(survived(group, view.take(rows), kept, done), batch[torch.from_numpy(rows)])
+            done["calls"] += 1
+    finally:
         kill.join()
-        done.update(calls=calls, kills=1)
         cluster.add_node(num_cpus=2, object_store_memory=STORE)
-        if number % 10 == 9:
-            print(f"{dict(done)}, {used()}", flush=True)
     return done
 
 
@@ -430,74 +379,44 @@ def survived(group: WorkerGroup, view: BatchView, kept: bool, done: Counter[str]
     raise AssertionError("rows of the driver did not come back")
 
 
-def resident() -> int:
-    """MB of this process."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
-    return int(line.split()[1]) // 1024
-
-
-def stored() -> int:
-    """MB in the object stores of all nodes."""
-    seen = (resources["object_store_memory"] for resources in (ray.cluster_resources(), ray.available_resources()))
-    return int(next(seen) - next(seen)) >> 20
-
-
-def said(sizes: list[int]) -> str:
-    driver, *ranks, objects = sizes
-    return f"driver {driver} MB, ranks {ranks} MB, object stores {objects} MB"
-
-
-def used() -> str:
-    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
-    return f"{resident()} MB resident, {files} file descriptors, {threads} threads"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, help="sequences (default 100, or none beside --threads)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first one")
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=0, help="threads that share a group")
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--minutes", type=int, default=0, help="how long sequences run, instead of a count")
-    parser.add_argument("--kills", type=int, default=0, help="nodes that die, instead of sequences")
-    args = parser.parse_args()
-    if args.count is None:
-        args.count = 0 if args.threads else 100
-    warnings.simplefilter("ignore")
-    set_list_to_stack(True).set()
+    parser.add_argument("--threads", type=int, default=0, help="threads that share a group, instead of sequences")
+    parser.add_argument("--kills", action="store_true", help="nodes that die, instead of sequences")
+
+
+_PLAY: list[Callable[[int], Counter[str]]] = []
+
+
+@contextmanager
+def session(given: argparse.Namespace) -> Iterator[None]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     for module in (sys.modules[__name__], samples):  # the ranks cannot import the tests
         cloudpickle.register_pickle_by_value(module)
-    node = {"num_cpus": 2, "object_store_memory": STORE}
-    cluster = None
-    args.nodes = 2 if args.kills else args.nodes
-    if args.nodes > 1:
-        cluster = Cluster(
-            initialize_head=True, head_node_args={"include_dashboard": False, "_system_config": QUICK, **node}
-        )
-        for _ in range(args.nodes - 1):
+    node, cluster = {"num_cpus": 2, "object_store_memory": STORE}, None
+    nodes = 2 if given.kills else given.nodes
+    if nodes > 1:
+        head = {"include_dashboard": False, "_system_config": QUICK, **node}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        for _ in range(nodes - 1):
             cluster.add_node(**node)
         ray.init(address=cluster.address, log_to_driver=False)
     else:
         ray.init(address="local", include_dashboard=False, log_to_driver=False, **node)
-    begun = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, set_list_to_stack(True):
         FOLDERS["dir"] = folder
         scene = Scene()
-        Sequence(scene, args.seed).call()
-        first = used()
-        if args.kills:
-            done = run_kills(cluster, args)
+        if given.kills:
+            _PLAY.append(lambda seed: play_kill(cluster, seed))
+        elif given.threads:
+            _PLAY.append(lambda seed: play_threads(scene, seed, given.threads))
         else:
-            done = run_sequences(scene, args)
-            done.update(run_threads(scene, args) if args.threads else {})
-        print(f"{dict(done)}, {time.monotonic() - begun:.0f} s; begin: {first}; end: {used()}")
+            _PLAY.append(lambda seed: play_sequence(scene, seed))
+        yield
     ray.shutdown()
     if cluster is not None:
         cluster.shutdown()
-    return int(bool(done["failed"]))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def play(seed: int) -> Counter[str]:
+    return _PLAY[-1](seed)

@@ -1,6 +1,6 @@
-"""Faults of the storage backend of TransferQueue: `python tests/fuzz_queue.py --rounds N --seed S`.
+"""Faults of the storage backend of TransferQueue.
 
-In each round a process of the queue dies while others put and get samples: a writer in the middle of its puts, or a
+In each case a process of the queue dies while others put and get samples: a writer in the middle of its puts, or a
 storage unit. A get gives rows as some put wrote them, all fields of a row from the same put, or raises an error of
 TransferQueue or of maskpack; it never takes longer than PATIENCE. After the death of a writer every sample can be put
 again, and then read as it was put last.
@@ -8,14 +8,13 @@ again, and then read as it was put last.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
-import sys
 import time
-import traceback
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +100,7 @@ def attempted(keys: list[int], fields: list[str], seen: Counter[str]) -> None:
         seen[type(error).__name__] += 1
 
 
-# -------------------------------------------------------------------- rounds
+# -------------------------------------------------------------------- cases
 
 
 @ray.remote(num_cpus=0.1)
@@ -185,15 +184,8 @@ def hung(*_: object) -> None:
     raise Wrong(f"no answer in {PATIENCE} s")
 
 
-ROUNDS = {"writer": writer_dies, "unit": unit_dies}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0, help="of the first round")
-    parser.add_argument("--only", choices=sorted(ROUNDS))
-    args = parser.parse_args()
+@contextmanager
+def session(_: Any) -> Iterator[None]:
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     ray.init(
         address="local",
@@ -204,27 +196,20 @@ def main() -> int:
         runtime_env={"env_vars": {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}},
     )
     signal.signal(signal.SIGALRM, hung)
-    seen: Counter[str] = Counter()
-    rounds = 0
     try:
         start()
-        for seed in range(args.seed, args.seed + args.rounds):
-            kind = args.only or ("unit" if seed % 4 == 3 else "writer")
-            try:
-                ROUNDS[kind](random.Random(seed), seen)
-            except Exception:
-                print(f"--seed {seed} --rounds 1 --only {kind}:", flush=True)
-                traceback.print_exc()
-                seen["failed"] += 1
-                tq.close()
-                start()
-            rounds += 1
+        yield
         tq.close()
     finally:
-        print(f"{rounds} rounds: {dict(sorted(seen.items()))}", flush=True)
         ray.shutdown()
-    return int(seen["failed"] > 0)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def play(seed: int) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    try:
+        (unit_dies if seed % 4 == 3 else writer_dies)(random.Random(seed), seen)
+    except Exception:
+        tq.close()
+        start()
+        raise
+    return seen

@@ -1,10 +1,10 @@
-"""A fuzz target for the byte form: `python tests/fuzz_wire.py --files N --seed S --jobs N [--sanitize]`.
+"""The byte form.
 
 Golden files and files of random batches are taken apart with plain loops and put together wrong: bytes, members of the
 manifest, numbers of the table, bytes of the body. Reading must give a batch or raise WireFormatError; a batch that was
 read must decode. Some are looked at closely: the memory of the reader, rows that move, bytes that are written again,
 and the words, which must be those that the reader in docs/wire-format.md finds. What hangs or reads outside its memory
-ends the process that looks at it; `--sanitize` finds more of that.
+ends the process that looks at it: play with `--jobs`.
 
 `--table FILE` sets every number of the table of a file to the values of ODD and to its neighbour's, one by one.
 """
@@ -14,46 +14,36 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import multiprocessing
 import random
 import re
-import resource
-import signal
 import struct
-import sys
-import time
 import tracemalloc
-import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-import sanitized
-
 from maskpack import EDGE, PER_ROW, PackedBatch, compress, decompress
-from maskpack.core import native
 from maskpack.errors import LayoutError, WireFormatError
 
-GOLDEN = Path(__file__).parent / "golden"
-NORM = Path(__file__).parents[1] / "docs" / "wire-format.md"
+GOLDEN = Path(__file__).parents[1] / "golden"
+NORM = Path(__file__).parents[2] / "docs" / "wire-format.md"
 SIZES = {f"{kind}{8 * size}": size for kind in "IU" for size in (1, 2, 4, 8)}
 ODD = (0, 1, -1, 2**31, 2**62)
 EXTREMES = (*ODD, 2, 3, 7, 63, 64, 127, 128, 255, 256, 2**15, 2**31 - 1, -(2**31), 2**32, 2**40, 2**63 - 1, -(2**63))
 VALUES = (*EXTREMES, None, True, "", "x", "mask", "int64", [], {}, [0], [[]], {"float": "inf"}, 0.5, 1e308, 2**64)
-SECONDS = 20
+COUNT = 20000
 LIMIT = 1 << 22
 FREE = 1 << 20
 SMALL = 1 << 15
 """The widths and the bytes up to which the slow reader of the norm reads a message, too."""
-MOST_AT_ONCE = 64
-"""The MiB that --sanitize lets be reserved at once."""
 SOURCES = 300
 CLOSELY = 16
 """One of so many is looked at closely."""
@@ -434,93 +424,37 @@ def outcome_closely(data: bytes, norm: dict[str, Any], limit: int | None = LIMIT
     return "accepted and decoded, as the norm says"
 
 
-Found = tuple[Counter[str], list[str], list[tuple[float, str]]]
-"""Counts of outcomes; the failures; the most CPU seconds of a file and the most MiB by which one raised the peak, with
-their names."""
-
-
-def run(cases: Iterable[tuple[str, bytes, bool]], now: Any) -> Found:
-    """A case that hangs ends the process; its name is in `now`."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    counts: Counter[str] = Counter()
-    failures: list[str] = []
-    reader = norm()
-    most = [(0.0, ""), (0.0, "")]
-    for name, data, closely in cases:
-        now.value = name.encode()
-        signal.alarm(SECONDS)
-        before, peak = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        try:
-            counts[outcome_closely(data, reader) if closely else outcome(data)] += 1
-        except Exception as error:
-            counts["FAILED"] += 1
-            failures.append(f"{name}: {type(error).__name__}: {error!s:.300}")
-        signal.alarm(0)
-        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) / 1024
-        most = [max(pair) for pair in zip(most, [(time.process_time() - before, name), (grown, name)], strict=True)]
-    return counts, failures, most
-
-
-def run_all(jobs: Sequence[Iterable[tuple[str, bytes, bool]]]) -> Found:
-    """The same, each in a process of its own."""
-    context = multiprocessing.get_context("fork")
-    counts, failures, most = Counter[str](), list[str](), [(0.0, ""), (0.0, "")]
-    crew: list[Any] = []
-    for cases in jobs:
-        now = context.Array("c", 200, lock=False)
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=lambda cases, now, end: end.send(run(cases, now)), args=(cases, now, theirs))
-        process.start()
-        theirs.close()
-        crew.append((process, ours, now))
-    for process, ours, now in crew:
-        try:
-            own, failed, worst = ours.recv()
-        except EOFError:
-            process.join()
-            own, failed, worst = {"FAILED": 1}, [f"{now.value.decode()}: exit status {process.exitcode}"], most
-        counts.update(own)
-        failures += failed
-        most = list(map(max, most, worst))
-    return counts, failures, most
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Mutates files, and reads them.")
-    parser.add_argument("--files", type=int, default=20000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--only", type=int, help="the number of one file")
-    parser.add_argument("--sanitize", action="store_true", help="with a core that is compiled with ASan and UBSan")
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--table", nargs="*", type=Path, help="files whose tables are changed number by number")
-    given = parser.parse_args()
-    if given.sanitize:
-        words = [word for word in sys.argv[1:] if word != "--sanitize"]
-        sys.exit(sanitized.run(sys.executable, __file__, *words, options=f":max_allocation_size_mb={MOST_AT_ONCE}"))
-    warnings.simplefilter("ignore")
-    start = time.monotonic()
+
+
+_READER: dict[str, Any] = {}
+
+
+def session(given: argparse.Namespace) -> AbstractContextManager[None]:
     torch.set_num_threads(1)
-    sources = [] if given.table else [*golden_files(), *random_files(given.seed, SOURCES)]
-
-    def cases(numbers: Iterable[int]) -> Iterator[tuple[str, bytes, bool]]:
-        for number in numbers:
-            name = f"{given.seed}:{number}"
-            yield name, mutant(sources, name), number % CLOSELY == 0 or number == given.only
-
-    numbers = range(given.files) if given.only is None else [given.only]
-    jobs: list[Iterable[tuple[str, bytes, bool]]] = [cases(numbers[job :: given.jobs]) for job in range(given.jobs)]
-    if given.table:
-        jobs = [((*case, True) for file in given.table for case in tables(file))]
-    counts, failures, most = run_all(jobs)
-    seconds = time.monotonic() - start
-    print(f"{sum(counts.values())} files in {seconds:.0f} s, core of {native.__file__}")
-    print("at most {:.2f} s of CPU ({}); the peak raised by at most {:.0f} MiB ({})".format(*most[0], *most[1]))
-    for name, count in sorted(counts.items()):
-        print(f"{count:9} {name}")
-    print("\n".join(failures[:20]))
-    sys.exit(1 if failures else 0)
+    _READER.update(norm())
+    if not given.table:
+        sources(given.seed // COUNT)  # before processes fork
+    return nullcontext()
 
 
-if __name__ == "__main__":
-    main()
+@lru_cache(1)
+def sources(seed: int) -> list[bytes]:
+    return [*golden_files(), *random_files(seed, SOURCES)]
+
+
+def cases(given: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Counter[str]]]] | None:
+    """Those of --table."""
+    if not given.table:
+        return None
+    return ((name, partial(closely, data)) for file in given.table for name, data in tables(file))
+
+
+def closely(data: bytes) -> Counter[str]:
+    return Counter([outcome_closely(data, _READER)])
+
+
+def play(seed: int) -> Counter[str]:
+    data = mutant(sources(seed // COUNT), str(seed))
+    return Counter([outcome(data)]) if seed % CLOSELY else closely(data)

@@ -1,10 +1,10 @@
-"""Runs a command with the compiled core under sanitizers: `python tests/sanitized.py COMMAND ...`.
+"""Runs a command with the compiled core under sanitizers: `python tests/tools/sanitized.py COMMAND ...`.
 
 A copy of the package is put into a temporary folder, its core is compiled there with ASan and UBSan, and PYTHONPATH
 leads to it; `python -m` and `python -c` find the package in the working directory before that. A finding ends the
 process. Needs gcc.
 
-    python tests/sanitized.py pytest -n 0 --capture=sys tests/packed tests/nesting tests/core
+    python tests/tools/sanitized.py pytest -n 0 --capture=sys tests/packed tests/nesting tests/core
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "maskpack/core/core.c"
 COMPILE = ["gcc", "-std=c11", "-D_DEFAULT_SOURCE", "-O1", "-g", "-fPIC", "-shared", "-pthread"]
 ADDRESS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]

@@ -1,19 +1,20 @@
 """Random tables through the compiled core alone, against lists of words: encode, decode packed and padded, split, take;
 the same of bodies that are written to after they were checked; and rows in the order of a trie.
 
-    python tests/core/fuzz_core.py LIBRARY FIRST_SEED COUNT
-
-Several threads call the core at a time, which starts threads of its own. Needs NumPy only, so that it runs fast under a
+Three threads call the core at a time, which starts threads of its own. Needs NumPy only, so that it runs fast under a
 sanitizer. test_sanitized.py builds such libraries.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import itertools
-import sys
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +38,8 @@ TARGET = [("field", FIELD), ("padded", "i8"), ("entry", "i8"), ("rows", "i8")]
 CONSTANT, EDGE, BY_ROW = 1, 2, 3
 DICTIONARY = (8, 0, 0, 0, 0, 0, 0, 0)
 """A form: a dictionary of plain rows."""
+CORE = Path(__file__).parents[2] / "maskpack/core/_core.so"
+LIBRARY = list[str]()
 MARGIN = 16
 """Words behind every output, which stay as they are."""
 
@@ -322,9 +325,18 @@ def order(core: Core, seed: int) -> None:
             assert len(list(pairs)) == out[1, first + 1 : last + 1].min()
 
 
-if __name__ == "__main__":
-    library, first, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--library", default=str(CORE), help="the compiled core")
+
+
+def session(given: argparse.Namespace) -> AbstractContextManager[None]:
+    LIBRARY.append(given.library)
+    return nullcontext()
+
+
+def play(seed: int) -> Counter[str]:
+    seeds = range(3 * seed, 3 * seed + 3)
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(lambda number: run(Core(library), number), range(first, first + count)))
-        list(pool.map(lambda number: order(Core(library), number), range(first, first + count)))
-    print("no difference")
+        list(pool.map(lambda own: run(Core(LIBRARY[-1]), own), seeds))
+        list(pool.map(lambda own: order(Core(LIBRARY[-1]), own), seeds))
+    return Counter(tables=3)
