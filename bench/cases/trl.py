@@ -163,7 +163,7 @@ def _measured(of: Size, folder: Path, rounds: int, device: torch.device) -> list
     progress(name)
     model = _saved(of.shape, folder / "model", device)
     stages = {kind: Stage.of(made, of, model, folder / kind, device) for kind, made in _KINDS.items()}
-    report = _described(name, of)
+    report = [Row(name, "rows", of.rows, "rows")]
     report += [
         Row(name, f"computed tokens / padded cells, {kind}", stage.computed(), "x") for kind, stage in stages.items()
     ]
@@ -172,17 +172,6 @@ def _measured(of: Size, folder: Path, rounds: int, device: torch.device) -> list
     runs = {kind: stage.step for kind, stage in stages.items()}
     pairs = [(PADDED, kind, None) for kind in stages if kind != PADDED]
     return [*report, *timed(name, runs, rounds, device, pairs, before=before)[0]]
-
-
-def _described(name: str, of: Size) -> list[Row]:
-    _, completions = rollout(of)
-    lengths = [len(one) for one in completions]
-    return [
-        Row(name, "rows", of.rows, "rows"),
-        Row(name, "prompt", of.prompt, "tokens"),
-        Row(name, "completion, the mean", statistics.mean(lengths), "tokens"),
-        Row(name, "completion, the longest", max(lengths), "tokens"),
-    ]
 
 
 def _compared(name: str, stages: Mapping[str, Stage], device: torch.device) -> list[Row]:

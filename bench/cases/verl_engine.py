@@ -2,7 +2,6 @@
 
     verl                  forward_step of its engine with use_remove_padding, and the backward pass
     verl, padded          the same without
-    verl, fused kernels   the same as the first, with its fused kernels in torch
     replay                response_log_probs over the module that the engine has wrapped, and the backward pass
     replay, shared        the same with share_prefixes=True
 
@@ -28,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -72,38 +70,22 @@ with warnings.catch_warnings():
     from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 EXACT = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-VERL, REPLAY, PADDED, FUSED, SHARED = "verl", "replay", "verl, padded", "verl, fused kernels", "replay, shared"
+VERL, REPLAY, PADDED, SHARED = "verl", "replay", "verl, padded", "replay, shared"
 _TEMPERATURE = 0.7
 _TOLERANCE = 5e-5  # nats, in float32
 
 
-def engine_of(
-    model: Any,
-    engine_class: Any = FSDPEngineWithLMHead,
-    *,
-    attention: str = "sdpa",
-    mixed_precision: Mapping[str, str] | None = EXACT,
-    engine: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> Any:
-    """verl's engine with a checkpoint of the model, by its own `initialize`. `engine` are fields of FSDPEngineConfig,
-    `options` of HFModelConfig. All ranks of the group call it."""
+def engine_of(model: Any, attention: str, mixed_precision: Mapping[str, str] | None) -> Any:
+    """verl's engine with a checkpoint of the model, by its own `initialize`."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
-        shared = [folder]
-        dist.broadcast_object_list(shared)
-        if dist.get_rank() == 0:
-            model.save_pretrained(folder)
-        dist.barrier()
-        own = HFModelConfig(
-            path=shared[0], load_tokenizer=False, override_config={"attn_implementation": attention}, **options
-        )
-        precision = None if mixed_precision is None else dict(mixed_precision)
-        config = FSDPEngineConfig(**{"strategy": "fsdp2", "mixed_precision": precision, **(engine or {})})
-        made = engine_class(own, config, FSDPOptimizerConfig(lr=0.01, total_training_steps=1), CheckpointConfig())
+        model.save_pretrained(folder)
+        own = HFModelConfig(path=folder, load_tokenizer=False, override_config={"attn_implementation": attention})
+        config = FSDPEngineConfig(strategy="fsdp2", mixed_precision=mixed_precision)
+        optimizer = FSDPOptimizerConfig(lr=0.01, total_training_steps=1)
+        made = FSDPEngineWithLMHead(own, config, optimizer, CheckpointConfig())
         made.initialize()
-        dist.barrier()
     return made
 
 
@@ -154,11 +136,9 @@ def run(rounds: int, *, sizes: Sizes | None = None) -> list[Row]:
 
 @dataclass(frozen=True)
 class _Stage:
-    """Two engines, replay of the module of the first, and the micro-batches."""
+    """The engine, replay of its module, and the micro-batches."""
 
     engine: Any
-    fused: Any
-    fused_forward: Any
     replay: Any
     parts: list[TensorDict]
     shape: Shape
@@ -179,10 +159,6 @@ class _Stage:
                 for weight in model.parameters():
                     weight.mul_(3 if weight.dim() > 1 else 1)
         engine = engine_of(model, **given)
-        kind = type(model)
-        own = kind.forward
-        fused = engine_of(model, use_fused_kernels=True, fused_kernel_options={"impl_backend": "torch"}, **given)
-        fused_forward, kind.forward = kind.forward, own  # verl has patched the class of both
         lengths = log_normal_lengths(sizes.rows, sizes.widths, sizes.fill)
         batch = padded_batch(*lengths, sizes.widths, shape.vocabulary)
         prompt = batch["prompts"].shape[1]
@@ -192,9 +168,8 @@ class _Stage:
         data = left_right_2_no_padding(batch)
         tu.assign_non_tensor(data, max_token_len_per_gpu=sizes.token_budget, temperature=_TEMPERATURE)
         parts = prepare_micro_batches(data)[0]
-        for made in (engine, fused):
-            made.module.train()
-        return cls(engine, fused, fused_forward, replayable(engine.module), parts, shape, device)
+        engine.module.train()
+        return cls(engine, replayable(engine.module), parts, shape, device)
 
     def described(self) -> list[Row]:
         case = "verl-engine"
@@ -212,9 +187,8 @@ class _Stage:
         progress(case)
         ways: dict[str, Callable[[TensorDict], tuple[Tensor, ...]]] = {
             REPLAY: lambda part: self._by_replay(part, entropy),
-            VERL: lambda part: self._by_verl(self.engine, part, entropy, use_remove_padding=True),
-            PADDED: lambda part: self._by_verl(self.engine, part, entropy, use_remove_padding=False),
-            FUSED: lambda part: self._by_verl(self.fused, part, entropy, use_remove_padding=True),
+            VERL: lambda part: self._by_verl(part, entropy, use_remove_padding=True),
+            PADDED: lambda part: self._by_verl(part, entropy, use_remove_padding=False),
             SHARED: lambda part: self._by_replay(part, entropy, share_prefixes=True),
         }
         self._check(case, ways)
@@ -223,14 +197,14 @@ class _Stage:
         ms = interleaved(works, rounds, clock)
         before = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
         peaks = {name: (peak_of(work, self.device) - before) / 2**20 for name, work in works.items()}
-        pairs = [(name, REPLAY, None) for name in (VERL, PADDED, FUSED)]
+        pairs = [(name, REPLAY, None) for name in (VERL, PADDED)]
         return [
             *times(case, ms, [*pairs, (REPLAY, SHARED, None)]),
             *(Row(case, f"peak, {name}", peak, "MiB") for name, peak in peaks.items()),
             *ratios(case, peaks, pairs, "peak, "),
         ]
 
-    def _by_verl(self, engine: Any, part: TensorDict, entropy: bool, **options: Any) -> tuple[Tensor, ...]:
+    def _by_verl(self, part: TensorDict, entropy: bool, **options: Any) -> tuple[Tensor, ...]:
         """[B, R] of each."""
         self.replay.release()
         seen: list[Tensor] = []
@@ -240,11 +214,9 @@ class _Stage:
             seen.extend(no_padding_2_padding(model_output[name], data) for name in names)
             return torch.stack([one.sum() for one in seen]).sum(), {}
 
-        part, fused = part.copy(), engine is self.fused
-        tu.assign_non_tensor(part, calculate_entropy=entropy, use_fused_kernels=fused, **options)
-        kind = next(one for one in type(engine.module).__mro__ if one.__module__.startswith("transformers.models."))
-        with mock.patch.object(kind, "forward", self.fused_forward if fused else kind.forward):
-            engine.forward_step(part, loss_function, forward_only=False)
+        part = part.copy()
+        tu.assign_non_tensor(part, calculate_entropy=entropy, use_fused_kernels=False, **options)
+        self.engine.forward_step(part, loss_function, forward_only=False)
         return tuple(seen)
 
     def _by_replay(self, part: TensorDict, entropy: bool, **options: Any) -> tuple[Tensor, ...]:
@@ -269,6 +241,5 @@ class _Stage:
     def _forward_backward(self, way: Callable[[TensorDict], tuple[Tensor, ...]]) -> None:
         for part in self.parts:
             torch.stack([one.sum() for one in way(part)]).sum().backward()
-        for made in (self.engine, self.fused):
-            made.module.zero_grad(set_to_none=True)
+        self.engine.module.zero_grad(set_to_none=True)
         synchronize(self.device)

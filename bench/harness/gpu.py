@@ -3,7 +3,6 @@
     device   events around replays of a captured graph      only works that never synchronise can be captured
     wall     the host's clock, the device idle before and after
     host     the host's clock around the call alone, the device idle before
-    loop     the host's clock around 20 calls without a pause, of one call
 
 The L2 cache is emptied before each by reading: after a write it would hold lines that go to memory while the work runs.
 Works take turns as in `measure.interleaved`; medians. Without a GPU the same code runs on the host's clock.
@@ -25,25 +24,17 @@ Work = Callable[[], object]
 
 _SYNC = "called a synchronizing CUDA operation"  # the warning of torch's sync debug mode
 _HEAD_START = 500_000  # cycles: the device waits a quarter of a millisecond, meanwhile the host queues what is timed
-_IN_A_ROW = 20
 _COLLECT_EVERY = 10  # rounds; a collection takes longer than many works
 
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds of one work, and its host synchronisations; `device` is None where there are any, `loop` if it was
-    not measured."""
+    """Microseconds of one work, and its host synchronisations; `device` is None where there are any."""
 
     device: float | None
     wall: float
     host: float
     syncs: int
-    loop: float | None = None
-
-    @property
-    def best(self) -> float:
-        """The time without the launch, where it can be had."""
-        return self.wall if self.device is None else self.device
 
     def over(self, other: Times) -> float:
         """This time as a multiple of the other's, both on the device, or both by the wall."""
@@ -65,13 +56,12 @@ class Clock:
 
     # ---------------------------------------------------------------- all at once
 
-    def measure(self, works: Mapping[str, Work], *, loop: bool = False) -> dict[str, Times]:
+    def measure(self, works: Mapping[str, Work]) -> dict[str, Times]:
         """Everything about every work. The device time is that of works without a synchronisation."""
         syncs = {name: self.syncs(work) for name, work in works.items()}
         device = self.device_us({name: work for name, work in works.items() if not syncs[name]})
         wall, host = self.wall_us(works), self.host_us(works)
-        loops = self.loop_us(works) if loop else {}
-        return {name: Times(device.get(name), wall[name], host[name], syncs[name], loops.get(name)) for name in works}
+        return {name: Times(device.get(name), wall[name], host[name], syncs[name]) for name in works}
 
     # ---------------------------------------------------------------- one by one
 
@@ -86,10 +76,6 @@ class Clock:
     def host_us(self, works: Mapping[str, Work]) -> dict[str, float]:
         """Time until the call is back."""
         return self._interleaved(works, self._until_back)
-
-    def loop_us(self, works: Mapping[str, Work]) -> dict[str, float]:
-        """Time of one of many calls in a row until all are done."""
-        return self._interleaved(works, self._until_all_done)
 
     def syncs(self, work: Work) -> int:
         """How often the host waits for the device. The work runs once before, which may compile."""
@@ -136,14 +122,6 @@ class Clock:
         taken = time.perf_counter() - begin
         del result  # not timed
         return 1e6 * taken
-
-    def _until_all_done(self, work: Work) -> float:
-        self.synchronize()
-        begin = time.perf_counter()
-        for _ in range(_IN_A_ROW):
-            work()
-        self.synchronize()
-        return 1e6 * (time.perf_counter() - begin) / _IN_A_ROW
 
     def _until_back(self, work: Work) -> float:
         self._empty_cache()

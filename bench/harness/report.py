@@ -52,9 +52,6 @@ class Row:
         direction, bound = self.target.split()
         return {">=": self.value >= float(bound), "<=": self.value <= float(bound)}[direction]
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "met": self.met}
-
 
 def ratios(case: str, values: Mapping[str, float], pairs: Iterable[Ratio], what: str = "") -> list[Row]:
     """Ratios of values, named `what` and the two names."""
@@ -89,19 +86,11 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines[1:])
 
 
-def record(rows: Sequence[Row]) -> dict[str, Any]:
-    """Everything that a results file holds."""
-    return {
-        "machine": machine(),
-        "versions": versions(),
-        "commit": commit(),
-        "rows": [row.to_dict() for row in rows],
-    }
-
-
 def write_json(rows: Sequence[Row], path: Path) -> None:
-    """Writes `record(rows)`."""
-    path.write_text(json.dumps(record(rows), indent=1) + "\n")
+    """Everything that a results file holds."""
+    figures = [{**asdict(row), "met": row.met} for row in rows]
+    record = {"machine": machine(), "versions": versions(), "commit": commit(), "rows": figures}
+    path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def machine() -> dict[str, Any]:

@@ -142,12 +142,11 @@ def consecutive(rows: Sequence[int], parts: int) -> Bins:
     return [list(rows[len(rows) * at // parts : len(rows) * (at + 1) // parts]) for at in range(parts)]
 
 
-def usual_rank_plans(lengths: Sequence[int], ranks: int, updates: int, budget: int, *, shared_out: bool) -> list[Bins]:
+def usual_rank_plans(lengths: Sequence[int], ranks: int, updates: int, budget: int) -> list[Bins]:
     """The micro-batches of each rank, those of all updates one after the other, as many on every rank.
 
     Consecutive rows go to each rank, and of those to each update; first-fit decreasing says how many micro-batches
-    that takes, and the rank with most has the others do the same. Either they add ones without rows, or, with
-    `shared_out`, Karmarkar-Karp shares their rows out among as many.
+    that takes, and the rank with most has the others do the same: they add ones without rows.
     """
     plans: list[Bins] = [[] for _ in range(ranks)]
     of_ranks = [consecutive(own, updates) for own in consecutive(range(len(lengths)), ranks)]
@@ -156,8 +155,6 @@ def usual_rank_plans(lengths: Sequence[int], ranks: int, updates: int, budget: i
         sizes = [[lengths[row] for row in part] for part in parts]
         bins = [first_fit_decreasing(own, budget) for own in sizes]
         count = max(map(len, bins))
-        if shared_out:
-            bins = [karmarkar_karp(own, count) for own in sizes]
         for plan, part, own in zip(plans, parts, bins, strict=True):
             plan += [[part[at] for at in items] for items in own] + [[] for _ in range(count - len(own))]
     return plans

@@ -1,6 +1,6 @@
 """TransferQueue with its own SimpleStorage and with the storage backend of maskpack: bytes, times, and a whole step.
 
-    rows    the samples, as verl's V1 agent loop puts them: text, and with routed experts
+    rows    the samples, as verl's V1 agent loop puts them
     queue   both backends in one Ray cluster, asked by the same calls of `tq.kv_batch_put` and others
     bytes   what is stored and moved
     calls   the time of calls of one client
@@ -19,15 +19,13 @@ from tensordict import TensorDict
 
 from bench.cases.dataplane import bytes, calls
 from bench.cases.dataplane.queue import CPUS, MASKPACK, SIMPLE, OwnedQueue, use_threads_of_machine
-from bench.cases.dataplane.rows import GROUP, trajectories
+from bench.cases.dataplane.rows import trajectories
 from bench.cases.dataplane.step import RANKS, Step
 from bench.harness.local_ray import local_ray, medians
 from bench.harness.measure import progress
 from bench.harness.registry import case
 from bench.harness.report import Row
 from bench.workloads import PROMPT_WIDTH, RESPONSE_WIDTH
-
-_FEWER_ROWS, _FEWER_ROUNDS = 8, 3  # with experts
 
 
 @case(
@@ -45,12 +43,9 @@ def run(rows: int, rounds: int, *, prompt_width: int = PROMPT_WIDTH, response_wi
         queues = {name: OwnedQueue(name) for name in (SIMPLE, MASKPACK)}
         try:
             samples = trajectories(rows, **widths)
-            report = bytes.measured("text", queues, samples)
-            report += calls.measured("text", queues, samples, rounds)
+            report = bytes.measured(queues, samples)
+            report += calls.measured(queues, samples, rounds)
             report += _step(queues, rows, rounds, widths)
-            samples = trajectories(max(GROUP, rows // _FEWER_ROWS), experts=True, **widths)
-            report += bytes.measured("experts", queues, samples)
-            report += calls.measured("experts", queues, samples, max(1, rounds // _FEWER_ROUNDS))
         finally:
             for queue in queues.values():
                 queue.stop()

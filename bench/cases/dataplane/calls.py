@@ -17,24 +17,22 @@ from bench.harness.report import Row, ratios
 
 _SINGLES = 8  # different samples in each round, where calls of one are timed: lengths that were met may be remembered
 _TARGETS = ({"put": ">= 0.77", "get": ">= 0.77"}, {"put": ">= 1", "get": ">= 1"}, {"put": ">= 2", "get": ">= 2"})
-"""Of text: of one, some and all samples."""
+"""Of one, some and all samples."""
 _OF_SINGLES = "get of shuffled samples that were put one by one"
 
 
-def measured(kind: str, queues: Mapping[str, OwnedQueue], rows: Sequence[Trajectory], rounds: int) -> list[Row]:
-    """Rows for text: one sample, an eighth, and all; for other kinds, one and all. Raises NotExact if
-    a get does not give what was put."""
+def measured(queues: Mapping[str, OwnedQueue], rows: Sequence[Trajectory], rounds: int) -> list[Row]:
+    """Raises NotExact if a get does not give what was put."""
     report: list[Row] = []
-    some = [max(2, len(rows) // 8)] if kind == "text" else []
-    for rank, size in enumerate((1, *some, len(rows))):
-        progress(f"dataplane {kind}: calls of {size}")
-        case = f"dataplane {kind}, {size} {'sample' if size == 1 else 'samples'} a call"
+    for size, targets in zip((1, max(2, len(rows) // 8), len(rows)), _TARGETS, strict=True):
+        progress(f"dataplane: calls of {size}")
+        case = f"dataplane text, {size} {'sample' if size == 1 else 'samples'} a call"
         starts = range(min(_SINGLES, len(rows)) if size == 1 else 1)
         calls = {name: [_Calls(queue, rows[start:], size) for start in starts] for name, queue in queues.items()}
         for one in (one for several in calls.values() for one in several):
             one.check(case)
         ms = medians({name: lambda several=several: _seconds(several) for name, several in calls.items()}, rounds)
-        report += phases(case, ms, _TARGETS[rank] if kind == "text" else {})
+        report += phases(case, ms, targets)
     return report
 
 

@@ -116,23 +116,22 @@ def use_threads_of_machine() -> None:
 
 
 @contextmanager
-def counted() -> Iterator[dict[str, int]]:
-    """Counts the bytes of all ZMQ frames that this process sends and receives meanwhile, by the address of the peer."""
-    count: dict[str, int] = {}
+def counted() -> Iterator[list[int]]:
+    """The bytes of the ZMQ messages that this process sends and receives meanwhile."""
+    count: list[int] = []
     kind = zmq.asyncio.Socket
     send, receive = kind.send_multipart, kind.recv_multipart
 
-    def add(socket: Any, frames: Any) -> None:
-        peer = socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")
-        count[peer] = count.get(peer, 0) + sum(frame_nbytes(frame) or 0 for frame in frames)
+    def add(frames: Any) -> None:
+        count.append(sum(frame_nbytes(frame) or 0 for frame in frames))
 
     def send_multipart(self: Any, msg_parts: Any, *given: Any, **more: Any) -> Any:
-        add(self, msg_parts)
+        add(msg_parts)
         return send(self, msg_parts, *given, **more)
 
     def recv_multipart(self: Any, *given: Any, **more: Any) -> Any:
         future = receive(self, *given, **more)
-        future.add_done_callback(lambda done: done.cancelled() or done.exception() or add(self, done.result()))
+        future.add_done_callback(lambda done: done.cancelled() or done.exception() or add(done.result()))
         return future
 
     kind.send_multipart, kind.recv_multipart = send_multipart, recv_multipart

@@ -5,9 +5,6 @@ a prompt.
     int64      prompts, responses, response_mask, loss_mask (the same tensor), input_ids, position_ids
     float32    rollout_log_probs, rm_scores (the reward at the last token)
     others     uid, data_source, index, raw_prompt, reward_model, extra_info, metrics, ...
-
-With `experts`, routed_experts is int16 [T, 48, 8]: for each token and layer 8 different ones of 128 experts; the last
-token has none, because the engine did not compute it.
 """
 
 from __future__ import annotations
@@ -26,7 +23,6 @@ from bench.harness.measure import NotExact, require_same_tensor
 from bench.workloads import PROMPT_WIDTH, RESPONSE_WIDTH, make_batch
 
 GROUP = 8
-_LAYERS, _TOP_K, _EXPERTS = 48, 8, 128
 _WORDS = ("the", "sum", "of", "two", "numbers", "is", "given", "find", "value", "such", "that", "each", "integer")
 
 
@@ -52,7 +48,6 @@ class Trajectory:
 def trajectories(
     rows: int,
     *,
-    experts: bool = False,
     prompt_width: int = PROMPT_WIDTH,
     response_width: int = RESPONSE_WIDTH,
     seed: int = 0,
@@ -74,7 +69,7 @@ def trajectories(
             name: batch[name][row][on_response[row]]
             for name in ("responses", "response_mask", "rollout_log_probs", "token_level_scores", *_LATER)
         }
-        result.append(_trajectory(rng, row, prompts, response, shared, experts))
+        result.append(_trajectory(rng, row, prompts, response, shared))
     return result
 
 
@@ -87,7 +82,6 @@ def _trajectory(
     prompts: Tensor,
     response: dict[str, Tensor],
     shared: dict[str, Any],
-    experts: bool,
 ) -> Trajectory:
     session = row % GROUP
     input_ids = torch.cat([prompts, response["responses"]])
@@ -100,8 +94,6 @@ def _trajectory(
         "response_mask": response["response_mask"],
         "rollout_log_probs": response["rollout_log_probs"],
     }
-    if experts:
-        fields["routed_experts"] = _routed_experts(rng, len(input_ids))
     fields |= {
         "rm_scores": response["token_level_scores"],
         "extra_fields": {"min_global_steps": 1, "max_global_steps": 1, "reward_extra_info": {}},
@@ -147,15 +139,6 @@ def _of_the_data_set(rng: np.random.Generator, index: int, tokens: int) -> dict[
         "uid": str(uuid.UUID(bytes=rng.bytes(16), version=4)),
         "global_steps": 1,
     }
-
-
-def _routed_experts(rng: np.random.Generator, tokens: int) -> Tensor:
-    """int16 [tokens, 48, 8]: different experts, the larger score first; zero for the last token."""
-    out = torch.zeros((tokens, _LAYERS, _TOP_K), dtype=torch.int16)
-    for layer in range(_LAYERS):
-        scores = torch.from_numpy(rng.random((tokens - 1, _EXPERTS), dtype=np.float32))
-        out[:-1, layer] = scores.topk(_TOP_K, dim=1).indices.short()
-    return out
 
 
 # -------------------------------------------------------------------- batches

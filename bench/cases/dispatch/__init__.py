@@ -94,7 +94,7 @@ def run(
     crossings = link.measure(workload, rows, rounds, speeds, scale=scale)
     report += link.report(crossings)
     line = model.Model(local, sizes)
-    report += model.report(line, crossings)
+    report += model.report(line)
     if plot is not None:
         plot.write_text(model.chart(line, crossings, rows, workload))
     if workload == "reference":

@@ -7,9 +7,8 @@
 
 B is four times `rows`. Masks: those of the reference workload (one run a row), its multi-turn variant with the tool
 output left out (several runs), scattered positions of the same density, all real. Every result is compared bit for bit
-before it is timed. A figure of maskpack is shown on the device, by the wall, until the call is back, and for work that
-starts at a mask or has gradients in a loop (`gpu`); a rival is shown on the device, or by the wall if it synchronises,
-and in a loop; every ratio is of two times of one kind.
+before it is timed. A figure of maskpack is shown on the device, by the wall and until the call is back (`gpu`);
+a rival on the device, or by the wall if it synchronises; every ratio is of two times of one kind.
 """
 
 from __future__ import annotations
@@ -103,10 +102,9 @@ def figures(
     ours = [name for name in times if name.startswith(OURS)]
     rows: list[Row] = []
     for name, taken in times.items():
-        ways = {"device": taken.device, "wall": taken.wall, "host": taken.host, "loop": taken.loop}
+        ways = {"device": taken.device, "wall": taken.wall, "host": taken.host}
         for way, us in ways.items():
             shown = name in ours or way == ("wall" if taken.device is None else "device")
-            shown = shown or (taken.loop is not None and way in ("wall", "loop"))
             if shown and us is not None:
                 rows.append(Row(case, f"{name}, {way}", us, "us"))
         if name in ours or taken.syncs:
@@ -150,14 +148,13 @@ def _layout_of(stage: Stage, name: str) -> list[Row]:
     }
     targets = {
         f"{OURS}, wall": "<= 150" if name in (ONE, ALL) else "<= 250",
-        f"{OURS}, loop": "<= 100" if name in (ONE, ALL) else "<= 230",
         f"{OURS}, host synchronisations": "<= 1",
         f"{PROMISED}, device": "<= 15",
         f"{PROMISED}, wall": "<= 60",
         f"{PROMISED}, host synchronisations": "<= 0",
     }
     size = Row(case, "real positions", total, "tokens")
-    return [size, *figures(case, stage.clock.measure(works, loop=True), targets)]
+    return [size, *figures(case, stage.clock.measure(works), targets)]
 
 
 def _laid_out(mask: Tensor, total: int | None = None) -> RowLayout:
@@ -186,7 +183,7 @@ def _require_layout(what: str, layout: RowLayout, mask: Tensor) -> None:
 
 
 def _pack(stage: Stage) -> list[Row]:
-    by = _pack_by, _pack_from, _pack_one
+    by = _pack_by, _pack_from
     return [row for name in (ONE, SEVERAL, SCATTERED) for rows_of in by for row in rows_of(stage, name)]
 
 
@@ -205,22 +202,8 @@ def _pack_from(stage: Stage, name: str) -> list[Row]:
         for own, work in works.items():
             require_all(f"{case}, {own}", work(), expected)
         targets = {f"{OURS}, wall": wall if name == ONE else "", f"{OURS}, host synchronisations": "<= 1"}
-        rows += figures(case, stage.clock.measure(works, loop=True), {key: to for key, to in targets.items() if to})
+        rows += figures(case, stage.clock.measure(works), {key: to for key, to in targets.items() if to})
     return rows
-
-
-def _pack_one(stage: Stage, name: str) -> list[Row]:
-    case, mask, x = f"ops pack of one field, {name}", stage.masks[name], stage.fields[-1]
-    progress(case)
-    layout, index = RowLayout.from_mask(mask), mask.flatten().nonzero().view(-1)
-    works: dict[str, Work] = {
-        OURS: lambda: ops.pack(x, layout),
-        "index_select, index given": lambda: rivals.pack_by_index([x], index)[0],
-    }
-    for own, work in works.items():
-        require_same_tensor(f"{case}, {own}", work(), torch.masked_select(x, mask))
-    targets = {f"{OURS}, device": "<= 20" if name == SCATTERED else "<= 12"}
-    return figures(case, stage.clock.measure(works), targets)
 
 
 def _pack_by(stage: Stage, name: str) -> list[Row]:
@@ -320,7 +303,7 @@ def _wide_at(stage: Stage, density: float) -> list[Row]:
         require_all(f"{case}, gradients, {own}", work(), spread)
     del spread
     pack, unpack = stage.clock.measure(packs), stage.clock.measure(unpacks)
-    gradients = stage.clock.measure(both, loop=True)
+    gradients = stage.clock.measure(both)
     return [
         *figures(f"{case}, pack forward and backward", gradients, targets | {f"{OURS}, wall": "<= 400"}),
         Row(f"{case}, pack", "packed bytes", values.nbytes, "bytes"),

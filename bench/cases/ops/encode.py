@@ -1,8 +1,8 @@
 """Time until a batch that lies on a GPU is packed on the host: encoded there, against copying it to pinned memory.
 
-By the wall, the device idle before and after. Rivals copy the padded batch, or its jagged values alone; a third one
-packs and narrows on the device, and does not look at what is under the masks. The floors are one copy of the packed
-bytes, and one read of the padded ones. Every packed batch is decoded and compared before it is timed.
+By the wall, the device idle before and after. Rivals copy the padded batch, or its jagged values alone. The floors are
+one copy of the packed bytes, and one read of the padded ones. Every packed batch is decoded and compared before it is
+timed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from bench.harness.measure import progress, require_same
 from bench.harness.report import Row, ratios
 from bench.rivals import nesting
 from bench.workloads import PAD_ID
-from maskpack import RowLayout, compress, decompress, nest_batch_by_mask, ops
+from maskpack import compress, decompress, nest_batch_by_mask
 
 _VERIFIED, _TRUSTED, _NESTED, _TOLD = "verified", "trusted", "nested", "trusted and nested"
-_PADDED, _JAGGED, _PACKED = "copy of the padded batch", "copy of the jagged values", "pack, narrow and copy, unverified"
+_PADDED, _JAGGED = "copy of the padded batch", "copy of the jagged values"
 _FLOOR, _READ = "one copy of the packed bytes", "one read of the padded bytes"
 _BEFORE = 3  # batches until the forms and the plan are known
 
@@ -46,11 +46,9 @@ def rows(clock: Clock, batch: TensorDict) -> list[Row]:
     values = [field[masks[nesting.axis_of(name)]] for name, field in there.items()]
     line = torch.empty(nbytes, dtype=torch.uint8, device=clock.device)
     on_host = [_pinned(clock, tensors) for tensors in (fields, values, [line])]
-    layouts = {name: RowLayout.from_mask(mask) for name, mask in masks.items()}
     others: dict[str, Work] = {
         _PADDED: lambda: _copied(fields, on_host[0]),
         _JAGGED: lambda: _copied(values, on_host[1]),
-        _PACKED: lambda: _packed(there, layouts),
         _FLOOR: lambda: _copied([line], on_host[2]),
         _READ: lambda: [field.view(torch.int32).amax() for field in fields],
     }
@@ -76,17 +74,3 @@ def _pinned(clock: Clock, tensors: list[Tensor]) -> list[Tensor]:
 
 def _copied(tensors: list[Tensor], to: list[Tensor]) -> list[Tensor]:
     return [own.copy_(x, non_blocking=True) for x, own in zip(tensors, to, strict=True)]
-
-
-def _packed(batch: TensorDict, layouts: dict[str, RowLayout]) -> list[Tensor]:
-    """Ids and masks in int32, floats as they are."""
-    by_axis: dict[str, list[str]] = {}
-    for name in batch.keys():  # noqa: SIM118  # of a TensorDict
-        by_axis.setdefault(nesting.axis_of(name), []).append(name)
-    out: dict[str, Tensor] = {}
-    for axis, names in by_axis.items():
-        out |= zip(names, ops.pack([batch[name] for name in names], layouts[axis]), strict=True)
-    narrow = [out[name].to(torch.int32) if out[name].dtype == torch.int64 else out[name] for name in batch.keys()]  # noqa: SIM118
-    line = torch.cat([x.view(torch.uint8) for x in narrow])
-    whole = torch.empty(line.shape, dtype=torch.uint8, pin_memory=line.is_cuda)
-    return [whole.copy_(line, non_blocking=True)]

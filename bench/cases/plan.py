@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from bench import workloads
-from bench.cases.plan.chart import chart
 from bench.harness.measure import NotExact, interleaved, progress
 from bench.harness.registry import case
 from bench.harness.report import Row, times, without_targets
@@ -31,10 +29,7 @@ Array = npt.NDArray[np.int64]
 Amounts = npt.NDArray[np.float64]
 
 BUDGET, RANK_BUDGET, UPDATES = 16_384, 32_768, 4
-_SEEDS = 20
 _ROWS_OF_RANK, _RANKS_AT_MOST = 25, 64
-_ROWS_BEFORE = 4
-"""Of a micro-batch by count, in the chart."""
 _WORK_OF = FlopsModel.of_transformer(7e9, layers=32, hidden=4096)
 
 _OURS, _PADDED = "plan_micro_batches", 'plan_micro_batches, cost="padded"'
@@ -44,7 +39,7 @@ _KK = "Karmarkar-Karp, as many parts"
 _SORT, _ARGSORT = "np.sort and tolist", "np.argsort and tolist"
 _EQUAL, _LPT = "balance_rows", "largest processing time, heap"
 _RANKS, _RANKS_WORK = "plan_ranks", "plan_ranks, work=FlopsModel"
-_DUMMIES, _SHARED = "consecutive rows, FFD, dummies", "consecutive rows, FFD counts, Karmarkar-Karp"
+_DUMMIES = "consecutive rows, FFD, dummies"
 
 
 @case(
@@ -52,37 +47,19 @@ _DUMMIES, _SHARED = "consecutive rows, FFD, dummies", "consecutive rows, FFD cou
     help="micro-batches and ranks of 8,192 and 65,536 lengths, and those of a workload",
     on="cpu",
     workloads=True,
-    plots="tokens of each micro-batch",
-    tiny={"rows": 40, "sizes": (40, 90), "scale": 0.016},
+    rows=None,
+    tiny={"sizes": (40, 90)},
 )
-def run(
-    rows: int,
-    rounds: int,
-    *,
-    sizes: tuple[int, int] = (8_192, 65_536),
-    plot: Path | None = None,
-    workload: str = "reference",
-    scale: float = 1.0,
-) -> list[Row]:
+def run(rounds: int, *, sizes: tuple[int, int] = (8_192, 65_536), workload: str = "reference") -> list[Row]:
     """Raises NotExact if a plan loses a row or breaks the budget, or if the two ways of first-fit decreasing give
-    different bins.
-
-    `rows` are those of a batch of the workload, which the chart shows; the reference lengths are balanced over a node's
-    ranks. `scale` is that of `workloads.lengths`.
-    """
-    of = workloads.lengths(workload, rows, scale=scale)
-    in_batch, width = of.prompt + of.response, of.prompt_width + of.response_width
+    different bins."""
     if workload == "reference":
-        report = _synthetic(in_batch, rounds, sizes)
-    else:
-        of = workloads.lengths(workload, workloads.MOST_ROWS[workload], scale=scale)
-        report = _real(workload, of.prompt + of.response, rounds)
-    if plot is not None:
-        plot.write_text(_drawn(workload, in_batch, width))
-    return report
+        return _synthetic(rounds, sizes)
+    of = workloads.lengths(workload, workloads.MOST_ROWS[workload])
+    return _real(workload, of.prompt + of.response, rounds)
 
 
-def _synthetic(reference: Array, rounds: int, sizes: tuple[int, int]) -> list[Row]:
+def _synthetic(rounds: int, sizes: tuple[int, int]) -> list[Row]:
     report: list[Row] = []
     ranks = _ranks_of(sizes[0])
     small, large = ({kind: drawn(count) for kind, drawn in LENGTHS.items()} for count in sizes)
@@ -92,8 +69,6 @@ def _synthetic(reference: Array, rounds: int, sizes: tuple[int, int]) -> list[Ro
         report += _micro_batches(kind, lengths, BUDGET, rounds, "<= 250", slow=False)
     for kind, lengths in small.items():
         report += _balance(kind, lengths, ranks, rounds)
-    report += _order("reference", reference, 8)
-    report += _order("log-normal", small["log-normal"], ranks)
     return [*report, *_all_ranks("log-normal", small["log-normal"], ranks, RANK_BUDGET, rounds)]
 
 
@@ -104,7 +79,6 @@ def _real(workload: str, lengths: Array, rounds: int) -> list[Row]:
     report = [
         *_micro_batches(workload, lengths, max(BUDGET, longest), rounds, None, slow=True),
         *_balance(workload, lengths, ranks, rounds),
-        *_order(workload, lengths, ranks),
         *_all_ranks(workload, lengths, ranks, max(RANK_BUDGET, longest), rounds),
     ]
     return without_targets(report)
@@ -243,26 +217,6 @@ def _balance(kind: str, lengths: Array, ranks: int, rounds: int) -> list[Row]:
     return report + times(case, ms, targets={_EQUAL: "<= 10"})
 
 
-def _order(kind: str, lengths: Array, ranks: int) -> list[Row]:
-    """Mean lengths of optimizer updates, which are consecutive parts of each rank's rows."""
-    case = (
-        f"plan, {lengths.size:,} {kind} lengths over {ranks} ranks, {UPDATES} updates, largest mean length / smallest"
-    )
-    parts = [balance_rows(lengths, ranks, seed=seed) for seed in range(_SEEDS)]
-    worst = max(spread(lengths, found) for found in parts)
-    return [
-        Row(case, f"{_EQUAL}, worst of {_SEEDS} seeds", worst, "x", "<= 1.10"),
-    ]
-
-
-def spread(lengths: Array, parts: rivals.Bins) -> float:
-    """Over the updates, each with its rows on all ranks: the largest mean length over the smallest."""
-    of_ranks = [rivals.consecutive(rows, UPDATES) for rows in parts]
-    updates = [[row for rank in of_ranks for row in rank[update]] for update in range(UPDATES)]
-    means = [lengths[rows].mean() for rows in updates if rows]
-    return float(max(means) / min(means))
-
-
 # -------------------------------------------------------------------- plans of all ranks
 
 
@@ -271,18 +225,15 @@ def _all_ranks(kind: str, lengths: Array, ranks: int, budget: int, rounds: int) 
     progress(case)
     listed = lengths.tolist()
 
-    def usual(shared_out: bool) -> list[rivals.Bins]:
-        return rivals.usual_rank_plans(listed, ranks, UPDATES, budget, shared_out=shared_out)
-
     ours = {
         _RANKS: lambda: plan_ranks(lengths, ranks, budget, num_updates=UPDATES),
         _RANKS_WORK: lambda: plan_ranks(lengths, ranks, budget, num_updates=UPDATES, work=_WORK_OF),
     }
-    theirs = {_DUMMIES: lambda: usual(shared_out=False), _SHARED: lambda: usual(shared_out=True)}
+    theirs = {_DUMMIES: lambda: rivals.usual_rank_plans(listed, ranks, UPDATES, budget)}
     plans = {name: _rows_of(work()) for name, work in ours.items()} | {name: work() for name, work in theirs.items()}
     for name, found in plans.items():
         require_rows_once(f"{case}: {name}", [rows for rank in found for rows in rank], lengths.size)
-        for rank in found if name != _SHARED else ():
+        for rank in found:
             require_within(f"{case}: {name}", rank, lengths, budget)
     timed: dict[str, Callable[[], object]] = {name: lambda made=made: made().plans for name, made in ours.items()}
     ms = interleaved({**timed, **theirs, _ARGSORT: lambda: np.argsort(lengths).tolist()}, rounds, time.process_time)
@@ -341,11 +292,3 @@ def require_within(name: str, bins: rivals.Bins, lengths: Array, budget: int, *,
 
 def _sums(of_rows: npt.NDArray[Any], bins: rivals.Bins) -> Amounts:
     return np.array([of_rows[items].sum() for items in bins], np.float64)
-
-
-def _drawn(workload: str, lengths: Array, width: int) -> str:
-    """The chart, with a token budget of one row of full width."""
-    plan = plan_micro_batches(lengths, width)
-    in_order = lengths.tolist()
-    before = [in_order[at : at + _ROWS_BEFORE] for at in range(0, len(in_order), _ROWS_BEFORE)]
-    return chart(workload, before, [lengths[rows].tolist() for rows in plan.micro_batches], width, width)
