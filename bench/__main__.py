@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -55,11 +56,12 @@ def _one(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
         commit()  # without one, fail before the measurement
     if case.keeps_memory:
         keep_memory()
-    more = {name: getattr(given, name) for name in ("workload", "only", "plot") if getattr(given, name) is not None}
+    more: dict[str, Any] = {"rounds": 9}
     if case.rows is not None:
         more["rows"] = WORKLOADS[given.workload or "reference"] if case.workloads else case.rows
-    more |= {"rounds": 1, **case.tiny} if given.tiny else {"rounds": 9}
-    more |= {name: getattr(given, name) for name in ("rows", "rounds") if getattr(given, name) is not None}
+    if given.tiny:
+        more |= {"rounds": 1, **case.tiny}
+    more |= {name: getattr(given, name) for name in ("rounds", *takes) if getattr(given, name) is not None}
     gc.collect()
     gc.freeze()  # the collections between rounds are of what the case makes
     try:

@@ -108,7 +108,7 @@ class Stage:
     help="log-probs of a workload by a tiny model on the CPU",
     on="cpu",
     workloads=True,
-    tiny={"rows": 5, "workload": "tau", "scale": 0.01, "shape": TINY},
+    tiny={"rows": 5, "scale": 0.01, "shape": TINY},
 )
 def run(
     rows: int, rounds: int, *, workload: str = "reference", scale: float | None = None, shape: Shape = SHAPE
