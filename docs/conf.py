@@ -18,8 +18,7 @@ from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docstrings import prepare_docstring
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import maskpack
 from bench.harness.page import write_page
@@ -102,7 +101,7 @@ def _sign(
 
 def _write_figures(app: Sphinx) -> None:
     """The page of all figures is no source: it is made from the results, and the search leaves it out."""
-    write_page(ROOT / "bench/results", Path(app.srcdir) / "figures.md")
+    write_page(Path(app.srcdir).parent / "bench/results", Path(app.srcdir) / "figures.md")
 
 
 def setup(app: Sphinx) -> None:

@@ -106,14 +106,11 @@ def bimodal(count: int) -> Array:
     """Short answers of about 2 000 tokens, long ones of about 12 000."""
     rng = np.random.default_rng(0)
     long = rng.random(count) < 0.5
-    return _whole(np.where(long, rng.normal(12_000, 1_500, count), rng.normal(2_000, 500, count)), BUDGET)
+    lengths = np.where(long, rng.normal(12_000, 1_500, count), rng.normal(2_000, 500, count))
+    return np.clip(np.rint(lengths), 1, BUDGET).astype(np.int64)
 
 
 LENGTHS: Mapping[str, Callable[[int], Array]] = {"log-normal": log_normal, "uniform": uniform, "bimodal": bimodal}
-
-
-def _whole(lengths: Amounts, most: int) -> Array:
-    return np.clip(np.rint(lengths), 1, most).astype(np.int64)
 
 
 # -------------------------------------------------------------------- micro-batches

@@ -20,7 +20,7 @@ import numpy as np
 from tensordict import TensorDict
 
 from bench.workloads import tau
-from bench.workloads.reference import PROMPT_WIDTH, RESPONSE_WIDTH, VARIANTS, lengths_of, make_batch, widths
+from bench.workloads.reference import VARIANTS, lengths_of, make_batch, widths
 from bench.workloads.rows import (
     PAD_ID,
     Lengths,
@@ -35,18 +35,7 @@ from bench.workloads.rows import (
     tokens,
 )
 
-__all__ = [
-    "MOST_ROWS",
-    "PAD_ID",
-    "PROMPT_WIDTH",
-    "RESPONSE_WIDTH",
-    "VARIANTS",
-    "WORKLOADS",
-    "Lengths",
-    "batch_of",
-    "lengths",
-    "make_batch",
-]
+__all__ = ["MOST_ROWS", "PAD_ID", "VARIANTS", "WORKLOADS", "batch_of", "lengths", "make_batch"]
 
 WORKLOADS = {"reference": 256, "tau": tau.ROWS, "mooncake": 256}
 """Rows of a batch of each workload."""

@@ -25,7 +25,7 @@ from bench.harness.local_ray import local_ray, medians
 from bench.harness.measure import progress
 from bench.harness.registry import case
 from bench.harness.report import Row
-from bench.workloads import PROMPT_WIDTH, RESPONSE_WIDTH
+from bench.workloads.reference import PROMPT_WIDTH, RESPONSE_WIDTH
 
 
 @case(

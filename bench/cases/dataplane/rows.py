@@ -20,7 +20,7 @@ from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
 from bench.harness.measure import NotExact, require_same_tensor
-from bench.workloads import PROMPT_WIDTH, RESPONSE_WIDTH, make_batch
+from bench.workloads.reference import PROMPT_WIDTH, RESPONSE_WIDTH, make_batch
 
 GROUP = 8
 _WORDS = ("the", "sum", "of", "two", "numbers", "is", "given", "find", "value", "such", "that", "each", "integer")

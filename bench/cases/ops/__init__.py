@@ -30,7 +30,8 @@ from bench.harness.registry import case
 from bench.harness.report import Row
 from bench.rivals import nesting
 from bench.rivals import packing as rivals
-from bench.workloads import PAD_ID, PROMPT_WIDTH, RESPONSE_WIDTH, make_batch
+from bench.workloads import PAD_ID
+from bench.workloads.reference import PROMPT_WIDTH, RESPONSE_WIDTH, make_batch
 from maskpack import RowLayout, ops
 
 OURS, PROMISED = "maskpack", "maskpack, total promised"
