@@ -40,7 +40,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 LONGEST = (
     *("test_interpreted_staging", "test_interpreted_encoding", "test_interpreted_ops", "test_dispatch", "test_faults"),
-    *("test_cluster", "test_bench_dispatch", "test_cli"),
+    *("test_cluster", "test_cases", "test_cli"),
 )
 """The files that take longest come first, so that no process is left alone with one at the end."""
 

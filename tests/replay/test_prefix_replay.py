@@ -298,7 +298,7 @@ def test_a_plan_cuts_groups_into_subgroups() -> None:
 def trajectories() -> list[Row]:
     """Four trajectories for each of 50 tasks: system prompt and question, then all other messages. A message has a
     hundredth of its tokens, equal ones for equal texts."""
-    data = json.loads((Path(__file__).parents[2] / "bench/tau_airline.json").read_text())
+    data = json.loads((Path(__file__).parents[2] / "bench/workloads/tau_airline.json").read_text())
     rng = np.random.default_rng(0)
     texts = [drawn(rng, max(1, round(tokens / 100))) for tokens in data["tokens"]]
     rows: list[Row] = []
