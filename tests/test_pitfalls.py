@@ -650,7 +650,7 @@ def test_14_an_all_ones_loss_mask_costs_next_to_nothing():
 
 def test_15_layouts_stay_on_the_device_of_the_mask():
     layout = mp.RowLayout.from_mask(torch.tensor([[1, 1, 0], [0, 1, 0]])).to("meta")
-    for tensor in (layout.starts, layout.splits, layout.offsets, layout.cu_seqlens, layout.indices, layout.to_mask()):
+    for tensor in (layout.offsets, layout.cu_seqlens, layout.indices, layout.to_mask()):
         assert tensor.device.type == "meta"
     assert layout.take([1]).device.type == "meta"
     assert layout.narrow(0, 2).to_mask().device.type == "meta"
@@ -882,7 +882,7 @@ def test_34_torchs_defaults_change_nothing(default):
         out["plan, packed"] = mp.decompress(planned(packed))
         out["plan, view"] = planned(mp.views.BatchView.of(packed)).materialize()
         layout = mp.RowLayout.from_mask(batch["attention_mask"])
-        out["layout"] = [layout.to_mask(), layout.indices, layout.offsets, layout.starts, layout.splits]
+        out["layout"] = [layout.to_mask(), layout.indices, layout.offsets, layout.cu_seqlens]
         out["layout"] += [mp.RowLayout.from_lengths(lengths).to_mask(), mp.RowLayout.from_lengths([2, 0, 3]).to_mask()]
         out["layout"] += [mp.RowLayout.from_cu_seqlens(layout.cu_seqlens).to_mask(), layout.narrow(2, 7).to_mask()]
         for dtype in DTYPES:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from maskpack.core.backends import uses_triton
 from maskpack.core.pads import EDGE, PER_ROW, SIGNED_ZERO, Pad, PadValue, pad_words
-from maskpack.layout.row_layout import RowLayout
+from maskpack.layout.row_layout import RowLayout, device_spans
 
 CONSTANT, EDGE_PAD, BY_ROW, BY_SIGN = range(4)
 CHUNK = 512
@@ -220,7 +220,7 @@ def _repeated(word: int, size: int, wide: int) -> int:
 
 def _addresses(layout: RowLayout) -> tuple[int, int, int, int, int, int]:
     """`starts` to `before` of a Job."""
-    index = layout.index
+    index = device_spans(layout)
     bounds = index.begins if index.cu_seqlens is None else index.cu_seqlens
     splits, bits, before = (0 if part is None else part.data_ptr() for part in (index.splits, index.bits, index.before))
     return index.starts.data_ptr(), index.begins.data_ptr(), bounds.data_ptr(), splits, bits, before

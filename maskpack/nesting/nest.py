@@ -17,7 +17,7 @@ from maskpack.errors import LayoutError
 from maskpack.fields.options import OnLoss, Options, Registry, Verify
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import check_lengths, jagged_all, values_of
-from maskpack.layout.row_layout import RowLayout
+from maskpack.layout.row_layout import RowLayout, min_length
 from maskpack.nesting import checks
 from maskpack.nesting.schema import (
     INTACT,
@@ -94,7 +94,7 @@ def _jagged_fields(plan: Survey, call: str) -> dict[Path, Tensor]:
     fields: dict[Path, Tensor] = {}
     for (name, device), values in groups.items():
         layout = plan.layouts[name].to(device)
-        made = jagged_all([*values.values()], layout.offsets, layout.min_length, layout.max_length)
+        made = jagged_all([*values.values()], layout.offsets, min_length(layout), layout.max_length)
         fields.update(zip(values, made, strict=True))
     return fields
 

@@ -37,7 +37,7 @@ from maskpack.core.tensors import need_batch
 from maskpack.core.tree import Node, entry_at, fields_of, has, is_sub_batch, unflatten
 from maskpack.errors import LayoutError
 from maskpack.layout.jagged import is_regular, jagged_from, offsets_of, to_host, values_of
-from maskpack.layout.row_layout import RowLayout
+from maskpack.layout.row_layout import RowLayout, host_spans
 from maskpack.layout.span_table import lines_of, lines_with, lines_without, table_of_lines
 
 LAYOUTS = "_maskpack"
@@ -186,7 +186,7 @@ def lines_of_layouts(
     forms: Iterable[FieldForm], layouts: Mapping[str, RowLayout], row_pads: Mapping[Path, Tensor]
 ) -> dict[str, tuple[npt.NDArray[np.int32], IntArray]]:
     """The lines of each layout, and the first line of each row."""
-    lines = {name: lines_of(layout.table, layout.width) for name, layout in layouts.items()}
+    lines = {name: lines_of(host_spans(layout), layout.width) for name, layout in layouts.items()}
     for name, (own, splits) in lines.items():
         signs = [row_pads[form.path].numpy() for form in _signed(forms, name)]
         lines[name] = lines_with(own, splits, layouts[name].width, signs) if signs else (own, splits)

@@ -47,6 +47,7 @@ from maskpack import (
 )
 from maskpack.core import native
 from maskpack.errors import CoverageError, LayoutError, LossyPadError, MaskpackWarning, RegistryError
+from maskpack.layout.row_layout import host_spans
 from maskpack.layout.span_table import lines_of, table_of_lines
 from maskpack.nesting import take
 from maskpack.nesting.schema import LAYOUTS
@@ -532,7 +533,7 @@ def test_a_changed_table_of_many_runs_is_refused(name: str) -> None:
 
 @given(strategies.patterns(width=100), st.data())
 def test_lines_there_and_back(mask: oracle.Mask, data: st.DataObject) -> None:
-    table = RowLayout.from_mask(oracle.mask_tensor(mask, 100)).table
+    table = host_spans(RowLayout.from_mask(oracle.mask_tensor(mask, 100)))
     lines, splits = lines_of(table, 100)
     found = table_of_lines(lines.astype(np.int64), splits, 100)
     assert found is not None
